@@ -1,0 +1,24 @@
+"""Softmax and attention for NumPy and CuPy arrays, from naive to fused."""
+
+from cupyflash._attention import attention, merge_attention_states
+from cupyflash._explain import explain
+from cupyflash._softmax import (
+    log_softmax,
+    log_softmax_vjp,
+    logsumexp,
+    softmax,
+    softmax_vjp,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "attention",
+    "explain",
+    "log_softmax",
+    "log_softmax_vjp",
+    "logsumexp",
+    "merge_attention_states",
+    "softmax",
+    "softmax_vjp",
+]

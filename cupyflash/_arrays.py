@@ -1,0 +1,226 @@
+"""Kinds of array: NumPy and CuPy told apart without importing CuPy."""
+
+import numbers
+import sys
+from typing import Any
+
+import numpy as np
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+METHODS = ("auto", "naive", "safe", "online", "tiled")
+
+# The DLPack device codes of CUDA memory and of CUDA managed memory.
+_DLPACK_CUDA = (2, 13)
+
+
+def is_cupy(x: Any) -> bool:
+    """Whether `x` is a CuPy array; who has one has imported CuPy."""
+    cupy = sys.modules.get("cupy")
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def lives_on_gpu(x: Any) -> bool:
+    """Whether `x` is a CuPy array or another object that offers CUDA memory."""
+    if isinstance(x, (np.ndarray, np.generic, numbers.Number, list, tuple)):
+        return False
+    return is_cupy(x) or _offers_dlpack_cuda(x) or _offers_cuda_interface(x)
+
+
+def _offers_dlpack_cuda(x):
+    device = getattr(x, "__dlpack_device__", None)
+    return device is not None and device()[0] in _DLPACK_CUDA
+
+
+def _offers_cuda_interface(x):
+    try:
+        return hasattr(x, "__cuda_array_interface__")
+    except Exception:  # PyTorch raises here for tensors that it cannot describe
+        return False
+
+
+def adopt(x: Any) -> Any:
+    """Return `x` as a NumPy or CuPy array, without a copy where it is an array."""
+    if isinstance(x, np.ndarray):
+        return np.asarray(x)  # drops subclasses
+    if is_cupy(x):
+        return x
+    if lives_on_gpu(x):
+        import cupy
+
+        return cupy.from_dlpack(x) if _offers_dlpack_cuda(x) else cupy.asarray(x)
+    return np.asarray(x)
+
+
+def is_scalar(x: Any) -> bool:
+    """Whether `x` is a Python or NumPy scalar, which goes with either kind of array."""
+    return isinstance(x, (numbers.Number, np.bool_, np.generic))
+
+
+def _describe(x):
+    if is_cupy(x):
+        return f"a CuPy array on device {x.device.id}"
+    return "a NumPy array" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+
+
+def adopt_all(**given: Any) -> tuple[Any, dict[str, Any]]:
+    """Adopt the arrays of one call; return their namespace and them by name.
+
+    The first name decides between NumPy and CuPy. ``None`` stays ``None``; scalars
+    join either kind. Kinds and devices are never mixed.
+    """
+    arrays = {
+        name: x if x is None or is_scalar(x) else adopt(x) for name, x in given.items()
+    }
+    first = next(iter(arrays))
+    if is_scalar(arrays[first]):
+        # A scalar alone is a NumPy array; beside GPU arrays it must be moved by hand.
+        arrays[first] = np.asarray(arrays[first])
+    on_gpu = is_cupy(arrays[first])
+    for name, x in arrays.items():
+        if x is None or is_scalar(x):
+            continue
+        if is_cupy(x) != on_gpu:
+            cpu_name = name if on_gpu else first
+            gpu_name = first if on_gpu else name
+            raise TypeError(
+                f"{first} is {_describe(arrays[first])} but {name} is "
+                f"{_describe_given(given[name], x)}; give both as CuPy arrays "
+                f"(cupy.asarray({cpu_name})) or both as NumPy arrays "
+                f"(cupy.asnumpy({gpu_name}))"
+            )
+        if on_gpu and x.data.device_id != arrays[first].data.device_id:
+            raise ValueError(
+                f"{first} is on device {arrays[first].data.device_id} but {name} is "
+                f"on device {x.data.device_id}; move one of them first"
+            )
+    xp = sys.modules["cupy"] if on_gpu else np
+    for name, x in arrays.items():
+        if is_scalar(x):
+            # A kernel writes the value on the GPU: nothing crosses from the host.
+            arrays[name] = full(xp, x, arrays[first])
+    return xp, arrays
+
+
+def _describe_given(given, adopted):
+    if isinstance(given, (np.ndarray, list, tuple)) or is_cupy(adopted):
+        return _describe(adopted) if is_cupy(adopted) else _describe(given)
+    return f"a {type(given).__name__} in host memory"
+
+
+def full(xp, value, like):
+    """A 0-d array of `value` beside `like`."""
+    if xp is np:
+        return np.asarray(value)
+    with like.device:
+        return xp.full((), value, dtype=np.asarray(value).dtype)
+
+
+def dtype_name(x: Any) -> str:
+    """The name of an array's dtype, such as "bfloat16"."""
+    return x.dtype.name
+
+
+def to_dtype(name: str) -> np.dtype:
+    """The dtype called `name`; bfloat16 is ml_dtypes', imported only when asked for."""
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise TypeError(
+                "dtype bfloat16 needs the package ml_dtypes: pip install cupyflash[bf16]"
+            ) from None
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def float_dtype(argument: str, dtype: Any) -> np.dtype:
+    """The dtype meant by a ``dtype=`` argument, which must be a floating one."""
+    if isinstance(dtype, str) and dtype in FLOATS:
+        return to_dtype(dtype)
+    try:
+        found = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"{argument} must be one of {', '.join(FLOATS)}, got {dtype!r}"
+        ) from None
+    if found.name not in FLOATS:
+        raise TypeError(
+            f"{argument} must be one of {', '.join(FLOATS)}, got {found.name}"
+        )
+    return found
+
+
+def real_number(name: str, value: Any) -> float:
+    """`value` as a float; a TypeError for what is not a real number of the host."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(
+        value, (numbers.Real, np.floating, np.integer)
+    ):
+        raise TypeError(f"{name} must be a real number, got {_describe(value)}")
+    return float(value)
+
+
+def check_method(method: Any) -> str:
+    if method not in METHODS:
+        raise ValueError(
+            f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}"
+        )
+    return method
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtypes: tuple[str, ...], inputs) -> None:
+    """Refuse an `out` of another shape or dtype, read-only, or self-overlapping.
+
+    `inputs` maps names to the arrays that `out` must not share memory with.
+    """
+    if out.shape != shape:
+        raise ValueError(f"out must have shape {shape}, got {out.shape}")
+    if out.dtype.name not in dtypes:
+        raise TypeError(f"out must be {' or '.join(dtypes)}, got {out.dtype.name}")
+    if isinstance(out, np.ndarray) and not out.flags.writeable:
+        raise ValueError("out is read-only; give a writable array")
+    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
+        raise ValueError("out is a broadcast view; give an array with its own elements")
+    for name, x in inputs.items():
+        if x is not None and share_memory(out, x):
+            raise ValueError(
+                f"out shares memory with {name}; give an array of its own"
+            )
+
+
+class _Addresses:
+    """The addresses of an array, as NumPy reads them; the memory is never touched."""
+
+    def __init__(self, x):
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (x.data.ptr, False),
+            "shape": x.shape,
+            "strides": x.strides,
+            "typestr": f"|V{x.itemsize}",
+        }
+
+
+def share_memory(a: Any, b: Any) -> bool:
+    """Whether two arrays of one kind share an element."""
+    if a.size == 0 or b.size == 0:
+        return False
+    if is_cupy(a):
+        if a.data.device_id != b.data.device_id:
+            return False
+        a, b = np.asarray(_Addresses(a)), np.asarray(_Addresses(b))
+    # The exact answer can take long to find; the bounds decide then.
+    try:
+        return np.shares_memory(a, b, max_work=10_000)
+    except (np.exceptions.TooHardError, OverflowError):
+        return np.may_share_memory(a, b)
+
+
+def same_view(a: Any, b: Any) -> bool:
+    """Whether two arrays are the same elements in the same order and dtype."""
+    pointer = (lambda x: x.data.ptr) if is_cupy(a) else (lambda x: x.ctypes.data)
+    return (
+        pointer(a) == pointer(b)
+        and a.shape == b.shape
+        and a.strides == b.strides
+        and a.dtype == b.dtype
+    )

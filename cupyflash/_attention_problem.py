@@ -1,0 +1,435 @@
+"""Arguments of attention -> a problem of plain numbers, and views in one layout.
+
+All errors of the caller are raised here, before anything is allocated or launched.
+"""
+
+import math
+import operator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyflash import _arrays
+
+LAYOUTS = ("bhsd", "bshd")
+PRECISIONS = ("float32", "tf32")
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """What is asked, without the arrays.
+
+    `left` and `right` bound the keys that a query sees round its diagonal
+    ``i + query_offset``, both inclusive; None is unbounded. They hold causal and window
+    together.
+    """
+
+    backend: str  # "numpy" or "cupy"
+    batch: tuple[int, ...]  # leading axes, broadcast
+    num_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    # An int is known to the host; "lengths" is key length - query length of each batch
+    # entry; "array" comes from the device.
+    query_offset: int | str = 0
+    softcap: float = 0.0
+    # dtype names of the optional arrays; None is absent.
+    bias: str | None = None
+    mask: str | None = None
+    sinks: str | None = None
+    alibi_slopes: str | None = None
+    query_offsets: str | None = None
+    query_lengths: str | None = None
+    key_lengths: str | None = None
+    layout: str = "bhsd"
+    heads_axis: bool = True  # False: all of q, k and v are plain matrices
+    precision: str = "float32"
+    return_lse: bool = False
+    method: str = "auto"
+
+    @property
+    def compute_dtype(self) -> str:
+        """dtype of scores, maxima, sums and lse."""
+        return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share a head of k and v."""
+        return self.num_heads // max(self.num_kv_heads, 1)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of `out`, in the layout of the call."""
+        matrix = (self.seqlen_q, self.head_dim_v)
+        if not self.heads_axis:
+            return matrix
+        if self.layout == "bhsd":
+            return (*self.batch, self.num_heads, *matrix)
+        return (*self.batch, self.seqlen_q, self.num_heads, self.head_dim_v)
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        """Shape of `lse`, the same in both layouts."""
+        if not self.heads_axis:
+            return (self.seqlen_q,)
+        return (*self.batch, self.num_heads, self.seqlen_q)
+
+
+class AttentionOperands(NamedTuple):
+    """Views without copies, whatever the layout of the call was.
+
+    q, k, v, out : batch + (heads, seqlen, dim), heads-first
+    bias, mask : batch + (num_heads, seqlen_q, seqlen_k)
+    sinks : (num_heads,)
+    alibi_slopes : batch + (num_heads,)
+    query_offsets, query_lengths, key_lengths : batch
+    given_out : `out` as the caller gave it, to be returned
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None
+    mask: Any = None
+    sinks: Any = None
+    alibi_slopes: Any = None
+    query_offsets: Any = None
+    query_lengths: Any = None
+    key_lengths: Any = None
+    out: Any = None
+    given_out: Any = None
+
+
+def heads_first(x, layout):
+    """A view of `x` as (..., heads, seqlen, dim); matrices get one head."""
+    if x.ndim == 2:
+        return x[None]
+    return x if layout == "bhsd" else x.swapaxes(-3, -2)
+
+
+def _check_floats(arrays):
+    """q, k and v of one floating dtype."""
+    names = {name: arrays[name].dtype.name for name in ("q", "k", "v")}
+    for name, dtype in names.items():
+        if dtype not in _arrays.FLOATS:
+            raise TypeError(
+                f"{name} must be one of {', '.join(_arrays.FLOATS)}, got {dtype}; "
+                f"convert it with {name}.astype(...)"
+            )
+    if len(set(names.values())) > 1:
+        got = ", ".join(f"{n} {d}" for n, d in names.items())
+        raise TypeError(f"q, k and v must have one dtype, got {got}")
+    return names["q"]
+
+
+def _check_shapes(q, k, v, layout):
+    """Shapes of q, k and v against each other; returns the broadcast batch."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim < 2:
+            raise ValueError(
+                f"{name} must have at least 2 axes (seqlen, head_dim), got shape {x.shape}"
+            )
+        if x.shape[-1] < 1:
+            raise ValueError(
+                f"{name} has shape {x.shape}; the last axis (head_dim) must be at least 1"
+            )
+    q, k, v = (heads_first(x, layout) for x in (q, k, v))
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q and k must have one head_dim, got {q.shape[-1]} and {k.shape[-1]}"
+        )
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"k and v must have one seqlen, got {k.shape[-2]} and {v.shape[-2]}"
+        )
+    if k.shape[-3] != v.shape[-3]:
+        raise ValueError(
+            f"k and v must have the same number of heads, got {k.shape[-3]} and "
+            f"{v.shape[-3]}"
+        )
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    if (kv_heads == 0 and heads != 0) or (kv_heads and heads % kv_heads):
+        raise ValueError(
+            f"the heads of k and v must divide those of q, got {kv_heads} and {heads} "
+            f"(layout {layout!r})"
+        )
+    try:
+        batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    except ValueError:
+        raise ValueError(
+            "the batch axes of q, k and v do not broadcast: "
+            f"{q.shape[:-3]}, {k.shape[:-3]}, {v.shape[:-3]}"
+        ) from None
+    return q, k, v, batch
+
+
+def _broadcast(xp, name, x, shape, meaning):
+    """`x` as a view of `shape`, which it must not enlarge."""
+    if x.ndim > len(shape) or any(
+        n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)
+    ):
+        raise ValueError(
+            f"{name} has shape {x.shape}, which does not broadcast to {meaning} = {shape}"
+        )
+    return xp.broadcast_to(x, shape)
+
+
+def _bounds(causal, window):
+    """(left, right) of causal and window together."""
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if window is None:
+        left = right = None
+    else:
+        pair = window if isinstance(window, (tuple, list)) else (window, window)
+        if len(pair) != 2:
+            raise ValueError(f"window must be an int or (left, right), got {window!r}")
+        left, right = (_window_side(side) for side in pair)
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right
+
+
+def _window_side(side):
+    if side is None:
+        return None
+    if isinstance(side, (bool, np.bool_)):
+        raise TypeError("window must be an int or (left, right) of ints or None, got bool")
+    try:
+        side = operator.index(side)
+    except TypeError:
+        raise TypeError(
+            f"window must be an int or (left, right) of ints or None, got "
+            f"{type(side).__name__}"
+        ) from None
+    if side < 0:
+        raise ValueError(
+            f"window counts keys on each side and must be >= 0, got {side}; None is "
+            "unbounded"
+        )
+    return side
+
+
+def _check_softcap(softcap):
+    softcap = _arrays.real_number("softcap", softcap)
+    if not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
+    return softcap
+
+
+def _check_choice(name, value, choices):
+    if value not in choices:
+        raise ValueError(
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
+        )
+
+
+def is_index(x) -> bool:
+    """Whether `x` is a host integer (not an array, not a bool)."""
+    return isinstance(x, (int, np.integer)) and not isinstance(x, (bool, np.bool_))
+
+
+def attention(
+    q,
+    k,
+    v,
+    bias,
+    mask,
+    scale,
+    causal,
+    query_offset,
+    window,
+    softcap,
+    sinks,
+    alibi_slopes,
+    query_lengths,
+    key_lengths,
+    layout,
+    precision,
+    return_lse,
+    out,
+    method,
+) -> tuple[AttentionProblem, AttentionOperands]:
+    """Check a call of attention."""
+    _check_choice("layout", layout, LAYOUTS)
+    _check_choice("precision", precision, PRECISIONS)
+    _arrays.check_method(method)
+    left, right = _bounds(causal, window)
+    softcap = _check_softcap(softcap)
+    offsets = None if query_offset is None or is_index(query_offset) else query_offset
+    if isinstance(offsets, (bool, np.bool_, float)):
+        raise TypeError(
+            "query_offset must be None, an int or an integer array, got "
+            f"{type(offsets).__name__}"
+        )
+
+    xp, a = _arrays.adopt_all(
+        q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes,
+        query_offset=offsets, query_lengths=query_lengths, key_lengths=key_lengths,
+        out=out,
+    )  # fmt: skip
+    dtype = _check_floats(a)
+    if precision == "tf32" and dtype != "float32":
+        raise ValueError(f"precision='tf32' is for float32 inputs, got {dtype}")
+    heads_axis = any(a[name].ndim > 2 for name in ("q", "k", "v"))
+    q, k, v, batch = _check_shapes(a["q"], a["k"], a["v"], layout)
+    heads, seqlen_q, head_dim = q.shape[-3:]
+    seqlen_k, head_dim_v = v.shape[-2:]
+    scale = head_dim**-0.5 if scale is None else _arrays.real_number("scale", scale)
+
+    scores = (*batch, heads, seqlen_q, seqlen_k)
+    meaning = "(..., num_heads, seqlen_q, seqlen_k)"
+    if (bias := a["bias"]) is not None:
+        _check_float("bias", bias)
+        bias = _broadcast(xp, "bias", bias, scores, meaning)
+    if (mask := a["mask"]) is not None:
+        if mask.dtype != np.bool_:
+            raise TypeError(
+                f"mask must be bool (True = attend), got {mask.dtype.name}; an additive "
+                "mask goes into bias"
+            )
+        mask = _broadcast(xp, "mask", mask, scores, meaning)
+    if (sinks := a["sinks"]) is not None:
+        _check_float("sinks", sinks)
+        sinks = _broadcast(xp, "sinks", sinks, (heads,), "(num_heads,)")
+    if (alibi := a["alibi_slopes"]) is not None:
+        _check_float("alibi_slopes", alibi)
+        alibi = _broadcast(xp, "alibi_slopes", alibi, (*batch, heads), "(..., num_heads)")
+    integers = {}
+    for name in ("query_offset", "query_lengths", "key_lengths"):
+        x = a[name]
+        if x is not None:
+            if x.dtype.kind not in "iu":
+                raise TypeError(f"{name} must hold integers, got {x.dtype.name}")
+            x = _broadcast(xp, name, x, batch, "the batch axes")
+        integers[name] = x
+
+    problem = AttentionProblem(
+        backend=xp.__name__,
+        batch=batch,
+        num_heads=heads,
+        num_kv_heads=k.shape[-3],
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        scale=scale,
+        left=left,
+        right=right,
+        query_offset=_offset_rule(query_offset, integers, seqlen_q, seqlen_k),
+        softcap=softcap,
+        bias=_name(bias),
+        mask=_name(mask),
+        sinks=_name(sinks),
+        alibi_slopes=_name(alibi),
+        query_offsets=_name(integers["query_offset"]),
+        query_lengths=_name(integers["query_lengths"]),
+        key_lengths=_name(integers["key_lengths"]),
+        layout=layout,
+        heads_axis=heads_axis,
+        precision=precision,
+        return_lse=bool(return_lse),
+        method=method,
+    )
+    out = a["out"]
+    if out is not None:
+        inputs = {name: x for name, x in a.items() if name != "out"}
+        _arrays.check_out(out, problem.out_shape, (dtype,), inputs)
+    q, k, v = (xp.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
+    operands = AttentionOperands(
+        q, k, v, bias, mask, sinks, alibi, integers["query_offset"],
+        integers["query_lengths"], integers["key_lengths"],
+        None if out is None else heads_first(out, layout), out,
+    )  # fmt: skip
+    return problem, operands
+
+
+def _check_float(name, x):
+    if x.dtype.name not in _arrays.FLOATS:
+        raise TypeError(
+            f"{name} must be one of {', '.join(_arrays.FLOATS)}, got {x.dtype.name}"
+        )
+
+
+def _name(x):
+    return None if x is None else x.dtype.name
+
+
+def _offset_rule(query_offset, integers, seqlen_q, seqlen_k):
+    """Where the problem's query_offset comes from; see AttentionProblem."""
+    if query_offset is None:
+        known = integers["query_lengths"] is None and integers["key_lengths"] is None
+        return seqlen_k - seqlen_q if known else "lengths"
+    return int(query_offset) if is_index(query_offset) else "array"
+
+
+@dataclass(frozen=True)
+class MergeProblem:
+    """Partial attention results to be combined along the first axis of the views."""
+
+    backend: str
+    num_parts: int
+    shape: tuple[int, ...]  # of the merged lse
+    head_dim_v: int
+    dtype: str
+    lse_dtype: str
+
+
+class MergeOperands(NamedTuple):
+    """outs : (parts, ..., head_dim_v); lses : (parts, ...); out : (..., head_dim_v)."""
+
+    outs: Any
+    lses: Any
+    out: Any = None
+
+
+def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
+    """Check a call of merge_attention_states."""
+    if isinstance(lses, (list, tuple)) and is_index(axis) and axis < 0:
+        axis += np.ndim(lses[0]) + 1 if len(lses) else 0
+    outs, lses = _stack("outs", outs, axis), _stack("lses", lses, axis)
+    xp, a = _arrays.adopt_all(outs=outs, lses=lses, out=out)
+    outs, lses, out = a["outs"], a["lses"], a["out"]
+    _check_float("outs", outs)
+    if lses.dtype.name not in ("float32", "float64"):
+        raise TypeError(f"lses must be float32 or float64, got {lses.dtype.name}")
+    if outs.ndim != lses.ndim + 1 or outs.shape[:-1] != lses.shape:
+        raise ValueError(
+            "lses must have the shape of outs without its last axis, got outs "
+            f"{outs.shape} and lses {lses.shape}"
+        )
+    axis = np.lib.array_utils.normalize_axis_index(operator.index(axis), lses.ndim)
+    outs, lses = xp.moveaxis(outs, axis, 0), xp.moveaxis(lses, axis, 0)
+    problem = MergeProblem(
+        backend=xp.__name__,
+        num_parts=lses.shape[0],
+        shape=lses.shape[1:],
+        head_dim_v=outs.shape[-1],
+        dtype=outs.dtype.name,
+        lse_dtype=lses.dtype.name,
+    )
+    if out is not None:
+        _arrays.check_out(
+            out, outs.shape[1:], (outs.dtype.name,), {"outs": outs, "lses": lses}
+        )
+    return problem, MergeOperands(outs, lses, out)
+
+
+def _stack(name, parts, axis):
+    """A list of arrays as one array; anything else as it is."""
+    if not isinstance(parts, (list, tuple)) or not parts:
+        return parts
+    xp, arrays = _arrays.adopt_all(**{f"{name}[{i}]": x for i, x in enumerate(parts)})
+    shapes = {x.shape for x in arrays.values()}
+    if len(shapes) > 1:
+        raise ValueError(f"the parts of {name} must have one shape, got {shapes}")
+    return xp.stack(list(arrays.values()), axis=axis)

@@ -1,0 +1,83 @@
+"""Text and options -> a loaded kernel, remembered."""
+
+import functools
+import os
+import threading
+import warnings
+
+import cupy
+
+from cupyflash import _source
+from cupyflash._kernels import Variant
+
+_lock = threading.Lock()
+
+
+def get_kernel(variant: Variant, device_id: int):
+    """The loaded kernel of `variant` on a device, which must be the current one."""
+    with _lock:  # one compilation for many threads that ask at once
+        return _load(variant, device_id)
+
+
+@functools.cache
+def _load(variant, device_id):
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            f"{variant.source} is not compiled yet, and compiling is not possible while "
+            "a CUDA graph is captured: make the same call once before the capture"
+        )
+    module = cupy.RawModule(code=_source.load(variant.source), options=variant.options)
+    kernel = _build(module, variant)
+    if variant.smem > 48 * 1024:
+        kernel.max_dynamic_shared_size_bytes = variant.smem
+    # The Function underneath launches without RawKernel's per-call look-ups.
+    return kernel.kernel
+
+
+def _build(module, variant):
+    """Compile and load, and say in one sentence what stands in the way."""
+    try:
+        return module.get_function(variant.entry)
+    except OSError as error:
+        return _build_without_disk(module, variant, error)
+    except (ImportError, RuntimeError) as error:
+        # NVRTC missing, or a driver that does not know the code NVRTC made.
+        raise RuntimeError(_explain(error, variant)) from None
+    except cupy.cuda.compiler.CompileException as error:
+        raise RuntimeError(_explain(error, variant)) from None
+
+
+def _build_without_disk(module, variant, error):
+    """Compile in memory when the cache folder cannot be used."""
+    warnings.warn(
+        f"the kernel cache folder cannot be used ({error}); kernels are compiled anew "
+        "in each process. Set CUPY_CACHE_DIR to a folder that is writable",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    before = os.environ.get("CUPY_CACHE_IN_MEMORY")
+    os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
+    try:
+        return module.get_function(variant.entry)
+    finally:
+        if before is None:
+            del os.environ["CUPY_CACHE_IN_MEMORY"]
+        else:
+            os.environ["CUPY_CACHE_IN_MEMORY"] = before
+
+
+def _explain(error, variant):
+    text = str(error)
+    lower = text.lower()
+    if "cannot open source file" in lower or "could not open source file" in lower:
+        hint = "CUDA headers are missing: pip install cupyflash[cuda13x] brings them"
+    elif "nvrtc" in lower and ("libnvrtc" in lower or "not found" in lower):
+        hint = "NVRTC is missing: pip install cupyflash[cuda13x] (or [cuda12x]) brings it"
+    elif "ptx" in lower or "no_binary" in lower or "unsupported" in lower:
+        hint = (
+            "the NVIDIA driver is older than the CUDA toolkit of this CuPy: update the "
+            "driver, or install the extra for its CUDA version"
+        )
+    else:
+        hint = "the kernel did not compile"
+    return f"{variant.source}: {hint}\n{text}"

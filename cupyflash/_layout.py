@@ -1,0 +1,57 @@
+"""Axes and strides as plain numbers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
+    """`axis` (None, int or tuple) as sorted non-negative ints; AxisError, TypeError."""
+    if axis is None:
+        return tuple(range(ndim))
+    if not isinstance(axis, (int, np.integer, tuple, list)) or isinstance(axis, bool):
+        raise TypeError(
+            f"axis must be None, an int or a tuple of ints, got {type(axis).__name__}"
+        )
+    # The same errors, in the same words, as NumPy's own functions.
+    axes = np.lib.array_utils.normalize_axis_tuple(axis, ndim, "axis")
+    return tuple(sorted(axes))
+
+
+def element_strides(x) -> tuple[int, ...]:
+    """Strides of an array in elements (bytes are always a multiple of the itemsize)."""
+    return tuple(s // x.itemsize for s in x.strides)
+
+
+def collapse(
+    shape: Sequence[int], strides: Sequence[Sequence[int]]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """Merge neighbouring axes that are one axis to every operand.
+
+    Parameters
+    ----------
+    shape : the common shape of the operands
+    strides : for each operand its strides, one number an axis
+
+    Returns
+    -------
+    shape : tuple of int
+        Without axes of length one; empty for a single element.
+    strides : list of tuple of int
+        For each operand, of the new shape.
+    """
+    sizes: list[int] = []
+    merged: list[list[int]] = [[] for _ in strides]
+    for axis, n in enumerate(shape):
+        if n == 1:
+            continue
+        steps = [s[axis] for s in strides]
+        if sizes and all(m[-1] == n * step for m, step in zip(merged, steps, strict=True)):
+            sizes[-1] *= n
+            for m, step in zip(merged, steps, strict=True):
+                m[-1] = step
+        else:
+            sizes.append(n)
+            for m, step in zip(merged, steps, strict=True):
+                m.append(step)
+    return tuple(sizes), [tuple(m) for m in merged]

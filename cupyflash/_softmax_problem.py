@@ -1,0 +1,245 @@
+"""Arguments of the softmax family -> a problem of plain numbers, and views.
+
+All errors of the caller are raised here, before anything is allocated or launched.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyflash import _arrays, _layout
+
+FUNCTIONS = ("softmax", "log_softmax", "logsumexp", "softmax_vjp", "log_softmax_vjp")
+
+
+@dataclass(frozen=True)
+class SoftmaxProblem:
+    """What is asked, without the arrays."""
+
+    function: str  # one of FUNCTIONS
+    backend: str  # "numpy" or "cupy"
+    shape: tuple[int, ...]  # of x, with b and where broadcast in
+    axes: tuple[int, ...]  # reduced, sorted, not negative
+    dtypes: dict[str, str | None]  # of each operand by name; "out" among them
+    compute_dtype: str  # of maxima, exponentials and sums
+    scale: float = 1.0
+    keepdims: bool = True
+    return_sign: bool = False
+    method: str = "auto"
+
+    @property
+    def row_length(self) -> int:
+        """Elements that one sum runs over."""
+        return prod(self.shape[a] for a in self.axes)
+
+    @property
+    def num_rows(self) -> int:
+        """How many sums there are."""
+        return prod(n for a, n in enumerate(self.shape) if a not in self.axes)
+
+    @property
+    def reduced_shape(self) -> tuple[int, ...]:
+        """Shape of one number a row, with the reduced axes kept as ones."""
+        return tuple(1 if a in self.axes else n for a, n in enumerate(self.shape))
+
+    @property
+    def result_shape(self) -> tuple[int, ...]:
+        """Shape of what the function returns."""
+        if self.function != "logsumexp":
+            return self.shape
+        if self.keepdims:
+            return self.reduced_shape
+        return tuple(n for a, n in enumerate(self.shape) if a not in self.axes)
+
+    @property
+    def is_complex(self) -> bool:
+        return self.compute_dtype.startswith("complex")
+
+
+class SoftmaxOperands(NamedTuple):
+    """The arrays of a call, all of the problem's shape (broadcast views, no copies).
+
+    `x` is the input, or `y` of a vjp. `out` is what the caller gave, or None; for
+    logsumexp it has the result's shape.
+    """
+
+    x: Any
+    dy: Any = None
+    b: Any = None
+    where: Any = None
+    out: Any = None
+
+
+def compute_dtype(*names: str) -> str:
+    """float32 for 16-bit and float32, float64 once anything else takes part."""
+    if any(n.startswith("complex") for n in names):
+        return "complex128"
+    return "float32" if all(n in _arrays.FLOATS[:3] for n in names) else "float64"
+
+
+def _check_numeric(name, x):
+    if x.dtype.name not in _arrays.FLOATS and x.dtype.kind not in "biufc":
+        raise TypeError(
+            f"{name} must hold numbers ({', '.join(_arrays.FLOATS)}, integers, bool or "
+            f"complex), got {x.dtype}"
+        )
+    if x.dtype.kind == "f" and x.dtype.name not in _arrays.FLOATS:
+        raise TypeError(
+            f"{name} has dtype {x.dtype.name}; convert it to one of "
+            f"{', '.join(_arrays.FLOATS)}"
+        )
+
+
+def _natural_dtype(*arrays):
+    """The result dtype of NumPy's promotion, with bool and integers as float64."""
+    names = {x.dtype.name if _is_inexact(x) else "float64" for x in arrays}
+    if len(names) == 1:
+        return names.pop()
+    if "bfloat16" in names:  # bfloat16 joins float16 only in float32
+        names = {"float32" if n in ("bfloat16", "float16") else n for n in names}
+    return np.result_type(*names).name
+
+
+def _is_inexact(x):
+    return x.dtype.name in _arrays.FLOATS or x.dtype.kind == "c"
+
+
+def _check_where(where, shape):
+    """`where` as a view of `shape`; TypeError, ValueError."""
+    if where is None:
+        return None
+    if where.dtype != np.bool_:
+        raise TypeError(f"where must be bool, got {where.dtype.name}")
+    return _broadcast("where", where, shape)
+
+
+def _broadcast(name, x, shape):
+    xp = _arrays.sys.modules["cupy"] if _arrays.is_cupy(x) else np
+    if x.ndim > len(shape) or any(
+        n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)
+    ):
+        raise ValueError(f"{name} has shape {x.shape}, which does not broadcast to {shape}")
+    return xp.broadcast_to(x, shape)
+
+
+def _check_scale(scale):
+    return _arrays.real_number("scale", scale)
+
+
+def softmax(
+    function, x, axis, where, scale, dtype, out, method
+) -> tuple[SoftmaxProblem, SoftmaxOperands]:
+    """Check a call of softmax or log_softmax."""
+    xp, a = _arrays.adopt_all(x=x, where=where, out=out)
+    x, where, out = a["x"], a["where"], a["out"]
+    _check_numeric("x", x)
+    axes = _layout.normalize_axes(axis, x.ndim)
+    scale = _check_scale(scale)
+    where = _check_where(where, x.shape)
+    _arrays.check_method(method)
+    result = _result_dtype(x, dtype, out)
+    if out is not None:
+        inputs = {"where": where}
+        if not _arrays.same_view(out, x):  # out=x is allowed
+            inputs["x"] = x
+        _arrays.check_out(out, x.shape, (result,), inputs)
+    problem = SoftmaxProblem(
+        function=function,
+        backend=xp.__name__,
+        shape=x.shape,
+        axes=axes,
+        dtypes={"x": x.dtype.name, "where": where is not None and "bool", "out": result},
+        compute_dtype=compute_dtype(x.dtype.name, result),
+        scale=scale,
+        method=method,
+    )
+    return problem, SoftmaxOperands(x, where=where, out=out)
+
+
+def _result_dtype(x, dtype, out):
+    """Name of the output dtype: `dtype`, else that of `out`, else that of `x`."""
+    if x.dtype.kind == "c":
+        if dtype is not None and np.dtype(dtype) != x.dtype:
+            raise TypeError(f"dtype must be {x.dtype.name} for complex x, got {dtype}")
+        return x.dtype.name
+    if dtype is not None:
+        return _arrays.float_dtype("dtype", dtype).name
+    if out is not None:
+        return _arrays.float_dtype("out", out.dtype).name
+    return _natural_dtype(x)
+
+
+def logsumexp(
+    a, axis, b, keepdims, return_sign, where, out
+) -> tuple[SoftmaxProblem, SoftmaxOperands]:
+    """Check a call of logsumexp."""
+    xp, arrays = _arrays.adopt_all(a=a, b=b, where=where, out=out)
+    x, b, where, out = (arrays[n] for n in ("a", "b", "where", "out"))
+    _check_numeric("a", x)
+    shape = x.shape
+    if b is not None:
+        _check_numeric("b", b)
+        try:
+            shape = np.broadcast_shapes(x.shape, b.shape)
+        except ValueError:
+            raise ValueError(
+                f"b has shape {b.shape}, which does not broadcast with a of shape "
+                f"{x.shape}"
+            ) from None
+        b = _broadcast("b", b, shape)
+        x = _broadcast("a", x, shape)
+    axes = _layout.normalize_axes(axis, len(shape))
+    where = _check_where(where, shape)
+    for name, flag in (("keepdims", keepdims), ("return_sign", return_sign)):
+        if not isinstance(flag, (bool, np.bool_)):
+            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    result = _natural_dtype(x) if b is None else _natural_dtype(x, b)
+    problem = SoftmaxProblem(
+        function="logsumexp",
+        backend=xp.__name__,
+        shape=shape,
+        axes=axes,
+        dtypes={
+            "x": x.dtype.name,
+            "b": None if b is None else b.dtype.name,
+            "where": where is not None and "bool",
+            "out": result,
+        },
+        compute_dtype=compute_dtype(result),
+        keepdims=bool(keepdims),
+        return_sign=bool(return_sign),
+    )
+    if out is not None:
+        _arrays.check_out(
+            out, problem.result_shape, (result,), {"a": x, "b": b, "where": where}
+        )
+    return problem, SoftmaxOperands(x, b=b, where=where, out=out)
+
+
+def vjp(function, y, dy, axis, scale, out) -> tuple[SoftmaxProblem, SoftmaxOperands]:
+    """Check a call of softmax_vjp or log_softmax_vjp; `dy` may broadcast to `y`."""
+    xp, a = _arrays.adopt_all(y=y, dy=dy, out=out)
+    y, dy, out = a["y"], a["dy"], a["out"]
+    for name, x in (("y", y), ("dy", dy)):
+        _check_numeric(name, x)
+        if x.dtype.kind == "c":
+            raise TypeError(f"{name} must be real, got {x.dtype.name}")
+    axes = _layout.normalize_axes(axis, y.ndim)
+    scale = _check_scale(scale)
+    dy = _broadcast("dy", dy, y.shape)
+    result = _natural_dtype(y, dy)
+    if out is not None:
+        same = {n: x for n, x in (("y", y), ("dy", dy)) if not _arrays.same_view(out, x)}
+        _arrays.check_out(out, y.shape, (result,), same)
+    problem = SoftmaxProblem(
+        function=function,
+        backend=xp.__name__,
+        shape=y.shape,
+        axes=axes,
+        dtypes={"x": y.dtype.name, "dy": dy.dtype.name, "out": result},
+        compute_dtype=compute_dtype(y.dtype.name, dy.dtype.name, result),
+        scale=scale,
+    )
+    return problem, SoftmaxOperands(y, dy=dy, out=out)

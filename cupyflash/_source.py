@@ -1,0 +1,41 @@
+"""Finds cuda_src/ and joins a kernel with its headers."""
+
+import functools
+import re
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+# In a wheel the sources lie beside this file; in a checkout, one folder up.
+CUDA_SRC = next(
+    (p for p in (_HERE / "cuda_src", _HERE.parent / "cuda_src") if p.is_dir()),
+    _HERE / "cuda_src",
+)
+
+_INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
+
+
+@functools.cache
+def load(name: str) -> str:
+    """Return the text of `name` with every quoted include pasted in once.
+
+    CuPy's disk cache does not look into headers, so the text has to be whole. ``#line``
+    keeps the file and line of each message of the compiler.
+    """
+    seen: set[str] = set()
+
+    def paste(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        text = (CUDA_SRC / name).read_text(encoding="utf-8")
+        parts, at = [f'#line 1 "{name}"\n'], 0
+        for match in _INCLUDE.finditer(text):
+            parts.append(text[at : match.start()])
+            parts.append(paste(match[1]))
+            line = text.count("\n", 0, match.end()) + 2
+            parts.append(f'\n#line {line} "{name}"')
+            at = match.end()
+        return "".join([*parts, text[at:]])
+
+    return paste(name)

@@ -107,6 +107,19 @@ def _describe_given(given, adopted):
     return f"a {type(given).__name__} in host memory"
 
 
+def broadcast_view(name: str, x: Any, shape: tuple[int, ...], meaning: str = "") -> Any:
+    """`x` as a view of `shape`, which it must not enlarge; ValueError."""
+    if x.ndim > len(shape) or any(
+        n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)
+    ):
+        target = f"{meaning} = {shape}" if meaning else f"{shape}"
+        raise ValueError(
+            f"{name} has shape {x.shape}, which does not broadcast to {target}"
+        )
+    xp = sys.modules["cupy"] if is_cupy(x) else np
+    return xp.broadcast_to(x, shape)
+
+
 def full(xp, value, like):
     """A 0-d array of `value` beside `like`."""
     if xp is np:
@@ -127,7 +140,7 @@ def to_dtype(name: str) -> np.dtype:
             import ml_dtypes
         except ImportError:
             raise TypeError(
-                "dtype bfloat16 needs the package ml_dtypes: pip install cupyflash[bf16]"
+                "bfloat16 needs the package ml_dtypes: pip install cupyflash[bf16]"
             ) from None
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
@@ -167,7 +180,9 @@ def check_method(method: Any) -> str:
     return method
 
 
-def check_out(out: Any, shape: tuple[int, ...], dtypes: tuple[str, ...], inputs) -> None:
+def check_out(
+    out: Any, shape: tuple[int, ...], dtypes: tuple[str, ...], inputs
+) -> None:
     """Refuse an `out` of another shape or dtype, read-only, or self-overlapping.
 
     `inputs` maps names to the arrays that `out` must not share memory with.
@@ -182,9 +197,7 @@ def check_out(out: Any, shape: tuple[int, ...], dtypes: tuple[str, ...], inputs)
         raise ValueError("out is a broadcast view; give an array with its own elements")
     for name, x in inputs.items():
         if x is not None and share_memory(out, x):
-            raise ValueError(
-                f"out shares memory with {name}; give an array of its own"
-            )
+            raise ValueError(f"out shares memory with {name}; give an array of its own")
 
 
 class _Addresses:

@@ -1,56 +1,224 @@
 """attention and merge_attention_states."""
 
+import functools
+from typing import Any
+
 from cupyflash import _arrays, _attention_problem
+from cupyflash._typing import Array, Layout, Method, Precision, Window
 
 
-def _on(problem):
-    """The back end of a problem."""
-    if problem.backend == "numpy":
-        from cupyflash import _attention_cpu as backend
-    else:
-        from cupyflash import _attention_gpu as backend
-    return backend
+@functools.cache
+def _gpu():
+    """The CuPy back end, imported when the first GPU array arrives."""
+    from cupyflash import _attention_gpu
+
+    return _attention_gpu
+
+
+@functools.cache
+def _cpu():
+    """The NumPy back end."""
+    from cupyflash import _attention_cpu
+
+    return _attention_cpu
+
+
+def backend(problem):
+    """The module that runs a problem."""
+    return _cpu() if problem.backend == "numpy" else _gpu()
 
 
 def attention(
-    q,
-    k,
-    v,
+    q: Array,
+    k: Array,
+    v: Array,
     *,
-    bias=None,
-    mask=None,
-    scale=None,
-    causal=False,
-    query_offset=None,
-    window=None,
-    softcap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-    query_lengths=None,
-    key_lengths=None,
-    layout="bhsd",
-    precision="float32",
-    return_lse=False,
-    out=None,
-    method="auto",
-):
-    """TODO docstring."""
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: bool = False,
+    out: Array | None = None,
+    method: Method = "auto",
+) -> Any:
+    """Scaled dot-product attention, ``softmax(scale * q k^T + bias) v``.
+
+    Parameters
+    ----------
+    q : array_like, shape (..., num_heads, seqlen_q, head_dim)
+        Queries: float16, bfloat16, float32 or float64; a NumPy array (computed on the
+        CPU), a CuPy array (on its GPU), or an object that offers CUDA memory. Leading
+        batch axes broadcast; a matrix is one head.
+    k : array_like, shape (..., num_kv_heads, seqlen_k, head_dim)
+        Keys. `num_kv_heads` divides `num_heads`: query head h uses head
+        ``h // (num_heads // num_kv_heads)``.
+    v : array_like, shape (..., num_kv_heads, seqlen_k, head_dim_v)
+        Values; `head_dim_v` may differ from `head_dim`. Strides of q, k and v are read
+        in place when the last axis is contiguous; otherwise one copy is made.
+    bias : array_like of float, optional
+        Added to the scores; any shape that broadcasts to
+        (..., num_heads, seqlen_q, seqlen_k), read through its strides, never expanded.
+    mask : array_like of bool, optional
+        True where a query may see a key; broadcasts as `bias` does.
+    scale : float, optional
+        Factor on ``q k^T``; by default ``head_dim ** -0.5``. 0 and negative are legal.
+    causal : bool, default False
+        Let query i see keys up to ``i + query_offset``.
+    query_offset : int or array_like of int, shape (...), optional
+        Place of query 0 among the keys, one for all or one for each batch entry. None
+        is key length - query length (bottom-right, as with a key-value cache); 0 is
+        top-left.
+    window : int or (left, right), optional
+        How many keys on each side of ``i + query_offset`` query i may see, that key not
+        counted; None is unbounded.
+    softcap : float, default 0.0
+        If positive, scaled scores s become ``softcap * tanh(s / softcap)``.
+    sinks : array_like of float, shape (num_heads,), optional
+        One more logit a head, which joins the denominator only.
+    alibi_slopes : array_like of float, shape (num_heads,) or (..., num_heads), optional
+        Adds ``-slope * abs(i + query_offset - j)`` to the score of query i and key j.
+    query_lengths, key_lengths : array_like of int, shape (...), optional
+        Lengths in use of each batch entry, at most seqlen_q and seqlen_k; read on the
+        device, never by the host. Query rows beyond give 0 (lse -inf); keys beyond take
+        no part.
+    layout : {"bhsd", "bshd"}, default "bhsd"
+        "bshd" takes and returns (..., seqlen, heads, dim).
+    precision : {"float32", "tf32"}, default "float32"
+        For float32 input, "tf32" allows tensor cores in TF32, with an error of up to
+        1.5e-3.
+    return_lse : bool, default False
+        Also return the logarithm of the softmax denominator.
+    out : ndarray, optional
+        Where the result goes; its memory must be its own.
+    method : {"auto", "naive", "safe", "online", "tiled"}, default "auto"
+        Rung of the ladder. "naive" and "safe" hold all scores in memory, naive in the
+        dtype of `q` and without subtracting a maximum (it overflows); "online" goes
+        through the keys once for each query; "tiled" is FlashAttention. The last two
+        need no memory beyond the result.
+
+    Returns
+    -------
+    out : ndarray, shape (..., num_heads, seqlen_q, head_dim_v)
+        Of the dtype of `q`, in the layout of the call.
+    lse : ndarray, shape (..., num_heads, seqlen_q)
+        Only with `return_lse`: natural logarithm of the sum of exponentials of the
+        final scores, sinks included, in either layout. float32, or float64 for float64
+        input.
+
+    Raises
+    ------
+    TypeError
+        If dtypes or kinds of array are mixed, or an option has the wrong type.
+    ValueError
+        If shapes do not agree, an option is out of range, or arrays are on two devices.
+    NotImplementedError
+        If no kernel of the method takes the problem; never for "auto".
+
+    See Also
+    --------
+    merge_attention_states : combine results over parts of the keys.
+    explain : which kernel would run.
+
+    Notes
+    -----
+    The order is: scale, softcap, bias and ALiBi, masks (mask, causal, window, lengths;
+    they intersect), softmax in float32 (float64 for float64), product with `v`.
+
+    A query that sees no key, or whose scores are all -inf, gives 0 and an lse of -inf
+    (with `sinks`, the sink). A score of +inf gives a row of NaN. NaN stays in its row;
+    NaN or infinity in keys and values that a query does not see never reaches it.
+
+    References
+    ----------
+    .. [1] T. Dao, "FlashAttention-2: faster attention with better parallelism and work
+       partitioning", arXiv:2307.08691, 2023.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> q = k = np.eye(2)
+    >>> v = np.array([[1.0, 0.0], [0.0, 1.0]])
+    >>> cupyflash.attention(q, k, v, scale=0.0)
+    array([[0.5, 0.5],
+           [0.5, 0.5]])
+    >>> cupyflash.attention(q, k, v, causal=True)[0]
+    array([1., 0.])
+    """
     arguments = (
         q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method,
     )  # fmt: skip
     if _arrays.is_cupy(q):
-        from cupyflash import _attention_gpu
-
-        result = _attention_gpu.attention(*arguments)
+        result = _gpu().attention(*arguments)
     else:
         problem, operands = _attention_problem.attention(*arguments)
-        result = _on(problem).run(problem, operands)
+        result = backend(problem).run(problem, operands)
     return result if return_lse else result[0]
 
 
-def merge_attention_states(outs, lses, *, axis=0, out=None):
-    """TODO docstring."""
+def merge_attention_states(
+    outs: Array, lses: Array, *, axis: int = 0, out: Array | None = None
+) -> tuple[Array, Array]:
+    """Combine attention over parts of the keys into attention over all of them.
+
+    Parameters
+    ----------
+    outs : array_like, shape (parts, ..., seqlen_q, head_dim_v), or list of arrays
+        Results of `attention` over disjoint parts of the keys; `axis` is that of the
+        parts.
+    lses : array_like, shape (parts, ..., seqlen_q), or list of arrays
+        Their lse: the shape of `outs` without its last axis. float32 or float64.
+    axis : int, default 0
+        Axis of `lses`, and of `outs`, that counts the parts.
+    out : ndarray, optional
+        Where the merged result goes; its memory must be its own.
+
+    Returns
+    -------
+    out : ndarray, shape (..., seqlen_q, head_dim_v)
+        ``sum_p exp(lse_p - lse) outs_p``, of the dtype of `outs`.
+    lse : ndarray, shape (..., seqlen_q)
+        ``log sum_p exp(lse_p)``.
+
+    Raises
+    ------
+    TypeError
+        If `outs` or `lses` is not floating, or kinds of array are mixed.
+    ValueError
+        If the shapes do not belong together.
+    numpy.exceptions.AxisError
+        If `axis` is out of bounds for `lses`.
+
+    Notes
+    -----
+    Exact up to rounding. A part whose lse is -inf contributes nothing; if all are, the
+    result is 0 with an lse of -inf.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 8, 4))
+    >>> parts = [
+    ...     cupyflash.attention(q, k[s], v[s], return_lse=True)
+    ...     for s in (slice(0, 3), slice(3, 8))
+    ... ]
+    >>> outs, lses = zip(*parts)
+    >>> out, lse = cupyflash.merge_attention_states(outs, lses)
+    >>> bool(np.allclose(out, cupyflash.attention(q, k, v)))
+    True
+    """
     problem, operands = _attention_problem.merge(outs, lses, axis, out)
-    return _on(problem).merge(problem, operands)
+    return backend(problem).merge(problem, operands)

@@ -135,11 +135,11 @@ def _check_shapes(q, k, v, layout):
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 2:
             raise ValueError(
-                f"{name} must have at least 2 axes (seqlen, head_dim), got shape {x.shape}"
+                f"{name} must have at least 2 axes (seqlen, head_dim), got {x.shape}"
             )
         if x.shape[-1] < 1:
             raise ValueError(
-                f"{name} has shape {x.shape}; the last axis (head_dim) must be at least 1"
+                f"{name} has shape {x.shape}; its last axis (head_dim) must be >= 1"
             )
     q, k, v = (heads_first(x, layout) for x in (q, k, v))
     if q.shape[-1] != k.shape[-1]:
@@ -171,17 +171,6 @@ def _check_shapes(q, k, v, layout):
     return q, k, v, batch
 
 
-def _broadcast(xp, name, x, shape, meaning):
-    """`x` as a view of `shape`, which it must not enlarge."""
-    if x.ndim > len(shape) or any(
-        n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)
-    ):
-        raise ValueError(
-            f"{name} has shape {x.shape}, which does not broadcast to {meaning} = {shape}"
-        )
-    return xp.broadcast_to(x, shape)
-
-
 def _bounds(causal, window):
     """(left, right) of causal and window together."""
     if not isinstance(causal, (bool, np.bool_)):
@@ -202,13 +191,14 @@ def _window_side(side):
     if side is None:
         return None
     if isinstance(side, (bool, np.bool_)):
-        raise TypeError("window must be an int or (left, right) of ints or None, got bool")
+        raise TypeError(
+            "window must be an int or (left, right) of ints or None, got bool"
+        )
     try:
         side = operator.index(side)
     except TypeError:
         raise TypeError(
-            f"window must be an int or (left, right) of ints or None, got "
-            f"{type(side).__name__}"
+            f"window must be an int or (left, right), got {type(side).__name__}"
         ) from None
     if side < 0:
         raise ValueError(
@@ -289,27 +279,29 @@ def attention(
     meaning = "(..., num_heads, seqlen_q, seqlen_k)"
     if (bias := a["bias"]) is not None:
         _check_float("bias", bias)
-        bias = _broadcast(xp, "bias", bias, scores, meaning)
+        bias = _arrays.broadcast_view("bias", bias, scores, meaning)
     if (mask := a["mask"]) is not None:
         if mask.dtype != np.bool_:
             raise TypeError(
-                f"mask must be bool (True = attend), got {mask.dtype.name}; an additive "
-                "mask goes into bias"
+                f"mask must be bool (True = attend), got {mask.dtype.name}; "
+                "an additive mask goes into bias"
             )
-        mask = _broadcast(xp, "mask", mask, scores, meaning)
+        mask = _arrays.broadcast_view("mask", mask, scores, meaning)
     if (sinks := a["sinks"]) is not None:
         _check_float("sinks", sinks)
-        sinks = _broadcast(xp, "sinks", sinks, (heads,), "(num_heads,)")
+        sinks = _arrays.broadcast_view("sinks", sinks, (heads,), "(num_heads,)")
     if (alibi := a["alibi_slopes"]) is not None:
         _check_float("alibi_slopes", alibi)
-        alibi = _broadcast(xp, "alibi_slopes", alibi, (*batch, heads), "(..., num_heads)")
+        alibi = _arrays.broadcast_view(
+            "alibi_slopes", alibi, (*batch, heads), "(..., num_heads)"
+        )
     integers = {}
     for name in ("query_offset", "query_lengths", "key_lengths"):
         x = a[name]
         if x is not None:
             if x.dtype.kind not in "iu":
                 raise TypeError(f"{name} must hold integers, got {x.dtype.name}")
-            x = _broadcast(xp, name, x, batch, "the batch axes")
+            x = _arrays.broadcast_view(name, x, batch, "the batch axes")
         integers[name] = x
 
     problem = AttentionProblem(

@@ -1,5 +1,6 @@
 """Text and options -> a loaded kernel, remembered."""
 
+import contextlib
 import functools
 import os
 import threading
@@ -23,8 +24,8 @@ def get_kernel(variant: Variant, device_id: int):
 def _load(variant, device_id):
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
-            f"{variant.source} is not compiled yet, and compiling is not possible while "
-            "a CUDA graph is captured: make the same call once before the capture"
+            f"{variant.source} is not compiled yet, and cannot be while a CUDA graph "
+            "is captured: make the same call once before the capture, as a warm-up"
         )
     module = cupy.RawModule(code=_source.load(variant.source), options=variant.options)
     kernel = _build(module, variant)
@@ -37,18 +38,31 @@ def _load(variant, device_id):
 def _build(module, variant):
     """Compile and load, and say in one sentence what stands in the way."""
     try:
-        return module.get_function(variant.entry)
-    except OSError as error:
-        return _build_without_disk(module, variant, error)
-    except (ImportError, RuntimeError) as error:
-        # NVRTC missing, or a driver that does not know the code NVRTC made.
-        raise RuntimeError(_explain(error, variant)) from None
-    except cupy.cuda.compiler.CompileException as error:
+        try:
+            return _get_function(module, variant)
+        except OSError as error:
+            if error.errno is None:  # not of the file system: a library is missing
+                raise
+            with _cache_in_memory(error):
+                return _get_function(module, variant)
+    except (
+        cupy.cuda.compiler.CompileException,
+        ImportError,  # no NVRTC
+        OSError,
+        RuntimeError,  # a driver that does not know the code NVRTC made
+    ) as error:
         raise RuntimeError(_explain(error, variant)) from None
 
 
-def _build_without_disk(module, variant, error):
-    """Compile in memory when the cache folder cannot be used."""
+def _get_function(module, variant):
+    kernel = module.get_function(variant.entry)
+    _ = kernel.kernel  # compiles and loads now
+    return kernel
+
+
+@contextlib.contextmanager
+def _cache_in_memory(error):
+    """Let CuPy compile without its cache folder, which cannot be used."""
     warnings.warn(
         f"the kernel cache folder cannot be used ({error}); kernels are compiled anew "
         "in each process. Set CUPY_CACHE_DIR to a folder that is writable",
@@ -58,7 +72,7 @@ def _build_without_disk(module, variant, error):
     before = os.environ.get("CUPY_CACHE_IN_MEMORY")
     os.environ["CUPY_CACHE_IN_MEMORY"] = "1"
     try:
-        return module.get_function(variant.entry)
+        yield
     finally:
         if before is None:
             del os.environ["CUPY_CACHE_IN_MEMORY"]
@@ -72,7 +86,9 @@ def _explain(error, variant):
     if "cannot open source file" in lower or "could not open source file" in lower:
         hint = "CUDA headers are missing: pip install cupyflash[cuda13x] brings them"
     elif "nvrtc" in lower and ("libnvrtc" in lower or "not found" in lower):
-        hint = "NVRTC is missing: pip install cupyflash[cuda13x] (or [cuda12x]) brings it"
+        hint = (
+            "NVRTC is missing: pip install cupyflash[cuda13x] (or [cuda12x]) brings it"
+        )
     elif "ptx" in lower or "no_binary" in lower or "unsupported" in lower:
         hint = (
             "the NVIDIA driver is older than the CUDA toolkit of this CuPy: update the "

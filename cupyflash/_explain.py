@@ -1,6 +1,110 @@
 """explain: which kernel would run, and why."""
 
+import inspect
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-def explain(function, *args, **kwargs):
-    """TODO."""
-    raise NotImplementedError
+from cupyflash import _attention, _attention_problem, _softmax, _softmax_problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What a call would run; the repr reads as a short report.
+
+    Attributes
+    ----------
+    function : str
+        Name of the function asked about.
+    backend : {"numpy", "cupy"}
+        Where it would run.
+    kernel : str
+        Row of the kernel table, or the method of the NumPy back end.
+    problem : object
+        The checked problem: shapes, dtypes and options as plain numbers.
+    refused : tuple of (str, str)
+        Kernels that stand before it in the table, and why each cannot take the call.
+    details : dict
+        What the back end says of the launch: source, grid, block, shared memory, blocks
+        of the CPU, split of the keys.
+    """
+
+    function: str
+    backend: str
+    kernel: str
+    problem: Any
+    refused: tuple[tuple[str, str], ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def __repr__(self):
+        lines = [f"{self.function} on {self.backend}: {self.kernel}"]
+        lines += [f"  not {name}: {why}" for name, why in self.refused]
+        lines += [f"  {name}: {value}" for name, value in self.details.items()]
+        return "\n".join(lines)
+
+
+# Public function -> its check, which takes the same arguments in the same order, and
+# the module that knows the back ends.
+_CHECKS = {
+    _softmax.softmax: (partial(_softmax_problem.softmax, "softmax"), _softmax),
+    _softmax.log_softmax: (partial(_softmax_problem.softmax, "log_softmax"), _softmax),
+    _softmax.logsumexp: (_softmax_problem.logsumexp, _softmax),
+    _softmax.softmax_vjp: (partial(_softmax_problem.vjp, "softmax_vjp"), _softmax),
+    _softmax.log_softmax_vjp: (
+        partial(_softmax_problem.vjp, "log_softmax_vjp"),
+        _softmax,
+    ),
+    _attention.attention: (_attention_problem.attention, _attention),
+    _attention.merge_attention_states: (_attention_problem.merge, _attention),
+}
+
+
+def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
+    """Tell which kernel a call would run, and why, without running it.
+
+    Parameters
+    ----------
+    function : callable or str
+        A function of this package, or its name.
+    *args, **kwargs
+        The arguments of the call.
+
+    Returns
+    -------
+    Explanation
+        Its repr is a short report; `kernel`, `refused` and `details` hold the parts.
+
+    Raises
+    ------
+    ValueError
+        If `function` is none of this package's; and whatever the call itself would
+        raise for its arguments.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> explanation = cupyflash.explain(cupyflash.softmax, np.zeros((2, 3)), axis=-1)
+    >>> explanation.backend, explanation.kernel
+    ('numpy', 'tiled')
+    """
+    names = {known.__name__: known for known in _CHECKS}
+    function = names.get(function, function) if isinstance(function, str) else function
+    try:
+        check, module = _CHECKS[function]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"function must be one of {', '.join(names)}, got {function!r}"
+        ) from None
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    problem, operands = check(*call.arguments.values())
+    told = module.backend(problem).describe(problem, operands)
+    return Explanation(
+        function=function.__name__,
+        backend=problem.backend,
+        kernel=told.pop("kernel"),
+        problem=problem,
+        refused=told.pop("refused", ()),
+        details=told,
+    )

@@ -27,8 +27,8 @@ def device(device_id: int) -> Device:
     if cc < MIN_CC:
         raise RuntimeError(
             f"device {device_id} ({name}) has compute capability {cc[0]}.{cc[1]}; "
-            f"cupyflash needs {MIN_CC[0]}.{MIN_CC[1]} (Turing) or newer. Move the arrays "
-            "to the CPU with cupy.asnumpy(...)"
+            f"cupyflash needs {MIN_CC[0]}.{MIN_CC[1]} (Turing) or newer. Move the "
+            "arrays to the CPU with cupy.asnumpy(...)"
         )
     return Device(
         name=name,

@@ -49,7 +49,7 @@ def device_of_arch(arch: str) -> Device:
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel as it is compiled: an entry of a source file under a set of switches."""
+    """One kernel as it is compiled: an entry of a source under a set of switches."""
 
     source: str  # below cuda_src/
     entry: str
@@ -131,4 +131,3 @@ def select(
         f"no kernel for {asked} takes this problem on {device.name} ({device.arch}):\n"
         + "\n".join(f"  {kernel}: {reason}" for kernel, reason in refused)
     )
-

@@ -46,12 +46,13 @@ def collapse(
         if n == 1:
             continue
         steps = [s[axis] for s in strides]
-        if sizes and all(m[-1] == n * step for m, step in zip(merged, steps, strict=True)):
+        pairs = list(zip(merged, steps, strict=True))
+        if sizes and all(m[-1] == n * step for m, step in pairs):
             sizes[-1] *= n
-            for m, step in zip(merged, steps, strict=True):
+            for m, step in pairs:
                 m[-1] = step
         else:
             sizes.append(n)
-            for m, step in zip(merged, steps, strict=True):
+            for m, step in pairs:
                 m.append(step)
     return tuple(sizes), [tuple(m) for m in merged]

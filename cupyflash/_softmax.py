@@ -1,75 +1,333 @@
 """softmax, log_softmax, logsumexp and their vector-Jacobian products."""
 
+import functools
+from typing import Any
+
 from cupyflash import _arrays, _softmax_problem
+from cupyflash._typing import Array, Axis, Method
 
 
-def _on(problem):
-    """The back end of a problem."""
-    if problem.backend == "numpy":
-        from cupyflash import _softmax_cpu as backend
-    else:
-        from cupyflash import _softmax_gpu as backend
-    return backend
+@functools.cache
+def _gpu():
+    """The CuPy back end, imported when the first GPU array arrives."""
+    from cupyflash import _softmax_gpu
+
+    return _softmax_gpu
+
+
+@functools.cache
+def _cpu():
+    """The NumPy back end."""
+    from cupyflash import _softmax_cpu
+
+    return _softmax_cpu
+
+
+def backend(problem):
+    """The module that runs a problem."""
+    return _cpu() if problem.backend == "numpy" else _gpu()
+
+
+def _run(problem, operands):
+    return backend(problem).run(problem, operands)
 
 
 def softmax(
-    x, axis=None, *, where=None, scale=1.0, dtype=None, out=None, method="auto"
-):
-    """TODO docstring."""
-    if _arrays.is_cupy(x):
-        from cupyflash import _softmax_gpu
+    x: Array,
+    axis: Axis = None,
+    *,
+    where: Array | None = None,
+    scale: float = 1.0,
+    dtype: Any = None,
+    out: Array | None = None,
+    method: Method = "auto",
+) -> Array:
+    """Softmax, ``exp(scale * x) / sum(exp(scale * x))`` along `axis`.
 
-        return _softmax_gpu.softmax("softmax", x, axis, where, scale, dtype, out, method)
-    problem, operands = _softmax_problem.softmax(
-        "softmax", x, axis, where, scale, dtype, out, method
+    Parameters
+    ----------
+    x : array_like
+        NumPy array, list or scalar (computed on the CPU), CuPy array (on its GPU), or
+        an object that offers CUDA memory by ``__dlpack__`` or
+        ``__cuda_array_interface__`` (read in place, CuPy result). float16, bfloat16,
+        float32, float64 or complex; bool and integers are taken as float64. Any
+        strides.
+    axis : int or tuple of ints, optional
+        Axes that one sum runs over. None, the default, is all of them.
+    where : array_like of bool, optional
+        Broadcasts to `x`. Elements with False take no part, even if NaN, and give 0.
+    scale : float, default 1.0
+        Factor on `x`, applied in the precision of the sums.
+    dtype : dtype, optional
+        Floating dtype of the result; by default that of `out`, else of `x`.
+    out : ndarray, optional
+        Where the result goes, of the shape of `x`; may be `x` itself, and may have any
+        strides, but may not overlap `x` in another way.
+    method : {"auto", "naive", "safe", "online", "tiled"}, default "auto"
+        Rung of the ladder. "naive" is the textbook formula in the dtype of `x` with no
+        maximum subtracted: it overflows in float16 from 11.09, in float32 from 88.7.
+        "safe" sweeps memory three times, "online" twice, "tiled" once.
+
+    Returns
+    -------
+    ndarray
+        Of the shape of `x`. A scalar for 0-d NumPy input, as in SciPy.
+
+    Raises
+    ------
+    TypeError
+        For mixed kinds of arrays, a `where` that is not bool, or a dtype that is not
+        floating.
+    ValueError
+        For shapes that do not broadcast, an unknown method, an `out` of another shape,
+        or arrays on two devices.
+    numpy.exceptions.AxisError
+        If `axis` is out of bounds.
+
+    See Also
+    --------
+    log_softmax, logsumexp, softmax_vjp
+
+    Notes
+    -----
+    Maxima, exponentials and sums are float32 or wider for 16-bit and float32 input,
+    float64 otherwise; the result is rounded once. The rounding error of
+    ``x - max(x)`` is carried along, so that the relative error does not grow with the
+    spread of a row.
+
+    Special values are SciPy's: a row of -inf alone, or with a +inf, gives NaN; NaN
+    spoils its own row only. A row with `where` all False gives 0.
+
+    References
+    ----------
+    .. [1] M. Milakov, N. Gimelshein, "Online normalizer calculation for softmax",
+       arXiv:1805.02867, 2018.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> cupyflash.softmax(np.array([[0.0, 0.0], [0.0, 1000.0]]), axis=-1)
+    array([[0.5, 0.5],
+           [0. , 1. ]])
+    """
+    if _arrays.is_cupy(x):
+        return _gpu().softmax("softmax", x, axis, where, scale, dtype, out, method)
+    return _run(
+        *_softmax_problem.softmax("softmax", x, axis, where, scale, dtype, out, method)
     )
-    return _on(problem).run(problem, operands)
 
 
 def log_softmax(
-    x, axis=None, *, where=None, scale=1.0, dtype=None, out=None, method="auto"
-):
-    """TODO docstring."""
-    if _arrays.is_cupy(x):
-        from cupyflash import _softmax_gpu
+    x: Array,
+    axis: Axis = None,
+    *,
+    where: Array | None = None,
+    scale: float = 1.0,
+    dtype: Any = None,
+    out: Array | None = None,
+    method: Method = "auto",
+) -> Array:
+    """Logarithm of the softmax, ``scale * x - logsumexp(scale * x)`` along `axis`.
 
-        return _softmax_gpu.softmax(
+    Parameters
+    ----------
+    x, axis, where, scale, dtype, out, method
+        As in `softmax`. Elements with `where` False give -inf.
+
+    Returns
+    -------
+    ndarray
+        Of the shape of `x`. A scalar for 0-d NumPy input.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As in `softmax`.
+
+    See Also
+    --------
+    softmax, logsumexp, log_softmax_vjp
+
+    Notes
+    -----
+    Exact where ``log(softmax(x))`` is not: a small softmax does not underflow to -inf.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> cupyflash.log_softmax(np.array([1000.0, 0.0]))
+    array([    0., -1000.])
+    """
+    if _arrays.is_cupy(x):
+        return _gpu().softmax("log_softmax", x, axis, where, scale, dtype, out, method)
+    return _run(
+        *_softmax_problem.softmax(
             "log_softmax", x, axis, where, scale, dtype, out, method
         )
-    problem, operands = _softmax_problem.softmax(
-        "log_softmax", x, axis, where, scale, dtype, out, method
     )
-    return _on(problem).run(problem, operands)
 
 
 def logsumexp(
-    a, axis=None, b=None, keepdims=False, return_sign=False, *, where=None, out=None
-):
-    """TODO docstring."""
+    a: Array,
+    axis: Axis = None,
+    b: Array | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    *,
+    where: Array | None = None,
+    out: Array | None = None,
+) -> Any:
+    """Logarithm of a sum of exponentials, ``log(sum(b * exp(a)))`` along `axis`.
+
+    Parameters
+    ----------
+    a : array_like
+        As `x` in `softmax`; complex too.
+    axis : int or tuple of ints, optional
+        Axes that the sum runs over. None, the default, is all of them.
+    b : array_like, optional
+        Factors, broadcast with `a`; may be negative. Where `b` is 0, `a` takes no part.
+    keepdims : bool, default False
+        Keep the reduced axes with length one.
+    return_sign : bool, default False
+        Also return the sign of the sum; without it a negative sum gives NaN.
+    where : array_like of bool, optional
+        Broadcasts to `a`. Elements with False take no part, even if NaN.
+    out : ndarray, optional
+        Where the result goes.
+
+    Returns
+    -------
+    ndarray
+        The logarithms; a NumPy scalar if 0-d on the CPU.
+    sign : ndarray
+        Only with `return_sign`: 1, 0 or -1 (a phase for complex input).
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As in `softmax`.
+
+    See Also
+    --------
+    scipy.special.logsumexp, softmax, log_softmax
+
+    Notes
+    -----
+    One read of `a`. An empty sum, or one of -inf alone, gives -inf; a +inf gives inf.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> float(cupyflash.logsumexp(np.array([1000.0, 1000.0])))
+    1000.6931471805599
+    """
     if _arrays.is_cupy(a):
-        from cupyflash import _softmax_gpu
-
-        return _softmax_gpu.logsumexp(a, axis, b, keepdims, return_sign, where, out)
-    problem, operands = _softmax_problem.logsumexp(
-        a, axis, b, keepdims, return_sign, where, out
+        return _gpu().logsumexp(a, axis, b, keepdims, return_sign, where, out)
+    return _run(
+        *_softmax_problem.logsumexp(a, axis, b, keepdims, return_sign, where, out)
     )
-    return _on(problem).run(problem, operands)
 
 
-def softmax_vjp(y, dy, axis=None, *, scale=1.0, out=None):
-    """TODO docstring."""
+def softmax_vjp(
+    y: Array,
+    dy: Array,
+    axis: Axis = None,
+    *,
+    scale: float = 1.0,
+    out: Array | None = None,
+) -> Array:
+    """Gradient of `softmax`: ``scale * y * (dy - sum(y * dy))`` along `axis`.
+
+    Parameters
+    ----------
+    y : array_like
+        What ``softmax(x, axis, scale=scale)`` returned.
+    dy : array_like
+        Gradient with respect to `y`; broadcasts to it.
+    axis : int or tuple of ints, optional
+        The axis of the softmax.
+    scale : float, default 1.0
+        The scale of the softmax.
+    out : ndarray, optional
+        Where the result goes; may be `y` or `dy` itself.
+
+    Returns
+    -------
+    ndarray
+        Gradient with respect to `x`, of the shape of `y` and the common dtype of `y`
+        and `dy`.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As in `softmax`; TypeError also for complex input.
+
+    See Also
+    --------
+    softmax, log_softmax_vjp
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> y = cupyflash.softmax(np.zeros(2))
+    >>> cupyflash.softmax_vjp(y, np.array([1.0, 0.0]))
+    array([ 0.25, -0.25])
+    """
     return _vjp("softmax_vjp", y, dy, axis, scale, out)
 
 
-def log_softmax_vjp(y, dy, axis=None, *, scale=1.0, out=None):
-    """TODO docstring."""
+def log_softmax_vjp(
+    y: Array,
+    dy: Array,
+    axis: Axis = None,
+    *,
+    scale: float = 1.0,
+    out: Array | None = None,
+) -> Array:
+    """Gradient of `log_softmax`: ``scale * (dy - exp(y) * sum(dy))`` along `axis`.
+
+    Parameters
+    ----------
+    y : array_like
+        What ``log_softmax(x, axis, scale=scale)`` returned. Elements that are -inf
+        (masked by `where`) get a gradient of 0.
+    dy : array_like
+        Gradient with respect to `y`; broadcasts to it.
+    axis, scale, out
+        As in `softmax_vjp`.
+
+    Returns
+    -------
+    ndarray
+        Gradient with respect to `x`, of the shape of `y` and the common dtype of `y`
+        and `dy`.
+
+    Raises
+    ------
+    TypeError, ValueError, numpy.exceptions.AxisError
+        As in `softmax_vjp`.
+
+    See Also
+    --------
+    log_softmax, softmax_vjp
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> y = cupyflash.log_softmax(np.zeros(2))
+    >>> cupyflash.log_softmax_vjp(y, np.array([1.0, 0.0]))
+    array([ 0.5, -0.5])
+    """
     return _vjp("log_softmax_vjp", y, dy, axis, scale, out)
 
 
 def _vjp(function, y, dy, axis, scale, out):
     if _arrays.is_cupy(y):
-        from cupyflash import _softmax_gpu
-
-        return _softmax_gpu.vjp(function, y, dy, axis, scale, out)
-    problem, operands = _softmax_problem.vjp(function, y, dy, axis, scale, out)
-    return _on(problem).run(problem, operands)
+        return _gpu().vjp(function, y, dy, axis, scale, out)
+    return _run(*_softmax_problem.vjp(function, y, dy, axis, scale, out))

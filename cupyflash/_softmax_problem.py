@@ -112,20 +112,7 @@ def _check_where(where, shape):
         return None
     if where.dtype != np.bool_:
         raise TypeError(f"where must be bool, got {where.dtype.name}")
-    return _broadcast("where", where, shape)
-
-
-def _broadcast(name, x, shape):
-    xp = _arrays.sys.modules["cupy"] if _arrays.is_cupy(x) else np
-    if x.ndim > len(shape) or any(
-        n not in (1, m) for n, m in zip(x.shape[::-1], shape[::-1], strict=False)
-    ):
-        raise ValueError(f"{name} has shape {x.shape}, which does not broadcast to {shape}")
-    return xp.broadcast_to(x, shape)
-
-
-def _check_scale(scale):
-    return _arrays.real_number("scale", scale)
+    return _arrays.broadcast_view("where", where, shape)
 
 
 def softmax(
@@ -136,7 +123,7 @@ def softmax(
     x, where, out = a["x"], a["where"], a["out"]
     _check_numeric("x", x)
     axes = _layout.normalize_axes(axis, x.ndim)
-    scale = _check_scale(scale)
+    scale = _arrays.real_number("scale", scale)
     where = _check_where(where, x.shape)
     _arrays.check_method(method)
     result = _result_dtype(x, dtype, out)
@@ -150,7 +137,11 @@ def softmax(
         backend=xp.__name__,
         shape=x.shape,
         axes=axes,
-        dtypes={"x": x.dtype.name, "where": where is not None and "bool", "out": result},
+        dtypes={
+            "x": x.dtype.name,
+            "where": None if where is None else "bool",
+            "out": result,
+        },
         compute_dtype=compute_dtype(x.dtype.name, result),
         scale=scale,
         method=method,
@@ -188,8 +179,8 @@ def logsumexp(
                 f"b has shape {b.shape}, which does not broadcast with a of shape "
                 f"{x.shape}"
             ) from None
-        b = _broadcast("b", b, shape)
-        x = _broadcast("a", x, shape)
+        b = _arrays.broadcast_view("b", b, shape)
+        x = _arrays.broadcast_view("a", x, shape)
     axes = _layout.normalize_axes(axis, len(shape))
     where = _check_where(where, shape)
     for name, flag in (("keepdims", keepdims), ("return_sign", return_sign)):
@@ -204,7 +195,7 @@ def logsumexp(
         dtypes={
             "x": x.dtype.name,
             "b": None if b is None else b.dtype.name,
-            "where": where is not None and "bool",
+            "where": None if where is None else "bool",
             "out": result,
         },
         compute_dtype=compute_dtype(result),
@@ -227,12 +218,13 @@ def vjp(function, y, dy, axis, scale, out) -> tuple[SoftmaxProblem, SoftmaxOpera
         if x.dtype.kind == "c":
             raise TypeError(f"{name} must be real, got {x.dtype.name}")
     axes = _layout.normalize_axes(axis, y.ndim)
-    scale = _check_scale(scale)
-    dy = _broadcast("dy", dy, y.shape)
+    scale = _arrays.real_number("scale", scale)
+    dy = _arrays.broadcast_view("dy", dy, y.shape)
     result = _natural_dtype(y, dy)
     if out is not None:
-        same = {n: x for n, x in (("y", y), ("dy", dy)) if not _arrays.same_view(out, x)}
-        _arrays.check_out(out, y.shape, (result,), same)
+        inputs = {"y": y, "dy": dy}
+        others = {n: x for n, x in inputs.items() if not _arrays.same_view(out, x)}
+        _arrays.check_out(out, y.shape, (result,), others)
     problem = SoftmaxProblem(
         function=function,
         backend=xp.__name__,

@@ -193,7 +193,8 @@ def check_out(
         raise TypeError(f"out must be {' or '.join(dtypes)}, got {out.dtype.name}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out is read-only; give a writable array")
-    if any(n > 1 and s == 0 for n, s in zip(out.shape, out.strides, strict=True)):
+    steps = zip(out.shape, out.strides, strict=True)
+    if out.size and any(n > 1 and s == 0 for n, s in steps):
         raise ValueError("out is a broadcast view; give an array with its own elements")
     for name, x in inputs.items():
         if x is not None and share_memory(out, x):
@@ -223,7 +224,8 @@ def share_memory(a: Any, b: Any) -> bool:
         a, b = np.asarray(_Addresses(a)), np.asarray(_Addresses(b))
     # The exact answer can take long to find; the bounds decide then.
     try:
-        return np.shares_memory(a, b, max_work=10_000)
+        # NumPy's types know two special values of max_work only.
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
     except (np.exceptions.TooHardError, OverflowError):
         return np.may_share_memory(a, b)
 

@@ -9,8 +9,9 @@ import numpy as np
 from cupyflash import _arrays, _compile
 from cupyflash._kernels import MIN_CC, Device
 
-# Absent pointers of a kernel's parameter list.
-NULL = np.uint64(0)
+# Absent pointers of a kernel's parameter list. Of all forms of 0, CuPy passes this one
+# fastest.
+NULL = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, 0), 0)
 
 # Plans are small; a stream of ever new shapes must not keep them for ever.
 MAX_PLANS = 4096
@@ -60,13 +61,14 @@ class Launch:
         self.block = block
         self.device_id = device_id
         self._kernel = None
+        self._smem = variant.smem
 
     def __call__(self, *args):
         """Enqueue on the current stream of the current device."""
         kernel = self._kernel
         if kernel is None:
             kernel = self._kernel = _compile.get_kernel(self.variant, self.device_id)
-        kernel(self.grid, self.block, args, self.variant.smem)
+        kernel(self.grid, self.block, args, self._smem)
 
 
 class PlanCache:
@@ -94,4 +96,5 @@ def pack(fields: dict[str, Any], dtype: np.dtype):
     record = np.zeros(1, dtype)
     for name, value in fields.items():
         record[name] = value
-    return record
+    # CuPy would spell out the fields at each launch; of plain bytes it takes the address.
+    return record.view(f"V{dtype.itemsize}")

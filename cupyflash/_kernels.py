@@ -116,7 +116,7 @@ def select(
 
     `name` forces one row, whatever its rung (tests and benchmarks do that).
     """
-    refused = []
+    refused: list[tuple[str, str]] = []
     for row in rows:
         if name is not None and row.name != name:
             continue

@@ -47,6 +47,45 @@ __device__ __forceinline__ float tanh_of(float x) { return tanhf(x); }
 __device__ __forceinline__ double tanh_of(double x) { return tanh(x); }
 __device__ __forceinline__ float abs_of(float x) { return fabsf(x); }
 __device__ __forceinline__ double abs_of(double x) { return fabs(x); }
+__device__ __forceinline__ float fma_of(float x, float y, float z) {
+  return fmaf(x, y, z);
+}
+__device__ __forceinline__ double fma_of(double x, double y, double z) {
+  return fma(x, y, z);
+}
+
+// exp(x) to about 2^-21, for results that are rounded to 16 bits.
+__device__ __forceinline__ float exp_fast(float x) { return exp2f(x * float(kLog2e)); }
+
+// A product that the compiler may not merge with a sum that follows.
+__device__ __forceinline__ float rounded_product(float x, float y) {
+  return __fmul_rn(x, y);
+}
+__device__ __forceinline__ double rounded_product(double x, double y) {
+  return __dmul_rn(x, y);
+}
+
+// The number high + low, with |low| at most half a unit in the last place of high.
+// Where high is not finite, low is NaN and says nothing.
+template <typename T>
+struct pair_t {
+  T high, low;
+};
+
+// x + y without any rounding (Knuth's TwoSum).
+template <typename T>
+__device__ __forceinline__ pair_t<T> exact_sum(T x, T y) {
+  const T sum = x + y;
+  const T x_part = sum - y;
+  return {sum, (x - x_part) + (y - (sum - x_part))};
+}
+
+// exp(high + low) to first order in low: exp(high) (1 + low).
+template <typename T>
+__device__ __forceinline__ T exp_of(pair_t<T> x) {
+  const T y = exp_of(x.high);
+  return is_nan(x.low) ? y : fma_of(y, x.low, y);
+}
 
 // exp(x - m), with 0 where both are -inf: the weight of what has not been seen yet. The
 // one home of this guard: exp(-inf - -inf) would be NaN.
@@ -55,14 +94,9 @@ __device__ __forceinline__ T exp_diff(T x, T m) {
   return x == -infinity<T>() ? T(0) : exp_of(x - m);
 }
 
-// exp(x - m) for any spread: the rounding error of the difference (Knuth's TwoSum) is
-// added back to first order, exp(d + e) = exp(d) (1 + e).
+// exp(x - m) for any spread of the numbers: the rounding error of the difference, up to
+// half a unit in its last place, would be the relative error of the exponential.
 template <typename T>
 __device__ __forceinline__ T exp_diff_exact(T x, T m) {
-  const T d = x - m;
-  const T back = d + m;  // what of x survived
-  const T e = (x - back) - (m - (back - d));
-  const T y = exp_of(d);
-  // e is NaN when d is not finite; exp(d) is then exact already.
-  return is_finite(d) ? y + y * e : y;
+  return exp_of(exact_sum(x, -m));
 }

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: MIT
+// softmax_online: two sweeps over each row, by a sum that follows the running maximum.
+//
+// Algorithm  Milakov and Gimelshein 2018. One sweep keeps
+//                m' = max(m, s_i),  l = l exp(m - m') + exp(s_i - m')
+//            and a second writes out_i = exp(s_i - m) / l
+//            (log_softmax: out_i = (s_i - m) - log l), s = scale * x.
+//            Lanes keep a pair (m, l) each; pairs merge in the same way. m moves in
+//            steps (softmax/running.cuh).
+// Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
+// Memory     x twice, out once; any strides
+// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding
+// Limits     none
+#include "softmax/row.cuh"
+#include "softmax/running.cuh"
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_online(const x_t* x,
+                   const bool* where,
+                   out_t* out,
+                   const __grid_constant__ layout_t layout) {
+  for (long long at = first_row(); at < layout.num_rows; at += row_step()) {
+    const row_t row(x, where, out, layout, at);
+
+    // kBatch elements at a time, so that their loads are under way together.
+    score_t s[kBatch];
+    running_t<acc_t> sum;
+    for (long long i = lane(); i < row.length; i += kBatch * kLanes) {
+      acc_t m = -infinity<acc_t>();
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        s[k] = row.score(i + k * kLanes);
+        m = larger_finite_t()(m, s[k].high);
+      }
+      sum.see(m);
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) sum.l += s[k].exp_minus(sum.shift());
+    }
+    sum = group_reduce<kLanes>(sum, merge_t());
+
+    const finish_t finish(sum.shift(), sum.l.value);
+    for (long long i = lane(); i < row.length; i += kBatch * kLanes) {
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) s[k] = row.score(i + k * kLanes);
+#pragma unroll
+      for (int k = 0; k < kBatch; ++k) {
+        const long long j = i + k * kLanes;
+        if (j < row.length) row.store(j, row.selected(j) ? finish(s[k]) : unselected());
+      }
+    }
+  }
+}

@@ -1,0 +1,101 @@
+# make help says what there is. The first run of a target makes .venv and installs what
+# that target needs; later runs find it there.
+#
+#   PYTHON=python3.12 make test     another Python (3.11 or newer)
+#   NO_VENV=1 make gpu-check        use PYTHON as it is and install nothing
+#   JOBS=4 make test                parallel test processes
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+ifndef PYTHON
+# The first Python on the path that is new enough.
+PYTHON := $(firstword $(foreach p,python3 python python3.14 python3.13 python3.12 \
+    python3.11,$(shell $(p) -c 'import sys; sys.version_info >= (3, 11) and print("$(p)")' \
+    2>/dev/null)))
+endif
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
+
+VENV := .venv
+ARCHS := sm_80 sm_86 sm_89 sm_90a sm_100 sm_120
+CUDA_FILES = $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
+
+# The CUDA extra of this machine, empty without a GPU.
+CUDA_EXTRA = $(shell $(PYTHON) tools/cuda_extra.py)
+comma := ,
+
+ifdef NO_VENV
+PY := $(PYTHON)
+CLANG_FORMAT := clang-format
+STAMP =
+else
+PY := $(VENV)/bin/python
+CLANG_FORMAT := $(VENV)/bin/clang-format
+STAMP = $(VENV)/.installed-$(1)
+endif
+
+$(VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "cupyflash needs Python 3.11 or newer"; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo \
+	  "$(PYTHON) cannot make a virtual environment: install its venv package"; exit 1; }
+
+# One stamp for each set of extras; installed again when the lists change.
+# With a GPU the CUDA libraries of its driver come too.
+$(VENV)/.installed-demo: EXTRAS = demo$(addprefix $(comma),$(CUDA_EXTRA))
+$(VENV)/.installed-bench: EXTRAS = bench$(addprefix $(comma),$(CUDA_EXTRA))
+# Every kernel is compiled by the tests, GPU or not.
+$(VENV)/.installed-test: EXTRAS = test,$(or $(CUDA_EXTRA),nvrtc)
+$(VENV)/.installed-lint: EXTRAS = lint
+$(VENV)/.installed-docs: EXTRAS = docs
+
+$(VENV)/.installed-%: setup.cfg pyproject.toml | $(VENV)/bin/python
+	@echo "Installing cupyflash[$(EXTRAS)] into $(VENV)"
+	@$(PY) -m pip install --quiet -e ".[$(EXTRAS)]"
+	@touch $@
+
+.PHONY: help demo test lint format compile docs gpu-check gpu-record bench tables clean
+
+help:  ## This list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(call STAMP,demo)  ## Denoise a photograph exactly, and climb the ladder
+	@$(PY) -m cupyflash demo $(DEMO_ARGS)
+
+test: $(call STAMP,test)  ## All tests that this machine can run
+	$(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+lint: $(call STAMP,lint)  ## ruff, clang-format, mypy
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(CLANG_FORMAT) --dry-run -Werror $(CUDA_FILES)
+	$(PY) -m mypy
+	git ls-files -z | xargs -0 -r $(PY) tools/check_text.py
+
+format: $(call STAMP,lint)  ## Format Python and CUDA in place
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(CLANG_FORMAT) -i $(CUDA_FILES)
+
+compile: $(call STAMP,test)  ## Compile the kernels for all architectures, without a GPU
+	$(PY) -m cupyflash compile --quiet $(addprefix --arch ,$(ARCHS)) $(COMPILE_ARGS)
+
+docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
+	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+gpu-check: $(call STAMP,test)  ## GPU tests, none skipped; writes tests/gpu_record.json
+	$(PY) tests/gpu_record.py --write $(PYTEST_ARGS)
+
+gpu-record:  ## Whether tests/gpu_record.json is of these sources
+	@$(PYTHON) tests/gpu_record.py --check
+
+bench: $(call STAMP,bench)  ## Benchmark tables of this machine in bench_output/
+	$(PY) -m cupyflash bench --output bench_output $(BENCH_ARGS)
+
+tables:  ## The tables of README.md, from benchmarks/results
+	@$(PYTHON) tools/readme_tables.py
+
+clean:  ## Remove .venv and everything that was built
+	rm -rf $(VENV) build dist *.egg-info demo_output bench_output docs/_build \
+	  docs/reference/generated .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,53 @@
+"""Generation by steps with a cache of keys and values, and the same all at once.
+
+Run it: python examples/kv_cache.py
+
+A step brings one query; the cache is longer than what is in it, and key_lengths says
+how much counts. With causal=True and no query_offset, the last query meets the last
+key.
+"""
+
+import numpy as np
+
+import cupyflash
+
+try:
+    import cupy
+
+    xp = cupy if cupy.is_available() else np
+except ImportError:
+    xp = np
+
+BATCH, HEADS, KV_HEADS, STEPS, ROOM, DIM = 2, 8, 2, 20, 64, 32
+
+rng = np.random.default_rng(0)
+
+
+def normal(*shape):
+    """Random float32 numbers, where they will be used."""
+    return xp.asarray(rng.standard_normal(shape, dtype=np.float32))
+
+
+q = normal(BATCH, HEADS, STEPS, DIM)
+k, v = normal(BATCH, KV_HEADS, STEPS, DIM), normal(BATCH, KV_HEADS, STEPS, DIM)
+
+# NaN in the unused part of the cache would be seen if anything read it.
+k_cache = xp.full((BATCH, KV_HEADS, ROOM, DIM), xp.nan, dtype=xp.float32)
+v_cache = k_cache.copy()
+lengths = xp.zeros(BATCH, dtype=xp.int32)
+
+steps = []
+for t in range(STEPS):
+    k_cache[:, :, t], v_cache[:, :, t] = k[:, :, t], v[:, :, t]
+    lengths += 1
+    steps.append(
+        cupyflash.attention(
+            q[:, :, t : t + 1], k_cache, v_cache, key_lengths=lengths, causal=True
+        )
+    )
+
+by_steps = xp.concatenate(steps, axis=2)
+at_once = cupyflash.attention(q, k, v, causal=True)
+difference = float(abs(by_steps - at_once).max())
+print(f"{xp.__name__}: {STEPS} steps, largest difference {difference:.1e}")
+assert difference < 1e-5

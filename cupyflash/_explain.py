@@ -1,6 +1,7 @@
 """explain: which kernel would run, and why."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -45,7 +46,7 @@ class Explanation:
 
 # Public function -> its check, which takes the same arguments in the same order, and
 # the module that knows the back ends.
-_CHECKS = {
+_CHECKS: dict[Any, tuple[Callable[..., Any], Any]] = {
     _softmax.softmax: (partial(_softmax_problem.softmax, "softmax"), _softmax),
     _softmax.log_softmax: (partial(_softmax_problem.softmax, "log_softmax"), _softmax),
     _softmax.logsumexp: (_softmax_problem.logsumexp, _softmax),

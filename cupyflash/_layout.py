@@ -14,7 +14,11 @@ def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
             f"axis must be None, an int or a tuple of ints, got {type(axis).__name__}"
         )
     # The same errors, in the same words, as NumPy's own functions.
-    axes = np.lib.array_utils.normalize_axis_tuple(axis, ndim, "axis")
+    axes = np.lib.array_utils.normalize_axis_tuple(
+        axis,  # type: ignore[arg-type]  # NumPy's stubs leave out its own integers
+        ndim,
+        "axis",
+    )
     return tuple(sorted(axes))
 
 

@@ -1,0 +1,165 @@
+"""What a call costs the host, in microseconds, and what first use costs.
+
+    python benchmarks/bench_host.py --json benchmarks/results/host_h200.json
+
+Small inputs, warm caches, the device running behind: what remains is Python. First use
+is measured in fresh processes, with an empty and with a filled kernel cache.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import scipy.special
+import timing
+
+import cupyflash
+from cupyflash import _console, _measure
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_KERNEL = """
+extern "C" __global__ void nothing(const float* x, float* y, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = x[i];
+}
+"""
+
+# First use, in a process of its own; prints seconds.
+_FIRST_USE = """
+import time, cupy, numpy
+import cupyflash
+x = cupy.asarray(numpy.ones({shape}, numpy.float32))
+cupy.cuda.Device().synchronize()
+start = time.perf_counter()
+{call}
+cupy.cuda.Device().synchronize()
+print(time.perf_counter() - start)
+"""
+_FIRST_CALLS = {
+    "softmax": ("(32, 128)", "cupyflash.softmax(x, axis=-1)"),
+    "attention": ("(1, 2, 64, 64)", "cupyflash.attention(x, x, x)"),
+}
+
+
+def numpy_calls():
+    """Small calls of the NumPy back end, and SciPy's."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((32, 128)).astype(np.float32)
+    q = rng.standard_normal((1, 2, 64, 64)).astype(np.float32)
+    return {
+        "softmax, NumPy": lambda: cupyflash.softmax(x, axis=-1),
+        "scipy.special.softmax": lambda: scipy.special.softmax(x, axis=-1),
+        "attention, NumPy": lambda: cupyflash.attention(q, q, q),
+    }
+
+
+def cupy_calls(cupy):
+    """Small calls on the GPU, ours and others'."""
+    import cupyx.scipy.special
+
+    rng = np.random.default_rng(0)
+    x = cupy.asarray(rng.standard_normal((32, 128)).astype(np.float32))
+    out = cupy.empty_like(x)
+    q = cupy.asarray(rng.standard_normal((1, 2, 64, 64)).astype(np.float16))
+    attention_out = cupy.empty_like(q)
+    kernel = cupy.RawKernel(_KERNEL, "nothing")
+    size = np.int32(x.size)
+    calls = {
+        "softmax": lambda: cupyflash.softmax(x, axis=-1),
+        "softmax, out=": lambda: cupyflash.softmax(x, axis=-1, out=out),
+        "log_softmax": lambda: cupyflash.log_softmax(x, axis=-1),
+        "logsumexp": lambda: cupyflash.logsumexp(x, axis=-1),
+        "softmax_vjp": lambda: cupyflash.softmax_vjp(x, x, axis=-1),
+        "attention": lambda: cupyflash.attention(q, q, q),
+        "attention, causal": lambda: cupyflash.attention(q, q, q, causal=True),
+        "attention, out=": lambda: cupyflash.attention(q, q, q, out=attention_out),
+        "cupyx softmax": lambda: cupyx.scipy.special.softmax(x, axis=-1),
+        "RawKernel launch": lambda: kernel((16,), (256,), (x, out, size)),
+        "cupy.empty": lambda: cupy.empty((32, 128), np.float32),
+        "cupy.add": lambda: cupy.add(x, x),
+    }
+    torch = timing.optional("torch")
+    if torch is not None:
+        t, tq = timing.to_torch(torch, x), timing.to_torch(torch, q)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        calls["torch.softmax"] = lambda: torch.softmax(t, dim=-1)
+        calls["torch SDPA"] = lambda: sdpa(tq, tq, tq)
+    return calls
+
+
+def in_process(code, **environment):
+    """What a fresh interpreter prints, as a number."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
+    return float(done.stdout.split()[-1])
+
+
+def import_rows():
+    """Seconds of import, the median of five processes."""
+    code = (
+        "import sys, time; start = time.perf_counter(); import {}; "
+        "seconds = time.perf_counter() - start; "
+        "assert 'cupy' not in sys.modules or '{}' == 'cupy'; print(seconds)"
+    )
+    after_numpy = (
+        "import time, numpy; start = time.perf_counter(); import cupyflash; "
+        "print(time.perf_counter() - start)"
+    )
+    codes = {
+        "import numpy": code.format("numpy", "numpy"),
+        "import cupyflash": code.format("cupyflash", "cupyflash"),
+        "import cupyflash, after numpy": after_numpy,
+    }
+    for name, text in codes.items():
+        in_process(text)  # fills __pycache__
+        seconds = sorted(in_process(text) for _ in range(5))[2]
+        yield {"what": name, "seconds": seconds}
+
+
+def first_use_rows():
+    """Seconds of the first call, with an empty and a filled kernel cache."""
+    for name, (shape, call) in _FIRST_CALLS.items():
+        code = _FIRST_USE.format(shape=shape, call=call)
+        with tempfile.TemporaryDirectory() as folder:
+            for state in ("cold", "from the disk cache"):
+                seconds = in_process(code, CUPY_CACHE_DIR=folder)
+                yield {"what": f"first {name}, {state}", "seconds": seconds}
+
+
+def main():
+    """Measure, print the table and write the report."""
+    args = timing.arguments(__doc__.splitlines()[0]).parse_args()
+    xp, on_gpu = timing.backend(args)
+    groups = [(numpy_calls(), lambda: None)]
+    if on_gpu:
+        groups.append((cupy_calls(xp), xp.cuda.Device().synchronize))
+    rows = []
+    for calls, synchronize in groups:
+        for name, call in calls.items():
+            if args.only in name:
+                seconds = _measure.host_seconds(call, synchronize)
+                rows.append({"what": name, "seconds": seconds})
+    _console.table(
+        ("warm call", "microseconds"),
+        [(row["what"], f"{row['seconds'] * 1e6:.1f}") for row in rows],
+    )
+    once = list(import_rows()) + (list(first_use_rows()) if on_gpu else [])
+    _console.table(
+        ("once", "milliseconds"),
+        [(row["what"], f"{row['seconds'] * 1e3:.1f}") for row in once],
+    )
+    timing.save(args.json, "host", on_gpu, calls=rows, once=once)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What the scripts of this folder share: arguments, checks and the report.
+
+The clock is `cupyflash._measure`, which the command line uses too: candidates take
+turns in rotating order; on the GPU each launch stands between two CUDA events, with the
+L2 cache flushed before it, a dozen milliseconds a turn and a pause between turns; on
+the CPU a turn is one call. The median of the turns is reported.
+"""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from cupyflash import _measure
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def arguments(description):
+    """The options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
+    parser.add_argument("--turns", type=int, default=5, help="turns of each candidate")
+    parser.add_argument(
+        "--only", default="", help="only cases whose label contains this text"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    return parser
+
+
+def backend(args):
+    """(numpy or cupy, whether it is the GPU)."""
+    if args.cpu or _measure.cuda_device_count() == 0:
+        return np, False
+    import cupy
+
+    return cupy, True
+
+
+def optional(name):
+    """A module, or None where it is not installed or does not load."""
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        print(f"without {name}: {type(error).__name__}", file=sys.stderr)
+        return None
+
+
+def to_torch(torch, x):
+    """The same memory as a torch tensor; bfloat16 by way of its bits."""
+    if x.dtype.name == "bfloat16":
+        return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_dlpack(x)
+
+
+def from_torch(xp, tensor):
+    """The same memory as an array."""
+    if str(tensor.dtype) == "torch.bfloat16":
+        import ml_dtypes
+        import torch
+
+        return xp.from_dlpack(tensor.view(torch.int16)).view(ml_dtypes.bfloat16)
+    return xp.from_dlpack(tensor)
+
+
+def save(path, benchmark, on_gpu, **content):
+    """Write the report of one benchmark, with what it depends on."""
+    if path is None:
+        return
+    machine = _measure.machine(on_gpu)
+    for name in ("torch", "quack"):
+        module = sys.modules.get(name)
+        if module is not None:
+            machine[name] = getattr(module, "__version__", "unknown")
+    report = {"benchmark": benchmark, "machine": machine, **content}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"Numbers: {path}")

@@ -1,0 +1,8 @@
+"""python -m cupyflash"""
+
+import sys
+
+from cupyflash._cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,235 @@
+"""What is timed: cases of softmax and attention, who computes them, and how wrong.
+
+The command line and the scripts in benchmarks/ share this; the clock is in _measure.
+A result is checked before it is timed.
+"""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import scipy.special
+
+from cupyflash import _arrays, _console, _measure, _reference
+from cupyflash._attention import attention
+from cupyflash._softmax import softmax
+
+METHODS = ("naive", "safe", "online", "tiled")
+
+Calls = dict[str, Callable[[], Any]]
+
+# Errors above these are bugs of somebody, not roundings; such a line is not timed.
+# naive is exempt: overflow and roundings are what it is there to show.
+_WRONG = {"float64": 1e-11, "float32": 5e-3, "float16": 3e-2, "bfloat16": 8e-2}
+
+# Rows of the result that are checked; the reference holds them in float64.
+_CHECKED_ROWS = 16
+
+
+@dataclass(frozen=True)
+class SoftmaxCase:
+    """Softmax over the last axis, or the first, of a matrix."""
+
+    num_rows: int
+    row_length: int
+    dtype: str
+    axis: int = -1
+
+    @property
+    def work(self) -> float:
+        """Bytes of one read and one write."""
+        return 2.0 * self.num_rows * self.row_length * _itemsize(self.dtype)
+
+    @property
+    def label(self) -> str:
+        shape = (self.num_rows, self.row_length)
+        if self.axis == 0:
+            shape = shape[::-1]
+        axis = ", axis=0" if self.axis == 0 else ""
+        return f"{shape[0]} x {shape[1]} {self.dtype}{axis}"
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """Attention of a batch of heads."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    dtype: str
+    causal: bool = False
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations of both matrix products; half if causal."""
+        pairs = self.seqlen_q * self.seqlen_k * (0.5 if self.causal else 1.0)
+        return 4.0 * self.batch * self.num_heads * pairs * self.head_dim
+
+    @property
+    def label(self) -> str:
+        heads = f"{self.num_heads}" + (
+            f"/{self.num_kv_heads}" if self.num_kv_heads != self.num_heads else ""
+        )
+        return (
+            f"{self.batch} x {heads} heads, {self.seqlen_q} x {self.seqlen_k}, "
+            f"D={self.head_dim} {self.dtype}{' causal' if self.causal else ''}"
+        )
+
+
+def _itemsize(dtype):
+    return _arrays.to_dtype(dtype).itemsize
+
+
+def _tiny(dtype):
+    return 2.0**-126 if dtype == "bfloat16" else float(np.finfo(dtype).tiny)
+
+
+def random(xp, shape, dtype, seed):
+    """Normal numbers; made where they are used."""
+    if xp is np:
+        x = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    else:
+        x = xp.random.default_rng(seed).standard_normal(shape, dtype=xp.float32)
+    return x.astype(_arrays.to_dtype(dtype))
+
+
+def softmax_inputs(xp, case: SoftmaxCase):
+    """The matrix of a case."""
+    shape = (case.num_rows, case.row_length)
+    return random(xp, shape if case.axis == -1 else shape[::-1], case.dtype, 1)
+
+
+def attention_inputs(xp, case: AttentionCase):
+    """q, k and v of a case."""
+    q_shape = (case.batch, case.num_heads, case.seqlen_q, case.head_dim)
+    kv_shape = (case.batch, case.num_kv_heads, case.seqlen_k, case.head_dim)
+    return tuple(
+        random(xp, shape, case.dtype, seed)
+        for seed, shape in enumerate((q_shape, kv_shape, kv_shape))
+    )
+
+
+def softmax_calls(xp, case: SoftmaxCase, x, methods=METHODS) -> Calls:
+    """Our methods, and the library that belongs to the array."""
+    calls = {m: _bind(softmax, x, axis=case.axis, method=m) for m in methods}
+    if xp is np:
+        calls["scipy"] = _bind(scipy.special.softmax, x, axis=case.axis)
+    else:
+        import cupyx.scipy.special
+
+        if case.dtype != "bfloat16":
+            calls["cupyx"] = _bind(cupyx.scipy.special.softmax, x, axis=case.axis)
+    return calls
+
+
+def attention_calls(xp, case: AttentionCase, q, k, v, methods=METHODS) -> Calls:
+    """Our methods, and matmul, softmax, matmul."""
+    calls = {
+        m: _bind(attention, q, k, v, causal=case.causal, method=m) for m in methods
+    }
+    name = "numpy + scipy" if xp is np else "cupy + cupyx"
+    if case.dtype != "bfloat16":
+        calls[name] = _bind(_unfused, xp, case, q, k, v)
+    return calls
+
+
+def _unfused(xp, case, q, k, v):
+    """What one writes without a fused kernel."""
+    if xp is np:
+        softmax_of = scipy.special.softmax
+    else:
+        from cupyx.scipy.special import softmax as softmax_of
+    group = case.num_heads // case.num_kv_heads
+    if group > 1:
+        k, v = (xp.repeat(x, group, axis=1) for x in (k, v))
+    s = xp.matmul(q, k.swapaxes(-1, -2)) * q.dtype.type(case.head_dim**-0.5)
+    if case.causal:
+        visible = xp.tri(
+            case.seqlen_q, case.seqlen_k, case.seqlen_k - case.seqlen_q, dtype=bool
+        )
+        s = xp.where(visible, s, s.dtype.type(-np.inf))
+    return xp.matmul(softmax_of(s, axis=-1), v)
+
+
+def _bind(function, *args, **kwargs):
+    return lambda: function(*args, **kwargs)
+
+
+def softmax_error(case: SoftmaxCase, x, y) -> float:
+    """Largest error, relative to each exact value, over the first rows."""
+    first = slice(_CHECKED_ROWS)
+    rows = (slice(None), first) if case.axis == 0 else (first, slice(None))
+    exact = _reference.softmax(x[rows], axis=case.axis)
+    error = np.abs(_reference.to_host(y[rows]) - exact)
+    # Below the normal numbers of the dtype there is no relative precision.
+    return float((error / np.maximum(exact, 2 * _tiny(case.dtype))).max())
+
+
+def attention_error(case: AttentionCase, q, k, v, out) -> float:
+    """Largest error of the last rows of one head, relative to the largest value."""
+    rows = slice(-_CHECKED_ROWS, None)
+    start = max(0, case.seqlen_q - _CHECKED_ROWS)
+    exact = _reference.attention(
+        q[-1, -1, rows],
+        k[-1, -1],
+        v[-1, -1],
+        causal=case.causal,
+        query_offset=case.seqlen_k - case.seqlen_q + start,
+    )
+    error = np.abs(_reference.to_host(out[-1, -1, rows]) - exact)
+    return float(error.max() / np.abs(exact).max())
+
+
+def measure(
+    case: Any,
+    calls: Calls,
+    error_of: Callable[[Any], float],
+    *,
+    on_gpu: bool,
+    turns: int = 5,
+) -> list[dict[str, Any]]:
+    """Check each call, time those that are right, and return a row for each.
+
+    `rate` is work a second: bytes for softmax, operations for attention.
+    """
+    rows = {}
+    for name, call in calls.items():
+        row = {"case": case.label, **asdict(case), "provider": name}
+        rows[name] = row
+        try:
+            row["error"] = error_of(call())
+        except Exception as error:  # another library may not take the case
+            row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        if name != "naive" and not row["error"] <= _WRONG[case.dtype]:
+            row["failed"] = f"error {row['error']:.2e}"
+    right = {name: calls[name] for name in calls if "failed" not in rows[name]}
+    for name, timing in _measure.interleaved(right, on_gpu=on_gpu, turns=turns).items():
+        rows[name] |= asdict(timing) | {"rate": case.work / timing.seconds}
+    for row in rows.values():  # JSON has no NaN
+        if not np.isfinite(row.get("error", 0.0)):
+            row["error"] = None
+    return list(rows.values())
+
+
+def report(rows: list[dict[str, Any]], unit: str, per_unit: float) -> None:
+    """A table: a line a case, a column a provider, rates in `unit`."""
+    providers = list(dict.fromkeys(row["provider"] for row in rows))
+    cases: dict[str, dict[str, str]] = {}
+    for row in rows:
+        cell = f"{row['rate'] / per_unit:.1f}" if "rate" in row else "failed"
+        cases.setdefault(row["case"], {})[row["provider"]] = cell
+    _console.table(
+        (unit, *providers),
+        [
+            (case, *(cells.get(provider, "-") for provider in providers))
+            for case, cells in cases.items()
+        ],
+    )
+    for row in rows:
+        if "failed" in row:
+            print(f"{row['case']}, {row['provider']}: {row['failed']}")

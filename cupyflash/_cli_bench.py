@@ -1,0 +1,137 @@
+"""python -m cupyflash bench: small tables of this machine, as JSON and as a plot."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from cupyflash import _bench, _console, _measure
+from cupyflash._bench import AttentionCase, SoftmaxCase
+
+EXAMPLES = """
+examples:
+  python -m cupyflash bench
+  python -m cupyflash bench --cpu --output results
+
+Writes bench.json and, where matplotlib is installed, bench.png. The scripts in the
+benchmarks folder of the repository have larger tables and compare with more libraries.
+"""
+
+_SOFTMAX_CPU = [SoftmaxCase(2**22 // n, n, "float32") for n in (256, 1024, 4096, 16384)]
+_SOFTMAX_GPU = [
+    SoftmaxCase(2**26 // n, n, "float32") for n in (256, 1024, 4096, 16384, 65536)
+]
+_ATTENTION_CPU = [
+    AttentionCase(1, 4, 4, n, n, 64, "float32") for n in (256, 512, 1024, 2048)
+]
+_ATTENTION_GPU = [
+    AttentionCase(4, 16, 16, n, n, 64, "float16") for n in (512, 1024, 2048, 4096)
+]
+
+
+def add_arguments(parser):
+    """Back end, place and thoroughness."""
+    parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("bench_output"),
+        metavar="FOLDER",
+        help="where the numbers and the plot go (default: bench_output)",
+    )
+    parser.add_argument(
+        "--turns", type=int, default=5, help="how often each candidate runs (default 5)"
+    )
+
+
+def run(args):
+    """Measure, print and write; always 0."""
+    on_gpu = not args.cpu and _measure.cuda_device_count() > 0
+    xp = np
+    if on_gpu:
+        import cupy as xp
+    machine = _measure.machine(on_gpu)
+    print(f"Running on {machine['gpu' if on_gpu else 'processor']}.")
+    softmax, attention = [], []
+    cases = [
+        *(_SOFTMAX_GPU if on_gpu else _SOFTMAX_CPU),
+        *(_ATTENTION_GPU if on_gpu else _ATTENTION_CPU),
+    ]
+    for case in _console.progress(cases, "measuring"):
+        if isinstance(case, SoftmaxCase):
+            softmax += measure_softmax(xp, case, on_gpu, args.turns)
+        else:
+            attention += measure_attention(xp, case, on_gpu, args.turns)
+    _console.heading("softmax")
+    _bench.report(softmax, "GB/s, one read and one write", 1e9)
+    _console.heading("attention")
+    _bench.report(
+        attention, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9
+    )
+    args.output.mkdir(parents=True, exist_ok=True)
+    path = args.output / "bench.json"
+    report = {"machine": machine, "softmax": softmax, "attention": attention}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(f"\nNumbers: {path}")
+    try:
+        _plot(args.output / "bench.png", machine, softmax, attention)
+        print(f"Plot: {args.output / 'bench.png'}")
+    except ImportError:
+        print("No plot: pip install cupyflash[bench] brings matplotlib")
+    return 0
+
+
+def measure_softmax(xp, case, on_gpu, turns):
+    """Rows of one case of softmax."""
+    x = _bench.softmax_inputs(xp, case)
+    return _bench.measure(
+        case,
+        _bench.softmax_calls(xp, case, x),
+        lambda y: _bench.softmax_error(case, x, y),
+        on_gpu=on_gpu,
+        turns=turns,
+    )
+
+
+def measure_attention(xp, case, on_gpu, turns):
+    """Rows of one case of attention."""
+    q, k, v = _bench.attention_inputs(xp, case)
+    return _bench.measure(
+        case,
+        _bench.attention_calls(xp, case, q, k, v),
+        lambda out: _bench.attention_error(case, q, k, v, out),
+        on_gpu=on_gpu,
+        turns=turns,
+    )
+
+
+def _plot(path, machine, softmax, attention):
+    """Rates by size, a line a provider."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(machine.get("gpu", machine["processor"]), fontsize=10)
+    on_gpu = "gpu" in machine
+    flops, prefix = (1e12, "T") if on_gpu else (1e9, "G")
+    panels = (
+        ("softmax", softmax, "row_length", 1e9, "GB/s"),
+        ("attention", attention, "seqlen_k", flops, f"{prefix}FLOP/s"),
+    )
+    for axes, panel in zip(figure.subplots(1, 2), panels, strict=True):
+        title, rows, size, per_unit, unit = panel
+        for provider in dict.fromkeys(row["provider"] for row in rows):
+            points = [
+                (row[size], row["rate"] / per_unit)
+                for row in rows
+                if row["provider"] == provider and "rate" in row
+            ]
+            if points:
+                axes.plot(*zip(*points, strict=True), marker="o", label=provider)
+        axes.set(title=title, xlabel=size.replace("_", " "), ylabel=unit)
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)

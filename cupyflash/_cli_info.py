@@ -1,0 +1,116 @@
+"""python -m cupyflash info: what there is on this machine. Never fails."""
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+import cupyflash
+from cupyflash import _console, _source
+from cupyflash._kernels import MIN_CC
+
+EXAMPLES = """
+examples:
+  python -m cupyflash info
+"""
+
+_OPTIONAL = ("cupy", "ml_dtypes", "threadpoolctl", "rich", "matplotlib", "scikit-image")
+
+
+def add_arguments(parser):
+    """No arguments."""
+
+
+def run(args):
+    """Print the facts; always 0."""
+    _console.heading(f"cupyflash {cupyflash.__version__}")
+    _console.table(("what", "found"), list(_host()))
+    _console.heading("GPU")
+    _console.table(("what", "found"), list(_gpu()))
+    return 0
+
+
+def _host():
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    yield "cores", _cores()
+    yield "numpy, scipy", f"{_version('numpy')}, {_version('scipy')}"
+    for name in _OPTIONAL[1:]:
+        yield name, _version(name) or "not installed"
+    num_kernels = len(list(_source.CUDA_SRC.rglob("*.cu")))
+    yield "CUDA sources", f"{_source.CUDA_SRC} ({num_kernels} kernel files)"
+    yield "NumPy back end", "ready"
+
+
+def _cores():
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _version(name):
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu():
+    try:
+        import cupy
+    except Exception as error:  # absent, or its libraries do not load
+        yield "CuPy", f"not usable: {_first_line(error)}"
+        yield "CuPy back end", "needs CuPy: pip install cupyflash[cuda13x] or [cuda12x]"
+        return
+    yield "CuPy", cupy.__version__
+    yield "NVRTC", _ask(lambda: "{}.{}".format(*cupy.cuda.nvrtc.getVersion()))
+    yield "CUDA runtime", _ask(lambda: _dotted(cupy.cuda.runtime.runtimeGetVersion()))
+    yield "CUDA driver", _ask(lambda: _dotted(cupy.cuda.runtime.driverGetVersion()))
+    yield (
+        "kernel cache",
+        os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache")),
+    )
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # the driver has many ways to be absent
+        yield "CuPy back end", f"no device: {_first_line(error)}"
+        return
+    usable = 0
+    for device_id in range(count):
+        text, is_usable = _device(cupy, device_id)
+        usable += is_usable
+        yield f"device {device_id}", text
+    yield "CuPy back end", "ready" if usable else "no device that it can use"
+
+
+def _device(cupy, device_id):
+    """One device in words, and whether kernels can run on it."""
+    try:
+        facts = cupy.cuda.runtime.getDeviceProperties(device_id)
+    except Exception as error:
+        return f"not usable: {_first_line(error)}", False
+    cc = facts["major"], facts["minor"]
+    text = (
+        f"{facts['name'].decode()}, sm_{cc[0]}{cc[1]}, "
+        f"{facts['multiProcessorCount']} SMs, "
+        f"{_console.size(facts['totalGlobalMem'])}"
+    )
+    if cc < MIN_CC:
+        return f"{text}; too old, sm_{MIN_CC[0]}{MIN_CC[1]} is the oldest", False
+    return text, True
+
+
+def _dotted(version):
+    """13.0 of 13000; 0 is how the driver says that it is not there."""
+    return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
+
+
+def _ask(question):
+    try:
+        return question()
+    except Exception as error:
+        return f"not usable: {_first_line(error)}"
+
+
+def _first_line(error):
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,95 @@
+"""The ladder on the teaching case: four ways to one result, N = 4096 and d = 64."""
+
+import warnings
+
+import numpy as np
+import scipy.special
+
+from cupyflash import _measure, _reference
+from cupyflash._attention import attention
+from cupyflash._softmax import softmax
+
+N, HEAD_DIM = 4096, 64
+METHODS = ("naive", "safe", "online", "tiled")
+
+# exp(x) of the largest finite float16, 65504, is at x = 11.0899.
+OVERFLOW = (10.0, 11.0, 11.08, 11.1, 12.0)
+
+
+def inputs(xp):
+    """q, k, v and the scores of q and k, in float32."""
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((N, HEAD_DIM)).astype(np.float32) for _ in range(3))
+    scores = (q @ k.T) * np.float32(HEAD_DIM**-0.5)
+    return tuple(xp.asarray(x) for x in (q, k, v, scores))
+
+
+def softmax_rows(xp, on_gpu):
+    """A result a method for softmax over the rows of the scores."""
+    *_, scores = inputs(xp)
+    exact = _reference.softmax(scores, axis=-1)
+    calls = {m: _bind(softmax, scores, axis=-1, method=m) for m in METHODS}
+    calls["SciPy" if xp is np else "CuPy"] = _bind(
+        _library_softmax(xp), scores, axis=-1
+    )
+    return _measure_all(calls, exact, on_gpu, relative_to_each=True)
+
+
+def attention_rows(xp, on_gpu):
+    """A result a method for attention of one head."""
+    q, k, v, _ = inputs(xp)
+    exact = _reference.attention(q, k, v)
+    calls = {m: _bind(attention, q, k, v, method=m) for m in METHODS}
+    plain = _library_softmax(xp)
+
+    def unfused():
+        s = xp.matmul(q, k.T) * np.float32(HEAD_DIM**-0.5)
+        return xp.matmul(plain(s, axis=-1), v)
+
+    calls["matmul, SciPy, matmul" if xp is np else "matmul, CuPy, matmul"] = unfused
+    return _measure_all(calls, exact, on_gpu, relative_to_each=False)
+
+
+def overflow_rows(xp):
+    """Softmax of ``[x, 0]`` in float16, naive and tiled, for growing x."""
+    rows = []
+    for x in OVERFLOW:
+        row = xp.asarray(np.array([x, 0.0], np.float16))
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore", RuntimeWarning)
+            naive, tiled = (
+                _reference.to_host(softmax(row, method=m)).tolist()
+                for m in ("naive", "tiled")
+            )
+        rows.append({"x": x, "naive": naive, "tiled": tiled})
+    return rows
+
+
+def _bind(function, *args, **kwargs):
+    return lambda: function(*args, **kwargs)
+
+
+def _library_softmax(xp):
+    if xp is np:
+        return scipy.special.softmax
+    import cupyx.scipy.special
+
+    return cupyx.scipy.special.softmax
+
+
+def _measure_all(calls, exact, on_gpu, relative_to_each):
+    """Error, extra memory and time of each call, as rows of plain numbers."""
+    rows = {}
+    for name, call in calls.items():
+        error = np.abs(_reference.to_host(call()) - exact)
+        error = error / (exact if relative_to_each else np.abs(exact).max())
+        memory = _measure.peak_memory(call, on_gpu=on_gpu)
+        rows[name] = {
+            "method": name,
+            "extra_bytes": memory,
+            "max_error": float(error.max()),
+        }
+    timings = _measure.interleaved(calls, on_gpu=on_gpu, turns=3)
+    for name, timing in timings.items():
+        rows[name]["seconds"] = timing.seconds
+    return list(rows.values())

@@ -1,0 +1,264 @@
+"""Time and memory of calls, measured in one way for the demo and all benchmarks.
+
+Candidates are compared by taking turns: a card that gets warm slows all of them.
+"""
+
+import datetime
+import gc
+import math
+import os
+import platform
+import subprocess
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+import scipy
+
+import cupyflash
+from cupyflash import _source
+
+# One turn of a candidate on the GPU: enough to average, too short to heat the card.
+_TURN_SECONDS = 0.012
+_PAUSE_SECONDS = 0.04
+_MAX_LAUNCHES = 40
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one call: the median of the turns, and how far they spread."""
+
+    seconds: float
+    best: float
+    worst: float
+    turns: int
+
+
+def cuda_device_count() -> int:
+    """How many CUDA devices CuPy can use; 0 without CuPy or a driver."""
+    try:
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # ImportError, or any error of a driver that is not there
+        return 0
+
+
+def machine(on_gpu: bool) -> dict[str, Any]:
+    """What a measurement depends on, for the report that goes with it."""
+    facts = {
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+        "cupyflash": cupyflash.__version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+    }
+    return facts | (_gpu_facts() if on_gpu else {})
+
+
+def _gpu_facts():
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(cupy.cuda.Device().id)
+    return {
+        "gpu": properties["name"].decode(),
+        "sm": f"{properties['major']}.{properties['minor']}",
+        "driver": runtime.driverGetVersion(),
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "cupy": cupy.__version__,
+    }
+
+
+def _commit():
+    """The commit of the sources, with a + if they have changed since; or nothing.
+
+    Where there is no repository, CUPYFLASH_COMMIT can say it.
+    """
+    root = _source.CUDA_SRC.parent
+    if _git(root, "rev-parse", "--show-toplevel") != str(root.resolve()):
+        return os.environ.get("CUPYFLASH_COMMIT", "")
+    changed = _git(root, "status", "--porcelain", "--", "cupyflash", "cuda_src")
+    return _git(root, "rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
+
+
+def _git(folder, *words):
+    """What git prints; nothing if it cannot."""
+    command = ["git", "-C", str(folder), *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _processor():
+    """The name of the CPU."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            lines = [line for line in file if line.startswith("model name")]
+        return lines[0].split(":", 1)[1].strip()
+    except (OSError, IndexError):
+        return platform.processor() or platform.machine()
+
+
+def interleaved(
+    calls: dict[str, Callable[[], Any]], *, on_gpu: bool, turns: int = 7
+) -> dict[str, Timing]:
+    """Time all `calls`, in an order that rotates from turn to turn."""
+    if not calls:
+        return {}
+    turn = _GpuTurn(calls) if on_gpu else _CpuTurn(calls)
+    names = list(calls)
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(turns):
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(turn(name))
+    return {
+        name: Timing(median(times), min(times), max(times), turns)
+        for name, times in samples.items()
+    }
+
+
+class _CpuTurn:
+    """One call, by the clock of the host."""
+
+    def __init__(self, calls):
+        self.calls = calls
+        for call in calls.values():
+            call()  # first-use costs: threads, pages, caches
+
+    def __call__(self, name):
+        start = time.perf_counter()
+        self.calls[name]()
+        return time.perf_counter() - start
+
+
+class _GpuTurn:
+    """A dozen milliseconds of launches, each between two events, from a cold L2."""
+
+    def __init__(self, calls):
+        import cupy
+
+        self.cupy = cupy
+        self.calls = calls
+        device_id = cupy.cuda.Device().id
+        l2_bytes = cupy.cuda.runtime.getDeviceProperties(device_id)["l2CacheSize"]
+        self.flush = cupy.empty(max(2 * l2_bytes, 1 << 20), cupy.int8)
+        self.launches = {}
+        for name, call in calls.items():
+            for _ in range(3):
+                call()  # compile, fill the plan cache and the memory pool
+            estimate = self._run(name, 2)
+            launches = math.ceil(_TURN_SECONDS / max(estimate, 1e-6))
+            self.launches[name] = min(_MAX_LAUNCHES, launches)
+
+    def __call__(self, name):
+        time.sleep(_PAUSE_SECONDS)
+        return self._run(name, self.launches[name])
+
+    def _run(self, name, launches):
+        call = self.calls[name]
+        events = []
+        for _ in range(launches):
+            self.flush.fill(0)  # also gives the host time to enqueue ahead
+            start, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+            start.record()
+            call()
+            end.record()
+            events.append((start, end))
+        self.cupy.cuda.Device().synchronize()
+        return median(
+            self.cupy.cuda.get_elapsed_time(start, end) * 1e-3 for start, end in events
+        )
+
+
+def host_seconds(
+    call: Callable[[], Any], synchronize: Callable[[], Any], *, turns: int = 15
+) -> float:
+    """What one warm call costs the host, the device running behind.
+
+    A turn is short enough that the queue of launches never fills up.
+    """
+    per_turn = 100
+    for _ in range(20):
+        call()
+    synchronize()
+    times = []
+    for _ in range(turns):
+        start = time.perf_counter()
+        for _ in range(per_turn):
+            call()
+        times.append((time.perf_counter() - start) / per_turn)
+        synchronize()
+    return median(times)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call, its result with it."""
+
+    result: Any
+    seconds: float
+    extra_bytes: int
+
+
+def run_once(call: Callable[[], Any], *, on_gpu: bool) -> Run:
+    """Run `call` once; time it, and find what it holds at its peak.
+
+    Extra bytes are those beside its inputs and its result. On the CPU they are what
+    Python and NumPy allocate; on the GPU, the growth of an empty memory pool.
+    """
+    gc.collect()
+    return _run_on_gpu(call) if on_gpu else _run_on_cpu(call)
+
+
+def peak_memory(call: Callable[[], Any], *, on_gpu: bool) -> int:
+    """The extra bytes of a call, once warm."""
+    if on_gpu:
+        call()  # what compiling holds is not the call's
+    return run_once(call, on_gpu=on_gpu).extra_bytes
+
+
+def _run_on_cpu(call):
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        start = time.perf_counter()
+        result = call()
+        seconds = time.perf_counter() - start
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    return Run(result, seconds, max(0, peak - before - _bytes_of(result)))
+
+
+def _run_on_gpu(call):
+    import cupy
+
+    device = cupy.cuda.Device()
+    device.synchronize()
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        start = time.perf_counter()
+        result = call()
+        device.synchronize()
+        seconds = time.perf_counter() - start
+    own = 0 if isinstance(result, np.ndarray) else _bytes_of(result)
+    return Run(result, seconds, max(0, pool.total_bytes() - own))
+
+
+def _bytes_of(result):
+    if isinstance(result, (tuple, list)):
+        return sum(map(_bytes_of, result))
+    return getattr(result, "nbytes", 0)

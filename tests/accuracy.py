@@ -1,0 +1,115 @@
+"""How far a result is from the exact one, and how far it may be."""
+
+import ml_dtypes
+import numpy as np
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+# Largest relative error that is promised, by function and dtype. softmax and
+# log_softmax count element by element; attention as max |out - exact| / max |exact|.
+BOUNDS = {
+    "softmax": {
+        "float64": 1e-15,
+        "float32": 4e-7,
+        "float16": 5e-4,
+        "bfloat16": 3.95e-3,
+    },
+    "attention": {
+        "float64": 5e-15,
+        "float32": 2e-6,
+        "float16": 1e-3,
+        "bfloat16": 8e-3,
+    },
+}
+# logsumexp: units in the last place where they are promised, else relative.
+LOGSUMEXP_ULPS = {"float64": 2.0, "float32": 1.5}
+LOGSUMEXP_RELATIVE = {"float16": 5e-4, "bfloat16": 3.95e-3}
+TF32_ATTENTION = 1.5e-3
+
+
+def dtype_of(name):
+    """The NumPy dtype called `name`, bfloat16 among them."""
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def finfo(dtype):
+    """Machine limits, of bfloat16 too."""
+    return ml_dtypes.finfo(dtype)
+
+
+def to_host(x):
+    """`x` as a NumPy array of its own dtype."""
+    return x.get() if hasattr(x, "get") and hasattr(x, "device") else np.asarray(x)
+
+
+def wide(x):
+    """`x` on the host in the widest float (or complex) there is."""
+    x = to_host(x)
+    if x.dtype.kind == "c":
+        return x.astype(np.clongdouble)
+    # bfloat16 knows the way to float64 only.
+    if x.dtype.itemsize <= 4:
+        x = x.astype(np.float64)
+    return x.astype(np.longdouble)
+
+
+def max_error(actual, exact):
+    """Largest absolute difference; NaN if there is one on either side."""
+    actual, exact = wide(actual), wide(exact)
+    return float(np.abs(actual - exact).max()) if actual.size else 0.0
+
+
+def assert_as_accurate(actual, standard, exact, factor=2.0):
+    """Assert that `actual` is nearly as close to `exact` as `standard` is.
+
+    One rounding of the largest value is granted on top: `standard` can be lucky.
+    """
+    assert actual.shape == exact.shape
+    if exact.size == 0:
+        return
+    unit = float(finfo(standard.dtype).eps) * float(np.abs(wide(exact)).max())
+    bound = factor * max_error(standard, exact) + unit
+    error = max_error(actual, exact)
+    assert error <= bound, f"error {error:.3e} is above {bound:.3e}"
+
+
+def assert_same_specials(actual, exact):
+    """Assert that NaN and infinities stand at the same places; return where none do."""
+    actual, exact = wide(actual), wide(exact)
+    assert actual.shape == exact.shape, (actual.shape, exact.shape)
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact), "NaN elsewhere")
+    infinite = np.isinf(exact)
+    np.testing.assert_array_equal(np.isinf(actual), infinite, "inf elsewhere")
+    np.testing.assert_array_equal(actual[infinite], exact[infinite])
+    return np.isfinite(exact)
+
+
+def relative_error(actual, exact, dtype):
+    """Largest element-wise relative error of a softmax in `dtype`.
+
+    Below the normal numbers there is no relative precision: there the error must be
+    smaller than the smallest normal number (CuPy compiles with flushing to zero).
+    """
+    actual, exact = wide(actual), wide(exact)
+    if exact.size == 0:
+        return 0.0
+    tiny = np.longdouble(float(finfo(dtype_of(dtype)).tiny))
+    error = np.abs(actual - exact)
+    small = np.abs(exact) < 2 * tiny
+    assert np.all(error[small] <= 2 * tiny), "wrong below the normal numbers"
+    relative = error[~small] / np.abs(exact[~small])
+    return float(relative.max()) if relative.size else 0.0
+
+
+def ulps(actual, exact, largest, dtype):
+    """Largest error in units in the last place of `dtype`.
+
+    The unit is that of the result, or of the row's largest entry where the result
+    cancels against it.
+    """
+    actual, exact = wide(actual), wide(exact)
+    size = np.maximum(np.abs(exact), np.abs(wide(largest))).astype(dtype)
+    # Below the normal numbers flushing to zero is allowed.
+    unit = np.spacing(np.maximum(size, np.finfo(dtype).tiny)).astype(np.longdouble)
+    unit = np.where(size < 2 * np.finfo(dtype).tiny, np.inf, unit)
+    return float((np.abs(actual - exact) / unit).max()) if exact.size else 0.0

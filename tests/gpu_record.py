@@ -1,0 +1,156 @@
+"""The record of the GPU tests: which sources ran, on what, and how it went.
+
+    python tests/gpu_record.py --write [pytest arguments]   run them; needs a GPU
+    python tests/gpu_record.py --check                      is the record up to date?
+
+``--write`` leaves with pytest's exit code; ``--check`` prints a line and leaves with 0,
+since a machine without a GPU can do nothing about it.
+"""
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "tests" / "gpu_record.json"
+
+
+def sources_digest(root: Path = ROOT) -> str:
+    """sha256 over the sorted paths and contents of the sources."""
+    paths = [
+        path
+        for folder in ("cuda_src", "cupyflash")
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".cu", ".cuh", ".py") and "__pycache__" not in path.parts
+    ]
+    digest = hashlib.sha256()
+    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
+        content = path.read_bytes().replace(b"\r\n", b"\n")
+        name = path.relative_to(root).as_posix()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+class Counter:
+    """A pytest plugin that counts outcomes and keeps the names of failures."""
+
+    def __init__(self):
+        self.passed = set()
+        self.skipped = set()
+        self.failures = set()
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.failures.add(report.nodeid)
+        elif report.skipped:
+            self.skipped.add(report.nodeid)
+        elif report.when == "call":
+            self.passed.add(report.nodeid)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.failures.add(report.nodeid)
+
+    def result(self):
+        """Counts, and the tests that failed in any phase."""
+        return {
+            "passed": len(self.passed - self.failures),
+            "failed": len(self.failures),
+            "skipped": len(self.skipped),
+            "failures": sorted(self.failures),
+        }
+
+
+def device_facts():
+    """Device, driver, CUDA and CuPy; an error without a device."""
+    import cupy
+
+    runtime = cupy.cuda.runtime
+    properties = runtime.getDeviceProperties(0)
+    return {
+        "device": properties["name"].decode(),
+        "compute_capability": f"{properties['major']}.{properties['minor']}",
+        "driver": runtime.driverGetVersion(),
+        "cuda_runtime": runtime.runtimeGetVersion(),
+        "nvrtc": ".".join(map(str, cupy.cuda.nvrtc.getVersion())),
+        "cupy": cupy.__version__,
+    }
+
+
+def write(path, pytest_arguments):
+    """Run the GPU tests and write what came of them; pytest's exit code."""
+    import pytest
+
+    try:
+        facts = device_facts()
+    except Exception as error:
+        print(f"no GPU to make a record with: {str(error).splitlines()[0]}")
+        return 2
+    os.environ["CUPYFLASH_REQUIRE_GPU"] = "1"
+    # The package of this checkout, also in the processes that tests start.
+    sys.path.insert(0, str(ROOT))
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    digest = sources_digest()  # of what runs, should a file change meanwhile
+    counter = Counter()
+    code = pytest.main(
+        ["-m", "gpu", str(ROOT / "tests"), *pytest_arguments], plugins=[counter]
+    )
+    record = {
+        "sources": digest,
+        "date": datetime.date.today().isoformat(),
+        **facts,
+        **counter.result(),
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    print(f"{path}: {summary(record)}")
+    return int(code)
+
+
+def summary(record):
+    """Who ran it and how it went."""
+    return (
+        f"{record['device']}, {record['date']}: {record['passed']} passed, "
+        f"{record['failed']} failed, {record['skipped']} skipped"
+    )
+
+
+def check(path):
+    """Print a line on the record, and the tests that failed in it."""
+    if not path.exists():
+        print("WARNING: there is no GPU record; make gpu-check writes one")
+        return
+    record = json.loads(path.read_text(encoding="utf-8"))
+    if record["sources"] == sources_digest():
+        print(f"The GPU record is of these sources. {summary(record)}")
+    else:
+        print(f"WARNING: the GPU record is of other sources. {summary(record)}")
+    for name in record["failures"]:
+        print(f"  failed: {name}")
+
+
+def main():
+    """Parse the command line; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", action="store_true", help="run the GPU tests")
+    what.add_argument("--check", action="store_true", help="compare with the sources")
+    parser.add_argument(
+        "--record", type=Path, default=RECORD, metavar="FILE", help="where it lies"
+    )
+    args, pytest_arguments = parser.parse_known_args()
+    if args.write:
+        return write(args.record, pytest_arguments)
+    check(args.record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""python -m cupyflash: each sub-command."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cupyflash
+from cupyflash import _cli, _cli_check, _cli_compile
+
+ROOT = Path(cupyflash.__file__).parent.parent
+
+
+def main(*args):
+    return _cli.main(args)
+
+
+def test_as_a_module():
+    result = subprocess.run(
+        [sys.executable, "-m", "cupyflash", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0
+    assert result.stdout.strip() == cupyflash.__version__
+
+
+def test_the_commands():
+    assert {"info", "demo", "bench", "compile", "check"} <= set(_cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", _cli.COMMANDS)
+def test_help_shows_examples(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(command, "--help")
+    text = capsys.readouterr().out
+    assert stopped.value.code == 0
+    assert "examples:" in text
+    assert f"python -m cupyflash {command}" in text
+
+
+def test_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit):
+        main("--help")
+    text = capsys.readouterr().out
+    assert all(f"    {command}" in text for command in _cli.COMMANDS)
+
+
+@pytest.mark.parametrize("args", [(), ("paint",), ("info", "--loud")])
+def test_unknown_arguments(args, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(*args)
+    assert stopped.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_info(capsys):
+    assert main("info") == 0
+    text = capsys.readouterr().out
+    assert cupyflash.__version__ in text
+    assert "NumPy back end" in text
+
+
+def test_check_on_numpy(capsys):
+    assert main("check", "--backend", "numpy") == 0
+    text = capsys.readouterr().out
+    assert "attention" in text
+    assert "0 failed" in text
+    assert "FAILED" not in text
+
+
+@pytest.mark.gpu
+def test_check_on_cupy(cupy, capsys):
+    assert main("check", "--backend", "cupy") == 0
+    assert "0 failed" in capsys.readouterr().out
+
+
+def test_check_counts_failures(monkeypatch, capsys):
+    monkeypatch.setitem(_cli_check.ALLOWED["softmax"], "float32", 1e-12)
+    assert main("check", "--backend", "numpy") == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+@pytest.fixture
+def one_job(monkeypatch):
+    """Let compile do the first job of each architecture alone."""
+    if reason := _cli_compile._no_compiler():
+        pytest.skip(reason)
+    every = _cli_compile.jobs_for
+    monkeypatch.setattr(
+        _cli_compile, "jobs_for", lambda device, everything: every(device, False)[:1]
+    )
+
+
+@pytest.mark.usefixtures("one_job")
+def test_compile(tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    code = main(
+        "compile", "--arch", "sm_80", "--arch", "sm_90a", "--jobs", "1", "--json",
+        str(path),
+    )  # fmt: skip
+    assert code == 0
+    assert "2 kernels for sm_80, sm_90a" in capsys.readouterr().out
+    outcomes = json.loads(path.read_text("utf-8"))
+    assert len(outcomes) == 2
+    for outcome in outcomes:
+        assert outcome["problem"] == ""
+        assert outcome["registers"] > 0
+        assert outcome["spill_bytes"] == 0
+        assert outcome["seconds"] > 0
+        assert outcome["dynamic_smem"] >= 0
+
+
+def test_compile_of_an_unknown_architecture(capsys):
+    assert main("compile", "--arch", "volta") == 2
+    assert "--arch must look like sm_80" in capsys.readouterr().out
+
+
+def test_compile_without_nvrtc_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert main("compile") == 2
+    text = capsys.readouterr().out
+    assert "NVRTC cannot be used" in text
+    assert "pip install cupyflash" in text
+
+
+def test_bench_refuses_nonsense(capsys):
+    with pytest.raises(SystemExit):
+        main("bench", "--no-such-option")
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_the_report_of_the_assembler_is_read():
+    log = (
+        "ptxas info    : Compiling entry function 'other' for 'sm_90a'\n"
+        "ptxas info    : Function properties for other\n"
+        "    8 bytes stack frame, 8 bytes spill stores, 8 bytes spill loads\n"
+        "ptxas info    : Used 20 registers\n"
+        "ptxas info    : Compiling entry function 'mine' for 'sm_90a'\n"
+        "ptxas info    : Function properties for mine\n"
+        "    16 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem\n"
+    )
+    facts = _cli_compile.read_report(log, "mine")
+    assert facts == {
+        "registers": 168,
+        "stack_bytes": 16,
+        "spill_bytes": 16,
+        "static_smem": 1024,
+    }
+    assert _cli_compile.read_report(log, "none")["registers"] is None

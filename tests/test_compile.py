@@ -1,0 +1,130 @@
+"""Compiling and loading: what goes wrong is said in one sentence."""
+
+import pytest
+
+cupy = pytest.importorskip("cupy")
+
+from cupyflash import _compile, _gpu, _source  # noqa: E402
+from cupyflash._kernels import Variant  # noqa: E402
+
+KERNEL = 'extern "C" __global__ void k(int* x) { *x = 7; }\n'
+
+
+@pytest.mark.parametrize(
+    ("error", "hint"),
+    [
+        ("libnvrtc.so.13: cannot open shared object file", "NVRTC is missing: pip"),
+        (
+            "k.cu(1): cannot open source file cuda_fp16.h",
+            "CUDA headers are missing: pip",
+        ),
+        ("CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "the NVIDIA driver is older than the"),
+        ("CUDA_ERROR_NO_BINARY_FOR_GPU", "the NVIDIA driver is older than the"),
+        ("k.cu(3): error: expected a ;", "the kernel did not compile"),
+    ],
+)
+def test_errors_are_explained(error, hint):
+    text = _compile._explain(RuntimeError(error), Variant("softmax/k.cu", "k"))
+    assert text.startswith("softmax/k.cu: ")
+    assert hint in text
+    assert error in text
+
+
+def test_a_card_that_is_too_old(monkeypatch):
+    properties = {
+        "major": 7, "minor": 0, "name": b"Tesla V100", "multiProcessorCount": 80,
+        "sharedMemPerBlockOptin": 98304, "l2CacheSize": 0,
+    }  # fmt: skip
+    monkeypatch.setattr(
+        cupy.cuda.runtime, "getDeviceProperties", lambda device: properties
+    )
+    with pytest.raises(RuntimeError, match=r"Tesla V100.*compute capability 7\.0") as e:
+        _gpu.device.__wrapped__(0)
+    assert "needs 7.5" in str(e.value)
+    assert "cupy.asnumpy" in str(e.value)
+
+
+def test_nvrtc_that_cannot_be_loaded(monkeypatch):
+    def missing():
+        raise RuntimeError("CuPy failed to load libnvrtc.so.13\nand more")
+
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getVersion", missing)
+    with pytest.raises(
+        RuntimeError, match=r"NVRTC, CUDA's run-time compiler.*libnvrtc"
+    ):
+        _gpu._nvrtc_version()
+
+
+def test_plans_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(_gpu, "MAX_PLANS", 3)
+    plans = _gpu.PlanCache()
+    for number in range(10):
+        plans.put(number, str(number))
+        assert plans.get(number) == str(number)
+    assert plans.get(0) is None
+    assert sum(plans.get(n) is not None for n in range(10)) <= 3
+
+
+@pytest.fixture
+def source(tmp_path, monkeypatch):
+    """write(text) puts k.cu into a folder in the place of cuda_src/."""
+    monkeypatch.setattr(_source, "CUDA_SRC", tmp_path)
+    _source.load.cache_clear()
+    _compile._load.cache_clear()
+
+    def write(text):
+        (tmp_path / "k.cu").write_text(text, "utf-8")
+        return Variant("k.cu", "k")
+
+    yield write
+    _source.load.cache_clear()
+
+
+def run(variant):
+    x = cupy.zeros(1, "i4")
+    _compile.get_kernel(variant, x.data.device_id)((1,), (1,), (x,))
+    return int(x[0])
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_compiled_once(source, monkeypatch):
+    variant = source(KERNEL)
+    assert run(variant) == 7
+    monkeypatch.setattr(cupy, "RawModule", None)
+    assert run(variant) == 7
+
+
+@pytest.mark.gpu
+def test_a_broken_kernel_names_its_file_and_line(source):
+    with pytest.raises(RuntimeError, match=r"k\.cu: the kernel did not compile") as e:
+        run(source("// one\n// two\n" + KERNEL.replace("*x", "*y")))
+    assert "k.cu(3)" in str(e.value)
+
+
+@pytest.mark.gpu
+def test_a_missing_header_of_cuda(source):
+    with pytest.raises(RuntimeError, match="CUDA headers are missing"):
+        run(source("#include <no_such_header.h>\n" + KERNEL))
+
+
+@pytest.mark.gpu
+def test_a_cache_folder_that_cannot_be_made(source, tmp_path, monkeypatch):
+    """The kernel runs all the same, with a warning that says what to set."""
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.warns(RuntimeWarning, match="set CUPY_CACHE_DIR|Set CUPY_CACHE_DIR"):
+        assert run(source("// fresh\n" + KERNEL)) == 7
+
+
+@pytest.mark.gpu
+def test_a_corrupt_cache_is_compiled_anew(source, tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(folder))
+    variant = source("// corrupt\n" + KERNEL)
+    assert run(variant) == 7
+    files = [p for p in folder.rglob("*") if p.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(b"nonsense")
+    _compile._load.cache_clear()
+    assert run(variant) == 7

@@ -1,0 +1,66 @@
+"""Every kernel compiles with NVRTC, GPU or not: each row, dtype and switch once."""
+
+import pytest
+
+from cupyflash import _cli_compile, _kernels, _source
+
+# All of one architecture, and of others one in so many.
+ARCHS = {"sm_90a": 1, "sm_80": 7, "sm_75": 7, "sm_120": 11}
+CHUNK = 8
+
+
+def chunks():
+    for arch, step in ARCHS.items():
+        jobs = _cli_compile.jobs_for(_kernels.device_of_arch(arch), False)[::step]
+        for start in range(0, len(jobs), CHUNK):
+            some = jobs[start : start + CHUNK]
+            name = f"{arch}-{some[0].operation}-{some[0].row}-{start}"
+            yield pytest.param(some, id=name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiler():
+    if reason := _cli_compile._no_compiler():
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("jobs", list(chunks()))
+def test_variants_compile(jobs):
+    """To machine code; what is marked fast does not spill."""
+    outcomes = [_cli_compile.compile_one(job) for job in jobs]
+    problems = [
+        f"{o.operation}/{o.row} {o.arch} {o.defines}: {o.problem}"
+        for o in outcomes
+        if o.problem
+    ]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize("operation", ["softmax", "attention"])
+def test_each_kernel_file_is_compiled(operation):
+    device = _kernels.device_of_arch("sm_90a")
+    jobs = _cli_compile.jobs_for(device, False)
+    compiled = {job.variant.source for job in jobs}
+    files = {
+        path.relative_to(_source.CUDA_SRC).as_posix()
+        for path in (_source.CUDA_SRC / operation).glob("*.cu")
+    }
+    assert files <= compiled
+
+
+def test_an_error_names_the_file_and_the_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(_source, "CUDA_SRC", tmp_path)
+    _source.load.cache_clear()
+    (tmp_path / "bad.cuh").write_text("\nint f() { return nonsense; }\n")
+    (tmp_path / "bad.cu").write_text(
+        '#include "bad.cuh"\nextern "C" __global__ void bad() {}\n'
+    )
+    variant = _kernels.Variant("bad.cu", "bad")
+    try:
+        outcome = _cli_compile.compile_one(
+            _cli_compile.Job("softmax", "bad", False, "sm_80", variant)
+        )
+    finally:
+        _source.load.cache_clear()
+    assert "bad.cuh(2)" in outcome.problem
+    assert "nonsense" in outcome.problem

@@ -1,0 +1,98 @@
+"""explain: which kernel would run, and why."""
+
+import numpy as np
+import pytest
+from placing import place
+
+import cupyflash
+
+METHODS = ("auto", "naive", "safe", "online", "tiled")
+
+
+def q_k_v(xp, rng, dtype=np.float32):
+    return tuple(
+        place(xp, rng.normal(size=(1, 2, n, 8)).astype(dtype)) for n in (5, 7, 7)
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_attention(xp, rng, method):
+    told = cupyflash.explain(cupyflash.attention, *q_k_v(xp, rng), method=method)
+    assert told.function == "attention"
+    assert told.backend == xp.__name__
+    assert told.kernel == ("tiled" if method == "auto" else method)
+    assert told.problem.seqlen_k == 7
+    text = repr(told)
+    assert text.startswith(f"attention on {xp.__name__}: {told.kernel}")
+    assert len(text.splitlines()) > 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax(xp, rng, name, method):
+    x = place(xp, rng.normal(size=(4, 50)))
+    told = cupyflash.explain(getattr(cupyflash, name), x, -1, method=method)
+    assert told.function == name
+    assert told.kernel == ("tiled" if method == "auto" else method)
+    assert told.problem.row_length == 50
+
+
+def test_the_other_functions(xp, rng):
+    x = place(xp, rng.normal(size=(4, 50)))
+    for name, args in {
+        "logsumexp": (x, 1),
+        "softmax_vjp": (x, x, 1),
+        "log_softmax_vjp": (x, x, 1),
+        "merge_attention_states": (x[..., None], x),
+    }.items():
+        told = cupyflash.explain(name, *args)
+        assert told.function == name
+        assert told.backend == xp.__name__
+        assert told.kernel
+
+
+def test_reasons_of_the_kernels_before_it(xp, rng):
+    if xp is np:
+        pytest.skip("NumPy has one implementation a method")
+    x = xp.zeros((2, 1 << 20), np.float32)
+    told = cupyflash.explain("softmax", x, -1)
+    assert told.kernel != "tiled"
+    assert [name for name, _ in told.refused] == ["tiled"]
+    assert "1048576" in told.refused[0][1]
+    assert "not tiled: " in repr(told)
+
+
+def test_nothing_runs(xp, rng):
+    out = xp.full((1, 2, 5, 8), 7.0, np.float32)
+    cupyflash.explain("attention", *q_k_v(xp, rng), out=out)
+    x = xp.full((3,), 7.0)
+    cupyflash.explain("softmax", x, out=x)
+    assert bool((out == 7).all())
+    assert bool((x == 7).all())
+
+
+def test_empty_problems(xp):
+    for shape in ((0,), (3, 0)):
+        assert cupyflash.explain("softmax", xp.empty(shape)).backend == xp.__name__
+    x = xp.empty((2, 0, 4), np.float32)
+    assert cupyflash.explain("attention", x, x, x).backend == xp.__name__
+
+
+@pytest.mark.parametrize("function", [np.exp, "exp", None, "explain", [1]])
+def test_other_functions_are_refused(function):
+    with pytest.raises(
+        ValueError, match="function must be one of softmax, log_softmax"
+    ):
+        cupyflash.explain(function, np.ones(3))
+
+
+def test_bad_arguments_raise_as_the_call_does(xp, rng):
+    with pytest.raises(ValueError, match="method must be one of"):
+        cupyflash.explain("softmax", xp.ones(3), method="quick")
+    q, k, v = q_k_v(xp, rng)
+    with pytest.raises(TypeError, match="q, k and v must have one dtype"):
+        cupyflash.explain("attention", q, k.astype(np.float64), v)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        cupyflash.explain("softmax", xp.ones(3), axes=1)
+    with pytest.raises(TypeError, match="missing a required argument"):
+        cupyflash.explain("softmax")

@@ -1,0 +1,48 @@
+"""Random problems of attention and of the softmax family against the oracle."""
+
+import itertools
+import time
+
+import fuzz
+import numpy as np
+import pytest
+
+CHUNK = 100
+# Ways to compile, on a GPU: each costs about a second the first time.
+VARIANTS = {"attention": 100, "softmax": 220}
+
+
+def pytest_generate_tests(metafunc):
+    config = metafunc.config
+    seconds = config.getoption("--fuzz-seconds")
+    total = config.getoption("--fuzz-problems")
+    if seconds is not None:
+        chunks = [pytest.param(None, id=f"{seconds:g}s")]
+    else:
+        starts = range(0, total, CHUNK)
+        chunks = [
+            pytest.param(range(a, min(a + CHUNK, total)), id=f"from-{a}")
+            for a in starts
+        ]
+    metafunc.parametrize("numbers", chunks)
+
+
+def problems(numbers, seconds):
+    """The numbers of the problems: those given, or new ones until time is up."""
+    if numbers is not None:
+        yield from numbers
+        return
+    end = time.monotonic() + seconds
+    first = time.time_ns() % 2**40
+    for number in itertools.count(first):
+        if time.monotonic() > end:
+            return
+        yield number
+
+
+@pytest.mark.parametrize("operation", sorted(fuzz.DRAWS))
+def test_random_problems(xp, operation, numbers, request):
+    variants = None if xp is np else VARIANTS[operation]
+    seconds = request.config.getoption("--fuzz-seconds")
+    for number in problems(numbers, seconds):
+        fuzz.run(xp, fuzz.draw(operation, number, variants))

@@ -1,0 +1,641 @@
+"""What only a GPU can show: streams, graphs, memory, foreign arrays, sizes, plans."""
+
+import numpy as np
+import oracle
+import pytest
+from accuracy import max_error, to_host
+from placing import place
+
+import cupyflash
+from cupyflash import _attention_gpu, _compile, _softmax_gpu
+
+pytestmark = pytest.mark.gpu
+
+FUSED = ("auto", "online", "tiled")
+METHODS = ("auto", "naive", "safe", "online", "tiled")
+
+
+@pytest.fixture
+def qkv(cupy, rng):
+    return tuple(
+        cupy.asarray(rng.normal(size=(2, 4, n, 32)).astype(np.float32))
+        for n in (50, 70, 70)
+    )
+
+
+@pytest.fixture
+def calls(cupy, rng, qkv):
+    """One call of everything, by name: no argument, fresh results."""
+    q, k, v = qkv
+    x = cupy.asarray(rng.normal(size=(30, 500)).astype(np.float32))
+    outs, lses = cupy.stack([q, q]), cupy.zeros((2, *q.shape[:-1]), np.float32)
+    lengths = cupy.asarray([40, 65])
+    where = x > -1
+    return {
+        "softmax": lambda: cupyflash.softmax(x, -1),
+        "softmax safe": lambda: cupyflash.softmax(x, -1, method="safe"),
+        "softmax of columns": lambda: cupyflash.softmax(x, 0, where=where),
+        "log_softmax": lambda: cupyflash.log_softmax(x, -1, scale=0.5),
+        "logsumexp": lambda: cupyflash.logsumexp(x, -1),
+        "softmax_vjp": lambda: cupyflash.softmax_vjp(x, x, -1),
+        "log_softmax_vjp": lambda: cupyflash.log_softmax_vjp(x, x, -1),
+        **{
+            f"attention {method}": lambda method=method: cupyflash.attention(
+                q, k, v, method=method
+            )
+            for method in METHODS
+        },
+        "attention with lengths": lambda: cupyflash.attention(
+            q,
+            k,
+            v,
+            causal=True,
+            query_lengths=lengths,
+            key_lengths=lengths,
+            query_offset=lengths,
+            bias=where[:1, :70].astype(np.float32),
+        ),
+        "merge": lambda: cupyflash.merge_attention_states(outs, lses)[0],
+    }
+
+
+CALLS = (
+    "softmax", "softmax safe", "softmax of columns", "log_softmax", "logsumexp",
+    "softmax_vjp", "log_softmax_vjp", "attention auto", "attention naive",
+    "attention safe", "attention online", "attention tiled", "attention with lengths",
+    "merge",
+)  # fmt: skip
+
+
+# --- streams and devices -------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def spin():
+    """spin(cycles) keeps the current stream busy."""
+    import cupy
+
+    kernel = cupy.RawKernel(
+        'extern "C" __global__ void spin(long long cycles) {'
+        "  const long long start = clock64();"
+        "  while (clock64() - start < cycles) {}"
+        "}",
+        "spin",
+    )
+    return lambda cycles: kernel((1,), (1,), (np.int64(cycles),))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_work_goes_to_the_current_stream_and_nothing_waits(cupy, calls, spin, name):
+    call = calls[name]
+    expected = to_host(call())  # compiled, planned
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()  # memory of this stream's pool
+        stream.synchronize()
+        spin(1_500_000_000)
+        before = cupy.cuda.Event()
+        result = call()
+        assert not stream.done  # the host did not wait for the stream
+        before.record(cupy.cuda.Stream.null)
+        before.synchronize()
+        assert not stream.done  # and nothing went to the default stream
+        stream.synchronize()
+        np.testing.assert_array_equal(to_host(result), expected)
+
+
+def test_the_order_of_a_stream_is_kept(cupy, spin):
+    """A result is made after its input, without a wait between."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        x = cupy.zeros((64, 1000), np.float32)
+        cupyflash.softmax(x, -1)
+        spin(200_000_000)
+        x[:, 3] = 50
+        y = cupyflash.softmax(x, -1)
+        np.testing.assert_allclose(to_host(y)[:, 3], 1, rtol=1e-6)
+
+
+def test_arrays_of_another_device(cupy, rng):
+    """On the device of the inputs, whatever is current."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two devices")
+    x = rng.normal(size=(2, 3, 40, 16)).astype(np.float32)
+    with cupy.cuda.Device(1):
+        there = cupy.asarray(x)
+        there_too = cupy.asarray(x)
+    here = cupy.asarray(x)
+    for _ in range(2):
+        for function in (cupyflash.softmax, cupyflash.logsumexp):
+            result = function(there, -1)
+            assert result.device.id == 1
+            np.testing.assert_array_equal(to_host(result), to_host(function(here, -1)))
+        out, lse = cupyflash.attention(there, there_too, there, return_lse=True)
+        assert out.device.id == lse.device.id == 1
+        expected = cupyflash.attention(here, here, here)
+        np.testing.assert_array_equal(to_host(out), to_host(expected))
+    assert cupy.cuda.runtime.getDevice() == 0
+    with pytest.raises(ValueError, match="q is on device 1 but k is on device 0"):
+        cupyflash.attention(there, here, here)
+    with pytest.raises(ValueError, match="on device 0 but where is on device 1"):
+        cupyflash.softmax(here, where=there > 0)
+
+
+# --- CUDA graphs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_warm_call_can_be_captured(cupy, calls, name):
+    if name in ("attention naive", "attention safe"):
+        pytest.skip("cupy.matmul may allocate a workspace: not promised in a graph")
+    call = calls[name]
+    expected = to_host(call())
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        kept = [call() for _ in range(3)]
+        stream.synchronize()
+        del kept  # blocks in the pool of this stream
+        stream.begin_capture()
+        result = call()
+        graph = stream.end_capture()
+        result.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(to_host(result), expected)
+
+
+def test_a_graph_reads_new_inputs(cupy, rng):
+    x = cupy.asarray(rng.normal(size=(20, 300)).astype(np.float32))
+    out = cupy.empty_like(x)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupyflash.softmax(x, 1, out=out)
+        stream.begin_capture()
+        cupyflash.softmax(x, 1, out=out)
+        graph = stream.end_capture()
+        for factor in (1, -2):
+            x *= factor
+            graph.launch(stream)
+            stream.synchronize()
+            np.testing.assert_array_equal(
+                to_host(out), to_host(cupyflash.softmax(x, 1))
+            )
+
+
+@pytest.mark.parametrize("operation", ["softmax", "attention"])
+def test_a_cold_call_cannot_be_captured(cupy, rng, operation):
+    """It says what to do, and the call works once that is done."""
+    x = cupy.asarray(rng.normal(size=(3, 37, 21)).astype(np.float16))
+    out = cupy.empty_like(x)
+    if operation == "softmax":
+
+        def call():
+            cupyflash.softmax(x, (0, 2), scale=0.3, out=out)
+    else:
+
+        def call():
+            cupyflash.attention(x, x, x, softcap=3.5, out=out)
+
+    _compile._load.cache_clear()
+    for plans in (_softmax_gpu._plans, _attention_gpu._plans):
+        plans._plans.clear()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match="make the same call once before"):
+                call()
+        finally:
+            stream.end_capture()
+        call()
+        expected = to_host(out)
+        stream.begin_capture()
+        call()
+        graph = stream.end_capture()
+        out.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(to_host(out), expected)
+
+
+# --- memory --------------------------------------------------------------------------
+
+
+class Counting:
+    """Sizes that CuPy's allocator is asked for."""
+
+    def __init__(self, cupy):
+        self.sizes = []
+        self._malloc = cupy.get_default_memory_pool().malloc
+
+    def __call__(self, size):
+        self.sizes.append(size)
+        return self._malloc(size)
+
+
+@pytest.mark.parametrize("method", FUSED)
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_attention_allocates_its_results_alone(cupy, qkv, method, causal):
+    q, k, v = qkv
+    options = {"method": method, "causal": causal}
+    cupyflash.attention(q, k, v, return_lse=True, **options)
+    counting = Counting(cupy)
+    with cupy.cuda.using_allocator(counting):
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+        assert sorted(counting.sizes) == sorted((out.nbytes, lse.nbytes))
+        counting.sizes.clear()
+        cupyflash.attention(q, k, v, out=out, **options)
+        assert sum(counting.sizes) in (0, lse.nbytes)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_no_hidden_copies_of_what_is_read_in_place(cupy, rng, layout):
+    """Any strides with a contiguous last axis, broadcast batches and options."""
+    x = rng.normal(size=(2, 4, 60, 16)).astype(np.float32)
+    if layout == "bshd":
+        x = x.swapaxes(1, 2)
+    q, k, v = (place(cupy, x, form) for form in ("rows", "heads", "shifted"))
+    bias = cupy.broadcast_to(cupy.zeros(60, np.float32), (2, 4, 60, 60))
+    mask = place(cupy, np.ones((60, 60), bool), "gaps")
+    options = {"bias": bias, "mask": mask, "layout": layout}
+    cupyflash.attention(q, k, v, **options)
+    counting = Counting(cupy)
+    with cupy.cuda.using_allocator(counting):
+        out = cupyflash.attention(q, k, v, **options)
+    assert sum(counting.sizes) <= out.nbytes + out.nbytes // 16
+
+
+@pytest.mark.parametrize("form", ["plain", "gaps", "fortran"])
+@pytest.mark.parametrize("method", METHODS)
+def test_softmax_allocates_its_result_alone(cupy, rng, form, method):
+    x = place(cupy, rng.normal(size=(6, 50, 40)).astype(np.float32), form)
+    where = place(cupy, np.ones((50, 1), bool))
+    for axis in (-1, (0, 2)):
+        cupyflash.softmax(x, axis, where=where, method=method)
+        counting = Counting(cupy)
+        with cupy.cuda.using_allocator(counting):
+            y = cupyflash.softmax(x, axis, where=where, method=method)
+            assert counting.sizes == [y.nbytes]
+            counting.sizes.clear()
+            cupyflash.softmax(x, axis, where=where, method=method, out=x)
+            assert not counting.sizes
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_comes_from_the_current_allocator(cupy, calls, name):
+    """A pool of its own takes all that a call needs; the device gives nothing else."""
+    call = calls[name]
+    call()
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        call()  # the pool asks the device once
+        call()
+        cupy.cuda.runtime.deviceSynchronize()
+        free, _ = cupy.cuda.runtime.memGetInfo()
+        for _ in range(5):
+            call()
+        cupy.cuda.runtime.deviceSynchronize()
+        assert cupy.cuda.runtime.memGetInfo()[0] == free
+    assert pool.total_bytes() > 0
+
+
+# --- foreign arrays ------------------------------------------------------------------
+
+
+class Interface:
+    """A CUDA array known by its interface alone."""
+
+    def __init__(self, x):
+        self._x = x
+        self.__cuda_array_interface__ = x.__cuda_array_interface__
+
+
+def test_cuda_array_interface(cupy, qkv):
+    q, k, v = qkv
+    expected = to_host(cupyflash.attention(q, k, v))
+    for given in ((Interface(q), k, v), (q, Interface(k), Interface(v))):
+        out = cupyflash.attention(*given)
+        assert isinstance(out, cupy.ndarray)
+        np.testing.assert_array_equal(to_host(out), expected)
+    for function in (cupyflash.softmax, cupyflash.log_softmax, cupyflash.logsumexp):
+        y = function(Interface(q), -1)
+        assert isinstance(y, cupy.ndarray)
+        np.testing.assert_array_equal(to_host(y), to_host(function(q, -1)))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_torch_tensors(cupy, rng, dtype):
+    torch = pytest.importorskip("torch")
+    x = torch.tensor(rng.normal(size=(2, 3, 40, 16)), device="cuda")
+    x = x.to(getattr(torch, dtype))
+    mask = torch.ones(40, 40, dtype=torch.bool, device="cuda").tril()
+    torch.cuda.synchronize()
+    out = cupyflash.attention(x, x, x, mask=mask)
+    assert isinstance(out, cupy.ndarray)
+    assert out.dtype.name == dtype
+    same = cupyflash.attention(x, x, x, causal=True)
+    exact, _, _ = oracle.attention(
+        *[x.double().cpu().numpy()] * 3, causal=True, real=np.float64
+    )
+    limit = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 2e-6, "float64": 5e-15}
+    for result in (out, same):
+        assert max_error(result, exact) <= limit[dtype] * float(np.abs(exact).max())
+    y = cupyflash.softmax(x, -1)
+    assert y.shape == tuple(x.shape)
+    # Without a copy: what is written into the tensor is read.
+    y = cupyflash.softmax(x[:1], -1, out=cupy.from_dlpack(x[1:2]))
+    np.testing.assert_allclose(
+        x[1].double().cpu().numpy(), to_host(y[0]).astype(float), rtol=0
+    )
+
+
+def test_torch_tensors_of_the_host_do_not_mix(cupy, qkv):
+    torch = pytest.importorskip("torch")
+    with pytest.raises(TypeError, match="give both as CuPy arrays"):
+        cupyflash.attention(qkv[0], torch.zeros(2, 4, 70, 32), qkv[2])
+
+
+# --- sizes ---------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["softmax", "log_softmax", "logsumexp"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_softmax_beyond_2_31_elements(cupy, function, axis):
+    rows, columns = (1 << 19) + 3, 4096
+    x = cupy.zeros((rows, columns), np.float16)
+    x[-2:] = cupy.arange(columns) % 7
+    function = getattr(cupyflash, function)
+    if axis == 1:
+        result = function(x, axis)
+        expected = to_host(function(x[-3:].copy(), axis))
+        np.testing.assert_array_equal(to_host(result[-3:]), expected)
+        np.testing.assert_array_equal(to_host(result[:1]), expected[:1])
+    else:
+        result = function(x, axis)
+        few = x[:, -3:].copy()
+        expected = to_host(function(few, axis))
+        got = to_host(result[..., -3:])
+        np.testing.assert_allclose(
+            got.astype(float), expected.astype(float), rtol=2e-3, atol=1e-7
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_one_row_beyond_2_31_elements(cupy, method):
+    if method == "naive":
+        pytest.skip("the sum of so many terms is not representable")
+    n = (1 << 31) + 1000
+    x = cupy.full(n, -20.0, np.float16)
+    x[-1] = 0
+    y = cupyflash.softmax(x, method=method)
+    total = 1 + (n - 1) * float(np.exp(-20.0))
+    assert abs(float(y[-1]) * total - 1) < 1e-3
+    lse = float(cupyflash.logsumexp(x, out=cupy.empty((), np.float16)))
+    assert abs(lse - np.log(total)) < 1e-3 * np.log(total)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FUSED)
+def test_keys_beyond_2_31_elements(cupy, rng, method):
+    """Only the last keys are seen: a wrong offset reads others."""
+    seqlen, dim = (1 << 25) + 70, 64
+    k = cupy.zeros((seqlen, dim), np.float16)
+    k[-5:] = cupy.asarray(rng.normal(size=(5, dim)))
+    v = cupy.zeros_like(k)
+    v[-5:] = cupy.asarray(rng.normal(size=(5, dim)))
+    q = cupy.asarray(rng.normal(size=(3, dim)).astype(np.float16))
+    window = {"window": (4, 0), "query_offset": seqlen - 1, "method": method}
+    out = cupyflash.attention(q[:1], k, v, **window)
+    expected = cupyflash.attention(q[:1], k[-5:].copy(), v[-5:].copy(), method=method)
+    np.testing.assert_allclose(to_host(out), to_host(expected), rtol=2e-3, atol=1e-4)
+    if method != "online":  # all of the keys: the zeros outweigh the five
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, method=method)
+        assert abs(float(lse[0]) - np.log(seqlen)) < 1e-3
+        assert float(abs(out).max()) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", FUSED)
+def test_queries_beyond_2_31_elements(cupy, rng, method):
+    seqlen, dim = (1 << 25) + 70, 64
+    q = cupy.zeros((seqlen, dim), np.float16)
+    q[-3:] = cupy.asarray(rng.normal(size=(3, dim)))
+    k, v = (cupy.asarray(rng.normal(size=(4, dim)).astype(np.float16)) for _ in "kv")
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, method=method)
+    few, few_lse = cupyflash.attention(
+        q[-3:].copy(), k, v, return_lse=True, method=method
+    )
+    np.testing.assert_allclose(to_host(out[-3:]), to_host(few), rtol=2e-3, atol=1e-4)
+    np.testing.assert_allclose(to_host(lse[-3:]), to_host(few_lse), rtol=1e-5)
+    np.testing.assert_allclose(float(lse[0]), np.log(4), rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_scores_beyond_2_31_elements(cupy, rng, method):
+    """The mask, and S and P of naive and safe, have more elements than an int counts."""
+    seqlen_q, seqlen_k, dim = 70_000, 31_000, 8
+    q, k, v = (
+        cupy.asarray((rng.normal(size=(n, dim)) * 0.3).astype(np.float16))
+        for n in (seqlen_q, seqlen_k, seqlen_k)
+    )
+    mask = cupy.ones((seqlen_q, seqlen_k), bool)
+    mask[-1] = False
+    mask[-1, -2:] = True
+    out = cupyflash.attention(q, k, v, mask=mask, method=method)
+    expected = cupyflash.attention(q[-1:], k[-2:], v[-2:], method=method)
+    np.testing.assert_allclose(
+        to_host(out[-1:]), to_host(expected), rtol=1e-2, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_many_batch_entries_and_heads(cupy, rng, method):
+    """More than the 65,535 blocks of a grid's second and third axis."""
+    q = cupy.asarray(rng.normal(size=(20_000, 4, 2, 8)).astype(np.float32) * 0.5)
+    k = cupy.asarray(rng.normal(size=(20_000, 2, 3, 8)).astype(np.float32) * 0.5)
+    lengths = cupy.full(20_000, 2)
+    out = cupyflash.attention(q, k, k, key_lengths=lengths, method=method)
+    last = cupyflash.attention(
+        q[-3:], k[-3:], k[-3:], key_lengths=lengths[-3:], method=method
+    )
+    np.testing.assert_allclose(to_host(out[-3:]), to_host(last), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [((1 << 21) + 5, 3), (70_001, 100), (5, 70_001, 2)])
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_many_rows(cupy, rng, shape, axis):
+    x = cupy.asarray(rng.normal(size=shape).astype(np.float32))
+    y = cupyflash.softmax(x, axis)
+    total = to_host(y.sum(axis, dtype=np.float64))
+    np.testing.assert_allclose(total, 1, atol=1e-5)
+    lse = to_host(cupyflash.logsumexp(x, axis))
+    expected = to_host(cupy.log(cupy.exp(x.astype(np.float64)).sum(axis)))
+    np.testing.assert_allclose(lse, expected, rtol=1e-5, atol=1e-6)
+
+
+# --- plans ---------------------------------------------------------------------------
+
+
+def test_plans_know_the_strides(cupy, rng):
+    x = rng.normal(size=(40, 40)).astype(np.float32)
+    expected = to_host(cupyflash.softmax(place(cupy, x), 1))
+    for form in ("plain", "fortran", "gaps", "reversed", "rows", "plain"):
+        y = cupyflash.softmax(place(cupy, x, form), 1)
+        np.testing.assert_allclose(to_host(y), expected, rtol=1e-6)
+    q = rng.normal(size=(3, 40, 16)).astype(np.float32)
+    expected = to_host(cupyflash.attention(*[place(cupy, q)] * 3))
+    for form in ("plain", "heads", "fortran", "rows", "gaps", "plain"):
+        out = cupyflash.attention(*[place(cupy, q, form)] * 3)
+        np.testing.assert_allclose(to_host(out), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int8"])
+@pytest.mark.parametrize("n", [8, 64, 1000, 4096])
+def test_plans_do_not_assume_alignment(cupy, rng, dtype, n):
+    """The same shape and strides, one element further."""
+    x = (rng.normal(size=(9, n)) * 10).astype(dtype)
+    expected = to_host(cupyflash.softmax(place(cupy, x), 1))
+    for form in ("shifted", "plain", "shifted"):
+        out = place(cupy, np.zeros(x.shape, expected.dtype), form)
+        y = cupyflash.softmax(place(cupy, x, form), 1, out=out)
+        np.testing.assert_array_equal(to_host(y), expected)
+        y = cupyflash.softmax(place(cupy, x, form), 1)
+        np.testing.assert_array_equal(to_host(y), expected)
+
+
+@pytest.mark.parametrize("dim", [8, 16, 64, 128])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_attention_plans_do_not_assume_alignment(cupy, rng, dim, dtype):
+    x = rng.normal(size=(2, 30, dim)).astype(dtype)
+    expected = to_host(cupyflash.attention(*[place(cupy, x)] * 3))
+    for form in ("shifted", "plain", "shifted"):
+        out = place(cupy, np.zeros_like(x), form)
+        got = cupyflash.attention(*[place(cupy, x, form)] * 3, out=out)
+        np.testing.assert_array_equal(to_host(got), expected)
+
+
+def test_plans_do_not_let_host_arrays_in(cupy, qkv):
+    q, k, v = qkv
+    host = np.ones((50, 70), bool)
+    mask = cupy.asarray(host)
+    for _ in range(2):
+        cupyflash.attention(q, k, v, mask=mask)
+        with pytest.raises(TypeError, match="mask is a NumPy array"):
+            cupyflash.attention(q, k, v, mask=host)
+        cupyflash.softmax(q, -1, where=q > 0)
+        with pytest.raises(TypeError, match="where is a NumPy array"):
+            cupyflash.softmax(q, -1, where=np.ones(q.shape, bool))
+        with pytest.raises(TypeError, match="k is a NumPy array"):
+            cupyflash.attention(q, to_host(k), v)
+        with pytest.raises(TypeError, match="out is a NumPy array"):
+            cupyflash.softmax(q, -1, out=np.empty(q.shape, q.dtype))
+
+
+def test_plans_check_what_looks_the_same(cupy, qkv):
+    """1 == True == 1.0 and hash alike; the checks tell them apart."""
+    q, k, v = qkv
+    cupyflash.attention(q, k, v, causal=True, scale=1.0, window=1, query_offset=1)
+    for wrong in ({"causal": 1}, {"scale": True}, {"window": True}):
+        with pytest.raises(TypeError):
+            cupyflash.attention(
+                q, k, v, **{"causal": True, "scale": 1.0, "window": 1, **wrong}
+            )
+    with pytest.raises(TypeError, match="query_offset"):
+        cupyflash.attention(q, k, v, query_offset=True)
+    x = q[0, 0]
+    cupyflash.softmax(x, 1, scale=1.0)
+    with pytest.raises(TypeError, match="axis must be"):
+        cupyflash.softmax(x, True, scale=1.0)
+    with pytest.raises(TypeError, match="scale must be"):
+        cupyflash.softmax(x, 1, scale=True)
+
+
+def test_plans_check_where_out_lies(cupy, rng):
+    """Shapes and strides as before, but now it overlaps."""
+    buffer = cupy.asarray(rng.normal(size=(3, 8, 16)).astype(np.float32))
+    x, apart = buffer[0], buffer[2]
+    cupyflash.softmax(x, 1, out=apart)
+    shifted = buffer.ravel()[16 : 16 + 128].reshape(8, 16)
+    with pytest.raises(ValueError, match="out shares memory with x"):
+        cupyflash.softmax(x, 1, out=shifted)
+    assert cupyflash.softmax(x, 1, out=x) is x
+    q = buffer[0]
+    cupyflash.attention(q, buffer[1], buffer[1], out=apart)
+    with pytest.raises(ValueError, match="out shares memory with q"):
+        cupyflash.attention(q, buffer[1], buffer[1], out=q)
+    with pytest.raises(ValueError, match="out shares memory with k"):
+        cupyflash.attention(q, buffer[1], buffer[2], out=buffer[1])
+
+
+def test_plans_know_every_option(cupy, qkv):
+    """Calls that differ in one option do not get each other's plan."""
+    q, k, v = qkv
+    options = [
+        {},
+        {"scale": 0.3},
+        {"causal": True},
+        {"causal": True, "query_offset": 3},
+        {"causal": True, "query_offset": 4},
+        {"window": 5},
+        {"window": (5, 0)},
+        {"window": (None, 5)},
+        {"softcap": 2.0},
+        {"softcap": 3.0},
+        {"bias": cupy.ones((50, 1), np.float32) * cupy.arange(70, dtype=np.float32)},
+        {"bias": cupy.arange(70, dtype=np.float32)[None] * 0.5},
+        {"bias": cupy.arange(70, dtype=np.float64) * 0.25},
+        {"mask": cupy.arange(70) > 30},
+        {"key_lengths": cupy.asarray([30, 40])},
+        {"key_lengths": cupy.asarray([30, 40], np.int16) + 5},
+        {"query_lengths": cupy.asarray([30, 40])},
+        {"sinks": cupy.ones(4, np.float32)},
+        {"alibi_slopes": cupy.ones(4, np.float32)},
+        {"query_offset": cupy.asarray([1, 2]), "causal": True},
+        {"method": "online", "scale": 0.7},
+    ]
+    for _ in range(2):
+        for option in options:
+            out = cupyflash.attention(q, k, v, **option)
+            host = {
+                n: to_host(x) if isinstance(x, cupy.ndarray) else x
+                for n, x in option.items()
+                if n != "method"
+            }
+            exact, _, size = oracle.attention(
+                *(to_host(x) for x in qkv), real=np.float64, **host
+            )
+            assert max_error(out, exact) <= 1e-6 * (4 + size)
+
+
+def test_values_of_arrays_are_no_part_of_a_plan(cupy, qkv):
+    q, k, v = qkv
+    lengths = cupy.asarray([10, 20])
+    for value in (10, 33, 70):
+        lengths[...] = value
+        out = cupyflash.attention(q, k, v, key_lengths=lengths)
+        exact, _, _ = oracle.attention(
+            *(to_host(x) for x in (q, k[:, :, :value], v[:, :, :value])),
+            real=np.float64,
+        )
+        assert max_error(out, exact) <= 2e-6
+
+
+def test_a_second_thread_can_call(cupy, rng):
+    """Plans and kernels are shared by threads."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    x = rng.normal(size=(7, 11, 130)).astype(np.float16)
+    expected = to_host(cupyflash.attention(*[cupy.asarray(x)] * 3, softcap=7.0))
+
+    def call(_):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            y = cupyflash.attention(*[cupy.asarray(x)] * 3, softcap=7.0)
+            stream.synchronize()
+            return to_host(y)
+
+    with ThreadPoolExecutor(4) as pool:
+        for y in pool.map(call, range(16)):
+            np.testing.assert_array_equal(y, expected)

@@ -1,0 +1,164 @@
+"""The choice of a row: with made-up devices, and over the tables themselves."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from cupyflash import _attention_kernels, _kernels, _softmax_kernels
+from cupyflash._kernels import Device, Variant
+
+ARCHS = tuple(f"sm_{a}{b}" for a, b in _kernels.SMEM_OPTIN)
+TABLES = {
+    "softmax": _softmax_kernels,
+    "attention": _attention_kernels,
+}
+
+
+@dataclass(frozen=True)
+class FakeProblem:
+    method: str = "auto"
+    size: int = 1
+
+
+@dataclass(frozen=True)
+class FakeRow:
+    name: str
+    rungs: tuple[str, ...]
+    limit: float = math.inf
+    min_cc: tuple[int, int] = (0, 0)
+
+    def refusal(self, problem, device):
+        if device.cc < self.min_cc:
+            return f"needs {self.min_cc}"
+        return None if problem.size <= self.limit else f"size over {self.limit}"
+
+
+ROWS = (
+    FakeRow("fast", ("auto", "tiled"), limit=10, min_cc=(9, 0)),
+    FakeRow("steady", ("auto", "tiled")),
+    FakeRow("naive", ("naive",), limit=5),
+)
+HOPPER = _kernels.device_of_arch("sm_90a")
+TURING = _kernels.device_of_arch("sm_75")
+
+
+@pytest.mark.parametrize(
+    ("problem", "device", "name", "refused"),
+    [
+        (FakeProblem(), HOPPER, "fast", ()),
+        (FakeProblem(size=11), HOPPER, "steady", (("fast", "size over 10"),)),
+        (FakeProblem(), TURING, "steady", (("fast", "needs (9, 0)"),)),
+        (FakeProblem("naive"), HOPPER, "naive", ()),
+    ],
+)
+def test_the_first_row_that_does_not_refuse(problem, device, name, refused):
+    row, reasons = _kernels.select(ROWS, problem, device)
+    assert row.name == name
+    assert reasons == refused
+
+
+def test_a_row_by_name_whatever_its_rung():
+    row, _ = _kernels.select(ROWS, FakeProblem("auto"), HOPPER, name="naive")
+    assert row.name == "naive"
+
+
+def test_no_row_says_why_not():
+    with pytest.raises(NotImplementedError, match="no kernel for method='naive'") as e:
+        _kernels.select(ROWS, FakeProblem("naive", 6), HOPPER)
+    assert "sm_90" in str(e.value)
+    assert "naive: size over 5" in str(e.value)
+    with pytest.raises(NotImplementedError, match="no kernel for kernel 'fast'"):
+        _kernels.select(ROWS, FakeProblem("auto", 11), HOPPER, name="fast")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_devices_of_every_architecture(arch):
+    device = _kernels.device_of_arch(arch)
+    assert device.arch == arch
+    assert device.cc >= _kernels.MIN_CC
+    assert device.smem_optin == _kernels.SMEM_OPTIN[device.cc]
+
+
+@pytest.mark.parametrize(
+    ("arch", "cc"),
+    [("sm_90a", (9, 0)), ("sm_100", (10, 0)), ("sm_120f", (12, 0)), ("sm_75", (7, 5))],
+)
+def test_architectures_are_read(arch, cc):
+    assert _kernels.device_of_arch(arch).cc == cc
+
+
+def test_by_threshold():
+    ladder = ((32, "warp"), (1024, "block"), (math.inf, "grid"))
+    sizes = (0, 32, 33, 1024, 1025, 10**12)
+    steps = [_kernels.by_threshold(ladder, n) for n in sizes]
+    assert steps == ["warp", "warp", "block", "block", "grid", "grid"]
+
+
+def test_options_of_a_variant():
+    variant = Variant("a.cu", "a", (("HEAD_DIM", "64"), ("T", "half_t")), "sm_90a", 64)
+    assert variant.options == (
+        "-std=c++17",
+        "-lineinfo",
+        "-DHEAD_DIM=64",
+        "-DT=half_t",
+        "-arch=sm_90a",
+    )
+    assert "-arch" not in "".join(dataclasses.replace(variant, arch=None).options)
+
+
+def test_bfloat16_is_refused_before_ampere():
+    assert "bfloat16 needs sm_80" in _kernels.refuse_old_device("bfloat16", TURING)
+    assert _kernels.refuse_old_device("bfloat16", HOPPER) is None
+    assert _kernels.refuse_old_device("float16", TURING) is None
+
+
+def test_every_dtype_has_a_cuda_type():
+    assert set(_kernels.ITEMSIZE) <= set(_kernels.CUDA_TYPES)
+
+
+# --- the tables ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", TABLES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_variants_fit_the_device(operation, arch):
+    """Shared memory within the limit; entries and files named by the rule."""
+    device = _kernels.device_of_arch(arch)
+    variants = TABLES[operation].compile_list(device, False)
+    assert variants
+    for _, variant in variants:
+        assert variant.source.startswith(f"{operation}/")
+        assert variant.entry.isidentifier()
+        assert 0 <= variant.smem <= device.smem_optin
+        if variant.arch is not None:
+            assert variant.arch.rstrip("af") == device.arch
+    assert len(variants) == len(set(variants))
+
+
+@pytest.mark.parametrize("operation", TABLES)
+def test_a_device_with_little_shared_memory(operation):
+    """A made-up card with the least that CUDA guarantees still gets every method."""
+    device = Device("small", (8, 0), 4, 48 * 1024, (12, 4))
+    variants = TABLES[operation].compile_list(device, False)
+    assert all(variant.smem <= device.smem_optin for _, variant in variants)
+
+
+@pytest.mark.parametrize("operation", TABLES)
+def test_everything_holds_what_is_representative(operation):
+    device = _kernels.device_of_arch("sm_90a")
+    few = set(TABLES[operation].compile_list(device, False))
+    everything = set(TABLES[operation].compile_list(device, True))
+    assert few <= everything
+
+
+@pytest.mark.parametrize("operation", TABLES)
+def test_bfloat16_is_compiled_from_ampere_on(operation):
+    def types(arch):
+        device = _kernels.device_of_arch(arch)
+        variants = TABLES[operation].compile_list(device, True)
+        return {value for _, variant in variants for _, value in variant.defines}
+
+    assert "bfloat16_t" in types("sm_80")
+    assert "bfloat16_t" not in types("sm_75")

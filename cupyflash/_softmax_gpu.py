@@ -12,8 +12,6 @@ from cupyflash import _arrays, _gpu, _layout, _softmax_kernels, _softmax_problem
 
 _plans = _gpu.PlanCache()
 
-# An operand that is absent is never read: the first one stands in for its pointer.
-
 
 # --- calls ---------------------------------------------------------------------------
 
@@ -30,6 +28,7 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
     except (AttributeError, TypeError):  # not a CuPy array, or not hashable
         key = plan = None
     if plan is not None and (out is None or plan.may_write(out, x, where)):
+        # An absent mask is never read: x stands in for its pointer.
         return plan(out, x, x if where is None else where)
     problem, operands = _softmax_problem.softmax(
         function, x, axis, where, scale, dtype, out, method
@@ -197,26 +196,24 @@ class _Plan:
         """
         start = out.data.ptr
         low, high = self._out_bounds
-        low, high = start + low, start + high
-        for i, x in enumerate(inputs):
-            if x is None:
-                continue
-            x_start = x.data.ptr
-            if x_start == start and self._may_be_out[i]:
-                continue
-            x_low, x_high = self._input_bounds[i]
-            if x_start + x_high > low and high > x_start + x_low:
-                return False
+        low += start
+        high += start
+        i = 0
+        for x in inputs:
+            if x is not None:
+                x_start = x.data.ptr
+                if x_start != start or not self._may_be_out[i]:
+                    x_low, x_high = self._input_bounds[i]
+                    if x_start + x_high > low and high > x_start + x_low:
+                        return False
+            i += 1
         return True
 
     def __call__(self, out, *inputs):
         """Launch on the current stream; `inputs` in the order of the parameters."""
         if _gpu.current_device() != self.device_id:
             with cupy.cuda.Device(self.device_id):
-                return self._run(out, inputs)
-        return self._run(out, inputs)
-
-    def _run(self, out, inputs):
+                return self(out, *inputs)
         if out is None:
             out = self._new()
         if self.launch is not None:
@@ -235,7 +232,10 @@ class _LogsumexpPlan(_Plan):
         super().__init__(problem, inputs, out)
         self._returns_sign = problem.return_sign
 
-    def _run(self, out, inputs):
+    def __call__(self, out, *inputs):
+        if _gpu.current_device() != self.device_id:
+            with cupy.cuda.Device(self.device_id):
+                return self(out, *inputs)
         if out is None:
             out = self._new()
         sign = self._new() if self._returns_sign else out

@@ -26,9 +26,11 @@ _LANES = (
     (1024, 32),
     (4096, 128),
     (16384, 256),
-    (65536, 512),
-    (float("inf"), 1024),
+    (float("inf"), 512),
 )
+
+# Long rows that are fewer than this get all threads that a block may have.
+_FEW_ROWS = 128
 
 # Row length up to -> (threads a row, elements each holds in registers), by the size of
 # the widest element. Up to 32 threads a row, its block holds other rows as well.
@@ -86,7 +88,10 @@ def _cut(lanes, held=0):
 
 def _walk(problem):
     """Threads that walk over a row of any length."""
-    return _cut(_kernels.by_threshold(_LANES, problem.row_length))
+    lanes = _kernels.by_threshold(_LANES, problem.row_length)
+    if lanes == _LANES[-1][1] and problem.num_rows < _FEW_ROWS:
+        lanes = 1024
+    return _cut(lanes)
 
 
 def _hold(problem):
@@ -204,6 +209,8 @@ def select(problem: Any, device: Device, *, name: str | None = None):
 
 # --- all that may be compiled --------------------------------------------------------
 
+_FEW = 1 << 20  # the row length that stands for a long row that is alone
+
 
 @dataclass(frozen=True)
 class _Shape:
@@ -217,47 +224,54 @@ class _Shape:
     is_complex: bool = False
 
     @property
+    def num_rows(self) -> int:
+        return 1 if self.row_length == _FEW else 1 << 20
+
+    @property
     def compute_dtype(self) -> str:
         used = [d for name, d in self.dtypes.items() if d and name != "where"]
         return "float32" if all(d in _arrays.FLOATS[:3] for d in used) else "float64"
 
 
-def _shapes(row, x, out, where, scaled, function, length):
-    """The problems of one choice of types and switches, with and without weights."""
-    dtypes = {"x": x, "out": out, "where": where and "bool"}
-    scale = 2.0 if scaled else 1.0
+def _natural(*names):
+    """The result type of NumPy's promotion, with bool and integers as float64."""
+    names = {name if name in _arrays.FLOATS else "float64" for name in names}
+    if len(names) == 1:
+        return names.pop()
+    return np.result_type(*(names - {"bfloat16"}), np.float32).name
+
+
+def _shapes(row, x, out, where, scaled, length, function):
+    """One choice of types and switches; `out` is the type of a second input if any."""
+    dtypes = {"x": x, "where": where and "bool"}
     if row.functions == ("logsumexp",):
-        for b in (None, x):
-            yield _Shape(function, length, dtypes | {"b": b})
+        for b in (None, out):
+            result = _natural(x) if b is None else _natural(x, b)
+            yield _Shape(function, length, dtypes | {"b": b, "out": result})
     elif row.functions == BACKWARD:
-        yield _Shape(function, length, dtypes | {"dy": out})
+        yield _Shape(function, length, dtypes | {"dy": out, "out": _natural(x, out)})
     else:
-        yield _Shape(function, length, dtypes, scale, row.rungs[-1])
+        scale = 2.0 if scaled else 1.0
+        yield _Shape(function, length, dtypes | {"out": out}, scale, row.rungs[-1])
 
 
-def _lengths(row, out):
+def _lengths(row, *dtypes):
     """One row length for each step of the row's ladder."""
     if row.cut is _hold:
-        return [length for length, _ in _HELD[max(2, _itemsize(out))]]
-    return [min(length, 1 << 17) for length, _ in _LANES]
-
-
-def _natural_pairs():
-    """Input and output types without ``dtype=``: integers and bool give float64."""
-    return [(x, x if x in _arrays.FLOATS else "float64") for x in CUDA_TYPES]
+        widest = max(2, *(_itemsize(name) for name in dtypes))
+        return [length for length, _ in _HELD[widest]]
+    return [*(int(min(length, _FEW - 1)) for length, _ in _LANES), _FEW]
 
 
 def _everything(row) -> Iterable[tuple[_Shape, int, int]]:
-    pairs = _natural_pairs()
-    if row.functions == FORWARD:
-        pairs = list(itertools.product(CUDA_TYPES, _arrays.FLOATS))
+    seconds = _arrays.FLOATS if row.functions == FORWARD else tuple(CUDA_TYPES)
     scales = (False, True) if row.functions == FORWARD else (False,)
     masks = (False,) if row.functions == BACKWARD else (False, True)
-    for (x, out), where, scaled, function in itertools.product(
-        pairs, masks, scales, row.functions
+    for x, second, where, scaled, function in itertools.product(
+        CUDA_TYPES, seconds, masks, scales, row.functions
     ):
-        for length in _lengths(row, out):
-            for shape in _shapes(row, x, out, where, scaled, function, length):
+        for length in _lengths(row, x, second):
+            for shape in _shapes(row, x, second, where, scaled, length, function):
                 for axes in ((1, 1), (2, 1), (1, 2), (2, 2)):
                     yield shape, *axes
 
@@ -266,19 +280,19 @@ def _representative(row) -> Iterable[tuple[_Shape, int, int]]:
     """Each type, switch, axis count and step of the ladder once, not all together."""
     function, other = row.functions[0], row.functions[-1]
     holds = row.cut is _hold
-    for x, out in _natural_pairs():
+    for x in CUDA_TYPES:
         # All rows convert in the same way: one of them shows every type.
         if holds or x in (*_arrays.FLOATS, "int8"):
-            shapes = _shapes(row, x, out, False, False, other, 1000)
-            yield from ((s, 1, 1) for s in shapes)
-    for length in _lengths(row, "float32")[:: 1 if holds else 3]:
-        shapes = _shapes(row, "float32", "float32", False, False, function, length)
-        yield from ((s, 1, 1) for s in shapes)
+            shapes = _shapes(row, x, _natural(x), False, False, 1000, other)
+            yield from ((shape, 1, 1) for shape in shapes)
+    for length in _lengths(row, "float32")[:: 1 if holds else 2]:
+        shapes = _shapes(row, "float32", "float32", False, False, length, function)
+        yield from ((shape, 1, 1) for shape in shapes)
     # All switches at once, in the types that take the most registers of each kind.
     where, scaled = row.functions != BACKWARD, row.functions == FORWARD
     for x, out in (("float32",) * 2, ("float64",) * 2, ("float16", "float32")):
-        shapes = _shapes(row, x, out, where, scaled, other, 4096)
-        yield from ((s, 2, 2) for s in shapes)
+        shapes = _shapes(row, x, out, where, scaled, 4096, other)
+        yield from ((shape, 2, 2) for shape in shapes)
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:

@@ -84,7 +84,8 @@ __device__ __forceinline__ pair_t<T> exact_sum(T x, T y) {
 template <typename T>
 __device__ __forceinline__ T exp_of(pair_t<T> x) {
   const T y = exp_of(x.high);
-  return is_nan(x.low) ? y : fma_of(y, x.low, y);
+  const T corrected = fma_of(y, x.low, y);
+  return is_nan(corrected) ? y : corrected;  // y is inf, or high was not finite
 }
 
 // exp(x - m), with 0 where both are -inf: the weight of what has not been seen yet. The

@@ -9,7 +9,8 @@
 //            steps (softmax/running.cuh).
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
 // Memory     x twice, out once; any strides
-// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding
+// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
+//            for results of 16 bits plain differences and the fast exponential
 // Limits     none
 #include "softmax/row.cuh"
 #include "softmax/running.cuh"

@@ -6,7 +6,8 @@
 //            No exponent is above 0, so that nothing overflows, and l is at least 1.
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
 // Memory     x three times, out once; any strides
-// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding
+// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
+//            for results of 16 bits plain differences and the fast exponential
 // Limits     none
 #include "softmax/row.cuh"
 

@@ -8,7 +8,8 @@
 // Tiles      a row; each of its kLanes threads holds kHeld elements in registers
 // Memory     x and out once; 16 bytes an access where both are contiguous and aligned,
 //            else element by element with neighbouring lanes side by side
-// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding
+// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
+//            for results of 16 bits plain differences, the fast exponential, float sums
 // Limits     rows of at most kLanes * kHeld elements; any strides
 #include "common/vector.cuh"
 #include "softmax/row.cuh"

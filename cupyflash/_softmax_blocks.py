@@ -1,0 +1,188 @@
+"""Rows of any NumPy array, brought into the cache as matrices and written back.
+
+A block is a group of whole rows, a piece a part of its reduced axes. `Block` copies a
+piece into a contiguous matrix (rows, columns) of the dtype that is computed in, from
+any strides, and copies one back: the methods work on such matrices alone.
+"""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cupyflash import _layout
+
+# Elements of a block: 512 KiB in float64, which stays in a core's second-level cache.
+BLOCK = 64 * 1024
+# Elements up to which whole rows are held; one read is worth leaving that cache.
+_HELD = 256 * 1024
+# Columns of memory that are read side by side where rows run across memory: below 64,
+# lines of the cache are fetched more than once (12 ns an element, not 5).
+_SIDE_BY_SIDE = 64
+_FEWEST_SIDE_BY_SIDE = 32
+# Rows shorter than this are slow to reduce one by one (17 ns an element at 4, not 4).
+_SHORT_ROW = 24
+# Terms that one accumulator takes where many rows are summed side by side.
+_TERMS = 16
+
+Box = tuple[slice, ...]
+
+
+def boxes(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Cut an index space into boxes of at most `limit` elements, last axes whole."""
+    inner, axis = 1, len(shape)
+    while axis and inner * shape[axis - 1] <= limit:
+        axis -= 1
+        inner *= shape[axis]
+    whole = (slice(None),) * (len(shape) - axis)
+    if axis == 0:
+        yield whole
+        return
+    n = shape[axis - 1]
+    parts = -(-n // max(1, limit // inner))
+    step = -(-n // parts)
+    for outer in np.ndindex(shape[: axis - 1]):
+        fixed = tuple(slice(i, i + 1) for i in outer)
+        for start in range(0, n, step):
+            yield (*fixed, slice(start, start + step), *whole)
+
+
+class Rows:
+    """The operands as (kept axes..., reduced axes...), neighbours merged.
+
+    Attributes
+    ----------
+    views : the operands by name; those that are None are missing
+    kept, reduced : shapes of the merged axes
+    kept_axes : the axes of the problem that `kept` was merged from, in its order
+    length : elements of a row
+    side_by_side : a matrix holds its rows as neighbours in memory, not one by one
+    per_block : rows of a block
+    fits : whole rows are held
+    """
+
+    def __init__(self, problem: Any, **operands: Any):
+        self.problem = problem
+        given = {name: x for name, x in operands.items() if x is not None}
+        x = given["x"]
+
+        def from_far_to_near(axes):
+            return sorted(axes, key=lambda a: -abs(x.strides[a]))
+
+        self.kept_axes = from_far_to_near(set(range(x.ndim)) - set(problem.axes))
+        reduced_axes = from_far_to_near(problem.axes)
+
+        def merged(axes):
+            shape = [problem.shape[a] for a in axes]
+            strides = [[y.strides[a] for a in axes] for y in given.values()]
+            return _layout.collapse(shape, strides)[0] or (1,)
+
+        self.kept, self.reduced = merged(self.kept_axes), merged(reduced_axes)
+        # Merged axes are one axis in every operand: the views are no copies.
+        self.views = {
+            name: y.transpose(*self.kept_axes, *reduced_axes).reshape(
+                self.kept + self.reduced, copy=False
+            )
+            for name, y in given.items()
+        }
+        self.length = prod(self.reduced)
+        steps = self.views["x"].strides
+        across = abs(steps[len(self.kept) - 1]) < abs(steps[-1])
+        across &= self.kept[-1] >= _FEWEST_SIDE_BY_SIDE
+        self.side_by_side = across or (self.length < _SHORT_ROW and prod(self.kept) > 1)
+        self.per_block = max(1, BLOCK // self.length)
+        held = _HELD
+        if across:
+            self.per_block = max(self.per_block, _SIDE_BY_SIDE)
+            held *= 4  # such blocks gain most from one read
+        self.fits = self.length * min(self.per_block, prod(self.kept)) <= held
+
+    def blocks(self) -> Iterator[Box]:
+        """The rows in boxes of the kept axes."""
+        return boxes(self.kept, self.per_block)
+
+
+class Block:
+    """Some whole rows: a box of the kept axes."""
+
+    def __init__(self, rows: Rows, box: Box, scratch: Any):
+        self._rows, self._box, self._scratch = rows, box, scratch
+        self.num_rows = prod(rows.views["x"][box].shape[: len(rows.kept)])
+        self._scale = rows.problem.scale
+        self._absent = 0 if rows.problem.function == "softmax" else -np.inf
+
+    def pieces(self, columns: int | None = None) -> list[Box]:
+        """The columns in boxes, `columns` at most; None is as many as a block holds."""
+        if columns is None:
+            columns = BLOCK // self.num_rows
+        return list(boxes(self._rows.reduced, max(1, columns)))
+
+    def whole(self) -> Box:
+        """All columns as one piece."""
+        return (slice(None),) * len(self._rows.reduced)
+
+    def _part(self, name, piece):
+        view = self._rows.views.get(name)
+        return None if view is None else view[self._box + piece]
+
+    def _as_part(self, matrix, shape):
+        """A matrix in the shape of a part; a view, if it is in our order of memory."""
+        kept = len(self._rows.kept)
+        if not self._rows.side_by_side:
+            return matrix.reshape(shape)
+        turned = matrix.T.reshape(shape[kept:] + shape[:kept])
+        rest = len(shape) - kept
+        return turned.transpose(*range(rest, len(shape)), *range(rest))
+
+    def buffer(self, name: str, shape: tuple[int, int], dtype: Any) -> Any:
+        """A matrix (rows, columns) in our order of memory."""
+        if self._rows.side_by_side:
+            return self._scratch.array(name, shape[::-1], dtype).T
+        return self._scratch.array(name, shape, dtype)
+
+    def matrix(self, name: str, piece: Box, dtype: Any) -> Any:
+        """A copy of one operand as (rows, columns), or None without the operand."""
+        part = self._part(name, piece)
+        if part is None:
+            return None
+        matrix = self.buffer(name, (self.num_rows, part.size // self.num_rows), dtype)
+        np.copyto(self._as_part(matrix, part.shape), part, casting="unsafe")
+        return matrix
+
+    def scores(self, piece: Box, dtype: Any) -> Any:
+        """scale * x, with -inf where an element is absent."""
+        x = self.matrix("x", piece, dtype)
+        if self._scale != 1:
+            np.multiply(x, np.dtype(dtype).type(self._scale), out=x)
+        if (absent := self.absent(piece)) is not None:
+            np.copyto(x, -np.inf, where=absent)
+        return x
+
+    def absent(self, piece: Box) -> Any:
+        """Where `where` is False, as (rows, columns), or None without `where`."""
+        where = self.matrix("where", piece, np.bool_)
+        return None if where is None else np.logical_not(where, out=where)
+
+    def write(self, piece: Box, values: Any) -> None:
+        """Store (rows, columns); an absent element gets the value for such."""
+        if (absent := self.absent(piece)) is not None:
+            np.copyto(values, self._absent, where=absent)
+        out = self._part("out", piece)
+        np.copyto(out, self._as_part(values, out.shape), casting="unsafe")
+
+
+def row_max(x: Any) -> Any:
+    """Largest element of each row, as a column; NaN wins."""
+    return np.max(x, axis=1, keepdims=True)
+
+
+def row_sum(x: Any, dtype: Any = None) -> Any:
+    """Sum of each row, as a column, of short partial sums."""
+    num_terms = x.shape[1]
+    if x.flags.c_contiguous or num_terms <= _TERMS:
+        return np.sum(x, axis=1, keepdims=True, dtype=dtype)
+    columns, whole = x.T, num_terms - num_terms % _TERMS
+    groups = columns[:whole].reshape(-1, _TERMS, len(x))
+    total = row_sum(np.sum(groups, axis=1, dtype=dtype).T)
+    return total + np.sum(columns[whole:], axis=0, dtype=dtype)[:, None]

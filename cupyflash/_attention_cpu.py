@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupyflash import _threads
+from cupyflash._attention_problem import MergeProblem
 
 # Rows of a task: many, since each packs the keys for BLAS anew, but every head shall
 # have tasks for all cores.
@@ -48,6 +49,24 @@ def run(problem, operands):
     return out, lse
 
 
+def describe(problem, operands):
+    """What would run; nothing does."""
+    if isinstance(problem, MergeProblem):
+        return {"kernel": "array operations of NumPy", "parts": problem.num_parts}
+    name = "tiled" if problem.method == "auto" else problem.method
+    rows = {"tiled": _tiled_rows(problem), "online": _ONLINE_ROWS}.get(name)
+    told = {
+        "kernel": name,
+        "rows_of_a_task": min(problem.seqlen_q, rows or problem.seqlen_q),
+        "threads": _threads.with_blas(_num_threads(problem)),
+    }
+    if name == "tiled":
+        bounded = _may_be_bounded(problem)
+        told["keys_of_a_block"] = _BLOCK_KEYS
+        told["keys_of_a_block_if_scores_are_small"] = bounded and _BLOCK_KEYS_BOUNDED
+    return told
+
+
 def _heads_first(problem, out):
     """A view of `out` as (..., heads, seqlen, dim)."""
     if not problem.heads_axis:
@@ -79,16 +98,19 @@ def _run_tasks(problem, operands, out, lse, rows, compute):
         for head in range(problem.num_heads)
         for start in range(0, problem.seqlen_q, rows)
     ]
-    work = problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    work *= problem.num_heads * math.prod(problem.batch)
-    num_threads = max(1, min(_threads.num_cores(), work // _WORTH_A_THREAD))
 
     def one_task(task, scratch):
         part = _Part(problem, operands, task, scratch)
         result = compute(part) if part.num_rows else None
         _store(part, out[task.batch][task.head], lse[task.batch][task.head], result)
 
-    _threads.for_each_with_blas(one_task, tasks, num_threads)
+    _threads.for_each_with_blas(one_task, tasks, _num_threads(problem))
+
+
+def _num_threads(problem):
+    work = problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    work *= problem.num_heads * math.prod(problem.batch)
+    return max(1, min(_threads.num_cores(), work // _WORTH_A_THREAD))
 
 
 def _store(part, out, lse, result):
@@ -418,9 +440,13 @@ def _tiled(problem, operands, out, lse):
         # Either a row is NaN by right, or 0 * NaN came from a key that it does not see.
         return _walk(part, exact=True)
 
+    _run_tasks(problem, operands, out, lse, _tiled_rows(problem), compute)
+
+
+def _tiled_rows(problem):
+    """Rows of a task, whatever the number of heads."""
     rows = -(-problem.seqlen_q // (2 * _threads.num_cores()))
-    rows = min(max(rows, _MIN_ROWS), _MAX_ROWS)
-    _run_tasks(problem, operands, out, lse, rows, compute)
+    return min(max(rows, _MIN_ROWS), _MAX_ROWS)
 
 
 def _walk(part, exact=False):
@@ -498,7 +524,7 @@ def _score_limits(problem, operands):
 
     None where scores have no bound, or where the look costs more than it saves.
     """
-    if problem.bias or problem.alibi_slopes or problem.seqlen_q < _WORTH_A_BOUND:
+    if not _may_be_bounded(problem):
         return None
     shape = (*problem.batch, problem.num_kv_heads)
     norms, sizes = np.zeros(shape), np.zeros(shape)
@@ -513,6 +539,12 @@ def _score_limits(problem, operands):
 
     _threads.for_each(look, np.ndindex(shape), _threads.num_cores())
     return norms, sizes
+
+
+def _may_be_bounded(problem):
+    """Whether it is worth while to ask how large the scores can be."""
+    unbounded = problem.bias or problem.alibi_slopes
+    return not unbounded and problem.seqlen_q >= _WORTH_A_BOUND
 
 
 def _largest_norm(rows, scratch):

@@ -1,14 +1,13 @@
 """python -m cupyflash compile: NVRTC over all kernels, with no GPU in the machine."""
 
 import json
-import os
 import re
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
-from cupyflash import _attention_kernels, _console, _softmax_kernels, _source
+from cupyflash import _attention_kernels, _console, _softmax_kernels, _source, _threads
 from cupyflash._kernels import Device, Variant, device_of_arch
 
 EXAMPLES = """
@@ -72,7 +71,7 @@ def add_arguments(parser):
     parser.add_argument(
         "--jobs",
         type=int,
-        default=os.cpu_count() or 1,
+        default=_threads.num_cores(),
         help="processes (default: one a core)",
     )
     parser.add_argument(

@@ -6,7 +6,7 @@ import platform
 import sys
 
 import cupyflash
-from cupyflash import _console, _source
+from cupyflash import _console, _source, _threads
 from cupyflash._kernels import MIN_CC
 
 EXAMPLES = """
@@ -33,19 +33,13 @@ def run(args):
 def _host():
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
-    yield "cores", _cores()
+    yield "cores", _threads.num_cores()
     yield "numpy, scipy", f"{_version('numpy')}, {_version('scipy')}"
     for name in _OPTIONAL[1:]:
         yield name, _version(name) or "not installed"
     num_kernels = len(list(_source.CUDA_SRC.rglob("*.cu")))
     yield "CUDA sources", f"{_source.CUDA_SRC} ({num_kernels} kernel files)"
     yield "NumPy back end", "ready"
-
-
-def _cores():
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def _version(name):

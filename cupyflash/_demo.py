@@ -87,6 +87,7 @@ def _photograph(xp, on_gpu, side, path):
         f"{num_pixels:,} patches of {_demo_nlm.PATCH} x {_demo_nlm.PATCH} attend to "
         f"all {num_pixels:,}: {num_pixels**2:.2e} pairs."
     )
+    print("Denoising ...", flush=True)
     noise = _demo_nlm.NOISE
     rng = np.random.default_rng(0)
     noisy = clean + noise * rng.standard_normal(clean.shape)

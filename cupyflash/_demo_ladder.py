@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import scipy.special
 
-from cupyflash import _measure, _reference
+from cupyflash import _console, _measure, _reference
 from cupyflash._attention import attention
 from cupyflash._softmax import softmax
 
@@ -80,7 +80,7 @@ def _library_softmax(xp):
 def _measure_all(calls, exact, on_gpu, relative_to_each):
     """Error, extra memory and time of each call, as rows of plain numbers."""
     rows = {}
-    for name, call in calls.items():
+    for name, call in _console.progress(calls.items(), "measuring", len(calls)):
         error = np.abs(_reference.to_host(call()) - exact)
         error = error / (exact if relative_to_each else np.abs(exact).max())
         memory = _measure.peak_memory(call, on_gpu=on_gpu)

@@ -20,7 +20,7 @@ import numpy as np
 import scipy
 
 import cupyflash
-from cupyflash import _source
+from cupyflash import _source, _threads
 
 # One turn of a candidate on the GPU: enough to average, too short to heat the card.
 _TURN_SECONDS = 0.012
@@ -58,9 +58,7 @@ def machine(on_gpu: bool) -> dict[str, Any]:
         "numpy": np.__version__,
         "scipy": scipy.__version__,
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": _threads.num_cores(),
     }
     return facts | (_gpu_facts() if on_gpu else {})
 

@@ -4,6 +4,7 @@ NumPy and BLAS release the interpreter lock inside their loops, so threads suffi
 """
 
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -11,6 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+
+# Many enough that threads end together, few enough that they stay apart.
+_RUNS_PER_THREAD = 8
 
 
 class Scratch:
@@ -57,12 +61,16 @@ def for_each(function: Callable, tasks: Iterable[Any], num_threads: int) -> None
     """
     tasks = list(tasks)
     num_threads = min(num_threads, len(tasks))
-    remaining = iter(tasks)  # a list iterator may be shared between threads
+    # Neighbours go to one thread: two that write to one page for the first time would
+    # both have the kernel clear one.
+    run = max(1, len(tasks) // (_RUNS_PER_THREAD * max(1, num_threads)))
+    runs = [tasks[i : i + run] for i in range(0, len(tasks), run)]
+    remaining = iter(runs)  # a list iterator may be shared between threads
 
     def work():
         scratch = Scratch()
         with np.errstate(all="ignore"):  # inf and NaN are values like others here
-            for task in remaining:
+            for task in itertools.chain.from_iterable(remaining):
                 function(task, scratch)
 
     if num_threads <= 1:
@@ -73,7 +81,8 @@ def for_each(function: Callable, tasks: Iterable[Any], num_threads: int) -> None
     try:
         work()
     finally:
-        failures = [other.exception() for other in others]
+        # One that has not begun by now would find nothing left to do.
+        failures = [other.exception() for other in others if not other.cancel()]
     for failure in failures:
         if failure is not None:
             raise failure
@@ -118,17 +127,23 @@ class _SingleThreadedBlas:
 _single_threaded_blas = _SingleThreadedBlas()
 
 
-def for_each_with_blas(
-    function: Callable, tasks: Iterable[Any], num_threads: int
-) -> None:
-    """`for_each` for tasks that call BLAS.
+def with_blas(num_threads: int) -> int:
+    """How many threads may call BLAS at a time, of `num_threads` wanted.
 
     BLAS threads inside of ours would wait for each other. Where BLAS cannot be held to
     one thread (that takes the package threadpoolctl), the tasks run one after another
     and BLAS alone uses the cores.
     """
-    if num_threads > 1 and _blas_controller() is not None:
+    return num_threads if num_threads > 1 and _blas_controller() is not None else 1
+
+
+def for_each_with_blas(
+    function: Callable, tasks: Iterable[Any], num_threads: int
+) -> None:
+    """`for_each` for tasks that call BLAS."""
+    num_threads = with_blas(num_threads)
+    if num_threads == 1:
+        for_each(function, tasks, 1)
+    else:
         with _single_threaded_blas:
             for_each(function, tasks, num_threads)
-    else:
-        for_each(function, tasks, 1)

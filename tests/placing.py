@@ -16,7 +16,7 @@ def place(xp, values, form="plain"):
     if values.size:
         # bfloat16 travels as its bits, so that no cast takes part.
         bits = _bits(values.dtype)
-        x.view(bits)[...] = xp.asarray(np.ascontiguousarray(values).view(bits))
+        x.view(bits)[...] = xp.asarray(values.copy().view(bits))
     return x
 
 

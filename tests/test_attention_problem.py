@@ -281,7 +281,7 @@ def test_kinds_of_array_are_not_mixed(cupy, name):
             kwargs[name] if other is cupy else kwargs[name].get()
         )
         q, k, v = (kwargs.pop(n) for n in "qkv")
-        with pytest.raises(TypeError, match=rf"q is a .* but {name} is a .* device"):
+        with pytest.raises(TypeError, match=rf"q is a .* but {name} is a "):
             cupyflash.attention(q, k, v, **kwargs)
 
 

@@ -15,6 +15,13 @@ FUSED = ("auto", "online", "tiled")
 METHODS = ("auto", "naive", "safe", "online", "tiled")
 
 
+@pytest.fixture(autouse=True)
+def _give_back(cupy):
+    """Other processes test on the same device."""
+    yield
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
 @pytest.fixture
 def qkv(cupy, rng):
     return tuple(
@@ -283,20 +290,21 @@ def test_softmax_allocates_its_result_alone(cupy, rng, form, method):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_memory_comes_from_the_current_allocator(cupy, calls, name):
-    """A pool of its own takes all that a call needs; the device gives nothing else."""
+    """Another allocator gets every request, and the default pool none."""
     call = calls[name]
     call()
-    pool = cupy.cuda.MemoryPool()
+    pool, default = cupy.cuda.MemoryPool(), cupy.get_default_memory_pool()
+    before = default.used_bytes(), default.total_bytes()
     with cupy.cuda.using_allocator(pool.malloc):
-        call()  # the pool asks the device once
+        result = call()
+        assert pool.used_bytes() >= result.nbytes
+        assert (default.used_bytes(), default.total_bytes()) == before
+        del result
         call()
-        cupy.cuda.runtime.deviceSynchronize()
-        free, _ = cupy.cuda.runtime.memGetInfo()
-        for _ in range(5):
+        size = pool.total_bytes()
+        for _ in range(3):  # what a call took, it gave back
             call()
-        cupy.cuda.runtime.deviceSynchronize()
-        assert cupy.cuda.runtime.memGetInfo()[0] == free
-    assert pool.total_bytes() > 0
+        assert pool.total_bytes() == size
 
 
 # --- foreign arrays ------------------------------------------------------------------
@@ -326,6 +334,8 @@ def test_cuda_array_interface(cupy, qkv):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_torch_tensors(cupy, rng, dtype):
     torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
     x = torch.tensor(rng.normal(size=(2, 3, 40, 16)), device="cuda")
     x = x.to(getattr(torch, dtype))
     mask = torch.ones(40, 40, dtype=torch.bool, device="cuda").tril()
@@ -435,7 +445,7 @@ def test_queries_beyond_2_31_elements(cupy, rng, method):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_scores_beyond_2_31_elements(cupy, rng, method):
-    """The mask, and S and P of naive and safe, have more elements than an int counts."""
+    """The mask, and S and P of naive and safe, go beyond what an int counts."""
     seqlen_q, seqlen_k, dim = 70_000, 31_000, 8
     q, k, v = (
         cupy.asarray((rng.normal(size=(n, dim)) * 0.3).astype(np.float16))
@@ -498,12 +508,13 @@ def test_plans_do_not_assume_alignment(cupy, rng, dtype, n):
     """The same shape and strides, one element further."""
     x = (rng.normal(size=(9, n)) * 10).astype(dtype)
     expected = to_host(cupyflash.softmax(place(cupy, x), 1))
+    bound = {"rtol": 1e-3 if dtype == "float16" else 1e-6, "atol": 1e-7}
     for form in ("shifted", "plain", "shifted"):
         out = place(cupy, np.zeros(x.shape, expected.dtype), form)
         y = cupyflash.softmax(place(cupy, x, form), 1, out=out)
-        np.testing.assert_array_equal(to_host(y), expected)
+        np.testing.assert_allclose(to_host(y), expected, **bound)
         y = cupyflash.softmax(place(cupy, x, form), 1)
-        np.testing.assert_array_equal(to_host(y), expected)
+        np.testing.assert_allclose(to_host(y), expected, **bound)
 
 
 @pytest.mark.parametrize("dim", [8, 16, 64, 128])
@@ -511,10 +522,11 @@ def test_plans_do_not_assume_alignment(cupy, rng, dtype, n):
 def test_attention_plans_do_not_assume_alignment(cupy, rng, dim, dtype):
     x = rng.normal(size=(2, 30, dim)).astype(dtype)
     expected = to_host(cupyflash.attention(*[place(cupy, x)] * 3))
+    bound = {"rtol": 1e-5, "atol": 2e-3 if dtype == np.float16 else 2e-6}
     for form in ("shifted", "plain", "shifted"):
         out = place(cupy, np.zeros_like(x), form)
         got = cupyflash.attention(*[place(cupy, x, form)] * 3, out=out)
-        np.testing.assert_array_equal(to_host(got), expected)
+        np.testing.assert_allclose(to_host(got), expected, **bound)
 
 
 def test_plans_do_not_let_host_arrays_in(cupy, qkv):

@@ -1,0 +1,167 @@
+"""Logsumexp on NumPy arrays, with weights and signs."""
+
+import numpy as np
+
+from cupyflash import _arrays, _threads
+from cupyflash._softmax_blocks import BLOCK, Block, Rows, boxes, row_max, row_sum
+
+# Below this size the logarithms that make up a result cancel, and it is redone.
+_NEAR_ZERO = 1.0
+
+
+def run(problem, operands, threads):
+    """log |sum b exp(x)|, and with return_sign also its sign."""
+    dtype = _arrays.to_dtype(problem.dtypes["out"])
+    result, sign = operands.out, None
+    if problem.return_sign:
+        sign = np.empty(problem.result_shape, dtype)
+        dtype = sign.real.dtype
+    if result is None:
+        result = np.empty(problem.result_shape, dtype)
+    if problem.row_length == 0:
+        result[...] = -np.inf
+        if sign is not None:
+            sign[...] = -1  # as SciPy has it: the sign of -inf
+    elif result.size:
+        _fill(problem, operands, result, sign, threads)
+    if operands.out is None:
+        result = result[()]
+    return result if sign is None else (result, sign[()])
+
+
+def _fill(problem, operands, result, sign, threads):
+    """Compute all rows, in the order of memory of x, and put them in their places."""
+    rows = Rows(problem, x=operands.x, b=operands.b, where=operands.where)
+    # One step above float32, as in the rest of the family.
+    work = np.complex128 if problem.is_complex else np.float64
+    logs, totals = np.empty(rows.kept), np.empty(rows.kept, work)
+    if rows.fits or rows.side_by_side:
+        _by_blocks(rows, work, logs, totals, threads)
+    else:
+        _by_pieces(rows, work, logs, totals, threads)
+
+    def in_place(x):
+        """Kept axes in the order of the problem."""
+        x = x.reshape([problem.shape[a] for a in rows.kept_axes])
+        return x.transpose(np.argsort(rows.kept_axes)).reshape(result.shape)
+
+    with np.errstate(all="ignore"):
+        if problem.return_sign:
+            np.copyto(sign, in_place(_sign(totals)), casting="unsafe")
+        elif problem.is_complex:
+            logs = logs + 1j * np.angle(totals)
+        else:
+            logs[totals < 0] = np.nan
+        np.copyto(result, in_place(logs), casting="unsafe")
+
+
+def _by_blocks(rows, work, logs, totals, threads):
+    """A thread takes whole rows."""
+
+    def one_block(box, scratch):
+        block = Block(rows, box, scratch)
+        pieces = [block.whole()] if rows.fits else block.pieces()
+        states = [_state(block, piece, work) for piece in pieces]
+        log, total = _finish(block, pieces, states)
+        logs[box] = log.reshape(logs[box].shape)
+        totals[box] = total.reshape(logs[box].shape)
+
+    _threads.for_each(one_block, rows.blocks(), threads)
+
+
+def _by_pieces(rows, work, logs, totals, threads):
+    """Rows too long to hold: all threads take pieces of them."""
+    row_boxes, pieces = list(boxes(rows.kept, 1)), list(boxes(rows.reduced, BLOCK))
+    states = {}
+
+    def one_piece(task, scratch):
+        r, p = task
+        states[task] = _state(Block(rows, row_boxes[r], scratch), pieces[p], work)
+
+    def one_row(r, scratch):
+        block = Block(rows, row_boxes[r], scratch)
+        parts = [states.pop((r, p)) for p in range(len(pieces))]
+        log, total = _finish(block, pieces, parts)
+        logs[row_boxes[r]], totals[row_boxes[r]] = log.item(), total.item()
+
+    _threads.for_each(one_piece, np.ndindex(len(row_boxes), len(pieces)), threads)
+    _threads.for_each(one_row, range(len(row_boxes)), threads)
+
+
+def _scores_and_weights(block, piece, dtype):
+    """(x, b) of a piece, x = -inf where b = 0; b may be None."""
+    x = block.scores(piece, dtype)
+    b = block.matrix("b", piece, dtype)
+    if b is not None:
+        np.copyto(x, -np.inf, where=b == 0)
+    return x, b
+
+
+def _weigh(e, b):
+    """b * e in place; an element of weight 0 is absent, whatever it is."""
+    if b is not None:
+        np.multiply(e, b, out=e)
+        np.copyto(e, 0, where=b == 0)
+    return e
+
+
+def _finite_or_zero(m):
+    return np.where(np.isfinite(m), m, 0)
+
+
+def _state(block, piece, dtype):
+    """(m, sum b exp(x - m)) of each row of a piece; m is finite."""
+    x, b = _scores_and_weights(block, piece, dtype)
+    m = _finite_or_zero(row_max(x.real))
+    absent = block.absent(piece)
+    np.subtract(x, m, out=x)
+    e = _weigh(np.exp(x, out=x), b)
+    if absent is not None:
+        np.copyto(e, 0, where=absent)
+    return m, row_sum(e)
+
+
+def _finish(block, pieces, states):
+    """(log |sum|, sum in units of the largest exponential) of each row."""
+    top = np.max([m for m, _ in states], axis=0)
+    total = 0
+    for m, part in states:
+        total = total + np.where(part == 0, 0, part * np.exp(m - top))
+    log = np.log(np.abs(total)) + top
+    if not np.iscomplexobj(total):
+        redo = (np.abs(log) < _NEAR_ZERO) & (total > 0)
+        if redo.any():
+            log = np.where(redo, _log_near_zero(block, pieces, log), log)
+    return log, total
+
+
+def _log_near_zero(block, pieces, log):
+    """Log of the sum where m and log(sum / exp(m)) may cancel.
+
+    The largest terms are set apart, so that log1p sees the small ones (as in SciPy);
+    long doubles give the digits that the cancellation takes.
+    """
+    wide = np.longdouble
+    m = -np.inf
+    for piece in pieces:
+        m = np.maximum(m, row_max(_scores_and_weights(block, piece, np.float64)[0]))
+    m = _finite_or_zero(m)
+    largest, rest = wide(0), wide(0)
+    for piece in pieces:
+        x, b = _scores_and_weights(block, piece, np.float64)
+        top = x == m
+        e = _weigh(np.exp(x.astype(wide) - m), b)
+        if (absent := block.absent(piece)) is not None:
+            np.copyto(e, 0, where=absent)
+        largest = largest + row_sum(np.where(top, e, 0))
+        rest = rest + row_sum(np.where(top, 0, e))
+    usable = (largest > 0) & (largest + rest > 0)
+    unit = np.where(usable, largest, 1)
+    exact = m + (np.log(unit) + np.log1p(rest / unit))
+    return np.where(usable, exact, log).astype(np.float64)
+
+
+def _sign(total):
+    """Sign or phase of each sum; an infinite one has a sign too."""
+    infinite = np.isinf(total.real) & (total.imag == 0)
+    return np.where(infinite, np.sign(total.real), np.sign(total))

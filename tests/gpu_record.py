@@ -99,7 +99,16 @@ def write(path, pytest_arguments):
     digest = sources_digest()  # of what runs, should a file change meanwhile
     counter = Counter()
     code = pytest.main(
-        ["-m", "gpu", str(ROOT / "tests"), *pytest_arguments], plugins=[counter]
+        [
+            "-m",
+            "gpu",
+            # Where pytest-benchmark is installed it would warn under xdist.
+            "-p",
+            "no:benchmark",
+            str(ROOT / "tests"),
+            *pytest_arguments,
+        ],
+        plugins=[counter],
     )
     record = {
         "sources": digest,

@@ -66,6 +66,16 @@ def test_plans_do_not_pile_up(monkeypatch):
 
 
 @pytest.fixture
+def cache_folder(tmp_path, monkeypatch):
+    """CuPy's kernel cache in a folder of its own (CuPy reads the variable once)."""
+    folder = tmp_path / "cache"
+    compiler = cupy.cuda.compiler
+    backend = type(compiler._kernel_cache_backend)(str(folder))
+    monkeypatch.setattr(compiler, "_kernel_cache_backend", backend)
+    return folder
+
+
+@pytest.fixture
 def source(tmp_path, monkeypatch):
     """write(text) puts k.cu into a folder in the place of cuda_src/."""
     monkeypatch.setattr(_source, "CUDA_SRC", tmp_path)
@@ -108,21 +118,19 @@ def test_a_missing_header_of_cuda(source):
 
 
 @pytest.mark.gpu
-def test_a_cache_folder_that_cannot_be_made(source, tmp_path, monkeypatch):
+def test_a_cache_folder_that_cannot_be_written(source, cache_folder):
     """The kernel runs all the same, with a warning that says what to set."""
-    (tmp_path / "file").write_text("not a folder")
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.warns(RuntimeWarning, match="set CUPY_CACHE_DIR|Set CUPY_CACHE_DIR"):
+    cache_folder.rmdir()
+    cache_folder.write_text("not a folder")
+    with pytest.warns(RuntimeWarning, match="Set CUPY_CACHE_DIR"):
         assert run(source("// fresh\n" + KERNEL)) == 7
 
 
 @pytest.mark.gpu
-def test_a_corrupt_cache_is_compiled_anew(source, tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("CUPY_CACHE_DIR", str(folder))
+def test_a_corrupt_cache_is_compiled_anew(source, cache_folder):
     variant = source("// corrupt\n" + KERNEL)
     assert run(variant) == 7
-    files = [p for p in folder.rglob("*") if p.is_file()]
+    files = [p for p in cache_folder.rglob("*") if p.is_file()]
     assert files
     for path in files:
         path.write_bytes(b"nonsense")

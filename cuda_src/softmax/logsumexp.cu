@@ -4,11 +4,13 @@
 // Algorithm  the online recurrence of softmax_online with a weight b_i:
 //                m' = max(m, a_i),  l = l exp(m - m') + b_i exp(a_i - m')
 //            and at the end  out = m + log |l|,  sign = sign of l.
-//            b_i == 0 drops its element, whatever a_i is.
+//            b_i == 0 drops its element, whatever a_i is. A result near 0 is a sum near
+//            1, whose small terms were lost beside the large: such a row, and only
+//            such, is read again, with out = a_max + log1p(sum of the others).
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
 // Memory     a and b once, one number a row is written; any strides
-// Numbers    exponentials in acc_t of exact differences; sums and the logarithm in
-// double Limits     none. A negative sum gives NaN unless the sign is asked for.
+// Numbers    exponentials in acc_t of exact differences; sums and log in double
+// Limits     none. A negative sum gives NaN unless the sign is asked for.
 //
 // Parameters A_T, B_T, OUT_T   element types of a, b, and of out and sign
 //            HAS_B, HAS_WHERE  1 if there are weights, a mask
@@ -46,6 +48,53 @@ __device__ __forceinline__ double shifted_log(double m, double l) {
   return result + (l * exp_diff_exact(m, result) - 1);
 }
 
+// An element of a row; one that takes no part has weight 0 and score -inf.
+template <typename T>
+struct term_t {
+  T score;
+  double weight;
+};
+
+struct row_t {
+  const a_t* a;
+  const b_t* b;
+  const bool* where;
+  const layout_t& layout;
+  long long length;
+
+  template <typename T>
+  __device__ __forceinline__ term_t<T> term(long long i) const {
+    const auto at = locate(layout.reduced, i);
+    bool is_selected = i < length;
+    if (kHasWhere && is_selected) is_selected = where[at.of[kWhere]];
+    double weight = is_selected;
+    if (kHasB && is_selected) {
+      weight = to<double>(b[at.of[kB]]);
+      is_selected = weight != 0;
+    }
+    return {is_selected ? to<T>(a[at.of[kA]]) : -infinity<T>(), weight};
+  }
+
+  // log of the row's sum when that is near 1: the largest score plus log1p of all the
+  // rest, which never meets the 1 that it is small against. All lanes of a warp call
+  // it.
+  __device__ double log_near_one() const {
+    double m = -infinity<double>();
+    for (long long i = lane(); i < length; i += kLanes) {
+      m = larger_finite_t()(m, term<double>(i).score);
+    }
+    m = group_reduce<kLanes>(m, larger_finite_t());
+    double top = 0, rest = 0;
+    for (long long i = lane(); i < length; i += kLanes) {
+      const term_t<double> t = term<double>(i);
+      (t.score == m ? top : rest) += t.weight * exp_diff_exact(t.score, m);
+    }
+    top = row_sum(top);
+    rest = row_sum(rest);
+    return m + log1p((top - 1) + rest);
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_logsumexp(const a_t* a,
                       const b_t* b,
@@ -54,46 +103,40 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                       out_t* sign,  // written if layout.returns_sign
                       const __grid_constant__ layout_t layout) {
   for (long long at = first_row(); at < layout.num_rows; at += row_step()) {
-    const long long row = row_of_lane(at);
-    const long long length = row < layout.num_rows ? layout.row_length : 0;
-    const auto base = locate(layout.outer, row);
+    const long long row_index = row_of_lane(at);
+    const auto base = locate(layout.outer, row_index);
+    const row_t row = {a + base.of[kA], b + base.of[kB], where + base.of[kWhere],
+                       layout, row_index < layout.num_rows ? layout.row_length : 0};
 
     running_t<acc_t> sum;
-    for (long long i = lane(); i < length; i += kBatch * kLanes) {
-      // kBatch elements at a time, so that their loads are under way together. What
-      // takes no part has a weight and an exponential of 0.
-      acc_t s[kBatch], m = -infinity<acc_t>();
-      double weight[kBatch];
+    for (long long i = lane(); i < row.length; i += kBatch * kLanes) {
+      // kBatch elements at a time, so that their loads are under way together.
+      term_t<acc_t> terms[kBatch];
+      acc_t m = -infinity<acc_t>();
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        const long long j = i + k * kLanes;
-        const auto offset = locate(layout.reduced, j);
-        bool is_selected = j < length;
-        if (kHasWhere && is_selected) {
-          is_selected = where[base.of[kWhere] + offset.of[kWhere]];
-        }
-        weight[k] = is_selected;
-        if (kHasB && is_selected) {
-          weight[k] = to<double>(b[base.of[kB] + offset.of[kB]]);
-          is_selected = weight[k] != 0;
-        }
-        s[k] = is_selected ? to<acc_t>(a[base.of[kA] + offset.of[kA]])
-                           : -infinity<acc_t>();
-        m = larger_finite_t()(m, s[k]);
+        terms[k] = row.term<acc_t>(i + k * kLanes);
+        m = larger_finite_t()(m, terms[k].score);
       }
       sum.see(m);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
-        const acc_t e = exp_diff_exact(s[k], sum.shift());
-        sum.l += kHasB ? weight[k] * e : double(e);
+        const acc_t e = exp_diff_exact(terms[k].score, sum.shift());
+        sum.l += kHasB ? terms[k].weight * e : double(e);
       }
     }
     sum = group_reduce<kLanes>(sum, merge_t());
 
-    if (lane() == 0 && length > 0) {
-      const double l = sum.l.value;
-      double result = shifted_log(sum.shift(), abs_of(l));
-      if (l < 0 && !layout.returns_sign) result = nan_value<double>();
+    const double l = sum.l.value;
+    double result = shifted_log(sum.shift(), abs_of(l));
+    // Half a unit and more from 0 the digits above are enough.
+    const bool is_near_zero = l > 0 && abs_of(result) < 0.5;
+    if (kLanes > kWarpSize ? is_near_zero : __any_sync(kFullMask, is_near_zero)) {
+      const double precise = row.log_near_one();
+      if (is_near_zero) result = precise;
+    }
+    if (l < 0 && !layout.returns_sign) result = nan_value<double>();
+    if (lane() == 0 && row.length > 0) {
       out[base.of[kOut]] = to<out_t>(result);
       if (layout.returns_sign) {
         const double of_l = is_nan(l) ? l : double(l > 0) - double(l < 0);

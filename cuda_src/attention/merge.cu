@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT
+// attention_merge: results over parts of the keys into the result over all of them.
+//
+// Algorithm  lse = log sum_p exp(lse_p),  out = sum_p exp(lse_p - lse) out_p.
+//            A part with lse -inf saw no key and adds nothing, not even a NaN.
+// Grid       a warp a row of out; lanes across its columns
+// Memory     global: outs and out once, lses twice; any strides
+// Numbers    all in accum_t
+// Limits     none
+#include "common/math.cuh"
+#include "common/strides.cuh"
+
+#ifndef ELEM_T
+#error "ELEM_T, LSE_T, ACCUM_T, ROW_DIMS and NUM_THREADS come from the host"
+#endif
+using elem_t = ELEM_T;
+using lse_t = LSE_T;
+using accum_t = ACCUM_T;
+constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS, kWarpSize = 32;
+
+enum { kOuts, kLses, kOut, kArrays };
+
+// Mirrored by merge_params_dtype() in _attention_kernels.py.
+struct merge_params_t {
+  long long num_rows, num_parts, head_dim_v;
+  long long outs_part, outs_col, lses_part, out_col;  // strides
+  axes_t<kRowDims, kArrays> rows;
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    attention_merge(const elem_t* __restrict__ outs,  // (parts, rows, head_dim_v)
+                    const lse_t* __restrict__ lses,   // (parts, rows)
+                    elem_t* __restrict__ out,         // (rows, head_dim_v)
+                    lse_t* __restrict__ lse,          // (rows), contiguous
+                    const __grid_constant__ merge_params_t params) {
+  const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
+  const long long row = (block * kNumThreads + threadIdx.x) / kWarpSize;
+  if (row >= params.num_rows) return;
+  const auto offsets = locate(params.rows, row);
+  const int lane = threadIdx.x % kWarpSize;
+  const lse_t* row_lses = lses + offsets.of[kLses];
+
+  accum_t m = -infinity<accum_t>();
+  for (long long part = 0; part < params.num_parts; ++part) {
+    const accum_t x = to<accum_t>(row_lses[part * params.lses_part]);
+    m = x > m ? x : m;
+  }
+  accum_t l = 0;
+  for (long long part = 0; part < params.num_parts; ++part) {
+    l += exp_diff(to<accum_t>(row_lses[part * params.lses_part]), m);
+  }
+
+  for (long long column = lane; column < params.head_dim_v; column += kWarpSize) {
+    const elem_t* x = outs + offsets.of[kOuts] + column * params.outs_col;
+    accum_t sum = 0;
+    for (long long part = 0; part < params.num_parts; ++part) {
+      const accum_t part_lse = to<accum_t>(row_lses[part * params.lses_part]);
+      if (part_lse == -infinity<accum_t>()) continue;
+      sum += exp_diff(part_lse, m) * to<accum_t>(x[part * params.outs_part]);
+    }
+    out[offsets.of[kOut] + column * params.out_col] =
+        to<elem_t>(l == 0 ? accum_t(0) : sum / l);
+  }
+  if (lane == 0) {
+    lse[row] = to<lse_t>(l == 0 ? -infinity<accum_t>() : m + log_of(l));
+  }
+}

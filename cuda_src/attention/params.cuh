@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: MIT
+// What the host tells every attention kernel: types by -D, numbers in one struct.
+#pragma once
+
+#include "common/strides.cuh"
+#include "common/types.cuh"
+
+#if !defined(ELEM_T) || !defined(ACCUM_T) || !defined(BATCH_DIMS) || \
+    !defined(NUM_THREADS)
+#error "ELEM_T, ACCUM_T, BATCH_DIMS and NUM_THREADS come from the host"
+#endif
+using elem_t = ELEM_T;    // of q, k, v and out
+using accum_t = ACCUM_T;  // of scores, maxima, sums and lse: float or double
+constexpr int kBatchDims = BATCH_DIMS;
+constexpr int kNumThreads = NUM_THREADS;
+
+using index_t = long long;
+
+// "No bound" among positions. Sums of a few such numbers stay within 64 bits.
+constexpr index_t kFar = index_t(1) << 61;
+
+// Strides of one array in elements; 0 where it is broadcast or has no such axis. The
+// last axis of q, k and v is contiguous.
+struct operand_t {
+  index_t batch[kBatchDims];
+  index_t head, row, col;
+
+  // Of the matrix that belongs to (batch entry, head).
+  __device__ index_t offset(const index_t (&batch_index)[kBatchDims],
+                            index_t head_index) const {
+    index_t sum = head_index * head;
+#pragma unroll
+    for (int axis = 0; axis < kBatchDims; ++axis)
+      sum += batch_index[axis] * batch[axis];
+    return sum;
+  }
+};
+
+// Mirrored by params_dtype() in _attention_kernels.py, field by field.
+struct params_t {
+  index_t batch_size, num_heads, group_size, seqlen_q, seqlen_k, head_dim, head_dim_v;
+  // Query i sees the keys [i + offset - left, i + offset + right].
+  index_t left, right;
+  // 1: key length - query length of the batch entry is added to the query offset.
+  index_t offset_from_lengths;
+  double scale, softcap;
+  index_t batch_shape[kBatchDims];
+  operand_t q, k, v, out, bias, mask, sinks, alibi_slopes;
+  operand_t query_offsets, query_lengths, key_lengths;
+};
+
+// What a block works on: tile `tile` of `num_tiles` of one head of one batch entry.
+struct place_t {
+  index_t tile, head, kv_head, row_of_heads;  // row_of_heads = batch entry, head as one
+  index_t batch[kBatchDims];
+  bool exists;  // the grid is rounded up
+
+  __device__ place_t(const params_t& params, index_t item, index_t num_tiles) {
+    row_of_heads = divide(item, num_tiles);
+    tile = item - row_of_heads * num_tiles;
+    index_t rest = divide(row_of_heads, params.num_heads);
+    head = row_of_heads - rest * params.num_heads;
+    kv_head = divide(head, params.group_size);
+    exists = rest < params.batch_size;
+#pragma unroll
+    for (int axis = kBatchDims - 1; axis > 0; --axis) {
+      const index_t next = divide(rest, params.batch_shape[axis]);
+      batch[axis] = rest - next * params.batch_shape[axis];
+      rest = next;
+    }
+    batch[0] = rest;
+  }
+
+  // Element (batch entry, head, 0, 0) of an array of queries.
+  template <typename T>
+  __device__ T* at(T* x, const operand_t& operand) const {
+    return x + operand.offset(batch, head);
+  }
+  // The same of an array of keys or values.
+  template <typename T>
+  __device__ T* at_kv(T* x, const operand_t& operand) const {
+    return x + operand.offset(batch, kv_head);
+  }
+};
+
+// The number of this block; one axis of the grid alone could be too short.
+__device__ __forceinline__ index_t block_index() {
+  return blockIdx.x + index_t(gridDim.x) * blockIdx.y;
+}

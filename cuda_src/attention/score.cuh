@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: MIT
+// The way from q.k to a final score, the keys that a query may see, and what closes a
+// row. Every attention kernel includes this file: an option is written here, once.
+//
+//     s = scale * q.k,  s = softcap * tanh(s / softcap),  s += bias,
+//     s -= slope * |i + offset - j|,  s = -inf where masked
+//
+// Arrays that a call does without leave no code: the host defines BIAS_T, MASK,
+// SINKS_T, ALIBI_SLOPES_T, QUERY_OFFSETS_T, QUERY_LENGTHS_T, KEY_LENGTHS_T and SOFTCAP
+// only for those it has. ROUND_STEPS rounds each step to elem_t (the naive kernel).
+#pragma once
+
+#include "attention/params.cuh"
+#include "common/math.cuh"
+
+#ifdef BIAS_T
+constexpr bool kHasBias = true;
+using bias_t = BIAS_T;
+#else
+constexpr bool kHasBias = false;
+using bias_t = char;
+#endif
+#ifdef MASK
+constexpr bool kHasMask = true;
+#else
+constexpr bool kHasMask = false;
+#endif
+#ifdef SINKS_T
+constexpr bool kHasSinks = true;
+using sink_t = SINKS_T;
+#else
+constexpr bool kHasSinks = false;
+using sink_t = char;
+#endif
+#ifdef ALIBI_SLOPES_T
+constexpr bool kHasAlibi = true;
+using slope_t = ALIBI_SLOPES_T;
+#else
+constexpr bool kHasAlibi = false;
+using slope_t = char;
+#endif
+#ifdef QUERY_OFFSETS_T
+constexpr bool kHasQueryOffsets = true;
+using query_offset_t = QUERY_OFFSETS_T;
+#else
+constexpr bool kHasQueryOffsets = false;
+using query_offset_t = char;
+#endif
+#ifdef QUERY_LENGTHS_T
+constexpr bool kHasQueryLengths = true;
+using query_length_t = QUERY_LENGTHS_T;
+#else
+constexpr bool kHasQueryLengths = false;
+using query_length_t = char;
+#endif
+#ifdef KEY_LENGTHS_T
+constexpr bool kHasKeyLengths = true;
+using key_length_t = KEY_LENGTHS_T;
+#else
+constexpr bool kHasKeyLengths = false;
+using key_length_t = char;
+#endif
+#ifdef SOFTCAP
+constexpr bool kHasSoftcap = true;
+#else
+constexpr bool kHasSoftcap = false;
+#endif
+#ifdef ROUND_STEPS
+constexpr bool kRoundSteps = true;
+#else
+constexpr bool kRoundSteps = false;
+#endif
+
+// The options, as the last parameters of every kernel and as arguments of scores_t.
+// Strides are in params; absent arrays are null.
+//   bias, mask      (batch, heads, queries, keys); mask: true is visible
+//   sinks           (heads);  alibi_slopes  (batch, heads)
+//   query_offsets, query_lengths, key_lengths  (batch)
+#define SCORE_PARAMETERS                                                          \
+  const bias_t *__restrict__ bias, const bool *__restrict__ mask,                 \
+      const sink_t *__restrict__ sinks, const slope_t *__restrict__ alibi_slopes, \
+      const query_offset_t *__restrict__ query_offsets,                           \
+      const query_length_t *__restrict__ query_lengths,                           \
+      const key_length_t *__restrict__ key_lengths, const index_t query_offset,   \
+      const __grid_constant__ params_t params
+#define SCORE_ARGUMENTS                                                               \
+  params, bias, mask, sinks, alibi_slopes, query_offsets, query_lengths, key_lengths, \
+      query_offset
+
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
+
+__device__ __forceinline__ index_t clamp(index_t x, index_t low, index_t high) {
+  return x < low ? low : x > high ? high : x;
+}
+
+// An integer of any type as a position.
+template <typename T>
+__device__ __forceinline__ index_t position(T x) {
+  return clamp(static_cast<index_t>(x), -kFar, kFar);
+}
+__device__ __forceinline__ index_t position(unsigned long long x) {
+  return x > static_cast<unsigned long long>(kFar) ? kFar : static_cast<index_t>(x);
+}
+
+// x as a step of the computation leaves it.
+__device__ __forceinline__ accum_t step(accum_t x) {
+  if constexpr (kRoundSteps) return to<accum_t>(to<elem_t>(x));
+  return x;
+}
+
+// exp(s - m). A key that is not seen (s = -inf) weighs -0: nothing in any sum, and yet
+// to be told from the 0 of a key far below the maximum, whose value counts if it is
+// NaN.
+__device__ __forceinline__ accum_t weight(accum_t s, accum_t m) {
+  return s == -infinity<accum_t>() ? accum_t(-0.0) : exp_of(s - m);
+}
+__device__ __forceinline__ bool is_unseen(float p) {
+  return __float_as_uint(p) == 0x80000000u;
+}
+__device__ __forceinline__ bool is_unseen(double p) {
+  return static_cast<unsigned long long>(__double_as_longlong(p)) ==
+         0x8000000000000000u;
+}
+
+struct range_t {
+  index_t first, last;  // [first, last); may be empty
+};
+
+// Which queries see which keys in one tile of scores, counted from its corner: those
+// with low <= col - row < high, row < num_queries, col < num_keys.
+struct band_t {
+  int low, high, num_queries, num_keys;
+
+  __device__ bool sees(int row, int col) const {
+    return low <= col - row && col - row < high && row < num_queries && col < num_keys;
+  }
+  // Whether each of the first `rows` queries sees each of the first `cols` keys.
+  __device__ bool sees_all(int rows, int cols) const {
+    return !kHasMask && low <= 1 - rows && cols <= high && rows <= num_queries &&
+           cols <= num_keys;
+  }
+};
+
+// A row when all its keys have been added: 1 / sum, and lse.
+struct finished_t {
+  accum_t inverse, lse;
+};
+
+// The scores of one head of one batch entry.
+class scores_t {
+ public:
+  __device__ scores_t(const place_t& at,
+                      const params_t& params,
+                      const bias_t* bias,
+                      const bool* mask,
+                      const sink_t* sinks,
+                      const slope_t* alibi_slopes,
+                      const query_offset_t* query_offsets,
+                      const query_length_t* query_lengths,
+                      const key_length_t* key_lengths,
+                      index_t query_offset)
+      : params_(params), key_length_(params.seqlen_k), query_length_(params.seqlen_q) {
+    if constexpr (kHasBias) bias_ = at.at(bias, params.bias);
+    if constexpr (kHasMask) mask_ = at.at(mask, params.mask);
+    if constexpr (kHasSinks) sink_ = to<accum_t>(*at.at(sinks, params.sinks));
+    if constexpr (kHasAlibi) {
+      slope_ = to<accum_t>(*at.at(alibi_slopes, params.alibi_slopes));
+    }
+    if constexpr (kHasQueryLengths) {
+      query_length_ = clamp(position(*at.at(query_lengths, params.query_lengths)), 0,
+                            params.seqlen_q);
+    }
+    if constexpr (kHasKeyLengths) {
+      key_length_ =
+          clamp(position(*at.at(key_lengths, params.key_lengths)), 0, params.seqlen_k);
+    }
+    offset_ = query_offset;
+    if constexpr (kHasQueryOffsets) {
+      offset_ = position(*at.at(query_offsets, params.query_offsets));
+    } else if constexpr (kHasQueryLengths || kHasKeyLengths) {
+      if (params.offset_from_lengths) offset_ = key_length_ - query_length_;
+    }
+  }
+
+  // Whether query i is one at all, not padding.
+  __device__ bool is_query(index_t i) const { return i < query_length_; }
+
+  // Keys outside this range are seen by no query in [i_first, i_last); mask aside.
+  __device__ range_t keys_of(index_t i_first, index_t i_last) const {
+    i_last = i_last < query_length_ ? i_last : query_length_;
+    if (i_first >= i_last) return {0, 0};
+    return {clamp(i_first + offset_ - params_.left, 0, key_length_),
+            clamp(i_last + offset_ + params_.right, 0, key_length_)};
+  }
+
+  // The tile of scores whose corner is query i0 and key j0; mask aside.
+  __device__ band_t band(index_t i0, index_t j0) const {
+    constexpr index_t kMany = 1 << 30;  // far more than a tile has rows or columns
+    const index_t diagonal = i0 + offset_ - j0;
+    return {static_cast<int>(clamp(diagonal - params_.left, -kMany, kMany)),
+            static_cast<int>(clamp(diagonal + params_.right + 1, -kMany, kMany)),
+            static_cast<int>(clamp(query_length_ - i0, 0, kMany)),
+            static_cast<int>(clamp(key_length_ - j0, 0, kMany))};
+  }
+
+  // The final score of query i and key j, if i may see j by keys_of() or band().
+  __device__ accum_t operator()(accum_t q_dot_k, index_t i, index_t j) const {
+    accum_t s = step(static_cast<accum_t>(params_.scale) * q_dot_k);
+    if constexpr (kHasSoftcap) {
+      const accum_t cap = static_cast<accum_t>(params_.softcap);
+      s = step(cap * step(tanh_of(step(s / cap))));
+    }
+    if constexpr (kHasBias) {
+      s = step(s + to<accum_t>(bias_[i * params_.bias.row + j * params_.bias.col]));
+    }
+    if constexpr (kHasAlibi) {
+      const index_t distance = i + offset_ - j;
+      s = step(
+          s - step(slope_ * static_cast<accum_t>(distance < 0 ? -distance : distance)));
+    }
+    if constexpr (kHasMask) {
+      if (!mask_[i * params_.mask.row + j * params_.mask.col]) s = -infinity<accum_t>();
+    }
+    return s;
+  }
+
+  // The sink as one more score of every row; -inf is none.
+  __device__ accum_t sink() const { return kHasSinks ? sink_ : -infinity<accum_t>(); }
+
+  // Lets the sink join, for row i with maximum m and sum l = sum exp(s - m). Rows that
+  // see nothing get 0 and -inf, or the sink; padding gets 0 and -inf.
+  __device__ finished_t finish(index_t i, accum_t m, accum_t l) const {
+    if (!is_query(i)) return {0, -infinity<accum_t>()};
+    accum_t factor = 1;
+    if constexpr (kHasSinks) {
+      const accum_t top = larger(m, sink_);
+      factor = exp_diff(m, top);
+      l = l * factor + exp_diff(sink_, top);
+      m = top;
+    }
+    return {l == 0 ? accum_t(0) : factor / l,
+            l == 0 ? -infinity<accum_t>() : m + log_of(l)};
+  }
+
+ private:
+  const params_t& params_;
+  const bias_t* bias_;
+  const bool* mask_;
+  accum_t sink_, slope_;
+  index_t offset_, key_length_, query_length_;
+};

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: MIT
+// attention_values: the product P v into out, for naive and safe.
+//
+// Algorithm  out = O where O = P v (matmul before this kernel) is finite. Where it is
+//            not, the sum is made again without the keys that the query does not see:
+//            in the matmul their 0 times an infinity or NaN in v has spoilt it.
+// Grid       1-D, a thread an element of out
+// Memory     global: O and out once; a row of P and a column of v for each repair
+// Numbers    sums in accum_t; P and O in elem_t, v and out in VALUE_T
+// Limits     none
+#include "attention/score.cuh"
+
+#ifndef VALUE_T
+#error "VALUE_T, the type of v and out, comes from the host"
+#endif
+using value_t = VALUE_T;
+
+__device__ __forceinline__ accum_t product_of_seen(const elem_t* p,
+                                                   const value_t* v,
+                                                   index_t row_stride,
+                                                   index_t seqlen_k) {
+  accum_t sum = 0;
+  for (index_t j = 0; j < seqlen_k; ++j) {
+    const accum_t p_j = to<accum_t>(p[j]);
+    if (!is_unseen(p_j)) sum += p_j * to<accum_t>(v[j * row_stride]);
+    if (is_nan(sum)) break;  // and stays so
+  }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) attention_values(
+    const elem_t* __restrict__ p,   // (batch, heads, queries, keys), contiguous
+    const elem_t* __restrict__ o,   // (batch, heads, queries, head_dim_v), contiguous
+    const value_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v), any strides
+    value_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
+    const __grid_constant__ params_t params) {
+  const index_t item = block_index() * kNumThreads + threadIdx.x;
+  const index_t row = divide(item, params.head_dim_v);
+  const index_t column = item - row * params.head_dim_v;
+  const place_t at(params, row, params.seqlen_q);
+  if (!at.exists) return;
+
+  accum_t sum = to<accum_t>(o[item]);
+  if (!is_finite(sum)) {
+    sum = product_of_seen(p + row * params.seqlen_k,
+                          at.at_kv(v, params.v) + column * params.v.col, params.v.row,
+                          params.seqlen_k);
+  }
+  at.at(out, params.out)[at.tile * params.out.row + column * params.out.col] =
+      to<value_t>(sum);
+}

@@ -1,0 +1,511 @@
+"""The table of attention kernels, and how each cuts a problem."""
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyflash import _attention_problem, _kernels, _layout
+from cupyflash._attention_problem import AttentionProblem, MergeProblem
+from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
+
+# "No bound" among positions; kFar in cuda_src/attention/params.cuh.
+FAR = 1 << 61
+
+# Longest first axis of a grid that is used; the rest of the blocks stand in the second.
+_GRID_X = 1 << 30
+
+# The arrays that a call may go without, in the order of the kernels' parameters.
+OPTIONS = (
+    "bias",
+    "mask",
+    "sinks",
+    "alibi_slopes",
+    "query_offsets",
+    "query_lengths",
+    "key_lengths",
+)
+
+
+# --- parameters ----------------------------------------------------------------------
+
+
+def params_dtype(batch_dims: int) -> np.dtype:
+    """params_t of cuda_src/attention/params.cuh."""
+    operand = [
+        ("batch", "i8", (batch_dims,)),
+        ("head", "i8"),
+        ("row", "i8"),
+        ("col", "i8"),
+    ]
+    return np.dtype(
+        [
+            ("batch_size", "i8"),
+            ("num_heads", "i8"),
+            ("group_size", "i8"),
+            ("seqlen_q", "i8"),
+            ("seqlen_k", "i8"),
+            ("head_dim", "i8"),
+            ("head_dim_v", "i8"),
+            ("left", "i8"),
+            ("right", "i8"),
+            ("offset_from_lengths", "i8"),
+            ("scale", "f8"),
+            ("softcap", "f8"),
+            ("batch_shape", "i8", (batch_dims,)),
+            *((name, operand) for name in ("q", "k", "v", "out", *OPTIONS)),
+        ]
+    )
+
+
+# Which axes follow the batch axes of an operand.
+_AXES = {
+    **dict.fromkeys(("q", "k", "v", "out", "bias", "mask"), ("head", "row", "col")),
+    **dict.fromkeys(("sinks", "alibi_slopes"), ("head",)),
+    **dict.fromkeys(("query_offsets", "query_lengths", "key_lengths"), ()),
+}
+
+
+def params_fields(problem: AttentionProblem, operands) -> dict:
+    """The values of params_t for a call; batch axes are merged where possible."""
+    strides, batch_strides = {}, {}
+    for name, axes in _AXES.items():
+        x = getattr(operands, name)
+        if x is not None:
+            steps = _layout.element_strides(x)
+        elif name == "out":
+            steps = new_out_strides(problem)
+        else:
+            strides[name] = dict.fromkeys(("head", "row", "col"), 0)
+            continue
+        num_batch = len(steps) - len(axes)
+        # sinks have no batch axes; they are the same to each entry.
+        batch_strides[name] = steps[:num_batch] or (0,) * len(problem.batch)
+        strides[name] = {
+            **dict.fromkeys(("head", "row", "col"), 0),
+            **dict(zip(axes, steps[num_batch:], strict=True)),
+        }
+    shape, merged = _layout.collapse(problem.batch, list(batch_strides.values()))
+    # A kernel has one batch axis at least.
+    shape = shape or (1,)
+    merged = [steps or (0,) for steps in merged]
+    batch_strides = dict(zip(batch_strides, merged, strict=True))
+    return {
+        "batch_size": math.prod(problem.batch),
+        "num_heads": problem.num_heads,
+        "group_size": problem.group_size,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "left": FAR if problem.left is None else min(problem.left, FAR),
+        "right": FAR if problem.right is None else min(problem.right, FAR),
+        "offset_from_lengths": problem.query_offset == "lengths",
+        "scale": problem.scale,
+        "softcap": problem.softcap,
+        "batch_shape": shape,
+        **{
+            name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
+            for name in _AXES
+        },
+    }
+
+
+def new_out_strides(problem: AttentionProblem) -> tuple[int, ...]:
+    """Strides, heads first, of a contiguous result in the layout of the call."""
+    shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
+    steps = contiguous_strides(shape)
+    if problem.layout == "bshd" and problem.heads_axis:
+        row = problem.num_heads * problem.head_dim_v
+        steps = (*steps[:-3], problem.head_dim_v, row, 1)
+    return steps
+
+
+def contiguous_strides(shape) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def launch_offset(problem: AttentionProblem) -> int:
+    """The query offset as a launch argument; 0 where the device knows it."""
+    offset = problem.query_offset
+    return 0 if isinstance(offset, str) else max(-FAR, min(offset, FAR))
+
+
+# --- rows ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel of a plan: what is compiled, and over how many blocks it runs."""
+
+    variant: Variant
+    num_blocks: int
+    num_threads: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Blocks along two axes, for kernels that read block_index()."""
+        return min(self.num_blocks, _GRID_X), -(-self.num_blocks // _GRID_X)
+
+    @property
+    def block(self) -> tuple[int]:
+        return (self.num_threads,)
+
+
+def _defines(problem, batch_dims, num_threads, elem=None, **more):
+    """The switches of score.cuh and params.cuh for a problem."""
+    defines = {
+        "ELEM_T": CUDA_TYPES[elem or problem.dtype],
+        "ACCUM_T": CUDA_TYPES[problem.compute_dtype],
+        "BATCH_DIMS": batch_dims,
+        "NUM_THREADS": num_threads,
+        **more,
+    }
+    for name in OPTIONS:
+        dtype = getattr(problem, name)
+        if dtype is not None:
+            is_mask = name == "mask"
+            defines["MASK" if is_mask else f"{name.upper()}_T"] = (
+                1 if is_mask else CUDA_TYPES[dtype]
+            )
+    if problem.softcap:
+        defines["SOFTCAP"] = 1
+    return tuple((name, str(value)) for name, value in defines.items())
+
+
+def _num_rows(problem):
+    return math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
+
+
+def _num_tiles(problem, block_m):
+    heads = math.prod(problem.batch) * problem.num_heads
+    return heads * -(-problem.seqlen_q // block_m)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of q and of k that a thread block holds at a time, and columns of v."""
+
+    block_m: int
+    block_n: int
+    num_threads: int
+    block_dv: int | None = None  # None: all of them
+    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+
+
+def padded_dim(head_dim: int) -> int:
+    """`head_dim` as the tiled kernel is compiled for it; zeros fill the rest."""
+    step = 16 if head_dim <= 16 else 32 if head_dim <= 128 else 64
+    return -(-head_dim // step) * step
+
+
+def rows_in_shared(tile: Tile, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """Bytes for a tile of q, one of k or v, and one of p, each row padded."""
+
+    def row(n):
+        return (n * itemsize // 16 | 1) * 16
+
+    kv = max(row(head_dim), row(head_dim_v))
+    tile_q, tile_p = tile.block_m * row(head_dim), tile.block_m * row(tile.block_n)
+    return tile_q + tile.block_n * kv + tile_p
+
+
+def nothing_shared(tile: Tile, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """No shared memory."""
+    return 0
+
+
+# For the size of an accumulator: (largest head dimension, tiles from large to small).
+TileLadder = dict[int, tuple[tuple[float, tuple[Tile, ...]], ...]]
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """A kernel that holds no scores in memory.
+
+    The name is also the stem of ``cuda_src/attention/<name>.cu`` and, after
+    ``attention_``, its entry point. `tiles` holds for each size of an accumulator the
+    tiles for head dimensions up to a bound, from large to small.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: TileLadder
+    smem: Callable[[Tile, int, int, int], int] = nothing_shared
+    dims_compiled: bool = False  # head_dim and head_dim_v are constants of the kernel
+    fast: bool = False  # must not spill
+
+    def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        return padded_dim(problem.head_dim), padded_dim(problem.head_dim_v)
+
+    def _tiles(self, problem, device):
+        """The tiles that fit on `device`, all with the block_n of the first."""
+        dims = self._dims(problem)
+        itemsize = ITEMSIZE[problem.compute_dtype]
+        ladder = self.tiles[itemsize]
+        if max(dims) > ladder[-1][0]:
+            return ()
+        tiles = [
+            tile
+            for tile in _kernels.by_threshold(ladder, max(dims))
+            if self.smem(tile, *dims, itemsize) <= device.smem_optin
+        ]
+        return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        reason = _kernels.refuse_old_device(problem.dtype, device)
+        if reason is None and not self._tiles(problem, device):
+            reason = (
+                f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} in "
+                f"{problem.compute_dtype} need more shared memory than the "
+                f"{device.smem_optin} bytes that a block may have"
+            )
+        return reason
+
+    def tile(self, problem: AttentionProblem, device: Device) -> Tile:
+        """The largest tile that still gives every multiprocessor work.
+
+        Tiles of one block_n sum a row in the same order, so that its bits do not depend
+        on the choice. On an H200 (132 multiprocessors), the larger of two tiles is
+        faster with 256 blocks, the smaller with 128.
+        """
+        tiles = self._tiles(problem, device)
+        return next(
+            (
+                tile
+                for tile in tiles
+                if _num_tiles(problem, tile.block_m) >= 1.5 * device.num_sms
+                and tile.block_m < 2 * problem.seqlen_q
+            ),
+            tiles[-1],
+        )
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The launch, in a tuple of one."""
+        return (self.config(self.tile(problem, device), problem, batch_dims),)
+
+    def config(self, tile: Tile, problem: AttentionProblem, batch_dims: int) -> Config:
+        """The launch with a given tile."""
+        shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        num_blocks = _num_tiles(problem, tile.block_m)
+        dims = self._dims(problem)
+        if self.dims_compiled:
+            # Terms of a position take registers: under the cap a kernel would spill.
+            terms = problem.bias, problem.mask, problem.alibi_slopes
+            capped = all(term is None for term in terms)
+            shape["MIN_BLOCKS"] = tile.min_blocks if capped else 1
+            shape |= {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
+        if tile.block_dv is not None:
+            shape["BLOCK_DV"] = tile.block_dv
+            num_blocks *= -(-problem.head_dim_v // tile.block_dv)
+        variant = Variant(
+            source=f"attention/{self.name}.cu",
+            entry=f"attention_{self.name}",
+            defines=_defines(problem, batch_dims, tile.num_threads, **shape),
+            smem=self.smem(tile, *dims, ITEMSIZE[problem.compute_dtype]),
+        )
+        return Config(variant, num_blocks, tile.num_threads)
+
+
+@dataclass(frozen=True)
+class UnfusedKernel:
+    """Scores in memory: matmul, a kernel over their rows, matmul, a kernel for out.
+
+    `in_input_dtype` keeps scores and P in the dtype of the input, else in that of the
+    sums.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    in_input_dtype: bool = False
+    num_threads: int = 256
+    fast: bool = False
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        return _kernels.refuse_old_device(problem.dtype, device)
+
+    def scores_dtype(self, problem: AttentionProblem) -> str:
+        """dtype of S and P."""
+        return problem.dtype if self.in_input_dtype else problem.compute_dtype
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The kernel after the first matmul and the one after the second."""
+        elem = self.scores_dtype(problem)
+        rounding = {"ROUND_STEPS": 1} if self.in_input_dtype else {}
+        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
+        plain = replace(problem, softcap=0.0, **absent)
+        return (
+            Config(
+                Variant(
+                    source=f"attention/{self.name}.cu",
+                    entry=f"attention_{self.name}",
+                    defines=_defines(
+                        problem, batch_dims, self.num_threads, elem, **rounding
+                    ),
+                ),
+                _num_rows(problem),
+                self.num_threads,
+            ),
+            Config(
+                Variant(
+                    source="attention/values.cu",
+                    entry="attention_values",
+                    defines=_defines(
+                        plain,
+                        batch_dims,
+                        self.num_threads,
+                        elem,
+                        VALUE_T=CUDA_TYPES[problem.dtype],
+                    ),
+                ),
+                -(-_num_rows(problem) * problem.head_dim_v // self.num_threads),
+                self.num_threads,
+            ),
+        )
+
+
+ATTENTION_KERNELS = (  # best first
+    # Takes what no tile can hold, too.
+    FusedKernel(
+        name="online",
+        rungs=("online", "tiled", "auto"),
+        tiles=dict.fromkeys(
+            (4, 8),
+            (
+                (32, (Tile(4, 1, 128, block_dv=32),)),
+                (64, (Tile(4, 1, 128, block_dv=64),)),
+                (128, (Tile(4, 1, 128, block_dv=128),)),
+                (math.inf, (Tile(4, 1, 128, block_dv=256),)),
+            ),
+        ),
+    ),
+    UnfusedKernel(name="safe", rungs=("safe",)),
+    UnfusedKernel(name="naive", rungs=("naive",), in_input_dtype=True),
+)
+
+
+# --- merge_attention_states ----------------------------------------------------------
+
+_MERGE_THREADS = 128
+
+
+def merge_params_dtype(row_dims: int) -> np.dtype:
+    """merge_params_t of cuda_src/attention/merge.cu."""
+    names: tuple[str, ...] = ("num_rows", "num_parts", "head_dim_v")
+    names += ("outs_part", "outs_col", "lses_part", "out_col")
+    return np.dtype(
+        [
+            *((name, "i8") for name in names),
+            ("size", "i8", (row_dims,)),
+            ("stride", "i8", (3, row_dims)),
+        ]
+    )
+
+
+def merge_config(problem: MergeProblem, row_dims: int) -> Config:
+    """The launch of the merge kernel."""
+    wide = "float64" in (problem.dtype, problem.lse_dtype)
+    defines = {
+        "ELEM_T": CUDA_TYPES[problem.dtype],
+        "LSE_T": CUDA_TYPES[problem.lse_dtype],
+        "ACCUM_T": "double" if wide else "float",
+        "ROW_DIMS": str(row_dims),
+        "NUM_THREADS": str(_MERGE_THREADS),
+    }
+    variant = Variant("attention/merge.cu", "attention_merge", tuple(defines.items()))
+    num_rows = math.prod(problem.shape)
+    return Config(variant, -(-num_rows * 32 // _MERGE_THREADS), _MERGE_THREADS)
+
+
+# --- what there is to compile --------------------------------------------------------
+
+_SWITCHES: dict[str, dict] = {
+    "plain": {},
+    "bias": {"bias": "float32"},
+    "mask": {"mask": "bool"},
+    "softcap": {"softcap": 30.0},
+    "sinks": {"sinks": "float32"},
+    "alibi": {"alibi_slopes": "float32"},
+    "lengths": {"query_lengths": "int32", "key_lengths": "int64"},
+    "offsets": {"query_offset": "array", "query_offsets": "int32"},
+}
+_ALL_OPTIONS = {
+    name: value for case in _SWITCHES.values() for name, value in case.items()
+}
+
+
+def _problem(dtype="float16", head_dim=64, batch=(1,), **options):
+    """A problem large enough for the largest tiles."""
+    return AttentionProblem(
+        backend="cupy",
+        batch=batch,
+        num_heads=64,
+        num_kv_heads=64,
+        seqlen_q=4096,
+        seqlen_k=4096,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        scale=1.0,
+        **options,
+    )
+
+
+def _representative():
+    """(problem, batch axes): each dtype, head dimension and switch at least once."""
+    for dtype in ITEMSIZE:
+        yield _problem(dtype), 1
+    for head_dim, dtype in itertools.product((128, 256, 512), ("float32", "float64")):
+        yield _problem(dtype, head_dim), 1
+    for name, options in _SWITCHES.items():
+        if name != "plain":
+            yield _problem("float32", **options), 1
+    yield _problem("bfloat16", bias="bfloat16"), 1
+    yield _problem("float64", **_ALL_OPTIONS), 3
+
+
+def _everything():
+    """(problem, batch axes) over all dtypes, head dimensions and sets of switches."""
+    head_dims = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+    yield from _representative()
+    for dtype, head_dim in itertools.product(ITEMSIZE, head_dims):
+        yield _problem(dtype, head_dim), 1
+    for count in range(2, len(_SWITCHES)):
+        for names in itertools.combinations(list(_SWITCHES)[1:], count):
+            options = {k: v for name in names for k, v in _SWITCHES[name].items()}
+            yield _problem("float16", **options), 1
+            yield _problem("float64", **options), 2
+
+
+def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
+    """(row, variant) of what `device` would compile: a selection, or all there is."""
+    found: dict[tuple[str, Variant], None] = {}
+    for problem, batch_dims in _everything() if everything else _representative():
+        for row in ATTENTION_KERNELS:
+            if row.refusal(problem, device) is not None:
+                continue
+            if isinstance(row, FusedKernel):
+                tiles = row._tiles(problem, device)
+                chosen = tiles if everything else tiles[:1]
+                configs = tuple(
+                    row.config(tile, problem, batch_dims) for tile in chosen
+                )
+            else:
+                configs = row.configs(problem, batch_dims, device)
+            for config in configs:
+                found[row.name, config.variant] = None
+    for dtype, lse_dtype in itertools.product(ITEMSIZE, ("float32", "float64")):
+        merge = _attention_problem.MergeProblem("cupy", 2, (64,), 64, dtype, lse_dtype)
+        if _kernels.refuse_old_device(dtype, device) is None:
+            found["merge", merge_config(merge, 1).variant] = None
+    return list(found)

@@ -1,0 +1,302 @@
+// SPDX-License-Identifier: MIT
+// attention_tiled: a thread block keeps one tile of q and walks over the tiles of k, v.
+//
+// Algorithm  FlashAttention-2 forward (Dao 2023, algorithm 1). For each tile of keys
+//                s = score(q k^T),  m' = max(m, rowmax s),  p = exp(s - m')
+//                l = l exp(m - m') + rowsum p,  o = o exp(m - m') + p v
+//            and at the end  out = o / l,  lse = m + log l.
+//            Tiles that no query of the block sees are not visited; tiles that all
+//            queries see whole are not masked element by element.
+// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
+//            ones are longest
+// Tiles      q     kBlockM x kHeadDim                    shared, loaded once
+//            k, v  kBlockN x kHeadDim (kHeadDimV)        shared, in one place by turns
+//            p     kBlockM x kBlockN                     shared
+//            s, o  registers. The threads stand in kRowThreads rows of kColThreads; one
+//                  owns kRows rows of s and o: every kRowThreads-th
+// Memory     global: q and out once; k and v once a block, mostly from L2
+// Numbers    everything in accum_t (shared memory too). p v of a tile is summed apart
+//            before it joins o, which keeps long sums accurate
+// Limits     kHeadDim and kHeadDimV are rounded up by the host and filled with zeros
+#include "attention/score.cuh"
+#include "common/reduce.cuh"
+
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
+    !defined(BLOCK_N) || !defined(MIN_BLOCKS)
+#error "HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N and MIN_BLOCKS come from the host"
+#endif
+constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+
+constexpr int kColThreads = 16;
+constexpr int kRowThreads = kNumThreads / kColThreads;
+constexpr int kRows = kBlockM / kRowThreads;  // of s and o, a thread
+constexpr int kCols = kBlockN / kColThreads;  // of s, a thread
+static_assert(kRows * kRowThreads == kBlockM && kCols * kColThreads == kBlockN);
+
+// Shared memory is read 16 bytes at a time. The stride of a row is an odd number of
+// such vectors, so that rows side by side lie in different banks.
+constexpr int kVec = 16 / sizeof(accum_t);
+__device__ constexpr int padded(int n) { return (n / kVec | 1) * kVec; }
+constexpr int kStrideQ = padded(kHeadDim), kStrideK = kStrideQ;
+constexpr int kStrideV = padded(kHeadDimV), kStrideP = padded(kBlockN);
+constexpr int kStrideKv = kStrideK > kStrideV ? kStrideK : kStrideV;
+
+// o of a thread: kChunks times kWide columns side by side.
+constexpr int kWide = kHeadDimV % (kColThreads * kVec) == 0 ? kVec
+                      : kHeadDimV % (kColThreads * 2) == 0  ? 2
+                                                            : 1;
+constexpr int kChunks = kHeadDimV / (kColThreads * kWide);
+static_assert(kChunks * kColThreads * kWide == kHeadDimV && kHeadDim % kVec == 0);
+
+template <typename T, int kCount>
+struct alignas(sizeof(T) * kCount) vec_t {
+  T x[kCount];
+};
+
+template <int kCount, typename T>
+__device__ __forceinline__ vec_t<T, kCount> load(const T* x) {
+  return *reinterpret_cast<const vec_t<T, kCount>*>(x);
+}
+
+// Loads rows [0, num_rows) of a matrix (.., dim) into kCount x kDim numbers of shared
+// memory, zeros elsewhere. Returns 0, or NaN if a number was not finite.
+template <int kCount, int kDim, int kStride>
+__device__ __forceinline__ accum_t load_rows(
+    accum_t* smem, const elem_t* x, index_t row_stride, index_t num_rows, index_t dim) {
+  constexpr int kElems = 16 / sizeof(elem_t);  // of a 16-byte load
+  accum_t odd = 0;
+  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 |
+                        row_stride % kElems | dim % kElems) == 0;
+  if (aligned) {
+    constexpr int kVectors = kDim / kElems;
+#pragma unroll 4
+    for (int n = threadIdx.x; n < kCount * kVectors; n += kNumThreads) {
+      const int row = n / kVectors, col = n % kVectors * kElems;
+      vec_t<elem_t, kElems> from = {};
+      if (row < num_rows && col < dim) from = load<kElems>(x + row * row_stride + col);
+      accum_t* to_row = smem + row * kStride + col;
+#pragma unroll
+      for (int e = 0; e < kElems; e += kVec) {
+        vec_t<accum_t, kVec> part;
+#pragma unroll
+        for (int f = 0; f < kVec; ++f) {
+          part.x[f] = to<accum_t>(from.x[e + f]);
+          odd = fma_of(part.x[f], accum_t(0), odd);
+        }
+        *reinterpret_cast<vec_t<accum_t, kVec>*>(to_row + e) = part;
+      }
+    }
+  } else {
+    for (int n = threadIdx.x; n < kCount * kDim; n += kNumThreads) {
+      const int row = n / kDim, col = n % kDim;
+      accum_t value = 0;
+      if (row < num_rows && col < dim) value = to<accum_t>(x[row * row_stride + col]);
+      odd = fma_of(value, accum_t(0), odd);
+      smem[row * kStride + col] = value;
+    }
+  }
+  return odd;
+}
+
+// What a thread owns: row r is row r * kRowThreads + thread_row of the tile.
+struct rows_t {
+  accum_t s[kRows][kCols];  // column c is column c * kColThreads + thread_col
+  accum_t o[kRows][kChunks * kWide], m[kRows], l[kRows];
+};
+
+__device__ __forceinline__ int thread_col() { return threadIdx.x % kColThreads; }
+__device__ __forceinline__ int thread_row() { return threadIdx.x / kColThreads; }
+
+// s = q k^T
+__device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_t* k) {
+  q += thread_row() * kStrideQ;
+  k += thread_col() * kStrideK;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) rows.s[r][c] = 0;
+  }
+#pragma unroll 1
+  for (int d = 0; d < kHeadDim; d += kVec) {
+    vec_t<accum_t, kVec> k_part[kCols];
+#pragma unroll
+    for (int c = 0; c < kCols; ++c)
+      k_part[c] = load<kVec>(k + c * kColThreads * kStrideK + d);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const auto q_part = load<kVec>(q + r * kRowThreads * kStrideQ + d);
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+          rows.s[r][c] = fma_of(q_part.x[e], k_part[c].x[e], rows.s[r][c]);
+        }
+      }
+    }
+  }
+}
+
+// Raw scores into final ones; with kCheck, -inf where a query does not see the key.
+template <bool kCheck>
+__device__ __forceinline__ void score(
+    rows_t& rows, const scores_t& scores, const band_t& band, index_t i0, index_t j0) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = r * kRowThreads + thread_row();
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+      const int col = c * kColThreads + thread_col();
+      rows.s[r][c] = !kCheck || band.sees(row, col)
+                         ? scores(rows.s[r][c], i0 + row, j0 + col)
+                         : -infinity<accum_t>();
+    }
+  }
+}
+
+// The new maximum; o and l on its scale; p to shared memory, where the threads of the
+// row read it.
+__device__ __forceinline__ void softmax(rows_t& rows, accum_t* p) {
+  p += thread_row() * kStrideP + thread_col();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    accum_t m = rows.s[r][0];
+#pragma unroll
+    for (int c = 1; c < kCols; ++c) m = larger(m, rows.s[r][c]);
+    m = warp_reduce<kColThreads>(m, [](accum_t a, accum_t b) { return larger(a, b); });
+    m = larger(m, rows.m[r]);
+    const accum_t alpha = exp_diff(rows.m[r], m);
+    rows.m[r] = m;
+#pragma unroll
+    for (int n = 0; n < kChunks * kWide; ++n) rows.o[r][n] *= alpha;
+    accum_t l = 0;
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) {
+      const accum_t weight_c = weight(rows.s[r][c], m);
+      l += weight_c;
+      p[r * kRowThreads * kStrideP + c * kColThreads] = weight_c;
+    }
+    // The sum over this thread's columns; finish() adds those of the row's threads.
+    rows.l[r] = rows.l[r] * alpha + l;
+  }
+}
+
+// o += p v. kExact leaves out the keys that a query does not see one by one,
+// for tiles of v that hold an infinity or NaN; elsewhere p = 0 does it.
+template <bool kExact>
+__device__ __forceinline__ void accumulate(rows_t& rows,
+                                           const accum_t* p,
+                                           const accum_t* v) {
+  p += thread_row() * kStrideP;
+  v += thread_col() * kWide;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    accum_t sum[kRows][kWide] = {};
+#pragma unroll(kExact ? 1 : 2)
+    for (int j = 0; j < kBlockN; j += kVec) {
+      vec_t<accum_t, kWide> v_part[kVec];
+#pragma unroll
+      for (int e = 0; e < kVec; ++e) {
+        v_part[e] = load<kWide>(v + (j + e) * kStrideV + chunk * kColThreads * kWide);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const auto p_part = load<kVec>(p + r * kRowThreads * kStrideP + j);
+#pragma unroll
+        for (int e = 0; e < kVec; ++e) {
+          if (kExact && is_unseen(p_part.x[e])) continue;
+#pragma unroll
+          for (int w = 0; w < kWide; ++w) {
+            sum[r][w] = fma_of(p_part.x[e], v_part[e].x[w], sum[r][w]);
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int w = 0; w < kWide; ++w) rows.o[r][chunk * kWide + w] += sum[r][w];
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(
+    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
+    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
+    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
+    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
+    accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+    SCORE_PARAMETERS) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);
+  accum_t* const smem_kv = smem_q + kBlockM * kStrideQ;
+  accum_t* const smem_p = smem_kv + kBlockN * kStrideKv;
+
+  const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const place_t at(params, block_index(), num_tiles);
+  if (!at.exists) return;
+  const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
+  const index_t num_rows =
+      params.seqlen_q - i0 < kBlockM ? params.seqlen_q - i0 : kBlockM;
+
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  const elem_t* const k_rows = at.at_kv(k, params.k);
+  const elem_t* const v_rows = at.at_kv(v, params.v);
+  load_rows<kBlockM, kHeadDim, kStrideQ>(smem_q, at.at(q, params.q) + i0 * params.q.row,
+                                         params.q.row, num_rows, params.head_dim);
+
+  rows_t rows = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) rows.m[r] = -infinity<accum_t>();
+
+  const range_t keys = scores.keys_of(i0, i0 + num_rows);
+  // Tiles start at multiples of kBlockN, so that a row is summed in the same order
+  // whatever the tile of queries it lies in.
+  for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last; j0 += kBlockN) {
+    const index_t num_keys = keys.last - j0;
+    load_rows<kBlockN, kHeadDim, kStrideK>(smem_kv, k_rows + j0 * params.k.row,
+                                           params.k.row, num_keys, params.head_dim);
+    __syncthreads();  // the tiles of q and k are complete
+    dot(rows, smem_q, smem_kv);
+    __syncthreads();  // all have read k before v takes its place
+
+    const accum_t odd = load_rows<kBlockN, kHeadDimV, kStrideV>(
+        smem_kv, v_rows + j0 * params.v.row, params.v.row, num_keys, params.head_dim_v);
+    const band_t band = scores.band(i0, j0);
+    if (band.sees_all(kBlockM, kBlockN)) {
+      score<false>(rows, scores, band, i0, j0);
+    } else {
+      score<true>(rows, scores, band, i0, j0);
+    }
+    softmax(rows, smem_p);
+    // The tiles of v and p are complete; a vote whether v holds an infinity or NaN.
+    if (__syncthreads_or(odd != 0)) {
+      accumulate<true>(rows, smem_p, smem_kv);
+    } else {
+      accumulate<false>(rows, smem_p, smem_kv);
+    }
+    __syncthreads();  // all have read v and p before the next tiles take their place
+  }
+
+  elem_t* const out_rows = at.at(out, params.out);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const index_t i = i0 + r * kRowThreads + thread_row();
+    const accum_t l =
+        warp_reduce<kColThreads>(rows.l[r], [](accum_t a, accum_t b) { return a + b; });
+    if (i >= params.seqlen_q) continue;
+    const finished_t finished = scores.finish(i, rows.m[r], l);
+#pragma unroll
+    for (int n = 0; n < kChunks * kWide; ++n) {
+      const int column = (n / kWide * kColThreads + thread_col()) * kWide + n % kWide;
+      if (column < params.head_dim_v) {
+        out_rows[i * params.out.row + column * params.out.col] =
+            to<elem_t>(rows.o[r][n] * finished.inverse);
+      }
+    }
+    if (lse != nullptr && thread_col() == 0) {
+      lse[at.row_of_heads * params.seqlen_q + i] = finished.lse;
+    }
+  }
+}

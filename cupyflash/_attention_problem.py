@@ -117,7 +117,7 @@ def heads_first(x, layout):
 
 def _check_floats(arrays):
     """q, k and v of one floating dtype."""
-    names = {name: arrays[name].dtype.name for name in ("q", "k", "v")}
+    names = {name: _arrays.dtype_name(arrays[name]) for name in ("q", "k", "v")}
     for name, dtype in names.items():
         if dtype not in _arrays.FLOATS:
             raise TypeError(
@@ -283,7 +283,7 @@ def attention(
     if (mask := a["mask"]) is not None:
         if mask.dtype != np.bool_:
             raise TypeError(
-                f"mask must be bool (True = attend), got {mask.dtype.name}; "
+                f"mask must be bool (True = attend), got {_arrays.dtype_name(mask)}; "
                 "an additive mask goes into bias"
             )
         mask = _arrays.broadcast_view("mask", mask, scores, meaning)
@@ -300,7 +300,9 @@ def attention(
         x = a[name]
         if x is not None:
             if x.dtype.kind not in "iu":
-                raise TypeError(f"{name} must hold integers, got {x.dtype.name}")
+                raise TypeError(
+                    f"{name} must hold integers, got {_arrays.dtype_name(x)}"
+                )
             x = _arrays.broadcast_view(name, x, batch, "the batch axes")
         integers[name] = x
 
@@ -346,14 +348,15 @@ def attention(
 
 
 def _check_float(name, x):
-    if x.dtype.name not in _arrays.FLOATS:
+    dtype = _arrays.dtype_name(x)
+    if dtype not in _arrays.FLOATS:
         raise TypeError(
-            f"{name} must be one of {', '.join(_arrays.FLOATS)}, got {x.dtype.name}"
+            f"{name} must be one of {', '.join(_arrays.FLOATS)}, got {dtype}"
         )
 
 
 def _name(x):
-    return None if x is None else x.dtype.name
+    return None if x is None else _arrays.dtype_name(x)
 
 
 def _offset_rule(query_offset, integers, seqlen_q, seqlen_k):
@@ -392,8 +395,10 @@ def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
     xp, a = _arrays.adopt_all(outs=outs, lses=lses, out=out)
     outs, lses, out = a["outs"], a["lses"], a["out"]
     _check_float("outs", outs)
-    if lses.dtype.name not in ("float32", "float64"):
-        raise TypeError(f"lses must be float32 or float64, got {lses.dtype.name}")
+    if _arrays.dtype_name(lses) not in ("float32", "float64"):
+        raise TypeError(
+            f"lses must be float32 or float64, got {_arrays.dtype_name(lses)}"
+        )
     if outs.ndim != lses.ndim + 1 or outs.shape[:-1] != lses.shape:
         raise ValueError(
             "lses must have the shape of outs without its last axis, got outs "
@@ -406,12 +411,15 @@ def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
         num_parts=lses.shape[0],
         shape=lses.shape[1:],
         head_dim_v=outs.shape[-1],
-        dtype=outs.dtype.name,
-        lse_dtype=lses.dtype.name,
+        dtype=_arrays.dtype_name(outs),
+        lse_dtype=_arrays.dtype_name(lses),
     )
     if out is not None:
         _arrays.check_out(
-            out, outs.shape[1:], (outs.dtype.name,), {"outs": outs, "lses": lses}
+            out,
+            outs.shape[1:],
+            (_arrays.dtype_name(outs),),
+            {"outs": outs, "lses": lses},
         )
     return problem, MergeOperands(outs, lses, out)
 

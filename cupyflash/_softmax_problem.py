@@ -80,21 +80,21 @@ def compute_dtype(*names: str) -> str:
 
 
 def _check_numeric(name, x):
-    if x.dtype.name not in _arrays.FLOATS and x.dtype.kind not in "biufc":
+    if _arrays.dtype_name(x) not in _arrays.FLOATS and x.dtype.kind not in "biufc":
         raise TypeError(
             f"{name} must hold numbers ({', '.join(_arrays.FLOATS)}, integers, bool or "
             f"complex), got {x.dtype}"
         )
-    if x.dtype.kind == "f" and x.dtype.name not in _arrays.FLOATS:
+    if x.dtype.kind == "f" and _arrays.dtype_name(x) not in _arrays.FLOATS:
         raise TypeError(
-            f"{name} has dtype {x.dtype.name}; convert it to one of "
+            f"{name} has dtype {_arrays.dtype_name(x)}; convert it to one of "
             f"{', '.join(_arrays.FLOATS)}"
         )
 
 
 def _natural_dtype(*arrays):
     """The result dtype of NumPy's promotion, with bool and integers as float64."""
-    names = {x.dtype.name if _is_inexact(x) else "float64" for x in arrays}
+    names = {_arrays.dtype_name(x) if _is_inexact(x) else "float64" for x in arrays}
     if len(names) == 1:
         return names.pop()
     if "bfloat16" in names:  # bfloat16 joins float16 only in float32
@@ -103,7 +103,7 @@ def _natural_dtype(*arrays):
 
 
 def _is_inexact(x):
-    return x.dtype.name in _arrays.FLOATS or x.dtype.kind == "c"
+    return _arrays.dtype_name(x) in _arrays.FLOATS or x.dtype.kind == "c"
 
 
 def _check_where(where, shape):
@@ -111,7 +111,7 @@ def _check_where(where, shape):
     if where is None:
         return None
     if where.dtype != np.bool_:
-        raise TypeError(f"where must be bool, got {where.dtype.name}")
+        raise TypeError(f"where must be bool, got {_arrays.dtype_name(where)}")
     return _arrays.broadcast_view("where", where, shape)
 
 
@@ -138,11 +138,11 @@ def softmax(
         shape=x.shape,
         axes=axes,
         dtypes={
-            "x": x.dtype.name,
+            "x": _arrays.dtype_name(x),
             "where": None if where is None else "bool",
             "out": result,
         },
-        compute_dtype=compute_dtype(x.dtype.name, result),
+        compute_dtype=compute_dtype(_arrays.dtype_name(x), result),
         scale=scale,
         method=method,
     )
@@ -153,8 +153,10 @@ def _result_dtype(x, dtype, out):
     """Name of the output dtype: `dtype`, else that of `out`, else that of `x`."""
     if x.dtype.kind == "c":
         if dtype is not None and np.dtype(dtype) != x.dtype:
-            raise TypeError(f"dtype must be {x.dtype.name} for complex x, got {dtype}")
-        return x.dtype.name
+            raise TypeError(
+                f"dtype must be {_arrays.dtype_name(x)} for complex x, got {dtype}"
+            )
+        return _arrays.dtype_name(x)
     if dtype is not None:
         return _arrays.float_dtype("dtype", dtype).name
     if out is not None:
@@ -193,8 +195,8 @@ def logsumexp(
         shape=shape,
         axes=axes,
         dtypes={
-            "x": x.dtype.name,
-            "b": None if b is None else b.dtype.name,
+            "x": _arrays.dtype_name(x),
+            "b": None if b is None else _arrays.dtype_name(b),
             "where": None if where is None else "bool",
             "out": result,
         },
@@ -216,7 +218,7 @@ def vjp(function, y, dy, axis, scale, out) -> tuple[SoftmaxProblem, SoftmaxOpera
     for name, x in (("y", y), ("dy", dy)):
         _check_numeric(name, x)
         if x.dtype.kind == "c":
-            raise TypeError(f"{name} must be real, got {x.dtype.name}")
+            raise TypeError(f"{name} must be real, got {_arrays.dtype_name(x)}")
     axes = _layout.normalize_axes(axis, y.ndim)
     scale = _arrays.real_number("scale", scale)
     dy = _arrays.broadcast_view("dy", dy, y.shape)
@@ -230,8 +232,14 @@ def vjp(function, y, dy, axis, scale, out) -> tuple[SoftmaxProblem, SoftmaxOpera
         backend=xp.__name__,
         shape=y.shape,
         axes=axes,
-        dtypes={"x": y.dtype.name, "dy": dy.dtype.name, "out": result},
-        compute_dtype=compute_dtype(y.dtype.name, dy.dtype.name, result),
+        dtypes={
+            "x": _arrays.dtype_name(y),
+            "dy": _arrays.dtype_name(dy),
+            "out": result,
+        },
+        compute_dtype=compute_dtype(
+            _arrays.dtype_name(y), _arrays.dtype_name(dy), result
+        ),
         scale=scale,
     )
     return problem, SoftmaxOperands(y, dy=dy, out=out)

@@ -1,0 +1,176 @@
+"""Attention on NumPy arrays by tiles: FlashAttention-2 on BLAS.
+
+Rows outside, blocks of keys inside; a block of scores a thread is all there ever is.
+"""
+
+import numpy as np
+
+from cupyflash import _threads
+from cupyflash._attention_tasks import (
+    finite_base,
+    first_state,
+    run_tasks,
+    times_values,
+)
+
+# Rows of a task: many, since each packs the keys for BLAS anew, but every head shall
+# have tasks for all cores.
+_MIN_ROWS, _MAX_ROWS = 128, 1024
+# Keys of a block. The scores (1024 x 256 in float32 is 1 MiB) stay near the core while
+# they become probabilities; a row maximum is quicker over longer rows.
+BLOCK_KEYS = 512
+BLOCK_KEYS_BOUNDED = 256
+# Rows below which a look at all keys, for their largest norm, is not worth it.
+_WORTH_A_BOUND = 128
+# exp(s) needs no maximum while |s| is below this: its sums with values up to
+# _LARGEST_SUM / seqlen_k stay far from the ends of the exponent range.
+_SAFE_SCORE = {"float32": 40.0, "float64": 300.0}
+_LARGEST_SUM = 1e20
+_SMALLEST_VALUE = 1e-15
+
+
+def run(problem, operands, out, lse):
+    """Rows outside, blocks of keys inside; a block of scores is all there ever is."""
+    limits = _score_limits(problem, operands)
+
+    def compute(part):
+        bounded = limits is not None and _is_bounded(part, *limits)
+        walk = _walk_bounded if bounded else _walk
+        result = walk(part)
+        if np.isfinite(result[0]).all():
+            return result
+        # Either a row is NaN by right, or 0 * NaN came from a key that it does not see.
+        return _walk(part, exact=True)
+
+    run_tasks(problem, operands, out, lse, rows_of_a_task(problem), compute)
+
+
+def rows_of_a_task(problem):
+    """Rows of a task, whatever the number of heads."""
+    rows = -(-problem.seqlen_q // (2 * _threads.num_cores()))
+    return min(max(rows, _MIN_ROWS), _MAX_ROWS)
+
+
+def _walk(part, exact=False):
+    """(values, log of the sums, rows that saw no key), by the running maximum."""
+    q, factor = part.queries()
+    m, d, blind = first_state(part)
+    acc, term, ones = _accumulators(part)
+    for start, stop in part.key_blocks(BLOCK_KEYS):
+        s = _scores(part, q, factor, start, stop)
+        seen = s != -np.inf if exact else None
+        top = np.max(s, axis=1, keepdims=True)
+        blind &= top == -np.inf
+        m_new = np.maximum(m, top)
+        base = finite_base(m_new)
+        p = np.exp(np.subtract(s, base, out=s), out=s)
+        rescale = np.exp(m - base)
+        d = d * rescale + p @ ones[: stop - start]
+        v = part.values(start, stop)
+        if exact:
+            term = times_values(p, seen, v)
+        else:
+            np.matmul(p, v, out=term)
+        np.multiply(acc, rescale, out=acc)
+        np.add(acc, term, out=acc)
+        m = m_new
+    np.divide(acc, np.where(d == 0, d.dtype.type(1), d), out=acc)
+    return acc, m + np.log(d), blind
+
+
+def _walk_bounded(part):
+    """The same where all scores are small: softmax needs no shift, so none is made.
+
+    That saves the maximum, the difference and the rescaling, a tenth of the time.
+    """
+    q, factor = part.queries()
+    acc, term, ones = _accumulators(part)
+    d = np.zeros((part.num_rows, 1), part.dtype)
+    sums = np.empty_like(d)
+    for start, stop in part.key_blocks(BLOCK_KEYS_BOUNDED):
+        s = _scores(part, q, factor, start, stop)
+        p = np.exp(s, out=s)
+        np.add(d, np.matmul(p, ones[: stop - start], out=sums), out=d)
+        np.add(acc, np.matmul(p, part.values(start, stop), out=term), out=acc)
+    blind = d == 0
+    np.add(d, np.exp(part.sink), out=d)
+    np.divide(acc, np.where(d == 0, d.dtype.type(1), d), out=acc)
+    return acc, np.log(d), blind
+
+
+def _scores(part, q, factor, start, stop):
+    """Final scores of a block of keys."""
+    s = part.scratch.array("s", (part.num_rows, stop - start), part.dtype)
+    np.matmul(q, part.keys(start, stop).T, out=s)
+    if factor != 1:
+        np.multiply(s, factor, out=s)
+    part.finish(s, start, stop)
+    return s
+
+
+def _accumulators(part):
+    """The sum of p @ v so far, a term of it, and ones that sum a row by BLAS."""
+    shape = (part.num_rows, part.problem.head_dim_v)
+    acc = part.scratch.array("acc", shape, part.dtype)
+    acc[...] = 0
+    term = part.scratch.array("term", shape, part.dtype)
+    # A matrix product with ones is the fastest sum over rows: a third of np.sum.
+    return acc, term, np.ones((BLOCK_KEYS, 1), part.dtype)
+
+
+# --- how large a score can be --------------------------------------------------------
+
+
+def _score_limits(problem, operands):
+    """Largest norm of a key and largest value of each head of k and v, or None.
+
+    None where scores have no bound, or where the look costs more than it saves.
+    """
+    if not may_be_bounded(problem):
+        return None
+    shape = (*problem.batch, problem.num_kv_heads)
+    norms, sizes = np.zeros(shape), np.zeros(shape)
+
+    def look(index, scratch):
+        k, v = operands.k[index], operands.v[index]
+        for start in range(0, problem.seqlen_k, BLOCK_KEYS):
+            rows = slice(start, start + BLOCK_KEYS)
+            norm, size = _largest_norm(k[rows], scratch), np.max(np.abs(v[rows]))
+            norms[index] = np.maximum(norms[index], norm)  # NaN wins
+            sizes[index] = np.maximum(sizes[index], size.astype(np.float64))
+
+    _threads.for_each(look, np.ndindex(shape), _threads.num_cores())
+    return norms, sizes
+
+
+def may_be_bounded(problem):
+    """Whether it is worth while to ask how large the scores can be."""
+    unbounded = problem.bias or problem.alibi_slopes
+    return not unbounded and problem.seqlen_q >= _WORTH_A_BOUND
+
+
+def _largest_norm(rows, scratch):
+    """Largest Euclidean norm of the rows, as float64."""
+    squares = scratch.array("squares", rows.shape, np.float64)
+    np.copyto(squares, rows, casting="unsafe")
+    np.multiply(squares, squares, out=squares)
+    return np.sqrt(np.max(np.sum(squares, axis=1)))
+
+
+def _is_bounded(part, key_norms, value_sizes):
+    """Whether exp of all scores of a task can be summed as they are."""
+    head = (*part.batch, part.kv_head)
+    # Cauchy-Schwarz; the softcap is a bound of its own.
+    norm = _largest_norm(part.q, part.scratch)
+    score = abs(part.problem.scale) * norm * key_norms[head]
+    if part.problem.softcap:
+        score = np.minimum(score, part.problem.softcap)
+    size = value_sizes[head]
+    limit = _SAFE_SCORE[part.dtype.name]
+    return (
+        score <= limit
+        and (part.sink <= limit)
+        and (
+            size == 0 or _SMALLEST_VALUE <= size <= _LARGEST_SUM / part.problem.seqlen_k
+        )
+    )

@@ -1,0 +1,243 @@
+"""What the methods of attention on NumPy arrays share: tasks, scores, visible keys.
+
+A task is some rows of one query head. Its scores are a matrix (rows, keys) of float32,
+or of float64 for float64 inputs. A row is stored the same whatever the other heads and
+batch entries hold, since no task sees more than one.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyflash import _threads
+
+# Multiply-adds below which a thread costs more than it saves.
+_WORTH_A_THREAD = 1_000_000
+
+
+@dataclass(frozen=True)
+class Task:
+    """Rows [start, stop) of one query head."""
+
+    batch: tuple[int, ...]
+    head: int
+    start: int
+    stop: int
+
+
+def run_tasks(problem, operands, out, lse, rows, compute):
+    """Cut the queries into tasks of `rows` rows; store what `compute(part)` returns.
+
+    That is (values, log of the sums, rows that see no key).
+    """
+    tasks = [
+        Task(batch, head, start, min(start + rows, problem.seqlen_q))
+        for batch in np.ndindex(problem.batch)
+        for head in range(problem.num_heads)
+        for start in range(0, problem.seqlen_q, rows)
+    ]
+
+    def one_task(task, scratch):
+        part = Part(problem, operands, task, scratch)
+        result = compute(part) if part.num_rows else None
+        _store(part, out[task.batch][task.head], lse[task.batch][task.head], result)
+
+    _threads.for_each_with_blas(one_task, tasks, num_threads(problem))
+
+
+def num_threads(problem):
+    work = problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
+    work *= problem.num_heads * math.prod(problem.batch)
+    return max(1, min(_threads.num_cores(), work // _WORTH_A_THREAD))
+
+
+def _store(part, out, lse, result):
+    """Write the rows of a task; a row that sees no key gives 0 and the sink."""
+    if result is not None:
+        values, log_sums, blind = result
+        if blind.any():
+            np.copyto(values, 0, where=blind)
+            log_sums = np.where(blind, part.sink, log_sums)
+        rows = slice(part.start, part.stop)
+        np.copyto(out[rows], values, casting="unsafe")
+        lse[rows] = log_sums[:, 0]
+    padding = slice(part.stop, part.padded_stop)
+    out[padding] = 0
+    lse[padding] = -np.inf
+
+
+class Part:
+    """The operands as one task sees them, and how its scores become final."""
+
+    def __init__(self, problem, operands, task, scratch):
+        self.problem, self.scratch = problem, scratch
+        self.dtype = np.dtype(problem.compute_dtype)
+        batch, head = task.batch, task.head
+        self.kv_head = head // problem.group_size
+        self.offset = _offset(problem, operands, batch)
+        self.length_k = _length(operands.key_lengths, batch, problem.seqlen_k)
+        length_q = _length(operands.query_lengths, batch, problem.seqlen_q)
+        self.start, self.padded_stop = task.start, task.stop
+        self.stop = max(task.start, min(task.stop, length_q))
+        rows = slice(self.start, self.stop)
+        self.batch, self.head = batch, head
+        self.q = operands.q[batch][head][rows]
+        self.k = operands.k[batch][self.kv_head]
+        self.v = operands.v[batch][self.kv_head]
+        self._bias = None if operands.bias is None else operands.bias[batch][head][rows]
+        self._mask = None if operands.mask is None else operands.mask[batch][head][rows]
+        self._slope = None
+        if operands.alibi_slopes is not None:
+            self._slope = operands.alibi_slopes[batch][head].astype(self.dtype)
+        self.sink = self.dtype.type(-np.inf)
+        if operands.sinks is not None:
+            self.sink = operands.sinks[head].astype(self.dtype)
+
+    @property
+    def num_rows(self):
+        """Rows that are no padding."""
+        return self.stop - self.start
+
+    def queries(self):
+        """(q, factor of the scores).
+
+        A power of two goes into q, where it costs nothing and rounds nothing; another
+        scale would round every entry of q once more.
+        """
+        q = self.scratch.array("q", self.q.shape, self.dtype)
+        np.copyto(q, self.q, casting="unsafe")
+        factor = self.dtype.type(self.problem.scale)
+        if abs(np.frexp(factor)[0]) == 0.5:
+            np.multiply(q, factor, out=q)
+            factor = self.dtype.type(1)
+        return q, factor
+
+    def keys(self, start, stop):
+        """Rows of k in the compute dtype."""
+        return self._load("k", self.k[start:stop])
+
+    def values(self, start, stop):
+        """Rows of v in the compute dtype."""
+        return self._load("v", self.v[start:stop])
+
+    def _load(self, name, part):
+        if part.dtype == self.dtype and _blas_reads(part):
+            return part
+        buffer = self.scratch.array(name, part.shape, self.dtype)
+        np.copyto(buffer, part, casting="unsafe")
+        return buffer
+
+    def visible_keys(self):
+        """Keys that at least one row may see, as (start, stop)."""
+        left, right = self.problem.left, self.problem.right
+        first, last = self.start + self.offset, self.stop - 1 + self.offset
+        start = 0 if left is None else max(0, first - left)
+        stop = self.length_k if right is None else min(self.length_k, last + right + 1)
+        return start, max(start, stop)
+
+    def key_blocks(self, size):
+        """The visible keys in blocks, as (start, stop)."""
+        first, last = self.visible_keys()
+        for start in range(first, last, size):
+            yield start, min(start + size, last)
+
+    # The way from s = scale * q.k of keys [start, stop) to final scores, in place.
+    # `rounded` is called after every step.
+
+    def finish(self, s, start, stop, rounded=lambda s: None):
+        """Softcap, bias, alibi, masks."""
+        if cap := self.dtype.type(self.problem.softcap):
+            np.divide(s, cap, out=s)
+            rounded(s)
+            np.tanh(s, out=s)
+            rounded(s)
+            np.multiply(s, cap, out=s)
+            rounded(s)
+        if self._bias is not None:
+            np.add(s, self._bias[:, start:stop], out=s, casting="unsafe")
+            rounded(s)
+        if self._slope is not None:
+            distance = np.abs(self._diagonals(start, stop)).astype(self.dtype)
+            np.subtract(s, self._spread(self._slope * distance, stop - start), out=s)
+            rounded(s)
+        self._hide(s, start, stop)
+
+    def _hide(self, s, start, stop):
+        """Put -inf where a row does not see a key."""
+        left, right = self.problem.left, self.problem.right
+        first, last = self.start + self.offset, self.stop - 1 + self.offset
+        too_early = left is not None and start < last - left
+        too_late = right is not None and stop - 1 > first + right
+        if too_early or too_late:
+            distance = self._diagonals(start, stop)
+            hidden = np.zeros(distance.shape, bool)
+            if too_early:
+                hidden |= distance > left
+            if too_late:
+                hidden |= distance < -right
+            np.copyto(s, -np.inf, where=self._spread(hidden, stop - start))
+        if stop > self.length_k:
+            s[:, max(0, self.length_k - start) :] = -np.inf
+        if self._mask is not None:
+            mask = self._mask[:, start:stop]
+            hidden = self.scratch.array("hidden", mask.shape, np.bool_)
+            np.copyto(s, -np.inf, where=np.logical_not(mask, out=hidden))
+
+    def _diagonals(self, start, stop):
+        """i + offset - j for each diagonal of a block, from its upper right corner."""
+        lowest = self.start + self.offset - (stop - 1)
+        return np.arange(lowest, lowest + self.num_rows + stop - start - 1)
+
+    def _spread(self, values, num_keys):
+        """One value a diagonal as a view (rows, keys)."""
+        step = values.strides[0]
+        return np.lib.stride_tricks.as_strided(
+            values[num_keys - 1 :], (self.num_rows, num_keys), (step, -step)
+        )
+
+
+def _blas_reads(x):
+    """Whether BLAS takes the matrix `x` as it lies in memory."""
+    return x.strides[1] == x.itemsize and x.strides[0] >= x.itemsize * x.shape[1]
+
+
+def _length(lengths, batch, size):
+    """One entry of `lengths` as an int in [0, size]."""
+    return size if lengths is None else max(0, min(int(lengths[batch]), size))
+
+
+def _offset(problem, operands, batch):
+    if problem.query_offset == "array":
+        return int(operands.query_offsets[batch])
+    if problem.query_offset == "lengths":
+        return _length(operands.key_lengths, batch, problem.seqlen_k) - _length(
+            operands.query_lengths, batch, problem.seqlen_q
+        )
+    return problem.query_offset
+
+
+def times_values(p, seen, v):
+    """p @ v, where a key that a row does not see adds nothing, not even 0 * NaN."""
+    finite = np.isfinite(v)
+    odd_keys = np.flatnonzero(~finite.all(axis=1))
+    if odd_keys.size == 0:
+        return p @ v
+    out = p @ np.where(finite, v, v.dtype.type(0))
+    for j in odd_keys:
+        odd = ~finite[j]
+        out[:, odd] += np.where(seen[:, j, None], p[:, j, None] * v[j, odd], 0)
+    return out
+
+
+def finite_base(m):
+    """The maximum to subtract: 0 as long as all scores are -inf."""
+    return np.where(m == -np.inf, m.dtype.type(0), m)
+
+
+def first_state(part):
+    """Running maximum, sum, and "no key seen yet"; a sink counts as a first key."""
+    shape = (part.num_rows, 1)
+    m = np.full(shape, part.sink, part.dtype)
+    d = np.full(shape, part.sink != -np.inf, part.dtype)
+    return m, d, np.ones(shape, bool)

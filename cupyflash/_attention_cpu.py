@@ -4,7 +4,7 @@ import numpy as np
 
 from cupyflash import _attention_cpu_tiled as tiled
 from cupyflash import _threads
-from cupyflash._attention_problem import MergeProblem
+from cupyflash._attention_problem import MergeProblem, heads_first
 from cupyflash._attention_tasks import (
     finite_base,
     first_state,
@@ -27,7 +27,7 @@ def run(problem, operands):
     if lse.size:
         heads_out = operands.out
         if heads_out is None:
-            heads_out = _heads_first(problem, out)
+            heads_out = heads_first(out, problem.layout)
         heads_lse = lse if problem.heads_axis else lse[None]
         _METHODS.get(problem.method, tiled.run)(problem, operands, heads_out, heads_lse)
     return out, lse
@@ -51,13 +51,6 @@ def describe(problem, operands):
             bounded and tiled.BLOCK_KEYS_BOUNDED
         )
     return told
-
-
-def _heads_first(problem, out):
-    """A view of `out` as (..., heads, seqlen, dim)."""
-    if not problem.heads_axis:
-        return out[None]
-    return out if problem.layout == "bhsd" else out.swapaxes(-3, -2)
 
 
 # --- naive and safe: S and P in memory -----------------------------------------------

@@ -308,7 +308,6 @@ class _HopperPlan(_FusedPlan):
         }
         self.schedule = row.schedule(problem, device)
         self.inputs: dict[tuple[int, ...], Any] = {}
-        self.counters = _counters(self.device_id)
 
     def _new_inputs(self, pointers):
         """The kernel's parameter that depends on where q, k and v lie."""
@@ -336,7 +335,7 @@ class _HopperPlan(_FusedPlan):
             inputs,
             out,
             _NULL if lse is None else lse,
-            self.counters.of_current_stream(),
+            _counters(self.device_id).of_current_stream(),
             *options,
             offset,
             self.params,

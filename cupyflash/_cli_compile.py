@@ -23,7 +23,7 @@ fast spills registers, or when the assembler serialises its matrix instructions.
 _TABLES = {"softmax": _softmax_kernels, "attention": _attention_kernels}
 
 # Warnings that a fast kernel must not have: the assembler waits for each wgmma in turn.
-_SERIALIZED = re.compile(r"C75(?:08|10)")
+_SERIALIZED = re.compile(r"C75\d\d")
 
 
 @dataclass(frozen=True)

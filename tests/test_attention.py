@@ -497,9 +497,15 @@ def test_poison_behind_masks(xp, rng, bad, dtype, method, how):
         for given in ((q, k, v), clean)
     ]
     for poisoned, expected in zip(*results, strict=True):
-        got = to_host(poisoned)[rows]
+        got, expected = to_host(poisoned)[rows], to_host(expected)[rows]
         assert np.all(np.isfinite(wide(got)))
-        np.testing.assert_array_equal(got, to_host(expected)[rows])
+        if xp is not np and got.dtype.itemsize == 2:
+            # A matrix product cannot leave out a key: the Hopper kernel computes such
+            # rows again without one, and rounds elsewhere.
+            unit = float(finfo(dtype_of(dtype)).eps) * np.abs(wide(expected)).max()
+            assert max_error(got, wide(expected)) <= unit
+        else:
+            np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -499,7 +499,7 @@ def test_poison_behind_masks(xp, rng, bad, dtype, method, how):
     for poisoned, expected in zip(*results, strict=True):
         got, expected = to_host(poisoned)[rows], to_host(expected)[rows]
         assert np.all(np.isfinite(wide(got)))
-        if xp is not np and got.dtype.itemsize == 2:
+        if xp is not np and got.dtype.itemsize == 2 and method in ("auto", "tiled"):
             # A matrix product cannot leave out a key: the Hopper kernel computes such
             # rows again without one, and rounds elsewhere.
             unit = float(finfo(dtype_of(dtype)).eps) * np.abs(wide(expected)).max()

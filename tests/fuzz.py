@@ -294,7 +294,7 @@ def may_use_tensor_cores(xp, problem):
     return xp is not np and is_fused and problem.arrays["q"].dtype.itemsize == 2
 
 
-def attention_bounds(problem, exact, lse, size, on_tensor_cores):
+def attention_bounds(xp, problem, exact, lse, size):
     """Largest errors of out and of lse.
 
     The promised bound, and what the rounding of the scores alone brings: a score of
@@ -303,7 +303,9 @@ def attention_bounds(problem, exact, lse, size, on_tensor_cores):
     dtype = problem.arrays["q"].dtype.name
     unit = float(finfo(dtype_of(dtype)).eps)
     work = unit if dtype == "float64" else 2.0**-23
-    if on_tensor_cores:  # they cut the bits that fall off a sum instead of rounding
+    if may_use_tensor_cores(
+        xp, problem
+    ):  # they cut the bits that fall off a sum instead of rounding
         work = 2.0**-22
     relative = BOUNDS["attention"][dtype]
     if problem.options.get("precision") == "tf32":
@@ -343,8 +345,7 @@ def check_attention(xp, problem):
     assert isinstance(got, xp.ndarray)
     assert out is None or got is out
     assert got.dtype == dtype
-    on_tensor_cores = may_use_tensor_cores(xp, problem)
-    allowed, allowed_lse = attention_bounds(problem, exact, lse, size, on_tensor_cores)
+    allowed, allowed_lse = attention_bounds(xp, problem, exact, lse, size)
     finite = assert_same_specials(got, exact)
     error = _difference(got, exact, finite)
     assert error.max(initial=0) <= allowed, (

@@ -64,7 +64,7 @@ def agree(xp, q, k, v, forms=None, out=None, **options):
         other,
     )
     exact, exact_lse, size = fuzz.exact_attention(problem)
-    allowed, allowed_lse = fuzz.attention_bounds(problem, exact, exact_lse, size)
+    allowed, allowed_lse = fuzz.attention_bounds(xp, problem, exact, exact_lse, size)
     placed = {n: place(xp, x, forms.get(n, "plain")) for n, x in problem.arrays.items()}
     result = [placed.pop(n) for n in "qkv"]
     got, lse = cupyflash.attention(*result, **placed, **other, out=out)

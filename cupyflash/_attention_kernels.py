@@ -334,6 +334,11 @@ class HopperTile:
 # Queries of a warpgroup: rows of a box of q.
 HOPPER_GROUP_ROWS = 64
 
+# Most keys that a query may see. A tensor core cuts the bits that fall off a sum, 16
+# keys at a time, so that the error of out grows by 2^-25 of its size with each step: to
+# half of what is promised for a dtype at this length, if all values are alike.
+_HOPPER_KEYS = {"float16": 1 << 18, "bfloat16": 1 << 21}
+
 # Upper bounds of seqlen_q, and the tile up to there.
 _Ladder = tuple[tuple[float, HopperTile], ...]
 
@@ -379,6 +384,8 @@ class HopperKernel:
                 return f"{name} {n} is not a multiple of 8 up to {self.dims[-1]}"
         if problem.seqlen_k == 0:
             return "there are no keys"
+        if _most_seen(problem) > (most := _HOPPER_KEYS[problem.dtype]):
+            return f"sums in {problem.dtype} are exact enough up to {most} keys"
         longest = max(problem.seqlen_q, problem.seqlen_k, _num_rows(problem) // 64)
         if longest >= 1 << 30:
             return "counts tiles in 32 bits, which this problem exceeds"
@@ -478,6 +485,13 @@ class HopperKernel:
             "num_heads": num_heads,
             "section": -(-num_heads // num_sections),
         }
+
+
+def _most_seen(problem):
+    """Keys that one query may see at most."""
+    if problem.left is None or problem.right is None:
+        return problem.seqlen_k
+    return min(problem.seqlen_k, problem.left + problem.right + 1)
 
 
 def _bounds(problem):

@@ -46,6 +46,11 @@ def test_takes(dtype, head_dim, bounds):
         (problem(), dataclasses.replace(HOPPER, nvrtc=(12, 8)), "NVRTC 12.9"),
         (problem(), dataclasses.replace(HOPPER, smem_optin=49152), "shared memory"),
         (dataclasses.replace(problem(), seqlen_k=0), HOPPER, "no keys"),
+        (
+            dataclasses.replace(problem("float16"), seqlen_k=(1 << 18) + 1),
+            HOPPER,
+            "exact enough up to 262144 keys",
+        ),
         (dataclasses.replace(problem(), seqlen_q=1 << 31), HOPPER, "32 bits"),
     ],
 )

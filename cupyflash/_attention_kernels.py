@@ -177,6 +177,11 @@ def _defines(problem, batch_dims, num_threads, elem=None, **more):
     return tuple((name, str(value)) for name, value in defines.items())
 
 
+def _is_plain(problem):
+    """Whether scores are q.k and a scale, with no option that takes registers."""
+    return not problem.softcap and all(getattr(problem, n) is None for n in OPTIONS)
+
+
 def _num_rows(problem):
     return math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
 
@@ -195,6 +200,7 @@ class Tile:
     num_threads: int
     block_dv: int | None = None  # None: all of them
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    only_plain: bool = False  # options would need more registers than there are
 
 
 def padded_dim(head_dim: int) -> int:
@@ -253,6 +259,7 @@ class FusedKernel:
             tile
             for tile in _kernels.by_threshold(ladder, max(dims))
             if self.smem(tile, *dims, itemsize) <= device.smem_optin
+            and (not tile.only_plain or _is_plain(problem))
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
@@ -298,9 +305,7 @@ class FusedKernel:
         dims = self._dims(problem)
         if self.dims_compiled:
             # Options take registers: under the cap a kernel would spill.
-            options = [getattr(problem, name) for name in OPTIONS]
-            is_plain = not problem.softcap and all(x is None for x in options)
-            shape["MIN_BLOCKS"] = tile.min_blocks if is_plain else 1
+            shape["MIN_BLOCKS"] = tile.min_blocks if _is_plain(problem) else 1
             shape |= {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
         if tile.block_dv is not None:
             shape["BLOCK_DV"] = tile.block_dv
@@ -650,8 +655,10 @@ ATTENTION_KERNELS = (  # best first
                 (
                     256,
                     (
-                        Tile(64, 64, 256),  # 24.6; (32, 32, 128) 20.8
-                        Tile(32, 64, 128),  # 23.9
+                        # 24.6; (32, 32, 128) 20.8. Options spill 92 bytes on sm_80,
+                        Tile(64, 64, 256, only_plain=True),
+                        # and here 104. 23.9
+                        Tile(32, 64, 128, only_plain=True),
                         Tile(32, 32, 128),
                         Tile(16, 32, 128),
                         Tile(16, 64, 128),

@@ -82,9 +82,11 @@ def _commit():
 
     Where there is no repository, CUPYFLASH_COMMIT can say it.
     """
+    if said := os.environ.get("CUPYFLASH_COMMIT"):
+        return said
     root = _source.CUDA_SRC.parent
     if _git(root, "rev-parse", "--show-toplevel") != str(root.resolve()):
-        return os.environ.get("CUPYFLASH_COMMIT", "")
+        return ""
     changed = _git(root, "status", "--porcelain", "--", "cupyflash", "cuda_src")
     return _git(root, "rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 

@@ -1,15 +1,13 @@
 // SPDX-License-Identifier: MIT
 // attention_hopper: tensor cores fed by the copy engine, for sm_90a.
 //
-// Algorithm  FlashAttention-3 forward (Shah et al. 2024), on tiles of keys from the
-// last
-//            to the first: while o += p v of one tile runs, so does s = q k^T of the
+// Algorithm  FlashAttention-3 forward (Shah et al. 2024), on tiles of keys from last to
+//            first: while o += p v of one tile runs, so does s = q k^T of the
 //            next, and its softmax. The reference m of a row moves only when a score
 //            passes it by 2^8, which leaves o alone in most steps.
 // Grid       a block a multiprocessor. An item is a tile of queries of one head; blocks
 //            take item after item, from a counter where items differ in length
-// Threads    warpgroup 0 asks the copy engine for tiles (one thread); each of the
-// others
+// Threads    warpgroup 0 asks the copy engine for tiles (one thread); each other one
 //            computes 64 queries. With kTakeTurns they issue products one after another
 // Tiles      q     kGroupM x kHeadDim a warpgroup   shared
 //            k, v  kBlockN x kHeadDim (kHeadDimV)   shared, kStages of each

@@ -1,9 +1,6 @@
 """The CuPy back end of attention: plans of kernels and matmuls, launched."""
 
-import functools
 import math
-import threading
-from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -16,15 +13,8 @@ from cupyflash import (
     _gpu,
     _kernels,
     _layout,
-    _tensormap,
 )
-from cupyflash._attention_kernels import (
-    ATTENTION_KERNELS,
-    OPTIONS,
-    FusedKernel,
-    HopperKernel,
-    UnfusedKernel,
-)
+from cupyflash._attention_kernels import ATTENTION_KERNELS, OPTIONS, FusedKernel
 
 _NULL = _gpu.NULL
 _plans = _gpu.PlanCache()
@@ -62,8 +52,6 @@ def attention(
             *(q.shape, q.strides, q.dtype.char, q.data.device_id),
             *(k.shape, k.strides, k.dtype.char, k.data.device_id),
             *(v.shape, v.strides, v.dtype.char, v.data.device_id),
-            # Whether the copy engine of Hopper can read them.
-            (q.data.ptr | k.data.ptr | v.data.ptr) % 16 == 0,
             *(scale, type(scale), causal, type(causal), softcap, type(softcap)),
             # By its repr, since 1 and True are not the same argument.
             window if window is None else repr(window),
@@ -144,28 +132,9 @@ def make_plan(problem, operands):
     if not all((*problem.batch, problem.num_heads, problem.seqlen_q)):
         return _EmptyPlan(problem, operands, device_id)
     device = _gpu.device(device_id)
-    row, _ = _select(problem, operands, device)
-    return _PLANS[type(row)](row, problem, operands, device)
-
-
-def _select(problem, operands, device):
-    """The row for a problem whose arrays lie as they do, and what was refused."""
-    known = replace(problem, no_tensor_map=_no_tensor_map(problem, operands))
-    return _kernels.select(ATTENTION_KERNELS, known, device)
-
-
-def _no_tensor_map(problem, operands):
-    """Why q, k and v cannot be read through tensor maps, or None."""
-    if operands.q.itemsize != _tensormap.ITEMSIZE or problem.seqlen_k == 0:
-        return None  # refused for that already
-    for name in ("q", "k", "v"):
-        x = getattr(operands, name)
-        if reason := _tensormap.refusal(x.data.ptr, x.shape, x.strides):
-            return f"{name} {reason}"
-    axes = len(_attention_kernels.params_fields(problem, operands)["batch_shape"])
-    if axes > _tensormap.MAX_BATCH_AXES:
-        return f"the batch is {axes} axes that cannot be merged"
-    return None
+    row, _ = _kernels.select(ATTENTION_KERNELS, problem, device)
+    kind = _FusedPlan if isinstance(row, FusedKernel) else _UnfusedPlan
+    return kind(row, problem, operands, device)
 
 
 def describe(problem, operands) -> dict[str, Any]:
@@ -174,7 +143,7 @@ def describe(problem, operands) -> dict[str, Any]:
         launch = _MergePlan(problem, operands).launch
         return {"kernel": "merge", "launches": [_describe_launch(launch)]}
     device = _gpu.device(operands.q.data.device_id)
-    row, refused = _select(problem, operands, device)
+    row, refused = _kernels.select(ATTENTION_KERNELS, problem, device)
     told = {"kernel": row.name, "refused": refused, "device": device.name}
     plan = make_plan(problem, operands)
     told["launches"] = [_describe_launch(launch) for launch in plan.launches]
@@ -290,126 +259,6 @@ class _FusedPlan(_Plan):
         return self(arrays, offset)
 
 
-class _HopperPlan(_FusedPlan):
-    """The Hopper kernel: tensor maps in place of pointers, tiles from a counter."""
-
-    def __init__(self, row, problem, operands, device):
-        super().__init__(row, problem, operands, device)
-        fields = _attention_kernels.params_fields(problem, operands)
-        rows_of_kv = row.tile(problem).block_n
-        rows = {
-            "q": _attention_kernels.HOPPER_GROUP_ROWS,
-            "k": rows_of_kv,
-            "v": rows_of_kv,
-        }
-        self.encoders = {
-            name: _encoder(problem, fields, name, getattr(operands, name), rows[name])
-            for name in rows
-        }
-        self.schedule = row.schedule(problem, device)
-        self.inputs: dict[tuple[int, ...], Any] = {}
-
-    def _new_inputs(self, pointers):
-        """The kernel's parameter that depends on where q, k and v lie."""
-        if len(self.inputs) >= _MAX_INPUTS:
-            self.inputs.clear()
-        fields = dict(self.schedule)
-        for (name, encode), ptr in zip(self.encoders.items(), pointers, strict=True):
-            fields |= {name: ptr, f"{name}_map": encode(ptr)}
-        packed = _gpu.pack(fields, _attention_kernels.HOPPER_INPUTS)
-        self.inputs[pointers] = packed
-        return packed
-
-    def __call__(self, arrays, offset):
-        """Launch; `arrays` as they stand in a call, out None for a new one."""
-        q, k, v, out = arrays[:4]
-        pointers = q.data.ptr, k.data.ptr, v.data.ptr
-        inputs = self.inputs.get(pointers)
-        if inputs is None:
-            inputs = self._new_inputs(pointers)
-        if out is None:
-            out = self.new_out()
-        lse = self.new_lse()
-        options = self.no_options or [_NULL if x is None else x for x in arrays[4:]]
-        self.launch(
-            inputs,
-            out,
-            _NULL if lse is None else lse,
-            _counters(self.device_id).of_current_stream(),
-            *options,
-            offset,
-            self.params,
-        )
-        return out, lse
-
-
-# Sets of pointers that a plan remembers the maps of.
-_MAX_INPUTS = 256
-
-
-def _encoder(problem, fields, name, x, rows):
-    """Tensor maps for an operand whose batch axes have been merged."""
-    batch, *steps = fields[name]
-    shape = (*fields["batch_shape"], *x.shape[-3:])
-    strides = tuple(step * x.itemsize for step in (*batch, *steps))
-    return _tensormap.Encoder(problem.dtype, _tensormap.layout(shape, strides), rows)
-
-
-class _Counters:
-    """Pairs of zeros on a device; a kernel takes its tiles from one and leaves zeros.
-
-    Kernels that may run at one time must not share a pair. So each stream has its own,
-    and each launch in a CUDA graph, which may be replayed on any stream.
-    """
-
-    COUNT = 1 << 13
-    _BYTES = 8
-
-    def __init__(self, device_id):
-        stream = cupy.cuda.get_current_stream()
-        if stream.is_capturing():
-            raise RuntimeError(
-                "the first attention call on a device cannot be captured into a CUDA "
-                "graph: make the same call once before the capture, as a warm-up"
-            )
-        with cupy.cuda.Device(device_id):
-            self._memory = cupy.zeros(self.COUNT, np.int64)
-            stream.synchronize()  # other streams will use them, once for all
-        self._lock = threading.Lock()
-        self._of_stream: dict[Any, Any] = {}
-        self._used = 0
-
-    def of_current_stream(self):
-        """The pair for a launch on the current stream, as a pointer."""
-        ptr = cupy.cuda.get_current_stream().ptr
-        # Threads share the number, not the stream, of "per-thread default".
-        key = (ptr, threading.get_ident()) if ptr == _PER_THREAD else ptr
-        if ptr > 1 and cupy.cuda.runtime.streamIsCapturing(ptr):
-            return self._take()
-        pair = self._of_stream.get(key)
-        if pair is None:
-            pair = self._of_stream[key] = self._take()
-        return pair
-
-    def _take(self):
-        with self._lock:
-            if self._used == self.COUNT:
-                raise RuntimeError(
-                    f"more than {self.COUNT} streams and captured calls of attention "
-                    "on one device"
-                )
-            self._used += 1
-            return self._memory.data + (self._used - 1) * self._BYTES
-
-
-_PER_THREAD = 2  # cudaStreamPerThread
-
-
-@functools.cache
-def _counters(device_id):
-    return _Counters(device_id)
-
-
 class _UnfusedPlan(_Plan):
     """naive and safe: S and P in memory, cupy.matmul for both products."""
 
@@ -463,13 +312,6 @@ class _UnfusedPlan(_Plan):
         return cupy.ascontiguousarray(
             product.astype(_arrays.to_dtype(self.scores_dtype), copy=False)
         )
-
-
-_PLANS = {
-    HopperKernel: _HopperPlan,
-    FusedKernel: _FusedPlan,
-    UnfusedKernel: _UnfusedPlan,
-}
 
 
 def _fold_group(q, problem):

@@ -54,8 +54,6 @@ class AttentionProblem:
     precision: str = "float32"
     return_lse: bool = False
     method: str = "auto"
-    # Why the copy engine of Hopper cannot read q, k and v; None if it can.
-    no_tensor_map: str | None = None
 
     @property
     def compute_dtype(self) -> str:

@@ -49,15 +49,16 @@ def attention(
     offsets = None if offset_is_int else query_offset
     try:
         key: Any = (
-            *(q.shape, q.strides, q.dtype.char, q.data.device_id),
-            *(k.shape, k.strides, k.dtype.char, k.data.device_id),
-            *(v.shape, v.strides, v.dtype.char, v.data.device_id),
-            *(scale, type(scale), causal, type(causal), softcap, type(softcap)),
+            q.shape, q.strides, q.dtype, q.data.device_id,
+            k.shape, k.strides, k.dtype, k.data.device_id,
+            v.shape, v.strides, v.dtype, v.data.device_id,
+            scale, scale.__class__, causal, causal.__class__, softcap,
+            softcap.__class__,
             # By its repr, since 1 and True are not the same argument.
             window if window is None else repr(window),
-            *(layout, precision, bool(return_lse), method, offset_is_int),
+            layout, precision, bool(return_lse), method, offset_is_int,
             out if out is None else _facts(out),
-        )
+        )  # fmt: skip
         options = (bias, mask, sinks, alibi_slopes, offsets, query_lengths, key_lengths)
         if not (
             bias is mask is sinks is alibi_slopes is offsets
@@ -96,7 +97,7 @@ def attention(
 
 def _facts(x):
     """What a plan depends on in an array; AttributeError if it is not CuPy's."""
-    return x.shape, x.strides, x.dtype.char, x.data.device_id
+    return x.shape, x.strides, x.dtype, x.data.device_id
 
 
 def run(problem, operands) -> tuple[Any, Any]:
@@ -194,18 +195,21 @@ class _Plan:
         self.offset = _attention_kernels.launch_offset(problem)
         arrays = operands.q, operands.k, operands.v, operands.out
         arrays += tuple(getattr(operands, name) for name in OPTIONS)
-        self.ranges = [None if x is None else _address_range(x) for x in arrays]
+        # How far from the pointer of `out` that of an input makes their spans meet.
+        self.too_near = []
+        if operands.out is not None:
+            out_first, out_end = _address_range(operands.out)
+            for place, x in enumerate(arrays):
+                if x is not None and place != 3:
+                    first, end = _address_range(x)
+                    self.too_near.append((place, out_first - end, out_end - first))
 
     def may_overlap(self, arrays):
         """Whether the span of `out` meets that of an input; the checks decide then."""
-        start = arrays[3].data.ptr
-        low, high = (start + end for end in self.ranges[3])
-        for place, x in enumerate(arrays):
-            if x is not None and place != 3:
-                start = x.data.ptr
-                first, last = self.ranges[place]
-                if low < start + last and start + first < high:
-                    return True
+        out = arrays[3].data.ptr
+        for place, low, high in self.too_near:
+            if low < arrays[place].data.ptr - out < high:
+                return True
         return False
 
     def new_out(self):
@@ -224,6 +228,10 @@ class _EmptyPlan(_Plan):
         return self.new_out() if out is None else out, self.new_lse()
 
 
+def _address(x):
+    return 0 if x is None else x.data.ptr
+
+
 class _FusedPlan(_Plan):
     """One kernel over q, k and v."""
 
@@ -231,14 +239,15 @@ class _FusedPlan(_Plan):
         super().__init__(problem, operands, operands.q.data.device_id)
         fields = _attention_kernels.params_fields(problem, operands)
         batch_dims = len(fields["batch_shape"])
-        self.params = _gpu.pack(fields, _attention_kernels.params_dtype(batch_dims))
+        dtype = _attention_kernels.params_dtype(batch_dims)
+        self.params = _gpu.pack_bytes(fields, dtype)
         (config,) = row.configs(problem, batch_dims, device)
         self.launch = _gpu.Launch(
             config.variant, config.grid, config.block, self.device_id
         )
         self.launches = (self.launch,)
         absent = all(getattr(operands, name) is None for name in OPTIONS)
-        self.no_options = (_NULL,) * len(OPTIONS) if absent else None
+        self.no_options = (0,) * len(OPTIONS) if absent else None
 
     def __call__(self, arrays, offset):
         """Launch; `arrays` as they stand in a call, out None for a new one."""
@@ -246,9 +255,16 @@ class _FusedPlan(_Plan):
         if out is None:
             out = self.new_out()
         lse = self.new_lse()
-        options = self.no_options or [_NULL if x is None else x for x in arrays[4:]]
-        self.launch(
-            q, k, v, out, _NULL if lse is None else lse, *options, offset, self.params
+        options = self.no_options or [_address(x) for x in arrays[4:]]
+        self.launch.enqueue(
+            q.data.ptr,
+            k.data.ptr,
+            v.data.ptr,
+            out.data.ptr,
+            _address(lse),
+            *options,
+            offset,
+            self.params,
         )
         return out, lse
 

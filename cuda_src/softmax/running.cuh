@@ -2,7 +2,8 @@
 // The running sum of exponentials: one read, no overflow, whatever comes.
 #pragma once
 
-#include "softmax/group.cuh"
+#include "common/reduce.cuh"
+#include "softmax/sum.cuh"
 
 // l = sum of weight * exp(score - m) over what was seen. m follows the largest finite
 // score in steps: it moves only when a score is more than kSlack above it. Each move

@@ -2,8 +2,7 @@
 // The running sum of exponentials: one read, no overflow, whatever comes.
 #pragma once
 
-#include "common/reduce.cuh"
-#include "softmax/sum.cuh"
+#include "softmax/group.cuh"
 
 // l = sum of weight * exp(score - m) over what was seen. m follows the largest finite
 // score in steps: it moves only when a score is more than kSlack above it. Each move

@@ -9,8 +9,8 @@ from multiprocessing import get_context
 
 from cupyflash import (
     _attention_kernels,
+    _attention_vjp_kernels,
     _console,
-    _exponentials,
     _softmax_kernels,
     _source,
     _threads,
@@ -30,7 +30,7 @@ fast spills registers, or when the assembler serialises its matrix instructions.
 _TABLES = {
     "softmax": _softmax_kernels,
     "attention": _attention_kernels,
-    "check": _exponentials,
+    "attention_vjp": _attention_vjp_kernels,
 }
 
 # Warnings that a fast kernel must not have: the assembler waits for each wgmma in turn.

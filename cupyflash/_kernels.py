@@ -76,7 +76,6 @@ class Step:
     variant: Variant
     grid: tuple[int, int, int]
     block: tuple[int, int, int]
-    scratch: int = 0  # bytes of memory that the launches of one call share
 
 
 class Row(Protocol):

@@ -36,11 +36,9 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a CuPy array, or not hashable
         key = plan = None
-    if plan is not None:
-        at = x.data.ptr  # also of a mask that is absent: it is never read
-        pointers = at, at if where is None else where.data.ptr
-        if out is None or plan.may_write(out.data.ptr, pointers):
-            return plan(out, pointers)
+    if plan is not None and (out is None or plan.may_write(out, x, where)):
+        # An absent mask is never read: x stands in for its pointer.
+        return plan(out, x, x if where is None else where)
     problem, operands = _softmax_problem.softmax(
         function, x, axis, where, scale, dtype, out, method
     )
@@ -58,12 +56,8 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
-    if plan is not None:
-        at = a.data.ptr
-        pointers = (at, at if b is None else b.data.ptr,
-                    at if where is None else where.data.ptr)  # fmt: skip
-        if out is None or plan.may_write(out.data.ptr, pointers):
-            return plan(out, pointers)
+    if plan is not None and (out is None or plan.may_write(out, a, b, where)):
+        return plan(out, a, a if b is None else b, a if where is None else where)
     problem, operands = _softmax_problem.logsumexp(
         a, axis, b, keepdims, return_sign, where, out
     )
@@ -78,10 +72,8 @@ def vjp(function, y, dy, axis, scale, out):
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
-    if plan is not None:
-        pointers = y.data.ptr, dy.data.ptr
-        if out is None or plan.may_write(out.data.ptr, pointers):
-            return plan(out, pointers)
+    if plan is not None and (out is None or plan.may_write(out, y, dy)):
+        return plan(out, y, dy)
     problem, operands = _softmax_problem.vjp(function, y, dy, axis, scale, out)
     return _checked(key, problem, operands)
 
@@ -102,15 +94,8 @@ def _checked(key, problem, operands):
         with operands.x.device:
             return _run_complex(problem, operands)
     inputs = _inputs(problem, operands)
-    pointers = tuple((inputs[0] if x is None else x).data.ptr for x in inputs)
-    unfit: tuple[str, ...] = ()
-    while True:
-        plan = _plan_of(problem, inputs, operands.out, unfit)
-        try:
-            result = plan(operands.out, pointers)
-            break
-        except _gpu.DoesNotFitError:
-            unfit += (plan.row.name,)  # the next row, then
+    plan = _plan_of(problem, inputs, operands.out)
+    result = plan(operands.out, *(inputs[0] if x is None else x for x in inputs))
     if key is not None:
         _plans.put(key, plan)
     return result
@@ -159,11 +144,9 @@ def describe(problem, operands):
 class _Plan:
     """All of a call but its arrays."""
 
-    def __init__(self, problem, inputs, out, unfit=()):
+    def __init__(self, problem, inputs, out):
         self.device_id = inputs[0].data.device_id
         self.launches = ()
-        self._scratch_bytes = 0
-        self._captured = []  # scratch of graphs
         self._dtype = _arrays.to_dtype(problem.dtypes["out"])
         shape, order = problem.result_shape, range(len(problem.result_shape))
         if problem.function != "logsumexp":
@@ -188,12 +171,12 @@ class _Plan:
                 strides["sign"] = _over_rows(problem, new)
                 full.remove("out")
             layout = _softmax_layout.of(problem.shape, problem.axes, strides, full)
-            self._set_launches(dataclasses.replace(problem, layout=layout), unfit)
+            self._set_launches(dataclasses.replace(problem, layout=layout))
 
-    def _set_launches(self, problem, unfit):
+    def _set_launches(self, problem):
         """Choose the kernel and pack what it is told of the layout."""
         device = _gpu.device(self.device_id)
-        self.row, self.refused = _softmax_kernels.select(problem, device, unfit=unfit)
+        self.row, self.refused = _softmax_kernels.select(problem, device)
         layout = problem.layout
         is_sum = problem.function == "logsumexp"
         fields = {
@@ -206,56 +189,51 @@ class _Plan:
             "reduced_size": layout.reduced_size,
             "reduced_stride": tuple(layout.reduced_strides.values()),
         }
-        self._layout = _gpu.pack_bytes(fields, _struct(fields))
-        steps = self.row.steps(problem, device)
+        self._layout = _gpu.pack(fields, _struct(fields))
         self.launches = tuple(
             _gpu.Launch(step.variant, step.grid, step.block, self.device_id)
-            for step in steps
+            for step in self.row.steps(problem, device)
         )
-        self._scratch_bytes = max(step.scratch for step in steps)
 
     def _set_bounds(self, problem, inputs, out):
-        """How far from the pointer of `out` that of an input makes the two overlap."""
-        out_first, out_end = _bounds(out)
+        """First and last byte of each array from its pointer, for `may_write`."""
+        self._out_bounds = _bounds(out)
+        self._input_bounds = [x if x is None else _bounds(x) for x in inputs]
         in_place = problem.function != "logsumexp"
-        self._too_near = []
-        for i, x in enumerate(inputs):
-            if x is not None:
-                first, end = _bounds(x)
-                is_same = in_place and _facts(x) == _facts(out)
-                self._too_near.append((i, out_first - end, out_end - first, is_same))
+        self._may_be_out = [
+            in_place and x is not None and _facts(x) == _facts(out) for x in inputs
+        ]
 
-    def may_write(self, out, pointers):
+    def may_write(self, out, *inputs):
         """Whether `out` is clearly apart from each input, or the very same elements.
 
         What is neither, such as two interleaved views, is left to the full check.
         """
-        for i, low, high, is_same in self._too_near:
-            distance = pointers[i] - out
-            if low < distance < high and (distance or not is_same):
-                return False
+        start = out.data.ptr
+        low, high = self._out_bounds
+        low += start
+        high += start
+        i = 0
+        for x in inputs:
+            if x is not None:
+                x_start = x.data.ptr
+                if x_start != start or not self._may_be_out[i]:
+                    x_low, x_high = self._input_bounds[i]
+                    if x_start + x_high > low and high > x_start + x_low:
+                        return False
+            i += 1
         return True
 
-    def __call__(self, out, pointers):
-        """Launch on the current stream; pointers in the order of the parameters."""
+    def __call__(self, out, *inputs):
+        """Launch on the current stream; `inputs` in the order of the parameters."""
         if _gpu.current_device() != self.device_id:
             with cupy.cuda.Device(self.device_id):
-                return self(out, pointers)
+                return self(out, *inputs)
         if out is None:
             out = self._new()
-        self._launch(*pointers, out.data.ptr)
-        return out
-
-    def _launch(self, *pointers):
-        if self._scratch_bytes:
-            # Memory of the pool is given out again in the order of the stream; a graph
-            # that is captured needs its own for as long as it may run.
-            scratch = cupy.cuda.alloc(self._scratch_bytes)
-            pointers += (scratch.ptr,)
-            if cupy.cuda.get_current_stream().is_capturing():
-                self._captured.append(scratch)
         for launch in self.launches:
-            launch.enqueue(*pointers, self._layout)
+            launch(*inputs, out, self._layout)
+        return out
 
     def _new(self):
         new = cupy.ndarray(self._shape, self._dtype)
@@ -265,19 +243,20 @@ class _Plan:
 class _LogsumexpPlan(_Plan):
     """One result a row, and its sign if that is asked for."""
 
-    def __init__(self, problem, inputs, out, unfit=()):
-        super().__init__(problem, inputs, out, unfit)
+    def __init__(self, problem, inputs, out):
+        super().__init__(problem, inputs, out)
         self._returns_sign = problem.return_sign
 
-    def __call__(self, out, pointers):
+    def __call__(self, out, *inputs):
         if _gpu.current_device() != self.device_id:
             with cupy.cuda.Device(self.device_id):
-                return self(out, pointers)
+                return self(out, *inputs)
         if out is None:
             out = self._new()
         sign = self._new() if self._returns_sign else out
         if self.launches:
-            self._launch(*pointers, out.data.ptr, sign.data.ptr)
+            for launch in self.launches:
+                launch(*inputs, out, sign, self._layout)
         else:  # the sum of nothing: SciPy takes the sign of -inf
             out.fill(-np.inf)
             if self._returns_sign:
@@ -285,10 +264,9 @@ class _LogsumexpPlan(_Plan):
         return (out, sign) if self._returns_sign else out
 
 
-def _plan_of(problem, inputs, out, unfit=()):
-    """A plan by any row of the table but those named in `unfit`."""
+def _plan_of(problem, inputs, out):
     kind = _LogsumexpPlan if problem.function == "logsumexp" else _Plan
-    return kind(problem, inputs, out, unfit)
+    return kind(problem, inputs, out)
 
 
 # --- strides -------------------------------------------------------------------------

@@ -46,7 +46,7 @@ $(VENV)/.installed-bench: EXTRAS = bench$(addprefix $(comma),$(CUDA_EXTRA))
 # Every kernel is compiled by the tests, GPU or not.
 $(VENV)/.installed-test: EXTRAS = test,$(or $(CUDA_EXTRA),nvrtc)
 $(VENV)/.installed-lint: EXTRAS = lint
-$(VENV)/.installed-docs: EXTRAS = docs
+$(VENV)/.installed-docs: EXTRAS = docs,gallery
 
 $(VENV)/.installed-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 	@echo "Installing cupyflash[$(EXTRAS)] into $(VENV)"
@@ -96,6 +96,6 @@ tables:  ## The tables of README.md, from benchmarks/results
 	@$(PYTHON) tools/readme_tables.py
 
 clean:  ## Remove .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info demo_output bench_output docs/_build \
+	rm -rf $(VENV) build dist *.egg-info demo_output bench_output docs/_build docs/generated \
 	  docs/reference/generated .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

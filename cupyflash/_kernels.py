@@ -56,8 +56,6 @@ class Variant:
     defines: tuple[tuple[str, str], ...] = ()
     arch: str | None = None  # for a kernel bound to one architecture
     smem: int = 0  # bytes of dynamic shared memory
-    cooperative: bool = False  # all blocks run at once, to wait for one another
-    cluster: int = 1  # blocks of a cluster; more than 8 has to be asked for
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -67,15 +65,6 @@ class Variant:
         if self.arch is not None:
             options.append(f"-arch={self.arch}")
         return tuple(options)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One launch of a kernel."""
-
-    variant: Variant
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
 
 
 class Row(Protocol):

@@ -5,19 +5,10 @@ straight from a dictionary to the launch; any other passes the checks of
 `_softmax_problem` and leaves a plan behind.
 """
 
-import dataclasses
-
 import cupy
 import numpy as np
 
-from cupyflash import (
-    _arrays,
-    _gpu,
-    _layout,
-    _softmax_kernels,
-    _softmax_layout,
-    _softmax_problem,
-)
+from cupyflash import _arrays, _gpu, _layout, _softmax_kernels, _softmax_problem
 
 _plans = _gpu.PlanCache()
 
@@ -101,19 +92,13 @@ def _checked(key, problem, operands):
     return result
 
 
-# The arrays that a kernel reads, in the order of its parameters.
-_INPUTS = {
-    "softmax": ("x", "where"),
-    "log_softmax": ("x", "where"),
-    "logsumexp": ("x", "b", "where"),
-    "softmax_vjp": ("x", "dy"),
-    "log_softmax_vjp": ("x", "dy"),
-}
-
-
 def _inputs(problem, operands):
-    """The operands of _INPUTS."""
-    return tuple(getattr(operands, name) for name in _INPUTS[problem.function])
+    """The arrays that a kernel reads, in the order of its parameters."""
+    if problem.function == "logsumexp":
+        return operands.x, operands.b, operands.where
+    if problem.function.endswith("_vjp"):
+        return operands.x, operands.dy
+    return operands.x, operands.where
 
 
 def describe(problem, operands):
@@ -121,21 +106,18 @@ def describe(problem, operands):
     if problem.is_complex:
         return {"kernel": "array operations of CuPy", "reason": "complex numbers"}
     plan = _plan_of(problem, _inputs(problem, operands), operands.out)
-    if not plan.launches:
+    if plan.launch is None:
         return {"kernel": "none", "reason": "there is nothing to compute"}
-    told = {"kernel": plan.row.name, "refused": plan.refused}
-    for i, launch in enumerate(plan.launches, 1):
-        variant = launch.variant
-        of_step = "" if len(plan.launches) == 1 else f" of launch {i}"
-        told |= {
-            f"source{of_step}": f"cuda_src/{variant.source}",
-            f"grid{of_step}": launch.grid,
-            f"block{of_step}": launch.block,
-            f"shared_memory{of_step}": variant.smem,
-            f"blocks_a_cluster{of_step}": variant.cluster,
-            f"defines{of_step}": dict(variant.defines),
-        }
-    return told
+    variant = plan.launch.variant
+    return {
+        "kernel": plan.row.name,
+        "refused": plan.refused,
+        "source": f"cuda_src/{variant.source}",
+        "grid": plan.launch.grid,
+        "block": plan.launch.block,
+        "shared_memory": variant.smem,
+        "defines": dict(variant.defines),
+    }
 
 
 # --- plans ---------------------------------------------------------------------------
@@ -146,7 +128,7 @@ class _Plan:
 
     def __init__(self, problem, inputs, out):
         self.device_id = inputs[0].data.device_id
-        self.launches = ()
+        self.launch = None
         self._dtype = _arrays.to_dtype(problem.dtypes["out"])
         shape, order = problem.result_shape, range(len(problem.result_shape))
         if problem.function != "logsumexp":
@@ -159,40 +141,43 @@ class _Plan:
         if out is not None:
             self._set_bounds(problem, inputs, out)
         if problem.num_rows and problem.row_length:
+            strides = [_strides(problem, x) for x in inputs]
             new = _new_strides(shape, order)
             given = new if out is None else _layout.element_strides(out)
-            strides = {
-                name: _strides(problem, x)
-                for name, x in zip(_INPUTS[problem.function], inputs, strict=True)
-            }
-            strides["out"] = _over_rows(problem, given)
-            full = [name for name in ("x", "dy", "out") if name in strides]
+            strides.append(_over_rows(problem, given))
             if problem.function == "logsumexp":
-                strides["sign"] = _over_rows(problem, new)
-                full.remove("out")
-            layout = _softmax_layout.of(problem.shape, problem.axes, strides, full)
-            self._set_launches(dataclasses.replace(problem, layout=layout))
+                strides.append(_over_rows(problem, new))  # of the sign
+            self._set_launch(problem, strides)
 
-    def _set_launches(self, problem):
+    def _set_launch(self, problem, strides):
         """Choose the kernel and pack what it is told of the layout."""
-        device = _gpu.device(self.device_id)
-        self.row, self.refused = _softmax_kernels.select(problem, device)
-        layout = problem.layout
-        is_sum = problem.function == "logsumexp"
+        self.row, self.refused = _softmax_kernels.select(
+            problem, _gpu.device(self.device_id)
+        )
+        outer = [a for a in range(len(problem.shape)) if a not in problem.axes]
+        outer_size, outer_strides = _collapsed(problem.shape, outer, strides)
+        size, reduced_strides = _collapsed(problem.shape, problem.axes, strides)
         fields = {
             "num_rows": problem.num_rows,
             "row_length": problem.row_length,
-            **({"returns_sign": problem.return_sign} if is_sum else {}),
-            **({"scale": problem.scale} if not is_sum else {}),
-            "outer_size": layout.outer_size,
-            "outer_stride": tuple(layout.outer_strides.values()),
-            "reduced_size": layout.reduced_size,
-            "reduced_stride": tuple(layout.reduced_strides.values()),
+            "returns_sign": problem.return_sign,
+            "scale": problem.scale,
+            "outer_size": outer_size,
+            "outer_stride": outer_strides,
+            "reduced_size": size,
+            "reduced_stride": reduced_strides,
         }
+        if problem.function == "logsumexp":
+            del fields["scale"]
+        else:
+            del fields["returns_sign"]
         self._layout = _gpu.pack(fields, _struct(fields))
-        self.launches = tuple(
-            _gpu.Launch(step.variant, step.grid, step.block, self.device_id)
-            for step in self.row.steps(problem, device)
+        cut = self.row.cut(problem)
+        self.launch = _gpu.Launch(
+            self.row.variant(problem, len(outer_size), len(size)),
+            (cut.num_blocks(problem.num_rows), 1, 1),
+            (cut.num_threads, 1, 1),
+            self.device_id,
         )
 
     def _set_bounds(self, problem, inputs, out):
@@ -231,8 +216,8 @@ class _Plan:
                 return self(out, *inputs)
         if out is None:
             out = self._new()
-        for launch in self.launches:
-            launch(*inputs, out, self._layout)
+        if self.launch is not None:
+            self.launch(*inputs, out, self._layout)
         return out
 
     def _new(self):
@@ -254,9 +239,8 @@ class _LogsumexpPlan(_Plan):
         if out is None:
             out = self._new()
         sign = self._new() if self._returns_sign else out
-        if self.launches:
-            for launch in self.launches:
-                launch(*inputs, out, sign, self._layout)
+        if self.launch is not None:
+            self.launch(*inputs, out, sign, self._layout)
         else:  # the sum of nothing: SciPy takes the sign of -inf
             out.fill(-np.inf)
             if self._returns_sign:
@@ -301,6 +285,19 @@ def _over_rows(problem, strides):
     return tuple(
         0 if axis in problem.axes else next(kept) for axis in range(len(problem.shape))
     )
+
+
+def _collapsed(shape, axes, strides):
+    """The given axes as few as can be, at least one: sizes and strides an operand.
+
+    No result depends on the order of axes among themselves, so they go by the strides
+    of the first operand: what lies together in memory becomes one axis.
+    """
+    axes = sorted(axes, key=lambda axis: [-abs(s[axis]) for s in strides])
+    size, collapsed = _layout.collapse(
+        [shape[axis] for axis in axes], [[s[axis] for axis in axes] for s in strides]
+    )
+    return (size, collapsed) if size else ((1,), [(0,)] * len(strides))
 
 
 def _struct(fields):

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _arrays, _kernels, _softmax_layout
-from cupyflash._kernels import CUDA_TYPES, Device, Step, Variant
-from cupyflash._softmax_layout import Layout
+from cupyflash import _arrays, _kernels
+from cupyflash._kernels import CUDA_TYPES, Device, Variant
 
 FORWARD = ("softmax", "log_softmax")
 BACKWARD = ("softmax_vjp", "log_softmax_vjp")
@@ -62,59 +61,59 @@ _HELD = {
 
 @dataclass(frozen=True)
 class Cut:
-    """How one launch of a kernel deals a problem to blocks and threads."""
+    """How a kernel deals the rows of a problem to threads."""
 
-    num_blocks: int
-    num_threads: int
-    defines: tuple[tuple[str, str], ...] = ()
-    smem: int = 0  # bytes of dynamic shared memory
-    cluster: int = 1  # blocks that work on one row together
-    cooperative: bool = False  # all blocks run at once
-    entry: str = ""  # of the source, where that has more than one
+    lanes: int  # threads that work on one row
+    rows_per_block: int
+    held: int = 0  # elements that a thread keeps in registers
 
+    @property
+    def num_threads(self) -> int:
+        return self.lanes * self.rows_per_block
 
-def _cut(problem, lanes, held=0):
-    """`lanes` threads a row, each with `held` elements in registers if not 0."""
-    rows_per_block = max(1, _BLOCK_THREADS // lanes)
-    values = {"LANES": lanes, "ROWS_PER_BLOCK": rows_per_block}
-    if held:
-        values["HELD"] = held
-    return (
-        Cut(
-            min(-(-problem.num_rows // rows_per_block), MAX_BLOCKS),
-            lanes * rows_per_block,
-            tuple((name, str(value)) for name, value in values.items()),
-        ),
-    )
+    @property
+    def defines(self) -> tuple[tuple[str, str], ...]:
+        values = {"LANES": self.lanes, "ROWS_PER_BLOCK": self.rows_per_block}
+        if self.held:
+            values["HELD"] = self.held
+        return tuple((name, str(value)) for name, value in values.items())
+
+    def num_blocks(self, num_rows: int) -> int:
+        return min(-(-num_rows // self.rows_per_block), MAX_BLOCKS)
 
 
-def _walk(problem, device):
-    """Threads that walk over a row of any length and any strides."""
+def _cut(lanes, held=0):
+    return Cut(lanes, max(1, _BLOCK_THREADS // lanes), held)
+
+
+def _walk(problem):
+    """Threads that walk over a row of any length."""
     lanes = _kernels.by_threshold(_LANES, problem.row_length)
     if lanes == _LANES[-1][1] and problem.num_rows < _FEW_ROWS:
         lanes = 1024
-    return _cut(problem, lanes)
+    return _cut(lanes)
 
 
-def _hold(problem, device):
-    """Threads that hold a row in registers; any strides."""
+def _hold(problem):
+    """Threads that hold a row in registers; None if it is too long."""
+    if problem.row_length > _longest_held(problem):
+        return None
+    return _cut(*_kernels.by_threshold(_held_ladder(problem), problem.row_length))
+
+
+def _held_ladder(problem):
     ladder = _HELD[_widest(problem)]
     # A mask or a scale takes registers too: the fullest step would spill.
-    if problem.dtypes.get("where") or problem.scale != 1:
-        ladder = ladder[:-1]
-    longest = ladder[-1][0]
-    if problem.row_length > longest:
-        return (
-            f"a row of {problem.row_length} does not fit in the registers of a block "
-            f"(at most {longest} elements for these options)"
-        )
-    return _cut(problem, *_kernels.by_threshold(ladder, problem.row_length))
+    return ladder[:-1] if problem.dtypes["where"] or problem.scale != 1 else ladder
+
+
+def _longest_held(problem):
+    return _held_ladder(problem)[-1][0]
 
 
 def _widest(problem):
-    """Bytes of the widest element that is held or moved in a vector, at least 2."""
-    names = [problem.dtypes.get(name) for name in ("x", "dy", "out")]
-    return max(2, *(_itemsize(name) for name in names if name))
+    names = problem.dtypes["x"], problem.dtypes["out"]
+    return max(2, *(_itemsize(name) for name in names))
 
 
 def _itemsize(name):
@@ -132,10 +131,7 @@ class SoftmaxKernel:
     name: str
     functions: tuple[str, ...]
     rungs: tuple[str, ...]
-    # The launches for a problem on a device, or why the kernel cannot take it.
-    cuts: Callable[[Any, Device], tuple[Cut, ...] | str]
-    # Made-up layouts that reach every step of its ladder, for these dtypes.
-    samples: Callable[..., Iterable[Layout]]
+    cut: Callable[[Any], Cut | None]
     fast: bool = False  # must not spill registers
 
     @property
@@ -151,33 +147,24 @@ class SoftmaxKernel:
         for name in problem.dtypes.values():
             if name and (reason := _kernels.refuse_old_device(name, device)):
                 return reason
-        cuts = self.cuts(problem, device)
-        return cuts if isinstance(cuts, str) else None
+        if self.cut(problem) is None:
+            return (
+                f"a row of {problem.row_length} does not fit in the registers of a "
+                f"block (at most {_longest_held(problem)} elements for these options)"
+            )
+        return None
 
-    def steps(self, problem: Any, device: Device) -> tuple[Step, ...]:
-        """What is launched, one after the other, all with the same parameters."""
-        cuts = self.cuts(problem, device)
-        assert not isinstance(cuts, str), "the row has refused this problem"
+    def variant(self, problem: Any, outer_axes: int, reduced_axes: int) -> Variant:
+        """What is compiled, for so many axes of each kind after collapsing."""
+        cut = self.cut(problem)
+        assert cut is not None, "the row has refused this problem"
         defines = (
             *_switches(problem),
-            ("OUTER_AXES", str(len(problem.layout.outer_size))),
-            ("REDUCED_AXES", str(len(problem.layout.reduced_size))),
+            ("OUTER_AXES", str(outer_axes)),
+            ("REDUCED_AXES", str(reduced_axes)),
+            *cut.defines,
         )
-        return tuple(
-            Step(
-                Variant(
-                    self.source,
-                    "_".join(filter(None, ("softmax", self.name, cut.entry))),
-                    (*defines, *cut.defines),
-                    smem=cut.smem,
-                    cluster=cut.cluster,
-                    cooperative=cut.cooperative,
-                ),
-                (cut.num_blocks, 1, 1),
-                (cut.num_threads, 1, 1),
-            )
-            for cut in cuts
-        )
+        return Variant(self.source, f"softmax_{self.name}", defines)
 
 
 def _switches(problem):
@@ -203,44 +190,14 @@ def _switches(problem):
     )
 
 
-# --- made-up layouts -----------------------------------------------------------------
-
-_MANY = 1 << 20  # rows that fill any card
-_FEW = 1 << 20  # the row length that stands for a long row that is alone
-
-
-def _rows_of(lengths):
-    """Rows back to back of these lengths; a long one stands alone."""
-
-    def samples(*dtypes):
-        names = ("x", "dy", "b", "where", "out", "sign")
-        for length in lengths(*dtypes):
-            yield _softmax_layout.rows(1 if length == _FEW else _MANY, length, names)
-
-    return samples
-
-
-def _walked(*dtypes):
-    return [*(int(min(length, _FEW - 1)) for length, _ in _LANES), _FEW]
-
-
-def _held(*dtypes):
-    widest = max(2, *(_itemsize(name) for name in dtypes))
-    return [length for length, _ in _HELD[widest]]
-
-
-# --- the table -----------------------------------------------------------------------
-
-_ANY, _TILED = ("auto", "tiled", "online"), ("auto", "tiled")
-
 KERNELS = (  # best first
-    SoftmaxKernel("tiled", FORWARD, _TILED, _hold, _rows_of(_held), fast=True),
+    SoftmaxKernel("tiled", FORWARD, ("auto", "tiled"), _hold, fast=True),
     # Rows that do not fit on chip are read twice.
-    SoftmaxKernel("online", FORWARD, _ANY, _walk, _rows_of(_walked)),
-    SoftmaxKernel("safe", FORWARD, ("safe",), _walk, _rows_of(_walked)),
-    SoftmaxKernel("naive", FORWARD, ("naive",), _walk, _rows_of(_walked)),
-    SoftmaxKernel("logsumexp", ("logsumexp",), ("auto",), _walk, _rows_of(_walked)),
-    SoftmaxKernel("vjp", BACKWARD, ("auto",), _walk, _rows_of(_walked)),
+    SoftmaxKernel("online", FORWARD, ("auto", "tiled", "online"), _walk),
+    SoftmaxKernel("safe", FORWARD, ("safe",), _walk),
+    SoftmaxKernel("naive", FORWARD, ("naive",), _walk),
+    SoftmaxKernel("logsumexp", ("logsumexp",), ("auto",), _walk),
+    SoftmaxKernel("vjp", BACKWARD, ("auto",), _walk),
 )
 
 
@@ -252,25 +209,23 @@ def select(problem: Any, device: Device, *, name: str | None = None):
 
 # --- all that may be compiled --------------------------------------------------------
 
+_FEW = 1 << 20  # the row length that stands for a long row that is alone
+
 
 @dataclass(frozen=True)
-class _Sample:
-    """A problem as far as a choice of kernel and its switches depend on it."""
+class _Shape:
+    """A problem as far as a kernel's switches depend on it."""
 
     function: str
-    layout: Layout
+    row_length: int
     dtypes: dict[str, str | None]
     scale: float = 1.0
     method: str = "auto"
     is_complex: bool = False
 
     @property
-    def row_length(self) -> int:
-        return self.layout.row_length
-
-    @property
     def num_rows(self) -> int:
-        return self.layout.num_rows
+        return 1 if self.row_length == _FEW else 1 << 20
 
     @property
     def compute_dtype(self) -> str:
@@ -286,68 +241,66 @@ def _natural(*names):
     return np.result_type(*(names - {"bfloat16"}), np.float32).name
 
 
-def _samples(row, layout, x, out, where, scaled, function):
+def _shapes(row, x, out, where, scaled, length, function):
     """One choice of types and switches; `out` is the type of a second input if any."""
     dtypes = {"x": x, "where": where and "bool"}
-    if "logsumexp" in row.functions:
+    if row.functions == ("logsumexp",):
         for b in (None, out):
             result = _natural(x) if b is None else _natural(x, b)
-            yield _Sample(function, layout, dtypes | {"b": b, "out": result})
+            yield _Shape(function, length, dtypes | {"b": b, "out": result})
     elif row.functions == BACKWARD:
-        dtypes |= {"dy": out, "out": _natural(x, out), "where": None}
-        yield _Sample(function, layout, dtypes)
+        yield _Shape(function, length, dtypes | {"dy": out, "out": _natural(x, out)})
     else:
-        scale, method = 2.0 if scaled else 1.0, row.rungs[-1]
-        yield _Sample(function, layout, dtypes | {"out": out}, scale, method)
+        scale = 2.0 if scaled else 1.0
+        yield _Shape(function, length, dtypes | {"out": out}, scale, row.rungs[-1])
 
 
-def _everything(row) -> Iterable[_Sample]:
-    """All types and switches, on up to two axes of each kind."""
+def _lengths(row, *dtypes):
+    """One row length for each step of the row's ladder."""
+    if row.cut is _hold:
+        widest = max(2, *(_itemsize(name) for name in dtypes))
+        return [length for length, _ in _HELD[widest]]
+    return [*(int(min(length, _FEW - 1)) for length, _ in _LANES), _FEW]
+
+
+def _everything(row) -> Iterable[tuple[_Shape, int, int]]:
     seconds = _arrays.FLOATS if row.functions == FORWARD else tuple(CUDA_TYPES)
     scales = (False, True) if row.functions == FORWARD else (False,)
     masks = (False,) if row.functions == BACKWARD else (False, True)
     for x, second, where, scaled, function in itertools.product(
         CUDA_TYPES, seconds, masks, scales, row.functions
     ):
-        for layout in row.samples(x, second):
-            for axes in ((1, 1), (2, 1), (1, 2), (2, 2)):
-                placed = layout.spread(*axes)
-                yield from _samples(row, placed, x, second, where, scaled, function)
+        for length in _lengths(row, x, second):
+            for shape in _shapes(row, x, second, where, scaled, length, function):
+                for axes in ((1, 1), (2, 1), (1, 2), (2, 2)):
+                    yield shape, *axes
 
 
-def _representative(row) -> Iterable[_Sample]:
+def _representative(row) -> Iterable[tuple[_Shape, int, int]]:
     """Each type, switch, axis count and step of the ladder once, not all together."""
     function, other = row.functions[0], row.functions[-1]
+    holds = row.cut is _hold
     for x in CUDA_TYPES:
         # All rows convert in the same way: one of them shows every type.
-        if row.fast or x in (*_arrays.FLOATS, "int8"):
-            layout = _closest(row.samples(x, x), 1000)
-            yield from _samples(row, layout, x, _natural(x), False, False, other)
-    for layout in list(row.samples("float32", "float32"))[:: 1 if row.fast else 2]:
-        yield from _samples(row, layout, "float32", "float32", False, False, function)
+        if holds or x in (*_arrays.FLOATS, "int8"):
+            shapes = _shapes(row, x, _natural(x), False, False, 1000, other)
+            yield from ((shape, 1, 1) for shape in shapes)
+    for length in _lengths(row, "float32")[:: 1 if holds else 2]:
+        shapes = _shapes(row, "float32", "float32", False, False, length, function)
+        yield from ((shape, 1, 1) for shape in shapes)
     # All switches at once, in the types that take the most registers of each kind.
     where, scaled = row.functions != BACKWARD, row.functions == FORWARD
     for x, out in (("float32",) * 2, ("float64",) * 2, ("float16", "float32")):
-        layout = _closest(row.samples(x, out), 4096).spread(2, 2)
-        yield from _samples(row, layout, x, out, where, scaled, other)
-
-
-def _closest(layouts, length):
-    """The layout with rows nearest to `length`, seen from above."""
-    layouts = list(layouts)
-    longer = [layout for layout in layouts if layout.row_length >= length]
-    if longer:
-        return min(longer, key=lambda layout: layout.row_length)
-    return max(layouts, key=lambda layout: layout.row_length)
+        shapes = _shapes(row, x, out, where, scaled, 4096, other)
+        yield from ((shape, 2, 2) for shape in shapes)
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     """Names of rows and what they compile for `device`: all of it, or a sample."""
     found: dict[tuple[str, Variant], None] = {}
-    samples_of = _everything if everything else _representative
+    shapes_of = _everything if everything else _representative
     for row in KERNELS:
-        for problem in samples_of(row):
-            if row.refusal(problem, device) is None:
-                for step in row.steps(problem, device):
-                    found[row.name, step.variant] = None
+        for shape, outer, reduced in shapes_of(row):
+            if row.refusal(shape, device) is None:
+                found[row.name, row.variant(shape, outer, reduced)] = None
     return list(found)

@@ -3,9 +3,13 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import docutils.nodes
+import latex2mathml.converter
 
-import cupyflash
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+import cupyflash  # noqa: E402
 
 project = "cupyflash"
 author = "The cupyflash authors"
@@ -17,9 +21,11 @@ extensions = [
     "numpydoc",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "lesson", "guides/GALLERY_HEADER.rst"]
 
 autosummary_generate = True
 numpydoc_show_class_members = False
@@ -27,6 +33,50 @@ numpydoc_show_class_members = False
 autodoc_typehints = "none"
 myst_heading_anchors = 3
 
+# Scripts that become pages: each runs when the site is built, and a page whose script
+# fails, fails the build. Files that begin with _ are shared by the others.
+sphinx_gallery_conf = {
+    "examples_dirs": ["lesson", "../examples", "guides"],
+    "gallery_dirs": ["generated/lesson", "generated/gallery", "generated/guides"],
+    "filename_pattern": r"\.py$",
+    "ignore_pattern": r"(^|[\\/])_[^\\/]*$",
+    "within_subsection_order": "FileNameSortKey",
+    "abort_on_example_error": True,
+    "backreferences_dir": None,
+    "capture_repr": (),
+    "download_all_examples": False,
+    "plot_gallery": "True",
+    "remove_config_comments": True,
+    "show_memory": False,
+    "show_signature": False,
+    "write_computation_times": False,
+}
+
+# Prompts and output are not part of what is copied.
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
 html_theme = "pydata_sphinx_theme"
 html_title = "cupyflash"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+
+
+def setup(app):
+    """Formulae as MathML, which browsers draw themselves: no script from elsewhere."""
+    app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
+    app.config.html_math_renderer = "mathml"
+
+
+def inline_math(self, node):
+    """A formula in a line of text."""
+    self.body.append(latex2mathml.converter.convert(node.astext()))
+    raise docutils.nodes.SkipNode
+
+
+def block_math(self, node):
+    """A formula that stands alone."""
+    formula = latex2mathml.converter.convert(node.astext(), display="block")
+    self.body.append(f'<div class="formula">{formula}</div>')
+    raise docutils.nodes.SkipNode

@@ -1,22 +1,18 @@
-"""Generation by steps with a cache of keys and values, and the same all at once.
+"""
+A cache of keys and values
+==========================
 
-Run it: python examples/kv_cache.py
+Generation by steps with a cache, and the same all at once. A step brings one query; the
+cache is longer than what is in it, and ``key_lengths`` says how much counts. With
+``causal=True`` and no ``query_offset``, the last query meets the last key.
 
-A step brings one query; the cache is longer than what is in it, and key_lengths says
-how much counts. With causal=True and no query_offset, the last query meets the last
-key.
+Run it: ``python examples/kv_cache.py``
 """
 
 import numpy as np
+from _support import xp
 
 import cupyflash
-
-try:
-    import cupy
-
-    xp = cupy if cupy.is_available() else np
-except ImportError:
-    xp = np
 
 BATCH, HEADS, KV_HEADS, STEPS, ROOM, DIM = 2, 8, 2, 20, 64, 32
 

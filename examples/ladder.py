@@ -1,16 +1,21 @@
-"""The four methods: what each holds in memory, and where the naive one breaks.
+"""
+The four methods
+================
 
-Run it: python examples/ladder.py
+What each holds in memory, and where the naive one breaks.
+
+Run it: ``python examples/ladder.py``
 """
 
 import tracemalloc
 
 import numpy as np
+from _support import choose
 
 import cupyflash
 
 METHODS = ("naive", "safe", "online", "tiled")
-N, DIM = 2048, 64
+N, DIM = choose(tiny=512, cpu=2048, gpu=2048), 64
 
 rng = np.random.default_rng(0)
 q, k, v = (rng.standard_normal((N, DIM), dtype=np.float32) for _ in range(3))

@@ -564,7 +564,4 @@ def main():
 
 
 if __name__ == "__main__":
-    # The module that others import, with the operations that they add.
-    import fuzz_vjp
-
-    fuzz_vjp.fuzz.main()
+    main()

@@ -1,0 +1,100 @@
+"""
+Benchmarks
+==========
+
+Every number comes from a run, and the run's report is in the repository, in
+``benchmarks/results/``. This page draws those reports; each says on which card and with
+which versions it was made.
+
+Run them on your machine:
+
+.. code-block:: console
+
+   $ python -m cupyflash bench --output bench_output
+
+or the whole tables, in a clone, with ``python benchmarks/bench_attention.py`` and
+``python benchmarks/bench_softmax.py``. Each result is checked before it is timed; times
+are medians of several turns. How time is taken is told in a
+:doc:`design note </design/0003-timing>`.
+"""
+
+import json
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+import cupyflash
+
+RESULTS = Path(cupyflash.__file__).parent.parent / "benchmarks" / "results"
+
+
+def report(name):
+    """A report, with a line on where it was made."""
+    content = json.loads((RESULTS / name).read_text("utf-8"))
+    machine = content["machine"]
+    where = machine.get("gpu") or f"{machine['processor']}, {machine['cores']} cores"
+    versions = [f"{p} {machine[p]}" for p in ("cupy", "torch", "numpy") if p in machine]
+    print(f"{name}: {where}, {machine['date']}, {', '.join(versions)}")
+    return content["rows"]
+
+
+def bars(rows, unit, factor, providers, title):
+    """A group of bars for each case, a bar for each provider."""
+    rows = [row for row in rows if "rate" in row]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    rates = {(row["case"], row["provider"]): row["rate"] * factor for row in rows}
+    figure, axis = plt.subplots(
+        figsize=(9, 1.2 + 0.6 * len(cases)), layout="constrained"
+    )
+    height = 0.8 / len(providers)
+    for i, provider in enumerate(providers):
+        places = [
+            (case + i * height, rates[name, provider])
+            for case, name in enumerate(cases)
+            if (name, provider) in rates
+        ]
+        if places:
+            at, rate = zip(*places, strict=True)
+            axis.barh(at, rate, height, label=provider)
+    axis.set_yticks([case + 0.4 for case in range(len(cases))], cases)
+    axis.invert_yaxis()
+    axis.set(xlabel=unit, title=title)
+    figure.legend(loc="outside lower center", ncols=len(providers))
+
+
+# %%
+# Softmax
+# -------
+# The bound is memory: ``copy`` is the rate at which the card copies as many bytes.
+
+rows = report("softmax_h200.json")
+bars(rows, "GB/s", 1e-9, ("tiled", "cupyx", "torch", "copy"), "softmax")
+
+# %%
+# Attention
+# ---------
+# float32 and float64 first, then 16 bits, where other libraries use tensor cores.
+
+rows = report("attention_h200.json")
+providers = ("tiled", "safe", "cupy + cupyx", "torch efficient", "torch math")
+full = [row for row in rows if row["dtype"] in ("float32", "float64")]
+bars(full, "TFLOP/s", 1e-12, providers, "attention, float32 and float64")
+
+# %%
+
+half = [row for row in rows if row["dtype"] in ("float16", "bfloat16")]
+providers = ("tiled", "safe", "torch flash", "torch cudnn", "torch math")
+bars(half, "TFLOP/s", 1e-12, providers, "attention, 16 bits")
+
+# %%
+# On a CPU
+# --------
+
+for row in report("cpu.json"):
+    if "seconds" in row:
+        extra = row.get("extra_bytes")
+        memory = f"{extra / 2**20:8.1f} MiB beside the result" if extra else ""
+        name = f"{row['case']:<40} {row['provider']:<10}"
+        print(f"{name} {row['seconds'] * 1e3:8.1f} ms {memory}".rstrip())
+
+plt.show()

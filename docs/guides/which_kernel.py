@@ -1,0 +1,103 @@
+"""
+Which kernel do I get?
+======================
+
+A table of kernels, best first, is asked from top to bottom, and the first that takes
+the problem runs. A kernel that cannot says why. :func:`cupyflash.explain` shows the
+choice for a call, without running it:
+"""
+
+import ml_dtypes
+import numpy as np
+
+import cupyflash
+from cupyflash import _attention_kernels, _kernels, _softmax_kernels
+
+x = np.ones((2, 8, 1024, 64), np.float32)
+print(cupyflash.explain("attention", x, x, x, causal=True))
+
+# %%
+# On the CPU there is one way for each method. On a GPU the choice depends on dtype,
+# head size, options and card. What follows asks the tables themselves, for cards that
+# need not be there; it is made when this page is built, so it is true of the version
+# that you read.
+
+ARCHS = {
+    "sm_75": "Turing",
+    "sm_80": "Ampere",
+    "sm_89": "Ada",
+    "sm_90a": "Hopper",
+    "sm_120": "Blackwell",
+}
+
+
+def chosen(rows, problem, arch):
+    """Name of the kernel that would run."""
+    try:
+        row, _ = _kernels.select(rows, problem, _kernels.device_of_arch(arch))
+    except NotImplementedError:
+        return "none"
+    return row.name
+
+
+def table(cases, rows):
+    """A line for each problem, a column for each card."""
+    width = max(map(len, cases))
+    print(" " * width, *(f"{arch:>9}" for arch in ARCHS))
+    print(" " * width, *(f"{name:>9}" for name in ARCHS.values()))
+    for name, problem in cases.items():
+        names = (chosen(rows, problem, arch) for arch in ARCHS)
+        print(f"{name:<{width}}", *(f"{kernel:>9}" for kernel in names))
+
+
+# %%
+# Attention
+# ---------
+# ``none`` stands where bfloat16 needs a newer card.
+
+
+def attention(dtype, head_dim, **options):
+    """The checked problem of a call."""
+    q = np.ones((1, 1, 128, head_dim), dtype)
+    return cupyflash.explain("attention", q, q, q, **options).problem
+
+
+table(
+    {
+        f"{np.dtype(dtype).name}, head_dim {head_dim}": attention(dtype, head_dim)
+        for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+        for head_dim in (64, 128, 256, 512, 1024)
+    },
+    _attention_kernels.ATTENTION_KERNELS,
+)
+
+# %%
+# With a method
+# -------------
+
+methods = ("auto", "naive", "safe", "online", "tiled")
+table(
+    {f"method={m!r}": attention(np.float32, 64, method=m) for m in methods},
+    _attention_kernels.ATTENTION_KERNELS,
+)
+
+# %%
+# Softmax
+# -------
+# Rows that are too long to be held on the chip are read twice.
+
+
+def softmax(dtype, length):
+    """The checked problem of a call on rows of a length."""
+    x = np.zeros((8, length), dtype)
+    return cupyflash.explain("softmax", x, axis=-1).problem
+
+
+table(
+    {
+        f"{np.dtype(dtype).name}, rows of {length:,}": softmax(dtype, length)
+        for dtype in (np.float16, np.float32, np.float64)
+        for length in (64, 4096, 32_768, 1_048_576)
+    },
+    [row for row in _softmax_kernels.KERNELS if "softmax" in row.functions],
+)

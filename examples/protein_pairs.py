@@ -1,0 +1,116 @@
+"""
+Attention with a pair bias on a protein
+=======================================
+
+Networks for protein structures let residues attend to each other with a bias for each
+pair, made from what is known of the pair. Here the pair is known by its distance *d*:
+head *h* takes :math:`-d_{ij} / \\ell_h` as bias, and so looks about
+:math:`\\ell_h` far. Queries and keys are random projections of the kinds of residues:
+this shows the computation on real frames, it is no trained model.
+
+The frames are of adenylate kinase on its way from closed to open. Values are
+coordinates, so a residue gets the centre of what it looks at; its distance from that
+centre is small inside of the protein and large at the surface, and changes where
+domains move. All frames are one call: the bias has shape (frame, head, residue,
+residue).
+
+Data: the trajectory ``adk_dims`` of MDAnalysisTests. Peer: SciPy.
+Run it: ``python examples/protein_pairs.py``
+"""
+
+import warnings
+
+import matplotlib.pyplot as plt
+import MDAnalysis
+import numpy as np
+from _support import choose, device_name, host_timed, timed, to_numpy, xp
+from MDAnalysisTests.datafiles import DCD, PSF
+from scipy.special import softmax
+
+import cupyflash
+
+ATOMS = choose(tiny="name CA", cpu="name CA", gpu="backbone")
+EVERY = choose(tiny=20, cpu=1, gpu=1)  # so many frames on
+LENGTHS = np.array([2.0, 4.0, 8.0, 16.0])  # in angstrom, one for each head
+DIM = 16
+
+# %%
+# Frames
+# ------
+
+warnings.filterwarnings("ignore", module="MDAnalysis")  # of its own next version
+universe = MDAnalysis.Universe(PSF, DCD)
+atoms = universe.select_atoms(ATOMS)
+frames = np.array([atoms.positions for _ in universe.trajectory[::EVERY]])
+frames -= frames.mean(axis=1, keepdims=True)
+num_frames, num_atoms, _ = frames.shape
+_, kinds = np.unique(atoms.resnames, return_inverse=True)
+num_kinds = kinds.max() + 1
+
+# %%
+# One call for all frames and heads
+# ---------------------------------
+
+rng = np.random.default_rng(0)
+projections = rng.standard_normal((2, len(LENGTHS), num_kinds, DIM))
+q, k = projections.astype(np.float32)[:, :, kinds]  # (head, atom, dim)
+v = frames[:, None]  # (frame, 1, atom, 3): the same values for each head
+differences = frames[:, :, None] - frames[:, None]
+distances = np.sqrt((differences**2).sum(axis=-1))
+bias = -distances[:, None] / LENGTHS[:, None, None].astype(np.float32)
+
+on_device = [xp.asarray(a) for a in (q, k, v, bias)]
+
+
+def look(q, k, v, bias):
+    """The centre of what each atom looks at, for each frame and head."""
+    heads = bias.shape[1]
+    v = xp.broadcast_to(v, (len(v), heads, *v.shape[2:]))
+    return cupyflash.attention(q, k, v, bias=bias)
+
+
+def look_by_scipy(q, k, v, bias):
+    """The same with the matrices of scores and weights, in float64."""
+    scores = q.astype(np.float64) @ k.swapaxes(-1, -2) / DIM**0.5 + bias
+    return softmax(scores, axis=-1) @ v
+
+
+centres, seconds = timed(look, *on_device)
+centres = to_numpy(centres)
+some = slice(None, None, max(1, num_frames // 10))
+expected, peer_seconds = host_timed(look_by_scipy, q, k, v[some], bias[some])
+error = abs(centres[some] - expected).max()
+
+print(f"{device_name()}: {num_frames} frames, {num_atoms} atoms, {len(LENGTHS)} heads")
+print(
+    f"cupyflash {seconds:.4f} s; SciPy {peer_seconds:.4f} s for {len(v[some])} frames"
+)
+print(f"the weights, never made, would take {bias.nbytes / 2**20:.0f} MiB")
+print(f"largest difference: {error:.1e} angstrom, of coordinates to {abs(v).max():.0f}")
+assert error < 1e-3
+
+# %%
+# What moves
+# ----------
+# Left, the distance of each atom from the centre of what it looks at, less its mean
+# over the frames. Right, the weights of one head themselves: attention with the
+# identity as values.
+
+far = np.linalg.norm(centres[:, 2] - frames, axis=-1)
+figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+picture = left.imshow(
+    (far - far.mean(axis=0)).T, aspect="auto", cmap="RdBu_r", vmin=-2, vmax=2
+)
+left.set(xlabel="frame", ylabel="atom", title=f"distance, {LENGTHS[2]:g} angstrom head")
+figure.colorbar(picture, ax=left, label="angstrom")
+
+identity = xp.eye(num_atoms, dtype=xp.float32)
+weights = cupyflash.attention(
+    on_device[0][2], on_device[1][2], identity, bias=on_device[3][0, 2]
+)
+weights = to_numpy(weights)
+assert abs(weights.sum(axis=1) - 1).max() < 1e-5
+right.imshow(np.sqrt(weights), cmap="magma")
+right.set(xlabel="key", ylabel="query", title="root of the weights, first frame")
+
+plt.show()

@@ -1,0 +1,56 @@
+"""The examples run, at their smallest size; each asserts that it is right."""
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = sorted((ROOT / "examples").glob("[!_]*.py"))
+
+
+def imported(script):
+    """Names of the packages that a script imports."""
+    for node in ast.walk(ast.parse(script.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module.split(".")[0]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_example_runs(script, xp, tmp_path):
+    missing = [
+        name
+        for name in imported(script)
+        if name != "_support" and importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        pytest.skip(f"needs {', '.join(missing)}")
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "CUPYFLASH_SIZE": "tiny",
+            "CUPYFLASH_XP": xp.__name__,
+            "MPLBACKEND": "agg",
+            "PYTHONPATH": str(ROOT),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
+    assert not list(tmp_path.iterdir()), "an example leaves files behind"
+
+
+def test_the_list_names_every_example():
+    text = (ROOT / "examples" / "README.md").read_text("utf-8")
+    for script in SCRIPTS:
+        assert f"`{script.name}`" in text

@@ -185,11 +185,8 @@ def test_axis_as_scipy_takes_it(xp, rng, function, axis):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_in_place(xp, rng, method, dtype):
     x = rng.normal(size=(5, 300)).astype(dtype_of(dtype))
+    expected = to_host(cupyflash.softmax(place(xp, x), 1, method=method))
     for form in ("plain", "gaps"):
-        # Other strides may mean another order of the sum, so each form has its own.
-        out = place(xp, np.zeros_like(x), form)
-        cupyflash.softmax(place(xp, x, form), 1, out=out, method=method)
-        expected = to_host(out)
         buffer = place(xp, x, form)
         assert cupyflash.softmax(buffer, 1, out=buffer, method=method) is buffer
         np.testing.assert_array_equal(to_host(buffer), expected)

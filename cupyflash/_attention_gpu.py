@@ -1,6 +1,9 @@
 """The CuPy back end of attention: plans of kernels and matmuls, launched."""
 
+import functools
 import math
+import threading
+from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -13,8 +16,15 @@ from cupyflash import (
     _gpu,
     _kernels,
     _layout,
+    _tensormap,
 )
-from cupyflash._attention_kernels import ATTENTION_KERNELS, OPTIONS, FusedKernel
+from cupyflash._attention_kernels import (
+    ATTENTION_KERNELS,
+    OPTIONS,
+    FusedKernel,
+    HopperKernel,
+    UnfusedKernel,
+)
 
 _NULL = _gpu.NULL
 _plans = _gpu.PlanCache()
@@ -49,15 +59,18 @@ def attention(
     offsets = None if offset_is_int else query_offset
     try:
         key: Any = (
-            *(q.shape, q.strides, q.dtype.char, q.data.device_id),
-            *(k.shape, k.strides, k.dtype.char, k.data.device_id),
-            *(v.shape, v.strides, v.dtype.char, v.data.device_id),
-            *(scale, type(scale), causal, type(causal), softcap, type(softcap)),
+            q.shape, q.strides, q.dtype, q.data.device_id,
+            k.shape, k.strides, k.dtype, k.data.device_id,
+            v.shape, v.strides, v.dtype, v.data.device_id,
+            # Whether the copy engine of Hopper can read them.
+            (q.data.ptr | k.data.ptr | v.data.ptr) % 16 == 0,
+            scale, scale.__class__, causal, causal.__class__, softcap,
+            softcap.__class__,
             # By its repr, since 1 and True are not the same argument.
             window if window is None else repr(window),
-            *(layout, precision, bool(return_lse), method, offset_is_int),
+            layout, precision, bool(return_lse), method, offset_is_int,
             out if out is None else _facts(out),
-        )
+        )  # fmt: skip
         options = (bias, mask, sinks, alibi_slopes, offsets, query_lengths, key_lengths)
         if not (
             bias is mask is sinks is alibi_slopes is offsets
@@ -96,7 +109,7 @@ def attention(
 
 def _facts(x):
     """What a plan depends on in an array; AttributeError if it is not CuPy's."""
-    return x.shape, x.strides, x.dtype.char, x.data.device_id
+    return x.shape, x.strides, x.dtype, x.data.device_id
 
 
 def run(problem, operands) -> tuple[Any, Any]:
@@ -132,9 +145,46 @@ def make_plan(problem, operands):
     if not all((*problem.batch, problem.num_heads, problem.seqlen_q)):
         return _EmptyPlan(problem, operands, device_id)
     device = _gpu.device(device_id)
-    row, _ = _kernels.select(ATTENTION_KERNELS, problem, device)
-    kind = _FusedPlan if isinstance(row, FusedKernel) else _UnfusedPlan
-    return kind(row, problem, operands, device)
+    known = _known(problem, operands)
+    row, _ = _kernels.select(ATTENTION_KERNELS, known, device)
+    return _PLANS[type(row)](row, known, operands, device)
+
+
+def _select(problem, operands, device):
+    """The row for a problem whose arrays lie as they do, and what was refused."""
+    return _kernels.select(ATTENTION_KERNELS, _known(problem, operands), device)
+
+
+def _known(problem, operands):
+    """The problem, with what the Hopper kernel must know of the arrays."""
+    return replace(
+        problem,
+        no_tensor_map=_no_tensor_map(problem, operands),
+        heads_can_be_packed=_heads_can_be_packed(problem, operands),
+    )
+
+
+def _heads_can_be_packed(problem, operands):
+    """Whether heads of a group and queries can be two axes of a tensor map of q."""
+    q = operands.q
+    if problem.group_size == 1 or q.ndim < 3 or 0 in q.strides[-3:-1]:
+        return False
+    axes = len(_attention_kernels.params_fields(problem, operands)["batch_shape"])
+    return axes == 1 and (q.shape[-2] == 1 or q.strides[-2] > 0)
+
+
+def _no_tensor_map(problem, operands):
+    """Why q, k and v cannot be read through tensor maps, or None."""
+    if operands.q.itemsize != _tensormap.ITEMSIZE or problem.seqlen_k == 0:
+        return None  # refused for that already
+    for name in ("q", "k", "v"):
+        x = getattr(operands, name)
+        if reason := _tensormap.refusal(x.data.ptr, x.shape, x.strides):
+            return f"{name} {reason}"
+    axes = len(_attention_kernels.params_fields(problem, operands)["batch_shape"])
+    if axes > _tensormap.MAX_BATCH_AXES:
+        return f"the batch is {axes} axes that cannot be merged"
+    return None
 
 
 def describe(problem, operands) -> dict[str, Any]:
@@ -143,7 +193,7 @@ def describe(problem, operands) -> dict[str, Any]:
         launch = _MergePlan(problem, operands).launch
         return {"kernel": "merge", "launches": [_describe_launch(launch)]}
     device = _gpu.device(operands.q.data.device_id)
-    row, refused = _kernels.select(ATTENTION_KERNELS, problem, device)
+    row, refused = _select(problem, operands, device)
     told = {"kernel": row.name, "refused": refused, "device": device.name}
     plan = make_plan(problem, operands)
     told["launches"] = [_describe_launch(launch) for launch in plan.launches]
@@ -152,7 +202,7 @@ def describe(problem, operands) -> dict[str, Any]:
         told["scores in memory"] = f"{shape} {row.scores_dtype(problem)}"
         told["matmuls"] = "cupy.matmul before the first launch and after it"
     else:
-        told["split of the keys"] = 1
+        told["split of the keys"] = plan.num_splits
     return told
 
 
@@ -194,18 +244,21 @@ class _Plan:
         self.offset = _attention_kernels.launch_offset(problem)
         arrays = operands.q, operands.k, operands.v, operands.out
         arrays += tuple(getattr(operands, name) for name in OPTIONS)
-        self.ranges = [None if x is None else _address_range(x) for x in arrays]
+        # How far from the pointer of `out` that of an input makes their spans meet.
+        self.too_near = []
+        if operands.out is not None:
+            out_first, out_end = _address_range(operands.out)
+            for place, x in enumerate(arrays):
+                if x is not None and place != 3:
+                    first, end = _address_range(x)
+                    self.too_near.append((place, out_first - end, out_end - first))
 
     def may_overlap(self, arrays):
         """Whether the span of `out` meets that of an input; the checks decide then."""
-        start = arrays[3].data.ptr
-        low, high = (start + end for end in self.ranges[3])
-        for place, x in enumerate(arrays):
-            if x is not None and place != 3:
-                start = x.data.ptr
-                first, last = self.ranges[place]
-                if low < start + last and start + first < high:
-                    return True
+        out = arrays[3].data.ptr
+        for place, low, high in self.too_near:
+            if low < arrays[place].data.ptr - out < high:
+                return True
         return False
 
     def new_out(self):
@@ -224,21 +277,28 @@ class _EmptyPlan(_Plan):
         return self.new_out() if out is None else out, self.new_lse()
 
 
+def _address(x):
+    return 0 if x is None else x.data.ptr
+
+
 class _FusedPlan(_Plan):
     """One kernel over q, k and v."""
+
+    num_splits = 1
 
     def __init__(self, row, problem, operands, device):
         super().__init__(problem, operands, operands.q.data.device_id)
         fields = _attention_kernels.params_fields(problem, operands)
         batch_dims = len(fields["batch_shape"])
-        self.params = _gpu.pack(fields, _attention_kernels.params_dtype(batch_dims))
-        (config,) = row.configs(problem, batch_dims, device)
-        self.launch = _gpu.Launch(
-            config.variant, config.grid, config.block, self.device_id
+        dtype = _attention_kernels.params_dtype(batch_dims)
+        self.params = _gpu.pack_bytes(fields, dtype)
+        self.launches = tuple(
+            _gpu.Launch(config.variant, config.grid, config.block, self.device_id)
+            for config in row.configs(problem, batch_dims, device)
         )
-        self.launches = (self.launch,)
+        self.launch = self.launches[0]
         absent = all(getattr(operands, name) is None for name in OPTIONS)
-        self.no_options = (_NULL,) * len(OPTIONS) if absent else None
+        self.no_options = (0,) * len(OPTIONS) if absent else None
 
     def __call__(self, arrays, offset):
         """Launch; `arrays` as they stand in a call, out None for a new one."""
@@ -246,9 +306,16 @@ class _FusedPlan(_Plan):
         if out is None:
             out = self.new_out()
         lse = self.new_lse()
-        options = self.no_options or [_NULL if x is None else x for x in arrays[4:]]
-        self.launch(
-            q, k, v, out, _NULL if lse is None else lse, *options, offset, self.params
+        options = self.no_options or [_address(x) for x in arrays[4:]]
+        self.launch.enqueue(
+            q.data.ptr,
+            k.data.ptr,
+            v.data.ptr,
+            out.data.ptr,
+            _address(lse),
+            *options,
+            offset,
+            self.params,
         )
         return out, lse
 
@@ -257,6 +324,165 @@ class _FusedPlan(_Plan):
         arrays = (operands.q, operands.k, operands.v, operands.given_out)
         arrays += tuple(getattr(operands, name) for name in OPTIONS)
         return self(arrays, offset)
+
+
+class _HopperPlan(_FusedPlan):
+    """The Hopper kernel: tensor maps in place of pointers, tiles from a counter."""
+
+    def __init__(self, row, problem, operands, device):
+        super().__init__(row, problem, operands, device)
+        fields = _attention_kernels.params_fields(problem, operands)
+        block_n = row.tile(problem).block_n
+        self.encoders = {
+            "q": _q_encoder(problem, fields, operands.q, row.pack(problem)),
+            "k": _encoder(problem, fields, "k", operands.k, block_n),
+            "v": _encoder(problem, fields, "v", operands.v, block_n),
+        }
+        self.schedule = row.schedule(problem, device)
+        self.num_splits = self.schedule["num_splits"]
+        # Sums of the parts, float32, behind their lse, float64.
+        num_rows = self.num_splits * math.prod(problem.lse_shape)
+        self.lse_bytes = 8 * num_rows
+        self.parts_bytes = (8 + 4 * problem.head_dim_v) * num_rows
+        self.inputs: dict[tuple[int, ...], Any] = {}
+
+    def _new_inputs(self, pointers):
+        """The kernel's parameter that depends on where q, k and v lie."""
+        if len(self.inputs) >= _MAX_INPUTS:
+            self.inputs.clear()
+        fields = dict(self.schedule)
+        for (name, encode), ptr in zip(self.encoders.items(), pointers, strict=True):
+            fields |= {name: ptr, f"{name}_map": encode(ptr)}
+        packed = _gpu.pack_bytes(fields, _attention_kernels.HOPPER_INPUTS)
+        self.inputs[pointers] = packed
+        return packed
+
+    def __call__(self, arrays, offset):
+        """Launch; `arrays` as they stand in a call, out None for a new one."""
+        q, k, v, out = arrays[:4]
+        pointers = q.data.ptr, k.data.ptr, v.data.ptr
+        inputs = self.inputs.get(pointers)
+        if inputs is None:
+            inputs = self._new_inputs(pointers)
+        if out is None:
+            out = self.new_out()
+        lse = self.new_lse()
+        options = self.no_options or [_address(x) for x in arrays[4:]]
+        out_at, lse_at = out.data.ptr, _address(lse)
+        if self.num_splits > 1:
+            memory = cupy.cuda.alloc(self.parts_bytes)
+            lses, parts = memory.ptr, memory.ptr + self.lse_bytes
+            if _is_capturing():
+                _kept_for_graphs.append(memory)
+        else:
+            lses, parts = lse_at, out_at
+        self.launch.enqueue(
+            inputs,
+            parts,
+            lses,
+            _counters(self.device_id).of_current_stream(),
+            *options,
+            offset,
+            self.params,
+        )
+        if self.num_splits > 1:
+            self.launches[1].enqueue(
+                parts, lses, out_at, lse_at, self.num_splits, self.params
+            )
+        return out, lse
+
+
+# Memory that kernels in CUDA graphs write to whenever they are replayed: it must not go
+# back to the pool.
+_kept_for_graphs: list[Any] = []
+
+
+def _is_capturing():
+    """Whether launches on the current stream go into a CUDA graph."""
+    ptr = cupy.cuda.get_current_stream().ptr
+    # 0 and 1 are the default stream, which cannot be captured.
+    return ptr > 1 and cupy.cuda.runtime.streamIsCapturing(ptr)
+
+
+# Sets of pointers that a plan remembers the maps of.
+_MAX_INPUTS = 256
+
+
+def _encoder(problem, fields, name, x, rows):
+    """Tensor maps for an operand whose batch axes have been merged."""
+    batch, *steps = fields[name]
+    shape = (*fields["batch_shape"], *x.shape[-3:])
+    strides = tuple(step * x.itemsize for step in (*batch, *steps))
+    return _tensormap.Encoder(problem.dtype, _tensormap.layout(shape, strides), rows)
+
+
+def _q_encoder(problem, fields, q, pack):
+    """The same of q, whose heads in groups of `pack` come next to its columns."""
+    rows = _attention_kernels.HOPPER_GROUP_ROWS
+    if pack == 1:
+        return _encoder(problem, fields, "q", q, rows)
+    (batch,), head, row, col = fields["q"]
+    shape = (*fields["batch_shape"], problem.num_heads // pack, problem.seqlen_q, pack)
+    steps = batch, head * pack, row, head, col
+    where = _tensormap.layout(
+        (*shape, problem.head_dim), tuple(step * q.itemsize for step in steps)
+    )
+    return _tensormap.Encoder(problem.dtype, where, pack, rows // pack)
+
+
+class _Counters:
+    """Pairs of zeros on a device; a kernel takes its tiles from one and leaves zeros.
+
+    Kernels that may run at one time must not share a pair. So each stream has its own,
+    and each launch in a CUDA graph, which may be replayed on any stream.
+    """
+
+    COUNT = 1 << 13
+    _BYTES = 8
+
+    def __init__(self, device_id):
+        stream = cupy.cuda.get_current_stream()
+        if stream.is_capturing():
+            raise RuntimeError(
+                "the first attention call on a device cannot be captured into a CUDA "
+                "graph: make the same call once before the capture, as a warm-up"
+            )
+        with cupy.cuda.Device(device_id):
+            self._memory = cupy.zeros(self.COUNT, np.int64)
+            stream.synchronize()  # other streams will use them, once for all
+        self._lock = threading.Lock()
+        self._of_stream: dict[Any, Any] = {}
+        self._used = 0
+
+    def of_current_stream(self):
+        """Address of the pair for a launch on the current stream."""
+        ptr = cupy.cuda.get_current_stream().ptr
+        # Threads share the number, not the stream, of "per-thread default".
+        key = (ptr, threading.get_ident()) if ptr == _PER_THREAD else ptr
+        if _is_capturing():
+            return self._take()
+        pair = self._of_stream.get(key)
+        if pair is None:
+            pair = self._of_stream[key] = self._take()
+        return pair
+
+    def _take(self):
+        with self._lock:
+            if self._used == self.COUNT:
+                raise RuntimeError(
+                    f"more than {self.COUNT} streams and captured calls of attention "
+                    "on one device"
+                )
+            self._used += 1
+            return self._memory.data.ptr + (self._used - 1) * self._BYTES
+
+
+_PER_THREAD = 2  # cudaStreamPerThread
+
+
+@functools.cache
+def _counters(device_id):
+    return _Counters(device_id)
 
 
 class _UnfusedPlan(_Plan):
@@ -312,6 +538,13 @@ class _UnfusedPlan(_Plan):
         return cupy.ascontiguousarray(
             product.astype(_arrays.to_dtype(self.scores_dtype), copy=False)
         )
+
+
+_PLANS = {
+    HopperKernel: _HopperPlan,
+    FusedKernel: _FusedPlan,
+    UnfusedKernel: _UnfusedPlan,
+}
 
 
 def _fold_group(q, problem):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _attention_problem, _kernels, _layout
+from cupyflash import _attention_problem, _kernels, _layout, _tensormap
 from cupyflash._attention_problem import AttentionProblem, MergeProblem
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
@@ -320,6 +320,282 @@ class FusedKernel:
 
 
 @dataclass(frozen=True)
+class HopperTile:
+    """Warpgroups of 64 queries each, keys of a tile, and whether they take turns."""
+
+    num_groups: int
+    block_n: int
+    take_turns: bool = True
+
+    @property
+    def block_m(self) -> int:
+        return HOPPER_GROUP_ROWS * self.num_groups
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.num_groups + 1)
+
+
+# Queries of a warpgroup: rows of a box of q.
+HOPPER_GROUP_ROWS = 64
+
+# Most keys that a query may see. A tensor core cuts the bits that fall off a sum, 16
+# keys at a time, so that the error of out grows by 2^-25 of its size with each step: to
+# half of what is promised for a dtype at this length, if all values are alike.
+_HOPPER_KEYS = {"float16": 1 << 18, "bfloat16": 1 << 21}
+
+# Tiles of keys that a part has at least: merging costs as much as one or two.
+_TILES_OF_SPLIT = 2
+_SPLIT_MERGE_THREADS = 128
+
+# Upper bounds of seqlen_q, and the tile up to there.
+_Ladder = tuple[tuple[float, HopperTile], ...]
+
+# inputs_t of cuda_src/attention/hopper.cu.
+HOPPER_INPUTS = np.dtype(
+    [
+        *((f"{name}_map", _tensormap.MAP) for name in "qkv"),
+        *((name, "i4") for name in ("num_items", "num_blocks", "num_heads", "section")),
+        ("num_splits", "i4"),
+        ("gap", "V4"),
+        *((name, "u8") for name in "qkv"),
+        ("from_log2", "f8"),
+        ("to_log2", "f4"),
+        ("padding", "V4"),  # to a multiple of 64
+    ]
+)
+
+
+@dataclass(frozen=True)
+class HopperKernel:
+    """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
+
+    `tiles` holds for (head_dim, head_dim_v) as compiled four ladders: for queries that
+    see all keys; for those that see a part by position; for lengths on the device; and
+    for scores with terms of their own (bias, mask, softcap, alibi). Each of these needs
+    more registers than the one before.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: dict[tuple[int, int], tuple[_Ladder, _Ladder, _Ladder, _Ladder]]
+    dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
+    # Keys of a tile where one warpgroup has room for all queries: by head dimension,
+    # without and with terms.
+    few: tuple[tuple[float, tuple[int, int]], ...]
+    arch: str = "sm_90a"
+    fast: bool = True
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        if f"{device.arch}a" != self.arch:
+            return f"needs {self.arch}, {device.name} is {device.arch}"
+        if device.nvrtc < (12, 9):
+            return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"takes float16 and bfloat16, not {problem.dtype}"
+        for name in ("head_dim", "head_dim_v"):
+            n = getattr(problem, name)
+            if n % 8 or n > self.dims[-1]:
+                return f"{name} {n} is not a multiple of 8 up to {self.dims[-1]}"
+        if problem.seqlen_k == 0:
+            return "there are no keys"
+        if _most_seen(problem) > (most := _HOPPER_KEYS[problem.dtype]):
+            return f"sums in {problem.dtype} are exact enough up to {most} keys"
+        longest = max(problem.seqlen_q, problem.seqlen_k, _num_rows(problem) // 64)
+        if longest >= 1 << 30:
+            return "counts tiles in 32 bits, which this problem exceeds"
+        if problem.no_tensor_map is not None:
+            return problem.no_tensor_map
+        if not self._ladder(problem):
+            return (
+                "has too few registers for bias, mask, softcap, alibi or a scale that "
+                f"is not positive at head_dim {problem.head_dim} and head_dim_v "
+                f"{problem.head_dim_v}"
+            )
+        if self._smem(problem) > device.smem_optin:
+            return (
+                f"needs {self._smem(problem)} bytes of shared memory, a block may have "
+                f"{device.smem_optin}"
+            )
+        return None
+
+    def _dims(self, problem):
+        """head_dim and head_dim_v as they are compiled."""
+        return tuple(
+            next(n for n in self.dims if n >= wanted)
+            for wanted in (problem.head_dim, problem.head_dim_v)
+        )
+
+    def tile(self, problem: AttentionProblem) -> HopperTile:
+        """The tile measured best for a length and kind of mask."""
+        if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
+            block_ns = _kernels.by_threshold(self.few, max(self._dims(problem)))
+            return HopperTile(1, block_ns[_has_terms(problem)], False)
+        return _kernels.by_threshold(self._ladder(problem), problem.seqlen_q)
+
+    def pack(self, problem: AttentionProblem) -> int:
+        """Query heads of a group that stand side by side in the rows of a tile.
+
+        A power of two, where all their queries fit into the rows of one warpgroup: keys
+        and values are then read once for all of them.
+        """
+        group = problem.group_size
+        of_heads = ("bias", "mask", "sinks", "alibi_slopes")
+        if not problem.heads_can_be_packed or any(
+            getattr(problem, name) is not None for name in of_heads
+        ):
+            return 1
+        pack = 1
+        while group % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= 64:
+            pack *= 2
+        return pack
+
+    def num_splits(self, problem: AttentionProblem, device: Device) -> int:
+        """Parts of the keys, where tiles of queries alone would not fill the device."""
+        tile = self.tile(problem)
+        items = self._num_tiles(problem, tile)
+        num_tiles = -(-_most_seen(problem) // tile.block_n)
+        if problem.sinks is not None or num_tiles < 2 * _TILES_OF_SPLIT:
+            return 1
+        return max(1, min(device.num_sms // items, num_tiles // _TILES_OF_SPLIT))
+
+    def _num_tiles(self, problem, tile):
+        """Tiles of queries, over all heads and batch entries."""
+        pack = self.pack(problem)
+        heads = math.prod(problem.batch) * problem.num_heads // pack
+        return heads * -(-problem.seqlen_q * pack // tile.block_m)
+
+    def _ladder(self, problem):
+        """Tiles for a problem's head dimensions and kind; may be empty."""
+        dims = self._dims(problem)
+        ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
+        if _has_terms(problem):
+            return ladders[3]
+        if _has_lengths(problem):
+            return ladders[2]
+        return ladders[1 if _bounds(problem) > 0 else 0]
+
+    def _smem(self, problem):
+        """Tiles of q, two of k and two of v, and room to align them."""
+        tile = self.tile(problem)
+        row_qk, row_v = (-(-n // 64) * 128 for n in self._dims(problem))
+        kv = 2 * tile.block_n * (row_qk + row_v)
+        return tile.block_m * row_qk + kv + 1024
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The launch, and where keys are split another that merges the parts."""
+        config = self.config(self.tile(problem), problem, batch_dims, device)
+        if self.num_splits(problem, device) == 1:
+            return (config,)
+        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
+        plain = replace(problem, softcap=0.0, **absent)
+        merge = Variant(
+            source=f"attention/{self.name}_merge.cu",
+            entry=f"attention_{self.name}_merge",
+            defines=_defines(plain, batch_dims, _SPLIT_MERGE_THREADS),
+        )
+        return config, Config(merge, _num_rows(problem), _SPLIT_MERGE_THREADS)
+
+    def config(
+        self,
+        tile: HopperTile,
+        problem: AttentionProblem,
+        batch_dims: int,
+        device: Device,
+    ) -> Config:
+        """The launch with a given tile."""
+        dims = self._dims(problem)
+        switches = {
+            "HEAD_DIM": dims[0],
+            "HEAD_DIM_V": dims[1],
+            "BLOCK_N": tile.block_n,
+            "BOUNDS": _bounds(problem),
+            "TAKE_TURNS": int(tile.take_turns),
+        }
+        if not _scale_is_plain(problem.scale):
+            switches["SCALE_SCORES"] = 1
+        if (pack := self.pack(problem)) > 1:
+            switches["PACK"] = pack
+        num_splits = self.num_splits(problem, device)
+        if num_splits > 1:
+            switches["SPLIT"] = 1
+        variant = Variant(
+            source=f"attention/{self.name}.cu",
+            entry=f"attention_{self.name}",
+            defines=_defines(problem, batch_dims, tile.num_threads, **switches),
+            arch=self.arch,
+            smem=self._smem(problem),
+        )
+        num_items = self._num_tiles(problem, tile) * num_splits
+        return Config(variant, min(num_items, device.num_sms), tile.num_threads)
+
+    def schedule(self, problem: AttentionProblem, device: Device) -> dict[str, Any]:
+        """How the items are cut, and the units of exponents: fields of inputs_t."""
+        tile = self.tile(problem)
+        pack, num_splits = self.pack(problem), self.num_splits(problem, device)
+        num_heads = math.prod(problem.batch) * problem.num_heads // pack
+        bytes_of_head = (
+            problem.seqlen_k
+            * (problem.head_dim + problem.head_dim_v)
+            * ITEMSIZE[problem.dtype]
+        )
+        # Keys and values of a section take about half of the L2 cache; sections are
+        # equal, since a small one at the end would not fill the device.
+        in_cache = device.l2_bytes * 11 // 20 // bytes_of_head * problem.group_size
+        in_cache //= pack
+        num_sections = -(-num_heads // max(1, in_cache))
+        return {
+            "num_items": self._num_tiles(problem, tile) * num_splits,
+            "num_blocks": -(-problem.seqlen_q * pack // tile.block_m),
+            "num_heads": num_heads,
+            "num_splits": num_splits,
+            "section": -(-num_heads // num_sections),
+            **_exponents(problem),
+        }
+
+
+def _exponents(problem):
+    """What makes scores exponents of 2, as a float32, and the way back to lse."""
+    scale = 1.0 if _has_terms(problem) else problem.scale
+    to_log2 = np.float32(scale * math.log2(math.e))
+    return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
+
+
+def _most_seen(problem):
+    """Keys that one query may see at most."""
+    if problem.left is None or problem.right is None:
+        return problem.seqlen_k
+    return min(problem.seqlen_k, problem.left + problem.right + 1)
+
+
+def _bounds(problem):
+    """kBounds of cuda_src/attention/hopper_tiles.cuh."""
+    if problem.left is not None:
+        return 2
+    return 0 if problem.right is None else 1
+
+
+def _has_lengths(problem):
+    """Whether the device alone knows how many queries or keys there are."""
+    return problem.query_lengths is not None or problem.key_lengths is not None
+
+
+def _scale_is_plain(scale):
+    """Whether softmax can work on products that have not been scaled."""
+    return 1e-20 <= scale <= 1e20
+
+
+def _has_terms(problem):
+    """Whether scores are finished one by one before the softmax."""
+    arrays = (problem.bias, problem.mask, problem.alibi_slopes)
+    has_arrays = any(x is not None for x in arrays)
+    return has_arrays or problem.softcap > 0 or not _scale_is_plain(problem.scale)
+
+
+@dataclass(frozen=True)
 class UnfusedKernel:
     """Scores in memory: matmul, a kernel over their rows, matmul, a kernel for out.
 
@@ -380,6 +656,50 @@ class UnfusedKernel:
 
 
 ATTENTION_KERNELS = (  # best first
+    HopperKernel(
+        name="hopper",
+        rungs=("tiled", "auto"),
+        dims=(64, 96, 128, 192, 256),
+        few=((192, (128, 64)), (256, (64, 64))),
+        tiles={
+            (64, 64): (
+                ((2047, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
+                ((4095, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
+                ((math.inf, HopperTile(3, 112)),),
+                ((math.inf, HopperTile(2, 64, False)),),
+            ),
+            (96, 96): (
+                ((math.inf, HopperTile(3, 96)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 64, False)),),
+            ),
+            (128, 128): (
+                ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 64, False)),),
+            ),
+            (192, 128): (
+                ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 64, False)),),
+            ),
+            (192, 192): (
+                ((math.inf, HopperTile(2, 112)),),
+                ((math.inf, HopperTile(2, 96)),),
+                ((math.inf, HopperTile(2, 96)),),
+                (),
+            ),
+            (256, 256): (
+                ((math.inf, HopperTile(2, 80)),),
+                ((math.inf, HopperTile(2, 64)),),
+                ((math.inf, HopperTile(2, 48)),),
+                (),
+            ),
+        },
+    ),
     FusedKernel(
         name="tiled",
         rungs=("tiled", "auto"),
@@ -553,13 +873,29 @@ def _representative():
             yield _problem("float32", **options), 1
     yield _problem("bfloat16", bias="bfloat16"), 1
     yield _problem("float64", **_ALL_OPTIONS), 3
-    # Options take registers, and so does a head: each size once with few and with all.
+    yield from _bounded()
+
+
+def _bounded():
+    """Kernels whose code depends on which keys are seen, at each head size."""
     for head_dim in (64, 96, 128, 192, 256):
-        yield _problem("bfloat16", head_dim), 1
-        yield _problem("bfloat16", head_dim, key_lengths="int32"), 1
-        yield _problem("bfloat16", head_dim, bias="float32"), 1
-        yield _problem("bfloat16", head_dim, **_ALL_OPTIONS), 2
-    yield replace(_problem("bfloat16", 192), head_dim_v=128), 1
+        for bounds in ({}, {"right": 0}, {"left": 1024, "right": 0}):
+            yield _problem("bfloat16", head_dim, **bounds), 1
+            yield _problem("bfloat16", head_dim, key_lengths="int32", **bounds), 1
+            both = {"query_lengths": "int32", "key_lengths": "int32"}
+            yield _problem("bfloat16", head_dim, **both, **bounds), 2
+        yield _problem("bfloat16", head_dim, right=0, bias="float32"), 1
+        yield _problem("bfloat16", head_dim, left=1024, **_ALL_OPTIONS), 2
+        few = {"seqlen_q": 1, "num_kv_heads": 16}
+        yield replace(_problem("bfloat16", head_dim, (16,)), **few), 1
+        yield replace(_problem("bfloat16", head_dim, key_lengths="int32"), **few), 1
+        yield replace(_problem("bfloat16", head_dim, right=0), **few), 1
+        few = {"num_heads": 2, "num_kv_heads": 2}
+        yield replace(_problem("bfloat16", head_dim), **few), 1
+        yield replace(_problem("bfloat16", head_dim, right=0), **few), 1
+    for bounds in ({}, {"right": 0}):
+        yield replace(_problem("bfloat16", 192, **bounds), head_dim_v=128), 1
+        yield replace(_problem("float16", 64, **bounds), seqlen_q=1024), 1
 
 
 def _everything():

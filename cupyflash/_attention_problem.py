@@ -54,6 +54,10 @@ class AttentionProblem:
     precision: str = "float32"
     return_lse: bool = False
     method: str = "auto"
+    # Why the copy engine of Hopper cannot read q, k and v; None if it can.
+    no_tensor_map: str | None = None
+    # Whether a tensor map can have query heads of a group and queries as two axes.
+    heads_can_be_packed: bool = True
 
     @property
     def compute_dtype(self) -> str:

@@ -6,13 +6,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupyflash import _arrays, _console, _measure, _reference, _softmax
+from cupyflash import (
+    _arrays,
+    _console,
+    _exponentials,
+    _measure,
+    _reference,
+    _softmax,
+)
 from cupyflash._attention import attention
 
 EXAMPLES = """
 examples:
   python -m cupyflash check
   python -m cupyflash check --backend numpy
+  python -m cupyflash check --exhaustive
 
 Each function, method and dtype is compared with a wider computation on the host. The
 exit code is 1 when an error is larger than the documentation allows.
@@ -57,18 +65,26 @@ class Case:
 
 
 def add_arguments(parser):
-    """Which back ends to check."""
+    """What to check."""
     parser.add_argument(
         "--backend",
         choices=("numpy", "cupy"),
         action="append",
         help="check this one alone (default: all that this machine has)",
     )
+    parser.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="check the exponentials of the kernels instead, for all 2^32 float32 "
+        "arguments (seconds; needs a GPU)",
+    )
 
 
 def run(args):
     """Print a verdict a line; 1 if one is bad."""
     has_gpu = _measure.cuda_device_count() > 0
+    if args.exhaustive:
+        return _run_exhaustive(has_gpu)
     backends = args.backend or (["numpy", "cupy"] if has_gpu else ["numpy"])
     if "cupy" in backends and not has_gpu:
         print("no CUDA device that CuPy can use; see python -m cupyflash info")
@@ -92,6 +108,35 @@ def run(args):
     if not has_gpu:
         print("no CUDA device: the NumPy back end alone is checked")
     print(f"{len(rows) - failures} passed, {failures} failed")
+    return int(failures > 0)
+
+
+def _run_exhaustive(has_gpu):
+    """Every float through the exponentials of the kernels; 1 if one is off."""
+    if not has_gpu:
+        print(
+            "--exhaustive checks the kernels and needs a GPU: no CUDA device that CuPy "
+            "can use; see python -m cupyflash info"
+        )
+        return 1
+    findings = _exponentials.measure()
+    _console.table(
+        ("exponential", "dtype", "arguments", "largest ulp", "at", "allowed", ""),
+        [
+            (
+                f.function,
+                f.dtype,
+                f.arguments,
+                f"{f.ulps:.3f}",
+                f"{f.at:.9g}" if f.dtype == "float32" else f"{f.at:.17g}",
+                f"{f.allowed:g}",
+                "ok" if f.is_good else "FAILED",
+            )
+            for f in findings
+        ],
+    )
+    failures = sum(not f.is_good for f in findings)
+    print(f"{len(findings) - failures} passed, {failures} failed")
     return int(failures > 0)
 
 

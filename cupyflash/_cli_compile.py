@@ -7,7 +7,14 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 
-from cupyflash import _attention_kernels, _console, _softmax_kernels, _source, _threads
+from cupyflash import (
+    _attention_kernels,
+    _console,
+    _exponentials,
+    _softmax_kernels,
+    _source,
+    _threads,
+)
 from cupyflash._kernels import Device, Variant, device_of_arch
 
 EXAMPLES = """
@@ -20,7 +27,11 @@ The exit code is 1 when a kernel does not compile, when a kernel whose row is ma
 fast spills registers, or when the assembler serialises its matrix instructions.
 """
 
-_TABLES = {"softmax": _softmax_kernels, "attention": _attention_kernels}
+_TABLES = {
+    "softmax": _softmax_kernels,
+    "attention": _attention_kernels,
+    "check": _exponentials,
+}
 
 # Warnings that a fast kernel must not have: the assembler waits for each wgmma in turn.
 _SERIALIZED = re.compile(r"C75\d\d")

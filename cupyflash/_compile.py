@@ -13,6 +13,11 @@ from cupyflash._kernels import Variant
 
 _lock = threading.Lock()
 
+# Clusters of up to 8 blocks run on any device that has clusters; a kernel with larger
+# ones has to say so: CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED.
+_PORTABLE_CLUSTER = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+
 
 def get_kernel(variant: Variant, device_id: int):
     """The loaded kernel of `variant` on a device, which must be the current one."""
@@ -29,8 +34,12 @@ def _load(variant, device_id):
         )
     module = cupy.RawModule(code=_source.load(variant.source), options=variant.options)
     kernel = _build(module, variant)
-    if variant.smem > 48 * 1024:
+    if variant.smem:  # which has to be asked for from 48 KiB on, static memory included
         kernel.max_dynamic_shared_size_bytes = variant.smem
+    if variant.cluster > _PORTABLE_CLUSTER:
+        cupy.cuda.driver.funcSetAttribute(
+            kernel.kernel.ptr, _NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
+        )
     # The Function underneath launches without RawKernel's per-call look-ups.
     return kernel.kernel
 

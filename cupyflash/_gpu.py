@@ -1,6 +1,7 @@
 """What both operations share on the GPU: device facts, plans, launches."""
 
 import functools
+import struct
 from typing import Any
 
 import cupy
@@ -52,8 +53,29 @@ def _nvrtc_version():
         ) from None
 
 
+_current_stream = cupy.cuda.get_current_stream
+
+# Launches of the driver. CuPy's own way makes an object of each argument, which takes
+# as long as the launch.
+_driver = cupy.cuda.driver
+_launch_kernel = getattr(_driver, "launchKernel", None)
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
+# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE and
+# _INVALID_CLUSTER_SIZE
+_DOES_NOT_FIT = (701, 720, 912)
+
+
+class DoesNotFitError(RuntimeError):
+    """The device cannot hold the blocks of a launch that have to run together."""
+
+
+def _launch_cooperative(*args):
+    """As launchKernel, whose last parameter this entry of the driver does not have."""
+    _driver.launchCooperativeKernel(*args[:-1])
+
+
 class Launch:
-    """One kernel with everything but its arrays; compiled at the first call."""
+    """One kernel with everything but its arguments; compiled at the first call."""
 
     def __init__(self, variant, grid, block, device_id):
         self.variant = variant
@@ -61,14 +83,86 @@ class Launch:
         self.block = block
         self.device_id = device_id
         self._kernel = None
-        self._smem = variant.smem
+        self._enqueue = None
+        self._lists = []  # argument lists that no thread is launching with
 
     def __call__(self, *args):
-        """Enqueue on the current stream of the current device."""
+        """Enqueue on the current stream of the current device; any types of CuPy's."""
         kernel = self._kernel
         if kernel is None:
-            kernel = self._kernel = _compile.get_kernel(self.variant, self.device_id)
-        kernel(self.grid, self.block, args, self._smem)
+            kernel = self._load()
+        kernel(
+            self.grid,
+            self.block,
+            args,
+            self.variant.smem,
+            enable_cooperative_groups=self.variant.cooperative,
+        )
+
+    def enqueue(self, *args):
+        """As a call, for arguments that are 64-bit integers or bytes; faster.
+
+        Integers are pointers as well as numbers, and bytes are structs that are passed
+        by value. Their kinds and sizes are the same in each call.
+        """
+        try:
+            arguments = self._lists.pop()
+        except IndexError:
+            if self._enqueue is None and not self._prepare():
+                self(*[np.frombuffer(x, f"V{len(x)}") if isinstance(x, bytes) else x
+                       for x in args])  # fmt: skip
+                return
+            arguments = _ArgumentList(args)
+        arguments.write(*args)
+        stream = _current_stream(self.device_id).ptr
+        try:
+            self._enqueue(stream, arguments.address, 0)
+        except _driver.CUDADriverError as error:
+            if error.status in _DOES_NOT_FIT:
+                raise DoesNotFitError(f"{self.variant.source}: {error}") from None
+            if error.status != _INVALID_CONTEXT:
+                raise
+            # The first use of the device by this thread.
+            cupy.cuda.runtime.setDevice(self.device_id)
+            self._enqueue(stream, arguments.address, 0)
+        self._lists.append(arguments)
+
+    def _load(self):
+        self._kernel = _compile.get_kernel(self.variant, self.device_id)
+        return self._kernel
+
+    def _prepare(self):
+        """Make the driver's launch ready; False if this CuPy does not offer it."""
+        if _launch_kernel is None:
+            return False
+        self._enqueue = functools.partial(
+            _launch_cooperative if self.variant.cooperative else _launch_kernel,
+            self._load().ptr,
+            *(*self.grid, 1, 1)[:3],
+            *(*self.block, 1, 1)[:3],
+            self.variant.smem,
+        )
+        return True
+
+
+class _ArgumentList:
+    """Arguments in memory, after the addresses of each, as the driver wants them.
+
+    For one launch at a time: other threads run while the driver reads it.
+    """
+
+    def __init__(self, args):
+        words = [-(-len(x) // 8) if isinstance(x, bytes) else 1 for x in args]
+        form = "".join(f"{8 * n}s" if isinstance(x, bytes) else "q"
+                       for x, n in zip(args, words, strict=True))  # fmt: skip
+        count = len(args)
+        self._memory = np.zeros(count + sum(words), np.int64)
+        self.address = self._memory.ctypes.data
+        starts = count + np.cumsum([0, *words[:-1]])
+        self._memory[:count] = self.address + 8 * starts
+        self.write = functools.partial(
+            struct.Struct(form).pack_into, self._memory, 8 * count
+        )
 
 
 class PlanCache:
@@ -76,9 +170,7 @@ class PlanCache:
 
     def __init__(self):
         self._plans: dict[Any, Any] = {}
-
-    def get(self, key):
-        return self._plans.get(key)
+        self.get = self._plans.get  # the dictionary's own: each call begins with it
 
     def put(self, key, plan):
         if len(self._plans) >= MAX_PLANS:
@@ -99,8 +191,17 @@ _by_value = getattr(
 
 
 def pack(fields: dict[str, Any], dtype: np.dtype):
-    """A struct of kernel parameters as one argument, passed by value."""
+    """A struct of kernel parameters as one argument of a call, passed by value."""
+    return _by_value(_record(fields, dtype))
+
+
+def pack_bytes(fields: dict[str, Any], dtype: np.dtype) -> bytes:
+    """A struct of kernel parameters as one argument of `Launch.enqueue`."""
+    return _record(fields, dtype).tobytes()
+
+
+def _record(fields, dtype):
     record = np.zeros(1, dtype)
     for name, value in fields.items():
         record[name] = value
-    return _by_value(record)
+    return record

@@ -56,6 +56,8 @@ class Variant:
     defines: tuple[tuple[str, str], ...] = ()
     arch: str | None = None  # for a kernel bound to one architecture
     smem: int = 0  # bytes of dynamic shared memory
+    cooperative: bool = False  # all blocks run at once, to wait for one another
+    cluster: int = 1  # blocks of a cluster; more than 8 has to be asked for
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -65,6 +67,16 @@ class Variant:
         if self.arch is not None:
             options.append(f"-arch={self.arch}")
         return tuple(options)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a kernel."""
+
+    variant: Variant
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    scratch: int = 0  # bytes of memory that the launches of one call share
 
 
 class Row(Protocol):

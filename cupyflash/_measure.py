@@ -182,27 +182,6 @@ class _GpuTurn:
         )
 
 
-def host_seconds(
-    call: Callable[[], Any], synchronize: Callable[[], Any], *, turns: int = 15
-) -> float:
-    """What one warm call costs the host, the device running behind.
-
-    A turn is short enough that the queue of launches never fills up.
-    """
-    per_turn = 100
-    for _ in range(20):
-        call()
-    synchronize()
-    times = []
-    for _ in range(turns):
-        start = time.perf_counter()
-        for _ in range(per_turn):
-            call()
-        times.append((time.perf_counter() - start) / per_turn)
-        synchronize()
-    return median(times)
-
-
 @dataclass(frozen=True)
 class Run:
     """One call, its result with it."""

@@ -5,10 +5,19 @@ straight from a dictionary to the launch; any other passes the checks of
 `_softmax_problem` and leaves a plan behind.
 """
 
+import dataclasses
+
 import cupy
 import numpy as np
 
-from cupyflash import _arrays, _gpu, _layout, _softmax_kernels, _softmax_problem
+from cupyflash import (
+    _arrays,
+    _gpu,
+    _layout,
+    _softmax_kernels,
+    _softmax_layout,
+    _softmax_problem,
+)
 
 _plans = _gpu.PlanCache()
 
@@ -27,9 +36,11 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a CuPy array, or not hashable
         key = plan = None
-    if plan is not None and (out is None or plan.may_write(out, x, where)):
-        # An absent mask is never read: x stands in for its pointer.
-        return plan(out, x, x if where is None else where)
+    if plan is not None:
+        at = x.data.ptr  # also of a mask that is absent: it is never read
+        pointers = at, at if where is None else where.data.ptr
+        if out is None or plan.may_write(out.data.ptr, pointers):
+            return plan(out, pointers)
     problem, operands = _softmax_problem.softmax(
         function, x, axis, where, scale, dtype, out, method
     )
@@ -47,8 +58,12 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
-    if plan is not None and (out is None or plan.may_write(out, a, b, where)):
-        return plan(out, a, a if b is None else b, a if where is None else where)
+    if plan is not None:
+        at = a.data.ptr
+        pointers = (at, at if b is None else b.data.ptr,
+                    at if where is None else where.data.ptr)  # fmt: skip
+        if out is None or plan.may_write(out.data.ptr, pointers):
+            return plan(out, pointers)
     problem, operands = _softmax_problem.logsumexp(
         a, axis, b, keepdims, return_sign, where, out
     )
@@ -63,8 +78,10 @@ def vjp(function, y, dy, axis, scale, out):
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
-    if plan is not None and (out is None or plan.may_write(out, y, dy)):
-        return plan(out, y, dy)
+    if plan is not None:
+        pointers = y.data.ptr, dy.data.ptr
+        if out is None or plan.may_write(out.data.ptr, pointers):
+            return plan(out, pointers)
     problem, operands = _softmax_problem.vjp(function, y, dy, axis, scale, out)
     return _checked(key, problem, operands)
 
@@ -85,20 +102,33 @@ def _checked(key, problem, operands):
         with operands.x.device:
             return _run_complex(problem, operands)
     inputs = _inputs(problem, operands)
-    plan = _plan_of(problem, inputs, operands.out)
-    result = plan(operands.out, *(inputs[0] if x is None else x for x in inputs))
+    pointers = tuple((inputs[0] if x is None else x).data.ptr for x in inputs)
+    unfit: tuple[str, ...] = ()
+    while True:
+        plan = _plan_of(problem, inputs, operands.out, unfit)
+        try:
+            result = plan(operands.out, pointers)
+            break
+        except _gpu.DoesNotFitError:
+            unfit += (plan.row.name,)  # the next row, then
     if key is not None:
         _plans.put(key, plan)
     return result
 
 
+# The arrays that a kernel reads, in the order of its parameters.
+_INPUTS = {
+    "softmax": ("x", "where"),
+    "log_softmax": ("x", "where"),
+    "logsumexp": ("x", "b", "where"),
+    "softmax_vjp": ("x", "dy"),
+    "log_softmax_vjp": ("x", "dy"),
+}
+
+
 def _inputs(problem, operands):
-    """The arrays that a kernel reads, in the order of its parameters."""
-    if problem.function == "logsumexp":
-        return operands.x, operands.b, operands.where
-    if problem.function.endswith("_vjp"):
-        return operands.x, operands.dy
-    return operands.x, operands.where
+    """The operands of _INPUTS."""
+    return tuple(getattr(operands, name) for name in _INPUTS[problem.function])
 
 
 def describe(problem, operands):
@@ -106,18 +136,21 @@ def describe(problem, operands):
     if problem.is_complex:
         return {"kernel": "array operations of CuPy", "reason": "complex numbers"}
     plan = _plan_of(problem, _inputs(problem, operands), operands.out)
-    if plan.launch is None:
+    if not plan.launches:
         return {"kernel": "none", "reason": "there is nothing to compute"}
-    variant = plan.launch.variant
-    return {
-        "kernel": plan.row.name,
-        "refused": plan.refused,
-        "source": f"cuda_src/{variant.source}",
-        "grid": plan.launch.grid,
-        "block": plan.launch.block,
-        "shared_memory": variant.smem,
-        "defines": dict(variant.defines),
-    }
+    told = {"kernel": plan.row.name, "refused": plan.refused}
+    for i, launch in enumerate(plan.launches, 1):
+        variant = launch.variant
+        of_step = "" if len(plan.launches) == 1 else f" of launch {i}"
+        told |= {
+            f"source{of_step}": f"cuda_src/{variant.source}",
+            f"grid{of_step}": launch.grid,
+            f"block{of_step}": launch.block,
+            f"shared_memory{of_step}": variant.smem,
+            f"blocks_a_cluster{of_step}": variant.cluster,
+            f"defines{of_step}": dict(variant.defines),
+        }
+    return told
 
 
 # --- plans ---------------------------------------------------------------------------
@@ -126,9 +159,11 @@ def describe(problem, operands):
 class _Plan:
     """All of a call but its arrays."""
 
-    def __init__(self, problem, inputs, out):
+    def __init__(self, problem, inputs, out, unfit=()):
         self.device_id = inputs[0].data.device_id
-        self.launch = None
+        self.launches = ()
+        self._scratch_bytes = 0
+        self._captured = []  # scratch of graphs
         self._dtype = _arrays.to_dtype(problem.dtypes["out"])
         shape, order = problem.result_shape, range(len(problem.result_shape))
         if problem.function != "logsumexp":
@@ -141,84 +176,86 @@ class _Plan:
         if out is not None:
             self._set_bounds(problem, inputs, out)
         if problem.num_rows and problem.row_length:
-            strides = [_strides(problem, x) for x in inputs]
             new = _new_strides(shape, order)
             given = new if out is None else _layout.element_strides(out)
-            strides.append(_over_rows(problem, given))
+            strides = {
+                name: _strides(problem, x)
+                for name, x in zip(_INPUTS[problem.function], inputs, strict=True)
+            }
+            strides["out"] = _over_rows(problem, given)
+            full = [name for name in ("x", "dy", "out") if name in strides]
             if problem.function == "logsumexp":
-                strides.append(_over_rows(problem, new))  # of the sign
-            self._set_launch(problem, strides)
+                strides["sign"] = _over_rows(problem, new)
+                full.remove("out")
+            layout = _softmax_layout.of(problem.shape, problem.axes, strides, full)
+            self._set_launches(dataclasses.replace(problem, layout=layout), unfit)
 
-    def _set_launch(self, problem, strides):
+    def _set_launches(self, problem, unfit):
         """Choose the kernel and pack what it is told of the layout."""
-        self.row, self.refused = _softmax_kernels.select(
-            problem, _gpu.device(self.device_id)
-        )
-        outer = [a for a in range(len(problem.shape)) if a not in problem.axes]
-        outer_size, outer_strides = _collapsed(problem.shape, outer, strides)
-        size, reduced_strides = _collapsed(problem.shape, problem.axes, strides)
+        device = _gpu.device(self.device_id)
+        self.row, self.refused = _softmax_kernels.select(problem, device, unfit=unfit)
+        layout = problem.layout
+        is_sum = problem.function == "logsumexp"
         fields = {
             "num_rows": problem.num_rows,
             "row_length": problem.row_length,
-            "returns_sign": problem.return_sign,
-            "scale": problem.scale,
-            "outer_size": outer_size,
-            "outer_stride": outer_strides,
-            "reduced_size": size,
-            "reduced_stride": reduced_strides,
+            **({"returns_sign": problem.return_sign} if is_sum else {}),
+            **({"scale": problem.scale} if not is_sum else {}),
+            "outer_size": layout.outer_size,
+            "outer_stride": tuple(layout.outer_strides.values()),
+            "reduced_size": layout.reduced_size,
+            "reduced_stride": tuple(layout.reduced_strides.values()),
         }
-        if problem.function == "logsumexp":
-            del fields["scale"]
-        else:
-            del fields["returns_sign"]
-        self._layout = _gpu.pack(fields, _struct(fields))
-        cut = self.row.cut(problem)
-        self.launch = _gpu.Launch(
-            self.row.variant(problem, len(outer_size), len(size)),
-            (cut.num_blocks(problem.num_rows), 1, 1),
-            (cut.num_threads, 1, 1),
-            self.device_id,
+        self._layout = _gpu.pack_bytes(fields, _struct(fields))
+        steps = self.row.steps(problem, device)
+        self.launches = tuple(
+            _gpu.Launch(step.variant, step.grid, step.block, self.device_id)
+            for step in steps
         )
+        self._scratch_bytes = max(step.scratch for step in steps)
 
     def _set_bounds(self, problem, inputs, out):
-        """First and last byte of each array from its pointer, for `may_write`."""
-        self._out_bounds = _bounds(out)
-        self._input_bounds = [x if x is None else _bounds(x) for x in inputs]
+        """How far from the pointer of `out` that of an input makes the two overlap."""
+        out_first, out_end = _bounds(out)
         in_place = problem.function != "logsumexp"
-        self._may_be_out = [
-            in_place and x is not None and _facts(x) == _facts(out) for x in inputs
-        ]
+        self._too_near = []
+        for i, x in enumerate(inputs):
+            if x is not None:
+                first, end = _bounds(x)
+                is_same = in_place and _facts(x) == _facts(out)
+                self._too_near.append((i, out_first - end, out_end - first, is_same))
 
-    def may_write(self, out, *inputs):
+    def may_write(self, out, pointers):
         """Whether `out` is clearly apart from each input, or the very same elements.
 
         What is neither, such as two interleaved views, is left to the full check.
         """
-        start = out.data.ptr
-        low, high = self._out_bounds
-        low += start
-        high += start
-        i = 0
-        for x in inputs:
-            if x is not None:
-                x_start = x.data.ptr
-                if x_start != start or not self._may_be_out[i]:
-                    x_low, x_high = self._input_bounds[i]
-                    if x_start + x_high > low and high > x_start + x_low:
-                        return False
-            i += 1
+        for i, low, high, is_same in self._too_near:
+            distance = pointers[i] - out
+            if low < distance < high and (distance or not is_same):
+                return False
         return True
 
-    def __call__(self, out, *inputs):
-        """Launch on the current stream; `inputs` in the order of the parameters."""
+    def __call__(self, out, pointers):
+        """Launch on the current stream; pointers in the order of the parameters."""
         if _gpu.current_device() != self.device_id:
             with cupy.cuda.Device(self.device_id):
-                return self(out, *inputs)
+                return self(out, pointers)
         if out is None:
             out = self._new()
-        if self.launch is not None:
-            self.launch(*inputs, out, self._layout)
+        self._launch(*pointers, out.data.ptr)
         return out
+
+    def _launch(self, *pointers):
+        if self._scratch_bytes:
+            # Memory of the pool is given out again in the order of the stream; a graph
+            # that is captured needs its own for as long as it may run.
+            scratch = cupy.cuda.alloc(self._scratch_bytes)
+            pointers += (scratch.ptr,)
+            if cupy.cuda.get_current_stream().is_capturing():
+                self._captured.append(scratch)
+        for launch in self.launches:
+            launch.enqueue(*pointers, self._layout)
 
     def _new(self):
         new = cupy.ndarray(self._shape, self._dtype)
@@ -228,19 +265,19 @@ class _Plan:
 class _LogsumexpPlan(_Plan):
     """One result a row, and its sign if that is asked for."""
 
-    def __init__(self, problem, inputs, out):
-        super().__init__(problem, inputs, out)
+    def __init__(self, problem, inputs, out, unfit=()):
+        super().__init__(problem, inputs, out, unfit)
         self._returns_sign = problem.return_sign
 
-    def __call__(self, out, *inputs):
+    def __call__(self, out, pointers):
         if _gpu.current_device() != self.device_id:
             with cupy.cuda.Device(self.device_id):
-                return self(out, *inputs)
+                return self(out, pointers)
         if out is None:
             out = self._new()
         sign = self._new() if self._returns_sign else out
-        if self.launch is not None:
-            self.launch(*inputs, out, sign, self._layout)
+        if self.launches:
+            self._launch(*pointers, out.data.ptr, sign.data.ptr)
         else:  # the sum of nothing: SciPy takes the sign of -inf
             out.fill(-np.inf)
             if self._returns_sign:
@@ -248,9 +285,10 @@ class _LogsumexpPlan(_Plan):
         return (out, sign) if self._returns_sign else out
 
 
-def _plan_of(problem, inputs, out):
+def _plan_of(problem, inputs, out, unfit=()):
+    """A plan by any row of the table but those named in `unfit`."""
     kind = _LogsumexpPlan if problem.function == "logsumexp" else _Plan
-    return kind(problem, inputs, out)
+    return kind(problem, inputs, out, unfit)
 
 
 # --- strides -------------------------------------------------------------------------
@@ -285,19 +323,6 @@ def _over_rows(problem, strides):
     return tuple(
         0 if axis in problem.axes else next(kept) for axis in range(len(problem.shape))
     )
-
-
-def _collapsed(shape, axes, strides):
-    """The given axes as few as can be, at least one: sizes and strides an operand.
-
-    No result depends on the order of axes among themselves, so they go by the strides
-    of the first operand: what lies together in memory becomes one axis.
-    """
-    axes = sorted(axes, key=lambda axis: [-abs(s[axis]) for s in strides])
-    size, collapsed = _layout.collapse(
-        [shape[axis] for axis in axes], [[s[axis] for axis in axes] for s in strides]
-    )
-    return (size, collapsed) if size else ((1,), [(0,)] * len(strides))
 
 
 def _struct(fields):

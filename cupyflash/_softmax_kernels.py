@@ -1,20 +1,27 @@
 """The table of softmax kernels: which takes a problem, and how it cuts it."""
 
+import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from cupyflash import _arrays, _kernels
-from cupyflash._kernels import CUDA_TYPES, Device, Variant
+from cupyflash import _arrays, _kernels, _softmax_layout
+from cupyflash import _softmax_tiers as _tiers
+from cupyflash._kernels import CUDA_TYPES, Device, Step, Variant
+from cupyflash._softmax_layout import Layout
 
 FORWARD = ("softmax", "log_softmax")
 BACKWARD = ("softmax_vjp", "log_softmax_vjp")
 
 # Threads of a block that holds several short rows.
 _BLOCK_THREADS = 128
+
+# Static shared memory of a block of 1024 threads at most: what its warps exchange.
+_EXCHANGE_BYTES = 8192
 
 # Blocks of a grid; each takes more rows when there are more.
 MAX_BLOCKS = 1 << 20
@@ -32,92 +39,470 @@ _LANES = (
 # Long rows that are fewer than this get all threads that a block may have.
 _FEW_ROWS = 128
 
-# Row length up to -> (threads a row, elements each holds in registers), by the size of
-# the widest element. Up to 32 threads a row, its block holds other rows as well.
-# 32 elements a thread spill in a block of 1024 (ptxas 13.4), and so would 16 doubles.
-_HELD = {
-    2: (
-        *((8 * n, (n, 8)) for n in (1, 2, 4, 8, 16, 32)),
-        (512, (32, 16)),
-        (1024, (32, 32)),
-        *((16 * n, (n, 16)) for n in (128, 256, 512, 1024)),
-    ),
-    4: (
-        *((4 * n, (n, 4)) for n in (1, 2, 4, 8, 16, 32)),
-        (256, (32, 8)),
-        (512, (32, 16)),
-        (1024, (32, 32)),
-        *((16 * n, (n, 16)) for n in (128, 256, 512, 1024)),
-    ),
-    8: (
-        *((2 * n, (n, 2)) for n in (1, 2, 4, 8, 16, 32)),
-        (128, (32, 4)),
-        (256, (32, 8)),
-        (512, (32, 16)),
-        *((8 * n, (n, 8)) for n in (128, 256, 512, 1024)),
-    ),
-}
+# Rows that are no whole vectors up to this length are held many at a time, by bytes of
+# the widest element. Elements of 16 bits travel one by one there: above 96 it is better
+# to move them in vectors, at the price of the two ends of each row.
+_LONGEST_IN_SPAN = {2: 96, 4: 128, 8: 128}
+# Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
+_SPAN_BYTES = 128
+# Bytes of x that a block takes at a time: 6 blocks of twice this fit a multiprocessor.
+_SPAN_BUFFER = 16384
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How a kernel deals the rows of a problem to threads."""
+    """How one launch of a kernel deals a problem to blocks and threads."""
 
-    lanes: int  # threads that work on one row
-    rows_per_block: int
-    held: int = 0  # elements that a thread keeps in registers
-
-    @property
-    def num_threads(self) -> int:
-        return self.lanes * self.rows_per_block
-
-    @property
-    def defines(self) -> tuple[tuple[str, str], ...]:
-        values = {"LANES": self.lanes, "ROWS_PER_BLOCK": self.rows_per_block}
-        if self.held:
-            values["HELD"] = self.held
-        return tuple((name, str(value)) for name, value in values.items())
-
-    def num_blocks(self, num_rows: int) -> int:
-        return min(-(-num_rows // self.rows_per_block), MAX_BLOCKS)
+    num_blocks: int
+    num_threads: int
+    defines: tuple[tuple[str, str], ...] = ()
+    smem: int = 0  # bytes of dynamic shared memory
+    cluster: int = 1  # blocks that work on one row together
+    cooperative: bool = False  # all blocks run at once
+    entry: str = ""  # of the source, where that has more than one
+    scratch: int = 0  # bytes of memory that the launches share, as the last pointer
 
 
-def _cut(lanes, held=0):
-    return Cut(lanes, max(1, _BLOCK_THREADS // lanes), held)
+def _cut(problem, lanes, held=0):
+    """`lanes` threads a row, each with `held` elements in registers if not 0."""
+    rows_per_block = max(1, _BLOCK_THREADS // lanes)
+    values = {"LANES": lanes, "ROWS_PER_BLOCK": rows_per_block}
+    if held:
+        values["HELD"] = held
+    return (
+        Cut(
+            min(-(-problem.num_rows // rows_per_block), MAX_BLOCKS),
+            lanes * rows_per_block,
+            tuple((name, str(value)) for name, value in values.items()),
+        ),
+    )
 
 
-def _walk(problem):
-    """Threads that walk over a row of any length."""
+def _walk(problem, device):
+    """Threads that walk over a row of any length and any strides."""
     lanes = _kernels.by_threshold(_LANES, problem.row_length)
     if lanes == _LANES[-1][1] and problem.num_rows < _FEW_ROWS:
         lanes = 1024
-    return _cut(lanes)
+    return _cut(problem, lanes)
 
 
-def _hold(problem):
-    """Threads that hold a row in registers; None if it is too long."""
-    if problem.row_length > _longest_held(problem):
-        return None
-    return _cut(*_kernels.by_threshold(_held_ladder(problem), problem.row_length))
+def _hold(problem, device):
+    """Threads that hold a row on chip; any strides."""
+    return _held_by(problem, device, _forward_tiers(problem, device), ("x",))
 
 
-def _held_ladder(problem):
-    ladder = _HELD[_widest(problem)]
-    # A mask or a scale takes registers too: the fullest step would spill.
-    return ladder[:-1] if problem.dtypes["where"] or problem.scale != 1 else ladder
+def _hold_pair(problem, device):
+    """Threads that hold a row of y and one of dy on chip; any strides."""
+    return _held_by(problem, device, _backward_tiers(problem, device), ("x", "dy"))
 
 
-def _longest_held(problem):
-    return _held_ladder(problem)[-1][0]
+def _forward_tiers(problem, device):
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return _tiers.STRIDED
+    if dtypes.get("where") or problem.scale != 1 or dtypes["x"] not in _arrays.FLOATS:
+        short, clusters = _tiers.FORWARD_HEAVY, _tiers.FORWARD_HEAVY_CLUSTERS
+    else:
+        short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
+    return _tiers.ladder(short, clusters, 1, device)
+
+
+def _backward_tiers(problem, device):
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return _tiers.STRIDED
+    if not {dtypes["x"], dtypes["dy"]} <= {*_arrays.FLOATS}:
+        return _tiers.ladder(_tiers.FORWARD_HEAVY, (), 2, device)
+    if _widest(problem) == 2:
+        short, clusters = _tiers.BACKWARD_16_BITS, _tiers.BACKWARD_16_BITS_CLUSTERS
+    else:
+        short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_CLUSTERS
+    return _tiers.ladder(short, clusters, 2, device)
+
+
+def _held_by(problem, device, tiers, names):
+    """The launch that holds rows of these operands, or why there is none."""
+    widest, contiguous = _widest(problem), problem.layout.is_rows
+    vector = _tiers.VECTOR_BYTES // widest
+    # What does not fill a vector at either end of a contiguous row has a place besides.
+    vectors = problem.row_length // vector
+    if not contiguous:
+        vectors = -(-problem.row_length // vector)
+    is_whole = not contiguous or problem.row_length % vector == 0
+    hold = _tiers.hold(tiers, vectors, 0 if is_whole else 2 * vector - 2)
+    if hold is None:
+        longest = tiers[-1].vectors * vector
+        return (
+            f"a row of {problem.row_length} does not fit on chip (at most about "
+            f"{longest} elements for these options and strides)"
+        )
+    sizes = [_itemsize(problem.dtypes[name]) for name in names]
+    shifts = contiguous and widest == 2 and hold.cluster == 1 and not hold.parked
+    shifts = (
+        shifts
+        and problem.dtypes["x"] in _arrays.FLOATS
+        and not (problem.dtypes.get("where") or problem.scale != 1)
+    )
+    if shifts:
+        windows = hold.held * (hold.lanes + 1) * hold.rows_per_block
+        smem = windows * _tiers.VECTOR_BYTES * sizes.count(2)
+    else:
+        smem = hold.parked * vector * sum(sizes) * hold.num_threads
+    if smem > device.smem_optin - _EXCHANGE_BYTES:
+        return f"a row of {problem.row_length} needs more shared memory than there is"
+    values = {
+        "LANES": hold.lanes,
+        "ROWS_PER_BLOCK": hold.rows_per_block,
+        "HELD": hold.held * vector,
+        "PARKED": hold.parked * vector,
+        "CLUSTER": hold.cluster,
+        "CONTIGUOUS": int(contiguous),
+        "SHIFTS": int(shifts),
+        "MIN_BLOCKS": hold.min_blocks,
+    }
+    blocks = min(-(-problem.num_rows // hold.rows_per_block), MAX_BLOCKS)
+    return (
+        Cut(
+            blocks * hold.cluster,
+            hold.num_threads,
+            tuple((name, str(value)) for name, value in values.items()),
+            smem=smem,
+            cluster=hold.cluster,
+        ),
+    )
+
+
+def _span(problem, device):
+    """Threads that hold short rows which lie back to back, many at a time."""
+    layout, dtypes = problem.layout, problem.dtypes
+    length, widest = problem.row_length, _widest(problem)
+    if length > _LONGEST_IN_SPAN[widest]:
+        return f"a row of {length} is longer than {_LONGEST_IN_SPAN[widest]}"
+    if dtypes.get("where"):
+        return "there is a mask"
+    strides = [layout.outer_strides[name] for name in ("x", "out")]
+    if not layout.is_rows or any(stride != (length,) for stride in strides):
+        return "rows do not lie back to back"
+    if length * _itemsize(dtypes["x"]) % _tiers.VECTOR_BYTES == 0:
+        return "rows are whole vectors of 16 bytes"
+    most = _SPAN_BYTES // max(4, widest)
+    lanes = 1 << (-(-length // most) - 1).bit_length()
+    held = -(-length // lanes)
+    held += held % 2  # fewer kernels to compile
+    rows_at_once = _BLOCK_THREADS // lanes
+    # The length of the buffers, and what their phases in memory may add.
+    sizes = _itemsize(dtypes["x"]) + _itemsize(dtypes["out"])
+    times = max(1, _SPAN_BUFFER // (rows_at_once * lanes * held * widest))
+    rows = rows_at_once * times
+    return (
+        Cut(
+            min(-(-problem.num_rows // rows), MAX_BLOCKS),
+            _BLOCK_THREADS,
+            (
+                ("LANES", str(lanes)),
+                ("ROWS_PER_BLOCK", str(rows_at_once)),
+                ("SPAN_ROWS", str(rows)),
+                ("HELD", str(held)),
+            ),
+            smem=rows * lanes * held * sizes + 4 * _tiers.VECTOR_BYTES,
+        ),
+    )
 
 
 def _widest(problem):
-    names = problem.dtypes["x"], problem.dtypes["out"]
-    return max(2, *(_itemsize(name) for name in names))
+    """Bytes of the widest element that is held or moved in a vector, at least 2."""
+    names = [problem.dtypes.get(name) for name in ("x", "dy", "out")]
+    return max(2, *(_itemsize(name) for name in names if name))
 
 
 def _itemsize(name):
     return _kernels.ITEMSIZE.get(name) or np.dtype(name).itemsize
+
+
+# --- columns -------------------------------------------------------------------------
+
+# Registers of a thread that hold elements, and threads that a multiprocessor is to
+# hold. Softmax: a third block of 256 threads is worth 0.88 of copy bandwidth against
+# 0.72, and the few bytes that it spills. A vjp holds two arrays: 0.84 with 64
+# registers, 0.71 with 32 (columns of 1024).
+_HELD_REGISTERS = {"softmax": (32, 768), "vjp": (64, 512)}
+_WALKING_THREADS = 768
+# Bytes of neighbouring columns, best first: the L2 moves lines of 128 bytes, and half a
+# line costs less than one block more for a column.
+_WIDTHS = (128, 64, 32)
+# Slabs of fewer vectors are one tile: they lie in one piece.
+_NARROW = 16
+_COLUMN_THREADS, _MOST_COLUMN_THREADS, _MOST_BLOCKS_A_COLUMN = 128, 512, 8
+
+
+def _columns(problem, device):
+    """Threads that hold tiles of neighbouring columns."""
+    layout = problem.layout
+    if not layout.is_columns:
+        return "rows do not lie side by side in memory"
+    names = [name for name in ("x", "dy", "out") if problem.dtypes.get(name)]
+    widest = max(_itemsize(problem.dtypes[name]) for name in names)
+    vector = _vector(layout, 16 // widest)
+    registers, resident = _HELD_REGISTERS[
+        "vjp" if problem.dtypes.get("dy") else "softmax"
+    ]
+    held = max(1, registers // _registers(problem, vector))
+    num_vectors = -(-layout.inner // vector)
+    tile = _tile(problem.row_length, held, num_vectors, vector * widest, device)
+    if tile is None:
+        return (
+            f"a column of {problem.row_length} does not fit in the registers of a block"
+            " or cluster"
+        )
+    side, deep, held, cluster = tile
+    return _column_cut(layout, vector, side, deep, held, cluster, resident)
+
+
+def _sum_columns(problem, device):
+    """Threads that walk down neighbouring columns, each with a sum a column."""
+    layout = problem.layout
+    if not layout.is_columns:
+        return "rows do not lie side by side in memory"
+    if problem.dtypes["b"]:
+        return "there are weights"
+    size = _itemsize(problem.dtypes["x"])
+    vector = _vector(layout, min(4, 16 // size))
+    num_vectors = -(-layout.inner // vector)
+    held = 8 if vector > 1 else 16
+    side = _side(num_vectors, _WIDTHS[0] // (vector * size))
+    length = problem.row_length
+    # Enough threads for a batch or two each.
+    most = 256 if length > 64 * held else 32 if length <= 16 * held else 128
+    deep = max(1, most // side)
+    cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
+    return _column_cut(layout, vector, side, deep, held, cluster, _WALKING_THREADS)
+
+
+def _walk_columns(problem, device):
+    """Threads that walk down neighbouring columns twice; columns of any length."""
+    layout = problem.layout
+    if not layout.is_columns:
+        return "rows do not lie side by side in memory"
+    widest = max(_itemsize(problem.dtypes[name]) for name in ("x", "out"))
+    vector = _vector(layout, 16 // widest)
+    held = 4 if vector > 1 else 8
+    side = _side(-(-layout.inner // vector), _WIDTHS[0] // (vector * widest))
+    # Also where a column is short (online is asked for), its threads fill a warp.
+    deep = max(256 // side, 64 // side + 1)
+    cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
+    return _column_cut(layout, vector, side, deep, held, cluster, 512)
+
+
+def _cluster_of(problem, columns, rows, device):
+    """Blocks that share a column of more than `rows` rows where there are few tiles."""
+    inner = problem.layout.inner
+    tiles = problem.num_rows // inner * -(-inner // columns)
+    cluster = 1
+    while (
+        device.cc >= (9, 0)
+        and cluster < _MOST_BLOCKS_A_COLUMN
+        and tiles * cluster < 2 * device.num_sms
+        and problem.row_length > rows * cluster
+    ):
+        cluster *= 2
+    return cluster
+
+
+def _column_cut(layout, vector, side, deep, held, cluster, resident):
+    """The launch for tiles of `side` vectors, with `deep` threads down each column."""
+    group = side * deep
+    in_warp = group <= 32 and _is_power_of_two(group)
+    cluster = 1 if in_warp else cluster  # only whole blocks make a cluster
+    threads = _COLUMN_THREADS if in_warp else -(-group // 32) * 32
+    groups = threads // group if in_warp else 1
+    tiles = layout.num_rows // layout.inner * -(-layout.inner // (side * vector))
+    values = {
+        "VECTOR": vector,
+        "SIDE": side,
+        "DEEP": deep,
+        "HELD": held,
+        "CLUSTER": cluster,
+        "RESIDENT": max(1, round(resident / threads)),
+    }
+    return (
+        Cut(
+            min(-(-tiles // groups) * cluster, MAX_BLOCKS),
+            threads,
+            tuple((name, str(value)) for name, value in values.items()),
+            cluster=cluster,
+        ),
+    )
+
+
+def _vector(layout, most):
+    """Columns that can be moved as one: all strides are multiples of that."""
+    steps = [layout.inner]
+    for name in layout.full:
+        steps += (*layout.outer_strides[name][:-1], *layout.reduced_strides[name])
+    return math.gcd(most, *steps)
+
+
+def _registers(problem, vector):
+    """Registers that one vector of each operand takes, masks and scales included."""
+    total = 0
+    for name in ("x", "dy"):
+        if dtype := problem.dtypes.get(name):
+            size = _itemsize(dtype)
+            pairs = size == 2 and vector % 2 == 0
+            total += vector // 2 if pairs else vector * max(1, size // 4)
+    if problem.dtypes.get("where") or problem.scale != 1:
+        total *= 2
+    return total
+
+
+def _side(num_vectors, wide):
+    """Threads side by side for tiles of `wide` vectors, or of a whole narrow slab."""
+    wide = max(1, wide)
+    return num_vectors if num_vectors < max(wide, _NARROW) else wide
+
+
+def _tile(length, held, num_vectors, vector_bytes, device):
+    """Threads side by side, threads and rows along a column, blocks a cluster."""
+    if length <= held:
+        return 1, 1, length, 1
+    need = -(-length // held)
+    for width in _WIDTHS:
+        side = _side(num_vectors, width // vector_bytes)
+        deep = _deep(side, need)
+        while side * deep > 32 and side * deep < _COLUMN_THREADS <= num_vectors * deep:
+            side *= 2
+        if side * deep <= _MOST_COLUMN_THREADS:
+            return side, deep, held, 1
+    if device.cc < (9, 0):
+        return None
+    for width in _WIDTHS[1:]:
+        side = _side(num_vectors, width // vector_bytes)
+        deep = _MOST_COLUMN_THREADS // side
+        cluster = 1 << (-(-need // deep) - 1).bit_length()
+        if cluster <= _MOST_BLOCKS_A_COLUMN:
+            return side, deep, held, cluster
+    return None
+
+
+def _deep(side, need):
+    """At least `need` threads along a column, with whole warps if a warp holds some."""
+    if side >= 32 or not _is_power_of_two(side):
+        return need
+    step = 32 // side
+    return -(-need // step) * step if need > step else 1 << (need - 1).bit_length()
+
+
+def _is_power_of_two(n):
+    return n & (n - 1) == 0
+
+
+# Vectors of 16 bytes up to -> (lanes a row, vectors in a lane, sets of rows), for sums
+# of rows that are held as a whole; by the size of an element. A lane that has fewer
+# than eight vectors, or four of 16-bit elements, has those of several rows.
+_SUMS = {
+    2: (
+        (2, (2, 1, 8)),
+        (4, (4, 1, 8)),
+        (8, (4, 2, 4)),
+        *((4 * n, (n, 4, 2)) for n in (4, 8, 16, 32)),
+    ),
+    4: (
+        (2, (2, 1, 8)),
+        (4, (4, 1, 8)),
+        (8, (4, 2, 4)),
+        (16, (4, 4, 2)),
+        *((8 * n, (n, 8, 1)) for n in (4, 8, 16, 32)),
+    ),
+}
+_SUMS[8] = _SUMS[4]
+
+# A warp walks over rows of up to so many vectors, a block over longer ones.
+_WARP_SUM = 4096
+_WALK_VECTORS = 4  # that a lane asks for together
+_WALK_THREADS = 256
+
+# A row is cut into so many parts that each multiprocessor has about this many, if that
+# leaves each thread of a part some vectors; powers of two, to compile few kernels.
+_PARTS_PER_SM = 16
+_MAX_PARTS = 4096
+_PART_VECTORS = 8  # a thread, at least
+_PARTIAL_BYTES = 24  # what a part leaves behind, at most
+
+
+def _num_parts(problem, device, vectors):
+    """How many parts a row of so many vectors is cut into."""
+    most = vectors // (_WALK_THREADS * _PART_VECTORS)
+    wanted = device.num_sms * _PARTS_PER_SM // problem.num_rows
+    return 1 << max(1, min(most, wanted, _MAX_PARTS)).bit_length() - 1
+
+
+def _defines(values):
+    return tuple((name, str(value)) for name, value in values.items())
+
+
+def _split(problem, device):
+    """Blocks that share a row, which is read twice."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    vectors = problem.row_length * _widest(problem) // _tiers.VECTOR_BYTES
+    parts = _num_parts(problem, device, vectors)
+    blocks = problem.num_rows * parts
+    if blocks >= 1 << 31:
+        return f"{problem.num_rows} rows are too many"
+    values = {"LANES": _WALK_THREADS, "ROWS_PER_BLOCK": 1, "PARTS": parts}
+    return tuple(
+        Cut(
+            blocks,
+            _WALK_THREADS,
+            _defines(values),
+            entry=entry,
+            scratch=blocks * _PARTIAL_BYTES,
+        )
+        for entry in ("sum", "write")
+    )
+
+
+def _sum_rows(problem, device):
+    """Threads that read rows whose elements lie side by side."""
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if dtypes["b"] or dtypes.get("where"):
+        return "there are weights or a mask"
+    if dtypes["x"] not in _arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    if problem.row_length == 1:
+        return "rows have one element"
+    size = _itemsize(dtypes["x"])
+    vector = _tiers.VECTOR_BYTES // size
+    vectors, parts = -(-problem.row_length // vector), 1
+    if vectors <= _SUMS[size][-1][0]:
+        lanes, held, sets = _kernels.by_threshold(_SUMS[size], vectors)
+    else:
+        lanes, held, sets = 32, _WALK_VECTORS, 0
+        few = problem.num_rows < device.num_sms * _PARTS_PER_SM
+        if vectors > _WARP_SUM or few:
+            lanes, parts = _WALK_THREADS, _num_parts(problem, device, vectors)
+    rows = max(1, _BLOCK_THREADS // lanes)
+    values = {
+        "LANES": lanes,
+        "ROWS_PER_BLOCK": rows,
+        "HELD": held * vector,
+        "SETS": sets,
+        "PARTS": parts,
+    }
+    blocks = -(-problem.num_rows // (rows * max(sets, 1)))
+    if sets:
+        blocks = min(blocks, device.num_sms * 16)
+    blocks = min(blocks, MAX_BLOCKS)
+    scratch = problem.num_rows * parts * _PARTIAL_BYTES if parts > 1 else 0
+    cut = Cut(blocks * parts, lanes * rows, _defines(values), scratch=scratch)
+    if parts == 1:
+        return (cut,)
+    return (
+        dataclasses.replace(cut, entry="parts"),
+        dataclasses.replace(cut, entry="merge", num_blocks=blocks),
+    )
 
 
 @dataclass(frozen=True)
@@ -131,7 +516,10 @@ class SoftmaxKernel:
     name: str
     functions: tuple[str, ...]
     rungs: tuple[str, ...]
-    cut: Callable[[Any], Cut | None]
+    # The launches for a problem on a device, or why the kernel cannot take it.
+    cuts: Callable[[Any, Device], tuple[Cut, ...] | str]
+    # Made-up layouts that reach every step of its ladder, for these dtypes.
+    samples: Callable[..., Iterable[Layout]]
     fast: bool = False  # must not spill registers
 
     @property
@@ -147,24 +535,34 @@ class SoftmaxKernel:
         for name in problem.dtypes.values():
             if name and (reason := _kernels.refuse_old_device(name, device)):
                 return reason
-        if self.cut(problem) is None:
-            return (
-                f"a row of {problem.row_length} does not fit in the registers of a "
-                f"block (at most {_longest_held(problem)} elements for these options)"
-            )
-        return None
+        cuts = self.cuts(problem, device)
+        return cuts if isinstance(cuts, str) else None
 
-    def variant(self, problem: Any, outer_axes: int, reduced_axes: int) -> Variant:
-        """What is compiled, for so many axes of each kind after collapsing."""
-        cut = self.cut(problem)
-        assert cut is not None, "the row has refused this problem"
+    def steps(self, problem: Any, device: Device) -> tuple[Step, ...]:
+        """What is launched, one after the other, all with the same parameters."""
+        cuts = self.cuts(problem, device)
+        assert not isinstance(cuts, str), "the row has refused this problem"
         defines = (
             *_switches(problem),
-            ("OUTER_AXES", str(outer_axes)),
-            ("REDUCED_AXES", str(reduced_axes)),
-            *cut.defines,
+            ("OUTER_AXES", str(len(problem.layout.outer_size))),
+            ("REDUCED_AXES", str(len(problem.layout.reduced_size))),
         )
-        return Variant(self.source, f"softmax_{self.name}", defines)
+        return tuple(
+            Step(
+                Variant(
+                    self.source,
+                    "_".join(filter(None, ("softmax", self.name, cut.entry))),
+                    (*defines, *cut.defines),
+                    smem=cut.smem,
+                    cluster=cut.cluster,
+                    cooperative=cut.cooperative,
+                ),
+                (cut.num_blocks, 1, 1),
+                (cut.num_threads, 1, 1),
+                cut.scratch,
+            )
+            for cut in cuts
+        )
 
 
 def _switches(problem):
@@ -190,42 +588,134 @@ def _switches(problem):
     )
 
 
+# --- made-up layouts -----------------------------------------------------------------
+
+_MANY = 1 << 20  # rows that fill any card
+_FEW = 1 << 20  # the row length that stands for a long row that is alone
+
+
+def _rows_of(lengths):
+    """Rows back to back of these lengths; a long one stands alone."""
+
+    def samples(*dtypes):
+        names = ("x", "dy", "b", "where", "out", "sign")
+        for length in lengths(*dtypes):
+            yield _softmax_layout.rows(1 if length == _FEW else _MANY, length, names)
+
+    return samples
+
+
+def _walked(*dtypes):
+    return [*(int(min(length, _FEW - 1)) for length, _ in _LANES), _FEW]
+
+
+def _held(*dtypes):
+    """A length for each tier, a short one, and one with elements beside its vectors."""
+    vector = _tiers.VECTOR_BYTES // max(2, *(_itemsize(name) for name in dtypes))
+    tiers = (*_tiers.FORWARD, *_tiers.FORWARD_CLUSTERS)
+    return [vector, 25 * vector + 1, *(tier.vectors * vector for tier in tiers)]
+
+
+def _held_pairs(*dtypes):
+    widest = max(2, *(_itemsize(name) for name in dtypes))
+    vector = _tiers.VECTOR_BYTES // widest
+    tiers = (*_tiers.BACKWARD, *_tiers.BACKWARD_CLUSTERS)
+    if widest == 2:
+        tiers = (*_tiers.BACKWARD_16_BITS, *_tiers.BACKWARD_16_BITS_CLUSTERS)
+    return [vector, 25 * vector + 1, *(tier.vectors * vector for tier in tiers)]
+
+
+def _spanned(*dtypes):
+    longest = _LONGEST_IN_SPAN[max(2, *(_itemsize(name) for name in dtypes))]
+    return [n for n in (3, 7, 15, 31, 33, 63, 127) if n < longest]
+
+
+def _summed(*dtypes):
+    """A length for each step of the ladder, and long rows that are few or many."""
+    size = _itemsize(dtypes[0])
+    vector = _tiers.VECTOR_BYTES // size
+    steps = _SUMS.get(size, ())
+    return [*(v * vector for v, _ in steps), _WARP_SUM * vector, 1 << 17, _FEW]
+
+
+def _long(*dtypes):
+    return [1 << 21, _FEW]
+
+
+def _columns_of(*dtypes):
+    """Columns of every kind: narrow and wide, short and long."""
+    names = ("x", "dy", "b", "where", "out", "sign")
+    for inner in (8, 7, 1024):
+        for length in (4, 64, 256, 1000, 4096):
+            yield _softmax_layout.columns(1 << 10, length, inner, names)
+
+
+# --- the table -----------------------------------------------------------------------
+
+_ANY, _TILED = ("auto", "tiled", "online"), ("auto", "tiled")
+
 KERNELS = (  # best first
-    SoftmaxKernel("tiled", FORWARD, ("auto", "tiled"), _hold, fast=True),
+    SoftmaxKernel("columns", FORWARD, _TILED, _columns, _columns_of),
+    # By name only, until a card has checked it.
+    SoftmaxKernel("long_columns", FORWARD, (), _walk_columns, _columns_of),
+    SoftmaxKernel("vjp_columns", BACKWARD, ("auto",), _columns, _columns_of),
+    # By name only, until a card has checked it.
+    SoftmaxKernel("logsumexp_columns", ("logsumexp",), (), _sum_columns, _columns_of),
+    SoftmaxKernel("span", FORWARD, _TILED, _span, _rows_of(_spanned), fast=True),
+    SoftmaxKernel("tiled", FORWARD, _TILED, _hold, _rows_of(_held), fast=True),
+    SoftmaxKernel(
+        "vjp_tiled", BACKWARD, ("auto",), _hold_pair, _rows_of(_held_pairs), fast=True
+    ),
     # Rows that do not fit on chip are read twice.
-    SoftmaxKernel("online", FORWARD, ("auto", "tiled", "online"), _walk),
-    SoftmaxKernel("safe", FORWARD, ("safe",), _walk),
-    SoftmaxKernel("naive", FORWARD, ("naive",), _walk),
-    SoftmaxKernel("logsumexp", ("logsumexp",), ("auto",), _walk),
-    SoftmaxKernel("vjp", BACKWARD, ("auto",), _walk),
+    SoftmaxKernel("split", FORWARD, _TILED, _split, _rows_of(_long)),
+    SoftmaxKernel("vjp_split", BACKWARD, ("auto",), _split, _rows_of(_long)),
+    SoftmaxKernel("online", FORWARD, _ANY, _walk, _rows_of(_walked)),
+    SoftmaxKernel("safe", FORWARD, ("safe",), _walk, _rows_of(_walked)),
+    SoftmaxKernel("naive", FORWARD, ("naive",), _walk, _rows_of(_walked)),
+    SoftmaxKernel(
+        "logsumexp_rows", ("logsumexp",), ("auto",), _sum_rows, _rows_of(_summed)
+    ),
+    SoftmaxKernel("logsumexp", ("logsumexp",), ("auto",), _walk, _rows_of(_walked)),
+    SoftmaxKernel("vjp", BACKWARD, ("auto",), _walk, _rows_of(_walked)),
 )
 
 
-def select(problem: Any, device: Device, *, name: str | None = None):
-    """The row for a problem, and why rows before it refused."""
-    rows = [row for row in KERNELS if problem.function in row.functions]
+def select(
+    problem: Any, device: Device, *, name: str | None = None, unfit: Iterable[str] = ()
+):
+    """The row for a problem, and why rows before it refused.
+
+    Rows named in `unfit` are passed over: the card could not hold their launch.
+    """
+    rows = [
+        row
+        for row in KERNELS
+        if problem.function in row.functions and row.name not in unfit
+    ]
     return _kernels.select(rows, problem, device, name=name)
 
 
 # --- all that may be compiled --------------------------------------------------------
 
-_FEW = 1 << 20  # the row length that stands for a long row that is alone
-
 
 @dataclass(frozen=True)
-class _Shape:
-    """A problem as far as a kernel's switches depend on it."""
+class _Sample:
+    """A problem as far as a choice of kernel and its switches depend on it."""
 
     function: str
-    row_length: int
+    layout: Layout
     dtypes: dict[str, str | None]
     scale: float = 1.0
     method: str = "auto"
     is_complex: bool = False
 
     @property
+    def row_length(self) -> int:
+        return self.layout.row_length
+
+    @property
     def num_rows(self) -> int:
-        return 1 if self.row_length == _FEW else 1 << 20
+        return self.layout.num_rows
 
     @property
     def compute_dtype(self) -> str:
@@ -241,66 +731,68 @@ def _natural(*names):
     return np.result_type(*(names - {"bfloat16"}), np.float32).name
 
 
-def _shapes(row, x, out, where, scaled, length, function):
+def _samples(row, layout, x, out, where, scaled, function):
     """One choice of types and switches; `out` is the type of a second input if any."""
     dtypes = {"x": x, "where": where and "bool"}
-    if row.functions == ("logsumexp",):
+    if "logsumexp" in row.functions:
         for b in (None, out):
             result = _natural(x) if b is None else _natural(x, b)
-            yield _Shape(function, length, dtypes | {"b": b, "out": result})
+            yield _Sample(function, layout, dtypes | {"b": b, "out": result})
     elif row.functions == BACKWARD:
-        yield _Shape(function, length, dtypes | {"dy": out, "out": _natural(x, out)})
+        dtypes |= {"dy": out, "out": _natural(x, out), "where": None}
+        yield _Sample(function, layout, dtypes)
     else:
-        scale = 2.0 if scaled else 1.0
-        yield _Shape(function, length, dtypes | {"out": out}, scale, row.rungs[-1])
+        scale, method = 2.0 if scaled else 1.0, row.rungs[-1] if row.rungs else "auto"
+        yield _Sample(function, layout, dtypes | {"out": out}, scale, method)
 
 
-def _lengths(row, *dtypes):
-    """One row length for each step of the row's ladder."""
-    if row.cut is _hold:
-        widest = max(2, *(_itemsize(name) for name in dtypes))
-        return [length for length, _ in _HELD[widest]]
-    return [*(int(min(length, _FEW - 1)) for length, _ in _LANES), _FEW]
-
-
-def _everything(row) -> Iterable[tuple[_Shape, int, int]]:
+def _everything(row) -> Iterable[_Sample]:
+    """All types and switches, on up to two axes of each kind."""
     seconds = _arrays.FLOATS if row.functions == FORWARD else tuple(CUDA_TYPES)
     scales = (False, True) if row.functions == FORWARD else (False,)
     masks = (False,) if row.functions == BACKWARD else (False, True)
     for x, second, where, scaled, function in itertools.product(
         CUDA_TYPES, seconds, masks, scales, row.functions
     ):
-        for length in _lengths(row, x, second):
-            for shape in _shapes(row, x, second, where, scaled, length, function):
-                for axes in ((1, 1), (2, 1), (1, 2), (2, 2)):
-                    yield shape, *axes
+        for layout in row.samples(x, second):
+            for axes in ((1, 1), (2, 1), (1, 2), (2, 2)):
+                placed = layout.spread(*axes)
+                yield from _samples(row, placed, x, second, where, scaled, function)
 
 
-def _representative(row) -> Iterable[tuple[_Shape, int, int]]:
+def _representative(row) -> Iterable[_Sample]:
     """Each type, switch, axis count and step of the ladder once, not all together."""
     function, other = row.functions[0], row.functions[-1]
-    holds = row.cut is _hold
     for x in CUDA_TYPES:
         # All rows convert in the same way: one of them shows every type.
-        if holds or x in (*_arrays.FLOATS, "int8"):
-            shapes = _shapes(row, x, _natural(x), False, False, 1000, other)
-            yield from ((shape, 1, 1) for shape in shapes)
-    for length in _lengths(row, "float32")[:: 1 if holds else 2]:
-        shapes = _shapes(row, "float32", "float32", False, False, length, function)
-        yield from ((shape, 1, 1) for shape in shapes)
+        if row.fast or x in (*_arrays.FLOATS, "int8"):
+            layout = _closest(row.samples(x, _natural(x)), 1000)
+            yield from _samples(row, layout, x, _natural(x), False, False, other)
+    for layout in list(row.samples("float32", "float32"))[:: 1 if row.fast else 2]:
+        yield from _samples(row, layout, "float32", "float32", False, False, function)
     # All switches at once, in the types that take the most registers of each kind.
     where, scaled = row.functions != BACKWARD, row.functions == FORWARD
     for x, out in (("float32",) * 2, ("float64",) * 2, ("float16", "float32")):
-        shapes = _shapes(row, x, out, where, scaled, 4096, other)
-        yield from ((shape, 2, 2) for shape in shapes)
+        layout = _closest(row.samples(x, out), 4096).spread(2, 2)
+        yield from _samples(row, layout, x, out, where, scaled, other)
+
+
+def _closest(layouts, length):
+    """The layout with rows nearest to `length`, seen from above."""
+    layouts = list(layouts)
+    longer = [layout for layout in layouts if layout.row_length >= length]
+    if longer:
+        return min(longer, key=lambda layout: layout.row_length)
+    return max(layouts, key=lambda layout: layout.row_length)
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     """Names of rows and what they compile for `device`: all of it, or a sample."""
     found: dict[tuple[str, Variant], None] = {}
-    shapes_of = _everything if everything else _representative
+    samples_of = _everything if everything else _representative
     for row in KERNELS:
-        for shape, outer, reduced in shapes_of(row):
-            if row.refusal(shape, device) is None:
-                found[row.name, row.variant(shape, outer, reduced)] = None
+        for problem in samples_of(row):
+            if row.refusal(problem, device) is None:
+                for step in row.steps(problem, device):
+                    found[row.name, step.variant] = None
     return list(found)

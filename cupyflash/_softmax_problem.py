@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyflash import _arrays, _layout
+from cupyflash._softmax_layout import Layout
 
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp", "softmax_vjp", "log_softmax_vjp")
 
@@ -28,6 +29,7 @@ class SoftmaxProblem:
     keepdims: bool = True
     return_sign: bool = False
     method: str = "auto"
+    layout: Layout | None = None  # on the GPU, once `out` is known
 
     @property
     def row_length(self) -> int:

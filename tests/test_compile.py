@@ -1,5 +1,8 @@
 """Compiling and loading: what goes wrong is said in one sentence."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
 cupy = pytest.importorskip("cupy")
@@ -136,3 +139,54 @@ def test_a_corrupt_cache_is_compiled_anew(source, cache_folder):
         path.write_bytes(b"nonsense")
     _compile._load.cache_clear()
     assert run(variant) == 7
+
+
+# --- launches ------------------------------------------------------------------------
+
+ALL_WAIT = """
+extern "C" __global__ void k(unsigned* count, long long blocks, words_t words) {
+  if (threadIdx.x != 0) return;
+  atomicAdd(count, 1u);
+  while (*(volatile unsigned*)count < blocks) {}
+  if (blockIdx.x == 0) count[1] = unsigned(words.of[1]);
+}
+"""
+
+CLUSTER = """
+extern "C" __global__ void __cluster_dims__(16, 1, 1) k(unsigned* blocks) {
+  unsigned size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  if (blockIdx.x == 0 && threadIdx.x == 0) *blocks = size;
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cooperative", [False, True])
+@pytest.mark.parametrize("has_entry", [True, False])
+def test_arguments_arrive(source, monkeypatch, cooperative, has_entry):
+    """Pointers, numbers and structs, also where CuPy hides the driver's launch."""
+    if not has_entry:
+        monkeypatch.setattr(_gpu, "_launch_kernel", None)
+    text = "struct words_t { long long of[3]; };" + ALL_WAIT
+    variant = dataclasses.replace(source(text), cooperative=cooperative)
+    device = _gpu.device(0)
+    launch = _gpu.Launch(variant, (device.num_sms,), (32,), 0)
+    for value in (5, 6):
+        count = cupy.zeros(2, "u4")
+        words = np.array([1, value, 3]).tobytes()
+        launch.enqueue(count.data.ptr, device.num_sms, words)
+        assert count.get().tolist() == [device.num_sms, value]
+
+
+@pytest.mark.gpu
+def test_large_clusters_are_asked_for(source):
+    if _gpu.device(0).cc < (9, 0):
+        pytest.skip("clusters came with sm_90")
+    variant = source(CLUSTER)
+    blocks = cupy.zeros(1, "u4")
+    with pytest.raises(cupy.cuda.driver.CUDADriverError):
+        _gpu.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
+    variant = dataclasses.replace(variant, cluster=16)
+    _gpu.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
+    assert int(blocks[0]) == 16

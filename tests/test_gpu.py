@@ -1,5 +1,7 @@
 """What only a GPU can show: streams, graphs, memory, foreign arrays, sizes, plans."""
 
+import dataclasses
+
 import numpy as np
 import oracle
 import pytest
@@ -7,7 +9,7 @@ from accuracy import max_error, to_host
 from placing import place
 
 import cupyflash
-from cupyflash import _attention_gpu, _compile, _softmax_gpu
+from cupyflash import _attention_gpu, _compile, _gpu, _softmax_gpu, _softmax_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -651,3 +653,93 @@ def test_a_second_thread_can_call(cupy, rng):
     with ThreadPoolExecutor(4) as pool:
         for y in pool.map(call, range(16)):
             np.testing.assert_array_equal(y, expected)
+
+
+def test_the_first_call_of_a_thread(cupy, rng):
+    """A new thread has no CUDA context yet, and a call with out= makes none before."""
+    import threading
+
+    x = cupy.asarray(rng.normal(size=(7, 100)).astype(np.float32))
+    out, errors = cupy.empty_like(x), []
+    expected = to_host(cupyflash.softmax(x, 1, out=out))
+    out.fill(0)
+
+    def call():
+        try:
+            cupyflash.softmax(x, 1, out=out)
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert not errors
+    np.testing.assert_array_equal(to_host(out), expected)
+
+
+def test_threads_do_not_mix_their_arguments(cupy):
+    """One plan, many threads at once, each with arrays of its own."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def calls(place):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            x = cupy.zeros((3, 40), np.float32)
+            x[:, place] = 30
+            results = [cupyflash.softmax(x, 1) for _ in range(200)]
+            attended = [cupyflash.attention(x, x, x) for _ in range(50)]
+            stream.synchronize()
+            found = {int(to_host(y).argmax(1)[0]) for y in (*results, *attended)}
+            return found == {place}
+
+    cupyflash.softmax(cupy.zeros((3, 40), np.float32), 1)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(calls, range(32)))
+
+
+def test_calls_keep_no_array_alive(cupy, rng):
+    """Plans hold shapes, not arrays."""
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        x = cupy.zeros((50, 70), np.float32)
+        q = cupy.zeros((2, 3, 40, 16), np.float32)
+        for _ in range(2):
+            cupyflash.softmax(x, 1, out=x)
+            cupyflash.softmax_vjp(x, x, 1)
+            cupyflash.logsumexp(x, 1)
+            cupyflash.attention(q, q, q)
+        del x, q
+        assert pool.used_bytes() == 0
+
+
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+def test_what_the_card_cannot_hold_goes_to_the_next_kernel(
+    cupy, rng, monkeypatch, function
+):
+    """A launch of more blocks than can run together is refused by the driver."""
+    x = cupy.asarray(rng.normal(size=(40, 300)).astype(np.float32))
+    compute = getattr(cupyflash, function)
+    expected = to_host(compute(x, 1))
+    chosen = cupyflash.explain(compute, x, 1).kernel
+    rows = _softmax_kernels.KERNELS
+    (row,) = (row for row in rows if row.name == chosen)
+
+    def too_many(problem, device):
+        cuts = row.cuts(problem, device)
+        if isinstance(cuts, str):
+            return cuts
+        return tuple(
+            dataclasses.replace(cut, cooperative=True, num_blocks=1 << 20)
+            for cut in cuts
+        )
+
+    unfit = dataclasses.replace(row, cuts=too_many)
+    monkeypatch.setattr(
+        _softmax_kernels,
+        "KERNELS",
+        tuple(unfit if other is row else other for other in rows),
+    )
+    monkeypatch.setattr(_softmax_gpu, "_plans", _gpu.PlanCache())
+    result = to_host(compute(x, 1))
+    np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
+    (plan,) = _softmax_gpu._plans._plans.values()
+    assert plan.row.name != chosen

@@ -55,6 +55,7 @@ struct place_t {
   index_t batch[kBatchDims];
   bool exists;  // the grid is rounded up
 
+  place_t() = default;
   __device__ place_t(const params_t& params, index_t item, index_t num_tiles) {
     row_of_heads = divide(item, num_tiles);
     tile = item - row_of_heads * num_tiles;

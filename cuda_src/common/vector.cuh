@@ -2,6 +2,10 @@
 // Several neighbouring elements in one access of up to 16 bytes.
 #pragma once
 
+#include "common/types.cuh"
+#include "ptx/global.cuh"
+#include "ptx/pack.cuh"
+
 namespace detail {
 
 template <int kBytes>
@@ -51,5 +55,91 @@ __device__ __forceinline__ vector_t<T, kCount> load_vector(const T* p) {
 
 template <int kCount, typename T>
 __device__ __forceinline__ void store_vector(T* p, vector_t<T, kCount> v) {
-  *reinterpret_cast<typename vector_t<T, kCount>::word_t*>(p) = v.word;
+  using word_t = typename vector_t<T, kCount>::word_t;
+  if constexpr (sizeof(word_t) >= 8) {
+    ptx::store_global(reinterpret_cast<word_t*>(p), v.word);
+  } else {
+    *reinterpret_cast<word_t*>(p) = v.word;
+  }
 }
+
+// Element i of a vector as another type.
+template <typename To, typename T, int kCount>
+__device__ __forceinline__ To element_as(const vector_t<T, kCount>& v, int i) {
+  return to<To>(v.element[i]);
+}
+// kCount numbers, rounded to T once.
+template <typename T, int kCount>
+struct to_vector {
+  template <typename From>
+  static __device__ __forceinline__ vector_t<T, kCount> of(
+      const From (&values)[kCount]) {
+    vector_t<T, kCount> v;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v.element[i] = to<T>(values[i]);
+    return v;
+  }
+};
+
+#if __CUDA_ARCH__ >= 800
+// Floats to 16 bits two at a time; doubles one by one, as anything else.
+template <>
+struct to_vector<half_t, 8> {
+  template <typename From>
+  static __device__ __forceinline__ vector_t<half_t, 8> of(const From (&values)[8]) {
+    vector_t<half_t, 8> v;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      if constexpr (sizeof(From) == sizeof(float)) {
+        reinterpret_cast<unsigned*>(&v)[i / 2] =
+            ptx::f16x2_from_f32(values[i], values[i + 1]);
+      } else {
+        v.element[i] = to<half_t>(values[i]);
+        v.element[i + 1] = to<half_t>(values[i + 1]);
+      }
+    }
+    return v;
+  }
+};
+template <>
+struct to_vector<bfloat16_t, 8> {
+  template <typename From>
+  static __device__ __forceinline__ vector_t<bfloat16_t, 8> of(
+      const From (&values)[8]) {
+    vector_t<bfloat16_t, 8> v;
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) {
+      if constexpr (sizeof(From) == sizeof(float)) {
+        reinterpret_cast<unsigned*>(&v)[i / 2] =
+            ptx::bf16x2_from_f32(values[i], values[i + 1]);
+      } else {
+        v.element[i] = to<bfloat16_t>(values[i]);
+        v.element[i + 1] = to<bfloat16_t>(values[i + 1]);
+      }
+    }
+    return v;
+  }
+};
+
+// The larger elements of two vectors; a NaN is passed over.
+template <int kCount>
+__device__ __forceinline__ vector_t<half_t, kCount> larger_of(
+    vector_t<half_t, kCount> a, const vector_t<half_t, kCount>& b) {
+  unsigned* const words = reinterpret_cast<unsigned*>(&a);
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    words[i] = ptx::max_f16x2(words[i], reinterpret_cast<const unsigned*>(&b)[i]);
+  }
+  return a;
+}
+template <int kCount>
+__device__ __forceinline__ vector_t<bfloat16_t, kCount> larger_of(
+    vector_t<bfloat16_t, kCount> a, const vector_t<bfloat16_t, kCount>& b) {
+  unsigned* const words = reinterpret_cast<unsigned*>(&a);
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    words[i] = ptx::max_bf16x2(words[i], reinterpret_cast<const unsigned*>(&b)[i]);
+  }
+  return a;
+}
+#endif

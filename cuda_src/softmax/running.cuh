@@ -2,7 +2,8 @@
 // The running sum of exponentials: one read, no overflow, whatever comes.
 #pragma once
 
-#include "softmax/group.cuh"
+#include "common/reduce.cuh"
+#include "softmax/sum.cuh"
 
 // l = sum of weight * exp(score - m) over what was seen. m follows the largest finite
 // score in steps: it moves only when a score is more than kSlack above it. Each move
@@ -27,6 +28,13 @@ struct running_t {
       l.lost *= factor;
     }
     m = larger;
+  }
+
+  // Takes in another sum. Of many, one after the other, less is lost than by merge_t.
+  __device__ __forceinline__ void take(running_t other) {
+    if (m < other.m) rescale(other.m);
+    if (other.m < m) other.rescale(m);
+    l += other.l.value;
   }
 
   // Makes room for scores, of which `largest` is the largest finite one.

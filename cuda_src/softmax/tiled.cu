@@ -1,167 +1,141 @@
 // SPDX-License-Identifier: MIT
-// softmax_tiled: a row is read once, stays in registers, and is written once.
+// softmax_tiled: a row is read once, stays on chip, and is written once.
 //
 // Algorithm  As softmax_safe, on a row that is held on chip:
 //                m = max_i s_i,  e_i = exp(s_i - m),  l = sum_i e_i,  out_i = e_i / l
 //            (log_softmax: out_i = (s_i - m) - log l), s = scale * x.
-// Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
-// Tiles      a row; each of its kLanes threads holds kHeld elements in registers
-// Memory     x and out once; 16 bytes an access where both are contiguous and aligned,
-//            else element by element with neighbouring lanes side by side
+// Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time, or
+//            kCluster blocks take one
+// Tiles      a row; each of its kCluster * kLanes threads holds HELD elements in
+//            registers and PARKED in shared memory (softmax/held.cuh)
+// Memory     x and out once; 16 bytes an access where a row is contiguous, whatever its
+//            length and start; between blocks, maxima and sums alone
 // Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
 //            for results of 16 bits plain differences, the fast exponential, float sums
-// Limits     rows of at most kLanes * kHeld elements; any strides
-#include "common/vector.cuh"
+// Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
+#include "softmax/held.cuh"
+#include "softmax/terms.cuh"
 #include "softmax/row.cuh"
 
-#ifndef HELD
-#error "HELD, elements a thread holds, comes from the host"
-#endif
-constexpr int kHeld = HELD;
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
-constexpr int kNumVectors = kHeld / kVector;
-static_assert(kHeld % kVector == 0 && kHeld <= 32,
-              "whole vectors, and a bit an element");
-// Slots beyond the row hold -inf, which adds nothing to the row; a scale or a mask has
-// to be told which slots these are.
-constexpr bool kTracksSlots = kHasWhere || kScaled;
 
-// A lane sums few terms here: double is enough for double, and float for 16 bits.
-template <bool kIsCoarse>
-struct part {
-  using type = double;
+// Exponentials take the place of the elements where they fit; else they are computed a
+// second time, and the elements stay as narrow as they came.
+constexpr bool kKeepsExp = !kLog && kSame<x_t, acc_t>;
+
+// The score of slots beyond the row is -inf, which adds nothing to it. It can be left
+// there at the load, unless a scale or a mask has to be told of it, or x knows no -inf.
+constexpr bool kPads = kHasInfinity<x_t> && !kScaled && !kHasWhere;
+
+// Maxima of 16-bit numbers need no conversion.
+#if __CUDA_ARCH__ >= 800
+constexpr bool kPacksMax = kPads && sizeof(x_t) == 2 && kVector % 2 == 0;
+#else
+constexpr bool kPacksMax = false;
+#endif
+
+using row_deal_t = deal_t<kVector>;
+
+// Which of a thread's elements take part.
+struct marks_t {
+  static constexpr int kCount = row_deal_t::kSlots * kVector + row_deal_t::kEdges;
+  unsigned bits[(kCount + 31) / 32] = {};
+
+  __device__ __forceinline__ void set(int j) { bits[j / 32] |= 1u << j % 32; }
+  __device__ __forceinline__ bool get(int j) const {
+    return bits[j / 32] >> j % 32 & 1;
+  }
 };
-template <>
-struct part<true> {
-  using type = float;
-};
-using part_t = part<kCoarse>::type;
+// The bits stay in registers where all indices are known.
+constexpr int kUnrollParked = kHasWhere ? 64 : 2;
 
-// How elements are dealt to the lanes of a row: in whole vectors, or one by one.
-enum class deal { kVectors, kSingles };
+extern __shared__ uint4 parking[];
 
-// The part of a row that one lane holds.
-struct held_t {
-  acc_t value[kHeld];
-  unsigned selected = 0;  // a bit a slot
+#if CLUSTER > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
+    __launch_bounds__(kNumThreads, kMinBlocks)
+#else
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+#endif
+        softmax_tiled(const x_t* x,
+                      const bool* where,
+                      out_t* out,
+                      const __grid_constant__ layout_t layout) {
+  __shared__ shared_parts_t<acc_t> maxima[1];
+  __shared__ shared_parts_t<total_t> sums[1];
+  combiner_t<acc_t> combine_max(maxima);
+  combiner_t<total_t> combine_sum(sums);
+  announce_block();
+  bool has_started = false;
 
-  // Position in the row of slot j.
-  template <deal kDeal>
-  static __device__ __forceinline__ int position(int j) {
-    return kDeal == deal::kVectors
-               ? (j / kVector * kLanes + lane()) * kVector + j % kVector
-               : j * kLanes + lane();
-  }
-  __device__ __forceinline__ bool is_selected(int j) const {
-    return !kTracksSlots || (selected >> j & 1);
-  }
-
-  template <deal kDeal>
-  __device__ __forceinline__ void load(const row_t& row) {
-    const int length = int(row.length);
-    vector_t<x_t, kVector> read[kNumVectors];
-    // All loads are under way before the first is waited for.
-    if (kDeal == deal::kVectors) {
+  const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
+  const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
+  held_t<x_t, kVector> held(parking);
+  for (long long at = first; at < layout.num_rows; at += step) {
+    const row_t row(x, where, out, layout, at);
+    const row_deal_t deal(row.out, row.length);
+    const auto address = [&](int i) {
+      return row.x + (kContiguous ? i : row.offset(kX, i));
+    };
+    held.load(deal, address, padding<x_t>());
+    marks_t marks;
+    if constexpr (kHasWhere) {
 #pragma unroll
-      for (int v = 0; v < kNumVectors; ++v) {
-        const int i = position<kDeal>(v * kVector);
-        if (i + kVector <= length) read[v] = load_vector<kVector>(row.x + i);
-      }
-    }
-    if (kDeal == deal::kSingles || length % kVector != 0) {
-#pragma unroll
-      for (int j = 0; j < kHeld; ++j) {
-        const int i = position<kDeal>(j);
-        const bool is_read =
-            kDeal == deal::kVectors && i - j % kVector + kVector <= length;
-        if (i < length && !is_read) {
-          read[j / kVector].element[j % kVector] = row.x[row.offset(kX, i)];
-        }
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const int i = position<kDeal>(j);
-      if (kTracksSlots && i < length && row.selected(i)) selected |= 1u << j;
-      value[j] = i < length ? to<acc_t>(read[j / kVector].element[j % kVector])
-                            : -infinity<acc_t>();
-    }
-  }
-
-  template <deal kDeal>
-  __device__ __forceinline__ void store(const row_t& row) const {
-    const int length = int(row.length);
-#pragma unroll
-    for (int v = 0; v < kNumVectors; ++v) {
-      vector_t<out_t, kVector> written;
-#pragma unroll
-      for (int k = 0; k < kVector; ++k) {
-        written.element[k] = to<out_t>(value[v * kVector + k]);
-      }
-      const int first = position<kDeal>(v * kVector);
-      if (kDeal == deal::kVectors && first + kVector <= length) {
-        store_vector(row.out + first, written);
-      } else {
+      for (int v = 0; v < row_deal_t::kSlots; ++v) {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) {
-          const int i = position<kDeal>(v * kVector + k);
-          if (i < length) row.out[row.offset(kOut, i)] = written.element[k];
+          if (deal.has(v, k) && row.selected(deal.position(v, k))) {
+            marks.set(v * kVector + k);
+          }
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < row_deal_t::kEdges; ++e) {
+        const int i = deal.edge_position(e);
+        if (i < deal.length && row.selected(i)) {
+          marks.set(row_deal_t::kSlots * kVector + e);
         }
       }
     }
-  }
-};
-
-// Whether a row can be read and written in vectors.
-__device__ __forceinline__ bool takes_vectors(const row_t& row) {
-  return REDUCED_AXES == 1 && row.layout.reduced.stride[kX][0] == 1 &&
-         row.layout.reduced.stride[kOut][0] == 1 && is_aligned<x_t, kVector>(row.x) &&
-         is_aligned<out_t, kVector>(row.out);
-}
-
-extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_tiled(const x_t* x,
-                  const bool* where,
-                  out_t* out,
-                  const __grid_constant__ layout_t layout) {
-  for (long long at = first_row(); at < layout.num_rows; at += row_step()) {
-    const row_t row(x, where, out, layout, at);
-    const bool in_vectors = takes_vectors(row);
-    held_t held;
-    if (in_vectors) {
-      held.load<deal::kVectors>(row);
-    } else {
-      held.load<deal::kSingles>(row);
-    }
+    const auto score = [&](acc_t element, bool is_in_row, int j) {
+      if (kHasWhere) is_in_row = marks.get(j);
+      return kPads || is_in_row ? score_t(element, layout) : score_t();
+    };
+    if (!has_started) await_blocks();
+    has_started = true;
+    if (PARKED > 0) wait_for_copies();
 
     acc_t m = -infinity<acc_t>();
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      if (held.is_selected(j)) m = larger_t()(m, score_t(held.value[j], layout).high);
+    if constexpr (kPacksMax) {
+      m = held.largest(deal);
+    } else {
+      held.each<false, kUnrollParked>(deal, [&](acc_t element, bool is_in_row, int j) {
+        m = larger_t()(m, score(element, is_in_row, j).high);
+        return element;
+      });
     }
-    m = shift_by(row_max(m));
+    m = shift_by(combine_max(m, -infinity<acc_t>(), larger_t()));
+    held.forget();
 
-    part_t sum = 0;
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const acc_t e = score_t(held.value[j], layout).exp_minus(m);
-      if (held.is_selected(j)) sum += e;
-      if (!kLog) held.value[j] = e;  // softmax needs no more of x than this
-    }
-    const double l = row_sum(sum);
+    part_t sum = {};
+    held.each<kKeepsExp, kUnrollParked>(
+        deal, [&](acc_t element, bool is_in_row, int j) {
+          const acc_t e = score(element, is_in_row, j).exp_minus(m);
+          sum += e;
+          return e;
+        });
+    const double l = combine_sum(total(sum), total_t(0), plus_t());
+    held.forget();
 
     const finish_t finish(m, l);
-#pragma unroll
-    for (int j = 0; j < kHeld; ++j) {
-      const acc_t value = held.value[j];
-      const acc_t y = kLog ? finish(score_t(value, layout)) : value * finish.inverse;
-      held.value[j] = held.is_selected(j) ? y : unselected();
-    }
-    if (in_vectors) {
-      held.store<deal::kVectors>(row);
-    } else {
-      held.store<deal::kSingles>(row);
-    }
+    const auto result = [&](acc_t element, bool is_in_row, int j) {
+      if (kHasWhere && !marks.get(j)) return unselected();
+      if (kKeepsExp) return element * finish.inverse;
+      return finish(score(element, is_in_row, j));
+    };
+    held.store<out_t, kUnrollParked>(
+        deal, [&](int i) { return row.out + (kContiguous ? i : row.offset(kOut, i)); },
+        result);
   }
 }

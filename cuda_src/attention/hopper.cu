@@ -1,0 +1,650 @@
+// SPDX-License-Identifier: MIT
+// attention_hopper: tensor cores fed by the copy engine, for sm_90a.
+//
+// Algorithm  FlashAttention-3 forward (Shah et al. 2024), on tiles of keys from last to
+//            first: while o += p v of one tile runs, so does s = q k^T of the
+//            next, and its softmax. The reference m of a row moves only when a score
+//            passes it by 2^8, which leaves o alone in most steps.
+// Grid       a block a multiprocessor. An item is a tile of queries of one head; blocks
+//            take item after item, from a counter where items differ in length
+// Threads    warpgroup 0 asks the copy engine for tiles (one thread); each other one
+//            computes 64 queries. With kTakeTurns they issue products one after another
+// Tiles      q     kGroupM x kHeadDim a warpgroup   shared
+//            k, v  kBlockN x kHeadDim (kHeadDimV)   shared, kStages of each
+//            s, p, o  registers, as wgmma lays them out
+// Memory     global: q and out once; k and v once an item, mostly from L2
+// Numbers    s, m, l, o in float32; p is rounded to elem_t before p v
+// Limits     q, k, v as a tensor map takes them (_tensormap.py); seqlen_k >= 1; numbers
+//            of items, queries and keys in 32 bits
+#include "attention/hopper_hidden.cuh"
+#include "attention/hopper_softmax.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/wgmma.cuh"
+#include "ptx/wgmma_shapes.cuh"
+
+// setmaxnreg moves registers inside the pool of the launch, 65536 / kNumThreads a
+// thread. Lengths and options cost the producer registers, since it finds the tiles of
+// an item.
+constexpr int kProducerRegisters = kNumGroups == 4                  ? 32
+                                   : kNumGroups == 3 && kHasLengths ? 56
+                                   : kNumGroups == 3                ? 32
+                                                                    : 40;
+constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters) / 2
+                                   : kNumGroups == 3 ? (512 - kProducerRegisters) / 3
+                                                     : 112;
+static_assert(kNumGroups == 1 || kProducerRegisters + kNumGroups * kConsumerRegisters <=
+                                     65536 / kNumThreads / 8 * 8 * (kNumGroups + 1));
+
+// Describes a tile to wgmma (PTX ISA, "matrix descriptor"): 128-byte swizzle, 8 rows
+// are 1024 bytes, `chunk` bytes to the next 64 columns (of a K-major tile not used).
+__device__ __forceinline__ unsigned long long descriptor(unsigned address,
+                                                         unsigned chunk) {
+  constexpr unsigned long long kSwizzle128 = 1ull << 62;
+  constexpr unsigned kEightRows = 1024;
+  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(chunk >> 4) << 16 |
+         static_cast<unsigned long long>(kEightRows >> 4) << 32 | kSwizzle128;
+}
+
+// s = q k^T. A step is 16 columns: 32 bytes of a row of 128.
+__device__ __forceinline__ void multiply_qk(float (&s)[kScores],
+                                            unsigned long long q,
+                                            unsigned long long k) {
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int chunk = step / 4, inside = step % 4 * 32;
+    ptx::wgmma_t<elem_t, kBlockN>::ss(s, q + (chunk * kGroupM * 128 + inside) / 16,
+                                      k + (chunk * kBlockN * 128 + inside) / 16,
+                                      step > 0);
+  }
+}
+
+// o += p v, or o = p v. A step is 16 rows of v, of 128 bytes.
+__device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
+                                            const unsigned (&p)[kBlockN / 16][4],
+                                            unsigned long long v,
+                                            bool accumulate) {
+#pragma unroll
+  for (int step = 0; step < kBlockN / 16; ++step) {
+    ptx::wgmma_t<elem_t, kHeadDimV>::rs(o, p[step], v + step * (16 * 128 / 16),
+                                        step > 0 || accumulate);
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void keep_order(float (&x)[kCount]) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) ptx::keep_order(x[e]);
+}
+
+// A coordinate in a tensor map, whose broadcast axes have length 1.
+__device__ __forceinline__ int coordinate(index_t index, index_t stride) {
+  return stride == 0 ? 0 : static_cast<int>(index);
+}
+
+// Asks for rows [row, row + kRows) of one matrix; those outside it arrive as zeros.
+template <int kRows, int kChunks>
+__device__ __forceinline__ void load_tile(unsigned target,
+                                          const ptx::tensor_map_t& map,
+                                          unsigned barrier,
+                                          int row,
+                                          int head,
+                                          const int (&batch)[2]) {
+  ptx::mbarrier_arrive_expect_tx(barrier, kRows * kChunks * 128);
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ptx::cp_async_bulk_tensor_5d(target + chunk * kRows * 128, map, barrier, chunk * 64,
+                                 row, head, batch[0], batch[1]);
+  }
+}
+
+// The coordinates of a batch entry, innermost first.
+__device__ __forceinline__ void batch_coordinates(int (&batch)[2],
+                                                  const place_t& at,
+                                                  const operand_t& operand) {
+  batch[0] = coordinate(at.batch[kBatchDims - 1], operand.batch[kBatchDims - 1]);
+  batch[1] = kBatchDims == 2 ? coordinate(at.batch[0], operand.batch[0]) : 0;
+}
+
+// A compile-time bool as an argument.
+template <bool kValue>
+struct flag_t {
+  static constexpr bool value = kValue;
+};
+
+// What depends on the memory of q, k and v. Mirrored by HOPPER_INPUTS in
+// _attention_kernels.py.
+struct alignas(64) inputs_t {
+  ptx::tensor_map_t q_map, k_map, v_map;
+  schedule_t schedule;
+  const elem_t* q;   // (batch, heads, queries, head_dim)
+  const elem_t* k;   // (batch, kv heads, keys, head_dim)
+  const elem_t* v;   // (batch, kv heads, keys, head_dim_v)
+  double from_log2;  // what a unit of the exponents is in units of lse, by to_log2
+  float to_log2;     // what makes scores, or q.k, exponents of 2
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    attention_hopper(const __grid_constant__ inputs_t inputs,
+                     out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
+                     lse_t* __restrict__ lse,  // (batch, heads, queries), or null
+                     counter_t* __restrict__ counter,
+                     SCORE_PARAMETERS) {
+  const schedule_t& schedule = inputs.schedule;
+  extern __shared__ __align__(1024) unsigned char smem[];
+  __shared__ __align__(
+      8) unsigned long long barriers[2 * kNumGroups + 4 * kStages + 4 + kOrders];
+  __shared__ mail_t mailbox_memory[2];
+  volatile mail_t* const mailbox = mailbox_memory;
+  __shared__ orders_t orders_memory;
+  volatile orders_t& orders = orders_memory;
+
+  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+  const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
+  const unsigned smem_k = smem_q + kNumGroups * kBytesQ;
+  const unsigned smem_v = smem_k + kStages * kBytesK;
+  const unsigned first_barrier = ptx::shared_address(barriers);
+  constexpr int kBarrier = ring_t::kBytes;
+  const ring_t q_ring = {first_barrier, first_barrier + kNumGroups * kBarrier};
+  const ring_t k_ring = {q_ring.empty + kNumGroups * kBarrier,
+                         q_ring.empty + (kNumGroups + kStages) * kBarrier};
+  const ring_t v_ring = {k_ring.empty + kStages * kBarrier,
+                         k_ring.empty + 2 * kStages * kBarrier};
+  const ring_t item_ring = {v_ring.empty + kStages * kBarrier,
+                            v_ring.empty + (kStages + 2) * kBarrier};
+  const unsigned landed = item_ring.empty + 2 * kBarrier;  // tiles to be looked through
+
+  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < kNumGroups; ++n) {
+      ptx::mbarrier_init(q_ring.full_at(n), 1);
+      ptx::mbarrier_init(q_ring.empty_at(n), 4);
+    }
+    for (int n = 0; n < kStages; ++n) {
+      ptx::mbarrier_init(k_ring.full_at(n), 1);
+      ptx::mbarrier_init(k_ring.empty_at(n), 4 * kNumGroups);
+      ptx::mbarrier_init(v_ring.full_at(n), 1);
+      ptx::mbarrier_init(v_ring.empty_at(n), 4 * kNumGroups);
+    }
+    for (int n = 0; n < 2; ++n) {
+      ptx::mbarrier_init(item_ring.full_at(n), 1);
+      ptx::mbarrier_init(item_ring.empty_at(n), 4 * kNumGroups);
+      orders.special[n] = -1;
+    }
+    orders.count = 0;
+    orders.looked_at = 0;
+    for (int n = 0; n < kOrders; ++n) ptx::mbarrier_init(landed + n * kBarrier, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are there before anyone uses them
+
+  if (group == 0) {
+    // --- the producer: k0, q, k1, v0, k2, v1, .., since k is needed one tile before v
+    if constexpr (kNumGroups > 1) ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      unsigned num_tiles = 0;  // of k and v so far: gives stage and parity
+      unsigned num_items = 0;
+      orders.next = blockIdx.x;
+      while (true) {
+        int item = orders.next;
+        if constexpr (kDynamic) {
+          const unsigned slot = num_items & 1;
+          wait(item_ring.empty_at(slot), (num_items >> 1 & 1) ^ 1);
+          if constexpr (kHidesSome) {
+            unsigned done = num_items == 0 ? 0 : num_items - 1;
+            if (item >= schedule.num_items && num_items > 0) {  // no other comes
+              wait(item_ring.empty_at(slot ^ 1), done >> 1 & 1);
+              done = num_items;
+            }
+            const int again = find_again(orders, done);
+            orders.careful = again >= 0;
+            if (again >= 0) item = again | kCareful;
+            orders.again[num_items % kRemembered] = -1;
+          }
+          mailbox[slot].item = item;
+        }
+        const bool careful = item >= kCareful;
+        if (careful) item -= kCareful;
+        const place_t at = place_of(item, schedule, params);
+        if constexpr (kDynamic) {
+          mailbox[num_items & 1].put(at);
+          ptx::mbarrier_arrive(item_ring.full_at(num_items & 1));
+        }
+        if (item >= schedule.num_items) break;
+        int next = item;
+        if (kDynamic && !careful) next = atomicAdd(&counter->next, 1);
+        const scores_t scores(at, SCORE_ARGUMENTS);
+        const int row_first = static_cast<int>(at.tile) * kBlockM;
+        const int row_last = min(row_first + kBlockM, int(params.seqlen_q) * kPack);
+        if (kHidesSome && orders.careful) {
+          const tiles_t whole =
+              whole_tiles_of(scores, row_first, row_last, params.seqlen_k);
+          orders.whole_first = whole.first;
+          orders.whole_last = whole.last;
+        }
+        const tiles_t tiles =
+            share_of(tiles_of(scores, row_first, row_last, params.seqlen_k), item,
+                     schedule)
+                .tiles;
+        const int count = tiles.last - tiles.first;
+        int batch_q[2], batch_k[2], batch_v[2];
+        batch_coordinates(batch_q, at, params.q);
+        batch_coordinates(batch_k, at, params.k);
+        batch_coordinates(batch_v, at, params.v);
+        for (int n = 0; n <= count; ++n) {
+          if (n < count) {
+            const unsigned number = num_tiles + n, stage = stage_of(number);
+            wait(k_ring.empty_at(stage), parity_of(number) ^ 1);
+            load_tile<kBlockN, kChunksQk>(
+                smem_k + stage * kBytesK, inputs.k_map, k_ring.full_at(stage),
+                (tiles.last - 1 - n) * kBlockN, coordinate(at.kv_head, params.k.head),
+                batch_k);
+          }
+          if (n == 0) {
+            for (int g = 0; g < kNumGroups; ++g) {
+              wait(q_ring.empty_at(g), (num_items & 1) ^ 1);
+              const int row = row_first + g * kGroupM;
+              if constexpr (kPack == 1) {
+                load_tile<kGroupM, kChunksQk>(
+                    smem_q + g * kBytesQ, inputs.q_map, q_ring.full_at(g), row,
+                    coordinate(at.head, params.q.head), batch_q);
+              } else {  // axes: columns, packed heads, queries, others heads, batch
+                const int others[2] = {int(at.head) / kPack, batch_q[0]};
+                load_tile<kGroupM, kChunksQk>(smem_q + g * kBytesQ, inputs.q_map,
+                                              q_ring.full_at(g), 0, query_of(row),
+                                              others);
+              }
+            }
+            if (!careful) orders.next = next + gridDim.x;  // by now it has come
+          } else {
+            const unsigned number = num_tiles + n - 1, stage = stage_of(number);
+            wait(v_ring.empty_at(stage), parity_of(number) ^ 1);
+            unsigned arrival = v_ring.full_at(stage);
+            if (kHidesSome && orders.careful &&
+                !is_in(tiles.last - n, {orders.whole_first, orders.whole_last})) {
+              const unsigned slot = orders.count % kOrders;
+              if (orders.count == 0)
+                ptx::barrier_arrive<kInspectors + kWarpSize>(kWakeBarrier);
+              orders.count = orders.count + 1;
+              orders.stage[slot] = stage;
+              orders.item[slot] = num_items;
+              arrival = landed + slot * kBarrier;
+            }
+            load_tile<kBlockN, kChunksV>(smem_v + stage * kBytesV, inputs.v_map,
+                                         arrival, (tiles.last - n) * kBlockN,
+                                         coordinate(at.kv_head, params.v.head),
+                                         batch_v);
+          }
+        }
+        num_tiles += count;
+        ++num_items;
+      }
+      if constexpr (kDynamic) {
+        // All blocks have taken their last item: ready for the next launch.
+        if (atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
+          counter->next = 0;
+          counter->finished = 0;
+          __threadfence();
+        }
+      }
+      if constexpr (kHidesSome) {
+        if (orders.count == 0)
+          ptx::barrier_arrive<kInspectors + kWarpSize>(kWakeBarrier);
+        const unsigned slot = orders.count % kOrders;
+        orders.stage[slot] = -1;
+        ptx::mbarrier_arrive(landed + slot * kBarrier);
+      }
+    } else if (kHidesSome && threadIdx.x >= kWarpSize) {
+      // --- the inspectors
+      const int thread = threadIdx.x - kWarpSize;
+      unsigned char* const tiles_v = smem + (smem_v - ptx::shared_address(smem));
+      unsigned slot = 0, parity = 0;
+      ptx::bar_sync<kInspectors + kWarpSize>(kWakeBarrier);
+      wait(landed, 0);
+      int stage = orders.stage[0];
+      while (stage >= 0) {
+        if (clean(reinterpret_cast<uint4*>(tiles_v + stage * kBytesV), thread)) {
+          const int number = orders.item[slot];
+          orders.special[number & 1] = number;
+          ptx::fence_proxy_async();
+        }
+        ptx::bar_sync<kInspectors>(kInspectBarrier);
+        if (thread == 0) ptx::mbarrier_arrive(v_ring.full_at(stage));
+        slot = (slot + 1) % kOrders;
+        parity ^= slot == 0;
+        wait(landed + slot * kBarrier, parity);
+        stage = orders.stage[slot];
+      }
+    }
+    return;
+  }
+
+  // --- the consumers
+  if constexpr (kNumGroups > 1) ptx::setmaxnreg_inc<kConsumerRegisters>();
+  const int w = group - 1, lane = threadIdx.x % kWarpSize;
+  const bool elected = lane == 0;
+  const unsigned long long q_tile = descriptor(smem_q + w * kBytesQ, 16);
+  const unsigned long long k_tiles = descriptor(smem_k, 16);
+  const unsigned long long v_tiles = descriptor(smem_v, kBlockN * 128);
+  const float to_log2 = kHasTerms ? float(kLog2e) : inputs.to_log2;
+  // Barrier 1 + w is the turn of warpgroup w.
+  if (kTakeTurns && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
+  auto take_turn = [&] {
+    if constexpr (kTakeTurns) ptx::bar_sync<256>(1 + w);
+  };
+  auto pass_turn = [&] {
+    if constexpr (kTakeTurns)
+      ptx::bar_arrive<256>(1 + (w + 1 == kNumGroups ? 0 : w + 1));
+  };
+
+  unsigned num_tiles = 0, num_items = 0;
+  auto next_item = [&](int item) {
+    if constexpr (!kDynamic) return static_cast<int>(item + gridDim.x);
+    wait(item_ring.full_at(num_items & 1), num_items >> 1 & 1);
+    return __shfl_sync(kFullMask, mailbox[num_items & 1].item, 0);
+  };
+
+  // The number of a row in lse, and of one in out where that is split.
+  auto row_number = [&](const place_t& at, int row, int item) {
+    index_t number = (at.row_of_heads + row % kPack) * params.seqlen_q + query_of(row);
+    if constexpr (kSplit) {
+      number += static_cast<index_t>(unsigned(item) % schedule.num_splits) *
+                schedule.num_heads * kPack * params.seqlen_q;
+    }
+    return number;
+  };
+
+  float s[kScores], o[kOutputs];
+  unsigned p[kBlockN / 16][4];
+  int item = kDynamic ? next_item(0) : blockIdx.x;
+  // Kept free of break and return: with them ptxas loses the registers of setmaxnreg.
+  while ((item & ~kCareful) < schedule.num_items) {
+    const place_t at =
+        kDynamic ? mailbox[num_items & 1].place() : place_of(item, schedule, params);
+    const scores_t scores(at, SCORE_ARGUMENTS);
+    const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
+    const int num_rows = seqlen_q * kPack;
+    const int row_block = static_cast<int>(at.tile) * kBlockM;
+    const int row_group = row_block + w * kGroupM;
+    const int row_group_last = min(row_group + kGroupM, num_rows);
+    const share_t share = share_of(
+        tiles_of(scores, row_block, min(row_block + kBlockM, num_rows), seqlen_k),
+        item & ~kCareful, schedule);
+    const tiles_t tiles = share.tiles;
+    const int count = tiles.last - tiles.first;
+    const int row_thread = row_group + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
+
+    // Keys [first, last) that this thread's rows see, from its first column on.
+    int first[2] = {}, last[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (kDynamic) {
+        const int i = query_of(row_thread + 8 * r);
+        const range_t keys = scores.keys_of(i, i + 1);
+        first[r] = int(keys.first) - lane % 4 * 2;
+        last[r] = int(keys.last) - lane % 4 * 2;
+      } else {
+        last[r] = seqlen_k - lane % 4 * 2;
+      }
+      if (kSplit && share.empty) last[r] = 0;
+    }
+    // Of the block's tiles, n = 0 is the last one. This warpgroup skips what only
+    // others see, masks up to `masked_end`, and again from `whole_end` on.
+    int skipped = 0, masked_end = 1, whole_end = count;
+    if constexpr (kBounds > 0) {
+      const tiles_t own = tiles_of(scores, row_group, row_group_last, seqlen_k);
+      skipped = tiles.last - max(own.last, tiles.first + 1);
+      skipped = max(skipped, 0);
+      const int i_first = query_of(row_group);
+      const int whole_last = int(scores.keys_of(i_first, i_first + 1).last) / kBlockN;
+      masked_end = min(count, tiles.last - whole_last);
+      if constexpr (kBounds == 2) {
+        const int i_last = query_of(row_group_last - 1);
+        const int whole_first =
+            (int(scores.keys_of(i_last, i_last + 1).first) + kBlockN - 1) / kBlockN;
+        whole_end = scores.is_query(i_last) ? tiles.last - whole_first : 0;
+        whole_end = min(count, whole_end);
+      }
+#pragma unroll 1
+      for (int n = 0; n < skipped; ++n) {
+        const unsigned number = num_tiles + n, stage = stage_of(number);
+        wait(k_ring.full_at(stage), parity_of(number));
+        if (elected) ptx::mbarrier_arrive(k_ring.empty_at(stage));
+        take_turn();
+        pass_turn();
+        wait(v_ring.full_at(stage), parity_of(number));
+        if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage));
+      }
+    }
+
+    // Products into final scores, for the tile whose first key is j0.
+    auto finish_scores = [&](int j0, auto masked) {
+      if constexpr (kHasTerms) {
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) {
+          const int i = query_of(min(row_thread + 8 * row_of(e), num_rows - 1));
+          const int j = j0 + lane % 4 * 2 + column_of(e);
+          s[e] = scores(s[e], i, min(j, seqlen_k - 1));
+        }
+      }
+      if constexpr (masked.value) {
+        const int some = max(max(first[0], first[1]) - j0, 0);
+        if (__any_sync(kFullMask, min(last[0], last[1]) - j0 < kBlockN | some > 0)) {
+#pragma unroll
+          for (int e = 0; e < kScores; ++e) {
+            const int r = row_of(e), column = column_of(e);
+            bool seen = column < last[r] - j0;
+            if constexpr (kBounds == 2) seen &= column >= first[r] - j0;
+            if (!seen) s[e] = -infinity<float>();
+          }
+        }
+      }
+    };
+
+    softmax_t row(to_log2);
+
+    // The first tile: s, softmax, p.
+    wait(q_ring.full_at(w), num_items & 1);
+    {
+      const unsigned number = num_tiles + skipped, stage = stage_of(number);
+      wait(k_ring.full_at(stage), parity_of(number));
+      ptx::wgmma_fence();
+      multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<0>();
+      keep_order(s);
+      if (elected) {
+        ptx::mbarrier_arrive(k_ring.empty_at(stage));
+        if (skipped == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
+      }
+      finish_scores((tiles.last - 1 - skipped) * kBlockN, flag_t<true>());
+      raise(row, s, to_log2);
+      exponentiate(row, s, to_log2);
+      round_to(p, s);
+    }
+    // The others: s of tile n, and o += p v of tile n - 1 beside its softmax.
+    auto step = [&](int n, auto masked) {
+      const unsigned number = num_tiles + n, stage = stage_of(number);
+      const unsigned before = number - 1, stage_v = stage_of(before);
+      wait(k_ring.full_at(stage), parity_of(number));
+      take_turn();
+      ptx::wgmma_fence();
+      multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
+      ptx::wgmma_commit_group();
+      wait(v_ring.full_at(stage_v), parity_of(before));
+      // p was written; without this fence ptxas lets each product wait for the last.
+      ptx::wgmma_fence();
+      multiply_pv(o, p, v_tiles + stage_v * (kBytesV / 16), n > skipped + 1);
+      ptx::wgmma_commit_group();
+      pass_turn();
+      ptx::wgmma_wait_group<1>();
+      keep_order(s);
+      if (elected) {
+        ptx::mbarrier_arrive(k_ring.empty_at(stage));
+        if (n == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
+      }
+      finish_scores((tiles.last - 1 - n) * kBlockN, masked);
+      const bool moved = raise(row, s, to_log2);
+      // ptxas moves this wait up to the last branch, which is the one in raise().
+      ptx::wgmma_wait_group<0>();
+      keep_order(o);
+      if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage_v));
+      exponentiate(row, s, to_log2);
+      round_to(p, s);  // only now: a product in flight was reading p
+      if (moved) {
+#pragma unroll
+        for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
+      }
+    };
+    int n = skipped + 1;
+    if constexpr (kHasMask) {
+#pragma unroll 1
+      for (; n < count; ++n) step(n, flag_t<true>());
+    } else {
+      if constexpr (kBounds > 0) {
+#pragma unroll 1
+        for (; n < masked_end; ++n) step(n, flag_t<true>());
+      }
+#pragma unroll 1
+      for (; n < whole_end; ++n) step(n, flag_t<false>());
+      if constexpr (kBounds == 2) {
+#pragma unroll 1
+        for (; n < count; ++n) step(n, flag_t<true>());
+      }
+    }
+
+    // The last product.
+    const unsigned last_number = num_tiles + count - 1,
+                   last_stage = stage_of(last_number);
+    wait(v_ring.full_at(last_stage), parity_of(last_number));
+    num_tiles += count;
+    ++num_items;
+    ptx::wgmma_fence();
+    multiply_pv(o, p, v_tiles + last_stage * (kBytesV / 16), count > skipped + 1);
+    ptx::wgmma_commit_group();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row.l[r] += row.rest[r];
+      row.l[r] += shuffle_xor(row.l[r], 1);
+      row.l[r] += shuffle_xor(row.l[r], 2);
+    }
+    // The place again: in the loop there are no registers for it.
+    const int number = static_cast<int>(num_items) - 1;
+    const place_t here = kDynamic ? mailbox[number & 1].place() : at;
+    float inverse[2];
+    bool seen[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row_r = row_thread + 8 * r, i = query_of(row_r);
+      seen[r] = scores.is_query(i) && row.l[r] != 0;
+      inverse[r] = 1 / row.l[r];
+      if (!kHasSinks && lse == nullptr) continue;
+      // lse has to know to the last bit what was subtracted; l takes what a float of it
+      // leaves over. Above a million that is less than a unit of lse.
+      const double m = row.m_log2[r] * inputs.from_log2;
+      const float high = static_cast<float>(m);
+      const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
+      const finished_t finished = scores.finish(i, high, row.l[r] * (1 + low));
+      if constexpr (kHasSinks) inverse[r] = finished.inverse * (1 + low);
+      if (lse != nullptr && lane % 4 == 0 && row_r < num_rows) {
+        const index_t number = row_number(here, row_r, item & ~kCareful);
+        if constexpr (kSplit) {
+          lse[number] = seen[r] ? m + log_of(row.l[r]) : -infinity<double>();
+        } else {
+          lse[number] = finished.lse;
+        }
+      }
+    }
+    ptx::wgmma_wait_group<0>();
+    keep_order(o);
+    if (elected) ptx::mbarrier_arrive(v_ring.empty_at(last_stage));
+
+    // o / l. A word holds two columns: word t of a lane 8 t + lane % 4 * 2 of every 32.
+    unsigned odd[2] = {};  // not 0 where a result is not finite
+    if constexpr (kSplit) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row_r = row_thread + 8 * r;
+        if (row_r < num_rows) {
+          float* const out_row =
+              reinterpret_cast<float*>(out) +
+              row_number(here, row_r, item & ~kCareful) * params.head_dim_v;
+#pragma unroll
+          for (int e = 2 * r; e < kOutputs; e += 4) {
+            const int column = column_of(e) + lane % 4 * 2;
+            const float2 pair =
+                seen[r] ? make_float2(o[e] * inverse[r], o[e + 1] * inverse[r])
+                        : make_float2(0, 0);
+            odd[r] |= !(is_finite(pair.x) & is_finite(pair.y));
+            if (column < params.head_dim_v) {
+              *reinterpret_cast<float2*>(out_row + column) = pair;
+            }
+          }
+        }
+      }
+    } else {
+      elem_t* const out_rows = here.at(reinterpret_cast<elem_t*>(out), params.out);
+      const bool aligned =
+          (reinterpret_cast<unsigned long long>(out_rows) % 16 | params.out.row % 8 |
+           (kPack > 1 ? params.out.head % 8 : 0)) == 0 &&
+          params.out.col == 1;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row_r = row_thread + 8 * r;
+        const bool exists = row_r < num_rows;
+        elem_t* const out_row = out_rows + query_of(row_r) * params.out.row +
+                                row_r % kPack * params.out.head;
+#pragma unroll
+        for (int e = 0; e < kOutputs; e += 16) {
+          unsigned words[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            const int from = e + 4 * t + 2 * r;
+            const unsigned word =
+                pair16_t::from(o[from + 1] * inverse[r], o[from] * inverse[r]);
+            words[t] = seen[r] ? word : 0;
+            if constexpr (kHidesSome) odd[r] = pair16_t::fma(words[t], 0, odd[r]);
+          }
+          if (aligned) {
+            transpose(words, lane);  // 8 columns side by side
+            const int column = e * 2 + lane % 4 * 8;
+            if (exists && column < params.head_dim_v) {
+              *reinterpret_cast<uint4*>(out_row + column) =
+                  make_uint4(words[0], words[1], words[2], words[3]);
+            }
+          } else if (exists) {
+#pragma unroll
+            for (int t = 0; t < 8; ++t) {
+              const int column = e * 2 + t / 2 * 8 + lane % 4 * 2 + t % 2;
+              const unsigned short bits = words[t / 2] >> (t % 2 * 16);
+              if (column < params.head_dim_v)
+                out_row[column * params.out.col] = elem_t{bits};
+            }
+          }
+        }
+      }
+    }
+    if constexpr (kHidesSome) {
+      // Values of keys that are not seen may have come in as 0 * NaN.
+      bool again = false;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) again |= odd[r] != 0 && is_finite(row.l[r]);
+      bool special = false;
+      if (item < kCareful) {
+        if (again) orders.again[number % kRemembered] = item;
+      } else {
+        special = orders.special[number & 1] == number;
+      }
+      if (special) {
+        __syncwarp();  // what the warp has stored is there for all its lanes
+        add_specials(inputs.v, out, here, w, scores_t(here, SCORE_ARGUMENTS), params,
+                     tiles, item & ~kCareful, row_number);
+      }
+    }
+    if constexpr (kDynamic) {
+      __syncwarp();
+      if (elected) ptx::mbarrier_arrive(item_ring.empty_at(number & 1));
+    }
+    item = next_item(item);
+  }
+}

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: MIT
+// attention_hopper_merge: what attention_hopper found for parts of the keys, as one.
+//
+// Algorithm  m = max lse_p,  w_p = exp(lse_p - m),
+//            out = sum_p w_p out_p / sum_p w_p,  lse = m + log sum_p w_p
+//            A part with lse -inf saw no key and adds nothing.
+// Grid       a block a row; its warps take parts by turns, its lanes 4 columns each
+// Memory     global: parts and out once; shared: a sum a warp
+// Numbers    lse in double, all else in float; parts are added in the same order always
+// Limits     head_dim_v is a multiple of 8
+#include "attention/params.cuh"
+#include "common/math.cuh"
+#include "common/reduce.cuh"
+
+constexpr int kNumWarps = kNumThreads / 32, kMaxColumns = 256;
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge(
+    const float* __restrict__ parts,  // (parts, rows, head_dim_v)
+    const double* __restrict__ lses,  // (parts, rows)
+    elem_t* __restrict__ out,         // (batch, heads, queries, head_dim_v)
+    float* __restrict__ lse,          // (batch, heads, queries), or null
+    const long long num_parts,
+    const __grid_constant__ params_t params) {
+  __shared__ float4 sums[kNumWarps][kMaxColumns / 4];
+  const index_t row = block_index();
+  const index_t num_rows = params.batch_size * params.num_heads * params.seqlen_q;
+  if (row >= num_rows) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int num_vectors = static_cast<int>(params.head_dim_v) / 4;
+
+  double m = -infinity<double>();
+  for (int part = lane; part < num_parts; part += 32) {
+    const double x = lses[part * num_rows + row];
+    m = x > m ? x : m;  // not a NaN, which comes in by its weight
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const double x = __shfl_xor_sync(0xffffffffu, m, step);
+    m = x > m ? x : m;
+  }
+  float l = 0;
+  for (int part = 0; part < num_parts; ++part) {
+    const double x = lses[part * num_rows + row];
+    l += x == -infinity<double>() ? 0.f : expf(static_cast<float>(x - m));
+  }
+  const float inverse = l == 0 ? 0.f : 1 / l;
+  if (lse != nullptr && threadIdx.x == 0) {
+    lse[row] = l == 0 ? -infinity<float>() : static_cast<float>(m + logf(l));
+  }
+
+  const place_t at(params, row, params.seqlen_q);  // its tiles are single queries
+  elem_t* const out_row = at.at(out, params.out) + at.tile * params.out.row;
+  for (int vector = lane; vector < num_vectors; vector += 32) {
+    float4 sum = {};
+#pragma unroll 4
+    for (int part = warp; part < num_parts; part += kNumWarps) {
+      const index_t number = part * num_rows + row;
+      const double x = lses[number];
+      const float4 y =
+          reinterpret_cast<const float4*>(parts)[number * num_vectors + vector];
+      if (x == -infinity<double>()) continue;
+      const float w = expf(static_cast<float>(x - m));
+      sum.x = fmaf(w, y.x, sum.x);
+      sum.y = fmaf(w, y.y, sum.y);
+      sum.z = fmaf(w, y.z, sum.z);
+      sum.w = fmaf(w, y.w, sum.w);
+    }
+    sums[warp][vector] = sum;
+  }
+  __syncthreads();
+  for (int column = threadIdx.x; column < params.head_dim_v; column += kNumThreads) {
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < kNumWarps; ++n) {
+      sum += reinterpret_cast<const float*>(sums[n])[column];
+    }
+    out_row[column * params.out.col] = to<elem_t>(sum * inverse);
+  }
+}

@@ -1,0 +1,162 @@
+// SPDX-License-Identifier: MIT
+// attention_hopper: the softmax of a warpgroup's tile of scores, in registers.
+#pragma once
+
+#include "attention/hopper_tiles.cuh"
+#include "common/reduce.cuh"
+#include "ptx/packed.cuh"
+
+// An accumulator of wgmma with n columns gives a thread n / 2 numbers: number e stands
+// in row (e / 2) % 2 * 8 + lane / 4 of the warp's 16 and column e / 4 * 8 + lane % 4 *
+// 2 + e % 2 (PTX ISA, "register fragments for wgmma.mma_async.m64nNk16").
+constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;
+__device__ constexpr int row_of(int e) { return e / 2 % 2; }             // of the two
+__device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }  // for lane 0
+
+// P lies below 2^kLazyLog2: the reference m moves only when a score passes it by so
+// much. Any m is exact in real arithmetic, since o, l and p share it.
+constexpr float kLazyLog2 = 8;
+
+// What a thread keeps of its two rows while it goes through the keys.
+struct softmax_t {
+  float m[2];
+  float l[2], rest[2];  // the sum of the weights, and what its rounding left over
+  float alpha[2];       // exp(m before - m), valid where raise() says so
+  float m_log2[2];      // m times the factor to log2, rounded: what is subtracted
+
+  // m starts at a number instead of -inf, so that -inf - m needs no guard; scores below
+  // it count as -inf.
+  __device__ explicit softmax_t(float to_log2) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      m[r] = -1e38f / fmaxf(to_log2, 1);
+      l[r] = 0;
+      rest[r] = 0;
+    }
+  }
+};
+
+// Two numbers as elem_t in one word, and arithmetic on such words.
+template <typename T>
+struct pair_of;
+template <>
+struct pair_of<half_t> {
+  static constexpr unsigned kExponent = 0x7c00;
+  static __device__ __forceinline__ unsigned from(float high, float low) {
+    return ptx::f16x2_from_f32(high, low);
+  }
+  static __device__ __forceinline__ unsigned fma(unsigned a, unsigned b, unsigned c) {
+    return ptx::fma_f16x2(a, b, c);
+  }
+};
+template <>
+struct pair_of<bfloat16_t> {
+  static constexpr unsigned kExponent = 0x7f80;
+  static __device__ __forceinline__ unsigned from(float high, float low) {
+    return ptx::bf16x2_from_f32(high, low);
+  }
+  static __device__ __forceinline__ unsigned fma(unsigned a, unsigned b, unsigned c) {
+    return ptx::fma_bf16x2(a, b, c);
+  }
+};
+using pair16_t = pair_of<elem_t>;
+
+// Where needed, moves m and brings l on its scale; then o must follow by alpha, which
+// all lanes of the warp are told. Scores times `to_log2` are exponents of 2.
+__device__ __forceinline__ bool raise(softmax_t& row,
+                                      const float (&s)[kScores],
+                                      float to_log2) {
+  // Bits of numbers >= 0 order as integers, above those of any negative one, and the
+  // integer unit takes the largest of three at once. A row whose scores and m are all
+  // negative is done again by floats.
+  int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
+#pragma unroll
+  for (int e = 4; e < kScores; e += 4) {
+    top[0] = max(max(top[0], __float_as_int(s[e])), __float_as_int(s[e + 1]));
+    top[1] = max(max(top[1], __float_as_int(s[e + 2])), __float_as_int(s[e + 3]));
+  }
+  top[0] = max(top[0], __float_as_int(s[1]));
+  top[1] = max(top[1], __float_as_int(s[3]));
+  float largest[2] = {__int_as_float(top[0]), __int_as_float(top[1])};
+  const bool negative =
+      ((top[0] < 0) & (row.m[0] < 0)) | ((top[1] < 0) & (row.m[1] < 0));
+  // Each lane compares its own columns.
+  const bool moves =
+      __any_sync(kFullMask, negative | ((largest[0] - row.m[0]) * to_log2 > kLazyLog2) |
+                                ((largest[1] - row.m[1]) * to_log2 > kLazyLog2));
+  if (moves) {
+    if (__any_sync(kFullMask, negative)) {
+      largest[0] = s[0];
+      largest[1] = s[2];
+#pragma unroll
+      for (int e = 1; e < kScores; ++e) {
+        if (e != 2) largest[row_of(e)] = fmaxf(largest[row_of(e)], s[e]);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 1));
+      largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 2));
+      // A row moves by its own scores: its bits depend on no other row of the warp.
+      const bool own = (largest[r] - row.m[r]) * to_log2 > kLazyLog2;
+      const float m = own ? largest[r] : row.m[r];
+      // From the rounded products, which are what exponentiate() subtracts.
+      const float alpha = ptx::ex2_approx_ftz(rounded_product(row.m[r], to_log2) -
+                                              rounded_product(m, to_log2));
+      row.alpha[r] = own ? alpha : 1.f;  // infinities have no difference
+      row.m[r] = m;
+      row.l[r] *= row.alpha[r];
+      row.rest[r] *= row.alpha[r];
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    row.m_log2[r] = rounded_product(row.m[r], to_log2);
+  }
+  return moves;
+}
+
+// s becomes p = exp(s - m), and its sum over this thread's columns joins l. A tile is
+// summed apart and added without loss (Kahan): a sum of millions does not stand still.
+__device__ __forceinline__ void exponentiate(softmax_t& row,
+                                             float (&s)[kScores],
+                                             float to_log2) {
+  float tile[2] = {row.rest[0], row.rest[1]};
+#pragma unroll
+  for (int e = 0; e < kScores; ++e) {
+    s[e] = ptx::ex2_approx_ftz(s[e] * to_log2 - row.m_log2[row_of(e)]);
+    tile[row_of(e)] += s[e];
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = row.l[r] + tile[r];
+    row.rest[r] = tile[r] - (sum - row.l[r]);
+    row.l[r] = sum;
+  }
+}
+
+// p as the A operand of the next product: numbers 8 k to 8 k + 7 are those of step k.
+__device__ __forceinline__ void round_to(unsigned (&p)[kBlockN / 16][4],
+                                         const float (&s)[kScores]) {
+#pragma unroll
+  for (int e = 0; e < kScores; e += 2)
+    p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+}
+
+// Word t of lane n of four neighbours becomes word n of lane t.
+__device__ __forceinline__ void transpose(unsigned (&words)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool high = lane & bit;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int a = bit == 1 ? 2 * n : n, b = a + bit;
+      const unsigned got = shuffle_xor(high ? words[a] : words[b], bit);
+      if (high) {
+        words[a] = got;
+      } else {
+        words[b] = got;
+      }
+    }
+  }
+}

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: MIT
+// PTX bar: the numbered barriers of a block, for some of its warps. 0 is that of
+// __syncthreads().
+#pragma once
+
+namespace ptx {
+
+// Waits until kThreads threads have come to barrier `id`, this warp's among them.
+template <int kThreads>
+__device__ __forceinline__ void bar_sync(int id) {
+  static_assert(kThreads % 32 == 0);
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// Comes to barrier `id` and goes on.
+template <int kThreads>
+__device__ __forceinline__ void bar_arrive(int id) {
+  static_assert(kThreads % 32 == 0);
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+// The same of a single thread, which counts as its warp.
+template <int kThreads>
+__device__ __forceinline__ void barrier_arrive(int id) {
+  static_assert(kThreads % 32 == 0);
+  asm volatile("barrier.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
+}
+
+}  // namespace ptx

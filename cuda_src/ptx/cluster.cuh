@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: MIT
+// PTX of thread block clusters (sm_90): rank, barrier, addresses of other blocks.
+#pragma once
+
+namespace ptx {
+
+// The number of this block in its cluster.
+__device__ __forceinline__ unsigned cluster_rank() {
+  unsigned rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster arrive, and then wait: what was written to shared memory
+// of any block before cluster_arrive can be read after cluster_wait.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+// As cluster_arrive, but orders no memory: that would wait for all loads and stores
+// under way.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where `shared`, a variable in shared memory, lies in the block `rank` of the cluster.
+template <typename T>
+__device__ __forceinline__ T* in_block(T* shared, unsigned rank) {
+  unsigned long long address;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace ptx

@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: MIT
+// PTX mbarrier (sm_90): barriers in shared memory that count arrivals and bytes. An
+// address is a 32-bit one of shared memory.
+#pragma once
+
+namespace ptx {
+
+__device__ __forceinline__ unsigned shared_address(const void* x) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(x));
+}
+
+// A phase ends after `count` arrivals (and the bytes that were announced).
+__device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count)
+               : "memory");
+}
+
+// Makes initialised barriers known to the copy engine.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives and announces `bytes` that the copy engine will bring in this phase.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier,
+                                                          unsigned bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+               "r"(bytes)
+               : "memory");
+}
+
+// Whether the phase of the given parity is over; waits a little for it.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(unsigned barrier,
+                                                         unsigned parity) {
+  unsigned over;
+  asm volatile(
+      "{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;"
+      "selp.b32 %0, 1, 0, p;}"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return over;
+}
+
+}  // namespace ptx

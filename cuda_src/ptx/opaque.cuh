@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: MIT
+// An empty instruction, behind which the compiler cannot see.
+#pragma once
+
+namespace ptx {
+
+// The compiler forgets how `word` came about, and what it has computed from it: rather
+// than keep both, it will compute the other anew.
+__device__ __forceinline__ void forget(unsigned& word) {
+  asm volatile("" : "+r"(word));
+}
+
+}  // namespace ptx

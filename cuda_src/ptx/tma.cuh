@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: MIT
+// PTX cp.async.bulk.tensor (sm_90): the copy engine reads boxes of an array.
+#pragma once
+
+namespace ptx {
+
+// A CUtensorMap, opaque; made by _tensormap.py.
+struct alignas(64) tensor_map_t {
+  unsigned long long words[16];
+};
+
+// Brings the box at (c0, .., c4), innermost first, to shared memory at `target` and
+// counts its bytes on `barrier`. What lies outside the array is zero and counts too.
+__device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
+                                                        const tensor_map_t& map,
+                                                        unsigned barrier,
+                                                        int c0,
+                                                        int c1,
+                                                        int c2,
+                                                        int c3,
+                                                        int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// What this thread has written to shared memory is seen by the copy engine and by
+// tensor cores that start later.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+}  // namespace ptx

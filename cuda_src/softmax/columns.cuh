@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: MIT
+// Columns: the reduced axis is not the contiguous one. Which thread holds what.
+//
+// A slab is all that one index of the outermost axes leaves: row_length rows of `inner`
+// neighbouring elements. A tile is kColumns neighbouring columns of a slab, and a group
+// of kSide * kDeep threads takes one: kSide threads side by side, each with kVector
+// columns of its own, and kDeep threads along the columns, each with kHeld rows.
+// A group is a part of a warp, a block, or a cluster of kCluster blocks, which then
+// share the rows among them.
+//
+// Parameters VECTOR    columns of a thread: neighbours, read in one access
+//            SIDE      threads side by side
+//            DEEP      threads of a block along a column
+//            HELD      rows of a thread
+//            CLUSTER   blocks along a column (above 1: sm_90)
+//            RESIDENT  blocks that a multiprocessor is to hold
+//            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is the contiguous
+//            one
+#pragma once
+
+#include "common/reduce.cuh"
+#include "common/strides.cuh"
+#include "common/types.cuh"
+#include "common/vector.cuh"
+#include "ptx/registers.cuh"
+#if CLUSTER > 1
+#include "ptx/cluster.cuh"
+#endif
+#include "softmax/sum.cuh"
+
+#ifndef SIDE
+#error "the parameters above come from the host"
+#endif
+constexpr int kVector = VECTOR, kSide = SIDE, kDeep = DEEP, kHeld = HELD;
+constexpr int kCluster = CLUSTER;
+constexpr int kColumns = kSide * kVector;  // of a tile
+constexpr int kGroup = kSide * kDeep;
+
+__host__ __device__ constexpr bool is_power_of_two(int n) { return (n & (n - 1)) == 0; }
+
+// Small groups share a warp, and need shuffles only.
+constexpr bool kInWarp = kGroup <= kWarpSize && is_power_of_two(kGroup);
+constexpr int kNumThreads =
+    kInWarp ? 128 : (kGroup + kWarpSize - 1) / kWarpSize * kWarpSize;
+constexpr int kGroupsPerBlock = kInWarp ? kNumThreads / kGroup : 1;
+
+static_assert(!kInWarp || kCluster == 1, "only whole blocks make a cluster");
+
+// Whether lanes of a warp hold the same columns; the first kSide of them speak for all.
+constexpr bool kShuffles = kSide < kWarpSize && is_power_of_two(kSide);
+// Numbers a column that are left for shared memory.
+constexpr int kPartials = kShuffles ? kNumThreads / kWarpSize : kDeep;
+static_assert(!kShuffles || kGroup % kWarpSize == 0 || kInWarp, "whole warps");
+
+#if CLUSTER > 1
+#define CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
+__device__ __forceinline__ int cluster_rank() { return ptx::cluster_rank(); }
+__device__ __forceinline__ void cluster_sync() {
+  ptx::cluster_arrive();
+  ptx::cluster_wait();
+}
+// Writes a number of this block where each block of the cluster looks for it.
+template <typename T>
+__device__ __forceinline__ void share(T* shared, T value) {
+#pragma unroll
+  for (int rank = 0; rank < kCluster; ++rank) *ptx::in_block(shared, rank) = value;
+}
+#else
+#define CLUSTER_SHAPE
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
+template <typename T>
+__device__ __forceinline__ void share(T* shared, T value) {
+  *shared = value;
+}
+#endif
+
+// How the columns of a tile are dealt to the threads side by side: each its
+// neighbouring kVector, or one after the other, which needs no alignment.
+enum class deal { kVectors, kSingles };
+
+// The elements that a thread holds of one array. Pairs of 16 bits stay together in the
+// registers that they were read into: twice as many fit, and are taken apart when used.
+template <typename T, bool kPairs = sizeof(T) == 2 && kVector % 2 == 0>
+struct slots_t {
+  vector_t<T, kVector> value[kHeld];
+
+  __device__ __forceinline__ T get(int k, int j) const { return value[k].element[j]; }
+  __device__ __forceinline__ void set(int k, int j, T x) { value[k].element[j] = x; }
+  __device__ __forceinline__ void set(int k, vector_t<T, kVector> x) { value[k] = x; }
+  __device__ __forceinline__ void fill(T x) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) set(k, j, x);
+    }
+  }
+  __device__ __forceinline__ void forget(unsigned) {}
+};
+
+template <typename T>
+struct slots_t<T, true> {
+  unsigned pair[kHeld][(kVector + 1) / 2];
+
+  __device__ __forceinline__ T get(int k, int j) const {
+    const unsigned bits = pair[k][j / 2];
+    T x;
+    reinterpret_cast<unsigned short&>(x) = j % 2 ? bits >> 16 : bits & 0xffff;
+    return x;
+  }
+  __device__ __forceinline__ void set(int k, int j, T x) {
+    const unsigned bits = reinterpret_cast<const unsigned short&>(x);
+    unsigned& to = pair[k][j / 2];
+    to = j % 2 ? (to & 0xffff) | bits << 16 : (to & 0xffff0000u) | bits;
+  }
+  __device__ __forceinline__ void set(int k, vector_t<T, kVector> x) {
+    const vector_t<unsigned, (kVector + 1) / 2> pairs = {x.word};
+#pragma unroll
+    for (int i = 0; i < kVector / 2; ++i) pair[k][i] = pairs.element[i];
+  }
+  __device__ __forceinline__ void fill(T x) {
+    const unsigned bits = reinterpret_cast<const unsigned short&>(x);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int i = 0; i < kVector / 2; ++i) pair[k][i] = bits | bits << 16;
+    }
+  }
+  // What was computed from the elements takes more registers than they do. With a zero
+  // that the compiler does not know to be one, it has to compute that again.
+  __device__ __forceinline__ void forget(unsigned zero) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int i = 0; i < kVector / 2; ++i) pair[k][i] ^= zero;
+    }
+  }
+};
+
+// A tile of a block has at least 32 elements: 2^31 of them are more than any memory.
+template <bool kIsShort>
+struct tile_index {
+  using type = int;
+};
+template <>
+struct tile_index<true> {
+  using type = long long;
+};
+using tile_index_t = tile_index<kInWarp>::type;
+
+__device__ __forceinline__ int divide_tiles(int a, int b) {
+  return unsigned(a) / unsigned(b);
+}
+__device__ __forceinline__ long long divide_tiles(long long a, long long b) {
+  return divide(a, b);
+}
+
+template <typename Layout>
+__device__ __forceinline__ tile_index_t num_slabs(const Layout& layout) {
+  tile_index_t count = 1;
+#pragma unroll
+  for (int axis = 0; axis < OUTER_AXES - 1; ++axis) count *= layout.outer.size[axis];
+  return count;
+}
+template <typename Layout>
+__device__ __forceinline__ tile_index_t tiles_of_slab(const Layout& layout) {
+  const long long last = layout.outer.size[OUTER_AXES - 1] - 1;
+  return tile_index_t(is_power_of_two(kColumns) ? last / kColumns
+                                                : divide(last, kColumns)) +
+         1;
+}
+
+// A block takes tile after tile; gridDim.x is a multiple of kCluster.
+template <typename Layout>
+__device__ __forceinline__ tile_index_t num_tiles(const Layout& layout) {
+  return num_slabs(layout) * tiles_of_slab(layout);
+}
+__device__ __forceinline__ tile_index_t first_tile() {
+  return tile_index_t(blockIdx.x / kCluster) * kGroupsPerBlock;
+}
+__device__ __forceinline__ tile_index_t tile_step() {
+  return tile_index_t(gridDim.x / kCluster) * kGroupsPerBlock;
+}
+
+// What one thread holds of a tile; the type of the problem's layout is a parameter,
+// since the kernels differ in their arrays.
+template <typename Layout>
+struct place_t {
+  const Layout& layout;
+  deal how;
+  tile_index_t slab;
+  long long column;  // the first column of the tile
+  int columns;       // how many of them there are
+  int row, rows;     // the first row of this thread, and how many
+
+  __device__ __forceinline__ place_t(const Layout& layout, deal how, tile_index_t first)
+      : layout(layout), how(how) {
+    const int in_group = kInWarp ? threadIdx.x % kGroup : threadIdx.x;
+    const tile_index_t tile = first + (kInWarp ? threadIdx.x / kGroup : 0);
+    const tile_index_t tiles = tiles_of_slab(layout);
+    slab = OUTER_AXES > 1 ? divide_tiles(tile, tiles) : tile >= tiles;
+    column = (long long)(tile - slab * tiles) * kColumns;
+    const long long left = layout.outer.size[OUTER_AXES - 1] - column;
+    columns = left < kColumns ? int(left) : kColumns;
+    const bool has_rows = (!kInWarp || slab < num_slabs(layout)) && in_group < kGroup;
+    // The blocks of a cluster take one piece of the column each.
+    const int length = int(layout.row_length);
+    const int piece = (length + kCluster - 1) / kCluster;
+    const int first_row = cluster_rank() * piece;
+    const int last = first_row + piece < length ? first_row + piece : length;
+    row = first_row + in_group / kSide;
+    rows = has_rows && row < last ? (last - row + kDeep - 1) / kDeep : 0;
+  }
+
+  static __device__ __forceinline__ int side() { return threadIdx.x % kGroup % kSide; }
+
+  // From the first column of the tile to slot j of this thread.
+  __device__ __forceinline__ int offset(int j) const {
+    return how == deal::kVectors ? side() * kVector + j : side() + j * kSide;
+  }
+
+  // From the start of an array to this thread's first row, in the tile's first column.
+  __device__ __forceinline__ long long start(int array) const {
+    long long at = row * layout.reduced.stride[array][0] +
+                   column * layout.outer.stride[array][OUTER_AXES - 1];
+    tile_index_t index = slab;
+#pragma unroll
+    for (int axis = OUTER_AXES - 2; axis >= 0; --axis) {
+      const tile_index_t size = tile_index_t(layout.outer.size[axis]);
+      const tile_index_t next = axis > 0 ? divide_tiles(index, size) : 0;
+      at += (index - next * size) * layout.outer.stride[array][axis];
+      index = next;
+    }
+    return at;
+  }
+  // From one row of this thread to the next.
+  __device__ __forceinline__ long long step(int array) const {
+    return kDeep * layout.reduced.stride[array][0];
+  }
+
+  // Whether this thread is the first of those with the same columns.
+  __device__ __forceinline__ bool is_first() const {
+    return (kInWarp ? threadIdx.x % kGroup : threadIdx.x) < kSide;
+  }
+
+  // All rows of this thread. Slots without one are left as they are.
+  template <typename T>
+  __device__ __forceinline__ void load(slots_t<T>& held, const T* p, int array) const {
+    load_rows(held, p + start(array), array, 0, rows);
+  }
+
+  // `rows` rows, from the one with number `first` of this thread; p is at its start.
+  template <typename T>
+  __device__ __forceinline__ void load_rows(
+      slots_t<T>& held, const T* p, int array, int first, int rows) const {
+    const long long step = this->step(array);
+    p += first * step;
+    if (how == deal::kVectors) {
+      if (offset(0) >= columns) return;
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        if (k < rows) held.set(k, load_vector<kVector>(p + offset(0) + k * step));
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const int i = offset(j);
+          if (k < rows && i < columns) held.set(k, j, p[i + k * step]);
+        }
+        // Else more of them would be under way than there are registers.
+        if (sizeof(T) < 4) ptx::keep_order();
+      }
+    }
+  }
+
+  // Writes value(k, j) into each slot. The two ways stay apart: where they meet, the
+  // compiler takes the vectors to pieces.
+  template <typename T, typename Value>
+  __device__ __forceinline__ void store(T* p, int array, Value value) const {
+    store_rows(p + start(array), array, 0, rows, value);
+  }
+
+  // `rows` rows, from the one with number `first` of this thread; p is at its start.
+  template <typename T, typename Value>
+  __device__ __forceinline__ void store_rows(
+      T* p, int array, int first, int rows, Value value) const {
+    const long long step = this->step(array);
+    p += first * step + (how == deal::kVectors ? side() * kVector : side());
+    const int left = columns - (how == deal::kVectors ? side() * kVector : side());
+    if (left <= 0) return;
+    if (how == deal::kVectors) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        vector_t<T, kVector> y;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) y.element[j] = value(k, j);
+        if (k < rows) store_vector(p + k * step, y);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          if (k < rows && j * kSide < left) p[k * step + j * kSide] = value(k, j);
+        }
+      }
+    }
+  }
+};
+
+// Whether an array can be read and written in vectors of neighbouring columns.
+template <typename T, typename Layout>
+__device__ __forceinline__ bool takes_vectors(const T* p,
+                                              const Layout& layout,
+                                              int array) {
+  constexpr int kLast = OUTER_AXES - 1;
+  long long steps = layout.reduced.stride[array][0] | layout.outer.size[kLast];
+#pragma unroll
+  for (int axis = 0; axis < kLast; ++axis) steps |= layout.outer.stride[array][axis];
+  return is_aligned<T, kVector>(p) && steps % kVector == 0 &&
+         layout.outer.stride[array][kLast] == 1;
+}
+
+// --- numbers of a column -------------------------------------------------------------
+
+// One number for each column of the tile from each part of the block.
+template <typename T>
+using partials_t = T[kPartials][kColumns];
+
+// Combines over the lanes of this warp that hold the same columns.
+template <typename T, typename Combine>
+__device__ __forceinline__ void combine_in_warp(T (&value)[kVector], Combine combine) {
+  if constexpr (kShuffles) {
+    constexpr int kSpan = kInWarp ? kGroup : kWarpSize;
+#pragma unroll
+    for (int offset = kSide; offset < kSpan; offset *= 2) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        value[j] = combine(value[j], shuffle_xor(value[j], offset));
+      }
+    }
+  }
+}
+
+// Combines over the warp and writes what is left; a barrier has to follow.
+template <typename T, typename Combine>
+__device__ __forceinline__ void write_partials(partials_t<T>& partials,
+                                               T (&value)[kVector],
+                                               Combine combine) {
+  combine_in_warp(value, combine);
+  const int side = threadIdx.x % kSide;
+  const int part = threadIdx.x / (kShuffles ? kWarpSize : kSide);
+  if (kShuffles ? threadIdx.x % kWarpSize < kSide : threadIdx.x < kGroup) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) partials[part][side * kVector + j] = value[j];
+  }
+}
+
+// Combines the partial numbers of one column.
+template <typename T, typename Combine>
+__device__ __forceinline__ T combine_partials(const partials_t<T>& partials,
+                                              int column,
+                                              Combine combine) {
+  T value = partials[0][column];
+#pragma unroll
+  for (int part = 1; part < kPartials; ++part) {
+    value = combine(value, partials[part][column]);
+  }
+  return value;
+}
+
+template <typename T>
+__device__ __forceinline__ double sum_of_partials(const partials_t<T>& partials,
+                                                  int column) {
+  sum_t sum;
+#pragma unroll
+  for (int part = 0; part < kPartials; ++part) sum += partials[part][column];
+  return total(sum);
+}
+template <typename T>
+__device__ __forceinline__ T combine_partials(const partials_t<T>& partials,
+                                              int column,
+                                              plus_t) {
+  return sum_of_partials(partials, column);
+}
+
+// A thread sums few terms here: double is enough for double, and float for 16 bits.
+template <bool kIsCoarse>
+struct part {
+  using type = double;
+};
+template <>
+struct part<true> {
+  using type = float;
+};

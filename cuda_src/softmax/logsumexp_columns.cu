@@ -1,0 +1,306 @@
+// SPDX-License-Identifier: MIT
+// softmax_logsumexp_columns: log sum exp along columns, by one read.
+//
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/power_sum.cuh),  out = log of it.
+// Where
+//            that would lose digits (results near 0, scores beyond 2^20) the tile, and
+//            only such a tile, is read again:  out = max + log1p(sum of the others).
+// Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
+// Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
+//            time and keeps one sum for each of its kVector columns
+// Memory     a once, up to 16 bytes an access, neighbouring lanes side by side; one
+//            number a column is written; shared: one sum a warp and column
+// Numbers    exponentials to half a unit of acc_t, sums and log in double; for results
+//            of 16 bits the fast exponential and a float log
+// Limits     no weights; the last outer axis has stride 1 in a, and there is one
+// reduced
+//            axis
+//
+// Parameters A_T, OUT_T    element types of a, and of out and sign
+//            HAS_WHERE     1 if there is a mask
+//            and those of softmax/columns.cuh
+#include "softmax/columns.cuh"
+#include "softmax/power_sum.cuh"
+
+#ifndef A_T
+#error "the parameters above come from the host"
+#endif
+using a_t = A_T;
+using out_t = OUT_T;
+constexpr bool kHasWhere = HAS_WHERE;
+
+constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
+using total_t = power_sum_t<acc_t, kCoarse>;
+
+enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
+
+// The problem, as packed by the host.
+struct layout_t {
+  long long num_rows, row_length;
+  long long returns_sign;
+  axes_t<OUTER_AXES, kNumArrays> outer;
+  axes_t<REDUCED_AXES, kNumArrays> reduced;  // out and sign have stride 0 here
+};
+using tile_t = place_t<layout_t>;
+
+// A sum as it lies in shared memory.
+struct partial_t {
+  double l;
+  acc_t top;
+  int shift;
+
+  partial_t() = default;
+  __device__ __forceinline__ explicit partial_t(const total_t& sum)
+      : l(sum.l.value), top(sum.top), shift(sum.shift) {}
+  __device__ __forceinline__ total_t total() const {
+    total_t sum;
+    sum.l.value = l;
+    sum.top = top;
+    sum.shift = shift;
+    return sum;
+  }
+};
+
+// A sum of plain numbers beside a maximum: of the second reading.
+struct careful_t {
+  double m, top, rest;
+};
+
+struct shared_t {
+  partial_t sum[kInWarp ? 1 : kPartials][kColumns];
+  partial_t piece[kCluster][kColumns];
+  partials_t<double> number;
+  double careful[kCluster][kColumns];
+  int is_doubtful;
+};
+
+// The elements that this thread reads at a time; what does not take part is -inf.
+struct batch_t {
+  slots_t<a_t> value;
+  unsigned long long absent;
+
+  __device__ __forceinline__ void load(
+      const a_t* a, const bool* where, const tile_t& tile, int first, int rows) {
+    value.fill(a_t());
+    tile.load_rows(value, a, kA, first, rows);
+    absent = 0;
+    if (kHasWhere) {
+      const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const int i = tile.offset(j);
+          if (k < rows && i < tile.columns &&
+              !where[(first + k) * tile.step(kWhere) + i * side_step]) {
+            absent |= 1ull << (k * kVector + j);
+          }
+        }
+      }
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ T score(int k, int j, int rows) const {
+    const bool takes_part = k < rows && !(kHasWhere && absent >> (k * kVector + j) & 1);
+    return takes_part ? to<T>(value.get(k, j)) : -infinity<T>();
+  }
+};
+static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
+
+// Calls take(batch, rows) for all rows of this thread.
+template <typename Take>
+__device__ __forceinline__ void read_columns(const a_t* a,
+                                             const bool* where,
+                                             const tile_t& tile,
+                                             Take take) {
+  a += tile.start(kA);
+  if (kHasWhere) where += tile.start(kWhere);
+  for (int first = 0; first < tile.rows; first += kHeld) {
+    const int rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
+    batch_t batch;
+    batch.load(a, where, tile, first, rows);
+    take(batch, rows);
+  }
+}
+
+// A number of each of this thread's columns over the tile, in each thread.
+template <typename Combine>
+__device__ __forceinline__ void combine_columns(shared_t& shared,
+                                                double (&value)[kVector],
+                                                Combine combine) {
+  if constexpr (kInWarp) {
+    combine_in_warp(value, combine);
+  } else {
+    write_partials(shared.number, value, combine);
+    __syncthreads();
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      share(&shared.careful[cluster_rank()][c],
+            combine_partials(shared.number, c, combine));
+    }
+    cluster_sync();
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const int c = tile_t::side() * kVector + j;
+      value[j] = shared.careful[0][c];
+#pragma unroll
+      for (int rank = 1; rank < kCluster; ++rank) {
+        value[j] = combine(value[j], shared.careful[rank][c]);
+      }
+    }
+    cluster_sync();  // all have read before the next number is written
+  }
+}
+
+// The logs of the columns to the last digit, whatever they are: the largest score plus
+// log1p of all the rest, which never meets the 1 that it is small against. All threads
+// of the cluster call it.
+__device__ __noinline__ void read_again(const a_t* a,
+                                        const bool* where,
+                                        const tile_t& tile,
+                                        shared_t& shared,
+                                        double (&log)[kVector]) {
+  double m[kVector], top[kVector], rest[kVector];
+  sum_t sum[kVector];  // of the rest
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    m[j] = -infinity<double>();
+    top[j] = 0;
+  }
+  read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        m[j] = larger_finite_t()(m[j], batch.score<double>(k, j, rows));
+      }
+    }
+  });
+  combine_columns(shared, m, larger_finite_t());
+  read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+#pragma unroll 1
+      for (int k = 0; k < kHeld; ++k) {
+        const double score = batch.score<double>(k, j, rows);
+        if (score == m[j]) {
+          top[j] += 1;
+        } else {
+          sum[j] += exp_diff_exact(score, m[j]);
+        }
+      }
+    }
+  });
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) rest[j] = total(sum[j]);
+  combine_columns(shared, top, plus_t());
+  combine_columns(shared, rest, plus_t());
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) log[j] = log_beside(m[j], (top[j] - 1) + rest[j]);
+}
+
+// The sum of each of this thread's columns over the tile, in each thread.
+__device__ __forceinline__ void join_columns(shared_t& shared,
+                                             total_t (&sum)[kVector]) {
+  if constexpr (kShuffles) {
+    constexpr int kSpan = kInWarp ? kGroup : kWarpSize;
+#pragma unroll
+    for (int offset = kSide; offset < kSpan; offset *= 2) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        total_t other;
+        other.top = shuffle_xor(sum[j].top, offset);
+        other.shift = shuffle_xor(sum[j].shift, offset);
+        other.l.value = shuffle_xor(sum[j].l.value, offset);
+        sum[j].take(other);
+      }
+    }
+  }
+  if constexpr (!kInWarp) {
+    const int part = threadIdx.x / (kShuffles ? kWarpSize : kSide);
+    if (kShuffles ? threadIdx.x % kWarpSize < kSide : threadIdx.x < kGroup) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        shared.sum[part][tile_t::side() * kVector + j] = partial_t(sum[j]);
+      }
+    }
+    __syncthreads();
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      total_t total = shared.sum[0][c].total();
+      for (int part = 1; part < kPartials; ++part)
+        total.take_next(shared.sum[part][c].total());
+      share(&shared.piece[cluster_rank()][c], partial_t(total));
+    }
+    cluster_sync();
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const int c = tile_t::side() * kVector + j;
+      sum[j] = shared.piece[0][c].total();
+      for (int rank = 1; rank < kCluster; ++rank) {
+        sum[j].take_next(shared.piece[rank][c].total());
+      }
+    }
+    cluster_sync();  // all have read before the next tile is written
+  }
+}
+
+// Whether any thread of the tile says so; all threads of the cluster agree.
+__device__ __forceinline__ bool any_of_tile(bool is_true) {
+  return kInWarp ? __any_sync(kFullMask, is_true) : __syncthreads_or(is_true);
+}
+
+extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
+    softmax_logsumexp_columns(const a_t* a,
+                              const a_t* b,  // not read
+                              const bool* where,
+                              out_t* out,
+                              out_t* sign,  // written if layout.returns_sign
+                              const __grid_constant__ layout_t layout) {
+  __shared__ shared_t shared;
+  const deal how = takes_vectors(a, layout, kA) ? deal::kVectors : deal::kSingles;
+  if (kCluster > 1) cluster_sync();  // no block is written to before it runs
+  const tile_index_t end = num_tiles(layout);
+  for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
+    const tile_t tile(layout, how, at);
+    total_t sum[kVector];
+    read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const auto score = [&](int k) { return batch.score<acc_t>(k, j, rows); };
+        sum[j].see(total_t::largest<kHeld>(score));
+        sum[j].add<kHeld>(score);
+      }
+    });
+    join_columns(shared, sum);
+
+    // All blocks of a cluster have the same sums, and decide alike. Columns beyond the
+    // last are not asked.
+    bool is_doubtful[kVector], any = false;
+    double log[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      is_doubtful[j] = tile.offset(j) < tile.columns && sum[j].is_doubtful();
+      any = any || is_doubtful[j];
+    }
+    any = any_of_tile(any);
+    const bool writes = tile.is_first() && tile.rows > 0 && cluster_rank() == 0;
+    if (any) read_again(a, where, tile, shared, log);
+    if (writes) {
+      const long long to_out = tile.start(kOut), to_sign = tile.start(kSign);
+      const long long out_step = layout.outer.stride[kOut][OUTER_AXES - 1];
+      const long long sign_step = layout.outer.stride[kSign][OUTER_AXES - 1];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const int i = tile.offset(j);
+        if (i >= tile.columns) continue;
+        out[to_out + i * out_step] = to<out_t>(is_doubtful[j] ? log[j] : sum[j].log());
+        if (layout.returns_sign) {
+          const acc_t top = sum[j].top;
+          const acc_t of_sum = is_nan(top) ? top : acc_t(top > -infinity<acc_t>());
+          sign[to_sign + i * sign_step] = to<out_t>(of_sum);
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,489 @@
+// SPDX-License-Identifier: MIT
+// softmax_logsumexp_rows: log sum exp of rows whose elements lie side by side.
+//
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/power_sum.cuh),  out = log of it.
+// Where
+//            that would lose digits (results near 0, scores beyond 2^20) the row, and
+//            only such a row, is read again:  out = max + log1p(sum of the others).
+// Grid       1-D; a block of kNumThreads takes kRowsPerBlock * kSets rows at a time. Of
+//            few long rows it takes a part each: softmax_logsumexp_rows_parts sums
+//            kParts parts of a row, softmax_logsumexp_rows_merge joins them.
+// Tiles      a lane has kHeld elements of each of kSets rows in registers; if SETS is 0
+// it
+//            walks over a row of any length
+// Memory     a once, one number a row is written; 16 bytes an access. Short rows that
+// lie
+//            back to back and are not aligned go through shared memory; of longer ones
+//            the ends are read one by one.
+// Numbers    exponentials to half a unit of acc_t, sums and log in double; for results
+//            of 16 bits the fast exponential and a float log
+// Limits     no weights, no mask; rows of at least 2 elements
+//
+// Parameters A_T, OUT_T          element types of a, and of out and sign
+//            OUTER_AXES          how many axes the rows run over
+//            HELD, SETS, PARTS   as above
+//            ACC_T, LANES, ROWS_PER_BLOCK, REDUCED_AXES   as in softmax/group.cuh
+#include "common/strides.cuh"
+#include "common/types.cuh"
+#include "common/vector.cuh"
+#include "softmax/group.cuh"
+#include "softmax/power_sum.cuh"
+
+#ifndef A_T
+#error "the parameters above come from the host"
+#endif
+using a_t = A_T;
+using out_t = OUT_T;
+constexpr int kHeld = HELD, kSets = SETS > 0 ? SETS : 1, kParts = PARTS;
+constexpr int kVector = 16 / sizeof(a_t);  // elements a vector access
+constexpr int kNumVectors = kHeld / kVector;
+constexpr bool kHolds = SETS > 0;  // a row as a whole; else its lanes walk over it
+constexpr int kWarpLanes = kLanes < kWarpSize ? kLanes : kWarpSize;
+static_assert(kHeld % kVector == 0 && (kHolds ? kLanes <= 32 : kLanes >= 32));
+
+constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
+using total_t = power_sum_t<acc_t, kCoarse>;
+
+enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
+
+// The problem, as packed by the host.
+struct layout_t {
+  long long num_rows, row_length;
+  long long returns_sign;
+  axes_t<OUTER_AXES, kNumArrays> outer;
+  axes_t<REDUCED_AXES, kNumArrays> reduced;  // a is contiguous
+};
+
+// What one block has found out about its part of a row.
+struct partial_t {
+  double l;
+  acc_t top;
+  int shift;
+
+  partial_t() = default;
+  __device__ __forceinline__ explicit partial_t(const total_t& sum)
+      : l(sum.l.value), top(sum.top), shift(sum.shift) {}
+  __device__ __forceinline__ total_t total() const {
+    total_t sum;
+    sum.l.value = l;
+    sum.top = top;
+    sum.shift = shift;
+    return sum;
+  }
+};
+
+// --- elements to registers
+// ------------------------------------------------------------
+
+// What a lane holds of a row, as it was read: in whole vectors or, dealt to the lanes
+// one by one, in the same slots. A slot beyond the row holds -inf.
+struct held_t {
+  vector_t<a_t, kVector> read[kNumVectors];
+
+  __device__ __forceinline__ void clear(int v) {
+#pragma unroll
+    for (int k = 0; k < kVector; ++k) read[v].element[k] = to<a_t>(-infinity<acc_t>());
+  }
+
+  // The next vectors of each lane, of `left` that there are. All loads are under way
+  // before the first is waited for.
+  __device__ __forceinline__ void load_vectors(const a_t* a, int left) {
+#pragma unroll
+    for (int v = 0; v < kNumVectors; ++v) {
+      const int i = v * kLanes + lane();
+      if (i < left) {
+        read[v] = load_vector<kVector>(a + i * kVector);
+      } else {
+        clear(v);
+      }
+    }
+  }
+
+  // The same where none is missing.
+  __device__ __forceinline__ void load_vectors(const a_t* a) {
+#pragma unroll
+    for (int v = 0; v < kNumVectors; ++v) {
+      read[v] = load_vector<kVector>(a + (v * kLanes + lane()) * kVector);
+    }
+  }
+
+  // The first of `length` elements; of shared memory too.
+  __device__ __forceinline__ void load_singles(const a_t* a, int length) {
+#pragma unroll
+    for (int j = 0; j < kHeld; ++j) {
+      const int i = j * kLanes + lane();
+      read[j / kVector].element[j % kVector] =
+          i < length ? a[i] : to<a_t>(-infinity<acc_t>());
+    }
+  }
+
+  __device__ __forceinline__ acc_t score(int j) const {
+    return to<acc_t>(read[j / kVector].element[j % kVector]);
+  }
+  __device__ __forceinline__ acc_t largest() const {
+    return total_t::largest<kHeld>([&](int j) { return score(j); });
+  }
+  __device__ __forceinline__ void add_to(total_t& sum) const {
+    sum.add<kHeld>([&](int j) { return score(j); });
+  }
+};
+
+// Elements before the first that is aligned to a vector.
+__device__ __forceinline__ int num_before_aligned(const a_t* a) {
+  return int(-reinterpret_cast<unsigned long long>(a) / sizeof(a_t)) & (kVector - 1);
+}
+
+// A row, or a part of one, of any length and alignment.
+__device__ __forceinline__ total_t sum_of(const a_t* a, long long length) {
+  const int before = num_before_aligned(a);
+  const int head = before < length ? before : int(length);
+  int left = int((length - head) / kVector);  // vectors; 2^31 of them would be 32 GiB
+  const int tail = int(length - head - (long long)left * kVector);
+  // At most one element a lane comes before or after the vectors.
+  acc_t edge[1] = {-infinity<acc_t>()};
+  if (lane() < head + tail) {
+    const a_t* at = a + (lane() < head ? lane() : length - tail + (lane() - head));
+    edge[0] = to<acc_t>(*at);
+  }
+
+  total_t sum;
+  constexpr int kTogether = kNumVectors * kLanes;
+  const a_t* next = a + head;
+  held_t ahead;
+  if (left >= kTogether) ahead.load_vectors(next);
+  while (left >= kTogether) {
+    const held_t held = ahead;
+    left -= kTogether;
+    next += kTogether * kVector;
+    // The next batch is under way while this one is worked on.
+    if (left >= kTogether) {
+      ahead.load_vectors(next);
+    } else {
+      ahead.load_vectors(next, left);
+    }
+    sum.see(held.largest());
+    held.add_to(sum);
+  }
+  if (left > 0) {
+    if (length < kTogether * kVector + head) ahead.load_vectors(next, left);
+    sum.see(ahead.largest());
+    ahead.add_to(sum);
+  }
+  if (head + tail > 0) {
+    sum.see(edge[0]);
+    sum.add<1>([&](int) { return edge[0]; });
+  }
+  return sum;
+}
+
+// --- results
+// --------------------------------------------------------------------------
+
+// The log of the row's sum to the last digit, whatever it is: the largest score plus
+// log1p of all the rest, which never meets the 1 that it is small against. All lanes of
+// a warp call it.
+__device__ __noinline__ double careful_log(const a_t* a, long long length) {
+  double m = -infinity<double>();
+  for (long long i = lane(); i < length; i += kLanes) {
+    m = larger_finite_t()(m, to<double>(a[i]));
+  }
+  m = row_max(m);
+  double top = 0;
+  sum_t rest;
+  for (long long i = lane(); i < length; i += kLanes) {
+    const double score = to<double>(a[i]);
+    if (score == m) {
+      top += 1;
+    } else {
+      rest += exp_diff_exact(score, m);
+    }
+  }
+  return log_beside(m, (row_sum(top) - 1) + row_sum(rest));
+}
+
+__device__ __forceinline__ void store(const layout_t& layout,
+                                      long long row,
+                                      const total_t& sum,
+                                      double log,
+                                      out_t* out,
+                                      out_t* sign) {
+  const auto at = locate(layout.outer, row);
+  out[at.of[kOut]] = to<out_t>(log);
+  if (layout.returns_sign) {
+    const acc_t of_sum =
+        is_nan(sum.top) ? sum.top : acc_t(sum.top > -infinity<acc_t>());
+    sign[at.of[kSign]] = to<out_t>(of_sum);
+  }
+}
+
+// --- short rows
+// -----------------------------------------------------------------------
+
+// Rows of one block that lie back to back: read as vectors, then put into shared memory
+// at the alignment that they have in global memory.
+struct staged_t {
+  static constexpr int kSize = kHolds ? kNumThreads * kHeld * kSets + kVector : 1;
+  static constexpr int kSteps = kHeld * kSets / kVector;
+  vector_t<a_t, kVector> read[kSteps];
+  a_t before, after;  // of the first aligned vector, of the last
+
+  __device__ __forceinline__ void load(const a_t* a, int count) {
+    const int head = min(num_before_aligned(a), count);
+    const int num_vectors = (count - head) / kVector;
+    const int tail = head + num_vectors * kVector;
+#pragma unroll
+    for (int v = 0; v < kSteps; ++v) {
+      const int i = v * kNumThreads + threadIdx.x;
+      if (i < num_vectors) read[v] = load_vector<kVector>(a + head + i * kVector);
+    }
+    if (threadIdx.x < head) before = a[threadIdx.x];
+    if (tail + int(threadIdx.x) < count) after = a[tail + threadIdx.x];
+  }
+
+  // Returns where the first of the elements stands; `a` and `count` as for load.
+  __device__ __forceinline__ const a_t* store(const a_t* a, int count) const {
+    __shared__ __align__(16) unsigned char bytes[kSize * sizeof(a_t)];
+    const int head = min(num_before_aligned(a), count);
+    const int num_vectors = (count - head) / kVector;
+    const int tail = head + num_vectors * kVector;
+    a_t* first = reinterpret_cast<a_t*>(bytes) + (head == 0 ? 0 : kVector - head);
+    __syncthreads();  // the rows before have been read
+#pragma unroll
+    for (int v = 0; v < kSteps; ++v) {
+      const int i = v * kNumThreads + threadIdx.x;
+      if (i < num_vectors) {
+        *reinterpret_cast<vector_t<a_t, kVector>*>(first + head + i * kVector) =
+            read[v];
+      }
+    }
+    if (threadIdx.x < head) first[threadIdx.x] = before;
+    if (tail + int(threadIdx.x) < count) first[tail + threadIdx.x] = after;
+    __syncthreads();
+    return first;
+  }
+};
+
+__device__ __forceinline__ long long row_of_set(long long block_row, int set) {
+  return block_row + set * kRowsPerBlock + threadIdx.x / kLanes;
+}
+
+// One result a row of this lane's group; lane j has those of sets j, j + kLanes, ...
+[[maybe_unused]] constexpr int kResults = (kSets + kLanes - 1) / kLanes;
+
+// How the elements of short rows come to their lanes.
+enum class path { kVectors, kStaged, kSingles };
+
+template <path kPath>
+__device__ __forceinline__ void short_rows(const a_t* a,
+                                           out_t* out,
+                                           out_t* sign,
+                                           const layout_t& layout) {
+  const int length = int(layout.row_length);
+  constexpr int kRows = kRowsPerBlock * kSets;
+  const auto start_of = [&](long long row) {
+    return a + (row < layout.num_rows ? locate(layout.outer, row).of[kA] : 0);
+  };
+  const auto num_left = [&](long long block_row) {
+    const long long left = layout.num_rows - block_row;
+    return left < kRows ? (left > 0 ? int(left) : 0) : kRows;
+  };
+
+  // The next rows are under way while these are worked on.
+  held_t ahead[kSets];
+  staged_t staged;
+  const auto load = [&](long long block_row) {
+    if constexpr (kPath == path::kStaged) {
+      staged.load(a + block_row * length, num_left(block_row) * length);
+    } else {
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) {
+        const long long row = row_of_set(block_row, set);
+        const bool exists = row < layout.num_rows;
+        if constexpr (kPath == path::kVectors) {
+          ahead[set].load_vectors(start_of(row), exists ? length / kVector : 0);
+        } else {
+          ahead[set].load_singles(start_of(row), exists ? length : 0);
+        }
+      }
+    }
+  };
+
+  load((long long)blockIdx.x * kRows);
+  for (long long block_row = (long long)blockIdx.x * kRows; block_row < layout.num_rows;
+       block_row += (long long)gridDim.x * kRows) {
+    held_t held[kSets];
+    const a_t* rows = nullptr;
+    if constexpr (kPath == path::kStaged) {
+      rows = staged.store(a + block_row * length, num_left(block_row) * length);
+    } else {
+#pragma unroll
+      for (int set = 0; set < kSets; ++set) held[set] = ahead[set];
+    }
+    load(block_row + (long long)gridDim.x * kRows);
+
+    // Each lane keeps the sums of its own sets, so that the logs are taken side by
+    // side.
+    total_t kept[kResults];
+#pragma unroll
+    for (int set = 0; set < kSets; ++set) {
+      if constexpr (kPath == path::kStaged) {
+        const int row = set * kRowsPerBlock + threadIdx.x / kLanes;
+        held[set].load_singles(rows + row * length,
+                               row < num_left(block_row) ? length : 0);
+      }
+      total_t sum;
+      sum.see(warp_reduce<kWarpLanes>(held[set].largest(), largest_nan_t()));
+      held[set].add_to(sum);
+      sum.l.value = warp_reduce<kWarpLanes>(sum.l.value, plus_t());
+      if (set % kLanes == lane()) kept[set / kLanes] = sum;
+    }
+#pragma unroll
+    for (int n = 0; n < kResults; ++n) {
+      const int own = n * kLanes + lane();
+      const long long row = row_of_set(block_row, own);
+      const bool exists = own < kSets && row < layout.num_rows;
+      double log = kept[n].log();
+      const bool is_doubtful = exists && kept[n].is_doubtful();
+      if (__any_sync(kFullMask, is_doubtful)) {
+        for (int set = n * kLanes; set < min(kSets, (n + 1) * kLanes); ++set) {
+          if (!__any_sync(kFullMask, is_doubtful && set == own)) continue;
+          const long long again = row_of_set(block_row, set);
+          const bool is_row = again < layout.num_rows;
+          const a_t* start = a + (is_row ? locate(layout.outer, again).of[kA] : 0);
+          const double careful = careful_log(start, is_row ? length : 0);
+          if (is_doubtful && set == own) log = careful;
+        }
+      }
+      if (exists) store(layout, row, kept[n], log, out, sign);
+    }
+  }
+}
+
+// --- long rows
+// ------------------------------------------------------------------------
+
+// The sum over the lanes of a row, in each of them. Two calls in a row take the two
+// places in turn, so that none writes what another warp still reads.
+__device__ __forceinline__ total_t join_lanes(total_t sum, int place) {
+  sum.join<kWarpLanes>();
+  if constexpr (kLanes > kWarpSize) {
+    constexpr int kWarps = kLanes > kWarpSize ? kLanes / kWarpSize : 1;
+    __shared__ partial_t found[2][kWarps];
+    const int warp = threadIdx.x / kWarpSize;
+    if (threadIdx.x % kWarpSize == 0) found[place][warp] = partial_t(sum);
+    __syncthreads();
+    sum = found[place][threadIdx.x % kWarps].total();
+    sum.join<kWarps>();
+  }
+  return sum;
+}
+
+// All lanes of the row have `sum`.
+__device__ __forceinline__ void finish_row(const a_t* a,
+                                           out_t* out,
+                                           out_t* sign,
+                                           const layout_t& layout,
+                                           long long row,
+                                           const total_t& sum) {
+  double log = 0;
+  if (sum.is_doubtful()) {
+    log = careful_log(a + locate(layout.outer, row).of[kA], layout.row_length);
+  } else if (lane() < kWarpSize) {
+    log = sum.log();
+  }
+  if (lane() == 0) store(layout, row, sum, log, out, sign);
+}
+
+__device__ __forceinline__ void long_rows(
+    const a_t* a, out_t* out, out_t* sign, partial_t* partial, const layout_t& layout) {
+  const long long length = layout.row_length;
+  // Whole vectors a part: all parts of a row have its alignment.
+  long long size = (length + kParts - 1) / kParts;
+  size = (size + kVector - 1) / kVector * kVector;
+  const int part = blockIdx.x % kParts;
+  const long long begin = part * size;
+  const long long end = begin + size < length ? begin + size : length;
+  int place = 0;
+  for (long long row = row_of_lane(blockIdx.x / kParts * kRowsPerBlock);
+       row < layout.num_rows; row += row_step() / kParts) {
+    const a_t* start = a + locate(layout.outer, row).of[kA] + begin;
+    const total_t sum = join_lanes(sum_of(start, end > begin ? end - begin : 0), place);
+    if constexpr (kParts == 1) {
+      finish_row(a, out, sign, layout, row, sum);
+    } else if (lane() == 0) {
+      partial[row * kParts + part] = partial_t(sum);
+    }
+    place ^= 1;
+  }
+}
+
+// 128 or 80 registers a thread: 16 or 24 warps of a multiprocessor, each with 2 kB to 4
+// kB on the way. ptxas 13.4 spills with that from sm_100 on.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kThreadsPerSm = kHolds ? 384 : 512;
+#else
+constexpr int kThreadsPerSm = kHolds ? 512 : 768;
+#endif
+constexpr int kMinBlocks = kThreadsPerSm / kNumThreads;
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    softmax_logsumexp_rows(const a_t* a,
+                           const void*,  // no weights,
+                           const void*,  // and no mask
+                           out_t* out,
+                           out_t* sign,  // written if layout.returns_sign
+                           const __grid_constant__ layout_t layout) {
+  if constexpr (kHolds) {
+    bool is_aligned_row =
+        is_aligned<a_t, kVector>(a) && layout.row_length % kVector == 0;
+#pragma unroll
+    for (int axis = 0; axis < OUTER_AXES; ++axis) {
+      if (layout.outer.stride[kA][axis] % kVector != 0) is_aligned_row = false;
+    }
+    const bool is_packed =
+        OUTER_AXES == 1 && layout.outer.stride[kA][0] == layout.row_length;
+    if (is_aligned_row) {
+      short_rows<path::kVectors>(a, out, sign, layout);
+    } else if (is_packed) {
+      short_rows<path::kStaged>(a, out, sign, layout);
+    } else {
+      short_rows<path::kSingles>(a, out, sign, layout);
+    }
+  } else if constexpr (kParts == 1) {
+    long_rows(a, out, sign, nullptr, layout);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    softmax_logsumexp_rows_parts(const a_t* a,
+                                 const void*,
+                                 const void*,
+                                 out_t* out,
+                                 out_t* sign,
+                                 partial_t* partial,  // (num_rows, kParts)
+                                 const __grid_constant__ layout_t layout) {
+  if constexpr (!kHolds && kParts > 1) long_rows(a, out, sign, partial, layout);
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_logsumexp_rows_merge(const a_t* a,
+                                 const void*,
+                                 const void*,
+                                 out_t* out,
+                                 out_t* sign,
+                                 const partial_t* partial,
+                                 const __grid_constant__ layout_t layout) {
+  if constexpr (!kHolds && kParts > 1) {
+    int place = 0;
+    for (long long row = row_of_lane(first_row()); row < layout.num_rows;
+         row += row_step()) {
+      total_t sum;
+      for (int i = lane(); i < kParts; i += kLanes) {
+        sum.take_next(partial[row * kParts + i].total());
+      }
+      sum = join_lanes(sum, place);
+      finish_row(a, out, sign, layout, row, sum);
+      place ^= 1;
+    }
+  }
+}

@@ -1,0 +1,307 @@
+// SPDX-License-Identifier: MIT
+// Sums of exponentials as l * 2^shift: one read, no overflow, no rounded difference.
+//
+// exp(x) = 2^k exp(r) with k = round(x / ln 2) and |r| <= ln(2) / 2. A sum that is kept
+// in units of a power of two needs no maximum to be subtracted: k is a whole number, so
+// that no difference is ever rounded, and a sum moves to another unit without error.
+//
+// Parameters ACC_T   as in softmax/sum.cuh
+#pragma once
+
+#include "common/math.cuh"
+#include "common/reduce.cuh"
+#include "ptx/max.cuh"
+#include "softmax/sum.cuh"
+
+namespace detail {
+
+__device__ __forceinline__ float largest_nan(float a, float b) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return ptx::max_nan_f32(a, b);
+#else
+  return max_nan(a, b);
+#endif
+}
+__device__ __forceinline__ double largest_nan(double a, double b) {
+  return max_nan(a, b);
+}
+
+// x times 2^count, without rounding; x is normal and stays so.
+__device__ __forceinline__ double times_power(double x, int count) {
+  return __hiloint2double(__double2hiint(x) + (count << 20), __double2loint(x));
+}
+
+// exp(r) - 1 for |r| <= ln(2) / 2; r + r^2 q(r), q by Chebyshev interpolation.
+__device__ __forceinline__ float expm1_reduced(float r) {
+  float q = 0.0013926213f;  // with this, exp(r) to 2^-26.5
+  q = fmaf(q, r, 0.008363203f);
+  q = fmaf(q, r, 0.041666556f);
+  q = fmaf(q, r, 0.16666576f);
+  q = fmaf(q, r, 0.5f);
+  return fmaf(r * r, q, r);
+}
+__device__ __forceinline__ double expm1_reduced(double r) {
+  double q = 2.5100424157005067e-08;  // exp(r) to 2^-55.7
+  q = fma(q, r, 2.7620138719733994e-07);
+  q = fma(q, r, 2.7557268378684192e-06);
+  q = fma(q, r, 2.480152119021773e-05);
+  q = fma(q, r, 0.00019841269863105968);
+  q = fma(q, r, 0.0013888888917281794);
+  q = fma(q, r, 0.008333333333330051);
+  q = fma(q, r, 0.04166666666662399);
+  q = fma(q, r, 0.16666666666666669);
+  q = fma(q, r, 0.5000000000000001);
+  return fma(r * r, q, r);
+}
+
+// Adding and subtracting this rounds to a whole number, which then stands in the low
+// bits of the sum; and ln 2 in two parts.
+template <typename T>
+struct range;
+template <>
+struct range<float> {
+  static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
+  static constexpr float kLn2High = 0.693147182464599609375f;
+  static constexpr float kLn2Low = -1.9046542e-9f;
+  static constexpr int kReach = 125;  // powers of two that are surely normal
+  static __device__ __forceinline__ int low_bits(float x) { return __float_as_int(x); }
+  static __device__ __forceinline__ float times_power(float x, int count) {
+    return __int_as_float(__float_as_int(x) + (count << 23));
+  }
+};
+template <>
+struct range<double> {
+  static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
+  static constexpr double kLn2High = kLn2, kLn2Low = 2.3190468138462996e-17;
+  static constexpr int kReach = 1000;
+  static __device__ __forceinline__ int low_bits(double x) { return __double2loint(x); }
+  static __device__ __forceinline__ double times_power(double x, int count) {
+    return detail::times_power(x, count);
+  }
+};
+
+}  // namespace detail
+
+// m + log(1 + s) for s >= 0, where m and the log may cancel: to a fraction of a unit of
+// the larger of them. A log that is rounded first would be wrong by up to a whole one.
+__device__ __forceinline__ double log_beside(double m, double s) {
+  if (s < 0.04) return m + log1p(s);
+  // 1 + s = 2^e (f + f_low), 1/sqrt(2) <= f < sqrt(2); log f as in power_sum_t::log
+  const pair_t<double> sum = exact_sum(1.0, s);
+  const int e = (__double2hiint(sum.high) - 0x3fe6a09e) >> 20;
+  const double f = detail::times_power(sum.high, -e);
+  const double f_low = sum.low * detail::times_power(1.0, -e);
+  const double y = __logf(float(f)), inverse_less_1 = detail::expm1_reduced(-y);
+  const double d = fma(f, inverse_less_1, f - 1) + f_low * (1 + inverse_less_1);
+  const double ln2 = e * kLn2;
+  const pair_t<double> whole = exact_sum(m, ln2), all = exact_sum(whole.high, y);
+  const double low =
+      fma(double(e), kLn2, -ln2) + e * detail::range<double>::kLn2Low + whole.low;
+  return all.high + (all.low + (low + (d - d * d / 2)));
+}
+
+// exp(x + low) / 2^shift to half a unit of T, for scores up to kReach above the shift;
+// what is so far below becomes 0.
+template <typename T>
+struct scaled_exp_t {
+  using range = detail::range<T>;
+  T lowest, round;
+
+  __device__ __forceinline__ explicit scaled_exp_t(int shift)
+      : lowest(T(shift - range::kReach) * T(kLn2)), round(range::kRound - T(shift)) {}
+
+  // What is not too large for this shift; a sum has room for 2^20 of them and more.
+  static __device__ __forceinline__ T largest(int shift) {
+    return T(shift + range::kReach - 25) * T(kLn2);
+  }
+
+  __device__ __forceinline__ T operator()(T x, T low = 0) const {
+    const T rounded = fma_of(x, T(kLog2e), round);  // k - shift, in its low bits
+    const T k = rounded - round;
+    T r = fma_of(k, -range::kLn2High, x);
+    r = fma_of(k, -range::kLn2Low, r) + low;
+    const T e = 1 + detail::expm1_reduced(r);
+    return x > lowest ? range::times_power(e, range::low_bits(rounded)) : T(0);
+  }
+};
+
+struct largest_nan_t {
+  template <typename T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return detail::largest_nan(a, b);
+  }
+};
+
+// The sum of exponentials over what was seen: l * 2^shift, if `top` is within
+// kLargestTop. kIsCoarse: to about 2^-21, for results of 16 bits.
+template <typename T, bool kIsCoarse>
+struct power_sum_t {
+  using range = detail::range<T>;
+
+  // Larger scores are too far apart for k to be found in this way.
+  static constexpr T kLargestTop = T(1 << 20);
+  static constexpr int kNothing = -(1 << 21);  // the shift before any score
+  // A score may be so much above the shift before that moves, in powers of two; and
+  // what lies so far below counts for as much as what lies further below: nothing.
+  static constexpr int kSlack = 8, kReach = 800;
+
+  T top = -infinity<T>();  // the largest score; NaN if there was one
+  int shift = kNothing;
+  sum_t l;
+
+  // The shift of a sum whose largest score is m. Where m is no number of the fast way,
+  // any will do: `top` tells.
+  static __device__ __forceinline__ int shift_of(T m) {
+    return int(T(kLog2e) *
+               (m < kLargestTop ? (m > -kLargestTop ? m : -kLargestTop) : kLargestTop));
+  }
+
+  __device__ __forceinline__ void move_to(int other) {
+    const int count = shift - other;
+    const double factor = count < -1000 ? 0.0 : detail::times_power(1.0, count);
+    l.value *= factor;
+    l.lost *= factor;
+    shift = other;
+  }
+
+  // Makes room for scores, of which m is the largest.
+  __device__ __forceinline__ void see(T m) {
+    top = detail::largest_nan(top, m);
+    if (m > T(shift + kSlack) * T(kLn2)) move_to(shift_of(m));
+  }
+
+  template <int kCount, typename Score>
+  static __device__ __forceinline__ T largest(Score score) {
+    T m = score(0);
+#pragma unroll
+    for (int j = 1; j < kCount; ++j) m = detail::largest_nan(m, score(j));
+    return m;
+  }
+
+  // Adds the exponentials of score(0), ..., score(kCount - 1), which have been seen;
+  // slots without one hold -inf. The scores may have a second part, low(j).
+  template <int kCount, typename Score>
+  __device__ __forceinline__ void add(Score score) {
+    add<kCount>(score, [](int) { return T(0); });
+  }
+  template <int kCount, typename Score, typename Low>
+  __device__ __forceinline__ void add(Score score, Low low) {
+    if constexpr (kIsCoarse) {
+      float part = 0;
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        part += exp2f(fmaf(score(j), float(kLog2e), -float(shift)));
+      }
+      l += part;
+    } else {
+      const T lowest = T(shift - kReach) * T(kLn2);
+      const T round = range::kRound - T(shift);
+      constexpr int kTogether = kCount % 8 == 0   ? 8
+                                : kCount % 4 == 0 ? 4
+                                : kCount % 2 == 0 ? 2
+                                                  : 1;
+#pragma unroll
+      for (int first = 0; first < kCount; first += kTogether) {
+        double term[kTogether];
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+          const T x = larger(score(first + j), lowest);
+          const T rounded = fma_of(x, T(kLog2e), round);  // k - shift, in its low bits
+          const T k = rounded - round;
+          T r = fma_of(k, -range::kLn2High, x);
+          r = fma_of(k, -range::kLn2Low, r) + low(first + j);
+          const double e = 1 + double(detail::expm1_reduced(r));
+          term[j] = detail::times_power(e, range::low_bits(rounded));
+        }
+        // Pairs first: few additions wait for each other.
+#pragma unroll
+        for (int step = 1; step < kTogether; step *= 2) {
+#pragma unroll
+          for (int j = 0; j + step < kTogether; j += 2 * step)
+            term[j] += term[j + step];
+        }
+        l += term[0];
+      }
+    }
+  }
+
+  // Takes in another sum.
+  __device__ __forceinline__ void take(power_sum_t other) {
+    meet(other);
+    l.value += other.l.value;
+  }
+  // The same; of many, one after the other, less is lost.
+  __device__ __forceinline__ void take_next(power_sum_t other) {
+    meet(other);
+    l += other.l.value;
+  }
+
+  // 2^shift / exp(m), for m near shift ln 2.
+  static __device__ __forceinline__ double power_about(int shift, T m) {
+    const double high = shift * kLn2;
+    const double low =
+        fma(double(shift), kLn2, -high) + shift * detail::range<double>::kLn2Low;
+    pair_t<double> d = exact_sum(high, -double(m));
+    d.low += low;
+    return exp_of(d);
+  }
+
+  // The sum over kLanes neighbouring lanes, in each of them; all lanes of a warp call
+  // it.
+  template <int kLanes>
+  __device__ __forceinline__ void join() {
+    top = warp_reduce<kLanes>(top, largest_nan_t());
+    move_to(shift_of(top));
+    l.value = warp_reduce<kLanes>(l.value, plus_t());
+  }
+
+  // Whether log() would lose digits: near 0 it is the log of a sum near 1, whose small
+  // terms were lost beside the large. A double sum has no digits to spare: its last
+  // ones are lost where the log and the largest score are within 2.
+  __device__ __forceinline__ bool is_doubtful() const {
+    constexpr bool kIsDouble = sizeof(T) == sizeof(double);
+    if (!is_finite(top)) return false;
+    if (abs_of(top) > kLargestTop) return true;
+    if (kIsDouble && abs_of(top) >= 2) return false;
+    const int exponent = (__double2hiint(l.value) >> 20) - 1023 + shift;
+    constexpr int kLowest = kIsDouble ? -3 : -1, kHighest = kIsDouble ? 2 : 0;
+    if (exponent < kLowest || exponent > kHighest) return false;
+    const double sum = detail::times_power(l.value, shift);
+    // The log is within 2, or within 0.51.
+    return kIsDouble ? sum > 0.135 && sum < 7.4 : sum > 0.6 && sum < 1.66;
+  }
+
+  // log of the sum, if that is not doubtful.
+  __device__ __forceinline__ double log() const {
+    if (!is_finite(top)) return top;
+    // l = 2^e f, 1/sqrt(2) <= f < sqrt(2)
+    const int e = (__double2hiint(l.value) - 0x3fe6a09e) >> 20;
+    const double f = detail::times_power(l.value, -e);
+    const double n = e + shift;
+    const double y = __logf(float(f));
+    if constexpr (kIsCoarse) return n * kLn2 + y;
+    // log f = y + log(1 + d), d = f exp(-y) - 1, which is small.
+    const double d = fma(f, detail::expm1_reduced(-y), f - 1);
+    const double high = n * kLn2;
+    double low = fma(n, kLn2, -high) + n * detail::range<double>::kLn2Low;
+    low += d - d * d / 2;
+    const pair_t<double> sum = exact_sum(high, y);
+    return sum.high + (sum.low + low);
+  }
+
+ private:
+  // Brings both to one shift.
+  __device__ __forceinline__ void meet(power_sum_t& other) {
+    top = detail::largest_nan(top, other.top);
+    const int larger = shift_of(top);
+    move_to(larger);
+    other.move_to(larger);
+  }
+
+  static __device__ __forceinline__ float larger(float a, float b) {
+    return fmaxf(a, b);
+  }
+  static __device__ __forceinline__ double larger(double a, double b) {
+    return a > b ? a : b;
+  }
+};

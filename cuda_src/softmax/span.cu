@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: MIT
+// softmax_span: short rows that lie back to back, many of them at a time.
+//
+// Algorithm  As softmax_safe, on rows that are held in registers.
+// Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: one span of
+//            memory, whatever the length of a row
+// Tiles      the span in shared memory; a row in kLanes threads, HELD elements each
+// Memory     x and out once, in vectors of 16 bytes wherever the span begins; a row of
+//            7 numbers alone would leave most of each access unused
+//            shared: the spans of x and of out, kSpanRows * kLanes * HELD elements and
+//            two vectors each
+// Numbers    as softmax_tiled
+// Limits     rows of at most kLanes * HELD elements with the next row behind the last
+// in
+//            x and in out; no mask
+#include "common/vector.cuh"
+#include "ptx/copy.cuh"
+#include "softmax/group.cuh"
+#include "softmax/terms.cuh"
+
+#ifndef HELD
+#error "HELD, elements a thread holds, comes from the host"
+#endif
+constexpr int kMinBlocks = HELD * sizeof(acc_t) <= 64 ? 8 : 5;
+constexpr int kSpanRows = SPAN_ROWS;
+static_assert(kSpanRows % kRowsPerBlock == 0, "all threads reduce together");
+static_assert(kLanes <= kWarpSize && !kHasWhere && OUTER_AXES == 1 &&
+              REDUCED_AXES == 1);
+
+extern __shared__ uint4 memory[];
+
+// A span of T's in shared memory, at the phase that it has in global memory: aligned
+// vectors there are aligned vectors here.
+template <typename T>
+struct span_t {
+  static constexpr int kVector = 16 / sizeof(T);
+  T* global;
+  int length, phase;
+  T* shared;
+
+  __device__ __forceinline__ span_t(T* global, int length, void* buffer)
+      : global(global), length(length) {
+    phase = int(reinterpret_cast<unsigned long long>(global) / sizeof(T) % kVector);
+    shared = static_cast<T*>(buffer) + phase;
+  }
+
+  // f(i) for the first elements of whole vectors, g(i) for elements outside of them.
+  template <typename F, typename G>
+  __device__ __forceinline__ void each(F f, G g) const {
+    const int head = min((kVector - phase) % kVector, length);
+    const int tail = head + (length - head) / kVector * kVector;
+    for (int i = head + threadIdx.x * kVector; i < tail; i += kNumThreads * kVector)
+      f(i);
+    if (threadIdx.x < head) g(threadIdx.x);
+    if (threadIdx.x < length - tail) g(tail + threadIdx.x);
+  }
+
+  __device__ __forceinline__ void load() const {
+    each([&](int i) { copy(shared + i, global + i); },
+         [&](int i) { shared[i] = global[i]; });
+#if __CUDA_ARCH__ >= 800
+    ptx::wait_copies();
+#endif
+  }
+  __device__ __forceinline__ void store() const {
+    each([&](int i) { store_vector(global + i, load_vector<kVector>(shared + i)); },
+         [&](int i) { global[i] = shared[i]; });
+  }
+
+ private:
+  static __device__ __forceinline__ void copy(T* to, const T* from) {
+#if __CUDA_ARCH__ >= 800
+    ptx::copy_async<16>(to, from);
+#else
+    *reinterpret_cast<uint4*>(to) = load_vector<kVector>(from).word;
+#endif
+  }
+};
+
+// One row from shared memory to shared memory. Each lane has neighbouring elements:
+// those of several rows at a time then lie in different banks, more or less.
+__device__ __forceinline__ void softmax_row(const x_t* x,
+                                            out_t* out,
+                                            int length,
+                                            const layout_t& layout) {
+  acc_t value[HELD];
+  acc_t m = -infinity<acc_t>();
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) {
+    const int i = lane() * HELD + j;
+    value[j] = -infinity<acc_t>();
+    if (i < length) {
+      value[j] = to<acc_t>(x[i]);
+      m = larger_t()(m, score_t(value[j], layout).high);
+    }
+  }
+  m = shift_by(row_max(m));
+
+  part_t sum = {};
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) {
+    const bool is_in_row = !kScaled || lane() * HELD + j < length;
+    const score_t s = is_in_row ? score_t(value[j], layout) : score_t();
+    const acc_t e = s.exp_minus(m);
+    sum += e;
+    if (!kLog) value[j] = e;  // softmax needs no more of x than this
+  }
+  const finish_t finish(m, row_sum(sum));
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) {
+    const int i = lane() * HELD + j;
+    if (i < length) {
+      const acc_t y =
+          kLog ? finish(score_t(value[j], layout)) : value[j] * finish.inverse;
+      out[i] = to<out_t>(y);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_span(
+    const x_t* x, const bool*, out_t* out, const __grid_constant__ layout_t layout) {
+  const int length = int(layout.row_length);
+  const long long step = (long long)gridDim.x * kSpanRows;
+  // A vector for the phase at the start, and one for the end to be whole.
+  void* const second = memory + (kSpanRows * kLanes * HELD * sizeof(x_t)) / 16 + 2;
+  for (long long at = (long long)blockIdx.x * kSpanRows; at < layout.num_rows;
+       at += step) {
+    const long long rows_left = layout.num_rows - at;
+    const int rows = rows_left < kSpanRows ? int(rows_left) : kSpanRows;
+    const span_t<x_t> from(const_cast<x_t*>(x) + at * length, rows * length, memory);
+    const span_t<out_t> onto(out + at * length, rows * length, second);
+    from.load();
+    __syncthreads();
+#pragma unroll 1
+    for (int first = 0; first < kSpanRows; first += kRowsPerBlock) {
+      const int row = first + int(threadIdx.x) / kLanes;
+      // Rows beyond the last have no elements.
+      softmax_row(from.shared + row * length, onto.shared + row * length,
+                  row < rows ? length : 0, layout);
+    }
+    __syncthreads();
+    onto.store();
+    // All have read x and out before the next span comes.
+    __syncthreads();
+  }
+}

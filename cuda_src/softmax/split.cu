@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: MIT
+// softmax_split: long rows by two launches, the first for sums and the second for
+// results.
+//
+// Algorithm  softmax_split_sum: each block sums the exponentials of its part of a row
+// as
+//            softmax_online does. softmax_split_write: each block joins the sums of its
+//            row and writes its part: out_i = exp(s_i - m) / l (log_softmax: (s_i - m)
+//            - log l).
+// Grid       1-D, num_rows * kParts blocks of kLanes threads
+// Memory     x twice, the second time from L2 where it fits there; out once; 16 bytes
+// an
+//            access, the ends of unaligned parts element by element
+// Numbers    as softmax_online
+// Limits     reduced axis contiguous in x and out
+//
+// Parameters as in softmax/score.cuh and softmax/parts.cuh
+#include "softmax/parts.cuh"
+#include "softmax/running.cuh"
+#include "softmax/score.cuh"
+
+constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
+constexpr int kVector = 16 / kWidest;  // elements a vector access
+// Vectors that a thread asks for together.
+constexpr int kTogether = kVector >= 8 ? 2 : 4;
+
+// What the first launch tells the second.
+struct partial_t {
+  double l;
+  double m;
+};
+
+// A part of a row of x, where and out.
+struct work_t {
+  const layout_t& layout;
+  const x_t* x;
+  const bool* where;
+  out_t* out;
+  peeled_t peeled;
+
+  __device__ __forceinline__ work_t(const x_t* x,
+                                    const bool* where,
+                                    out_t* out,
+                                    const layout_t& layout,
+                                    const part_t& part)
+      : layout(layout) {
+    const auto at = locate(layout.outer, part.row);
+    this->x = x + at.of[kX] + part.begin;
+    this->where = where + at.of[kWhere] + part.begin * layout.reduced.stride[kWhere][0];
+    this->out = out + at.of[kOut] + part.begin;
+    peeled = peeled_t::of<kVector>(num_before_aligned<kVector>(this->x), part.length());
+  }
+
+  __device__ __forceinline__ bool selected(long long i) const {
+    return !kHasWhere || where[i * layout.reduced.stride[kWhere][0]];
+  }
+  __device__ __forceinline__ score_t score(x_t value, long long i) const {
+    return selected(i) ? score_t(to<acc_t>(value), layout) : score_t();
+  }
+
+  // Calls visit(first element, vector) for the vectors of this thread, then visit_edge
+  // (element) for its elements of head and tail. Loads of kTogether vectors are under
+  // way together.
+  template <typename Visit, typename VisitEdge>
+  __device__ __forceinline__ void for_each(Visit visit, VisitEdge visit_edge) const {
+    constexpr int kStep = kTogether * kLanes;
+    for (long long first = lane(); first < peeled.num_vectors; first += kStep) {
+      vector_t<x_t, kVector> read[kTogether];
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const long long v = first + k * kLanes;
+        if (v < peeled.num_vectors) {
+          read[k] = load_vector<kVector>(x + peeled.head + v * kVector);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) {
+        const long long v = first + k * kLanes;
+        if (v < peeled.num_vectors) visit(peeled.head + v * kVector, read[k]);
+      }
+    }
+    for (int i = lane(); i < peeled.head + peeled.tail; i += kLanes) {
+      visit_edge(peeled.edge<kVector>(i));
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
+    softmax_split_sum(const x_t* x,
+                      const bool* where,
+                      out_t* out,
+                      partial_t* partial,  // (num_rows, kParts)
+                      const __grid_constant__ layout_t layout) {
+  const part_t part(blockIdx.x, layout.row_length);
+  const work_t work(x, where, out, layout, part);
+  running_t<acc_t> sum;
+  work.for_each(
+      [&](long long i, const vector_t<x_t, kVector>& read) {
+        score_t s[kVector];
+        acc_t m = -infinity<acc_t>();
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          s[e] = work.score(read.element[e], i + e);
+          m = larger_finite_t()(m, s[e].high);
+        }
+        sum.see(m);
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) sum.l += s[e].exp_minus(sum.shift());
+      },
+      [&](long long i) {
+        const score_t s = work.score(work.x[i], i);
+        sum.see(larger_finite_t()(-infinity<acc_t>(), s.high));
+        sum.l += s.exp_minus(sum.shift());
+      });
+  sum = group_reduce<kLanes>(sum, merge_t());
+  if (lane() == 0) partial[blockIdx.x] = {sum.l.value, double(sum.m)};
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
+    softmax_split_write(const x_t* x,
+                        const bool* where,
+                        out_t* out,
+                        const partial_t* partial,
+                        const __grid_constant__ layout_t layout) {
+  // From the last part to the first: what was read last is still in L2.
+  const part_t part(gridDim.x - 1 - blockIdx.x, layout.row_length);
+  const work_t work(x, where, out, layout, part);
+  running_t<acc_t> sum;
+  for (int i = lane(); i < kParts; i += kLanes) {
+    const partial_t found = partial[part.row * kParts + i];
+    running_t<acc_t> of_part;
+    of_part.l.value = found.l;
+    of_part.m = acc_t(found.m);
+    sum = merge_t()(sum, of_part);
+  }
+  sum = group_reduce<kLanes>(sum, merge_t());
+  const finish_t finish(sum.shift(), sum.l.value);
+
+  const auto result = [&](x_t value, long long i) {
+    return to<out_t>(work.selected(i) ? finish(score_t(to<acc_t>(value), layout))
+                                      : unselected());
+  };
+  const bool in_vectors = num_before_aligned<kVector>(work.out + work.peeled.head) == 0;
+  work.for_each(
+      [&](long long i, const vector_t<x_t, kVector>& read) {
+        vector_t<out_t, kVector> written;
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          written.element[e] = result(read.element[e], i + e);
+        }
+        if (in_vectors) {
+          store_vector<kVector>(work.out + i, written);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) work.out[i + e] = written.element[e];
+        }
+      },
+      [&](long long i) { work.out[i] = result(work.x[i], i); });
+}

@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: MIT
+// What the gradients share: the parameters, a row of the problem, the last step.
+//
+// Parameters Y_T, DY_T, OUT_T   element types of y, dy and dx
+//            LOG                1 for log_softmax
+//            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
+//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/group.cuh
+#pragma once
+
+#include "common/math.cuh"
+#include "common/strides.cuh"
+#include "common/types.cuh"
+#include "softmax/group.cuh"
+
+#ifndef Y_T
+#error "the parameters above come from the host"
+#endif
+using y_t = Y_T;
+using dy_t = DY_T;
+using out_t = OUT_T;
+constexpr bool kLog = LOG;
+
+enum { kY, kDy, kOut, kNumArrays };
+
+// The problem, as packed by the host.
+struct layout_t {
+  long long num_rows, row_length;
+  double scale;
+  axes_t<OUTER_AXES, kNumArrays> outer;
+  axes_t<REDUCED_AXES, kNumArrays> reduced;
+};
+
+// One row of y, dy and dx, as row_t of softmax/row.cuh.
+struct row_t {
+  const y_t* y;
+  const dy_t* dy;
+  out_t* dx;
+  const layout_t& layout;
+  long long length;
+
+  __device__ __forceinline__ row_t(const y_t* y,
+                                   const dy_t* dy,
+                                   out_t* dx,
+                                   const layout_t& layout,
+                                   long long block_row)
+      : layout(layout) {
+    const long long row = row_of_lane(block_row);
+    const auto at = locate(layout.outer, row);
+    this->y = y + at.of[kY];
+    this->dy = dy + at.of[kDy];
+    this->dx = dx + at.of[kOut];
+    length = row < layout.num_rows ? layout.row_length : 0;
+  }
+
+  __device__ __forceinline__ long long offset(int array, long long i) const {
+    return locate(layout.reduced, i).of[array];
+  }
+};
+
+// The last step: dx = scale y (dy - c), or scale (dy - exp(y) c).
+struct gradient_t {
+  acc_t scale, c_high, c_low;
+
+  __device__ __forceinline__ gradient_t(double c, const layout_t& layout)
+      : scale(acc_t(layout.scale)), c_high(acc_t(c)) {
+    c_low = is_finite(c_high) ? acc_t(c - c_high) : acc_t(0);
+  }
+
+  __device__ __forceinline__ acc_t operator()(acc_t p, acc_t g) const {
+    if constexpr (kLog) {
+      const acc_t value =
+          p == -infinity<acc_t>() ? acc_t(0) : fma_of(-exp_of(p), c_high, g);
+      return scale * value;
+    } else {
+      return scale * (p * ((g - c_high) - c_low));
+    }
+  }
+};

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: MIT
+// softmax_vjp_tiled: the gradient of a softmax or log_softmax, y and dy read once.
+//
+// Algorithm  As softmax_vjp, on rows of y and dy that are held on chip.
+// Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time, or
+//            kCluster blocks take one
+// Tiles      a row; each of its kCluster * kLanes threads holds HELD elements of y and
+//            of dy in registers and PARKED in shared memory (softmax/held.cuh)
+// Memory     y, dy and dx once; 16 bytes an access where rows are contiguous
+// Numbers    sums in double, dy - c in acc_t with c to twice its digits, one rounding
+// Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
+//
+// Parameters as in softmax/vjp.cuh and softmax/held.cuh
+#include "softmax/held.cuh"
+#include "softmax/vjp.cuh"
+
+constexpr int kWiderInput = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
+constexpr int kVector =
+    16 / (kWiderInput > sizeof(out_t) ? kWiderInput : sizeof(out_t));
+using row_deal_t = deal_t<kVector>;
+
+// Of two numbers of 16 bits the product is exact in float.
+__device__ __forceinline__ double product(acc_t p, acc_t g) {
+  return kWiderInput == 2 ? double(p * g) : double(p) * double(g);
+}
+
+extern __shared__ uint4 parking[];
+
+#if CLUSTER > 1
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
+    __launch_bounds__(kNumThreads, kMinBlocks)
+#else
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+#endif
+        softmax_vjp_tiled(const y_t* y,
+                          const dy_t* dy,
+                          out_t* dx,
+                          const __grid_constant__ layout_t layout) {
+  // Rows take turns at the two: what one reads, the next does not write.
+  __shared__ shared_parts_t<double> sums[2];
+  combiner_t<double, 2> combine_sum(sums);
+  announce_block();
+  bool has_started = false;
+
+  held_t<y_t, kVector> held_y(parking);
+  held_t<dy_t, kVector> held_dy(reinterpret_cast<char*>(parking) +
+                                kSharedBytes<y_t, kVector>);
+  const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
+  const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
+  for (long long at = first; at < layout.num_rows; at += step) {
+    const row_t row(y, dy, dx, layout, at);
+    const row_deal_t deal(row.dx, row.length);
+    const auto y_at = [&](int i) {
+      return row.y + (kContiguous ? i : row.offset(kY, i));
+    };
+    const auto dy_at = [&](int i) {
+      return row.dy + (kContiguous ? i : row.offset(kDy, i));
+    };
+    held_y.load(deal, y_at, y_t());
+    held_dy.load(deal, dy_at, dy_t());
+    if (!has_started) await_blocks();
+    has_started = true;
+    if (PARKED > 0) wait_for_copies();
+
+    sum_t sum;
+    each_pair(deal, held_y, held_dy,
+              [&](acc_t p, acc_t g) { sum += kLog ? double(g) : product(p, g); });
+    const gradient_t gradient(combine_sum(sum.value, 0.0, plus_t()), layout);
+
+    held_y.forget();
+    held_dy.forget();
+    store_pair<out_t>(
+        deal, held_y, held_dy,
+        [&](int i) { return row.dx + (kContiguous ? i : row.offset(kOut, i)); },
+        gradient);
+  }
+}

@@ -1,0 +1,187 @@
+"""How long rows are held on chip: tiers of threads, registers and shared memory.
+
+A row is counted in vectors of 16 bytes of its widest array. The first tier that can
+hold it takes it; all numbers were chosen on an H200, as a share of the speed of a copy.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cupyflash._kernels import Device
+
+VECTOR_BYTES = 16
+WARP = 32
+
+# Threads of a block that holds several short rows.
+_BLOCK_THREADS = 128
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A way to hold a row, and thereby the longest row that it can hold."""
+
+    threads: int  # a block gives to a row, at most
+    held: int  # vectors a thread has in registers, at most
+    threads_per_sm: int  # that the registers of a multiprocessor are divided among
+    parked: int = 0  # vectors a thread has in shared memory besides, at most
+    cluster: int = 1  # blocks that share a row, at most
+
+    @property
+    def vectors(self) -> int:
+        return self.threads * self.cluster * (self.held + self.parked)
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A row as its threads hold it."""
+
+    lanes: int  # threads of a block that work on one row
+    rows_per_block: int
+    held: int  # vectors a thread
+    parked: int
+    cluster: int
+    min_blocks: int  # that a multiprocessor is to have registers for
+
+    @property
+    def num_threads(self) -> int:
+        return self.lanes * self.rows_per_block
+
+
+# softmax and log_softmax of floats. 32 registers a thread for the row (8 vectors), 64
+# in all: the loads of 1024 threads cover the latency of memory.
+FORWARD = (
+    # Up to 4 KB 4 vectors a thread: 0.97 to 0.99 at 256 and 1024; with 8 it is 0.01
+    # less, with 2 and 1 less than 0.91, with 3, of rows that are no whole vectors, 0.8.
+    # Above, 8 vectors: 0.95 to 0.98; with 4 0.90 to 0.94 at 4096 and 0.83 at 8192.
+    Tier(512, 8, 1024),
+)
+FORWARD_CLUSTERS = (
+    # 4 blocks of 256 on a multiprocessor: 0.97 to 0.98 at 32768 and 65536 (float32);
+    # 2 blocks of 512 reach 0.96 and 0.90, one of 1024 with a prefetch 0.90 and 0.70.
+    Tier(256, 8, 1024, cluster=8),
+    # Shared memory before larger clusters: 0.95 at 131072, clusters of 16 reach 0.93.
+    Tier(256, 6, 1024, parked=10, cluster=8),
+    # A longer part of a row in fewer blocks is slower: 0.95 at 262144 as it is, 0.85
+    # with 13 vectors in clusters of 14.
+    Tier(256, 6, 1024, parked=10, cluster=16),
+    Tier(256, 6, 1024, parked=13, cluster=16),
+    # 0.79 at 262144 (float64); to read the row twice reaches 0.4.
+    Tier(256, 16, 512, parked=16, cluster=16),
+)
+# With a mask, a scale, integers or strides, registers go elsewhere.
+FORWARD_HEAVY = (Tier(512, 4, 512),)
+FORWARD_HEAVY_CLUSTERS = (
+    Tier(256, 4, 512, cluster=16),
+    Tier(256, 4, 512, parked=4, cluster=16),
+)
+STRIDED = (Tier(512, 2, 512),)
+
+# Gradients hold as many vectors of y and of dy.
+BACKWARD = (Tier(512, 4, 1024),)
+# 16 bits: what becomes of twice as many numbers needs registers, too.
+BACKWARD_16_BITS = (Tier(256, 4, 768),)
+BACKWARD_CLUSTERS = (
+    # 8 vectors: 1.02 at 131072 (float32); with 4 and twice the threads 0.99.
+    Tier(256, 8, 512, cluster=16),
+    Tier(256, 8, 512, parked=8, cluster=16),
+)
+BACKWARD_16_BITS_CLUSTERS = (
+    # 4 vectors of 3 blocks of 224 threads a multiprocessor: 0.79 to 0.92.
+    Tier(256, 6, 512, parked=2, cluster=16),
+    Tier(256, 6, 512, parked=10, cluster=16),
+)
+
+
+# The assembler spills more of the same on other architectures than sm_90.
+ELSEWHERE = {
+    FORWARD: (Tier(512, 6, 1024),),
+    BACKWARD: (Tier(512, 3, 1024),),
+    BACKWARD_16_BITS: (Tier(256, 3, 768),),
+    FORWARD_CLUSTERS: (
+        Tier(256, 6, 512, cluster=8),
+        Tier(256, 6, 512, parked=10, cluster=16),
+    ),
+    BACKWARD_CLUSTERS: (
+        Tier(256, 6, 512, cluster=16),
+        Tier(256, 6, 512, parked=10, cluster=16),
+    ),
+    BACKWARD_16_BITS_CLUSTERS: (Tier(256, 5, 512, parked=10, cluster=16),),
+}
+
+
+def without_clusters(held: int, arrays: int, device: Device) -> tuple[Tier, ...]:
+    """One block with all the shared memory that it may have, for `arrays` rows."""
+    threads = 512
+    spare = device.smem_optin - 8192  # for the exchange between warps
+    parked = spare // (threads * VECTOR_BYTES * arrays)
+    return (Tier(threads, held, 512, parked=parked),) if parked > 0 else ()
+
+
+def ladder(
+    short: tuple[Tier, ...],
+    clusters: tuple[Tier, ...],
+    arrays: int,
+    device: Device,
+) -> tuple[Tier, ...]:
+    """The tiers that a device has."""
+    if device.cc != (9, 0):
+        short = ELSEWHERE.get(short, short)
+        clusters = ELSEWHERE.get(clusters, clusters)
+    if device.cc >= (9, 0):
+        return (*short, *clusters)
+    if not clusters:
+        return short
+    return (*short, *without_clusters(short[-1].held, arrays, device))
+
+
+def hold(tiers: Sequence[Tier], vectors: int, ends: int = 0) -> Hold | None:
+    """How the first tier that can holds a row of so many vectors.
+
+    `ends` elements beside whole vectors stand at its two ends, at most.
+    """
+    vectors = max(1, vectors)
+    tier = next((tier for tier in tiers if vectors <= tier.vectors), None)
+    if tier is None:
+        return None
+    per_thread = tier.held + tier.parked
+    cluster = -(-vectors // (tier.threads * per_thread))
+    lanes = _lanes_of_short_row(vectors, tier.held, ends)
+    if lanes is None:
+        # Of more than one warp: the exchange between them is the same for all lengths.
+        lanes = -(-vectors // (cluster * per_thread * WARP)) * WARP
+        lanes = max(lanes, 2 * WARP)
+    slots = -(-vectors // (cluster * lanes))
+    rows_per_block = _BLOCK_THREADS // lanes if lanes <= WARP else 1
+    held = min(slots, tier.held)
+    threads_per_sm = tier.threads_per_sm
+    if lanes <= 4:  # the two ends of a row take registers of few threads
+        threads_per_sm -= threads_per_sm // 4
+    return Hold(
+        lanes,
+        rows_per_block,
+        held,
+        slots - held,
+        cluster,
+        max(1, threads_per_sm // (lanes * rows_per_block)),
+    )
+
+
+def _lanes_of_short_row(vectors, most, ends):
+    """Threads, a power of two, that leave the fewest slots empty; None for a long row.
+
+    A thread has a few vectors: what it does for a row is worth it then. One thread
+    alone with more than two would touch each line of memory again and again, and few
+    threads would do so for the ends of the row.
+    """
+    if vectors <= 2 and not ends:
+        return 1
+    fewest = min(-(-most // 2), 2 if vectors <= 4 else 3 if vectors <= 8 else 4)
+    fits = [
+        (lanes * slots, slots, lanes)
+        for lanes in (2, 4, 8, 16, 32, 64)
+        if fewest <= (slots := -(-vectors // lanes)) <= most and 2 * lanes >= ends
+    ]
+    if fits:
+        return min(fits)[2]
+    few = 1 << (-(-ends // 2) - 1).bit_length() if ends else 2
+    return few if vectors <= few * most and few <= WARP else None

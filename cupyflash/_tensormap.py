@@ -1,0 +1,111 @@
+"""Tensor maps: how Hopper's copy engine (TMA) finds a tile of q, k or v.
+
+A map holds a pointer, the sizes and strides of up to five axes, and the box that one
+instruction brings. CuPy has no call for it, so the driver's own is used.
+"""
+
+import ctypes
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ITEMSIZE = 2  # of the types below
+# CUtensorMapDataType by dtype name.
+_TYPES = {"float16": 6, "bfloat16": 9}
+_NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _ZEROS_OUTSIDE = 0, 3, 3, 0
+
+# One row of a box is one row of the 128-byte swizzle.
+BOX_COLUMNS = 64
+_ALIGNMENT = 16  # bytes, of pointers and strides
+_MAX_STRIDE = 1 << 40
+MAX_BATCH_AXES = 2
+
+# A CUtensorMap as a kernel argument that is passed by value.
+MAP = np.dtype("V128")
+
+
+class Layout(NamedTuple):
+    """Sizes, and strides in bytes but for the first axis, innermost first."""
+
+    sizes: tuple[int, int, int, int, int]
+    strides: tuple[int, int, int, int]
+
+
+def refusal(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+    """Why a map cannot hold (.., heads, rows, columns), strides in bytes; or None."""
+    if ptr % _ALIGNMENT:
+        return f"starts {ptr % _ALIGNMENT} bytes past a multiple of {_ALIGNMENT}"
+    if shape[-1] > 1 and strides[-1] != ITEMSIZE:
+        return "has a last axis that is not contiguous"
+    for n, step in zip(shape[:-1], strides[:-1], strict=True):
+        if n == 1 or step == 0:
+            continue
+        if step % _ALIGNMENT or not 0 < step < _MAX_STRIDE:
+            return f"has a stride of {step} bytes, not a multiple of {_ALIGNMENT} >= 0"
+    if shape[-2] > 1 and strides[-2] < shape[-1] * ITEMSIZE:
+        return "has rows that overlap"
+    return None
+
+
+def layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
+    """The map of (batch axes.., heads, rows, columns), of one or two batch axes.
+
+    Axes that are broadcast get length 1; the kernel reads them at coordinate 0.
+    """
+    columns, *rest = shape[::-1]
+    sizes, steps = [columns], []
+    for n, step in zip(rest, strides[-2::-1], strict=True):
+        broadcast = n == 1 or step == 0
+        sizes.append(1 if broadcast else n)
+        steps.append(_ALIGNMENT if broadcast else step)
+    while len(sizes) < 3 + MAX_BATCH_AXES:
+        sizes.append(1)
+        steps.append(_ALIGNMENT)
+    return Layout(tuple(sizes), tuple(steps))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _driver():
+    """cuTensorMapEncodeTiled of the CUDA driver."""
+    encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    encode.restype = ctypes.c_int
+    return encode
+
+
+class Encoder:
+    """Makes maps of arrays that differ in their pointer alone."""
+
+    def __init__(self, dtype: str, where: Layout, box_rows: int, box_heads: int = 1):
+        self._encode = _driver()
+        self._type = _TYPES[dtype]
+        self._sizes = (ctypes.c_uint64 * 5)(*where.sizes)
+        self._strides = (ctypes.c_uint64 * 4)(*where.strides)
+        self._box = (ctypes.c_uint32 * 5)(BOX_COLUMNS, box_rows, box_heads, 1, 1)
+        self._steps = (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1)
+
+    def __call__(self, ptr: int) -> Any:
+        """The map of the memory at `ptr`."""
+        memory = np.empty(128 + 64, np.uint8)
+        start = -memory.ctypes.data % 64  # the driver wants a multiple of 64
+        found = memory[start : start + 128]
+        status = self._encode(
+            ctypes.c_void_p(memory.ctypes.data + start),
+            self._type,
+            5,
+            ctypes.c_void_p(ptr),
+            self._sizes,
+            self._strides,
+            self._box,
+            self._steps,
+            _NO_INTERLEAVE,
+            _SWIZZLE_128,
+            _PROMOTE_256,
+            _ZEROS_OUTSIDE,
+        )
+        if status:
+            raise RuntimeError(
+                f"cuTensorMapEncodeTiled returned {status} for sizes "
+                f"{tuple(self._sizes)} and strides {tuple(self._strides)}"
+            )
+        return found.view(MAP)

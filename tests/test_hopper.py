@@ -1,0 +1,299 @@
+"""The Hopper row of the attention table: what it takes, and how it cuts a problem."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+from accuracy import (
+    BOUNDS,
+    assert_same_specials,
+    dtype_of,
+    max_error,
+    to_host,
+    wide,
+)
+from placing import place
+
+import cupyflash
+from cupyflash import _attention_kernels, _kernels, _source
+from cupyflash._attention_kernels import ATTENTION_KERNELS, HopperKernel
+
+HOPPER = _kernels.device_of_arch("sm_90a")
+(ROW,) = (row for row in ATTENTION_KERNELS if isinstance(row, HopperKernel))
+
+
+def problem(dtype="bfloat16", head_dim=64, **options):
+    return _attention_kernels._problem(dtype, head_dim, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 192, 256])
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
+def test_takes(dtype, head_dim, bounds):
+    asked = problem(dtype, head_dim, **bounds)
+    assert ROW.refusal(asked, HOPPER) is None
+    row, refused = _kernels.select(ATTENTION_KERNELS, asked, HOPPER)
+    assert row is ROW
+    assert refused == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "reason"),
+    [
+        (problem("float32"), HOPPER, "takes float16 and bfloat16, not float32"),
+        (problem(head_dim=12), HOPPER, "head_dim 12 is not a multiple of 8"),
+        (
+            problem(head_dim=264),
+            HOPPER,
+            "head_dim 264 is not a multiple of 8 up to 256",
+        ),
+        (problem(no_tensor_map="q starts"), HOPPER, "q starts"),
+        (problem(head_dim=256, softcap=3.0), HOPPER, "too few registers"),
+        (problem(), _kernels.device_of_arch("sm_80"), "needs sm_90a"),
+        (problem(), _kernels.device_of_arch("sm_100"), "needs sm_90a"),
+        (problem(), dataclasses.replace(HOPPER, nvrtc=(12, 8)), "NVRTC 12.9"),
+        (problem(), dataclasses.replace(HOPPER, smem_optin=49152), "shared memory"),
+        (dataclasses.replace(problem(), seqlen_k=0), HOPPER, "no keys"),
+        (
+            dataclasses.replace(problem("float16"), seqlen_k=(1 << 18) + 1),
+            HOPPER,
+            "exact enough up to 262144 keys",
+        ),
+        (dataclasses.replace(problem(), seqlen_q=1 << 31), HOPPER, "32 bits"),
+    ],
+)
+def test_leaves_to_the_next_row(asked, device, reason):
+    assert reason in ROW.refusal(asked, device)
+    row, refused = _kernels.select(ATTENTION_KERNELS, asked, device)
+    assert row is not ROW
+    assert refused[0][0] == "hopper"
+
+
+@pytest.mark.parametrize("num_heads", [1, 7, 64, 1000])
+@pytest.mark.parametrize("seqlen", [1, 100, 4096, 200_000])
+def test_sections_hold_every_head(num_heads, seqlen):
+    asked = dataclasses.replace(
+        problem(right=0),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+    )
+    plan = ROW.schedule(asked, HOPPER)
+    parts = plan["num_splits"]
+    assert plan["num_items"] == plan["num_blocks"] * num_heads * parts
+    assert plan["num_blocks"] * ROW.tile(asked).block_m >= seqlen
+    assert 1 <= plan["section"] <= num_heads
+    # The last section is not much smaller than the others.
+    sections = -(-num_heads // plan["section"])
+    assert num_heads - (sections - 1) * plan["section"] >= plan["section"] - sections
+
+
+def test_no_more_blocks_than_multiprocessors():
+    (config,) = ROW.configs(problem(), 1, HOPPER)
+    assert config.num_blocks == HOPPER.num_sms
+    small = dataclasses.replace(
+        problem(), seqlen_q=10, seqlen_k=100, num_heads=3, num_kv_heads=3
+    )
+    (config,) = ROW.configs(small, 1, HOPPER)
+    assert config.num_blocks == 3
+
+
+def test_the_instructions_are_as_the_script_writes_them():
+    root = Path(__file__).parent.parent
+    script = root / "tools" / "wgmma_shapes.py"
+    written = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True
+    ).stdout
+    assert written == (_source.CUDA_SRC / "ptx" / "wgmma_shapes.cuh").read_text()
+
+
+# --- parts of the keys, packed heads -------------------------------------------------
+
+
+def few_queries(seqlen_q=1, group=4, batch=(), **options):
+    return dataclasses.replace(
+        problem("bfloat16", 128, **options),
+        batch=batch,
+        num_heads=8 * group,
+        num_kv_heads=8,
+        seqlen_q=seqlen_q,
+        seqlen_k=8192,
+    )
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "group", "pack"),
+    [
+        (1, 4, 4),
+        (1, 64, 64),
+        (1, 128, 64),
+        (1, 7, 1),
+        (1, 12, 4),
+        (16, 4, 4),
+        (17, 4, 2),
+        (33, 4, 1),
+        (4096, 4, 1),
+    ],
+)
+def test_heads_of_a_group_are_packed_where_queries_are_few(seqlen_q, group, pack):
+    asked = few_queries(seqlen_q, group)
+    assert ROW.pack(asked) == pack
+    assert ROW.pack(dataclasses.replace(asked, heads_can_be_packed=False)) == 1
+    assert ROW.pack(dataclasses.replace(asked, sinks="float32")) == 1
+    plan = ROW.schedule(asked, HOPPER)
+    rows = plan["num_blocks"] * ROW.tile(asked).block_m
+    assert rows >= seqlen_q * pack
+    assert plan["num_heads"] * pack == asked.num_heads
+    assert (
+        plan["num_items"] == plan["num_blocks"] * plan["num_heads"] * plan["num_splits"]
+    )
+
+
+def test_keys_are_split_where_tiles_are_few():
+    assert ROW.num_splits(few_queries(), HOPPER) == HOPPER.num_sms // 8
+    assert ROW.num_splits(few_queries(batch=(16,)), HOPPER) == 1
+    assert ROW.num_splits(few_queries(sinks="float32"), HOPPER) == 1
+    short = dataclasses.replace(few_queries(), seqlen_k=300)
+    assert ROW.num_splits(short, HOPPER) == 1
+    launch, merge = ROW.configs(few_queries(), 1, HOPPER)
+    assert launch.num_blocks <= HOPPER.num_sms
+    assert ("SPLIT", "1") in launch.variant.defines
+    assert merge.variant.entry == "attention_hopper_merge"
+
+
+# --- on a device ---------------------------------------------------------------------
+
+SHAPES = {
+    # (q, k): one query, a few, many; keys in parts or not
+    "one query": ((2, 8, 1, 64), (2, 2, 3000, 64)),
+    "one query, many heads": ((1, 64, 1, 128), (1, 1, 2000, 128)),
+    "odd group": ((1, 6, 3, 64), (1, 2, 1500, 64)),
+    "few queries": ((1, 8, 13, 128), (1, 2, 2500, 128)),
+    "a tile": ((1, 4, 64, 64), (1, 4, 4000, 64)),
+    "many queries": ((1, 2, 700, 96), (1, 1, 1300, 96)),
+    "wide": ((1, 4, 5, 256), (1, 2, 1700, 256)),
+    "all multiprocessors": ((4, 16, 500, 64), (4, 4, 600, 64)),
+}
+KINDS = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal behind": {"causal": True, "query_offset": 400},
+    "window": {"window": (300, 100)},
+    "softcap": {"softcap": 5.0},
+    "key lengths": {"key_lengths": (1000, 37, 512, 0)},
+    "sinks": {"sinks": 1.0},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_against_the_oracle(cupy, rng, dtype, shape, kind):
+    q_shape, k_shape = SHAPES[shape]
+    options = dict(KINDS[kind])
+    if kind == "softcap" and q_shape[-1] > 128:
+        pytest.skip("left to the next row")
+    if kind == "key lengths":
+        options["key_lengths"] = np.array(options["key_lengths"][: q_shape[0]])
+    if kind == "sinks":
+        options["sinks"] = rng.normal(size=q_shape[1]).astype(np.float32)
+    q, k, v = (
+        (rng.normal(size=s) * 2).astype(dtype_of(dtype))
+        for s in (q_shape, k_shape, k_shape)
+    )
+    given = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+    }
+    arrays = [place(cupy, x) for x in (q, k, v)]
+    out, lse = cupyflash.attention(*arrays, **given, return_lse=True)
+    exact, exact_lse, size = oracle.attention(q, k, v, real=np.float64, **options)
+    assert max_error(out, exact) <= BOUNDS["attention"][dtype] * np.abs(exact).max()
+    finite = assert_same_specials(lse, exact_lse)
+    error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
+    largest = np.abs(exact_lse[finite]).max(initial=0)
+    assert error <= 2.0**-23 * (2 * size + 16 + largest)
+    for _ in range(3):
+        again = cupyflash.attention(*arrays, **given, return_lse=True)
+        np.testing.assert_array_equal(to_host(again[0]), to_host(out))
+        np.testing.assert_array_equal(to_host(again[1]), to_host(lse))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize(
+    "kind", ["causal", "causal behind", "window", "key lengths", "mask"]
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hidden_values_leave_no_bit(cupy, rng, shape, kind, bad):
+    """Rows that do not see a NaN keep their bits; those that see it get it."""
+    q_shape, k_shape = SHAPES[shape]
+    seqlen_k = k_shape[2]
+    q, k, v = (
+        rng.normal(size=s).astype(np.float16) for s in (q_shape, k_shape, k_shape)
+    )
+    if kind == "mask" and q_shape[-1] > 128:
+        pytest.skip("left to the next row")
+    options = dict(KINDS.get(kind, {}))
+    if kind == "key lengths":
+        options["key_lengths"] = np.array(options["key_lengths"][: q_shape[0]])
+    if kind == "mask":
+        options["mask"] = rng.random((q_shape[2], seqlen_k)) < 0.8
+    clean = [x.copy() for x in (q, k, v)]
+    some = rng.choice(seqlen_k, size=max(2, seqlen_k // 100), replace=False)
+    columns = rng.choice(v.shape[-1], size=len(some))
+    v[:, :, some, columns] = bad
+    given = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+    }
+    result, expected = (
+        to_host(cupyflash.attention(*[place(cupy, x) for x in arrays], **given))
+        for arrays in ((q, k, v), clean)
+    )
+    names = ("mask", "causal", "query_offset", "window", "query_lengths", "key_lengths")
+    seen, _, _ = oracle.visible(
+        q_shape[:1], q_shape[1], q_shape[2], seqlen_k,
+        *(options.get(n, False if n == "causal" else None) for n in names),
+    )  # fmt: skip
+    touched = np.zeros(expected.shape, bool)
+    for key, column in zip(some, columns, strict=True):
+        touched[..., column] |= seen[..., key]
+    np.testing.assert_array_equal(result[~touched], expected[~touched])
+    assert not np.isfinite(result[touched]).any()
+    if not np.isnan(bad):
+        assert np.all(result[touched] == bad)
+
+
+@pytest.mark.gpu
+def test_a_graph_keeps_the_memory_of_its_parts(cupy, rng):
+    """Parts of the keys are written at each replay, and to no memory of others."""
+    q_shape, k_shape = SHAPES["one query"]
+    q, k, v = (
+        place(cupy, rng.normal(size=s).astype(np.float16))
+        for s in (q_shape, k_shape, k_shape)
+    )
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.wait_event(cupy.cuda.get_current_stream().record())
+    with stream:
+        expected, _ = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+        kept = [cupyflash.attention(q, k, v, causal=True) for _ in range(3)]
+        out = cupy.empty_like(expected)
+        stream.synchronize()
+        del kept
+        stream.begin_capture()
+        cupyflash.attention(q, k, v, causal=True, out=out)
+        graph = stream.end_capture()
+        # Whatever the call gave back is taken and filled now.
+        others = [cupy.full(n, 7, np.uint8) for n in 64 * (512, 4096, 32768)]
+        out.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(to_host(out), to_host(expected))
+        assert all(bool((x == 7).all()) for x in others)

@@ -1,0 +1,296 @@
+"""Every tier of every softmax function, about each length where the table changes.
+
+The thresholds are asked for (tests/tiers.py), so these tests follow the table. The
+tables of other cards are tried on the one that is there: kernels without an
+architecture of their own run on any.
+"""
+
+import dataclasses
+
+import numpy as np
+import oracle
+import pytest
+from accuracy import (
+    BOUNDS,
+    FLOATS,
+    LOGSUMEXP_RELATIVE,
+    LOGSUMEXP_ULPS,
+    dtype_of,
+    finfo,
+    relative_error,
+    to_host,
+    ulps,
+    wide,
+)
+from placing import empty, place
+from test_softmax import check, vjp_error_is_small
+from tiers import (
+    FUNCTIONS,
+    KINDS,
+    inputs,
+    kernel_of,
+    launch_of,
+    lengths_around,
+    one_length_of_each_tier,
+    thresholds,
+)
+
+import cupyflash
+from cupyflash import _gpu, _kernels, _softmax_gpu, _softmax_kernels
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _give_back(cupy):
+    """Other processes test on the same device."""
+    yield
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.fixture(params=["this card", "sm_80", "sm_75"])
+def card(request, cupy, monkeypatch):
+    """The table as it is, and as an older card would see it."""
+    if request.param == "this card":
+        return
+    older, here = _kernels.device_of_arch(request.param), _gpu.device(0)
+    if here.cc < older.cc:
+        pytest.skip("kernels for a newer card do not run here")
+    older = dataclasses.replace(older, num_sms=here.num_sms, nvrtc=here.nvrtc)
+    monkeypatch.setattr(_gpu, "device", lambda device_id: older)
+    monkeypatch.setattr(_softmax_gpu, "_plans", _gpu.PlanCache())
+
+
+def call(function, given, **options):
+    """The function over the middle axis of its inputs."""
+    return getattr(cupyflash, function)(*given, axis=1, **options)
+
+
+def assert_accurate(function, actual, given, dtype, **options):
+    """By the bounds of the tests that each function has elsewhere."""
+    x = given[0]
+    if function in ("softmax", "log_softmax"):
+        check(function, actual, x, dtype, axis=1, **options)
+    elif function.endswith("_vjp"):
+        exact = getattr(oracle, function)(*given, 1)
+        vjp_error_is_small(actual, *given, exact, dtype, 1.0)
+    else:
+        exact, _ = oracle.logsumexp(x, 1, **options)
+        if dtype in LOGSUMEXP_ULPS:
+            assert ulps(actual, exact, x.max(1), dtype) <= LOGSUMEXP_ULPS[dtype]
+        else:
+            size = np.maximum(np.abs(exact), np.abs(wide(x.max(1))))
+            size = np.maximum(size, float(finfo(x.dtype).tiny))
+            error = np.abs(wide(actual) - exact)
+            assert np.all(error <= LOGSUMEXP_RELATIVE[dtype] * size)
+
+
+def same_bits(a, b):
+    """Whether two arrays of the device are the same, NaN by NaN."""
+    assert to_host(a).tobytes() == to_host(b).tobytes()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_about_each_threshold(cupy, rng, function, dtype, kind):
+    """Accurate; the same from run to run, at any start, and in place."""
+    turn = FUNCTIONS.index(function) + FLOATS.index(dtype)
+    for n in lengths_around(thresholds(cupy, function, dtype, kind), turn):
+        shape = KINDS[kind].shape(n)
+        given = inputs(rng, function, shape, dtype)
+        placed = [place(cupy, x) for x in given]
+        result = call(function, placed)
+        assert_accurate(function, result, given, dtype)
+        same_bits(call(function, placed), result)
+        shifted = [place(cupy, x, "shifted") for x in given]
+        if function == "logsumexp":
+            assert_accurate(function, call(function, shifted), given, dtype)
+            continue
+        out = empty(cupy, shape, dtype_of(dtype), "shifted")
+        assert_accurate(function, call(function, shifted, out=out), given, dtype)
+        assert call(function, shifted, out=shifted[0]) is shifted[0]
+        same_bits(shifted[0], out)
+        assert call(function, placed, out=placed[0]) is placed[0]
+        same_bits(placed[0], result)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_each_tier_as_other_cards_choose_it(cupy, rng, card, function, dtype, kind):
+    """A length of each tier, by the table of that card."""
+    for n in some_lengths(cupy, function, dtype, kind):
+        given = inputs(rng, function, KINDS[kind].shape(n), dtype)
+        result = call(function, [place(cupy, x) for x in given])
+        assert_accurate(function, result, given, dtype)
+
+
+def some_lengths(cupy, function, dtype, kind):
+    """A length for each tier."""
+    found = thresholds(cupy, function, dtype, kind)
+    return one_length_of_each_tier(found).values()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_where_and_scale_in_each_tier(cupy, rng, function, dtype, kind):
+    for n in some_lengths(cupy, function, dtype, kind):
+        shape = KINDS[kind].shape(n)
+        (x,) = inputs(rng, function, shape, dtype)
+        where = rng.random(shape) < 0.7
+        where[-1, :, -1] = False
+        poisoned = x.copy()
+        poisoned[~where] = np.nan
+        options = {"where": place(cupy, where), "scale": -0.5}
+        y = call(function, [place(cupy, poisoned)], **options)
+        check(function, y, x, dtype, axis=1, where=where, scale=-0.5)
+        # A mask that broadcasts along the row, and one that does along the rows.
+        for part in (where[:, :1], where[:1, :, :1]):
+            y = call(function, [place(cupy, x)], where=place(cupy, part))
+            full = np.broadcast_to(part, shape)
+            check(function, y, x, dtype, axis=1, where=full)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_and_where_in_each_tier_of_logsumexp(cupy, rng, dtype, kind):
+    for n in some_lengths(cupy, "logsumexp", dtype, kind):
+        shape = KINDS[kind].shape(n)
+        (x,) = inputs(rng, "logsumexp", shape, dtype)
+        where, b = rng.random(shape) < 0.7, rng.uniform(0.5, 2, shape).astype(x.dtype)
+        y = call(
+            "logsumexp", [place(cupy, x)], where=place(cupy, where), b=place(cupy, b)
+        )
+        exact, _ = oracle.logsumexp(x, 1, b=b, where=where)
+        finite = np.isfinite(exact)
+        np.testing.assert_array_equal(np.isfinite(wide(y)), finite)
+        unit = float(np.finfo(dtype).eps)
+        size = np.maximum(1, np.maximum(np.abs(exact), np.abs(wide(x)).max(1)))
+        error = np.abs(wide(y)[finite] - exact[finite])
+        assert np.all(error <= 4 * unit * size[finite])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [("float16", "float32"), ("float32", "bfloat16"), ("float16", "float64"),
+     ("float64", "float16"), ("int8", "float64")],
+)  # fmt: skip
+def test_mixed_dtypes_in_each_tier(cupy, rng, kind, given, asked):
+    for n in some_lengths(cupy, "softmax", asked, kind):
+        x = (rng.standard_normal(KINDS[kind].shape(n)) * 5).astype(dtype_of(given))
+        y = cupyflash.softmax(place(cupy, x), 1, dtype=asked)
+        exact = oracle.softmax(x, 1)
+        assert y.dtype == dtype_of(asked)
+        assert relative_error(y, exact, asked) <= BOUNDS["softmax"][asked]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_rows_do_not_depend_on_each_other(cupy, rng, function, dtype, kind):
+    """What a row becomes is the same beside any other rows, NaN among them."""
+    for n in some_lengths(cupy, function, dtype, kind):
+        shape = KINDS[kind].shape(n)
+        if shape[0] * shape[2] == 1:
+            continue
+        given = inputs(rng, function, shape, dtype)
+        first = to_host(call(function, [place(cupy, x) for x in given]))
+        row = (..., shape[2] - 1) if shape[0] == 1 else (shape[0] - 1, ...)
+        other = [np.full_like(x, np.nan) for x in given]
+        for x, poisoned in zip(given, other, strict=True):
+            poisoned[row] = x[row]
+        second = to_host(call(function, [place(cupy, x) for x in other]))
+        same_bits(np.ascontiguousarray(second[row]), np.ascontiguousarray(first[row]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("function", ["softmax", "log_softmax", "logsumexp"])
+def test_special_rows_in_each_tier(cupy, rng, function, dtype, kind):
+    """All -inf, a NaN, a +inf: only that row."""
+    for n in some_lengths(cupy, function, dtype, kind):
+        shape = KINDS[kind].shape(n)
+        (x,) = inputs(rng, function, shape, dtype)
+        rows = np.moveaxis(x, 1, 2).reshape(-1, n)  # a copy where inner is not 1
+        for i, value in enumerate((-np.inf, np.nan, np.inf)):
+            rows[i % len(rows), rng.integers(n)] = value
+        if len(rows) > 3:
+            rows[-1] = -np.inf
+        x = np.moveaxis(rows.reshape(shape[0], shape[2], n), 2, 1)
+        x = np.ascontiguousarray(x)
+        y = call(function, [place(cupy, x)])
+        if function == "logsumexp":
+            exact, _ = oracle.logsumexp(x, 1)
+        else:
+            exact = getattr(oracle, function)(x, 1)
+        host = wide(y)
+        np.testing.assert_array_equal(np.isnan(host), np.isnan(exact))
+        np.testing.assert_array_equal(np.isinf(host), np.isinf(exact))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_each_tier_can_be_captured(cupy, rng, function, kind):
+    """And replayed: nothing is left over from one launch to the next."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for n in some_lengths(cupy, function, "float32", kind):
+        given = inputs(rng, function, KINDS[kind].shape(n), "float32")
+        with stream:
+            placed = [place(cupy, x) for x in given]
+            expected = call(function, placed)
+            out = cupy.empty_like(expected)
+            call(function, placed, out=out)
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                call(function, placed, out=out)
+            finally:
+                graph = stream.end_capture()
+            for _ in range(3):
+                out.fill(np.nan)
+                graph.launch(stream)
+                same_bits(out, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_axes_that_lie_together_are_one(cupy, rng, function):
+    """axis=None and tuples go the way of one long axis."""
+    kernels = set()
+    for shape in ((3, 5, 7), (30, 40, 50), (20, 300, 100), (8, 500, 600)):
+        given = inputs(rng, function, shape, "float32")
+        placed = [place(cupy, x) for x in given]
+        compute = getattr(cupyflash, function)
+        size = int(np.prod(shape))
+        for axis, flat, flat_axis in (
+            (None, (size,), 0),
+            ((0, 1, 2), (size,), 0),
+            ((1, 2), (shape[0], shape[1] * shape[2]), 1),
+            ((0, 1), (shape[0] * shape[1], shape[2]), 0),
+        ):
+            y = compute(*placed, axis=axis)
+            one = compute(*(x.reshape(flat) for x in placed), axis=flat_axis)
+            same_bits(y.reshape(one.shape), one)
+            told = cupyflash.explain(function, *placed, axis=axis)
+            flattened = [x.reshape(flat) for x in placed]
+            same = cupyflash.explain(function, *flattened, axis=flat_axis)
+            assert told.kernel == same.kernel
+            kernels.add(told.kernel)
+    assert kernels
+
+
+def test_every_row_of_the_table_is_reached(cupy):
+    """By "auto" on this card; a row that nothing reaches is not tested above."""
+    reached = set()
+    for function in FUNCTIONS:
+        for dtype in ("float32", "float64"):
+            for kind in KINDS:
+                reached |= set(thresholds(cupy, function, dtype, kind).values())
+            for n in (5, 5000, 1 << 20):  # neither rows nor columns: test_softmax
+                x = cupy.empty((3, n, 2), dtype_of(dtype))[..., 0]
+                reached.add(launch_of(function, x)[0])
+    reached = {kernel_of(tier) for tier in reached}
+    expected = {row.name for row in _softmax_kernels.KERNELS if "auto" in row.rungs}
+    assert expected <= reached, expected - reached

@@ -1,6 +1,8 @@
 """Softmax and attention for NumPy and CuPy arrays, from naive to fused."""
 
 from cupyflash._attention import attention, merge_attention_states
+from cupyflash._attention_vjp import attention_vjp
+from cupyflash._attention_vjp_problem import AttentionGrads
 from cupyflash._explain import explain
 from cupyflash._softmax import (
     log_softmax,
@@ -13,7 +15,9 @@ from cupyflash._softmax import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionGrads",
     "attention",
+    "attention_vjp",
     "explain",
     "log_softmax",
     "log_softmax_vjp",

@@ -147,6 +147,11 @@ class Part:
 
     def finish(self, s, start, stop, rounded=lambda s: None):
         """Softcap, bias, alibi, masks."""
+        self.cap(s, rounded)
+        self.add_and_hide(s, start, stop, rounded)
+
+    def cap(self, s, rounded=lambda s: None):
+        """Softcap."""
         if cap := self.dtype.type(self.problem.softcap):
             np.divide(s, cap, out=s)
             rounded(s)
@@ -154,6 +159,9 @@ class Part:
             rounded(s)
             np.multiply(s, cap, out=s)
             rounded(s)
+
+    def add_and_hide(self, s, start, stop, rounded=lambda s: None):
+        """Bias, alibi, masks."""
         if self._bias is not None:
             np.add(s, self._bias[:, start:stop], out=s, casting="unsafe")
             rounded(s)

@@ -12,9 +12,11 @@ from cupyflash import (
     _exponentials,
     _measure,
     _reference,
+    _reference_vjp,
     _softmax,
 )
 from cupyflash._attention import attention
+from cupyflash._attention_vjp import attention_vjp
 
 EXAMPLES = """
 examples:
@@ -27,7 +29,8 @@ exit code is 1 when an error is larger than the documentation allows.
 """
 
 # Largest error allowed: relative for softmax; max |out - exact| / max |exact| for
-# attention; units in the last place for logsumexp (relative for 16 bits).
+# attention and its gradients; units in the last place for logsumexp (relative for 16
+# bits).
 ALLOWED = {
     "softmax": {
         "float64": 1e-15,
@@ -46,6 +49,12 @@ ALLOWED = {
         "float32": 2e-6,
         "float16": 1e-3,
         "bfloat16": 8e-3,
+    },
+    "attention_vjp": {
+        "float64": 1e-13,
+        "float32": 1e-5,
+        "float16": 3e-3,
+        "bfloat16": 2.4e-2,
     },
 }
 
@@ -95,7 +104,7 @@ def run(args):
         Case(backend, function, method, dtype)
         for backend in backends
         for function in ALLOWED
-        for method in (_METHODS if function != "logsumexp" else ("auto",))
+        for method in (_METHODS if function in ("softmax", "attention") else ("auto",))
         for dtype in dtypes
     ]
     rows = []
@@ -149,6 +158,7 @@ def measure(case: Case) -> tuple[float, float, str]:
             "softmax": _softmax_error,
             "logsumexp": _logsumexp_error,
             "attention": _attention_error,
+            "attention_vjp": _attention_vjp_error,
         }[case.function](case, xp, rng)
     allowed = ALLOWED[case.function][case.dtype]
     if case.method == "naive":
@@ -215,6 +225,26 @@ def _attention_error(case, xp, rng):
     )
     error = np.abs(_reference.to_host(out) - exact)
     return float(error.max() / np.abs(exact).max()), "", _SEQLEN_K
+
+
+def _attention_vjp_error(case, xp, rng):
+    """The largest error of dq, dk, dv and dbias, on the problem of attention."""
+    q = _normal(rng, (2, 4, _SEQLEN_Q, _HEAD_DIM), case.dtype, 1.5)
+    k = _normal(rng, (2, 2, _SEQLEN_K, _HEAD_DIM), case.dtype, 1.5)
+    v = _normal(rng, (2, 2, _SEQLEN_K, _HEAD_DIM_V), case.dtype)
+    bias = _normal(rng, (_SEQLEN_K,), case.dtype, 0.5)
+    dout = _normal(rng, (2, 4, _SEQLEN_Q, _HEAD_DIM_V), case.dtype)
+    exact = _reference_vjp.attention_vjp(dout, q, k, v, bias=bias, causal=True)
+    dout, q, k, v, bias = (xp.asarray(a) for a in (dout, q, k, v, bias))
+    out, lse = attention(q, k, v, bias=bias, causal=True, return_lse=True)
+    grads = attention_vjp(
+        dout, q, k, v, out, lse, bias=bias, causal=True, need_dbias=True
+    )
+    errors = [
+        float(np.abs(_reference.to_host(got) - best).max() / np.abs(best).max())
+        for got, best in zip(grads[:4], exact[:4], strict=True)
+    ]
+    return max(errors), "", _SEQLEN_K
 
 
 def _report(rows):

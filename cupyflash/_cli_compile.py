@@ -9,6 +9,7 @@ from multiprocessing import get_context
 
 from cupyflash import (
     _attention_kernels,
+    _attention_vjp_kernels,
     _console,
     _exponentials,
     _softmax_kernels,
@@ -30,6 +31,7 @@ fast spills registers, or when the assembler serialises its matrix instructions.
 _TABLES = {
     "softmax": _softmax_kernels,
     "attention": _attention_kernels,
+    "attention_vjp": _attention_vjp_kernels,
     "check": _exponentials,
 }
 

@@ -6,7 +6,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cupyflash import _attention, _attention_problem, _softmax, _softmax_problem
+from cupyflash import (
+    _attention,
+    _attention_problem,
+    _attention_vjp,
+    _attention_vjp_problem,
+    _softmax,
+    _softmax_problem,
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,10 @@ _CHECKS: dict[Any, tuple[Callable[..., Any], Any]] = {
         _softmax,
     ),
     _attention.attention: (_attention_problem.attention, _attention),
+    _attention_vjp.attention_vjp: (
+        _attention_vjp_problem.attention_vjp,
+        _attention_vjp,
+    ),
     _attention.merge_attention_states: (_attention_problem.merge, _attention),
 }
 

@@ -11,6 +11,7 @@ as they are.
 """
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,29 @@ def attention(q, k, v, **options):
     return tuple(map(_narrow, result)) if options.get("return_lse") else _narrow(result)
 
 
-def _attention(
+def _attention(xp, q, k, v, dtype, work, *, layout="bhsd", return_lse=False, **options):
+    """softmax(scores) @ v, all scores in memory, each step in `work`, then `dtype`."""
+    as_matrix = max(q.ndim, k.ndim, v.ndim) == 2
+    w = _weights(xp, q, k, v, dtype, work, layout=layout, **options)
+
+    def matmul(a, b):
+        return xp.matmul(a, b).astype(dtype, copy=False).astype(work, copy=False)
+
+    with np.errstate(all="ignore"):
+        out = _times_values(xp, w.p, w.seen, w.v, matmul)
+    out = xp.where(w.blind[..., None], 0, out)
+    if w.padded is not None:
+        out = xp.where(w.padded[..., None], 0, out)
+    out = out.astype(dtype, copy=False)
+    lse = w.lse.astype(work, copy=False)
+    if as_matrix:
+        out, lse = out[0], lse[0]
+    elif layout == "bshd":
+        out = out.swapaxes(-3, -2)
+    return (out, lse) if return_lse else out
+
+
+def _weights(
     xp,
     q,
     k,
@@ -189,10 +212,13 @@ def _attention(
     query_lengths=None,
     key_lengths=None,
     layout="bhsd",
-    return_lse=False,
     **_ignored,
 ):
-    """softmax(scores) @ v, all scores in memory, each step in `work`, then `dtype`."""
+    """P = softmax(scores), what it was made of, and the rows that have no part in it.
+
+    q, k and v with all batch axes and a head of k for each of q; `slope` is the
+    softcap's derivative.
+    """
 
     def rounded(x):
         return x.astype(dtype, copy=False).astype(work, copy=False)
@@ -200,7 +226,6 @@ def _attention(
     def matmul(a, b):
         return rounded(xp.matmul(a, b))
 
-    as_matrix = max(q.ndim, k.ndim, v.ndim) == 2
     q, k, v = (_heads_first(x, layout).astype(work, copy=False) for x in (q, k, v))
     heads, seqlen_q, head_dim = q.shape[-3:]
     seqlen_k = k.shape[-2]
@@ -247,8 +272,11 @@ def _attention(
 
     with np.errstate(all="ignore"):
         s = rounded(matmul(q, k.swapaxes(-1, -2)) * work(scale))
+        slope = None
         if softcap:
-            s = rounded(work(softcap) * xp.tanh(rounded(s / work(softcap))))
+            tanh = rounded(xp.tanh(rounded(s / work(softcap))))
+            slope = rounded(1 - tanh * tanh)
+            s = rounded(work(softcap) * tanh)
         if bias is not None:
             s = rounded(s + bias.astype(work))
         if alibi_slopes is not None:
@@ -271,22 +299,18 @@ def _attention(
             total = rounded(total + xp.exp(sinks - m))
         lse = (m + xp.log(total))[..., 0]
         p = rounded(p / total)
-        out = _times_values(xp, p, seen, v, matmul)
+        p_sink = None if sinks is None else rounded(xp.exp(sinks - m) / total)[..., 0]
 
     blind = ~seen.any(axis=-1)
-    out = xp.where(blind[..., None], 0, out)
     lse = xp.where(blind, -xp.inf if sinks is None else sinks[..., 0], lse)
+    padded = None
     if length_q is not None:
         padded = xp.broadcast_to((i >= length_q)[..., 0], lse.shape)
-        out = xp.where(padded[..., None], 0, out)
         lse = xp.where(padded, -xp.inf, lse)
-    out = out.astype(dtype, copy=False)
-    lse = lse.astype(work, copy=False)
-    if as_matrix:
-        out, lse = out[0], lse[0]
-    elif layout == "bshd":
-        out = out.swapaxes(-3, -2)
-    return (out, lse) if return_lse else out
+    return SimpleNamespace(
+        q=q, k=k, v=v, scale=scale, p=p, p_sink=p_sink, slope=slope, lse=lse,
+        seen=seen, blind=blind, padded=padded,
+    )  # fmt: skip
 
 
 def _heads_first(x, layout):

@@ -564,4 +564,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    # The module that others import, with the operations that they add.
+    import fuzz_vjp
+
+    fuzz_vjp.fuzz.main()

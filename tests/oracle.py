@@ -190,7 +190,7 @@ def attention(
 
     m = s.max(-1, keepdims=True, initial=-np.inf)
     if sinks is not None:
-        sink = wide(sinks).astype(real)[:, None, None]
+        sink = np.broadcast_to(wide(sinks).astype(real), (heads,))[:, None, None]
         sink = np.broadcast_to(sink, m.shape)
         m = np.maximum(m, sink)
     m = np.where(m == -np.inf, 0, m)
@@ -237,3 +237,131 @@ def merge(outs, lses, axis=0):
     share = weights / np.where(total == 0, 1, total)
     used = np.where(np.isneginf(lses)[..., None], 0, outs)
     return (share[..., None] * used).sum(axis), (np.log(total) + m).squeeze(axis)
+
+
+def _sum_to(x, shape):
+    """Sums over the axes that broadcasting `shape` added or stretched."""
+    x = x.sum(tuple(range(x.ndim - len(shape))))
+    stretched = tuple(a for a, n in enumerate(shape) if n == 1 != x.shape[a])
+    return x.sum(stretched, keepdims=True)
+
+
+@np.errstate(all="ignore")
+def attention_vjp(
+    dout,
+    q,
+    k,
+    v,
+    *,
+    bias=None,
+    mask=None,
+    scale=None,
+    causal=False,
+    query_offset=None,
+    window=None,
+    softcap=0.0,
+    sinks=None,
+    alibi_slopes=None,
+    query_lengths=None,
+    key_lengths=None,
+    layout="bhsd",
+    dlse=None,
+    real=np.longdouble,
+):
+    """({name: gradient}, {name: sum of the sizes of its terms}).
+
+    Rounding errors of a gradient are in proportion to those sums.
+    """
+    own = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+    q, k, v, dout = (heads_first(wide(x).astype(real), layout) for x in (q, k, v, dout))
+    batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    heads, kv_heads, head_dim = q.shape[-3], k.shape[-3], q.shape[-1]
+    group = heads // max(kv_heads, 1)
+    k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
+    q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
+    scale = real(head_dim) ** real(-0.5) if scale is None else real(scale)
+    seen, distance, alive = visible(
+        batch, heads, q.shape[-2], k.shape[-2], mask, causal, query_offset, window,
+        query_lengths, key_lengths,
+    )  # fmt: skip
+    alive = np.broadcast_to(alive, (*batch, heads, q.shape[-2], 1))
+
+    s = scale * _matmul(q, k.swapaxes(-1, -2), real)
+    slope = np.ones_like(s)
+    if softcap > 0:
+        slope = 1 / np.cosh(s / real(softcap)) ** 2
+        s = real(softcap) * np.tanh(s / real(softcap))
+    if bias is not None:
+        s = s + wide(bias).astype(real)
+    if alibi_slopes is not None:
+        slopes = np.broadcast_to(wide(alibi_slopes).astype(real), (*batch, heads))
+        s = s - slopes[..., None, None] * np.abs(distance).astype(real)
+    s = np.where(seen, s, -np.inf)
+    seen = s != -np.inf
+    sink = np.full((heads, 1, 1), -np.inf, real)
+    if sinks is not None:
+        sink = np.broadcast_to(wide(sinks).astype(real), (heads,))[:, None, None]
+    m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
+    m = np.where(m == -np.inf, 0, m)
+    total = np.where(seen, np.exp(s - m), 0).sum(-1, keepdims=True) + np.exp(sink - m)
+    total = np.where(total == 0, 1, total)
+    p = np.where(seen, np.exp(s - m) / total, 0)
+    p_sink = np.where(alive, np.exp(sink - m) / total, 0)
+
+    # A row that sees no key takes nothing from dout.
+    dout = np.where(seen.any(-1, keepdims=True), dout, 0)
+    down = np.zeros(p_sink.shape, real)
+    if dlse is not None:
+        down = (wide(dlse).astype(real) if dlse.ndim > 1 else wide(dlse)[None])[
+            ..., None
+        ]
+        down = np.where(alive, down, 0)
+
+    # What is not finite in dout reaches the keys that its row sees, and no other.
+    reached = np.matmul(
+        seen.swapaxes(-1, -2).astype(np.float32),
+        (~np.isfinite(dout)).astype(np.float32),
+    )
+    reached = reached > 0
+
+    def gradients(dout, q, k, v, down, sign):
+        """With sign = -1; with +1, and sizes in place of numbers, sums of sizes."""
+        q, k, v = (np.where(np.isfinite(x), x, 0) for x in (q, k, v))
+        dp = _matmul(dout, v.swapaxes(-1, -2), real)
+        delta = (p * dp).sum(-1, keepdims=True) + sign * down
+        ds = np.where(seen, p * (dp + sign * delta), 0)
+        # The softcap's derivative, 1 - tanh^2, has an error in proportion to 1.
+        dx = np.where(seen, ds * slope, 0) if sign < 0 else ds
+        factor = scale if sign < 0 else np.abs(scale)
+        return {
+            "dq": factor * _matmul(dx, k, real),
+            "dk": factor * _matmul(dx.swapaxes(-1, -2), q, real),
+            "dv": np.where(
+                reached,
+                np.nan,
+                _matmul(p.swapaxes(-1, -2), np.where(np.isfinite(dout), dout, 0), real),
+            ),
+            "dbias": ds,
+            "dsinks": sign * (p_sink * delta)[..., 0],
+        }
+
+    def to_own(found):
+        made = {}
+        for name, shape in own.items():
+            x = found[name]
+            if name != "dq" and heads:
+                x = x.reshape(*batch, kv_heads, group, *x.shape[-2:]).sum(-3)
+            elif name != "dq":
+                x = np.zeros((*batch, kv_heads, *x.shape[-2:]), real)
+            x = x if layout == "bhsd" or len(shape) == 2 else x.swapaxes(-3, -2)
+            made[name] = _sum_to(x, shape)
+        if bias is not None:
+            made["dbias"] = _sum_to(found["dbias"], bias.shape)
+        if sinks is not None:
+            terms = np.moveaxis(found["dsinks"], -2, -1)
+            made["dsinks"] = _sum_to(terms, sinks.shape)
+        return made
+
+    exact = to_own(gradients(dout, q, k, v, down, -1))
+    sizes = to_own(gradients(*(np.abs(x) for x in (dout, q, k, v, down)), 1))
+    return exact, sizes

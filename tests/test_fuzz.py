@@ -1,15 +1,17 @@
-"""Random problems of attention and of the softmax family against the oracle."""
+"""Random problems of attention, its gradients and the softmax family."""
 
 import itertools
 import time
 
 import fuzz
+import fuzz_vjp
 import numpy as np
 import pytest
 
 CHUNK = 100
 # Ways to compile, on a GPU: each costs about a second the first time.
-VARIANTS = {"attention": 100, "softmax": 220}
+VARIANTS = {"attention": 100, "attention_vjp": 40, "softmax": 220}
+OPERATIONS = sorted(fuzz_vjp.fuzz.DRAWS)
 
 
 def pytest_generate_tests(metafunc):
@@ -40,7 +42,7 @@ def problems(numbers, seconds):
         yield number
 
 
-@pytest.mark.parametrize("operation", sorted(fuzz.DRAWS))
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_random_problems(xp, operation, numbers, request):
     variants = None if xp is np else VARIANTS[operation]
     seconds = request.config.getoption("--fuzz-seconds")

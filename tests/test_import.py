@@ -75,7 +75,9 @@ print(time.process_time() - start)
 
 def test_public_names():
     assert set(cupyflash.__all__) == {
+        "AttentionGrads",
         "attention",
+        "attention_vjp",
         "explain",
         "log_softmax",
         "log_softmax_vjp",

@@ -197,6 +197,14 @@ class scores_t {
             clamp(i_last + offset_ + params_.right, 0, key_length_)};
   }
 
+  // Queries outside this range see no key in [j_first, j_last); mask aside.
+  __device__ range_t queries_of(index_t j_first, index_t j_last) const {
+    j_last = j_last < key_length_ ? j_last : key_length_;
+    if (j_first >= j_last) return {0, 0};
+    return {clamp(j_first - offset_ - params_.right, 0, query_length_),
+            clamp(j_last - offset_ + params_.left, 0, query_length_)};
+  }
+
   // The tile of scores whose corner is query i0 and key j0; mask aside.
   __device__ band_t band(index_t i0, index_t j0) const {
     constexpr index_t kMany = 1 << 30;  // far more than a tile has rows or columns
@@ -209,10 +217,22 @@ class scores_t {
 
   // The final score of query i and key j, if i may see j by keys_of() or band().
   __device__ accum_t operator()(accum_t q_dot_k, index_t i, index_t j) const {
+    accum_t unused;
+    return with_derivative(q_dot_k, i, j, unused);
+  }
+
+  // The same, and its derivative by scale * q.k: that of the softcap, 1 - tanh^2.
+  __device__ accum_t with_derivative(accum_t q_dot_k,
+                                     index_t i,
+                                     index_t j,
+                                     accum_t& derivative) const {
     accum_t s = step(static_cast<accum_t>(params_.scale) * q_dot_k);
+    derivative = 1;
     if constexpr (kHasSoftcap) {
       const accum_t cap = static_cast<accum_t>(params_.softcap);
-      s = step(cap * step(tanh_of(step(s / cap))));
+      const accum_t tanh = step(tanh_of(step(s / cap)));
+      s = step(cap * tanh);
+      derivative = fma_of(-tanh, tanh, accum_t(1));
     }
     if constexpr (kHasBias) {
       s = step(s + to<accum_t>(bias_[i * params_.bias.row + j * params_.bias.col]));

@@ -1,0 +1,143 @@
+"""Gradients of attention: ours, unfused, and torch's, in TFLOP/s.
+
+    python benchmarks/bench_attention_vjp.py --json benchmarks/results/vjp_h200.json
+
+The time is that from dout to dq, dk and dv, with what the forward call left behind.
+Operations are 2.5 times those of the forward call, whatever is computed twice.
+"""
+
+from dataclasses import dataclass
+
+import timing
+from timing import from_torch, to_torch
+
+from cupyflash import _bench, _console, _reference, _reference_vjp, _softmax
+from cupyflash._attention import attention
+from cupyflash._attention_vjp import attention_vjp
+from cupyflash._bench import AttentionCase
+
+
+@dataclass(frozen=True)
+class VjpCase(AttentionCase):
+    """Gradients of attention of a batch of heads."""
+
+    @property
+    def work(self) -> float:
+        """Floating-point operations of five matrix products; half if causal."""
+        return 2.5 * super().work
+
+
+# Batch, heads, heads of k and v, seqlen_q, seqlen_k, head_dim, dtype, causal.
+GPU_CASES = [
+    VjpCase(4, 32, 32, 4096, 4096, 64, "bfloat16"),
+    VjpCase(4, 16, 16, 4096, 4096, 128, "bfloat16"),
+    VjpCase(4, 16, 16, 4096, 4096, 128, "bfloat16", causal=True),
+    VjpCase(4, 16, 4, 4096, 4096, 128, "float16"),
+    VjpCase(4, 16, 16, 4096, 4096, 64, "float32"),
+    VjpCase(4, 16, 16, 4096, 4096, 128, "float32"),
+    VjpCase(4, 16, 16, 4096, 4096, 128, "float32", causal=True),
+    VjpCase(4, 8, 8, 2048, 2048, 256, "float32"),
+    VjpCase(4, 16, 16, 2048, 2048, 64, "float64"),
+    VjpCase(4, 16, 16, 2048, 2048, 128, "float64"),
+]
+CPU_CASES = [
+    VjpCase(1, 8, 8, 1024, 1024, 64, "float32"),
+    VjpCase(1, 8, 8, 1024, 1024, 64, "float32", causal=True),
+    VjpCase(1, 8, 8, 1024, 1024, 64, "float64"),
+    VjpCase(1, 1, 1, 4096, 4096, 64, "float32"),
+]
+
+
+def unfused(xp, case, dout, q, k, v):
+    """Gradients with P, kept by a forward call, and dS in memory."""
+    scale = q.dtype.type(case.head_dim**-0.5)
+    s = xp.matmul(q, k.swapaxes(-1, -2)) * scale
+    if case.causal:
+        s = xp.where(xp.tri(*s.shape[-2:], dtype=bool), s, s.dtype.type(-xp.inf))
+    p = _softmax.softmax(s, axis=-1)
+
+    def call():
+        ds = _softmax.softmax_vjp(p, xp.matmul(dout, v.swapaxes(-1, -2)), axis=-1)
+        ds *= scale
+        columns = ds.swapaxes(-1, -2)
+        return (
+            xp.matmul(ds, k),
+            xp.matmul(columns, q),
+            xp.matmul(p.swapaxes(-1, -2), dout),
+        )
+
+    return call
+
+
+def torch_calls(torch, case, dout, q, k, v):
+    """The backward of torch's scaled_dot_product_attention, each back end by name."""
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    back_ends = torch.nn.attention.SDPBackend
+    dout, *inputs = (to_torch(torch, x) for x in (dout, q, k, v))
+    inputs = [x.requires_grad_() for x in inputs]
+    calls = {}
+    for name, back_end in {
+        "torch flash": back_ends.FLASH_ATTENTION,
+        "torch cudnn": back_ends.CUDNN_ATTENTION,
+        "torch efficient": back_ends.EFFICIENT_ATTENTION,
+    }.items():
+        group = case.num_heads != case.num_kv_heads
+        try:
+            with torch.nn.attention.sdpa_kernel(back_end):
+                out = sdpa(*inputs, is_causal=case.causal, enable_gqa=group)
+        except RuntimeError:  # not for this dtype or size
+            continue
+        calls[name] = lambda out=out: torch.autograd.grad(
+            out, inputs, dout, retain_graph=True
+        )
+    return calls
+
+
+def measure(xp, case, on_gpu, turns, torch):
+    """Rows of one case."""
+    q, k, v = _bench.attention_inputs(xp, case)
+    dout = _bench.random(xp, q.shape, case.dtype, 3)
+    out, lse = attention(q, k, v, causal=case.causal, return_lse=True)
+    calls = {
+        "cupyflash": lambda: attention_vjp(dout, q, k, v, out, lse, causal=case.causal)[
+            :3
+        ]
+    }
+    if case.dtype != "bfloat16" and case.num_heads == case.num_kv_heads:
+        calls["cupy" if on_gpu else "numpy"] = unfused(xp, case, dout, q, k, v)
+    if torch is not None and on_gpu:
+        calls |= torch_calls(torch, case, dout, q, k, v)
+    exact = _reference_vjp.plain_attention_vjp(
+        *(x[-1, -1].astype("float64") for x in (dout, q, k, v)), causal=case.causal
+    ).dq
+
+    def error_of(grads):
+        dq = grads[0]
+        if type(dq).__module__.startswith("torch"):
+            dq = from_torch(xp, dq)
+        found = _reference.to_host(dq[-1, -1])
+        best = _reference.to_host(exact)
+        return float(abs(found - best).max() / abs(best).max())
+
+    # The last query head has the last head of k, whatever the group.
+    rows = _bench.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
+    if on_gpu:
+        xp.get_default_memory_pool().free_all_blocks()
+    return rows
+
+
+def main():
+    """Measure all cases, print the table and write the report."""
+    args = timing.arguments(__doc__.splitlines()[0]).parse_args()
+    xp, on_gpu = timing.backend(args)
+    torch = timing.optional("torch") if on_gpu else None
+    cases = [c for c in (GPU_CASES if on_gpu else CPU_CASES) if args.only in c.label]
+    rows = []
+    for case in _console.progress(cases, "gradients"):
+        rows += measure(xp, case, on_gpu, args.turns, torch)
+    _bench.report(rows, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9)
+    timing.save(args.json, "attention_vjp", on_gpu, rows=rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: MIT
+// What the gradient kernels share: where gradients go, and the sums over entries.
+//
+// For rows i and keys j, with P = exp(S - lse) and dO the gradient of out:
+//     delta_i = sum(dO_i * out_i) - dlse_i,  dP = dO v^T,  dS = P * (dP - delta),
+//     dbias = dS,  then dS *= d score / d(scale q.k),
+//     dq = scale dS k,  dk = scale dS^T q,  dv = P^T dO,
+//     dsink = -sum_i exp(sink - lse_i) delta_i.
+//
+// An entry is one head of one batch entry. A gradient has `kept` entries of its own;
+// those that share one because the array was broadcast, or because query heads share a
+// head of k, are its `summed` ones, which a block goes through in order.
+#pragma once
+
+#include "attention/score.cuh"
+
+#ifndef GRAD_T
+#error "GRAD_T comes from the host"
+#endif
+using grad_t = GRAD_T;  // of the gradients that a kernel writes
+
+// Batch axes, heads of k, query heads of a group.
+constexpr int kEntryAxes = kBatchDims + 2;
+
+// Mirrored by grads_dtype() in _attention_vjp_layout.py, field by field.
+struct grads_t {
+  operand_t dout, lse, dlse;
+  index_t num_kept, num_summed;
+  // Offsets of a kept entry: among all entries, and in up to two gradients.
+  axes_t<kEntryAxes, 3> kept;
+  axes_t<kEntryAxes, 1> summed;  // among all entries
+  index_t row[2], col[2];        // strides of the gradients
+
+  // The place of summed entry `summed_index` of a kept one.
+  __device__ place_t entry(const params_t& params,
+                           index_t kept_entry,
+                           index_t summed_index) const {
+    return place_t(params, kept_entry + locate(summed, summed_index).of[0], 1);
+  }
+};

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_rows: what the gradient kernels need to know of each row of scores.
+//
+// Algorithm  delta_i = sum(dO_i * out_i) - dlse_i, and with sinks the row's part of
+//            their gradient, -exp(sink - lse_i) delta_i
+// Grid       a warp a row; lanes across head_dim_v
+// Memory     global: dO and out once; a number or two a row
+// Numbers    in accum_t. Where out is 0 the product is 0: a row that sees no key has no
+//            part in any gradient, even if NaN flows into it
+// Limits     none
+#include "attention/vjp.cuh"
+#include "common/reduce.cuh"
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
+    const elem_t* __restrict__ out,    // (batch, heads, queries, head_dim_v)
+    const elem_t* __restrict__ dout,   // as out
+    const accum_t* __restrict__ lse,   // (batch, heads, queries)
+    const accum_t* __restrict__ dlse,  // as lse, or null
+    accum_t* __restrict__ delta,       // as lse, contiguous
+    accum_t* __restrict__ sink_terms,  // as delta, or null
+    SCORE_PARAMETERS,
+    const __grid_constant__ grads_t grads) {
+  const index_t item =
+      block_index() * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
+  const place_t at(params, item, params.seqlen_q);
+  if (!at.exists) return;
+  const index_t i = at.tile;
+  const scores_t scores(at, SCORE_ARGUMENTS);
+
+  const elem_t* const out_row = at.at(out, params.out) + i * params.out.row;
+  const elem_t* const dout_row = at.at(dout, grads.dout) + i * grads.dout.row;
+  accum_t sum = 0;
+  for (index_t d = threadIdx.x % kWarpSize; d < params.head_dim_v; d += kWarpSize) {
+    const accum_t o = to<accum_t>(out_row[d]);
+    if (o != 0) sum = fma_of(o, to<accum_t>(dout_row[d]), sum);
+  }
+  sum = warp_reduce(sum, [](accum_t a, accum_t b) { return a + b; });
+  if (threadIdx.x % kWarpSize != 0) return;
+  if (dlse != nullptr) sum -= at.at(dlse, grads.dlse)[i * grads.dlse.row];
+  if (!scores.is_query(i)) sum = 0;
+  delta[item] = sum;
+  if (kHasSinks && sink_terms != nullptr) {
+    const accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
+    sink_terms[item] =
+        scores.is_query(i) ? -exp_diff(scores.sink(), log_sum) * sum : accum_t(0);
+  }
+}

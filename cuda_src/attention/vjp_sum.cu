@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_sum: adds up the terms of a gradient that several blocks have made.
+//
+// Algorithm  out = sum of terms over some axes
+// Grid       kLanes threads a sum: one where neighbours are other sums, a block where
+//            they are terms of the same
+// Memory     global: each term once
+// Numbers    sums in float64, in one order: the same bits in every run
+// Limits     none
+#include "common/reduce.cuh"
+#include "common/strides.cuh"
+#include "common/types.cuh"
+
+#if !defined(ACCUM_T) || !defined(GRAD_T) || !defined(AXES) || !defined(LANES) || \
+    !defined(NUM_THREADS)
+#error "ACCUM_T, GRAD_T, AXES, LANES and NUM_THREADS come from the host"
+#endif
+using accum_t = ACCUM_T;
+using grad_t = GRAD_T;
+constexpr int kAxes = AXES, kLanes = LANES, kNumThreads = NUM_THREADS;
+
+// Mirrored by sum_dtype() in _attention_vjp_layout.py, field by field.
+struct sum_t {
+  long long num_sums, num_terms;
+  axes_t<kAxes, 2> sums;   // offsets among the terms, and in out
+  axes_t<kAxes, 1> terms;  // offsets among the terms
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    attention_vjp_sum(const accum_t* __restrict__ terms,
+                      grad_t* __restrict__ out,
+                      const __grid_constant__ sum_t sum) {
+  const long long block = blockIdx.x + (long long)gridDim.x * blockIdx.y;
+  const long long index = (block * kNumThreads + threadIdx.x) / kLanes;
+  const int lane = threadIdx.x % kLanes;
+  const bool exists = index < sum.num_sums;
+  const auto at = locate(sum.sums, exists ? index : 0);
+  double total = 0;
+  for (long long t = lane; t < sum.num_terms; t += kLanes) {
+    total += static_cast<double>(terms[at.of[0] + locate(sum.terms, t).of[0]]);
+  }
+  total = group_reduce<kLanes>(total, [](double a, double b) { return a + b; });
+  if (exists && lane == 0) out[at.of[1]] = to<grad_t>(total);
+}

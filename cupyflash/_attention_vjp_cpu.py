@@ -1,0 +1,303 @@
+"""Gradients of attention on NumPy arrays: blocks of scores on BLAS, made anew.
+
+With (out, lse) of the forward call a block of P = exp(S - lse) needs no other block, so
+that S and P are never whole. For rows i and keys j, with dO the gradient of out,
+
+    delta_i = sum(dO_i * out_i) - dlse_i,  dP = dO v^T,  dS = P * (dP - delta),
+    dbias = dS,  dS *= 1 - tanh^2 (softcap),
+    dq = scale * dS k,  dk = scale * dS^T q,  dv = P^T dO,
+    dsink = -sum_i exp(sink - lse_i) delta_i.
+
+A task owns what it sums, and adds in one order: results are the same in every run.
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+from cupyflash import _arrays, _threads
+from cupyflash._attention_cpu_tiled import rows_of_a_task
+from cupyflash._attention_tasks import (
+    Part,
+    Task,
+    finite_base,
+    num_threads,
+    times_values,
+)
+from cupyflash._attention_vjp_problem import AttentionGrads, aligned, aligned_bias
+
+# Keys of a block: two of them, P and dS, stay near the core.
+BLOCK_KEYS = 256
+
+
+def run(problem, operands):
+    """Compute the gradients on the host."""
+    forward, dtype = problem.forward, operands.forward.q.dtype
+    dq = np.empty(problem.q_shape, dtype)
+    dk = np.empty(problem.k_shape, dtype)
+    dv = np.empty(problem.v_shape, dtype)
+    dbias = dsinks = None
+    if problem.need_dsinks:
+        dsinks = np.empty(problem.sinks_shape, _arrays.to_dtype(forward.sinks))
+    _main(problem, operands, dq, dk, dv, dsinks)
+    if problem.need_dbias:
+        dbias = np.empty(problem.bias_shape, _arrays.to_dtype(forward.bias))
+        _bias(problem, operands, aligned_bias(dbias, forward))
+    return AttentionGrads(dq, dk, dv, dbias, dsinks)
+
+
+def describe(problem, operands):
+    """What would run; nothing does."""
+    forward = problem.forward
+    return {
+        "kernel": "tiled",
+        "rows_of_a_task": min(forward.seqlen_q, rows_of_a_task(forward)),
+        "keys_of_a_block": BLOCK_KEYS,
+        "parts_of_the_queries": _num_parts(forward),
+        "threads": _threads.with_blas(num_threads(forward)),
+        "blocks made twice": "for dbias" if problem.need_dbias else "none",
+    }
+
+
+# --- a block of scores and its gradient ----------------------------------------------
+
+
+class _Rows(Part):
+    """Rows of one query head, and what flows into them."""
+
+    def __init__(self, problem, operands, task, scratch):
+        super().__init__(problem.forward, operands.forward, task, scratch)
+        head, rows = (*self.batch, self.head), slice(self.start, self.stop)
+        self.dout = self._load("dout", operands.dout[head][rows])
+        self.lse = finite_base(operands.lse[head][rows, None])
+        out = self._load("out", operands.forward.out[head][rows])
+        terms = self.scratch.array("terms", out.shape, self.dtype)
+        np.multiply(self.dout, out, out=terms)
+        # A row that sees no key has out = 0, whatever flows into it.
+        np.copyto(terms, 0, where=out == 0)
+        self.delta = np.sum(terms, axis=1, keepdims=True)
+        if operands.dlse is not None:
+            self.delta = self.delta - operands.dlse[head][rows, None]
+        self.scaled_q, self.factor = self.queries()
+        self.odd = not np.isfinite(self.scaled_q).all()
+
+    def block(self, start, stop, exact):
+        """(P, dS, softcap's derivative, visible) of keys [start, stop).
+
+        The derivative is None without a softcap; `visible` is None unless `exact`,
+        which sets what is not seen to 0 though an operand be infinite or NaN.
+        """
+        shape = self.num_rows, stop - start
+        p, ds = (self.scratch.array(name, shape, self.dtype) for name in ("p", "ds"))
+        slope = visible = None
+        np.matmul(self.scaled_q, self.keys(start, stop).T, out=p)
+        if self.factor != 1:
+            np.multiply(p, self.factor, out=p)
+        if self.problem.softcap:
+            self.cap(p)
+            slope = self.scratch.array("slope", shape, self.dtype)
+            np.divide(p, self.dtype.type(self.problem.softcap), out=slope)
+            np.multiply(slope, slope, out=slope)
+            np.subtract(1, slope, out=slope)
+        self.add_and_hide(p, start, stop)
+        if exact:
+            visible = p != -np.inf
+        np.exp(np.subtract(p, self.lse, out=p), out=p)
+        np.matmul(self.dout, self.values(start, stop).T, out=ds)
+        np.multiply(np.subtract(ds, self.delta, out=ds), p, out=ds)
+        if exact:
+            hidden = ~visible
+            np.copyto(p, 0, where=hidden)
+            np.copyto(ds, 0, where=hidden)
+        return p, ds, slope, visible
+
+    def gradients(self, start, stop):
+        """What keys [start, stop) add to dq, and what the rows add to dk and dv."""
+        p, ds, slope, _ = self.block(start, stop, exact=False)
+        if slope is not None:
+            np.multiply(ds, slope, out=ds)
+        dq = ds @ self.keys(start, stop)
+        if not self.odd and np.isfinite(dq).all():
+            return dq, ds.T @ self.scaled_q, p.T @ self.dout
+        # Either by right, or 0 * NaN came from a row or key that is not seen.
+        p, ds, slope, visible = self.block(start, stop, exact=True)
+        if slope is not None:
+            np.copyto(ds, ds * slope, where=visible)
+        return (
+            times_values(ds, visible, self.keys(start, stop)),
+            times_values(ds.T, visible.T, self.scaled_q),
+            times_values(p.T, visible.T, self.dout),
+        )
+
+    def bias_gradient(self, start, stop):
+        """DS of keys [start, stop), before the derivative of the softcap."""
+        _, ds, _, _ = self.block(start, stop, exact=False)
+        if not np.isfinite(ds).all():
+            _, ds, _, _ = self.block(start, stop, exact=True)
+        return ds
+
+
+# --- dq, dk, dv, dsinks --------------------------------------------------------------
+
+
+def _num_parts(forward):
+    """Parts of the queries, each with a dk and dv of its own, to use all cores."""
+    heads = math.prod(forward.batch) * forward.num_kv_heads
+    blocks = -(-forward.seqlen_q // rows_of_a_task(forward))
+    return max(1, min(-(-_threads.num_cores() // max(heads, 1)), blocks))
+
+
+class _Sum:
+    """Terms of a gradient, from every batch entry and part, and their sum.
+
+    `terms` is the gradient itself where each of its elements has one term.
+    """
+
+    def __init__(self, gradient, num_parts, batch, dtype):
+        self.gradient = gradient
+        own = gradient.shape[: len(batch)]
+        self.axes = tuple(a + 1 for a, n in enumerate(batch) if own[a] != n)
+        if num_parts > 1:
+            self.axes = (0, *self.axes)
+        self.terms = gradient[None]
+        if self.axes:
+            shape = (num_parts, *batch, *gradient.shape[len(batch) :])
+            self.terms = np.empty(shape, dtype)
+
+    def finish(self):
+        """Add the terms up."""
+        if self.axes:
+            total = self.terms.sum(axis=self.axes, keepdims=True)[0]
+            np.copyto(self.gradient, total, casting="unsafe")
+
+
+def _main(problem, operands, dq, dk, dv, dsinks):
+    forward, dtype = problem.forward, np.dtype(problem.forward.compute_dtype)
+    size, num_parts = rows_of_a_task(forward), _num_parts(forward)
+    starts = range(0, forward.seqlen_q, size)
+    sums = [
+        _Sum(aligned(x, forward), n, forward.batch, dtype)
+        for x, n in ((dq, 1), (dk, num_parts), (dv, num_parts))
+    ]
+    all_dq, all_dk, all_dv = (x.terms for x in sums)
+    sink_terms = np.zeros((len(starts), *forward.batch, forward.num_heads))
+
+    def one_head(task, scratch):
+        """One head of k and v, and a part of the rows of its query heads."""
+        *batch, kv_head, part = task
+        at = (part, *batch, kv_head)
+        dk = np.zeros((forward.seqlen_k, forward.head_dim), dtype)
+        dv = np.zeros((forward.seqlen_k, forward.head_dim_v), dtype)
+        factor = dtype.type(0)
+        first = kv_head * forward.group_size
+        for head in range(first, first + forward.group_size):
+            # Every so many blocks of rows: causal ones grow with their number.
+            for number in range(part, len(starts), num_parts):
+                start = starts[number]
+                stop = min(start + size, forward.seqlen_q)
+                rows = _Rows(
+                    problem, operands, Task(tuple(batch), head, start, stop), scratch
+                )
+                factor = rows.factor
+                target = all_dq[0][(*batch, head)][start:stop]
+                _one_block_of_rows(rows, target, dk, dv)
+                if problem.need_dsinks:
+                    terms = np.exp(rows.sink - rows.lse) * rows.delta
+                    sink_terms[(number, *batch, head)] = -terms.sum()
+        np.multiply(dk, factor, out=dk)
+        np.copyto(all_dk[at], dk, casting="unsafe")
+        np.copyto(all_dv[at], dv, casting="unsafe")
+
+    tasks = np.ndindex(*forward.batch, forward.num_kv_heads, num_parts)
+    _threads.for_each_with_blas(one_head, tasks, num_threads(forward))
+    with np.errstate(all="ignore"):
+        for x in sums:
+            x.finish()
+        if dsinks is not None:
+            total = sink_terms.sum(axis=tuple(range(sink_terms.ndim - 1)))
+            if dsinks.size != total.size:  # one sink for all heads
+                total = total.sum()
+            np.copyto(dsinks, total.reshape(dsinks.shape), casting="unsafe")
+
+
+def _one_block_of_rows(rows, dq, dk, dv):
+    """Store dq of the rows; add to dk and dv, without the factor of the scores."""
+    total = np.zeros((rows.num_rows, rows.problem.head_dim), rows.dtype)
+    for start, stop in rows.key_blocks(BLOCK_KEYS) if rows.num_rows else ():
+        to_dq, to_dk, to_dv = rows.gradients(start, stop)
+        np.add(total, to_dq, out=total)
+        np.add(dk[start:stop], to_dk, out=dk[start:stop])
+        np.add(dv[start:stop], to_dv, out=dv[start:stop])
+    np.multiply(total, rows.dtype.type(rows.problem.scale), out=total)
+    np.copyto(dq[: rows.num_rows], total, casting="unsafe")
+    dq[rows.num_rows :] = 0
+
+
+# --- dbias ---------------------------------------------------------------------------
+
+
+def _bias(problem, operands, dbias):
+    """A task owns a region of dbias and goes through all blocks that add to it.
+
+    Regions are blocks of rows; of keys where the bias is the same for all rows.
+    """
+    forward, dtype = problem.forward, np.dtype(problem.forward.compute_dtype)
+    leading = (*forward.batch, forward.num_heads)
+    seqlen_q, seqlen_k = forward.seqlen_q, forward.seqlen_k
+    row_of_each, key_of_each = (
+        n == m for n, m in zip(dbias.shape[-2:], (seqlen_q, seqlen_k), strict=True)
+    )
+    size = rows_of_a_task(forward)
+    row_blocks = [(a, min(a + size, seqlen_q)) for a in range(0, seqlen_q, size)]
+    all_keys = [(0, seqlen_k)]
+    key_blocks = [
+        (a, min(a + BLOCK_KEYS, seqlen_k)) for a in range(0, seqlen_k, BLOCK_KEYS)
+    ]
+    row_regions = [[block] for block in row_blocks] if row_of_each else [row_blocks]
+    key_regions = key_blocks if key_of_each and not row_of_each else all_keys
+    axes = tuple(
+        axis for axis, of_each in enumerate((row_of_each, key_of_each)) if not of_each
+    )
+
+    def one_region(task, scratch):
+        entry, blocks, (first_key, last_key) = task
+        first_row = blocks[0][0] if blocks else 0
+        shape = (
+            blocks[0][1] - first_row if row_of_each else 1,
+            last_key - first_key if key_of_each else 1,
+        )
+        total = np.zeros(shape, dtype)
+        # The entries of batch and heads that share this one of the bias.
+        shared = itertools.product(
+            *(
+                range(n) if m == 1 else (i,)
+                for i, n, m in zip(entry, leading, dbias.shape, strict=False)
+            )
+        )
+        for (*batch, head), (start, stop) in itertools.product(shared, blocks):
+            rows = _Rows(
+                problem, operands, Task(tuple(batch), head, start, stop), scratch
+            )
+            if not rows.num_rows:
+                continue
+            first, last = rows.visible_keys()
+            first, last = max(first, first_key), min(last, last_key)
+            for a in range(first, last, BLOCK_KEYS):
+                b = min(a + BLOCK_KEYS, last)
+                term = np.sum(rows.bias_gradient(a, b), axis=axes, keepdims=True)
+                where = total
+                if row_of_each:
+                    where = where[: rows.num_rows]
+                if key_of_each:
+                    where = where[:, a - first_key : b - first_key]
+                np.add(where, term, out=where)
+        region = dbias[entry]
+        if row_of_each and blocks:
+            region = region[slice(*blocks[0])]
+        if key_of_each:
+            region = region[:, first_key:last_key]
+        np.copyto(region, total, casting="unsafe")
+
+    tasks = itertools.product(np.ndindex(dbias.shape[:-2]), row_regions, key_regions)
+    _threads.for_each_with_blas(one_region, tasks, num_threads(forward))

@@ -1,0 +1,131 @@
+"""The CuPy back end of attention_vjp: plans of kernels, launched one after another."""
+
+from typing import Any
+
+import cupy
+
+from cupyflash import (
+    _attention_kernels,
+    _attention_vjp_problem,
+    _gpu,
+    _kernels,
+)
+from cupyflash._attention_gpu import _describe_launch, _with_contiguous_rows
+from cupyflash._attention_kernels import OPTIONS
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
+from cupyflash._attention_vjp_plans import Plan, ZeroPlan
+from cupyflash._attention_vjp_problem import AttentionGrads
+
+_plans = _gpu.PlanCache()
+
+# Arguments of attention_vjp that are arrays, by their place, dlse the last.
+_ARRAYS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 20)
+_QUERY_OFFSET = 10
+
+
+# --- calls ---------------------------------------------------------------------------
+
+
+def attention_vjp(*arguments) -> AttentionGrads:
+    """attention_vjp() of CuPy arrays; a call seen before goes to its launches."""
+    key = _key(arguments)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        problem, operands = _attention_vjp_problem.attention_vjp(*arguments)
+        device_id = operands.forward.q.data.device_id
+        with cupy.cuda.Device(device_id):
+            ready = _ready(operands)
+            plan = make_plan(problem, ready)
+            # Views of the same memory have the same pointer: the arrays of a call can
+            # be launched as they come, unless one had to be copied.
+            if key is not None and ready is operands:
+                _plans.put(key, plan)
+            offset = _attention_kernels.launch_offset(problem.forward)
+            return plan(_arrays_of(ready), offset)
+    query_offset = arguments[_QUERY_OFFSET]
+    is_int = type(query_offset) is int
+    far = _attention_kernels.FAR
+    offset = max(-far, min(query_offset, far)) if is_int else plan.offset
+    dout, q, k, v, out, lse, bias, mask, *rest = (arguments[i] for i in _ARRAYS)
+    sinks, alibi, query_lengths, key_lengths, dlse = rest
+    offsets = None if is_int else query_offset
+    arrays = (q, k, v, out, bias, mask, sinks, alibi, offsets, query_lengths,
+              key_lengths, dout, lse, dlse)  # fmt: skip
+    if _gpu.current_device() == plan.device_id:
+        return plan(arrays, offset)
+    with cupy.cuda.Device(plan.device_id):
+        return plan(arrays, offset)
+
+
+def _key(arguments):
+    """What a plan depends on; None if that is for the checks to say."""
+    parts: list[Any] = []
+    for place, x in enumerate(arguments):
+        if x is None:
+            parts.append(None)
+        elif type(x) is cupy.ndarray:
+            parts.append((x.shape, x.strides, x.dtype.char, x.data.device_id))
+        elif place == _QUERY_OFFSET and type(x) is int:
+            parts.append(int)
+        elif place in _ARRAYS or place == _QUERY_OFFSET:
+            return None
+        else:
+            # By its repr, since 1 and True are not the same argument.
+            parts.append((type(x), repr(x)))
+    return tuple(parts)
+
+
+def run(problem, operands) -> AttentionGrads:
+    """Gradients of a checked problem."""
+    with cupy.cuda.Device(operands.forward.q.data.device_id):
+        operands = _ready(operands)
+        offset = _attention_kernels.launch_offset(problem.forward)
+        return make_plan(problem, operands)(_arrays_of(operands), offset)
+
+
+def _ready(operands):
+    """The operands fit for a kernel; the same object if nothing had to be copied."""
+    forward = operands.forward
+    names = ("q", "k", "v", "out")
+    given = [*(getattr(forward, name) for name in names), operands.dout]
+    rows = [_with_contiguous_rows(x) for x in given]
+    if all(a is b for a, b in zip(rows, given, strict=True)):
+        return operands
+    *rows, dout = rows
+    return operands._replace(
+        forward=forward._replace(**dict(zip(names, rows, strict=True))), dout=dout
+    )
+
+
+def _arrays_of(operands):
+    """The arrays of a call in the order of plans."""
+    forward = operands.forward
+    options = (getattr(forward, name) for name in OPTIONS)
+    return (
+        *(forward.q, forward.k, forward.v, forward.out, *options),
+        *(operands.dout, operands.lse, operands.dlse),
+    )
+
+
+def make_plan(problem, operands):
+    """Selection, grids and parameters of a problem."""
+    device_id = operands.forward.q.data.device_id
+    if 0 in problem.rows_shape:
+        return ZeroPlan(problem, device_id)
+    device = _gpu.device(device_id)
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, problem, device)
+    return Plan(row, problem, operands, device, device_id)
+
+
+def describe(problem, operands) -> dict[str, Any]:
+    """What a call would launch, for explain(); nothing is compiled or launched."""
+    device = _gpu.device(operands.forward.q.data.device_id)
+    row, refused = _kernels.select(ATTENTION_VJP_KERNELS, problem, device)
+    plan = make_plan(problem, _ready(operands))
+    return {
+        "kernel": row.name,
+        "refused": refused,
+        "device": device.name,
+        "launches": [_describe_launch(launch) for launch in plan.launches],
+        "bits are the same in every run": True,
+    }

@@ -1,0 +1,254 @@
+"""Where the numbers of a gradient go: strides, and sums over what is shared."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cupyflash import _attention_kernels, _layout
+from cupyflash._attention_kernels import OPTIONS, contiguous_strides
+from cupyflash._attention_vjp_problem import (
+    AttentionVjpProblem,
+    aligned,
+    aligned_bias,
+)
+
+# Tiles that a block may walk over before it pays to share them between blocks.
+_SHORT_WALK = 16
+
+
+# --- parameters ----------------------------------------------------------------------
+
+
+def _axes(num_axes, num_arrays) -> list[Any]:
+    """axes_t of cuda_src/common/strides.cuh."""
+    return [("size", "i8", (num_axes,)), ("stride", "i8", (num_arrays, num_axes))]
+
+
+def grads_dtype(batch_dims: int) -> np.dtype:
+    """grads_t of cuda_src/attention/vjp.cuh."""
+    operand: list[Any] = [("batch", "i8", (batch_dims,))]
+    operand += [(name, "i8") for name in ("head", "row", "col")]
+    axes = batch_dims + 2
+    return np.dtype(
+        [
+            *((name, operand) for name in ("dout", "lse", "dlse")),
+            ("num_kept", "i8"),
+            ("num_summed", "i8"),
+            ("kept", _axes(axes, 3)),
+            ("summed", _axes(axes, 1)),
+            ("row", "i8", (2,)),
+            ("col", "i8", (2,)),
+        ]
+    )
+
+
+def sum_dtype(num_axes: int) -> np.dtype:
+    """sum_t of cuda_src/attention/vjp_sum.cu."""
+    return np.dtype(
+        [
+            ("num_sums", "i8"),
+            ("num_terms", "i8"),
+            ("sums", _axes(num_axes, 2)),
+            ("terms", _axes(num_axes, 1)),
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Target:
+    """Strides of a gradient; 0 along axes of entries that share it.
+
+    The axes of entries are those of the batch, heads of k, and heads of a group.
+    """
+
+    entries: tuple[int, ...]
+    row: int
+    col: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Numbers of a call: batch axes merged, and strides of every array along them."""
+
+    params: dict[str, Any]  # params_t
+    grads: dict[str, Any]  # dout, lse and dlse of grads_t
+    shape: tuple[int, ...]  # of the axes of entries
+    targets: dict[str, Target]  # "dq", "dk", "dv", "dbias"
+
+    @property
+    def batch_dims(self) -> int:
+        return len(self.shape) - 2
+
+
+def layout(problem: AttentionVjpProblem, operands) -> Layout:
+    """What kernels are told of the arrays; new gradients are contiguous."""
+    forward, batch = problem.forward, problem.forward.batch
+    num_batch = len(batch)
+    strides: dict[str, tuple[int, ...]] = {
+        name: _layout.element_strides(x)
+        for name, x in (
+            *((name, getattr(operands.forward, name)) for name in _FORWARD),
+            *((name, getattr(operands, name)) for name in ("dout", "lse", "dlse")),
+        )
+        if x is not None
+    }
+    for name, view in _gradient_views(problem).items():
+        shape = (*batch, *view.shape[num_batch:])
+        strides[name] = _layout.element_strides(np.broadcast_to(view, shape))
+        if name == "dbias":
+            scores = (*batch, forward.num_heads, forward.seqlen_q, forward.seqlen_k)
+            strides[name] = _layout.element_strides(np.broadcast_to(view, scores))
+    # sinks have no batch axes; they are the same to each entry.
+    batch_strides = {
+        name: steps[:num_batch] if name != "sinks" else (0,) * num_batch
+        for name, steps in strides.items()
+    }
+    shape, merged = _layout.collapse(batch, list(batch_strides.values()))
+    shape = shape or (1,)  # a kernel has one batch axis at least
+    batches = dict(zip(batch_strides, (m or (0,) for m in merged), strict=True))
+
+    def operand(name):
+        rest = strides.get(name, ())
+        rest = rest[num_batch:] if name != "sinks" else rest
+        rest = (*rest, 0, 0, 0)[:3]
+        return (batches.get(name, (0,) * len(shape)), *rest)
+
+    kv_heads, group = forward.num_kv_heads, forward.group_size
+    targets = {}
+    for name in ("dq", "dk", "dv", "dbias"):
+        if name in strides:
+            head, row, col = strides[name][num_batch:]
+            of_head = (head, 0) if name in ("dk", "dv") else (group * head, head)
+            targets[name] = Target((*batches[name], *of_head), row, col)
+    params = {
+        "batch_size": math.prod(batch),
+        "num_heads": forward.num_heads,
+        "group_size": group,
+        "seqlen_q": forward.seqlen_q,
+        "seqlen_k": forward.seqlen_k,
+        "head_dim": forward.head_dim,
+        "head_dim_v": forward.head_dim_v,
+        "left": _far(forward.left),
+        "right": _far(forward.right),
+        "offset_from_lengths": forward.query_offset == "lengths",
+        "scale": forward.scale,
+        "softcap": forward.softcap,
+        "batch_shape": shape,
+        **{name: operand(name) for name in _FORWARD},
+    }
+    return Layout(
+        params,
+        {name: operand(name) for name in ("dout", "lse", "dlse")},
+        (*shape, kv_heads, group),
+        targets,
+    )
+
+
+_FORWARD = ("q", "k", "v", "out", *OPTIONS)
+
+
+def _far(bound):
+    far = _attention_kernels.FAR
+    return far if bound is None else min(bound, far)
+
+
+def _gradient_views(problem):
+    """Views of made-up gradients, batch + matrix axes, that take no memory."""
+
+    def made_up(shape):
+        steps = contiguous_strides(shape)
+        return np.lib.stride_tricks.as_strided(np.empty(1, np.int8), shape, steps)
+
+    forward = problem.forward
+    views = {
+        name: aligned(made_up(shape), forward)
+        for name, shape in (
+            ("dq", problem.q_shape),
+            ("dk", problem.k_shape),
+            ("dv", problem.v_shape),
+        )
+    }
+    if problem.need_dbias:
+        views["dbias"] = aligned_bias(made_up(problem.bias_shape), forward)
+    return views
+
+
+# --- sums over entries ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Which axes of entries a kernel keeps; it sums over the others.
+
+    `outside` are the axes kept though the gradients do not have them: the kernel makes
+    terms there, which a second one adds up.
+    """
+
+    shape: tuple[int, ...]
+    kept: tuple[bool, ...]
+    outside: dict[str, tuple[int, ...]]
+
+    @property
+    def num_kept(self) -> int:
+        return math.prod(n for n, k in zip(self.shape, self.kept, strict=True) if k)
+
+    @property
+    def has_terms(self) -> bool:
+        return any(self.outside.values())
+
+    @property
+    def terms_shape(self) -> tuple[int, ...]:
+        """Axes of entries in an array of terms."""
+        return tuple(n if k else 1 for n, k in zip(self.shape, self.kept, strict=True))
+
+
+def choose_entries(
+    shape: tuple[int, ...],
+    targets: dict[str, Target],
+    blocks: int,
+    walk: int,
+    num_sms: int,
+) -> Entries:
+    """Sum inside the kernel what all gradients of it sum, unless blocks are few.
+
+    A kept entry has `blocks` blocks, each of which walks over `walk` tiles.
+    """
+
+    def own(target):
+        return [
+            n == 1 or bool(step) for n, step in zip(shape, target.entries, strict=True)
+        ]
+
+    owns = {name: own(target) for name, target in targets.items()}
+    kept = [any(column) for column in zip(*owns.values(), strict=True)]
+    # Widest first: one axis may do.
+    for axis in sorted(range(len(shape)), key=lambda a: -shape[a]):
+        size = math.prod(n for n, k in zip(shape, kept, strict=True) if k)
+        length = walk * math.prod(shape) // max(size, 1)
+        if not kept[axis] and size * blocks < num_sms and length > _SHORT_WALK:
+            kept[axis] = True
+    outside = {
+        name: tuple(a for a in range(len(shape)) if kept[a] and not o[a])
+        for name, o in owns.items()
+    }
+    return Entries(shape, tuple(kept), outside)
+
+
+def entries_fields(entries: Entries, targets: list[Target]) -> dict[str, Any]:
+    """The part of grads_t that tells where an entry's gradients go."""
+    strides = contiguous_strides(entries.shape)
+    kept_sizes = entries.terms_shape
+    summed_sizes = tuple(
+        1 if k else n for n, k in zip(entries.shape, entries.kept, strict=True)
+    )
+    targets = (targets * 2)[:2]
+    return {
+        "num_kept": math.prod(kept_sizes),
+        "num_summed": math.prod(summed_sizes),
+        "kept": (kept_sizes, (strides, *(t.entries for t in targets))),
+        "summed": (summed_sizes, (strides,)),
+        "row": tuple(t.row for t in targets),
+        "col": tuple(t.col for t in targets),
+    }

@@ -1,0 +1,285 @@
+"""Plans of attention_vjp: everything but the arrays, ready to be launched."""
+
+import math
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cupyflash import (
+    _arrays,
+    _attention_kernels,
+    _attention_vjp_kernels,
+    _attention_vjp_layout,
+    _gpu,
+)
+from cupyflash._attention_kernels import contiguous_strides, params_dtype
+from cupyflash._attention_vjp_layout import Target, grads_dtype, sum_dtype
+from cupyflash._attention_vjp_problem import AttentionGrads
+
+_NULL = _gpu.NULL
+
+
+class ZeroPlan:
+    """Gradients of no rows: zeros."""
+
+    launches: tuple[Any, ...] = ()
+
+    def __init__(self, problem, device_id):
+        self.device_id = device_id
+        self.offset = _attention_kernels.launch_offset(problem.forward)
+        self.gradients = _gradients(problem)
+
+    def __call__(self, arrays, offset):
+        """The zeros, in the order of AttentionGrads."""
+        made = {n: cupy.zeros(*facts) for n, facts in self.gradients.items()}
+        return AttentionGrads(**made)
+
+
+def _gradients(problem):
+    """{name: (shape, dtype)} of what a call returns."""
+    forward = problem.forward
+    dtype = _arrays.to_dtype(forward.dtype)
+    found = {
+        "dq": (problem.q_shape, dtype),
+        "dk": (problem.k_shape, dtype),
+        "dv": (problem.v_shape, dtype),
+    }
+    if problem.need_dbias:
+        found["dbias"] = (problem.bias_shape, _arrays.to_dtype(forward.bias))
+    if problem.need_dsinks:
+        found["dsinks"] = (problem.sinks_shape, _arrays.to_dtype(forward.sinks))
+    return found
+
+
+class Plan:
+    """All launches of a call: delta, each kind of gradient, and sums of terms."""
+
+    def __init__(self, row, problem, operands, device, device_id):
+        forward = problem.forward
+        self.device_id = device_id
+        self.offset = _attention_kernels.launch_offset(forward)
+        self.gradients = _gradients(problem)
+        self.rows_shape = problem.rows_shape
+        self.accum = np.dtype(forward.compute_dtype)
+        layout = _attention_vjp_layout.layout(problem, operands)
+        self.params = _gpu.pack(layout.params, params_dtype(layout.batch_dims))
+        make = _Launches(row, forward, layout, device, device_id)
+        self.delta, self.delta_grads = make.rows()
+        self.parts = [make.queries()]
+        if forward.seqlen_k:
+            self.parts.append(make.keys())
+            if problem.need_dbias:
+                self.parts.append(make.bias())
+        self.sinks = make.sinks(problem) if problem.need_dsinks else None
+        self.launches = (
+            self.delta,
+            *(launch for part in self.parts for launch in part.launches),
+            *((self.sinks.launch,) if self.sinks else ()),
+        )
+        self.none_made = {
+            name
+            for name in self.gradients
+            if name != "dsinks" and not any(name in part.names for part in self.parts)
+        }
+
+    def __call__(self, arrays, offset):
+        """Launch; `arrays` as _arrays_of() has them."""
+        made = {
+            name: (cupy.zeros if name in self.none_made else cupy.ndarray)(*facts)
+            for name, facts in self.gradients.items()
+        }
+        q, k, v, out, *options, dout, lse, dlse = arrays
+        options = [_NULL if x is None else x for x in options]
+        delta = cupy.ndarray(self.rows_shape, self.accum)
+        sink_terms = None
+        if self.sinks is not None:
+            sink_terms = cupy.ndarray(self.rows_shape, self.accum)
+        self.delta(
+            out, dout, lse,
+            _NULL if dlse is None else dlse, delta,
+            _NULL if sink_terms is None else sink_terms,
+            *options, offset, self.params, self.delta_grads,
+        )  # fmt: skip
+        for part in self.parts:
+            part(
+                (q, k, v, dout, lse, delta), made, (*options, offset, self.params),
+                self.accum,
+            )  # fmt: skip
+        if self.sinks is not None:
+            self.sinks(sink_terms, made["dsinks"])
+        return AttentionGrads(**made)
+
+
+class _Part:
+    """One kernel that makes gradients, or terms of them that are then added up."""
+
+    def __init__(self, names, launch, grads, terms):
+        self.names, self.launch, self.grads = names, launch, grads
+        self.terms = terms  # (shape, sum) of each gradient, or None
+        self.launches = (launch, *(x.launch for _, x in terms or ()))
+
+    def __call__(self, inputs, made, rest, accum):
+        """Launch, into the gradients that were made."""
+        targets = [made[name] for name in self.names]
+        if self.terms is not None:
+            into = [cupy.ndarray(shape, accum) for shape, _ in self.terms]
+        else:
+            into = targets
+        self.launch(*inputs, *into, *rest, self.grads)
+        for (_, add_up), terms, target in zip(
+            self.terms or (), into, targets, strict=False
+        ):
+            add_up(terms, target)
+
+
+class _SumOfTerms:
+    """The kernel that adds up terms."""
+
+    def __init__(self, launch, params):
+        self.launch, self.params = launch, params
+
+    def __call__(self, terms, out):
+        self.launch(terms, out, self.params)
+
+
+class _Launches:
+    """Makes the launches of a plan."""
+
+    def __init__(self, row, forward, layout, device, device_id):
+        self.row, self.forward, self.layout = row, forward, layout
+        self.device, self.device_id = device, device_id
+
+    def _launch(self, config):
+        return _gpu.Launch(config.variant, config.grid, config.block, self.device_id)
+
+    def _grads(self, **fields):
+        return _gpu.pack(
+            {**self.layout.grads, **fields}, grads_dtype(self.layout.batch_dims)
+        )
+
+    def rows(self):
+        """The launch for delta, and its parameters."""
+        config = _attention_vjp_kernels.rows_config(
+            self.forward, self.layout.batch_dims
+        )
+        return self._launch(config), self._grads()
+
+    def queries(self):
+        """The launch for dq."""
+        forward = self.forward
+        return self._of_rows(
+            "queries", forward.num_heads, forward.seqlen_q, {"dq": forward.head_dim}
+        )
+
+    def keys(self):
+        """The launch for dk and dv."""
+        forward = self.forward
+        dims = {"dk": forward.head_dim, "dv": forward.head_dim_v}
+        return self._of_rows("keys", forward.num_kv_heads, forward.seqlen_k, dims)
+
+    def _of_rows(self, part, heads, seqlen, dims):
+        """Blocks that own tiles of `seqlen` rows of each of the heads."""
+        forward = self.forward
+        num_entries = math.prod(forward.batch) * heads
+        tile = self.row.tile(forward, self.device, num_entries, seqlen)
+        chunks = max(self.row.num_chunks(forward, dim) for dim in dims.values())
+        blocks = -(-seqlen // tile.block_m) * chunks
+        targets = {name: self.layout.targets[name] for name in dims}
+        matrices = {name: (seqlen, dim) for name, dim in dims.items()}
+        other = forward.seqlen_k if part == "queries" else forward.seqlen_q
+        walk = -(-other // tile.block_n)
+        return self._part(part, tile, blocks, walk, targets, matrices, forward.dtype)
+
+    def bias(self):
+        """The launch for dbias."""
+        forward, target = self.forward, self.layout.targets["dbias"]
+        num_entries = math.prod(forward.batch) * forward.num_heads
+        tile = self.row.tile(forward, self.device, num_entries, forward.seqlen_q)
+        sum_queries = forward.seqlen_q > 1 and not target.row
+        # Where all keys share it too, the second kernel sums over keys.
+        sum_keys = forward.seqlen_k > 1 and not target.col and not sum_queries
+        rows = 1 if sum_queries else forward.seqlen_q
+        cols = 1 if sum_keys else forward.seqlen_k
+        blocks = -(-rows // tile.block_m) * -(-cols // tile.block_n)
+        walk = 1
+        if sum_queries:
+            walk = -(-forward.seqlen_q // tile.block_m)
+        elif sum_keys:
+            walk = -(-forward.seqlen_k // tile.block_n)
+        return self._part(
+            "bias", tile, blocks, walk, {"dbias": target}, {"dbias": (rows, cols)},
+            forward.bias, SUM_QUERIES=int(sum_queries), SUM_KEYS=int(sum_keys),
+        )  # fmt: skip
+
+    def _part(self, part, tile, blocks, walk, targets, matrices, dtype, **more):
+        """A kernel over entries, and the sums after it.
+
+        An entry has `blocks` blocks; each walks over `walk` tiles.
+        """
+        shape = self.layout.shape
+        entries = _attention_vjp_layout.choose_entries(
+            shape, targets, blocks, walk, self.device.num_sms
+        )
+        # An axis of the matrix that the kernel keeps though the gradient does not.
+        outside = entries.has_terms or any(
+            n > 1 and not step
+            for name, target in targets.items()
+            for n, step in zip(matrices[name], (target.row, target.col), strict=True)
+        )
+        terms, into, grad = None, list(targets.values()), dtype
+        if outside:
+            grad = self.forward.compute_dtype
+            into, terms = [], []
+            for name, target in targets.items():
+                rows, cols = matrices[name]
+                full = (*entries.terms_shape, rows, cols)
+                *steps, row, col = (
+                    0 if n == 1 else s
+                    for n, s in zip(full, contiguous_strides(full), strict=True)
+                )
+                into.append(Target(tuple(steps), row, col))
+                sums = self._sum(full, (*target.entries, target.row, target.col), dtype)
+                terms.append((full, sums))
+        config = self.row.config(
+            part, tile, self.forward, self.layout.batch_dims, grad,
+            blocks * entries.num_kept, **more,
+        )  # fmt: skip
+        fields = _attention_vjp_layout.entries_fields(entries, into)
+        return _Part(
+            tuple(targets),
+            self._launch(config),
+            self._grads(**fields),
+            terms,
+        )
+
+    def _sum(self, shape, out_strides, dtype):
+        """Terms of `shape`, contiguous, summed where `out_strides` is 0."""
+        steps = contiguous_strides(shape)
+        kept = [bool(step) for step in out_strides]
+        sizes = [n if k else 1 for n, k in zip(shape, kept, strict=True)]
+        summed = [1 if k else n for n, k in zip(shape, kept, strict=True)]
+        config = _attention_vjp_kernels.sum_config(
+            self.forward.compute_dtype,
+            dtype,
+            len(shape),
+            math.prod(sizes),
+            math.prod(summed),
+        )
+        fields = {
+            "num_sums": math.prod(sizes),
+            "num_terms": math.prod(summed),
+            "sums": (sizes, (steps, out_strides)),
+            "terms": (summed, (steps,)),
+        }
+        return _SumOfTerms(
+            self._launch(config), _gpu.pack(fields, sum_dtype(len(shape)))
+        )
+
+    def sinks(self, problem):
+        """The sum of the rows' terms for each head."""
+        *batch, heads, seqlen_q = problem.rows_shape
+        head = int(math.prod(problem.sinks_shape) > 1)
+        return self._sum(
+            (math.prod(batch), heads, seqlen_q), (0, head, 0), self.forward.sinks
+        )

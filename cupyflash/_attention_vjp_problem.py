@@ -1,0 +1,193 @@
+"""Arguments of attention_vjp -> a problem of plain numbers, and views in one layout.
+
+All errors of the caller are raised here, before anything is allocated or launched.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyflash import _arrays, _attention_problem
+from cupyflash._attention_problem import (
+    AttentionOperands,
+    AttentionProblem,
+    heads_first,
+)
+
+METHODS = ("auto", "tiled")
+
+
+class AttentionGrads(NamedTuple):
+    """Gradients of attention, each of the shape and dtype of what it belongs to.
+
+    Attributes
+    ----------
+    dq, dk, dv : ndarray
+        Gradients of the queries, keys and values.
+    dbias : ndarray or None
+        Gradient of the bias, in its own shape; None unless asked for.
+    dsinks : ndarray or None
+        Gradient of the sinks; None unless asked for.
+    """
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsinks: Any = None
+
+
+@dataclass(frozen=True)
+class AttentionVjpProblem:
+    """What is asked, without the arrays: the forward problem and what to return.
+
+    Shapes are those of the call, before batch axes were broadcast.
+    """
+
+    forward: AttentionProblem
+    q_shape: tuple[int, ...]
+    k_shape: tuple[int, ...]
+    v_shape: tuple[int, ...]
+    bias_shape: tuple[int, ...] = ()
+    sinks_shape: tuple[int, ...] = ()
+    has_dlse: bool = False
+    need_dbias: bool = False
+    need_dsinks: bool = False
+    deterministic: bool = False
+
+    @property
+    def backend(self) -> str:
+        """ "numpy" or "cupy"."""
+        return self.forward.backend
+
+    @property
+    def method(self) -> str:
+        """Rung of the ladder, or "auto"."""
+        return self.forward.method
+
+    @property
+    def rows_shape(self) -> tuple[int, ...]:
+        """Batch axes, heads and queries: one number a row of scores."""
+        return (*self.forward.batch, self.forward.num_heads, self.forward.seqlen_q)
+
+
+class AttentionVjpOperands(NamedTuple):
+    """Views without copies, whatever the layout of the call was.
+
+    forward : q, k, v, the options, and out, as AttentionOperands has them
+    dout : batch + (num_heads, seqlen_q, head_dim_v)
+    lse, dlse : batch + (num_heads, seqlen_q)
+    """
+
+    forward: AttentionOperands
+    dout: Any
+    lse: Any
+    dlse: Any = None
+
+
+def aligned(x, problem: AttentionProblem):
+    """A view of an array shaped as q, k or v: batch + (heads, seqlen, dim).
+
+    Batch axes that the array goes without, or has once, have length one.
+    """
+    x = heads_first(x, problem.layout)
+    return x[(None,) * (len(problem.batch) + 3 - x.ndim)]
+
+
+def aligned_bias(dbias, problem: AttentionProblem):
+    """A view of an array shaped as the bias, with all axes of the scores."""
+    return dbias[(None,) * (len(problem.batch) + 3 - dbias.ndim)]
+
+
+def attention_vjp(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    bias,
+    mask,
+    scale,
+    causal,
+    query_offset,
+    window,
+    softcap,
+    sinks,
+    alibi_slopes,
+    query_lengths,
+    key_lengths,
+    layout,
+    precision,
+    method,
+    dlse,
+    need_dbias,
+    need_dsinks,
+    deterministic,
+) -> tuple[AttentionVjpProblem, AttentionVjpOperands]:
+    """Check a call of attention_vjp."""
+    _check_flags(
+        need_dbias=need_dbias, need_dsinks=need_dsinks, deterministic=deterministic
+    )
+    for asked, name, given in (
+        (need_dbias, "bias", bias),
+        (need_dsinks, "sinks", sinks),
+    ):
+        if asked and given is None:
+            raise ValueError(f"need_d{name}=True asks for a gradient of {name}=None")
+    _, a = _arrays.adopt_all(
+        q=q, k=k, v=v, bias=bias, sinks=sinks, dout=dout, out=out, lse=lse, dlse=dlse
+    )
+    for name in ("dout", "out", "lse"):
+        if a[name] is None:
+            raise TypeError(f"{name} must be an array, got None")
+    forward, operands = _attention_problem.attention(
+        a["q"], a["k"], a["v"], a["bias"], mask, scale, causal, query_offset, window,
+        softcap, a["sinks"], alibi_slopes, query_lengths, key_lengths, layout,
+        precision, True, None, method,
+    )  # fmt: skip
+    if method not in METHODS:
+        raise NotImplementedError(
+            f"attention_vjp has method={' and '.join(map(repr, METHODS))}, got "
+            f"{method!r}"
+        )
+    for name in ("out", "dout"):
+        _check(name, a[name], forward.out_shape, forward.dtype)
+    for name in ("lse", "dlse"):
+        if a[name] is not None:
+            _check(name, a[name], forward.lse_shape, forward.compute_dtype)
+
+    problem = AttentionVjpProblem(
+        forward=forward,
+        q_shape=a["q"].shape,
+        k_shape=a["k"].shape,
+        v_shape=a["v"].shape,
+        bias_shape=a["bias"].shape if need_dbias else (),
+        sinks_shape=a["sinks"].shape if need_dsinks else (),
+        has_dlse=a["dlse"] is not None,
+        need_dbias=bool(need_dbias),
+        need_dsinks=bool(need_dsinks),
+        deterministic=bool(deterministic),
+    )
+    out, dout = (heads_first(a[name], layout) for name in ("out", "dout"))
+    lse, dlse = (
+        x if x is None or forward.heads_axis else x[None] for x in (a["lse"], a["dlse"])
+    )
+    return problem, AttentionVjpOperands(
+        operands._replace(out=out), dout=dout, lse=lse, dlse=dlse
+    )
+
+
+def _check_flags(**flags):
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def _check(name, x, shape, dtype):
+    """Refuse an array that the forward call could not have returned."""
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
+    if _arrays.dtype_name(x) != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {_arrays.dtype_name(x)}")

@@ -1,0 +1,163 @@
+"""Random problems of attention_vjp, and the check of their gradients.
+
+python tests/fuzz.py attention_vjp 1234
+"""
+
+import fuzz
+import numpy as np
+import oracle
+from accuracy import dtype_of, finfo, to_host, wide
+from fuzz import chance, one_of
+from placing import FORMS, ROW_FORMS, place
+
+import cupyflash
+
+
+def draw_attention_vjp(rng, structure_rng):
+    """A problem of attention, and what flows into its results."""
+    problem = fuzz.draw_attention(rng, structure_rng)
+    options = problem.options
+    for name in ("method", "return_lse"):
+        options.pop(name)
+    options.pop("precision", None)
+    structure = {name: name in problem.arrays for name in ("bias", "sinks")}
+    for name, given in structure.items():
+        options[f"need_d{name}"] = given and chance(structure_rng, 0.8)
+    options["deterministic"] = chance(rng, 0.5)
+    arrays = problem.arrays
+    exact, lse, _ = fuzz.exact_attention(problem)
+    dtype = arrays["q"].dtype
+    dout = rng.normal(size=exact.shape)
+    if chance(rng, 0.3):
+        dout[rng.random(exact.shape) < 0.5] = 0
+    if chance(structure_rng, 0.4):
+        dlse = rng.normal(size=lse.shape)
+        arrays["dlse"] = dlse.astype(np.float64 if dtype == np.float64 else np.float32)
+    if chance(rng, 0.5):
+        _poison(rng, problem, dout)
+    arrays["dout"] = dout.astype(dtype)
+    forms = ROW_FORMS if chance(rng, 0.6) else FORMS
+    for name in ("dout", "out", "lse", "dlse"):
+        problem.forms[name] = one_of(rng, forms)
+    problem.operation = problem.function = "attention_vjp"
+    problem.out_form = None
+    return problem
+
+
+def _poison(rng, problem, dout):
+    """NaN flows into rows that see no key, and into padding."""
+    arrays, options = problem.arrays, problem.options
+    *batch, heads, seqlen_q, seqlen_k = problem.notes["scores"]
+    seen, _, alive = oracle.visible(
+        tuple(batch), heads, seqlen_q, seqlen_k, arrays.get("mask"),
+        options.get("causal", False),
+        arrays.get("query_offset", options.get("query_offset")),
+        options.get("window"), arrays.get("query_lengths"), arrays.get("key_lengths"),
+    )  # fmt: skip
+    if "bias" in arrays:
+        seen = seen & ~np.isneginf(wide(arrays["bias"]))
+    bad = one_of(rng, (np.nan, np.inf, -np.inf))
+    blind = ~seen.any(-1)
+    view = dout
+    if dout.ndim > 2 and options["layout"] == "bshd":
+        view = dout.swapaxes(-3, -2)
+    view[blind if dout.ndim > 2 else blind[0]] = bad
+    if "dlse" in arrays:
+        padding = ~np.broadcast_to(alive, (*batch, heads, seqlen_q, 1))[..., 0]
+        arrays["dlse"][padding if dout.ndim > 2 else padding[0]] = bad
+
+
+FORWARD = ("causal", "window", "softcap", "query_offset", "scale", "layout")
+NOT_FORWARD = ("dout", "dlse", "out", "lse")
+
+
+def exact_gradients(problem):
+    """(gradients, sums of the sizes of their terms, score size, lse)."""
+    arrays, options = problem.arrays, problem.options
+    given = {n: options[n] for n in FORWARD if n in options}
+    given |= {n: x for n, x in arrays.items() if n not in ("q", "k", "v", "dout")}
+    q, k, v = (arrays[n] for n in "qkv")
+    real = np.longdouble if q.dtype == np.float64 else np.float64
+    exact, sizes = oracle.attention_vjp(arrays["dout"], q, k, v, real=real, **given)
+    given.pop("dlse", None)
+    _, lse, size = oracle.attention(q, k, v, real=real, **given)
+    return exact, sizes, size, lse
+
+
+def gradient_bound(problem, exact, sizes, size, lse, dtype):
+    """Largest error, element by element.
+
+    A weight exp(s - lse) is wrong by the roundings of s and lse, a gradient by those of
+    its weights and of `out`, in proportion to the sum of the sizes of its terms.
+    """
+    own = problem.arrays["q"].dtype.name
+    unit = float(finfo(dtype_of(own)).eps)
+    work = unit if own == "float64" else 2.0**-23
+    lse = np.abs(lse[np.isfinite(lse)]).max(initial=0)
+    share = unit + work * (4 * size + 48 + lse)
+    info = finfo(dtype_of(dtype))
+    # Weights below the normal numbers may be 0.
+    flushed = np.finfo(np.float64 if own == "float64" else np.float32).tiny
+    rounded = float(info.smallest_subnormal) + float(info.eps) * np.abs(exact)
+    return share * sizes + rounded + 1e4 * flushed
+
+
+def check_attention_vjp(xp, problem):
+    """Forward and backward; each gradient against the oracle."""
+    arrays = {
+        n: place(xp, x, problem.forms.get(n, "plain"))
+        for n, x in problem.arrays.items()
+    }
+    for name in problem.notes.get("expanded", ()):
+        if name == "mask" and name in arrays:
+            arrays[name] = xp.broadcast_to(arrays[name], problem.notes["scores"])
+    q, k, v, dout = (arrays.pop(n) for n in ("q", "k", "v", "dout"))
+    dlse = arrays.pop("dlse", None)
+    forward = {n: x for n, x in problem.options.items() if n in FORWARD}
+    out, lse = cupyflash.attention(q, k, v, **arrays, **forward, return_lse=True)
+    out, lse = (
+        place(xp, to_host(x), problem.forms.get(n, "plain"))
+        for n, x in (("out", out), ("lse", lse))
+    )
+    grads = cupyflash.attention_vjp(
+        dout, q, k, v, out, lse, **arrays, **problem.options, dlse=dlse
+    )
+    exact, sizes, size, exact_lse = exact_gradients(problem)
+    inputs = {"q": q, "k": k, "v": v, **arrays}
+    for name, got in zip(grads._fields, grads, strict=True):
+        asked = problem.options.get(f"need_{name}", name in ("dq", "dk", "dv"))
+        assert (got is not None) == asked, name
+        if got is None:
+            continue
+        x = inputs[name[1:]]
+        assert isinstance(got, xp.ndarray)
+        assert got.dtype == x.dtype
+        assert got.shape == x.shape
+        assert got.flags.c_contiguous
+        expected = np.where(np.isfinite(exact[name]), exact[name], np.nan)
+        assert_same_specials_loosely(got, expected, name)
+        allowed = gradient_bound(
+            problem, expected, sizes[name], size, exact_lse, x.dtype.name
+        )
+        finite = np.isfinite(expected)
+        error = fuzz._difference(got, expected, finite)
+        over = np.where(finite, error - allowed, -1)
+        worst = np.unravel_index(over.argmax(), over.shape) if over.size else ()
+        assert not np.any(over > 0), (
+            f"{name} is wrong by {error[worst]} at {worst}, where {allowed[worst]} is "
+            "allowed"
+        )
+    return grads
+
+
+def assert_same_specials_loosely(got, expected, name):
+    """NaN at the same places; what flows from infinities may be either."""
+    found = wide(got)
+    assert found.shape == expected.shape, (name, found.shape, expected.shape)
+    np.testing.assert_array_equal(
+        ~np.isfinite(found), ~np.isfinite(expected), f"{name}: NaN elsewhere"
+    )
+
+
+fuzz.DRAWS["attention_vjp"] = draw_attention_vjp
+fuzz.CHECKS["attention_vjp"] = check_attention_vjp

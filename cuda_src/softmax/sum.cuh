@@ -27,8 +27,8 @@ struct sum_t {
 };
 
 // The sum of doubles that threads hold, to twice the digits: what each addition rounds
-// away would show beside exponentials that are exact to a last bit, and the order of the
-// additions, which depends on where a row lies in memory, would show in the result.
+// away would show beside exponentials that are exact to a last bit, and the order of
+// the additions, which depends on where a row lies in memory, would show in the result.
 struct wide_sum_t {
   double high, low;
 

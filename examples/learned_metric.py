@@ -2,16 +2,16 @@
 A metric learned by the gradient of attention
 =============================================
 
-Kernel regression weighs its neighbours by a distance, and which distance is right can be
-learned from the data: here a matrix *A* that maps all features before the distance is
-taken, so that the weight of sample *j* for sample *i* is
+Kernel regression weighs its neighbours by a distance, and which distance is right can
+be learned from the data: here a matrix *A* that maps all features before the distance
+is taken, so that the weight of sample *j* for sample *i* is
 
 .. math:: \\exp(-|A x_i - A x_j|^2 / 2).
 
-The loss is the mean squared error of each sample estimated from all others (a mask hides
-the sample itself). Its gradient by *A* needs the gradients of attention by queries, keys
-and the bias of the keys, all in float64 and without a matrix of all pairs in memory.
-`attention_vjp` gives them; finite differences agree.
+The loss is the mean squared error of each sample estimated from all others (a mask
+hides the sample itself). Its gradient by *A* needs the gradients of attention by
+queries, keys and the bias of the keys, all in float64 and without a matrix of all pairs
+in memory. `attention_vjp` gives them; finite differences agree.
 
 Data: scikit-learn's ``load_diabetes()``, 442 patients of 10 features. Peer:
 scikit-learn. Run it: ``python examples/learned_metric.py``

@@ -3,10 +3,10 @@ A classifier trained without a framework
 ========================================
 
 A digit is classified by attention to the digits of the training set: its query is
-compared with their keys, their labels are the values, and the mean over the heads is the
-probability of each class. What is learned are the two linear maps into queries and keys.
-In training every digit asks all others (a mask hides itself), and `attention_vjp` brings
-the gradient of the loss back to the maps.
+compared with their keys, their labels are the values, and the mean over the heads is
+the probability of each class. What is learned are the two linear maps into queries and
+keys. In training every digit asks all others (a mask hides itself), and `attention_vjp`
+brings the gradient of the loss back to the maps.
 
 The same training is run with unfused attention, which holds all scores in memory: equal
 loss and accuracy, at another cost in time and memory. scikit-learn's nearest neighbours
@@ -30,6 +30,7 @@ import cupyflash
 HEADS, DIM, CLASSES, TRAIN = 4, 32, 10, 1200
 STEPS = choose(tiny=3, cpu=30, gpu=100)
 
+
 def heads(x):
     """(samples, heads * dim) as (heads, samples, dim)."""
     return x.reshape(len(x), HEADS, -1).swapaxes(0, 1)
@@ -43,6 +44,7 @@ def rows(x):
 # %%
 # Attention and its gradient, fused and unfused
 # ---------------------------------------------
+
 
 class Fused:
     """Blocks of scores that come and go."""
@@ -81,6 +83,7 @@ class Unfused:
 # %%
 # The model
 # ---------
+
 
 def loss_and_gradients(attention, weights, x, labels, mask):
     """Mean of -log(probability of the label), and its gradient by the two maps."""

@@ -237,8 +237,14 @@ _LONG_THREADS, _LONG_RESIDENT = 256, 768
 _LONG_REGISTERS = {"softmax": 24, "vjp": 32}
 _LONG_PARKED = 160
 # Bytes of neighbouring columns, best first, and blocks that may share a column then. A
-# mere copy through tiles of 1024 floats: 0.93 at 256 bytes, 0.86 at 128, 0.70 at 64.
-_LONG_WIDTHS = ((256, 16), (128, 16), (64, 16))
+# mere copy through tiles of 1024 floats reaches 0.93 of a plain one at 256 bytes, 0.86
+# at 128 and 0.70 at 64; but wide tiles need more blocks a column, and those exchange
+# more. Columns of 1024: floats 0.91 at 256 bytes, 0.87 at 128; 16 bits 0.86 and 0.88;
+# gradients 0.87 and 0.97.
+_LONG_WIDTHS = {
+    "floats": ((256, 4), (128, 16), (64, 16)),
+    "others": ((256, 1), (128, 16), (64, 16)),
+}
 _COLUMN_EXCHANGE_BYTES = 32768  # static shared memory of a block, at most
 
 
@@ -396,12 +402,14 @@ def _tile(length, held, num_vectors, vector_bytes):
 def _long_tile(problem, held, vector, vector_bytes, device):
     """The same for longer ones: also rows that are parked, and blocks a cluster."""
     num_vectors = -(-problem.layout.inner // vector)
+    arrays = 2 if problem.dtypes.get("dy") else 1
     held = max(2, held // 2 * 2)
     row_bytes = vector * _held_bytes(problem)
     most = held + _LONG_PARKED // row_bytes // 2 * 2
     if problem.dtypes.get("where"):
         most = min(most, 64 // vector)  # a bit an element
-    widths = _LONG_WIDTHS
+    is_floats = vector_bytes == 4 * vector and arrays == 1
+    widths = _LONG_WIDTHS["floats" if is_floats else "others"]
     if device.cc < (9, 0):
         # No clusters, but all of the shared memory for one block.
         widths = (*((width, 1) for width, _ in widths), (64, 0), (32, 0))

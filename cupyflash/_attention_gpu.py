@@ -234,6 +234,7 @@ class _Plan:
     """
 
     launches: tuple[Any, ...] = ()
+    num_splits = 1  # parts that the keys are split into
 
     def __init__(self, problem, operands, device_id):
         self.device_id = device_id
@@ -283,8 +284,6 @@ def _address(x):
 
 class _FusedPlan(_Plan):
     """One kernel over q, k and v."""
-
-    num_splits = 1
 
     def __init__(self, row, problem, operands, device):
         super().__init__(problem, operands, operands.q.data.device_id)

@@ -1,34 +1,34 @@
-"""Train an attention classifier on handwritten digits, without a framework.
-
-Run it: python examples/train_digits.py
+"""
+A classifier trained without a framework
+========================================
 
 A digit is classified by attention to the digits of the training set: its query is
 compared with their keys, their labels are the values, and the mean over the heads is
 the probability of each class. What is learned are the two linear maps into queries and
-keys. In training every digit asks all others (a mask hides itself), and attention_vjp
+keys. In training every digit asks all others (a mask hides itself), and `attention_vjp`
 brings the gradient of the loss back to the maps.
 
-The same training is run with unfused attention, which holds all scores in memory:
-equal loss and accuracy, at another cost in time and memory.
+The same training is run with unfused attention, which holds all scores in memory: equal
+loss and accuracy, at another cost in time and memory. scikit-learn's nearest neighbours
+are the peer in accuracy.
+
+Data: scikit-learn's ``load_digits()``, 1797 images of 8 x 8. Run it:
+``python examples/train_digits.py``
 """
 
-import argparse
 import time
 import tracemalloc
 
+import matplotlib.pyplot as plt
 import numpy as np
+from _support import choose, device_name, to_numpy, xp
 from sklearn.datasets import load_digits
+from sklearn.neighbors import KNeighborsClassifier
 
 import cupyflash
 
-try:
-    import cupy
-
-    xp = cupy if cupy.is_available() else np
-except ImportError:
-    xp = np
-
 HEADS, DIM, CLASSES, TRAIN = 4, 32, 10, 1200
+STEPS = choose(tiny=3, cpu=30, gpu=100)
 
 
 def heads(x):
@@ -41,7 +41,9 @@ def rows(x):
     return x.swapaxes(0, 1).reshape(x.shape[1], -1)
 
 
-# --- attention and its gradient, fused and unfused -----------------------------------
+# %%
+# Attention and its gradient, fused and unfused
+# ---------------------------------------------
 
 
 class Fused:
@@ -78,7 +80,9 @@ class Unfused:
         return ds @ k, ds.swapaxes(-1, -2) @ q
 
 
-# --- the model -----------------------------------------------------------------------
+# %%
+# The model
+# ---------
 
 
 def loss_and_gradients(attention, weights, x, labels, mask):
@@ -100,7 +104,7 @@ def accuracy(attention, weights, x, labels, x_test, digits):
 
 
 def train(attention, data, steps, seed=0):
-    """Loss, accuracy and seconds of a training by Adam."""
+    """Losses, accuracy and seconds of a training by Adam."""
     x, labels, mask, x_test, digits = data
     rng = np.random.default_rng(seed)
     scale = 0.5 * x.shape[1] ** -0.5
@@ -108,6 +112,7 @@ def train(attention, data, steps, seed=0):
     weights = [xp.asarray(w.astype(np.float32)) for _ in range(2)]
     means = [xp.zeros_like(w) for w in weights]
     squares = [xp.zeros_like(w) for w in weights]
+    losses = []
     start = time.perf_counter()
     for step in range(1, steps + 1):
         loss, grads = loss_and_gradients(attention, weights, x, labels, mask)
@@ -116,12 +121,15 @@ def train(attention, data, steps, seed=0):
             s += 0.01 * (g * g - s)
             g_hat, s_hat = m / (1 - 0.9**step), s / (1 - 0.99**step)
             w -= 0.02 * g_hat / (xp.sqrt(s_hat) + 1e-8)
-    loss = float(loss)  # on a GPU this waits for the last step
+        losses.append(loss)
+    losses = [float(loss) for loss in losses]  # on a GPU this waits for the last step
     seconds = time.perf_counter() - start
-    return loss, accuracy(attention, weights, x, labels, x_test, digits), seconds
+    return losses, accuracy(attention, weights, x, labels, x_test, digits), seconds
 
 
-# --- the comparison ------------------------------------------------------------------
+# %%
+# Fused beside unfused
+# --------------------
 
 
 def load():
@@ -151,26 +159,31 @@ def peak_memory(attention, data):
         return pool.total_bytes()
 
 
-def main():
-    """Train twice and print both lines."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30)
-    steps = parser.parse_args().steps
-    data = load()
-    print(f"{xp.__name__}: {TRAIN} digits to learn from, {len(data[4])} to test")
-    print(f"{'attention':10}{'loss':>8}{'accuracy':>10}{'seconds':>9}{'peak MB':>9}")
-    found = {}
-    for attention in (Fused, Unfused):
-        megabytes = peak_memory(attention, data) / 1e6
-        loss, share, seconds = found[attention] = train(attention, data, steps)
-        print(
-            f"{attention.__name__.lower():10}{loss:8.4f}{share:10.4f}{seconds:9.2f}"
-            f"{megabytes:9.1f}"
-        )
-    (loss, share, _), (other_loss, other_share, _) = found.values()
-    assert abs(loss - other_loss) < 0.02 * other_loss
-    assert share >= other_share - 0.01
+data = load()
+print(f"{device_name()}: {TRAIN} digits to learn from, {len(data[4])} to test")
+print(f"{'attention':10}{'loss':>8}{'accuracy':>10}{'seconds':>9}{'peak MB':>9}")
+found = {}
+for attention in (Fused, Unfused):
+    megabytes = peak_memory(attention, data) / 1e6
+    losses, share, seconds = found[attention] = train(attention, data, STEPS)
+    print(
+        f"{attention.__name__.lower():10}{losses[-1]:8.4f}{share:10.4f}{seconds:9.2f}"
+        f"{megabytes:9.1f}"
+    )
 
+(losses, share, _), (other_losses, other_share, _) = found.values()
+assert abs(losses[-1] - other_losses[-1]) < 0.02 * other_losses[-1]
+assert share >= other_share - 0.01
 
-if __name__ == "__main__":
-    main()
+train_x, _, _, test_x, test_y = (to_numpy(a) for a in data)
+train_y = to_numpy(data[1])[0].argmax(axis=1)
+peer = KNeighborsClassifier().fit(train_x, train_y)
+print(f"scikit-learn, 5 nearest neighbours: {peer.score(test_x, test_y):.4f}")
+
+plt.figure(figsize=(5, 3.5), layout="constrained")
+for attention, (losses, *_) in found.items():
+    plt.plot(losses, label=attention.__name__.lower())
+plt.xlabel("step")
+plt.ylabel("loss")
+plt.legend()
+plt.show()

@@ -4,7 +4,9 @@
     python tests/gpu_record.py --check                      is the record up to date?
 
 ``--write`` leaves with pytest's exit code; ``--check`` prints a line and leaves with 0,
-since a machine without a GPU can do nothing about it.
+since a machine without a GPU can do nothing about it. Files of tests among the pytest
+arguments run alone, and their results replace those of the same files in the record, as
+long as that is of the same sources: the whole can be run in parts.
 """
 
 import argparse
@@ -40,9 +42,9 @@ class Counter:
     """A pytest plugin that counts outcomes and keeps the names of failures."""
 
     def __init__(self):
-        self.passed = set()
-        self.skipped = set()
-        self.failures = set()
+        self.passed: set[str] = set()
+        self.skipped: set[str] = set()
+        self.failures: set[str] = set()
 
     def pytest_runtest_logreport(self, report):
         if report.failed:
@@ -56,14 +58,23 @@ class Counter:
         if report.failed:
             self.failures.add(report.nodeid)
 
-    def result(self):
-        """Counts, and the tests that failed in any phase."""
+    def result(self, files):
+        """By file: counts, and the tests that failed in any phase."""
+        failures = sorted(self.failures)
         return {
-            "passed": len(self.passed - self.failures),
-            "failed": len(self.failures),
-            "skipped": len(self.skipped),
-            "failures": sorted(self.failures),
+            name: {
+                "passed": sum(_file(test) == name for test in self.passed)
+                - sum(_file(test) == name for test in self.passed & self.failures),
+                "skipped": sum(_file(test) == name for test in self.skipped),
+                "failures": [test for test in failures if _file(test) == name],
+            }
+            for name in {*files, *map(_file, failures)}
         }
+
+
+def _file(test):
+    """The name of the file of a test, as the record has it."""
+    return Path(test.partition("::")[0]).name
 
 
 def device_facts():
@@ -97,6 +108,7 @@ def write(path, pytest_arguments):
     paths = (str(ROOT), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     digest = sources_digest()  # of what runs, should a file change meanwhile
+    files = [Path(name).name for name in pytest_arguments if _is_test_file(name)]
     counter = Counter()
     code = pytest.main(
         [
@@ -105,20 +117,36 @@ def write(path, pytest_arguments):
             # Where pytest-benchmark is installed it would warn under xdist.
             "-p",
             "no:benchmark",
-            str(ROOT / "tests"),
+            *(() if files else (str(ROOT / "tests"),)),
             *pytest_arguments,
         ],
         plugins=[counter],
     )
+    found = counter.result(files or _test_files())
+    if files and path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before["sources"] == digest:
+            found = before["files"] | found
     record = {
         "sources": digest,
         "date": datetime.date.today().isoformat(),
         **facts,
-        **counter.result(),
+        "passed": sum(of_file["passed"] for of_file in found.values()),
+        "failed": sum(len(of_file["failures"]) for of_file in found.values()),
+        "skipped": sum(of_file["skipped"] for of_file in found.values()),
+        "files": dict(sorted(found.items())),
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{path}: {summary(record)}")
     return int(code)
+
+
+def _is_test_file(name):
+    return Path(name).name in _test_files() and Path(name).is_file()
+
+
+def _test_files():
+    return [path.name for path in sorted((ROOT / "tests").glob("test_*.py"))]
 
 
 def summary(record):
@@ -139,8 +167,12 @@ def check(path):
         print(f"The GPU record is of these sources. {summary(record)}")
     else:
         print(f"WARNING: the GPU record is of other sources. {summary(record)}")
-    for name in record["failures"]:
-        print(f"  failed: {name}")
+    missing = [name for name in _test_files() if name not in record.get("files", {})]
+    if missing:
+        print(f"WARNING: tests that are not in it: {', '.join(missing)}")
+    for of_file in record.get("files", {}).values():
+        for name in of_file["failures"]:
+            print(f"  failed: {name}")
 
 
 def main():

@@ -185,7 +185,7 @@ def test_large_clusters_are_asked_for(source):
         pytest.skip("clusters came with sm_90")
     variant = source(CLUSTER)
     blocks = cupy.zeros(1, "u4")
-    with pytest.raises(cupy.cuda.driver.CUDADriverError):
+    with pytest.raises(_gpu.DoesNotFitError, match="INVALID_CLUSTER_SIZE"):
         _gpu.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
     variant = dataclasses.replace(variant, cluster=16)
     _gpu.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)

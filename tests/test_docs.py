@@ -83,25 +83,6 @@ def test_examples_say_what_they_need(script):
     assert script.name.split(".")[0] in script.read_text("utf-8")
 
 
-@pytest.mark.parametrize(
-    ("script", "options", "needs"),
-    [
-        ("kernel_regression.py", (), "numpy"),
-        ("train_digits.py", ("--steps", "4"), "sklearn"),
-    ],
-)
-def test_examples_of_gradients_run(script, options, needs):
-    """They compare with finite differences, and with unfused attention."""
-    pytest.importorskip(needs)
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *options],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 def test_links_between_pages_exist():
     missing = []
     for page in PAGES:

@@ -121,7 +121,7 @@ struct to_vector<bfloat16_t, 8> {
   }
 };
 
-// The larger elements of two vectors; a NaN is passed over.
+// The larger elements of two vectors, NaN where either is.
 template <int kCount>
 __device__ __forceinline__ vector_t<half_t, kCount> larger_of(
     vector_t<half_t, kCount> a, const vector_t<half_t, kCount>& b) {

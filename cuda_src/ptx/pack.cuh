@@ -18,16 +18,16 @@ __device__ __forceinline__ unsigned bf16x2_from_f32(float low, float high) {
   return word;
 }
 
-// The larger of each two; a NaN is passed over.
+// The larger of each two, NaN if either is.
 __device__ __forceinline__ unsigned max_f16x2(unsigned a, unsigned b) {
   unsigned word;
-  asm("max.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+  asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
   return word;
 }
 
 __device__ __forceinline__ unsigned max_bf16x2(unsigned a, unsigned b) {
   unsigned word;
-  asm("max.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(word) : "r"(a), "r"(b));
   return word;
 }
 #endif

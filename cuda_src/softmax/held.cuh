@@ -227,9 +227,10 @@ struct held_t {
     }
   }
 
-  // The largest element, of 16 bits, two at a time (sm_80 or newer); slots beyond the
-  // row hold -inf.
-  __device__ __forceinline__ acc_t largest(const deal& d) const {
+  // The largest element by `larger`, of 16 bits, two at a time (sm_80 or newer); slots
+  // beyond the row hold -inf.
+  template <typename Larger>
+  __device__ __forceinline__ acc_t largest(const deal& d, Larger larger) const {
     acc_t largest = -infinity<acc_t>();
 #if __CUDA_ARCH__ >= 800
     vector m = deal::kHeld > 0 ? slot[0] : parked[0];
@@ -239,12 +240,12 @@ struct held_t {
     for (int v = 0; v < deal::kParked; ++v) m = larger_of(m, parked[v * kNumThreads]);
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      largest = larger_t()(largest, to<acc_t>(m.element[k]));
+      largest = larger(largest, to<acc_t>(m.element[k]));
     }
     if (d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
-        largest = larger_t()(largest, to<acc_t>(edge[e]));
+        largest = larger(largest, to<acc_t>(edge[e]));
       }
     }
 #endif
@@ -464,6 +465,19 @@ struct shared_parts_t {
   unsigned long long barrier;  // of a cluster
 };
 
+#if __CUDA_ARCH__ >= 900
+template <typename T>
+__device__ __forceinline__ void send(unsigned address, unsigned barrier, T value) {
+  ptx::store_async(address, barrier, value);
+}
+__device__ __forceinline__ void send(unsigned address,
+                                     unsigned barrier,
+                                     wide_sum_t value) {
+  ptx::store_async(address, barrier, value.high);
+  ptx::store_async(address + sizeof(double), barrier, value.low);
+}
+#endif
+
 template <typename T, int kTurns = 1>
 struct combiner_t {
   shared_parts_t<T>* const all;
@@ -513,8 +527,8 @@ struct combiner_t {
         ptx::transaction_barrier_expect(barrier, kPartials * sizeof(T));
       }
       if (in_warp < kCluster) {
-        ptx::store_async(ptx::map_to_rank(ptx::shared_address(mine), in_warp),
-                         ptx::map_to_rank(barrier, in_warp), value);
+        send(ptx::map_to_rank(ptx::shared_address(mine), in_warp),
+             ptx::map_to_rank(barrier, in_warp), value);
       }
       while (!ptx::transaction_barrier_try_wait(barrier, uses / kTurns & 1)) {
       }

@@ -61,16 +61,11 @@ struct partial_t {
   }
 };
 
-// A sum of plain numbers beside a maximum: of the second reading.
-struct careful_t {
-  double m, top, rest;
-};
-
 struct shared_t {
   partial_t sum[kInWarp ? 1 : kPartials][kColumns];
   partial_t piece[kCluster][kColumns];
-  partials_t<double> number;
-  double careful[kCluster][kColumns];
+  partials_t<wide_sum_t> number;
+  wide_sum_t careful[kCluster][kColumns];
   int is_doubtful;
 };
 
@@ -123,10 +118,21 @@ __device__ __forceinline__ void read_columns(const a_t* a,
   }
 }
 
+struct larger_wide_t {
+  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
+    return {larger_finite_t()(a.high, b.high), 0};
+  }
+};
+struct plus_wide_t {
+  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
+    return plus_t()(a, b);
+  }
+};
+
 // A number of each of this thread's columns over the tile, in each thread.
 template <typename Combine>
 __device__ __forceinline__ void combine_columns(shared_t& shared,
-                                                double (&value)[kVector],
+                                                wide_sum_t (&value)[kVector],
                                                 Combine combine) {
   if constexpr (kInWarp) {
     combine_in_warp(value, combine);
@@ -160,43 +166,43 @@ __device__ __noinline__ void read_again(const a_t* a,
                                         const tile_t& tile,
                                         shared_t& shared,
                                         double (&log)[kVector]) {
-  double m[kVector], top[kVector], rest[kVector];
-  sum_t sum[kVector];  // of the rest
+  wide_sum_t m[kVector], top[kVector], rest[kVector];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
-    m[j] = -infinity<double>();
-    top[j] = 0;
+    m[j] = {-infinity<double>(), 0};
+    top[j] = rest[j] = {};
   }
   read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        m[j] = larger_finite_t()(m[j], batch.score<double>(k, j, rows));
+        m[j].high = larger_finite_t()(m[j].high, batch.score<double>(k, j, rows));
       }
     }
   });
-  combine_columns(shared, m, larger_finite_t());
+  combine_columns(shared, m, larger_wide_t());
   read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
 #pragma unroll 1
       for (int k = 0; k < kHeld; ++k) {
         const double score = batch.score<double>(k, j, rows);
-        if (score == m[j]) {
-          top[j] += 1;
+        if (score == m[j].high) {
+          top[j].high += 1;
         } else {
-          sum[j] += exp_diff_exact(score, m[j]);
+          add_exp(rest[j], score, m[j].high);
         }
       }
     }
   });
+  combine_columns(shared, top, plus_wide_t());
+  combine_columns(shared, rest, plus_wide_t());
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) rest[j] = total(sum[j]);
-  combine_columns(shared, top, plus_t());
-  combine_columns(shared, rest, plus_t());
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) log[j] = log_beside(m[j], (top[j] - 1) + rest[j]);
+  for (int j = 0; j < kVector; ++j) {
+    rest[j] += top[j].high - 1;
+    log[j] = log_beside(m[j].high, rest[j]);
+  }
 }
 
 // The sum of each of this thread's columns over the tile, in each thread.

@@ -189,16 +189,18 @@ __device__ __noinline__ double careful_log(const a_t* a, long long length) {
   }
   m = row_max(m);
   double top = 0;
-  sum_t rest;
+  wide_sum_t rest = {};
   for (long long i = lane(); i < length; i += kLanes) {
     const double score = to<double>(a[i]);
     if (score == m) {
       top += 1;
     } else {
-      rest += exp_diff_exact(score, m);
+      add_exp(rest, score, m);
     }
   }
-  return log_beside(m, (row_sum(top) - 1) + row_sum(rest));
+  rest = group_reduce<kLanes>(rest, plus_t());
+  rest += row_sum(top) - 1;
+  return log_beside(m, rest);
 }
 
 __device__ __forceinline__ void store(const layout_t& layout,

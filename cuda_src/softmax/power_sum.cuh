@@ -82,12 +82,33 @@ struct range<double> {
 
 }  // namespace detail
 
+// Adds exp(score - m), score <= m, to about an eighth of a unit: the power of two and
+// what a polynomial adds to it apart. Their sum would be rounded by half a unit.
+__device__ __forceinline__ void add_exp(wide_sum_t& sum, double score, double m) {
+  const pair_t<double> d = exact_sum(score, -m);
+  if (!(d.high > -700)) {  // -inf, NaN, or nothing beside the 1 of the largest
+    sum += exp_of(d);
+    return;
+  }
+  using range = detail::range<double>;
+  const double rounded = fma(d.high, kLog2e, range::kRound);
+  const double k = rounded - range::kRound;
+  double r = fma(k, -range::kLn2High, d.high);
+  r = fma(k, -range::kLn2Low, r) + d.low;
+  const double unit = detail::times_power(1.0, range::low_bits(rounded));
+  sum += unit;
+  sum += detail::expm1_reduced(r) * unit;
+}
+
 // m + log(1 + s) for s >= 0, where m and the log may cancel: to a fraction of a unit of
 // the larger of them. A log that is rounded first would be wrong by up to a whole one.
-__device__ __forceinline__ double log_beside(double m, double s) {
+__device__ __forceinline__ double log_beside(double m, wide_sum_t terms) {
+  const double s = total(terms);
   if (s < 0.04) return m + log1p(s);
+  if (!is_finite(s)) return m + s;
   // 1 + s = 2^e (f + f_low), 1/sqrt(2) <= f < sqrt(2); log f as in power_sum_t::log
-  const pair_t<double> sum = exact_sum(1.0, s);
+  pair_t<double> sum = exact_sum(1.0, terms.high);
+  sum = exact_sum(sum.high, sum.low + terms.low);
   const int e = (__double2hiint(sum.high) - 0x3fe6a09e) >> 20;
   const double f = detail::times_power(sum.high, -e);
   const double f_low = sum.low * detail::times_power(1.0, -e);

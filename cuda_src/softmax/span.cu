@@ -91,10 +91,11 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
     value[j] = -infinity<acc_t>();
     if (i < length) {
       value[j] = to<acc_t>(x[i]);
-      m = larger_t()(m, score_t(value[j], layout).high);
+      m = largest_t()(m, score_t(value[j], layout).high);
     }
   }
-  m = shift_by(row_max(m));
+  const acc_t largest = warp_reduce<kLanes>(m, largest_t());
+  m = shift_by(largest);
 
   part_t sum = {};
 #pragma unroll
@@ -102,10 +103,10 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
     const bool is_in_row = !kScaled || lane() * HELD + j < length;
     const score_t s = is_in_row ? score_t(value[j], layout) : score_t();
     const acc_t e = s.exp_minus(m);
-    sum += e;
+    sum += as_term(e);
     if (!kLog) value[j] = e;  // softmax needs no more of x than this
   }
-  const finish_t finish(m, row_sum(sum));
+  const finish_t finish(m, total(warp_reduce<kLanes>(sum, plus_t()), largest));
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {
     const int i = lane() * HELD + j;

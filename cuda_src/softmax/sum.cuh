@@ -5,6 +5,7 @@
 #pragma once
 
 #include "common/math.cuh"
+#include "common/reduce.cuh"
 
 using acc_t = ACC_T;
 
@@ -25,10 +26,11 @@ struct sum_t {
   }
 };
 
-// The sum of the few doubles that one thread holds, to twice the digits: what each
-// addition rounds away would show beside exponentials that are exact to a last bit.
+// The sum of doubles that threads hold, to twice the digits: what each addition rounds
+// away would show beside exponentials that are exact to a last bit, and the order of
+// the additions, which depends on where a row lies in memory, would show in the result.
 struct wide_sum_t {
-  double high = 0, low = 0;
+  double high, low;
 
   __device__ __forceinline__ void operator+=(double x) {
     const pair_t<double> sum = exact_sum(high, x);
@@ -36,6 +38,12 @@ struct wide_sum_t {
     low += sum.low;
   }
 };
+__device__ __forceinline__ wide_sum_t shuffle_xor(wide_sum_t l, int mask) {
+  wide_sum_t other;
+  other.high = shuffle_xor(l.high, mask);
+  other.low = shuffle_xor(l.low, mask);
+  return other;
+}
 
 // The one number that a sum comes to.
 __device__ __forceinline__ double total(sum_t l) { return l.value; }
@@ -48,8 +56,8 @@ __device__ __forceinline__ T total(T l) {
 }
 
 // The sum of the terms of type T that one thread holds: a double is enough for floats,
-// and a float where the result has 16 bits.
-template <typename T, bool kIsCoarse>
+// and, for columns, a float where the result has 16 bits.
+template <typename T, bool kIsCoarse = false>
 struct few {
   using type = double;
 };
@@ -61,6 +69,14 @@ template <>
 struct few<double, false> {
   using type = wide_sum_t;
 };
+
+// A float that is not negative and not above 1 as a double, but 2^-127 for 0: shifts of
+// its bits cost an eighth of the conversion, and that much is nothing beside the 1 of
+// the largest exponential.
+__device__ __forceinline__ double widened(float x) {
+  const int bits = __float_as_int(x);
+  return __hiloint2double((bits >> 3) + ((1023 - 127) << 20), bits << 29);
+}
 
 // The larger of two; a NaN is passed over here, since the sum will meet it.
 struct larger_t {
@@ -83,6 +99,13 @@ struct plus_t {
   template <typename T>
   __device__ __forceinline__ T operator()(T a, T b) const {
     return a + b;
+  }
+  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
+    const pair_t<double> sum = exact_sum(a.high, b.high);
+    wide_sum_t both;
+    both.high = sum.high;
+    both.low = (a.low + b.low) + sum.low;
+    return both;
   }
 };
 

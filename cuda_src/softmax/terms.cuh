@@ -2,6 +2,7 @@
 // What kernels share that hold their part of a row in registers.
 #pragma once
 
+#include "ptx/max.cuh"
 #include "softmax/score.cuh"
 
 template <typename A, typename B>
@@ -24,6 +25,33 @@ __device__ __forceinline__ T padding() {
   }
 }
 
-// The sum of what one thread holds, and of all threads of a row.
-using part_t = few<acc_t, kCoarse>::type;
-using total_t = decltype(total(part_t()));
+// The sum of what one thread holds, and of all threads of a row: exact enough that the
+// order, which depends on strides and alignment, leaves no trace in the result.
+using part_t = few<acc_t>::type;
+
+__device__ __forceinline__ double as_term(acc_t e) {
+  if constexpr (kCoarse) return widened(e);
+  return e;
+}
+
+// The largest score, or NaN: a widened sum would know of neither NaN nor infinity.
+struct largest_t {
+  __device__ __forceinline__ acc_t operator()(acc_t a, acc_t b) const {
+    if constexpr (kCoarse) {
+#if __CUDA_ARCH__ >= 800
+      return ptx::max_nan_f32(a, b);
+#else
+      return max_nan(a, b);
+#endif
+    }
+    return larger_t()(a, b);
+  }
+};
+
+// The sum of a row whose largest score is `largest`.
+__device__ __forceinline__ double total(part_t sum, acc_t largest) {
+  if (kCoarse && !is_finite(largest)) {
+    return largest == -infinity<acc_t>() ? 0 : largest;
+  }
+  return total(sum);
+}

@@ -10,8 +10,9 @@
 //            registers and PARKED in shared memory (softmax/held.cuh)
 // Memory     x and out once; 16 bytes an access where a row is contiguous, whatever its
 //            length and start; between blocks, maxima and sums alone
-// Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
-//            for results of 16 bits plain differences, the fast exponential, float sums
+// Numbers    exponentials in acc_t of exact differences, sums in double (of doubles: to
+//            twice the digits), one rounding; for results of 16 bits plain differences
+//            and the fast exponential
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
 #include "softmax/held.cuh"
 #include "softmax/terms.cuh"
@@ -63,9 +64,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                       out_t* out,
                       const __grid_constant__ layout_t layout) {
   __shared__ shared_parts_t<acc_t> maxima[1];
-  __shared__ shared_parts_t<total_t> sums[1];
+  __shared__ shared_parts_t<part_t> sums[1];
   combiner_t<acc_t> combine_max(maxima);
-  combiner_t<total_t> combine_sum(sums);
+  combiner_t<part_t> combine_sum(sums);
   announce_block();
   bool has_started = false;
 
@@ -108,24 +109,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
     acc_t m = -infinity<acc_t>();
     if constexpr (kPacksMax) {
-      m = held.largest(deal);
+      m = held.largest(deal, largest_t());
     } else {
       held.each<false, kUnrollParked>(deal, [&](acc_t element, bool is_in_row, int j) {
-        m = larger_t()(m, score(element, is_in_row, j).high);
+        m = largest_t()(m, score(element, is_in_row, j).high);
         return element;
       });
     }
-    m = shift_by(combine_max(m, -infinity<acc_t>(), larger_t()));
+    const acc_t largest = combine_max(m, -infinity<acc_t>(), largest_t());
+    m = shift_by(largest);
     held.forget();
 
     part_t sum = {};
     held.each<kKeepsExp, kUnrollParked>(
         deal, [&](acc_t element, bool is_in_row, int j) {
           const acc_t e = score(element, is_in_row, j).exp_minus(m);
-          sum += e;
+          sum += as_term(e);
           return e;
         });
-    const double l = combine_sum(total(sum), total_t(0), plus_t());
+    const double l = total(combine_sum(sum, part_t(), plus_t()), largest);
     held.forget();
 
     const finish_t finish(m, l);

@@ -224,7 +224,7 @@ def _itemsize(name):
 # Registers of a thread that hold elements, and threads that a multiprocessor is to
 # hold, for short columns. A vjp holds two arrays.
 _HELD_REGISTERS = {"softmax": (32, 768), "vjp": (64, 512)}
-_WALKING_THREADS = 768
+_WALKING_THREADS = 512
 # Bytes of neighbouring columns in a tile of a short or a walked column.
 _WIDTH = 128
 # Slabs of fewer vectors are one tile: they lie in one piece.
@@ -365,7 +365,7 @@ def _registers(problem, vector):
     total = 0
     for name in ("x", "dy"):
         if dtype := problem.dtypes.get(name):
-            size = _itemsize(dtype)
+            size = _itemsize(dtype) if dtype in _arrays.FLOATS else 8  # as computed
             pairs = size == 2 and vector % 2 == 0
             total += vector // 2 if pairs else vector * max(1, size // 4)
     if problem.dtypes.get("where") or problem.scale != 1:
@@ -403,7 +403,7 @@ def _long_tile(problem, held, vector, vector_bytes, device):
     """The same for longer ones: also rows that are parked, and blocks a cluster."""
     num_vectors = -(-problem.layout.inner // vector)
     arrays = 2 if problem.dtypes.get("dy") else 1
-    held = max(2, held // 2 * 2)
+    held = max(2, min(held, 16 // arrays) // 2 * 2)
     row_bytes = vector * _held_bytes(problem)
     most = held + _LONG_PARKED // row_bytes // 2 * 2
     if problem.dtypes.get("where"):
@@ -702,11 +702,11 @@ _ANY, _TILED = ("auto", "tiled", "online"), ("auto", "tiled")
 
 KERNELS = (  # best first
     SoftmaxKernel("columns", FORWARD, _TILED, _columns, _columns_of),
-    # By name only, until a card has checked it.
-    SoftmaxKernel("long_columns", FORWARD, (), _walk_columns, _columns_of),
+    SoftmaxKernel("long_columns", FORWARD, _TILED, _walk_columns, _columns_of),
     SoftmaxKernel("vjp_columns", BACKWARD, ("auto",), _columns, _columns_of),
-    # By name only, until a card has checked it.
-    SoftmaxKernel("logsumexp_columns", ("logsumexp",), (), _sum_columns, _columns_of),
+    SoftmaxKernel(
+        "logsumexp_columns", ("logsumexp",), ("auto",), _sum_columns, _columns_of
+    ),
     SoftmaxKernel("span", FORWARD, _TILED, _span, _rows_of(_spanned), fast=True),
     SoftmaxKernel("tiled", FORWARD, _TILED, _hold, _rows_of(_held), fast=True),
     SoftmaxKernel(

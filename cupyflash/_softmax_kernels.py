@@ -386,7 +386,7 @@ def _side(num_vectors, wide):
 
 
 def _tile(length, held, num_vectors, vector_bytes):
-    """How short columns are held: threads side by side and along a column, rows each."""
+    """Short columns: threads side by side and along a column, rows of each."""
     if length <= held:
         return 1, 1, length, 0, 1
     need = -(-length // held)

@@ -285,11 +285,8 @@ struct meetings_t {
 };
 
 // Tells all blocks of the cluster about a column.
-__device__ __forceinline__ void tell(const meeting_t& meeting,
-                                     piece_t (&pieces)[kColumns],
-                                     int c,
-                                     double l,
-                                     acc_t m) {
+__device__ __forceinline__ void tell(
+    const meeting_t& meeting, piece_t (&pieces)[kColumns], int c, double l, acc_t m) {
 #pragma unroll 4
   for (int rank = 0; rank < kCluster; ++rank) {
     meeting.send(&pieces[c], rank, decltype(piece_t::l)(l), decltype(piece_t::m)(m));

@@ -49,8 +49,8 @@ struct meeting_t {
     ptx::store_async(ptx::map_to_rank(ptx::shared_address(shared), rank),
                      ptx::map_to_rank(barrier, rank), values...);
   }
-  // A thread that reads what has come waits for all of it. The others go on to a barrier
-  // of the block, after which the next meeting may begin.
+  // A thread that reads what has come waits for all of it. The others go on to a
+  // barrier of the block, after which the next meeting may begin.
   __device__ __forceinline__ void wait(bool is_reader) {
     while (is_reader && !ptx::transaction_barrier_try_wait(barrier, phase)) {
     }

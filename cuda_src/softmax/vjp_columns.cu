@@ -156,11 +156,10 @@ __device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y,
     return to<out_t>(scale * value);
   };
   tile.store_each(dx, kOut, [&](auto write) {
-    each_of_two(held_y, held_dy,
-                [&](const auto& of_y, const auto& of_dy, int k, int row) {
-                  write(row,
-                        [&](int j) { return result(of_y.get(k, j), of_dy.get(k, j), j); });
-                });
+    each_of_two(
+        held_y, held_dy, [&](const auto& of_y, const auto& of_dy, int k, int row) {
+          write(row, [&](int j) { return result(of_y.get(k, j), of_dy.get(k, j), j); });
+        });
   });
 }
 

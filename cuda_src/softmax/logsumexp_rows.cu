@@ -422,12 +422,12 @@ __device__ __forceinline__ void long_rows(
   }
 }
 
-// 128 or 80 registers a thread: 16 or 24 warps of a multiprocessor, each with 2 kB to 4
-// kB on the way. ptxas 13.4 spills with that from sm_100 on.
+// 128, 96 or 80 registers a thread: 16, 20 or 24 warps of a multiprocessor, each with 2
+// kB to 4 kB on the way. ptxas 13.4 spills with that from sm_100 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kThreadsPerSm = kHolds ? 384 : 512;
 #else
-constexpr int kThreadsPerSm = kHolds ? 512 : 768;
+constexpr int kThreadsPerSm = kHolds ? 512 : sizeof(acc_t) == 8 ? 640 : 768;
 #endif
 constexpr int kMinBlocks = kThreadsPerSm / kNumThreads;
 

@@ -237,8 +237,8 @@ _LONG_THREADS, _LONG_RESIDENT = 256, 768
 _LONG_REGISTERS = {"softmax": 24, "vjp": 32}
 _LONG_PARKED = 160
 # Bytes of neighbouring columns, best first, and blocks that may share a column then. A
-# mere copy through tiles of 1024 floats reaches 0.93 of a plain one at 256 bytes, 0.86
-# at 128 and 0.70 at 64; but wide tiles need more blocks a column, and those exchange
+# mere copy through tiles of 1024 floats reaches 0.93 of a plain one at 256 bytes, 0.87
+# at 128 and 0.67 at 64; but wide tiles need more blocks a column, and those exchange
 # more. Columns of 1024: floats 0.91 at 256 bytes, 0.87 at 128; 16 bits 0.86 and 0.88;
 # gradients 0.87 and 0.97.
 _LONG_WIDTHS = {

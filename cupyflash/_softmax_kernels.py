@@ -222,17 +222,30 @@ def _itemsize(name):
 # --- columns -------------------------------------------------------------------------
 
 # Registers of a thread that hold elements, and threads that a multiprocessor is to
-# hold. Softmax: a third block of 256 threads is worth 0.88 of copy bandwidth against
-# 0.72, and the few bytes that it spills. A vjp holds two arrays: 0.84 with 64
-# registers, 0.71 with 32 (columns of 1024).
+# hold, for short columns. A vjp holds two arrays.
 _HELD_REGISTERS = {"softmax": (32, 768), "vjp": (64, 512)}
-_WALKING_THREADS = 768
-# Bytes of neighbouring columns, best first: the L2 moves lines of 128 bytes, and half a
-# line costs less than one block more for a column.
-_WIDTHS = (128, 64, 32)
+_WALKING_THREADS = 512
+# Bytes of neighbouring columns in a tile of a short or a walked column.
+_WIDTH = 128
 # Slabs of fewer vectors are one tile: they lie in one piece.
 _NARROW = 16
-_COLUMN_THREADS, _MOST_COLUMN_THREADS, _MOST_BLOCKS_A_COLUMN = 128, 512, 8
+_COLUMN_THREADS, _MOST_BLOCKS_A_COLUMN = 128, 8
+
+# Longer columns: blocks of 256 threads, three on a multiprocessor. A thread has so many
+# registers of elements, and bytes of more in shared memory.
+_LONG_THREADS, _LONG_RESIDENT = 256, 768
+_LONG_REGISTERS = {"softmax": 24, "vjp": 32}
+_LONG_PARKED = 160
+# Bytes of neighbouring columns, best first, and blocks that may share a column then. A
+# mere copy through tiles of 1024 floats reaches 0.93 of a plain one at 256 bytes, 0.87
+# at 128 and 0.67 at 64; but wide tiles need more blocks a column, and those exchange
+# more. Columns of 1024: floats 0.91 at 256 bytes, 0.87 at 128; 16 bits 0.86 and 0.88;
+# gradients 0.87 and 0.97.
+_LONG_WIDTHS = {
+    "floats": ((256, 4), (128, 16), (64, 16)),
+    "others": ((256, 1), (128, 16), (64, 16)),
+}
+_COLUMN_EXCHANGE_BYTES = 32768  # static shared memory of a block, at most
 
 
 def _columns(problem, device):
@@ -243,19 +256,18 @@ def _columns(problem, device):
     names = [name for name in ("x", "dy", "out") if problem.dtypes.get(name)]
     widest = max(_itemsize(problem.dtypes[name]) for name in names)
     vector = _vector(layout, 16 // widest)
-    registers, resident = _HELD_REGISTERS[
-        "vjp" if problem.dtypes.get("dy") else "softmax"
-    ]
+    kind = "vjp" if problem.dtypes.get("dy") else "softmax"
+    registers, resident = _HELD_REGISTERS[kind]
     held = max(1, registers // _registers(problem, vector))
     num_vectors = -(-layout.inner // vector)
-    tile = _tile(problem.row_length, held, num_vectors, vector * widest, device)
+    tile = _tile(problem.row_length, held, num_vectors, vector * widest)
     if tile is None:
-        return (
-            f"a column of {problem.row_length} does not fit in the registers of a block"
-            " or cluster"
-        )
-    side, deep, held, cluster = tile
-    return _column_cut(layout, vector, side, deep, held, cluster, resident)
+        held = _LONG_REGISTERS[kind] // _registers(problem, vector)
+        tile = _long_tile(problem, held, vector, vector * widest, device)
+        resident = _LONG_RESIDENT
+    if tile is None:
+        return f"a column of {problem.row_length} does not fit into a block or cluster"
+    return _column_cut(problem, vector, *tile, resident)
 
 
 def _sum_columns(problem, device):
@@ -269,13 +281,13 @@ def _sum_columns(problem, device):
     vector = _vector(layout, min(4, 16 // size))
     num_vectors = -(-layout.inner // vector)
     held = 8 if vector > 1 else 16
-    side = _side(num_vectors, _WIDTHS[0] // (vector * size))
+    side = _side(num_vectors, _WIDTH // (vector * size))
     length = problem.row_length
     # Enough threads for a batch or two each.
     most = 256 if length > 64 * held else 32 if length <= 16 * held else 128
     deep = max(1, most // side)
     cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
-    return _column_cut(layout, vector, side, deep, held, cluster, _WALKING_THREADS)
+    return _column_cut(problem, vector, side, deep, held, 0, cluster, _WALKING_THREADS)
 
 
 def _walk_columns(problem, device):
@@ -286,11 +298,11 @@ def _walk_columns(problem, device):
     widest = max(_itemsize(problem.dtypes[name]) for name in ("x", "out"))
     vector = _vector(layout, 16 // widest)
     held = 4 if vector > 1 else 8
-    side = _side(-(-layout.inner // vector), _WIDTHS[0] // (vector * widest))
+    side = _side(-(-layout.inner // vector), _WIDTH // (vector * widest))
     # Also where a column is short (online is asked for), its threads fill a warp.
     deep = max(256 // side, 64 // side + 1)
     cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
-    return _column_cut(layout, vector, side, deep, held, cluster, 512)
+    return _column_cut(problem, vector, side, deep, held, 0, cluster, 512)
 
 
 def _cluster_of(problem, columns, rows, device):
@@ -308,8 +320,12 @@ def _cluster_of(problem, columns, rows, device):
     return cluster
 
 
-def _column_cut(layout, vector, side, deep, held, cluster, resident):
-    """The launch for tiles of `side` vectors, with `deep` threads down each column."""
+def _column_cut(problem, vector, side, deep, held, parked, cluster, resident):
+    """The launch for tiles of `side` vectors, with `deep` threads down each column.
+
+    Each has `held` rows in registers and `parked` in shared memory.
+    """
+    layout = problem.layout
     group = side * deep
     in_warp = group <= 32 and _is_power_of_two(group)
     cluster = 1 if in_warp else cluster  # only whole blocks make a cluster
@@ -321,14 +337,16 @@ def _column_cut(layout, vector, side, deep, held, cluster, resident):
         "SIDE": side,
         "DEEP": deep,
         "HELD": held,
+        "PARKED": parked,
         "CLUSTER": cluster,
         "RESIDENT": max(1, round(resident / threads)),
     }
     return (
         Cut(
-            min(-(-tiles // groups) * cluster, MAX_BLOCKS),
+            min(-(-tiles // groups), MAX_BLOCKS // cluster) * cluster,
             threads,
-            tuple((name, str(value)) for name, value in values.items()),
+            _defines(values),
+            smem=parked * threads * vector * _held_bytes(problem),
             cluster=cluster,
         ),
     )
@@ -347,12 +365,18 @@ def _registers(problem, vector):
     total = 0
     for name in ("x", "dy"):
         if dtype := problem.dtypes.get(name):
-            size = _itemsize(dtype)
+            size = _itemsize(dtype) if dtype in _arrays.FLOATS else 8  # as computed
             pairs = size == 2 and vector % 2 == 0
             total += vector // 2 if pairs else vector * max(1, size // 4)
     if problem.dtypes.get("where") or problem.scale != 1:
         total *= 2
     return total
+
+
+def _held_bytes(problem):
+    """Bytes of an element of each input."""
+    names = [problem.dtypes.get(name) for name in ("x", "dy")]
+    return sum(_itemsize(name) for name in names if name)
 
 
 def _side(num_vectors, wide):
@@ -361,26 +385,48 @@ def _side(num_vectors, wide):
     return num_vectors if num_vectors < max(wide, _NARROW) else wide
 
 
-def _tile(length, held, num_vectors, vector_bytes, device):
-    """Threads side by side, threads and rows along a column, blocks a cluster."""
+def _tile(length, held, num_vectors, vector_bytes):
+    """Short columns: threads side by side and along a column, rows of each."""
     if length <= held:
-        return 1, 1, length, 1
+        return 1, 1, length, 0, 1
     need = -(-length // held)
-    for width in _WIDTHS:
-        side = _side(num_vectors, width // vector_bytes)
-        deep = _deep(side, need)
-        while side * deep > 32 and side * deep < _COLUMN_THREADS <= num_vectors * deep:
-            side *= 2
-        if side * deep <= _MOST_COLUMN_THREADS:
-            return side, deep, held, 1
-    if device.cc < (9, 0):
+    side = _side(num_vectors, _WIDTH // vector_bytes)
+    deep = _deep(side, need)
+    if side * deep > _COLUMN_THREADS:
         return None
-    for width in _WIDTHS[1:]:
+    while side * deep > 32 and side * deep < _COLUMN_THREADS <= num_vectors * deep:
+        side *= 2
+    return side, deep, held, 0, 1
+
+
+def _long_tile(problem, held, vector, vector_bytes, device):
+    """The same for longer ones: also rows that are parked, and blocks a cluster."""
+    num_vectors = -(-problem.layout.inner // vector)
+    arrays = 2 if problem.dtypes.get("dy") else 1
+    held = max(2, min(held, 16 // arrays) // 2 * 2)
+    row_bytes = vector * _held_bytes(problem)
+    most = held + _LONG_PARKED // row_bytes // 2 * 2
+    if problem.dtypes.get("where"):
+        most = min(most, 64 // vector)  # a bit an element
+    is_floats = vector_bytes == 4 * vector and arrays == 1
+    widths = _LONG_WIDTHS["floats" if is_floats else "others"]
+    if device.cc < (9, 0):
+        # No clusters, but all of the shared memory for one block.
+        widths = (*((width, 1) for width, _ in widths), (64, 0), (32, 0))
+    for width, blocks in widths:
         side = _side(num_vectors, width // vector_bytes)
-        deep = _MOST_COLUMN_THREADS // side
-        cluster = 1 << (-(-need // deep) - 1).bit_length()
-        if cluster <= _MOST_BLOCKS_A_COLUMN:
-            return side, deep, held, cluster
+        if side > _LONG_THREADS:
+            continue
+        deep, rows = _LONG_THREADS // side, most
+        if not blocks and not problem.dtypes.get("where"):
+            spare = device.smem_optin - _COLUMN_EXCHANGE_BYTES
+            rows = held + spare // (_LONG_THREADS * row_bytes) // 2 * 2
+        need = -(-problem.row_length // deep)
+        cluster = -(-need // rows)
+        if cluster <= max(1, blocks):
+            slots = -(-need // cluster)
+            slots += slots % 2
+            return side, deep, min(held, slots), max(0, slots - held), cluster
     return None
 
 
@@ -656,11 +702,11 @@ _ANY, _TILED = ("auto", "tiled", "online"), ("auto", "tiled")
 
 KERNELS = (  # best first
     SoftmaxKernel("columns", FORWARD, _TILED, _columns, _columns_of),
-    # By name only, until a card has checked it.
-    SoftmaxKernel("long_columns", FORWARD, (), _walk_columns, _columns_of),
+    SoftmaxKernel("long_columns", FORWARD, _TILED, _walk_columns, _columns_of),
     SoftmaxKernel("vjp_columns", BACKWARD, ("auto",), _columns, _columns_of),
-    # By name only, until a card has checked it.
-    SoftmaxKernel("logsumexp_columns", ("logsumexp",), (), _sum_columns, _columns_of),
+    SoftmaxKernel(
+        "logsumexp_columns", ("logsumexp",), ("auto",), _sum_columns, _columns_of
+    ),
     SoftmaxKernel("span", FORWARD, _TILED, _span, _rows_of(_spanned), fast=True),
     SoftmaxKernel("tiled", FORWARD, _TILED, _hold, _rows_of(_held), fast=True),
     SoftmaxKernel(

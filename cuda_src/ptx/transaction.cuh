@@ -72,4 +72,27 @@ __device__ __forceinline__ void store_async(unsigned address,
       : "memory");
 }
 
+// Two numbers side by side, at a multiple of their common size.
+__device__ __forceinline__ void store_async(unsigned address,
+                                            unsigned barrier,
+                                            float first,
+                                            float second) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
+      "[%3];" ::"r"(address),
+      "f"(first), "f"(second), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_async(unsigned address,
+                                            unsigned barrier,
+                                            double first,
+                                            double second) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, "
+      "[%3];" ::"r"(address),
+      "d"(first), "d"(second), "r"(barrier)
+      : "memory");
+}
+
 }  // namespace ptx

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// softmax_columns: columns are read once, stay in registers, and are written once.
+// softmax_columns: columns are read once, stay on chip, and are written once.
 //
 // Algorithm  As softmax_tiled, along an axis that is not the contiguous one:
 //                m = max_i s_i,  e_i = exp(s_i - m),  l = sum_i e_i,  out_i = e_i / l
@@ -7,18 +7,20 @@
 //            block takes its own m' and l' from its piece of a column; they are merged
 //                m = max m',  l = sum l' exp(m' - m),  out_i = e_i exp(m' - m) / l
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
-// Tiles      kColumns columns of one slab; a thread holds kHeld x kVector elements
+// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements in
+//            registers and kParked x kVector in shared memory
 // Memory     x and out once, up to 16 bytes an access, neighbouring lanes side by side;
 //            shared: a number a warp and column; between blocks: two numbers a column
 // Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
 //            for results of 16 bits plain differences, the fast exponential, float sums
-// Limits     columns of at most kCluster * kDeep * kHeld elements; the last outer axis
-//            has stride 1 in x and out, and there is one reduced axis
+// Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
+//            outer axis has stride 1 in x and out, and there is one reduced axis
 //
 // Parameters as in softmax/score.cuh and softmax/columns.cuh
 #include "ptx/max.cuh"
 #include "softmax/score.cuh"
 #include "softmax/columns.cuh"
+#include "softmax/power.cuh"
 
 using part_t = few<acc_t, kCoarse>::type;
 using total_t = decltype(total(part_t()));
@@ -66,34 +68,6 @@ struct natural_t {
   }
 };
 
-// exp(x) = 2^k 2^r with k = round(x / ln 2). Counted in units of a power of two near
-// the largest of them, exponentials need no difference that could be rounded, and a
-// third of the instructions.
-struct power_t {
-  static constexpr float kLargest = 1 << 20;  // beyond, k is not found in this way
-  static constexpr float kHigh = float(kLog2e), kLow = float(kLog2e - double(kHigh));
-
-  float unit, round, lowest;
-
-  __device__ __forceinline__ power_t(float m) {
-    unit = m == -infinity<float>() ? 0.0f : rintf(m * kHigh);
-    // Adding this rounds to a whole number and leaves k - unit in the low bits.
-    round = 12582912.0f - unit;  // 1.5 * 2^23
-    // Here and below the result is subnormal, and flushed to 0 when it is used.
-    lowest = (unit - 126.75f) * float(kLn2);
-  }
-  static __device__ __forceinline__ bool takes(float m) {
-    return abs_of(m) <= kLargest || m == -infinity<float>();
-  }
-  __device__ __forceinline__ double shift() const { return unit * kLn2; }
-  __device__ __forceinline__ float operator()(score_t s) const {
-    const float x = fmaxf(s.high, lowest);
-    const float rounded = fmaf(x, kHigh, round);
-    const float k = rounded - round;
-    const float r = fmaf(x, kLow, fmaf(x, kHigh, -k));
-    return __int_as_float((__float_as_int(rounded) << 23) + __float_as_int(exp2f(r)));
-  }
-};
 // Not for logs: where one score outweighs the rest, the log of l is to be exact near 0.
 constexpr bool kInPowers = sizeof(acc_t) == 4 && !kCoarse && !kScaled && kKeepsExp;
 
@@ -120,16 +94,20 @@ struct larger_seen_t {
   }
 };
 
-// The sum over a block's piece of a column is l exp(shift); m is the largest score.
-struct piece_t {
-  double l, shift;
-  acc_t m;
-
-  // exp(shift - of_all). A piece of -inf has no exponentials but 0 (and NaN).
-  __device__ __forceinline__ double weight(double of_all) const {
-    return m == -infinity<acc_t>() ? 1 : exp_diff_exact(shift, of_all);
-  }
+// The sum of exponentials over a block's piece of a column, and its largest score: as
+// the blocks of a cluster tell each other.
+template <bool kIsNarrow>
+struct alignas(16) piece {
+  double l, m;
 };
+template <>
+struct alignas(8) piece<true> {
+  float l, m;
+};
+using piece_t = piece<kCoarse>;
+// What one block hears of all at a meeting.
+[[maybe_unused]] constexpr int kPiecesBytes =
+    kCluster * kColumns * int(sizeof(piece_t));
 
 // The last step for a column with sum l exp(shift), and exponentials of another shift.
 __device__ __forceinline__ finish_t finish_column(double shift,
@@ -142,15 +120,23 @@ using tile_t = place_t<layout_t>;
 
 static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
 
+// Maxima of 16-bit numbers need no conversion.
+#if __CUDA_ARCH__ >= 800
+constexpr bool kPacksMax = !kTracksRows && sizeof(x_t) == 2 && kVector % 2 == 0;
+#else
+constexpr bool kPacksMax = false;
+#endif
+
 struct held_t {
-  slots_t<x_t> value;
+  rows_t<x_t> value;
   unsigned long long selected;  // a bit a slot
+
+  __device__ __forceinline__ explicit held_t(void* memory) : value(memory) {}
 
   __device__ __forceinline__ void load(const x_t* x,
                                        const bool* where,
                                        const tile_t& tile) {
-    value.fill(absent<kIsFloat<x_t>>::template of<x_t>());
-    tile.load(value, x, kX);
+    tile.load(value, x, kX, absent<kIsFloat<x_t>>::template of<x_t>());
     load_mask(where, tile);
   }
   __device__ __forceinline__ void load_mask(const bool* where, const tile_t& tile) {
@@ -160,7 +146,7 @@ struct held_t {
       const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
       where += tile.start(kWhere);
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      for (int k = 0; k < kSlots; ++k) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           const int i = tile.offset(j);
@@ -172,83 +158,213 @@ struct held_t {
     }
   }
 
-  __device__ __forceinline__ bool is_selected(const tile_t& tile, int k, int j) const {
-    if (kHasWhere) return selected >> (k * kVector + j) & 1;
-    return !kTracksRows || k < tile.rows;
+  __device__ __forceinline__ bool is_selected(const tile_t& tile,
+                                              int row,
+                                              int j) const {
+    if (kHasWhere) return selected >> (row * kVector + j) & 1;
+    return !kTracksRows || row < tile.rows;
   }
-  __device__ __forceinline__ score_t score(const tile_t& tile, int k, int j) const {
-    if (!is_selected(tile, k, j)) return score_t();
-    return score_t(to<acc_t>(value.get(k, j)), tile.layout);
+  // Of element j of slot k of some slots, which is in this row of the thread.
+  template <typename Slots>
+  __device__ __forceinline__ score_t
+  score(const tile_t& tile, const Slots& slots, int k, int row, int j) const {
+    if (!is_selected(tile, row, j)) return score_t();
+    return score_t(to<acc_t>(slots.get(k, j)), tile.layout);
   }
-  __device__ __forceinline__ void keep(int k, int j, acc_t e) {
-    if (kKeepsExp) value.set(k, j, to<x_t>(e));
+
+  // The largest score of each of this thread's columns.
+  __device__ __forceinline__ void largest(const tile_t& tile, acc_t (&m)[kVector]) {
+    if constexpr (kPacksMax) {
+      vector_t<x_t, kVector> of_pairs;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) of_pairs.element[j] = absent<true>::of<x_t>();
+      value.each<false>([&](const auto& slots, int k, int) {
+        of_pairs = larger_of(of_pairs, slots.get(k));
+      });
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) m[j] = to<acc_t>(of_pairs.element[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) m[j] = -infinity<acc_t>();
+      value.each<false>([&](const auto& slots, int k, int row) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          m[j] = larger_seen_t()(m[j], score(tile, slots, k, row, j).high);
+        }
+      });
+    }
+  }
+
+  // Sums the exponentials of each of this thread's columns, exp_of_column(j, score),
+  // and keeps them if they fit.
+  template <typename Exp>
+  __device__ __forceinline__ void sum(const tile_t& tile,
+                                      Exp exp_of_column,
+                                      total_t (&sums)[kVector]) {
+    constexpr bool kPairs = sizeof(acc_t) == 4;  // half of the conversions to double
+    part_t sum[kVector] = {};
+    acc_t first[kVector];  // of a pair
+    value.each<kKeepsExp>([&](auto& slots, int k, int row) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const acc_t e = exp_of_column(j, score(tile, slots, k, row, j));
+        if constexpr (kKeepsExp) slots.set(k, j, to<x_t>(e));
+        if (!kPairs) {
+          sum[j] += e;
+        } else if (k % 2 == 0) {
+          first[j] = e;
+        } else {
+          sum[j] += first[j] + e;
+        }
+      }
+    });
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      if (kPairs && kSlots % 2 == 1) sum[j] += first[j];
+      sums[j] = total(sum[j]);
+    }
   }
 };
 
 struct shared_t {
-  partials_t<acc_t> max;
-  partials_t<total_t> sum;
+  union {  // one after the other
+    partials_t<acc_t> max;
+    partials_t<total_t> sum;
+  };
   acc_t m[kColumns];
-  double shift[kColumns];
   finish_t finish[kColumns];
 #if CLUSTER > 1
   piece_t piece[kCluster][kColumns];
-  acc_t of_block[kSharesMax ? kCluster : 1][kColumns];  // maxima
+  piece_t of_block[kSharesMax ? kCluster : 1][kColumns];  // with its maximum alone
+  unsigned long long barrier[2];
 #endif
+  __device__ shared_t() {}
 };
 
-// The maximum of each of this thread's columns over the cluster, from that over its
-// block.
-__device__ __forceinline__ void cluster_max(shared_t& shared, acc_t (&m)[kVector]) {
 #if CLUSTER > 1
-  if (threadIdx.x < kSide) {
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      share(&shared.of_block[cluster_rank()][threadIdx.x * kVector + j], m[j]);
-    }
+// One for each: a block that is ahead may tell its sums while another still waits for
+// maxima.
+struct meetings_t {
+  meeting_t of_max, of_sum;
+
+  __device__ __forceinline__ explicit meetings_t(shared_t& shared)
+      : of_max(&shared.barrier[0], threadIdx.x == 0),
+        of_sum(&shared.barrier[1], threadIdx.x == 0) {}
+};
+
+// Tells all blocks of the cluster about a column.
+__device__ __forceinline__ void tell(
+    const meeting_t& meeting, piece_t (&pieces)[kColumns], int c, double l, acc_t m) {
+#pragma unroll 4
+  for (int rank = 0; rank < kCluster; ++rank) {
+    meeting.send(&pieces[c], rank, decltype(piece_t::l)(l), decltype(piece_t::m)(m));
   }
-  cluster_sync();
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    const int c = tile_t::side() * kVector + j;
-    m[j] = shared.of_block[0][c];
-#pragma unroll
-    for (int rank = 1; rank < kCluster; ++rank) {
-      m[j] = larger_seen_t()(m[j], shared.of_block[rank][c]);
-    }
-  }
-#endif
 }
 
-// The maximum of each of this thread's columns over the block.
-__device__ __forceinline__ void block_max(shared_t& shared, acc_t (&m)[kVector]) {
+// The last step for a column from what all blocks told of it.
+__device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c) {
+  const auto piece = [&](int rank) { return shared.piece[rank][c]; };
+  const acc_t own = acc_t(piece(cluster_rank()).m);
+  acc_t m = -infinity<acc_t>();
+  double l = 0;
+  if constexpr (kSharesMax) {
+#pragma unroll 4
+    for (int rank = 0; rank < kCluster; ++rank) l += piece(rank).l;
+    return finish_column(shift_of(own), l, 1);
+  }
+  // A piece of -inf has no exponentials but 0 (and NaN): whatever its weight.
+  bool all_in_powers = kInPowers;
+#pragma unroll 4
+  for (int rank = 0; rank < kCluster; ++rank) {
+    const acc_t of_piece = acc_t(piece(rank).m);
+    m = larger_t()(m, of_piece);
+    if constexpr (kInPowers) {
+      all_in_powers = all_in_powers && power_t::takes(of_piece);
+    }
+  }
+  if constexpr (kInPowers) {
+    if (all_in_powers) {
+      const float unit = power_t(m).unit;
+      const auto weight = [&](float m) {
+        return m == -infinity<float>() ? 1 : power_t(m).weight(unit);
+      };
+#pragma unroll 4
+      for (int rank = 0; rank < kCluster; ++rank) {
+        l += piece(rank).l * weight(float(piece(rank).m));
+      }
+      return finish_column(unit * kLn2, l, weight(own));
+    }
+  }
+  double shift = -infinity<double>();
+#pragma unroll 4
+  for (int rank = 0; rank < kCluster; ++rank) {
+    const acc_t of_piece = acc_t(piece(rank).m);
+    if (is_finite(of_piece)) shift = larger_t()(shift, shift_of(of_piece));
+  }
+  if (!is_finite(m)) shift = 0;
+  const auto weight = [&](acc_t m) -> double {
+    if (m == -infinity<acc_t>()) return 1;
+    if constexpr (kCoarse) return exp_fast(float(shift_of(m) - shift));
+    return exp_diff_exact(shift_of(m), shift);
+  };
+#pragma unroll 4
+  for (int rank = 0; rank < kCluster; ++rank) {
+    l += double(piece(rank).l) * weight(acc_t(piece(rank).m));
+  }
+  return finish_column(shift, l, kLog ? 1 : weight(own));
+}
+#else
+struct meetings_t {
+  __device__ __forceinline__ explicit meetings_t(shared_t&) {}
+};
+#endif
+
+// The maximum of each of this thread's columns over the block or, for doubles, over the
+// cluster.
+__device__ __forceinline__ void join_max(shared_t& shared,
+                                         [[maybe_unused]] meetings_t& meetings,
+                                         acc_t (&m)[kVector]) {
   if constexpr (kInWarp) {
     combine_in_warp(m, larger_seen_t());
   } else {
+#if CLUSTER > 1
+    if (kSharesMax && threadIdx.x == 0) meetings.of_max.expect(kPiecesBytes);
+#endif
     write_partials(shared.max, m, larger_seen_t());
     __syncthreads();
-    if constexpr (kPartials <= 16) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        m[j] =
-            combine_partials(shared.max, tile_t::side() * kVector + j, larger_seen_t());
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      const acc_t m = combine_partials(shared.max, c, larger_seen_t());
+#if CLUSTER > 1
+      if constexpr (kSharesMax) {
+        tell(meetings.of_max, shared.of_block[cluster_rank()], c, 0, m);
       }
-    } else {
+#endif
+      shared.m[c] = m;
+    }
+#if CLUSTER > 1
+    if constexpr (kSharesMax) {
+      meetings.of_max.wait(threadIdx.x < kColumns);
 #pragma unroll 1
       for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-        shared.max[0][c] = combine_partials(shared.max, c, larger_seen_t());
-      }
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        m[j] = shared.max[0][tile_t::side() * kVector + j];
+        acc_t m = acc_t(shared.of_block[0][c].m);
+#pragma unroll 4
+        for (int rank = 1; rank < kCluster; ++rank) {
+          m = larger_seen_t()(m, acc_t(shared.of_block[rank][c].m));
+        }
+        shared.m[c] = m;
       }
     }
+#endif
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) m[j] = shared.m[tile_t::side() * kVector + j];
   }
 }
 
 // The last step for each of this thread's columns, from its own part of their sums.
 __device__ __forceinline__ void finish_columns(shared_t& shared,
+                                               [[maybe_unused]] meetings_t& meetings,
                                                const acc_t (&m)[kVector],
                                                total_t (&sum)[kVector],
                                                finish_t (&finish)[kVector]) {
@@ -259,45 +375,25 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
       finish[j] = finish_column(shift_of(m[j]), double(sum[j]), 1);
     }
   } else {
+#if CLUSTER > 1
+    if (threadIdx.x == 0) meetings.of_sum.expect(kPiecesBytes);
+#endif
     write_partials(shared.sum, sum, plus_t());
-    if (threadIdx.x < kSide) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        shared.m[threadIdx.x * kVector + j] = m[j];
-        shared.shift[threadIdx.x * kVector + j] = shift_of(m[j]);
-      }
-    }
     __syncthreads();
 #pragma unroll 1
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
       const double l = sum_of_partials(shared.sum, c);
 #if CLUSTER > 1
-      share(&shared.piece[cluster_rank()][c], piece_t{l, shared.shift[c], shared.m[c]});
+      tell(meetings.of_sum, shared.piece[cluster_rank()], c, l, shared.m[c]);
 #else
-      shared.finish[c] = finish_column(shared.shift[c], l, 1);
+      shared.finish[c] = finish_column(shift_of(shared.m[c]), l, 1);
 #endif
     }
 #if CLUSTER > 1
-    cluster_sync();
+    meetings.of_sum.wait(threadIdx.x < kColumns);
 #pragma unroll 1
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      acc_t m = -infinity<acc_t>();
-      double shift = -infinity<double>();
-#pragma unroll
-      for (int rank = 0; rank < kCluster; ++rank) {
-        const piece_t piece = shared.piece[rank][c];
-        m = larger_t()(m, piece.m);
-        if (is_finite(piece.m)) shift = larger_t()(shift, piece.shift);
-      }
-      if (!is_finite(m)) shift = 0;
-      double l = 0;
-#pragma unroll
-      for (int rank = 0; rank < kCluster; ++rank) {
-        const piece_t piece = shared.piece[rank][c];
-        l += piece.l * piece.weight(shift);
-      }
-      const piece_t own = shared.piece[cluster_rank()][c];
-      shared.finish[c] = finish_column(shift, l, kLog ? 1 : own.weight(shift));
+      shared.finish[c] = finish_pieces(shared, c);
     }
 #endif
     __syncthreads();
@@ -308,73 +404,61 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
   }
 }
 
-// Sums the exponentials of one of this thread's columns, and keeps them if they fit.
-template <typename Exp>
-__device__ __forceinline__ total_t
-sum_column(held_t& held, const tile_t& tile, int j, Exp exp) {
-  constexpr bool kPairs = sizeof(acc_t) == 4;  // half of the conversions to double
-  part_t sum = {};
-#pragma unroll
-  for (int k = 0; k < kHeld; k += kPairs ? 2 : 1) {
-    acc_t e = exp(held.score(tile, k, j));
-    held.keep(k, j, e);
-    if (kPairs && k + 1 < kHeld) {
-      const acc_t next = exp(held.score(tile, k + 1, j));
-      held.keep(k + 1, j, next);
-      e += next;
-    }
-    sum += e;
-  }
-  return total(sum);
-}
-
 __device__ __forceinline__ void softmax(held_t& held,
                                         out_t* out,
                                         const tile_t& tile,
-                                        shared_t& shared) {
-  const unsigned zero = unsigned(tile.layout.row_length >> 32);
+                                        shared_t& shared,
+                                        meetings_t& meetings) {
   acc_t m[kVector];
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) m[j] = -infinity<acc_t>();
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      m[j] = larger_seen_t()(m[j], held.score(tile, k, j).high);
-    }
-  }
-  block_max(shared, m);
-  if (kSharesMax) cluster_max(shared, m);
-  held.value.forget(zero);
+  held.largest(tile, m);
+  join_max(shared, meetings, m);
+  held.value.held.forget();
 
   total_t sum[kVector];
+  if constexpr (kInPowers) {
+    bool all_in_powers = true;
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    if constexpr (kInPowers) {
-      sum[j] = power_t::takes(m[j]) ? sum_column(held, tile, j, power_t(m[j]))
-                                    : sum_column(held, tile, j, natural_t(m[j]));
-    } else {
-      sum[j] = sum_column(held, tile, j, natural_t(m[j]));
+    for (int j = 0; j < kVector; ++j) {
+      all_in_powers = all_in_powers && power_t::takes(m[j]);
     }
+    if (all_in_powers) {
+      held.sum(tile, [&](int j, score_t s) { return power_t(m[j])(s); }, sum);
+    } else {
+      held.sum(
+          tile,
+          [&](int j, score_t s) {
+            return power_t::takes(m[j]) ? power_t(m[j])(s) : natural_t(m[j])(s);
+          },
+          sum);
+    }
+  } else {
+    held.sum(tile, [&](int j, score_t s) { return natural_t(m[j])(s); }, sum);
   }
 
   finish_t finish[kVector];
-  finish_columns(shared, m, sum, finish);
-  held.value.forget(zero);
+  finish_columns(shared, meetings, m, sum, finish);
+  held.value.held.forget();
 
-  tile.store(out, kOut, [&](int k, int j) {
+  const auto result = [&](const auto& slots, int k, int row, int j) {
     acc_t value;
     if constexpr (kLog) {
-      value = finish[j](held.score(tile, k, j));
+      value = finish[j](held.score(tile, slots, k, row, j));
     } else if (kKeepsExp) {
-      value = to<acc_t>(held.value.get(k, j)) * finish[j].inverse;
+      value = to<acc_t>(slots.get(k, j)) * finish[j].inverse;
     } else {
-      value = natural_t(m[j])(held.score(tile, k, j)) * finish[j].inverse;
+      value = natural_t(m[j])(held.score(tile, slots, k, row, j)) * finish[j].inverse;
     }
-    if (kHasWhere && !held.is_selected(tile, k, j)) value = unselected();
+    if (kHasWhere && !held.is_selected(tile, row, j)) value = unselected();
     return to<out_t>(value);
+  };
+  tile.store_each(out, kOut, [&](auto write) {
+    held.value.each<false>([&](const auto& slots, int k, int row) {
+      write(row, [&](int j) { return result(slots, k, row, j); });
+    });
   });
 }
+
+extern __shared__ uint4 parking[];
 
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_columns(const x_t* x,
@@ -382,16 +466,21 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
                     out_t* out,
                     const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
+  meetings_t meetings(shared);
+  announce_block<kCluster>();
+  bool has_started = false;
   const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
                        ? deal::kVectors
                        : deal::kSingles;
-  if (kCluster > 1) cluster_sync();  // no block is written to before it runs
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
-    held_t held;
+    held_t held(parking);
     held.load(x, where, tile);
-    softmax(held, out, tile, shared);
+    if (!has_started) await_blocks<kCluster>();
+    has_started = true;
+    wait_for_copies();
+    softmax(held, out, tile, shared, meetings);
     // No block may write its next numbers to one that still reads these.
     if (kCluster > 1 && at + tile_step() < end) cluster_sync();
   }

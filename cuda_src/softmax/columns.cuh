@@ -11,7 +11,9 @@
 // Parameters VECTOR    columns of a thread: neighbours, read in one access
 //            SIDE      threads side by side
 //            DEEP      threads of a block along a column
-//            HELD      rows of a thread
+//            HELD      rows that a thread has in registers
+//            PARKED    rows that it has in shared memory besides; an even number, as
+//                      HELD then is
 //            CLUSTER   blocks along a column (above 1: sm_90)
 //            RESIDENT  blocks that a multiprocessor is to hold
 //            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is the contiguous
@@ -22,17 +24,19 @@
 #include "common/strides.cuh"
 #include "common/types.cuh"
 #include "common/vector.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/registers.cuh"
-#if CLUSTER > 1
-#include "ptx/cluster.cuh"
-#endif
+#include "softmax/exchange.cuh"
 #include "softmax/sum.cuh"
 
 #ifndef SIDE
 #error "the parameters above come from the host"
 #endif
 constexpr int kVector = VECTOR, kSide = SIDE, kDeep = DEEP, kHeld = HELD;
+constexpr int kParked = PARKED, kSlots = kHeld + kParked;
 constexpr int kCluster = CLUSTER;
+static_assert(kParked == 0 || (kHeld % 2 == 0 && kParked % 2 == 0));
 constexpr int kColumns = kSide * kVector;  // of a tile
 constexpr int kGroup = kSide * kDeep;
 
@@ -81,26 +85,31 @@ enum class deal { kVectors, kSingles };
 
 // The elements that a thread holds of one array. Pairs of 16 bits stay together in the
 // registers that they were read into: twice as many fit, and are taken apart when used.
-template <typename T, bool kPairs = sizeof(T) == 2 && kVector % 2 == 0>
+template <typename T,
+          int kRows = kHeld,
+          bool kPairs = sizeof(T) == 2 && kVector % 2 == 0>
 struct slots_t {
-  vector_t<T, kVector> value[kHeld];
+  vector_t<T, kVector> value[kRows];
 
   __device__ __forceinline__ T get(int k, int j) const { return value[k].element[j]; }
+  __device__ __forceinline__ vector_t<T, kVector> get(int k) const { return value[k]; }
   __device__ __forceinline__ void set(int k, int j, T x) { value[k].element[j] = x; }
   __device__ __forceinline__ void set(int k, vector_t<T, kVector> x) { value[k] = x; }
   __device__ __forceinline__ void fill(T x) {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kRows; ++k) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) set(k, j, x);
     }
   }
-  __device__ __forceinline__ void forget(unsigned) {}
+  __device__ __forceinline__ void forget() {}
 };
 
-template <typename T>
-struct slots_t<T, true> {
-  unsigned pair[kHeld][(kVector + 1) / 2];
+template <typename T, int kRows>
+struct slots_t<T, kRows, true> {
+  static constexpr int kWords = (kVector + 1) / 2;
+  using words_t = vector_t<unsigned, kWords>;
+  unsigned pair[kRows][kWords];
 
   __device__ __forceinline__ T get(int k, int j) const {
     const unsigned bits = pair[k][j / 2];
@@ -108,34 +117,107 @@ struct slots_t<T, true> {
     reinterpret_cast<unsigned short&>(x) = j % 2 ? bits >> 16 : bits & 0xffff;
     return x;
   }
+  __device__ __forceinline__ vector_t<T, kVector> get(int k) const {
+    words_t words;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) words.element[i] = pair[k][i];
+    return {words.word};
+  }
   __device__ __forceinline__ void set(int k, int j, T x) {
     const unsigned bits = reinterpret_cast<const unsigned short&>(x);
     unsigned& to = pair[k][j / 2];
     to = j % 2 ? (to & 0xffff) | bits << 16 : (to & 0xffff0000u) | bits;
   }
   __device__ __forceinline__ void set(int k, vector_t<T, kVector> x) {
-    const vector_t<unsigned, (kVector + 1) / 2> pairs = {x.word};
+    const words_t words = {x.word};
 #pragma unroll
-    for (int i = 0; i < kVector / 2; ++i) pair[k][i] = pairs.element[i];
+    for (int i = 0; i < kWords; ++i) pair[k][i] = words.element[i];
   }
   __device__ __forceinline__ void fill(T x) {
     const unsigned bits = reinterpret_cast<const unsigned short&>(x);
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kRows; ++k) {
 #pragma unroll
-      for (int i = 0; i < kVector / 2; ++i) pair[k][i] = bits | bits << 16;
+      for (int i = 0; i < kWords; ++i) pair[k][i] = bits | bits << 16;
     }
   }
-  // What was computed from the elements takes more registers than they do. With a zero
-  // that the compiler does not know to be one, it has to compute that again.
-  __device__ __forceinline__ void forget(unsigned zero) {
+  // What was computed from the elements takes more registers than they do: the compiler
+  // is to compute it again.
+  __device__ __forceinline__ void forget() {
 #pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
+    for (int k = 0; k < kRows; ++k) {
 #pragma unroll
-      for (int i = 0; i < kVector / 2; ++i) pair[k][i] ^= zero;
+      for (int i = 0; i < kWords; ++i) ptx::forget(pair[k][i]);
     }
   }
 };
+
+// All rows of a thread: the first kHeld in registers, the others parked.
+template <typename T>
+struct rows_t {
+  slots_t<T> held;
+  vector_t<T, kVector>* parked;  // row kHeld + k at parked[k * kNumThreads]
+
+  // Bytes of shared memory that a block needs to park.
+  static constexpr int kBytes = kParked * kNumThreads * int(sizeof(T)) * kVector;
+
+  __device__ __forceinline__ explicit rows_t(void* memory)
+      : parked(static_cast<vector_t<T, kVector>*>(memory) + threadIdx.x) {}
+
+  // f(slots, k, row) for each row of this thread: slots has it at k. Rows that are
+  // neighbours, the first of them even, have neighbouring k. If kWrites, what f leaves
+  // in the slots stays there.
+  template <bool kWrites, typename F>
+  __device__ __forceinline__ void each(F f) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) f(held, k, k);
+#pragma unroll 1
+    for (int k = 0; k < kParked; k += 2) {
+      slots_t<T, 2> pair;
+      pair.set(0, parked[k * kNumThreads]);
+      pair.set(1, parked[(k + 1) * kNumThreads]);
+      f(pair, 0, kHeld + k);
+      f(pair, 1, kHeld + k + 1);
+      if constexpr (kWrites) {
+        parked[k * kNumThreads] = pair.get(0);
+        parked[(k + 1) * kNumThreads] = pair.get(1);
+      }
+    }
+  }
+};
+
+// f(slots of a, slots of b, k, row) for each row of two arrays.
+template <typename A, typename B, typename F>
+__device__ __forceinline__ void each_of_two(rows_t<A>& a, rows_t<B>& b, F f) {
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) f(a.held, b.held, k, k);
+#pragma unroll 2
+  for (int k = 0; k < kParked; ++k) {
+    slots_t<A, 1> of_a;
+    slots_t<B, 1> of_b;
+    of_a.set(0, a.parked[k * kNumThreads]);
+    of_b.set(0, b.parked[k * kNumThreads]);
+    f(of_a, of_b, 0, kHeld + k);
+  }
+}
+
+// Starts to copy a vector from global to shared memory.
+template <typename T>
+__device__ __forceinline__ void copy_vector(vector_t<T, kVector>* to, const T* from) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(*to) >= 4) {
+    ptx::copy_async<sizeof(*to)>(to, from);
+    return;
+  }
+#endif
+  *to = load_vector<kVector>(from);
+}
+// Waits for the copies that this thread has started.
+__device__ __forceinline__ void wait_for_copies() {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kParked > 0) ptx::wait_copies();
+#endif
+}
 
 // A tile of a block has at least 32 elements: 2^31 of them are more than any memory.
 template <bool kIsShort>
@@ -243,10 +325,16 @@ struct place_t {
     return (kInWarp ? threadIdx.x % kGroup : threadIdx.x) < kSide;
   }
 
-  // All rows of this thread. Slots without one are left as they are.
+  // Starts to load all rows of this thread; slots without one become `absent`.
   template <typename T>
-  __device__ __forceinline__ void load(slots_t<T>& held, const T* p, int array) const {
-    load_rows(held, p + start(array), array, 0, rows);
+  __device__ __forceinline__ void load(rows_t<T>& to,
+                                       const T* p,
+                                       int array,
+                                       T absent) const {
+    p += start(array);
+    park(to, p, array, absent);
+    to.held.fill(absent);
+    load_rows(to.held, p, array, 0, rows < kHeld ? rows : kHeld);
   }
 
   // `rows` rows, from the one with number `first` of this thread; p is at its start.
@@ -275,35 +363,74 @@ struct place_t {
     }
   }
 
-  // Writes value(k, j) into each slot. The two ways stay apart: where they meet, the
-  // compiler takes the vectors to pieces.
-  template <typename T, typename Value>
-  __device__ __forceinline__ void store(T* p, int array, Value value) const {
-    store_rows(p + start(array), array, 0, rows, value);
+  // Calls visit(write), which calls write(row, value) for rows of this thread; value(j)
+  // is what goes to column j. The two ways stay apart: where they meet, the compiler
+  // takes the vectors to pieces.
+  template <typename T, typename Visit>
+  __device__ __forceinline__ void store_each(T* p, int array, Visit visit) const {
+    store_from(p + start(array), array, rows, visit);
   }
 
-  // `rows` rows, from the one with number `first` of this thread; p is at its start.
+  // Writes value(k, j) into `rows` rows, from the one with number `first` of this
+  // thread; p is at its start.
   template <typename T, typename Value>
   __device__ __forceinline__ void store_rows(
       T* p, int array, int first, int rows, Value value) const {
+    store_from(p + first * step(array), array, rows, [&](auto write) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        write(k, [&](int j) { return value(k, j); });
+      }
+    });
+  }
+
+ private:
+  // Rows [0, rows), as store_each.
+  template <typename T, typename Visit>
+  __device__ __forceinline__ void store_from(T* p,
+                                             int array,
+                                             int rows,
+                                             Visit visit) const {
     const long long step = this->step(array);
-    p += first * step + (how == deal::kVectors ? side() * kVector : side());
-    const int left = columns - (how == deal::kVectors ? side() * kVector : side());
+    const int before = how == deal::kVectors ? side() * kVector : side();
+    const int left = columns - before;
+    p += before;
     if (left <= 0) return;
     if (how == deal::kVectors) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      visit([&](int row, auto value) {
         vector_t<T, kVector> y;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) y.element[j] = value(k, j);
-        if (k < rows) store_vector(p + k * step, y);
-      }
+        for (int j = 0; j < kVector; ++j) y.element[j] = value(j);
+        if (row < rows) store_vector(p + row * step, y);
+      });
     } else {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
+      visit([&](int row, auto value) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          if (k < rows && j * kSide < left) p[k * step + j * kSide] = value(k, j);
+          if (row < rows && j * kSide < left) p[row * step + j * kSide] = value(j);
+        }
+      });
+    }
+  }
+
+  // The rows after the first kHeld; p is at the first.
+  template <typename T>
+  __device__ __forceinline__ void park(rows_t<T>& to,
+                                       const T* p,
+                                       int array,
+                                       T absent) const {
+    const long long step = this->step(array);
+#pragma unroll
+    for (int k = 0; k < kParked; ++k) {
+      const int row = kHeld + k;
+      vector_t<T, kVector>& home = to.parked[k * kNumThreads];
+      if (how == deal::kVectors && row < rows && offset(0) < columns) {
+        copy_vector(&home, p + offset(0) + row * step);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const int i = offset(j);
+          home.element[j] = row < rows && i < columns ? p[i + row * step] : absent;
         }
       }
     }
@@ -344,17 +471,43 @@ __device__ __forceinline__ void combine_in_warp(T (&value)[kVector], Combine com
   }
 }
 
-// Combines over the warp and writes what is left; a barrier has to follow.
+// Combines over the warp and writes what is left; a barrier has to follow. At each step
+// of a warp two lanes share their columns among them, as long as they have several.
 template <typename T, typename Combine>
 __device__ __forceinline__ void write_partials(partials_t<T>& partials,
                                                T (&value)[kVector],
                                                Combine combine) {
-  combine_in_warp(value, combine);
   const int side = threadIdx.x % kSide;
-  const int part = threadIdx.x / (kShuffles ? kWarpSize : kSide);
-  if (kShuffles ? threadIdx.x % kWarpSize < kSide : threadIdx.x < kGroup) {
+  if constexpr (kShuffles) {
+    const int lane = threadIdx.x % kWarpSize;
+    int first = 0, left = kVector;  // the columns of this lane
+    bool writes = true;
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) partials[part][side * kVector + j] = value[j];
+    for (int offset = kSide; offset < kWarpSize; offset *= 2) {
+      const bool is_upper = lane & offset;
+      if (left > 1) {
+        left /= 2;
+        first += is_upper ? left : 0;
+#pragma unroll
+        for (int j = 0; j < left; ++j) {
+          const T kept = is_upper ? value[j + left] : value[j];
+          const T sent = is_upper ? value[j] : value[j + left];
+          value[j] = combine(kept, shuffle_xor(sent, offset));
+        }
+      } else {
+        value[0] = combine(value[0], shuffle_xor(value[0], offset));
+        writes = writes && !is_upper;
+      }
+    }
+    T* const to = &partials[threadIdx.x / kWarpSize][side * kVector + first];
+#pragma unroll
+    for (int j = 0; j < left; ++j) {
+      if (writes) to[j] = value[j];
+    }
+  } else if (threadIdx.x < kGroup) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j)
+      partials[threadIdx.x / kSide][side * kVector + j] = value[j];
   }
 }
 

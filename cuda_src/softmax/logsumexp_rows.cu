@@ -88,6 +88,7 @@ struct held_t {
   // The next vectors of each lane, of `left` that there are. All loads are under way
   // before the first is waited for.
   __device__ __forceinline__ void load_vectors(const a_t* a, int left) {
+    if (left >= kNumVectors * kLanes) return load_vectors(a);
 #pragma unroll
     for (int v = 0; v < kNumVectors; ++v) {
       const int i = v * kLanes + lane();
@@ -120,11 +121,11 @@ struct held_t {
   __device__ __forceinline__ acc_t score(int j) const {
     return to<acc_t>(read[j / kVector].element[j % kVector]);
   }
-  __device__ __forceinline__ acc_t largest() const {
-    return total_t::largest<kHeld>([&](int j) { return score(j); });
-  }
-  __device__ __forceinline__ void add_to(total_t& sum) const {
-    sum.add<kHeld>([&](int j) { return score(j); });
+  // Adds all that the lane holds; kTogether lanes share a row.
+  template <int kTogether>
+  __device__ __forceinline__ void add_to(total_t& sum,
+                                         const roots_t<acc_t>& roots) const {
+    sum.take_in<kHeld, kTogether>([&](int j) { return score(j); }, roots);
   }
 };
 
@@ -133,8 +134,11 @@ __device__ __forceinline__ int num_before_aligned(const a_t* a) {
   return int(-reinterpret_cast<unsigned long long>(a) / sizeof(a_t)) & (kVector - 1);
 }
 
-// A row, or a part of one, of any length and alignment.
-__device__ __forceinline__ total_t sum_of(const a_t* a, long long length) {
+// A row, or a part of one, of any length and alignment. All lanes of a warp call it,
+// for the same row.
+__device__ __forceinline__ total_t sum_of(const a_t* a,
+                                          long long length,
+                                          const roots_t<acc_t>& roots) {
   const int before = num_before_aligned(a);
   const int head = before < length ? before : int(length);
   int left = int((length - head) / kVector);  // vectors; 2^31 of them would be 32 GiB
@@ -161,17 +165,14 @@ __device__ __forceinline__ total_t sum_of(const a_t* a, long long length) {
     } else {
       ahead.load_vectors(next, left);
     }
-    sum.see(held.largest());
-    held.add_to(sum);
+    held.add_to<1>(sum, roots);
   }
   if (left > 0) {
     if (length < kTogether * kVector + head) ahead.load_vectors(next, left);
-    sum.see(ahead.largest());
-    ahead.add_to(sum);
+    ahead.add_to<1>(sum, roots);
   }
   if (head + tail > 0) {
-    sum.see(edge[0]);
-    sum.add<1>([&](int) { return edge[0]; });
+    sum.take_in<1, 1>([&](int) { return edge[0]; }, roots);
   }
   return sum;
 }
@@ -310,6 +311,7 @@ __device__ __forceinline__ void short_rows(const a_t* a,
     }
   };
 
+  const roots_t<acc_t> roots;
   load((long long)blockIdx.x * kRows);
   for (long long block_row = (long long)blockIdx.x * kRows; block_row < layout.num_rows;
        block_row += (long long)gridDim.x * kRows) {
@@ -334,8 +336,7 @@ __device__ __forceinline__ void short_rows(const a_t* a,
                                row < num_left(block_row) ? length : 0);
       }
       total_t sum;
-      sum.see(warp_reduce<kWarpLanes>(held[set].largest(), largest_nan_t()));
-      held[set].add_to(sum);
+      held[set].add_to<kWarpLanes>(sum, roots);
       sum.l.value = warp_reduce<kWarpLanes>(sum.l.value, plus_t());
       if (set % kLanes == lane()) kept[set / kLanes] = sum;
     }
@@ -405,11 +406,13 @@ __device__ __forceinline__ void long_rows(
   const int part = blockIdx.x % kParts;
   const long long begin = part * size;
   const long long end = begin + size < length ? begin + size : length;
+  const roots_t<acc_t> roots;
   int place = 0;
   for (long long row = row_of_lane(blockIdx.x / kParts * kRowsPerBlock);
        row < layout.num_rows; row += row_step() / kParts) {
     const a_t* start = a + locate(layout.outer, row).of[kA] + begin;
-    const total_t sum = join_lanes(sum_of(start, end > begin ? end - begin : 0), place);
+    const total_t own = sum_of(start, end > begin ? end - begin : 0, roots);
+    const total_t sum = join_lanes(own, place);
     if constexpr (kParts == 1) {
       finish_row(a, out, sign, layout, row, sum);
     } else if (lane() == 0) {
@@ -419,12 +422,12 @@ __device__ __forceinline__ void long_rows(
   }
 }
 
-// 128 or 80 registers a thread: 16 or 24 warps of a multiprocessor, each with 2 kB to 4
-// kB on the way. ptxas 13.4 spills with that from sm_100 on.
+// 128, 96 or 80 registers a thread: 16, 20 or 24 warps of a multiprocessor, each with 2
+// kB to 4 kB on the way. ptxas 13.4 spills with that from sm_100 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
 constexpr int kThreadsPerSm = kHolds ? 384 : 512;
 #else
-constexpr int kThreadsPerSm = kHolds ? 512 : 768;
+constexpr int kThreadsPerSm = kHolds ? 512 : sizeof(acc_t) == 8 ? 640 : 768;
 #endif
 constexpr int kMinBlocks = kThreadsPerSm / kNumThreads;
 

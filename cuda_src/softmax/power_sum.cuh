@@ -10,6 +10,7 @@
 
 #include "common/math.cuh"
 #include "common/reduce.cuh"
+#include "ptx/convert.cuh"
 #include "ptx/max.cuh"
 #include "softmax/sum.cuh"
 
@@ -24,6 +25,13 @@ __device__ __forceinline__ float largest_nan(float a, float b) {
 }
 __device__ __forceinline__ double largest_nan(double a, double b) {
   return max_nan(a, b);
+}
+__device__ __forceinline__ float smallest_nan(float a, float b) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  return ptx::min_nan_f32(a, b);
+#else
+  return -max_nan(-a, -b);
+#endif
 }
 
 // x times 2^count, without rounding; x is normal and stays so.
@@ -80,7 +88,85 @@ struct range<double> {
   }
 };
 
+__device__ __forceinline__ double widened_term(float x) { return ptx::f64_from_f32(x); }
+__device__ __forceinline__ double widened_term(double x) { return x; }
+
+// 2^(j / 32)
+__device__ const double kRoots[32] = {
+    1.0,
+    1.0218971486541166,
+    1.0442737824274138,
+    1.0671404006768237,
+    1.0905077326652577,
+    1.1143867425958924,
+    1.1387886347566916,
+    1.1637248587775775,
+    1.189207115002721,
+    1.215247359980469,
+    1.241857812073484,
+    1.2690509571917332,
+    1.2968395546510096,
+    1.3252366431597413,
+    1.3542555469368927,
+    1.383909881963832,
+    1.4142135623730951,
+    1.4451808069770467,
+    1.4768261459394993,
+    1.5091644275934228,
+    1.5422108254079407,
+    1.5759808451078865,
+    1.6104903319492543,
+    1.645755478153965,
+    1.681792830507429,
+    1.718619298122478,
+    1.7562521603732995,
+    1.7947090750031072,
+    1.8340080864093424,
+    1.8741676341103,
+    1.9152065613971474,
+    1.9571441241754002,
+};
+
 }  // namespace detail
+
+// What a warp needs to compute exponentials of doubles together: lane j has 2^(j / 32),
+// and the others ask it. A polynomial does the rest, up to 2^(1 / 64): half of one that
+// goes up to 2^(1 / 2).
+template <typename T>
+struct roots_t {};
+template <>
+struct roots_t<double> {
+  static constexpr int kCount = 32;
+  int high;  // the upper half of it, less what the number of the root adds to it below
+  int low;
+
+  __device__ __forceinline__ roots_t() {
+    const int lane = threadIdx.x % kCount;
+    high = __double2hiint(detail::kRoots[lane]) - lane * (1 << 20) / kCount;
+    low = __double2loint(detail::kRoots[lane]);
+  }
+
+  // exp(x) / 2^shift, with round = kRound - kCount * shift.
+  __device__ __forceinline__ double exp_of(double x, double round) const {
+    using range = detail::range<double>;
+    const double rounded = fma(x, kCount * kLog2e, round);
+    const double k = rounded - round;
+    double r = fma(k, -range::kLn2High / kCount, x);
+    r = fma(k, -range::kLn2Low / kCount, r);
+    double q = 1.0 / 720;  // |r| < 0.011: to 2^-57
+    q = fma(q, r, 1.0 / 120);
+    q = fma(q, r, 1.0 / 24);
+    q = fma(q, r, 1.0 / 6);
+    q = fma(q, r, 0.5);
+    const double p = fma(r * r, q, r);
+    // 2^(count / kCount): the root of number count % kCount times a power of two.
+    const int count = range::low_bits(rounded);
+    const int upper =
+        __shfl_sync(kFullMask, high, count) + count * ((1 << 20) / kCount);
+    const double power = __hiloint2double(upper, __shfl_sync(kFullMask, low, count));
+    return fma(power, p, power);
+  }
+};
 
 // Adds exp(score - m), score <= m, to about an eighth of a unit: the power of two and
 // what a polynomial adds to it apart. Their sum would be rounded by half a unit.
@@ -203,47 +289,40 @@ struct power_sum_t {
   // slots without one hold -inf. The scores may have a second part, low(j).
   template <int kCount, typename Score>
   __device__ __forceinline__ void add(Score score) {
-    add<kCount>(score, [](int) { return T(0); });
+    add_scores<kCount>(score, [](T r, int) { return r; });
   }
   template <int kCount, typename Score, typename Low>
   __device__ __forceinline__ void add(Score score, Low low) {
-    if constexpr (kIsCoarse) {
-      float part = 0;
+    add_scores<kCount>(score, [&](T r, int j) { return r + low(j); });
+  }
+  // Sees and adds scores; all lanes of a warp call it. kLanes neighbouring ones end
+  // with the same shift and top, if they begin so.
+  template <int kCount, int kLanes, typename Score>
+  __device__ __forceinline__ void take_in(Score score, const roots_t<T>& roots) {
+    if constexpr (sizeof(T) == sizeof(double)) {
+      // Read as floats, the upper halves of doubles have the same order. Where all are
+      // near 0 there is room for their exponentials, whatever the largest is.
+      constexpr float kNear = 3.75f;  // the upper half of 256
+      float high = -infinity<float>(), low = infinity<float>();
 #pragma unroll
       for (int j = 0; j < kCount; ++j) {
-        part += exp2f(fmaf(score(j), float(kLog2e), -float(shift)));
+        const float half = __int_as_float(__double2hiint(score(j)));
+        high = fmaxf(high, half);
+        low = detail::smallest_nan(low, half);  // infinities have halves of NaN
       }
-      l += part;
-    } else {
-      const T lowest = T(shift - kReach) * T(kLn2);
-      const T round = range::kRound - T(shift);
-      constexpr int kTogether = kCount % 8 == 0   ? 8
-                                : kCount % 4 == 0 ? 4
-                                : kCount % 2 == 0 ? 2
-                                                  : 1;
-#pragma unroll
-      for (int first = 0; first < kCount; first += kTogether) {
-        double term[kTogether];
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          const T x = larger(score(first + j), lowest);
-          const T rounded = fma_of(x, T(kLog2e), round);  // k - shift, in its low bits
-          const T k = rounded - round;
-          T r = fma_of(k, -range::kLn2High, x);
-          r = fma_of(k, -range::kLn2Low, r) + low(first + j);
-          const double e = 1 + double(detail::expm1_reduced(r));
-          term[j] = detail::times_power(e, range::low_bits(rounded));
-        }
-        // Pairs first: few additions wait for each other.
-#pragma unroll
-        for (int step = 1; step < kTogether; step *= 2) {
-#pragma unroll
-          for (int j = 0; j + step < kTogether; j += 2 * step)
-            term[j] += term[j + step];
-        }
-        l += term[0];
+      const bool is_near =
+          high < kNear && low > -kNear && (shift == kNothing || abs(shift) <= 512);
+      if (__all_sync(kFullMask, is_near)) {
+        if (shift == kNothing) shift = 0;
+        high = warp_reduce<kLanes>(high, larger_t());
+        top = detail::largest_nan(top, __hiloint2double(__float_as_int(high), 0));
+        const double round = range::kRound - double(roots.kCount) * shift;
+        add_terms<kCount>([&](int j) { return roots.exp_of(score(j), round); });
+        return;
       }
     }
+    see(warp_reduce<kLanes>(largest<kCount>(score), largest_nan_t()));
+    add<kCount>(score);
   }
 
   // Takes in another sum.
@@ -311,6 +390,55 @@ struct power_sum_t {
   }
 
  private:
+  // As add(), with what is left of score(j) after powers of two as adjust(r, j) has it.
+  template <int kCount, typename Score, typename Adjust>
+  __device__ __forceinline__ void add_scores(Score score, Adjust adjust) {
+    if constexpr (kIsCoarse) {
+      float part = 0;
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        part += exp2f(fmaf(score(j), float(kLog2e), -float(shift)));
+      }
+      l += part;
+    } else {
+      const T lowest = T(shift - kReach) * T(kLn2);
+      const T round = range::kRound - T(shift);
+      add_terms<kCount>([&](int j) {
+        const T x = larger(score(j), lowest);
+        const T rounded = fma_of(x, T(kLog2e), round);  // k - shift, in its low bits
+        const T k = rounded - round;
+        T r = fma_of(k, -range::kLn2High, x);
+        r = adjust(fma_of(k, -range::kLn2Low, r), j);
+        const double e = 1 + detail::widened_term(detail::expm1_reduced(r));
+        return detail::times_power(e, range::low_bits(rounded));
+      });
+    }
+  }
+
+  // Adds term(0), ..., term(kCount - 1): pairs first, so that few additions wait for
+  // each other.
+  template <int kCount, typename Term>
+  __device__ __forceinline__ void add_terms(Term term) {
+    constexpr int kTogether = kCount % 8 == 0   ? 8
+                              : kCount % 4 == 0 ? 4
+                              : kCount % 2 == 0 ? 2
+                                                : 1;
+#pragma unroll
+    for (int first = 0; first < kCount; first += kTogether) {
+      double terms[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) terms[j] = term(first + j);
+#pragma unroll
+      for (int step = 1; step < kTogether; step *= 2) {
+#pragma unroll
+        for (int j = 0; j + step < kTogether; j += 2 * step) {
+          terms[j] += terms[j + step];
+        }
+      }
+      l += terms[0];
+    }
+  }
+
   // Brings both to one shift.
   __device__ __forceinline__ void meet(power_sum_t& other) {
     top = detail::largest_nan(top, other.top);

@@ -2,11 +2,11 @@
 // softmax_split: long rows by two launches, the first for sums and the second for
 // results.
 //
-// Algorithm  softmax_split_sum: each block sums the exponentials of its part of a row
-// as
-//            softmax_online does. softmax_split_write: each block joins the sums of its
-//            row and writes its part: out_i = exp(s_i - m) / l (log_softmax: (s_i - m)
-//            - log l).
+// Algorithm  softmax_split_sum: each block sums the exponentials of its part of a row:
+//            floats in powers of two (softmax/power_sum.cuh); doubles, and parts where
+//            those do not reach, as softmax_online does. softmax_split_write: each
+//            block joins the sums of its row and writes its part: out_i = exp(s_i - m)
+//            / l (log_softmax: (s_i - m) - log l).
 // Grid       1-D, num_rows * kParts blocks of kLanes threads
 // Memory     x twice, the second time from L2 where it fits there; out once; 16 bytes
 // an
@@ -16,6 +16,8 @@
 //
 // Parameters as in softmax/score.cuh and softmax/parts.cuh
 #include "softmax/parts.cuh"
+#include "softmax/power.cuh"
+#include "softmax/power_sum.cuh"
 #include "softmax/running.cuh"
 #include "softmax/score.cuh"
 
@@ -85,14 +87,8 @@ struct work_t {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
-    softmax_split_sum(const x_t* x,
-                      const bool* where,
-                      out_t* out,
-                      partial_t* partial,  // (num_rows, kParts)
-                      const __grid_constant__ layout_t layout) {
-  const part_t part(blockIdx.x, layout.row_length);
-  const work_t work(x, where, out, layout, part);
+// The sum over the block as softmax_online has it, whatever the scores are.
+__device__ __forceinline__ running_t<acc_t> running_sum(const work_t& work) {
   running_t<acc_t> sum;
   work.for_each(
       [&](long long i, const vector_t<x_t, kVector>& read) {
@@ -112,8 +108,121 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
         sum.see(larger_finite_t()(-infinity<acc_t>(), s.high));
         sum.l += s.exp_minus(sum.shift());
       });
-  sum = group_reduce<kLanes>(sum, merge_t());
+  return group_reduce<kLanes>(sum, merge_t());
+}
+
+// The same with fewer instructions. Doubles need the last digit that this may lose.
+constexpr bool kSumsPowers = sizeof(acc_t) == 4;
+using powers_t = power_sum_t<acc_t, kCoarse>;
+
+// The sum of the block in each thread, or with a `top` that says it is none.
+__device__ __forceinline__ powers_t sum_of_powers(const work_t& work) {
+  powers_t sum;
+  const auto take = [&](const auto& s) {
+    constexpr int kCount = sizeof(s) / sizeof(score_t);
+    const auto high = [&](int e) { return s[e].high; };
+    sum.see(powers_t::template largest<kCount>(high));
+    if constexpr (kScaled) {
+      sum.template add<kCount>(high, [&](int e) { return s[e].low; });
+    } else {
+      sum.template add<kCount>(high);
+    }
+  };
+  work.for_each(
+      [&](long long i, const vector_t<x_t, kVector>& read) {
+        score_t s[kVector];
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) s[e] = work.score(read.element[e], i + e);
+        take(s);
+      },
+      [&](long long i) {
+        const score_t s[1] = {work.score(work.x[i], i)};
+        take(s);
+      });
+
+  constexpr int kWarps = kLanes / kWarpSize;
+  __shared__ double l[kWarps];
+  __shared__ acc_t top[kWarps];
+  __shared__ int shift[kWarps];
+  sum.template join<kWarpSize>();
+  if (threadIdx.x % kWarpSize == 0) {
+    const int warp = threadIdx.x / kWarpSize;
+    l[warp] = sum.l.value;
+    top[warp] = sum.top;
+    shift[warp] = sum.shift;
+  }
+  __syncthreads();
+  const int warp = threadIdx.x % kWarps;
+  sum.l.value = l[warp];
+  sum.top = top[warp];
+  sum.shift = shift[warp];
+  sum.template join<kWarps>();
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
+    softmax_split_sum(const x_t* x,
+                      const bool* where,
+                      out_t* out,
+                      partial_t* partial,  // (num_rows, kParts)
+                      const __grid_constant__ layout_t layout) {
+  const part_t part(blockIdx.x, layout.row_length);
+  const work_t work(x, where, out, layout, part);
+  if constexpr (kSumsPowers) {
+    const powers_t sum = sum_of_powers(work);
+    if (abs_of(sum.top) <= powers_t::kLargestTop) {
+      const double l = sum.l.value * powers_t::power_about(sum.shift, sum.top);
+      if (lane() == 0) partial[blockIdx.x] = {l, double(sum.top)};
+      return;
+    }
+  }
+  const running_t<acc_t> sum = running_sum(work);
   if (lane() == 0) partial[blockIdx.x] = {sum.l.value, double(sum.m)};
+}
+
+// The last step in powers of two: a third of the instructions of finish_t.
+struct finish_in_powers_t {
+  static constexpr bool kTakes = sizeof(acc_t) == 4 && !kLog && !kScaled && !kCoarse;
+  power_t power;
+  float inverse;
+
+  // Of a sum l exp(m).
+  __device__ __forceinline__ finish_in_powers_t(double l, float m) : power(m) {
+    // In units of 2^unit.
+    const double weight = power_sum_t<float, false>::power_about(int(power.unit), m);
+    inverse = finish_t::quotient(weight, l);
+  }
+  static __device__ __forceinline__ bool takes(double l, float m) {
+    return is_finite(m) && power_t::takes(m) && l > 0 && is_finite(l);
+  }
+  __device__ __forceinline__ float operator()(score_t s) const {
+    return power(s) * inverse;
+  }
+};
+
+// Writes finish(score) for the part.
+template <typename Finish>
+__device__ __forceinline__ void write(const work_t& work, const Finish& finish) {
+  const auto result = [&](x_t value, long long i) {
+    return to<out_t>(work.selected(i) ? finish(score_t(to<acc_t>(value), work.layout))
+                                      : unselected());
+  };
+  const bool in_vectors = num_before_aligned<kVector>(work.out + work.peeled.head) == 0;
+  work.for_each(
+      [&](long long i, const vector_t<x_t, kVector>& read) {
+        vector_t<out_t, kVector> written;
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          written.element[e] = result(read.element[e], i + e);
+        }
+        if (in_vectors) {
+          store_vector<kVector>(work.out + i, written);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) work.out[i + e] = written.element[e];
+        }
+      },
+      [&](long long i) { work.out[i] = result(work.x[i], i); });
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
@@ -134,26 +243,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
     sum = merge_t()(sum, of_part);
   }
   sum = group_reduce<kLanes>(sum, merge_t());
-  const finish_t finish(sum.shift(), sum.l.value);
-
-  const auto result = [&](x_t value, long long i) {
-    return to<out_t>(work.selected(i) ? finish(score_t(to<acc_t>(value), layout))
-                                      : unselected());
-  };
-  const bool in_vectors = num_before_aligned<kVector>(work.out + work.peeled.head) == 0;
-  work.for_each(
-      [&](long long i, const vector_t<x_t, kVector>& read) {
-        vector_t<out_t, kVector> written;
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          written.element[e] = result(read.element[e], i + e);
-        }
-        if (in_vectors) {
-          store_vector<kVector>(work.out + i, written);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kVector; ++e) work.out[i + e] = written.element[e];
-        }
-      },
-      [&](long long i) { work.out[i] = result(work.x[i], i); });
+  if constexpr (finish_in_powers_t::kTakes) {
+    if (finish_in_powers_t::takes(sum.l.value, sum.m)) {
+      write(work, finish_in_powers_t(sum.l.value, sum.m));
+      return;
+    }
+  }
+  write(work, finish_t(sum.shift(), sum.l.value));
 }

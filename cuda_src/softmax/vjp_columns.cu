@@ -6,14 +6,14 @@
 //            log_softmax   c = sum_i dy_i,      dx_i = scale (dy_i - exp(y_i) c),
 //                          and 0 where y_i is -inf (an element that took no part)
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
-// Tiles      kColumns columns of one slab; a thread holds kHeld x kVector elements of
-//            y and of dy
+// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements of y
+//            and of dy in registers and kParked x kVector in shared memory
 // Memory     y, dy and dx once, up to 16 bytes an access, neighbouring lanes side by
 //            side; shared: a number a warp and column; between blocks: one a column
 // Numbers    sums in double, dy - c in acc_t with c to twice its digits, one rounding;
 //            for results of 16 bits a thread sums in float
-// Limits     columns of at most kCluster * kDeep * kHeld elements; the last outer axis
-//            has stride 1 in y, dy and dx, and there is one reduced axis
+// Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
+//            outer axis has stride 1 in y, dy and dx, and there is one reduced axis
 //
 // Parameters Y_T, DY_T, OUT_T   element types of y, dy and dx
 //            LOG                1 for log_softmax
@@ -46,11 +46,55 @@ using tile_t = place_t<layout_t>;
 
 struct shared_t {
   partials_t<part_t> sum;
-  double piece[kCluster][kColumns];
+  double total[kColumns];
+#if CLUSTER > 1
+  // Two sets, which tiles use in turn: what one reads, the next does not write.
+  double piece[2][kCluster][kColumns];
+  unsigned long long barrier[2];
+#endif
 };
+
+#if CLUSTER > 1
+struct meetings_t {
+  meeting_t even, odd;
+  int count = 0;
+
+  __device__ __forceinline__ explicit meetings_t(shared_t& shared)
+      : even(&shared.barrier[0], threadIdx.x == 0),
+        odd(&shared.barrier[1], threadIdx.x == 0) {}
+};
+
+// The sum of a column over all blocks of the cluster.
+__device__ __forceinline__ void join_blocks(shared_t& shared, meetings_t& meetings) {
+  const int turn = meetings.count++ % 2;
+  meeting_t& meeting = turn ? meetings.odd : meetings.even;
+  if (threadIdx.x == 0) meeting.expect(int(sizeof(shared.piece[0])));
+#pragma unroll 1
+  for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) {
+      meeting.send(&shared.piece[turn][cluster_rank()][c], rank, shared.total[c]);
+    }
+  }
+  meeting.wait(threadIdx.x < kColumns);
+#pragma unroll 1
+  for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+    double sum = 0;
+#pragma unroll
+    for (int rank = 0; rank < kCluster; ++rank) sum += shared.piece[turn][rank][c];
+    shared.total[c] = sum;
+  }
+}
+#else
+struct meetings_t {
+  __device__ __forceinline__ explicit meetings_t(shared_t&) {}
+};
+__device__ __forceinline__ void join_blocks(shared_t&, meetings_t&) {}
+#endif
 
 // The sum of each of this thread's columns, from its own part of them.
 __device__ __forceinline__ void sum_columns(shared_t& shared,
+                                            meetings_t& meetings,
                                             part_t (&part)[kVector],
                                             double (&sum)[kVector]) {
   if constexpr (kInWarp) {
@@ -62,43 +106,37 @@ __device__ __forceinline__ void sum_columns(shared_t& shared,
     __syncthreads();
 #pragma unroll 1
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      share(&shared.piece[cluster_rank()][c], sum_of_partials(shared.sum, c));
+      shared.total[c] = sum_of_partials(shared.sum, c);
     }
-    cluster_sync();
+    join_blocks(shared, meetings);
+    __syncthreads();
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      sum[j] = 0;
-#pragma unroll
-      for (int rank = 0; rank < kCluster; ++rank) {
-        sum[j] += shared.piece[rank][tile_t::side() * kVector + j];
-      }
+      sum[j] = shared.total[tile_t::side() * kVector + j];
     }
-    // The next tile may be written when all have read this one.
-    cluster_sync();
   }
 }
 
-__device__ __forceinline__ void softmax_vjp(slots_t<y_t>& held_y,
-                                            slots_t<dy_t>& held_dy,
+__device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y,
+                                            rows_t<dy_t>& held_dy,
                                             out_t* dx,
                                             const tile_t& tile,
-                                            shared_t& shared) {
-  const unsigned zero = unsigned(tile.layout.row_length >> 32);
+                                            shared_t& shared,
+                                            meetings_t& meetings) {
   part_t part[kVector];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) part[j] = 0;
-#pragma unroll
-  for (int k = 0; k < kHeld; ++k) {
+  each_of_two(held_y, held_dy, [&](const auto& of_y, const auto& of_dy, int k, int) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      const part_t g = to<part_t>(held_dy.get(k, j));
-      part[j] += kLog ? g : to<part_t>(held_y.get(k, j)) * g;
+      const part_t g = to<part_t>(of_dy.get(k, j));
+      part[j] += kLog ? g : to<part_t>(of_y.get(k, j)) * g;
     }
-  }
+  });
   double sum[kVector];
-  sum_columns(shared, part, sum);
-  held_y.forget(zero);
-  held_dy.forget(zero);
+  sum_columns(shared, meetings, part, sum);
+  held_y.held.forget();
+  held_dy.held.forget();
 
   acc_t c_high[kVector], c_low[kVector];
 #pragma unroll
@@ -107,8 +145,8 @@ __device__ __forceinline__ void softmax_vjp(slots_t<y_t>& held_y,
     c_low[j] = is_finite(c_high[j]) ? acc_t(sum[j] - c_high[j]) : acc_t(0);
   }
   const acc_t scale = acc_t(tile.layout.scale);
-  tile.store(dx, kOut, [&](int k, int j) {
-    const acc_t p = to<acc_t>(held_y.get(k, j)), g = to<acc_t>(held_dy.get(k, j));
+  const auto result = [&](y_t y, dy_t dy, int j) {
+    const acc_t p = to<acc_t>(y), g = to<acc_t>(dy);
     acc_t value;
     if (kLog) {
       value = p == -infinity<acc_t>() ? acc_t(0) : fma_of(-exp_of(p), c_high[j], g);
@@ -116,8 +154,16 @@ __device__ __forceinline__ void softmax_vjp(slots_t<y_t>& held_y,
       value = p * ((g - c_high[j]) - c_low[j]);
     }
     return to<out_t>(scale * value);
+  };
+  tile.store_each(dx, kOut, [&](auto write) {
+    each_of_two(
+        held_y, held_dy, [&](const auto& of_y, const auto& of_dy, int k, int row) {
+          write(row, [&](int j) { return result(of_y.get(k, j), of_dy.get(k, j), j); });
+        });
   });
 }
+
+extern __shared__ uint4 parking[];
 
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_vjp_columns(const y_t* y,
@@ -125,20 +171,23 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
                         out_t* dx,
                         const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
+  meetings_t meetings(shared);
+  announce_block<kCluster>();
+  bool has_started = false;
   const deal how = takes_vectors(y, layout, kY) && takes_vectors(dy, layout, kDy) &&
                            takes_vectors(dx, layout, kOut)
                        ? deal::kVectors
                        : deal::kSingles;
-  if (kCluster > 1) cluster_sync();  // no block is written to before it runs
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
-    slots_t<y_t> held_y;
-    slots_t<dy_t> held_dy;
-    held_y.fill(y_t());
-    held_dy.fill(dy_t());
-    tile.load(held_y, y, kY);
-    tile.load(held_dy, dy, kDy);
-    softmax_vjp(held_y, held_dy, dx, tile, shared);
+    rows_t<y_t> held_y(parking);
+    rows_t<dy_t> held_dy(reinterpret_cast<char*>(parking) + rows_t<y_t>::kBytes);
+    tile.load(held_y, y, kY, y_t());
+    tile.load(held_dy, dy, kDy, dy_t());
+    if (!has_started) await_blocks<kCluster>();
+    has_started = true;
+    wait_for_copies();
+    softmax_vjp(held_y, held_dy, dx, tile, shared, meetings);
   }
 }

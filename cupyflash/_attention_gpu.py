@@ -25,6 +25,7 @@ from cupyflash._attention_kernels import (
     HopperKernel,
     UnfusedKernel,
 )
+from cupyflash._attention_mma import MmaKernel
 
 _NULL = _gpu.NULL
 _plans = _gpu.PlanCache()
@@ -543,6 +544,7 @@ class _UnfusedPlan(_Plan):
 _PLANS = {
     HopperKernel: _HopperPlan,
     FusedKernel: _FusedPlan,
+    MmaKernel: _FusedPlan,
     UnfusedKernel: _UnfusedPlan,
 }
 

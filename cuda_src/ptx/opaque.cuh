@@ -10,4 +10,9 @@ __device__ __forceinline__ void forget(unsigned& word) {
   asm volatile("" : "+r"(word));
 }
 
+// The same of a number that arrays are addressed by.
+__device__ __forceinline__ void forget(long long& number) {
+  asm volatile("" : "+l"(number));
+}
+
 }  // namespace ptx

@@ -1,0 +1,383 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: FlashAttention-2 on tensor cores that work for a warp (mma.sync).
+//
+// Algorithm  As attention_tiled: for each tile of keys
+//                s = score(q k^T),  m' = max(m, rowmax s),  p = exp(s - m')
+//                l = l exp(m - m') + rowsum p,  o = o exp(m - m') + p v
+//            and at the end  out = o / l,  lse = m + log l.
+//            m follows the maximum only when that has grown by 2^8. float32 is split
+//            into float16 numbers (mma_split.cuh).
+// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
+//            ones are longest
+// Tiles      q     kBlockM x kHeadDim                 shared, loaded once
+//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
+//                                                     comes to a tile of its own first
+//            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1))
+// Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
+//            shared: see smem_bytes() in _attention_mma.py
+// Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
+// Limits     head_dim and head_dim_v up to 256, filled up with zeros; fewer than 2^29
+//            keys; sm_80 or newer. Values of hidden keys that are not finite: a block
+//            whose result they have reached begins again and sets them to 0 in shared
+//            memory.
+#include "attention/mma_hidden.cuh"
+#include "attention/mma_split.cuh"
+
+#ifdef STAGES
+constexpr int kStages = STAGES;
+#else
+constexpr int kStages = 1;
+#endif
+static_assert(kStages == 1 || (kStages == 2 && !kSplits));
+// Fragments of q stay in registers where there is room.
+constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
+
+// Keys that the queries of a block see, by their numbers.
+struct block_t {
+  int low, high, num_keys;  // as band_t, for the tile at key 0
+
+  __device__ __forceinline__ explicit block_t(const band_t& band)
+      : low(band.low),
+        high(band.high),
+        num_keys(band.num_keys) {}
+  // Whether all queries see all keys of the tile at j0.
+  __device__ __forceinline__ bool sees_all(int j0) const {
+    return low + kBlockM - 1 <= j0 && j0 + kBlockN <= min(high, num_keys);
+  }
+};
+
+// Products into final scores, -inf where a query does not see a key.
+__device__ __forceinline__ void finish_scores(scores_frag_t& s,
+                                              const scores_t& scores,
+                                              const block_t& block,
+                                              const params_t& params,
+                                              index_t i0,
+                                              int j0) {
+  const int lane = lanes_t::lane();
+  const int row_0 = lanes_t::warp_row() + lane / 4, column_0 = lane % 4 * 2;
+  if constexpr (kHasTerms) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const index_t i = i0 + row_0 + 8 * r;
+      const index_t last = params.seqlen_q - 1;
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[r / 2][n][r % 2 * 2 + e];
+          const index_t j = j0 + 8 * n + column_0 + e;
+          x = scores(x, i < last ? i : last,
+                     j < params.seqlen_k ? j : params.seqlen_k - 1);
+        }
+      }
+    }
+  }
+  if (!block.sees_all(j0)) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = row_0 + 8 * r;
+      const int first = block.low + row - j0 - column_0;
+      const int last = min(block.high + row, block.num_keys) - j0 - column_0;
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = 8 * n + e;
+          float& x = s[r / 2][n][r % 2 * 2 + e];
+          if (column < first || column >= last) x = -infinity<float>();
+        }
+      }
+    }
+  }
+}
+
+// Two numbers side by side in a row of out.
+__device__ __forceinline__ void store_pair(
+    elem_t* row, int column, int dim, index_t step, bool as_pair, float x, float y) {
+  if (as_pair && column < dim) {
+    if constexpr (kSplits) {
+      *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
+    } else {
+      *reinterpret_cast<unsigned*>(row + column) = pair16_t::from(x, y);
+    }
+  } else {
+    if (column < dim) row[column * step] = to<elem_t>(x);
+    if (column + 1 < dim) row[(column + 1) * step] = to<elem_t>(y);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_mma(
+    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
+    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
+    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
+    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
+    accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+    SCORE_PARAMETERS) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  unsigned char* const smem_q = smem;
+  unsigned char* const smem_k = smem_q + kParts * kBytesQ;
+  unsigned char* const smem_v = smem_k + kParts * kStages * kBytesK;
+  unsigned char* const staging_k = smem_v + kParts * kStages * kBytesV;
+  unsigned char* const staging_v = staging_k + (kSplits ? 2 * kBytesK : 0);
+  unsigned char* const behind = staging_v + (kSplits ? 2 * kBytesV : 0);
+  // Of float32, by parity of the tile.
+  facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
+  facts_t* const facts_v = facts_k + 2;
+  int* const largest_q = reinterpret_cast<int*>(facts_v + 2);
+
+  const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const place_t at(params, block_index(), num_blocks);
+  if (!at.exists) return;
+  const index_t i0 = (num_blocks - 1 - at.tile) * kBlockM;
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  const block_t block(scores.band(i0, 0));
+  // Rows behind the queries are zeros, and nobody stores what comes of them.
+  const int num_rows =
+      static_cast<int>(clamp(scores.num_queries() - i0, 0, index_t(kBlockM)));
+  const int dim = static_cast<int>(params.head_dim);
+  const int dim_v = static_cast<int>(params.head_dim_v);
+
+  const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
+  const elem_t* const k_rows = at.at_kv(k, params.k);
+  const elem_t* const v_rows = at.at_kv(v, params.v);
+  const bool aligned_k = has_aligned_rows(k_rows, params.k.row, dim);
+  const bool aligned_v = has_aligned_rows(v_rows, params.v.row, dim_v);
+  const bool aligned_q = has_aligned_rows(q_rows, params.q.row, dim);
+
+  // Tiles start at multiples of kBlockN, so that a row is summed in the same order
+  // whatever the tile of queries it lies in.
+  const range_t keys = scores.keys_of(i0, i0 + num_rows);
+  const int first = static_cast<int>(keys.first) / kBlockN * kBlockN;
+  const int last = static_cast<int>(keys.last);
+
+  auto place_k = [](int row, int chunk) {
+    if constexpr (kSplits) return staging_t<kHeadDim>::offset(row, chunk);
+    return tile_t<kHeadDim>::offset(row, chunk);
+  };
+  auto place_v = [](int row, int chunk) {
+    if constexpr (kSplits) return staging_t<kHeadDimV>::offset(row, chunk);
+    return tile_t<kHeadDimV>::offset(row, chunk);
+  };
+  auto load_k = [&](int j0) {
+    unsigned char* const to =
+        kSplits ? staging_k : smem_k + (kStages == 2 ? j0 / kBlockN % 2 : 0) * kBytesK;
+    if (j0 < last) {
+      load_tile<kBlockN, kHeadDim>(to, k_rows + j0 * params.k.row, params.k.row,
+                                   last - j0, dim, aligned_k, place_k);
+    }
+    ptx::commit_copies();
+  };
+  auto load_v = [&](int j0) {
+    unsigned char* const to =
+        kSplits ? staging_v : smem_v + (kStages == 2 ? j0 / kBlockN % 2 : 0) * kBytesV;
+    if (j0 < last) {
+      load_tile<kBlockN, kHeadDimV>(to, v_rows + j0 * params.v.row, params.v.row,
+                                    last - j0, dim_v, aligned_v, place_v);
+    }
+    ptx::commit_copies();
+  };
+
+  // Scores times to_log2 are exponents of 2.
+  const float to_log2 =
+      static_cast<float>((kHasTerms ? 1.0 : params.scale) * kLog2e);
+  lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v));
+
+  const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
+
+  out_frag_t o;
+  softmax_t rows;
+  bool special = false;
+#pragma unroll 1
+  for (bool careful = false;; careful = true) {
+    rows = softmax_t();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
+      }
+    }
+    queries_t<kKeepQ> q_frags;
+    float unit_q = 1, size_q = 0;
+    if constexpr (kSplits) {
+      if (threadIdx.x == 0) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) facts_k[n].clear();
+        *largest_q = 0;
+      }
+      load_k(first);
+      load_v(first);
+      __syncthreads();  // the facts are cleared
+      size_q = split_q(smem_q, largest_q, q_rows, params.q.row, num_rows, dim,
+                       aligned_q, unit_q);
+    } else {
+      load_tile<kBlockM, kHeadDim>(smem_q, q_rows, params.q.row, num_rows, dim,
+                                   aligned_q, [](int row, int chunk) {
+                                     return tile_t<kHeadDim>::offset(row, chunk);
+                                   });
+      load_k(first);
+      if (kStages == 2) load_v(first);
+      if constexpr (kKeepQ) {
+        ptx::wait_copy_groups<kStages - 1>();
+        __syncthreads();  // q is complete
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_q(q_frags.a[step], lanes, step);
+      }
+    }
+
+#pragma unroll 1
+    for (int j0 = first; j0 < last; j0 += kBlockN) {
+      scores_frag_t s;
+      if constexpr (kSplits) {
+        const int parity = j0 / kBlockN % 2;
+        facts_t &of_k = facts_k[parity], &of_v = facts_v[parity];
+        ptx::wait_copy_groups<0>();
+        inspect<kHeadDim>(staging_k, of_k);
+        inspect<kHeadDimV>(staging_v, of_v);
+        // The facts are complete; all have read the tiles before.
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          facts_k[parity ^ 1].clear();
+          facts_v[parity ^ 1].clear();
+        }
+        const scale_t scale_k(of_k.largest), scale_v(of_v.largest);
+        const float size = size_q * __int_as_float(of_k.largest) *
+                           fabsf(static_cast<float>(params.scale)) * kHeadDim;
+        const bool whole_k = !scale_k.fits || !(size <= kLargestScore);
+        const bool whole_v =
+            !scale_v.fits || (of_v.largest >> 23) - (of_v.smallest >> 23) > kSpread;
+        split_tile<kHeadDim>(smem_k, staging_k, scale_k.to_parts);
+        split_tile<kHeadDimV>(smem_v, staging_v, whole_v ? 0.f : scale_v.to_parts);
+        load_k(j0 + kBlockN);
+        load_v(j0 + kBlockN);
+        bool any_k = whole_k, any_v = whole_v;
+#pragma unroll
+        for (int i = 0; i < kKeyWords; ++i) {
+          any_k |= of_k.marked[i] != 0;
+          any_v |= of_v.marked[i] != 0;
+        }
+        __syncthreads();  // the parts of k and v are complete
+        multiply_qk_split(s, lanes, unit_q * scale_k.from_parts);
+        if (any_k) {
+          compute_marked_scores(s, of_k.marked, whole_k, q_rows, params.q.row, num_rows,
+                                k_rows + j0 * params.k.row, params.k.row, last - j0,
+                                dim);
+        }
+        finish_scores(s, scores, block, params, i0, j0);
+        if (raise(rows, s, to_log2)) rescale(o, rows);
+        if (any_v) {
+          add_marked_values(o, s, rows, to_log2, of_v.marked,
+                            whole_v ? last - j0 : 0, v_rows + j0 * params.v.row,
+                            params.v.row, dim_v);
+        }
+        exponentiate(rows, s, to_log2);
+        multiply_pv_split(o, s, lanes, scale_v.from_parts);
+      } else {
+        const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
+        if constexpr (kStages == 2) {
+          ptx::wait_copy_groups<0>();
+          __syncthreads();  // this tile is complete; all have read the one before
+          load_k(j0 + kBlockN);
+          load_v(j0 + kBlockN);
+          lanes.k.base = base_k + stage * kBytesK;
+          lanes.v.base = base_v + stage * kBytesV;
+        } else {
+          ptx::wait_copy_groups<0>();
+          __syncthreads();  // this tile of k is complete; all have read v before
+          load_v(j0);
+        }
+        multiply_qk(s, q_frags, lanes);
+        finish_scores(s, scores, block, params, i0, j0);
+        if (raise(rows, s, to_log2)) rescale(o, rows);
+        if constexpr (kStages == 1) {
+          ptx::wait_copy_groups<0>();
+          __syncthreads();  // this tile of v is complete; all have read k
+          load_k(j0 + kBlockN);
+        }
+        if (careful) {
+          special |= clean_values(smem_v + stage * kBytesV);
+          __syncthreads();  // all have cleaned their part
+        }
+        exponentiate(rows, s, to_log2);
+        multiply_pv(o, s, lanes);
+      }
+    }
+
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float& l = rows.l[r];
+      l += rows.rest[r];
+      l += shuffle_xor(l, 1);
+      l += shuffle_xor(l, 2);
+    }
+    ptx::wait_copy_groups<0>();
+    if constexpr (kSplits) break;
+    // Values of keys that a row does not see may have come in as 0 * NaN.
+    float odd = 0;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) odd = fmaf(o[m][n][e], 0, odd);
+      }
+    }
+    if (careful) {
+      special = __syncthreads_or(special);
+      break;
+    }
+    if (!__syncthreads_or(odd != 0)) break;
+  }
+
+  // The scale again in double: to_log2 was rounded, and lse has to know it to the bit.
+  const double from_log2 = (kHasTerms ? 1.0 : params.scale) / to_log2;
+  elem_t* const out_rows = at.at(out, params.out);
+  const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&
+                        dim_v % 2 == 0 &&
+                        reinterpret_cast<unsigned long long>(out_rows) %
+                                (2 * sizeof(elem_t)) ==
+                            0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const index_t i = i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
+    if (i >= params.seqlen_q) continue;
+    // lse has to know to the last bit what was subtracted; l takes what a float of it
+    // leaves over. Above a million that is less than a unit of lse.
+    const double m = rows.reference[r] * from_log2;
+    const float high = static_cast<float>(m);
+    const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
+    const finished_t finished = scores.finish(i, high, rows.l[r] * (1 + low));
+    float inverse = finished.inverse * (1 + low);
+    if (lse != nullptr && lanes_t::lane() % 4 == 0) {
+      lse[at.row_of_heads * params.seqlen_q + i] = finished.lse;
+    }
+    elem_t* const out_row = out_rows + i * params.out.row;
+    const elem_t* only = nullptr;
+    if constexpr (kSplits && !kHasSinks) {
+      // A row of one key is its value, to the last bit, which the parts may lack.
+      const range_t seen = scores.keys_of(i, i + 1);
+      if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
+        only = v_rows + seen.first * params.v.row;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+      const int column = n * 8 + lanes_t::lane() % 4 * 2;
+      float x = o[r / 2][n][r % 2 * 2] * inverse;
+      float y = o[r / 2][n][r % 2 * 2 + 1] * inverse;
+      if (finished.inverse == 0) x = y = 0;
+      if (only != nullptr) {
+        if (column < dim_v) x = to<float>(only[column]);
+        if (column + 1 < dim_v) y = to<float>(only[column + 1]);
+      }
+      store_pair(out_row, column, dim_v, params.out.col, as_pairs, x, y);
+    }
+  }  if constexpr (!kSplits) {
+    if (special) {
+      const index_t i_first = i0 + lanes_t::warp_row();
+      add_specials(out_rows, v_rows, scores, params, i_first,
+                   min(i_first + 16 * kRowTiles, scores.num_queries()), first, last);
+    }
+  }
+}

@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: float32 on tensor cores, by numbers that are split into float16.
+//
+// A tile is multiplied by a power of 2 that brings its largest number to [2^14, 2^15).
+// Then x = high + low, both float16, leaves out at most 2^-23 of x or 2^-39 of the
+// largest number, and q k = high high + high low + low high leaves out 2^-22 of q k.
+// precision="tf32" takes high alone, which has the 11 bits of that format. A tile where
+// 2^-39 of its largest number is not small enough, or whose numbers are not finite, has
+// scores or values that are computed one by one instead (`whole`, `marked`).
+#pragma once
+
+#include "attention/mma_softmax.cuh"
+
+constexpr int kInfinityBits = 0x7f800000;
+
+// Keys of a tile, one bit each.
+constexpr int kKeyWords = kBlockN / 32;
+
+// What a tile of k or v says of its numbers, gathered by all threads.
+struct facts_t {
+  int largest;    // bits of the largest size of a finite number
+  int smallest;   // the same of the smallest among largest sizes of 4 neighbours, not 0
+  unsigned marked[kKeyWords];  // keys with numbers that are not finite
+
+  __device__ void clear() {
+    largest = 0;
+    smallest = kInfinityBits;
+#pragma unroll
+    for (int i = 0; i < kKeyWords; ++i) marked[i] = 0;
+  }
+};
+
+// The power of 2 for a tile; 1 where the tile cannot be split.
+struct scale_t {
+  float to_parts, from_parts;
+  bool fits;
+
+  __device__ __forceinline__ explicit scale_t(int largest) {
+    // Within 2^-60 and 2^60, products of two such powers are numbers, too.
+    const int exponent = (largest >> 23) - 127;
+    fits = largest == 0 || (exponent >= -60 && exponent <= 60);
+    const int up = fits && largest != 0 ? 14 - exponent : 0;
+    to_parts = __int_as_float((127 + up) << 23);
+    from_parts = __int_as_float((127 - up) << 23);
+  }
+};
+
+// Scores with an error of up to 2^-39 (high alone 2^-25) of scale * head_dim * max |q| *
+// max |k| have one of 2^-25 (2^-11) below this bound.
+constexpr float kLargestScore = kParts == 2 ? 16384.f : 16777216.f;
+// A value may be so many powers of 2 below the largest of its tile.
+constexpr int kSpread = kParts == 2 ? 16 : 28;
+
+__device__ __forceinline__ int size_bits(float x) {
+  return __float_as_int(x) & 0x7fffffff;
+}
+
+// Numbers of q, k, v: 4 of a row, and what load_tile copies for a thread.
+constexpr int kElemsOfChunk = 4;
+template <int kDim>
+struct staging_t {
+  static constexpr int kChunks = kDim / kElemsOfChunk;
+  static __device__ __forceinline__ unsigned offset(int row, int chunk) {
+    return (row * kChunks + chunk) * 16;
+  }
+};
+
+// Looks at the chunks that this thread has copied.
+template <int kDim>
+__device__ __forceinline__ void inspect(const unsigned char* staging, facts_t& facts) {
+  using staging_rows = staging_t<kDim>;
+  int largest = 0, smallest = kInfinityBits;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
+    const float4 x = *reinterpret_cast<const float4*>(staging + n * 16);
+    const int top = max(max(size_bits(x.x), size_bits(x.y)),
+                        max(size_bits(x.z), size_bits(x.w)));
+    if (top >= kInfinityBits) {
+      const int row = n / staging_rows::kChunks;
+      atomicOr(facts.marked + row / 32, 1u << row % 32);
+      const float numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int size = size_bits(numbers[i]);
+        if (size < kInfinityBits) largest = max(largest, size);
+      }
+    } else {
+      largest = max(largest, top);
+      if (top != 0) smallest = min(smallest, top);
+    }
+  }
+  largest = __reduce_max_sync(kFullMask, largest);
+  smallest = __reduce_min_sync(kFullMask, smallest);
+  if (lanes_t::lane() == 0) {
+    atomicMax(&facts.largest, largest);
+    atomicMin(&facts.smallest, smallest);
+  }
+}
+
+// 4 numbers of a row as kParts tiles of float16; what is not finite becomes 0.
+template <int kDim>
+__device__ __forceinline__ void put_parts(
+    unsigned char* tile, unsigned bytes, int row, int chunk, float4 x, float to_parts) {
+  float numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    numbers[i] = size_bits(numbers[i]) < kInfinityBits ? numbers[i] * to_parts : 0.f;
+  }
+  unsigned low[kParts], high[kParts];
+  split(low, numbers[0], numbers[1]);
+  split(high, numbers[2], numbers[3]);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    *reinterpret_cast<uint2*>(tile + part * bytes +
+                              tile_t<kDim>::offset(row, chunk / 2) + chunk % 2 * 8) =
+        make_uint2(low[part], high[part]);
+  }
+}
+
+// The chunks that this thread has copied become parts.
+template <int kDim>
+__device__ __forceinline__ void split_tile(unsigned char* tile,
+                                           const unsigned char* staging,
+                                           float to_parts) {
+  using staging_rows = staging_t<kDim>;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
+    put_parts<kDim>(tile, kBlockN * kDim * 2, n / staging_rows::kChunks,
+                    n % staging_rows::kChunks,
+                    *reinterpret_cast<const float4*>(staging + n * 16), to_parts);
+  }
+}
+
+// 4 numbers of row `row` of q, zeros beyond it.
+__device__ __forceinline__ float4 load_q_chunk(
+    const elem_t* q, index_t row_stride, int num_rows, int dim, int n, bool aligned) {
+  constexpr int kChunks = kHeadDim / kElemsOfChunk;
+  const int row = n / kChunks, column = n % kChunks * kElemsOfChunk;
+  uint4 word = make_uint4(0, 0, 0, 0);
+  if (row < num_rows) {
+    const elem_t* const from = q + row * row_stride;
+    if (!aligned) {
+      word = gather(from, column, dim);
+    } else if (column < dim) {
+      word = *reinterpret_cast<const uint4*>(from + column);
+    }
+  }
+  return make_float4(__uint_as_float(word.x), __uint_as_float(word.y),
+                     __uint_as_float(word.z), __uint_as_float(word.w));
+}
+
+// Splits rows of q; returns the largest size, an infinity where one is not finite.
+__device__ __forceinline__ float split_q(unsigned char* tile,
+                                         int* largest_of_block,
+                                         const elem_t* q,
+                                         index_t row_stride,
+                                         int num_rows,
+                                         int dim,
+                                         bool aligned,
+                                         float& from_parts) {
+  constexpr int kChunks = kHeadDim / kElemsOfChunk;
+  int largest = 0;
+  bool odd = false;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockM * kChunks; n += kNumThreads) {
+    const float4 x = load_q_chunk(q, row_stride, num_rows, dim, n, aligned);
+    const float numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int size = size_bits(numbers[i]);
+      odd |= size >= kInfinityBits;
+      if (size < kInfinityBits) largest = max(largest, size);
+    }
+  }
+  largest = __reduce_max_sync(kFullMask, largest);
+  if (lanes_t::lane() == 0) atomicMax(largest_of_block, largest);
+  odd = __syncthreads_or(odd);  // and largest_of_block is complete
+  largest = *largest_of_block;
+  const scale_t scale(largest);
+  from_parts = scale.from_parts;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockM * kChunks; n += kNumThreads) {
+    const float4 x = load_q_chunk(q, row_stride, num_rows, dim, n, aligned);
+    put_parts<kHeadDim>(tile, kBytesQ, n / kChunks, n % kChunks, x, scale.to_parts);
+  }
+  return odd || !scale.fits ? infinity<float>() : __int_as_float(largest);
+}
+
+// --- products ------------------------------------------------------------------------
+
+// So many steps of 16 are summed by the tensor cores, which cut the bits that fall off;
+// the sums are added by rounding.
+constexpr int kApart = 4;
+constexpr int kGroup = 4;  // tiles of 8 columns that are computed side by side
+
+template <int kCount>
+__device__ __forceinline__ void clear(float (&x)[kRowTiles][kCount][4]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
+    }
+  }
+}
+
+// sum += a b over all parts, small ones first; b holds two tiles of 8 columns.
+__device__ __forceinline__ void multiply_parts(float (&sum)[2][4],
+                                               const unsigned (&a)[kParts][4],
+                                               const unsigned (&b)[kParts][4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    if constexpr (kParts == 2) {
+      pair16_t::mma(sum[n], a[1], b[0][2 * n], b[0][2 * n + 1]);
+      pair16_t::mma(sum[n], a[0], b[1][2 * n], b[1][2 * n + 1]);
+    }
+    pair16_t::mma(sum[n], a[0], b[0][2 * n], b[0][2 * n + 1]);
+  }
+}
+
+// s = q k^T, times `unit`
+__device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
+                                                  const lanes_t& lanes,
+                                                  float unit) {
+  clear<kScoreTiles>(s);
+#pragma unroll
+  for (int first = 0; first < kSteps; first += kApart) {
+    unsigned a[kApart][kRowTiles][kParts][4];
+#pragma unroll
+    for (int step = 0; step < kApart && first + step < kSteps; ++step) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          ptx::ldmatrix_x4(a[step][m][part], lanes.q.at(16 * m, 2 * (first + step)) +
+                                                 part * kBytesQ);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; n += kGroup) {
+      float sum[kRowTiles][kGroup / 2][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kApart && first + step < kSteps; ++step) {
+#pragma unroll
+        for (int pair = 0; pair < kGroup / 2; ++pair) {
+          unsigned b[kParts][4];
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            ptx::ldmatrix_x4(b[part],
+                             lanes.k.at(8 * (n + 2 * pair), 2 * (first + step)) +
+                                 part * kBytesK);
+          }
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            multiply_parts(sum[m][pair], a[step][m], b);
+          }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            s[m][n + i][e] = fmaf(sum[m][i / 2][i % 2][e], unit, s[m][n + i][e]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// o += p v, times `unit`
+__device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
+                                                  const scores_frag_t& p,
+                                                  const lanes_t& lanes,
+                                                  float unit) {
+  unsigned a[kBlockN / 16][kRowTiles][kParts][4];
+#pragma unroll
+  for (int step = 0; step < kBlockN / 16; ++step) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float(&tile)[4] = p[m][2 * step + n / 2];
+        unsigned words[kParts];
+        split(words, tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) a[step][m][part][n] = words[part];
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kOutTiles; n += kGroup) {
+    float sum[kRowTiles][kGroup / 2][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < kGroup / 2; ++pair) {
+        unsigned b[kParts][4];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          ptx::ldmatrix_x4_trans(
+              b[part], lanes.v.at(16 * step, n + 2 * pair) + part * kBytesV);
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply_parts(sum[m][pair], a[step][m], b);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          o[m][n + i][e] = fmaf(sum[m][i / 2][i % 2][e], unit, o[m][n + i][e]);
+        }
+      }
+    }
+  }
+}
+
+// The scores of marked keys, or with `whole` of all, one by one in float32.
+__device__ __forceinline__ void compute_marked_scores(scores_frag_t& s,
+                                                      const unsigned* marked,
+                                                      bool whole,
+                                                      const elem_t* q,
+                                                      index_t q_stride,
+                                                      int num_rows,
+                                                      const elem_t* k,
+                                                      index_t k_stride,
+                                                      int num_keys,
+                                                      int dim) {
+  const int lane = lanes_t::lane();
+  const int row = lanes_t::warp_row() + lane / 4, column = lane % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) {
+    const unsigned bits = whole ? 0xffu : marked[n / 4] >> n % 4 * 8 & 0xffu;
+    if (bits == 0) continue;
+    float sum[kRowTiles][4] = {};
+#pragma unroll 1
+    for (int d = 0; d < dim; ++d) {
+      float x[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int j = 8 * n + column + e;
+        x[e] = j < num_keys ? to<float>(k[j * k_stride + d]) : 0.f;
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int i = row + 8 * r;
+        const float y = i < num_rows ? to<float>(q[i * q_stride + d]) : 0.f;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& z = sum[r / 2][r % 2 * 2 + e];
+          z = fmaf(x[e], y, z);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (bits >> (column + e % 2) & 1) s[m][n][e] = sum[m][e];
+      }
+    }
+  }
+}
+
+// o += p v for the marked keys, by each row that sees the key, of those values that are
+// not finite; or, if `num_keys` is not 0, of all values of so many keys. In shared memory they have been replaced by 0. A
+// product cannot leave out a key: its weight is 0, and 0 times NaN is NaN.
+__device__ __forceinline__ void add_marked_values(out_frag_t& o,
+                                                  const scores_frag_t& s,
+                                                  const softmax_t& rows,
+                                                  float to_log2,
+                                                  const unsigned* marked,
+                                                  int num_keys,
+                                                  const elem_t* v,
+                                                  index_t row_stride,
+                                                  int dim) {
+  const int lane = lanes_t::lane();
+#pragma unroll 1
+  for (int word = 0; word < kKeyWords; ++word) {
+    const int count = clamp(num_keys - 32 * word, 0, 32);
+    const unsigned all = count == 32 ? ~0u : (1u << count) - 1;
+#pragma unroll 1
+    for (unsigned left = num_keys > 0 ? all : marked[word]; left != 0; left &= left - 1) {
+      const int j = word * 32 + __ffs(left) - 1;
+      // The scores of key j: of the lane of four that owns the column.
+      float x[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        x[r] = 0;
+#pragma unroll
+        for (int n = 0; n < kScoreTiles; ++n) {
+          const float low = s[r / 2][n][r % 2 * 2], high = s[r / 2][n][r % 2 * 2 + 1];
+          if (n == j / 8) x[r] = j % 2 == 0 ? low : high;
+        }
+        x[r] = __shfl_sync(kFullMask, x[r], (lane & ~3) | (j % 8 / 2));
+      }
+      const elem_t* const row = v + j * row_stride;
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = n * 8 + lane % 4 * 2 + e;
+          const float value = column < dim ? to<float>(row[column]) : 0.f;
+          if (num_keys == 0 && is_finite(value)) continue;
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            if (x[r] == -infinity<float>()) continue;
+            const float weight =
+                ptx::ex2_approx_ftz(exponent(x[r], to_log2, rows.reference[r]));
+            float& sum = o[r / 2][n][r % 2 * 2 + e];
+            sum = fmaf(weight, value, sum);
+          }
+        }
+      }
+    }
+  }
+}

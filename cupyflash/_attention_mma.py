@@ -1,0 +1,223 @@
+"""The row of the attention table that runs on tensor cores of sm_80 and newer."""
+
+import math
+from dataclasses import dataclass
+
+from cupyflash import _kernels
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import (
+    MOST_KEYS,
+    Config,
+    defines,
+    has_terms,
+    most_seen,
+    num_rows,
+    num_tiles,
+    scale_is_plain,
+)
+from cupyflash._kernels import Device, Variant
+
+# Head dimensions that are compiled; zeros fill the rest.
+DIMS = (32, 64, 96, 128, 192, 256)
+
+# Bytes behind the tiles: what float32 tiles say of their numbers.
+_FACTS = 128
+# Shared memory of a multiprocessor that the system keeps for each block.
+_RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class MmaTile:
+    """Queries and keys that a block holds, its threads, and tiles of k and v ahead."""
+
+    block_m: int
+    block_n: int
+    num_threads: int
+    stages: int = 1
+    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+
+
+def smem_bytes(tile: MmaTile, dims: tuple[int, int], parts: int, staged: bool) -> int:
+    """Shared memory of mma.cu: tiles of 16-bit numbers, and float32 ones as they came."""
+    row_qk, row_v = (2 * n for n in dims)
+    kv = tile.block_n * (row_qk + row_v)
+    bytes_of_parts = tile.block_m * row_qk + tile.stages * kv
+    return parts * bytes_of_parts + (2 * kv if staged else 0) + _FACTS
+
+
+# Upper bound of the head dimensions, and tiles from best to least: the first that an
+# architecture's shared memory holds min_blocks times is taken.
+_Ladder = tuple[tuple[float, tuple[MmaTile, ...]], ...]
+
+
+@dataclass(frozen=True)
+class MmaKernel:
+    """FlashAttention-2 by mma.sync, of 16-bit inputs or of float32 in parts.
+
+    `tiles` holds a ladder by what is multiplied ("float16", "float32", "tf32") and for
+    scores with terms of their own (bias, mask, softcap, alibi), which need registers.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: dict[tuple[str, bool], _Ladder]
+    fast: bool = True
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        if device.cc < (8, 0):
+            return f"needs sm_80 or newer, {device.name} is {device.arch}"
+        if problem.dtype == "float64":
+            return "takes float16, bfloat16 and float32, not float64"
+        for name in ("head_dim", "head_dim_v"):
+            if (n := getattr(problem, name)) > DIMS[-1]:
+                return f"{name} {n} is above {DIMS[-1]}"
+        most = MOST_KEYS.get(problem.dtype, math.inf)
+        if most_seen(problem) > most:
+            return f"sums in {problem.dtype} are exact enough up to {most} keys"
+        longest = max(problem.seqlen_q, problem.seqlen_k, num_rows(problem) // 64)
+        if longest >= 1 << 29:
+            return "counts keys and tiles in 32 bits, which this problem exceeds"
+        if not self.fitting(problem, device):
+            return (
+                f"has no tile for head_dim {problem.head_dim} and head_dim_v "
+                f"{problem.head_dim_v} in the {device.smem_optin} bytes of shared "
+                "memory that a block may have"
+            )
+        return None
+
+    def parts(self, problem: AttentionProblem) -> int:
+        """float16 numbers that stand for one of the input."""
+        return 2 if self._kind(problem) == "float32" else 1
+
+    def smem(self, tile: MmaTile, problem: AttentionProblem) -> int:
+        """Bytes of shared memory of a block."""
+        staged = problem.dtype == "float32"
+        return smem_bytes(tile, self.dims(problem), self.parts(problem), staged)
+
+    def dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        """head_dim and head_dim_v as they are compiled."""
+        dim, dim_v = (
+            next(n for n in DIMS if n >= wanted)
+            for wanted in (problem.head_dim, problem.head_dim_v)
+        )
+        return dim, dim_v
+
+    def fitting(self, problem: AttentionProblem, device: Device) -> tuple[MmaTile, ...]:
+        """The tiles that `device` holds, all with the block_n of the first."""
+        ladder = self.tiles[self._kind(problem), has_terms(problem)]
+        whole = device.smem_optin + _RESERVED
+        tiles = [
+            tile
+            for tile in _kernels.by_threshold(ladder, max(self.dims(problem)))
+            if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
+        ]
+        return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
+
+    def tile(self, problem: AttentionProblem, device: Device) -> MmaTile:
+        """The best tile that still gives every multiprocessor work.
+
+        Tiles of one block_n sum a row in the same order, so that its bits do not depend
+        on the choice.
+        """
+        tiles = self.fitting(problem, device)
+        return next(
+            (
+                tile
+                for tile in tiles
+                if num_tiles(problem, tile.block_m) >= device.num_sms
+                and tile.block_m < 2 * problem.seqlen_q
+            ),
+            tiles[-1],
+        )
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The launch, in a tuple of one."""
+        return (self.config(self.tile(problem, device), problem, batch_dims),)
+
+    def config(
+        self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
+    ) -> Config:
+        """The launch with a given tile."""
+        dims = self.dims(problem)
+        switches = {
+            "HEAD_DIM": dims[0],
+            "HEAD_DIM_V": dims[1],
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "MIN_BLOCKS": tile.min_blocks,
+            "STAGES": tile.stages,
+            "PARTS": self.parts(problem),
+        }
+        if not scale_is_plain(problem.scale):
+            switches["SCALE_SCORES"] = 1
+        variant = Variant(
+            source=f"attention/{self.name}.cu",
+            entry=f"attention_{self.name}",
+            defines=defines(problem, batch_dims, tile.num_threads, **switches),
+            smem=self.smem(tile, problem),
+        )
+        num_blocks = num_tiles(problem, tile.block_m)
+        return Config(variant, num_blocks, tile.num_threads)
+
+    def _kind(self, problem: AttentionProblem) -> str:
+        """What is multiplied."""
+        return problem.precision if problem.dtype == "float32" else "float16"
+
+
+MMA = MmaKernel(
+    name="mma",
+    rungs=("tiled", "auto"),
+    tiles={
+        ("float16", False): (
+            (64, (MmaTile(128, 64, 128, 2, 2), MmaTile(64, 64, 128, 1, 2))),
+            (
+                128,
+                (
+                    MmaTile(128, 32, 128, 2, 2),
+                    MmaTile(128, 32, 128, 1, 1),
+                    MmaTile(64, 32, 128, 1, 1),
+                ),
+            ),
+            (
+                256,
+                (
+                    MmaTile(128, 64, 256),
+                    MmaTile(64, 64, 128),
+                    MmaTile(64, 32, 128),
+                ),
+            ),
+        ),
+        ("float16", True): (
+            (64, (MmaTile(128, 64, 256, 2), MmaTile(64, 64, 128))),
+            (128, (MmaTile(128, 64, 256), MmaTile(64, 64, 128))),
+            (256, (MmaTile(64, 32, 128),)),
+        ),
+        **dict.fromkeys(
+            (("float32", False), ("float32", True)),
+            (
+                (64, (MmaTile(128, 64, 256), MmaTile(64, 64, 128), MmaTile(64, 32, 128))),
+                (
+                    128,
+                    (
+                        MmaTile(128, 64, 256),
+                        MmaTile(64, 64, 128),
+                        MmaTile(64, 32, 128),
+                        MmaTile(32, 32, 64),
+                    ),
+                ),
+                (256, (MmaTile(64, 32, 128), MmaTile(32, 32, 64))),
+            ),
+        ),
+        **dict.fromkeys(
+            (("tf32", False), ("tf32", True)),
+            (
+                (64, (MmaTile(128, 64, 256), MmaTile(64, 64, 128), MmaTile(64, 32, 128))),
+                (128, (MmaTile(128, 64, 256), MmaTile(64, 32, 128))),
+                (256, (MmaTile(64, 32, 128), MmaTile(32, 32, 64))),
+            ),
+        ),
+    },
+)

@@ -1,12 +1,14 @@
 """The row of the attention table that runs on tensor cores of sm_80 and newer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from cupyflash import _kernels
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_KEYS,
+    OPTIONS,
     Config,
     defines,
     has_terms,
@@ -20,8 +22,13 @@ from cupyflash._kernels import Device, Variant
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (32, 64, 96, 128, 192, 256)
 
-# Bytes behind the tiles: what float32 tiles say of their numbers.
+# Bytes behind the tiles: what tiles of float32 say of their numbers.
 _FACTS = 128
+# The same behind each tile that has been split beforehand.
+_FACTS_OF_IMAGE = 64
+# Bytes of such tiles, of all keys, that are allowed a byte of out.
+_MOST_IMAGES = 4
+_PREPARE_THREADS = 256
 # Shared memory of a multiprocessor that the system keeps for each block.
 _RESERVED = 1024
 
@@ -37,12 +44,16 @@ class MmaTile:
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
 
 
+def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
+    """Bytes of a tile of k and one of v that have been split (mma_split.cuh)."""
+    return parts * block_n * 2 * sum(dims) + 2 * _FACTS_OF_IMAGE
+
+
 def smem_bytes(tile: MmaTile, dims: tuple[int, int], parts: int, staged: bool) -> int:
     """Shared memory of mma.cu: tiles of 16-bit numbers, and float32 ones as they came."""
-    row_qk, row_v = (2 * n for n in dims)
-    kv = tile.block_n * (row_qk + row_v)
-    bytes_of_parts = tile.block_m * row_qk + tile.stages * kv
-    return parts * bytes_of_parts + (2 * kv if staged else 0) + _FACTS
+    stages = tile.stages * image_bytes(tile.block_n, dims, parts)
+    staging = 4 * tile.block_n * sum(dims) if staged else 0
+    return parts * tile.block_m * 2 * dims[0] + stages + staging + _FACTS
 
 
 # Upper bound of the head dimensions, and tiles from best to least: the first that an
@@ -54,8 +65,10 @@ _Ladder = tuple[tuple[float, tuple[MmaTile, ...]], ...]
 class MmaKernel:
     """FlashAttention-2 by mma.sync, of 16-bit inputs or of float32 in parts.
 
-    `tiles` holds a ladder by what is multiplied ("float16", "float32", "tf32") and for
-    scores with terms of their own (bias, mask, softcap, alibi), which need registers.
+    `tiles` holds a ladder by what is multiplied ("float16", "float32", "tf32"; "few"
+    after the last two, where out is small beside the keys and each block splits them
+    itself) and for scores with terms of their own (bias, mask, softcap, alibi), which
+    need registers.
     """
 
     name: str
@@ -88,11 +101,35 @@ class MmaKernel:
 
     def parts(self, problem: AttentionProblem) -> int:
         """float16 numbers that stand for one of the input."""
-        return 2 if self._kind(problem) == "float32" else 1
+        both = problem.dtype == "float32" and problem.precision == "float32"
+        return 2 if both else 1
+
+    def is_prepared(self, problem: AttentionProblem) -> bool:
+        """Whether another kernel splits the keys and values beforehand.
+
+        Their parts are extra memory, which must not be more than out is.
+        """
+        if problem.dtype != "float32":
+            return False
+        keys = math.prod(problem.batch) * problem.num_kv_heads * problem.seqlen_k
+        parts = keys * self.parts(problem) * 2 * sum(self.dims(problem))
+        out = num_rows(problem) * problem.head_dim_v * 4
+        return parts <= _MOST_IMAGES * out
+
+    def images(self, problem: AttentionProblem, device: Device) -> int:
+        """Bytes of all split tiles."""
+        block_n = self.tile(problem, device).block_n
+        return self._num_images(problem, block_n) * image_bytes(
+            block_n, self.dims(problem), self.parts(problem)
+        )
+
+    def _num_images(self, problem, block_n):
+        heads = math.prod(problem.batch) * problem.num_kv_heads
+        return heads * -(-problem.seqlen_k // block_n)
 
     def smem(self, tile: MmaTile, problem: AttentionProblem) -> int:
         """Bytes of shared memory of a block."""
-        staged = problem.dtype == "float32"
+        staged = problem.dtype == "float32" and not self.is_prepared(problem)
         return smem_bytes(tile, self.dims(problem), self.parts(problem), staged)
 
     def dims(self, problem: AttentionProblem) -> tuple[int, int]:
@@ -134,23 +171,34 @@ class MmaKernel:
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
     ) -> tuple[Config, ...]:
-        """The launch, in a tuple of one."""
-        return (self.config(self.tile(problem, device), problem, batch_dims),)
+        """The launch, and where keys are split beforehand the one before it."""
+        tile = self.tile(problem, device)
+        config = self.config(tile, problem, batch_dims)
+        if not self.is_prepared(problem):
+            return (config,)
+        return config, self.prepare_config(tile, problem, batch_dims)
+
+    def _switches(self, tile, problem):
+        dims = self.dims(problem)
+        return {
+            "HEAD_DIM": dims[0],
+            "HEAD_DIM_V": dims[1],
+            "BLOCK_N": tile.block_n,
+            "PARTS": self.parts(problem),
+        }
 
     def config(
         self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
     ) -> Config:
         """The launch with a given tile."""
-        dims = self.dims(problem)
         switches = {
-            "HEAD_DIM": dims[0],
-            "HEAD_DIM_V": dims[1],
+            **self._switches(tile, problem),
             "BLOCK_M": tile.block_m,
-            "BLOCK_N": tile.block_n,
             "MIN_BLOCKS": tile.min_blocks,
             "STAGES": tile.stages,
-            "PARTS": self.parts(problem),
         }
+        if self.is_prepared(problem):
+            switches["PREPARED"] = 1
         if not scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
         variant = Variant(
@@ -162,9 +210,33 @@ class MmaKernel:
         num_blocks = num_tiles(problem, tile.block_m)
         return Config(variant, num_blocks, tile.num_threads)
 
+    def prepare_config(
+        self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
+    ) -> Config:
+        """The launch that splits keys and values; options but lengths are none of it."""
+        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
+        absent |= {"key_lengths": problem.key_lengths, "softcap": 0.0}
+        threads = _PREPARE_THREADS
+        switches = {
+            **self._switches(tile, problem),
+            "BLOCK_M": threads // 2,  # of the products, which are not here
+            "MIN_BLOCKS": 1,
+        }
+        variant = Variant(
+            source=f"attention/{self.name}_prepare.cu",
+            entry=f"attention_{self.name}_prepare",
+            defines=defines(
+                replace(problem, **absent), batch_dims, threads, **switches
+            ),
+        )
+        return Config(variant, self._num_images(problem, tile.block_n), threads)
+
     def _kind(self, problem: AttentionProblem) -> str:
         """What is multiplied."""
-        return problem.precision if problem.dtype == "float32" else "float16"
+        if problem.dtype != "float32":
+            return "float16"
+        few = "" if self.is_prepared(problem) else " few"
+        return problem.precision + few
 
 
 MMA = MmaKernel(
@@ -198,7 +270,7 @@ MMA = MmaKernel(
         **dict.fromkeys(
             (("float32", False), ("float32", True)),
             (
-                (64, (MmaTile(128, 64, 256), MmaTile(64, 64, 128), MmaTile(64, 32, 128))),
+                (64, (MmaTile(128, 64, 128, 1, 2), MmaTile(64, 64, 128))),
                 (
                     128,
                     (
@@ -213,6 +285,30 @@ MMA = MmaKernel(
         ),
         **dict.fromkeys(
             (("tf32", False), ("tf32", True)),
+            (
+                (64, (MmaTile(128, 64, 128, 2, 2), MmaTile(64, 64, 128))),
+                (128, (MmaTile(128, 64, 256), MmaTile(64, 32, 128))),
+                (256, (MmaTile(64, 32, 128), MmaTile(32, 32, 64))),
+            ),
+        ),
+        **dict.fromkeys(
+            (("float32 few", False), ("float32 few", True)),
+            (
+                (64, (MmaTile(128, 64, 256), MmaTile(64, 64, 128), MmaTile(64, 32, 128))),
+                (
+                    128,
+                    (
+                        MmaTile(128, 64, 256),
+                        MmaTile(64, 64, 128),
+                        MmaTile(64, 32, 128),
+                        MmaTile(32, 32, 64),
+                    ),
+                ),
+                (256, (MmaTile(64, 32, 128), MmaTile(32, 32, 64))),
+            ),
+        ),
+        **dict.fromkeys(
+            (("tf32 few", False), ("tf32 few", True)),
             (
                 (64, (MmaTile(128, 64, 256), MmaTile(64, 64, 128), MmaTile(64, 32, 128))),
                 (128, (MmaTile(128, 64, 256), MmaTile(64, 32, 128))),

@@ -28,7 +28,17 @@ constexpr int kStages = STAGES;
 #else
 constexpr int kStages = 1;
 #endif
-static_assert(kStages == 1 || (kStages == 2 && !kSplits));
+// float32 comes from tiles that attention_mma_prepare has split, or is split here.
+#ifdef PREPARED
+constexpr bool kPrepared = true;
+#else
+constexpr bool kPrepared = false;
+#endif
+constexpr bool kStaged = kSplits && !kPrepared;
+static_assert(kStages == 1 || (kStages == 2 && !kStaged));
+// Of a stage in shared memory.
+constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
 // Fragments of q stay in registers where there is room.
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
 
@@ -107,6 +117,8 @@ __device__ __forceinline__ void store_pair(
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_mma(
+    // Tiles of k and v in parts, (batch, kv heads, tiles), or null.
+    const unsigned char* __restrict__ images,
     const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
     const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
     const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
@@ -116,10 +128,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   extern __shared__ __align__(128) unsigned char smem[];
   unsigned char* const smem_q = smem;
   unsigned char* const smem_k = smem_q + kParts * kBytesQ;
-  unsigned char* const smem_v = smem_k + kParts * kStages * kBytesK;
-  unsigned char* const staging_k = smem_v + kParts * kStages * kBytesV;
-  unsigned char* const staging_v = staging_k + (kSplits ? 2 * kBytesK : 0);
-  unsigned char* const behind = staging_v + (kSplits ? 2 * kBytesV : 0);
+  unsigned char* const smem_v = smem_k + kStages * kStageK;
+  unsigned char* const staging_k = smem_v + kStages * kStageV;
+  unsigned char* const staging_v = staging_k + (kStaged ? 2 * kBytesK : 0);
+  unsigned char* const behind = staging_v + (kStaged ? 2 * kBytesV : 0);
   // Of float32, by parity of the tile.
   facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
   facts_t* const facts_v = facts_k + 2;
@@ -158,21 +170,33 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if constexpr (kSplits) return staging_t<kHeadDimV>::offset(row, chunk);
     return tile_t<kHeadDimV>::offset(row, chunk);
   };
+  const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+  const unsigned char* const head_images =
+      images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
   auto load_k = [&](int j0) {
-    unsigned char* const to =
-        kSplits ? staging_k : smem_k + (kStages == 2 ? j0 / kBlockN % 2 : 0) * kBytesK;
+    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < last) {
-      load_tile<kBlockN, kHeadDim>(to, k_rows + j0 * params.k.row, params.k.row,
-                                   last - j0, dim, aligned_k, place_k);
+      if constexpr (kPrepared) {
+        load_image<kImageK>(smem_k + stage * kStageK, head_images + tile * kImage);
+      } else {
+        load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
+                                     k_rows + j0 * params.k.row, params.k.row,
+                                     last - j0, dim, aligned_k, place_k);
+      }
     }
     ptx::commit_copies();
   };
   auto load_v = [&](int j0) {
-    unsigned char* const to =
-        kSplits ? staging_v : smem_v + (kStages == 2 ? j0 / kBlockN % 2 : 0) * kBytesV;
+    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < last) {
-      load_tile<kBlockN, kHeadDimV>(to, v_rows + j0 * params.v.row, params.v.row,
-                                    last - j0, dim_v, aligned_v, place_v);
+      if constexpr (kPrepared) {
+        load_image<kImageV>(smem_v + stage * kStageV,
+                            head_images + tile * kImage + kImageK);
+      } else {
+        load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
+                                      v_rows + j0 * params.v.row, params.v.row,
+                                      last - j0, dim_v, aligned_v, place_v);
+      }
     }
     ptx::commit_copies();
   };
@@ -199,15 +223,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
     }
     queries_t<kKeepQ> q_frags;
-    float unit_q = 1, size_q = 0;
-    if constexpr (kSplits) {
+    // From a product of parts to q k, and to p v.
+    float unit_q = 1, unit_o = 1, size_q = 0;
+    if constexpr (kStaged) {
       if (threadIdx.x == 0) {
 #pragma unroll
         for (int n = 0; n < 4; ++n) facts_k[n].clear();
-        *largest_q = 0;
       }
+    }
+    if constexpr (kSplits) {
+      if (threadIdx.x == 0) *largest_q = 0;
       load_k(first);
-      load_v(first);
+      if (kStaged || kStages == 2) load_v(first);
       __syncthreads();  // the facts are cleared
       size_q = split_q(smem_q, largest_q, q_rows, params.q.row, num_rows, dim,
                        aligned_q, unit_q);
@@ -229,74 +256,95 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 #pragma unroll 1
     for (int j0 = first; j0 < last; j0 += kBlockN) {
       scores_frag_t s;
-      if constexpr (kSplits) {
-        const int parity = j0 / kBlockN % 2;
-        facts_t &of_k = facts_k[parity], &of_v = facts_v[parity];
-        ptx::wait_copy_groups<0>();
-        inspect<kHeadDim>(staging_k, of_k);
-        inspect<kHeadDimV>(staging_v, of_v);
-        // The facts are complete; all have read the tiles before.
-        __syncthreads();
+      const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+      const facts_t* of_k =
+          reinterpret_cast<facts_t*>(smem_k + stage * kStageK + kParts * kBytesK);
+      const facts_t* of_v =
+          reinterpret_cast<facts_t*>(smem_v + stage * kStageV + kParts * kBytesV);
+      ptx::wait_copy_groups<0>();
+      if constexpr (kStaged) {
+        const int parity = tile % 2;
+        of_k = facts_k + parity;
+        of_v = facts_v + parity;
+        auto chunk_of_k = [&](int n) {
+          return *reinterpret_cast<const float4*>(staging_k + n * 16);
+        };
+        auto chunk_of_v = [&](int n) {
+          return *reinterpret_cast<const float4*>(staging_v + n * 16);
+        };
+        inspect<kHeadDim>(facts_k[parity], chunk_of_k);
+        inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
+        __syncthreads();  // the facts are complete; all have read the tiles before
         if (threadIdx.x == 0) {
           facts_k[parity ^ 1].clear();
           facts_v[parity ^ 1].clear();
         }
-        const scale_t scale_k(of_k.largest), scale_v(of_v.largest);
-        const float size = size_q * __int_as_float(of_k.largest) *
-                           fabsf(static_cast<float>(params.scale)) * kHeadDim;
-        const bool whole_k = !scale_k.fits || !(size <= kLargestScore);
-        const bool whole_v =
-            !scale_v.fits || (of_v.largest >> 23) - (of_v.smallest >> 23) > kSpread;
-        split_tile<kHeadDim>(smem_k, staging_k, scale_k.to_parts);
-        split_tile<kHeadDimV>(smem_v, staging_v, whole_v ? 0.f : scale_v.to_parts);
+        split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
+        split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
         load_k(j0 + kBlockN);
         load_v(j0 + kBlockN);
-        bool any_k = whole_k, any_v = whole_v;
-#pragma unroll
-        for (int i = 0; i < kKeyWords; ++i) {
-          any_k |= of_k.marked[i] != 0;
-          any_v |= of_v.marked[i] != 0;
-        }
         __syncthreads();  // the parts of k and v are complete
-        multiply_qk_split(s, lanes, unit_q * scale_k.from_parts);
-        if (any_k) {
-          compute_marked_scores(s, of_k.marked, whole_k, q_rows, params.q.row, num_rows,
+      } else if constexpr (kStages == 2) {
+        __syncthreads();  // this tile is complete; all have read the one before
+        load_k(j0 + kBlockN);
+        load_v(j0 + kBlockN);
+        lanes.k.base = base_k + stage * kStageK;
+        lanes.v.base = base_v + stage * kStageV;
+      } else {
+        __syncthreads();  // this tile of k is complete; all have read v before
+        load_v(j0);
+      }
+
+      if constexpr (kSplits) {
+        const scale_t scale(of_k->largest);
+        const float unit = unit_q * scale.from_parts;
+        if constexpr (kParts == 2) {
+          multiply_qk_split(s, lanes, unit);
+        } else {
+          multiply_qk(s, q_frags, lanes);
+          multiply_by(s, unit);
+        }
+        const float size = size_q * __int_as_float(of_k->largest) *
+                           fabsf(static_cast<float>(params.scale)) * kHeadDim;
+        const bool whole = !scale.fits || !(size <= kLargestScore);
+        if (whole || any_marked(*of_k)) {
+          compute_marked_scores(s, of_k->marked, whole, q_rows, params.q.row, num_rows,
                                 k_rows + j0 * params.k.row, params.k.row, last - j0,
                                 dim);
         }
-        finish_scores(s, scores, block, params, i0, j0);
-        if (raise(rows, s, to_log2)) rescale(o, rows);
-        if (any_v) {
-          add_marked_values(o, s, rows, to_log2, of_v.marked,
-                            whole_v ? last - j0 : 0, v_rows + j0 * params.v.row,
-                            params.v.row, dim_v);
+      } else {
+        multiply_qk(s, q_frags, lanes);
+      }
+      finish_scores(s, scores, block, params, i0, j0);
+      if (raise(rows, s, to_log2)) rescale(o, rows);
+      if constexpr (!kStaged && kStages == 1) {
+        ptx::wait_copy_groups<0>();
+        __syncthreads();  // this tile of v is complete; all have read k
+        load_k(j0 + kBlockN);
+      }
+      if constexpr (kSplits) {
+        const values_t values(*of_v);
+        if constexpr (kParts == 1) {
+          // o has the unit of the tile.
+          if (values.from_parts != unit_o) {
+            multiply_by(o, unit_o / values.from_parts);
+            unit_o = values.from_parts;
+          }
+        }
+        if (values.whole || any_marked(*of_v)) {
+          add_marked_values(o, s, rows, to_log2, 1 / unit_o, of_v->marked,
+                            values.whole ? min(last - j0, kBlockN) : 0,
+                            v_rows + j0 * params.v.row, params.v.row, dim_v);
         }
         exponentiate(rows, s, to_log2);
-        multiply_pv_split(o, s, lanes, scale_v.from_parts);
-      } else {
-        const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
-        if constexpr (kStages == 2) {
-          ptx::wait_copy_groups<0>();
-          __syncthreads();  // this tile is complete; all have read the one before
-          load_k(j0 + kBlockN);
-          load_v(j0 + kBlockN);
-          lanes.k.base = base_k + stage * kBytesK;
-          lanes.v.base = base_v + stage * kBytesV;
+        if constexpr (kParts == 2) {
+          multiply_pv_split(o, s, lanes, values.from_parts);
         } else {
-          ptx::wait_copy_groups<0>();
-          __syncthreads();  // this tile of k is complete; all have read v before
-          load_v(j0);
+          multiply_pv(o, s, lanes);
         }
-        multiply_qk(s, q_frags, lanes);
-        finish_scores(s, scores, block, params, i0, j0);
-        if (raise(rows, s, to_log2)) rescale(o, rows);
-        if constexpr (kStages == 1) {
-          ptx::wait_copy_groups<0>();
-          __syncthreads();  // this tile of v is complete; all have read k
-          load_k(j0 + kBlockN);
-        }
+      } else {
         if (careful) {
-          special |= clean_values(smem_v + stage * kBytesV);
+          special |= clean_values(smem_v + stage * kStageV);
           __syncthreads();  // all have cleaned their part
         }
         exponentiate(rows, s, to_log2);
@@ -304,6 +352,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
     }
 
+    if constexpr (kSplits && kParts == 1) multiply_by(o, unit_o);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       float& l = rows.l[r];

@@ -154,6 +154,18 @@ __device__ __forceinline__ void load_tile(unsigned char* smem,
   }
 }
 
+// Starts to copy kBytes that lie in memory as in shared memory.
+template <unsigned kBytes>
+__device__ __forceinline__ void load_image(unsigned char* smem,
+                                           const unsigned char* image) {
+  static_assert(kBytes % 16 == 0);
+  const unsigned to = shared_address(smem);
+#pragma unroll
+  for (unsigned n = threadIdx.x * 16; n < kBytes; n += kNumThreads * 16) {
+    ptx::copy_async_or_zero(to + n, image + n, 16);
+  }
+}
+
 // --- products ------------------------------------------------------------------------
 
 template <typename T>
@@ -296,6 +308,19 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
         pair16_t::mma(o[m][n], a[m], b[0], b[1]);
         pair16_t::mma(o[m][n + 1], a[m], b[2], b[3]);
       }
+    }
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void multiply_by(float (&x)[kRowTiles][kCount][4],
+                                            float factor) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[m][n][e] *= factor;
     }
   }
 }

@@ -32,13 +32,16 @@ struct facts_t {
 
 // The power of 2 for a tile; 1 where the tile cannot be split.
 struct scale_t {
+  // Products of two such powers are numbers, too; of tf32, also o in units of the one
+  // after a tile with the other.
+  static constexpr int kMost = kParts == 2 ? 60 : 30;
+
   float to_parts, from_parts;
   bool fits;
 
   __device__ __forceinline__ explicit scale_t(int largest) {
-    // Within 2^-60 and 2^60, products of two such powers are numbers, too.
     const int exponent = (largest >> 23) - 127;
-    fits = largest == 0 || (exponent >= -60 && exponent <= 60);
+    fits = largest == 0 || (exponent >= -kMost && exponent <= kMost);
     const int up = fits && largest != 0 ? 14 - exponent : 0;
     to_parts = __int_as_float((127 + up) << 23);
     from_parts = __int_as_float((127 - up) << 23);
@@ -65,14 +68,14 @@ struct staging_t {
   }
 };
 
-// Looks at the chunks that this thread has copied.
-template <int kDim>
-__device__ __forceinline__ void inspect(const unsigned char* staging, facts_t& facts) {
+// Gathers the facts of a tile; `load(n)` gives its chunk n.
+template <int kDim, typename Load>
+__device__ __forceinline__ void inspect(facts_t& facts, Load load) {
   using staging_rows = staging_t<kDim>;
   int largest = 0, smallest = kInfinityBits;
 #pragma unroll 4
   for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
-    const float4 x = *reinterpret_cast<const float4*>(staging + n * 16);
+    const float4 x = load(n);
     const int top = max(max(size_bits(x.x), size_bits(x.y)),
                         max(size_bits(x.z), size_bits(x.w)));
     if (top >= kInfinityBits) {
@@ -117,24 +120,24 @@ __device__ __forceinline__ void put_parts(
   }
 }
 
-// The chunks that this thread has copied become parts.
-template <int kDim>
+// The chunks of a tile become parts.
+template <int kDim, typename Load>
 __device__ __forceinline__ void split_tile(unsigned char* tile,
-                                           const unsigned char* staging,
-                                           float to_parts) {
+                                           float to_parts,
+                                           Load load) {
   using staging_rows = staging_t<kDim>;
 #pragma unroll 4
   for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
     put_parts<kDim>(tile, kBlockN * kDim * 2, n / staging_rows::kChunks,
-                    n % staging_rows::kChunks,
-                    *reinterpret_cast<const float4*>(staging + n * 16), to_parts);
+                    n % staging_rows::kChunks, load(n), to_parts);
   }
 }
 
-// 4 numbers of row `row` of q, zeros beyond it.
-__device__ __forceinline__ float4 load_q_chunk(
+// Chunk n of a matrix (num_rows, dim), zeros beyond it.
+template <int kDim>
+__device__ __forceinline__ float4 load_chunk(
     const elem_t* q, index_t row_stride, int num_rows, int dim, int n, bool aligned) {
-  constexpr int kChunks = kHeadDim / kElemsOfChunk;
+  constexpr int kChunks = kDim / kElemsOfChunk;
   const int row = n / kChunks, column = n % kChunks * kElemsOfChunk;
   uint4 word = make_uint4(0, 0, 0, 0);
   if (row < num_rows) {
@@ -163,7 +166,7 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
   bool odd = false;
 #pragma unroll 4
   for (int n = threadIdx.x; n < kBlockM * kChunks; n += kNumThreads) {
-    const float4 x = load_q_chunk(q, row_stride, num_rows, dim, n, aligned);
+    const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);
     const float numbers[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -180,17 +183,46 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
   from_parts = scale.from_parts;
 #pragma unroll 4
   for (int n = threadIdx.x; n < kBlockM * kChunks; n += kNumThreads) {
-    const float4 x = load_q_chunk(q, row_stride, num_rows, dim, n, aligned);
+    const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);
     put_parts<kHeadDim>(tile, kBytesQ, n / kChunks, n % kChunks, x, scale.to_parts);
   }
   return odd || !scale.fits ? infinity<float>() : __int_as_float(largest);
+}
+
+// A tile of k or v as it lies in memory where it has been split beforehand: the parts as
+// they stand in shared memory, and the facts.
+constexpr unsigned kFactsBytes = 64;
+static_assert(sizeof(facts_t) <= kFactsBytes);
+constexpr unsigned kImageK = kParts * kBytesK + kFactsBytes;
+constexpr unsigned kImageV = kParts * kBytesV + kFactsBytes;
+constexpr unsigned kImage = kImageK + kImageV;
+
+// How the values of a tile are taken.
+struct values_t {
+  float to_parts, from_parts;
+  bool whole;  // one by one
+
+  __device__ __forceinline__ explicit values_t(const facts_t& facts) {
+    const scale_t scale(facts.largest);
+    whole = !scale.fits ||
+            (facts.largest >> 23) - (min(facts.smallest, facts.largest) >> 23) > kSpread;
+    to_parts = whole ? 0.f : scale.to_parts;
+    from_parts = whole ? 1.f : scale.from_parts;
+  }
+};
+
+__device__ __forceinline__ bool any_marked(const facts_t& facts) {
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < kKeyWords; ++i) any |= facts.marked[i] != 0;
+  return any;
 }
 
 // --- products ------------------------------------------------------------------------
 
 // So many steps of 16 are summed by the tensor cores, which cut the bits that fall off;
 // the sums are added by rounding.
-constexpr int kApart = 4;
+constexpr int kApart = kRowTiles == 1 ? 4 : 2;
 constexpr int kGroup = 4;  // tiles of 8 columns that are computed side by side
 
 template <int kCount>
@@ -378,6 +410,7 @@ __device__ __forceinline__ void add_marked_values(out_frag_t& o,
                                                   const scores_frag_t& s,
                                                   const softmax_t& rows,
                                                   float to_log2,
+                                                  float to_unit,
                                                   const unsigned* marked,
                                                   int num_keys,
                                                   const elem_t* v,
@@ -411,13 +444,14 @@ __device__ __forceinline__ void add_marked_values(out_frag_t& o,
           const int column = n * 8 + lane % 4 * 2 + e;
           const float value = column < dim ? to<float>(row[column]) : 0.f;
           if (num_keys == 0 && is_finite(value)) continue;
+          const float scaled = value * to_unit;
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
             if (x[r] == -infinity<float>()) continue;
             const float weight =
                 ptx::ex2_approx_ftz(exponent(x[r], to_log2, rows.reference[r]));
             float& sum = o[r / 2][n][r % 2 * 2 + e];
-            sum = fmaf(weight, value, sum);
+            sum = fmaf(weight, scaled, sum);
           }
         }
       }

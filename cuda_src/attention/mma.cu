@@ -308,9 +308,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                            fabsf(static_cast<float>(params.scale)) * kHeadDim;
         const bool whole = !scale.fits || !(size <= kLargestScore);
         if (whole || any_marked(*of_k)) {
-          compute_marked_scores(s, of_k->marked, whole, q_rows, params.q.row, num_rows,
+          float on_stack[kRowTiles * kScoreTiles * 4];
+          put<kScoreTiles>(on_stack, s);
+          compute_marked_scores(on_stack, of_k->marked, whole, q_rows, params.q.row, num_rows,
                                 k_rows + j0 * params.k.row, params.k.row, last - j0,
                                 dim);
+          get<kScoreTiles>(s, on_stack);
         }
       } else {
         multiply_qk(s, q_frags, lanes);
@@ -332,9 +335,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           }
         }
         if (values.whole || any_marked(*of_v)) {
-          add_marked_values(o, s, rows, to_log2, 1 / unit_o, of_v->marked,
+          float o_on_stack[kRowTiles * kOutTiles * 4];
+          float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
+          put<kOutTiles>(o_on_stack, o);
+          put<kScoreTiles>(s_on_stack, s);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
+          add_marked_values(o_on_stack, s_on_stack, reference, to_log2, 1 / unit_o, of_v->marked,
                             values.whole ? min(last - j0, kBlockN) : 0,
                             v_rows + j0 * params.v.row, params.v.row, dim_v);
+          get<kOutTiles>(o, o_on_stack);
         }
         exponentiate(rows, s, to_log2);
         if constexpr (kParts == 2) {

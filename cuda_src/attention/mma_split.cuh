@@ -356,105 +356,96 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
   }
 }
 
+// --- what parts cannot say -----------------------------------------------------------
+
+// Rare, and so not inlined: a thread's numbers go through its stack, and the loops around
+// need no registers for what happens here.
+
 // The scores of marked keys, or with `whole` of all, one by one in float32.
-__device__ __forceinline__ void compute_marked_scores(scores_frag_t& s,
-                                                      const unsigned* marked,
-                                                      bool whole,
-                                                      const elem_t* q,
-                                                      index_t q_stride,
-                                                      int num_rows,
-                                                      const elem_t* k,
-                                                      index_t k_stride,
-                                                      int num_keys,
-                                                      int dim) {
+__device__ __noinline__ void compute_marked_scores(float* s,
+                                                   const unsigned* marked,
+                                                   bool whole,
+                                                   const elem_t* q,
+                                                   index_t q_stride,
+                                                   int num_rows,
+                                                   const elem_t* k,
+                                                   index_t k_stride,
+                                                   int num_keys,
+                                                   int dim) {
   const int lane = lanes_t::lane();
-  const int row = lanes_t::warp_row() + lane / 4, column = lane % 4 * 2;
-#pragma unroll
-  for (int n = 0; n < kScoreTiles; ++n) {
-    const unsigned bits = whole ? 0xffu : marked[n / 4] >> n % 4 * 8 & 0xffu;
-    if (bits == 0) continue;
-    float sum[kRowTiles][4] = {};
 #pragma unroll 1
-    for (int d = 0; d < dim; ++d) {
-      float x[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int j = 8 * n + column + e;
-        x[e] = j < num_keys ? to<float>(k[j * k_stride + d]) : 0.f;
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int i = row + 8 * r;
-        const float y = i < num_rows ? to<float>(q[i * q_stride + d]) : 0.f;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& z = sum[r / 2][r % 2 * 2 + e];
-          z = fmaf(x[e], y, z);
-        }
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll 1
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll 1
       for (int e = 0; e < 4; ++e) {
-        if (bits >> (column + e % 2) & 1) s[m][n][e] = sum[m][e];
+        const int j = 8 * n + lane % 4 * 2 + e % 2;
+        if (!whole && !(marked[j / 32] >> j % 32 & 1)) continue;
+        const int i = lanes_t::warp_row() + 16 * m + e / 2 * 8 + lane / 4;
+        float sum = 0;
+        if (i < num_rows && j < num_keys) {
+#pragma unroll 1
+          for (int d = 0; d < dim; ++d) {
+            sum = fmaf(to<float>(q[i * q_stride + d]), to<float>(k[j * k_stride + d]),
+                       sum);
+          }
+        }
+        s[(m * kScoreTiles + n) * 4 + e] = sum;
       }
     }
   }
 }
 
 // o += p v for the marked keys, by each row that sees the key, of those values that are
-// not finite; or, if `num_keys` is not 0, of all values of so many keys. In shared memory they have been replaced by 0. A
-// product cannot leave out a key: its weight is 0, and 0 times NaN is NaN.
-__device__ __forceinline__ void add_marked_values(out_frag_t& o,
-                                                  const scores_frag_t& s,
-                                                  const softmax_t& rows,
-                                                  float to_log2,
-                                                  float to_unit,
-                                                  const unsigned* marked,
-                                                  int num_keys,
-                                                  const elem_t* v,
-                                                  index_t row_stride,
-                                                  int dim) {
+// not finite; or, if `num_keys` is not 0, of all values of so many keys. In shared
+// memory they have been replaced by 0. A product cannot leave out a key: its weight is
+// 0, and 0 times NaN is NaN. o is in units of 1 / to_unit.
+__device__ __noinline__ void add_marked_values(float* o,
+                                               const float* s,
+                                               const float* reference,
+                                               float to_log2,
+                                               float to_unit,
+                                               const unsigned* marked,
+                                               int num_keys,
+                                               const elem_t* v,
+                                               index_t row_stride,
+                                               int dim) {
   const int lane = lanes_t::lane();
 #pragma unroll 1
-  for (int word = 0; word < kKeyWords; ++word) {
-    const int count = clamp(num_keys - 32 * word, 0, 32);
-    const unsigned all = count == 32 ? ~0u : (1u << count) - 1;
+  for (int j = 0; j < kBlockN; ++j) {
+    if (num_keys > 0 ? j >= num_keys : !(marked[j / 32] >> j % 32 & 1)) continue;
+    const elem_t* const row = v + j * row_stride;
 #pragma unroll 1
-    for (unsigned left = num_keys > 0 ? all : marked[word]; left != 0; left &= left - 1) {
-      const int j = word * 32 + __ffs(left) - 1;
-      // The scores of key j: of the lane of four that owns the column.
-      float x[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        x[r] = 0;
-#pragma unroll
-        for (int n = 0; n < kScoreTiles; ++n) {
-          const float low = s[r / 2][n][r % 2 * 2], high = s[r / 2][n][r % 2 * 2 + 1];
-          if (n == j / 8) x[r] = j % 2 == 0 ? low : high;
-        }
-        x[r] = __shfl_sync(kFullMask, x[r], (lane & ~3) | (j % 8 / 2));
-      }
-      const elem_t* const row = v + j * row_stride;
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = n * 8 + lane % 4 * 2 + e;
-          const float value = column < dim ? to<float>(row[column]) : 0.f;
-          if (num_keys == 0 && is_finite(value)) continue;
-          const float scaled = value * to_unit;
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) {
-            if (x[r] == -infinity<float>()) continue;
-            const float weight =
-                ptx::ex2_approx_ftz(exponent(x[r], to_log2, rows.reference[r]));
-            float& sum = o[r / 2][n][r % 2 * 2 + e];
-            sum = fmaf(weight, scaled, sum);
-          }
-        }
+    for (int r = 0; r < kRows; ++r) {
+      // The score is with the lane of four that owns the column.
+      float x = s[(r / 2 * kScoreTiles + j / 8) * 4 + r % 2 * 2 + j % 2];
+      x = __shfl_sync(kFullMask, x, (lane & ~3) | (j % 8 / 2));
+      if (x == -infinity<float>()) continue;
+      const float weight = ptx::ex2_approx_ftz(exponent(x, to_log2, reference[r]));
+#pragma unroll 1
+      for (int n = 0; n < 2 * kOutTiles; ++n) {
+        const int column = n / 2 * 8 + lane % 4 * 2 + n % 2;
+        const float value = column < dim ? to<float>(row[column]) : 0.f;
+        if (num_keys == 0 && is_finite(value)) continue;
+        float& sum = o[(r / 2 * kOutTiles + n / 2) * 4 + r % 2 * 2 + n % 2];
+        sum = fmaf(weight, value * to_unit, sum);
       }
     }
+  }
+}
+
+// To and from the stack.
+template <int kCount>
+__device__ __forceinline__ void put(float* to, const float (&x)[kRowTiles][kCount][4]) {
+#pragma unroll
+  for (int n = 0; n < kRowTiles * kCount * 4; ++n) {
+    to[n] = x[n / (kCount * 4)][n / 4 % kCount][n % 4];
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void get(float (&x)[kRowTiles][kCount][4], const float* from) {
+#pragma unroll
+  for (int n = 0; n < kRowTiles * kCount * 4; ++n) {
+    x[n / (kCount * 4)][n / 4 % kCount][n % 4] = from[n];
   }
 }

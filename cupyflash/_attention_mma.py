@@ -22,8 +22,9 @@ from cupyflash._kernels import Device, Variant
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (32, 64, 96, 128, 192, 256)
 
-# Bytes behind the tiles: what tiles of float32 say of their numbers.
-_FACTS = 128
+# Bytes behind the tiles: what tiles of float32 say of their numbers, and what a block
+# keeps for its end.
+_FACTS = 128 + 256
 # The same behind each tile that has been split beforehand.
 _FACTS_OF_IMAGE = 64
 # Bytes of such tiles, of all keys, that are allowed a byte of out.

@@ -42,6 +42,15 @@ constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
 // Fragments of q stay in registers where there is room.
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
 
+// What only the end of the kernel needs: in the loop there are no registers for it.
+struct kept_t {
+  place_t at;
+  double from_log2;
+};
+constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
+static_assert(sizeof(kept_t) <= kKeptBytes);
+static_assert(4 * sizeof(facts_t) + sizeof(int) <= kFactsOfStaging);
+
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
   int low, high, num_keys;  // as band_t, for the tile at key 0
@@ -136,11 +145,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
   facts_t* const facts_v = facts_k + 2;
   int* const largest_q = reinterpret_cast<int*>(facts_v + 2);
+  kept_t& kept = *reinterpret_cast<kept_t*>(behind + kFactsOfStaging);
 
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const place_t at(params, block_index(), num_blocks);
   if (!at.exists) return;
-  const index_t i0 = (num_blocks - 1 - at.tile) * kBlockM;
+  const int i0 = static_cast<int>(num_blocks - 1 - at.tile) * kBlockM;
   const scores_t scores(at, SCORE_ARGUMENTS);
   const block_t block(scores.band(i0, 0));
   // Rows behind the queries are zeros, and nobody stores what comes of them.
@@ -207,6 +217,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v));
 
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
+  if (threadIdx.x == 0) {
+    kept.at = at;
+    // The scale again in double: to_log2 was rounded, and lse has to know it to the bit.
+    kept.from_log2 = (kHasTerms ? 1.0 : params.scale) / to_log2;
+  }
 
   out_frag_t o;
   softmax_t rows;
@@ -308,12 +323,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                            fabsf(static_cast<float>(params.scale)) * kHeadDim;
         const bool whole = !scale.fits || !(size <= kLargestScore);
         if (whole || any_marked(*of_k)) {
-          float on_stack[kRowTiles * kScoreTiles * 4];
-          put<kScoreTiles>(on_stack, s);
-          compute_marked_scores(on_stack, of_k->marked, whole, q_rows, params.q.row, num_rows,
-                                k_rows + j0 * params.k.row, params.k.row, last - j0,
-                                dim);
-          get<kScoreTiles>(s, on_stack);
+          float s_on_stack[kRowTiles * kScoreTiles * 4];
+          float o_on_stack[kRowTiles * kOutTiles * 4];
+          put<kScoreTiles>(s_on_stack, s);
+          put<kOutTiles>(o_on_stack, o);
+          ptx::forget(o_on_stack);
+          compute_marked_scores(s_on_stack, of_k->marked, whole, q_rows, k_rows, params,
+                                num_rows, j0);
+          ptx::forget(o_on_stack);
+          get<kScoreTiles>(s, s_on_stack);
+          get<kOutTiles>(o, o_on_stack);
         }
       } else {
         multiply_qk(s, q_frags, lanes);
@@ -330,7 +349,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         if constexpr (kParts == 1) {
           // o has the unit of the tile.
           if (values.from_parts != unit_o) {
-            multiply_by(o, unit_o / values.from_parts);
+            multiply_by(o, unit_o * values.to_unit);
             unit_o = values.from_parts;
           }
         }
@@ -341,9 +360,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           put<kScoreTiles>(s_on_stack, s);
 #pragma unroll
           for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
-          add_marked_values(o_on_stack, s_on_stack, reference, to_log2, 1 / unit_o, of_v->marked,
-                            values.whole ? min(last - j0, kBlockN) : 0,
-                            v_rows + j0 * params.v.row, params.v.row, dim_v);
+          add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
+                            kParts == 1 ? values.to_unit : 1.f, of_v->marked, values.whole, v_rows, params, j0, last);
+          ptx::forget(s_on_stack);
+          get<kScoreTiles>(s, s_on_stack);
           get<kOutTiles>(o, o_on_stack);
         }
         exponentiate(rows, s, to_log2);
@@ -389,11 +409,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (!__syncthreads_or(odd != 0)) break;
   }
 
-  // The scale again in double: to_log2 was rounded, and lse has to know it to the bit.
-  const double from_log2 = (kHasTerms ? 1.0 : params.scale) / to_log2;
-  elem_t* const out_rows = at.at(out, params.out);
+  const place_t& here = kept.at;
+  const scores_t rows_of(here, SCORE_ARGUMENTS);
+  elem_t* const out_rows = here.at(out, params.out);
   const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&
-                        dim_v % 2 == 0 &&
+                        params.head_dim_v % 2 == 0 &&
                         reinterpret_cast<unsigned long long>(out_rows) %
                                 (2 * sizeof(elem_t)) ==
                             0;
@@ -403,21 +423,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (i >= params.seqlen_q) continue;
     // lse has to know to the last bit what was subtracted; l takes what a float of it
     // leaves over. Above a million that is less than a unit of lse.
-    const double m = rows.reference[r] * from_log2;
+    const double m = rows.reference[r] * kept.from_log2;
     const float high = static_cast<float>(m);
     const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
-    const finished_t finished = scores.finish(i, high, rows.l[r] * (1 + low));
-    float inverse = finished.inverse * (1 + low);
+    const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
+    const float inverse = finished.inverse * (1 + low);
     if (lse != nullptr && lanes_t::lane() % 4 == 0) {
-      lse[at.row_of_heads * params.seqlen_q + i] = finished.lse;
+      lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
     }
     elem_t* const out_row = out_rows + i * params.out.row;
-    const elem_t* only = nullptr;
     if constexpr (kSplits && !kHasSinks) {
       // A row of one key is its value, to the last bit, which the parts may lack.
-      const range_t seen = scores.keys_of(i, i + 1);
+      const range_t seen = rows_of.keys_of(i, i + 1);
       if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
-        only = v_rows + seen.first * params.v.row;
+        const elem_t* const only = here.at_kv(v, params.v) + seen.first * params.v.row;
+#pragma unroll 1
+        for (int n = lanes_t::lane() % 4; n < params.head_dim_v; n += 4) {
+          out_row[n * params.out.col] = only[n];
+        }
+        continue;
       }
     }
 #pragma unroll
@@ -426,17 +450,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       float x = o[r / 2][n][r % 2 * 2] * inverse;
       float y = o[r / 2][n][r % 2 * 2 + 1] * inverse;
       if (finished.inverse == 0) x = y = 0;
-      if (only != nullptr) {
-        if (column < dim_v) x = to<float>(only[column]);
-        if (column + 1 < dim_v) y = to<float>(only[column + 1]);
-      }
-      store_pair(out_row, column, dim_v, params.out.col, as_pairs, x, y);
+      store_pair(out_row, column, static_cast<int>(params.head_dim_v), params.out.col,
+                 as_pairs, x, y);
     }
-  }  if constexpr (!kSplits) {
+  }
+  if constexpr (!kSplits) {
     if (special) {
       const index_t i_first = i0 + lanes_t::warp_row();
-      add_specials(out_rows, v_rows, scores, params, i_first,
-                   min(i_first + 16 * kRowTiles, scores.num_queries()), first, last);
+      add_specials(out_rows, here.at_kv(v, params.v), rows_of, params, i_first,
+                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), first, last);
     }
   }
 }

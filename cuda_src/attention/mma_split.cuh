@@ -199,14 +199,16 @@ constexpr unsigned kImage = kImageK + kImageV;
 
 // How the values of a tile are taken.
 struct values_t {
-  float to_parts, from_parts;
-  bool whole;  // one by one
+  float to_parts, from_parts;  // to_parts is 0 where no part is used
+  float to_unit;               // 1 / from_parts
+  bool whole;                  // one by one
 
   __device__ __forceinline__ explicit values_t(const facts_t& facts) {
     const scale_t scale(facts.largest);
     whole = !scale.fits ||
             (facts.largest >> 23) - (min(facts.smallest, facts.largest) >> 23) > kSpread;
     to_parts = whole ? 0.f : scale.to_parts;
+    to_unit = whole ? 1.f : scale.to_parts;
     from_parts = whole ? 1.f : scale.from_parts;
   }
 };
@@ -222,7 +224,7 @@ __device__ __forceinline__ bool any_marked(const facts_t& facts) {
 
 // So many steps of 16 are summed by the tensor cores, which cut the bits that fall off;
 // the sums are added by rounding.
-constexpr int kApart = kRowTiles == 1 ? 4 : 2;
+constexpr int kApart = 2;
 constexpr int kGroup = 4;  // tiles of 8 columns that are computed side by side
 
 template <int kCount>
@@ -361,72 +363,67 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
 // Rare, and so not inlined: a thread's numbers go through its stack, and the loops around
 // need no registers for what happens here.
 
-// The scores of marked keys, or with `whole` of all, one by one in float32.
-__device__ __noinline__ void compute_marked_scores(float* s,
+// The scores with marked keys, or with `whole` all, one by one in float32.
+__device__ __forceinline__ void compute_marked_scores(float* s,
                                                    const unsigned* marked,
                                                    bool whole,
-                                                   const elem_t* q,
-                                                   index_t q_stride,
+                                                   const elem_t* q_rows,
+                                                   const elem_t* k_rows,
+                                                   const params_t& params,
                                                    int num_rows,
-                                                   const elem_t* k,
-                                                   index_t k_stride,
-                                                   int num_keys,
-                                                   int dim) {
+                                                   int j0) {
   const int lane = lanes_t::lane();
 #pragma unroll 1
-  for (int m = 0; m < kRowTiles; ++m) {
+  for (int number = 0; number < kRowTiles * kScoreTiles * 4; ++number) {
+    const int e = number % 4, n = number / 4 % kScoreTiles, m = number / 4 / kScoreTiles;
+    const int key = 8 * n + lane % 4 * 2 + e % 2, j = j0 + key;
+    if (!whole && !(marked[key / 32] >> key % 32 & 1)) continue;
+    const int row = lanes_t::warp_row() + 16 * m + e / 2 * 8 + lane / 4;
+    float sum = 0;
+    if (row < num_rows && j < params.seqlen_k) {
+      const elem_t* const q_row = q_rows + row * params.q.row;
+      const elem_t* const k_row = k_rows + j * params.k.row;
 #pragma unroll 1
-    for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll 1
-      for (int e = 0; e < 4; ++e) {
-        const int j = 8 * n + lane % 4 * 2 + e % 2;
-        if (!whole && !(marked[j / 32] >> j % 32 & 1)) continue;
-        const int i = lanes_t::warp_row() + 16 * m + e / 2 * 8 + lane / 4;
-        float sum = 0;
-        if (i < num_rows && j < num_keys) {
-#pragma unroll 1
-          for (int d = 0; d < dim; ++d) {
-            sum = fmaf(to<float>(q[i * q_stride + d]), to<float>(k[j * k_stride + d]),
-                       sum);
-          }
-        }
-        s[(m * kScoreTiles + n) * 4 + e] = sum;
+      for (int d = 0; d < params.head_dim; ++d) {
+        sum = fmaf(to<float>(q_row[d]), to<float>(k_row[d]), sum);
       }
     }
+    s[number] = sum;
   }
 }
 
 // o += p v for the marked keys, by each row that sees the key, of those values that are
-// not finite; or, if `num_keys` is not 0, of all values of so many keys. In shared
-// memory they have been replaced by 0. A product cannot leave out a key: its weight is
-// 0, and 0 times NaN is NaN. o is in units of 1 / to_unit.
-__device__ __noinline__ void add_marked_values(float* o,
+// not finite; or with `whole` of all keys and values. In shared memory they have been
+// replaced by 0. A product cannot leave out a key: its weight is 0, and 0 times NaN is
+// NaN. o is in units of 1 / to_unit.
+__device__ __forceinline__ void add_marked_values(float* o,
                                                const float* s,
                                                const float* reference,
                                                float to_log2,
                                                float to_unit,
                                                const unsigned* marked,
-                                               int num_keys,
-                                               const elem_t* v,
-                                               index_t row_stride,
-                                               int dim) {
-  const int lane = lanes_t::lane();
+                                               bool whole,
+                                               const elem_t* v_rows,
+                                               const params_t& params,
+                                               int j0,
+                                               int last) {
+  const int lane = lanes_t::lane(), dim = static_cast<int>(params.head_dim_v);
 #pragma unroll 1
-  for (int j = 0; j < kBlockN; ++j) {
-    if (num_keys > 0 ? j >= num_keys : !(marked[j / 32] >> j % 32 & 1)) continue;
-    const elem_t* const row = v + j * row_stride;
+  for (int key = 0; key < kBlockN && j0 + key < last; ++key) {
+    if (!whole && !(marked[key / 32] >> key % 32 & 1)) continue;
+    const elem_t* const v_row = v_rows + (j0 + key) * params.v.row;
 #pragma unroll 1
     for (int r = 0; r < kRows; ++r) {
       // The score is with the lane of four that owns the column.
-      float x = s[(r / 2 * kScoreTiles + j / 8) * 4 + r % 2 * 2 + j % 2];
-      x = __shfl_sync(kFullMask, x, (lane & ~3) | (j % 8 / 2));
+      float x = s[(r / 2 * kScoreTiles + key / 8) * 4 + r % 2 * 2 + key % 2];
+      x = __shfl_sync(kFullMask, x, (lane & ~3) | (key % 8 / 2));
       if (x == -infinity<float>()) continue;
       const float weight = ptx::ex2_approx_ftz(exponent(x, to_log2, reference[r]));
 #pragma unroll 1
       for (int n = 0; n < 2 * kOutTiles; ++n) {
         const int column = n / 2 * 8 + lane % 4 * 2 + n % 2;
-        const float value = column < dim ? to<float>(row[column]) : 0.f;
-        if (num_keys == 0 && is_finite(value)) continue;
+        const float value = column < dim ? to<float>(v_row[column]) : 0.f;
+        if (!whole && is_finite(value)) continue;
         float& sum = o[(r / 2 * kOutTiles + n / 2) * 4 + r % 2 * 2 + n % 2];
         sum = fmaf(weight, value * to_unit, sum);
       }

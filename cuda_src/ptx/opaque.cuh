@@ -15,4 +15,9 @@ __device__ __forceinline__ void forget(long long& number) {
   asm volatile("" : "+l"(number));
 }
 
+// The same of what `memory` points to.
+__device__ __forceinline__ void forget(float* memory) {
+  asm volatile("" ::"l"(memory) : "memory");
+}
+
 }  // namespace ptx

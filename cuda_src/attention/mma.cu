@@ -42,10 +42,13 @@ constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
 // Fragments of q stay in registers where there is room.
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
 
-// What only the end of the kernel needs: in the loop there are no registers for it.
+// What only the end of the kernel or rare data need: in the loop there are no registers
+// for it.
 struct kept_t {
   place_t at;
   double from_log2;
+  const elem_t *q_rows, *k_rows, *v_rows;
+  int num_rows;
 };
 constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
 static_assert(sizeof(kept_t) <= kKeptBytes);
@@ -219,6 +222,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
   if (threadIdx.x == 0) {
     kept.at = at;
+    kept.q_rows = q_rows;
+    kept.k_rows = k_rows;
+    kept.v_rows = v_rows;
+    kept.num_rows = num_rows;
     // The scale again in double: to_log2 was rounded, and lse has to know it to the bit.
     kept.from_log2 = (kHasTerms ? 1.0 : params.scale) / to_log2;
   }
@@ -328,8 +335,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           put<kScoreTiles>(s_on_stack, s);
           put<kOutTiles>(o_on_stack, o);
           ptx::forget(o_on_stack);
-          compute_marked_scores(s_on_stack, of_k->marked, whole, q_rows, k_rows, params,
-                                num_rows, j0);
+          compute_marked_scores(s_on_stack, of_k->marked, whole, kept.q_rows,
+                                kept.k_rows, params, kept.num_rows, j0);
           ptx::forget(o_on_stack);
           get<kScoreTiles>(s, s_on_stack);
           get<kOutTiles>(o, o_on_stack);
@@ -361,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 #pragma unroll
           for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
           add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
-                            kParts == 1 ? values.to_unit : 1.f, of_v->marked, values.whole, v_rows, params, j0, last);
+                            kParts == 1 ? values.to_unit : 1.f, of_v->marked, values.whole, kept.v_rows, params, j0, last);
           ptx::forget(s_on_stack);
           get<kScoreTiles>(s, s_on_stack);
           get<kOutTiles>(o, o_on_stack);
@@ -436,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       // A row of one key is its value, to the last bit, which the parts may lack.
       const range_t seen = rows_of.keys_of(i, i + 1);
       if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
-        const elem_t* const only = here.at_kv(v, params.v) + seen.first * params.v.row;
+        const elem_t* const only = kept.v_rows + seen.first * params.v.row;
 #pragma unroll 1
         for (int n = lanes_t::lane() % 4; n < params.head_dim_v; n += 4) {
           out_row[n * params.out.col] = only[n];
@@ -457,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   if constexpr (!kSplits) {
     if (special) {
       const index_t i_first = i0 + lanes_t::warp_row();
-      add_specials(out_rows, here.at_kv(v, params.v), rows_of, params, i_first,
+      add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
                    min(i_first + 16 * kRowTiles, rows_of.num_queries()), first, last);
     }
   }

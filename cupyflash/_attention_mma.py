@@ -240,81 +240,69 @@ class MmaKernel:
         return problem.precision + few
 
 
+_SMALL = MmaTile(64, 64, 128)
+
+# float32 in two parts, by head dimension; above 128 a thread has too few registers.
+_TWO_PARTS: _Ladder = (
+    (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
+    (
+        128,
+        (
+            MmaTile(128, 64, 256),
+            _SMALL,
+            MmaTile(64, 32, 128),
+            MmaTile(32, 32, 64),
+        ),
+    ),
+    (256, ()),
+)
+_ONE_PART: _Ladder = (
+    (64, (MmaTile(128, 64, 256), _SMALL)),
+    (128, (MmaTile(128, 64, 256), _SMALL)),
+    (256, (MmaTile(64, 32, 128),)),
+)
+
 MMA = MmaKernel(
     name="mma",
     rungs=("tiled", "auto"),
+    # TFLOP/s on an H200 at 4 x 2048 / head_dim heads x 4096 beside the next best, full
+    # attention (benchmarks/results/mma_h200.json).
     tiles={
         ("float16", False): (
-            (64, (MmaTile(128, 64, 128, 2, 2), MmaTile(64, 64, 128, 1, 2))),
+            # 309.7; two stages 306.5, 3 blocks of 64 queries 279.2
+            (64, (MmaTile(128, 64, 128, 1, 2), _SMALL)),
             (
                 128,
                 (
-                    MmaTile(128, 32, 128, 2, 2),
-                    MmaTile(128, 32, 128, 1, 1),
-                    MmaTile(64, 32, 128, 1, 1),
+                    MmaTile(128, 64, 128, 2, 2),  # 347.9; 32 keys 313.5
+                    MmaTile(128, 64, 256),  # 264.3
+                    _SMALL,
                 ),
             ),
             (
                 256,
                 (
-                    MmaTile(128, 64, 256),
-                    MmaTile(64, 64, 128),
+                    MmaTile(128, 64, 256),  # 300.2; 32 keys 252.8
+                    _SMALL,  # 226.1
                     MmaTile(64, 32, 128),
                 ),
             ),
         ),
         ("float16", True): (
-            (64, (MmaTile(128, 64, 256, 2), MmaTile(64, 64, 128))),
-            (128, (MmaTile(128, 64, 256), MmaTile(64, 64, 128))),
+            (64, (MmaTile(128, 64, 256, 2), _SMALL)),
+            (128, (MmaTile(128, 64, 256), _SMALL)),
+            (256, (MmaTile(64, 32, 128),)),
+        ),
+        **dict.fromkeys((("float32", False), ("float32", True)), _TWO_PARTS),
+        **dict.fromkeys((("float32 few", False), ("float32 few", True)), _TWO_PARTS),
+        ("tf32", False): (
+            (64, (MmaTile(128, 64, 128, 2, 2), _SMALL)),  # 228.0; one stage 220.7
+            # 260.3; 32 keys 236.2, 256 threads 213.9
+            (128, (MmaTile(128, 64, 128, 1, 2), MmaTile(128, 64, 256), _SMALL)),
             (256, (MmaTile(64, 32, 128),)),
         ),
         **dict.fromkeys(
-            (("float32", False), ("float32", True)),
-            (
-                (64, (MmaTile(128, 64, 128, 1, 2), MmaTile(64, 64, 128))),
-                (
-                    128,
-                    (
-                        MmaTile(128, 64, 256),
-                        MmaTile(64, 64, 128),
-                        MmaTile(64, 32, 128),
-                        MmaTile(32, 32, 64),
-                    ),
-                ),
-                (256, (MmaTile(64, 32, 128), MmaTile(32, 32, 64))),
-            ),
-        ),
-        **dict.fromkeys(
-            (("tf32", False), ("tf32", True)),
-            (
-                (64, (MmaTile(128, 64, 128, 2, 2), MmaTile(64, 64, 128))),
-                (128, (MmaTile(128, 64, 256), MmaTile(64, 32, 128))),
-                (256, (MmaTile(64, 32, 128), MmaTile(32, 32, 64))),
-            ),
-        ),
-        **dict.fromkeys(
-            (("float32 few", False), ("float32 few", True)),
-            (
-                (64, (MmaTile(128, 64, 256), MmaTile(64, 64, 128), MmaTile(64, 32, 128))),
-                (
-                    128,
-                    (
-                        MmaTile(128, 64, 256),
-                        MmaTile(64, 64, 128),
-                        MmaTile(64, 32, 128),
-                        MmaTile(32, 32, 64),
-                    ),
-                ),
-                (256, (MmaTile(64, 32, 128), MmaTile(32, 32, 64))),
-            ),
-        ),
-        **dict.fromkeys(
-            (("tf32 few", False), ("tf32 few", True)),
-            (
-                (64, (MmaTile(128, 64, 256), MmaTile(64, 64, 128), MmaTile(64, 32, 128))),
-                (128, (MmaTile(128, 64, 256), MmaTile(64, 32, 128))),
-                (256, (MmaTile(64, 32, 128), MmaTile(32, 32, 64))),
-            ),
+            (("tf32", True), ("tf32 few", False), ("tf32 few", True)), _ONE_PART
         ),
     },
 )

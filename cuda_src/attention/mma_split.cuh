@@ -224,8 +224,9 @@ __device__ __forceinline__ bool any_marked(const facts_t& facts) {
 
 // So many steps of 16 are summed by the tensor cores, which cut the bits that fall off;
 // the sums are added by rounding.
-constexpr int kApart = 2;
-constexpr int kGroup = 4;  // tiles of 8 columns that are computed side by side
+constexpr int kApart = kHeadDim <= 128 ? 2 : 1;
+// Tiles of 8 columns that are computed side by side.
+constexpr int kGroup = kRowTiles == 1 && kHeadDimV <= 128 ? 4 : 2;
 
 template <int kCount>
 __device__ __forceinline__ void clear(float (&x)[kRowTiles][kCount][4]) {

@@ -75,6 +75,8 @@ class MmaKernel:
     name: str
     rungs: tuple[str, ...]
     tiles: dict[tuple[str, bool], _Ladder]
+    # Queries, and keys, from which float32 pays for being split.
+    least: int = 64
     fast: bool = True
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
@@ -86,6 +88,9 @@ class MmaKernel:
         for name in ("head_dim", "head_dim_v"):
             if (n := getattr(problem, name)) > DIMS[-1]:
                 return f"{name} {n} is above {DIMS[-1]}"
+        shortest = min(problem.seqlen_q, problem.seqlen_k)
+        if problem.dtype == "float32" and shortest < self.least:
+            return f"splits float32 from {self.least} queries and keys on"
         most = MOST_KEYS.get(problem.dtype, math.inf)
         if most_seen(problem) > most:
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
@@ -94,9 +99,9 @@ class MmaKernel:
             return "counts keys and tiles in 32 bits, which this problem exceeds"
         if not self.fitting(problem, device):
             return (
-                f"has no tile for head_dim {problem.head_dim} and head_dim_v "
-                f"{problem.head_dim_v} in the {device.smem_optin} bytes of shared "
-                "memory that a block may have"
+                f"has too few registers, or a block too little shared memory, for "
+                f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} in "
+                f"{problem.dtype}"
             )
         return None
 

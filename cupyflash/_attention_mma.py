@@ -250,15 +250,14 @@ _SMALL = MmaTile(64, 64, 128)
 # float32 in two parts, by head dimension; above 128 a thread has too few registers.
 _TWO_PARTS: _Ladder = (
     (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
-    (
-        128,
-        (
-            MmaTile(128, 64, 256),
-            _SMALL,
-            MmaTile(64, 32, 128),
-            MmaTile(32, 32, 64),
-        ),
-    ),
+    (96, (MmaTile(128, 64, 256), _SMALL, MmaTile(64, 32, 128))),
+    (128, (MmaTile(128, 64, 256), _SMALL, MmaTile(64, 32, 128))),
+    (256, ()),
+)
+# The same with terms, or where each block splits: both take registers, too.
+_TWO_PARTS_AND_MORE: _Ladder = (
+    (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
+    (128, (MmaTile(64, 32, 128),)),
     (256, ()),
 )
 _ONE_PART: _Ladder = (
@@ -276,6 +275,7 @@ MMA = MmaKernel(
         ("float16", False): (
             # 309.7; two stages 306.5, 3 blocks of 64 queries 279.2
             (64, (MmaTile(128, 64, 128, 1, 2), _SMALL)),
+            (96, (MmaTile(128, 32, 128, 2, 2), MmaTile(64, 32, 128))),
             (
                 128,
                 (
@@ -298,12 +298,15 @@ MMA = MmaKernel(
             (128, (MmaTile(128, 64, 256), _SMALL)),
             (256, (MmaTile(64, 32, 128),)),
         ),
-        **dict.fromkeys((("float32", False), ("float32", True)), _TWO_PARTS),
-        **dict.fromkeys((("float32 few", False), ("float32 few", True)), _TWO_PARTS),
+        ("float32", False): _TWO_PARTS,
+        **dict.fromkeys(
+            (("float32", True), ("float32 few", False), ("float32 few", True)),
+            _TWO_PARTS_AND_MORE,
+        ),
         ("tf32", False): (
             (64, (MmaTile(128, 64, 128, 2, 2), _SMALL)),  # 228.0; one stage 220.7
-            # 260.3; 32 keys 236.2, 256 threads 213.9
-            (128, (MmaTile(128, 64, 128, 1, 2), MmaTile(128, 64, 256), _SMALL)),
+            # One stage 260.3, but spills 8 bytes; 32 keys 236.2, 256 threads 213.9
+            (128, (MmaTile(128, 64, 128, 2, 2), MmaTile(128, 64, 256), _SMALL)),
             (256, (MmaTile(64, 32, 128),)),
         ),
         **dict.fromkeys(

@@ -22,6 +22,7 @@
 //            memory.
 #include "attention/mma_hidden.cuh"
 #include "attention/mma_split.cuh"
+#include "ptx/registers.cuh"
 
 #ifdef STAGES
 constexpr int kStages = STAGES;
@@ -86,18 +87,35 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
   const int lane = lanes_t::lane();
   const int row_0 = lanes_t::warp_row() + lane / 4, column_0 = lane % 4 * 2;
   if constexpr (kHasTerms) {
+    auto finish = [&](float x, int row, int column) {
+      const index_t i = i0 + row, j = j0 + column;
+      return scores(x * static_cast<float>(kGivenBack), min(i, params.seqlen_q - 1),
+                    min(j, params.seqlen_k - 1));
+    };
+    if constexpr (kHeadDimV > 128) {
+      // o takes the registers: a few scores at a time, by way of the stack.
+      float on_stack[kRowTiles * kScoreTiles * 4];
+      put<kScoreTiles>(on_stack, s);
+#pragma unroll 4
+      for (int n = 0; n < kRowTiles * kScoreTiles * 4; ++n) {
+        const int row = n / (kScoreTiles * 4) * 16 + n / 2 % 2 * 8;
+        const int column = n / 4 % kScoreTiles * 8 + n % 2;
+        on_stack[n] = finish(on_stack[n], row_0 + row, column_0 + column);
+      }
+      ptx::forget(on_stack);
+      get<kScoreTiles>(s, on_stack);
+    } else {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const index_t i = i0 + row_0 + 8 * r;
-      const index_t last = params.seqlen_q - 1;
+      for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
+        for (int n = 0; n < kScoreTiles; ++n) {
+          // Parts leave no registers for what other columns will load.
+          if constexpr (kParts == 2) ptx::keep_order();
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[r / 2][n][r % 2 * 2 + e];
-          const index_t j = j0 + 8 * n + column_0 + e;
-          x = scores(x * static_cast<float>(kGivenBack), i < last ? i : last,
-                     j < params.seqlen_k ? j : params.seqlen_k - 1);
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[r / 2][n][r % 2 * 2 + e];
+            x = finish(x, row_0 + 8 * r, column_0 + 8 * n + e);
+          }
         }
       }
     }

@@ -324,3 +324,19 @@ __device__ __forceinline__ void multiply_by(float (&x)[kRowTiles][kCount][4],
     }
   }
 }
+
+// To and from the stack.
+template <int kCount>
+__device__ __forceinline__ void put(float* to, const float (&x)[kRowTiles][kCount][4]) {
+#pragma unroll
+  for (int n = 0; n < kRowTiles * kCount * 4; ++n) {
+    to[n] = x[n / (kCount * 4)][n / 4 % kCount][n % 4];
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void get(float (&x)[kRowTiles][kCount][4], const float* from) {
+#pragma unroll
+  for (int n = 0; n < kRowTiles * kCount * 4; ++n) {
+    x[n / (kCount * 4)][n / 4 % kCount][n % 4] = from[n];
+  }
+}

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from cupyflash._attention_problem import AttentionProblem
 from cupyflash._kernels import CUDA_TYPES, Variant
 
 # Longest first axis of a grid that is used; the rest of the blocks stand in the second.

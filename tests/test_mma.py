@@ -328,7 +328,8 @@ def test_hidden_values_leave_no_bit(cupy, rng, forced, dtype, precision, option,
 def test_numbers_that_float16_cannot_hold(cupy, rng, forced, seqlens, kind, precision):
     """Tiles whose parts would lack digits are computed one by one."""
     q, k, v = (
-        rng.normal(size=(1, 2, n, 64)).astype(np.float32) for n in (*seqlens, seqlens[1])
+        rng.normal(size=(1, 2, n, 64)).astype(np.float32)
+        for n in (*seqlens, seqlens[1])
     )
     if kind == "large q":  # a column that meets zeros alone
         q[..., 0], k[..., 0] = 1e9, 0

@@ -43,10 +43,10 @@ constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
 // Fragments of q stay in registers where there is room.
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
 
-// A tensor core cuts the bits that fall off a sum: products of one sign come out smaller
-// by about 0.4 units in the last place with each step of 16 columns but the first. Half
-// of that is given back, never more than the 2 units that a score may be wrong by; up to
-// 4 steps nothing is. float32 is summed by rounding (mma_split.cuh).
+// A tensor core cuts the bits that fall off a sum: products of one sign come out
+// smaller by about 0.4 units in the last place with each step of 16 columns but the
+// first. Half of that is given back, never more than the 2 units that a score may be
+// wrong by; up to 4 steps nothing is. float32 is summed by rounding (mma_split.cuh).
 constexpr double kUnits = 0.2 * (kSteps + 1);
 constexpr double kGivenBack =
     kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;
@@ -68,9 +68,7 @@ struct block_t {
   int low, high, num_keys;  // as band_t, for the tile at key 0
 
   __device__ __forceinline__ explicit block_t(const band_t& band)
-      : low(band.low),
-        high(band.high),
-        num_keys(band.num_keys) {}
+      : low(band.low), high(band.high), num_keys(band.num_keys) {}
   // Whether all queries see all keys of the tile at j0.
   __device__ __forceinline__ bool sees_all(int j0) const {
     return low + kBlockM - 1 <= j0 && j0 + kBlockN <= min(high, num_keys);
@@ -252,7 +250,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     kept.k_rows = k_rows;
     kept.v_rows = v_rows;
     kept.num_rows = num_rows;
-    // The scale again in double: to_log2 was rounded, and lse has to know it to the bit.
+    // The scale again in double: to_log2 was rounded, and lse has to know it to the
+    // bit.
     kept.from_log2 = scale / to_log2;
   }
 
@@ -287,10 +286,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       size_q = split_q(smem_q, largest_q, q_rows, params.q.row, num_rows, dim,
                        aligned_q, unit_q);
     } else {
-      load_tile<kBlockM, kHeadDim>(smem_q, q_rows, params.q.row, num_rows, dim,
-                                   aligned_q, [](int row, int chunk) {
-                                     return tile_t<kHeadDim>::offset(row, chunk);
-                                   });
+      load_tile<kBlockM, kHeadDim>(
+          smem_q, q_rows, params.q.row, num_rows, dim, aligned_q,
+          [](int row, int chunk) { return tile_t<kHeadDim>::offset(row, chunk); });
       load_k(first);
       if (kStages == 2) load_v(first);
       if constexpr (kKeepQ) {
@@ -394,7 +392,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 #pragma unroll
           for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
           add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
-                            kParts == 1 ? values.to_unit : 1.f, of_v->marked, values.whole, kept.v_rows, params, j0, last);
+                            kParts == 1 ? values.to_unit : 1.f, of_v->marked,
+                            values.whole, kept.v_rows, params, j0, last);
           ptx::forget(s_on_stack);
           get<kScoreTiles>(s, s_on_stack);
           get<kOutTiles>(o, o_on_stack);
@@ -445,11 +444,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const place_t& here = kept.at;
   const scores_t rows_of(here, SCORE_ARGUMENTS);
   elem_t* const out_rows = here.at(out, params.out);
-  const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&
-                        params.head_dim_v % 2 == 0 &&
-                        reinterpret_cast<unsigned long long>(out_rows) %
-                                (2 * sizeof(elem_t)) ==
-                            0;
+  const bool as_pairs =
+      params.out.col == 1 && params.out.row % 2 == 0 && params.head_dim_v % 2 == 0 &&
+      reinterpret_cast<unsigned long long>(out_rows) % (2 * sizeof(elem_t)) == 0;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const index_t i = i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;

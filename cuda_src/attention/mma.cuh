@@ -65,8 +65,8 @@ struct tile_t {
     return row * kPitch + (chunk ^ exchange(row)) * 16;
   }
 
-  // Where a lane's address for a product starts. A step moves by `chunks` (even) columns
-  // of 8 and by rows in multiples of 8, which are added as they are.
+  // Where a lane's address for a product starts. A step moves by `chunks` (even)
+  // columns of 8 and by rows in multiples of 8, which are added as they are.
   unsigned base;
   int x;
   __device__ __forceinline__ tile_t(unsigned tile, int row, int chunk)
@@ -105,8 +105,8 @@ __device__ __forceinline__ uint4 gather(const elem_t* row, int first, int dim) {
 }
 
 // Starts to copy rows [0, num_rows) of a matrix (.., dim); zeros fill up kRows x kDim.
-// `place(row, chunk)` tells the offset in shared memory of a chunk of 16 bytes. A thread
-// gets the same chunks in each call.
+// `place(row, chunk)` tells the offset in shared memory of a chunk of 16 bytes. A
+// thread gets the same chunks in each call.
 template <int kRows, int kDim, typename Place>
 __device__ __forceinline__ void load_tile(unsigned char* smem,
                                           const elem_t* x,
@@ -266,7 +266,7 @@ __device__ __forceinline__ void multiply_qk(scores_frag_t& s,
   for (int step = 0; step < kSteps; ++step) {
     unsigned loaded[kRowTiles][4];
     if constexpr (!kInRegisters) load_q(loaded, lanes, step);
-    const auto& a = [&]() -> const unsigned(&)[kRowTiles][4] {
+    const auto& a = [&]() -> const unsigned (&)[kRowTiles][4] {
       if constexpr (kInRegisters) return q.a[step];
       return loaded;
     }();
@@ -295,7 +295,7 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float(&tile)[4] = p[m][2 * step + n / 2];
+        const float (&tile)[4] = p[m][2 * step + n / 2];
         a[m][n] = pair16_t::from(tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
       }
     }
@@ -334,7 +334,8 @@ __device__ __forceinline__ void put(float* to, const float (&x)[kRowTiles][kCoun
   }
 }
 template <int kCount>
-__device__ __forceinline__ void get(float (&x)[kRowTiles][kCount][4], const float* from) {
+__device__ __forceinline__ void get(float (&x)[kRowTiles][kCount][4],
+                                    const float* from) {
 #pragma unroll
   for (int n = 0; n < kRowTiles * kCount * 4; ++n) {
     x[n / (kCount * 4)][n / 4 % kCount][n % 4] = from[n];

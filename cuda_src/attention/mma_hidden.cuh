@@ -3,15 +3,15 @@
 //
 // A product cannot leave out a key: its weight is 0, and 0 times NaN is NaN. A block
 // with such a result begins again, with care: it sets what is not finite to 0 in each
-// tile of v, and adds it at the end to the rows that see it. Rows that do not keep every
-// bit. Finite data pay for a look at the result alone.
+// tile of v, and adds it at the end to the rows that see it. Rows that do not keep
+// every bit. Finite data pay for a look at the result alone.
 #pragma once
 
 #include "attention/mma_softmax.cuh"
 
 // Sets numbers of a tile of v that are not finite to 0; whether this thread found any.
 __device__ __forceinline__ bool clean_values(unsigned char* tile) {
-  constexpr unsigned kExponent = sizeof(elem_t) != 2                 ? 0
+  constexpr unsigned kExponent = sizeof(elem_t) != 2     ? 0
                                  : pair16_t::kIsBfloat16 ? 0x7f80u
                                                          : 0x7c00u;
   using rows_t = tile_t<kHeadDimV>;

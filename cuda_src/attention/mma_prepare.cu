@@ -49,8 +49,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_mma_prepare(
   split_tile<kHeadDim>(image_k, scale_t(facts[0].largest).to_parts, chunk_of_k);
   split_tile<kHeadDimV>(image_v, values_t(facts[1]).to_parts, chunk_of_v);
   if (threadIdx.x < 2) {
-    unsigned char* const to = threadIdx.x == 0 ? image_k + kParts * kBytesK
-                                               : image_v + kParts * kBytesV;
+    unsigned char* const to =
+        threadIdx.x == 0 ? image_k + kParts * kBytesK : image_v + kParts * kBytesV;
     *reinterpret_cast<facts_t*>(to) = facts[threadIdx.x];
   }
 }

@@ -15,9 +15,9 @@ constexpr float kShift = kSplits ? 14 : 0;
 constexpr int kRows = 2 * kRowTiles;
 
 struct softmax_t {
-  float reference[kRows];         // the exponent of 2 that is subtracted
-  float l[kRows], rest[kRows];    // the sum of the weights, what its rounding left over
-  float alpha[kRows];             // 2^(reference before - now), where raise() says so
+  float reference[kRows];       // the exponent of 2 that is subtracted
+  float l[kRows], rest[kRows];  // the sum of the weights, what its rounding left over
+  float alpha[kRows];           // 2^(reference before - now), where raise() says so
 
   // The reference starts at a number instead of -inf, so that -inf minus it needs no
   // guard; scores below it count as -inf.

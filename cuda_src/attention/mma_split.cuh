@@ -18,8 +18,8 @@ constexpr int kKeyWords = kBlockN / 32;
 
 // What a tile of k or v says of its numbers, gathered by all threads.
 struct facts_t {
-  int largest;    // bits of the largest size of a finite number
-  int smallest;   // the same of the smallest among largest sizes of 4 neighbours, not 0
+  int largest;   // bits of the largest size of a finite number
+  int smallest;  // the same of the smallest among largest sizes of 4 neighbours, not 0
   unsigned marked[kKeyWords];  // keys with numbers that are not finite
 
   __device__ void clear() {
@@ -48,8 +48,8 @@ struct scale_t {
   }
 };
 
-// Scores with an error of up to 2^-39 (high alone 2^-25) of scale * head_dim * max |q| *
-// max |k| have one of 2^-25 (2^-11) below this bound.
+// Scores with an error of up to 2^-39 (high alone 2^-25) of scale * head_dim * max |q|
+// * max |k| have one of 2^-25 (2^-11) below this bound.
 constexpr float kLargestScore = kParts == 2 ? 16384.f : 16777216.f;
 // A value may be so many powers of 2 below the largest of its tile.
 constexpr int kSpread = kParts == 2 ? 16 : 28;
@@ -76,8 +76,8 @@ __device__ __forceinline__ void inspect(facts_t& facts, Load load) {
 #pragma unroll 4
   for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
     const float4 x = load(n);
-    const int top = max(max(size_bits(x.x), size_bits(x.y)),
-                        max(size_bits(x.z), size_bits(x.w)));
+    const int top =
+        max(max(size_bits(x.x), size_bits(x.y)), max(size_bits(x.z), size_bits(x.w)));
     if (top >= kInfinityBits) {
       const int row = n / staging_rows::kChunks;
       atomicOr(facts.marked + row / 32, 1u << row % 32);
@@ -189,8 +189,8 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
   return odd || !scale.fits ? infinity<float>() : __int_as_float(largest);
 }
 
-// A tile of k or v as it lies in memory where it has been split beforehand: the parts as
-// they stand in shared memory, and the facts.
+// A tile of k or v as it lies in memory where it has been split beforehand: the parts
+// as they stand in shared memory, and the facts.
 constexpr unsigned kFactsBytes = 64;
 static_assert(sizeof(facts_t) <= kFactsBytes);
 constexpr unsigned kImageK = kParts * kBytesK + kFactsBytes;
@@ -205,8 +205,9 @@ struct values_t {
 
   __device__ __forceinline__ explicit values_t(const facts_t& facts) {
     const scale_t scale(facts.largest);
-    whole = !scale.fits ||
-            (facts.largest >> 23) - (min(facts.smallest, facts.largest) >> 23) > kSpread;
+    whole =
+        !scale.fits ||
+        (facts.largest >> 23) - (min(facts.smallest, facts.largest) >> 23) > kSpread;
     to_parts = whole ? 0.f : scale.to_parts;
     to_unit = whole ? 1.f : scale.to_parts;
     from_parts = whole ? 1.f : scale.from_parts;
@@ -268,8 +269,8 @@ __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          ptx::ldmatrix_x4(a[step][m][part], lanes.q.at(16 * m, 2 * (first + step)) +
-                                                 part * kBytesQ);
+          ptx::ldmatrix_x4(a[step][m][part],
+                           lanes.q.at(16 * m, 2 * (first + step)) + part * kBytesQ);
         }
       }
     }
@@ -283,9 +284,9 @@ __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
           unsigned b[kParts][4];
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
-            ptx::ldmatrix_x4(b[part],
-                             lanes.k.at(8 * (n + 2 * pair), 2 * (first + step)) +
-                                 part * kBytesK);
+            ptx::ldmatrix_x4(
+                b[part],
+                lanes.k.at(8 * (n + 2 * pair), 2 * (first + step)) + part * kBytesK);
           }
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
@@ -319,7 +320,7 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        const float(&tile)[4] = p[m][2 * step + n / 2];
+        const float (&tile)[4] = p[m][2 * step + n / 2];
         unsigned words[kParts];
         split(words, tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
 #pragma unroll
@@ -337,8 +338,8 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
         unsigned b[kParts][4];
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          ptx::ldmatrix_x4_trans(
-              b[part], lanes.v.at(16 * step, n + 2 * pair) + part * kBytesV);
+          ptx::ldmatrix_x4_trans(b[part],
+                                 lanes.v.at(16 * step, n + 2 * pair) + part * kBytesV);
         }
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
@@ -361,22 +362,23 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
 
 // --- what parts cannot say -----------------------------------------------------------
 
-// Rare, and so not inlined: a thread's numbers go through its stack, and the loops around
-// need no registers for what happens here.
+// Rare, and so not inlined: a thread's numbers go through its stack, and the loops
+// around need no registers for what happens here.
 
 // The scores with marked keys, or with `whole` all, one by one in float32.
 __device__ __forceinline__ void compute_marked_scores(float* s,
-                                                   const unsigned* marked,
-                                                   bool whole,
-                                                   const elem_t* q_rows,
-                                                   const elem_t* k_rows,
-                                                   const params_t& params,
-                                                   int num_rows,
-                                                   int j0) {
+                                                      const unsigned* marked,
+                                                      bool whole,
+                                                      const elem_t* q_rows,
+                                                      const elem_t* k_rows,
+                                                      const params_t& params,
+                                                      int num_rows,
+                                                      int j0) {
   const int lane = lanes_t::lane();
 #pragma unroll 1
   for (int number = 0; number < kRowTiles * kScoreTiles * 4; ++number) {
-    const int e = number % 4, n = number / 4 % kScoreTiles, m = number / 4 / kScoreTiles;
+    const int e = number % 4, n = number / 4 % kScoreTiles,
+              m = number / 4 / kScoreTiles;
     const int key = 8 * n + lane % 4 * 2 + e % 2, j = j0 + key;
     if (!whole && !(marked[key / 32] >> key % 32 & 1)) continue;
     const int row = lanes_t::warp_row() + 16 * m + e / 2 * 8 + lane / 4;
@@ -398,16 +400,16 @@ __device__ __forceinline__ void compute_marked_scores(float* s,
 // replaced by 0. A product cannot leave out a key: its weight is 0, and 0 times NaN is
 // NaN. o is in units of 1 / to_unit.
 __device__ __forceinline__ void add_marked_values(float* o,
-                                               const float* s,
-                                               const float* reference,
-                                               float to_log2,
-                                               float to_unit,
-                                               const unsigned* marked,
-                                               bool whole,
-                                               const elem_t* v_rows,
-                                               const params_t& params,
-                                               int j0,
-                                               int last) {
+                                                  const float* s,
+                                                  const float* reference,
+                                                  float to_log2,
+                                                  float to_unit,
+                                                  const unsigned* marked,
+                                                  bool whole,
+                                                  const elem_t* v_rows,
+                                                  const params_t& params,
+                                                  int j0,
+                                                  int last) {
   const int lane = lanes_t::lane(), dim = static_cast<int>(params.head_dim_v);
 #pragma unroll 1
   for (int key = 0; key < kBlockN && j0 + key < last; ++key) {

@@ -7,8 +7,8 @@
 
 namespace ptx {
 
-// Four 8 x 8 matrices of 16-bit numbers: lane n gives the address of row n % 8 of matrix
-// n / 8 and gets the numbers 2 (n % 4) and one more of row n / 4 of each.
+// Four 8 x 8 matrices of 16-bit numbers: lane n gives the address of row n % 8 of
+// matrix n / 8 and gets the numbers 2 (n % 4) and one more of row n / 4 of each.
 __device__ __forceinline__ void ldmatrix_x4(unsigned (&x)[4], unsigned address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

@@ -25,6 +25,7 @@ from cupyflash._attention_kernels import (
     HopperKernel,
     UnfusedKernel,
 )
+from cupyflash._attention_mma import MmaKernel
 
 _NULL = _gpu.NULL
 _plans = _gpu.PlanCache()
@@ -391,6 +392,44 @@ class _HopperPlan(_FusedPlan):
         return out, lse
 
 
+class _MmaPlan(_FusedPlan):
+    """The mma kernel; of float32, keys and values that another kernel has split."""
+
+    def __init__(self, row, problem, operands, device):
+        super().__init__(row, problem, operands, device)
+        is_prepared = len(self.launches) > 1
+        self.images_bytes = row.images(problem, device) if is_prepared else 0
+
+    def __call__(self, arrays, offset):
+        """Launch; `arrays` as they stand in a call, out None for a new one."""
+        q, k, v, out = arrays[:4]
+        if out is None:
+            out = self.new_out()
+        lse = self.new_lse()
+        options = self.no_options or [_address(x) for x in arrays[4:]]
+        images = 0
+        if self.images_bytes:
+            memory = cupy.cuda.alloc(self.images_bytes)
+            images = memory.ptr
+            if _is_capturing():
+                _kept_for_graphs.append(memory)
+            self.launches[1].enqueue(
+                images, k.data.ptr, v.data.ptr, *options, offset, self.params
+            )
+        self.launch.enqueue(
+            images,
+            q.data.ptr,
+            k.data.ptr,
+            v.data.ptr,
+            out.data.ptr,
+            _address(lse),
+            *options,
+            offset,
+            self.params,
+        )
+        return out, lse
+
+
 # Memory that kernels in CUDA graphs write to whenever they are replayed: it must not go
 # back to the pool.
 _kept_for_graphs: list[Any] = []
@@ -542,6 +581,7 @@ class _UnfusedPlan(_Plan):
 _PLANS = {
     HopperKernel: _HopperPlan,
     FusedKernel: _FusedPlan,
+    MmaKernel: _MmaPlan,
     UnfusedKernel: _UnfusedPlan,
 }
 

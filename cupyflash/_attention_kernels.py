@@ -9,26 +9,24 @@ from typing import Any
 import numpy as np
 
 from cupyflash import _attention_problem, _kernels, _layout, _tensormap
+from cupyflash._attention_mma import MMA
 from cupyflash._attention_problem import AttentionProblem, MergeProblem
+from cupyflash._attention_rows import (
+    MOST_KEYS,
+    OPTIONS,
+    Config,
+)
+from cupyflash._attention_rows import defines as _defines
+from cupyflash._attention_rows import has_terms as _has_terms
+from cupyflash._attention_rows import is_plain as _is_plain
+from cupyflash._attention_rows import most_seen as _most_seen
+from cupyflash._attention_rows import num_rows as _num_rows
+from cupyflash._attention_rows import num_tiles as _num_tiles
+from cupyflash._attention_rows import scale_is_plain as _scale_is_plain
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
 # "No bound" among positions; kFar in cuda_src/attention/params.cuh.
 FAR = 1 << 61
-
-# Longest first axis of a grid that is used; the rest of the blocks stand in the second.
-_GRID_X = 1 << 30
-
-# The arrays that a call may go without, in the order of the kernels' parameters.
-OPTIONS = (
-    "bias",
-    "mask",
-    "sinks",
-    "alibi_slopes",
-    "query_offsets",
-    "query_lengths",
-    "key_lengths",
-)
-
 
 # --- parameters ----------------------------------------------------------------------
 
@@ -136,59 +134,6 @@ def launch_offset(problem: AttentionProblem) -> int:
 
 
 # --- rows ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Config:
-    """One kernel of a plan: what is compiled, and over how many blocks it runs."""
-
-    variant: Variant
-    num_blocks: int
-    num_threads: int
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Blocks along two axes, for kernels that read block_index()."""
-        return min(self.num_blocks, _GRID_X), -(-self.num_blocks // _GRID_X)
-
-    @property
-    def block(self) -> tuple[int]:
-        return (self.num_threads,)
-
-
-def _defines(problem, batch_dims, num_threads, elem=None, **more):
-    """The switches of score.cuh and params.cuh for a problem."""
-    defines = {
-        "ELEM_T": CUDA_TYPES[elem or problem.dtype],
-        "ACCUM_T": CUDA_TYPES[problem.compute_dtype],
-        "BATCH_DIMS": batch_dims,
-        "NUM_THREADS": num_threads,
-        **more,
-    }
-    for name in OPTIONS:
-        dtype = getattr(problem, name)
-        if dtype is not None:
-            is_mask = name == "mask"
-            defines["MASK" if is_mask else f"{name.upper()}_T"] = (
-                1 if is_mask else CUDA_TYPES[dtype]
-            )
-    if problem.softcap:
-        defines["SOFTCAP"] = 1
-    return tuple((name, str(value)) for name, value in defines.items())
-
-
-def _is_plain(problem):
-    """Whether scores are q.k and a scale, with no option that takes registers."""
-    return not problem.softcap and all(getattr(problem, n) is None for n in OPTIONS)
-
-
-def _num_rows(problem):
-    return math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
-
-
-def _num_tiles(problem, block_m):
-    heads = math.prod(problem.batch) * problem.num_heads
-    return heads * -(-problem.seqlen_q // block_m)
 
 
 @dataclass(frozen=True)
@@ -339,11 +284,6 @@ class HopperTile:
 # Queries of a warpgroup: rows of a box of q.
 HOPPER_GROUP_ROWS = 64
 
-# Most keys that a query may see. A tensor core cuts the bits that fall off a sum, 16
-# keys at a time, so that the error of out grows by 2^-25 of its size with each step: to
-# half of what is promised for a dtype at this length, if all values are alike.
-_HOPPER_KEYS = {"float16": 1 << 18, "bfloat16": 1 << 21}
-
 # Tiles of keys that a part has at least: merging costs as much as one or two.
 _TILES_OF_SPLIT = 2
 _SPLIT_MERGE_THREADS = 128
@@ -400,7 +340,7 @@ class HopperKernel:
                 return f"{name} {n} is not a multiple of 8 up to {self.dims[-1]}"
         if problem.seqlen_k == 0:
             return "there are no keys"
-        if _most_seen(problem) > (most := _HOPPER_KEYS[problem.dtype]):
+        if _most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
         longest = max(problem.seqlen_q, problem.seqlen_k, _num_rows(problem) // 64)
         if longest >= 1 << 30:
@@ -564,13 +504,6 @@ def _exponents(problem):
     return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
 
 
-def _most_seen(problem):
-    """Keys that one query may see at most."""
-    if problem.left is None or problem.right is None:
-        return problem.seqlen_k
-    return min(problem.seqlen_k, problem.left + problem.right + 1)
-
-
 def _bounds(problem):
     """kBounds of cuda_src/attention/hopper_tiles.cuh."""
     if problem.left is not None:
@@ -581,18 +514,6 @@ def _bounds(problem):
 def _has_lengths(problem):
     """Whether the device alone knows how many queries or keys there are."""
     return problem.query_lengths is not None or problem.key_lengths is not None
-
-
-def _scale_is_plain(scale):
-    """Whether softmax can work on products that have not been scaled."""
-    return 1e-20 <= scale <= 1e20
-
-
-def _has_terms(problem):
-    """Whether scores are finished one by one before the softmax."""
-    arrays = (problem.bias, problem.mask, problem.alibi_slopes)
-    has_arrays = any(x is not None for x in arrays)
-    return has_arrays or problem.softcap > 0 or not _scale_is_plain(problem.scale)
 
 
 @dataclass(frozen=True)
@@ -700,6 +621,7 @@ ATTENTION_KERNELS = (  # best first
             ),
         },
     ),
+    MMA,
     FusedKernel(
         name="tiled",
         rungs=("tiled", "auto"),

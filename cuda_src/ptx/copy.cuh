@@ -20,6 +20,27 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   }
 }
 
+// 16 bytes, of which the first `num_bytes` are copied and the others become 0.
+__device__ __forceinline__ void copy_async_or_zero(unsigned shared,
+                                                   const void* global,
+                                                   unsigned num_bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared),
+               "l"(global), "r"(num_bytes)
+               : "memory");
+}
+
+// The copies of this thread up to here become a group.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most the last kPending groups of this thread are under way.
+template <int kPending>
+__device__ __forceinline__ void wait_copy_groups() {
+  static_assert(kPending >= 0);
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // Waits for all copies of this thread.
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");

@@ -1,0 +1,494 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: FlashAttention-2 on tensor cores that work for a warp (mma.sync).
+//
+// Algorithm  As attention_tiled: for each tile of keys
+//                s = score(q k^T),  m' = max(m, rowmax s),  p = exp(s - m')
+//                l = l exp(m - m') + rowsum p,  o = o exp(m - m') + p v
+//            and at the end  out = o / l,  lse = m + log l.
+//            m follows the maximum only when that has grown by 2^8. float32 is split
+//            into float16 numbers (mma_split.cuh).
+// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
+//            ones are longest
+// Tiles      q     kBlockM x kHeadDim                 shared, loaded once
+//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
+//                                                     comes to a tile of its own first
+//            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1))
+// Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
+//            shared: see smem_bytes() in _attention_mma.py
+// Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
+// Limits     head_dim and head_dim_v up to 256, filled up with zeros; fewer than 2^29
+//            keys; sm_80 or newer. Values of hidden keys that are not finite: a block
+//            whose result they have reached begins again and sets them to 0 in shared
+//            memory.
+#include "attention/mma_hidden.cuh"
+#include "attention/mma_split.cuh"
+#include "ptx/registers.cuh"
+
+#ifdef STAGES
+constexpr int kStages = STAGES;
+#else
+constexpr int kStages = 1;
+#endif
+// float32 comes from tiles that attention_mma_prepare has split, or is split here.
+#ifdef PREPARED
+constexpr bool kPrepared = true;
+#else
+constexpr bool kPrepared = false;
+#endif
+constexpr bool kStaged = kSplits && !kPrepared;
+static_assert(kStages == 1 || (kStages == 2 && !kStaged));
+// Of a stage in shared memory.
+constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
+// Fragments of q stay in registers where there is room.
+constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
+
+// A tensor core cuts the bits that fall off a sum: products of one sign come out
+// smaller by about 0.4 units in the last place with each step of 16 columns but the
+// first. Half of that is given back, never more than the 2 units that a score may be
+// wrong by; up to 4 steps nothing is. float32 is summed by rounding (mma_split.cuh).
+constexpr double kUnits = 0.2 * (kSteps + 1);
+constexpr double kGivenBack =
+    kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;
+
+// What only the end of the kernel or rare data need: in the loop there are no registers
+// for it.
+struct kept_t {
+  place_t at;
+  double from_log2;
+  const elem_t *q_rows, *k_rows, *v_rows;
+  int num_rows;
+};
+constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
+static_assert(sizeof(kept_t) <= kKeptBytes);
+static_assert(4 * sizeof(facts_t) + sizeof(int) <= kFactsOfStaging);
+
+// Keys that the queries of a block see, by their numbers.
+struct block_t {
+  int low, high, num_keys;  // as band_t, for the tile at key 0
+
+  __device__ __forceinline__ explicit block_t(const band_t& band)
+      : low(band.low), high(band.high), num_keys(band.num_keys) {}
+  // Whether all queries see all keys of the tile at j0.
+  __device__ __forceinline__ bool sees_all(int j0) const {
+    return low + kBlockM - 1 <= j0 && j0 + kBlockN <= min(high, num_keys);
+  }
+};
+
+// Products into final scores, -inf where a query does not see a key.
+__device__ __forceinline__ void finish_scores(scores_frag_t& s,
+                                              const scores_t& scores,
+                                              const block_t& block,
+                                              const params_t& params,
+                                              index_t i0,
+                                              int j0) {
+  const int lane = lanes_t::lane();
+  const int row_0 = lanes_t::warp_row() + lane / 4, column_0 = lane % 4 * 2;
+  if constexpr (kHasTerms) {
+    auto finish = [&](float x, int row, int column) {
+      const index_t i = i0 + row, j = j0 + column;
+      return scores(x * static_cast<float>(kGivenBack), min(i, params.seqlen_q - 1),
+                    min(j, params.seqlen_k - 1));
+    };
+    if constexpr (kHeadDimV > 128) {
+      // o takes the registers: a few scores at a time, by way of the stack.
+      float on_stack[kRowTiles * kScoreTiles * 4];
+      put<kScoreTiles>(on_stack, s);
+#pragma unroll 4
+      for (int n = 0; n < kRowTiles * kScoreTiles * 4; ++n) {
+        const int row = n / (kScoreTiles * 4) * 16 + n / 2 % 2 * 8;
+        const int column = n / 4 % kScoreTiles * 8 + n % 2;
+        on_stack[n] = finish(on_stack[n], row_0 + row, column_0 + column);
+      }
+      ptx::forget(on_stack);
+      get<kScoreTiles>(s, on_stack);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int n = 0; n < kScoreTiles; ++n) {
+          // Parts leave no registers for what other columns will load.
+          if constexpr (kParts == 2) ptx::keep_order();
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[r / 2][n][r % 2 * 2 + e];
+            x = finish(x, row_0 + 8 * r, column_0 + 8 * n + e);
+          }
+        }
+      }
+    }
+  }
+  if (!block.sees_all(j0)) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = row_0 + 8 * r;
+      const int first = block.low + row - j0 - column_0;
+      const int last = min(block.high + row, block.num_keys) - j0 - column_0;
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = 8 * n + e;
+          float& x = s[r / 2][n][r % 2 * 2 + e];
+          if (column < first || column >= last) x = -infinity<float>();
+        }
+      }
+    }
+  }
+}
+
+// Two numbers side by side in a row of out.
+__device__ __forceinline__ void store_pair(
+    elem_t* row, int column, int dim, index_t step, bool as_pair, float x, float y) {
+  if (as_pair && column < dim) {
+    if constexpr (kSplits) {
+      *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
+    } else {
+      *reinterpret_cast<unsigned*>(row + column) = pair16_t::from(x, y);
+    }
+  } else {
+    if (column < dim) row[column * step] = to<elem_t>(x);
+    if (column + 1 < dim) row[(column + 1) * step] = to<elem_t>(y);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_mma(
+    // Tiles of k and v in parts, (batch, kv heads, tiles), or null.
+    const unsigned char* __restrict__ images,
+    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
+    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
+    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
+    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
+    accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+    SCORE_PARAMETERS) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  unsigned char* const smem_q = smem;
+  unsigned char* const smem_k = smem_q + kParts * kBytesQ;
+  unsigned char* const smem_v = smem_k + kStages * kStageK;
+  unsigned char* const staging_k = smem_v + kStages * kStageV;
+  unsigned char* const staging_v = staging_k + (kStaged ? 2 * kBytesK : 0);
+  unsigned char* const behind = staging_v + (kStaged ? 2 * kBytesV : 0);
+  // Of float32, by parity of the tile.
+  facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
+  facts_t* const facts_v = facts_k + 2;
+  int* const largest_q = reinterpret_cast<int*>(facts_v + 2);
+  kept_t& kept = *reinterpret_cast<kept_t*>(behind + kFactsOfStaging);
+
+  const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const place_t at(params, block_index(), num_blocks);
+  if (!at.exists) return;
+  const int i0 = static_cast<int>(num_blocks - 1 - at.tile) * kBlockM;
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  const block_t block(scores.band(i0, 0));
+  // Rows behind the queries are zeros, and nobody stores what comes of them.
+  const int num_rows =
+      static_cast<int>(clamp(scores.num_queries() - i0, 0, index_t(kBlockM)));
+  const int dim = static_cast<int>(params.head_dim);
+  const int dim_v = static_cast<int>(params.head_dim_v);
+
+  const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
+  const elem_t* const k_rows = at.at_kv(k, params.k);
+  const elem_t* const v_rows = at.at_kv(v, params.v);
+  const bool aligned_k = has_aligned_rows(k_rows, params.k.row, dim);
+  const bool aligned_v = has_aligned_rows(v_rows, params.v.row, dim_v);
+  const bool aligned_q = has_aligned_rows(q_rows, params.q.row, dim);
+
+  // Tiles start at multiples of kBlockN, so that a row is summed in the same order
+  // whatever the tile of queries it lies in.
+  const range_t keys = scores.keys_of(i0, i0 + num_rows);
+  const int first = static_cast<int>(keys.first) / kBlockN * kBlockN;
+  const int last = static_cast<int>(keys.last);
+
+  auto place_k = [](int row, int chunk) {
+    if constexpr (kSplits) return staging_t<kHeadDim>::offset(row, chunk);
+    return tile_t<kHeadDim>::offset(row, chunk);
+  };
+  auto place_v = [](int row, int chunk) {
+    if constexpr (kSplits) return staging_t<kHeadDimV>::offset(row, chunk);
+    return tile_t<kHeadDimV>::offset(row, chunk);
+  };
+  const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+  const unsigned char* const head_images =
+      images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
+  auto load_k = [&](int j0) {
+    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+    if (j0 < last) {
+      if constexpr (kPrepared) {
+        load_image<kImageK>(smem_k + stage * kStageK, head_images + tile * kImage);
+      } else {
+        load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
+                                     k_rows + j0 * params.k.row, params.k.row,
+                                     last - j0, dim, aligned_k, place_k);
+      }
+    }
+    ptx::commit_copies();
+  };
+  auto load_v = [&](int j0) {
+    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+    if (j0 < last) {
+      if constexpr (kPrepared) {
+        load_image<kImageV>(smem_v + stage * kStageV,
+                            head_images + tile * kImage + kImageK);
+      } else {
+        load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
+                                      v_rows + j0 * params.v.row, params.v.row,
+                                      last - j0, dim_v, aligned_v, place_v);
+      }
+    }
+    ptx::commit_copies();
+  };
+
+  // Scores times to_log2 are exponents of 2.
+  const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
+  const float to_log2 = static_cast<float>(scale * kLog2e);
+  lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v));
+
+  const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
+  if (threadIdx.x == 0) {
+    kept.at = at;
+    kept.q_rows = q_rows;
+    kept.k_rows = k_rows;
+    kept.v_rows = v_rows;
+    kept.num_rows = num_rows;
+    // The scale again in double: to_log2 was rounded, and lse has to know it to the
+    // bit.
+    kept.from_log2 = scale / to_log2;
+  }
+
+  out_frag_t o;
+  softmax_t rows;
+  bool special = false;
+#pragma unroll 1
+  for (bool careful = false;; careful = true) {
+    rows = softmax_t();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
+      }
+    }
+    queries_t<kKeepQ> q_frags;
+    // From a product of parts to q k, and to p v.
+    float unit_q = 1, unit_o = 1, size_q = 0;
+    if constexpr (kStaged) {
+      if (threadIdx.x == 0) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) facts_k[n].clear();
+      }
+    }
+    if constexpr (kSplits) {
+      if (threadIdx.x == 0) *largest_q = 0;
+      load_k(first);
+      if (kStaged || kStages == 2) load_v(first);
+      __syncthreads();  // the facts are cleared
+      size_q = split_q(smem_q, largest_q, q_rows, params.q.row, num_rows, dim,
+                       aligned_q, unit_q);
+    } else {
+      load_tile<kBlockM, kHeadDim>(
+          smem_q, q_rows, params.q.row, num_rows, dim, aligned_q,
+          [](int row, int chunk) { return tile_t<kHeadDim>::offset(row, chunk); });
+      load_k(first);
+      if (kStages == 2) load_v(first);
+      if constexpr (kKeepQ) {
+        ptx::wait_copy_groups<kStages - 1>();
+        __syncthreads();  // q is complete
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) load_q(q_frags.a[step], lanes, step);
+      }
+    }
+
+#pragma unroll 1
+    for (int j0 = first; j0 < last; j0 += kBlockN) {
+      scores_frag_t s;
+      const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+      const facts_t* of_k =
+          reinterpret_cast<facts_t*>(smem_k + stage * kStageK + kParts * kBytesK);
+      const facts_t* of_v =
+          reinterpret_cast<facts_t*>(smem_v + stage * kStageV + kParts * kBytesV);
+      ptx::wait_copy_groups<0>();
+      if constexpr (kStaged) {
+        const int parity = tile % 2;
+        of_k = facts_k + parity;
+        of_v = facts_v + parity;
+        auto chunk_of_k = [&](int n) {
+          return *reinterpret_cast<const float4*>(staging_k + n * 16);
+        };
+        auto chunk_of_v = [&](int n) {
+          return *reinterpret_cast<const float4*>(staging_v + n * 16);
+        };
+        inspect<kHeadDim>(facts_k[parity], chunk_of_k);
+        inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
+        __syncthreads();  // the facts are complete; all have read the tiles before
+        if (threadIdx.x == 0) {
+          facts_k[parity ^ 1].clear();
+          facts_v[parity ^ 1].clear();
+        }
+        split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
+        split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
+        load_k(j0 + kBlockN);
+        load_v(j0 + kBlockN);
+        __syncthreads();  // the parts of k and v are complete
+      } else if constexpr (kStages == 2) {
+        __syncthreads();  // this tile is complete; all have read the one before
+        load_k(j0 + kBlockN);
+        load_v(j0 + kBlockN);
+        lanes.k.base = base_k + stage * kStageK;
+        lanes.v.base = base_v + stage * kStageV;
+      } else {
+        __syncthreads();  // this tile of k is complete; all have read v before
+        load_v(j0);
+      }
+
+      if constexpr (kSplits) {
+        const scale_t scale(of_k->largest);
+        const float unit = unit_q * scale.from_parts;
+        if constexpr (kParts == 2) {
+          multiply_qk_split(s, lanes, unit);
+        } else {
+          multiply_qk(s, q_frags, lanes);
+          multiply_by(s, unit);
+        }
+        const float size = size_q * __int_as_float(of_k->largest) *
+                           fabsf(static_cast<float>(params.scale)) * kHeadDim;
+        const bool whole = !scale.fits || !(size <= kLargestScore);
+        if (whole || any_marked(*of_k)) {
+          float s_on_stack[kRowTiles * kScoreTiles * 4];
+          float o_on_stack[kRowTiles * kOutTiles * 4];
+          put<kScoreTiles>(s_on_stack, s);
+          put<kOutTiles>(o_on_stack, o);
+          ptx::forget(o_on_stack);
+          compute_marked_scores(s_on_stack, of_k->marked, whole, kept.q_rows,
+                                kept.k_rows, params, kept.num_rows, j0);
+          ptx::forget(o_on_stack);
+          get<kScoreTiles>(s, s_on_stack);
+          get<kOutTiles>(o, o_on_stack);
+        }
+      } else {
+        multiply_qk(s, q_frags, lanes);
+      }
+      finish_scores(s, scores, block, params, i0, j0);
+      if (raise(rows, s, to_log2)) rescale(o, rows);
+      if constexpr (!kStaged && kStages == 1) {
+        ptx::wait_copy_groups<0>();
+        __syncthreads();  // this tile of v is complete; all have read k
+        load_k(j0 + kBlockN);
+      }
+      if constexpr (kSplits) {
+        const values_t values(*of_v);
+        if constexpr (kParts == 1) {
+          // o has the unit of the tile.
+          if (values.from_parts != unit_o) {
+            multiply_by(o, unit_o * values.to_unit);
+            unit_o = values.from_parts;
+          }
+        }
+        if (values.whole || any_marked(*of_v)) {
+          float o_on_stack[kRowTiles * kOutTiles * 4];
+          float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
+          put<kOutTiles>(o_on_stack, o);
+          put<kScoreTiles>(s_on_stack, s);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
+          add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
+                            kParts == 1 ? values.to_unit : 1.f, of_v->marked,
+                            values.whole, kept.v_rows, params, j0, last);
+          ptx::forget(s_on_stack);
+          get<kScoreTiles>(s, s_on_stack);
+          get<kOutTiles>(o, o_on_stack);
+        }
+        exponentiate(rows, s, to_log2);
+        if constexpr (kParts == 2) {
+          multiply_pv_split(o, s, lanes, values.from_parts);
+        } else {
+          multiply_pv(o, s, lanes);
+        }
+      } else {
+        if (careful) {
+          special |= clean_values(smem_v + stage * kStageV);
+          __syncthreads();  // all have cleaned their part
+        }
+        exponentiate(rows, s, to_log2);
+        multiply_pv(o, s, lanes);
+      }
+    }
+
+    if constexpr (kSplits && kParts == 1) multiply_by(o, unit_o);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float& l = rows.l[r];
+      l += rows.rest[r];
+      l += shuffle_xor(l, 1);
+      l += shuffle_xor(l, 2);
+    }
+    ptx::wait_copy_groups<0>();
+    if constexpr (kSplits) break;
+    // Values of keys that a row does not see may have come in as 0 * NaN.
+    float odd = 0;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) odd = fmaf(o[m][n][e], 0, odd);
+      }
+    }
+    if (careful) {
+      special = __syncthreads_or(special);
+      break;
+    }
+    if (!__syncthreads_or(odd != 0)) break;
+  }
+
+  const place_t& here = kept.at;
+  const scores_t rows_of(here, SCORE_ARGUMENTS);
+  elem_t* const out_rows = here.at(out, params.out);
+  const bool as_pairs =
+      params.out.col == 1 && params.out.row % 2 == 0 && params.head_dim_v % 2 == 0 &&
+      reinterpret_cast<unsigned long long>(out_rows) % (2 * sizeof(elem_t)) == 0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const index_t i = i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
+    if (i >= params.seqlen_q) continue;
+    // lse has to know to the last bit what was subtracted; l takes what a float of it
+    // leaves over. Above a million that is less than a unit of lse.
+    const double m = rows.reference[r] * kept.from_log2;
+    const float high = static_cast<float>(m);
+    const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
+    const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
+    const float inverse = finished.inverse * (1 + low);
+    if (lse != nullptr && lanes_t::lane() % 4 == 0) {
+      lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
+    }
+    elem_t* const out_row = out_rows + i * params.out.row;
+    if constexpr (kSplits && !kHasSinks) {
+      // A row of one key is its value, to the last bit, which the parts may lack.
+      const range_t seen = rows_of.keys_of(i, i + 1);
+      if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
+        const elem_t* const only = kept.v_rows + seen.first * params.v.row;
+#pragma unroll 1
+        for (int n = lanes_t::lane() % 4; n < params.head_dim_v; n += 4) {
+          out_row[n * params.out.col] = only[n];
+        }
+        continue;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+      const int column = n * 8 + lanes_t::lane() % 4 * 2;
+      float x = o[r / 2][n][r % 2 * 2] * inverse;
+      float y = o[r / 2][n][r % 2 * 2 + 1] * inverse;
+      if (finished.inverse == 0) x = y = 0;
+      store_pair(out_row, column, static_cast<int>(params.head_dim_v), params.out.col,
+                 as_pairs, x, y);
+    }
+  }
+  if constexpr (!kSplits) {
+    if (special) {
+      const index_t i_first = i0 + lanes_t::warp_row();
+      add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
+                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), first, last);
+    }
+  }
+}

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: infinities and NaN among 16-bit values that some query does not see.
+//
+// A product cannot leave out a key: its weight is 0, and 0 times NaN is NaN. A block
+// with such a result begins again, with care: it sets what is not finite to 0 in each
+// tile of v, and adds it at the end to the rows that see it. Rows that do not keep
+// every bit. Finite data pay for a look at the result alone.
+#pragma once
+
+#include "attention/mma_softmax.cuh"
+
+// Sets numbers of a tile of v that are not finite to 0; whether this thread found any.
+__device__ __forceinline__ bool clean_values(unsigned char* tile) {
+  constexpr unsigned kExponent = sizeof(elem_t) != 2     ? 0
+                                 : pair16_t::kIsBfloat16 ? 0x7f80u
+                                                         : 0x7c00u;
+  using rows_t = tile_t<kHeadDimV>;
+  bool found_any = false;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < kBlockN * rows_t::kChunks; n += kNumThreads) {
+    const int row = n / rows_t::kChunks, chunk = n % rows_t::kChunks;
+    uint4& at = *reinterpret_cast<uint4*>(tile + rows_t::offset(row, chunk));
+    uint4 vector = at;
+    unsigned* const words = &vector.x;
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool low = (words[i] & kExponent) == kExponent;
+      const bool high = (words[i] >> 16 & kExponent) == kExponent;
+      if (low) words[i] &= 0xffff0000u;
+      if (high) words[i] &= 0xffffu;
+      found |= low | high;
+    }
+    if (found) at = vector;
+    found_any |= found;
+  }
+  return found_any;
+}
+
+// Adds to the stored rows [i_first, i_last) what they see of values of keys [first,
+// last) that are not finite. The rows are those of this warp.
+__device__ __forceinline__ void add_specials(elem_t* out_rows,
+                                             const elem_t* v_rows,
+                                             const scores_t& scores,
+                                             const params_t& params,
+                                             index_t i_first,
+                                             index_t i_last,
+                                             int first,
+                                             int last) {
+  const int lane = lanes_t::lane(), dim = static_cast<int>(params.head_dim_v);
+  __syncwarp();  // what the warp has stored is there for all its lanes
+#pragma unroll 1
+  for (index_t j0 = first; j0 < last; j0 += kWarpSize) {
+    // A lane looks through a key; then the warp goes through those that have some.
+    bool special = false;
+    if (j0 + lane < last) {
+      const elem_t* const row = v_rows + (j0 + lane) * params.v.row;
+#pragma unroll 1
+      for (int column = 0; column < dim; ++column) {
+        special |= !is_finite(to<float>(row[column]));
+      }
+    }
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(kFullMask, special); left != 0;
+         left &= left - 1) {
+      const index_t j = j0 + __ffs(left) - 1;
+#pragma unroll 1
+      for (index_t i = i_first; i < i_last; ++i) {
+        const range_t seen = scores.keys_of(i, i + 1);
+        if (j < seen.first || j >= seen.last) continue;
+        if constexpr (kHasMask || kHasBias) {
+          if (scores(0.f, i, j) == -infinity<float>()) continue;
+        }
+#pragma unroll 1
+        for (int column = lane; column < dim; column += kWarpSize) {
+          const float x = to<float>(v_rows[j * params.v.row + column]);
+          elem_t& sum = out_rows[i * params.out.row + column * params.out.col];
+          if (!is_finite(x)) sum = to<elem_t>(to<float>(sum) + x);
+        }
+      }
+    }
+  }
+}

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: MIT
+// attention_mma_prepare: float32 keys and values as the tiles of float16 numbers that
+// attention_mma multiplies.
+//
+// Algorithm  mma_split.cuh. Every block of queries would split each tile of keys anew;
+//            here it is done once.
+// Grid       1-D, a block a tile of keys of one head
+// Memory     global: k and v twice (the second time from L2), the parts once
+// Numbers    see mma_split.cuh; keys behind the key length are zeros
+// Limits     those of attention_mma
+#include "attention/mma_split.cuh"
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) attention_mma_prepare(
+    unsigned char* __restrict__ images,  // (batch, kv heads, tiles) of kImage bytes
+    const elem_t* __restrict__ k,        // (batch, kv heads, keys, head_dim)
+    const elem_t* __restrict__ v,        // (batch, kv heads, keys, head_dim_v)
+    SCORE_PARAMETERS) {
+  __shared__ facts_t facts[2];
+  const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+  const index_t number = divide(block_index(), num_tiles);
+  const index_t tile = block_index() - number * num_tiles;
+  // The first query head that uses this head of keys.
+  const place_t at(params, number * params.group_size * num_tiles + tile, num_tiles);
+  if (!at.exists) return;
+  const index_t j0 = tile * kBlockN;
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  const int num_keys = static_cast<int>(clamp(scores.band(0, j0).num_keys, 0, kBlockN));
+  const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
+  const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
+  const int dim = static_cast<int>(params.head_dim);
+  const int dim_v = static_cast<int>(params.head_dim_v);
+  const bool aligned_k = has_aligned_rows(k_rows, params.k.row, dim);
+  const bool aligned_v = has_aligned_rows(v_rows, params.v.row, dim_v);
+  auto chunk_of_k = [&](int n) {
+    return load_chunk<kHeadDim>(k_rows, params.k.row, num_keys, dim, n, aligned_k);
+  };
+  auto chunk_of_v = [&](int n) {
+    return load_chunk<kHeadDimV>(v_rows, params.v.row, num_keys, dim_v, n, aligned_v);
+  };
+
+  if (threadIdx.x < 2) facts[threadIdx.x].clear();
+  __syncthreads();  // the facts are cleared
+  inspect<kHeadDim>(facts[0], chunk_of_k);
+  inspect<kHeadDimV>(facts[1], chunk_of_v);
+  __syncthreads();  // the facts are complete
+
+  unsigned char* const image_k = images + (number * num_tiles + tile) * kImage;
+  unsigned char* const image_v = image_k + kImageK;
+  split_tile<kHeadDim>(image_k, scale_t(facts[0].largest).to_parts, chunk_of_k);
+  split_tile<kHeadDimV>(image_v, values_t(facts[1]).to_parts, chunk_of_v);
+  if (threadIdx.x < 2) {
+    unsigned char* const to =
+        threadIdx.x == 0 ? image_k + kParts * kBytesK : image_v + kParts * kBytesV;
+    *reinterpret_cast<facts_t*>(to) = facts[threadIdx.x];
+  }
+}

@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: the softmax of a warp's scores, in registers.
+#pragma once
+
+#include "attention/mma.cuh"
+
+// Weights lie below 2^(kShift + kLazyLog2): the reference of a row moves only when a
+// score passes it by so much. Any reference is exact in real arithmetic, since o, l and
+// p share it. Weights that are split into float16 numbers are shifted to the upper end
+// of what these can hold, so that what is cut off is small beside the largest weight.
+constexpr float kLazyLog2 = kSplits ? 1 : 8;
+constexpr float kShift = kSplits ? 14 : 0;
+
+// Rows of a thread: row 2 m + r is r * 8 + lane / 4 of tile m.
+constexpr int kRows = 2 * kRowTiles;
+
+struct softmax_t {
+  float reference[kRows];       // the exponent of 2 that is subtracted
+  float l[kRows], rest[kRows];  // the sum of the weights, what its rounding left over
+  float alpha[kRows];           // 2^(reference before - now), where raise() says so
+
+  // The reference starts at a number instead of -inf, so that -inf minus it needs no
+  // guard; scores below it count as -inf.
+  __device__ __forceinline__ softmax_t() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      reference[r] = -1e38f;
+      l[r] = 0;
+      rest[r] = 0;
+    }
+  }
+};
+
+// The exponent of 2 of a score's weight. Scores times `to_log2` are exponents of 2.
+__device__ __forceinline__ float exponent(float s, float to_log2, float reference) {
+  return fmaf(s, to_log2, -reference);
+}
+
+// Where needed, moves the reference and brings l on it; then o must follow by alpha,
+// which all lanes of the warp are told.
+__device__ __forceinline__ bool raise(softmax_t& rows,
+                                      const scores_frag_t& s,
+                                      float to_log2) {
+  float largest[kRows];
+  bool passes = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    largest[r] = s[r / 2][0][r % 2 * 2];
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      largest[r] = fmaxf(largest[r], s[r / 2][n][r % 2 * 2]);
+      largest[r] = fmaxf(largest[r], s[r / 2][n][r % 2 * 2 + 1]);
+    }
+    // Each lane compares its own columns.
+    passes |= exponent(largest[r], to_log2, rows.reference[r]) > kShift + kLazyLog2;
+  }
+  const bool moves = __any_sync(kFullMask, passes);
+  if (moves) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 1));
+      largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 2));
+      // A row moves by its own scores: its bits depend on no other row of the warp.
+      const bool own =
+          exponent(largest[r], to_log2, rows.reference[r]) > kShift + kLazyLog2;
+      const float next =
+          own ? rounded_product(largest[r], to_log2) - kShift : rows.reference[r];
+      // Infinities have no difference.
+      rows.alpha[r] = own ? ptx::ex2_approx_ftz(rows.reference[r] - next) : 1.f;
+      rows.reference[r] = next;
+      rows.l[r] *= rows.alpha[r];
+      rows.rest[r] *= rows.alpha[r];
+    }
+  }
+  return moves;
+}
+
+__device__ __forceinline__ void rescale(out_frag_t& o, const softmax_t& rows) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[m][n][e] *= rows.alpha[2 * m + e / 2];
+    }
+  }
+}
+
+// s becomes p = exp(s - reference), and its sum over this thread's columns joins l. A
+// tile is summed apart and added without loss (Kahan).
+__device__ __forceinline__ void exponentiate(softmax_t& rows,
+                                             scores_frag_t& s,
+                                             float to_log2) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float tile = rows.rest[r];
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
+        float& x = s[r / 2][n][e];
+        x = ptx::ex2_approx_ftz(exponent(x, to_log2, rows.reference[r]));
+        tile += x;
+      }
+    }
+    const float sum = rows.l[r] + tile;
+    rows.rest[r] = tile - (sum - rows.l[r]);
+    rows.l[r] = sum;
+  }
+}

@@ -1,0 +1,435 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: float32 on tensor cores, by numbers that are split into float16.
+//
+// A tile is multiplied by a power of 2 that brings its largest number to [2^14, 2^15).
+// Then x = high + low, both float16, leaves out at most 2^-23 of x or 2^-39 of the
+// largest number, and q k = high high + high low + low high leaves out 2^-22 of q k.
+// precision="tf32" takes high alone, which has the 11 bits of that format. A tile where
+// 2^-39 of its largest number is not small enough, or whose numbers are not finite, has
+// scores or values that are computed one by one instead (`whole`, `marked`).
+#pragma once
+
+#include "attention/mma_softmax.cuh"
+
+constexpr int kInfinityBits = 0x7f800000;
+
+// Keys of a tile, one bit each.
+constexpr int kKeyWords = kBlockN / 32;
+
+// What a tile of k or v says of its numbers, gathered by all threads.
+struct facts_t {
+  int largest;   // bits of the largest size of a finite number
+  int smallest;  // the same of the smallest among largest sizes of 4 neighbours, not 0
+  unsigned marked[kKeyWords];  // keys with numbers that are not finite
+
+  __device__ void clear() {
+    largest = 0;
+    smallest = kInfinityBits;
+#pragma unroll
+    for (int i = 0; i < kKeyWords; ++i) marked[i] = 0;
+  }
+};
+
+// The power of 2 for a tile; 1 where the tile cannot be split.
+struct scale_t {
+  // Products of two such powers are numbers, too; of tf32, also o in units of the one
+  // after a tile with the other.
+  static constexpr int kMost = kParts == 2 ? 60 : 30;
+
+  float to_parts, from_parts;
+  bool fits;
+
+  __device__ __forceinline__ explicit scale_t(int largest) {
+    const int exponent = (largest >> 23) - 127;
+    fits = largest == 0 || (exponent >= -kMost && exponent <= kMost);
+    const int up = fits && largest != 0 ? 14 - exponent : 0;
+    to_parts = __int_as_float((127 + up) << 23);
+    from_parts = __int_as_float((127 - up) << 23);
+  }
+};
+
+// Scores with an error of up to 2^-39 (high alone 2^-25) of scale * head_dim * max |q|
+// * max |k| have one of 2^-25 (2^-11) below this bound.
+constexpr float kLargestScore = kParts == 2 ? 16384.f : 16777216.f;
+// A value may be so many powers of 2 below the largest of its tile.
+constexpr int kSpread = kParts == 2 ? 16 : 28;
+
+__device__ __forceinline__ int size_bits(float x) {
+  return __float_as_int(x) & 0x7fffffff;
+}
+
+// Numbers of q, k, v: 4 of a row, and what load_tile copies for a thread.
+constexpr int kElemsOfChunk = 4;
+template <int kDim>
+struct staging_t {
+  static constexpr int kChunks = kDim / kElemsOfChunk;
+  static __device__ __forceinline__ unsigned offset(int row, int chunk) {
+    return (row * kChunks + chunk) * 16;
+  }
+};
+
+// Gathers the facts of a tile; `load(n)` gives its chunk n.
+template <int kDim, typename Load>
+__device__ __forceinline__ void inspect(facts_t& facts, Load load) {
+  using staging_rows = staging_t<kDim>;
+  int largest = 0, smallest = kInfinityBits;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
+    const float4 x = load(n);
+    const int top =
+        max(max(size_bits(x.x), size_bits(x.y)), max(size_bits(x.z), size_bits(x.w)));
+    if (top >= kInfinityBits) {
+      const int row = n / staging_rows::kChunks;
+      atomicOr(facts.marked + row / 32, 1u << row % 32);
+      const float numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int size = size_bits(numbers[i]);
+        if (size < kInfinityBits) largest = max(largest, size);
+      }
+    } else {
+      largest = max(largest, top);
+      if (top != 0) smallest = min(smallest, top);
+    }
+  }
+  largest = __reduce_max_sync(kFullMask, largest);
+  smallest = __reduce_min_sync(kFullMask, smallest);
+  if (lanes_t::lane() == 0) {
+    atomicMax(&facts.largest, largest);
+    atomicMin(&facts.smallest, smallest);
+  }
+}
+
+// 4 numbers of a row as kParts tiles of float16; what is not finite becomes 0.
+template <int kDim>
+__device__ __forceinline__ void put_parts(
+    unsigned char* tile, unsigned bytes, int row, int chunk, float4 x, float to_parts) {
+  float numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    numbers[i] = size_bits(numbers[i]) < kInfinityBits ? numbers[i] * to_parts : 0.f;
+  }
+  unsigned low[kParts], high[kParts];
+  split(low, numbers[0], numbers[1]);
+  split(high, numbers[2], numbers[3]);
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    *reinterpret_cast<uint2*>(tile + part * bytes +
+                              tile_t<kDim>::offset(row, chunk / 2) + chunk % 2 * 8) =
+        make_uint2(low[part], high[part]);
+  }
+}
+
+// The chunks of a tile become parts.
+template <int kDim, typename Load>
+__device__ __forceinline__ void split_tile(unsigned char* tile,
+                                           float to_parts,
+                                           Load load) {
+  using staging_rows = staging_t<kDim>;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockN * staging_rows::kChunks; n += kNumThreads) {
+    put_parts<kDim>(tile, kBlockN * kDim * 2, n / staging_rows::kChunks,
+                    n % staging_rows::kChunks, load(n), to_parts);
+  }
+}
+
+// Chunk n of a matrix (num_rows, dim), zeros beyond it.
+template <int kDim>
+__device__ __forceinline__ float4 load_chunk(
+    const elem_t* q, index_t row_stride, int num_rows, int dim, int n, bool aligned) {
+  constexpr int kChunks = kDim / kElemsOfChunk;
+  const int row = n / kChunks, column = n % kChunks * kElemsOfChunk;
+  uint4 word = make_uint4(0, 0, 0, 0);
+  if (row < num_rows) {
+    const elem_t* const from = q + row * row_stride;
+    if (!aligned) {
+      word = gather(from, column, dim);
+    } else if (column < dim) {
+      word = *reinterpret_cast<const uint4*>(from + column);
+    }
+  }
+  return make_float4(__uint_as_float(word.x), __uint_as_float(word.y),
+                     __uint_as_float(word.z), __uint_as_float(word.w));
+}
+
+// Splits rows of q; returns the largest size, an infinity where one is not finite.
+__device__ __forceinline__ float split_q(unsigned char* tile,
+                                         int* largest_of_block,
+                                         const elem_t* q,
+                                         index_t row_stride,
+                                         int num_rows,
+                                         int dim,
+                                         bool aligned,
+                                         float& from_parts) {
+  constexpr int kChunks = kHeadDim / kElemsOfChunk;
+  int largest = 0;
+  bool odd = false;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockM * kChunks; n += kNumThreads) {
+    const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);
+    const float numbers[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int size = size_bits(numbers[i]);
+      odd |= size >= kInfinityBits;
+      if (size < kInfinityBits) largest = max(largest, size);
+    }
+  }
+  largest = __reduce_max_sync(kFullMask, largest);
+  if (lanes_t::lane() == 0) atomicMax(largest_of_block, largest);
+  odd = __syncthreads_or(odd);  // and largest_of_block is complete
+  largest = *largest_of_block;
+  const scale_t scale(largest);
+  from_parts = scale.from_parts;
+#pragma unroll 4
+  for (int n = threadIdx.x; n < kBlockM * kChunks; n += kNumThreads) {
+    const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);
+    put_parts<kHeadDim>(tile, kBytesQ, n / kChunks, n % kChunks, x, scale.to_parts);
+  }
+  return odd || !scale.fits ? infinity<float>() : __int_as_float(largest);
+}
+
+// A tile of k or v as it lies in memory where it has been split beforehand: the parts
+// as they stand in shared memory, and the facts.
+constexpr unsigned kFactsBytes = 64;
+static_assert(sizeof(facts_t) <= kFactsBytes);
+constexpr unsigned kImageK = kParts * kBytesK + kFactsBytes;
+constexpr unsigned kImageV = kParts * kBytesV + kFactsBytes;
+constexpr unsigned kImage = kImageK + kImageV;
+
+// How the values of a tile are taken.
+struct values_t {
+  float to_parts, from_parts;  // to_parts is 0 where no part is used
+  float to_unit;               // 1 / from_parts
+  bool whole;                  // one by one
+
+  __device__ __forceinline__ explicit values_t(const facts_t& facts) {
+    const scale_t scale(facts.largest);
+    whole =
+        !scale.fits ||
+        (facts.largest >> 23) - (min(facts.smallest, facts.largest) >> 23) > kSpread;
+    to_parts = whole ? 0.f : scale.to_parts;
+    to_unit = whole ? 1.f : scale.to_parts;
+    from_parts = whole ? 1.f : scale.from_parts;
+  }
+};
+
+__device__ __forceinline__ bool any_marked(const facts_t& facts) {
+  bool any = false;
+#pragma unroll
+  for (int i = 0; i < kKeyWords; ++i) any |= facts.marked[i] != 0;
+  return any;
+}
+
+// --- products ------------------------------------------------------------------------
+
+// So many steps of 16 are summed by the tensor cores, which cut the bits that fall off;
+// the sums are added by rounding.
+constexpr int kApart = kHeadDim <= 128 ? 2 : 1;
+// Tiles of 8 columns that are computed side by side.
+constexpr int kGroup = kRowTiles == 1 && kHeadDimV <= 128 ? 4 : 2;
+
+template <int kCount>
+__device__ __forceinline__ void clear(float (&x)[kRowTiles][kCount][4]) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
+    }
+  }
+}
+
+// sum += a b over all parts, small ones first; b holds two tiles of 8 columns.
+__device__ __forceinline__ void multiply_parts(float (&sum)[2][4],
+                                               const unsigned (&a)[kParts][4],
+                                               const unsigned (&b)[kParts][4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    if constexpr (kParts == 2) {
+      pair16_t::mma(sum[n], a[1], b[0][2 * n], b[0][2 * n + 1]);
+      pair16_t::mma(sum[n], a[0], b[1][2 * n], b[1][2 * n + 1]);
+    }
+    pair16_t::mma(sum[n], a[0], b[0][2 * n], b[0][2 * n + 1]);
+  }
+}
+
+// s = q k^T, times `unit`
+__device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
+                                                  const lanes_t& lanes,
+                                                  float unit) {
+  clear<kScoreTiles>(s);
+#pragma unroll
+  for (int first = 0; first < kSteps; first += kApart) {
+    unsigned a[kApart][kRowTiles][kParts][4];
+#pragma unroll
+    for (int step = 0; step < kApart && first + step < kSteps; ++step) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          ptx::ldmatrix_x4(a[step][m][part],
+                           lanes.q.at(16 * m, 2 * (first + step)) + part * kBytesQ);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; n += kGroup) {
+      float sum[kRowTiles][kGroup / 2][2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kApart && first + step < kSteps; ++step) {
+#pragma unroll
+        for (int pair = 0; pair < kGroup / 2; ++pair) {
+          unsigned b[kParts][4];
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            ptx::ldmatrix_x4(
+                b[part],
+                lanes.k.at(8 * (n + 2 * pair), 2 * (first + step)) + part * kBytesK);
+          }
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            multiply_parts(sum[m][pair], a[step][m], b);
+          }
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kGroup; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            s[m][n + i][e] = fmaf(sum[m][i / 2][i % 2][e], unit, s[m][n + i][e]);
+          }
+        }
+      }
+    }
+  }
+}
+
+// o += p v, times `unit`
+__device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
+                                                  const scores_frag_t& p,
+                                                  const lanes_t& lanes,
+                                                  float unit) {
+  unsigned a[kBlockN / 16][kRowTiles][kParts][4];
+#pragma unroll
+  for (int step = 0; step < kBlockN / 16; ++step) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const float (&tile)[4] = p[m][2 * step + n / 2];
+        unsigned words[kParts];
+        split(words, tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) a[step][m][part][n] = words[part];
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kOutTiles; n += kGroup) {
+    float sum[kRowTiles][kGroup / 2][2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kBlockN / 16; ++step) {
+#pragma unroll
+      for (int pair = 0; pair < kGroup / 2; ++pair) {
+        unsigned b[kParts][4];
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          ptx::ldmatrix_x4_trans(b[part],
+                                 lanes.v.at(16 * step, n + 2 * pair) + part * kBytesV);
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          multiply_parts(sum[m][pair], a[step][m], b);
+        }
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          o[m][n + i][e] = fmaf(sum[m][i / 2][i % 2][e], unit, o[m][n + i][e]);
+        }
+      }
+    }
+  }
+}
+
+// --- what parts cannot say -----------------------------------------------------------
+
+// Rare, and so not inlined: a thread's numbers go through its stack, and the loops
+// around need no registers for what happens here.
+
+// The scores with marked keys, or with `whole` all, one by one in float32.
+__device__ __forceinline__ void compute_marked_scores(float* s,
+                                                      const unsigned* marked,
+                                                      bool whole,
+                                                      const elem_t* q_rows,
+                                                      const elem_t* k_rows,
+                                                      const params_t& params,
+                                                      int num_rows,
+                                                      int j0) {
+  const int lane = lanes_t::lane();
+#pragma unroll 1
+  for (int number = 0; number < kRowTiles * kScoreTiles * 4; ++number) {
+    const int e = number % 4, n = number / 4 % kScoreTiles,
+              m = number / 4 / kScoreTiles;
+    const int key = 8 * n + lane % 4 * 2 + e % 2, j = j0 + key;
+    if (!whole && !(marked[key / 32] >> key % 32 & 1)) continue;
+    const int row = lanes_t::warp_row() + 16 * m + e / 2 * 8 + lane / 4;
+    float sum = 0;
+    if (row < num_rows && j < params.seqlen_k) {
+      const elem_t* const q_row = q_rows + row * params.q.row;
+      const elem_t* const k_row = k_rows + j * params.k.row;
+#pragma unroll 1
+      for (int d = 0; d < params.head_dim; ++d) {
+        sum = fmaf(to<float>(q_row[d]), to<float>(k_row[d]), sum);
+      }
+    }
+    s[number] = sum;
+  }
+}
+
+// o += p v for the marked keys, by each row that sees the key, of those values that are
+// not finite; or with `whole` of all keys and values. In shared memory they have been
+// replaced by 0. A product cannot leave out a key: its weight is 0, and 0 times NaN is
+// NaN. o is in units of 1 / to_unit.
+__device__ __forceinline__ void add_marked_values(float* o,
+                                                  const float* s,
+                                                  const float* reference,
+                                                  float to_log2,
+                                                  float to_unit,
+                                                  const unsigned* marked,
+                                                  bool whole,
+                                                  const elem_t* v_rows,
+                                                  const params_t& params,
+                                                  int j0,
+                                                  int last) {
+  const int lane = lanes_t::lane(), dim = static_cast<int>(params.head_dim_v);
+#pragma unroll 1
+  for (int key = 0; key < kBlockN && j0 + key < last; ++key) {
+    if (!whole && !(marked[key / 32] >> key % 32 & 1)) continue;
+    const elem_t* const v_row = v_rows + (j0 + key) * params.v.row;
+#pragma unroll 1
+    for (int r = 0; r < kRows; ++r) {
+      // The score is with the lane of four that owns the column.
+      float x = s[(r / 2 * kScoreTiles + key / 8) * 4 + r % 2 * 2 + key % 2];
+      x = __shfl_sync(kFullMask, x, (lane & ~3) | (key % 8 / 2));
+      if (x == -infinity<float>()) continue;
+      const float weight = ptx::ex2_approx_ftz(exponent(x, to_log2, reference[r]));
+#pragma unroll 1
+      for (int n = 0; n < 2 * kOutTiles; ++n) {
+        const int column = n / 2 * 8 + lane % 4 * 2 + n % 2;
+        const float value = column < dim ? to<float>(v_row[column]) : 0.f;
+        if (!whole && is_finite(value)) continue;
+        float& sum = o[(r / 2 * kOutTiles + n / 2) * 4 + r % 2 * 2 + n % 2];
+        sum = fmaf(weight, value * to_unit, sum);
+      }
+    }
+  }
+}

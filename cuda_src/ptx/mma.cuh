@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: MIT
+// PTX mma.sync and ldmatrix (sm_80 or newer): products of 16-bit matrices by one warp.
+//
+// None is volatile with a clobber of memory: a barrier of the block stands between a
+// tile's last write and the first ldmatrix.
+#pragma once
+
+namespace ptx {
+
+// Four 8 x 8 matrices of 16-bit numbers: lane n gives the address of row n % 8 of
+// matrix n / 8 and gets the numbers 2 (n % 4) and one more of row n / 4 of each.
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&x)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address));
+}
+
+// The same of the transposed matrices.
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&x)[4], unsigned address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address));
+}
+
+// d += a b with a 16 x 16, b 16 x 8 and d 16 x 8. Lane n has of d the columns
+// 2 (n % 4) and one more, of rows n / 4 and n / 4 + 8 (PTX ISA, "matrix fragments for
+// mma.m16n8k16").
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4],
+                                                 const unsigned (&a)[4],
+                                                 unsigned b0,
+                                                 unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4],
+                                                  const unsigned (&a)[4],
+                                                  unsigned b0,
+                                                  unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+}  // namespace ptx

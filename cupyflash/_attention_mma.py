@@ -1,0 +1,316 @@
+"""The row of the attention table that runs on tensor cores of sm_80 and newer."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cupyflash import _kernels
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import (
+    MOST_KEYS,
+    OPTIONS,
+    Config,
+    defines,
+    has_terms,
+    most_seen,
+    num_rows,
+    num_tiles,
+    scale_is_plain,
+)
+from cupyflash._kernels import Device, Variant
+
+# Head dimensions that are compiled; zeros fill the rest.
+DIMS = (32, 64, 96, 128, 192, 256)
+
+# Bytes behind the tiles: what tiles of float32 say of their numbers, and what a block
+# keeps for its end.
+_FACTS = 128 + 256
+# The same behind each tile that has been split beforehand.
+_FACTS_OF_IMAGE = 64
+# Bytes of such tiles, of all keys, that are allowed a byte of out.
+_MOST_IMAGES = 4
+_PREPARE_THREADS = 256
+# Shared memory of a multiprocessor that the system keeps for each block.
+_RESERVED = 1024
+
+
+@dataclass(frozen=True)
+class MmaTile:
+    """Queries and keys that a block holds, its threads, and tiles of k and v ahead."""
+
+    block_m: int
+    block_n: int
+    num_threads: int
+    stages: int = 1
+    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+
+
+def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
+    """Bytes of a tile of k and one of v that have been split (mma_split.cuh)."""
+    return parts * block_n * 2 * sum(dims) + 2 * _FACTS_OF_IMAGE
+
+
+def smem_bytes(tile: MmaTile, dims: tuple[int, int], parts: int, staged: bool) -> int:
+    """Shared memory of mma.cu: tiles of 16-bit numbers, and float32 ones as they came."""
+    stages = tile.stages * image_bytes(tile.block_n, dims, parts)
+    staging = 4 * tile.block_n * sum(dims) if staged else 0
+    return parts * tile.block_m * 2 * dims[0] + stages + staging + _FACTS
+
+
+# Upper bound of the head dimensions, and tiles from best to least: the first that an
+# architecture's shared memory holds min_blocks times is taken.
+_Ladder = tuple[tuple[float, tuple[MmaTile, ...]], ...]
+
+
+@dataclass(frozen=True)
+class MmaKernel:
+    """FlashAttention-2 by mma.sync, of 16-bit inputs or of float32 in parts.
+
+    `tiles` holds a ladder by what is multiplied ("float16", "float32", "tf32"; "few"
+    after the last two, where out is small beside the keys and each block splits them
+    itself) and for scores with terms of their own (bias, mask, softcap, alibi), which
+    need registers.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: dict[tuple[str, bool], _Ladder]
+    # Queries, and keys, from which float32 pays for being split.
+    least: int = 64
+    fast: bool = True
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        if device.cc < (8, 0):
+            return f"needs sm_80 or newer, {device.name} is {device.arch}"
+        if problem.dtype == "float64":
+            return "takes float16, bfloat16 and float32, not float64"
+        for name in ("head_dim", "head_dim_v"):
+            if (n := getattr(problem, name)) > DIMS[-1]:
+                return f"{name} {n} is above {DIMS[-1]}"
+        shortest = min(problem.seqlen_q, problem.seqlen_k)
+        if problem.dtype == "float32" and shortest < self.least:
+            return f"splits float32 from {self.least} queries and keys on"
+        most = MOST_KEYS.get(problem.dtype, math.inf)
+        if most_seen(problem) > most:
+            return f"sums in {problem.dtype} are exact enough up to {most} keys"
+        longest = max(problem.seqlen_q, problem.seqlen_k, num_rows(problem) // 64)
+        if longest >= 1 << 29:
+            return "counts keys and tiles in 32 bits, which this problem exceeds"
+        if not self.fitting(problem, device):
+            return (
+                f"has too few registers, or a block too little shared memory, for "
+                f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} in "
+                f"{problem.dtype}"
+            )
+        return None
+
+    def parts(self, problem: AttentionProblem) -> int:
+        """float16 numbers that stand for one of the input."""
+        both = problem.dtype == "float32" and problem.precision == "float32"
+        return 2 if both else 1
+
+    def is_prepared(self, problem: AttentionProblem) -> bool:
+        """Whether another kernel splits the keys and values beforehand.
+
+        Their parts are extra memory, which must not be more than out is.
+        """
+        if problem.dtype != "float32":
+            return False
+        keys = math.prod(problem.batch) * problem.num_kv_heads * problem.seqlen_k
+        parts = keys * self.parts(problem) * 2 * sum(self.dims(problem))
+        out = num_rows(problem) * problem.head_dim_v * 4
+        return parts <= _MOST_IMAGES * out
+
+    def images(self, problem: AttentionProblem, device: Device) -> int:
+        """Bytes of all split tiles."""
+        block_n = self.tile(problem, device).block_n
+        return self._num_images(problem, block_n) * image_bytes(
+            block_n, self.dims(problem), self.parts(problem)
+        )
+
+    def _num_images(self, problem, block_n):
+        heads = math.prod(problem.batch) * problem.num_kv_heads
+        return heads * -(-problem.seqlen_k // block_n)
+
+    def smem(self, tile: MmaTile, problem: AttentionProblem) -> int:
+        """Bytes of shared memory of a block."""
+        staged = problem.dtype == "float32" and not self.is_prepared(problem)
+        return smem_bytes(tile, self.dims(problem), self.parts(problem), staged)
+
+    def dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        """head_dim and head_dim_v as they are compiled."""
+        dim, dim_v = (
+            next(n for n in DIMS if n >= wanted)
+            for wanted in (problem.head_dim, problem.head_dim_v)
+        )
+        return dim, dim_v
+
+    def fitting(self, problem: AttentionProblem, device: Device) -> tuple[MmaTile, ...]:
+        """The tiles that `device` holds, all with the block_n of the first."""
+        ladder = self.tiles[self._kind(problem), has_terms(problem)]
+        whole = device.smem_optin + _RESERVED
+        tiles = [
+            tile
+            for tile in _kernels.by_threshold(ladder, max(self.dims(problem)))
+            if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
+        ]
+        return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
+
+    def tile(self, problem: AttentionProblem, device: Device) -> MmaTile:
+        """The best tile that still gives every multiprocessor work.
+
+        Tiles of one block_n sum a row in the same order, so that its bits do not depend
+        on the choice.
+        """
+        tiles = self.fitting(problem, device)
+        return next(
+            (
+                tile
+                for tile in tiles
+                if num_tiles(problem, tile.block_m) >= device.num_sms
+                and tile.block_m < 2 * problem.seqlen_q
+            ),
+            tiles[-1],
+        )
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The launch, and where keys are split beforehand the one before it."""
+        tile = self.tile(problem, device)
+        config = self.config(tile, problem, batch_dims)
+        if not self.is_prepared(problem):
+            return (config,)
+        return config, self.prepare_config(tile, problem, batch_dims)
+
+    def _switches(self, tile, problem):
+        dims = self.dims(problem)
+        return {
+            "HEAD_DIM": dims[0],
+            "HEAD_DIM_V": dims[1],
+            "BLOCK_N": tile.block_n,
+            "PARTS": self.parts(problem),
+        }
+
+    def config(
+        self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
+    ) -> Config:
+        """The launch with a given tile."""
+        switches = {
+            **self._switches(tile, problem),
+            "BLOCK_M": tile.block_m,
+            "MIN_BLOCKS": tile.min_blocks,
+            "STAGES": tile.stages,
+        }
+        if self.is_prepared(problem):
+            switches["PREPARED"] = 1
+        if not scale_is_plain(problem.scale):
+            switches["SCALE_SCORES"] = 1
+        variant = Variant(
+            source=f"attention/{self.name}.cu",
+            entry=f"attention_{self.name}",
+            defines=defines(problem, batch_dims, tile.num_threads, **switches),
+            smem=self.smem(tile, problem),
+        )
+        num_blocks = num_tiles(problem, tile.block_m)
+        return Config(variant, num_blocks, tile.num_threads)
+
+    def prepare_config(
+        self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
+    ) -> Config:
+        """The launch that splits keys and values; options but lengths are none of it."""
+        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
+        absent |= {"key_lengths": problem.key_lengths, "softcap": 0.0}
+        threads = _PREPARE_THREADS
+        switches = {
+            **self._switches(tile, problem),
+            "BLOCK_M": threads // 2,  # of the products, which are not here
+            "MIN_BLOCKS": 1,
+        }
+        variant = Variant(
+            source=f"attention/{self.name}_prepare.cu",
+            entry=f"attention_{self.name}_prepare",
+            defines=defines(
+                replace(problem, **absent), batch_dims, threads, **switches
+            ),
+        )
+        return Config(variant, self._num_images(problem, tile.block_n), threads)
+
+    def _kind(self, problem: AttentionProblem) -> str:
+        """What is multiplied."""
+        if problem.dtype != "float32":
+            return "float16"
+        few = "" if self.is_prepared(problem) else " few"
+        return problem.precision + few
+
+
+_SMALL = MmaTile(64, 64, 128)
+
+# float32 in two parts, by head dimension; above 128 a thread has too few registers.
+_TWO_PARTS: _Ladder = (
+    (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
+    (96, (MmaTile(128, 64, 256), _SMALL, MmaTile(64, 32, 128))),
+    (128, (MmaTile(128, 64, 256), _SMALL, MmaTile(64, 32, 128))),
+    (256, ()),
+)
+# The same with terms, or where each block splits: both take registers, too.
+_TWO_PARTS_AND_MORE: _Ladder = (
+    (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
+    (128, (MmaTile(64, 32, 128),)),
+    (256, ()),
+)
+_ONE_PART: _Ladder = (
+    (64, (MmaTile(128, 64, 256), _SMALL)),
+    (128, (MmaTile(128, 64, 256), _SMALL)),
+    (256, (MmaTile(64, 32, 128),)),
+)
+
+MMA = MmaKernel(
+    name="mma",
+    rungs=("tiled", "auto"),
+    # TFLOP/s on an H200 at 4 x 2048 / head_dim heads x 4096 beside the next best, full
+    # attention (benchmarks/results/mma_h200.json).
+    tiles={
+        ("float16", False): (
+            # 309.7; two stages 306.5, 3 blocks of 64 queries 279.2
+            (64, (MmaTile(128, 64, 128, 1, 2), _SMALL)),
+            (96, (MmaTile(128, 32, 128, 2, 2), MmaTile(64, 32, 128))),
+            (
+                128,
+                (
+                    MmaTile(128, 64, 128, 2, 2),  # 347.9; 32 keys 313.5
+                    MmaTile(128, 64, 256),  # 264.3
+                    _SMALL,
+                ),
+            ),
+            (
+                256,
+                (
+                    MmaTile(128, 64, 256),  # 300.2; 32 keys 252.8
+                    _SMALL,  # 226.1
+                    MmaTile(64, 32, 128),
+                ),
+            ),
+        ),
+        ("float16", True): (
+            (64, (MmaTile(128, 64, 256, 2), _SMALL)),
+            (128, (MmaTile(128, 64, 256), _SMALL)),
+            (256, (MmaTile(64, 32, 128),)),
+        ),
+        ("float32", False): _TWO_PARTS,
+        **dict.fromkeys(
+            (("float32", True), ("float32 few", False), ("float32 few", True)),
+            _TWO_PARTS_AND_MORE,
+        ),
+        ("tf32", False): (
+            (64, (MmaTile(128, 64, 128, 2, 2), _SMALL)),  # 228.0; one stage 220.7
+            # One stage 260.3, but spills 8 bytes; 32 keys 236.2, 256 threads 213.9
+            (128, (MmaTile(128, 64, 128, 2, 2), MmaTile(128, 64, 256), _SMALL)),
+            (256, (MmaTile(64, 32, 128),)),
+        ),
+        **dict.fromkeys(
+            (("tf32", True), ("tf32 few", False), ("tf32 few", True)), _ONE_PART
+        ),
+    },
+)

@@ -1,0 +1,97 @@
+"""What the rows of the attention table share: configurations, switches, counts."""
+
+import math
+from dataclasses import dataclass
+
+from cupyflash._kernels import CUDA_TYPES, Variant
+
+# Longest first axis of a grid that is used; the rest of the blocks stand in the second.
+_GRID_X = 1 << 30
+
+# The arrays that a call may go without, in the order of the kernels' parameters.
+OPTIONS = (
+    "bias",
+    "mask",
+    "sinks",
+    "alibi_slopes",
+    "query_offsets",
+    "query_lengths",
+    "key_lengths",
+)
+
+# Most keys that a query may see. A tensor core cuts the bits that fall off a sum, 16
+# keys at a time, so that the error of out grows by 2^-25 of its size with each step: to
+# half of what is promised for a dtype at this length, if all values are alike.
+MOST_KEYS = {"float16": 1 << 18, "bfloat16": 1 << 21}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel of a plan: what is compiled, and over how many blocks it runs."""
+
+    variant: Variant
+    num_blocks: int
+    num_threads: int
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Blocks along two axes, for kernels that read block_index()."""
+        return min(self.num_blocks, _GRID_X), -(-self.num_blocks // _GRID_X)
+
+    @property
+    def block(self) -> tuple[int]:
+        return (self.num_threads,)
+
+
+def defines(problem, batch_dims, num_threads, elem=None, **more):
+    """The switches of score.cuh and params.cuh for a problem."""
+    switches = {
+        "ELEM_T": CUDA_TYPES[elem or problem.dtype],
+        "ACCUM_T": CUDA_TYPES[problem.compute_dtype],
+        "BATCH_DIMS": batch_dims,
+        "NUM_THREADS": num_threads,
+        **more,
+    }
+    for name in OPTIONS:
+        dtype = getattr(problem, name)
+        if dtype is not None:
+            is_mask = name == "mask"
+            switches["MASK" if is_mask else f"{name.upper()}_T"] = (
+                1 if is_mask else CUDA_TYPES[dtype]
+            )
+    if problem.softcap:
+        switches["SOFTCAP"] = 1
+    return tuple((name, str(value)) for name, value in switches.items())
+
+
+def is_plain(problem):
+    """Whether scores are q.k and a scale, with no option that takes registers."""
+    return not problem.softcap and all(getattr(problem, n) is None for n in OPTIONS)
+
+
+def num_rows(problem):
+    return math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
+
+
+def num_tiles(problem, block_m):
+    heads = math.prod(problem.batch) * problem.num_heads
+    return heads * -(-problem.seqlen_q // block_m)
+
+
+def most_seen(problem):
+    """Keys that one query may see at most."""
+    if problem.left is None or problem.right is None:
+        return problem.seqlen_k
+    return min(problem.seqlen_k, problem.left + problem.right + 1)
+
+
+def scale_is_plain(scale):
+    """Whether softmax can work on products that have not been scaled."""
+    return 1e-20 <= scale <= 1e20
+
+
+def has_terms(problem):
+    """Whether scores are finished one by one before the softmax."""
+    arrays = (problem.bias, problem.mask, problem.alibi_slopes)
+    has_arrays = any(x is not None for x in arrays)
+    return has_arrays or problem.softcap > 0 or not scale_is_plain(problem.scale)

@@ -1,0 +1,368 @@
+"""The mma row of the attention table: what it takes, its tiles, its split numbers."""
+
+import dataclasses
+
+import numpy as np
+import oracle
+import pytest
+from accuracy import (
+    BOUNDS,
+    TF32_ATTENTION,
+    assert_same_specials,
+    dtype_of,
+    max_error,
+    to_host,
+    wide,
+)
+from placing import place
+
+import cupyflash
+from cupyflash import _attention_kernels, _attention_mma, _kernels
+from cupyflash._attention_kernels import ATTENTION_KERNELS
+from cupyflash._attention_mma import DIMS, MMA
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+KINDS = (
+    ("float16", "float32"),
+    ("bfloat16", "float32"),
+    ("float32", "float32"),
+    ("float32", "tf32"),
+)
+
+
+def problem(dtype="float16", head_dim=64, precision="float32", **options):
+    made = _attention_kernels._problem(dtype, head_dim)
+    return dataclasses.replace(made, precision=precision, **options)
+
+
+def device(arch):
+    return _kernels.device_of_arch(arch)
+
+
+# --- the row -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+@pytest.mark.parametrize("head_dim", [1, 7, 64, 72, 96, 100, 128])
+@pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
+def test_takes(arch, dtype, precision, head_dim, options):
+    asked = problem(dtype, head_dim, precision, **options)
+    assert MMA.refusal(asked, device(arch)) is None
+    names = [
+        row.name
+        for row in ATTENTION_KERNELS
+        if row.refusal(asked, device(arch)) is None
+    ]
+    assert names.index("mma") < names.index("tiled")
+    if dtype != "float32" and arch == "sm_90a" and head_dim % 8 == 0:
+        assert names[0] == "hopper"
+    else:
+        assert names[0] == "mma"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dims", [(192, 192), (256, 256), (192, 128), (40, 250)])
+@pytest.mark.parametrize("options", [{}, {"mask": "bool"}])
+def test_takes_large_head_dims_in_16_bits(arch, dtype, dims, options):
+    asked = problem(dtype, dims[0], head_dim_v=dims[1], **options)
+    assert MMA.refusal(asked, device(arch)) is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (problem("float64"), "sm_90a", "not float64"),
+        (problem(), "sm_75", "needs sm_80"),
+        (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
+        (problem(head_dim_v=300), "sm_90a", "head_dim_v 300 is above 256"),
+        (problem("float32", 192), "sm_90a", "too few registers"),
+        (problem("float32", seqlen_q=63), "sm_90a", "from 64 queries and keys on"),
+        (problem("float32", seqlen_k=10), "sm_90a", "from 64 queries and keys on"),
+        (problem(seqlen_k=(1 << 18) + 1), "sm_90a", "up to 262144 keys"),
+        (problem("float32", seqlen_k=1 << 29), "sm_90a", "32 bits"),
+    ],
+)
+def test_leaves_to_the_next_row(asked, arch, reason):
+    assert reason in MMA.refusal(asked, device(arch))
+    row, refused = _kernels.select(ATTENTION_KERNELS, asked, device(arch))
+    assert row.name not in ("mma", "hopper")
+    assert "mma" in dict(refused)
+
+
+# --- tiles ---------------------------------------------------------------------------
+
+
+def problems():
+    """One problem for each ladder and head dimension."""
+    for dtype, precision in KINDS:
+        for head_dim in DIMS:
+            for seqlen_q in (4096, 64):
+                for options in ({}, {"bias": "float32"}):
+                    yield problem(
+                        dtype, head_dim, precision, seqlen_q=seqlen_q, **options
+                    )
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiles_fit_the_shared_memory(arch):
+    """Each tile alone, and as many as the registers are shared out for."""
+    for asked in problems():
+        tiles = MMA.fitting(asked, device(arch))
+        for tile in tiles:
+            needed = MMA.config(tile, asked, 1).variant.smem
+            limit = device(arch).smem_optin
+            assert needed == MMA.smem(tile, asked)
+            assert tile.min_blocks * (needed + 1024) <= limit + 1024
+            # 64 Ki registers, of which a thread can have 255.
+            assert tile.min_blocks * tile.num_threads * 128 <= 1 << 16
+        assert len({tile.block_n for tile in tiles}) <= 1
+
+
+def test_shared_memory_of_a_tile():
+    tile = _attention_mma.MmaTile(128, 64, 128, stages=2)
+    of_q, of_kv = 128 * 64 * 2, 64 * (64 + 32) * 2
+    few = 384 + 2 * 2 * 64
+    assert _attention_mma.smem_bytes(tile, (64, 32), 1, False) == of_q + 2 * of_kv + few
+    staged = _attention_mma.smem_bytes(tile, (64, 32), 2, True)
+    assert staged == 2 * (of_q + 2 * of_kv) + 2 * of_kv + few
+
+
+def test_few_tiles_take_the_smaller_one():
+    large = MMA.tile(problem("float16", 128), device("sm_90a"))
+    few = problem("float16", 128, num_heads=1, num_kv_heads=1, seqlen_q=100)
+    small = MMA.tile(few, device("sm_90a"))
+    assert small.block_m < large.block_m
+    assert small.block_n == large.block_n
+
+
+def test_keys_are_split_beforehand_where_out_is_as_large():
+    for dims, parts in ((64, 2), (128, 2)):
+        asked = problem("float32", dims)
+        assert MMA.parts(asked) == parts
+        assert MMA.is_prepared(asked)
+        config, prepare = MMA.configs(asked, 1, device("sm_90a"))
+        assert ("PREPARED", "1") in config.variant.defines
+        assert prepare.variant.entry == "attention_mma_prepare"
+        out = 64 * 4096 * dims * 4
+        assert MMA.images(asked, device("sm_90a")) <= 4.1 * out
+    few = problem("float32", seqlen_q=512)
+    assert not MMA.is_prepared(few)
+    (config,) = MMA.configs(few, 1, device("sm_90a"))
+    assert "PREPARED" not in dict(config.variant.defines)
+    assert MMA.parts(problem("float32", precision="tf32")) == 1
+    assert not MMA.is_prepared(problem("float16"))
+
+
+# --- on a device ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def forced(cupy, monkeypatch):
+    """The row in front of the table, for problems of any size."""
+    from cupyflash import _attention_gpu
+
+    row = dataclasses.replace(MMA, least=1)
+    rest = [x for x in ATTENTION_KERNELS if x.name not in ("hopper", "mma")]
+    monkeypatch.setattr(_attention_gpu, "ATTENTION_KERNELS", (row, *rest))
+    monkeypatch.setattr(_attention_gpu, "_plans", _attention_gpu._gpu.PlanCache())
+
+    def force(tile):
+        one = dict.fromkeys(MMA.tiles, ((np.inf, (tile,)),))
+        only = dataclasses.replace(row, tiles=one)
+        monkeypatch.setattr(_attention_gpu, "ATTENTION_KERNELS", (only, *rest))
+
+    return force
+
+
+SHAPES = {
+    "one key": ((1, 2, 5, 64), (1, 1, 1, 64)),
+    "one tile": ((1, 2, 64, 32), (1, 2, 64, 32)),
+    "some": ((2, 4, 200, 64), (2, 2, 333, 64)),
+    "odd": ((1, 6, 77, 33), (1, 3, 130, 33)),
+    "wide": ((1, 2, 150, 128), (1, 1, 260, 128)),
+    "few queries": ((2, 2, 70, 96), (2, 1, 900, 96)),
+    "more queries": ((1, 2, 700, 40), (1, 2, 100, 40)),
+}
+OPTIONS = {
+    "full": lambda rng, q, k: {},
+    "causal": lambda rng, q, k: {"causal": True},
+    "causal behind": lambda rng, q, k: {"causal": True, "query_offset": 31},
+    "window": lambda rng, q, k: {"window": (40, 9)},
+    "softcap": lambda rng, q, k: {"softcap": 5.0},
+    "scale": lambda rng, q, k: {"scale": -0.3},
+    "sinks": lambda rng, q, k: {"sinks": rng.normal(size=q[1]).astype(np.float32)},
+    "key lengths": lambda rng, q, k: {
+        "key_lengths": rng.integers(0, k[2] + 1, q[0]),
+        "query_lengths": rng.integers(0, q[2] + 1, q[0]),
+    },
+    "bias": lambda rng, q, k: {
+        "bias": np.where(
+            rng.random((q[1], q[2], k[2])) < 0.2, -np.inf, rng.normal()
+        ).astype(np.float32)
+    },
+    "mask": lambda rng, q, k: {"mask": rng.random((q[2], k[2])) < 0.7},
+    "alibi": lambda rng, q, k: {
+        "alibi_slopes": rng.random(q[1]).astype(np.float32) * 0.2,
+        "causal": True,
+    },
+}
+
+
+def compare(cupy, arrays, options, precision="float32"):
+    """Out and lse against the oracle, and the bits of a second call."""
+    q, k, v = arrays
+    given = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+    }
+    placed = [place(cupy, x) for x in arrays]
+    results = [
+        cupyflash.attention(*placed, **given, precision=precision, return_lse=True)
+        for _ in range(2)
+    ]
+    (out, lse), again = results
+    exact, exact_lse, size = oracle.attention(q, k, v, real=np.float64, **options)
+    dtype = q.dtype.name
+    relative, unit = BOUNDS["attention"][dtype], 2.0**-23
+    if precision == "tf32":
+        relative, unit = TF32_ATTENTION, 2.0**-10
+    finite = assert_same_specials(out, exact)
+    largest = np.abs(exact[finite]).max(initial=0)
+    values = np.abs(wide(v)[np.isfinite(wide(v))]).max(initial=0)
+    error = max_error(wide(out)[finite], exact[finite])
+    assert error <= relative * largest + 2 * unit * size * values
+    finite = assert_same_specials(lse, exact_lse)
+    error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
+    largest = np.abs(exact_lse[finite]).max(initial=0)
+    assert error <= unit * (2 * size + 16 + largest)
+    for x, y in zip((out, lse), again, strict=True):
+        np.testing.assert_array_equal(to_host(x), to_host(y))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+def test_options(cupy, rng, forced, dtype, precision, shape, option):
+    q, k = SHAPES[shape]
+    arrays = [(rng.normal(size=s) * 2).astype(dtype_of(dtype)) for s in (q, k, k)]
+    compare(cupy, arrays, OPTIONS[option](rng, q, k), precision)
+
+
+def all_tiles():
+    """(dtype, precision, head_dim, with terms, seqlen_q, tile), each once."""
+    found = {}
+    for asked in problems():
+        if asked.dtype == "bfloat16":
+            continue
+        terms = asked.bias is not None
+        for arch in ("sm_90a", "sm_80", "sm_86"):
+            for tile in MMA.fitting(asked, device(arch)):
+                key = MMA._kind(asked), terms, asked.head_dim, tile
+                found[key] = asked
+    for (kind, terms, head_dim, tile), asked in found.items():
+        name = f"{kind}-{head_dim}-{'terms' if terms else 'plain'}-{tile.block_m}"
+        name += f"x{tile.block_n}-{tile.num_threads}-{tile.stages}-{tile.min_blocks}"
+        yield pytest.param(asked, tile, id=name.replace(" ", "_"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("asked", "tile"), list(all_tiles()))
+def test_each_tile(cupy, rng, forced, asked, tile):
+    forced(tile)
+    seqlens = (300, 200) if asked.seqlen_q > 64 else (70, 600)
+    q, k = ((2, 2, n, asked.head_dim) for n in seqlens)
+    arrays = [rng.normal(size=s).astype(dtype_of(asked.dtype)) for s in (q, k, k)]
+    options = {"causal": True, "query_offset": 5}
+    if asked.bias is not None:
+        options["bias"] = rng.normal(size=(1, seqlens[1])).astype(np.float32)
+    compare(cupy, arrays, options, asked.precision)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("option", ["causal", "window", "mask", "bias"])
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+def test_hidden_values_leave_no_bit(cupy, rng, forced, dtype, precision, option, bad):
+    """Rows that do not see a NaN keep their bits; those that see it get it."""
+    q_shape, k_shape = (1, 2, 200, 64), (1, 2, 260, 64)
+    q, k, v = (
+        rng.normal(size=s).astype(dtype_of(dtype)) for s in (q_shape, k_shape, k_shape)
+    )
+    options = OPTIONS[option](rng, q_shape, k_shape)
+    clean = [x.copy() for x in (q, k, v)]
+    v[:, :, 150, 7] = bad
+    given = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+    }
+    result, expected = (
+        wide(
+            cupyflash.attention(
+                *[place(cupy, x) for x in arrays], **given, precision=precision
+            )
+        )
+        for arrays in ((q, k, v), clean)
+    )
+    bias = options.pop("bias", None)
+    names = ("mask", "causal", "query_offset", "window", "query_lengths", "key_lengths")
+    seen, _, _ = oracle.visible(
+        (1,), 2, 200, 260,
+        *(options.get(n, False if n == "causal" else None) for n in names),
+    )  # fmt: skip
+    seen = np.broadcast_to(seen, (1, 2, 200, 260))[..., 150]
+    if bias is not None:
+        seen = seen & ~np.isneginf(bias[..., 150])
+    np.testing.assert_array_equal(result[~seen], expected[~seen])
+    others = np.arange(64) != 7
+    np.testing.assert_array_equal(result[..., others], expected[..., others])
+    assert not np.isfinite(result[seen][:, 7]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(150, 150), (70, 2000)])
+@pytest.mark.parametrize("kind", ["large q", "far values", "columns", "tiny", "huge"])
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+def test_numbers_that_float16_cannot_hold(cupy, rng, forced, seqlens, kind, precision):
+    """Tiles whose parts would lack digits are computed one by one."""
+    q, k, v = (
+        rng.normal(size=(1, 2, n, 64)).astype(np.float32)
+        for n in (*seqlens, seqlens[1])
+    )
+    if kind == "large q":  # a column that meets zeros alone
+        q[..., 0], k[..., 0] = 1e9, 0
+    elif kind == "far values":
+        v *= np.exp(rng.normal(size=(1, 2, seqlens[1], 1)) * 10).astype(np.float32)
+    elif kind == "columns":
+        v *= np.exp(rng.normal(size=64) * 8).astype(np.float32)
+    elif kind == "tiny":
+        v *= np.float32(1e-25)
+    else:
+        q, k, v = q * np.float32(1e-15), k * np.float32(1e15), v * np.float32(1e25)
+    compare(cupy, (q, k, v), {"causal": True}, precision)
+
+
+@pytest.mark.gpu
+def test_memory_in_a_graph(cupy, rng, forced):
+    """Split keys are written at each replay, and to no memory of others."""
+    q, k, v = (
+        place(cupy, rng.normal(size=(1, 2, 200, 64)).astype(np.float32))
+        for _ in range(3)
+    )
+    stream = cupy.cuda.Stream(non_blocking=True)
+    stream.wait_event(cupy.cuda.get_current_stream().record())
+    with stream:
+        expected = cupyflash.attention(q, k, v)
+        out = cupy.empty_like(expected)
+        stream.synchronize()
+        stream.begin_capture()
+        cupyflash.attention(q, k, v, out=out)
+        graph = stream.end_capture()
+        others = [cupy.full(n, 7, np.uint8) for n in 64 * (512, 4096, 32768)]
+        out.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(to_host(out), to_host(expected))
+        assert all(bool((x == 7).all()) for x in others)

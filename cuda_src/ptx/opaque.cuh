@@ -9,5 +9,8 @@ namespace ptx {
 __device__ __forceinline__ void forget(unsigned& word) {
   asm volatile("" : "+r"(word));
 }
+__device__ __forceinline__ void forget(long long& word) {
+  asm volatile("" : "+l"(word));
+}
 
 }  // namespace ptx

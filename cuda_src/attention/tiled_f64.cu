@@ -125,11 +125,22 @@ __device__ __forceinline__ void copy_rows(double* smem,
       (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
   x += first_row * stride + lane * kVec;
+  if (aligned && num_rows >= kRows && dim == kDim && kRows % kStep == 0) {
 #pragma unroll
+    for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
+#pragma unroll
+      for (int n = 0; n < kVectors / kLanes; ++n) {
+        const unsigned at = to + place<kDim>(row + first_row, n * kLanes + lane) * 8;
+        ptx::copy_or_fill<16>(at, x + n * kLanes * kVec, 16);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
   for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
     if (kRows % kStep != 0 && row + first_row >= kRows) break;
     const int row_dim = row < num_left ? dim : 0;
-#pragma unroll
+#pragma unroll 1
     for (int n = 0; n < kVectors / kLanes; ++n) {
       const int vector = n * kLanes + lane, left = 8 * (row_dim - vector * kVec);
       const unsigned at = to + place<kDim>(row + first_row, vector) * 8;
@@ -150,7 +161,9 @@ struct block_t {
   double *out, *lse;
   index_t i0, first, last;  // queries from i0 on see keys of [first, last)
   int num_cols, num_items;
-  int first_key[kNumWarps], last_key[kNumWarps];  // of a warp, counted from `first`
+  // Keys that a query of a warp sees, and that all of them see; counted from `first`.
+  int first_key[kNumWarps], last_key[kNumWarps];
+  int first_common[kNumWarps], last_common[kNumWarps];
   double unit;  // a score of 1 is unit * log2(e) in exponents of 2
   double room;  // kRoom as a score
   exp2_table_t exp2;
@@ -163,7 +176,6 @@ struct rows_t {
   double p[kStepsN][8];  // weights; fragments a
   double o[kCount][8];   // of a row 16 c + 4 t + (0, 2), then 16 c + 4 t + (1, 3)
   double m[2], l[2];     // l over the lane's own columns
-  float limit[2];        // high word of m + room; NaN where it says too little
 };
 
 // q of a warp lies in shared memory as its lanes read it: the fragment a of one step is
@@ -211,7 +223,6 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
   }
 #pragma unroll
   for (int step = 0; step < kStepsD; ++step) {
-    __syncwarp();  // as above
     double a[8];
     load_q(a, q, step);
 #pragma unroll
@@ -276,10 +287,6 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
         rows.o[c][4 + 2 * r + e] *= alpha;
       }
     }
-    // Of scores in the millions, a high word tells too little.
-    rows.limit[r] = abs_of(rows.m[r]) * block.unit < 1e6
-                        ? high_word_as_float(rows.m[r] + block.room)
-                        : nan_value<float>();
   }
 }
 
@@ -290,12 +297,20 @@ template <bool kExact, int kCount>
 __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& block) {
   const exp2_t exp2(block.exp2);
   bool above = false;
+  float limit[2];  // the high word of m + room
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    // Of scores in the millions, a high word tells too little.
+    limit[r] = abs_of(rows.m[r]) * block.unit < 1e6
+                   ? high_word_as_float(rows.m[r] + block.room)
+                   : nan_value<float>();
+  }
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       // Also true of a NaN or an infinity, whose high words are NaN as floats.
-      above |= !(high_word_as_float(rows.s[n][e]) <= rows.limit[e / 2]);
+      above |= !(high_word_as_float(rows.s[n][e]) <= limit[e / 2]);
     }
   }
   if (__any_sync(kFullMask, above)) raise(rows, exp2, block);
@@ -325,10 +340,11 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
   rows.l[1] += l[1];
 }
 
-// o += join(p value(v)), where the product is that of a tile.
+// o += join(p value(v)) of the first num_cols columns, where the product is a tile's.
 template <int kCount, typename Value, typename Join>
 __device__ __forceinline__ void add_values(rows_t<kCount>& rows,
                                            const double* v,
+                                           int num_cols,
                                            Value value,
                                            Join join) {
   const double* v_lane[2];
@@ -338,7 +354,9 @@ __device__ __forceinline__ void add_values(rows_t<kCount>& rows,
   }
 #pragma unroll
   for (int c = 0; c < kCount; ++c) {
-    __syncwarp();  // keeps the compiler from loading ahead more than registers hold
+    // No such columns. The branch also keeps the compiler from loading values of more
+    // than two chunks ahead, for which registers would not do.
+    if (c % 2 == 0 && 16 * c >= num_cols) break;
     double sum[2][4] = {};
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step) {
@@ -377,18 +395,21 @@ __device__ __forceinline__ double special(double count) {
 // o += p v. With kExact a key that is not seen adds nothing, not even 0 * NaN: the
 // finite values are summed, the others counted.
 template <bool kExact, int kCount>
-__device__ __forceinline__ void accumulate(rows_t<kCount>& rows, const double* v) {
+__device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
+                                           const double* v,
+                                           int num_cols) {
   const auto same = [](double x) { return x; };
   if constexpr (kExact) {
-    add_values(rows, v, [](double x) { return is_finite(x) ? x : 0; }, same);
+    add_values(
+        rows, v, num_cols, [](double x) { return is_finite(x) ? x : 0; }, same);
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step) {
 #pragma unroll
       for (int n = 0; n < 8; ++n) rows.p[step][n] = code_of_p(rows.p[step][n]);
     }
-    add_values(rows, v, code_of_v, special);
+    add_values(rows, v, num_cols, code_of_v, special);
   } else {
-    add_values(rows, v, same, same);
+    add_values(rows, v, num_cols, same, same);
   }
 }
 
@@ -438,7 +459,6 @@ __device__ __forceinline__ bool walk(const block_t& block,
   for (int r = 0; r < 2; ++r) {
     rows.m[r] = -infinity<double>();
     rows.l[r] = 0;
-    rows.limit[r] = nan_value<float>();
   }
 #pragma unroll
   for (int c = 0; c < kCount; ++c) {
@@ -453,25 +473,27 @@ __device__ __forceinline__ bool walk(const block_t& block,
 
 #pragma unroll 1
   for (int item = 0; item < block.num_items; item += 2) {
-    const double* const smem_k = take(flag_t<false>{}, item);
     const int j = item / 2 * kBlockN;
     const bool some = j < block.last_key[warp] && j + kBlockN > block.first_key[warp];
+    const double* const smem_k = take(flag_t<false>{}, item);
     if (some) {
       dot(rows, smem_q + first_row * kHeadDim, smem_k);
-      const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-      const band_t band = scores.band(i0, j0);
-      // Rows past the end are not stored; only terms must not be read there.
-      const index_t num_rows =
-          kTerms ? kWarpRows : last_query(params, i0 + kWarpRows) - i0;
-      if (band.sees_all(static_cast<int>(num_rows), kBlockN)) {
-        score<false>(rows, scores, band, i0, j0);
+      if (!kExact && j >= block.first_common[warp] &&
+          j + kBlockN <= block.last_common[warp]) {
+        if constexpr (kTerms) {
+          score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
+        }
       } else {
-        score<true>(rows, scores, band, i0, j0);
+        const index_t i0 = block.i0 + first_row, j0 = block.first + j;
+        score<true>(rows, scores, scores.band(i0, j0), i0, j0);
       }
       softmax<kExact>(rows, block);
     }
     const double* const smem_v = take(flag_t<true>{}, item + 1);
-    if (some) accumulate<kExact>(rows, smem_v + 16 * first_chunk);
+    if (some) {
+      accumulate<kExact>(rows, smem_v + 16 * first_chunk,
+                         block.num_cols - 16 * first_chunk);
+    }
   }
 
   if constexpr (!kExact) {
@@ -583,6 +605,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const range_t seen = scores.keys_of(i0, last_query(params, i0 + kWarpRows));
       block.first_key[warp] = static_cast<int>(seen.first - first);
       block.last_key[warp] = static_cast<int>(seen.last - first);
+      // Rows past the end are not stored; only terms must not be read there.
+      const index_t i_last = last_query(params, i0 + kWarpRows);
+      const bool whole = scores.is_query(i_last - 1) &&
+                         (kTerms ? i_last == i0 + kWarpRows : i_last > i0) && !kHasMask;
+      block.first_common[warp] =
+          whole ? static_cast<int>(scores.keys_of(i_last - 1, i_last).first - first) : 0;
+      block.last_common[warp] =
+          whole ? static_cast<int>(scores.keys_of(i0, i0 + 1).last - first) : 0;
     }
   }
   __syncthreads();  // `block` is complete

@@ -32,6 +32,7 @@ class Tile:
     block_n: int
     slots: int  # places for tiles of k and v
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    only_plain: bool = False  # terms of scores would need more registers than there are
 
     @property
     def num_threads(self) -> int:
@@ -94,6 +95,7 @@ class TensorFloat64Kernel:
             tile
             for tile in _kernels.by_threshold(self.tiles, max(dims))
             if tile.smem(*dims) + _STATIC_SMEM <= device.smem_optin
+            and not (tile.only_plain and _has_terms(problem))
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
@@ -141,7 +143,7 @@ class TensorFloat64Kernel:
             "SLOTS": tile.slots,
             "MIN_BLOCKS": tile.min_blocks,
         }
-        if not 1e-20 <= problem.scale <= 1e20:
+        if not _scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
         variant = Variant(
             source=f"attention/{self.name}.cu",
@@ -156,6 +158,18 @@ class TensorFloat64Kernel:
         )
 
 
+def _scale_is_plain(scale):
+    """Whether softmax can work on products that have not been scaled."""
+    return 1e-20 <= scale <= 1e20
+
+
+def _has_terms(problem):
+    """Whether scores are finished one by one before the softmax."""
+    arrays = (problem.bias, problem.mask, problem.alibi_slopes)
+    has_arrays = any(x is not None for x in arrays)
+    return has_arrays or problem.softcap > 0 or not _scale_is_plain(problem.scale)
+
+
 TILED_F64 = TensorFloat64Kernel(
     name="tiled_f64",
     rungs=("tiled", "auto"),
@@ -167,9 +181,12 @@ TILED_F64 = TensorFloat64Kernel(
             64,
             (
                 # 38.8; (128, 64, 3) 38.1, (64, 32, 2) 35.9, (128, 32, 3) 34.3
-                Tile(64, 64, 2, min_blocks=2),
-                Tile(32, 64, 2, min_blocks=2),
-                Tile(16, 64, 2),
+                Tile(64, 64, 2, min_blocks=2, only_plain=True),
+                Tile(32, 64, 2, min_blocks=2, only_plain=True),
+                Tile(16, 64, 2, only_plain=True),
+                Tile(64, 32, 2, min_blocks=2),
+                Tile(32, 32, 2, min_blocks=2),
+                Tile(16, 32, 2),
             ),
         ),
         (

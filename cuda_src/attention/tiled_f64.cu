@@ -7,7 +7,8 @@
 //            and at the end  out = o / l,  lse = m + log l. Only where a score is above
 //            m by more than kRoom, m becomes the largest score of the tile, and o and l
 //            are scaled: p up to 2^kRoom is as exact as p up to 1.
-// Grid       1-D, a block a tile of queries of one head and kHeadDimV columns of v; last
+// Grid       1-D, a block a tile of queries of one head and kHeadDimV columns of v;
+// last
 //            tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places by turns
@@ -35,7 +36,7 @@
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kSlots = SLOTS;  // places for tiles of k and v
+constexpr int kSlots = SLOTS;           // places for tiles of k and v
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
 // Whether scores are finished one by one; else they are q.k, and the scale joins where
 // the exponential is taken.
@@ -46,19 +47,25 @@ constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 #endif
 
 constexpr int kWarpRows = 16, kNumWarps = kNumThreads / kWarpSize;
-constexpr int kTiles = kBlockN / 8;       // of s, 8 columns each
-constexpr int kStepsD = kHeadDim / 16;    // of the sum q.k
-constexpr int kStepsN = kBlockN / 16;     // of the sum p v
-constexpr int kChunks = kHeadDimV / 16;   // of o, two tiles of 8 columns each
+constexpr int kTiles = kBlockN / 8;      // of s, 8 columns each
+constexpr int kStepsD = kHeadDim / 16;   // of the sum q.k
+constexpr int kStepsN = kBlockN / 16;    // of the sum p v
+constexpr int kChunks = kHeadDimV / 16;  // of o, two tiles of 8 columns each
+// Of q.k, in line. All but 4 spill on sm_100, 4 on sm_80 and sm_90 (ptxas 13.4).
+#if __CUDA_ARCH__ >= 1000
+constexpr int kStepsAtOnce = 4;
+#else
+constexpr int kStepsAtOnce = kStepsD;
+#endif
 static_assert(kNumWarps * kWarpRows == kBlockM && kBlockN % 16 == 0);
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kSlots >= 2);
 
 // m may be below the largest score by this many powers of 2.
 constexpr double kRoom = 8;
 
-// Shared memory is read 16 bytes at a time, by 8 lanes at once. The place of a vector in
-// its row is XORed with swizzle(row), so that two rows x 4 vectors (k), and 4 rows of
-// one parity x 2 vectors (v), lie in different banks.
+// Shared memory is read 16 bytes at a time, by 8 lanes at once. The place of a vector
+// in its row is XORed with swizzle(row), so that two rows x 4 vectors (k), and 4 rows
+// of one parity x 2 vectors (v), lie in different banks.
 constexpr int kVec = 2;  // numbers of a vector
 __device__ __forceinline__ int swizzle(int row) { return (row & 6) ^ (row & 1) << 2; }
 
@@ -103,11 +110,8 @@ struct flag_t {
 // Starts copies of kRows rows to shared memory; rows from `num_rows` and columns from
 // `dim` on are zeros.
 template <int kRows, int kDim>
-__device__ __forceinline__ void copy_rows(double* smem,
-                                          const double* x,
-                                          index_t stride,
-                                          index_t num_rows,
-                                          int dim) {
+__device__ __forceinline__ void copy_rows(
+    double* smem, const double* x, index_t stride, index_t num_rows, int dim) {
   constexpr int kVectors = kDim / kVec;
   // Rows at a time are a multiple of 8 where they can be: their swizzle is the same.
   constexpr int kMost = kNumThreads / 8 > 8 ? kNumThreads / 8 : 8;
@@ -121,8 +125,7 @@ __device__ __forceinline__ void copy_rows(double* smem,
   ptx::forget(stride);
   const int first_row = thread / kLanes, lane = thread % kLanes;
   const int num_left = static_cast<int>(clamp(num_rows, 0, kRows)) - first_row;
-  const bool aligned =
-      (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
+  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
   x += first_row * stride + lane * kVec;
   if (aligned && num_rows >= kRows && dim == kDim && kRows % kStep == 0) {
@@ -182,11 +185,8 @@ struct rows_t {
 // 4 vectors a lane, each a pair of rows g and g + 8; the lanes stand side by side.
 constexpr int kStepSize = kWarpRows * 16;
 
-__device__ __forceinline__ void copy_q(double* smem,
-                                       const double* x,
-                                       index_t stride,
-                                       int num_rows,
-                                       int dim) {
+__device__ __forceinline__ void copy_q(
+    double* smem, const double* x, index_t stride, int num_rows, int dim) {
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
 #pragma unroll 4
   for (int n = threadIdx.x % kWarpSize; n < kWarpRows * kHeadDim; n += kWarpSize) {
@@ -202,8 +202,8 @@ __device__ __forceinline__ void copy_q(double* smem,
 __device__ __forceinline__ void load_q(double (&a)[8], const double* q, int step) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const double2 x = load2(q + step * kStepSize + i * 2 * kWarpSize +
-                            threadIdx.x % kWarpSize * 2);
+    const double2 x =
+        load2(q + step * kStepSize + i * 2 * kWarpSize + threadIdx.x % kWarpSize * 2);
     a[2 * i] = x.x;
     a[2 * i + 1] = x.y;
   }
@@ -221,7 +221,7 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.s[n][e] = 0;
   }
-#pragma unroll
+#pragma unroll kStepsAtOnce
   for (int step = 0; step < kStepsD; ++step) {
     double a[8];
     load_q(a, q, step);
@@ -237,8 +237,11 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
 
 // Raw scores into final ones; with kCheck, -inf where a query does not see the key.
 template <bool kCheck, int kCount>
-__device__ __forceinline__ void score(
-    rows_t<kCount>& rows, const scores_t& scores, const band_t& band, index_t i0, index_t j0) {
+__device__ __forceinline__ void score(rows_t<kCount>& rows,
+                                      const scores_t& scores,
+                                      const band_t& band,
+                                      index_t i0,
+                                      index_t j0) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -342,11 +345,8 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
 
 // o += join(p value(v)) of the first num_cols columns, where the product is a tile's.
 template <int kCount, typename Value, typename Join>
-__device__ __forceinline__ void add_values(rows_t<kCount>& rows,
-                                           const double* v,
-                                           int num_cols,
-                                           Value value,
-                                           Join join) {
+__device__ __forceinline__ void add_values(
+    rows_t<kCount>& rows, const double* v, int num_cols, Value value, Join join) {
   const double* v_lane[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
@@ -400,8 +400,7 @@ __device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
                                            int num_cols) {
   const auto same = [](double x) { return x; };
   if constexpr (kExact) {
-    add_values(
-        rows, v, num_cols, [](double x) { return is_finite(x) ? x : 0; }, same);
+    add_values(rows, v, num_cols, [](double x) { return is_finite(x) ? x : 0; }, same);
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step) {
 #pragma unroll
@@ -560,7 +559,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   double* const slots = smem_q + kBlockM * kHeadDim;
   __shared__ block_t block;
 
-  const int num_parts = static_cast<int>((params.head_dim_v + kHeadDimV - 1) / kHeadDimV);
+  const int num_parts =
+      static_cast<int>((params.head_dim_v + kHeadDimV - 1) / kHeadDimV);
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const place_t at(params, block_index(), num_tiles * num_parts);
   if (!at.exists) return;
@@ -571,14 +571,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const int part = static_cast<int>(at.tile - tile_q * num_parts);
     const index_t i_block = (num_tiles - 1 - tile_q) * kBlockM;
     const index_t i0 = i_block + warp * kWarpRows;
-    const range_t keys =
-        scores.keys_of(i_block, last_query(params, i_block + kBlockM));
+    const range_t keys = scores.keys_of(i_block, last_query(params, i_block + kBlockM));
     // Tiles start at multiples of kBlockN, so that a row is summed in the same order
     // whatever the tile of queries it lies in.
     const index_t first = keys.first / kBlockN * kBlockN;
-    copy_q(smem_q + warp * kWarpRows * kHeadDim,
-           at.at(q, params.q) + i0 * params.q.row, params.q.row,
-           static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
+    copy_q(smem_q + warp * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
+           params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
            static_cast<int>(params.head_dim));
     if (threadIdx.x == 0) {
       const int left = static_cast<int>(params.head_dim_v) - part * kHeadDimV;
@@ -610,7 +608,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const bool whole = scores.is_query(i_last - 1) &&
                          (kTerms ? i_last == i0 + kWarpRows : i_last > i0) && !kHasMask;
       block.first_common[warp] =
-          whole ? static_cast<int>(scores.keys_of(i_last - 1, i_last).first - first) : 0;
+          whole ? static_cast<int>(scores.keys_of(i_last - 1, i_last).first - first)
+                : 0;
       block.last_common[warp] =
           whole ? static_cast<int>(scores.keys_of(i0, i0 + 1).last - first) : 0;
     }

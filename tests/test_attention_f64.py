@@ -214,3 +214,20 @@ def test_equal_scores_and_values(head_dim):
     k = np.zeros((1, 4096, head_dim))
     v = np.full((1, 4096, head_dim), 1 / 3)
     check(q, k, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_bits_of_a_row_are_its_own(rng, head_dim):
+    """Neither its place in a tile nor the rows and heads beside it change them."""
+    import cupy
+
+    q, k, v = normal(rng, 150, 333, head_dim)
+    k *= np.linspace(0.1, 3, 333)[:, None]
+    q[:, ::7] *= 20
+    whole = to_host(cupyflash.attention(*(place(cupy, x) for x in (q, k, v))))
+    for rows in (slice(3, None), slice(50, 51), slice(0, 40)):
+        part = cupyflash.attention(
+            *(place(cupy, x) for x in (q[:1, rows], k[:1], v[:1]))
+        )
+        np.testing.assert_array_equal(to_host(part), whole[:1, rows])

@@ -51,11 +51,12 @@ constexpr int kTiles = kBlockN / 8;      // of s, 8 columns each
 constexpr int kStepsD = kHeadDim / 16;   // of the sum q.k
 constexpr int kStepsN = kBlockN / 16;    // of the sum p v
 constexpr int kChunks = kHeadDimV / 16;  // of o, two tiles of 8 columns each
-// Of q.k, in line. All but 4 spill on sm_100, 4 on sm_80 and sm_90 (ptxas 13.4).
+// Of q.k, in line. Others spill somewhere (ptxas 13.4): 4 in all kernels on sm_80 and
+// sm_90 at head_dim 128, all of them on sm_100 and at 256.
 #if __CUDA_ARCH__ >= 1000
 constexpr int kStepsAtOnce = 4;
 #else
-constexpr int kStepsAtOnce = kStepsD;
+constexpr int kStepsAtOnce = kStepsD > 8 ? 4 : kStepsD;
 #endif
 static_assert(kNumWarps * kWarpRows == kBlockM && kBlockN % 16 == 0);
 static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kSlots >= 2);
@@ -262,7 +263,8 @@ __device__ __forceinline__ void score(rows_t<kCount>& rows,
 template <int kCount>
 __device__ __forceinline__ void raise(rows_t<kCount>& rows,
                                       const exp2_t& exp2,
-                                      const block_t& block) {
+                                      const block_t& block,
+                                      const float (&limit)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     double top = -infinity<double>();
@@ -277,7 +279,9 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
       }
     }
     top = warp_reduce<4>(top, [](double a, double b) { return a > b ? a : b; });
-    const bool is_raised = top > rows.m[r] + block.room;
+    // By the same look as the caller's: the bits of a row are no other row's business.
+    const bool is_raised =
+        !(high_word_as_float(top) <= limit[r]) && top > rows.m[r] + block.room;
     const double power = exp2(rows.m[r] - top);
     const double alpha = is_raised ? power : 1;
     if (is_raised) rows.m[r] = top;
@@ -316,7 +320,7 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
       above |= !(high_word_as_float(rows.s[n][e]) <= limit[e / 2]);
     }
   }
-  if (__any_sync(kFullMask, above)) raise(rows, exp2, block);
+  if (__any_sync(kFullMask, above)) raise(rows, exp2, block, limit);
 
   double m[2], l[2] = {};
 #pragma unroll
@@ -537,8 +541,8 @@ __device__ __noinline__ void walk_exactly(const block_t& block,
                                           const params_t& params,
                                           const double* smem_q,
                                           double* slots) {
-  // Half the columns at a time, since counts need registers too.
-  constexpr int kCount = kChunks % 2 == 0 ? kChunks / 2 : kChunks;
+  // Few columns at a time, since counts need registers too.
+  constexpr int kCount = kChunks % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; chunk += kCount) {
     __syncthreads();  // the tiles of the walk before are no longer read

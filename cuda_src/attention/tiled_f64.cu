@@ -14,8 +14,7 @@
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places by turns
 //            s, p, o  registers; a warp owns 16 rows
 // Memory     global: q and out once; k and v once a block, mostly from L2. The copies
-//            run kSlots - 1 tiles ahead; a place is free when all warps have read it, and
-//            no barrier holds all warps of a block
+//            run kSlots - 1 tiles ahead
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
 //            which keeps long sums accurate
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
@@ -28,7 +27,6 @@
 #include "common/exp2_f64.cuh"
 #include "common/reduce.cuh"
 #include "ptx/copy_fill.cuh"
-#include "ptx/mbarrier_copy.cuh"
 #include "ptx/mma_f64.cuh"
 #include "ptx/opaque.cuh"
 
@@ -170,8 +168,6 @@ struct block_t {
   // Keys that a query of a warp sees, and that all of them see; counted from `first`.
   int first_key[kNumWarps], last_key[kNumWarps];
   int first_common[kNumWarps], last_common[kNumWarps];
-  // A place holds its item; all warps have read it.
-  ptx::copy_barrier_t full[kSlots], empty[kSlots];
   double unit;  // a score of 1 is unit * log2(e) in exponents of 2
   double room;  // kRoom as a score
   exp2_table_t exp2;
@@ -428,7 +424,7 @@ __device__ __forceinline__ index_t last_query(const params_t& params, index_t i_
 // The whole walk over the keys, and the results for kCount chunks of columns. Returns
 // whether all of them are finite, without which kExact = false stores nothing.
 template <bool kExact, int kCount>
-__device__ __forceinline__ bool walk(block_t& block,
+__device__ __forceinline__ bool walk(const block_t& block,
                                      const scores_t& scores,
                                      const params_t& params,
                                      const double* smem_q,
@@ -436,46 +432,29 @@ __device__ __forceinline__ bool walk(block_t& block,
                                      int first_chunk) {
   const int warp = threadIdx.x / kWarpSize, first_row = warp * kWarpRows;
 
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      ptx::copy_barrier_init(&block.full[slot], kNumThreads);
-      ptx::copy_barrier_init(&block.empty[slot], kNumWarps);
-    }
-  }
-  __syncthreads();  // `block` is complete
-
-  const auto wait = [](ptx::copy_barrier_t& barrier, int parity) {
-    while (!ptx::copy_barrier_test(&barrier, parity)) {
-    }
-  };
   // Items are tiles of k and v by turns: k of the first tile, v of it, k of the second.
-  // No barrier holds all warps: while one computes weights, another multiplies.
   const auto fetch = [&](auto is_v, int item) {
-    if (item >= block.num_items) return;
-    const int slot = item % kSlots, turn = item / kSlots;
-    if (turn > 0) wait(block.empty[slot], (turn - 1) % 2);
-    double* const to = slots + slot * kSlotSize;
-    const index_t j = index_t(item / 2) * kBlockN;
-    const index_t num_keys = block.last - block.first - j;
-    if constexpr (is_v.value) {
-      copy_rows<kBlockN, kHeadDimV>(to, block.v + j * params.v.row, params.v.row,
-                                    num_keys, block.num_cols);
-    } else {
-      copy_rows<kBlockN, kHeadDim>(to, block.k + j * params.k.row, params.k.row,
-                                   num_keys, static_cast<int>(params.head_dim));
+    if (item < block.num_items) {
+      double* const slot = slots + item % kSlots * kSlotSize;
+      const index_t j = index_t(item / 2) * kBlockN;
+      const index_t num_keys = block.last - block.first - j;
+      if constexpr (is_v.value) {
+        copy_rows<kBlockN, kHeadDimV>(slot, block.v + j * params.v.row, params.v.row,
+                                      num_keys, block.num_cols);
+      } else {
+        copy_rows<kBlockN, kHeadDim>(slot, block.k + j * params.k.row, params.k.row,
+                                     num_keys, static_cast<int>(params.head_dim));
+      }
     }
-    ptx::copy_barrier_arrive_after_copies(&block.full[slot]);
+    ptx::commit_copy_group();
   };
-  const auto take = [&](int item) {
-    wait(block.full[item % kSlots], item / kSlots % 2);
+  // Waits for an item and starts the copy of a later one in the place of the last.
+  const auto take = [&](auto is_v, int item) {
+    ptx::wait_copy_groups<kSlots - 2>();
+    // All see the item, and all have read the one before it.
+    __syncthreads();
+    fetch(flag_t<(is_v.value + kSlots - 1) % 2>{}, item + kSlots - 1);
     return slots + item % kSlots * kSlotSize;
-  };
-  const auto release = [&](int item) {
-    __syncwarp();  // all lanes have read it
-    if (threadIdx.x % kWarpSize == 0) {
-      ptx::copy_barrier_arrive(&block.empty[item % kSlots]);
-    }
   };
 
   rows_t<kCount> rows;
@@ -499,43 +478,27 @@ __device__ __forceinline__ bool walk(block_t& block,
   for (int item = 0; item < block.num_items; item += 2) {
     const int j = item / 2 * kBlockN;
     const bool some = j < block.last_key[warp] && j + kBlockN > block.first_key[warp];
-    constexpr int kAhead = kSlots - 1;
-    if (!some) {
-      take(item);
-      release(item);
-      fetch(flag_t<kAhead % 2 == 1>{}, item + kAhead);
-      take(item + 1);
-      release(item + 1);
-      fetch(flag_t<kAhead % 2 == 0>{}, item + 1 + kAhead);
-      continue;
-    }
-    dot(rows, smem_q + first_row * kHeadDim, take(item));
-    release(item);
-    if (!kExact && j >= block.first_common[warp] &&
-        j + kBlockN <= block.last_common[warp]) {
-      if constexpr (kTerms) {
-        score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
+    const double* const smem_k = take(flag_t<false>{}, item);
+    if (some) {
+      dot(rows, smem_q + first_row * kHeadDim, smem_k);
+      if (!kExact && j >= block.first_common[warp] &&
+          j + kBlockN <= block.last_common[warp]) {
+        if constexpr (kTerms) {
+          score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
+        }
+      } else {
+        const index_t i0 = block.i0 + first_row, j0 = block.first + j;
+        score<true>(rows, scores, scores.band(i0, j0), i0, j0);
       }
-    } else {
-      const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-      score<true>(rows, scores, scores.band(i0, j0), i0, j0);
+      softmax<kExact>(rows, block);
     }
-    softmax<kExact>(rows, block);
-    fetch(flag_t<kAhead % 2 == 1>{}, item + kAhead);
-    accumulate<kExact>(rows, take(item + 1) + 16 * first_chunk,
-                       block.num_cols - 16 * first_chunk);
-    release(item + 1);
-    fetch(flag_t<kAhead % 2 == 0>{}, item + 1 + kAhead);
+    const double* const smem_v = take(flag_t<true>{}, item + 1);
+    if (some) {
+      accumulate<kExact>(rows, smem_v + 16 * first_chunk,
+                         block.num_cols - 16 * first_chunk);
+    }
   }
 
-  __syncthreads();  // all have passed the last barriers
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) {
-      ptx::copy_barrier_end(&block.full[slot]);
-      ptx::copy_barrier_end(&block.empty[slot]);
-    }
-  }
   if constexpr (!kExact) {
     bool odd = false;
 #pragma unroll
@@ -573,7 +536,7 @@ __device__ __forceinline__ bool walk(block_t& block,
 
 // The same with all that infinities and NaN among the values ask for. A function of its
 // own, so that its registers are none of the other's.
-__device__ __noinline__ void walk_exactly(block_t& block,
+__device__ __noinline__ void walk_exactly(const block_t& block,
                                           const scores_t& scores,
                                           const params_t& params,
                                           const double* smem_q,
@@ -582,7 +545,7 @@ __device__ __noinline__ void walk_exactly(block_t& block,
   constexpr int kCount = kChunks % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; chunk += kCount) {
-    __syncthreads();  // the barriers of the walk before have ended
+    __syncthreads();  // the tiles of the walk before are no longer read
     walk<true, kCount>(block, scores, params, smem_q, slots, chunk);
   }
 }
@@ -655,6 +618,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           whole ? static_cast<int>(scores.keys_of(i0, i0 + 1).last - first) : 0;
     }
   }
+  __syncthreads();  // `block` is complete
+
   if (!walk<false, kChunks>(block, scores, params, smem_q, slots, 0)) {
     // A result that is not finite may come from a key that is not seen, as 0 * NaN.
     walk_exactly(block, scores, params, smem_q, slots);

@@ -18,6 +18,7 @@ from cupyflash import (
     _layout,
     _tensormap,
 )
+from cupyflash._attention_f64 import TensorFloat64Kernel
 from cupyflash._attention_kernels import (
     ATTENTION_KERNELS,
     OPTIONS,
@@ -582,6 +583,7 @@ _PLANS = {
     HopperKernel: _HopperPlan,
     FusedKernel: _FusedPlan,
     MmaKernel: _MmaPlan,
+    TensorFloat64Kernel: _FusedPlan,
     UnfusedKernel: _UnfusedPlan,
 }
 

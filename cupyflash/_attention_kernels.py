@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _attention_problem, _kernels, _layout, _tensormap
+from cupyflash import (
+    _attention_f64,
+    _attention_problem,
+    _kernels,
+    _layout,
+    _tensormap,
+)
 from cupyflash._attention_mma import MMA
 from cupyflash._attention_problem import AttentionProblem, MergeProblem
 from cupyflash._attention_rows import (
@@ -622,6 +628,7 @@ ATTENTION_KERNELS = (  # best first
         },
     ),
     MMA,
+    _attention_f64.TILED_F64,
     FusedKernel(
         name="tiled",
         rungs=("tiled", "auto"),
@@ -795,6 +802,7 @@ def _representative():
             yield _problem("float32", **options), 1
     yield _problem("bfloat16", bias="bfloat16"), 1
     yield _problem("float64", **_ALL_OPTIONS), 3
+    yield from _attention_f64.representative(_problem)
     yield from _bounded()
 
 

@@ -51,7 +51,7 @@ def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
 
 
 def smem_bytes(tile: MmaTile, dims: tuple[int, int], parts: int, staged: bool) -> int:
-    """Shared memory of mma.cu: tiles of 16-bit numbers, and float32 ones as they came."""
+    """Bytes of shared memory: tiles of 16-bit numbers, and float32 as it came."""
     stages = tile.stages * image_bytes(tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     return parts * tile.block_m * 2 * dims[0] + stages + staging + _FACTS
@@ -219,7 +219,7 @@ class MmaKernel:
     def prepare_config(
         self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
     ) -> Config:
-        """The launch that splits keys and values; options but lengths are none of it."""
+        """The launch that splits keys and values; of the options, lengths matter."""
         absent: dict[str, Any] = dict.fromkeys(OPTIONS)
         absent |= {"key_lengths": problem.key_lengths, "softcap": 0.0}
         threads = _PREPARE_THREADS

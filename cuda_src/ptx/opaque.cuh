@@ -9,6 +9,9 @@ namespace ptx {
 __device__ __forceinline__ void forget(unsigned& word) {
   asm volatile("" : "+r"(word));
 }
+__device__ __forceinline__ void forget(long long& word) {
+  asm volatile("" : "+l"(word));
+}
 
 // The same of a number that arrays are addressed by.
 __device__ __forceinline__ void forget(long long& number) {

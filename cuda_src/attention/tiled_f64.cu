@@ -1,0 +1,627 @@
+// SPDX-License-Identifier: MIT
+// attention_tiled_f64: FlashAttention of float64 on tensor cores.
+//
+// Algorithm  FlashAttention-2 forward (Dao 2023, algorithm 1), with a reference m in
+//            place of the running maximum. For each tile of keys
+//                s = score(q k^T),  p = exp(s - m),  l += rowsum p,  o += p v
+//            and at the end  out = o / l,  lse = m + log l. Only where a score is above
+//            m by more than kRoom, m becomes the largest score of the tile, and o and l
+//            are scaled: p up to 2^kRoom is as exact as p up to 1.
+// Grid       1-D, a block a tile of queries of one head and kHeadDimV columns of v;
+// last
+//            tiles first, since causal ones are longest
+// Tiles      q     kBlockM x kHeadDim                 shared, loaded once
+//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places by turns
+//            s, p, o  registers; a warp owns 16 rows
+// Memory     global: q and out once; k and v once a block, mostly from L2. The copies
+//            run kSlots - 1 tiles ahead
+// Numbers    everything in float64. p v of a tile is summed apart before it joins o,
+//            which keeps long sums accurate
+// Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
+//
+// The products sum over slots that stand for columns of q and k, or for keys, in any
+// order that both operands share. Slot t + 4 i of 16 is number 8 (i / 2) + 2 t + i % 2
+// here: a lane reads q and k by 16 bytes, and what it holds of s as a result is what it
+// has to hold of p as an operand.
+#include "attention/score.cuh"
+#include "common/exp2_f64.cuh"
+#include "common/reduce.cuh"
+#include "ptx/copy_fill.cuh"
+#include "ptx/mma_f64.cuh"
+#include "ptx/opaque.cuh"
+
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
+    !defined(BLOCK_N) || !defined(SLOTS) || !defined(MIN_BLOCKS)
+#error "HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, SLOTS, MIN_BLOCKS come from the host"
+#endif
+constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
+constexpr int kSlots = SLOTS;           // places for tiles of k and v
+constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+// Whether scores are finished one by one; else they are q.k, and the scale joins where
+// the exponential is taken.
+#ifdef SCALE_SCORES
+constexpr bool kTerms = true;
+#else
+constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+#endif
+
+constexpr int kWarpRows = 16, kNumWarps = kNumThreads / kWarpSize;
+constexpr int kTiles = kBlockN / 8;      // of s, 8 columns each
+constexpr int kStepsD = kHeadDim / 16;   // of the sum q.k
+constexpr int kStepsN = kBlockN / 16;    // of the sum p v
+constexpr int kChunks = kHeadDimV / 16;  // of o, two tiles of 8 columns each
+// Of q.k, in line. Others spill somewhere (ptxas 13.4): 4 in all kernels on sm_80 and
+// sm_90 at head_dim 128, all of them on sm_100 and at 256.
+#if __CUDA_ARCH__ >= 1000
+constexpr int kStepsAtOnce = 4;
+#else
+constexpr int kStepsAtOnce = kStepsD > 8 ? 4 : kStepsD;
+#endif
+static_assert(kNumWarps * kWarpRows == kBlockM && kBlockN % 16 == 0);
+static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kSlots >= 2);
+
+// m may be below the largest score by this many powers of 2.
+constexpr double kRoom = 8;
+
+// Shared memory is read 16 bytes at a time, by 8 lanes at once. The place of a vector
+// in its row is XORed with swizzle(row), so that two rows x 4 vectors (k), and 4 rows
+// of one parity x 2 vectors (v), lie in different banks.
+constexpr int kVec = 2;  // numbers of a vector
+__device__ __forceinline__ int swizzle(int row) { return (row & 6) ^ (row & 1) << 2; }
+
+template <int kDim>
+__device__ __forceinline__ int place(int row, int vector) {
+  return row * kDim + (vector ^ swizzle(row)) * kVec;
+}
+
+constexpr int kDimOfSlot = kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV;
+constexpr int kSlotSize = kBlockN * kDimOfSlot;
+
+// Where a lane stands in the fragments of ptx/mma_f64.cuh.
+__device__ __forceinline__ int lane_g() { return threadIdx.x % kWarpSize / 4; }
+__device__ __forceinline__ int lane_t() { return threadIdx.x % 4; }
+
+// c += a b of 16 rows, 8 columns and 16 slots.
+__device__ __forceinline__ void add_product(double (&c)[4],
+                                            const double (&a)[8],
+                                            const double (&b)[4]) {
+#if __CUDA_ARCH__ >= 900
+  ptx::mma_m16n8k16(c, a, b);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      ptx::mma_m8n8k4(c[2 * h], c[2 * h + 1], a[2 * i + h], b[i]);
+    }
+  }
+#endif
+}
+
+__device__ __forceinline__ double2 load2(const double* x) {
+  return *reinterpret_cast<const double2*>(x);
+}
+
+template <bool kValue>
+struct flag_t {
+  static constexpr bool value = kValue;
+};
+
+// Starts copies of kRows rows to shared memory; rows from `num_rows` and columns from
+// `dim` on are zeros.
+template <int kRows, int kDim>
+__device__ __forceinline__ void copy_rows(
+    double* smem, const double* x, index_t stride, index_t num_rows, int dim) {
+  constexpr int kVectors = kDim / kVec;
+  // Rows at a time are a multiple of 8 where they can be: their swizzle is the same.
+  constexpr int kMost = kNumThreads / 8 > 8 ? kNumThreads / 8 : 8;
+  constexpr int kLanes = kVectors % 32 == 0 && kMost >= 32   ? 32
+                         : kVectors % 16 == 0 && kMost >= 16 ? 16
+                                                             : 8;
+  constexpr int kStep = kNumThreads / kLanes;  // rows at a time
+  unsigned thread = threadIdx.x;
+  // Places are computed anew each time, not kept in registers.
+  ptx::forget(thread);
+  ptx::forget(stride);
+  const int first_row = thread / kLanes, lane = thread % kLanes;
+  const int num_left = static_cast<int>(clamp(num_rows, 0, kRows)) - first_row;
+  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+  x += first_row * stride + lane * kVec;
+  if (aligned && num_rows >= kRows && dim == kDim && kRows % kStep == 0) {
+#pragma unroll
+    for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
+#pragma unroll
+      for (int n = 0; n < kVectors / kLanes; ++n) {
+        const unsigned at = to + place<kDim>(row + first_row, n * kLanes + lane) * 8;
+        ptx::copy_or_fill<16>(at, x + n * kLanes * kVec, 16);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
+    if (kRows % kStep != 0 && row + first_row >= kRows) break;
+    const int row_dim = row < num_left ? dim : 0;
+#pragma unroll 1
+    for (int n = 0; n < kVectors / kLanes; ++n) {
+      const int vector = n * kLanes + lane, left = 8 * (row_dim - vector * kVec);
+      const unsigned at = to + place<kDim>(row + first_row, vector) * 8;
+      if (aligned) {
+        ptx::copy_or_fill<16>(at, x + n * kLanes * kVec, min(max(left, 0), 16));
+      } else {
+        ptx::copy_or_fill<8>(at, x + n * kLanes * kVec, min(max(left, 0), 8));
+        ptx::copy_or_fill<8>(at + 8, x + n * kLanes * kVec + 1, left > 8 ? 8 : 0);
+      }
+    }
+  }
+}
+
+// What is the same to all threads of a block, and to those of a warp; in shared memory,
+// since registers are scarce.
+struct block_t {
+  const double *k, *v;
+  double *out, *lse;
+  index_t i0, first, last;  // queries from i0 on see keys of [first, last)
+  int num_cols, num_items;
+  // Keys that a query of a warp sees, and that all of them see; counted from `first`.
+  int first_key[kNumWarps], last_key[kNumWarps];
+  int first_common[kNumWarps], last_common[kNumWarps];
+  double unit;  // a score of 1 is unit * log2(e) in exponents of 2
+  double room;  // kRoom as a score
+  exp2_table_t exp2;
+};
+
+// What a lane owns: rows g and g + 8 of its warp, numbered 0 and 1.
+template <int kCount>
+struct rows_t {
+  double s[kTiles][4];   // scores; fragments c
+  double p[kStepsN][8];  // weights; fragments a
+  double o[kCount][8];   // of a row 16 c + 4 t + (0, 2), then 16 c + 4 t + (1, 3)
+  double m[2], l[2];     // l over the lane's own columns
+};
+
+// q of a warp lies in shared memory as its lanes read it: the fragment a of one step is
+// 4 vectors a lane, each a pair of rows g and g + 8; the lanes stand side by side.
+constexpr int kStepSize = kWarpRows * 16;
+
+__device__ __forceinline__ void copy_q(
+    double* smem, const double* x, index_t stride, int num_rows, int dim) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+#pragma unroll 4
+  for (int n = threadIdx.x % kWarpSize; n < kWarpRows * kHeadDim; n += kWarpSize) {
+    const int row = n / kHeadDim, col = n % kHeadDim;
+    const int slot = col % 16, i = slot / 8 * 2 + slot % 2, t = slot % 8 / 2;
+    const int at = col / 16 * kStepSize + i * 2 * kWarpSize + (row % 8 * 4 + t) * 2;
+    const bool exists = row < num_rows && col < dim;
+    ptx::copy_or_fill<8>(to + (at + row / 8) * 8, x + row * stride + col,
+                         exists ? 8 : 0);
+  }
+}
+
+__device__ __forceinline__ void load_q(double (&a)[8], const double* q, int step) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const double2 x =
+        load2(q + step * kStepSize + i * 2 * kWarpSize + threadIdx.x % kWarpSize * 2);
+    a[2 * i] = x.x;
+    a[2 * i + 1] = x.y;
+  }
+}
+
+// s = q k^T
+template <int kCount>
+__device__ __forceinline__ void dot(rows_t<kCount>& rows,
+                                    const double* q,
+                                    const double* k) {
+  const double* const k_lane[2] = {k + place<kHeadDim>(lane_g(), lane_t()),
+                                   k + place<kHeadDim>(lane_g(), 4 + lane_t())};
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rows.s[n][e] = 0;
+  }
+#pragma unroll kStepsAtOnce
+  for (int step = 0; step < kStepsD; ++step) {
+    double a[8];
+    load_q(a, q, step);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int at = 8 * n * kHeadDim + 16 * step;
+      const double2 x = load2(k_lane[0] + at), y = load2(k_lane[1] + at);
+      const double b[4] = {x.x, x.y, y.x, y.y};
+      add_product(rows.s[n], a, b);
+    }
+  }
+}
+
+// Raw scores into final ones; with kCheck, -inf where a query does not see the key.
+template <bool kCheck, int kCount>
+__device__ __forceinline__ void score(rows_t<kCount>& rows,
+                                      const scores_t& scores,
+                                      const band_t& band,
+                                      index_t i0,
+                                      index_t j0) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int row = lane_g() + 8 * (e / 2), col = 8 * n + 2 * lane_t() + e % 2;
+      double& s = rows.s[n][e];
+      if (kCheck && !band.sees(row, col)) {
+        s = -infinity<double>();
+      } else if constexpr (kTerms) {
+        s = scores(s, i0 + row, j0 + col);
+      }
+    }
+  }
+}
+
+// Where a score is far above m, m becomes the largest of the tile. A row with a NaN or
+// +inf has the sum NaN from then on.
+template <int kCount>
+__device__ __forceinline__ void raise(rows_t<kCount>& rows,
+                                      const exp2_t& exp2,
+                                      const block_t& block,
+                                      const float (&limit)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    double top = -infinity<double>();
+    bool odd = false;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const double s = rows.s[n][2 * r + e];
+        top = s > top ? s : top;
+        odd |= !(s < infinity<double>());
+      }
+    }
+    top = warp_reduce<4>(top, [](double a, double b) { return a > b ? a : b; });
+    // By the same look as the caller's: the bits of a row are no other row's business.
+    const bool is_raised =
+        !(high_word_as_float(top) <= limit[r]) && top > rows.m[r] + block.room;
+    const double power = exp2(rows.m[r] - top);
+    const double alpha = is_raised ? power : 1;
+    if (is_raised) rows.m[r] = top;
+    rows.l[r] = odd ? nan_value<double>() : rows.l[r] * alpha;
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        rows.o[c][2 * r + e] *= alpha;
+        rows.o[c][4 + 2 * r + e] *= alpha;
+      }
+    }
+  }
+}
+
+// Scores into weights, exp(unit (s - m)); their sums to l. With kExact they can be
+// told apart as those of weight() in score.cuh: -0 of a key that is not seen, 0 of one
+// whose weight is 0, and small numbers.
+template <bool kExact, int kCount>
+__device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& block) {
+  const exp2_t exp2(block.exp2);
+  bool above = false;
+  float limit[2];  // the high word of m + room
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    // Of scores in the millions, a high word tells too little.
+    limit[r] = abs_of(rows.m[r]) * block.unit < 1e6
+                   ? high_word_as_float(rows.m[r] + block.room)
+                   : nan_value<float>();
+  }
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      // Also true of a NaN or an infinity, whose high words are NaN as floats.
+      above |= !(high_word_as_float(rows.s[n][e]) <= limit[e / 2]);
+    }
+  }
+  if (__any_sync(kFullMask, above)) raise(rows, exp2, block, limit);
+
+  double m[2], l[2] = {};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    m[r] = rows.m[r] == -infinity<double>() ? 0 : rows.m[r];
+  }
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const double s = rows.s[n][e], x = s - m[e / 2];
+      double p = exp2(x);
+      if constexpr (kExact) {
+        constexpr double kSmallest = 4.9406564584124654e-324;  // 2^-1074
+        if (p == 0 && x * block.unit > -1074 * kLn2) p = kSmallest;
+        if (s == -infinity<double>()) p = -0.0;
+      }
+      l[e / 2] += p;
+      const int i = n % 2 * 2 + e % 2, h = e / 2;
+      rows.p[n / 2][2 * i + h] = p;
+    }
+  }
+  rows.l[0] += l[0];
+  rows.l[1] += l[1];
+}
+
+// o += join(p value(v)) of the first num_cols columns, where the product is a tile's.
+template <int kCount, typename Value, typename Join>
+__device__ __forceinline__ void add_values(
+    rows_t<kCount>& rows, const double* v, int num_cols, Value value, Join join) {
+  const double* v_lane[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    v_lane[e] = v + place<kHeadDimV>(2 * lane_t() + e, lane_g());
+  }
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) {
+    // No such columns. The branch also keeps the compiler from loading values of more
+    // than two chunks ahead, for which registers would not do.
+    if (c % 2 == 0 && 16 * c >= num_cols) break;
+    double sum[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kStepsN; ++step) {
+      double b[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const double2 x =
+            load2(v_lane[i % 2] + (16 * step + 8 * (i / 2)) * kHeadDimV + 16 * c);
+        b[0][i] = value(x.x);
+        b[1][i] = value(x.y);
+      }
+      add_product(sum[0], rows.p[step], b[0]);
+      add_product(sum[1], rows.p[step], b[1]);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) rows.o[c][n] += join(sum[n / 4][n % 4]);
+  }
+}
+
+// How values that are not finite are counted: a product of a code of p and one of v is
+// 0 for what adds nothing. Sums of 256 codes of one kind do not reach the next.
+constexpr double kPlusInf = 1, kMinusInf = 1 << 8, kNotANumber = 1 << 16;
+__device__ __forceinline__ double code_of_p(double p) {
+  return p > 0 ? 1 : is_unseen(p) || is_nan(p) ? 0 : kNotANumber;  // 0 inf is NaN
+}
+__device__ __forceinline__ double code_of_v(double v) {
+  return is_finite(v) ? 0 : is_nan(v) ? kNotANumber : v > 0 ? kPlusInf : kMinusInf;
+}
+// What the counted values add to a finite sum.
+__device__ __forceinline__ double special(double count) {
+  const bool plus = static_cast<index_t>(count) % 256 != 0, minus = count >= kMinusInf;
+  if (count >= kNotANumber || (plus && minus)) return nan_value<double>();
+  return plus ? infinity<double>() : minus ? -infinity<double>() : 0;
+}
+
+// o += p v. With kExact a key that is not seen adds nothing, not even 0 * NaN: the
+// finite values are summed, the others counted.
+template <bool kExact, int kCount>
+__device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
+                                           const double* v,
+                                           int num_cols) {
+  const auto same = [](double x) { return x; };
+  if constexpr (kExact) {
+    add_values(rows, v, num_cols, [](double x) { return is_finite(x) ? x : 0; }, same);
+#pragma unroll
+    for (int step = 0; step < kStepsN; ++step) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) rows.p[step][n] = code_of_p(rows.p[step][n]);
+    }
+    add_values(rows, v, num_cols, code_of_v, special);
+  } else {
+    add_values(rows, v, num_cols, same, same);
+  }
+}
+
+// The end of a range of queries, or of all of them.
+__device__ __forceinline__ index_t last_query(const params_t& params, index_t i_last) {
+  return i_last < params.seqlen_q ? i_last : params.seqlen_q;
+}
+
+// The whole walk over the keys, and the results for kCount chunks of columns. Returns
+// whether all of them are finite, without which kExact = false stores nothing.
+template <bool kExact, int kCount>
+__device__ __forceinline__ bool walk(const block_t& block,
+                                     const scores_t& scores,
+                                     const params_t& params,
+                                     const double* smem_q,
+                                     double* slots,
+                                     int first_chunk) {
+  const int warp = threadIdx.x / kWarpSize, first_row = warp * kWarpRows;
+
+  // Items are tiles of k and v by turns: k of the first tile, v of it, k of the second.
+  const auto fetch = [&](auto is_v, int item) {
+    if (item < block.num_items) {
+      double* const slot = slots + item % kSlots * kSlotSize;
+      const index_t j = index_t(item / 2) * kBlockN;
+      const index_t num_keys = block.last - block.first - j;
+      if constexpr (is_v.value) {
+        copy_rows<kBlockN, kHeadDimV>(slot, block.v + j * params.v.row, params.v.row,
+                                      num_keys, block.num_cols);
+      } else {
+        copy_rows<kBlockN, kHeadDim>(slot, block.k + j * params.k.row, params.k.row,
+                                     num_keys, static_cast<int>(params.head_dim));
+      }
+    }
+    ptx::commit_copy_group();
+  };
+  // Waits for an item and starts the copy of a later one in the place of the last.
+  const auto take = [&](auto is_v, int item) {
+    ptx::wait_copy_groups<kSlots - 2>();
+    // All see the item, and all have read the one before it.
+    __syncthreads();
+    fetch(flag_t<(is_v.value + kSlots - 1) % 2>{}, item + kSlots - 1);
+    return slots + item % kSlots * kSlotSize;
+  };
+
+  rows_t<kCount> rows;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    rows.m[r] = -infinity<double>();
+    rows.l[r] = 0;
+  }
+#pragma unroll
+  for (int c = 0; c < kCount; ++c) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) rows.o[c][n] = 0;
+  }
+#pragma unroll
+  for (int item = 0; item < kSlots - 1; item += 2) {
+    fetch(flag_t<false>{}, item);
+    if (item + 1 < kSlots - 1) fetch(flag_t<true>{}, item + 1);
+  }
+
+#pragma unroll 1
+  for (int item = 0; item < block.num_items; item += 2) {
+    const int j = item / 2 * kBlockN;
+    const bool some = j < block.last_key[warp] && j + kBlockN > block.first_key[warp];
+    const double* const smem_k = take(flag_t<false>{}, item);
+    if (some) {
+      dot(rows, smem_q + first_row * kHeadDim, smem_k);
+      if (!kExact && j >= block.first_common[warp] &&
+          j + kBlockN <= block.last_common[warp]) {
+        if constexpr (kTerms) {
+          score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
+        }
+      } else {
+        const index_t i0 = block.i0 + first_row, j0 = block.first + j;
+        score<true>(rows, scores, scores.band(i0, j0), i0, j0);
+      }
+      softmax<kExact>(rows, block);
+    }
+    const double* const smem_v = take(flag_t<true>{}, item + 1);
+    if (some) {
+      accumulate<kExact>(rows, smem_v + 16 * first_chunk,
+                         block.num_cols - 16 * first_chunk);
+    }
+  }
+
+  if constexpr (!kExact) {
+    bool odd = false;
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) {
+#pragma unroll
+      for (int n = 0; n < 8; ++n) odd |= !is_finite(rows.o[c][n]);
+    }
+    if (__syncthreads_or(odd)) return false;
+  }
+
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = first_row + lane_g() + 8 * r;
+    const index_t i = block.i0 + row;
+    const double l =
+        warp_reduce<4>(rows.l[r], [](double a, double b) { return a + b; });
+    if (i >= params.seqlen_q) continue;
+    const finished_t finished = scores.finish(i, rows.m[r] * block.unit, l);
+    double* const out_row = block.out + row * params.out.row;
+#pragma unroll
+    for (int c = 0; c < kCount; ++c) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int col = 16 * (first_chunk + c) + 4 * lane_t() + n;
+        if (col < block.num_cols) {
+          out_row[col * params.out.col] =
+              rows.o[c][4 * (n % 2) + 2 * r + n / 2] * finished.inverse;
+        }
+      }
+    }
+    if (block.lse != nullptr && lane_t() == 0) block.lse[row] = finished.lse;
+  }
+  return true;
+}
+
+// The same with all that infinities and NaN among the values ask for. A function of its
+// own, so that its registers are none of the other's.
+__device__ __noinline__ void walk_exactly(const block_t& block,
+                                          const scores_t& scores,
+                                          const params_t& params,
+                                          const double* smem_q,
+                                          double* slots) {
+  // Few columns at a time, since counts need registers too.
+  constexpr int kCount = kChunks % 2 == 0 ? 2 : 1;
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; chunk += kCount) {
+    __syncthreads();  // the tiles of the walk before are no longer read
+    walk<true, kCount>(block, scores, params, smem_q, slots, chunk);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_tiled_f64(
+        const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
+        const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
+        const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
+        elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
+        accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+        SCORE_PARAMETERS) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  double* const smem_q = reinterpret_cast<double*>(smem);
+  double* const slots = smem_q + kBlockM * kHeadDim;
+  __shared__ block_t block;
+
+  const int num_parts =
+      static_cast<int>((params.head_dim_v + kHeadDimV - 1) / kHeadDimV);
+  const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const place_t at(params, block_index(), num_tiles * num_parts);
+  if (!at.exists) return;
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  {
+    const int warp = threadIdx.x / kWarpSize;
+    const index_t tile_q = divide(at.tile, num_parts);
+    const int part = static_cast<int>(at.tile - tile_q * num_parts);
+    const index_t i_block = (num_tiles - 1 - tile_q) * kBlockM;
+    const index_t i0 = i_block + warp * kWarpRows;
+    const range_t keys = scores.keys_of(i_block, last_query(params, i_block + kBlockM));
+    // Tiles start at multiples of kBlockN, so that a row is summed in the same order
+    // whatever the tile of queries it lies in.
+    const index_t first = keys.first / kBlockN * kBlockN;
+    copy_q(smem_q + warp * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
+           params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
+           static_cast<int>(params.head_dim));
+    if (threadIdx.x == 0) {
+      const int left = static_cast<int>(params.head_dim_v) - part * kHeadDimV;
+      block.num_cols = left < kHeadDimV ? left : kHeadDimV;
+      block.k = at.at_kv(k, params.k) + first * params.k.row;
+      block.v = at.at_kv(v, params.v) + first * params.v.row + part * kHeadDimV;
+      block.out = at.at(out, params.out) + i_block * params.out.row +
+                  part * kHeadDimV * params.out.col;
+      block.lse = lse == nullptr || part > 0
+                      ? nullptr
+                      : lse + at.row_of_heads * params.seqlen_q + i_block;
+      block.unit = kTerms ? 1 : params.scale;
+      block.room = kRoom / (block.unit * kLog2e);
+      block.i0 = i_block;
+      block.first = first;
+      block.last = keys.last;
+      block.num_items =
+          keys.last > first
+              ? 2 * static_cast<int>((keys.last - first + kBlockN - 1) / kBlockN)
+              : 0;
+    }
+    if (warp == 0) block.exp2.fill((kTerms ? 1 : params.scale) * kLog2e);
+    if (threadIdx.x % kWarpSize == 0) {
+      const range_t seen = scores.keys_of(i0, last_query(params, i0 + kWarpRows));
+      block.first_key[warp] = static_cast<int>(seen.first - first);
+      block.last_key[warp] = static_cast<int>(seen.last - first);
+      // Rows past the end are not stored; only terms must not be read there.
+      const index_t i_last = last_query(params, i0 + kWarpRows);
+      const bool whole = scores.is_query(i_last - 1) &&
+                         (kTerms ? i_last == i0 + kWarpRows : i_last > i0) && !kHasMask;
+      block.first_common[warp] =
+          whole ? static_cast<int>(scores.keys_of(i_last - 1, i_last).first - first)
+                : 0;
+      block.last_common[warp] =
+          whole ? static_cast<int>(scores.keys_of(i0, i0 + 1).last - first) : 0;
+    }
+  }
+  __syncthreads();  // `block` is complete
+
+  if (!walk<false, kChunks>(block, scores, params, smem_q, slots, 0)) {
+    // A result that is not finite may come from a key that is not seen, as 0 * NaN.
+    walk_exactly(block, scores, params, smem_q, slots);
+  }
+}

@@ -1,0 +1,194 @@
+"""The float64 row of the attention table: tensor cores, and how it cuts a problem."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cupyflash import _attention_rows, _kernels
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import Config
+from cupyflash._kernels import Device, Variant
+
+# Architectures whose float64 tensor cores are as fast as their float64 units or faster.
+# Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
+_ARCHS = ("sm_80", "sm_90", "sm_100")
+
+_MAX_KEYS = 1 << 30
+
+# Bytes of shared memory beside those of Tile.smem, at most.
+_STATIC_SMEM = 1024
+
+# Queries of a warp: rows of a fragment.
+WARP_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of q and of k that a thread block holds at a time, and how."""
+
+    block_m: int
+    block_n: int
+    slots: int  # places for tiles of k and v
+    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    only_plain: bool = False  # terms of scores would need more registers than there are
+
+    @property
+    def num_threads(self) -> int:
+        return 32 * self.block_m // WARP_ROWS
+
+    def smem(self, head_dim: int, head_dim_v: int) -> int:
+        """Bytes for the tile of q, and the places for tiles of k and v"""
+        of_kv = self.slots * self.block_n * max(head_dim, head_dim_v)
+        return 8 * (self.block_m * head_dim + of_kv)
+
+
+@dataclass(frozen=True)
+class TensorFloat64Kernel:
+    """float64 on tensor cores.
+
+    `tiles` holds for head dimensions up to a bound the tiles from large to small.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
+    dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
+    max_block_dv: int  # columns of v that the registers of a warp hold sums for
+    fast: bool = True  # must not spill
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        if problem.dtype != "float64":
+            return f"takes float64, not {problem.dtype}"
+        if device.arch not in _ARCHS:
+            return f"{device.arch} has no fast tensor cores for float64"
+        if max(problem.head_dim, problem.head_dim_v) > self.dims[-1]:
+            return (
+                f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} are "
+                f"not both up to {self.dims[-1]}"
+            )
+        if problem.seqlen_k >= _MAX_KEYS:
+            return f"counts keys in 32 bits, and there are {problem.seqlen_k}"
+        if not self._tiles(problem, device):
+            return (
+                f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} need "
+                f"more shared memory than the {device.smem_optin} bytes that a block "
+                "may have"
+            )
+        return None
+
+    def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        """head_dim as it is compiled, and the columns of v of a block."""
+        dims = [
+            next(n for n in self.dims if n >= wanted)
+            for wanted in (problem.head_dim, problem.head_dim_v)
+        ]
+        parts = -(-dims[1] // self.max_block_dv)
+        return dims[0], dims[1] // parts
+
+    def _tiles(self, problem, device):
+        """The tiles that fit on `device`, all with the block_n of the first."""
+        dims = self._dims(problem)
+        tiles = [
+            tile
+            for tile in _kernels.by_threshold(self.tiles, max(dims))
+            if tile.smem(*dims) + _STATIC_SMEM <= device.smem_optin
+            and not (tile.only_plain and _attention_rows.has_terms(problem))
+        ]
+        return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
+
+    def num_tiles(self, problem: AttentionProblem, tile: Tile) -> int:
+        """Blocks: tiles of queries of all heads, and parts of the columns of v."""
+        parts = -(-problem.head_dim_v // self._dims(problem)[1])
+        return _attention_rows.num_tiles(problem, tile.block_m) * parts
+
+    def tile(self, problem: AttentionProblem, device: Device) -> Tile:
+        """The largest tile that still gives every multiprocessor work."""
+        tiles = self._tiles(problem, device)
+        return next(
+            (
+                tile
+                for tile in tiles
+                if self.num_tiles(problem, tile) >= device.num_sms * tile.min_blocks
+                and tile.block_m < 2 * problem.seqlen_q
+            ),
+            tiles[-1],
+        )
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The launch, in a tuple of one."""
+        return (self.config(self.tile(problem, device), problem, batch_dims),)
+
+    def config(self, tile: Tile, problem: AttentionProblem, batch_dims: int) -> Config:
+        """The launch with a given tile."""
+        dims = self._dims(problem)
+        switches: dict[str, Any] = {
+            "HEAD_DIM": dims[0],
+            "HEAD_DIM_V": dims[1],
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "SLOTS": tile.slots,
+            "MIN_BLOCKS": tile.min_blocks,
+        }
+        if not _attention_rows.scale_is_plain(problem.scale):
+            switches["SCALE_SCORES"] = 1
+        variant = Variant(
+            source=f"attention/{self.name}.cu",
+            entry=f"attention_{self.name}",
+            defines=_attention_rows.defines(
+                problem, batch_dims, tile.num_threads, **switches
+            ),
+            smem=tile.smem(*dims),
+        )
+        return Config(variant, self.num_tiles(problem, tile), tile.num_threads)
+
+
+TILED_F64 = TensorFloat64Kernel(
+    name="tiled_f64",
+    rungs=("tiled", "auto"),
+    dims=(16, 32, 64, 96, 128, 192, 256),
+    max_block_dv=128,
+    # TFLOP/s on an H200 at 4 x 16 heads x 4096.
+    tiles=(
+        (
+            64,
+            (
+                # 38.8; (128, 64, 3) 38.1, (64, 32, 2) 35.9, (128, 32, 3) 34.3
+                Tile(64, 64, 2, min_blocks=2, only_plain=True),
+                Tile(32, 64, 2, min_blocks=2, only_plain=True),
+                Tile(16, 64, 2, only_plain=True),
+                Tile(64, 32, 2, min_blocks=2),
+                Tile(32, 32, 2, min_blocks=2),
+                Tile(16, 32, 2),
+            ),
+        ),
+        (
+            128,
+            (
+                Tile(128, 32, 2),  # 40.2; 3 slots 39.2, (128, 16, 5) 34.8
+                Tile(64, 32, 2),  # 26.4 with 3 slots
+                Tile(32, 32, 2),
+                Tile(16, 32, 2),
+            ),
+        ),
+        (
+            256,
+            (
+                Tile(64, 16, 3),  # 18.4 at 2 x 16 heads x 2048
+                Tile(32, 16, 3),
+                Tile(16, 16, 3),
+            ),
+        ),
+    ),
+)
+
+
+def representative(make: Any) -> Iterator[tuple[AttentionProblem, int]]:
+    """Problems whose kernels differ; make(dtype, head_dim, **options) makes one."""
+    for head_dim in (64, 96, 128, 192, 256):
+        yield make("float64", head_dim), 1
+        yield make("float64", head_dim, key_lengths="int32", sinks="float64"), 1
+        yield make("float64", head_dim, bias="float64", mask="bool"), 1
+        yield make("float64", head_dim, softcap=30.0, alibi_slopes="float64"), 1

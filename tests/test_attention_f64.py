@@ -1,0 +1,233 @@
+"""The float64 row of the attention table: what it takes, its tiles, and its results."""
+
+import dataclasses
+
+import numpy as np
+import oracle
+import pytest
+from accuracy import BOUNDS, assert_same_specials, max_error, to_host
+from placing import place
+
+import cupyflash
+from cupyflash import _attention_kernels, _kernels
+from cupyflash._attention_f64 import TILED_F64 as ROW
+from cupyflash._attention_kernels import ATTENTION_KERNELS
+
+ARCHS = ("sm_80", "sm_90a", "sm_100")
+HOPPER = _kernels.device_of_arch("sm_90a")
+HEAD_DIMS = (1, 16, 17, 64, 65, 96, 128, 130, 192, 256)
+TERMS = {
+    "plain": {},
+    "lengths": {"query_lengths": "int32", "key_lengths": "int64"},
+    "bias": {"bias": "float64"},
+    "softcap": {"softcap": 30.0},
+    "negative": {"scale": -1.0},
+}
+
+
+def problem(head_dim=64, **options):
+    made = _attention_kernels._problem("float64", head_dim)
+    return dataclasses.replace(made, **options)
+
+
+# --- selection -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("terms", TERMS)
+def test_takes(arch, head_dim, terms):
+    device = _kernels.device_of_arch(arch)
+    asked = problem(head_dim, **TERMS[terms])
+    row, _ = _kernels.select(ATTENTION_KERNELS, asked, device)
+    assert row is ROW
+    (config,) = ROW.configs(asked, 1, device)
+    # Static memory takes up to 1 KiB more.
+    assert config.variant.smem + 1024 <= device.smem_optin
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (problem(dtype="float32"), "sm_90a", "takes float64, not float32"),
+        (problem(257), "sm_90a", "not both up to 256"),
+        (problem(head_dim_v=300), "sm_90a", "not both up to 256"),
+        (problem(seqlen_k=1 << 30), "sm_90a", "32 bits"),
+        (problem(), "sm_75", "no fast tensor cores"),
+        (problem(), "sm_86", "no fast tensor cores"),
+        (problem(), "sm_89", "no fast tensor cores"),
+        (problem(), "sm_120", "no fast tensor cores"),
+    ],
+)
+def test_leaves_to_the_next_row(asked, arch, reason):
+    device = _kernels.device_of_arch(arch)
+    assert reason in ROW.refusal(asked, device)
+    row, _ = _kernels.select(ATTENTION_KERNELS, asked, device)
+    assert row.name in ("tiled", "online")
+
+
+def test_a_card_with_little_shared_memory():
+    small = dataclasses.replace(HOPPER, smem_optin=48 * 1024)
+    assert "more shared memory" in ROW.refusal(problem(128), small)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("seqlen_q", [1, 16, 17, 100, 4096])
+@pytest.mark.parametrize("heads", [1, 64])
+def test_the_tiles_cover_every_query_and_column(head_dim, seqlen_q, heads):
+    asked = problem(
+        head_dim, seqlen_q=seqlen_q, num_heads=heads, num_kv_heads=heads, head_dim_v=200
+    )
+    tile = ROW.tile(asked, HOPPER)
+    dim, block_dv = ROW._dims(asked)
+    assert dim >= head_dim
+    assert block_dv <= ROW.max_block_dv
+    parts = -(-200 // block_dv)
+    rows = -(-seqlen_q // tile.block_m)
+    assert ROW.num_tiles(asked, tile) == heads * parts * rows
+    assert tile.num_threads == 2 * tile.block_m
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tiles_of_a_problem_sum_in_the_same_order(head_dim, terms):
+    """The number of other heads may change block_m, never the bits of a row."""
+    tiles = ROW._tiles(problem(head_dim, **TERMS[terms]), HOPPER)
+    assert len({tile.block_n for tile in tiles}) == 1
+
+
+# --- results -------------------------------------------------------------------------
+
+
+def check(q, k, v, arrays=None, **options):
+    import cupy
+
+    arrays = arrays or {}
+    exact, exact_lse, _ = oracle.attention(
+        q, k, v, **arrays, **options, real=np.longdouble
+    )
+    placed = [place(cupy, x) for x in (q, k, v)]
+    named = {name: place(cupy, x) for name, x in arrays.items()}
+    out, lse = cupyflash.attention(*placed, **named, **options, return_lse=True)
+    again = cupyflash.attention(*placed, **named, **options)
+    np.testing.assert_array_equal(to_host(out), to_host(again))
+    finite = assert_same_specials(out, exact)
+    exact = np.where(finite, exact, 0)
+    size = float(np.abs(exact).max(initial=0))
+    error = max_error(np.where(finite, to_host(out), 0), exact)
+    assert error <= BOUNDS["attention"]["float64"] * size
+    finite = assert_same_specials(lse, exact_lse)
+    error = max_error(np.where(finite, to_host(lse), 0), np.where(finite, exact_lse, 0))
+    size = float(np.abs(np.where(finite, exact_lse, 0)).max(initial=0))
+    assert error <= max(1e-14, 2 * np.finfo(np.float64).eps * size)
+
+
+def normal(rng, seqlen_q, seqlen_k, head_dim, head_dim_v=None, heads=2):
+    return (
+        rng.normal(size=(heads, seqlen_q, head_dim)),
+        rng.normal(size=(heads, seqlen_k, head_dim)),
+        rng.normal(size=(heads, seqlen_k, head_dim_v or head_dim)),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(1, 1), (1, 1000), (130, 127), (300, 65), (33, 0)])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256), (40, 150), (96, 7)])
+def test_sizes(rng, seqlens, dims):
+    q, k, v = normal(rng, *seqlens, *dims)
+    check(q, k, v)
+    check(q, k, v, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (40, 7)},
+        {"causal": True, "query_offset": 50},
+        {"softcap": 5.0, "causal": True},
+        {"scale": 0.0},
+        {"scale": -0.1},
+    ],
+)
+def test_options(rng, head_dim, options):
+    check(*normal(rng, 150, 170, head_dim), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["bias", "mask", "sinks", "alibi_slopes", "lengths"])
+def test_arrays(rng, head_dim, name):
+    q, k, v = (x[None] for x in normal(rng, 150, 170, head_dim))
+    arrays = {
+        "bias": {"bias": rng.normal(size=(2, 150, 170))},
+        "mask": {"mask": rng.random((1, 170)) < 0.5},
+        "sinks": {"sinks": rng.normal(size=2)},
+        "alibi_slopes": {"alibi_slopes": rng.random(2)},
+        "lengths": {"query_lengths": np.array([77]), "key_lengths": np.array([90])},
+    }[name]
+    check(q, k, v, arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_values_that_are_not_finite(rng, head_dim):
+    """What a query does not see never reaches it; what it sees does."""
+    q, k, v = normal(rng, 200, 200, head_dim)
+    v[0, 100, :9] = np.nan
+    v[0, 101, 3] = np.inf
+    v[1, 60, 3], v[1, 70, 3] = np.inf, -np.inf
+    k[1, 150, 0] = np.nan
+    check(q, k, v, causal=True, query_offset=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_value_far_below_the_maximum_counts_if_it_is_not_finite(rng, head_dim):
+    """exp(-720) is below the normal numbers, and yet an infinity times it is one."""
+    q, k, v = normal(rng, 20, 40, head_dim)
+    q[...], k[...] = 0, 0
+    q[..., 0] = 1
+    k[0, 1, 0] = -720
+    v[0, 1, 5] = np.inf
+    check(q, k, v, scale=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("growth", [0.1, 3.0, 40.0, 1e6])
+def test_scores_that_grow(rng, growth):
+    """The reference of a row is raised again and again."""
+    q, k, v = normal(rng, 40, 300, 64)
+    q[...], k[...] = 0, 0
+    q[..., 0] = 1
+    k[..., 0] = growth * np.arange(300)
+    check(q, k, v, scale=1.0)
+    check(-q, k, v, scale=1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_equal_scores_and_values(head_dim):
+    """The order of the sums keeps long ones accurate where all errors have one sign."""
+    q = np.zeros((1, 16, head_dim))
+    k = np.zeros((1, 4096, head_dim))
+    v = np.full((1, 4096, head_dim), 1 / 3)
+    check(q, k, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_bits_of_a_row_are_its_own(rng, head_dim):
+    """Neither its place in a tile nor the rows and heads beside it change them."""
+    import cupy
+
+    q, k, v = normal(rng, 150, 333, head_dim)
+    k *= np.linspace(0.1, 3, 333)[:, None]
+    q[:, ::7] *= 20
+    whole = to_host(cupyflash.attention(*(place(cupy, x) for x in (q, k, v))))
+    for rows in (slice(3, None), slice(50, 51), slice(0, 40)):
+        part = cupyflash.attention(
+            *(place(cupy, x) for x in (q[:1, rows], k[:1], v[:1]))
+        )
+        np.testing.assert_array_equal(to_host(part), whole[:1, rows])

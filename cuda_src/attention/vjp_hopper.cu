@@ -8,7 +8,8 @@
 //            P and dS come out of one product in the registers that the next one reads;
 //            dS alone goes through shared memory, for dq. While dk and dP of one
 //            step run, so does the softmax of the next
-// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry; blocks
+// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
+// blocks
 //            take item after item, from a counter where items differ in length. With
 //            kCluster = 2, two blocks have neighbouring tiles and share q and dO
 // Threads    two warpgroups, 64 keys each; with a third for the copies there would be
@@ -19,7 +20,8 @@
 //            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
 //            L2; dq is added to sums of floats, by red or by the copy engine
-// Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before products.
+// Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
+// products.
 //            The order of sums in dq differs from run to run
 // Limits     q, k, v and dO as a tensor map takes them (_tensormap.py); head_dim and
 //            head_dim_v multiples of 8 up to kHeadDim; at most kMaxSummed summed
@@ -31,6 +33,7 @@
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cluster_mbarrier.cuh"
+#include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
@@ -43,14 +46,16 @@ constexpr int kBlockN = 128;  // keys of a tile
 constexpr int kBounds = BOUNDS;
 constexpr bool kDynamic = kBounds > 0;  // items differ in length
 constexpr int kCluster = CLUSTER;
-// Of a thread's 8 vectors of dq, how many the copy engine adds; the others leave by red.
+// Of a thread's 8 vectors of dq, how many the copy engine adds; the others leave by
+// red.
 constexpr int kBulk = BULK;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
 
-// q is read for S and an iteration later for dk, dO in one iteration. Both are asked for
-// two blocks ahead.
+// q is read for S and an iteration later for dk, dO in one iteration. Both are asked
+// for two blocks ahead.
 constexpr int kStagesQ = 3, kStagesDout = 2;
 constexpr int kMaxSummed = 128;
+constexpr int kMany = 1 << 30;
 
 // A tile: chunks of 64 columns, each [rows][128 bytes], swizzled.
 constexpr int kChunks = kHeadDim / 64;
@@ -68,10 +73,11 @@ constexpr bool kWaitForDv = kBlockM == 128;
 // Mirrored by VJP_HOPPER_INPUTS in _attention_vjp_kernels.py.
 struct alignas(64) inputs_t {
   ptx::tensor_map_t q_map, k_map, v_map, dout_map;
-  int num_items;    // tiles of keys of all kept entries; those of a cluster are one
-  int num_tiles;    // of one entry
-  int num_blocks;   // of queries of one entry
-  int section;      // kept entries whose q, dO and dq stay in the L2 cache together
+  int num_items;   // tiles of keys of all kept entries; those of a cluster are one
+  int num_tiles;   // of one entry
+  int num_blocks;  // of queries of one entry
+  int section;     // kept entries whose q, dO and dq stay in the L2 cache together
+  int num_kept, num_summed;  // entries
   index_t slot[2];  // by how many slots of dq the entries of a batch axis differ
   float to_log2;    // what makes scores exponents of 2
   float hidden;     // a score that makes a weight of 0
@@ -87,6 +93,15 @@ struct alignas(16) source_t {
 // for it.
 struct next_t {
   int block, summed, first, last;
+};
+
+// What all threads are told of an item, for the same reason.
+struct view_t {
+  int count;     // blocks of queries, over all summed entries
+  int num_keys;  // from its first on; may be more than the tile has
+  // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
+  // hidden from blocks whose first query lies in [whole_first, whole_last].
+  int low, high, whole_first, whole_last;
 };
 
 // S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
@@ -131,15 +146,13 @@ struct item_t {
 };
 
 // In a section the tiles that most queries see come first.
-__device__ __forceinline__ item_t item_of(int number,
-                                          const inputs_t& inputs,
-                                          int num_kept) {
+__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
   const unsigned n = number, num_tiles = inputs.num_tiles;
   if constexpr (kDynamic) {
     const unsigned in_section = inputs.section * num_tiles;
     const unsigned first = n / in_section * inputs.section;
     const unsigned rest = n % in_section;
-    const unsigned width = min(num_kept - first, unsigned(inputs.section));
+    const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
     return {int(rest / width), int(first + rest % width)};
   } else {
     return {int(n % num_tiles), int(n / num_tiles)};
@@ -147,23 +160,25 @@ __device__ __forceinline__ item_t item_of(int number,
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    __cluster_dims__(kCluster, 1, 1) attention_vjp_hopper(
-        const __grid_constant__ inputs_t inputs,
-        const float* __restrict__ stats,  // vjp_hopper.cuh
-        float* __restrict__ sums_q,       // vjp_hopper.cuh
-        elem_t* __restrict__ dk,          // as k, summed over entries
-        elem_t* __restrict__ dv,          // as v, summed over entries
-        found_t* __restrict__ found,
-        counter_t* __restrict__ counter,
-        SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+    __cluster_dims__(kCluster, 1, 1)
+        attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
+                             const float* __restrict__ stats,  // vjp_hopper.cuh
+                             float* __restrict__ sums_q,       // vjp_hopper.cuh
+                             elem_t* __restrict__ dk,  // as k, summed over entries
+                             elem_t* __restrict__ dv,  // as v, summed over entries
+                             found_t* __restrict__ found,
+                             counter_t* __restrict__ counter,
+                             SCORE_PARAMETERS,
+                             const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ __align__(8) unsigned long long barriers[3 + kStagesQ + kStagesDout];
   __shared__ int next_items[2];
   __shared__ next_t next_memory;
   __shared__ __align__(8) int origins_memory[kStagesQ][2];
   __shared__ source_t sources[kMaxSummed];
+  __shared__ view_t view_memory;
   volatile next_t& next = next_memory;
+  volatile view_t& view = view_memory;
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
@@ -197,11 +212,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
 
   // A operands: rows of this warpgroup; B operands; and operands whose rows are summed.
-  const unsigned long long
-      k_rows = descriptor(smem_k + group * 8192, 16),
-      v_rows = descriptor(smem_v + group * 8192, 16), q_rows = descriptor(smem_q, 16),
-      dout_rows = descriptor(smem_dout, 16), q_sums = descriptor(smem_q, kChunkM),
-      dout_sums = descriptor(smem_dout, kChunkM);
+  const unsigned long long k_rows = descriptor(smem_k + group * 8192, 16),
+                           v_rows = descriptor(smem_v + group * 8192, 16),
+                           q_rows = descriptor(smem_q, 16),
+                           dout_rows = descriptor(smem_dout, 16),
+                           q_sums = descriptor(smem_q, kChunkM),
+                           dout_sums = descriptor(smem_dout, kChunkM);
   // Of dq, a warpgroup makes 64 of 128 rows, or 64 of 128 columns.
   constexpr bool kByRows = kBlockM == 128;
   const unsigned long long ds_rows =
@@ -210,24 +226,29 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       descriptor(smem_k + (kByRows ? 0 : group * kChunkN), kChunkN);
   // For stmatrix a lane gives a row of a matrix: queries n and n + 8 of two groups of
   // 8 keys. The swizzle flips bits 4 to 6 of an address by bits 7 to 9.
-  const unsigned ds_target =
-      smem_ds + group * kChunkM + (lane / 16 * 8 + lane % 8) * 128 +
-      ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
+  const unsigned ds_target = smem_ds + group * kChunkM +
+                             (lane / 16 * 8 + lane % 8) * 128 +
+                             ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
   const unsigned lane_stats = smem_stats + lane % 4 * 8;
   // This warp's dq on its way to the copy engine.
   const unsigned dq_target = smem_dq + (threadIdx.x / 32 * kBulk * 32 + lane) * 16;
 
-  const int num_kept = static_cast<int>(grads.num_kept);
-  const int num_summed = static_cast<int>(grads.num_summed);
   const float factor = factor_of(found);
   unsigned num_items = 0;  // of this block, so far
-  // The stages to be waited for next, and the parities of their barriers.
-  unsigned stage_q = 0, parity_q = 0, stage_dout = 0, parity_dout = 0;
+  unsigned block = 0;      // of queries, so far: gives stages and parities
   unsigned parity_empty = 0;
 
-  // Thread 0 asks for the next block of queries.
-  auto load_queries = [&](unsigned q_stage, unsigned dout_stage) {
-    const int block = next.block, summed = num_summed == 1 ? 0 : next.summed;
+  auto wait_for_q = [&](unsigned number) {
+    wait(q_full + 8 * (number % kStagesQ), number / kStagesQ & 1);
+  };
+  auto wait_for_dout = [&](unsigned number) {
+    wait(dout_full + 8 * (number % kStagesDout), number / kStagesDout & 1);
+  };
+
+  // Thread 0 asks for the next block of queries, which is block `number` of all.
+  auto load_queries = [&](unsigned number) {
+    const unsigned q_stage = number % kStagesQ, dout_stage = number % kStagesDout;
+    const int block = next.block, summed = inputs.num_summed == 1 ? 0 : next.summed;
     const source_t& from = sources[summed];
     if (block + 1 < next.last) {
       next.block = block + 1;
@@ -271,110 +292,117 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                        dout_barrier);
   };
 
-  // The blocks of queries that see keys of a tile; at least one.
-  auto queries_of = [&](int tile) {
-    if constexpr (!kDynamic) return int2{0, inputs.num_blocks};
-    constexpr int kRows = kCluster * kBlockN;
-    const scores_t scores(place_t(), SCORE_ARGUMENTS);
-    const range_t queries = scores.queries_of(index_t(tile) * kRows,
-                                              index_t(tile) * kRows + kRows);
-    const int first = int(queries.first) / kBlockM;
-    const int last = (int(queries.last) + kBlockM - 1) / kBlockM;
-    return first < last ? int2{first, last} : int2{0, 1};
+  // The number of this block's item `n`.
+  auto number_of = [&](unsigned n) {
+    const int first = blockIdx.x / kCluster, step = gridDim.x / kCluster;
+    if constexpr (!kDynamic) return first + int(n) * step;
+    return n == 0 ? first : *const_cast<volatile int*>(&next_items[(n - 1) & 1]);
   };
 
   // Warp 0 asks for the tiles of an item, and its first two blocks of queries.
-  auto load_first = [&](int number) {
-    const item_t item = item_of(number, inputs, num_kept);
-    const index_t entry = locate(grads.kept, item.kept).of[0];
-    for (int n = lane; n < num_summed; n += 32) {
-      const place_t at = grads.entry(params, entry, n);
+  auto load_first = [&] {
+    // Reciprocals of what is divided by are not worth registers between items.
+    const inputs_t& inputs_now = ptx::anew(inputs);
+    const params_t& params_now = ptx::anew(params);
+    const grads_t& grads_now = ptx::anew(grads);
+    const int number = number_of(num_items);
+    if (number >= inputs.num_items) return;
+    const item_t item = item_of(number, inputs_now);
+    const index_t entry = locate(grads_now.kept, item.kept).of[0];
+    for (int n = lane; n < inputs.num_summed; n += 32) {
+      const place_t at = grads_now.entry(params_now, entry, n);
       source_t from;
-      from.q_head = coordinate(at.head, params.q.head);
-      batch_coordinates(from.q_batch, at, params.q);
-      from.dout_head = coordinate(at.head, grads.dout.head);
-      batch_coordinates(from.dout_batch, at, grads.dout);
-      from.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
+      from.q_head = coordinate(at.head, params_now.q.head);
+      batch_coordinates(from.q_batch, at, params_now.q);
+      from.dout_head = coordinate(at.head, grads_now.dout.head);
+      batch_coordinates(from.dout_batch, at, grads_now.dout);
+      from.stats = static_cast<int>(at.row_of_heads) * inputs_now.num_blocks;
       index_t slot = at.head;
 #pragma unroll
       for (int axis = 0; axis < kBatchDims; ++axis) {
-        slot += at.batch[axis] * inputs.slot[axis];
+        slot += at.batch[axis] * inputs_now.slot[axis];
       }
-      from.slot = static_cast<int>(slot) * inputs.num_blocks;
+      from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
       sources[n] = from;
     }
     __syncwarp();
     if (threadIdx.x != 0) return;
-    const int2 blocks = queries_of(item.tile);
-    next.block = blocks.x;
-    next.summed = 0;
-    next.first = blocks.x;
-    next.last = blocks.y;
-    const place_t at = grads.entry(params, entry, 0);
     const int row = (item.tile * kCluster + rank) * kBlockN;
-    int batch[2];
-    batch_coordinates(batch, at, params.k);
-    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
-                                coordinate(at.kv_head, params.k.head), batch);
-    load_queries(stage_q, stage_dout);
-    batch_coordinates(batch, at, params.v);
-    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
-                                coordinate(at.kv_head, params.v.head), batch);
-    if ((blocks.y - blocks.x) * num_summed > 1) {
-      load_queries(stage_q + 1 == kStagesQ ? 0 : stage_q + 1,
-                   stage_dout + 1 == kStagesDout ? 0 : stage_dout + 1);
+    // The blocks of queries that see keys of the tile, or of those of the cluster; at
+    // least one.
+    int block_first = 0, block_last = inputs.num_blocks;
+    view.num_keys = static_cast<int>(params.seqlen_k) - row;
+    if constexpr (kBounds > 0) {
+      const scores_t scores(place_t(), SCORE_ARGUMENTS);
+      const index_t key_first = index_t(item.tile) * (kCluster * kBlockN);
+      const range_t queries =
+          scores.queries_of(key_first, key_first + kCluster * kBlockN);
+      block_first = int(queries.first) / kBlockM;
+      block_last = (int(queries.last) + kBlockM - 1) / kBlockM;
+      if (block_first >= block_last) {
+        block_first = 0;
+        block_last = 1;
+      }
+      const band_t band = scores.band(0, row);
+      view.low = band.low;
+      view.high = band.high;
+      const bool tail = row + kBlockN > params.seqlen_k;
+      view.whole_first = tail ? 1 << 30 : kBlockN - band.high;
+      view.whole_last = -band.low - (kBlockM - 1);
     }
+    view.count = (block_last - block_first) * inputs.num_summed;
+    next.block = block_first;
+    next.summed = 0;
+    next.first = block_first;
+    next.last = block_last;
+    const place_t at = grads_now.entry(params_now, entry, 0);
+    int batch[2];
+    batch_coordinates(batch, at, params_now.k);
+    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
+                                coordinate(at.kv_head, params_now.k.head), batch);
+    load_queries(block);
+    batch_coordinates(batch, at, params_now.v);
+    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
+                                coordinate(at.kv_head, params_now.v.head), batch);
+    if (view.count > 1) load_queries(block + 1);
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
-  int number = blockIdx.x / kCluster;
-  if (threadIdx.x < 32) load_first(number);
-  while (number < inputs.num_items) {
-    const item_t item = item_of(number, inputs, num_kept);
-    const int key_first = (item.tile * kCluster + rank) * kBlockN;
-    const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
-    const int2 blocks = queries_of(item.tile);
-    const int count = (blocks.y - blocks.x) * num_summed;
-
-    // A row's key is hidden from queries before `first`, and after `last`.
-    constexpr int kMany = 1 << 30;
-    const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
-    const bool tail = num_keys < kBlockN;
-    int first[2] = {-kMany, -kMany}, last = kMany;
-    int whole_first = tail ? kMany : -kMany, whole_last = kMany;
-    if constexpr (kBounds > 0) {
-      const band_t band = scores_t(place_t(), SCORE_ARGUMENTS).band(0, key_first);
-      first[0] = row_thread - band.high + 1 - lane % 4 * 2;
-      first[1] = first[0] + 8;
-      if (!tail) whole_first = kBlockN - band.high;
-      if constexpr (kBounds == 2) {
-        last = row_thread - band.low - lane % 4 * 2;
-        whole_last = -band.low - (kBlockM - 1);
-      }
-    }
-    if (row_thread >= num_keys) first[0] = kMany;
-    if (row_thread + 8 >= num_keys) first[1] = kMany;
-
+  if (threadIdx.x < 32) load_first();
+  while (number_of(num_items) < inputs.num_items) {
     // s becomes P of the block of queries in a stage, and p the same as operand. Number
     // e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
-    auto softmax = [&](unsigned q_stage, unsigned dout_stage) {
+    auto softmax = [&](unsigned number) {
+      // A row's key is hidden from queries before `first`, and after `last`.
+      const int num_keys = view.num_keys;
+      bool whole = num_keys >= kBlockN;
       int origin = 0;
-      bool whole = !tail;
       if constexpr (kBounds > 0) {
-        origin = ptx::load_shared_s32(origins + 8 * q_stage);
-        whole = origin >= whole_first && (kBounds < 2 || origin <= whole_last);
+        origin = ptx::load_shared_s32(origins + 8 * (number % kStagesQ));
+        whole =
+            origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
       }
       if (!whole) {
+        const int row_thread = group * 64 + warp * 16 + lane / 4;
+        int first[2] = {-kMany, -kMany}, last = kMany;
+        if constexpr (kBounds > 0) {
+          const int corner = row_thread - origin - lane % 4 * 2;
+          first[0] = corner - view.high + 1;
+          first[1] = first[0] + 8;
+          if (kBounds == 2) last = corner - view.low;
+        }
+        if (row_thread >= num_keys) first[0] = kMany;
+        if (row_thread + 8 >= num_keys) first[1] = kMany;
 #pragma unroll
         for (int e = 0; e < kScores; ++e) {
           const int column = e / 4 * 8 + e % 2, row = e / 2 % 2;
-          bool hides = column < first[row] - origin;
-          if (kBounds == 2) hides |= column > last + row * 8 - origin;
+          bool hides = column < first[row];
+          if (kBounds == 2) hides |= column > last + row * 8;
           if (hides) s[e] = inputs.hidden;
         }
       }
-      const unsigned from = lane_stats + dout_stage * kBytesStats;
+      const unsigned from = lane_stats + number % kStagesDout * kBytesStats;
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
         const float2 lse = ptx::load_shared_f32x2(from + e * 8);
@@ -391,36 +419,30 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
     // The first block: S, dP, and P.
     wait(k_full, num_items & 1);
-    wait(q_full + 8 * stage_q, parity_q);
+    const unsigned last = block + view.count - 1;
+    wait_for_q(block);
     ptx::wgmma_fence();
-    multiply_scores(s, k_rows, q_rows + stage_q * (kBytesM / 16));
+    multiply_scores(s, k_rows, q_rows + block % kStagesQ * (kBytesM / 16));
     ptx::wgmma_commit_group();
     wait(v_full, num_items & 1);
-    wait(dout_full + 8 * stage_dout, parity_dout);
+    wait_for_dout(block);
     ptx::wgmma_fence();
-    multiply_scores(dp, v_rows, dout_rows + stage_dout * (kBytesM / 16));
+    multiply_scores(dp, v_rows, dout_rows + block % kStagesDout * (kBytesM / 16));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     keep_order(s);
-    softmax(stage_q, stage_dout);
+    softmax(block);
     ptx::wgmma_wait_group<0>();
     keep_order(dp);
 
     // One block of queries; S and dP of the next one. No product is in flight between
     // steps: ptxas does not follow them around a loop (C7514).
-    auto step = [&](int n, auto is_last) {
+    bool accumulate = false;
+    auto step = [&](auto is_last) {
       constexpr bool kLast = decltype(is_last)::value;
-      const unsigned this_q = stage_q, this_dout = stage_dout;
-      if (++stage_q == kStagesQ) {
-        stage_q = 0;
-        parity_q ^= 1;
-      }
-      if (++stage_dout == kStagesDout) {
-        stage_dout = 0;
-        parity_dout ^= 1;
-      }
+      const unsigned this_q = block % kStagesQ, this_dout = block % kStagesDout;
       ptx::wgmma_fence();
-      multiply_sums(sums_v, p, dout_sums + this_dout * (kBytesM / 16), n > 0);
+      multiply_sums(sums_v, p, dout_sums + this_dout * (kBytesM / 16), accumulate);
       ptx::wgmma_commit_group();
       if constexpr (kWaitForDv) ptx::wgmma_wait_group<0>();
 
@@ -439,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ds[e / 8][e / 2 % 4 + 1] = pair16_t::from(s[e + 3] * (dp[e + 3] - delta.y),
                                                   s[e + 2] * (dp[e + 2] - delta.x));
       }
-      const unsigned buffer = (n & 1) * kBytesDs;
+      const unsigned buffer = block % 2 * kBytesDs;
 #pragma unroll
       for (int m = 0; m < kBlockM / 16; ++m) {
         ptx::stmatrix_x4_trans(ds_target + buffer + m * 2048, ds[m][0], ds[m][1],
@@ -447,23 +469,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       ptx::fence_proxy_async();  // wgmma reads what stmatrix has written
       if constexpr (!kLast) {
-        wait(q_full + 8 * stage_q, parity_q);
+        wait_for_q(block + 1);
         ptx::wgmma_fence();
-        multiply_scores(s, k_rows, q_rows + stage_q * (kBytesM / 16));
+        multiply_scores(s, k_rows, q_rows + (block + 1) % kStagesQ * (kBytesM / 16));
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<1>();  // dv
       }
       // dS of both warpgroups is there. Both are also done with dv of this block and dk
-      // of the one before: the stages of block n + 2 are free.
+      // of the one before: the stages of the block after the next one are free.
       ptx::bar_sync<kNumThreads>(1);
-      const bool more = !kLast && n + 2 < count;
+      const bool more = !kLast && block + 1 != last;
       if constexpr (kCluster > 1) {
         if (more && threadIdx.x < kCluster) {
           ptx::mbarrier_arrive_cluster(ptx::mapa(empty, threadIdx.x));
         }
       } else {
-        if (more && threadIdx.x == 0)
-          load_queries(this_q == 0 ? kStagesQ - 1 : this_q - 1, this_dout);
+        if (more && threadIdx.x == 0) load_queries(block + 2);
       }
       int next_number;
       if (kDynamic && kLast && threadIdx.x == 0 && rank == 0) {
@@ -475,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         multiply_dq(dq, ds_rows + buffer / 16, k_sums);
         ptx::wgmma_commit_group();
         ptx::wgmma_fence();
-        multiply_sums(sums_k, ds, q_sums + this_q * (kBytesM / 16), n > 0);
+        multiply_sums(sums_k, ds, q_sums + this_q * (kBytesM / 16), accumulate);
         ptx::wgmma_commit_group();
         if constexpr (kCluster > 1) {
           if (more) {
@@ -483,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               // Both blocks are done with the stages.
               while (!ptx::mbarrier_try_wait_parity_cluster(empty, parity_empty)) {
               }
-              load_queries(this_q == 0 ? kStagesQ - 1 : this_q - 1, this_dout);
+              load_queries(block + 2);
             }
             parity_empty ^= 1;
           }
@@ -491,9 +512,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::wgmma_wait_group<1>();  // all but dk
         keep_order(dq);
         if constexpr (!kLast) keep_order(s);
-        const int block = ptx::load_shared_s32(origins + 8 * this_q + 4);
-        float* const target = sums_q + index_t(block) * (2 * kPart) + group * kPart +
-                              warp * (kPart / 4);
+        const int target_block = ptx::load_shared_s32(origins + 8 * this_q + 4);
+        float* const target = sums_q + index_t(target_block) * (2 * kPart) +
+                              group * kPart + warp * (kPart / 4);
         if constexpr (kBulk > 0) {
           // The copy engine has read what this warp gave it before.
           if (lane == 0) ptx::cp_async_bulk_wait_group_read();
@@ -523,11 +544,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         add_dq(dq);
       }
       if constexpr (!kLast) {
-        wait(dout_full + 8 * stage_dout, parity_dout);
+        wait_for_dout(block + 1);
         ptx::wgmma_fence();
-        multiply_scores(dp, v_rows, dout_rows + stage_dout * (kBytesM / 16));
+        multiply_scores(dp, v_rows,
+                        dout_rows + (block + 1) % kStagesDout * (kBytesM / 16));
         ptx::wgmma_commit_group();
-        softmax(stage_q, stage_dout);
+        softmax(block + 1);
       }
       ptx::wgmma_wait_group<0>();
       if constexpr (!kLast) keep_order(dp);
@@ -544,8 +566,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
 #pragma unroll 1
-    for (int n = 0; n < count - 1; ++n) step(n, flag_t<false>());
-    step(count - 1, flag_t<true>());
+    while (block != last) {
+      step(flag_t<false>());
+      ++block;
+      accumulate = true;
+    }
+    step(flag_t<true>());
+    ++block;
     keep_order(sums_k);
     keep_order(sums_v);
     // Every product of this item is done, in both blocks, before the next one's tiles.
@@ -555,12 +582,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     } else {
       ptx::bar_sync<kNumThreads>(1);
     }
-    const int next_number =
-        kDynamic ? *const_cast<volatile int*>(&next_items[num_items & 1])
-                 : number + static_cast<int>(gridDim.x) / kCluster;
+    const int number = number_of(num_items);
     ++num_items;
-    if (threadIdx.x < 32 && next_number < inputs.num_items) load_first(next_number);
+    if (threadIdx.x < 32) load_first();
 
+    // The item again: in the loop there are no registers for it.
+    const item_t item = item_of(number, ptx::anew(inputs));
+    const int key_first = (item.tile * kCluster + rank) * kBlockN;
+    const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
+    const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
     float odd = 0;  // NaN where a sum is not finite
     auto store = [&](const float (&sums)[kSums], float factor, elem_t* target,
                      index_t row_step, int dim) {
@@ -586,14 +616,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
     };
-    const auto kept = locate(grads.kept, item.kept);
+    const auto kept = locate(ptx::anew(grads).kept, item.kept);
     store(sums_k, unfactor_of(factor, static_cast<float>(params.scale)),
           dk + kept.of[1] + key_first * grads.row[0], grads.row[0],
           static_cast<int>(params.head_dim));
     store(sums_v, 1 / kFactorP, dv + kept.of[2] + key_first * grads.row[1],
           grads.row[1], static_cast<int>(params.head_dim_v));
     if (odd != 0) found->odd = 1;
-    number = next_number;
   }
   if (kBulk > 0 && lane == 0) ptx::cp_async_bulk_wait_group();
   // The last block to finish leaves both numbers at 0 for the next launch.

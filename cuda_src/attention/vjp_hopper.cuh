@@ -42,8 +42,7 @@ constexpr float kLog2FactorP = kNarrow<elem_t> ? 15.f : 0.f;
 __device__ __forceinline__ float factor_of(const found_t* found) {
   if constexpr (!kNarrow<elem_t>) return 1;
   // 2^exponent is above the largest dO, and in the range of float16.
-  const int exponent =
-      min(max(static_cast<int>(found->largest >> 23) - 126, -24), 16);
+  const int exponent = min(max(static_cast<int>(found->largest >> 23) - 126, -24), 16);
   return __int_as_float((127 - 6 - exponent) << 23);
 }
 // What sums over dS times its factor are multiplied by.

@@ -30,14 +30,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
                              block_index() * (kPart / 4) + warp * 256 + group * 32 +
                              row * 4;
   const float4 x[4] = {from[0], from[1], from[2], from[3]};
-  const float factor =
-      unfactor_of(factor_of(found), static_cast<float>(params.scale));
+  const float factor = unfactor_of(factor_of(found), static_cast<float>(params.scale));
   constexpr bool kByRows = kHeadDim == 64;  // whether the parts are 64 rows or columns
   const index_t i = block * kBlockM + (kByRows ? part * 64 : 0) + warp * 16 + row;
   const int column = (kByRows ? 0 : static_cast<int>(part) * 64) + group * 8;
   const index_t entry = divide(slot, params.num_heads);
-  elem_t* const target = dq + entry * batch_step +
-                         (slot - entry * params.num_heads) * head_step + column;
+  elem_t* const target =
+      dq + entry * batch_step + (slot - entry * params.num_heads) * head_step + column;
   if (column >= params.head_dim) return;
   float odd = 0;
   if (i < params.seqlen_q) {

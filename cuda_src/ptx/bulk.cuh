@@ -24,8 +24,8 @@ __device__ __forceinline__ void cp_reduce_async_bulk_add(float* target,
                                                          unsigned source,
                                                          unsigned bytes) {
   asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(
-          target),
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::
+          "l"(target),
       "r"(source), "r"(bytes)
       : "memory");
 }

@@ -13,9 +13,9 @@ __device__ __forceinline__ unsigned mapa(unsigned address, int rank) {
 
 // Arrives at a barrier of any block, with an address of mapa().
 __device__ __forceinline__ void mbarrier_arrive_cluster(unsigned barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   barrier)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+      : "memory");
 }
 
 // As mbarrier_try_wait_parity, and sees what other blocks did before they arrived.

@@ -140,6 +140,8 @@ class HopperVjpTile:
     bulk: int = 0
 
 
+_HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
+
 # Keys of a tile, and threads of a block.
 HOPPER_BLOCK_N = 128
 _HOPPER_THREADS = 256
@@ -169,13 +171,14 @@ VJP_HOPPER_INPUTS = np.dtype(
 class HopperVjpKernel:
     """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
 
-    `tiles` holds for a head dimension as compiled upper bounds of seqlen_q, and the
-    tile up to there.
+    `tiles` holds for a head dimension as compiled two ladders, for queries that see all
+    keys and for those that see a part: upper bounds of seqlen_q, and the tile up to
+    there.
     """
 
     name: str
     rungs: tuple[str, ...]
-    tiles: dict[int, tuple[tuple[float, HopperVjpTile], ...]]
+    tiles: dict[int, tuple[_HopperLadder, _HopperLadder]]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -233,7 +236,8 @@ class HopperVjpKernel:
 
     def tile(self, forward: AttentionProblem) -> HopperVjpTile:
         """The tile measured best for a length."""
-        return _kernels.by_threshold(self.tiles[self.dim(forward)], forward.seqlen_q)
+        ladder = self.tiles[self.dim(forward)][_attention_kernels._bounds(forward) > 0]
+        return _kernels.by_threshold(ladder, forward.seqlen_q)
 
     def num_blocks(self, forward: AttentionProblem) -> int:
         """Blocks of queries of one entry."""
@@ -355,10 +359,17 @@ ATTENTION_VJP_KERNELS = (  # best first
         name="hopper",
         rungs=("tiled", "auto"),
         tiles={
-            64: ((math.inf, HopperVjpTile(128, bulk=8)),),
+            64: (
+                ((math.inf, HopperVjpTile(128, bulk=8)),),
+                ((math.inf, HopperVjpTile(128, bulk=8)),),
+            ),
             128: (
-                (8191, HopperVjpTile(64, bulk=4)),
-                (math.inf, HopperVjpTile(64, cluster=2)),
+                (
+                    (8191, HopperVjpTile(64, bulk=4)),
+                    (math.inf, HopperVjpTile(64, cluster=2)),
+                ),
+                # Without clusters it spills 8 to 20 bytes.
+                ((math.inf, HopperVjpTile(64, cluster=2)),),
             ),
         },
     ),
@@ -444,7 +455,8 @@ def _hopper_configs(row, forward, batch_dims, device):
     """The launches of a problem, in lengths that bring all tiles."""
     if batch_dims > _tensormap.MAX_BATCH_AXES:
         return
-    for bound, _ in row.tiles[row.dim(forward)]:
+    ladder = row.tiles[row.dim(forward)][_attention_kernels._bounds(forward) > 0]
+    for bound, _ in ladder:
         longest = replace(forward, seqlen_q=min(bound, 1 << 14))
         for part in ("_rows", "", "_dq"):
             yield row.config(part, longest, batch_dims, 1)

@@ -97,8 +97,10 @@ struct next_t {
 
 // What all threads are told of an item, for the same reason.
 struct view_t {
-  int count;     // blocks of queries, over all summed entries
-  int num_keys;  // from its first on; may be more than the tile has
+  int count;       // blocks of queries, over all summed entries
+  float factor;    // of dP, where dS has one
+  int tile, kept;  // item_t
+  int num_keys;    // from its first on; may be more than the tile has
   // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
   // hidden from blocks whose first query lies in [whole_first, whole_last].
   int low, high, whole_first, whole_last;
@@ -195,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int rank = kCluster > 1 ? ptx::cluster_rank() : 0;
+  auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2 + kStagesQ + kStagesDout; ++n) {
       ptx::mbarrier_init(k_full + 8 * n, 1);
@@ -233,10 +235,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // This warp's dq on its way to the copy engine.
   const unsigned dq_target = smem_dq + (threadIdx.x / 32 * kBulk * 32 + lane) * 16;
 
-  const float factor = factor_of(found);
-  unsigned num_items = 0;  // of this block, so far
-  unsigned block = 0;      // of queries, so far: gives stages and parities
-  unsigned parity_empty = 0;
+  // Twice the items of this block so far, plus the parity of `empty`: one register.
+  unsigned items = 0;
+  unsigned block = 0;  // of queries, so far: gives stages and parities
 
   auto wait_for_q = [&](unsigned number) {
     wait(q_full + 8 * (number % kStagesQ), number / kStagesQ & 1);
@@ -267,7 +268,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     constexpr int kBoxes = kBytesM / 8192;
 #pragma unroll
     for (int n = 0; n < kBoxes / kCluster; ++n) {
-      const int box = n + rank * (kBoxes / kCluster);
+      const int box = n + rank() * (kBoxes / kCluster);
       const int column = box / (kBlockM / 64) * 64;
       const int row = block * kBlockM + box % (kBlockM / 64) * 64;
       if constexpr (kCluster > 1) {
@@ -305,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const inputs_t& inputs_now = ptx::anew(inputs);
     const params_t& params_now = ptx::anew(params);
     const grads_t& grads_now = ptx::anew(grads);
-    const int number = number_of(num_items);
+    const int number = number_of(items / 2);
     if (number >= inputs.num_items) return;
     const item_t item = item_of(number, inputs_now);
     const index_t entry = locate(grads_now.kept, item.kept).of[0];
@@ -327,10 +328,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     __syncwarp();
     if (threadIdx.x != 0) return;
-    const int row = (item.tile * kCluster + rank) * kBlockN;
+    const int row = (item.tile * kCluster + rank()) * kBlockN;
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
     int block_first = 0, block_last = inputs.num_blocks;
+    view.factor = factor_of(found);
+    view.tile = item.tile;
+    view.kept = item.kept;
     view.num_keys = static_cast<int>(params.seqlen_k) - row;
     if constexpr (kBounds > 0) {
       const scores_t scores(place_t(), SCORE_ARGUMENTS);
@@ -370,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
   if (threadIdx.x < 32) load_first();
-  while (number_of(num_items) < inputs.num_items) {
+  while (number_of(items / 2) < inputs.num_items) {
     // s becomes P of the block of queries in a stage, and p the same as operand. Number
     // e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     auto softmax = [&](unsigned number) {
@@ -418,13 +422,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
 
     // The first block: S, dP, and P.
-    wait(k_full, num_items & 1);
+    wait(k_full, items / 2 & 1);
     const unsigned last = block + view.count - 1;
     wait_for_q(block);
     ptx::wgmma_fence();
     multiply_scores(s, k_rows, q_rows + block % kStagesQ * (kBytesM / 16));
     ptx::wgmma_commit_group();
-    wait(v_full, num_items & 1);
+    wait(v_full, items / 2 & 1);
     wait_for_dout(block);
     ptx::wgmma_fence();
     multiply_scores(dp, v_rows, dout_rows + block % kStagesDout * (kBytesM / 16));
@@ -447,6 +451,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if constexpr (kWaitForDv) ptx::wgmma_wait_group<0>();
 
       const unsigned from = lane_stats + this_dout * kBytesStats + 4 * kBlockM;
+      const float factor = kNarrow<elem_t> ? view.factor : 1.f;
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
         float2 delta = ptx::load_shared_f32x2(from + e * 8);
@@ -487,7 +492,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (more && threadIdx.x == 0) load_queries(block + 2);
       }
       int next_number;
-      if (kDynamic && kLast && threadIdx.x == 0 && rank == 0) {
+      if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
         next_number = atomicAdd(&counter->next, 1) + gridDim.x / kCluster;
       }
 
@@ -502,11 +507,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if (more) {
             if (threadIdx.x == 0) {
               // Both blocks are done with the stages.
-              while (!ptx::mbarrier_try_wait_parity_cluster(empty, parity_empty)) {
+              while (!ptx::mbarrier_try_wait_parity_cluster(empty, items & 1)) {
               }
               load_queries(block + 2);
             }
-            parity_empty ^= 1;
+            items ^= 1;
           }
         }
         ptx::wgmma_wait_group<1>();  // all but dk
@@ -553,8 +558,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       ptx::wgmma_wait_group<0>();
       if constexpr (!kLast) keep_order(dp);
-      if (kDynamic && kLast && threadIdx.x == 0 && rank == 0) {
-        int* const slot = &next_items[num_items & 1];
+      if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
+        int* const slot = &next_items[items / 2 & 1];
         if constexpr (kCluster > 1) {
           for (int n = 0; n < kCluster; ++n) {
             ptx::store_cluster_s32(ptx::mapa(ptx::shared_address(slot), n),
@@ -575,6 +580,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ++block;
     keep_order(sums_k);
     keep_order(sums_v);
+    const item_t item = {view.tile, view.kept};  // before thread 0 sets the next one's
     // Every product of this item is done, in both blocks, before the next one's tiles.
     if constexpr (kCluster > 1) {
       ptx::cluster_arrive();
@@ -582,13 +588,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     } else {
       ptx::bar_sync<kNumThreads>(1);
     }
-    const int number = number_of(num_items);
-    ++num_items;
+    items += 2;
     if (threadIdx.x < 32) load_first();
 
-    // The item again: in the loop there are no registers for it.
-    const item_t item = item_of(number, ptx::anew(inputs));
-    const int key_first = (item.tile * kCluster + rank) * kBlockN;
+    const int key_first = (item.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
     float odd = 0;  // NaN where a sum is not finite
@@ -617,7 +620,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
     const auto kept = locate(ptx::anew(grads).kept, item.kept);
-    store(sums_k, unfactor_of(factor, static_cast<float>(params.scale)),
+    store(sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
           dk + kept.of[1] + key_first * grads.row[0], grads.row[0],
           static_cast<int>(params.head_dim));
     store(sums_v, 1 / kFactorP, dv + kept.of[2] + key_first * grads.row[1],
@@ -626,7 +629,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
   if (kBulk > 0 && lane == 0) ptx::cp_async_bulk_wait_group();
   // The last block to finish leaves both numbers at 0 for the next launch.
-  if (kDynamic && threadIdx.x == 0 && rank == 0 &&
+  if (kDynamic && threadIdx.x == 0 && rank() == 0 &&
       atomicAdd(&counter->finished, 1) == gridDim.x / kCluster - 1) {
     counter->next = 0;
     counter->finished = 0;

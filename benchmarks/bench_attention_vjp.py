@@ -27,11 +27,25 @@ class VjpCase(AttentionCase):
         return 2.5 * super().work
 
 
+# 16384 tokens in sequences of n, heads of D columns, 2048 in all.
+TOKENS, HIDDEN = 16384, 2048
+
+
+def of_tokens(seqlen, head_dim, causal):
+    """A case of as many tokens as all others."""
+    batch, heads = TOKENS // seqlen, HIDDEN // head_dim
+    lens = seqlen, seqlen
+    return VjpCase(batch, heads, heads, *lens, head_dim, "bfloat16", causal=causal)
+
+
 # Batch, heads, heads of k and v, seqlen_q, seqlen_k, head_dim, dtype, causal.
 GPU_CASES = [
-    VjpCase(4, 32, 32, 4096, 4096, 64, "bfloat16"),
-    VjpCase(4, 16, 16, 4096, 4096, 128, "bfloat16"),
-    VjpCase(4, 16, 16, 4096, 4096, 128, "bfloat16", causal=True),
+    *(
+        of_tokens(seqlen, head_dim, causal)
+        for head_dim in (64, 128)
+        for causal in (False, True)
+        for seqlen in (1024, 4096, 16384)
+    ),
     VjpCase(4, 16, 4, 4096, 4096, 128, "float16"),
     VjpCase(4, 16, 16, 4096, 4096, 64, "float32"),
     VjpCase(4, 16, 16, 4096, 4096, 128, "float32"),

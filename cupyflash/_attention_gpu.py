@@ -373,8 +373,7 @@ class _HopperPlan(_FusedPlan):
         if self.num_splits > 1:
             memory = cupy.cuda.alloc(self.parts_bytes)
             lses, parts = memory.ptr, memory.ptr + self.lse_bytes
-            if _is_capturing():
-                _kept_for_graphs.append(memory)
+            keep_if_capturing(memory)
         else:
             lses, parts = lse_at, out_at
         self.launch.enqueue(
@@ -434,6 +433,12 @@ class _MmaPlan(_FusedPlan):
 # Memory that kernels in CUDA graphs write to whenever they are replayed: it must not go
 # back to the pool.
 _kept_for_graphs: list[Any] = []
+
+
+def keep_if_capturing(memory):
+    """Keep what a kernel on the current stream will use, if it goes into a graph."""
+    if _is_capturing():
+        _kept_for_graphs.append(memory)
 
 
 def _is_capturing():

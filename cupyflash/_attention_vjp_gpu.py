@@ -1,19 +1,22 @@
 """The CuPy back end of attention_vjp: plans of kernels, launched one after another."""
 
+from dataclasses import replace
 from typing import Any
 
 import cupy
 
 from cupyflash import (
     _attention_kernels,
+    _attention_vjp_layout,
     _attention_vjp_problem,
     _gpu,
     _kernels,
+    _tensormap,
 )
 from cupyflash._attention_gpu import _describe_launch, _with_contiguous_rows
 from cupyflash._attention_kernels import OPTIONS
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
-from cupyflash._attention_vjp_plans import Plan, ZeroPlan
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS, HopperVjpKernel
+from cupyflash._attention_vjp_plans import HopperPlan, Plan, ZeroPlan
 from cupyflash._attention_vjp_problem import AttentionGrads
 
 _plans = _gpu.PlanCache()
@@ -21,6 +24,8 @@ _plans = _gpu.PlanCache()
 # Arguments of attention_vjp that are arrays, by their place, dlse the last.
 _ARRAYS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 20)
 _QUERY_OFFSET = 10
+# Those that the copy engine of Hopper reads: dout, q, k and v.
+_MAPPED = (0, 1, 2, 3)
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -64,7 +69,8 @@ def _key(arguments):
         if x is None:
             parts.append(None)
         elif type(x) is cupy.ndarray:
-            parts.append((x.shape, x.strides, x.dtype.char, x.data.device_id))
+            aligned = place not in _MAPPED or x.data.ptr % 16 == 0
+            parts.append((x.shape, x.strides, x.dtype.char, x.data.device_id, aligned))
         elif place == _QUERY_OFFSET and type(x) is int:
             parts.append(int)
         elif place in _ARRAYS or place == _QUERY_OFFSET:
@@ -113,19 +119,43 @@ def make_plan(problem, operands):
     if 0 in problem.rows_shape:
         return ZeroPlan(problem, device_id)
     device = _gpu.device(device_id)
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, problem, device)
-    return Plan(row, problem, operands, device, device_id)
+    row, _ = _select(problem, operands, device)
+    kind = HopperPlan if isinstance(row, HopperVjpKernel) else Plan
+    return kind(row, problem, operands, device, device_id)
+
+
+def _select(problem, operands, device):
+    """The row for a problem whose arrays lie as they do, and what was refused."""
+    reason = _no_tensor_map(problem, operands)
+    known = replace(problem, forward=replace(problem.forward, no_tensor_map=reason))
+    return _kernels.select(ATTENTION_VJP_KERNELS, known, device)
+
+
+def _no_tensor_map(problem, operands):
+    """Why q, k, v and dout cannot be read through tensor maps, or None."""
+    forward = operands.forward
+    if forward.q.itemsize != _tensormap.ITEMSIZE or problem.forward.seqlen_k == 0:
+        return None  # refused for that already
+    for name in ("q", "k", "v", "dout"):
+        x = operands.dout if name == "dout" else getattr(forward, name)
+        if reason := _tensormap.refusal(x.data.ptr, x.shape, x.strides):
+            return f"{name} {reason}"
+    axes = _attention_vjp_layout.layout(problem, operands).batch_dims
+    if axes > _tensormap.MAX_BATCH_AXES:
+        return f"the batch is {axes} axes that cannot be merged"
+    return None
 
 
 def describe(problem, operands) -> dict[str, Any]:
     """What a call would launch, for explain(); nothing is compiled or launched."""
     device = _gpu.device(operands.forward.q.data.device_id)
-    row, refused = _kernels.select(ATTENTION_VJP_KERNELS, problem, device)
-    plan = make_plan(problem, _ready(operands))
+    operands = _ready(operands)
+    row, refused = _select(problem, operands, device)
+    plan = make_plan(problem, operands)
     return {
         "kernel": row.name,
         "refused": refused,
         "device": device.name,
         "launches": [_describe_launch(launch) for launch in plan.launches],
-        "bits are the same in every run": True,
+        "bits are the same in every run": not isinstance(row, HopperVjpKernel),
     }

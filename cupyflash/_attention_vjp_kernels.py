@@ -5,7 +5,9 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyflash import _attention_kernels, _kernels
+import numpy as np
+
+from cupyflash import _attention_kernels, _kernels, _tensormap
 from cupyflash._attention_kernels import OPTIONS, Config, Tile, TileLadder, padded_dim
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
@@ -126,6 +128,198 @@ class VjpKernel:
         return Config(variant, num_blocks, tile.num_threads)
 
 
+@dataclass(frozen=True)
+class HopperVjpTile:
+    """Queries of a block, blocks of a cluster, and how sums of dq leave.
+
+    `bulk` is the number, of eight, that go by the copy engine.
+    """
+
+    block_m: int
+    cluster: int = 1
+    bulk: int = 0
+
+
+_HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
+
+# Keys of a tile, and threads of a block.
+HOPPER_BLOCK_N = 128
+_HOPPER_THREADS = 256
+_HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
+
+# Rows of a box of q and dO.
+HOPPER_BOX_ROWS = 64
+
+# Entries whose gradients of k and v are summed by one block: kMaxSummed.
+_HOPPER_SUMMED = 128
+
+# inputs_t of cuda_src/attention/vjp_hopper.cu.
+VJP_HOPPER_INPUTS = np.dtype(
+    [
+        *((f"{name}_map", _tensormap.MAP) for name in ("q", "k", "v", "dout")),
+        *((name, "i4") for name in ("num_items", "num_tiles", "num_blocks", "section")),
+        *((name, "i4") for name in ("num_kept", "num_summed")),
+        ("slot", "i8", (2,)),
+        ("to_log2", "f4"),
+        ("hidden", "f4"),
+        ("padding", "V16"),  # to a multiple of 64
+    ]
+)
+
+
+@dataclass(frozen=True)
+class HopperVjpKernel:
+    """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
+
+    `tiles` holds for a head dimension as compiled two ladders, for queries that see all
+    keys and for those that see a part: upper bounds of seqlen_q, and the tile up to
+    there.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: dict[int, tuple[_HopperLadder, _HopperLadder]]
+    arch: str = "sm_90a"
+    fast: bool = True
+
+    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        forward = problem.forward
+        if f"{device.arch}a" != self.arch:
+            return f"needs {self.arch}, {device.name} is {device.arch}"
+        if device.nvrtc < (12, 9):
+            return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
+        if forward.dtype not in ("float16", "bfloat16"):
+            return f"takes float16 and bfloat16, not {forward.dtype}"
+        if problem.deterministic:
+            return "adds to dq in an order that differs from run to run"
+        options = [name for name in OPTIONS if getattr(forward, name) is not None]
+        options += ["softcap"] * (forward.softcap > 0)
+        if options:
+            return f"has no {', '.join(options)}"
+        if not 1e-20 <= abs(forward.scale) <= 1e20:
+            return f"takes scales from 1e-20 to 1e20, not {forward.scale}"
+        largest = max(self.tiles)
+        for name in ("head_dim", "head_dim_v"):
+            n = getattr(forward, name)
+            if n % 8 or n > largest:
+                return f"{name} {n} is not a multiple of 8 up to {largest}"
+        if forward.seqlen_k == 0:
+            return "there are no keys"
+        if forward.no_tensor_map is not None:
+            return forward.no_tensor_map
+        shared = _shared_axes(problem.k_shape, forward)
+        if shared != _shared_axes(problem.v_shape, forward):
+            return "k and v are shared by different entries of the batch"
+        summed = forward.group_size * math.prod(
+            n for n, own in zip(forward.batch, shared, strict=True) if own
+        )
+        if summed > _HOPPER_SUMMED:
+            return f"sums at most {_HOPPER_SUMMED} heads into one of k, not {summed}"
+        terms, most = summed * forward.seqlen_q, _HOPPER_TERMS[forward.dtype]
+        if terms > most:
+            return f"sums in {forward.dtype} are exact enough up to {most} queries"
+        num_rows = math.prod(forward.batch) * forward.num_heads * forward.seqlen_q
+        if max(forward.seqlen_k, num_rows // 64) >= 1 << 30:
+            return "counts blocks in 32 bits, which this problem exceeds"
+        if (smem := self._smem(forward) + _HOPPER_STATIC) > device.smem_optin:
+            return (
+                f"needs {smem} bytes of shared memory, a block may have "
+                f"{device.smem_optin}"
+            )
+        return None
+
+    def dim(self, forward: AttentionProblem) -> int:
+        """The head dimensions as they are compiled; zeros fill the rest."""
+        widest = max(forward.head_dim, forward.head_dim_v)
+        return min(n for n in self.tiles if n >= widest)
+
+    def tile(self, forward: AttentionProblem) -> HopperVjpTile:
+        """The tile measured best for a length."""
+        ladder = self.tiles[self.dim(forward)][_attention_kernels._bounds(forward) > 0]
+        return _kernels.by_threshold(ladder, forward.seqlen_q)
+
+    def num_blocks(self, forward: AttentionProblem) -> int:
+        """Blocks of queries of one entry."""
+        return -(-forward.seqlen_q // self.tile(forward).block_m)
+
+    def num_tiles(self, forward: AttentionProblem) -> int:
+        """Tiles of keys of one entry; those of a cluster are one."""
+        return -(-forward.seqlen_k // (HOPPER_BLOCK_N * self.tile(forward).cluster))
+
+    def _smem(self, forward):
+        """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
+        tile, row = self.tile(forward), 2 * self.dim(forward)
+        tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
+        ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
+        return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
+
+    def config(
+        self, part: str, forward: AttentionProblem, batch_dims: int, num_blocks: int
+    ) -> Config:
+        """The launch of ``vjp_hopper<part>.cu``."""
+        tile = self.tile(forward)
+        more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
+        if not part:
+            bounds = _attention_kernels._bounds(forward)
+            more |= {"BOUNDS": bounds, "CLUSTER": tile.cluster, "BULK": tile.bulk}
+        defines = _attention_kernels._defines(
+            forward,
+            batch_dims,
+            _HOPPER_THREADS,
+            GRAD_T=CUDA_TYPES[forward.dtype],
+            **more,
+        )
+        variant = Variant(
+            source=f"attention/vjp_{self.name}{part}.cu",
+            entry=f"attention_vjp_{self.name}{part}",
+            defines=defines,
+            arch=self.arch,
+            smem=0 if part else self._smem(forward),
+        )
+        return Config(variant, num_blocks, _HOPPER_THREADS)
+
+    def schedule(
+        self, forward: AttentionProblem, device: Device, num_kept: int, num_summed: int
+    ) -> dict[str, Any]:
+        """How the items are cut, and the units of exponents: fields of inputs_t."""
+        num_tiles = self.num_tiles(forward)
+        # Queries, dO and sums of dq of a section take most of the L2 cache; sections
+        # are equal, since a small one at the end would not fill the device.
+        row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
+        in_cache = device.l2_bytes * 4 // 5 // (forward.seqlen_q * row * num_summed)
+        num_sections = -(-num_kept // max(1, in_cache))
+        return {
+            "num_items": num_tiles * num_kept,
+            "num_tiles": num_tiles,
+            "num_blocks": self.num_blocks(forward),
+            "num_kept": num_kept,
+            "num_summed": num_summed,
+            "section": -(-num_kept // num_sections),
+            "to_log2": np.float32(forward.scale * math.log2(math.e)),
+            "hidden": -math.inf if forward.scale > 0 else math.inf,
+        }
+
+    def grid(self, forward: AttentionProblem, device: Device, num_kept: int) -> int:
+        """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
+        cluster = self.tile(forward).cluster
+        return min(self.num_tiles(forward) * num_kept, device.num_sms // cluster) * (
+            cluster
+        )
+
+
+# Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward
+# row, for the same reason.
+_HOPPER_TERMS = {"float16": 1 << 18, "bfloat16": 1 << 21}
+
+
+def _shared_axes(shape, forward):
+    """Which axes of the batch an array does without."""
+    own = shape[: max(0, len(shape) - 3)]
+    own = (1,) * (len(forward.batch) - len(own)) + tuple(own)
+    return tuple(n == 1 < all_ for n, all_ in zip(own, forward.batch, strict=True))
+
+
 def rows_config(forward: AttentionProblem, batch_dims: int) -> Config:
     """The launch that makes delta, a warp a row."""
     # Of the options, only these two matter to it.
@@ -161,6 +355,24 @@ def sum_config(
 
 
 ATTENTION_VJP_KERNELS = (  # best first
+    HopperVjpKernel(
+        name="hopper",
+        rungs=("tiled", "auto"),
+        tiles={
+            64: (
+                ((math.inf, HopperVjpTile(128, bulk=8)),),
+                ((math.inf, HopperVjpTile(128, bulk=8)),),
+            ),
+            128: (
+                (
+                    (8191, HopperVjpTile(64, bulk=4)),
+                    (math.inf, HopperVjpTile(64, cluster=2)),
+                ),
+                # Without clusters it spills 8 to 20 bytes.
+                ((math.inf, HopperVjpTile(64, cluster=2)),),
+            ),
+        },
+    ),
     VjpKernel(
         name="tiled",
         rungs=("tiled", "auto"),
@@ -203,6 +415,10 @@ ATTENTION_VJP_KERNELS = (  # best first
 )
 
 
+# What makes gradients again where those of a faster row are not finite.
+REPAIRING = ATTENTION_VJP_KERNELS[-1]
+
+
 # --- what there is to compile --------------------------------------------------------
 
 
@@ -219,6 +435,10 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             problem = AttentionVjpProblem(forward, (), (), ())
             if row.refusal(problem, device) is not None:
                 continue
+            if isinstance(row, HopperVjpKernel):
+                for config in _hopper_configs(row, forward, batch_dims, device):
+                    found[row.name, config.variant] = None
+                continue
             tiles = row.fitting(forward, device)
             for tile in tiles if everything else tiles[:1]:
                 for config in _configs(row, tile, forward, batch_dims, everything):
@@ -229,6 +449,21 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                 config = sum_config(accum, grad, 4, num_sums, 100)
                 found["sum", config.variant] = None
     return list(found)
+
+
+def _hopper_configs(row, forward, batch_dims, device):
+    """The launches of a problem, in lengths that bring all tiles."""
+    if batch_dims > _tensormap.MAX_BATCH_AXES:
+        return
+    ladder = row.tiles[row.dim(forward)][_attention_kernels._bounds(forward) > 0]
+    for bound, _ in ladder:
+        longest = replace(forward, seqlen_q=min(bound, 1 << 14))
+        for part in ("_rows", "", "_dq"):
+            yield row.config(part, longest, batch_dims, 1)
+    tile = REPAIRING.tile(forward, device, 1000, 1000)
+    for part in ("queries", "keys"):
+        grad = forward.dtype
+        yield REPAIRING.config(part, tile, forward, batch_dims, grad, 1, REPAIRS=1)
 
 
 def _configs(row, tile, forward, batch_dims, everything):

@@ -8,12 +8,13 @@ import numpy as np
 
 from cupyflash import (
     _arrays,
+    _attention_gpu,
     _attention_kernels,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _gpu,
 )
-from cupyflash._attention_kernels import contiguous_strides, params_dtype
+from cupyflash._attention_kernels import OPTIONS, contiguous_strides, params_dtype
 from cupyflash._attention_vjp_layout import Target, grads_dtype, sum_dtype
 from cupyflash._attention_vjp_problem import AttentionGrads
 
@@ -95,6 +96,7 @@ class Plan:
         sink_terms = None
         if self.sinks is not None:
             sink_terms = cupy.ndarray(self.rows_shape, self.accum)
+        _attention_gpu.keep_if_capturing((delta, sink_terms))
         self.delta(
             out, dout, lse,
             _NULL if dlse is None else dlse, delta,
@@ -124,6 +126,7 @@ class _Part:
         targets = [made[name] for name in self.names]
         if self.terms is not None:
             into = [cupy.ndarray(shape, accum) for shape, _ in self.terms]
+            _attention_gpu.keep_if_capturing(into)
         else:
             into = targets
         self.launch(*inputs, *into, *rest, self.grads)
@@ -283,3 +286,149 @@ class _Launches:
         return self._sum(
             (math.prod(batch), heads, seqlen_q), (0, head, 0), self.forward.sinks
         )
+
+
+# --- Hopper ---------------------------------------------------------------------------
+
+
+class HopperPlan:
+    """Statistics, all gradients, dq to 16 bits, and repairs if they are asked for."""
+
+    def __init__(self, row, problem, operands, device, device_id):
+        forward = problem.forward
+        self.device_id = device_id
+        self.offset = _attention_kernels.launch_offset(forward)
+        self.gradients = _gradients(problem)
+        layout = _attention_vjp_layout.layout(problem, operands)
+        batch_dims = layout.batch_dims
+        self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
+        dq, dk, dv = (layout.targets[name] for name in ("dq", "dk", "dv"))
+        entries = _all_summed(layout, ("dk", "dv"))
+        fields = _attention_vjp_layout.entries_fields(entries, [dk, dv])
+        grads_type = grads_dtype(batch_dims)
+        self.grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
+        num_kept, num_summed = fields["num_kept"], fields["num_summed"]
+
+        seqlen_q, heads, dim = forward.seqlen_q, forward.num_heads, forward.head_dim
+        num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
+        slot = [0, 0]
+        slot[:batch_dims] = (step // (seqlen_q * dim) for step in dq.entries[:-2])
+        self.schedule = {
+            **row.schedule(forward, device, num_kept, num_summed),
+            "slot": slot,
+        }
+        self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
+        self.encoders = {
+            name: _attention_gpu._encoder(
+                forward, {**layout.params, **layout.grads}, name, x, rows
+            )
+            for name, x, rows in (
+                ("q", operands.forward.q, _attention_vjp_kernels.HOPPER_BOX_ROWS),
+                ("k", operands.forward.k, _attention_vjp_kernels.HOPPER_BLOCK_N),
+                ("v", operands.forward.v, _attention_vjp_kernels.HOPPER_BLOCK_N),
+                ("dout", operands.dout, _attention_vjp_kernels.HOPPER_BOX_ROWS),
+            )
+        }
+        self.inputs: dict[tuple[int, ...], Any] = {}
+
+        # Memory between the kernels, as vjp_hopper.cuh has it.
+        num_entries = num_kept * num_summed
+        num_blocks, block_m = row.num_blocks(forward), row.tile(forward).block_m
+        sums = num_slots * num_blocks * block_m * row.dim(forward)
+        self.num_vectors = sums // 4
+        sizes = (
+            _FOUND_BYTES,
+            4 * sums,
+            4 * num_entries * num_blocks * block_m * 2,
+            4 * num_entries * seqlen_q,
+        )
+        self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        self.num_bytes = sum(sizes)
+
+        def launch(part, blocks):
+            config = row.config(part, forward, batch_dims, blocks)
+            return _gpu.Launch(config.variant, config.grid, config.block, device_id)
+
+        # A block of threads of _rows has a quarter of the queries of a block.
+        self.rows = launch("_rows", num_entries * num_blocks * 4)
+        self.main = launch("", row.grid(forward, device, num_kept))
+        self.dq = launch("_dq", num_slots * num_blocks * 2)
+        self.repairs = [
+            _repair(part, names, forward, layout, device, device_id)
+            for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
+        ]
+        repairs = (launch for _, launch, _ in self.repairs)
+        self.launches = (self.rows, self.main, self.dq, *repairs)
+
+    def _new_inputs(self, pointers):
+        """The parameter of the main kernel that depends on where arrays lie."""
+        if len(self.inputs) >= _attention_gpu._MAX_INPUTS:
+            self.inputs.clear()
+        fields = dict(self.schedule)
+        for (name, encode), ptr in zip(self.encoders.items(), pointers, strict=True):
+            fields[f"{name}_map"] = encode(ptr)
+        packed = _gpu.pack_bytes(fields, _attention_vjp_kernels.VJP_HOPPER_INPUTS)
+        self.inputs[pointers] = packed
+        return packed
+
+    def __call__(self, arrays, offset):
+        """Launch; `arrays` as _arrays_of() has them."""
+        made = {name: cupy.ndarray(*facts) for name, facts in self.gradients.items()}
+        out, (dout, lse, dlse) = arrays[3].data.ptr, arrays[-3:]
+        q, k, v = (x.data.ptr for x in arrays[:3])
+        dout, lse = dout.data.ptr, lse.data.ptr
+        dlse = 0 if dlse is None else dlse.data.ptr
+        pointers = q, k, v, dout
+        inputs = self.inputs.get(pointers)
+        if inputs is None:
+            inputs = self._new_inputs(pointers)
+        memory = cupy.cuda.alloc(self.num_bytes)
+        _attention_gpu.keep_if_capturing(memory)
+        found, sums, stats, delta = (memory.ptr + start for start in self.starts)
+        memory.memset_async(0, _FOUND_BYTES)
+        self.rows.enqueue(
+            out, dout, lse, dlse, stats, delta, sums, self.num_vectors, found,
+            self.params, self.grads,
+        )  # fmt: skip
+        dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
+        self.main.enqueue(
+            inputs, stats, sums, dk, dv, found,
+            _attention_gpu._counters(self.device_id).of_current_stream(),
+            *_NO_OPTIONS, offset, self.params, self.grads,
+        )  # fmt: skip
+        self.dq.enqueue(sums, dq, *self.dq_steps, found, self.params)
+        for names, launch, grads in self.repairs:
+            targets = (made[name].data.ptr for name in names)
+            launch.enqueue(
+                q, k, v, dout, lse, delta, *targets, found, *_NO_OPTIONS, offset,
+                self.params, grads,
+            )  # fmt: skip
+        return AttentionGrads(**made)
+
+
+_NO_OPTIONS = (0,) * len(OPTIONS)
+_FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
+
+
+def _all_summed(layout, names):
+    """Entries that a block sums by itself, all that these gradients share."""
+    targets = {name: layout.targets[name] for name in names}
+    return _attention_vjp_layout.choose_entries(layout.shape, targets, 1, 1, 0)
+
+
+def _repair(part, names, forward, layout, device, device_id):
+    """(gradients, launch, their parameters) of a kernel that makes them again."""
+    row = _attention_vjp_kernels.REPAIRING
+    of_queries = part == "queries"
+    heads = forward.num_heads if of_queries else forward.num_kv_heads
+    seqlen = forward.seqlen_q if of_queries else forward.seqlen_k
+    tile = row.tile(forward, device, math.prod(forward.batch) * heads, seqlen)
+    config = row.config(
+        part, tile, forward, layout.batch_dims, forward.dtype, device.num_sms, REPAIRS=1
+    )
+    fields = _attention_vjp_layout.entries_fields(
+        _all_summed(layout, names), [layout.targets[name] for name in names]
+    )
+    grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_dtype(layout.batch_dims))
+    launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
+    return names, launch, grads

@@ -50,7 +50,7 @@ def make_plan(q, k, v, bias):
         None, None, "bhsd", "float32", "auto", None, bias is not None, True, False,
     )  # fmt: skip
     device = _kernels.device_of_arch("sm_90a")
-    (row,) = kernels.ATTENTION_VJP_KERNELS
+    row = kernels.REPAIRING
     return problem, _attention_vjp_plans.Plan(row, problem, operands, device, 0)
 
 

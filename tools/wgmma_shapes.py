@@ -5,6 +5,8 @@ Usage: wgmma_shapes.py > cuda_src/ptx/wgmma_shapes.cuh
 
 # Columns of the accumulator that kernels ask for (any multiple of 8 up to 256 exists).
 COLUMNS = (48, 64, 80, 96, 112, 128, 192, 256)
+# Those with a B that lies MN-major beside an A in shared memory.
+MN_COLUMNS = (64,)
 TYPES = {"half_t": "f16", "bfloat16_t": "bf16"}
 
 HEADER = """\
@@ -13,10 +15,10 @@ HEADER = """\
 // inputs, float32 sums.
 //
 // wgmma_t<type, columns>::ss takes A and B from shared memory (both K-major),
-// ::rs takes A from registers and B from shared memory (MN-major, as V lies). With
-// accumulate = 0 the old d does not count. Before: wgmma_fence(). After:
-// wgmma_commit_group() and wgmma_wait_group(), before which neither d nor a may be
-// touched.
+// ::rs takes A from registers and B from shared memory (MN-major, as V lies),
+// ::ss_mn both from shared memory (A K-major, B MN-major). With accumulate = 0 the old
+// d does not count. Before: wgmma_fence(). After: wgmma_commit_group() and
+// wgmma_wait_group(), before which neither d nor a may be touched.
 #pragma once
 
 #include "common/types.cuh"
@@ -39,10 +41,10 @@ def lines_of(words, width=80):
     yield line
 
 
-def function(columns, elem, from_registers):
-    """One instruction."""
+def function(columns, elem, name):
+    """One instruction: `name` is ss, rs or ss_mn."""
+    from_registers = name == "rs"
     count = columns // 2
-    name = "rs" if from_registers else "ss"
     a_type = "const unsigned (&a)[4]" if from_registers else "unsigned long long a"
     first_b = count + (4 if from_registers else 1)
     a = (
@@ -51,7 +53,7 @@ def function(columns, elem, from_registers):
         else f"%{count}"
     )
     # scale-a, scale-b, then which operands lie MN-major in shared memory.
-    majors = "p, 1, 1, 1" if from_registers else "p, 1, 1, 0, 0"
+    majors = {"ss": "p, 1, 1, 0, 0", "rs": "p, 1, 1, 1", "ss_mn": "p, 1, 1, 0, 1"}[name]
     d = ", ".join(f"%{i}" for i in range(count)).split(" ")
     inputs = [f'"r"(a[{i}]),' for i in range(4)] if from_registers else ['"l"(a),']
     inputs += ['"l"(b),', '"r"(accumulate)']
@@ -81,8 +83,8 @@ def main():
         for name, elem in TYPES.items():
             print("template <>")
             print(f"struct wgmma_t<{name}, {columns}> {{")
-            for from_registers in (False, True):
-                for line in function(columns, elem, from_registers):
+            for kind in ("ss", "rs") + ("ss_mn",) * (columns in MN_COLUMNS):
+                for line in function(columns, elem, kind):
                     print(line)
             print("};")
     print("// clang-format on")

@@ -20,7 +20,6 @@
 #include "attention/hopper_softmax.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
-#include "ptx/wgmma.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
 // setmaxnreg moves registers inside the pool of the launch, 65536 / kNumThreads a
@@ -35,16 +34,6 @@ constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters
                                                      : 112;
 static_assert(kNumGroups == 1 || kProducerRegisters + kNumGroups * kConsumerRegisters <=
                                      65536 / kNumThreads / 8 * 8 * (kNumGroups + 1));
-
-// Describes a tile to wgmma (PTX ISA, "matrix descriptor"): 128-byte swizzle, 8 rows
-// are 1024 bytes, `chunk` bytes to the next 64 columns (of a K-major tile not used).
-__device__ __forceinline__ unsigned long long descriptor(unsigned address,
-                                                         unsigned chunk) {
-  constexpr unsigned long long kSwizzle128 = 1ull << 62;
-  constexpr unsigned kEightRows = 1024;
-  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(chunk >> 4) << 16 |
-         static_cast<unsigned long long>(kEightRows >> 4) << 32 | kSwizzle128;
-}
 
 // s = q k^T. A step is 16 columns: 32 bytes of a row of 128.
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
@@ -70,47 +59,6 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
                                         step > 0 || accumulate);
   }
 }
-
-template <int kCount>
-__device__ __forceinline__ void keep_order(float (&x)[kCount]) {
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) ptx::keep_order(x[e]);
-}
-
-// A coordinate in a tensor map, whose broadcast axes have length 1.
-__device__ __forceinline__ int coordinate(index_t index, index_t stride) {
-  return stride == 0 ? 0 : static_cast<int>(index);
-}
-
-// Asks for rows [row, row + kRows) of one matrix; those outside it arrive as zeros.
-template <int kRows, int kChunks>
-__device__ __forceinline__ void load_tile(unsigned target,
-                                          const ptx::tensor_map_t& map,
-                                          unsigned barrier,
-                                          int row,
-                                          int head,
-                                          const int (&batch)[2]) {
-  ptx::mbarrier_arrive_expect_tx(barrier, kRows * kChunks * 128);
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    ptx::cp_async_bulk_tensor_5d(target + chunk * kRows * 128, map, barrier, chunk * 64,
-                                 row, head, batch[0], batch[1]);
-  }
-}
-
-// The coordinates of a batch entry, innermost first.
-__device__ __forceinline__ void batch_coordinates(int (&batch)[2],
-                                                  const place_t& at,
-                                                  const operand_t& operand) {
-  batch[0] = coordinate(at.batch[kBatchDims - 1], operand.batch[kBatchDims - 1]);
-  batch[1] = kBatchDims == 2 ? coordinate(at.batch[0], operand.batch[0]) : 0;
-}
-
-// A compile-time bool as an argument.
-template <bool kValue>
-struct flag_t {
-  static constexpr bool value = kValue;
-};
 
 // What depends on the memory of q, k and v. Mirrored by HOPPER_INPUTS in
 // _attention_kernels.py.

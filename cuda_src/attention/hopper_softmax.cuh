@@ -4,7 +4,6 @@
 
 #include "attention/hopper_tiles.cuh"
 #include "common/reduce.cuh"
-#include "ptx/packed.cuh"
 
 // An accumulator of wgmma with n columns gives a thread n / 2 numbers: number e stands
 // in row (e / 2) % 2 * 8 + lane / 4 of the warp's 16 and column e / 4 * 8 + lane % 4 *
@@ -35,31 +34,6 @@ struct softmax_t {
     }
   }
 };
-
-// Two numbers as elem_t in one word, and arithmetic on such words.
-template <typename T>
-struct pair_of;
-template <>
-struct pair_of<half_t> {
-  static constexpr unsigned kExponent = 0x7c00;
-  static __device__ __forceinline__ unsigned from(float high, float low) {
-    return ptx::f16x2_from_f32(high, low);
-  }
-  static __device__ __forceinline__ unsigned fma(unsigned a, unsigned b, unsigned c) {
-    return ptx::fma_f16x2(a, b, c);
-  }
-};
-template <>
-struct pair_of<bfloat16_t> {
-  static constexpr unsigned kExponent = 0x7f80;
-  static __device__ __forceinline__ unsigned from(float high, float low) {
-    return ptx::bf16x2_from_f32(high, low);
-  }
-  static __device__ __forceinline__ unsigned fma(unsigned a, unsigned b, unsigned c) {
-    return ptx::fma_bf16x2(a, b, c);
-  }
-};
-using pair16_t = pair_of<elem_t>;
 
 // Where needed, moves m and brings l on its scale; then o must follow by alpha, which
 // all lanes of the warp are told. Scores times `to_log2` are exponents of 2.
@@ -141,22 +115,4 @@ __device__ __forceinline__ void round_to(unsigned (&p)[kBlockN / 16][4],
 #pragma unroll
   for (int e = 0; e < kScores; e += 2)
     p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
-}
-
-// Word t of lane n of four neighbours becomes word n of lane t.
-__device__ __forceinline__ void transpose(unsigned (&words)[4], int lane) {
-#pragma unroll
-  for (int bit = 1; bit <= 2; bit *= 2) {
-    const bool high = lane & bit;
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const int a = bit == 1 ? 2 * n : n, b = a + bit;
-      const unsigned got = shuffle_xor(high ? words[a] : words[b], bit);
-      if (high) {
-        words[a] = got;
-      } else {
-        words[b] = got;
-      }
-    }
-  }
 }

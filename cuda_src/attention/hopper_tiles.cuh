@@ -2,9 +2,8 @@
 // attention_hopper: sizes, shared memory, and the order in which tiles are taken.
 #pragma once
 
+#include "attention/hopper_operands.cuh"
 #include "attention/score.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/tma.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_N) || \
     !defined(BOUNDS) || !defined(TAKE_TURNS)
@@ -79,11 +78,6 @@ struct schedule_t {
   int num_heads;   // of all batch entries; packed heads are one
   int section;     // heads whose keys and values stay in the L2 cache together
   int num_splits;  // parts of the keys of one tile of queries
-};
-
-// Blocks take `next` by turns; the last to finish sets both numbers back to 0.
-struct counter_t {
-  int next, finished;
 };
 
 // Tile `tile` of queries of head number `heads` over all batch entries; of packed ones,
@@ -206,12 +200,6 @@ __device__ __forceinline__ tiles_t whole_tiles_of(const scores_t& scores,
 }
 __device__ __forceinline__ bool is_in(int tile, const tiles_t& tiles) {
   return tiles.first <= tile && tile < tiles.last;
-}
-
-// Spins until the phase is over.
-__device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
 }
 
 // Barriers in shared memory, in pairs: "full" the copy engine ends, "empty" the

@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const accum_t* __restrict__ delta,  // as lse, contiguous
         grad_t* __restrict__ dk,            // as k, summed over entries
         grad_t* __restrict__ dv,            // as v, summed over entries
-        SCORE_PARAMETERS,
+        REPAIR_PARAMETERS SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_k = reinterpret_cast<accum_t*>(smem);
@@ -38,61 +38,66 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t widest =
       params.head_dim < params.head_dim_v ? params.head_dim_v : params.head_dim;
   const index_t num_chunks = kSingle ? 1 : (widest + kChunk - 1) / kChunk;
-  const index_t tile = divide(block_index(), grads.num_kept * num_chunks);
-  const index_t item = block_index() - tile * grads.num_kept * num_chunks;
-  if (tile >= num_tiles) return;
-  const index_t j0 = tile * kBlockM;
-  const index_t kept_index = divide(item, num_chunks);
-  const int c0 = static_cast<int>(item - kept_index * num_chunks) * kChunk;
-  const index_t num_keys = smaller(kBlockM, params.seqlen_k - j0);
-  const auto kept = locate(grads.kept, kept_index);
+  if (!REPAIR_IS_ASKED) return;
+  index_t block = block_index();
+  do {
+    const index_t tile = divide(block, grads.num_kept * num_chunks);
+    const index_t item = block - tile * grads.num_kept * num_chunks;
+    if (tile >= num_tiles) return;
+    const index_t j0 = tile * kBlockM;
+    const index_t kept_index = divide(item, num_chunks);
+    const int c0 = static_cast<int>(item - kept_index * num_chunks) * kChunk;
+    const index_t num_keys = smaller(kBlockM, params.seqlen_k - j0);
+    const auto kept = locate(grads.kept, kept_index);
 
-  sums_t sums_k = {}, sums_v = {};
-  for (index_t summed = 0; summed < grads.num_summed; ++summed) {
-    const place_t at = grads.entry(params, kept.of[0], summed);
-    const scores_t scores(at, SCORE_ARGUMENTS);
-    const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
-                        num_keys, params.head_dim);
-    const rows_t v_rows(at.at_kv(v, params.v) + j0 * params.v.row, params.v.row,
-                        num_keys, params.head_dim_v);
-    const accum_t* const lse_rows = at.at(lse, grads.lse);
-    const accum_t* const delta_rows = delta + at.row_of_heads * params.seqlen_q;
-    __syncthreads();  // all have read the tiles of the entry before
-    if (kSingle) {
-      load_rows<kBlockM>(smem_k, k_rows, 0);
-      load_rows<kBlockM>(smem_v, v_rows, 0);
-    }
-
-    const range_t queries = scores.queries_of(j0, j0 + num_keys);
-    for (index_t i0 = queries.first / kBlockN * kBlockN; i0 < queries.last;
-         i0 += kBlockN) {
-      const rows_t q_rows(at.at(q, params.q) + i0 * params.q.row, params.q.row,
-                          queries.last - i0, params.head_dim);
-      const rows_t dout_rows(at.at(dout, grads.dout) + i0 * grads.dout.row,
-                             grads.dout.row, queries.last - i0, params.head_dim_v);
-      tile_t s, dp;
-      dot<kSingle>(s, k_rows, smem_k, q_rows, smem_other);
-      const accum_t odd = dot<kSingle>(dp, v_rows, smem_v, dout_rows, smem_other);
-      const band_t band = scores.band(i0, j0);
-#pragma unroll
-      for (int c = 0; c < kCols; ++c) {
-        const index_t i = smaller(i0 + other_row(c), params.seqlen_q - 1);
-        const accum_t lse_i = lse_rows[i * grads.lse.row], delta_i = delta_rows[i];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          differentiate(s[r][c], dp[r][c], band.sees(other_row(c), own_row(r)), scores,
-                        i, j0 + own_row(r), lse_i, delta_i);
-        }
+    sums_t sums_k = {}, sums_v = {};
+    for (index_t summed = 0; summed < grads.num_summed; ++summed) {
+      const place_t at = grads.entry(params, kept.of[0], summed);
+      const scores_t scores(at, SCORE_ARGUMENTS);
+      const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
+                          num_keys, params.head_dim);
+      const rows_t v_rows(at.at_kv(v, params.v) + j0 * params.v.row, params.v.row,
+                          num_keys, params.head_dim_v);
+      const accum_t* const lse_rows = at.at(lse, grads.lse);
+      const accum_t* const delta_rows = delta + at.row_of_heads * params.seqlen_q;
+      __syncthreads();  // all have read the tiles of the entry before
+      if (kSingle) {
+        load_rows<kBlockM>(smem_k, k_rows, 0);
+        load_rows<kBlockM>(smem_v, v_rows, 0);
       }
-      store_tile(smem_w, s);
-      accumulate<kSingle>(sums_v, smem_w, dout_rows, c0, smem_other, odd);
-      __syncthreads();  // all have read P before dS takes its place
-      store_tile(smem_w, dp);
-      accumulate<false>(sums_k, smem_w, q_rows, c0, smem_other, 0);
+
+      const range_t queries = scores.queries_of(j0, j0 + num_keys);
+      for (index_t i0 = queries.first / kBlockN * kBlockN; i0 < queries.last;
+           i0 += kBlockN) {
+        const rows_t q_rows(at.at(q, params.q) + i0 * params.q.row, params.q.row,
+                            queries.last - i0, params.head_dim);
+        const rows_t dout_rows(at.at(dout, grads.dout) + i0 * grads.dout.row,
+                               grads.dout.row, queries.last - i0, params.head_dim_v);
+        tile_t s, dp;
+        dot<kSingle>(s, k_rows, smem_k, q_rows, smem_other);
+        const accum_t odd = dot<kSingle>(dp, v_rows, smem_v, dout_rows, smem_other);
+        const band_t band = scores.band(i0, j0);
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+          const index_t i = smaller(i0 + other_row(c), params.seqlen_q - 1);
+          const accum_t lse_i = lse_rows[i * grads.lse.row], delta_i = delta_rows[i];
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            differentiate(s[r][c], dp[r][c], band.sees(other_row(c), own_row(r)),
+                          scores, i, j0 + own_row(r), lse_i, delta_i);
+          }
+        }
+        store_tile(smem_w, s);
+        accumulate<kSingle>(sums_v, smem_w, dout_rows, c0, smem_other, odd);
+        __syncthreads();  // all have read P before dS takes its place
+        store_tile(smem_w, dp);
+        accumulate<false>(sums_k, smem_w, q_rows, c0, smem_other, 0);
+      }
     }
-  }
-  store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0], sums_k,
-             static_cast<accum_t>(params.scale), num_keys, params.head_dim, c0);
-  store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1], sums_v, 1,
-             num_keys, params.head_dim_v, c0);
+    store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0], sums_k,
+               static_cast<accum_t>(params.scale), num_keys, params.head_dim, c0);
+    store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1], sums_v,
+               1, num_keys, params.head_dim_v, c0);
+    block += gridDim.x;
+  } while (kRepairs);
 }

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const accum_t* __restrict__ lse,    // (batch, heads, queries)
         const accum_t* __restrict__ delta,  // as lse, contiguous
         grad_t* __restrict__ dq,            // as q, summed over entries
-        SCORE_PARAMETERS,
+        REPAIR_PARAMETERS SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);
@@ -33,60 +33,66 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t num_chunks = kSingle ? 1 : (params.head_dim + kChunk - 1) / kChunk;
-  const index_t from_last = divide(block_index(), grads.num_kept * num_chunks);
-  const index_t item = block_index() - from_last * grads.num_kept * num_chunks;
-  if (from_last >= num_tiles) return;
-  const index_t i0 = (num_tiles - 1 - from_last) * kBlockM;
-  const index_t kept_index = divide(item, num_chunks);
-  const int c0 = static_cast<int>(item - kept_index * num_chunks) * kChunk;
-  const index_t num_rows = smaller(kBlockM, params.seqlen_q - i0);
-  const auto kept = locate(grads.kept, kept_index);
+  if (!REPAIR_IS_ASKED) return;
+  index_t block = block_index();
+  do {
+    const index_t from_last = divide(block, grads.num_kept * num_chunks);
+    const index_t item = block - from_last * grads.num_kept * num_chunks;
+    if (from_last >= num_tiles) return;
+    const index_t i0 = (num_tiles - 1 - from_last) * kBlockM;
+    const index_t kept_index = divide(item, num_chunks);
+    const int c0 = static_cast<int>(item - kept_index * num_chunks) * kChunk;
+    const index_t num_rows = smaller(kBlockM, params.seqlen_q - i0);
+    const auto kept = locate(grads.kept, kept_index);
 
-  sums_t sums = {};
-  for (index_t summed = 0; summed < grads.num_summed; ++summed) {
-    const place_t at = grads.entry(params, kept.of[0], summed);
-    const scores_t scores(at, SCORE_ARGUMENTS);
-    const rows_t q_rows(at.at(q, params.q) + i0 * params.q.row, params.q.row, num_rows,
-                        params.head_dim);
-    const rows_t dout_rows(at.at(dout, grads.dout) + i0 * grads.dout.row,
-                           grads.dout.row, num_rows, params.head_dim_v);
-    const accum_t* const lse_rows = at.at(lse, grads.lse);
-    const accum_t* const delta_rows = delta + at.row_of_heads * params.seqlen_q;
-    accum_t row_lse[kRows], row_delta[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const index_t i = smaller(i0 + own_row(r), params.seqlen_q - 1);
-      row_lse[r] = lse_rows[i * grads.lse.row];
-      row_delta[r] = delta_rows[i];
-    }
-    __syncthreads();  // all have read the tiles of the entry before
-    if (kSingle) {
-      load_rows<kBlockM>(smem_q, q_rows, 0);
-      load_rows<kBlockM>(smem_dout, dout_rows, 0);
-    }
-
-    const range_t keys = scores.keys_of(i0, i0 + num_rows);
-    for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last; j0 += kBlockN) {
-      const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
-                          keys.last - j0, params.head_dim);
-      const rows_t v_rows(at.at_kv(v, params.v) + j0 * params.v.row, params.v.row,
-                          keys.last - j0, params.head_dim_v);
-      tile_t s, dp;
-      dot<kSingle>(dp, dout_rows, smem_dout, v_rows, smem_kv);
-      const accum_t odd = dot<kSingle>(s, q_rows, smem_q, k_rows, smem_kv);
-      const band_t band = scores.band(i0, j0);
+    sums_t sums = {};
+    for (index_t summed = 0; summed < grads.num_summed; ++summed) {
+      const place_t at = grads.entry(params, kept.of[0], summed);
+      const scores_t scores(at, SCORE_ARGUMENTS);
+      const rows_t q_rows(at.at(q, params.q) + i0 * params.q.row, params.q.row,
+                          num_rows, params.head_dim);
+      const rows_t dout_rows(at.at(dout, grads.dout) + i0 * grads.dout.row,
+                             grads.dout.row, num_rows, params.head_dim_v);
+      const accum_t* const lse_rows = at.at(lse, grads.lse);
+      const accum_t* const delta_rows = delta + at.row_of_heads * params.seqlen_q;
+      accum_t row_lse[kRows], row_delta[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int c = 0; c < kCols; ++c) {
-          differentiate(s[r][c], dp[r][c], band.sees(own_row(r), other_row(c)), scores,
-                        i0 + own_row(r), j0 + other_row(c), row_lse[r], row_delta[r]);
-        }
+        const index_t i = smaller(i0 + own_row(r), params.seqlen_q - 1);
+        row_lse[r] = lse_rows[i * grads.lse.row];
+        row_delta[r] = delta_rows[i];
       }
-      store_tile(smem_ds, dp);
-      accumulate<kSingle>(sums, smem_ds, k_rows, c0, smem_kv, odd);
+      __syncthreads();  // all have read the tiles of the entry before
+      if (kSingle) {
+        load_rows<kBlockM>(smem_q, q_rows, 0);
+        load_rows<kBlockM>(smem_dout, dout_rows, 0);
+      }
+
+      const range_t keys = scores.keys_of(i0, i0 + num_rows);
+      for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last; j0 += kBlockN) {
+        const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
+                            keys.last - j0, params.head_dim);
+        const rows_t v_rows(at.at_kv(v, params.v) + j0 * params.v.row, params.v.row,
+                            keys.last - j0, params.head_dim_v);
+        tile_t s, dp;
+        dot<kSingle>(dp, dout_rows, smem_dout, v_rows, smem_kv);
+        const accum_t odd = dot<kSingle>(s, q_rows, smem_q, k_rows, smem_kv);
+        const band_t band = scores.band(i0, j0);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+          for (int c = 0; c < kCols; ++c) {
+            differentiate(s[r][c], dp[r][c], band.sees(own_row(r), other_row(c)),
+                          scores, i0 + own_row(r), j0 + other_row(c), row_lse[r],
+                          row_delta[r]);
+          }
+        }
+        store_tile(smem_ds, dp);
+        accumulate<kSingle>(sums, smem_ds, k_rows, c0, smem_kv, odd);
+      }
     }
-  }
-  store_sums(dq + kept.of[1] + i0 * grads.row[0], grads.row[0], grads.col[0], sums,
-             static_cast<accum_t>(params.scale), num_rows, params.head_dim, c0);
+    store_sums(dq + kept.of[1] + i0 * grads.row[0], grads.row[0], grads.col[0], sums,
+               static_cast<accum_t>(params.scale), num_rows, params.head_dim, c0);
+    block += gridDim.x;
+  } while (kRepairs);
 }

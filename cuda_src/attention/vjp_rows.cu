@@ -41,7 +41,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
   delta[item] = sum;
   if (kHasSinks && sink_terms != nullptr) {
     const accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
+    const bool counts = scores.is_query(i) && scores.sink() != -infinity<accum_t>();
     sink_terms[item] =
-        scores.is_query(i) ? -exp_diff(scores.sink(), log_sum) * sum : accum_t(0);
+        counts ? -exp_diff_exact(scores.sink(), log_sum) * sum : accum_t(0);
   }
 }

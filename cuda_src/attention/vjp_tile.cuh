@@ -24,6 +24,19 @@ constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kChunk = CHUNK;
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
 constexpr bool kSingle = SINGLE;
 
+// A repair follows kernels that give NaN where something that is not seen is not
+// finite. Its few blocks go through all that blocks of a whole grid would do, if they
+// are asked.
+#ifdef REPAIRS
+constexpr bool kRepairs = true;
+#define REPAIR_PARAMETERS const int* __restrict__ is_asked,
+#define REPAIR_IS_ASKED (*is_asked != 0)
+#else
+constexpr bool kRepairs = false;
+#define REPAIR_PARAMETERS
+#define REPAIR_IS_ASKED true
+#endif
+
 constexpr int kColThreads = 16;
 constexpr int kRowThreads = kNumThreads / kColThreads;
 constexpr int kRows = kBlockM / kRowThreads;

@@ -23,4 +23,12 @@ __device__ __forceinline__ void forget(float* memory) {
   asm volatile("" ::"l"(memory) : "memory");
 }
 
+// The same object, of which the compiler has computed nothing before.
+template <typename T>
+__device__ __forceinline__ const T& anew(const T& x) {
+  const T* p = &x;
+  asm volatile("" : "+l"(p));
+  return *p;
+}
+
 }  // namespace ptx

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: MIT
+// What kernels of sm_90a share: tiles as tensor maps and wgmma see them, and pairs of
+// 16-bit numbers.
+#pragma once
+
+#include "attention/params.cuh"
+#include "common/reduce.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/packed.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/wgmma.cuh"
+
+// --- tiles in shared memory: chunks of 64 columns, each [rows][128 bytes], swizzled
+
+// Describes a tile to wgmma (PTX ISA, "matrix descriptor"): 128-byte swizzle, 8 rows
+// are 1024 bytes, `chunk` bytes to the next 64 columns (of a K-major tile not used).
+__device__ __forceinline__ unsigned long long descriptor(unsigned address,
+                                                         unsigned chunk) {
+  constexpr unsigned long long kSwizzle128 = 1ull << 62;
+  constexpr unsigned kEightRows = 1024;
+  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(chunk >> 4) << 16 |
+         static_cast<unsigned long long>(kEightRows >> 4) << 32 | kSwizzle128;
+}
+
+template <int kCount>
+__device__ __forceinline__ void keep_order(float (&x)[kCount]) {
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) ptx::keep_order(x[e]);
+}
+
+// A coordinate in a tensor map, whose broadcast axes have length 1.
+__device__ __forceinline__ int coordinate(index_t index, index_t stride) {
+  return stride == 0 ? 0 : static_cast<int>(index);
+}
+
+// Asks for rows [row, row + kRows) of one matrix; those outside it arrive as zeros.
+template <int kRows, int kChunks>
+__device__ __forceinline__ void load_tile(unsigned target,
+                                          const ptx::tensor_map_t& map,
+                                          unsigned barrier,
+                                          int row,
+                                          int head,
+                                          const int (&batch)[2]) {
+  ptx::mbarrier_arrive_expect_tx(barrier, kRows * kChunks * 128);
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ptx::cp_async_bulk_tensor_5d(target + chunk * kRows * 128, map, barrier, chunk * 64,
+                                 row, head, batch[0], batch[1]);
+  }
+}
+
+// The coordinates of a batch entry, innermost first.
+__device__ __forceinline__ void batch_coordinates(int (&batch)[2],
+                                                  const place_t& at,
+                                                  const operand_t& operand) {
+  batch[0] = coordinate(at.batch[kBatchDims - 1], operand.batch[kBatchDims - 1]);
+  batch[1] = kBatchDims == 2 ? coordinate(at.batch[0], operand.batch[0]) : 0;
+}
+
+// A compile-time bool as an argument.
+template <bool kValue>
+struct flag_t {
+  static constexpr bool value = kValue;
+};
+
+// Spins until the phase is over.
+__device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+// Blocks take `next` by turns; the last to finish sets both numbers back to 0.
+struct counter_t {
+  int next, finished;
+};
+
+// --- pairs of 16-bit numbers
+
+// Two numbers as elem_t in one word, and arithmetic on such words.
+template <typename T>
+struct pair_of;
+template <>
+struct pair_of<half_t> {
+  static constexpr unsigned kExponent = 0x7c00;
+  static __device__ __forceinline__ unsigned from(float high, float low) {
+    return ptx::f16x2_from_f32(high, low);
+  }
+  static __device__ __forceinline__ unsigned fma(unsigned a, unsigned b, unsigned c) {
+    return ptx::fma_f16x2(a, b, c);
+  }
+};
+template <>
+struct pair_of<bfloat16_t> {
+  static constexpr unsigned kExponent = 0x7f80;
+  static __device__ __forceinline__ unsigned from(float high, float low) {
+    return ptx::bf16x2_from_f32(high, low);
+  }
+  static __device__ __forceinline__ unsigned fma(unsigned a, unsigned b, unsigned c) {
+    return ptx::fma_bf16x2(a, b, c);
+  }
+};
+using pair16_t = pair_of<elem_t>;
+
+// Word t of lane n of four neighbours becomes word n of lane t.
+__device__ __forceinline__ void transpose(unsigned (&words)[4], int lane) {
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+    const bool high = lane & bit;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int a = bit == 1 ? 2 * n : n, b = a + bit;
+      const unsigned got = shuffle_xor(high ? words[a] : words[b], bit);
+      if (high) {
+        words[a] = got;
+      } else {
+        words[b] = got;
+      }
+    }
+  }
+}

@@ -1,0 +1,638 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_hopper: gradients by tensor cores fed by the copy engine, for sm_90a.
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), a block of queries at a
+//            time, all products transposed so that keys are rows:
+//                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
+//                dv += P dO,  dk += dS q,  dq += dS^T k
+//            P and dS come out of one product in the registers that the next one reads;
+//            dS alone goes through shared memory, for dq. While dk and dP of one
+//            step run, so does the softmax of the next
+// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
+// blocks
+//            take item after item, from a counter where items differ in length. With
+//            kCluster = 2, two blocks have neighbouring tiles and share q and dO
+// Threads    two warpgroups, 64 keys each; with a third for the copies there would be
+//            too few registers (ptxas C7512 at 240). Thread 0 asks the copy engine
+// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
+//            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
+//            dS       kBlockN x kBlockM    shared, twice
+//            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
+// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
+//            L2; dq is added to sums of floats, by red or by the copy engine
+// Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
+// products.
+//            The order of sums in dq differs from run to run
+// Limits     q, k, v and dO as a tensor map takes them (_tensormap.py); head_dim and
+//            head_dim_v multiples of 8 up to kHeadDim; at most kMaxSummed summed
+//            entries. Infinities and NaN in what a query does not see come through as
+//            NaN, and so does a dS too large for elem_t: found->odd says that the
+//            gradients have to be made in another way
+#include "attention/vjp_hopper.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cluster_mbarrier.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/wgmma_shapes.cuh"
+
+#if !defined(BOUNDS) || !defined(CLUSTER) || !defined(BULK)
+#error "BOUNDS, CLUSTER and BULK come from the host"
+#endif
+constexpr int kBlockN = 128;  // keys of a tile
+// Which queries see a key by its position: 0 all, 1 from a first one on, 2 from a first
+// one to a last one.
+constexpr int kBounds = BOUNDS;
+constexpr bool kDynamic = kBounds > 0;  // items differ in length
+constexpr int kCluster = CLUSTER;
+// Of a thread's 8 vectors of dq, how many the copy engine adds; the others leave by
+// red.
+constexpr int kBulk = BULK;
+static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
+
+// q is read for S and an iteration later for dk, dO in one iteration. Both are asked
+// for two blocks ahead.
+constexpr int kStagesQ = 3, kStagesDout = 2;
+constexpr int kMaxSummed = 128;
+constexpr int kMany = 1 << 30;
+
+// A tile: chunks of 64 columns, each [rows][128 bytes], swizzled.
+constexpr int kChunks = kHeadDim / 64;
+constexpr int kChunkN = kBlockN * 128, kChunkM = kBlockM * 128;
+constexpr int kBytesN = kChunks * kChunkN, kBytesM = kChunks * kChunkM;
+constexpr int kBytesDs = 2 * kChunkM;  // columns are keys: a chunk a warpgroup
+constexpr int kBytesStats = 2 * kBlockM * 4;
+
+constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
+constexpr int kSums = kHeadDim / 2;   // of dk and dv
+constexpr int kSumsQ = kPart / 128;   // of dq
+// With 128 queries a block too few registers are left to leave dv in flight.
+constexpr bool kWaitForDv = kBlockM == 128;
+
+// Mirrored by VJP_HOPPER_INPUTS in _attention_vjp_kernels.py.
+struct alignas(64) inputs_t {
+  ptx::tensor_map_t q_map, k_map, v_map, dout_map;
+  int num_items;   // tiles of keys of all kept entries; those of a cluster are one
+  int num_tiles;   // of one entry
+  int num_blocks;  // of queries of one entry
+  int section;     // kept entries whose q, dO and dq stay in the L2 cache together
+  int num_kept, num_summed;  // entries
+  index_t slot[2];  // by how many slots of dq the entries of a batch axis differ
+  float to_log2;    // what makes scores exponents of 2
+  float hidden;     // a score that makes a weight of 0
+};
+
+// Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
+struct alignas(16) source_t {
+  int q_head, q_batch[2], stats;
+  int dout_head, dout_batch[2], slot;
+};
+
+// What thread 0 asks for next, and within which blocks of queries. It has no registers
+// for it.
+struct next_t {
+  int block, summed, first, last;
+};
+
+// What all threads are told of an item, for the same reason.
+struct view_t {
+  int count;       // blocks of queries, over all summed entries
+  float factor;    // of dP, where dS has one
+  int tile, kept;  // item_t
+  int num_keys;    // from its first on; may be more than the tile has
+  // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
+  // hidden from blocks whose first query lies in [whole_first, whole_last].
+  int low, high, whole_first, whole_last;
+};
+
+// S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
+__device__ __forceinline__ void multiply_scores(float (&s)[kScores],
+                                                unsigned long long kv,
+                                                unsigned long long qd) {
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int chunk = step / 4, inside = step % 4 * 32;
+    ptx::wgmma_t<elem_t, kBlockM>::ss(s, kv + (chunk * kChunkN + inside) / 16,
+                                      qd + (chunk * kChunkM + inside) / 16, step > 0);
+  }
+}
+
+// dv += P dO or dk += dS q. A step is 16 rows of dO or q, of 128 bytes.
+__device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
+                                              const unsigned (&p)[kBlockM / 16][4],
+                                              unsigned long long qd,
+                                              bool accumulate) {
+#pragma unroll
+  for (int step = 0; step < kBlockM / 16; ++step) {
+    ptx::wgmma_t<elem_t, kHeadDim>::rs(sums, p[step], qd + step * (16 * 128 / 16),
+                                       step > 0 || accumulate);
+  }
+}
+
+// This warpgroup's part of dS^T k. A step is 16 keys.
+__device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ],
+                                            unsigned long long ds,
+                                            unsigned long long k) {
+#pragma unroll
+  for (int step = 0; step < kBlockN / 16; ++step) {
+    const int chunk = step / 4, inside = step % 4 * 32;
+    ptx::wgmma_t<elem_t, 64>::ss_mn(dq, ds + (chunk * kChunkM + inside) / 16,
+                                    k + step * (16 * 128 / 16), step > 0);
+  }
+}
+
+// A tile of keys of a kept entry.
+struct item_t {
+  int tile, kept;
+};
+
+// In a section the tiles that most queries see come first.
+__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
+  const unsigned n = number, num_tiles = inputs.num_tiles;
+  if constexpr (kDynamic) {
+    const unsigned in_section = inputs.section * num_tiles;
+    const unsigned first = n / in_section * inputs.section;
+    const unsigned rest = n % in_section;
+    const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
+    return {int(rest / width), int(first + rest % width)};
+  } else {
+    return {int(n % num_tiles), int(n / num_tiles)};
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    __cluster_dims__(kCluster, 1, 1)
+        attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
+                             const float* __restrict__ stats,  // vjp_hopper.cuh
+                             float* __restrict__ sums_q,       // vjp_hopper.cuh
+                             elem_t* __restrict__ dk,  // as k, summed over entries
+                             elem_t* __restrict__ dv,  // as v, summed over entries
+                             found_t* __restrict__ found,
+                             counter_t* __restrict__ counter,
+                             SCORE_PARAMETERS,
+                             const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  __shared__ __align__(8) unsigned long long barriers[3 + kStagesQ + kStagesDout];
+  __shared__ int next_items[2];
+  __shared__ next_t next_memory;
+  __shared__ __align__(8) int origins_memory[kStagesQ][2];
+  __shared__ source_t sources[kMaxSummed];
+  __shared__ view_t view_memory;
+  volatile next_t& next = next_memory;
+  volatile view_t& view = view_memory;
+
+  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+  const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
+  const unsigned smem_v = smem_k + kBytesN, smem_q = smem_v + kBytesN,
+                 smem_dout = smem_q + kStagesQ * kBytesM,
+                 smem_ds = smem_dout + kStagesDout * kBytesM,
+                 smem_stats = smem_ds + 2 * kBytesDs,
+                 smem_dq = smem_stats + kStagesDout * kBytesStats;
+  const unsigned k_full = ptx::shared_address(barriers), v_full = k_full + 8,
+                 q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
+                 empty = dout_full + 8 * kStagesDout;
+  // Of each stage of q: its first query, and its number among the blocks of sums_q.
+  const unsigned origins = ptx::shared_address(origins_memory);
+
+  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < 2 + kStagesQ + kStagesDout; ++n) {
+      ptx::mbarrier_init(k_full + 8 * n, 1);
+    }
+    ptx::mbarrier_init(empty, kCluster);
+    ptx::fence_mbarrier_init();
+  }
+  // The barriers are there before anyone uses them, in both blocks.
+  if constexpr (kCluster > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();
+  } else {
+    __syncthreads();
+  }
+
+  // A operands: rows of this warpgroup; B operands; and operands whose rows are summed.
+  const unsigned long long k_rows = descriptor(smem_k + group * 8192, 16),
+                           v_rows = descriptor(smem_v + group * 8192, 16),
+                           q_rows = descriptor(smem_q, 16),
+                           dout_rows = descriptor(smem_dout, 16),
+                           q_sums = descriptor(smem_q, kChunkM),
+                           dout_sums = descriptor(smem_dout, kChunkM);
+  // Of dq, a warpgroup makes 64 of 128 rows, or 64 of 128 columns.
+  constexpr bool kByRows = kBlockM == 128;
+  const unsigned long long ds_rows =
+      descriptor(smem_ds + (kByRows ? group * 8192 : 0), 16);
+  const unsigned long long k_sums =
+      descriptor(smem_k + (kByRows ? 0 : group * kChunkN), kChunkN);
+  // For stmatrix a lane gives a row of a matrix: queries n and n + 8 of two groups of
+  // 8 keys. The swizzle flips bits 4 to 6 of an address by bits 7 to 9.
+  const unsigned ds_target = smem_ds + group * kChunkM +
+                             (lane / 16 * 8 + lane % 8) * 128 +
+                             ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
+  const unsigned lane_stats = smem_stats + lane % 4 * 8;
+  // This warp's dq on its way to the copy engine.
+  const unsigned dq_target = smem_dq + (threadIdx.x / 32 * kBulk * 32 + lane) * 16;
+
+  // Twice the items of this block so far, plus the parity of `empty`: one register.
+  unsigned items = 0;
+  unsigned block = 0;  // of queries, so far: gives stages and parities
+
+  auto wait_for_q = [&](unsigned number) {
+    wait(q_full + 8 * (number % kStagesQ), number / kStagesQ & 1);
+  };
+  auto wait_for_dout = [&](unsigned number) {
+    wait(dout_full + 8 * (number % kStagesDout), number / kStagesDout & 1);
+  };
+
+  // Thread 0 asks for the next block of queries, which is block `number` of all.
+  auto load_queries = [&](unsigned number) {
+    const unsigned q_stage = number % kStagesQ, dout_stage = number % kStagesDout;
+    const int block = next.block, summed = inputs.num_summed == 1 ? 0 : next.summed;
+    const source_t& from = sources[summed];
+    if (block + 1 < next.last) {
+      next.block = block + 1;
+    } else {
+      next.block = next.first;
+      next.summed = summed + 1;
+    }
+    const unsigned q_barrier = q_full + 8 * q_stage,
+                   dout_barrier = dout_full + 8 * dout_stage;
+    const unsigned q_target = smem_q + q_stage * kBytesM,
+                   dout_target = smem_dout + dout_stage * kBytesM;
+    ptx::store_shared_s32x2(origins + 8 * q_stage, block * kBlockM, from.slot + block);
+    ptx::mbarrier_arrive_expect_tx(q_barrier, kBytesM);
+    ptx::mbarrier_arrive_expect_tx(dout_barrier, kBytesM + kBytesStats);
+    // Boxes of 64 rows and 64 columns; each block of a cluster brings its share.
+    constexpr int kBoxes = kBytesM / 8192;
+#pragma unroll
+    for (int n = 0; n < kBoxes / kCluster; ++n) {
+      const int box = n + rank() * (kBoxes / kCluster);
+      const int column = box / (kBlockM / 64) * 64;
+      const int row = block * kBlockM + box % (kBlockM / 64) * 64;
+      if constexpr (kCluster > 1) {
+        constexpr unsigned short kAll = (1 << kCluster) - 1;
+        ptx::cp_async_bulk_tensor_5d_multicast(
+            q_target + box * 8192, inputs.q_map, q_barrier, kAll, column, row,
+            from.q_head, from.q_batch[0], from.q_batch[1]);
+        ptx::cp_async_bulk_tensor_5d_multicast(
+            dout_target + box * 8192, inputs.dout_map, dout_barrier, kAll, column, row,
+            from.dout_head, from.dout_batch[0], from.dout_batch[1]);
+      } else {
+        ptx::cp_async_bulk_tensor_5d(q_target + box * 8192, inputs.q_map, q_barrier,
+                                     column, row, from.q_head, from.q_batch[0],
+                                     from.q_batch[1]);
+        ptx::cp_async_bulk_tensor_5d(dout_target + box * 8192, inputs.dout_map,
+                                     dout_barrier, column, row, from.dout_head,
+                                     from.dout_batch[0], from.dout_batch[1]);
+      }
+    }
+    ptx::cp_async_bulk(smem_stats + dout_stage * kBytesStats,
+                       stats + index_t(from.stats + block) * (2 * kBlockM), kBytesStats,
+                       dout_barrier);
+  };
+
+  // The number of this block's item `n`.
+  auto number_of = [&](unsigned n) {
+    const int first = blockIdx.x / kCluster, step = gridDim.x / kCluster;
+    if constexpr (!kDynamic) return first + int(n) * step;
+    return n == 0 ? first : *const_cast<volatile int*>(&next_items[(n - 1) & 1]);
+  };
+
+  // Warp 0 asks for the tiles of an item, and its first two blocks of queries.
+  auto load_first = [&] {
+    // Reciprocals of what is divided by are not worth registers between items.
+    const inputs_t& inputs_now = ptx::anew(inputs);
+    const params_t& params_now = ptx::anew(params);
+    const grads_t& grads_now = ptx::anew(grads);
+    const int number = number_of(items / 2);
+    if (number >= inputs.num_items) return;
+    const item_t item = item_of(number, inputs_now);
+    const index_t entry = locate(grads_now.kept, item.kept).of[0];
+    for (int n = lane; n < inputs.num_summed; n += 32) {
+      const place_t at = grads_now.entry(params_now, entry, n);
+      source_t from;
+      from.q_head = coordinate(at.head, params_now.q.head);
+      batch_coordinates(from.q_batch, at, params_now.q);
+      from.dout_head = coordinate(at.head, grads_now.dout.head);
+      batch_coordinates(from.dout_batch, at, grads_now.dout);
+      from.stats = static_cast<int>(at.row_of_heads) * inputs_now.num_blocks;
+      index_t slot = at.head;
+#pragma unroll
+      for (int axis = 0; axis < kBatchDims; ++axis) {
+        slot += at.batch[axis] * inputs_now.slot[axis];
+      }
+      from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
+      sources[n] = from;
+    }
+    __syncwarp();
+    if (threadIdx.x != 0) return;
+    const int row = (item.tile * kCluster + rank()) * kBlockN;
+    // The blocks of queries that see keys of the tile, or of those of the cluster; at
+    // least one.
+    int block_first = 0, block_last = inputs.num_blocks;
+    view.factor = factor_of(found);
+    view.tile = item.tile;
+    view.kept = item.kept;
+    view.num_keys = static_cast<int>(params.seqlen_k) - row;
+    if constexpr (kBounds > 0) {
+      const scores_t scores(place_t(), SCORE_ARGUMENTS);
+      const index_t key_first = index_t(item.tile) * (kCluster * kBlockN);
+      const range_t queries =
+          scores.queries_of(key_first, key_first + kCluster * kBlockN);
+      block_first = int(queries.first) / kBlockM;
+      block_last = (int(queries.last) + kBlockM - 1) / kBlockM;
+      if (block_first >= block_last) {
+        block_first = 0;
+        block_last = 1;
+      }
+      const band_t band = scores.band(0, row);
+      view.low = band.low;
+      view.high = band.high;
+      const bool tail = row + kBlockN > params.seqlen_k;
+      view.whole_first = tail ? 1 << 30 : kBlockN - band.high;
+      view.whole_last = -band.low - (kBlockM - 1);
+    }
+    view.count = (block_last - block_first) * inputs.num_summed;
+    next.block = block_first;
+    next.summed = 0;
+    next.first = block_first;
+    next.last = block_last;
+    const place_t at = grads_now.entry(params_now, entry, 0);
+    int batch[2];
+    batch_coordinates(batch, at, params_now.k);
+    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
+                                coordinate(at.kv_head, params_now.k.head), batch);
+    load_queries(block);
+    batch_coordinates(batch, at, params_now.v);
+    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
+                                coordinate(at.kv_head, params_now.v.head), batch);
+    if (view.count > 1) load_queries(block + 1);
+  };
+
+  float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
+  unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
+  if (threadIdx.x < 32) load_first();
+  while (number_of(items / 2) < inputs.num_items) {
+    // s becomes P of the block of queries in a stage, and p the same as operand. Number
+    // e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
+    auto softmax = [&](unsigned number) {
+      // A row's key is hidden from queries before `first`, and after `last`.
+      const int num_keys = view.num_keys;
+      bool whole = num_keys >= kBlockN;
+      int origin = 0;
+      if constexpr (kBounds > 0) {
+        origin = ptx::load_shared_s32(origins + 8 * (number % kStagesQ));
+        whole =
+            origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
+      }
+      if (!whole) {
+        const int row_thread = group * 64 + warp * 16 + lane / 4;
+        int first[2] = {-kMany, -kMany}, last = kMany;
+        if constexpr (kBounds > 0) {
+          const int corner = row_thread - origin - lane % 4 * 2;
+          first[0] = corner - view.high + 1;
+          first[1] = first[0] + 8;
+          if (kBounds == 2) last = corner - view.low;
+        }
+        if (row_thread >= num_keys) first[0] = kMany;
+        if (row_thread + 8 >= num_keys) first[1] = kMany;
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) {
+          const int column = e / 4 * 8 + e % 2, row = e / 2 % 2;
+          bool hides = column < first[row];
+          if (kBounds == 2) hides |= column > last + row * 8;
+          if (hides) s[e] = inputs.hidden;
+        }
+      }
+      const unsigned from = lane_stats + number % kStagesDout * kBytesStats;
+#pragma unroll
+      for (int e = 0; e < kScores; e += 4) {
+        const float2 lse = ptx::load_shared_f32x2(from + e * 8);
+        s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - lse.x);
+        s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - lse.y);
+        s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - lse.x);
+        s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - lse.y);
+      }
+#pragma unroll
+      for (int e = 0; e < kScores; e += 2) {
+        p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+      }
+    };
+
+    // The first block: S, dP, and P.
+    wait(k_full, items / 2 & 1);
+    const unsigned last = block + view.count - 1;
+    wait_for_q(block);
+    ptx::wgmma_fence();
+    multiply_scores(s, k_rows, q_rows + block % kStagesQ * (kBytesM / 16));
+    ptx::wgmma_commit_group();
+    wait(v_full, items / 2 & 1);
+    wait_for_dout(block);
+    ptx::wgmma_fence();
+    multiply_scores(dp, v_rows, dout_rows + block % kStagesDout * (kBytesM / 16));
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    keep_order(s);
+    softmax(block);
+    ptx::wgmma_wait_group<0>();
+    keep_order(dp);
+
+    // One block of queries; S and dP of the next one. No product is in flight between
+    // steps: ptxas does not follow them around a loop (C7514).
+    bool accumulate = false;
+    auto step = [&](auto is_last) {
+      constexpr bool kLast = decltype(is_last)::value;
+      const unsigned this_q = block % kStagesQ, this_dout = block % kStagesDout;
+      ptx::wgmma_fence();
+      multiply_sums(sums_v, p, dout_sums + this_dout * (kBytesM / 16), accumulate);
+      ptx::wgmma_commit_group();
+      if constexpr (kWaitForDv) ptx::wgmma_wait_group<0>();
+
+      const unsigned from = lane_stats + this_dout * kBytesStats + 4 * kBlockM;
+      const float factor = kNarrow<elem_t> ? view.factor : 1.f;
+#pragma unroll
+      for (int e = 0; e < kScores; e += 4) {
+        float2 delta = ptx::load_shared_f32x2(from + e * 8);
+        if constexpr (kNarrow<elem_t>) {
+          delta.x *= factor;
+          delta.y *= factor;
+#pragma unroll
+          for (int f = e; f < e + 4; ++f) dp[f] *= factor;
+        }
+        ds[e / 8][e / 2 % 4] =
+            pair16_t::from(s[e + 1] * (dp[e + 1] - delta.y), s[e] * (dp[e] - delta.x));
+        ds[e / 8][e / 2 % 4 + 1] = pair16_t::from(s[e + 3] * (dp[e + 3] - delta.y),
+                                                  s[e + 2] * (dp[e + 2] - delta.x));
+      }
+      const unsigned buffer = block % 2 * kBytesDs;
+#pragma unroll
+      for (int m = 0; m < kBlockM / 16; ++m) {
+        ptx::stmatrix_x4_trans(ds_target + buffer + m * 2048, ds[m][0], ds[m][1],
+                               ds[m][2], ds[m][3]);
+      }
+      ptx::fence_proxy_async();  // wgmma reads what stmatrix has written
+      if constexpr (!kLast) {
+        wait_for_q(block + 1);
+        ptx::wgmma_fence();
+        multiply_scores(s, k_rows, q_rows + (block + 1) % kStagesQ * (kBytesM / 16));
+        ptx::wgmma_commit_group();
+        ptx::wgmma_wait_group<1>();  // dv
+      }
+      // dS of both warpgroups is there. Both are also done with dv of this block and dk
+      // of the one before: the stages of the block after the next one are free.
+      ptx::bar_sync<kNumThreads>(1);
+      const bool more = !kLast && block + 1 != last;
+      if constexpr (kCluster > 1) {
+        if (more && threadIdx.x < kCluster) {
+          ptx::mbarrier_arrive_cluster(ptx::mapa(empty, threadIdx.x));
+        }
+      } else {
+        if (more && threadIdx.x == 0) load_queries(block + 2);
+      }
+      int next_number;
+      if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
+        next_number = atomicAdd(&counter->next, 1) + gridDim.x / kCluster;
+      }
+
+      auto add_dq = [&](float (&dq)[kSumsQ]) {
+        ptx::wgmma_fence();
+        multiply_dq(dq, ds_rows + buffer / 16, k_sums);
+        ptx::wgmma_commit_group();
+        ptx::wgmma_fence();
+        multiply_sums(sums_k, ds, q_sums + this_q * (kBytesM / 16), accumulate);
+        ptx::wgmma_commit_group();
+        if constexpr (kCluster > 1) {
+          if (more) {
+            if (threadIdx.x == 0) {
+              // Both blocks are done with the stages.
+              while (!ptx::mbarrier_try_wait_parity_cluster(empty, items & 1)) {
+              }
+              load_queries(block + 2);
+            }
+            items ^= 1;
+          }
+        }
+        ptx::wgmma_wait_group<1>();  // all but dk
+        keep_order(dq);
+        if constexpr (!kLast) keep_order(s);
+        const int target_block = ptx::load_shared_s32(origins + 8 * this_q + 4);
+        float* const target = sums_q + index_t(target_block) * (2 * kPart) +
+                              group * kPart + warp * (kPart / 4);
+        if constexpr (kBulk > 0) {
+          // The copy engine has read what this warp gave it before.
+          if (lane == 0) ptx::cp_async_bulk_wait_group_read();
+          __syncwarp();
+#pragma unroll
+          for (int e = 0; e < 4 * kBulk; e += 4) {
+            ptx::store_shared_f32x4(dq_target + e * 128, dq[e], dq[e + 1], dq[e + 2],
+                                    dq[e + 3]);
+          }
+          ptx::fence_proxy_async();
+          __syncwarp();
+          if (lane == 0) {
+            ptx::cp_reduce_async_bulk_add(target, dq_target, kBulk * 512);
+            ptx::cp_async_bulk_commit_group();
+          }
+        }
+#pragma unroll
+        for (int e = 4 * kBulk; e < kSumsQ; e += 4) {
+          ptx::red_global_add(target + lane * 4 + e * 32, dq[e], dq[e + 1], dq[e + 2],
+                              dq[e + 3]);
+        }
+      };
+      if constexpr (kScores == kSumsQ) {
+        add_dq(dp);  // whose registers are free
+      } else {
+        float dq[kSumsQ];
+        add_dq(dq);
+      }
+      if constexpr (!kLast) {
+        wait_for_dout(block + 1);
+        ptx::wgmma_fence();
+        multiply_scores(dp, v_rows,
+                        dout_rows + (block + 1) % kStagesDout * (kBytesM / 16));
+        ptx::wgmma_commit_group();
+        softmax(block + 1);
+      }
+      ptx::wgmma_wait_group<0>();
+      if constexpr (!kLast) keep_order(dp);
+      if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
+        int* const slot = &next_items[items / 2 & 1];
+        if constexpr (kCluster > 1) {
+          for (int n = 0; n < kCluster; ++n) {
+            ptx::store_cluster_s32(ptx::mapa(ptx::shared_address(slot), n),
+                                   next_number);
+          }
+        } else {
+          *const_cast<volatile int*>(slot) = next_number;
+        }
+      }
+    };
+#pragma unroll 1
+    while (block != last) {
+      step(flag_t<false>());
+      ++block;
+      accumulate = true;
+    }
+    step(flag_t<true>());
+    ++block;
+    keep_order(sums_k);
+    keep_order(sums_v);
+    const item_t item = {view.tile, view.kept};  // before thread 0 sets the next one's
+    // Every product of this item is done, in both blocks, before the next one's tiles.
+    if constexpr (kCluster > 1) {
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+    } else {
+      ptx::bar_sync<kNumThreads>(1);
+    }
+    items += 2;
+    if (threadIdx.x < 32) load_first();
+
+    const int key_first = (item.tile * kCluster + rank()) * kBlockN;
+    const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
+    const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
+    float odd = 0;  // NaN where a sum is not finite
+    auto store = [&](const float (&sums)[kSums], float factor, elem_t* target,
+                     index_t row_step, int dim) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool exists = row_thread + 8 * r < num_keys;
+        elem_t* const row = target + (row_thread + 8 * r) * row_step;
+#pragma unroll
+        for (int e = 0; e < kSums; e += 16) {
+          unsigned words[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            const int from = e + 4 * t + 2 * r;
+            words[t] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
+            if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
+          }
+          transpose(words, lane);  // 8 columns side by side
+          const int column = e * 2 + lane % 4 * 8;
+          if (exists && column < dim) {
+            *reinterpret_cast<uint4*>(row + column) =
+                make_uint4(words[0], words[1], words[2], words[3]);
+          }
+        }
+      }
+    };
+    const auto kept = locate(ptx::anew(grads).kept, item.kept);
+    store(sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
+          dk + kept.of[1] + key_first * grads.row[0], grads.row[0],
+          static_cast<int>(params.head_dim));
+    store(sums_v, 1 / kFactorP, dv + kept.of[2] + key_first * grads.row[1],
+          grads.row[1], static_cast<int>(params.head_dim_v));
+    if (odd != 0) found->odd = 1;
+  }
+  if (kBulk > 0 && lane == 0) ptx::cp_async_bulk_wait_group();
+  // The last block to finish leaves both numbers at 0 for the next launch.
+  if (kDynamic && threadIdx.x == 0 && rank() == 0 &&
+      atomicAdd(&counter->finished, 1) == gridDim.x / kCluster - 1) {
+    counter->next = 0;
+    counter->finished = 0;
+    __threadfence();
+  }
+}

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: MIT
+// What the gradient kernels of sm_90a share: tiles, factors, and what lies between them
+// in memory.
+//
+// stats  (entries, blocks of queries, 2, kBlockM)  float: lse in units of log2, delta
+// sums   (slots, blocks of queries, kBlockM * kHeadDim)  float: dq before its factor,
+//        in the order of registers: of each 64 x 64 part of a block, by warp (16 rows),
+//        then group of 8 columns, lane, and the lane's four numbers. A slot is a head
+//        of dq; batch entries that share q add to one
+#pragma once
+
+#include "attention/hopper_operands.cuh"
+#include "attention/vjp.cuh"
+
+#if !defined(HEAD_DIM) || !defined(BLOCK_M)
+#error "HEAD_DIM and BLOCK_M come from the host"
+#endif
+
+// The dimension as it is computed with, of q, k, v and dO; zeros fill up.
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kBlockM = BLOCK_M;  // queries of a block
+constexpr int kPart = 64 * 64;    // numbers of dq that a warpgroup makes of a block
+static_assert(kBlockM * kHeadDim == 2 * kPart);
+
+// What the kernels of one call tell those after them. Starts as zeros.
+struct found_t {
+  int odd;           // not 0: a gradient is not finite, or was too large for elem_t
+  unsigned largest;  // dO, without sign, as the bits of a float
+  int unused[2];
+};
+
+// float16 has few exponents: P and dS, rounded to it, are first multiplied by powers of
+// two. P by 2^15; dS so that 65536 stands for 2^7 times the largest dO.
+template <typename T>
+constexpr bool kNarrow = false;
+template <>
+constexpr bool kNarrow<half_t> = true;
+constexpr float kFactorP = kNarrow<elem_t> ? 32768.f : 1.f;
+constexpr float kLog2FactorP = kNarrow<elem_t> ? 15.f : 0.f;
+
+// What P times kFactorP is multiplied by to get dS times its factor.
+__device__ __forceinline__ float factor_of(const found_t* found) {
+  if constexpr (!kNarrow<elem_t>) return 1;
+  // 2^exponent is above the largest dO, and in the range of float16.
+  const int exponent = min(max(static_cast<int>(found->largest >> 23) - 126, -24), 16);
+  return __int_as_float((127 - 6 - exponent) << 23);
+}
+// What sums over dS times its factor are multiplied by.
+__device__ __forceinline__ float unfactor_of(float factor, float scale) {
+  return scale / (factor * kFactorP);
+}

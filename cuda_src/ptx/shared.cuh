@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: MIT
+// PTX ld, st and stmatrix on shared memory, by its 32-bit addresses.
+#pragma once
+
+namespace ptx {
+
+__device__ __forceinline__ float2 load_shared_f32x2(unsigned address) {
+  float2 x;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.x), "=f"(x.y)
+               : "r"(address));
+  return x;
+}
+
+__device__ __forceinline__ int2 load_shared_s32x2(unsigned address) {
+  int2 x;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
+               : "=r"(x.x), "=r"(x.y)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ int load_shared_s32(unsigned address) {
+  int x;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_shared_s32x2(unsigned address, int x, int y) {
+  asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_f32x4(
+    unsigned address, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a),
+               "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+
+// Stores four matrices of 8 x 8 16-bit numbers, transposed: lane l gives the address of
+// row l % 8 of matrix l / 8, word n of all lanes is matrix n, as wgmma and mma lay them
+// out.
+__device__ __forceinline__ void stmatrix_x4_trans(
+    unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+          address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+}  // namespace ptx

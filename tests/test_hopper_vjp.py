@@ -1,0 +1,275 @@
+"""The Hopper row of the gradient table: what it takes, and its numbers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from accuracy import dtype_of, to_host
+from placing import FORMS, place
+from test_attention_vjp import agree, gradients, inputs
+
+import cupyflash
+from cupyflash import _attention_kernels, _attention_vjp_kernels, _kernels
+from cupyflash._attention_vjp_kernels import (
+    ATTENTION_VJP_KERNELS,
+    HopperVjpKernel,
+)
+from cupyflash._attention_vjp_problem import AttentionVjpProblem
+
+HOPPER = _kernels.device_of_arch("sm_90a")
+(ROW,) = (row for row in ATTENTION_VJP_KERNELS if isinstance(row, HopperVjpKernel))
+HALVES = ("float16", "bfloat16")
+SEQLENS = (
+    (1, 1),
+    (1, 300),
+    (63, 113),
+    (113, 63),
+    (65, 2049),
+    (2049, 65),
+    (128, 128),
+    (1000, 1000),
+    (300, 200),
+)
+BOUNDS = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal from the top": {"causal": True, "query_offset": 0},
+    "ahead": {"causal": True, "query_offset": -40},
+    "window": {"window": (70, 20)},
+    "left window": {"window": (100, None), "causal": True},
+}
+
+
+def problem(dtype="bfloat16", head_dim=64, more=None, **options):
+    forward = _attention_kernels._problem(dtype, head_dim)
+    forward = dataclasses.replace(forward, **options)
+    shape = (*forward.batch, forward.num_kv_heads, forward.seqlen_k, head_dim)
+    return AttentionVjpProblem(forward, (), shape, shape, **more or {})
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128])
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
+def test_takes(dtype, head_dim, bounds):
+    asked = problem(dtype, head_dim, **bounds)
+    assert ROW.refusal(asked, HOPPER) is None
+    row, refused = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+    assert row is ROW
+    assert refused == ()
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "reason"),
+    [
+        (problem("float32"), HOPPER, "takes float16 and bfloat16, not float32"),
+        (problem(head_dim=12), HOPPER, "head_dim 12 is not a multiple of 8"),
+        (problem(head_dim=136), HOPPER, "not a multiple of 8 up to 128"),
+        (problem(no_tensor_map="q starts"), HOPPER, "q starts"),
+        (problem(softcap=3.0), HOPPER, "has no softcap"),
+        (problem(bias="float32", mask="bool"), HOPPER, "has no bias, mask"),
+        (problem(scale=0.0), HOPPER, "takes scales from 1e-20"),
+        (problem(more={"deterministic": True}), HOPPER, "differs from run to run"),
+        (problem(), _kernels.device_of_arch("sm_80"), "needs sm_90a"),
+        (problem(), _kernels.device_of_arch("sm_100"), "needs sm_90a"),
+        (problem(), dataclasses.replace(HOPPER, nvrtc=(12, 8)), "NVRTC 12.9"),
+        (problem(), dataclasses.replace(HOPPER, smem_optin=49152), "shared memory"),
+        (problem(seqlen_k=0), HOPPER, "no keys"),
+        (problem("float16", seqlen_q=(1 << 18) + 1), HOPPER, "262144 queries"),
+        (problem(num_heads=1024, num_kv_heads=1), HOPPER, "at most 128 heads"),
+    ],
+)
+def test_leaves_to_the_next_row(asked, device, reason):
+    assert reason in ROW.refusal(asked, device)
+    row, refused = _kernels.select(ATTENTION_VJP_KERNELS, asked, device)
+    assert row is not ROW
+    assert refused[0][0] == "hopper"
+
+
+def test_the_parameters_are_whole_lines():
+    assert _attention_vjp_kernels.VJP_HOPPER_INPUTS.itemsize % 64 == 0
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+def poison(cupy, shape):
+    """Leaves NaN in the memory that the next arrays are made of."""
+    size = 4 * int(np.prod(shape))
+    for n in (size, size, size, 4 * size):
+        cupy.full(n, np.nan, np.float32)
+
+
+def check(cupy, rng, dtype, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options):
+    """Compare with the oracle; the row must be this one."""
+    batch = options.pop("batch", (2,))
+    q = (*batch, heads[0], seqlens[0], dims[0])
+    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
+    arrays = inputs(rng, dtype, q=q, k=k, head_dim_v=dims[1])
+    if options.get("layout") == "bshd":
+        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
+    bounds = {n: x for n, x in options.items() if n != "forms"}
+    placed = [place(cupy, x) for x in arrays]
+    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **bounds)
+    told = cupyflash.explain(
+        "attention_vjp", placed[3], *placed[:3], out, lse, **bounds
+    )
+    assert told.kernel == "hopper", told.refused
+    poison(cupy, q)
+    return agree(cupy, *arrays, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", SEQLENS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_every_length(cupy, rng, dtype, name, seqlens, dims):
+    check(cupy, rng, dtype, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "dims", [(8, 8), (40, 64), (64, 16), (72, 72), (96, 40), (32, 128), (128, 64)]
+)
+def test_every_head_dim(cupy, rng, dtype, dims):
+    check(cupy, rng, dtype, dims, seqlens=(150, 200), causal=True, scale=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(8300, 130), (8200, 300), (300, 700)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_clusters(cupy, rng, seqlens, causal):
+    options = {"causal": causal, "query_offset": 0}
+    check(cupy, rng, "bfloat16", (128, 128), (2, 1), seqlens, batch=(1,), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (8, 1), (40, 1)])
+def test_query_heads_share_key_heads(cupy, rng, layout, heads):
+    for dims in ((64, 64), (128, 128)):
+        for causal in (False, True):
+            options = {"layout": layout, "causal": causal}
+            check(cupy, rng, "bfloat16", dims, heads, (140, 270), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "batch_k"),
+    [
+        ((), ()),
+        ((3,), (1,)),
+        ((1,), (3,)),
+        ((2, 3), (2, 3)),
+        ((2, 3), (1, 3)),
+        ((2, 3), (2, 1)),
+        ((1, 3), (2, 1)),
+        ((3,), ()),
+    ],
+)
+def test_batch_axes(cupy, rng, batch, batch_k):
+    shape = np.broadcast_shapes(batch, batch_k)
+    q, k, v, dout = inputs(
+        rng, "bfloat16", q=(*batch, 4, 150, 64), k=(*batch_k, 2, 140, 64)
+    )
+    assert dout.shape[:-3] == shape
+    agree(cupy, q, k, v, dout, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [-0.3, 1e-3, 2.0])
+def test_scales(cupy, rng, scale):
+    check(cupy, rng, "bfloat16", seqlens=(200, 100), scale=scale, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("form", [*FORMS, "heads"])
+def test_strides(cupy, rng, dtype, form):
+    """Those that a tensor map has, and those that are left to the next row."""
+    arrays = inputs(rng, dtype, q=(2, 4, 150, 64), k=(2, 2, 140, 64))
+    dlse = rng.normal(size=(2, 4, 150)).astype(np.float32)
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse", "dlse"), form)
+    agree(cupy, *arrays, forms=forms, dlse=dlse, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_seen_never_leaks(cupy, rng, dtype, bad):
+    """Queries that see no key, keys that no query sees: numbers as if they were 0."""
+    q, k, v, dout = inputs(rng, dtype, q=(2, 2, 200, 64), k=(2, 2, 150, 64))
+    options = {"causal": True, "query_offset": -60}
+    clean = gradients(cupy, q, k, v, dout, **options)
+    k[:, :, 140:], v[:, :, 140:] = bad, bad
+    q[:, :, :60], dout[:, :, :60] = bad, bad
+    dlse = np.zeros((2, 2, 200), np.float32)
+    grads = agree(cupy, q, k, v, dout, dlse=dlse, **options)
+    for a, b in zip(clean[:3], grads[:3], strict=True):
+        a, b = to_host(a).astype(np.float64), to_host(b).astype(np.float64)
+        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
+    assert not to_host(grads.dq)[:, :, :60].any()
+    assert not to_host(grads.dk)[:, :, 140:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_nan_stays_where_it_is_seen(cupy, rng, dtype):
+    q, k, v, dout = inputs(rng, dtype, q=(1, 2, 300, 64), k=(1, 2, 300, 64))
+    q[0, 0, 250] = np.nan
+    grads = agree(cupy, q, k, v, dout, causal=True)
+    dq, dk = to_host(grads.dq), to_host(grads.dk)
+    assert np.isnan(dq[0, 0, 250].astype(np.float32)).all()
+    assert np.isfinite(dq[0, 1].astype(np.float32)).all()
+    assert np.isfinite(dk[0, 0, 251:].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 30, 1000])
+def test_gradients_of_every_size(cupy, rng, size):
+    """float16 has few exponents; what flows in may be scaled by a power of two."""
+    q, k, v, dout = inputs(rng, "float16", q=(1, 2, 300, 64), k=(1, 2, 250, 64))
+    dout = (dout.astype(np.float32) * size).astype(np.float16)
+    v = (v.astype(np.float32) / 8).astype(np.float16)
+    q = (q.astype(np.float32) / 8).astype(np.float16)
+    agree(cupy, q, k, v, dout)
+
+
+@pytest.mark.gpu
+def test_a_call_can_be_captured(cupy, rng):
+    arrays = inputs(rng, "bfloat16", q=(2, 4, 300, 64), k=(2, 2, 300, 64))
+    q, k, v, dout = (place(cupy, x) for x in arrays)
+    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+
+    def call():
+        return cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
+
+    expected = [to_host(x) for x in call()[:3]]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.begin_capture()
+        captured = call()
+        graph = stream.end_capture()
+        for _ in range(3):
+            poison(cupy, q.shape)
+            graph.launch(stream)
+        stream.synchronize()
+    for a, b in zip(expected, captured[:3], strict=True):
+        a, b = a.astype(np.float32), to_host(b).astype(np.float32)
+        np.testing.assert_allclose(a, b, atol=0.01 * np.abs(a).max())
+
+
+@pytest.mark.gpu
+def test_keys_get_the_same_bits_in_every_run(cupy, rng):
+    arrays = inputs(rng, "bfloat16", q=(2, 8, 700, 128), k=(2, 2, 900, 128))
+    first = gradients(cupy, *arrays, causal=True)
+    for _ in range(3):
+        again = gradients(cupy, *arrays, causal=True)
+        for name in ("dk", "dv"):
+            a, b = (to_host(getattr(x, name)) for x in (first, again))
+            np.testing.assert_array_equal(
+                a.view(np.uint16) if dtype_of("bfloat16") == a.dtype else a,
+                b.view(np.uint16) if dtype_of("bfloat16") == b.dtype else b,
+            )

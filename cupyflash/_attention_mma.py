@@ -51,7 +51,7 @@ def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
 
 
 def smem_bytes(tile: MmaTile, dims: tuple[int, int], parts: int, staged: bool) -> int:
-    """Bytes of shared memory: tiles of 16-bit numbers, and float32 as it came."""
+    """Shared memory of mma.cu: 16-bit tiles, and float32 ones as they came."""
     stages = tile.stages * image_bytes(tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     return parts * tile.block_m * 2 * dims[0] + stages + staging + _FACTS
@@ -97,13 +97,19 @@ class MmaKernel:
         longest = max(problem.seqlen_q, problem.seqlen_k, num_rows(problem) // 64)
         if longest >= 1 << 29:
             return "counts keys and tiles in 32 bits, which this problem exceeds"
-        if not self.fitting(problem, device):
+        if not self.fitting(problem, device) or self._has_too_many(problem):
             return (
                 f"has too few registers, or a block too little shared memory, for "
                 f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} in "
-                f"{problem.dtype}"
+                f"{problem.dtype} with these options"
             )
         return None
+
+    def _has_too_many(self, problem):
+        """Whether the options take more registers than wide accumulators leave."""
+        arrays = [getattr(problem, name) is not None for name in OPTIONS]
+        count = sum(arrays) + (problem.softcap > 0)
+        return max(self.dims(problem)) > 192 and count > 4
 
     def parts(self, problem: AttentionProblem) -> int:
         """float16 numbers that stand for one of the input."""
@@ -219,7 +225,7 @@ class MmaKernel:
     def prepare_config(
         self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
     ) -> Config:
-        """The launch that splits keys and values; of the options, lengths matter."""
+        """The launch that splits keys and values; lengths alone matter to it."""
         absent: dict[str, Any] = dict.fromkeys(OPTIONS)
         absent |= {"key_lengths": problem.key_lengths, "softcap": 0.0}
         threads = _PREPARE_THREADS

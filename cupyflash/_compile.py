@@ -98,7 +98,7 @@ def _explain(error, variant):
         hint = (
             "NVRTC is missing: pip install cupyflash[cuda13x] (or [cuda12x]) brings it"
         )
-    elif "ptx" in lower or "no_binary" in lower or "unsupported" in lower:
+    elif "unsupported_ptx" in lower or "no_binary" in lower:
         hint = (
             "the NVIDIA driver is older than the CUDA toolkit of this CuPy: update the "
             "driver, or install the extra for its CUDA version"

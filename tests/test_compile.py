@@ -24,6 +24,7 @@ KERNEL = 'extern "C" __global__ void k(int* x) { *x = 7; }\n'
         ("CUDA_ERROR_UNSUPPORTED_PTX_VERSION", "the NVIDIA driver is older than the"),
         ("CUDA_ERROR_NO_BINARY_FOR_GPU", "the NVIDIA driver is older than the"),
         ("k.cu(3): error: expected a ;", "the kernel did not compile"),
+        ("ptx/a.cuh(17): error: unsupported", "the kernel did not compile"),
     ],
 )
 def test_errors_are_explained(error, hint):

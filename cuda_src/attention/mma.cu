@@ -94,7 +94,7 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
       // o takes the registers: a few scores at a time, by way of the stack.
       float on_stack[kRowTiles * kScoreTiles * 4];
       put<kScoreTiles>(on_stack, s);
-#pragma unroll 4
+#pragma unroll 1
       for (int n = 0; n < kRowTiles * kScoreTiles * 4; ++n) {
         const int row = n / (kScoreTiles * 4) * 16 + n / 2 % 2 * 8;
         const int column = n / 4 % kScoreTiles * 8 + n % 2;

@@ -13,11 +13,6 @@ __device__ __forceinline__ void forget(long long& word) {
   asm volatile("" : "+l"(word));
 }
 
-// The same of a number that arrays are addressed by.
-__device__ __forceinline__ void forget(long long& number) {
-  asm volatile("" : "+l"(number));
-}
-
 // The same of what `memory` points to.
 __device__ __forceinline__ void forget(float* memory) {
   asm volatile("" ::"l"(memory) : "memory");

@@ -142,8 +142,9 @@ class HopperVjpTile:
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
 
-# Keys of a tile, and threads of a block.
+# Keys of a tile, and threads of a block; queries of a tile that makes dq alone.
 HOPPER_BLOCK_N = 128
+HOPPER_TILE_M = 128
 _HOPPER_THREADS = 256
 _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
 
@@ -191,8 +192,8 @@ class HopperVjpKernel:
             return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
         if forward.dtype not in ("float16", "bfloat16"):
             return f"takes float16 and bfloat16, not {forward.dtype}"
-        if problem.deterministic:
-            return "adds to dq in an order that differs from run to run"
+        if problem.deterministic and any(_shared_axes(problem.q_shape, forward)):
+            return "adds to a dq that entries share in an order that differs"
         options = [name for name in OPTIONS if getattr(forward, name) is not None]
         options += ["softcap"] * (forward.softcap > 0)
         if options:
@@ -255,18 +256,31 @@ class HopperVjpKernel:
         return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
 
     def config(
-        self, part: str, forward: AttentionProblem, batch_dims: int, num_blocks: int
+        self,
+        part: str,
+        forward: AttentionProblem,
+        batch_dims: int,
+        num_blocks: int,
+        makes_dq: bool = True,
     ) -> Config:
         """The launch of ``vjp_hopper<part>.cu``."""
         tile = self.tile(forward)
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
-        if not part:
-            bounds = _attention_kernels._bounds(forward)
-            more |= {"BOUNDS": bounds, "CLUSTER": tile.cluster, "BULK": tile.bulk}
+        num_threads, smem = _HOPPER_THREADS, 0
+        if part in ("", "_queries"):
+            more["BOUNDS"] = _attention_kernels._bounds(forward)
+        if part == "_queries":
+            num_threads += 128  # a warpgroup for the copy engine
+            rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
+            smem = rows * 2 * self.dim(forward) + 1024
+        elif not part:
+            more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk if makes_dq else 0}
+            more["MAKES_DQ"] = int(makes_dq)
+            smem = self._smem(forward)
         defines = _attention_kernels._defines(
             forward,
             batch_dims,
-            _HOPPER_THREADS,
+            num_threads,
             GRAD_T=CUDA_TYPES[forward.dtype],
             **more,
         )
@@ -275,9 +289,9 @@ class HopperVjpKernel:
             entry=f"attention_vjp_{self.name}{part}",
             defines=defines,
             arch=self.arch,
-            smem=0 if part else self._smem(forward),
+            smem=smem,
         )
-        return Config(variant, num_blocks, _HOPPER_THREADS)
+        return Config(variant, num_blocks, num_threads)
 
     def schedule(
         self, forward: AttentionProblem, device: Device, num_kept: int, num_summed: int
@@ -460,6 +474,8 @@ def _hopper_configs(row, forward, batch_dims, device):
         longest = replace(forward, seqlen_q=min(bound, 1 << 14))
         for part in ("_rows", "", "_dq"):
             yield row.config(part, longest, batch_dims, 1)
+        for part in ("", "_queries"):
+            yield row.config(part, longest, batch_dims, 1, makes_dq=False)
     tile = REPAIRING.tile(forward, device, 1000, 1000)
     for part in ("queries", "keys"):
         grad = forward.dtype

@@ -334,7 +334,9 @@ class HopperPlan:
         # Memory between the kernels, as vjp_hopper.cuh has it.
         num_entries = num_kept * num_summed
         num_blocks, block_m = row.num_blocks(forward), row.tile(forward).block_m
-        sums = num_slots * num_blocks * block_m * row.dim(forward)
+        # In one order of sums, dq has a kernel of its own and none of this.
+        ordered = problem.deterministic
+        sums = 0 if ordered else num_slots * num_blocks * block_m * row.dim(forward)
         self.num_vectors = sums // 4
         sizes = (
             _FOUND_BYTES,
@@ -346,13 +348,24 @@ class HopperPlan:
         self.num_bytes = sum(sizes)
 
         def launch(part, blocks):
-            config = row.config(part, forward, batch_dims, blocks)
+            config = row.config(part, forward, batch_dims, blocks, not ordered)
             return _gpu.Launch(config.variant, config.grid, config.block, device_id)
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
         self.main = launch("", row.grid(forward, device, num_kept))
-        self.dq = launch("_dq", num_slots * num_blocks * 2)
+        tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
+        self.dq = (
+            launch("_queries", num_entries * tiles)
+            if ordered
+            else launch("_dq", num_slots * num_blocks * 2)
+        )
+        fields = _attention_vjp_layout.entries_fields(
+            _all_summed(layout, ("dq",)), [dq]
+        )
+        self.dq_grads = None
+        if ordered:
+            self.dq_grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         self.repairs = [
             _repair(part, names, forward, layout, device, device_id)
             for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
@@ -396,7 +409,13 @@ class HopperPlan:
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
-        self.dq.enqueue(sums, dq, *self.dq_steps, found, self.params)
+        if self.dq_grads is None:
+            self.dq.enqueue(sums, dq, *self.dq_steps, found, self.params)
+        else:
+            self.dq.enqueue(
+                inputs, stats, dq, found, *_NO_OPTIONS, offset, self.params,
+                self.dq_grads,
+            )  # fmt: skip
         for names, launch, grads in self.repairs:
             targets = (made[name].data.ptr for name in names)
             launch.enqueue(

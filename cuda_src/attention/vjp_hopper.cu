@@ -22,7 +22,8 @@
 //            L2; dq is added to sums of floats, by red or by the copy engine
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 // products.
-//            The order of sums in dq differs from run to run
+//            The order of sums in dq differs from run to run; without kMakesDq dk and dv
+//            alone are made, and have the same bits always
 // Limits     q, k, v and dO as a tensor map takes them (_tensormap.py); head_dim and
 //            head_dim_v multiples of 8 up to kHeadDim; at most kMaxSummed summed
 //            entries. Infinities and NaN in what a query does not see come through as
@@ -37,9 +38,11 @@
 #include "ptx/shared.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
-#if !defined(BOUNDS) || !defined(CLUSTER) || !defined(BULK)
-#error "BOUNDS, CLUSTER and BULK come from the host"
+#if !defined(BOUNDS) || !defined(CLUSTER) || !defined(BULK) || !defined(MAKES_DQ)
+#error "BOUNDS, CLUSTER, BULK and MAKES_DQ come from the host"
 #endif
+// Else vjp_hopper_queries.cu makes dq, with the same bits in every run.
+constexpr bool kMakesDq = MAKES_DQ;
 constexpr int kBlockN = 128;  // keys of a tile
 // Which queries see a key by its position: 0 all, 1 from a first one on, 2 from a first
 // one to a last one.
@@ -68,20 +71,7 @@ constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 // With 128 queries a block too few registers are left to leave dv in flight.
-constexpr bool kWaitForDv = kBlockM == 128;
-
-// Mirrored by VJP_HOPPER_INPUTS in _attention_vjp_kernels.py.
-struct alignas(64) inputs_t {
-  ptx::tensor_map_t q_map, k_map, v_map, dout_map;
-  int num_items;   // tiles of keys of all kept entries; those of a cluster are one
-  int num_tiles;   // of one entry
-  int num_blocks;  // of queries of one entry
-  int section;     // kept entries whose q, dO and dq stay in the L2 cache together
-  int num_kept, num_summed;  // entries
-  index_t slot[2];  // by how many slots of dq the entries of a batch axis differ
-  float to_log2;    // what makes scores exponents of 2
-  float hidden;     // a score that makes a weight of 0
-};
+constexpr bool kWaitForDv = kBlockM == 128 || !kMakesDq;
 
 // Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
 struct alignas(16) source_t {
@@ -467,12 +457,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                                   s[e + 2] * (dp[e + 2] - delta.x));
       }
       const unsigned buffer = block % 2 * kBytesDs;
+      if constexpr (kMakesDq) {
 #pragma unroll
-      for (int m = 0; m < kBlockM / 16; ++m) {
-        ptx::stmatrix_x4_trans(ds_target + buffer + m * 2048, ds[m][0], ds[m][1],
-                               ds[m][2], ds[m][3]);
+        for (int m = 0; m < kBlockM / 16; ++m) {
+          ptx::stmatrix_x4_trans(ds_target + buffer + m * 2048, ds[m][0], ds[m][1],
+                                 ds[m][2], ds[m][3]);
+        }
+        ptx::fence_proxy_async();  // wgmma reads what stmatrix has written
       }
-      ptx::fence_proxy_async();  // wgmma reads what stmatrix has written
       if constexpr (!kLast) {
         wait_for_q(block + 1);
         ptx::wgmma_fence();
@@ -497,9 +489,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
 
       auto add_dq = [&](float (&dq)[kSumsQ]) {
-        ptx::wgmma_fence();
-        multiply_dq(dq, ds_rows + buffer / 16, k_sums);
-        ptx::wgmma_commit_group();
+        if constexpr (kMakesDq) {
+          ptx::wgmma_fence();
+          multiply_dq(dq, ds_rows + buffer / 16, k_sums);
+          ptx::wgmma_commit_group();
+        }
         ptx::wgmma_fence();
         multiply_sums(sums_k, ds, q_sums + this_q * (kBytesM / 16), accumulate);
         ptx::wgmma_commit_group();
@@ -513,6 +507,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             }
             items ^= 1;
           }
+        }
+        if constexpr (!kMakesDq) {
+          // S, where there is one; with 128 queries dk too, for want of registers.
+          ptx::wgmma_wait_group<kBlockM == 128 ? 0 : 1>();
+          if constexpr (!kLast) keep_order(s);
+          return;
         }
         ptx::wgmma_wait_group<1>();  // all but dk
         keep_order(dq);

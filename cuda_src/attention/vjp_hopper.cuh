@@ -22,6 +22,19 @@ constexpr int kBlockM = BLOCK_M;  // queries of a block
 constexpr int kPart = 64 * 64;    // numbers of dq that a warpgroup makes of a block
 static_assert(kBlockM * kHeadDim == 2 * kPart);
 
+// Mirrored by VJP_HOPPER_INPUTS in _attention_vjp_kernels.py.
+struct alignas(64) inputs_t {
+  ptx::tensor_map_t q_map, k_map, v_map, dout_map;
+  int num_items;   // tiles of keys of all kept entries; those of a cluster are one
+  int num_tiles;   // of one entry
+  int num_blocks;  // of queries of one entry
+  int section;     // kept entries whose q, dO and dq stay in the L2 cache together
+  int num_kept, num_summed;  // entries
+  index_t slot[2];  // by how many slots of dq the entries of a batch axis differ
+  float to_log2;    // what makes scores exponents of 2
+  float hidden;     // a score that makes a weight of 0
+};
+
 // What the kernels of one call tell those after them. Starts as zeros.
 struct found_t {
   int odd;           // not 0: a gradient is not finite, or was too large for elem_t

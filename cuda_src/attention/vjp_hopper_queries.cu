@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_hopper_queries: dq with the same bits in every run, for sm_90a.
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+//            queries, over tiles of keys from first to last:
+//                S = q k^T,  P = exp(scale S - lse),  dP = dO v^T,  dS = P (dP - delta)
+//                dq += dS k
+//            P and dS come out of one product in the registers that the next one reads.
+//            attention_vjp_hopper makes dk and dv without dq beside it
+// Grid       1-D, a block a tile of queries of an entry; last tiles first, since causal
+//            ones are longest
+// Threads    two warpgroups compute 64 queries each; a thread of a third asks the copy
+//            engine
+// Tiles      q, dO    64 x kHeadDim a warpgroup   shared
+//            k, v     kBlockN x kHeadDim          shared, kStages of each
+//            S, P, dP, dS, dq  registers, as wgmma lays them out
+// Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
+// Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
+// Limits     as attention_vjp_hopper; q is not shared by entries of the batch
+#include "attention/vjp_hopper.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/wgmma_shapes.cuh"
+
+#ifndef BOUNDS
+#error "BOUNDS comes from the host"
+#endif
+constexpr int kBounds = BOUNDS;  // as in vjp_hopper.cu
+constexpr int kGroups = 2, kGroupM = 64, kTileM = kGroups * kGroupM;
+constexpr int kBlockN = 128;  // keys of a tile
+constexpr int kStages = 2;
+static_assert(kNumThreads == 128 * (kGroups + 1));
+// setmaxnreg moves registers inside the pool of the launch, 168 a thread.
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+// A tile: chunks of 64 columns, each [rows][128 bytes], swizzled.
+constexpr int kChunks = kHeadDim / 64;
+constexpr int kBytesM = kChunks * kGroupM * 128, kBytesN = kChunks * kBlockN * 128;
+constexpr int kScores = kBlockN / 2, kSums = kHeadDim / 2;
+
+// S = q k^T or dP = dO v^T. A step is 16 columns: 32 bytes of a row of 128.
+__device__ __forceinline__ void multiply_scores(float (&s)[kScores],
+                                                unsigned long long qd,
+                                                unsigned long long kv) {
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int chunk = step / 4, inside = step % 4 * 32;
+    ptx::wgmma_t<elem_t, kBlockN>::ss(s, qd + (chunk * kGroupM * 128 + inside) / 16,
+                                      kv + (chunk * kBlockN * 128 + inside) / 16,
+                                      step > 0);
+  }
+}
+
+// dq += dS k. A step is 16 rows of k, of 128 bytes.
+__device__ __forceinline__ void multiply_sums(float (&dq)[kSums],
+                                              const unsigned (&ds)[kBlockN / 16][4],
+                                              unsigned long long k) {
+#pragma unroll
+  for (int step = 0; step < kBlockN / 16; ++step) {
+    ptx::wgmma_t<elem_t, kHeadDim>::rs(dq, ds[step], k + step * (16 * 128 / 16), 1);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    attention_vjp_hopper_queries(const __grid_constant__ inputs_t inputs,
+                                 const float* __restrict__ stats,  // vjp_hopper.cuh
+                                 elem_t* __restrict__ dq,          // as q
+                                 found_t* __restrict__ found,
+                                 SCORE_PARAMETERS,
+                                 const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  __shared__ __align__(8) unsigned long long barriers[1 + 4 * kStages];
+
+  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+  const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
+  const unsigned smem_dout = smem_q + kGroups * kBytesM,
+                 smem_k = smem_dout + kGroups * kBytesM,
+                 smem_v = smem_k + kStages * kBytesN;
+  const unsigned q_full = ptx::shared_address(barriers), k_full = q_full + 8,
+                 v_full = k_full + 8 * kStages, empty = v_full + 8 * kStages;
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < 1 + 2 * kStages; ++n) ptx::mbarrier_init(q_full + 8 * n, 1);
+    for (int n = 0; n < kStages; ++n) ptx::mbarrier_init(empty + 8 * n, 4 * kGroups);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are there before anyone uses them
+
+  const index_t num_tiles = (params.seqlen_q + kTileM - 1) / kTileM;
+  const index_t from_last = divide(block_index(), grads.num_kept);
+  const place_t at = grads.entry(
+      params, locate(grads.kept, block_index() - from_last * grads.num_kept).of[0], 0);
+  if (from_last >= num_tiles) return;
+  const int row_first = static_cast<int>(num_tiles - 1 - from_last) * kTileM;
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  int tile = 0, tile_end = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
+  if constexpr (kBounds > 0) {
+    const range_t keys = scores.keys_of(row_first, row_first + kTileM);
+    tile = static_cast<int>(keys.first) / kBlockN;
+    tile_end = (static_cast<int>(keys.last) + kBlockN - 1) / kBlockN;
+  }
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (warp >= 4 * kGroups) {
+    // --- the producer
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x != 128 * kGroups) return;
+    int batch[2];
+    ptx::mbarrier_arrive_expect_tx(q_full, 2 * kGroups * kBytesM);
+    for (int group = 0; group < kGroups; ++group) {
+      for (int chunk = 0; chunk < kChunks; ++chunk) {
+        const unsigned offset = group * kBytesM + chunk * kGroupM * 128;
+        const int row = row_first + group * kGroupM;
+        batch_coordinates(batch, at, params.q);
+        ptx::cp_async_bulk_tensor_5d(smem_q + offset, inputs.q_map, q_full, chunk * 64,
+                                     row, coordinate(at.head, params.q.head), batch[0],
+                                     batch[1]);
+        batch_coordinates(batch, at, grads.dout);
+        ptx::cp_async_bulk_tensor_5d(
+            smem_dout + offset, inputs.dout_map, q_full, chunk * 64, row,
+            coordinate(at.head, grads.dout.head), batch[0], batch[1]);
+      }
+    }
+    for (unsigned n = 0; tile < tile_end; ++tile, ++n) {
+      const unsigned stage = n % kStages;
+      wait(empty + 8 * stage, (n / kStages & 1) ^ 1);
+      batch_coordinates(batch, at, params.k);
+      load_tile<kBlockN, kChunks>(smem_k + stage * kBytesN, inputs.k_map,
+                                  k_full + 8 * stage, tile * kBlockN,
+                                  coordinate(at.kv_head, params.k.head), batch);
+      batch_coordinates(batch, at, params.v);
+      load_tile<kBlockN, kChunks>(smem_v + stage * kBytesN, inputs.v_map,
+                                  v_full + 8 * stage, tile * kBlockN,
+                                  coordinate(at.kv_head, params.v.head), batch);
+    }
+    return;
+  }
+
+  // --- those that compute
+  ptx::setmaxnreg_inc<kConsumerRegisters>();
+  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  const int row_group = row_first + group * kGroupM;
+  const int row = warp % 4 * 16 + lane / 4;  // of the warpgroup's, and the one 8 below
+  const float factor = factor_of(found);
+  float log_sum[2], delta[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = row_group + row + 8 * r;
+    const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+    const float* const from =
+        stats + (at.row_of_heads * num_blocks + i / kBlockM) * (2 * kBlockM) +
+        i % kBlockM;
+    const bool exists = i < params.seqlen_q;
+    log_sum[r] = exists ? from[0] : infinity<float>();
+    delta[r] = exists ? from[kBlockM] * factor : 0.f;
+  }
+  const unsigned long long q_rows = descriptor(smem_q + group * kBytesM, 16),
+                           dout_rows = descriptor(smem_dout + group * kBytesM, 16),
+                           k_rows = descriptor(smem_k, 16),
+                           v_rows = descriptor(smem_v, 16),
+                           k_sums = descriptor(smem_k, kBlockN * 128);
+
+  float sums[kSums], s[kScores], dp[kScores];
+#pragma unroll
+  for (int e = 0; e < kSums; ++e) sums[e] = 0;
+  wait(q_full, 0);
+#pragma unroll 1
+  for (unsigned n = 0; tile < tile_end; ++tile, ++n) {
+    const unsigned stage = n % kStages, parity = n / kStages & 1;
+    wait(k_full + 8 * stage, parity);
+    ptx::wgmma_fence();
+    multiply_scores(s, q_rows, k_rows + stage * (kBytesN / 16));
+    ptx::wgmma_commit_group();
+    wait(v_full + 8 * stage, parity);
+    ptx::wgmma_fence();
+    multiply_scores(dp, dout_rows, v_rows + stage * (kBytesN / 16));
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();  // S
+    keep_order(s);
+
+    // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
+    const int key_first = tile * kBlockN;
+    const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
+    band_t band = {-(1 << 30), 1 << 30, 0, num_keys};
+    if constexpr (kBounds > 0) band = scores.band(row_group, key_first);
+    if (num_keys < kBlockN || band.low > 1 - kGroupM || band.high < kBlockN) {
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) {
+        const int column = e / 4 * 8 + e % 2 + lane % 4 * 2;
+        const int distance = column - row - e / 2 % 2 * 8;
+        const bool sees =
+            band.low <= distance && distance < band.high && column < num_keys;
+        if (!sees) s[e] = inputs.hidden;
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
+    }
+    ptx::wgmma_wait_group<0>();  // dP
+    keep_order(dp);
+    unsigned ds[kBlockN / 16][4];
+#pragma unroll
+    for (int e = 0; e < kScores; e += 2) {
+      const int r = e / 2 % 2;
+      if constexpr (kNarrow<elem_t>) {
+        dp[e] *= factor;
+        dp[e + 1] *= factor;
+      }
+      ds[e / 8][e / 2 % 4] =
+          pair16_t::from(s[e + 1] * (dp[e + 1] - delta[r]), s[e] * (dp[e] - delta[r]));
+    }
+    ptx::wgmma_fence();
+    multiply_sums(sums, ds, k_sums + stage * (kBytesN / 16));
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    keep_order(sums);
+    if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
+  }
+
+  const float unfactor = unfactor_of(factor, static_cast<float>(params.scale));
+  const auto kept = locate(grads.kept, block_index() - from_last * grads.num_kept);
+  float odd = 0;  // NaN where a sum is not finite
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int i = row_group + row + 8 * r;
+    const bool exists = i < params.seqlen_q;
+    elem_t* const target = dq + kept.of[1] + i * grads.row[0];
+#pragma unroll
+    for (int e = 0; e < kSums; e += 16) {
+      unsigned words[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int from = e + 4 * t + 2 * r;
+        words[t] = pair16_t::from(sums[from + 1] * unfactor, sums[from] * unfactor);
+        if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
+      }
+      transpose(words, lane);  // 8 columns side by side
+      const int column = e * 2 + lane % 4 * 8;
+      if (exists && column < params.head_dim) {
+        *reinterpret_cast<uint4*>(target + column) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+  if (odd != 0) found->odd = 1;
+}

@@ -1,12 +1,14 @@
 """The record of the GPU tests: which sources ran, on what, and how it went.
 
     python tests/gpu_record.py --write [pytest arguments]   run them; needs a GPU
+    python tests/gpu_record.py --join FILE...               one record of several
     python tests/gpu_record.py --check                      is the record up to date?
 
 ``--write`` leaves with pytest's exit code; ``--check`` prints a line and leaves with 0,
 since a machine without a GPU can do nothing about it. Files of tests among the pytest
 arguments run alone, and their results replace those of the same files in the record, as
-long as that is of the same sources: the whole can be run in parts.
+long as that is of the same sources: the whole can be run in parts. Parts that ran side
+by side, on several GPUs, each with a ``--record`` of its own, are joined after it.
 """
 
 import argparse
@@ -127,9 +129,37 @@ def write(path, pytest_arguments):
         before = json.loads(path.read_text(encoding="utf-8"))
         if before["sources"] == digest:
             found = before["files"] | found
+    today = datetime.date.today().isoformat()
+    _save(path, {"sources": digest, "date": today, **facts}, found)
+    return int(code)
+
+
+def join(path, parts):
+    """Write the record of all files in `parts`; 2 if they are not of one kind."""
+    records = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
+    facts = [
+        {name: value for name, value in record.items() if name not in _COUNTS}
+        for record in records
+    ]
+    if any(other != facts[0] for other in facts):
+        print("the records are of different sources, days or devices")
+        return 2
+    files = [name for record in records for name in record["files"]]
+    if len(files) > len(set(files)):
+        print("some files are in more than one record")
+        return 2
+    found = {}
+    for record in records:
+        found |= record["files"]
+    _save(path, facts[0], found)
+    return 0
+
+
+_COUNTS = ("passed", "failed", "skipped", "files")
+
+
+def _save(path, facts, found):
     record = {
-        "sources": digest,
-        "date": datetime.date.today().isoformat(),
         **facts,
         "passed": sum(of_file["passed"] for of_file in found.values()),
         "failed": sum(len(of_file["failures"]) for of_file in found.values()),
@@ -138,7 +168,6 @@ def write(path, pytest_arguments):
     }
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{path}: {summary(record)}")
-    return int(code)
 
 
 def _is_test_file(name):
@@ -183,12 +212,15 @@ def main():
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--write", action="store_true", help="run the GPU tests")
     what.add_argument("--check", action="store_true", help="compare with the sources")
+    what.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="join parts")
     parser.add_argument(
         "--record", type=Path, default=RECORD, metavar="FILE", help="where it lies"
     )
     args, pytest_arguments = parser.parse_known_args()
     if args.write:
         return write(args.record, pytest_arguments)
+    if args.join:
+        return join(args.record, args.join)
     check(args.record)
     return 0
 

@@ -12,6 +12,7 @@ from cupyflash._attention_rows import (
     Config,
     defines,
     has_terms,
+    is_plain,
     most_seen,
     num_rows,
     num_tiles,
@@ -43,6 +44,8 @@ class MmaTile:
     num_threads: int
     stages: int = 1
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    only_plain: bool = False  # options would need more registers than there are
+    newest: tuple[int, int] = (99, 0)  # from the next compute capability on it spills
 
 
 def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
@@ -160,6 +163,8 @@ class MmaKernel:
             tile
             for tile in _kernels.by_threshold(ladder, max(self.dims(problem)))
             if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
+            and (not tile.only_plain or is_plain(problem))
+            and device.cc <= tile.newest
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
@@ -256,8 +261,15 @@ _SMALL = MmaTile(64, 64, 128)
 # float32 in two parts, by head dimension; above 128 a thread has too few registers.
 _TWO_PARTS: _Ladder = (
     (64, (MmaTile(64, 64, 128, min_blocks=2), _SMALL)),
-    (96, (MmaTile(128, 64, 256), _SMALL, MmaTile(64, 32, 128))),
-    (128, (MmaTile(128, 64, 256), _SMALL, MmaTile(64, 32, 128))),
+    (96, (MmaTile(128, 64, 256),)),
+    (
+        128,
+        (
+            MmaTile(128, 64, 256, newest=(9, 0)),
+            MmaTile(128, 32, 256),
+            MmaTile(64, 32, 128),
+        ),
+    ),
     (256, ()),
 )
 # The same with terms, or where each block splits: both take registers, too.
@@ -281,11 +293,12 @@ MMA = MmaKernel(
         ("float16", False): (
             # 309.7; two stages 306.5, 3 blocks of 64 queries 279.2
             (64, (MmaTile(128, 64, 128, 1, 2), _SMALL)),
-            (96, (MmaTile(128, 32, 128, 2, 2), MmaTile(64, 32, 128))),
+            (96, (MmaTile(128, 32, 128, 1, 2), MmaTile(64, 32, 128))),
             (
                 128,
                 (
-                    MmaTile(128, 64, 128, 2, 2),  # 347.9; 32 keys 313.5
+                    # 347.9; 32 keys 313.5
+                    MmaTile(128, 64, 128, 2, 2, only_plain=True),
                     MmaTile(128, 64, 256),  # 264.3
                     _SMALL,
                 ),

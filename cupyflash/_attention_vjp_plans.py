@@ -1,6 +1,7 @@
 """Plans of attention_vjp: everything but the arrays, ready to be launched."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -64,9 +65,16 @@ class Plan:
         self.rows_shape = problem.rows_shape
         self.accum = np.dtype(forward.compute_dtype)
         layout = _attention_vjp_layout.layout(problem, operands)
-        self.params = _gpu.pack(layout.params, params_dtype(layout.batch_dims))
+        self.delta_params = _gpu.pack(layout.params, params_dtype(layout.batch_dims))
         make = _Launches(row, forward, layout, device, device_id)
         self.delta, self.delta_grads = make.rows()
+        self.own_lse = None
+        if forward.dtype == forward.compute_dtype and forward.seqlen_k:
+            self.own_lse = own_lse_plan(problem, operands, device)
+            lse = cupy.ndarray(self.rows_shape, self.accum)
+            layout = _attention_vjp_layout.layout(problem, operands._replace(lse=lse))
+            make = _Launches(row, forward, layout, device, device_id)
+        self.params = _gpu.pack(layout.params, params_dtype(layout.batch_dims))
         self.parts = [make.queries()]
         if forward.seqlen_k:
             self.parts.append(make.keys())
@@ -74,6 +82,7 @@ class Plan:
                 self.parts.append(make.bias())
         self.sinks = make.sinks(problem) if problem.need_dsinks else None
         self.launches = (
+            *(self.own_lse.launches if self.own_lse else ()),
             self.delta,
             *(launch for part in self.parts for launch in part.launches),
             *((self.sinks.launch,) if self.sinks else ()),
@@ -91,6 +100,10 @@ class Plan:
             for name, facts in self.gradients.items()
         }
         q, k, v, out, *options, dout, lse, dlse = arrays
+        own_lse = None
+        if self.own_lse is not None:
+            unused, own_lse = self.own_lse((q, k, v, None, *options), offset)
+            _attention_gpu.keep_if_capturing((unused, own_lse))
         options = [_NULL if x is None else x for x in options]
         delta = cupy.ndarray(self.rows_shape, self.accum)
         sink_terms = None
@@ -99,10 +112,12 @@ class Plan:
         _attention_gpu.keep_if_capturing((delta, sink_terms))
         self.delta(
             out, dout, lse,
+            _NULL if own_lse is None else own_lse,
             _NULL if dlse is None else dlse, delta,
             _NULL if sink_terms is None else sink_terms,
-            *options, offset, self.params, self.delta_grads,
+            *options, offset, self.delta_params, self.delta_grads,
         )  # fmt: skip
+        lse = lse if own_lse is None else own_lse
         for part in self.parts:
             part(
                 (q, k, v, dout, lse, delta), made, (*options, offset, self.params),
@@ -111,6 +126,18 @@ class Plan:
         if self.sinks is not None:
             self.sinks(sink_terms, made["dsinks"])
         return AttentionGrads(**made)
+
+
+def own_lse_plan(problem, operands, device):
+    """A forward plan that rounds scores as the gradient kernels do; for its lse."""
+    forward = replace(problem.forward, return_lse=True)
+    row = next(
+        row
+        for row in _attention_kernels.ATTENTION_KERNELS
+        if row.name in ("tiled", "online") and row.refusal(forward, device) is None
+    )
+    inputs = operands.forward._replace(out=None, given_out=None)
+    return _attention_gpu._FusedPlan(row, forward, inputs, device)
 
 
 class _Part:

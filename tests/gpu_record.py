@@ -6,9 +6,10 @@
 
 ``--write`` leaves with pytest's exit code; ``--check`` prints a line and leaves with 0,
 since a machine without a GPU can do nothing about it. Files of tests among the pytest
-arguments run alone, and their results replace those of the same files in the record, as
-long as that is of the same sources: the whole can be run in parts. Parts that ran side
-by side, on several GPUs, each with a ``--record`` of its own, are joined after it.
+arguments run alone, and their results replace those of the same files in the record:
+the whole can be run in parts. Parts that ran side by side, on several GPUs, each with a
+``--record`` of its own, are joined after it, the last of a file counts. The record keeps
+for each file the digest of the sources that it ran on.
 """
 
 import argparse
@@ -125,32 +126,29 @@ def write(path, pytest_arguments):
         plugins=[counter],
     )
     found = counter.result(files or _test_files())
+    for of_file in found.values():
+        of_file["sources"] = digest
     if files and path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        if before["sources"] == digest:
-            found = before["files"] | found
-    today = datetime.date.today().isoformat()
-    _save(path, {"sources": digest, "date": today, **facts}, found)
+        found = before.get("files", {}) | found
+    _save(path, {"date": datetime.date.today().isoformat(), **facts}, found)
     return int(code)
 
 
 def join(path, parts):
-    """Write the record of all files in `parts`; 2 if they are not of one kind."""
-    records = [json.loads(part.read_text(encoding="utf-8")) for part in parts]
-    facts = [
-        {name: value for name, value in record.items() if name not in _COUNTS}
-        for record in records
-    ]
-    if any(other != facts[0] for other in facts):
-        print("the records are of different sources, days or devices")
-        return 2
-    files = [name for record in records for name in record["files"]]
-    if len(files) > len(set(files)):
-        print("some files are in more than one record")
-        return 2
-    found = {}
-    for record in records:
+    """Write the record of all files in `parts`; 2 if they are of several devices."""
+    found, facts = {}, []
+    for part in parts:
+        record = json.loads(part.read_text(encoding="utf-8"))
+        # Records of before had one digest for all.
+        one = record.pop("sources", None)
+        for of_file in record["files"].values():
+            of_file.setdefault("sources", one)
         found |= record["files"]
+        facts.append({k: v for k, v in record.items() if k not in _COUNTS})
+    if any(other != facts[0] for other in facts):
+        print("the records are of different days or devices")
+        return 2
     _save(path, facts[0], found)
     return 0
 
@@ -192,14 +190,18 @@ def check(path):
         print("WARNING: there is no GPU record; make gpu-check writes one")
         return
     record = json.loads(path.read_text(encoding="utf-8"))
-    if record["sources"] == sources_digest():
-        print(f"The GPU record is of these sources. {summary(record)}")
+    files, digest = record.get("files", {}), sources_digest()
+    others = [name for name, found in files.items() if found["sources"] != digest]
+    missing = [name for name in _test_files() if name not in files]
+    if others or missing:
+        print(f"WARNING: the GPU record is not whole. {summary(record)}")
     else:
-        print(f"WARNING: the GPU record is of other sources. {summary(record)}")
-    missing = [name for name in _test_files() if name not in record.get("files", {})]
+        print(f"The GPU record is of these sources. {summary(record)}")
+    if others:
+        print(f"  ran on other sources: {', '.join(others)}")
     if missing:
-        print(f"WARNING: tests that are not in it: {', '.join(missing)}")
-    for of_file in record.get("files", {}).values():
+        print(f"  not in it: {', '.join(missing)}")
+    for of_file in files.values():
         for name in of_file["failures"]:
             print(f"  failed: {name}")
 

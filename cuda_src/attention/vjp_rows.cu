@@ -2,7 +2,11 @@
 // attention_vjp_rows: what the gradient kernels need to know of each row of scores.
 //
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i, and with sinks the row's part of
-//            their gradient, -exp(sink - lse_i) delta_i
+//            their gradient, -exp(sink - lse_i) delta_i. Where lse was made from scores
+//            of another rounding, P = exp(S - lse) would not sum to 1; so lse comes
+//            again from the scores of these kernels, and is taken where the two are one
+//            number but for roundings. Where they differ, lse knows of keys that are
+//            not here.
 // Grid       a warp a row; lanes across head_dim_v
 // Memory     global: dO and out once; a number or two a row
 // Numbers    in accum_t. Where out is 0 the product is 0: a row that sees no key has no
@@ -15,6 +19,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
     const elem_t* __restrict__ out,    // (batch, heads, queries, head_dim_v)
     const elem_t* __restrict__ dout,   // as out
     const accum_t* __restrict__ lse,   // (batch, heads, queries)
+    accum_t* __restrict__ own_lse,     // as delta, or null; becomes the lse to take
     const accum_t* __restrict__ dlse,  // as lse, or null
     accum_t* __restrict__ delta,       // as lse, contiguous
     accum_t* __restrict__ sink_terms,  // as delta, or null
@@ -39,8 +44,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
   if (dlse != nullptr) sum -= at.at(dlse, grads.dlse)[i * grads.dlse.row];
   if (!scores.is_query(i)) sum = 0;
   delta[item] = sum;
+  accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
+  if (own_lse != nullptr) {
+    const accum_t own = own_lse[item];
+    constexpr accum_t kUnit = sizeof(accum_t) == 8 ? 0x1p-52 : 0x1p-23;
+    const accum_t roundings = 8 * kUnit * larger(accum_t(1), abs_of(log_sum));
+    if (abs_of(own - log_sum) <= roundings) log_sum = own;
+    own_lse[item] = log_sum;
+  }
   if (kHasSinks && sink_terms != nullptr) {
-    const accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
     const bool counts = scores.is_query(i) && scores.sink() != -infinity<accum_t>();
     sink_terms[item] =
         counts ? -exp_diff_exact(scores.sink(), log_sum) * sum : accum_t(0);

@@ -71,6 +71,7 @@ class Plan:
         self.own_lse = None
         if forward.dtype == forward.compute_dtype and forward.seqlen_k:
             self.own_lse = own_lse_plan(problem, operands, device)
+            self.own_bytes = math.prod(self.own_lse.out_shape) * self.accum.itemsize
             lse = cupy.ndarray(self.rows_shape, self.accum)
             layout = _attention_vjp_layout.layout(problem, operands._replace(lse=lse))
             make = _Launches(row, forward, layout, device, device_id)
@@ -102,7 +103,9 @@ class Plan:
         q, k, v, out, *options, dout, lse, dlse = arrays
         own_lse = None
         if self.own_lse is not None:
-            unused, own_lse = self.own_lse((q, k, v, None, *options), offset)
+            # Its out goes where a gradient will be, if there is room.
+            room = next((x for x in made.values() if x.nbytes >= self.own_bytes), None)
+            unused, own_lse = self.own_lse((q, k, v, room, *options), offset)
             _attention_gpu.keep_if_capturing((unused, own_lse))
         options = [_NULL if x is None else x for x in options]
         delta = cupy.ndarray(self.rows_shape, self.accum)

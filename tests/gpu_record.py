@@ -8,7 +8,7 @@
 since a machine without a GPU can do nothing about it. Files of tests among the pytest
 arguments run alone, and their results replace those of the same files in the record:
 the whole can be run in parts. Parts that ran side by side, on several GPUs, each with a
-``--record`` of its own, are joined after it, the last of a file counts. The record keeps
+``--record`` of its own, are joined after it; the last of a file counts. The record has
 for each file the digest of the sources that it ran on.
 """
 

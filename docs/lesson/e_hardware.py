@@ -33,11 +33,12 @@ print(f"tiles and their products: {gain:.0f} times faster than key by key")
 # core* multiplies small matrices of 16-bit numbers and adds in float32. A kernel that
 # does not feed them leaves most of the card idle.
 #
-# The four methods of this version on a card that has them
-# --------------------------------------------------------
-# ``tiled`` of this version runs on every card since Turing and uses no tensor cores.
-# The products of ``naive`` and ``safe`` are those of cuBLAS, and torch's kernels use
-# tensor cores too.
+# The four methods on a card that has them
+# ----------------------------------------
+# This was measured with the portable ``tiled``, which runs on every card since Turing
+# and uses no tensor cores; where there are some, ``tiled`` takes kernels that use them
+# by now (`Design notes <../../design/index.html>`_ 7, 12 and 13). The products of
+# ``naive`` and ``safe`` are those of cuBLAS, and torch's kernels use tensor cores too.
 
 report = measured.result("attention_h200")
 case = "4 x 16 heads, 4096 x 4096, D=128 bfloat16"
@@ -60,7 +61,7 @@ ax.invert_yaxis()
 ax.set(xlabel="TFLOP/s", title=f"{case}\n{report['machine']['gpu']}")
 
 # %%
-# Here ``tiled`` is no faster than ``safe``, which writes both matrices to memory. What
+# Here the portable ``tiled`` is no faster than ``safe``, which writes both matrices to memory. What
 # it saves in traffic it spends on arithmetic without tensor cores. Where the same idea
 # meets tensor cores, in torch's flash and cudnn, it is more than ten times faster than
 # the unfused computation.

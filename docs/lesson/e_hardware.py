@@ -61,10 +61,10 @@ ax.invert_yaxis()
 ax.set(xlabel="TFLOP/s", title=f"{case}\n{report['machine']['gpu']}")
 
 # %%
-# Here the portable ``tiled`` is no faster than ``safe``, which writes both matrices to memory. What
-# it saves in traffic it spends on arithmetic without tensor cores. Where the same idea
-# meets tensor cores, in torch's flash and cudnn, it is more than ten times faster than
-# the unfused computation.
+# Here the portable ``tiled`` is no faster than ``safe``, which writes both matrices to
+# memory. What it saves in traffic it spends on arithmetic without tensor cores. Where
+# the same idea meets tensor cores, in torch's flash and cudnn, it is more than ten
+# times faster than the unfused computation.
 #
 # The claims, case by case
 # ------------------------

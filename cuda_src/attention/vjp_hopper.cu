@@ -22,8 +22,8 @@
 //            L2; dq is added to sums of floats, by red or by the copy engine
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 // products.
-//            The order of sums in dq differs from run to run; without kMakesDq dk and dv
-//            alone are made, and have the same bits always
+//            The order of sums in dq differs from run to run; without kMakesDq dk and
+//            dv alone are made, and have the same bits always
 // Limits     q, k, v and dO as a tensor map takes them (_tensormap.py); head_dim and
 //            head_dim_v multiples of 8 up to kHeadDim; at most kMaxSummed summed
 //            entries. Infinities and NaN in what a query does not see come through as

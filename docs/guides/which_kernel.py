@@ -7,11 +7,13 @@ the problem runs. A kernel that cannot says why. :func:`cupyflash.explain` shows
 choice for a call, without running it:
 """
 
+from dataclasses import replace
+
 import ml_dtypes
 import numpy as np
 
 import cupyflash
-from cupyflash import _attention_kernels, _kernels, _softmax_kernels
+from cupyflash import _attention_kernels, _kernels, _softmax_kernels, _softmax_layout
 
 x = np.ones((2, 8, 1024, 64), np.float32)
 print(cupyflash.explain("attention", x, x, x, causal=True))
@@ -43,11 +45,11 @@ def chosen(rows, problem, arch):
 def table(cases, rows):
     """A line for each problem, a column for each card."""
     width = max(map(len, cases))
-    print(" " * width, *(f"{arch:>9}" for arch in ARCHS))
-    print(" " * width, *(f"{name:>9}" for name in ARCHS.values()))
+    print(" " * width, *(f"{arch:>12}" for arch in ARCHS))
+    print(" " * width, *(f"{name:>12}" for name in ARCHS.values()))
     for name, problem in cases.items():
         names = (chosen(rows, problem, arch) for arch in ARCHS)
-        print(f"{name:<{width}}", *(f"{kernel:>9}" for kernel in names))
+        print(f"{name:<{width}}", *(f"{kernel:>12}" for kernel in names))
 
 
 # %%
@@ -84,20 +86,32 @@ table(
 # %%
 # Softmax
 # -------
-# Rows that are too long to be held on the chip are read twice.
+# Rows that are too long to be held on the chip are read twice. Where the axis is not the
+# contiguous one, neighbouring columns are worked on together.
+
+NAMES = ("x", "where", "out")
 
 
-def softmax(dtype, length):
-    """The checked problem of a call on rows of a length."""
-    x = np.zeros((8, length), dtype)
-    return cupyflash.explain("softmax", x, axis=-1).problem
+def softmax(dtype, layout):
+    """The checked problem of a call on rows or columns of a length."""
+    x = np.zeros((8, layout.row_length), dtype)
+    problem = cupyflash.explain("softmax", x, axis=-1).problem
+    return replace(problem, layout=layout)
 
 
 table(
     {
-        f"{np.dtype(dtype).name}, rows of {length:,}": softmax(dtype, length)
+        f"{np.dtype(dtype).name}, rows of {length:,}": softmax(
+            dtype, _softmax_layout.rows(8, length, NAMES)
+        )
         for dtype in (np.float16, np.float32, np.float64)
-        for length in (64, 4096, 32_768, 1_048_576)
+        for length in (7, 64, 4096, 32_768, 1_048_576)
+    }
+    | {
+        f"float32, columns of {length:,}": softmax(
+            np.float32, _softmax_layout.columns(1, length, 1024, NAMES)
+        )
+        for length in (64, 4096, 1_048_576)
     },
     [row for row in _softmax_kernels.KERNELS if "softmax" in row.functions],
 )

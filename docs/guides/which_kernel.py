@@ -86,8 +86,8 @@ table(
 # %%
 # Softmax
 # -------
-# Rows that are too long to be held on the chip are read twice. Where the axis is not the
-# contiguous one, neighbouring columns are worked on together.
+# Rows that are too long to be held on the chip are read twice. Where the axis is not
+# the contiguous one, neighbouring columns are worked on together.
 
 NAMES = ("x", "where", "out")
 

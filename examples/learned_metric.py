@@ -3,8 +3,8 @@ A metric learned by the gradient of attention
 =============================================
 
 Kernel regression weighs its neighbours by a distance, and which distance is right can
-be learned from the data [1]_: here a matrix *A* that maps all features before the distance
-is taken, so that the weight of sample *j* for sample *i* is
+be learned from the data [1]_: here a matrix *A* that maps all features before the
+distance is taken, so that the weight of sample *j* for sample *i* is
 
 .. math:: \\exp(-|A x_i - A x_j|^2 / 2).
 

@@ -70,9 +70,9 @@ struct few<double, false> {
   using type = wide_sum_t;
 };
 
-// A float that is not negative and not above 1 as a double, but 2^-127 for 0: shifts of
-// its bits cost an eighth of the conversion, and that much is nothing beside the 1 of
-// the largest exponential.
+// A float that is not negative and not above 1 as a double, by shifts of its bits,
+// since the conversion has few units. 0 becomes 2^-127, which is nothing beside the 1
+// of the largest exponential.
 __device__ __forceinline__ double widened(float x) {
   const int bits = __float_as_int(x);
   return __hiloint2double((bits >> 3) + ((1023 - 127) << 20), bits << 29);

@@ -1,0 +1,74 @@
+"""Run the examples on a GPU and keep what they print and draw, for docs/on_a_gpu/.
+
+    python tools/gpu_pages.py [names]       all of examples/, or some
+
+Each writes NAME.txt, the card and the versions above what was printed, and NAME.png for
+its picture. A GPU is needed, and what the examples import.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ROOT / "docs" / "on_a_gpu"
+
+# Runs a script in a process of its own and saves the figures that it leaves open.
+_RUN = """
+import runpy, sys
+import matplotlib
+matplotlib.use("agg")
+script, picture = sys.argv[1:]
+sys.path.insert(0, str(__import__("pathlib").Path(script).parent))
+runpy.run_path(script, run_name="__main__")
+import matplotlib.pyplot as plt
+for i, number in enumerate(plt.get_fignums()):
+    name = picture if i == 0 else picture.replace(".png", f"_{i + 1}.png")
+    plt.figure(number).savefig(name, dpi=80)
+"""
+
+
+def where():
+    """One line: the card, and which versions ran on it."""
+    from cupyflash import _measure
+
+    m = _measure.machine(on_gpu=True)
+    cuda = f"CUDA {m['driver'] // 1000}.{m['driver'] % 1000 // 10}"
+    versions = f"cupyflash {m['cupyflash']} ({m['commit']}), CuPy {m['cupy']}"
+    return f"{m['gpu']}, {cuda}, {versions}, {m['date']}"
+
+
+def main():
+    """Run, and write what came."""
+    sys.path.insert(0, str(ROOT))
+    wanted = sys.argv[1:]
+    scripts = sorted((ROOT / "examples").glob("[!_]*.py"))
+    if unknown := set(wanted) - {script.stem for script in scripts}:
+        sys.exit(f"no such example: {', '.join(sorted(unknown))}")
+    header = where()
+    PAGES.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    failed = []
+    for script in scripts:
+        if wanted and script.stem not in wanted:
+            continue
+        done = subprocess.run(
+            [sys.executable, "-c", _RUN, script, PAGES / f"{script.stem}.png"],
+            env=os.environ | {"PYTHONPATH": path, "CUPYFLASH_SIZE": "gpu"},
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            failed.append(script.stem)
+            print(f"{script.stem}: failed\n{done.stderr}", file=sys.stderr)
+            continue
+        text = f"{header}\n\n{done.stdout}"
+        (PAGES / f"{script.stem}.txt").write_text(text, encoding="utf-8")
+        print(f"{script.stem}: {len(done.stdout.splitlines())} lines")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Draw the pictures of README.md from the JSON of benchmark runs.
+
+    python tools/readme_pictures.py
+
+docs/_static/speed.png is made of softmax_h200.json and attention_h200.json,
+docs/_static/memory.png of memory_h200.json, all in benchmarks/results/. The third
+picture, demo.png, is what ``make demo`` wrote on the same card.
+"""
+
+import json
+from pathlib import Path
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURES = ROOT / "docs" / "_static"
+
+_COLOURS = {
+    "cupyflash": "tab:green",
+    "torch": "tab:orange",
+    "cupyx": "tab:blue",
+    "copy": "0.6",
+}
+# The library that a bar of attention stands for, by the first word of its provider.
+_LIBRARY = {"tiled": "cupyflash", "torch": "torch", "cupy": "cupyx"}
+
+
+def report(name):
+    """A report by its name."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def new_figure(width, height, columns, title):
+    """A figure with its axes, which needs no display."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=10)
+    return figure, figure.subplots(1, columns)
+
+
+def draw_softmax(axes, rows, dtype):
+    """GB/s against the length of a row, a line a library."""
+    for provider, colour in _COLOURS.items():
+        found = {
+            row["length"]: row["rate"] / 1e9
+            for row in rows
+            if row["provider"] == provider
+            and row["function"] == "softmax"
+            and row["dtype"] == dtype
+            and row["group"] != "sweep"
+            and row["inner"] == 1
+            and row["shift"] == 0
+            and "rate" in row
+        }
+        style = "--" if provider == "copy" else "o-"
+        if found:
+            lengths, rates = zip(*sorted(found.items()), strict=True)
+            axes.plot(lengths, rates, style, color=colour, markersize=3, label=provider)
+    axes.set_xscale("log", base=2)
+    axes.set(title=f"softmax, {dtype}", xlabel="row length", ylabel="GB/s", ylim=0)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+
+
+def draw_attention(axes, rows):
+    """TFLOP/s of the fastest call of each library, three bars a case."""
+    best = {}
+    for row in rows:
+        library = _LIBRARY.get(row["provider"].split()[0])
+        if library and "rate" in row:
+            cell = best.setdefault(row["case"], {})
+            cell[library] = max(cell.get(library, 0), row["rate"] / 1e12)
+    cases = [case for case, cell in best.items() if "torch" in cell]
+    for i, library in enumerate(("cupyflash", "torch", "cupyx")):
+        bars = [
+            (at + 0.27 * i, best[case].get(library)) for at, case in enumerate(cases)
+        ]
+        bars = [(at, rate) for at, rate in bars if rate]
+        if bars:
+            axes.barh(*zip(*bars, strict=True), 0.25, color=_COLOURS[library])
+    axes.set_yticks([at + 0.27 for at in range(len(cases))], cases, fontsize=7)
+    axes.invert_yaxis()
+    axes.set(title="attention, the fastest of each library", xlabel="TFLOP/s")
+    axes.grid(axis="x", alpha=0.3)
+
+
+def speed():
+    """Softmax and attention beside other libraries."""
+    softmax, attention = report("softmax_h200"), report("attention_h200")
+    machine = attention["machine"]
+    title = f"{machine['gpu']}, CuPy {machine['cupy']}, torch {machine['torch']}"
+    figure, axes = new_figure(13, 4.2, 3, title)
+    draw_softmax(axes[0], softmax["table"], "float32")
+    draw_softmax(axes[1], softmax["table"], "bfloat16")
+    draw_attention(axes[2], attention["rows"])
+    figure.savefig(PICTURES / "speed.png", dpi=80)
+
+
+def memory():
+    """Extra memory of attention against the number of queries and keys."""
+    found = report("memory_h200")
+    title = f"{found['machine']['gpu']}, one head, d = {found['head_dim']}, float32"
+    figure, axes = new_figure(6.5, 4, 1, title)
+    for method in dict.fromkeys(row["method"] for row in found["rows"]):
+        # A logarithmic axis has no zero: what takes nothing lies on its lower edge.
+        line = [
+            (row["n"], max(row["extra_bytes"] / 2**20, 1e-3))
+            for row in found["rows"]
+            if row["method"] == method
+        ]
+        axes.plot(*zip(*line, strict=True), "o-", markersize=4, label=method)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlabel="queries and keys", ylabel="MiB beside q, k, v and out", ylim=1e-3)
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    figure.savefig(PICTURES / "memory.png", dpi=80)
+
+
+if __name__ == "__main__":
+    speed()
+    memory()

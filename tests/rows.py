@@ -74,6 +74,7 @@ SOFTMAX_SHAPES = {
     "columns": (6, 64, 40),
     "long columns": (2, 3001, 24),
     "long rows": (2, 70_001, 1),
+    "longer rows": (2, 300_001, 1),
 }
 _SOFTMAX_DTYPES_OF_KIND = {
     "rows": ("float32", "bfloat16", "float64"),
@@ -81,6 +82,7 @@ _SOFTMAX_DTYPES_OF_KIND = {
     "short rows": ("float32", "bfloat16"),
     "long columns": ("float32",),
     "long rows": ("float32",),
+    "longer rows": ("float32",),
 }
 # More, only to be asked about.
 SOFTMAX_REACH = SOFTMAX_SHAPES | {

@@ -29,13 +29,14 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("numbers", chunks)
 
 
-def problems(numbers, seconds):
+def problems(numbers, seconds, first=None):
     """The numbers of the problems: those given, or new ones until time is up."""
     if numbers is not None:
         yield from numbers
         return
     end = time.monotonic() + seconds
-    first = time.time_ns() % 2**40
+    if first is None:
+        first = time.time_ns() % 2**40
     for number in itertools.count(first):
         if time.monotonic() > end:
             return
@@ -43,8 +44,12 @@ def problems(numbers, seconds):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_random_problems(xp, operation, numbers, request):
+def test_random_problems(xp, operation, numbers, request, record_property):
     variants = None if xp is np else VARIANTS[operation]
     seconds = request.config.getoption("--fuzz-seconds")
-    for number in problems(numbers, seconds):
+    seed = request.config.getoption("--fuzz-seed")
+    tried = 0
+    for number in problems(numbers, seconds, seed):
         fuzz.run(xp, fuzz.draw(operation, number, variants))
+        tried += 1
+    record_property("cases", tried)

@@ -129,6 +129,8 @@ def write(path, pytest_arguments):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     digest = sources_digest()  # of what runs, should a file change meanwhile
     files = [file for name in pytest_arguments for file in _files_in(name)]
+    if not any(a.startswith("--thread-seconds") for a in pytest_arguments):
+        pytest_arguments = [*pytest_arguments, "--thread-seconds", "60"]
     counter = Counter()
     code = pytest.main(
         [

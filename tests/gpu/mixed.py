@@ -30,7 +30,7 @@ def calls(cupy, seed):
     f32 = [a.astype(np.float32) for a in (q, k, v, dout)]
     out32, lse32 = cupyflash.attention(*f32[:3], return_lse=True)
     lengths = cupy.asarray([n, n - 30])
-    outs = cupy.stack([out32, out32 + 1])
+    outs, lses = cupy.stack([out32, out32 + 1]), cupy.stack([lse32, lse32])
     return {
         "softmax": lambda: cupyflash.softmax(x, -1),
         "softmax of short rows": lambda: cupyflash.softmax(short, -1),
@@ -53,9 +53,7 @@ def calls(cupy, seed):
         "attention_vjp float32": lambda: cupyflash.attention_vjp(
             f32[3], *f32[:3], out32, lse32
         )[:3],
-        "merge": lambda: cupyflash.merge_attention_states(
-            outs, cupy.stack([lse32, lse32])
-        ),
+        "merge": lambda: cupyflash.merge_attention_states(outs, lses),
     }
 
 

@@ -245,6 +245,8 @@ def test_hidden_values_of_attention(cupy, rng, forced, case):
     if case.kind == "plain":
         # A band: the first keys and the last queries see nothing of each other.
         problem.options |= {"causal": True, "window": (30, None), "query_offset": 20}
+    else:
+        problem.arrays["bias"][1, 5] = -np.inf  # a row of scores, in each entry
     rows.poison(problem, rng)
     assert not np.isfinite(wide(problem.arrays["k"])).all()
     rows.check(cupy, problem)

@@ -53,10 +53,11 @@ $(VENV)/.installed-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 	@$(PY) -m pip install --quiet -e ".[$(EXTRAS)]"
 	@touch $@
 
-.PHONY: help demo test lint format compile docs gpu-check gpu-record bench tables clean
+.PHONY: help demo test lint format compile docs gpu-check gpu-proof gpu-sanitize gpu-record \
+  bench tables clean
 
 help:  ## This list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
 demo: $(call STAMP,demo)  ## Denoise a photograph exactly, and climb the ladder
 	@$(PY) -m cupyflash demo $(DEMO_ARGS)
@@ -85,6 +86,12 @@ docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
 
 gpu-check: $(call STAMP,test)  ## GPU tests, none skipped; writes tests/gpu_record.json
 	$(PY) tests/gpu_record.py --write $(PYTEST_ARGS)
+
+gpu-proof: $(call STAMP,test)  ## The part of gpu-check in tests/gpu, from contracts to threads
+	$(PY) tests/gpu_record.py --write tests/gpu $(PYTEST_ARGS)
+
+gpu-sanitize: $(call STAMP,test)  ## compute-sanitizer over every kernel, into the record
+	$(PY) tests/sanitize.py --record $(SANITIZE_ARGS)
 
 gpu-record:  ## Whether tests/gpu_record.json is of these sources
 	@$(PYTHON) tests/gpu_record.py --check

@@ -2,13 +2,19 @@
 
 import importlib
 import importlib.util
+import math
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import numpy as np
 
 from cupyflash import (
     _arrays,
     _console,
+    _explain,
     _exponentials,
     _measure,
     _reference,
@@ -24,13 +30,21 @@ examples:
   python -m cupyflash check --backend numpy
   python -m cupyflash check --exhaustive
 
-Each function, method and dtype is compared with a wider computation on the host. The
-exit code is 1 when an error is larger than the documentation allows.
+Each function, method and dtype is compared with a wider computation on the host, and on
+a GPU each kernel of the tables by the calls that it is chosen for. A new machine takes
+up to a minute, nearly all of it to compile. The exit code is 1 when an error is larger
+than the documentation allows.
 """
 
 # Largest error allowed: relative for softmax; max |out - exact| / max |exact| for
-# attention and its gradients; units in the last place for logsumexp (relative for 16
+# attention and for gradients; units in the last place for logsumexp (relative for 16
 # bits).
+_OF_GRADIENTS = {
+    "float64": 1e-13,
+    "float32": 1e-5,
+    "float16": 3e-3,
+    "bfloat16": 2.4e-2,
+}
 ALLOWED = {
     "softmax": {
         "float64": 1e-15,
@@ -50,17 +64,39 @@ ALLOWED = {
         "float16": 1e-3,
         "bfloat16": 8e-3,
     },
-    "attention_vjp": {
-        "float64": 1e-13,
-        "float32": 1e-5,
-        "float16": 3e-3,
-        "bfloat16": 2.4e-2,
-    },
+    "softmax_vjp": _OF_GRADIENTS,
+    "attention_vjp": dict(_OF_GRADIENTS),
 }
 
 _METHODS = ("naive", "safe", "online", "tiled")
-_SOFTMAX_SHAPE = (64, 1000)
-_SEQLEN_Q, _SEQLEN_K, _HEAD_DIM, _HEAD_DIM_V = 200, 333, 64, 48
+_OF_METHODS = ("softmax", "attention")  # functions that take a method
+
+# Shapes of softmax and its like, and the axis: each is the work of another kernel.
+_SOFTMAX_SHAPES = {
+    "": ((64, 1000), -1),
+    "short rows": ((500, 37), -1),
+    "columns": ((64, 600), 0),
+    "long columns": ((40_000, 32), 0),
+    "long rows": ((2, 100_000), -1),
+    "longest rows": ((1, 1_100_000), -1),
+    "strided": ((64, 1000), -1),  # every second element
+}
+# Queries and keys; some options at once, or none.
+_ATTENTION_SHAPES = {"": (200, 333), "plain": (200, 333), "few queries": (40, 333)}
+_HEAD_DIM, _HEAD_DIM_V = 64, 48
+
+# Kinds that a GPU has kernels of their own for.
+_KINDS = {
+    "softmax": (
+        "short rows", "columns", "long columns", "long rows", "longest rows", "strided",
+    ),
+    "logsumexp": ("columns", "long rows", "strided"),
+    "softmax_vjp": ("columns", "long columns", "long rows", "longest rows", "strided"),
+    "attention": ("plain", "few queries"),
+    "attention_vjp": ("plain",),
+}  # fmt: skip
+
+_MOST_PROCESSES = 8
 
 
 @dataclass(frozen=True)
@@ -71,6 +107,23 @@ class Case:
     function: str
     method: str
     dtype: str
+    kind: str = ""  # of shapes
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a case."""
+
+    row: str  # of the kernel table, or the method of the NumPy back end
+    error: float
+    allowed: float
+    unit: str
+    problem: str = ""  # an error that was raised
+
+    @property
+    def is_good(self) -> bool:
+        """Whether the error is one that is allowed; NaN is not."""
+        return self.error <= self.allowed
 
 
 def add_arguments(parser):
@@ -100,24 +153,60 @@ def run(args):
         return 1
     has_bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
     dtypes = [d for d in _arrays.FLOATS if d != "bfloat16" or has_bfloat16]
-    cases = [
-        Case(backend, function, method, dtype)
-        for backend in backends
-        for function in ALLOWED
-        for method in (_METHODS if function in ("softmax", "attention") else ("auto",))
-        for dtype in dtypes
-    ]
-    rows = []
-    for case in _console.progress(cases, "checking"):
-        rows.append((case, *measure(case)))
+    cases = [case for backend in backends for case in _cases(backend, dtypes)]
+    found = dict(_console.progress(_verdicts(cases), "checking", len(cases)))
+    rows = [(case, found[case]) for case in cases]
     _report(rows)
-    failures = sum(not error <= allowed for _, error, allowed, _ in rows)
+    for case, verdict in rows:
+        if verdict.problem:
+            print(f"{case.function} {case.method} {case.dtype}: {verdict.problem}")
+    failures = sum(not verdict.is_good for _, verdict in rows)
     if not has_bfloat16:
         print("bfloat16 is not checked: pip install cupyflash[bf16]")
     if not has_gpu:
         print("no CUDA device: the NumPy back end alone is checked")
     print(f"{len(rows) - failures} passed, {failures} failed")
     return int(failures > 0)
+
+
+def _cases(backend, dtypes):
+    """Each function, method and dtype; on a GPU also what other kernels take."""
+    cases = [
+        Case(backend, function, method, dtype)
+        for function in ALLOWED
+        for method in (_METHODS if function in _OF_METHODS else ("auto",))
+        for dtype in dtypes
+    ]
+    if backend == "cupy":
+        cases += [
+            Case(backend, function, "auto", dtype, kind)
+            for function, kinds in _KINDS.items()
+            for kind in kinds
+            for dtype in dtypes
+            if dtype in _DTYPES_OF_KINDS or function.startswith("attention")
+        ]
+    return cases
+
+
+# Kernels of softmax treat types of one width alike.
+_DTYPES_OF_KINDS = ("float32", "bfloat16")
+
+
+def _verdicts(cases: Iterable[Case]) -> Iterator[tuple[Case, Verdict]]:
+    """Verdicts as they come; on a GPU by several processes, since each compiles."""
+    on_gpu = [case for case in cases if case.backend == "cupy"]
+    for case in cases:
+        if case.backend != "cupy":
+            yield case, measure(case)
+    if not on_gpu:
+        return
+    # What takes longest to compile comes first.
+    on_gpu.sort(key=lambda case: not case.function.startswith("attention"))
+    processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        waiting = {pool.submit(measure, case): case for case in on_gpu}
+        for done in as_completed(waiting):
+            yield waiting[done], done.result()
 
 
 def _run_exhaustive(has_gpu):
@@ -149,22 +238,31 @@ def _run_exhaustive(has_gpu):
     return int(failures > 0)
 
 
-def measure(case: Case) -> tuple[float, float, str]:
-    """Error found, error allowed, and their unit."""
+def measure(case: Case) -> Verdict:
+    """The kernel that ran, the error found, the error allowed, and their unit."""
     rng = np.random.default_rng(20)
     xp = importlib.import_module(case.backend)
-    with np.errstate(all="ignore"):
-        found, unit, row_length = {
-            "softmax": _softmax_error,
-            "logsumexp": _logsumexp_error,
-            "attention": _attention_error,
-            "attention_vjp": _attention_vjp_error,
-        }[case.function](case, xp, rng)
-    allowed = ALLOWED[case.function][case.dtype]
+    measured = {
+        "softmax": _softmax_error,
+        "logsumexp": _logsumexp_error,
+        "softmax_vjp": _softmax_vjp_error,
+        "attention": _attention_error,
+        "attention_vjp": _attention_vjp_error,
+    }[case.function]
+    allowed, unit = ALLOWED[case.function][case.dtype], ""
+    if case.function == "logsumexp" and allowed >= 1:
+        unit = "ulp"
+    try:
+        with np.errstate(all="ignore"):
+            row, found, row_length = measured(case, xp, rng)
+    except Exception as error:  # the report says so, and goes on
+        text = str(error).strip().splitlines()
+        problem = f"{type(error).__name__}: {text[0] if text else ''}"
+        return Verdict("", math.nan, allowed, unit, problem)
     if case.method == "naive":
         # Its sums stay in the dtype of the input, so roundings pile up at random.
         allowed = max(allowed, row_length**0.5 * _eps(case.dtype))
-    return found, allowed, unit
+    return Verdict(row, found, allowed, unit)
 
 
 def _normal(rng, shape, dtype, size=1.0):
@@ -185,82 +283,129 @@ def _wide(x):
     return x.astype(np.float64).astype(np.longdouble)
 
 
+def _call(function, *args, **options):
+    """(name of the row, result) of a call."""
+    return _explain.explain(function, *args, **options).kernel, function(
+        *args, **options
+    )
+
+
+def _on(xp, x, case):
+    """`x` as an array of the back end, in memory as the kind of case has it."""
+    if case.kind == "strided":
+        return xp.asarray(np.repeat(x, 2, axis=-1))[..., ::2]
+    return xp.asarray(x)
+
+
 def _softmax_error(case, xp, rng):
     # A wide spread of the row is where a careless exponential loses digits.
     size = 2.0 if case.method == "naive" else 15.0
-    x = _normal(rng, _SOFTMAX_SHAPE, case.dtype, size)
-    e = np.exp(_wide(x) - _wide(x).max(-1, keepdims=True))
-    exact = e / e.sum(-1, keepdims=True)
-    y = _softmax.softmax(xp.asarray(x), axis=-1, method=case.method)
+    shape, axis = _SOFTMAX_SHAPES[case.kind]
+    x = _normal(rng, shape, case.dtype, size)
+    e = np.exp(_wide(x) - _wide(x).max(axis, keepdims=True))
+    exact = e / e.sum(axis, keepdims=True)
+    row, y = _call(_softmax.softmax, _on(xp, x, case), axis=axis, method=case.method)
     error = np.abs(_reference.to_host(y) - exact)
     normal = exact > 2 * _tiny(case.dtype)  # smaller ones have no relative precision
-    return float((error[normal] / exact[normal]).max()), "", x.shape[-1]
+    return row, float((error[normal] / exact[normal]).max()), x.shape[axis]
 
 
 def _logsumexp_error(case, xp, rng):
-    x = _normal(rng, _SOFTMAX_SHAPE, case.dtype, 5.0)
-    m = _wide(x).max(-1)
-    exact = m + np.log(np.exp(_wide(x) - m[..., None]).sum(-1))
-    y = _softmax.logsumexp(xp.asarray(x), axis=-1)
+    shape, axis = _SOFTMAX_SHAPES[case.kind]
+    x = _normal(rng, shape, case.dtype, 5.0)
+    m = _wide(x).max(axis, keepdims=True)
+    exact = (m + np.log(np.exp(_wide(x) - m).sum(axis, keepdims=True))).squeeze(axis)
+    row, y = _call(_softmax.logsumexp, _on(xp, x, case), axis=axis)
     error = np.abs(_reference.to_host(y) - exact)
     if ALLOWED["logsumexp"][case.dtype] < 1:
-        return float((error / np.abs(exact)).max()), "", x.shape[-1]
+        return row, float((error / np.abs(exact)).max()), x.shape[axis]
     unit = np.spacing(np.abs(exact).astype(case.dtype)).astype(np.float64)
-    return float((error / unit).max()), "ulp", x.shape[-1]
+    return row, float((error / unit).max()), x.shape[axis]
+
+
+def _softmax_vjp_error(case, xp, rng):
+    shape, axis = _SOFTMAX_SHAPES[case.kind]
+    x = _wide(_normal(rng, shape, case.dtype, 2.0))
+    e = np.exp(x - x.max(axis, keepdims=True))
+    y = (e / e.sum(axis, keepdims=True)).astype(np.float64)
+    y, dy = y.astype(_arrays.to_dtype(case.dtype)), _normal(rng, shape, case.dtype)
+    inner = (_wide(y) * _wide(dy)).sum(axis, keepdims=True)
+    exact = _wide(y) * (_wide(dy) - inner)
+    row, dx = _call(
+        _softmax.softmax_vjp, _on(xp, y, case), _on(xp, dy, case), axis=axis
+    )
+    error = np.abs(_reference.to_host(dx) - exact)
+    return row, float(error.max() / np.abs(exact).max()), x.shape[axis]
+
+
+def _attention_inputs(case, rng, size):
+    """q, k, v on the host and the other arguments of a kind.
+
+    Grouped heads, Dv other than D, and if nothing else is said a causal mask off the
+    square and a bias a key.
+    """
+    seqlen_q, seqlen_k = _ATTENTION_SHAPES[case.kind]
+    q = _normal(rng, (2, 4, seqlen_q, _HEAD_DIM), case.dtype, size)
+    k = _normal(rng, (2, 2, seqlen_k, _HEAD_DIM), case.dtype, size)
+    v = _normal(rng, (2, 2, seqlen_k, _HEAD_DIM_V), case.dtype)
+    if case.kind:
+        return (q, k, v), {}
+    bias = _normal(rng, (seqlen_k,), case.dtype, 0.5)
+    return (q, k, v), {"bias": bias, "causal": True}
 
 
 def _attention_error(case, xp, rng):
-    """Grouped heads, a causal mask off the square, a bias a key, Dv other than D."""
     size = 0.5 if case.method == "naive" else 1.5
-    q = _normal(rng, (2, 4, _SEQLEN_Q, _HEAD_DIM), case.dtype, size)
-    k = _normal(rng, (2, 2, _SEQLEN_K, _HEAD_DIM), case.dtype, size)
-    v = _normal(rng, (2, 2, _SEQLEN_K, _HEAD_DIM_V), case.dtype)
-    bias = _normal(rng, (_SEQLEN_K,), case.dtype, 0.5)
-    exact = _reference.attention(q, k, v, bias=bias, causal=True)
-    out = attention(
-        *(xp.asarray(a) for a in (q, k, v)),
-        bias=xp.asarray(bias),
-        causal=True,
-        method=case.method,
-    )
+    arrays, options = _attention_inputs(case, rng, size)
+    exact = _reference.attention(*arrays, **options)
+    if "bias" in options:
+        options["bias"] = xp.asarray(options["bias"])
+    arrays = [xp.asarray(a) for a in arrays]
+    row, out = _call(attention, *arrays, **options, method=case.method)
     error = np.abs(_reference.to_host(out) - exact)
-    return float(error.max() / np.abs(exact).max()), "", _SEQLEN_K
+    return row, float(error.max() / np.abs(exact).max()), arrays[1].shape[2]
 
 
 def _attention_vjp_error(case, xp, rng):
     """The largest error of dq, dk, dv and dbias, on the problem of attention."""
-    q = _normal(rng, (2, 4, _SEQLEN_Q, _HEAD_DIM), case.dtype, 1.5)
-    k = _normal(rng, (2, 2, _SEQLEN_K, _HEAD_DIM), case.dtype, 1.5)
-    v = _normal(rng, (2, 2, _SEQLEN_K, _HEAD_DIM_V), case.dtype)
-    bias = _normal(rng, (_SEQLEN_K,), case.dtype, 0.5)
-    dout = _normal(rng, (2, 4, _SEQLEN_Q, _HEAD_DIM_V), case.dtype)
-    exact = _reference_vjp.attention_vjp(dout, q, k, v, bias=bias, causal=True)
-    dout, q, k, v, bias = (xp.asarray(a) for a in (dout, q, k, v, bias))
-    out, lse = attention(q, k, v, bias=bias, causal=True, return_lse=True)
-    grads = attention_vjp(
-        dout, q, k, v, out, lse, bias=bias, causal=True, need_dbias=True
-    )
+    arrays, options = _attention_inputs(case, rng, 1.5)
+    q, _, v = arrays
+    dout = _normal(rng, (*q.shape[:-1], v.shape[-1]), case.dtype)
+    exact = _reference_vjp.attention_vjp(dout, *arrays, **options)
+    if "bias" in options:
+        options["bias"] = xp.asarray(options["bias"])
+    arrays = [xp.asarray(a) for a in arrays]
+    out, lse = attention(*arrays, **options, return_lse=True)
+    row, grads = _call(
+        attention_vjp, xp.asarray(dout), *arrays, out, lse, **options,
+        need_dbias="bias" in options,
+    )  # fmt: skip
     errors = [
         float(np.abs(_reference.to_host(got) - best).max() / np.abs(best).max())
         for got, best in zip(grads[:4], exact[:4], strict=True)
+        if got is not None
     ]
-    return max(errors), "", _SEQLEN_K
+    return row, max(errors), arrays[1].shape[2]
 
 
 def _report(rows):
+    columns = (
+        "back end", "function", "asked", "dtype", "row", "error", "allowed", "unit", "",
+    )  # fmt: skip
     _console.table(
-        ("back end", "function", "method", "dtype", "error", "allowed", "unit", ""),
+        columns,
         [
             (
                 case.backend,
                 case.function,
-                case.method,
+                case.kind or case.method,
                 case.dtype,
-                f"{error:.2e}" if not unit else f"{error:.2f}",
-                f"{allowed:.2e}" if not unit else f"{allowed:.2f}",
-                unit or "relative",
-                "ok" if error <= allowed else "FAILED",
+                verdict.row,
+                f"{verdict.error:.2f}" if verdict.unit else f"{verdict.error:.2e}",
+                f"{verdict.allowed:.2f}" if verdict.unit else f"{verdict.allowed:.2e}",
+                verdict.unit or "relative",
+                "ok" if verdict.is_good else "FAILED",
             )
-            for case, error, allowed, unit in rows
+            for case, verdict in rows
         ],
     )

@@ -45,6 +45,18 @@ def pytest_addoption(parser):
         default=None,
         help="draw new random problems for so long, instead of a fixed number",
     )
+    group.addoption(
+        "--fuzz-seed",
+        type=int,
+        default=None,
+        help="number of the first random problem of --fuzz-seconds (default: the time)",
+    )
+    group.addoption(
+        "--thread-seconds",
+        type=float,
+        default=5.0,
+        help="how long threads work side by side (default 5; 60 for the record)",
+    )
 
 
 def pytest_collection_modifyitems(items):

@@ -4,6 +4,9 @@
     python tests/gpu_record.py --join FILE...               one record of several
     python tests/gpu_record.py --check                      is the record up to date?
 
+``--write`` takes any arguments of pytest: ``tests/gpu -k laws`` runs a part of a
+folder. tests/sanitize.py adds what compute-sanitizer found.
+
 ``--write`` leaves with pytest's exit code; ``--check`` prints a line and leaves with 0,
 since a machine without a GPU can do nothing about it. Files of tests among the pytest
 arguments run alone, and their results replace those of the same files in the record:
@@ -48,8 +51,16 @@ class Counter:
         self.passed: set[str] = set()
         self.skipped: set[str] = set()
         self.failures: set[str] = set()
+        self.seconds: dict[str, float] = {}
+        self.cases: dict[str, int] = {}
 
     def pytest_runtest_logreport(self, report):
+        name = _file(report.nodeid)
+        self.seconds[name] = self.seconds.get(name, 0.0) + report.duration
+        if report.when == "call":
+            # A test that tries many problems says how many.
+            tried = dict(report.user_properties).get("cases", 1)
+            self.cases[name] = self.cases.get(name, 0) + int(not report.skipped) * tried
         if report.failed:
             self.failures.add(report.nodeid)
         elif report.skipped:
@@ -69,6 +80,8 @@ class Counter:
                 "passed": sum(_file(test) == name for test in self.passed)
                 - sum(_file(test) == name for test in self.passed & self.failures),
                 "skipped": sum(_file(test) == name for test in self.skipped),
+                "cases": self.cases.get(name, 0),
+                "seconds": round(self.seconds.get(name, 0.0), 1),
                 "failures": [test for test in failures if _file(test) == name],
             }
             for name in {*files, *map(_file, failures)}
@@ -76,8 +89,12 @@ class Counter:
 
 
 def _file(test):
-    """The name of the file of a test, as the record has it."""
-    return Path(test.partition("::")[0]).name
+    """The name of the file of a test, as the record has it: below tests/."""
+    path = Path(test.partition("::")[0])
+    parts = path.parts
+    if "tests" in parts:
+        return "/".join(parts[parts.index("tests") + 1 :])
+    return path.name
 
 
 def device_facts():
@@ -111,7 +128,9 @@ def write(path, pytest_arguments):
     paths = (str(ROOT), os.environ.get("PYTHONPATH"))
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     digest = sources_digest()  # of what runs, should a file change meanwhile
-    files = [Path(name).name for name in pytest_arguments if _is_test_file(name)]
+    files = [file for name in pytest_arguments for file in _files_in(name)]
+    if not any(a.startswith("--thread-seconds") for a in pytest_arguments):
+        pytest_arguments = [*pytest_arguments, "--thread-seconds", "60"]
     counter = Counter()
     code = pytest.main(
         [
@@ -128,16 +147,20 @@ def write(path, pytest_arguments):
     found = counter.result(files or _test_files())
     for of_file in found.values():
         of_file["sources"] = digest
-    if files and path.exists():
+    facts = {"date": datetime.date.today().isoformat(), **facts}
+    if path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
-        found = before.get("files", {}) | found
-    _save(path, {"date": datetime.date.today().isoformat(), **facts}, found)
+        if files:
+            found = before.get("files", {}) | found
+        if "sanitizer" in before:
+            facts["sanitizer"] = before["sanitizer"]
+    _save(path, facts, found)
     return int(code)
 
 
 def join(path, parts):
     """Write the record of all files in `parts`; 2 if they are of several devices."""
-    found, facts = {}, []
+    found, facts, sanitizer = {}, [], {}
     for part in parts:
         record = json.loads(part.read_text(encoding="utf-8"))
         # Records of before had one digest for all.
@@ -145,10 +168,13 @@ def join(path, parts):
         for of_file in record["files"].values():
             of_file.setdefault("sources", one)
         found |= record["files"]
+        sanitizer |= record.pop("sanitizer", {})
         facts.append({k: v for k, v in record.items() if k not in _COUNTS})
     if any(other != facts[0] for other in facts):
         print("the records are of different days or devices")
         return 2
+    if sanitizer:
+        facts[0]["sanitizer"] = sanitizer
     _save(path, facts[0], found)
     return 0
 
@@ -157,6 +183,7 @@ _COUNTS = ("passed", "failed", "skipped", "files")
 
 
 def _save(path, facts, found):
+    sanitizer = facts.pop("sanitizer", None)
     record = {
         **facts,
         "passed": sum(of_file["passed"] for of_file in found.values()),
@@ -164,16 +191,72 @@ def _save(path, facts, found):
         "skipped": sum(of_file["skipped"] for of_file in found.values()),
         "files": dict(sorted(found.items())),
     }
+    if sanitizer:
+        record["sanitizer"] = sanitizer
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(f"{path}: {summary(record)}")
 
 
-def _is_test_file(name):
-    return Path(name).name in _test_files() and Path(name).is_file()
+def _files_in(argument):
+    """The test files that an argument of pytest names: one, or those of a folder."""
+    path = Path(argument.partition("::")[0])
+    if not path.exists():
+        return []
+    try:
+        name = path.resolve().relative_to(ROOT / "tests").as_posix()
+    except ValueError:
+        return []
+    below = "" if name == "." else f"{name}/"
+    return [file for file in _test_files() if file == name or file.startswith(below)]
 
 
-def _test_files():
-    return [path.name for path in sorted((ROOT / "tests").glob("test_*.py"))]
+def _test_files(root: Path = ROOT):
+    """Names of all test files, below tests/."""
+    folder = root / "tests"
+    return [
+        path.relative_to(folder).as_posix()
+        for path in sorted(folder.rglob("test_*.py"))
+    ]
+
+
+def put_sanitizer(path, version, found):
+    """Write what the tools found ({tool: {row: facts}}) into the record.
+
+    Rows that did not run now keep what they had.
+    """
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    digest = sources_digest()
+    tools = before.get("sanitizer", {}).get("tools", {})
+    for tool, rows in found.items():
+        of_tool = tools.setdefault(tool, {})
+        of_tool.update(
+            {row: {**facts, "sources": digest} for row, facts in rows.items()}
+        )
+    before["sanitizer"] = {
+        "version": version,
+        "date": datetime.date.today().isoformat(),
+        "tools": tools,
+    }
+    path.write_text(json.dumps(before, indent=1) + "\n", encoding="utf-8")
+
+
+def check_sanitizer(sanitizer):
+    """Print a line a tool, and each row with an error or without a verdict."""
+    if not sanitizer:
+        print("  no compute-sanitizer: make gpu-sanitize runs it")
+        return
+    digest = sources_digest()
+    for tool, rows in sanitizer["tools"].items():
+        errors = sum(facts["errors"] or 0 for facts in rows.values())
+        calls = sum(facts["calls"] for facts in rows.values())
+        others = sum(facts["sources"] != digest for facts in rows.values())
+        note = f", {others} on other sources" if others else ""
+        print(f"  {tool}: {len(rows)} rows, {calls} calls, {errors} errors{note}")
+        for row, facts in rows.items():
+            if facts["errors"] or facts["errors"] is None or "message" in facts:
+                said = facts.get("message") or facts.get("ended", "")
+                told = "no verdict" if facts["errors"] is None else facts["errors"]
+                print(f"    {row}: {told} {said}".rstrip())
 
 
 def summary(record):
@@ -204,6 +287,7 @@ def check(path):
     for of_file in files.values():
         for name in of_file["failures"]:
             print(f"  failed: {name}")
+    check_sanitizer(record.get("sanitizer"))
 
 
 def main():

@@ -1,30 +1,106 @@
-"""One small call of each tier of softmax and type, for compute-sanitizer.
+"""One small call of each row of every table, for compute-sanitizer.
 
-    PYTHONPATH=. compute-sanitizer --tool memcheck python tests/sanitize.py
-    PYTHONPATH=. compute-sanitizer --tool racecheck python tests/sanitize.py softmax
+    python tests/sanitize.py --record          all tools over all rows; into the record
+    python tests/sanitize.py --record --tool memcheck attention/hopper
+    compute-sanitizer --tool racecheck python tests/sanitize.py softmax
+    compute-sanitizer --tool memcheck python tests/sanitize.py --tiers softmax
 
-Arguments name functions; none is all of them. It checks its results too, and its exit
-code is 1 when one is wrong.
+Arguments name operations, or rows as "attention/tiled"; none is all of them. With
+--tiers they name functions of the softmax family, and each of their tiers is called.
+Results are checked too, and the exit code is 1 when one is wrong. --record writes what
+the tools found into tests/gpu_record.json, with what they say where they cannot judge a
+kernel.
 """
 
+import argparse
+import re
+import shutil
+import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-import numpy as np
-import oracle
-import tiers
-from accuracy import finfo, wide
-from placing import place
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-import cupyflash
-
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+SOFTMAX_KINDS = (
+    "rows", "columns", "short rows", "long columns", "long rows", "longer rows",
+)  # fmt: skip
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21
+_KINDS = (*SOFTMAX_KINDS, "plain", "options")
+_SECONDS = 500  # that a tool may take for one row
 
 
-def calls(cupy, functions):
+# --- calls ---------------------------------------------------------------------------
+
+
+def groups():
+    """Names of what a tool runs over in one process: a row, or one of softmax."""
+    import rows
+
+    return [f"{operation}/{name}" for operation, name in rows.all_rows()]
+
+
+def cases_of(group):
+    """Few cases of a row: each tier of softmax, types of two widths, all options."""
+    import rows
+
+    operation, name = group.split("/")
+    found = [case for case in rows.cases(operation, name) if case.kind in _KINDS]
+    if operation == "softmax":  # each tier of memory
+        one_of_each = {case.kind: case for case in reversed(found)}
+        return list(one_of_each.values())[::-1]
+    plain = [case for case in found if case.kind == "plain"]
+    kept = [c for c in plain if c.dtype in ("bfloat16", "float32", "float64")]
+    return (kept or plain)[:2] + [c for c in found if c.kind == "options"][:1]
+
+
+def run_rows(cupy, wanted):
+    """Call each row that is wanted, forced; the number of wrong results."""
+    import numpy as np
+    import pytest
+    import rows
+
+    failures = 0
+    for group in groups():
+        if wanted and not {group, group.split("/")[0]} & {*wanted}:
+            continue
+        for case in cases_of(group):
+            problem = _small(rows.problem_of(case, np.random.default_rng(0)))
+            with pytest.MonkeyPatch.context() as patch:
+                rows.force(patch, *group.split("/"))
+                try:
+                    rows.check(cupy, problem)
+                    verdict = "agrees"
+                except NotImplementedError as refusal:
+                    verdict = f"REFUSED {str(refusal).splitlines()[-1].strip()}"
+                except AssertionError as error:
+                    verdict, failures = f"WRONG {error}", failures + 1
+            print(f"{group}: {case}: {verdict}", flush=True)
+    return failures
+
+
+def _small(problem):
+    """Fewer queries and keys, and fewer rows of softmax."""
+    if problem.operation == "softmax":
+        problem.arrays = {n: x[:8] for n, x in problem.arrays.items()}
+    return problem
+
+
+def tiers_of(cupy, functions):
     """(what, tier, result, exact) of one call of each tier, kind and dtype."""
+    import numpy as np
+    import oracle
+    import tiers
+    from placing import place
+
+    import cupyflash
+
     rng = np.random.default_rng(0)
-    for function in functions:
+    for function in functions or tiers.FUNCTIONS:
         for dtype in ("float32", "bfloat16", "float64"):
             seen = set()
             for kind in tiers.KINDS:
@@ -49,19 +125,158 @@ def calls(cupy, functions):
                         )
 
 
-def main():
-    """Run them; the exit code says whether all were right."""
-    import cupy
+def run_tiers(cupy, functions):
+    """Call each tier of softmax; the number of wrong results."""
+    import numpy as np
+    from accuracy import finfo, wide
 
     failures = 0
-    for what, tier, result, exact in calls(cupy, sys.argv[1:] or tiers.FUNCTIONS):
+    for what, tier, result, exact in tiers_of(cupy, functions):
         error = float(
             (np.abs(wide(result) - exact) / np.maximum(1, np.abs(exact))).max()
         )
         is_good = error <= 64 * float(finfo(result.dtype).eps)
         failures += not is_good
         print(f"{tier:32} {what}: {error:.1e}{'' if is_good else ' WRONG'}", flush=True)
-    return int(failures > 0)
+    return failures
+
+
+# --- tools ---------------------------------------------------------------------------
+
+
+def find_tool():
+    """compute-sanitizer on the path or beside CUDA; None without it."""
+    found = shutil.which("compute-sanitizer")
+    if found is None:
+        beside = sorted(Path("/usr/local").glob("cuda*/bin/compute-sanitizer"))
+        found = str(beside[-1]) if beside else None
+    return found
+
+
+def read_report(text):
+    """(errors or None where there is no summary, calls, lines of the tool)."""
+    lines = [line.removeprefix("========= ") for line in text.splitlines()
+             if line.startswith("=========")]  # fmt: skip
+    errors = None
+    for line in lines:
+        if found := re.search(r"ERROR SUMMARY: (\d+) error", line):
+            errors = int(found[1])
+        elif found := re.search(r"SUMMARY: (\d+) hazards? displayed \((\d+)", line):
+            errors = int(found[1])
+    return errors, calls_of(text, ""), lines
+
+
+def calls_of(text, group):
+    """How many calls of a row came out right."""
+    return sum(
+        line.startswith(f"{group}:" if group else "") and line.endswith(": agrees")
+        for line in text.splitlines()
+    )
+
+
+def message_of(lines):
+    """What a tool says beside its summary, in one line."""
+    usual = ("COMPUTE-SANITIZER", "Host Frame", "in ", "    ")
+    kept = [
+        line.strip()
+        for line in lines
+        if line.strip() and "SUMMARY" not in line and not line.startswith(usual)
+    ]
+    return kept[0][:300] if kept else ""
+
+
+def run_tool(program, tool, unit):
+    """{row: what one tool finds in it}; rows of a unit with errors run again alone."""
+    started = time.monotonic()
+    command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable,
+               str(Path(__file__)), *unit]  # fmt: skip
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS
+        )
+        text, code = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired:
+        text, code = "", f"none after {_SECONDS} s"
+    errors, calls, lines = read_report(text)
+    message = message_of(lines)
+    if len(unit) > 1 and (errors or message or not calls or code != 0):
+        alone = [run_tool(program, tool, (group,)) for group in unit]
+        return {group: found for one in alone for group, found in one.items()}
+    seconds = time.monotonic() - started
+    found = {"errors": errors, "seconds": round(seconds / len(unit), 1)}
+    if message:
+        found["message"] = message
+    if errors is None or code not in (0, 9) or not calls:
+        last = [line for line in text.splitlines() if line.strip()][-1:]
+        found["ended"] = f"exit {code}: {last[0][:300] if last else ''}"
+    return {group: {"calls": calls_of(text, group), **found} for group in unit}
+
+
+def record(path, tools, wanted, jobs):
+    """Run the tools, write what they found; 1 if there is an error."""
+    import gpu_record
+
+    program = find_tool()
+    if program is None:
+        print("compute-sanitizer is not installed; it comes with the CUDA toolkit")
+        return 2
+    chosen = [g for g in groups() if not wanted or {g, g.split("/")[0]} & {*wanted}]
+    # Rows of softmax are quick: what takes time is to start.
+    softmax = tuple(g for g in chosen if g.startswith("softmax/"))
+    units = [softmax] * bool(softmax) + [(g,) for g in chosen if g not in softmax]
+    # Compiled without a tool: the sanitizers then find the kernels in the cache.
+    with ThreadPoolExecutor(jobs) as pool:
+        if any(pool.map(_compile, chosen)):
+            print("a result is wrong without any tool: see python tests/sanitize.py")
+            return 1
+    work = [(tool, unit) for unit in units for tool in tools]
+    found = {tool: {} for tool in tools}
+    with ThreadPoolExecutor(jobs) as pool:
+        results = pool.map(lambda w: run_tool(program, *w), work)
+        for (tool, _), of_rows in zip(work, results, strict=True):
+            found[tool] |= of_rows
+            for group, what in of_rows.items():
+                print(f"{tool:10} {group:28} {_told(what)}", flush=True)
+    version = subprocess.run([program, "--version"], capture_output=True, text=True)
+    name = (re.findall(r"Version ([\d.]+)", version.stdout) or ["unknown"])[0]
+    gpu_record.put_sanitizer(path, name, found)
+    return int(any(what["errors"] for of in found.values() for what in of.values()))
+
+
+def _compile(group):
+    return subprocess.run(
+        [sys.executable, __file__, group], cwd=ROOT, capture_output=True
+    ).returncode
+
+
+def _told(what):
+    """One line on a row."""
+    errors = "no verdict" if what["errors"] is None else f"{what['errors']} errors"
+    more = what.get("ended") or what.get("message", "")
+    return f"{errors}, {what['calls']} calls, {what['seconds']} s {more}".rstrip()
+
+
+def main():
+    """Run them; the exit code says whether all were right."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", help="operations, rows or functions")
+    parser.add_argument("--tiers", action="store_true", help="each tier of softmax")
+    parser.add_argument("--record", action="store_true", help="run the tools")
+    parser.add_argument("--tool", action="append", choices=TOOLS)
+    parser.add_argument("--jobs", type=int, default=8, help="processes (default 8)")
+    parser.add_argument("--output", type=Path, help="in place of the record")
+    args = parser.parse_args()
+    if args.record:
+        import gpu_record
+
+        path = args.output or gpu_record.RECORD
+        return record(path, args.tool or TOOLS, args.names, args.jobs)
+    import cupy
+
+    run = run_tiers if args.tiers else run_rows
+    return int(run(cupy, args.names) > 0)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 import cupyflash
-from cupyflash import _cli, _cli_check, _cli_compile
+from cupyflash import _cli, _cli_check, _cli_compile, _softmax_kernels
+from cupyflash._attention_kernels import ATTENTION_KERNELS
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 
 ROOT = Path(cupyflash.__file__).parent.parent
 
@@ -75,7 +77,38 @@ def test_check_on_numpy(capsys):
 @pytest.mark.gpu
 def test_check_on_cupy(cupy, capsys):
     assert main("check", "--backend", "cupy") == 0
-    assert "0 failed" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "0 failed" in text
+    # Each kernel of the tables that this card has an ordinary call for.
+    shown = {word for line in text.splitlines() for word in line.split()}
+    for row in _softmax_kernels.KERNELS:
+        assert row.name in shown
+    for table in (ATTENTION_KERNELS, ATTENTION_VJP_KERNELS):
+        assert shown & {row.name for row in table}
+
+
+def test_check_goes_on_after_an_error(monkeypatch, capsys):
+    """A call that raises is a line that failed, and its message follows."""
+
+    def broken(case, xp, rng):
+        raise RuntimeError("no kernel today\nand more")
+
+    monkeypatch.setattr(_cli_check, "_logsumexp_error", broken)
+    monkeypatch.setattr(_cli_check, "_METHODS", ("safe",))
+    assert main("check", "--backend", "numpy") == 1
+    text = capsys.readouterr().out
+    assert "logsumexp auto float32: RuntimeError: no kernel today" in text
+    assert "4 failed" in text
+
+
+@pytest.mark.parametrize("function", _cli_check._KINDS)
+def test_every_kind_of_check_on_numpy(function):
+    """What a GPU is asked is right where the answer is known to be."""
+    for kind in _cli_check._KINDS[function]:
+        verdict = _cli_check.measure(
+            _cli_check.Case("numpy", function, "auto", "float32", kind)
+        )
+        assert verdict.is_good, (kind, verdict)
 
 
 def test_check_counts_failures(monkeypatch, capsys):

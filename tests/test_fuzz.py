@@ -1,7 +1,11 @@
 """Random problems of attention, its gradients and the softmax family."""
 
 import itertools
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import fuzz
 import fuzz_vjp
@@ -15,6 +19,8 @@ OPERATIONS = sorted(fuzz_vjp.fuzz.DRAWS)
 
 
 def pytest_generate_tests(metafunc):
+    if "numbers" not in metafunc.fixturenames:
+        return
     config = metafunc.config
     seconds = config.getoption("--fuzz-seconds")
     total = config.getoption("--fuzz-problems")
@@ -29,13 +35,14 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize("numbers", chunks)
 
 
-def problems(numbers, seconds):
+def problems(numbers, seconds, first=None):
     """The numbers of the problems: those given, or new ones until time is up."""
     if numbers is not None:
         yield from numbers
         return
     end = time.monotonic() + seconds
-    first = time.time_ns() % 2**40
+    if first is None:
+        first = time.time_ns() % 2**40
     for number in itertools.count(first):
         if time.monotonic() > end:
             return
@@ -43,8 +50,42 @@ def problems(numbers, seconds):
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_random_problems(xp, operation, numbers, request):
+def test_random_problems(xp, operation, numbers, request, record_property):
     variants = None if xp is np else VARIANTS[operation]
     seconds = request.config.getoption("--fuzz-seconds")
-    for number in problems(numbers, seconds):
+    seed = request.config.getoption("--fuzz-seed")
+    tried = 0
+    for number in problems(numbers, seconds, seed):
         fuzz.run(xp, fuzz.draw(operation, number, variants))
+        tried += 1
+    record_property("cases", tried)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_failure_begins_with_the_line_that_runs_it_again(monkeypatch, operation):
+    def fails(xp, problem):
+        raise ValueError("out is wrong")
+
+    with monkeypatch.context() as patch:
+        patch.setitem(fuzz.CHECKS, operation, fails)
+        with pytest.raises(AssertionError) as raised:
+            fuzz.run(np, fuzz.draw(operation, 12, 3))
+    line, *_ = str(raised.value).splitlines()
+    assert line == f"python tests/fuzz.py {operation} 12 --variants 3 --xp numpy"
+    assert "out is wrong" in str(raised.value)
+    env = {n: x for n, x in os.environ.items() if n != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, *line.split()[1:]],
+        cwd=Path(fuzz.__file__).parent.parent,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "agrees"
+
+
+def test_problems_for_a_time_begin_at_a_number():
+    numbers = list(itertools.islice(problems(None, 60, 7), 3))
+    assert numbers == [7, 8, 9]
+    assert list(problems(None, -1, 7)) == []

@@ -1,0 +1,154 @@
+"""
+What is tested, and how
+=======================
+
+A kernel library is worth what survives its users. This page says what was tried, on
+which card, for how long, and what it found; the figures are read from
+``tests/gpu_record.json``, which the tests themselves write, when this page is built.
+
+.. code-block:: console
+
+   $ python -m cupyflash check            # within a minute: each kernel, its error
+   $ make test                            # all that needs no GPU
+   $ make gpu-check                       # all that needs one; writes the record
+   $ make gpu-proof                       # its part in tests/gpu: what is told below
+   $ make gpu-sanitize                    # compute-sanitizer over every kernel
+   $ make gpu-record                      # is the record of these sources?
+
+Parts run alone: ``python -m pytest -m gpu tests/gpu -k laws``.
+
+What is compared with what
+--------------------------
+
+* **The exact result** comes from ``tests/oracle.py``: the formulas in extended
+  precision on the host, which share no code with the package and are themselves
+  compared with mpmath.
+* **The bound** is the promise of :doc:`/guides/precision`, and what the rounding of
+  the scores alone brings. No bound is chosen so that a kernel passes.
+* **Rows of the kernel tables are parameters of the tests**: a kernel that is added is
+  met by all of ``tests/gpu/test_rows.py`` without a change there. Each row runs
+  forced, alone, and one test a row asks ``explain`` whether some ordinary call is led
+  to it.
+* **NaN stands wherever no kernel may look**: between the elements of strided arrays,
+  behind masks and lengths, in memory that a result has not been written to yet.
+"""
+
+import json
+from pathlib import Path
+
+import cupyflash
+
+RECORD = Path(cupyflash.__file__).parent.parent / "tests" / "gpu_record.json"
+record = json.loads(RECORD.read_text("utf-8"))
+
+
+def figures(*names):
+    """A line of the record for each file of tests."""
+    print(f"{'':24}{'tests':>8}{'cases':>10}{'core s':>10}{'failed':>8}{'skipped':>9}")
+    for name in names:
+        found = record["files"].get(name)
+        if found is None:
+            print(f"{name:24}{'not in the record yet':>30}")
+            continue
+        failed = len(found["failures"])
+        tests = found["passed"] + failed
+        print(
+            f"{name:24}{tests:>8}{found.get('cases', tests):>10}"
+            f"{found.get('seconds', '-'):>10}{failed:>8}{found['skipped']:>9}"
+        )
+
+
+print(f"{record['device']}, {record['date']}, NVRTC {record['nvrtc']}")
+print(f"CuPy {record['cupy']}, driver {record['driver']}")
+print(f"{record['passed']} passed, {record['failed']} failed")
+
+# %%
+# Contract and laws, row by row
+# -----------------------------
+# Every row in each of its types, in plain, shifted, reversed, padded and transposed
+# memory, with no option and with all of them at once. Then what holds without a
+# reference: rows sum to one; a shift of the scores changes nothing but ``lse``; the
+# order of the keys does not matter; parts of the keys merge to the whole; entries of
+# the batch do not know of each other; gradients are linear, and add up to what flows
+# in. The bits are the same in 100 runs, with ``out=``, and when a CUDA graph is
+# replayed. And hostile values: NaN, infinities, denormals, the largest numbers,
+# scores of 1e30, rows that see nothing, an ``out`` that overlaps an input.
+
+figures("gpu/test_rows.py", "test_softmax.py", "test_tiers.py", "test_attention.py")
+
+# %%
+# Random problems
+# ---------------
+# Arguments of every kind from a seed. ``--fuzz-seconds 600`` draws new ones for so
+# long; a failure begins with the line that runs its problem again, such as ``python
+# tests/fuzz.py attention 1234 --variants 8 --xp cupy``. The same numbers on NumPy
+# need no GPU.
+
+figures("gpu/test_random.py", "test_fuzz.py")
+
+# %%
+# Sizes
+# -----
+# More than 2^31 elements in q, k, v, out and in an array of softmax, forward and
+# backward; one query before four million keys; more heads and batch entries than a
+# grid has blocks along an axis; head dimensions of 1 and 512; a zero in every place
+# of a shape.
+
+figures("gpu/test_sizes.py", "test_gpu.py")
+
+# %%
+# Streams, threads, processes
+# ---------------------------
+# Eight threads, each with a stream and shapes of its own, compared bit for bit with
+# the serial results (a case is a call; ``--thread-seconds`` says for how long);
+# captures beside another thread; a first compilation by many threads, and by four
+# processes on one empty cache folder; processes that are killed while they compile,
+# and the start after it. With two devices, arrays of one while the other is current.
+
+figures("gpu/test_threads.py")
+
+# %%
+# Memory
+# ------
+# The pool before and after 10,000 mixed calls; an allocation that fails, at each
+# place of each call in turn, and what it leaves behind; what ``tiled`` takes beside
+# its results.
+
+figures("gpu/test_memory.py")
+
+# %%
+# Surroundings
+# ------------
+# A cache folder that is full, read-only, damaged or a file; headers of another CUDA;
+# no NVRTC; the cache in memory. These need no GPU (``tests/test_environment.py``); a
+# few run again on one.
+
+figures("test_compile.py")
+
+# %%
+# compute-sanitizer
+# -----------------
+# Small calls of each row, of softmax in rows short and long, under four tools. An
+# error is what the tool says; where it has something to say, or cannot judge a
+# kernel, its words stand here.
+
+sanitizer = record.get("sanitizer", {"version": "not run", "tools": {}})
+print(f"compute-sanitizer {sanitizer['version']}")
+for tool, rows in sanitizer["tools"].items():
+    errors = sum(facts["errors"] or 0 for facts in rows.values())
+    calls = sum(facts["calls"] for facts in rows.values())
+    seconds = sum(facts["seconds"] for facts in rows.values())
+    print(
+        f"{tool:10} {len(rows)} rows, {calls} calls, {errors} errors, {seconds:.0f} s"
+    )
+    for row, facts in rows.items():
+        if said := facts.get("message") or facts.get("ended"):
+            print(f"    {row}: {facts['errors']} errors: {said}")
+
+# %%
+# What failed
+# -----------
+# Tests of the record that failed; none of them is hidden by a wider bound.
+
+failed = [name for found in record["files"].values() for name in found["failures"]]
+print("\n".join(failed) or "none")

@@ -1,0 +1,176 @@
+"""What calls take from the pool, what they give back, and when there is none."""
+
+import mixed
+import numpy as np
+import pytest
+from accuracy import dtype_of
+from placing import place
+
+import cupyflash
+
+pytestmark = pytest.mark.gpu
+
+CALLS = 10_000
+
+
+@pytest.fixture(autouse=True)
+def _give_back(cupy):
+    """Other processes test on the same device."""
+    yield
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+class Counting:
+    """Sizes that CuPy's allocator is asked for."""
+
+    def __init__(self, cupy):
+        self.sizes = []
+        self._malloc = cupy.get_default_memory_pool().malloc
+
+    def __call__(self, size):
+        self.sizes.append(size)
+        return self._malloc(size)
+
+
+def test_ten_thousand_mixed_calls_keep_nothing(cupy, record_property):
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        calls = mixed.calls(cupy, 1)
+        for _ in range(2):
+            for call in calls.values():
+                call()
+        used, total = pool.used_bytes(), pool.total_bytes()
+        for i in range(CALLS):
+            name = mixed.NAMES[i % len(mixed.NAMES)]
+            calls[name]()
+        assert (pool.used_bytes(), pool.total_bytes()) == (used, total)
+    record_property("cases", CALLS)
+
+
+def test_a_thousand_shapes_keep_nothing(cupy):
+    """Plans of ever new shapes hold no device memory."""
+    x = cupy.ones((40, 1100), np.float32)
+    q = cupy.ones((1, 2, 1100, 64), np.float32)
+    cupyflash.softmax(x, -1)
+    cupyflash.attention(q, q, q)
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        for n in range(70, 1070):
+            cupyflash.softmax(x[:, :1000] if n % 2 else x[: n % 39 + 1], -1)
+            cupyflash.attention(q[:, :, :n], q, q)
+        assert pool.used_bytes() == 0
+
+
+# --- out of memory -------------------------------------------------------------------
+
+
+def out_of_memory_calls(cupy, rng):
+    """{name: (call with out, out, inputs)} of calls that need memory of their own."""
+
+    def normal(shape, dtype):
+        return place(cupy, rng.normal(size=shape).astype(dtype_of(dtype)))
+
+    found = {}
+    for name, dtype, seqlen_q, seqlen_k, options in (
+        ("parts of the keys", "float16", 1, 8000, {}),
+        ("split numbers", "float32", 300, 200, {}),
+        ("lse", "float64", 70, 80, {"return_lse": True}),
+        ("scores", "float32", 70, 80, {"method": "safe"}),
+    ):
+        q, k, v = (normal((1, 2, n, 64), dtype) for n in (seqlen_q, seqlen_k, seqlen_k))
+        out = normal(q.shape, dtype)
+
+        def call(q=q, k=k, v=v, out=out, options=options):
+            return cupyflash.attention(q, k, v, out=out, **options)
+
+        found[name] = call, out, (q, k, v)
+    x = normal((2, 700_000), "float32")
+    y = cupy.empty_like(x)
+    y[...] = x
+    found["long rows"] = (lambda: cupyflash.softmax(x, 1, out=y)), y, (x,)
+    return found
+
+
+NEEDY = ("parts of the keys", "split numbers", "lse", "scores", "long rows")
+
+
+@pytest.mark.parametrize("name", NEEDY)
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_out_of_memory_changes_nothing(cupy, rng, name, is_warm):
+    """Inputs and out stay as they were, and the same call works afterwards."""
+    call, out, inputs = out_of_memory_calls(cupy, rng)[name]
+    if is_warm:
+        kept = out.copy()
+        call()
+        out[...] = kept
+    before = [x.copy() for x in (out, *inputs)]
+    empty = cupy.cuda.MemoryPool()
+    empty.set_limit(size=1)
+    with cupy.cuda.using_allocator(empty.malloc):
+        for _ in range(2):
+            with pytest.raises(cupy.cuda.memory.OutOfMemoryError):
+                call()
+    for x, was in zip((out, *inputs), before, strict=True):
+        assert mixed.same(x, was)
+    first = call()
+    first = [x.copy() for x in mixed.arrays(first)]
+    assert mixed.same(call(), tuple(first) if len(first) > 1 else first[0])
+    assert not mixed.same(out, before[0])
+
+
+@pytest.mark.parametrize("name", mixed.NAMES)
+def test_out_of_memory_of_every_call(cupy, name):
+    """At each of its allocations in turn."""
+    call = mixed.calls(cupy, 2)[name]
+    expected = call()
+    counting = Counting(cupy)
+    with cupy.cuda.using_allocator(counting):
+        call()
+    malloc = cupy.get_default_memory_pool().malloc
+    for allowed in range(len(counting.sizes)):
+        left = [allowed]
+
+        def few(size, left=left):
+            if not left[0]:
+                raise cupy.cuda.memory.OutOfMemoryError(size, 0, 0)
+            left[0] -= 1
+            return malloc(size)
+
+        with (
+            cupy.cuda.using_allocator(few),
+            pytest.raises(cupy.cuda.memory.OutOfMemoryError),
+        ):
+            call()
+        assert mixed.same(call(), expected)
+
+
+# --- extra memory --------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_tiled_at_131072_takes_out_and_lse(cupy, rng, dtype):
+    n, dim = 131_072, 64
+    shape = (1, 1, n, dim)
+    random = cupy.random.RandomState(1)
+    q, k, v = (
+        random.standard_normal(shape, np.float32).astype(dtype_of(dtype)) for _ in "qkv"
+    )
+    cupyflash.attention(q, k, v, return_lse=True, method="tiled")
+    counting = Counting(cupy)
+    with cupy.cuda.using_allocator(counting):
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, method="tiled")
+    assert sorted(counting.sizes) == sorted((out.nbytes, lse.nbytes))
+
+
+@pytest.mark.slow
+def test_tiled_float32_at_131072_takes_four_times_out(cupy):
+    """As documented: the parts of k and v, of up to four times the result."""
+    random = cupy.random.RandomState(1)
+    q, k, v = (random.standard_normal((1, 1, 131_072, 64), np.float32) for _ in "qkv")
+    cupyflash.attention(q, k, v, return_lse=True, method="tiled")
+    counting = Counting(cupy)
+    with cupy.cuda.using_allocator(counting):
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, method="tiled")
+    own = out.nbytes + lse.nbytes
+    assert sum(counting.sizes) - own <= 4.1 * out.nbytes

@@ -1,0 +1,277 @@
+"""Streams, threads, processes and devices at once; results equal the serial ones."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import mixed
+import numpy as np
+import pytest
+from accuracy import to_host
+
+import cupyflash
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(cupyflash.__file__).resolve().parent.parent
+THREADS = 8
+
+
+# --- threads -------------------------------------------------------------------------
+
+
+def prepared(cupy, seed, device=0):
+    """(stream, calls, serial results) on a device."""
+    with cupy.cuda.Device(device):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            calls = mixed.calls(cupy, seed)
+            expected = {name: call() for name, call in calls.items()}
+        stream.synchronize()
+    return stream, calls, expected
+
+
+def work(cupy, seed, seconds, stream, calls, expected, device=0):
+    """Calls of everything on one stream; (how many, names of wrong ones)."""
+    order, wrong, tried = random.Random(seed), [], 0
+    with cupy.cuda.Device(device), stream:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not wrong:
+            names = order.sample(list(calls), 4)
+            made = [(name, calls[name]()) for name in names]  # all in flight
+            wrong = [name for name, x in made if not mixed.same(x, expected[name])]
+            tried += len(made)
+        stream.synchronize()
+    return tried, wrong
+
+
+def test_eight_threads(cupy, request, record_property):
+    """Each with a stream and shapes of its own, for --thread-seconds."""
+    seconds = request.config.getoption("--thread-seconds")
+    ready = [prepared(cupy, seed) for seed in range(THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        found = list(
+            pool.map(lambda i: work(cupy, i, seconds, *ready[i]), range(THREADS))
+        )
+    assert [wrong for _, wrong in found] == [[]] * THREADS
+    assert all(tried for tried, _ in found)
+    record_property("cases", sum(tried for tried, _ in found))
+
+
+@pytest.mark.parametrize("name", mixed.NAMES)
+def test_capture_beside_another_thread(cupy, name):
+    """A graph is captured on one stream while a second thread works on another."""
+    call = mixed.calls(cupy, 3)[name]
+    expected, other = call(), mixed.calls(cupy, 4)
+    for busy in other.values():
+        busy()
+    cupy.cuda.get_current_stream().synchronize()
+    stop = threading.Event()
+    errors = []
+
+    def keep_busy():
+        try:
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                started.wait()
+                while not stop.is_set():
+                    other["softmax"]()
+                    other["attention bfloat16"]()
+                    stream.synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    started = threading.Event()
+    thread = threading.Thread(target=keep_busy)
+    thread.start()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    try:
+        with stream:
+            kept = [call() for _ in range(3)]
+            stream.synchronize()
+            del kept
+            started.set()
+            stream.begin_capture()
+            result = call()
+            graph = stream.end_capture()
+            for _ in range(3):
+                for x in mixed.arrays(result):
+                    mixed.clear(x)
+                graph.launch(stream)
+                stream.synchronize()
+                assert mixed.same(result, expected)
+    finally:
+        started.set()
+        stop.set()
+        thread.join()
+    assert not errors
+
+
+# --- first compilations --------------------------------------------------------------
+
+# Prints the result of a few calls; arguments: threads, and what to print before.
+FIRST = """
+import hashlib, sys, threading
+import numpy as np
+import cupy
+import cupyflash
+
+x = cupy.asarray((np.arange(3000) % 17 / 4).reshape(3, 1000).astype(np.float32))
+q = x.reshape(1, 3, 25, 40)
+threads = int(sys.argv[1])
+barrier, found = threading.Barrier(threads), []
+
+def call():
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        barrier.wait()
+        results = (
+            cupyflash.softmax(x, -1, scale=0.75), cupyflash.attention(q, q, q),
+            cupyflash.logsumexp(x, -1), cupyflash.attention(q, q, q, method="online"),
+        )
+        stream.synchronize()
+        text = b"".join(r.get().tobytes() for r in results)
+    found.append(hashlib.sha256(text).hexdigest())
+
+cupy.cuda.get_current_stream().synchronize()
+print("compiling", flush=True)
+workers = [threading.Thread(target=call) for _ in range(threads)]
+[w.start() for w in workers]
+[w.join() for w in workers]
+assert len(found) == threads and len(set(found)) == 1, found
+print(found[0], flush=True)
+"""
+
+
+def start(cache, threads=1):
+    """A process that computes FIRST with its kernels cached in a folder."""
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"))
+    env = os.environ | {
+        "CUPY_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    env.pop("CUPY_CACHE_IN_MEMORY", None)
+    return subprocess.Popen(
+        [sys.executable, "-W", "error::RuntimeWarning", "-c", FIRST, str(threads)],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer(process):
+    """What a process printed last; it must have ended well."""
+    out, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    return out.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    """(a folder with all kernels, the right answer)."""
+    folder = tmp_path_factory.mktemp("warm")
+    return folder, answer(start(folder))
+
+
+def test_first_compilation_from_many_threads(cupy, warm, tmp_path):
+    assert answer(start(tmp_path, threads=8)) == warm[1]
+
+
+def test_four_processes_on_one_cold_cache_folder(cupy, warm, tmp_path):
+    processes = [start(tmp_path) for _ in range(4)]
+    assert {answer(p) for p in processes} == {warm[1]}
+    # Nothing half-written is left, and what is there serves the next.
+    names = {p.suffix for p in tmp_path.rglob("*") if p.is_file()}
+    assert names == {p.suffix for p in warm[0].rglob("*") if p.is_file()}
+    assert answer(start(tmp_path)) == warm[1]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.4, 1.5])
+def test_killed_during_a_compilation(cupy, warm, tmp_path, delay):
+    """The next start is clean."""
+    process = start(tmp_path)
+    assert process.stdout.readline().strip() == "compiling"
+    time.sleep(delay)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert answer(start(tmp_path)) == warm[1]
+
+
+# --- two devices ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def second(cupy):
+    """The number of another device."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two devices")
+    return 1
+
+
+@pytest.mark.parametrize("name", mixed.NAMES)
+def test_arrays_of_a_device_that_is_not_current(cupy, second, name):
+    """The work is done where they are, and the current device stays current."""
+    here = mixed.calls(cupy, 5)[name]
+    with cupy.cuda.Device(second):
+        there = mixed.calls(cupy, 5)[name]
+    expected = [to_host(x) for x in mixed.arrays(here())]
+    for _ in range(3):  # compiled, planned, and from the plan
+        result = mixed.arrays(there())
+        assert cupy.cuda.runtime.getDevice() == 0
+        for x, wanted in zip(result, expected, strict=True):
+            assert x.device.id == second
+            np.testing.assert_array_equal(to_host(x), wanted)
+
+
+def test_threads_on_two_devices(cupy, second, request, record_property):
+    seconds = min(10.0, request.config.getoption("--thread-seconds"))
+    ready = [prepared(cupy, i, i % 2) for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda i: work(cupy, i, seconds, *ready[i], i % 2), range(4))
+        )
+    assert [wrong for _, wrong in found] == [[]] * 4
+    record_property("cases", sum(tried for tried, _ in found))
+
+
+def test_a_graph_on_the_second_device(cupy, second):
+    with cupy.cuda.Device(second):
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            for name, call in mixed.calls(cupy, 6).items():
+                expected = call()
+                kept = [call() for _ in range(3)]
+                stream.synchronize()
+                del kept
+                stream.begin_capture()
+                result = call()
+                graph = stream.end_capture()
+                for x in mixed.arrays(result):
+                    mixed.clear(x)
+                graph.launch(stream)
+                stream.synchronize()
+                assert mixed.same(result, expected), name
+
+
+def test_inputs_on_two_devices_are_refused(cupy, second):
+    here = cupy.ones((2, 3, 40, 16), np.float32)
+    with cupy.cuda.Device(second):
+        there = cupy.ones((2, 3, 40, 16), np.float32)
+    lse = here[..., 0].copy()
+    wrong = (
+        lambda: cupyflash.attention(here, there, there),
+        lambda: cupyflash.attention(here, here, here, out=there),
+        lambda: cupyflash.attention(here, here, here, bias=there[..., :1, :1]),
+        lambda: cupyflash.attention_vjp(there, here, here, here, here, lse),
+        lambda: cupyflash.softmax(here, -1, out=there),
+        lambda: cupyflash.softmax_vjp(here, there, -1),
+        lambda: cupyflash.logsumexp(here, -1, b=there),
+    )
+    for call in wrong * 2:
+        with pytest.raises(ValueError, match="device"):
+            call()

@@ -1,0 +1,355 @@
+"""Small problems for every row of every table, and the means to force a row.
+
+A row that is added to a table is met here without a change: its cases are all those
+below that it does not refuse. Nothing here needs a GPU but `force`.
+"""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+
+import fuzz
+import fuzz_vjp
+import numpy as np
+from accuracy import dtype_of
+
+import cupyflash
+from cupyflash import (
+    _attention_kernels,
+    _attention_vjp_kernels,
+    _explain,
+    _kernels,
+    _layout,
+    _softmax_kernels,
+    _softmax_layout,
+)
+
+METHODS = fuzz.METHODS
+OPERATIONS = ("softmax", "attention", "attention_vjp")
+
+
+def tables():
+    """{operation: its table}."""
+    return {
+        "softmax": _softmax_kernels.KERNELS,
+        "attention": _attention_kernels.ATTENTION_KERNELS,
+        "attention_vjp": _attention_vjp_kernels.ATTENTION_VJP_KERNELS,
+    }
+
+
+def all_rows():
+    """(operation, name) of every row."""
+    return [(name, row.name) for name, table in tables().items() for row in table]
+
+
+def row_of(operation, name):
+    """The row of a table."""
+    (row,) = (row for row in tables()[operation] if row.name == name)
+    return row
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call that a row takes."""
+
+    operation: str
+    row: str
+    function: str
+    kind: str  # of SOFTMAX_SHAPES or ATTENTION_SHAPES
+    dtype: str  # or "tf32"
+    method: str = "auto"
+
+    def __str__(self):
+        return f"{self.row}-{self.function}-{self.kind}-{self.dtype}".replace(" ", "_")
+
+
+# --- shapes --------------------------------------------------------------------------
+
+# (outer, length, inner), reduced over the middle. Lengths make each row of the table
+# the first to take one of them on an H200.
+SOFTMAX_SHAPES = {
+    "short rows": (300, 37, 1),
+    "rows": (40, 1000, 1),
+    "columns": (6, 64, 40),
+    "long columns": (2, 3001, 24),
+    "long rows": (2, 70_001, 1),
+    "longer rows": (2, 300_001, 1),
+}
+_SOFTMAX_DTYPES_OF_KIND = {
+    "rows": ("float32", "bfloat16", "float64"),
+    "columns": ("float32", "bfloat16", "float64"),
+    "short rows": ("float32", "bfloat16"),
+    "long columns": ("float32",),
+    "long rows": ("float32",),
+    "longer rows": ("float32",),
+}
+# More, only to be asked about.
+SOFTMAX_REACH = SOFTMAX_SHAPES | {
+    "one element": (9, 1, 1),
+    "few long rows": (2, 700_001, 1),
+    "very long columns": (3, 40_001, 32),
+    "scattered": (3, 5000, 2),
+}
+
+# q, k and v.
+ATTENTION_SHAPES = {
+    "plain": ((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64)),
+    "options": ((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64)),
+    "odd": ((1, 3, 70, 33), (1, 1, 90, 33), (1, 1, 90, 17)),
+    "one query": ((2, 4, 1, 64), (2, 2, 600, 64), (2, 2, 600, 64)),
+}
+ATTENTION_REACH = ATTENTION_SHAPES | {
+    "few": ((1, 2, 5, 64), (1, 2, 9, 64), (1, 2, 9, 64)),
+    "wide": ((1, 1, 66, 700), (1, 1, 66, 700), (1, 1, 66, 700)),
+}
+_DTYPES_OF_KIND = {
+    "plain": ("float16", "bfloat16", "float32", "tf32", "float64"),
+    "options": ("bfloat16", "float32", "float64"),
+    "odd": ("float16", "float32"),
+    "one query": ("float16", "float32"),
+}
+_VJP_DTYPES_OF_KIND = {
+    "plain": ("float16", "bfloat16", "float32", "float64"),
+    "options": ("bfloat16", "float32"),
+    "odd": ("float16",),
+}
+
+
+# --- problems ------------------------------------------------------------------------
+
+
+def problem_of(case, rng, values=None):
+    """The problem of tests/fuzz.py for a case; `values` are softmax's own x."""
+    return {
+        "softmax": _softmax_problem_of,
+        "attention": _attention_problem_of,
+        "attention_vjp": _attention_vjp_problem_of,
+    }[case.operation](case, rng, values)
+
+
+def _softmax_problem_of(case, rng, values):
+    shape, dtype = SOFTMAX_SHAPES[case.kind], dtype_of(case.dtype)
+    options = {"axis": 1}
+    if case.function in ("softmax", "log_softmax"):
+        options |= {"method": case.method, "scale": 1.0}
+    if values is None:
+        values = rng.normal(size=shape) * (1 if case.method == "naive" else 4)
+    x = values.astype(dtype)
+    arrays = {"x": x}
+    if case.function.endswith("_vjp"):
+        options["scale"] = 1.0
+        forward = getattr(fuzz.oracle, case.function.removesuffix("_vjp"))
+        arrays = {
+            "x": forward(x, 1).astype(np.float64).astype(dtype),
+            "dy": rng.normal(size=shape).astype(dtype),
+        }
+    if case.function == "logsumexp":
+        options |= {"keepdims": False, "return_sign": False}
+    forms = dict.fromkeys(arrays, "plain")
+    return fuzz.Problem("softmax", 0, None, case.function, arrays, forms, options)
+
+
+def options_of(kind, shapes, rng, dtype, naive=False):
+    """(arrays, other arguments) of a kind of attention."""
+    if kind != "options":
+        return {}, {"causal": True} if kind == "odd" else {}
+    (batch, heads, seqlen_q, _), (_, _, seqlen_k, _), _ = shapes
+    size = 0.3 if naive else 1.0
+    bias = rng.normal(size=(heads, seqlen_q, seqlen_k)) * size
+    bias[rng.random(bias.shape) < 0.1] = -np.inf
+    slopes = rng.random(heads) * size / seqlen_k
+    return {
+        "bias": bias.astype(dtype),
+        "mask": rng.random((batch, 1, seqlen_q, seqlen_k)) < 0.8,
+        "sinks": rng.normal(size=heads).astype(dtype),
+        "alibi_slopes": slopes.astype(dtype),
+        "query_lengths": np.array([seqlen_q, seqlen_q - 40][:batch], np.int32),
+        "key_lengths": np.array([seqlen_k - 33, seqlen_k][:batch], np.int32),
+    }, {"causal": True, "softcap": 9.0}
+
+
+def _attention_problem_of(case, rng, values=None):
+    shapes = ATTENTION_SHAPES[case.kind]
+    naive, is_tf32 = case.method == "naive", case.dtype == "tf32"
+    dtype = dtype_of("float32" if is_tf32 else case.dtype)
+    q, k, v = (rng.normal(size=shape) for shape in shapes)
+    if naive:  # no maximum is subtracted
+        q, k = (x * x.shape[-1] ** -0.25 for x in (q, k))
+    else:
+        q[..., ::3, :] *= 6
+    options, more = options_of(case.kind, shapes, rng, dtype, naive)
+    more |= {"method": case.method, "layout": "bhsd", "return_lse": True}
+    if is_tf32:
+        more["precision"] = "tf32"
+    arrays = {"q": q.astype(dtype), "k": k.astype(dtype), "v": v.astype(dtype)}
+    arrays |= options
+    batch, heads, seqlen_q, _ = shapes[0]
+    problem = fuzz.Problem(
+        "attention", 0, None, "attention", arrays, dict.fromkeys(arrays, "plain"), more
+    )
+    problem.notes |= {
+        "expanded": [],
+        "scores": (batch, heads, seqlen_q, shapes[1][-2]),
+    }
+    return problem
+
+
+def _attention_vjp_problem_of(case, rng, values=None):
+    problem = _attention_problem_of(case, rng)
+    options = problem.options
+    for name in ("method", "return_lse"):
+        options.pop(name)
+    for name in ("bias", "sinks"):
+        options[f"need_d{name}"] = name in problem.arrays
+    options["deterministic"] = True
+    *rows, _ = problem.arrays["q"].shape
+    dout = rng.normal(size=(*rows, problem.arrays["v"].shape[-1]))
+    problem.arrays["dout"] = dout.astype(problem.arrays["q"].dtype)
+    problem.forms |= dict.fromkeys(("dout", "out", "lse"), "plain")
+    problem.operation = problem.function = "attention_vjp"
+    return problem
+
+
+def poison(problem, rng):
+    """NaN and inf where no query looks."""
+    arrays = problem.arrays
+    *batch, heads, _, _ = problem.notes["scores"]
+    fuzz._poison(
+        rng, arrays["q"], arrays["k"], arrays["v"], arrays, problem.options,
+        tuple(batch), heads,
+    )  # fmt: skip
+    if "dout" in arrays:
+        dout = arrays["dout"].astype(np.float64)
+        fuzz_vjp._poison(rng, problem, dout)
+        arrays["dout"] = dout.astype(arrays["q"].dtype)
+
+
+def check(xp, problem):
+    """Do the call and compare it with the oracle, as the fuzz does."""
+    fuzz.CHECKS[problem.operation](xp, problem)
+
+
+# --- what the tables say -------------------------------------------------------------
+
+
+def library_problem(operation, function, shape, dtype, method, options=None):
+    """The checked problem of a call with arrays that lie back to back."""
+    made = dtype_of("float32" if dtype == "tf32" else dtype)
+    if operation == "softmax":
+        return _library_softmax(function, np.empty(shape, made), method)
+    q, k, v = (np.empty(s, made) for s in shape)
+    arguments = {"method": method, **(options or {})}
+    if dtype == "tf32":
+        arguments["precision"] = "tf32"
+    if operation == "attention":
+        return _checked(cupyflash.attention, q, k, v, return_lse=True, **arguments)
+    out = np.empty((*q.shape[:-1], v.shape[-1]), made)
+    lse = np.empty(q.shape[:-1], made if made == np.float64 else np.float32)
+    need = {f"need_d{n}": n in arguments for n in ("bias", "sinks")}
+    return _checked(
+        cupyflash.attention_vjp, out, q, k, v, out, lse, deterministic=True, **need,
+        **arguments,
+    )  # fmt: skip
+
+
+def _checked(function, *args, **kwargs):
+    """The problem that the checks of a function make of its arguments."""
+    call = inspect.signature(function).bind(*args, **kwargs)
+    call.apply_defaults()
+    check, _ = _explain._CHECKS[function]
+    problem, _ = check(*call.arguments.values())
+    return problem
+
+
+def _library_softmax(function, x, method):
+    call = getattr(cupyflash, function)
+    if function.endswith("_vjp"):
+        problem, names = _checked(call, x, x, axis=1), ("x", "dy", "out")
+    elif function == "logsumexp":
+        problem, names = _checked(call, x, axis=1), ("x", "b", "where")
+    else:
+        problem = _checked(call, x, axis=1, method=method)
+        names = ("x", "where", "out")
+    steps = _layout.element_strides(x)
+    strides = {n: (0,) * 3 if n in ("b", "where") else steps for n in names}
+    full = [n for n in names if n in ("x", "dy", "out")]
+    if function == "logsumexp":
+        strides |= dict.fromkeys(("out", "sign"), (x.shape[2], 0, 1))
+    layout = _softmax_layout.of(problem.shape, problem.axes, strides, full)
+    return dataclasses.replace(problem, layout=layout)
+
+
+def _method_of(row):
+    """A method that leads to a row."""
+    return "auto" if "auto" in row.rungs else row.rungs[0]
+
+
+@functools.cache
+def cases(operation, name, arch="sm_90a"):
+    """The cases that a row takes, on a made-up device."""
+    row, device = row_of(operation, name), _kernels.device_of_arch(arch)
+    rng = np.random.default_rng(0)
+    found = []
+    if operation == "softmax":
+        for i, (kind, shape) in enumerate(SOFTMAX_SHAPES.items()):
+            for j, dtype in enumerate(_SOFTMAX_DTYPES_OF_KIND[kind]):
+                function = row.functions[(i + j) % len(row.functions)]
+                case = Case(operation, name, function, kind, dtype, _method_of(row))
+                asked = library_problem(operation, function, shape, dtype, case.method)
+                if row.refusal(asked, device) is None:
+                    found.append(case)
+        return tuple(found)
+    is_vjp = operation == "attention_vjp"
+    for kind, dtypes in (_VJP_DTYPES_OF_KIND if is_vjp else _DTYPES_OF_KIND).items():
+        shapes = ATTENTION_SHAPES[kind]
+        for dtype in dtypes:
+            arrays, more = options_of(kind, shapes, rng, np.float32)
+            case = Case(operation, name, operation, kind, dtype, _method_of(row))
+            asked = library_problem(
+                operation, operation, shapes, dtype, case.method, arrays | more
+            )
+            if row.refusal(asked, device) is None and _is_new(row, case):
+                found.append(case)
+    return tuple(found)
+
+
+def _is_new(row, case):
+    """Whether "tf32" is another kernel than "float32"."""
+    return case.dtype != "tf32" or row.name == "mma"
+
+
+def reach(operation, name):
+    """Calls (function, shape, dtype, method) one of which a row is the choice for."""
+    row = row_of(operation, name)
+    functions = row.functions if operation == "softmax" else (operation,)
+    shapes = SOFTMAX_REACH if operation == "softmax" else ATTENTION_REACH
+    return itertools.product(
+        functions, shapes.values(), ("bfloat16", "float32", "float64"), row.rungs
+    )
+
+
+# --- on a device ---------------------------------------------------------------------
+
+
+def force(monkeypatch, operation, name):
+    """Let the operation have this row alone, for every method."""
+    from cupyflash import (
+        _attention_gpu,
+        _attention_vjp_gpu,
+        _gpu,
+        _softmax_gpu,
+    )
+
+    module, holder, attribute = {
+        "softmax": (_softmax_gpu, _softmax_kernels, "KERNELS"),
+        "attention": (_attention_gpu, _attention_gpu, "ATTENTION_KERNELS"),
+        "attention_vjp": (
+            _attention_vjp_gpu,
+            _attention_vjp_gpu,
+            "ATTENTION_VJP_KERNELS",
+        ),
+    }[operation]
+    row = dataclasses.replace(row_of(operation, name), rungs=METHODS)
+    monkeypatch.setattr(holder, attribute, (row,))
+    monkeypatch.setattr(module, "_plans", _gpu.PlanCache())

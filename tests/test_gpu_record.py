@@ -1,0 +1,199 @@
+"""The record of the GPU tests: what it counts, joins and says."""
+
+import json
+import types
+
+import gpu_record
+import pytest
+import sanitize
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        ("tests/test_gpu.py::test_a[1]", "test_gpu.py"),
+        ("tests/gpu/test_rows.py::test_contract[x::y]", "gpu/test_rows.py"),
+        ("test_gpu.py::test_a", "test_gpu.py"),
+    ],
+)
+def test_files_are_named_below_tests(test, name):
+    assert gpu_record._file(test) == name
+
+
+def test_the_files_of_an_argument(monkeypatch):
+    monkeypatch.chdir(gpu_record.ROOT)
+    files = gpu_record._test_files()
+    assert {"test_gpu.py", "gpu/test_rows.py"} <= {*files}
+    assert gpu_record._files_in("tests/test_gpu.py") == ["test_gpu.py"]
+    assert gpu_record._files_in("tests/gpu/test_rows.py::test_contract") == [
+        "gpu/test_rows.py"
+    ]
+    folder = gpu_record._files_in("tests/gpu")
+    assert folder == [file for file in files if file.startswith("gpu/")]
+    assert gpu_record._files_in("tests") == files
+    for other in ("-k", "laws", "60", "cupyflash", "tests/accuracy.py"):
+        assert gpu_record._files_in(other) == []
+
+
+def report(test, outcome="passed", when="call", properties=()):
+    return types.SimpleNamespace(
+        nodeid=test,
+        when=when,
+        passed=outcome == "passed",
+        failed=outcome == "failed",
+        skipped=outcome == "skipped",
+        duration=0.5,
+        user_properties=list(properties),
+    )
+
+
+def test_what_is_counted():
+    counter = gpu_record.Counter()
+    for one in (
+        report("tests/gpu/test_a.py::test_x", when="setup"),
+        report("tests/gpu/test_a.py::test_x", properties=[("cases", 40)]),
+        report("tests/gpu/test_a.py::test_y", "failed"),
+        report("tests/gpu/test_a.py::test_z", "skipped"),
+    ):
+        counter.pytest_runtest_logreport(one)
+    assert counter.result(["gpu/test_a.py", "test_b.py"]) == {
+        "gpu/test_a.py": {
+            "passed": 1,
+            "skipped": 1,
+            "cases": 41,
+            "seconds": 2.0,
+            "failures": ["tests/gpu/test_a.py::test_y"],
+        },
+        "test_b.py": {
+            "passed": 0,
+            "skipped": 0,
+            "cases": 0,
+            "seconds": 0.0,
+            "failures": [],
+        },
+    }
+
+
+FACTS = {"date": "2026-01-01", "device": "a card"}
+
+
+def found(sources, failures=()):
+    return {"passed": 2, "skipped": 0, "failures": [*failures], "sources": sources}
+
+
+def test_parts_are_joined(tmp_path, capsys):
+    paths = [tmp_path / f"{i}.json" for i in range(2)]
+    for path, name in zip(paths, ("test_a.py", "gpu/test_b.py"), strict=True):
+        gpu_record._save(path, dict(FACTS), {name: found("x", [f"tests/{name}::t"])})
+    gpu_record.put_sanitizer(
+        paths[1], "1.0", {"memcheck": {"softmax/tiled": {"calls": 1, "errors": 0}}}
+    )
+    whole = tmp_path / "whole.json"
+    assert gpu_record.join(whole, paths) == 0
+    record = json.loads(whole.read_text("utf-8"))
+    assert [*record["files"]] == ["gpu/test_b.py", "test_a.py"]
+    assert (record["passed"], record["failed"]) == (4, 2)
+    assert record["sanitizer"]["tools"]["memcheck"]["softmax/tiled"]["calls"] == 1
+    gpu_record._save(paths[0], {**FACTS, "device": "another"}, {})
+    assert gpu_record.join(whole, paths) == 2
+    assert "different days or devices" in capsys.readouterr().out
+
+
+def test_check_tells_what_is_missing(tmp_path, capsys, monkeypatch):
+    digest = gpu_record.sources_digest()
+    monkeypatch.setattr(
+        gpu_record, "_test_files", lambda: ["test_a.py", "gpu/test_b.py", "test_c.py"]
+    )
+    path = tmp_path / "record.json"
+    gpu_record.check(path)
+    assert "there is no GPU record" in capsys.readouterr().out
+    files = {"test_a.py": found(digest), "test_c.py": found("before", ["tests/t::x"])}
+    gpu_record._save(path, dict(FACTS), files)
+    capsys.readouterr()
+    gpu_record.check(path)
+    text = capsys.readouterr().out
+    assert "not in it: gpu/test_b.py" in text
+    assert "other sources: test_c.py" in text
+    assert "failed: tests/t::x" in text
+    assert "make gpu-sanitize" in text
+
+
+def test_what_the_sanitizers_found(tmp_path, capsys):
+    """Rows that are run later join those that were; errors are named."""
+    path = tmp_path / "record.json"
+    gpu_record._save(path, dict(FACTS), {"test_a.py": found("x")})
+    clean = {"calls": 3, "errors": 0, "seconds": 1.0}
+    gpu_record.put_sanitizer(path, "1.0", {"memcheck": {"a/x": clean, "a/y": clean}})
+    bad = {"calls": 2, "errors": 4, "seconds": 1.0, "message": "Invalid read"}
+    none = {"calls": 0, "errors": None, "seconds": 1.0, "ended": "exit 1: why"}
+    gpu_record.put_sanitizer(
+        path, "1.0", {"memcheck": {"a/y": bad}, "racecheck": {"a/x": none}}
+    )
+    capsys.readouterr()
+    gpu_record.check(path)
+    text = capsys.readouterr().out
+    assert "memcheck: 2 rows, 5 calls, 4 errors" in text
+    assert "a/y: 4 Invalid read" in text
+    assert "a/x: no verdict exit 1: why" in text
+    # A new run of the tests keeps them.
+    record = json.loads(path.read_text("utf-8"))
+    assert record["files"]["test_a.py"]["passed"] == 2
+
+
+# --- tests/sanitize.py ---------------------------------------------------------------
+
+CLEAN = """\
+========= COMPUTE-SANITIZER
+softmax/span: span-softmax: agrees
+softmax/tiled: tiled-softmax: agrees
+softmax/tiled: tiled-log_softmax: agrees
+softmax/tiled_more: tiled-log_softmax: agrees
+========= ERROR SUMMARY: 0 errors
+"""
+HAZARDS = """\
+========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at k+0x10 in a.cu:3
+=========     Host Frame: main
+attention/x: plain: agrees
+========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)
+"""
+
+
+def test_reports_of_the_tools_are_read():
+    errors, calls, lines = sanitize.read_report(CLEAN)
+    assert (errors, calls, sanitize.message_of(lines)) == (0, 4, "")
+    assert sanitize.calls_of(CLEAN, "softmax/tiled") == 2
+    errors, calls, lines = sanitize.read_report(HAZARDS)
+    assert (errors, calls) == (2, 1)
+    assert sanitize.message_of(lines).startswith("Error: Race reported between Write")
+    assert sanitize.read_report("Traceback\n")[0] is None
+
+
+def test_rows_of_a_unit_with_errors_run_alone(monkeypatch):
+    ran = []
+
+    def run(command, **options):
+        rows = command[command.index(sanitize.__file__) + 1 :]
+        ran.append(rows)
+        text = "".join(f"{row}: x: agrees\n" for row in rows)
+        number = int("a/bad" in rows)
+        text += f"========= ERROR SUMMARY: {number} errors\n"
+        return types.SimpleNamespace(stdout=text, stderr="", returncode=9 * number)
+
+    monkeypatch.setattr(sanitize.subprocess, "run", run)
+    result = sanitize.run_tool("tool", "memcheck", ("a/good", "a/bad"))
+    assert [result[row]["errors"] for row in ("a/good", "a/bad")] == [0, 1]
+    assert ran == [["a/good", "a/bad"], ["a/good"], ["a/bad"]]
+
+
+def test_every_row_is_sanitized():
+    groups = sanitize.groups()
+    assert len(groups) == len(set(groups)) >= 20
+    for group in groups:
+        assert sanitize.cases_of(group), group
+
+
+def test_without_the_tool(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sanitize, "find_tool", lambda: None)
+    assert sanitize.record(tmp_path / "r.json", ("memcheck",), (), 1) == 2
+    assert "not installed" in capsys.readouterr().out

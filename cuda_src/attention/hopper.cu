@@ -489,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (!kHasSinks && lse == nullptr) continue;
       // lse has to know to the last bit what was subtracted; l takes what a float of it
       // leaves over. Above a million that is less than a unit of lse.
-      const double m = row.m_log2[r] * inputs.from_log2;
+      const double m = rounded_product(row.m[r], to_log2) * inputs.from_log2;
       const float high = static_cast<float>(m);
       const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
       const finished_t finished = scores.finish(i, high, row.l[r] * (1 + low));

@@ -16,12 +16,17 @@ __device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }  // for 
 // much. Any m is exact in real arithmetic, since o, l and p share it.
 constexpr float kLazyLog2 = 8;
 
+// Exponents above this are so coarse that the rounding of m times the factor to log2
+// is a factor of all weights that may leave their range.
+constexpr float kLargeLog2 = 1 << 20;
+
 // What a thread keeps of its two rows while it goes through the keys.
 struct softmax_t {
   float m[2];
   float l[2], rest[2];  // the sum of the weights, and what its rounding left over
   float alpha[2];       // exp(m before - m), valid where raise() says so
-  float m_log2[2];      // m times the factor to log2, rounded: what is subtracted
+  float m_log2[2];      // m times the factor to log2, rounded: what is subtracted, if
+                        // raise() has not done it
 
   // m starts at a number instead of -inf, so that -inf - m needs no guard; scores below
   // it count as -inf.
@@ -36,9 +41,10 @@ struct softmax_t {
 };
 
 // Where needed, moves m and brings l on its scale; then o must follow by alpha, which
-// all lanes of the warp are told. Scores times `to_log2` are exponents of 2.
+// all lanes of the warp are told. Scores times `to_log2` are exponents of 2. Rows with
+// large ones get their scores relative to m, which costs an instruction a score.
 __device__ __forceinline__ bool raise(softmax_t& row,
-                                      const float (&s)[kScores],
+                                      float (&s)[kScores],
                                       float to_log2) {
   // Bits of numbers >= 0 order as integers, above those of any negative one, and the
   // integer unit takes the largest of three at once. A row whose scores and m are all
@@ -75,9 +81,12 @@ __device__ __forceinline__ bool raise(softmax_t& row,
       const bool own = (largest[r] - row.m[r]) * to_log2 > kLazyLog2;
       const float m = own ? largest[r] : row.m[r];
       // From the rounded products, which are what exponentiate() subtracts.
-      const float alpha = ptx::ex2_approx_ftz(rounded_product(row.m[r], to_log2) -
-                                              rounded_product(m, to_log2));
-      row.alpha[r] = own ? alpha : 1.f;  // infinities have no difference
+      const float before = rounded_product(row.m[r], to_log2);
+      const float now = rounded_product(m, to_log2);
+      const bool large = fmaxf(fabsf(before), fabsf(now)) > kLargeLog2;
+      const float by = large ? (row.m[r] - m) * to_log2 : before - now;
+      // Infinities have no difference.
+      row.alpha[r] = own ? ptx::ex2_approx_ftz(by) : 1.f;
       row.m[r] = m;
       row.l[r] *= row.alpha[r];
       row.rest[r] *= row.alpha[r];
@@ -86,6 +95,20 @@ __device__ __forceinline__ bool raise(softmax_t& row,
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     row.m_log2[r] = rounded_product(row.m[r], to_log2);
+  }
+  const float size = fmaxf(fabsf(row.m_log2[0]), fabsf(row.m_log2[1]));
+  if (__any_sync(kFullMask, size > kLargeLog2)) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool large = fabsf(row.m_log2[r]) > kLargeLog2;
+      const float subtracted = large ? row.m[r] : 0.f;
+#pragma unroll
+      for (int e = 2 * r; e < kScores; e += 4) {
+        s[e] -= subtracted;
+        s[e + 1] -= subtracted;
+      }
+      if (large) row.m_log2[r] = 0;
+    }
   }
   return moves;
 }

@@ -313,7 +313,7 @@ HOPPER_INPUTS = np.dtype(
         ("to_log2", "f4"),
         *((name, "f4") for name in ("cap_inverse", "cap_limit", "cap")),
         ("cap_coefficients", "f4", (5,)),
-        ("padding", "V28"),  # to a multiple of 64
+        ("padding", "V36"),  # to a multiple of 64
     ]
 )
 
@@ -332,15 +332,15 @@ _TANH_COEFFICIENTS = (
 class HopperKernel:
     """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
 
-    `tiles` holds for (head_dim, head_dim_v) as compiled four ladders: for queries that
-    see all keys; for those that see a part by position; for lengths on the device; and
-    for scores with terms of their own (bias, mask, softcap, alibi). Each of these needs
-    more registers than the one before.
+    `tiles` holds for (head_dim, head_dim_v) as compiled six ladders: for queries that
+    see all keys; for those that see a part by position; for lengths on the device; for
+    scores with a term of their own (bias, mask, alibi); with a softcap; and with
+    several. Each of these needs more registers than the one before.
     """
 
     name: str
     rungs: tuple[str, ...]
-    tiles: dict[tuple[int, int], tuple[_Ladder, _Ladder, _Ladder, _Ladder]]
+    tiles: dict[tuple[int, int], tuple[_Ladder, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
     # The tile where one warpgroup has room for all queries, by head dimension.
     few: tuple[tuple[float, HopperTile], ...]
@@ -370,9 +370,8 @@ class HopperKernel:
             return problem.no_tensor_map
         if not self._ladder(problem):
             return (
-                "has too few registers for bias, mask, softcap, alibi or a scale that "
-                f"is not positive at head_dim {problem.head_dim} and head_dim_v "
-                f"{problem.head_dim_v}"
+                "has too few registers for these options together at head_dim "
+                f"{problem.head_dim} and head_dim_v {problem.head_dim_v}"
             )
         if self._smem(problem) > device.smem_optin:
             return (
@@ -429,7 +428,12 @@ class HopperKernel:
 
     def is_dynamic(self, problem: AttentionProblem) -> bool:
         """Whether blocks take their items from a counter: kDynamic of the kernel."""
-        arrays = (problem.bias, problem.mask, problem.query_lengths, problem.key_lengths)
+        arrays = (
+            problem.bias,
+            problem.mask,
+            problem.query_lengths,
+            problem.key_lengths,
+        )
         return _bounds(problem) > 0 or any(x is not None for x in arrays)
 
     def _num_tiles(self, problem, tile):
@@ -443,7 +447,7 @@ class HopperKernel:
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
         if _has_terms(problem):
-            return ladders[3]
+            return ladders[3 + _weight_of_terms(problem)]
         if _has_lengths(problem):
             return ladders[2]
         return ladders[1 if _bounds(problem) > 0 else 0]
@@ -536,6 +540,21 @@ class HopperKernel:
             **_exponents(problem),
             **_cap(problem),
         }
+
+
+def _weight_of_terms(problem):
+    """0 for a term of the scores or terms of keys, 1 for a softcap, 2 for several."""
+    arrays = problem.bias, problem.mask
+    lie_apart = 0
+    if problem.terms != "keys":
+        lie_apart = sum(x is not None for x in arrays)
+    has_alibi = problem.alibi_slopes is not None
+    if problem.softcap:
+        return 2 if lie_apart or has_alibi or _has_lengths(problem) else 1
+    if lie_apart + has_alibi > 1 or (lie_apart and _has_lengths(problem)):
+        return 2
+    # The bounds of a window and rows of a mask are more than there are registers for.
+    return 2 if lie_apart and problem.mask and problem.left is not None else 0
 
 
 def _exponents(problem):
@@ -648,35 +667,47 @@ ATTENTION_KERNELS = (  # best first
                 ((2047, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
                 ((4095, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
                 ((math.inf, HopperTile(3, 112)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 64, False)),),
             ),
             (96, 96): (
                 ((math.inf, HopperTile(3, 96)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(2, 64, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 96, False)),),
+                ((math.inf, HopperTile(2, 48, False)),),
             ),
             (128, 128): (
                 ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(2, 64, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 96, False)),),
+                ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 128): (
                 ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(2, 64, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 96, False)),),
+                ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 192): (
                 ((math.inf, HopperTile(2, 112)),),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 96)),),
+                ((math.inf, HopperTile(2, 80)),),
+                ((math.inf, HopperTile(2, 80)),),
                 (),
             ),
             (256, 256): (
                 ((math.inf, HopperTile(2, 80)),),
                 ((math.inf, HopperTile(2, 64)),),
+                ((math.inf, HopperTile(2, 48)),),
+                ((math.inf, HopperTile(2, 48)),),
                 ((math.inf, HopperTile(2, 48)),),
                 (),
             ),
@@ -869,7 +900,14 @@ def _bounded():
             yield _problem("bfloat16", head_dim, key_lengths="int32", **bounds), 1
             both = {"query_lengths": "int32", "key_lengths": "int32"}
             yield _problem("bfloat16", head_dim, **both, **bounds), 2
-        yield _problem("bfloat16", head_dim, right=0, bias="float32"), 1
+        for terms in ("keys", "unit", "any"):
+            yield (
+                _problem("bfloat16", head_dim, right=0, bias="float32", terms=terms),
+                1,
+            )
+            yield _problem("bfloat16", head_dim, mask="bool", terms=terms), 1
+        yield _problem("bfloat16", head_dim, left=1024, right=0, softcap=30.0), 1
+        yield _problem("bfloat16", head_dim, right=0, alibi_slopes="float32"), 1
         yield _problem("bfloat16", head_dim, left=1024, **_ALL_OPTIONS), 2
         few = {"seqlen_q": 1, "num_kv_heads": 16}
         yield replace(_problem("bfloat16", head_dim, (16,)), **few), 1

@@ -27,10 +27,12 @@
 // setmaxnreg moves registers inside the pool of the launch, 65536 / kNumThreads a
 // thread. Lengths and options cost the producer registers, since it finds the tiles of
 // an item.
-constexpr int kProducerRegisters = kNumGroups == 4                  ? 32
-                                   : kNumGroups == 3 && kHasLengths ? 56
-                                   : kNumGroups == 3                ? 32
-                                                                    : 40;
+constexpr int kProducerRegisters =
+    kNumGroups == 4                                  ? 32
+    : kNumGroups == 3 && (kHasLengths || kHasTerms) ? 56
+    : kNumGroups == 3                                ? 32
+    : kHasLengths && kHasTerms                       ? 56
+                                                     : 40;
 constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters) / 2
                                    : kNumGroups == 3 ? (512 - kProducerRegisters) / 3
                                                      : 112;

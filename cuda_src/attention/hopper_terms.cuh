@@ -10,6 +10,7 @@
 
 #include "attention/hopper_softmax.cuh"
 #include "ptx/math.cuh"
+#include "ptx/opaque.cuh"
 
 // --- softcap
 
@@ -57,9 +58,9 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap
   if (__any_sync(kFullMask, far)) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {
-      float far_form = cap_far(s[e], cap);
-      ptx::keep_order(far_form);  // else each number has a branch of its own
-      s[e] = fabsf(s[e]) <= cap.limit ? cap_near(s[e], cap) : far_form;
+      // Without the select by hand each number has a branch of its own.
+      s[e] = ptx::select(fabsf(s[e]) <= cap.limit, cap_near(s[e], cap),
+                         cap_far(s[e], cap));
     }
   } else {
 #pragma unroll
@@ -156,23 +157,27 @@ __device__ __forceinline__ void add_terms(float (&s)[kScores],
     add_key_terms(s, key_terms, scale);
     return;
   }
-  auto column = [&](int e) {
-    return kTail ? min(column_of(e), left - 1) : column_of(e);
+  auto exists = [&](int e) { return !kTail || column_of(e) < left; };
+  // Multiples of a stride are not kept in registers from tile to tile.
+  auto fresh = [](index_t stride) {
+    if constexpr (kUnitColumns) return index_t(1);
+    ptx::forget(stride);
+    return stride;
   };
   if constexpr (kHasBias) {
     const bias_t* const rows[2] = {scores.bias_at(i[0], j), scores.bias_at(i[1], j)};
-    const index_t step = kUnitColumns ? 1 : params.bias.col;
+    const index_t step = fresh(params.bias.col);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {
-      s[e] += to<float>(rows[row_of(e)][column(e) * step]);
+      if (exists(e)) s[e] += to<float>(rows[row_of(e)][column_of(e) * step]);
     }
   }
   if constexpr (kHasMask) {
     const bool* const rows[2] = {scores.mask_at(i[0], j), scores.mask_at(i[1], j)};
-    const index_t step = kUnitColumns ? 1 : params.mask.col;
+    const index_t step = fresh(params.mask.col);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {
-      if (!rows[row_of(e)][column(e) * step]) s[e] = -infinity<float>();
+      if (exists(e) && !rows[row_of(e)][column_of(e) * step]) s[e] = -infinity<float>();
     }
   }
 }

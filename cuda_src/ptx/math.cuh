@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// PTX approximations of functions of one number.
+// PTX instructions on single numbers.
 #pragma once
 
 namespace ptx {
@@ -9,6 +9,15 @@ __device__ __forceinline__ float rcp_approx_ftz(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// `a` where `condition` holds, else `b`; both are computed.
+__device__ __forceinline__ float select(bool condition, float a, float b) {
+  float x;
+  asm("{.reg .pred p; setp.ne.b32 p, %1, 0; selp.f32 %0, %2, %3, p;}"
+      : "=f"(x)
+      : "r"(static_cast<int>(condition)), "f"(a), "f"(b));
+  return x;
 }
 
 }  // namespace ptx

@@ -548,6 +548,8 @@ def _weight_of_terms(problem):
     lie_apart = 0
     if problem.terms != "keys":
         lie_apart = sum(x is not None for x in arrays)
+        if lie_apart and problem.terms == "any":
+            return 2
     has_alibi = problem.alibi_slopes is not None
     if problem.softcap:
         return 2 if lie_apart or has_alibi or _has_lengths(problem) else 1
@@ -587,8 +589,9 @@ def _bounds(problem):
 
 
 def _has_lengths(problem):
-    """Whether the device alone knows how many queries or keys there are."""
-    return problem.query_lengths is not None or problem.key_lengths is not None
+    """Whether the device alone knows which keys queries see: kBandOfItem."""
+    arrays = (problem.query_offsets, problem.query_lengths, problem.key_lengths)
+    return any(x is not None for x in arrays)
 
 
 @dataclass(frozen=True)
@@ -668,7 +671,7 @@ ATTENTION_KERNELS = (  # best first
                 ((4095, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
                 ((math.inf, HopperTile(3, 112)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(3, 96)),),
                 ((math.inf, HopperTile(2, 64, False)),),
             ),
             (96, 96): (
@@ -708,7 +711,7 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 64)),),
                 ((math.inf, HopperTile(2, 48)),),
                 ((math.inf, HopperTile(2, 48)),),
-                ((math.inf, HopperTile(2, 48)),),
+                ((math.inf, HopperTile(2, 64)),),
                 (),
             ),
         },

@@ -312,6 +312,23 @@ def test_hidden_values_leave_no_bit(cupy, rng, shape, kind, bad):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["causal", "softcap", "bias of keys", "mask"])
+@pytest.mark.parametrize("shape", ["one query", "few queries", "all multiprocessors"])
+def test_a_hundred_runs_agree(cupy, rng, shape, kind):
+    q_shape, k_shape = SHAPES[shape]
+    given = placed(cupy, options_of(kind, rng, q_shape, k_shape))
+    arrays = [
+        place(cupy, rng.normal(size=s).astype(np.float16))
+        for s in (q_shape, k_shape, k_shape)
+    ]
+    out, lse = cupyflash.attention(*arrays, **given, return_lse=True)
+    for _ in range(100):
+        again = cupyflash.attention(*arrays, **given, return_lse=True)
+        assert bool((again[0].view(np.uint16) == out.view(np.uint16)).all())
+        assert bool((again[1].view(np.uint32) == lse.view(np.uint32)).all())
+
+
+@pytest.mark.gpu
 def test_a_graph_keeps_the_memory_of_its_parts(cupy, rng):
     """Parts of the keys are written at each replay, and to no memory of others."""
     q_shape, k_shape = SHAPES["one query"]

@@ -27,12 +27,11 @@
 // setmaxnreg moves registers inside the pool of the launch, 65536 / kNumThreads a
 // thread. Lengths and options cost the producer registers, since it finds the tiles of
 // an item.
-constexpr int kProducerRegisters =
-    kNumGroups == 4                                  ? 32
-    : kNumGroups == 3 && (kHasLengths || kHasTerms) ? 56
-    : kNumGroups == 3                                ? 32
-    : kHasLengths && kHasTerms                       ? 56
-                                                     : 40;
+constexpr int kProducerRegisters = kNumGroups == 4                                 ? 32
+                                   : kNumGroups == 3 && (kBandOfItem || kHasTerms) ? 56
+                                   : kNumGroups == 3                               ? 32
+                                   : kBandOfItem && kHasTerms                      ? 56
+                                                                                   : 40;
 constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters) / 2
                                    : kNumGroups == 3 ? (512 - kProducerRegisters) / 3
                                                      : 112;
@@ -79,9 +78,9 @@ struct alignas(64) inputs_t {
 
 // Where merged parts go.
 #ifdef MERGE
-#define MERGED_PARAMETERS                                             \
-  elem_t *__restrict__ merged, /* (batch, heads, queries, head_dim_v) */ \
-      float *__restrict__ merged_lse,
+#define MERGED_PARAMETERS                                                \
+  elem_t* __restrict__ merged, /* (batch, heads, queries, head_dim_v) */ \
+      float* __restrict__ merged_lse,
 #else
 #define MERGED_PARAMETERS
 #endif
@@ -156,6 +155,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       unsigned num_tiles = 0;  // of k and v so far: gives stage and parity
       unsigned num_items = 0;
       orders.next = blockIdx.x;
+      if constexpr (kDynamic && !kBandOfItem) {
+        const band_t band = scores_t(place_t(), SCORE_ARGUMENTS).band(0, 0);
+        for (int n = 0; n < 2; ++n) mailbox[n].put(band);
+      }
       while (true) {
         int item = orders.next;
         if constexpr (kDynamic) {
@@ -179,15 +182,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const place_t at = place_of(item, schedule, params);
         const int row_first = static_cast<int>(at.tile) * kBlockM;
         const int row_last = min(row_first + kBlockM, int(params.seqlen_q) * kPack);
-        band_t band = {};
-        if (kDynamic && item < schedule.num_items) {
-          band = scores_t(at, SCORE_ARGUMENTS).band(0, 0);
-        }
-        const share_t share = share_of(
-            tiles_of(band, row_first, row_last, params.seqlen_k), item, schedule);
-        const tiles_t tiles = share.tiles;
+        // The mailbox holds what there are no registers for.
+        volatile mail_t& mail = mailbox[num_items & 1];
         if constexpr (kDynamic) {
-          mailbox[num_items & 1].put(at, band, share);
+          mail.put(at);
+          if (item < schedule.num_items) {
+            if (kBandOfItem) mail.put(scores_t(at, SCORE_ARGUMENTS).band(0, 0));
+            mail.put(
+                share_of(tiles_of(mail.seen(), row_first, row_last, params.seqlen_k),
+                         item, schedule));
+          }
           ptx::mbarrier_arrive(item_ring.full_at(num_items & 1));
         }
         if (item >= schedule.num_items) break;
@@ -195,10 +199,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (kDynamic && !careful) next = atomicAdd(&counter->next, 1);
         if (kHidesSome && orders.careful) {
           const tiles_t whole =
-              whole_tiles_of(band, row_first, row_last, params.seqlen_k);
+              whole_tiles_of(mail.seen(), row_first, row_last, params.seqlen_k);
           orders.whole_first = whole.first;
           orders.whole_last = whole.last;
         }
+        const tiles_t tiles =
+            kDynamic ? mail.share().tiles
+                     : share_of(tiles_of({}, row_first, row_last, params.seqlen_k),
+                                item, schedule)
+                           .tiles;
         const int count = tiles.last - tiles.first;
         int batch_q[2], batch_k[2], batch_v[2];
         batch_coordinates(batch_q, at, params.q);
@@ -280,7 +289,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
           const unsigned slot = num_tiles % kKeySlots;
           wait(key_ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
-          read_key_terms(key_terms[slot], scores, tile * kBlockN, params.seqlen_k, lane);
+          read_key_terms(key_terms[slot], scores, tile * kBlockN, params.seqlen_k,
+                         lane);
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(key_ring.full_at(slot));
         }
@@ -364,8 +374,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const int row_group = row_block + w * kGroupM;
     const int row_group_last = min(row_group + kGroupM, num_rows);
     const share_t share =
-        kDynamic ? mailbox[num_items & 1].share()
-                 : share_of(tiles_of(band, row_block, row_block, seqlen_k), item, schedule);
+        kDynamic
+            ? mailbox[num_items & 1].share()
+            : share_of(tiles_of(band, row_block, row_block, seqlen_k), item, schedule);
     const tiles_t tiles = share.tiles;
     const int count = tiles.last - tiles.first;
     const int row_thread = row_group + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
@@ -659,8 +670,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const int number_of_tile = unsigned(item & ~kCareful) / schedule.num_splits;
       int* const arrived = counter->arrived() + number_of_tile;
       // A part that will be computed again does not count yet.
-      const bool again = kHidesSome && item < kCareful &&
-                         orders.again[number % kRemembered] >= 0;
+      const bool again =
+          kHidesSome && item < kCareful && orders.again[number % kRemembered] >= 0;
       const bool last = !again && atomicAdd(arrived, 1) == schedule.num_splits - 1;
       if (last) *arrived = 0;  // ready for the next launch
       is_last_part = last;

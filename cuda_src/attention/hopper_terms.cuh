@@ -77,11 +77,8 @@ using key_terms_t = float[kKeySlots][kTermsOfKeys ? kBlockN : 1];
 constexpr unsigned kHiddenKey = 0xffffffffu;
 
 // For lane `lane` of one warp: writes the terms of keys j0 to j0 + kBlockN - 1.
-__device__ __forceinline__ void read_key_terms(volatile float* terms,
-                                               const scores_t& scores,
-                                               int j0,
-                                               int seqlen_k,
-                                               int lane) {
+__device__ __forceinline__ void read_key_terms(
+    volatile float* terms, const scores_t& scores, int j0, int seqlen_k, int lane) {
 #pragma unroll 1
   for (int column = lane; column < kBlockN; column += kWarpSize) {
     const int j = j0 + column;

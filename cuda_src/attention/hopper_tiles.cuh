@@ -84,6 +84,10 @@ constexpr bool kHidesSome = kHidesAnywhere || kBounds > 0 || kHasKeyLengths;
 // Items differ in length, so that blocks take them from a counter.
 constexpr bool kDynamic = kHidesSome || kHasLengths;
 
+// Whether the device alone knows which keys the queries of an item see; else it is the
+// same to all items.
+constexpr bool kBandOfItem = kHasLengths || kHasQueryOffsets;
+
 // A tile in shared memory: chunks of 64 columns, each [rows][128 bytes], swizzled.
 constexpr int kChunksQk = (kHeadDim + 63) / 64, kChunksV = (kHeadDimV + 63) / 64;
 constexpr int kBytesQ = kGroupM * kChunksQk * 128;  // of one warpgroup
@@ -209,22 +213,24 @@ __device__ __forceinline__ bool is_in(int tile, const tiles_t& tiles) {
 struct mail_t {
   int item;  // or one that is none: no more
   int tile, heads, head, kv_head, batch[kBatchDims];
-  band_t band;  // of all scores
+  band_t band;             // of all scores
   int first, last, empty;  // its share
 
-  __device__ void put(const place_t& at,
-                      const band_t& seen,
-                      const share_t& share) volatile {
+  __device__ void put(const place_t& at) volatile {
     tile = at.tile;
     heads = at.row_of_heads;
     head = at.head;
     kv_head = at.kv_head;
 #pragma unroll
     for (int axis = 0; axis < kBatchDims; ++axis) batch[axis] = at.batch[axis];
+  }
+  __device__ void put(const band_t& seen) volatile {
     band.low = seen.low;
     band.high = seen.high;
     band.num_queries = seen.num_queries;
     band.num_keys = seen.num_keys;
+  }
+  __device__ void put(const share_t& share) volatile {
     first = share.tiles.first;
     last = share.tiles.last;
     empty = share.empty;

@@ -353,12 +353,10 @@ class _HopperPlan(_FusedPlan):
         self.schedule = row.schedule(problem, device)
         self.num_splits = self.schedule["num_splits"]
         self.merges = row.merges(problem, device)
-        # Numbers that the kernel counts with, if it does.
-        self.counters = None
+        # How many numbers the kernel counts in, if it does.
+        self.counted = 2 if row.is_dynamic(problem) else 0
         if self.merges:
-            self.counters = _counters(self.device_id, 2 + device.num_sms // 2)
-        elif row.is_dynamic(problem):
-            self.counters = _counters(self.device_id, 2)
+            self.counted = 2 + device.num_sms // 2
         # Sums of the parts, float32, behind their lse, float64.
         num_rows = self.num_splits * math.prod(problem.lse_shape)
         self.lse_bytes = 8 * num_rows
@@ -388,7 +386,9 @@ class _HopperPlan(_FusedPlan):
         lse = self.new_lse()
         options = self.no_options or [_address(x) for x in arrays[4:]]
         out_at, lse_at = out.data.ptr, _address(lse)
-        counter = 0 if self.counters is None else self.counters.of_current_stream()
+        counter = 0
+        if self.counted:
+            counter = _counters(self.device_id, self.counted).of_current_stream()
         if self.num_splits == 1:
             self.launch.enqueue(
                 inputs, out_at, lse_at, counter, *options, offset, self.params
@@ -542,7 +542,7 @@ _PER_THREAD = 2  # cudaStreamPerThread
 
 
 @functools.cache
-def _counters(device_id, numbers):
+def _counters(device_id, numbers=2):
     return _Counters(device_id, numbers)
 
 

@@ -30,6 +30,8 @@ from cupyflash._attention_mma import MmaKernel
 
 _NULL = _gpu.NULL
 _plans = _gpu.PlanCache()
+_current_stream = cupy.cuda.get_current_stream
+_is_capturing_on = cupy.cuda.runtime.streamIsCapturing
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -163,7 +165,16 @@ def _known(problem, operands):
         problem,
         no_tensor_map=_no_tensor_map(problem, operands),
         heads_can_be_packed=_heads_can_be_packed(problem, operands),
+        terms=_terms(problem, operands),
     )
+
+
+def _terms(problem, operands):
+    """How bias and mask lie in memory, in the words of AttentionProblem."""
+    arrays = [x for x in (operands.bias, operands.mask) if x is not None]
+    if problem.seqlen_q == 1 or all(x.strides[-2] == 0 for x in arrays):
+        return "keys"
+    return "unit" if all(x.strides[-1] == x.itemsize for x in arrays) else "any"
 
 
 def _heads_can_be_packed(problem, operands):
@@ -341,6 +352,11 @@ class _HopperPlan(_FusedPlan):
         }
         self.schedule = row.schedule(problem, device)
         self.num_splits = self.schedule["num_splits"]
+        self.merges = row.merges(problem, device)
+        # How many numbers the kernel counts in, if it does.
+        self.counted = 2 if row.is_dynamic(problem) else 0
+        if self.merges:
+            self.counted = 2 + device.num_sms // 2
         # Sums of the parts, float32, behind their lse, float64.
         num_rows = self.num_splits * math.prod(problem.lse_shape)
         self.lse_bytes = 8 * num_rows
@@ -370,22 +386,22 @@ class _HopperPlan(_FusedPlan):
         lse = self.new_lse()
         options = self.no_options or [_address(x) for x in arrays[4:]]
         out_at, lse_at = out.data.ptr, _address(lse)
-        if self.num_splits > 1:
-            memory = cupy.cuda.alloc(self.parts_bytes)
-            lses, parts = memory.ptr, memory.ptr + self.lse_bytes
-            keep_if_capturing(memory)
-        else:
-            lses, parts = lse_at, out_at
+        counter = 0
+        if self.counted:
+            counter = _counters(self.device_id, self.counted).of_current_stream()
+        if self.num_splits == 1:
+            self.launch.enqueue(
+                inputs, out_at, lse_at, counter, *options, offset, self.params
+            )
+            return out, lse
+        memory = cupy.cuda.alloc(self.parts_bytes)
+        lses, parts = memory.ptr, memory.ptr + self.lse_bytes
+        keep_if_capturing(memory)
+        merged = (out_at, lse_at) if self.merges else ()
         self.launch.enqueue(
-            inputs,
-            parts,
-            lses,
-            _counters(self.device_id).of_current_stream(),
-            *options,
-            offset,
-            self.params,
+            inputs, parts, lses, counter, *merged, *options, offset, self.params
         )
-        if self.num_splits > 1:
+        if not self.merges:
             self.launches[1].enqueue(
                 parts, lses, out_at, lse_at, self.num_splits, self.params
             )
@@ -443,9 +459,9 @@ def keep_if_capturing(memory):
 
 def _is_capturing():
     """Whether launches on the current stream go into a CUDA graph."""
-    ptr = cupy.cuda.get_current_stream().ptr
+    ptr = _current_stream().ptr
     # 0 and 1 are the default stream, which cannot be captured.
-    return ptr > 1 and cupy.cuda.runtime.streamIsCapturing(ptr)
+    return ptr > 1 and _is_capturing_on(ptr)
 
 
 # Sets of pointers that a plan remembers the maps of.
@@ -475,40 +491,41 @@ def _q_encoder(problem, fields, q, pack):
 
 
 class _Counters:
-    """Pairs of zeros on a device; a kernel takes its tiles from one and leaves zeros.
+    """Rows of zeros on a device; a kernel counts in one and leaves zeros.
 
-    Kernels that may run at one time must not share a pair. So each stream has its own,
+    Kernels that may run at one time must not share a row. So each stream has its own,
     and each launch in a CUDA graph, which may be replayed on any stream.
     """
 
     COUNT = 1 << 13
-    _BYTES = 8
 
-    def __init__(self, device_id):
+    def __init__(self, device_id, numbers):
         stream = cupy.cuda.get_current_stream()
         if stream.is_capturing():
             raise RuntimeError(
                 "the first attention call on a device cannot be captured into a CUDA "
                 "graph: make the same call once before the capture, as a warm-up"
             )
+        # Rows of 8 bytes and their multiples.
+        self._bytes = -(-numbers // 2) * 8
         with cupy.cuda.Device(device_id):
-            self._memory = cupy.zeros(self.COUNT, np.int64)
+            self._memory = cupy.zeros(self.COUNT * self._bytes // 8, np.int64)
             stream.synchronize()  # other streams will use them, once for all
         self._lock = threading.Lock()
         self._of_stream: dict[Any, Any] = {}
         self._used = 0
 
     def of_current_stream(self):
-        """Address of the pair for a launch on the current stream."""
-        ptr = cupy.cuda.get_current_stream().ptr
+        """Address of the row for a launch on the current stream."""
+        ptr = _current_stream().ptr
+        if ptr > 1 and _is_capturing_on(ptr):
+            return self._take()
         # Threads share the number, not the stream, of "per-thread default".
         key = (ptr, threading.get_ident()) if ptr == _PER_THREAD else ptr
-        if _is_capturing():
-            return self._take()
-        pair = self._of_stream.get(key)
-        if pair is None:
-            pair = self._of_stream[key] = self._take()
-        return pair
+        row = self._of_stream.get(key)
+        if row is None:
+            row = self._of_stream[key] = self._take()
+        return row
 
     def _take(self):
         with self._lock:
@@ -518,15 +535,15 @@ class _Counters:
                     "on one device"
                 )
             self._used += 1
-            return self._memory.data.ptr + (self._used - 1) * self._BYTES
+            return self._memory.data.ptr + (self._used - 1) * self._bytes
 
 
 _PER_THREAD = 2  # cudaStreamPerThread
 
 
 @functools.cache
-def _counters(device_id):
-    return _Counters(device_id)
+def _counters(device_id, numbers=2):
+    return _Counters(device_id, numbers)
 
 
 class _UnfusedPlan(_Plan):

@@ -277,6 +277,7 @@ class HopperTile:
     num_groups: int
     block_n: int
     take_turns: bool = True
+    num_stages: int = 2  # tiles of k, and of v, that are in shared memory at a time
 
     @property
     def block_m(self) -> int:
@@ -290,9 +291,12 @@ class HopperTile:
 # Queries of a warpgroup: rows of a box of q.
 HOPPER_GROUP_ROWS = 64
 
-# Tiles of keys that a part has at least: merging costs as much as one or two.
-_TILES_OF_SPLIT = 2
+# Keys that a part has at least.
+_KEYS_OF_SPLIT = 256
 _SPLIT_MERGE_THREADS = 128
+# Bytes of parts that the block which ends the last of them merges; of more, another
+# kernel with a block a row is faster.
+_MERGED_BY_A_BLOCK = 1 << 17
 
 # Upper bounds of seqlen_q, and the tile up to there.
 _Ladder = tuple[tuple[float, HopperTile], ...]
@@ -307,8 +311,20 @@ HOPPER_INPUTS = np.dtype(
         *((name, "u8") for name in "qkv"),
         ("from_log2", "f8"),
         ("to_log2", "f4"),
-        ("padding", "V4"),  # to a multiple of 64
+        *((name, "f4") for name in ("cap_inverse", "cap_limit", "cap")),
+        ("cap_coefficients", "f4", (5,)),
+        ("padding", "V36"),  # to a multiple of 64
     ]
+)
+
+# tanh(y) / y by y^2, for |y| up to the limit; the largest relative error is 8e-8.
+_TANH_LIMIT = 0.6
+_TANH_COEFFICIENTS = (
+    0.999999926869,
+    -0.333323099747,
+    0.133101736604,
+    -0.0521014801792,
+    0.0154754275345,
 )
 
 
@@ -316,19 +332,18 @@ HOPPER_INPUTS = np.dtype(
 class HopperKernel:
     """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
 
-    `tiles` holds for (head_dim, head_dim_v) as compiled four ladders: for queries that
-    see all keys; for those that see a part by position; for lengths on the device; and
-    for scores with terms of their own (bias, mask, softcap, alibi). Each of these needs
-    more registers than the one before.
+    `tiles` holds for (head_dim, head_dim_v) as compiled six ladders: for queries that
+    see all keys; for those that see a part by position; for lengths on the device; for
+    scores with a term of their own (bias, mask, alibi); with a softcap; and with
+    several. Each of these needs more registers than the one before.
     """
 
     name: str
     rungs: tuple[str, ...]
-    tiles: dict[tuple[int, int], tuple[_Ladder, _Ladder, _Ladder, _Ladder]]
+    tiles: dict[tuple[int, int], tuple[_Ladder, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
-    # Keys of a tile where one warpgroup has room for all queries: by head dimension,
-    # without and with terms.
-    few: tuple[tuple[float, tuple[int, int]], ...]
+    # The tile where one warpgroup has room for all queries, by head dimension.
+    few: tuple[tuple[float, HopperTile], ...]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -355,9 +370,8 @@ class HopperKernel:
             return problem.no_tensor_map
         if not self._ladder(problem):
             return (
-                "has too few registers for bias, mask, softcap, alibi or a scale that "
-                f"is not positive at head_dim {problem.head_dim} and head_dim_v "
-                f"{problem.head_dim_v}"
+                "has too few registers for these options together at head_dim "
+                f"{problem.head_dim} and head_dim_v {problem.head_dim_v}"
             )
         if self._smem(problem) > device.smem_optin:
             return (
@@ -376,8 +390,7 @@ class HopperKernel:
     def tile(self, problem: AttentionProblem) -> HopperTile:
         """The tile measured best for a length and kind of mask."""
         if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
-            block_ns = _kernels.by_threshold(self.few, max(self._dims(problem)))
-            return HopperTile(1, block_ns[_has_terms(problem)], False)
+            return _kernels.by_threshold(self.few, max(self._dims(problem)))
         return _kernels.by_threshold(self._ladder(problem), problem.seqlen_q)
 
     def pack(self, problem: AttentionProblem) -> int:
@@ -401,10 +414,27 @@ class HopperKernel:
         """Parts of the keys, where tiles of queries alone would not fill the device."""
         tile = self.tile(problem)
         items = self._num_tiles(problem, tile)
-        num_tiles = -(-_most_seen(problem) // tile.block_n)
-        if problem.sinks is not None or num_tiles < 2 * _TILES_OF_SPLIT:
+        most = _most_seen(problem) // _KEYS_OF_SPLIT
+        if problem.sinks is not None or most < 2:
             return 1
-        return max(1, min(device.num_sms // items, num_tiles // _TILES_OF_SPLIT))
+        return max(1, min(device.num_sms // items, most))
+
+    def merges(self, problem: AttentionProblem, device: Device) -> bool:
+        """Whether the kernel itself merges the parts of the keys."""
+        num_splits = self.num_splits(problem, device)
+        rows = min(self.tile(problem).block_m, problem.seqlen_q * self.pack(problem))
+        size = 4 * num_splits * rows * problem.head_dim_v
+        return num_splits > 1 and size <= _MERGED_BY_A_BLOCK
+
+    def is_dynamic(self, problem: AttentionProblem) -> bool:
+        """Whether blocks take their items from a counter: kDynamic of the kernel."""
+        arrays = (
+            problem.bias,
+            problem.mask,
+            problem.query_lengths,
+            problem.key_lengths,
+        )
+        return _bounds(problem) > 0 or any(x is not None for x in arrays)
 
     def _num_tiles(self, problem, tile):
         """Tiles of queries, over all heads and batch entries."""
@@ -417,16 +447,16 @@ class HopperKernel:
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
         if _has_terms(problem):
-            return ladders[3]
+            return ladders[3 + _weight_of_terms(problem)]
         if _has_lengths(problem):
             return ladders[2]
         return ladders[1 if _bounds(problem) > 0 else 0]
 
     def _smem(self, problem):
-        """Tiles of q, two of k and two of v, and room to align them."""
+        """Tiles of q, the stages of k and v, and room to align them."""
         tile = self.tile(problem)
         row_qk, row_v = (-(-n // 64) * 128 for n in self._dims(problem))
-        kv = 2 * tile.block_n * (row_qk + row_v)
+        kv = tile.num_stages * tile.block_n * (row_qk + row_v)
         return tile.block_m * row_qk + kv + 1024
 
     def configs(
@@ -434,7 +464,7 @@ class HopperKernel:
     ) -> tuple[Config, ...]:
         """The launch, and where keys are split another that merges the parts."""
         config = self.config(self.tile(problem), problem, batch_dims, device)
-        if self.num_splits(problem, device) == 1:
+        if self.num_splits(problem, device) == 1 or self.merges(problem, device):
             return (config,)
         absent: dict[str, Any] = dict.fromkeys(OPTIONS)
         plain = replace(problem, softcap=0.0, **absent)
@@ -458,6 +488,7 @@ class HopperKernel:
             "HEAD_DIM": dims[0],
             "HEAD_DIM_V": dims[1],
             "BLOCK_N": tile.block_n,
+            "STAGES": tile.num_stages,
             "BOUNDS": _bounds(problem),
             "TAKE_TURNS": int(tile.take_turns),
         }
@@ -468,6 +499,13 @@ class HopperKernel:
         num_splits = self.num_splits(problem, device)
         if num_splits > 1:
             switches["SPLIT"] = 1
+        if self.merges(problem, device):
+            switches["MERGE"] = 1
+        if problem.bias is not None or problem.mask is not None:
+            if problem.terms == "keys":
+                switches["TERMS_OF_KEYS"] = 1
+            elif problem.terms == "unit":
+                switches["UNIT_COLUMNS"] = 1
         variant = Variant(
             source=f"attention/{self.name}.cu",
             entry=f"attention_{self.name}",
@@ -500,7 +538,25 @@ class HopperKernel:
             "num_splits": num_splits,
             "section": -(-num_heads // num_sections),
             **_exponents(problem),
+            **_cap(problem),
         }
+
+
+def _weight_of_terms(problem):
+    """0 for a term of the scores or terms of keys, 1 for a softcap, 2 for several."""
+    arrays = problem.bias, problem.mask
+    lie_apart = 0
+    if problem.terms != "keys":
+        lie_apart = sum(x is not None for x in arrays)
+        if lie_apart and problem.terms == "any":
+            return 2
+    has_alibi = problem.alibi_slopes is not None
+    if problem.softcap:
+        return 2 if lie_apart or has_alibi or _has_lengths(problem) else 1
+    if lie_apart + has_alibi > 1 or (lie_apart and _has_lengths(problem)):
+        return 2
+    # The bounds of a window and rows of a mask are more than there are registers for.
+    return 2 if lie_apart and problem.mask and problem.left is not None else 0
 
 
 def _exponents(problem):
@@ -508,6 +564,21 @@ def _exponents(problem):
     scale = 1.0 if _has_terms(problem) else problem.scale
     to_log2 = np.float32(scale * math.log2(math.e))
     return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
+
+
+def _cap(problem):
+    """cap_t of cuda_src/attention/hopper_terms.cuh: the softcap as a polynomial."""
+    if not problem.softcap:
+        return {}
+    inverse = np.float32(problem.scale / problem.softcap)
+    coefficients = problem.softcap * np.array(_TANH_COEFFICIENTS)
+    with np.errstate(over="ignore", divide="ignore"):
+        return {
+            "cap_inverse": inverse,
+            "cap_limit": np.float32(_TANH_LIMIT) / np.abs(inverse),
+            "cap": np.float32(problem.softcap),
+            "cap_coefficients": coefficients.astype(np.float32),
+        }
 
 
 def _bounds(problem):
@@ -518,8 +589,9 @@ def _bounds(problem):
 
 
 def _has_lengths(problem):
-    """Whether the device alone knows how many queries or keys there are."""
-    return problem.query_lengths is not None or problem.key_lengths is not None
+    """Whether the device alone knows which keys queries see: kBandOfItem."""
+    arrays = (problem.query_offsets, problem.query_lengths, problem.key_lengths)
+    return any(x is not None for x in arrays)
 
 
 @dataclass(frozen=True)
@@ -587,42 +659,59 @@ ATTENTION_KERNELS = (  # best first
         name="hopper",
         rungs=("tiled", "auto"),
         dims=(64, 96, 128, 192, 256),
-        few=((192, (128, 64)), (256, (64, 64))),
+        few=(
+            (64, HopperTile(1, 128, False, 6)),
+            (128, HopperTile(1, 64, False, 6)),
+            (192, HopperTile(1, 64, False, 4)),
+            (256, HopperTile(1, 64, False, 3)),
+        ),
         tiles={
             (64, 64): (
                 ((2047, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
                 ((4095, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
                 ((math.inf, HopperTile(3, 112)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(3, 96)),),
                 ((math.inf, HopperTile(2, 64, False)),),
             ),
             (96, 96): (
                 ((math.inf, HopperTile(3, 96)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(2, 64, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 96, False)),),
+                ((math.inf, HopperTile(2, 48, False)),),
             ),
             (128, 128): (
                 ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(2, 64, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 96, False)),),
+                ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 128): (
                 ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(2, 64, False)),),
+                ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(2, 96, False)),),
+                ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 192): (
                 ((math.inf, HopperTile(2, 112)),),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 96)),),
+                ((math.inf, HopperTile(2, 80)),),
+                ((math.inf, HopperTile(2, 80)),),
                 (),
             ),
             (256, 256): (
                 ((math.inf, HopperTile(2, 80)),),
                 ((math.inf, HopperTile(2, 64)),),
                 ((math.inf, HopperTile(2, 48)),),
+                ((math.inf, HopperTile(2, 48)),),
+                ((math.inf, HopperTile(2, 64)),),
                 (),
             ),
         },
@@ -814,7 +903,14 @@ def _bounded():
             yield _problem("bfloat16", head_dim, key_lengths="int32", **bounds), 1
             both = {"query_lengths": "int32", "key_lengths": "int32"}
             yield _problem("bfloat16", head_dim, **both, **bounds), 2
-        yield _problem("bfloat16", head_dim, right=0, bias="float32"), 1
+        for terms in ("keys", "unit", "any"):
+            yield (
+                _problem("bfloat16", head_dim, right=0, bias="float32", terms=terms),
+                1,
+            )
+            yield _problem("bfloat16", head_dim, mask="bool", terms=terms), 1
+        yield _problem("bfloat16", head_dim, left=1024, right=0, softcap=30.0), 1
+        yield _problem("bfloat16", head_dim, right=0, alibi_slopes="float32"), 1
         yield _problem("bfloat16", head_dim, left=1024, **_ALL_OPTIONS), 2
         few = {"seqlen_q": 1, "num_kv_heads": 16}
         yield replace(_problem("bfloat16", head_dim, (16,)), **few), 1

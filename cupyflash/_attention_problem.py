@@ -58,6 +58,9 @@ class AttentionProblem:
     no_tensor_map: str | None = None
     # Whether a tensor map can have query heads of a group and queries as two axes.
     heads_can_be_packed: bool = True
+    # How bias and mask lie in memory: "keys" where they are the same to all queries,
+    # "unit" where keys lie side by side, else "any".
+    terms: str = "any"
 
     @property
     def compute_dtype(self) -> str:

@@ -52,7 +52,11 @@ def test_takes(dtype, head_dim, bounds):
             "head_dim 264 is not a multiple of 8 up to 256",
         ),
         (problem(no_tensor_map="q starts"), HOPPER, "q starts"),
-        (problem(head_dim=256, softcap=3.0), HOPPER, "too few registers"),
+        (
+            problem(head_dim=256, softcap=3.0, alibi_slopes="float32"),
+            HOPPER,
+            "too few registers",
+        ),
         (problem(), _kernels.device_of_arch("sm_80"), "needs sm_90a"),
         (problem(), _kernels.device_of_arch("sm_100"), "needs sm_90a"),
         (problem(), dataclasses.replace(HOPPER, nvrtc=(12, 8)), "NVRTC 12.9"),
@@ -160,9 +164,14 @@ def test_keys_are_split_where_tiles_are_few():
     assert ROW.num_splits(few_queries(sinks="float32"), HOPPER) == 1
     short = dataclasses.replace(few_queries(), seqlen_k=300)
     assert ROW.num_splits(short, HOPPER) == 1
-    launch, merge = ROW.configs(few_queries(), 1, HOPPER)
+    (launch,) = ROW.configs(few_queries(), 1, HOPPER)
     assert launch.num_blocks <= HOPPER.num_sms
+    assert {("SPLIT", "1"), ("MERGE", "1")} <= set(launch.variant.defines)
+    # Of many rows, another kernel merges the parts.
+    many = dataclasses.replace(few_queries(64, 1), num_heads=2, num_kv_heads=2)
+    launch, merge = ROW.configs(many, 1, HOPPER)
     assert ("SPLIT", "1") in launch.variant.defines
+    assert ("MERGE", "1") not in launch.variant.defines
     assert merge.variant.entry == "attention_hopper_merge"
 
 
@@ -185,9 +194,54 @@ KINDS = {
     "causal behind": {"causal": True, "query_offset": 400},
     "window": {"window": (300, 100)},
     "softcap": {"softcap": 5.0},
+    "softcap, causal": {"softcap": 50.0, "causal": True},
     "key lengths": {"key_lengths": (1000, 37, 512, 0)},
     "sinks": {"sinks": 1.0},
+    "bias": {"bias": "dense"},
+    "bias of keys": {"bias": "keys"},
+    "bias, causal": {"bias": "dense", "causal": True},
+    "mask": {"mask": "dense"},
+    "mask of keys": {"mask": "keys", "causal": True},
+    "bias and mask of keys": {"bias": "keys", "mask": "keys"},
+    "bias across": {"bias": "across"},
+    "alibi": {"alibi_slopes": 0.2, "causal": True},
+    "softcap and bias of keys": {"softcap": 20.0, "bias": "keys"},
+    "many": {"softcap": 20.0, "bias": "dense", "mask": "keys", "window": (900, 30)},
 }
+
+
+def options_of(kind, rng, q_shape, k_shape):
+    """The options of a kind, with arrays for these shapes."""
+    options = dict(KINDS.get(kind, {}))
+    batch, heads, seqlen_q, _ = q_shape
+    shapes = {
+        "dense": (heads, seqlen_q, k_shape[2]),
+        "keys": (batch, 1, 1, k_shape[2]),
+        "across": (heads, 1, k_shape[2], seqlen_q),
+    }
+    if "bias" in options:
+        form = options["bias"]
+        bias = rng.normal(size=shapes[form]).astype(np.float32)
+        bias[rng.random(bias.shape) < 0.05] = -np.inf
+        options["bias"] = bias
+    if "mask" in options:
+        options["mask"] = rng.random(shapes[options["mask"]]) < 0.8
+    if "key_lengths" in options:
+        options["key_lengths"] = np.array(options["key_lengths"][:batch])
+    if "sinks" in options:
+        options["sinks"] = rng.normal(size=heads).astype(np.float32)
+    if "alibi_slopes" in options:
+        slopes = rng.random(heads) * options["alibi_slopes"]
+        options["alibi_slopes"] = slopes.astype(np.float32)
+    return options
+
+
+def placed(cupy, options):
+    """The options with their arrays on the device; a bias "across" is a transpose."""
+    given = {}
+    for name, x in options.items():
+        given[name] = place(cupy, x) if isinstance(x, np.ndarray) else x
+    return given
 
 
 @pytest.mark.gpu
@@ -196,21 +250,15 @@ KINDS = {
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_against_the_oracle(cupy, rng, dtype, shape, kind):
     q_shape, k_shape = SHAPES[shape]
-    options = dict(KINDS[kind])
-    if kind == "softcap" and q_shape[-1] > 128:
-        pytest.skip("left to the next row")
-    if kind == "key lengths":
-        options["key_lengths"] = np.array(options["key_lengths"][: q_shape[0]])
-    if kind == "sinks":
-        options["sinks"] = rng.normal(size=q_shape[1]).astype(np.float32)
+    options = options_of(kind, rng, q_shape, k_shape)
     q, k, v = (
         (rng.normal(size=s) * 2).astype(dtype_of(dtype))
         for s in (q_shape, k_shape, k_shape)
     )
-    given = {
-        n: place(cupy, x) if isinstance(x, np.ndarray) else x
-        for n, x in options.items()
-    }
+    given = placed(cupy, options)
+    if kind == "bias across":
+        given["bias"] = given["bias"][:, 0].swapaxes(-1, -2)
+        options["bias"] = options["bias"][:, 0].swapaxes(-1, -2)
     arrays = [place(cupy, x) for x in (q, k, v)]
     out, lse = cupyflash.attention(*arrays, **given, return_lse=True)
     exact, exact_lse, size = oracle.attention(q, k, v, real=np.float64, **options)
@@ -228,7 +276,8 @@ def test_against_the_oracle(cupy, rng, dtype, shape, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize(
-    "kind", ["causal", "causal behind", "window", "key lengths", "mask"]
+    "kind",
+    ["causal", "causal behind", "window", "key lengths", "mask", "mask of keys"],
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_hidden_values_leave_no_bit(cupy, rng, shape, kind, bad):
@@ -238,21 +287,12 @@ def test_hidden_values_leave_no_bit(cupy, rng, shape, kind, bad):
     q, k, v = (
         rng.normal(size=s).astype(np.float16) for s in (q_shape, k_shape, k_shape)
     )
-    if kind == "mask" and q_shape[-1] > 128:
-        pytest.skip("left to the next row")
-    options = dict(KINDS.get(kind, {}))
-    if kind == "key lengths":
-        options["key_lengths"] = np.array(options["key_lengths"][: q_shape[0]])
-    if kind == "mask":
-        options["mask"] = rng.random((q_shape[2], seqlen_k)) < 0.8
+    options = options_of(kind, rng, q_shape, k_shape)
     clean = [x.copy() for x in (q, k, v)]
     some = rng.choice(seqlen_k, size=max(2, seqlen_k // 100), replace=False)
     columns = rng.choice(v.shape[-1], size=len(some))
     v[:, :, some, columns] = bad
-    given = {
-        n: place(cupy, x) if isinstance(x, np.ndarray) else x
-        for n, x in options.items()
-    }
+    given = placed(cupy, options)
     result, expected = (
         to_host(cupyflash.attention(*[place(cupy, x) for x in arrays], **given))
         for arrays in ((q, k, v), clean)
@@ -269,6 +309,23 @@ def test_hidden_values_leave_no_bit(cupy, rng, shape, kind, bad):
     assert not np.isfinite(result[touched]).any()
     if not np.isnan(bad):
         assert np.all(result[touched] == bad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["causal", "softcap", "bias of keys", "mask"])
+@pytest.mark.parametrize("shape", ["one query", "few queries", "all multiprocessors"])
+def test_a_hundred_runs_agree(cupy, rng, shape, kind):
+    q_shape, k_shape = SHAPES[shape]
+    given = placed(cupy, options_of(kind, rng, q_shape, k_shape))
+    arrays = [
+        place(cupy, rng.normal(size=s).astype(np.float16))
+        for s in (q_shape, k_shape, k_shape)
+    ]
+    out, lse = cupyflash.attention(*arrays, **given, return_lse=True)
+    for _ in range(100):
+        again = cupyflash.attention(*arrays, **given, return_lse=True)
+        assert bool((again[0].view(np.uint16) == out.view(np.uint16)).all())
+        assert bool((again[1].view(np.uint32) == lse.view(np.uint32)).all())
 
 
 @pytest.mark.gpu

@@ -17,7 +17,9 @@
 // Limits     q, k, v as a tensor map takes them (_tensormap.py); seqlen_k >= 1; numbers
 //            of items, queries and keys in 32 bits
 #include "attention/hopper_hidden.cuh"
+#include "attention/hopper_parts.cuh"
 #include "attention/hopper_softmax.cuh"
+#include "attention/hopper_terms.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma_shapes.cuh"
@@ -25,10 +27,11 @@
 // setmaxnreg moves registers inside the pool of the launch, 65536 / kNumThreads a
 // thread. Lengths and options cost the producer registers, since it finds the tiles of
 // an item.
-constexpr int kProducerRegisters = kNumGroups == 4                  ? 32
-                                   : kNumGroups == 3 && kHasLengths ? 56
-                                   : kNumGroups == 3                ? 32
-                                                                    : 40;
+constexpr int kProducerRegisters = kNumGroups == 4                                 ? 32
+                                   : kNumGroups == 3 && (kBandOfItem || kHasTerms) ? 56
+                                   : kNumGroups == 3                               ? 32
+                                   : kBandOfItem && kHasTerms                      ? 56
+                                                                                   : 40;
 constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters) / 2
                                    : kNumGroups == 3 ? (512 - kProducerRegisters) / 3
                                                      : 112;
@@ -70,22 +73,35 @@ struct alignas(64) inputs_t {
   const elem_t* v;   // (batch, kv heads, keys, head_dim_v)
   double from_log2;  // what a unit of the exponents is in units of lse, by to_log2
   float to_log2;     // what makes scores, or q.k, exponents of 2
+  cap_t cap;
 };
+
+// Where merged parts go.
+#ifdef MERGE
+#define MERGED_PARAMETERS                                                \
+  elem_t* __restrict__ merged, /* (batch, heads, queries, head_dim_v) */ \
+      float* __restrict__ merged_lse,
+#else
+#define MERGED_PARAMETERS
+#endif
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_hopper(const __grid_constant__ inputs_t inputs,
                      out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
                      lse_t* __restrict__ lse,  // (batch, heads, queries), or null
                      counter_t* __restrict__ counter,
-                     SCORE_PARAMETERS) {
+                     MERGED_PARAMETERS SCORE_PARAMETERS) {
   const schedule_t& schedule = inputs.schedule;
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ __align__(
-      8) unsigned long long barriers[2 * kNumGroups + 4 * kStages + 4 + kOrders];
+      8) unsigned long long barriers[2 * kNumGroups + 4 * kStages + 4 + kOrders +
+                                     (kTermsOfKeys ? 2 * kKeySlots : 0)];
   __shared__ mail_t mailbox_memory[2];
   volatile mail_t* const mailbox = mailbox_memory;
   __shared__ orders_t orders_memory;
   volatile orders_t& orders = orders_memory;
+  __shared__ __align__(16) key_terms_t key_terms;
+  [[maybe_unused]] __shared__ bool is_last_part;
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
@@ -101,6 +117,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const ring_t item_ring = {v_ring.empty + kStages * kBarrier,
                             v_ring.empty + (kStages + 2) * kBarrier};
   const unsigned landed = item_ring.empty + 2 * kBarrier;  // tiles to be looked through
+  const ring_t key_ring = {landed + kOrders * kBarrier,
+                           landed + (kOrders + kKeySlots) * kBarrier};
 
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
@@ -116,12 +134,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     for (int n = 0; n < 2; ++n) {
       ptx::mbarrier_init(item_ring.full_at(n), 1);
-      ptx::mbarrier_init(item_ring.empty_at(n), 4 * kNumGroups);
+      ptx::mbarrier_init(item_ring.empty_at(n), 4 * kNumGroups + kTermsOfKeys);
       orders.special[n] = -1;
     }
     orders.count = 0;
     orders.looked_at = 0;
     for (int n = 0; n < kOrders; ++n) ptx::mbarrier_init(landed + n * kBarrier, 1);
+    for (int n = 0; n < (kTermsOfKeys ? kKeySlots : 0); ++n) {
+      ptx::mbarrier_init(key_ring.full_at(n), 1);
+      ptx::mbarrier_init(key_ring.empty_at(n), 4 * kNumGroups);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are there before anyone uses them
@@ -133,6 +155,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       unsigned num_tiles = 0;  // of k and v so far: gives stage and parity
       unsigned num_items = 0;
       orders.next = blockIdx.x;
+      if constexpr (kDynamic && !kBandOfItem) {
+        const band_t band = scores_t(place_t(), SCORE_ARGUMENTS).band(0, 0);
+        for (int n = 0; n < 2; ++n) mailbox[n].put(band);
+      }
       while (true) {
         int item = orders.next;
         if constexpr (kDynamic) {
@@ -154,26 +180,34 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const bool careful = item >= kCareful;
         if (careful) item -= kCareful;
         const place_t at = place_of(item, schedule, params);
+        const int row_first = static_cast<int>(at.tile) * kBlockM;
+        const int row_last = min(row_first + kBlockM, int(params.seqlen_q) * kPack);
+        // The mailbox holds what there are no registers for.
+        volatile mail_t& mail = mailbox[num_items & 1];
         if constexpr (kDynamic) {
-          mailbox[num_items & 1].put(at);
+          mail.put(at);
+          if (item < schedule.num_items) {
+            if (kBandOfItem) mail.put(scores_t(at, SCORE_ARGUMENTS).band(0, 0));
+            mail.put(
+                share_of(tiles_of(mail.seen(), row_first, row_last, params.seqlen_k),
+                         item, schedule));
+          }
           ptx::mbarrier_arrive(item_ring.full_at(num_items & 1));
         }
         if (item >= schedule.num_items) break;
         int next = item;
         if (kDynamic && !careful) next = atomicAdd(&counter->next, 1);
-        const scores_t scores(at, SCORE_ARGUMENTS);
-        const int row_first = static_cast<int>(at.tile) * kBlockM;
-        const int row_last = min(row_first + kBlockM, int(params.seqlen_q) * kPack);
         if (kHidesSome && orders.careful) {
           const tiles_t whole =
-              whole_tiles_of(scores, row_first, row_last, params.seqlen_k);
+              whole_tiles_of(mail.seen(), row_first, row_last, params.seqlen_k);
           orders.whole_first = whole.first;
           orders.whole_last = whole.last;
         }
         const tiles_t tiles =
-            share_of(tiles_of(scores, row_first, row_last, params.seqlen_k), item,
-                     schedule)
-                .tiles;
+            kDynamic ? mail.share().tiles
+                     : share_of(tiles_of({}, row_first, row_last, params.seqlen_k),
+                                item, schedule)
+                           .tiles;
         const int count = tiles.last - tiles.first;
         int batch_q[2], batch_k[2], batch_v[2];
         batch_coordinates(batch_q, at, params.q);
@@ -242,9 +276,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         orders.stage[slot] = -1;
         ptx::mbarrier_arrive(landed + slot * kBarrier);
       }
-    } else if (kHidesSome && threadIdx.x >= kWarpSize) {
+    } else if (kTermsOfKeys && threadIdx.x / kWarpSize == 1) {
+      // --- the reader of terms of keys
+      const int lane = threadIdx.x % kWarpSize;
+      unsigned num_tiles = 0, num_items = 0;
+      wait(item_ring.full_at(0), 0);
+      while ((mailbox[num_items & 1].item & ~kCareful) < schedule.num_items) {
+        const place_t at = mailbox[num_items & 1].place();
+        const tiles_t tiles = mailbox[num_items & 1].share().tiles;
+        const scores_t scores(at, SCORE_ARGUMENTS);
+#pragma unroll 1
+        for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
+          const unsigned slot = num_tiles % kKeySlots;
+          wait(key_ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
+          read_key_terms(key_terms[slot], scores, tile * kBlockN, params.seqlen_k,
+                         lane);
+          __syncwarp();
+          if (lane == 0) ptx::mbarrier_arrive(key_ring.full_at(slot));
+        }
+        __syncwarp();
+        if (lane == 0) ptx::mbarrier_arrive(item_ring.empty_at(num_items & 1));
+        ++num_items;
+        wait(item_ring.full_at(num_items & 1), num_items >> 1 & 1);
+      }
+    } else if (kHidesSome && threadIdx.x >= 128 - kInspectors) {
       // --- the inspectors
-      const int thread = threadIdx.x - kWarpSize;
+      const int thread = threadIdx.x - (128 - kInspectors);
       unsigned char* const tiles_v = smem + (smem_v - ptx::shared_address(smem));
       unsigned slot = 0, parity = 0;
       ptx::bar_sync<kInspectors + kWarpSize>(kWakeBarrier);
@@ -309,15 +366,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   while ((item & ~kCareful) < schedule.num_items) {
     const place_t at =
         kDynamic ? mailbox[num_items & 1].place() : place_of(item, schedule, params);
+    const band_t band = kDynamic ? mailbox[num_items & 1].seen() : band_t{};
     const scores_t scores(at, SCORE_ARGUMENTS);
     const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
     const int num_rows = seqlen_q * kPack;
     const int row_block = static_cast<int>(at.tile) * kBlockM;
     const int row_group = row_block + w * kGroupM;
     const int row_group_last = min(row_group + kGroupM, num_rows);
-    const share_t share = share_of(
-        tiles_of(scores, row_block, min(row_block + kBlockM, num_rows), seqlen_k),
-        item & ~kCareful, schedule);
+    const share_t share =
+        kDynamic
+            ? mailbox[num_items & 1].share()
+            : share_of(tiles_of(band, row_block, row_block, seqlen_k), item, schedule);
     const tiles_t tiles = share.tiles;
     const int count = tiles.last - tiles.first;
     const int row_thread = row_group + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
@@ -328,9 +387,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     for (int r = 0; r < 2; ++r) {
       if constexpr (kDynamic) {
         const int i = query_of(row_thread + 8 * r);
-        const range_t keys = scores.keys_of(i, i + 1);
-        first[r] = int(keys.first) - lane % 4 * 2;
-        last[r] = int(keys.last) - lane % 4 * 2;
+        const tiles_t keys = keys_of(band, i, i + 1);
+        first[r] = keys.first - lane % 4 * 2;
+        last[r] = keys.last - lane % 4 * 2;
       } else {
         last[r] = seqlen_k - lane % 4 * 2;
       }
@@ -340,17 +399,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // others see, masks up to `masked_end`, and again from `whole_end` on.
     int skipped = 0, masked_end = 1, whole_end = count;
     if constexpr (kBounds > 0) {
-      const tiles_t own = tiles_of(scores, row_group, row_group_last, seqlen_k);
+      const tiles_t own = tiles_of(band, row_group, row_group_last, seqlen_k);
       skipped = tiles.last - max(own.last, tiles.first + 1);
       skipped = max(skipped, 0);
       const int i_first = query_of(row_group);
-      const int whole_last = int(scores.keys_of(i_first, i_first + 1).last) / kBlockN;
+      const int whole_last = keys_of(band, i_first, i_first + 1).last / kBlockN;
       masked_end = min(count, tiles.last - whole_last);
       if constexpr (kBounds == 2) {
         const int i_last = query_of(row_group_last - 1);
         const int whole_first =
-            (int(scores.keys_of(i_last, i_last + 1).first) + kBlockN - 1) / kBlockN;
-        whole_end = scores.is_query(i_last) ? tiles.last - whole_first : 0;
+            (keys_of(band, i_last, i_last + 1).first + kBlockN - 1) / kBlockN;
+        whole_end = i_last < band.num_queries ? tiles.last - whole_first : 0;
         whole_end = min(count, whole_end);
       }
 #pragma unroll 1
@@ -360,19 +419,31 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (elected) ptx::mbarrier_arrive(k_ring.empty_at(stage));
         take_turn();
         pass_turn();
+        if constexpr (kTermsOfKeys) {
+          wait(key_ring.full_at(number % kKeySlots), number / kKeySlots & 1);
+          if (elected) ptx::mbarrier_arrive(key_ring.empty_at(number % kKeySlots));
+        }
         wait(v_ring.full_at(stage), parity_of(number));
         if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage));
       }
     }
 
-    // Products into final scores, for the tile whose first key is j0.
-    auto finish_scores = [&](int j0, auto masked) {
+    // Products into final scores, for tile number n of the item.
+    auto finish_scores = [&](int n, auto masked) {
+      const int j0 = (tiles.last - 1 - n) * kBlockN;
       if constexpr (kHasTerms) {
-#pragma unroll
-        for (int e = 0; e < kScores; ++e) {
-          const int i = query_of(min(row_thread + 8 * row_of(e), num_rows - 1));
-          const int j = j0 + lane % 4 * 2 + column_of(e);
-          s[e] = scores(s[e], i, min(j, seqlen_k - 1));
+        const int i[2] = {query_of(min(row_thread, num_rows - 1)),
+                          query_of(min(row_thread + 8, num_rows - 1))};
+        const int j = j0 + lane % 4 * 2;
+        const unsigned number = num_tiles + n, slot = number % kKeySlots;
+        if constexpr (kTermsOfKeys) {
+          wait(key_ring.full_at(slot), number / kKeySlots & 1);
+        }
+        add_terms<masked.value>(s, scores, params, inputs.cap,
+                                key_terms[slot] + lane % 4 * 2, i, j, seqlen_k - j);
+        if constexpr (kTermsOfKeys) {
+          __syncwarp();
+          if (elected) ptx::mbarrier_arrive(key_ring.empty_at(slot));
         }
       }
       if constexpr (masked.value) {
@@ -405,7 +476,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::mbarrier_arrive(k_ring.empty_at(stage));
         if (skipped == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
       }
-      finish_scores((tiles.last - 1 - skipped) * kBlockN, flag_t<true>());
+      finish_scores(skipped, flag_t<true>());
       raise(row, s, to_log2);
       exponentiate(row, s, to_log2);
       round_to(p, s);
@@ -431,7 +502,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::mbarrier_arrive(k_ring.empty_at(stage));
         if (n == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
       }
-      finish_scores((tiles.last - 1 - n) * kBlockN, masked);
+      finish_scores(n, masked);
       const bool moved = raise(row, s, to_log2);
       // ptxas moves this wait up to the last branch, which is the one in raise().
       ptx::wgmma_wait_group<0>();
@@ -445,20 +516,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
     int n = skipped + 1;
-    if constexpr (kHasMask) {
+    if constexpr (kBounds > 0) {
+#pragma unroll 1
+      for (; n < masked_end; ++n) step(n, flag_t<true>());
+    }
+#pragma unroll 1
+    for (; n < whole_end; ++n) step(n, flag_t<false>());
+    if constexpr (kBounds == 2) {
 #pragma unroll 1
       for (; n < count; ++n) step(n, flag_t<true>());
-    } else {
-      if constexpr (kBounds > 0) {
-#pragma unroll 1
-        for (; n < masked_end; ++n) step(n, flag_t<true>());
-      }
-#pragma unroll 1
-      for (; n < whole_end; ++n) step(n, flag_t<false>());
-      if constexpr (kBounds == 2) {
-#pragma unroll 1
-        for (; n < count; ++n) step(n, flag_t<true>());
-      }
     }
 
     // The last product.
@@ -484,7 +550,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row_r = row_thread + 8 * r, i = query_of(row_r);
-      seen[r] = scores.is_query(i) && row.l[r] != 0;
+      const bool is_query =
+          kDynamic ? i < mailbox[number & 1].band.num_queries : i < seqlen_q;
+      seen[r] = is_query && row.l[r] != 0;
       inverse[r] = 1 / row.l[r];
       if (!kHasSinks && lse == nullptr) continue;
       // lse has to know to the last bit what was subtracted; l takes what a float of it
@@ -492,14 +560,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const double m = rounded_product(row.m[r], to_log2) * inputs.from_log2;
       const float high = static_cast<float>(m);
       const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
-      const finished_t finished = scores.finish(i, high, row.l[r] * (1 + low));
-      if constexpr (kHasSinks) inverse[r] = finished.inverse * (1 + low);
+      const float l = row.l[r] * (1 + low);
+      float lse_r = seen[r] ? high + log_of(l) : -infinity<float>();
+      if constexpr (kHasSinks) {
+        const finished_t finished = scores.finish(i, high, l);
+        inverse[r] = finished.inverse * (1 + low);
+        lse_r = finished.lse;
+      }
       if (lse != nullptr && lane % 4 == 0 && row_r < num_rows) {
         const index_t number = row_number(here, row_r, item & ~kCareful);
         if constexpr (kSplit) {
           lse[number] = seen[r] ? m + log_of(row.l[r]) : -infinity<double>();
         } else {
-          lse[number] = finished.lse;
+          lse[number] = lse_r;
         }
       }
     }
@@ -585,10 +658,41 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       if (special) {
         __syncwarp();  // what the warp has stored is there for all its lanes
-        add_specials(inputs.v, out, here, w, scores_t(here, SCORE_ARGUMENTS), params,
-                     tiles, item & ~kCareful, row_number);
+        add_specials(inputs.v, out, here, w, scores_t(here, SCORE_ARGUMENTS),
+                     mailbox[number & 1].seen(), params,
+                     mailbox[number & 1].share().tiles, item & ~kCareful, row_number);
       }
     }
+#ifdef MERGE
+    __threadfence();
+    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);  // the part is in memory
+    if (threadIdx.x == 128) {
+      const int number_of_tile = unsigned(item & ~kCareful) / schedule.num_splits;
+      int* const arrived = counter->arrived() + number_of_tile;
+      // A part that will be computed again does not count yet.
+      const bool again =
+          kHidesSome && item < kCareful && orders.again[number % kRemembered] >= 0;
+      const bool last = !again && atomicAdd(arrived, 1) == schedule.num_splits - 1;
+      if (last) *arrived = 0;  // ready for the next launch
+      is_last_part = last;
+      __threadfence();
+    }
+    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);
+    if (is_last_part) {
+#pragma unroll 1
+      for (int row = row_block + int(threadIdx.x - 128) / kWarpSize;
+           row < min(row_block + kBlockM, num_rows); row += 4 * kNumGroups) {
+        merge_row(reinterpret_cast<const float*>(out),
+                  reinterpret_cast<const double*>(lse),
+                  here.at(merged, params.out) + query_of(row) * params.out.row +
+                      row % kPack * params.out.head,
+                  merged_lse,
+                  (here.row_of_heads + row % kPack) * params.seqlen_q + query_of(row),
+                  static_cast<index_t>(schedule.num_heads) * kPack * params.seqlen_q,
+                  schedule.num_splits, params);
+      }
+    }
+#endif
     if constexpr (kDynamic) {
       __syncwarp();
       if (elected) ptx::mbarrier_arrive(item_ring.empty_at(number & 1));

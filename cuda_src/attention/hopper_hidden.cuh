@@ -15,7 +15,8 @@
 
 // The idle warps of the producer's warpgroup look through the tiles, one after another
 // as the copy engine brings them.
-constexpr int kInspectors = kHidesSome ? 96 : 0;
+// One of them reads terms of keys (hopper_terms.cuh).
+constexpr int kInspectors = !kHidesSome ? 0 : kTermsOfKeys ? 64 : 96;
 // Of bar.sync; the turns have 1 to 4. Until the first order the inspectors sleep at the
 // second one: a wait for an mbarrier would take turns of the warps that compute.
 constexpr int kInspectBarrier = 8, kWakeBarrier = 9;
@@ -93,6 +94,7 @@ __device__ __forceinline__ void add_specials(const elem_t* v,
                                              const place_t& at,
                                              int group,
                                              const scores_t& scores,
+                                             const band_t& band,
                                              const params_t& params,
                                              const tiles_t& tiles,
                                              int item,
@@ -103,16 +105,16 @@ __device__ __forceinline__ void add_specials(const elem_t* v,
   if constexpr (!kSplit) out = at.at(out, params.out);
   const int row_block = static_cast<int>(at.tile) * kBlockM;
   const tiles_t whole = whole_tiles_of(
-      scores, row_block, min(row_block + kBlockM, num_rows), params.seqlen_k);
+      band, row_block, min(row_block + kBlockM, num_rows), params.seqlen_k);
   const int row_first = row_block + group * kGroupM + threadIdx.x / kWarpSize % 4 * 16;
   const int row_last = min(row_first + 16, num_rows);
   if (row_first >= row_last) return;
-  const range_t keys = scores.keys_of(query_of(row_first), query_end(row_last));
+  const tiles_t keys = keys_of(band, query_of(row_first), query_end(row_last));
 #pragma unroll 1
   for (int tile = tiles.first; tile < tiles.last; ++tile) {
     if (is_in(tile, whole)) continue;
-    const int j_first = max(tile * kBlockN, int(keys.first));
-    const int j_last = min((tile + 1) * kBlockN, int(keys.last));
+    const int j_first = max(tile * kBlockN, keys.first);
+    const int j_last = min((tile + 1) * kBlockN, keys.last);
 #pragma unroll 1
     for (int j0 = j_first; j0 < j_last; j0 += kWarpSize) {
       // A lane looks through a key; then the warp goes through those that have some.
@@ -134,7 +136,7 @@ __device__ __forceinline__ void add_specials(const elem_t* v,
 #pragma unroll 1
         for (int row = row_first; row < row_last; ++row) {
           const int i = query_of(row);
-          const range_t seen = scores.keys_of(i, i + 1);
+          const tiles_t seen = keys_of(band, i, i + 1);
           if (j < seen.first || j >= seen.last) continue;
           if (kHidesAnywhere && scores(0.f, i, j) == -infinity<float>()) continue;
           out_t* out_row = out;

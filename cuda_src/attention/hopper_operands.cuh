@@ -72,6 +72,10 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
 // Blocks take `next` by turns; the last to finish sets both numbers back to 0.
 struct counter_t {
   int next, finished;
+
+  // Behind them: of each tile, how many of its parts are there. The last one sets its
+  // number back to 0.
+  __device__ int* arrived() { return &finished + 1; }
 };
 
 // --- pairs of 16-bit numbers

@@ -6,8 +6,8 @@
 #include "attention/score.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_N) || \
-    !defined(BOUNDS) || !defined(TAKE_TURNS)
-#error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, BOUNDS and TAKE_TURNS come from the host"
+    !defined(BOUNDS) || !defined(TAKE_TURNS) || !defined(STAGES)
+#error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, BOUNDS and TAKE_TURNS come from the host"
 #endif
 
 // The dimensions as they are computed with; the copy engine fills up with zeros.
@@ -16,7 +16,7 @@ constexpr int kBlockN = BLOCK_N;                   // keys of a tile
 constexpr int kNumGroups = kNumThreads / 128 - 1;  // warpgroups that compute
 constexpr int kGroupM = 64;                        // queries of a warpgroup
 constexpr int kBlockM = kNumGroups * kGroupM;
-constexpr int kStages = 2;  // tiles of k, and of v, in shared memory; 3 bring nothing
+constexpr int kStages = STAGES;  // tiles of k, and of v, in shared memory
 constexpr bool kTakeTurns = TAKE_TURNS;
 
 // Rows of a tile are queries of so many heads of a group, side by side for one
@@ -32,8 +32,9 @@ __device__ __forceinline__ int query_end(int row_last) {
   return (row_last - 1) / kPack + 1;
 }
 
-// The keys of an item are one part of several, whose results another kernel merges
-// (hopper_merge.cu): sums in float, lse in double.
+// The keys of an item are one part of several: sums in float, lse in double. The block
+// that ends the last part of a tile merges them (hopper_parts.cuh), or another kernel
+// does where there are more rows than a block should merge (hopper_merge.cu).
 #ifdef SPLIT
 constexpr bool kSplit = true;
 using out_t = float;
@@ -42,6 +43,12 @@ using lse_t = double;
 constexpr bool kSplit = false;
 using out_t = elem_t;
 using lse_t = float;
+#endif
+#ifdef MERGE
+constexpr bool kMerge = true;
+static_assert(kSplit);
+#else
+constexpr bool kMerge = false;
 #endif
 
 // Which keys a query may see by its position: 0 all, 1 up to a last one, 2 from a first
@@ -55,6 +62,17 @@ constexpr bool kScaleScores =
 #else
 constexpr bool kScaleScores = false;
 #endif
+// Bias and mask are the same to all queries, or arrays whose keys lie side by side.
+#ifdef TERMS_OF_KEYS
+constexpr bool kTermsOfKeys = true;
+#else
+constexpr bool kTermsOfKeys = false;
+#endif
+#ifdef UNIT_COLUMNS
+constexpr bool kUnitColumns = true;
+#else
+constexpr bool kUnitColumns = false;
+#endif
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
@@ -65,6 +83,10 @@ constexpr bool kHidesAnywhere = kHasMask || kHasBias;
 constexpr bool kHidesSome = kHidesAnywhere || kBounds > 0 || kHasKeyLengths;
 // Items differ in length, so that blocks take them from a counter.
 constexpr bool kDynamic = kHidesSome || kHasLengths;
+
+// Whether the device alone knows which keys the queries of an item see; else it is the
+// same to all items.
+constexpr bool kBandOfItem = kHasLengths || kHasQueryOffsets;
 
 // A tile in shared memory: chunks of 64 columns, each [rows][128 bytes], swizzled.
 constexpr int kChunksQk = (kHeadDim + 63) / 64, kChunksV = (kHeadDimV + 63) / 64;
@@ -121,48 +143,33 @@ __device__ __forceinline__ place_t place_of(int item,
   }
 }
 
-// What the producer tells the consumers of an item. It stands until they are done.
-struct mail_t {
-  int item;  // or one that is none: no more
-  int tile, heads, head, kv_head, batch[kBatchDims];
-
-  __device__ void put(const place_t& at) volatile {
-    tile = at.tile;
-    heads = at.row_of_heads;
-    head = at.head;
-    kv_head = at.kv_head;
-#pragma unroll
-    for (int axis = 0; axis < kBatchDims; ++axis) batch[axis] = at.batch[axis];
-  }
-  __device__ place_t place() const volatile {
-    place_t at;
-    at.tile = tile;
-    at.row_of_heads = heads;
-    at.head = head;
-    at.kv_head = kv_head;
-#pragma unroll
-    for (int axis = 0; axis < kBatchDims; ++axis) at.batch[axis] = batch[axis];
-    at.exists = true;
-    return at;
-  }
-};
-
 // Tiles [first, last) of keys.
 struct tiles_t {
   int first, last;
 };
 
+// Keys that the queries [i_first, i_last) see by their position, as one range that may
+// be empty. `band` is that of all scores.
+__device__ __forceinline__ tiles_t keys_of(const band_t& band,
+                                           int i_first,
+                                           int i_last) {
+  i_last = min(i_last, band.num_queries);
+  if (i_first >= i_last) return {0, 0};
+  return {min(max(i_first + band.low, 0), band.num_keys),
+          min(max(i_last - 1 + band.high, 0), band.num_keys)};
+}
+
 // The tiles that hold the keys which rows [row_first, row_last) see. At least one.
-__device__ __forceinline__ tiles_t tiles_of(const scores_t& scores,
+__device__ __forceinline__ tiles_t tiles_of(const band_t& band,
                                             int row_first,
                                             int row_last,
                                             int seqlen_k) {
   if constexpr (!kDynamic) {
     return {0, (seqlen_k + kBlockN - 1) / kBlockN};
   } else {
-    const range_t keys = scores.keys_of(query_of(row_first), query_end(row_last));
-    const int first = int(keys.first) / kBlockN;
-    const int last = (int(keys.last) + kBlockN - 1) / kBlockN;
+    const tiles_t keys = keys_of(band, query_of(row_first), query_end(row_last));
+    const int first = keys.first / kBlockN;
+    const int last = (keys.last + kBlockN - 1) / kBlockN;
     return first < last ? tiles_t{first, last} : tiles_t{0, 1};
   }
 }
@@ -186,21 +193,64 @@ __device__ __forceinline__ share_t share_of(const tiles_t& tiles,
 }
 
 // The tiles of which each of the rows [row_first, row_last) sees every key.
-__device__ __forceinline__ tiles_t whole_tiles_of(const scores_t& scores,
+__device__ __forceinline__ tiles_t whole_tiles_of(const band_t& band,
                                                   int row_first,
                                                   int row_last,
                                                   int seqlen_k) {
   if constexpr (kHidesAnywhere) return {0, 0};
   const int i_first = query_of(row_first);
-  const int i_last = min(query_end(row_last), int(scores.num_queries()));
-  const int first = int(scores.keys_of(i_last - 1, i_last).first);
-  const int last = int(scores.keys_of(i_first, i_first + 1).last);
+  const int i_last = min(query_end(row_last), band.num_queries);
+  const int first = keys_of(band, i_last - 1, i_last).first;
+  const int last = keys_of(band, i_first, i_first + 1).last;
   return {(first + kBlockN - 1) / kBlockN,
           (last == seqlen_k ? last + kBlockN - 1 : last) / kBlockN};
 }
 __device__ __forceinline__ bool is_in(int tile, const tiles_t& tiles) {
   return tiles.first <= tile && tile < tiles.last;
 }
+
+// What the producer tells the others of an item. It stands until they are done.
+struct mail_t {
+  int item;  // or one that is none: no more
+  int tile, heads, head, kv_head, batch[kBatchDims];
+  band_t band;             // of all scores
+  int first, last, empty;  // its share
+
+  __device__ void put(const place_t& at) volatile {
+    tile = at.tile;
+    heads = at.row_of_heads;
+    head = at.head;
+    kv_head = at.kv_head;
+#pragma unroll
+    for (int axis = 0; axis < kBatchDims; ++axis) batch[axis] = at.batch[axis];
+  }
+  __device__ void put(const band_t& seen) volatile {
+    band.low = seen.low;
+    band.high = seen.high;
+    band.num_queries = seen.num_queries;
+    band.num_keys = seen.num_keys;
+  }
+  __device__ void put(const share_t& share) volatile {
+    first = share.tiles.first;
+    last = share.tiles.last;
+    empty = share.empty;
+  }
+  __device__ place_t place() const volatile {
+    place_t at;
+    at.tile = tile;
+    at.row_of_heads = heads;
+    at.head = head;
+    at.kv_head = kv_head;
+#pragma unroll
+    for (int axis = 0; axis < kBatchDims; ++axis) at.batch[axis] = batch[axis];
+    at.exists = true;
+    return at;
+  }
+  __device__ band_t seen() const volatile {
+    return {band.low, band.high, band.num_queries, band.num_keys};
+  }
+  __device__ share_t share() const volatile { return {{first, last}, empty != 0}; }
+};
 
 // Barriers in shared memory, in pairs: "full" the copy engine ends, "empty" the
 // readers.

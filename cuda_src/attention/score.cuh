@@ -248,6 +248,16 @@ class scores_t {
     return s;
   }
 
+  // The parts of a term, for kernels that go through it a tile at a time.
+  __device__ const bias_t* bias_at(index_t i, index_t j) const {
+    return bias_ + (i * params_.bias.row + j * params_.bias.col);
+  }
+  __device__ const bool* mask_at(index_t i, index_t j) const {
+    return mask_ + (i * params_.mask.row + j * params_.mask.col);
+  }
+  __device__ accum_t slope() const { return slope_; }
+  __device__ index_t diagonal(index_t i) const { return i + offset_; }
+
   // The sink as one more score of every row; -inf is none.
   __device__ accum_t sink() const { return kHasSinks ? sink_ : -infinity<accum_t>(); }
 

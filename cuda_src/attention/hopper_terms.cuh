@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: MIT
+// attention_hopper: the terms of score.cuh (scale, softcap, bias, alibi, mask), over a
+// tile of scores at a time.
+//
+// score.cuh finishes one score; here each term goes over all numbers of a thread, with
+// what they share taken out: rows as pointers, columns as constants behind them. Bias
+// and mask that are the same to all queries are read once a tile by a warp of the
+// producer's, which leaves them in shared memory as float.
+#pragma once
+
+#include "attention/hopper_softmax.cuh"
+#include "ptx/math.cuh"
+#include "ptx/opaque.cuh"
+
+// --- softcap
+
+// The softcap of a call, as the host prepares it (_attention_kernels.py).
+struct cap_t {
+  float inverse;          // scale / softcap: products times this are y of tanh(y)
+  float limit;            // products up to this size have |y| <= 0.6
+  float softcap;          // tanh(y) times this is the score
+  float coefficients[5];  // of softcap * tanh(y) / y by y^2, for such y
+};
+
+// For |y| <= 0.6, to 8e-8 of the result: nothing but multiplications.
+__device__ __forceinline__ float cap_near(float q_dot_k, const cap_t& cap) {
+  const float y = q_dot_k * cap.inverse, square = y * y;
+  float sum = cap.coefficients[4];
+#pragma unroll
+  for (int n = 3; n >= 0; --n) sum = fmaf(sum, square, cap.coefficients[n]);
+  return y * sum;
+}
+
+// For larger ones: tanh(|y|) = 1 - 2 u / (1 + u) with u = exp(-2 |y|).
+__device__ __forceinline__ float cap_far(float q_dot_k, const cap_t& cap) {
+  const float y = q_dot_k * cap.inverse;
+  const float u = ptx::ex2_approx_ftz(fabsf(y) * float(-2 * kLog2e));
+  const float tanh = fmaf(-2 * u, ptx::rcp_approx_ftz(1 + u), 1.f);
+  return copysignf(tanh, y) * cap.softcap;
+}
+
+// Each score has the one form or the other by its own size, whatever stands beside it;
+// a warp whose products are all small does without the other form.
+__device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
+  // Bits of numbers >= 0 order as signed integers, those of numbers < 0 by their size
+  // as unsigned ones. NaN is above all limits.
+  const unsigned limit = __float_as_uint(cap.limit);
+  int top = __float_as_int(s[0]);
+  unsigned bottom = __float_as_uint(s[0]);
+#pragma unroll
+  for (int e = 2; e < kScores; e += 2) {
+    top = max(max(top, __float_as_int(s[e - 1])), __float_as_int(s[e]));
+    bottom = max(max(bottom, __float_as_uint(s[e - 1])), __float_as_uint(s[e]));
+  }
+  top = max(top, __float_as_int(s[kScores - 1]));
+  bottom = max(bottom, __float_as_uint(s[kScores - 1]));
+  const bool far = (top > static_cast<int>(limit)) | (bottom > (limit | 0x80000000u));
+  if (__any_sync(kFullMask, far)) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      // Without the select by hand each number has a branch of its own.
+      s[e] = ptx::select(fabsf(s[e]) <= cap.limit, cap_near(s[e], cap),
+                         cap_far(s[e], cap));
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) s[e] = cap_near(s[e], cap);
+  }
+}
+
+// --- terms of keys: what bias and mask are to each key of a tile
+
+constexpr int kKeySlots = 4;  // tiles of them in shared memory
+using key_terms_t = float[kKeySlots][kTermsOfKeys ? kBlockN : 1];
+
+// A key that the mask hides. No bias has these bits: its NaN are made another one.
+constexpr unsigned kHiddenKey = 0xffffffffu;
+
+// For lane `lane` of one warp: writes the terms of keys j0 to j0 + kBlockN - 1.
+__device__ __forceinline__ void read_key_terms(
+    volatile float* terms, const scores_t& scores, int j0, int seqlen_k, int lane) {
+#pragma unroll 1
+  for (int column = lane; column < kBlockN; column += kWarpSize) {
+    const int j = j0 + column;
+    float term = 0;
+    if (j < seqlen_k) {
+      if constexpr (kHasBias) {
+        term = to<float>(*scores.bias_at(0, j));
+        if (is_nan(term)) term = __uint_as_float(0x7fffffffu);
+      }
+      if constexpr (kHasMask) {
+        if (!*scores.mask_at(0, j)) term = __uint_as_float(kHiddenKey);
+      }
+    }
+    terms[column] = term;
+  }
+}
+
+// Whether something stands between the scale and the terms of keys.
+constexpr bool kScalesApart = kHasSoftcap || kHasAlibi;
+
+__device__ __forceinline__ void add_key_terms(float (&s)[kScores],
+                                              const float* terms,
+                                              float scale) {
+#pragma unroll
+  for (int e = 0; e < kScores; e += 4) {  // two rows of two columns
+    const float2 pair = *reinterpret_cast<const float2*>(terms + column_of(e));
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float term = n % 2 == 0 ? pair.x : pair.y;
+      float& x = s[e + n];
+      if constexpr (kHasBias) {
+        x = kScalesApart ? x + term : fmaf(x, scale, term);
+      } else if constexpr (!kScalesApart) {
+        x *= scale;
+      }
+      if constexpr (kHasMask) {
+        if (__float_as_uint(term) == kHiddenKey) x = -infinity<float>();
+      }
+    }
+  }
+}
+
+// --- all terms
+
+// Products q.k into final scores. `i` are the two queries of this thread, `j` its first
+// key; kTail: keys from j + left on are none.
+template <bool kTail>
+__device__ __forceinline__ void add_terms(float (&s)[kScores],
+                                          const scores_t& scores,
+                                          const params_t& params,
+                                          const cap_t& cap,
+                                          const float* key_terms,
+                                          const int (&i)[2],
+                                          int j,
+                                          int left) {
+  const float scale = static_cast<float>(params.scale);
+  if constexpr (kHasSoftcap) {
+    cap_scores(s, cap);
+  } else if constexpr (kScalesApart || !kTermsOfKeys) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) s[e] *= scale;
+  }
+  if constexpr (kHasAlibi) {
+    // Distances are exact up to 2^24, and rounded twice above.
+    const float distance[2] = {static_cast<float>(scores.diagonal(i[0]) - j),
+                               static_cast<float>(scores.diagonal(i[1]) - j)};
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      s[e] = fmaf(-scores.slope(), fabsf(distance[row_of(e)] - column_of(e)), s[e]);
+    }
+  }
+  if constexpr (kTermsOfKeys) {
+    add_key_terms(s, key_terms, scale);
+    return;
+  }
+  auto exists = [&](int e) { return !kTail || column_of(e) < left; };
+  // Multiples of a stride are not kept in registers from tile to tile.
+  auto fresh = [](index_t stride) {
+    if constexpr (kUnitColumns) return index_t(1);
+    ptx::forget(stride);
+    return stride;
+  };
+  if constexpr (kHasBias) {
+    const bias_t* const rows[2] = {scores.bias_at(i[0], j), scores.bias_at(i[1], j)};
+    const index_t step = fresh(params.bias.col);
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      if (exists(e)) s[e] += to<float>(rows[row_of(e)][column_of(e) * step]);
+    }
+  }
+  if constexpr (kHasMask) {
+    const bool* const rows[2] = {scores.mask_at(i[0], j), scores.mask_at(i[1], j)};
+    const index_t step = fresh(params.mask.col);
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      if (exists(e) && !rows[row_of(e)][column_of(e) * step]) s[e] = -infinity<float>();
+    }
+  }
+}

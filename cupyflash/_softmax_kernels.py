@@ -61,6 +61,7 @@ class Cut:
     cooperative: bool = False  # all blocks run at once
     entry: str = ""  # of the source, where that has more than one
     scratch: int = 0  # bytes of memory that the launches share, as the last pointer
+    num_groups: int = 1  # of num_blocks each
 
 
 def _cut(problem, lanes, held=0):
@@ -473,6 +474,7 @@ _PARTS_PER_SM = 16
 _MAX_PARTS = 4096
 _PART_VECTORS = 8  # a thread, at least
 _PARTIAL_BYTES = 24  # what a part leaves behind, at most
+_TOLD_BYTES = 16  # what a block tells the others of a row
 
 
 def _num_parts(problem, device, vectors):
@@ -506,6 +508,45 @@ def _split(problem, device):
         )
         for entry in ("sum", "write")
     )
+
+
+def _stream(problem, device):
+    """Rows that pass through the shared memory of many multiprocessors."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc < (8, 0):
+        return f"{device.name} copies nothing to shared memory by itself"
+    if problem.dtypes.get("where"):
+        return "there is a mask"
+    names = [problem.dtypes[name] for name in ("x", "dy") if name in problem.dtypes]
+    if not {*names} <= {*_arrays.FLOATS}:
+        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
+    vector = _tiers.VECTOR_BYTES // _widest(problem)
+    place = vector * sum(map(_itemsize, names))  # bytes of a thread's step
+    stream = _tiers.stream(
+        -(-problem.row_length // vector), problem.num_rows, place, device
+    )
+    if stream is None:
+        return f"a row of {problem.row_length} is more than the card can hold"
+    main = Cut(
+        stream.blocks,
+        stream.threads,
+        _defines({
+            "LANES": stream.threads,
+            "ROWS_PER_BLOCK": 1,
+            "RING": stream.ring,
+            "AHEAD": stream.ahead,
+        }),
+        smem=stream.ring * stream.threads * place,
+        cooperative=True,
+        scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
+        num_groups=stream.groups,
+    )  # fmt: skip
+    rows_a_block = -(-problem.num_rows // stream.threads)
+    clear = dataclasses.replace(
+        main, entry="clear", smem=0, cooperative=False, num_groups=min(rows_a_block, 64)
+    )
+    return clear, main
 
 
 def _sum_rows(problem, device):
@@ -603,7 +644,7 @@ class SoftmaxKernel:
                     cluster=cut.cluster,
                     cooperative=cut.cooperative,
                 ),
-                (cut.num_blocks, 1, 1),
+                (cut.num_blocks, cut.num_groups, 1),
                 (cut.num_threads, 1, 1),
                 cut.scratch,
             )
@@ -688,6 +729,10 @@ def _long(*dtypes):
     return [1 << 21, _FEW]
 
 
+def _streamed(*dtypes):
+    return [1 << 20, _FEW]
+
+
 def _columns_of(*dtypes):
     """Columns of every kind: narrow and wide, short and long."""
     names = ("x", "dy", "b", "where", "out", "sign")
@@ -711,6 +756,12 @@ KERNELS = (  # best first
     SoftmaxKernel("tiled", FORWARD, _TILED, _hold, _rows_of(_held), fast=True),
     SoftmaxKernel(
         "vjp_tiled", BACKWARD, ("auto",), _hold_pair, _rows_of(_held_pairs), fast=True
+    ),
+    SoftmaxKernel(
+        "stream", FORWARD, _TILED, _stream, _rows_of(_streamed), fast=True
+    ),
+    SoftmaxKernel(
+        "vjp_stream", BACKWARD, ("auto",), _stream, _rows_of(_streamed), fast=True
     ),
     # Rows that do not fit on chip are read twice.
     SoftmaxKernel("split", FORWARD, _TILED, _split, _rows_of(_long)),

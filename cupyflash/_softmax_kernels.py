@@ -291,7 +291,12 @@ def _sum_columns(problem, device):
     return _column_cut(problem, vector, side, deep, held, 0, cluster, _WALKING_THREADS)
 
 
-def _walk_columns(problem, device):
+# Batches of a thread that are worth a block of their own, and the most blocks, all and
+# those of a column, that share long columns.
+_BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 4, 1024
+
+
+def _walk_columns(problem, device, may_cluster=True):
     """Threads that walk down neighbouring columns twice; columns of any length."""
     layout = problem.layout
     if not layout.is_columns:
@@ -302,8 +307,37 @@ def _walk_columns(problem, device):
     side = _side(-(-layout.inner // vector), _WIDTH // (vector * widest))
     # Also where a column is short (online is asked for), its threads fill a warp.
     deep = max(256 // side, 64 // side + 1)
-    cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
+    cluster = 1
+    if may_cluster:
+        cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
     return _column_cut(problem, vector, side, deep, held, 0, cluster, 512)
+
+
+def _split_columns(problem, device):
+    """Blocks that share columns, which are read twice; columns of any length."""
+    cuts = _walk_columns(problem, device, may_cluster=False)
+    if isinstance(cuts, str):
+        return cuts
+    (cut,) = cuts
+    values = dict(cut.defines)
+    vector, side = int(values["VECTOR"]), int(values["SIDE"])
+    rows = int(values["DEEP"]) * int(values["HELD"]) * _BATCHES
+    pieces = min(
+        -(-problem.row_length // rows),
+        device.num_sms * _PIECES_PER_SM // cut.num_blocks,
+        _MOST_PIECES,
+    )
+    if pieces < 2:
+        return "there are enough columns for all multiprocessors, or they are short"
+    split = dataclasses.replace(
+        cut,
+        defines=(*cut.defines, ("SPLITS", "1")),
+        num_groups=pieces,
+        scratch=cut.num_blocks * pieces * vector * side * _PARTIAL_BYTES,
+    )
+    return tuple(
+        dataclasses.replace(split, entry=entry) for entry in ("sum", "write")
+    )
 
 
 def _cluster_of(problem, columns, rows, device):
@@ -741,12 +775,20 @@ def _columns_of(*dtypes):
             yield _softmax_layout.columns(1 << 10, length, inner, names)
 
 
+def _long_columns(*dtypes):
+    """Few columns of many elements."""
+    names = ("x", "dy", "b", "where", "out", "sign")
+    for inner in (7, 128):
+        yield _softmax_layout.columns(1, 1 << 17, inner, names)
+
+
 # --- the table -----------------------------------------------------------------------
 
 _ANY, _TILED = ("auto", "tiled", "online"), ("auto", "tiled")
 
 KERNELS = (  # best first
     SoftmaxKernel("columns", FORWARD, _TILED, _columns, _columns_of),
+    SoftmaxKernel("split_columns", FORWARD, _TILED, _split_columns, _long_columns),
     SoftmaxKernel("long_columns", FORWARD, _TILED, _walk_columns, _columns_of),
     SoftmaxKernel("vjp_columns", BACKWARD, ("auto",), _columns, _columns_of),
     SoftmaxKernel(

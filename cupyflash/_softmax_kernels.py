@@ -293,7 +293,7 @@ def _sum_columns(problem, device):
 
 # Batches of a thread that are worth a block of their own, and the most blocks, all and
 # those of a column, that share long columns.
-_BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 4, 1024
+_BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 2, 1024
 
 
 def _walk_columns(problem, device, may_cluster=True):
@@ -556,29 +556,31 @@ def _stream(problem, device):
     if not {*names} <= {*_arrays.FLOATS}:
         return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
     vector = _tiers.VECTOR_BYTES // _widest(problem)
-    place = vector * sum(map(_itemsize, names))  # bytes of a thread's step
-    stream = _tiers.stream(
-        -(-problem.row_length // vector), problem.num_rows, place, device
-    )
+    place = vector * sum(map(_itemsize, names))  # bytes of a vector of each
+    vectors = -(-problem.row_length // vector)
+    # Two vectors of floats in a step take turns at what each waits for.
+    together = 2 if len(names) == 1 and problem.compute_dtype == "float32" else 1
+    stream = _tiers.stream(vectors, problem.num_rows, place, together, device)
     if stream is None:
         return f"a row of {problem.row_length} is more than the card can hold"
     main = Cut(
         stream.blocks,
-        stream.threads,
+        stream.threads + 32,
         _defines({
             "LANES": stream.threads,
             "ROWS_PER_BLOCK": 1,
             "RING": stream.ring,
             "AHEAD": stream.ahead,
+            "TOGETHER": stream.together,
         }),
-        smem=stream.ring * stream.threads * place,
+        smem=stream.ring * stream.together * stream.threads * place,
         cooperative=True,
         scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
         num_groups=stream.groups,
     )  # fmt: skip
-    rows_a_block = -(-problem.num_rows // stream.threads)
+    blocks = min(-(-problem.num_rows // main.num_threads), 64)
     clear = dataclasses.replace(
-        main, entry="clear", smem=0, cooperative=False, num_groups=min(rows_a_block, 64)
+        main, entry="clear", smem=0, cooperative=False, num_groups=blocks
     )
     return clear, main
 

@@ -191,8 +191,9 @@ def _lanes_of_short_row(vectors, most, ends):
 class Stream:
     """Blocks that share rows, which pass through rings in their shared memory."""
 
-    threads: int  # a block
-    ring: int  # steps of a thread, of a vector of each operand
+    threads: int  # a block, without its messenger
+    together: int  # vectors of a thread in a step
+    ring: int  # steps
     ahead: int  # of these, steps whose loads are under way
     blocks: int  # a group, which shares a row
     groups: int
@@ -205,18 +206,24 @@ _STREAM_AHEAD = 40 << 10
 _STREAM_HIDDEN = 40 << 10
 
 
-def stream(vectors: int, rows: int, place: int, device: Device) -> Stream | None:
-    """How rows of so many vectors stream, at `place` bytes a vector; None: too long."""
+def stream(
+    vectors: int, rows: int, place: int, together: int, device: Device
+) -> Stream | None:
+    """How rows of so many vectors stream; None if they are too long.
+
+    Each takes `place` bytes, and a thread has `together` of them in a step.
+    """
     threads = _STREAM_THREADS
-    step = threads * place
+    step = threads * together * place
     ring = (device.smem_optin - 8192) // step
     ahead = max(1, _STREAM_AHEAD // step)
     longest = ring - ahead  # steps of a row
     hidden = min(_STREAM_HIDDEN // step, longest // 2)
-    blocks = -(-vectors // (threads * (longest - hidden)))
+    at_once = threads * together  # vectors of a block in a step
+    blocks = -(-vectors // (at_once * (longest - hidden)))
     if blocks > device.num_sms:
-        if vectors > threads * longest * device.num_sms:
+        if vectors > at_once * longest * device.num_sms:
             return None
         blocks = device.num_sms
     groups = min(rows, device.num_sms // blocks)
-    return Stream(threads, ring, ahead, device.num_sms // groups, groups)
+    return Stream(threads, together, ring, ahead, device.num_sms // groups, groups)

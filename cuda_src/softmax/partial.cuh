@@ -67,7 +67,7 @@ struct finish_in_powers_t {
   power_t power;
   float inverse;
 
-  __device__ __forceinline__ finish_in_powers_t() : power(0), inverse(0) {}
+  finish_in_powers_t() = default;
   // Of a sum l exp(m).
   __device__ __forceinline__ finish_in_powers_t(double l, float m) : power(m) {
     // In units of 2^unit.

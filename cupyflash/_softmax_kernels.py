@@ -544,36 +544,31 @@ def _split(problem, device):
     )
 
 
-def _stream(problem, device):
-    """Rows that pass through the shared memory of many multiprocessors."""
+def _stream_pair(problem, device):
+    """Rows of y and dy that pass through the shared memory of many multiprocessors."""
     if not problem.layout.is_rows:
         return "neighbours along a row are not neighbours in memory"
     if device.cc < (8, 0):
         return f"{device.name} copies nothing to shared memory by itself"
-    if problem.dtypes.get("where"):
-        return "there is a mask"
-    names = [problem.dtypes[name] for name in ("x", "dy") if name in problem.dtypes]
+    names = [problem.dtypes[name] for name in ("x", "dy")]
     if not {*names} <= {*_arrays.FLOATS}:
         return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
     vector = _tiers.VECTOR_BYTES // _widest(problem)
     place = vector * sum(map(_itemsize, names))  # bytes of a vector of each
     vectors = -(-problem.row_length // vector)
-    # Two vectors of floats in a step take turns at what each waits for.
-    together = 2 if len(names) == 1 and problem.compute_dtype == "float32" else 1
-    stream = _tiers.stream(vectors, problem.num_rows, place, together, device)
+    stream = _tiers.stream(vectors, problem.num_rows, place, device)
     if stream is None:
         return f"a row of {problem.row_length} is more than the card can hold"
     main = Cut(
         stream.blocks,
-        stream.threads + 32,
+        stream.threads,
         _defines({
             "LANES": stream.threads,
             "ROWS_PER_BLOCK": 1,
             "RING": stream.ring,
             "AHEAD": stream.ahead,
-            "TOGETHER": stream.together,
         }),
-        smem=stream.ring * stream.together * stream.threads * place,
+        smem=stream.ring * stream.threads * place,
         cooperative=True,
         scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
         num_groups=stream.groups,
@@ -802,10 +797,7 @@ KERNELS = (  # best first
         "vjp_tiled", BACKWARD, ("auto",), _hold_pair, _rows_of(_held_pairs), fast=True
     ),
     SoftmaxKernel(
-        "stream", FORWARD, _TILED, _stream, _rows_of(_streamed), fast=True
-    ),
-    SoftmaxKernel(
-        "vjp_stream", BACKWARD, ("auto",), _stream, _rows_of(_streamed), fast=True
+        "vjp_stream", BACKWARD, ("auto",), _stream_pair, _rows_of(_streamed), fast=True
     ),
     # Rows that do not fit on chip are read twice.
     SoftmaxKernel("split", FORWARD, _TILED, _split, _rows_of(_long)),

@@ -191,39 +191,34 @@ def _lanes_of_short_row(vectors, most, ends):
 class Stream:
     """Blocks that share rows, which pass through rings in their shared memory."""
 
-    threads: int  # a block, without its messenger
-    together: int  # vectors of a thread in a step
-    ring: int  # steps
+    threads: int  # a block
+    ring: int  # steps of a thread, of a vector of each operand
     ahead: int  # of these, steps whose loads are under way
     blocks: int  # a group, which shares a row
     groups: int
 
 
+# Gradients of rows of 2^20 floats: 0.87, with 256 threads 0.69, with 1024 0.85. Two
+# launches that read twice reach 0.60.
 _STREAM_THREADS = 512
-# Bytes of loads under way on a multiprocessor, and of the steps that are to hide how
-# long blocks take to hear of each other.
+# Bytes of loads under way on a multiprocessor (64 KB: 0.72), and of the steps that are
+# to hide how long blocks take to hear of each other.
 _STREAM_AHEAD = 40 << 10
 _STREAM_HIDDEN = 40 << 10
 
 
-def stream(
-    vectors: int, rows: int, place: int, together: int, device: Device
-) -> Stream | None:
-    """How rows of so many vectors stream; None if they are too long.
-
-    Each takes `place` bytes, and a thread has `together` of them in a step.
-    """
+def stream(vectors: int, rows: int, place: int, device: Device) -> Stream | None:
+    """How rows of so many vectors stream, at `place` bytes each; None: too long."""
     threads = _STREAM_THREADS
-    step = threads * together * place
+    step = threads * place
     ring = (device.smem_optin - 8192) // step
     ahead = max(1, _STREAM_AHEAD // step)
     longest = ring - ahead  # steps of a row
     hidden = min(_STREAM_HIDDEN // step, longest // 2)
-    at_once = threads * together  # vectors of a block in a step
-    blocks = -(-vectors // (at_once * (longest - hidden)))
+    blocks = -(-vectors // (threads * (longest - hidden)))
     if blocks > device.num_sms:
-        if vectors > at_once * longest * device.num_sms:
+        if vectors > threads * longest * device.num_sms:
             return None
         blocks = device.num_sms
     groups = min(rows, device.num_sms // blocks)
-    return Stream(threads, together, ring, ahead, device.num_sms // groups, groups)
+    return Stream(threads, ring, ahead, device.num_sms // groups, groups)

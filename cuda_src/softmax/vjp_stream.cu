@@ -4,13 +4,13 @@
 // Algorithm  softmax_vjp_stream_clear: nothing is told yet. softmax_vjp_stream: as
 //            softmax_vjp_split, whose two launches are one here (softmax/stream.cuh).
 // Grid       (blocks of a group, groups), all at once; a group takes a row at a time
-// Tiles      a step of a row: kTogether vectors of y and of dy a thread of the group, of
-//            16 bytes the wider; a ring of kRing steps of both in shared memory
+// Tiles      a step of a row: a vector of y and one of dy a thread of the group, of 16
+//            bytes the wider; a ring of kRing steps of both in shared memory
 // Memory     y, dy and dx once; 16 bytes an access where dy and dx are aligned as y is;
 //            between blocks, a double a row and block
 // Numbers    as softmax_vjp
-// Limits     rows of at most kMostLag + 1 steps of the group; reduced axis contiguous
-//            in y, dy and dx; sm_80 or newer
+// Limits     rows of at most (kLag + 1) * LANES vectors a block of the group; reduced
+//            axis contiguous in y, dy and dx; sm_80 or newer
 //
 // Parameters as in softmax/vjp.cuh and softmax/stream.cuh
 #include "softmax/stream.cuh"
@@ -20,7 +20,7 @@ constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t
 constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads)
+extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_vjp_stream_clear(const y_t* y,
                              const dy_t* dy,
                              out_t* dx,
@@ -35,7 +35,7 @@ struct strip_t {
   const dy_t* dy;
   out_t* dx;
   peeled_t peeled;
-  bool dy_in_vectors, dx_in_vectors;
+  bool dy_in_vectors;
 
   __device__ __forceinline__ void enter(const y_t* y,
                                         const dy_t* dy,
@@ -50,7 +50,6 @@ struct strip_t {
     peeled =
         peeled_t::of<kVector>(num_before_aligned<kVector>(this->y), layout.row_length);
     dy_in_vectors = num_before_aligned<kVector>(this->dy + peeled.head) == 0;
-    dx_in_vectors = num_before_aligned<kVector>(this->dx + peeled.head) == 0;
   }
   __device__ __forceinline__ bool has(long long vector) const {
     return vector < peeled.num_vectors;
@@ -68,26 +67,6 @@ struct strip_t {
   }
 };
 
-// A sum over some threads; their order never changes.
-struct part_sum_t {
-  double value = 0;
-};
-__device__ __forceinline__ part_sum_t shuffle_xor(part_sum_t sum, int mask) {
-  return {shuffle_xor(sum.value, mask)};
-}
-struct add_t {
-  __device__ __forceinline__ part_sum_t operator()(part_sum_t a, part_sum_t b) const {
-    return {a.value + b.value};
-  }
-};
-
-// Results of 16 bits need no more than float sums of the terms of a step, which are
-// exact in float if those of 16 bits come in.
-constexpr bool kIsCoarse =
-    sizeof(out_t) == 2 && sizeof(y_t) == 2 && sizeof(dy_t) == 2 && sizeof(acc_t) == 4;
-
-using row_news_t = news_t<part_sum_t, gradient_t>;
-
 extern __shared__ uint4 memory[];
 
 struct stream_t {
@@ -97,9 +76,9 @@ struct stream_t {
   const dy_t* const dy;
   out_t* const dx;
   const layout_t& layout;
+  const board_t board;
   const y_ring_t y_ring;
   const ring_t<dy_t, kVector> dy_ring;
-  row_news_t& news;
   const int steps;
 
   walk_t loading, summing, writing;
@@ -111,10 +90,10 @@ struct stream_t {
                                       const dy_t* dy,
                                       out_t* dx,
                                       const layout_t& layout,
-                                      row_news_t& news)
-      : y(y), dy(dy), dx(dx), layout(layout), y_ring(memory),
+                                      unsigned long long* told)
+      : y(y), dy(dy), dx(dx), layout(layout), board{told}, y_ring(memory),
         dy_ring(reinterpret_cast<unsigned char*>(memory) + y_ring_t::kBytes),
-        news(news), steps(num_steps<kVector>(layout.row_length)) {
+        steps(num_steps<kVector>(layout.row_length)), gradient(0, layout) {
     loaded.enter(y, dy, dx, layout, loading.row);
     summed = written = loaded;
   }
@@ -122,16 +101,13 @@ struct stream_t {
   // Loads this thread's next vectors, if there are any.
   __device__ __forceinline__ void load() {
     if (loading.row < layout.num_rows) {
-#pragma unroll
-      for (int k = 0; k < kTogether; ++k) {
-        const long long vector = loading.vector + k * walk_t::step_of_vector();
-        if (!loaded.has(vector)) continue;
-        const long long i = loaded.position(vector);
-        y_ring.load(loading.slot, k, loaded.y + i);
+      if (loaded.has(loading.vector)) {
+        const long long i = loaded.position(loading.vector);
+        y_ring.load(loading.slot, loaded.y + i);
         if (loaded.dy_in_vectors) {
-          dy_ring.load(loading.slot, k, loaded.dy + i);
+          dy_ring.load(loading.slot, loaded.dy + i);
         } else {
-          dy_ring.gather(loading.slot, k, loaded.dy + i);
+          dy_ring.gather(loading.slot, loaded.dy + i);
         }
       }
       if (loading.next(steps)) loaded.enter(y, dy, dx, layout, loading.row);
@@ -143,52 +119,44 @@ struct stream_t {
     return kLog ? to<double>(g) : to<double>(p) * to<double>(g);
   }
 
-  __device__ __forceinline__ void add_step() {
-    float coarse = 0;
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      if (!summed.has(summing.vector + k * walk_t::step_of_vector())) continue;
-      const auto p = y_ring.at(summing.slot, k);
-      const auto g = dy_ring.at(summing.slot, k);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) {
-        if constexpr (kIsCoarse) {
-          const float of_dy = to<float>(g.element[e]);
-          coarse = kLog ? coarse + of_dy : fmaf(to<float>(p.element[e]), of_dy, coarse);
-        } else {
-          sum += term(p.element[e], g.element[e]);
-        }
-      }
-    }
-    if constexpr (kIsCoarse) sum += double(coarse);
-  }
-
   __device__ __forceinline__ void sum_step() {
-    add_step();
+    if (summed.has(summing.vector)) {
+      const auto p = y_ring.at(summing.slot);
+      const auto g = dy_ring.at(summing.slot);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sum += term(p.element[e], g.element[e]);
+    }
     if (summing.step == steps - 1) {
       summed.for_each_edge([&](long long i) { sum += term(summed.y[i], summed.dy[i]); });
-      news.tell(warp_reduce(part_sum_t{total(sum)}, add_t()));
+      const double found = row_sum(sum);
+      if (threadIdx.x == 0) board.tell(summing.row, found, 0);
       sum = sum_t();
     }
     if (summing.next(steps)) summed.enter(y, dy, dx, layout, summing.row);
   }
 
+  // Joins what the blocks of the group tell of the row that is to be written.
+  __device__ __forceinline__ void hear() {
+    sum_t sum;
+    for (int block = lane(); block < gridDim.x; block += kLanes) {
+      sum += board.first_of(writing.row, block);
+    }
+    gradient = gradient_t(row_sum(sum), layout);
+  }
+
   __device__ __forceinline__ void write_step() {
-    if (writing.step == 0) gradient = news.hear();
-#pragma unroll
-    for (int k = 0; k < kTogether; ++k) {
-      const long long vector = writing.vector + k * walk_t::step_of_vector();
-      if (!written.has(vector)) continue;
-      const auto p = y_ring.at(writing.slot, k);
-      const auto g = dy_ring.at(writing.slot, k);
+    if (writing.step == 0) hear();
+    if (written.has(writing.vector)) {
+      const auto p = y_ring.at(writing.slot);
+      const auto g = dy_ring.at(writing.slot);
       acc_t result[kVector];
 #pragma unroll
       for (int e = 0; e < kVector; ++e) {
         result[e] = gradient(to<acc_t>(p.element[e]), to<acc_t>(g.element[e]));
       }
       const auto found = to_vector<out_t, kVector>::of(result);
-      out_t* const home = written.dx + written.position(vector);
-      if (written.dx_in_vectors) {
+      out_t* const home = written.dx + written.position(writing.vector);
+      if (is_aligned<out_t, kVector>(home)) {
         store_vector<kVector>(home, found);
       } else {
 #pragma unroll
@@ -205,15 +173,12 @@ struct stream_t {
   }
 
   __device__ __forceinline__ void run() {
-    const int lag = lag_of(steps);
-#pragma unroll 1
     for (int i = 0; i <= kAhead; ++i) load();
-#pragma unroll 1
     for (int i = 0; writing.row < layout.num_rows; ++i) {
       ptx::wait_copy_groups<kAhead>();
       if (summing.row < layout.num_rows) sum_step();
-      if (i >= lag) {
-        i = lag;
+      if (i >= kLag) {
+        i = kLag;
         write_step();
       }
       load();
@@ -221,23 +186,11 @@ struct stream_t {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kBlockThreads, 1)
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     softmax_vjp_stream(const y_t* y,
                        const dy_t* dy,
                        out_t* dx,
                        unsigned long long* told,  // (num_rows, gridDim.x, 2)
                        const __grid_constant__ layout_t layout) {
-  __shared__ row_news_t news;
-  if (threadIdx.x < kLanes) {
-    stream_t(y, dy, dx, layout, news).run();
-    return;
-  }
-  const board_t board{told};
-  news.carry(
-      layout.num_rows, add_t(),
-      [&](long long row, part_sum_t sum) { board.tell(row, sum.value, 0); },
-      [&](long long row, int block) {
-        return part_sum_t{board.first_of(row, block)};
-      },
-      [&](part_sum_t sum) { return gradient_t(sum.value, layout); });
+  stream_t(y, dy, dx, layout, told).run();
 }

@@ -214,6 +214,8 @@ def stream(vectors: int, rows: int, place: int, device: Device) -> Stream | None
     ring = (device.smem_optin - 8192) // step
     ahead = max(1, _STREAM_AHEAD // step)
     longest = ring - ahead  # steps of a row
+    if longest < 2:
+        return None
     hidden = min(_STREAM_HIDDEN // step, longest // 2)
     blocks = -(-vectors // (threads * (longest - hidden)))
     if blocks > device.num_sms:

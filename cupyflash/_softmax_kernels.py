@@ -335,9 +335,7 @@ def _split_columns(problem, device):
         num_groups=pieces,
         scratch=cut.num_blocks * pieces * vector * side * _PARTIAL_BYTES,
     )
-    return tuple(
-        dataclasses.replace(split, entry=entry) for entry in ("sum", "write")
-    )
+    return tuple(dataclasses.replace(split, entry=entry) for entry in ("sum", "write"))
 
 
 def _cluster_of(problem, columns, rows, device):

@@ -16,7 +16,8 @@
 //                      HELD then is
 //            CLUSTER   blocks along a column (above 1: sm_90)
 //            RESIDENT  blocks that a multiprocessor is to hold
-//            SPLITS    1 if the grid has a second axis, of blocks along a column; else 0
+//            SPLITS    1 if the grid has a second axis, of blocks along a column; else
+//            0
 //                      or nothing
 //            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is the contiguous
 //            one

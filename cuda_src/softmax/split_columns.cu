@@ -78,33 +78,37 @@ __device__ __forceinline__ void add_all(Sum (&sum)[kVector],
   }
 }
 
-// What this thread finds of its columns as softmax_online does, whatever the scores are.
+// What this thread finds of its columns in powers of two; whether that reaches, a bit a
+// column. Of no scores but -inf the sum is one of nothing.
+__device__ __forceinline__ unsigned find_in_powers(partial_t (&found)[kVector],
+                                                   const x_t* x,
+                                                   const bool* where,
+                                                   const tile_t& tile) {
+  powers_t sum[kVector];
+  add_all(sum, x, where, tile);
+  unsigned reaches = 0;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    const bool is_one = is_sum(sum[j]);
+    found[j] = is_one ? partial_of(sum[j]) : partial_of(running_t<acc_t>());
+    if (is_one || sum[j].top == -infinity<acc_t>()) reaches |= 1u << j;
+  }
+  return reaches;
+}
+
+// As softmax_online does, whatever the scores are; of columns that are not `known`:
+// what becomes of one must not depend on its neighbours.
 __device__ __forceinline__ void find_running(partial_t (&found)[kVector],
+                                             unsigned known,
                                              const x_t* x,
                                              const bool* where,
                                              const tile_t& tile) {
   running_t<acc_t> sum[kVector];
   add_all(sum, x, where, tile);
 #pragma unroll
-  for (int j = 0; j < kVector; ++j) found[j] = partial_of(sum[j]);
-}
-
-// The same in powers of two; false if that does not reach. Of no scores but -inf the
-// sum is one of nothing.
-__device__ __forceinline__ bool find_in_powers(partial_t (&found)[kVector],
-                                               const x_t* x,
-                                               const bool* where,
-                                               const tile_t& tile) {
-  powers_t sum[kVector];
-  add_all(sum, x, where, tile);
-  bool reaches = true;
-#pragma unroll
   for (int j = 0; j < kVector; ++j) {
-    const bool is_one = is_sum(sum[j]);
-    found[j] = is_one ? partial_of(sum[j]) : partial_of(running_t<acc_t>());
-    reaches = reaches && (is_one || sum[j].top == -infinity<acc_t>());
+    if (!(known >> j & 1)) found[j] = partial_of(sum[j]);
   }
-  return reaches;
 }
 
 // What there is of column c of tile `at`, from piece 0 on, each kColumns after another.
@@ -119,16 +123,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                               partial_t* partial,  // (tiles, pieces, kColumns)
                               const __grid_constant__ layout_t layout) {
   __shared__ partial_t shared[kDeep][kColumns];
-  const deal how =
-      takes_vectors(x, layout, kX) ? deal::kVectors : deal::kSingles;
+  const deal how = takes_vectors(x, layout, kX) ? deal::kVectors : deal::kSingles;
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
     partial_t found[kVector];
     const x_t* const x_tile = x + tile.start(kX);
     const bool* const where_tile = where + tile.start(kWhere);
-    if (!kSumsPowers || !find_in_powers(found, x_tile, where_tile, tile)) {
-      find_running(found, x_tile, where_tile, tile);
+    const unsigned known =
+        kSumsPowers ? find_in_powers(found, x_tile, where_tile, tile) : 0;
+    if (known != (1u << kVector) - 1) {
+      find_running(found, known, x_tile, where_tile, tile);
     }
     __syncthreads();  // all have read those of the tile before
     if (threadIdx.x < kGroup) {
@@ -146,6 +151,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
   }
 }
 
+// The last step of a column beside one that has no powers of two.
+struct either_t {
+  finish_t plain;
+  finish_in_powers_t powers;
+  bool in_powers;
+
+  __device__ __forceinline__ acc_t operator()(score_t s) const {
+    return in_powers ? acc_t(powers(s)) : plain(s);
+  }
+};
+
 // Writes finish[j](score) for the columns of this thread.
 template <typename Finish>
 __device__ __forceinline__ void write(const Finish (&finish)[kVector],
@@ -161,7 +177,8 @@ __device__ __forceinline__ void write(const Finish (&finish)[kVector],
     const batch_t batch(x, where, tile, left, rows);
     tile.store_rows(out, kOut, left, rows, [&](int k, int j) {
       if (kHasWhere && !batch.is_selected(k, j)) return to<out_t>(unselected());
-      return to<out_t>(finish[j](score_t(to<acc_t>(batch.value.get(k, j)), tile.layout)));
+      return to<out_t>(
+          finish[j](score_t(to<acc_t>(batch.value.get(k, j)), tile.layout)));
     });
   }
 }
@@ -202,22 +219,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     const bool* const where_tile = where + tile.start(kWhere);
     out_t* const out_tile = out + tile.start(kOut);
     if constexpr (finish_in_powers_t::kTakes) {
-      bool takes = true;
+      either_t finish[kVector];
+      bool all_in_powers = true;
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        takes = takes && (tile.offset(j) >= tile.columns ||
-                          finish_in_powers_t::takes(sum[j].l.value, sum[j].m));
-      }
-      if (takes) {
-        finish_in_powers_t finish[kVector];
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          if (tile.offset(j) < tile.columns)
-            finish[j] = finish_in_powers_t(sum[j].l.value, sum[j].m);
+        const double l = sum[j].l.value;
+        finish[j].in_powers = finish_in_powers_t::takes(l, sum[j].m);
+        if (finish[j].in_powers) {
+          finish[j].powers = finish_in_powers_t(l, sum[j].m);
+        } else {
+          finish[j].plain = finish_t(sum[j].shift(), l);
+          all_in_powers = all_in_powers && tile.offset(j) >= tile.columns;
         }
-        write(finish, x_tile, where_tile, out_tile, tile);
-        continue;
       }
+      if (all_in_powers) {
+        finish_in_powers_t in_powers[kVector];
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) in_powers[j] = finish[j].powers;
+        write(in_powers, x_tile, where_tile, out_tile, tile);
+      } else {
+        write(finish, x_tile, where_tile, out_tile, tile);
+      }
+      continue;
     }
     finish_t finish[kVector];
 #pragma unroll

@@ -37,11 +37,8 @@ struct strip_t {
   peeled_t peeled;
   bool dy_in_vectors;
 
-  __device__ __forceinline__ void enter(const y_t* y,
-                                        const dy_t* dy,
-                                        out_t* dx,
-                                        const layout_t& layout,
-                                        long long row) {
+  __device__ __forceinline__ void enter(
+      const y_t* y, const dy_t* dy, out_t* dx, const layout_t& layout, long long row) {
     if (row >= layout.num_rows) return;
     const auto at = locate(layout.outer, row);
     this->y = y + at.of[kY];
@@ -91,9 +88,15 @@ struct stream_t {
                                       out_t* dx,
                                       const layout_t& layout,
                                       unsigned long long* told)
-      : y(y), dy(dy), dx(dx), layout(layout), board{told}, y_ring(memory),
+      : y(y),
+        dy(dy),
+        dx(dx),
+        layout(layout),
+        board{told},
+        y_ring(memory),
         dy_ring(reinterpret_cast<unsigned char*>(memory) + y_ring_t::kBytes),
-        steps(num_steps<kVector>(layout.row_length)), gradient(0, layout) {
+        steps(num_steps<kVector>(layout.row_length)),
+        gradient(0, layout) {
     loaded.enter(y, dy, dx, layout, loading.row);
     summed = written = loaded;
   }
@@ -127,7 +130,8 @@ struct stream_t {
       for (int e = 0; e < kVector; ++e) sum += term(p.element[e], g.element[e]);
     }
     if (summing.step == steps - 1) {
-      summed.for_each_edge([&](long long i) { sum += term(summed.y[i], summed.dy[i]); });
+      summed.for_each_edge(
+          [&](long long i) { sum += term(summed.y[i], summed.dy[i]); });
       const double found = row_sum(sum);
       if (threadIdx.x == 0) board.tell(summing.row, found, 0);
       sum = sum_t();

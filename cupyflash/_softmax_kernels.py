@@ -61,6 +61,7 @@ class Cut:
     cooperative: bool = False  # all blocks run at once
     entry: str = ""  # of the source, where that has more than one
     scratch: int = 0  # bytes of memory that the launches share, as the last pointer
+    num_groups: int = 1  # of num_blocks each
 
 
 def _cut(problem, lanes, held=0):
@@ -290,7 +291,12 @@ def _sum_columns(problem, device):
     return _column_cut(problem, vector, side, deep, held, 0, cluster, _WALKING_THREADS)
 
 
-def _walk_columns(problem, device):
+# Batches of a thread that are worth a block of their own, and the most blocks, all and
+# those of a column, that share long columns.
+_BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 2, 1024
+
+
+def _walk_columns(problem, device, may_cluster=True):
     """Threads that walk down neighbouring columns twice; columns of any length."""
     layout = problem.layout
     if not layout.is_columns:
@@ -301,8 +307,35 @@ def _walk_columns(problem, device):
     side = _side(-(-layout.inner // vector), _WIDTH // (vector * widest))
     # Also where a column is short (online is asked for), its threads fill a warp.
     deep = max(256 // side, 64 // side + 1)
-    cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
+    cluster = 1
+    if may_cluster:
+        cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
     return _column_cut(problem, vector, side, deep, held, 0, cluster, 512)
+
+
+def _split_columns(problem, device):
+    """Blocks that share columns, which are read twice; columns of any length."""
+    cuts = _walk_columns(problem, device, may_cluster=False)
+    if isinstance(cuts, str):
+        return cuts
+    (cut,) = cuts
+    values = dict(cut.defines)
+    vector, side = int(values["VECTOR"]), int(values["SIDE"])
+    rows = int(values["DEEP"]) * int(values["HELD"]) * _BATCHES
+    pieces = min(
+        -(-problem.row_length // rows),
+        device.num_sms * _PIECES_PER_SM // cut.num_blocks,
+        _MOST_PIECES,
+    )
+    if pieces < 2:
+        return "there are enough columns for all multiprocessors, or they are short"
+    split = dataclasses.replace(
+        cut,
+        defines=(*cut.defines, ("SPLITS", "1")),
+        num_groups=pieces,
+        scratch=cut.num_blocks * pieces * vector * side * _PARTIAL_BYTES,
+    )
+    return tuple(dataclasses.replace(split, entry=entry) for entry in ("sum", "write"))
 
 
 def _cluster_of(problem, columns, rows, device):
@@ -473,6 +506,7 @@ _PARTS_PER_SM = 16
 _MAX_PARTS = 4096
 _PART_VECTORS = 8  # a thread, at least
 _PARTIAL_BYTES = 24  # what a part leaves behind, at most
+_TOLD_BYTES = 16  # what a block tells the others of a row
 
 
 def _num_parts(problem, device, vectors):
@@ -506,6 +540,42 @@ def _split(problem, device):
         )
         for entry in ("sum", "write")
     )
+
+
+def _stream_pair(problem, device):
+    """Rows of y and dy that pass through the shared memory of many multiprocessors."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc < (8, 0):
+        return f"{device.name} copies nothing to shared memory by itself"
+    names = [problem.dtypes[name] for name in ("x", "dy")]
+    if not {*names} <= {*_arrays.FLOATS}:
+        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
+    vector = _tiers.VECTOR_BYTES // _widest(problem)
+    place = vector * sum(map(_itemsize, names))  # bytes of a vector of each
+    vectors = -(-problem.row_length // vector)
+    stream = _tiers.stream(vectors, problem.num_rows, place, device)
+    if stream is None:
+        return f"a row of {problem.row_length} is more than the card can hold"
+    main = Cut(
+        stream.blocks,
+        stream.threads,
+        _defines({
+            "LANES": stream.threads,
+            "ROWS_PER_BLOCK": 1,
+            "RING": stream.ring,
+            "AHEAD": stream.ahead,
+        }),
+        smem=stream.ring * stream.threads * place,
+        cooperative=True,
+        scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
+        num_groups=stream.groups,
+    )  # fmt: skip
+    blocks = min(-(-problem.num_rows // main.num_threads), 64)
+    clear = dataclasses.replace(
+        main, entry="clear", smem=0, cooperative=False, num_groups=blocks
+    )
+    return clear, main
 
 
 def _sum_rows(problem, device):
@@ -603,7 +673,7 @@ class SoftmaxKernel:
                     cluster=cut.cluster,
                     cooperative=cut.cooperative,
                 ),
-                (cut.num_blocks, 1, 1),
+                (cut.num_blocks, cut.num_groups, 1),
                 (cut.num_threads, 1, 1),
                 cut.scratch,
             )
@@ -688,6 +758,10 @@ def _long(*dtypes):
     return [1 << 21, _FEW]
 
 
+def _streamed(*dtypes):
+    return [1 << 20, _FEW]
+
+
 def _columns_of(*dtypes):
     """Columns of every kind: narrow and wide, short and long."""
     names = ("x", "dy", "b", "where", "out", "sign")
@@ -696,12 +770,20 @@ def _columns_of(*dtypes):
             yield _softmax_layout.columns(1 << 10, length, inner, names)
 
 
+def _long_columns(*dtypes):
+    """Few columns of many elements."""
+    names = ("x", "dy", "b", "where", "out", "sign")
+    for inner in (7, 128):
+        yield _softmax_layout.columns(1, 1 << 17, inner, names)
+
+
 # --- the table -----------------------------------------------------------------------
 
 _ANY, _TILED = ("auto", "tiled", "online"), ("auto", "tiled")
 
 KERNELS = (  # best first
     SoftmaxKernel("columns", FORWARD, _TILED, _columns, _columns_of),
+    SoftmaxKernel("split_columns", FORWARD, _TILED, _split_columns, _long_columns),
     SoftmaxKernel("long_columns", FORWARD, _TILED, _walk_columns, _columns_of),
     SoftmaxKernel("vjp_columns", BACKWARD, ("auto",), _columns, _columns_of),
     SoftmaxKernel(
@@ -711,6 +793,9 @@ KERNELS = (  # best first
     SoftmaxKernel("tiled", FORWARD, _TILED, _hold, _rows_of(_held), fast=True),
     SoftmaxKernel(
         "vjp_tiled", BACKWARD, ("auto",), _hold_pair, _rows_of(_held_pairs), fast=True
+    ),
+    SoftmaxKernel(
+        "vjp_stream", BACKWARD, ("auto",), _stream_pair, _rows_of(_streamed), fast=True
     ),
     # Rows that do not fit on chip are read twice.
     SoftmaxKernel("split", FORWARD, _TILED, _split, _rows_of(_long)),

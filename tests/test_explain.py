@@ -58,7 +58,8 @@ def test_reasons_of_the_kernels_before_it(xp, rng):
     told = cupyflash.explain("softmax", x, -1)
     assert told.kernel != "tiled"
     refused = dict(told.refused)
-    assert list(refused) == ["columns", "long_columns", "span", "tiled"]
+    before = ["columns", "split_columns", "long_columns", "span", "tiled"]
+    assert list(refused) == before
     assert "1048576" in refused["tiled"]
     assert "1048576" in refused["span"]
     assert "side by side" in refused["columns"]

@@ -291,6 +291,10 @@ def test_every_row_of_the_table_is_reached(cupy):
             for n in (5, 5000, 1 << 20):  # neither rows nor columns: test_softmax
                 x = cupy.empty((3, n, 2), dtype_of(dtype))[..., 0]
                 reached.add(launch_of(function, x)[0])
+            # So many long columns that none has to be shared.
+            for n in (40_000, 70_000):
+                x = cupy.empty((140, n, 4), dtype_of(dtype))
+                reached.add(launch_of(function, x)[0])
     reached = {kernel_of(tier) for tier in reached}
     expected = {row.name for row in _softmax_kernels.KERNELS if "auto" in row.rungs}
     assert expected <= reached, expected - reached

@@ -16,6 +16,9 @@
 //                      HELD then is
 //            CLUSTER   blocks along a column (above 1: sm_90)
 //            RESIDENT  blocks that a multiprocessor is to hold
+//            SPLITS    1 if the grid has a second axis, of blocks along a column; else
+//            0
+//                      or nothing
 //            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is the contiguous
 //            one
 #pragma once
@@ -36,6 +39,11 @@
 constexpr int kVector = VECTOR, kSide = SIDE, kDeep = DEEP, kHeld = HELD;
 constexpr int kParked = PARKED, kSlots = kHeld + kParked;
 constexpr int kCluster = CLUSTER;
+#ifndef SPLITS
+#define SPLITS 0
+#endif
+constexpr bool kSplits = SPLITS;
+static_assert(!kSplits || kCluster == 1);
 static_assert(kParked == 0 || (kHeld % 2 == 0 && kParked % 2 == 0));
 constexpr int kColumns = kSide * kVector;  // of a tile
 constexpr int kGroup = kSide * kDeep;
@@ -285,10 +293,11 @@ struct place_t {
     const long long left = layout.outer.size[OUTER_AXES - 1] - column;
     columns = left < kColumns ? int(left) : kColumns;
     const bool has_rows = (!kInWarp || slab < num_slabs(layout)) && in_group < kGroup;
-    // The blocks of a cluster take one piece of the column each.
+    // The blocks of a column, a cluster or not, take one piece of it each.
     const int length = int(layout.row_length);
-    const int piece = (length + kCluster - 1) / kCluster;
-    const int first_row = cluster_rank() * piece;
+    const int pieces = kSplits ? gridDim.y : kCluster;
+    const int piece = (length + pieces - 1) / pieces;
+    const int first_row = (kSplits ? blockIdx.y : cluster_rank()) * piece;
     const int last = first_row + piece < length ? first_row + piece : length;
     row = first_row + in_group / kSide;
     rows = has_rows && row < last ? (last - row + kDeep - 1) / kDeep : 0;

@@ -13,6 +13,7 @@ struct power_t {
 
   float unit, round, lowest;
 
+  power_t() = default;
   __device__ __forceinline__ power_t(float m) {
     unit = m == -infinity<float>() ? 0.0f : rintf(m * kHigh);
     // Adding this rounds to a whole number and leaves k - unit in the low bits.

@@ -9,28 +9,18 @@
 //            / l (log_softmax: (s_i - m) - log l).
 // Grid       1-D, num_rows * kParts blocks of kLanes threads
 // Memory     x twice, the second time from L2 where it fits there; out once; 16 bytes
-// an
-//            access, the ends of unaligned parts element by element
+//            an access, the ends of unaligned parts element by element
 // Numbers    as softmax_online
 // Limits     reduced axis contiguous in x and out
 //
 // Parameters as in softmax/score.cuh and softmax/parts.cuh
+#include "softmax/long_sum.cuh"
 #include "softmax/parts.cuh"
-#include "softmax/power.cuh"
-#include "softmax/power_sum.cuh"
-#include "softmax/running.cuh"
-#include "softmax/score.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
 // Vectors that a thread asks for together.
 constexpr int kTogether = kVector >= 8 ? 2 : 4;
-
-// What the first launch tells the second.
-struct partial_t {
-  double l;
-  double m;
-};
 
 // A part of a row of x, where and out.
 struct work_t {
@@ -87,76 +77,35 @@ struct work_t {
   }
 };
 
-// The sum over the block as softmax_online has it, whatever the scores are.
-__device__ __forceinline__ running_t<acc_t> running_sum(const work_t& work) {
-  running_t<acc_t> sum;
-  work.for_each(
-      [&](long long i, const vector_t<x_t, kVector>& read) {
-        score_t s[kVector];
-        acc_t m = -infinity<acc_t>();
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          s[e] = work.score(read.element[e], i + e);
-          m = larger_finite_t()(m, s[e].high);
-        }
-        sum.see(m);
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) sum.l += s[e].exp_minus(sum.shift());
-      },
-      [&](long long i) {
-        const score_t s = work.score(work.x[i], i);
-        sum.see(larger_finite_t()(-infinity<acc_t>(), s.high));
-        sum.l += s.exp_minus(sum.shift());
-      });
-  return group_reduce<kLanes>(sum, merge_t());
-}
-
-// The same with fewer instructions. Doubles need the last digit that this may lose.
-constexpr bool kSumsPowers = sizeof(acc_t) == 4;
-using powers_t = power_sum_t<acc_t, kCoarse>;
-
-// The sum of the block in each thread, or with a `top` that says it is none.
-__device__ __forceinline__ powers_t sum_of_powers(const work_t& work) {
-  powers_t sum;
-  const auto take = [&](const auto& s) {
-    constexpr int kCount = sizeof(s) / sizeof(score_t);
-    const auto high = [&](int e) { return s[e].high; };
-    sum.see(powers_t::template largest<kCount>(high));
-    if constexpr (kScaled) {
-      sum.template add<kCount>(high, [&](int e) { return s[e].low; });
-    } else {
-      sum.template add<kCount>(high);
-    }
-  };
+// Adds the scores of this thread.
+template <typename Sum>
+__device__ __forceinline__ void add_all(const work_t& work, Sum& sum) {
   work.for_each(
       [&](long long i, const vector_t<x_t, kVector>& read) {
         score_t s[kVector];
 #pragma unroll
         for (int e = 0; e < kVector; ++e) s[e] = work.score(read.element[e], i + e);
-        take(s);
+        take_scores(sum, s);
       },
       [&](long long i) {
         const score_t s[1] = {work.score(work.x[i], i)};
-        take(s);
+        take_scores(sum, s);
       });
+}
 
-  constexpr int kWarps = kLanes / kWarpSize;
-  __shared__ double l[kWarps];
-  __shared__ acc_t top[kWarps];
-  __shared__ int shift[kWarps];
-  sum.template join<kWarpSize>();
-  if (threadIdx.x % kWarpSize == 0) {
-    const int warp = threadIdx.x / kWarpSize;
-    l[warp] = sum.l.value;
-    top[warp] = sum.top;
-    shift[warp] = sum.shift;
-  }
-  __syncthreads();
-  const int warp = threadIdx.x % kWarps;
-  sum.l.value = l[warp];
-  sum.top = top[warp];
-  sum.shift = shift[warp];
-  sum.template join<kWarps>();
+// The sum over the block as softmax_online has it, whatever the scores are.
+__device__ __forceinline__ running_t<acc_t> running_sum(const work_t& work) {
+  running_t<acc_t> sum;
+  add_all(work, sum);
+  return group_reduce<kLanes>(sum, merge_t());
+}
+
+// The sum of the block in each thread, or with a `top` that says it is none.
+__device__ __forceinline__ powers_t sum_of_powers(const work_t& work) {
+  powers_t sum;
+  add_all(work, sum);
+  __shared__ shared_sum_t shared;
+  shared.join(sum);
   return sum;
 }
 
@@ -170,35 +119,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
   const work_t work(x, where, out, layout, part);
   if constexpr (kSumsPowers) {
     const powers_t sum = sum_of_powers(work);
-    if (abs_of(sum.top) <= powers_t::kLargestTop) {
-      const double l = sum.l.value * powers_t::power_about(sum.shift, sum.top);
-      if (lane() == 0) partial[blockIdx.x] = {l, double(sum.top)};
+    if (is_sum(sum)) {
+      const partial_t found = partial_of(sum);
+      if (lane() == 0) partial[blockIdx.x] = found;
       return;
     }
   }
   const running_t<acc_t> sum = running_sum(work);
-  if (lane() == 0) partial[blockIdx.x] = {sum.l.value, double(sum.m)};
+  if (lane() == 0) partial[blockIdx.x] = partial_of(sum);
 }
-
-// The last step in powers of two: a third of the instructions of finish_t.
-struct finish_in_powers_t {
-  static constexpr bool kTakes = sizeof(acc_t) == 4 && !kLog && !kScaled && !kCoarse;
-  power_t power;
-  float inverse;
-
-  // Of a sum l exp(m).
-  __device__ __forceinline__ finish_in_powers_t(double l, float m) : power(m) {
-    // In units of 2^unit.
-    const double weight = power_sum_t<float, false>::power_about(int(power.unit), m);
-    inverse = finish_t::quotient(weight, l);
-  }
-  static __device__ __forceinline__ bool takes(double l, float m) {
-    return is_finite(m) && power_t::takes(m) && l > 0 && is_finite(l);
-  }
-  __device__ __forceinline__ float operator()(score_t s) const {
-    return power(s) * inverse;
-  }
-};
 
 // Writes finish(score) for the part.
 template <typename Finish>
@@ -236,11 +165,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
   const work_t work(x, where, out, layout, part);
   running_t<acc_t> sum;
   for (int i = lane(); i < kParts; i += kLanes) {
-    const partial_t found = partial[part.row * kParts + i];
-    running_t<acc_t> of_part;
-    of_part.l.value = found.l;
-    of_part.m = acc_t(found.m);
-    sum = merge_t()(sum, of_part);
+    sum = merge_t()(sum, sum_of(partial[part.row * kParts + i]));
   }
   sum = group_reduce<kLanes>(sum, merge_t());
   if constexpr (finish_in_powers_t::kTakes) {

@@ -61,15 +61,22 @@ struct row_t {
 struct gradient_t {
   acc_t scale, c_high, c_low;
 
+  gradient_t() = default;
   __device__ __forceinline__ gradient_t(double c, const layout_t& layout)
       : scale(acc_t(layout.scale)), c_high(acc_t(c)) {
     c_low = is_finite(c_high) ? acc_t(c - c_high) : acc_t(0);
   }
 
+  // y of log y; for results of 16 bits by the fast exponential.
+  static __device__ __forceinline__ acc_t exp_of_log(acc_t p) {
+    if constexpr (sizeof(out_t) == 2 && sizeof(acc_t) == 4) return exp_fast(p);
+    return exp_of(p);
+  }
+
   __device__ __forceinline__ acc_t operator()(acc_t p, acc_t g) const {
     if constexpr (kLog) {
       const acc_t value =
-          p == -infinity<acc_t>() ? acc_t(0) : fma_of(-exp_of(p), c_high, g);
+          p == -infinity<acc_t>() ? acc_t(0) : fma_of(-exp_of_log(p), c_high, g);
       return scale * value;
     } else {
       return scale * (p * ((g - c_high) - c_low));

@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: MIT
+// The sum of a long row that several blocks share: how the warps of a block join it.
+//
+// Parameters as in softmax/score.cuh and softmax/group.cuh
+#pragma once
+
+#include "softmax/group.cuh"
+#include "softmax/partial.cuh"
+
+// What the warps of a block tell each other of a sum. Of two such places in turn one is
+// written while the other may still be read.
+struct shared_sum_t {
+  static constexpr int kWarps = kLanes / kWarpSize;
+  double l[kWarps];
+  acc_t top[kWarps];
+  int shift[kWarps];
+
+  // The sum of the block, in each of its threads.
+  __device__ __forceinline__ void join(powers_t& sum) {
+    sum.template join<kWarpSize>();
+    if (threadIdx.x % kWarpSize == 0) {
+      const int warp = threadIdx.x / kWarpSize;
+      l[warp] = sum.l.value;
+      top[warp] = sum.top;
+      shift[warp] = sum.shift;
+    }
+    __syncthreads();
+    const int warp = threadIdx.x % kWarps;
+    sum.l.value = l[warp];
+    sum.top = top[warp];
+    sum.shift = shift[warp];
+    sum.template join<kWarps>();
+  }
+};

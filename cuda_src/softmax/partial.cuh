@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: MIT
+// Sums of a row or column that several blocks share: what each finds, the last step.
+//
+// Parameters as in softmax/score.cuh
+#pragma once
+
+#include "softmax/power.cuh"
+#include "softmax/power_sum.cuh"
+#include "softmax/running.cuh"
+#include "softmax/score.cuh"
+
+// What a block tells the others of its part of a row: the sum is l exp(m).
+struct partial_t {
+  double l;
+  double m;
+};
+
+// Sums in powers of two take fewer instructions than those of softmax_online. Doubles
+// need the last digit that they may lose.
+constexpr bool kSumsPowers = sizeof(acc_t) == 4;
+using powers_t = power_sum_t<acc_t, kCoarse>;
+
+// Sees and adds some scores.
+template <int kCount>
+__device__ __forceinline__ void take_scores(powers_t& sum, const score_t (&s)[kCount]) {
+  const auto high = [&](int e) { return s[e].high; };
+  sum.see(powers_t::template largest<kCount>(high));
+  if constexpr (kScaled) {
+    sum.template add<kCount>(high, [&](int e) { return s[e].low; });
+  } else {
+    sum.template add<kCount>(high);
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void take_scores(running_t<acc_t>& sum,
+                                            const score_t (&s)[kCount]) {
+  acc_t m = -infinity<acc_t>();
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) m = larger_finite_t()(m, s[e].high);
+  sum.see(m);
+#pragma unroll
+  for (int e = 0; e < kCount; ++e) sum.l += s[e].exp_minus(sum.shift());
+}
+
+// Whether a sum in powers of two is one, and what is told of it.
+__device__ __forceinline__ bool is_sum(const powers_t& sum) {
+  return abs_of(sum.top) <= powers_t::kLargestTop;
+}
+__device__ __forceinline__ partial_t partial_of(const powers_t& sum) {
+  return {sum.l.value * powers_t::power_about(sum.shift, sum.top), double(sum.top)};
+}
+__device__ __forceinline__ partial_t partial_of(const running_t<acc_t>& sum) {
+  return {sum.l.value, double(sum.m)};
+}
+
+// What was told, as a sum that can be merged with others.
+__device__ __forceinline__ running_t<acc_t> sum_of(const partial_t& partial) {
+  running_t<acc_t> sum;
+  sum.l.value = partial.l;
+  sum.m = acc_t(partial.m);
+  return sum;
+}
+
+// The last step in powers of two: a third of the instructions of finish_t.
+struct finish_in_powers_t {
+  static constexpr bool kTakes = sizeof(acc_t) == 4 && !kLog && !kScaled && !kCoarse;
+  power_t power;
+  float inverse;
+
+  finish_in_powers_t() = default;
+  // Of a sum l exp(m).
+  __device__ __forceinline__ finish_in_powers_t(double l, float m) : power(m) {
+    // In units of 2^unit.
+    const double weight = power_sum_t<float, false>::power_about(int(power.unit), m);
+    inverse = finish_t::quotient(weight, l);
+  }
+  static __device__ __forceinline__ bool takes(double l, float m) {
+    return is_finite(m) && power_t::takes(m) && l > 0 && is_finite(l);
+  }
+  __device__ __forceinline__ float operator()(score_t s) const {
+    return power(s) * inverse;
+  }
+};

@@ -1,0 +1,252 @@
+// SPDX-License-Identifier: MIT
+// softmax_split_columns: few long columns by two launches, for sums and for results.
+//
+// Algorithm  softmax_split_columns_sum: each block sums the exponentials of its piece
+//            of a tile of columns: floats in powers of two (softmax/power_sum.cuh);
+//            doubles, and columns where those do not reach, as softmax_online does.
+//            softmax_split_columns_write: each block joins the sums of its tile and
+//            writes its piece: out_i = exp(s_i - m) / l (log_softmax: (s_i - m) - log
+//            l).
+// Grid       (tiles, pieces of a column)
+// Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
+//            time and keeps a sum for each of its kVector columns
+// Memory     x twice, out once; up to 16 bytes an access, neighbouring lanes side by
+//            side; between the launches, two doubles a column and piece
+// Numbers    as softmax_online
+// Limits     the last outer axis has stride 1 in x and out; one reduced axis
+//
+// Parameters as in softmax/score.cuh and softmax/columns.cuh
+#include "softmax/score.cuh"
+#include "softmax/columns.cuh"
+#include "softmax/partial.cuh"
+
+using tile_t = place_t<layout_t>;
+static_assert(kSplits && !kInWarp && kCluster == 1, "a block a piece");
+static_assert(kHeld * kVector <= 64, "a bit an element");
+
+// The elements that a thread has at a time.
+struct batch_t {
+  slots_t<x_t> value;
+  unsigned long long selected = 0;  // a bit a slot, where there is a mask
+  int rows, columns;                // of this thread
+
+  __device__ __forceinline__
+  batch_t(const x_t* x, const bool* where, const tile_t& tile, int first, int rows)
+      : rows(rows) {
+    value.fill(x_t());
+    tile.load_rows(value, x, kX, first, rows);
+    if constexpr (kHasWhere) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const int i = tile.offset(j);
+          if (k >= rows || i >= tile.columns) continue;
+          const long long at = (first + k) * tile.step(kWhere) +
+                               i * tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
+          if (where[at]) selected |= 1ull << (k * kVector + j);
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ bool is_selected(int k, int j) const {
+    return kHasWhere ? selected >> (k * kVector + j) & 1 : k < rows;
+  }
+  __device__ __forceinline__ score_t score(int k, int j, const tile_t& tile) const {
+    if (!is_selected(k, j)) return score_t();
+    return score_t(to<acc_t>(value.get(k, j)), tile.layout);
+  }
+};
+
+// Adds all of this thread's rows to the sums of its columns.
+template <typename Sum>
+__device__ __forceinline__ void add_all(Sum (&sum)[kVector],
+                                        const x_t* x,
+                                        const bool* where,
+                                        const tile_t& tile) {
+#pragma unroll 1
+  for (int first = 0; first < tile.rows; first += kHeld) {
+    const int rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
+    const batch_t batch(x, where, tile, first, rows);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      score_t s[kHeld];
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) s[k] = batch.score(k, j, tile);
+      take_scores(sum[j], s);
+    }
+  }
+}
+
+// What this thread finds of its columns in powers of two; whether that reaches, a bit a
+// column. Of no scores but -inf the sum is one of nothing.
+__device__ __forceinline__ unsigned find_in_powers(partial_t (&found)[kVector],
+                                                   const x_t* x,
+                                                   const bool* where,
+                                                   const tile_t& tile) {
+  powers_t sum[kVector];
+  add_all(sum, x, where, tile);
+  unsigned reaches = 0;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    const bool is_one = is_sum(sum[j]);
+    found[j] = is_one ? partial_of(sum[j]) : partial_of(running_t<acc_t>());
+    if (is_one || sum[j].top == -infinity<acc_t>()) reaches |= 1u << j;
+  }
+  return reaches;
+}
+
+// As softmax_online does, whatever the scores are; of columns that are not `known`:
+// what becomes of one must not depend on its neighbours.
+__device__ __forceinline__ void find_running(partial_t (&found)[kVector],
+                                             unsigned known,
+                                             const x_t* x,
+                                             const bool* where,
+                                             const tile_t& tile) {
+  running_t<acc_t> sum[kVector];
+  add_all(sum, x, where, tile);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    if (!(known >> j & 1)) found[j] = partial_of(sum[j]);
+  }
+}
+
+// What there is of column c of tile `at`, from piece 0 on, each kColumns after another.
+__device__ __forceinline__ partial_t* place_of(partial_t* partial, long long at) {
+  return partial + at * gridDim.y * kColumns;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
+    softmax_split_columns_sum(const x_t* x,
+                              const bool* where,
+                              out_t* out,
+                              partial_t* partial,  // (tiles, pieces, kColumns)
+                              const __grid_constant__ layout_t layout) {
+  __shared__ partial_t shared[kDeep][kColumns];
+  const deal how = takes_vectors(x, layout, kX) ? deal::kVectors : deal::kSingles;
+  const tile_index_t end = num_tiles(layout);
+  for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
+    const tile_t tile(layout, how, at);
+    partial_t found[kVector];
+    const x_t* const x_tile = x + tile.start(kX);
+    const bool* const where_tile = where + tile.start(kWhere);
+    const unsigned known =
+        kSumsPowers ? find_in_powers(found, x_tile, where_tile, tile) : 0;
+    if (known != (1u << kVector) - 1) {
+      find_running(found, known, x_tile, where_tile, tile);
+    }
+    __syncthreads();  // all have read those of the tile before
+    if (threadIdx.x < kGroup) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        shared[threadIdx.x / kSide][tile.offset(j)] = found[j];
+      }
+    }
+    __syncthreads();
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      running_t<acc_t> sum = sum_of(shared[0][c]);
+      for (int i = 1; i < kDeep; ++i) sum.take(sum_of(shared[i][c]));
+      place_of(partial, at)[blockIdx.y * kColumns + c] = partial_of(sum);
+    }
+  }
+}
+
+// The last step of a column beside one that has no powers of two.
+struct either_t {
+  finish_t plain;
+  finish_in_powers_t powers;
+  bool in_powers;
+
+  __device__ __forceinline__ acc_t operator()(score_t s) const {
+    return in_powers ? acc_t(powers(s)) : plain(s);
+  }
+};
+
+// Writes finish[j](score) for the columns of this thread.
+template <typename Finish>
+__device__ __forceinline__ void write(const Finish (&finish)[kVector],
+                                      const x_t* x,
+                                      const bool* where,
+                                      out_t* out,
+                                      const tile_t& tile) {
+  // The last rows first: they are the likeliest to be in the cache still.
+#pragma unroll 1
+  for (int left = tile.rows; left > 0;) {
+    const int rows = left % kHeld ? left % kHeld : kHeld;
+    left -= rows;
+    const batch_t batch(x, where, tile, left, rows);
+    tile.store_rows(out, kOut, left, rows, [&](int k, int j) {
+      if (kHasWhere && !batch.is_selected(k, j)) return to<out_t>(unselected());
+      return to<out_t>(
+          finish[j](score_t(to<acc_t>(batch.value.get(k, j)), tile.layout)));
+    });
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
+    softmax_split_columns_write(const x_t* x,
+                                const bool* where,
+                                out_t* out,
+                                partial_t* partial,
+                                const __grid_constant__ layout_t layout) {
+  __shared__ partial_t shared[kNumThreads];
+  const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
+                       ? deal::kVectors
+                       : deal::kSingles;
+  const tile_index_t end = num_tiles(layout);
+  for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
+    const tile_t tile(layout, how, at);
+    // Some threads a column join the sums of its pieces.
+    constexpr int kJoining = kNumThreads / kColumns;
+    static_assert(kJoining >= 1, "a thread a column");
+    __syncthreads();  // all have read those of the tile before
+    if (threadIdx.x < kJoining * kColumns) {
+      const partial_t* const pieces = place_of(partial, at) + threadIdx.x % kColumns;
+      running_t<acc_t> sum;
+      for (int i = threadIdx.x / kColumns; i < gridDim.y; i += kJoining) {
+        sum.take(sum_of(pieces[i * kColumns]));
+      }
+      shared[threadIdx.x] = partial_of(sum);
+    }
+    __syncthreads();
+    running_t<acc_t> sum[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      const int c = tile.offset(j);
+      for (int i = 0; i < kJoining; ++i) sum[j].take(sum_of(shared[i * kColumns + c]));
+    }
+    const x_t* const x_tile = x + tile.start(kX);
+    const bool* const where_tile = where + tile.start(kWhere);
+    out_t* const out_tile = out + tile.start(kOut);
+    if constexpr (finish_in_powers_t::kTakes) {
+      either_t finish[kVector];
+      bool all_in_powers = true;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const double l = sum[j].l.value;
+        finish[j].in_powers = finish_in_powers_t::takes(l, sum[j].m);
+        if (finish[j].in_powers) {
+          finish[j].powers = finish_in_powers_t(l, sum[j].m);
+        } else {
+          finish[j].plain = finish_t(sum[j].shift(), l);
+          all_in_powers = all_in_powers && tile.offset(j) >= tile.columns;
+        }
+      }
+      if (all_in_powers) {
+        finish_in_powers_t in_powers[kVector];
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) in_powers[j] = finish[j].powers;
+        write(in_powers, x_tile, where_tile, out_tile, tile);
+      } else {
+        write(finish, x_tile, where_tile, out_tile, tile);
+      }
+      continue;
+    }
+    finish_t finish[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      finish[j] = finish_t(sum[j].shift(), sum[j].l.value);
+    }
+    write(finish, x_tile, where_tile, out_tile, tile);
+  }
+}

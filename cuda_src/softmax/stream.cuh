@@ -1,0 +1,138 @@
+// SPDX-License-Identifier: MIT
+// Rows that stream through the shared memory of many multiprocessors.
+//
+// All blocks run at once, one on a multiprocessor. A group of them shares a row, and
+// takes one row after another. What a thread has of its rows passes through its places
+// in a ring in shared memory, a step at a time:
+//
+//     load (kAhead + 1 steps earlier)  ->  sum  ->  write (kLag steps later)
+//
+// At every moment a block writes one row, sums the next one and loads what follows, so
+// that memory never waits for arithmetic nor for another block. When a thread has
+// summed its last step of a row, its block tells the group; the steps of the row that
+// are still to come before the first is written hide the way of that news.
+//
+// Parameters RING     steps that the ring has places for
+//            AHEAD    steps whose loads may be under way while another is summed
+//            LANES, ROWS_PER_BLOCK   as in softmax/group.cuh: a block of LANES threads
+// Grid       (blocks of a group, groups)
+#pragma once
+
+#include "ptx/copy.cuh"
+#include "ptx/relaxed.cuh"
+#include "softmax/group.cuh"
+#include "softmax/peeled.cuh"
+
+#ifndef RING
+#error "RING and AHEAD come from the host"
+#endif
+constexpr int kRing = RING, kAhead = AHEAD;
+constexpr int kLag = kRing - 1 - kAhead;
+static_assert(kAhead >= 1 && kLag >= 1, "a step is loaded before it is summed");
+
+// Steps that a row of so many elements takes, whatever its start: at most kLag + 1.
+template <int kVector>
+__device__ __forceinline__ int num_steps(long long length) {
+  const long long at_once = (long long)gridDim.x * kLanes;
+  return int((length / kVector + at_once - 1) / at_once) + (length < kVector);
+}
+
+// Where the threads of a block are, in the steps of the rows of their group.
+struct walk_t {
+  long long row;
+  long long vector;  // of this thread, in the row
+  int step = 0;      // of the row
+  int slot = 0;      // of the ring
+
+  __device__ __forceinline__ walk_t() : row(blockIdx.y), vector(first()) {}
+
+  // Goes on by a step; whether it came to a new row.
+  __device__ __forceinline__ bool next(int steps) {
+    slot = slot + 1 == kRing ? 0 : slot + 1;
+    vector += (long long)gridDim.x * kLanes;
+    if (++step < steps) return false;
+    step = 0;
+    row += gridDim.y;
+    vector = first();
+    return true;
+  }
+  static __device__ __forceinline__ long long first() {
+    return (long long)blockIdx.x * kLanes + threadIdx.x;
+  }
+};
+
+// What the blocks of a group tell each other: two numbers a row and block. Each number
+// says by itself whether it has been told, so that nothing else has to be ordered.
+struct board_t {
+  static constexpr unsigned long long kUntold = ~0ull;  // a NaN that is never told
+
+  unsigned long long* words;  // (num_rows, blocks of a group, 2)
+
+  __device__ __forceinline__ unsigned long long* of(long long row, int block) const {
+    return words + (row * gridDim.x + block) * 2;
+  }
+  static __device__ __forceinline__ unsigned long long bits_of(double x) {
+    return x == x ? __double_as_longlong(x) : 0x7ffull << 52 | 1ull << 51;
+  }
+  static __device__ __forceinline__ double read(const unsigned long long* word) {
+    unsigned long long bits;
+    do {
+      bits = ptx::load_relaxed(word);
+    } while (bits == kUntold);
+    return __longlong_as_double(bits);
+  }
+
+  // Before anything is told: by a launch of its own, of a grid of as many columns.
+  __device__ __forceinline__ void clear(long long num_rows) const {
+    const long long step = (long long)gridDim.y * kLanes;
+    for (long long row = (long long)blockIdx.y * kLanes + lane(); row < num_rows;
+         row += step) {
+      of(row, blockIdx.x)[0] = of(row, blockIdx.x)[1] = kUntold;
+    }
+  }
+  // By one thread of this block.
+  __device__ __forceinline__ void tell(long long row, double a, double b) const {
+    ptx::store_relaxed(of(row, blockIdx.x), bits_of(a));
+    ptx::store_relaxed(of(row, blockIdx.x) + 1, bits_of(b));
+  }
+  // Waits until a block has told them.
+  __device__ __forceinline__ double first_of(long long row, int block) const {
+    return read(of(row, block));
+  }
+  __device__ __forceinline__ double second_of(long long row, int block) const {
+    return read(of(row, block) + 1);
+  }
+};
+
+// The places of this thread in a ring of vectors of T's.
+template <typename T, int kVector>
+struct ring_t {
+  using vector = vector_t<T, kVector>;
+  vector* mine;
+
+  // `memory` is shared: kBytes of it.
+  static constexpr int kBytes = kRing * kLanes * int(sizeof(vector));
+  __device__ __forceinline__ explicit ring_t(void* memory)
+      : mine(static_cast<vector*>(memory) + threadIdx.x) {}
+
+  __device__ __forceinline__ const vector& at(int slot) const {
+    return mine[slot * kLanes];
+  }
+  // Starts to load a vector from where it is aligned.
+  __device__ __forceinline__ void load(int slot, const T* from) const {
+    static_assert(sizeof(vector) >= 4, "cp.async moves 4, 8 or 16 bytes");
+    ptx::copy_async<sizeof(vector)>(&mine[slot * kLanes], from);
+  }
+  // The same from where it is not.
+  __device__ __forceinline__ void gather(int slot, const T* from) const {
+    vector& home = mine[slot * kLanes];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      if constexpr (sizeof(T) == 4 || sizeof(T) == 8) {
+        ptx::copy_async<sizeof(T)>(&home.element[e], from + e);
+      } else {
+        home.element[e] = from[e];
+      }
+    }
+  }
+};

@@ -1,0 +1,200 @@
+// SPDX-License-Identifier: MIT
+// softmax_vjp_stream: gradients of rows that only many multiprocessors can hold.
+//
+// Algorithm  softmax_vjp_stream_clear: nothing is told yet. softmax_vjp_stream: as
+//            softmax_vjp_split, whose two launches are one here (softmax/stream.cuh).
+// Grid       (blocks of a group, groups), all at once; a group takes a row at a time
+// Tiles      a step of a row: a vector of y and one of dy a thread of the group, of 16
+//            bytes the wider; a ring of kRing steps of both in shared memory
+// Memory     y, dy and dx once; 16 bytes an access where dy and dx are aligned as y is;
+//            between blocks, a double a row and block
+// Numbers    as softmax_vjp
+// Limits     rows of at most (kLag + 1) * LANES vectors a block of the group; reduced
+//            axis contiguous in y, dy and dx; sm_80 or newer
+//
+// Parameters as in softmax/vjp.cuh and softmax/stream.cuh
+#include "softmax/stream.cuh"
+#include "softmax/vjp.cuh"
+
+constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
+constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
+constexpr int kVector = 16 / kWidest;  // elements a vector access
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_vjp_stream_clear(const y_t* y,
+                             const dy_t* dy,
+                             out_t* dx,
+                             unsigned long long* told,
+                             const __grid_constant__ layout_t layout) {
+  board_t{told}.clear(layout.num_rows);
+}
+
+// A row of y, dy and dx, in which a thread walks from vector to vector.
+struct strip_t {
+  const y_t* y;
+  const dy_t* dy;
+  out_t* dx;
+  peeled_t peeled;
+  bool dy_in_vectors;
+
+  __device__ __forceinline__ void enter(
+      const y_t* y, const dy_t* dy, out_t* dx, const layout_t& layout, long long row) {
+    if (row >= layout.num_rows) return;
+    const auto at = locate(layout.outer, row);
+    this->y = y + at.of[kY];
+    this->dy = dy + at.of[kDy];
+    this->dx = dx + at.of[kOut];
+    peeled =
+        peeled_t::of<kVector>(num_before_aligned<kVector>(this->y), layout.row_length);
+    dy_in_vectors = num_before_aligned<kVector>(this->dy + peeled.head) == 0;
+  }
+  __device__ __forceinline__ bool has(long long vector) const {
+    return vector < peeled.num_vectors;
+  }
+  __device__ __forceinline__ long long position(long long vector) const {
+    return peeled.head + vector * kVector;
+  }
+  // f(i) for the elements of this thread that are in no whole vector.
+  template <typename F>
+  __device__ __forceinline__ void for_each_edge(F f) const {
+    if (blockIdx.x > 0) return;
+    for (int i = lane(); i < peeled.head + peeled.tail; i += kLanes) {
+      f(peeled.edge<kVector>(i));
+    }
+  }
+};
+
+extern __shared__ uint4 memory[];
+
+struct stream_t {
+  using y_ring_t = ring_t<y_t, kVector>;
+
+  const y_t* const y;
+  const dy_t* const dy;
+  out_t* const dx;
+  const layout_t& layout;
+  const board_t board;
+  const y_ring_t y_ring;
+  const ring_t<dy_t, kVector> dy_ring;
+  const int steps;
+
+  walk_t loading, summing, writing;
+  strip_t loaded, summed, written;
+  sum_t sum;
+  gradient_t gradient;
+
+  __device__ __forceinline__ stream_t(const y_t* y,
+                                      const dy_t* dy,
+                                      out_t* dx,
+                                      const layout_t& layout,
+                                      unsigned long long* told)
+      : y(y),
+        dy(dy),
+        dx(dx),
+        layout(layout),
+        board{told},
+        y_ring(memory),
+        dy_ring(reinterpret_cast<unsigned char*>(memory) + y_ring_t::kBytes),
+        steps(num_steps<kVector>(layout.row_length)),
+        gradient(0, layout) {
+    loaded.enter(y, dy, dx, layout, loading.row);
+    summed = written = loaded;
+  }
+
+  // Loads this thread's next vectors, if there are any.
+  __device__ __forceinline__ void load() {
+    if (loading.row < layout.num_rows) {
+      if (loaded.has(loading.vector)) {
+        const long long i = loaded.position(loading.vector);
+        y_ring.load(loading.slot, loaded.y + i);
+        if (loaded.dy_in_vectors) {
+          dy_ring.load(loading.slot, loaded.dy + i);
+        } else {
+          dy_ring.gather(loading.slot, loaded.dy + i);
+        }
+      }
+      if (loading.next(steps)) loaded.enter(y, dy, dx, layout, loading.row);
+    }
+    ptx::commit_copies();  // a group for each step, even if it is empty
+  }
+
+  __device__ __forceinline__ static double term(y_t p, dy_t g) {
+    return kLog ? to<double>(g) : to<double>(p) * to<double>(g);
+  }
+
+  __device__ __forceinline__ void sum_step() {
+    if (summed.has(summing.vector)) {
+      const auto p = y_ring.at(summing.slot);
+      const auto g = dy_ring.at(summing.slot);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sum += term(p.element[e], g.element[e]);
+    }
+    if (summing.step == steps - 1) {
+      summed.for_each_edge(
+          [&](long long i) { sum += term(summed.y[i], summed.dy[i]); });
+      const double found = row_sum(sum);
+      if (threadIdx.x == 0) board.tell(summing.row, found, 0);
+      sum = sum_t();
+    }
+    if (summing.next(steps)) summed.enter(y, dy, dx, layout, summing.row);
+  }
+
+  // Joins what the blocks of the group tell of the row that is to be written.
+  __device__ __forceinline__ void hear() {
+    sum_t sum;
+    for (int block = lane(); block < gridDim.x; block += kLanes) {
+      sum += board.first_of(writing.row, block);
+    }
+    gradient = gradient_t(row_sum(sum), layout);
+  }
+
+  __device__ __forceinline__ void write_step() {
+    if (writing.step == 0) hear();
+    if (written.has(writing.vector)) {
+      const auto p = y_ring.at(writing.slot);
+      const auto g = dy_ring.at(writing.slot);
+      acc_t result[kVector];
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        result[e] = gradient(to<acc_t>(p.element[e]), to<acc_t>(g.element[e]));
+      }
+      const auto found = to_vector<out_t, kVector>::of(result);
+      out_t* const home = written.dx + written.position(writing.vector);
+      if (is_aligned<out_t, kVector>(home)) {
+        store_vector<kVector>(home, found);
+      } else {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) home[e] = found.element[e];
+      }
+    }
+    if (writing.step == steps - 1) {
+      written.for_each_edge([&](long long i) {
+        const acc_t p = to<acc_t>(written.y[i]), g = to<acc_t>(written.dy[i]);
+        written.dx[i] = to<out_t>(gradient(p, g));
+      });
+    }
+    if (writing.next(steps)) written.enter(y, dy, dx, layout, writing.row);
+  }
+
+  __device__ __forceinline__ void run() {
+    for (int i = 0; i <= kAhead; ++i) load();
+    for (int i = 0; writing.row < layout.num_rows; ++i) {
+      ptx::wait_copy_groups<kAhead>();
+      if (summing.row < layout.num_rows) sum_step();
+      if (i >= kLag) {
+        i = kLag;
+        write_step();
+      }
+      load();
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    softmax_vjp_stream(const y_t* y,
+                       const dy_t* dy,
+                       out_t* dx,
+                       unsigned long long* told,  // (num_rows, gridDim.x, 2)
+                       const __grid_constant__ layout_t layout) {
+  stream_t(y, dy, dx, layout, told).run();
+}

@@ -41,6 +41,12 @@
 #if !defined(BOUNDS) || !defined(CLUSTER) || !defined(BULK) || !defined(MAKES_DQ)
 #error "BOUNDS, CLUSTER, BULK and MAKES_DQ come from the host"
 #endif
+#ifndef HOLD
+#define HOLD 0
+#endif
+#ifndef LATE
+#define LATE 0
+#endif
 // Else vjp_hopper_queries.cu makes dq, with the same bits in every run.
 constexpr bool kMakesDq = MAKES_DQ;
 constexpr int kBlockN = 128;  // keys of a tile
@@ -185,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   const unsigned origins = ptx::shared_address(origins_memory);
 
-  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
   if (threadIdx.x == 0) {
@@ -204,18 +210,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
 
   // A operands: rows of this warpgroup; B operands; and operands whose rows are summed.
-  const unsigned long long k_rows = descriptor(smem_k + group * 8192, 16),
-                           v_rows = descriptor(smem_v + group * 8192, 16),
+  const unsigned long long all_k_rows = descriptor(smem_k, 16),
+                           all_v_rows = descriptor(smem_v, 16),
                            q_rows = descriptor(smem_q, 16),
                            dout_rows = descriptor(smem_dout, 16),
                            q_sums = descriptor(smem_q, kChunkM),
                            dout_sums = descriptor(smem_dout, kChunkM);
   // Of dq, a warpgroup makes 64 of 128 rows, or 64 of 128 columns.
   constexpr bool kByRows = kBlockM == 128;
-  const unsigned long long ds_rows =
-      descriptor(smem_ds + (kByRows ? group * 8192 : 0), 16);
-  const unsigned long long k_sums =
-      descriptor(smem_k + (kByRows ? 0 : group * kChunkN), kChunkN);
+  const unsigned long long all_ds_rows = descriptor(smem_ds, 16),
+                           all_k_sums = descriptor(smem_k, kChunkN);
   // For stmatrix a lane gives a row of a matrix: queries n and n + 8 of two groups of
   // 8 keys. The swizzle flips bits 4 to 6 of an address by bits 7 to 9.
   const unsigned ds_target = smem_ds + group * kChunkM +
@@ -227,18 +231,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   // Twice the items of this block so far, plus the parity of `empty`: one register.
   unsigned items = 0;
-  unsigned block = 0;  // of queries, so far: gives stages and parities
+  unsigned block = 0;  // of queries, so far: gives stages and parities of dO
+  // Those of q. A remainder by 3 would be made in vector registers, and all descriptors
+  // with it, which then are moved to uniform ones: 100 instructions a step.
+  unsigned q_stage = 0, q_parity = 0;
+  auto after = [](unsigned stage) { return stage + 1 == kStagesQ ? 0u : stage + 1; };
 
-  auto wait_for_q = [&](unsigned number) {
-    wait(q_full + 8 * (number % kStagesQ), number / kStagesQ & 1);
-  };
+  auto wait_for_q = [&] { wait(q_full + 8 * q_stage, q_parity); };
   auto wait_for_dout = [&](unsigned number) {
     wait(dout_full + 8 * (number % kStagesDout), number / kStagesDout & 1);
   };
 
-  // Thread 0 asks for the next block of queries, which is block `number` of all.
-  auto load_queries = [&](unsigned number) {
-    const unsigned q_stage = number % kStagesQ, dout_stage = number % kStagesDout;
+  // Thread 0 asks for the next block of queries, into these stages.
+  auto load_queries = [&](unsigned q_stage, unsigned dout_stage) {
     const int block = next.block, summed = inputs.num_summed == 1 ? 0 : next.summed;
     const source_t& from = sources[summed];
     if (block + 1 < next.last) {
@@ -287,7 +292,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   auto number_of = [&](unsigned n) {
     const int first = blockIdx.x / kCluster, step = gridDim.x / kCluster;
     if constexpr (!kDynamic) return first + int(n) * step;
-    return n == 0 ? first : *const_cast<volatile int*>(&next_items[(n - 1) & 1]);
+    return n == 0 ? first : uniform(*const_cast<volatile int*>(&next_items[(n - 1) & 1]));
   };
 
   // Warp 0 asks for the tiles of an item, and its first two blocks of queries.
@@ -354,11 +359,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     batch_coordinates(batch, at, params_now.k);
     load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
                                 coordinate(at.kv_head, params_now.k.head), batch);
-    load_queries(block);
+    load_queries(q_stage, block % kStagesDout);
     batch_coordinates(batch, at, params_now.v);
     load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
                                 coordinate(at.kv_head, params_now.v.head), batch);
-    if (view.count > 1) load_queries(block + 1);
+    if (view.count > 1) load_queries(after(q_stage), (block + 1) % kStagesDout);
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
@@ -367,13 +372,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   while (number_of(items / 2) < inputs.num_items) {
     // s becomes P of the block of queries in a stage, and p the same as operand. Number
     // e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
-    auto softmax = [&](unsigned number) {
+    auto softmax = [&](unsigned dout_stage) {
       // A row's key is hidden from queries before `first`, and after `last`.
       const int num_keys = view.num_keys;
       bool whole = num_keys >= kBlockN;
       int origin = 0;
       if constexpr (kBounds > 0) {
-        origin = ptx::load_shared_s32(origins + 8 * (number % kStagesQ));
+        origin = ptx::load_shared_s32(origins + 8 * q_stage);
         whole =
             origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
       }
@@ -396,7 +401,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if (hides) s[e] = inputs.hidden;
         }
       }
-      const unsigned from = lane_stats + number % kStagesDout * kBytesStats;
+      const unsigned from = lane_stats + dout_stage * kBytesStats;
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
         const float2 lse = ptx::load_shared_f32x2(from + e * 8);
@@ -413,19 +418,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
     // The first block: S, dP, and P.
     wait(k_full, items / 2 & 1);
-    const unsigned last = block + view.count - 1;
-    wait_for_q(block);
+    const unsigned last = block + uniform(view.count) - 1;
+    wait_for_q();
+    const unsigned long long own = uniform(group) * (8192 / 16);
     ptx::wgmma_fence();
-    multiply_scores(s, k_rows, q_rows + block % kStagesQ * (kBytesM / 16));
+    multiply_scores(s, all_k_rows + own, q_rows + q_stage * (kBytesM / 16));
     ptx::wgmma_commit_group();
     wait(v_full, items / 2 & 1);
     wait_for_dout(block);
     ptx::wgmma_fence();
-    multiply_scores(dp, v_rows, dout_rows + block % kStagesDout * (kBytesM / 16));
+    multiply_scores(dp, all_v_rows + own, dout_rows + block % kStagesDout * (kBytesM / 16));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     keep_order(s);
-    softmax(block);
+    softmax(block % kStagesDout);
     ptx::wgmma_wait_group<0>();
     keep_order(dp);
 
@@ -434,7 +440,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     bool accumulate = false;
     auto step = [&](auto is_last) {
       constexpr bool kLast = decltype(is_last)::value;
-      const unsigned this_q = block % kStagesQ, this_dout = block % kStagesDout;
+      const unsigned number = uniform(block), own_group = uniform(group);
+      const unsigned long long own = own_group * (8192 / 16),
+                               k_rows = all_k_rows + own, v_rows = all_v_rows + own,
+                               ds_rows = all_ds_rows + (kByRows ? own : 0),
+                               k_sums = all_k_sums +
+                                        (kByRows ? 0 : own_group * (kChunkN / 16));
+      const unsigned this_q = uniform(q_stage), this_dout = number % kStagesDout;
+      q_stage = after(this_q);
+      q_parity ^= q_stage == 0;
       ptx::wgmma_fence();
       multiply_sums(sums_v, p, dout_sums + this_dout * (kBytesM / 16), accumulate);
       ptx::wgmma_commit_group();
@@ -456,7 +470,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ds[e / 8][e / 2 % 4 + 1] = pair16_t::from(s[e + 3] * (dp[e + 3] - delta.y),
                                                   s[e + 2] * (dp[e + 2] - delta.x));
       }
-      const unsigned buffer = block % 2 * kBytesDs;
+      const unsigned buffer = number % 2 * kBytesDs;
       if constexpr (kMakesDq) {
 #pragma unroll
         for (int m = 0; m < kBlockM / 16; ++m) {
@@ -466,9 +480,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::fence_proxy_async();  // wgmma reads what stmatrix has written
       }
       if constexpr (!kLast) {
-        wait_for_q(block + 1);
+        wait_for_q();
         ptx::wgmma_fence();
-        multiply_scores(s, k_rows, q_rows + (block + 1) % kStagesQ * (kBytesM / 16));
+        multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<1>();  // dv
       }
@@ -480,8 +494,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (more && threadIdx.x < kCluster) {
           ptx::mbarrier_arrive_cluster(ptx::mapa(empty, threadIdx.x));
         }
-      } else {
-        if (more && threadIdx.x == 0) load_queries(block + 2);
+      } else if (!LATE) {
+        if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
       }
       int next_number;
       if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
@@ -503,10 +517,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               // Both blocks are done with the stages.
               while (!ptx::mbarrier_try_wait_parity_cluster(empty, items & 1)) {
               }
-              load_queries(block + 2);
+              load_queries(after(q_stage), this_dout);
             }
             items ^= 1;
           }
+        } else if (LATE) {
+          if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
         }
         if constexpr (!kMakesDq) {
           // S, where there is one; with 128 queries dk too, for want of registers.
@@ -549,12 +565,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         add_dq(dq);
       }
       if constexpr (!kLast) {
-        wait_for_dout(block + 1);
+        wait_for_dout(number + 1);
         ptx::wgmma_fence();
         multiply_scores(dp, v_rows,
-                        dout_rows + (block + 1) % kStagesDout * (kBytesM / 16));
+                        dout_rows + (number + 1) % kStagesDout * (kBytesM / 16));
         ptx::wgmma_commit_group();
-        softmax(block + 1);
+        softmax((number + 1) % kStagesDout);
+        if constexpr (HOLD) {
+          unsigned any = 0;
+#pragma unroll
+          for (int m = 0; m < kBlockM / 16; ++m) any |= p[m][0] | p[m][1] | p[m][2] | p[m][3];
+          asm volatile("{.reg .pred q; setp.lt.s32 q, %0, 0; @q nanosleep.u32 20;}" ::"r"(any) : "memory");
+        }
       }
       ptx::wgmma_wait_group<0>();
       if constexpr (!kLast) keep_order(dp);

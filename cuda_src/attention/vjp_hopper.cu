@@ -210,16 +210,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
 
   // A operands: rows of this warpgroup; B operands; and operands whose rows are summed.
-  const unsigned long long all_k_rows = descriptor(smem_k, 16),
-                           all_v_rows = descriptor(smem_v, 16),
+  const unsigned long long k_rows = descriptor(smem_k + group * 8192, 16),
+                           v_rows = descriptor(smem_v + group * 8192, 16),
                            q_rows = descriptor(smem_q, 16),
                            dout_rows = descriptor(smem_dout, 16),
                            q_sums = descriptor(smem_q, kChunkM),
                            dout_sums = descriptor(smem_dout, kChunkM);
   // Of dq, a warpgroup makes 64 of 128 rows, or 64 of 128 columns.
   constexpr bool kByRows = kBlockM == 128;
-  const unsigned long long all_ds_rows = descriptor(smem_ds, 16),
-                           all_k_sums = descriptor(smem_k, kChunkN);
+  const unsigned long long ds_rows =
+      descriptor(smem_ds + (kByRows ? group * 8192 : 0), 16);
+  const unsigned long long k_sums =
+      descriptor(smem_k + (kByRows ? 0 : group * kChunkN), kChunkN);
   // For stmatrix a lane gives a row of a matrix: queries n and n + 8 of two groups of
   // 8 keys. The swizzle flips bits 4 to 6 of an address by bits 7 to 9.
   const unsigned ds_target = smem_ds + group * kChunkM +
@@ -229,9 +231,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // This warp's dq on its way to the copy engine.
   const unsigned dq_target = smem_dq + (threadIdx.x / 32 * kBulk * 32 + lane) * 16;
 
-  // Twice the items of this block so far, plus the parity of `empty`: one register.
-  unsigned items = 0;
-  unsigned block = 0;  // of queries, so far: gives stages and parities of dO
+  unsigned items = 0;  // of this block, so far
+  unsigned block = 0;  // of queries, so far: gives stages and parities but those of q
   // Those of q. A remainder by 3 would be made in vector registers, and all descriptors
   // with it, which then are moved to uniform ones: 100 instructions a step.
   unsigned q_stage = 0, q_parity = 0;
@@ -288,24 +289,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                        dout_barrier);
   };
 
-  // The number of this block's item `n`.
-  auto number_of = [&](unsigned n) {
-    const int first = blockIdx.x / kCluster, step = gridDim.x / kCluster;
-    if constexpr (!kDynamic) return first + int(n) * step;
-    return n == 0 ? first : uniform(*const_cast<volatile int*>(&next_items[(n - 1) & 1]));
-  };
-
-  // Warp 0 asks for the tiles of an item, and its first two blocks of queries.
+  // Thread 0 asks for the tiles of an item, and its first two blocks of queries. With
+  // a warp-wide instruction in here, the compiler would take numbers that are the same
+  // in all lanes for different ones.
+  int number = blockIdx.x / kCluster;  // of the item
   auto load_first = [&] {
     // Reciprocals of what is divided by are not worth registers between items.
     const inputs_t& inputs_now = ptx::anew(inputs);
     const params_t& params_now = ptx::anew(params);
     const grads_t& grads_now = ptx::anew(grads);
-    const int number = number_of(items / 2);
     if (number >= inputs.num_items) return;
     const item_t item = item_of(number, inputs_now);
     const index_t entry = locate(grads_now.kept, item.kept).of[0];
-    for (int n = lane; n < inputs.num_summed; n += 32) {
+    for (int n = 0; n < inputs.num_summed; ++n) {
       const place_t at = grads_now.entry(params_now, entry, n);
       source_t from;
       from.q_head = coordinate(at.head, params_now.q.head);
@@ -321,8 +317,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
       sources[n] = from;
     }
-    __syncwarp();
-    if (threadIdx.x != 0) return;
     const int row = (item.tile * kCluster + rank()) * kBlockN;
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
@@ -368,8 +362,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
-  if (threadIdx.x < 32) load_first();
-  while (number_of(items / 2) < inputs.num_items) {
+  if (threadIdx.x == 0) load_first();
+  while (number < inputs.num_items) {
     // s becomes P of the block of queries in a stage, and p the same as operand. Number
     // e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     auto softmax = [&](unsigned dout_stage) {
@@ -417,17 +411,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
 
     // The first block: S, dP, and P.
-    wait(k_full, items / 2 & 1);
+    wait(k_full, items & 1);
     const unsigned last = block + uniform(view.count) - 1;
     wait_for_q();
-    const unsigned long long own = uniform(group) * (8192 / 16);
     ptx::wgmma_fence();
-    multiply_scores(s, all_k_rows + own, q_rows + q_stage * (kBytesM / 16));
+    multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
     ptx::wgmma_commit_group();
-    wait(v_full, items / 2 & 1);
+    wait(v_full, items & 1);
     wait_for_dout(block);
     ptx::wgmma_fence();
-    multiply_scores(dp, all_v_rows + own, dout_rows + block % kStagesDout * (kBytesM / 16));
+    multiply_scores(dp, v_rows, dout_rows + block % kStagesDout * (kBytesM / 16));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     keep_order(s);
@@ -440,14 +433,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     bool accumulate = false;
     auto step = [&](auto is_last) {
       constexpr bool kLast = decltype(is_last)::value;
-      const unsigned number = uniform(block), own_group = uniform(group);
-      const unsigned long long own = own_group * (8192 / 16),
-                               k_rows = all_k_rows + own, v_rows = all_v_rows + own,
-                               ds_rows = all_ds_rows + (kByRows ? own : 0),
-                               k_sums = all_k_sums +
-                                        (kByRows ? 0 : own_group * (kChunkN / 16));
-      const unsigned this_q = uniform(q_stage), this_dout = number % kStagesDout;
-      q_stage = after(this_q);
+      const unsigned this_q = q_stage, this_dout = block % kStagesDout;
+      q_stage = after(q_stage);
       q_parity ^= q_stage == 0;
       ptx::wgmma_fence();
       multiply_sums(sums_v, p, dout_sums + this_dout * (kBytesM / 16), accumulate);
@@ -470,7 +457,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ds[e / 8][e / 2 % 4 + 1] = pair16_t::from(s[e + 3] * (dp[e + 3] - delta.y),
                                                   s[e + 2] * (dp[e + 2] - delta.x));
       }
-      const unsigned buffer = number % 2 * kBytesDs;
+      const unsigned buffer = block % 2 * kBytesDs;
       if constexpr (kMakesDq) {
 #pragma unroll
         for (int m = 0; m < kBlockM / 16; ++m) {
@@ -491,7 +478,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::bar_sync<kNumThreads>(1);
       const bool more = !kLast && block + 1 != last;
       if constexpr (kCluster > 1) {
-        if (more && threadIdx.x < kCluster) {
+        // In each step, so that the number of the block gives the parity.
+        if (threadIdx.x < kCluster) {
           ptx::mbarrier_arrive_cluster(ptx::mapa(empty, threadIdx.x));
         }
       } else if (!LATE) {
@@ -512,14 +500,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         multiply_sums(sums_k, ds, q_sums + this_q * (kBytesM / 16), accumulate);
         ptx::wgmma_commit_group();
         if constexpr (kCluster > 1) {
-          if (more) {
-            if (threadIdx.x == 0) {
-              // Both blocks are done with the stages.
-              while (!ptx::mbarrier_try_wait_parity_cluster(empty, items & 1)) {
-              }
-              load_queries(after(q_stage), this_dout);
+          if (more && threadIdx.x == 0) {
+            // Both blocks are done with the stages.
+            while (!ptx::mbarrier_try_wait_parity_cluster(empty, block & 1)) {
             }
-            items ^= 1;
+            load_queries(after(q_stage), this_dout);
           }
         } else if (LATE) {
           if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
@@ -565,12 +550,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         add_dq(dq);
       }
       if constexpr (!kLast) {
-        wait_for_dout(number + 1);
+        wait_for_dout(block + 1);
         ptx::wgmma_fence();
         multiply_scores(dp, v_rows,
-                        dout_rows + (number + 1) % kStagesDout * (kBytesM / 16));
+                        dout_rows + (block + 1) % kStagesDout * (kBytesM / 16));
         ptx::wgmma_commit_group();
-        softmax((number + 1) % kStagesDout);
+        softmax((block + 1) % kStagesDout);
         if constexpr (HOLD) {
           unsigned any = 0;
 #pragma unroll
@@ -581,7 +566,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_wait_group<0>();
       if constexpr (!kLast) keep_order(dp);
       if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
-        int* const slot = &next_items[items / 2 & 1];
+        int* const slot = &next_items[items & 1];
         if constexpr (kCluster > 1) {
           for (int n = 0; n < kCluster; ++n) {
             ptx::store_cluster_s32(ptx::mapa(ptx::shared_address(slot), n),
@@ -610,8 +595,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     } else {
       ptx::bar_sync<kNumThreads>(1);
     }
-    items += 2;
-    if (threadIdx.x < 32) load_first();
+    if constexpr (kDynamic) {
+      number = uniform(*const_cast<volatile int*>(&next_items[items & 1]));
+    } else {
+      number += gridDim.x / kCluster;
+    }
+    ++items;
+    if (threadIdx.x == 0) load_first();
 
     const int key_first = (item.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;

@@ -41,12 +41,6 @@
 #if !defined(BOUNDS) || !defined(CLUSTER) || !defined(BULK) || !defined(MAKES_DQ)
 #error "BOUNDS, CLUSTER, BULK and MAKES_DQ come from the host"
 #endif
-#ifndef HOLD
-#define HOLD 0
-#endif
-#ifndef LATE
-#define LATE 0
-#endif
 // Else vjp_hopper_queries.cu makes dq, with the same bits in every run.
 constexpr bool kMakesDq = MAKES_DQ;
 constexpr int kBlockN = 128;  // keys of a tile
@@ -58,6 +52,10 @@ constexpr int kCluster = CLUSTER;
 // Of a thread's 8 vectors of dq, how many the copy engine adds; the others leave by
 // red.
 constexpr int kBulk = BULK;
+// Asking for the next block takes warp 0 a while. Without a cluster and the copy engine
+// it does so behind dq and dk, which then run beside it; with the copy engine that was
+// slower.
+constexpr bool kLate = kMakesDq && kCluster == 1 && kBulk == 0;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
 
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
@@ -482,7 +480,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (threadIdx.x < kCluster) {
           ptx::mbarrier_arrive_cluster(ptx::mapa(empty, threadIdx.x));
         }
-      } else if (!LATE) {
+      } else if constexpr (!kLate) {
         if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
       }
       int next_number;
@@ -506,7 +504,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             }
             load_queries(after(q_stage), this_dout);
           }
-        } else if (LATE) {
+        } else if constexpr (kLate) {
           if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
         }
         if constexpr (!kMakesDq) {
@@ -556,12 +554,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                         dout_rows + (block + 1) % kStagesDout * (kBytesM / 16));
         ptx::wgmma_commit_group();
         softmax((block + 1) % kStagesDout);
-        if constexpr (HOLD) {
-          unsigned any = 0;
-#pragma unroll
-          for (int m = 0; m < kBlockM / 16; ++m) any |= p[m][0] | p[m][1] | p[m][2] | p[m][3];
-          asm volatile("{.reg .pred q; setp.lt.s32 q, %0, 0; @q nanosleep.u32 20;}" ::"r"(any) : "memory");
-        }
       }
       ptx::wgmma_wait_group<0>();
       if constexpr (!kLast) keep_order(dp);

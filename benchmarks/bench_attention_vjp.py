@@ -42,9 +42,9 @@ def of_tokens(seqlen, head_dim, causal):
 GPU_CASES = [
     *(
         of_tokens(seqlen, head_dim, causal)
-        for head_dim in (64, 128)
+        for head_dim in (64, 128, 256)
         for causal in (False, True)
-        for seqlen in (1024, 4096, 16384)
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
     ),
     VjpCase(4, 16, 4, 4096, 4096, 128, "float16"),
     VjpCase(4, 16, 16, 4096, 4096, 64, "float32"),
@@ -112,11 +112,16 @@ def measure(xp, case, on_gpu, turns, torch):
     q, k, v = _bench.attention_inputs(xp, case)
     dout = _bench.random(xp, q.shape, case.dtype, 3)
     out, lse = attention(q, k, v, causal=case.causal, return_lse=True)
-    calls = {
-        "cupyflash": lambda: attention_vjp(dout, q, k, v, out, lse, causal=case.causal)[
-            :3
-        ]
-    }
+
+    def ours(deterministic):
+        grads = attention_vjp(
+            dout, q, k, v, out, lse, causal=case.causal, deterministic=deterministic
+        )
+        return grads[:3]
+
+    calls = {"cupyflash": lambda: ours(False)}
+    if on_gpu and case.dtype in ("float16", "bfloat16"):
+        calls["cupyflash, one order"] = lambda: ours(True)
     if case.dtype != "bfloat16" and case.num_heads == case.num_kv_heads:
         calls["cupy" if on_gpu else "numpy"] = unfused(xp, case, dout, q, k, v)
     if torch is not None and on_gpu:

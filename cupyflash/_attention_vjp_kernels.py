@@ -375,15 +375,14 @@ ATTENTION_VJP_KERNELS = (  # best first
         tiles={
             64: (
                 ((math.inf, HopperVjpTile(128, bulk=8)),),
-                ((math.inf, HopperVjpTile(128, bulk=8)),),
+                ((math.inf, HopperVjpTile(128, bulk=6)),),
             ),
             128: (
                 (
-                    (8191, HopperVjpTile(64, bulk=4)),
+                    (1023, HopperVjpTile(64, bulk=4)),
                     (math.inf, HopperVjpTile(64, cluster=2)),
                 ),
-                # Without clusters it spills 8 to 20 bytes.
-                ((math.inf, HopperVjpTile(64, cluster=2)),),
+                ((math.inf, HopperVjpTile(64)),),
             ),
         },
     ),

@@ -145,7 +145,9 @@ def test_every_head_dim(cupy, rng, dtype, dims):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seqlens", [(8300, 130), (8200, 300), (300, 700)])
+@pytest.mark.parametrize(
+    "seqlens", [(8300, 130), (8200, 300), (1030, 300), (1100, 700), (300, 700)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_clusters(cupy, rng, seqlens, causal):
     options = {"causal": causal, "query_offset": 0}

@@ -52,6 +52,10 @@ constexpr int kCluster = CLUSTER;
 // Of a thread's 8 vectors of dq, how many the copy engine adds; the others leave by
 // red.
 constexpr int kBulk = BULK;
+// Asking for the next block takes warp 0 a while. Without a cluster and the copy engine
+// it does so behind dq and dk, which then run beside it; with the copy engine that was
+// slower.
+constexpr bool kLate = kMakesDq && kCluster == 1 && kBulk == 0;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
 
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
@@ -185,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   const unsigned origins = ptx::shared_address(origins_memory);
 
-  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
   if (threadIdx.x == 0) {
@@ -225,20 +229,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // This warp's dq on its way to the copy engine.
   const unsigned dq_target = smem_dq + (threadIdx.x / 32 * kBulk * 32 + lane) * 16;
 
-  // Twice the items of this block so far, plus the parity of `empty`: one register.
-  unsigned items = 0;
-  unsigned block = 0;  // of queries, so far: gives stages and parities
+  unsigned items = 0;  // of this block, so far
+  unsigned block = 0;  // of queries, so far: gives stages and parities but those of q
+  // Those of q. A remainder by 3 would be made in vector registers, and all descriptors
+  // with it, which then are moved to uniform ones: 100 instructions a step.
+  unsigned q_stage = 0, q_parity = 0;
+  auto after = [](unsigned stage) { return stage + 1 == kStagesQ ? 0u : stage + 1; };
 
-  auto wait_for_q = [&](unsigned number) {
-    wait(q_full + 8 * (number % kStagesQ), number / kStagesQ & 1);
-  };
+  auto wait_for_q = [&] { wait(q_full + 8 * q_stage, q_parity); };
   auto wait_for_dout = [&](unsigned number) {
     wait(dout_full + 8 * (number % kStagesDout), number / kStagesDout & 1);
   };
 
-  // Thread 0 asks for the next block of queries, which is block `number` of all.
-  auto load_queries = [&](unsigned number) {
-    const unsigned q_stage = number % kStagesQ, dout_stage = number % kStagesDout;
+  // Thread 0 asks for the next block of queries, into these stages.
+  auto load_queries = [&](unsigned q_stage, unsigned dout_stage) {
     const int block = next.block, summed = inputs.num_summed == 1 ? 0 : next.summed;
     const source_t& from = sources[summed];
     if (block + 1 < next.last) {
@@ -283,24 +287,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                        dout_barrier);
   };
 
-  // The number of this block's item `n`.
-  auto number_of = [&](unsigned n) {
-    const int first = blockIdx.x / kCluster, step = gridDim.x / kCluster;
-    if constexpr (!kDynamic) return first + int(n) * step;
-    return n == 0 ? first : *const_cast<volatile int*>(&next_items[(n - 1) & 1]);
-  };
-
-  // Warp 0 asks for the tiles of an item, and its first two blocks of queries.
+  // Thread 0 asks for the tiles of an item, and its first two blocks of queries. With
+  // a warp-wide instruction in here, the compiler would take numbers that are the same
+  // in all lanes for different ones.
+  int number = blockIdx.x / kCluster;  // of the item
   auto load_first = [&] {
     // Reciprocals of what is divided by are not worth registers between items.
     const inputs_t& inputs_now = ptx::anew(inputs);
     const params_t& params_now = ptx::anew(params);
     const grads_t& grads_now = ptx::anew(grads);
-    const int number = number_of(items / 2);
     if (number >= inputs.num_items) return;
     const item_t item = item_of(number, inputs_now);
     const index_t entry = locate(grads_now.kept, item.kept).of[0];
-    for (int n = lane; n < inputs.num_summed; n += 32) {
+    for (int n = 0; n < inputs.num_summed; ++n) {
       const place_t at = grads_now.entry(params_now, entry, n);
       source_t from;
       from.q_head = coordinate(at.head, params_now.q.head);
@@ -316,8 +315,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
       sources[n] = from;
     }
-    __syncwarp();
-    if (threadIdx.x != 0) return;
     const int row = (item.tile * kCluster + rank()) * kBlockN;
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
@@ -354,26 +351,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     batch_coordinates(batch, at, params_now.k);
     load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
                                 coordinate(at.kv_head, params_now.k.head), batch);
-    load_queries(block);
+    load_queries(q_stage, block % kStagesDout);
     batch_coordinates(batch, at, params_now.v);
     load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
                                 coordinate(at.kv_head, params_now.v.head), batch);
-    if (view.count > 1) load_queries(block + 1);
+    if (view.count > 1) load_queries(after(q_stage), (block + 1) % kStagesDout);
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
-  if (threadIdx.x < 32) load_first();
-  while (number_of(items / 2) < inputs.num_items) {
+  if (threadIdx.x == 0) load_first();
+  while (number < inputs.num_items) {
     // s becomes P of the block of queries in a stage, and p the same as operand. Number
     // e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
-    auto softmax = [&](unsigned number) {
+    auto softmax = [&](unsigned dout_stage) {
       // A row's key is hidden from queries before `first`, and after `last`.
       const int num_keys = view.num_keys;
       bool whole = num_keys >= kBlockN;
       int origin = 0;
       if constexpr (kBounds > 0) {
-        origin = ptx::load_shared_s32(origins + 8 * (number % kStagesQ));
+        origin = ptx::load_shared_s32(origins + 8 * q_stage);
         whole =
             origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
       }
@@ -396,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if (hides) s[e] = inputs.hidden;
         }
       }
-      const unsigned from = lane_stats + number % kStagesDout * kBytesStats;
+      const unsigned from = lane_stats + dout_stage * kBytesStats;
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
         const float2 lse = ptx::load_shared_f32x2(from + e * 8);
@@ -412,20 +409,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
 
     // The first block: S, dP, and P.
-    wait(k_full, items / 2 & 1);
-    const unsigned last = block + view.count - 1;
-    wait_for_q(block);
+    wait(k_full, items & 1);
+    const unsigned last = block + uniform(view.count) - 1;
+    wait_for_q();
     ptx::wgmma_fence();
-    multiply_scores(s, k_rows, q_rows + block % kStagesQ * (kBytesM / 16));
+    multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
     ptx::wgmma_commit_group();
-    wait(v_full, items / 2 & 1);
+    wait(v_full, items & 1);
     wait_for_dout(block);
     ptx::wgmma_fence();
     multiply_scores(dp, v_rows, dout_rows + block % kStagesDout * (kBytesM / 16));
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<1>();
     keep_order(s);
-    softmax(block);
+    softmax(block % kStagesDout);
     ptx::wgmma_wait_group<0>();
     keep_order(dp);
 
@@ -434,7 +431,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     bool accumulate = false;
     auto step = [&](auto is_last) {
       constexpr bool kLast = decltype(is_last)::value;
-      const unsigned this_q = block % kStagesQ, this_dout = block % kStagesDout;
+      const unsigned this_q = q_stage, this_dout = block % kStagesDout;
+      q_stage = after(q_stage);
+      q_parity ^= q_stage == 0;
       ptx::wgmma_fence();
       multiply_sums(sums_v, p, dout_sums + this_dout * (kBytesM / 16), accumulate);
       ptx::wgmma_commit_group();
@@ -466,9 +465,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::fence_proxy_async();  // wgmma reads what stmatrix has written
       }
       if constexpr (!kLast) {
-        wait_for_q(block + 1);
+        wait_for_q();
         ptx::wgmma_fence();
-        multiply_scores(s, k_rows, q_rows + (block + 1) % kStagesQ * (kBytesM / 16));
+        multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<1>();  // dv
       }
@@ -477,11 +476,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::bar_sync<kNumThreads>(1);
       const bool more = !kLast && block + 1 != last;
       if constexpr (kCluster > 1) {
-        if (more && threadIdx.x < kCluster) {
+        // In each step, so that the number of the block gives the parity.
+        if (threadIdx.x < kCluster) {
           ptx::mbarrier_arrive_cluster(ptx::mapa(empty, threadIdx.x));
         }
-      } else {
-        if (more && threadIdx.x == 0) load_queries(block + 2);
+      } else if constexpr (!kLate) {
+        if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
       }
       int next_number;
       if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
@@ -498,15 +498,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         multiply_sums(sums_k, ds, q_sums + this_q * (kBytesM / 16), accumulate);
         ptx::wgmma_commit_group();
         if constexpr (kCluster > 1) {
-          if (more) {
-            if (threadIdx.x == 0) {
-              // Both blocks are done with the stages.
-              while (!ptx::mbarrier_try_wait_parity_cluster(empty, items & 1)) {
-              }
-              load_queries(block + 2);
+          if (more && threadIdx.x == 0) {
+            // Both blocks are done with the stages.
+            while (!ptx::mbarrier_try_wait_parity_cluster(empty, block & 1)) {
             }
-            items ^= 1;
+            load_queries(after(q_stage), this_dout);
           }
+        } else if constexpr (kLate) {
+          if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
         }
         if constexpr (!kMakesDq) {
           // S, where there is one; with 128 queries dk too, for want of registers.
@@ -554,12 +553,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         multiply_scores(dp, v_rows,
                         dout_rows + (block + 1) % kStagesDout * (kBytesM / 16));
         ptx::wgmma_commit_group();
-        softmax(block + 1);
+        softmax((block + 1) % kStagesDout);
       }
       ptx::wgmma_wait_group<0>();
       if constexpr (!kLast) keep_order(dp);
       if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
-        int* const slot = &next_items[items / 2 & 1];
+        int* const slot = &next_items[items & 1];
         if constexpr (kCluster > 1) {
           for (int n = 0; n < kCluster; ++n) {
             ptx::store_cluster_s32(ptx::mapa(ptx::shared_address(slot), n),
@@ -588,8 +587,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     } else {
       ptx::bar_sync<kNumThreads>(1);
     }
-    items += 2;
-    if (threadIdx.x < 32) load_first();
+    if constexpr (kDynamic) {
+      number = uniform(*const_cast<volatile int*>(&next_items[items & 1]));
+    } else {
+      number += gridDim.x / kCluster;
+    }
+    ++items;
+    if (threadIdx.x == 0) load_first();
 
     const int key_first = (item.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;

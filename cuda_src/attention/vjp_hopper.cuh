@@ -11,6 +11,7 @@
 
 #include "attention/hopper_operands.cuh"
 #include "attention/vjp.cuh"
+#include "ptx/redux.cuh"
 
 #if !defined(HEAD_DIM) || !defined(BLOCK_M)
 #error "HEAD_DIM and BLOCK_M come from the host"
@@ -34,6 +35,11 @@ struct alignas(64) inputs_t {
   float to_log2;    // what makes scores exponents of 2
   float hidden;     // a score that makes a weight of 0
 };
+
+// A number that is the same in all lanes, for the compiler to know that: descriptors of
+// wgmma that depend on it are then made in uniform registers. Else each is made in
+// vector registers and moved, 100 instructions a step that products wait for.
+__device__ __forceinline__ int uniform(int x) { return ptx::redux_min(x); }
 
 // What the kernels of one call tell those after them. Starts as zeros.
 struct found_t {

@@ -15,7 +15,8 @@
 //            over half of the columns, they exchange the sums, and each adds p v to
 //            half of the columns of o
 // Memory     global: q and out once; k and v once a block, mostly from L2. The copies
-//            run kSlots - 1 tiles ahead
+//            run kSlots - 1 tiles ahead; a place is free when all warps have read it, and
+//            no barrier holds all warps of a block
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
 //            which keeps long sums accurate
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
@@ -29,6 +30,7 @@
 #include "common/reduce.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/copy_fill.cuh"
+#include "ptx/mbarrier_copy.cuh"
 #include "ptx/mma_f64.cuh"
 #include "ptx/opaque.cuh"
 
@@ -62,7 +64,11 @@ constexpr int kChunks = kHeadDimV / 16 / kSharers;
 #if __CUDA_ARCH__ >= 1000
 constexpr int kStepsAtOnce = 4;
 #else
+#ifdef ATONCE
+constexpr int kStepsAtOnce = ATONCE;
+#else
 constexpr int kStepsAtOnce = kStepsD > 8 ? 4 : kStepsD;
+#endif
 #endif
 static_assert(kNumTeams * kWarpRows == kBlockM && kBlockN % 16 == 0);
 static_assert(kHeadDim % (16 * kSharers) == 0 && kHeadDimV % (16 * kSharers) == 0);
@@ -96,8 +102,14 @@ __device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kShar
 __device__ __forceinline__ void add_product(double (&c)[4],
                                             const double (&a)[8],
                                             const double (&b)[4]) {
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && DMMA == 16
   ptx::mma_m16n8k16(c, a, b);
+#elif __CUDA_ARCH__ >= 900 && DMMA == 8
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) ptx::mma_m16n8k8(c, a + 2 * i, b + i);
+#elif __CUDA_ARCH__ >= 900 && DMMA == 4
+#pragma unroll
+  for (int i = 0; i < 4; ++i) ptx::mma_m16n8k4(c, a[2 * i], a[2 * i + 1], b[i]);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -178,6 +190,8 @@ struct block_t {
   // Keys that a query of a team sees, and that all of them see; counted from `first`.
   int first_key[kNumTeams], last_key[kNumTeams];
   int first_common[kNumTeams], last_common[kNumTeams];
+  // A place holds its item; all warps have read it.
+  ptx::copy_barrier_t full[kSlots], empty[kSlots];
   double unit;  // a score of 1 is unit * log2(e) in exponents of 2
   double room;  // kRoom as a score
   exp2_table_t exp2;
@@ -249,20 +263,20 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
   }
 }
 
-// The sums of two warps into their sum, the same to the last bit in both. A block must
-// come together before the next call.
+// The sums of two warps into their sum, the same to the last bit in both.
 template <int kCount>
 __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exchange) {
   constexpr int kSize = kWarpRows * kBlockN;
   double* const mine = exchange + threadIdx.x / kWarpSize * kSize;
   const double* const other = exchange + (threadIdx.x / kWarpSize ^ 1) * kSize;
   const int lane = threadIdx.x % kWarpSize * kVec;
+  ptx::bar_sync<2 * kWarpSize>(1 + team());  // both have read what they exchanged last
 #pragma unroll
   for (int n = 0; n < 2 * kTiles; ++n) {
     *reinterpret_cast<double2*>(mine + n * kWarpSize * kVec + lane) =
         make_double2(rows.s[n / 2][n % 2 * 2], rows.s[n / 2][n % 2 * 2 + 1]);
   }
-  ptx::bar_sync<2 * kWarpSize>(1 + team());
+  ptx::bar_sync<2 * kWarpSize>(1 + team());  // both have written
 #pragma unroll
   for (int n = 0; n < 2 * kTiles; ++n) {
     const double2 x = load2(other + n * kWarpSize * kVec + lane);
@@ -459,7 +473,7 @@ __device__ __forceinline__ index_t last_query(const params_t& params, index_t i_
 // The whole walk over the keys, and the results for kCount chunks of columns. Returns
 // whether all of them are finite, without which kExact = false stores nothing.
 template <bool kExact, int kCount>
-__device__ __forceinline__ bool walk(const block_t& block,
+__device__ __forceinline__ bool walk(block_t& block,
                                      const scores_t& scores,
                                      const params_t& params,
                                      const double* smem_q,
@@ -468,29 +482,46 @@ __device__ __forceinline__ bool walk(const block_t& block,
   const int first_row = team() * kWarpRows;
   double* const exchange = slots + kSlots * kSlotSize;
 
-  // Items are tiles of k and v by turns: k of the first tile, v of it, k of the second.
-  const auto fetch = [&](auto is_v, int item) {
-    if (item < block.num_items) {
-      double* const slot = slots + item % kSlots * kSlotSize;
-      const index_t j = index_t(item / 2) * kBlockN;
-      const index_t num_keys = block.last - block.first - j;
-      if constexpr (is_v.value) {
-        copy_rows<kBlockN, kHeadDimV>(slot, block.v + j * params.v.row, params.v.row,
-                                      num_keys, block.num_cols);
-      } else {
-        copy_rows<kBlockN, kHeadDim>(slot, block.k + j * params.k.row, params.k.row,
-                                     num_keys, static_cast<int>(params.head_dim));
-      }
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::copy_barrier_init(&block.full[slot], kNumThreads);
+      ptx::copy_barrier_init(&block.empty[slot], kNumWarps);
     }
-    ptx::commit_copy_group();
+  }
+  __syncthreads();  // `block` is complete
+
+  const auto wait = [](ptx::copy_barrier_t& barrier, int parity) {
+    while (!ptx::copy_barrier_test(&barrier, parity)) {
+    }
   };
-  // Waits for an item and starts the copy of a later one in the place of the last.
-  const auto take = [&](auto is_v, int item) {
-    ptx::wait_copy_groups<kSlots - 2>();
-    // All see the item, and all have read the one before it.
-    __syncthreads();
-    fetch(flag_t<(is_v.value + kSlots - 1) % 2>{}, item + kSlots - 1);
+  // Items are tiles of k and v by turns: k of the first tile, v of it, k of the second.
+  // No barrier holds all warps: while one computes weights, another multiplies.
+  const auto fetch = [&](auto is_v, int item) {
+    if (item >= block.num_items) return;
+    const int slot = item % kSlots, turn = item / kSlots;
+    if (turn > 0) wait(block.empty[slot], (turn - 1) % 2);
+    double* const to = slots + slot * kSlotSize;
+    const index_t j = index_t(item / 2) * kBlockN;
+    const index_t num_keys = block.last - block.first - j;
+    if constexpr (is_v.value) {
+      copy_rows<kBlockN, kHeadDimV>(to, block.v + j * params.v.row, params.v.row,
+                                    num_keys, block.num_cols);
+    } else {
+      copy_rows<kBlockN, kHeadDim>(to, block.k + j * params.k.row, params.k.row,
+                                   num_keys, static_cast<int>(params.head_dim));
+    }
+    ptx::copy_barrier_arrive_after_copies(&block.full[slot]);
+  };
+  const auto take = [&](int item) {
+    wait(block.full[item % kSlots], item / kSlots % 2);
     return slots + item % kSlots * kSlotSize;
+  };
+  const auto release = [&](int item) {
+    __syncwarp();  // all lanes have read it
+    if (threadIdx.x % kWarpSize == 0) {
+      ptx::copy_barrier_arrive(&block.empty[item % kSlots]);
+    }
   };
 
   rows_t<kCount> rows;
@@ -515,28 +546,44 @@ __device__ __forceinline__ bool walk(const block_t& block,
     const int j = item / 2 * kBlockN;
     const bool some =
         j < block.last_key[team()] && j + kBlockN > block.first_key[team()];
-    const double* const smem_k = take(flag_t<false>{}, item);
-    if (some) {
-      dot(rows, smem_q + first_row * kHeadDim, smem_k);
-      if constexpr (kSharers == 2) exchange_sums(rows, exchange);
-      if (!kExact && j >= block.first_common[team()] &&
-          j + kBlockN <= block.last_common[team()]) {
-        if constexpr (kTerms) {
-          score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
-        }
-      } else {
-        const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-        score<true>(rows, scores, scores.band(i0, j0), i0, j0);
+    constexpr int kAhead = kSlots - 1;
+    if (!some) {
+      take(item);
+      release(item);
+      fetch(flag_t<kAhead % 2 == 1>{}, item + kAhead);
+      take(item + 1);
+      release(item + 1);
+      fetch(flag_t<kAhead % 2 == 0>{}, item + 1 + kAhead);
+      continue;
+    }
+    dot(rows, smem_q + first_row * kHeadDim, take(item));
+    release(item);
+    if constexpr (kSharers == 2) exchange_sums(rows, exchange);
+    if (!kExact && j >= block.first_common[team()] &&
+        j + kBlockN <= block.last_common[team()]) {
+      if constexpr (kTerms) {
+        score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
       }
-      softmax<kExact>(rows, block);
+    } else {
+      const index_t i0 = block.i0 + first_row, j0 = block.first + j;
+      score<true>(rows, scores, scores.band(i0, j0), i0, j0);
     }
-    const double* const smem_v = take(flag_t<true>{}, item + 1);
-    if (some) {
-      accumulate<kExact>(rows, smem_v + 16 * first_chunk,
-                         block.num_cols - 16 * first_chunk);
-    }
+    softmax<kExact>(rows, block);
+    fetch(flag_t<kAhead % 2 == 1>{}, item + kAhead);
+    accumulate<kExact>(rows, take(item + 1) + 16 * first_chunk,
+                       block.num_cols - 16 * first_chunk);
+    release(item + 1);
+    fetch(flag_t<kAhead % 2 == 0>{}, item + 1 + kAhead);
   }
 
+  __syncthreads();  // all have passed the last barriers
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::copy_barrier_end(&block.full[slot]);
+      ptx::copy_barrier_end(&block.empty[slot]);
+    }
+  }
   if constexpr (!kExact) {
     bool odd = false;
 #pragma unroll
@@ -576,7 +623,7 @@ __device__ __forceinline__ bool walk(const block_t& block,
 
 // The same with all that infinities and NaN among the values ask for. A function of its
 // own, so that its registers are none of the other's.
-__device__ __noinline__ void walk_exactly(const block_t& block,
+__device__ __noinline__ void walk_exactly(block_t& block,
                                           const scores_t& scores,
                                           const params_t& params,
                                           const double* smem_q,
@@ -585,7 +632,7 @@ __device__ __noinline__ void walk_exactly(const block_t& block,
   constexpr int kCount = kChunks % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; chunk += kCount) {
-    __syncthreads();  // the tiles of the walk before are no longer read
+    __syncthreads();  // the barriers of the walk before have ended
     walk<true, kCount>(block, scores, params, smem_q, slots,
                        sharer() * kChunks + chunk);
   }
@@ -653,8 +700,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           whole ? static_cast<int>(scores.keys_of(i0, i0 + 1).last - first) : 0;
     }
   }
-  __syncthreads();  // `block` is complete
-
   if (!walk<false, kChunks>(block, scores, params, smem_q, slots,
                             sharer() * kChunks)) {
     // A result that is not finite may come from a key that is not seen, as 0 * NaN.

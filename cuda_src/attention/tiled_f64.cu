@@ -15,8 +15,9 @@
 //            over half of the columns, they exchange the sums, and each adds p v to
 //            half of the columns of o
 // Memory     global: q and out once; k and v once a block, mostly from L2. The copies
-//            run kSlots - 1 tiles ahead; a place is free when all warps have read it, and
-//            no barrier holds all warps of a block
+//            run kSlots - 1 tiles ahead. With 3 places, a place is free when all warps
+//            have read it, and no barrier holds all warps of a block: while one computes
+//            weights, another multiplies. With 2, warps wait for each other
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
 //            which keeps long sums accurate
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
@@ -41,6 +42,7 @@
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kSlots = SLOTS;           // places for tiles of k and v
+constexpr bool kDrift = kSlots > 2;     // warps need not be at the same tile
 constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
 // Whether scores are finished one by one; else they are q.k, and the scale joins where
@@ -64,11 +66,7 @@ constexpr int kChunks = kHeadDimV / 16 / kSharers;
 #if __CUDA_ARCH__ >= 1000
 constexpr int kStepsAtOnce = 4;
 #else
-#ifdef ATONCE
-constexpr int kStepsAtOnce = ATONCE;
-#else
 constexpr int kStepsAtOnce = kStepsD > 8 ? 4 : kStepsD;
-#endif
 #endif
 static_assert(kNumTeams * kWarpRows == kBlockM && kBlockN % 16 == 0);
 static_assert(kHeadDim % (16 * kSharers) == 0 && kHeadDimV % (16 * kSharers) == 0);
@@ -102,14 +100,14 @@ __device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kShar
 __device__ __forceinline__ void add_product(double (&c)[4],
                                             const double (&a)[8],
                                             const double (&b)[4]) {
-#if __CUDA_ARCH__ >= 900 && DMMA == 16
-  ptx::mma_m16n8k16(c, a, b);
-#elif __CUDA_ARCH__ >= 900 && DMMA == 8
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kSharers == 1) {
+    ptx::mma_m16n8k16(c, a, b);
+  } else {
+    // What is loaded need not be moved side by side.
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) ptx::mma_m16n8k8(c, a + 2 * i, b + i);
-#elif __CUDA_ARCH__ >= 900 && DMMA == 4
-#pragma unroll
-  for (int i = 0; i < 4; ++i) ptx::mma_m16n8k4(c, a[2 * i], a[2 * i + 1], b[i]);
+    for (int i = 0; i < 4; ++i) ptx::mma_m16n8k4(c, a[2 * i], a[2 * i + 1], b[i]);
+  }
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -482,7 +480,7 @@ __device__ __forceinline__ bool walk(block_t& block,
   const int first_row = team() * kWarpRows;
   double* const exchange = slots + kSlots * kSlotSize;
 
-  if (threadIdx.x == 0) {
+  if (kDrift && threadIdx.x == 0) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::copy_barrier_init(&block.full[slot], kNumThreads);
@@ -496,12 +494,8 @@ __device__ __forceinline__ bool walk(block_t& block,
     }
   };
   // Items are tiles of k and v by turns: k of the first tile, v of it, k of the second.
-  // No barrier holds all warps: while one computes weights, another multiplies.
-  const auto fetch = [&](auto is_v, int item) {
-    if (item >= block.num_items) return;
-    const int slot = item % kSlots, turn = item / kSlots;
-    if (turn > 0) wait(block.empty[slot], (turn - 1) % 2);
-    double* const to = slots + slot * kSlotSize;
+  const auto copy = [&](auto is_v, int item) {
+    double* const to = slots + item % kSlots * kSlotSize;
     const index_t j = index_t(item / 2) * kBlockN;
     const index_t num_keys = block.last - block.first - j;
     if constexpr (is_v.value) {
@@ -511,17 +505,43 @@ __device__ __forceinline__ bool walk(block_t& block,
       copy_rows<kBlockN, kHeadDim>(to, block.k + j * params.k.row, params.k.row,
                                    num_keys, static_cast<int>(params.head_dim));
     }
-    ptx::copy_barrier_arrive_after_copies(&block.full[slot]);
   };
-  const auto take = [&](int item) {
-    wait(block.full[item % kSlots], item / kSlots % 2);
+  const auto fetch = [&](auto is_v, int item) {
+    if constexpr (kDrift) {
+      if (item >= block.num_items) return;
+      const int slot = item % kSlots, turn = item / kSlots;
+      if (turn > 0) wait(block.empty[slot], (turn - 1) % 2);
+      copy(is_v, item);
+      ptx::copy_barrier_arrive_after_copies(&block.full[slot]);
+    } else {
+      if (item < block.num_items) copy(is_v, item);
+      ptx::commit_copy_group();
+    }
+  };
+  constexpr int kAhead = kSlots - 1;
+  // Waits for an item.
+  const auto take = [&](auto is_v, int item) {
+    if constexpr (kDrift) {
+      wait(block.full[item % kSlots], item / kSlots % 2);
+    } else {
+      ptx::wait_copy_groups<kSlots - 2>();
+      __syncthreads();  // all see the item, and all have read the one before it
+      fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
+    }
     return slots + item % kSlots * kSlotSize;
   };
+  // This warp has read an item.
   const auto release = [&](int item) {
-    __syncwarp();  // all lanes have read it
-    if (threadIdx.x % kWarpSize == 0) {
-      ptx::copy_barrier_arrive(&block.empty[item % kSlots]);
+    if constexpr (kDrift) {
+      __syncwarp();  // all lanes have
+      if (threadIdx.x % kWarpSize == 0) {
+        ptx::copy_barrier_arrive(&block.empty[item % kSlots]);
+      }
     }
+  };
+  // Starts the copy of a later item, where take() has not.
+  const auto go_on = [&](auto is_v, int item) {
+    if constexpr (kDrift) fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
   };
 
   rows_t<kCount> rows;
@@ -546,17 +566,18 @@ __device__ __forceinline__ bool walk(block_t& block,
     const int j = item / 2 * kBlockN;
     const bool some =
         j < block.last_key[team()] && j + kBlockN > block.first_key[team()];
-    constexpr int kAhead = kSlots - 1;
+    constexpr flag_t<false> kK;
+    constexpr flag_t<true> kV;
     if (!some) {
-      take(item);
+      take(kK, item);
       release(item);
-      fetch(flag_t<kAhead % 2 == 1>{}, item + kAhead);
-      take(item + 1);
+      go_on(kK, item);
+      take(kV, item + 1);
       release(item + 1);
-      fetch(flag_t<kAhead % 2 == 0>{}, item + 1 + kAhead);
+      go_on(kV, item + 1);
       continue;
     }
-    dot(rows, smem_q + first_row * kHeadDim, take(item));
+    dot(rows, smem_q + first_row * kHeadDim, take(kK, item));
     release(item);
     if constexpr (kSharers == 2) exchange_sums(rows, exchange);
     if (!kExact && j >= block.first_common[team()] &&
@@ -569,15 +590,15 @@ __device__ __forceinline__ bool walk(block_t& block,
       score<true>(rows, scores, scores.band(i0, j0), i0, j0);
     }
     softmax<kExact>(rows, block);
-    fetch(flag_t<kAhead % 2 == 1>{}, item + kAhead);
-    accumulate<kExact>(rows, take(item + 1) + 16 * first_chunk,
+    go_on(kK, item);
+    accumulate<kExact>(rows, take(kV, item + 1) + 16 * first_chunk,
                        block.num_cols - 16 * first_chunk);
     release(item + 1);
-    fetch(flag_t<kAhead % 2 == 0>{}, item + 1 + kAhead);
+    go_on(kV, item + 1);
   }
 
   __syncthreads();  // all have passed the last barriers
-  if (threadIdx.x == 0) {
+  if (kDrift && threadIdx.x == 0) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::copy_barrier_end(&block.full[slot]);

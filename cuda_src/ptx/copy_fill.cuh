@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// PTX cp.async with zeros for what is not there (sm_80 or newer).
+// PTX cp.async with zeros for what is not there, and in groups (sm_80 or newer).
 #pragma once
 
 namespace ptx {
@@ -20,6 +20,17 @@ __device__ __forceinline__ void copy_or_fill(unsigned shared,
                  "l"(global), "r"(bytes)
                  : "memory");
   }
+}
+
+// The copies since the last call become one group.
+__device__ __forceinline__ void commit_copy_group() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending groups of this thread are in flight.
+template <int kPending>
+__device__ __forceinline__ void wait_copy_groups() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace ptx

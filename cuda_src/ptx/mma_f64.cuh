@@ -28,15 +28,6 @@ __device__ __forceinline__ void mma_m16n8k4(double (&c)[4],
       : "d"(a0), "d"(a1), "d"(b));
 }
 
-__device__ __forceinline__ void mma_m16n8k8(double (&c)[4],
-                                            const double* a,
-                                            const double* b) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
-}
-
 // 16 rows, 8 columns, 16 slots (sm_90 or newer).
 __device__ __forceinline__ void mma_m16n8k16(double (&c)[4],
                                              const double (&a)[8],

@@ -150,7 +150,8 @@ TILED_F64 = TensorFloat64Kernel(
     rungs=("tiled", "auto"),
     dims=(16, 32, 64, 96, 128, 192, 256),
     most_alone=128,
-    # TFLOP/s on an H200 at 4 x 16 heads x 4096.
+    # TFLOP/s on an H200 at 2 x 2048 / head_dim heads x 4096
+    # (benchmarks/results/attention_f64_h200.json).
     tiles=(
         (
             64,
@@ -169,19 +170,15 @@ TILED_F64 = TensorFloat64Kernel(
             128,
             (
                 Tile(128, 32, 3),  # 42.9; 2 places 39.4
-                Tile(128, 32, 2),
                 Tile(64, 32, 3),
                 Tile(32, 32, 3),
                 Tile(16, 32, 3),
-                Tile(64, 32, 2),
-                Tile(32, 32, 2),
-                Tile(16, 32, 2),
             ),
         ),
         (
             192,
             (
-                Tile(64, 32, 2, sharers=2),
+                Tile(64, 32, 2, sharers=2),  # 34.0; 16 keys 28.7
                 Tile(32, 32, 2, sharers=2),
                 Tile(16, 32, 2, sharers=2),
             ),
@@ -189,7 +186,7 @@ TILED_F64 = TensorFloat64Kernel(
         (
             256,
             (
-                Tile(64, 16, 2, sharers=2),
+                Tile(64, 16, 2, sharers=2),  # 31.2
                 Tile(32, 16, 2, sharers=2),
                 Tile(16, 16, 2, sharers=2),
             ),

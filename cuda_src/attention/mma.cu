@@ -242,8 +242,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         load_image<kImageK>(smem_k + stage * kStageK, head_images + tile * kImage);
       } else {
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
-                                     kept_now().k_rows + j0 * params.k.row, params.k.row,
-                                     last - j0, dim, kept_now().aligned_k, place_k);
+                                     kept_now().k_rows + j0 * params.k.row,
+                                     params.k.row, last - j0, dim, kept_now().aligned_k,
+                                     place_k);
       }
     }
     ptx::commit_copies();
@@ -256,8 +257,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                             head_images + tile * kImage + kImageK);
       } else {
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
-                                      kept_now().v_rows + j0 * params.v.row, params.v.row,
-                                      last - j0, dim_v, kept_now().aligned_v, place_v);
+                                      kept_now().v_rows + j0 * params.v.row,
+                                      params.v.row, last - j0, dim_v,
+                                      kept_now().aligned_v, place_v);
       }
     }
     ptx::commit_copies();

@@ -125,7 +125,8 @@ __device__ __forceinline__ void exponentiate(softmax_t& rows,
   add(rows, sums);
 }
 
-// --- 16-bit scores without terms: weights first, the largest score only where needed ---
+// --- 16-bit scores without terms: weights first, the largest score only where needed
+// ---
 
 // Weights are computed with the reference that a row has, and only where their sum over
 // a thread's columns comes out above this, or is a NaN, with a new one. A weight below

@@ -16,8 +16,8 @@
 //            half of the columns of o
 // Memory     global: q and out once; k and v once a block, mostly from L2. The copies
 //            run kSlots - 1 tiles ahead. With 3 places, a place is free when all warps
-//            have read it, and no barrier holds all warps of a block: while one computes
-//            weights, another multiplies. With 2, warps wait for each other
+//            have read it, and no barrier holds all warps of a block: while one
+//            computes weights, another multiplies. With 2, warps wait for each other
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
 //            which keeps long sums accurate
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
@@ -55,7 +55,7 @@ constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 
 constexpr int kWarpRows = 16, kNumWarps = kNumThreads / kWarpSize;
 constexpr int kNumTeams = kNumWarps / kSharers;  // of warps with the same rows
-constexpr int kTiles = kBlockN / 8;      // of s, 8 columns each
+constexpr int kTiles = kBlockN / 8;              // of s, 8 columns each
 // Of a warp: steps of the sum q.k, of the sum p v, and chunks of o, two tiles of 8
 // columns each.
 constexpr int kStepsD = kHeadDim / 16 / kSharers;
@@ -101,13 +101,7 @@ __device__ __forceinline__ void add_product(double (&c)[4],
                                             const double (&a)[8],
                                             const double (&b)[4]) {
 #if __CUDA_ARCH__ >= 900
-  if constexpr (kSharers == 1) {
-    ptx::mma_m16n8k16(c, a, b);
-  } else {
-    // What is loaded need not be moved side by side.
-#pragma unroll
-    for (int i = 0; i < 4; ++i) ptx::mma_m16n8k4(c, a[2 * i], a[2 * i + 1], b[i]);
-  }
+  ptx::mma_m16n8k16(c, a, b);
 #else
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -580,7 +574,8 @@ __device__ __forceinline__ bool walk(block_t& block,
     dot(rows, smem_q + first_row * kHeadDim, take(kK, item));
     release(item);
     if constexpr (kSharers == 2) exchange_sums(rows, exchange);
-    if (!kExact && j >= block.first_common[team()] &&
+    // A softcap is in line once only: each tanh is long to compile.
+    if (!kExact && !kHasSoftcap && j >= block.first_common[team()] &&
         j + kBlockN <= block.last_common[team()]) {
       if constexpr (kTerms) {
         score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
@@ -692,9 +687,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.k = at.at_kv(k, params.k) + first * params.k.row;
       block.v = at.at_kv(v, params.v) + first * params.v.row;
       block.out = at.at(out, params.out) + i_block * params.out.row;
-      block.lse = lse == nullptr
-                      ? nullptr
-                      : lse + at.row_of_heads * params.seqlen_q + i_block;
+      block.lse =
+          lse == nullptr ? nullptr : lse + at.row_of_heads * params.seqlen_q + i_block;
       block.unit = kTerms ? 1 : params.scale;
       block.room = kRoom / (block.unit * kLog2e);
       block.i0 = i_block;
@@ -721,8 +715,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           whole ? static_cast<int>(scores.keys_of(i0, i0 + 1).last - first) : 0;
     }
   }
-  if (!walk<false, kChunks>(block, scores, params, smem_q, slots,
-                            sharer() * kChunks)) {
+  if (!walk<false, kChunks>(block, scores, params, smem_q, slots, sharer() * kChunks)) {
     // A result that is not finite may come from a key that is not seen, as 0 * NaN.
     walk_exactly(block, scores, params, smem_q, slots);
   }

@@ -17,17 +17,6 @@ __device__ __forceinline__ void mma_m8n8k4(double& c0, double& c1, double a, dou
       : "d"(a), "d"(b));
 }
 
-// 16 rows, 8 columns, 4 slots (sm_90 or newer).
-__device__ __forceinline__ void mma_m16n8k4(double (&c)[4],
-                                            double a0,
-                                            double a1,
-                                            double b) {
-  asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
-      "{%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+d"(c[0]), "+d"(c[1]), "+d"(c[2]), "+d"(c[3])
-      : "d"(a0), "d"(a1), "d"(b));
-}
-
 // 16 rows, 8 columns, 16 slots (sm_90 or newer).
 __device__ __forceinline__ void mma_m16n8k16(double (&c)[4],
                                              const double (&a)[8],

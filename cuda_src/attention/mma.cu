@@ -202,19 +202,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   // Scores times to_log2 are exponents of 2.
   const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
   const float to_log2 = static_cast<float>(scale * kLog2e);
+  auto is_aligned_k = [&] { return has_aligned_rows(k_rows, params.k.row, dim); };
+  auto is_aligned_v = [&] { return has_aligned_rows(v_rows, params.v.row, dim_v); };
   if (threadIdx.x == 0) {
     kept.at = at;
     kept.q_rows = q_rows;
     kept.k_rows = k_rows;
     kept.v_rows = v_rows;
     kept.num_rows = num_rows;
-    kept.aligned_k = has_aligned_rows(k_rows, params.k.row, dim);
-    kept.aligned_v = has_aligned_rows(v_rows, params.v.row, dim_v);
+    kept.aligned_k = is_aligned_k();
+    kept.aligned_v = is_aligned_v();
     // The scale again in double: to_log2 was rounded, and lse has to know it to the
     // bit.
     kept.from_log2 = scale / to_log2;
   }
-  __syncthreads();  // what is kept is there
+  if constexpr (kWeighsAtOnce) __syncthreads();  // what is kept is there
 
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
@@ -233,18 +235,31 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   const unsigned char* const head_images =
       images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
-  // In the loop there are no registers for what is rarely needed.
-  auto kept_now = [&]() -> const kept_t& { return ptx::anew(kept); };
+  // Where the loop has no registers for where k and v lie, it looks that up.
+  const bool aligned_k = !kWeighsAtOnce && is_aligned_k();
+  const bool aligned_v = !kWeighsAtOnce && is_aligned_v();
+  struct source_t {
+    const elem_t* rows;
+    bool aligned;
+  };
+  auto source_k = [&]() -> source_t {
+    if constexpr (!kWeighsAtOnce) return {k_rows, aligned_k};
+    return {ptx::anew(kept).k_rows, ptx::anew(kept).aligned_k};
+  };
+  auto source_v = [&]() -> source_t {
+    if constexpr (!kWeighsAtOnce) return {v_rows, aligned_v};
+    return {ptx::anew(kept).v_rows, ptx::anew(kept).aligned_v};
+  };
   auto load_k = [&](int j0) {
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < last) {
       if constexpr (kPrepared) {
         load_image<kImageK>(smem_k + stage * kStageK, head_images + tile * kImage);
       } else {
+        const source_t source = source_k();
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
-                                     kept_now().k_rows + j0 * params.k.row,
-                                     params.k.row, last - j0, dim, kept_now().aligned_k,
-                                     place_k);
+                                     source.rows + j0 * params.k.row, params.k.row,
+                                     last - j0, dim, source.aligned, place_k);
       }
     }
     ptx::commit_copies();
@@ -256,10 +271,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         load_image<kImageV>(smem_v + stage * kStageV,
                             head_images + tile * kImage + kImageK);
       } else {
+        const source_t source = source_v();
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
-                                      kept_now().v_rows + j0 * params.v.row,
-                                      params.v.row, last - j0, dim_v,
-                                      kept_now().aligned_v, place_v);
+                                      source.rows + j0 * params.v.row, params.v.row,
+                                      last - j0, dim_v, source.aligned, place_v);
       }
     }
     ptx::commit_copies();

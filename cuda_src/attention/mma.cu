@@ -204,19 +204,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const float to_log2 = static_cast<float>(scale * kLog2e);
   auto is_aligned_k = [&] { return has_aligned_rows(k_rows, params.k.row, dim); };
   auto is_aligned_v = [&] { return has_aligned_rows(v_rows, params.v.row, dim_v); };
-  if (threadIdx.x == 0) {
-    kept.at = at;
-    kept.q_rows = q_rows;
-    kept.k_rows = k_rows;
-    kept.v_rows = v_rows;
-    kept.num_rows = num_rows;
-    kept.aligned_k = is_aligned_k();
-    kept.aligned_v = is_aligned_v();
-    // The scale again in double: to_log2 was rounded, and lse has to know it to the
-    // bit.
-    kept.from_log2 = scale / to_log2;
+  auto keep = [&] {
+    if (threadIdx.x == 0) {
+      kept.at = at;
+      kept.q_rows = q_rows;
+      kept.k_rows = k_rows;
+      kept.v_rows = v_rows;
+      kept.num_rows = num_rows;
+      kept.aligned_k = is_aligned_k();
+      kept.aligned_v = is_aligned_v();
+      // The scale again in double: to_log2 was rounded, and lse has to know it to the
+      // bit.
+      kept.from_log2 = scale / to_log2;
+    }
+  };
+  if constexpr (kWeighsAtOnce) {
+    keep();
+    __syncthreads();  // what is kept is there
   }
-  if constexpr (kWeighsAtOnce) __syncthreads();  // what is kept is there
 
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
@@ -283,6 +288,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v));
 
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
+  if constexpr (!kWeighsAtOnce) keep();
+
   out_frag_t o;
   softmax_t rows;
   bool special = false;

@@ -120,9 +120,22 @@ __device__ __forceinline__ void add(softmax_t& rows, const float (&sums)[kRows])
 __device__ __forceinline__ void exponentiate(softmax_t& rows,
                                              scores_frag_t& s,
                                              float to_log2) {
-  float sums[kRows];
-  weigh(rows, s, to_log2, sums);
-  add(rows, sums);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float tile = rows.rest[r];
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
+        float& x = s[r / 2][n][e];
+        x = ptx::ex2_approx_ftz(exponent(x, to_log2, rows.reference[r]));
+        tile += x;
+      }
+    }
+    const float sum = rows.l[r] + tile;
+    rows.rest[r] = tile - (sum - rows.l[r]);
+    rows.l[r] = sum;
+  }
 }
 
 // --- 16-bit scores without terms: weights first, the largest score only where needed
@@ -132,7 +145,7 @@ __device__ __forceinline__ void exponentiate(softmax_t& rows,
 // a thread's columns comes out above this, or is a NaN, with a new one. A weight below
 // the sum fits into 16 bits. Takes registers beside s and o.
 constexpr bool kWeighsAtOnce =
-    !kSplits && !kHasTerms && kRowTiles * (kScoreTiles + kOutTiles) <= 32;
+    !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
 constexpr float kLargestSum = 4096;
 
 __device__ __forceinline__ bool are_small(const float (&sums)[kRows]) {

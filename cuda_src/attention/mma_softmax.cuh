@@ -86,6 +86,38 @@ __device__ __forceinline__ void rescale(out_frag_t& o, const softmax_t& rows) {
   }
 }
 
+// s becomes p = exp(s - reference), and its sum over this thread's columns joins l. A
+// tile is summed apart and added without loss (Kahan).
+__device__ __forceinline__ void exponentiate(softmax_t& rows,
+                                             scores_frag_t& s,
+                                             float to_log2) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float tile = rows.rest[r];
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
+        float& x = s[r / 2][n][e];
+        x = ptx::ex2_approx_ftz(exponent(x, to_log2, rows.reference[r]));
+        tile += x;
+      }
+    }
+    const float sum = rows.l[r] + tile;
+    rows.rest[r] = tile - (sum - rows.l[r]);
+    rows.l[r] = sum;
+  }
+}
+
+// --- 16-bit scores without terms: weights before the largest score ------------------
+
+// Weights are computed with the reference that a row has, and only where their sum over
+// a thread's columns comes out above this, or is a NaN, with a new one. A weight below
+// the sum fits into 16 bits. Takes registers beside s and o.
+constexpr bool kWeighsAtOnce =
+    !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
+constexpr float kLargestSum = 4096;
+
 // s becomes p = exp(s - reference); sums of this thread's columns, with the rest of
 // those before.
 __device__ __forceinline__ void weigh(const softmax_t& rows,
@@ -116,37 +148,6 @@ __device__ __forceinline__ void add(softmax_t& rows, const float (&sums)[kRows])
     rows.l[r] = sum;
   }
 }
-
-__device__ __forceinline__ void exponentiate(softmax_t& rows,
-                                             scores_frag_t& s,
-                                             float to_log2) {
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    float tile = rows.rest[r];
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-      for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
-        float& x = s[r / 2][n][e];
-        x = ptx::ex2_approx_ftz(exponent(x, to_log2, rows.reference[r]));
-        tile += x;
-      }
-    }
-    const float sum = rows.l[r] + tile;
-    rows.rest[r] = tile - (sum - rows.l[r]);
-    rows.l[r] = sum;
-  }
-}
-
-// --- 16-bit scores without terms: weights first, the largest score only where needed
-// ---
-
-// Weights are computed with the reference that a row has, and only where their sum over
-// a thread's columns comes out above this, or is a NaN, with a new one. A weight below
-// the sum fits into 16 bits. Takes registers beside s and o.
-constexpr bool kWeighsAtOnce =
-    !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
-constexpr float kLargestSum = 4096;
 
 __device__ __forceinline__ bool are_small(const float (&sums)[kRows]) {
   bool all = true;

@@ -113,9 +113,13 @@ __device__ __forceinline__ void exponentiate(softmax_t& rows,
 
 // Weights are computed with the reference that a row has, and only where their sum over
 // a thread's columns comes out above this, or is a NaN, with a new one. A weight below
-// the sum fits into 16 bits. Takes registers beside s and o.
+// the sum fits into 16 bits. Takes registers beside s and o: sm_100 and its kin spill.
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr bool kWeighsAtOnce = false;
+#else
 constexpr bool kWeighsAtOnce =
     !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
+#endif
 constexpr float kLargestSum = 4096;
 
 // s becomes p = exp(s - reference); sums of this thread's columns, with the rest of

@@ -29,17 +29,19 @@ class Tile:
     block_m: int
     block_n: int
     slots: int  # places for tiles of k and v
+    sharers: int = 1  # warps that own WARP_ROWS rows together
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     only_plain: bool = False  # terms of scores would need more registers than there are
 
     @property
     def num_threads(self) -> int:
-        return 32 * self.block_m // WARP_ROWS
+        return 32 * self.sharers * self.block_m // WARP_ROWS
 
     def smem(self, head_dim: int, head_dim_v: int) -> int:
-        """Bytes for the tile of q, and the places for tiles of k and v"""
+        """Bytes for q, the places for tiles of k and v, and scores of two warps."""
         of_kv = self.slots * self.block_n * max(head_dim, head_dim_v)
-        return 8 * (self.block_m * head_dim + of_kv)
+        of_scores = 2 * self.block_m * self.block_n if self.sharers == 2 else 0
+        return 8 * (self.block_m * head_dim + of_kv + of_scores)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class TensorFloat64Kernel:
     rungs: tuple[str, ...]
     tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
-    max_block_dv: int  # columns of v that the registers of a warp hold sums for
+    most_alone: int  # columns of v that the registers of a warp hold sums for
     fast: bool = True  # must not spill
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
@@ -78,13 +80,12 @@ class TensorFloat64Kernel:
         return None
 
     def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
-        """head_dim as it is compiled, and the columns of v of a block."""
-        dims = [
-            next(n for n in self.dims if n >= wanted)
-            for wanted in (problem.head_dim, problem.head_dim_v)
-        ]
-        parts = -(-dims[1] // self.max_block_dv)
-        return dims[0], dims[1] // parts
+        """head_dim and head_dim_v as they are compiled."""
+        asked = problem.head_dim, problem.head_dim_v
+        # Two warps that share rows halve the columns, in steps of 16.
+        least = 32 if max(asked) > self.most_alone else 16
+        dim, dim_v = (next(n for n in self.dims if n >= max(x, least)) for x in asked)
+        return dim, dim_v
 
     def _tiles(self, problem, device):
         """The tiles that fit on `device`, all with the block_n of the first."""
@@ -97,11 +98,6 @@ class TensorFloat64Kernel:
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
-    def num_tiles(self, problem: AttentionProblem, tile: Tile) -> int:
-        """Blocks: tiles of queries of all heads, and parts of the columns of v."""
-        parts = -(-problem.head_dim_v // self._dims(problem)[1])
-        return _attention_rows.num_tiles(problem, tile.block_m) * parts
-
     def tile(self, problem: AttentionProblem, device: Device) -> Tile:
         """The largest tile that still gives every multiprocessor work."""
         tiles = self._tiles(problem, device)
@@ -109,7 +105,8 @@ class TensorFloat64Kernel:
             (
                 tile
                 for tile in tiles
-                if self.num_tiles(problem, tile) >= device.num_sms * tile.min_blocks
+                if _attention_rows.num_tiles(problem, tile.block_m)
+                >= device.num_sms * tile.min_blocks
                 and tile.block_m < 2 * problem.seqlen_q
             ),
             tiles[-1],
@@ -130,6 +127,7 @@ class TensorFloat64Kernel:
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             "SLOTS": tile.slots,
+            "SHARERS": tile.sharers,
             "MIN_BLOCKS": tile.min_blocks,
         }
         if not _attention_rows.scale_is_plain(problem.scale):
@@ -142,20 +140,24 @@ class TensorFloat64Kernel:
             ),
             smem=tile.smem(*dims),
         )
-        return Config(variant, self.num_tiles(problem, tile), tile.num_threads)
+        return Config(
+            variant, _attention_rows.num_tiles(problem, tile.block_m), tile.num_threads
+        )
 
 
 TILED_F64 = TensorFloat64Kernel(
     name="tiled_f64",
     rungs=("tiled", "auto"),
     dims=(16, 32, 64, 96, 128, 192, 256),
-    max_block_dv=128,
-    # TFLOP/s on an H200 at 4 x 16 heads x 4096.
+    most_alone=128,
+    # TFLOP/s on an H200 at 2 x 2048 / head_dim heads x 4096
+    # (benchmarks/results/attention_f64_h200.json).
     tiles=(
         (
             64,
             (
-                # 38.8; (128, 64, 3) 38.1, (64, 32, 2) 35.9, (128, 32, 3) 34.3
+                # 40.7; (64, 64, 2, 2 blocks) 38.0
+                Tile(128, 64, 3, only_plain=True),
                 Tile(64, 64, 2, min_blocks=2, only_plain=True),
                 Tile(32, 64, 2, min_blocks=2, only_plain=True),
                 Tile(16, 64, 2, only_plain=True),
@@ -167,18 +169,26 @@ TILED_F64 = TensorFloat64Kernel(
         (
             128,
             (
-                Tile(128, 32, 2),  # 40.2; 3 slots 39.2, (128, 16, 5) 34.8
-                Tile(64, 32, 2),  # 26.4 with 3 slots
-                Tile(32, 32, 2),
-                Tile(16, 32, 2),
+                Tile(128, 32, 3),  # 42.9; 2 places 39.4
+                Tile(64, 32, 3),
+                Tile(32, 32, 3),
+                Tile(16, 32, 3),
+            ),
+        ),
+        (
+            192,
+            (
+                Tile(64, 32, 2, sharers=2),  # 34.0; 16 keys 28.7
+                Tile(32, 32, 2, sharers=2),
+                Tile(16, 32, 2, sharers=2),
             ),
         ),
         (
             256,
             (
-                Tile(64, 16, 3),  # 18.4 at 2 x 16 heads x 2048
-                Tile(32, 16, 3),
-                Tile(16, 16, 3),
+                Tile(64, 16, 2, sharers=2),  # 31.2
+                Tile(32, 16, 2, sharers=2),
+                Tile(16, 16, 2, sharers=2),
             ),
         ),
     ),

@@ -80,13 +80,14 @@ def test_the_tiles_cover_every_query_and_column(head_dim, seqlen_q, heads):
         head_dim, seqlen_q=seqlen_q, num_heads=heads, num_kv_heads=heads, head_dim_v=200
     )
     tile = ROW.tile(asked, HOPPER)
-    dim, block_dv = ROW._dims(asked)
+    dim, dim_v = ROW._dims(asked)
     assert dim >= head_dim
-    assert block_dv <= ROW.max_block_dv
-    parts = -(-200 // block_dv)
-    rows = -(-seqlen_q // tile.block_m)
-    assert ROW.num_tiles(asked, tile) == heads * parts * rows
-    assert tile.num_threads == 2 * tile.block_m
+    assert dim_v >= 200
+    # What the registers of a warp hold sums for.
+    assert dim_v // tile.sharers <= ROW.most_alone
+    (config,) = ROW.configs(asked, 1, HOPPER)
+    assert config.num_blocks == heads * -(-seqlen_q // tile.block_m)
+    assert tile.num_threads == 2 * tile.block_m * tile.sharers
 
 
 @pytest.mark.parametrize("terms", TERMS)

@@ -58,6 +58,7 @@ struct kept_t {
   double from_log2;
   const elem_t *q_rows, *k_rows, *v_rows;
   int num_rows;
+  bool aligned_k, aligned_v;
 };
 constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
 static_assert(sizeof(kept_t) <= kKeptBytes);
@@ -74,6 +75,29 @@ struct block_t {
     return low + kBlockM - 1 <= j0 && j0 + kBlockN <= min(high, num_keys);
   }
 };
+
+// Scores that a query does not see become -inf.
+__device__ __forceinline__ void hide_scores(scores_frag_t& s,
+                                            const block_t& block,
+                                            int j0) {
+  const int row_0 = lanes_t::warp_row() + lanes_t::lane() / 4;
+  const int column_0 = lanes_t::lane() % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = row_0 + 8 * r;
+    const int first = block.low + row - j0 - column_0;
+    const int last = min(block.high + row, block.num_keys) - j0 - column_0;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = 8 * n + e;
+        float& x = s[r / 2][n][r % 2 * 2 + e];
+        if (column < first || column >= last) x = -infinity<float>();
+      }
+    }
+  }
+}
 
 // Products into final scores, -inf where a query does not see a key.
 __device__ __forceinline__ void finish_scores(scores_frag_t& s,
@@ -118,23 +142,7 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
       }
     }
   }
-  if (!block.sees_all(j0)) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int row = row_0 + 8 * r;
-      const int first = block.low + row - j0 - column_0;
-      const int last = min(block.high + row, block.num_keys) - j0 - column_0;
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int column = 8 * n + e;
-          float& x = s[r / 2][n][r % 2 * 2 + e];
-          if (column < first || column >= last) x = -infinity<float>();
-        }
-      }
-    }
-  }
+  if (!block.sees_all(j0)) hide_scores(s, block, j0);
 }
 
 // Two numbers side by side in a row of out.
@@ -189,9 +197,31 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
   const elem_t* const k_rows = at.at_kv(k, params.k);
   const elem_t* const v_rows = at.at_kv(v, params.v);
-  const bool aligned_k = has_aligned_rows(k_rows, params.k.row, dim);
-  const bool aligned_v = has_aligned_rows(v_rows, params.v.row, dim_v);
   const bool aligned_q = has_aligned_rows(q_rows, params.q.row, dim);
+
+  // Scores times to_log2 are exponents of 2.
+  const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
+  const float to_log2 = static_cast<float>(scale * kLog2e);
+  auto is_aligned_k = [&] { return has_aligned_rows(k_rows, params.k.row, dim); };
+  auto is_aligned_v = [&] { return has_aligned_rows(v_rows, params.v.row, dim_v); };
+  auto keep = [&] {
+    if (threadIdx.x == 0) {
+      kept.at = at;
+      kept.q_rows = q_rows;
+      kept.k_rows = k_rows;
+      kept.v_rows = v_rows;
+      kept.num_rows = num_rows;
+      kept.aligned_k = is_aligned_k();
+      kept.aligned_v = is_aligned_v();
+      // The scale again in double: to_log2 was rounded, and lse has to know it to the
+      // bit.
+      kept.from_log2 = scale / to_log2;
+    }
+  };
+  if constexpr (kWeighsAtOnce) {
+    keep();
+    __syncthreads();  // what is kept is there
+  }
 
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
@@ -210,15 +240,31 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   const unsigned char* const head_images =
       images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
+  // Where the loop has no registers for where k and v lie, it looks that up.
+  const bool aligned_k = !kWeighsAtOnce && is_aligned_k();
+  const bool aligned_v = !kWeighsAtOnce && is_aligned_v();
+  struct source_t {
+    const elem_t* rows;
+    bool aligned;
+  };
+  auto source_k = [&]() -> source_t {
+    if constexpr (!kWeighsAtOnce) return {k_rows, aligned_k};
+    return {ptx::anew(kept).k_rows, ptx::anew(kept).aligned_k};
+  };
+  auto source_v = [&]() -> source_t {
+    if constexpr (!kWeighsAtOnce) return {v_rows, aligned_v};
+    return {ptx::anew(kept).v_rows, ptx::anew(kept).aligned_v};
+  };
   auto load_k = [&](int j0) {
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < last) {
       if constexpr (kPrepared) {
         load_image<kImageK>(smem_k + stage * kStageK, head_images + tile * kImage);
       } else {
+        const source_t source = source_k();
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
-                                     k_rows + j0 * params.k.row, params.k.row,
-                                     last - j0, dim, aligned_k, place_k);
+                                     source.rows + j0 * params.k.row, params.k.row,
+                                     last - j0, dim, source.aligned, place_k);
       }
     }
     ptx::commit_copies();
@@ -230,30 +276,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         load_image<kImageV>(smem_v + stage * kStageV,
                             head_images + tile * kImage + kImageK);
       } else {
+        const source_t source = source_v();
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
-                                      v_rows + j0 * params.v.row, params.v.row,
-                                      last - j0, dim_v, aligned_v, place_v);
+                                      source.rows + j0 * params.v.row, params.v.row,
+                                      last - j0, dim_v, source.aligned, place_v);
       }
     }
     ptx::commit_copies();
   };
 
-  // Scores times to_log2 are exponents of 2.
-  const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
-  const float to_log2 = static_cast<float>(scale * kLog2e);
   lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v));
 
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
-  if (threadIdx.x == 0) {
-    kept.at = at;
-    kept.q_rows = q_rows;
-    kept.k_rows = k_rows;
-    kept.v_rows = v_rows;
-    kept.num_rows = num_rows;
-    // The scale again in double: to_log2 was rounded, and lse has to know it to the
-    // bit.
-    kept.from_log2 = scale / to_log2;
-  }
+  if constexpr (!kWeighsAtOnce) keep();
 
   out_frag_t o;
   softmax_t rows;
@@ -365,11 +400,34 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           get<kScoreTiles>(s, s_on_stack);
           get<kOutTiles>(o, o_on_stack);
         }
-      } else {
+      } else if constexpr (!kWeighsAtOnce) {
         multiply_qk(s, q_frags, lanes);
       }
-      finish_scores(s, scores, block, params, i0, j0);
-      if (raise(rows, s, to_log2)) rescale(o, rows);
+      if constexpr (kWeighsAtOnce) {
+        float sums[kRows];
+        // The same code twice: where nothing is hidden there is no branch, and
+        // exponentials stand among the products.
+        if (block.sees_all(j0)) {
+          multiply_qk(s, q_frags, lanes);
+          weigh(rows, s, to_log2, sums);
+        } else {
+          ptx::keep_order();
+          multiply_qk(s, q_frags, lanes);
+          hide_scores(s, block, j0);
+          weigh(rows, s, to_log2, sums);
+        }
+        if (__any_sync(kFullMask, !are_small(sums))) {
+          multiply_qk(s, q_frags, lanes);
+          if (!block.sees_all(j0)) hide_scores(s, block, j0);
+          raise_where(rows, s, to_log2, sums);
+          rescale(o, rows);
+          weigh(rows, s, to_log2, sums);
+        }
+        add(rows, sums);
+      } else {
+        finish_scores(s, scores, block, params, i0, j0);
+        if (raise(rows, s, to_log2)) rescale(o, rows);
+      }
       if constexpr (!kStaged && kStages == 1) {
         ptx::wait_copy_groups<0>();
         __syncthreads();  // this tile of v is complete; all have read k
@@ -409,7 +467,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           special |= clean_values(smem_v + stage * kStageV);
           __syncthreads();  // all have cleaned their part
         }
-        exponentiate(rows, s, to_log2);
+        if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
         multiply_pv(o, s, lanes);
       }
     }

@@ -108,3 +108,82 @@ __device__ __forceinline__ void exponentiate(softmax_t& rows,
     rows.l[r] = sum;
   }
 }
+
+// --- 16-bit scores without terms: weights before the largest score ------------------
+
+// Weights are computed with the reference that a row has, and only where their sum over
+// a thread's columns comes out above this, or is a NaN, with a new one. A weight below
+// the sum fits into 16 bits. Takes registers beside s and o: sm_100 and its kin spill.
+#if __CUDA_ARCH__ >= 1000 && __CUDA_ARCH__ < 1200
+constexpr bool kWeighsAtOnce = false;
+#else
+constexpr bool kWeighsAtOnce =
+    !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
+#endif
+constexpr float kLargestSum = 4096;
+
+// s becomes p = exp(s - reference); sums of this thread's columns, with the rest of
+// those before.
+__device__ __forceinline__ void weigh(const softmax_t& rows,
+                                      scores_frag_t& s,
+                                      float to_log2,
+                                      float (&sums)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    sums[r] = rows.rest[r];
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
+        float& x = s[r / 2][n][e];
+        x = ptx::ex2_approx_ftz(exponent(x, to_log2, rows.reference[r]));
+        sums[r] += x;
+      }
+    }
+  }
+}
+
+// Sums of a tile join l, without loss (Kahan).
+__device__ __forceinline__ void add(softmax_t& rows, const float (&sums)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float sum = rows.l[r] + sums[r];
+    rows.rest[r] = sums[r] - (sum - rows.l[r]);
+    rows.l[r] = sum;
+  }
+}
+
+__device__ __forceinline__ bool are_small(const float (&sums)[kRows]) {
+  bool all = true;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) all &= sums[r] <= kLargestSum;
+  return all;
+}
+
+// Moves the reference of each row with a sum that is not small, as raise() does.
+__device__ __forceinline__ void raise_where(softmax_t& rows,
+                                            const scores_frag_t& s,
+                                            float to_log2,
+                                            const float (&sums)[kRows]) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float largest = s[r / 2][0][r % 2 * 2];
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+      largest = fmaxf(largest, s[r / 2][n][r % 2 * 2]);
+      largest = fmaxf(largest, s[r / 2][n][r % 2 * 2 + 1]);
+    }
+    largest = fmaxf(largest, shuffle_xor(largest, 1));
+    largest = fmaxf(largest, shuffle_xor(largest, 2));
+    const unsigned large = __ballot_sync(kFullMask, !(sums[r] <= kLargestSum));
+    // A row moves by its own scores: its bits depend on no other row of the warp.
+    const bool own = (large >> (lanes_t::lane() & ~3) & 15) != 0 &&
+                     exponent(largest, to_log2, rows.reference[r]) > kLazyLog2;
+    const float next = own ? rounded_product(largest, to_log2) : rows.reference[r];
+    // Infinities have no difference.
+    rows.alpha[r] = own ? ptx::ex2_approx_ftz(rows.reference[r] - next) : 1.f;
+    rows.reference[r] = next;
+    rows.l[r] *= rows.alpha[r];
+    rows.rest[r] *= rows.alpha[r];
+  }
+}

@@ -7,14 +7,17 @@
 //            and at the end  out = o / l,  lse = m + log l. Only where a score is above
 //            m by more than kRoom, m becomes the largest score of the tile, and o and l
 //            are scaled: p up to 2^kRoom is as exact as p up to 1.
-// Grid       1-D, a block a tile of queries of one head and kHeadDimV columns of v;
-// last
-//            tiles first, since causal ones are longest
+// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
+//            ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places by turns
-//            s, p, o  registers; a warp owns 16 rows
+//            s, p, o  registers; a warp owns 16 rows, or two warps do: each sums q k^T
+//            over half of the columns, they exchange the sums, and each adds p v to
+//            half of the columns of o
 // Memory     global: q and out once; k and v once a block, mostly from L2. The copies
-//            run kSlots - 1 tiles ahead
+//            run kSlots - 1 tiles ahead. With 3 places, a place is free when all warps
+//            have read it, and no barrier holds all warps of a block: while one
+//            computes weights, another multiplies. With 2, warps wait for each other
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
 //            which keeps long sums accurate
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
@@ -26,17 +29,21 @@
 #include "attention/score.cuh"
 #include "common/exp2_f64.cuh"
 #include "common/reduce.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/copy_fill.cuh"
+#include "ptx/mbarrier_copy.cuh"
 #include "ptx/mma_f64.cuh"
 #include "ptx/opaque.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
-    !defined(BLOCK_N) || !defined(SLOTS) || !defined(MIN_BLOCKS)
-#error "HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N, SLOTS, MIN_BLOCKS come from the host"
+    !defined(BLOCK_N) || !defined(SLOTS) || !defined(SHARERS) || !defined(MIN_BLOCKS)
+#error "HEAD_DIM, .. BLOCK_N, SLOTS, SHARERS and MIN_BLOCKS come from the host"
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kSlots = SLOTS;           // places for tiles of k and v
+constexpr bool kDrift = kSlots > 2;     // warps need not be at the same tile
+constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
 // Whether scores are finished one by one; else they are q.k, and the scale joins where
 // the exponential is taken.
@@ -47,10 +54,13 @@ constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 #endif
 
 constexpr int kWarpRows = 16, kNumWarps = kNumThreads / kWarpSize;
-constexpr int kTiles = kBlockN / 8;      // of s, 8 columns each
-constexpr int kStepsD = kHeadDim / 16;   // of the sum q.k
-constexpr int kStepsN = kBlockN / 16;    // of the sum p v
-constexpr int kChunks = kHeadDimV / 16;  // of o, two tiles of 8 columns each
+constexpr int kNumTeams = kNumWarps / kSharers;  // of warps with the same rows
+constexpr int kTiles = kBlockN / 8;              // of s, 8 columns each
+// Of a warp: steps of the sum q.k, of the sum p v, and chunks of o, two tiles of 8
+// columns each.
+constexpr int kStepsD = kHeadDim / 16 / kSharers;
+constexpr int kStepsN = kBlockN / 16;
+constexpr int kChunks = kHeadDimV / 16 / kSharers;
 // Of q.k, in line. Others spill somewhere (ptxas 13.4): 4 in all kernels on sm_80 and
 // sm_90 at head_dim 128, all of them on sm_100 and at 256.
 #if __CUDA_ARCH__ >= 1000
@@ -58,8 +68,9 @@ constexpr int kStepsAtOnce = 4;
 #else
 constexpr int kStepsAtOnce = kStepsD > 8 ? 4 : kStepsD;
 #endif
-static_assert(kNumWarps * kWarpRows == kBlockM && kBlockN % 16 == 0);
-static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kSlots >= 2);
+static_assert(kNumTeams * kWarpRows == kBlockM && kBlockN % 16 == 0);
+static_assert(kHeadDim % (16 * kSharers) == 0 && kHeadDimV % (16 * kSharers) == 0);
+static_assert(kSlots >= 2);
 
 // m may be below the largest score by this many powers of 2.
 constexpr double kRoom = 8;
@@ -81,6 +92,9 @@ constexpr int kSlotSize = kBlockN * kDimOfSlot;
 // Where a lane stands in the fragments of ptx/mma_f64.cuh.
 __device__ __forceinline__ int lane_g() { return threadIdx.x % kWarpSize / 4; }
 __device__ __forceinline__ int lane_t() { return threadIdx.x % 4; }
+// And a warp among those that share its rows.
+__device__ __forceinline__ int team() { return threadIdx.x / kWarpSize / kSharers; }
+__device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kSharers; }
 
 // c += a b of 16 rows, 8 columns and 16 slots.
 __device__ __forceinline__ void add_product(double (&c)[4],
@@ -165,9 +179,11 @@ struct block_t {
   double *out, *lse;
   index_t i0, first, last;  // queries from i0 on see keys of [first, last)
   int num_cols, num_items;
-  // Keys that a query of a warp sees, and that all of them see; counted from `first`.
-  int first_key[kNumWarps], last_key[kNumWarps];
-  int first_common[kNumWarps], last_common[kNumWarps];
+  // Keys that a query of a team sees, and that all of them see; counted from `first`.
+  int first_key[kNumTeams], last_key[kNumTeams];
+  int first_common[kNumTeams], last_common[kNumTeams];
+  // A place holds its item; all warps have read it.
+  ptx::copy_barrier_t full[kSlots], empty[kSlots];
   double unit;  // a score of 1 is unit * log2(e) in exponents of 2
   double room;  // kRoom as a score
   exp2_table_t exp2;
@@ -189,8 +205,9 @@ constexpr int kStepSize = kWarpRows * 16;
 __device__ __forceinline__ void copy_q(
     double* smem, const double* x, index_t stride, int num_rows, int dim) {
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+  constexpr int kLanes = kWarpSize * kSharers;
 #pragma unroll 4
-  for (int n = threadIdx.x % kWarpSize; n < kWarpRows * kHeadDim; n += kWarpSize) {
+  for (int n = threadIdx.x % kLanes; n < kWarpRows * kHeadDim; n += kLanes) {
     const int row = n / kHeadDim, col = n % kHeadDim;
     const int slot = col % 16, i = slot / 8 * 2 + slot % 2, t = slot % 8 / 2;
     const int at = col / 16 * kStepSize + i * 2 * kWarpSize + (row % 8 * 4 + t) * 2;
@@ -210,11 +227,13 @@ __device__ __forceinline__ void load_q(double (&a)[8], const double* q, int step
   }
 }
 
-// s = q k^T
+// s = q k^T, of this warp's share of the columns.
 template <int kCount>
 __device__ __forceinline__ void dot(rows_t<kCount>& rows,
                                     const double* q,
                                     const double* k) {
+  q += sharer() * kStepsD * kStepSize;
+  k += sharer() * kStepsD * 16;
   const double* const k_lane[2] = {k + place<kHeadDim>(lane_g(), lane_t()),
                                    k + place<kHeadDim>(lane_g(), 4 + lane_t())};
 #pragma unroll
@@ -233,6 +252,28 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
       const double b[4] = {x.x, x.y, y.x, y.y};
       add_product(rows.s[n], a, b);
     }
+  }
+}
+
+// The sums of two warps into their sum, the same to the last bit in both.
+template <int kCount>
+__device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exchange) {
+  constexpr int kSize = kWarpRows * kBlockN;
+  double* const mine = exchange + threadIdx.x / kWarpSize * kSize;
+  const double* const other = exchange + (threadIdx.x / kWarpSize ^ 1) * kSize;
+  const int lane = threadIdx.x % kWarpSize * kVec;
+  ptx::bar_sync<2 * kWarpSize>(1 + team());  // both have read what they exchanged last
+#pragma unroll
+  for (int n = 0; n < 2 * kTiles; ++n) {
+    *reinterpret_cast<double2*>(mine + n * kWarpSize * kVec + lane) =
+        make_double2(rows.s[n / 2][n % 2 * 2], rows.s[n / 2][n % 2 * 2 + 1]);
+  }
+  ptx::bar_sync<2 * kWarpSize>(1 + team());  // both have written
+#pragma unroll
+  for (int n = 0; n < 2 * kTiles; ++n) {
+    const double2 x = load2(other + n * kWarpSize * kVec + lane);
+    rows.s[n / 2][n % 2 * 2] += x.x;
+    rows.s[n / 2][n % 2 * 2 + 1] += x.y;
   }
 }
 
@@ -424,37 +465,77 @@ __device__ __forceinline__ index_t last_query(const params_t& params, index_t i_
 // The whole walk over the keys, and the results for kCount chunks of columns. Returns
 // whether all of them are finite, without which kExact = false stores nothing.
 template <bool kExact, int kCount>
-__device__ __forceinline__ bool walk(const block_t& block,
+__device__ __forceinline__ bool walk(block_t& block,
                                      const scores_t& scores,
                                      const params_t& params,
                                      const double* smem_q,
                                      double* slots,
                                      int first_chunk) {
-  const int warp = threadIdx.x / kWarpSize, first_row = warp * kWarpRows;
+  const int first_row = team() * kWarpRows;
+  double* const exchange = slots + kSlots * kSlotSize;
 
+  if (kDrift && threadIdx.x == 0) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::copy_barrier_init(&block.full[slot], kNumThreads);
+      ptx::copy_barrier_init(&block.empty[slot], kNumWarps);
+    }
+  }
+  __syncthreads();  // `block` is complete
+
+  const auto wait = [](ptx::copy_barrier_t& barrier, int parity) {
+    while (!ptx::copy_barrier_test(&barrier, parity)) {
+    }
+  };
   // Items are tiles of k and v by turns: k of the first tile, v of it, k of the second.
+  const auto copy = [&](auto is_v, int item) {
+    double* const to = slots + item % kSlots * kSlotSize;
+    const index_t j = index_t(item / 2) * kBlockN;
+    const index_t num_keys = block.last - block.first - j;
+    if constexpr (is_v.value) {
+      copy_rows<kBlockN, kHeadDimV>(to, block.v + j * params.v.row, params.v.row,
+                                    num_keys, block.num_cols);
+    } else {
+      copy_rows<kBlockN, kHeadDim>(to, block.k + j * params.k.row, params.k.row,
+                                   num_keys, static_cast<int>(params.head_dim));
+    }
+  };
   const auto fetch = [&](auto is_v, int item) {
-    if (item < block.num_items) {
-      double* const slot = slots + item % kSlots * kSlotSize;
-      const index_t j = index_t(item / 2) * kBlockN;
-      const index_t num_keys = block.last - block.first - j;
-      if constexpr (is_v.value) {
-        copy_rows<kBlockN, kHeadDimV>(slot, block.v + j * params.v.row, params.v.row,
-                                      num_keys, block.num_cols);
-      } else {
-        copy_rows<kBlockN, kHeadDim>(slot, block.k + j * params.k.row, params.k.row,
-                                     num_keys, static_cast<int>(params.head_dim));
+    if constexpr (kDrift) {
+      if (item >= block.num_items) return;
+      const int slot = item % kSlots, turn = item / kSlots;
+      if (turn > 0) wait(block.empty[slot], (turn - 1) % 2);
+      copy(is_v, item);
+      ptx::copy_barrier_arrive_after_copies(&block.full[slot]);
+    } else {
+      if (item < block.num_items) copy(is_v, item);
+      ptx::commit_copy_group();
+    }
+  };
+  constexpr int kAhead = kSlots - 1;
+  // Waits for an item.
+  const auto take = [&](auto is_v, int item) {
+    if constexpr (kDrift) {
+      wait(block.full[item % kSlots], item / kSlots % 2);
+    } else {
+      ptx::wait_copy_groups<kSlots - 2>();
+      __syncthreads();  // all see the item, and all have read the one before it
+      fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
+    }
+    return slots + item % kSlots * kSlotSize;
+  };
+  // This warp has read an item.
+  const auto release = [&](int item) {
+    if constexpr (kDrift) {
+      __syncwarp();  // all lanes have
+      if (threadIdx.x % kWarpSize == 0) {
+        ptx::copy_barrier_arrive(&block.empty[item % kSlots]);
       }
     }
-    ptx::commit_copy_group();
   };
-  // Waits for an item and starts the copy of a later one in the place of the last.
-  const auto take = [&](auto is_v, int item) {
-    ptx::wait_copy_groups<kSlots - 2>();
-    // All see the item, and all have read the one before it.
-    __syncthreads();
-    fetch(flag_t<(is_v.value + kSlots - 1) % 2>{}, item + kSlots - 1);
-    return slots + item % kSlots * kSlotSize;
+  // Starts the copy of a later item, where take() has not.
+  const auto go_on = [&](auto is_v, int item) {
+    if constexpr (kDrift) fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
   };
 
   rows_t<kCount> rows;
@@ -477,28 +558,48 @@ __device__ __forceinline__ bool walk(const block_t& block,
 #pragma unroll 1
   for (int item = 0; item < block.num_items; item += 2) {
     const int j = item / 2 * kBlockN;
-    const bool some = j < block.last_key[warp] && j + kBlockN > block.first_key[warp];
-    const double* const smem_k = take(flag_t<false>{}, item);
-    if (some) {
-      dot(rows, smem_q + first_row * kHeadDim, smem_k);
-      if (!kExact && j >= block.first_common[warp] &&
-          j + kBlockN <= block.last_common[warp]) {
-        if constexpr (kTerms) {
-          score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
-        }
-      } else {
-        const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-        score<true>(rows, scores, scores.band(i0, j0), i0, j0);
+    const bool some =
+        j < block.last_key[team()] && j + kBlockN > block.first_key[team()];
+    constexpr flag_t<false> kK;
+    constexpr flag_t<true> kV;
+    if (!some) {
+      take(kK, item);
+      release(item);
+      go_on(kK, item);
+      take(kV, item + 1);
+      release(item + 1);
+      go_on(kV, item + 1);
+      continue;
+    }
+    dot(rows, smem_q + first_row * kHeadDim, take(kK, item));
+    release(item);
+    if constexpr (kSharers == 2) exchange_sums(rows, exchange);
+    // A softcap is in line once only: each tanh is long to compile.
+    if (!kExact && !kHasSoftcap && j >= block.first_common[team()] &&
+        j + kBlockN <= block.last_common[team()]) {
+      if constexpr (kTerms) {
+        score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
       }
-      softmax<kExact>(rows, block);
+    } else {
+      const index_t i0 = block.i0 + first_row, j0 = block.first + j;
+      score<true>(rows, scores, scores.band(i0, j0), i0, j0);
     }
-    const double* const smem_v = take(flag_t<true>{}, item + 1);
-    if (some) {
-      accumulate<kExact>(rows, smem_v + 16 * first_chunk,
-                         block.num_cols - 16 * first_chunk);
-    }
+    softmax<kExact>(rows, block);
+    go_on(kK, item);
+    accumulate<kExact>(rows, take(kV, item + 1) + 16 * first_chunk,
+                       block.num_cols - 16 * first_chunk);
+    release(item + 1);
+    go_on(kV, item + 1);
   }
 
+  __syncthreads();  // all have passed the last barriers
+  if (kDrift && threadIdx.x == 0) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      ptx::copy_barrier_end(&block.full[slot]);
+      ptx::copy_barrier_end(&block.empty[slot]);
+    }
+  }
   if constexpr (!kExact) {
     bool odd = false;
 #pragma unroll
@@ -529,14 +630,16 @@ __device__ __forceinline__ bool walk(const block_t& block,
         }
       }
     }
-    if (block.lse != nullptr && lane_t() == 0) block.lse[row] = finished.lse;
+    if (block.lse != nullptr && sharer() == 0 && lane_t() == 0) {
+      block.lse[row] = finished.lse;
+    }
   }
   return true;
 }
 
 // The same with all that infinities and NaN among the values ask for. A function of its
 // own, so that its registers are none of the other's.
-__device__ __noinline__ void walk_exactly(const block_t& block,
+__device__ __noinline__ void walk_exactly(block_t& block,
                                           const scores_t& scores,
                                           const params_t& params,
                                           const double* smem_q,
@@ -545,8 +648,9 @@ __device__ __noinline__ void walk_exactly(const block_t& block,
   constexpr int kCount = kChunks % 2 == 0 ? 2 : 1;
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; chunk += kCount) {
-    __syncthreads();  // the tiles of the walk before are no longer read
-    walk<true, kCount>(block, scores, params, smem_q, slots, chunk);
+    __syncthreads();  // the barriers of the walk before have ended
+    walk<true, kCount>(block, scores, params, smem_q, slots,
+                       sharer() * kChunks + chunk);
   }
 }
 
@@ -563,35 +667,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   double* const slots = smem_q + kBlockM * kHeadDim;
   __shared__ block_t block;
 
-  const int num_parts =
-      static_cast<int>((params.head_dim_v + kHeadDimV - 1) / kHeadDimV);
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_tiles * num_parts);
+  const place_t at(params, block_index(), num_tiles);
   if (!at.exists) return;
   const scores_t scores(at, SCORE_ARGUMENTS);
   {
-    const int warp = threadIdx.x / kWarpSize;
-    const index_t tile_q = divide(at.tile, num_parts);
-    const int part = static_cast<int>(at.tile - tile_q * num_parts);
-    const index_t i_block = (num_tiles - 1 - tile_q) * kBlockM;
-    const index_t i0 = i_block + warp * kWarpRows;
+    const int own = team();
+    const index_t i_block = (num_tiles - 1 - at.tile) * kBlockM;
+    const index_t i0 = i_block + own * kWarpRows;
     const range_t keys = scores.keys_of(i_block, last_query(params, i_block + kBlockM));
     // Tiles start at multiples of kBlockN, so that a row is summed in the same order
     // whatever the tile of queries it lies in.
     const index_t first = keys.first / kBlockN * kBlockN;
-    copy_q(smem_q + warp * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
+    copy_q(smem_q + own * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
            params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
            static_cast<int>(params.head_dim));
     if (threadIdx.x == 0) {
-      const int left = static_cast<int>(params.head_dim_v) - part * kHeadDimV;
-      block.num_cols = left < kHeadDimV ? left : kHeadDimV;
+      block.num_cols = static_cast<int>(params.head_dim_v);
       block.k = at.at_kv(k, params.k) + first * params.k.row;
-      block.v = at.at_kv(v, params.v) + first * params.v.row + part * kHeadDimV;
-      block.out = at.at(out, params.out) + i_block * params.out.row +
-                  part * kHeadDimV * params.out.col;
-      block.lse = lse == nullptr || part > 0
-                      ? nullptr
-                      : lse + at.row_of_heads * params.seqlen_q + i_block;
+      block.v = at.at_kv(v, params.v) + first * params.v.row;
+      block.out = at.at(out, params.out) + i_block * params.out.row;
+      block.lse =
+          lse == nullptr ? nullptr : lse + at.row_of_heads * params.seqlen_q + i_block;
       block.unit = kTerms ? 1 : params.scale;
       block.room = kRoom / (block.unit * kLog2e);
       block.i0 = i_block;
@@ -602,25 +699,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
               ? 2 * static_cast<int>((keys.last - first + kBlockN - 1) / kBlockN)
               : 0;
     }
-    if (warp == 0) block.exp2.fill((kTerms ? 1 : params.scale) * kLog2e);
-    if (threadIdx.x % kWarpSize == 0) {
+    if (threadIdx.x < kWarpSize) block.exp2.fill((kTerms ? 1 : params.scale) * kLog2e);
+    if (threadIdx.x % (kWarpSize * kSharers) == 0) {
       const range_t seen = scores.keys_of(i0, last_query(params, i0 + kWarpRows));
-      block.first_key[warp] = static_cast<int>(seen.first - first);
-      block.last_key[warp] = static_cast<int>(seen.last - first);
+      block.first_key[own] = static_cast<int>(seen.first - first);
+      block.last_key[own] = static_cast<int>(seen.last - first);
       // Rows past the end are not stored; only terms must not be read there.
       const index_t i_last = last_query(params, i0 + kWarpRows);
       const bool whole = scores.is_query(i_last - 1) &&
                          (kTerms ? i_last == i0 + kWarpRows : i_last > i0) && !kHasMask;
-      block.first_common[warp] =
+      block.first_common[own] =
           whole ? static_cast<int>(scores.keys_of(i_last - 1, i_last).first - first)
                 : 0;
-      block.last_common[warp] =
+      block.last_common[own] =
           whole ? static_cast<int>(scores.keys_of(i0, i0 + 1).last - first) : 0;
     }
   }
-  __syncthreads();  // `block` is complete
-
-  if (!walk<false, kChunks>(block, scores, params, smem_q, slots, 0)) {
+  if (!walk<false, kChunks>(block, scores, params, smem_q, slots, sharer() * kChunks)) {
     // A result that is not finite may come from a key that is not seen, as 0 * NaN.
     walk_exactly(block, scores, params, smem_q, slots);
   }

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: MIT
+// What the float64 gradient kernels on tensor cores share. A block owns kBlockM rows of
+// one kind, queries or keys, and walks over kBlockN rows at a time of the other kind.
+//
+// A pair of warps owns 16 rows: its first warp makes the scores S of a tile, its second
+// dP, and both go the same way, with other operands:
+//     c = own other^T            q k^T and dO v^T, or k q^T and v dO^T
+//     c becomes w in exchange    P or dS, as the operand of the next product
+//     sums += w other
+// So no warp holds sums of two gradients, for which registers would not do, and a
+// scheduler has always two warps.
+//
+// Shared  own       2 x kBlockM x kDim   as fragments (tiles_f64.cuh), once an entry
+//         other     2 x kBlockN x kDim   the rows walked over; the first half of the
+//                                        columns of a tile comes while the second half
+//                                        of the tile before is in use, and so on
+//         exchange  kBlockM x kBlockN    between the warps of a pair
+#pragma once
+
+#include "attention/vjp.cuh"
+#include "attention/tiles_f64.cuh"
+#include "common/exp2_f64.cuh"
+#include "ptx/barrier.cuh"
+
+#if !defined(DIM) || !defined(BLOCK_N) || !defined(MIN_BLOCKS)
+#error "DIM, BLOCK_N and MIN_BLOCKS come from the host"
+#endif
+constexpr int kDim = DIM;  // of all rows; zeros fill the rest
+constexpr int kBlockN = BLOCK_N;
+constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+constexpr int kNumPairs = kNumThreads / (2 * kWarpSize);
+constexpr int kBlockM = kNumPairs * kWarpRows;
+// Whether scores have more to them than a scale.
+constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+
+constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
+constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
+constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
+constexpr int kHalf = kDim / 2;        // columns that are copied at a time
+constexpr int kStepsAtOnce = kDim > 64 ? 1 : 4;  // of c, in line; others spill
+static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
+
+constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
+constexpr int kWarpOwnSize = kWarpRows * kDim, kExchangeSize = kWarpRows * kBlockN;
+
+__device__ __forceinline__ index_t smaller(index_t a, index_t b) {
+  return a < b ? a : b;
+}
+
+// Which pair a warp belongs to, and whether it is the first (0) or second (1) of it.
+// Both stand on one scheduler: while one waits for the other, products go on.
+__device__ __forceinline__ int pair_index() {
+  return threadIdx.x / kWarpSize % kNumPairs;
+}
+__device__ __forceinline__ int role() { return threadIdx.x / (kWarpSize * kNumPairs); }
+
+__device__ __forceinline__ void sync_pair() {
+  ptx::bar_sync<2 * kWarpSize>(1 + pair_index());
+}
+
+using product_t = double[kTiles][4];  // fragments c
+using sums_t = double[kChunks][8];    // of a row 16 c + 4 t + (0, 2), then + (1, 3)
+template <int kSteps>
+using weights_t = double[kSteps][8];  // fragments a
+
+// c += own other^T over half kPart of the columns.
+template <int kPart>
+__device__ __forceinline__ void dot(product_t& c,
+                                    const double* own,
+                                    const double* other) {
+  const double* const other_lane[2] = {other + place<kDim>(lane_g(), lane_t()),
+                                       other + place<kDim>(lane_g(), 4 + lane_t())};
+#pragma unroll kStepsAtOnce
+  for (int step = kPart * kChunks / 2; step < (kPart + 1) * kChunks / 2; ++step) {
+    double a[8];
+    load_own(a, own, step);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int at = 8 * n * kDim + 16 * step;
+      const double2 x = load2(other_lane[0] + at), y = load2(other_lane[1] + at);
+      const double b[4] = {x.x, x.y, y.x, y.y};
+      add_product(c[n], a, b);
+    }
+  }
+}
+
+// sums += w other in half kPart of the columns, for the 16 kSteps rows from `other` on.
+// The products of a tile are summed apart before they join.
+template <int kPart, int kSteps>
+__device__ __forceinline__ void accumulate(sums_t& sums,
+                                           const weights_t<kSteps>& w,
+                                           const double* other,
+                                           int dim) {
+  const double* other_lane[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    other_lane[e] = other + place<kDim>(2 * lane_t() + e, lane_g());
+  }
+#pragma unroll
+  for (int c = kPart * kChunks / 2; c < (kPart + 1) * kChunks / 2; ++c) {
+    // No such columns. The branch also keeps the compiler from loading far ahead, for
+    // which registers would not do.
+    if (16 * c >= dim) break;
+    double sum[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      double b[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const double2 x =
+            load2(other_lane[i % 2] + (16 * step + 8 * (i / 2)) * kDim + 16 * c);
+        b[0][i] = x.x;
+        b[1][i] = x.y;
+      }
+      add_product(sum[0], w[step], b[0]);
+      add_product(sum[1], w[step], b[1]);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) sums[c][n] += sum[n / 4][n % 4];
+  }
+}
+
+// Where element e of tile n of a fragment c goes as an operand: the step is n / 2.
+__device__ constexpr int slot_of(int n, int e) {
+  return 2 * (n % 2 * 2 + e % 2) + e / 2;
+}
+
+// Rows of a matrix in global memory.
+struct rows_t {
+  const double* x;
+  index_t stride;
+  int dim;
+};
+
+// What is the same to all threads of a block; in shared memory, since registers are
+// scarce.
+struct walk_t {
+  offsets_t<3> kept;  // of the entry of the gradients
+  index_t own_first;  // the first row owned
+  index_t first;      // the first row walked over
+  rows_t rows[2];     // walked over
+  int num_rows;
+  band_t band;  // counted from the first query and the first key of the tiles
+  exp2_table_t exp2;
+};
+
+// Half kPart of the columns of both tiles of rows from `first` on; zeros where there
+// are none.
+template <int kPart>
+__device__ __forceinline__ void fetch(double* other, const walk_t& block, int first) {
+#pragma unroll 1
+  for (int n = 0; n < 2; ++n) {
+    const rows_t& rows = block.rows[n];
+    copy_rows<kBlockN, kDim, kHalf>(other + n * kOtherSize + kPart * kHalf,
+                                    rows.x + first * rows.stride + kPart * kHalf,
+                                    rows.stride, block.num_rows - first,
+                                    rows.dim - kPart * kHalf);
+  }
+}
+
+// The walk over all tiles of block.rows.
+//   fetch_row(tile)   starts copies of what else belongs to the rows of a tile
+//   is_seen(tile)     whether the pair takes part in it
+//   exchange(tile, c, w)  makes the weights w of 16 kSteps rows of the tile, from row
+//                     `start` on, of block.rows[values]
+template <int kSteps, typename FetchRow, typename IsSeen, typename Exchange>
+__device__ __forceinline__ void walk(sums_t& sums,
+                                     const walk_t& block,
+                                     const double* own,
+                                     double* other,
+                                     int values,
+                                     int start,
+                                     FetchRow fetch_row,
+                                     IsSeen is_seen,
+                                     Exchange exchange) {
+  const int num_tiles = (block.num_rows + kBlockN - 1) / kBlockN;
+  const double* const factors = other + role() * kOtherSize;
+  const double* const other_rows = other + values * kOtherSize + start * kDim;
+  const int dim = block.rows[values].dim;
+  const auto fetch_first = [&](int tile) {
+    const int first = tile * kBlockN;
+    fetch<0>(other, block, first);
+    fetch_row(tile);
+    ptx::commit_copy_group();
+  };
+  if (num_tiles > 0) fetch_first(0);
+#pragma unroll 1
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const int first = tile * kBlockN;
+    const bool seen = is_seen(tile);
+    product_t c = {};
+    weights_t<kSteps> w;
+    ptx::wait_copy_groups<0>();
+    // The first half has come, and all have read the second of the tile before.
+    __syncthreads();
+    fetch<1>(other, block, first);
+    ptx::commit_copy_group();
+    if (seen) dot<0>(c, own, factors);
+    ptx::wait_copy_groups<0>();
+    __syncthreads();  // the second half has come
+    if (seen) {
+      dot<1>(c, own, factors);
+      exchange(tile, c, w);
+      accumulate<0, kSteps>(sums, w, other_rows, dim);
+    }
+    __syncthreads();  // all have read the first half
+    if (tile + 1 < num_tiles) fetch_first(tile + 1);
+    if (seen) accumulate<1, kSteps>(sums, w, other_rows, dim);
+  }
+  ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
+}
+
+// The same for what lies `row` queries and `col` keys further on.
+__device__ __forceinline__ band_t moved(const band_t& band, int row, int col) {
+  return {band.low - col + row, band.high - col + row, band.num_queries - row,
+          band.num_keys - col};
+}
+
+// Whether some of the first `rows` queries may see some of the first `cols` keys.
+__device__ __forceinline__ bool sees_any(const band_t& band, int rows, int cols) {
+  rows = min(rows, band.num_queries);
+  cols = min(cols, band.num_keys);
+  return rows > 0 && cols > 0 && band.low < cols && 1 - rows < band.high;
+}
+
+// A raw score q.k becomes exp(s - lse), or -0 where the query does not see the key;
+// `derivative` that of the score. It is NaN for what is far from any weight; NaN in a
+// gradient calls the repair.
+template <bool kCheck>
+__device__ __forceinline__ double weight_of(double q_dot_k,
+                                            bool in_band,
+                                            const exp2_t& exp2,
+                                            const scores_t& scores,
+                                            double scale,
+                                            index_t i,
+                                            index_t j,
+                                            double lse,
+                                            double& derivative) {
+  constexpr double kLargest = 700;  // of a logarithm, below which nothing overflows
+  derivative = 1;
+  double x;
+  bool unseen = kCheck && !in_band;
+  if constexpr (kTerms) {
+    double s = -infinity<double>();
+    if (!unseen) s = scores.with_derivative(q_dot_k, i, j, derivative);
+    unseen = s == -infinity<double>();
+    x = s - lse;
+  } else {
+    x = fma_of(q_dot_k, scale, -lse);
+  }
+  // All lanes of a warp take part.
+  double p = exp2(x);
+  // High words as floats: also true of a NaN or an infinity.
+  if (!(high_word_as_float(x) <= high_word_as_float(kLargest))) p = nan_value<double>();
+  return unseen ? -0.0 : p;
+}
+
+// Whether a sum is not finite.
+__device__ __forceinline__ bool is_odd(const sums_t& sums) {
+  bool odd = false;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) odd |= !is_finite(sums[c][n]);
+  }
+  return odd;
+}
+
+// store(row, column, sum, r) of what a lane has of a gradient: rows g (r = 0) and g + 8
+// of its warp.
+template <typename Store>
+__device__ __forceinline__ void for_each_sum(const sums_t& sums, Store store) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        store(lane_g() + 8 * r, 16 * c + 4 * lane_t() + n,
+              sums[c][4 * (n % 2) + 2 * r + n / 2], r);
+      }
+    }
+  }
+}

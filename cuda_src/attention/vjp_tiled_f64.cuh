@@ -37,7 +37,10 @@ constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
 constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
 constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
 constexpr int kHalf = kDim / 2;        // columns that are copied at a time
-constexpr int kStepsAtOnce = kDim > 64 ? 1 : 4;  // of c, in line; others spill
+#ifndef STEPS_AT_ONCE
+#define STEPS_AT_ONCE (DIM > 64 ? 1 : 4)
+#endif
+constexpr int kStepsAtOnce = STEPS_AT_ONCE;  // of c, in line; others spill
 static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
 
 constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
@@ -140,6 +143,11 @@ struct walk_t {
   index_t first;      // the first row walked over
   rows_t rows[2];     // walked over
   int num_rows;
+  // A second walk, where 0 * NaN has shown: values that are not finite become 0, and
+  // where one is seen nevertheless, the portable kernels are asked.
+  bool is_exact;
+  int odd_own[kBlockM];    // 1: a value of the row was not finite
+  int odd_other[kBlockN];  // the same of the tile of this number, if there was one
   band_t band;  // counted from the first query and the first key of the tiles
   exp2_table_t exp2;
 };
@@ -158,6 +166,30 @@ __device__ __forceinline__ void fetch(double* other, const walk_t& block, int fi
   }
 }
 
+// Makes values of a tile that are not finite 0, and notes their rows.
+template <int kPart>
+__device__ __forceinline__ void clean(double* other, walk_t& block, int tile) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < 2 * kBlockN * kHalf; n += kNumThreads) {
+    const int row = n / kHalf % kBlockN;
+    double& x = other[n / kHalf * kDim + kPart * kHalf + n % kHalf];
+    if (is_finite(x)) continue;
+    x = 0;
+    block.odd_other[row] = tile;
+  }
+}
+
+// The same of the rows of this warp.
+__device__ __forceinline__ void clean_own(double* own, walk_t& block) {
+#pragma unroll 1
+  for (int n = threadIdx.x % kWarpSize; n < kWarpOwnSize; n += kWarpSize) {
+    if (is_finite(own[n])) continue;
+    own[n] = 0;
+    // As copy_own() puts them.
+    block.odd_own[pair_index() * kWarpRows + n % (2 * kWarpSize) / 8 + 8 * (n % 2)] = 1;
+  }
+}
+
 // The walk over all tiles of block.rows.
 //   fetch_row(tile)   starts copies of what else belongs to the rows of a tile
 //   is_seen(tile)     whether the pair takes part in it
@@ -165,7 +197,7 @@ __device__ __forceinline__ void fetch(double* other, const walk_t& block, int fi
 //                     `start` on, of block.rows[values]
 template <int kSteps, typename FetchRow, typename IsSeen, typename Exchange>
 __device__ __forceinline__ void walk(sums_t& sums,
-                                     const walk_t& block,
+                                     walk_t& block,
                                      const double* own,
                                      double* other,
                                      int values,
@@ -195,9 +227,17 @@ __device__ __forceinline__ void walk(sums_t& sums,
     __syncthreads();
     fetch<1>(other, block, first);
     ptx::commit_copy_group();
+    if (block.is_exact) {
+      clean<0>(other, block, tile);
+      __syncthreads();  // the values are finite
+    }
     if (seen) dot<0>(c, own, factors);
     ptx::wait_copy_groups<0>();
     __syncthreads();  // the second half has come
+    if (block.is_exact) {
+      clean<1>(other, block, tile);
+      __syncthreads();  // the values are finite
+    }
     if (seen) {
       dot<1>(c, own, factors);
       exchange(tile, c, w);
@@ -255,6 +295,13 @@ __device__ __forceinline__ double weight_of(double q_dot_k,
   return unseen ? -0.0 : p;
 }
 
+// Begins an entry, before its rows come.
+__device__ __forceinline__ void begin_walks(walk_t& block) {
+  if (threadIdx.x == 0) block.is_exact = false;
+  if (threadIdx.x < kBlockM) block.odd_own[threadIdx.x] = 0;
+  if (threadIdx.x < kBlockN) block.odd_other[threadIdx.x] = -1;
+}
+
 // Whether a sum is not finite.
 __device__ __forceinline__ bool is_odd(const sums_t& sums) {
   bool odd = false;
@@ -264,6 +311,23 @@ __device__ __forceinline__ bool is_odd(const sums_t& sums) {
     for (int n = 0; n < 8; ++n) odd |= !is_finite(sums[c][n]);
   }
   return odd;
+}
+
+// After a walk: whether the block goes the same way again, exactly.
+__device__ __forceinline__ bool walks_again(walk_t& block,
+                                            double* own,
+                                            const sums_t& sums,
+                                            int* found) {
+  const bool odd = is_odd(sums);
+  if (block.is_exact) {
+    if (odd) *found = 1;
+    return false;
+  }
+  if (!__syncthreads_or(odd)) return false;
+  if (threadIdx.x == 0) block.is_exact = true;
+  clean_own(own, block);
+  __syncthreads();  // `block` is complete
+  return true;
 }
 
 // store(row, column, sum, r) of what a lane has of a gradient: rows g (r = 0) and g + 8

@@ -66,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll 1
   for (index_t summed = 0; summed < grads.num_summed; ++summed) {
     __syncthreads();  // all have read what belongs to the entry before
+    begin_walks(block);
     const place_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t j0 = block.own_first;
@@ -98,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ptx::commit_copy_group();
     __syncthreads();  // `block` is complete
 
-    sums_t sums = {};
+    sums_t sums;
     const auto fetch_row = [&](int tile) {
       const int n = threadIdx.x, i = tile * kBlockN + n;
       if (n >= kBlockN) return;
@@ -136,6 +137,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                   i0 + query, j + key, e % 2 ? lse_of.y : lse_of.x, derivative);
               p *= e % 2 ? factor_of.y : factor_of.x;
               w[n / 2][slot_of(n, e)] = p;
+              if (check.value && block.is_exact && !is_unseen(p) &&
+                  (block.odd_own[first_row + key] || block.odd_other[query] == tile)) {
+                *found = 1;
+              }
               product[e] = kHasSoftcap ? p * derivative : p;
             }
 #pragma unroll
@@ -146,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             }
           }
         };
-        if (band.sees_all(kBlockN, kWarpRows)) {
+        if (band.sees_all(kBlockN, kWarpRows) && !block.is_exact) {
           make(flag_t<false>{});
         } else {
           make(flag_t<true>{});
@@ -168,13 +173,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
       }
     };
-    // P multiplies dO, dS multiplies q.
-    walk<kStepsN>(
-        sums, block, own, smem_other, 1 - role(), 0, fetch_row,
-        [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },
-        exchange);
+    do {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sums[c][n] = 0;
+      }
+      // P multiplies dO, dS multiplies q.
+      walk<kStepsN>(
+          sums, block, own, smem_other, 1 - role(), 0, fetch_row,
+          [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },
+          exchange);
+    } while (walks_again(block, own, sums, found));
 
-    if (is_odd(sums)) *found = 1;
     const bool is_dv = role() == 0;
     const index_t row_stride = is_dv ? grads.row[1] : grads.row[0];
     const index_t col_stride = is_dv ? grads.col[1] : grads.col[0];

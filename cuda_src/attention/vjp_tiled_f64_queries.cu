@@ -66,6 +66,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll 1
   for (index_t summed = 0; summed < grads.num_summed; ++summed) {
     __syncthreads();  // all have read what belongs to the entry before
+    begin_walks(block);
     const place_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t i0 = block.own_first;
@@ -95,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ptx::commit_copy_group();
     __syncthreads();  // `block` is complete
 
-    sums_t sums = {};
-    pair_t<double> l[2] = {};  // over the lane's own columns
+    sums_t sums;
+    pair_t<double> l[2];  // over the lane's own columns
     const auto band_of = [&](int tile) {
       return moved(block.band, first_row, tile * kBlockN);
     };
@@ -150,13 +151,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             tile_l[e / 2] += p;
             double ds = p * (dp - block.delta[first_row + query]);
             if (kHasSoftcap) ds *= derivative;
+            if (check.value && block.is_exact && !is_unseen(p) &&
+                (block.odd_own[first_row + query] ||
+                 block.odd_other[start + key] == tile)) {
+              *found = 1;
+            }
             // Not 0 * NaN.
             if ((kTerms || check.value) && is_unseen(p)) ds = -0.0;
             w[n / 2][slot_of(n, e)] = ds;
           }
         }
       };
-      if (band.sees_all(kWarpRows, kBlockN / 2)) {
+      if (band.sees_all(kWarpRows, kBlockN / 2) && !block.is_exact) {
         make(flag_t<false>{});
       } else {
         make(flag_t<true>{});
@@ -167,10 +173,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         l[r] = {sum.high, l[r].low + sum.low};
       }
     };
-    walk<kStepsEach>(
-        sums, block, own, smem_other, 0, role() * kBlockN / 2, [](int) {},
-        [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
-        exchange);
+    do {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sums[c][n] = 0;
+      }
+      l[0] = l[1] = {0, 0};
+      walk<kStepsEach>(
+          sums, block, own, smem_other, 0, role() * kBlockN / 2, [](int) {},
+          [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
+          exchange);
+    } while (walks_again(block, own, sums, found));
 
     // The second warp hands its sums over, in the place of its dO.
     double l_of[2];
@@ -199,7 +213,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       sums[n / 4][n % 4 * 2 + 1] += x.y;
     }
     const double2 l_theirs = load2(exchange_lane);
-    if (is_odd(sums)) *found = 1;
 
     const place_t at_end = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores_end(at_end, SCORE_ARGUMENTS);

@@ -95,10 +95,11 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.s[n][e] = 0;
   }
+  const double* const q_lane = q + threadIdx.x % kWarpSize * kVec;
 #pragma unroll kStepsAtOnce
   for (int step = 0; step < kStepsD; ++step) {
     double a[8];
-    load_own(a, q, step);
+    load_own(a, q_lane, step);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int at = 8 * n * kHeadDim + 16 * step;

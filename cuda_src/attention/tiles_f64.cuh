@@ -116,8 +116,10 @@ template <int kDim>
 __device__ __forceinline__ void copy_own(
     double* smem, const double* x, index_t stride, int num_rows, int dim) {
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+  unsigned first = threadIdx.x % kWarpSize;
+  ptx::forget(first);  // as above
 #pragma unroll 4
-  for (int n = threadIdx.x % kWarpSize; n < kWarpRows * kDim; n += kWarpSize) {
+  for (int n = first; n < kWarpRows * kDim; n += kWarpSize) {
     const int row = n / kDim, col = n % kDim;
     const int slot = col % 16, i = slot / 8 * 2 + slot % 2, t = slot % 8 / 2;
     const int at = col / 16 * kStepSize + i * 2 * kWarpSize + (row % 8 * 4 + t) * 2;
@@ -127,11 +129,12 @@ __device__ __forceinline__ void copy_own(
   }
 }
 
-__device__ __forceinline__ void load_own(double (&a)[8], const double* own, int step) {
+__device__ __forceinline__ void load_own(double (&a)[8],
+                                         const double* own_lane,
+                                         int step) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const double2 x =
-        load2(own + step * kStepSize + i * 2 * kWarpSize + threadIdx.x % kWarpSize * 2);
+    const double2 x = load2(own_lane + step * kStepSize + i * 2 * kWarpSize);
     a[2 * i] = x.x;
     a[2 * i + 1] = x.y;
   }

@@ -7,6 +7,8 @@
 //     c = own other^T            q k^T and dO v^T, or k q^T and v dO^T
 //     c becomes w in exchange    P or dS, as the operand of the next product
 //     sums += w other
+// The first warp multiplies with P, the second with dS, all of a tile (keys); or both
+// with dS, each half of a tile (queries).
 // So no warp holds sums of two gradients, for which registers would not do, and a
 // scheduler has always two warps.
 //
@@ -50,35 +52,75 @@ __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
   return a < b ? a : b;
 }
 
-// Which pair a warp belongs to, and whether it is the first (0) or second (1) of it.
-// Both stand on one scheduler: while one waits for the other, products go on.
-__device__ __forceinline__ int pair_index() {
-  return threadIdx.x / kWarpSize % kNumPairs;
+// Where a thread stands: which pair its warp belongs to, whether it is the first (0) or
+// second (1) of it, and which lane. Both warps stand on one scheduler: while one waits
+// for the other, products go on.
+class thread_t {
+ public:
+  __device__ __forceinline__ thread_t() : index_(threadIdx.x) {
+    // What depends on it is computed anew each time, not kept in registers.
+    ptx::forget(index_);
+  }
+  __device__ __forceinline__ int pair() const { return index_ / kWarpSize % kNumPairs; }
+  __device__ __forceinline__ int role() const {
+    return index_ / (kWarpSize * kNumPairs);
+  }
+  __device__ __forceinline__ int first_row() const { return pair() * kWarpRows; }
+  __device__ __forceinline__ int lane() const { return index_ % kWarpSize; }
+  __device__ __forceinline__ int g() const { return index_ % kWarpSize / 4; }
+  __device__ __forceinline__ int t() const { return index_ % 4; }
+
+ private:
+  unsigned index_;
+};
+
+// Shared memory of the tiles.
+__device__ __forceinline__ double* shared_tiles() {
+  extern __shared__ __align__(16) unsigned char smem[];
+  return reinterpret_cast<double*>(smem);
 }
-__device__ __forceinline__ int role() { return threadIdx.x / (kWarpSize * kNumPairs); }
+__device__ __forceinline__ double* own_of(const thread_t& me) {
+  return shared_tiles() + me.role() * kOwnSize + me.pair() * kWarpOwnSize;
+}
+__device__ __forceinline__ double* shared_other() {
+  return shared_tiles() + 2 * kOwnSize;
+}
+// Of the lane: 16 bytes side by side.
+__device__ __forceinline__ double* exchange_of(const thread_t& me) {
+  return shared_other() + 2 * kOtherSize + me.pair() * kExchangeSize + me.lane() * kVec;
+}
 
 __device__ __forceinline__ void sync_pair() {
-  ptx::bar_sync<2 * kWarpSize>(1 + pair_index());
+  ptx::bar_sync<2 * kWarpSize>(1 + thread_t().pair());
 }
+
+template <int kValue>
+struct constant_t {
+  static constexpr int value = kValue;
+};
 
 using product_t = double[kTiles][4];  // fragments c
 using sums_t = double[kChunks][8];    // of a row 16 c + 4 t + (0, 2), then + (1, 3)
 template <int kSteps>
 using weights_t = double[kSteps][8];  // fragments a
 
-// c += own other^T over half kPart of the columns.
+// c += own other^T over half kPart of the columns, for the first num_rows rows.
 template <int kPart>
-__device__ __forceinline__ void dot(product_t& c,
-                                    const double* own,
-                                    const double* other) {
-  const double* const other_lane[2] = {other + place<kDim>(lane_g(), lane_t()),
-                                       other + place<kDim>(lane_g(), 4 + lane_t())};
+__device__ __forceinline__ void dot(product_t& c, int num_rows) {
+  const thread_t me;
+  const double* const own = own_of(me) + me.lane() * kVec;
+  const double* const other = shared_other() + me.role() * kOtherSize;
+  const double* const other_lane[2] = {other + place<kDim>(me.g(), me.t()),
+                                       other + place<kDim>(me.g(), 4 + me.t())};
 #pragma unroll kStepsAtOnce
   for (int step = kPart * kChunks / 2; step < (kPart + 1) * kChunks / 2; ++step) {
     double a[8];
     load_own(a, own, step);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
+      // No such rows. The branch also keeps the compiler from loading far ahead, for
+      // which registers would not do.
+      if (n % 2 == 0 && 8 * n >= num_rows) break;
       const int at = 8 * n * kDim + 16 * step;
       const double2 x = load2(other_lane[0] + at), y = load2(other_lane[1] + at);
       const double b[4] = {x.x, x.y, y.x, y.y};
@@ -87,26 +129,25 @@ __device__ __forceinline__ void dot(product_t& c,
   }
 }
 
-// sums += w other in half kPart of the columns, for the 16 kSteps rows from `other` on.
-// The products of a tile are summed apart before they join.
+// sums += w other in half kPart of the columns, for 16 kSteps rows from place `other`
+// of shared memory on. The products of a tile are summed apart before they join.
 template <int kPart, int kSteps>
-__device__ __forceinline__ void accumulate(sums_t& sums,
-                                           const weights_t<kSteps>& w,
-                                           const double* other,
-                                           int dim) {
+__device__ __forceinline__ void accumulate(
+    sums_t& sums, const weights_t<kSteps>& w, int other, int num_rows, int dim) {
+  const thread_t me;
   const double* other_lane[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    other_lane[e] = other + place<kDim>(2 * lane_t() + e, lane_g());
+    other_lane[e] = shared_other() + other + place<kDim>(2 * me.t() + e, me.g());
   }
 #pragma unroll
   for (int c = kPart * kChunks / 2; c < (kPart + 1) * kChunks / 2; ++c) {
-    // No such columns. The branch also keeps the compiler from loading far ahead, for
-    // which registers would not do.
+    // No such columns, no such rows; as above.
     if (16 * c >= dim) break;
     double sum[2][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
+      if (16 * step >= num_rows) break;
       double b[2][4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -139,6 +180,7 @@ struct rows_t {
 // scarce.
 struct walk_t {
   offsets_t<3> kept;  // of the entry of the gradients
+  index_t summed;     // the one of its summed entries that is gone through
   index_t own_first;  // the first row owned
   index_t first;      // the first row walked over
   rows_t rows[2];     // walked over
@@ -148,18 +190,24 @@ struct walk_t {
   bool is_exact;
   int odd_own[kBlockM];    // 1: a value of the row was not finite
   int odd_other[kBlockN];  // the same of the tile of this number, if there was one
+  alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
   band_t band;  // counted from the first query and the first key of the tiles
   exp2_table_t exp2;
+
+  __device__ void keep(const scores_t& scores) { new (scores_bytes) scores_t(scores); }
+  __device__ const scores_t& scores() const {
+    return *reinterpret_cast<const scores_t*>(scores_bytes);
+  }
 };
 
 // Half kPart of the columns of both tiles of rows from `first` on; zeros where there
 // are none.
 template <int kPart>
-__device__ __forceinline__ void fetch(double* other, const walk_t& block, int first) {
+__device__ __forceinline__ void fetch(const walk_t& block, int first) {
 #pragma unroll 1
   for (int n = 0; n < 2; ++n) {
     const rows_t& rows = block.rows[n];
-    copy_rows<kBlockN, kDim, kHalf>(other + n * kOtherSize + kPart * kHalf,
+    copy_rows<kBlockN, kDim, kHalf>(shared_other() + n * kOtherSize + kPart * kHalf,
                                     rows.x + first * rows.stride + kPart * kHalf,
                                     rows.stride, block.num_rows - first,
                                     rows.dim - kPart * kHalf);
@@ -168,11 +216,11 @@ __device__ __forceinline__ void fetch(double* other, const walk_t& block, int fi
 
 // Makes values of a tile that are not finite 0, and notes their rows.
 template <int kPart>
-__device__ __forceinline__ void clean(double* other, walk_t& block, int tile) {
+__device__ __forceinline__ void clean(walk_t& block, int tile) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < 2 * kBlockN * kHalf; n += kNumThreads) {
     const int row = n / kHalf % kBlockN;
-    double& x = other[n / kHalf * kDim + kPart * kHalf + n % kHalf];
+    double& x = shared_other()[n / kHalf * kDim + kPart * kHalf + n % kHalf];
     if (is_finite(x)) continue;
     x = 0;
     block.odd_other[row] = tile;
@@ -180,72 +228,72 @@ __device__ __forceinline__ void clean(double* other, walk_t& block, int tile) {
 }
 
 // The same of the rows of this warp.
-__device__ __forceinline__ void clean_own(double* own, walk_t& block) {
+__device__ __forceinline__ void clean_own(walk_t& block) {
+  const thread_t me;
+  double* const own = own_of(me);
 #pragma unroll 1
-  for (int n = threadIdx.x % kWarpSize; n < kWarpOwnSize; n += kWarpSize) {
+  for (int n = me.lane(); n < kWarpOwnSize; n += kWarpSize) {
     if (is_finite(own[n])) continue;
     own[n] = 0;
     // As copy_own() puts them.
-    block.odd_own[pair_index() * kWarpRows + n % (2 * kWarpSize) / 8 + 8 * (n % 2)] = 1;
+    block.odd_own[me.first_row() + n % (2 * kWarpSize) / 8 + 8 * (n % 2)] = 1;
   }
 }
 
-// The walk over all tiles of block.rows.
-//   fetch_row(tile)   starts copies of what else belongs to the rows of a tile
-//   is_seen(tile)     whether the pair takes part in it
-//   exchange(tile, c, w)  makes the weights w of 16 kSteps rows of the tile, from row
-//                     `start` on, of block.rows[values]
+// The walk over all tiles of block.rows, whose scores become 16 kSteps weights.
+//   fetch_row(tile)       starts copies of what else belongs to the rows of a tile
+//   is_seen(tile)         whether the pair takes part in it
+//   exchange(tile, c, w)  makes the weights
 template <int kSteps, typename FetchRow, typename IsSeen, typename Exchange>
 __device__ __forceinline__ void walk(sums_t& sums,
                                      walk_t& block,
-                                     const double* own,
-                                     double* other,
-                                     int values,
-                                     int start,
                                      FetchRow fetch_row,
                                      IsSeen is_seen,
                                      Exchange exchange) {
-  const int num_tiles = (block.num_rows + kBlockN - 1) / kBlockN;
-  const double* const factors = other + role() * kOtherSize;
-  const double* const other_rows = other + values * kOtherSize + start * kDim;
-  const int dim = block.rows[values].dim;
+  const auto accumulate_part = [&](auto part, int tile, const weights_t<kSteps>& w) {
+    // P multiplies dO, dS multiplies q; or dS of half a tile multiplies k.
+    constexpr bool kWhole = kSteps == kStepsN;
+    const int role = thread_t().role(), values = kWhole ? 1 - role : 0;
+    const int start = kWhole ? 0 : role * kBlockN / 2;
+    accumulate<part.value, kSteps>(sums, w, values * kOtherSize + start * kDim,
+                                   block.num_rows - tile * kBlockN - start,
+                                   block.rows[values].dim);
+  };
   const auto fetch_first = [&](int tile) {
-    const int first = tile * kBlockN;
-    fetch<0>(other, block, first);
+    fetch<0>(block, tile * kBlockN);
     fetch_row(tile);
     ptx::commit_copy_group();
   };
-  if (num_tiles > 0) fetch_first(0);
+  if (block.num_rows > 0) fetch_first(0);
 #pragma unroll 1
-  for (int tile = 0; tile < num_tiles; ++tile) {
-    const int first = tile * kBlockN;
-    const bool seen = is_seen(tile);
+  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
     product_t c = {};
     weights_t<kSteps> w;
     ptx::wait_copy_groups<0>();
     // The first half has come, and all have read the second of the tile before.
     __syncthreads();
-    fetch<1>(other, block, first);
+    fetch<1>(block, tile * kBlockN);
     ptx::commit_copy_group();
     if (block.is_exact) {
-      clean<0>(other, block, tile);
+      clean<0>(block, tile);
       __syncthreads();  // the values are finite
     }
-    if (seen) dot<0>(c, own, factors);
+    const bool seen = is_seen(tile);
+    if (seen) dot<0>(c, block.num_rows - tile * kBlockN);
     ptx::wait_copy_groups<0>();
     __syncthreads();  // the second half has come
     if (block.is_exact) {
-      clean<1>(other, block, tile);
+      clean<1>(block, tile);
       __syncthreads();  // the values are finite
     }
     if (seen) {
-      dot<1>(c, own, factors);
+      dot<1>(c, block.num_rows - tile * kBlockN);
       exchange(tile, c, w);
-      accumulate<0, kSteps>(sums, w, other_rows, dim);
+      accumulate_part(constant_t<0>{}, tile, w);
     }
     __syncthreads();  // all have read the first half
-    if (tile + 1 < num_tiles) fetch_first(tile + 1);
-    if (seen) accumulate<1, kSteps>(sums, w, other_rows, dim);
+    if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
+    if (seen) accumulate_part(constant_t<1>{}, tile, w);
   }
   ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
@@ -296,10 +344,15 @@ __device__ __forceinline__ double weight_of(double q_dot_k,
 }
 
 // Begins an entry, before its rows come.
-__device__ __forceinline__ void begin_walks(walk_t& block) {
-  if (threadIdx.x == 0) block.is_exact = false;
-  if (threadIdx.x < kBlockM) block.odd_own[threadIdx.x] = 0;
-  if (threadIdx.x < kBlockN) block.odd_other[threadIdx.x] = -1;
+__device__ __forceinline__ void begin_walks(walk_t& block, index_t summed) {
+  unsigned thread = threadIdx.x;
+  ptx::forget(thread);
+  if (thread == 0) {
+    block.is_exact = false;
+    block.summed = summed;
+  }
+  if (thread < kBlockM) block.odd_own[thread] = 0;
+  if (thread < kBlockN) block.odd_other[thread] = -1;
 }
 
 // Whether a sum is not finite.
@@ -315,7 +368,6 @@ __device__ __forceinline__ bool is_odd(const sums_t& sums) {
 
 // After a walk: whether the block goes the same way again, exactly.
 __device__ __forceinline__ bool walks_again(walk_t& block,
-                                            double* own,
                                             const sums_t& sums,
                                             int* found) {
   const bool odd = is_odd(sums);
@@ -325,7 +377,7 @@ __device__ __forceinline__ bool walks_again(walk_t& block,
   }
   if (!__syncthreads_or(odd)) return false;
   if (threadIdx.x == 0) block.is_exact = true;
-  clean_own(own, block);
+  clean_own(block);
   __syncthreads();  // `block` is complete
   return true;
 }
@@ -334,13 +386,14 @@ __device__ __forceinline__ bool walks_again(walk_t& block,
 // of its warp.
 template <typename Store>
 __device__ __forceinline__ void for_each_sum(const sums_t& sums, Store store) {
+  const thread_t me;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        store(lane_g() + 8 * r, 16 * c + 4 * lane_t() + n,
+        store(me.g() + 8 * r, 16 * c + 4 * me.t() + n,
               sums[c][4 * (n % 2) + 2 * r + n / 2], r);
       }
     }

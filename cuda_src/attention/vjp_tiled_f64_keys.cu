@@ -40,10 +40,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         int* __restrict__ found,             // 1: something is not finite
         SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
-  extern __shared__ __align__(16) unsigned char smem[];
-  double* const smem_own = reinterpret_cast<double*>(smem);
-  double* const smem_other = smem_own + 2 * kOwnSize;
-  double* const exchange_all = smem_other + 2 * kOtherSize;
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_k + kBlockM - 1) / kBlockM;
@@ -53,20 +49,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     block.kept = locate(grads.kept, kept_index);
     block.own_first = (block_index() - kept_index * num_tiles) * kBlockM;
   }
-  const int first_row = pair_index() * kWarpRows;
-  double* const own = smem_own + role() * kOwnSize + pair_index() * kWarpOwnSize;
-  double* const exchange_lane =
-      exchange_all + pair_index() * kExchangeSize + threadIdx.x % kWarpSize * 2;
   if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);
   const auto num_own = [&] {
-    const index_t num = params.seqlen_k - block.own_first - first_row;
+    const index_t num = params.seqlen_k - block.own_first - thread_t().first_row();
     return static_cast<int>(clamp(num, 0, kWarpRows));
   };
 
 #pragma unroll 1
-  for (index_t summed = 0; summed < grads.num_summed; ++summed) {
+  for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
     __syncthreads();  // all have read what belongs to the entry before
-    begin_walks(block);
+    begin_walks(block, summed);
     const place_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t j0 = block.own_first;
@@ -88,13 +80,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.factor_rows = factor + row;
       block.delta_rows = delta + row;
       block.first = first;
+      if (kTerms) block.keep(scores);
     }
-    if (role() == 0) {
-      copy_own<kDim>(own, at.at_kv(k, params.k) + (j0 + first_row) * params.k.row,
-                     params.k.row, num_own(), static_cast<int>(params.head_dim));
-    } else {
-      copy_own<kDim>(own, at.at_kv(v, params.v) + (j0 + first_row) * params.v.row,
-                     params.v.row, num_own(), static_cast<int>(params.head_dim_v));
+    {
+      const thread_t me;
+      const bool is_k = me.role() == 0;
+      const operand_t& operand = is_k ? params.k : params.v;
+      copy_own<kDim>(
+          own_of(me),
+          at.at_kv(is_k ? k : v, operand) + (j0 + me.first_row()) * operand.row,
+          operand.row, num_own(),
+          static_cast<int>(is_k ? params.head_dim : params.head_dim_v));
     }
     ptx::commit_copy_group();
     __syncthreads();  // `block` is complete
@@ -113,55 +109,59 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       copy(block.delta, block.delta_rows + i);
     };
     const auto band_of = [&](int tile) {
-      return moved(block.band, tile * kBlockN, first_row);
+      return moved(block.band, tile * kBlockN, thread_t().first_row());
     };
     const auto exchange = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
-      if (role() == 0) {
+      const thread_t me;
+      double* const exchange_lane = exchange_of(me);
+      if (me.role() == 0) {
         const exp2_t exp2(block.exp2);
         const band_t band = band_of(tile);
         const index_t i0 = block.first + tile * kBlockN,
-                      j = block.own_first + first_row;
+                      j = block.own_first + me.first_row();
         const auto make = [&](auto check) {
 #pragma unroll
           for (int n = 0; n < kTiles; ++n) {
-            const int col = 8 * n + 2 * lane_t();
+            const int col = 8 * n + 2 * me.t();
             const double2 lse_of = load2(block.lse + col);
             const double2 factor_of = load2(block.factor + col);
-            double product[4];
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int key = lane_g() + 8 * (e / 2), query = col + e % 2;
-              double derivative;
-              double p = weight_of<check.value>(
-                  c[n][e], band.sees(query, key), exp2, scores, params.scale,
-                  i0 + query, j + key, e % 2 ? lse_of.y : lse_of.x, derivative);
-              p *= e % 2 ? factor_of.y : factor_of.x;
-              w[n / 2][slot_of(n, e)] = p;
-              if (check.value && block.is_exact && !is_unseen(p) &&
-                  (block.odd_own[first_row + key] || block.odd_other[query] == tile)) {
-                *found = 1;
-              }
-              product[e] = kHasSoftcap ? p * derivative : p;
-            }
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
+              double product[2];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const int key = me.g() + 8 * h, query = col + e;
+                double derivative;
+                double p = weight_of<check.value>(
+                    c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
+                    params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
+                    derivative);
+                p *= e == 0 ? factor_of.x : factor_of.y;
+                if (check.value && block.is_exact && !is_unseen(p) &&
+                    (block.odd_own[me.first_row() + key] ||
+                     block.odd_other[query] == tile)) {
+                  *found = 1;
+                }
+                w[n / 2][slot_of(n, 2 * h + e)] = p;
+                product[e] = kHasSoftcap ? p * derivative : p;
+              }
               *reinterpret_cast<double2*>(exchange_lane +
-                                          (2 * n + h) * 2 * kWarpSize) = {
-                  product[2 * h], product[2 * h + 1]};
+                                          (2 * n + h) * 2 * kWarpSize) = {product[0],
+                                                                          product[1]};
             }
           }
         };
-        if (band.sees_all(kBlockN, kWarpRows) && !block.is_exact) {
+        if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
           make(flag_t<false>{});
         } else {
           make(flag_t<true>{});
         }
       }
       sync_pair();  // P is complete
-      if (role() == 1) {
+      if (me.role() == 1) {
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const double2 delta_of = load2(block.delta + 8 * n + 2 * lane_t());
+          const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
@@ -179,18 +179,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
         for (int n = 0; n < 8; ++n) sums[c][n] = 0;
       }
-      // P multiplies dO, dS multiplies q.
       walk<kStepsN>(
-          sums, block, own, smem_other, 1 - role(), 0, fetch_row,
+          sums, block, fetch_row,
           [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },
           exchange);
-    } while (walks_again(block, own, sums, found));
+    } while (walks_again(block, sums, found));
 
-    const bool is_dv = role() == 0;
+    const bool is_dv = thread_t().role() == 0;
     const index_t row_stride = is_dv ? grads.row[1] : grads.row[0];
     const index_t col_stride = is_dv ? grads.col[1] : grads.col[0];
     grad_t* const out = (is_dv ? dv + block.kept.of[2] : dk + block.kept.of[1]) +
-                        (block.own_first + first_row) * row_stride;
+                        (block.own_first + thread_t().first_row()) * row_stride;
     const int num_rows = num_own();
     const int dim = static_cast<int>(is_dv ? params.head_dim_v : params.head_dim);
     const double scale = is_dv ? 1 : params.scale;
@@ -198,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       if (row >= num_rows || col >= dim) return;
       grad_t& x = out[row * row_stride + col * col_stride];
       // Entries that share k and v add up in order.
-      x = summed > 0 ? x + sum * scale : sum * scale;
+      x = block.summed > 0 ? x + sum * scale : sum * scale;
     });
   }
 }

@@ -38,10 +38,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         int* __restrict__ found,            // 1: something is not finite
         SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
-  extern __shared__ __align__(16) unsigned char smem[];
-  double* const smem_own = reinterpret_cast<double*>(smem);
-  double* const smem_other = smem_own + 2 * kOwnSize;
-  double* const exchange_all = smem_other + 2 * kOtherSize;
   __shared__ block_t block;
 
   constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
@@ -53,20 +49,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     block.kept = locate(grads.kept, kept_index);
     block.own_first = (num_tiles - 1 - from_last) * kBlockM;
   }
-  const int first_row = pair_index() * kWarpRows;
-  double* const own = smem_own + role() * kOwnSize + pair_index() * kWarpOwnSize;
-  double* const exchange_lane =
-      exchange_all + pair_index() * kExchangeSize + threadIdx.x % kWarpSize * 2;
   if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);
   const auto num_own = [&] {
-    const index_t num = params.seqlen_q - block.own_first - first_row;
+    const index_t num = params.seqlen_q - block.own_first - thread_t().first_row();
     return static_cast<int>(clamp(num, 0, kWarpRows));
   };
 
 #pragma unroll 1
-  for (index_t summed = 0; summed < grads.num_summed; ++summed) {
+  for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
     __syncthreads();  // all have read what belongs to the entry before
-    begin_walks(block);
+    begin_walks(block, summed);
     const place_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t i0 = block.own_first;
@@ -80,18 +72,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.num_rows = keys.last > first ? static_cast<int>(keys.last - first) : 0;
       block.band = scores.band(i0, first);
       block.first = first;
+      if (kTerms) block.keep(scores);
     }
     if (threadIdx.x < kBlockM) {
       const index_t i = smaller(i0 + threadIdx.x, params.seqlen_q - 1);
       block.lse[threadIdx.x] = at.at(lse, grads.lse)[i * grads.lse.row];
       block.delta[threadIdx.x] = delta[at.row_of_heads * params.seqlen_q + i];
     }
-    if (role() == 0) {
-      copy_own<kDim>(own, at.at(q, params.q) + (i0 + first_row) * params.q.row,
-                     params.q.row, num_own(), static_cast<int>(params.head_dim));
-    } else {
-      copy_own<kDim>(own, at.at(dout, grads.dout) + (i0 + first_row) * grads.dout.row,
-                     grads.dout.row, num_own(), static_cast<int>(params.head_dim_v));
+    {
+      const thread_t me;
+      const bool is_q = me.role() == 0;
+      const operand_t& operand = is_q ? params.q : grads.dout;
+      copy_own<kDim>(
+          own_of(me),
+          at.at(is_q ? q : dout, operand) + (i0 + me.first_row()) * operand.row,
+          operand.row, num_own(),
+          static_cast<int>(is_q ? params.head_dim : params.head_dim_v));
     }
     ptx::commit_copy_group();
     __syncthreads();  // `block` is complete
@@ -99,21 +95,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     sums_t sums;
     pair_t<double> l[2];  // over the lane's own columns
     const auto band_of = [&](int tile) {
-      return moved(block.band, first_row, tile * kBlockN);
+      return moved(block.band, thread_t().first_row(), tile * kBlockN);
     };
     const auto exchange = [&](int tile, product_t& c, weights_t<kStepsEach>& w) {
+      const thread_t me;
+      double* const exchange_lane = exchange_of(me);
       // A warp keeps its half of the keys and gives the other.
       double mine[kTilesEach][4], theirs[kTilesEach][4];
 #pragma unroll
       for (int n = 0; n < kTilesEach; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          mine[n][e] = role() == 0 ? c[n][e] : c[n + kTilesEach][e];
-          theirs[n][e] = role() == 0 ? c[n + kTilesEach][e] : c[n][e];
+          mine[n][e] = me.role() == 0 ? c[n][e] : c[n + kTilesEach][e];
+          theirs[n][e] = me.role() == 0 ? c[n + kTilesEach][e] : c[n][e];
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int at = 2 * (role() * kTilesEach + n) + h;
+          const int at = 2 * (me.role() * kTilesEach + n) + h;
           *reinterpret_cast<double2*>(exchange_lane + at * 2 * kWarpSize) = {
               theirs[n][2 * h], theirs[n][2 * h + 1]};
         }
@@ -123,16 +121,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       for (int n = 0; n < kTilesEach; ++n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int at = 2 * ((1 - role()) * kTilesEach + n) + h;
+          const int at = 2 * ((1 - me.role()) * kTilesEach + n) + h;
           const double2 x = load2(exchange_lane + at * 2 * kWarpSize);
           theirs[n][2 * h] = x.x;
           theirs[n][2 * h + 1] = x.y;
         }
       }
       const exp2_t exp2(block.exp2);
-      const int start = role() * kBlockN / 2;
+      const int start = me.role() * kBlockN / 2;
       const band_t band = moved(band_of(tile), 0, start);
-      const index_t i = block.own_first + first_row,
+      const index_t i = block.own_first + me.first_row(),
                     j = block.first + tile * kBlockN + start;
       double tile_l[2] = {};
       const auto make = [&](auto check) {
@@ -140,19 +138,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         for (int n = 0; n < kTilesEach; ++n) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int query = lane_g() + 8 * (e / 2),
-                      key = 8 * n + 2 * lane_t() + e % 2;
-            const double s = role() == 0 ? mine[n][e] : theirs[n][e];
-            const double dp = role() == 0 ? theirs[n][e] : mine[n][e];
+            const int query = me.g() + 8 * (e / 2), key = 8 * n + 2 * me.t() + e % 2;
+            const double s = me.role() == 0 ? mine[n][e] : theirs[n][e];
+            const double dp = me.role() == 0 ? theirs[n][e] : mine[n][e];
             double derivative;
             const double p = weight_of<check.value>(
-                s, band.sees(query, key), exp2, scores, params.scale, i + query,
-                j + key, block.lse[first_row + query], derivative);
+                s, band.sees(query, key), exp2, block.scores(), params.scale, i + query,
+                j + key, block.lse[me.first_row() + query], derivative);
             tile_l[e / 2] += p;
-            double ds = p * (dp - block.delta[first_row + query]);
+            double ds = p * (dp - block.delta[me.first_row() + query]);
             if (kHasSoftcap) ds *= derivative;
             if (check.value && block.is_exact && !is_unseen(p) &&
-                (block.odd_own[first_row + query] ||
+                (block.odd_own[me.first_row() + query] ||
                  block.odd_other[start + key] == tile)) {
               *found = 1;
             }
@@ -162,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           }
         }
       };
-      if (band.sees_all(kWarpRows, kBlockN / 2) && !block.is_exact) {
+      if (!kTerms && !block.is_exact && band.sees_all(kWarpRows, kBlockN / 2)) {
         make(flag_t<false>{});
       } else {
         make(flag_t<true>{});
@@ -181,12 +178,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       l[0] = l[1] = {0, 0};
       walk<kStepsEach>(
-          sums, block, own, smem_other, 0, role() * kBlockN / 2, [](int) {},
+          sums, block, [](int) {},
           [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
           exchange);
-    } while (walks_again(block, own, sums, found));
+    } while (walks_again(block, sums, found));
 
     // The second warp hands its sums over, in the place of its dO.
+    const thread_t me;
+    double* const exchange_lane = exchange_of(me);
     double l_of[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -195,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     sync_pair();  // the first warp has read what the second gave it
     double* const handed =
-        smem_own + kOwnSize + pair_index() * kWarpOwnSize + threadIdx.x % kWarpSize * 2;
-    if (role() == 1) {
+        shared_tiles() + kOwnSize + me.pair() * kWarpOwnSize + me.lane() * kVec;
+    if (me.role() == 1) {
 #pragma unroll
       for (int n = 0; n < 4 * kChunks; ++n) {
         *reinterpret_cast<double2*>(handed + n * 2 * kWarpSize) = {
@@ -205,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       *reinterpret_cast<double2*>(exchange_lane) = {l_of[0], l_of[1]};
     }
     sync_pair();  // the sums are complete
-    if (role() == 1) continue;
+    if (me.role() == 1) continue;
 #pragma unroll
     for (int n = 0; n < 4 * kChunks; ++n) {
       const double2 x = load2(handed + n * 2 * kWarpSize);
@@ -214,15 +213,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     const double2 l_theirs = load2(exchange_lane);
 
-    const place_t at_end = grads.entry(params, block.kept.of[0], summed);
+    const place_t at_end = grads.entry(params, block.kept.of[0], block.summed);
     const scores_t scores_end(at_end, SCORE_ARGUMENTS);
-    const index_t row = block.own_first + first_row;
+    const index_t row = block.own_first + me.first_row();
     const index_t item = at_end.row_of_heads * params.seqlen_q + row;
     double own_factor[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int n = lane_g() + 8 * r;
-      const double lse_i = block.lse[first_row + n];
+      const int n = me.g() + 8 * r;
+      const double lse_i = block.lse[me.first_row() + n];
       const bool counts =
           scores_end.is_query(row + n) && scores_end.sink() != -infinity<double>();
       const double sink = counts ? exp_diff_exact(scores_end.sink(), lse_i) : 0;
@@ -230,10 +229,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse_i));
       // Not where both are infinite: a row that sees no key.
       own_factor[r] = abs_of(log_of(total)) < roundings ? 1 / total : 1;
-      if (lane_t() == 0 && row + n < params.seqlen_q) {
+      if (me.t() == 0 && row + n < params.seqlen_q) {
         factor[item + n] = own_factor[r];
         if (kHasSinks && sink_terms != nullptr) {
-          const double delta_i = block.delta[first_row + n];
+          const double delta_i = block.delta[me.first_row() + n];
           sink_terms[item + n] = counts ? -sink * own_factor[r] * delta_i : 0;
         }
       }
@@ -245,7 +244,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       grad_t& x = out[i * grads.row[0] + col * grads.col[0]];
       // Entries that share q add up in order, each with factors of its own.
       const double term = sum * own_factor[r] * params.scale;
-      x = summed > 0 ? x + term : term;
+      x = block.summed > 0 ? x + term : term;
     });
   }
 }

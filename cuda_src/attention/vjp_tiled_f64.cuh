@@ -8,9 +8,8 @@
 //     c becomes w in exchange    P or dS, as the operand of the next product
 //     sums += w other
 // The first warp multiplies with P, the second with dS, all of a tile (keys); or both
-// with dS, each half of a tile (queries).
-// So no warp holds sums of two gradients, for which registers would not do, and a
-// scheduler has always two warps.
+// with dS, each half of a tile (queries). So no warp holds sums of two gradients, for
+// which registers would not do, and a scheduler has always two warps.
 //
 // Shared  own       2 x kBlockM x kDim   as fragments (tiles_f64.cuh), once an entry
 //         other     2 x kBlockN x kDim   the rows walked over; the first half of the
@@ -39,10 +38,7 @@ constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
 constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
 constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
 constexpr int kHalf = kDim / 2;        // columns that are copied at a time
-#ifndef STEPS_AT_ONCE
-#define STEPS_AT_ONCE (DIM > 64 ? 1 : 4)
-#endif
-constexpr int kStepsAtOnce = STEPS_AT_ONCE;  // of c, in line; others spill
+constexpr int kStepsAtOnce = kDim > 64 ? 1 : 4;  // of c, in line; others spill
 static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
 
 constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
@@ -53,8 +49,8 @@ __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
 }
 
 // Where a thread stands: which pair its warp belongs to, whether it is the first (0) or
-// second (1) of it, and which lane. Both warps stand on one scheduler: while one waits
-// for the other, products go on.
+// second (1) of it, and which lane. Of four pairs both warps stand on one scheduler:
+// while one waits for the other, products go on.
 class thread_t {
  public:
   __device__ __forceinline__ thread_t() : index_(threadIdx.x) {

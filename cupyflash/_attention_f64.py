@@ -11,7 +11,7 @@ from cupyflash._kernels import Device, Variant
 
 # Architectures whose float64 tensor cores are as fast as their float64 units or faster.
 # Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
-_ARCHS = ("sm_80", "sm_90", "sm_100")
+ARCHS = ("sm_80", "sm_90", "sm_100")
 
 _MAX_KEYS = 1 << 30
 
@@ -62,7 +62,7 @@ class TensorFloat64Kernel:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if problem.dtype != "float64":
             return f"takes float64, not {problem.dtype}"
-        if device.arch not in _ARCHS:
+        if device.arch not in ARCHS:
             return f"{device.arch} has no fast tensor cores for float64"
         if max(problem.head_dim, problem.head_dim_v) > self.dims[-1]:
             return (

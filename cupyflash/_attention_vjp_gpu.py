@@ -15,6 +15,8 @@ from cupyflash import (
 )
 from cupyflash._attention_gpu import _describe_launch, _with_contiguous_rows
 from cupyflash._attention_kernels import OPTIONS
+from cupyflash._attention_vjp_f64 import TensorFloat64VjpKernel
+from cupyflash._attention_vjp_f64_plan import TensorFloat64Plan
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS, HopperVjpKernel
 from cupyflash._attention_vjp_plans import HopperPlan, Plan, ZeroPlan
 from cupyflash._attention_vjp_problem import AttentionGrads
@@ -24,6 +26,11 @@ _plans = _gpu.PlanCache()
 # Arguments of attention_vjp that are arrays, by their place, dlse the last.
 _ARRAYS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 20)
 _QUERY_OFFSET = 10
+# Kinds of rows with a plan of their own.
+_PLANS = (
+    (HopperVjpKernel, HopperPlan),
+    (TensorFloat64VjpKernel, TensorFloat64Plan),
+)
 # Those that the copy engine of Hopper reads: dout, q, k and v.
 _MAPPED = (0, 1, 2, 3)
 
@@ -120,7 +127,7 @@ def make_plan(problem, operands):
         return ZeroPlan(problem, device_id)
     device = _gpu.device(device_id)
     row, _ = _select(problem, operands, device)
-    kind = HopperPlan if isinstance(row, HopperVjpKernel) else Plan
+    kind = next((plan for of, plan in _PLANS if isinstance(row, of)), Plan)
     return kind(row, problem, operands, device, device_id)
 
 

@@ -7,7 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _attention_kernels, _kernels, _tensormap
+from cupyflash import (
+    _attention_kernels,
+    _attention_vjp_f64,
+    _kernels,
+    _tensormap,
+)
 from cupyflash._attention_kernels import OPTIONS, Config, Tile, TileLadder, padded_dim
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
@@ -386,6 +391,7 @@ ATTENTION_VJP_KERNELS = (  # best first
             ),
         },
     ),
+    _attention_vjp_f64.TILED_F64_VJP,
     VjpKernel(
         name="tiled",
         rungs=("tiled", "auto"),
@@ -453,6 +459,11 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                     found[row.name, config.variant] = None
                 continue
             tiles = row.fitting(forward, device)
+            if row is _attention_vjp_f64.TILED_F64_VJP:
+                for tile in tiles if everything else tiles[:1]:
+                    for config in _f64_configs(row, tile, forward, batch_dims, device):
+                        found[row.name, config.variant] = None
+                continue
             for tile in tiles if everything else tiles[:1]:
                 for config in _configs(row, tile, forward, batch_dims, everything):
                     found[row.name, config.variant] = None
@@ -479,6 +490,17 @@ def _hopper_configs(row, forward, batch_dims, device):
     for part in ("queries", "keys"):
         grad = forward.dtype
         yield REPAIRING.config(part, tile, forward, batch_dims, grad, 1, REPAIRS=1)
+
+
+def _f64_configs(row, tile, forward, batch_dims, device):
+    """The launches of a problem with a given tile; dbias is the portable row's."""
+    portable = REPAIRING.tile(forward, device, 1000, 1000)
+    yield rows_config(forward, batch_dims)
+    for part in ("queries", "keys"):
+        yield row.config(part, tile, forward, batch_dims, "float64", 1)
+        yield REPAIRING.config(
+            part, portable, forward, batch_dims, "float64", 1, REPAIRS=1
+        )
 
 
 def _configs(row, tile, forward, batch_dims, everything):

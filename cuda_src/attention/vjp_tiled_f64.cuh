@@ -1,0 +1,397 @@
+// SPDX-License-Identifier: MIT
+// What the float64 gradient kernels on tensor cores share. A block owns kBlockM rows of
+// one kind, queries or keys, and walks over kBlockN rows at a time of the other kind.
+//
+// A pair of warps owns 16 rows: its first warp makes the scores S of a tile, its second
+// dP, and both go the same way, with other operands:
+//     c = own other^T            q k^T and dO v^T, or k q^T and v dO^T
+//     c becomes w in exchange    P or dS, as the operand of the next product
+//     sums += w other
+// The first warp multiplies with P, the second with dS, all of a tile (keys); or both
+// with dS, each half of a tile (queries). So no warp holds sums of two gradients, for
+// which registers would not do, and a scheduler has always two warps.
+//
+// Shared  own       2 x kBlockM x kDim   as fragments (tiles_f64.cuh), once an entry
+//         other     2 x kBlockN x kDim   the rows walked over; the first half of the
+//                                        columns of a tile comes while the second half
+//                                        of the tile before is in use, and so on
+//         exchange  kBlockM x kBlockN    between the warps of a pair
+#pragma once
+
+#include "attention/vjp.cuh"
+#include "attention/tiles_f64.cuh"
+#include "common/exp2_f64.cuh"
+#include "ptx/barrier.cuh"
+
+#if !defined(DIM) || !defined(BLOCK_N) || !defined(MIN_BLOCKS)
+#error "DIM, BLOCK_N and MIN_BLOCKS come from the host"
+#endif
+constexpr int kDim = DIM;  // of all rows; zeros fill the rest
+constexpr int kBlockN = BLOCK_N;
+constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+constexpr int kNumPairs = kNumThreads / (2 * kWarpSize);
+constexpr int kBlockM = kNumPairs * kWarpRows;
+// Whether scores have more to them than a scale.
+constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+
+constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
+constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
+constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
+constexpr int kHalf = kDim / 2;        // columns that are copied at a time
+constexpr int kStepsAtOnce = kDim > 64 ? 1 : 4;  // of c, in line; others spill
+static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
+
+constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
+constexpr int kWarpOwnSize = kWarpRows * kDim, kExchangeSize = kWarpRows * kBlockN;
+
+__device__ __forceinline__ index_t smaller(index_t a, index_t b) {
+  return a < b ? a : b;
+}
+
+// Where a thread stands: which pair its warp belongs to, whether it is the first (0) or
+// second (1) of it, and which lane. Of four pairs both warps stand on one scheduler:
+// while one waits for the other, products go on.
+class thread_t {
+ public:
+  __device__ __forceinline__ thread_t() : index_(threadIdx.x) {
+    // What depends on it is computed anew each time, not kept in registers.
+    ptx::forget(index_);
+  }
+  __device__ __forceinline__ int pair() const { return index_ / kWarpSize % kNumPairs; }
+  __device__ __forceinline__ int role() const {
+    return index_ / (kWarpSize * kNumPairs);
+  }
+  __device__ __forceinline__ int first_row() const { return pair() * kWarpRows; }
+  __device__ __forceinline__ int lane() const { return index_ % kWarpSize; }
+  __device__ __forceinline__ int g() const { return index_ % kWarpSize / 4; }
+  __device__ __forceinline__ int t() const { return index_ % 4; }
+
+ private:
+  unsigned index_;
+};
+
+// Shared memory of the tiles.
+__device__ __forceinline__ double* shared_tiles() {
+  extern __shared__ __align__(16) unsigned char smem[];
+  return reinterpret_cast<double*>(smem);
+}
+__device__ __forceinline__ double* own_of(const thread_t& me) {
+  return shared_tiles() + me.role() * kOwnSize + me.pair() * kWarpOwnSize;
+}
+__device__ __forceinline__ double* shared_other() {
+  return shared_tiles() + 2 * kOwnSize;
+}
+// Of the lane: 16 bytes side by side.
+__device__ __forceinline__ double* exchange_of(const thread_t& me) {
+  return shared_other() + 2 * kOtherSize + me.pair() * kExchangeSize + me.lane() * kVec;
+}
+
+__device__ __forceinline__ void sync_pair() {
+  ptx::bar_sync<2 * kWarpSize>(1 + thread_t().pair());
+}
+
+template <int kValue>
+struct constant_t {
+  static constexpr int value = kValue;
+};
+
+using product_t = double[kTiles][4];  // fragments c
+using sums_t = double[kChunks][8];    // of a row 16 c + 4 t + (0, 2), then + (1, 3)
+template <int kSteps>
+using weights_t = double[kSteps][8];  // fragments a
+
+// c += own other^T over half kPart of the columns, for the first num_rows rows.
+template <int kPart>
+__device__ __forceinline__ void dot(product_t& c, int num_rows) {
+  const thread_t me;
+  const double* const own = own_of(me) + me.lane() * kVec;
+  const double* const other = shared_other() + me.role() * kOtherSize;
+  const double* const other_lane[2] = {other + place<kDim>(me.g(), me.t()),
+                                       other + place<kDim>(me.g(), 4 + me.t())};
+#pragma unroll kStepsAtOnce
+  for (int step = kPart * kChunks / 2; step < (kPart + 1) * kChunks / 2; ++step) {
+    double a[8];
+    load_own(a, own, step);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      // No such rows. The branch also keeps the compiler from loading far ahead, for
+      // which registers would not do.
+      if (n % 2 == 0 && 8 * n >= num_rows) break;
+      const int at = 8 * n * kDim + 16 * step;
+      const double2 x = load2(other_lane[0] + at), y = load2(other_lane[1] + at);
+      const double b[4] = {x.x, x.y, y.x, y.y};
+      add_product(c[n], a, b);
+    }
+  }
+}
+
+// sums += w other in half kPart of the columns, for 16 kSteps rows from place `other`
+// of shared memory on. The products of a tile are summed apart before they join.
+template <int kPart, int kSteps>
+__device__ __forceinline__ void accumulate(
+    sums_t& sums, const weights_t<kSteps>& w, int other, int num_rows, int dim) {
+  const thread_t me;
+  const double* other_lane[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    other_lane[e] = shared_other() + other + place<kDim>(2 * me.t() + e, me.g());
+  }
+#pragma unroll
+  for (int c = kPart * kChunks / 2; c < (kPart + 1) * kChunks / 2; ++c) {
+    // No such columns, no such rows; as above.
+    if (16 * c >= dim) break;
+    double sum[2][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (16 * step >= num_rows) break;
+      double b[2][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const double2 x =
+            load2(other_lane[i % 2] + (16 * step + 8 * (i / 2)) * kDim + 16 * c);
+        b[0][i] = x.x;
+        b[1][i] = x.y;
+      }
+      add_product(sum[0], w[step], b[0]);
+      add_product(sum[1], w[step], b[1]);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) sums[c][n] += sum[n / 4][n % 4];
+  }
+}
+
+// Where element e of tile n of a fragment c goes as an operand: the step is n / 2.
+__device__ constexpr int slot_of(int n, int e) {
+  return 2 * (n % 2 * 2 + e % 2) + e / 2;
+}
+
+// Rows of a matrix in global memory.
+struct rows_t {
+  const double* x;
+  index_t stride;
+  int dim;
+};
+
+// What is the same to all threads of a block; in shared memory, since registers are
+// scarce.
+struct walk_t {
+  offsets_t<3> kept;  // of the entry of the gradients
+  index_t summed;     // the one of its summed entries that is gone through
+  index_t own_first;  // the first row owned
+  index_t first;      // the first row walked over
+  rows_t rows[2];     // walked over
+  int num_rows;
+  // A second walk, where 0 * NaN has shown: values that are not finite become 0, and
+  // where one is seen nevertheless, the portable kernels are asked.
+  bool is_exact;
+  int odd_own[kBlockM];    // 1: a value of the row was not finite
+  int odd_other[kBlockN];  // the same of the tile of this number, if there was one
+  alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
+  band_t band;  // counted from the first query and the first key of the tiles
+  exp2_table_t exp2;
+
+  __device__ void keep(const scores_t& scores) { new (scores_bytes) scores_t(scores); }
+  __device__ const scores_t& scores() const {
+    return *reinterpret_cast<const scores_t*>(scores_bytes);
+  }
+};
+
+// Half kPart of the columns of both tiles of rows from `first` on; zeros where there
+// are none.
+template <int kPart>
+__device__ __forceinline__ void fetch(const walk_t& block, int first) {
+#pragma unroll 1
+  for (int n = 0; n < 2; ++n) {
+    const rows_t& rows = block.rows[n];
+    copy_rows<kBlockN, kDim, kHalf>(shared_other() + n * kOtherSize + kPart * kHalf,
+                                    rows.x + first * rows.stride + kPart * kHalf,
+                                    rows.stride, block.num_rows - first,
+                                    rows.dim - kPart * kHalf);
+  }
+}
+
+// Makes values of a tile that are not finite 0, and notes their rows.
+template <int kPart>
+__device__ __forceinline__ void clean(walk_t& block, int tile) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < 2 * kBlockN * kHalf; n += kNumThreads) {
+    const int row = n / kHalf % kBlockN;
+    double& x = shared_other()[n / kHalf * kDim + kPart * kHalf + n % kHalf];
+    if (is_finite(x)) continue;
+    x = 0;
+    block.odd_other[row] = tile;
+  }
+}
+
+// The same of the rows of this warp.
+__device__ __forceinline__ void clean_own(walk_t& block) {
+  const thread_t me;
+  double* const own = own_of(me);
+#pragma unroll 1
+  for (int n = me.lane(); n < kWarpOwnSize; n += kWarpSize) {
+    if (is_finite(own[n])) continue;
+    own[n] = 0;
+    // As copy_own() puts them.
+    block.odd_own[me.first_row() + n % (2 * kWarpSize) / 8 + 8 * (n % 2)] = 1;
+  }
+}
+
+// The walk over all tiles of block.rows, whose scores become 16 kSteps weights.
+//   fetch_row(tile)       starts copies of what else belongs to the rows of a tile
+//   is_seen(tile)         whether the pair takes part in it
+//   exchange(tile, c, w)  makes the weights
+template <int kSteps, typename FetchRow, typename IsSeen, typename Exchange>
+__device__ __forceinline__ void walk(sums_t& sums,
+                                     walk_t& block,
+                                     FetchRow fetch_row,
+                                     IsSeen is_seen,
+                                     Exchange exchange) {
+  const auto accumulate_part = [&](auto part, int tile, const weights_t<kSteps>& w) {
+    // P multiplies dO, dS multiplies q; or dS of half a tile multiplies k.
+    constexpr bool kWhole = kSteps == kStepsN;
+    const int role = thread_t().role(), values = kWhole ? 1 - role : 0;
+    const int start = kWhole ? 0 : role * kBlockN / 2;
+    accumulate<part.value, kSteps>(sums, w, values * kOtherSize + start * kDim,
+                                   block.num_rows - tile * kBlockN - start,
+                                   block.rows[values].dim);
+  };
+  const auto fetch_first = [&](int tile) {
+    fetch<0>(block, tile * kBlockN);
+    fetch_row(tile);
+    ptx::commit_copy_group();
+  };
+  if (block.num_rows > 0) fetch_first(0);
+#pragma unroll 1
+  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
+    product_t c = {};
+    weights_t<kSteps> w;
+    ptx::wait_copy_groups<0>();
+    // The first half has come, and all have read the second of the tile before.
+    __syncthreads();
+    fetch<1>(block, tile * kBlockN);
+    ptx::commit_copy_group();
+    if (block.is_exact) {
+      clean<0>(block, tile);
+      __syncthreads();  // the values are finite
+    }
+    const bool seen = is_seen(tile);
+    if (seen) dot<0>(c, block.num_rows - tile * kBlockN);
+    ptx::wait_copy_groups<0>();
+    __syncthreads();  // the second half has come
+    if (block.is_exact) {
+      clean<1>(block, tile);
+      __syncthreads();  // the values are finite
+    }
+    if (seen) {
+      dot<1>(c, block.num_rows - tile * kBlockN);
+      exchange(tile, c, w);
+      accumulate_part(constant_t<0>{}, tile, w);
+    }
+    __syncthreads();  // all have read the first half
+    if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
+    if (seen) accumulate_part(constant_t<1>{}, tile, w);
+  }
+  ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
+}
+
+// The same for what lies `row` queries and `col` keys further on.
+__device__ __forceinline__ band_t moved(const band_t& band, int row, int col) {
+  return {band.low - col + row, band.high - col + row, band.num_queries - row,
+          band.num_keys - col};
+}
+
+// Whether some of the first `rows` queries may see some of the first `cols` keys.
+__device__ __forceinline__ bool sees_any(const band_t& band, int rows, int cols) {
+  rows = min(rows, band.num_queries);
+  cols = min(cols, band.num_keys);
+  return rows > 0 && cols > 0 && band.low < cols && 1 - rows < band.high;
+}
+
+// A raw score q.k becomes exp(s - lse), or -0 where the query does not see the key;
+// `derivative` that of the score. It is NaN for what is far from any weight; NaN in a
+// gradient calls the repair.
+template <bool kCheck>
+__device__ __forceinline__ double weight_of(double q_dot_k,
+                                            bool in_band,
+                                            const exp2_t& exp2,
+                                            const scores_t& scores,
+                                            double scale,
+                                            index_t i,
+                                            index_t j,
+                                            double lse,
+                                            double& derivative) {
+  constexpr double kLargest = 700;  // of a logarithm, below which nothing overflows
+  derivative = 1;
+  double x;
+  bool unseen = kCheck && !in_band;
+  if constexpr (kTerms) {
+    double s = -infinity<double>();
+    if (!unseen) s = scores.with_derivative(q_dot_k, i, j, derivative);
+    unseen = s == -infinity<double>();
+    x = s - lse;
+  } else {
+    x = fma_of(q_dot_k, scale, -lse);
+  }
+  // All lanes of a warp take part.
+  double p = exp2(x);
+  // High words as floats: also true of a NaN or an infinity.
+  if (!(high_word_as_float(x) <= high_word_as_float(kLargest))) p = nan_value<double>();
+  return unseen ? -0.0 : p;
+}
+
+// Begins an entry, before its rows come.
+__device__ __forceinline__ void begin_walks(walk_t& block, index_t summed) {
+  unsigned thread = threadIdx.x;
+  ptx::forget(thread);
+  if (thread == 0) {
+    block.is_exact = false;
+    block.summed = summed;
+  }
+  if (thread < kBlockM) block.odd_own[thread] = 0;
+  if (thread < kBlockN) block.odd_other[thread] = -1;
+}
+
+// Whether a sum is not finite.
+__device__ __forceinline__ bool is_odd(const sums_t& sums) {
+  bool odd = false;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) odd |= !is_finite(sums[c][n]);
+  }
+  return odd;
+}
+
+// After a walk: whether the block goes the same way again, exactly.
+__device__ __forceinline__ bool walks_again(walk_t& block,
+                                            const sums_t& sums,
+                                            int* found) {
+  const bool odd = is_odd(sums);
+  if (block.is_exact) {
+    if (odd) *found = 1;
+    return false;
+  }
+  if (!__syncthreads_or(odd)) return false;
+  if (threadIdx.x == 0) block.is_exact = true;
+  clean_own(block);
+  __syncthreads();  // `block` is complete
+  return true;
+}
+
+// store(row, column, sum, r) of what a lane has of a gradient: rows g (r = 0) and g + 8
+// of its warp.
+template <typename Store>
+__device__ __forceinline__ void for_each_sum(const sums_t& sums, Store store) {
+  const thread_t me;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        store(me.g() + 8 * r, 16 * c + 4 * me.t() + n,
+              sums[c][4 * (n % 2) + 2 * r + n / 2], r);
+      }
+    }
+  }
+}

@@ -1,0 +1,203 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_tiled_f64_keys: dk and dv of float64 on tensor cores. A block keeps one
+// tile of keys and walks over the queries of all heads, and of all batch entries, that
+// use them.
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). A tile of queries, its
+//            scores transposed:
+//                S = score(k q^T),  P = exp(S - lse) factor,  dP = v dO^T
+//                dS = P (dP - delta) score'(k q^T),  dv += P dO,  dk += scale dS q
+//            The first warp of a pair makes S, P and dv, the second dP, dS and dk
+// Grid       1-D, a block an entry of k and v and a tile of keys; of an entry first
+//            tiles first, since causal ones are longest
+// Tiles      vjp_tiled_f64.cuh; k and v are owned, q and dO walked over
+// Memory     global: k, v, dk and dv once an entry that shares k and v; q and dO once
+//            a block, mostly from L2
+// Numbers    everything in float64; a tile's products are summed apart before they join
+//            dk and dv. One order of sums: the same bits in every run. What is not seen
+//            weighs 0: where 0 * NaN shows in a gradient, `found` asks for the repair
+// Limits     head dimensions up to kDim
+#include "attention/vjp_tiled_f64.cuh"
+
+struct block_t : walk_t {
+  // Of the first query walked over; lse may have strides of its own.
+  const double *lse_rows, *factor_rows, *delta_rows;
+  // Of a tile.
+  alignas(16) double lse[kBlockN], factor[kBlockN], delta[kBlockN];
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_tiled_f64_keys(
+        const elem_t* __restrict__ q,        // (batch, heads, queries, head_dim)
+        const elem_t* __restrict__ k,        // (batch, kv heads, keys, head_dim)
+        const elem_t* __restrict__ v,        // (batch, kv heads, keys, head_dim_v)
+        const elem_t* __restrict__ dout,     // (batch, heads, queries, head_dim_v)
+        const accum_t* __restrict__ lse,     // (batch, heads, queries)
+        const accum_t* __restrict__ delta,   // as lse, contiguous
+        const accum_t* __restrict__ factor,  // as delta
+        grad_t* dk,                          // as k, summed over entries
+        grad_t* dv,                          // as v, summed over entries
+        int* __restrict__ found,             // 1: something is not finite
+        SCORE_PARAMETERS,
+        const __grid_constant__ grads_t grads) {
+  __shared__ block_t block;
+
+  const index_t num_tiles = (params.seqlen_k + kBlockM - 1) / kBlockM;
+  const index_t kept_index = divide(block_index(), num_tiles);
+  if (kept_index >= grads.num_kept) return;
+  if (threadIdx.x == 0) {
+    block.kept = locate(grads.kept, kept_index);
+    block.own_first = (block_index() - kept_index * num_tiles) * kBlockM;
+  }
+  if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);
+  const auto num_own = [&] {
+    const index_t num = params.seqlen_k - block.own_first - thread_t().first_row();
+    return static_cast<int>(clamp(num, 0, kWarpRows));
+  };
+
+#pragma unroll 1
+  for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
+    __syncthreads();  // all have read what belongs to the entry before
+    begin_walks(block, summed);
+    const place_t at = grads.entry(params, block.kept.of[0], summed);
+    const scores_t scores(at, SCORE_ARGUMENTS);
+    const index_t j0 = block.own_first;
+    const range_t queries =
+        scores.queries_of(j0, smaller(j0 + kBlockM, params.seqlen_k));
+    // Tiles start at multiples of kBlockN, so that the sums of a key are made in the
+    // same order whatever the tile of keys it lies in.
+    const index_t first = queries.first / kBlockN * kBlockN;
+    if (threadIdx.x == 0) {
+      block.rows[0] = {at.at(q, params.q) + first * params.q.row, params.q.row,
+                       static_cast<int>(params.head_dim)};
+      block.rows[1] = {at.at(dout, grads.dout) + first * grads.dout.row, grads.dout.row,
+                       static_cast<int>(params.head_dim_v)};
+      block.num_rows =
+          queries.last > first ? static_cast<int>(queries.last - first) : 0;
+      block.band = scores.band(first, j0);
+      const index_t row = at.row_of_heads * params.seqlen_q + first;
+      block.lse_rows = at.at(lse, grads.lse) + first * grads.lse.row;
+      block.factor_rows = factor + row;
+      block.delta_rows = delta + row;
+      block.first = first;
+      if (kTerms) block.keep(scores);
+    }
+    {
+      const thread_t me;
+      const bool is_k = me.role() == 0;
+      const operand_t& operand = is_k ? params.k : params.v;
+      copy_own<kDim>(
+          own_of(me),
+          at.at_kv(is_k ? k : v, operand) + (j0 + me.first_row()) * operand.row,
+          operand.row, num_own(),
+          static_cast<int>(is_k ? params.head_dim : params.head_dim_v));
+    }
+    ptx::commit_copy_group();
+    __syncthreads();  // `block` is complete
+
+    sums_t sums;
+    const auto fetch_row = [&](int tile) {
+      const int n = threadIdx.x, i = tile * kBlockN + n;
+      if (n >= kBlockN) return;
+      const int bytes = i < block.num_rows ? 8 : 0;
+      const auto copy = [&](double* smem, const double* x) {
+        ptx::copy_or_fill<8>(static_cast<unsigned>(__cvta_generic_to_shared(smem + n)),
+                             x, bytes);
+      };
+      copy(block.lse, block.lse_rows + i * grads.lse.row);
+      copy(block.factor, block.factor_rows + i);
+      copy(block.delta, block.delta_rows + i);
+    };
+    const auto band_of = [&](int tile) {
+      return moved(block.band, tile * kBlockN, thread_t().first_row());
+    };
+    const auto exchange = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
+      const thread_t me;
+      double* const exchange_lane = exchange_of(me);
+      if (me.role() == 0) {
+        const exp2_t exp2(block.exp2);
+        const band_t band = band_of(tile);
+        const index_t i0 = block.first + tile * kBlockN,
+                      j = block.own_first + me.first_row();
+        const auto make = [&](auto check) {
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            const int col = 8 * n + 2 * me.t();
+            const double2 lse_of = load2(block.lse + col);
+            const double2 factor_of = load2(block.factor + col);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              double product[2];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const int key = me.g() + 8 * h, query = col + e;
+                double derivative;
+                double p = weight_of<check.value>(
+                    c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
+                    params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
+                    derivative);
+                p *= e == 0 ? factor_of.x : factor_of.y;
+                if (check.value && block.is_exact && !is_unseen(p) &&
+                    (block.odd_own[me.first_row() + key] ||
+                     block.odd_other[query] == tile)) {
+                  *found = 1;
+                }
+                w[n / 2][slot_of(n, 2 * h + e)] = p;
+                product[e] = kHasSoftcap ? p * derivative : p;
+              }
+              *reinterpret_cast<double2*>(exchange_lane +
+                                          (2 * n + h) * 2 * kWarpSize) = {product[0],
+                                                                          product[1]};
+            }
+          }
+        };
+        if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
+          make(flag_t<false>{});
+        } else {
+          make(flag_t<true>{});
+        }
+      }
+      sync_pair();  // P is complete
+      if (me.role() == 1) {
+#pragma unroll
+        for (int n = 0; n < kTiles; ++n) {
+          const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
+            const double x = p.x * (c[n][2 * h] - delta_of.x);
+            const double y = p.y * (c[n][2 * h + 1] - delta_of.y);
+            w[n / 2][slot_of(n, 2 * h)] = is_unseen(p.x) ? -0.0 : x;
+            w[n / 2][slot_of(n, 2 * h + 1)] = is_unseen(p.y) ? -0.0 : y;
+          }
+        }
+      }
+    };
+    do {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sums[c][n] = 0;
+      }
+      walk<kStepsN>(
+          sums, block, fetch_row,
+          [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },
+          exchange);
+    } while (walks_again(block, sums, found));
+
+    const bool is_dv = thread_t().role() == 0;
+    const index_t row_stride = is_dv ? grads.row[1] : grads.row[0];
+    const index_t col_stride = is_dv ? grads.col[1] : grads.col[0];
+    grad_t* const out = (is_dv ? dv + block.kept.of[2] : dk + block.kept.of[1]) +
+                        (block.own_first + thread_t().first_row()) * row_stride;
+    const int num_rows = num_own();
+    const int dim = static_cast<int>(is_dv ? params.head_dim_v : params.head_dim);
+    const double scale = is_dv ? 1 : params.scale;
+    for_each_sum(sums, [&](int row, int col, double sum, int) {
+      if (row >= num_rows || col >= dim) return;
+      grad_t& x = out[row * row_stride + col * col_stride];
+      // Entries that share k and v add up in order.
+      x = block.summed > 0 ? x + sum * scale : sum * scale;
+    });
+  }
+}

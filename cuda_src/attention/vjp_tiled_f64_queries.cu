@@ -1,0 +1,250 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_tiled_f64_queries: dq of float64 on tensor cores, and what else belongs
+// to a query. A block keeps one tile of queries and walks over the keys.
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). For each tile of keys
+//                S = score(q k^T),  P = exp(S - lse),  dP = dO v^T
+//                dS = P (dP - delta) score'(q k^T),  dq += scale dS k,  l += rowsum P
+//            The first warp of a pair makes S, the second dP; each then takes half of
+//            the keys. l is 1 but for the roundings of lse and S: where it is, `factor`
+//            becomes 1 / l, P times which sums to 1, and where it is not, lse knows of
+//            keys that are not here, and `factor` is 1
+// Grid       1-D, a block an entry of q and a tile of queries; of an entry last tiles
+//            first, since causal ones are longest
+// Tiles      vjp_tiled_f64.cuh; q and dO are owned, k and v walked over
+// Memory     global: q and dO once; dq once an entry that shares q; k and v once a
+//            block, mostly from L2
+// Numbers    everything in float64; a tile's products are summed apart before they join
+//            dq. One order of sums: the same bits in every run. What is not seen weighs
+//            0: where 0 * NaN shows in a gradient, `found` asks for the repair
+// Limits     head dimensions up to kDim
+#include "attention/vjp_tiled_f64.cuh"
+
+struct block_t : walk_t {
+  double lse[kBlockM], delta[kBlockM];
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_tiled_f64_queries(
+        const elem_t* __restrict__ q,       // (batch, heads, queries, head_dim)
+        const elem_t* __restrict__ k,       // (batch, kv heads, keys, head_dim)
+        const elem_t* __restrict__ v,       // (batch, kv heads, keys, head_dim_v)
+        const elem_t* __restrict__ dout,    // (batch, heads, queries, head_dim_v)
+        const accum_t* __restrict__ lse,    // (batch, heads, queries)
+        const accum_t* __restrict__ delta,  // as lse, contiguous
+        accum_t* __restrict__ factor,       // as delta
+        accum_t* __restrict__ sink_terms,   // as delta, or null
+        grad_t* dq,                         // as q, summed over entries
+        int* __restrict__ found,            // 1: something is not finite
+        SCORE_PARAMETERS,
+        const __grid_constant__ grads_t grads) {
+  __shared__ block_t block;
+
+  constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
+  const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const index_t kept_index = divide(block_index(), num_tiles);
+  if (kept_index >= grads.num_kept) return;
+  if (threadIdx.x == 0) {
+    const index_t from_last = block_index() - kept_index * num_tiles;
+    block.kept = locate(grads.kept, kept_index);
+    block.own_first = (num_tiles - 1 - from_last) * kBlockM;
+  }
+  if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);
+  const auto num_own = [&] {
+    const index_t num = params.seqlen_q - block.own_first - thread_t().first_row();
+    return static_cast<int>(clamp(num, 0, kWarpRows));
+  };
+
+#pragma unroll 1
+  for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
+    __syncthreads();  // all have read what belongs to the entry before
+    begin_walks(block, summed);
+    const place_t at = grads.entry(params, block.kept.of[0], summed);
+    const scores_t scores(at, SCORE_ARGUMENTS);
+    const index_t i0 = block.own_first;
+    const range_t keys = scores.keys_of(i0, smaller(i0 + kBlockM, params.seqlen_q));
+    const index_t first = keys.first / kBlockN * kBlockN;
+    if (threadIdx.x == 0) {
+      block.rows[0] = {at.at_kv(k, params.k) + first * params.k.row, params.k.row,
+                       static_cast<int>(params.head_dim)};
+      block.rows[1] = {at.at_kv(v, params.v) + first * params.v.row, params.v.row,
+                       static_cast<int>(params.head_dim_v)};
+      block.num_rows = keys.last > first ? static_cast<int>(keys.last - first) : 0;
+      block.band = scores.band(i0, first);
+      block.first = first;
+      if (kTerms) block.keep(scores);
+    }
+    if (threadIdx.x < kBlockM) {
+      const index_t i = smaller(i0 + threadIdx.x, params.seqlen_q - 1);
+      block.lse[threadIdx.x] = at.at(lse, grads.lse)[i * grads.lse.row];
+      block.delta[threadIdx.x] = delta[at.row_of_heads * params.seqlen_q + i];
+    }
+    {
+      const thread_t me;
+      const bool is_q = me.role() == 0;
+      const operand_t& operand = is_q ? params.q : grads.dout;
+      copy_own<kDim>(
+          own_of(me),
+          at.at(is_q ? q : dout, operand) + (i0 + me.first_row()) * operand.row,
+          operand.row, num_own(),
+          static_cast<int>(is_q ? params.head_dim : params.head_dim_v));
+    }
+    ptx::commit_copy_group();
+    __syncthreads();  // `block` is complete
+
+    sums_t sums;
+    pair_t<double> l[2];  // over the lane's own columns
+    const auto band_of = [&](int tile) {
+      return moved(block.band, thread_t().first_row(), tile * kBlockN);
+    };
+    const auto exchange = [&](int tile, product_t& c, weights_t<kStepsEach>& w) {
+      const thread_t me;
+      double* const exchange_lane = exchange_of(me);
+      // A warp keeps its half of the keys and gives the other.
+      double mine[kTilesEach][4], theirs[kTilesEach][4];
+#pragma unroll
+      for (int n = 0; n < kTilesEach; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          mine[n][e] = me.role() == 0 ? c[n][e] : c[n + kTilesEach][e];
+          theirs[n][e] = me.role() == 0 ? c[n + kTilesEach][e] : c[n][e];
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 2 * (me.role() * kTilesEach + n) + h;
+          *reinterpret_cast<double2*>(exchange_lane + at * 2 * kWarpSize) = {
+              theirs[n][2 * h], theirs[n][2 * h + 1]};
+        }
+      }
+      sync_pair();  // S and dP are complete
+#pragma unroll
+      for (int n = 0; n < kTilesEach; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 2 * ((1 - me.role()) * kTilesEach + n) + h;
+          const double2 x = load2(exchange_lane + at * 2 * kWarpSize);
+          theirs[n][2 * h] = x.x;
+          theirs[n][2 * h + 1] = x.y;
+        }
+      }
+      const exp2_t exp2(block.exp2);
+      const int start = me.role() * kBlockN / 2;
+      const band_t band = moved(band_of(tile), 0, start);
+      const index_t i = block.own_first + me.first_row(),
+                    j = block.first + tile * kBlockN + start;
+      double tile_l[2] = {};
+      const auto make = [&](auto check) {
+#pragma unroll
+        for (int n = 0; n < kTilesEach; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int query = me.g() + 8 * (e / 2), key = 8 * n + 2 * me.t() + e % 2;
+            const double s = me.role() == 0 ? mine[n][e] : theirs[n][e];
+            const double dp = me.role() == 0 ? theirs[n][e] : mine[n][e];
+            double derivative;
+            const double p = weight_of<check.value>(
+                s, band.sees(query, key), exp2, block.scores(), params.scale, i + query,
+                j + key, block.lse[me.first_row() + query], derivative);
+            tile_l[e / 2] += p;
+            double ds = p * (dp - block.delta[me.first_row() + query]);
+            if (kHasSoftcap) ds *= derivative;
+            if (check.value && block.is_exact && !is_unseen(p) &&
+                (block.odd_own[me.first_row() + query] ||
+                 block.odd_other[start + key] == tile)) {
+              *found = 1;
+            }
+            // Not 0 * NaN.
+            if ((kTerms || check.value) && is_unseen(p)) ds = -0.0;
+            w[n / 2][slot_of(n, e)] = ds;
+          }
+        }
+      };
+      if (!kTerms && !block.is_exact && band.sees_all(kWarpRows, kBlockN / 2)) {
+        make(flag_t<false>{});
+      } else {
+        make(flag_t<true>{});
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const pair_t<double> sum = exact_sum(l[r].high, tile_l[r]);
+        l[r] = {sum.high, l[r].low + sum.low};
+      }
+    };
+    do {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) sums[c][n] = 0;
+      }
+      l[0] = l[1] = {0, 0};
+      walk<kStepsEach>(
+          sums, block, [](int) {},
+          [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
+          exchange);
+    } while (walks_again(block, sums, found));
+
+    // The second warp hands its sums over, in the place of its dO.
+    const thread_t me;
+    double* const exchange_lane = exchange_of(me);
+    double l_of[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      l_of[r] = warp_reduce<4>(l[r].high + l[r].low,
+                               [](double a, double b) { return a + b; });
+    }
+    sync_pair();  // the first warp has read what the second gave it
+    double* const handed =
+        shared_tiles() + kOwnSize + me.pair() * kWarpOwnSize + me.lane() * kVec;
+    if (me.role() == 1) {
+#pragma unroll
+      for (int n = 0; n < 4 * kChunks; ++n) {
+        *reinterpret_cast<double2*>(handed + n * 2 * kWarpSize) = {
+            sums[n / 4][n % 4 * 2], sums[n / 4][n % 4 * 2 + 1]};
+      }
+      *reinterpret_cast<double2*>(exchange_lane) = {l_of[0], l_of[1]};
+    }
+    sync_pair();  // the sums are complete
+    if (me.role() == 1) continue;
+#pragma unroll
+    for (int n = 0; n < 4 * kChunks; ++n) {
+      const double2 x = load2(handed + n * 2 * kWarpSize);
+      sums[n / 4][n % 4 * 2] += x.x;
+      sums[n / 4][n % 4 * 2 + 1] += x.y;
+    }
+    const double2 l_theirs = load2(exchange_lane);
+
+    const place_t at_end = grads.entry(params, block.kept.of[0], block.summed);
+    const scores_t scores_end(at_end, SCORE_ARGUMENTS);
+    const index_t row = block.own_first + me.first_row();
+    const index_t item = at_end.row_of_heads * params.seqlen_q + row;
+    double own_factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int n = me.g() + 8 * r;
+      const double lse_i = block.lse[me.first_row() + n];
+      const bool counts =
+          scores_end.is_query(row + n) && scores_end.sink() != -infinity<double>();
+      const double sink = counts ? exp_diff_exact(scores_end.sink(), lse_i) : 0;
+      const double total = l_of[r] + (r == 0 ? l_theirs.x : l_theirs.y) + sink;
+      const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse_i));
+      // Not where both are infinite: a row that sees no key.
+      own_factor[r] = abs_of(log_of(total)) < roundings ? 1 / total : 1;
+      if (me.t() == 0 && row + n < params.seqlen_q) {
+        factor[item + n] = own_factor[r];
+        if (kHasSinks && sink_terms != nullptr) {
+          const double delta_i = block.delta[me.first_row() + n];
+          sink_terms[item + n] = counts ? -sink * own_factor[r] * delta_i : 0;
+        }
+      }
+    }
+    grad_t* const out = dq + block.kept.of[1] + row * grads.row[0];
+    const int num_rows = num_own();
+    for_each_sum(sums, [&](int i, int col, double sum, int r) {
+      if (i >= num_rows || col >= params.head_dim) return;
+      grad_t& x = out[i * grads.row[0] + col * grads.col[0]];
+      // Entries that share q add up in order, each with factors of its own.
+      const double term = sum * own_factor[r] * params.scale;
+      x = block.summed > 0 ? x + term : term;
+    });
+  }
+}

@@ -1,0 +1,146 @@
+"""The float64 row of the gradient table: tensor cores, and how it cuts a problem."""
+
+from dataclasses import dataclass
+
+from cupyflash import _attention_rows, _kernels
+from cupyflash._attention_f64 import ARCHS, WARP_ROWS
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import Config
+from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._kernels import CUDA_TYPES, Device, Variant
+
+_MAX_ROWS = 1 << 29
+
+# Bytes of shared memory beside those of Tile.smem, at most.
+_STATIC_SMEM = 3072
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows that a block owns, and rows at a time of those that it walks over.
+
+    Two warps own 16 rows.
+    """
+
+    block_m: int
+    block_n: int = 32
+    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+
+    @property
+    def num_threads(self) -> int:
+        return 2 * 32 * self.block_m // WARP_ROWS
+
+    def smem(self, dim: int) -> int:
+        """Bytes for two tiles of either kind, and what the warps of a pair exchange."""
+        rows = 2 * (self.block_m + self.block_n) * dim
+        return 8 * (rows + self.block_m * self.block_n)
+
+
+@dataclass(frozen=True)
+class TensorFloat64VjpKernel:
+    """float64 on tensor cores: a kernel whose blocks own queries, one that owns keys.
+
+    `tiles` holds for head dimensions up to a bound the tiles from large to small.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
+    dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
+    fast: bool = True  # must not spill
+
+    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+        """Why these kernels cannot take `problem` on `device`, or None."""
+        forward = problem.forward
+        if forward.dtype != "float64":
+            return f"takes float64, not {forward.dtype}"
+        if device.arch not in ARCHS:
+            return f"{device.arch} has no fast tensor cores for float64"
+        if max(forward.head_dim, forward.head_dim_v) > self.dims[-1]:
+            return (
+                f"head_dim {forward.head_dim} and head_dim_v {forward.head_dim_v} are "
+                f"not both up to {self.dims[-1]}"
+            )
+        longest = max(forward.seqlen_q, forward.seqlen_k)
+        if longest >= _MAX_ROWS:
+            return f"counts rows in 32 bits, and there are {longest}"
+        if not self.fitting(forward, device):
+            return (
+                f"head_dim {forward.head_dim} and head_dim_v {forward.head_dim_v} need "
+                f"more shared memory than the {device.smem_optin} bytes that a block "
+                "may have"
+            )
+        return None
+
+    def dim(self, forward: AttentionProblem) -> int:
+        """The head dimensions as they are compiled."""
+        widest = max(forward.head_dim, forward.head_dim_v)
+        return next(n for n in self.dims if n >= widest)
+
+    def fitting(self, forward: AttentionProblem, device: Device) -> tuple[Tile, ...]:
+        """The tiles that fit on `device`."""
+        dim = self.dim(forward)
+        return tuple(
+            tile
+            for tile in _kernels.by_threshold(self.tiles, dim)
+            if tile.smem(dim) + _STATIC_SMEM <= device.smem_optin
+        )
+
+    def tile(
+        self, forward: AttentionProblem, device: Device, heads: int, seqlen: int
+    ) -> Tile:
+        """The largest tile whose blocks fill the device: `seqlen` rows of each head."""
+        tiles = self.fitting(forward, device)
+        return next(
+            (
+                tile
+                for tile in tiles
+                if heads * -(-seqlen // tile.block_m) >= device.num_sms
+                and tile.block_m < 2 * seqlen
+            ),
+            tiles[-1],
+        )
+
+    def num_chunks(self, forward: AttentionProblem, dim: int) -> int:
+        """Chunks of columns of a gradient: a block makes them all."""
+        return 1
+
+    def config(
+        self,
+        part: str,
+        tile: Tile,
+        forward: AttentionProblem,
+        batch_dims: int,
+        grad: str,
+        num_blocks: int,
+    ) -> Config:
+        """The launch of ``vjp_tiled_f64_<part>.cu``."""
+        dim = self.dim(forward)
+        variant = Variant(
+            source=f"attention/vjp_{self.name}_{part}.cu",
+            entry=f"attention_vjp_{self.name}_{part}",
+            defines=_attention_rows.defines(
+                forward,
+                batch_dims,
+                tile.num_threads,
+                GRAD_T=CUDA_TYPES[grad],
+                DIM=dim,
+                BLOCK_N=tile.block_n,
+                MIN_BLOCKS=tile.min_blocks,
+            ),
+            smem=tile.smem(dim),
+        )
+        return Config(variant, num_blocks, tile.num_threads)
+
+
+TILED_F64_VJP = TensorFloat64VjpKernel(
+    name="tiled_f64",
+    # None until the version with the second walk has passed its tests on a card: then
+    # "tiled" and "auto".
+    rungs=(),
+    dims=(32, 64, 96, 128),
+    tiles=(
+        (64, (Tile(64), Tile(32), Tile(16))),
+        (128, (Tile(64), Tile(32), Tile(16))),
+    ),
+)

@@ -16,6 +16,8 @@ from cupyflash import (
 from cupyflash._attention_gpu import _describe_launch, _with_contiguous_rows
 from cupyflash._attention_kernels import OPTIONS
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS, HopperVjpKernel
+from cupyflash._attention_vjp_mma import MmaVjpKernel
+from cupyflash._attention_vjp_mma_plan import MmaPlan
 from cupyflash._attention_vjp_plans import HopperPlan, Plan, ZeroPlan
 from cupyflash._attention_vjp_problem import AttentionGrads
 
@@ -120,8 +122,8 @@ def make_plan(problem, operands):
         return ZeroPlan(problem, device_id)
     device = _gpu.device(device_id)
     row, _ = _select(problem, operands, device)
-    kind = HopperPlan if isinstance(row, HopperVjpKernel) else Plan
-    return kind(row, problem, operands, device, device_id)
+    kinds = {HopperVjpKernel: HopperPlan, MmaVjpKernel: MmaPlan}
+    return kinds.get(type(row), Plan)(row, problem, operands, device, device_id)
 
 
 def _select(problem, operands, device):
@@ -158,5 +160,5 @@ def describe(problem, operands) -> dict[str, Any]:
         "device": device.name,
         "launches": [_describe_launch(launch) for launch in plan.launches],
         "bits are the same in every run": problem.deterministic
-        or not isinstance(row, HopperVjpKernel),
+        or not isinstance(row, (HopperVjpKernel, MmaVjpKernel)),
     }

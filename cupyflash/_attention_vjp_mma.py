@@ -27,8 +27,9 @@ DIMS = (64, 128, 256)
 # Threads of a block of the kernels before and after.
 _ROW_THREADS = 256
 _DQ_THREADS = 256
-# Shared memory of a multiprocessor that the system keeps for each block.
-_RESERVED = 1024
+# Shared memory of a multiprocessor that the system keeps for each block, and what a
+# block tells its threads.
+_RESERVED, _STATIC = 1024, 128
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class MmaVjpTile:
 
     def fits(self, part: str, dim: int, device: Device) -> bool:
         """Whether a multiprocessor holds `min_blocks` blocks."""
-        smem = self.smem(part, dim)
+        smem = self.smem(part, dim) + _STATIC
         whole = device.smem_optin + _RESERVED
         return self.min_blocks * (smem + _RESERVED) <= whole
 
@@ -235,7 +236,7 @@ MMA_VJP = MmaVjpKernel(
     tiles={
         False: {
             64: (
-                MmaVjpTile(32, 128, 128, min_blocks=2),
+                MmaVjpTile(64, 128, 256, warps_m=2),
                 MmaVjpTile(32, 64, 128),
             ),
             128: (
@@ -250,7 +251,7 @@ MMA_VJP = MmaVjpKernel(
         },
         True: {
             64: (
-                MmaVjpTile(32, 128, 128, min_blocks=2),
+                MmaVjpTile(64, 128, 256, warps_m=2),
                 MmaVjpTile(32, 64, 128),
             ),
             128: (

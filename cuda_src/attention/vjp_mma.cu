@@ -227,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           }
         }
       };
-      if (!kHasTerms && band.sees_all(kBlockM, kBlockN)) {
+      if (kHasTwoWays && band.sees_all(kBlockM, kBlockN)) {
         finish([](int, int) { return true; });
       } else {
         finish([&](int i, int j) { return band.sees(i, j); });
@@ -281,28 +281,33 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             q_sums);
       }
       if constexpr (kMakesDq) {
-        frag_t<2, kColTilesQ> dq;
-        clear(dq);
-        const auto ds_columns = left_trans<kBlockM>(shared_address(smem_ds), 0,
-                                                    warp_index() / kColWarps * 4);
-        multiply_sums<kBlockN>(
-            dq,
-            [&](unsigned (&x)[2][4], int step) {
+        // As many columns at once as there are registers for.
+        constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
+#pragma unroll 1
+        for (int first = 0; first < kColTilesQ; first += kAtOnce) {
+          frag_t<2, kAtOnce> dq;
+          clear(dq);
+          const auto ds_columns = left_trans<kBlockM>(shared_address(smem_ds), 0,
+                                                      warp_index() / kColWarps * 4);
+          multiply_sums<kBlockN>(
+              dq,
+              [&](unsigned (&x)[2][4], int step) {
 #pragma unroll
-              for (int m = 0; m < 2; ++m) {
-                ptx::ldmatrix_x4_trans(x[m], ds_columns.at(16 * step, 2 * m));
-              }
-            },
-            summed<kHeadDim>(shared_address(smem_k), 0,
-                             warp_index() % kColWarps * kColTilesQ));
-        float* const target =
-            view.sums + index_t(i0) * kHeadDim + warp_index() * (2 * kColTilesQ * 128);
-        const int lane = lane_index();
+                for (int m = 0; m < 2; ++m) {
+                  ptx::ldmatrix_x4_trans(x[m], ds_columns.at(16 * step, 2 * m));
+                }
+              },
+              summed<kHeadDim>(shared_address(smem_k), 0,
+                               warp_index() % kColWarps * kColTilesQ + first));
+          float* const target = view.sums + index_t(i0) * kHeadDim +
+                                (warp_index() * 2 * kColTilesQ + first) * 128;
+          const int lane = lane_index();
 #pragma unroll
-        for (int m = 0; m < 2; ++m) {
+          for (int m = 0; m < 2; ++m) {
 #pragma unroll
-          for (int n = 0; n < kColTilesQ; ++n) {
-            add_to_sums(target + (m * kColTilesQ + n) * 128, lane, dq[m][n]);
+            for (int n = 0; n < kAtOnce; ++n) {
+              add_to_sums(target + (m * kColTilesQ + n) * 128, lane, dq[m][n]);
+            }
           }
         }
       }

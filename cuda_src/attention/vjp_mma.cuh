@@ -30,6 +30,8 @@ constexpr bool kScaleScores = false;
 // Whether scores are finished one by one before the exponential; else that scales.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+// Whether tiles of which all is seen have code of their own: it takes registers.
+constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
 
 // What the kernels of one call tell those after them. Starts as zeros.
 struct found_t {
@@ -172,7 +174,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kRows][kCols][4],
                                                 const tile_t<kDim>& b) {
   static_assert(kCols % 2 == 0);
   clear(s);
-#pragma unroll
+#pragma unroll(kDim > 128 ? 4 : kDim / 16)
   for (int step = 0; step < kDim / 16; ++step) {
     unsigned x[kRows][4];
 #pragma unroll

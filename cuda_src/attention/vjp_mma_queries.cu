@@ -26,6 +26,17 @@ static_assert(kBlockM == 16 * kNumWarps && (kStages == 1 || kStages == 2));
 constexpr int kKeyTiles = kBlockN / 8;
 constexpr unsigned kBytesN = kBlockN * kHeadDim * 2, kBytesM = kBlockM * kHeadDim * 2;
 
+// What all threads are told of an entry. They have no registers for it.
+struct view_t {
+  const elem_t *k, *v;  // key 0
+  int first, last;      // keys
+  int aligned_k, aligned_v;
+  seen_t seen;
+};
+
+// The first of this lane's two queries, of the tile.
+__device__ __forceinline__ int row() { return warp_index() * 16 + lane_index() / 4; }
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_queries(
         const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
@@ -38,6 +49,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
+  view_t& view = reinterpret_cast<view_t&>(view_memory);
   unsigned char* const smem_q = smem;
   unsigned char* const smem_dout = smem_q + kBytesM;
   unsigned char* const smem_k = smem_dout + kBytesM;
@@ -48,11 +61,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t kept_index = block_index() - from_last * grads.num_kept;
   if (from_last >= num_tiles) return;
   const int i0 = static_cast<int>(num_tiles - 1 - from_last) * kBlockM;
-  const int dim = static_cast<int>(params.head_dim);
-  const int dim_v = static_cast<int>(params.head_dim_v);
   const index_t entry = locate(grads.kept, kept_index).of[0];
   const differentiate_t differentiate(params, found);
-  const int row_0 = warp_index() * 16, row = row_0 + lane_index() / 4;
 
   frag_t<1, kHeadDim / 8> sums;
   clear(sums);
@@ -61,22 +71,38 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const scores_t scores(at, SCORE_ARGUMENTS);
     const int num_rows =
         static_cast<int>(clamp(scores.num_queries() - i0, 0, index_t(kBlockM)));
-    const range_t keys = scores.keys_of(i0, i0 + num_rows);
-    if (num_rows == 0 || keys.first >= keys.last) continue;
-    int j0 = static_cast<int>(keys.first) / kBlockN * kBlockN;
-    const int last = static_cast<int>(keys.last);
-    const seen_t seen(scores.band(i0, 0));
-
-    const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
-    const elem_t* const dout_rows = at.at(dout, grads.dout) + i0 * grads.dout.row;
-    const elem_t* const k_rows = at.at_kv(k, params.k);
-    const elem_t* const v_rows = at.at_kv(v, params.v);
-    const bool aligned_k = has_aligned_rows(k_rows, params.k.row, dim);
-    const bool aligned_v = has_aligned_rows(v_rows, params.v.row, dim_v);
+    __syncthreads();  // all have read the tiles of the entry before
+    if (threadIdx.x == 0) {
+      const range_t keys = scores.keys_of(i0, i0 + num_rows);
+      view.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
+      view.last = static_cast<int>(keys.last);
+      if (num_rows == 0 || keys.first >= keys.last) view.first = view.last;
+      view.seen = seen_t(scores.band(i0, 0));
+      view.k = at.at_kv(k, params.k);
+      view.v = at.at_kv(v, params.v);
+      view.aligned_k = has_aligned_rows(view.k, params.k.row, params.head_dim);
+      view.aligned_v = has_aligned_rows(view.v, params.v.row, params.head_dim_v);
+    }
+    __syncthreads();  // the view is complete
+    int j0 = view.first;
+    if (j0 >= view.last) continue;
+    {
+      const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
+      const elem_t* const dout_rows = at.at(dout, grads.dout) + i0 * grads.dout.row;
+      load_tile<kBlockM, kHeadDim>(
+          smem_q, q_rows, params.q.row, num_rows, static_cast<int>(params.head_dim),
+          has_aligned_rows(q_rows, params.q.row, params.head_dim),
+          tile_t<kHeadDim>::offset);
+      load_tile<kBlockM, kHeadDim>(
+          smem_dout, dout_rows, grads.dout.row, num_rows,
+          static_cast<int>(params.head_dim_v),
+          has_aligned_rows(dout_rows, grads.dout.row, params.head_dim_v),
+          tile_t<kHeadDim>::offset);
+    }
     float lse[2], delta[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int i = i0 + row + 8 * r;
+      const int i = i0 + row() + 8 * r;
       const index_t num_blocks = (params.seqlen_q + kStatsM - 1) / kStatsM;
       const float* const from =
           stats + (at.row_of_heads * num_blocks + i / kStatsM) * (2 * kStatsM) +
@@ -86,28 +112,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       delta[r] = exists ? from[kStatsM] : 0.f;
     }
     auto load_keys = [&](int j) {
-      if (j < last) {
+      const int num_keys = view.last - j;
+      if (num_keys > 0) {
         const unsigned stage = kStages == 2 ? j / kBlockN % 2 : 0;
         load_tile<kBlockN, kHeadDim>(smem_k + stage * kBytesN,
-                                     k_rows + j * params.k.row, params.k.row, last - j,
-                                     dim, aligned_k, tile_t<kHeadDim>::offset);
+                                     view.k + j * params.k.row, params.k.row, num_keys,
+                                     static_cast<int>(params.head_dim), view.aligned_k,
+                                     tile_t<kHeadDim>::offset);
         load_tile<kBlockN, kHeadDim>(smem_v + stage * kBytesN,
-                                     v_rows + j * params.v.row, params.v.row, last - j,
-                                     dim_v, aligned_v, tile_t<kHeadDim>::offset);
+                                     view.v + j * params.v.row, params.v.row, num_keys,
+                                     static_cast<int>(params.head_dim_v),
+                                     view.aligned_v, tile_t<kHeadDim>::offset);
       }
       ptx::commit_copies();
     };
-
-    __syncthreads();  // all have read the tiles of the entry before
-    load_tile<kBlockM, kHeadDim>(smem_q, q_rows, params.q.row, num_rows, dim,
-                                 has_aligned_rows(q_rows, params.q.row, dim),
-                                 tile_t<kHeadDim>::offset);
-    load_tile<kBlockM, kHeadDim>(smem_dout, dout_rows, grads.dout.row, num_rows, dim_v,
-                                 has_aligned_rows(dout_rows, grads.dout.row, dim_v),
-                                 tile_t<kHeadDim>::offset);
     load_keys(j0);
 #pragma unroll 1
-    for (; j0 < last; j0 += kBlockN) {
+    for (; j0 < view.last; j0 += kBlockN) {
       const unsigned stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
       const unsigned stage_k = shared_address(smem_k) + stage * kBytesN;
       const unsigned stage_v = shared_address(smem_v) + stage * kBytesN;
@@ -116,23 +137,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       if constexpr (kStages == 2) load_keys(j0 + kBlockN);
 
       frag_t<1, kKeyTiles> s, dp;
-      multiply_scores(s, left<kHeadDim>(shared_address(smem_q), row_0),
+      multiply_scores(s, left<kHeadDim>(shared_address(smem_q), warp_index() * 16),
                       right<kHeadDim>(stage_k, 0));
-      multiply_scores(dp, left<kHeadDim>(shared_address(smem_dout), row_0),
+      multiply_scores(dp, left<kHeadDim>(shared_address(smem_dout), warp_index() * 16),
                       right<kHeadDim>(stage_v, 0));
-      const band_t band = seen.at(0, j0);
+      const int first_row = row(), first_column = lane_index() % 4 * 2;
+      const band_t band = view.seen.at(0, j0);
       auto finish = [&](auto sees) {
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int i = row + e / 2 * 8, j = lane_index() % 4 * 2 + 8 * n + e % 2;
+            const int i = first_row + e / 2 * 8, j = first_column + 8 * n + e % 2;
             differentiate(s[0][n][e], dp[0][n][e], sees(i, j), scores, index_t(i0 + i),
                           index_t(j0 + j), lse[e / 2], delta[e / 2]);
           }
         }
       };
-      if (!kHasTerms && band.sees_all(kBlockM, kBlockN)) {
+      if (kHasTwoWays && band.sees_all(kBlockM, kBlockN)) {
         finish([](int, int) { return true; });
       } else {
         finish([&](int i, int j) { return band.sees(i, j); });
@@ -152,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int num_rows = static_cast<int>(min(params.seqlen_q - i0, index_t(kBlockM)));
   const float odd =
       store_sums(dq + locate(grads.kept, kept_index).of[1] + i0 * grads.row[0],
-                 grads.row[0], grads.col[0], sums, unfactor, row_0, 0, num_rows, dim);
+                 grads.row[0], grads.col[0], sums, unfactor, warp_index() * 16, 0,
+                 num_rows, static_cast<int>(params.head_dim));
   if (odd != 0) found->odd = 1;
 }

@@ -236,24 +236,21 @@ MMA_VJP = MmaVjpKernel(
     tiles={
         False: {
             64: (
+                MmaVjpTile(32, 128, 128, min_blocks=2),
                 MmaVjpTile(64, 128, 256, warps_m=2),
-                MmaVjpTile(32, 64, 128),
             ),
             128: (
                 MmaVjpTile(64, 128, 256, warps_m=2),
                 MmaVjpTile(32, 64, 128),
             ),
             256: (
-                MmaVjpTile(64, 64, 256, warps_m=2),
-                MmaVjpTile(64, 64, 256, warps_m=2, stages=1),
+                MmaVjpTile(64, 64, 256, warps_m=4),
+                MmaVjpTile(64, 64, 256, warps_m=4, stages=1),
                 MmaVjpTile(32, 32, 128, warps_m=2, stages=1),
             ),
         },
         True: {
-            64: (
-                MmaVjpTile(64, 128, 256, warps_m=2),
-                MmaVjpTile(32, 64, 128),
-            ),
+            64: (MmaVjpTile(64, 128, 256, warps_m=2),),
             128: (
                 MmaVjpTile(32, 128, 256, warps_m=2),
                 MmaVjpTile(32, 64, 128),

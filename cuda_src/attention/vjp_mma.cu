@@ -26,6 +26,7 @@
 //            does not see come through as NaN, and so does a dS too large for elem_t:
 //            found->odd says that the gradients have to be made in another way
 #include "attention/vjp_mma_sums.cuh"
+#include "ptx/registers.cuh"
 
 #if !defined(WARPS_M) || !defined(STAGES) || !defined(MAKES_DQ)
 #error "WARPS_M, STAGES and MAKES_DQ come from the host"
@@ -53,14 +54,32 @@ struct items_t {
   index_t slot[kBatchDims];  // by how many slots of dq the entries of an axis differ
 };
 
-// What all threads are told of an entry. They have no registers for it.
+// What all threads are told of a block's keys, and of an entry. They have no registers
+// for it.
 struct view_t {
+  index_t kept, entry;     // the kept entry, and its first one among all
+  int first_key;           // -1: the grid is rounded up, there are none
   const elem_t *q, *dout;  // query 0
   const float* stats;
   float* sums;
   int first, last;  // queries
   int aligned_q, aligned_dout;
   seen_t seen;
+
+  __device__ __forceinline__ void set_item(const grads_t& grads,
+                                           const items_t& items,
+                                           const params_t& params) {
+    const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+    const index_t in_section = items.section * num_tiles;
+    const index_t section = divide(block_index(), in_section);
+    const index_t first = section * items.section;
+    const index_t rest = block_index() - section * in_section;
+    const index_t width = min(items.section, grads.num_kept - first);
+    const index_t tile = width > 0 ? divide(rest, width) : num_tiles;
+    first_key = tile < num_tiles ? static_cast<int>(tile) * kBlockN : -1;
+    kept = first + rest - tile * width;
+    entry = first_key < 0 ? 0 : locate(grads.kept, kept).of[0];
+  }
 };
 
 // This warp's first key, of the tile.
@@ -94,37 +113,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   unsigned char* const smem_p = smem_ds + kBytesDs;
   unsigned char* const smem_stats = smem_p + (kSharesP ? kBytesDs : 0);
 
-  const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
-  index_t tile, kept_index;
-  {
-    const index_t in_section = items.section * num_tiles;
-    const index_t section = divide(block_index(), in_section);
-    const index_t first = section * items.section;
-    const index_t rest = block_index() - section * in_section;
-    const index_t width = min(items.section, grads.num_kept - first);
-    if (width <= 0) return;
-    tile = divide(rest, width);
-    kept_index = first + rest - tile * width;
-    if (tile >= num_tiles) return;
-  }
-  const int j0 = static_cast<int>(tile) * kBlockN;
-  const index_t entry = locate(grads.kept, kept_index).of[0];
+  if (threadIdx.x == 0) view.set_item(grads, items, params);
+  __syncthreads();  // the view is complete
+  if (view.first_key < 0) return;
   const differentiate_t differentiate(params, found);
 
   {
+    const int j0 = view.first_key;
     // Padding behind all lengths is not even read.
     index_t num_keys = params.seqlen_k;
     if constexpr (kHasKeyLengths) {
       num_keys = 0;
       for (index_t n = 0; n < grads.num_summed; ++n) {
-        const scores_t scores(grads.entry(params, entry, n), SCORE_ARGUMENTS);
+        const scores_t scores(grads.entry(params, view.entry, n), SCORE_ARGUMENTS);
         num_keys = max(num_keys, scores.num_keys());
       }
     }
     const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
     const int dim = static_cast<int>(params.head_dim);
     const int dim_v = static_cast<int>(params.head_dim_v);
-    const place_t at = grads.entry(params, entry, 0);
+    const place_t at = grads.entry(params, view.entry, 0);
     const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
     const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
     load_tile<kBlockN, kHeadDim>(smem_k, k_rows, params.k.row, num_rows, dim,
@@ -138,11 +146,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   frag_t<kKeyTiles, kColTiles> sums_k, sums_v;
   clear(sums_k);
   clear(sums_v);
-  for (index_t summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
-    const place_t at = grads.entry(params, entry, summed_index);
+#pragma unroll 1
+  for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
+    const place_t at = grads.entry(params, view.entry, summed_index);
     const scores_t scores(at, SCORE_ARGUMENTS);
     __syncthreads();  // all have read the blocks of the entry before
     if (threadIdx.x == 0) {
+      const int j0 = view.first_key;
       const range_t queries =
           scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
       view.first = static_cast<int>(queries.first) / kBlockM * kBlockM;
@@ -209,9 +219,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       const int row = key_0() + lane_index() / 4;
       const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
       const band_t band = view.seen.at(i0, 0);
+      const int first_key = kHasTerms ? view.first_key : 0;
       auto finish = [&](auto sees) {
 #pragma unroll
         for (int n = 0; n < kQueryTiles; ++n) {
+          if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
           const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
           const float2 delta_n =
               *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
@@ -221,8 +233,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             for (int e = 0; e < 4; ++e) {
               const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
               differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores,
-                            index_t(i0 + i), index_t(j0 + j), e % 2 ? lse_n.y : lse_n.x,
-                            e % 2 ? delta_n.y : delta_n.x);
+                            index_t(i0 + i), index_t(first_key + j),
+                            e % 2 ? lse_n.y : lse_n.x, e % 2 ? delta_n.y : delta_n.x);
             }
           }
         }
@@ -321,10 +333,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 
   const float unfactor =
       unfactor_of(differentiate.factor, static_cast<float>(params.scale));
+  const int j0 = view.first_key;
   const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
   const int dim = static_cast<int>(params.head_dim);
   const int dim_v = static_cast<int>(params.head_dim_v);
-  const auto kept = locate(grads.kept, kept_index);
+  const auto kept = locate(grads.kept, view.kept);
   const int column = part() * (8 * kColTiles);
   float odd =
       store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],

@@ -16,6 +16,7 @@
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_mma
 #include "attention/vjp_mma.cuh"
+#include "ptx/registers.cuh"
 
 #if !defined(STAGES) || !defined(STATS_M)
 #error "STAGES and STATS_M come from the host"
@@ -146,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       auto finish = [&](auto sees) {
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
+          if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int i = first_row + e / 2 * 8, j = first_column + 8 * n + e % 2;

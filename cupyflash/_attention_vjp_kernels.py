@@ -456,7 +456,9 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                     found[row.name, config.variant] = None
                 continue
             if isinstance(row, MmaVjpKernel):
-                for config in _mma_configs(row, forward, batch_dims, device, everything):
+                for config in _mma_configs(
+                    row, forward, batch_dims, device, everything
+                ):
                     found[row.name, config.variant] = None
                 continue
             tiles = row.fitting(forward, device)

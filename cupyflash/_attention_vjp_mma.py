@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _kernels
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_KEYS,
@@ -45,6 +44,7 @@ class MmaVjpTile:
     warps_m: int = 1
     stages: int = 2
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    oldest: tuple[int, int] = (8, 0)  # on older compute capabilities it spills
 
     def smem(self, part: str, dim: int) -> int:
         """Bytes of shared memory of ``vjp_mma.cu`` or ``vjp_mma_queries.cu``."""
@@ -55,10 +55,11 @@ class MmaVjpTile:
         return 4 * dim * (n + self.stages * m) + scores + self.stages * 8 * m
 
     def fits(self, part: str, dim: int, device: Device) -> bool:
-        """Whether a multiprocessor holds `min_blocks` blocks."""
+        """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
         smem = self.smem(part, dim) + _STATIC
         whole = device.smem_optin + _RESERVED
-        return self.min_blocks * (smem + _RESERVED) <= whole
+        fits = self.min_blocks * (smem + _RESERVED) <= whole
+        return fits and device.cc >= self.oldest
 
 
 # By head dimension as compiled, tiles from best to least: the first that fits is taken.
@@ -104,9 +105,7 @@ class MmaVjpKernel:
         longest = max(forward.seqlen_q, forward.seqlen_k, num_rows(forward) // 32)
         if longest >= 1 << 29:
             return "counts queries and keys in 32 bits, which this problem exceeds"
-        if any(
-            self.tile(part, forward, device) is None for part in ("", "_queries")
-        ):
+        if any(self.tile(part, forward, device) is None for part in ("", "_queries")):
             return (
                 f"head_dim {forward.head_dim} needs more shared memory than the "
                 f"{device.smem_optin} bytes that a block may have"
@@ -216,7 +215,8 @@ class MmaVjpKernel:
     ) -> Iterator[Config]:
         """All launches of a problem, for the list of what there is to compile."""
         tile, own = (self.tile(part, forward, device) for part in ("", "_queries"))
-        assert tile is not None and own is not None
+        if tile is None or own is None:
+            return
         grads = {forward.dtype: None, "float32": None} if everything else ()
         yield self.config("_rows", tile, forward, batch_dims, forward.dtype, 1)
         yield self.config("_dq", tile, forward, batch_dims, forward.dtype, 1)
@@ -252,8 +252,9 @@ MMA_VJP = MmaVjpKernel(
         True: {
             64: (MmaVjpTile(64, 128, 256, warps_m=2),),
             128: (
-                MmaVjpTile(32, 128, 256, warps_m=2),
-                MmaVjpTile(32, 64, 128),
+                MmaVjpTile(32, 128, 256, warps_m=2, oldest=(9, 0)),
+                MmaVjpTile(64, 64, 256, warps_m=2),
+                MmaVjpTile(32, 64, 256, warps_m=2),
             ),
             256: (
                 MmaVjpTile(32, 64, 256, warps_m=2),
@@ -262,11 +263,19 @@ MMA_VJP = MmaVjpKernel(
         },
     },
     query_tiles={
-        terms: {
-            64: (MmaVjpTile(64, 64, 128, min_blocks=2), MmaVjpTile(64, 64, 128)),
+        False: {
+            64: (MmaVjpTile(64, 64, 128, min_blocks=2),),
             128: (MmaVjpTile(64, 64, 128, min_blocks=2), MmaVjpTile(64, 32, 128)),
             256: (MmaVjpTile(64, 32, 128), MmaVjpTile(64, 32, 128, stages=1)),
-        }
-        for terms in (False, True)
+        },
+        True: {
+            64: (MmaVjpTile(64, 64, 128, min_blocks=2),),
+            128: (MmaVjpTile(64, 64, 128, min_blocks=2), MmaVjpTile(64, 32, 128)),
+            256: (
+                MmaVjpTile(64, 32, 128, oldest=(9, 0)),
+                MmaVjpTile(64, 32, 128, stages=1, oldest=(9, 0)),
+                MmaVjpTile(64, 16, 128),
+            ),
+        },
     },
 )

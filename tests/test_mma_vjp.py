@@ -60,8 +60,8 @@ def test_takes(arch, dtype, head_dim, options):
 def test_leaves_to_the_next_row(asked, arch, reason):
     assert reason in MMA_VJP.refusal(asked, device(arch))
     row, refused = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
-    assert row.name not in ("mma", "hopper")
-    assert "mma" in dict(refused)
+    assert row.name != "mma"
+    assert row.name == "hopper" or "mma" in dict(refused)
 
 
 @pytest.mark.parametrize("part", ["", "_queries"])
@@ -78,7 +78,7 @@ def test_every_tile_is_for_some_device(part, terms, dim):
     for tile in chosen:
         warps = tile.num_threads // 32
         assert tile.block_m % 32 == 0
-        assert tile.block_n % 32 == 0
+        assert tile.block_n % 16 == 0
         if part:
             assert tile.block_m == 16 * warps
         else:
@@ -251,9 +251,7 @@ def test_query_heads_share_key_heads(cupy, rng, forced, layout, heads, determini
     ],
 )
 def test_batch_axes(cupy, rng, forced, batch, batch_k, deterministic):
-    arrays = inputs(
-        rng, "bfloat16", q=(*batch, 4, 150, 64), k=(*batch_k, 2, 140, 64)
-    )
+    arrays = inputs(rng, "bfloat16", q=(*batch, 4, 150, 64), k=(*batch_k, 2, 140, 64))
     agree(cupy, *arrays, causal=True, deterministic=deterministic)
 
 

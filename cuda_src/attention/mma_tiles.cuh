@@ -119,7 +119,7 @@ __device__ __forceinline__ void load_tile(unsigned char* smem,
   }
 }
 
-// --- pairs of 16-bit numbers ----------------------------------------------------------
+// --- pairs of 16-bit numbers ---------------------------------------------------------
 
 template <typename T>
 struct pair16_of;

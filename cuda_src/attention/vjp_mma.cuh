@@ -20,7 +20,7 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;  // queries and keys of a tile
 constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
-static_assert(kHeadDim % 64 == 0 && kBlockM % 32 == 0 && kBlockN % 32 == 0);
+static_assert(kHeadDim % 64 == 0 && kBlockM % 32 == 0 && kBlockN % 16 == 0);
 
 #ifdef SCALE_SCORES
 constexpr bool kScaleScores = true;  // not a number that exp2 can take over
@@ -174,7 +174,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kRows][kCols][4],
                                                 const tile_t<kDim>& b) {
   static_assert(kCols % 2 == 0);
   clear(s);
-#pragma unroll(kDim > 128 ? 4 : kDim / 16)
+#pragma unroll(kDim <= 128 ? kDim / 16 : kHasTerms ? 1 : 4)
   for (int step = 0; step < kDim / 16; ++step) {
     unsigned x[kRows][4];
 #pragma unroll

@@ -28,7 +28,7 @@ _ROW_THREADS = 256
 _DQ_THREADS = 256
 # Shared memory of a multiprocessor that the system keeps for each block, and what a
 # block tells its threads.
-_RESERVED, _STATIC = 1024, 128
+_RESERVED, _STATIC = 1024, 512
 
 
 @dataclass(frozen=True)
@@ -221,13 +221,13 @@ class MmaVjpKernel:
         yield self.config("_rows", tile, forward, batch_dims, forward.dtype, 1)
         yield self.config("_dq", tile, forward, batch_dims, forward.dtype, 1)
         for grad in grads or (forward.dtype,):
-            for makes_dq in (1, 0):
-                yield self.config(
-                    "", tile, forward, batch_dims, grad, 1, MAKES_DQ=makes_dq
-                )
-            yield self.config(
-                "_queries", own, forward, batch_dims, grad, 1, STATS_M=tile.block_m
-            )
+            args = forward, batch_dims, grad, 1
+            yield self.config("", tile, *args, MAKES_DQ=1)
+            yield self.config("", tile, *args, MAKES_DQ=0)
+            yield self.config("", tile, *args, MAKES_DQ=0, CAREFUL=1)
+            stats = tile.block_m
+            yield self.config("_queries", own, *args, STATS_M=stats)
+            yield self.config("_queries", own, *args, STATS_M=stats, CAREFUL=1)
 
 
 MMA_VJP = MmaVjpKernel(

@@ -15,9 +15,16 @@ from cupyflash import (
 from cupyflash._attention_kernels import params_dtype
 from cupyflash._attention_vjp_layout import grads_dtype
 from cupyflash._attention_vjp_mma import items_dtype
-from cupyflash._attention_vjp_plans import _gradients, _Launches, _repair
+from cupyflash._attention_vjp_plans import (
+    _all_summed,
+    _gradients,
+    _Launches,
+    _Part,
+    _repair,
+)
 from cupyflash._attention_vjp_problem import AttentionGrads
 
+_STILL_ODD = 8  # where it stands in found_t
 _FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
 
@@ -54,6 +61,29 @@ class _MmaLaunches(_Launches):
             **more,
         )
 
+    def straight(self, part, tile, name):
+        """A part that makes a gradient with no terms, to be made again()."""
+        target = self.layout.targets[name]
+        entries = _all_summed(self.layout, (name,))
+        fields = _attention_vjp_layout.entries_fields(entries, [target])
+        return _Part((name,), None, self._grads(**fields), None)
+
+    def again(self, made, part, tile, **more):
+        """The careful launch of a part, into what that has made."""
+        forward = self.forward
+        grad = forward.dtype if made.terms is None else forward.compute_dtype
+        config = self.row.config(
+            part,
+            tile,
+            forward,
+            self.layout.batch_dims,
+            grad,
+            2 * self.device.num_sms,
+            CAREFUL=1,
+            **more,
+        )
+        return _Part(made.names, self._launch(config), made.grads, None)
+
 
 class MmaPlan:
     """Statistics, all gradients, dq to 16 bits, and repairs if they are asked for."""
@@ -73,10 +103,16 @@ class MmaPlan:
         ordered = problem.deterministic
         self.keys = make.own("", tile, ("dk", "dv"), MAKES_DQ=int(not ordered))
         num_blocks = -(-forward.seqlen_q // tile.block_m)
+        own = row.tile("_queries", forward, device)
         self.queries = None
         if ordered:
-            own = row.tile("_queries", forward, device)
             self.queries = make.own("_queries", own, ("dq",), STATS_M=tile.block_m)
+        # The same without what nobody sees, if a gradient is not finite.
+        self.careful_keys = make.again(self.keys, "", tile, MAKES_DQ=0)
+        queries = self.queries or make.straight("_queries", own, "dq")
+        self.careful_queries = make.again(
+            queries, "_queries", own, STATS_M=tile.block_m
+        )
 
         # Of dq, whose batch entries add to one slot where they share q.
         dq, matrix = layout.targets["dq"], forward.seqlen_q * forward.head_dim
@@ -120,6 +156,8 @@ class MmaPlan:
             self.rows,
             *self.keys.launches,
             *(self.queries.launches if self.queries else (self.dq,)),
+            self.careful_keys.launch,
+            self.careful_queries.launch,
             *(launch for _, launch, _ in self.repairs),
             *(self.bias.launches if self.bias else ()),
             *((self.sinks.launch,) if self.sinks else ()),
@@ -144,17 +182,33 @@ class MmaPlan:
             *rest, self.grads,
         )  # fmt: skip
         inputs = (q, k, v, dout, stats)
-        self._make(self.keys, made, (*inputs, sums, found, self.items), rest)
+        of_keys = self._targets(self.keys, made)
+        of_queries = self._targets(self.queries or self.careful_queries, made)
+        self._make(self.keys, of_keys, (*inputs, sums, found, self.items), rest)
         if self.queries is not None:
-            self._make(self.queries, made, (*inputs, found), rest)
+            self._make(self.queries, of_queries, (*inputs, found), rest)
         else:
             self.dq.enqueue(
                 sums, made["dq"].data.ptr, *self.dq_steps, found, self.params
             )
+        self._make(self.careful_keys, of_keys, (*inputs, 0, found, self.items), rest)
+        self._make(self.careful_queries, of_queries, (*inputs, found), rest)
+        self._add_up(self.keys, of_keys, made)
+        if self.queries is not None:
+            self._add_up(self.queries, of_queries, made)
         for names, launch, grads in self.repairs:
             targets = (made[name].data.ptr for name in names)
             launch.enqueue(
-                q, k, v, dout, lse, delta.data.ptr, *targets, found, *rest, grads
+                q,
+                k,
+                v,
+                dout,
+                lse,
+                delta.data.ptr,
+                *targets,
+                found + _STILL_ODD,
+                *rest,
+                grads,
             )
         if self.bias is not None:
             q, k, v, _, *options, dout, lse, _ = arrays
@@ -167,15 +221,21 @@ class MmaPlan:
             self.sinks(sink_terms, made["dsinks"])
         return AttentionGrads(**made)
 
-    def _make(self, part, made, inputs, rest):
-        """A kernel of this row, and the sums of its terms if it has any."""
-        targets = [made[name] for name in part.names]
-        into = targets
-        if part.terms is not None:
-            into = [cupy.ndarray(shape, "float32") for shape, _ in part.terms]
-            _attention_gpu.keep_if_capturing(into)
+    def _targets(self, part, made):
+        """Where a part writes: gradients, or terms of them."""
+        if part.terms is None:
+            return [made[name] for name in part.names]
+        into = [cupy.ndarray(shape, "float32") for shape, _ in part.terms]
+        _attention_gpu.keep_if_capturing(into)
+        return into
+
+    def _make(self, part, into, inputs, rest):
+        """A kernel of this row."""
         part.launch.enqueue(*inputs, *(x.data.ptr for x in into), *rest, part.grads)
-        for (_, add_up), terms, target in zip(
-            part.terms or (), into, targets, strict=False
+
+    def _add_up(self, part, into, made):
+        """The sums of terms, if it has any."""
+        for (_, add_up), terms, name in zip(
+            part.terms or (), into, part.names, strict=False
         ):
-            add_up(terms, target)
+            add_up(terms, made[name])

@@ -25,6 +25,7 @@
 //            2^29 queries and keys; sm_80 or newer. Infinities and NaN in what a query
 //            does not see come through as NaN, and so does a dS too large for elem_t:
 //            found->odd says that the gradients have to be made in another way
+#include "attention/vjp_mma_careful.cuh"
 #include "attention/vjp_mma_sums.cuh"
 #include "ptx/registers.cuh"
 
@@ -66,14 +67,15 @@ struct view_t {
   int aligned_q, aligned_dout;
   seen_t seen;
 
-  __device__ __forceinline__ void set_item(const grads_t& grads,
+  __device__ __forceinline__ void set_item(index_t number,
+                                           const grads_t& grads,
                                            const items_t& items,
                                            const params_t& params) {
     const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
     const index_t in_section = items.section * num_tiles;
-    const index_t section = divide(block_index(), in_section);
+    const index_t section = divide(number, in_section);
     const index_t first = section * items.section;
-    const index_t rest = block_index() - section * in_section;
+    const index_t rest = number - section * in_section;
     const index_t width = min(items.section, grads.num_kept - first);
     const index_t tile = width > 0 ? divide(rest, width) : num_tiles;
     first_key = tile < num_tiles ? static_cast<int>(tile) * kBlockN : -1;
@@ -113,236 +115,257 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   unsigned char* const smem_p = smem_ds + kBytesDs;
   unsigned char* const smem_stats = smem_p + (kSharesP ? kBytesDs : 0);
 
-  if (threadIdx.x == 0) view.set_item(grads, items, params);
-  __syncthreads();  // the view is complete
-  if (view.first_key < 0) return;
+  __shared__ bad_rows_t bad;
+  if (kCareful && found->odd == 0) return;
   const differentiate_t differentiate(params, found);
-
-  {
-    const int j0 = view.first_key;
-    // Padding behind all lengths is not even read.
-    index_t num_keys = params.seqlen_k;
-    if constexpr (kHasKeyLengths) {
-      num_keys = 0;
-      for (index_t n = 0; n < grads.num_summed; ++n) {
-        const scores_t scores(grads.entry(params, view.entry, n), SCORE_ARGUMENTS);
-        num_keys = max(num_keys, scores.num_keys());
-      }
-    }
-    const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
-    const int dim = static_cast<int>(params.head_dim);
-    const int dim_v = static_cast<int>(params.head_dim_v);
-    const place_t at = grads.entry(params, view.entry, 0);
-    const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
-    const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
-    load_tile<kBlockN, kHeadDim>(smem_k, k_rows, params.k.row, num_rows, dim,
-                                 has_aligned_rows(k_rows, params.k.row, dim),
-                                 tile_t<kHeadDim>::offset);
-    load_tile<kBlockN, kHeadDim>(smem_v, v_rows, params.v.row, num_rows, dim_v,
-                                 has_aligned_rows(v_rows, params.v.row, dim_v),
-                                 tile_t<kHeadDim>::offset);
-  }
-
-  frag_t<kKeyTiles, kColTiles> sums_k, sums_v;
-  clear(sums_k);
-  clear(sums_v);
-#pragma unroll 1
-  for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
-    const place_t at = grads.entry(params, view.entry, summed_index);
-    const scores_t scores(at, SCORE_ARGUMENTS);
-    __syncthreads();  // all have read the blocks of the entry before
-    if (threadIdx.x == 0) {
-      const int j0 = view.first_key;
-      const range_t queries =
-          scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
-      view.first = static_cast<int>(queries.first) / kBlockM * kBlockM;
-      view.last = static_cast<int>(queries.last);
-      if (queries.first >= queries.last) view.first = view.last;
-      view.seen = seen_t(scores.band(0, j0));
-      view.q = at.at(q, params.q);
-      view.dout = at.at(dout, grads.dout);
-      view.aligned_q = has_aligned_rows(view.q, params.q.row, params.head_dim);
-      view.aligned_dout =
-          has_aligned_rows(view.dout, grads.dout.row, params.head_dim_v);
-      const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-      view.stats = stats + at.row_of_heads * num_blocks * (2 * kBlockM);
-      index_t slot = at.head;
-#pragma unroll
-      for (int axis = 0; axis < kBatchDims; ++axis) {
-        slot += at.batch[axis] * items.slot[axis];
-      }
-      view.sums = sums_q + slot * num_blocks * (kBlockM * kHeadDim);
-    }
+  index_t number = block_index();
+  do {
+    if (kCareful) __syncthreads();  // all are done with the item before
+    if (threadIdx.x == 0) view.set_item(number, grads, items, params);
     __syncthreads();  // the view is complete
+    if (view.first_key < 0) return;
+    if constexpr (kCareful) clear_rows(bad.keys);
 
-    auto load_block = [&](int i) {
-      const int num_rows = view.last - i;
-      if (num_rows > 0) {
-        const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
-        load_tile<kBlockM, kHeadDim>(smem_q + stage * kBytesM,
-                                     view.q + i * params.q.row, params.q.row, num_rows,
-                                     static_cast<int>(params.head_dim), view.aligned_q,
-                                     tile_t<kHeadDim>::offset);
-        load_tile<kBlockM, kHeadDim>(smem_dout + stage * kBytesM,
-                                     view.dout + i * grads.dout.row, grads.dout.row,
-                                     num_rows, static_cast<int>(params.head_dim_v),
-                                     view.aligned_dout, tile_t<kHeadDim>::offset);
-        const int n = thread_index() * 16;
-        if (n < kBytesStats) {
-          ptx::copy_async_or_zero(
-              shared_address(smem_stats) + stage * kBytesStats + n,
-              view.stats + index_t(i / kBlockM) * (2 * kBlockM) + n / 4, 16);
+    {
+      const int j0 = view.first_key;
+      // Padding behind all lengths is not even read.
+      index_t num_keys = params.seqlen_k;
+      if constexpr (kHasKeyLengths) {
+        num_keys = 0;
+        for (index_t n = 0; n < grads.num_summed; ++n) {
+          const scores_t scores(grads.entry(params, view.entry, n), SCORE_ARGUMENTS);
+          num_keys = max(num_keys, scores.num_keys());
         }
       }
-      ptx::commit_copies();
-    };
+      const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
+      const int dim = static_cast<int>(params.head_dim);
+      const int dim_v = static_cast<int>(params.head_dim_v);
+      const place_t at = grads.entry(params, view.entry, 0);
+      const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
+      const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
+      load_tile<kBlockN, kHeadDim>(smem_k, k_rows, params.k.row, num_rows, dim,
+                                   has_aligned_rows(k_rows, params.k.row, dim),
+                                   tile_t<kHeadDim>::offset);
+      load_tile<kBlockN, kHeadDim>(smem_v, v_rows, params.v.row, num_rows, dim_v,
+                                   has_aligned_rows(v_rows, params.v.row, dim_v),
+                                   tile_t<kHeadDim>::offset);
+    }
 
-    int i0 = view.first;
-    load_block(i0);
+    frag_t<kKeyTiles, kColTiles> sums_k, sums_v;
+    clear(sums_k);
+    clear(sums_v);
 #pragma unroll 1
-    for (; i0 < view.last; i0 += kBlockM) {
-      const unsigned stage = kStages == 2 ? i0 / kBlockM % 2 : 0;
-      const unsigned stage_q = shared_address(smem_q) + stage * kBytesM;
-      const unsigned stage_dout = shared_address(smem_dout) + stage * kBytesM;
-      const float* const lse =
-          reinterpret_cast<const float*>(smem_stats + stage * kBytesStats);
-      ptx::wait_copy_groups<0>();
-      __syncthreads();  // this block is complete; all have read the one before, and dS
-      if constexpr (kStages == 2) load_block(i0 + kBlockM);
-
-      frag_t<kKeyTiles, kQueryTiles> s, dp;
-      multiply_scores(s, left<kHeadDim>(shared_address(smem_k), key_0()),
-                      right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)));
-      multiply_scores(dp, left<kHeadDim>(shared_address(smem_v), key_0()),
-                      right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
-
-      const int row = key_0() + lane_index() / 4;
-      const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
-      const band_t band = view.seen.at(i0, 0);
-      const int first_key = kHasTerms ? view.first_key : 0;
-      auto finish = [&](auto sees) {
+    for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
+      const place_t at = grads.entry(params, view.entry, summed_index);
+      const scores_t scores(at, SCORE_ARGUMENTS);
+      __syncthreads();  // all have read the blocks of the entry before
+      if (threadIdx.x == 0) {
+        const int j0 = view.first_key;
+        const range_t queries =
+            scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
+        view.first = static_cast<int>(queries.first) / kBlockM * kBlockM;
+        view.last = static_cast<int>(queries.last);
+        if (queries.first >= queries.last) view.first = view.last;
+        view.seen = seen_t(scores.band(0, j0));
+        view.q = at.at(q, params.q);
+        view.dout = at.at(dout, grads.dout);
+        view.aligned_q = has_aligned_rows(view.q, params.q.row, params.head_dim);
+        view.aligned_dout =
+            has_aligned_rows(view.dout, grads.dout.row, params.head_dim_v);
+        const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+        view.stats = stats + at.row_of_heads * num_blocks * (2 * kBlockM);
+        index_t slot = at.head;
 #pragma unroll
-        for (int n = 0; n < kQueryTiles; ++n) {
-          if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
-          const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
-          const float2 delta_n =
-              *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
+        for (int axis = 0; axis < kBatchDims; ++axis) {
+          slot += at.batch[axis] * items.slot[axis];
+        }
+        view.sums = sums_q + slot * num_blocks * (kBlockM * kHeadDim);
+      }
+      __syncthreads();  // the view is complete
+
+      auto load_block = [&](int i) {
+        const int num_rows = view.last - i;
+        if (num_rows > 0) {
+          const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
+          load_tile<kBlockM, kHeadDim>(smem_q + stage * kBytesM,
+                                       view.q + i * params.q.row, params.q.row,
+                                       num_rows, static_cast<int>(params.head_dim),
+                                       view.aligned_q, tile_t<kHeadDim>::offset);
+          load_tile<kBlockM, kHeadDim>(smem_dout + stage * kBytesM,
+                                       view.dout + i * grads.dout.row, grads.dout.row,
+                                       num_rows, static_cast<int>(params.head_dim_v),
+                                       view.aligned_dout, tile_t<kHeadDim>::offset);
+          const int n = thread_index() * 16;
+          if (n < kBytesStats) {
+            ptx::copy_async_or_zero(
+                shared_address(smem_stats) + stage * kBytesStats + n,
+                view.stats + index_t(i / kBlockM) * (2 * kBlockM) + n / 4, 16);
+          }
+        }
+        ptx::commit_copies();
+      };
+
+      int i0 = view.first;
+      load_block(i0);
+#pragma unroll 1
+      for (; i0 < view.last; i0 += kBlockM) {
+        const unsigned stage = kStages == 2 ? i0 / kBlockM % 2 : 0;
+        const unsigned stage_q = shared_address(smem_q) + stage * kBytesM;
+        const unsigned stage_dout = shared_address(smem_dout) + stage * kBytesM;
+        const float* const lse =
+            reinterpret_cast<const float*>(smem_stats + stage * kBytesStats);
+        ptx::wait_copy_groups<0>();
+        __syncthreads();  // this block is complete; all have read the one before, and
+                          // dS
+        if constexpr (kCareful) {
+          clear_rows(bad.queries);
+          __syncthreads();  // the rows are cleared
+          clean_tile<kBlockN>(smem_k, bad.keys);
+          clean_tile<kBlockN>(smem_v, bad.keys);
+          clean_tile<kBlockM>(smem_q + stage * kBytesM, bad.queries);
+          clean_tile<kBlockM>(smem_dout + stage * kBytesM, bad.queries);
+          __syncthreads();  // the tiles are clean
+          if (sees_bad_rows(bad, view.seen.at(i0, 0), scores, i0, view.first_key)) {
+            found->still_odd = 1;
+          }
+        }
+        if constexpr (kStages == 2) load_block(i0 + kBlockM);
+
+        frag_t<kKeyTiles, kQueryTiles> s, dp;
+        multiply_scores(s, left<kHeadDim>(shared_address(smem_k), key_0()),
+                        right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)));
+        multiply_scores(dp, left<kHeadDim>(shared_address(smem_v), key_0()),
+                        right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
+
+        const int row = key_0() + lane_index() / 4;
+        const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
+        const band_t band = view.seen.at(i0, 0);
+        const int first_key = kHasTerms ? view.first_key : 0;
+        auto finish = [&](auto sees) {
+#pragma unroll
+          for (int n = 0; n < kQueryTiles; ++n) {
+            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+            const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
+            const float2 delta_n =
+                *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
+                differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores,
+                              index_t(i0 + i), index_t(first_key + j),
+                              e % 2 ? lse_n.y : lse_n.x, e % 2 ? delta_n.y : delta_n.x);
+              }
+            }
+          }
+        };
+        if (kHasTwoWays && band.sees_all(kBlockM, kBlockN)) {
+          finish([](int, int) { return true; });
+        } else {
+          finish([&](int i, int j) { return band.sees(i, j); });
+        }
+
+        if constexpr (kSharesP || kMakesDq) {
+          const auto ds_rows =
+              stored<kBlockM>(lane_index() % 4 * 4, key_0(), part() * kQueryTiles);
 #pragma unroll
           for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
-              differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores,
-                            index_t(i0 + i), index_t(first_key + j),
-                            e % 2 ? lse_n.y : lse_n.x, e % 2 ? delta_n.y : delta_n.x);
+            for (int n = 0; n < kQueryTiles; ++n) {
+#pragma unroll
+              for (int r = 0; r < 2; ++r) {
+                const unsigned offset = ds_rows.at(16 * m + 8 * r, n);
+                *reinterpret_cast<unsigned*>(smem_ds + offset) =
+                    pair16_t::from(dp[m][n][2 * r], dp[m][n][2 * r + 1]);
+                if constexpr (kSharesP) {
+                  *reinterpret_cast<unsigned*>(smem_p + offset) =
+                      pair16_t::from(s[m][n][2 * r], s[m][n][2 * r + 1]);
+                }
+              }
             }
           }
+          __syncthreads();  // P and dS are complete
         }
-      };
-      if (kHasTwoWays && band.sees_all(kBlockM, kBlockN)) {
-        finish([](int, int) { return true; });
-      } else {
-        finish([&](int i, int j) { return band.sees(i, j); });
-      }
 
-      if constexpr (kSharesP || kMakesDq) {
-        const auto ds_rows =
-            stored<kBlockM>(lane_index() % 4 * 4, key_0(), part() * kQueryTiles);
+        const auto dout_sums = summed<kHeadDim>(stage_dout, 0, part() * kColTiles);
+        const auto q_sums = summed<kHeadDim>(stage_q, 0, part() * kColTiles);
+        if constexpr (kSharesP) {
+          const auto p_rows = left<kBlockM>(shared_address(smem_p), key_0());
+          const auto ds_rows = left<kBlockM>(shared_address(smem_ds), key_0());
+          auto load_from = [](const tile_t<kBlockM>& rows) {
+            return [&rows](unsigned (&x)[kKeyTiles][4], int step) {
 #pragma unroll
-        for (int m = 0; m < kKeyTiles; ++m) {
+              for (int m = 0; m < kKeyTiles; ++m) {
+                ptx::ldmatrix_x4(x[m], rows.at(16 * m, 2 * step));
+              }
+            };
+          };
+          multiply_sums<kBlockM>(sums_v, load_from(p_rows), dout_sums);
+          multiply_sums<kBlockM>(sums_k, load_from(ds_rows), q_sums);
+        } else {
+          multiply_sums<kBlockM>(
+              sums_v,
+              [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, s, step); },
+              dout_sums);
+          multiply_sums<kBlockM>(
+              sums_k,
+              [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, dp, step); },
+              q_sums);
+        }
+        if constexpr (kMakesDq) {
+          // As many columns at once as there are registers for.
+          constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
+#pragma unroll 1
+          for (int first = 0; first < kColTilesQ; first += kAtOnce) {
+            frag_t<2, kAtOnce> dq;
+            clear(dq);
+            const auto ds_columns = left_trans<kBlockM>(shared_address(smem_ds), 0,
+                                                        warp_index() / kColWarps * 4);
+            multiply_sums<kBlockN>(
+                dq,
+                [&](unsigned (&x)[2][4], int step) {
 #pragma unroll
-          for (int n = 0; n < kQueryTiles; ++n) {
+                  for (int m = 0; m < 2; ++m) {
+                    ptx::ldmatrix_x4_trans(x[m], ds_columns.at(16 * step, 2 * m));
+                  }
+                },
+                summed<kHeadDim>(shared_address(smem_k), 0,
+                                 warp_index() % kColWarps * kColTilesQ + first));
+            float* const target = view.sums + index_t(i0) * kHeadDim +
+                                  (warp_index() * 2 * kColTilesQ + first) * 128;
+            const int lane = lane_index();
 #pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              const unsigned offset = ds_rows.at(16 * m + 8 * r, n);
-              *reinterpret_cast<unsigned*>(smem_ds + offset) =
-                  pair16_t::from(dp[m][n][2 * r], dp[m][n][2 * r + 1]);
-              if constexpr (kSharesP) {
-                *reinterpret_cast<unsigned*>(smem_p + offset) =
-                    pair16_t::from(s[m][n][2 * r], s[m][n][2 * r + 1]);
+            for (int m = 0; m < 2; ++m) {
+#pragma unroll
+              for (int n = 0; n < kAtOnce; ++n) {
+                add_to_sums(target + (m * kColTilesQ + n) * 128, lane, dq[m][n]);
               }
             }
           }
         }
-        __syncthreads();  // P and dS are complete
-      }
-
-      const auto dout_sums = summed<kHeadDim>(stage_dout, 0, part() * kColTiles);
-      const auto q_sums = summed<kHeadDim>(stage_q, 0, part() * kColTiles);
-      if constexpr (kSharesP) {
-        const auto p_rows = left<kBlockM>(shared_address(smem_p), key_0());
-        const auto ds_rows = left<kBlockM>(shared_address(smem_ds), key_0());
-        auto load_from = [](const tile_t<kBlockM>& rows) {
-          return [&rows](unsigned (&x)[kKeyTiles][4], int step) {
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; ++m) {
-              ptx::ldmatrix_x4(x[m], rows.at(16 * m, 2 * step));
-            }
-          };
-        };
-        multiply_sums<kBlockM>(sums_v, load_from(p_rows), dout_sums);
-        multiply_sums<kBlockM>(sums_k, load_from(ds_rows), q_sums);
-      } else {
-        multiply_sums<kBlockM>(
-            sums_v,
-            [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, s, step); },
-            dout_sums);
-        multiply_sums<kBlockM>(
-            sums_k,
-            [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, dp, step); },
-            q_sums);
-      }
-      if constexpr (kMakesDq) {
-        // As many columns at once as there are registers for.
-        constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
-#pragma unroll 1
-        for (int first = 0; first < kColTilesQ; first += kAtOnce) {
-          frag_t<2, kAtOnce> dq;
-          clear(dq);
-          const auto ds_columns = left_trans<kBlockM>(shared_address(smem_ds), 0,
-                                                      warp_index() / kColWarps * 4);
-          multiply_sums<kBlockN>(
-              dq,
-              [&](unsigned (&x)[2][4], int step) {
-#pragma unroll
-                for (int m = 0; m < 2; ++m) {
-                  ptx::ldmatrix_x4_trans(x[m], ds_columns.at(16 * step, 2 * m));
-                }
-              },
-              summed<kHeadDim>(shared_address(smem_k), 0,
-                               warp_index() % kColWarps * kColTilesQ + first));
-          float* const target = view.sums + index_t(i0) * kHeadDim +
-                                (warp_index() * 2 * kColTilesQ + first) * 128;
-          const int lane = lane_index();
-#pragma unroll
-          for (int m = 0; m < 2; ++m) {
-#pragma unroll
-            for (int n = 0; n < kAtOnce; ++n) {
-              add_to_sums(target + (m * kColTilesQ + n) * 128, lane, dq[m][n]);
-            }
-          }
+        if constexpr (kStages == 1) {
+          __syncthreads();  // all have read the block
+          load_block(i0 + kBlockM);
         }
       }
-      if constexpr (kStages == 1) {
-        __syncthreads();  // all have read the block
-        load_block(i0 + kBlockM);
-      }
     }
-  }
-  ptx::wait_copy_groups<0>();  // of a tile that no query sees
+    ptx::wait_copy_groups<0>();  // of a tile that no query sees
 
-  const float unfactor =
-      unfactor_of(differentiate.factor, static_cast<float>(params.scale));
-  const int j0 = view.first_key;
-  const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
-  const int dim = static_cast<int>(params.head_dim);
-  const int dim_v = static_cast<int>(params.head_dim_v);
-  const auto kept = locate(grads.kept, view.kept);
-  const int column = part() * (8 * kColTiles);
-  float odd =
-      store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
-                 sums_k, unfactor, key_0(), column, num_keys, dim);
-  odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
-                    sums_v, 1 / kFactorP, key_0(), column, num_keys, dim_v);
-  if (odd != 0) found->odd = 1;
+    const float unfactor =
+        unfactor_of(differentiate.factor, static_cast<float>(params.scale));
+    const int j0 = view.first_key;
+    const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
+    const int dim = static_cast<int>(params.head_dim);
+    const int dim_v = static_cast<int>(params.head_dim_v);
+    const auto kept = locate(grads.kept, view.kept);
+    const int column = part() * (8 * kColTiles);
+    float odd =
+        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                   sums_k, unfactor, key_0(), column, num_keys, dim);
+    odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                      sums_v, 1 / kFactorP, key_0(), column, num_keys, dim_v);
+    if (odd != 0) (kCareful ? found->still_odd : found->odd) = 1;
+    number += gridDim.x;
+  } while (kCareful);
 }

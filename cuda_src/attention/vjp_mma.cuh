@@ -37,7 +37,8 @@ constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
 struct found_t {
   int odd;           // not 0: a gradient is not finite, or was too large for elem_t
   unsigned largest;  // dO, without sign, as the bits of a float
-  int unused[2];
+  int still_odd;     // not 0: so it is without what nobody sees (vjp_mma_careful.cuh)
+  int unused;
 };
 
 // float16 has few exponents: P and dS, rounded to it, are first multiplied by powers of

@@ -50,6 +50,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
   const bool exists = at.exists && i < params.seqlen_q;
 
   float log_sum = infinity<float>(), sum = 0, largest = 0;
+  bool has_out = false;
   if (exists) {
     log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
     if (column < dim) {
@@ -61,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
       for (int n = 0; n < 8; ++n) {
         const float x = to<float>(o.x[n]), y = to<float>(d.x[n]);
         if (x != 0) sum = fmaf(x, y, sum);
+        has_out |= x != 0;
         largest = max_nan(largest, fabsf(y));
       }
     }
@@ -70,11 +72,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
   for (index_t n = first; n < num_vectors; n += step) sums[n] = make_float4(0, 0, 0, 0);
 
   sum = warp_reduce<kRowThreads>(sum, [](float a, float b) { return a + b; });
-  // What flows into a row that sees no key, or is none, counts nothing.
-  bool counts = exists && log_sum != -infinity<float>();
+  // What flows into a row that sees no key, or is none, counts nothing: its out is 0.
+  const bool counts = warp_reduce<kRowThreads>(static_cast<int>(has_out),
+                                               [](int a, int b) { return a | b; }) != 0;
   if (exists) {
     const scores_t scores(at, SCORE_ARGUMENTS);
-    counts = counts && scores.is_query(i);
     if (column == 0) {
       if (dlse != nullptr) sum -= at.at(dlse, grads.dlse)[i * grads.dlse.row];
       if (!scores.is_query(i)) sum = 0;

@@ -18,6 +18,8 @@ from cupyflash._attention_kernels import OPTIONS
 from cupyflash._attention_vjp_f64 import TensorFloat64VjpKernel
 from cupyflash._attention_vjp_f64_plan import TensorFloat64Plan
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS, HopperVjpKernel
+from cupyflash._attention_vjp_mma import MmaVjpKernel
+from cupyflash._attention_vjp_mma_plan import MmaPlan
 from cupyflash._attention_vjp_plans import HopperPlan, Plan, ZeroPlan
 from cupyflash._attention_vjp_problem import AttentionGrads
 
@@ -29,6 +31,7 @@ _QUERY_OFFSET = 10
 # Kinds of rows with a plan of their own.
 _PLANS = (
     (HopperVjpKernel, HopperPlan),
+    (MmaVjpKernel, MmaPlan),
     (TensorFloat64VjpKernel, TensorFloat64Plan),
 )
 # Those that the copy engine of Hopper reads: dout, q, k and v.
@@ -165,5 +168,5 @@ def describe(problem, operands) -> dict[str, Any]:
         "device": device.name,
         "launches": [_describe_launch(launch) for launch in plan.launches],
         "bits are the same in every run": problem.deterministic
-        or not isinstance(row, HopperVjpKernel),
+        or not isinstance(row, (HopperVjpKernel, MmaVjpKernel)),
     }

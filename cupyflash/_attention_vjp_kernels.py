@@ -15,6 +15,7 @@ from cupyflash import (
 )
 from cupyflash._attention_kernels import OPTIONS, Config, Tile, TileLadder, padded_dim
 from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpKernel
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
@@ -391,6 +392,7 @@ ATTENTION_VJP_KERNELS = (  # best first
             ),
         },
     ),
+    MMA_VJP,
     _attention_vjp_f64.TILED_F64_VJP,
     VjpKernel(
         name="tiled",
@@ -458,6 +460,12 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                 for config in _hopper_configs(row, forward, batch_dims, device):
                     found[row.name, config.variant] = None
                 continue
+            if isinstance(row, MmaVjpKernel):
+                for config in _mma_configs(
+                    row, forward, batch_dims, device, everything
+                ):
+                    found[row.name, config.variant] = None
+                continue
             tiles = row.fitting(forward, device)
             if row is _attention_vjp_f64.TILED_F64_VJP:
                 for tile in tiles if everything else tiles[:1]:
@@ -486,6 +494,17 @@ def _hopper_configs(row, forward, batch_dims, device):
             yield row.config(part, longest, batch_dims, 1)
         for part in ("", "_queries"):
             yield row.config(part, longest, batch_dims, 1, makes_dq=False)
+    yield from _repairs(forward, batch_dims, device)
+
+
+def _mma_configs(row, forward, batch_dims, device, everything):
+    """The launches of a problem by mma.sync."""
+    yield from row.configs(forward, batch_dims, device, everything)
+    yield from _repairs(forward, batch_dims, device)
+
+
+def _repairs(forward, batch_dims, device):
+    """The kernels that make gradients again where they are not finite."""
     tile = REPAIRING.tile(forward, device, 1000, 1000)
     for part in ("queries", "keys"):
         grad = forward.dtype

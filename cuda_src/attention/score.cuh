@@ -185,6 +185,8 @@ class scores_t {
 
   // Queries from here on are padding.
   __device__ index_t num_queries() const { return query_length_; }
+  // And keys.
+  __device__ index_t num_keys() const { return key_length_; }
 
   // Whether query i is one at all, not padding.
   __device__ bool is_query(index_t i) const { return i < query_length_; }

@@ -13,7 +13,13 @@ import ml_dtypes
 import numpy as np
 
 import cupyflash
-from cupyflash import _attention_kernels, _kernels, _softmax_kernels, _softmax_layout
+from cupyflash import (
+    _attention_kernels,
+    _attention_vjp_kernels,
+    _kernels,
+    _softmax_kernels,
+    _softmax_layout,
+)
 
 x = np.ones((2, 8, 1024, 64), np.float32)
 print(cupyflash.explain("attention", x, x, x, causal=True))
@@ -71,6 +77,32 @@ table(
         for head_dim in (64, 128, 256, 512, 1024)
     },
     _attention_kernels.ATTENTION_KERNELS,
+)
+
+# %%
+# Gradients of attention
+# ----------------------
+# An option, here a soft cap, may lead to another kernel.
+
+
+def gradients(dtype, head_dim, softcap):
+    """The checked problem of a call."""
+    q = np.ones((1, 1, 128, head_dim), dtype)
+    lse = np.ones((1, 1, 128), np.float64 if dtype == np.float64 else np.float32)
+    told = cupyflash.explain("attention_vjp", q, q, q, q, q, lse, softcap=softcap)
+    return told.problem
+
+
+table(
+    {
+        f"{np.dtype(dtype).name}, head_dim {head_dim}{', softcap' * (softcap > 0)}": (
+            gradients(dtype, head_dim, softcap)
+        )
+        for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+        for head_dim in (64, 128, 256, 512)
+        for softcap in (0.0, 3.0)
+    },
+    _attention_vjp_kernels.ATTENTION_VJP_KERNELS,
 )
 
 # %%

@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: MIT
+// Tiles of 16-bit numbers in shared memory, and pairs of them in registers, as ldmatrix
+// and mma.sync take them.
+#pragma once
+
+#include "attention/score.cuh"
+#include "common/reduce.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/packed.cuh"
+
+// float32 is split into float16 numbers before it is multiplied.
+constexpr bool kSplits = sizeof(elem_t) == 4;
+
+// --- tiles in shared memory ----------------------------------------------------------
+
+// A matrix of 16-bit numbers with kDim columns. Chunks of 16 bytes are exchanged within
+// a row so that the same chunk of 8 rows side by side lies in different banks.
+template <int kDim>
+struct tile_t {
+  static constexpr int kPitch = kDim * 2, kChunks = kDim / 8;
+  static constexpr int kMask = kChunks % 8 == 0 ? 7 : 3;
+  static_assert(kChunks % 4 == 0);
+
+  static __device__ __forceinline__ int exchange(int row) {
+    return (kMask == 7 ? row : row / 2) & kMask;
+  }
+  static __device__ __forceinline__ unsigned offset(int row, int chunk) {
+    return row * kPitch + (chunk ^ exchange(row)) * 16;
+  }
+
+  // Where a lane's address for a product starts. A step moves by `chunks` (even)
+  // columns of 8 and by rows in multiples of 8, which are added as they are.
+  unsigned base;
+  int x;
+  __device__ __forceinline__ tile_t(unsigned tile, int row, int chunk)
+      : base(tile + row * kPitch), x(chunk ^ exchange(row)) {}
+  __device__ __forceinline__ unsigned at(int row, int chunk) const {
+    return base + (((chunk & kMask) ^ x) + (chunk & ~kMask)) * 16 + row * kPitch;
+  }
+};
+
+__device__ __forceinline__ unsigned shared_address(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
+
+// Whether rows can be copied 16 bytes at a time.
+__device__ __forceinline__ bool has_aligned_rows(const elem_t* x,
+                                                 index_t row_stride,
+                                                 index_t dim) {
+  constexpr int kElems = 16 / sizeof(elem_t);
+  return (reinterpret_cast<unsigned long long>(x) % 16 | row_stride % kElems |
+          dim % kElems) == 0;
+}
+
+// Elements [first, first + 16 bytes) of a row, zeros from `dim` on.
+__device__ __forceinline__ uint4 gather(const elem_t* row, int first, int dim) {
+  constexpr int kElems = 16 / sizeof(elem_t);
+  union {
+    uint4 word;
+    elem_t element[kElems];
+  } v;
+  v.word = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) {
+    if (first + e < dim) v.element[e] = row[first + e];
+  }
+  return v.word;
+}
+
+// Starts to copy rows [0, num_rows) of a matrix (.., dim); zeros fill up kRows x kDim.
+// `place(row, chunk)` tells the offset in shared memory of a chunk of 16 bytes. A
+// thread gets the same chunks in each call.
+template <int kRows, int kDim, typename Place>
+__device__ __forceinline__ void load_tile(unsigned char* smem,
+                                          const elem_t* x,
+                                          index_t row_stride,
+                                          int num_rows,
+                                          int dim,
+                                          bool aligned,
+                                          Place place) {
+  constexpr int kElems = 16 / sizeof(elem_t), kChunks = kDim / kElems;
+  // Addresses are computed anew for each tile: kept, they would take the registers.
+  ptx::forget(row_stride);
+  if (aligned) {
+    const unsigned to = shared_address(smem);
+    // Steps of 8 rows leave the exchange of chunks as it is; staging has none.
+    constexpr int kStep = kNumThreads % kChunks == 0 ? kNumThreads / kChunks : 1;
+    if constexpr (kRows % kStep == 0 && (kStep % 8 == 0 || (kSplits && kStep > 1))) {
+      const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+      const elem_t* from = x + row * row_stride + chunk * kElems;
+      const unsigned first = to + place(row, chunk), step = place(kStep, 0);
+      const int count = chunk * kElems < dim ? num_rows - row : 0;
+#pragma unroll
+      for (int n = 0; n < kRows / kStep; ++n) {
+        const bool exists = n * kStep < count;
+        ptx::copy_async_or_zero(first + n * step, exists ? from : x, exists ? 16 : 0);
+        from += kStep * row_stride;
+      }
+    } else {
+#pragma unroll 4
+      for (int n = threadIdx.x; n < kRows * kChunks; n += kNumThreads) {
+        const int row = n / kChunks, chunk = n % kChunks;
+        const bool exists = row < num_rows && chunk * kElems < dim;
+        ptx::copy_async_or_zero(to + place(row, chunk),
+                                exists ? x + row * row_stride + chunk * kElems : x,
+                                exists ? 16 : 0);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int n = threadIdx.x; n < kRows * kChunks; n += kNumThreads) {
+      const int row = n / kChunks, chunk = n % kChunks;
+      uint4 word = make_uint4(0, 0, 0, 0);
+      if (row < num_rows) word = gather(x + row * row_stride, chunk * kElems, dim);
+      *reinterpret_cast<uint4*>(smem + place(row, chunk)) = word;
+    }
+  }
+}
+
+// --- pairs of 16-bit numbers ---------------------------------------------------------
+
+template <typename T>
+struct pair16_of;
+template <>
+struct pair16_of<half_t> {
+  static constexpr bool kIsBfloat16 = false;
+  static __device__ __forceinline__ unsigned from(float low, float high) {
+    return ptx::f16x2_from_f32(high, low);
+  }
+  static __device__ __forceinline__ void mma(float (&d)[4],
+                                             const unsigned (&a)[4],
+                                             unsigned b0,
+                                             unsigned b1) {
+    ptx::mma_m16n8k16_f16(d, a, b0, b1);
+  }
+};
+template <>
+struct pair16_of<bfloat16_t> {
+  static constexpr bool kIsBfloat16 = true;
+  static __device__ __forceinline__ unsigned from(float low, float high) {
+    return ptx::bf16x2_from_f32(high, low);
+  }
+  static __device__ __forceinline__ void mma(float (&d)[4],
+                                             const unsigned (&a)[4],
+                                             unsigned b0,
+                                             unsigned b1) {
+    ptx::mma_m16n8k16_bf16(d, a, b0, b1);
+  }
+};
+template <>
+struct pair16_of<float> : pair16_of<half_t> {};
+using pair16_t = pair16_of<elem_t>;

@@ -1,0 +1,371 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_mma: gradients on tensor cores that work for a warp (mma.sync).
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). A block owns a tile of
+//            keys and walks over blocks of queries, its scores transposed:
+//                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
+//                dv += P dO,  dk += dS q,  dq += dS^T k
+// Grid       1-D, a block a tile of keys of a kept entry; in sections of entries whose
+//            queries stay in the L2 cache, first tiles first, since causal ones are
+//            longest
+// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once
+//            q, dO    kBlockM x kHeadDim   shared, kStages of each
+//            dS       kBlockN x kBlockM    shared; P too, if kWarpsM > 1
+//            S, dP    a warp has 16 kKeyTiles keys and kBlockM / kWarpsM queries
+//            dk, dv   a warp has the same keys and kHeadDim / kWarpsM columns. With
+//                     kWarpsM = 1 P and dS come out of one product in the registers
+//                     that the next one reads
+//            dq       a warp has 32 queries and some columns
+// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
+//            L2, by cp.async; dq is added to sums of floats, by red
+// Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
+//            products. The order of sums in dq differs from run to run; without
+//            kMakesDq dk and dv alone are made, and have the same bits always
+// Limits     head_dim and head_dim_v up to kHeadDim, filled up with zeros; fewer than
+//            2^29 queries and keys; sm_80 or newer. Infinities and NaN in what a query
+//            does not see come through as NaN, and so does a dS too large for elem_t:
+//            found->odd says that the gradients have to be made in another way
+#include "attention/vjp_mma_careful.cuh"
+#include "attention/vjp_mma_sums.cuh"
+#include "ptx/registers.cuh"
+
+#if !defined(WARPS_M) || !defined(STAGES) || !defined(MAKES_DQ)
+#error "WARPS_M, STAGES and MAKES_DQ come from the host"
+#endif
+// Else vjp_mma_queries.cu makes dq, with the same bits in every run.
+constexpr bool kMakesDq = MAKES_DQ;
+constexpr int kWarpsM = WARPS_M, kWarpsN = kNumWarps / kWarpsM;
+constexpr int kStages = STAGES;
+constexpr bool kSharesP = kWarpsM > 1;
+static_assert(kSumWarps == kNumWarps && kWarpsM * kWarpsN == kNumWarps);
+static_assert(kStages == 1 || kStages == 2);
+
+// Accumulators of a warp: 16 keys by 8 queries, and by 8 columns.
+constexpr int kKeyTiles = kBlockN / (16 * kWarpsN);
+constexpr int kQueryTiles = kBlockM / (8 * kWarpsM);
+constexpr int kColTiles = kHeadDim / (8 * kWarpsM);
+static_assert(kKeyTiles * 16 * kWarpsN == kBlockN && kQueryTiles % 2 == 0);
+
+constexpr unsigned kBytesN = kBlockN * kHeadDim * 2, kBytesM = kBlockM * kHeadDim * 2;
+constexpr unsigned kBytesDs = kBlockN * kBlockM * 2, kBytesStats = 2 * kBlockM * 4;
+
+// Mirrored by items_dtype() in _attention_vjp_mma.py, field by field.
+struct items_t {
+  index_t section;           // kept entries whose q, dO and dq stay in the L2 cache
+  index_t slot[kBatchDims];  // by how many slots of dq the entries of an axis differ
+};
+
+// What all threads are told of a block's keys, and of an entry. They have no registers
+// for it.
+struct view_t {
+  index_t kept, entry;     // the kept entry, and its first one among all
+  int first_key;           // -1: the grid is rounded up, there are none
+  const elem_t *q, *dout;  // query 0
+  const float* stats;
+  float* sums;
+  int first, last;  // queries
+  int aligned_q, aligned_dout;
+  seen_t seen;
+
+  __device__ __forceinline__ void set_item(index_t number,
+                                           const grads_t& grads,
+                                           const items_t& items,
+                                           const params_t& params) {
+    const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+    const index_t in_section = items.section * num_tiles;
+    const index_t section = divide(number, in_section);
+    const index_t first = section * items.section;
+    const index_t rest = number - section * in_section;
+    const index_t width = min(items.section, grads.num_kept - first);
+    const index_t tile = width > 0 ? divide(rest, width) : num_tiles;
+    first_key = tile < num_tiles ? static_cast<int>(tile) * kBlockN : -1;
+    kept = first + rest - tile * width;
+    entry = first_key < 0 ? 0 : locate(grads.kept, kept).of[0];
+  }
+};
+
+// This warp's first key, of the tile.
+__device__ __forceinline__ int key_0() {
+  return warp_index() / kWarpsM * (16 * kKeyTiles);
+}
+// Its part of a block of queries, or of columns.
+__device__ __forceinline__ int part() { return warp_index() % kWarpsM; }
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_vjp_mma(
+    const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
+    const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
+    const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
+    const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
+    const float* __restrict__ stats,  // vjp_mma.cuh
+    float* __restrict__ sums_q,       // vjp_mma.cuh
+    found_t* __restrict__ found,
+    const __grid_constant__ items_t items,
+    grad_t* __restrict__ dk,  // as k, summed over entries
+    grad_t* __restrict__ dv,  // as v, summed over entries
+    SCORE_PARAMETERS,
+    const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
+  view_t& view = reinterpret_cast<view_t&>(view_memory);
+  unsigned char* const smem_k = smem;
+  unsigned char* const smem_v = smem_k + kBytesN;
+  unsigned char* const smem_q = smem_v + kBytesN;
+  unsigned char* const smem_dout = smem_q + kStages * kBytesM;
+  unsigned char* const smem_ds = smem_dout + kStages * kBytesM;
+  unsigned char* const smem_p = smem_ds + kBytesDs;
+  unsigned char* const smem_stats = smem_p + (kSharesP ? kBytesDs : 0);
+
+  __shared__ bad_rows_t bad;
+  if (kCareful && found->odd == 0) return;
+  const differentiate_t differentiate(params, found);
+  index_t number = block_index();
+  do {
+    if (kCareful) __syncthreads();  // all are done with the item before
+    if (threadIdx.x == 0) view.set_item(number, grads, items, params);
+    __syncthreads();  // the view is complete
+    if (view.first_key < 0) return;
+    if constexpr (kCareful) clear_rows(bad.keys);
+
+    {
+      const int j0 = view.first_key;
+      // Padding behind all lengths is not even read.
+      index_t num_keys = params.seqlen_k;
+      if constexpr (kHasKeyLengths) {
+        num_keys = 0;
+        for (index_t n = 0; n < grads.num_summed; ++n) {
+          const scores_t scores(grads.entry(params, view.entry, n), SCORE_ARGUMENTS);
+          num_keys = max(num_keys, scores.num_keys());
+        }
+      }
+      const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
+      const int dim = static_cast<int>(params.head_dim);
+      const int dim_v = static_cast<int>(params.head_dim_v);
+      const place_t at = grads.entry(params, view.entry, 0);
+      const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
+      const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
+      load_tile<kBlockN, kHeadDim>(smem_k, k_rows, params.k.row, num_rows, dim,
+                                   has_aligned_rows(k_rows, params.k.row, dim),
+                                   tile_t<kHeadDim>::offset);
+      load_tile<kBlockN, kHeadDim>(smem_v, v_rows, params.v.row, num_rows, dim_v,
+                                   has_aligned_rows(v_rows, params.v.row, dim_v),
+                                   tile_t<kHeadDim>::offset);
+    }
+
+    frag_t<kKeyTiles, kColTiles> sums_k, sums_v;
+    clear(sums_k);
+    clear(sums_v);
+#pragma unroll 1
+    for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
+      const place_t at = grads.entry(params, view.entry, summed_index);
+      const scores_t scores(at, SCORE_ARGUMENTS);
+      __syncthreads();  // all have read the blocks of the entry before
+      if (threadIdx.x == 0) {
+        const int j0 = view.first_key;
+        const range_t queries =
+            scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
+        view.first = static_cast<int>(queries.first) / kBlockM * kBlockM;
+        view.last = static_cast<int>(queries.last);
+        if (queries.first >= queries.last) view.first = view.last;
+        view.seen = seen_t(scores.band(0, j0));
+        view.q = at.at(q, params.q);
+        view.dout = at.at(dout, grads.dout);
+        view.aligned_q = has_aligned_rows(view.q, params.q.row, params.head_dim);
+        view.aligned_dout =
+            has_aligned_rows(view.dout, grads.dout.row, params.head_dim_v);
+        const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+        view.stats = stats + at.row_of_heads * num_blocks * (2 * kBlockM);
+        index_t slot = at.head;
+#pragma unroll
+        for (int axis = 0; axis < kBatchDims; ++axis) {
+          slot += at.batch[axis] * items.slot[axis];
+        }
+        view.sums = sums_q + slot * num_blocks * (kBlockM * kHeadDim);
+      }
+      __syncthreads();  // the view is complete
+
+      auto load_block = [&](int i) {
+        const int num_rows = view.last - i;
+        if (num_rows > 0) {
+          const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
+          load_tile<kBlockM, kHeadDim>(smem_q + stage * kBytesM,
+                                       view.q + i * params.q.row, params.q.row,
+                                       num_rows, static_cast<int>(params.head_dim),
+                                       view.aligned_q, tile_t<kHeadDim>::offset);
+          load_tile<kBlockM, kHeadDim>(smem_dout + stage * kBytesM,
+                                       view.dout + i * grads.dout.row, grads.dout.row,
+                                       num_rows, static_cast<int>(params.head_dim_v),
+                                       view.aligned_dout, tile_t<kHeadDim>::offset);
+          const int n = thread_index() * 16;
+          if (n < kBytesStats) {
+            ptx::copy_async_or_zero(
+                shared_address(smem_stats) + stage * kBytesStats + n,
+                view.stats + index_t(i / kBlockM) * (2 * kBlockM) + n / 4, 16);
+          }
+        }
+        ptx::commit_copies();
+      };
+
+      int i0 = view.first;
+      load_block(i0);
+#pragma unroll 1
+      for (; i0 < view.last; i0 += kBlockM) {
+        const unsigned stage = kStages == 2 ? i0 / kBlockM % 2 : 0;
+        const unsigned stage_q = shared_address(smem_q) + stage * kBytesM;
+        const unsigned stage_dout = shared_address(smem_dout) + stage * kBytesM;
+        const float* const lse =
+            reinterpret_cast<const float*>(smem_stats + stage * kBytesStats);
+        ptx::wait_copy_groups<0>();
+        __syncthreads();  // this block is complete; all have read the one before, and
+                          // dS
+        if constexpr (kCareful) {
+          clear_rows(bad.queries);
+          __syncthreads();  // the rows are cleared
+          clean_tile<kBlockN>(smem_k, bad.keys);
+          clean_tile<kBlockN>(smem_v, bad.keys);
+          clean_tile<kBlockM>(smem_q + stage * kBytesM, bad.queries);
+          clean_tile<kBlockM>(smem_dout + stage * kBytesM, bad.queries);
+          __syncthreads();  // the tiles are clean
+          if (sees_bad_rows(bad, view.seen.at(i0, 0), scores, i0, view.first_key)) {
+            found->still_odd = 1;
+          }
+        }
+        if constexpr (kStages == 2) load_block(i0 + kBlockM);
+
+        frag_t<kKeyTiles, kQueryTiles> s, dp;
+        multiply_scores(s, left<kHeadDim>(shared_address(smem_k), key_0()),
+                        right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)));
+        multiply_scores(dp, left<kHeadDim>(shared_address(smem_v), key_0()),
+                        right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
+
+        const int row = key_0() + lane_index() / 4;
+        const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
+        const band_t band = view.seen.at(i0, 0);
+        const int first_key = kHasTerms ? view.first_key : 0;
+        auto finish = [&](auto sees) {
+#pragma unroll
+          for (int n = 0; n < kQueryTiles; ++n) {
+            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+            const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
+            const float2 delta_n =
+                *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
+                differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores,
+                              index_t(i0 + i), index_t(first_key + j),
+                              e % 2 ? lse_n.y : lse_n.x, e % 2 ? delta_n.y : delta_n.x);
+              }
+            }
+          }
+        };
+        if (kHasTwoWays && band.sees_all(kBlockM, kBlockN)) {
+          finish([](int, int) { return true; });
+        } else {
+          finish([&](int i, int j) { return band.sees(i, j); });
+        }
+
+        if constexpr (kSharesP || kMakesDq) {
+          const auto ds_rows =
+              stored<kBlockM>(lane_index() % 4 * 4, key_0(), part() * kQueryTiles);
+#pragma unroll
+          for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+            for (int n = 0; n < kQueryTiles; ++n) {
+#pragma unroll
+              for (int r = 0; r < 2; ++r) {
+                const unsigned offset = ds_rows.at(16 * m + 8 * r, n);
+                *reinterpret_cast<unsigned*>(smem_ds + offset) =
+                    pair16_t::from(dp[m][n][2 * r], dp[m][n][2 * r + 1]);
+                if constexpr (kSharesP) {
+                  *reinterpret_cast<unsigned*>(smem_p + offset) =
+                      pair16_t::from(s[m][n][2 * r], s[m][n][2 * r + 1]);
+                }
+              }
+            }
+          }
+          __syncthreads();  // P and dS are complete
+        }
+
+        const auto dout_sums = summed<kHeadDim>(stage_dout, 0, part() * kColTiles);
+        const auto q_sums = summed<kHeadDim>(stage_q, 0, part() * kColTiles);
+        if constexpr (kSharesP) {
+          const auto p_rows = left<kBlockM>(shared_address(smem_p), key_0());
+          const auto ds_rows = left<kBlockM>(shared_address(smem_ds), key_0());
+          auto load_from = [](const tile_t<kBlockM>& rows) {
+            return [&rows](unsigned (&x)[kKeyTiles][4], int step) {
+#pragma unroll
+              for (int m = 0; m < kKeyTiles; ++m) {
+                ptx::ldmatrix_x4(x[m], rows.at(16 * m, 2 * step));
+              }
+            };
+          };
+          multiply_sums<kBlockM>(sums_v, load_from(p_rows), dout_sums);
+          multiply_sums<kBlockM>(sums_k, load_from(ds_rows), q_sums);
+        } else {
+          multiply_sums<kBlockM>(
+              sums_v,
+              [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, s, step); },
+              dout_sums);
+          multiply_sums<kBlockM>(
+              sums_k,
+              [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, dp, step); },
+              q_sums);
+        }
+        if constexpr (kMakesDq) {
+          // As many columns at once as there are registers for.
+          constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
+#pragma unroll 1
+          for (int first = 0; first < kColTilesQ; first += kAtOnce) {
+            frag_t<2, kAtOnce> dq;
+            clear(dq);
+            const auto ds_columns = left_trans<kBlockM>(shared_address(smem_ds), 0,
+                                                        warp_index() / kColWarps * 4);
+            multiply_sums<kBlockN>(
+                dq,
+                [&](unsigned (&x)[2][4], int step) {
+#pragma unroll
+                  for (int m = 0; m < 2; ++m) {
+                    ptx::ldmatrix_x4_trans(x[m], ds_columns.at(16 * step, 2 * m));
+                  }
+                },
+                summed<kHeadDim>(shared_address(smem_k), 0,
+                                 warp_index() % kColWarps * kColTilesQ + first));
+            float* const target = view.sums + index_t(i0) * kHeadDim +
+                                  (warp_index() * 2 * kColTilesQ + first) * 128;
+            const int lane = lane_index();
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+#pragma unroll
+              for (int n = 0; n < kAtOnce; ++n) {
+                add_to_sums(target + (m * kColTilesQ + n) * 128, lane, dq[m][n]);
+              }
+            }
+          }
+        }
+        if constexpr (kStages == 1) {
+          __syncthreads();  // all have read the block
+          load_block(i0 + kBlockM);
+        }
+      }
+    }
+    ptx::wait_copy_groups<0>();  // of a tile that no query sees
+
+    const float unfactor =
+        unfactor_of(differentiate.factor, static_cast<float>(params.scale));
+    const int j0 = view.first_key;
+    const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
+    const int dim = static_cast<int>(params.head_dim);
+    const int dim_v = static_cast<int>(params.head_dim_v);
+    const auto kept = locate(grads.kept, view.kept);
+    const int column = part() * (8 * kColTiles);
+    float odd =
+        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                   sums_k, unfactor, key_0(), column, num_keys, dim);
+    odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                      sums_v, 1 / kFactorP, key_0(), column, num_keys, dim_v);
+    if (odd != 0) (kCareful ? found->still_odd : found->odd) = 1;
+    number += gridDim.x;
+  } while (kCareful);
+}

@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: MIT
+// What the gradient kernels by mma.sync share: tiles, factors, from products to P and
+// dS, and what lies between them in memory.
+//
+// stats  (entries, blocks of queries, 2, kBlockM)  float: lse in units of log2, delta
+// sums   (slots, blocks of queries, kBlockM * kHeadDim)  float: dq before its factor,
+//        in the order of registers: by tile of 16 x 8, the four numbers of each lane.
+//        A slot is a head of dq; batch entries that share q add to one
+#pragma once
+
+#include "attention/mma_tiles.cuh"
+#include "attention/vjp.cuh"
+
+#if !defined(HEAD_DIM) || !defined(BLOCK_M) || !defined(BLOCK_N) || !defined(MIN_BLOCKS)
+#error "HEAD_DIM, BLOCK_M, BLOCK_N and MIN_BLOCKS come from the host"
+#endif
+
+// The dimension as it is computed with, of q, k, v and dO; zeros fill up.
+constexpr int kHeadDim = HEAD_DIM;
+constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;  // queries and keys of a tile
+constexpr int kMinBlocks = MIN_BLOCKS;
+constexpr int kNumWarps = kNumThreads / kWarpSize;
+static_assert(kHeadDim % 64 == 0 && kBlockM % 32 == 0 && kBlockN % 16 == 0);
+
+#ifdef SCALE_SCORES
+constexpr bool kScaleScores = true;  // not a number that exp2 can take over
+#else
+constexpr bool kScaleScores = false;
+#endif
+// Whether scores are finished one by one before the exponential; else that scales.
+constexpr bool kHasTerms =
+    kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+// Whether tiles of which all is seen have code of their own: it takes registers.
+constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
+
+// What the kernels of one call tell those after them. Starts as zeros.
+struct found_t {
+  int odd;           // not 0: a gradient is not finite, or was too large for elem_t
+  unsigned largest;  // dO, without sign, as the bits of a float
+  int still_odd;     // not 0: so it is without what nobody sees (vjp_mma_careful.cuh)
+  int unused;
+};
+
+// float16 has few exponents: P and dS, rounded to it, are first multiplied by powers of
+// two. P by 2^15; dS so that 65536 stands for 2^7 times the largest dO.
+template <typename T>
+constexpr bool kNarrow = false;
+template <>
+constexpr bool kNarrow<half_t> = true;
+constexpr float kFactorP = kNarrow<elem_t> ? 32768.f : 1.f;
+constexpr float kLog2FactorP = kNarrow<elem_t> ? 15.f : 0.f;
+
+// What P times kFactorP is multiplied by to get dS times its factor.
+__device__ __forceinline__ float factor_of(const found_t* found) {
+  if constexpr (!kNarrow<elem_t>) return 1;
+  // 2^exponent is above the largest dO, and in the range of float16.
+  const int exponent = min(max(static_cast<int>(found->largest >> 23) - 126, -24), 16);
+  return __int_as_float((127 - 6 - exponent) << 23);
+}
+// What sums over dS times its factor are multiplied by.
+__device__ __forceinline__ float unfactor_of(float factor, float scale) {
+  return scale / (factor * kFactorP);
+}
+
+// Which pairs see each other, by their numbers: as band_t for the tile of query 0.
+struct seen_t {
+  int low, high, num_queries, num_keys;
+
+  __device__ __forceinline__ explicit seen_t(const band_t& band)
+      : low(band.low),
+        high(band.high),
+        num_queries(band.num_queries),
+        num_keys(band.num_keys) {}
+  // The tile of query i0 and, counted from the same key, key j0.
+  __device__ __forceinline__ band_t at(int i0, int j0) const {
+    return {low + i0 - j0, high + i0 - j0, num_queries - i0, num_keys - j0};
+  }
+};
+
+// q.k and dP become P and dS, both times their factors, both 0 where `sees` is false.
+// `to_log2` makes products exponents of 2.
+struct differentiate_t {
+  float to_log2, factor;
+
+  __device__ __forceinline__ explicit differentiate_t(const params_t& params,
+                                                      const found_t* found)
+      : to_log2(static_cast<float>((kHasTerms ? 1.0 : params.scale) * kLog2e)),
+        factor(factor_of(found)) {}
+
+  __device__ __forceinline__ void operator()(float& s,
+                                             float& dp,
+                                             bool sees,
+                                             const scores_t& scores,
+                                             index_t i,
+                                             index_t j,
+                                             float lse,
+                                             float delta) const {
+    accum_t derivative = 1;
+    if constexpr (kHasTerms) {
+      if (sees) s = scores.with_derivative(s, i, j, derivative);
+      sees = sees && s != -infinity<float>();
+    }
+    const float exponent = fmaf(s, to_log2, -lse);
+    s = ptx::ex2_approx_ftz(sees ? exponent : -infinity<float>());
+    float weight = s;
+    if constexpr (kNarrow<elem_t>) weight *= factor;
+    if constexpr (kHasSoftcap) weight *= derivative;
+    dp = weight * (dp - delta);
+  }
+};
+
+// --- products of tiles ---------------------------------------------------------------
+
+// kRows x kCols accumulators of 16 x 8. Number e of one stands in row
+// e / 2 * 8 + lane / 4 and column lane % 4 * 2 + e % 2.
+template <int kRows, int kCols>
+using frag_t = float[kRows][kCols][4];
+
+template <int kRows, int kCols>
+__device__ __forceinline__ void clear(float (&x)[kRows][kCols][4]) {
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int n = 0; n < kCols; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[m][n][e] = 0;
+    }
+  }
+}
+
+// Computed anew at each use, and so is what follows from them: kept from step to step,
+// the addresses of all tiles would take the registers.
+__device__ __forceinline__ int thread_index() {
+  unsigned index = threadIdx.x;
+  ptx::forget(index);
+  return static_cast<int>(index);
+}
+__device__ __forceinline__ int lane_index() { return thread_index() % kWarpSize; }
+__device__ __forceinline__ int warp_index() { return thread_index() / kWarpSize; }
+
+// Where this lane's addresses start in a tile, for rows from `row` on and columns from
+// 8 `chunk` on. left: the A operand of a product. right: the B operand, if its rows are
+// the columns of the result. summed: the B operand, if its rows are summed over.
+// left_trans: the A operand, if its rows are summed over.
+template <int kDim>
+__device__ __forceinline__ tile_t<kDim> left(unsigned tile, int row, int chunk = 0) {
+  const int lane = lane_index();
+  return {tile, row + lane % 16, chunk + lane / 16};
+}
+template <int kDim>
+__device__ __forceinline__ tile_t<kDim> right(unsigned tile, int row, int chunk = 0) {
+  const int lane = lane_index();
+  return {tile, row + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2};
+}
+template <int kDim>
+__device__ __forceinline__ tile_t<kDim> summed(unsigned tile, int row, int chunk = 0) {
+  return left<kDim>(tile, row, chunk);
+}
+template <int kDim>
+__device__ __forceinline__ tile_t<kDim> left_trans(unsigned tile,
+                                                   int row,
+                                                   int chunk = 0) {
+  return right<kDim>(tile, row, chunk);
+}
+// Where it stores the first number of an accumulator's row.
+template <int kDim>
+__device__ __forceinline__ tile_t<kDim> stored(unsigned tile, int row, int chunk = 0) {
+  return {tile, row + lane_index() / 4, chunk};
+}
+
+// s = a b^T, over kDim columns.
+template <int kDim, int kRows, int kCols>
+__device__ __forceinline__ void multiply_scores(float (&s)[kRows][kCols][4],
+                                                const tile_t<kDim>& a,
+                                                const tile_t<kDim>& b) {
+  static_assert(kCols % 2 == 0);
+  clear(s);
+#pragma unroll(kDim <= 128 ? kDim / 16 : kHasTerms ? 1 : 4)
+  for (int step = 0; step < kDim / 16; ++step) {
+    unsigned x[kRows][4];
+#pragma unroll
+    for (int m = 0; m < kRows; ++m) ptx::ldmatrix_x4(x[m], a.at(16 * m, 2 * step));
+#pragma unroll
+    for (int n = 0; n < kCols; n += 2) {
+      unsigned y[4];
+      ptx::ldmatrix_x4(y, b.at(8 * n, 2 * step));
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        pair16_t::mma(s[m][n], x[m], y[0], y[1]);
+        pair16_t::mma(s[m][n + 1], x[m], y[2], y[3]);
+      }
+    }
+  }
+}
+
+// sums += a b over kSummed rows of b; `load_a(x, step)` loads 16 columns of a.
+template <int kSummed, int kDim, int kRows, int kCols, typename LoadA>
+__device__ __forceinline__ void multiply_sums(float (&sums)[kRows][kCols][4],
+                                              LoadA load_a,
+                                              const tile_t<kDim>& b) {
+  static_assert(kCols % 2 == 0);
+#pragma unroll
+  for (int step = 0; step < kSummed / 16; ++step) {
+    unsigned x[kRows][4];
+    load_a(x, step);
+#pragma unroll
+    for (int n = 0; n < kCols; n += 2) {
+      unsigned y[4];
+      ptx::ldmatrix_x4_trans(y, b.at(16 * step, n));
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        pair16_t::mma(sums[m][n], x[m], y[0], y[1]);
+        pair16_t::mma(sums[m][n + 1], x[m], y[2], y[3]);
+      }
+    }
+  }
+}
+
+// The accumulators of two tiles side by side, as 16 columns of an A operand.
+template <int kRows, int kCols>
+__device__ __forceinline__ void as_operand(unsigned (&x)[kRows][4],
+                                           const float (&s)[kRows][kCols][4],
+                                           int step) {
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float (&tile)[4] = s[m][2 * step + n / 2];
+      x[m][n] = pair16_t::from(tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
+    }
+  }
+}
+
+// Writes sums * factor to rows [0, num_rows) and columns [0, dim) of a gradient.
+// `row_0` and `column_0` are this warp's. Returns NaN if one was not finite, or is not
+// in 16 bits, else 0.
+template <int kRows, int kCols>
+__device__ __forceinline__ float store_sums(grad_t* gradient,
+                                            index_t row_step,
+                                            index_t col_step,
+                                            const float (&sums)[kRows][kCols][4],
+                                            float factor,
+                                            int row_0,
+                                            int column_0,
+                                            int num_rows,
+                                            int dim) {
+  float odd = 0;
+  const int lane = lane_index();
+  const bool as_pairs =
+      col_step == 1 && row_step % 2 == 0 &&
+      reinterpret_cast<unsigned long long>(gradient) % (2 * sizeof(grad_t)) == 0;
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_0 + 16 * m + 8 * r + lane / 4;
+      if (row >= num_rows) continue;
+      grad_t* const target = gradient + row * row_step;
+#pragma unroll
+      for (int n = 0; n < kCols; ++n) {
+        const int column = column_0 + 8 * n + lane % 4 * 2;
+        const float x = sums[m][n][2 * r] * factor, y = sums[m][n][2 * r + 1] * factor;
+        odd = fmaf(sums[m][n][2 * r], 0, fmaf(sums[m][n][2 * r + 1], 0, odd));
+        if (as_pairs && column + 1 < dim) {
+          if constexpr (sizeof(grad_t) == 2) {
+            *reinterpret_cast<unsigned*>(target + column) = pair16_t::from(x, y);
+          } else {
+            *reinterpret_cast<float2*>(target + column) = make_float2(x, y);
+          }
+        } else {
+          if (column < dim) target[column * col_step] = to<grad_t>(x);
+          if (column + 1 < dim) target[(column + 1) * col_step] = to<grad_t>(y);
+        }
+      }
+    }
+  }
+  return odd;
+}

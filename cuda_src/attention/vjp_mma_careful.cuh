@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: MIT
+// The gradient kernels by mma.sync once more, if a gradient was not finite (kCareful):
+// numbers that are not finite become 0 in shared memory. Where no query sees them the
+// gradients are those of any other hidden numbers, to the last bit. Where one does, or
+// a gradient is still not finite, found->still_odd asks for kernels that know what
+// counts.
+#pragma once
+
+#include "attention/vjp_mma.cuh"
+
+#ifdef CAREFUL
+constexpr bool kCareful = true;
+#else
+constexpr bool kCareful = false;
+#endif
+
+// Which rows of a block's tiles held a number that is not finite.
+struct bad_rows_t {
+  unsigned char queries[kCareful ? kBlockM : 1], keys[kCareful ? kBlockN : 1];
+};
+
+__device__ __forceinline__ bool is_bad(elem_t x) {
+  constexpr unsigned kExponent = kNarrow<elem_t> ? 0x7c00 : 0x7f80;
+  return (x.bits & kExponent) == kExponent;
+}
+
+// Sets them to 0; chunks of 16 bytes are exchanged only within a row.
+template <int kRows>
+__device__ __forceinline__ void clean_tile(unsigned char* tile, unsigned char* bad) {
+  constexpr int kElems = 8, kChunks = kHeadDim / kElems;
+#pragma unroll 1
+  for (int n = thread_index(); n < kRows * kChunks; n += kNumThreads) {
+    elem_t* const x = reinterpret_cast<elem_t*>(tile) + n * kElems;
+#pragma unroll 1
+    for (int e = 0; e < kElems; ++e) {
+      if (is_bad(x[e])) {
+        x[e] = {0};
+        bad[n / kChunks] = 1;
+      }
+    }
+  }
+}
+
+template <int kRows>
+__device__ __forceinline__ void clear_rows(unsigned char (&bad)[kRows]) {
+  for (int n = thread_index(); n < kRows; n += kNumThreads) bad[n] = 0;
+}
+
+// Whether a query of the tile of query i0 and key j0 sees a bad row, or is one that
+// sees. `band` counts from that corner.
+__device__ __forceinline__ bool sees_bad_rows(const bad_rows_t& bad,
+                                              const band_t& band,
+                                              const scores_t& scores,
+                                              index_t i0,
+                                              index_t j0) {
+  bool found = false;
+#pragma unroll 1
+  for (int n = thread_index(); n < kBlockM * kBlockN; n += kNumThreads) {
+    const int i = n / kBlockN, j = n % kBlockN;
+    if ((bad.queries[i] || bad.keys[j]) && band.sees(i, j)) {
+      found |= !kHasTerms || scores(0, i0 + i, j0 + j) != -infinity<float>();
+    }
+  }
+  return found;
+}

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_mma_rows: what the gradient kernels by mma.sync need to know of each
+// query, and zeros for them to add to.
+//
+// Algorithm  delta_i = sum(dO_i * out_i) - dlse_i; for float16 also the largest |dO|;
+//            with sinks the row's part of their gradient, -exp(sink - lse_i) delta_i
+// Grid       1-D; kHeadDim / 8 threads a query, kNumThreads / that many queries a block
+// Memory     global: dO and out once, sums written once; a few numbers a query
+// Numbers    in float. Where out is 0 the product is 0, as in vjp_rows.cu
+// Limits     head_dim_v up to kHeadDim
+#include "attention/vjp_mma.cuh"
+
+constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
+static_assert(kBlockM % kRows == 0 && kRowThreads <= kWarpSize);
+
+union eight_t {
+  uint4 word;
+  elem_t x[8];
+};
+
+// Columns [column, column + 8) of a row, zeros from `dim` on.
+__device__ __forceinline__ eight_t load_eight(const elem_t* row, int column, int dim) {
+  eight_t x;
+  if (reinterpret_cast<unsigned long long>(row) % 16 == 0 && column + 8 <= dim) {
+    x.word = *reinterpret_cast<const uint4*>(row + column);
+  } else {
+    x.word = gather(row, column, dim);
+  }
+  return x;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows(
+    const elem_t* __restrict__ out,   // (batch, heads, queries, head_dim_v)
+    const elem_t* __restrict__ dout,  // as out
+    const float* __restrict__ lse,    // (batch, heads, queries)
+    const float* __restrict__ dlse,   // as lse, or null
+    float* __restrict__ stats,        // vjp_mma.cuh
+    float* __restrict__ delta,        // as lse, contiguous
+    float* __restrict__ sink_terms,   // as delta, or null
+    float4* __restrict__ sums,        // to be set to 0
+    const index_t num_vectors,        // of sums
+    found_t* __restrict__ found,
+    SCORE_PARAMETERS,
+    const __grid_constant__ grads_t grads) {
+  const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const place_t at(params, block_index(), num_blocks * (kBlockM / kRows));
+  const int i = static_cast<int>(at.tile) * kRows + threadIdx.x / kRowThreads;
+  const int column = threadIdx.x % kRowThreads * 8;
+  const int dim = static_cast<int>(params.head_dim_v);
+  const bool exists = at.exists && i < params.seqlen_q;
+
+  float log_sum = infinity<float>(), sum = 0, largest = 0;
+  bool has_out = false;
+  if (exists) {
+    log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
+    if (column < dim) {
+      const eight_t o =
+          load_eight(at.at(out, params.out) + i * params.out.row, column, dim);
+      const eight_t d =
+          load_eight(at.at(dout, grads.dout) + i * grads.dout.row, column, dim);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float x = to<float>(o.x[n]), y = to<float>(d.x[n]);
+        if (x != 0) sum = fmaf(x, y, sum);
+        has_out |= x != 0;
+        largest = max_nan(largest, fabsf(y));
+      }
+    }
+  }
+  const index_t first = block_index() * kNumThreads + threadIdx.x;
+  const index_t step = index_t(gridDim.x) * gridDim.y * kNumThreads;
+  for (index_t n = first; n < num_vectors; n += step) sums[n] = make_float4(0, 0, 0, 0);
+
+  sum = warp_reduce<kRowThreads>(sum, [](float a, float b) { return a + b; });
+  // What flows into a row that sees no key, or is none, counts nothing: its out is 0.
+  const bool counts = warp_reduce<kRowThreads>(static_cast<int>(has_out),
+                                               [](int a, int b) { return a | b; }) != 0;
+  if (exists) {
+    const scores_t scores(at, SCORE_ARGUMENTS);
+    if (column == 0) {
+      if (dlse != nullptr) sum -= at.at(dlse, grads.dlse)[i * grads.dlse.row];
+      if (!scores.is_query(i)) sum = 0;
+      const index_t row = at.row_of_heads * params.seqlen_q + i;
+      delta[row] = sum;
+      if (kHasSinks && sink_terms != nullptr) {
+        const bool has_sink = scores.is_query(i) && scores.sink() != -infinity<float>();
+        sink_terms[row] =
+            has_sink ? -exp_diff_exact(scores.sink(), log_sum) * sum : 0.f;
+      }
+    }
+  }
+  if (at.exists && column == 0) {
+    // Of a query that sees no key, all scores are hidden; any finite lse will do. One
+    // that does not exist has P = 0.
+    const bool blind = log_sum == -infinity<float>();
+    float* const row = stats +
+                       (at.row_of_heads * num_blocks + i / kBlockM) * (2 * kBlockM) +
+                       i % kBlockM;
+    row[0] = blind ? 0.f : log_sum * static_cast<float>(kLog2e) - kLog2FactorP;
+    row[kBlockM] = sum;
+  }
+  if constexpr (kNarrow<elem_t>) {
+    if (!counts) largest = 0;
+    const unsigned bits =
+        warp_reduce(static_cast<unsigned>(__float_as_int(largest)) & 0x7fffffffu,
+                    [](unsigned a, unsigned b) { return a > b ? a : b; });
+    if (threadIdx.x % kWarpSize == 0) atomicMax(&found->largest, bits);
+  }
+}

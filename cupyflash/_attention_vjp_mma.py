@@ -1,0 +1,281 @@
+"""The row of the gradient table that runs on tensor cores of sm_80 and newer."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import (
+    MOST_KEYS,
+    OPTIONS,
+    Config,
+    defines,
+    has_terms,
+    num_rows,
+    scale_is_plain,
+)
+from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._kernels import CUDA_TYPES, Device, Variant
+
+# Head dimensions that are compiled; zeros fill the rest.
+DIMS = (64, 128, 256)
+
+# Threads of a block of the kernels before and after.
+_ROW_THREADS = 256
+_DQ_THREADS = 256
+# Shared memory of a multiprocessor that the system keeps for each block, and what a
+# block tells its threads.
+_RESERVED, _STATIC = 1024, 512
+
+
+@dataclass(frozen=True)
+class MmaVjpTile:
+    """Queries and keys of a tile, threads of a block, and how warps share a tile.
+
+    `warps_m` warps have the same keys, each a part of the queries.
+    """
+
+    block_m: int
+    block_n: int
+    num_threads: int
+    warps_m: int = 1
+    stages: int = 2
+    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    oldest: tuple[int, int] = (8, 0)  # on older compute capabilities it spills
+
+    def smem(self, part: str, dim: int) -> int:
+        """Bytes of shared memory of ``vjp_mma.cu`` or ``vjp_mma_queries.cu``."""
+        m, n = self.block_m, self.block_n
+        if part == "_queries":
+            return 4 * dim * (m + self.stages * n)
+        scores = 2 * m * n * (1 + (self.warps_m > 1))
+        return 4 * dim * (n + self.stages * m) + scores + self.stages * 8 * m
+
+    def fits(self, part: str, dim: int, device: Device) -> bool:
+        """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
+        smem = self.smem(part, dim) + _STATIC
+        whole = device.smem_optin + _RESERVED
+        fits = self.min_blocks * (smem + _RESERVED) <= whole
+        return fits and device.cc >= self.oldest
+
+
+# By head dimension as compiled, tiles from best to least: the first that fits is taken.
+_Tiles = dict[int, tuple[MmaVjpTile, ...]]
+
+
+def items_dtype(batch_dims: int) -> np.dtype:
+    """items_t of cuda_src/attention/vjp_mma.cu."""
+    return np.dtype([("section", "i8"), ("slot", "i8", (batch_dims,))])
+
+
+@dataclass(frozen=True)
+class MmaVjpKernel:
+    """FlashAttention-2's gradients by mma.sync, of 16-bit inputs, with all options.
+
+    `tiles` are those of the kernel whose blocks own keys, without and with terms of
+    scores (bias, mask, softcap, alibi), which need registers; `query_tiles` those of
+    the kernel that makes dq in one order.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: dict[bool, _Tiles]
+    query_tiles: dict[bool, _Tiles]
+    fast: bool = True
+
+    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+        """Why these kernels cannot take `problem` on `device`, or None."""
+        forward = problem.forward
+        if device.cc < (8, 0):
+            return f"needs sm_80 or newer, {device.name} is {device.arch}"
+        if forward.dtype not in ("float16", "bfloat16"):
+            return f"takes float16 and bfloat16, not {forward.dtype}"
+        for name in ("head_dim", "head_dim_v"):
+            if (n := getattr(forward, name)) > DIMS[-1]:
+                return f"{name} {n} is above {DIMS[-1]}"
+        if forward.seqlen_k == 0:
+            return "there are no keys"
+        terms = math.prod(forward.batch) * forward.group_size * forward.seqlen_q
+        most = MOST_KEYS[forward.dtype]
+        if max(forward.seqlen_k, terms // self._num_kept(problem)) > most:
+            return f"sums in {forward.dtype} are exact enough up to {most} terms"
+        longest = max(forward.seqlen_q, forward.seqlen_k, num_rows(forward) // 32)
+        if longest >= 1 << 29:
+            return "counts queries and keys in 32 bits, which this problem exceeds"
+        if any(self.tile(part, forward, device) is None for part in ("", "_queries")):
+            return (
+                f"head_dim {forward.head_dim} needs more shared memory than the "
+                f"{device.smem_optin} bytes that a block may have"
+            )
+        return None
+
+    def _num_kept(self, problem):
+        """Batch entries with keys or values of their own, at the least."""
+
+        def entries(shape):
+            return math.prod(shape[: max(0, len(shape) - 3)])
+
+        return max(entries(problem.k_shape), entries(problem.v_shape), 1)
+
+    def dim(self, forward: AttentionProblem) -> int:
+        """The head dimensions as they are compiled; zeros fill the rest."""
+        widest = max(forward.head_dim, forward.head_dim_v)
+        return min(n for n in DIMS if n >= widest)
+
+    def tile(
+        self, part: str, forward: AttentionProblem, device: Device
+    ) -> MmaVjpTile | None:
+        """The best tile that fits on `device`."""
+        ladder = self.query_tiles if part == "_queries" else self.tiles
+        dim = self.dim(forward)
+        tiles = ladder[has_terms(forward)][dim]
+        return next((tile for tile in tiles if tile.fits(part, dim, device)), None)
+
+    def config(
+        self,
+        part: str,
+        tile: MmaVjpTile,
+        forward: AttentionProblem,
+        batch_dims: int,
+        grad: str,
+        num_blocks: int,
+        **more,
+    ) -> Config:
+        """The launch of ``vjp_mma<part>.cu``; `grad` is the dtype that it writes.
+
+        `tile` is that of ``vjp_mma.cu``, for ``vjp_mma_queries.cu`` its own.
+        """
+        threads, smem = tile.num_threads, 0
+        switches: dict[str, Any] = {}
+        if part == "_rows":
+            threads = _ROW_THREADS
+            absent = {n: None for n in OPTIONS if n not in ("sinks", "query_lengths")}
+            forward = replace(forward, softcap=0.0, scale=1.0, **absent)  # type: ignore[arg-type]
+        elif part == "_dq":
+            threads = _DQ_THREADS
+            absent = dict.fromkeys(OPTIONS)
+            forward = replace(forward, softcap=0.0, scale=1.0, **absent)  # type: ignore[arg-type]
+            switches["NUM_WARPS"] = tile.num_threads // 32
+        else:
+            smem = tile.smem(part, self.dim(forward))
+            switches["STAGES"] = tile.stages
+            if not part:
+                switches["NUM_WARPS"] = tile.num_threads // 32
+                switches["WARPS_M"] = tile.warps_m
+        if not scale_is_plain(forward.scale):
+            switches["SCALE_SCORES"] = 1
+        variant = Variant(
+            source=f"attention/vjp_{self.name}{part}.cu",
+            entry=f"attention_vjp_{self.name}{part}",
+            defines=defines(
+                forward,
+                batch_dims,
+                threads,
+                GRAD_T=CUDA_TYPES[grad],
+                HEAD_DIM=self.dim(forward),
+                BLOCK_M=tile.block_m,
+                BLOCK_N=tile.block_n,
+                MIN_BLOCKS=tile.min_blocks,
+                **switches,
+                **more,
+            ),
+            smem=smem,
+        )
+        return Config(variant, num_blocks, threads)
+
+    def rows_blocks(self, forward: AttentionProblem, tile: MmaVjpTile) -> int:
+        """Blocks of ``vjp_mma_rows.cu``."""
+        rows = _ROW_THREADS // (self.dim(forward) // 8)
+        entries = math.prod(forward.batch) * forward.num_heads
+        return entries * -(-forward.seqlen_q // tile.block_m) * (tile.block_m // rows)
+
+    def section(
+        self, forward: AttentionProblem, device: Device, num_kept: int, num_summed: int
+    ) -> int:
+        """Kept entries whose queries, dO and sums of dq stay in the L2 cache.
+
+        Where all tiles of keys are alike, those of one entry follow each other.
+        """
+        if forward.left is None and forward.right is None:
+            return 1
+        row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
+        in_cache = device.l2_bytes * 4 // 5 // (forward.seqlen_q * row * num_summed)
+        num_sections = -(-num_kept // max(1, in_cache))
+        return -(-num_kept // num_sections)
+
+    def configs(
+        self,
+        forward: AttentionProblem,
+        batch_dims: int,
+        device: Device,
+        everything: bool,
+    ) -> Iterator[Config]:
+        """All launches of a problem, for the list of what there is to compile."""
+        tile, own = (self.tile(part, forward, device) for part in ("", "_queries"))
+        if tile is None or own is None:
+            return
+        grads = {forward.dtype: None, "float32": None} if everything else ()
+        yield self.config("_rows", tile, forward, batch_dims, forward.dtype, 1)
+        yield self.config("_dq", tile, forward, batch_dims, forward.dtype, 1)
+        for grad in grads or (forward.dtype,):
+            args = forward, batch_dims, grad, 1
+            yield self.config("", tile, *args, MAKES_DQ=1)
+            yield self.config("", tile, *args, MAKES_DQ=0)
+            yield self.config("", tile, *args, MAKES_DQ=0, CAREFUL=1)
+            stats = tile.block_m
+            yield self.config("_queries", own, *args, STATS_M=stats)
+            yield self.config("_queries", own, *args, STATS_M=stats, CAREFUL=1)
+
+
+MMA_VJP = MmaVjpKernel(
+    name="mma",
+    rungs=("tiled", "auto"),
+    tiles={
+        False: {
+            64: (
+                MmaVjpTile(32, 128, 128, min_blocks=2),
+                MmaVjpTile(64, 128, 256, warps_m=2),
+            ),
+            128: (
+                MmaVjpTile(64, 128, 256, warps_m=2),
+                MmaVjpTile(32, 64, 128),
+            ),
+            256: (
+                MmaVjpTile(64, 64, 256, warps_m=4),
+                MmaVjpTile(64, 64, 256, warps_m=4, stages=1),
+                MmaVjpTile(32, 32, 128, warps_m=2, stages=1),
+            ),
+        },
+        True: {
+            64: (MmaVjpTile(64, 128, 256, warps_m=2),),
+            128: (
+                MmaVjpTile(32, 128, 256, warps_m=2, oldest=(9, 0)),
+                MmaVjpTile(64, 64, 256, warps_m=2),
+                MmaVjpTile(32, 64, 256, warps_m=2),
+            ),
+            256: (
+                MmaVjpTile(32, 64, 256, warps_m=2),
+                MmaVjpTile(32, 32, 128, warps_m=2, stages=1),
+            ),
+        },
+    },
+    query_tiles={
+        False: {
+            64: (MmaVjpTile(64, 64, 128, min_blocks=2),),
+            128: (MmaVjpTile(64, 64, 128, min_blocks=2), MmaVjpTile(64, 32, 128)),
+            256: (MmaVjpTile(64, 32, 128), MmaVjpTile(64, 32, 128, stages=1)),
+        },
+        True: {
+            64: (MmaVjpTile(64, 64, 128, min_blocks=2),),
+            128: (MmaVjpTile(64, 64, 128, min_blocks=2), MmaVjpTile(64, 32, 128)),
+            256: (
+                MmaVjpTile(64, 32, 128, oldest=(9, 0)),
+                MmaVjpTile(64, 32, 128, stages=1, oldest=(9, 0)),
+                MmaVjpTile(64, 16, 128),
+            ),
+        },
+    },
+)

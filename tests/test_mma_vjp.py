@@ -1,0 +1,397 @@
+"""The mma row of the gradient table: what it takes, its tiles, and its numbers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from accuracy import to_host
+from placing import FORMS, place
+from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
+
+import cupyflash
+from cupyflash import _attention_kernels, _kernels
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
+from cupyflash._attention_vjp_mma import DIMS, MMA_VJP, items_dtype
+from cupyflash._attention_vjp_problem import AttentionVjpProblem
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+HALVES = ("float16", "bfloat16")
+
+
+def problem(dtype="bfloat16", head_dim=64, **options):
+    forward = _attention_kernels._problem(dtype, head_dim)
+    forward = dataclasses.replace(forward, **options)
+    shape = (*forward.batch, forward.num_kv_heads, forward.seqlen_k, head_dim)
+    return AttentionVjpProblem(forward, (), shape, shape)
+
+
+def device(arch):
+    return _kernels.device_of_arch(arch)
+
+
+# --- the row -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [1, 7, 64, 72, 128, 200, 256])
+@pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
+def test_takes(arch, dtype, head_dim, options):
+    asked = problem(dtype, head_dim, **options)
+    assert MMA_VJP.refusal(asked, device(arch)) is None
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+    by_hopper = arch == "sm_90a" and not options and head_dim in (64, 72, 128)
+    assert row.name in (("hopper",) if by_hopper else ("hopper", "mma"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (problem("float64"), "sm_90a", "takes float16 and bfloat16, not float64"),
+        (problem("float32"), "sm_90a", "takes float16 and bfloat16, not float32"),
+        (problem("float16"), "sm_75", "needs sm_80"),
+        (problem(head_dim=257), "sm_90a", "head_dim 257 is above 256"),
+        (problem(head_dim_v=300), "sm_90a", "head_dim_v 300 is above 256"),
+        (problem(seqlen_k=0), "sm_90a", "no keys"),
+        (problem("float16", seqlen_q=(1 << 18) + 1), "sm_90a", "262144 terms"),
+        (problem("float16", seqlen_k=(1 << 18) + 1), "sm_90a", "262144 terms"),
+    ],
+)
+def test_leaves_to_the_next_row(asked, arch, reason):
+    assert reason in MMA_VJP.refusal(asked, device(arch))
+    row, refused = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+    assert row.name != "mma"
+    assert row.name == "hopper" or "mma" in dict(refused)
+
+
+@pytest.mark.parametrize("part", ["", "_queries"])
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_tile_is_for_some_device(part, terms, dim):
+    ladder = MMA_VJP.query_tiles if part else MMA_VJP.tiles
+    options = {"softcap": 1.0} if terms else {}
+    chosen = {
+        MMA_VJP.tile(part, problem(head_dim=dim, **options).forward, device(arch))
+        for arch in ARCHS
+    }
+    assert chosen == set(ladder[terms][dim])
+    for tile in chosen:
+        warps = tile.num_threads // 32
+        assert tile.block_m % 32 == 0
+        assert tile.block_n % 16 == 0
+        if part:
+            assert tile.block_m == 16 * warps
+        else:
+            assert tile.block_n % (16 * warps // tile.warps_m) == 0
+            # Of dq, a warp makes 32 rows and a multiple of 16 columns.
+            assert dim % (16 * warps // (tile.block_m // 32)) == 0
+
+
+def test_a_short_problem_is_cut_into_sections():
+    asked = problem(right=0, seqlen_q=4096).forward
+    on = device("sm_90a")
+    assert MMA_VJP.section(problem().forward, on, 64, 1) == 1
+    section = MMA_VJP.section(asked, on, 64, 1)
+    assert 1 <= section <= 64
+    assert MMA_VJP.section(dataclasses.replace(asked, seqlen_q=1), on, 64, 1) == 64
+
+
+def test_the_struct_of_items():
+    assert items_dtype(3).itemsize == 4 * 8
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forced(cupy, monkeypatch):
+    """The row in front of the table."""
+    from cupyflash import _attention_vjp_gpu
+
+    def force(row=MMA_VJP):
+        rest = [x for x in ATTENTION_VJP_KERNELS if x.name not in ("hopper", "mma")]
+        monkeypatch.setattr(_attention_vjp_gpu, "ATTENTION_VJP_KERNELS", (row, *rest))
+        plans = _attention_vjp_gpu._gpu.PlanCache()
+        monkeypatch.setattr(_attention_vjp_gpu, "_plans", plans)
+
+    force()
+    return force
+
+
+def poison(cupy, shape):
+    """Leaves NaN in the memory that the next arrays are made of."""
+    size = 4 * int(np.prod(shape))
+    for n in (size, size, size, 4 * size):
+        cupy.full(n, np.nan, np.float32)
+
+
+def check(cupy, rng, dtype, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options):
+    """Compare with the oracle; the row must be this one."""
+    batch = options.pop("batch", (2,))
+    q = (*batch, heads[0], seqlens[0], dims[0])
+    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
+    arrays = inputs(rng, dtype, q=q, k=k, head_dim_v=dims[1])
+    if options.get("layout") == "bshd":
+        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
+    placed = [place(cupy, x) for x in arrays]
+    given = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+        if n != "deterministic"
+    }
+    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **given)
+    told = cupyflash.explain("attention_vjp", placed[3], *placed[:3], out, lse, **given)
+    assert told.kernel == "mma", told.refused
+    poison(cupy, q)
+    return agree(cupy, *arrays, **options)
+
+
+SEQLENS = ((1, 1), (1, 300), (63, 113), (113, 63), (65, 1049), (1049, 65), (300, 200))
+BOUNDS = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal from the top": {"causal": True, "query_offset": 0},
+    "ahead": {"causal": True, "query_offset": -40},
+    "window": {"window": (70, 20)},
+    "left window": {"window": (100, None), "causal": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", SEQLENS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_every_length(cupy, rng, forced, dtype, name, seqlens, dims, deterministic):
+    options = {**BOUNDS[name], "deterministic": deterministic}
+    check(cupy, rng, dtype, dims, seqlens=seqlens, batch=(1,), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "dims", [(1, 1), (8, 8), (33, 65), (64, 16), (72, 72), (32, 128), (130, 256)]
+)
+def test_every_head_dim(cupy, rng, forced, dtype, dims, deterministic):
+    options = {"causal": True, "scale": 0.1, "deterministic": deterministic}
+    check(cupy, rng, dtype, dims, seqlens=(150, 200), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("head_dim", [8, 100, 200])
+def test_every_option(cupy, rng, forced, name, head_dim, deterministic, dtype):
+    options = {
+        n: x.astype(np.float32) if n in ("sinks", "alibi_slopes") else x
+        for n, x in OPTIONS[name].items()
+    }
+    arrays = inputs(
+        rng, dtype, (2, 4, 9, head_dim), (2, 2, 11, head_dim), head_dim_v=head_dim
+    )
+    dlse = rng.normal(size=(2, 4, 9)).astype(np.float32)
+    agree(cupy, *arrays, dlse=dlse, deterministic=deterministic, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_all_options_at_once(cupy, rng, forced, dtype, deterministic, head_dim):
+    shape = (2, 4, 150, 170)
+    options = {
+        "bias": rng.normal(size=shape[1:]).astype(np.float32),
+        "mask": rng.random((150, 170)) < 0.8,
+        "sinks": rng.normal(size=4).astype(np.float32),
+        "alibi_slopes": (rng.random(4) * 0.1).astype(np.float32),
+        "query_lengths": np.array([150, 70]),
+        "key_lengths": np.array([90, 170]),
+        "softcap": 4.0,
+        "window": (100, 60),
+        "deterministic": deterministic,
+    }
+    dims = (head_dim, head_dim)
+    check(cupy, rng, dtype, dims, (4, 2), shape[2:], **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIASES)
+def test_gradients_of_a_bias(cupy, rng, forced, name):
+    bias = rng.normal(size=BIASES[name]).astype(np.float32)
+    agree(cupy, *inputs(rng, "bfloat16"), bias=bias, need_dbias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (8, 1), (40, 1)])
+def test_query_heads_share_key_heads(cupy, rng, forced, layout, heads, deterministic):
+    for dims in ((64, 64), (128, 128)):
+        options = {"layout": layout, "causal": True, "deterministic": deterministic}
+        check(cupy, rng, "bfloat16", dims, heads, (140, 270), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("batch", "batch_k"),
+    [
+        ((), ()),
+        ((3,), (1,)),
+        ((1,), (3,)),
+        ((2, 3), (2, 3)),
+        ((2, 3), (1, 3)),
+        ((2, 3), (2, 1)),
+        ((1, 3), (2, 1)),
+        ((2, 1, 2, 2), (2, 3, 1, 2)),
+        ((3,), ()),
+    ],
+)
+def test_batch_axes(cupy, rng, forced, batch, batch_k, deterministic):
+    arrays = inputs(rng, "bfloat16", q=(*batch, 4, 150, 64), k=(*batch_k, 2, 140, 64))
+    agree(cupy, *arrays, causal=True, deterministic=deterministic)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [-0.3, 1e-3, 2.0, 0.0])
+def test_scales(cupy, rng, forced, scale):
+    check(cupy, rng, "bfloat16", seqlens=(200, 100), scale=scale, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("form", [*FORMS, "heads"])
+def test_strides(cupy, rng, forced, dtype, form):
+    arrays = inputs(rng, dtype, q=(2, 4, 150, 64), k=(2, 2, 140, 64))
+    dlse = rng.normal(size=(2, 4, 150)).astype(np.float32)
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse", "dlse"), form)
+    agree(cupy, *arrays, forms=forms, dlse=dlse, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_seen_never_leaks(cupy, rng, forced, dtype, bad, deterministic):
+    """Queries that see no key, keys that no query sees: numbers as if they were 0."""
+    q, k, v, dout = inputs(rng, dtype, q=(2, 2, 200, 64), k=(2, 2, 150, 64))
+    options = {"causal": True, "query_offset": -60, "deterministic": deterministic}
+    clean = gradients(cupy, q, k, v, dout, **options)
+    k[:, :, 140:], v[:, :, 140:] = bad, bad
+    q[:, :, :60], dout[:, :, :60] = bad, bad
+    dlse = np.zeros((2, 2, 200), np.float32)
+    grads = agree(cupy, q, k, v, dout, dlse=dlse, **options)
+    for a, b in zip(clean[:3], grads[:3], strict=True):
+        a, b = to_host(a).astype(np.float64), to_host(b).astype(np.float64)
+        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
+    assert not to_host(grads.dq)[:, :, :60].any()
+    assert not to_host(grads.dk)[:, :, 140:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_padding_may_hold_anything(cupy, rng, forced, bad):
+    q, k, v, dout = inputs(rng, "float16", q=(2, 2, 100, 64), k=(2, 2, 120, 64))
+    lengths = {"query_lengths": np.array([70, 100]), "key_lengths": np.array([120, 33])}
+    q[0, :, 70:], dout[0, :, 70:] = bad, bad
+    k[1, :, 33:], v[1, :, 33:] = bad, bad
+    grads = agree(cupy, q, k, v, dout, **lengths)
+    assert all(np.isfinite(to_host(x).astype(np.float32)).all() for x in grads[:3])
+    assert not to_host(grads.dq)[0, :, 70:].any()
+    assert not to_host(grads.dk)[1, :, 33:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_nan_stays_where_it_is_seen(cupy, rng, forced, dtype):
+    q, k, v, dout = inputs(rng, dtype, q=(1, 2, 300, 64), k=(1, 2, 300, 64))
+    q[0, 0, 250] = np.nan
+    grads = agree(cupy, q, k, v, dout, causal=True)
+    dq, dk = to_host(grads.dq), to_host(grads.dk)
+    assert np.isnan(dq[0, 0, 250].astype(np.float32)).all()
+    assert np.isfinite(dq[0, 1].astype(np.float32)).all()
+    assert np.isfinite(dk[0, 0, 251:].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 30, 1000])
+def test_gradients_of_every_size(cupy, rng, forced, size):
+    """float16 has few exponents; what flows in may be scaled by a power of two."""
+    q, k, v, dout = inputs(rng, "float16", q=(1, 2, 300, 64), k=(1, 2, 250, 64))
+    dout = (dout.astype(np.float32) * size).astype(np.float16)
+    v = (v.astype(np.float32) / 8).astype(np.float16)
+    q = (q.astype(np.float32) / 8).astype(np.float16)
+    agree(cupy, q, k, v, dout)
+
+
+def all_tiles():
+    """(dtype, part, with terms, head_dim, tile)."""
+    for part in ("", "_queries"):
+        ladder = MMA_VJP.query_tiles if part else MMA_VJP.tiles
+        for terms, by_dim in ladder.items():
+            for dim, tiles in by_dim.items():
+                for n, tile in enumerate(tiles):
+                    name = f"{part or 'keys'}-{dim}-{'terms' if terms else 'plain'}-{n}"
+                    yield pytest.param(part, terms, dim, tile, id=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("part", "terms", "dim", "tile"), list(all_tiles()))
+def test_each_tile(cupy, rng, forced, dtype, part, terms, dim, tile):
+    from cupyflash import _gpu
+
+    if not tile.fits(part, dim, _gpu.device(0)):
+        pytest.skip("a tile for other cards")
+    field = "query_tiles" if part else "tiles"
+    one = {terms: dict.fromkeys(DIMS, (tile,)) for terms in (False, True)}
+    forced(dataclasses.replace(MMA_VJP, **{field: one}))
+    options = {"causal": True, "query_offset": 5, "deterministic": bool(part)}
+    if terms:
+        options["bias"] = rng.normal(size=(1, 280)).astype(np.float32)
+    check(cupy, rng, dtype, (dim, dim), seqlens=(300, 280), batch=(1,), **options)
+
+
+@pytest.mark.gpu
+def test_a_call_can_be_captured(cupy, rng, forced):
+    arrays = inputs(rng, "bfloat16", q=(2, 4, 300, 64), k=(2, 2, 300, 64))
+    q, k, v, dout = (place(cupy, x) for x in arrays)
+    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+
+    def call():
+        return cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
+
+    expected = [to_host(x) for x in call()[:3]]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.begin_capture()
+        captured = call()
+        graph = stream.end_capture()
+        for _ in range(3):
+            poison(cupy, q.shape)
+            graph.launch(stream)
+        stream.synchronize()
+    for a, b in zip(expected, captured[:3], strict=True):
+        a, b = a.astype(np.float32), to_host(b).astype(np.float32)
+        np.testing.assert_allclose(a, b, atol=0.01 * np.abs(a).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_in_every_run(cupy, rng, forced, head_dim, options):
+    """On request those of dq too."""
+    shapes = {"q": (2, 8, 700, head_dim), "k": (2, 2, 900, head_dim)}
+    arrays = inputs(rng, "bfloat16", **shapes)
+    for deterministic in (False, True):
+        given = {"causal": True, "deterministic": deterministic, **options}
+        first = gradients(cupy, *arrays, **given)
+        for _ in range(3):
+            again = gradients(cupy, *arrays, **given)
+            for name in ("dq", "dk", "dv") if deterministic else ("dk", "dv"):
+                a, b = (to_host(getattr(x, name)) for x in (first, again))
+                np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))

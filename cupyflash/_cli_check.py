@@ -77,8 +77,10 @@ _SOFTMAX_SHAPES = {
     "short rows": ((500, 37), -1),
     "columns": ((64, 600), 0),
     "long columns": ((40_000, 32), 0),
+    "many long columns": ((140, 70_000, 4), 1),
     "long rows": ((2, 100_000), -1),
     "longest rows": ((1, 1_100_000), -1),
+    "a row that no card holds": ((1, 4_500_000), -1),
     "strided": ((64, 1000), -1),  # every second element
 }
 # Queries and keys; some options at once, or none.
@@ -88,10 +90,14 @@ _HEAD_DIM, _HEAD_DIM_V = 64, 48
 # Kinds that a GPU has kernels of their own for.
 _KINDS = {
     "softmax": (
-        "short rows", "columns", "long columns", "long rows", "longest rows", "strided",
+        "short rows", "columns", "long columns", "many long columns", "long rows",
+        "longest rows", "strided",
     ),
     "logsumexp": ("columns", "long rows", "strided"),
-    "softmax_vjp": ("columns", "long columns", "long rows", "longest rows", "strided"),
+    "softmax_vjp": (
+        "columns", "long columns", "long rows", "longest rows",
+        "a row that no card holds", "strided",
+    ),
     "attention": ("plain", "few queries"),
     "attention_vjp": ("plain",),
 }  # fmt: skip

@@ -51,8 +51,12 @@ class Counter:
         self.passed: set[str] = set()
         self.skipped: set[str] = set()
         self.failures: set[str] = set()
+        self.planned: set[str] = set()
         self.seconds: dict[str, float] = {}
         self.cases: dict[str, int] = {}
+
+    def pytest_collection_finish(self, session):
+        self.planned |= {item.nodeid for item in session.items}
 
     def pytest_runtest_logreport(self, report):
         name = _file(report.nodeid)
@@ -75,11 +79,14 @@ class Counter:
     def result(self, files):
         """By file: counts, and the tests that failed in any phase."""
         failures = sorted(self.failures)
+        # Those that an interrupted run did not come to.
+        left = self.planned - self.passed - self.skipped - self.failures
         return {
             name: {
                 "passed": sum(_file(test) == name for test in self.passed)
                 - sum(_file(test) == name for test in self.passed & self.failures),
                 "skipped": sum(_file(test) == name for test in self.skipped),
+                "not_run": sum(_file(test) == name for test in left),
                 "cases": self.cases.get(name, 0),
                 "seconds": round(self.seconds.get(name, 0.0), 1),
                 "failures": [test for test in failures if _file(test) == name],
@@ -132,6 +139,14 @@ def write(path, pytest_arguments):
     if not any(a.startswith("--thread-seconds") for a in pytest_arguments):
         pytest_arguments = [*pytest_arguments, "--thread-seconds", "60"]
     counter = Counter()
+
+    class OfWorkers:
+        """Under xdist the workers know what is planned."""
+
+        @pytest.hookimpl(optionalhook=True)
+        def pytest_xdist_node_collection_finished(self, node, ids):
+            counter.planned |= {*ids}
+
     code = pytest.main(
         [
             "-m",
@@ -142,7 +157,7 @@ def write(path, pytest_arguments):
             *(() if files else (str(ROOT / "tests"),)),
             *pytest_arguments,
         ],
-        plugins=[counter],
+        plugins=[counter, OfWorkers()],
     )
     found = counter.result(files or _test_files())
     for of_file in found.values():
@@ -276,12 +291,16 @@ def check(path):
     files, digest = record.get("files", {}), sources_digest()
     others = [name for name, found in files.items() if found["sources"] != digest]
     missing = [name for name in _test_files() if name not in files]
-    if others or missing:
+    left = {name: found.get("not_run", 0) for name, found in files.items()}
+    left = {name: number for name, number in left.items() if number}
+    if others or missing or left:
         print(f"WARNING: the GPU record is not whole. {summary(record)}")
     else:
         print(f"The GPU record is of these sources. {summary(record)}")
     if others:
         print(f"  ran on other sources: {', '.join(others)}")
+    for name, number in left.items():
+        print(f"  not finished: {name}, {number} tests did not run")
     if missing:
         print(f"  not in it: {', '.join(missing)}")
     for of_file in files.values():

@@ -88,6 +88,8 @@ _SOFTMAX_DTYPES_OF_KIND = {
 SOFTMAX_REACH = SOFTMAX_SHAPES | {
     "one element": (9, 1, 1),
     "few long rows": (2, 700_001, 1),
+    "a row that no card holds": (1, 4_500_000, 1),
+    "many long columns": (140, 70_000, 4),
     "very long columns": (3, 40_001, 32),
     "scattered": (3, 5000, 2),
 }

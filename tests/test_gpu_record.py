@@ -49,6 +49,9 @@ def report(test, outcome="passed", when="call", properties=()):
 
 def test_what_is_counted():
     counter = gpu_record.Counter()
+    tests = [f"tests/gpu/test_a.py::test_{name}" for name in "xyzw"]
+    items = [types.SimpleNamespace(nodeid=test) for test in tests]
+    counter.pytest_collection_finish(types.SimpleNamespace(items=items))
     for one in (
         report("tests/gpu/test_a.py::test_x", when="setup"),
         report("tests/gpu/test_a.py::test_x", properties=[("cases", 40)]),
@@ -60,6 +63,7 @@ def test_what_is_counted():
         "gpu/test_a.py": {
             "passed": 1,
             "skipped": 1,
+            "not_run": 1,
             "cases": 41,
             "seconds": 2.0,
             "failures": ["tests/gpu/test_a.py::test_y"],
@@ -67,6 +71,7 @@ def test_what_is_counted():
         "test_b.py": {
             "passed": 0,
             "skipped": 0,
+            "not_run": 0,
             "cases": 0,
             "seconds": 0.0,
             "failures": [],
@@ -108,12 +113,14 @@ def test_check_tells_what_is_missing(tmp_path, capsys, monkeypatch):
     gpu_record.check(path)
     assert "there is no GPU record" in capsys.readouterr().out
     files = {"test_a.py": found(digest), "test_c.py": found("before", ["tests/t::x"])}
+    files["test_a.py"]["not_run"] = 3
     gpu_record._save(path, dict(FACTS), files)
     capsys.readouterr()
     gpu_record.check(path)
     text = capsys.readouterr().out
     assert "not in it: gpu/test_b.py" in text
     assert "other sources: test_c.py" in text
+    assert "not finished: test_a.py, 3 tests did not run" in text
     assert "failed: tests/t::x" in text
     assert "make gpu-sanitize" in text
 

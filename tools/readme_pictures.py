@@ -2,14 +2,15 @@
 
     python tools/readme_pictures.py
 
-docs/_static/speed.png is made of softmax_h200.json and attention_h200.json,
-docs/_static/memory.png of memory_h200.json, all in benchmarks/results/. The third
+docs/_static/speed.png is made of softmax_h200.json and of what the tables of attention
+are made of, docs/_static/memory.png of memory_h200.json. The third
 picture, demo.png, is what ``make demo`` wrote on the same card.
 """
 
 import json
 from pathlib import Path
 
+import readme_tables
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -23,8 +24,6 @@ _COLOURS = {
     "cupyx": "tab:blue",
     "copy": "0.6",
 }
-# The library that a bar of attention stands for, by the first word of its provider.
-_LIBRARY = {"tiled": "cupyflash", "torch": "torch", "cupy": "cupyx"}
 
 
 def report(name):
@@ -64,37 +63,36 @@ def draw_softmax(axes, rows, dtype):
     axes.grid(alpha=0.3)
 
 
-def draw_attention(axes, rows):
-    """TFLOP/s of the fastest call of each library, three bars a case."""
-    best = {}
-    for row in rows:
-        library = _LIBRARY.get(row["provider"].split()[0])
-        if library and "rate" in row:
-            cell = best.setdefault(row["case"], {})
-            cell[library] = max(cell.get(library, 0), row["rate"] / 1e12)
-    cases = [case for case, cell in best.items() if "torch" in cell]
-    for i, library in enumerate(("cupyflash", "torch", "cupyx")):
-        bars = [
-            (at + 0.27 * i, best[case].get(library)) for at, case in enumerate(cases)
-        ]
-        bars = [(at, rate) for at, rate in bars if rate]
-        if bars:
-            axes.barh(*zip(*bars, strict=True), 0.25, color=_COLOURS[library])
-    axes.set_yticks([at + 0.27 for at in range(len(cases))], cases, fontsize=7)
+def draw_attention(axes):
+    """TFLOP/s beside torch's, two bars a cell: the longest full call of each kind."""
+    longest = {}
+    for *_, label, ours, torch in readme_tables.cells():
+        if label.endswith("full"):
+            what, n = label.removesuffix(", full").split(", n = ")
+            longest[what] = max(longest.get(what, (0,)), (int(n), ours, torch))
+    for i, (library, colour) in enumerate(
+        (("cupyflash", "tab:green"), ("torch", "tab:orange"))
+    ):
+        rates = [cell[1 + i] for cell in longest.values()]
+        places = [at + 0.4 * i for at in range(len(rates))]
+        axes.barh(places, rates, 0.38, color=colour, label=library)
+    names = [f"{what}, n = {cell[0]}" for what, cell in longest.items()]
+    axes.set_yticks([at + 0.2 for at in range(len(names))], names, fontsize=7)
     axes.invert_yaxis()
-    axes.set(title="attention, the fastest of each library", xlabel="TFLOP/s")
+    axes.set(title="attention beside torch's fastest", xlabel="TFLOP/s")
+    axes.legend(fontsize=8)
     axes.grid(axis="x", alpha=0.3)
 
 
 def speed():
     """Softmax and attention beside other libraries."""
-    softmax, attention = report("softmax_h200"), report("attention_h200")
-    machine = attention["machine"]
+    softmax = report("softmax_h200")
+    machine = softmax["machine"]
     title = f"{machine['gpu']}, CuPy {machine['cupy']}, torch {machine['torch']}"
     figure, axes = new_figure(13, 4.2, 3, title)
     draw_softmax(axes[0], softmax["table"], "float32")
     draw_softmax(axes[1], softmax["table"], "bfloat16")
-    draw_attention(axes[2], attention["rows"])
+    draw_attention(axes[2])
     figure.savefig(PICTURES / "speed.png", dpi=80)
 
 

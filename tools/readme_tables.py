@@ -1,11 +1,11 @@
-"""Write the tables of README.md from the JSON of benchmark runs.
+"""Write the tables of README.md and benchmarks/README.md from the JSON of runs.
 
 Usage: readme_tables.py [--check]
 
 Each table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``. Its numbers
 come from benchmarks/results/: demo_*.json are reports of ``make demo``, softmax_*.json
-and attention_*.json of the scripts in benchmarks/. A table without a report stays
-empty.
+of benchmarks/bench_softmax.py, and those of attention are of runs of one kernel each.
+A table without a report stays empty.
 With --check nothing is written; the exit code says whether the tables are up to date.
 """
 
@@ -13,6 +13,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from statistics import geometric_mean
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -100,51 +101,208 @@ def ladder():
 
 
 def speed():
-    """Rates of all providers, a line a case, from the benchmark scripts."""
+    """Rates of softmax of all providers, a line a case."""
     parts = []
-    for kind, unit, per_unit in (
-        ("softmax", "GB/s", {True: 1e9, False: 1e9}),
-        ("attention", "FLOP/s", {True: 1e12, False: 1e9}),
-    ):
-        for name, report in reports(kind):
-            on_gpu = "gpu" in report["machine"]
-            prefix = "" if kind == "softmax" else "T" if on_gpu else "G"
-            providers = list(dict.fromkeys(r["provider"] for r in report["rows"]))
-            cases = {}
-            for row in report["rows"]:
-                if "rate" in row:
-                    rate = row["rate"] / per_unit[on_gpu]
-                    cell = f"{rate:.0f}" if rate >= 100 else f"{rate:.2g}"
-                    cases.setdefault(row["case"], {})[row["provider"]] = cell
-            rows = [
-                (case, *(cells.get(provider, "") for provider in providers))
-                for case, cells in cases.items()
-            ]
-            parts.append(
-                f"{kind.capitalize()} on {machine_text(report['machine'])}, "
-                f"{prefix}{unit} ([numbers](benchmarks/results/{name}), by "
-                f"`benchmarks/bench_{kind}.py`):\n\n"
-                + markdown((kind, *providers), rows)
-            )
+    for name, report in reports("softmax"):
+        providers = list(dict.fromkeys(r["provider"] for r in report["rows"]))
+        cases = {}
+        for row in report["rows"]:
+            if "rate" in row:
+                rate = row["rate"] / 1e9
+                cell = f"{rate:.0f}" if rate >= 100 else f"{rate:.2g}"
+                cases.setdefault(row["case"], {})[row["provider"]] = cell
+        rows = [
+            (case, *(cells.get(provider, "") for provider in providers))
+            for case, cells in cases.items()
+        ]
+        parts.append(
+            f"Softmax on {machine_text(report['machine'])}, GB/s "
+            f"([numbers](benchmarks/results/{name}), by "
+            "`benchmarks/bench_softmax.py`):\n\n"
+            + markdown(("softmax", *providers), rows)
+        )
     return "\n".join(parts)
+
+
+def _forward_on_hopper(report):
+    """Full and causal, and one query, beside cuDNN."""
+    for row in report["rows"]:
+        if "cudnn" in row and row["unit"] == "TFLOP/s":
+            mask, head_dim, n = row["cell"].split()
+            yield f"bfloat16, D = {head_dim}, n = {n}, {mask}", row["new"], row["cudnn"]
+
+
+def _gradients_on_hopper(report):
+    """With the tile that the table has: another one by mask and size."""
+    rows = report["runs"][-1]["rows"]
+    for row in sorted(rows, key=lambda row: (row["d"], row["causal"], row["n"])):
+        tile = {
+            (64, False): "ours",
+            (64, True): "b6",
+            (128, False): "cl2",
+            (128, True): "late b0",
+        }[row["d"], row["causal"]]
+        mask = "causal" if row["causal"] else "full"
+        label = f"gradients, bfloat16, D = {row['d']}, n = {row['n']}, {mask}"
+        yield label, row["tflops"][tile], row["tflops"]["cudnn"]
+
+
+def _by_mma(report):
+    """float32 by float16 parts, and float16 as cards from Ampere on compute it."""
+    runs = report["runs"]
+    tiles = {64: "64, 64, 128, 1, 2", 128: "128, 64, 256, 1, 1"}
+    for cell in runs[1]["cells"]:
+        if (cell["dtype"], cell["precision"]) == ("float32", "float32"):
+            mask = "causal" if cell["causal"] else "full"
+            label = f"float32, D = {cell['head_dim']}, n = 4096, {mask}"
+            ours = cell["tiles"][tiles[cell["head_dim"]]]["tflops"]
+            yield label, ours, cell["torch"]["tflops"]
+    for cell in runs[2]["cells"]:
+        found = cell["weights after the largest score"]
+        if cell["head_dim"] == 64:
+            found = cell["weights first"]
+        mask = "causal" if cell["causal"] else "full"
+        label = f"float16 by mma.sync, D = {cell['head_dim']}, n = 4096, {mask}"
+        yield label, next(iter(found.values()))["tflops"], cell["torch"]["tflops"]
+
+
+def _float64(report):
+    """With products of 16 slots; above 128 columns the first run has what stands."""
+    for run, dims in ((1, (64, 128)), (0, (192, 256))):
+        for head_dim in dims:
+            times = [
+                t for t in report["runs"][run]["times"] if t["head_dim"] == head_dim
+            ]
+            torch = next(t for t in times if t["provider"].startswith("torch"))
+            ours = next(t for t in times if t["provider"] == "tiled_f64")
+            label = f"float64, D = {head_dim}, n = 4096, full"
+            yield label, ours["tflops"], torch["tflops"]
+
+
+def _gradients_by_mma(report):
+    """The tile of the table beside FlashAttention-2."""
+    for cell in report["runs"][-1]["cells"]:
+        if cell["seqlen"] in (512, 4096, 16384):
+            mask = "causal" if cell["causal"] else "full"
+            label = f"gradients by mma.sync, {cell['dtype']}, D = {cell['head_dim']}"
+            found = cell["tflops"]
+            yield (
+                f"{label}, n = {cell['seqlen']}, {mask}",
+                found["table"],
+                found["torch"],
+            )
+
+
+def _gradients_float64(report):
+    """The first of our candidates is what stands."""
+    cells = {}
+    for row in report["times"]:
+        cell = cells.setdefault((row["head_dim"], row["causal"]), {})
+        cell.setdefault(row["provider"].split()[0], row["tflops"])
+    for (head_dim, causal), cell in cells.items():
+        mask = "causal" if causal else "full"
+        label = f"gradients, float64, D = {head_dim}, n = 4096, {mask}"
+        yield label, cell["tiled_f64,"], cell["torch"]
+
+
+# Reports of one kernel each: what torch is there, and how the cells are read.
+_TENSOR_CORES = {
+    "hopper_terms_h200.json": ("cuDNN", _forward_on_hopper),
+    "attention_vjp_h200.json": ("cuDNN", _gradients_on_hopper),
+    "mma_h200.json": ("fastest back end", _by_mma),
+    "attention_vjp_mma_h200.json": ("FlashAttention-2", _gradients_by_mma),
+    "attention_f64_h200.json": ("matmul, softmax, matmul", _float64),
+    "attention_vjp_f64_h200.json": ("matmul, with P in memory", _gradients_float64),
+}
+
+
+def cells():
+    """(name of the report, what torch is there, label, ours, torch's)."""
+    for name, (peer, read) in _TENSOR_CORES.items():
+        report = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+        for label, ours, torch in read(report):
+            yield name, peer, label, ours, torch
+
+
+def tensor_cores():
+    """How attention compares with torch, a line a kernel and head dimension."""
+    groups = {}
+    for name, peer, label, ours, torch in cells():
+        what = label[: label.index(", n =")]
+        groups.setdefault((what, peer, name), []).append(ours / torch)
+    rows = [
+        (
+            what,
+            len(ratios),
+            *(f"{r:.2f}" for r in (min(ratios), geometric_mean(ratios), max(ratios))),
+            f"[{peer}](benchmarks/results/{name})",
+        )
+        for (what, peer, name), ratios in groups.items()
+    ]
+    columns = ("attention", "cells", "least", "mean", "most", "beside torch's")
+    return (
+        "NVIDIA H200, how many times as fast as torch, over lengths, full and causal, "
+        "single runs (each cell: [benchmarks](benchmarks/README.md)):\n\n"
+        + markdown(columns, rows)
+    )
+
+
+def attention():
+    """All cells of attention beside torch."""
+    rows = [
+        (
+            label,
+            f"{ours:.0f}",
+            f"{torch:.0f}",
+            f"{ours / torch:.2f}",
+            f"[{peer}](results/{name})",
+        )
+        for name, peer, label, ours, torch in cells()
+    ]
+    columns = ("attention, TFLOP/s", "cupyflash", "torch", "ratio", "torch is")
+    return f"NVIDIA H200, single runs:\n\n{markdown(columns, rows)}\n{one_query()}"
+
+
+def one_query():
+    """Decoding: 32 heads on 8 of keys and values, 128 columns, in microseconds."""
+    name = "hopper_terms_h200.json"
+    report = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    rows = [
+        (
+            f"{row['shape'][0]} x {row['shape'][4]} keys",
+            row["new"],
+            row["cudnn"],
+            f"{row['cudnn'] / row['new']:.2f}",
+            f"[cuDNN](results/{name})",
+        )
+        for row in report["rows"]
+        if row["unit"] == "us"
+    ]
+    columns = ("one query, 32 / 8 heads, us", "cupyflash", "torch", "ratio", "torch is")
+    return markdown(columns, rows)
+
+
+_TABLES = {
+    "README.md": {"ladder": ladder, "speed": speed, "tensor_cores": tensor_cores},
+    "benchmarks/README.md": {"attention": attention},
+}
 
 
 def main():
     """Fill the tables; with --check, say whether they are up to date."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    tables = {"ladder": ladder, "speed": speed}
+    for name, tables in _TABLES.items():
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
 
-    def filled(match):
-        table = tables[match[2]]()
-        return f"{match[1]}\n{table}\n{match[3]}" if table else match[1] + match[3]
+        def filled(match, tables=tables):
+            table = tables[match[2]]()
+            return f"{match[1]}\n{table}\n{match[3]}" if table else match[1] + match[3]
 
-    new = _TABLE.sub(filled, text)
-    if "--check" in sys.argv[1:]:
-        if new != text:
-            sys.exit("README.md is older than benchmarks/results: make tables")
-        return
-    readme.write_text(new, encoding="utf-8")
+        new = _TABLE.sub(filled, text)
+        if "--check" not in sys.argv[1:]:
+            path.write_text(new, encoding="utf-8")
+        elif new != text:
+            sys.exit(f"{name} is older than benchmarks/results: make tables")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ record = json.loads(RECORD.read_text("utf-8"))
 
 def figures(*names):
     """A line of the record for each file of tests."""
-    print(f"{'':24}{'tests':>8}{'cases':>10}{'core s':>10}{'failed':>8}{'skipped':>9}")
+    heads = f"{'cases':>10}{'core s':>10}{'failed':>8}{'skipped':>9}{'not run':>9}"
+    print(f"{'':24}{'tests':>8}{heads}")
     for name in names:
         found = record["files"].get(name)
         if found is None:
@@ -55,6 +56,7 @@ def figures(*names):
         print(
             f"{name:24}{tests:>8}{found.get('cases', tests):>10}"
             f"{found.get('seconds', '-'):>10}{failed:>8}{found['skipped']:>9}"
+            f"{found.get('not_run', 0):>9}"
         )
 
 

@@ -32,6 +32,12 @@ class Tile:
     sharers: int = 1  # warps that own WARP_ROWS rows together
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     only_plain: bool = False  # terms of scores would need more registers than there are
+    before_hopper: bool = False  # in place of those with 3 places, which spill there
+
+    @property
+    def drifts(self) -> bool:
+        """Whether warps need not be at the same tile of keys: with 3 places."""
+        return self.slots > 2
 
     @property
     def num_threads(self) -> int:
@@ -94,6 +100,8 @@ class TensorFloat64Kernel:
             tile
             for tile in _kernels.by_threshold(self.tiles, max(dims))
             if tile.smem(*dims) + _STATIC_SMEM <= device.smem_optin
+            and (not tile.drifts or device.cc >= (9, 0))
+            and (not tile.before_hopper or device.cc < (9, 0))
             and not (tile.only_plain and _attention_rows.has_terms(problem))
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
@@ -173,6 +181,9 @@ TILED_F64 = TensorFloat64Kernel(
                 Tile(64, 32, 3),
                 Tile(32, 32, 3),
                 Tile(16, 32, 3),
+                Tile(64, 32, 2, before_hopper=True),
+                Tile(32, 32, 2, before_hopper=True),
+                Tile(16, 32, 2, before_hopper=True),
             ),
         ),
         (

@@ -45,6 +45,7 @@ class MmaVjpTile:
     stages: int = 2
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     oldest: tuple[int, int] = (8, 0)  # on older compute capabilities it spills
+    spills_on: tuple[str, ...] = ()  # and on these architectures
 
     def smem(self, part: str, dim: int) -> int:
         """Bytes of shared memory of ``vjp_mma.cu`` or ``vjp_mma_queries.cu``."""
@@ -59,7 +60,8 @@ class MmaVjpTile:
         smem = self.smem(part, dim) + _STATIC
         whole = device.smem_optin + _RESERVED
         fits = self.min_blocks * (smem + _RESERVED) <= whole
-        return fits and device.cc >= self.oldest
+        runs = device.cc >= self.oldest and device.arch not in self.spills_on
+        return fits and runs
 
 
 # By head dimension as compiled, tiles from best to least: the first that fits is taken.
@@ -236,7 +238,7 @@ MMA_VJP = MmaVjpKernel(
     tiles={
         False: {
             64: (
-                MmaVjpTile(32, 128, 128, min_blocks=2),
+                MmaVjpTile(32, 128, 128, min_blocks=2, spills_on=("sm_100",)),
                 MmaVjpTile(64, 128, 256, warps_m=2),
             ),
             128: (
@@ -252,7 +254,9 @@ MMA_VJP = MmaVjpKernel(
         True: {
             64: (MmaVjpTile(64, 128, 256, warps_m=2),),
             128: (
-                MmaVjpTile(32, 128, 256, warps_m=2, oldest=(9, 0)),
+                MmaVjpTile(
+                    32, 128, 256, warps_m=2, oldest=(9, 0), spills_on=("sm_100",)
+                ),
                 MmaVjpTile(64, 64, 256, warps_m=2),
                 MmaVjpTile(32, 64, 256, warps_m=2),
             ),
@@ -270,10 +274,12 @@ MMA_VJP = MmaVjpKernel(
         },
         True: {
             64: (MmaVjpTile(64, 64, 128, min_blocks=2),),
-            128: (MmaVjpTile(64, 64, 128, min_blocks=2), MmaVjpTile(64, 32, 128)),
+            128: (
+                MmaVjpTile(64, 64, 128, min_blocks=2, spills_on=("sm_100",)),
+                MmaVjpTile(64, 32, 128),
+            ),
             256: (
-                MmaVjpTile(64, 32, 128, oldest=(9, 0)),
-                MmaVjpTile(64, 32, 128, stages=1, oldest=(9, 0)),
+                MmaVjpTile(64, 32, 128, oldest=(9, 0), spills_on=("sm_100",)),
                 MmaVjpTile(64, 16, 128),
             ),
         },

@@ -21,11 +21,19 @@
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
 //            which keeps long sums accurate
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
-#include "attention/tiles_f64.cuh"
+//
+// The products sum over slots that stand for columns of q and k, or for keys, in any
+// order that both operands share. Slot t + 4 i of 16 is number 8 (i / 2) + 2 t + i % 2
+// here: a lane reads q and k by 16 bytes, and what it holds of s as a result is what it
+// has to hold of p as an operand.
+#include "attention/score.cuh"
 #include "common/exp2_f64.cuh"
 #include "common/reduce.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/copy_fill.cuh"
 #include "ptx/mbarrier_copy.cuh"
+#include "ptx/mma_f64.cuh"
+#include "ptx/opaque.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
     !defined(BLOCK_N) || !defined(SLOTS) || !defined(SHARERS) || !defined(MIN_BLOCKS)
@@ -45,7 +53,7 @@ constexpr bool kTerms = true;
 constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 #endif
 
-constexpr int kNumWarps = kNumThreads / kWarpSize;
+constexpr int kWarpRows = 16, kNumWarps = kNumThreads / kWarpSize;
 constexpr int kNumTeams = kNumWarps / kSharers;  // of warps with the same rows
 constexpr int kTiles = kBlockN / 8;              // of s, 8 columns each
 // Of a warp: steps of the sum q.k, of the sum p v, and chunks of o, two tiles of 8
@@ -67,12 +75,102 @@ static_assert(kSlots >= 2);
 // m may be below the largest score by this many powers of 2.
 constexpr double kRoom = 8;
 
+// Shared memory is read 16 bytes at a time, by 8 lanes at once. The place of a vector
+// in its row is XORed with swizzle(row), so that two rows x 4 vectors (k), and 4 rows
+// of one parity x 2 vectors (v), lie in different banks.
+constexpr int kVec = 2;  // numbers of a vector
+__device__ __forceinline__ int swizzle(int row) { return (row & 6) ^ (row & 1) << 2; }
+
+template <int kDim>
+__device__ __forceinline__ int place(int row, int vector) {
+  return row * kDim + (vector ^ swizzle(row)) * kVec;
+}
+
 constexpr int kDimOfSlot = kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV;
 constexpr int kSlotSize = kBlockN * kDimOfSlot;
 
-// Where a warp stands among those that share its rows.
+// Where a lane stands in the fragments of ptx/mma_f64.cuh.
+__device__ __forceinline__ int lane_g() { return threadIdx.x % kWarpSize / 4; }
+__device__ __forceinline__ int lane_t() { return threadIdx.x % 4; }
+// And a warp among those that share its rows.
 __device__ __forceinline__ int team() { return threadIdx.x / kWarpSize / kSharers; }
 __device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kSharers; }
+
+// c += a b of 16 rows, 8 columns and 16 slots.
+__device__ __forceinline__ void add_product(double (&c)[4],
+                                            const double (&a)[8],
+                                            const double (&b)[4]) {
+#if __CUDA_ARCH__ >= 900
+  ptx::mma_m16n8k16(c, a, b);
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      ptx::mma_m8n8k4(c[2 * h], c[2 * h + 1], a[2 * i + h], b[i]);
+    }
+  }
+#endif
+}
+
+__device__ __forceinline__ double2 load2(const double* x) {
+  return *reinterpret_cast<const double2*>(x);
+}
+
+template <bool kValue>
+struct flag_t {
+  static constexpr bool value = kValue;
+};
+
+// Starts copies of kRows rows to shared memory; rows from `num_rows` and columns from
+// `dim` on are zeros.
+template <int kRows, int kDim>
+__device__ __forceinline__ void copy_rows(
+    double* smem, const double* x, index_t stride, index_t num_rows, int dim) {
+  constexpr int kVectors = kDim / kVec;
+  // Rows at a time are a multiple of 8 where they can be: their swizzle is the same.
+  constexpr int kMost = kNumThreads / 8 > 8 ? kNumThreads / 8 : 8;
+  constexpr int kLanes = kVectors % 32 == 0 && kMost >= 32   ? 32
+                         : kVectors % 16 == 0 && kMost >= 16 ? 16
+                                                             : 8;
+  constexpr int kStep = kNumThreads / kLanes;  // rows at a time
+  unsigned thread = threadIdx.x;
+  // Places are computed anew each time, not kept in registers.
+  ptx::forget(thread);
+  ptx::forget(stride);
+  const int first_row = thread / kLanes, lane = thread % kLanes;
+  const int num_left = static_cast<int>(clamp(num_rows, 0, kRows)) - first_row;
+  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+  x += first_row * stride + lane * kVec;
+  if (aligned && num_rows >= kRows && dim == kDim && kRows % kStep == 0) {
+#pragma unroll
+    for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
+#pragma unroll
+      for (int n = 0; n < kVectors / kLanes; ++n) {
+        const unsigned at = to + place<kDim>(row + first_row, n * kLanes + lane) * 8;
+        ptx::copy_or_fill<16>(at, x + n * kLanes * kVec, 16);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
+    if (kRows % kStep != 0 && row + first_row >= kRows) break;
+    const int row_dim = row < num_left ? dim : 0;
+#pragma unroll 1
+    for (int n = 0; n < kVectors / kLanes; ++n) {
+      const int vector = n * kLanes + lane, left = 8 * (row_dim - vector * kVec);
+      const unsigned at = to + place<kDim>(row + first_row, vector) * 8;
+      if (aligned) {
+        ptx::copy_or_fill<16>(at, x + n * kLanes * kVec, min(max(left, 0), 16));
+      } else {
+        ptx::copy_or_fill<8>(at, x + n * kLanes * kVec, min(max(left, 0), 8));
+        ptx::copy_or_fill<8>(at + 8, x + n * kLanes * kVec + 1, left > 8 ? 8 : 0);
+      }
+    }
+  }
+}
 
 // What is the same to all threads of a block, and to those of a warp; in shared memory,
 // since registers are scarce.
@@ -100,6 +198,35 @@ struct rows_t {
   double m[2], l[2];     // l over the lane's own columns
 };
 
+// q of a warp lies in shared memory as its lanes read it: the fragment a of one step is
+// 4 vectors a lane, each a pair of rows g and g + 8; the lanes stand side by side.
+constexpr int kStepSize = kWarpRows * 16;
+
+__device__ __forceinline__ void copy_q(
+    double* smem, const double* x, index_t stride, int num_rows, int dim) {
+  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
+  constexpr int kLanes = kWarpSize * kSharers;
+#pragma unroll 4
+  for (int n = threadIdx.x % kLanes; n < kWarpRows * kHeadDim; n += kLanes) {
+    const int row = n / kHeadDim, col = n % kHeadDim;
+    const int slot = col % 16, i = slot / 8 * 2 + slot % 2, t = slot % 8 / 2;
+    const int at = col / 16 * kStepSize + i * 2 * kWarpSize + (row % 8 * 4 + t) * 2;
+    const bool exists = row < num_rows && col < dim;
+    ptx::copy_or_fill<8>(to + (at + row / 8) * 8, x + row * stride + col,
+                         exists ? 8 : 0);
+  }
+}
+
+__device__ __forceinline__ void load_q(double (&a)[8], const double* q, int step) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const double2 x =
+        load2(q + step * kStepSize + i * 2 * kWarpSize + threadIdx.x % kWarpSize * 2);
+    a[2 * i] = x.x;
+    a[2 * i + 1] = x.y;
+  }
+}
+
 // s = q k^T, of this warp's share of the columns.
 template <int kCount>
 __device__ __forceinline__ void dot(rows_t<kCount>& rows,
@@ -114,11 +241,10 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.s[n][e] = 0;
   }
-  const double* const q_lane = q + threadIdx.x % kWarpSize * kVec;
 #pragma unroll kStepsAtOnce
   for (int step = 0; step < kStepsD; ++step) {
     double a[8];
-    load_own(a, q_lane, step);
+    load_q(a, q, step);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int at = 8 * n * kHeadDim + 16 * step;
@@ -553,10 +679,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     // Tiles start at multiples of kBlockN, so that a row is summed in the same order
     // whatever the tile of queries it lies in.
     const index_t first = keys.first / kBlockN * kBlockN;
-    copy_own<kHeadDim, kSharers>(
-        smem_q + own * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
-        params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
-        static_cast<int>(params.head_dim));
+    copy_q(smem_q + own * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
+           params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
+           static_cast<int>(params.head_dim));
     if (threadIdx.x == 0) {
       block.num_cols = static_cast<int>(params.head_dim_v);
       block.k = at.at_kv(k, params.k) + first * params.k.row;

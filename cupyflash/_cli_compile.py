@@ -35,8 +35,8 @@ _TABLES = {
     "check": _exponentials,
 }
 
-# A switch of kernels that run where something was not finite, and else return at once.
-_RARE = {"CAREFUL"}
+# Switches of kernels that run where something was not finite, and else return at once.
+_RARE = {"CAREFUL", "REPAIRS"}
 
 # Warnings that a fast kernel must not have: the assembler waits for each wgmma in turn.
 _SERIALIZED = re.compile(r"C75\d\d")

@@ -101,24 +101,34 @@ class TensorFloat64Kernel:
     def tile(self, problem: AttentionProblem, device: Device) -> Tile:
         """The largest tile that still gives every multiprocessor work."""
         tiles = self._tiles(problem, device)
-        return next(
-            (
-                tile
-                for tile in tiles
-                if _attention_rows.num_tiles(problem, tile.block_m)
-                >= device.num_sms * tile.min_blocks
-                and tile.block_m < 2 * problem.seqlen_q
-            ),
-            tiles[-1],
-        )
+        return _attention_rows.best_tile(problem, tiles, device)
+
+    def num_parts(self, problem: AttentionProblem, device: Device) -> int:
+        """Parts of the keys, for blocks of their own."""
+        tile = self.tile(problem, device)
+        return _attention_rows.num_parts(problem, tile, device)
+
+    def unit(self, problem: AttentionProblem) -> float:
+        """What a unit of the maxima of parts is in units of lse."""
+        return 1.0 if _attention_rows.has_terms(problem) else problem.scale
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
     ) -> tuple[Config, ...]:
-        """The launch, in a tuple of one."""
-        return (self.config(self.tile(problem, device), problem, batch_dims),)
+        """The launch, and where keys are split another that merges the parts."""
+        tile, num_parts = self.tile(problem, device), self.num_parts(problem, device)
+        config = self.config(tile, problem, batch_dims, num_parts)
+        if num_parts == 1:
+            return (config,)
+        return config, _attention_rows.merge_config(problem, batch_dims)
 
-    def config(self, tile: Tile, problem: AttentionProblem, batch_dims: int) -> Config:
+    def config(
+        self,
+        tile: Tile,
+        problem: AttentionProblem,
+        batch_dims: int,
+        num_parts: int = 1,
+    ) -> Config:
         """The launch with a given tile."""
         dims = self._dims(problem)
         switches: dict[str, Any] = {
@@ -132,6 +142,8 @@ class TensorFloat64Kernel:
         }
         if not _attention_rows.scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
+        if num_parts > 1:
+            switches["KEY_PARTS"] = 1
         variant = Variant(
             source=f"attention/{self.name}.cu",
             entry=f"attention_{self.name}",
@@ -140,9 +152,8 @@ class TensorFloat64Kernel:
             ),
             smem=tile.smem(*dims),
         )
-        return Config(
-            variant, _attention_rows.num_tiles(problem, tile.block_m), tile.num_threads
-        )
+        num_blocks = _attention_rows.num_tiles(problem, tile.block_m) * num_parts
+        return Config(variant, num_blocks, tile.num_threads)
 
 
 TILED_F64 = TensorFloat64Kernel(
@@ -202,3 +213,6 @@ def representative(make: Any) -> Iterator[tuple[AttentionProblem, int]]:
         yield make("float64", head_dim, key_lengths="int32", sinks="float64"), 1
         yield make("float64", head_dim, bias="float64", mask="bool"), 1
         yield make("float64", head_dim, softcap=30.0, alibi_slopes="float64"), 1
+        few = {"seqlen_q": 64, "num_heads": 4, "num_kv_heads": 4}
+        yield make("float64", head_dim, **few), 1
+        yield make("float64", head_dim, **few, key_lengths="int32", right=0), 1

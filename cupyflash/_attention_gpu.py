@@ -2,6 +2,7 @@
 
 import functools
 import math
+import struct
 import threading
 from dataclasses import replace
 from typing import Any
@@ -392,13 +393,18 @@ class _HopperPlan(_FusedPlan):
         return out, lse
 
 
-class _MmaPlan(_FusedPlan):
-    """The mma kernel; of float32, keys and values that another kernel has split."""
+class _PartsPlan(_FusedPlan):
+    """A kernel that may leave parts of the keys to be merged by another."""
 
     def __init__(self, row, problem, operands, device):
         super().__init__(row, problem, operands, device)
-        is_prepared = len(self.launches) > 1
-        self.images_bytes = row.images(problem, device) if is_prepared else 0
+        self.num_splits = row.num_parts(problem, device)
+        self.unit = struct.pack("d", row.unit(problem))
+        # Sums of the parts, behind their maxima and totals, which are float64.
+        num_rows = self.num_splits * math.prod(problem.lse_shape)
+        self.sums_bytes = 16 * num_rows
+        itemsize = np.dtype(problem.compute_dtype).itemsize
+        self.parts_bytes = (16 + itemsize * problem.head_dim_v) * num_rows
 
     def __call__(self, arrays, offset):
         """Launch; `arrays` as they stand in a call, out None for a new one."""
@@ -407,27 +413,47 @@ class _MmaPlan(_FusedPlan):
             out = self.new_out()
         lse = self.new_lse()
         options = self.no_options or [_address(x) for x in arrays[4:]]
+        out_at, lse_at = out.data.ptr, _address(lse)
+        if self.num_splits > 1:
+            memory = cupy.cuda.alloc(self.parts_bytes)
+            sums, parts = memory.ptr, memory.ptr + self.sums_bytes
+            keep_if_capturing(memory)
+        else:
+            sums, parts = lse_at, out_at
+        self.enqueue(
+            (q.data.ptr, k.data.ptr, v.data.ptr, parts, sums, self.num_splits),
+            options,
+            offset,
+        )
+        if self.num_splits > 1:
+            self.launches[1].enqueue(
+                parts, sums, out_at, lse_at, self.num_splits, self.unit, self.params
+            )
+        return out, lse
+
+    def enqueue(self, addresses, options, offset):
+        """The kernel itself."""
+        self.launch.enqueue(*addresses, *options, offset, self.params)
+
+
+class _MmaPlan(_PartsPlan):
+    """The mma kernel; of float32, keys and values that another kernel has split."""
+
+    def __init__(self, row, problem, operands, device):
+        super().__init__(row, problem, operands, device)
+        is_prepared = row.is_prepared(problem)
+        self.images_bytes = row.images(problem, device) if is_prepared else 0
+
+    def enqueue(self, addresses, options, offset):
+        """The kernel, after the one that splits the keys."""
         images = 0
         if self.images_bytes:
             memory = cupy.cuda.alloc(self.images_bytes)
             images = memory.ptr
-            if _is_capturing():
-                _kept_for_graphs.append(memory)
-            self.launches[1].enqueue(
-                images, k.data.ptr, v.data.ptr, *options, offset, self.params
-            )
-        self.launch.enqueue(
-            images,
-            q.data.ptr,
-            k.data.ptr,
-            v.data.ptr,
-            out.data.ptr,
-            _address(lse),
-            *options,
-            offset,
-            self.params,
-        )
-        return out, lse
+            keep_if_capturing(memory)
+            _, k, v, *_ = addresses
+            self.launches[-1].enqueue(images, k, v, *options, offset, self.params)
+        super().enqueue((images, *addresses), options, offset)
 
 
 # Memory that kernels in CUDA graphs write to whenever they are replayed: it must not go
@@ -588,7 +614,7 @@ _PLANS = {
     HopperKernel: _HopperPlan,
     FusedKernel: _FusedPlan,
     MmaKernel: _MmaPlan,
-    TensorFloat64Kernel: _FusedPlan,
+    TensorFloat64Kernel: _PartsPlan,
     UnfusedKernel: _UnfusedPlan,
 }
 

@@ -776,19 +776,20 @@ _ALL_OPTIONS = {
 
 def _problem(dtype="float16", head_dim=64, batch=(1,), **options):
     """A problem large enough for the largest tiles."""
-    return AttentionProblem(
-        backend="cupy",
-        batch=batch,
-        num_heads=64,
-        num_kv_heads=64,
-        seqlen_q=4096,
-        seqlen_k=4096,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
-        dtype=dtype,
-        scale=1.0,
+    made = {
+        "backend": "cupy",
+        "batch": batch,
+        "num_heads": 64,
+        "num_kv_heads": 64,
+        "seqlen_q": 4096,
+        "seqlen_k": 4096,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim,
+        "dtype": dtype,
+        "scale": 1.0,
         **options,
-    )
+    }
+    return AttentionProblem(**made)
 
 
 def _representative():
@@ -822,6 +823,10 @@ def _bounded():
         yield replace(_problem("bfloat16", head_dim, right=0), **few), 1
         few = {"num_heads": 2, "num_kv_heads": 2}
         yield replace(_problem("bfloat16", head_dim), **few), 1
+        yield replace(_problem("float32", head_dim), **few), 1
+        yield replace(_problem("float32", head_dim), **few, seqlen_q=1), 1
+        tf32 = _problem("float32", head_dim, precision="tf32")
+        yield replace(tf32, **few), 1
         yield replace(_problem("bfloat16", head_dim, right=0), **few), 1
     for bounds in ({}, {"right": 0}):
         yield replace(_problem("bfloat16", 192, **bounds), head_dim_v=128), 1

@@ -10,10 +10,13 @@ from cupyflash._attention_rows import (
     MOST_KEYS,
     OPTIONS,
     Config,
+    best_tile,
     defines,
     has_terms,
     is_plain,
+    merge_config,
     most_seen,
+    num_parts,
     num_rows,
     num_tiles,
     scale_is_plain,
@@ -174,26 +177,30 @@ class MmaKernel:
         Tiles of one block_n sum a row in the same order, so that its bits do not depend
         on the choice.
         """
-        tiles = self.fitting(problem, device)
-        return next(
-            (
-                tile
-                for tile in tiles
-                if num_tiles(problem, tile.block_m) >= device.num_sms
-                and tile.block_m < 2 * problem.seqlen_q
-            ),
-            tiles[-1],
-        )
+        return best_tile(problem, self.fitting(problem, device), device)
+
+    def num_parts(self, problem: AttentionProblem, device: Device) -> int:
+        """Parts of the keys, for blocks of their own."""
+        return num_parts(problem, self.tile(problem, device), device)
+
+    def unit(self, problem: AttentionProblem) -> float:
+        """What a unit of the maxima of parts is in units of lse."""
+        return 1.0
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
     ) -> tuple[Config, ...]:
-        """The launch, and where keys are split beforehand the one before it."""
-        tile = self.tile(problem, device)
-        config = self.config(tile, problem, batch_dims)
-        if not self.is_prepared(problem):
-            return (config,)
-        return config, self.prepare_config(tile, problem, batch_dims)
+        """The launch, and with parts of the keys the one that merges them.
+
+        Where keys of float32 are split beforehand, last the launch that does it.
+        """
+        tile, parts = self.tile(problem, device), self.num_parts(problem, device)
+        configs: tuple[Config, ...] = (self.config(tile, problem, batch_dims, parts),)
+        if parts > 1:
+            configs += (merge_config(problem, batch_dims),)
+        if self.is_prepared(problem):
+            configs += (self.prepare_config(tile, problem, batch_dims),)
+        return configs
 
     def _switches(self, tile, problem):
         dims = self.dims(problem)
@@ -205,7 +212,11 @@ class MmaKernel:
         }
 
     def config(
-        self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
+        self,
+        tile: MmaTile,
+        problem: AttentionProblem,
+        batch_dims: int,
+        num_parts: int = 1,
     ) -> Config:
         """The launch with a given tile."""
         switches = {
@@ -218,13 +229,15 @@ class MmaKernel:
             switches["PREPARED"] = 1
         if not scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
+        if num_parts > 1:
+            switches["KEY_PARTS"] = 1
         variant = Variant(
             source=f"attention/{self.name}.cu",
             entry=f"attention_{self.name}",
             defines=defines(problem, batch_dims, tile.num_threads, **switches),
             smem=self.smem(tile, problem),
         )
-        num_blocks = num_tiles(problem, tile.block_m)
+        num_blocks = num_tiles(problem, tile.block_m) * num_parts
         return Config(variant, num_blocks, tile.num_threads)
 
     def prepare_config(

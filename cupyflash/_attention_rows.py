@@ -1,7 +1,8 @@
 """What the rows of the attention table share: configurations, switches, counts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from cupyflash._kernels import CUDA_TYPES, Variant
 
@@ -95,3 +96,49 @@ def has_terms(problem):
     arrays = (problem.bias, problem.mask, problem.alibi_slopes)
     has_arrays = any(x is not None for x in arrays)
     return has_arrays or problem.softcap > 0 or not scale_is_plain(problem.scale)
+
+
+# Keys that a part has at least: merging costs as much as a tile or two.
+_KEYS_OF_PART = 256
+# Parts whose weights attention/parts_merge.cu holds.
+_MOST_PARTS = 256
+_MERGE_THREADS = 128
+
+
+def most_parts(problem):
+    """Parts that the keys can be split into; a sink would be counted in each."""
+    if problem.sinks is not None:
+        return 1
+    return max(1, min(most_seen(problem) // _KEYS_OF_PART, _MOST_PARTS))
+
+
+def num_parts(problem, tile, device):
+    """Parts of the keys, where tiles of queries alone would not fill the device."""
+    room = device.num_sms * tile.min_blocks // num_tiles(problem, tile.block_m)
+    return max(1, min(room, most_parts(problem)))
+
+
+def best_tile(problem, tiles, device):
+    """The first tile with parts enough to give every multiprocessor work."""
+    return next(
+        (
+            tile
+            for tile in tiles
+            if num_tiles(problem, tile.block_m) * most_parts(problem)
+            >= device.num_sms * tile.min_blocks
+            and tile.block_m < 2 * problem.seqlen_q
+        ),
+        tiles[-1],
+    )
+
+
+def merge_config(problem, batch_dims):
+    """The launch that makes one result of the parts."""
+    absent: dict[str, Any] = dict.fromkeys(OPTIONS)
+    plain = replace(problem, softcap=0.0, **absent)
+    variant = Variant(
+        source="attention/parts_merge.cu",
+        entry="attention_parts_merge",
+        defines=defines(plain, batch_dims, _MERGE_THREADS),
+    )
+    return Config(variant, num_rows(problem), _MERGE_THREADS)

@@ -85,9 +85,28 @@ def test_the_tiles_cover_every_query_and_column(head_dim, seqlen_q, heads):
     assert dim_v >= 200
     # What the registers of a warp hold sums for.
     assert dim_v // tile.sharers <= ROW.most_alone
-    (config,) = ROW.configs(asked, 1, HOPPER)
-    assert config.num_blocks == heads * -(-seqlen_q // tile.block_m)
+    rows = -(-seqlen_q // tile.block_m)
+    parts = ROW.num_parts(asked, HOPPER)
+    config, *_ = ROW.configs(asked, 1, HOPPER)
+    assert config.num_blocks == heads * rows * parts
     assert tile.num_threads == 2 * tile.block_m * tile.sharers
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_keys_are_split_where_tiles_are_few(head_dim):
+    few = problem(head_dim, num_heads=1, num_kv_heads=1, seqlen_q=100)
+    parts = ROW.num_parts(few, HOPPER)
+    assert 2 <= parts <= 4096 // 256
+    config, merge = ROW.configs(few, 1, HOPPER)
+    assert ("KEY_PARTS", "1") in config.variant.defines
+    assert merge.variant.entry == "attention_parts_merge"
+    assert merge.num_blocks == 100
+    # A sink would be counted in each part; few keys are not worth it.
+    for whole in ({"sinks": "float64"}, {"seqlen_k": 511}, {"left": 10, "right": 0}):
+        asked = dataclasses.replace(few, **whole)
+        assert ROW.num_parts(asked, HOPPER) == 1
+        assert len(ROW.configs(asked, 1, HOPPER)) == 1
+    assert ROW.num_parts(problem(head_dim), HOPPER) == 1
 
 
 @pytest.mark.parametrize("terms", TERMS)
@@ -206,6 +225,41 @@ def test_scores_that_grow(rng, growth):
     k[..., 0] = growth * np.arange(300)
     check(q, k, v, scale=1.0)
     check(-q, k, v, scale=1.0)
+
+
+PARTS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": (700, 0)},
+    "offset": {"causal": True, "query_offset": -1000},
+    "softcap": {"softcap": 20.0},
+    "negative": {"scale": -0.3},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", PARTS)
+@pytest.mark.parametrize("shape", [(1, 1100, 64), (70, 1100, 128), (33, 2000, 256)])
+def test_parts_of_the_keys(rng, shape, options):
+    """Some parts see no key of a row, or no row at all."""
+    q, k, v = normal(rng, *shape)
+    k[:, 300:500] *= 5
+    check(q, k, v, **PARTS[options])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 192])
+def test_parts_that_are_not_finite(rng, head_dim):
+    q, k, v = normal(rng, 40, 1200, head_dim)
+    v[:, 100, 3], v[:, 900, 5], v[:, 1100, 3] = np.inf, np.nan, -np.inf
+    check(q, k, v)
+    check(q, k, v, causal=True)
+    lengths = {"key_lengths": np.array(1000), "query_lengths": np.array(30)}
+    check(q, k, v, lengths)
+    check(q, k, v, {"mask": rng.random((40, 1200)) < 0.4})
+    check(q, k, v, {"mask": np.arange(1200) > np.linspace(0, 1300, 40)[:, None]})
+    k[:, 600] = np.inf
+    check(np.abs(q), k, v)
 
 
 @pytest.mark.gpu

@@ -155,6 +155,28 @@ def test_keys_are_split_beforehand_where_out_is_as_large():
     assert not MMA.is_prepared(problem("float16"))
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_keys_are_split_into_parts_where_tiles_are_few(dtype):
+    few = problem(dtype, 128, num_heads=1, num_kv_heads=1, seqlen_q=100)
+    hopper = device("sm_90a")
+    assert 2 <= MMA.num_parts(few, hopper) <= 4096 // 256
+    config, merge = MMA.configs(few, 1, hopper)
+    assert ("KEY_PARTS", "1") in config.variant.defines
+    assert merge.variant.entry == "attention_parts_merge"
+    assert merge.num_blocks == 100
+    for whole in ({"sinks": "float32"}, {"seqlen_k": 511}, {"left": 10, "right": 0}):
+        asked = dataclasses.replace(few, **whole)
+        assert MMA.num_parts(asked, hopper) == 1
+        assert len(MMA.configs(asked, 1, hopper)) == 1
+    assert MMA.num_parts(problem(dtype, 128), hopper) == 1
+    # Both at once: keys split into numbers, and into parts.
+    square = problem("float32", 64, num_heads=1, num_kv_heads=1, seqlen_q=2048)
+    assert MMA.is_prepared(square)
+    _, merge, prepare = MMA.configs(square, 1, hopper)
+    assert merge.variant.entry == "attention_parts_merge"
+    assert prepare.variant.entry == "attention_mma_prepare"
+
+
 # --- on a device ---------------------------------------------------------------------
 
 

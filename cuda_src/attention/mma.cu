@@ -7,14 +7,17 @@
 //            and at the end  out = o / l,  lse = m + log l.
 //            m follows the maximum only when that has grown by 2^8. float32 is split
 //            into float16 numbers (mma_split.cuh).
-// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
-//            ones are longest
+// Grid       1-D, a block a tile of queries of one head (and a part of the keys); last
+//            tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
 //                                                     comes to a tile of its own first
 //            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1))
 // Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
 //            shared: see smem_bytes() in _attention_mma.py
+// Parts      where tiles of queries are few, a block takes a part of the keys of one
+// and
+//            leaves o, m and l for attention_parts_merge
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
 // Limits     head_dim and head_dim_v up to 256, filled up with zeros; fewer than 2^29
 //            keys; sm_80 or newer. Values of hidden keys that are not finite: a block
@@ -36,6 +39,12 @@ constexpr bool kPrepared = true;
 constexpr bool kPrepared = false;
 #endif
 constexpr bool kStaged = kSplits && !kPrepared;
+// Whether a block takes a part of the keys, and parts are merged later.
+#ifdef KEY_PARTS
+constexpr bool kHasParts = true;
+#else
+constexpr bool kHasParts = false;
+#endif
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
 // Of a stage in shared memory.
 constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
@@ -56,6 +65,7 @@ constexpr double kGivenBack =
 struct kept_t {
   place_t at;
   double from_log2;
+  index_t part;
   const elem_t *q_rows, *k_rows, *v_rows;
   int num_rows;
   bool aligned_k, aligned_v;
@@ -145,18 +155,29 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
   if (!block.sees_all(j0)) hide_scores(s, block, j0);
 }
 
+// What a block writes: out, or o of a part as it is.
+template <bool kParts>
+struct stored_t {
+  using type = elem_t;
+};
+template <>
+struct stored_t<true> {
+  using type = float;
+};
+using out_t = stored_t<kHasParts>::type;
+
 // Two numbers side by side in a row of out.
 __device__ __forceinline__ void store_pair(
-    elem_t* row, int column, int dim, index_t step, bool as_pair, float x, float y) {
+    out_t* row, int column, int dim, index_t step, bool as_pair, float x, float y) {
   if (as_pair && column < dim) {
-    if constexpr (kSplits) {
+    if constexpr (sizeof(out_t) == 4) {
       *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
     } else {
       *reinterpret_cast<unsigned*>(row + column) = pair16_t::from(x, y);
     }
   } else {
-    if (column < dim) row[column * step] = to<elem_t>(x);
-    if (column + 1 < dim) row[(column + 1) * step] = to<elem_t>(y);
+    if (column < dim) row[column * step] = to<out_t>(x);
+    if (column + 1 < dim) row[(column + 1) * step] = to<out_t>(y);
   }
 }
 
@@ -166,8 +187,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
     const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
     const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-    accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+    // (batch, heads, queries, head_dim_v), or o of the parts, without strides.
+    out_t* __restrict__ out,
+    // (batch, heads, queries) or null, or m and l of the parts, as double.
+    accum_t* __restrict__ lse,
+    const index_t num_parts,
     SCORE_PARAMETERS) {
   extern __shared__ __align__(128) unsigned char smem[];
   unsigned char* const smem_q = smem;
@@ -183,7 +207,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   kept_t& kept = *reinterpret_cast<kept_t*>(behind + kFactsOfStaging);
 
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_blocks);
+  const index_t item = kHasParts ? divide(block_index(), num_parts) : block_index();
+  const index_t part = kHasParts ? block_index() - item * num_parts : 0;
+  const place_t at(params, item, num_blocks);
   if (!at.exists) return;
   const int i0 = static_cast<int>(num_blocks - 1 - at.tile) * kBlockM;
   const scores_t scores(at, SCORE_ARGUMENTS);
@@ -207,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   auto keep = [&] {
     if (threadIdx.x == 0) {
       kept.at = at;
+      kept.part = part;
       kept.q_rows = q_rows;
       kept.k_rows = k_rows;
       kept.v_rows = v_rows;
@@ -225,8 +252,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
-  const range_t keys = scores.keys_of(i0, i0 + num_rows);
-  const int first = static_cast<int>(keys.first) / kBlockN * kBlockN;
+  range_t keys = scores.keys_of(i0, i0 + num_rows);
+  keys.first = keys.first / kBlockN * kBlockN;
+  if constexpr (kHasParts) keys = share_of(keys, kBlockN, part, num_parts);
+  const int first = static_cast<int>(keys.first);
   const int last = static_cast<int>(keys.last);
 
   auto place_k = [](int row, int chunk) {
@@ -501,10 +530,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 
   const place_t& here = kept.at;
   const scores_t rows_of(here, SCORE_ARGUMENTS);
-  elem_t* const out_rows = here.at(out, params.out);
+  out_t* out_rows = here.at(out, params.out);
+  index_t out_row_step = params.out.row, out_step = params.out.col;
+  // Of the first query, among the rows of its part.
+  index_t first_row = here.row_of_heads * params.seqlen_q;
+  if constexpr (kHasParts) {
+    first_row += kept.part * params.batch_size * params.num_heads * params.seqlen_q;
+    out_rows = out + first_row * params.head_dim_v;
+    out_row_step = params.head_dim_v;
+    out_step = 1;
+  }
   const bool as_pairs =
-      params.out.col == 1 && params.out.row % 2 == 0 && params.head_dim_v % 2 == 0 &&
-      reinterpret_cast<unsigned long long>(out_rows) % (2 * sizeof(elem_t)) == 0;
+      out_step == 1 && out_row_step % 2 == 0 && params.head_dim_v % 2 == 0 &&
+      reinterpret_cast<unsigned long long>(out_rows) % (2 * sizeof(out_t)) == 0;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const index_t i = i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
@@ -515,38 +553,49 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const float high = static_cast<float>(m);
     const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
     const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
-    const float inverse = finished.inverse * (1 + low);
-    if (lse != nullptr && lanes_t::lane() % 4 == 0) {
-      lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
-    }
-    elem_t* const out_row = out_rows + i * params.out.row;
+    const float inverse = kHasParts ? 1 : finished.inverse * (1 + low);
+    out_t* const out_row = out_rows + i * out_row_step;
+    bool is_value = false;
     if constexpr (kSplits && !kHasSinks) {
       // A row of one key is its value, to the last bit, which the parts may lack.
       const range_t seen = rows_of.keys_of(i, i + 1);
-      if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
+      is_value =
+          seen.last - seen.first == 1 && finished.inverse > 0 && is_finite(rows.l[r]);
+      if (is_value) {
         const elem_t* const only = kept.v_rows + seen.first * params.v.row;
 #pragma unroll 1
         for (int n = lanes_t::lane() % 4; n < params.head_dim_v; n += 4) {
-          out_row[n * params.out.col] = only[n];
+          out_row[n * out_step] = to<out_t>(only[n]);
         }
-        continue;
       }
     }
+    if (lse != nullptr && lanes_t::lane() % 4 == 0) {
+      if constexpr (kHasParts) {
+        // The one value has the weight 1.
+        const double l = finished.inverse == 0 ? 0 : rows.l[r];  // 0 of padding
+        reinterpret_cast<double2*>(lse)[first_row + i] =
+            is_value ? make_double2(m + log(l), 1) : make_double2(m, l);
+      } else {
+        lse[first_row + i] = finished.lse;
+      }
+    }
+    if (is_value) continue;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
       const int column = n * 8 + lanes_t::lane() % 4 * 2;
       float x = o[r / 2][n][r % 2 * 2] * inverse;
       float y = o[r / 2][n][r % 2 * 2 + 1] * inverse;
       if (finished.inverse == 0) x = y = 0;
-      store_pair(out_row, column, static_cast<int>(params.head_dim_v), params.out.col,
+      store_pair(out_row, column, static_cast<int>(params.head_dim_v), out_step,
                  as_pairs, x, y);
     }
   }
   if constexpr (!kSplits) {
     if (special) {
       const index_t i_first = i0 + lanes_t::warp_row();
-      add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
-                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), first, last);
+      add_specials(out_rows, out_row_step, out_step, kept.v_rows, rows_of, params,
+                   i_first, min(i_first + 16 * kRowTiles, rows_of.num_queries()), first,
+                   last);
     }
   }
 }

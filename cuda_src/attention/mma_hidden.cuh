@@ -39,7 +39,10 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile) {
 
 // Adds to the stored rows [i_first, i_last) what they see of values of keys [first,
 // last) that are not finite. The rows are those of this warp.
-__device__ __forceinline__ void add_specials(elem_t* out_rows,
+template <typename T>
+__device__ __forceinline__ void add_specials(T* out_rows,
+                                             index_t out_row_step,
+                                             index_t out_step,
                                              const elem_t* v_rows,
                                              const scores_t& scores,
                                              const params_t& params,
@@ -74,8 +77,8 @@ __device__ __forceinline__ void add_specials(elem_t* out_rows,
 #pragma unroll 1
         for (int column = lane; column < dim; column += kWarpSize) {
           const float x = to<float>(v_rows[j * params.v.row + column]);
-          elem_t& sum = out_rows[i * params.out.row + column * params.out.col];
-          if (!is_finite(x)) sum = to<elem_t>(to<float>(sum) + x);
+          T& sum = out_rows[i * out_row_step + column * out_step];
+          if (!is_finite(x)) sum = to<T>(to<float>(sum) + x);
         }
       }
     }

@@ -127,6 +127,19 @@ struct range_t {
   index_t first, last;  // [first, last); may be empty
 };
 
+// Part `part` of `num_parts` of a range, in whole tiles of `block` from its start on.
+__device__ __forceinline__ range_t share_of(range_t range,
+                                            index_t block,
+                                            index_t part,
+                                            index_t num_parts) {
+  if (range.first >= range.last) return {0, 0};
+  const index_t count = (range.last - range.first + block - 1) / block;
+  const index_t first = divide(count * part, num_parts);
+  const index_t last = divide(count * (part + 1), num_parts);
+  const index_t end = range.first + last * block;
+  return {range.first + first * block, end < range.last ? end : range.last};
+}
+
 // Which queries see which keys in one tile of scores, counted from its corner: those
 // with low <= col - row < high, row < num_queries, col < num_keys.
 struct band_t {

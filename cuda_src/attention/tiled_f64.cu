@@ -7,8 +7,8 @@
 //            and at the end  out = o / l,  lse = m + log l. Only where a score is above
 //            m by more than kRoom, m becomes the largest score of the tile, and o and l
 //            are scaled: p up to 2^kRoom is as exact as p up to 1.
-// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
-//            ones are longest
+// Grid       1-D, a block a tile of queries of one head (and a part of the keys); last
+//            tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places by turns
 //            s, p, o  registers; a warp owns 16 rows, or two warps do: each sums q k^T
@@ -20,6 +20,9 @@
 //            computes weights, another multiplies. With 2, warps wait for each other
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
 //            which keeps long sums accurate
+// Parts      where tiles of queries are few, a block takes a part of the keys of one
+// and
+//            leaves o, m and l for attention_parts_merge
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
 //
 // The products sum over slots that stand for columns of q and k, or for keys, in any
@@ -45,6 +48,12 @@ constexpr int kSlots = SLOTS;           // places for tiles of k and v
 constexpr bool kDrift = kSlots > 2;     // warps need not be at the same tile
 constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+// Whether a block takes a part of the keys, and parts are merged later.
+#ifdef KEY_PARTS
+constexpr bool kHasParts = true;
+#else
+constexpr bool kHasParts = false;
+#endif
 // Whether scores are finished one by one; else they are q.k, and the scale joins where
 // the exponential is taken.
 #ifdef SCALE_SCORES
@@ -617,21 +626,28 @@ __device__ __forceinline__ bool walk(block_t& block,
     const double l =
         warp_reduce<4>(rows.l[r], [](double a, double b) { return a + b; });
     if (i >= params.seqlen_q) continue;
-    const finished_t finished = scores.finish(i, rows.m[r] * block.unit, l);
-    double* const out_row = block.out + row * params.out.row;
+    const finished_t finished =
+        kHasParts ? finished_t{1, 0} : scores.finish(i, rows.m[r] * block.unit, l);
+    const index_t step = kHasParts ? 1 : params.out.col;
+    double* const out_row =
+        block.out + row * (kHasParts ? params.head_dim_v : params.out.row);
 #pragma unroll
     for (int c = 0; c < kCount; ++c) {
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         const int col = 16 * (first_chunk + c) + 4 * lane_t() + n;
         if (col < block.num_cols) {
-          out_row[col * params.out.col] =
+          out_row[col * step] =
               rows.o[c][4 * (n % 2) + 2 * r + n / 2] * finished.inverse;
         }
       }
     }
     if (block.lse != nullptr && sharer() == 0 && lane_t() == 0) {
-      block.lse[row] = finished.lse;
+      if constexpr (kHasParts) {
+        reinterpret_cast<double2*>(block.lse)[row] = make_double2(rows.m[r], l);
+      } else {
+        block.lse[row] = finished.lse;
+      }
     }
   }
   return true;
@@ -659,8 +675,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
         const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
         const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-        elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-        accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+        // (batch, heads, queries, head_dim_v), or o of the parts, without strides.
+        elem_t* __restrict__ out,
+        // (batch, heads, queries) or null, or m and l of the parts.
+        accum_t* __restrict__ lse,
+        const index_t num_parts,
         SCORE_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char smem[];
   double* const smem_q = reinterpret_cast<double*>(smem);
@@ -668,7 +687,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_tiles);
+  const index_t item = kHasParts ? divide(block_index(), num_parts) : block_index();
+  const index_t part = kHasParts ? block_index() - item * num_parts : 0;
+  const place_t at(params, item, num_tiles);
   if (!at.exists) return;
   const scores_t scores(at, SCORE_ARGUMENTS);
   {
@@ -678,7 +699,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const range_t keys = scores.keys_of(i_block, last_query(params, i_block + kBlockM));
     // Tiles start at multiples of kBlockN, so that a row is summed in the same order
     // whatever the tile of queries it lies in.
-    const index_t first = keys.first / kBlockN * kBlockN;
+    index_t first = keys.first / kBlockN * kBlockN, last = keys.last;
+    if constexpr (kHasParts) {
+      const range_t share = share_of({first, last}, kBlockN, part, num_parts);
+      first = share.first;
+      last = share.last;
+    }
     copy_q(smem_q + own * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
            params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
            static_cast<int>(params.head_dim));
@@ -686,18 +712,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.num_cols = static_cast<int>(params.head_dim_v);
       block.k = at.at_kv(k, params.k) + first * params.k.row;
       block.v = at.at_kv(v, params.v) + first * params.v.row;
-      block.out = at.at(out, params.out) + i_block * params.out.row;
-      block.lse =
-          lse == nullptr ? nullptr : lse + at.row_of_heads * params.seqlen_q + i_block;
+      const index_t row = at.row_of_heads * params.seqlen_q + i_block;
+      if constexpr (kHasParts) {
+        const index_t num_rows = params.batch_size * params.num_heads * params.seqlen_q;
+        block.out = out + (part * num_rows + row) * params.head_dim_v;
+        block.lse = lse + (part * num_rows + row) * 2;
+      } else {
+        block.out = at.at(out, params.out) + i_block * params.out.row;
+        block.lse = lse == nullptr ? nullptr : lse + row;
+      }
       block.unit = kTerms ? 1 : params.scale;
       block.room = kRoom / (block.unit * kLog2e);
       block.i0 = i_block;
       block.first = first;
-      block.last = keys.last;
+      block.last = last;
       block.num_items =
-          keys.last > first
-              ? 2 * static_cast<int>((keys.last - first + kBlockN - 1) / kBlockN)
-              : 0;
+          last > first ? 2 * static_cast<int>((last - first + kBlockN - 1) / kBlockN)
+                       : 0;
     }
     if (threadIdx.x < kWarpSize) block.exp2.fill((kTerms ? 1 : params.scale) * kLog2e);
     if (threadIdx.x % (kWarpSize * kSharers) == 0) {

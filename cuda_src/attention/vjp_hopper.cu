@@ -75,7 +75,7 @@ constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 // With 128 queries a block too few registers are left to leave dv in flight.
-constexpr bool kWaitForDv = kBlockM == 128 || !kMakesDq;
+constexpr bool kWaitForDv = kBlockM == 128;
 
 // Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
 struct alignas(16) source_t {
@@ -91,13 +91,18 @@ struct next_t {
 
 // What all threads are told of an item, for the same reason.
 struct view_t {
-  int count;       // blocks of queries, over all summed entries
-  float factor;    // of dP, where dS has one
-  int tile, kept;  // item_t
-  int num_keys;    // from its first on; may be more than the tile has
+  int count;     // blocks of queries, over all summed entries
+  float factor;  // of dP, where dS has one
+  int num_keys;  // from its first on; may be more than the tile has
   // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
   // hidden from blocks whose first query lies in [whole_first, whole_last].
   int low, high, whole_first, whole_last;
+};
+
+// Where the gradients of an item go. Two: written before the item before has gone.
+struct outputs_t {
+  index_t dk, dv;
+  int tile;
 };
 
 // S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
@@ -173,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ __align__(8) int origins_memory[kStagesQ][2];
   __shared__ source_t sources[kMaxSummed];
   __shared__ view_t view_memory;
+  __shared__ outputs_t outputs[2];
   volatile next_t& next = next_memory;
   volatile view_t& view = view_memory;
 
@@ -298,9 +304,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
     const item_t item = item_of(number, inputs_now);
-    const index_t entry = locate(grads_now.kept, item.kept).of[0];
-    for (int n = 0; n < inputs.num_summed; ++n) {
-      const place_t at = grads_now.entry(params_now, entry, n);
+    const auto kept = locate(grads_now.kept, item.kept);
+    // Where the others of this entry lie is found out behind the first loads.
+    auto set_source = [&](int n, const place_t& at) {
       source_t from;
       from.q_head = coordinate(at.head, params_now.q.head);
       batch_coordinates(from.q_batch, at, params_now.q);
@@ -314,14 +320,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
       sources[n] = from;
-    }
+    };
+    const place_t at(params_now, kept.of[0], 1);
     const int row = (item.tile * kCluster + rank()) * kBlockN;
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
+    int batch[2];
+    batch_coordinates(batch, at, params_now.k);
+    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
+                                coordinate(at.kv_head, params_now.k.head), batch);
+    outputs[items & 1] = {kept.of[1], kept.of[2], item.tile};
     int block_first = 0, block_last = inputs.num_blocks;
     view.factor = factor_of(found);
-    view.tile = item.tile;
-    view.kept = item.kept;
     view.num_keys = static_cast<int>(params.seqlen_k) - row;
     if constexpr (kBounds > 0) {
       const scores_t scores(place_t(), SCORE_ARGUMENTS);
@@ -346,15 +356,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     next.summed = 0;
     next.first = block_first;
     next.last = block_last;
-    const place_t at = grads_now.entry(params_now, entry, 0);
-    int batch[2];
-    batch_coordinates(batch, at, params_now.k);
-    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
-                                coordinate(at.kv_head, params_now.k.head), batch);
+    set_source(0, at);
     load_queries(q_stage, block % kStagesDout);
     batch_coordinates(batch, at, params_now.v);
     load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
                                 coordinate(at.kv_head, params_now.v.head), batch);
+    for (int n = 1; n < inputs.num_summed; ++n) {
+      set_source(n, grads_now.entry(params_now, kept.of[0], n));
+    }
     if (view.count > 1) load_queries(after(q_stage), (block + 1) % kStagesDout);
   };
 
@@ -513,10 +522,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if constexpr (!kLast) keep_order(s);
           return;
         }
+        const int target_block = ptx::load_shared_s32(origins + 8 * this_q + 4);
         ptx::wgmma_wait_group<1>();  // all but dk
         keep_order(dq);
         if constexpr (!kLast) keep_order(s);
-        const int target_block = ptx::load_shared_s32(origins + 8 * this_q + 4);
         float* const target = sums_q + index_t(target_block) * (2 * kPart) +
                               group * kPart + warp * (kPart / 4);
         if constexpr (kBulk > 0) {
@@ -579,7 +588,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ++block;
     keep_order(sums_k);
     keep_order(sums_v);
-    const item_t item = {view.tile, view.kept};  // before thread 0 sets the next one's
     // Every product of this item is done, in both blocks, before the next one's tiles.
     if constexpr (kCluster > 1) {
       ptx::cluster_arrive();
@@ -595,7 +603,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ++items;
     if (threadIdx.x == 0) load_first();
 
-    const int key_first = (item.tile * kCluster + rank()) * kBlockN;
+    const outputs_t to = outputs[(items - 1) & 1];
+    const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
     float odd = 0;  // NaN where a sum is not finite
@@ -623,12 +632,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
     };
-    const auto kept = locate(ptx::anew(grads).kept, item.kept);
     store(sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
-          dk + kept.of[1] + key_first * grads.row[0], grads.row[0],
+          dk + to.dk + key_first * grads.row[0], grads.row[0],
           static_cast<int>(params.head_dim));
-    store(sums_v, 1 / kFactorP, dv + kept.of[2] + key_first * grads.row[1],
-          grads.row[1], static_cast<int>(params.head_dim_v));
+    store(sums_v, 1 / kFactorP, dv + to.dv + key_first * grads.row[1], grads.row[1],
+          static_cast<int>(params.head_dim_v));
     if (odd != 0) found->odd = 1;
   }
   if (kBulk > 0 && lane == 0) ptx::cp_async_bulk_wait_group();

@@ -57,6 +57,7 @@ constexpr int kBulk = BULK;
 // slower.
 constexpr bool kLate = kMakesDq && kCluster == 1 && kBulk == 0;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
+static_assert(kBlockM * kHeadDim == 2 * kPart);
 
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
 // for two blocks ahead.
@@ -133,25 +134,6 @@ __device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ],
     const int chunk = step / 4, inside = step % 4 * 32;
     ptx::wgmma_t<elem_t, 64>::ss_mn(dq, ds + (chunk * kChunkM + inside) / 16,
                                     k + step * (16 * 128 / 16), step > 0);
-  }
-}
-
-// A tile of keys of a kept entry.
-struct item_t {
-  int tile, kept;
-};
-
-// In a section the tiles that most queries see come first.
-__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
-  const unsigned n = number, num_tiles = inputs.num_tiles;
-  if constexpr (kDynamic) {
-    const unsigned in_section = inputs.section * num_tiles;
-    const unsigned first = n / in_section * inputs.section;
-    const unsigned rest = n % in_section;
-    const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
-    return {int(rest / width), int(first + rest % width)};
-  } else {
-    return {int(n % num_tiles), int(n / num_tiles)};
   }
 }
 
@@ -297,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const params_t& params_now = ptx::anew(params);
     const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
-    const item_t item = item_of(number, inputs_now);
+    const item_t item = item_of<kDynamic>(number, inputs_now);
     const index_t entry = locate(grads_now.kept, item.kept).of[0];
     for (int n = 0; n < inputs.num_summed; ++n) {
       const place_t at = grads_now.entry(params_now, entry, n);

@@ -21,7 +21,6 @@
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockM = BLOCK_M;  // queries of a block
 constexpr int kPart = 64 * 64;    // numbers of dq that a warpgroup makes of a block
-static_assert(kBlockM * kHeadDim == 2 * kPart);
 
 // Mirrored by VJP_HOPPER_INPUTS in _attention_vjp_kernels.py.
 struct alignas(64) inputs_t {
@@ -35,6 +34,27 @@ struct alignas(64) inputs_t {
   float to_log2;    // what makes scores exponents of 2
   float hidden;     // a score that makes a weight of 0
 };
+
+// A tile of rows of a kept entry.
+struct item_t {
+  int tile, kept;
+};
+
+// Item `number`. Where items differ in length, those of the first tiles, the longest,
+// come first in each section of entries.
+template <bool kDiffer>
+__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
+  const unsigned n = number, num_tiles = inputs.num_tiles;
+  if constexpr (kDiffer) {
+    const unsigned in_section = inputs.section * num_tiles;
+    const unsigned first = n / in_section * inputs.section;
+    const unsigned rest = n % in_section;
+    const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
+    return {int(rest / width), int(first + rest % width)};
+  } else {
+    return {int(n % num_tiles), int(n / num_tiles)};
+  }
+}
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of
 // wgmma that depend on it are then made in uniform registers. Else each is made in

@@ -18,15 +18,16 @@
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
 #include "attention/vjp_hopper.cuh"
+#include "attention/vjp_hopper_scores.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
-#ifndef BOUNDS
-#error "BOUNDS comes from the host"
+#if !defined(BOUNDS) || !defined(BLOCK_N)
+#error "BOUNDS and BLOCK_N come from the host"
 #endif
 constexpr int kBounds = BOUNDS;  // as in vjp_hopper.cu
 constexpr int kGroups = 2, kGroupM = 64, kTileM = kGroups * kGroupM;
-constexpr int kBlockN = 128;  // keys of a tile
+constexpr int kBlockN = BLOCK_N;  // keys of a tile
 constexpr int kStages = 2;
 static_assert(kNumThreads == 128 * (kGroups + 1));
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread.
@@ -179,9 +180,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     const int key_first = tile * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
-    band_t band = {-(1 << 30), 1 << 30, 0, num_keys};
+    band_t band = {-kMany, kMany, kMany, num_keys};
     if constexpr (kBounds > 0) band = scores.band(row_group, key_first);
-    if (num_keys < kBlockN || band.low > 1 - kGroupM || band.high < kBlockN) {
+    float derivative[kHasSoftcap ? kScores : 1];
+    if constexpr (kHasTerms || kHasQueryLengths || kHasKeyLengths) {
+      if (kHasTerms || !band.sees_all(kGroupM, kBlockN)) {
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) {
+          const int column = e / 4 * 8 + e % 2 + lane % 4 * 2;
+          const int query = row + e / 2 % 2 * 8;
+          float unused;
+          float& slope = kHasSoftcap ? derivative[kHasSoftcap ? e : 0] : unused;
+          if (!band.sees(query, column) || row_group + query >= params.seqlen_q) {
+            s[e] = hidden_score(inputs);
+            slope = 1;
+          } else if constexpr (kHasTerms) {
+            s[e] = scores.with_derivative(s[e], row_group + query, key_first + column,
+                                          slope);
+          }
+        }
+      }
+    } else if (num_keys < kBlockN || band.low > 1 - kGroupM || band.high < kBlockN) {
 #pragma unroll
       for (int e = 0; e < kScores; ++e) {
         const int column = e / 4 * 8 + e % 2 + lane % 4 * 2;
@@ -193,7 +212,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {
-      s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
+      s[e] = ptx::ex2_approx_ftz(s[e] * to_log2(inputs) - log_sum[e / 2 % 2]);
+      if constexpr (kHasSoftcap) s[e] *= derivative[e];
     }
     ptx::wgmma_wait_group<0>();  // dP
     keep_order(dp);

@@ -2,14 +2,17 @@
 // attention_vjp_hopper_rows: what attention_vjp_hopper needs to know of each query, and
 // zeros for it to add to.
 //
-// Algorithm  delta_i = sum(dO_i * out_i) - dlse_i; for float16 also the largest |dO|
-// Grid       1-D; kHeadDim / 8 threads a query, kNumThreads / that many queries a block
+// Algorithm  delta_i = sum(dO_i * out_i) - dlse_i, 0 for padding; for float16 also the
+//            largest |dO|; for sinks the terms of their gradients
+// Grid       1-D; kRowThreads threads a query, kNumThreads / that many queries a block
 // Memory     global: dO and out once, sums written once; a few numbers a query
 // Numbers    in float. Where out is 0 the product is 0, as in vjp_rows.cu
 // Limits     head_dim_v a multiple of 8
 #include "attention/vjp_hopper.cuh"
 
-constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
+// A thread has 8 columns; a row's threads are a power of two.
+constexpr int kRowThreads = kHeadDim > 128 ? 32 : kHeadDim / 8;
+constexpr int kRows = kNumThreads / kRowThreads;
 
 struct alignas(16) eight_t {
   elem_t x[8];
@@ -22,16 +25,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     const float* __restrict__ dlse,   // as lse, or null
     float* __restrict__ stats,        // vjp_hopper.cuh
     float* __restrict__ delta,        // as lse, contiguous
+    float* __restrict__ sink_terms,   // as delta, or null
     float4* __restrict__ sums,        // to be set to 0
     const index_t num_vectors,        // of sums
     found_t* __restrict__ found,
-    const __grid_constant__ params_t params,
+    SCORE_PARAMETERS,
     const __grid_constant__ grads_t grads) {
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const place_t at(params, block_index(), num_blocks * (kBlockM / kRows));
   const int i = static_cast<int>(at.tile) * kRows + threadIdx.x / kRowThreads;
   const int column = threadIdx.x % kRowThreads * 8;
   const bool is_query = at.exists && i < params.seqlen_q;
+  const scores_t scores(at.exists ? at : place_t(params, 0, 1), SCORE_ARGUMENTS);
 
   float log_sum = infinity<float>(), sum = 0, largest = 0;
   if (is_query) {
@@ -63,7 +68,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
   if (at.exists && column == 0) {
     if (is_query) {
       if (dlse != nullptr) sum -= at.at(dlse, grads.dlse)[i * grads.dlse.row];
+      if (!scores.is_query(i)) sum = 0;
       delta[at.row_of_heads * params.seqlen_q + i] = sum;
+      if (kHasSinks && sink_terms != nullptr) {
+        const bool counts = scores.is_query(i) && scores.sink() != -infinity<float>();
+        sink_terms[at.row_of_heads * params.seqlen_q + i] =
+            counts ? -exp_diff_exact(scores.sink(), log_sum) * sum : 0.f;
+      }
     }
     // Of a query that sees no key, all scores are hidden; any finite lse will do. One
     // that does not exist has P = 0.

@@ -2,15 +2,20 @@
 
     python benchmarks/bench_attention.py --json benchmarks/results/attention_h200.json
 
+Two parts. The ladder: all methods over a few shapes. The table (GPU only): "auto" over
+the cells of attention_table.py, beside torch's back ends.
+
 Operations are 4 * batch * heads * seqlen_q * seqlen_k * head_dim, half of it if causal.
 """
 
 import contextlib
 
+import attention_table
 import timing
 from timing import from_torch, to_torch
 
 from cupyflash import _bench, _console
+from cupyflash._attention import attention
 from cupyflash._bench import AttentionCase
 
 # Batch, heads, heads of k and v, seqlen_q, seqlen_k, head_dim, dtype, causal.
@@ -89,17 +94,59 @@ def measure(xp, case, on_gpu, turns, torch):
     return rows
 
 
+# What an option costs is asked of our own call without it.
+WITHOUT = "cupyflash, without"
+
+
+def measure_cell(cupy, cell, turns, torch):
+    """Rows of one cell of the table: "auto" and its peers."""
+    q, k, v = cell.inputs(cupy)
+    options = cell.options(cupy)
+    calls = {"cupyflash": lambda: attention(q, k, v, causal=cell.causal, **options)}
+    without = {}
+    if cell.beside != cell:
+        plain = cell.beside.inputs(cupy)
+        without[WITHOUT] = lambda: attention(*plain, causal=cell.causal)
+    elif torch is not None:
+        calls |= torch_calls(torch, cell, q, k, v, on_gpu=True)
+        if cell.dtype in ("float16", "bfloat16"):
+            del calls["torch math"]  # the scores of some cells fill the memory
+
+    def error_of(out):
+        if type(out).__module__.startswith("torch"):
+            out = from_torch(cupy, out)
+        shown = {n: x for n, x in options.items() if n != "precision"}
+        return _bench.attention_error(cell, q, k, v, out, **shown)
+
+    with attention_table.as_card(cell.card):
+        rows = _bench.measure(
+            cell, calls, error_of, on_gpu=True, turns=turns, unchecked=without
+        )
+    cupy.get_default_memory_pool().free_all_blocks()
+    return rows
+
+
 def main():
-    """Measure all cases, print the table and write the report."""
-    args = timing.arguments(__doc__.splitlines()[0]).parse_args()
+    """Measure all cases, print the tables and write the report."""
+    parser = timing.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--part", choices=("all", "ladder", "table"), default="all")
+    args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch")
-    cases = [c for c in (GPU_CASES if on_gpu else CPU_CASES) if args.only in c.label]
-    rows = []
-    for case in _console.progress(cases, "attention"):
-        rows += measure(xp, case, on_gpu, args.turns, torch)
-    _bench.report(rows, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9)
-    timing.save(args.json, "attention", on_gpu, rows=rows)
+    unit = ("TFLOP/s", 1e12) if on_gpu else ("GFLOP/s", 1e9)
+    rows, table = [], []
+    if args.part != "table":
+        cases = GPU_CASES if on_gpu else CPU_CASES
+        cases = [case for case in cases if args.only in case.label]
+        for case in _console.progress(cases, "attention"):
+            rows += measure(xp, case, on_gpu, args.turns, torch)
+        _bench.report(rows, *unit)
+    if on_gpu and args.part != "ladder":
+        cells = [c for c in attention_table.FORWARD if args.only in c.label]
+        for cell in _console.progress(cells, "cells"):
+            table += measure_cell(xp, cell, args.turns, torch)
+        _bench.report(table, *unit)
+    timing.save(args.json, "attention", on_gpu, rows=rows, table=table)
 
 
 if __name__ == "__main__":

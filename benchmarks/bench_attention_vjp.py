@@ -6,59 +6,21 @@ The time is that from dout to dq, dk and dv, with what the forward call left beh
 Operations are 2.5 times those of the forward call, whatever is computed twice.
 """
 
-from dataclasses import dataclass
-
+import attention_table
 import timing
+from attention_table import GradientCell
 from timing import from_torch, to_torch
 
 from cupyflash import _bench, _console, _reference, _reference_vjp, _softmax
 from cupyflash._attention import attention
 from cupyflash._attention_vjp import attention_vjp
-from cupyflash._bench import AttentionCase
-
-
-@dataclass(frozen=True)
-class VjpCase(AttentionCase):
-    """Gradients of attention of a batch of heads."""
-
-    @property
-    def work(self) -> float:
-        """Floating-point operations of five matrix products; half if causal."""
-        return 2.5 * super().work
-
-
-# 16384 tokens in sequences of n, heads of D columns, 2048 in all.
-TOKENS, HIDDEN = 16384, 2048
-
-
-def of_tokens(seqlen, head_dim, causal):
-    """A case of as many tokens as all others."""
-    batch, heads = TOKENS // seqlen, HIDDEN // head_dim
-    lens = seqlen, seqlen
-    return VjpCase(batch, heads, heads, *lens, head_dim, "bfloat16", causal=causal)
-
 
 # Batch, heads, heads of k and v, seqlen_q, seqlen_k, head_dim, dtype, causal.
-GPU_CASES = [
-    *(
-        of_tokens(seqlen, head_dim, causal)
-        for head_dim in (64, 128, 256)
-        for causal in (False, True)
-        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
-    ),
-    VjpCase(4, 16, 4, 4096, 4096, 128, "float16"),
-    VjpCase(4, 16, 16, 4096, 4096, 64, "float32"),
-    VjpCase(4, 16, 16, 4096, 4096, 128, "float32"),
-    VjpCase(4, 16, 16, 4096, 4096, 128, "float32", causal=True),
-    VjpCase(4, 8, 8, 2048, 2048, 256, "float32"),
-    VjpCase(4, 16, 16, 2048, 2048, 64, "float64"),
-    VjpCase(4, 16, 16, 2048, 2048, 128, "float64"),
-]
 CPU_CASES = [
-    VjpCase(1, 8, 8, 1024, 1024, 64, "float32"),
-    VjpCase(1, 8, 8, 1024, 1024, 64, "float32", causal=True),
-    VjpCase(1, 8, 8, 1024, 1024, 64, "float64"),
-    VjpCase(1, 1, 1, 4096, 4096, 64, "float32"),
+    GradientCell(1, 8, 8, 1024, 1024, 64, "float32"),
+    GradientCell(1, 8, 8, 1024, 1024, 64, "float32", causal=True),
+    GradientCell(1, 8, 8, 1024, 1024, 64, "float64"),
+    GradientCell(1, 1, 1, 4096, 4096, 64, "float32"),
 ]
 
 
@@ -109,7 +71,7 @@ def torch_calls(torch, case, dout, q, k, v):
 
 def measure(xp, case, on_gpu, turns, torch):
     """Rows of one case."""
-    q, k, v = _bench.attention_inputs(xp, case)
+    q, k, v = case.inputs(xp)
     dout = _bench.random(xp, q.shape, case.dtype, 3)
     out, lse = attention(q, k, v, causal=case.causal, return_lse=True)
 
@@ -139,7 +101,8 @@ def measure(xp, case, on_gpu, turns, torch):
         return float(abs(found - best).max() / abs(best).max())
 
     # The last query head has the last head of k, whatever the group.
-    rows = _bench.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
+    with attention_table.as_card(case.card):
+        rows = _bench.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
     if on_gpu:
         xp.get_default_memory_pool().free_all_blocks()
     return rows
@@ -150,12 +113,13 @@ def main():
     args = timing.arguments(__doc__.splitlines()[0]).parse_args()
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch") if on_gpu else None
-    cases = [c for c in (GPU_CASES if on_gpu else CPU_CASES) if args.only in c.label]
-    rows = []
+    cases = attention_table.BACKWARD if on_gpu else CPU_CASES
+    cases = [case for case in cases if args.only in case.label]
+    table = []
     for case in _console.progress(cases, "gradients"):
-        rows += measure(xp, case, on_gpu, args.turns, torch)
-    _bench.report(rows, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9)
-    timing.save(args.json, "attention_vjp", on_gpu, rows=rows)
+        table += measure(xp, case, on_gpu, args.turns, torch)
+    _bench.report(table, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9)
+    timing.save(args.json, "attention_vjp", on_gpu, table=table)
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def softmax_error(case: SoftmaxCase, x, y) -> float:
     return float((error / np.maximum(exact, 2 * _tiny(case.dtype))).max())
 
 
-def attention_error(case: AttentionCase, q, k, v, out) -> float:
+def attention_error(case: AttentionCase, q, k, v, out, **options) -> float:
     """Largest error of the last rows of one head, relative to the largest value."""
     rows = slice(-_CHECKED_ROWS, None)
     start = max(0, case.seqlen_q - _CHECKED_ROWS)
@@ -179,6 +179,7 @@ def attention_error(case: AttentionCase, q, k, v, out) -> float:
         v[-1, -1],
         causal=case.causal,
         query_offset=case.seqlen_k - case.seqlen_q + start,
+        **options,
     )
     error = np.abs(_reference.to_host(out[-1, -1, rows]) - exact)
     return float(error.max() / np.abs(exact).max())
@@ -191,15 +192,20 @@ def measure(
     *,
     on_gpu: bool,
     turns: int = 5,
+    unchecked: Calls | None = None,
 ) -> list[dict[str, Any]]:
     """Check each call, time those that are right, and return a row for each.
 
-    `rate` is work a second: bytes for softmax, operations for attention.
+    `rate` is work a second: bytes for softmax, operations for attention. Calls that
+    are `unchecked` compute something else, which takes part in the turns.
     """
+    calls = calls | (unchecked or {})
     rows = {}
     for name, call in calls.items():
         row = {"case": case.label, **asdict(case), "provider": name}
         rows[name] = row
+        if unchecked and name in unchecked:
+            continue
         try:
             row["error"] = error_of(call())
         except Exception as error:  # another library may not take the case

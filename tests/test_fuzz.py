@@ -12,7 +12,7 @@ import fuzz_vjp
 import numpy as np
 import pytest
 
-CHUNK = 100
+CHUNK = 50
 # Ways to compile, on a GPU: each costs about a second the first time.
 VARIANTS = {"attention": 100, "attention_vjp": 40, "softmax": 220}
 OPERATIONS = sorted(fuzz_vjp.fuzz.DRAWS)

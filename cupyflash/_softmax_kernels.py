@@ -42,7 +42,7 @@ _FEW_ROWS = 128
 # Rows that are no whole vectors up to this length are held many at a time, by bytes of
 # the widest element. Elements of 16 bits travel one by one there: above 96 it is better
 # to move them in vectors, at the price of the two ends of each row.
-_LONGEST_IN_SPAN = {2: 96, 4: 128, 8: 128}
+_LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
 # Bytes of x that a block takes at a time: 6 blocks of twice this fit a multiprocessor.
@@ -186,10 +186,8 @@ def _span(problem, device):
         return "rows do not lie back to back"
     if length * _itemsize(dtypes["x"]) % _tiers.VECTOR_BYTES == 0:
         return "rows are whole vectors of 16 bytes"
-    most = _SPAN_BYTES // max(4, widest)
-    lanes = 1 << (-(-length // most) - 1).bit_length()
+    lanes, apart = _span_deal(length, _itemsize(dtypes["x"]), widest)
     held = -(-length // lanes)
-    held += held % 2  # fewer kernels to compile
     rows_at_once = _BLOCK_THREADS // lanes
     # The length of the buffers, and what their phases in memory may add.
     sizes = _itemsize(dtypes["x"]) + _itemsize(dtypes["out"])
@@ -204,10 +202,42 @@ def _span(problem, device):
                 ("ROWS_PER_BLOCK", str(rows_at_once)),
                 ("SPAN_ROWS", str(rows)),
                 ("HELD", str(held)),
+                ("APART", str(apart)),
             ),
             smem=rows * lanes * held * sizes + 4 * _tiers.VECTOR_BYTES,
         ),
     )
+
+
+def _span_deal(length, itemsize, widest):
+    """Lanes of a row, and how many rows apart a warp takes its own.
+
+    Few lanes, and rows side by side, if their elements then lie in different banks.
+    """
+    fewest = 1 << (-(-length * max(4, widest) // _SPAN_BYTES) - 1).bit_length()
+
+    def turns(deal):
+        lanes, apart = deal
+        slots = lanes * -(-length // lanes)
+        return _bank_turns(length * apart, itemsize, lanes) * slots
+
+    lanes = sorted({fewest, min(2 * fewest, _tiers.WARP)})
+    return min(itertools.product(lanes, (1, 2, 4)), key=turns)
+
+
+def _bank_turns(step, itemsize, lanes):
+    """How often shared memory takes turns for an element of each lane of a warp.
+
+    It has 32 banks of words of 4 bytes; from row to row there are `step` elements.
+    """
+    words = max(1, itemsize // 4)  # of an element
+    found = {
+        (lane // lanes * step + lane % lanes) * itemsize // 4 + word
+        for lane in range(_tiers.WARP // words)
+        for word in range(words)
+    }
+    banks = [word % 32 for word in found]
+    return max(map(banks.count, banks)) * words
 
 
 def _widest(problem):
@@ -506,7 +536,7 @@ _PARTS_PER_SM = 16
 _MAX_PARTS = 4096
 _PART_VECTORS = 8  # a thread, at least
 _PARTIAL_BYTES = 24  # what a part leaves behind, at most
-_TOLD_BYTES = 16  # what a block tells the others of a row
+_TOLD_BYTES = 24  # what a block tells the others of a row, at most
 
 
 def _num_parts(problem, device, vectors):
@@ -571,11 +601,47 @@ def _stream_pair(problem, device):
         scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
         num_groups=stream.groups,
     )  # fmt: skip
+    return _clear_before(problem, main), main
+
+
+def _stream(problem, device):
+    """Rows that pass through many multiprocessors, which hold some at a time."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc < (8, 0):
+        return f"{device.name} copies nothing to shared memory by itself"
+    dtypes = problem.dtypes
+    if dtypes.get("where") or problem.scale != 1:
+        return "there is a mask or a scale"
+    if dtypes["x"] not in _arrays.FLOATS or dtypes["out"] != dtypes["x"]:
+        return f"{dtypes['x']} to {dtypes['out']}: not the same type of floats"
+    vectors = -(-problem.row_length * _itemsize(dtypes["x"]) // _tiers.VECTOR_BYTES)
+    stream = _tiers.stream_held(vectors, problem.num_rows, device)
+    if stream is None:
+        return f"a row of {problem.row_length} is more than the card can hold"
+    main = Cut(
+        stream.blocks,
+        stream.threads,
+        _defines({
+            "LANES": stream.threads,
+            "ROWS_PER_BLOCK": 1,
+            "HELD": stream.held,
+            "BUFFERS": stream.buffers,
+        }),
+        smem=stream.buffers * stream.held * stream.threads * _tiers.VECTOR_BYTES,
+        cooperative=True,
+        scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
+        num_groups=stream.groups,
+    )  # fmt: skip
+    return _clear_before(problem, main), main
+
+
+def _clear_before(problem, main):
+    """The launch after which no block has told the others anything."""
     blocks = min(-(-problem.num_rows // main.num_threads), 64)
-    clear = dataclasses.replace(
+    return dataclasses.replace(
         main, entry="clear", smem=0, cooperative=False, num_groups=blocks
     )
-    return clear, main
 
 
 def _sum_rows(problem, device):
@@ -797,6 +863,7 @@ KERNELS = (  # best first
     SoftmaxKernel(
         "vjp_stream", BACKWARD, ("auto",), _stream_pair, _rows_of(_streamed), fast=True
     ),
+    SoftmaxKernel("stream", FORWARD, _TILED, _stream, _rows_of(_streamed), fast=True),
     # Rows that do not fit on chip are read twice.
     SoftmaxKernel("split", FORWARD, _TILED, _split, _rows_of(_long)),
     SoftmaxKernel("vjp_split", BACKWARD, ("auto",), _split, _rows_of(_long)),

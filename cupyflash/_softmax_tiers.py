@@ -224,3 +224,34 @@ def stream(vectors: int, rows: int, place: int, device: Device) -> Stream | None
         blocks = device.num_sms
     groups = min(rows, device.num_sms // blocks)
     return Stream(threads, ring, ahead, device.num_sms // groups, groups)
+
+
+@dataclass(frozen=True)
+class HeldStream:
+    """Blocks that share rows: each holds its part of two, and has others under way."""
+
+    threads: int  # a block
+    held: int  # vectors of a row a thread
+    buffers: int  # rows that shared memory has places for
+    blocks: int  # a group, which shares a row
+    groups: int
+
+
+# Two rows of so many vectors fill half of the registers.
+_MOST_HELD = 8
+
+
+def stream_held(vectors: int, rows: int, device: Device) -> HeldStream | None:
+    """How rows of so many vectors stream; None: they are too long."""
+    threads = _STREAM_THREADS
+    blocks = -(-vectors // (threads * _MOST_HELD))
+    if blocks > device.num_sms:
+        return None
+    groups = min(rows, device.num_sms // blocks)
+    blocks = device.num_sms // groups
+    held = -(-vectors // (threads * blocks))
+    place = threads * held * VECTOR_BYTES
+    buffers = min(8, (device.smem_optin - 8192) // place)
+    if buffers < 2:
+        return None
+    return HeldStream(threads, held, buffers, blocks, groups)

@@ -198,8 +198,9 @@ struct held_t {
   }
 
   // f(element, whether it is one of the row, slot * kVector + k) for all. If kWrites,
-  // what f returns takes the place of the element.
-  template <bool kWrites, int kUnroll = 2, typename F>
+  // what f returns takes the place of the element; if kTogether, all lanes of a warp
+  // call f together.
+  template <bool kWrites, int kUnroll = 2, bool kTogether = false, typename F>
   __device__ __forceinline__ void each(const deal& d, F f) {
     const auto visit = [&](vector& of, int v) {
 #pragma unroll
@@ -217,7 +218,7 @@ struct held_t {
       visit(copy, v);
       if (kWrites) home = copy;
     }
-    if (d.has_edges()) {
+    if (kTogether ? __any_sync(kFullMask, d.has_edges()) : d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
         const acc_t y = f(to<acc_t>(edge[e]), d.edge_position(e) < d.length,

@@ -34,10 +34,11 @@ __device__ __forceinline__ double as_term(acc_t e) {
   return e;
 }
 
-// The largest score, or NaN: a widened sum would know of neither NaN nor infinity.
+// The largest score; of floats or NaN: a widened sum would know of neither NaN nor
+// infinity, and exponentials in powers of two would not of NaN.
 struct largest_t {
   __device__ __forceinline__ acc_t operator()(acc_t a, acc_t b) const {
-    if constexpr (kCoarse) {
+    if constexpr (sizeof(acc_t) == sizeof(float)) {
 #if __CUDA_ARCH__ >= 800
       return ptx::max_nan_f32(a, b);
 #else

@@ -17,6 +17,7 @@
 #include "softmax/held.cuh"
 #include "softmax/terms.cuh"
 #include "softmax/row.cuh"
+#include "softmax/row_power.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
@@ -69,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   combiner_t<part_t> combine_sum(sums);
   announce_block();
   bool has_started = false;
+  const roots_t<acc_t> roots;
 
   const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
   const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
@@ -120,13 +122,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     m = shift_by(largest);
     held.forget();
 
-    part_t sum = {};
-    held.each<kKeepsExp, kUnrollParked>(
-        deal, [&](acc_t element, bool is_in_row, int j) {
-          const acc_t e = score(element, is_in_row, j).exp_minus(m);
-          sum += as_term(e);
-          return e;
-        });
+    // In powers of two if the scores allow it.
+    const bool takes = power_of_row_t::takes(largest);
+    const power_of_row_t power(roots, m);
+    part_t sum = power.none();
+    if (kInPowers && takes) {
+      held.each<kKeepsExp, kUnrollParked, power.kTogether>(
+          deal, [&](acc_t element, bool, int) {
+            const acc_t e = power(element);
+            power.add(sum, e);
+            return e;
+          });
+      sum = power.sum_of(sum);
+    } else {
+      held.each<kKeepsExp, kUnrollParked>(
+          deal, [&](acc_t element, bool is_in_row, int j) {
+            const acc_t e = score(element, is_in_row, j).exp_minus(m);
+            sum += as_term(e);
+            return e;
+          });
+    }
     const double l = total(combine_sum(sum, part_t(), plus_t()), largest);
     held.forget();
 

@@ -68,6 +68,14 @@ FORWARD_CLUSTERS = (
     # 0.79 at 262144 (float64); to read the row twice reaches 0.4.
     Tier(256, 16, 512, parked=16, cluster=16),
 )
+# Exponentials of doubles take the registers of a vector more.
+FORWARD_F64_CLUSTERS = (
+    FORWARD_CLUSTERS[0],
+    Tier(256, 5, 1024, parked=11, cluster=8),
+    Tier(256, 5, 1024, parked=11, cluster=16),
+    Tier(256, 5, 1024, parked=13, cluster=16),
+    FORWARD_CLUSTERS[-1],
+)
 # With a mask, a scale, integers or strides, registers go elsewhere.
 FORWARD_HEAVY = (Tier(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
@@ -98,6 +106,10 @@ ELSEWHERE = {
     BACKWARD: (Tier(512, 3, 1024),),
     BACKWARD_16_BITS: (Tier(256, 3, 768),),
     FORWARD_CLUSTERS: (
+        Tier(256, 6, 512, cluster=8),
+        Tier(256, 6, 512, parked=10, cluster=16),
+    ),
+    FORWARD_F64_CLUSTERS: (
         Tier(256, 6, 512, cluster=8),
         Tier(256, 6, 512, parked=10, cluster=16),
     ),
@@ -237,21 +249,25 @@ class HeldStream:
     groups: int
 
 
-# Two rows of so many vectors fill half of the registers.
-_MOST_HELD = 8
+# Two blocks on a multiprocessor, of different rows where that is possible: one works
+# while the other waits.
+_HELD_THREADS, _HELD_PER_SM = 256, 2
 
 
-def stream_held(vectors: int, rows: int, device: Device) -> HeldStream | None:
-    """How rows of so many vectors stream; None: they are too long."""
-    threads = _STREAM_THREADS
-    blocks = -(-vectors // (threads * _MOST_HELD))
-    if blocks > device.num_sms:
+def stream_held(
+    vectors: int, rows: int, most: int, device: Device
+) -> HeldStream | None:
+    """How rows of so many vectors stream, at most `most` a thread; None: too long."""
+    threads, at_once = _HELD_THREADS, device.num_sms * _HELD_PER_SM
+    blocks = -(-vectors // (threads * most))
+    if blocks > at_once:
         return None
-    groups = min(rows, device.num_sms // blocks)
-    blocks = device.num_sms // groups
+    groups = min(rows, at_once // blocks)
+    blocks = at_once // groups
     held = -(-vectors // (threads * blocks))
     place = threads * held * VECTOR_BYTES
-    buffers = min(8, (device.smem_optin - 8192) // place)
+    # Less what a block takes besides.
+    buffers = min(8, (device.smem_optin // _HELD_PER_SM - 3072) // place)
     if buffers < 2:
         return None
     return HeldStream(threads, held, buffers, blocks, groups)

@@ -41,6 +41,27 @@ struct board_t {
   __device__ __forceinline__ void tell(long long row, int i, double x) const {
     ptx::store_relaxed(of(row, blockIdx.x) + i, bits_of(x));
   }
+  // Waits until blocks `first`, first + 32, ... have told both their numbers.
+  template <int kCount>
+  __device__ __forceinline__ void hear_all(long long row,
+                                           int first,
+                                           double (&a)[kCount],
+                                           double (&b)[kCount]) const {
+    bool is_told;
+    do {
+      is_told = true;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int block = first + i * kWarpSize;
+        if (block >= gridDim.x) continue;
+        const unsigned long long x = ptx::load_relaxed(of(row, block));
+        const unsigned long long y = ptx::load_relaxed(of(row, block) + 1);
+        is_told = is_told && x != kUntold && y != kUntold;
+        a[i] = __longlong_as_double(x);
+        b[i] = __longlong_as_double(y);
+      }
+    } while (!is_told);
+  }
   // Waits until a block has told it.
   __device__ __forceinline__ double hear(long long row, int block, int i) const {
     return read(of(row, block) + i);

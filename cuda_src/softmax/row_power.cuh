@@ -10,79 +10,74 @@
 #include "softmax/power_sum.cuh"
 #include "softmax/terms.cuh"
 
-// As results of softmax are quotients, the unit falls out of them. log_softmax keeps the
-// exact difference: next to a single large score its results are nearly 0. Where a
+// As results of softmax are quotients, the unit falls out of them. log_softmax keeps
+// the exact difference: next to a single large score its results are nearly 0. Where a
 // result has 16 bits a plain difference does.
 constexpr bool kInPowers =
     kSame<x_t, acc_t> && !kScaled && !kHasWhere && !kCoarse && !kLog;
 
-// The same names where there are no powers, to be overlooked by the compiler.
-template <typename T, bool kInPowers>
-struct row_power_t {
-  static constexpr bool kTogether = false;
-  __device__ __forceinline__ explicit row_power_t(const roots_t<T>&, T) {}
-  static __device__ __forceinline__ bool takes(T) { return false; }
-  static __device__ __forceinline__ int unit_of(T) { return 0; }
-  __device__ __forceinline__ T operator()(T x) const { return x; }
-  __device__ __forceinline__ part_t none() const { return {}; }
-  static __device__ __forceinline__ void add(part_t&, T) {}
-  __device__ __forceinline__ part_t sum_of(part_t sum) const { return sum; }
+// Beyond kLargest, where 2^k is not found in this way, scores are taken less the
+// largest, which rounds none that counts.
+template <typename T>
+struct of_base_t {
+  static constexpr T kLargest = 1 << 20;
+  T base;
+  __device__ __forceinline__ explicit of_base_t(T m)
+      : base(abs_of(m) <= kLargest ? 0 : m) {}
 };
 
+template <typename T>
+struct row_power_t;
+
 template <>
-struct row_power_t<float, true> {
+struct row_power_t<float> : of_base_t<float> {
   static constexpr bool kTogether = false;
+  static constexpr int kUnroll = 2;  // of vectors in shared memory
   power_t power;
 
-  __device__ __forceinline__ row_power_t(const roots_t<float>&, float m) : power(m) {}
-  static __device__ __forceinline__ int unit_of(float m) { return int(power_t(m).unit); }
-  // Whether scores are near enough to 0, of which `largest` is the largest.
-  static __device__ __forceinline__ bool takes(float largest) {
-    return power_t::takes(largest);
+  __device__ __forceinline__ row_power_t(const roots_t<float>&, float m)
+      : of_base_t(m), power(m - base) {}
+  // For an m that is taken as it is.
+  static __device__ __forceinline__ int unit_of(float m) {
+    return int(power_t(m).unit);
   }
-  __device__ __forceinline__ float operator()(float x) const {
+  // exp(score - base) / 2^unit.
+  __device__ __forceinline__ float operator()(float score) const {
     score_t s;
-    s.high = x;
+    s.high = score - base;
     return power(s);
   }
-  __device__ __forceinline__ part_t none() const { return {}; }
-  static __device__ __forceinline__ void add(part_t& sum, float e) { sum += e; }
-  __device__ __forceinline__ part_t sum_of(part_t sum) const { return sum; }
+  static __device__ __forceinline__ double none() { return 0; }
+  static __device__ __forceinline__ void add(double& sum, float e) { sum += e; }
+  static __device__ __forceinline__ double sum_of(double sum) { return sum; }
 };
 
-// Of doubles all rows are taken, so that the lanes of a warp, which compute exponentials
-// together, always do.
 template <>
-struct row_power_t<double, true> {
+struct row_power_t<double> : of_base_t<double> {
+  // The lanes of a warp compute exponentials together.
   static constexpr bool kTogether = true;
+  static constexpr int kUnroll = 1;  // with 2 the tier of 64 registers spills
   // The largest exponential is about 2^kRoom, so that all whose quotient is not 0 are
   // normal numbers.
   static constexpr int kRoom = 512;
-  static constexpr double kLargest = 1 << 20;  // beyond, 2^k is not found in this way
+  static constexpr double kRound = detail::range<double>::kRound;
+  static constexpr int kCount = roots_t<double>::kCount;
 
   const roots_t<double>& roots;
-  // Beyond kLargest scores are taken less the largest, which rounds none that counts.
-  double base;
   double round;
 
   __device__ __forceinline__ row_power_t(const roots_t<double>& roots, double m)
-      : roots(roots), base(abs_of(m) <= kLargest ? 0 : m) {
-    constexpr double kCount = roots_t<double>::kCount;
-    round = detail::range<double>::kRound - kCount * unit_of(m - base);
-  }
-  static __device__ __forceinline__ bool takes(double) { return true; }
-  // For an m that is taken as it is.
+      : of_base_t(m),
+        roots(roots),
+        round(kRound - double(kCount) * unit_of(m - base)) {}
   static __device__ __forceinline__ int unit_of(double m) {
     return int(m * kLog2e) - kRoom;
   }
-
-  // exp(score - base) / 2^unit, NaN for infinity; all lanes of a warp call it.
   __device__ __forceinline__ double operator()(double score) const {
-    constexpr double kReach = roots_t<double>::kCount * 1020;
     const double x = score - base;
     const double rounded = roots.rounded(x, round);
     const double e = roots.exp_of(x, round, rounded);
-    return rounded < detail::range<double>::kRound - kReach ? 0 : e;
+    return rounded < kRound - kCount * 1020 ? 0 : e;
   }
   // A sum that begins above all exponentials has the larger part in each addition, and
   // what that rounds away takes three instructions.
@@ -101,4 +96,4 @@ struct row_power_t<double, true> {
   }
 };
 
-using power_of_row_t = row_power_t<acc_t, kInPowers>;
+using power_of_row_t = row_power_t<acc_t>;

@@ -110,15 +110,14 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
   const acc_t largest = warp_reduce<kLanes>(m, largest_t());
   m = shift_by(largest);
 
-  const power_of_row_t power(roots, m);
-  const bool takes = power.takes(largest);
-  part_t sum = power.none();
-  if (kInPowers && takes) {
+  part_t sum = {};
+  if constexpr (kInPowers) {
+    const power_of_row_t power(roots, m);
+    sum = power.none();
 #pragma unroll
     for (int j = 0; j < HELD; ++j) {
-      const acc_t e = power(value[j]);
-      power.add(sum, e);
-      if (!kLog) value[j] = e;  // softmax needs no more of x than this
+      value[j] = power(value[j]);
+      power.add(sum, value[j]);
     }
     sum = power.sum_of(sum);
   } else {
@@ -127,7 +126,7 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
       const score_t s = !kScaled || has(j) ? score_t(value[j], layout) : score_t();
       const acc_t e = s.exp_minus(m);
       sum += as_term(e);
-      if (!kLog) value[j] = e;
+      if (!kLog) value[j] = e;  // softmax needs no more of x than this
     }
   }
   const finish_t finish(m, total(warp_reduce<kLanes>(sum, plus_t()), largest));

@@ -8,7 +8,9 @@
 //                out_i = e_i 2^(own unit - unit of the row) / l
 //            (log_softmax: out_i = (s_i - m) - log l). Rows whose scores are too large
 //            for powers of two are read again, as softmax_safe does.
-// Grid       (blocks of a group, groups), all at once
+// Grid       (blocks of a group, groups), all at once, two on a multiprocessor: while
+// one
+//            waits the other works
 // Tiles      a row: kHeld vectors a thread of the group, in registers from when it is
 //            summed until it is written; kBuffers rows on their way in shared memory
 // Memory     x and out once; 16 bytes an access where out is aligned as x is; between
@@ -272,7 +274,9 @@ __device__ __noinline__ void write_again(const place_t& place,
                                          acc_t largest,
                                          const layout_t& layout) {
   const acc_t m = shift_by(largest);
-  const auto score = [&](long long i) { return score_t(to<acc_t>(place.x[i]), layout); };
+  const auto score = [&](long long i) {
+    return score_t(to<acc_t>(place.x[i]), layout);
+  };
   double l = 0;
   for_each(place, [&](long long i) { l += double(score(i).exp_minus(m)); });
   l = group_reduce<kLanes>(l, plus_t());
@@ -282,8 +286,7 @@ __device__ __noinline__ void write_again(const place_t& place,
     l += board.hear(row, block, 2);
   }
   const finish_t finish(m, group_reduce<kLanes>(l, plus_t()));
-  for_each(place,
-           [&](long long i) { place.out[i] = to<out_t>(finish(score(i))); });
+  for_each(place, [&](long long i) { place.out[i] = to<out_t>(finish(score(i))); });
 }
 
 // --- the kernel ----------------------------------------------------------------------
@@ -329,22 +332,26 @@ struct stream_t {
     if (place.has_edge()) edge_ahead = place.x[place.edge()];
   }
 
-  // What the blocks of the group tell of a row, by one warp.
+  // What the blocks of the group tell of a row, by one warp: many are asked together.
   __device__ __forceinline__ void hear(long long row, shared_t& shared) const {
+    constexpr int kAtOnce = 3;  // more of them spill
     news_t news;
-    for (int first = 0; first < gridDim.x; first += kWarpSize) {
-      const int block = first + int(threadIdx.x) % kWarpSize;
-      news_t of_block;
-      if (block < gridDim.x) {
-        of_block.m = acc_t(board.hear(row, block, 0));
-        of_block.l = part_of<part_t>(board.hear(row, block, 1));
+    for (int first = threadIdx.x % kWarpSize; first < gridDim.x;
+         first += kAtOnce * kWarpSize) {
+      double m[kAtOnce], l[kAtOnce];
+      board.hear_all(row, first, m, l);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * kWarpSize >= gridDim.x) continue;
+        // Both in the unit of the larger.
+        const acc_t own = acc_t(m[i]), all = largest_t()(news.m, own);
+        news.l =
+            plus_t()(news_t::scaled(news.l, news_t::weight(news.m, all)),
+                     news_t::scaled(part_of<part_t>(l[i]), news_t::weight(own, all)));
+        news.m = all;
       }
-      // One after the other: each is in the unit of the largest so far.
-      const acc_t all = largest_t()(news.m, of_block.m);
-      news.l = plus_t()(news_t::scaled(news.l, news_t::weight(news.m, all)),
-                        news_t::scaled(of_block.l, news_t::weight(of_block.m, all)));
-      news.m = all;
     }
+    __syncwarp();
     news.join();
     if (threadIdx.x % kWarpSize == 0) {
       shared.finish = finish_t(shift_by(news.m), total(news.l));
@@ -411,7 +418,7 @@ struct stream_t {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
     softmax_stream(const x_t* x,
                    const bool* where,
                    out_t* out,

@@ -51,7 +51,7 @@ struct largest_t {
 
 // The sum of a row whose largest score is `largest`.
 __device__ __forceinline__ double total(part_t sum, acc_t largest) {
-  if (kCoarse && !is_finite(largest)) {
+  if (sizeof(acc_t) == sizeof(float) && !is_finite(largest)) {
     return largest == -infinity<acc_t>() ? 0 : largest;
   }
   return total(sum);

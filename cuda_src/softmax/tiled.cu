@@ -122,17 +122,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     m = shift_by(largest);
     held.forget();
 
-    // In powers of two if the scores allow it.
-    const bool takes = power_of_row_t::takes(largest);
-    const power_of_row_t power(roots, m);
-    part_t sum = power.none();
-    if (kInPowers && takes) {
-      held.each<kKeepsExp, kUnrollParked, power.kTogether>(
-          deal, [&](acc_t element, bool, int) {
-            const acc_t e = power(element);
-            power.add(sum, e);
-            return e;
-          });
+    part_t sum = {};
+    if constexpr (kInPowers) {
+      const power_of_row_t power(roots, m);
+      sum = power.none();
+      held.each<true, power.kUnroll, power.kTogether>(deal,
+                                                      [&](acc_t element, bool, int) {
+                                                        const acc_t e = power(element);
+                                                        power.add(sum, e);
+                                                        return e;
+                                                      });
       sum = power.sum_of(sum);
     } else {
       held.each<kKeepsExp, kUnrollParked>(

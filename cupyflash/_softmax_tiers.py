@@ -236,38 +236,3 @@ def stream(vectors: int, rows: int, place: int, device: Device) -> Stream | None
         blocks = device.num_sms
     groups = min(rows, device.num_sms // blocks)
     return Stream(threads, ring, ahead, device.num_sms // groups, groups)
-
-
-@dataclass(frozen=True)
-class HeldStream:
-    """Blocks that share rows: each holds its part of two, and has others under way."""
-
-    threads: int  # a block
-    held: int  # vectors of a row a thread
-    buffers: int  # rows that shared memory has places for
-    blocks: int  # a group, which shares a row
-    groups: int
-
-
-# Two blocks on a multiprocessor, of different rows where that is possible: one works
-# while the other waits.
-_HELD_THREADS, _HELD_PER_SM = 256, 2
-
-
-def stream_held(
-    vectors: int, rows: int, most: int, device: Device
-) -> HeldStream | None:
-    """How rows of so many vectors stream, at most `most` a thread; None: too long."""
-    threads, at_once = _HELD_THREADS, device.num_sms * _HELD_PER_SM
-    blocks = -(-vectors // (threads * most))
-    if blocks > at_once:
-        return None
-    groups = min(rows, at_once // blocks)
-    blocks = at_once // groups
-    held = -(-vectors // (threads * blocks))
-    place = threads * held * VECTOR_BYTES
-    # Less what a block takes besides.
-    buffers = min(8, (device.smem_optin // _HELD_PER_SM - 3072) // place)
-    if buffers < 2:
-        return None
-    return HeldStream(threads, held, buffers, blocks, groups)

@@ -15,8 +15,9 @@
 // lie
 //            back to back and are not aligned go through shared memory; of longer ones
 //            the ends are read one by one.
-// Numbers    exponentials to half a unit of acc_t, sums and log in double; for results
-//            of 16 bits the fast exponential and a float log
+// Numbers    exponentials to half a unit of acc_t, of floats to 2^-22 where the log has
+//            room for it; sums and log in double; for results of 16 bits the fast
+//            exponential and a float log
 // Limits     no weights, no mask; rows of at least 2 elements
 //
 // Parameters A_T, OUT_T          element types of a, and of out and sign

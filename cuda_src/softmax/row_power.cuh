@@ -10,12 +10,6 @@
 #include "softmax/power_sum.cuh"
 #include "softmax/terms.cuh"
 
-// As results of softmax are quotients, the unit falls out of them. log_softmax keeps
-// the exact difference: next to a single large score its results are nearly 0. Where a
-// result has 16 bits a plain difference does.
-constexpr bool kInPowers =
-    kSame<x_t, acc_t> && !kScaled && !kHasWhere && !kCoarse && !kLog;
-
 // Beyond kLargest, where 2^k is not found in this way, scores are taken less the
 // largest, which rounds none that counts.
 template <typename T>

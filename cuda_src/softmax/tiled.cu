@@ -10,9 +10,10 @@
 //            registers and PARKED in shared memory (softmax/held.cuh)
 // Memory     x and out once; 16 bytes an access where a row is contiguous, whatever its
 //            length and start; between blocks, maxima and sums alone
-// Numbers    exponentials in acc_t of exact differences, sums in double (of doubles: to
-//            twice the digits), one rounding; for results of 16 bits plain differences
-//            and the fast exponential
+// Numbers    softmax: exponentials in acc_t in units of a power of two (row_power.cuh);
+//            else of exact differences; sums in double (of doubles: to twice the
+//            digits), one rounding; for results of 16 bits plain differences and the
+//            fast exponential
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
 #include "softmax/held.cuh"
 #include "softmax/terms.cuh"
@@ -70,7 +71,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   combiner_t<part_t> combine_sum(sums);
   announce_block();
   bool has_started = false;
-  const roots_t<acc_t> roots;
 
   const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
   const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
@@ -124,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
     part_t sum = {};
     if constexpr (kInPowers) {
+      const roots_t<acc_t> roots;
       const power_of_row_t power(roots, m);
       sum = power.none();
       held.each<true, power.kUnroll, power.kTogether>(deal,

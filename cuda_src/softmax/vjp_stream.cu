@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                              out_t* dx,
                              unsigned long long* told,
                              const __grid_constant__ layout_t layout) {
-  board_t<1>{told}.clear(layout.num_rows);
+  board_t{told}.clear(layout.num_rows);
 }
 
 // A row of y, dy and dx, in which a thread walks from vector to vector.
@@ -73,7 +73,7 @@ struct stream_t {
   const dy_t* const dy;
   out_t* const dx;
   const layout_t& layout;
-  const board_t<1> board;
+  const board_t board;
   const y_ring_t y_ring;
   const ring_t<dy_t, kVector> dy_ring;
   const int steps;
@@ -133,7 +133,7 @@ struct stream_t {
       summed.for_each_edge(
           [&](long long i) { sum += term(summed.y[i], summed.dy[i]); });
       const double found = row_sum(sum);
-      if (threadIdx.x == 0) board.tell(summing.row, 0, found);
+      if (threadIdx.x == 0) board.tell(summing.row, found, 0);
       sum = sum_t();
     }
     if (summing.next(steps)) summed.enter(y, dy, dx, layout, summing.row);
@@ -143,7 +143,7 @@ struct stream_t {
   __device__ __forceinline__ void hear() {
     sum_t sum;
     for (int block = lane(); block < gridDim.x; block += kLanes) {
-      sum += board.hear(writing.row, block, 0);
+      sum += board.first_of(writing.row, block);
     }
     gradient = gradient_t(row_sum(sum), layout);
   }
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     softmax_vjp_stream(const y_t* y,
                        const dy_t* dy,
                        out_t* dx,
-                       unsigned long long* told,  // (num_rows, gridDim.x)
+                       unsigned long long* told,  // (num_rows, gridDim.x, 2)
                        const __grid_constant__ layout_t layout) {
   stream_t(y, dy, dx, layout, told).run();
 }

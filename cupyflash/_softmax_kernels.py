@@ -40,9 +40,9 @@ _LANES = (
 _FEW_ROWS = 128
 
 # Rows that are no whole vectors up to this length are held many at a time, by bytes of
-# the widest element. Elements of 16 bits travel one by one there: above 96 it is better
-# to move them in vectors, at the price of the two ends of each row.
-_LONGEST_IN_SPAN = {2: 96, 4: 128, 8: 128}
+# the widest element. The others move in vectors, at the price of the two ends of each
+# row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
+_LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
 # Bytes of x that a block takes at a time: 6 blocks of twice this fit a multiprocessor.
@@ -105,6 +105,8 @@ def _forward_tiers(problem, device):
         short, clusters = _tiers.FORWARD_HEAVY, _tiers.FORWARD_HEAVY_CLUSTERS
     else:
         short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
+        if _widest(problem) == 8:
+            clusters = _tiers.FORWARD_F64_CLUSTERS
     return _tiers.ladder(short, clusters, 1, device)
 
 
@@ -186,10 +188,10 @@ def _span(problem, device):
         return "rows do not lie back to back"
     if length * _itemsize(dtypes["x"]) % _tiers.VECTOR_BYTES == 0:
         return "rows are whole vectors of 16 bytes"
-    most = _SPAN_BYTES // max(4, widest)
-    lanes = 1 << (-(-length // most) - 1).bit_length()
+    lanes, apart, turns = _span_deal(length, _itemsize(dtypes["x"]), widest)
+    if widest == 2 and length > _SPAN_BYTES and turns > 1:
+        return f"elements of rows of {length} lie in the same banks"  # 0.79 at 191
     held = -(-length // lanes)
-    held += held % 2  # fewer kernels to compile
     rows_at_once = _BLOCK_THREADS // lanes
     # The length of the buffers, and what their phases in memory may add.
     sizes = _itemsize(dtypes["x"]) + _itemsize(dtypes["out"])
@@ -204,10 +206,41 @@ def _span(problem, device):
                 ("ROWS_PER_BLOCK", str(rows_at_once)),
                 ("SPAN_ROWS", str(rows)),
                 ("HELD", str(held)),
+                ("APART", str(apart)),
             ),
             smem=rows * lanes * held * sizes + 4 * _tiers.VECTOR_BYTES,
         ),
     )
+
+
+def _span_deal(length, itemsize, widest):
+    """Lanes of a row, how many rows apart a warp has its own, and turns of its memory.
+
+    Few lanes, and rows side by side, if their elements then lie in different banks.
+    """
+    fewest = 1 << (-(-length * max(4, widest) // _SPAN_BYTES) - 1).bit_length()
+    deals = [
+        (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
+        for lanes in sorted({fewest, min(2 * fewest, _tiers.WARP)})
+        for apart in (1, 2, 4)
+    ]
+    # Slots of lanes that hold nothing take their turns, too.
+    return min(deals, key=lambda deal: -(-length // deal[0]) * deal[0] * deal[2])
+
+
+def _bank_turns(step, itemsize, lanes):
+    """How often shared memory takes turns for an element of each lane of a warp.
+
+    It has 32 banks of words of 4 bytes; from row to row there are `step` elements.
+    """
+    words = max(1, itemsize // 4)  # of an element
+    found = {
+        (lane // lanes * step + lane % lanes) * itemsize // 4 + word
+        for lane in range(_tiers.WARP // words)
+        for word in range(words)
+    }
+    banks = [word % 32 for word in found]
+    return max(map(banks.count, banks)) * words
 
 
 def _widest(problem):
@@ -501,18 +534,19 @@ _WALK_VECTORS = 4  # that a lane asks for together
 _WALK_THREADS = 256
 
 # A row is cut into so many parts that each multiprocessor has about this many, if that
-# leaves each thread of a part some vectors; powers of two, to compile few kernels.
-_PARTS_PER_SM = 16
+# leaves each thread of a part some vectors; powers of two, to compile few kernels. Sums
+# of floats: as many as run at once, 0.89 at 2^20 and 2^23; with 16 and 8 it is 0.86.
+_PARTS_PER_SM, _SUM_PARTS_PER_SM = 16, {4: 3}
 _MAX_PARTS = 4096
 _PART_VECTORS = 8  # a thread, at least
 _PARTIAL_BYTES = 24  # what a part leaves behind, at most
 _TOLD_BYTES = 16  # what a block tells the others of a row
 
 
-def _num_parts(problem, device, vectors):
+def _num_parts(problem, device, vectors, parts_per_sm=_PARTS_PER_SM):
     """How many parts a row of so many vectors is cut into."""
     most = vectors // (_WALK_THREADS * _PART_VECTORS)
-    wanted = device.num_sms * _PARTS_PER_SM // problem.num_rows
+    wanted = device.num_sms * parts_per_sm // problem.num_rows
     return 1 << max(1, min(most, wanted, _MAX_PARTS)).bit_length() - 1
 
 
@@ -597,7 +631,10 @@ def _sum_rows(problem, device):
     else:
         lanes, held, sets = 32, _WALK_VECTORS, 0
         few = problem.num_rows < device.num_sms * _PARTS_PER_SM
-        if vectors > _WARP_SUM or few:
+        if vectors > _WARP_SUM:
+            per_sm = _SUM_PARTS_PER_SM.get(size, _PARTS_PER_SM)
+            lanes, parts = _WALK_THREADS, _num_parts(problem, device, vectors, per_sm)
+        elif few:
             lanes, parts = _WALK_THREADS, _num_parts(problem, device, vectors)
     rows = max(1, _BLOCK_THREADS // lanes)
     values = {
@@ -743,7 +780,7 @@ def _held_pairs(*dtypes):
 
 def _spanned(*dtypes):
     longest = _LONGEST_IN_SPAN[max(2, *(_itemsize(name) for name in dtypes))]
-    return [n for n in (3, 7, 15, 31, 33, 63, 127) if n < longest]
+    return [n for n in (3, 7, 15, 31, 33, 63, 127, 245) if n < longest]
 
 
 def _summed(*dtypes):

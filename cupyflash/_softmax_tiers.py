@@ -68,6 +68,14 @@ FORWARD_CLUSTERS = (
     # 0.79 at 262144 (float64); to read the row twice reaches 0.4.
     Tier(256, 16, 512, parked=16, cluster=16),
 )
+# Exponentials of doubles take the registers of a vector more.
+FORWARD_F64_CLUSTERS = (
+    FORWARD_CLUSTERS[0],
+    Tier(256, 5, 1024, parked=11, cluster=8),
+    Tier(256, 5, 1024, parked=11, cluster=16),
+    Tier(256, 5, 1024, parked=13, cluster=16),
+    FORWARD_CLUSTERS[-1],
+)
 # With a mask, a scale, integers or strides, registers go elsewhere.
 FORWARD_HEAVY = (Tier(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
@@ -98,6 +106,10 @@ ELSEWHERE = {
     BACKWARD: (Tier(512, 3, 1024),),
     BACKWARD_16_BITS: (Tier(256, 3, 768),),
     FORWARD_CLUSTERS: (
+        Tier(256, 6, 512, cluster=8),
+        Tier(256, 6, 512, parked=10, cluster=16),
+    ),
+    FORWARD_F64_CLUSTERS: (
         Tier(256, 6, 512, cluster=8),
         Tier(256, 6, 512, parked=10, cluster=16),
     ),

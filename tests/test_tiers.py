@@ -231,6 +231,35 @@ def test_special_rows_in_each_tier(cupy, rng, function, dtype, kind):
         np.testing.assert_array_equal(np.isinf(host), np.isinf(exact))
 
 
+@pytest.mark.parametrize("kind", ["one row", "few rows", "many rows"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+def test_scores_far_from_zero_in_each_tier(cupy, rng, function, dtype, kind):
+    """Beyond what powers of two reach, for whole rows or for parts of them."""
+    for n in some_lengths(cupy, function, dtype, kind):
+        (x,) = inputs(rng, function, KINDS[kind].shape(n), dtype)
+        for turn in range(3):  # also where there is one row
+            far = x.astype(np.float64)
+            far[turn::3] += 3e6
+            far[(turn + 1) % 3 :: 3] -= 3e6
+            far[(turn + 2) % 3 :: 3, : n // 2 + 1] = -1e9
+            far = far.astype(x.dtype)
+            y = call(function, [place(cupy, far)])
+            check(function, y, far, dtype, axis=1)
+
+
+@pytest.mark.parametrize("kind", ["one row", "few rows", "many rows"])
+def test_logsumexp_of_floats_about_what_is_summed_again(cupy, rng, kind):
+    """Results about 0 and about 4 in size, where the kernel changes its mind."""
+    for n in some_lengths(cupy, "logsumexp", "float32", kind):
+        x = rng.standard_normal(KINDS[kind].shape(n))
+        x -= oracle.logsumexp(x, 1)[0].astype(np.float64)[:, None]
+        for result in (-4.5, -4.1, -2.0, -0.4, 0.0, 0.4, 2.0, 4.1, 4.2, 4.5):
+            given = (x + result).astype(np.float32)
+            y = call("logsumexp", [place(cupy, given)])
+            assert_accurate("logsumexp", y, (given,), "float32")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_each_tier_can_be_captured(cupy, rng, function, kind):

@@ -11,6 +11,13 @@ __device__ __forceinline__ unsigned cluster_rank() {
   return rank;
 }
 
+// The same where it may be read again instead of being kept in a register.
+__device__ __forceinline__ unsigned cluster_rank_again() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));  // it never changes
+  return rank;
+}
+
 // All threads of the cluster arrive, and then wait: what was written to shared memory
 // of any block before cluster_arrive can be read after cluster_wait.
 __device__ __forceinline__ void cluster_arrive() {

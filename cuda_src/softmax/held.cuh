@@ -36,6 +36,10 @@ static_assert(kCluster == 1 || (kLanes > kWarpSize && kRowsPerBlock == 1));
 
 // The block's number among those that share its row, and this thread's among theirs.
 __device__ __forceinline__ int rank_of_block() {
+#if __CUDA_ARCH__ >= 900
+  // A register less spares doubles a spill, and gives 16 bits one.
+  if (kCluster > 1 && sizeof(acc_t) == 8) return ptx::cluster_rank_again();
+#endif
   return kCluster > 1 ? blockIdx.x % kCluster : 0;
 }
 __device__ __forceinline__ int lane_of_row() {
@@ -198,8 +202,9 @@ struct held_t {
   }
 
   // f(element, whether it is one of the row, slot * kVector + k) for all. If kWrites,
-  // what f returns takes the place of the element.
-  template <bool kWrites, int kUnroll = 2, typename F>
+  // what f returns takes the place of the element; if kTogether, all lanes of a warp
+  // call f together.
+  template <bool kWrites, int kUnroll = 2, bool kTogether = false, typename F>
   __device__ __forceinline__ void each(const deal& d, F f) {
     const auto visit = [&](vector& of, int v) {
 #pragma unroll
@@ -217,7 +222,7 @@ struct held_t {
       visit(copy, v);
       if (kWrites) home = copy;
     }
-    if (d.has_edges()) {
+    if (kTogether ? __any_sync(kFullMask, d.has_edges()) : d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
         const acc_t y = f(to<acc_t>(edge[e]), d.edge_position(e) < d.length,

@@ -15,8 +15,9 @@
 // lie
 //            back to back and are not aligned go through shared memory; of longer ones
 //            the ends are read one by one.
-// Numbers    exponentials to half a unit of acc_t, sums and log in double; for results
-//            of 16 bits the fast exponential and a float log
+// Numbers    exponentials to half a unit of acc_t, of floats to 2^-22 where the log has
+//            room for it; sums and log in double; for results of 16 bits the fast
+//            exponential and a float log
 // Limits     no weights, no mask; rows of at least 2 elements
 //
 // Parameters A_T, OUT_T          element types of a, and of out and sign
@@ -72,6 +73,51 @@ struct partial_t {
   }
 };
 
+// --- quick sums
+// --------------------------------------------------------------------------
+
+// A log of 4 or more has room for the error of the exponentials of the special function
+// unit, 2^-22 of each, which take two thirds of the instructions. A row whose log turns
+// out smaller is summed again.
+constexpr bool kCanBeQuick = sizeof(acc_t) == sizeof(float) && !kCoarse;
+
+// Rows of fewer elements would be summed again too often.
+constexpr int kShortestQuick = 64;
+
+// Whether the log of a quick sum may be less than 4: exp(4) < 2^6.
+__device__ __forceinline__ bool is_too_quick(const total_t& sum) {
+  const int exponent = (__double2hiint(sum.l.value) >> 20) - 1023 + sum.shift;
+  return is_finite(sum.top) && exponent >= -6 && exponent < 6;
+}
+
+template <bool kValue>
+struct constant_t {
+  static constexpr bool value = kValue;
+};
+
+// As take_in() of the sum.
+template <int kCount, int kTogether, typename Score>
+__device__ __forceinline__ void take_in_quickly(total_t& sum, Score score) {
+  using range = detail::range<float>;
+  constexpr float kHigh = float(kLog2e), kLow = float(kLog2e - double(kHigh));
+  constexpr int kAtOnce = 4;  // are added as floats
+  static_assert(kCount % kAtOnce == 0);
+  sum.see(warp_reduce<kTogether>(total_t::largest<kCount>(score), largest_nan_t()));
+  const float lowest = float(sum.shift - range::kReach) * float(kLn2);
+  const float round = range::kRound - float(sum.shift);
+  const auto term = [&](int j) {
+    const float x = fmaxf(score(j), lowest);
+    const float rounded = fmaf(x, kHigh, round);  // k - shift, in its low bits
+    const float k = rounded - round;
+    const float r = fmaf(x, kLow, fmaf(x, kHigh, -k));
+    return range::times_power(exp2f(r), range::low_bits(rounded));
+  };
+#pragma unroll
+  for (int j = 0; j < kCount; j += kAtOnce) {
+    sum.l += (term(j) + term(j + 1)) + (term(j + 2) + term(j + 3));
+  }
+}
+
 // --- elements to registers
 // ------------------------------------------------------------
 
@@ -122,10 +168,15 @@ struct held_t {
     return to<acc_t>(read[j / kVector].element[j % kVector]);
   }
   // Adds all that the lane holds; kTogether lanes share a row.
-  template <int kTogether>
+  template <int kTogether, bool kQuickly = false>
   __device__ __forceinline__ void add_to(total_t& sum,
                                          const roots_t<acc_t>& roots) const {
-    sum.take_in<kHeld, kTogether>([&](int j) { return score(j); }, roots);
+    const auto of = [&](int j) { return score(j); };
+    if constexpr (kQuickly) {
+      take_in_quickly<kHeld, kTogether>(sum, of);
+    } else {
+      sum.take_in<kHeld, kTogether>(of, roots);
+    }
   }
 };
 
@@ -136,6 +187,7 @@ __device__ __forceinline__ int num_before_aligned(const a_t* a) {
 
 // A row, or a part of one, of any length and alignment. All lanes of a warp call it,
 // for the same row.
+template <bool kQuickly>
 __device__ __forceinline__ total_t sum_of(const a_t* a,
                                           long long length,
                                           const roots_t<acc_t>& roots) {
@@ -165,11 +217,11 @@ __device__ __forceinline__ total_t sum_of(const a_t* a,
     } else {
       ahead.load_vectors(next, left);
     }
-    held.add_to<1>(sum, roots);
+    held.add_to<1, kQuickly>(sum, roots);
   }
   if (left > 0) {
     if (length < kTogether * kVector + head) ahead.load_vectors(next, left);
-    ahead.add_to<1>(sum, roots);
+    ahead.add_to<1, kQuickly>(sum, roots);
   }
   if (head + tail > 0) {
     sum.take_in<1, 1>([&](int) { return edge[0]; }, roots);
@@ -335,9 +387,23 @@ __device__ __forceinline__ void short_rows(const a_t* a,
         held[set].load_singles(rows + row * length,
                                row < num_left(block_row) ? length : 0);
       }
+      const auto sum_up = [&](auto quickly) {
+        total_t sum;
+        held[set].add_to<kWarpLanes, decltype(quickly)::value>(sum, roots);
+        sum.l.value = warp_reduce<kWarpLanes>(sum.l.value, plus_t());
+        return sum;
+      };
       total_t sum;
-      held[set].add_to<kWarpLanes>(sum, roots);
-      sum.l.value = warp_reduce<kWarpLanes>(sum.l.value, plus_t());
+      if (kCanBeQuick && length >= kShortestQuick) {
+        sum = sum_up(constant_t<kCanBeQuick>());
+        const bool again = is_too_quick(sum);
+        if (__any_sync(kFullMask, again)) {
+          const total_t careful = sum_up(constant_t<false>());
+          if (again) sum = careful;
+        }
+      } else {
+        sum = sum_up(constant_t<false>());
+      }
       if (set % kLanes == lane()) kept[set / kLanes] = sum;
     }
 #pragma unroll
@@ -411,8 +477,14 @@ __device__ __forceinline__ void long_rows(
   for (long long row = row_of_lane(blockIdx.x / kParts * kRowsPerBlock);
        row < layout.num_rows; row += row_step() / kParts) {
     const a_t* start = a + locate(layout.outer, row).of[kA] + begin;
-    const total_t own = sum_of(start, end > begin ? end - begin : 0, roots);
-    const total_t sum = join_lanes(own, place);
+    const long long count = end > begin ? end - begin : 0;
+    // Of parts nobody knows yet how large the log will be.
+    constexpr bool kQuickly = kCanBeQuick && kParts == 1;
+    total_t sum = join_lanes(sum_of<kQuickly>(start, count, roots), place);
+    if (kQuickly && is_too_quick(sum)) {  // as all threads of the row find
+      place ^= 1;
+      sum = join_lanes(sum_of<false>(start, count, roots), place);
+    }
     if constexpr (kParts == 1) {
       finish_row(a, out, sign, layout, row, sum);
     } else if (lane() == 0) {

@@ -148,8 +148,16 @@ struct roots_t<double> {
 
   // exp(x) / 2^shift, with round = kRound - kCount * shift.
   __device__ __forceinline__ double exp_of(double x, double round) const {
+    return exp_of(x, round, rounded(x, round));
+  }
+  // kRound and the whole number that exp_of has x as.
+  static __device__ __forceinline__ double rounded(double x, double round) {
+    return fma(x, kCount * kLog2e, round);
+  }
+  __device__ __forceinline__ double exp_of(double x,
+                                           double round,
+                                           double rounded) const {
     using range = detail::range<double>;
-    const double rounded = fma(x, kCount * kLog2e, round);
     const double k = rounded - round;
     double r = fma(k, -range::kLn2High / kCount, x);
     r = fma(k, -range::kLn2Low / kCount, r);

@@ -16,13 +16,15 @@
 #include "common/vector.cuh"
 #include "ptx/copy.cuh"
 #include "softmax/group.cuh"
+#include "softmax/row_power.cuh"
 #include "softmax/terms.cuh"
 
 #ifndef HELD
-#error "HELD, elements a thread holds, comes from the host"
+#error "HELD, elements a thread holds, and APART come from the host"
 #endif
 constexpr int kMinBlocks = HELD * sizeof(acc_t) <= 64 ? 8 : 5;
-constexpr int kSpanRows = SPAN_ROWS;
+constexpr int kSpanRows = SPAN_ROWS, kApart = APART;
+static_assert(kNumThreads / kWarpSize % kApart == 0);
 static_assert(kSpanRows % kRowsPerBlock == 0, "all threads reduce together");
 static_assert(kLanes <= kWarpSize && !kHasWhere && OUTER_AXES == 1 &&
               REDUCED_AXES == 1);
@@ -77,20 +79,31 @@ struct span_t {
   }
 };
 
-// One row from shared memory to shared memory. Each lane has neighbouring elements:
-// those of several rows at a time then lie in different banks, more or less.
+// The row of this thread's lanes among those that a block has at a time. Rows of a warp
+// lie kApart rows apart, so that their elements are in different banks.
+__device__ __forceinline__ int row_of_group() {
+  constexpr int kOfWarp = kWarpSize / kLanes;
+  const int warp = threadIdx.x / kWarpSize;
+  const int in_warp = threadIdx.x % kWarpSize / kLanes;
+  return warp / kApart * (kApart * kOfWarp) + in_warp * kApart + warp % kApart;
+}
+
+// One row from shared memory to shared memory, from a lane's first element on, with so
+// many left. A lane has every kLanes-th element; of
+// all but the last each lane has one.
 __device__ __forceinline__ void softmax_row(const x_t* x,
                                             out_t* out,
-                                            int length,
+                                            int left,
+                                            const roots_t<acc_t>& roots,
                                             const layout_t& layout) {
   acc_t value[HELD];
   acc_t m = -infinity<acc_t>();
+  const auto has = [&](int j) { return j + 1 < HELD || j * kLanes < left; };
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {
-    const int i = lane() * HELD + j;
     value[j] = -infinity<acc_t>();
-    if (i < length) {
-      value[j] = to<acc_t>(x[i]);
+    if (has(j)) {
+      value[j] = to<acc_t>(x[j * kLanes]);
       m = largest_t()(m, score_t(value[j], layout).high);
     }
   }
@@ -98,22 +111,31 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
   m = shift_by(largest);
 
   part_t sum = {};
+  if constexpr (kInPowers) {
+    const power_of_row_t power(roots, m);
+    sum = power.none();
 #pragma unroll
-  for (int j = 0; j < HELD; ++j) {
-    const bool is_in_row = !kScaled || lane() * HELD + j < length;
-    const score_t s = is_in_row ? score_t(value[j], layout) : score_t();
-    const acc_t e = s.exp_minus(m);
-    sum += as_term(e);
-    if (!kLog) value[j] = e;  // softmax needs no more of x than this
+    for (int j = 0; j < HELD; ++j) {
+      value[j] = power(value[j]);
+      power.add(sum, value[j]);
+    }
+    sum = power.sum_of(sum);
+  } else {
+#pragma unroll
+    for (int j = 0; j < HELD; ++j) {
+      const score_t s = !kScaled || has(j) ? score_t(value[j], layout) : score_t();
+      const acc_t e = s.exp_minus(m);
+      sum += as_term(e);
+      if (!kLog) value[j] = e;  // softmax needs no more of x than this
+    }
   }
   const finish_t finish(m, total(warp_reduce<kLanes>(sum, plus_t()), largest));
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {
-    const int i = lane() * HELD + j;
-    if (i < length) {
+    if (has(j)) {
       const acc_t y =
           kLog ? finish(score_t(value[j], layout)) : value[j] * finish.inverse;
-      out[i] = to<out_t>(y);
+      out[j * kLanes] = to<out_t>(y);
     }
   }
 }
@@ -121,6 +143,7 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_span(
     const x_t* x, const bool*, out_t* out, const __grid_constant__ layout_t layout) {
   const int length = int(layout.row_length);
+  const roots_t<acc_t> roots;
   const long long step = (long long)gridDim.x * kSpanRows;
   // A vector for the phase at the start, and one for the end to be whole.
   void* const second = memory + (kSpanRows * kLanes * HELD * sizeof(x_t)) / 16 + 2;
@@ -133,11 +156,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_sp
     from.load();
     __syncthreads();
 #pragma unroll 1
-    for (int first = 0; first < kSpanRows; first += kRowsPerBlock) {
-      const int row = first + int(threadIdx.x) / kLanes;
-      // Rows beyond the last have no elements.
-      softmax_row(from.shared + row * length, onto.shared + row * length,
-                  row < rows ? length : 0, layout);
+    for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {
+      const int row = of_block + row_of_group();
+      // Beyond the last row it is whatever lies there, and goes nowhere.
+      const int first = row * length + lane();
+      softmax_row(from.shared + first, onto.shared + first, length - lane(), roots,
+                  layout);
     }
     __syncthreads();
     onto.store();

@@ -10,13 +10,15 @@
 //            registers and PARKED in shared memory (softmax/held.cuh)
 // Memory     x and out once; 16 bytes an access where a row is contiguous, whatever its
 //            length and start; between blocks, maxima and sums alone
-// Numbers    exponentials in acc_t of exact differences, sums in double (of doubles: to
-//            twice the digits), one rounding; for results of 16 bits plain differences
-//            and the fast exponential
+// Numbers    softmax: exponentials in acc_t in units of a power of two (row_power.cuh);
+//            else of exact differences; sums in double (of doubles: to twice the
+//            digits), one rounding; for results of 16 bits plain differences and the
+//            fast exponential
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
 #include "softmax/held.cuh"
 #include "softmax/terms.cuh"
 #include "softmax/row.cuh"
+#include "softmax/row_power.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
@@ -121,12 +123,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     held.forget();
 
     part_t sum = {};
-    held.each<kKeepsExp, kUnrollParked>(
-        deal, [&](acc_t element, bool is_in_row, int j) {
-          const acc_t e = score(element, is_in_row, j).exp_minus(m);
-          sum += as_term(e);
-          return e;
-        });
+    if constexpr (kInPowers) {
+      const roots_t<acc_t> roots;
+      const power_of_row_t power(roots, m);
+      sum = power.none();
+      held.each<true, power.kUnroll, power.kTogether>(deal,
+                                                      [&](acc_t element, bool, int) {
+                                                        const acc_t e = power(element);
+                                                        power.add(sum, e);
+                                                        return e;
+                                                      });
+      sum = power.sum_of(sum);
+    } else {
+      held.each<kKeepsExp, kUnrollParked>(
+          deal, [&](acc_t element, bool is_in_row, int j) {
+            const acc_t e = score(element, is_in_row, j).exp_minus(m);
+            sum += as_term(e);
+            return e;
+          });
+    }
     const double l = total(combine_sum(sum, part_t(), plus_t()), largest);
     held.forget();
 

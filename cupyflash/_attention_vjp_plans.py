@@ -329,6 +329,8 @@ class HopperPlan:
         self.device_id = device_id
         self.offset = _attention_kernels.launch_offset(forward)
         self.gradients = _gradients(problem)
+        # What _rows makes the maximum of has to be 0; the rest of found_t it sets.
+        self.looks_for_largest = forward.dtype == "float16"
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
         self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
@@ -379,7 +381,10 @@ class HopperPlan:
 
         def launch(part, blocks):
             config = row.config(part, forward, batch_dims, blocks, not ordered)
-            return _gpu.Launch(config.variant, config.grid, config.block, device_id)
+            overlaps = part != "_rows"  # which comes first
+            return _gpu.Launch(
+                config.variant, config.grid, config.block, device_id, overlaps
+            )
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
@@ -397,7 +402,7 @@ class HopperPlan:
         if ordered:
             self.dq_grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         self.repairs = [
-            _repair(part, names, forward, layout, device, device_id)
+            _repair(part, names, forward, layout, device, device_id, overlaps=True)
             for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
         ]
         repairs = (launch for _, launch, _ in self.repairs)
@@ -428,7 +433,8 @@ class HopperPlan:
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
         found, sums, stats, delta = (memory.ptr + start for start in self.starts)
-        memory.memset_async(0, _FOUND_BYTES)
+        if self.looks_for_largest:
+            memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(
             out, dout, lse, dlse, stats, delta, sums, self.num_vectors, found,
             self.params, self.grads,
@@ -465,7 +471,7 @@ def _all_summed(layout, names):
     return _attention_vjp_layout.choose_entries(layout.shape, targets, 1, 1, 0)
 
 
-def _repair(part, names, forward, layout, device, device_id):
+def _repair(part, names, forward, layout, device, device_id, overlaps=False):
     """(gradients, launch, their parameters) of a kernel that makes them again."""
     row = _attention_vjp_kernels.REPAIRING
     of_queries = part == "queries"
@@ -479,5 +485,5 @@ def _repair(part, names, forward, layout, device, device_id):
         _all_summed(layout, names), [layout.targets[name] for name in names]
     )
     grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_dtype(layout.batch_dims))
-    launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
+    launch = _gpu.Launch(config.variant, config.grid, config.block, device_id, overlaps)
     return names, launch, grads

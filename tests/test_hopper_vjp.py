@@ -283,6 +283,27 @@ def test_in_one_order(cupy, rng, dtype, name, dims):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_kernels_follow_one_another(cupy, rng, dtype):
+    """Each starts while the one before ends; what they make is as if they did not."""
+    arrays = inputs(rng, dtype, q=(1, 4, 300, 64), k=(1, 4, 300, 64))
+    q, k, v, dout = (place(cupy, x) for x in arrays)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+
+    def chain(between):
+        flow = dout
+        for _ in range(8):
+            grads = cupyflash.attention_vjp(flow, q, k, v, out, lse, deterministic=True)
+            between()
+            flow = grads.dq + grads.dk + grads.dv
+        return to_host(flow).view(np.uint16)
+
+    apart = chain(cupy.cuda.get_current_stream().synchronize)
+    for _ in range(5):
+        np.testing.assert_array_equal(chain(lambda: None), apart)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_same_bits_in_every_run(cupy, rng, deterministic):
     """On request those of dq too."""

@@ -340,13 +340,14 @@ class HopperPlan:
         grads_type = grads_dtype(batch_dims)
         self.grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         num_kept, num_summed = fields["num_kept"], fields["num_summed"]
+        ordered = problem.deterministic
 
         seqlen_q, heads, dim = forward.seqlen_q, forward.num_heads, forward.head_dim
         num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
         slot = [0, 0]
         slot[:batch_dims] = (step // (seqlen_q * dim) for step in dq.entries[:-2])
         self.schedule = {
-            **row.schedule(forward, device, num_kept, num_summed),
+            **row.schedule(forward, device, num_kept, num_summed, not ordered),
             "slot": slot,
         }
         self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
@@ -367,7 +368,6 @@ class HopperPlan:
         num_entries = num_kept * num_summed
         num_blocks, block_m = row.num_blocks(forward), row.tile(forward).block_m
         # In one order of sums, dq has a kernel of its own and none of this.
-        ordered = problem.deterministic
         sums = 0 if ordered else num_slots * num_blocks * block_m * row.dim(forward)
         self.num_vectors = sums // 4
         sizes = (
@@ -388,7 +388,7 @@ class HopperPlan:
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
-        self.main = launch("", row.grid(forward, device, num_kept))
+        self.main = launch("", row.grid(forward, device, num_kept, not ordered))
         tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
         self.dq = (
             launch("_queries", num_entries * tiles)

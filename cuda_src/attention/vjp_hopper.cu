@@ -80,7 +80,8 @@ constexpr bool kWaitForDv = kBlockM == 128;
 // for the next block is asked for ahead where there are registers: of the pairs of lse
 // and delta that a thread needs, so many.
 constexpr bool kAhead = kBlockM == 64;
-constexpr int kEarlyLse = kAhead ? 8 : 0, kEarlyDelta = kAhead && kBounds == 0 ? 4 : 0;
+constexpr int kEarlyLse = kAhead ? 8 : 0;
+constexpr int kEarlyDelta = kAhead ? (kBounds > 0 ? 3 : 4) : 0;
 
 // Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
 struct alignas(16) source_t {

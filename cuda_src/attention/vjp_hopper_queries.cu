@@ -29,6 +29,9 @@ constexpr int kGroups = 2, kGroupM = 64, kTileM = kGroups * kGroupM;
 constexpr int kBlockN = 128;  // keys of a tile
 constexpr int kStages = 2;
 static_assert(kNumThreads == 128 * (kGroups + 1));
+// Whether S of the next tile is asked for behind dq, not after it; with 64 columns,
+// whose products are small beside the exponentials, that was slower.
+constexpr bool kChained = kHeadDim == 128;
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
@@ -202,8 +205,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   };
 
   // No product is in flight where the loop closes: ptxas does not follow them around it
-  // (C7514). dq of one tile, and S and dP of the next, follow one another without a
-  // gap; all three at a time would be too many registers (C7512).
+  // (C7514). Where kChained, dq of one tile, and S and dP of the next, follow one
+  // another without a gap; all three at a time would be too many registers (C7512).
   const bool any = tile < tile_end;
   wait(q_full, 0);
   if (any) {
@@ -238,8 +241,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     } else {
       ++n;
       ++tile;
+      if constexpr (!kChained) ptx::wgmma_wait_group<0>();
       start_s();
-      ptx::wgmma_wait_group<1>();  // dq
+      if constexpr (kChained) ptx::wgmma_wait_group<1>();  // dq
       keep_order(sums);
       start_dp();
       ptx::wgmma_wait_group<1>();  // S

@@ -138,12 +138,14 @@ class VjpKernel:
 class HopperVjpTile:
     """Queries of a block, blocks of a cluster, and how sums of dq leave.
 
-    `bulk` is the number, of eight, that go by the copy engine.
+    `bulk` is the number, of eight, that go by the copy engine; `cluster_alone` is for
+    dk and dv alone, where dq has a kernel of its own.
     """
 
     block_m: int
     cluster: int = 1
     bulk: int = 0
+    cluster_alone: int = 1
 
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
@@ -241,22 +243,24 @@ class HopperVjpKernel:
         widest = max(forward.head_dim, forward.head_dim_v)
         return min(n for n in self.tiles if n >= widest)
 
-    def tile(self, forward: AttentionProblem) -> HopperVjpTile:
+    def tile(self, forward: AttentionProblem, makes_dq: bool = True) -> HopperVjpTile:
         """The tile measured best for a length."""
         ladder = self.tiles[self.dim(forward)][_attention_kernels._bounds(forward) > 0]
-        return _kernels.by_threshold(ladder, forward.seqlen_q)
+        tile = _kernels.by_threshold(ladder, forward.seqlen_q)
+        return tile if makes_dq else replace(tile, cluster=tile.cluster_alone, bulk=0)
 
     def num_blocks(self, forward: AttentionProblem) -> int:
         """Blocks of queries of one entry."""
         return -(-forward.seqlen_q // self.tile(forward).block_m)
 
-    def num_tiles(self, forward: AttentionProblem) -> int:
+    def num_tiles(self, forward: AttentionProblem, makes_dq: bool) -> int:
         """Tiles of keys of one entry; those of a cluster are one."""
-        return -(-forward.seqlen_k // (HOPPER_BLOCK_N * self.tile(forward).cluster))
+        cluster = self.tile(forward, makes_dq).cluster
+        return -(-forward.seqlen_k // (HOPPER_BLOCK_N * cluster))
 
-    def _smem(self, forward):
+    def _smem(self, forward, makes_dq=True):
         """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
-        tile, row = self.tile(forward), 2 * self.dim(forward)
+        tile, row = self.tile(forward, makes_dq), 2 * self.dim(forward)
         tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
@@ -270,7 +274,7 @@ class HopperVjpKernel:
         makes_dq: bool = True,
     ) -> Config:
         """The launch of ``vjp_hopper<part>.cu``."""
-        tile = self.tile(forward)
+        tile = self.tile(forward, makes_dq)
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _HOPPER_THREADS, 0
         if part in ("", "_queries"):
@@ -280,9 +284,9 @@ class HopperVjpKernel:
             rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
             smem = rows * 2 * self.dim(forward) + 1024
         elif not part:
-            more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk if makes_dq else 0}
+            more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
             more["MAKES_DQ"] = int(makes_dq)
-            smem = self._smem(forward)
+            smem = self._smem(forward, makes_dq)
         defines = _attention_kernels._defines(
             forward,
             batch_dims,
@@ -300,10 +304,15 @@ class HopperVjpKernel:
         return Config(variant, num_blocks, num_threads)
 
     def schedule(
-        self, forward: AttentionProblem, device: Device, num_kept: int, num_summed: int
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        num_kept: int,
+        num_summed: int,
+        makes_dq: bool,
     ) -> dict[str, Any]:
         """How the items are cut, and the units of exponents: fields of inputs_t."""
-        num_tiles = self.num_tiles(forward)
+        num_tiles = self.num_tiles(forward, makes_dq)
         # Queries, dO and sums of dq of a section take most of the L2 cache; sections
         # are equal, since a small one at the end would not fill the device.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
@@ -320,12 +329,13 @@ class HopperVjpKernel:
             "hidden": -math.inf if forward.scale > 0 else math.inf,
         }
 
-    def grid(self, forward: AttentionProblem, device: Device, num_kept: int) -> int:
+    def grid(
+        self, forward: AttentionProblem, device: Device, num_kept: int, makes_dq: bool
+    ) -> int:
         """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
-        cluster = self.tile(forward).cluster
-        return min(self.num_tiles(forward) * num_kept, device.num_sms // cluster) * (
-            cluster
-        )
+        cluster = self.tile(forward, makes_dq).cluster
+        num_items = self.num_tiles(forward, makes_dq) * num_kept
+        return min(num_items, device.num_sms // cluster) * cluster
 
 
 # Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward
@@ -384,10 +394,7 @@ ATTENTION_VJP_KERNELS = (  # best first
                 ((math.inf, HopperVjpTile(128, bulk=6)),),
             ),
             128: (
-                (
-                    (1023, HopperVjpTile(64, bulk=4)),
-                    (math.inf, HopperVjpTile(64, cluster=2)),
-                ),
+                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2)),),
                 ((math.inf, HopperVjpTile(64)),),
             ),
         },

@@ -329,6 +329,8 @@ class HopperPlan:
         self.device_id = device_id
         self.offset = _attention_kernels.launch_offset(forward)
         self.gradients = _gradients(problem)
+        # What _rows makes the maximum of has to be 0; the rest of found_t it sets.
+        self.looks_for_largest = forward.dtype == "float16"
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
         self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
@@ -338,13 +340,14 @@ class HopperPlan:
         grads_type = grads_dtype(batch_dims)
         self.grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         num_kept, num_summed = fields["num_kept"], fields["num_summed"]
+        ordered = problem.deterministic
 
         seqlen_q, heads, dim = forward.seqlen_q, forward.num_heads, forward.head_dim
         num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
         slot = [0, 0]
         slot[:batch_dims] = (step // (seqlen_q * dim) for step in dq.entries[:-2])
         self.schedule = {
-            **row.schedule(forward, device, num_kept, num_summed),
+            **row.schedule(forward, device, num_kept, num_summed, not ordered),
             "slot": slot,
         }
         self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
@@ -365,7 +368,6 @@ class HopperPlan:
         num_entries = num_kept * num_summed
         num_blocks, block_m = row.num_blocks(forward), row.tile(forward).block_m
         # In one order of sums, dq has a kernel of its own and none of this.
-        ordered = problem.deterministic
         sums = 0 if ordered else num_slots * num_blocks * block_m * row.dim(forward)
         self.num_vectors = sums // 4
         sizes = (
@@ -379,11 +381,14 @@ class HopperPlan:
 
         def launch(part, blocks):
             config = row.config(part, forward, batch_dims, blocks, not ordered)
-            return _gpu.Launch(config.variant, config.grid, config.block, device_id)
+            overlaps = part != "_rows"  # which comes first
+            return _gpu.Launch(
+                config.variant, config.grid, config.block, device_id, overlaps
+            )
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
-        self.main = launch("", row.grid(forward, device, num_kept))
+        self.main = launch("", row.grid(forward, device, num_kept, not ordered))
         tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
         self.dq = (
             launch("_queries", num_entries * tiles)
@@ -397,7 +402,7 @@ class HopperPlan:
         if ordered:
             self.dq_grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         self.repairs = [
-            _repair(part, names, forward, layout, device, device_id)
+            _repair(part, names, forward, layout, device, device_id, overlaps=True)
             for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
         ]
         repairs = (launch for _, launch, _ in self.repairs)
@@ -428,7 +433,8 @@ class HopperPlan:
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
         found, sums, stats, delta = (memory.ptr + start for start in self.starts)
-        memory.memset_async(0, _FOUND_BYTES)
+        if self.looks_for_largest:
+            memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(
             out, dout, lse, dlse, stats, delta, sums, self.num_vectors, found,
             self.params, self.grads,
@@ -465,7 +471,7 @@ def _all_summed(layout, names):
     return _attention_vjp_layout.choose_entries(layout.shape, targets, 1, 1, 0)
 
 
-def _repair(part, names, forward, layout, device, device_id):
+def _repair(part, names, forward, layout, device, device_id, overlaps=False):
     """(gradients, launch, their parameters) of a kernel that makes them again."""
     row = _attention_vjp_kernels.REPAIRING
     of_queries = part == "queries"
@@ -479,5 +485,5 @@ def _repair(part, names, forward, layout, device, device_id):
         _all_summed(layout, names), [layout.targets[name] for name in names]
     )
     grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_dtype(layout.batch_dims))
-    launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
+    launch = _gpu.Launch(config.variant, config.grid, config.block, device_id, overlaps)
     return names, launch, grads

@@ -1,5 +1,6 @@
 """What both operations share on the GPU: device facts, plans, launches."""
 
+import ctypes
 import functools
 import struct
 from typing import Any
@@ -74,11 +75,66 @@ def _launch_cooperative(*args):
     _driver.launchCooperativeKernel(*args[:-1])
 
 
-class Launch:
-    """One kernel with everything but its arguments; compiled at the first call."""
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute, whose value is 64 bytes; here its first number."""
 
-    def __init__(self, variant, grid, block, device_id):
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("value", ctypes.c_int * 16),
+    )
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_OVERLAPS = _LaunchAttribute(6, 0, (ctypes.c_int * 16)(1))
+
+
+@functools.cache
+def _launch_kernel_ex():
+    """cuLaunchKernelEx of the CUDA driver, which CuPy has no call for."""
+    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch.argtypes = (
+        ctypes.POINTER(_LaunchConfig),
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+    )
+    return launch
+
+
+def _launch_overlapping(kernel, gx, gy, gz, bx, by, bz, smem, stream, arguments, extra):
+    """As launchKernel, of a kernel that itself waits for the one before it."""
+    config = _LaunchConfig(
+        (gx, gy, gz), (bx, by, bz), smem, stream, ctypes.pointer(_OVERLAPS), 1
+    )
+    status = _launch_kernel_ex()(config, kernel, arguments, extra)
+    if status:
+        raise _driver.CUDADriverError(status)
+
+
+class Launch:
+    """One kernel with everything but its arguments; compiled at the first call.
+
+    One that `overlaps` may start before the kernel in front of it in the stream ends;
+    it calls griddepcontrol_wait, and so does that one unless it is the first of a call.
+    """
+
+    def __init__(self, variant, grid, block, device_id, overlaps=False):
         self.variant = variant
+        self.overlaps = overlaps
         self.grid = grid
         self.block = block
         self.device_id = device_id
@@ -135,8 +191,13 @@ class Launch:
         """Make the driver's launch ready; False if this CuPy does not offer it."""
         if _launch_kernel is None:
             return False
+        launch = _launch_kernel
+        if self.variant.cooperative:
+            launch = _launch_cooperative
+        elif self.overlaps:
+            launch = _launch_overlapping
         self._enqueue = functools.partial(
-            _launch_cooperative if self.variant.cooperative else _launch_kernel,
+            launch,
             self._load().ptr,
             *(*self.grid, 1, 1)[:3],
             *(*self.block, 1, 1)[:3],

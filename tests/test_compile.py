@@ -163,16 +163,19 @@ extern "C" __global__ void __cluster_dims__(16, 1, 1) k(unsigned* blocks) {
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("cooperative", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "cooperative", "overlaps"])
 @pytest.mark.parametrize("has_entry", [True, False])
-def test_arguments_arrive(source, monkeypatch, cooperative, has_entry):
+def test_arguments_arrive(source, monkeypatch, kind, has_entry):
     """Pointers, numbers and structs, also where CuPy hides the driver's launch."""
     if not has_entry:
         monkeypatch.setattr(_gpu, "_launch_kernel", None)
     text = "struct words_t { long long of[3]; };" + ALL_WAIT
-    variant = dataclasses.replace(source(text), cooperative=cooperative)
+    variant = dataclasses.replace(source(text), cooperative=kind == "cooperative")
     device = _gpu.device(0)
-    launch = _gpu.Launch(variant, (device.num_sms,), (32,), 0)
+    overlaps = kind == "overlaps"
+    if overlaps and device.cc < (9, 0):
+        pytest.skip("kernels overlap from sm_90 on")
+    launch = _gpu.Launch(variant, (device.num_sms,), (32,), 0, overlaps)
     for value in (5, 6):
         count = cupy.zeros(2, "u4")
         words = np.array([1, value, 3]).tobytes()

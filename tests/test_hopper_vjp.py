@@ -93,6 +93,21 @@ def test_the_order_of_shared_queries_is_left_to_the_next_row():
     assert "in an order that differs" in ROW.refusal(shared, HOPPER)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("makes_dq", [True, False])
+def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, makes_dq):
+    forward = problem(head_dim=head_dim, right=right, seqlen_k=1500).forward
+    config = ROW.config("", forward, 1, 1, makes_dq)
+    cluster = int(dict(config.variant.defines)["CLUSTER"])
+    schedule = ROW.schedule(forward, HOPPER, 3, 1, makes_dq)
+    assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
+    assert schedule["num_items"] == 3 * schedule["num_tiles"]
+    assert ROW.grid(forward, HOPPER, 3, makes_dq) == cluster * schedule["num_items"]
+    if cluster > 1:
+        assert (makes_dq, head_dim, right) == (False, 128, None)
+
+
 def test_the_parameters_are_whole_lines():
     assert _attention_vjp_kernels.VJP_HOPPER_INPUTS.itemsize % 64 == 0
 
@@ -152,6 +167,8 @@ def test_every_head_dim(cupy, rng, dtype, dims):
 def test_clusters(cupy, rng, seqlens, causal):
     options = {"causal": causal, "query_offset": 0}
     check(cupy, rng, "bfloat16", (128, 128), (2, 1), seqlens, batch=(1,), **options)
+    shapes = {"q": (1, 2, seqlens[0], 128), "k": (1, 1, seqlens[1], 128)}
+    agree(cupy, *inputs(rng, "bfloat16", **shapes), deterministic=True, **options)
 
 
 @pytest.mark.gpu
@@ -280,6 +297,27 @@ def test_in_one_order(cupy, rng, dtype, name, dims):
     for seqlens in ((300, 200), (65, 700), (1, 1), (700, 130)):
         shapes = {"q": (2, 4, seqlens[0], dims[0]), "k": (2, 2, seqlens[1], dims[0])}
         agree(cupy, *inputs(rng, dtype, **shapes, head_dim_v=dims[1]), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_kernels_follow_one_another(cupy, rng, dtype):
+    """Each starts while the one before ends; what they make is as if they did not."""
+    arrays = inputs(rng, dtype, q=(1, 4, 300, 64), k=(1, 4, 300, 64))
+    q, k, v, dout = (place(cupy, x) for x in arrays)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+
+    def chain(between):
+        flow = dout
+        for _ in range(8):
+            grads = cupyflash.attention_vjp(flow, q, k, v, out, lse, deterministic=True)
+            between()
+            flow = grads.dq + grads.dk + grads.dv
+        return to_host(flow).view(np.uint16)
+
+    apart = chain(cupy.cuda.get_current_stream().synchronize)
+    for _ in range(5):
+        np.testing.assert_array_equal(chain(lambda: None), apart)
 
 
 @pytest.mark.gpu

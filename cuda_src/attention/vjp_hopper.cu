@@ -75,7 +75,13 @@ constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 // With 128 queries a block too few registers are left to leave dv in flight.
-constexpr bool kWaitForDv = kBlockM == 128 || !kMakesDq;
+constexpr bool kWaitForDv = kBlockM == 128;
+// The shared memory answers late while sums of dq leave through it; what is read there
+// for the next block is asked for ahead where there are registers: of the pairs of lse
+// and delta that a thread needs, so many.
+constexpr bool kAhead = kBlockM == 64;
+constexpr int kEarlyLse = kAhead ? 8 : 0;
+constexpr int kEarlyDelta = kAhead ? (kBounds > 0 ? 3 : 4) : 0;
 
 // Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
 struct alignas(16) source_t {
@@ -85,19 +91,33 @@ struct alignas(16) source_t {
 
 // What thread 0 asks for next, and within which blocks of queries. It has no registers
 // for it.
-struct next_t {
+struct alignas(16) next_t {
   int block, summed, first, last;
 };
 
+// Barriers, and what thread 0 writes and reads often; together, for one address.
+struct told_t {
+  unsigned long long full[2 + kStagesQ + kStagesDout], empty;
+  next_t next;
+  // Of each stage of q: its first query, and its number among the blocks of sums_q.
+  int2 origins[kStagesQ];
+};
+static_assert((3 + kStagesQ + kStagesDout) % 2 == 0, "no gap in front of next_t");
+
 // What all threads are told of an item, for the same reason.
 struct view_t {
-  int count;       // blocks of queries, over all summed entries
-  float factor;    // of dP, where dS has one
-  int tile, kept;  // item_t
-  int num_keys;    // from its first on; may be more than the tile has
+  int count;     // blocks of queries, over all summed entries
+  float factor;  // of dP, where dS has one
+  int num_keys;  // from its first on; may be more than the tile has
   // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
   // hidden from blocks whose first query lies in [whole_first, whole_last].
   int low, high, whole_first, whole_last;
+};
+
+// Where the gradients of an item go. Two: written before the item before has gone.
+struct outputs_t {
+  index_t dk, dv;
+  int tile;
 };
 
 // S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
@@ -167,13 +187,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                              SCORE_PARAMETERS,
                              const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char smem[];
-  __shared__ __align__(8) unsigned long long barriers[3 + kStagesQ + kStagesDout];
+  __shared__ told_t told;
   __shared__ int next_items[2];
-  __shared__ next_t next_memory;
-  __shared__ __align__(8) int origins_memory[kStagesQ][2];
   __shared__ source_t sources[kMaxSummed];
   __shared__ view_t view_memory;
-  volatile next_t& next = next_memory;
+  __shared__ outputs_t outputs[2];
   volatile view_t& view = view_memory;
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
@@ -183,11 +201,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  smem_ds = smem_dout + kStagesDout * kBytesM,
                  smem_stats = smem_ds + 2 * kBytesDs,
                  smem_dq = smem_stats + kStagesDout * kBytesStats;
-  const unsigned k_full = ptx::shared_address(barriers), v_full = k_full + 8,
+  const unsigned k_full = ptx::shared_address(&told), v_full = k_full + 8,
                  q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
-                 empty = dout_full + 8 * kStagesDout;
-  // Of each stage of q: its first query, and its number among the blocks of sums_q.
-  const unsigned origins = ptx::shared_address(origins_memory);
+                 empty = dout_full + 8 * kStagesDout, next = empty + 8,
+                 origins = next + sizeof(next_t);
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -199,6 +216,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::mbarrier_init(empty, kCluster);
     ptx::fence_mbarrier_init();
   }
+  ptx::griddepcontrol_wait();
+  // Blocks of the next kernel have no room before those of this one are done.
+  ptx::griddepcontrol_launch_dependents();
   // The barriers are there before anyone uses them, in both blocks.
   if constexpr (kCluster > 1) {
     ptx::cluster_arrive();
@@ -243,14 +263,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   // Thread 0 asks for the next block of queries, into these stages.
   auto load_queries = [&](unsigned q_stage, unsigned dout_stage) {
-    const int block = next.block, summed = inputs.num_summed == 1 ? 0 : next.summed;
-    const source_t& from = sources[summed];
-    if (block + 1 < next.last) {
-      next.block = block + 1;
-    } else {
-      next.block = next.first;
-      next.summed = summed + 1;
-    }
+    const int2 now = ptx::load_shared_s32x2(next);
+    const int2 range = ptx::load_shared_s32x2(next + 8);
+    const int block = now.x, summed = inputs.num_summed == 1 ? 0 : now.y;
+    const source_t from = sources[summed];
+    const bool more = block + 1 < range.y;
+    ptx::store_shared_s32x2(next, more ? block + 1 : range.x, summed + !more);
     const unsigned q_barrier = q_full + 8 * q_stage,
                    dout_barrier = dout_full + 8 * dout_stage;
     const unsigned q_target = smem_q + q_stage * kBytesM,
@@ -298,9 +316,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
     const item_t item = item_of(number, inputs_now);
-    const index_t entry = locate(grads_now.kept, item.kept).of[0];
-    for (int n = 0; n < inputs.num_summed; ++n) {
-      const place_t at = grads_now.entry(params_now, entry, n);
+    const auto kept = locate(grads_now.kept, item.kept);
+    // Where the others of this entry lie is found out behind the first loads.
+    auto set_source = [&](int n, const place_t& at) {
       source_t from;
       from.q_head = coordinate(at.head, params_now.q.head);
       batch_coordinates(from.q_batch, at, params_now.q);
@@ -314,14 +332,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
       sources[n] = from;
-    }
+    };
+    const place_t at(params_now, kept.of[0], 1);
     const int row = (item.tile * kCluster + rank()) * kBlockN;
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
+    int batch[2];
+    batch_coordinates(batch, at, params_now.k);
+    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
+                                coordinate(at.kv_head, params_now.k.head), batch);
+    outputs[items & 1] = {kept.of[1], kept.of[2], item.tile};
     int block_first = 0, block_last = inputs.num_blocks;
     view.factor = factor_of(found);
-    view.tile = item.tile;
-    view.kept = item.kept;
     view.num_keys = static_cast<int>(params.seqlen_k) - row;
     if constexpr (kBounds > 0) {
       const scores_t scores(place_t(), SCORE_ARGUMENTS);
@@ -342,19 +364,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.whole_last = -band.low - (kBlockM - 1);
     }
     view.count = (block_last - block_first) * inputs.num_summed;
-    next.block = block_first;
-    next.summed = 0;
-    next.first = block_first;
-    next.last = block_last;
-    const place_t at = grads_now.entry(params_now, entry, 0);
-    int batch[2];
-    batch_coordinates(batch, at, params_now.k);
-    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
-                                coordinate(at.kv_head, params_now.k.head), batch);
+    ptx::store_shared_s32x2(next, block_first, 0);
+    ptx::store_shared_s32x2(next + 8, block_first, block_last);
+    set_source(0, at);
     load_queries(q_stage, block % kStagesDout);
     batch_coordinates(batch, at, params_now.v);
     load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
                                 coordinate(at.kv_head, params_now.v.head), batch);
+    for (int n = 1; n < inputs.num_summed; ++n) {
+      set_source(n, grads_now.entry(params_now, kept.of[0], n));
+    }
     if (view.count > 1) load_queries(after(q_stage), (block + 1) % kStagesDout);
   };
 
@@ -362,22 +381,35 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
   if (threadIdx.x == 0) load_first();
   while (number < inputs.num_items) {
+    // Pair n of a thread's lse, or of its delta, of the queries in a stage.
+    auto load_lse = [&](unsigned dout_stage, int n) {
+      return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + n * 32);
+    };
+    auto load_delta = [&](unsigned dout_stage, int n) {
+      return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats +
+                                    4 * kBlockM + n * 32);
+    };
+    // The pairs that are asked for ahead; one too many, since there may be none.
+    float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
+    auto ask_for_lse = [&](unsigned dout_stage) {
+#pragma unroll
+      for (int n = 0; n < kEarlyLse; ++n) early_lse[n] = load_lse(dout_stage, n);
+    };
+    auto ask_for_delta = [&](unsigned dout_stage) {
+#pragma unroll
+      for (int n = 0; n < kEarlyDelta; ++n) early_delta[n] = load_delta(dout_stage, n);
+    };
+
     // s becomes P of the block of queries in a stage, and p the same as operand. Number
     // e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
-    auto softmax = [&](unsigned dout_stage) {
-      // A row's key is hidden from queries before `first`, and after `last`.
-      const int num_keys = view.num_keys;
-      bool whole = num_keys >= kBlockN;
-      int origin = 0;
-      if constexpr (kBounds > 0) {
-        origin = ptx::load_shared_s32(origins + 8 * q_stage);
-        whole =
-            origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
-      }
+    auto softmax = [&](unsigned dout_stage, bool whole) {
       if (!whole) {
+        // A row's key is hidden from queries before `first`, and after `last`.
+        const int num_keys = view.num_keys;
         const int row_thread = group * 64 + warp * 16 + lane / 4;
         int first[2] = {-kMany, -kMany}, last = kMany;
         if constexpr (kBounds > 0) {
+          const int origin = ptx::load_shared_s32(origins + 8 * q_stage);
           const int corner = row_thread - origin - lane % 4 * 2;
           first[0] = corner - view.high + 1;
           first[1] = first[0] + 8;
@@ -393,10 +425,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if (hides) s[e] = inputs.hidden;
         }
       }
-      const unsigned from = lane_stats + dout_stage * kBytesStats;
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
-        const float2 lse = ptx::load_shared_f32x2(from + e * 8);
+        const int n = e / 4;
+        const float2 lse = n < kEarlyLse ? early_lse[n] : load_lse(dout_stage, n);
         s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - lse.x);
         s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - lse.y);
         s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - lse.x);
@@ -408,10 +440,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
 
+    // Whether no key is hidden from the block of queries in the stage.
+    auto is_whole = [&] {
+      if constexpr (kBounds == 0) return view.num_keys >= kBlockN;
+      const int origin = ptx::load_shared_s32(origins + 8 * q_stage);
+      return origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
+    };
+
     // The first block: S, dP, and P.
     wait(k_full, items & 1);
+    wait_for_q();  // then the view is there, too
     const unsigned last = block + uniform(view.count) - 1;
-    wait_for_q();
     ptx::wgmma_fence();
     multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
     ptx::wgmma_commit_group();
@@ -420,9 +459,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::wgmma_fence();
     multiply_scores(dp, v_rows, dout_rows + block % kStagesDout * (kBytesM / 16));
     ptx::wgmma_commit_group();
+    ask_for_lse(block % kStagesDout);
     ptx::wgmma_wait_group<1>();
     keep_order(s);
-    softmax(block % kStagesDout);
+    softmax(block % kStagesDout, is_whole());
+    ask_for_delta(block % kStagesDout);
     ptx::wgmma_wait_group<0>();
     keep_order(dp);
 
@@ -437,23 +478,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_fence();
       multiply_sums(sums_v, p, dout_sums + this_dout * (kBytesM / 16), accumulate);
       ptx::wgmma_commit_group();
+      // Whether stages are full is asked ahead, too.
+      bool q_is_there = false, dout_is_there = false, whole = true;
+      if constexpr (kAhead && !kLast) {
+        q_is_there = ptx::mbarrier_try_wait_parity(q_full + 8 * q_stage, q_parity);
+      }
       if constexpr (kWaitForDv) ptx::wgmma_wait_group<0>();
 
-      const unsigned from = lane_stats + this_dout * kBytesStats + 4 * kBlockM;
       const float factor = kNarrow<elem_t> ? view.factor : 1.f;
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
-        float2 delta = ptx::load_shared_f32x2(from + e * 8);
+        const int n = e / 4;
+        float2 d = n < kEarlyDelta ? early_delta[n] : load_delta(this_dout, n);
         if constexpr (kNarrow<elem_t>) {
-          delta.x *= factor;
-          delta.y *= factor;
+          d.x *= factor;
+          d.y *= factor;
 #pragma unroll
           for (int f = e; f < e + 4; ++f) dp[f] *= factor;
         }
         ds[e / 8][e / 2 % 4] =
-            pair16_t::from(s[e + 1] * (dp[e + 1] - delta.y), s[e] * (dp[e] - delta.x));
-        ds[e / 8][e / 2 % 4 + 1] = pair16_t::from(s[e + 3] * (dp[e + 3] - delta.y),
-                                                  s[e + 2] * (dp[e + 2] - delta.x));
+            pair16_t::from(s[e + 1] * (dp[e + 1] - d.y), s[e] * (dp[e] - d.x));
+        ds[e / 8][e / 2 % 4 + 1] =
+            pair16_t::from(s[e + 3] * (dp[e + 3] - d.y), s[e + 2] * (dp[e + 2] - d.x));
       }
       const unsigned buffer = block % 2 * kBytesDs;
       if constexpr (kMakesDq) {
@@ -465,12 +511,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::fence_proxy_async();  // wgmma reads what stmatrix has written
       }
       if constexpr (!kLast) {
-        wait_for_q();
+        if (!q_is_there) wait_for_q();
         ptx::wgmma_fence();
         multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
         ptx::wgmma_commit_group();
         ptx::wgmma_wait_group<1>();  // dv
       }
+      if constexpr (kAhead && !kLast) {
+        dout_is_there = ptx::mbarrier_try_wait_parity(
+            dout_full + 8 * ((block + 1) % kStagesDout), (block + 1) / kStagesDout & 1);
+        whole = is_whole();
+      }
+      int target_block = 0;
+      auto find_target = [&] {
+        target_block = ptx::load_shared_s32(origins + 8 * this_q + 4);
+      };
+      if constexpr (kMakesDq && kAhead) find_target();
       // dS of both warpgroups is there. Both are also done with dv of this block and dk
       // of the one before: the stages of the block after the next one are free.
       ptx::bar_sync<kNumThreads>(1);
@@ -478,7 +534,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if constexpr (kCluster > 1) {
         // In each step, so that the number of the block gives the parity.
         if (threadIdx.x < kCluster) {
-          ptx::mbarrier_arrive_cluster(ptx::mapa(empty, threadIdx.x));
+          // Nothing but reads of the stages is behind it, and all of those are done.
+          ptx::mbarrier_arrive_cluster_relaxed(ptx::mapa(empty, threadIdx.x));
         }
       } else if constexpr (!kLate) {
         if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
@@ -497,11 +554,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::wgmma_fence();
         multiply_sums(sums_k, ds, q_sums + this_q * (kBytesM / 16), accumulate);
         ptx::wgmma_commit_group();
+        if constexpr (kAhead && !kLast) {
+          if (!dout_is_there) wait_for_dout(block + 1);
+          ask_for_lse((block + 1) % kStagesDout);
+        }
         if constexpr (kCluster > 1) {
           if (more && threadIdx.x == 0) {
-            // Both blocks are done with the stages.
-            while (!ptx::mbarrier_try_wait_parity_cluster(empty, block & 1)) {
-            }
+            wait(empty, block & 1);  // both blocks are done with the stages
             load_queries(after(q_stage), this_dout);
           }
         } else if constexpr (kLate) {
@@ -516,7 +575,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::wgmma_wait_group<1>();  // all but dk
         keep_order(dq);
         if constexpr (!kLast) keep_order(s);
-        const int target_block = ptx::load_shared_s32(origins + 8 * this_q + 4);
+        if constexpr (!kAhead) find_target();
         float* const target = sums_q + index_t(target_block) * (2 * kPart) +
                               group * kPart + warp * (kPart / 4);
         if constexpr (kBulk > 0) {
@@ -548,12 +607,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         add_dq(dq);
       }
       if constexpr (!kLast) {
-        wait_for_dout(block + 1);
+        if constexpr (!kAhead) wait_for_dout(block + 1);
         ptx::wgmma_fence();
         multiply_scores(dp, v_rows,
                         dout_rows + (block + 1) % kStagesDout * (kBytesM / 16));
         ptx::wgmma_commit_group();
-        softmax((block + 1) % kStagesDout);
+        if constexpr (!kAhead) whole = is_whole();
+        softmax((block + 1) % kStagesDout, whole);
+        ask_for_delta((block + 1) % kStagesDout);
       }
       ptx::wgmma_wait_group<0>();
       if constexpr (!kLast) keep_order(dp);
@@ -579,7 +640,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ++block;
     keep_order(sums_k);
     keep_order(sums_v);
-    const item_t item = {view.tile, view.kept};  // before thread 0 sets the next one's
     // Every product of this item is done, in both blocks, before the next one's tiles.
     if constexpr (kCluster > 1) {
       ptx::cluster_arrive();
@@ -595,7 +655,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ++items;
     if (threadIdx.x == 0) load_first();
 
-    const int key_first = (item.tile * kCluster + rank()) * kBlockN;
+    const outputs_t to = outputs[(items - 1) & 1];
+    const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
     float odd = 0;  // NaN where a sum is not finite
@@ -623,12 +684,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
     };
-    const auto kept = locate(ptx::anew(grads).kept, item.kept);
     store(sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
-          dk + kept.of[1] + key_first * grads.row[0], grads.row[0],
+          dk + to.dk + key_first * grads.row[0], grads.row[0],
           static_cast<int>(params.head_dim));
-    store(sums_v, 1 / kFactorP, dv + kept.of[2] + key_first * grads.row[1],
-          grads.row[1], static_cast<int>(params.head_dim_v));
+    store(sums_v, 1 / kFactorP, dv + to.dv + key_first * grads.row[1], grads.row[1],
+          static_cast<int>(params.head_dim_v));
     if (odd != 0) found->odd = 1;
   }
   if (kBulk > 0 && lane == 0) ptx::cp_async_bulk_wait_group();

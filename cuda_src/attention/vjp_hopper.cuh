@@ -11,6 +11,7 @@
 
 #include "attention/hopper_operands.cuh"
 #include "attention/vjp.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/redux.cuh"
 
 #if !defined(HEAD_DIM) || !defined(BLOCK_M)

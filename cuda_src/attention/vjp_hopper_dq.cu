@@ -19,6 +19,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
     const index_t row_step,
     found_t* __restrict__ found,
     const __grid_constant__ params_t params) {
+  ptx::griddepcontrol_launch_dependents();
+  sums = ptx::griddepcontrol_wait(sums);
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t part = block_index() % 2;
   const index_t slot = divide(block_index() / 2, num_blocks);

@@ -29,6 +29,9 @@ constexpr int kGroups = 2, kGroupM = 64, kTileM = kGroups * kGroupM;
 constexpr int kBlockN = 128;  // keys of a tile
 constexpr int kStages = 2;
 static_assert(kNumThreads == 128 * (kGroups + 1));
+// Whether S of the next tile is asked for behind dq, not after it; with 64 columns,
+// whose products are small beside the exponentials, that was slower.
+constexpr bool kChained = kHeadDim == 128;
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread.
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
@@ -82,6 +85,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     for (int n = 0; n < kStages; ++n) ptx::mbarrier_init(empty + 8 * n, 4 * kGroups);
     ptx::fence_mbarrier_init();
   }
+  ptx::griddepcontrol_launch_dependents();
+  stats = ptx::griddepcontrol_wait(stats);
   __syncthreads();  // the barriers are there before anyone uses them
 
   const index_t num_tiles = (params.seqlen_q + kTileM - 1) / kTileM;
@@ -161,21 +166,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   float sums[kSums], s[kScores], dp[kScores];
 #pragma unroll
   for (int e = 0; e < kSums; ++e) sums[e] = 0;
-  wait(q_full, 0);
-#pragma unroll 1
-  for (unsigned n = 0; tile < tile_end; ++tile, ++n) {
-    const unsigned stage = n % kStages, parity = n / kStages & 1;
-    wait(k_full + 8 * stage, parity);
-    ptx::wgmma_fence();
-    multiply_scores(s, q_rows, k_rows + stage * (kBytesN / 16));
-    ptx::wgmma_commit_group();
-    wait(v_full + 8 * stage, parity);
-    ptx::wgmma_fence();
-    multiply_scores(dp, dout_rows, v_rows + stage * (kBytesN / 16));
-    ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<1>();  // S
-    keep_order(s);
-
+  // P of the tile of keys in s; dP may still be on its way.
+  auto softmax = [&] {
     // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     const int key_first = tile * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
@@ -195,8 +187,40 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     for (int e = 0; e < kScores; ++e) {
       s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
     }
+  };
+  unsigned n = 0;  // tiles so far: gives stage and parity
+  auto start_s = [&] {
+    const unsigned stage = n % kStages;
+    wait(k_full + 8 * stage, n / kStages & 1);
+    ptx::wgmma_fence();
+    multiply_scores(s, q_rows, k_rows + stage * (kBytesN / 16));
+    ptx::wgmma_commit_group();
+  };
+  auto start_dp = [&] {
+    const unsigned stage = n % kStages;
+    wait(v_full + 8 * stage, n / kStages & 1);
+    ptx::wgmma_fence();
+    multiply_scores(dp, dout_rows, v_rows + stage * (kBytesN / 16));
+    ptx::wgmma_commit_group();
+  };
+
+  // No product is in flight where the loop closes: ptxas does not follow them around it
+  // (C7514). Where kChained, dq of one tile, and S and dP of the next, follow one
+  // another without a gap; all three at a time would be too many registers (C7512).
+  const bool any = tile < tile_end;
+  wait(q_full, 0);
+  if (any) {
+    start_s();
+    start_dp();
+    ptx::wgmma_wait_group<1>();  // S
+    keep_order(s);
+    softmax();
     ptx::wgmma_wait_group<0>();  // dP
     keep_order(dp);
+  }
+  auto step = [&](auto is_last) {
+    constexpr bool kLast = decltype(is_last)::value;
+    const unsigned stage = n % kStages;
     unsigned ds[kBlockN / 16][4];
 #pragma unroll
     for (int e = 0; e < kScores; e += 2) {
@@ -211,10 +235,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::wgmma_fence();
     multiply_sums(sums, ds, k_sums + stage * (kBytesN / 16));
     ptx::wgmma_commit_group();
-    ptx::wgmma_wait_group<0>();
-    keep_order(sums);
-    if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
-  }
+    if constexpr (kLast) {
+      ptx::wgmma_wait_group<0>();
+      keep_order(sums);
+    } else {
+      ++n;
+      ++tile;
+      if constexpr (!kChained) ptx::wgmma_wait_group<0>();
+      start_s();
+      if constexpr (kChained) ptx::wgmma_wait_group<1>();  // dq
+      keep_order(sums);
+      start_dp();
+      ptx::wgmma_wait_group<1>();  // S
+      keep_order(s);
+      if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
+      softmax();
+      ptx::wgmma_wait_group<0>();  // dP
+      keep_order(dp);
+    }
+  };
+#pragma unroll 1
+  while (tile + 1 < tile_end) step(flag_t<false>());
+  if (any) step(flag_t<true>());
 
   const float unfactor = unfactor_of(factor, static_cast<float>(params.scale));
   const auto kept = locate(grads.kept, block_index() - from_last * grads.num_kept);

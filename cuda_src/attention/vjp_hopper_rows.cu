@@ -27,6 +27,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     found_t* __restrict__ found,
     const __grid_constant__ params_t params,
     const __grid_constant__ grads_t grads) {
+  ptx::griddepcontrol_launch_dependents();
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const place_t at(params, block_index(), num_blocks * (kBlockM / kRows));
   const int i = static_cast<int>(at.tile) * kRows + threadIdx.x / kRowThreads;
@@ -56,6 +57,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     }
   }
   const index_t first = block_index() * kNumThreads + threadIdx.x;
+  if (first == 0) found->odd = 0;
   const index_t step = index_t(gridDim.x) * gridDim.y * kNumThreads;
   for (index_t n = first; n < num_vectors; n += step) sums[n] = make_float4(0, 0, 0, 0);
 

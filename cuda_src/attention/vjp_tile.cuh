@@ -15,6 +15,9 @@
 
 #include "attention/vjp.cuh"
 #include "common/reduce.cuh"
+#ifdef REPAIRS
+#include "ptx/griddepcontrol.cuh"
+#endif
 
 #if !defined(BLOCK_M) || !defined(BLOCK_N) || !defined(CHUNK) || !defined(SINGLE) || \
     !defined(MIN_BLOCKS)
@@ -30,7 +33,11 @@ constexpr bool kSingle = SINGLE;
 #ifdef REPAIRS
 constexpr bool kRepairs = true;
 #define REPAIR_PARAMETERS const int* __restrict__ is_asked,
-#define REPAIR_IS_ASKED (*is_asked != 0)
+#define REPAIR_IS_ASKED is_asked_to_repair(is_asked)
+__device__ __forceinline__ bool is_asked_to_repair(const int* is_asked) {
+  ptx::griddepcontrol_launch_dependents();
+  return *ptx::griddepcontrol_wait(is_asked) != 0;
+}
 #else
 constexpr bool kRepairs = false;
 #define REPAIR_PARAMETERS

@@ -22,6 +22,8 @@ from cupyflash._attention_vjp_mma import MmaVjpKernel
 from cupyflash._attention_vjp_mma_plan import MmaPlan
 from cupyflash._attention_vjp_plans import HopperPlan, Plan, ZeroPlan
 from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._attention_vjp_wide import HopperWideVjpKernel
+from cupyflash._attention_vjp_wide_plan import HopperWidePlan
 
 _plans = _gpu.PlanCache()
 
@@ -31,6 +33,7 @@ _QUERY_OFFSET = 10
 # Kinds of rows with a plan of their own.
 _PLANS = (
     (HopperVjpKernel, HopperPlan),
+    (HopperWideVjpKernel, HopperWidePlan),
     (MmaVjpKernel, MmaPlan),
     (TensorFloat64VjpKernel, TensorFloat64Plan),
 )

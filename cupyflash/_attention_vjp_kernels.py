@@ -10,6 +10,8 @@ import numpy as np
 from cupyflash import (
     _attention_kernels,
     _attention_vjp_f64,
+    _attention_vjp_limits,
+    _attention_vjp_wide,
     _kernels,
     _tensormap,
 )
@@ -17,6 +19,7 @@ from cupyflash._attention_kernels import OPTIONS, Config, Tile, TileLadder, padd
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpKernel
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._attention_vjp_wide import HopperWideVjpKernel
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
 # Widest chunk of columns that a block holds of a head.
@@ -194,43 +197,15 @@ class HopperVjpKernel:
     def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
         forward = problem.forward
-        if f"{device.arch}a" != self.arch:
-            return f"needs {self.arch}, {device.name} is {device.arch}"
-        if device.nvrtc < (12, 9):
-            return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
-        if forward.dtype not in ("float16", "bfloat16"):
-            return f"takes float16 and bfloat16, not {forward.dtype}"
-        if problem.deterministic and any(_shared_axes(problem.q_shape, forward)):
-            return "adds to a dq that entries share in an order that differs"
-        options = [name for name in OPTIONS if getattr(forward, name) is not None]
-        options += ["softcap"] * (forward.softcap > 0)
-        if options:
-            return f"has no {', '.join(options)}"
-        if not 1e-20 <= abs(forward.scale) <= 1e20:
-            return f"takes scales from 1e-20 to 1e20, not {forward.scale}"
         largest = max(self.tiles)
-        for name in ("head_dim", "head_dim_v"):
-            n = getattr(forward, name)
-            if n % 8 or n > largest:
-                return f"{name} {n} is not a multiple of 8 up to {largest}"
-        if forward.seqlen_k == 0:
-            return "there are no keys"
-        if forward.no_tensor_map is not None:
-            return forward.no_tensor_map
-        shared = _shared_axes(problem.k_shape, forward)
-        if shared != _shared_axes(problem.v_shape, forward):
-            return "k and v are shared by different entries of the batch"
-        summed = forward.group_size * math.prod(
-            n for n, own in zip(forward.batch, shared, strict=True) if own
+        reason = _attention_vjp_limits.refusal(
+            problem, device, self.arch, largest, _HOPPER_SUMMED
         )
-        if summed > _HOPPER_SUMMED:
-            return f"sums at most {_HOPPER_SUMMED} heads into one of k, not {summed}"
-        terms, most = summed * forward.seqlen_q, _HOPPER_TERMS[forward.dtype]
-        if terms > most:
-            return f"sums in {forward.dtype} are exact enough up to {most} queries"
-        num_rows = math.prod(forward.batch) * forward.num_heads * forward.seqlen_q
-        if max(forward.seqlen_k, num_rows // 64) >= 1 << 30:
-            return "counts blocks in 32 bits, which this problem exceeds"
+        if reason is not None:
+            return reason
+        shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
+        if problem.deterministic and any(shared_q):
+            return "adds to a dq that entries share in an order that differs"
         if (smem := self._smem(forward) + _HOPPER_STATIC) > device.smem_optin:
             return (
                 f"needs {smem} bytes of shared memory, a block may have "
@@ -316,8 +291,10 @@ class HopperVjpKernel:
         # Queries, dO and sums of dq of a section take most of the L2 cache; sections
         # are equal, since a small one at the end would not fill the device.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
-        in_cache = device.l2_bytes * 4 // 5 // (forward.seqlen_q * row * num_summed)
-        num_sections = -(-num_kept // max(1, in_cache))
+        row_bytes = forward.seqlen_q * row * num_summed
+        in_cache = _attention_vjp_limits.in_cache(device, row_bytes)
+        num_sections = -(-num_kept // in_cache)
+        to_log2, hidden = _attention_vjp_limits.units(forward)
         return {
             "num_items": num_tiles * num_kept,
             "num_tiles": num_tiles,
@@ -325,8 +302,8 @@ class HopperVjpKernel:
             "num_kept": num_kept,
             "num_summed": num_summed,
             "section": -(-num_kept // num_sections),
-            "to_log2": np.float32(forward.scale * math.log2(math.e)),
-            "hidden": -math.inf if forward.scale > 0 else math.inf,
+            "to_log2": to_log2,
+            "hidden": hidden,
         }
 
     def grid(
@@ -336,18 +313,6 @@ class HopperVjpKernel:
         cluster = self.tile(forward, makes_dq).cluster
         num_items = self.num_tiles(forward, makes_dq) * num_kept
         return min(num_items, device.num_sms // cluster) * cluster
-
-
-# Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward
-# row, for the same reason.
-_HOPPER_TERMS = {"float16": 1 << 18, "bfloat16": 1 << 21}
-
-
-def _shared_axes(shape, forward):
-    """Which axes of the batch an array does without."""
-    own = shape[: max(0, len(shape) - 3)]
-    own = (1,) * (len(forward.batch) - len(own)) + tuple(own)
-    return tuple(n == 1 < all_ for n, all_ in zip(own, forward.batch, strict=True))
 
 
 def rows_config(forward: AttentionProblem, batch_dims: int) -> Config:
@@ -399,6 +364,7 @@ ATTENTION_VJP_KERNELS = (  # best first
             ),
         },
     ),
+    _attention_vjp_wide.HOPPER_WIDE_VJP,
     MMA_VJP,
     _attention_vjp_f64.TILED_F64_VJP,
     VjpKernel(
@@ -467,6 +433,10 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                 for config in _hopper_configs(row, forward, batch_dims, device):
                     found[row.name, config.variant] = None
                 continue
+            if isinstance(row, HopperWideVjpKernel):
+                for config in _wide_configs(row, forward, batch_dims, device):
+                    found[row.name, config.variant] = None
+                continue
             if isinstance(row, MmaVjpKernel):
                 for config in _mma_configs(
                     row, forward, batch_dims, device, everything
@@ -502,6 +472,13 @@ def _hopper_configs(row, forward, batch_dims, device):
         for part in ("", "_queries"):
             yield row.config(part, longest, batch_dims, 1, makes_dq=False)
     yield from _repairs(forward, batch_dims, device)
+
+
+def _wide_configs(row, forward, batch_dims, device):
+    """The launches of a problem of wide heads."""
+    if batch_dims <= _tensormap.MAX_BATCH_AXES:
+        yield from row.configs(forward, batch_dims)
+        yield from _repairs(forward, batch_dims, device)
 
 
 def _mma_configs(row, forward, batch_dims, device, everything):

@@ -100,6 +100,7 @@ ATTENTION_SHAPES = {
     "options": ((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64)),
     "odd": ((1, 3, 70, 33), (1, 1, 90, 33), (1, 1, 90, 17)),
     "one query": ((2, 4, 1, 64), (2, 2, 600, 64), (2, 2, 600, 64)),
+    "wide heads": ((1, 4, 130, 200), (1, 2, 200, 200), (1, 2, 200, 136)),
 }
 ATTENTION_REACH = ATTENTION_SHAPES | {
     "few": ((1, 2, 5, 64), (1, 2, 9, 64), (1, 2, 9, 64)),
@@ -115,6 +116,7 @@ _VJP_DTYPES_OF_KIND = {
     "plain": ("float16", "bfloat16", "float32", "float64"),
     "options": ("bfloat16", "float32"),
     "odd": ("float16",),
+    "wide heads": ("float16", "bfloat16"),
 }
 
 

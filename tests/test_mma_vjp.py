@@ -40,8 +40,11 @@ def test_takes(arch, dtype, head_dim, options):
     asked = problem(dtype, head_dim, **options)
     assert MMA_VJP.refusal(asked, device(arch)) is None
     row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
-    by_hopper = arch == "sm_90a" and not options and head_dim in (64, 72, 128)
-    assert row.name in (("hopper",) if by_hopper else ("hopper", "mma"))
+    before = {64: "hopper", 72: "hopper", 128: "hopper"}
+    before |= {200: "hopper_wide", 256: "hopper_wide"}
+    if arch != "sm_90a" or options:
+        before = {}
+    assert row.name == before.get(head_dim, "mma")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +112,8 @@ def forced(cupy, monkeypatch):
     from cupyflash import _attention_vjp_gpu
 
     def force(row=MMA_VJP):
-        rest = [x for x in ATTENTION_VJP_KERNELS if x.name not in ("hopper", "mma")]
+        before = ("hopper", "hopper_wide", "mma")
+        rest = [x for x in ATTENTION_VJP_KERNELS if x.name not in before]
         monkeypatch.setattr(_attention_vjp_gpu, "ATTENTION_VJP_KERNELS", (row, *rest))
         plans = _attention_vjp_gpu._gpu.PlanCache()
         monkeypatch.setattr(_attention_vjp_gpu, "_plans", plans)

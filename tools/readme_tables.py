@@ -147,6 +147,14 @@ def _gradients_on_hopper(report):
         yield label, row["tflops"][tile], row["tflops"]["cudnn"]
 
 
+def _gradients_of_wide_heads(report):
+    """What the table has, beside cuDNN."""
+    for row in report["runs"][-1]["rows"]:
+        mask = "causal" if row["causal"] else "full"
+        label = f"gradients, bfloat16, D = {row['d']}, n = {row['n']}, {mask}"
+        yield label, row["tflops"]["ours"], row["tflops"]["cudnn"]
+
+
 def _by_mma(report):
     """float32 by float16 parts, and float16 as cards from Ampere on compute it."""
     runs = report["runs"]
@@ -209,6 +217,7 @@ def _gradients_float64(report):
 _TENSOR_CORES = {
     "hopper_terms_h200.json": ("cuDNN", _forward_on_hopper),
     "attention_vjp_h200.json": ("cuDNN", _gradients_on_hopper),
+    "attention_vjp_wide_h200.json": ("cuDNN", _gradients_of_wide_heads),
     "mma_h200.json": ("fastest back end", _by_mma),
     "attention_vjp_mma_h200.json": ("FlashAttention-2", _gradients_by_mma),
     "attention_f64_h200.json": ("matmul, softmax, matmul", _float64),

@@ -5,8 +5,9 @@ Usage: wgmma_shapes.py > cuda_src/ptx/wgmma_shapes.cuh
 
 # Columns of the accumulator that kernels ask for (any multiple of 8 up to 256 exists).
 COLUMNS = (48, 64, 80, 96, 112, 128, 192, 256)
-# Those with a B that lies MN-major beside an A in shared memory.
-MN_COLUMNS = (64,)
+# Those with a B that lies MN-major beside an A in shared memory, or K-major beside one
+# in registers.
+OTHER_COLUMNS = (64,)
 TYPES = {"half_t": "f16", "bfloat16_t": "bf16"}
 
 HEADER = """\
@@ -16,8 +17,9 @@ HEADER = """\
 //
 // wgmma_t<type, columns>::ss takes A and B from shared memory (both K-major),
 // ::rs takes A from registers and B from shared memory (MN-major, as V lies),
-// ::ss_mn both from shared memory (A K-major, B MN-major). With accumulate = 0 the old
-// d does not count. Before: wgmma_fence(). After: wgmma_commit_group() and
+// ::ss_mn both from shared memory (A K-major, B MN-major),
+// ::rs_k A from registers and B from shared memory (K-major). With accumulate = 0 the
+// old d does not count. Before: wgmma_fence(). After: wgmma_commit_group() and
 // wgmma_wait_group(), before which neither d nor a may be touched.
 #pragma once
 
@@ -42,8 +44,8 @@ def lines_of(words, width=80):
 
 
 def function(columns, elem, name):
-    """One instruction: `name` is ss, rs or ss_mn."""
-    from_registers = name == "rs"
+    """One instruction: `name` is ss, rs, ss_mn or rs_k."""
+    from_registers = name in ("rs", "rs_k")
     count = columns // 2
     a_type = "const unsigned (&a)[4]" if from_registers else "unsigned long long a"
     first_b = count + (4 if from_registers else 1)
@@ -53,7 +55,7 @@ def function(columns, elem, name):
         else f"%{count}"
     )
     # scale-a, scale-b, then which operands lie MN-major in shared memory.
-    majors = {"ss": "p, 1, 1, 0, 0", "rs": "p, 1, 1, 1", "ss_mn": "p, 1, 1, 0, 1"}[name]
+    majors = {"ss": "0, 0", "rs": "1", "ss_mn": "0, 1", "rs_k": "0"}[name]
     d = ", ".join(f"%{i}" for i in range(count)).split(" ")
     inputs = [f'"r"(a[{i}]),' for i in range(4)] if from_registers else ['"l"(a),']
     inputs += ['"l"(b),', '"r"(accumulate)']
@@ -67,7 +69,7 @@ def function(columns, elem, name):
     yield f'        "wgmma.mma_async.sync.aligned.{kind} {{"'
     for line in lines_of(d, 70):
         yield f'        "{line}"'
-    yield f'        "}}, {a}, %{first_b}, {majors};}}"'
+    yield f'        "}}, {a}, %{first_b}, p, 1, 1, {majors};}}"'
     for sign, words in ((":", outputs), (":", inputs)):
         for number, line in enumerate(lines_of(words, 72)):
             yield f"        {sign if number == 0 else ' '} {line}"
@@ -83,7 +85,7 @@ def main():
         for name, elem in TYPES.items():
             print("template <>")
             print(f"struct wgmma_t<{name}, {columns}> {{")
-            for kind in ("ss", "rs") + ("ss_mn",) * (columns in MN_COLUMNS):
+            for kind in ("ss", "rs") + ("ss_mn", "rs_k") * (columns in OTHER_COLUMNS):
                 for line in function(columns, elem, kind):
                     print(line)
             print("};")

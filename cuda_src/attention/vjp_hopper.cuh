@@ -22,7 +22,6 @@
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockM = BLOCK_M;  // queries of a block
 constexpr int kPart = 64 * 64;    // numbers of dq that a warpgroup makes of a block
-static_assert(kBlockM * kHeadDim == 2 * kPart);
 
 // Mirrored by VJP_HOPPER_INPUTS in _attention_vjp_kernels.py.
 struct alignas(64) inputs_t {

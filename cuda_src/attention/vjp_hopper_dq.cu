@@ -8,7 +8,7 @@
 // Limits     head_dim a multiple of 8
 #include "attention/vjp_hopper.cuh"
 
-static_assert(kNumThreads * 16 == kPart);
+static_assert(kNumThreads * 16 == kPart && kBlockM * kHeadDim == 2 * kPart);
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_dq(
     const float* __restrict__ sums,  // vjp_hopper.cuh

@@ -12,6 +12,15 @@ __device__ __forceinline__ float2 load_shared_f32x2(unsigned address) {
   return x;
 }
 
+__device__ __forceinline__ float4 load_shared_f32x4(unsigned address) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 __device__ __forceinline__ int2 load_shared_s32x2(unsigned address) {
   int2 x;
   asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"

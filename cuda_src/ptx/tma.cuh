@@ -26,7 +26,17 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
       : "memory");
 }
 
-// The same box to the same place in each block of the cluster that has its bit in
+// Asks for the box to be in the L2 cache when it will be needed.
+__device__ __forceinline__ void prefetch_bulk_tensor_5d(
+    const tensor_map_t& map, int c0, int c1, int c2, int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::
+          "l"(&map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
+// A box to the same place in each block of the cluster that has its bit in
 // `blocks`; the barrier of each counts the bytes that arrive there.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(
     unsigned target,

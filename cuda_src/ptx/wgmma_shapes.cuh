@@ -4,8 +4,9 @@
 //
 // wgmma_t<type, columns>::ss takes A and B from shared memory (both K-major),
 // ::rs takes A from registers and B from shared memory (MN-major, as V lies),
-// ::ss_mn both from shared memory (A K-major, B MN-major). With accumulate = 0 the old
-// d does not count. Before: wgmma_fence(). After: wgmma_commit_group() and
+// ::ss_mn both from shared memory (A K-major, B MN-major),
+// ::rs_k A from registers and B from shared memory (K-major). With accumulate = 0 the
+// old d does not count. Before: wgmma_fence(). After: wgmma_commit_group() and
 // wgmma_wait_group(), before which neither d nor a may be touched.
 #pragma once
 
@@ -146,6 +147,25 @@ struct wgmma_t<half_t, 64> {
         : "l"(a), "l"(b), "r"(accumulate)
     );
   }
+  static __device__ __forceinline__ void rs_k(float (&d)[32],
+      const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %37, 0;"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29,"
+        "%30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
+          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
+          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
+          "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
+    );
+  }
 };
 template <>
 struct wgmma_t<bfloat16_t, 64> {
@@ -204,6 +224,25 @@ struct wgmma_t<bfloat16_t, 64> {
           "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
           "+f"(d[31])
         : "l"(a), "l"(b), "r"(accumulate)
+    );
+  }
+  static __device__ __forceinline__ void rs_k(float (&d)[32],
+      const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %37, 0;"
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29,"
+        "%30, %31"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
+          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
+          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
+          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
+          "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
     );
   }
 };

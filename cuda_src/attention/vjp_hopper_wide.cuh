@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: MIT
+// What attention_vjp_hopper_wide_keys and attention_vjp_hopper_wide_queries share:
+// tiles of 64 rows, products of a warpgroup, and how rows of a gradient leave.
+#pragma once
+
+#include "attention/vjp_hopper.cuh"
+#include "ptx/elect.cuh"
+#include "ptx/setmaxnreg.cuh"
+#include "ptx/wgmma_shapes.cuh"
+
+#ifndef BOUNDS
+#error "BOUNDS comes from the host"
+#endif
+constexpr int kBounds = BOUNDS;  // as in vjp_hopper.cu
+constexpr int kBlockN = 64;      // keys of a tile
+static_assert(kBlockM == 64 && kHeadDim % 64 == 0 && kNumThreads == 384);
+
+// A tile: chunks of 64 columns, each [64 rows][128 bytes], swizzled.
+constexpr int kChunks = kHeadDim / 64, kChunk = 64 * 128, kBytes = kChunks * kChunk;
+constexpr int kScores = 64 / 2;      // of S, P, dP and dS, numbers of a thread
+constexpr int kSums = kHeadDim / 2;  // of a gradient
+
+// s = a b^T. A step is 16 columns: 32 bytes of a row of 128.
+__device__ __forceinline__ void multiply_scores(float (&s)[kScores],
+                                                unsigned long long a,
+                                                unsigned long long b) {
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int offset = (step / 4 * kChunk + step % 4 * 32) / 16;
+    ptx::wgmma_t<elem_t, 64>::ss(s, a + offset, b + offset, step > 0);
+  }
+}
+
+// sums += p b. A step is 16 rows of b, of 128 bytes.
+__device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
+                                              const unsigned (&p)[4][4],
+                                              unsigned long long b) {
+#pragma unroll
+  for (int step = 0; step < 4; ++step) {
+    ptx::wgmma_t<elem_t, kHeadDim>::rs(sums, p[step], b + step * (16 * 128 / 16), 1);
+  }
+}
+
+// A tile of rows of a kept entry.
+struct item_t {
+  int tile, kept;
+};
+
+// Item `number`. Where items differ in length, the first tiles come first in each
+// section of entries.
+__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
+  const unsigned n = number, num_tiles = inputs.num_tiles;
+  if constexpr (kBounds == 0) return {int(n % num_tiles), int(n / num_tiles)};
+  const unsigned in_section = inputs.section * num_tiles;
+  const unsigned first = n / in_section * inputs.section, rest = n % in_section;
+  const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
+  return {int(rest / width), int(first + rest % width)};
+}
+
+// The item of this block after `number`: where items differ in length, the next one
+// that no block has taken.
+__device__ __forceinline__ int item_after(int number, int* counter) {
+  return static_cast<int>(gridDim.x) + (kBounds == 0 ? number : atomicAdd(counter, 1));
+}
+
+// Of an array, where the matrix of an entry lies in its tensor map.
+struct matrix_t {
+  int head, batch[2];
+};
+__device__ __forceinline__ matrix_t matrix_of(const place_t& at,
+                                              index_t head,
+                                              const operand_t& operand) {
+  matrix_t found;
+  found.head = coordinate(head, operand.head);
+  batch_coordinates(found.batch, at, operand);
+  return found;
+}
+
+// Asks for chunks [kFirst, kLast) of 64 rows, whose bytes have been announced.
+template <int kFirst, int kLast>
+__device__ __forceinline__ void load_chunks(unsigned target,
+                                            const ptx::tensor_map_t& map,
+                                            unsigned barrier,
+                                            int row,
+                                            const matrix_t& matrix) {
+  const int head = matrix.head, batch[2] = {matrix.batch[0], matrix.batch[1]};
+#pragma unroll
+  for (int chunk = kFirst; chunk < kLast; ++chunk) {
+    ptx::cp_async_bulk_tensor_5d(target + (chunk - kFirst) * kChunk, map, barrier,
+                                 chunk * 64, row, head, batch[0], batch[1]);
+  }
+}
+
+// Asks for them to be in the L2 cache.
+__device__ __forceinline__ void prefetch_rows(const ptx::tensor_map_t& map,
+                                              int row,
+                                              const matrix_t& matrix) {
+#pragma unroll 1
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    ptx::prefetch_bulk_tensor_5d(map, chunk * 64, row, matrix.head, matrix.batch[0],
+                                 matrix.batch[1]);
+  }
+}
+
+// A stage of several, and whether the ring was gone round an odd number of times.
+template <int kStages>
+struct ring_t {
+  unsigned stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+};
+
+// What the producer tells of an item stands in one of so many places: it is written
+// while the item before is computed, and the one before that is stored.
+constexpr int kViews = 3;
+
+// Writes a warpgroup's 64 rows of a gradient, of which `num_rows` exist. Number e of a
+// thread stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8 + `row`.
+// Returns NaN if one is not finite.
+__device__ __forceinline__ float store_rows(const float (&sums)[kSums],
+                                            float factor,
+                                            elem_t* target,
+                                            index_t row_step,
+                                            int row,
+                                            int num_rows,
+                                            int dim) {
+  const int lane = threadIdx.x % 32;
+  float odd = 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool exists = row + 8 * r < num_rows;
+    elem_t* const to = target + (row + 8 * r) * row_step;
+#pragma unroll
+    for (int e = 0; e < kSums; e += 16) {
+      unsigned words[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int from = e + 4 * t + 2 * r;
+        words[t] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
+        if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
+      }
+      transpose(words, lane);  // 8 columns side by side
+      const int column = e * 2 + lane % 4 * 8;
+      if (exists && column < dim) {
+        *reinterpret_cast<uint4*>(to + column) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+  return odd;
+}

@@ -1,0 +1,443 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_hopper_wide_keys: dk and dv for wide heads, by tensor cores fed by the
+// copy engine, for sm_90a.
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+//            keys, over blocks of queries; products transposed, so that keys are rows:
+//                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
+//                dv += P dO,  dk += dS q
+//            Sums of 256 columns take half of a thread's registers, so each warpgroup
+//            has one: the first makes S, P and dv, the second dP, dS and dk. P goes
+//            from one to the other through shared memory, number by number, since the
+//            same thread of both has the same place. attention_vjp_hopper_wide_queries
+//            makes dq
+// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
+//            blocks take item after item, from a counter where items differ in length
+// Threads    two warpgroups compute; a thread of a third asks the copy engine, and
+//            finds out what the next item is
+// Tiles      k, v     64 x kHeadDim   loaded once an item, 64 columns to registers and
+//                                     the others to shared memory
+//            q, dO    64 x kHeadDim   shared, kStagesQ and kStagesDout stages
+//            P        64 x 64 float   shared
+//            S, P, dP, dS, dk, dv  registers, as wgmma lays them out
+// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
+// Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
+//            products. One order of sums: the same bits in every run
+// Limits     as attention_vjp_hopper, of infinities and NaN too
+#include "attention/vjp_hopper_wide.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/bulk.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/shared.cuh"
+
+// q is read for S and, a step later, for dk; dO is read for dP and dv nearly at one
+// time, and has a stage less where there is no room.
+constexpr int kStagesQ = 3, kStagesDout = kHeadDim > 192 ? 2 : 3;
+constexpr int kStages = kStagesQ + kStagesDout;
+// Chunks of k and v that stand in registers while an item is computed: their products
+// ask for fewer bytes of shared memory, which is as busy as the tensor cores. They come
+// by a stage of q.
+constexpr int kHeld = 1;
+constexpr int kBytesRest = (kChunks - kHeld) * kChunk;
+// setmaxnreg moves registers inside the pool of the launch, 168 a thread.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+constexpr int kBytesWeights = kBlockN * kBlockM * 4, kBytesStats = kBlockM * 4;
+
+// Barriers by number: P is there; P has been read.
+constexpr int kWritten = 1, kRead = 2;
+
+// s = a b^T with the first chunks of a in registers.
+__device__ __forceinline__ void multiply_held(float (&s)[kScores],
+                                              const unsigned (&held)[4 * kHeld][4],
+                                              unsigned long long a,
+                                              unsigned long long b) {
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const int chunk = step / 4, inside = step % 4 * 32;
+    const unsigned long long from = b + (chunk * kChunk + inside) / 16;
+    if (chunk < kHeld) {
+      ptx::wgmma_t<elem_t, 64>::rs_k(s, held[chunk < kHeld ? step : 0], from, step > 0);
+    } else {
+      ptx::wgmma_t<elem_t, 64>::ss(s, a + ((chunk - kHeld) * kChunk + inside) / 16,
+                                   from, 1);
+    }
+  }
+}
+
+// What the producer finds out about an item.
+struct view_t {
+  index_t dk, dv;  // of the first row of the tile in the gradients
+  int num_steps;   // blocks of queries, over all summed entries; < 0: no item is left
+  int kept, key_first, num_keys;
+  int block_first, block_last;  // of queries that see keys of the tile
+  int low, high;                // band_t, from query 0
+  matrix_t k, v;
+};
+
+// Where the queries of a summed entry lie. The producer has no registers for it.
+struct source_t {
+  matrix_t q, dout;
+  int stats;  // the first block of statistics
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    attention_vjp_hopper_wide_keys(const __grid_constant__ inputs_t inputs,
+                                   const float* __restrict__ stats,  // vjp_hopper.cuh
+                                   elem_t* __restrict__ dk,          // as k, summed
+                                   elem_t* __restrict__ dv,          // as v, summed
+                                   found_t* __restrict__ found,
+                                   int* __restrict__ counter,  // starts as 0
+                                   SCORE_PARAMETERS,
+                                   const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStages];
+  __shared__ view_t views[kViews];
+  __shared__ source_t source;
+
+  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+  const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
+  const unsigned smem_v = smem_k + kBytesRest, smem_q = smem_v + kBytesRest,
+                 smem_dout = smem_q + kStagesQ * kBytes,
+                 smem_weights = smem_dout + kStagesDout * kBytes,
+                 smem_lse = smem_weights + kBytesWeights,
+                 smem_delta = smem_lse + kStagesQ * kBytesStats;
+  const unsigned k_full = ptx::shared_address(barriers), v_full = k_full + 8,
+                 q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
+                 k_empty = dout_full + 8 * kStagesDout, v_empty = k_empty + 8,
+                 q_empty = v_empty + 8, dout_empty = q_empty + 8 * kStagesQ;
+  if (threadIdx.x == 0) {
+    for (int n = 0; n < 2 + kStages; ++n) ptx::mbarrier_init(k_full + 8 * n, 1);
+    // Warps that are done arrive.
+    for (int n = 0; n < 2; ++n) ptx::mbarrier_init(k_empty + 8 * n, 4);
+    for (int n = 0; n < kStages; ++n) ptx::mbarrier_init(q_empty + 8 * n, 8);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are there before anyone uses them
+
+  const int role = uniform(threadIdx.x / 128);
+  ring_t<kStagesQ> of_q;
+  ring_t<kStagesDout> of_dout;
+  int place = 0;  // of views
+  auto next_place = [&] { place = place + 1 == kViews ? 0 : place + 1; };
+
+  if (role == 2) {
+    // --- the producer
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x / 32 != 8 || !ptx::elect()) return;
+
+    int number = static_cast<int>(blockIdx.x);
+    auto find = [&](view_t& view) {
+      view.num_steps = -1;
+      if (number >= inputs.num_items) return;
+      const item_t item = item_of(number, inputs);
+      const auto kept = locate(grads.kept, item.kept);
+      const int key_first = item.tile * kBlockN;
+      view.dk = kept.of[1] + key_first * grads.row[0];
+      view.dv = kept.of[2] + key_first * grads.row[1];
+      view.kept = item.kept;
+      view.key_first = key_first;
+      view.num_keys = static_cast<int>(params.seqlen_k) - key_first;
+      int block_first = 0, block_last = inputs.num_blocks;
+      if constexpr (kBounds > 0) {
+        const scores_t scores(place_t(), SCORE_ARGUMENTS);
+        const range_t queries = scores.queries_of(key_first, key_first + kBlockN);
+        block_first = static_cast<int>(queries.first) / kBlockM;
+        block_last = (static_cast<int>(queries.last) + kBlockM - 1) / kBlockM;
+        if (queries.first >= queries.last) block_last = block_first;
+        const band_t band = scores.band(0, key_first);
+        view.low = band.low;
+        view.high = band.high;
+      }
+      view.block_first = block_first;
+      view.block_last = block_last;
+      view.num_steps = (block_last - block_first) * inputs.num_summed;
+      const place_t at = grads.entry(params, kept.of[0], 0);
+      view.k = matrix_of(at, at.kv_head, params.k);
+      view.v = matrix_of(at, at.kv_head, params.v);
+    };
+    auto find_source = [&](int kept, int summed) {
+      const place_t at = grads.entry(params, locate(grads.kept, kept).of[0], summed);
+      source.q = matrix_of(at, at.head, params.q);
+      source.dout = matrix_of(at, at.head, grads.dout);
+      source.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
+    };
+
+    find(views[0]);
+    for (unsigned items = 0;; ++items) {
+      const view_t& view = views[place];
+      wait(k_empty, (items & 1) ^ 1);
+      wait(v_empty, (items & 1) ^ 1);
+      if (view.num_steps < 0) {
+        ptx::mbarrier_arrive(k_full);
+        ptx::mbarrier_arrive(v_full);
+        return;
+      }
+      const int key_first = view.key_first;
+      wait(q_empty + 8 * of_q.stage, of_q.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(q_full + 8 * of_q.stage, 2 * kHeld * kChunk);
+      const unsigned held = smem_q + of_q.stage * kBytes;
+      load_chunks<0, kHeld>(held, inputs.k_map, q_full + 8 * of_q.stage, key_first,
+                            view.k);
+      load_chunks<0, kHeld>(held + kHeld * kChunk, inputs.v_map,
+                            q_full + 8 * of_q.stage, key_first, view.v);
+      of_q.advance();
+      ptx::mbarrier_arrive_expect_tx(k_full, kBytesRest);
+      load_chunks<kHeld, kChunks>(smem_k, inputs.k_map, k_full, key_first, view.k);
+      ptx::mbarrier_arrive_expect_tx(v_full, kBytesRest);
+      load_chunks<kHeld, kChunks>(smem_v, inputs.v_map, v_full, key_first, view.v);
+      const int num_steps = view.num_steps;
+      find_source(view.kept, 0);
+      int block = view.block_first, summed = 0;
+      for (int step = 0; step < num_steps; ++step) {
+        const float* const rows = stats + index_t(source.stats + block) * (2 * kBlockM);
+        const unsigned q_barrier = q_full + 8 * of_q.stage,
+                       dout_barrier = dout_full + 8 * of_dout.stage;
+        wait(q_empty + 8 * of_q.stage, of_q.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(q_barrier, kBytes + kBytesStats);
+        load_chunks<0, kChunks>(smem_q + of_q.stage * kBytes, inputs.q_map, q_barrier,
+                                block * kBlockM, source.q);
+        ptx::cp_async_bulk(smem_lse + of_q.stage * kBytesStats, rows, kBytesStats,
+                           q_barrier);
+        wait(dout_empty + 8 * of_dout.stage, of_dout.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(dout_barrier, kBytes + kBytesStats);
+        load_chunks<0, kChunks>(smem_dout + of_dout.stage * kBytes, inputs.dout_map,
+                                dout_barrier, block * kBlockM, source.dout);
+        ptx::cp_async_bulk(smem_delta + of_dout.stage * kBytesStats, rows + kBlockM,
+                           kBytesStats, dout_barrier);
+        of_q.advance();
+        of_dout.advance();
+        if (++block == view.block_last && step + 1 < num_steps) {
+          block = view.block_first;
+          find_source(view.kept, ++summed);
+        }
+      }
+      number = item_after(number, counter);
+      next_place();
+      view_t& next = views[place];
+      find(next);
+      if (next.num_steps >= 0) {
+        prefetch_rows(inputs.k_map, next.key_first, next.k);
+        prefetch_rows(inputs.v_map, next.key_first, next.v);
+      }
+    }
+  }
+
+  // --- those that compute
+  ptx::setmaxnreg_inc<kConsumerRegisters>();
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const unsigned long long k_rows = descriptor(smem_k, 16),
+                           v_rows = descriptor(smem_v, 16),
+                           q_rows = descriptor(smem_q, 16),
+                           dout_rows = descriptor(smem_dout, 16),
+                           q_sums = descriptor(smem_q, kChunk),
+                           dout_sums = descriptor(smem_dout, kChunk);
+  // Number e of a thread stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, a query,
+  // and row e / 2 % 2 * 8 + row_thread, a key.
+  const int row_thread = warp * 16 + lane / 4;
+  const unsigned weights = smem_weights + threadIdx.x % 128 * 16;
+  // This warp is done with a tile.
+  auto release = [&](unsigned barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  float sums[kSums], s[kScores];
+  unsigned held[4 * kHeld][4];
+  // What a warpgroup holds of its array. A lane gives the address of 8 columns of a
+  // row; the swizzle flips bits 4 to 6 of it by the row.
+  const unsigned held_source =
+      smem_q + role * kHeld * kChunk + (warp * 16 + lane % 16) * 128;
+  auto take_held = [&] {
+    wait(q_full + 8 * of_q.stage, of_q.parity);
+#pragma unroll
+    for (int step = 0; step < 4 * kHeld; ++step) {
+      const unsigned inside = (step % 4 * 32 + lane / 16 * 16) ^ (lane % 8 * 16);
+      ptx::ldmatrix_x4(held[step],
+                       held_source + of_q.stage * kBytes + step / 4 * kChunk + inside);
+    }
+    __syncwarp();
+    release(q_empty + 8 * of_q.stage);
+    of_q.advance();
+  };
+  // The rings are the same in all lanes, which the compiler loses sight of between
+  // items.
+  auto make_uniform = [&] {
+    of_q = {unsigned(uniform(of_q.stage)), unsigned(uniform(of_q.parity))};
+    of_dout = {unsigned(uniform(of_dout.stage)), unsigned(uniform(of_dout.parity))};
+  };
+
+  if (role == 0) {
+    // --- S, P and dv
+    unsigned p[4][4];
+    for (unsigned items = 0;; ++items) {
+      wait(k_full, items & 1);
+      const volatile view_t& view = views[place];
+      const int num_steps = uniform(view.num_steps);
+      if (num_steps < 0) return;
+#pragma unroll
+      for (int e = 0; e < kSums; ++e) sums[e] = 0;
+      take_held();
+      make_uniform();
+
+      int block = view.block_first;
+      // s becomes P of a block of queries, whose lse is in a stage.
+      auto softmax = [&] {
+        const int num_keys = view.num_keys;
+        int low = -(1 << 30), high = 1 << 30;
+        if constexpr (kBounds > 0) {
+          low = view.low + block * kBlockM;
+          high = view.high + block * kBlockM;
+          if (++block == view.block_last) block = view.block_first;
+        }
+        if (num_keys < kBlockN || low > 1 - kBlockM || high < kBlockN) {
+#pragma unroll
+          for (int e = 0; e < kScores; ++e) {
+            const int key = row_thread + e / 2 % 2 * 8;
+            const int distance = key - e / 4 * 8 - e % 2 - lane % 4 * 2;
+            const bool sees = low <= distance && distance < high && key < num_keys;
+            if (!sees) s[e] = inputs.hidden;
+          }
+        }
+        const unsigned lse = smem_lse + of_q.stage * kBytesStats + lane % 4 * 8;
+#pragma unroll
+        for (int e = 0; e < kScores; e += 4) {
+          const float2 log_sum = ptx::load_shared_f32x2(lse + e * 8);
+          s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum.x);
+          s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - log_sum.y);
+          s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - log_sum.x);
+          s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - log_sum.y);
+        }
+        release(q_empty + 8 * of_q.stage);
+        of_q.advance();
+      };
+      auto ask_scores = [&] {
+        wait(q_full + 8 * of_q.stage, of_q.parity);
+        ptx::wgmma_fence();
+        multiply_held(s, held, k_rows, q_rows + of_q.stage * (kBytes / 16));
+        ptx::wgmma_commit_group();
+      };
+      // One block of queries; S and P of the next one. No product is in flight between
+      // steps: ptxas does not follow them around a loop (C7514).
+      auto step = [&](auto is_last) {
+        constexpr bool kLast = decltype(is_last)::value;
+        ptx::bar_sync<256>(kRead);
+#pragma unroll
+        for (int e = 0; e < kScores; e += 4) {
+          ptx::store_shared_f32x4(weights + e / 4 * 2048, s[e], s[e + 1], s[e + 2],
+                                  s[e + 3]);
+        }
+        ptx::bar_arrive<256>(kWritten);
+#pragma unroll
+        for (int e = 0; e < kScores; e += 2) {
+          p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+        }
+        const unsigned stage = of_dout.stage;
+        wait(dout_full + 8 * stage, of_dout.parity);
+        of_dout.advance();
+        ptx::wgmma_fence();
+        multiply_sums(sums, p, dout_sums + stage * (kBytes / 16));
+        ptx::wgmma_commit_group();
+        if constexpr (!kLast) ask_scores();
+        ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dv
+        keep_order(sums);
+        release(dout_empty + 8 * stage);
+        if constexpr (!kLast) {
+          ptx::wgmma_wait_group<0>();
+          keep_order(s);
+          softmax();
+        }
+      };
+      if (num_steps > 0) {
+        ask_scores();
+        ptx::wgmma_wait_group<0>();
+        keep_order(s);
+        softmax();
+#pragma unroll 1
+        for (int n = 1; n < num_steps; ++n) step(flag_t<false>());
+      }
+      release(k_empty);
+      if (num_steps > 0) step(flag_t<true>());
+      const float odd =
+          store_rows(sums, 1 / kFactorP, dv + view.dv, grads.row[1], row_thread,
+                     view.num_keys, static_cast<int>(params.head_dim_v));
+      if (odd != 0) found->odd = 1;
+      next_place();
+    }
+  } else {
+    // --- dP, dS and dk
+    unsigned ds[4][4];
+    const float factor = factor_of(found);
+    for (unsigned items = 0;; ++items) {
+      wait(v_full, items & 1);
+      const volatile view_t& view = views[place];
+      const int num_steps = uniform(view.num_steps);
+      if (num_steps < 0) return;
+#pragma unroll
+      for (int e = 0; e < kSums; ++e) sums[e] = 0;
+      take_held();
+      make_uniform();
+
+      auto ask_scores = [&] {
+        wait(dout_full + 8 * of_dout.stage, of_dout.parity);
+        ptx::wgmma_fence();
+        multiply_held(s, held, v_rows, dout_rows + of_dout.stage * (kBytes / 16));
+        ptx::wgmma_commit_group();
+      };
+      // One block of queries; dP of the next one.
+      auto step = [&](auto is_last) {
+        constexpr bool kLast = decltype(is_last)::value;
+        make_uniform();
+        const unsigned delta = smem_delta + of_dout.stage * kBytesStats + lane % 4 * 8;
+        ptx::bar_sync<256>(kWritten);
+#pragma unroll
+        for (int e = 0; e < kScores; e += 4) {
+          float2 d = ptx::load_shared_f32x2(delta + e * 8);
+          const float4 w = ptx::load_shared_f32x4(weights + e / 4 * 2048);
+          if constexpr (kNarrow<elem_t>) {
+            d.x *= factor;
+            d.y *= factor;
+#pragma unroll
+            for (int f = e; f < e + 4; ++f) s[f] *= factor;
+          }
+          ds[e / 8][e / 2 % 4] =
+              pair16_t::from(w.y * (s[e + 1] - d.y), w.x * (s[e] - d.x));
+          ds[e / 8][e / 2 % 4 + 1] =
+              pair16_t::from(w.w * (s[e + 3] - d.y), w.z * (s[e + 2] - d.x));
+        }
+        if constexpr (!kLast) ptx::bar_arrive<256>(kRead);
+        __syncwarp();  // all lanes have read delta
+        release(dout_empty + 8 * of_dout.stage);
+        of_dout.advance();
+        const unsigned stage = of_q.stage;
+        wait(q_full + 8 * stage, of_q.parity);
+        of_q.advance();
+        ptx::wgmma_fence();
+        multiply_sums(sums, ds, q_sums + stage * (kBytes / 16));
+        ptx::wgmma_commit_group();
+        if constexpr (!kLast) ask_scores();
+        ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dk
+        keep_order(sums);
+        release(q_empty + 8 * stage);
+        if constexpr (!kLast) {
+          ptx::wgmma_wait_group<0>();
+          keep_order(s);
+        }
+      };
+      if (num_steps > 0) {
+        ptx::bar_arrive<256>(kRead);  // nothing of this item has been written yet
+        ask_scores();
+        ptx::wgmma_wait_group<0>();
+        keep_order(s);
+#pragma unroll 1
+        for (int n = 1; n < num_steps; ++n) step(flag_t<false>());
+      }
+      release(v_empty);
+      if (num_steps > 0) step(flag_t<true>());
+      const float unfactor = unfactor_of(factor, static_cast<float>(params.scale));
+      const float odd =
+          store_rows(sums, unfactor, dk + view.dk, grads.row[0], row_thread,
+                     view.num_keys, static_cast<int>(params.head_dim));
+      if (odd != 0) found->odd = 1;
+      next_place();
+    }
+  }
+}

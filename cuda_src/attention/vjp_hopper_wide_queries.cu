@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_hopper_wide_queries: dq for wide heads, by tensor cores fed by the copy
+// engine, for sm_90a.
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+//            queries, over tiles of keys from first to last:
+//                S = q k^T,  P = exp(scale S - lse),  dP = dO v^T,  dS = P (dP - delta)
+//                dq += dS k
+//            P and dS come out of one product in the registers that the next one reads.
+//            attention_vjp_hopper_wide_keys makes dk and dv
+// Grid       a block a multiprocessor. An item is a tile of queries of an entry; blocks
+//            take item after item, from a counter where items differ in length
+// Threads    two warpgroups compute 64 queries each; a thread of a third asks the copy
+//            engine, and finds out what the next item is
+// Tiles      q, dO    64 x kHeadDim a warpgroup   shared, loaded once an item
+//            k, v     64 x kHeadDim               shared, 2 and kStagesV stages
+//            S, P, dP, dS, dq  registers, as wgmma lays them out
+// Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
+// Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
+// Limits     as attention_vjp_hopper; q is not shared by entries of the batch
+#include "attention/vjp_hopper_wide.cuh"
+
+constexpr int kGroups = 2, kTileM = kGroups * 64;
+// k is read for S and then for dq, v for dP alone: it is free long before the next one
+// is needed, so one stage will do where there is no room for two.
+constexpr int kStagesK = 2, kStagesV = kHeadDim > 192 ? 1 : 2;
+// setmaxnreg moves registers inside the pool of the launch, 168 a thread.
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+// What the producer finds out about an item.
+struct view_t {
+  index_t dq;                 // of the first row of the tile in the gradient
+  int tile_first, tile_last;  // of keys that queries see; < 0: no item is left
+  int row_first, stats;       // stats: the first block of the entry's
+  int low, high;              // band_t, from key 0
+  matrix_t q, dout, k, v;
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    attention_vjp_hopper_wide_queries(
+        const __grid_constant__ inputs_t inputs,
+        const float* __restrict__ stats,  // vjp_hopper.cuh
+        elem_t* __restrict__ dq,          // as q
+        found_t* __restrict__ found,
+        int* __restrict__ counter,  // starts as 0
+        SCORE_PARAMETERS,
+        const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStagesK + 2 * kStagesV];
+  __shared__ view_t views[kViews];
+
+  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+  const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
+  const unsigned smem_dout = smem_q + kGroups * kBytes,
+                 smem_k = smem_dout + kGroups * kBytes,
+                 smem_v = smem_k + kStagesK * kBytes;
+  const unsigned q_full = ptx::shared_address(barriers), dout_full = q_full + 8,
+                 k_full = dout_full + 8, v_full = k_full + 8 * kStagesK,
+                 q_empty = v_full + 8 * kStagesV, dout_empty = q_empty + 8,
+                 k_empty = dout_empty + 8, v_empty = k_empty + 8 * kStagesK;
+  if (threadIdx.x == 0) {
+    constexpr int kTiles = 2 + kStagesK + kStagesV;
+    for (int n = 0; n < kTiles; ++n) {
+      ptx::mbarrier_init(q_full + 8 * n, 1);
+      ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups);  // a warp that is done arrives
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are there before anyone uses them
+
+  const int group = uniform(threadIdx.x / 128);
+  ring_t<kStagesK> of_k;
+  ring_t<kStagesV> of_v;
+  int place = 0;  // of views
+  auto next_place = [&] { place = place + 1 == kViews ? 0 : place + 1; };
+
+  if (group == kGroups) {
+    // --- the producer
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x / 32 != 4 * kGroups || !ptx::elect()) return;
+
+    int number = static_cast<int>(blockIdx.x);
+    auto find = [&](view_t& view) {
+      view.tile_last = -1;
+      if (number >= inputs.num_items) return;
+      const item_t item = item_of(number, inputs);
+      // The last queries see most keys, where positions hide some.
+      const int row_first = (inputs.num_tiles - 1 - item.tile) * kTileM;
+      int tile_first = 0;
+      int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
+      if constexpr (kBounds > 0) {
+        const scores_t scores(place_t(), SCORE_ARGUMENTS);
+        const range_t keys = scores.keys_of(row_first, row_first + kTileM);
+        tile_first = static_cast<int>(keys.first) / kBlockN;
+        tile_last = (static_cast<int>(keys.last) + kBlockN - 1) / kBlockN;
+        if (keys.first >= keys.last) tile_last = tile_first;
+        const band_t band = scores.band(row_first, 0);
+        view.low = band.low;
+        view.high = band.high;
+      }
+      view.row_first = row_first;
+      view.tile_first = tile_first;
+      view.tile_last = tile_last;
+      const auto kept = locate(grads.kept, item.kept);
+      view.dq = kept.of[1] + row_first * grads.row[0];
+      const place_t at = grads.entry(params, kept.of[0], 0);
+      view.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
+      view.q = matrix_of(at, at.head, params.q);
+      view.dout = matrix_of(at, at.head, grads.dout);
+      view.k = matrix_of(at, at.kv_head, params.k);
+      view.v = matrix_of(at, at.kv_head, params.v);
+    };
+    auto load_own = [&](unsigned target, const ptx::tensor_map_t& map, unsigned full,
+                        unsigned empty, unsigned parity, const matrix_t& matrix) {
+      wait(empty, parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, kGroups * kBytes);
+      for (int n = 0; n < kGroups; ++n) {
+        load_chunks<0, kChunks>(target + n * kBytes, map, full,
+                                views[place].row_first + n * 64, matrix);
+      }
+    };
+
+    find(views[0]);
+    for (unsigned items = 0;; ++items) {
+      const unsigned parity = items & 1;
+      if (views[place].tile_last < 0) {
+        wait(q_empty, parity ^ 1);
+        ptx::mbarrier_arrive(q_full);
+        return;
+      }
+      load_own(smem_q, inputs.q_map, q_full, q_empty, parity, views[place].q);
+      for (int tile = views[place].tile_first; tile < views[place].tile_last; ++tile) {
+        const unsigned k_barrier = k_full + 8 * of_k.stage;
+        wait(k_empty + 8 * of_k.stage, of_k.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(k_barrier, kBytes);
+        load_chunks<0, kChunks>(smem_k + of_k.stage * kBytes, inputs.k_map, k_barrier,
+                                tile * kBlockN, views[place].k);
+        if (tile == views[place].tile_first) {
+          load_own(smem_dout, inputs.dout_map, dout_full, dout_empty, parity,
+                   views[place].dout);
+        }
+        const unsigned v_barrier = v_full + 8 * of_v.stage;
+        wait(v_empty + 8 * of_v.stage, of_v.parity ^ 1);
+        ptx::mbarrier_arrive_expect_tx(v_barrier, kBytes);
+        load_chunks<0, kChunks>(smem_v + of_v.stage * kBytes, inputs.v_map, v_barrier,
+                                tile * kBlockN, views[place].v);
+        of_k.advance();
+        of_v.advance();
+      }
+      if (views[place].tile_first >= views[place].tile_last) {
+        load_own(smem_dout, inputs.dout_map, dout_full, dout_empty, parity,
+                 views[place].dout);
+      }
+      number = item_after(number, counter);
+      next_place();
+      find(views[place]);
+      if (views[place].tile_last >= 0) {
+        for (int n = 0; n < kGroups; ++n) {
+          const int row = views[place].row_first + n * 64;
+          prefetch_rows(inputs.q_map, row, views[place].q);
+          prefetch_rows(inputs.dout_map, row, views[place].dout);
+        }
+      }
+    }
+  }
+
+  // --- those that compute
+  ptx::setmaxnreg_inc<kConsumerRegisters>();
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  const int row = warp * 16 + lane / 4;  // of the warpgroup's, and the one 8 below
+  const float factor = factor_of(found);
+  const unsigned long long q_rows = descriptor(smem_q + group * kBytes, 16),
+                           dout_rows = descriptor(smem_dout + group * kBytes, 16),
+                           k_rows = descriptor(smem_k, 16),
+                           v_rows = descriptor(smem_v, 16),
+                           k_sums = descriptor(smem_k, kChunk);
+  // This warp is done with a tile.
+  auto release = [&](unsigned barrier) {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  };
+  float sums[kSums], s[kScores], dp[kScores];
+  for (unsigned items = 0;; ++items) {
+    wait(q_full, items & 1);
+    const volatile view_t& view = views[place];
+    const int tile_first = uniform(view.tile_first);
+    const int tile_last = uniform(view.tile_last);
+    if (tile_last < 0) return;
+    float log_sum[2], delta[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = view.row_first + group * 64 + row + 8 * r;
+      const float* const from =
+          stats + index_t(view.stats + i / kBlockM) * (2 * kBlockM) + i % kBlockM;
+      const bool exists = i < params.seqlen_q;
+      log_sum[r] = exists ? from[0] : infinity<float>();
+      delta[r] = exists ? from[kBlockM] * factor : 0.f;
+    }
+#pragma unroll
+    for (int e = 0; e < kSums; ++e) sums[e] = 0;
+    // The rings are the same in all lanes, which the compiler loses sight of between
+    // items.
+    of_k = {unsigned(uniform(of_k.stage)), unsigned(uniform(of_k.parity))};
+    of_v = {unsigned(uniform(of_v.stage)), unsigned(uniform(of_v.parity))};
+
+#pragma unroll 1
+    for (int tile = tile_first; tile < tile_last; ++tile) {
+      wait(k_full + 8 * of_k.stage, of_k.parity);
+      ptx::wgmma_fence();
+      multiply_scores(s, q_rows, k_rows + of_k.stage * (kBytes / 16));
+      ptx::wgmma_commit_group();
+      wait(dout_full, items & 1);
+      wait(v_full + 8 * of_v.stage, of_v.parity);
+      ptx::wgmma_fence();
+      multiply_scores(dp, dout_rows, v_rows + of_v.stage * (kBytes / 16));
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<1>();  // S
+      keep_order(s);
+      if (tile + 1 == tile_last) release(q_empty);
+
+      // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
+      const int num_keys = static_cast<int>(params.seqlen_k) - tile * kBlockN;
+      int low = -(1 << 30), high = 1 << 30;
+      if constexpr (kBounds > 0) {
+        low = view.low + group * 64 - tile * kBlockN;
+        high = view.high + group * 64 - tile * kBlockN;
+      }
+      if (num_keys < kBlockN || low > 1 - 64 || high < kBlockN) {
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) {
+          const int column = e / 4 * 8 + e % 2 + lane % 4 * 2;
+          const int distance = column - row - e / 2 % 2 * 8;
+          const bool sees = low <= distance && distance < high && column < num_keys;
+          if (!sees) s[e] = inputs.hidden;
+        }
+      }
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) {
+        s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
+      }
+      ptx::wgmma_wait_group<0>();  // dP
+      keep_order(dp);
+      release(v_empty + 8 * of_v.stage);
+      if (tile + 1 == tile_last) release(dout_empty);
+      unsigned ds[4][4];
+#pragma unroll
+      for (int e = 0; e < kScores; e += 2) {
+        const int r = e / 2 % 2;
+        if constexpr (kNarrow<elem_t>) {
+          dp[e] *= factor;
+          dp[e + 1] *= factor;
+        }
+        ds[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1] * (dp[e + 1] - delta[r]),
+                                              s[e] * (dp[e] - delta[r]));
+      }
+      ptx::wgmma_fence();
+      multiply_sums(sums, ds, k_sums + of_k.stage * (kBytes / 16));
+      ptx::wgmma_commit_group();
+      ptx::wgmma_wait_group<0>();
+      keep_order(sums);
+      release(k_empty + 8 * of_k.stage);
+      of_k.advance();
+      of_v.advance();
+    }
+    if (tile_first >= tile_last) {  // no query of the tile sees a key
+      wait(dout_full, items & 1);
+      release(q_empty);
+      release(dout_empty);
+    }
+
+    const float odd =
+        store_rows(sums, unfactor_of(factor, static_cast<float>(params.scale)),
+                   dq + view.dq, grads.row[0], group * 64 + row,
+                   static_cast<int>(params.seqlen_q) - view.row_first,
+                   static_cast<int>(params.head_dim));
+    if (odd != 0) found->odd = 1;
+    next_place();
+  }
+}

@@ -1,0 +1,86 @@
+"""What the gradient rows of sm_90a refuse alike."""
+
+import math
+
+from cupyflash._attention_kernels import OPTIONS
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._kernels import Device
+
+# Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward
+# row, for the same reason.
+_TERMS = {"float16": 1 << 18, "bfloat16": 1 << 21}
+
+
+def shared_axes(shape: tuple[int, ...], forward: AttentionProblem) -> tuple[bool, ...]:
+    """Which axes of the batch an array does without."""
+    own = shape[: max(0, len(shape) - 3)]
+    own = (1,) * (len(forward.batch) - len(own)) + tuple(own)
+    return tuple(n == 1 < all_ for n, all_ in zip(own, forward.batch, strict=True))
+
+
+def num_summed(problem: AttentionVjpProblem) -> int:
+    """Entries whose terms are summed into one head of dk."""
+    forward = problem.forward
+    shared = shared_axes(problem.k_shape, forward)
+    return forward.group_size * math.prod(
+        n for n, own in zip(forward.batch, shared, strict=True) if own
+    )
+
+
+def refusal(
+    problem: AttentionVjpProblem,
+    device: Device,
+    arch: str,
+    largest: int,
+    most_summed: float = math.inf,
+) -> str | None:
+    """Why no row of `arch` takes a problem, with head dimensions up to `largest`.
+
+    `most_summed` is the number of entries that it can sum into one head of dk.
+    """
+    forward = problem.forward
+    if f"{device.arch}a" != arch:
+        return f"needs {arch}, {device.name} is {device.arch}"
+    if device.nvrtc < (12, 9):
+        return f"needs NVRTC 12.9 for {arch}, this is {device.nvrtc}"
+    if forward.dtype not in ("float16", "bfloat16"):
+        return f"takes float16 and bfloat16, not {forward.dtype}"
+    options = [name for name in OPTIONS if getattr(forward, name) is not None]
+    options += ["softcap"] * (forward.softcap > 0)
+    if options:
+        return f"has no {', '.join(options)}"
+    if not 1e-20 <= abs(forward.scale) <= 1e20:
+        return f"takes scales from 1e-20 to 1e20, not {forward.scale}"
+    for name in ("head_dim", "head_dim_v"):
+        n = getattr(forward, name)
+        if n % 8 or n > largest:
+            return f"{name} {n} is not a multiple of 8 up to {largest}"
+    if forward.seqlen_k == 0:
+        return "there are no keys"
+    if forward.no_tensor_map is not None:
+        return forward.no_tensor_map
+    shared = shared_axes(problem.k_shape, forward)
+    if shared != shared_axes(problem.v_shape, forward):
+        return "k and v are shared by different entries of the batch"
+    if (summed := num_summed(problem)) > most_summed:
+        return f"sums at most {most_summed} heads into one of k, not {summed}"
+    terms, most = summed * forward.seqlen_q, _TERMS[forward.dtype]
+    if terms > most:
+        return f"sums in {forward.dtype} are exact enough up to {most} queries"
+    num_rows = math.prod(forward.batch) * forward.num_heads * forward.seqlen_q
+    if max(forward.seqlen_k, num_rows // 64) >= 1 << 30:
+        return "counts blocks in 32 bits, which this problem exceeds"
+    return None
+
+
+def in_cache(device: Device, entry_bytes: int) -> int:
+    """Entries that take most of the L2 cache together; at least one."""
+    return max(1, device.l2_bytes * 4 // 5 // entry_bytes)
+
+
+def units(forward: AttentionProblem) -> tuple[float, float]:
+    """What makes scores exponents of 2, and a score whose weight is 0."""
+    return forward.scale * math.log2(math.e), (
+        -math.inf if forward.scale > 0 else math.inf
+    )

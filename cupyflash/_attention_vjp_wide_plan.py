@@ -1,0 +1,156 @@
+"""Plans of attention_vjp for wide heads on sm_90a."""
+
+import math
+from typing import Any
+
+import cupy
+
+from cupyflash import (
+    _attention_gpu,
+    _attention_kernels,
+    _attention_vjp_kernels,
+    _attention_vjp_layout,
+    _attention_vjp_wide,
+    _gpu,
+)
+from cupyflash._attention_kernels import params_dtype
+from cupyflash._attention_vjp_layout import grads_dtype
+from cupyflash._attention_vjp_plans import (
+    _FOUND_BYTES,
+    _NO_OPTIONS,
+    _all_summed,
+    _gradients,
+    _repair,
+)
+from cupyflash._attention_vjp_problem import AttentionGrads
+
+_PARTS = (("_wide_keys", ("dk", "dv")), ("_wide_queries", ("dq",)))
+_COUNTERS = 128  # where those of the kernels stand, behind found_t; zeros at first
+
+
+class _Part:
+    """A kernel that makes some of the gradients, and its parameters."""
+
+    def __init__(self, name, names, row, forward, layout, device, device_id):
+        self.names = names
+        fields = _attention_vjp_layout.entries_fields(
+            _all_summed(layout, names), [layout.targets[n] for n in names]
+        )
+        self.grads = _gpu.pack_bytes(
+            {**layout.grads, **fields}, grads_dtype(layout.batch_dims)
+        )
+        self.schedule = row.schedule(
+            name, forward, device, fields["num_kept"], fields["num_summed"]
+        )
+        blocks = min(self.schedule["num_items"], device.num_sms)
+        config = row.config(name, forward, layout.batch_dims, blocks)
+        self.launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
+
+    def inputs(self, maps):
+        """The parameter that depends on where arrays lie."""
+        fields = {**self.schedule, "slot": (0, 0), **maps}
+        return _gpu.pack_bytes(fields, _attention_vjp_kernels.VJP_HOPPER_INPUTS)
+
+
+class HopperWidePlan:
+    """Statistics, dk and dv, dq, and repairs if they are asked for."""
+
+    def __init__(self, row, problem, operands, device, device_id):
+        forward = problem.forward
+        self.device_id = device_id
+        self.offset = _attention_kernels.launch_offset(forward)
+        self.gradients = _gradients(problem)
+        layout = _attention_vjp_layout.layout(problem, operands)
+        batch_dims = layout.batch_dims
+        self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
+        self.parts = [
+            _Part(name, names, row, forward, layout, device, device_id)
+            for name, names in (
+                ("_wide_keys", ("dk", "dv")),
+                ("_wide_queries", ("dq",)),
+            )
+        ]
+        self.encoders = {
+            name: _attention_gpu._encoder(
+                forward,
+                {**layout.params, **layout.grads},
+                name,
+                x,
+                _attention_vjp_wide.BLOCK,
+            )
+            for name, x in (
+                *((name, getattr(operands.forward, name)) for name in "qkv"),
+                ("dout", operands.dout),
+            )
+        }
+        self.inputs: dict[tuple[int, ...], Any] = {}
+
+        # Memory between the kernels, as vjp_hopper.cuh has it.
+        num_entries = math.prod(forward.batch) * forward.num_heads
+        num_blocks = -(-forward.seqlen_q // _attention_vjp_wide.BLOCK)
+        sizes = (
+            _FOUND_BYTES,
+            4 * num_entries * num_blocks * _attention_vjp_wide.BLOCK * 2,
+            4 * num_entries * forward.seqlen_q,
+        )
+        self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
+        self.num_bytes = sum(sizes)
+        # A block of threads has an eighth of the queries of a block.
+        config = row.config("_rows", forward, batch_dims, num_entries * num_blocks * 8)
+        self.rows = _gpu.Launch(config.variant, config.grid, config.block, device_id)
+        self.repairs = [
+            _repair(part, names, forward, layout, device, device_id)
+            for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
+        ]
+        self.launches = (
+            self.rows,
+            *(part.launch for part in self.parts),
+            *(launch for _, launch, _ in self.repairs),
+        )
+
+    def _new_inputs(self, pointers):
+        """Those of both kernels, for arrays at these places."""
+        if len(self.inputs) >= _attention_gpu._MAX_INPUTS:
+            self.inputs.clear()
+        encoders = self.encoders.items()
+        maps = {
+            f"{name}_map": encode(ptr)
+            for (name, encode), ptr in zip(encoders, pointers, strict=True)
+        }
+        packed = [part.inputs(maps) for part in self.parts]
+        self.inputs[pointers] = packed
+        return packed
+
+    def __call__(self, arrays, offset):
+        """Launch; `arrays` as _arrays_of() has them."""
+        made = {name: cupy.ndarray(*facts) for name, facts in self.gradients.items()}
+        out, (dout, lse, dlse) = arrays[3].data.ptr, arrays[-3:]
+        q, k, v = (x.data.ptr for x in arrays[:3])
+        dout, lse = dout.data.ptr, lse.data.ptr
+        dlse = 0 if dlse is None else dlse.data.ptr
+        pointers = q, k, v, dout
+        inputs = self.inputs.get(pointers)
+        if inputs is None:
+            inputs = self._new_inputs(pointers)
+        memory = cupy.cuda.alloc(self.num_bytes)
+        _attention_gpu.keep_if_capturing(memory)
+        found, stats, delta = (memory.ptr + start for start in self.starts)
+        memory.memset_async(0, _FOUND_BYTES)
+        self.rows.enqueue(
+            out, dout, lse, dlse, stats, delta, 0, 0, found, self.params,
+            self.parts[0].grads,
+        )  # fmt: skip
+        for n, (part, maps) in enumerate(zip(self.parts, inputs, strict=True)):
+            targets = (made[name].data.ptr for name in part.names)
+            counter = found + _COUNTERS + 4 * n
+            part.launch.enqueue(
+                maps, stats, *targets, found, counter, *_NO_OPTIONS, offset,
+                self.params, part.grads,
+            )  # fmt: skip
+        for names, launch, grads in self.repairs:
+            targets = (made[name].data.ptr for name in names)
+            launch.enqueue(
+                q, k, v, dout, lse, delta, *targets, found, *_NO_OPTIONS, offset,
+                self.params, grads,
+            )  # fmt: skip
+        return AttentionGrads(**made)

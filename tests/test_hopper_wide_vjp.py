@@ -1,0 +1,233 @@
+"""The Hopper row of wide heads in the gradient table: what it takes, its numbers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from accuracy import to_host
+from placing import FORMS, place
+from test_attention_vjp import agree, gradients, inputs
+from test_hopper_vjp import BOUNDS, HALVES, HOPPER, SEQLENS, poison, problem
+
+import cupyflash
+from cupyflash import _attention_vjp_wide, _kernels
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
+
+ROW = _attention_vjp_wide.HOPPER_WIDE_VJP
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [136, 160, 192, 200, 256])
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
+def test_takes(dtype, head_dim, bounds):
+    asked = problem(dtype, head_dim, **bounds)
+    assert ROW.refusal(asked, HOPPER) is None
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+    assert row is ROW
+
+
+@pytest.mark.parametrize(
+    ("dims", "compiled"), [((192, 128), 192), ((64, 136), 192), ((8, 256), 256)]
+)
+def test_takes_the_larger_of_two_head_dims(dims, compiled):
+    asked = problem(head_dim=dims[0], head_dim_v=dims[1])
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+    assert row is ROW
+    assert ROW.dim(asked.forward) == compiled
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "reason"),
+    [
+        (problem("float32", 256), HOPPER, "takes float16 and bfloat16, not float32"),
+        (problem(head_dim=132), HOPPER, "head_dim 132 is not a multiple of 8"),
+        (problem(head_dim=264), HOPPER, "not a multiple of 8 up to 256"),
+        (problem(head_dim=128), HOPPER, "takes head dimensions above 128, not 128"),
+        (problem(head_dim=256, no_tensor_map="q starts"), HOPPER, "q starts"),
+        (problem(head_dim=256, softcap=3.0), HOPPER, "has no softcap"),
+        (problem(head_dim=256, bias="float32"), HOPPER, "has no bias"),
+        (problem(head_dim=256, scale=0.0), HOPPER, "takes scales from 1e-20"),
+        (problem(head_dim=256), _kernels.device_of_arch("sm_80"), "needs sm_90a"),
+        (problem(head_dim=256), _kernels.device_of_arch("sm_100"), "needs sm_90a"),
+        (
+            problem(head_dim=256),
+            dataclasses.replace(HOPPER, smem_optin=101376),
+            "shared memory",
+        ),
+        (problem(head_dim=256, seqlen_k=0), HOPPER, "no keys"),
+    ],
+)
+def test_leaves_to_the_next_row(asked, device, reason):
+    assert reason in ROW.refusal(asked, device)
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device)
+    assert row is not ROW
+
+
+def test_a_q_that_entries_share_is_left_to_the_next_row():
+    asked = problem(head_dim=256, batch=(3,))
+    own = dataclasses.replace(asked, q_shape=(3, 8, 9, 256))
+    shared = dataclasses.replace(asked, q_shape=(1, 8, 9, 256))
+    assert ROW.refusal(own, HOPPER) is None
+    assert "entries of the batch share q" in ROW.refusal(shared, HOPPER)
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+def check(cupy, rng, dtype, dims=(256, 256), heads=(2, 1), seqlens=(65, 70), **options):
+    """Compare with the oracle; the row must be this one."""
+    batch = options.pop("batch", (2,))
+    q = (*batch, heads[0], seqlens[0], dims[0])
+    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
+    arrays = inputs(rng, dtype, q=q, k=k, head_dim_v=dims[1])
+    if options.get("layout") == "bshd":
+        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
+    placed = [place(cupy, x) for x in arrays]
+    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **options)
+    told = cupyflash.explain(
+        "attention_vjp", placed[3], *placed[:3], out, lse, **options
+    )
+    assert told.kernel == "hopper_wide", told.refused
+    poison(cupy, q)
+    return agree(cupy, *arrays, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", SEQLENS)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 192)])
+def test_every_length(cupy, rng, dtype, name, seqlens, dims):
+    check(cupy, rng, dtype, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(
+    "dims", [(136, 136), (160, 160), (192, 128), (64, 184), (8, 256), (256, 40)]
+)
+def test_every_head_dim(cupy, rng, dtype, dims):
+    check(cupy, rng, dtype, dims, seqlens=(150, 200), causal=True, scale=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 192)])
+def test_blocks_take_item_after_item(cupy, rng, name, dims):
+    """Several for each multiprocessor, of different lengths."""
+    options = {**BOUNDS[name], "batch": (3,)}
+    check(cupy, rng, "bfloat16", dims, (16, 8), (900, 1300), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (8, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_query_heads_share_key_heads(cupy, rng, layout, heads, causal):
+    options = {"layout": layout, "causal": causal}
+    check(cupy, rng, "bfloat16", (256, 256), heads, (140, 270), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "batch_k"),
+    [((), ()), ((3,), (1,)), ((2, 3), (2, 3)), ((2, 3), (1, 3)), ((2, 3), (2, 1))],
+)
+def test_batch_axes(cupy, rng, batch, batch_k):
+    options = {"batch": batch, "batch_k": batch_k, "causal": True}
+    check(cupy, rng, "bfloat16", (192, 256), (4, 2), (150, 140), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [((1,), (3,)), ((1, 3), (2, 1))])
+def test_shared_queries_go_to_the_next_row(cupy, rng, batch):
+    shapes = {"q": (*batch[0], 4, 150, 256), "k": (*batch[1], 2, 140, 256)}
+    agree(cupy, *inputs(rng, "bfloat16", **shapes), causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [-0.3, 1e-3, 2.0])
+def test_scales(cupy, rng, scale):
+    check(cupy, rng, "bfloat16", seqlens=(200, 100), scale=scale, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("form", [*FORMS, "heads"])
+def test_strides(cupy, rng, dtype, form):
+    """Those that a tensor map has, and those that are left to the next row."""
+    arrays = inputs(rng, dtype, q=(2, 4, 150, 256), k=(2, 2, 140, 256))
+    dlse = rng.normal(size=(2, 4, 150)).astype(np.float32)
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse", "dlse"), form)
+    agree(cupy, *arrays, forms=forms, dlse=dlse, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_seen_never_leaks(cupy, rng, dtype, bad):
+    """Queries that see no key, keys that no query sees: numbers as if they were 0."""
+    q, k, v, dout = inputs(rng, dtype, q=(2, 2, 200, 256), k=(2, 2, 150, 256))
+    options = {"causal": True, "query_offset": -60}
+    clean = gradients(cupy, q, k, v, dout, **options)
+    k[:, :, 140:], v[:, :, 140:] = bad, bad
+    q[:, :, :60], dout[:, :, :60] = bad, bad
+    grads = agree(cupy, q, k, v, dout, **options)
+    for a, b in zip(clean[:3], grads[:3], strict=True):
+        a, b = to_host(a).astype(np.float64), to_host(b).astype(np.float64)
+        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
+    assert not to_host(grads.dq)[:, :, :60].any()
+    assert not to_host(grads.dk)[:, :, 140:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_nan_stays_where_it_is_seen(cupy, rng, dtype):
+    q, k, v, dout = inputs(rng, dtype, q=(1, 2, 300, 256), k=(1, 2, 300, 256))
+    q[0, 0, 250] = np.nan
+    grads = agree(cupy, q, k, v, dout, causal=True)
+    dq, dk = to_host(grads.dq), to_host(grads.dk)
+    assert np.isnan(dq[0, 0, 250].astype(np.float32)).all()
+    assert np.isfinite(dq[0, 1].astype(np.float32)).all()
+    assert np.isfinite(dk[0, 0, 251:].astype(np.float32)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-4, 1e-2, 30, 1000])
+def test_gradients_of_every_size(cupy, rng, size):
+    """float16 has few exponents; what flows in may be scaled by a power of two."""
+    q, k, v, dout = inputs(rng, "float16", q=(1, 2, 300, 256), k=(1, 2, 250, 256))
+    dout = (dout.astype(np.float32) * size).astype(np.float16)
+    v = (v.astype(np.float32) / 8).astype(np.float16)
+    q = (q.astype(np.float32) / 8).astype(np.float16)
+    agree(cupy, q, k, v, dout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [192, 256])
+def test_the_same_bits_in_every_run(cupy, rng, head_dim):
+    """Of all gradients, asked for or not; also from a graph."""
+    shapes = {"q": (2, 8, 700, head_dim), "k": (2, 2, 900, head_dim)}
+    arrays = [place(cupy, x) for x in inputs(rng, "bfloat16", **shapes)]
+    q, k, v, dout = arrays
+    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+
+    def call(deterministic=False):
+        return cupyflash.attention_vjp(
+            dout, q, k, v, out, lse, causal=True, deterministic=deterministic
+        )
+
+    first = [to_host(x).view(np.uint16) for x in call()[:3]]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.begin_capture()
+        captured = call()
+        graph = stream.end_capture()
+        for _ in range(3):
+            poison(cupy, q.shape)
+            graph.launch(stream)
+        stream.synchronize()
+    for again in (captured, call(), call(deterministic=True)):
+        for a, b in zip(first, again[:3], strict=True):
+            np.testing.assert_array_equal(a, to_host(b).view(np.uint16))

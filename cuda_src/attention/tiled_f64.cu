@@ -37,15 +37,17 @@
 #include "ptx/hold.cuh"
 #include "ptx/mbarrier_copy.cuh"
 
-#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
-    !defined(BLOCK_N) || !defined(SLOTS) || !defined(SHARERS) || !defined(MIN_BLOCKS)
-#error "HEAD_DIM, .. BLOCK_N, SLOTS, SHARERS and MIN_BLOCKS come from the host"
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) ||             \
+    !defined(BLOCK_N) || !defined(SLOTS) || !defined(SHARERS) || !defined(HELD) || \
+    !defined(MIN_BLOCKS)
+#error "HEAD_DIM, .. BLOCK_N, SLOTS, SHARERS, HELD and MIN_BLOCKS come from the host"
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kSlots = SLOTS;           // places for tiles of k and v
 constexpr bool kDrift = kSlots > 2;     // warps need not be at the same tile
 constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
+constexpr int kHeld = HELD;             // steps of q.k with q in registers, of a warp
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
 // Whether scores are finished one by one; else they are q.k, and the scale joins where
 // the exponential is taken.
@@ -61,11 +63,12 @@ constexpr int kTiles = kBlockN / 8;              // of s, 8 columns each
 // Of a warp: steps of the sum q.k, of the sum p v, and chunks of o, two tiles of 8
 // columns each.
 constexpr int kStepsD = kHeadDim / 16 / kSharers;
+constexpr int kStepsInShared = kStepsD - kHeld;  // with q in shared memory
 constexpr int kStepsN = kBlockN / 16;
 constexpr int kChunks = kHeadDimV / 16 / kSharers;
 static_assert(kNumTeams * kWarpRows == kBlockM && kBlockN % 16 == 0);
 static_assert(kHeadDim % (16 * kSharers) == 0 && kHeadDimV % (16 * kSharers) == 0);
-static_assert(kSlots >= 2);
+static_assert(kSlots >= 2 && kStepsInShared >= 0);
 
 // m may be below the largest score by this many powers of 2.
 constexpr double kRoom = 8;
@@ -80,7 +83,7 @@ __device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kShar
 // What is the same to all threads of a block, and to those of a warp; in shared memory,
 // since registers are scarce.
 struct block_t {
-  const double *k, *v;
+  const double *q, *k, *v;
   double *out, *lse;
   index_t i0, first, last;  // queries from i0 on see keys of [first, last)
   int num_cols, num_items;
@@ -105,18 +108,34 @@ struct rows_t {
   double m[2], l[2];  // l over the lane's own columns
 };
 
+// Fragments a of the steps of q that a warp holds.
+struct held_t {
+  double a[kHeld > 0 ? kHeld : 1][8];
+
+  __device__ held_t(const double* q, index_t stride, index_t num_rows, int dim) {
+#pragma unroll
+    for (int n = 0; n < 8 * kHeld; ++n) {
+      const int step = sharer() * kStepsD + kStepsInShared + n / 8, i = n % 8 / 2;
+      const int row = lane_g() + 8 * (n % 2);
+      const int col = 16 * step + 8 * (i / 2) + 2 * lane_t() + i % 2;
+      a[n / 8][n % 8] = row < num_rows && col < dim ? q[row * stride + col] : 0;
+    }
+  }
+};
+
 // s = q k^T, of this warp's share of the columns.
 template <int kCount>
 __device__ __forceinline__ void dot(rows_t<kCount>& rows,
+                                    const held_t& held,
                                     const double* q,
                                     const double* k,
                                     const block_t& block) {
-  q += sharer() * kStepsD * kStepSize + threadIdx.x % kWarpSize * kVec;
+  q += sharer() * kStepsInShared * kStepSize + threadIdx.x % kWarpSize * kVec;
   k += sharer() * kStepsD * 16;
   const double* const k_lane[2] = {k + place<kHeadDim>(lane_g(), lane_t()),
                                    k + place<kHeadDim>(lane_g(), 4 + lane_t())};
-  // Fragments of q come a step ahead of the products, those of k two products.
-  constexpr int kAhead = 2, kProducts = kTiles * kStepsD;
+  // Fragments of q come a step ahead of the products, those of k one product.
+  constexpr int kAhead = 1, kProducts = kTiles * kStepsD;
   double a[2][8], b[kAhead + 1][4];
   const auto load_q = [&](int step) {
 #pragma unroll
@@ -141,7 +160,7 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.s[n][e] = 0;
   }
-  load_q(0);
+  if constexpr (kStepsInShared > 0) load_q(0);
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) load_k(i);
 #pragma unroll
@@ -149,8 +168,13 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
     const int step = i / kTiles, n = i % kTiles;
     ptx::hold(count, i);
     if (i + kAhead < kProducts) load_k(i + kAhead);
-    if (n == (kTiles > 2 ? 1 : 0) && step + 1 < kStepsD) load_q(step + 1);
-    add_product(rows.s[n], a[step % 2], b[i % (kAhead + 1)]);
+    // Before the first product of a step, the one before it may still be reading these
+    // registers; before the second of two it would be late.
+    if (n == (kTiles > 2 ? 1 : 0) && step + 1 < kStepsInShared) load_q(step + 1);
+    add_product(
+        rows.s[n],
+        *(step < kStepsInShared ? &a[step % 2] : &held.a[step - kStepsInShared]),
+        b[i % (kAhead + 1)]);
   }
 }
 
@@ -462,6 +486,9 @@ __device__ __forceinline__ bool walk(block_t& block,
     if constexpr (kDrift) fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
   };
 
+  const held_t held(block.q + first_row * params.q.row, params.q.row,
+                    params.seqlen_q - block.i0 - first_row,
+                    static_cast<int>(params.head_dim));
   rows_t<kCount> rows;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -495,7 +522,8 @@ __device__ __forceinline__ bool walk(block_t& block,
       go_on(kV, item + 1);
       continue;
     }
-    dot(rows, smem_q + first_row * kHeadDim, take(kK, item), block);
+    dot(rows, held, smem_q + first_row * 16 * kSharers * kStepsInShared, take(kK, item),
+        block);
     release(item);
     if constexpr (kSharers == 2) exchange_sums(rows, exchange);
     // A softcap is in line once only: each tanh is long to compile.
@@ -591,7 +619,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         SCORE_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char smem[];
   double* const smem_q = reinterpret_cast<double*>(smem);
-  double* const slots = smem_q + kBlockM * kHeadDim;
+  double* const slots = smem_q + kBlockM * 16 * kSharers * kStepsInShared;
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
@@ -606,12 +634,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     // Tiles start at multiples of kBlockN, so that a row is summed in the same order
     // whatever the tile of queries it lies in.
     const index_t first = keys.first / kBlockN * kBlockN;
-    copy_own<kHeadDim, kSharers>(
-        smem_q + own * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
-        params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
-        static_cast<int>(params.head_dim));
+    const double* const q_block = at.at(q, params.q) + i_block * params.q.row;
+    if constexpr (kStepsInShared > 0) {
+      constexpr int kDim = 16 * kStepsInShared;  // of the columns of a warp
+#pragma unroll
+      for (int share = 0; share < kSharers; ++share) {
+        copy_own<kDim, kSharers>(
+            smem_q + (own * kSharers + share) * kWarpRows * kDim,
+            q_block + own * kWarpRows * params.q.row + share * 16 * kStepsD,
+            params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
+            static_cast<int>(params.head_dim) - share * 16 * kStepsD);
+      }
+    }
     if (threadIdx.x == 0) {
       block.num_cols = static_cast<int>(params.head_dim_v);
+      block.q = q_block;
       block.k = at.at_kv(k, params.k) + first * params.k.row;
       block.v = at.at_kv(v, params.v) + first * params.v.row;
       block.out = at.at(out, params.out) + i_block * params.out.row;

@@ -57,6 +57,12 @@ constexpr bool kTerms = true;
 constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 #endif
 
+// Products that fragments of k come ahead of theirs. With options two would spill at
+// 128 columns.
+constexpr int kAhead =
+    kTerms || kHasSinks || kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths ? 1
+                                                                                  : 2;
+
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 constexpr int kNumTeams = kNumWarps / kSharers;  // of warps with the same rows
 constexpr int kTiles = kBlockN / 8;              // of s, 8 columns each
@@ -134,8 +140,8 @@ __device__ __forceinline__ void dot(rows_t<kCount>& rows,
   k += sharer() * kStepsD * 16;
   const double* const k_lane[2] = {k + place<kHeadDim>(lane_g(), lane_t()),
                                    k + place<kHeadDim>(lane_g(), 4 + lane_t())};
-  // Fragments of q come a step ahead of the products, those of k one product.
-  constexpr int kAhead = 1, kProducts = kTiles * kStepsD;
+  // Fragments of q come a step ahead of the products.
+  constexpr int kProducts = kTiles * kStepsD;
   double a[2][8], b[kAhead + 1][4];
   const auto load_q = [&](int step) {
 #pragma unroll

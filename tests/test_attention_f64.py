@@ -185,6 +185,16 @@ def test_values_that_are_not_finite(rng, head_dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_the_largest_tiles(rng, head_dim):
+    """Few heads would be cut into small ones."""
+    q, k, v = normal(rng, 130, 100, head_dim, heads=70)
+    check(q, k, v)
+    v[3, 50, 5], v[69, 20, 3] = np.nan, np.inf
+    check(q, k, v, causal=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_value_far_below_the_maximum_counts_if_it_is_not_finite(rng, head_dim):
     """exp(-720) is below the normal numbers, and yet an infinity times it is one."""

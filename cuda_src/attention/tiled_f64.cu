@@ -18,32 +18,36 @@
 //            run kSlots - 1 tiles ahead. With 3 places, a place is free when all warps
 //            have read it, and no barrier holds all warps of a block: while one
 //            computes weights, another multiplies. With 2, warps wait for each other
+// Schedule   a product of 16 rows, 8 columns and 16 slots keeps the tensor cores of a
+//            quarter of a multiprocessor busy for 64 clocks. Each stands between two
+//            holds (ptx/hold.cuh), and the loads and additions for others beside it, so
+//            that the next is ready when they are free
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
 //            which keeps long sums accurate
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
 //
-// The products sum over slots that stand for columns of q and k, or for keys, in any
-// order that both operands share. Slot t + 4 i of 16 is number 8 (i / 2) + 2 t + i % 2
-// here: a lane reads q and k by 16 bytes, and what it holds of s as a result is what it
-// has to hold of p as an operand.
+// The sums are s = q k^T and o^T = v^T p^T: what a lane holds of s as a result is what
+// it has to hold of p as the second operand, and by 16 bytes it reads two columns of v
+// that stand side by side in the first (tiles_f64.cuh says which slots they are).
 #include "attention/score.cuh"
+#include "attention/tiles_f64.cuh"
 #include "common/exp2_f64.cuh"
 #include "common/reduce.cuh"
 #include "ptx/barrier.cuh"
-#include "ptx/copy_fill.cuh"
+#include "ptx/hold.cuh"
 #include "ptx/mbarrier_copy.cuh"
-#include "ptx/mma_f64.cuh"
-#include "ptx/opaque.cuh"
 
-#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
-    !defined(BLOCK_N) || !defined(SLOTS) || !defined(SHARERS) || !defined(MIN_BLOCKS)
-#error "HEAD_DIM, .. BLOCK_N, SLOTS, SHARERS and MIN_BLOCKS come from the host"
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) ||             \
+    !defined(BLOCK_N) || !defined(SLOTS) || !defined(SHARERS) || !defined(HELD) || \
+    !defined(MIN_BLOCKS)
+#error "HEAD_DIM, .. BLOCK_N, SLOTS, SHARERS, HELD and MIN_BLOCKS come from the host"
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kSlots = SLOTS;           // places for tiles of k and v
 constexpr bool kDrift = kSlots > 2;     // warps need not be at the same tile
 constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
+constexpr int kHeld = HELD;             // steps of q.k with q in registers, of a warp
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
 // Whether scores are finished one by one; else they are q.k, and the scale joins where
 // the exponential is taken.
@@ -53,129 +57,39 @@ constexpr bool kTerms = true;
 constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 #endif
 
-constexpr int kWarpRows = 16, kNumWarps = kNumThreads / kWarpSize;
+// Products that fragments of k come ahead of theirs. With options two would spill at
+// 128 columns.
+constexpr int kAhead =
+    kTerms || kHasSinks || kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths ? 1
+                                                                                  : 2;
+
+constexpr int kNumWarps = kNumThreads / kWarpSize;
 constexpr int kNumTeams = kNumWarps / kSharers;  // of warps with the same rows
 constexpr int kTiles = kBlockN / 8;              // of s, 8 columns each
 // Of a warp: steps of the sum q.k, of the sum p v, and chunks of o, two tiles of 8
 // columns each.
 constexpr int kStepsD = kHeadDim / 16 / kSharers;
+constexpr int kStepsInShared = kStepsD - kHeld;  // with q in shared memory
 constexpr int kStepsN = kBlockN / 16;
 constexpr int kChunks = kHeadDimV / 16 / kSharers;
-// Of q.k, in line. Others spill somewhere (ptxas 13.4): 4 in all kernels on sm_80 and
-// sm_90 at head_dim 128, all of them on sm_100 and at 256.
-#if __CUDA_ARCH__ >= 1000
-constexpr int kStepsAtOnce = 4;
-#else
-constexpr int kStepsAtOnce = kStepsD > 8 ? 4 : kStepsD;
-#endif
 static_assert(kNumTeams * kWarpRows == kBlockM && kBlockN % 16 == 0);
 static_assert(kHeadDim % (16 * kSharers) == 0 && kHeadDimV % (16 * kSharers) == 0);
-static_assert(kSlots >= 2);
+static_assert(kSlots >= 2 && kStepsInShared >= 0);
 
 // m may be below the largest score by this many powers of 2.
 constexpr double kRoom = 8;
 
-// Shared memory is read 16 bytes at a time, by 8 lanes at once. The place of a vector
-// in its row is XORed with swizzle(row), so that two rows x 4 vectors (k), and 4 rows
-// of one parity x 2 vectors (v), lie in different banks.
-constexpr int kVec = 2;  // numbers of a vector
-__device__ __forceinline__ int swizzle(int row) { return (row & 6) ^ (row & 1) << 2; }
-
-template <int kDim>
-__device__ __forceinline__ int place(int row, int vector) {
-  return row * kDim + (vector ^ swizzle(row)) * kVec;
-}
-
 constexpr int kDimOfSlot = kHeadDim > kHeadDimV ? kHeadDim : kHeadDimV;
 constexpr int kSlotSize = kBlockN * kDimOfSlot;
 
-// Where a lane stands in the fragments of ptx/mma_f64.cuh.
-__device__ __forceinline__ int lane_g() { return threadIdx.x % kWarpSize / 4; }
-__device__ __forceinline__ int lane_t() { return threadIdx.x % 4; }
-// And a warp among those that share its rows.
+// Where a warp stands among those that share its rows.
 __device__ __forceinline__ int team() { return threadIdx.x / kWarpSize / kSharers; }
 __device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kSharers; }
-
-// c += a b of 16 rows, 8 columns and 16 slots.
-__device__ __forceinline__ void add_product(double (&c)[4],
-                                            const double (&a)[8],
-                                            const double (&b)[4]) {
-#if __CUDA_ARCH__ >= 900
-  ptx::mma_m16n8k16(c, a, b);
-#else
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      ptx::mma_m8n8k4(c[2 * h], c[2 * h + 1], a[2 * i + h], b[i]);
-    }
-  }
-#endif
-}
-
-__device__ __forceinline__ double2 load2(const double* x) {
-  return *reinterpret_cast<const double2*>(x);
-}
-
-template <bool kValue>
-struct flag_t {
-  static constexpr bool value = kValue;
-};
-
-// Starts copies of kRows rows to shared memory; rows from `num_rows` and columns from
-// `dim` on are zeros.
-template <int kRows, int kDim>
-__device__ __forceinline__ void copy_rows(
-    double* smem, const double* x, index_t stride, index_t num_rows, int dim) {
-  constexpr int kVectors = kDim / kVec;
-  // Rows at a time are a multiple of 8 where they can be: their swizzle is the same.
-  constexpr int kMost = kNumThreads / 8 > 8 ? kNumThreads / 8 : 8;
-  constexpr int kLanes = kVectors % 32 == 0 && kMost >= 32   ? 32
-                         : kVectors % 16 == 0 && kMost >= 16 ? 16
-                                                             : 8;
-  constexpr int kStep = kNumThreads / kLanes;  // rows at a time
-  unsigned thread = threadIdx.x;
-  // Places are computed anew each time, not kept in registers.
-  ptx::forget(thread);
-  ptx::forget(stride);
-  const int first_row = thread / kLanes, lane = thread % kLanes;
-  const int num_left = static_cast<int>(clamp(num_rows, 0, kRows)) - first_row;
-  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
-  x += first_row * stride + lane * kVec;
-  if (aligned && num_rows >= kRows && dim == kDim && kRows % kStep == 0) {
-#pragma unroll
-    for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
-#pragma unroll
-      for (int n = 0; n < kVectors / kLanes; ++n) {
-        const unsigned at = to + place<kDim>(row + first_row, n * kLanes + lane) * 8;
-        ptx::copy_or_fill<16>(at, x + n * kLanes * kVec, 16);
-      }
-    }
-    return;
-  }
-#pragma unroll 1
-  for (int row = 0; row < kRows; row += kStep, x += kStep * stride) {
-    if (kRows % kStep != 0 && row + first_row >= kRows) break;
-    const int row_dim = row < num_left ? dim : 0;
-#pragma unroll 1
-    for (int n = 0; n < kVectors / kLanes; ++n) {
-      const int vector = n * kLanes + lane, left = 8 * (row_dim - vector * kVec);
-      const unsigned at = to + place<kDim>(row + first_row, vector) * 8;
-      if (aligned) {
-        ptx::copy_or_fill<16>(at, x + n * kLanes * kVec, min(max(left, 0), 16));
-      } else {
-        ptx::copy_or_fill<8>(at, x + n * kLanes * kVec, min(max(left, 0), 8));
-        ptx::copy_or_fill<8>(at + 8, x + n * kLanes * kVec + 1, left > 8 ? 8 : 0);
-      }
-    }
-  }
-}
 
 // What is the same to all threads of a block, and to those of a warp; in shared memory,
 // since registers are scarce.
 struct block_t {
-  const double *k, *v;
+  const double *q, *k, *v;
   double *out, *lse;
   index_t i0, first, last;  // queries from i0 on see keys of [first, last)
   int num_cols, num_items;
@@ -192,66 +106,81 @@ struct block_t {
 // What a lane owns: rows g and g + 8 of its warp, numbered 0 and 1.
 template <int kCount>
 struct rows_t {
-  double s[kTiles][4];   // scores; fragments c
-  double p[kStepsN][8];  // weights; fragments a
-  double o[kCount][8];   // of a row 16 c + 4 t + (0, 2), then 16 c + 4 t + (1, 3)
-  double m[2], l[2];     // l over the lane's own columns
+  double s[kTiles][4];      // scores; fragments c
+  double p[kStepsN][2][4];  // weights, of row g and of g + 8; fragments b
+  // Of rows 2 t + (0, 1, 0, 1) and of those + 8, columns 2 g + (0, 0, 1, 1) of a chunk;
+  // fragments c of the transposed product.
+  double o[kCount][2][4];
+  double m[2], l[2];  // l over the lane's own columns
 };
 
-// q of a warp lies in shared memory as its lanes read it: the fragment a of one step is
-// 4 vectors a lane, each a pair of rows g and g + 8; the lanes stand side by side.
-constexpr int kStepSize = kWarpRows * 16;
+// Fragments a of the steps of q that a warp holds.
+struct held_t {
+  double a[kHeld > 0 ? kHeld : 1][8];
 
-__device__ __forceinline__ void copy_q(
-    double* smem, const double* x, index_t stride, int num_rows, int dim) {
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
-  constexpr int kLanes = kWarpSize * kSharers;
-#pragma unroll 4
-  for (int n = threadIdx.x % kLanes; n < kWarpRows * kHeadDim; n += kLanes) {
-    const int row = n / kHeadDim, col = n % kHeadDim;
-    const int slot = col % 16, i = slot / 8 * 2 + slot % 2, t = slot % 8 / 2;
-    const int at = col / 16 * kStepSize + i * 2 * kWarpSize + (row % 8 * 4 + t) * 2;
-    const bool exists = row < num_rows && col < dim;
-    ptx::copy_or_fill<8>(to + (at + row / 8) * 8, x + row * stride + col,
-                         exists ? 8 : 0);
-  }
-}
-
-__device__ __forceinline__ void load_q(double (&a)[8], const double* q, int step) {
+  __device__ held_t(const double* q, index_t stride, index_t num_rows, int dim) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const double2 x =
-        load2(q + step * kStepSize + i * 2 * kWarpSize + threadIdx.x % kWarpSize * 2);
-    a[2 * i] = x.x;
-    a[2 * i + 1] = x.y;
+    for (int n = 0; n < 8 * kHeld; ++n) {
+      const int step = sharer() * kStepsD + kStepsInShared + n / 8, i = n % 8 / 2;
+      const int row = lane_g() + 8 * (n % 2);
+      const int col = 16 * step + 8 * (i / 2) + 2 * lane_t() + i % 2;
+      a[n / 8][n % 8] = row < num_rows && col < dim ? q[row * stride + col] : 0;
+    }
   }
-}
+};
 
 // s = q k^T, of this warp's share of the columns.
 template <int kCount>
 __device__ __forceinline__ void dot(rows_t<kCount>& rows,
+                                    const held_t& held,
                                     const double* q,
-                                    const double* k) {
-  q += sharer() * kStepsD * kStepSize;
+                                    const double* k,
+                                    const block_t& block) {
+  q += sharer() * kStepsInShared * kStepSize + threadIdx.x % kWarpSize * kVec;
   k += sharer() * kStepsD * 16;
   const double* const k_lane[2] = {k + place<kHeadDim>(lane_g(), lane_t()),
                                    k + place<kHeadDim>(lane_g(), 4 + lane_t())};
+  // Fragments of q come a step ahead of the products.
+  constexpr int kProducts = kTiles * kStepsD;
+  double a[2][8], b[kAhead + 1][4];
+  const auto load_q = [&](int step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const double2 x = ptx::load_here(q + step * kStepSize + i * kWarpSize * kVec);
+      a[step % 2][2 * i] = x.x;
+      a[step % 2][2 * i + 1] = x.y;
+    }
+  };
+  const auto load_k = [&](int product) {
+    const int at = 8 * (product % kTiles) * kHeadDim + 16 * (product / kTiles);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const double2 x = ptx::load_here(k_lane[i] + at);
+      b[product % (kAhead + 1)][2 * i] = x.x;
+      b[product % (kAhead + 1)][2 * i + 1] = x.y;
+    }
+  };
+  const int count = block.num_cols;
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.s[n][e] = 0;
   }
-#pragma unroll kStepsAtOnce
-  for (int step = 0; step < kStepsD; ++step) {
-    double a[8];
-    load_q(a, q, step);
+  if constexpr (kStepsInShared > 0) load_q(0);
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int at = 8 * n * kHeadDim + 16 * step;
-      const double2 x = load2(k_lane[0] + at), y = load2(k_lane[1] + at);
-      const double b[4] = {x.x, x.y, y.x, y.y};
-      add_product(rows.s[n], a, b);
-    }
+  for (int i = 0; i < kAhead; ++i) load_k(i);
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    const int step = i / kTiles, n = i % kTiles;
+    ptx::hold(count, i);
+    if (i + kAhead < kProducts) load_k(i + kAhead);
+    // Before the first product of a step, the one before it may still be reading these
+    // registers; before the second of two it would be late.
+    if (n == (kTiles > 2 ? 1 : 0) && step + 1 < kStepsInShared) load_q(step + 1);
+    add_product(
+        rows.s[n],
+        *(step < kStepsInShared ? &a[step % 2] : &held.a[step - kStepsInShared]),
+        b[i % (kAhead + 1)]);
   }
 }
 
@@ -299,6 +228,11 @@ __device__ __forceinline__ void score(rows_t<kCount>& rows,
   }
 }
 
+// What the lanes of row 2 t + e have.
+__device__ __forceinline__ double of_row(double x, int e) {
+  return __shfl_sync(kFullMask, x, 4 * (2 * lane_t() + e));
+}
+
 // Where a score is far above m, m becomes the largest of the tile. A row with a NaN or
 // +inf has the sum NaN from then on.
 template <int kCount>
@@ -328,11 +262,12 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
     if (is_raised) rows.m[r] = top;
     rows.l[r] = odd ? nan_value<double>() : rows.l[r] * alpha;
 #pragma unroll
-    for (int c = 0; c < kCount; ++c) {
+    for (int e = 0; e < 2; ++e) {
+      const double factor = of_row(alpha, e);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        rows.o[c][2 * r + e] *= alpha;
-        rows.o[c][4 + 2 * r + e] *= alpha;
+      for (int c = 0; c < kCount; ++c) {
+        rows.o[c][r][e] *= factor;
+        rows.o[c][r][2 + e] *= factor;
       }
     }
   }
@@ -380,44 +315,60 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
         if (s == -infinity<double>()) p = -0.0;
       }
       l[e / 2] += p;
-      const int i = n % 2 * 2 + e % 2, h = e / 2;
-      rows.p[n / 2][2 * i + h] = p;
+      rows.p[n / 2][e / 2][n % 2 * 2 + e % 2] = p;
     }
   }
   rows.l[0] += l[0];
   rows.l[1] += l[1];
 }
 
-// o += join(p value(v)) of the first num_cols columns, where the product is a tile's.
+// o += join(p value(v)), where the product is a tile's.
 template <int kCount, typename Value, typename Join>
-__device__ __forceinline__ void add_values(
-    rows_t<kCount>& rows, const double* v, int num_cols, Value value, Join join) {
+__device__ __forceinline__ void add_values(rows_t<kCount>& rows,
+                                           const double* v,
+                                           const block_t& block,
+                                           Value value,
+                                           Join join) {
   const double* v_lane[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     v_lane[e] = v + place<kHeadDimV>(2 * lane_t() + e, lane_g());
   }
+  // Two products a fragment of v, which comes one ahead of them. A sum joins o when two
+  // more products have started: it is complete by then, and none waits for it.
+  constexpr int kFragments = kStepsN * kCount, kProducts = 2 * kFragments, kDelay = 3;
+  double a[2][8], sum[2][2][4];
+  const auto load = [&](int fragment) {
+    const int step = fragment % kStepsN, c = fragment / kStepsN;
 #pragma unroll
-  for (int c = 0; c < kCount; ++c) {
-    // No such columns. The branch also keeps the compiler from loading values of more
-    // than two chunks ahead, for which registers would not do.
-    if (c % 2 == 0 && 16 * c >= num_cols) break;
-    double sum[2][4] = {};
-#pragma unroll
-    for (int step = 0; step < kStepsN; ++step) {
-      double b[2][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const double2 x =
-            load2(v_lane[i % 2] + (16 * step + 8 * (i / 2)) * kHeadDimV + 16 * c);
-        b[0][i] = value(x.x);
-        b[1][i] = value(x.y);
-      }
-      add_product(sum[0], rows.p[step], b[0]);
-      add_product(sum[1], rows.p[step], b[1]);
+    for (int i = 0; i < 4; ++i) {
+      const double2 x = ptx::load_here(v_lane[i % 2] +
+                                       (16 * step + 8 * (i / 2)) * kHeadDimV + 16 * c);
+      a[fragment % 2][2 * i] = value(x.x);
+      a[fragment % 2][2 * i + 1] = value(x.y);
     }
+  };
+  const int count = block.num_cols;
+  load(0);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) rows.o[c][n] += join(sum[n / 4][n % 4]);
+  for (int i = 0; i < kProducts + kDelay; ++i) {
+    const int done = i - kDelay;
+    if (done >= 0 && done / 2 % kStepsN == kStepsN - 1) {
+      const int c = done / 2 / kStepsN, h = done % 2;
+      ptx::hold(count, 2 * i);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) rows.o[c][h][n] += join(sum[c % 2][h][n]);
+    }
+    if (i >= kProducts) continue;
+    const int fragment = i / 2, h = i % 2;
+    const int step = fragment % kStepsN, c = fragment / kStepsN;
+    ptx::hold(count, 2 * i + 1);
+    if (h == 1 && fragment + 1 < kFragments) load(fragment + 1);
+    if (step == 0) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) sum[c % 2][h][n] = 0;
+    }
+    add_product(sum[c % 2][h], a[fragment % 2], rows.p[step][h]);
   }
 }
 
@@ -442,18 +393,21 @@ __device__ __forceinline__ double special(double count) {
 template <bool kExact, int kCount>
 __device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
                                            const double* v,
-                                           int num_cols) {
+                                           const block_t& block) {
   const auto same = [](double x) { return x; };
   if constexpr (kExact) {
-    add_values(rows, v, num_cols, [](double x) { return is_finite(x) ? x : 0; }, same);
+    add_values(rows, v, block, [](double x) { return is_finite(x) ? x : 0; }, same);
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) rows.p[step][n] = code_of_p(rows.p[step][n]);
+      for (int n = 0; n < 8; ++n) {
+        double& p = rows.p[step][n / 4][n % 4];
+        p = code_of_p(p);
+      }
     }
-    add_values(rows, v, num_cols, code_of_v, special);
+    add_values(rows, v, block, code_of_v, special);
   } else {
-    add_values(rows, v, num_cols, same, same);
+    add_values(rows, v, block, same, same);
   }
 }
 
@@ -538,6 +492,9 @@ __device__ __forceinline__ bool walk(block_t& block,
     if constexpr (kDrift) fetch(flag_t<(is_v.value + kAhead) % 2>{}, item + kAhead);
   };
 
+  const held_t held(block.q + first_row * params.q.row, params.q.row,
+                    params.seqlen_q - block.i0 - first_row,
+                    static_cast<int>(params.head_dim));
   rows_t<kCount> rows;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -547,7 +504,7 @@ __device__ __forceinline__ bool walk(block_t& block,
 #pragma unroll
   for (int c = 0; c < kCount; ++c) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) rows.o[c][n] = 0;
+    for (int n = 0; n < 8; ++n) rows.o[c][n / 4][n % 4] = 0;
   }
 #pragma unroll
   for (int item = 0; item < kSlots - 1; item += 2) {
@@ -571,7 +528,8 @@ __device__ __forceinline__ bool walk(block_t& block,
       go_on(kV, item + 1);
       continue;
     }
-    dot(rows, smem_q + first_row * kHeadDim, take(kK, item));
+    dot(rows, held, smem_q + first_row * 16 * kSharers * kStepsInShared, take(kK, item),
+        block);
     release(item);
     if constexpr (kSharers == 2) exchange_sums(rows, exchange);
     // A softcap is in line once only: each tanh is long to compile.
@@ -586,8 +544,7 @@ __device__ __forceinline__ bool walk(block_t& block,
     }
     softmax<kExact>(rows, block);
     go_on(kK, item);
-    accumulate<kExact>(rows, take(kV, item + 1) + 16 * first_chunk,
-                       block.num_cols - 16 * first_chunk);
+    accumulate<kExact>(rows, take(kV, item + 1) + 16 * first_chunk, block);
     release(item + 1);
     go_on(kV, item + 1);
   }
@@ -605,7 +562,7 @@ __device__ __forceinline__ bool walk(block_t& block,
 #pragma unroll
     for (int c = 0; c < kCount; ++c) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) odd |= !is_finite(rows.o[c][n]);
+      for (int n = 0; n < 8; ++n) odd |= !is_finite(rows.o[c][n / 4][n % 4]);
     }
     if (__syncthreads_or(odd)) return false;
   }
@@ -616,22 +573,26 @@ __device__ __forceinline__ bool walk(block_t& block,
     const index_t i = block.i0 + row;
     const double l =
         warp_reduce<4>(rows.l[r], [](double a, double b) { return a + b; });
-    if (i >= params.seqlen_q) continue;
     const finished_t finished = scores.finish(i, rows.m[r] * block.unit, l);
-    double* const out_row = block.out + row * params.out.row;
+    if (block.lse != nullptr && i < params.seqlen_q && sharer() == 0 && lane_t() == 0) {
+      block.lse[row] = finished.lse;
+    }
 #pragma unroll
-    for (int c = 0; c < kCount; ++c) {
+    for (int e = 0; e < 2; ++e) {
+      const double inverse = of_row(finished.inverse, e);
+      const int out_row = first_row + 8 * r + 2 * lane_t() + e;
+      if (block.i0 + out_row >= params.seqlen_q) continue;
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int col = 16 * (first_chunk + c) + 4 * lane_t() + n;
-        if (col < block.num_cols) {
-          out_row[col * params.out.col] =
-              rows.o[c][4 * (n % 2) + 2 * r + n / 2] * finished.inverse;
+      for (int c = 0; c < kCount; ++c) {
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          const int col = 16 * (first_chunk + c) + 2 * lane_g() + n;
+          if (col < block.num_cols) {
+            block.out[out_row * params.out.row + col * params.out.col] =
+                rows.o[c][r][2 * n + e] * inverse;
+          }
         }
       }
-    }
-    if (block.lse != nullptr && sharer() == 0 && lane_t() == 0) {
-      block.lse[row] = finished.lse;
     }
   }
   return true;
@@ -664,7 +625,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         SCORE_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char smem[];
   double* const smem_q = reinterpret_cast<double*>(smem);
-  double* const slots = smem_q + kBlockM * kHeadDim;
+  double* const slots = smem_q + kBlockM * 16 * kSharers * kStepsInShared;
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
@@ -679,11 +640,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     // Tiles start at multiples of kBlockN, so that a row is summed in the same order
     // whatever the tile of queries it lies in.
     const index_t first = keys.first / kBlockN * kBlockN;
-    copy_q(smem_q + own * kWarpRows * kHeadDim, at.at(q, params.q) + i0 * params.q.row,
-           params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
-           static_cast<int>(params.head_dim));
+    const double* const q_block = at.at(q, params.q) + i_block * params.q.row;
+    if constexpr (kStepsInShared > 0) {
+      constexpr int kDim = 16 * kStepsInShared;  // of the columns of a warp
+#pragma unroll
+      for (int share = 0; share < kSharers; ++share) {
+        copy_own<kDim, kSharers>(
+            smem_q + (own * kSharers + share) * kWarpRows * kDim,
+            q_block + own * kWarpRows * params.q.row + share * 16 * kStepsD,
+            params.q.row, static_cast<int>(clamp(params.seqlen_q - i0, 0, kWarpRows)),
+            static_cast<int>(params.head_dim) - share * 16 * kStepsD);
+      }
+    }
     if (threadIdx.x == 0) {
       block.num_cols = static_cast<int>(params.head_dim_v);
+      block.q = q_block;
       block.k = at.at_kv(k, params.k) + first * params.k.row;
       block.v = at.at_kv(v, params.v) + first * params.v.row;
       block.out = at.at(out, params.out) + i_block * params.out.row;

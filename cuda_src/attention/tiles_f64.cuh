@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Tiles and fragments of the float64 gradients of attention on tensor cores: how rows
+// Tiles and fragments of float64 attention and its gradients on tensor cores: how rows
 // lie in shared memory, how they get there, and products of 16 rows, 8 columns, 16
-// slots. tiled_f64.cu has the same as its own: with these it spills.
+// slots.
 //
 // The products sum over slots that stand for columns of q and k, or for keys, in any
 // order that both operands share. Slot t + 4 i of 16 is number 8 (i / 2) + 2 t + i % 2

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: MIT
+// What keeps the assembler from moving instructions to where it likes them better.
+#pragma once
+
+namespace ptx {
+
+// A branch that is never taken, since `count` is not negative; but the assembler does
+// not know, and moves no load over a branch. Each hold() of a kernel has its own
+// `number` from 0 on, or else those after the first would be no branches.
+__device__ __forceinline__ void hold(int count, int number) {
+  if (count == ~number) __trap();
+}
+
+// A load from shared memory that stays between the holds it stands between: the
+// assembler would take another to where its result is used.
+__device__ __forceinline__ double2 load_here(const double* x) {
+  double2 y;
+  asm volatile("ld.volatile.shared.v2.f64 {%0, %1}, [%2];"
+               : "=d"(y.x), "=d"(y.y)
+               : "r"(unsigned(__cvta_generic_to_shared(x)))
+               : "memory");
+  return y;
+}
+
+}  // namespace ptx

@@ -312,19 +312,20 @@ HOPPER_INPUTS = np.dtype(
         ("from_log2", "f8"),
         ("to_log2", "f4"),
         *((name, "f4") for name in ("cap_inverse", "cap_limit", "cap")),
-        ("cap_coefficients", "f4", (5,)),
-        ("padding", "V36"),  # to a multiple of 64
+        ("cap_coefficients", "f4", (4,)),
+        ("padding", "V40"),  # to a multiple of 64
     ]
 )
 
-# tanh(y) / y by y^2, for |y| up to the limit; the largest relative error is 8e-8.
-_TANH_LIMIT = 0.6
+# tanh(y) / y by y^2; with the first n coefficients, |y| up to limit n has a relative
+# error of 1e-7 at most.
+_TANH_LIMITS = (0.0, 5e-4, 0.029, 0.11, 0.4)
+_TINY = float(np.finfo(np.float32).tiny)
 _TANH_COEFFICIENTS = (
-    0.999999926869,
-    -0.333323099747,
-    0.133101736604,
-    -0.0521014801792,
-    0.0154754275345,
+    0.999999901901,
+    -0.3333136246,
+    0.132709767739,
+    -0.0475536041585,
 )
 
 
@@ -559,8 +560,17 @@ def _weight_of_terms(problem):
     return 2 if lie_apart and problem.mask and problem.left is not None else 0
 
 
+def _is_cap_only(problem):
+    """kCapOnly of cuda_src/attention/hopper_terms.cuh."""
+    arrays = (problem.bias, problem.mask, problem.alibi_slopes)
+    alone = all(x is None for x in arrays) and _scale_is_plain(problem.scale)
+    return problem.softcap > 0 and alone
+
+
 def _exponents(problem):
     """What makes scores exponents of 2, as a float32, and the way back to lse."""
+    if _is_cap_only(problem):  # they are exponents when they leave the softcap
+        return {"to_log2": 1.0, "from_log2": math.log(2)}
     scale = 1.0 if _has_terms(problem) else problem.scale
     to_log2 = np.float32(scale * math.log2(math.e))
     return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
@@ -571,13 +581,18 @@ def _cap(problem):
     if not problem.softcap:
         return {}
     inverse = np.float32(problem.scale / problem.softcap)
-    coefficients = problem.softcap * np.array(_TANH_COEFFICIENTS)
-    with np.errstate(over="ignore", divide="ignore"):
+    unit = problem.softcap * (math.log2(math.e) if _is_cap_only(problem) else 1.0)
+    with np.errstate(over="ignore", under="ignore", divide="ignore"):
+        powers = np.float64(inverse) ** np.arange(1, 8, 2)
+        coefficients = (unit * powers * _TANH_COEFFICIENTS).astype(np.float32)
+        # Those that float32 does not hold are left out, where that changes nothing.
+        held = np.isfinite(coefficients) & (np.abs(coefficients) >= _TINY)
+        limit = _TANH_LIMITS[int(np.cumprod(held).sum())] if inverse else np.inf
         return {
             "cap_inverse": inverse,
-            "cap_limit": np.float32(_TANH_LIMIT) / np.abs(inverse),
-            "cap": np.float32(problem.softcap),
-            "cap_coefficients": coefficients.astype(np.float32),
+            "cap_limit": np.float32(limit) / np.abs(inverse),
+            "cap": np.float32(unit),
+            "cap_coefficients": np.where(held, coefficients, 0),
         }
 
 

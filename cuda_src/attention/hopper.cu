@@ -331,7 +331,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned long long q_tile = descriptor(smem_q + w * kBytesQ, 16);
   const unsigned long long k_tiles = descriptor(smem_k, 16);
   const unsigned long long v_tiles = descriptor(smem_v, kBlockN * 128);
-  const float to_log2 = kHasTerms ? float(kLog2e) : inputs.to_log2;
+  const float to_log2 = kCapOnly    ? 1.f
+                        : kHasTerms ? float(kLog2e)
+                                    : inputs.to_log2;
   // Barrier 1 + w is the turn of warpgroup w.
   if (kTakeTurns && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
   auto take_turn = [&] {
@@ -431,7 +433,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // Products into final scores, for tile number n of the item.
     auto finish_scores = [&](int n, auto masked) {
       const int j0 = (tiles.last - 1 - n) * kBlockN;
-      if constexpr (kHasTerms) {
+      // Where nothing is masked, a softcap alone is left to exponentiate_capped().
+      if constexpr (kHasTerms && (!kCapOnly || masked.value)) {
         const int i[2] = {query_of(min(row_thread, num_rows - 1)),
                           query_of(min(row_thread + 8, num_rows - 1))};
         const int j = j0 + lane % 4 * 2;
@@ -503,12 +506,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (n == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
       }
       finish_scores(n, masked);
-      const bool moved = raise(row, s, to_log2);
+      bool moved;
+      if constexpr (kCapOnly && !masked.value) {
+        moved = raise(row, s, to_log2, capped_t{inputs.cap});
+      } else {
+        moved = raise(row, s, to_log2);
+      }
       // ptxas moves this wait up to the last branch, which is the one in raise().
       ptx::wgmma_wait_group<0>();
       keep_order(o);
       if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage_v));
-      exponentiate(row, s, to_log2);
+      if constexpr (kCapOnly && !masked.value) {
+        exponentiate_capped(row, s, inputs.cap);
+      } else {
+        exponentiate(row, s, to_log2);
+      }
       round_to(p, s);  // only now: a product in flight was reading p
       if (moved) {
 #pragma unroll
@@ -553,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const bool is_query =
           kDynamic ? i < mailbox[number & 1].band.num_queries : i < seqlen_q;
       seen[r] = is_query && row.l[r] != 0;
-      inverse[r] = 1 / row.l[r];
+      inverse[r] = ptx::rcp_approx_ftz(row.l[r]);
       if (!kHasSinks && lse == nullptr) continue;
       // lse has to know to the last bit what was subtracted; l takes what a float of it
       // leaves over. Above a million that is less than a unit of lse.

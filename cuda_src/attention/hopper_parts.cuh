@@ -19,9 +19,10 @@ __device__ __forceinline__ void merge_row(const float* parts,
                                           int num_parts,
                                           const params_t& params) {
   const int lane = threadIdx.x % kWarpSize, head_dim_v = params.head_dim_v;
-  double m = -infinity<double>();
+  double m = -infinity<double>(), first_lse = m;  // of part `lane`
+  if (lane < num_parts) first_lse = __ldcg(lses + lane * stride + row);
   for (int part = lane; part < num_parts; part += kWarpSize) {
-    const double x = __ldcg(lses + part * stride + row);
+    const double x = part < kWarpSize ? first_lse : __ldcg(lses + part * stride + row);
     m = x > m ? x : m;  // not a NaN, which comes in by its weight
   }
 #pragma unroll
@@ -40,7 +41,8 @@ __device__ __forceinline__ void merge_row(const float* parts,
       // A lane has the weight of a part; all of them come by in turn.
       float weight = 0;
       if (block + lane < num_parts) {
-        const double x = __ldcg(lses + (block + lane) * stride + row);
+        const double x =
+            block == 0 ? first_lse : __ldcg(lses + (block + lane) * stride + row);
         if (x != -infinity<double>()) weight = expf(static_cast<float>(x - m));
       }
       const int count = min(kWarpSize, num_parts - block);

@@ -14,57 +14,96 @@
 
 // --- softcap
 
-// The softcap of a call, as the host prepares it (_attention_kernels.py).
+// The softcap of a call, as the host prepares it (_attention_kernels.py); in exponents
+// of 2 where it is the only term.
 struct cap_t {
   float inverse;          // scale / softcap: products times this are y of tanh(y)
-  float limit;            // products up to this size have |y| <= 0.6
+  float limit;            // products up to this size have |y| <= 0.4
   float softcap;          // tanh(y) times this is the score
-  float coefficients[5];  // of softcap * tanh(y) / y by y^2, for such y
+  float coefficients[4];  // of such a score by the odd powers of a product
 };
 
-// For |y| <= 0.6, to 8e-8 of the result: nothing but multiplications.
-__device__ __forceinline__ float cap_near(float q_dot_k, const cap_t& cap) {
-  const float y = q_dot_k * cap.inverse, square = y * y;
-  float sum = cap.coefficients[4];
+// For |y| <= 0.4, to 1e-7 of the result: nothing but multiplications.
+struct near_t {
+  const cap_t& cap;
+
+  // What is left after one rounding more: score - m.
+  __device__ __forceinline__ float operator()(float q_dot_k, float m) const {
+    const float square = q_dot_k * q_dot_k;
+    float sum = cap.coefficients[3];
 #pragma unroll
-  for (int n = 3; n >= 0; --n) sum = fmaf(sum, square, cap.coefficients[n]);
-  return y * sum;
-}
+    for (int n = 2; n >= 0; --n) sum = fmaf(sum, square, cap.coefficients[n]);
+    return fmaf(q_dot_k, sum, -m);
+  }
+};
 
-// For larger ones: tanh(|y|) = 1 - 2 u / (1 + u) with u = exp(-2 |y|).
-__device__ __forceinline__ float cap_far(float q_dot_k, const cap_t& cap) {
-  const float y = q_dot_k * cap.inverse;
-  const float u = ptx::ex2_approx_ftz(fabsf(y) * float(-2 * kLog2e));
-  const float tanh = fmaf(-2 * u, ptx::rcp_approx_ftz(1 + u), 1.f);
-  return copysignf(tanh, y) * cap.softcap;
-}
+// Of any size. For larger ones, tanh(|y|) = 1 - 2 u / (1 + u) with u = exp(-2 |y|).
+struct any_size_t {
+  const cap_t& cap;
 
-// Each score has the one form or the other by its own size, whatever stands beside it;
-// a warp whose products are all small does without the other form.
-__device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
+  __device__ __forceinline__ float operator()(float q_dot_k, float m) const {
+    const float y = q_dot_k * cap.inverse;
+    const float u = ptx::ex2_approx_ftz(fabsf(y) * float(-2 * kLog2e));
+    const float tanh = fmaf(-2 * u, ptx::rcp_approx_ftz(1 + u), 1.f);
+    // Without the select by hand each number has a branch of its own.
+    return ptx::select(fabsf(q_dot_k) <= cap.limit, near_t{cap}(q_dot_k, m),
+                       fmaf(copysignf(tanh, y), cap.softcap, -m));
+  }
+};
+
+// For raise(): scores of products that have not been through the softcap.
+struct capped_t {
+  const cap_t& cap;
+
+  __device__ float bound(float x) const {
+    return fminf(x * cap.coefficients[0], cap.softcap);
+  }
+  __device__ float operator()(float x) const { return any_size_t{cap}(x, 0.f); }
+};
+
+// Whether no number of the warp is larger than `cap.limit`. Then a score has the same
+// bits by either form, so that they hang on nothing that stands beside it.
+__device__ __forceinline__ bool all_near(const float (&s)[kScores], const cap_t& cap) {
   // Bits of numbers >= 0 order as signed integers, those of numbers < 0 by their size
   // as unsigned ones. NaN is above all limits.
   const unsigned limit = __float_as_uint(cap.limit);
-  int top = __float_as_int(s[0]);
+  int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
   unsigned bottom = __float_as_uint(s[0]);
+  // As in raise(), so that the compiler finds them once.
+#pragma unroll
+  for (int e = 4; e < kScores; e += 4) {
+    top[0] = max(max(top[0], __float_as_int(s[e])), __float_as_int(s[e + 1]));
+    top[1] = max(max(top[1], __float_as_int(s[e + 2])), __float_as_int(s[e + 3]));
+  }
+  top[0] = max(top[0], __float_as_int(s[1]));
+  top[1] = max(top[1], __float_as_int(s[3]));
 #pragma unroll
   for (int e = 2; e < kScores; e += 2) {
-    top = max(max(top, __float_as_int(s[e - 1])), __float_as_int(s[e]));
     bottom = max(max(bottom, __float_as_uint(s[e - 1])), __float_as_uint(s[e]));
   }
-  top = max(top, __float_as_int(s[kScores - 1]));
   bottom = max(bottom, __float_as_uint(s[kScores - 1]));
-  const bool far = (top > static_cast<int>(limit)) | (bottom > (limit | 0x80000000u));
-  if (__any_sync(kFullMask, far)) {
+  return !__any_sync(kFullMask, (max(top[0], top[1]) > static_cast<int>(limit)) |
+                                    (bottom > (limit | 0x80000000u)));
+}
+
+__device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
+  if (all_near(s, cap)) {
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) {
-      // Without the select by hand each number has a branch of its own.
-      s[e] = ptx::select(fabsf(s[e]) <= cap.limit, cap_near(s[e], cap),
-                         cap_far(s[e], cap));
-    }
+    for (int e = 0; e < kScores; ++e) s[e] = near_t{cap}(s[e], 0.f);
   } else {
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) s[e] = cap_near(s[e], cap);
+    for (int e = 0; e < kScores; ++e) s[e] = any_size_t{cap}(s[e], 0.f);
+  }
+}
+
+// exponentiate() of products that have not been through the softcap.
+__device__ __forceinline__ void exponentiate_capped(softmax_t& row,
+                                                    float (&s)[kScores],
+                                                    const cap_t& cap) {
+  if (all_near(s, cap)) {
+    exponentiate(row, s, near_t{cap});
+  } else {
+    exponentiate(row, s, any_size_t{cap});
   }
 }
 

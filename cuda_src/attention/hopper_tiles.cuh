@@ -76,6 +76,10 @@ constexpr bool kUnitColumns = false;
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+// A softcap and nothing else: the way is one from product to weight, and what leaves the
+// softcap are exponents of 2.
+constexpr bool kCapOnly =
+    kHasSoftcap && !kHasBias && !kHasAlibi && !kHasMask && !kScaleScores;
 
 // Where a key may be hidden from a query: anywhere, or in tiles that not all queries of
 // a block see whole.

@@ -333,10 +333,10 @@ _TANH_COEFFICIENTS = (
 class HopperKernel:
     """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
 
-    `tiles` holds for (head_dim, head_dim_v) as compiled six ladders: for queries that
+    `tiles` holds for (head_dim, head_dim_v) as compiled seven ladders: for queries that
     see all keys; for those that see a part by position; for lengths on the device; for
-    scores with a term of their own (bias, mask, alibi); with a softcap; and with
-    several. Each of these needs more registers than the one before.
+    scores with a term of their own (bias, mask, alibi); with a softcap; with a softcap
+    and terms of keys; and with several.
     """
 
     name: str
@@ -447,11 +447,13 @@ class HopperKernel:
         """Tiles for a problem's head dimensions and kind; may be empty."""
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
-        if _has_terms(problem):
+        if _has_terms(problem) and not _presets_bias(problem):
             return ladders[3 + _weight_of_terms(problem)]
         if _has_lengths(problem):
             return ladders[2]
-        return ladders[1 if _bounds(problem) > 0 else 0]
+        # Beside the largest tiles of all keys, shared memory has no room for terms.
+        some = _bounds(problem) > 0 or (_has_terms(problem) and max(dims) > 192)
+        return ladders[int(some)]
 
     def _smem(self, problem):
         """Tiles of q, the stages of k and v, and room to align them."""
@@ -505,6 +507,8 @@ class HopperKernel:
         if problem.bias is not None or problem.mask is not None:
             if problem.terms == "keys":
                 switches["TERMS_OF_KEYS"] = 1
+                if _presets_bias(problem):
+                    switches["PRESET_BIAS"] = 1
             elif problem.terms == "unit":
                 switches["UNIT_COLUMNS"] = 1
         variant = Variant(
@@ -544,20 +548,22 @@ class HopperKernel:
 
 
 def _weight_of_terms(problem):
-    """0 for a term of the scores or terms of keys, 1 for a softcap, 2 for several."""
+    """0 for a term of the scores or of keys, 1 to 2 for a softcap, 3 for several."""
     arrays = problem.bias, problem.mask
     lie_apart = 0
     if problem.terms != "keys":
         lie_apart = sum(x is not None for x in arrays)
         if lie_apart and problem.terms == "any":
-            return 2
+            return 3
     has_alibi = problem.alibi_slopes is not None
     if problem.softcap:
-        return 2 if lie_apart or has_alibi or _has_lengths(problem) else 1
+        if lie_apart or has_alibi or _has_lengths(problem):
+            return 3
+        return 1 if _is_cap_only(problem) else 2
     if lie_apart + has_alibi > 1 or (lie_apart and _has_lengths(problem)):
-        return 2
+        return 3
     # The bounds of a window and rows of a mask are more than there are registers for.
-    return 2 if lie_apart and problem.mask and problem.left is not None else 0
+    return 3 if lie_apart and problem.mask and problem.left is not None else 0
 
 
 def _is_cap_only(problem):
@@ -567,11 +573,21 @@ def _is_cap_only(problem):
     return problem.softcap > 0 and alone
 
 
+def _presets_bias(problem):
+    """Whether products are added to a bias of keys: kPresetBias of the kernel."""
+    has_others = problem.mask is not None or problem.alibi_slopes is not None
+    # Where float32 holds the sizes of a bias in units of the products, too.
+    is_plain = not problem.softcap and 1e-2 <= problem.scale <= 1e2
+    alone = problem.terms == "keys" and not has_others and is_plain
+    return problem.bias is not None and alone
+
+
 def _exponents(problem):
     """What makes scores exponents of 2, as a float32, and the way back to lse."""
     if _is_cap_only(problem):  # they are exponents when they leave the softcap
         return {"to_log2": 1.0, "from_log2": math.log(2)}
-    scale = 1.0 if _has_terms(problem) else problem.scale
+    in_units = _has_terms(problem) and not _presets_bias(problem)
+    scale = 1.0 if in_units else problem.scale
     to_log2 = np.float32(scale * math.log2(math.e))
     return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
 
@@ -686,7 +702,8 @@ ATTENTION_KERNELS = (  # best first
                 ((4095, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
                 ((math.inf, HopperTile(3, 112)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(3, 96)),),
+                ((math.inf, HopperTile(3, 112)),),
+                ((math.inf, HopperTile(3, 80)),),
                 ((math.inf, HopperTile(2, 64, False)),),
             ),
             (96, 96): (
@@ -694,6 +711,7 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(3, 96)),),
                 ((math.inf, HopperTile(2, 96, False)),),
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
@@ -702,6 +720,7 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(3, 80)),),
                 ((math.inf, HopperTile(2, 96, False)),),
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
@@ -711,12 +730,14 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 96, False)),),
+                ((math.inf, HopperTile(2, 96, False)),),
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 192): (
                 ((math.inf, HopperTile(2, 112)),),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 96)),),
+                ((math.inf, HopperTile(2, 80)),),
                 ((math.inf, HopperTile(2, 80)),),
                 ((math.inf, HopperTile(2, 80)),),
                 (),
@@ -726,6 +747,7 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 64)),),
                 ((math.inf, HopperTile(2, 48)),),
                 ((math.inf, HopperTile(2, 48)),),
+                ((math.inf, HopperTile(2, 80)),),
                 ((math.inf, HopperTile(2, 64)),),
                 (),
             ),
@@ -924,7 +946,11 @@ def _bounded():
                 1,
             )
             yield _problem("bfloat16", head_dim, mask="bool", terms=terms), 1
-        yield _problem("bfloat16", head_dim, left=1024, right=0, softcap=30.0), 1
+        for terms in ({}, {"bias": "float32", "terms": "keys"}):
+            capped = {"softcap": 30.0, **terms}
+            yield _problem("bfloat16", head_dim, **capped), 1
+            yield _problem("bfloat16", head_dim, left=1024, right=0, **capped), 1
+        yield _problem("bfloat16", head_dim, bias="float32", terms="keys"), 1
         yield _problem("bfloat16", head_dim, right=0, alibi_slopes="float32"), 1
         yield _problem("bfloat16", head_dim, left=1024, **_ALL_OPTIONS), 2
         few = {"seqlen_q": 1, "num_kv_heads": 16}

@@ -50,8 +50,8 @@ struct identity_t {
 
 // Where needed, moves m and brings l on its scale; then o must follow by alpha, which
 // all lanes of the warp are told. Scores times `to_log2` are exponents of 2. Rows with
-// large ones get their scores relative to m, which costs an instruction a score. `score`
-// makes scores of numbers in s; it keeps their order and signs.
+// large ones get their scores relative to m, which costs an instruction a score.
+// `score` makes scores of numbers in s; it keeps their order and signs.
 template <typename Score = identity_t>
 __device__ __forceinline__ bool raise(softmax_t& row,
                                       float (&s)[kScores],
@@ -73,9 +73,9 @@ __device__ __forceinline__ bool raise(softmax_t& row,
       ((top[0] < 0) & (row.m[0] < 0)) | ((top[1] < 0) & (row.m[1] < 0));
   // Each lane compares its own columns.
   const bool moves = __any_sync(
-      kFullMask,
-      negative | ((score.bound(largest[0]) - row.m[0]) * to_log2 > kLazyLog2) |
-          ((score.bound(largest[1]) - row.m[1]) * to_log2 > kLazyLog2));
+      kFullMask, negative |
+                     ((score.bound(largest[0]) - row.m[0]) * to_log2 > kLazyLog2) |
+                     ((score.bound(largest[1]) - row.m[1]) * to_log2 > kLazyLog2));
   if (moves) {
     if (__any_sync(kFullMask, negative)) {
       largest[0] = s[0];
@@ -127,8 +127,8 @@ __device__ __forceinline__ bool raise(softmax_t& row,
   return moves;
 }
 
-// s becomes p = 2^exponent(s, m), and its sum over this thread's columns joins l. A tile
-// is summed apart and added without loss (Kahan): a sum of millions does not stand
+// s becomes p = 2^exponent(s, m), and its sum over this thread's columns joins l. A
+// tile is summed apart and added without loss (Kahan): a sum of millions does not stand
 // still.
 template <typename Exponent>
 __device__ __forceinline__ void exponentiate(softmax_t& row,

@@ -110,14 +110,23 @@ __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
 // --- terms of keys: what bias and mask are to each key of a tile
 
 constexpr int kKeySlots = 4;  // tiles of them in shared memory
-using key_terms_t = float[kKeySlots][kTermsOfKeys ? kBlockN : 1];
+struct alignas(16) key_terms_t {
+  float terms[kTermsOfKeys ? kBlockN : 1];
+  // With kPresetBias: those that are added to the products instead, else 0, and whether
+  // there are any.
+  float late[kPresetBias ? kBlockN : 1];
+  bool some_late;
+};
 
 // A key that the mask hides. No bias has these bits: its NaN are made another one.
 constexpr unsigned kHiddenKey = 0xffffffffu;
 
 // For lane `lane` of one warp: writes the terms of keys j0 to j0 + kBlockN - 1.
-__device__ __forceinline__ void read_key_terms(
-    volatile float* terms, const scores_t& scores, int j0, int seqlen_k, int lane) {
+__device__ __forceinline__ void read_key_terms(volatile key_terms_t& slot,
+                                               const scores_t& scores,
+                                               int j0,
+                                               int seqlen_k,
+                                               int lane) {
 #pragma unroll 1
   for (int column = lane; column < kBlockN; column += kWarpSize) {
     const int j = j0 + column;
@@ -131,8 +140,58 @@ __device__ __forceinline__ void read_key_terms(
         if (!*scores.mask_at(0, j)) term = __uint_as_float(kHiddenKey);
       }
     }
-    terms[column] = term;
+    slot.terms[column] = term;
   }
+}
+
+// A product of 16 columns cuts the bits that fall off the sum it is added to. Up to
+// this size a bias loses no more than the bounds of lse allow for; a larger one comes
+// late.
+constexpr float kPresetLimit = 512.f / kHeadDim;
+
+// The same with kPresetBias, in units of the products.
+__device__ __forceinline__ void read_preset_bias(volatile key_terms_t& slot,
+                                                 const scores_t& scores,
+                                                 double inverse_scale,
+                                                 int j0,
+                                                 int seqlen_k,
+                                                 int lane) {
+  constexpr float kMost = 3e38f;
+  bool some_late = false;
+#pragma unroll
+  for (int first = 0; first < kBlockN; first += kWarpSize) {
+    const int column = first + lane, j = j0 + column;
+    if (kBlockN % kWarpSize != 0 && column >= kBlockN) continue;
+    const float bias = j < seqlen_k ? to<float>(*scores.bias_at(0, j)) : 0.f;
+    const float term = static_cast<float>(bias * inverse_scale);
+    const bool late = fabsf(bias) > kPresetLimit && is_finite(bias);
+    slot.terms[column] = late ? 0.f : term;
+    slot.late[column] = late ? fminf(fmaxf(term, -kMost), kMost) : 0.f;
+    some_late |= late;
+  }
+  some_late = __any_sync(kFullMask, some_late);
+  if (lane == 0) slot.some_late = some_late;
+}
+
+// f(number, term of its key) for all numbers of a thread.
+template <typename Function>
+__device__ __forceinline__ void for_keys(float (&s)[kScores],
+                                         const float* terms,
+                                         const Function& f) {
+#pragma unroll
+  for (int e = 0; e < kScores; e += 4) {  // two rows of two columns
+    const float2 pair = *reinterpret_cast<const float2*>(terms + column_of(e));
+    f(s[e], pair.x);
+    f(s[e + 1], pair.y);
+    f(s[e + 2], pair.x);
+    f(s[e + 3], pair.y);
+  }
+}
+__device__ __forceinline__ void set_terms(float (&s)[kScores], const float* terms) {
+  for_keys(s, terms, [](float& x, float term) { x = term; });
+}
+__device__ __forceinline__ void add_late_terms(float (&s)[kScores], const float* late) {
+  for_keys(s, late, [](float& x, float term) { x += term; });
 }
 
 // Whether something stands between the scale and the terms of keys.
@@ -141,23 +200,16 @@ constexpr bool kScalesApart = kHasSoftcap || kHasAlibi;
 __device__ __forceinline__ void add_key_terms(float (&s)[kScores],
                                               const float* terms,
                                               float scale) {
-#pragma unroll
-  for (int e = 0; e < kScores; e += 4) {  // two rows of two columns
-    const float2 pair = *reinterpret_cast<const float2*>(terms + column_of(e));
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float term = n % 2 == 0 ? pair.x : pair.y;
-      float& x = s[e + n];
-      if constexpr (kHasBias) {
-        x = kScalesApart ? x + term : fmaf(x, scale, term);
-      } else if constexpr (!kScalesApart) {
-        x *= scale;
-      }
-      if constexpr (kHasMask) {
-        if (__float_as_uint(term) == kHiddenKey) x = -infinity<float>();
-      }
+  for_keys(s, terms, [=](float& x, float term) {
+    if constexpr (kHasBias) {
+      x = kScalesApart ? x + term : fmaf(x, scale, term);
+    } else if constexpr (!kScalesApart) {
+      x *= scale;
     }
-  }
+    if constexpr (kHasMask) {
+      if (__float_as_uint(term) == kHiddenKey) x = -infinity<float>();
+    }
+  });
 }
 
 // --- all terms

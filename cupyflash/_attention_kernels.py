@@ -278,6 +278,8 @@ class HopperTile:
     block_n: int
     take_turns: bool = True
     num_stages: int = 2  # tiles of k, and of v, that are in shared memory at a time
+    # Whether keys that nobody else reads are the first to leave the L2 cache.
+    evict_first: bool = False
 
     @property
     def block_m(self) -> int:
@@ -297,6 +299,9 @@ _SPLIT_MERGE_THREADS = 128
 # Bytes of parts that the block which ends the last of them merges; of more, another
 # kernel with a block a row is faster.
 _MERGED_BY_A_BLOCK = 1 << 17
+
+# Bytes of keys and values that the L2 cache holds.
+_CACHED = 50 << 20
 
 # Upper bounds of seqlen_q, and the tile up to there.
 _Ladder = tuple[tuple[float, HopperTile], ...]
@@ -343,8 +348,10 @@ class HopperKernel:
     rungs: tuple[str, ...]
     tiles: dict[tuple[int, int], tuple[_Ladder, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
-    # The tile where one warpgroup has room for all queries, by head dimension.
-    few: tuple[tuple[float, HopperTile], ...]
+    # Where one warpgroup has room for all queries, by head dimension: the tile for keys
+    # and values that the L2 cache holds, the one for more, and the one for scores with
+    # terms, which take registers.
+    few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -391,7 +398,10 @@ class HopperKernel:
     def tile(self, problem: AttentionProblem) -> HopperTile:
         """The tile measured best for a length and kind of mask."""
         if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
-            return _kernels.by_threshold(self.few, max(self._dims(problem)))
+            tiles = _kernels.by_threshold(self.few, max(self._dims(problem)))
+            if _adds_terms(problem):
+                return tiles[2]
+            return tiles[_bytes_of_keys(problem) > _CACHED]
         return _kernels.by_threshold(self._ladder(problem), problem.seqlen_q)
 
     def pack(self, problem: AttentionProblem) -> int:
@@ -447,7 +457,7 @@ class HopperKernel:
         """Tiles for a problem's head dimensions and kind; may be empty."""
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
-        if _has_terms(problem) and not _presets_bias(problem):
+        if _adds_terms(problem):
             return ladders[3 + _weight_of_terms(problem)]
         if _has_lengths(problem):
             return ladders[2]
@@ -499,6 +509,8 @@ class HopperKernel:
             switches["SCALE_SCORES"] = 1
         if (pack := self.pack(problem)) > 1:
             switches["PACK"] = pack
+        if tile.evict_first and pack == problem.group_size:
+            switches["READ_ONCE"] = 1
         num_splits = self.num_splits(problem, device)
         if num_splits > 1:
             switches["SPLIT"] = 1
@@ -526,11 +538,7 @@ class HopperKernel:
         tile = self.tile(problem)
         pack, num_splits = self.pack(problem), self.num_splits(problem, device)
         num_heads = math.prod(problem.batch) * problem.num_heads // pack
-        bytes_of_head = (
-            problem.seqlen_k
-            * (problem.head_dim + problem.head_dim_v)
-            * ITEMSIZE[problem.dtype]
-        )
+        bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
         # Keys and values of a section take about half of the L2 cache; sections are
         # equal, since a small one at the end would not fill the device.
         in_cache = device.l2_bytes * 11 // 20 // bytes_of_head * problem.group_size
@@ -545,6 +553,17 @@ class HopperKernel:
             **_exponents(problem),
             **_cap(problem),
         }
+
+
+def _num_kv_heads(problem):
+    """Key heads over all batch entries."""
+    return math.prod(problem.batch) * problem.num_kv_heads
+
+
+def _bytes_of_keys(problem):
+    """Of all keys and values."""
+    row = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    return _num_kv_heads(problem) * problem.seqlen_k * row
 
 
 def _weight_of_terms(problem):
@@ -582,12 +601,16 @@ def _presets_bias(problem):
     return problem.bias is not None and alone
 
 
+def _adds_terms(problem):
+    """Whether scores are finished before the softmax: kHasTerms of the kernel."""
+    return _has_terms(problem) and not _presets_bias(problem)
+
+
 def _exponents(problem):
     """What makes scores exponents of 2, as a float32, and the way back to lse."""
     if _is_cap_only(problem):  # they are exponents when they leave the softcap
         return {"to_log2": 1.0, "from_log2": math.log(2)}
-    in_units = _has_terms(problem) and not _presets_bias(problem)
-    scale = 1.0 if in_units else problem.scale
+    scale = 1.0 if _adds_terms(problem) else problem.scale
     to_log2 = np.float32(scale * math.log2(math.e))
     return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
 
@@ -691,10 +714,26 @@ ATTENTION_KERNELS = (  # best first
         rungs=("tiled", "auto"),
         dims=(64, 96, 128, 192, 256),
         few=(
-            (64, HopperTile(1, 128, False, 6)),
-            (128, HopperTile(1, 64, False, 6)),
-            (192, HopperTile(1, 64, False, 4)),
-            (256, HopperTile(1, 64, False, 3)),
+            # us, 32 : 8 heads x 16 x 8192 keys: 78.3; 6 tiles at a time 80.1
+            (
+                64,
+                (
+                    HopperTile(1, 128, False, 2, True),
+                    HopperTile(1, 128, False, 2, True),
+                    HopperTile(1, 128, False, 6),
+                ),
+            ),
+            # 8192 keys 20.1, (1, 64, 6) 22.7; 16 x 8192 keys 137.9, (1, 64, 6) 143.6
+            (
+                128,
+                (
+                    HopperTile(1, 128, False, 2, True),
+                    HopperTile(1, 128, False, 1),
+                    HopperTile(1, 64, False, 6),
+                ),
+            ),
+            (192, (HopperTile(1, 64, False, 4),) * 3),
+            (256, (HopperTile(1, 64, False, 3),) * 3),
         ),
         tiles={
             (64, 64): (

@@ -219,6 +219,19 @@ def test_heads_of_a_group_are_packed_where_queries_are_few(seqlen_q, group, pack
     )
 
 
+def test_keys_leave_the_cache_first_where_it_holds_them_and_nobody_reads_them_again():
+    def is_once(asked):
+        config, *_ = ROW.configs(asked, 1, HOPPER)
+        return ("READ_ONCE", "1") in config.variant.defines
+
+    assert is_once(few_queries())
+    assert not is_once(few_queries(batch=(16,)))  # 512 MB
+    assert not is_once(few_queries(group=7))  # heads of a group are not packed
+    assert not is_once(few_queries(seqlen_q=17))
+    assert not is_once(few_queries(softcap=3.0))
+    assert ROW.tile(few_queries()).block_n == ROW.tile(few_queries(batch=(16,))).block_n
+
+
 def test_keys_are_split_where_tiles_are_few():
     assert ROW.num_splits(few_queries(), HOPPER) == HOPPER.num_sms // 8
     assert ROW.num_splits(few_queries(batch=(16,)), HOPPER) == 1

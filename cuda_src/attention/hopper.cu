@@ -121,6 +121,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const ring_t key_ring = {landed + kOrders * kBarrier,
                            landed + (kOrders + kKeySlots) * kBarrier};
 
+  // A short launch waits for little else.
+  if (kNumGroups == 1 && threadIdx.x == 128) {
+    ptx::prefetch_tensormap(inputs.k_map);
+    ptx::prefetch_tensormap(inputs.q_map);
+    ptx::prefetch_tensormap(inputs.v_map);
+  }
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     for (int n = 0; n < kNumGroups; ++n) {
@@ -218,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if (n < count) {
             const unsigned number = num_tiles + n, stage = stage_of(number);
             wait(k_ring.empty_at(stage), parity_of(number) ^ 1);
-            load_tile<kBlockN, kChunksQk>(
+            load_tile<kBlockN, kChunksQk, kReadOnce>(
                 smem_k + stage * kBytesK, inputs.k_map, k_ring.full_at(stage),
                 (tiles.last - 1 - n) * kBlockN, coordinate(at.kv_head, params.k.head),
                 batch_k);
@@ -253,10 +259,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               orders.item[slot] = num_items;
               arrival = landed + slot * kBarrier;
             }
-            load_tile<kBlockN, kChunksV>(smem_v + stage * kBytesV, inputs.v_map,
-                                         arrival, (tiles.last - n) * kBlockN,
-                                         coordinate(at.kv_head, params.v.head),
-                                         batch_v);
+            load_tile<kBlockN, kChunksV, kReadOnce>(
+                smem_v + stage * kBytesV, inputs.v_map, arrival,
+                (tiles.last - n) * kBlockN, coordinate(at.kv_head, params.v.head),
+                batch_v);
           }
         }
         num_tiles += count;

@@ -51,6 +51,13 @@ static_assert(kSplit);
 constexpr bool kMerge = false;
 #endif
 
+// Each tile of k and v belongs to one item, and leaves the L2 cache first.
+#ifdef READ_ONCE
+constexpr bool kReadOnce = true;
+#else
+constexpr bool kReadOnce = false;
+#endif
+
 // Which keys a query may see by its position: 0 all, 1 up to a last one, 2 from a first
 // one to a last one.
 constexpr int kBounds = BOUNDS;

@@ -278,6 +278,8 @@ class HopperTile:
     block_n: int
     take_turns: bool = True
     num_stages: int = 2  # tiles of k, and of v, that are in shared memory at a time
+    # Whether keys that nobody else reads are the first to leave the L2 cache.
+    evict_first: bool = False
 
     @property
     def block_m(self) -> int:
@@ -298,6 +300,9 @@ _SPLIT_MERGE_THREADS = 128
 # kernel with a block a row is faster.
 _MERGED_BY_A_BLOCK = 1 << 17
 
+# Bytes of keys and values that the L2 cache holds.
+_CACHED = 50 << 20
+
 # Upper bounds of seqlen_q, and the tile up to there.
 _Ladder = tuple[tuple[float, HopperTile], ...]
 
@@ -312,19 +317,20 @@ HOPPER_INPUTS = np.dtype(
         ("from_log2", "f8"),
         ("to_log2", "f4"),
         *((name, "f4") for name in ("cap_inverse", "cap_limit", "cap")),
-        ("cap_coefficients", "f4", (5,)),
-        ("padding", "V36"),  # to a multiple of 64
+        ("cap_coefficients", "f4", (4,)),
+        ("padding", "V40"),  # to a multiple of 64
     ]
 )
 
-# tanh(y) / y by y^2, for |y| up to the limit; the largest relative error is 8e-8.
-_TANH_LIMIT = 0.6
+# tanh(y) / y by y^2; with the first n coefficients, |y| up to limit n has a relative
+# error of 1e-7 at most.
+_TANH_LIMITS = (0.0, 5e-4, 0.029, 0.11, 0.4)
+_TINY = float(np.finfo(np.float32).tiny)
 _TANH_COEFFICIENTS = (
-    0.999999926869,
-    -0.333323099747,
-    0.133101736604,
-    -0.0521014801792,
-    0.0154754275345,
+    0.999999901901,
+    -0.3333136246,
+    0.132709767739,
+    -0.0475536041585,
 )
 
 
@@ -332,18 +338,20 @@ _TANH_COEFFICIENTS = (
 class HopperKernel:
     """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
 
-    `tiles` holds for (head_dim, head_dim_v) as compiled six ladders: for queries that
+    `tiles` holds for (head_dim, head_dim_v) as compiled seven ladders: for queries that
     see all keys; for those that see a part by position; for lengths on the device; for
-    scores with a term of their own (bias, mask, alibi); with a softcap; and with
-    several. Each of these needs more registers than the one before.
+    scores with a term of their own (bias, mask, alibi); with a softcap; with a softcap
+    and terms of keys; and with several.
     """
 
     name: str
     rungs: tuple[str, ...]
     tiles: dict[tuple[int, int], tuple[_Ladder, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
-    # The tile where one warpgroup has room for all queries, by head dimension.
-    few: tuple[tuple[float, HopperTile], ...]
+    # Where one warpgroup has room for all queries, by head dimension: the tile for keys
+    # and values that the L2 cache holds, the one for more, and the one for scores with
+    # terms, which take registers.
+    few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -390,7 +398,10 @@ class HopperKernel:
     def tile(self, problem: AttentionProblem) -> HopperTile:
         """The tile measured best for a length and kind of mask."""
         if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
-            return _kernels.by_threshold(self.few, max(self._dims(problem)))
+            tiles = _kernels.by_threshold(self.few, max(self._dims(problem)))
+            if _adds_terms(problem):
+                return tiles[2]
+            return tiles[_bytes_of_keys(problem) > _CACHED]
         return _kernels.by_threshold(self._ladder(problem), problem.seqlen_q)
 
     def pack(self, problem: AttentionProblem) -> int:
@@ -446,11 +457,13 @@ class HopperKernel:
         """Tiles for a problem's head dimensions and kind; may be empty."""
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
-        if _has_terms(problem):
+        if _adds_terms(problem):
             return ladders[3 + _weight_of_terms(problem)]
         if _has_lengths(problem):
             return ladders[2]
-        return ladders[1 if _bounds(problem) > 0 else 0]
+        # Beside the largest tiles of all keys, shared memory has no room for terms.
+        some = _bounds(problem) > 0 or (_has_terms(problem) and max(dims) > 192)
+        return ladders[int(some)]
 
     def _smem(self, problem):
         """Tiles of q, the stages of k and v, and room to align them."""
@@ -496,6 +509,8 @@ class HopperKernel:
             switches["SCALE_SCORES"] = 1
         if (pack := self.pack(problem)) > 1:
             switches["PACK"] = pack
+        if tile.evict_first and pack == problem.group_size:
+            switches["READ_ONCE"] = 1
         num_splits = self.num_splits(problem, device)
         if num_splits > 1:
             switches["SPLIT"] = 1
@@ -504,6 +519,8 @@ class HopperKernel:
         if problem.bias is not None or problem.mask is not None:
             if problem.terms == "keys":
                 switches["TERMS_OF_KEYS"] = 1
+                if _presets_bias(problem):
+                    switches["PRESET_BIAS"] = 1
             elif problem.terms == "unit":
                 switches["UNIT_COLUMNS"] = 1
         variant = Variant(
@@ -521,11 +538,7 @@ class HopperKernel:
         tile = self.tile(problem)
         pack, num_splits = self.pack(problem), self.num_splits(problem, device)
         num_heads = math.prod(problem.batch) * problem.num_heads // pack
-        bytes_of_head = (
-            problem.seqlen_k
-            * (problem.head_dim + problem.head_dim_v)
-            * ITEMSIZE[problem.dtype]
-        )
+        bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
         # Keys and values of a section take about half of the L2 cache; sections are
         # equal, since a small one at the end would not fill the device.
         in_cache = device.l2_bytes * 11 // 20 // bytes_of_head * problem.group_size
@@ -542,26 +555,62 @@ class HopperKernel:
         }
 
 
+def _num_kv_heads(problem):
+    """Key heads over all batch entries."""
+    return math.prod(problem.batch) * problem.num_kv_heads
+
+
+def _bytes_of_keys(problem):
+    """Of all keys and values."""
+    row = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    return _num_kv_heads(problem) * problem.seqlen_k * row
+
+
 def _weight_of_terms(problem):
-    """0 for a term of the scores or terms of keys, 1 for a softcap, 2 for several."""
+    """0 for a term of the scores or of keys, 1 to 2 for a softcap, 3 for several."""
     arrays = problem.bias, problem.mask
     lie_apart = 0
     if problem.terms != "keys":
         lie_apart = sum(x is not None for x in arrays)
         if lie_apart and problem.terms == "any":
-            return 2
+            return 3
     has_alibi = problem.alibi_slopes is not None
     if problem.softcap:
-        return 2 if lie_apart or has_alibi or _has_lengths(problem) else 1
+        if lie_apart or has_alibi or _has_lengths(problem):
+            return 3
+        return 1 if _is_cap_only(problem) else 2
     if lie_apart + has_alibi > 1 or (lie_apart and _has_lengths(problem)):
-        return 2
+        return 3
     # The bounds of a window and rows of a mask are more than there are registers for.
-    return 2 if lie_apart and problem.mask and problem.left is not None else 0
+    return 3 if lie_apart and problem.mask and problem.left is not None else 0
+
+
+def _is_cap_only(problem):
+    """kCapOnly of cuda_src/attention/hopper_terms.cuh."""
+    arrays = (problem.bias, problem.mask, problem.alibi_slopes)
+    alone = all(x is None for x in arrays) and _scale_is_plain(problem.scale)
+    return problem.softcap > 0 and alone
+
+
+def _presets_bias(problem):
+    """Whether products are added to a bias of keys: kPresetBias of the kernel."""
+    has_others = problem.mask is not None or problem.alibi_slopes is not None
+    # Where float32 holds the sizes of a bias in units of the products, too.
+    is_plain = not problem.softcap and 1e-2 <= problem.scale <= 1e2
+    alone = problem.terms == "keys" and not has_others and is_plain
+    return problem.bias is not None and alone
+
+
+def _adds_terms(problem):
+    """Whether scores are finished before the softmax: kHasTerms of the kernel."""
+    return _has_terms(problem) and not _presets_bias(problem)
 
 
 def _exponents(problem):
     """What makes scores exponents of 2, as a float32, and the way back to lse."""
-    scale = 1.0 if _has_terms(problem) else problem.scale
+    if _is_cap_only(problem):  # they are exponents when they leave the softcap
+        return {"to_log2": 1.0, "from_log2": math.log(2)}
+    scale = 1.0 if _adds_terms(problem) else problem.scale
     to_log2 = np.float32(scale * math.log2(math.e))
     return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
 
@@ -571,13 +620,18 @@ def _cap(problem):
     if not problem.softcap:
         return {}
     inverse = np.float32(problem.scale / problem.softcap)
-    coefficients = problem.softcap * np.array(_TANH_COEFFICIENTS)
-    with np.errstate(over="ignore", divide="ignore"):
+    unit = problem.softcap * (math.log2(math.e) if _is_cap_only(problem) else 1.0)
+    with np.errstate(over="ignore", under="ignore", divide="ignore"):
+        powers = np.float64(inverse) ** np.arange(1, 8, 2)
+        coefficients = (unit * powers * _TANH_COEFFICIENTS).astype(np.float32)
+        # Those that float32 does not hold are left out, where that changes nothing.
+        held = np.isfinite(coefficients) & (np.abs(coefficients) >= _TINY)
+        limit = _TANH_LIMITS[int(np.cumprod(held).sum())] if inverse else np.inf
         return {
             "cap_inverse": inverse,
-            "cap_limit": np.float32(_TANH_LIMIT) / np.abs(inverse),
-            "cap": np.float32(problem.softcap),
-            "cap_coefficients": coefficients.astype(np.float32),
+            "cap_limit": np.float32(limit) / np.abs(inverse),
+            "cap": np.float32(unit),
+            "cap_coefficients": np.where(held, coefficients, 0),
         }
 
 
@@ -660,10 +714,26 @@ ATTENTION_KERNELS = (  # best first
         rungs=("tiled", "auto"),
         dims=(64, 96, 128, 192, 256),
         few=(
-            (64, HopperTile(1, 128, False, 6)),
-            (128, HopperTile(1, 64, False, 6)),
-            (192, HopperTile(1, 64, False, 4)),
-            (256, HopperTile(1, 64, False, 3)),
+            # us, 32 : 8 heads x 16 x 8192 keys: 78.3; 6 tiles at a time 80.1
+            (
+                64,
+                (
+                    HopperTile(1, 128, False, 2, True),
+                    HopperTile(1, 128, False, 2, True),
+                    HopperTile(1, 128, False, 6),
+                ),
+            ),
+            # 8192 keys 20.1, (1, 64, 6) 22.7; 16 x 8192 keys 137.9, (1, 64, 6) 143.6
+            (
+                128,
+                (
+                    HopperTile(1, 128, False, 2, True),
+                    HopperTile(1, 128, False, 1),
+                    HopperTile(1, 64, False, 6),
+                ),
+            ),
+            (192, (HopperTile(1, 64, False, 4),) * 3),
+            (256, (HopperTile(1, 64, False, 3),) * 3),
         ),
         tiles={
             (64, 64): (
@@ -671,7 +741,8 @@ ATTENTION_KERNELS = (  # best first
                 ((4095, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
                 ((math.inf, HopperTile(3, 112)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(3, 96)),),
+                ((math.inf, HopperTile(3, 112)),),
+                ((math.inf, HopperTile(3, 80)),),
                 ((math.inf, HopperTile(2, 64, False)),),
             ),
             (96, 96): (
@@ -679,6 +750,7 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(3, 96)),),
                 ((math.inf, HopperTile(2, 96, False)),),
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
@@ -687,6 +759,7 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
+                ((math.inf, HopperTile(3, 80)),),
                 ((math.inf, HopperTile(2, 96, False)),),
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
@@ -696,12 +769,14 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 96, False)),),
+                ((math.inf, HopperTile(2, 96, False)),),
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 192): (
                 ((math.inf, HopperTile(2, 112)),),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 96)),),
+                ((math.inf, HopperTile(2, 80)),),
                 ((math.inf, HopperTile(2, 80)),),
                 ((math.inf, HopperTile(2, 80)),),
                 (),
@@ -711,6 +786,7 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 64)),),
                 ((math.inf, HopperTile(2, 48)),),
                 ((math.inf, HopperTile(2, 48)),),
+                ((math.inf, HopperTile(2, 80)),),
                 ((math.inf, HopperTile(2, 64)),),
                 (),
             ),
@@ -909,7 +985,11 @@ def _bounded():
                 1,
             )
             yield _problem("bfloat16", head_dim, mask="bool", terms=terms), 1
-        yield _problem("bfloat16", head_dim, left=1024, right=0, softcap=30.0), 1
+        for terms in ({}, {"bias": "float32", "terms": "keys"}):
+            capped = {"softcap": 30.0, **terms}
+            yield _problem("bfloat16", head_dim, **capped), 1
+            yield _problem("bfloat16", head_dim, left=1024, right=0, **capped), 1
+        yield _problem("bfloat16", head_dim, bias="float32", terms="keys"), 1
         yield _problem("bfloat16", head_dim, right=0, alibi_slopes="float32"), 1
         yield _problem("bfloat16", head_dim, left=1024, **_ALL_OPTIONS), 2
         few = {"seqlen_q": 1, "num_kv_heads": 16}

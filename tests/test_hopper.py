@@ -116,6 +116,67 @@ def test_the_instructions_are_as_the_script_writes_them():
     assert written == (_source.CUDA_SRC / "ptx" / "wgmma_shapes.cuh").read_text()
 
 
+# --- softcap, terms of keys ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap"),
+    [
+        (0.125, 30.0),
+        (1.0, 1.0),
+        (0.09, 2.0),
+        (-0.3, 5.0),
+        (0.0, 3.0),
+        (0.125, 1e6),
+        (1e-3, 1e9),
+        (1.0, 1e-8),
+        (0.125, 1e12),
+        (1e-12, 1e8),
+    ],
+)
+@pytest.mark.parametrize("bias", [None, "float32"])
+def test_small_scores_are_a_polynomial(scale, softcap, bias):
+    """To the rounding of float32, up to the limit that goes with the coefficients."""
+    asked = dataclasses.replace(problem(softcap=softcap, bias=bias), scale=scale)
+    cap = ROW.schedule(asked, HOPPER)
+    x = np.linspace(-1, 1, 9999) * min(float(cap["cap_limit"]), 1e9)
+    x = x.astype(np.float32)
+    score = cap["cap_coefficients"][3]
+    for n in (2, 1, 0):
+        score = np.float32(score * (x * x) + cap["cap_coefficients"][n])
+    score = x.astype(np.float64) * score
+    # Alone, a softcap leaves exponents of 2.
+    unit = np.log2(np.e) if bias is None and 1e-20 <= scale else 1.0
+    exact = unit * softcap * np.tanh(x.astype(np.float64) * scale / softcap)
+    np.testing.assert_allclose(score, exact, rtol=3 * 2.0**-23, atol=0)
+    assert cap["cap"] == np.float32(unit * softcap)
+
+
+@pytest.mark.parametrize("head_dim", ROW.dims)
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 9, "right": 0}])
+def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
+    asked = problem(head_dim=head_dim, terms="keys", bias="float32", **bounds)
+    (config,) = ROW.configs(asked, 1, HOPPER)
+    assert ("PRESET_BIAS", "1") in config.variant.defines
+    tile = ROW.tile(asked)
+    plain = ROW.tile(problem(head_dim=head_dim, **bounds))
+    assert tile == plain or (head_dim, bounds) == (256, {})
+    # Terms and barriers, in units of the alignment of tiles.
+    static = -(-(4 * (8 * tile.block_n + 16) + 512) // 1024) * 1024
+    assert config.variant.smem + static <= HOPPER.smem_optin
+    for other in (
+        {"mask": "bool"},
+        {"softcap": 3.0},
+        {"alibi_slopes": "float32"},
+        {"terms": "unit"},
+        {"scale": 1e-3},
+    ):
+        both = dataclasses.replace(asked, **other)
+        if ROW.refusal(both, HOPPER) is None:
+            (config,) = ROW.configs(both, 1, HOPPER)
+            assert ("PRESET_BIAS", "1") not in config.variant.defines
+
+
 # --- parts of the keys, packed heads -------------------------------------------------
 
 
@@ -158,6 +219,19 @@ def test_heads_of_a_group_are_packed_where_queries_are_few(seqlen_q, group, pack
     )
 
 
+def test_keys_leave_the_cache_first_where_it_holds_them_and_nobody_reads_them_again():
+    def is_once(asked):
+        config, *_ = ROW.configs(asked, 1, HOPPER)
+        return ("READ_ONCE", "1") in config.variant.defines
+
+    assert is_once(few_queries())
+    assert not is_once(few_queries(batch=(16,)))  # 512 MB
+    assert not is_once(few_queries(group=7))  # heads of a group are not packed
+    assert not is_once(few_queries(seqlen_q=17))
+    assert not is_once(few_queries(softcap=3.0))
+    assert ROW.tile(few_queries()).block_n == ROW.tile(few_queries(batch=(16,))).block_n
+
+
 def test_keys_are_split_where_tiles_are_few():
     assert ROW.num_splits(few_queries(), HOPPER) == HOPPER.num_sms // 8
     assert ROW.num_splits(few_queries(batch=(16,)), HOPPER) == 1
@@ -198,7 +272,9 @@ KINDS = {
     "key lengths": {"key_lengths": (1000, 37, 512, 0)},
     "sinks": {"sinks": 1.0},
     "bias": {"bias": "dense"},
+    "softcap of no effect": {"softcap": 1e6},
     "bias of keys": {"bias": "keys"},
+    "large bias of keys": {"bias": "large", "causal": True},
     "bias, causal": {"bias": "dense", "causal": True},
     "mask": {"mask": "dense"},
     "mask of keys": {"mask": "keys", "causal": True},
@@ -217,11 +293,13 @@ def options_of(kind, rng, q_shape, k_shape):
     shapes = {
         "dense": (heads, seqlen_q, k_shape[2]),
         "keys": (batch, 1, 1, k_shape[2]),
+        "large": (batch, 1, 1, k_shape[2]),
         "across": (heads, 1, k_shape[2], seqlen_q),
     }
     if "bias" in options:
         form = options["bias"]
         bias = rng.normal(size=shapes[form]).astype(np.float32)
+        bias *= 30 if form == "large" else 1
         bias[rng.random(bias.shape) < 0.05] = -np.inf
         options["bias"] = bias
     if "mask" in options:

@@ -38,7 +38,8 @@ constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters
 static_assert(kNumGroups == 1 || kProducerRegisters + kNumGroups * kConsumerRegisters <=
                                      65536 / kNumThreads / 8 * 8 * (kNumGroups + 1));
 
-// s = q k^T. A step is 16 columns: 32 bytes of a row of 128.
+// s = q k^T, or s += q k^T with kPresetBias. A step is 16 columns: 32 bytes of a row of
+// 128.
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
                                             unsigned long long q,
                                             unsigned long long k) {
@@ -47,7 +48,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
     const int chunk = step / 4, inside = step % 4 * 32;
     ptx::wgmma_t<elem_t, kBlockN>::ss(s, q + (chunk * kGroupM * 128 + inside) / 16,
                                       k + (chunk * kBlockN * 128 + inside) / 16,
-                                      step > 0);
+                                      kPresetBias || step > 0);
   }
 }
 
@@ -100,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   volatile mail_t* const mailbox = mailbox_memory;
   __shared__ orders_t orders_memory;
   volatile orders_t& orders = orders_memory;
-  __shared__ __align__(16) key_terms_t key_terms;
+  __shared__ key_terms_t key_terms[kKeySlots];
   [[maybe_unused]] __shared__ bool is_last_part;
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
@@ -120,6 +121,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const ring_t key_ring = {landed + kOrders * kBarrier,
                            landed + (kOrders + kKeySlots) * kBarrier};
 
+  // A short launch waits for little else.
+  if (kNumGroups == 1 && threadIdx.x == 128) {
+    ptx::prefetch_tensormap(inputs.k_map);
+    ptx::prefetch_tensormap(inputs.q_map);
+    ptx::prefetch_tensormap(inputs.v_map);
+  }
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   if (threadIdx.x == 0) {
     for (int n = 0; n < kNumGroups; ++n) {
@@ -217,7 +224,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if (n < count) {
             const unsigned number = num_tiles + n, stage = stage_of(number);
             wait(k_ring.empty_at(stage), parity_of(number) ^ 1);
-            load_tile<kBlockN, kChunksQk>(
+            load_tile<kBlockN, kChunksQk, kReadOnce>(
                 smem_k + stage * kBytesK, inputs.k_map, k_ring.full_at(stage),
                 (tiles.last - 1 - n) * kBlockN, coordinate(at.kv_head, params.k.head),
                 batch_k);
@@ -252,10 +259,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               orders.item[slot] = num_items;
               arrival = landed + slot * kBarrier;
             }
-            load_tile<kBlockN, kChunksV>(smem_v + stage * kBytesV, inputs.v_map,
-                                         arrival, (tiles.last - n) * kBlockN,
-                                         coordinate(at.kv_head, params.v.head),
-                                         batch_v);
+            load_tile<kBlockN, kChunksV, kReadOnce>(
+                smem_v + stage * kBytesV, inputs.v_map, arrival,
+                (tiles.last - n) * kBlockN, coordinate(at.kv_head, params.v.head),
+                batch_v);
           }
         }
         num_tiles += count;
@@ -279,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     } else if (kTermsOfKeys && threadIdx.x / kWarpSize == 1) {
       // --- the reader of terms of keys
       const int lane = threadIdx.x % kWarpSize;
+      [[maybe_unused]] const double inverse_scale = 1 / params.scale;
       unsigned num_tiles = 0, num_items = 0;
       wait(item_ring.full_at(0), 0);
       while ((mailbox[num_items & 1].item & ~kCareful) < schedule.num_items) {
@@ -289,8 +297,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
           const unsigned slot = num_tiles % kKeySlots;
           wait(key_ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
-          read_key_terms(key_terms[slot], scores, tile * kBlockN, params.seqlen_k,
-                         lane);
+          if constexpr (kPresetBias) {
+            read_preset_bias(key_terms[slot], scores, inverse_scale, tile * kBlockN,
+                             params.seqlen_k, lane);
+          } else {
+            read_key_terms(key_terms[slot], scores, tile * kBlockN, params.seqlen_k,
+                           lane);
+          }
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(key_ring.full_at(slot));
         }
@@ -331,7 +344,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned long long q_tile = descriptor(smem_q + w * kBytesQ, 16);
   const unsigned long long k_tiles = descriptor(smem_k, 16);
   const unsigned long long v_tiles = descriptor(smem_v, kBlockN * 128);
-  const float to_log2 = kHasTerms ? float(kLog2e) : inputs.to_log2;
+  const float to_log2 = kCapOnly ? 1.f : kHasTerms ? float(kLog2e) : inputs.to_log2;
   // Barrier 1 + w is the turn of warpgroup w.
   if (kTakeTurns && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
   auto take_turn = [&] {
@@ -428,10 +441,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     }
 
-    // Products into final scores, for tile number n of the item.
-    auto finish_scores = [&](int n, auto masked) {
+    // What products are added to, for tile number n of the item; whether something is
+    // left for finish_scores() to add.
+    auto begin_scores = [&](int n) {
+      if constexpr (kPresetBias) {
+        const unsigned number = num_tiles + n, slot = number % kKeySlots;
+        wait(key_ring.full_at(slot), number / kKeySlots & 1);
+        set_terms(s, key_terms[slot].terms + lane % 4 * 2);
+        return key_terms[slot].some_late;
+      }
+      return false;
+    };
+    // Products into final scores.
+    auto finish_scores = [&](int n, bool late, auto masked) {
       const int j0 = (tiles.last - 1 - n) * kBlockN;
-      if constexpr (kHasTerms) {
+      if constexpr (kPresetBias) {
+        const unsigned slot = (num_tiles + n) % kKeySlots;
+        if (late) add_late_terms(s, key_terms[slot].late + lane % 4 * 2);
+        __syncwarp();
+        if (elected) ptx::mbarrier_arrive(key_ring.empty_at(slot));
+      }
+      // Where nothing is masked, a softcap alone is left to exponentiate_capped().
+      if constexpr (kHasTerms && (!kCapOnly || masked.value)) {
         const int i[2] = {query_of(min(row_thread, num_rows - 1)),
                           query_of(min(row_thread + 8, num_rows - 1))};
         const int j = j0 + lane % 4 * 2;
@@ -440,7 +471,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           wait(key_ring.full_at(slot), number / kKeySlots & 1);
         }
         add_terms<masked.value>(s, scores, params, inputs.cap,
-                                key_terms[slot] + lane % 4 * 2, i, j, seqlen_k - j);
+                                key_terms[slot].terms + lane % 4 * 2, i, j,
+                                seqlen_k - j);
         if constexpr (kTermsOfKeys) {
           __syncwarp();
           if (elected) ptx::mbarrier_arrive(key_ring.empty_at(slot));
@@ -466,6 +498,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     wait(q_ring.full_at(w), num_items & 1);
     {
       const unsigned number = num_tiles + skipped, stage = stage_of(number);
+      const bool late = begin_scores(skipped);
       wait(k_ring.full_at(stage), parity_of(number));
       ptx::wgmma_fence();
       multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
@@ -476,7 +509,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::mbarrier_arrive(k_ring.empty_at(stage));
         if (skipped == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
       }
-      finish_scores(skipped, flag_t<true>());
+      finish_scores(skipped, late, flag_t<true>());
       raise(row, s, to_log2);
       exponentiate(row, s, to_log2);
       round_to(p, s);
@@ -485,6 +518,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     auto step = [&](int n, auto masked) {
       const unsigned number = num_tiles + n, stage = stage_of(number);
       const unsigned before = number - 1, stage_v = stage_of(before);
+      const bool late = begin_scores(n);
       wait(k_ring.full_at(stage), parity_of(number));
       take_turn();
       ptx::wgmma_fence();
@@ -502,13 +536,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::mbarrier_arrive(k_ring.empty_at(stage));
         if (n == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
       }
-      finish_scores(n, masked);
-      const bool moved = raise(row, s, to_log2);
+      finish_scores(n, late, masked);
+      bool moved;
+      if constexpr (kCapOnly && !masked.value) {
+        moved = raise(row, s, to_log2, capped_t{inputs.cap});
+      } else {
+        moved = raise(row, s, to_log2);
+      }
       // ptxas moves this wait up to the last branch, which is the one in raise().
       ptx::wgmma_wait_group<0>();
       keep_order(o);
       if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage_v));
-      exponentiate(row, s, to_log2);
+      if constexpr (kCapOnly && !masked.value) {
+        exponentiate_capped(row, s, inputs.cap);
+      } else {
+        exponentiate(row, s, to_log2);
+      }
       round_to(p, s);  // only now: a product in flight was reading p
       if (moved) {
 #pragma unroll
@@ -553,7 +596,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const bool is_query =
           kDynamic ? i < mailbox[number & 1].band.num_queries : i < seqlen_q;
       seen[r] = is_query && row.l[r] != 0;
-      inverse[r] = 1 / row.l[r];
+      inverse[r] = ptx::rcp_approx_ftz(row.l[r]);
       if (!kHasSinks && lse == nullptr) continue;
       // lse has to know to the last bit what was subtracted; l takes what a float of it
       // leaves over. Above a million that is less than a unit of lse.

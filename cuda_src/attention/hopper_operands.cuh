@@ -34,7 +34,8 @@ __device__ __forceinline__ int coordinate(index_t index, index_t stride) {
 }
 
 // Asks for rows [row, row + kRows) of one matrix; those outside it arrive as zeros.
-template <int kRows, int kChunks>
+// kReadOnce: nobody else will read them.
+template <int kRows, int kChunks, bool kReadOnce = false>
 __device__ __forceinline__ void load_tile(unsigned target,
                                           const ptx::tensor_map_t& map,
                                           unsigned barrier,
@@ -44,8 +45,14 @@ __device__ __forceinline__ void load_tile(unsigned target,
   ptx::mbarrier_arrive_expect_tx(barrier, kRows * kChunks * 128);
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk) {
-    ptx::cp_async_bulk_tensor_5d(target + chunk * kRows * 128, map, barrier, chunk * 64,
-                                 row, head, batch[0], batch[1]);
+    if constexpr (kReadOnce) {
+      ptx::cp_async_bulk_tensor_5d(target + chunk * kRows * 128, map, barrier,
+                                   chunk * 64, row, head, batch[0], batch[1],
+                                   ptx::createpolicy_evict_first());
+    } else {
+      ptx::cp_async_bulk_tensor_5d(target + chunk * kRows * 128, map, barrier,
+                                   chunk * 64, row, head, batch[0], batch[1]);
+    }
   }
 }
 

@@ -18,44 +18,63 @@ __device__ __forceinline__ void merge_row(const float* parts,
                                           index_t stride,
                                           int num_parts,
                                           const params_t& params) {
+  // Parts that are asked for before their weights are known, as registers allow.
+  constexpr int kAhead = kNumGroups == 1 && kHeadDimV <= 128 ? 16 : 4;
   const int lane = threadIdx.x % kWarpSize, head_dim_v = params.head_dim_v;
+  auto lse_of = [&](int part) { return __ldcg(lses + part * stride + row); };
+  const double first_lse = lane < num_parts ? lse_of(lane) : -infinity<double>();
   double m = -infinity<double>();
-  for (int part = lane; part < num_parts; part += kWarpSize) {
-    const double x = __ldcg(lses + part * stride + row);
-    m = x > m ? x : m;  // not a NaN, which comes in by its weight
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    const double x = __shfl_xor_sync(kFullMask, m, step);
-    m = x > m ? x : m;
-  }
 #pragma unroll 1
   for (int first = 0; first < head_dim_v; first += 4 * kWarpSize) {
     const int column = first + 4 * lane;
     const bool exists = column < head_dim_v;
+    auto part_of = [&](int part) {
+      const float* from = parts + (part * stride + row) * head_dim_v + column;
+      return exists ? __ldcg(reinterpret_cast<const float4*>(from)) : float4{};
+    };
+    float4 ahead[kAhead];
+#pragma unroll
+    for (int part = 0; part < kAhead; ++part) {
+      ahead[part] = part < num_parts ? part_of(part) : float4{};
+    }
+    if (first == 0) {
+      m = first_lse == first_lse ? first_lse : m;  // a NaN comes in by its weight
+      for (int part = lane + kWarpSize; part < num_parts; part += kWarpSize) {
+        const double x = lse_of(part);
+        m = x > m ? x : m;
+      }
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+        const double x = __shfl_xor_sync(kFullMask, m, step);
+        m = x > m ? x : m;
+      }
+    }
+    // A lane has the weight of a part; all of them come by in turn.
+    auto weight_of = [&](double x) {
+      return x == -infinity<double>() ? 0.f : expf(static_cast<float>(x - m));
+    };
+    float weight = weight_of(first_lse);
     float l = 0;
     float4 sum = {};
-#pragma unroll 1
-    for (int block = 0; block < num_parts; block += kWarpSize) {
-      // A lane has the weight of a part; all of them come by in turn.
-      float weight = 0;
-      if (block + lane < num_parts) {
-        const double x = __ldcg(lses + (block + lane) * stride + row);
-        if (x != -infinity<double>()) weight = expf(static_cast<float>(x - m));
+    auto add = [&](int part, const float4& y) {
+      const float w = __shfl_sync(kFullMask, weight, part % kWarpSize);
+      l += w;
+      sum.x = fmaf(w, y.x, sum.x);
+      sum.y = fmaf(w, y.y, sum.y);
+      sum.z = fmaf(w, y.z, sum.z);
+      sum.w = fmaf(w, y.w, sum.w);
+    };
+#pragma unroll
+    for (int part = 0; part < kAhead; ++part) {
+      if (part < num_parts) add(part, ahead[part]);
+    }
+#pragma unroll 4
+    for (int part = kAhead; part < num_parts; ++part) {
+      if (part % kWarpSize == 0) {
+        const bool is_one = part + lane < num_parts;
+        weight = is_one ? weight_of(lse_of(part + lane)) : 0.f;
       }
-      const int count = min(kWarpSize, num_parts - block);
-#pragma unroll 8
-      for (int part = 0; part < count; ++part) {
-        const float w = __shfl_sync(kFullMask, weight, part);
-        const float* from = parts + ((block + part) * stride + row) * head_dim_v;
-        float4 y = {};
-        if (exists) y = __ldcg(reinterpret_cast<const float4*>(from + column));
-        l += w;
-        sum.x = fmaf(w, y.x, sum.x);
-        sum.y = fmaf(w, y.y, sum.y);
-        sum.z = fmaf(w, y.z, sum.z);
-        sum.w = fmaf(w, y.w, sum.w);
-      }
+      add(part, part_of(part));
     }
     const float inverse = l == 0 ? 0.f : 1 / l;
     if (exists) {

@@ -4,6 +4,7 @@
 
 #include "attention/hopper_tiles.cuh"
 #include "common/reduce.cuh"
+#include "ptx/math.cuh"
 
 // An accumulator of wgmma with n columns gives a thread n / 2 numbers: number e stands
 // in row (e / 2) % 2 * 8 + lane / 4 of the warp's 16 and column e / 4 * 8 + lane % 4 *
@@ -33,19 +34,29 @@ struct softmax_t {
   __device__ explicit softmax_t(float to_log2) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      m[r] = -1e38f / fmaxf(to_log2, 1);
+      m[r] = -1e38f * fminf(ptx::rcp_approx_ftz(to_log2), 1);
       l[r] = 0;
       rest[r] = 0;
     }
   }
 };
 
+// What numbers of a tile are to scores, for raise(): the same.
+struct identity_t {
+  // Not below the score of x >= 0.
+  __device__ float bound(float x) const { return x; }
+  __device__ float operator()(float x) const { return x; }
+};
+
 // Where needed, moves m and brings l on its scale; then o must follow by alpha, which
 // all lanes of the warp are told. Scores times `to_log2` are exponents of 2. Rows with
 // large ones get their scores relative to m, which costs an instruction a score.
+// `score` makes scores of numbers in s; it keeps their order and signs.
+template <typename Score = identity_t>
 __device__ __forceinline__ bool raise(softmax_t& row,
                                       float (&s)[kScores],
-                                      float to_log2) {
+                                      float to_log2,
+                                      const Score& score = Score()) {
   // Bits of numbers >= 0 order as integers, above those of any negative one, and the
   // integer unit takes the largest of three at once. A row whose scores and m are all
   // negative is done again by floats.
@@ -61,9 +72,10 @@ __device__ __forceinline__ bool raise(softmax_t& row,
   const bool negative =
       ((top[0] < 0) & (row.m[0] < 0)) | ((top[1] < 0) & (row.m[1] < 0));
   // Each lane compares its own columns.
-  const bool moves =
-      __any_sync(kFullMask, negative | ((largest[0] - row.m[0]) * to_log2 > kLazyLog2) |
-                                ((largest[1] - row.m[1]) * to_log2 > kLazyLog2));
+  const bool moves = __any_sync(
+      kFullMask, negative |
+                     ((score.bound(largest[0]) - row.m[0]) * to_log2 > kLazyLog2) |
+                     ((score.bound(largest[1]) - row.m[1]) * to_log2 > kLazyLog2));
   if (moves) {
     if (__any_sync(kFullMask, negative)) {
       largest[0] = s[0];
@@ -77,6 +89,7 @@ __device__ __forceinline__ bool raise(softmax_t& row,
     for (int r = 0; r < 2; ++r) {
       largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 1));
       largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 2));
+      largest[r] = score(largest[r]);
       // A row moves by its own scores: its bits depend on no other row of the warp.
       const bool own = (largest[r] - row.m[r]) * to_log2 > kLazyLog2;
       const float m = own ? largest[r] : row.m[r];
@@ -97,7 +110,8 @@ __device__ __forceinline__ bool raise(softmax_t& row,
     row.m_log2[r] = rounded_product(row.m[r], to_log2);
   }
   const float size = fmaxf(fabsf(row.m_log2[0]), fabsf(row.m_log2[1]));
-  if (__any_sync(kFullMask, size > kLargeLog2)) {
+  // Exponents of 2 need no product, so that nothing is rounded.
+  if (!kCapOnly && __any_sync(kFullMask, size > kLargeLog2)) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool large = fabsf(row.m_log2[r]) > kLargeLog2;
@@ -113,15 +127,17 @@ __device__ __forceinline__ bool raise(softmax_t& row,
   return moves;
 }
 
-// s becomes p = exp(s - m), and its sum over this thread's columns joins l. A tile is
-// summed apart and added without loss (Kahan): a sum of millions does not stand still.
+// s becomes p = 2^exponent(s, m), and its sum over this thread's columns joins l. A
+// tile is summed apart and added without loss (Kahan): a sum of millions does not stand
+// still.
+template <typename Exponent>
 __device__ __forceinline__ void exponentiate(softmax_t& row,
                                              float (&s)[kScores],
-                                             float to_log2) {
+                                             const Exponent& exponent) {
   float tile[2] = {row.rest[0], row.rest[1]};
 #pragma unroll
   for (int e = 0; e < kScores; ++e) {
-    s[e] = ptx::ex2_approx_ftz(s[e] * to_log2 - row.m_log2[row_of(e)]);
+    s[e] = ptx::ex2_approx_ftz(exponent(s[e], row.m_log2[row_of(e)]));
     tile[row_of(e)] += s[e];
   }
 #pragma unroll
@@ -130,6 +146,11 @@ __device__ __forceinline__ void exponentiate(softmax_t& row,
     row.rest[r] = tile[r] - (sum - row.l[r]);
     row.l[r] = sum;
   }
+}
+__device__ __forceinline__ void exponentiate(softmax_t& row,
+                                             float (&s)[kScores],
+                                             float to_log2) {
+  exponentiate(row, s, [=](float x, float m_log2) { return x * to_log2 - m_log2; });
 }
 
 // p as the A operand of the next product: numbers 8 k to 8 k + 7 are those of step k.

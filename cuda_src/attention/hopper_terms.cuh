@@ -14,71 +14,119 @@
 
 // --- softcap
 
-// The softcap of a call, as the host prepares it (_attention_kernels.py).
+// The softcap of a call, as the host prepares it (_attention_kernels.py); in exponents
+// of 2 where it is the only term.
 struct cap_t {
   float inverse;          // scale / softcap: products times this are y of tanh(y)
-  float limit;            // products up to this size have |y| <= 0.6
+  float limit;            // products up to this size have |y| <= 0.4
   float softcap;          // tanh(y) times this is the score
-  float coefficients[5];  // of softcap * tanh(y) / y by y^2, for such y
+  float coefficients[4];  // of such a score by the odd powers of a product
 };
 
-// For |y| <= 0.6, to 8e-8 of the result: nothing but multiplications.
-__device__ __forceinline__ float cap_near(float q_dot_k, const cap_t& cap) {
-  const float y = q_dot_k * cap.inverse, square = y * y;
-  float sum = cap.coefficients[4];
+// For |y| <= 0.4, to 1e-7 of the result: nothing but multiplications.
+struct near_t {
+  const cap_t& cap;
+
+  // What is left after one rounding more: score - m.
+  __device__ __forceinline__ float operator()(float q_dot_k, float m) const {
+    const float square = q_dot_k * q_dot_k;
+    float sum = cap.coefficients[3];
 #pragma unroll
-  for (int n = 3; n >= 0; --n) sum = fmaf(sum, square, cap.coefficients[n]);
-  return y * sum;
-}
+    for (int n = 2; n >= 0; --n) sum = fmaf(sum, square, cap.coefficients[n]);
+    return fmaf(q_dot_k, sum, -m);
+  }
+};
 
-// For larger ones: tanh(|y|) = 1 - 2 u / (1 + u) with u = exp(-2 |y|).
-__device__ __forceinline__ float cap_far(float q_dot_k, const cap_t& cap) {
-  const float y = q_dot_k * cap.inverse;
-  const float u = ptx::ex2_approx_ftz(fabsf(y) * float(-2 * kLog2e));
-  const float tanh = fmaf(-2 * u, ptx::rcp_approx_ftz(1 + u), 1.f);
-  return copysignf(tanh, y) * cap.softcap;
-}
+// Of any size. For larger ones, tanh(|y|) = 1 - 2 u / (1 + u) with u = exp(-2 |y|).
+struct any_size_t {
+  const cap_t& cap;
 
-// Each score has the one form or the other by its own size, whatever stands beside it;
-// a warp whose products are all small does without the other form.
-__device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
+  __device__ __forceinline__ float operator()(float q_dot_k, float m) const {
+    const float y = q_dot_k * cap.inverse;
+    const float u = ptx::ex2_approx_ftz(fabsf(y) * float(-2 * kLog2e));
+    const float tanh = fmaf(-2 * u, ptx::rcp_approx_ftz(1 + u), 1.f);
+    // Without the select by hand each number has a branch of its own.
+    return ptx::select(fabsf(q_dot_k) <= cap.limit, near_t{cap}(q_dot_k, m),
+                       fmaf(copysignf(tanh, y), cap.softcap, -m));
+  }
+};
+
+// For raise(): scores of products that have not been through the softcap.
+struct capped_t {
+  const cap_t& cap;
+
+  __device__ float bound(float x) const {
+    return fminf(x * cap.coefficients[0], cap.softcap);
+  }
+  __device__ float operator()(float x) const { return any_size_t{cap}(x, 0.f); }
+};
+
+// Whether no number of the warp is larger than `cap.limit`. Then a score has the same
+// bits by either form, so that they hang on nothing that stands beside it.
+__device__ __forceinline__ bool all_near(const float (&s)[kScores], const cap_t& cap) {
   // Bits of numbers >= 0 order as signed integers, those of numbers < 0 by their size
   // as unsigned ones. NaN is above all limits.
   const unsigned limit = __float_as_uint(cap.limit);
-  int top = __float_as_int(s[0]);
+  int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
   unsigned bottom = __float_as_uint(s[0]);
+  // As in raise(), so that the compiler finds them once.
+#pragma unroll
+  for (int e = 4; e < kScores; e += 4) {
+    top[0] = max(max(top[0], __float_as_int(s[e])), __float_as_int(s[e + 1]));
+    top[1] = max(max(top[1], __float_as_int(s[e + 2])), __float_as_int(s[e + 3]));
+  }
+  top[0] = max(top[0], __float_as_int(s[1]));
+  top[1] = max(top[1], __float_as_int(s[3]));
 #pragma unroll
   for (int e = 2; e < kScores; e += 2) {
-    top = max(max(top, __float_as_int(s[e - 1])), __float_as_int(s[e]));
     bottom = max(max(bottom, __float_as_uint(s[e - 1])), __float_as_uint(s[e]));
   }
-  top = max(top, __float_as_int(s[kScores - 1]));
   bottom = max(bottom, __float_as_uint(s[kScores - 1]));
-  const bool far = (top > static_cast<int>(limit)) | (bottom > (limit | 0x80000000u));
-  if (__any_sync(kFullMask, far)) {
+  return !__any_sync(kFullMask, (max(top[0], top[1]) > static_cast<int>(limit)) |
+                                    (bottom > (limit | 0x80000000u)));
+}
+
+__device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
+  if (all_near(s, cap)) {
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) {
-      // Without the select by hand each number has a branch of its own.
-      s[e] = ptx::select(fabsf(s[e]) <= cap.limit, cap_near(s[e], cap),
-                         cap_far(s[e], cap));
-    }
+    for (int e = 0; e < kScores; ++e) s[e] = near_t{cap}(s[e], 0.f);
   } else {
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) s[e] = cap_near(s[e], cap);
+    for (int e = 0; e < kScores; ++e) s[e] = any_size_t{cap}(s[e], 0.f);
+  }
+}
+
+// exponentiate() of products that have not been through the softcap.
+__device__ __forceinline__ void exponentiate_capped(softmax_t& row,
+                                                    float (&s)[kScores],
+                                                    const cap_t& cap) {
+  if (all_near(s, cap)) {
+    exponentiate(row, s, near_t{cap});
+  } else {
+    exponentiate(row, s, any_size_t{cap});
   }
 }
 
 // --- terms of keys: what bias and mask are to each key of a tile
 
 constexpr int kKeySlots = 4;  // tiles of them in shared memory
-using key_terms_t = float[kKeySlots][kTermsOfKeys ? kBlockN : 1];
+struct alignas(16) key_terms_t {
+  float terms[kTermsOfKeys ? kBlockN : 1];
+  // With kPresetBias: those that are added to the products instead, else 0, and whether
+  // there are any.
+  float late[kPresetBias ? kBlockN : 1];
+  bool some_late;
+};
 
 // A key that the mask hides. No bias has these bits: its NaN are made another one.
 constexpr unsigned kHiddenKey = 0xffffffffu;
 
 // For lane `lane` of one warp: writes the terms of keys j0 to j0 + kBlockN - 1.
-__device__ __forceinline__ void read_key_terms(
-    volatile float* terms, const scores_t& scores, int j0, int seqlen_k, int lane) {
+__device__ __forceinline__ void read_key_terms(volatile key_terms_t& slot,
+                                               const scores_t& scores,
+                                               int j0,
+                                               int seqlen_k,
+                                               int lane) {
 #pragma unroll 1
   for (int column = lane; column < kBlockN; column += kWarpSize) {
     const int j = j0 + column;
@@ -92,8 +140,58 @@ __device__ __forceinline__ void read_key_terms(
         if (!*scores.mask_at(0, j)) term = __uint_as_float(kHiddenKey);
       }
     }
-    terms[column] = term;
+    slot.terms[column] = term;
   }
+}
+
+// A product of 16 columns cuts the bits that fall off the sum it is added to. Up to
+// this size a bias loses no more than the bounds of lse allow for; a larger one comes
+// late.
+constexpr float kPresetLimit = 512.f / kHeadDim;
+
+// The same with kPresetBias, in units of the products.
+__device__ __forceinline__ void read_preset_bias(volatile key_terms_t& slot,
+                                                 const scores_t& scores,
+                                                 double inverse_scale,
+                                                 int j0,
+                                                 int seqlen_k,
+                                                 int lane) {
+  constexpr float kMost = 3e38f;
+  bool some_late = false;
+#pragma unroll
+  for (int first = 0; first < kBlockN; first += kWarpSize) {
+    const int column = first + lane, j = j0 + column;
+    if (kBlockN % kWarpSize != 0 && column >= kBlockN) continue;
+    const float bias = j < seqlen_k ? to<float>(*scores.bias_at(0, j)) : 0.f;
+    const float term = static_cast<float>(bias * inverse_scale);
+    const bool late = fabsf(bias) > kPresetLimit && is_finite(bias);
+    slot.terms[column] = late ? 0.f : term;
+    slot.late[column] = late ? fminf(fmaxf(term, -kMost), kMost) : 0.f;
+    some_late |= late;
+  }
+  some_late = __any_sync(kFullMask, some_late);
+  if (lane == 0) slot.some_late = some_late;
+}
+
+// f(number, term of its key) for all numbers of a thread.
+template <typename Function>
+__device__ __forceinline__ void for_keys(float (&s)[kScores],
+                                         const float* terms,
+                                         const Function& f) {
+#pragma unroll
+  for (int e = 0; e < kScores; e += 4) {  // two rows of two columns
+    const float2 pair = *reinterpret_cast<const float2*>(terms + column_of(e));
+    f(s[e], pair.x);
+    f(s[e + 1], pair.y);
+    f(s[e + 2], pair.x);
+    f(s[e + 3], pair.y);
+  }
+}
+__device__ __forceinline__ void set_terms(float (&s)[kScores], const float* terms) {
+  for_keys(s, terms, [](float& x, float term) { x = term; });
+}
+__device__ __forceinline__ void add_late_terms(float (&s)[kScores], const float* late) {
+  for_keys(s, late, [](float& x, float term) { x += term; });
 }
 
 // Whether something stands between the scale and the terms of keys.
@@ -102,23 +200,16 @@ constexpr bool kScalesApart = kHasSoftcap || kHasAlibi;
 __device__ __forceinline__ void add_key_terms(float (&s)[kScores],
                                               const float* terms,
                                               float scale) {
-#pragma unroll
-  for (int e = 0; e < kScores; e += 4) {  // two rows of two columns
-    const float2 pair = *reinterpret_cast<const float2*>(terms + column_of(e));
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float term = n % 2 == 0 ? pair.x : pair.y;
-      float& x = s[e + n];
-      if constexpr (kHasBias) {
-        x = kScalesApart ? x + term : fmaf(x, scale, term);
-      } else if constexpr (!kScalesApart) {
-        x *= scale;
-      }
-      if constexpr (kHasMask) {
-        if (__float_as_uint(term) == kHiddenKey) x = -infinity<float>();
-      }
+  for_keys(s, terms, [=](float& x, float term) {
+    if constexpr (kHasBias) {
+      x = kScalesApart ? x + term : fmaf(x, scale, term);
+    } else if constexpr (!kScalesApart) {
+      x *= scale;
     }
-  }
+    if constexpr (kHasMask) {
+      if (__float_as_uint(term) == kHiddenKey) x = -infinity<float>();
+    }
+  });
 }
 
 // --- all terms

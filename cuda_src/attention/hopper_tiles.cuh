@@ -51,6 +51,13 @@ static_assert(kSplit);
 constexpr bool kMerge = false;
 #endif
 
+// Each tile of k and v belongs to one item, and leaves the L2 cache first.
+#ifdef READ_ONCE
+constexpr bool kReadOnce = true;
+#else
+constexpr bool kReadOnce = false;
+#endif
+
 // Which keys a query may see by its position: 0 all, 1 up to a last one, 2 from a first
 // one to a last one.
 constexpr int kBounds = BOUNDS;
@@ -73,9 +80,21 @@ constexpr bool kUnitColumns = true;
 #else
 constexpr bool kUnitColumns = false;
 #endif
+// A bias of keys and no other term: products are added to it, in the accumulators.
+#ifdef PRESET_BIAS
+constexpr bool kPresetBias = true;
+static_assert(kTermsOfKeys && kHasBias && !kHasMask && !kHasSoftcap && !kHasAlibi &&
+              !kScaleScores);
+#else
+constexpr bool kPresetBias = false;
+#endif
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
-    kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+    !kPresetBias && (kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask);
+// A softcap and nothing else: the way is one from product to weight, and what leaves
+// the softcap are exponents of 2.
+constexpr bool kCapOnly =
+    kHasSoftcap && !kHasBias && !kHasAlibi && !kHasMask && !kScaleScores;
 
 // Where a key may be hidden from a query: anywhere, or in tiles that not all queries of
 // a block see whole.

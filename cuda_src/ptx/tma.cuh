@@ -36,6 +36,35 @@ __device__ __forceinline__ void prefetch_bulk_tensor_5d(
       : "memory");
 }
 
+// How the L2 cache treats what is read: the first to leave it.
+__device__ __forceinline__ unsigned long long createpolicy_evict_first() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// The same box, which the L2 cache treats by `policy`.
+__device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
+                                                        const tensor_map_t& map,
+                                                        unsigned barrier,
+                                                        int c0,
+                                                        int c1,
+                                                        int c2,
+                                                        int c3,
+                                                        int c4,
+                                                        unsigned long long policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),
+      "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+      : "memory");
+}
+
+// Brings a tensor map near, before it is used.
+__device__ __forceinline__ void prefetch_tensormap(const tensor_map_t& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 // A box to the same place in each block of the cluster that has its bit in
 // `blocks`; the barrier of each counts the bytes that arrive there.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(

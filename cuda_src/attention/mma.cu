@@ -17,10 +17,11 @@
 //            shared: see smem_bytes() in _attention_mma.py
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
 // Limits     head_dim and head_dim_v up to 256, filled up with zeros; fewer than 2^29
-//            keys; sm_80 or newer. Values of hidden keys that are not finite: a block
-//            whose result they have reached begins again and sets them to 0 in shared
-//            memory.
+//            keys; sm_80 or newer. A block begins again, with care, where values of
+//            hidden keys that are not finite have reached its result (mma_hidden.cuh)
+//            or scores were too large (mma_huge.cuh).
 #include "attention/mma_hidden.cuh"
+#include "attention/mma_huge.cuh"
 #include "attention/mma_split.cuh"
 #include "ptx/registers.cuh"
 
@@ -57,8 +58,8 @@ struct kept_t {
   place_t at;
   double from_log2;
   const elem_t *q_rows, *k_rows, *v_rows;
-  int num_rows;
-  bool aligned_k, aligned_v;
+  int num_rows, first;
+  bool aligned_q, aligned_k, aligned_v;
 };
 constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
 static_assert(sizeof(kept_t) <= kKeptBytes);
@@ -211,6 +212,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       kept.k_rows = k_rows;
       kept.v_rows = v_rows;
       kept.num_rows = num_rows;
+      if constexpr (kSplits) {
+        const range_t keys = scores.keys_of(i0, i0 + num_rows);
+        kept.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
+      }
+      kept.aligned_q = aligned_q;
       kept.aligned_k = is_aligned_k();
       kept.aligned_v = is_aligned_v();
       // The scale again in double: to_log2 was rounded, and lse has to know it to the
@@ -289,13 +295,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
   if constexpr (!kWeighsAtOnce) keep();
+  if constexpr (kSplits) __syncthreads();  // what is kept is there
 
   out_frag_t o;
   softmax_t rows;
-  bool special = false;
+  centers_t centers;
+  // Parts leave no register for it.
+  auto start = [&] { return kSplits ? ptx::anew(kept).first : first; };
+  bool special = false, careful = false;
 #pragma unroll 1
-  for (bool careful = false;; careful = true) {
+  for (;; careful = true) {
     rows = softmax_t();
+    if (careful) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (centers.has(r)) rows.reference[r] = -kShift;
+      }
+    }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -315,11 +331,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
     if constexpr (kSplits) {
       if (threadIdx.x == 0) *largest_q = 0;
-      load_k(first);
-      if (kStaged || kStages == 2) load_v(first);
+      load_k(start());
+      if (kStaged || kStages == 2) load_v(start());
       __syncthreads();  // the facts are cleared
-      size_q = split_q(smem_q, largest_q, q_rows, params.q.row, num_rows, dim,
-                       aligned_q, unit_q);
+      size_q =
+          split_q(smem_q, largest_q, ptx::anew(kept).q_rows, params.q.row,
+                  ptx::anew(kept).num_rows, dim, ptx::anew(kept).aligned_q, unit_q);
     } else {
       load_tile<kBlockM, kHeadDim>(
           smem_q, q_rows, params.q.row, num_rows, dim, aligned_q,
@@ -335,7 +352,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
 
 #pragma unroll 1
-    for (int j0 = first; j0 < last; j0 += kBlockN) {
+    for (int j0 = start(); j0 < last; j0 += kBlockN) {
       scores_frag_t s;
       const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
       const facts_t* of_k =
@@ -407,18 +424,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         float sums[kRows];
         // The same code twice: where nothing is hidden there is no branch, and
         // exponentials stand among the products.
-        if (block.sees_all(j0)) {
+        if (block.sees_all(j0) && !careful) {
           multiply_qk(s, q_frags, lanes);
           weigh(rows, s, to_log2, sums);
         } else {
           ptx::keep_order();
           multiply_qk(s, q_frags, lanes);
           hide_scores(s, block, j0);
+          if (careful) center(s, o, rows, centers, to_log2, j0);
           weigh(rows, s, to_log2, sums);
         }
         if (__any_sync(kFullMask, !are_small(sums))) {
           multiply_qk(s, q_frags, lanes);
           if (!block.sees_all(j0)) hide_scores(s, block, j0);
+          if (careful) center(s, o, rows, centers, to_log2, j0);
           raise_where(rows, s, to_log2, sums);
           rescale(o, rows);
           weigh(rows, s, to_log2, sums);
@@ -426,6 +445,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         add(rows, sums);
       } else {
         finish_scores(s, scores, block, params, i0, j0);
+        if (careful) center(s, o, rows, centers, to_log2, j0);
         if (raise(rows, s, to_log2)) rescale(o, rows);
       }
       if constexpr (!kStaged && kStages == 1) {
@@ -481,22 +501,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       l += shuffle_xor(l, 2);
     }
     ptx::wait_copy_groups<0>();
-    if constexpr (kSplits) break;
+    if (careful) {
+      if constexpr (!kSplits) special = __syncthreads_or(special);
+      break;
+    }
+    bool again = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) again |= is_huge(rows.reference[r]);
+    if (again)
+      again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS), i0);
     // Values of keys that a row does not see may have come in as 0 * NaN.
     float odd = 0;
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
+    for (int m = 0; !kSplits && m < kRowTiles; ++m) {
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) odd = fmaf(o[m][n][e], 0, odd);
       }
     }
-    if (careful) {
-      special = __syncthreads_or(special);
-      break;
-    }
-    if (!__syncthreads_or(odd != 0)) break;
+    if (!__syncthreads_or(again | (odd != 0))) break;
   }
 
   const place_t& here = kept.at;
@@ -511,8 +535,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (i >= params.seqlen_q) continue;
     // lse has to know to the last bit what was subtracted; l takes what a float of it
     // leaves over. Above a million that is less than a unit of lse.
-    const double m = rows.reference[r] * kept.from_log2;
-    const float high = static_cast<float>(m);
+    double m = rows.reference[r] * kept.from_log2;
+    const bool is_centered = careful && centers.has(r);
+    if (is_centered) m += kept.from_log2 * to_log2 * centers.at[r];
+    const float high = rows.l[r] == 0 ? -infinity<float>() : static_cast<float>(m);
     const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
     const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
     const float inverse = finished.inverse * (1 + low);
@@ -538,6 +564,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       float x = o[r / 2][n][r % 2 * 2] * inverse;
       float y = o[r / 2][n][r % 2 * 2 + 1] * inverse;
       if (finished.inverse == 0) x = y = 0;
+      if constexpr (kSplits && !kHasSinks) {
+        // So is a huge row whose largest score takes all.
+        if (is_centered && rows.l[r] == kLargestWeight) {
+          const elem_t* const top = kept.v_rows + centers.key[r] * params.v.row;
+          if (is_finite(x) && column < params.head_dim_v) x = to<float>(top[column]);
+          if (is_finite(y) && column + 1 < params.head_dim_v)
+            y = to<float>(top[column + 1]);
+        }
+      }
       store_pair(out_row, column, static_cast<int>(params.head_dim_v), params.out.col,
                  as_pairs, x, y);
     }

@@ -321,6 +321,112 @@ def test_hidden_values_leave_no_bit(cupy, rng, forced, dtype, precision, option,
     assert not np.isfinite(result[seen][:, 7]).any()
 
 
+def attend(cupy, arrays, precision, **options):
+    """(out, lse) on the host."""
+    options = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+    }
+    placed = [place(cupy, x) for x in arrays]
+    results = cupyflash.attention(
+        *placed, **options, precision=precision, return_lse=True
+    )
+    return [wide(x) for x in results]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+def test_huge_rows_leave_others_alone(
+    cupy, rng, forced, dtype, precision, head_dim, causal
+):
+    """A row of huge scores is its value of the largest; the rest keep their bits."""
+    if dtype == "float32" and head_dim > 128:
+        pytest.skip(MMA.refusal(problem(dtype, head_dim), device("sm_90a")))
+    q, k, v = (
+        rng.normal(size=(1, 2, n, head_dim)).astype(dtype_of(dtype))
+        for n in (200, 260, 260)
+    )
+    clean = attend(cupy, (q, k, v), precision, causal=causal)
+    huge = np.zeros(200, bool)
+    huge[[0, 3, 70, 71, 150, 199]] = True
+    by = 1e4 if dtype == "float16" else 1e25
+    q[:, :, huge] = (wide(q[:, :, huge]) * by).astype(q.dtype)
+    if dtype == "float16":
+        k = (wide(k) * 1e4).astype(k.dtype)
+        clean = attend(
+            cupy, (np.where(huge[:, None], 0, q).astype(q.dtype), k, v), precision,
+            causal=causal,
+        )  # fmt: skip
+    result = attend(cupy, (q, k, v), precision, causal=causal)
+    # Of float32, a tile of queries is scaled and split as a whole.
+    tolerance = {"tf32": 1e-2, "float32": 1e-5 if dtype == "float32" else 0}[precision]
+    for x, y in zip(result, clean, strict=True):
+        np.testing.assert_allclose(x[:, :, ~huge], y[:, :, ~huge], 0, tolerance)
+    scores = wide(q)[:, :, huge] @ wide(k).swapaxes(-1, -2) * head_dim**-0.5
+    if causal:
+        scores[..., np.arange(260) > np.flatnonzero(huge)[:, None] + 60] = -np.inf
+    second, first = np.sort(scores, axis=-1)[..., -2:].transpose(3, 0, 1, 2)
+    clear = (first - second) > 0.01 * np.abs(first)
+    assert clear.any()
+    best = np.take_along_axis(wide(v), scores.argmax(-1)[..., None], axis=2)
+    out, lse = (x[:, :, huge] for x in result)
+    unit = 2.0**-9 if precision == "tf32" else 2.0**-20
+    np.testing.assert_allclose(lse[clear], first[clear], rtol=unit)
+    np.testing.assert_array_equal(out[clear], best[clear])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sink", [-1e30, -1e6, 0.0, 1e30])
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+def test_sinks_of_rows_that_see_nothing(cupy, rng, forced, dtype, precision, sink):
+    """Their lse is the sink, however small; large ones leave nothing to the keys."""
+    q, k, v = (
+        rng.normal(size=(1, 2, n, 64)).astype(dtype_of(dtype)) for n in (90, 70, 70)
+    )
+    sinks = np.full(2, sink, np.float32)
+    out, lse = attend(
+        cupy, (q, k, v), precision, sinks=sinks, causal=True, query_offset=-20
+    )
+    assert (out[:, :, :20] == 0).all()
+    np.testing.assert_array_equal(lse[:, :, :20], np.float32(sink))
+    if sink > 1e20:
+        assert (out == 0).all()
+        np.testing.assert_array_equal(lse, np.float32(sink))
+    if sink < -1e5:
+        without = attend(cupy, (q, k, v), precision, causal=True, query_offset=-20)
+        # Query 20 sees one key, whose value float32 copies where there are no sinks.
+        for x, y in zip((out, lse), without, strict=True):
+            np.testing.assert_array_equal(x[:, :, 21:], y[:, :, 21:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by", [1e20, 1e30, 3e38, -1e20, -1e30, np.finfo("f4").min])
+@pytest.mark.parametrize(("dtype", "precision"), KINDS)
+def test_huge_biases(cupy, rng, forced, dtype, precision, by):
+    """On all keys of a row it is the mean of the values; on some of them, none."""
+    q, k, v = (
+        rng.normal(size=(1, 2, n, 64)).astype(dtype_of(dtype)) for n in (200, 260, 260)
+    )
+    bias = rng.normal(size=(200, 260)).astype(np.float32)
+    bias[10:30] = -np.inf  # rows that see nothing
+    bias[60::7, :70] = -np.inf  # nothing in the first tile
+    clean = attend(cupy, (q, k, v), precision, bias=bias)
+    bias[60::7, :70] = -np.abs(by)
+    bias[3:190:8] = by
+    result = attend(cupy, (q, k, v), precision, bias=bias)
+    rows = np.arange(200)
+    huge = np.isin(rows, rows[3:190:8])
+    for x, y in zip(result, clean, strict=True):
+        np.testing.assert_array_equal(x[:, :, ~huge], y[:, :, ~huge])
+    out, lse = (x[:, :, huge] for x in result)
+    mean = wide(v).mean(axis=2, keepdims=True)
+    relative = TF32_ATTENTION if precision == "tf32" else BOUNDS["attention"][dtype]
+    assert np.abs(out - mean).max() <= relative * np.abs(wide(v)).max()
+    np.testing.assert_allclose(lse, np.float32(by), rtol=2.0**-22)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seqlens", [(150, 150), (70, 2000)])
 @pytest.mark.parametrize("kind", ["large q", "far values", "columns", "tiny", "huge"])

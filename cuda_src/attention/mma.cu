@@ -17,10 +17,11 @@
 //            shared: see smem_bytes() in _attention_mma.py
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
 // Limits     head_dim and head_dim_v up to 256, filled up with zeros; fewer than 2^29
-//            keys; sm_80 or newer. Values of hidden keys that are not finite: a block
-//            whose result they have reached begins again and sets them to 0 in shared
-//            memory.
+//            keys; sm_80 or newer. A block begins again, with care, where values of
+//            hidden keys that are not finite have reached its result (mma_hidden.cuh)
+//            or scores were too large (mma_huge.cuh).
 #include "attention/mma_hidden.cuh"
+#include "attention/mma_huge.cuh"
 #include "attention/mma_split.cuh"
 #include "ptx/registers.cuh"
 
@@ -57,8 +58,8 @@ struct kept_t {
   place_t at;
   double from_log2;
   const elem_t *q_rows, *k_rows, *v_rows;
-  int num_rows;
-  bool aligned_k, aligned_v;
+  int num_rows, first;
+  bool aligned_q, aligned_k, aligned_v;
 };
 constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
 static_assert(sizeof(kept_t) <= kKeptBytes);
@@ -145,18 +146,32 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
   if (!block.sees_all(j0)) hide_scores(s, block, j0);
 }
 
-// Two numbers side by side in a row of out.
-__device__ __forceinline__ void store_pair(
-    elem_t* row, int column, int dim, index_t step, bool as_pair, float x, float y) {
-  if (as_pair && column < dim) {
-    if constexpr (kSplits) {
-      *reinterpret_cast<float2*>(row + column) = make_float2(x, y);
-    } else {
-      *reinterpret_cast<unsigned*>(row + column) = pair16_t::from(x, y);
+// Stores what this thread has of a row of out. One branch a row: code that runs once a
+// block has to be fetched, and jumps over rare code make that slow.
+__device__ __forceinline__ void store_row(elem_t* row,
+                                          const float (&x)[2 * kOutTiles],
+                                          int dim,
+                                          index_t step,
+                                          bool as_pairs) {
+  const int first = lanes_t::lane() % 4 * 2;
+  if (as_pairs) {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+      elem_t* const to = row + 8 * n + first;
+      if (8 * n + first < dim) {
+        if constexpr (kSplits) {
+          *reinterpret_cast<float2*>(to) = make_float2(x[2 * n], x[2 * n + 1]);
+        } else {
+          *reinterpret_cast<unsigned*>(to) = pair16_t::from(x[2 * n], x[2 * n + 1]);
+        }
+      }
     }
   } else {
-    if (column < dim) row[column * step] = to<elem_t>(x);
-    if (column + 1 < dim) row[(column + 1) * step] = to<elem_t>(y);
+#pragma unroll
+    for (int n = 0; n < 2 * kOutTiles; ++n) {
+      const int column = n / 2 * 8 + first + n % 2;
+      if (column < dim) row[column * step] = to<elem_t>(x[n]);
+    }
   }
 }
 
@@ -211,6 +226,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       kept.k_rows = k_rows;
       kept.v_rows = v_rows;
       kept.num_rows = num_rows;
+      if constexpr (kSplits || kStages == 1) {
+        const range_t keys = scores.keys_of(i0, i0 + num_rows);
+        kept.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
+      }
+      kept.aligned_q = aligned_q;
       kept.aligned_k = is_aligned_k();
       kept.aligned_v = is_aligned_v();
       // The scale again in double: to_log2 was rounded, and lse has to know it to the
@@ -218,11 +238,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       kept.from_log2 = scale / to_log2;
     }
   };
-  if constexpr (kWeighsAtOnce) {
-    keep();
-    __syncthreads();  // what is kept is there
-  }
-
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
   const range_t keys = scores.keys_of(i0, i0 + num_rows);
@@ -240,28 +255,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   const unsigned char* const head_images =
       images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
-  // Where the loop has no registers for where k and v lie, it looks that up.
-  const bool aligned_k = !kWeighsAtOnce && is_aligned_k();
-  const bool aligned_v = !kWeighsAtOnce && is_aligned_v();
+  // The loop of 16 bits has no registers for where k and v lie, and looks that up.
+  const bool aligned_k = kSplits && is_aligned_k();
+  const bool aligned_v = kSplits && is_aligned_v();
   struct source_t {
     const elem_t* rows;
     bool aligned;
   };
   auto source_k = [&]() -> source_t {
-    if constexpr (!kWeighsAtOnce) return {k_rows, aligned_k};
+    if constexpr (kSplits) return {k_rows, aligned_k};
     return {ptx::anew(kept).k_rows, ptx::anew(kept).aligned_k};
   };
   auto source_v = [&]() -> source_t {
-    if constexpr (!kWeighsAtOnce) return {v_rows, aligned_v};
+    if constexpr (kSplits) return {v_rows, aligned_v};
     return {ptx::anew(kept).v_rows, ptx::anew(kept).aligned_v};
   };
-  auto load_k = [&](int j0) {
+  auto load_k = [&](int j0, source_t source) {
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < last) {
       if constexpr (kPrepared) {
         load_image<kImageK>(smem_k + stage * kStageK, head_images + tile * kImage);
       } else {
-        const source_t source = source_k();
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
                                      source.rows + j0 * params.k.row, params.k.row,
                                      last - j0, dim, source.aligned, place_k);
@@ -269,14 +283,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
     ptx::commit_copies();
   };
-  auto load_v = [&](int j0) {
+  auto load_v = [&](int j0, source_t source) {
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < last) {
       if constexpr (kPrepared) {
         load_image<kImageV>(smem_v + stage * kStageV,
                             head_images + tile * kImage + kImageK);
       } else {
-        const source_t source = source_v();
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
                                       source.rows + j0 * params.v.row, params.v.row,
                                       last - j0, dim_v, source.aligned, place_v);
@@ -288,14 +301,38 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v));
 
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
-  if constexpr (!kWeighsAtOnce) keep();
+  // What a walk of 16-bit tiles begins with. It is on its way before anything else is
+  // computed.
+  auto begin = [&](const elem_t* q_rows, int num_rows, bool aligned_q, source_t of_k,
+                   source_t of_v) {
+    load_tile<kBlockM, kHeadDim>(
+        smem_q, q_rows, params.q.row, num_rows, dim, aligned_q,
+        [](int row, int chunk) { return tile_t<kHeadDim>::offset(row, chunk); });
+    load_k(first, of_k);
+    load_v(first, of_v);
+  };
+  if constexpr (!kSplits) {
+    begin(q_rows, num_rows, aligned_q, {k_rows, is_aligned_k()},
+          {v_rows, is_aligned_v()});
+  }
+  keep();
+  if constexpr (kSplits) __syncthreads();  // what is kept is there
 
   out_frag_t o;
   softmax_t rows;
-  bool special = false;
+  centers_t centers;
+  // Parts leave no register for it.
+  auto start = [&] { return kSplits ? ptx::anew(kept).first : first; };
+  bool special = false, careful = false;
 #pragma unroll 1
-  for (bool careful = false;; careful = true) {
+  for (;; careful = true) {
     rows = softmax_t();
+    if (careful) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (centers.has(r)) rows.reference[r] = -kShift;
+      }
+    }
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -315,19 +352,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
     if constexpr (kSplits) {
       if (threadIdx.x == 0) *largest_q = 0;
-      load_k(first);
-      if (kStaged || kStages == 2) load_v(first);
+      load_k(start(), source_k());
+      if (kStaged || kStages == 2) load_v(start(), source_v());
       __syncthreads();  // the facts are cleared
-      size_q = split_q(smem_q, largest_q, q_rows, params.q.row, num_rows, dim,
-                       aligned_q, unit_q);
+      size_q =
+          split_q(smem_q, largest_q, ptx::anew(kept).q_rows, params.q.row,
+                  ptx::anew(kept).num_rows, dim, ptx::anew(kept).aligned_q, unit_q);
     } else {
-      load_tile<kBlockM, kHeadDim>(
-          smem_q, q_rows, params.q.row, num_rows, dim, aligned_q,
-          [](int row, int chunk) { return tile_t<kHeadDim>::offset(row, chunk); });
-      load_k(first);
-      if (kStages == 2) load_v(first);
+      if (careful) {
+        const kept_t& with = ptx::anew(kept);
+        begin(with.q_rows, with.num_rows, with.aligned_q, source_k(), source_v());
+      }
       if constexpr (kKeepQ) {
-        ptx::wait_copy_groups<kStages - 1>();
+        ptx::wait_copy_groups<1>();
         __syncthreads();  // q is complete
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) load_q(q_frags.a[step], lanes, step);
@@ -335,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
 
 #pragma unroll 1
-    for (int j0 = first; j0 < last; j0 += kBlockN) {
+    for (int j0 = start(); j0 < last; j0 += kBlockN) {
       scores_frag_t s;
       const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
       const facts_t* of_k =
@@ -362,18 +399,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         }
         split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
         split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
-        load_k(j0 + kBlockN);
-        load_v(j0 + kBlockN);
+        load_k(j0 + kBlockN, source_k());
+        load_v(j0 + kBlockN, source_v());
         __syncthreads();  // the parts of k and v are complete
       } else if constexpr (kStages == 2) {
         __syncthreads();  // this tile is complete; all have read the one before
-        load_k(j0 + kBlockN);
-        load_v(j0 + kBlockN);
+        load_k(j0 + kBlockN, source_k());
+        load_v(j0 + kBlockN, source_v());
         lanes.k.base = base_k + stage * kStageK;
         lanes.v.base = base_v + stage * kStageV;
       } else {
         __syncthreads();  // this tile of k is complete; all have read v before
-        load_v(j0);
+        if (kSplits || j0 != ptx::anew(kept).first) load_v(j0, source_v());
       }
 
       if constexpr (kSplits) {
@@ -407,18 +444,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         float sums[kRows];
         // The same code twice: where nothing is hidden there is no branch, and
         // exponentials stand among the products.
-        if (block.sees_all(j0)) {
+        if (block.sees_all(j0) && j0 != first && !careful) {
           multiply_qk(s, q_frags, lanes);
           weigh(rows, s, to_log2, sums);
         } else {
           ptx::keep_order();
           multiply_qk(s, q_frags, lanes);
-          hide_scores(s, block, j0);
+          if (!block.sees_all(j0)) hide_scores(s, block, j0);
+          if (careful) center(s, o, rows, centers, to_log2, j0);
+          if (j0 == first) {
+            // With the reference that rows start with, all sums would be too large.
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
+            raise_where(rows, s, to_log2, sums);
+          }
           weigh(rows, s, to_log2, sums);
         }
         if (__any_sync(kFullMask, !are_small(sums))) {
           multiply_qk(s, q_frags, lanes);
           if (!block.sees_all(j0)) hide_scores(s, block, j0);
+          if (careful) center(s, o, rows, centers, to_log2, j0);
           raise_where(rows, s, to_log2, sums);
           rescale(o, rows);
           weigh(rows, s, to_log2, sums);
@@ -426,12 +471,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         add(rows, sums);
       } else {
         finish_scores(s, scores, block, params, i0, j0);
+        if (careful) center(s, o, rows, centers, to_log2, j0);
         if (raise(rows, s, to_log2)) rescale(o, rows);
       }
       if constexpr (!kStaged && kStages == 1) {
         ptx::wait_copy_groups<0>();
         __syncthreads();  // this tile of v is complete; all have read k
-        load_k(j0 + kBlockN);
+        load_k(j0 + kBlockN, source_k());
       }
       if constexpr (kSplits) {
         const values_t values(*of_v);
@@ -481,22 +527,29 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       l += shuffle_xor(l, 2);
     }
     ptx::wait_copy_groups<0>();
-    if constexpr (kSplits) break;
-    // Values of keys that a row does not see may have come in as 0 * NaN.
-    float odd = 0;
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) odd = fmaf(o[m][n][e], 0, odd);
-      }
-    }
     if (careful) {
-      special = __syncthreads_or(special);
+      if constexpr (!kSplits) special = __syncthreads_or(special);
       break;
     }
-    if (!__syncthreads_or(odd != 0)) break;
+    bool again = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) again |= is_huge(rows.reference[r]);
+    if (again) {
+      again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS), i0);
+    }
+    // Values of keys that a row does not see may have come in as 0 * NaN.
+    float odd = 0;
+    if constexpr (!kSplits) {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) odd = fmaf(o[m][n][e], 0, odd);
+        }
+      }
+    }
+    if (!__syncthreads_or(again | (odd != 0))) break;
   }
 
   const place_t& here = kept.at;
@@ -511,8 +564,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (i >= params.seqlen_q) continue;
     // lse has to know to the last bit what was subtracted; l takes what a float of it
     // leaves over. Above a million that is less than a unit of lse.
-    const double m = rows.reference[r] * kept.from_log2;
-    const float high = static_cast<float>(m);
+    double m = rows.reference[r] * kept.from_log2;
+    const bool is_centered = careful && centers.has(r);
+    if (is_centered) m += kept.from_log2 * to_log2 * centers.at[r];
+    const float high = rows.l[r] == 0 ? -infinity<float>() : static_cast<float>(m);
     const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
     const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
     const float inverse = finished.inverse * (1 + low);
@@ -532,14 +587,29 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         continue;
       }
     }
+    float x[2 * kOutTiles];
 #pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-      const int column = n * 8 + lanes_t::lane() % 4 * 2;
-      float x = o[r / 2][n][r % 2 * 2] * inverse;
-      float y = o[r / 2][n][r % 2 * 2 + 1] * inverse;
-      if (finished.inverse == 0) x = y = 0;
-      store_pair(out_row, column, static_cast<int>(params.head_dim_v), params.out.col,
-                 as_pairs, x, y);
+    for (int n = 0; n < 2 * kOutTiles; ++n) {
+      x[n] = o[r / 2][n / 2][r % 2 * 2 + n % 2] * inverse;
+    }
+    if (finished.inverse == 0) {
+#pragma unroll
+      for (int n = 0; n < 2 * kOutTiles; ++n) x[n] = 0;
+    }
+    const int dim = static_cast<int>(params.head_dim_v);
+    store_row(out_row, x, dim, params.out.col, as_pairs);
+    if constexpr (kSplits && !kHasSinks) {
+      // So is a huge row whose largest score takes all.
+      if (is_centered && rows.l[r] == kLargestWeight) {
+        const elem_t* const top = kept.v_rows + centers.key[r] * params.v.row;
+#pragma unroll 1
+        for (int n = 0; n < 2 * kOutTiles; ++n) {
+          const int column = n / 2 * 8 + lanes_t::lane() % 4 * 2 + n % 2;
+          if (column >= dim) continue;
+          elem_t& stored = out_row[column * params.out.col];
+          if (is_finite(to<float>(stored))) stored = top[column];
+        }
+      }
     }
   }
   if constexpr (!kSplits) {

@@ -48,9 +48,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_mma_prepare(
   unsigned char* const image_v = image_k + kImageK;
   split_tile<kHeadDim>(image_k, scale_t(facts[0].largest).to_parts, chunk_of_k);
   split_tile<kHeadDimV>(image_v, values_t(facts[1]).to_parts, chunk_of_v);
-  if (threadIdx.x < 2) {
+  // All bytes of the facts' places: attention_mma copies them whole.
+  constexpr int kWords = kFactsBytes / 4, kUsed = sizeof(facts_t) / 4;
+  if (threadIdx.x < 2 * kWords) {
+    const int of_v = threadIdx.x / kWords, word = threadIdx.x % kWords;
     unsigned char* const to =
-        threadIdx.x == 0 ? image_k + kParts * kBytesK : image_v + kParts * kBytesV;
-    *reinterpret_cast<facts_t*>(to) = facts[threadIdx.x];
+        of_v ? image_v + kParts * kBytesV : image_k + kParts * kBytesK;
+    const unsigned* const from = reinterpret_cast<const unsigned*>(facts + of_v);
+    reinterpret_cast<unsigned*>(to)[word] = word < kUsed ? from[word] : 0;
   }
 }

@@ -10,6 +10,11 @@
 // of what these can hold, so that what is cut off is small beside the largest weight.
 constexpr float kLazyLog2 = kSplits ? 1 : 8;
 constexpr float kShift = kSplits ? 14 : 0;
+constexpr float kLargestWeight = kSplits ? 1 << 14 : 1;  // of a score at the reference
+
+// Exponents above this are so coarse that the rounding of a reference is a factor of
+// all weights that may leave their range.
+constexpr float kLargeLog2 = 1 << 20;
 
 // Rows of a thread: row 2 m + r is r * 8 + lane / 4 of tile m.
 constexpr int kRows = 2 * kRowTiles;
@@ -20,11 +25,11 @@ struct softmax_t {
   float alpha[kRows];           // 2^(reference before - now), where raise() says so
 
   // The reference starts at a number instead of -inf, so that -inf minus it needs no
-  // guard; scores below it count as -inf.
+  // guard; scores below it count as -inf, unless there are no others (mma_huge.cuh).
   __device__ __forceinline__ softmax_t() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      reference[r] = -1e38f;
+      reference[r] = -kLargeLog2;
       l[r] = 0;
       rest[r] = 0;
     }

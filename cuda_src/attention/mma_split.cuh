@@ -164,8 +164,11 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
   constexpr int kChunks = kHeadDim / kElemsOfChunk;
   int largest = 0;
   bool odd = false;
+  // A second walk computes these numbers anew: there are no registers to keep them.
+  unsigned thread = threadIdx.x;
+  ptx::forget(thread);
 #pragma unroll 4
-  for (int n = threadIdx.x; n < kBlockM * kChunks; n += kNumThreads) {
+  for (int n = thread; n < kBlockM * kChunks; n += kNumThreads) {
     const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);
     const float numbers[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
@@ -182,7 +185,7 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
   const scale_t scale(largest);
   from_parts = scale.from_parts;
 #pragma unroll 4
-  for (int n = threadIdx.x; n < kBlockM * kChunks; n += kNumThreads) {
+  for (int n = thread; n < kBlockM * kChunks; n += kNumThreads) {
     const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);
     put_parts<kHeadDim>(tile, kBytesQ, n / kChunks, n % kChunks, x, scale.to_parts);
   }

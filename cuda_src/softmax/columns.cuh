@@ -17,10 +17,11 @@
 //            CLUSTER   blocks along a column (above 1: sm_90)
 //            RESIDENT  blocks that a multiprocessor is to hold
 //            SPLITS    1 if the grid has a second axis, of blocks along a column; else
-//            0
-//                      or nothing
+//                      0 or nothing
+//            TEAM      blocks along a column that run at once and meet through memory,
+//                      on a grid of (TEAM, teams); else 1 or nothing
 //            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is the contiguous
-//            one
+//                      one
 #pragma once
 
 #include "common/reduce.cuh"
@@ -42,8 +43,13 @@ constexpr int kCluster = CLUSTER;
 #ifndef SPLITS
 #define SPLITS 0
 #endif
+#ifndef TEAM
+#define TEAM 1
+#endif
 constexpr bool kSplits = SPLITS;
-static_assert(!kSplits || kCluster == 1);
+constexpr int kTeam = TEAM;
+constexpr int kBlocks = kCluster * kTeam;  // that hold pieces of the same columns
+static_assert(kSplits + (kCluster > 1) + (kTeam > 1) <= 1);
 static_assert(kParked == 0 || (kHeld % 2 == 0 && kParked % 2 == 0));
 constexpr int kColumns = kSide * kVector;  // of a tile
 constexpr int kGroup = kSide * kDeep;
@@ -86,6 +92,11 @@ __device__ __forceinline__ void share(T* shared, T value) {
   *shared = value;
 }
 #endif
+
+// Which of the blocks of a column this is.
+__device__ __forceinline__ int block_rank() {
+  return kTeam > 1 ? blockIdx.x : cluster_rank();
+}
 
 // How the columns of a tile are dealt to the threads side by side: each its
 // neighbouring kVector, or one after the other, which needs no alignment.
@@ -260,16 +271,16 @@ __device__ __forceinline__ tile_index_t tiles_of_slab(const Layout& layout) {
          1;
 }
 
-// A block takes tile after tile; gridDim.x is a multiple of kCluster.
+// A block takes tile after tile; gridDim.x is a multiple of kCluster, or kTeam.
 template <typename Layout>
 __device__ __forceinline__ tile_index_t num_tiles(const Layout& layout) {
   return num_slabs(layout) * tiles_of_slab(layout);
 }
 __device__ __forceinline__ tile_index_t first_tile() {
-  return tile_index_t(blockIdx.x / kCluster) * kGroupsPerBlock;
+  return tile_index_t(kTeam > 1 ? blockIdx.y : blockIdx.x / kCluster) * kGroupsPerBlock;
 }
 __device__ __forceinline__ tile_index_t tile_step() {
-  return tile_index_t(gridDim.x / kCluster) * kGroupsPerBlock;
+  return tile_index_t(kTeam > 1 ? gridDim.y : gridDim.x / kCluster) * kGroupsPerBlock;
 }
 
 // What one thread holds of a tile; the type of the problem's layout is a parameter,
@@ -293,11 +304,11 @@ struct place_t {
     const long long left = layout.outer.size[OUTER_AXES - 1] - column;
     columns = left < kColumns ? int(left) : kColumns;
     const bool has_rows = (!kInWarp || slab < num_slabs(layout)) && in_group < kGroup;
-    // The blocks of a column, a cluster or not, take one piece of it each.
+    // The blocks of a column take one piece of it each.
     const int length = int(layout.row_length);
-    const int pieces = kSplits ? gridDim.y : kCluster;
+    const int pieces = kSplits ? gridDim.y : kBlocks;
     const int piece = (length + pieces - 1) / pieces;
-    const int first_row = (kSplits ? blockIdx.y : cluster_rank()) * piece;
+    const int first_row = (kSplits ? blockIdx.y : block_rank()) * piece;
     const int last = first_row + piece < length ? first_row + piece : length;
     row = first_row + in_group / kSide;
     rows = has_rows && row < last ? (last - row + kDeep - 1) / kDeep : 0;
@@ -341,6 +352,20 @@ struct place_t {
                                        int array,
                                        T absent) const {
     p += start(array);
+    if (how == deal::kVectors && rows >= kSlots && offset(0) < columns) {
+      // Nothing is missing: no instruction between the loads but addresses.
+      const long long step = this->step(array);
+      p += offset(0);
+#pragma unroll
+      for (int k = 0; k < kParked; ++k) {
+        copy_vector(&to.parked[k * kNumThreads], p + (kHeld + k) * step);
+      }
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        to.held.set(k, load_vector<kVector>(p + k * step));
+      }
+      return;
+    }
     park(to, p, array, absent);
     to.held.fill(absent);
     load_rows(to.held, p, array, 0, rows < kHeld ? rows : kHeld);
@@ -429,7 +454,7 @@ struct place_t {
                                        int array,
                                        T absent) const {
     const long long step = this->step(array);
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < kParked; ++k) {
       const int row = kHeld + k;
       vector_t<T, kVector>& home = to.parked[k * kNumThreads];

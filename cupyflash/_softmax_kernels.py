@@ -271,93 +271,6 @@ def _columns(problem, device):
     return _column_cut(problem, vector, *tile, resident)
 
 
-# Teams of blocks that share columns and meet through memory: bytes of neighbouring
-# columns, best first, the fewest teams that are to overlap, and bytes of a problem that
-# are worth a launch more.
-_TEAM_WIDTHS, _FEWEST_TEAMS, _TEAM_BYTES = (256, 128), 3, 64 << 20
-
-
-def _team_columns(problem, device):
-    """Blocks of all multiprocessors that hold long columns."""
-    layout, dtypes = problem.layout, problem.dtypes
-    if not layout.is_columns:
-        return "rows do not lie side by side in memory"
-    if device.cc < (8, 0):
-        return f"{device.name} copies nothing to shared memory by itself"
-    if dtypes["where"] or problem.scale != 1:
-        return "there is a mask or a scale"
-    names = (dtypes["x"], dtypes["out"])
-    if not {*names} <= {*_arrays.FLOATS}:
-        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
-    widest = max(map(_itemsize, names))
-    vector = _tiers.VECTOR_BYTES // widest
-    if _vector(layout, vector) != vector:
-        return "columns are no whole vectors of 16 bytes"
-    size = problem.num_rows * problem.row_length * widest
-    if size < _TEAM_BYTES:
-        return f"{size} bytes are not worth a launch more"
-    held = _LONG_REGISTERS["softmax"] // _registers(problem, vector) // 2 * 2
-    row_bytes = vector * _held_bytes(problem)
-    rows = held + _LONG_PARKED // row_bytes // 2 * 2
-    resident = _LONG_RESIDENT // _LONG_THREADS
-    for width in _TEAM_WIDTHS:
-        side = width // _tiers.VECTOR_BYTES
-        if layout.inner < side * vector:
-            continue
-        deep = _LONG_THREADS // side
-        blocks = _whole_team(-(-problem.row_length // (deep * rows)))
-        slots = -(-problem.row_length // (deep * blocks))
-        slots += slots % 2
-        parked = max(0, slots - held)
-        smem = parked * row_bytes * _LONG_THREADS
-        smem += _team_static(side * vector, blocks, max(deep // 4, 8), widest)
-        per_sm = min((device.smem_optin + 1024) // (smem + 1024), resident)
-        teams = device.num_sms * per_sm // blocks
-        if blocks > 1 and teams >= _FEWEST_TEAMS:
-            break
-    else:
-        return f"a column of {problem.row_length} does not fit on the card thrice"
-    (cut,) = _column_cut(
-        problem, vector, side, deep, min(held, slots), parked, 1, _LONG_RESIDENT
-    )
-    tiles = cut.num_blocks
-    main = dataclasses.replace(
-        cut,
-        num_blocks=blocks,
-        num_groups=min(teams, tiles),
-        defines=(*cut.defines, ("TEAM", str(blocks))),
-        cooperative=True,
-        scratch=2 * tiles * blocks * side * vector * _WORD_BYTES,
-    )
-    clear = dataclasses.replace(
-        main, entry="clear", smem=0, cooperative=False, num_groups=4
-    )
-    return clear, main
-
-
-_WORD_BYTES = 8  # that a block tells the others of a column
-
-
-def _team_static(columns, blocks, parts, widest):
-    """Bytes of a block's shared memory for what it hears, or its threads tell it."""
-    heard = columns * (blocks | 1) * _WORD_BYTES
-    partial = columns * parts * (16 if widest == 8 else 8)
-    return max(heard, partial) + columns * 5 * max(widest, 4)
-
-
-def _whole_team(blocks):
-    """A number of blocks not below this one; few, to compile few kernels."""
-    step = 1 << max(0, blocks.bit_length() - 3)
-    return -(-blocks // step) * step
-
-
-# Sums of columns: bytes of neighbouring columns in a tile; threads of a block that walks
-# down long ones, and of a multiprocessor; batches of a thread that are worth a block of
-# their own, blocks that a multiprocessor is to have then, and the most of a column.
-_SUM_WIDTH, _SUM_THREADS, _SUM_RESIDENT = 128, 256, 768
-_SUM_BATCHES, _SUM_PIECES_PER_SM, _MOST_SUM_PIECES = 4, 4, 1024
-
-
 def _sum_columns(problem, device):
     """Threads that walk down neighbouring columns, each with a sum a column."""
     layout = problem.layout
@@ -366,35 +279,16 @@ def _sum_columns(problem, device):
     if problem.dtypes["b"]:
         return "there are weights"
     size = _itemsize(problem.dtypes["x"])
-    most = 16 // size if problem.dtypes["x"] in _arrays.FLOATS else min(4, 16 // size)
-    vector = _vector(layout, most)
+    vector = _vector(layout, min(4, 16 // size))
     num_vectors = -(-layout.inner // vector)
     held = 8 if vector > 1 else 16
-    side = _side(num_vectors, _SUM_WIDTH // (vector * size))
+    side = _side(num_vectors, _WIDTH // (vector * size))
     length = problem.row_length
     # Enough threads for a batch or two each.
-    most = _SUM_THREADS if length > 64 * held else 32 if length <= 16 * held else 128
+    most = 256 if length > 64 * held else 32 if length <= 16 * held else 128
     deep = max(1, most // side)
-    (cut,) = _column_cut(problem, vector, side, deep, held, 0, 1, _SUM_RESIDENT)
-    batches = length // (deep * held * _SUM_BATCHES)
-    wanted = device.num_sms * _SUM_PIECES_PER_SM // cut.num_blocks
-    pieces = 1 << max(1, min(batches, wanted, _MOST_SUM_PIECES)).bit_length() - 1
-    if side * deep <= 32:  # several tiles a block
-        pieces = 1
-    splits = (("PIECES", str(pieces)), ("SPLITS", str(int(pieces > 1))))
-    ring = 2 * held * vector * size * cut.num_threads  # two batches a thread
-    parts = deep * (side * vector + 1) * _PARTIAL_BYTES  # the sums of all threads
-    cut = dataclasses.replace(
-        cut, defines=(*cut.defines, *splits), smem=max(ring, parts)
-    )
-    if pieces == 1:
-        return (cut,)
-    scratch = cut.num_blocks * pieces * side * vector * _PARTIAL_BYTES
-    cut = dataclasses.replace(cut, scratch=scratch)
-    return (
-        dataclasses.replace(cut, entry="pieces", num_groups=pieces),
-        dataclasses.replace(cut, entry="merge"),
-    )
+    cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
+    return _column_cut(problem, vector, side, deep, held, 0, cluster, _WALKING_THREADS)
 
 
 # Batches of a thread that are worth a block of their own, and the most blocks, all and
@@ -876,13 +770,6 @@ def _columns_of(*dtypes):
             yield _softmax_layout.columns(1 << 10, length, inner, names)
 
 
-def _team_samples(*dtypes):
-    """Columns that fill a card, of several lengths."""
-    names = ("x", "dy", "b", "where", "out", "sign")
-    for length in (2048, 5000, 1 << 16):
-        yield _softmax_layout.columns(1, length, 1 << 15, names)
-
-
 def _long_columns(*dtypes):
     """Few columns of many elements."""
     names = ("x", "dy", "b", "where", "out", "sign")
@@ -895,7 +782,6 @@ def _long_columns(*dtypes):
 _ANY, _TILED = ("auto", "tiled", "online"), ("auto", "tiled")
 
 KERNELS = (  # best first
-    SoftmaxKernel("team_columns", FORWARD, _TILED, _team_columns, _team_samples),
     SoftmaxKernel("columns", FORWARD, _TILED, _columns, _columns_of),
     SoftmaxKernel("split_columns", FORWARD, _TILED, _split_columns, _long_columns),
     SoftmaxKernel("long_columns", FORWARD, _TILED, _walk_columns, _columns_of),

@@ -281,37 +281,6 @@ def test_axes_that_lie_together_are_one(cupy, rng, function):
     assert kernels
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
-@pytest.mark.parametrize("length", [2048, 4099, 40_000])
-def test_columns_that_teams_share(cupy, rng, function, dtype, length):
-    """Accurate, the same in place and again; a column is on its own."""
-    itemsize = dtype_of(dtype).itemsize
-    inner = _softmax_kernels._TEAM_BYTES // itemsize // length // 8 * 8 + 8
-    shape = (1, length, inner)
-    told = cupyflash.explain(function, cupy.empty(shape, dtype_of(dtype)), 1)
-    if told.kernel != "team_columns":
-        pytest.skip(f"{told.kernel} takes this on this card")
-    (given,) = inputs(rng, function, shape, dtype)
-    usual, nothing, infinite = [0, 2, inner // 2, inner - 9, inner - 1], 1, 37
-    given[0, length // 3, 0] = -np.inf
-    given[0, :, nothing] = -np.inf
-    given[0, length // 3, infinite] = np.inf
-    x = place(cupy, given)
-    first = call(function, [x])
-    host = to_host(first)
-    check(function, host[..., usual], given[..., usual], dtype, axis=1)
-    assert np.isnan(wide(host[..., nothing])).all()
-    assert np.isnan(wide(host[..., infinite])).any()
-    same_bits(call(function, [x]), first)
-    alone = np.full_like(given, np.nan)
-    alone[..., usual] = given[..., usual]
-    beside_nan = to_host(call(function, [place(cupy, alone)]))
-    same_bits(beside_nan[..., usual], host[..., usual])
-    assert call(function, [x], out=x) is x
-    same_bits(x, first)
-
-
 def test_every_row_of_the_table_is_reached(cupy):
     """By "auto" on this card; a row that nothing reaches is not tested above."""
     reached = set()
@@ -326,9 +295,6 @@ def test_every_row_of_the_table_is_reached(cupy):
             for n in (40_000, 70_000):
                 x = cupy.empty((140, n, 4), dtype_of(dtype))
                 reached.add(launch_of(function, x)[0])
-            # So many bytes of long columns that they fill a card.
-            x = cupy.empty((1, 4096, 1 << 13), dtype_of(dtype))
-            reached.add(launch_of(function, x)[0])
     reached = {kernel_of(tier) for tier in reached}
     expected = {row.name for row in _softmax_kernels.KERNELS if "auto" in row.rungs}
     assert expected <= reached, expected - reached

@@ -17,7 +17,448 @@
 //            outer axis has stride 1 in x and out, and there is one reduced axis
 //
 // Parameters as in softmax/score.cuh and softmax/columns.cuh
-#include "softmax/held_columns.cuh"
+#include "ptx/max.cuh"
+#include "softmax/score.cuh"
+#include "softmax/columns.cuh"
+#include "softmax/power.cuh"
+
+using part_t = few<acc_t, kCoarse>::type;
+using total_t = decltype(total(part_t()));
+
+template <typename A, typename B>
+constexpr bool kSame = false;
+template <typename A>
+constexpr bool kSame<A, A> = true;
+
+// Exponentials take the place of x where they fit; else they are computed again.
+constexpr bool kKeepsExp = kSame<x_t, acc_t> && !kLog;
+
+template <typename T>
+constexpr bool kIsFloat =
+    kSame<T, half_t> || kSame<T, bfloat16_t> || kSame<T, float> || kSame<T, double>;
+template <bool kFloat>
+struct absent {
+  template <typename T>
+  static __device__ __forceinline__ T of() {
+    return to<T>(-infinity<acc_t>());
+  }
+};
+template <>
+struct absent<false> {
+  template <typename T>
+  static __device__ __forceinline__ T of() {
+    return T(0);
+  }
+};
+
+// A float that is not there is -inf, which adds nothing. For the rest the slots have to
+// be told apart.
+constexpr bool kTracksRows = kHasWhere || kScaled || !kIsFloat<x_t>;
+
+// What a thread subtracts from the scores of one of its columns: a block's sum of
+// exponentials is l exp(shift). Doubles and 16 bits subtract the maximum; for float see
+// power_t. A column is on its own: what others hold must not show in its bits.
+struct natural_t {
+  acc_t m;
+
+  __device__ __forceinline__ natural_t(acc_t m) : m(shift_by(m)) {}
+  __device__ __forceinline__ double shift() const { return m; }
+  __device__ __forceinline__ acc_t operator()(score_t s) const {
+    return s.exp_minus(m);
+  }
+};
+
+// Not for logs: where one score outweighs the rest, the log of l is to be exact near 0.
+constexpr bool kInPowers = sizeof(acc_t) == 4 && !kCoarse && !kScaled && kKeepsExp;
+
+__device__ __forceinline__ double shift_of(acc_t m) {
+  if constexpr (kInPowers) {
+    if (power_t::takes(m)) return power_t(m).shift();
+  }
+  return natural_t(m).shift();
+}
+
+// Doubles subtract the maximum of the whole column at once: a second factor, exp(m' -
+// m), would take the last digits.
+constexpr bool kSharesMax = kCluster > 1 && sizeof(acc_t) == sizeof(double);
+
+// The larger of two, or NaN: power_t has to know of a NaN before.
+struct larger_seen_t {
+  __device__ __forceinline__ acc_t operator()(acc_t a, acc_t b) const {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+    if constexpr (kInPowers) return ptx::max_nan_f32(a, b);
+#else
+    if constexpr (kInPowers) return max_nan(a, b);
+#endif
+    return larger_t()(a, b);
+  }
+};
+
+// The sum of exponentials over a block's piece of a column, and its largest score: as
+// the blocks of a cluster tell each other.
+template <bool kIsNarrow>
+struct alignas(16) piece {
+  double l, m;
+};
+template <>
+struct alignas(8) piece<true> {
+  float l, m;
+};
+using piece_t = piece<kCoarse>;
+// What one block hears of all at a meeting.
+[[maybe_unused]] constexpr int kPiecesBytes =
+    kCluster * kColumns * int(sizeof(piece_t));
+
+// The last step for a column with sum l exp(shift), and exponentials of another shift.
+__device__ __forceinline__ finish_t finish_column(double shift,
+                                                  double l,
+                                                  double weight) {
+  return finish_t(acc_t(shift), l, weight);
+}
+
+using tile_t = place_t<layout_t>;
+
+static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
+
+// Maxima of 16-bit numbers need no conversion.
+#if __CUDA_ARCH__ >= 800
+constexpr bool kPacksMax = !kTracksRows && sizeof(x_t) == 2 && kVector % 2 == 0;
+#else
+constexpr bool kPacksMax = false;
+#endif
+
+struct held_t {
+  rows_t<x_t> value;
+  unsigned long long selected;  // a bit a slot
+
+  __device__ __forceinline__ explicit held_t(void* memory) : value(memory) {}
+
+  __device__ __forceinline__ void load(const x_t* x,
+                                       const bool* where,
+                                       const tile_t& tile) {
+    tile.load(value, x, kX, absent<kIsFloat<x_t>>::template of<x_t>());
+    load_mask(where, tile);
+  }
+  __device__ __forceinline__ void load_mask(const bool* where, const tile_t& tile) {
+    selected = 0;
+    if (kHasWhere) {
+      const long long step = tile.step(kWhere);
+      const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
+      where += tile.start(kWhere);
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const int i = tile.offset(j);
+          if (k < tile.rows && i < tile.columns && where[k * step + i * side_step]) {
+            selected |= 1ull << (k * kVector + j);
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool is_selected(const tile_t& tile,
+                                              int row,
+                                              int j) const {
+    if (kHasWhere) return selected >> (row * kVector + j) & 1;
+    return !kTracksRows || row < tile.rows;
+  }
+  // Of element j of slot k of some slots, which is in this row of the thread.
+  template <typename Slots>
+  __device__ __forceinline__ score_t
+  score(const tile_t& tile, const Slots& slots, int k, int row, int j) const {
+    if (!is_selected(tile, row, j)) return score_t();
+    return score_t(to<acc_t>(slots.get(k, j)), tile.layout);
+  }
+
+  // The largest score of each of this thread's columns.
+  __device__ __forceinline__ void largest(const tile_t& tile, acc_t (&m)[kVector]) {
+    if constexpr (kPacksMax) {
+      vector_t<x_t, kVector> of_pairs;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) of_pairs.element[j] = absent<true>::of<x_t>();
+      value.each<false>([&](const auto& slots, int k, int) {
+        of_pairs = larger_of(of_pairs, slots.get(k));
+      });
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) m[j] = to<acc_t>(of_pairs.element[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) m[j] = -infinity<acc_t>();
+      value.each<false>([&](const auto& slots, int k, int row) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          m[j] = larger_seen_t()(m[j], score(tile, slots, k, row, j).high);
+        }
+      });
+    }
+  }
+
+  // Sums the exponentials of each of this thread's columns, exp_of_column(j, score),
+  // and keeps them if they fit.
+  template <typename Exp>
+  __device__ __forceinline__ void sum(const tile_t& tile,
+                                      Exp exp_of_column,
+                                      total_t (&sums)[kVector]) {
+    constexpr bool kPairs = sizeof(acc_t) == 4;  // half of the conversions to double
+    part_t sum[kVector] = {};
+    acc_t first[kVector];  // of a pair
+    value.each<kKeepsExp>([&](auto& slots, int k, int row) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const acc_t e = exp_of_column(j, score(tile, slots, k, row, j));
+        if constexpr (kKeepsExp) slots.set(k, j, to<x_t>(e));
+        if (!kPairs) {
+          sum[j] += e;
+        } else if (k % 2 == 0) {
+          first[j] = e;
+        } else {
+          sum[j] += first[j] + e;
+        }
+      }
+    });
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      if (kPairs && kSlots % 2 == 1) sum[j] += first[j];
+      sums[j] = total(sum[j]);
+    }
+  }
+};
+
+struct shared_t {
+  union {  // one after the other
+    partials_t<acc_t> max;
+    partials_t<total_t> sum;
+  };
+  acc_t m[kColumns];
+  finish_t finish[kColumns];
+#if CLUSTER > 1
+  piece_t piece[kCluster][kColumns];
+  piece_t of_block[kSharesMax ? kCluster : 1][kColumns];  // with its maximum alone
+  unsigned long long barrier[2];
+#endif
+  __device__ shared_t() {}
+};
+
+#if CLUSTER > 1
+// One for each: a block that is ahead may tell its sums while another still waits for
+// maxima.
+struct meetings_t {
+  meeting_t of_max, of_sum;
+
+  __device__ __forceinline__ explicit meetings_t(shared_t& shared)
+      : of_max(&shared.barrier[0], threadIdx.x == 0),
+        of_sum(&shared.barrier[1], threadIdx.x == 0) {}
+};
+
+// Tells all blocks of the cluster about a column.
+__device__ __forceinline__ void tell(
+    const meeting_t& meeting, piece_t (&pieces)[kColumns], int c, double l, acc_t m) {
+#pragma unroll 4
+  for (int rank = 0; rank < kCluster; ++rank) {
+    meeting.send(&pieces[c], rank, decltype(piece_t::l)(l), decltype(piece_t::m)(m));
+  }
+}
+
+// The last step for a column from what all blocks told of it.
+__device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c) {
+  const auto piece = [&](int rank) { return shared.piece[rank][c]; };
+  const acc_t own = acc_t(piece(cluster_rank()).m);
+  acc_t m = -infinity<acc_t>();
+  double l = 0;
+  if constexpr (kSharesMax) {
+#pragma unroll 4
+    for (int rank = 0; rank < kCluster; ++rank) l += piece(rank).l;
+    return finish_column(shift_of(own), l, 1);
+  }
+  // A piece of -inf has no exponentials but 0 (and NaN): whatever its weight.
+  bool all_in_powers = kInPowers;
+#pragma unroll 4
+  for (int rank = 0; rank < kCluster; ++rank) {
+    const acc_t of_piece = acc_t(piece(rank).m);
+    m = larger_t()(m, of_piece);
+    if constexpr (kInPowers) {
+      all_in_powers = all_in_powers && power_t::takes(of_piece);
+    }
+  }
+  if constexpr (kInPowers) {
+    if (all_in_powers) {
+      const float unit = power_t(m).unit;
+      const auto weight = [&](float m) {
+        return m == -infinity<float>() ? 1 : power_t(m).weight(unit);
+      };
+#pragma unroll 4
+      for (int rank = 0; rank < kCluster; ++rank) {
+        l += piece(rank).l * weight(float(piece(rank).m));
+      }
+      return finish_column(unit * kLn2, l, weight(own));
+    }
+  }
+  double shift = -infinity<double>();
+#pragma unroll 4
+  for (int rank = 0; rank < kCluster; ++rank) {
+    const acc_t of_piece = acc_t(piece(rank).m);
+    if (is_finite(of_piece)) shift = larger_t()(shift, shift_of(of_piece));
+  }
+  if (!is_finite(m)) shift = 0;
+  const auto weight = [&](acc_t m) -> double {
+    if (m == -infinity<acc_t>()) return 1;
+    if constexpr (kCoarse) return exp_fast(float(shift_of(m) - shift));
+    return exp_diff_exact(shift_of(m), shift);
+  };
+#pragma unroll 4
+  for (int rank = 0; rank < kCluster; ++rank) {
+    l += double(piece(rank).l) * weight(acc_t(piece(rank).m));
+  }
+  return finish_column(shift, l, kLog ? 1 : weight(own));
+}
+#else
+struct meetings_t {
+  __device__ __forceinline__ explicit meetings_t(shared_t&) {}
+};
+#endif
+
+// The maximum of each of this thread's columns over the block or, for doubles, over the
+// cluster.
+__device__ __forceinline__ void join_max(shared_t& shared,
+                                         [[maybe_unused]] meetings_t& meetings,
+                                         acc_t (&m)[kVector]) {
+  if constexpr (kInWarp) {
+    combine_in_warp(m, larger_seen_t());
+  } else {
+#if CLUSTER > 1
+    if (kSharesMax && threadIdx.x == 0) meetings.of_max.expect(kPiecesBytes);
+#endif
+    write_partials(shared.max, m, larger_seen_t());
+    __syncthreads();
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      const acc_t m = combine_partials(shared.max, c, larger_seen_t());
+#if CLUSTER > 1
+      if constexpr (kSharesMax) {
+        tell(meetings.of_max, shared.of_block[cluster_rank()], c, 0, m);
+      }
+#endif
+      shared.m[c] = m;
+    }
+#if CLUSTER > 1
+    if constexpr (kSharesMax) {
+      meetings.of_max.wait(threadIdx.x < kColumns);
+#pragma unroll 1
+      for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+        acc_t m = acc_t(shared.of_block[0][c].m);
+#pragma unroll 4
+        for (int rank = 1; rank < kCluster; ++rank) {
+          m = larger_seen_t()(m, acc_t(shared.of_block[rank][c].m));
+        }
+        shared.m[c] = m;
+      }
+    }
+#endif
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) m[j] = shared.m[tile_t::side() * kVector + j];
+  }
+}
+
+// The last step for each of this thread's columns, from its own part of their sums.
+__device__ __forceinline__ void finish_columns(shared_t& shared,
+                                               [[maybe_unused]] meetings_t& meetings,
+                                               const acc_t (&m)[kVector],
+                                               total_t (&sum)[kVector],
+                                               finish_t (&finish)[kVector]) {
+  if constexpr (kInWarp) {
+    combine_in_warp(sum, plus_t());
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      finish[j] = finish_column(shift_of(m[j]), double(sum[j]), 1);
+    }
+  } else {
+#if CLUSTER > 1
+    if (threadIdx.x == 0) meetings.of_sum.expect(kPiecesBytes);
+#endif
+    write_partials(shared.sum, sum, plus_t());
+    __syncthreads();
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      const double l = sum_of_partials(shared.sum, c);
+#if CLUSTER > 1
+      tell(meetings.of_sum, shared.piece[cluster_rank()], c, l, shared.m[c]);
+#else
+      shared.finish[c] = finish_column(shift_of(shared.m[c]), l, 1);
+#endif
+    }
+#if CLUSTER > 1
+    meetings.of_sum.wait(threadIdx.x < kColumns);
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      shared.finish[c] = finish_pieces(shared, c);
+    }
+#endif
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      finish[j] = shared.finish[tile_t::side() * kVector + j];
+    }
+  }
+}
+
+__device__ __forceinline__ void softmax(held_t& held,
+                                        out_t* out,
+                                        const tile_t& tile,
+                                        shared_t& shared,
+                                        meetings_t& meetings) {
+  acc_t m[kVector];
+  held.largest(tile, m);
+  join_max(shared, meetings, m);
+  held.value.held.forget();
+
+  total_t sum[kVector];
+  if constexpr (kInPowers) {
+    bool all_in_powers = true;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      all_in_powers = all_in_powers && power_t::takes(m[j]);
+    }
+    if (all_in_powers) {
+      held.sum(tile, [&](int j, score_t s) { return power_t(m[j])(s); }, sum);
+    } else {
+      held.sum(
+          tile,
+          [&](int j, score_t s) {
+            return power_t::takes(m[j]) ? power_t(m[j])(s) : natural_t(m[j])(s);
+          },
+          sum);
+    }
+  } else {
+    held.sum(tile, [&](int j, score_t s) { return natural_t(m[j])(s); }, sum);
+  }
+
+  finish_t finish[kVector];
+  finish_columns(shared, meetings, m, sum, finish);
+  held.value.held.forget();
+
+  const auto result = [&](const auto& slots, int k, int row, int j) {
+    acc_t value;
+    if constexpr (kLog) {
+      value = finish[j](held.score(tile, slots, k, row, j));
+    } else if (kKeepsExp) {
+      value = to<acc_t>(slots.get(k, j)) * finish[j].inverse;
+    } else {
+      value = natural_t(m[j])(held.score(tile, slots, k, row, j)) * finish[j].inverse;
+    }
+    if (kHasWhere && !held.is_selected(tile, row, j)) value = unselected();
+    return to<out_t>(value);
+  };
+  tile.store_each(out, kOut, [&](auto write) {
+    held.value.each<false>([&](const auto& slots, int k, int row) {
+      write(row, [&](int j) { return result(slots, k, row, j); });
+    });
+  });
+}
+
+extern __shared__ uint4 parking[];
 
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_columns(const x_t* x,
@@ -25,10 +466,12 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
                     out_t* out,
                     const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
-  exchange_t exchange(shared);
+  meetings_t meetings(shared);
   announce_block<kCluster>();
   bool has_started = false;
-  const deal how = deal_of(x, out, layout);
+  const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
+                       ? deal::kVectors
+                       : deal::kSingles;
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
@@ -37,7 +480,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
     if (!has_started) await_blocks<kCluster>();
     has_started = true;
     wait_for_copies();
-    softmax(held, out, tile, shared, exchange);
+    softmax(held, out, tile, shared, meetings);
     // No block may write its next numbers to one that still reads these.
     if (kCluster > 1 && at + tile_step() < end) cluster_sync();
   }

@@ -17,11 +17,10 @@
 //            CLUSTER   blocks along a column (above 1: sm_90)
 //            RESIDENT  blocks that a multiprocessor is to hold
 //            SPLITS    1 if the grid has a second axis, of blocks along a column; else
-//                      0 or nothing
-//            TEAM      blocks along a column that run at once and meet through memory,
-//                      on a grid of (TEAM, teams); else 1 or nothing
+//            0
+//                      or nothing
 //            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is the contiguous
-//                      one
+//            one
 #pragma once
 
 #include "common/reduce.cuh"
@@ -43,13 +42,8 @@ constexpr int kCluster = CLUSTER;
 #ifndef SPLITS
 #define SPLITS 0
 #endif
-#ifndef TEAM
-#define TEAM 1
-#endif
 constexpr bool kSplits = SPLITS;
-constexpr int kTeam = TEAM;
-constexpr int kBlocks = kCluster * kTeam;  // that hold pieces of the same columns
-static_assert(kSplits + (kCluster > 1) + (kTeam > 1) <= 1);
+static_assert(!kSplits || kCluster == 1);
 static_assert(kParked == 0 || (kHeld % 2 == 0 && kParked % 2 == 0));
 constexpr int kColumns = kSide * kVector;  // of a tile
 constexpr int kGroup = kSide * kDeep;
@@ -92,11 +86,6 @@ __device__ __forceinline__ void share(T* shared, T value) {
   *shared = value;
 }
 #endif
-
-// Which of the blocks of a column this is.
-__device__ __forceinline__ int block_rank() {
-  return kTeam > 1 ? blockIdx.x : cluster_rank();
-}
 
 // How the columns of a tile are dealt to the threads side by side: each its
 // neighbouring kVector, or one after the other, which needs no alignment.
@@ -271,16 +260,16 @@ __device__ __forceinline__ tile_index_t tiles_of_slab(const Layout& layout) {
          1;
 }
 
-// A block takes tile after tile; gridDim.x is a multiple of kCluster, or kTeam.
+// A block takes tile after tile; gridDim.x is a multiple of kCluster.
 template <typename Layout>
 __device__ __forceinline__ tile_index_t num_tiles(const Layout& layout) {
   return num_slabs(layout) * tiles_of_slab(layout);
 }
 __device__ __forceinline__ tile_index_t first_tile() {
-  return tile_index_t(kTeam > 1 ? blockIdx.y : blockIdx.x / kCluster) * kGroupsPerBlock;
+  return tile_index_t(blockIdx.x / kCluster) * kGroupsPerBlock;
 }
 __device__ __forceinline__ tile_index_t tile_step() {
-  return tile_index_t(kTeam > 1 ? gridDim.y : gridDim.x / kCluster) * kGroupsPerBlock;
+  return tile_index_t(gridDim.x / kCluster) * kGroupsPerBlock;
 }
 
 // What one thread holds of a tile; the type of the problem's layout is a parameter,
@@ -304,11 +293,11 @@ struct place_t {
     const long long left = layout.outer.size[OUTER_AXES - 1] - column;
     columns = left < kColumns ? int(left) : kColumns;
     const bool has_rows = (!kInWarp || slab < num_slabs(layout)) && in_group < kGroup;
-    // The blocks of a column take one piece of it each.
+    // The blocks of a column, a cluster or not, take one piece of it each.
     const int length = int(layout.row_length);
-    const int pieces = kSplits ? gridDim.y : kBlocks;
+    const int pieces = kSplits ? gridDim.y : kCluster;
     const int piece = (length + pieces - 1) / pieces;
-    const int first_row = (kSplits ? blockIdx.y : block_rank()) * piece;
+    const int first_row = (kSplits ? blockIdx.y : cluster_rank()) * piece;
     const int last = first_row + piece < length ? first_row + piece : length;
     row = first_row + in_group / kSide;
     rows = has_rows && row < last ? (last - row + kDeep - 1) / kDeep : 0;

@@ -1,29 +1,26 @@
 // SPDX-License-Identifier: MIT
 // softmax_logsumexp_columns: log sum exp along columns, by one read.
 //
-// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/column_sum.cuh),  out = log of it.
-//            Where that would lose digits (results near 0, scores beyond 2^20) the
-//            tile, and only such a tile, is read again:  out = max + log1p(sum of the
-//            others).
-// Grid       1-D; a block takes kGroupsPerBlock tiles at a time. Of few long columns it
-//            takes a piece: softmax_logsumexp_columns_pieces, on a grid of (tiles,
-//            pieces of a column), sums them, softmax_logsumexp_columns_merge joins
-//            them.
-// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements and
-//            as many on the way, and keeps a sum for each of its kVector columns
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/power_sum.cuh),  out = log of it.
+// Where
+//            that would lose digits (results near 0, scores beyond 2^20) the tile, and
+//            only such a tile, is read again:  out = max + log1p(sum of the others).
+// Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
+// Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
+//            time and keeps one sum for each of its kVector columns
 // Memory     a once, up to 16 bytes an access, neighbouring lanes side by side; one
-//            number a column is written; shared: the sums of all threads
+//            number a column is written; shared: one sum a warp and column
 // Numbers    exponentials to half a unit of acc_t, sums and log in double; for results
-//            of 16 bits the fast exponential, float sums and a float log
+//            of 16 bits the fast exponential and a float log
 // Limits     no weights; the last outer axis has stride 1 in a, and there is one
-//            reduced axis
+// reduced
+//            axis
 //
 // Parameters A_T, OUT_T    element types of a, and of out and sign
 //            HAS_WHERE     1 if there is a mask
-//            PIECES        of a column, each of a block; 1: no more launches than one
 //            and those of softmax/columns.cuh
 #include "softmax/columns.cuh"
-#include "softmax/column_sum.cuh"
+#include "softmax/power_sum.cuh"
 
 #ifndef A_T
 #error "the parameters above come from the host"
@@ -31,13 +28,9 @@
 using a_t = A_T;
 using out_t = OUT_T;
 constexpr bool kHasWhere = HAS_WHERE;
-constexpr int kPieces = PIECES;
 
 constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
-using sums_t = column_sum_t<acc_t, kCoarse>;
 using total_t = power_sum_t<acc_t, kCoarse>;
-static_assert(kCluster == 1, "long columns are cut into pieces");
-static_assert(kSplits == (kPieces > 1) && !(kSplits && kInWarp));
 
 enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
 
@@ -50,268 +43,78 @@ struct layout_t {
 };
 using tile_t = place_t<layout_t>;
 
-// What the threads of a block exchange.
+// A sum as it lies in shared memory.
+struct partial_t {
+  double l;
+  acc_t top;
+  int shift;
+
+  partial_t() = default;
+  __device__ __forceinline__ explicit partial_t(const total_t& sum)
+      : l(sum.l.value), top(sum.top), shift(sum.shift) {}
+  __device__ __forceinline__ total_t total() const {
+    total_t sum;
+    sum.l.value = l;
+    sum.top = top;
+    sum.shift = shift;
+    return sum;
+  }
+};
+
 struct shared_t {
-  union {
-    partial_sum_t total[kColumns];
-    wide_sum_t careful[kColumns];
-  };
-  bool is_doubtful[kColumns];
-  __device__ shared_t() {}
-};
-// What they exchange of their own parts, where they had elements before. A place more
-// than there are columns, so that lanes with parts of one meet different banks.
-using parts_t = partial_sum_t[kInWarp ? 1 : kDeep][kColumns + 1];
-using numbers_t = partials_t<wide_sum_t>;
-
-extern __shared__ uint4 memory[];
-
-template <typename A, typename B>
-constexpr bool kSame = false;
-template <typename A>
-constexpr bool kSame<A, A> = true;
-
-// A float that takes no part is -inf. Other types have no such number.
-constexpr bool kHasInfinity = kSame<a_t, half_t> || kSame<a_t, bfloat16_t> ||
-                              kSame<a_t, float> || kSame<a_t, double>;
-constexpr bool kTracks = kHasWhere || !kHasInfinity;
-
-template <typename T>
-__device__ __forceinline__ T nothing() {
-  if constexpr (kHasInfinity) return to<T>(-infinity<acc_t>());
-  return T();
-}
-
-// Maxima of 16-bit numbers need no conversion.
-#if __CUDA_ARCH__ >= 800
-constexpr bool kPacksMax = !kTracks && sizeof(a_t) == 2 && kVector % 2 == 0;
-#else
-constexpr bool kPacksMax = false;
-#endif
-
-// Starts to copy an element, if the hardware copies so few bytes.
-__device__ __forceinline__ void copy_element(a_t* to, const a_t* from) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(a_t) >= 4) {
-    ptx::copy_async<sizeof(a_t)>(to, from);
-    return;
-  }
-#endif
-  *to = *from;
-}
-
-// Two batches of this thread in shared memory: one on the way, one to work on. Nobody
-// else reads them, so that there is no barrier.
-struct ring_t {
-  using element_t = vector_t<a_t, kVector>;
-  element_t* mine;
-
-  static constexpr int kBytes = 2 * kHeld * kNumThreads * int(sizeof(element_t));
-  __device__ __forceinline__ ring_t()
-      : mine(reinterpret_cast<element_t*>(memory) + threadIdx.x) {}
-
-  __device__ __forceinline__ element_t& at(int half, int k) const {
-    return mine[(half * kHeld + k) * kNumThreads];
-  }
-  // Starts to load rows from number `first` of this thread on, of which `rows` are
-  // left; `a` is at its start.
-  __device__ __forceinline__ void load(
-      int half, const a_t* a, const tile_t& tile, int first, int rows) const {
-    const long long step = tile.step(kA);
-    a += first * step + tile.offset(0);
-    const bool takes_vector =
-        tile.how == deal::kVectors && tile.offset(0) < tile.columns;
-    if (takes_vector && rows >= kHeld) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) copy_vector(&at(half, k), a + k * step);
-    } else {
-#pragma unroll 1
-      for (int k = 0; k < kHeld; ++k, a += step) {
-        if (takes_vector && k < rows) {
-          copy_vector(&at(half, k), a);
-          continue;
-        }
-        const int count = tile.how == deal::kSingles && k < rows ? tile.columns : 0;
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          a_t* const home = &at(half, k).element[j];
-          if (tile.offset(j) < count) {
-            copy_element(home, a + j * kSide);
-          } else {
-            *home = nothing<a_t>();
-          }
-        }
-      }
-    }
-#if __CUDA_ARCH__ >= 800
-    ptx::commit_copies();
-#endif
-  }
-  // Waits for all but the last batch that was asked for.
-  __device__ __forceinline__ void wait() const {
-#if __CUDA_ARCH__ >= 800
-    ptx::wait_copy_groups<1>();
-#endif
-  }
+  partial_t sum[kInWarp ? 1 : kPartials][kColumns];
+  partial_t piece[kCluster][kColumns];
+  partials_t<wide_sum_t> number;
+  wide_sum_t careful[kCluster][kColumns];
+  int is_doubtful;
 };
 
-// The elements that this thread works on at a time; what does not take part is -inf.
+// The elements that this thread reads at a time; what does not take part is -inf.
 struct batch_t {
-  ring_t ring;
-  int half;
-  unsigned long long selected = 0;  // a bit an element, if kTracks
+  slots_t<a_t> value;
+  unsigned long long absent;
 
-  // Which of the rows of this thread from number `first` on take part; `rows` are left.
-  __device__ __forceinline__ void select(const bool* where,
-                                         const tile_t& tile,
-                                         int first,
-                                         int rows) {
-    if constexpr (kTracks) {
+  __device__ __forceinline__ void load(
+      const a_t* a, const bool* where, const tile_t& tile, int first, int rows) {
+    value.fill(a_t());
+    tile.load_rows(value, a, kA, first, rows);
+    absent = 0;
+    if (kHasWhere) {
       const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
           const int i = tile.offset(j);
-          if (k >= rows || i >= tile.columns) continue;
-          if (!kHasWhere || where[(first + k) * tile.step(kWhere) + i * side_step]) {
-            selected |= 1ull << (k * kVector + j);
+          if (k < rows && i < tile.columns &&
+              !where[(first + k) * tile.step(kWhere) + i * side_step]) {
+            absent |= 1ull << (k * kVector + j);
           }
         }
       }
     }
   }
   template <typename T>
-  __device__ __forceinline__ T score(int k, int j) const {
-    const bool takes_part = !kTracks || selected >> (k * kVector + j) & 1;
-    return takes_part ? to<T>(ring.at(half, k).element[j]) : -infinity<T>();
-  }
-
-  // The largest score of each column, or NaN.
-  __device__ __forceinline__ void largest(acc_t (&m)[kVector]) const {
-    if constexpr (kPacksMax) {
-      const auto of_pairs = largest_in_pairs(ring.at(half, 0));
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) m[j] = to<acc_t>(of_pairs.element[j]);
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        m[j] = score<acc_t>(0, j);
-#pragma unroll
-        for (int k = 1; k < kHeld; ++k) {
-          m[j] = detail::largest_nan(m[j], score<acc_t>(k, j));
-        }
-      }
-    }
-  }
-
-  // The same for doubles without comparing doubles: read as floats, their upper halves
-  // have the same order. Whether that is known: infinities have halves of NaN, and
-  // `low` is at least the smallest score.
-  __device__ __forceinline__ bool largest_halves(acc_t (&m)[kVector],
-                                                 acc_t (&low)[kVector]) const {
-    bool is_known = true;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      float high_half = -infinity<float>(), low_half = infinity<float>();
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-        const float half = __int_as_float(__double2hiint(score<acc_t>(k, j)));
-        high_half = fmaxf(high_half, half);
-        low_half = detail::smallest_nan(low_half, half);
-      }
-      is_known = is_known && !is_nan(low_half);
-      m[j] = __hiloint2double(__float_as_int(high_half), 0);
-      low[j] = __hiloint2double(__float_as_int(low_half), 0);
-    }
-    return is_known;
-  }
-
-  __device__ __forceinline__ void add_to(sums_t (&sum)[kVector]) const {
-    acc_t m[kVector];
-    bool is_near = false;
-    if constexpr (sizeof(acc_t) == sizeof(double)) {
-      acc_t low[kVector];
-      is_near = largest_halves(m, low);
-      if (!is_near) largest(m);
-      see(sum, m);
-      // A half is off by 2^-20 of itself, which is less than a power of two here.
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        is_near = is_near && low[j] > sum[j].lowest_near() + 1;
-      }
-    } else {
-      largest(m);
-      see(sum, m);
-    }
-    if (is_near) {
-      add<true>(sum);
-    } else {
-      add<false>(sum);
-    }
-  }
-
- private:
-  template <typename Vector>
-  __device__ __forceinline__ Vector largest_in_pairs(Vector m) const {
-#pragma unroll
-    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(half, k));
-    return m;
-  }
-  static __device__ __forceinline__ void see(sums_t (&sum)[kVector],
-                                             const acc_t (&m)[kVector]) {
-    bool has_room = true;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      sum[j].top = detail::largest_nan(sum[j].top, m[j]);
-      has_room = has_room && sum[j].has_room(m[j]);
-    }
-    if (has_room) return;
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) sum[j].make_room(m[j]);
-  }
-  template <bool kIsNear>
-  __device__ __forceinline__ void add(sums_t (&sum)[kVector]) const {
-    if constexpr (kCoarse) {
-      // Rows are read again rather than kept in registers.
-      ptx::keep_order();
-      float part[kVector] = {};
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) part[j] += sum[j].term(score<acc_t>(k, j));
-      }
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) sum[j].l += part[j];
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        sum[j].template add<kHeld, kIsNear>([&](int k) { return score<acc_t>(k, j); });
-      }
-    }
+  __device__ __forceinline__ T score(int k, int j, int rows) const {
+    const bool takes_part = k < rows && !(kHasWhere && absent >> (k * kVector + j) & 1);
+    return takes_part ? to<T>(value.get(k, j)) : -infinity<T>();
   }
 };
-static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
+static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch) for all rows of this thread. The next batch is on the way while one
-// is worked on.
+// Calls take(batch, rows) for all rows of this thread.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a,
                                              const bool* where,
                                              const tile_t& tile,
                                              Take take) {
-  const ring_t ring;
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
-  ring.load(0, a, tile, 0, tile.rows);
-  int half = 0;
-#pragma unroll 1
-  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
-    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
-    ring.wait();
-    batch_t batch = {ring, half};
-    batch.select(where, tile, first, tile.rows - first);
-    take(batch);
+  for (int first = 0; first < tile.rows; first += kHeld) {
+    const int rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
+    batch_t batch;
+    batch.load(a, where, tile, first, rows);
+    take(batch, rows);
   }
 }
 
@@ -334,26 +137,30 @@ __device__ __forceinline__ void combine_columns(shared_t& shared,
   if constexpr (kInWarp) {
     combine_in_warp(value, combine);
   } else {
-    numbers_t& numbers = *reinterpret_cast<numbers_t*>(memory);
-    __syncthreads();  // all have read their elements
-    write_partials(numbers, value, combine);
+    write_partials(shared.number, value, combine);
     __syncthreads();
 #pragma unroll 1
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      shared.careful[c] = combine_partials(numbers, c, combine);
+      share(&shared.careful[cluster_rank()][c],
+            combine_partials(shared.number, c, combine));
     }
-    __syncthreads();
+    cluster_sync();
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      value[j] = shared.careful[tile_t::side() * kVector + j];
+      const int c = tile_t::side() * kVector + j;
+      value[j] = shared.careful[0][c];
+#pragma unroll
+      for (int rank = 1; rank < kCluster; ++rank) {
+        value[j] = combine(value[j], shared.careful[rank][c]);
+      }
     }
-    __syncthreads();  // all have read before the next number is written
+    cluster_sync();  // all have read before the next number is written
   }
 }
 
 // The logs of the columns to the last digit, whatever they are: the largest score plus
 // log1p of all the rest, which never meets the 1 that it is small against. All threads
-// of the block call it.
+// of the cluster call it.
 __device__ __noinline__ void read_again(const a_t* a,
                                         const bool* where,
                                         const tile_t& tile,
@@ -365,22 +172,22 @@ __device__ __noinline__ void read_again(const a_t* a,
     m[j] = {-infinity<double>(), 0};
     top[j] = rest[j] = {};
   }
-  read_columns(a, where, tile, [&](const batch_t& batch) {
+  read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        m[j].high = larger_finite_t()(m[j].high, batch.score<double>(k, j));
+        m[j].high = larger_finite_t()(m[j].high, batch.score<double>(k, j, rows));
       }
     }
   });
   combine_columns(shared, m, larger_wide_t());
-  read_columns(a, where, tile, [&](const batch_t& batch) {
+  read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
 #pragma unroll 1
       for (int k = 0; k < kHeld; ++k) {
-        const double score = batch.score<double>(k, j);
+        const double score = batch.score<double>(k, j, rows);
         if (score == m[j].high) {
           top[j].high += 1;
         } else {
@@ -398,183 +205,58 @@ __device__ __noinline__ void read_again(const a_t* a,
   }
 }
 
-// --- the sums of many threads --------------------------------------------------------
-
-// The sum of at(0), ..., at(count - 1) in each of kLanes neighbouring lanes; all lanes
-// of a warp call it.
-template <int kLanes, typename At>
-__device__ __forceinline__ total_t join(int count, At at) {
-  const int own = threadIdx.x % kLanes;
-  total_t sum;
-  for (int i = own; i < count; i += kLanes) {
-    sum.top = detail::largest_nan(sum.top, at(i).top);
+// The sum of each of this thread's columns over the tile, in each thread.
+__device__ __forceinline__ void join_columns(shared_t& shared,
+                                             total_t (&sum)[kVector]) {
+  if constexpr (kShuffles) {
+    constexpr int kSpan = kInWarp ? kGroup : kWarpSize;
+#pragma unroll
+    for (int offset = kSide; offset < kSpan; offset *= 2) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        total_t other;
+        other.top = shuffle_xor(sum[j].top, offset);
+        other.shift = shuffle_xor(sum[j].shift, offset);
+        other.l.value = shuffle_xor(sum[j].l.value, offset);
+        sum[j].take(other);
+      }
+    }
   }
-  sum.top = warp_reduce<kLanes>(sum.top, largest_nan_t());
-  sum.shift = total_t::shift_of(sum.top);
-  for (int i = own; i < count; i += kLanes) sum.l += at(i).in_unit(sum.shift);
-  sum.l.value = warp_reduce<kLanes>(sum.l.value, plus_t());
-  return sum;
-}
-
-// Lanes that join the parts of one column.
-__host__ __device__ constexpr int num_joining() {
-  int lanes = kWarpSize;
-  while (lanes > 1 && lanes * kColumns > kNumThreads) lanes /= 2;
-  return lanes;
-}
-
-// Calls take(c, sum) for each column of the tile in one thread, sum being that of at(c,
-// 0), ..., at(c, count - 1).
-template <typename At, typename Take>
-__device__ __forceinline__ void join_columns(int count, At at, Take take) {
-  constexpr int kLanes = num_joining();
-  const int own = threadIdx.x / kLanes;
+  if constexpr (!kInWarp) {
+    const int part = threadIdx.x / (kShuffles ? kWarpSize : kSide);
+    if (kShuffles ? threadIdx.x % kWarpSize < kSide : threadIdx.x < kGroup) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        shared.sum[part][tile_t::side() * kVector + j] = partial_t(sum[j]);
+      }
+    }
+    __syncthreads();
 #pragma unroll 1
-  for (int first = 0; first < kColumns; first += kNumThreads / kLanes) {
-    const int c = first + own;
-    const bool is_column = c < kColumns;
-    const total_t sum =
-        join<kLanes>(is_column ? count : 0, [&](int i) { return at(c, i); });
-    if (is_column && threadIdx.x % kLanes == 0) take(c, sum);
-  }
-}
-
-// The parts of a tile that the threads of this block have summed.
-template <typename Take>
-__device__ __forceinline__ void join_block(const sums_t (&sum)[kVector],
-                                           const tile_t& tile,
-                                           Take take) {
-  parts_t& parts = *reinterpret_cast<parts_t*>(memory);
-  __syncthreads();  // all have read their elements
-  if (threadIdx.x < kGroup) {
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      total_t total = shared.sum[0][c].total();
+      for (int part = 1; part < kPartials; ++part)
+        total.take_next(shared.sum[part][c].total());
+      share(&shared.piece[cluster_rank()][c], partial_t(total));
+    }
+    cluster_sync();
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
-      parts[threadIdx.x / kSide][tile.offset(j)] = partial_sum_t(sum[j]);
+      const int c = tile_t::side() * kVector + j;
+      sum[j] = shared.piece[0][c].total();
+      for (int rank = 1; rank < kCluster; ++rank) {
+        sum[j].take_next(shared.piece[rank][c].total());
+      }
     }
-  }
-  __syncthreads();
-  join_columns(kDeep, [&](int c, int i) { return parts[i][c]; }, take);
-}
-
-// The sum of each of this thread's columns over its group, in each of its lanes.
-__device__ __forceinline__ void join_in_warp(const sums_t (&sum)[kVector],
-                                             total_t (&joined)[kVector]) {
-  static_assert(!kInWarp || kShuffles || kDeep == 1);
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    const partial_sum_t own(sum[j]);
-    acc_t top = own.top;
-#pragma unroll
-    for (int offset = kSide; offset < kGroup; offset *= 2) {
-      top = detail::largest_nan(top, shuffle_xor(top, offset));
-    }
-    joined[j].top = top;
-    joined[j].shift = total_t::shift_of(top);
-    double l = own.in_unit(joined[j].shift);
-#pragma unroll
-    for (int offset = kSide; offset < kGroup; offset *= 2) {
-      l += shuffle_xor(l, offset);
-    }
-    joined[j].l.value = l;
+    cluster_sync();  // all have read before the next tile is written
   }
 }
 
-// --- results -------------------------------------------------------------------------
-
-struct results_t {
-  const tile_t& tile;
-  out_t* out;
-  out_t* sign;
-
-  // For column i of the tile.
-  __device__ __forceinline__ void write(int i, double log) const {
-    const long long step = tile.layout.outer.stride[kOut][OUTER_AXES - 1];
-    out[tile.start(kOut) + i * step] = to<out_t>(log);
-  }
-  __device__ __forceinline__ void write_sign(int i, acc_t top) const {
-    if (!tile.layout.returns_sign) return;
-    const long long step = tile.layout.outer.stride[kSign][OUTER_AXES - 1];
-    const acc_t of_sum = is_nan(top) ? top : acc_t(top > -infinity<acc_t>());
-    sign[tile.start(kSign) + i * step] = to<out_t>(of_sum);
-  }
-};
-
-// Writes the logs of tiles of a warp.
-__device__ __forceinline__ void finish_in_warp(const a_t* a,
-                                               const bool* where,
-                                               const sums_t (&sum)[kVector],
-                                               const results_t& results,
-                                               shared_t& shared) {
-  const tile_t& tile = results.tile;
-  total_t joined[kVector];
-  join_in_warp(sum, joined);
-  bool is_doubtful[kVector], any = false;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    is_doubtful[j] = tile.offset(j) < tile.columns && joined[j].is_doubtful();
-    any = any || is_doubtful[j];
-  }
-  double log[kVector];
-  any = __any_sync(kFullMask, any);
-  if (any) read_again(a, where, tile, shared, log);
-  if (!tile.is_first() || tile.rows == 0) return;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    const int i = tile.offset(j);
-    if (i >= tile.columns) continue;
-    results.write(i, is_doubtful[j] ? log[j] : joined[j].log());
-    results.write_sign(i, joined[j].top);
-  }
+// Whether any thread of the tile says so; all threads of the cluster agree.
+__device__ __forceinline__ bool any_of_tile(bool is_true) {
+  return kInWarp ? __any_sync(kFullMask, is_true) : __syncthreads_or(is_true);
 }
 
-// Writes the logs of a tile of the block from its `count` parts, as join_columns. All
-// threads of the block call it.
-template <typename Join>
-__device__ __forceinline__ void finish_block(const a_t* a,
-                                             const bool* where,
-                                             Join join,
-                                             const results_t& results,
-                                             shared_t& shared) {
-  const tile_t& tile = results.tile;
-  join([&](int c, const total_t& sum) { shared.total[c] = partial_sum_t(sum); });
-  __syncthreads();
-  // All logs side by side.
-  bool any = false;
-#pragma unroll 1
-  for (int c = threadIdx.x; c < tile.columns; c += kNumThreads) {
-    total_t sum;
-    sum.l.value = shared.total[c].l;
-    sum.top = shared.total[c].top;
-    sum.shift = shared.total[c].shift;
-    const bool is_doubtful = sum.is_doubtful();
-    shared.is_doubtful[c] = is_doubtful;
-    any = any || is_doubtful;
-    results.write(c, sum.log());
-    results.write_sign(c, sum.top);
-  }
-  if (!__syncthreads_or(any)) return;
-  double log[kVector];
-  read_again(a, where, tile, shared, log);
-  if (!tile.is_first()) return;
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    const int i = tile.offset(j);
-    if (i < tile.columns && shared.is_doubtful[i]) results.write(i, log[j]);
-  }
-}
-
-__device__ __forceinline__ void sum_columns(const a_t* a,
-                                            const bool* where,
-                                            const tile_t& tile,
-                                            sums_t (&sum)[kVector]) {
-  read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum); });
-}
-
-__device__ __forceinline__ deal deal_of(const a_t* a, const layout_t& layout) {
-  return takes_vectors(a, layout, kA) ? deal::kVectors : deal::kSingles;
-}
-
-extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
+extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_logsumexp_columns(const a_t* a,
                               const a_t* b,  // not read
                               const bool* where,
@@ -582,76 +264,49 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                               out_t* sign,  // written if layout.returns_sign
                               const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
-  const deal how = deal_of(a, layout);
+  const deal how = takes_vectors(a, layout, kA) ? deal::kVectors : deal::kSingles;
+  if (kCluster > 1) cluster_sync();  // no block is written to before it runs
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
-    if (at > first_tile()) __syncthreads();  // all have read the parts of the last one
-    sums_t sum[kVector];
-    sum_columns(a, where, tile, sum);
-    const results_t results = {tile, out, sign};
-    if constexpr (kInWarp) {
-      finish_in_warp(a, where, sum, results, shared);
-    } else {
-      const auto join = [&](auto take) { join_block(sum, tile, take); };
-      finish_block(a, where, join, results, shared);
+    total_t sum[kVector];
+    read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const auto score = [&](int k) { return batch.score<acc_t>(k, j, rows); };
+        sum[j].see(total_t::largest<kHeld>(score));
+        sum[j].add<kHeld>(score);
+      }
+    });
+    join_columns(shared, sum);
+
+    // All blocks of a cluster have the same sums, and decide alike. Columns beyond the
+    // last are not asked.
+    bool is_doubtful[kVector], any = false;
+    double log[kVector];
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      is_doubtful[j] = tile.offset(j) < tile.columns && sum[j].is_doubtful();
+      any = any || is_doubtful[j];
     }
-  }
-}
-
-// What there is of tile `at`: (pieces, kColumns)
-template <typename Partial>
-__device__ __forceinline__ Partial* place_of(Partial* partial,
-                                             long long at,
-                                             long long pieces) {
-  return partial + at * pieces * kColumns;
-}
-
-extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_logsumexp_columns_pieces(const a_t* a,
-                                     const a_t*,
-                                     const bool* where,
-                                     out_t*,
-                                     out_t*,
-                                     partial_sum_t* partial,
-                                     const __grid_constant__ layout_t layout) {
-  if constexpr (kSplits) {
-    const deal how = deal_of(a, layout);
-    const tile_index_t end = num_tiles(layout);
-    for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
-      const tile_t tile(layout, how, at);
-      if (at > first_tile())
-        __syncthreads();  // all have read the parts of the last one
-      sums_t sum[kVector];
-      sum_columns(a, where, tile, sum);
-      partial_sum_t* const own =
-          place_of(partial, at, gridDim.y) + blockIdx.y * kColumns;
-      join_block(sum, tile,
-                 [&](int c, const total_t& sum) { own[c] = partial_sum_t(sum); });
-    }
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_logsumexp_columns_merge(const a_t* a,
-                                    const a_t*,
-                                    const bool* where,
-                                    out_t* out,
-                                    out_t* sign,
-                                    const partial_sum_t* partial,
-                                    const __grid_constant__ layout_t layout) {
-  if constexpr (kSplits) {
-    __shared__ shared_t shared;
-    const deal how = deal_of(a, layout);
-    const tile_index_t end = num_tiles(layout);
-    for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
-      const tile_t tile(layout, how, at);
-      const partial_sum_t* const parts = place_of(partial, at, kPieces);
-      const auto join = [&](auto take) {
-        join_columns(
-            kPieces, [&](int c, int i) { return parts[i * kColumns + c]; }, take);
-      };
-      finish_block(a, where, join, {tile, out, sign}, shared);
+    any = any_of_tile(any);
+    const bool writes = tile.is_first() && tile.rows > 0 && cluster_rank() == 0;
+    if (any) read_again(a, where, tile, shared, log);
+    if (writes) {
+      const long long to_out = tile.start(kOut), to_sign = tile.start(kSign);
+      const long long out_step = layout.outer.stride[kOut][OUTER_AXES - 1];
+      const long long sign_step = layout.outer.stride[kSign][OUTER_AXES - 1];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const int i = tile.offset(j);
+        if (i >= tile.columns) continue;
+        out[to_out + i * out_step] = to<out_t>(is_doubtful[j] ? log[j] : sum[j].log());
+        if (layout.returns_sign) {
+          const acc_t top = sum[j].top;
+          const acc_t of_sum = is_nan(top) ? top : acc_t(top > -infinity<acc_t>());
+          sign[to_sign + i * sign_step] = to<out_t>(of_sum);
+        }
+      }
     }
   }
 }

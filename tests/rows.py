@@ -75,6 +75,7 @@ SOFTMAX_SHAPES = {
     "long columns": (2, 3001, 24),
     "long rows": (2, 70_001, 1),
     "longer rows": (2, 300_001, 1),
+    "many columns": (2, 300, 32_768),
 }
 _SOFTMAX_DTYPES_OF_KIND = {
     "rows": ("float32", "bfloat16", "float64"),
@@ -83,7 +84,10 @@ _SOFTMAX_DTYPES_OF_KIND = {
     "long columns": ("float32",),
     "long rows": ("float32",),
     "longer rows": ("float32",),
+    "many columns": ("float32",),
 }
+# So large, half of its rows too, that only those try it that take nothing smaller.
+_ROWS_OF_KIND = {"many columns": ("logsumexp_shares",)}
 # More, only to be asked about.
 SOFTMAX_REACH = SOFTMAX_SHAPES | {
     "one element": (9, 1, 1),
@@ -297,6 +301,8 @@ def cases(operation, name, arch="sm_90a"):
     found = []
     if operation == "softmax":
         for i, (kind, shape) in enumerate(SOFTMAX_SHAPES.items()):
+            if name not in _ROWS_OF_KIND.get(kind, (name,)):
+                continue
             for j, dtype in enumerate(_SOFTMAX_DTYPES_OF_KIND[kind]):
                 function = row.functions[(i + j) % len(row.functions)]
                 case = Case(operation, name, function, kind, dtype, _method_of(row))

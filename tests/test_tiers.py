@@ -260,6 +260,47 @@ def test_logsumexp_of_floats_about_what_is_summed_again(cupy, rng, kind):
             assert_accurate("logsumexp", y, (given,), "float32")
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    ("outer", "length", "inner_bytes"),
+    # A warp joins the parts of a tile; then a block does; some lanes have no column.
+    [(1, 150, 1 << 18), (1000, 300, 128), (1, 300_000, 128), (2, 400_000, 48)],
+)
+def test_columns_whose_rows_warps_share(cupy, rng, outer, length, inner_bytes, dtype):
+    """Sums near 1, which are read again, and special values: a column is on its own."""
+    shape = (outer, length, inner_bytes // dtype_of(dtype).itemsize)
+    told = cupyflash.explain("logsumexp", cupy.empty(shape, dtype_of(dtype)), 1)
+    if told.kernel != "logsumexp_shares":
+        pytest.skip(f"{told.kernel} takes this on this card")
+    (x,) = inputs(rng, "logsumexp", shape, dtype)
+    column = x.astype(np.float64)[0, :, 0]
+    column = (column - oracle.logsumexp(column[None], 1)[0]).astype(x.dtype)
+    x[0, :, 0] = x[-1, :, -1] = column
+    largest = x.max(1)
+    x[0, :, 1] = -np.inf
+    for i, value in enumerate((np.nan, np.inf)):
+        x[0, rng.integers(shape[1]), 2 + i] = value
+    usual = np.ones((shape[0], shape[2]), bool)
+    usual[0, 1:4] = False
+    y = to_host(cupyflash.logsumexp(place(cupy, x), 1))
+    same_bits(cupyflash.logsumexp(place(cupy, x), 1), y)
+    shifted = cupyflash.logsumexp(place(cupy, x, "shifted"), 1)
+    np.testing.assert_array_equal(np.isnan(wide(shifted)), np.isnan(wide(y)))
+    exact, _ = oracle.logsumexp(x, 1)
+    np.testing.assert_array_equal(wide(y)[0, 1:4], [-np.inf, np.nan, np.inf])
+    actual, exact, largest = y[usual], exact[usual], largest[usual]
+    if dtype in LOGSUMEXP_ULPS:
+        assert ulps(actual, exact, largest, dtype) <= LOGSUMEXP_ULPS[dtype]
+    else:
+        size = np.maximum(np.abs(exact), np.abs(wide(largest)))
+        assert np.all(np.abs(wide(actual) - exact) <= LOGSUMEXP_RELATIVE[dtype] * size)
+    beside_nan = np.full_like(x, np.nan)
+    beside_nan[0, :, 0], beside_nan[-1, :, -1] = x[0, :, 0], x[-1, :, -1]
+    again = to_host(cupyflash.logsumexp(place(cupy, beside_nan), 1))
+    same_bits(again[0, :1], y[0, :1])
+    same_bits(again[-1, -1:], y[-1, -1:])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_each_tier_can_be_captured(cupy, rng, function, kind):
@@ -324,6 +365,9 @@ def test_every_row_of_the_table_is_reached(cupy):
             for n in (40_000, 70_000):
                 x = cupy.empty((140, n, 4), dtype_of(dtype))
                 reached.add(launch_of(function, x)[0])
+            # Columns that fill a card.
+            x = cupy.empty((1, 4096, 1 << 13), dtype_of(dtype))
+            reached.add(launch_of(function, x)[0])
     reached = {kernel_of(tier) for tier in reached}
     expected = {row.name for row in _softmax_kernels.KERNELS if "auto" in row.rungs}
     assert expected <= reached, expected - reached

@@ -43,7 +43,7 @@ __device__ __forceinline__ unsigned long long createpolicy_evict_first() {
   return policy;
 }
 
-// The same box, which the L2 cache treats by `policy`.
+// A box, which the L2 cache treats by `policy`.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
                                                         const tensor_map_t& map,
                                                         unsigned barrier,

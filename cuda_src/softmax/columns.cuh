@@ -341,6 +341,20 @@ struct place_t {
                                        int array,
                                        T absent) const {
     p += start(array);
+    if (how == deal::kVectors && rows >= kSlots && offset(0) < columns) {
+      // Nothing is missing: no instruction between the loads but addresses.
+      const long long step = this->step(array);
+      p += offset(0);
+#pragma unroll
+      for (int k = 0; k < kParked; ++k) {
+        copy_vector(&to.parked[k * kNumThreads], p + (kHeld + k) * step);
+      }
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        to.held.set(k, load_vector<kVector>(p + k * step));
+      }
+      return;
+    }
     park(to, p, array, absent);
     to.held.fill(absent);
     load_rows(to.held, p, array, 0, rows < kHeld ? rows : kHeld);
@@ -429,7 +443,7 @@ struct place_t {
                                        int array,
                                        T absent) const {
     const long long step = this->step(array);
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < kParked; ++k) {
       const int row = kHeld + k;
       vector_t<T, kVector>& home = to.parked[k * kNumThreads];

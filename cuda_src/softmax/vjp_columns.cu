@@ -11,7 +11,7 @@
 // Memory     y, dy and dx once, up to 16 bytes an access, neighbouring lanes side by
 //            side; shared: a number a warp and column; between blocks: one a column
 // Numbers    sums in double, dy - c in acc_t with c to twice its digits, one rounding;
-//            for results of 16 bits a thread sums in float
+//            for 16 bits a thread sums in float, c is a float, the exponential fast
 // Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
 //            outer axis has stride 1 in y, dy and dx, and there is one reduced axis
 //
@@ -138,20 +138,23 @@ __device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y,
   held_y.held.forget();
   held_dy.held.forget();
 
+  // Where results have 16 bits, float has all the digits that c needs.
   acc_t c_high[kVector], c_low[kVector];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
     c_high[j] = acc_t(sum[j]);
-    c_low[j] = is_finite(c_high[j]) ? acc_t(sum[j] - c_high[j]) : acc_t(0);
+    c_low[j] = kCoarse || !is_finite(c_high[j]) ? acc_t(0) : acc_t(sum[j] - c_high[j]);
   }
   const acc_t scale = acc_t(tile.layout.scale);
   const auto result = [&](y_t y, dy_t dy, int j) {
     const acc_t p = to<acc_t>(y), g = to<acc_t>(dy);
     acc_t value;
     if (kLog) {
-      value = p == -infinity<acc_t>() ? acc_t(0) : fma_of(-exp_of(p), c_high[j], g);
+      const acc_t e = kCoarse ? acc_t(exp_fast(float(p))) : exp_of(p);
+      value = p == -infinity<acc_t>() ? acc_t(0) : fma_of(-e, c_high[j], g);
     } else {
-      value = p * ((g - c_high[j]) - c_low[j]);
+      const acc_t d = g - c_high[j];
+      value = p * (kCoarse ? d : d - c_low[j]);
     }
     return to<out_t>(scale * value);
   };

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: MIT
+// The sum of exponentials of one column, as one thread sees it.
+//
+// l 2^unit, as power_sum_t has it, with less work for the few scores that a thread has
+// of a column at a time: their maximum is joined once, and the unit is a number of type
+// T, from which limits follow by one instruction.
+//
+// Parameters ACC_T   as in softmax/sum.cuh
+#pragma once
+
+#include "softmax/power_sum.cuh"
+
+// What a thread adds to: for results of 16 bits a float is enough.
+template <bool kIsCoarse>
+struct column_total {
+  using type = sum_t;
+};
+template <>
+struct column_total<true> {
+  using type = float;
+};
+
+template <typename T, bool kIsCoarse>
+struct column_sum_t {
+  using joined_t = power_sum_t<T, kIsCoarse>;
+  using range = detail::range<T>;
+
+  T top = -infinity<T>();          // the largest score; NaN if there was one
+  T unit = T(joined_t::kNothing);  // a whole number
+  typename column_total<kIsCoarse>::type l = {};
+
+  // Whether a score may be added before the unit moves; NaN may.
+  __device__ __forceinline__ bool has_room(T m) const {
+    return !(m > fma_of(unit, T(kLn2), T(joined_t::kSlack * kLn2)));
+  }
+  __device__ __forceinline__ void make_room(T m) {
+    if (has_room(m)) return;
+    const int other = joined_t::shift_of(m);
+    const int count = int(unit) - other;
+    unit = T(other);
+    if constexpr (kIsCoarse) {
+      l *= exp2f(float(count));
+    } else {
+      const double factor = count < -1000 ? 0.0 : detail::times_power(1.0, count);
+      l.value *= factor;
+      l.lost *= factor;
+    }
+  }
+
+  // Adds the exponentials of score(0), ..., score(kCount - 1), for which there is room;
+  // slots without one hold -inf. If kIsNear none is more than kReach powers of two
+  // below the unit.
+  template <int kCount, bool kIsNear, typename Score>
+  __device__ __forceinline__ void add(Score score) {
+    const T lowest = lowest_near();
+    const T round = range::kRound - unit;
+    l += tree<kCount>([&](int k) {
+      const T x = kIsNear ? score(k) : larger_t()(score(k), lowest);
+      const T rounded = fma_of(x, T(kLog2e), round);  // k - unit, in its low bits
+      const T whole = rounded - round;
+      T r = fma_of(whole, -range::kLn2High, x);
+      r = fma_of(whole, -range::kLn2Low, r);
+      const double e = 1 + detail::widened_term(detail::expm1_reduced(r));
+      return detail::times_power(e, range::low_bits(rounded));
+    });
+  }
+  // One of them to about 2^-21, for results of 16 bits.
+  __device__ __forceinline__ float term(float score) const {
+    return exp2f(fma_of(score, float(kLog2e), -unit));
+  }
+  __device__ __forceinline__ T lowest_near() const {
+    return fma_of(unit, T(kLn2), T(-joined_t::kReach * kLn2));
+  }
+
+ private:
+  // The sum of term(0), ..., term(kCount - 1): pairs first, so that few additions wait
+  // for each other.
+  template <int kCount, typename Term>
+  static __device__ __forceinline__ auto tree(Term term) {
+    decltype(term(0)) terms[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) terms[k] = term(k);
+#pragma unroll
+    for (int step = 1; step < kCount; step *= 2) {
+#pragma unroll
+      for (int k = 0; k + step < kCount; k += 2 * step) terms[k] += terms[k + step];
+    }
+    return terms[0];
+  }
+};
+
+// A sum as it lies in memory.
+struct partial_sum_t {
+  double l;
+  acc_t top;
+  int shift;
+
+  partial_sum_t() = default;
+  template <bool kIsCoarse>
+  __device__ __forceinline__ explicit partial_sum_t(
+      const column_sum_t<acc_t, kIsCoarse>& sum)
+      : l(total(sum.l)), top(sum.top), shift(int(sum.unit)) {}
+  template <bool kIsCoarse>
+  __device__ __forceinline__ explicit partial_sum_t(
+      const power_sum_t<acc_t, kIsCoarse>& sum)
+      : l(sum.l.value), top(sum.top), shift(sum.shift) {}
+
+  // As a sum whose largest score is `other` or below it.
+  __device__ __forceinline__ double in_unit(int other) const {
+    const int count = shift - other;
+    return count < -1000 ? 0.0 : l * detail::times_power(1.0, count);
+  }
+};

@@ -1,0 +1,684 @@
+// SPDX-License-Identifier: MIT
+// softmax_logsumexp_shares: log sum exp of many or long columns, in equal shares.
+//
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/column_sum.cuh),  out = log of it.
+//            Where that would lose digits (results near 0, scores beyond 2^20) the
+//            tile, and only such a tile, is read again:  out = max + log1p(sum of the
+//            others).
+// Grid       softmax_logsumexp_shares_sum: 1-D; each of kShares warps has an equal
+// share
+//            of the rows of all tiles, one tile after the other.
+//            softmax_logsumexp_shares_merge joins what they found: a warp a tile of few
+//            parts or, if a group is a block, a block a tile.
+// Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements and
+//            as many on the way, and keeps a sum for each of its kVector columns
+// Memory     a once, 16 bytes an access, neighbouring lanes side by side; a sum a
+// column
+//            and warp between the launches; one number a column is written
+// Numbers    exponentials to half a unit of acc_t, sums and log in double; for results
+//            of 16 bits the fast exponential, float sums and a float log
+// Limits     no weights; the last outer axis has stride 1 in a, and there is one
+//            reduced axis
+//
+// Parameters A_T, OUT_T    element types of a, and of out and sign
+//            HAS_WHERE     1 if there is a mask
+//            SHARES        warps that share the rows
+//            and those of softmax/columns.cuh
+#include "softmax/columns.cuh"
+#include "softmax/column_sum.cuh"
+
+#ifndef A_T
+#error "the parameters above come from the host"
+#endif
+using a_t = A_T;
+using out_t = OUT_T;
+constexpr bool kHasWhere = HAS_WHERE;
+constexpr int kShares = SHARES;
+
+constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
+using sums_t = column_sum_t<acc_t, kCoarse>;
+using total_t = power_sum_t<acc_t, kCoarse>;
+static_assert(kCluster == 1 && !kSplits && kShares > 0);
+
+enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
+
+// The problem, as packed by the host.
+struct layout_t {
+  long long num_rows, row_length;
+  long long returns_sign;
+  axes_t<OUTER_AXES, kNumArrays> outer;
+  axes_t<REDUCED_AXES, kNumArrays> reduced;  // out and sign have stride 0 here
+};
+using tile_t = place_t<layout_t>;
+
+// What the threads of a block exchange.
+struct shared_t {
+  union {
+    partial_sum_t total[kColumns];
+    wide_sum_t careful[kColumns];
+  };
+  bool is_doubtful[kColumns];
+  __device__ shared_t() {}
+};
+// What they exchange where they had elements before.
+using numbers_t = partials_t<wide_sum_t>;
+
+extern __shared__ uint4 memory[];
+
+template <typename A, typename B>
+constexpr bool kSame = false;
+template <typename A>
+constexpr bool kSame<A, A> = true;
+
+// A float that takes no part is -inf. Other types have no such number.
+constexpr bool kHasInfinity = kSame<a_t, half_t> || kSame<a_t, bfloat16_t> ||
+                              kSame<a_t, float> || kSame<a_t, double>;
+constexpr bool kTracks = kHasWhere || !kHasInfinity;
+
+template <typename T>
+__device__ __forceinline__ T nothing() {
+  if constexpr (kHasInfinity) return to<T>(-infinity<acc_t>());
+  return T();
+}
+
+// Maxima of 16-bit numbers need no conversion.
+#if __CUDA_ARCH__ >= 800
+constexpr bool kPacksMax = !kTracks && sizeof(a_t) == 2 && kVector % 2 == 0;
+#else
+constexpr bool kPacksMax = false;
+#endif
+
+// Starts to copy an element, if the hardware copies so few bytes.
+__device__ __forceinline__ void copy_element(a_t* to, const a_t* from) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (sizeof(a_t) >= 4) {
+    ptx::copy_async<sizeof(a_t)>(to, from);
+    return;
+  }
+#endif
+  *to = *from;
+}
+
+// Two batches of this thread in shared memory: one on the way, one to work on. Nobody
+// else reads them, so that there is no barrier.
+struct ring_t {
+  using element_t = vector_t<a_t, kVector>;
+  element_t* mine;
+
+  static constexpr int kBytes = 2 * kHeld * kNumThreads * int(sizeof(element_t));
+  __device__ __forceinline__ ring_t()
+      : mine(reinterpret_cast<element_t*>(memory) + threadIdx.x) {}
+
+  __device__ __forceinline__ element_t& at(int half, int k) const {
+    return mine[(half * kHeld + k) * kNumThreads];
+  }
+  // Starts to load rows from number `first` of this thread on, of which `rows` are
+  // left; `a` is at its start.
+  __device__ __forceinline__ void load(
+      int half, const a_t* a, const tile_t& tile, int first, int rows) const {
+    const long long step = tile.step(kA);
+    a += first * step + tile.offset(0);
+    const bool takes_vector =
+        tile.how == deal::kVectors && tile.offset(0) < tile.columns;
+    if (takes_vector && rows >= kHeld) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) copy_vector(&at(half, k), a + k * step);
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < kHeld; ++k, a += step) {
+        if (takes_vector && k < rows) {
+          copy_vector(&at(half, k), a);
+          continue;
+        }
+        const int count = tile.how == deal::kSingles && k < rows ? tile.columns : 0;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          a_t* const home = &at(half, k).element[j];
+          if (tile.offset(j) < count) {
+            copy_element(home, a + j * kSide);
+          } else {
+            *home = nothing<a_t>();
+          }
+        }
+      }
+    }
+#if __CUDA_ARCH__ >= 800
+    ptx::commit_copies();
+#endif
+  }
+  // Waits for all but the last batch that was asked for.
+  __device__ __forceinline__ void wait() const {
+#if __CUDA_ARCH__ >= 800
+    ptx::wait_copy_groups<1>();
+#endif
+  }
+};
+
+// The elements that this thread works on at a time; what does not take part is -inf.
+struct batch_t {
+  ring_t ring;
+  int half;
+  unsigned long long selected = 0;  // a bit an element, if kTracks
+
+  // Which of the rows of this thread from number `first` on take part; `rows` are left.
+  __device__ __forceinline__ void select(const bool* where,
+                                         const tile_t& tile,
+                                         int first,
+                                         int rows) {
+    if constexpr (kTracks) {
+      const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+          const int i = tile.offset(j);
+          if (k >= rows || i >= tile.columns) continue;
+          if (!kHasWhere || where[(first + k) * tile.step(kWhere) + i * side_step]) {
+            selected |= 1ull << (k * kVector + j);
+          }
+        }
+      }
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ T score(int k, int j) const {
+    const bool takes_part = !kTracks || selected >> (k * kVector + j) & 1;
+    return takes_part ? to<T>(ring.at(half, k).element[j]) : -infinity<T>();
+  }
+
+  // The largest score of each column, or NaN.
+  __device__ __forceinline__ void largest(acc_t (&m)[kVector]) const {
+    if constexpr (kPacksMax) {
+      const auto of_pairs = largest_in_pairs(ring.at(half, 0));
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) m[j] = to<acc_t>(of_pairs.element[j]);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        m[j] = score<acc_t>(0, j);
+#pragma unroll
+        for (int k = 1; k < kHeld; ++k) {
+          m[j] = detail::largest_nan(m[j], score<acc_t>(k, j));
+        }
+      }
+    }
+  }
+
+  // The same for doubles without comparing doubles: read as floats, their upper halves
+  // have the same order. Whether that is known: infinities have halves of NaN, and
+  // `low` is at least the smallest score.
+  __device__ __forceinline__ bool largest_halves(acc_t (&m)[kVector],
+                                                 acc_t (&low)[kVector]) const {
+    bool is_known = true;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      float high_half = -infinity<float>(), low_half = infinity<float>();
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        const float half = __int_as_float(__double2hiint(score<acc_t>(k, j)));
+        high_half = fmaxf(high_half, half);
+        low_half = detail::smallest_nan(low_half, half);
+      }
+      is_known = is_known && !is_nan(low_half);
+      m[j] = __hiloint2double(__float_as_int(high_half), 0);
+      low[j] = __hiloint2double(__float_as_int(low_half), 0);
+    }
+    return is_known;
+  }
+
+  __device__ __forceinline__ void add_to(sums_t (&sum)[kVector]) const {
+    acc_t m[kVector];
+    bool is_near = false;
+    if constexpr (sizeof(acc_t) == sizeof(double)) {
+      acc_t low[kVector];
+      is_near = largest_halves(m, low);
+      if (!is_near) largest(m);
+      see(sum, m);
+      // A half is off by 2^-20 of itself, which is less than a power of two here.
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        is_near = is_near && low[j] > sum[j].lowest_near() + 1;
+      }
+    } else {
+      largest(m);
+      see(sum, m);
+    }
+    if (is_near) {
+      add<true>(sum);
+    } else {
+      add<false>(sum);
+    }
+  }
+
+ private:
+  template <typename Vector>
+  __device__ __forceinline__ Vector largest_in_pairs(Vector m) const {
+#pragma unroll
+    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(half, k));
+    return m;
+  }
+  static __device__ __forceinline__ void see(sums_t (&sum)[kVector],
+                                             const acc_t (&m)[kVector]) {
+    bool has_room = true;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      sum[j].top = detail::largest_nan(sum[j].top, m[j]);
+      has_room = has_room && sum[j].has_room(m[j]);
+    }
+    if (has_room) return;
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) sum[j].make_room(m[j]);
+  }
+  template <bool kIsNear>
+  __device__ __forceinline__ void add(sums_t (&sum)[kVector]) const {
+    if constexpr (kCoarse) {
+      // Rows are read again rather than kept in registers.
+      ptx::keep_order();
+      float part[kVector] = {};
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) part[j] += sum[j].term(score<acc_t>(k, j));
+      }
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum[j].l += part[j];
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        sum[j].template add<kHeld, kIsNear>([&](int k) { return score<acc_t>(k, j); });
+      }
+    }
+  }
+};
+static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
+
+// Calls take(batch) for all rows of this thread. The next batch is on the way while one
+// is worked on.
+template <typename Take>
+__device__ __forceinline__ void read_columns(const a_t* a,
+                                             const bool* where,
+                                             const tile_t& tile,
+                                             Take take) {
+  const ring_t ring;
+  a += tile.start(kA);
+  if (kHasWhere) where += tile.start(kWhere);
+  ring.load(0, a, tile, 0, tile.rows);
+  int half = 0;
+#pragma unroll 1
+  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
+    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
+    ring.wait();
+    batch_t batch = {ring, half};
+    batch.select(where, tile, first, tile.rows - first);
+    take(batch);
+  }
+}
+
+struct larger_wide_t {
+  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
+    return {larger_finite_t()(a.high, b.high), 0};
+  }
+};
+struct plus_wide_t {
+  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
+    return plus_t()(a, b);
+  }
+};
+
+// A number of each of this thread's columns over the tile, in each thread.
+template <typename Combine>
+__device__ __forceinline__ void combine_columns(shared_t& shared,
+                                                wide_sum_t (&value)[kVector],
+                                                Combine combine) {
+  if constexpr (kInWarp) {
+    combine_in_warp(value, combine);
+  } else {
+    numbers_t& numbers = *reinterpret_cast<numbers_t*>(memory);
+    __syncthreads();  // all have read their elements
+    write_partials(numbers, value, combine);
+    __syncthreads();
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      shared.careful[c] = combine_partials(numbers, c, combine);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+      value[j] = shared.careful[tile_t::side() * kVector + j];
+    }
+    __syncthreads();  // all have read before the next number is written
+  }
+}
+
+// The logs of the columns to the last digit, whatever they are: the largest score plus
+// log1p of all the rest, which never meets the 1 that it is small against. All threads
+// of the block call it.
+__device__ __noinline__ void read_again(const a_t* a,
+                                        const bool* where,
+                                        const tile_t& tile,
+                                        shared_t& shared,
+                                        double (&log)[kVector]) {
+  wide_sum_t m[kVector], top[kVector], rest[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    m[j] = {-infinity<double>(), 0};
+    top[j] = rest[j] = {};
+  }
+  read_columns(a, where, tile, [&](const batch_t& batch) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        m[j].high = larger_finite_t()(m[j].high, batch.score<double>(k, j));
+      }
+    }
+  });
+  combine_columns(shared, m, larger_wide_t());
+  read_columns(a, where, tile, [&](const batch_t& batch) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+#pragma unroll 1
+      for (int k = 0; k < kHeld; ++k) {
+        const double score = batch.score<double>(k, j);
+        if (score == m[j].high) {
+          top[j].high += 1;
+        } else {
+          add_exp(rest[j], score, m[j].high);
+        }
+      }
+    }
+  });
+  combine_columns(shared, top, plus_wide_t());
+  combine_columns(shared, rest, plus_wide_t());
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    rest[j] += top[j].high - 1;
+    log[j] = log_beside(m[j].high, rest[j]);
+  }
+}
+
+// --- the sums of many threads --------------------------------------------------------
+
+// The sum of at(0), ..., at(count - 1) in each of kLanes neighbouring lanes; all lanes
+// of a warp call it.
+template <int kLanes, typename At>
+__device__ __forceinline__ total_t join(int count, At at) {
+  const int own = threadIdx.x % kLanes;
+  total_t sum;
+  for (int i = own; i < count; i += kLanes) {
+    sum.top = detail::largest_nan(sum.top, at(i).top);
+  }
+  sum.top = warp_reduce<kLanes>(sum.top, largest_nan_t());
+  sum.shift = total_t::shift_of(sum.top);
+  for (int i = own; i < count; i += kLanes) sum.l += at(i).in_unit(sum.shift);
+  sum.l.value = warp_reduce<kLanes>(sum.l.value, plus_t());
+  return sum;
+}
+
+// Lanes that join the parts of one column.
+__host__ __device__ constexpr int num_joining() {
+  int lanes = kWarpSize;
+  while (lanes > 1 && lanes * kColumns > kNumThreads) lanes /= 2;
+  return lanes;
+}
+
+// Calls take(c, sum) for each column of the tile in one thread, sum being that of at(c,
+// 0), ..., at(c, count - 1).
+template <typename At, typename Take>
+__device__ __forceinline__ void join_columns(int count, At at, Take take) {
+  constexpr int kLanes = num_joining();
+  const int own = threadIdx.x / kLanes;
+#pragma unroll 1
+  for (int first = 0; first < kColumns; first += kNumThreads / kLanes) {
+    const int c = first + own;
+    const bool is_column = c < kColumns;
+    const total_t sum =
+        join<kLanes>(is_column ? count : 0, [&](int i) { return at(c, i); });
+    if (is_column && threadIdx.x % kLanes == 0) take(c, sum);
+  }
+}
+
+// The sum of each of this thread's columns over its group, in each of its lanes.
+__device__ __forceinline__ void join_in_warp(const sums_t (&sum)[kVector],
+                                             total_t (&joined)[kVector]) {
+  static_assert(!kInWarp || kShuffles || kDeep == 1);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    const partial_sum_t own(sum[j]);
+    acc_t top = own.top;
+#pragma unroll
+    for (int offset = kSide; offset < kGroup; offset *= 2) {
+      top = detail::largest_nan(top, shuffle_xor(top, offset));
+    }
+    joined[j].top = top;
+    joined[j].shift = total_t::shift_of(top);
+    double l = own.in_unit(joined[j].shift);
+#pragma unroll
+    for (int offset = kSide; offset < kGroup; offset *= 2) {
+      l += shuffle_xor(l, offset);
+    }
+    joined[j].l.value = l;
+  }
+}
+
+// --- results -------------------------------------------------------------------------
+
+struct results_t {
+  const tile_t& tile;
+  out_t* out;
+  out_t* sign;
+
+  // For column i of the tile.
+  __device__ __forceinline__ void write(int i, double log) const {
+    const long long step = tile.layout.outer.stride[kOut][OUTER_AXES - 1];
+    out[tile.start(kOut) + i * step] = to<out_t>(log);
+  }
+  __device__ __forceinline__ void write_sign(int i, acc_t top) const {
+    if (!tile.layout.returns_sign) return;
+    const long long step = tile.layout.outer.stride[kSign][OUTER_AXES - 1];
+    const acc_t of_sum = is_nan(top) ? top : acc_t(top > -infinity<acc_t>());
+    sign[tile.start(kSign) + i * step] = to<out_t>(of_sum);
+  }
+};
+
+// Writes the logs of a tile of a warp from its `count` parts, part(c, i); a lane has
+// every 32nd column.
+template <typename Part>
+__device__ __forceinline__ void merge_in_warp(const a_t* a,
+                                              const bool* where,
+                                              Part part,
+                                              int count,
+                                              const results_t& results,
+                                              shared_t& shared) {
+  const tile_t& tile = results.tile;
+  const int columns = count > 0 ? tile.columns : 0;
+  constexpr int kOwn = (kColumns + kWarpSize - 1) / kWarpSize;  // columns of a lane
+  const auto column = [](int n) { return threadIdx.x % kWarpSize + n * kWarpSize; };
+  // Parts of all its columns are under way together.
+  total_t sum[kOwn];
+  for (int i = 0; i < count; ++i) {
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) {
+      if (column(n) >= columns) continue;
+      sum[n].top = detail::largest_nan(sum[n].top, part(column(n), i).top);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) sum[n].shift = total_t::shift_of(sum[n].top);
+  for (int i = 0; i < count; ++i) {
+#pragma unroll
+    for (int n = 0; n < kOwn; ++n) {
+      if (column(n) >= columns) continue;
+      sum[n].l += part(column(n), i).in_unit(sum[n].shift);
+    }
+  }
+  unsigned doubtful = 0;  // a bit a column of this lane
+#pragma unroll
+  for (int n = 0; n < kOwn; ++n) {
+    if (column(n) >= columns) continue;
+    if (sum[n].is_doubtful()) doubtful |= 1u << n;
+    results.write(column(n), sum[n].log());
+    results.write_sign(column(n), sum[n].top);
+  }
+  if (!__any_sync(kFullMask, doubtful != 0)) return;
+  double log[kVector];
+  read_again(a, where, tile, shared, log);
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    const int c = tile.offset(j);
+    const unsigned of_lane = __shfl_sync(kFullMask, doubtful, c % kWarpSize);
+    const bool is_doubtful = of_lane >> c / kWarpSize & 1;
+    if (tile.is_first() && c < columns && is_doubtful) results.write(c, log[j]);
+  }
+}
+
+// Writes the logs of a tile of the block from its `count` parts, as join_columns. All
+// threads of the block call it.
+template <typename Join>
+__device__ __forceinline__ void finish_block(const a_t* a,
+                                             const bool* where,
+                                             Join join,
+                                             const results_t& results,
+                                             shared_t& shared) {
+  const tile_t& tile = results.tile;
+  join([&](int c, const total_t& sum) { shared.total[c] = partial_sum_t(sum); });
+  __syncthreads();
+  // All logs side by side.
+  bool any = false;
+#pragma unroll 1
+  for (int c = threadIdx.x; c < tile.columns; c += kNumThreads) {
+    total_t sum;
+    sum.l.value = shared.total[c].l;
+    sum.top = shared.total[c].top;
+    sum.shift = shared.total[c].shift;
+    const bool is_doubtful = sum.is_doubtful();
+    shared.is_doubtful[c] = is_doubtful;
+    any = any || is_doubtful;
+    results.write(c, sum.log());
+    results.write_sign(c, sum.top);
+  }
+  if (!__syncthreads_or(any)) return;
+  double log[kVector];
+  read_again(a, where, tile, shared, log);
+  if (!tile.is_first()) return;
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    const int i = tile.offset(j);
+    if (i < tile.columns && shared.is_doubtful[i]) results.write(i, log[j]);
+  }
+}
+
+__device__ __forceinline__ void sum_columns(const a_t* a,
+                                            const bool* where,
+                                            const tile_t& tile,
+                                            sums_t (&sum)[kVector]) {
+  read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum); });
+}
+
+__device__ __forceinline__ deal deal_of(const a_t* a, const layout_t& layout) {
+  return takes_vectors(a, layout, kA) ? deal::kVectors : deal::kSingles;
+}
+
+// --- equal shares --------------------------------------------------------------------
+
+// Which rows of all tiles, one tile after the other, a warp has.
+struct shares_t {
+  long long total, share;
+
+  __device__ __forceinline__ explicit shares_t(const layout_t& layout)
+      : total((long long)num_tiles(layout) * layout.row_length),
+        share((total + kShares - 1) / kShares) {}
+
+  // Of a tile: the warp that has its first row, and how many have some.
+  __device__ __forceinline__ int first(const layout_t& layout, long long tile) const {
+    return int(tile * layout.row_length / share);
+  }
+  __device__ __forceinline__ int count(const layout_t& layout, long long tile) const {
+    const long long last = (tile + 1) * layout.row_length - 1;
+    return int(last / share) - first(layout, tile) + 1;
+  }
+  __device__ __forceinline__ int most(const layout_t& layout) const {
+    return int((layout.row_length - 1) / share) + 2;
+  }
+};
+
+// What there is of a tile: (most parts, kColumns)
+template <typename Partial>
+__device__ __forceinline__ Partial* place_of(Partial* partial,
+                                             long long tile,
+                                             int most) {
+  return partial + tile * most * kColumns;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
+    softmax_logsumexp_shares_sum(const a_t* a,
+                                 const a_t*,
+                                 const bool* where,
+                                 out_t*,
+                                 out_t*,
+                                 partial_sum_t* partial,
+                                 const __grid_constant__ layout_t layout) {
+  if constexpr (kInWarp && kGroup == kWarpSize) {
+    const deal how = deal_of(a, layout);
+    const shares_t shares(layout);
+    const int most = shares.most(layout);
+    const int in_block = threadIdx.x / kWarpSize;
+    const int warp = blockIdx.x * kGroupsPerBlock + in_block;
+    long long at = warp * shares.share;
+    const long long end =
+        at + shares.share < shares.total ? at + shares.share : shares.total;
+#pragma unroll 1
+    while (at < end) {
+      const tile_index_t number = at / layout.row_length;
+      const long long first = at - number * layout.row_length;
+      const long long left = layout.row_length - first;
+      const long long rows = left < end - at ? left : end - at;
+      tile_t tile(layout, how, number - in_block);
+      const int own = threadIdx.x % kWarpSize / kSide;
+      tile.row = int(first) + own;
+      tile.rows = own < rows ? int(rows - own + kDeep - 1) / kDeep : 0;
+      sums_t sum[kVector];
+      sum_columns(a, where, tile, sum);
+      total_t joined[kVector];
+      join_in_warp(sum, joined);
+      if (tile.is_first()) {
+        const int part = warp - shares.first(layout, number);
+        partial_sum_t* const to = place_of(partial, number, most) + part * kColumns;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) to[tile.offset(j)] = partial_sum_t(joined[j]);
+      }
+      at += rows;
+    }
+  }
+}
+
+// A warp joins a tile of few parts, a block one of many.
+extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
+    softmax_logsumexp_shares_merge(const a_t* a,
+                                   const a_t*,
+                                   const bool* where,
+                                   out_t* out,
+                                   out_t* sign,
+                                   const partial_sum_t* partial,
+                                   const __grid_constant__ layout_t layout) {
+  __shared__ shared_t shared;
+  const deal how = deal_of(a, layout);
+  const shares_t shares(layout);
+  const int most = shares.most(layout);
+  const tile_index_t end = num_tiles(layout);
+  for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
+    const tile_t tile(layout, how, at);
+    const long long number = at + (kInWarp ? threadIdx.x / kGroup : 0);
+    const partial_sum_t* const parts =
+        place_of(partial, number < end ? number : at, most);
+    const int count = number < end ? shares.count(layout, number) : 0;
+    const auto part = [&](int c, int i) { return parts[i * kColumns + c]; };
+    const results_t results = {tile, out, sign};
+    if constexpr (kInWarp) {
+      merge_in_warp(a, where, part, count, results, shared);
+    } else {
+      const auto join = [&](auto take) { join_columns(count, part, take); };
+      finish_block(a, where, join, results, shared);
+    }
+  }
+}

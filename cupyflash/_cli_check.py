@@ -76,6 +76,7 @@ _SOFTMAX_SHAPES = {
     "": ((64, 1000), -1),
     "short rows": ((500, 37), -1),
     "columns": ((64, 600), 0),
+    "many columns": ((2, 300, 32_768), 1),
     "long columns": ((40_000, 32), 0),
     "many long columns": ((140, 70_000, 4), 1),
     "long rows": ((2, 100_000), -1),
@@ -93,7 +94,7 @@ _KINDS = {
         "short rows", "columns", "long columns", "many long columns", "long rows",
         "longest rows", "strided",
     ),
-    "logsumexp": ("columns", "long rows", "strided"),
+    "logsumexp": ("columns", "many columns", "long rows", "strided"),
     "softmax_vjp": (
         "columns", "long columns", "long rows", "longest rows",
         "a row that no card holds", "strided",

@@ -133,6 +133,7 @@ def test_arrays_of_another_device(cupy, rng):
     with cupy.cuda.Device(1):
         there = cupy.asarray(x)
         there_too = cupy.asarray(x)
+        mask_there = there > 0
     here = cupy.asarray(x)
     for _ in range(2):
         for function in (cupyflash.softmax, cupyflash.logsumexp):
@@ -147,7 +148,7 @@ def test_arrays_of_another_device(cupy, rng):
     with pytest.raises(ValueError, match="q is on device 1 but k is on device 0"):
         cupyflash.attention(there, here, here)
     with pytest.raises(ValueError, match="on device 0 but where is on device 1"):
-        cupyflash.softmax(here, where=there > 0)
+        cupyflash.softmax(here, where=mask_there)
 
 
 # --- CUDA graphs ---------------------------------------------------------------------

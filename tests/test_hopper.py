@@ -153,6 +153,17 @@ def test_small_scores_are_a_polynomial(scale, softcap, bias):
 
 
 @pytest.mark.parametrize("head_dim", ROW.dims)
+def test_a_bias_of_keys_fits_beside_few_queries(head_dim):
+    asked = problem(head_dim=head_dim, terms="keys", bias="float32")
+    asked = dataclasses.replace(asked, seqlen_q=5)
+    (config,) = ROW.configs(asked, 1, HOPPER)
+    assert ("PRESET_BIAS", "1") in config.variant.defines
+    # Two slots of terms, barriers and the like, in units of the alignment of tiles.
+    static = -(-(2 * (8 * ROW.tile(asked).block_n + 16) + 512) // 1024) * 1024
+    assert config.variant.smem + static <= HOPPER.smem_optin
+
+
+@pytest.mark.parametrize("head_dim", ROW.dims)
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 9, "right": 0}])
 def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
     asked = problem(head_dim=head_dim, terms="keys", bias="float32", **bounds)

@@ -109,7 +109,8 @@ __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
 
 // --- terms of keys: what bias and mask are to each key of a tile
 
-constexpr int kKeySlots = 4;  // tiles of them in shared memory
+// Tiles of them in shared memory. One warpgroup shares it with more stages of keys.
+constexpr int kKeySlots = kPresetBias && kNumGroups == 1 ? 2 : 4;
 struct alignas(16) key_terms_t {
   float terms[kTermsOfKeys ? kBlockN : 1];
   // With kPresetBias: those that are added to the products instead, else 0, and whether

@@ -148,19 +148,28 @@ struct roots_t<double> {
 
   // exp(x) / 2^shift, with round = kRound - kCount * shift.
   __device__ __forceinline__ double exp_of(double x, double round) const {
-    return exp_of(x, round, rounded(x, round));
+    const double whole = rounded(x, round);
+    return of_rest(rest(x, whole - round), whole);
   }
-  // kRound and the whole number that exp_of has x as.
+  // The same of x = high + low, with rounded(high, round).
+  __device__ __forceinline__ double exp_of(pair_t<double> x,
+                                           double round,
+                                           double whole) const {
+    return of_rest(rest(x.high, whole - round) + x.low, whole);
+  }
+  // round and the whole number of kCount-th parts of ln 2 next to x.
   static __device__ __forceinline__ double rounded(double x, double round) {
     return fma(x, kCount * kLog2e, round);
   }
-  __device__ __forceinline__ double exp_of(double x,
-                                           double round,
-                                           double rounded) const {
+
+ private:
+  // What k such parts leave of x.
+  static __device__ __forceinline__ double rest(double x, double k) {
     using range = detail::range<double>;
-    const double k = rounded - round;
-    double r = fma(k, -range::kLn2High / kCount, x);
-    r = fma(k, -range::kLn2Low / kCount, r);
+    const double r = fma(k, -range::kLn2High / kCount, x);
+    return fma(k, -range::kLn2Low / kCount, r);
+  }
+  __device__ __forceinline__ double of_rest(double r, double rounded) const {
     double q = 1.0 / 720;  // |r| < 0.011: to 2^-57
     q = fma(q, r, 1.0 / 120);
     q = fma(q, r, 1.0 / 24);
@@ -168,7 +177,7 @@ struct roots_t<double> {
     q = fma(q, r, 0.5);
     const double p = fma(r * r, q, r);
     // 2^(count / kCount): the root of number count % kCount times a power of two.
-    const int count = range::low_bits(rounded);
+    const int count = detail::range<double>::low_bits(rounded);
     const int upper =
         __shfl_sync(kFullMask, high, count) + count * ((1 << 20) / kCount);
     const double power = __hiloint2double(upper, __shfl_sync(kFullMask, low, count));

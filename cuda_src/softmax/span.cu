@@ -16,13 +16,14 @@
 #include "common/vector.cuh"
 #include "ptx/copy.cuh"
 #include "softmax/group.cuh"
-#include "softmax/row_power.cuh"
+#include "softmax/row_exp.cuh"
 #include "softmax/terms.cuh"
 
 #ifndef HELD
 #error "HELD, elements a thread holds, and APART come from the host"
 #endif
-constexpr int kMinBlocks = HELD * sizeof(acc_t) <= 64 ? 8 : 5;
+// A scale takes registers, too.
+constexpr int kMinBlocks = HELD * sizeof(acc_t) <= (SCALED ? 48 : 64) ? 8 : 5;
 constexpr int kSpanRows = SPAN_ROWS, kApart = APART;
 static_assert(kNumThreads / kWarpSize % kApart == 0);
 static_assert(kSpanRows % kRowsPerBlock == 0, "all threads reduce together");
@@ -94,7 +95,6 @@ __device__ __forceinline__ int row_of_group() {
 __device__ __forceinline__ void softmax_row(const x_t* x,
                                             out_t* out,
                                             int left,
-                                            const roots_t<acc_t>& roots,
                                             const layout_t& layout) {
   acc_t value[HELD];
   acc_t m = -infinity<acc_t>();
@@ -110,25 +110,16 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
   const acc_t largest = warp_reduce<kLanes>(m, largest_t());
   m = shift_by(largest);
 
-  part_t sum = {};
-  if constexpr (kInPowers) {
-    const power_of_row_t power(roots, m);
-    sum = power.none();
+  const exp_of_row_t exp_of_row(m);
+  part_t sum = exp_of_row.none();
 #pragma unroll
-    for (int j = 0; j < HELD; ++j) {
-      value[j] = power(value[j]);
-      power.add(sum, value[j]);
-    }
-    sum = power.sum_of(sum);
-  } else {
-#pragma unroll
-    for (int j = 0; j < HELD; ++j) {
-      const score_t s = !kScaled || has(j) ? score_t(value[j], layout) : score_t();
-      const acc_t e = s.exp_minus(m);
-      sum += as_term(e);
-      if (!kLog) value[j] = e;  // softmax needs no more of x than this
-    }
+  for (int j = 0; j < HELD; ++j) {
+    const score_t s = !kScaled || has(j) ? score_t(value[j], layout) : score_t();
+    const acc_t e = exp_of_row(s);
+    exp_of_row.add(sum, e);
+    if (!kLog) value[j] = e;  // softmax needs no more of x than this
   }
+  sum = exp_of_row.sum_of(sum);
   const finish_t finish(m, total(warp_reduce<kLanes>(sum, plus_t()), largest));
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {
@@ -143,7 +134,6 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_span(
     const x_t* x, const bool*, out_t* out, const __grid_constant__ layout_t layout) {
   const int length = int(layout.row_length);
-  const roots_t<acc_t> roots;
   const long long step = (long long)gridDim.x * kSpanRows;
   // A vector for the phase at the start, and one for the end to be whole.
   void* const second = memory + (kSpanRows * kLanes * HELD * sizeof(x_t)) / 16 + 2;
@@ -160,8 +150,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_sp
       const int row = of_block + row_of_group();
       // Beyond the last row it is whatever lies there, and goes nowhere.
       const int first = row * length + lane();
-      softmax_row(from.shared + first, onto.shared + first, length - lane(), roots,
-                  layout);
+      softmax_row(from.shared + first, onto.shared + first, length - lane(), layout);
     }
     __syncthreads();
     onto.store();

@@ -14,13 +14,6 @@ template <typename T>
 constexpr bool kHasInfinity =
     kSame<T, float> || kSame<T, double> || kSame<T, half_t> || kSame<T, bfloat16_t>;
 
-// Whether exponentials are counted in units of a power of two (softmax/row_power.cuh).
-// As results are quotients, the unit falls out of them. log_softmax keeps the exact
-// difference: next to a single large score its results are nearly 0. Where a result has
-// 16 bits a plain difference does.
-constexpr bool kInPowers =
-    kSame<x_t, acc_t> && !kScaled && !kHasWhere && !kCoarse && !kLog;
-
 // What slots beyond the row are filled with: a score of -inf adds nothing to it. A type
 // without infinities takes 0, and has to be told apart.
 template <typename T>
@@ -41,14 +34,10 @@ __device__ __forceinline__ double as_term(acc_t e) {
   return e;
 }
 
-// Whether a sum knows of neither NaN nor infinity: one of widened terms, and one of
-// floats in powers of two.
-constexpr bool kOverlooks = kCoarse || (kInPowers && sizeof(acc_t) == sizeof(float));
-
-// The largest score, or NaN where the sum would overlook it.
+// The largest score, or NaN: a widened sum would know of neither NaN nor infinity.
 struct largest_t {
   __device__ __forceinline__ acc_t operator()(acc_t a, acc_t b) const {
-    if constexpr (kOverlooks) {
+    if constexpr (kCoarse) {
 #if __CUDA_ARCH__ >= 800
       return ptx::max_nan_f32(a, b);
 #else
@@ -61,7 +50,7 @@ struct largest_t {
 
 // The sum of a row whose largest score is `largest`.
 __device__ __forceinline__ double total(part_t sum, acc_t largest) {
-  if (kOverlooks && !is_finite(largest)) {
+  if (kCoarse && !is_finite(largest)) {
     return largest == -infinity<acc_t>() ? 0 : largest;
   }
   return total(sum);

@@ -10,15 +10,14 @@
 //            registers and PARKED in shared memory (softmax/held.cuh)
 // Memory     x and out once; 16 bytes an access where a row is contiguous, whatever its
 //            length and start; between blocks, maxima and sums alone
-// Numbers    softmax: exponentials in acc_t in units of a power of two (row_power.cuh);
-//            else of exact differences; sums in double (of doubles: to twice the
-//            digits), one rounding; for results of 16 bits plain differences and the
-//            fast exponential
+// Numbers    exponentials in acc_t of exact differences, sums in double (of doubles: to
+//            twice the digits), one rounding; for results of 16 bits plain differences
+//            and the fast exponential
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
 #include "softmax/held.cuh"
 #include "softmax/terms.cuh"
 #include "softmax/row.cuh"
-#include "softmax/row_power.cuh"
+#include "softmax/row_exp.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
@@ -52,6 +51,8 @@ struct marks_t {
 };
 // The bits stay in registers where all indices are known.
 constexpr int kUnrollParked = kHasWhere ? 64 : 2;
+// With 2 the tier of 64 registers would spill.
+constexpr int kUnrollExp = kByTable ? 1 : kUnrollParked;
 
 extern __shared__ uint4 parking[];
 
@@ -122,26 +123,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     m = shift_by(largest);
     held.forget();
 
-    part_t sum = {};
-    if constexpr (kInPowers) {
-      const roots_t<acc_t> roots;
-      const power_of_row_t power(roots, m);
-      sum = power.none();
-      held.each<true, power.kUnroll, power.kTogether>(deal,
-                                                      [&](acc_t element, bool, int) {
-                                                        const acc_t e = power(element);
-                                                        power.add(sum, e);
-                                                        return e;
-                                                      });
-      sum = power.sum_of(sum);
-    } else {
-      held.each<kKeepsExp, kUnrollParked>(
-          deal, [&](acc_t element, bool is_in_row, int j) {
-            const acc_t e = score(element, is_in_row, j).exp_minus(m);
-            sum += as_term(e);
-            return e;
-          });
-    }
+    const exp_of_row_t exp_of_row(m);
+    part_t sum = exp_of_row.none();
+    held.each<kKeepsExp, kUnrollExp, exp_of_row_t::kTogether>(
+        deal, [&](acc_t element, bool is_in_row, int j) {
+          const acc_t e = exp_of_row(score(element, is_in_row, j));
+          exp_of_row.add(sum, e);
+          return e;
+        });
+    sum = exp_of_row.sum_of(sum);
     const double l = total(combine_sum(sum, part_t(), plus_t()), largest);
     held.forget();
 

@@ -45,7 +45,9 @@ class MmaTile:
     stages: int = 1
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     only_plain: bool = False  # options would need more registers than there are
-    newest: tuple[int, int] = (99, 0)  # from the next compute capability on it spills
+    # Compute capabilities between which it does not spill.
+    oldest: tuple[int, int] = (0, 0)
+    newest: tuple[int, int] = (99, 0)
 
 
 def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
@@ -164,7 +166,7 @@ class MmaKernel:
             for tile in _kernels.by_threshold(ladder, max(self.dims(problem)))
             if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
             and (not tile.only_plain or is_plain(problem))
-            and device.cc <= tile.newest
+            and tile.oldest <= device.cc <= tile.newest
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
@@ -292,7 +294,14 @@ MMA = MmaKernel(
     tiles={
         ("float16", False): (
             # 309.7; two stages 306.5, 3 blocks of 64 queries 279.2
-            (64, (MmaTile(128, 64, 128, 1, 2), _SMALL)),
+            (
+                64,
+                (
+                    MmaTile(128, 64, 128, 1, 2, newest=(10, 9)),
+                    MmaTile(128, 64, 128, 1, 2, only_plain=True),
+                    _SMALL,
+                ),
+            ),
             (96, (MmaTile(128, 32, 128, 1, 2), MmaTile(64, 32, 128))),
             (
                 128,
@@ -307,7 +316,8 @@ MMA = MmaKernel(
                 256,
                 (
                     MmaTile(128, 64, 256),  # 300.2; 32 keys 252.8
-                    _SMALL,  # 226.1
+                    MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1
+                    MmaTile(64, 64, 128, only_plain=True),
                     MmaTile(64, 32, 128),
                 ),
             ),

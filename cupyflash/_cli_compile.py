@@ -127,7 +127,7 @@ def run(args):
 
 def jobs_for(device: Device, everything: bool) -> list[Job]:
     """What the kernel tables would compile for a device."""
-    return [
+    jobs = [
         Job(
             operation,
             row,
@@ -138,6 +138,20 @@ def jobs_for(device: Device, everything: bool) -> list[Job]:
         for operation, table in _TABLES.items()
         for row, variant in table.compile_list(device, everything)
     ]
+    return jobs if everything else list(_few_rare(jobs))
+
+
+def _few_rare(jobs):
+    """All jobs, but of rare kernels, which are many, one a row, file and dtype."""
+    seen = set()
+    for job in jobs:
+        defines = dict(job.variant.defines)
+        if _RARE & defines.keys():
+            key = job.row, job.variant.source, defines["ELEM_T"]
+            if key in seen:
+                continue
+            seen.add(key)
+        yield job
 
 
 def _fast_rows(table):

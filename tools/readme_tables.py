@@ -124,12 +124,23 @@ def speed():
     return "\n".join(parts)
 
 
+def _by_case(report):
+    """The timed rows of a table, by provider, cell by cell."""
+    cases = {}
+    for row in report["table"]:
+        if "rate" in row:
+            cases.setdefault(row["case"], {})[row["provider"]] = row
+    return cases.values()
+
+
 def _forward_on_hopper(report):
-    """Full and causal, and one query, beside cuDNN."""
-    for row in report["rows"]:
-        if "cudnn" in row and row["unit"] == "TFLOP/s":
-            mask, head_dim, n = row["cell"].split()
-            yield f"bfloat16, D = {head_dim}, n = {n}, {mask}", row["new"], row["cudnn"]
+    """Full and causal beside cuDNN."""
+    for rows in _by_case(report):
+        if "torch cudnn" in rows and rows["cupyflash"]["seqlen_q"] > 1:
+            ours, torch = rows["cupyflash"], rows["torch cudnn"]
+            mask = "causal" if ours["causal"] else "full"
+            label = f"{ours['group']}, n = {ours['seqlen_q']}, {mask}"
+            yield label, ours["rate"] / 1e12, torch["rate"] / 1e12
 
 
 def _gradients_on_hopper(report):
@@ -156,7 +167,7 @@ def _gradients_of_wide_heads(report):
 
 
 def _by_mma(report):
-    """float32 by float16 parts, and float16 as cards from Ampere on compute it."""
+    """float32 by float16 parts."""
     runs = report["runs"]
     tiles = {64: "64, 64, 128, 1, 2", 128: "128, 64, 256, 1, 1"}
     for cell in runs[1]["cells"]:
@@ -165,13 +176,16 @@ def _by_mma(report):
             label = f"float32, D = {cell['head_dim']}, n = 4096, {mask}"
             ours = cell["tiles"][tiles[cell["head_dim"]]]["tflops"]
             yield label, ours, cell["torch"]["tflops"]
-    for cell in runs[2]["cells"]:
-        found = cell["weights after the largest score"]
-        if cell["head_dim"] == 64:
-            found = cell["weights first"]
-        mask = "causal" if cell["causal"] else "full"
-        label = f"float16 by mma.sync, D = {cell['head_dim']}, n = 4096, {mask}"
-        yield label, next(iter(found.values()))["tflops"], cell["torch"]["tflops"]
+
+
+def _float16_by_mma(report):
+    """As cards from Ampere on compute it."""
+    for cell in report["runs"][0]["cells"]:
+        if cell["dtype"] == "float16":
+            mask = "causal" if cell["causal"] else "full"
+            label = f"float16 by mma.sync, D = {cell['head_dim']}, n = {cell['n']}"
+            ours = cell["tflops"]["the same, a row stored in a line"]
+            yield f"{label}, {mask}", ours, cell["torch"]
 
 
 def _float64(report):
@@ -215,10 +229,11 @@ def _gradients_float64(report):
 
 # Reports of one kernel each: what torch is there, and how the cells are read.
 _TENSOR_CORES = {
-    "hopper_terms_h200.json": ("cuDNN", _forward_on_hopper),
+    "attention_table_h200.json": ("cuDNN", _forward_on_hopper),
     "attention_vjp_h200.json": ("cuDNN", _gradients_on_hopper),
     "attention_vjp_wide_h200.json": ("cuDNN", _gradients_of_wide_heads),
     "mma_h200.json": ("fastest back end", _by_mma),
+    "attention_mma_lengths_h200.json": ("FlashAttention-2", _float16_by_mma),
     "attention_vjp_mma_h200.json": ("FlashAttention-2", _gradients_by_mma),
     "attention_f64_h200.json": ("matmul, softmax, matmul", _float64),
     "attention_vjp_f64_h200.json": ("matmul, with P in memory", _gradients_float64),
@@ -269,24 +284,37 @@ def attention():
         for name, peer, label, ours, torch in cells()
     ]
     columns = ("attention, TFLOP/s", "cupyflash", "torch", "ratio", "torch is")
-    return f"NVIDIA H200, single runs:\n\n{markdown(columns, rows)}\n{one_query()}"
+    tables = (markdown(columns, rows), options(), one_query())
+    return "NVIDIA H200, single runs:\n\n" + "\n".join(tables)
+
+
+def options():
+    """What an option takes, in times of the call without it."""
+    name = "attention_table_h200.json"
+    report = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    rows = []
+    for of_cell in _by_case(report):
+        if "cupyflash, without" in of_cell:
+            ours, without = of_cell["cupyflash"], of_cell["cupyflash, without"]
+            rates = (f"{row['rate'] / 1e12:.0f}" for row in (ours, without))
+            times = f"{ours['seconds'] / without['seconds']:.2f}"
+            rows.append((ours["group"], *rates, times))
+    columns = ("option, TFLOP/s", "with", "without", "times the time")
+    return markdown(columns, rows)
 
 
 def one_query():
     """Decoding: 32 heads on 8 of keys and values, 128 columns, in microseconds."""
-    name = "hopper_terms_h200.json"
+    name = "attention_table_h200.json"
     report = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-    rows = [
-        (
-            f"{row['shape'][0]} x {row['shape'][4]} keys",
-            row["new"],
-            row["cudnn"],
-            f"{row['cudnn'] / row['new']:.2f}",
-            f"[cuDNN](results/{name})",
-        )
-        for row in report["rows"]
-        if row["unit"] == "us"
-    ]
+    rows = []
+    for of_cell in _by_case(report):
+        ours, torch = of_cell["cupyflash"], of_cell.get("torch cudnn")
+        if ours["seqlen_q"] == 1:
+            times = (f"{row['seconds'] * 1e6:.1f}" for row in (ours, torch))
+            ratio = f"{torch['seconds'] / ours['seconds']:.2f}"
+            label = f"{ours['batch']} x {ours['seqlen_k']} keys"
+            rows.append((label, *times, ratio, f"[cuDNN](results/{name})"))
     columns = ("one query, 32 / 8 heads, us", "cupyflash", "torch", "ratio", "torch is")
     return markdown(columns, rows)
 

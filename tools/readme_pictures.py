@@ -89,7 +89,7 @@ def speed():
     softmax = report("softmax_h200")
     machine = softmax["machine"]
     title = f"{machine['gpu']}, CuPy {machine['cupy']}, torch {machine['torch']}"
-    figure, axes = new_figure(13, 4.2, 3, title)
+    figure, axes = new_figure(15, 4.2, 3, title)
     draw_softmax(axes[0], softmax["table"], "float32")
     draw_softmax(axes[1], softmax["table"], "bfloat16")
     draw_attention(axes[2])

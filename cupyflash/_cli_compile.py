@@ -138,20 +138,24 @@ def jobs_for(device: Device, everything: bool) -> list[Job]:
         for operation, table in _TABLES.items()
         for row, variant in table.compile_list(device, everything)
     ]
-    return jobs if everything else list(_few_rare(jobs))
+    return jobs if everything else list(_each_value_once(jobs))
 
 
-def _few_rare(jobs):
-    """All jobs, but of rare kernels, which are many, one a row, file and dtype."""
+def _each_value_once(jobs):
+    """Those that have a define of a value that their row's kernel did not have yet.
+
+    In a fast row what counts is the value with the head dimension: tiles, and so
+    registers, hang on both.
+    """
     seen = set()
     for job in jobs:
         defines = dict(job.variant.defines)
-        if _RARE & defines.keys():
-            key = job.row, job.variant.source, defines["ELEM_T"]
-            if key in seen:
-                continue
-            seen.add(key)
-        yield job
+        dim = defines.get("HEAD_DIM") if job.fast else None
+        kernel = job.operation, job.row, job.variant.source, dim
+        values = {(kernel, define) for define in defines.items()}
+        if values - seen:
+            seen |= values
+            yield job
 
 
 def _fast_rows(table):

@@ -261,9 +261,13 @@ def record(path, tools, wanted, jobs):
 
 
 def _compile(group):
-    return subprocess.run(
-        [sys.executable, __file__, group], cwd=ROOT, capture_output=True
-    ).returncode
+    forms = [[], ["--arrivals-wait"]][: 1 + (group in _ARRIVALS_MAY_WAIT)]
+    return sum(
+        subprocess.run(
+            [sys.executable, __file__, *form, group], cwd=ROOT, capture_output=True
+        ).returncode
+        for form in forms
+    )
 
 
 def _told(what):

@@ -106,7 +106,9 @@ def _forward_tiers(problem, device):
     else:
         short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
         if _widest(problem) == 8:
-            clusters = _tiers.FORWARD_F64_CLUSTERS
+            short, clusters = _tiers.FORWARD_F64, _tiers.FORWARD_F64_CLUSTERS
+            if problem.function == "log_softmax":
+                clusters = _tiers.LOG_F64_CLUSTERS
     return _tiers.ladder(short, clusters, 1, device)
 
 

@@ -106,7 +106,9 @@ def _forward_tiers(problem, device):
     else:
         short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
         if _widest(problem) == 8:
-            clusters = _tiers.FORWARD_F64_CLUSTERS
+            short, clusters = _tiers.FORWARD_F64, _tiers.FORWARD_F64_CLUSTERS
+            if problem.function == "log_softmax":
+                clusters = _tiers.LOG_F64_CLUSTERS
     return _tiers.ladder(short, clusters, 1, device)
 
 
@@ -589,13 +591,17 @@ _SUMS[8] = _SUMS[4]
 
 # A warp walks over rows of up to so many vectors, a block over longer ones.
 _WARP_SUM = 4096
-_WALK_VECTORS = 4  # that a lane asks for together
 _WALK_THREADS = 256
+# Vectors that a lane asks for together, by the size of an element. All blocks run at
+# once, and go on to their next row with its loads under way: 8192 floats 0.97, where
+# 4 vectors and a block a row reach 0.91. Of 16 bits 4 are 0.94, 8 as well or 0.91.
+_DEEP = 8
+_WALKS = {2: 4, 4: _DEEP, 8: _DEEP}
 
 # A row is cut into so many parts that each multiprocessor has about this many, if that
-# leaves each thread of a part some vectors; powers of two, to compile few kernels. Sums
-# of floats: as many as run at once, 0.89 at 2^20 and 2^23; with 16 and 8 it is 0.86.
-_PARTS_PER_SM, _SUM_PARTS_PER_SM = 16, {4: 3}
+# leaves each thread of a part some vectors; powers of two, to compile few kernels.
+# Sums: as many as run at once; with 16, of doubles, 0.86 instead of 0.93 at 2^20.
+_PARTS_PER_SM, _SUM_PARTS_PER_SM = 16, 2
 _MAX_PARTS = 4096
 _PART_VECTORS = 8  # a thread, at least
 _PARTIAL_BYTES = 24  # what a part leaves behind, at most
@@ -671,6 +677,14 @@ def _stream_pair(problem, device):
     return clear, main
 
 
+def _sum_threads(held, sets, device):
+    """Threads that a multiprocessor has registers for: 128 or 80 each."""
+    is_deep = sets > 0 or held == _DEEP
+    if device.cc >= (10, 0):  # ptxas 13.4 spills more there
+        return 384 if is_deep else 512
+    return 512 if is_deep else 768
+
+
 def _sum_rows(problem, device):
     """Threads that read rows whose elements lie side by side."""
     dtypes = problem.dtypes
@@ -688,24 +702,29 @@ def _sum_rows(problem, device):
     if vectors <= _SUMS[size][-1][0]:
         lanes, held, sets = _kernels.by_threshold(_SUMS[size], vectors)
     else:
-        lanes, held, sets = 32, _WALK_VECTORS, 0
+        lanes, sets = 32, 0
+        held = _WALKS[size]
         few = problem.num_rows < device.num_sms * _PARTS_PER_SM
-        if vectors > _WARP_SUM:
-            per_sm = _SUM_PARTS_PER_SM.get(size, _PARTS_PER_SM)
-            lanes, parts = _WALK_THREADS, _num_parts(problem, device, vectors, per_sm)
-        elif few:
-            lanes, parts = _WALK_THREADS, _num_parts(problem, device, vectors)
+        if vectors > _WARP_SUM or few:
+            lanes = _WALK_THREADS
+            parts = _num_parts(problem, device, vectors, _SUM_PARTS_PER_SM)
+            if problem.num_rows * parts <= device.num_sms * _SUM_PARTS_PER_SM:
+                held = _DEEP
     rows = max(1, _BLOCK_THREADS // lanes)
+    min_blocks = _sum_threads(held, sets, device) // (lanes * rows)
     values = {
         "LANES": lanes,
         "ROWS_PER_BLOCK": rows,
         "HELD": held * vector,
+        "MIN_BLOCKS": min_blocks,
         "SETS": sets,
         "PARTS": parts,
     }
     blocks = -(-problem.num_rows // (rows * max(sets, 1)))
     if sets:
         blocks = min(blocks, device.num_sms * 16)
+    elif parts == 1:
+        blocks = min(blocks, device.num_sms * min_blocks)
     blocks = min(blocks, MAX_BLOCKS)
     scratch = problem.num_rows * parts * _PARTIAL_BYTES if parts > 1 else 0
     cut = Cut(blocks * parts, lanes * rows, _defines(values), scratch=scratch)

@@ -25,10 +25,27 @@ class Tier:
     threads_per_sm: int  # that the registers of a multiprocessor are divided among
     parked: int = 0  # vectors a thread has in shared memory besides, at most
     cluster: int = 1  # blocks that share a row, at most
+    doubling: bool = False  # 1, 2, 4, ... blocks, and lanes that leave few slots empty
+    fill: float = 0.0  # part of the slots that a row has to fill
+
+    @property
+    def slots(self) -> int:
+        """Vectors of a block."""
+        return self.threads * (self.held + self.parked)
 
     @property
     def vectors(self) -> int:
-        return self.threads * self.cluster * (self.held + self.parked)
+        return self.cluster * self.slots
+
+    def blocks(self, vectors: int) -> int:
+        """Blocks that share a row of so many vectors."""
+        blocks = -(-vectors // self.slots)
+        return 1 << (blocks - 1).bit_length() if self.doubling else blocks
+
+    def takes(self, vectors: int) -> bool:
+        """Whether a row of so many vectors fits and fills its blocks."""
+        least = self.fill * self.blocks(vectors) * self.slots
+        return least <= vectors <= self.vectors
 
 
 @dataclass(frozen=True)
@@ -53,29 +70,40 @@ FORWARD = (
     # Up to 4 KB 4 vectors a thread: 0.97 to 0.99 at 256 and 1024; with 8 it is 0.01
     # less, with 2 and 1 less than 0.91, with 3, of rows that are no whole vectors, 0.8.
     # Above, 8 vectors: 0.95 to 0.98; with 4 0.90 to 0.94 at 4096 and 0.83 at 8192.
+    Tier(320, 8, 1024),
+    # Of blocks of 352 and 384 threads two fit, of these five: 10467 floats 0.93, 0.98.
+    Tier(192, 8, 1024, cluster=2),
     Tier(512, 8, 1024),
 )
-FORWARD_CLUSTERS = (
-    # 4 blocks of 256 on a multiprocessor: 0.97 to 0.98 at 32768 and 65536 (float32);
-    # 2 blocks of 512 reach 0.96 and 0.90, one of 1024 with a prefetch 0.90 and 0.70.
-    Tier(256, 8, 1024, cluster=8),
-    # Shared memory before larger clusters: 0.95 at 131072, clusters of 16 reach 0.93.
-    Tier(256, 6, 1024, parked=10, cluster=8),
-    # A longer part of a row in fewer blocks is slower: 0.95 at 262144 as it is, 0.85
-    # with 13 vectors in clusters of 14.
-    Tier(256, 6, 1024, parked=10, cluster=16),
-    Tier(256, 6, 1024, parked=13, cluster=16),
-    # 0.79 at 262144 (float64); to read the row twice reaches 0.4.
-    Tier(256, 16, 512, parked=16, cluster=16),
-)
 # Exponentials of doubles take the registers of a vector more.
-FORWARD_F64_CLUSTERS = (
-    FORWARD_CLUSTERS[0],
-    Tier(256, 5, 1024, parked=11, cluster=8),
-    Tier(256, 5, 1024, parked=11, cluster=16),
-    Tier(256, 5, 1024, parked=13, cluster=16),
-    FORWARD_CLUSTERS[-1],
+FORWARD_F64 = (FORWARD[0], Tier(224, 7, 1024, cluster=2), FORWARD[-1])
+# Rows that do not fill whole blocks: shared memory before more blocks. 50257 floats:
+# 0.96 in 4 blocks, 0.90 in 7 without it.
+_FULL = (
+    # 4 blocks of 256 on a multiprocessor: 0.97 to 0.98 at 32768 and 65536 (float32);
+    # 2 blocks of 512 reach 0.96 and 0.90, with half of the row parked 0.94.
+    Tier(256, 8, 1024, cluster=8, doubling=True, fill=15 / 16),
 )
+_LONGEST = (
+    # Three blocks: 0.78 at 204691 doubles, two of the next tier 0.74.
+    Tier(256, 8, 768, parked=18, cluster=16, doubling=True),
+    # 0.77 at 262144 (float64); to read the row twice reaches 0.4.
+    Tier(256, 16, 512, parked=16, cluster=16, doubling=True),
+)
+FORWARD_CLUSTERS = (
+    *_FULL,
+    Tier(256, 6, 1024, parked=10, cluster=16, doubling=True),
+    # Of 14 blocks fewer fit onto the card than of 16: 264107 floats 0.86, 0.93.
+    Tier(256, 6, 1024, parked=13, cluster=16, doubling=True),
+    *_LONGEST,
+)
+# log_softmax of doubles has a table only where it parks: 16384 0.92, 0.89 without.
+LOG_F64_CLUSTERS = (
+    Tier(256, 5, 1024, parked=11, cluster=16, doubling=True),
+    Tier(256, 5, 1024, parked=13, cluster=16, doubling=True),
+    *_LONGEST,
+)
+FORWARD_F64_CLUSTERS = (*_FULL, *LOG_F64_CLUSTERS)
 # With a mask, a scale, integers or strides, registers go elsewhere.
 FORWARD_HEAVY = (Tier(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
@@ -89,8 +117,11 @@ BACKWARD = (Tier(512, 4, 1024),)
 # 16 bits: what becomes of twice as many numbers needs registers, too.
 BACKWARD_16_BITS = (Tier(256, 4, 768),)
 BACKWARD_CLUSTERS = (
+    Tier(256, 8, 512, cluster=8),
     # 8 vectors: 1.02 at 131072 (float32); with 4 and twice the threads 0.99.
-    Tier(256, 8, 512, cluster=16),
+    Tier(256, 8, 512, cluster=16, doubling=True, fill=15 / 16),
+    # 50257 doubles: 1.00, in 13 blocks without shared memory 0.86.
+    Tier(256, 8, 512, parked=8, cluster=8, doubling=True),
     Tier(256, 8, 512, parked=8, cluster=16),
 )
 BACKWARD_16_BITS_CLUSTERS = (
@@ -101,18 +132,22 @@ BACKWARD_16_BITS_CLUSTERS = (
 
 
 # The assembler spills more of the same on other architectures than sm_90.
+_FORWARD_ELSEWHERE = (Tier(512, 5, 1024),)
+_F64_ELSEWHERE = (
+    Tier(256, 6, 512, cluster=8),
+    Tier(256, 6, 512, parked=10, cluster=16),
+)
 ELSEWHERE = {
-    FORWARD: (Tier(512, 6, 1024),),
+    FORWARD: _FORWARD_ELSEWHERE,
+    FORWARD_F64: _FORWARD_ELSEWHERE,
     BACKWARD: (Tier(512, 3, 1024),),
     BACKWARD_16_BITS: (Tier(256, 3, 768),),
     FORWARD_CLUSTERS: (
         Tier(256, 6, 512, cluster=8),
         Tier(256, 6, 512, parked=10, cluster=16),
     ),
-    FORWARD_F64_CLUSTERS: (
-        Tier(256, 6, 512, cluster=8),
-        Tier(256, 6, 512, parked=10, cluster=16),
-    ),
+    FORWARD_F64_CLUSTERS: _F64_ELSEWHERE,
+    LOG_F64_CLUSTERS: _F64_ELSEWHERE,
     BACKWARD_CLUSTERS: (
         Tier(256, 6, 512, cluster=16),
         Tier(256, 6, 512, parked=10, cluster=16),
@@ -152,16 +187,13 @@ def hold(tiers: Sequence[Tier], vectors: int, ends: int = 0) -> Hold | None:
     `ends` elements beside whole vectors stand at its two ends, at most.
     """
     vectors = max(1, vectors)
-    tier = next((tier for tier in tiers if vectors <= tier.vectors), None)
+    tier = next((tier for tier in tiers if tier.takes(vectors)), None)
     if tier is None:
         return None
-    per_thread = tier.held + tier.parked
-    cluster = -(-vectors // (tier.threads * per_thread))
+    cluster = tier.blocks(vectors)
     lanes = _lanes_of_short_row(vectors, tier.held, ends)
     if lanes is None:
-        # Of more than one warp: the exchange between them is the same for all lengths.
-        lanes = -(-vectors // (cluster * per_thread * WARP)) * WARP
-        lanes = max(lanes, 2 * WARP)
+        lanes = _lanes_of_long_row(-(-vectors // cluster), tier)
     slots = -(-vectors // (cluster * lanes))
     rows_per_block = _BLOCK_THREADS // lanes if lanes <= WARP else 1
     held = min(slots, tier.held)
@@ -197,6 +229,26 @@ def _lanes_of_short_row(vectors, most, ends):
         return min(fits)[2]
     few = 1 << (-(-ends // 2) - 1).bit_length() if ends else 2
     return few if vectors <= few * most and few <= WARP else None
+
+
+# Fewer lanes than all are worth it if they leave so much less of the slots empty: with
+# 160 lanes instead of 256, 32952 floats 0.98 and 0.96, but 20000 doubles 0.93 and 0.95.
+_FEWER_LANES = 1.04
+
+
+def _lanes_of_long_row(vectors, tier):
+    """Threads, whole warps, for so many vectors in a block."""
+    per_thread = tier.held + tier.parked
+    # Of more than one warp: the exchange between them is the same for all lengths.
+    fewest = max(2 * WARP, -(-vectors // (per_thread * WARP)) * WARP)
+    if not tier.doubling:
+        return fewest
+
+    def cost(lanes):
+        slots = -(-vectors // lanes) * lanes
+        return slots if lanes == tier.threads else slots * _FEWER_LANES
+
+    return min(range(tier.threads, fewest - 1, -WARP), key=cost)
 
 
 @dataclass(frozen=True)

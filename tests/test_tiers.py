@@ -261,6 +261,44 @@ def test_logsumexp_of_floats_about_what_is_summed_again(cupy, rng, kind):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("vectors", "rows_per_sm"), [(275, 40), (4200, 3.2)])
+def test_sums_of_rows_that_follow_each_other(cupy, rng, dtype, vectors, rows_per_sm):
+    """A warp, or a block, goes on from row to row: each row is on its own.
+
+    Usual rows, rows near 0, which are summed again, rows far from it and special ones.
+    """
+    length = vectors * 16 // dtype_of(dtype).itemsize + 3
+    rows = int(rows_per_sm * _gpu.device(0).num_sms)
+    x = inputs(rng, "logsumexp", (rows, length, 1), dtype)[0][..., 0]
+    kind = np.arange(rows) % 7
+    near = x[kind == 1].astype(np.float64)
+    x[kind == 1] = near - oracle.logsumexp(near, 1)[0].astype(np.float64)[:, None]
+    x[kind == 2] += np.asarray(2000, x.dtype)
+    for i, value in ((3, np.nan), (4, np.inf)):
+        x[kind == i, rng.integers(length)] = value
+    x[kind == 5] = -np.inf
+    y = cupyflash.logsumexp(place(cupy, x), 1)
+    same_bits(cupyflash.logsumexp(place(cupy, x), 1), y)
+    special = np.where(kind == 3, np.nan, np.where(kind == 4, np.inf, -np.inf))
+    usual = (kind < 3) | (kind == 6)
+    np.testing.assert_array_equal(wide(y)[~usual], special[~usual])
+    assert_accurate("logsumexp", to_host(y)[usual], (x[usual],), dtype)
+
+
+@pytest.mark.parametrize("n", [8, 16, 64])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+def test_rows_of_which_some_are_aligned(cupy, rng, function, dtype, n):
+    """Of the rows of a warp some are whole vectors, and some have ends beside them."""
+    (x,) = inputs(rng, function, (300, n + 1, 1), dtype)
+    x = x[..., 0]
+    placed = place(cupy, x)
+    out = cupy.empty_like(placed)
+    call(function, [placed[:, :n]], out=out[:, :n])
+    check(function, to_host(out)[:, :n], x[:, :n], dtype, axis=1)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("outer", "length", "inner_bytes"),
     # A warp joins the parts of a tile; then a block does; some lanes have no column.

@@ -82,8 +82,14 @@ struct deal_t {
   __device__ __forceinline__ bool has(int v, int k) const {
     return (kContiguous ? v : v * kVector + k) * kThreadsOfRow < left;
   }
+  __device__ __forceinline__ bool has_edge(int e) const {
+    return kEdges > 0 && edge_position(e) < length;
+  }
+  // Whether this thread looks at its edges. Of floats only those that have any do,
+  // which spares the others an eighth of their work; else it is less, and such a branch
+  // spills.
   __device__ __forceinline__ bool has_edges() const {
-    return kEdges > 0 && length != vectors * kVector;
+    return kVector == 4 ? has_edge(0) : kEdges > 0 && length != vectors * kVector;
   }
   __device__ __forceinline__ int edge_position(int e) const {
     const int i = e * kThreadsOfRow + lane_of_row();
@@ -192,11 +198,11 @@ struct held_t {
         parked[(v - deal::kHeld) * kNumThreads] = gather(d, address, pad, v);
       }
     }
-    if (d.has_edges()) {
+    // Of the rows of a warp some may have edges.
+    if (kLanes < kWarpSize || d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
-        const int i = d.edge_position(e);
-        edge[e] = i < d.length ? *address(i) : pad;
+        edge[e] = d.has_edge(e) ? *address(d.edge_position(e)) : pad;
       }
     }
   }
@@ -222,11 +228,11 @@ struct held_t {
       visit(copy, v);
       if (kWrites) home = copy;
     }
-    if (kTogether ? __any_sync(kFullMask, d.has_edges()) : d.has_edges()) {
+    if (kTogether ? __any_sync(kFullMask, d.has_edge(0)) : d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
-        const acc_t y = f(to<acc_t>(edge[e]), d.edge_position(e) < d.length,
-                          deal::kSlots * kVector + e);
+        const acc_t y =
+            f(to<acc_t>(edge[e]), d.has_edge(e), deal::kSlots * kVector + e);
         if constexpr (kWrites) edge[e] = y;
       }
     }
@@ -285,9 +291,8 @@ struct held_t {
     if (d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
-        const int i = d.edge_position(e);
-        if (i < d.length) {
-          *address(i) =
+        if (d.has_edge(e)) {
+          *address(d.edge_position(e)) =
               to<Out>(f(to<acc_t>(edge[e]), true, deal::kSlots * kVector + e));
         }
       }
@@ -448,9 +453,10 @@ __device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
   if (d.has_edges()) {
 #pragma unroll
     for (int e = 0; e < deal::kEdges; ++e) {
-      const int i = d.edge_position(e);
-      if (i < d.length)
-        *address(i) = to<Out>(f(to<acc_t>(a.edge[e]), to<acc_t>(b.edge[e])));
+      if (d.has_edge(e)) {
+        *address(d.edge_position(e)) =
+            to<Out>(f(to<acc_t>(a.edge[e]), to<acc_t>(b.edge[e])));
+      }
     }
   }
 }

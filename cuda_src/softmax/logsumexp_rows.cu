@@ -2,19 +2,18 @@
 // softmax_logsumexp_rows: log sum exp of rows whose elements lie side by side.
 //
 // Algorithm  sum_i exp(a_i) = l 2^shift (softmax/power_sum.cuh),  out = log of it.
-// Where
-//            that would lose digits (results near 0, scores beyond 2^20) the row, and
-//            only such a row, is read again:  out = max + log1p(sum of the others).
-// Grid       1-D; a block of kNumThreads takes kRowsPerBlock * kSets rows at a time. Of
-//            few long rows it takes a part each: softmax_logsumexp_rows_parts sums
-//            kParts parts of a row, softmax_logsumexp_rows_merge joins them.
+//            Where that would lose digits (results near 0, scores beyond 2^20) the row,
+//            and only such a row, is read again:  out = max + log1p(sum of the others).
+// Grid       1-D; a block of kNumThreads takes kRowsPerBlock * kSets rows at a time,
+//            and goes on to others while there are any. Of few long rows it takes a
+//            part each: softmax_logsumexp_rows_parts sums kParts parts of a row,
+//            softmax_logsumexp_rows_merge joins them.
 // Tiles      a lane has kHeld elements of each of kSets rows in registers; if SETS is 0
-// it
-//            walks over a row of any length
+//            it walks over a row of any length, kHeld elements at a time. The next
+//            ones, also those of the next row, are under way meanwhile.
 // Memory     a once, one number a row is written; 16 bytes an access. Short rows that
-// lie
-//            back to back and are not aligned go through shared memory; of longer ones
-//            the ends are read one by one.
+//            lie back to back and are not aligned go through shared memory; of longer
+//            ones the ends are read one by one.
 // Numbers    exponentials to half a unit of acc_t, of floats to 2^-22 where the log has
 //            room for it; sums and log in double; for results of 16 bits the fast
 //            exponential and a float log
@@ -23,6 +22,7 @@
 // Parameters A_T, OUT_T          element types of a, and of out and sign
 //            OUTER_AXES          how many axes the rows run over
 //            HELD, SETS, PARTS   as above
+//            MIN_BLOCKS          blocks that a multiprocessor is to have registers for
 //            ACC_T, LANES, ROWS_PER_BLOCK, REDUCED_AXES   as in softmax/group.cuh
 #include "common/strides.cuh"
 #include "common/types.cuh"
@@ -36,6 +36,7 @@
 using a_t = A_T;
 using out_t = OUT_T;
 constexpr int kHeld = HELD, kSets = SETS > 0 ? SETS : 1, kParts = PARTS;
+constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kVector = 16 / sizeof(a_t);  // elements a vector access
 constexpr int kNumVectors = kHeld / kVector;
 constexpr bool kHolds = SETS > 0;  // a row as a whole; else its lanes walk over it
@@ -185,45 +186,60 @@ __device__ __forceinline__ int num_before_aligned(const a_t* a) {
   return int(-reinterpret_cast<unsigned long long>(a) / sizeof(a_t)) & (kVector - 1);
 }
 
-// A row, or a part of one, of any length and alignment. All lanes of a warp call it,
-// for the same row.
-template <bool kQuickly>
-__device__ __forceinline__ total_t sum_of(const a_t* a,
-                                          long long length,
-                                          const roots_t<acc_t>& roots) {
-  const int before = num_before_aligned(a);
-  const int head = before < length ? before : int(length);
-  int left = int((length - head) / kVector);  // vectors; 2^31 of them would be 32 GiB
-  const int tail = int(length - head - (long long)left * kVector);
-  // At most one element a lane comes before or after the vectors.
-  acc_t edge[1] = {-infinity<acc_t>()};
-  if (lane() < head + tail) {
-    const a_t* at = a + (lane() < head ? lane() : length - tail + (lane() - head));
-    edge[0] = to<acc_t>(*at);
-  }
+// A row, or a part of one, of any length and alignment: whole vectors, and before and
+// after them fewer elements than lanes.
+struct piece_t {
+  const a_t* a = nullptr;
+  int head = 0, vectors = 0, tail = 0;  // 2^31 vectors would be 32 GiB
 
-  total_t sum;
+  piece_t() = default;
+  __device__ __forceinline__ piece_t(const a_t* a, long long length) : a(a) {
+    const int before = num_before_aligned(a);
+    head = before < length ? before : int(length);
+    vectors = int((length - head) / kVector);
+    tail = int(length - head - (long long)vectors * kVector);
+  }
+};
+
+// What is under way for a lane: the next vectors of a piece, and one of its edges.
+struct ahead_t {
+  held_t held;
+  acc_t edge;
+
+  __device__ __forceinline__ void begin(const piece_t& piece) {
+    held.load_vectors(piece.a + piece.head, piece.vectors);
+    edge = -infinity<acc_t>();
+    if (lane() < piece.head + piece.tail) {
+      const int i = lane() < piece.head ? 0 : piece.vectors * kVector;
+      edge = to<acc_t>(piece.a[i + lane()]);
+    }
+  }
+};
+
+// The sum of a piece that has begun; `next` begins while the last vectors are worked
+// on. All lanes of a warp call it, for the same piece.
+template <bool kQuickly>
+__device__ __forceinline__ total_t sum_of(const piece_t& piece,
+                                          const piece_t& next,
+                                          ahead_t& ahead,
+                                          const roots_t<acc_t>& roots) {
   constexpr int kTogether = kNumVectors * kLanes;
-  const a_t* next = a + head;
-  held_t ahead;
-  if (left >= kTogether) ahead.load_vectors(next);
-  while (left >= kTogether) {
-    const held_t held = ahead;
+  const acc_t edge[1] = {ahead.edge};
+  const a_t* at = piece.a + piece.head;
+  total_t sum;
+  int left = piece.vectors;
+  do {
+    const held_t held = ahead.held;
     left -= kTogether;
-    next += kTogether * kVector;
-    // The next batch is under way while this one is worked on.
-    if (left >= kTogether) {
-      ahead.load_vectors(next);
+    at += kTogether * kVector;
+    if (left > 0) {
+      ahead.held.load_vectors(at, left);
     } else {
-      ahead.load_vectors(next, left);
+      ahead.begin(next);
     }
     held.add_to<1, kQuickly>(sum, roots);
-  }
-  if (left > 0) {
-    if (length < kTogether * kVector + head) ahead.load_vectors(next, left);
-    ahead.add_to<1, kQuickly>(sum, roots);
-  }
-  if (head + tail > 0) {
+  } while (left > 0);
+  if (piece.head + piece.tail > 0) {
     sum.take_in<1, 1>([&](int) { return edge[0]; }, roots);
   }
   return sum;
@@ -473,17 +489,27 @@ __device__ __forceinline__ void long_rows(
   const long long begin = part * size;
   const long long end = begin + size < length ? begin + size : length;
   const roots_t<acc_t> roots;
+  const auto piece_of = [&](long long row) {
+    if (row >= layout.num_rows || begin >= end) return piece_t();
+    return piece_t(a + locate(layout.outer, row).of[kA] + begin, end - begin);
+  };
+  long long row = row_of_lane(blockIdx.x / kParts * kRowsPerBlock);
+  const long long step = row_step() / kParts;
+  piece_t next = piece_of(row);
+  ahead_t ahead;
+  ahead.begin(next);
   int place = 0;
-  for (long long row = row_of_lane(blockIdx.x / kParts * kRowsPerBlock);
-       row < layout.num_rows; row += row_step() / kParts) {
-    const a_t* start = a + locate(layout.outer, row).of[kA] + begin;
-    const long long count = end > begin ? end - begin : 0;
+  for (; row < layout.num_rows; row += step) {
+    const piece_t piece = next;
+    next = piece_of(row + step);
     // Of parts nobody knows yet how large the log will be.
     constexpr bool kQuickly = kCanBeQuick && kParts == 1;
-    total_t sum = join_lanes(sum_of<kQuickly>(start, count, roots), place);
+    total_t sum = join_lanes(sum_of<kQuickly>(piece, next, ahead, roots), place);
     if (kQuickly && is_too_quick(sum)) {  // as all threads of the row find
       place ^= 1;
-      sum = join_lanes(sum_of<false>(start, count, roots), place);
+      ahead_t again;
+      again.begin(piece);
+      sum = join_lanes(sum_of<false>(piece, piece_t(), again, roots), place);
     }
     if constexpr (kParts == 1) {
       finish_row(a, out, sign, layout, row, sum);
@@ -493,15 +519,6 @@ __device__ __forceinline__ void long_rows(
     place ^= 1;
   }
 }
-
-// 128, 96 or 80 registers a thread: 16, 20 or 24 warps of a multiprocessor, each with 2
-// kB to 4 kB on the way. ptxas 13.4 spills with that from sm_100 on.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
-constexpr int kThreadsPerSm = kHolds ? 384 : 512;
-#else
-constexpr int kThreadsPerSm = kHolds ? 512 : sizeof(acc_t) == 8 ? 640 : 768;
-#endif
-constexpr int kMinBlocks = kThreadsPerSm / kNumThreads;
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     softmax_logsumexp_rows(const a_t* a,

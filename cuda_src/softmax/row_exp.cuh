@@ -6,13 +6,7 @@
 #include "softmax/power_sum.cuh"
 #include "softmax/terms.cuh"
 
-// Whether a warp computes exponentials of doubles together, by a table in its lanes: 25
-// instructions on doubles where exp() takes 35. log_softmax needs only their sum, and
-// has fewer registers.
-constexpr bool kByTable =
-    kSame<x_t, double> && kSame<acc_t, double> && !kHasWhere && !kLog;
-
-template <bool kTable>
+template <exps kHow>
 struct row_exp_t {
   static constexpr bool kTogether = false;
   acc_t m;
@@ -30,7 +24,44 @@ struct row_exp_t {
 };
 
 template <>
-struct row_exp_t<true> {
+struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
+  using range = detail::range<float>;
+  static constexpr float kHigh = float(kLog2e);
+  // What log2(e) has beyond kHigh, as a part of it.
+  static constexpr float kRest = float((kLog2e - double(kHigh)) / double(kHigh));
+  static constexpr float kLowest = -126.4f * float(kLn2);  // below, subnormal
+
+  using row_exp_t<exps::kOfScore>::row_exp_t;
+
+  // exp(score - m), for score <= m; of NaN anything, since m knows of it
+  template <typename S>
+  __device__ __forceinline__ float operator()(S score) const {
+    const pair_t<float> d = difference(score);
+    const float rounded = fma_of(d.high, kHigh, range::kRound);
+    const float k = rounded - range::kRound;  // also in the low bits of `rounded`
+    const float low = fma_of(d.high, kRest, d.low);
+    const float r = fma_of(low, kHigh, fma_of(d.high, kHigh, -k));
+    const float e = range::times_power(exp2f(r), range::low_bits(rounded));
+    return d.high < kLowest ? 0.0f : e;
+  }
+
+ private:
+  // score - m, exactly. Two operations find what a sum has lost if it is known which of
+  // the two is larger in size: as score <= m, the smaller one of score and -m.
+  template <typename S>
+  __device__ __forceinline__ pair_t<float> difference(S score) const {
+    if constexpr (kScaled) {
+      return score.minus(m);
+    } else {
+      const float larger = fminf(score.high, -m), smaller = fmaxf(score.high, -m);
+      const float sum = score.high - m;
+      return {sum, smaller - (sum - larger)};
+    }
+  }
+};
+
+template <>
+struct row_exp_t<exps::kByTable> {
   static constexpr bool kTogether = true;
   // The largest exponential is 2^kRoom, so that all whose quotient is not 0 are normal
   // numbers. As results are quotients, it falls out of them.
@@ -63,8 +94,13 @@ struct row_exp_t<true> {
   }
   static __device__ __forceinline__ wide_sum_t sum_of(wide_sum_t sum) {
     sum.high -= start();  // exact: both are multiples of one power of two
+    if constexpr (kLog) {
+      const double unit = __hiloint2double((1023 - kRoom) << 20, 0);
+      sum.high *= unit;
+      sum.low *= unit;
+    }
     return sum;
   }
 };
 
-using exp_of_row_t = row_exp_t<kByTable>;
+using exp_of_row_t = row_exp_t<kExps>;

@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: MIT
 // What kernels share that hold their part of a row in registers.
+//
+// Parameters as in softmax/score.cuh
+//            PARKED   as in softmax/held.cuh, if part of a row may be parked
 #pragma once
 
 #include "ptx/max.cuh"
@@ -9,6 +12,24 @@ template <typename A, typename B>
 constexpr bool kSame = false;
 template <typename A>
 constexpr bool kSame<A, A> = true;
+
+#ifdef PARKED
+constexpr bool kParks = PARKED > 0;
+#else
+constexpr bool kParks = false;
+#endif
+
+// How the exponentials of a row are computed: as score_t has it; of doubles by a warp
+// together, by a table in its lanes, with 25 instructions on doubles where exp() takes
+// 35 (log_softmax has registers for it only where part of the row is parked); of floats
+// with 18 instructions where exp() of an exact difference takes 25.
+enum class exps { kOfScore, kByTable, kOfFloats };
+constexpr bool kHasTable = kSame<x_t, double> && !kHasWhere && (!kLog || kParks);
+constexpr exps kExps = kSame<acc_t, float>
+                           ? (kCoarse ? exps::kOfScore : exps::kOfFloats)
+                           : (kHasTable ? exps::kByTable : exps::kOfScore);
+// Whether a sum may miss a NaN or an infinity, of which the largest score knows.
+constexpr bool kSumIsBlind = kSame<acc_t, float>;
 
 template <typename T>
 constexpr bool kHasInfinity =
@@ -34,10 +55,10 @@ __device__ __forceinline__ double as_term(acc_t e) {
   return e;
 }
 
-// The largest score, or NaN: a widened sum would know of neither NaN nor infinity.
+// The largest score, or NaN where the sum may miss it.
 struct largest_t {
   __device__ __forceinline__ acc_t operator()(acc_t a, acc_t b) const {
-    if constexpr (kCoarse) {
+    if constexpr (kSumIsBlind) {
 #if __CUDA_ARCH__ >= 800
       return ptx::max_nan_f32(a, b);
 #else
@@ -50,7 +71,7 @@ struct largest_t {
 
 // The sum of a row whose largest score is `largest`.
 __device__ __forceinline__ double total(part_t sum, acc_t largest) {
-  if (kCoarse && !is_finite(largest)) {
+  if (kSumIsBlind && !is_finite(largest)) {
     return largest == -infinity<acc_t>() ? 0 : largest;
   }
   return total(sum);

@@ -51,8 +51,9 @@ struct marks_t {
 };
 // The bits stay in registers where all indices are known.
 constexpr int kUnrollParked = kHasWhere ? 64 : 2;
-// With 2 the tier of 64 registers would spill.
-constexpr int kUnrollExp = kByTable ? 1 : kUnrollParked;
+// With 2 the tiers of 64 registers would spill; those of more have few threads.
+constexpr int kUnrollTable = kNumThreads * kMinBlocks > 768 ? 1 : 2;
+constexpr int kUnrollExp = kExps == exps::kByTable ? kUnrollTable : kUnrollParked;
 
 extern __shared__ uint4 parking[];
 
@@ -139,7 +140,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto result = [&](acc_t element, bool is_in_row, int j) {
       if (kHasWhere && !marks.get(j)) return unselected();
       if (kKeepsExp) return element * finish.inverse;
-      return finish(score(element, is_in_row, j));
+      const score_t s = score(element, is_in_row, j);
+      return kLog ? finish(s) : exp_of_row(s) * finish.inverse;
     };
     held.store<out_t, kUnrollParked>(
         deal, [&](int i) { return row.out + (kContiguous ? i : row.offset(kOut, i)); },

@@ -1,0 +1,49 @@
+"""Tiers of rows that are held on chip, with no card in the machine."""
+
+import pytest
+
+from cupyflash import _softmax_tiers as tiers
+from cupyflash._kernels import device_of_arch
+
+LADDERS = [
+    (tiers.FORWARD, tiers.FORWARD_CLUSTERS, 1),
+    (tiers.FORWARD_F64, tiers.FORWARD_F64_CLUSTERS, 1),
+    (tiers.FORWARD_F64, tiers.LOG_F64_CLUSTERS, 1),
+    (tiers.BACKWARD, tiers.BACKWARD_CLUSTERS, 2),
+    (tiers.BACKWARD_16_BITS, tiers.BACKWARD_16_BITS_CLUSTERS, 2),
+]
+# About each power of two, and between.
+VECTORS = sorted({
+    n + off for p in range(17) for n in (1 << p, 3 << p, 5 << p) for off in (-1, 0, 1)
+})  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100", "sm_120"])
+@pytest.mark.parametrize(("short", "clusters", "arrays"), LADDERS)
+def test_a_tier_has_a_place_for_every_vector(short, clusters, arrays, arch):
+    """Up to the longest row, with blocks that a multiprocessor can have."""
+    device = device_of_arch(arch)
+    ladder = tiers.ladder(short, clusters, arrays, device)
+    longest = max(tier.vectors for tier in ladder)
+    for vectors in (n for n in VECTORS if 0 < n <= longest):
+        hold = tiers.hold(ladder, vectors)
+        places = hold.lanes * hold.cluster * (hold.held + hold.parked)
+        assert places >= vectors
+        assert hold.num_threads * hold.min_blocks <= 1024
+        parked = hold.parked * hold.num_threads * tiers.VECTOR_BYTES * arrays
+        assert parked <= device.smem_optin - 8192
+        assert hold.cluster == 1 or device.cc >= (9, 0)
+        assert hold.cluster <= 16
+    assert tiers.hold(ladder, longest + 1) is None
+
+
+def test_blocks_of_a_row_are_few_and_full():
+    """Lengths at which more blocks, or emptier ones, were slower."""
+    ladder = tiers.ladder(
+        tiers.FORWARD, tiers.FORWARD_CLUSTERS, 1, device_of_arch("sm_90a")
+    )
+    for vectors, blocks in ((2616, 2), (8192, 4), (8238, 4), (12564, 4), (66027, 16)):
+        hold = tiers.hold(ladder, vectors)
+        slots = hold.lanes * (hold.held + hold.parked)
+        assert hold.cluster == blocks
+        assert vectors > 0.93 * slots * blocks

@@ -45,6 +45,7 @@ class MmaTile:
     stages: int = 1
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     only_plain: bool = False  # options would need more registers than there are
+    sides: int = 1  # warps that share rows (mma_sides.cuh)
     # Compute capabilities between which it does not spill.
     oldest: tuple[int, int] = (0, 0)
     newest: tuple[int, int] = (99, 0)
@@ -59,7 +60,12 @@ def smem_bytes(tile: MmaTile, dims: tuple[int, int], parts: int, staged: bool) -
     """Shared memory of mma.cu: 16-bit tiles, and float32 ones as they came."""
     stages = tile.stages * image_bytes(tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
-    return parts * tile.block_m * 2 * dims[0] + stages + staging + _FACTS
+    tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
+    out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
+    # Weights, and two words a row and side.
+    row = tile.stages * 2 * tile.block_n + 16
+    shared = tile.block_m * row if tile.sides > 1 else 0
+    return max(tiles, out) + _FACTS + shared
 
 
 # Upper bound of the head dimensions, and tiles from best to least: the first that an
@@ -158,7 +164,7 @@ class MmaKernel:
         return dim, dim_v
 
     def fitting(self, problem: AttentionProblem, device: Device) -> tuple[MmaTile, ...]:
-        """The tiles that `device` holds, all with the block_n of the first."""
+        """The tiles that `device` holds, all with block_n and sides of the first."""
         ladder = self.tiles[self._kind(problem), has_terms(problem)]
         whole = device.smem_optin + _RESERVED
         tiles = [
@@ -167,14 +173,19 @@ class MmaKernel:
             if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
             and (not tile.only_plain or is_plain(problem))
             and tile.oldest <= device.cc <= tile.newest
+            and self.dims(problem)[1] % (32 * tile.sides) == 0
         ]
-        return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
+        return tuple(
+            tile
+            for tile in tiles
+            if (tile.block_n, tile.sides) == (tiles[0].block_n, tiles[0].sides)
+        )
 
     def tile(self, problem: AttentionProblem, device: Device) -> MmaTile:
         """The best tile that still gives every multiprocessor work.
 
-        Tiles of one block_n sum a row in the same order, so that its bits do not depend
-        on the choice.
+        Tiles of one block_n and sides sum a row in the same order, so that its bits do
+        not depend on the choice.
         """
         tiles = self.fitting(problem, device)
         return next(
@@ -216,6 +227,8 @@ class MmaKernel:
             "MIN_BLOCKS": tile.min_blocks,
             "STAGES": tile.stages,
         }
+        if tile.sides > 1:
+            switches["SIDES"] = tile.sides
         if self.is_prepared(problem):
             switches["PREPARED"] = 1
         if not scale_is_plain(problem.scale):
@@ -290,7 +303,8 @@ MMA = MmaKernel(
     name="mma",
     rungs=("tiled", "auto"),
     # TFLOP/s on an H200 at 4 x 2048 / head_dim heads x 4096 beside the next best, full
-    # attention (benchmarks/results/mma_h200.json).
+    # attention (benchmarks/results/mma_h200.json; above 128 columns
+    # attention_mma_lengths_h200.json).
     tiles={
         ("float16", False): (
             # 309.7; two stages 306.5, 3 blocks of 64 queries 279.2
@@ -315,7 +329,10 @@ MMA = MmaKernel(
             (
                 256,
                 (
-                    MmaTile(128, 64, 256),  # 300.2; 32 keys 252.8
+                    # 350.0; one stage 336.7
+                    MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0)),
+                    MmaTile(64, 64, 256, 2, sides=2, newest=(9, 0)),  # 234.7
+                    MmaTile(128, 64, 256),  # 316.6; 32 keys 252.8
                     MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1
                     MmaTile(64, 64, 128, only_plain=True),
                     MmaTile(64, 32, 128),

@@ -281,6 +281,54 @@ def test_each_tile(cupy, rng, forced, asked, tile):
     compare(cupy, arrays, options, asked.precision)
 
 
+SHARED = [
+    tile for _, tiles in MMA.tiles["float16", False] for tile in tiles if tile.sides > 1
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "option", ["full", "causal", "causal behind", "window", "sinks", "key lengths"]
+)
+@pytest.mark.parametrize("dims", [(256, 256), (192, 192), (250, 161), (70, 256)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("tile", SHARED, ids=lambda tile: f"{tile.block_m}")
+def test_rows_that_warps_share(cupy, rng, forced, tile, dtype, dims, option):
+    forced(tile)
+    q, k, v = (2, 2, 150, dims[0]), (2, 1, 333, dims[0]), (2, 1, 333, dims[1])
+    arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in (q, k, v)]
+    compare(cupy, arrays, OPTIONS[option](rng, q, k))
+
+
+@pytest.mark.gpu
+def test_shared_tiles_give_the_same_bits(cupy, rng, forced):
+    arrays = [
+        place(cupy, rng.normal(size=(1, 2, 300, 256)).astype("f2")) for _ in "qkv"
+    ]
+    found = []
+    for tile in SHARED:
+        forced(tile)
+        results = cupyflash.attention(*arrays, causal=True, return_lse=True)
+        found.append([to_host(x) for x in results])
+    for x, y in zip(*found, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("step", [1, 13, 40])
+def test_references_that_move(cupy, rng, forced, dtype, head_dim, step):
+    # Scores grow along the keys, in every `step`-th of them.
+    q, k, v = (rng.normal(size=(1, 1, 600, head_dim)) for _ in range(3))
+    k[..., ::step, :] *= np.arange(0, 600, step)[:, None] / 100
+    arrays = [x.astype(dtype_of(dtype)) for x in (q, k, v)]
+    for tile in SHARED if head_dim == 256 else (None,):
+        if tile is not None:
+            forced(tile)
+        compare(cupy, arrays, {})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("option", ["causal", "window", "mask", "bias"])

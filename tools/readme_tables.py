@@ -168,24 +168,19 @@ def _gradients_of_wide_heads(report):
 
 def _by_mma(report):
     """float32 by float16 parts."""
-    runs = report["runs"]
-    tiles = {64: "64, 64, 128, 1, 2", 128: "128, 64, 256, 1, 1"}
-    for cell in runs[1]["cells"]:
-        if (cell["dtype"], cell["precision"]) == ("float32", "float32"):
-            mask = "causal" if cell["causal"] else "full"
-            label = f"float32, D = {cell['head_dim']}, n = 4096, {mask}"
-            ours = cell["tiles"][tiles[cell["head_dim"]]]["tflops"]
-            yield label, ours, cell["torch"]["tflops"]
+    for cell in report["runs"][-1]["cells"]:
+        mask = "causal" if cell["causal"] else "full"
+        label = f"float32, D = {cell['head_dim']}, n = 4096, {mask}"
+        yield label, cell["tflops"]["float32"], cell["tflops"]["torch"]
 
 
 def _float16_by_mma(report):
     """As cards from Ampere on compute it."""
-    for cell in report["runs"][0]["cells"]:
+    for cell in report["runs"][-1]["cells"]:
         if cell["dtype"] == "float16":
             mask = "causal" if cell["causal"] else "full"
             label = f"float16 by mma.sync, D = {cell['head_dim']}, n = {cell['n']}"
-            ours = cell["tflops"]["the same, a row stored in a line"]
-            yield f"{label}, {mask}", ours, cell["torch"]
+            yield f"{label}, {mask}", cell["tflops"]["table"], cell["torch"]
 
 
 def _float64(report):
@@ -232,7 +227,7 @@ _TENSOR_CORES = {
     "attention_table_h200.json": ("cuDNN", _forward_on_hopper),
     "attention_vjp_h200.json": ("cuDNN", _gradients_on_hopper),
     "attention_vjp_wide_h200.json": ("cuDNN", _gradients_of_wide_heads),
-    "mma_h200.json": ("fastest back end", _by_mma),
+    "mma_float32_h200.json": ("EFFICIENT_ATTENTION", _by_mma),
     "attention_mma_lengths_h200.json": ("FlashAttention-2", _float16_by_mma),
     "attention_vjp_mma_h200.json": ("FlashAttention-2", _gradients_by_mma),
     "attention_f64_h200.json": ("matmul, softmax, matmul", _float64),

@@ -12,7 +12,8 @@
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
 //                                                     comes to a tile of its own first
-//            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1))
+//            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1)),
+//                  or two warps share twice as many (mma_sides.cuh)
 // Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
 //            shared: see smem_bytes() in _attention_mma.py
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
@@ -38,9 +39,12 @@ constexpr bool kPrepared = false;
 #endif
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
+static_assert(kSides == 1 || kStages == 2);
 // Of a stage in shared memory.
 constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
 constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
+constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * (kStageK + kStageV);
 // Fragments of q stay in registers where there is room.
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
 
@@ -52,23 +56,11 @@ constexpr double kUnits = 0.2 * (kSteps + 1);
 constexpr double kGivenBack =
     kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;
 
-// What only the end of the kernel or rare data need: in the loop there are no registers
-// for it.
-struct kept_t {
-  place_t at;
-  double from_log2;
-  const elem_t *q_rows, *k_rows, *v_rows;
-  int num_rows, first;
-  bool aligned_q, aligned_k, aligned_v;
-};
-constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
-static_assert(sizeof(kept_t) <= kKeptBytes);
-static_assert(4 * sizeof(facts_t) + sizeof(int) <= kFactsOfStaging);
-
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
   int low, high, num_keys;  // as band_t, for the tile at key 0
 
+  block_t() = default;
   __device__ __forceinline__ explicit block_t(const band_t& band)
       : low(band.low), high(band.high), num_keys(band.num_keys) {}
   // Whether all queries see all keys of the tile at j0.
@@ -77,12 +69,36 @@ struct block_t {
   }
 };
 
+// What only the end of the kernel or rare data need: in the loop there are no registers
+// for it.
+struct kept_t {
+  place_t at;
+  double from_log2;
+  const elem_t *q_rows, *k_rows, *v_rows;
+  block_t block;
+  int num_rows, first, last, i0;
+  bool aligned_q, aligned_k, aligned_v;
+  bool special;                 // a value of this block's keys is not finite
+  const unsigned char* images;  // of the tiles of k and v, of this head
+};
+constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
+static_assert(sizeof(kept_t) <= kKeptBytes);
+static_assert(4 * sizeof(facts_t) + sizeof(int) <= kFactsOfStaging);
+
+// What is kept, to be read again; still known to lie in shared memory, since a load
+// that has to find out takes ten times as long.
+__device__ __forceinline__ const kept_t& read_anew(const kept_t& kept) {
+  unsigned address = shared_address(&kept);
+  ptx::forget(address);
+  return *static_cast<const kept_t*>(__cvta_shared_to_generic(address));
+}
+
 // Scores that a query does not see become -inf.
 __device__ __forceinline__ void hide_scores(scores_frag_t& s,
                                             const block_t& block,
                                             int j0) {
   const int row_0 = lanes_t::warp_row() + lanes_t::lane() / 4;
-  const int column_0 = lanes_t::lane() % 4 * 2;
+  const int column_0 = lanes_t::warp_key() + lanes_t::lane() % 4 * 2;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = row_0 + 8 * r;
@@ -146,31 +162,61 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
   if (!block.sees_all(j0)) hide_scores(s, block, j0);
 }
 
-// Stores what this thread has of a row of out. One branch a row: code that runs once a
-// block has to be fetched, and jumps over rare code make that slow.
+// Stores what this thread has of a row of float32. One branch a row: code that runs
+// once a block has to be fetched, and jumps over rare code make that slow.
 __device__ __forceinline__ void store_row(elem_t* row,
                                           const float (&x)[2 * kOutTiles],
                                           int dim,
                                           index_t step,
                                           bool as_pairs) {
-  const int first = lanes_t::lane() % 4 * 2;
   if (as_pairs) {
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
-      elem_t* const to = row + 8 * n + first;
-      if (8 * n + first < dim) {
-        if constexpr (kSplits) {
-          *reinterpret_cast<float2*>(to) = make_float2(x[2 * n], x[2 * n + 1]);
-        } else {
-          *reinterpret_cast<unsigned*>(to) = pair16_t::from(x[2 * n], x[2 * n + 1]);
-        }
+      const int column = lanes_t::out_column(n);
+      if (column < dim) {
+        *reinterpret_cast<float2*>(row + column) = make_float2(x[2 * n], x[2 * n + 1]);
       }
     }
   } else {
 #pragma unroll
     for (int n = 0; n < 2 * kOutTiles; ++n) {
-      const int column = n / 2 * 8 + first + n % 2;
+      const int column = lanes_t::out_column(n / 2) + n % 2;
       if (column < dim) row[column * step] = to<elem_t>(x[n]);
+    }
+  }
+}
+
+// Stores what this warp has of out, which lies in shared memory by 16-bit rows: whole
+// chunks of 16 bytes, since a warp's pairs would take four times as many instructions.
+__device__ __forceinline__ void store_tile(elem_t* out,
+                                           const unsigned char* tile,
+                                           int num_rows,
+                                           int dim,
+                                           const operand_t& to) {
+  constexpr int kChunks = kOutTiles, kElems = 8;
+  const bool as_vectors = to.col == 1 && to.row % kElems == 0 && dim % kElems == 0 &&
+                          reinterpret_cast<unsigned long long>(out) % 16 == 0;
+  __syncwarp();  // the warp's rows are there
+#pragma unroll 4
+  for (int n = lanes_t::lane(); n < 16 * kRowTiles * kChunks; n += kWarpSize) {
+    const int row = lanes_t::warp_row() + n / kChunks;
+    const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side() * 4;
+    const uint4 word =
+        *reinterpret_cast<const uint4*>(tile + tile_t<kHeadDimV>::offset(row, chunk));
+    elem_t* const at = out + row * to.row + chunk * kElems * to.col;
+    if (row >= num_rows || chunk * kElems >= dim) continue;
+    if (as_vectors) {
+      *reinterpret_cast<uint4*>(at) = word;
+    } else {
+      const unsigned words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+      for (int e = 0; e < kElems; ++e) {
+        const unsigned short bits =
+            static_cast<unsigned short>(words[e / 2] >> e % 2 * 16);
+        if (chunk * kElems + e < dim) {
+          *reinterpret_cast<unsigned short*>(at + e * to.col) = bits;
+        }
+      }
     }
   }
 }
@@ -190,12 +236,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   unsigned char* const smem_v = smem_k + kStages * kStageK;
   unsigned char* const staging_k = smem_v + kStages * kStageV;
   unsigned char* const staging_v = staging_k + (kStaged ? 2 * kBytesK : 0);
-  unsigned char* const behind = staging_v + (kStaged ? 2 * kBytesV : 0);
+  unsigned char* const behind =
+      kSplits ? staging_v + (kStaged ? 2 * kBytesV : 0)
+              : smem + (kBytesTiles > kBytesOut ? kBytesTiles : kBytesOut);
   // Of float32, by parity of the tile.
   facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
   facts_t* const facts_v = facts_k + 2;
   int* const largest_q = reinterpret_cast<int*>(facts_v + 2);
   kept_t& kept = *reinterpret_cast<kept_t*>(behind + kFactsOfStaging);
+  unsigned char* const smem_p = behind + kFactsOfStaging + kKeptBytes;
+  across_t& across =
+      *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? kStages * kBytesP : 0));
 
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const place_t at(params, block_index(), num_blocks);
@@ -225,11 +276,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       kept.q_rows = q_rows;
       kept.k_rows = k_rows;
       kept.v_rows = v_rows;
-      kept.num_rows = num_rows;
-      if constexpr (kSplits || kStages == 1) {
-        const range_t keys = scores.keys_of(i0, i0 + num_rows);
-        kept.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
+      if constexpr (kPrepared) {
+        const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+        kept.images =
+            images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
       }
+      kept.num_rows = num_rows;
+      kept.block = block;
+      kept.i0 = i0;
+      kept.special = false;
+      const range_t keys = scores.keys_of(i0, i0 + num_rows);
+      kept.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
+      kept.last = static_cast<int>(keys.last);
       kept.aligned_q = aligned_q;
       kept.aligned_k = is_aligned_k();
       kept.aligned_v = is_aligned_v();
@@ -252,29 +310,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if constexpr (kSplits) return staging_t<kHeadDimV>::offset(row, chunk);
     return tile_t<kHeadDimV>::offset(row, chunk);
   };
-  const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
-  const unsigned char* const head_images =
-      images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
   // The loop of 16 bits has no registers for where k and v lie, and looks that up.
   const bool aligned_k = kSplits && is_aligned_k();
   const bool aligned_v = kSplits && is_aligned_v();
   struct source_t {
     const elem_t* rows;
     bool aligned;
+    int last;
   };
   auto source_k = [&]() -> source_t {
-    if constexpr (kSplits) return {k_rows, aligned_k};
-    return {ptx::anew(kept).k_rows, ptx::anew(kept).aligned_k};
+    if constexpr (kSplits) return {k_rows, aligned_k, last};
+    return {read_anew(kept).k_rows, read_anew(kept).aligned_k, last};
   };
   auto source_v = [&]() -> source_t {
-    if constexpr (kSplits) return {v_rows, aligned_v};
-    return {ptx::anew(kept).v_rows, ptx::anew(kept).aligned_v};
+    if constexpr (kSplits) return {v_rows, aligned_v, last};
+    return {read_anew(kept).v_rows, read_anew(kept).aligned_v, last};
   };
   auto load_k = [&](int j0, source_t source) {
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
-    if (j0 < last) {
+    if (j0 < source.last) {
       if constexpr (kPrepared) {
-        load_image<kImageK>(smem_k + stage * kStageK, head_images + tile * kImage);
+        load_image<kImageK>(smem_k + stage * kStageK,
+                            read_anew(kept).images + tile * kImage);
+      } else if constexpr (!kSplits) {
+        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStageK, source.rows,
+                                     params.k.row, j0, source.last, dim,
+                                     source.aligned);
       } else {
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
                                      source.rows + j0 * params.k.row, params.k.row,
@@ -285,10 +346,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   };
   auto load_v = [&](int j0, source_t source) {
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
-    if (j0 < last) {
+    if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageV>(smem_v + stage * kStageV,
-                            head_images + tile * kImage + kImageK);
+                            read_anew(kept).images + tile * kImage + kImageK);
+      } else if constexpr (!kSplits) {
+        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStageV, source.rows,
+                                      params.v.row, j0, source.last, dim_v,
+                                      source.aligned);
       } else {
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
                                       source.rows + j0 * params.v.row, params.v.row,
@@ -298,32 +363,44 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     ptx::commit_copies();
   };
 
-  lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v));
+  // The loop would compute it anew for each tile.
+  auto bounds = [&]() -> const block_t& { return read_anew(kept).block; };
+  lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v),
+                shared_address(smem_p));
 
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
   // What a walk of 16-bit tiles begins with. It is on its way before anything else is
   // computed.
-  auto begin = [&](const elem_t* q_rows, int num_rows, bool aligned_q, source_t of_k,
-                   source_t of_v) {
-    load_tile<kBlockM, kHeadDim>(
-        smem_q, q_rows, params.q.row, num_rows, dim, aligned_q,
-        [](int row, int chunk) { return tile_t<kHeadDim>::offset(row, chunk); });
+  auto begin = [&](const elem_t* q_rows, int num_rows, bool aligned_q, int first,
+                   source_t of_k, source_t of_v) {
+    copy_tile<kBlockM, kHeadDim>(smem_q, q_rows, params.q.row, 0, num_rows, dim,
+                                 aligned_q);
     load_k(first, of_k);
     load_v(first, of_v);
+    if constexpr (kSides > 1) load_k(first + kBlockN, of_k);
   };
   if constexpr (!kSplits) {
-    begin(q_rows, num_rows, aligned_q, {k_rows, is_aligned_k()},
-          {v_rows, is_aligned_v()});
+    begin(q_rows, num_rows, aligned_q, first, {k_rows, is_aligned_k(), last},
+          {v_rows, is_aligned_v(), last});
   }
   keep();
   if constexpr (kSplits) __syncthreads();  // what is kept is there
+
+  auto stage_of = [](int j0) { return j0 / kBlockN % 2; };
+  // Products begin with k of the first tile, and step on to v and weights.
+  auto move_stages = [&](int from, int to) {
+    lanes.k.base += (to - from) * kStageK;
+    lanes.v.base += ((to ^ 1) - from) * kStageV;
+    lanes.p.base += ((to ^ 1) - from) * kBytesP;
+  };
+  if constexpr (kSides > 1) move_stages(0, stage_of(first));
 
   out_frag_t o;
   softmax_t rows;
   centers_t centers;
   // Parts leave no register for it.
-  auto start = [&] { return kSplits ? ptx::anew(kept).first : first; };
-  bool special = false, careful = false;
+  auto start = [&] { return kSplits ? read_anew(kept).first : first; };
+  bool careful = false;
 #pragma unroll 1
   for (;; careful = true) {
     rows = softmax_t();
@@ -356,12 +433,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       if (kStaged || kStages == 2) load_v(start(), source_v());
       __syncthreads();  // the facts are cleared
       size_q =
-          split_q(smem_q, largest_q, ptx::anew(kept).q_rows, params.q.row,
-                  ptx::anew(kept).num_rows, dim, ptx::anew(kept).aligned_q, unit_q);
+          split_q(smem_q, largest_q, read_anew(kept).q_rows, params.q.row,
+                  read_anew(kept).num_rows, dim, read_anew(kept).aligned_q, unit_q);
     } else {
       if (careful) {
-        const kept_t& with = ptx::anew(kept);
-        begin(with.q_rows, with.num_rows, with.aligned_q, source_k(), source_v());
+        const kept_t& with = read_anew(kept);
+        begin(with.q_rows, with.num_rows, with.aligned_q, with.first,
+              {with.k_rows, with.aligned_k, with.last},
+              {with.v_rows, with.aligned_v, with.last});
       }
       if constexpr (kKeepQ) {
         ptx::wait_copy_groups<1>();
@@ -371,150 +450,218 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
     }
 
-#pragma unroll 1
-    for (int j0 = start(); j0 < last; j0 += kBlockN) {
+    if constexpr (kSides > 1) {
+      // Weights of a tile are computed beside the products of the one before with v.
+      __syncthreads();  // what is kept is there
       scores_frag_t s;
-      const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
-      const facts_t* of_k =
-          reinterpret_cast<facts_t*>(smem_k + stage * kStageK + kParts * kBytesK);
-      const facts_t* of_v =
-          reinterpret_cast<facts_t*>(smem_v + stage * kStageV + kParts * kBytesV);
-      ptx::wait_copy_groups<0>();
-      if constexpr (kStaged) {
-        const int parity = tile % 2;
-        of_k = facts_k + parity;
-        of_v = facts_v + parity;
-        auto chunk_of_k = [&](int n) {
-          return *reinterpret_cast<const float4*>(staging_k + n * 16);
-        };
-        auto chunk_of_v = [&](int n) {
-          return *reinterpret_cast<const float4*>(staging_v + n * 16);
-        };
-        inspect<kHeadDim>(facts_k[parity], chunk_of_k);
-        inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
-        __syncthreads();  // the facts are complete; all have read the tiles before
-        if (threadIdx.x == 0) {
-          facts_k[parity ^ 1].clear();
-          facts_v[parity ^ 1].clear();
-        }
-        split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
-        split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
-        load_k(j0 + kBlockN, source_k());
-        load_v(j0 + kBlockN, source_v());
-        __syncthreads();  // the parts of k and v are complete
-      } else if constexpr (kStages == 2) {
-        __syncthreads();  // this tile is complete; all have read the one before
-        load_k(j0 + kBlockN, source_k());
-        load_v(j0 + kBlockN, source_v());
-        lanes.k.base = base_k + stage * kStageK;
-        lanes.v.base = base_v + stage * kStageV;
-      } else {
-        __syncthreads();  // this tile of k is complete; all have read v before
-        if (kSplits || j0 != ptx::anew(kept).first) load_v(j0, source_v());
-      }
-
-      if constexpr (kSplits) {
-        const scale_t scale(of_k->largest);
-        const float unit = unit_q * scale.from_parts;
-        if constexpr (kParts == 2) {
-          multiply_qk_split(s, lanes, unit);
-        } else {
-          multiply_qk(s, q_frags, lanes);
-          multiply_by(s, unit);
-        }
-        const float size = size_q * __int_as_float(of_k->largest) *
-                           fabsf(static_cast<float>(params.scale)) * kHeadDim;
-        const bool whole = !scale.fits || !(size <= kLargestScore);
-        if (whole || any_marked(*of_k)) {
-          float s_on_stack[kRowTiles * kScoreTiles * 4];
-          float o_on_stack[kRowTiles * kOutTiles * 4];
-          put<kScoreTiles>(s_on_stack, s);
-          put<kOutTiles>(o_on_stack, o);
-          ptx::forget(o_on_stack);
-          compute_marked_scores(s_on_stack, of_k->marked, whole, kept.q_rows,
-                                kept.k_rows, params, kept.num_rows, j0);
-          ptx::forget(o_on_stack);
-          get<kScoreTiles>(s, s_on_stack);
-          get<kOutTiles>(o, o_on_stack);
-        }
-      } else if constexpr (!kWeighsAtOnce) {
-        multiply_qk(s, q_frags, lanes);
-      }
-      if constexpr (kWeighsAtOnce) {
-        float sums[kRows];
-        // The same code twice: where nothing is hidden there is no branch, and
-        // exponentials stand among the products.
-        if (block.sees_all(j0) && j0 != first && !careful) {
-          multiply_qk(s, q_frags, lanes);
-          weigh(rows, s, to_log2, sums);
-        } else {
-          ptx::keep_order();
-          multiply_qk(s, q_frags, lanes);
-          if (!block.sees_all(j0)) hide_scores(s, block, j0);
-          if (careful) center(s, o, rows, centers, to_log2, j0);
-          if (j0 == first) {
-            // With the reference that rows start with, all sums would be too large.
+      float sums[kRows];
+      // From a stage to the other one.
+      auto step = [&](int j0, unsigned size) { return stage_of(j0) ? size : 0 - size; };
+      auto put_at = [&](unsigned j0) {
+        ptx::forget(j0);
+        put_weights(smem_p + stage_of(j0) * kBytesP, s);
+      };
+      // The first tile has no reference yet.
+      bool again = true, is_first = true;
 #pragma unroll
-            for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
-            raise_where(rows, s, to_log2, sums);
-          }
-          weigh(rows, s, to_log2, sums);
+      for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
+#pragma unroll 1
+      for (int j0 = read_anew(kept).first; j0 < last; j0 += kBlockN) {
+        if (is_first) {
+          ptx::wait_copy_groups<2>();
+          is_first = false;
+        } else {
+          ptx::wait_copy_groups<0>();
         }
-        if (__any_sync(kFullMask, !are_small(sums))) {
+        // This tile of v, its weights and the next tile of k are complete; all have
+        // read the ones before.
+        if (__syncthreads_or(again)) {
           multiply_qk(s, q_frags, lanes);
-          if (!block.sees_all(j0)) hide_scores(s, block, j0);
-          if (careful) center(s, o, rows, centers, to_log2, j0);
-          raise_where(rows, s, to_log2, sums);
+          if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+          if (careful) center(s, o, rows, centers, across, to_log2, j0);
+          raise_shared(rows, s, across, to_log2, sums);
           rescale(o, rows);
           weigh(rows, s, to_log2, sums);
+          put_at(j0);
+          ptx::wait_copy_groups<0>();
+          __syncthreads();
         }
         add(rows, sums);
-      } else {
-        finish_scores(s, scores, block, params, i0, j0);
-        if (careful) center(s, o, rows, centers, to_log2, j0);
-        if (raise(rows, s, to_log2)) rescale(o, rows);
-      }
-      if constexpr (!kStaged && kStages == 1) {
-        ptx::wait_copy_groups<0>();
-        __syncthreads();  // this tile of v is complete; all have read k
-        load_k(j0 + kBlockN, source_k());
-      }
-      if constexpr (kSplits) {
-        const values_t values(*of_v);
-        if constexpr (kParts == 1) {
-          // o has the unit of the tile.
-          if (values.from_parts != unit_o) {
-            multiply_by(o, unit_o * values.to_unit);
-            unit_o = values.from_parts;
+        load_v(j0 + kBlockN, source_v());
+        load_k(j0 + 2 * kBlockN, source_k());
+        if (careful) {
+          if (clean_values(smem_v + stage_of(j0) * kStageV)) kept.special = true;
+          __syncthreads();  // all have cleaned their part
+        }
+        lanes.v.base += step(j0, kStageV);
+        lanes.p.base += step(j0, kBytesP);
+        const int next = j0 + kBlockN;
+        if (next < last) {
+          lanes.k.base += step(next, kStageK);
+          multiply_qk(s, q_frags, lanes);
+          if (careful) {
+            multiply_pv(o, s, lanes);
+            if (!bounds().sees_all(next)) hide_scores(s, bounds(), next);
+            center(s, o, rows, centers, across, to_log2, next);
+            weigh(rows, s, to_log2, sums);
+          } else {
+            if (!bounds().sees_all(next)) hide_scores(s, bounds(), next);
+            weigh_and_multiply(rows, s, to_log2, sums, o, lanes);
           }
-        }
-        if (values.whole || any_marked(*of_v)) {
-          float o_on_stack[kRowTiles * kOutTiles * 4];
-          float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
-          put<kOutTiles>(o_on_stack, o);
-          put<kScoreTiles>(s_on_stack, s);
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
-          add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
-                            kParts == 1 ? values.to_unit : 1.f, of_v->marked,
-                            values.whole, kept.v_rows, params, j0, last);
-          ptx::forget(s_on_stack);
-          get<kScoreTiles>(s, s_on_stack);
-          get<kOutTiles>(o, o_on_stack);
-        }
-        exponentiate(rows, s, to_log2);
-        if constexpr (kParts == 2) {
-          multiply_pv_split(o, s, lanes, values.from_parts);
+          put_at(next);
         } else {
           multiply_pv(o, s, lanes);
         }
-      } else {
-        if (careful) {
-          special |= clean_values(smem_v + stage * kStageV);
-          __syncthreads();  // all have cleaned their part
+        again = !are_small(sums);
+      }
+      const int begin = read_anew(kept).first;
+      if (begin < last) move_stages(stage_of(last - 1), stage_of(begin));
+    } else {
+#pragma unroll 1
+      for (int j0 = start(); j0 < last; j0 += kBlockN) {
+        scores_frag_t s;
+        const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+        const facts_t* of_k =
+            reinterpret_cast<facts_t*>(smem_k + stage * kStageK + kParts * kBytesK);
+        const facts_t* of_v =
+            reinterpret_cast<facts_t*>(smem_v + stage * kStageV + kParts * kBytesV);
+        ptx::wait_copy_groups<0>();
+        if constexpr (kStaged) {
+          const int parity = tile % 2;
+          of_k = facts_k + parity;
+          of_v = facts_v + parity;
+          auto chunk_of_k = [&](int n) {
+            return *reinterpret_cast<const float4*>(staging_k + n * 16);
+          };
+          auto chunk_of_v = [&](int n) {
+            return *reinterpret_cast<const float4*>(staging_v + n * 16);
+          };
+          inspect<kHeadDim>(facts_k[parity], chunk_of_k);
+          inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
+          __syncthreads();  // the facts are complete; all have read the tiles before
+          if (threadIdx.x == 0) {
+            facts_k[parity ^ 1].clear();
+            facts_v[parity ^ 1].clear();
+          }
+          split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
+          split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
+          load_k(j0 + kBlockN, source_k());
+          load_v(j0 + kBlockN, source_v());
+          __syncthreads();  // the parts of k and v are complete
+        } else if constexpr (kStages == 2) {
+          __syncthreads();  // this tile is complete; all have read the one before
+          load_k(j0 + kBlockN, source_k());
+          load_v(j0 + kBlockN, source_v());
+          lanes.k.base = base_k + stage * kStageK;
+          lanes.v.base = base_v + stage * kStageV;
+        } else {
+          __syncthreads();  // this tile of k is complete; all have read v before
+          if (kSplits || j0 != start()) load_v(j0, source_v());
         }
-        if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
-        multiply_pv(o, s, lanes);
+
+        if constexpr (kSplits) {
+          const scale_t scale(of_k->largest);
+          const float unit = unit_q * scale.from_parts;
+          if constexpr (kParts == 2) {
+            multiply_qk_split(s, lanes, unit);
+          } else {
+            multiply_qk(s, q_frags, lanes);
+            multiply_by(s, unit);
+          }
+          const float size = size_q * __int_as_float(of_k->largest) *
+                             fabsf(static_cast<float>(params.scale)) * kHeadDim;
+          const bool whole = !scale.fits || !(size <= kLargestScore);
+          if (whole || any_marked(*of_k)) {
+            float s_on_stack[kRowTiles * kScoreTiles * 4];
+            float o_on_stack[kRowTiles * kOutTiles * 4];
+            put<kScoreTiles>(s_on_stack, s);
+            put<kOutTiles>(o_on_stack, o);
+            ptx::forget(o_on_stack);
+            compute_marked_scores(s_on_stack, of_k->marked, whole, kept.q_rows,
+                                  kept.k_rows, params, kept.num_rows, j0);
+            ptx::forget(o_on_stack);
+            get<kScoreTiles>(s, s_on_stack);
+            get<kOutTiles>(o, o_on_stack);
+          }
+        } else if constexpr (!kWeighsAtOnce) {
+          multiply_qk(s, q_frags, lanes);
+        }
+        if constexpr (kWeighsAtOnce) {
+          float sums[kRows];
+          // The same code twice: where nothing is hidden there is no branch, and
+          // exponentials stand among the products.
+          if (bounds().sees_all(j0) && j0 != first && !careful) {
+            multiply_qk(s, q_frags, lanes);
+            weigh(rows, s, to_log2, sums);
+          } else {
+            ptx::keep_order();
+            multiply_qk(s, q_frags, lanes);
+            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+            if (careful) center(s, o, rows, centers, across, to_log2, j0);
+            if (j0 == first) {
+              // With the reference that rows start with, all sums would be too large.
+#pragma unroll
+              for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
+              raise_where(rows, s, to_log2, sums);
+            }
+            weigh(rows, s, to_log2, sums);
+          }
+          if (__any_sync(kFullMask, !are_small(sums))) {
+            multiply_qk(s, q_frags, lanes);
+            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+            if (careful) center(s, o, rows, centers, across, to_log2, j0);
+            raise_where(rows, s, to_log2, sums);
+            rescale(o, rows);
+            weigh(rows, s, to_log2, sums);
+          }
+          add(rows, sums);
+        } else {
+          finish_scores(s, scores, bounds(), params, i0, j0);
+          if (careful) center(s, o, rows, centers, across, to_log2, j0);
+          if (raise(rows, s, to_log2)) rescale(o, rows);
+        }
+        if constexpr (!kStaged && kStages == 1) {
+          ptx::wait_copy_groups<0>();
+          __syncthreads();  // this tile of v is complete; all have read k
+          load_k(j0 + kBlockN, source_k());
+        }
+        if constexpr (kSplits) {
+          const values_t values(*of_v);
+          if constexpr (kParts == 1) {
+            // o has the unit of the tile.
+            if (values.from_parts != unit_o) {
+              multiply_by(o, unit_o * values.to_unit);
+              unit_o = values.from_parts;
+            }
+          }
+          if (values.whole || any_marked(*of_v)) {
+            float o_on_stack[kRowTiles * kOutTiles * 4];
+            float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
+            put<kOutTiles>(o_on_stack, o);
+            put<kScoreTiles>(s_on_stack, s);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
+            add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
+                              kParts == 1 ? values.to_unit : 1.f, of_v->marked,
+                              values.whole, kept.v_rows, params, j0, last);
+            ptx::forget(s_on_stack);
+            get<kScoreTiles>(s, s_on_stack);
+            get<kOutTiles>(o, o_on_stack);
+          }
+          exponentiate(rows, s, to_log2);
+          if constexpr (kParts == 2) {
+            multiply_pv_split(o, s, lanes, values.from_parts);
+          } else {
+            multiply_pv(o, s, lanes);
+          }
+        } else {
+          if (careful) {
+            if (clean_values(smem_v + stage * kStageV)) kept.special = true;
+            __syncthreads();  // all have cleaned their part
+          }
+          if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
+          multiply_pv(o, s, lanes);
+        }
       }
     }
 
@@ -525,17 +672,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       l += rows.rest[r];
       l += shuffle_xor(l, 1);
       l += shuffle_xor(l, 2);
+      if constexpr (kSides > 1) l += of_other_side(across, l, r);
     }
     ptx::wait_copy_groups<0>();
     if (careful) {
-      if constexpr (!kSplits) special = __syncthreads_or(special);
+      __syncthreads();  // all have read the tiles
       break;
     }
     bool again = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) again |= is_huge(rows.reference[r]);
     if (again) {
-      again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS), i0);
+      again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS), kept.i0);
     }
     // Values of keys that a row does not see may have come in as 0 * NaN.
     float odd = 0;
@@ -555,25 +703,46 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const place_t& here = kept.at;
   const scores_t rows_of(here, SCORE_ARGUMENTS);
   elem_t* const out_rows = here.at(out, params.out);
-  const bool as_pairs =
-      params.out.col == 1 && params.out.row % 2 == 0 && params.head_dim_v % 2 == 0 &&
-      reinterpret_cast<unsigned long long>(out_rows) % (2 * sizeof(elem_t)) == 0;
+  const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&
+                        params.head_dim_v % 2 == 0 &&
+                        reinterpret_cast<unsigned long long>(out_rows) % 8 == 0;
+  // What closes a row takes long and is the same in the four lanes that share it: each
+  // of them does it for another row.
+  static_assert(kRows <= 4);
+  auto query = [&](int r) {
+    return kept.i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
+  };
+  float own_inverse;
+  {
+    const int own = lanes_t::lane() % kRows;
+    float reference = rows.reference[0], l = rows.l[0];
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const index_t i = i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
-    if (i >= params.seqlen_q) continue;
+    for (int r = 1; r < kRows; ++r) {
+      if (own == r) {
+        reference = rows.reference[r];
+        l = rows.l[r];
+      }
+    }
     // lse has to know to the last bit what was subtracted; l takes what a float of it
     // leaves over. Above a million that is less than a unit of lse.
-    double m = rows.reference[r] * kept.from_log2;
-    const bool is_centered = careful && centers.has(r);
-    if (is_centered) m += kept.from_log2 * to_log2 * centers.at[r];
-    const float high = rows.l[r] == 0 ? -infinity<float>() : static_cast<float>(m);
+    double m = reference * kept.from_log2;
+    if (careful && centers.has(own)) m += kept.from_log2 * to_log2 * centers.at[own];
+    const float high = l == 0 ? -infinity<float>() : static_cast<float>(m);
     const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
-    const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
-    const float inverse = finished.inverse * (1 + low);
-    if (lse != nullptr && lanes_t::lane() % 4 == 0) {
+    const index_t i = query(own);
+    const finished_t finished = rows_of.finish(i, high, l * (1 + low));
+    own_inverse = finished.inverse * (1 + low);
+    if (lse != nullptr && i < params.seqlen_q && lanes_t::lane() % 4 < kRows &&
+        lanes_t::side() == 0) {
       lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
     }
+  }
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float inverse =
+        __shfl_sync(kFullMask, own_inverse, (lanes_t::lane() & ~3) + r);
+    const index_t i = query(r);
+    if (kSplits && i >= params.seqlen_q) continue;
     elem_t* const out_row = out_rows + i * params.out.row;
     if constexpr (kSplits && !kHasSinks) {
       // A row of one key is its value, to the last bit, which the parts may lack.
@@ -592,15 +761,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     for (int n = 0; n < 2 * kOutTiles; ++n) {
       x[n] = o[r / 2][n / 2][r % 2 * 2 + n % 2] * inverse;
     }
-    if (finished.inverse == 0) {
+    if (inverse == 0) {
 #pragma unroll
       for (int n = 0; n < 2 * kOutTiles; ++n) x[n] = 0;
     }
     const int dim = static_cast<int>(params.head_dim_v);
-    store_row(out_row, x, dim, params.out.col, as_pairs);
+    if constexpr (kSplits) {
+      store_row(out_row, x, dim, params.out.col, as_pairs);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+        const int row = lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
+        const int chunk = lanes_t::out_tile(n) + lanes_t::side() * 4;
+        const unsigned at = tile_t<kHeadDimV>::offset(row, chunk);
+        *reinterpret_cast<unsigned*>(smem + at + lanes_t::lane() % 4 * 4) =
+            pair16_t::from(x[2 * n], x[2 * n + 1]);
+      }
+    }
     if constexpr (kSplits && !kHasSinks) {
       // So is a huge row whose largest score takes all.
-      if (is_centered && rows.l[r] == kLargestWeight) {
+      if (careful && centers.has(r) && rows.l[r] == kLargestWeight) {
         const elem_t* const top = kept.v_rows + centers.key[r] * params.v.row;
 #pragma unroll 1
         for (int n = 0; n < 2 * kOutTiles; ++n) {
@@ -613,10 +793,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
   }
   if constexpr (!kSplits) {
-    if (special) {
-      const index_t i_first = i0 + lanes_t::warp_row();
+    store_tile(out_rows + kept.i0 * params.out.row, smem,
+               static_cast<int>(min(params.seqlen_q - kept.i0, index_t(kBlockM))),
+               static_cast<int>(params.head_dim_v), params.out);
+    if (kept.special) {
+      const index_t i_first = kept.i0 + lanes_t::warp_row();
       add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
-                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), first, last);
+                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), kept.first,
+                   kept.last);
     }
   }
 }

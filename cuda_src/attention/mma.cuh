@@ -20,13 +20,23 @@ constexpr int kParts = 1;
 #endif
 static_assert(kParts == 1 || (kParts == 2 && kSplits));
 
-// Number of rows that a warp owns: 16 of an instruction, once or twice. Twice, a
+// Warps that share rows: each has some of the keys of s and some of the columns of o,
+// and weights go from one to the other through shared memory.
+#ifdef SIDES
+constexpr int kSides = SIDES;
+#else
+constexpr int kSides = 1;
+#endif
+
+// Number of rows that a warp works on: 16 of an instruction, once or twice. Twice, a
 // fragment of k or v from shared memory serves two instructions.
 constexpr int kNumWarps = kNumThreads / kWarpSize;
-constexpr int kRowTiles = kBlockM / (16 * kNumWarps);
-static_assert(kRowTiles * 16 * kNumWarps == kBlockM);
-constexpr int kScoreTiles = kBlockN / 8, kOutTiles = kHeadDimV / 8;  // of 8 columns
-static_assert(kBlockN % 32 == 0 && kHeadDim % 32 == 0 && kHeadDimV % 32 == 0);
+constexpr int kRowTiles = kBlockM * kSides / (16 * kNumWarps);
+static_assert(kRowTiles * 16 * kNumWarps == kBlockM * kSides);
+// Of 8 columns, of a warp.
+constexpr int kScoreTiles = kBlockN / kSides / 8, kOutTiles = kHeadDimV / kSides / 8;
+static_assert(kBlockN % (16 * kSides) == 0 && kBlockN % 32 == 0);
+static_assert(kHeadDim % 32 == 0 && kHeadDimV % (32 * kSides) == 0);
 
 #ifdef SCALE_SCORES
 constexpr bool kScaleScores = true;  // not a number that exp2 can take over
@@ -36,9 +46,10 @@ constexpr bool kScaleScores = false;
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+static_assert(kSides == 1 || (!kHasTerms && !kSplits));
 
 // Accumulators: number e of a tile stands in row e / 2 * 8 + lane / 4 and column
-// lane % 4 * 2 + e % 2.
+// lane % 4 * 2 + e % 2. lanes_t tells where a tile stands.
 using scores_frag_t = float[kRowTiles][kScoreTiles][4];
 using out_frag_t = float[kRowTiles][kOutTiles][4];
 
@@ -51,6 +62,42 @@ __device__ __forceinline__ void load_image(unsigned char* smem,
 #pragma unroll
   for (unsigned n = threadIdx.x * 16; n < kBytes; n += kNumThreads * 16) {
     ptx::copy_async_or_zero(to + n, image + n, 16);
+  }
+}
+
+// Starts to copy rows [i0, i0 + kRows) of a matrix (last, dim) of 16-bit numbers; zeros
+// fill up kRows x kDim. As load_tile() does, in half as many instructions: the loop
+// waits for them.
+template <int kRows, int kDim>
+__device__ __forceinline__ void copy_tile(unsigned char* smem,
+                                          const elem_t* x,
+                                          index_t row_stride,
+                                          int i0,
+                                          int last,
+                                          int dim,
+                                          bool aligned) {
+  using rows_t = tile_t<kDim>;
+  constexpr int kStep = kNumThreads / rows_t::kChunks;
+  auto place = [](int row, int chunk) { return rows_t::offset(row, chunk); };
+  // Steps of 8 rows leave the exchange of chunks as it is.
+  constexpr bool kInSteps =
+      kNumThreads % rows_t::kChunks == 0 && kStep % 8 == 0 && kRows % kStep == 0;
+  if (!kInSteps || !aligned) {
+    load_tile<kRows, kDim>(smem, x + i0 * row_stride, row_stride, last - i0, dim,
+                           aligned, place);
+    return;
+  }
+  ptx::forget(row_stride);  // kept, what follows from it would take the registers
+  const int row = threadIdx.x / rows_t::kChunks, chunk = threadIdx.x % rows_t::kChunks;
+  const elem_t* from = x + static_cast<unsigned>(i0 + row) * row_stride + chunk * 8;
+  const unsigned to = shared_address(smem) + place(row, chunk);
+  const int count = chunk * 8 < dim ? last - i0 - row : 0;
+#pragma unroll
+  for (int n = 0; n < kRows / kStep; ++n) {
+    // Nothing is read from where no row is.
+    ptx::copy_async_or_zero(to + n * kStep * rows_t::kPitch, from,
+                            n * kStep < count ? 16 : 0);
+    from += kStep * row_stride;
   }
 }
 
@@ -69,20 +116,39 @@ __device__ __forceinline__ void split(unsigned (&words)[kCount], float x, float 
 
 constexpr unsigned kBytesQ = kBlockM * kHeadDim * 2;  // of one part of a tile
 constexpr unsigned kBytesK = kBlockN * kHeadDim * 2, kBytesV = kBlockN * kHeadDimV * 2;
+constexpr unsigned kBytesP = kBlockM * kBlockN * 2;
 
-// Where a lane's addresses start in the tiles of q (its warp's rows), k and v.
+// Where a lane's addresses start in the tiles of q and p (its warp's rows), k and v.
 struct lanes_t {
   tile_t<kHeadDim> q, k;
   tile_t<kHeadDimV> v;
+  tile_t<kBlockN> p;  // weights, if warps share rows
 
-  __device__ __forceinline__ lanes_t(unsigned smem_q, unsigned smem_k, unsigned smem_v)
+  __device__ __forceinline__
+  lanes_t(unsigned smem_q, unsigned smem_k, unsigned smem_v, unsigned smem_p)
       : q(smem_q, warp_row() + lane() % 16, lane() / 16),
-        k(smem_k, lane() % 8 + lane() / 16 * 8, lane() / 8 % 2),
-        v(smem_v, lane() % 16, lane() / 16) {}
+        k(smem_k, warp_key() + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2),
+        v(smem_v, lane() % 16, lane() / 16 + side() * 4),
+        p(smem_p, warp_row() + lane() % 16, lane() / 16) {}
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
+  static __device__ __forceinline__ int side() {
+    return kSides == 1 ? 0 : threadIdx.x / kWarpSize % kSides;
+  }
   static __device__ __forceinline__ int warp_row() {
-    return threadIdx.x / kWarpSize * 16 * kRowTiles;
+    return threadIdx.x / kWarpSize / kSides * 16 * kRowTiles;
+  }
+  // The first of a warp's keys, which lie side by side.
+  static __device__ __forceinline__ int warp_key() {
+    return side() * (kBlockN / kSides);
+  }
+  // Tile n of a warp's columns of o: sides take turns by 4, so that tiles of v are
+  // exchanged among their 8 neighbours as for one warp.
+  static __device__ __forceinline__ constexpr int out_tile(int n) {
+    return n / 4 * 4 * kSides + n % 4;
+  }
+  static __device__ __forceinline__ int out_column(int n) {
+    return out_tile(n) * 8 + side() * 32 + lane() % 4 * 2;
   }
 };
 
@@ -139,26 +205,33 @@ __device__ __forceinline__ void multiply_qk(scores_frag_t& s,
   }
 }
 
-// o += p v
+// o += p v; `beside(step)` is computed among the products.
+template <typename Beside>
 __device__ __forceinline__ void multiply_pv(out_frag_t& o,
                                             const scores_frag_t& p,
-                                            const lanes_t& lanes) {
+                                            const lanes_t& lanes,
+                                            Beside beside) {
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
+    beside(step);
     // The accumulators of two tiles of scores are the A operand of one step.
     unsigned a[kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
+      if constexpr (kSides > 1) {
+        ptx::ldmatrix_x4(a[m], lanes.p.at(16 * m, 2 * step));
+      } else {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float (&tile)[4] = p[m][2 * step + n / 2];
-        a[m][n] = pair16_t::from(tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
+        for (int n = 0; n < 4; ++n) {
+          const float (&tile)[4] = p[m][2 * step + n / 2];
+          a[m][n] = pair16_t::from(tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
+        }
       }
     }
 #pragma unroll
     for (int n = 0; n < kOutTiles; n += 2) {
       unsigned b[4];
-      ptx::ldmatrix_x4_trans(b, lanes.v.at(16 * step, n));
+      ptx::ldmatrix_x4_trans(b, lanes.v.at(16 * step, lanes_t::out_tile(n)));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         pair16_t::mma(o[m][n], a[m], b[0], b[1]);
@@ -166,6 +239,12 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
       }
     }
   }
+}
+
+__device__ __forceinline__ void multiply_pv(out_frag_t& o,
+                                            const scores_frag_t& p,
+                                            const lanes_t& lanes) {
+  multiply_pv(o, p, lanes, [](int) {});
 }
 
 template <int kCount>

@@ -38,7 +38,7 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile) {
 }
 
 // Adds to the stored rows [i_first, i_last) what they see of values of keys [first,
-// last) that are not finite. The rows are those of this warp.
+// last) that are not finite. The rows, and their columns, are those of this warp.
 __device__ __forceinline__ void add_specials(elem_t* out_rows,
                                              const elem_t* v_rows,
                                              const scores_t& scores,
@@ -72,7 +72,8 @@ __device__ __forceinline__ void add_specials(elem_t* out_rows,
           if (scores(0.f, i, j) == -infinity<float>()) continue;
         }
 #pragma unroll 1
-        for (int column = lane; column < dim; column += kWarpSize) {
+        for (int column = lanes_t::side() * 32 + lane; column < dim;
+             column += 32 * kSides) {
           const float x = to<float>(v_rows[j * params.v.row + column]);
           elem_t& sum = out_rows[i * params.out.row + column * params.out.col];
           if (!is_finite(x)) sum = to<elem_t>(to<float>(sum) + x);

@@ -8,7 +8,7 @@
 // still; all other rows keep every bit.
 #pragma once
 
-#include "attention/mma_softmax.cuh"
+#include "attention/mma_sides.cuh"
 
 // By row of a thread, on the stack, since the loop has no registers for it.
 struct centers_t {
@@ -62,6 +62,7 @@ __device__ __forceinline__ void center(scores_frag_t& s,
                                        out_frag_t& o,
                                        softmax_t& rows,
                                        centers_t& centers,
+                                       across_t& across,
                                        float to_log2,
                                        int j0) {
 #pragma unroll
@@ -76,6 +77,7 @@ __device__ __forceinline__ void center(scores_frag_t& s,
     }
     now = fmaxf(now, shuffle_xor(now, 1));
     now = fmaxf(now, shuffle_xor(now, 2));
+    if constexpr (kSides > 1) now = fmaxf(now, of_other_side(across, now, r));
     const bool usual = is_nan(before);
     if constexpr (kSplits) {
       int key = -1;

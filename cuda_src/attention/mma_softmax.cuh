@@ -123,21 +123,23 @@ __device__ __forceinline__ void exponentiate(softmax_t& rows,
 constexpr bool kWeighsAtOnce = false;
 #else
 constexpr bool kWeighsAtOnce =
-    !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
+    kSides == 1 && !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
 #endif
 constexpr float kLargestSum = 4096;
 
-// s becomes p = exp(s - reference); sums of this thread's columns, with the rest of
-// those before.
+// s becomes p = exp(s - reference), in tiles [first, last) of 8 columns; sums of this
+// thread's columns, with the rest of those before.
 __device__ __forceinline__ void weigh(const softmax_t& rows,
                                       scores_frag_t& s,
                                       float to_log2,
-                                      float (&sums)[kRows]) {
+                                      float (&sums)[kRows],
+                                      int first = 0,
+                                      int last = kScoreTiles) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    sums[r] = rows.rest[r];
+    if (first == 0) sums[r] = rows.rest[r];
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
+    for (int n = first; n < last; ++n) {
 #pragma unroll
       for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
         float& x = s[r / 2][n][e];
@@ -165,6 +167,37 @@ __device__ __forceinline__ bool are_small(const float (&sums)[kRows]) {
   return all;
 }
 
+// The largest of this warp's scores of row r.
+__device__ __forceinline__ float largest_of(const scores_frag_t& s, int r) {
+  float largest = s[r / 2][0][r % 2 * 2];
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) {
+    largest = fmaxf(largest, s[r / 2][n][r % 2 * 2]);
+    largest = fmaxf(largest, s[r / 2][n][r % 2 * 2 + 1]);
+  }
+  largest = fmaxf(largest, shuffle_xor(largest, 1));
+  return fmaxf(largest, shuffle_xor(largest, 2));
+}
+
+// Whether one of the threads that share a row has a sum that is not small.
+__device__ __forceinline__ bool has_large_sum(float sum) {
+  const unsigned large = __ballot_sync(kFullMask, !(sum <= kLargestSum));
+  return (large >> (lanes_t::lane() & ~3) & 15) != 0;
+}
+
+// Moves the reference of row r to its largest score, if it may and has to.
+__device__ __forceinline__ void move(
+    softmax_t& rows, int r, float largest, bool may, float to_log2) {
+  // A row moves by its own scores: its bits depend on no other row of the warp.
+  const bool own = may && exponent(largest, to_log2, rows.reference[r]) > kLazyLog2;
+  const float next = own ? rounded_product(largest, to_log2) : rows.reference[r];
+  // Infinities have no difference.
+  rows.alpha[r] = own ? ptx::ex2_approx_ftz(rows.reference[r] - next) : 1.f;
+  rows.reference[r] = next;
+  rows.l[r] *= rows.alpha[r];
+  rows.rest[r] *= rows.alpha[r];
+}
+
 // Moves the reference of each row with a sum that is not small, as raise() does.
 __device__ __forceinline__ void raise_where(softmax_t& rows,
                                             const scores_frag_t& s,
@@ -172,23 +205,6 @@ __device__ __forceinline__ void raise_where(softmax_t& rows,
                                             const float (&sums)[kRows]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    float largest = s[r / 2][0][r % 2 * 2];
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      largest = fmaxf(largest, s[r / 2][n][r % 2 * 2]);
-      largest = fmaxf(largest, s[r / 2][n][r % 2 * 2 + 1]);
-    }
-    largest = fmaxf(largest, shuffle_xor(largest, 1));
-    largest = fmaxf(largest, shuffle_xor(largest, 2));
-    const unsigned large = __ballot_sync(kFullMask, !(sums[r] <= kLargestSum));
-    // A row moves by its own scores: its bits depend on no other row of the warp.
-    const bool own = (large >> (lanes_t::lane() & ~3) & 15) != 0 &&
-                     exponent(largest, to_log2, rows.reference[r]) > kLazyLog2;
-    const float next = own ? rounded_product(largest, to_log2) : rows.reference[r];
-    // Infinities have no difference.
-    rows.alpha[r] = own ? ptx::ex2_approx_ftz(rows.reference[r] - next) : 1.f;
-    rows.reference[r] = next;
-    rows.l[r] *= rows.alpha[r];
-    rows.rest[r] *= rows.alpha[r];
+    move(rows, r, largest_of(s, r), has_large_sum(sums[r]), to_log2);
   }
 }

@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: rows that two warps share.
+//
+// Each of them has the scores of half of the keys, and half of the columns of o. So a
+// fragment of k or v serves twice as many rows as where a warp has rows of its own.
+// Weights go through shared memory, and are computed before anybody asks for the
+// largest score (mma_softmax.cuh).
+#pragma once
+
+#include "attention/mma_softmax.cuh"
+
+static_assert(kSides <= 2);
+
+// What two warps tell each other about their rows.
+struct across_t {
+  float number[2][kBlockM];
+  int is_large[2][kBlockM];
+};
+
+// Row r of a thread, among those of the block; there is no register to keep it.
+__device__ __forceinline__ int row_of_block(int r) {
+  unsigned row = lanes_t::warp_row() + lanes_t::lane() / 4;
+  ptx::forget(row);
+  return row + 8 * r;
+}
+
+// What the other side has for row r. All threads of the block call this.
+__device__ __forceinline__ float of_other_side(across_t& across, float x, int r) {
+  const int row = row_of_block(r), side = lanes_t::side();
+  across.number[side][row] = x;
+  __syncthreads();  // both sides have written
+  const float other = across.number[side ^ 1][row];
+  __syncthreads();  // and read
+  return other;
+}
+
+// Stores weights for both sides.
+__device__ __forceinline__ void put_weights(unsigned char* smem_p,
+                                            const scores_frag_t& p) {
+  using rows_t = tile_t<kBlockN>;
+  const int row = row_of_block(0);
+#pragma unroll
+  for (int n = 0; n < kScoreTiles; ++n) {
+    // 8 rows further chunks are exchanged in the same way.
+    const unsigned at = rows_t::offset(row, lanes_t::side() * kScoreTiles + n) +
+                        lanes_t::lane() % 4 * 4;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      *reinterpret_cast<unsigned*>(smem_p + at + 8 * r * rows_t::kPitch) =
+          pair16_t::from(p[r / 2][n][r % 2 * 2], p[r / 2][n][r % 2 * 2 + 1]);
+    }
+  }
+}
+
+// raise_where() of rows that two warps share. All threads of the block call this.
+__device__ __forceinline__ void raise_shared(softmax_t& rows,
+                                             const scores_frag_t& s,
+                                             across_t& across,
+                                             float to_log2,
+                                             const float (&sums)[kRows]) {
+  const int side = lanes_t::side();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const float largest = largest_of(s, r);
+    const bool is_large = has_large_sum(sums[r]);
+    across.number[side][row_of_block(r)] = largest;
+    across.is_large[side][row_of_block(r)] = is_large;
+  }
+  __syncthreads();  // both sides have written
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = row_of_block(r);
+    const float largest = fmaxf(across.number[0][row], across.number[1][row]);
+    const bool is_large = across.is_large[0][row] | across.is_large[1][row];
+    move(rows, r, largest, is_large, to_log2);
+  }
+  __syncthreads();  // and read
+}
+
+// weigh() of the scores of one tile beside o += p v of the tile before it.
+__device__ __forceinline__ void weigh_and_multiply(const softmax_t& rows,
+                                                   scores_frag_t& s,
+                                                   float to_log2,
+                                                   float (&sums)[kRows],
+                                                   out_frag_t& o,
+                                                   const lanes_t& lanes) {
+  constexpr int kSteps = kBlockN / 16, kEach = kScoreTiles / kSteps;
+  static_assert(kEach * kSteps == kScoreTiles);
+  multiply_pv(o, s, lanes, [&](int step) {
+    weigh(rows, s, to_log2, sums, step * kEach, (step + 1) * kEach);
+  });
+}

@@ -96,14 +96,25 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap
   }
 }
 
-// exponentiate() of products that have not been through the softcap.
+// Products of any size into exponents of their weights.
+__device__ __forceinline__ void make_exponents(float (&s)[kScores],
+                                               const softmax_t& row,
+                                               const cap_t& cap) {
+#pragma unroll
+  for (int e = 0; e < kScores; ++e) {
+    s[e] = any_size_t{cap}(s[e], row.m_log2[row_of(e)]);
+  }
+}
+
+// exponentiate() of products where all are near, else of exponents.
 __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
                                                     float (&s)[kScores],
-                                                    const cap_t& cap) {
-  if (all_near(s, cap)) {
+                                                    const cap_t& cap,
+                                                    bool near) {
+  if (near) {
     exponentiate(row, s, near_t{cap});
   } else {
-    exponentiate(row, s, any_size_t{cap});
+    exponentiate(row, s, [](float x, float) { return x; });
   }
 }
 

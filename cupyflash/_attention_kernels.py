@@ -300,6 +300,9 @@ _SPLIT_MERGE_THREADS = 128
 # kernel with a block a row is faster.
 _MERGED_BY_A_BLOCK = 1 << 17
 
+# Up to here, shared memory has room for columns of out as well, and for 10 KB of others.
+_MOST_STAGED = 217 << 10
+
 # Bytes of keys and values that the L2 cache holds.
 _CACHED = 50 << 20
 
@@ -466,11 +469,29 @@ class HopperKernel:
         return ladders[int(some)]
 
     def _smem(self, problem):
+        """Tiles of q, the stages of k and v, what is staged of out."""
+        columns = self._staged_columns(problem)
+        return self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
+
+    def _smem_of_tiles(self, problem):
         """Tiles of q, the stages of k and v, and room to align them."""
         tile = self.tile(problem)
         row_qk, row_v = (-(-n // 64) * 128 for n in self._dims(problem))
         kv = tile.num_stages * tile.block_n * (row_qk + row_v)
         return tile.block_m * row_qk + kv + 1024
+
+    def _staged_bytes(self, problem, columns):
+        """kStagedBytes of cuda_src/attention/hopper_store.cuh, for all warps."""
+        return self.tile(problem).block_m * (2 * columns + 16) if columns else 0
+
+    def _staged_columns(self, problem):
+        """Columns of out that go through shared memory at a time, or 0."""
+        if self.tile(problem).num_groups == 1:
+            return 0  # a store of few rows; keys take all shared memory
+        head_dim_v = self._dims(problem)[1]
+        columns = 64 if head_dim_v % 64 == 0 else head_dim_v
+        size = self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
+        return columns if size <= _MOST_STAGED else 0
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
@@ -514,6 +535,8 @@ class HopperKernel:
         num_splits = self.num_splits(problem, device)
         if num_splits > 1:
             switches["SPLIT"] = 1
+        elif columns := self._staged_columns(problem):
+            switches["STAGED_COLUMNS"] = columns
         if self.merges(problem, device):
             switches["MERGE"] = 1
         if problem.bias is not None or problem.mask is not None:

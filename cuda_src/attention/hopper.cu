@@ -19,6 +19,7 @@
 #include "attention/hopper_hidden.cuh"
 #include "attention/hopper_parts.cuh"
 #include "attention/hopper_softmax.cuh"
+#include "attention/hopper_store.cuh"
 #include "attention/hopper_terms.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -109,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
   const unsigned smem_k = smem_q + kNumGroups * kBytesQ;
   const unsigned smem_v = smem_k + kStages * kBytesK;
+  [[maybe_unused]] const unsigned smem_out = smem_v + kStages * kBytesV;
   const unsigned first_barrier = ptx::shared_address(barriers);
   constexpr int kBarrier = ring_t::kBytes;
   const ring_t q_ring = {first_barrier, first_barrier + kNumGroups * kBarrier};
@@ -669,37 +671,60 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           (reinterpret_cast<unsigned long long>(out_rows) % 16 | params.out.row % 8 |
            (kPack > 1 ? params.out.head % 8 : 0)) == 0 &&
           params.out.col == 1;
+      // A word: two columns of row r of this thread.
+      auto word_of = [&](int e, int r) {
+        const unsigned word = pair16_t::from(o[e + 1] * inverse[r], o[e] * inverse[r]);
+        const unsigned shown = seen[r] ? word : 0;
+        if constexpr (kHidesSome) odd[r] = pair16_t::fma(shown, 0, odd[r]);
+        return shown;
+      };
+      if constexpr (kStagedColumns > 0) {
+        const int row_warp = row_thread - lane / 4;
+        const unsigned staged = smem_out + (threadIdx.x / kWarpSize - 4) * kStagedBytes;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row_r = row_thread + 8 * r;
-        const bool exists = row_r < num_rows;
-        elem_t* const out_row = out_rows + query_of(row_r) * params.out.row +
-                                row_r % kPack * params.out.head;
+        for (int first = 0; first < kHeadDimV; first += kStagedColumns) {
+          __syncwarp();  // what was staged there before has been read
 #pragma unroll
-        for (int e = 0; e < kOutputs; e += 16) {
-          unsigned words[4];
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            const int from = e + 4 * t + 2 * r;
-            const unsigned word =
-                pair16_t::from(o[from + 1] * inverse[r], o[from] * inverse[r]);
-            words[t] = seen[r] ? word : 0;
-            if constexpr (kHidesSome) odd[r] = pair16_t::fma(words[t], 0, odd[r]);
+          for (int column = 0; column < kStagedColumns; column += 16) {
+            const int e = (first + column) / 2;
+            ptx::stmatrix_x4(staged_row(staged, lane) + column * 2, word_of(e, 0),
+                             word_of(e + 2, 1), word_of(e + 4, 0), word_of(e + 6, 1));
           }
-          if (aligned) {
-            transpose(words, lane);  // 8 columns side by side
-            const int column = e * 2 + lane % 4 * 8;
-            if (exists && column < params.head_dim_v) {
-              *reinterpret_cast<uint4*>(out_row + column) =
-                  make_uint4(words[0], words[1], words[2], words[3]);
-            }
-          } else if (exists) {
+          __syncwarp();
+          store_staged(staged,
+                       out_rows + row_warp * params.out.row + first * params.out.col,
+                       params.out, aligned, num_rows - row_warp,
+                       int(params.head_dim_v) - first, lane);
+        }
+      } else {
 #pragma unroll
-            for (int t = 0; t < 8; ++t) {
-              const int column = e * 2 + t / 2 * 8 + lane % 4 * 2 + t % 2;
-              const unsigned short bits = words[t / 2] >> (t % 2 * 16);
-              if (column < params.head_dim_v)
-                out_row[column * params.out.col] = elem_t{bits};
+        for (int r = 0; r < 2; ++r) {
+          const int row_r = row_thread + 8 * r;
+          const bool exists = row_r < num_rows;
+          elem_t* const out_row = out_rows + query_of(row_r) * params.out.row +
+                                  row_r % kPack * params.out.head;
+#pragma unroll
+          for (int e = 0; e < kOutputs; e += 16) {
+            unsigned words[4];
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+              words[t] = word_of(e + 4 * t + 2 * r, r);
+            }
+            if (aligned) {
+              transpose(words, lane);  // 8 columns side by side
+              const int column = e * 2 + lane % 4 * 8;
+              if (exists && column < params.head_dim_v) {
+                *reinterpret_cast<uint4*>(out_row + column) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+              }
+            } else if (exists) {
+#pragma unroll
+              for (int t = 0; t < 8; ++t) {
+                const int column = e * 2 + t / 2 * 8 + lane % 4 * 2 + t % 2;
+                const unsigned short bits = words[t / 2] >> (t % 2 * 16);
+                if (column < params.head_dim_v)
+                  out_row[column * params.out.col] = elem_t{bits};
+              }
             }
           }
         }

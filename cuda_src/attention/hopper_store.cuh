@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: MIT
+// attention_hopper: a warp's 16 rows of out go through shared memory, a few columns at a
+// time, so that lanes store whole lines, and all stores are under way at once.
+#pragma once
+
+#include "attention/hopper_tiles.cuh"
+#include "ptx/shared.cuh"
+
+// Columns at a time; 0 where shared memory has no room.
+#ifdef STAGED_COLUMNS
+constexpr int kStagedColumns = STAGED_COLUMNS;
+static_assert(kHeadDimV % kStagedColumns == 0 && kPack == 1 && !kSplit);
+#else
+constexpr int kStagedColumns = 0;
+#endif
+// Bytes from row to row: 16 more than the columns, so that 8 rows fill all banks.
+constexpr int kStagedPitch = kStagedColumns * int(sizeof(elem_t)) + 16;
+constexpr int kStagedBytes = 16 * kStagedPitch;  // of a warp
+
+// Where a lane puts its row for stmatrix: rows 0 to 7, rows 8 to 15, and the same of
+// the next 8 columns.
+__device__ __forceinline__ unsigned staged_row(unsigned staged, int lane) {
+  return staged + lane % 16 * kStagedPitch + lane / 16 * 16;
+}
+
+// Stores what the warp has staged: rows below `num_rows` to `out`, which is that of the
+// first one, and columns below `num_columns`.
+__device__ __forceinline__ void store_staged(unsigned staged,
+                                             elem_t* out,
+                                             const operand_t& strides,
+                                             bool aligned,
+                                             int num_rows,
+                                             int num_columns,
+                                             int lane) {
+  constexpr int kVectors = kStagedColumns / 8;  // of 16 bytes, in a row
+  if (aligned) {
+#pragma unroll
+    for (int n = 0; n < kVectors / 2; ++n) {
+      const int row = (n * kWarpSize + lane) / kVectors;
+      const int column = (n * kWarpSize + lane) % kVectors * 8;
+      const float4 x =
+          ptx::load_shared_f32x4(staged + row * kStagedPitch + column * 2);
+      if (row < num_rows && column < num_columns) {
+        *reinterpret_cast<float4*>(out + row * strides.row + column) = x;
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int n = lane; n < 16 * kStagedColumns; n += kWarpSize) {
+      const int row = n / kStagedColumns, column = n % kStagedColumns;
+      const unsigned short bits =
+          ptx::load_shared_u16(staged + row * kStagedPitch + column * 2);
+      if (row < num_rows && column < num_columns) {
+        out[row * strides.row + column * strides.col] = elem_t{bits};
+      }
+    }
+  }
+}

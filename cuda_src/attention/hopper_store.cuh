@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention/hopper_tiles.cuh"
+#include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 
 // Columns at a time; 0 where shared memory has no room.
@@ -34,14 +35,20 @@ __device__ __forceinline__ void store_staged(unsigned staged,
                                              int lane) {
   constexpr int kVectors = kStagedColumns / 8;  // of 16 bytes, in a row
   if (aligned) {
+    uint4 x[kVectors / 2];
 #pragma unroll
     for (int n = 0; n < kVectors / 2; ++n) {
-      const int row = (n * kWarpSize + lane) / kVectors;
-      const int column = (n * kWarpSize + lane) % kVectors * 8;
-      const float4 x =
-          ptx::load_shared_f32x4(staged + row * kStagedPitch + column * 2);
+      const int at = n * kWarpSize + lane;
+      x[n] = ptx::load_shared_u32x4(staged + at / kVectors * kStagedPitch +
+                                    at % kVectors * 16);
+    }
+#pragma unroll
+    for (int n = 0; n < kVectors / 2; ++n) {
+      const int at = n * kWarpSize + lane;
+      const int row = at / kVectors, column = at % kVectors * 8;
       if (row < num_rows && column < num_columns) {
-        *reinterpret_cast<float4*>(out + row * strides.row + column) = x;
+        ptx::store_global(reinterpret_cast<uint4*>(out + row * strides.row + column),
+                          x[n]);
       }
     }
   } else {

@@ -36,6 +36,15 @@ __device__ __forceinline__ int load_shared_s32(unsigned address) {
   return x;
 }
 
+__device__ __forceinline__ uint4 load_shared_u32x4(unsigned address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 __device__ __forceinline__ unsigned short load_shared_u16(unsigned address) {
   unsigned short x;
   asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");

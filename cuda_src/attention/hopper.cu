@@ -678,7 +678,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if constexpr (kHidesSome) odd[r] = pair16_t::fma(shown, 0, odd[r]);
         return shown;
       };
-      if constexpr (kStagedColumns > 0) {
+      if constexpr (kStagesOut) {
         const int row_warp = row_thread - lane / 4;
         const unsigned staged = smem_out + (threadIdx.x / kWarpSize - 4) * kStagedBytes;
 #pragma unroll
@@ -714,8 +714,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               transpose(words, lane);  // 8 columns side by side
               const int column = e * 2 + lane % 4 * 8;
               if (exists && column < params.head_dim_v) {
-                *reinterpret_cast<uint4*>(out_row + column) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
+                ptx::store_global(reinterpret_cast<uint4*>(out_row + column),
+                                  make_uint4(words[0], words[1], words[2], words[3]));
               }
             } else if (exists) {
 #pragma unroll

@@ -7,12 +7,14 @@
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 
-// Columns at a time; 0 where shared memory has no room.
+// Columns at a time, where shared memory has room for them.
 #ifdef STAGED_COLUMNS
+constexpr bool kStagesOut = true;
 constexpr int kStagedColumns = STAGED_COLUMNS;
 static_assert(kHeadDimV % kStagedColumns == 0 && kPack == 1 && !kSplit);
 #else
-constexpr int kStagedColumns = 0;
+constexpr bool kStagesOut = false;
+constexpr int kStagedColumns = 64;
 #endif
 // Bytes from row to row: 16 more than the columns, so that 8 rows fill all banks.
 constexpr int kStagedPitch = kStagedColumns * int(sizeof(elem_t)) + 16;

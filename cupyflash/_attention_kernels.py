@@ -300,7 +300,7 @@ _SPLIT_MERGE_THREADS = 128
 # kernel with a block a row is faster.
 _MERGED_BY_A_BLOCK = 1 << 17
 
-# Up to here, shared memory has room for columns of out as well, and for 10 KB of others.
+# Shared memory beside which there is room for up to 10 KB of terms and barriers.
 _MOST_STAGED = 217 << 10
 
 # Bytes of keys and values that the L2 cache holds.

@@ -12,6 +12,7 @@
 // Tiles      q     kGroupM x kHeadDim a warpgroup   shared
 //            k, v  kBlockN x kHeadDim (kHeadDimV)   shared, kStages of each
 //            s, p, o  registers, as wgmma lays them out
+//            out   16 x kStagedColumns a warp       shared, on their way to memory
 // Memory     global: q and out once; k and v once an item, mostly from L2
 // Numbers    s, m, l, o in float32; p is rounded to elem_t before p v
 // Limits     q, k, v as a tensor map takes them (_tensormap.py); seqlen_k >= 1; numbers

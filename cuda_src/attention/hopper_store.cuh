@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: a warp's 16 rows of out go through shared memory, a few columns at a
-// time, so that lanes store whole lines, and all stores are under way at once.
+// attention_hopper: a warp's 16 rows of out go through shared memory, a few columns at
+// a time, so that lanes store whole lines, and all stores are under way at once.
 #pragma once
 
 #include "attention/hopper_tiles.cuh"

@@ -158,9 +158,9 @@ __device__ __forceinline__ void read_key_terms(volatile key_terms_t& slot,
   }
 }
 
-// The tensor cores add a bias as one step more of q k^T: 16 columns, of which the second
-// 8 are the first again. Those of all queries are this number, those of a key its
-// pieces by half the inverse, which float16 holds together with their last bits.
+// The tensor cores add a bias as one step more of q k^T: 16 columns, of which the
+// second 8 are the first again. Those of all queries are this number, those of a key
+// its pieces by half the inverse, which float16 holds together with their last bits.
 constexpr float kPieceWeight = 1.f / 64;
 __device__ __forceinline__ uint4 pieces_of(float term) {
   const float x = term * (0.5f / kPieceWeight);

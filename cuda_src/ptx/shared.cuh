@@ -63,8 +63,8 @@ __device__ __forceinline__ void store_shared_f32x4(
                : "memory");
 }
 
-// Stores four matrices of 8 x 8 16-bit numbers: lane l gives the address of row l % 8 of
-// matrix l / 8, word n of all lanes is matrix n, as wgmma and mma lay them out.
+// Stores four matrices of 8 x 8 16-bit numbers: lane l gives the address of row l % 8
+// of matrix l / 8, word n of all lanes is matrix n, as wgmma and mma lay them out.
 __device__ __forceinline__ void stmatrix_x4(
     unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile(

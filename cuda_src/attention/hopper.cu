@@ -555,11 +555,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       finish_scores(n, late, masked);
       bool moved;
-      [[maybe_unused]] bool near = true;
       if constexpr (kCapOnly && !masked.value) {
         moved = raise(row, s, to_log2, capped_t{inputs.cap});
-        near = all_near(s, inputs.cap);
-        if (!near) make_exponents(s, row, inputs.cap);
       } else {
         moved = raise(row, s, to_log2);
       }
@@ -568,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       keep_order(o);
       if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage_v));
       if constexpr (kCapOnly && !masked.value) {
-        exponentiate_capped(row, s, inputs.cap, near);
+        exponentiate_capped(row, s, inputs.cap);
       } else {
         exponentiate(row, s, to_log2);
       }

@@ -96,25 +96,14 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap
   }
 }
 
-// Products of any size into exponents of their weights.
-__device__ __forceinline__ void make_exponents(float (&s)[kScores],
-                                               const softmax_t& row,
-                                               const cap_t& cap) {
-#pragma unroll
-  for (int e = 0; e < kScores; ++e) {
-    s[e] = any_size_t{cap}(s[e], row.m_log2[row_of(e)]);
-  }
-}
-
-// exponentiate() of products where all are near, else of exponents.
+// exponentiate() of products that have not been through the softcap.
 __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
                                                     float (&s)[kScores],
-                                                    const cap_t& cap,
-                                                    bool near) {
-  if (near) {
+                                                    const cap_t& cap) {
+  if (all_near(s, cap)) {
     exponentiate(row, s, near_t{cap});
   } else {
-    exponentiate(row, s, [](float x, float) { return x; });
+    exponentiate(row, s, any_size_t{cap});
   }
 }
 

@@ -40,7 +40,7 @@ constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters
 static_assert(kNumGroups == 1 || kProducerRegisters + kNumGroups * kConsumerRegisters <=
                                      65536 / kNumThreads / 8 * 8 * (kNumGroups + 1));
 
-// s = q k^T, or s += q k^T behind a bias. A step is 16 columns: 32 bytes of a row of
+// s = q k^T, or s += q k^T with kPresetBias. A step is 16 columns: 32 bytes of a row of
 // 128.
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
                                             unsigned long long q,
@@ -96,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                      MERGED_PARAMETERS SCORE_PARAMETERS) {
   const schedule_t& schedule = inputs.schedule;
   extern __shared__ __align__(1024) unsigned char smem[];
-  [[maybe_unused]] __shared__ __align__(16) elem_t piece_weights[8 * 8];
   __shared__ __align__(
       8) unsigned long long barriers[2 * kNumGroups + 4 * kStages + 4 + kOrders +
                                      (kTermsOfKeys ? 2 * kKeySlots : 0)];
@@ -156,10 +155,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(key_ring.empty_at(n), 4 * kNumGroups);
     }
     ptx::fence_mbarrier_init();
-  }
-  if (kPresetBias && threadIdx.x < 8 * 8) {
-    piece_weights[threadIdx.x] = to<elem_t>(kPieceWeight);
-    ptx::fence_proxy_async();
   }
   __syncthreads();  // the barriers are there before anyone uses them
 
@@ -352,9 +347,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned long long q_tile = descriptor(smem_q + w * kBytesQ, 16);
   const unsigned long long k_tiles = descriptor(smem_k, 16);
   const unsigned long long v_tiles = descriptor(smem_v, kBlockN * 128);
-  [[maybe_unused]] const unsigned long long
-      piece_tile = twice_descriptor(ptx::shared_address(piece_weights), 0),
-      bias_tiles = twice_descriptor(ptx::shared_address(key_terms[0].pieces), 128);
   const float to_log2 = kCapOnly ? 1.f : kHasTerms ? float(kLog2e) : inputs.to_log2;
   // Barrier 1 + w is the turn of warpgroup w.
   if (kTakeTurns && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
@@ -452,26 +444,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     }
 
-    // Waits for what products are added to, in tile number n of the item; whether
-    // something is left for finish_scores() to add.
-    auto await_bias = [&](int n) {
+    // What products are added to, for tile number n of the item; whether something is
+    // left for finish_scores() to add.
+    auto begin_scores = [&](int n) {
       if constexpr (kPresetBias) {
         const unsigned number = num_tiles + n, slot = number % kKeySlots;
         wait(key_ring.full_at(slot), number / kKeySlots & 1);
+        set_terms(s, key_terms[slot].terms + lane % 4 * 2);
         return key_terms[slot].some_late;
       }
       return false;
-    };
-    auto begin_scores = [&](int n) {
-      const unsigned number = num_tiles + n;
-      ptx::wgmma_fence();
-      if constexpr (kPresetBias) {
-        const unsigned slot = number % kKeySlots;
-        ptx::wgmma_t<elem_t, kBlockN>::ss(
-            s, piece_tile, bias_tiles + slot * (sizeof(key_terms_t) / 16), false);
-      }
-      multiply_qk(s, q_tile, k_tiles + stage_of(number) * (kBytesK / 16));
-      ptx::wgmma_commit_group();
     };
     // Products into final scores.
     auto finish_scores = [&](int n, bool late, auto masked) {
@@ -519,9 +501,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     wait(q_ring.full_at(w), num_items & 1);
     {
       const unsigned number = num_tiles + skipped, stage = stage_of(number);
-      const bool late = await_bias(skipped);
+      const bool late = begin_scores(skipped);
       wait(k_ring.full_at(stage), parity_of(number));
-      begin_scores(skipped);
+      ptx::wgmma_fence();
+      multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
+      ptx::wgmma_commit_group();
       ptx::wgmma_wait_group<0>();
       keep_order(s);
       if (elected) {
@@ -537,10 +521,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     auto step = [&](int n, auto masked) {
       const unsigned number = num_tiles + n, stage = stage_of(number);
       const unsigned before = number - 1, stage_v = stage_of(before);
-      const bool late = await_bias(n);
+      const bool late = begin_scores(n);
       wait(k_ring.full_at(stage), parity_of(number));
       take_turn();
-      begin_scores(n);
+      ptx::wgmma_fence();
+      multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
+      ptx::wgmma_commit_group();
       wait(v_ring.full_at(stage_v), parity_of(before));
       // p was written; without this fence ptxas lets each product wait for the last.
       ptx::wgmma_fence();

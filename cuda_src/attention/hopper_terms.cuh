@@ -110,14 +110,12 @@ __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
 // --- terms of keys: what bias and mask are to each key of a tile
 
 // Tiles of them in shared memory. One warpgroup shares it with more stages of keys.
-constexpr int kKeySlots = !kPresetBias || kNumGroups > 1 ? 4 : kHeadDim > 192 ? 1 : 2;
+constexpr int kKeySlots = kPresetBias && kNumGroups == 1 ? 2 : 4;
 struct alignas(16) key_terms_t {
-  // With kPresetBias: of each key 8 numbers of elem_t whose sum is its bias in units of
-  // the products, but for a factor; biases that are added to the products instead, else
-  // 0, and whether there are any.
-  uint4 pieces[kPresetBias ? kBlockN : 1];
+  float terms[kTermsOfKeys ? kBlockN : 1];
+  // With kPresetBias: those that are added to the products instead, else 0, and whether
+  // there are any.
   float late[kPresetBias ? kBlockN : 1];
-  float terms[kTermsOfKeys && !kPresetBias ? kBlockN : 1];
   bool some_late;
 };
 
@@ -147,27 +145,6 @@ __device__ __forceinline__ void read_key_terms(volatile key_terms_t& slot,
   }
 }
 
-// The tensor cores add a bias as one step more of q k^T: 16 columns, of which the
-// second 8 are the first again. Those of all queries are this number, those of a key
-// its pieces by half the inverse, which float16 holds together with their last bits.
-constexpr float kPieceWeight = 1.f / 64;
-__device__ __forceinline__ uint4 pieces_of(float term) {
-  const float x = term * (0.5f / kPieceWeight);
-  const elem_t first = to<elem_t>(x);
-  // An infinity or NaN is one piece.
-  const float rest = is_finite(to<float>(first)) ? x - to<float>(first) : 0.f;
-  const elem_t second = to<elem_t>(rest);
-  const elem_t third = to<elem_t>(rest - to<float>(second));
-  return make_uint4(first.bits | unsigned(second.bits) << 16, third.bits, 0, 0);
-}
-
-// Describes rows of 8 columns, side by side without a swizzle, as 16 columns. `rows` is
-// what 8 rows are apart in bytes: with 0 they are the same.
-__device__ __forceinline__ unsigned long long twice_descriptor(unsigned address,
-                                                               unsigned rows) {
-  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(rows >> 4) << 32;
-}
-
 // A product of 16 columns cuts the bits that fall off the sum it is added to. Up to
 // this size a bias loses no more than the bounds of lse allow for; a larger one comes
 // late.
@@ -189,17 +166,12 @@ __device__ __forceinline__ void read_preset_bias(volatile key_terms_t& slot,
     const float bias = j < seqlen_k ? to<float>(*scores.bias_at(0, j)) : 0.f;
     const float term = static_cast<float>(bias * inverse_scale);
     const bool late = fabsf(bias) > kPresetLimit && is_finite(bias);
-    const uint4 pieces = pieces_of(late ? 0.f : term);
-    slot.pieces[column].x = pieces.x;
-    slot.pieces[column].y = pieces.y;
-    slot.pieces[column].z = 0;
-    slot.pieces[column].w = 0;
+    slot.terms[column] = late ? 0.f : term;
     slot.late[column] = late ? fminf(fmaxf(term, -kMost), kMost) : 0.f;
     some_late |= late;
   }
   some_late = __any_sync(kFullMask, some_late);
   if (lane == 0) slot.some_late = some_late;
-  ptx::fence_proxy_async();  // the tensor cores read the pieces
 }
 
 // f(number, term of its key) for all numbers of a thread.
@@ -215,6 +187,9 @@ __device__ __forceinline__ void for_keys(float (&s)[kScores],
     f(s[e + 2], pair.x);
     f(s[e + 3], pair.y);
   }
+}
+__device__ __forceinline__ void set_terms(float (&s)[kScores], const float* terms) {
+  for_keys(s, terms, [](float& x, float term) { x = term; });
 }
 __device__ __forceinline__ void add_late_terms(float (&s)[kScores], const float* late) {
   for_keys(s, late, [](float& x, float term) { x += term; });

@@ -35,21 +35,21 @@ __device__ __forceinline__ void store_staged(unsigned staged,
                                              int num_rows,
                                              int num_columns,
                                              int lane) {
-  constexpr int kVectors = kStagedColumns / 8;  // of 16 bytes, in a row
   if (aligned) {
-    uint4 x[kVectors / 2];
+    constexpr int kVectors = kStagedColumns / 8;  // of 16 bytes, in a row
+    constexpr int kRows = kWarpSize / kVectors;   // that the warp stores at a time
+    const int first = lane / kVectors, column = lane % kVectors * 8;
+    staged += first * kStagedPitch + column * 2;
+    uint4 x[16 / kRows];
 #pragma unroll
-    for (int n = 0; n < kVectors / 2; ++n) {
-      const int at = n * kWarpSize + lane;
-      x[n] = ptx::load_shared_u32x4(staged + at / kVectors * kStagedPitch +
-                                    at % kVectors * 16);
+    for (int n = 0; n < 16 / kRows; ++n) {
+      x[n] = ptx::load_shared_u32x4(staged + n * kRows * kStagedPitch);
     }
+    out += first * strides.row + column;
 #pragma unroll
-    for (int n = 0; n < kVectors / 2; ++n) {
-      const int at = n * kWarpSize + lane;
-      const int row = at / kVectors, column = at % kVectors * 8;
-      if (row < num_rows && column < num_columns) {
-        ptx::store_global(reinterpret_cast<uint4*>(out + row * strides.row + column),
+    for (int n = 0; n < 16 / kRows; ++n) {
+      if (first + n * kRows < num_rows && column < num_columns) {
+        ptx::store_global(reinterpret_cast<uint4*>(out + n * (kRows * strides.row)),
                           x[n]);
       }
     }

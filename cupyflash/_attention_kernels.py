@@ -1037,7 +1037,13 @@ def _bounded():
         yield replace(_problem("bfloat16", head_dim, right=0), **few), 1
     for bounds in ({}, {"right": 0}):
         yield replace(_problem("bfloat16", 192, **bounds), head_dim_v=128), 1
-        yield replace(_problem("float16", 64, **bounds), seqlen_q=1024), 1
+        # Short sequences, and a batch of two axes.
+        for head_dim in (64, 128, 256):
+            yield replace(_problem("float16", head_dim, **bounds), seqlen_q=1024), 1
+            keys = {"bias": "float32", "terms": "keys"}
+            for more in ({}, {"left": 1024}, keys):
+                asked = _problem("bfloat16", head_dim, **bounds, **more)
+                yield replace(asked, seqlen_q=1024), 2
 
 
 def _everything():

@@ -463,6 +463,19 @@ def test_out_of_any_memory(cupy, rng, head_dim, causal, form):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (50, 0)}])
+def test_a_batch_of_two_axes(cupy, rng, head_dim, options):
+    """Axes that are not one in memory give the bits of those that are."""
+    shape = (2, 4, 3, 300, head_dim)
+    whole = [place(cupy, rng.normal(size=shape).astype(np.float16)) for _ in "qkv"]
+    views = [x[:, 1:3] for x in whole]
+    out = cupyflash.attention(*views, **options)
+    expected = cupyflash.attention(*[x.copy() for x in views], **options)
+    np.testing.assert_array_equal(to_host(out), to_host(expected))
+
+
+@pytest.mark.gpu
 def test_a_graph_keeps_the_memory_of_its_parts(cupy, rng):
     """Parts of the keys are written at each replay, and to no memory of others."""
     q_shape, k_shape = SHAPES["one query"]

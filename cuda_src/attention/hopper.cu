@@ -219,29 +219,36 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                 item, schedule)
                            .tiles;
         const int count = tiles.last - tiles.first;
-        int batch_q[2], batch_k[2], batch_v[2];
-        batch_coordinates(batch_q, at, params.q);
-        batch_coordinates(batch_k, at, params.k);
-        batch_coordinates(batch_v, at, params.v);
+        // Coordinates of two batch axes have no registers either.
+        auto place = [&] {
+          if constexpr (kDynamic && kBatchDims > 1) return mail.place();
+          return at;
+        };
         for (int n = 0; n <= count; ++n) {
           if (n < count) {
             const unsigned number = num_tiles + n, stage = stage_of(number);
             wait(k_ring.empty_at(stage), parity_of(number) ^ 1);
+            const place_t from = place();
+            int batch_k[2];
+            batch_coordinates(batch_k, from, params.k);
             load_tile<kBlockN, kChunksQk, kReadOnce>(
                 smem_k + stage * kBytesK, inputs.k_map, k_ring.full_at(stage),
-                (tiles.last - 1 - n) * kBlockN, coordinate(at.kv_head, params.k.head),
+                (tiles.last - 1 - n) * kBlockN, coordinate(from.kv_head, params.k.head),
                 batch_k);
           }
           if (n == 0) {
+            const place_t from = place();
+            int batch_q[2];
+            batch_coordinates(batch_q, from, params.q);
             for (int g = 0; g < kNumGroups; ++g) {
               wait(q_ring.empty_at(g), (num_items & 1) ^ 1);
               const int row = row_first + g * kGroupM;
               if constexpr (kPack == 1) {
                 load_tile<kGroupM, kChunksQk>(
                     smem_q + g * kBytesQ, inputs.q_map, q_ring.full_at(g), row,
-                    coordinate(at.head, params.q.head), batch_q);
+                    coordinate(from.head, params.q.head), batch_q);
               } else {  // axes: columns, packed heads, queries, others heads, batch
-                const int others[2] = {int(at.head) / kPack, batch_q[0]};
+                const int others[2] = {int(from.head) / kPack, batch_q[0]};
                 load_tile<kGroupM, kChunksQk>(smem_q + g * kBytesQ, inputs.q_map,
                                               q_ring.full_at(g), 0, query_of(row),
                                               others);
@@ -262,9 +269,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               orders.item[slot] = num_items;
               arrival = landed + slot * kBarrier;
             }
+            const place_t from = place();
+            int batch_v[2];
+            batch_coordinates(batch_v, from, params.v);
             load_tile<kBlockN, kChunksV, kReadOnce>(
                 smem_v + stage * kBytesV, inputs.v_map, arrival,
-                (tiles.last - n) * kBlockN, coordinate(at.kv_head, params.v.head),
+                (tiles.last - n) * kBlockN, coordinate(from.kv_head, params.v.head),
                 batch_v);
           }
         }

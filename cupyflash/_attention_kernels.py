@@ -280,6 +280,7 @@ class HopperTile:
     num_stages: int = 2  # tiles of k, and of v, that are in shared memory at a time
     # Whether keys that nobody else reads are the first to leave the L2 cache.
     evict_first: bool = False
+    stage_out: bool = True  # whether out goes through shared memory that has room
 
     @property
     def block_m(self) -> int:
@@ -486,8 +487,9 @@ class HopperKernel:
 
     def _staged_columns(self, problem):
         """Columns of out that go through shared memory at a time, or 0."""
-        if self.tile(problem).num_groups == 1:
-            return 0  # a store of few rows; keys take all shared memory
+        tile = self.tile(problem)
+        if tile.num_groups == 1 or not tile.stage_out:
+            return 0  # of few rows, keys take all shared memory
         head_dim_v = self._dims(problem)[1]
         columns = 64 if head_dim_v % 64 == 0 else 32
         size = self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
@@ -760,19 +762,21 @@ ATTENTION_KERNELS = (  # best first
         ),
         tiles={
             (64, 64): (
-                # n = 512: 156.4 us, 2 stages 166.5
+                # us at n = 512: 153.8, with 2 stages 166.5; at 16384: 3658, staged 3686
                 (
                     (2047, HopperTile(4, 64, num_stages=4)),
-                    (math.inf, HopperTile(3, 128)),
+                    (math.inf, HopperTile(3, 128, stage_out=False)),
                 ),
-                # causal, n = 512: 124.6 us, 2 stages 140.6, 8 stages 123.7
+                # us at n = 512: 120.4, with turns 123.5, and 2 stages 140.6
                 (
+                    (512, HopperTile(4, 64, False, 4)),
                     (4095, HopperTile(4, 64, num_stages=4)),
                     (math.inf, HopperTile(3, 128)),
                 ),
                 ((math.inf, HopperTile(3, 112)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(3, 112)),),
+                # n = 4096: 1429 us, staged 1451
+                ((math.inf, HopperTile(3, 112, stage_out=False)),),
                 ((math.inf, HopperTile(3, 80)),),
                 ((math.inf, HopperTile(2, 64, False)),),
             ),
@@ -787,8 +791,10 @@ ATTENTION_KERNELS = (  # best first
             ),
             (128, 128): (
                 ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-                # causal, n = 512: 105.9 us, (2, 128) 110.8
+                # us at n = 512: 102.3, with turns 104.4, (2, 128) 105.6; at 1024: 149.0,
+                # (2, 128) 151.1
                 (
+                    (512, HopperTile(3, 64, False, 4)),
                     (1024, HopperTile(3, 64, num_stages=4)),
                     (math.inf, HopperTile(2, 128, False)),
                 ),
@@ -808,7 +814,9 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 192): (
-                ((math.inf, HopperTile(2, 112)),),
+                # us at n = 1024: 185.9, (2, 112) has no room for out and takes 204.8; at
+                # 4096: 649 and 658
+                ((4096, HopperTile(2, 96)), (math.inf, HopperTile(2, 112))),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 80)),),
@@ -817,8 +825,9 @@ ATTENTION_KERNELS = (  # best first
                 (),
             ),
             (256, 256): (
-                # n = 512: 117.2 us, (2, 80) has no room for out and takes 129.8
-                ((2047, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
+                # us at n = 512: 115.7, (2, 80) has no room for out and takes 128.6; at
+                # 4096: 684 and 695
+                ((4096, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
                 ((math.inf, HopperTile(2, 64)),),
                 ((math.inf, HopperTile(2, 48)),),
                 ((math.inf, HopperTile(2, 48)),),
@@ -1037,9 +1046,11 @@ def _bounded():
         yield replace(_problem("bfloat16", head_dim, right=0), **few), 1
     for bounds in ({}, {"right": 0}):
         yield replace(_problem("bfloat16", 192, **bounds), head_dim_v=128), 1
+        for head_dim in (192, 256):
+            yield replace(_problem("bfloat16", head_dim, **bounds), seqlen_q=8192), 1
         # Short sequences, and a batch of two axes.
         for head_dim in (64, 128, 256):
-            yield replace(_problem("float16", head_dim, **bounds), seqlen_q=1024), 1
+            yield replace(_problem("float16", head_dim, **bounds), seqlen_q=512), 1
             keys = {"bias": "float32", "terms": "keys"}
             for more in ({}, {"left": 1024}, keys):
                 asked = _problem("bfloat16", head_dim, **bounds, **more)

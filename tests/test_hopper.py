@@ -196,12 +196,16 @@ def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
 
 @pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}])
-def test_out_is_staged_where_it_fits(head_dim, bounds):
-    asked = problem(head_dim=head_dim, **bounds)
+@pytest.mark.parametrize("seqlen", [512, 8192])
+def test_out_is_staged_where_it_fits(head_dim, bounds, seqlen):
+    asked = dataclasses.replace(
+        problem(head_dim=head_dim, **bounds), seqlen_q=seqlen, seqlen_k=seqlen
+    )
     (config,) = ROW.configs(asked, 1, HOPPER)
     columns = int(dict(config.variant.defines).get("STAGED_COLUMNS", 0))
-    # Beside the largest tiles there is no room.
-    assert (columns == 0) == (head_dim >= 192 and not bounds)
+    # Beside the largest tiles there is no room, and the longest loop is better without.
+    large = not bounds and seqlen > 4096 and (head_dim >= 192 or head_dim <= 64)
+    assert (columns == 0) == large
     if columns:
         (compiled, _) = ROW._dims(asked)
         assert compiled % columns == 0

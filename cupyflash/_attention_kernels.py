@@ -791,8 +791,8 @@ ATTENTION_KERNELS = (  # best first
             ),
             (128, 128): (
                 ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-                # us at n = 512: 102.3, with turns 104.4, (2, 128) 105.6; at 1024: 149.0,
-                # (2, 128) 151.1
+                # us at n = 512: 102.3, with turns 104.4, (2, 128) 105.6; at n = 1024:
+                # 149.0, (2, 128) 151.1
                 (
                     (512, HopperTile(3, 64, False, 4)),
                     (1024, HopperTile(3, 64, num_stages=4)),
@@ -814,8 +814,8 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 192): (
-                # us at n = 1024: 185.9, (2, 112) has no room for out and takes 204.8; at
-                # 4096: 649 and 658
+                # us at n = 1024: 185.9, (2, 112) has no room for out and takes 204.8;
+                # at n = 4096: 649 and 658
                 ((4096, HopperTile(2, 96)), (math.inf, HopperTile(2, 112))),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 96)),),
@@ -826,7 +826,7 @@ ATTENTION_KERNELS = (  # best first
             ),
             (256, 256): (
                 # us at n = 512: 115.7, (2, 80) has no room for out and takes 128.6; at
-                # 4096: 684 and 695
+                # n = 4096: 684 and 695
                 ((4096, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
                 ((math.inf, HopperTile(2, 64)),),
                 ((math.inf, HopperTile(2, 48)),),
@@ -1050,11 +1050,11 @@ def _bounded():
             yield replace(_problem("bfloat16", head_dim, **bounds), seqlen_q=8192), 1
         # Short sequences, and a batch of two axes.
         for head_dim in (64, 128, 256):
-            yield replace(_problem("float16", head_dim, **bounds), seqlen_q=512), 1
+            yield replace(_problem("float16", head_dim, **bounds), seqlen_q=1024), 1
             keys = {"bias": "float32", "terms": "keys"}
             for more in ({}, {"left": 1024}, keys):
                 asked = _problem("bfloat16", head_dim, **bounds, **more)
-                yield replace(asked, seqlen_q=1024), 2
+                yield replace(asked, seqlen_q=512), 2
 
 
 def _everything():

@@ -123,8 +123,8 @@ struct alignas(16) key_terms_t {
 constexpr unsigned kHiddenKey = 0xffffffffu;
 
 // What lane `lane` of one warp reads of a tile's terms: those of keys j0 + lane, j0 +
-// lane + 32, and so on. Asked for one tile ahead, since the reader alone waits for memory
-// as long as a tile takes.
+// lane + 32, and so on. Asked for one tile ahead, since the reader alone waits for
+// memory as long as a tile takes.
 constexpr int kTermsOfLane = (kBlockN + kWarpSize - 1) / kWarpSize;
 struct read_terms_t {
   float bias[kTermsOfLane];

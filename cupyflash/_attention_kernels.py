@@ -280,6 +280,7 @@ class HopperTile:
     num_stages: int = 2  # tiles of k, and of v, that are in shared memory at a time
     # Whether keys that nobody else reads are the first to leave the L2 cache.
     evict_first: bool = False
+    stage_out: bool = True  # whether out goes through shared memory that has room
 
     @property
     def block_m(self) -> int:
@@ -299,6 +300,9 @@ _SPLIT_MERGE_THREADS = 128
 # Bytes of parts that the block which ends the last of them merges; of more, another
 # kernel with a block a row is faster.
 _MERGED_BY_A_BLOCK = 1 << 17
+
+# Shared memory beside which there is room for up to 10 KB of terms and barriers.
+_MOST_STAGED = 217 << 10
 
 # Bytes of keys and values that the L2 cache holds.
 _CACHED = 50 << 20
@@ -466,11 +470,30 @@ class HopperKernel:
         return ladders[int(some)]
 
     def _smem(self, problem):
+        """Tiles of q, the stages of k and v, what is staged of out."""
+        columns = self._staged_columns(problem)
+        return self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
+
+    def _smem_of_tiles(self, problem):
         """Tiles of q, the stages of k and v, and room to align them."""
         tile = self.tile(problem)
         row_qk, row_v = (-(-n // 64) * 128 for n in self._dims(problem))
         kv = tile.num_stages * tile.block_n * (row_qk + row_v)
         return tile.block_m * row_qk + kv + 1024
+
+    def _staged_bytes(self, problem, columns):
+        """kStagedBytes of cuda_src/attention/hopper_store.cuh, for all warps."""
+        return self.tile(problem).block_m * (2 * columns + 16) if columns else 0
+
+    def _staged_columns(self, problem):
+        """Columns of out that go through shared memory at a time, or 0."""
+        tile = self.tile(problem)
+        if tile.num_groups == 1 or not tile.stage_out:
+            return 0  # of few rows, keys take all shared memory
+        head_dim_v = self._dims(problem)[1]
+        columns = 64 if head_dim_v % 64 == 0 else 32
+        size = self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
+        return columns if size <= _MOST_STAGED else 0
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
@@ -514,6 +537,8 @@ class HopperKernel:
         num_splits = self.num_splits(problem, device)
         if num_splits > 1:
             switches["SPLIT"] = 1
+        elif columns := self._staged_columns(problem):
+            switches["STAGED_COLUMNS"] = columns
         if self.merges(problem, device):
             switches["MERGE"] = 1
         if problem.bias is not None or problem.mask is not None:
@@ -737,11 +762,21 @@ ATTENTION_KERNELS = (  # best first
         ),
         tiles={
             (64, 64): (
-                ((2047, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
-                ((4095, HopperTile(4, 64)), (math.inf, HopperTile(3, 128))),
+                # us at n = 512: 153.8, with 2 stages 166.5; at 16384: 3658, staged 3686
+                (
+                    (2047, HopperTile(4, 64, num_stages=4)),
+                    (math.inf, HopperTile(3, 128, stage_out=False)),
+                ),
+                # us at n = 512: 120.4, with turns 123.5, and 2 stages 140.6
+                (
+                    (512, HopperTile(4, 64, False, 4)),
+                    (4095, HopperTile(4, 64, num_stages=4)),
+                    (math.inf, HopperTile(3, 128)),
+                ),
                 ((math.inf, HopperTile(3, 112)),),
                 ((math.inf, HopperTile(2, 128, False)),),
-                ((math.inf, HopperTile(3, 112)),),
+                # n = 4096: 1429 us, staged 1451
+                ((math.inf, HopperTile(3, 112, stage_out=False)),),
                 ((math.inf, HopperTile(3, 80)),),
                 ((math.inf, HopperTile(2, 64, False)),),
             ),
@@ -756,7 +791,13 @@ ATTENTION_KERNELS = (  # best first
             ),
             (128, 128): (
                 ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-                ((math.inf, HopperTile(2, 128, False)),),
+                # us at n = 512: 102.3, with turns 104.4, (2, 128) 105.6; at n = 1024:
+                # 149.0, (2, 128) 151.1
+                (
+                    (512, HopperTile(3, 64, False, 4)),
+                    (1024, HopperTile(3, 64, num_stages=4)),
+                    (math.inf, HopperTile(2, 128, False)),
+                ),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(2, 128, False)),),
                 ((math.inf, HopperTile(3, 80)),),
@@ -773,7 +814,9 @@ ATTENTION_KERNELS = (  # best first
                 ((math.inf, HopperTile(2, 48, False)),),
             ),
             (192, 192): (
-                ((math.inf, HopperTile(2, 112)),),
+                # us at n = 1024: 185.9, (2, 112) has no room for out and takes 204.8;
+                # at n = 4096: 649 and 658
+                ((4096, HopperTile(2, 96)), (math.inf, HopperTile(2, 112))),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 96)),),
                 ((math.inf, HopperTile(2, 80)),),
@@ -782,7 +825,9 @@ ATTENTION_KERNELS = (  # best first
                 (),
             ),
             (256, 256): (
-                ((math.inf, HopperTile(2, 80)),),
+                # us at n = 512: 115.7, (2, 80) has no room for out and takes 128.6; at
+                # n = 4096: 684 and 695
+                ((4096, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
                 ((math.inf, HopperTile(2, 64)),),
                 ((math.inf, HopperTile(2, 48)),),
                 ((math.inf, HopperTile(2, 48)),),
@@ -1001,7 +1046,15 @@ def _bounded():
         yield replace(_problem("bfloat16", head_dim, right=0), **few), 1
     for bounds in ({}, {"right": 0}):
         yield replace(_problem("bfloat16", 192, **bounds), head_dim_v=128), 1
-        yield replace(_problem("float16", 64, **bounds), seqlen_q=1024), 1
+        for head_dim in (192, 256):
+            yield replace(_problem("bfloat16", head_dim, **bounds), seqlen_q=8192), 1
+        # Short sequences, and a batch of two axes.
+        for head_dim in (64, 128, 256):
+            yield replace(_problem("float16", head_dim, **bounds), seqlen_q=1024), 1
+            keys = {"bias": "float32", "terms": "keys"}
+            for more in ({}, {"left": 1024}, keys):
+                asked = _problem("bfloat16", head_dim, **bounds, **more)
+                yield replace(asked, seqlen_q=512), 2
 
 
 def _everything():

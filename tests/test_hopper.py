@@ -16,7 +16,7 @@ from accuracy import (
     to_host,
     wide,
 )
-from placing import place
+from placing import empty, place
 
 import cupyflash
 from cupyflash import _attention_kernels, _kernels, _source
@@ -152,14 +152,18 @@ def test_small_scores_are_a_polynomial(scale, softcap, bias):
     assert cap["cap"] == np.float32(unit * softcap)
 
 
+def static_smem(slots, tile):
+    """A bias in so many slots, barriers and the like, as tiles are aligned."""
+    return -(-(slots * (8 * tile.block_n + 16) + 512) // 1024) * 1024
+
+
 @pytest.mark.parametrize("head_dim", ROW.dims)
 def test_a_bias_of_keys_fits_beside_few_queries(head_dim):
     asked = problem(head_dim=head_dim, terms="keys", bias="float32")
     asked = dataclasses.replace(asked, seqlen_q=5)
     (config,) = ROW.configs(asked, 1, HOPPER)
     assert ("PRESET_BIAS", "1") in config.variant.defines
-    # Two slots of terms, barriers and the like, in units of the alignment of tiles.
-    static = -(-(2 * (8 * ROW.tile(asked).block_n + 16) + 512) // 1024) * 1024
+    static = static_smem(2, ROW.tile(asked))
     assert config.variant.smem + static <= HOPPER.smem_optin
 
 
@@ -172,8 +176,7 @@ def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
     tile = ROW.tile(asked)
     plain = ROW.tile(problem(head_dim=head_dim, **bounds))
     assert tile == plain or (head_dim, bounds) == (256, {})
-    # Terms and barriers, in units of the alignment of tiles.
-    static = -(-(4 * (8 * tile.block_n + 16) + 512) // 1024) * 1024
+    static = static_smem(4, tile)
     assert config.variant.smem + static <= HOPPER.smem_optin
     for other in (
         {"mask": "bool"},
@@ -186,6 +189,33 @@ def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
         if ROW.refusal(both, HOPPER) is None:
             (config,) = ROW.configs(both, 1, HOPPER)
             assert ("PRESET_BIAS", "1") not in config.variant.defines
+
+
+# --- out through shared memory -------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("bounds", [{}, {"right": 0}])
+@pytest.mark.parametrize("seqlen", [512, 8192])
+def test_out_is_staged_where_it_fits(head_dim, bounds, seqlen):
+    asked = dataclasses.replace(
+        problem(head_dim=head_dim, **bounds), seqlen_q=seqlen, seqlen_k=seqlen
+    )
+    (config,) = ROW.configs(asked, 1, HOPPER)
+    columns = int(dict(config.variant.defines).get("STAGED_COLUMNS", 0))
+    # Beside the largest tiles there is no room, and the longest loop is better without.
+    large = not bounds and seqlen > 4096 and (head_dim >= 192 or head_dim <= 64)
+    assert (columns == 0) == large
+    if columns:
+        (compiled, _) = ROW._dims(asked)
+        assert compiled % columns == 0
+        assert columns * 2 % 16 == 0
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 64])
+def test_parts_and_few_queries_are_not_staged(seqlen_q):
+    config, *_ = ROW.configs(few_queries(seqlen_q), 1, HOPPER)
+    assert "STAGED_COLUMNS" not in dict(config.variant.defines)
 
 
 # --- parts of the keys, packed heads -------------------------------------------------
@@ -415,6 +445,38 @@ def test_a_hundred_runs_agree(cupy, rng, shape, kind):
         again = cupyflash.attention(*arrays, **given, return_lse=True)
         assert bool((again[0].view(np.uint16) == out.view(np.uint16)).all())
         assert bool((again[1].view(np.uint32) == lse.view(np.uint32)).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["heads", "rows", "shifted", "swapped", "gaps"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 200])
+def test_out_of_any_memory(cupy, rng, head_dim, causal, form):
+    """The same bits wherever rows of out lie, and none between them."""
+    shape = (2, 5, 300, head_dim)
+    q, k, v = (place(cupy, rng.normal(size=shape).astype(np.float16)) for _ in "qkv")
+    expected = cupyflash.attention(q, k, v, causal=causal)
+    out = empty(cupy, shape, np.float16, form)
+    outer = out if out.base is None else out.base
+    before = outer.view(np.uint16).copy()
+    out.view(np.uint16)[...] = 1
+    marked = outer.view(np.uint16) != before
+    cupyflash.attention(q, k, v, causal=causal, out=out)
+    np.testing.assert_array_equal(to_host(out), to_host(expected))
+    assert bool((outer.view(np.uint16)[~marked] == before[~marked]).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (50, 0)}])
+def test_a_batch_of_two_axes(cupy, rng, head_dim, options):
+    """Axes that are not one in memory give the bits of those that are."""
+    shape = (2, 4, 3, 300, head_dim)
+    whole = [place(cupy, rng.normal(size=shape).astype(np.float16)) for _ in "qkv"]
+    views = [x[:, 1:3] for x in whole]
+    out = cupyflash.attention(*views, **options)
+    expected = cupyflash.attention(*[x.copy() for x in views], **options)
+    np.testing.assert_array_equal(to_host(out), to_host(expected))
 
 
 @pytest.mark.gpu

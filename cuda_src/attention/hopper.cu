@@ -12,6 +12,7 @@
 // Tiles      q     kGroupM x kHeadDim a warpgroup   shared
 //            k, v  kBlockN x kHeadDim (kHeadDimV)   shared, kStages of each
 //            s, p, o  registers, as wgmma lays them out
+//            out   16 x kStagedColumns a warp       shared, on their way to memory
 // Memory     global: q and out once; k and v once an item, mostly from L2
 // Numbers    s, m, l, o in float32; p is rounded to elem_t before p v
 // Limits     q, k, v as a tensor map takes them (_tensormap.py); seqlen_k >= 1; numbers
@@ -19,6 +20,7 @@
 #include "attention/hopper_hidden.cuh"
 #include "attention/hopper_parts.cuh"
 #include "attention/hopper_softmax.cuh"
+#include "attention/hopper_store.cuh"
 #include "attention/hopper_terms.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
@@ -108,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
   const unsigned smem_k = smem_q + kNumGroups * kBytesQ;
   const unsigned smem_v = smem_k + kStages * kBytesK;
+  [[maybe_unused]] const unsigned smem_out = smem_v + kStages * kBytesV;
   const unsigned first_barrier = ptx::shared_address(barriers);
   constexpr int kBarrier = ring_t::kBytes;
   const ring_t q_ring = {first_barrier, first_barrier + kNumGroups * kBarrier};
@@ -216,29 +219,36 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                 item, schedule)
                            .tiles;
         const int count = tiles.last - tiles.first;
-        int batch_q[2], batch_k[2], batch_v[2];
-        batch_coordinates(batch_q, at, params.q);
-        batch_coordinates(batch_k, at, params.k);
-        batch_coordinates(batch_v, at, params.v);
+        // Coordinates of two batch axes have no registers either.
+        auto place = [&] {
+          if constexpr (kDynamic && kBatchDims > 1) return mail.place();
+          return at;
+        };
         for (int n = 0; n <= count; ++n) {
           if (n < count) {
             const unsigned number = num_tiles + n, stage = stage_of(number);
             wait(k_ring.empty_at(stage), parity_of(number) ^ 1);
+            const place_t from = place();
+            int batch_k[2];
+            batch_coordinates(batch_k, from, params.k);
             load_tile<kBlockN, kChunksQk, kReadOnce>(
                 smem_k + stage * kBytesK, inputs.k_map, k_ring.full_at(stage),
-                (tiles.last - 1 - n) * kBlockN, coordinate(at.kv_head, params.k.head),
+                (tiles.last - 1 - n) * kBlockN, coordinate(from.kv_head, params.k.head),
                 batch_k);
           }
           if (n == 0) {
+            const place_t from = place();
+            int batch_q[2];
+            batch_coordinates(batch_q, from, params.q);
             for (int g = 0; g < kNumGroups; ++g) {
               wait(q_ring.empty_at(g), (num_items & 1) ^ 1);
               const int row = row_first + g * kGroupM;
               if constexpr (kPack == 1) {
                 load_tile<kGroupM, kChunksQk>(
                     smem_q + g * kBytesQ, inputs.q_map, q_ring.full_at(g), row,
-                    coordinate(at.head, params.q.head), batch_q);
+                    coordinate(from.head, params.q.head), batch_q);
               } else {  // axes: columns, packed heads, queries, others heads, batch
-                const int others[2] = {int(at.head) / kPack, batch_q[0]};
+                const int others[2] = {int(from.head) / kPack, batch_q[0]};
                 load_tile<kGroupM, kChunksQk>(smem_q + g * kBytesQ, inputs.q_map,
                                               q_ring.full_at(g), 0, query_of(row),
                                               others);
@@ -259,9 +269,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               orders.item[slot] = num_items;
               arrival = landed + slot * kBarrier;
             }
+            const place_t from = place();
+            int batch_v[2];
+            batch_coordinates(batch_v, from, params.v);
             load_tile<kBlockN, kChunksV, kReadOnce>(
                 smem_v + stage * kBytesV, inputs.v_map, arrival,
-                (tiles.last - n) * kBlockN, coordinate(at.kv_head, params.v.head),
+                (tiles.last - n) * kBlockN, coordinate(from.kv_head, params.v.head),
                 batch_v);
           }
         }
@@ -293,16 +306,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const place_t at = mailbox[num_items & 1].place();
         const tiles_t tiles = mailbox[num_items & 1].share().tiles;
         const scores_t scores(at, SCORE_ARGUMENTS);
+        read_terms_t ahead;
+        ahead.read(scores, (tiles.last - 1) * kBlockN, params.seqlen_k, lane);
 #pragma unroll 1
         for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
           const unsigned slot = num_tiles % kKeySlots;
+          const read_terms_t read = ahead;
+          if (tile > tiles.first) {
+            ahead.read(scores, (tile - 1) * kBlockN, params.seqlen_k, lane);
+          }
           wait(key_ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
           if constexpr (kPresetBias) {
-            read_preset_bias(key_terms[slot], scores, inverse_scale, tile * kBlockN,
-                             params.seqlen_k, lane);
+            write_preset_bias(key_terms[slot], read, inverse_scale, lane);
           } else {
-            read_key_terms(key_terms[slot], scores, tile * kBlockN, params.seqlen_k,
-                           lane);
+            write_key_terms(key_terms[slot], read, lane);
           }
           __syncwarp();
           if (lane == 0) ptx::mbarrier_arrive(key_ring.full_at(slot));
@@ -652,37 +669,60 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           (reinterpret_cast<unsigned long long>(out_rows) % 16 | params.out.row % 8 |
            (kPack > 1 ? params.out.head % 8 : 0)) == 0 &&
           params.out.col == 1;
+      // A word: two columns of row r of this thread.
+      auto word_of = [&](int e, int r) {
+        const unsigned word = pair16_t::from(o[e + 1] * inverse[r], o[e] * inverse[r]);
+        const unsigned shown = seen[r] ? word : 0;
+        if constexpr (kHidesSome) odd[r] = pair16_t::fma(shown, 0, odd[r]);
+        return shown;
+      };
+      if constexpr (kStagesOut) {
+        const int row_warp = row_thread - lane / 4;
+        const unsigned staged = smem_out + (threadIdx.x / kWarpSize - 4) * kStagedBytes;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row_r = row_thread + 8 * r;
-        const bool exists = row_r < num_rows;
-        elem_t* const out_row = out_rows + query_of(row_r) * params.out.row +
-                                row_r % kPack * params.out.head;
+        for (int first = 0; first < kHeadDimV; first += kStagedColumns) {
+          __syncwarp();  // what was staged there before has been read
 #pragma unroll
-        for (int e = 0; e < kOutputs; e += 16) {
-          unsigned words[4];
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            const int from = e + 4 * t + 2 * r;
-            const unsigned word =
-                pair16_t::from(o[from + 1] * inverse[r], o[from] * inverse[r]);
-            words[t] = seen[r] ? word : 0;
-            if constexpr (kHidesSome) odd[r] = pair16_t::fma(words[t], 0, odd[r]);
+          for (int column = 0; column < kStagedColumns; column += 16) {
+            const int e = (first + column) / 2;
+            ptx::stmatrix_x4(staged_row(staged, lane) + column * 2, word_of(e, 0),
+                             word_of(e + 2, 1), word_of(e + 4, 0), word_of(e + 6, 1));
           }
-          if (aligned) {
-            transpose(words, lane);  // 8 columns side by side
-            const int column = e * 2 + lane % 4 * 8;
-            if (exists && column < params.head_dim_v) {
-              *reinterpret_cast<uint4*>(out_row + column) =
-                  make_uint4(words[0], words[1], words[2], words[3]);
-            }
-          } else if (exists) {
+          __syncwarp();
+          store_staged(staged,
+                       out_rows + row_warp * params.out.row + first * params.out.col,
+                       params.out, aligned, num_rows - row_warp,
+                       int(params.head_dim_v) - first, lane);
+        }
+      } else {
 #pragma unroll
-            for (int t = 0; t < 8; ++t) {
-              const int column = e * 2 + t / 2 * 8 + lane % 4 * 2 + t % 2;
-              const unsigned short bits = words[t / 2] >> (t % 2 * 16);
-              if (column < params.head_dim_v)
-                out_row[column * params.out.col] = elem_t{bits};
+        for (int r = 0; r < 2; ++r) {
+          const int row_r = row_thread + 8 * r;
+          const bool exists = row_r < num_rows;
+          elem_t* const out_row = out_rows + query_of(row_r) * params.out.row +
+                                  row_r % kPack * params.out.head;
+#pragma unroll
+          for (int e = 0; e < kOutputs; e += 16) {
+            unsigned words[4];
+#pragma unroll
+            for (int t = 0; t < 4; ++t) {
+              words[t] = word_of(e + 4 * t + 2 * r, r);
+            }
+            if (aligned) {
+              transpose(words, lane);  // 8 columns side by side
+              const int column = e * 2 + lane % 4 * 8;
+              if (exists && column < params.head_dim_v) {
+                ptx::store_global(reinterpret_cast<uint4*>(out_row + column),
+                                  make_uint4(words[0], words[1], words[2], words[3]));
+              }
+            } else if (exists) {
+#pragma unroll
+              for (int t = 0; t < 8; ++t) {
+                const int column = e * 2 + t / 2 * 8 + lane % 4 * 2 + t % 2;
+                const unsigned short bits = words[t / 2] >> (t % 2 * 16);
+                if (column < params.head_dim_v)
+                  out_row[column * params.out.col] = elem_t{bits};
+              }
             }
           }
         }

@@ -122,26 +122,45 @@ struct alignas(16) key_terms_t {
 // A key that the mask hides. No bias has these bits: its NaN are made another one.
 constexpr unsigned kHiddenKey = 0xffffffffu;
 
-// For lane `lane` of one warp: writes the terms of keys j0 to j0 + kBlockN - 1.
-__device__ __forceinline__ void read_key_terms(volatile key_terms_t& slot,
-                                               const scores_t& scores,
-                                               int j0,
-                                               int seqlen_k,
-                                               int lane) {
-#pragma unroll 1
-  for (int column = lane; column < kBlockN; column += kWarpSize) {
-    const int j = j0 + column;
-    float term = 0;
-    if (j < seqlen_k) {
-      if constexpr (kHasBias) {
-        term = to<float>(*scores.bias_at(0, j));
-        if (is_nan(term)) term = __uint_as_float(0x7fffffffu);
-      }
-      if constexpr (kHasMask) {
-        if (!*scores.mask_at(0, j)) term = __uint_as_float(kHiddenKey);
+// What lane `lane` of one warp reads of a tile's terms: those of keys j0 + lane, j0 +
+// lane + 32, and so on. Asked for one tile ahead, since the reader alone waits for
+// memory as long as a tile takes.
+constexpr int kTermsOfLane = (kBlockN + kWarpSize - 1) / kWarpSize;
+struct read_terms_t {
+  float bias[kTermsOfLane];
+  bool visible[kTermsOfLane];
+
+  __device__ __forceinline__ void read(const scores_t& scores,
+                                       int j0,
+                                       int seqlen_k,
+                                       int lane) {
+#pragma unroll
+    for (int n = 0; n < kTermsOfLane; ++n) {
+      const int j = j0 + n * kWarpSize + lane;
+      bias[n] = 0;
+      visible[n] = true;
+      if (j < seqlen_k) {
+        if constexpr (kHasBias) bias[n] = to<float>(*scores.bias_at(0, j));
+        if constexpr (kHasMask) visible[n] = *scores.mask_at(0, j);
       }
     }
-    slot.terms[column] = term;
+  }
+};
+
+// Whether the n-th key of a lane is one of the tile.
+__device__ __forceinline__ bool is_in_tile(int n, int lane) {
+  return n * kWarpSize + lane < kBlockN;
+}
+
+__device__ __forceinline__ void write_key_terms(volatile key_terms_t& slot,
+                                                const read_terms_t& read,
+                                                int lane) {
+#pragma unroll
+  for (int n = 0; n < kTermsOfLane; ++n) {
+    float term = read.bias[n];
+    if (is_nan(term)) term = __uint_as_float(0x7fffffffu);
+    if (!read.visible[n]) term = __uint_as_float(kHiddenKey);
+    if (is_in_tile(n, lane)) slot.terms[n * kWarpSize + lane] = term;
   }
 }
 
@@ -151,24 +170,23 @@ __device__ __forceinline__ void read_key_terms(volatile key_terms_t& slot,
 constexpr float kPresetLimit = 512.f / kHeadDim;
 
 // The same with kPresetBias, in units of the products.
-__device__ __forceinline__ void read_preset_bias(volatile key_terms_t& slot,
-                                                 const scores_t& scores,
-                                                 double inverse_scale,
-                                                 int j0,
-                                                 int seqlen_k,
-                                                 int lane) {
+__device__ __forceinline__ void write_preset_bias(volatile key_terms_t& slot,
+                                                  const read_terms_t& read,
+                                                  double inverse_scale,
+                                                  int lane) {
   constexpr float kMost = 3e38f;
   bool some_late = false;
 #pragma unroll
-  for (int first = 0; first < kBlockN; first += kWarpSize) {
-    const int column = first + lane, j = j0 + column;
-    if (kBlockN % kWarpSize != 0 && column >= kBlockN) continue;
-    const float bias = j < seqlen_k ? to<float>(*scores.bias_at(0, j)) : 0.f;
+  for (int n = 0; n < kTermsOfLane; ++n) {
+    const float bias = read.bias[n];
     const float term = static_cast<float>(bias * inverse_scale);
     const bool late = fabsf(bias) > kPresetLimit && is_finite(bias);
-    slot.terms[column] = late ? 0.f : term;
-    slot.late[column] = late ? fminf(fmaxf(term, -kMost), kMost) : 0.f;
-    some_late |= late;
+    if (is_in_tile(n, lane)) {
+      const int column = n * kWarpSize + lane;
+      slot.terms[column] = late ? 0.f : term;
+      slot.late[column] = late ? fminf(fmaxf(term, -kMost), kMost) : 0.f;
+      some_late |= late;
+    }
   }
   some_late = __any_sync(kFullMask, some_late);
   if (lane == 0) slot.some_late = some_late;

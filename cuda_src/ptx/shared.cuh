@@ -36,6 +36,21 @@ __device__ __forceinline__ int load_shared_s32(unsigned address) {
   return x;
 }
 
+__device__ __forceinline__ uint4 load_shared_u32x4(unsigned address) {
+  uint4 x;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
+__device__ __forceinline__ unsigned short load_shared_u16(unsigned address) {
+  unsigned short x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ void store_shared_s32x2(unsigned address, int x, int y) {
   asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y)
                : "memory");
@@ -48,9 +63,17 @@ __device__ __forceinline__ void store_shared_f32x4(
                : "memory");
 }
 
-// Stores four matrices of 8 x 8 16-bit numbers, transposed: lane l gives the address of
-// row l % 8 of matrix l / 8, word n of all lanes is matrix n, as wgmma and mma lay them
-// out.
+// Stores four matrices of 8 x 8 16-bit numbers: lane l gives the address of row l % 8
+// of matrix l / 8, word n of all lanes is matrix n, as wgmma and mma lay them out.
+__device__ __forceinline__ void stmatrix_x4(
+    unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
+// The same of transposed matrices.
 __device__ __forceinline__ void stmatrix_x4_trans(
     unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile(

@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT
+// attention_hopper: a warp's 16 rows of out go through shared memory, a few columns at
+// a time, so that lanes store whole lines, and all stores are under way at once.
+#pragma once
+
+#include "attention/hopper_tiles.cuh"
+#include "ptx/global.cuh"
+#include "ptx/shared.cuh"
+
+// Columns at a time, where shared memory has room for them.
+#ifdef STAGED_COLUMNS
+constexpr bool kStagesOut = true;
+constexpr int kStagedColumns = STAGED_COLUMNS;
+static_assert(kHeadDimV % kStagedColumns == 0 && kPack == 1 && !kSplit);
+#else
+constexpr bool kStagesOut = false;
+constexpr int kStagedColumns = 64;
+#endif
+// Bytes from row to row: 16 more than the columns, so that 8 rows fill all banks.
+constexpr int kStagedPitch = kStagedColumns * int(sizeof(elem_t)) + 16;
+constexpr int kStagedBytes = 16 * kStagedPitch;  // of a warp
+
+// Where a lane puts its row for stmatrix: rows 0 to 7, rows 8 to 15, and the same of
+// the next 8 columns.
+__device__ __forceinline__ unsigned staged_row(unsigned staged, int lane) {
+  return staged + lane % 16 * kStagedPitch + lane / 16 * 16;
+}
+
+// Stores what the warp has staged: rows below `num_rows` to `out`, which is that of the
+// first one, and columns below `num_columns`.
+__device__ __forceinline__ void store_staged(unsigned staged,
+                                             elem_t* out,
+                                             const operand_t& strides,
+                                             bool aligned,
+                                             int num_rows,
+                                             int num_columns,
+                                             int lane) {
+  if (aligned) {
+    constexpr int kVectors = kStagedColumns / 8;  // of 16 bytes, in a row
+    constexpr int kRows = kWarpSize / kVectors;   // that the warp stores at a time
+    const int first = lane / kVectors, column = lane % kVectors * 8;
+    staged += first * kStagedPitch + column * 2;
+    uint4 x[16 / kRows];
+#pragma unroll
+    for (int n = 0; n < 16 / kRows; ++n) {
+      x[n] = ptx::load_shared_u32x4(staged + n * kRows * kStagedPitch);
+    }
+    out += first * strides.row + column;
+#pragma unroll
+    for (int n = 0; n < 16 / kRows; ++n) {
+      if (first + n * kRows < num_rows && column < num_columns) {
+        ptx::store_global(reinterpret_cast<uint4*>(out + n * (kRows * strides.row)),
+                          x[n]);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int n = lane; n < 16 * kStagedColumns; n += kWarpSize) {
+      const int row = n / kStagedColumns, column = n % kStagedColumns;
+      const unsigned short bits =
+          ptx::load_shared_u16(staged + row * kStagedPitch + column * 2);
+      if (row < num_rows && column < num_columns) {
+        out[row * strides.row + column * strides.col] = elem_t{bits};
+      }
+    }
+  }
+}

@@ -159,9 +159,6 @@ HOPPER_TILE_M = 128
 _HOPPER_THREADS = 256
 _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
 
-# Rows of a box of q and dO.
-HOPPER_BOX_ROWS = 64
-
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _HOPPER_SUMMED = 128
 
@@ -355,8 +352,8 @@ ATTENTION_VJP_KERNELS = (  # best first
         rungs=("tiled", "auto"),
         tiles={
             64: (
-                ((math.inf, HopperVjpTile(128, bulk=8)),),
-                ((math.inf, HopperVjpTile(128, bulk=6)),),
+                ((math.inf, HopperVjpTile(128)),),
+                ((math.inf, HopperVjpTile(128)),),
             ),
             128: (
                 ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2)),),

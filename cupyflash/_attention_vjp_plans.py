@@ -351,22 +351,23 @@ class HopperPlan:
             "slot": slot,
         }
         self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
+        block_m = row.tile(forward).block_m
         self.encoders = {
             name: _attention_gpu._encoder(
                 forward, {**layout.params, **layout.grads}, name, x, rows
             )
             for name, x, rows in (
-                ("q", operands.forward.q, _attention_vjp_kernels.HOPPER_BOX_ROWS),
+                ("q", operands.forward.q, block_m),
                 ("k", operands.forward.k, _attention_vjp_kernels.HOPPER_BLOCK_N),
                 ("v", operands.forward.v, _attention_vjp_kernels.HOPPER_BLOCK_N),
-                ("dout", operands.dout, _attention_vjp_kernels.HOPPER_BOX_ROWS),
+                ("dout", operands.dout, block_m),
             )
         }
         self.inputs: dict[tuple[int, ...], Any] = {}
 
         # Memory between the kernels, as vjp_hopper.cuh has it.
         num_entries = num_kept * num_summed
-        num_blocks, block_m = row.num_blocks(forward), row.tile(forward).block_m
+        num_blocks = row.num_blocks(forward)
         # In one order of sums, dq has a kernel of its own and none of this.
         sums = 0 if ordered else num_slots * num_blocks * block_m * row.dim(forward)
         self.num_vectors = sums // 4

@@ -6,14 +6,14 @@
 //                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
 //                dv += P dO,  dk += dS q,  dq += dS^T k
 //            P and dS come out of one product in the registers that the next one reads;
-//            dS alone goes through shared memory, for dq. While dk and dP of one
-//            step run, so does the softmax of the next
+//            dS alone goes through shared memory, for dq. While products of one step
+//            run, so does the softmax of the next
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
-// blocks
-//            take item after item, from a counter where items differ in length. With
-//            kCluster = 2, two blocks have neighbouring tiles and share q and dO
+//            blocks take item after item, from a counter where items differ in length.
+//            With kCluster = 2, two blocks have neighbouring tiles and share q and dO
 // Threads    two warpgroups, 64 keys each; with a third for the copies there would be
-//            too few registers (ptxas C7512 at 240). Thread 0 asks the copy engine
+//            too few registers (ptxas C7512 at 240). Threads of them ask the copy
+//            engine
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
@@ -74,22 +74,30 @@ constexpr int kBytesStats = 2 * kBlockM * 4;
 constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
-// With 128 queries a block too few registers are left to leave dv in flight.
-constexpr bool kWaitForDv = kBlockM == 128;
+// A step of 64 queries has registers to ask for dP ahead, beside S; one of 128 has not.
+constexpr bool kNarrowStep = kBlockM == 64;
 // The shared memory answers late while sums of dq leave through it; what is read there
-// for the next block is asked for ahead where there are registers: of the pairs of lse
-// and delta that a thread needs, so many.
-constexpr bool kAhead = kBlockM == 64;
-constexpr int kEarlyLse = kAhead ? 8 : 0;
-constexpr int kEarlyDelta = kAhead ? (kBounds > 0 ? 3 : 4) : 0;
+// is asked for ahead: of the pairs of lse and delta that a thread needs, so many.
+constexpr int kEarlyLse = kNarrowStep ? 8 : 16;
+constexpr int kEarlyDelta = !kNarrowStep ? 0 : kBounds > 0 ? 3 : 4;
+
+// What a block of queries is asked for in: bits of a set. All warps wait for one that
+// asks; of a wide step three do, each for a part.
+constexpr int kPartQ = 1, kPartDout = 2, kPartStats = 4, kPartsAll = 7;
+constexpr int kAskers = kNarrowStep ? 1 : 3;
+
+template <int kNumber>
+struct number_t {
+  static constexpr int value = kNumber;
+};
 
 // Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
 struct alignas(16) source_t {
-  int q_head, q_batch[2], stats;
-  int dout_head, dout_batch[2], slot;
+  int q_head, q_batch[2], slot;
+  int dout_head, dout_batch[2], stats;
 };
 
-// What thread 0 asks for next, and within which blocks of queries. It has no registers
+// What a warp asks for next, and within which blocks of queries. There are no registers
 // for it.
 struct alignas(16) next_t {
   int block, summed, first, last;
@@ -98,7 +106,8 @@ struct alignas(16) next_t {
 // Barriers, and what thread 0 writes and reads often; together, for one address.
 struct told_t {
   unsigned long long full[2 + kStagesQ + kStagesDout], empty;
-  next_t next;
+  next_t next[kAskers];
+  int4 k_from;  // where k of the item lies: row, head, and batch
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   int2 origins[kStagesQ];
 };
@@ -204,10 +213,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned k_full = ptx::shared_address(&told), v_full = k_full + 8,
                  q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
                  empty = dout_full + 8 * kStagesDout, next = empty + 8,
-                 origins = next + sizeof(next_t);
+                 k_from = next + kAskers * sizeof(next_t), origins = k_from + 16;
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int asker = min(static_cast<int>(threadIdx.x) / 32, kAskers - 1);
   auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2 + kStagesQ + kStagesDout; ++n) {
@@ -261,55 +271,97 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     wait(dout_full + 8 * (number % kStagesDout), number / kStagesDout & 1);
   };
 
-  // Thread 0 asks for the next block of queries, into these stages.
-  auto load_queries = [&](unsigned q_stage, unsigned dout_stage) {
-    const int2 now = ptx::load_shared_s32x2(next);
-    const int2 range = ptx::load_shared_s32x2(next + 8);
-    const int block = now.x, summed = inputs.num_summed == 1 ? 0 : now.y;
-    const source_t from = sources[summed];
-    const bool more = block + 1 < range.y;
-    ptx::store_shared_s32x2(next, more ? block + 1 : range.x, summed + !more);
+  // What the next block of queries, or a part of it, is asked for with.
+  struct asked_t {
+    int4 next, q, dout;
+  };
+  auto source_of = [&](const int4& next) {
+    const int summed = inputs.num_summed == 1 ? 0 : next.y;
+    return ptx::shared_address(sources + summed);
+  };
+  auto read_all = [&] {
+    const int4 now = ptx::load_shared_s32x4(next);
+    const unsigned source = source_of(now);
+    return asked_t{now, ptx::load_shared_s32x4(source),
+                   ptx::load_shared_s32x4(source + 16)};
+  };
+  auto read_part = [&](int asker) {
+    const int4 now = ptx::load_shared_s32x4(next + asker * sizeof(next_t));
+    const int4 from = ptx::load_shared_s32x4(source_of(now) + (asker == 0 ? 0 : 16));
+    return asked_t{now, from, from};
+  };
+  // One thread asks for parts of a block of queries, into these stages.
+  auto load_queries = [&](auto parts, const asked_t& asked, unsigned q_stage,
+                          unsigned dout_stage) {
+    constexpr int kParts = decltype(parts)::value;
+    constexpr bool kHasQ = kParts & kPartQ, kHasDout = kParts & kPartDout;
+    const int block = asked.next.x;
+    const bool more = block + 1 < asked.next.w;
+#pragma unroll
+    for (int asker = 0; asker < kAskers; ++asker) {
+      if ((kParts >> asker & 1) == 0) continue;
+      ptx::store_shared_s32x2(next + asker * sizeof(next_t),
+                              more ? block + 1 : asked.next.z, asked.next.y + !more);
+    }
     const unsigned q_barrier = q_full + 8 * q_stage,
                    dout_barrier = dout_full + 8 * dout_stage;
     const unsigned q_target = smem_q + q_stage * kBytesM,
                    dout_target = smem_dout + dout_stage * kBytesM;
-    ptx::store_shared_s32x2(origins + 8 * q_stage, block * kBlockM, from.slot + block);
-    ptx::mbarrier_arrive_expect_tx(q_barrier, kBytesM);
-    ptx::mbarrier_arrive_expect_tx(dout_barrier, kBytesM + kBytesStats);
-    // Boxes of 64 rows and 64 columns; each block of a cluster brings its share.
-    constexpr int kBoxes = kBytesM / 8192;
-#pragma unroll
-    for (int n = 0; n < kBoxes / kCluster; ++n) {
-      const int box = n + rank() * (kBoxes / kCluster);
-      const int column = box / (kBlockM / 64) * 64;
-      const int row = block * kBlockM + box % (kBlockM / 64) * 64;
+    if constexpr (kHasQ) {
+      ptx::store_shared_s32x2(origins + 8 * q_stage, block * kBlockM,
+                              asked.q.w + block);
+      ptx::mbarrier_arrive_expect_tx(q_barrier, kBytesM);
+    }
+    if constexpr (kHasDout) {
+      ptx::mbarrier_arrive_expect_tx(dout_barrier, kBytesM + kBytesStats);
+    }
+    // Boxes of kBlockM rows and 64 columns; each block of a cluster brings its share.
+    auto load_box = [&](unsigned target, const ptx::tensor_map_t& map, unsigned barrier,
+                        int chunk, const int4& from) {
+      target += chunk * kChunkM;
+      const int column = chunk * 64, row = block * kBlockM;
       if constexpr (kCluster > 1) {
         constexpr unsigned short kAll = (1 << kCluster) - 1;
-        ptx::cp_async_bulk_tensor_5d_multicast(
-            q_target + box * 8192, inputs.q_map, q_barrier, kAll, column, row,
-            from.q_head, from.q_batch[0], from.q_batch[1]);
-        ptx::cp_async_bulk_tensor_5d_multicast(
-            dout_target + box * 8192, inputs.dout_map, dout_barrier, kAll, column, row,
-            from.dout_head, from.dout_batch[0], from.dout_batch[1]);
+        ptx::cp_async_bulk_tensor_5d_multicast(target, map, barrier, kAll, column, row,
+                                               from.x, from.y, from.z);
       } else {
-        ptx::cp_async_bulk_tensor_5d(q_target + box * 8192, inputs.q_map, q_barrier,
-                                     column, row, from.q_head, from.q_batch[0],
-                                     from.q_batch[1]);
-        ptx::cp_async_bulk_tensor_5d(dout_target + box * 8192, inputs.dout_map,
-                                     dout_barrier, column, row, from.dout_head,
-                                     from.dout_batch[0], from.dout_batch[1]);
+        ptx::cp_async_bulk_tensor_5d(target, map, barrier, column, row, from.x, from.y,
+                                     from.z);
+      }
+    };
+#pragma unroll
+    for (int n = 0; n < kChunks / kCluster; ++n) {
+      const int chunk = n + rank() * (kChunks / kCluster);
+      if constexpr (kHasQ) load_box(q_target, inputs.q_map, q_barrier, chunk, asked.q);
+      if constexpr (kHasDout) {
+        load_box(dout_target, inputs.dout_map, dout_barrier, chunk, asked.dout);
       }
     }
-    ptx::cp_async_bulk(smem_stats + dout_stage * kBytesStats,
-                       stats + index_t(from.stats + block) * (2 * kBlockM), kBytesStats,
-                       dout_barrier);
+    if constexpr ((kParts & kPartStats) != 0) {
+      ptx::cp_async_bulk(smem_stats + dout_stage * kBytesStats,
+                         stats + index_t(asked.dout.w + block) * (2 * kBlockM),
+                         kBytesStats, dout_barrier);
+    }
+  };
+  auto load_all = [&](unsigned q_stage, unsigned dout_stage) {
+    load_queries(number_t<kPartsAll>(), read_all(), q_stage, dout_stage);
+  };
+  // By the first thread of each of three warps.
+  auto load_parts = [&](const asked_t& asked, unsigned q_stage, unsigned dout_stage) {
+    if (threadIdx.x == 0) {
+      load_queries(number_t<kPartQ>(), asked, q_stage, dout_stage);
+    } else if (threadIdx.x == 32) {
+      load_queries(number_t<kPartDout>(), asked, q_stage, dout_stage);
+    } else if (threadIdx.x == 64) {
+      load_queries(number_t<kPartStats>(), asked, q_stage, dout_stage);
+    }
   };
 
-  // Thread 0 asks for the tiles of an item, and its first two blocks of queries. With
+  // Thread 0 tells of an item, and asks for its tiles and first two blocks of queries,
+  // of which the first is `block`; k of wide steps is asked for later, by load_k. With
   // a warp-wide instruction in here, the compiler would take numbers that are the same
   // in all lanes for different ones.
-  int number = blockIdx.x / kCluster;  // of the item
-  auto load_first = [&] {
+  auto begin_item = [&](int number, unsigned items, unsigned block) {
     // Reciprocals of what is divided by are not worth registers between items.
     const inputs_t& inputs_now = ptx::anew(inputs);
     const params_t& params_now = ptx::anew(params);
@@ -339,8 +391,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // least one.
     int batch[2];
     batch_coordinates(batch, at, params_now.k);
-    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row,
-                                coordinate(at.kv_head, params_now.k.head), batch);
+    const int head = coordinate(at.kv_head, params_now.k.head);
+    if constexpr (kNarrowStep) {
+      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, head, batch);
+    } else {
+      ptx::store_shared_s32x2(k_from, row, head);
+      ptx::store_shared_s32x2(k_from + 8, batch[0], batch[1]);
+    }
     outputs[items & 1] = {kept.of[1], kept.of[2], item.tile};
     int block_first = 0, block_last = inputs.num_blocks;
     view.factor = factor_of(found);
@@ -364,22 +421,36 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.whole_last = -band.low - (kBlockM - 1);
     }
     view.count = (block_last - block_first) * inputs.num_summed;
-    ptx::store_shared_s32x2(next, block_first, 0);
-    ptx::store_shared_s32x2(next + 8, block_first, block_last);
+#pragma unroll
+    for (int part = 0; part < kAskers; ++part) {
+      const unsigned here = next + part * sizeof(next_t);
+      ptx::store_shared_s32x2(here, block_first, 0);
+      ptx::store_shared_s32x2(here + 8, block_first, block_last);
+    }
     set_source(0, at);
-    load_queries(q_stage, block % kStagesDout);
+    load_all(q_stage, block % kStagesDout);
     batch_coordinates(batch, at, params_now.v);
     load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
                                 coordinate(at.kv_head, params_now.v.head), batch);
     for (int n = 1; n < inputs.num_summed; ++n) {
       set_source(n, grads_now.entry(params_now, kept.of[0], n));
     }
-    if (view.count > 1) load_queries(after(q_stage), (block + 1) % kStagesDout);
+    if (view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
+  };
+  auto load_k = [&](int number) {
+    if (kNarrowStep || number >= inputs.num_items) return;
+    const int4 from = ptx::load_shared_s32x4(k_from);
+    const int batch[2] = {from.z, from.w};
+    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, from.x, from.y, batch);
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
-  if (threadIdx.x == 0) load_first();
+  int number = blockIdx.x / kCluster;  // of the item
+  if (threadIdx.x == 0) {
+    begin_item(number, items, block);
+    load_k(number);
+  }
   while (number < inputs.num_items) {
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
     auto load_lse = [&](unsigned dout_stage, int n) {
@@ -447,49 +518,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       return origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
     };
 
-    // The first block: S, dP, and P.
-    wait(k_full, items & 1);
-    wait_for_q();  // then the view is there, too
-    const unsigned last = block + uniform(view.count) - 1;
-    ptx::wgmma_fence();
-    multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
-    ptx::wgmma_commit_group();
-    wait(v_full, items & 1);
-    wait_for_dout(block);
-    ptx::wgmma_fence();
-    multiply_scores(dp, v_rows, dout_rows + block % kStagesDout * (kBytesM / 16));
-    ptx::wgmma_commit_group();
-    ask_for_lse(block % kStagesDout);
-    ptx::wgmma_wait_group<1>();
-    keep_order(s);
-    softmax(block % kStagesDout, is_whole());
-    ask_for_delta(block % kStagesDout);
-    ptx::wgmma_wait_group<0>();
-    keep_order(dp);
-
-    // One block of queries; S and dP of the next one. No product is in flight between
-    // steps: ptxas does not follow them around a loop (C7514).
-    bool accumulate = false;
-    auto step = [&](auto is_last) {
-      constexpr bool kLast = decltype(is_last)::value;
-      const unsigned this_q = q_stage, this_dout = block % kStagesDout;
-      q_stage = after(q_stage);
-      q_parity ^= q_stage == 0;
-      ptx::wgmma_fence();
-      multiply_sums(sums_v, p, dout_sums + this_dout * (kBytesM / 16), accumulate);
-      ptx::wgmma_commit_group();
-      // Whether stages are full is asked ahead, too.
-      bool q_is_there = false, dout_is_there = false, whole = true;
-      if constexpr (kAhead && !kLast) {
-        q_is_there = ptx::mbarrier_try_wait_parity(q_full + 8 * q_stage, q_parity);
-      }
-      if constexpr (kWaitForDv) ptx::wgmma_wait_group<0>();
-
+    // dS of the block in a stage of dO, from P in s and dP.
+    auto make_ds = [&](unsigned dout_stage) {
       const float factor = kNarrow<elem_t> ? view.factor : 1.f;
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
         const int n = e / 4;
-        float2 d = n < kEarlyDelta ? early_delta[n] : load_delta(this_dout, n);
+        float2 d = n < kEarlyDelta ? early_delta[n] : load_delta(dout_stage, n);
         if constexpr (kNarrow<elem_t>) {
           d.x *= factor;
           d.y *= factor;
@@ -501,32 +536,141 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ds[e / 8][e / 2 % 4 + 1] =
             pair16_t::from(s[e + 3] * (dp[e + 3] - d.y), s[e + 2] * (dp[e + 2] - d.x));
       }
-      const unsigned buffer = block % 2 * kBytesDs;
-      if constexpr (kMakesDq) {
+    };
+    // dS for dq, to shared memory; wgmma reads it behind a fence.
+    auto store_ds = [&] {
 #pragma unroll
-        for (int m = 0; m < kBlockM / 16; ++m) {
-          ptx::stmatrix_x4_trans(ds_target + buffer + m * 2048, ds[m][0], ds[m][1],
-                                 ds[m][2], ds[m][3]);
+      for (int m = 0; m < kBlockM / 16; ++m) {
+        ptx::stmatrix_x4_trans(ds_target + block % 2 * kBytesDs + m * 2048, ds[m][0],
+                               ds[m][1], ds[m][2], ds[m][3]);
+      }
+    };
+    auto start_s = [&](unsigned q_stage) {
+      ptx::wgmma_fence();
+      multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
+      ptx::wgmma_commit_group();
+    };
+    auto start_dp = [&](unsigned dout_stage) {
+      ptx::wgmma_fence();
+      multiply_scores(dp, v_rows, dout_rows + dout_stage * (kBytesM / 16));
+      ptx::wgmma_commit_group();
+    };
+    bool accumulate = false;
+    auto start_dv = [&](unsigned dout_stage) {
+      ptx::wgmma_fence();
+      multiply_sums(sums_v, p, dout_sums + dout_stage * (kBytesM / 16), accumulate);
+      ptx::wgmma_commit_group();
+    };
+    auto start_dk = [&](unsigned q_stage) {
+      ptx::wgmma_fence();
+      multiply_sums(sums_k, ds, q_sums + q_stage * (kBytesM / 16), accumulate);
+      ptx::wgmma_commit_group();
+    };
+    auto start_dq = [&](float (&dq)[kSumsQ]) {
+      ptx::wgmma_fence();
+      multiply_dq(dq, ds_rows + block % 2 * (kBytesDs / 16), k_sums);
+      ptx::wgmma_commit_group();
+    };
+    auto read_target = [&](unsigned q_stage) {
+      return ptx::load_shared_s32(origins + 8 * q_stage + 4);
+    };
+    // Sums of dq leave: to the copy engine, and by red. The fence would wait for red.
+    auto add_dq = [&](const float (&dq)[kSumsQ], int target_block) {
+      index_t start =
+          index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
+      if constexpr (kBulk > 0) {
+        // The copy engine has read what this warp gave it before.
+        if (lane == 0) ptx::cp_async_bulk_wait_group_read();
+        __syncwarp();
+#pragma unroll
+        for (int e = 0; e < 4 * kBulk; e += 4) {
+          ptx::store_shared_f32x4(dq_target + e * 128, dq[e], dq[e + 1], dq[e + 2],
+                                  dq[e + 3]);
         }
-        ptx::fence_proxy_async();  // wgmma reads what stmatrix has written
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane == 0) {
+          ptx::cp_reduce_async_bulk_add(sums_q + start, dq_target, kBulk * 512);
+          ptx::cp_async_bulk_commit_group();
+        }
+      }
+      start += lane * 4;
+      // One address for all; else a wide step has one made for each.
+      if constexpr (!kNarrowStep) ptx::forget(start);
+#pragma unroll
+      for (int e = 4 * kBulk; e < kSumsQ; e += 4) {
+        ptx::red_global_add(sums_q + start + e * 32, dq[e], dq[e + 1], dq[e + 2],
+                            dq[e + 3]);
+      }
+    };
+    // The number of the next item is asked for in the last step.
+    int next_number = number + static_cast<int>(gridDim.x) / kCluster;
+    auto ask_number = [&](bool is_last) {
+      if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
+        next_number = atomicAdd(&counter->next, 1) + gridDim.x / kCluster;
+      }
+    };
+    auto tell_number = [&](bool is_last) {
+      if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
+        int* const slot = &next_items[items & 1];
+        if constexpr (kCluster > 1) {
+          for (int n = 0; n < kCluster; ++n) {
+            ptx::store_cluster_s32(ptx::mapa(ptx::shared_address(slot), n),
+                                   next_number);
+          }
+        } else {
+          *const_cast<volatile int*>(slot) = next_number;
+        }
+      }
+    };
+
+    // The first block: S and P, and of a narrow step dP.
+    wait(k_full, items & 1);
+    wait_for_q();  // then the view is there, too
+    const unsigned last = block + uniform(view.count) - 1;
+    start_s(q_stage);
+    wait(v_full, items & 1);
+    wait_for_dout(block);
+    if constexpr (kNarrowStep) start_dp(block % kStagesDout);
+    ask_for_lse(block % kStagesDout);
+    ptx::wgmma_wait_group<kNarrowStep ? 1 : 0>();
+    keep_order(s);
+    softmax(block % kStagesDout, is_whole());
+    if constexpr (kNarrowStep) {
+      ask_for_delta(block % kStagesDout);
+      ptx::wgmma_wait_group<0>();
+      keep_order(dp);
+    }
+
+    // One block of queries, and S and P of the next one. No product is in flight
+    // between steps: ptxas does not follow them around a loop (C7514).
+    //
+    // Here dP of the next one, too, so that the softmax runs beside dk and dP.
+    auto narrow_step = [&](auto is_last, auto& dq) {
+      constexpr bool kLast = decltype(is_last)::value;
+      const unsigned this_q = q_stage, this_dout = block % kStagesDout;
+      q_stage = after(q_stage);
+      q_parity ^= q_stage == 0;
+      start_dv(this_dout);
+      // Whether stages are full is asked ahead, too.
+      bool q_is_there = false, dout_is_there = false, whole = true;
+      if constexpr (!kLast) {
+        q_is_there = ptx::mbarrier_try_wait_parity(q_full + 8 * q_stage, q_parity);
+      }
+      make_ds(this_dout);
+      if constexpr (kMakesDq) {
+        store_ds();
+        ptx::fence_proxy_async();
       }
       if constexpr (!kLast) {
         if (!q_is_there) wait_for_q();
-        ptx::wgmma_fence();
-        multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
-        ptx::wgmma_commit_group();
+        start_s(q_stage);
         ptx::wgmma_wait_group<1>();  // dv
-      }
-      if constexpr (kAhead && !kLast) {
         dout_is_there = ptx::mbarrier_try_wait_parity(
             dout_full + 8 * ((block + 1) % kStagesDout), (block + 1) / kStagesDout & 1);
         whole = is_whole();
       }
-      int target_block = 0;
-      auto find_target = [&] {
-        target_block = ptx::load_shared_s32(origins + 8 * this_q + 4);
-      };
-      if constexpr (kMakesDq && kAhead) find_target();
+      const int target_block = kMakesDq ? read_target(this_q) : 0;
       // dS of both warpgroups is there. Both are also done with dv of this block and dk
       // of the one before: the stages of the block after the next one are free.
       ptx::bar_sync<kNumThreads>(1);
@@ -538,96 +682,102 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           ptx::mbarrier_arrive_cluster_relaxed(ptx::mapa(empty, threadIdx.x));
         }
       } else if constexpr (!kLate) {
-        if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
+        if (more && threadIdx.x == 0) load_all(after(q_stage), this_dout);
       }
-      int next_number;
-      if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
-        next_number = atomicAdd(&counter->next, 1) + gridDim.x / kCluster;
-      }
-
-      auto add_dq = [&](float (&dq)[kSumsQ]) {
-        if constexpr (kMakesDq) {
-          ptx::wgmma_fence();
-          multiply_dq(dq, ds_rows + buffer / 16, k_sums);
-          ptx::wgmma_commit_group();
-        }
-        ptx::wgmma_fence();
-        multiply_sums(sums_k, ds, q_sums + this_q * (kBytesM / 16), accumulate);
-        ptx::wgmma_commit_group();
-        if constexpr (kAhead && !kLast) {
-          if (!dout_is_there) wait_for_dout(block + 1);
-          ask_for_lse((block + 1) % kStagesDout);
-        }
-        if constexpr (kCluster > 1) {
-          if (more && threadIdx.x == 0) {
-            wait(empty, block & 1);  // both blocks are done with the stages
-            load_queries(after(q_stage), this_dout);
-          }
-        } else if constexpr (kLate) {
-          if (more && threadIdx.x == 0) load_queries(after(q_stage), this_dout);
-        }
-        if constexpr (!kMakesDq) {
-          // S, where there is one; with 128 queries dk too, for want of registers.
-          ptx::wgmma_wait_group<kBlockM == 128 ? 0 : 1>();
-          if constexpr (!kLast) keep_order(s);
-          return;
-        }
-        ptx::wgmma_wait_group<1>();  // all but dk
-        keep_order(dq);
-        if constexpr (!kLast) keep_order(s);
-        if constexpr (!kAhead) find_target();
-        float* const target = sums_q + index_t(target_block) * (2 * kPart) +
-                              group * kPart + warp * (kPart / 4);
-        if constexpr (kBulk > 0) {
-          // The copy engine has read what this warp gave it before.
-          if (lane == 0) ptx::cp_async_bulk_wait_group_read();
-          __syncwarp();
-#pragma unroll
-          for (int e = 0; e < 4 * kBulk; e += 4) {
-            ptx::store_shared_f32x4(dq_target + e * 128, dq[e], dq[e + 1], dq[e + 2],
-                                    dq[e + 3]);
-          }
-          ptx::fence_proxy_async();
-          __syncwarp();
-          if (lane == 0) {
-            ptx::cp_reduce_async_bulk_add(target, dq_target, kBulk * 512);
-            ptx::cp_async_bulk_commit_group();
-          }
-        }
-#pragma unroll
-        for (int e = 4 * kBulk; e < kSumsQ; e += 4) {
-          ptx::red_global_add(target + lane * 4 + e * 32, dq[e], dq[e + 1], dq[e + 2],
-                              dq[e + 3]);
-        }
-      };
-      if constexpr (kScores == kSumsQ) {
-        add_dq(dp);  // whose registers are free
-      } else {
-        float dq[kSumsQ];
-        add_dq(dq);
-      }
+      ask_number(kLast);
+      if constexpr (kMakesDq) start_dq(dq);
+      start_dk(this_q);
       if constexpr (!kLast) {
-        if constexpr (!kAhead) wait_for_dout(block + 1);
-        ptx::wgmma_fence();
-        multiply_scores(dp, v_rows,
-                        dout_rows + (block + 1) % kStagesDout * (kBytesM / 16));
-        ptx::wgmma_commit_group();
-        if constexpr (!kAhead) whole = is_whole();
+        if (!dout_is_there) wait_for_dout(block + 1);
+        ask_for_lse((block + 1) % kStagesDout);
+      }
+      if constexpr (kCluster > 1) {
+        if (more && threadIdx.x == 0) {
+          wait(empty, block & 1);  // both blocks are done with the stages
+          load_all(after(q_stage), this_dout);
+        }
+      } else if constexpr (kLate) {
+        if (more && threadIdx.x == 0) load_all(after(q_stage), this_dout);
+      }
+      ptx::wgmma_wait_group<1>();  // all but dk
+      if constexpr (kMakesDq) keep_order(dq);
+      if constexpr (!kLast) keep_order(s);
+      if constexpr (kMakesDq) add_dq(dq, target_block);
+      if constexpr (!kLast) {
+        start_dp((block + 1) % kStagesDout);
         softmax((block + 1) % kStagesDout, whole);
         ask_for_delta((block + 1) % kStagesDout);
       }
       ptx::wgmma_wait_group<0>();
       if constexpr (!kLast) keep_order(dp);
-      if (kDynamic && kLast && threadIdx.x == 0 && rank() == 0) {
-        int* const slot = &next_items[items & 1];
-        if constexpr (kCluster > 1) {
-          for (int n = 0; n < kCluster; ++n) {
-            ptx::store_cluster_s32(ptx::mapa(ptx::shared_address(slot), n),
-                                   next_number);
-          }
-        } else {
-          *const_cast<volatile int*>(slot) = next_number;
-        }
+      tell_number(kLast);
+    };
+
+    // Here dP is asked for first. dv runs beside the making of dS, dk and dq beside the
+    // softmax. A group waits for the other's dS behind dk only: half a step of slack.
+    auto wide_step = [&](auto is_last) {
+      constexpr bool kLast = decltype(is_last)::value;
+      const unsigned this_q = q_stage, this_dout = block % kStagesDout;
+      q_stage = after(q_stage);
+      q_parity ^= q_stage == 0;
+      start_dp(this_dout);
+      start_dv(this_dout);
+      ask_for_delta(this_dout);
+      ptx::wgmma_wait_group<1>();  // dP
+      keep_order(dp);
+      make_ds(this_dout);
+      ask_number(kLast);
+      if constexpr (kMakesDq) {
+        store_ds();
+        ptx::fence_proxy_async();
+      }
+      ptx::wgmma_wait_group<0>();  // dv
+      keep_order(sums_v);
+      // This group's dS is there, and it is done with dv of this block and dk of the
+      // one before.
+      ptx::bar_arrive<kNumThreads>(1 + group + block % 2 * 2);
+      asked_t asked;
+      if constexpr (!kLast) {
+        wait_for_q();
+        start_s(q_stage);
+      }
+      start_dk(this_q);
+      const int target_block = kMakesDq ? read_target(this_q) : 0;
+      bool whole = true;
+      if constexpr (!kLast) {
+        whole = is_whole();
+        asked = read_part(asker);
+      }
+      ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
+      float dq[kSumsQ];
+      if constexpr (kMakesDq) start_dq(dq);
+      // The stages of the block after the next one are free; in the last step all tiles
+      // but that of k, for the next item.
+      if (!kLast && block + 1 != last) {
+        load_parts(asked, after(q_stage), this_dout);
+      }
+      if (kLast && threadIdx.x == 0) {
+        tell_number(kLast);
+        begin_item(next_number, items + 1, block + 1);
+      }
+      if constexpr (!kLast) {
+        wait_for_dout(block + 1);
+        ask_for_lse((block + 1) % kStagesDout);
+        ptx::wgmma_wait_group<kMakesDq ? 2 : 1>();  // S
+        keep_order(s);
+        softmax((block + 1) % kStagesDout, whole);
+      }
+      ptx::wgmma_wait_group<0>();
+      if constexpr (kMakesDq) {
+        keep_order(dq);
+        add_dq(dq, target_block);
+      }
+    };
+    auto step = [&](auto is_last) {
+      if constexpr (kNarrowStep) {
+        narrow_step(is_last, dp);  // whose registers are free
+      } else {
+        wide_step(is_last);
       }
     };
 #pragma unroll 1
@@ -645,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::cluster_arrive();
       ptx::cluster_wait();
     } else {
-      ptx::bar_sync<kNumThreads>(1);
+      ptx::bar_sync<kNumThreads>(5);
     }
     if constexpr (kDynamic) {
       number = uniform(*const_cast<volatile int*>(&next_items[items & 1]));
@@ -653,7 +803,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       number += gridDim.x / kCluster;
     }
     ++items;
-    if (threadIdx.x == 0) load_first();
+    if (threadIdx.x == 0) {
+      if constexpr (kNarrowStep) begin_item(number, items, block);
+      load_k(number);
+    }
 
     const outputs_t to = outputs[(items - 1) & 1];
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;

@@ -29,6 +29,7 @@ constexpr int kGroups = 2, kGroupM = 64, kTileM = kGroups * kGroupM;
 constexpr int kBlockN = 128;  // keys of a tile
 constexpr int kStages = 2;
 static_assert(kNumThreads == 128 * (kGroups + 1));
+static_assert(kBlockM == kGroupM || kHeadDim == 64, "a box has rows of one group");
 // Whether S of the next tile is asked for behind dq, not after it; with 64 columns,
 // whose products are small beside the exponentials, that was slower.
 constexpr bool kChained = kHeadDim == 128;
@@ -110,10 +111,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     if (threadIdx.x != 128 * kGroups) return;
     int batch[2];
     ptx::mbarrier_arrive_expect_tx(q_full, 2 * kGroups * kBytesM);
-    for (int group = 0; group < kGroups; ++group) {
+    // Boxes of kBlockM rows; of 128, one has the rows of both groups.
+    for (int first = 0; first < kTileM; first += kBlockM) {
       for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const unsigned offset = group * kBytesM + chunk * kGroupM * 128;
-        const int row = row_first + group * kGroupM;
+        const unsigned offset = first / kGroupM * kBytesM + chunk * kGroupM * 128;
+        const int row = row_first + first;
         batch_coordinates(batch, at, params.q);
         ptx::cp_async_bulk_tensor_5d(smem_q + offset, inputs.q_map, q_full, chunk * 64,
                                      row, coordinate(at.head, params.q.head), batch[0],

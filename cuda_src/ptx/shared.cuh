@@ -30,6 +30,15 @@ __device__ __forceinline__ int2 load_shared_s32x2(unsigned address) {
   return x;
 }
 
+__device__ __forceinline__ int4 load_shared_s32x4(unsigned address) {
+  int4 x;
+  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 __device__ __forceinline__ int load_shared_s32(unsigned address) {
   int x;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");

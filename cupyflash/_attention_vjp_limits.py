@@ -34,6 +34,7 @@ def refusal(
     arch: str,
     largest: int,
     most_summed: float = math.inf,
+    takes_options: bool = False,
 ) -> str | None:
     """Why no row of `arch` takes a problem, with head dimensions up to `largest`.
 
@@ -48,7 +49,7 @@ def refusal(
         return f"takes float16 and bfloat16, not {forward.dtype}"
     options = [name for name in OPTIONS if getattr(forward, name) is not None]
     options += ["softcap"] * (forward.softcap > 0)
-    if options:
+    if options and not takes_options:
         return f"has no {', '.join(options)}"
     if not 1e-20 <= abs(forward.scale) <= 1e20:
         return f"takes scales from 1e-20 to 1e20, not {forward.scale}"

@@ -18,14 +18,21 @@
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
-#include "attention/vjp_hopper_wide.cuh"
+#include "attention/vjp_hopper_wide_terms.cuh"
 
+#ifndef STAGES_V
+#error "STAGES_V comes from the host"
+#endif
 constexpr int kGroups = 2, kTileM = kGroups * 64;
 // k is read for S and then for dq, v for dP alone: it is free long before the next one
 // is needed, so one stage will do where there is no room for two.
-constexpr int kStagesK = 2, kStagesV = kHeadDim > 192 ? 1 : 2;
-// setmaxnreg moves registers inside the pool of the launch, 168 a thread.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+constexpr int kStagesK = 2, kStagesV = STAGES_V;
+constexpr int kTerms = kHasTiles ? kStagesTerms : 0;
+// setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
+// some of the producer's, and sums leave some over in narrow heads.
+constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 128;
+constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
+constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 
 // What the producer finds out about an item.
 struct view_t {
@@ -34,11 +41,12 @@ struct view_t {
   int row_first, stats;       // stats: the first block of the entry's
   int low, high;              // band_t, from key 0
   matrix_t q, dout, k, v;
+  entry_t entry;  // where there are options
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_wide_queries(
-        const __grid_constant__ inputs_t inputs,
+        const __grid_constant__ all_inputs_t inputs,
         const float* __restrict__ stats,  // vjp_hopper.cuh
         elem_t* __restrict__ dq,          // as q
         found_t* __restrict__ found,
@@ -46,23 +54,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
-  __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStagesK + 2 * kStagesV];
+  __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStagesK + 2 * kStagesV +
+                                                          2 * kTerms];
   __shared__ view_t views[kViews];
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
   const unsigned smem_dout = smem_q + kGroups * kBytes,
                  smem_k = smem_dout + kGroups * kBytes,
-                 smem_v = smem_k + kStagesK * kBytes;
+                 smem_v = smem_k + kStagesK * kBytes,
+                 smem_bias = smem_v + kStagesV * kBytes,
+                 smem_mask = smem_bias + kTerms * kGroups * kBytesBias;
   const unsigned q_full = ptx::shared_address(barriers), dout_full = q_full + 8,
                  k_full = dout_full + 8, v_full = k_full + 8 * kStagesK,
                  q_empty = v_full + 8 * kStagesV, dout_empty = q_empty + 8,
-                 k_empty = dout_empty + 8, v_empty = k_empty + 8 * kStagesK;
+                 k_empty = dout_empty + 8, v_empty = k_empty + 8 * kStagesK,
+                 terms_full = v_empty + 8 * kStagesV,
+                 terms_empty = terms_full + 8 * kTerms;
   if (threadIdx.x == 0) {
     constexpr int kTiles = 2 + kStagesK + kStagesV;
     for (int n = 0; n < kTiles; ++n) {
       ptx::mbarrier_init(q_full + 8 * n, 1);
       ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups);  // a warp that is done arrives
+    }
+    for (int n = 0; n < kTerms; ++n) {
+      ptx::mbarrier_init(terms_full + 8 * n, 1);
+      ptx::mbarrier_init(terms_empty + 8 * n, 4 * kGroups);
     }
     ptx::fence_mbarrier_init();
   }
@@ -71,6 +88,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int group = uniform(threadIdx.x / 128);
   ring_t<kStagesK> of_k;
   ring_t<kStagesV> of_v;
+  ring_t<kStagesTerms> of_terms;
   int place = 0;  // of views
   auto next_place = [&] { place = place + 1 == kViews ? 0 : place + 1; };
 
@@ -88,8 +106,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const int row_first = (inputs.num_tiles - 1 - item.tile) * kTileM;
       int tile_first = 0;
       int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
+      const auto kept = locate(grads.kept, item.kept);
       if constexpr (kBounds > 0) {
-        const scores_t scores(place_t(), SCORE_ARGUMENTS);
+        const place_t at =
+            kBandOfEntry ? grads.entry(params, kept.of[0], 0) : place_t();
+        const scores_t scores(at, SCORE_ARGUMENTS);
         const range_t keys = scores.keys_of(row_first, row_first + kTileM);
         tile_first = static_cast<int>(keys.first) / kBlockN;
         tile_last = (static_cast<int>(keys.last) + kBlockN - 1) / kBlockN;
@@ -101,7 +122,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.row_first = row_first;
       view.tile_first = tile_first;
       view.tile_last = tile_last;
-      const auto kept = locate(grads.kept, item.kept);
       view.dq = kept.of[1] + row_first * grads.row[0];
       const place_t at = grads.entry(params, kept.of[0], 0);
       view.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
@@ -109,6 +129,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.dout = matrix_of(at, at.head, grads.dout);
       view.k = matrix_of(at, at.kv_head, params.k);
       view.v = matrix_of(at, at.kv_head, params.v);
+      if constexpr (kHasOptions) {
+        view.entry.set(scores_t(at, SCORE_ARGUMENTS), at, params, row_first, 0);
+      }
     };
     auto load_own = [&](unsigned target, const ptx::tensor_map_t& map, unsigned full,
                         unsigned empty, unsigned parity, const matrix_t& matrix) {
@@ -135,6 +158,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::mbarrier_arrive_expect_tx(k_barrier, kBytes);
         load_chunks<0, kChunks>(smem_k + of_k.stage * kBytes, inputs.k_map, k_barrier,
                                 tile * kBlockN, views[place].k);
+        if constexpr (kHasTiles) {
+          const unsigned full = terms_full + 8 * of_terms.stage;
+          wait(terms_empty + 8 * of_terms.stage, of_terms.parity ^ 1);
+          ptx::mbarrier_arrive_expect_tx(full, kGroups * (kBytesBias + kBytesMask));
+          for (int n = 0; n < kGroups; ++n) {
+            load_terms(smem_bias + (of_terms.stage * kGroups + n) * kBytesBias,
+                       smem_mask + (of_terms.stage * kGroups + n) * kBytesMask, inputs,
+                       views[place].entry, full, views[place].row_first + n * 64,
+                       tile * kBlockN);
+          }
+          of_terms.advance();
+        }
         if (tile == views[place].tile_first) {
           load_own(smem_dout, inputs.dout_map, dout_full, dout_empty, parity,
                    views[place].dout);
@@ -201,6 +236,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // items.
     of_k = {unsigned(uniform(of_k.stage)), unsigned(uniform(of_k.parity))};
     of_v = {unsigned(uniform(of_v.stage)), unsigned(uniform(of_v.parity))};
+    if constexpr (kHasTiles) {
+      of_terms = {unsigned(uniform(of_terms.stage)),
+                  unsigned(uniform(of_terms.parity))};
+    }
 
 #pragma unroll 1
     for (int tile = tile_first; tile < tile_last; ++tile) {
@@ -208,6 +247,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_fence();
       multiply_scores(s, q_rows, k_rows + of_k.stage * (kBytes / 16));
       ptx::wgmma_commit_group();
+      float of_keys[kTermsOfKeys ? kScores / 2 : 1];
+      if constexpr (kTermsOfKeys) {
+        const volatile entry_t& entry = view.entry;
+#pragma unroll
+        for (int n = 0; n < kScores / 2; ++n) {
+          const int key = tile * kBlockN + n / 2 * 8 + n % 2 + lane % 4 * 2;
+          of_keys[n] = term_of_key(entry.bias, entry.mask, params, key);
+        }
+      }
       wait(dout_full, items & 1);
       wait(v_full + 8 * of_v.stage, of_v.parity);
       ptx::wgmma_fence();
@@ -217,25 +265,70 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       keep_order(s);
       if (tile + 1 == tile_last) release(q_empty);
 
-      // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
-      const int num_keys = static_cast<int>(params.seqlen_k) - tile * kBlockN;
-      int low = -(1 << 30), high = 1 << 30;
-      if constexpr (kBounds > 0) {
-        low = view.low + group * 64 - tile * kBlockN;
-        high = view.high + group * 64 - tile * kBlockN;
-      }
-      if (num_keys < kBlockN || low > 1 - 64 || high < kBlockN) {
+      float derivatives[kDerivatives];
+      if constexpr (kHasOptions) {
+        const volatile entry_t& entry = view.entry;
+        const band_t band = shifted(entry.band, group * 64, tile * kBlockN);
+        const tile_terms_t<false> terms(
+            smem_bias + (of_terms.stage * kGroups + group) * kBytesBias,
+            smem_mask + (of_terms.stage * kGroups + group) * kBytesMask, row, lane);
+        float slope = 0, distance = 0;
+        if constexpr (kHasAlibi) {
+          slope = entry.slope * float(kLog2e);
+          distance = static_cast<float>(entry.diagonal + group * 64 + row -
+                                        tile * kBlockN - lane % 4 * 2);
+        }
+        if constexpr (kHasTiles) {
+          wait(terms_full + 8 * of_terms.stage, of_terms.parity);
+        }
+        add_terms(s, derivatives, inputs, [&](int e) {
+          float rest = -log_sum[e / 2 % 2];
+          if constexpr (kTermsOfKeys) rest += of_keys[e / 4 * 2 + e % 2];
+          if constexpr (kHasTiles) rest += terms(e);
+          if constexpr (kHasAlibi) {
+            const int apart = e / 2 % 2 * 8 - e / 4 * 8 - e % 2;
+            rest = fmaf(-slope, fabsf(distance + static_cast<float>(apart)), rest);
+          }
+          return rest;
+        });
+        if constexpr (kHasTiles) {
+          __syncwarp();  // all lanes have read the tile
+          release(terms_empty + 8 * of_terms.stage);
+          of_terms.advance();
+        }
+        if (hides_some(band)) {
+#pragma unroll
+          for (int e = 0; e < kScores; ++e) {
+            const int key = e / 4 * 8 + e % 2 + lane % 4 * 2;
+            if (!band.sees(row + e / 2 % 2 * 8, key)) s[e] = -infinity<float>();
+          }
+        }
 #pragma unroll
         for (int e = 0; e < kScores; ++e) {
-          const int column = e / 4 * 8 + e % 2 + lane % 4 * 2;
-          const int distance = column - row - e / 2 % 2 * 8;
-          const bool sees = low <= distance && distance < high && column < num_keys;
-          if (!sees) s[e] = inputs.hidden;
+          s[e] = ptx::ex2_approx_ftz(s[e]);
+          if constexpr (kHasSoftcap) s[e] *= derivatives[e];
         }
-      }
+      } else {
+        // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
+        const int num_keys = static_cast<int>(params.seqlen_k) - tile * kBlockN;
+        int low = -(1 << 30), high = 1 << 30;
+        if constexpr (kBounds > 0) {
+          low = view.low + group * 64 - tile * kBlockN;
+          high = view.high + group * 64 - tile * kBlockN;
+        }
+        if (num_keys < kBlockN || low > 1 - 64 || high < kBlockN) {
 #pragma unroll
-      for (int e = 0; e < kScores; ++e) {
-        s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
+          for (int e = 0; e < kScores; ++e) {
+            const int column = e / 4 * 8 + e % 2 + lane % 4 * 2;
+            const int distance = column - row - e / 2 % 2 * 8;
+            const bool sees = low <= distance && distance < high && column < num_keys;
+            if (!sees) s[e] = inputs.hidden;
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) {
+          s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
+        }
       }
       ptx::wgmma_wait_group<0>();  // dP
       keep_order(dp);

@@ -19,7 +19,7 @@ BLOCK = 64  # queries of a block, keys of a tile
 TILE_M = 128  # queries of a tile that makes dq
 # Bytes of shared memory that a block may have, and those beside tiles at most: without
 # options and with them.
-_SMEM, _STATIC = 232448, {False: 768, True: 1280}
+_SMEM, _STATIC = 232448, {False: 768, True: 1792}
 # Stages by kernel, from best to least: the first that fit are taken. Of q, dO and terms;
 # of v and terms.
 _STAGES = {
@@ -33,17 +33,7 @@ _STAGE_NAMES = {
 _THREADS = {"_rows": 256, "_wide_keys": 384, "_wide_queries": 384}
 
 
-# inputs_t of cuda_src/attention/vjp_hopper.cuh, and with_terms_t of
-# vjp_hopper_wide_terms.cuh.
-_INPUTS = [
-    *((f"{name}_map", _tensormap.MAP) for name in ("q", "k", "v", "dout")),
-    *((name, "i4") for name in ("num_items", "num_tiles", "num_blocks", "section")),
-    *((name, "i4") for name in ("num_kept", "num_summed")),
-    ("slot", "i8", (2,)),
-    ("to_log2", "f4"),
-    ("hidden", "f4"),
-    ("padding", "V16"),  # to a multiple of 64
-]
+# with_terms_t of cuda_src/attention/vjp_hopper_wide_terms.cuh, behind inputs_t.
 _TERMS = [
     ("bias_map", _tensormap.MAP),
     ("mask_map", _tensormap.MAP),
@@ -54,7 +44,8 @@ _TERMS = [
     ("inverse_cap", "f4"),
     ("more_padding", "V32"),
 ]
-INPUTS = {False: np.dtype(_INPUTS), True: np.dtype(_INPUTS + _TERMS)}
+_PLAIN = _attention_vjp_limits.INPUTS
+INPUTS = {False: np.dtype(_PLAIN), True: np.dtype(_PLAIN + _TERMS)}
 
 
 def has_terms(forward: AttentionProblem) -> bool:
@@ -89,6 +80,7 @@ class HopperWideVjpKernel:
     rungs: tuple[str, ...]
     above: int  # the largest head dimension that is left to the row `hopper`
     dims: tuple[int, ...]  # as they are compiled; zeros fill up
+    softcap_up_to: int  # above this head dimension a softcap spills
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -119,6 +111,8 @@ class HopperWideVjpKernel:
 
     def _refusal_of_options(self, problem):
         forward = problem.forward
+        if forward.softcap and self.dim(forward) > self.softcap_up_to:
+            return f"has no softcap for head dimensions above {self.softcap_up_to}"
         if tiles := tiles_of_terms(forward):
             if forward.terms != "tiles":
                 return f"has no {', '.join(tiles)} that the copy engine cannot read"
@@ -158,7 +152,9 @@ class HopperWideVjpKernel:
             stats, held = 4 * BLOCK, 2 * 64 * 2 * BLOCK
             weights = 4 * BLOCK * BLOCK
             num = sum(stages)
-            return (2 + num) * tile - held + num * stats + weights + terms + 1024
+            q_tile = max(tile, held)  # k and v come by a stage of q
+            tiles = 2 * tile - held + stages[0] * q_tile + stages[1] * tile
+            return tiles + num * stats + weights + terms + 1024
         # two of q and dO, two stages of k; terms of two blocks of queries
         return (6 + stages[0]) * tile + 2 * terms + 1024
 
@@ -168,6 +164,7 @@ class HopperWideVjpKernel:
         forward: AttentionProblem,
         batch_dims: int,
         num_blocks: int,
+        makes_dbias: bool = False,
     ) -> Config:
         """The launch of ``vjp_hopper<part>.cu``."""
         # Statistics do not depend on columns; a power of two of threads makes a row's.
@@ -184,6 +181,8 @@ class HopperWideVjpKernel:
                 del more["STAGES_TERMS"]
                 if forward.bias or forward.mask:
                     more["TERMS_OF_KEYS"] = 1
+            if makes_dbias:
+                more["DBIAS_T"] = CUDA_TYPES[forward.bias]
         defines = _attention_kernels._defines(
             forward,
             batch_dims,
@@ -262,4 +261,5 @@ HOPPER_WIDE_VJP = HopperWideVjpKernel(
     rungs=("tiled", "auto"),
     above=128,
     dims=(64, 128, 192, 256),
+    softcap_up_to=192,
 )

@@ -34,8 +34,10 @@ class _Part:
 
     def __init__(self, name, names, row, forward, layout, device, device_id):
         self.names = names
+        # dbias is written beside dq, and does not decide what entries are kept.
+        owners = tuple(n for n in names if n != "dbias")
         fields = _attention_vjp_layout.entries_fields(
-            _all_summed(layout, names), [layout.targets[n] for n in names]
+            _all_summed(layout, owners), [layout.targets[n] for n in names]
         )
         self.grads = _gpu.pack_bytes(
             {**layout.grads, **fields}, grads_dtype(layout.batch_dims)
@@ -44,7 +46,8 @@ class _Part:
             name, forward, device, fields["num_kept"], fields["num_summed"]
         )
         blocks = min(self.schedule["num_items"], device.num_sms)
-        config = row.config(name, forward, layout.batch_dims, blocks)
+        makes_dbias = "dbias" in names
+        config = row.config(name, forward, layout.batch_dims, blocks, makes_dbias)
         self.dtype = _attention_vjp_wide.INPUTS[_attention_vjp_wide.has_terms(forward)]
         self.launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
 
@@ -65,11 +68,13 @@ class HopperWidePlan:
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
         self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
+        makes_dbias = _makes_dbias(problem, layout)
+        of_queries = ("dq", "dbias") if makes_dbias else ("dq",)
         self.parts = [
             _Part(name, names, row, forward, layout, device, device_id)
             for name, names in (
                 ("_wide_keys", ("dk", "dv")),
-                ("_wide_queries", ("dq",)),
+                ("_wide_queries", of_queries),
             )
         ]
         self.encoders = {
@@ -111,7 +116,16 @@ class HopperWidePlan:
         slow = _Launches(
             _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
         )
-        self.bias = slow.bias() if problem.need_dbias else None
+        # The portable kernel makes dbias, or repairs it.
+        self.bias = None
+        if problem.need_dbias:
+            self.bias = slow.bias(REPAIRS=1) if makes_dbias else slow.bias()
+        self.repairs_dbias = makes_dbias
+        # What nobody sees has no tile that writes zeros.
+        self.clears_dbias = makes_dbias and (
+            _attention_kernels._bounds(forward) > 0
+            or _attention_kernels._has_lengths(forward)
+        )
         self.bias_params = _gpu.pack(layout.params, params_dtype(batch_dims))
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
         self.rows_shape = problem.rows_shape
@@ -156,6 +170,8 @@ class HopperWidePlan:
         _attention_gpu.keep_if_capturing((memory, sink_terms))
         found, stats, delta = (memory.ptr + start for start in self.starts)
         memory.memset_async(0, _FOUND_BYTES)
+        if self.clears_dbias:
+            made["dbias"].data.memset_async(0, made["dbias"].nbytes)
         rest = (*options, offset, self.params)
         grads = self.parts[0].grads
         if self.is_plain:
@@ -177,17 +193,31 @@ class HopperWidePlan:
             targets = (made[name].data.ptr for name in names)
             launch.enqueue(q, k, v, dout, lse, delta, *targets, found, *rest, grads)
         if self.bias is not None:
-            self._make_dbias(arrays, memory + self.starts[-1], made, offset)
+            self._make_dbias(arrays, memory, made, offset)
         if self.sinks is not None:
             self.sinks(sink_terms, made["dsinks"])
         return AttentionGrads(**made)
 
-    def _make_dbias(self, arrays, delta, made, offset):
-        """dbias by the portable kernel."""
+    def _make_dbias(self, arrays, memory, made, offset):
+        """dbias by the portable kernel, with a repair only if that is asked for."""
         q, k, v, _, *options, dout, lse, _ = arrays
         options = [_gpu.NULL if x is None else x for x in options]
-        delta = cupy.ndarray(self.rows_shape, "float32", delta)
-        self.bias(
-            (q, k, v, dout, lse, delta), made, (*options, offset, self.bias_params),
-            "float32",
-        )  # fmt: skip
+        delta = cupy.ndarray(self.rows_shape, "float32", memory + self.starts[-1])
+        rest = (*options, offset, self.bias_params)
+        if self.repairs_dbias:
+            found = cupy.ndarray(1, "int32", memory)
+            rest = (found, *rest)
+        self.bias((q, k, v, dout, lse, delta), made, rest, "float32")
+
+
+def _makes_dbias(problem, layout):
+    """Whether the kernel of queries makes dbias: each score has a bias of its own."""
+    forward = problem.forward
+    if not problem.need_dbias or forward.softcap:
+        return False
+    if "bias" not in _attention_vjp_wide.tiles_of_terms(forward):
+        return False
+    target = layout.targets["dbias"]
+    entries = zip(layout.shape, target.entries, strict=True)
+    own = all(n == 1 or step for n, step in entries)
+    return own and bool(target.row) and target.col == 1

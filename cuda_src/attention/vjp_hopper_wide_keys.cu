@@ -43,6 +43,8 @@ constexpr int kTerms = kHasTiles ? kStagesTerms : 0;
 // by a stage of q.
 constexpr int kHeld = 1;
 constexpr int kBytesRest = (kChunks - kHeld) * kChunk;
+// Of a stage of q; that of 64 columns has to hold k and v, too.
+constexpr int kBytesQ = kChunks > 2 * kHeld ? kBytes : 2 * kHeld * kChunk;
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
 // some of the producer's, and sums leave some over in narrow heads.
 constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
@@ -86,7 +88,6 @@ struct view_t {
 struct source_t {
   matrix_t q, dout;
   int stats;  // the first block of statistics
-  entry_t entry;
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -102,13 +103,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStages + 2 * kTerms];
   __shared__ view_t views[kViews];
   __shared__ source_t source;
-  // What the options of the queries in a stage of q are to the keys of the tile.
-  __shared__ entry_t entries[kHasOptions ? kStagesQ : 1];
+  // What options are to the keys of the tile: those of the source, and of the queries
+  // in a stage of q.
+  __shared__ entry_t source_entry, entries[kHasOptions ? kStagesQ : 1];
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
   const unsigned smem_v = smem_k + kBytesRest, smem_q = smem_v + kBytesRest,
-                 smem_dout = smem_q + kStagesQ * kBytes,
+                 smem_dout = smem_q + kStagesQ * kBytesQ,
                  smem_weights = smem_dout + kStagesDout * kBytes,
                  smem_bias = smem_weights + kBytesWeights,
                  smem_mask = smem_bias + kTerms * kBytesBias,
@@ -184,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       source.dout = matrix_of(at, at.head, grads.dout);
       source.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
       if constexpr (kHasOptions) {
-        source.entry.set(scores_t(at, SCORE_ARGUMENTS), at, params, 0, key_first);
+        source_entry.set(scores_t(at, SCORE_ARGUMENTS), at, params, 0, key_first);
       }
     };
 
@@ -201,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const int key_first = view.key_first;
       wait(q_empty + 8 * of_q.stage, of_q.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(q_full + 8 * of_q.stage, 2 * kHeld * kChunk);
-      const unsigned held = smem_q + of_q.stage * kBytes;
+      const unsigned held = smem_q + of_q.stage * kBytesQ;
       load_chunks<0, kHeld>(held, inputs.k_map, q_full + 8 * of_q.stage, key_first,
                             view.k);
       load_chunks<0, kHeld>(held + kHeld * kChunk, inputs.v_map,
@@ -220,10 +222,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                        dout_barrier = dout_full + 8 * of_dout.stage;
         wait(q_empty + 8 * of_q.stage, of_q.parity ^ 1);
         if constexpr (kHasOptions) {
-          tell(entries[of_q.stage], source.entry, block * kBlockM);
+          tell(entries[of_q.stage], source_entry, block * kBlockM);
         }
         ptx::mbarrier_arrive_expect_tx(q_barrier, kBytes + kBytesStats);
-        load_chunks<0, kChunks>(smem_q + of_q.stage * kBytes, inputs.q_map, q_barrier,
+        load_chunks<0, kChunks>(smem_q + of_q.stage * kBytesQ, inputs.q_map, q_barrier,
                                 block * kBlockM, source.q);
         ptx::cp_async_bulk(smem_lse + of_q.stage * kBytesStats, rows, kBytesStats,
                            q_barrier);
@@ -238,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           wait(terms_empty + 8 * of_terms.stage, of_terms.parity ^ 1);
           ptx::mbarrier_arrive_expect_tx(full, kBytesBias + kBytesMask);
           load_terms(smem_bias + of_terms.stage * kBytesBias,
-                     smem_mask + of_terms.stage * kBytesMask, inputs, source.entry,
+                     smem_mask + of_terms.stage * kBytesMask, inputs, source_entry,
                      full, block * kBlockM, view.key_first);
           of_terms.advance();
         }
@@ -289,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     for (int step = 0; step < 4 * kHeld; ++step) {
       const unsigned inside = (step % 4 * 32 + lane / 16 * 16) ^ (lane % 8 * 16);
       ptx::ldmatrix_x4(held[step],
-                       held_source + of_q.stage * kBytes + step / 4 * kChunk + inside);
+                       held_source + of_q.stage * kBytesQ + step / 4 * kChunk + inside);
     }
     __syncwarp();
     release(q_empty + 8 * of_q.stage);
@@ -421,7 +423,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       auto ask_scores = [&] {
         wait(q_full + 8 * of_q.stage, of_q.parity);
         ptx::wgmma_fence();
-        multiply_held(s, held, k_rows, q_rows + of_q.stage * (kBytes / 16));
+        multiply_held(s, held, k_rows, q_rows + of_q.stage * (kBytesQ / 16));
         ptx::wgmma_commit_group();
         if constexpr (kTermsOfKeys) {
           const volatile entry_t& entry = entries[of_q.stage];
@@ -525,7 +527,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         wait(q_full + 8 * stage, of_q.parity);
         of_q.advance();
         ptx::wgmma_fence();
-        multiply_sums(sums, ds, q_sums + stage * (kBytes / 16));
+        multiply_sums(sums, ds, q_sums + stage * (kBytesQ / 16));
         ptx::wgmma_commit_group();
         if constexpr (!kLast) ask_scores();
         ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dk

@@ -23,16 +23,65 @@
 #ifndef STAGES_V
 #error "STAGES_V comes from the host"
 #endif
+// With DBIAS_T dS goes to memory, too, where each score has a bias of its own.
+#ifdef DBIAS_T
+constexpr bool kMakesDbias = true;
+using dbias_t = DBIAS_T;
+#define DBIAS_PARAMETER dbias_t *__restrict__ dbias,
+static_assert(kBiasTiles && !kHasSoftcap);
+#else
+constexpr bool kMakesDbias = false;
+using dbias_t = float;
+#define DBIAS_PARAMETER
+#endif
 constexpr int kGroups = 2, kTileM = kGroups * 64;
 // k is read for S and then for dq, v for dP alone: it is free long before the next one
 // is needed, so one stage will do where there is no room for two.
 constexpr int kStagesK = 2, kStagesV = STAGES_V;
-constexpr int kTerms = kHasTiles ? kStagesTerms : 0;
+// Terms of scores come by stages, too, those of keys by a warp of the third warpgroup.
+constexpr int kTerms = kHasTiles || kTermsOfKeys ? kStagesTerms : 0;
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
 // some of the producer's, and sums leave some over in narrow heads.
 constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 128;
 constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
 constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
+
+// Writes a thread's numbers of dS, two side by side.
+template <typename T>
+__device__ __forceinline__ void store_dbias(const float (&p)[kScores],
+                                            const float (&dp)[kScores],
+                                            const float (&delta)[2],
+                                            T* target,
+                                            int row,
+                                            int column,
+                                            float factor,
+                                            int num_rows,
+                                            int num_columns,
+                                            index_t row_step) {
+  // Rows of a number of columns that is even start at whole pairs.
+  const bool as_pairs = row_step % 2 == 0;
+#pragma unroll
+  for (int e = 0; e < kScores; e += 2) {
+    const int r = e / 2 % 2, c = column + e / 4 * 8;
+    T* const to_pair = target + (row + 8 * r) * row_step + c;
+    if (row + 8 * r >= num_rows || c >= num_columns) continue;
+    const float x = p[e] * (dp[e] - delta[r]) * factor;
+    const float y = p[e + 1] * (dp[e + 1] - delta[r]) * factor;
+    if constexpr (sizeof(T) == 4) {
+      if (as_pairs) {
+        *reinterpret_cast<float2*>(to_pair) = make_float2(x, y);
+        continue;
+      }
+    } else {
+      if (as_pairs) {
+        *reinterpret_cast<unsigned*>(to_pair) = pair_of<T>::from(y, x);
+        continue;
+      }
+    }
+    to_pair[0] = to<T>(x);
+    if (c + 1 < num_columns) to_pair[1] = to<T>(y);
+  }
+}
 
 // What the producer finds out about an item.
 struct view_t {
@@ -41,7 +90,6 @@ struct view_t {
   int row_first, stats;       // stats: the first block of the entry's
   int low, high;              // band_t, from key 0
   matrix_t q, dout, k, v;
-  entry_t entry;  // where there are options
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -49,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const __grid_constant__ all_inputs_t inputs,
         const float* __restrict__ stats,  // vjp_hopper.cuh
         elem_t* __restrict__ dq,          // as q
-        found_t* __restrict__ found,
+        DBIAS_PARAMETER found_t* __restrict__ found,
         int* __restrict__ counter,  // starts as 0
         SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
@@ -57,6 +105,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStagesK + 2 * kStagesV +
                                                           2 * kTerms];
   __shared__ view_t views[kViews];
+  __shared__ entry_t entries[kHasOptions ? kViews : 1];
+  // Of the gradient of the bias, the first row of the tile.
+  __shared__ dbias_t* dbias_tiles[kMakesDbias ? kViews : 1];
+  __shared__ __align__(8) float of_keys[kTermsOfKeys ? kStagesTerms * kBlockN : 2];
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
@@ -75,7 +127,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     constexpr int kTiles = 2 + kStagesK + kStagesV;
     for (int n = 0; n < kTiles; ++n) {
       ptx::mbarrier_init(q_full + 8 * n, 1);
-      ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups);  // a warp that is done arrives
+      // A warp that is done arrives; with q, that which reads terms of keys.
+      const bool is_told = kTermsOfKeys && n == 0;
+      ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups + is_told);
     }
     for (int n = 0; n < kTerms; ++n) {
       ptx::mbarrier_init(terms_full + 8 * n, 1);
@@ -95,6 +149,36 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   if (group == kGroups) {
     // --- the producer
     ptx::setmaxnreg_dec<kProducerRegisters>();
+    if constexpr (kTermsOfKeys) {
+      if (threadIdx.x / 32 == 4 * kGroups + 1) {
+        const int lane = threadIdx.x % 32;
+        for (unsigned items = 0;; ++items) {
+          wait(q_full, items & 1);
+          const int tile_first = views[place].tile_first;
+          const int tile_last = views[place].tile_last;
+          if (tile_last < 0) return;
+          const entry_t& entry = entries[place];
+          for (int tile = tile_first; tile < tile_last; ++tile) {
+            float terms[2];
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+              terms[n] = term_of_key(entry.bias, entry.mask, params,
+                                     tile * kBlockN + n * 32 + lane);
+            }
+            wait(terms_empty + 8 * of_terms.stage, of_terms.parity ^ 1);
+#pragma unroll
+            for (int n = 0; n < 2; ++n) {
+              of_keys[of_terms.stage * kBlockN + n * 32 + lane] = terms[n];
+            }
+            __syncwarp();  // all lanes have written
+            if (lane == 0) ptx::mbarrier_arrive(terms_full + 8 * of_terms.stage);
+            of_terms.advance();
+          }
+          if (lane == 0) ptx::mbarrier_arrive(q_empty);
+          next_place();
+        }
+      }
+    }
     if (threadIdx.x / 32 != 4 * kGroups || !ptx::elect()) return;
 
     int number = static_cast<int>(blockIdx.x);
@@ -106,10 +190,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const int row_first = (inputs.num_tiles - 1 - item.tile) * kTileM;
       int tile_first = 0;
       int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
-      const auto kept = locate(grads.kept, item.kept);
       if constexpr (kBounds > 0) {
         const place_t at =
-            kBandOfEntry ? grads.entry(params, kept.of[0], 0) : place_t();
+            kBandOfEntry
+                ? grads.entry(params, locate(grads.kept, item.kept).of[0], 0)
+                : place_t();
         const scores_t scores(at, SCORE_ARGUMENTS);
         const range_t keys = scores.keys_of(row_first, row_first + kTileM);
         tile_first = static_cast<int>(keys.first) / kBlockN;
@@ -122,6 +207,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.row_first = row_first;
       view.tile_first = tile_first;
       view.tile_last = tile_last;
+      const auto kept = locate(grads.kept, item.kept);
       view.dq = kept.of[1] + row_first * grads.row[0];
       const place_t at = grads.entry(params, kept.of[0], 0);
       view.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
@@ -130,8 +216,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.k = matrix_of(at, at.kv_head, params.k);
       view.v = matrix_of(at, at.kv_head, params.v);
       if constexpr (kHasOptions) {
-        view.entry.set(scores_t(at, SCORE_ARGUMENTS), at, params, row_first, 0);
+        entries[place].set(scores_t(at, SCORE_ARGUMENTS), at, params, row_first, 0);
       }
+#ifdef DBIAS_T
+      dbias_tiles[place] = dbias + kept.of[2] + row_first * grads.row[1];
+#endif
     };
     auto load_own = [&](unsigned target, const ptx::tensor_map_t& map, unsigned full,
                         unsigned empty, unsigned parity, const matrix_t& matrix) {
@@ -165,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           for (int n = 0; n < kGroups; ++n) {
             load_terms(smem_bias + (of_terms.stage * kGroups + n) * kBytesBias,
                        smem_mask + (of_terms.stage * kGroups + n) * kBytesMask, inputs,
-                       views[place].entry, full, views[place].row_first + n * 64,
+                       entries[place], full, views[place].row_first + n * 64,
                        tile * kBlockN);
           }
           of_terms.advance();
@@ -236,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // items.
     of_k = {unsigned(uniform(of_k.stage)), unsigned(uniform(of_k.parity))};
     of_v = {unsigned(uniform(of_v.stage)), unsigned(uniform(of_v.parity))};
-    if constexpr (kHasTiles) {
+    if constexpr (kTerms > 0) {
       of_terms = {unsigned(uniform(of_terms.stage)),
                   unsigned(uniform(of_terms.parity))};
     }
@@ -247,15 +336,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_fence();
       multiply_scores(s, q_rows, k_rows + of_k.stage * (kBytes / 16));
       ptx::wgmma_commit_group();
-      float of_keys[kTermsOfKeys ? kScores / 2 : 1];
-      if constexpr (kTermsOfKeys) {
-        const volatile entry_t& entry = view.entry;
-#pragma unroll
-        for (int n = 0; n < kScores / 2; ++n) {
-          const int key = tile * kBlockN + n / 2 * 8 + n % 2 + lane % 4 * 2;
-          of_keys[n] = term_of_key(entry.bias, entry.mask, params, key);
-        }
-      }
       wait(dout_full, items & 1);
       wait(v_full + 8 * of_v.stage, of_v.parity);
       ptx::wgmma_fence();
@@ -267,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
       float derivatives[kDerivatives];
       if constexpr (kHasOptions) {
-        const volatile entry_t& entry = view.entry;
+        const volatile entry_t& entry = entries[place];
         const band_t band = shifted(entry.band, group * 64, tile * kBlockN);
         const tile_terms_t<false> terms(
             smem_bias + (of_terms.stage * kGroups + group) * kBytesBias,
@@ -278,12 +358,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           distance = static_cast<float>(entry.diagonal + group * 64 + row -
                                         tile * kBlockN - lane % 4 * 2);
         }
-        if constexpr (kHasTiles) {
+        if constexpr (kTerms > 0) {
           wait(terms_full + 8 * of_terms.stage, of_terms.parity);
         }
+        const unsigned keys = ptx::shared_address(of_keys) +
+                              of_terms.stage * (kBlockN * 4) + lane % 4 * 8;
+        float2 of_two;
         add_terms(s, derivatives, inputs, [&](int e) {
           float rest = -log_sum[e / 2 % 2];
-          if constexpr (kTermsOfKeys) rest += of_keys[e / 4 * 2 + e % 2];
+          if constexpr (kTermsOfKeys) {
+            if (e % 4 == 0) of_two = ptx::load_shared_f32x2(keys + e / 4 * 32);
+            rest += e % 2 ? of_two.y : of_two.x;
+          }
           if constexpr (kHasTiles) rest += terms(e);
           if constexpr (kHasAlibi) {
             const int apart = e / 2 % 2 * 8 - e / 4 * 8 - e % 2;
@@ -291,8 +377,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           }
           return rest;
         });
-        if constexpr (kHasTiles) {
-          __syncwarp();  // all lanes have read the tile
+        if constexpr (kTerms > 0) {
+          __syncwarp();  // all lanes have read them
           release(terms_empty + 8 * of_terms.stage);
           of_terms.advance();
         }
@@ -348,6 +434,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_fence();
       multiply_sums(sums, ds, k_sums + of_k.stage * (kBytes / 16));
       ptx::wgmma_commit_group();
+      if constexpr (kMakesDbias) {
+        store_dbias(s, dp, delta, dbias_tiles[place] + tile * kBlockN,
+                    group * 64 + row, lane % 4 * 2, unfactor_of(factor, 1.f),
+                    static_cast<int>(params.seqlen_q) - view.row_first,
+                    static_cast<int>(params.seqlen_k) - tile * kBlockN, grads.row[1]);
+      }
       ptx::wgmma_wait_group<0>();
       keep_order(sums);
       release(k_empty + 8 * of_k.stage);

@@ -20,7 +20,7 @@ constexpr bool kTermsOfKeys = false;
 #ifdef STAGES_TERMS
 constexpr int kStagesTerms = STAGES_TERMS;
 #else
-constexpr int kStagesTerms = 1;
+constexpr int kStagesTerms = kTermsOfKeys ? 4 : 1;
 #endif
 constexpr bool kHasTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 // Whether what queries see differs between entries of the batch.
@@ -32,7 +32,7 @@ constexpr bool kHasTiles = kBiasTiles || kMaskTiles;
 constexpr int kBytesBias = kBiasTiles ? 64 * 64 * sizeof(bias_t) : 0;
 constexpr int kBytesMask = kMaskTiles ? 64 * 64 : 0;
 
-// Mirrored by VJP_WIDE_INPUTS in _attention_vjp_wide.py.
+// Mirrored by INPUTS in _attention_vjp_wide.py.
 struct with_terms_t : inputs_t {
   ptx::tensor_map_t bias_map, mask_map;  // of tiles
   cap_t cap;                             // in exponents of 2
@@ -209,6 +209,21 @@ class tile_terms_t {
 
 // --- products to weights
 
+// Products s become scores behind the softcap, as exponents of 2. A small product has
+// the same bits by either form, so that they hang on nothing that stands beside it.
+__device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
+  float largest = 0;
+#pragma unroll
+  for (int e = 0; e < kScores; ++e) largest = fmaxf(largest, fabsf(s[e]));
+  if (__any_sync(kFullMask, largest > cap.limit)) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) s[e] = any_size_t{cap}(s[e], 0.f);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) s[e] = near_t{cap}(s[e], 0.f);
+  }
+}
+
 // Products s become exponents of weights; `rest` gives what is added to each. With
 // softcap, `derivatives` of the scores by scale * q.k.
 constexpr int kDerivatives = kHasSoftcap ? kScores : 1;
@@ -217,13 +232,13 @@ __device__ __forceinline__ void add_terms(float (&s)[kScores],
                                           float (&derivatives)[kDerivatives],
                                           const Inputs& inputs,
                                           const Rest& rest) {
+  if constexpr (kHasSoftcap) cap_scores(s, inputs.cap);
 #pragma unroll
   for (int e = 0; e < kScores; ++e) {
     if constexpr (kHasSoftcap) {
-      const float capped = any_size_t{inputs.cap}(s[e], 0.f);
-      const float tanh = capped * inputs.inverse_cap;
+      const float tanh = s[e] * inputs.inverse_cap;
       derivatives[e] = fmaf(-tanh, tanh, 1.f);
-      s[e] = capped + rest(e);
+      s[e] += rest(e);
     } else {
       s[e] = fmaf(s[e], inputs.to_log2, rest(e));
     }

@@ -20,8 +20,8 @@ TILE_M = 128  # queries of a tile that makes dq
 # Bytes of shared memory that a block may have, and those beside tiles at most: without
 # options and with them.
 _SMEM, _STATIC = 232448, {False: 768, True: 1792}
-# Stages by kernel, from best to least: the first that fit are taken. Of q, dO and terms;
-# of v and terms.
+# Stages by kernel, from best to least: the first that fit are taken. They are those of
+# q, dO and terms, and of v and terms.
 _STAGES = {
     "_wide_keys": ((3, 3, 2), (3, 2, 2), (2, 2, 2), (2, 2, 1)),
     "_wide_queries": ((2, 2), (1, 2), (2, 1), (1, 1)),

@@ -311,7 +311,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   if (role == 0) {
     // --- S, P and dv
     unsigned p[4][4];
-    float of_keys[2];  // terms of this thread's keys
     auto pack = [](unsigned (&p)[4][4], const float (&s)[kScores]) {
 #pragma unroll
       for (int e = 0; e < kScores; e += 2) {
@@ -359,14 +358,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         release(q_empty + 8 * of_q.stage);
         of_q.advance();
       };
-      // The same with options. With softcap P goes to p, and s becomes what dP - delta
-      // is multiplied by.
-      auto softmax_of_terms = [&] {
+      // With options: what is added to the exponents.
+      float rest[kScores];
+      auto find_rest = [&](auto use) {
         const volatile entry_t& entry = entries[of_q.stage];
-        const band_t band = shifted(entry.band, 0, 0);
         const unsigned lse = smem_lse + of_q.stage * kBytesStats + lane % 4 * 8;
-        float2 log_sum;
-        float derivatives[kDerivatives];
         const tile_terms_t<true> tile(smem_bias + of_terms.stage * kBytesBias,
                                       smem_mask + of_terms.stage * kBytesMask,
                                       row_thread, lane);
@@ -375,25 +371,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           slope = entry.slope * float(kLog2e);
           distance = static_cast<float>(entry.diagonal + lane % 4 * 2 - row_thread);
         }
+        float of_keys[2] = {0, 0};
+        if constexpr (kTermsOfKeys) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            of_keys[r] = term_of_key(entry.bias, entry.mask, params,
+                                     view.key_first + row_thread + 8 * r);
+          }
+        }
         if constexpr (kHasTiles) {
           wait(terms_full + 8 * of_terms.stage, of_terms.parity);
         }
-        add_terms(s, derivatives, inputs, [&](int e) {
+        float2 log_sum;
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) {
           if (e % 4 == 0) log_sum = ptx::load_shared_f32x2(lse + e * 8);
-          float rest = -(e % 2 ? log_sum.y : log_sum.x);
-          if constexpr (kTermsOfKeys) rest += of_keys[e / 2 % 2];
-          if constexpr (kHasTiles) rest += tile(e);
+          float x = -(e % 2 ? log_sum.y : log_sum.x);
+          if constexpr (kTermsOfKeys) x += of_keys[e / 2 % 2];
+          if constexpr (kHasTiles) x += tile(e);
           if constexpr (kHasAlibi) {
             const int apart = e / 4 * 8 + e % 2 - e / 2 % 2 * 8;
-            rest = fmaf(-slope, fabsf(distance + static_cast<float>(apart)), rest);
+            x = fmaf(-slope, fabsf(distance + static_cast<float>(apart)), x);
           }
-          return rest;
-        });
-        __syncwarp();  // all lanes have read the stages
+          use(e, x);
+        }
         if constexpr (kHasTiles) {
+          __syncwarp();  // all lanes have read the stage
           release(terms_empty + 8 * of_terms.stage);
           of_terms.advance();
         }
+      };
+      auto keep_rest = [&](int e, float x) { rest[e] = x; };
+      // With softcap P goes to p, and s becomes what dP - delta is multiplied by.
+      auto softmax_of_terms = [&] {
+        const band_t band = shifted(entries[of_q.stage].band, 0, 0);
+        float derivatives[kDerivatives];
+        add_terms(s, derivatives, inputs, rest, find_rest);
+        __syncwarp();  // all lanes have read the stage
         release(q_empty + 8 * of_q.stage);
         of_q.advance();
         if (hides_some(band)) {
@@ -425,14 +439,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::wgmma_fence();
         multiply_held(s, held, k_rows, q_rows + of_q.stage * (kBytesQ / 16));
         ptx::wgmma_commit_group();
-        if constexpr (kTermsOfKeys) {
-          const volatile entry_t& entry = entries[of_q.stage];
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            of_keys[r] = term_of_key(entry.bias, entry.mask, params,
-                                     view.key_first + row_thread + 8 * r);
-          }
-        }
       };
       // One block of queries; S and P of the next one. No product is in flight between
       // steps: ptxas does not follow them around a loop (C7514).
@@ -457,6 +463,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         keep_order(sums);
         release(dout_empty + 8 * stage);
         if constexpr (!kLast) {
+          if constexpr (kAhead) find_rest(keep_rest);
           ptx::wgmma_wait_group<0>();
           keep_order(s);
           softmax();
@@ -464,6 +471,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       };
       if (num_steps > 0) {
         ask_scores();
+        if constexpr (kAhead) find_rest(keep_rest);
         ptx::wgmma_wait_group<0>();
         keep_order(s);
         softmax();

@@ -27,7 +27,7 @@
 #ifdef DBIAS_T
 constexpr bool kMakesDbias = true;
 using dbias_t = DBIAS_T;
-#define DBIAS_PARAMETER dbias_t *__restrict__ dbias,
+#define DBIAS_PARAMETER dbias_t* __restrict__ dbias,
 static_assert(kBiasTiles && !kHasSoftcap);
 #else
 constexpr bool kMakesDbias = false;
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
-  __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStagesK + 2 * kStagesV +
-                                                          2 * kTerms];
+  __shared__ __align__(
+      8) unsigned long long barriers[4 + 2 * kStagesK + 2 * kStagesV + 2 * kTerms];
   __shared__ view_t views[kViews];
   __shared__ entry_t entries[kHasOptions ? kViews : 1];
   // Of the gradient of the bias, the first row of the tile.
@@ -192,9 +192,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
       if constexpr (kBounds > 0) {
         const place_t at =
-            kBandOfEntry
-                ? grads.entry(params, locate(grads.kept, item.kept).of[0], 0)
-                : place_t();
+            kBandOfEntry ? grads.entry(params, locate(grads.kept, item.kept).of[0], 0)
+                         : place_t();
         const scores_t scores(at, SCORE_ARGUMENTS);
         const range_t keys = scores.keys_of(row_first, row_first + kTileM);
         tile_first = static_cast<int>(keys.first) / kBlockN;
@@ -341,14 +340,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_fence();
       multiply_scores(dp, dout_rows, v_rows + of_v.stage * (kBytes / 16));
       ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<1>();  // S
-      keep_order(s);
-      if (tile + 1 == tile_last) release(q_empty);
-
-      float derivatives[kDerivatives];
-      if constexpr (kHasOptions) {
+      // With options: what is added to the exponents.
+      float rest[kScores];
+      auto find_rest = [&](auto use) {
         const volatile entry_t& entry = entries[place];
-        const band_t band = shifted(entry.band, group * 64, tile * kBlockN);
         const tile_terms_t<false> terms(
             smem_bias + (of_terms.stage * kGroups + group) * kBytesBias,
             smem_mask + (of_terms.stage * kGroups + group) * kBytesMask, row, lane);
@@ -364,24 +359,36 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const unsigned keys = ptx::shared_address(of_keys) +
                               of_terms.stage * (kBlockN * 4) + lane % 4 * 8;
         float2 of_two;
-        add_terms(s, derivatives, inputs, [&](int e) {
-          float rest = -log_sum[e / 2 % 2];
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) {
+          float x = -log_sum[e / 2 % 2];
           if constexpr (kTermsOfKeys) {
             if (e % 4 == 0) of_two = ptx::load_shared_f32x2(keys + e / 4 * 32);
-            rest += e % 2 ? of_two.y : of_two.x;
+            x += e % 2 ? of_two.y : of_two.x;
           }
-          if constexpr (kHasTiles) rest += terms(e);
+          if constexpr (kHasTiles) x += terms(e);
           if constexpr (kHasAlibi) {
             const int apart = e / 2 % 2 * 8 - e / 4 * 8 - e % 2;
-            rest = fmaf(-slope, fabsf(distance + static_cast<float>(apart)), rest);
+            x = fmaf(-slope, fabsf(distance + static_cast<float>(apart)), x);
           }
-          return rest;
-        });
+          use(e, x);
+        }
         if constexpr (kTerms > 0) {
           __syncwarp();  // all lanes have read them
           release(terms_empty + 8 * of_terms.stage);
           of_terms.advance();
         }
+      };
+      auto keep_rest = [&](int e, float x) { rest[e] = x; };
+      if constexpr (kAhead) find_rest(keep_rest);
+      ptx::wgmma_wait_group<1>();  // S
+      keep_order(s);
+      if (tile + 1 == tile_last) release(q_empty);
+
+      if constexpr (kHasOptions) {
+        const band_t band = shifted(entries[place].band, group * 64, tile * kBlockN);
+        float derivatives[kDerivatives];
+        add_terms(s, derivatives, inputs, rest, find_rest);
         if (hides_some(band)) {
 #pragma unroll
           for (int e = 0; e < kScores; ++e) {
@@ -395,7 +402,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if constexpr (kHasSoftcap) s[e] *= derivatives[e];
         }
       } else {
-        // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
+        // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2
+        // * 8.
         const int num_keys = static_cast<int>(params.seqlen_k) - tile * kBlockN;
         int low = -(1 << 30), high = 1 << 30;
         if constexpr (kBounds > 0) {
@@ -435,8 +443,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       multiply_sums(sums, ds, k_sums + of_k.stage * (kBytes / 16));
       ptx::wgmma_commit_group();
       if constexpr (kMakesDbias) {
-        store_dbias(s, dp, delta, dbias_tiles[place] + tile * kBlockN,
-                    group * 64 + row, lane % 4 * 2, unfactor_of(factor, 1.f),
+        store_dbias(s, dp, delta, dbias_tiles[place] + tile * kBlockN, group * 64 + row,
+                    lane % 4 * 2, unfactor_of(factor, 1.f),
                     static_cast<int>(params.seqlen_q) - view.row_first,
                     static_cast<int>(params.seqlen_k) - tile * kBlockN, grads.row[1]);
       }

@@ -26,6 +26,9 @@ constexpr bool kHasTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 // Whether what queries see differs between entries of the batch.
 constexpr bool kBandOfEntry = kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths;
 constexpr bool kHasOptions = kHasTerms || kBandOfEntry;
+// Whether there are registers to find out, while products are made, what is added to
+// them.
+constexpr bool kAhead = kHasOptions && kHeadDim <= 128;
 constexpr bool kBiasTiles = kHasBias && !kTermsOfKeys;
 constexpr bool kMaskTiles = kHasMask && !kTermsOfKeys;
 constexpr bool kHasTiles = kBiasTiles || kMaskTiles;
@@ -161,8 +164,8 @@ class tile_terms_t {
                                           int lane) {
     const int pair = lane % 4, column = pair * 2;
     if constexpr (kKeysAreRows) {
-      bias_ = bias + row / kBiasColumns * (64 * 128) + column * 128 +
-              row % kVector * kSize;
+      bias_ =
+          bias + row / kBiasColumns * (64 * 128) + column * 128 + row % kVector * kSize;
       bias_swizzle_ = ((row / kVector % 8) ^ column) * 16;
       mask_ = mask + column * 64 + ((row / 16) ^ pair) * 16 + row % 16;
     } else {
@@ -177,12 +180,12 @@ class tile_terms_t {
     const int chunk = e / 4, odd = e % 2, far = e / 2 % 2;  // far: row + 8
     float term = 0;
     if constexpr (kBiasTiles) {
-      const unsigned at =
-          kKeysAreRows ? chunk * 1024 + odd * 128 +
-                             (bias_swizzle_ ^ ((far * 8 / kVector) ^ odd) * 16)
-                       : far * 1024 + chunk * 8 / kBiasColumns * (64 * 128) +
-                             odd * kSize +
-                             (bias_swizzle_ ^ chunk * 8 / kVector % 8 * 16);
+      const unsigned at = kKeysAreRows
+                              ? chunk * 1024 + odd * 128 +
+                                    (bias_swizzle_ ^ ((far * 8 / kVector) ^ odd) * 16)
+                              : far * 1024 + chunk * 8 / kBiasColumns * (64 * 128) +
+                                    odd * kSize +
+                                    (bias_swizzle_ ^ chunk * 8 / kVector % 8 * 16);
       term = load_term<bias_t>(bias_ + at) * float(kLog2e);
     }
     if constexpr (kMaskTiles) {
@@ -224,23 +227,37 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap
   }
 }
 
-// Products s become exponents of weights; `rest` gives what is added to each. With
-// softcap, `derivatives` of the scores by scale * q.k.
+// Number e of products s becomes the exponent of a weight, with `rest` added to it.
+// With softcap, which s has been through, `derivatives` of the scores by scale * q.k.
 constexpr int kDerivatives = kHasSoftcap ? kScores : 1;
-template <typename Inputs, typename Rest>
+template <typename Inputs>
+__device__ __forceinline__ void add_term(int e,
+                                         float (&s)[kScores],
+                                         float (&derivatives)[kDerivatives],
+                                         const Inputs& inputs,
+                                         float rest) {
+  if constexpr (kHasSoftcap) {
+    const float tanh = s[e] * inputs.inverse_cap;
+    derivatives[e] = fmaf(-tanh, tanh, 1.f);
+    s[e] += rest;
+  } else {
+    s[e] = fmaf(s[e], inputs.to_log2, rest);
+  }
+}
+
+// All of them. `find_rest` tells of each what is to be added, unless that stands in
+// `rest`.
+template <typename Inputs, typename FindRest>
 __device__ __forceinline__ void add_terms(float (&s)[kScores],
                                           float (&derivatives)[kDerivatives],
                                           const Inputs& inputs,
-                                          const Rest& rest) {
+                                          const float (&rest)[kScores],
+                                          const FindRest& find_rest) {
   if constexpr (kHasSoftcap) cap_scores(s, inputs.cap);
+  if constexpr (kAhead) {
 #pragma unroll
-  for (int e = 0; e < kScores; ++e) {
-    if constexpr (kHasSoftcap) {
-      const float tanh = s[e] * inputs.inverse_cap;
-      derivatives[e] = fmaf(-tanh, tanh, 1.f);
-      s[e] += rest(e);
-    } else {
-      s[e] = fmaf(s[e], inputs.to_log2, rest(e));
-    }
+    for (int e = 0; e < kScores; ++e) add_term(e, s, derivatives, inputs, rest[e]);
+  } else {
+    find_rest([&](int e, float x) { add_term(e, s, derivatives, inputs, x); });
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_wide_keys: dk and dv for wide heads, by tensor cores fed by the
-// copy engine, for sm_90a.
+// attention_vjp_hopper_wide_keys: dk and dv for wide heads, and for options, by tensor
+// cores fed by the copy engine, for sm_90a.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
 //            keys, over blocks of queries; products transposed, so that keys are rows:
@@ -10,7 +10,8 @@
 //            has one: the first makes S, P and dv, the second dP, dS and dk. P goes
 //            from one to the other through shared memory, number by number, since the
 //            same thread of both has the same place. attention_vjp_hopper_wide_queries
-//            makes dq
+//            makes dq. Options (vjp_hopper_wide_terms.cuh) are the first's alone: with
+//            softcap it hands over P times the derivative of the score
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter where items differ in length
 // Threads    two warpgroups compute; a thread of a third asks the copy engine, and
@@ -18,12 +19,14 @@
 // Tiles      k, v     64 x kHeadDim   loaded once an item, 64 columns to registers and
 //                                     the others to shared memory
 //            q, dO    64 x kHeadDim   shared, kStagesQ and kStagesDout stages
+//            bias, mask  64 x 64      shared, kStagesTerms stages, if queries differ
 //            P        64 x 64 float   shared
 //            S, P, dP, dS, dk, dv  registers, as wgmma lays them out
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. One order of sums: the same bits in every run
-// Limits     as attention_vjp_hopper, of infinities and NaN too
+// Limits     as attention_vjp_hopper, of infinities and NaN too; entries that are summed
+//            see the same keys, mask and bias aside
 #include "attention/vjp_hopper_wide_terms.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"

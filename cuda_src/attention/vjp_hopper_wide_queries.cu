@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_wide_queries: dq for wide heads, by tensor cores fed by the copy
-// engine, for sm_90a.
+// attention_vjp_hopper_wide_queries: dq for wide heads, and for options, by tensor cores
+// fed by the copy engine, for sm_90a; and dbias, if each score has a bias of its own.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
 //            queries, over tiles of keys from first to last:
@@ -14,6 +14,8 @@
 //            engine, and finds out what the next item is
 // Tiles      q, dO    64 x kHeadDim a warpgroup   shared, loaded once an item
 //            k, v     64 x kHeadDim               shared, 2 and kStagesV stages
+//            bias, mask  64 x 64 a warpgroup, or a number a key    shared,
+//                                                 kStagesTerms stages
 //            S, P, dP, dS, dq  registers, as wgmma lays them out
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
@@ -42,7 +44,7 @@ constexpr int kStagesK = 2, kStagesV = STAGES_V;
 constexpr int kTerms = kHasTiles || kTermsOfKeys ? kStagesTerms : 0;
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
 // some of the producer's, and sums leave some over in narrow heads.
-constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 128;
+constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
 constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
 constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 

@@ -61,6 +61,11 @@ def tiles_of_terms(forward: AttentionProblem) -> tuple[str, ...]:
     return tuple(name for name in ("bias", "mask") if getattr(forward, name))
 
 
+def can_make_dbias(forward: AttentionProblem) -> bool:
+    """Whether the kernel of queries can write dbias, if each score has its own bias."""
+    return "bias" in tiles_of_terms(forward) and not forward.softcap
+
+
 def _bytes_of_terms(forward):
     """Of 64 queries and 64 keys."""
     names = tiles_of_terms(forward)
@@ -81,6 +86,9 @@ class HopperWideVjpKernel:
     above: int  # the largest head dimension that is left to the row `hopper`
     dims: tuple[int, ...]  # as they are compiled; zeros fill up
     softcap_up_to: int  # above this head dimension a softcap spills
+    # Up to this one `mma` is as fast with lengths, offsets and sinks; with terms of
+    # scores it has half the speed and less.
+    terms_alone_up_to: int
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -113,6 +121,12 @@ class HopperWideVjpKernel:
         forward = problem.forward
         if forward.softcap and self.dim(forward) > self.softcap_up_to:
             return f"has no softcap for head dimensions above {self.softcap_up_to}"
+        widest = max(forward.head_dim, forward.head_dim_v)
+        if widest <= self.terms_alone_up_to and not has_terms(forward):
+            return (
+                "takes lengths, offsets and sinks without other options for head "
+                f"dimensions above {self.terms_alone_up_to}, not {widest}"
+            )
         if tiles := tiles_of_terms(forward):
             if forward.terms != "tiles":
                 return f"has no {', '.join(tiles)} that the copy engine cannot read"
@@ -215,6 +229,8 @@ class HopperWideVjpKernel:
         yield self.rows_config(forward, batch_dims)
         for part in _STAGES:
             yield self.config(part, forward, batch_dims, 1)
+        if can_make_dbias(forward):
+            yield self.config("_wide_queries", forward, batch_dims, 1, makes_dbias=True)
 
     def schedule(
         self,
@@ -262,4 +278,5 @@ HOPPER_WIDE_VJP = HopperWideVjpKernel(
     above=128,
     dims=(64, 128, 192, 256),
     softcap_up_to=192,
+    terms_alone_up_to=64,
 )

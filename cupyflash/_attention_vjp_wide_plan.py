@@ -212,10 +212,8 @@ class HopperWidePlan:
 
 def _makes_dbias(problem, layout):
     """Whether the kernel of queries makes dbias: each score has a bias of its own."""
-    forward = problem.forward
-    if not problem.need_dbias or forward.softcap:
-        return False
-    if "bias" not in _attention_vjp_wide.tiles_of_terms(forward):
+    able = _attention_vjp_wide.can_make_dbias(problem.forward)
+    if not problem.need_dbias or not able:
         return False
     target = layout.targets["dbias"]
     entries = zip(layout.shape, target.entries, strict=True)

@@ -25,7 +25,8 @@
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. One order of sums: the same bits in every run
-// Limits     as attention_vjp_hopper, of infinities and NaN too; entries that are summed
+// Limits     as attention_vjp_hopper, of infinities and NaN too; entries that are
+// summed
 //            see the same keys, mask and bias aside
 #include "attention/vjp_hopper_wide_terms.cuh"
 #include "ptx/barrier.cuh"

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_wide_queries: dq for wide heads, and for options, by tensor cores
-// fed by the copy engine, for sm_90a; and dbias, if each score has a bias of its own.
+// attention_vjp_hopper_wide_queries: dq for wide heads, and for options, by tensor
+// cores fed by the copy engine, for sm_90a; and dbias, if each score has a bias of its
+// own.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
 //            queries, over tiles of keys from first to last:

@@ -195,7 +195,7 @@ class HopperWideVjpKernel:
                 del more["STAGES_TERMS"]
                 if forward.bias or forward.mask:
                     more["TERMS_OF_KEYS"] = 1
-            if makes_dbias:
+            if makes_dbias and forward.bias:
                 more["DBIAS_T"] = CUDA_TYPES[forward.bias]
         defines = _attention_kernels._defines(
             forward,

@@ -26,12 +26,12 @@ constexpr bool kHasTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 // Whether what queries see differs between entries of the batch.
 constexpr bool kBandOfEntry = kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths;
 constexpr bool kHasOptions = kHasTerms || kBandOfEntry;
-// Whether there are registers to find out, while products are made, what is added to
-// them.
-constexpr bool kAhead = kHasOptions && kHeadDim <= 128;
 constexpr bool kBiasTiles = kHasBias && !kTermsOfKeys;
 constexpr bool kMaskTiles = kHasMask && !kTermsOfKeys;
 constexpr bool kHasTiles = kBiasTiles || kMaskTiles;
+// Whether it is found out while products are made what is added to them. That takes
+// registers, and pays where it is much.
+constexpr bool kAhead = (kHasTiles || kHasSoftcap || kHasAlibi) && kHeadDim <= 128;
 constexpr int kBytesBias = kBiasTiles ? 64 * 64 * sizeof(bias_t) : 0;
 constexpr int kBytesMask = kMaskTiles ? 64 * 64 : 0;
 

@@ -473,7 +473,8 @@ def _encoder(problem, fields, name, x, rows):
     batch, *steps = fields[name]
     shape = (*fields["batch_shape"], *x.shape[-3:])
     strides = tuple(step * x.itemsize for step in (*batch, *steps))
-    return _tensormap.Encoder(problem.dtype, _tensormap.layout(shape, strides), rows)
+    dtype = getattr(problem, name, problem.dtype)  # bias and mask have their own
+    return _tensormap.Encoder(dtype, _tensormap.layout(shape, strides), rows)
 
 
 def _q_encoder(problem, fields, q, pack):

@@ -640,12 +640,17 @@ def _exponents(problem):
     return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
 
 
-def _cap(problem):
-    """cap_t of cuda_src/attention/hopper_terms.cuh: the softcap as a polynomial."""
+def _cap(problem, in_log2=None):
+    """cap_t of cuda_src/attention/softcap.cuh: the softcap as a polynomial.
+
+    Scores are exponents of 2 with `in_log2`; None: as the forward kernel has them.
+    """
     if not problem.softcap:
         return {}
     inverse = np.float32(problem.scale / problem.softcap)
-    unit = problem.softcap * (math.log2(math.e) if _is_cap_only(problem) else 1.0)
+    if in_log2 is None:
+        in_log2 = _is_cap_only(problem)
+    unit = problem.softcap * (math.log2(math.e) if in_log2 else 1.0)
     with np.errstate(over="ignore", under="ignore", divide="ignore"):
         powers = np.float64(inverse) ** np.arange(1, 8, 2)
         coefficients = (unit * powers * _TANH_COEFFICIENTS).astype(np.float32)

@@ -59,7 +59,8 @@ class AttentionProblem:
     # Whether a tensor map can have query heads of a group and queries as two axes.
     heads_can_be_packed: bool = True
     # How bias and mask lie in memory: "keys" where they are the same to all queries,
-    # "unit" where keys lie side by side, else "any".
+    # "unit" where keys lie side by side, else "any". For gradients "tiles" where the
+    # copy engine of Hopper can read them.
     terms: str = "any"
 
     @property

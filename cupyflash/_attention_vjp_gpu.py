@@ -37,8 +37,8 @@ _PLANS = (
     (MmaVjpKernel, MmaPlan),
     (TensorFloat64VjpKernel, TensorFloat64Plan),
 )
-# Those that the copy engine of Hopper reads: dout, q, k and v.
-_MAPPED = (0, 1, 2, 3)
+# Those that the copy engine of Hopper reads: dout, q, k, v, bias and mask.
+_MAPPED = (0, 1, 2, 3, 6, 7)
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -132,16 +132,33 @@ def make_plan(problem, operands):
     if 0 in problem.rows_shape:
         return ZeroPlan(problem, device_id)
     device = _gpu.device(device_id)
-    row, _ = _select(problem, operands, device)
+    problem = _known(problem, operands)
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, problem, device)
     kind = next((plan for of, plan in _PLANS if isinstance(row, of)), Plan)
     return kind(row, problem, operands, device, device_id)
 
 
-def _select(problem, operands, device):
-    """The row for a problem whose arrays lie as they do, and what was refused."""
-    reason = _no_tensor_map(problem, operands)
-    known = replace(problem, forward=replace(problem.forward, no_tensor_map=reason))
-    return _kernels.select(ATTENTION_VJP_KERNELS, known, device)
+def _known(problem, operands):
+    """The problem, with what the rows of sm_90a must know of the arrays."""
+    forward = replace(
+        problem.forward,
+        no_tensor_map=_no_tensor_map(problem, operands),
+        terms=_terms(problem.forward, operands.forward),
+    )
+    return replace(problem, forward=forward)
+
+
+def _terms(forward, operands):
+    """How bias and mask lie in memory, in the words of AttentionProblem."""
+    arrays = [x for x in (operands.bias, operands.mask) if x is not None]
+    of_keys = [forward.seqlen_q == 1 or x.strides[-2] == 0 for x in arrays]
+    if all(of_keys):
+        return "keys"
+    fit = (
+        _tensormap.refusal(x.data.ptr, x.shape, x.strides, x.itemsize) is None
+        for x in arrays
+    )
+    return "tiles" if not any(of_keys) and all(fit) else "any"
 
 
 def _no_tensor_map(problem, operands):
@@ -163,7 +180,9 @@ def describe(problem, operands) -> dict[str, Any]:
     """What a call would launch, for explain(); nothing is compiled or launched."""
     device = _gpu.device(operands.forward.q.data.device_id)
     operands = _ready(operands)
-    row, refused = _select(problem, operands, device)
+    row, refused = _kernels.select(
+        ATTENTION_VJP_KERNELS, _known(problem, operands), device
+    )
     plan = make_plan(problem, operands)
     return {
         "kernel": row.name,

@@ -162,18 +162,7 @@ _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _HOPPER_SUMMED = 128
 
-# inputs_t of cuda_src/attention/vjp_hopper.cu.
-VJP_HOPPER_INPUTS = np.dtype(
-    [
-        *((f"{name}_map", _tensormap.MAP) for name in ("q", "k", "v", "dout")),
-        *((name, "i4") for name in ("num_items", "num_tiles", "num_blocks", "section")),
-        *((name, "i4") for name in ("num_kept", "num_summed")),
-        ("slot", "i8", (2,)),
-        ("to_log2", "f4"),
-        ("hidden", "f4"),
-        ("padding", "V16"),  # to a multiple of 64
-    ]
-)
+VJP_HOPPER_INPUTS = np.dtype(_attention_vjp_limits.INPUTS)
 
 
 @dataclass(frozen=True)
@@ -423,7 +412,7 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     )
     for forward, batch_dims in problems:
         for row in ATTENTION_VJP_KERNELS:
-            problem = AttentionVjpProblem(forward, (), (), ())
+            problem = AttentionVjpProblem(_as_tiles(forward), (), (), ())
             if row.refusal(problem, device) is not None:
                 continue
             if isinstance(row, HopperVjpKernel):
@@ -431,7 +420,7 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                     found[row.name, config.variant] = None
                 continue
             if isinstance(row, HopperWideVjpKernel):
-                for config in _wide_configs(row, forward, batch_dims, device):
+                for config in _wide_configs(row, problem.forward, batch_dims, device):
                     found[row.name, config.variant] = None
                 continue
             if isinstance(row, MmaVjpKernel):
@@ -469,6 +458,11 @@ def _hopper_configs(row, forward, batch_dims, device):
         for part in ("", "_queries"):
             yield row.config(part, longest, batch_dims, 1, makes_dq=False)
     yield from _repairs(forward, batch_dims, device)
+
+
+def _as_tiles(forward):
+    """A problem whose arrays the copy engine can read, if keys lie side by side."""
+    return replace(forward, terms="tiles") if forward.terms == "unit" else forward
 
 
 def _wide_configs(row, forward, batch_dims, device):

@@ -1,11 +1,24 @@
-"""What the gradient rows of sm_90a refuse alike."""
+"""What the gradient rows of sm_90a share: their parameter, and what they refuse."""
 
 import math
+from typing import Any
 
+from cupyflash import _tensormap
 from cupyflash._attention_kernels import OPTIONS
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._kernels import Device
+
+# inputs_t of cuda_src/attention/vjp_hopper.cuh.
+INPUTS: list[Any] = [
+    *((f"{name}_map", _tensormap.MAP) for name in ("q", "k", "v", "dout")),
+    *((name, "i4") for name in ("num_items", "num_tiles", "num_blocks", "section")),
+    *((name, "i4") for name in ("num_kept", "num_summed")),
+    ("slot", "i8", (2,)),
+    ("to_log2", "f4"),
+    ("hidden", "f4"),
+    ("padding", "V16"),  # to a multiple of 64
+]
 
 # Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward
 # row, for the same reason.
@@ -34,6 +47,7 @@ def refusal(
     arch: str,
     largest: int,
     most_summed: float = math.inf,
+    takes_options: bool = False,
 ) -> str | None:
     """Why no row of `arch` takes a problem, with head dimensions up to `largest`.
 
@@ -48,7 +62,7 @@ def refusal(
         return f"takes float16 and bfloat16, not {forward.dtype}"
     options = [name for name in OPTIONS if getattr(forward, name) is not None]
     options += ["softcap"] * (forward.softcap > 0)
-    if options:
+    if options and not takes_options:
         return f"has no {', '.join(options)}"
     if not 1e-20 <= abs(forward.scale) <= 1e20:
         return f"takes scales from 1e-20 to 1e20, not {forward.scale}"

@@ -224,7 +224,7 @@ class _Launches:
         walk = -(-other // tile.block_n)
         return self._part(part, tile, blocks, walk, targets, matrices, forward.dtype)
 
-    def bias(self):
+    def bias(self, **more):
         """The launch for dbias."""
         forward, target = self.forward, self.layout.targets["dbias"]
         num_entries = math.prod(forward.batch) * forward.num_heads
@@ -242,7 +242,7 @@ class _Launches:
             walk = -(-forward.seqlen_k // tile.block_n)
         return self._part(
             "bias", tile, blocks, walk, {"dbias": target}, {"dbias": (rows, cols)},
-            forward.bias, SUM_QUERIES=int(sum_queries), SUM_KEYS=int(sum_keys),
+            forward.bias, SUM_QUERIES=int(sum_queries), SUM_KEYS=int(sum_keys), **more,
         )  # fmt: skip
 
     def _part(self, part, tile, blocks, walk, targets, matrices, dtype, **more):

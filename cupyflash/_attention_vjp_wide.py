@@ -1,32 +1,94 @@
-"""The row of the gradient table for wide heads on sm_90a, and how it cuts a problem."""
+"""The row of the gradient table for wide heads and options on sm_90a."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash import _attention_kernels, _attention_vjp_limits
+import numpy as np
+
+from cupyflash import _attention_kernels, _attention_vjp_limits, _tensormap
 from cupyflash._attention_kernels import Config
 from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import is_plain
+from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpTile
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
-from cupyflash._kernels import CUDA_TYPES, Device, Variant
+from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
 BLOCK = 64  # queries of a block, keys of a tile
 TILE_M = 128  # queries of a tile that makes dq
-_STATIC = 768  # bytes of shared memory beside tiles, at most
+# Bytes of shared memory that a block may have, and those beside tiles at most: without
+# options and with them.
+_SMEM, _STATIC = 232448, {False: 768, True: 1792}
+# Stages by kernel, from best to least: the first that fit are taken. They are those of
+# q, dO and terms, and of v and terms.
+_STAGES = {
+    "_wide_keys": ((3, 3, 2), (3, 2, 2), (2, 2, 2), (2, 2, 1)),
+    "_wide_queries": ((2, 2), (1, 2), (2, 1), (1, 1)),
+}
+_STAGE_NAMES = {
+    "_wide_keys": ("STAGES_Q", "STAGES_DOUT", "STAGES_TERMS"),
+    "_wide_queries": ("STAGES_V", "STAGES_TERMS"),
+}
 _THREADS = {"_rows": 256, "_wide_keys": 384, "_wide_queries": 384}
+
+
+# with_terms_t of cuda_src/attention/vjp_hopper_wide_terms.cuh, behind inputs_t.
+_TERMS = [
+    ("bias_map", _tensormap.MAP),
+    ("mask_map", _tensormap.MAP),
+    ("cap_inverse", "f4"),
+    ("cap_limit", "f4"),
+    ("cap", "f4"),
+    ("cap_coefficients", "f4", (4,)),
+    ("inverse_cap", "f4"),
+    ("more_padding", "V32"),
+]
+_PLAIN = _attention_vjp_limits.INPUTS
+INPUTS = {False: np.dtype(_PLAIN), True: np.dtype(_PLAIN + _TERMS)}
+
+
+def has_terms(forward: AttentionProblem) -> bool:
+    """kHasTerms of the kernels."""
+    arrays = (forward.bias, forward.mask, forward.alibi_slopes)
+    return forward.softcap > 0 or any(x is not None for x in arrays)
+
+
+def tiles_of_terms(forward: AttentionProblem) -> tuple[str, ...]:
+    """Which of bias and mask come by the copy engine, a tile at a time."""
+    if forward.terms == "keys":
+        return ()
+    return tuple(name for name in ("bias", "mask") if getattr(forward, name))
+
+
+def can_make_dbias(forward: AttentionProblem) -> bool:
+    """Whether the kernel of queries can write dbias, if each score has its own bias."""
+    return "bias" in tiles_of_terms(forward) and not forward.softcap
+
+
+def _bytes_of_terms(forward):
+    """Of 64 queries and 64 keys."""
+    names = tiles_of_terms(forward)
+    sizes = (1 if name == "mask" else ITEMSIZE[forward.bias] for name in names)
+    return BLOCK * BLOCK * sum(sizes)
 
 
 @dataclass(frozen=True)
 class HopperWideVjpKernel:
-    """Tensor cores fed by the copy engine, for head dimensions above those of `hopper`.
+    """Tensor cores fed by the copy engine, for what the row `hopper` has no room for.
 
-    Two kernels, seven products: one owns keys (dk, dv), one queries (dq).
+    Those are head dimensions above its own, and options. Two kernels, seven products:
+    one owns keys (dk, dv), one queries (dq).
     """
 
     name: str
     rungs: tuple[str, ...]
     above: int  # the largest head dimension that is left to the row `hopper`
     dims: tuple[int, ...]  # as they are compiled; zeros fill up
+    softcap_up_to: int  # above this head dimension a softcap spills
+    # Up to this one `mma` is as fast with lengths, offsets and sinks; with terms of
+    # scores it has half the speed and less.
+    terms_alone_up_to: int
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -34,15 +96,20 @@ class HopperWideVjpKernel:
         """Why these kernels cannot take `problem` on `device`, or None."""
         forward = problem.forward
         largest = self.dims[-1]
-        reason = _attention_vjp_limits.refusal(problem, device, self.arch, largest)
+        reason = _attention_vjp_limits.refusal(
+            problem, device, self.arch, largest, takes_options=True
+        )
         if reason is not None:
             return reason
         widest = max(forward.head_dim, forward.head_dim_v)
-        if widest <= self.above:
+        if is_plain(forward) and widest <= self.above:
             return f"takes head dimensions above {self.above}, not {widest}"
         if any(_attention_vjp_limits.shared_axes(problem.q_shape, forward)):
             return "makes dq of one entry, and entries of the batch share q"
-        smem = max(self._smem(part, forward) for part in _THREADS) + _STATIC
+        if reason := self._refusal_of_options(problem):
+            return reason
+        smem = max(self._smem(part, forward) for part in _THREADS)
+        smem += _STATIC[not is_plain(forward)]
         if smem > device.smem_optin:
             return (
                 f"needs {smem} bytes of shared memory, a block may have "
@@ -50,26 +117,60 @@ class HopperWideVjpKernel:
             )
         return None
 
+    def _refusal_of_options(self, problem):
+        forward = problem.forward
+        if forward.softcap and self.dim(forward) > self.softcap_up_to:
+            return f"has no softcap for head dimensions above {self.softcap_up_to}"
+        widest = max(forward.head_dim, forward.head_dim_v)
+        if widest <= self.terms_alone_up_to and not has_terms(forward):
+            return (
+                "takes lengths, offsets and sinks without other options for head "
+                f"dimensions above {self.terms_alone_up_to}, not {widest}"
+            )
+        if tiles := tiles_of_terms(forward):
+            if forward.terms != "tiles":
+                return f"has no {', '.join(tiles)} that the copy engine cannot read"
+            if forward.bias == "float64":
+                return "has no bias of a number for each score in float64"
+        if _attention_kernels._has_lengths(forward) and any(
+            _attention_vjp_limits.shared_axes(problem.k_shape, forward)
+        ):
+            return "entries of the batch share k and differ in what they see"
+        return None
+
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimensions as they are compiled; zeros fill the rest."""
         widest = max(forward.head_dim, forward.head_dim_v)
         return min(n for n in self.dims if n >= widest)
 
+    def _stages(self, part, forward):
+        """The first stages that fit; the least if none do."""
+        most = _SMEM - _STATIC[not is_plain(forward)]
+        ladder = _STAGES[part]
+        fit = (n for n in ladder if self._smem_of(part, forward, n) <= most)
+        return next(fit, ladder[-1])
+
     def _smem(self, part, forward):
+        if part == "_rows":
+            return 0
+        return self._smem_of(part, forward, self._stages(part, forward))
+
+    def _smem_of(self, part, forward, stages):
         """The tiles, each of 64 rows, and what stands beside them."""
-        dim = self.dim(forward)
-        tile = BLOCK * 2 * dim
+        tile = BLOCK * 2 * self.dim(forward)
+        *stages, of_terms = stages
+        terms = of_terms * _bytes_of_terms(forward)
         if part == "_wide_keys":
             # k and v without the columns that are held, stages of q and dO, statistics
             # of a stage, P
-            stages = 3 + (3 if dim <= 192 else 2)
             stats, held = 4 * BLOCK, 2 * 64 * 2 * BLOCK
             weights = 4 * BLOCK * BLOCK
-            return (2 + stages) * tile - held + stages * stats + weights + 1024
-        if part == "_wide_queries":
-            # two of q and dO, two stages of k, one or two of v
-            return (8 if dim <= 192 else 7) * tile + 1024
-        return 0
+            num = sum(stages)
+            q_tile = max(tile, held)  # k and v come by a stage of q
+            tiles = 2 * tile - held + stages[0] * q_tile + stages[1] * tile
+            return tiles + num * stats + weights + terms + 1024
+        # two of q and dO, two stages of k; terms of two blocks of queries
+        return (6 + stages[0]) * tile + 2 * terms + 1024
 
     def config(
         self,
@@ -77,13 +178,25 @@ class HopperWideVjpKernel:
         forward: AttentionProblem,
         batch_dims: int,
         num_blocks: int,
+        makes_dbias: bool = False,
     ) -> Config:
         """The launch of ``vjp_hopper<part>.cu``."""
         # Statistics do not depend on columns; a power of two of threads makes a row's.
         dim = self.dims[-1] if part == "_rows" else self.dim(forward)
         more: dict[str, Any] = {"HEAD_DIM": dim, "BLOCK_M": BLOCK}
         if part != "_rows":
-            more["BOUNDS"] = _attention_kernels._bounds(forward)
+            # What lengths hide, the device alone knows.
+            bounds = _attention_kernels._bounds(forward)
+            lengths = _attention_kernels._has_lengths(forward)
+            more["BOUNDS"] = max(bounds, int(lengths))
+            stages = self._stages(part, forward)
+            more |= zip(_STAGE_NAMES[part], stages, strict=True)
+            if not tiles_of_terms(forward):
+                del more["STAGES_TERMS"]
+                if forward.bias or forward.mask:
+                    more["TERMS_OF_KEYS"] = 1
+            if makes_dbias and forward.bias:
+                more["DBIAS_T"] = CUDA_TYPES[forward.bias]
         defines = _attention_kernels._defines(
             forward,
             batch_dims,
@@ -100,9 +213,24 @@ class HopperWideVjpKernel:
         )
         return Config(variant, num_blocks, _THREADS[part])
 
+    def rows_config(self, forward: AttentionProblem, batch_dims: int) -> Config:
+        """The launch that makes statistics; with options that of the row `mma`."""
+        if is_plain(forward):
+            # A block of threads has an eighth of the queries of a block.
+            blocks = -(-forward.seqlen_q // BLOCK) * 8
+            blocks *= math.prod(forward.batch) * forward.num_heads
+            return self.config("_rows", forward, batch_dims, blocks)
+        tile = MmaVjpTile(BLOCK, BLOCK, 256)
+        blocks = MMA_VJP.rows_blocks(forward, tile)
+        return MMA_VJP.config("_rows", tile, forward, batch_dims, forward.dtype, blocks)
+
     def configs(self, forward: AttentionProblem, batch_dims: int) -> Iterator[Config]:
         """Every launch of a problem but the repairs."""
-        yield from (self.config(part, forward, batch_dims, 1) for part in _THREADS)
+        yield self.rows_config(forward, batch_dims)
+        for part in _STAGES:
+            yield self.config(part, forward, batch_dims, 1)
+        if can_make_dbias(forward):
+            yield self.config("_wide_queries", forward, batch_dims, 1, makes_dbias=True)
 
     def schedule(
         self,
@@ -134,12 +262,21 @@ class HopperWideVjpKernel:
             "section": -(-num_kept // num_sections),
             "to_log2": to_log2,
             "hidden": hidden,
+            **self._cap(forward),
         }
+
+    def _cap(self, forward):
+        if not forward.softcap:
+            return {}
+        cap = _attention_kernels._cap(forward, in_log2=True)
+        return {**cap, "inverse_cap": 1 / np.float32(cap["cap"])}
 
 
 HOPPER_WIDE_VJP = HopperWideVjpKernel(
     name="hopper_wide",
     rungs=("tiled", "auto"),
     above=128,
-    dims=(192, 256),
+    dims=(64, 128, 192, 256),
+    softcap_up_to=192,
+    terms_alone_up_to=64,
 )

@@ -1,4 +1,4 @@
-"""Plans of attention_vjp for wide heads on sm_90a."""
+"""Plans of attention_vjp for wide heads and options on sm_90a."""
 
 import math
 from typing import Any
@@ -14,12 +14,13 @@ from cupyflash import (
     _gpu,
 )
 from cupyflash._attention_kernels import params_dtype
+from cupyflash._attention_rows import is_plain
 from cupyflash._attention_vjp_layout import grads_dtype
 from cupyflash._attention_vjp_plans import (
     _FOUND_BYTES,
-    _NO_OPTIONS,
     _all_summed,
     _gradients,
+    _Launches,
     _repair,
 )
 from cupyflash._attention_vjp_problem import AttentionGrads
@@ -33,8 +34,10 @@ class _Part:
 
     def __init__(self, name, names, row, forward, layout, device, device_id):
         self.names = names
+        # dbias is written beside dq, and does not decide what entries are kept.
+        owners = tuple(n for n in names if n != "dbias")
         fields = _attention_vjp_layout.entries_fields(
-            _all_summed(layout, names), [layout.targets[n] for n in names]
+            _all_summed(layout, owners), [layout.targets[n] for n in names]
         )
         self.grads = _gpu.pack_bytes(
             {**layout.grads, **fields}, grads_dtype(layout.batch_dims)
@@ -43,13 +46,15 @@ class _Part:
             name, forward, device, fields["num_kept"], fields["num_summed"]
         )
         blocks = min(self.schedule["num_items"], device.num_sms)
-        config = row.config(name, forward, layout.batch_dims, blocks)
+        makes_dbias = "dbias" in names
+        config = row.config(name, forward, layout.batch_dims, blocks, makes_dbias)
+        self.dtype = _attention_vjp_wide.INPUTS[_attention_vjp_wide.has_terms(forward)]
         self.launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
 
     def inputs(self, maps):
         """The parameter that depends on where arrays lie."""
         fields = {**self.schedule, "slot": (0, 0), **maps}
-        return _gpu.pack_bytes(fields, _attention_vjp_kernels.VJP_HOPPER_INPUTS)
+        return _gpu.pack_bytes(fields, self.dtype)
 
 
 class HopperWidePlan:
@@ -63,11 +68,13 @@ class HopperWidePlan:
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
         self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
+        makes_dbias = _makes_dbias(problem, layout)
+        of_queries = ("dq", "dbias") if makes_dbias else ("dq",)
         self.parts = [
             _Part(name, names, row, forward, layout, device, device_id)
             for name, names in (
                 ("_wide_keys", ("dk", "dv")),
-                ("_wide_queries", ("dq",)),
+                ("_wide_queries", of_queries),
             )
         ]
         self.encoders = {
@@ -81,6 +88,10 @@ class HopperWidePlan:
             for name, x in (
                 *((name, getattr(operands.forward, name)) for name in "qkv"),
                 ("dout", operands.dout),
+                *(
+                    (name, getattr(operands.forward, name))
+                    for name in _attention_vjp_wide.tiles_of_terms(forward)
+                ),
             )
         }
         self.inputs: dict[tuple[int, ...], Any] = {}
@@ -95,17 +106,35 @@ class HopperWidePlan:
         )
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
         self.num_bytes = sum(sizes)
-        # A block of threads has an eighth of the queries of a block.
-        config = row.config("_rows", forward, batch_dims, num_entries * num_blocks * 8)
+        self.is_plain = is_plain(forward)
+        config = row.rows_config(forward, batch_dims)
         self.rows = _gpu.Launch(config.variant, config.grid, config.block, device_id)
         self.repairs = [
             _repair(part, names, forward, layout, device, device_id)
             for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
         ]
+        slow = _Launches(
+            _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
+        )
+        # The portable kernel makes dbias, or repairs it.
+        self.bias = None
+        if problem.need_dbias:
+            self.bias = slow.bias(REPAIRS=1) if makes_dbias else slow.bias()
+        self.repairs_dbias = makes_dbias
+        # What nobody sees has no tile that writes zeros.
+        self.clears_dbias = makes_dbias and (
+            _attention_kernels._bounds(forward) > 0
+            or _attention_kernels._has_lengths(forward)
+        )
+        self.bias_params = _gpu.pack(layout.params, params_dtype(batch_dims))
+        self.sinks = slow.sinks(problem) if problem.need_dsinks else None
+        self.rows_shape = problem.rows_shape
         self.launches = (
             self.rows,
             *(part.launch for part in self.parts),
             *(launch for _, launch, _ in self.repairs),
+            *(self.bias.launches if self.bias else ()),
+            *((self.sinks.launch,) if self.sinks else ()),
         )
 
     def _new_inputs(self, pointers):
@@ -124,33 +153,69 @@ class HopperWidePlan:
     def __call__(self, arrays, offset):
         """Launch; `arrays` as _arrays_of() has them."""
         made = {name: cupy.ndarray(*facts) for name, facts in self.gradients.items()}
-        out, (dout, lse, dlse) = arrays[3].data.ptr, arrays[-3:]
-        q, k, v = (x.data.ptr for x in arrays[:3])
-        dout, lse = dout.data.ptr, lse.data.ptr
-        dlse = 0 if dlse is None else dlse.data.ptr
-        pointers = q, k, v, dout
+        q, k, v, out, *options, dout, lse, dlse = (
+            0 if x is None else x.data.ptr for x in arrays
+        )
+        pointers: tuple[int, ...] = (q, k, v, dout)
+        if len(self.encoders) > len(pointers):
+            # Bias and mask come first among the options.
+            pointers += tuple(ptr for ptr in options[:2] if ptr)
         inputs = self.inputs.get(pointers)
         if inputs is None:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
-        _attention_gpu.keep_if_capturing(memory)
+        sink_terms = None
+        if self.sinks is not None:
+            sink_terms = cupy.ndarray(self.rows_shape, "float32")
+        _attention_gpu.keep_if_capturing((memory, sink_terms))
         found, stats, delta = (memory.ptr + start for start in self.starts)
         memory.memset_async(0, _FOUND_BYTES)
-        self.rows.enqueue(
-            out, dout, lse, dlse, stats, delta, 0, 0, found, self.params,
-            self.parts[0].grads,
-        )  # fmt: skip
+        if self.clears_dbias:
+            made["dbias"].data.memset_async(0, made["dbias"].nbytes)
+        rest = (*options, offset, self.params)
+        grads = self.parts[0].grads
+        if self.is_plain:
+            self.rows.enqueue(
+                out, dout, lse, dlse, stats, delta, 0, 0, found, self.params, grads
+            )
+        else:
+            terms = 0 if sink_terms is None else sink_terms.data.ptr
+            self.rows.enqueue(
+                out, dout, lse, dlse, stats, delta, terms, 0, 0, found, *rest, grads
+            )
         for n, (part, maps) in enumerate(zip(self.parts, inputs, strict=True)):
             targets = (made[name].data.ptr for name in part.names)
             counter = found + _COUNTERS + 4 * n
             part.launch.enqueue(
-                maps, stats, *targets, found, counter, *_NO_OPTIONS, offset,
-                self.params, part.grads,
-            )  # fmt: skip
+                maps, stats, *targets, found, counter, *rest, part.grads
+            )
         for names, launch, grads in self.repairs:
             targets = (made[name].data.ptr for name in names)
-            launch.enqueue(
-                q, k, v, dout, lse, delta, *targets, found, *_NO_OPTIONS, offset,
-                self.params, grads,
-            )  # fmt: skip
+            launch.enqueue(q, k, v, dout, lse, delta, *targets, found, *rest, grads)
+        if self.bias is not None:
+            self._make_dbias(arrays, memory, made, offset)
+        if self.sinks is not None:
+            self.sinks(sink_terms, made["dsinks"])
         return AttentionGrads(**made)
+
+    def _make_dbias(self, arrays, memory, made, offset):
+        """dbias by the portable kernel, with a repair only if that is asked for."""
+        q, k, v, _, *options, dout, lse, _ = arrays
+        options = [_gpu.NULL if x is None else x for x in options]
+        delta = cupy.ndarray(self.rows_shape, "float32", memory + self.starts[-1])
+        rest = (*options, offset, self.bias_params)
+        if self.repairs_dbias:
+            found = cupy.ndarray(1, "int32", memory)
+            rest = (found, *rest)
+        self.bias((q, k, v, dout, lse, delta), made, rest, "float32")
+
+
+def _makes_dbias(problem, layout):
+    """Whether the kernel of queries makes dbias: each score has a bias of its own."""
+    able = _attention_vjp_wide.can_make_dbias(problem.forward)
+    if not problem.need_dbias or not able:
+        return False
+    target = layout.targets["dbias"]
+    entries = zip(layout.shape, target.entries, strict=True)
+    own = all(n == 1 or step for n, step in entries)
+    return own and bool(target.row) and target.col == 1

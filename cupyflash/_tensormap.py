@@ -12,11 +12,12 @@ import numpy as np
 
 ITEMSIZE = 2  # of the types below
 # CUtensorMapDataType by dtype name.
-_TYPES = {"float16": 6, "bfloat16": 9}
-_NO_INTERLEAVE, _SWIZZLE_128, _PROMOTE_256, _ZEROS_OUTSIDE = 0, 3, 3, 0
-
-# One row of a box is one row of the 128-byte swizzle.
+_TYPES = {"float16": 6, "bfloat16": 9, "float32": 7, "bool": 0}
+_NO_INTERLEAVE, _PROMOTE_256, _ZEROS_OUTSIDE = 0, 3, 0
+# One row of a box is one row of the swizzle: 128 bytes, of bool 64.
 BOX_COLUMNS = 64
+_COLUMNS = {"float32": 32}
+_SWIZZLE_128, _SWIZZLE_64 = 3, 2
 _ALIGNMENT = 16  # bytes, of pointers and strides
 _MAX_STRIDE = 1 << 40
 MAX_BATCH_AXES = 2
@@ -32,18 +33,20 @@ class Layout(NamedTuple):
     strides: tuple[int, int, int, int]
 
 
-def refusal(ptr: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+def refusal(
+    ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = ITEMSIZE
+) -> str | None:
     """Why a map cannot hold (.., heads, rows, columns), strides in bytes; or None."""
     if ptr % _ALIGNMENT:
         return f"starts {ptr % _ALIGNMENT} bytes past a multiple of {_ALIGNMENT}"
-    if shape[-1] > 1 and strides[-1] != ITEMSIZE:
+    if shape[-1] > 1 and strides[-1] != itemsize:
         return "has a last axis that is not contiguous"
     for n, step in zip(shape[:-1], strides[:-1], strict=True):
         if n == 1 or step == 0:
             continue
         if step % _ALIGNMENT or not 0 < step < _MAX_STRIDE:
             return f"has a stride of {step} bytes, not a multiple of {_ALIGNMENT} >= 0"
-    if shape[-2] > 1 and strides[-2] < shape[-1] * ITEMSIZE:
+    if shape[-2] > 1 and strides[-2] < shape[-1] * itemsize:
         return "has rows that overlap"
     return None
 
@@ -81,7 +84,9 @@ class Encoder:
         self._type = _TYPES[dtype]
         self._sizes = (ctypes.c_uint64 * 5)(*where.sizes)
         self._strides = (ctypes.c_uint64 * 4)(*where.strides)
-        self._box = (ctypes.c_uint32 * 5)(BOX_COLUMNS, box_rows, box_heads, 1, 1)
+        columns = _COLUMNS.get(dtype, BOX_COLUMNS)
+        self._swizzle = _SWIZZLE_64 if dtype == "bool" else _SWIZZLE_128
+        self._box = (ctypes.c_uint32 * 5)(columns, box_rows, box_heads, 1, 1)
         self._steps = (ctypes.c_uint32 * 5)(1, 1, 1, 1, 1)
 
     def __call__(self, ptr: int) -> Any:
@@ -99,7 +104,7 @@ class Encoder:
             self._box,
             self._steps,
             _NO_INTERLEAVE,
-            _SWIZZLE_128,
+            self._swizzle,
             _PROMOTE_256,
             _ZEROS_OUTSIDE,
         )

@@ -1,4 +1,4 @@
-"""The Hopper row of wide heads in the gradient table: what it takes, its numbers."""
+"""The Hopper row of wide heads and options in the gradient table, and its numbers."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from accuracy import to_host
 from placing import FORMS, place
-from test_attention_vjp import agree, gradients, inputs
+from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
 from test_hopper_vjp import BOUNDS, HALVES, HOPPER, SEQLENS, poison, problem
 
 import cupyflash
@@ -46,6 +46,15 @@ def test_takes_the_larger_of_two_head_dims(dims, compiled):
         (problem(head_dim=256, no_tensor_map="q starts"), HOPPER, "q starts"),
         (problem(head_dim=256, softcap=3.0), HOPPER, "has no softcap"),
         (problem(head_dim=256, bias="float32"), HOPPER, "has no bias"),
+        (problem(head_dim=64, mask="bool"), HOPPER, "the copy engine cannot read"),
+        (
+            problem(head_dim=64, bias="float64", terms="tiles"),
+            HOPPER,
+            "has no bias of a number for each score in float64",
+        ),
+        (problem(head_dim=256, bias="float32", terms="tiles"), HOPPER, "shared memory"),
+        (problem(head_dim=64, scale=0.0, softcap=3.0), HOPPER, "takes scales from"),
+        (problem("float32", 64, softcap=3.0), HOPPER, "takes float16 and bfloat16"),
         (problem(head_dim=256, scale=0.0), HOPPER, "takes scales from 1e-20"),
         (problem(head_dim=256), _kernels.device_of_arch("sm_80"), "needs sm_90a"),
         (problem(head_dim=256), _kernels.device_of_arch("sm_100"), "needs sm_90a"),
@@ -71,6 +80,66 @@ def test_a_q_that_entries_share_is_left_to_the_next_row():
     assert "entries of the batch share q" in ROW.refusal(shared, HOPPER)
 
 
+SWITCHES = {
+    "bias of keys": {"bias": "float32", "terms": "keys"},
+    "mask of keys": {"mask": "bool", "terms": "keys"},
+    "bias": {"bias": "float32", "terms": "tiles"},
+    "16-bit bias": {"bias": "bfloat16", "terms": "tiles"},
+    "mask": {"mask": "bool", "terms": "tiles"},
+    "bias and mask": {"bias": "float16", "mask": "bool", "terms": "tiles"},
+    "softcap": {"softcap": 3.0},
+    "alibi": {"alibi_slopes": "float32"},
+    "sinks": {"sinks": "float32"},
+    "key lengths": {"key_lengths": "int32"},
+    "lengths": {"key_lengths": "int64", "query_lengths": "int32"},
+    "offsets": {"query_offset": "array", "query_offsets": "int32"},
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
+def test_takes_options(name, head_dim, dtype):
+    asked = problem(dtype, head_dim, right=0, **SWITCHES[name])
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+    too_wide = name in ("softcap", "bias", "16-bit bias", "mask", "bias and mask")
+    if head_dim <= 64:
+        too_wide = name in ("sinks", "key lengths", "lengths", "offsets")
+    is_left = head_dim in (8, 64, 256) and too_wide
+    assert row.name == ("mma" if is_left else "hopper_wide")
+
+
+def test_entries_that_share_k_must_see_the_same():
+    asked = problem(head_dim=96, batch=(3,), key_lengths="int32")
+    asked = dataclasses.replace(asked, q_shape=(3, 8, 9, 96))
+    own = dataclasses.replace(asked, k_shape=(3, 8, 9, 96), v_shape=(3, 8, 9, 96))
+    shared = dataclasses.replace(asked, k_shape=(1, 8, 9, 96), v_shape=(1, 8, 9, 96))
+    assert ROW.refusal(own, HOPPER) is None
+    assert "share k and differ" in ROW.refusal(shared, HOPPER)
+
+
+@pytest.mark.parametrize("name", [None, *SWITCHES])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
+def test_stages_are_the_first_that_fit(name, head_dim):
+    asked = problem(head_dim=head_dim, **SWITCHES.get(name, {}))
+    if ROW.refusal(asked, HOPPER) is not None:
+        return
+    for part in ("_wide_keys", "_wide_queries"):
+        variant = ROW.config(part, asked.forward, 1, 1).variant
+        assert variant.smem <= HOPPER.smem_optin - 768
+        stages = [int(n) for key, n in variant.defines if key.startswith("STAGES")]
+        assert all(n >= 1 for n in stages)
+        has_terms = "STAGES_TERMS" in dict(variant.defines)
+        assert has_terms == bool(
+            _attention_vjp_wide.tiles_of_terms(asked.forward) and name
+        )
+
+
+def test_the_parameters_are_whole_lines():
+    for dtype in _attention_vjp_wide.INPUTS.values():
+        assert dtype.itemsize % 64 == 0
+
+
 # --- numbers -------------------------------------------------------------------------
 
 
@@ -83,10 +152,12 @@ def check(cupy, rng, dtype, dims=(256, 256), heads=(2, 1), seqlens=(65, 70), **o
     if options.get("layout") == "bshd":
         arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
     placed = [place(cupy, x) for x in arrays]
-    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **options)
-    told = cupyflash.explain(
-        "attention_vjp", placed[3], *placed[:3], out, lse, **options
-    )
+    given = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+    }
+    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **given)
+    told = cupyflash.explain("attention_vjp", placed[3], *placed[:3], out, lse, **given)
     assert told.kernel == "hopper_wide", told.refused
     poison(cupy, q)
     return agree(cupy, *arrays, **options)
@@ -231,3 +302,174 @@ def test_the_same_bits_in_every_run(cupy, rng, head_dim):
     for again in (captured, call(), call(deterministic=True)):
         for a, b in zip(first, again[:3], strict=True):
             np.testing.assert_array_equal(a, to_host(b).view(np.uint16))
+
+
+# --- options -------------------------------------------------------------------------
+
+
+def options_of(name, rng, batch, heads, seqlen_q, seqlen_k):
+    """Arguments of a call; rows of bias and mask are multiples of 16 bytes."""
+    columns = -(-seqlen_k // 16) * 16
+    dense = rng.normal(size=(batch, heads, seqlen_q, columns))
+    dense[..., ::7] = -np.inf
+    bias = dense[..., :seqlen_k].astype(np.float32)
+    mask = rng.random((batch, 1, seqlen_q, columns)) < 0.8
+    mask[:, :, :2] = False
+    lengths = {
+        "query_lengths": np.array([seqlen_q, seqlen_q // 2, 0, 3])[:batch],
+        "key_lengths": np.array([seqlen_k // 3, seqlen_k, 5, 0])[:batch],
+    }
+    return {
+        "bias of keys": {"bias": bias[:, :1, :1]},
+        "mask of keys": {"mask": mask[:, :, 2:3, :seqlen_k]},
+        "bias": {"bias": bias},
+        "bias of all": {"bias": bias[0, 0], "causal": True},
+        "mask": {"mask": mask[..., :seqlen_k]},
+        "bias and mask": {"bias": bias, "mask": mask[0, 0, :, :seqlen_k]},
+        "softcap": {"softcap": 2.5, "causal": True},
+        "alibi": {"alibi_slopes": (rng.random(heads) * 0.2).astype(np.float32)},
+        "sinks": {"sinks": rng.normal(size=heads).astype(np.float32)},
+        "lengths": lengths,
+        "causal lengths": {**lengths, "causal": True},
+        "offsets": {"query_offset": np.array([5, -70, 0, 31])[:batch], "causal": True},
+        "window of lengths": {**lengths, "window": (40, 20)},
+    }[name]
+
+
+# Left to the next row at 256 columns: no room for tiles, or for the softcap.
+TOO_WIDE = ("bias", "bias of all", "mask", "bias and mask", "softcap")
+# The same without others up to 64 columns.
+ALONE = ("sinks", "lengths", "causal lengths", "offsets", "window of lengths")
+OPTION_NAMES = (
+    "bias of keys",
+    "mask of keys",
+    "bias",
+    "bias of all",
+    "mask",
+    "bias and mask",
+    "softcap",
+    "alibi",
+    "sinks",
+    "lengths",
+    "causal lengths",
+    "offsets",
+    "window of lengths",
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", OPTION_NAMES)
+@pytest.mark.parametrize("seqlens", [(64, 64), (304, 208), (96, 1040)])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+def test_each_option(cupy, rng, dtype, name, seqlens, head_dim):
+    """float32 rows of 16 keys are whole vectors: the copy engine can read them."""
+    options = options_of(name, rng, 2, 4, *seqlens)
+    if head_dim == 256 and name in TOO_WIDE:
+        pytest.skip("left to the next row")
+    if head_dim <= 64 and name in ALONE:
+        options["softcap"] = 9.0
+    if head_dim == 192 and name == "bias and mask":
+        options["bias"] = options["bias"].astype(np.float16)
+    check(cupy, rng, dtype, (head_dim, head_dim), (4, 2), seqlens, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(1, 1), (1, 300), (63, 113), (113, 63), (65, 70)])
+@pytest.mark.parametrize("head_dim", [72, 128])
+@pytest.mark.parametrize(
+    "name", [n for n in OPTION_NAMES if n[:4] not in ("bias", "mask")]
+)
+def test_options_of_odd_lengths(cupy, rng, name, seqlens, head_dim):
+    options = options_of(name, rng, 2, 4, *seqlens)
+    check(cupy, rng, "bfloat16", (head_dim, head_dim), (4, 2), seqlens, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("terms", ["keys", "tiles"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+def test_all_options_at_once(cupy, rng, dtype, terms, head_dim):
+    shape = (1, 176) if terms == "keys" else (150, 176)
+    options = {
+        "bias": rng.normal(size=(4, *shape)).astype(np.float32),
+        "mask": rng.random(shape) < 0.8,
+        "sinks": rng.normal(size=4).astype(np.float32),
+        "alibi_slopes": (rng.random(4) * 0.1).astype(np.float32),
+        "query_lengths": np.array([150, 70]),
+        "key_lengths": np.array([90, 176]),
+        "softcap": 4.0,
+        "window": (100, 60),
+    }
+    if terms == "tiles" and head_dim == 192:
+        options["bias"] = options["bias"].astype(np.float16)
+    check(cupy, rng, dtype, (head_dim, head_dim), (4, 2), (150, 176), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("head_dim", [8, 128])
+def test_the_options_of_all_rows(cupy, rng, name, head_dim, dtype):
+    """With dlse, and the gradients of a bias a key and of sinks."""
+    options = {
+        n: x.astype(np.float32) if n in ("sinks", "alibi_slopes") else x
+        for n, x in OPTIONS[name].items()
+    }
+    shapes = {"q": (2, 4, 9, head_dim), "k": (2, 2, 11, head_dim)}
+    arrays = inputs(rng, dtype, **shapes)
+    dlse = rng.normal(size=(2, 4, 9)).astype(np.float32)
+    bias = rng.normal(size=(4, 1, 11)).astype(np.float32)
+    agree(cupy, *arrays, dlse=dlse, bias=bias, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIASES)
+def test_gradients_of_a_bias(cupy, rng, name):
+    bias = rng.normal(size=BIASES[name]).astype(np.float32)
+    agree(cupy, *inputs(rng, "bfloat16"), bias=bias, need_dbias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_padding_may_hold_anything(cupy, rng, bad, head_dim):
+    shapes = {"q": (2, 2, 100, head_dim), "k": (2, 2, 120, head_dim)}
+    q, k, v, dout = inputs(rng, "float16", **shapes)
+    lengths = {"query_lengths": np.array([70, 100]), "key_lengths": np.array([120, 33])}
+    q[0, :, 70:], dout[0, :, 70:] = bad, bad
+    k[1, :, 33:], v[1, :, 33:] = bad, bad
+    grads = agree(cupy, q, k, v, dout, **lengths)
+    assert all(np.isfinite(to_host(x).astype(np.float32)).all() for x in grads[:3])
+    assert not to_host(grads.dq)[0, :, 70:].any()
+    assert not to_host(grads.dk)[1, :, 33:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+def test_rows_and_keys_behind_a_mask_get_zeros(cupy, rng, dtype):
+    """Also where NaN stands in them, and in the bias of what is hidden."""
+    q, k, v, dout = inputs(rng, dtype, q=(2, 2, 160, 128), k=(2, 2, 192, 128))
+    mask = rng.random((160, 192)) < 0.7
+    mask[:70], mask[:, 130:] = False, False
+    bias = rng.normal(size=(2, 160, 192)).astype(np.float32)
+    bias[:, ~mask] = np.nan
+    q[:, :, :70], dout[:, :, :70] = np.nan, np.inf
+    k[:, :, 130:], v[:, :, 130:] = np.nan, np.nan
+    grads = agree(cupy, q, k, v, dout, mask=mask, bias=bias, need_dbias=False)
+    assert not to_host(grads.dq)[:, :, :70].any()
+    assert not to_host(grads.dk)[:, :, 130:].any()
+    assert not to_host(grads.dv)[:, :, 130:].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bias", "mask", "softcap", "causal lengths"])
+def test_the_same_bits_with_options(cupy, rng, name):
+    options = options_of(name, rng, 2, 8, 704, 912)
+    arrays = inputs(rng, "bfloat16", q=(2, 8, 704, 128), k=(2, 2, 912, 128))
+    first = gradients(cupy, *arrays, **options)
+    for deterministic in (False, True):
+        again = gradients(cupy, *arrays, deterministic=deterministic, **options)
+        for a, b in zip(first[:3], again[:3], strict=True):
+            a, b = (to_host(x).view(np.uint16) for x in (a, b))
+            np.testing.assert_array_equal(a, b)

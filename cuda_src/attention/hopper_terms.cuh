@@ -9,47 +9,10 @@
 #pragma once
 
 #include "attention/hopper_softmax.cuh"
-#include "ptx/math.cuh"
+#include "attention/softcap.cuh"
 #include "ptx/opaque.cuh"
 
 // --- softcap
-
-// The softcap of a call, as the host prepares it (_attention_kernels.py); in exponents
-// of 2 where it is the only term.
-struct cap_t {
-  float inverse;          // scale / softcap: products times this are y of tanh(y)
-  float limit;            // products up to this size have |y| <= 0.4
-  float softcap;          // tanh(y) times this is the score
-  float coefficients[4];  // of such a score by the odd powers of a product
-};
-
-// For |y| <= 0.4, to 1e-7 of the result: nothing but multiplications.
-struct near_t {
-  const cap_t& cap;
-
-  // What is left after one rounding more: score - m.
-  __device__ __forceinline__ float operator()(float q_dot_k, float m) const {
-    const float square = q_dot_k * q_dot_k;
-    float sum = cap.coefficients[3];
-#pragma unroll
-    for (int n = 2; n >= 0; --n) sum = fmaf(sum, square, cap.coefficients[n]);
-    return fmaf(q_dot_k, sum, -m);
-  }
-};
-
-// Of any size. For larger ones, tanh(|y|) = 1 - 2 u / (1 + u) with u = exp(-2 |y|).
-struct any_size_t {
-  const cap_t& cap;
-
-  __device__ __forceinline__ float operator()(float q_dot_k, float m) const {
-    const float y = q_dot_k * cap.inverse;
-    const float u = ptx::ex2_approx_ftz(fabsf(y) * float(-2 * kLog2e));
-    const float tanh = fmaf(-2 * u, ptx::rcp_approx_ftz(1 + u), 1.f);
-    // Without the select by hand each number has a branch of its own.
-    return ptx::select(fabsf(q_dot_k) <= cap.limit, near_t{cap}(q_dot_k, m),
-                       fmaf(copysignf(tanh, y), cap.softcap, -m));
-  }
-};
 
 // For raise(): scores of products that have not been through the softcap.
 struct capped_t {

@@ -58,13 +58,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const accum_t* __restrict__ lse,    // (batch, heads, queries)
         const accum_t* __restrict__ delta,  // as lse, contiguous
         grad_t* __restrict__ dbias,         // as the bias, summed over entries
-        SCORE_PARAMETERS,
+        REPAIR_PARAMETERS SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_own = reinterpret_cast<accum_t*>(smem);
   accum_t* const smem_other = smem_own + kBlockM * kStride;
   accum_t* const smem_sums = smem_other + kBlockN * kStride;
 
+  if (!REPAIR_IS_ASKED) return;
   const index_t all_row_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t all_key_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   const index_t row_tiles = kSumQueries ? 1 : all_row_tiles;

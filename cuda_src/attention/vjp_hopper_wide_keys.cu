@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_wide_keys: dk and dv for wide heads, by tensor cores fed by the
-// copy engine, for sm_90a.
+// attention_vjp_hopper_wide_keys: dk and dv for wide heads, and for options, by tensor
+// cores fed by the copy engine, for sm_90a.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
 //            keys, over blocks of queries; products transposed, so that keys are rows:
@@ -10,7 +10,8 @@
 //            has one: the first makes S, P and dv, the second dP, dS and dk. P goes
 //            from one to the other through shared memory, number by number, since the
 //            same thread of both has the same place. attention_vjp_hopper_wide_queries
-//            makes dq
+//            makes dq. Options (vjp_hopper_wide_terms.cuh) are the first's alone: with
+//            softcap it hands over P times the derivative of the score
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter where items differ in length
 // Threads    two warpgroups compute; a thread of a third asks the copy engine, and
@@ -18,29 +19,41 @@
 // Tiles      k, v     64 x kHeadDim   loaded once an item, 64 columns to registers and
 //                                     the others to shared memory
 //            q, dO    64 x kHeadDim   shared, kStagesQ and kStagesDout stages
+//            bias, mask  64 x 64      shared, kStagesTerms stages, if queries differ
 //            P        64 x 64 float   shared
 //            S, P, dP, dS, dk, dv  registers, as wgmma lays them out
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. One order of sums: the same bits in every run
-// Limits     as attention_vjp_hopper, of infinities and NaN too
-#include "attention/vjp_hopper_wide.cuh"
+// Limits     as attention_vjp_hopper, of infinities and NaN too; entries that are
+// summed
+//            see the same keys, mask and bias aside
+#include "attention/vjp_hopper_wide_terms.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 
+#if !defined(STAGES_Q) || !defined(STAGES_DOUT)
+#error "STAGES_Q and STAGES_DOUT come from the host"
+#endif
 // q is read for S and, a step later, for dk; dO is read for dP and dv nearly at one
 // time, and has a stage less where there is no room.
-constexpr int kStagesQ = 3, kStagesDout = kHeadDim > 192 ? 2 : 3;
+constexpr int kStagesQ = STAGES_Q, kStagesDout = STAGES_DOUT;
 constexpr int kStages = kStagesQ + kStagesDout;
+constexpr int kTerms = kHasTiles ? kStagesTerms : 0;
 // Chunks of k and v that stand in registers while an item is computed: their products
 // ask for fewer bytes of shared memory, which is as busy as the tensor cores. They come
 // by a stage of q.
 constexpr int kHeld = 1;
 constexpr int kBytesRest = (kChunks - kHeld) * kChunk;
-// setmaxnreg moves registers inside the pool of the launch, 168 a thread.
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+// Of a stage of q; that of 64 columns has to hold k and v, too.
+constexpr int kBytesQ = kChunks > 2 * kHeld ? kBytes : 2 * kHeld * kChunk;
+// setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
+// some of the producer's, and sums leave some over in narrow heads.
+constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
+constexpr int kProducerRegisters = kNeedsMany ? 72 : 40;
+constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 
 constexpr int kBytesWeights = kBlockN * kBlockM * 4, kBytesStats = kBlockM * 4;
 
@@ -82,7 +95,7 @@ struct source_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    attention_vjp_hopper_wide_keys(const __grid_constant__ inputs_t inputs,
+    attention_vjp_hopper_wide_keys(const __grid_constant__ all_inputs_t inputs,
                                    const float* __restrict__ stats,  // vjp_hopper.cuh
                                    elem_t* __restrict__ dk,          // as k, summed
                                    elem_t* __restrict__ dv,          // as v, summed
@@ -91,26 +104,37 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                    SCORE_PARAMETERS,
                                    const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
-  __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStages];
+  __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStages + 2 * kTerms];
   __shared__ view_t views[kViews];
   __shared__ source_t source;
+  // What options are to the keys of the tile: those of the source, and of the queries
+  // in a stage of q.
+  __shared__ entry_t source_entry, entries[kHasOptions ? kStagesQ : 1];
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
   const unsigned smem_v = smem_k + kBytesRest, smem_q = smem_v + kBytesRest,
-                 smem_dout = smem_q + kStagesQ * kBytes,
+                 smem_dout = smem_q + kStagesQ * kBytesQ,
                  smem_weights = smem_dout + kStagesDout * kBytes,
-                 smem_lse = smem_weights + kBytesWeights,
+                 smem_bias = smem_weights + kBytesWeights,
+                 smem_mask = smem_bias + kTerms * kBytesBias,
+                 smem_lse = smem_mask + kTerms * kBytesMask,
                  smem_delta = smem_lse + kStagesQ * kBytesStats;
   const unsigned k_full = ptx::shared_address(barriers), v_full = k_full + 8,
                  q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
                  k_empty = dout_full + 8 * kStagesDout, v_empty = k_empty + 8,
-                 q_empty = v_empty + 8, dout_empty = q_empty + 8 * kStagesQ;
+                 q_empty = v_empty + 8, dout_empty = q_empty + 8 * kStagesQ,
+                 terms_full = dout_empty + 8 * kStagesDout,
+                 terms_empty = terms_full + 8 * kTerms;
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2 + kStages; ++n) ptx::mbarrier_init(k_full + 8 * n, 1);
     // Warps that are done arrive.
     for (int n = 0; n < 2; ++n) ptx::mbarrier_init(k_empty + 8 * n, 4);
     for (int n = 0; n < kStages; ++n) ptx::mbarrier_init(q_empty + 8 * n, 8);
+    for (int n = 0; n < kTerms; ++n) {
+      ptx::mbarrier_init(terms_full + 8 * n, 1);
+      ptx::mbarrier_init(terms_empty + 8 * n, 4);
+    }
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are there before anyone uses them
@@ -118,6 +142,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int role = uniform(threadIdx.x / 128);
   ring_t<kStagesQ> of_q;
   ring_t<kStagesDout> of_dout;
+  ring_t<kStagesTerms> of_terms;
   int place = 0;  // of views
   auto next_place = [&] { place = place + 1 == kViews ? 0 : place + 1; };
 
@@ -140,7 +165,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.num_keys = static_cast<int>(params.seqlen_k) - key_first;
       int block_first = 0, block_last = inputs.num_blocks;
       if constexpr (kBounds > 0) {
-        const scores_t scores(place_t(), SCORE_ARGUMENTS);
+        // Entries that are summed see the same.
+        const place_t at =
+            kBandOfEntry ? grads.entry(params, kept.of[0], 0) : place_t();
+        const scores_t scores(at, SCORE_ARGUMENTS);
         const range_t queries = scores.queries_of(key_first, key_first + kBlockN);
         block_first = static_cast<int>(queries.first) / kBlockM;
         block_last = (static_cast<int>(queries.last) + kBlockM - 1) / kBlockM;
@@ -156,11 +184,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.k = matrix_of(at, at.kv_head, params.k);
       view.v = matrix_of(at, at.kv_head, params.v);
     };
-    auto find_source = [&](int kept, int summed) {
+    auto find_source = [&](int kept, int summed, int key_first) {
       const place_t at = grads.entry(params, locate(grads.kept, kept).of[0], summed);
       source.q = matrix_of(at, at.head, params.q);
       source.dout = matrix_of(at, at.head, grads.dout);
       source.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
+      if constexpr (kHasOptions) {
+        source_entry.set(scores_t(at, SCORE_ARGUMENTS), at, params, 0, key_first);
+      }
     };
 
     find(views[0]);
@@ -176,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const int key_first = view.key_first;
       wait(q_empty + 8 * of_q.stage, of_q.parity ^ 1);
       ptx::mbarrier_arrive_expect_tx(q_full + 8 * of_q.stage, 2 * kHeld * kChunk);
-      const unsigned held = smem_q + of_q.stage * kBytes;
+      const unsigned held = smem_q + of_q.stage * kBytesQ;
       load_chunks<0, kHeld>(held, inputs.k_map, q_full + 8 * of_q.stage, key_first,
                             view.k);
       load_chunks<0, kHeld>(held + kHeld * kChunk, inputs.v_map,
@@ -187,15 +218,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_arrive_expect_tx(v_full, kBytesRest);
       load_chunks<kHeld, kChunks>(smem_v, inputs.v_map, v_full, key_first, view.v);
       const int num_steps = view.num_steps;
-      find_source(view.kept, 0);
+      find_source(view.kept, 0, key_first);
       int block = view.block_first, summed = 0;
       for (int step = 0; step < num_steps; ++step) {
         const float* const rows = stats + index_t(source.stats + block) * (2 * kBlockM);
         const unsigned q_barrier = q_full + 8 * of_q.stage,
                        dout_barrier = dout_full + 8 * of_dout.stage;
         wait(q_empty + 8 * of_q.stage, of_q.parity ^ 1);
+        if constexpr (kHasOptions) {
+          tell(entries[of_q.stage], source_entry, block * kBlockM);
+        }
         ptx::mbarrier_arrive_expect_tx(q_barrier, kBytes + kBytesStats);
-        load_chunks<0, kChunks>(smem_q + of_q.stage * kBytes, inputs.q_map, q_barrier,
+        load_chunks<0, kChunks>(smem_q + of_q.stage * kBytesQ, inputs.q_map, q_barrier,
                                 block * kBlockM, source.q);
         ptx::cp_async_bulk(smem_lse + of_q.stage * kBytesStats, rows, kBytesStats,
                            q_barrier);
@@ -205,11 +239,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                 dout_barrier, block * kBlockM, source.dout);
         ptx::cp_async_bulk(smem_delta + of_dout.stage * kBytesStats, rows + kBlockM,
                            kBytesStats, dout_barrier);
+        if constexpr (kHasTiles) {
+          const unsigned full = terms_full + 8 * of_terms.stage;
+          wait(terms_empty + 8 * of_terms.stage, of_terms.parity ^ 1);
+          ptx::mbarrier_arrive_expect_tx(full, kBytesBias + kBytesMask);
+          load_terms(smem_bias + of_terms.stage * kBytesBias,
+                     smem_mask + of_terms.stage * kBytesMask, inputs, source_entry,
+                     full, block * kBlockM, view.key_first);
+          of_terms.advance();
+        }
         of_q.advance();
         of_dout.advance();
         if (++block == view.block_last && step + 1 < num_steps) {
           block = view.block_first;
-          find_source(view.kept, ++summed);
+          find_source(view.kept, ++summed, view.key_first);
         }
       }
       number = item_after(number, counter);
@@ -252,7 +295,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     for (int step = 0; step < 4 * kHeld; ++step) {
       const unsigned inside = (step % 4 * 32 + lane / 16 * 16) ^ (lane % 8 * 16);
       ptx::ldmatrix_x4(held[step],
-                       held_source + of_q.stage * kBytes + step / 4 * kChunk + inside);
+                       held_source + of_q.stage * kBytesQ + step / 4 * kChunk + inside);
     }
     __syncwarp();
     release(q_empty + 8 * of_q.stage);
@@ -263,11 +306,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   auto make_uniform = [&] {
     of_q = {unsigned(uniform(of_q.stage)), unsigned(uniform(of_q.parity))};
     of_dout = {unsigned(uniform(of_dout.stage)), unsigned(uniform(of_dout.parity))};
+    if constexpr (kHasTiles) {
+      of_terms = {unsigned(uniform(of_terms.stage)),
+                  unsigned(uniform(of_terms.parity))};
+    }
   };
 
   if (role == 0) {
     // --- S, P and dv
     unsigned p[4][4];
+    auto pack = [](unsigned (&p)[4][4], const float (&s)[kScores]) {
+#pragma unroll
+      for (int e = 0; e < kScores; e += 2) {
+        p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+      }
+    };
     for (unsigned items = 0;; ++items) {
       wait(k_full, items & 1);
       const volatile view_t& view = views[place];
@@ -280,7 +333,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
       int block = view.block_first;
       // s becomes P of a block of queries, whose lse is in a stage.
-      auto softmax = [&] {
+      auto softmax_plain = [&] {
         const int num_keys = view.num_keys;
         int low = -(1 << 30), high = 1 << 30;
         if constexpr (kBounds > 0) {
@@ -309,10 +362,86 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         release(q_empty + 8 * of_q.stage);
         of_q.advance();
       };
+      // With options: what is added to the exponents.
+      float rest[kScores];
+      auto find_rest = [&](auto use) {
+        const volatile entry_t& entry = entries[of_q.stage];
+        const unsigned lse = smem_lse + of_q.stage * kBytesStats + lane % 4 * 8;
+        const tile_terms_t<true> tile(smem_bias + of_terms.stage * kBytesBias,
+                                      smem_mask + of_terms.stage * kBytesMask,
+                                      row_thread, lane);
+        float slope = 0, distance = 0;
+        if constexpr (kHasAlibi) {
+          slope = entry.slope * float(kLog2e);
+          distance = static_cast<float>(entry.diagonal + lane % 4 * 2 - row_thread);
+        }
+        float of_keys[2] = {0, 0};
+        if constexpr (kTermsOfKeys) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            of_keys[r] = term_of_key(entry.bias, entry.mask, params,
+                                     view.key_first + row_thread + 8 * r);
+          }
+        }
+        if constexpr (kHasTiles) {
+          wait(terms_full + 8 * of_terms.stage, of_terms.parity);
+        }
+        float2 log_sum;
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) {
+          if (e % 4 == 0) log_sum = ptx::load_shared_f32x2(lse + e * 8);
+          float x = -(e % 2 ? log_sum.y : log_sum.x);
+          if constexpr (kTermsOfKeys) x += of_keys[e / 2 % 2];
+          if constexpr (kHasTiles) x += tile(e);
+          if constexpr (kHasAlibi) {
+            const int apart = e / 4 * 8 + e % 2 - e / 2 % 2 * 8;
+            x = fmaf(-slope, fabsf(distance + static_cast<float>(apart)), x);
+          }
+          use(e, x);
+        }
+        if constexpr (kHasTiles) {
+          __syncwarp();  // all lanes have read the stage
+          release(terms_empty + 8 * of_terms.stage);
+          of_terms.advance();
+        }
+      };
+      auto keep_rest = [&](int e, float x) { rest[e] = x; };
+      // With softcap P goes to p, and s becomes what dP - delta is multiplied by.
+      auto softmax_of_terms = [&] {
+        const band_t band = shifted(entries[of_q.stage].band, 0, 0);
+        float derivatives[kDerivatives];
+        add_terms(s, derivatives, inputs, rest, find_rest);
+        __syncwarp();  // all lanes have read the stage
+        release(q_empty + 8 * of_q.stage);
+        of_q.advance();
+        if (hides_some(band)) {
+#pragma unroll
+          for (int e = 0; e < kScores; ++e) {
+            const int query = e / 4 * 8 + e % 2 + lane % 4 * 2;
+            if (!band.sees(query, row_thread + e / 2 % 2 * 8)) {
+              s[e] = -infinity<float>();
+            }
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < kScores; ++e) s[e] = ptx::ex2_approx_ftz(s[e]);
+        if constexpr (kHasSoftcap) {
+          pack(p, s);
+#pragma unroll
+          for (int e = 0; e < kScores; ++e) s[e] *= derivatives[e];
+        }
+      };
+      auto softmax = [&] {
+        if constexpr (kHasOptions) {
+          softmax_of_terms();
+        } else {
+          softmax_plain();
+        }
+      };
       auto ask_scores = [&] {
         wait(q_full + 8 * of_q.stage, of_q.parity);
         ptx::wgmma_fence();
-        multiply_held(s, held, k_rows, q_rows + of_q.stage * (kBytes / 16));
+        multiply_held(s, held, k_rows, q_rows + of_q.stage * (kBytesQ / 16));
         ptx::wgmma_commit_group();
       };
       // One block of queries; S and P of the next one. No product is in flight between
@@ -326,10 +455,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                   s[e + 3]);
         }
         ptx::bar_arrive<256>(kWritten);
-#pragma unroll
-        for (int e = 0; e < kScores; e += 2) {
-          p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
-        }
+        if constexpr (!kHasSoftcap) pack(p, s);
         const unsigned stage = of_dout.stage;
         wait(dout_full + 8 * stage, of_dout.parity);
         of_dout.advance();
@@ -341,6 +467,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         keep_order(sums);
         release(dout_empty + 8 * stage);
         if constexpr (!kLast) {
+          if constexpr (kAhead) find_rest(keep_rest);
           ptx::wgmma_wait_group<0>();
           keep_order(s);
           softmax();
@@ -348,6 +475,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       };
       if (num_steps > 0) {
         ask_scores();
+        if constexpr (kAhead) find_rest(keep_rest);
         ptx::wgmma_wait_group<0>();
         keep_order(s);
         softmax();
@@ -411,7 +539,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         wait(q_full + 8 * stage, of_q.parity);
         of_q.advance();
         ptx::wgmma_fence();
-        multiply_sums(sums, ds, q_sums + stage * (kBytes / 16));
+        multiply_sums(sums, ds, q_sums + stage * (kBytesQ / 16));
         ptx::wgmma_commit_group();
         if constexpr (!kLast) ask_scores();
         ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dk

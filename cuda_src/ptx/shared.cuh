@@ -4,6 +4,24 @@
 
 namespace ptx {
 
+__device__ __forceinline__ float load_shared_f32(unsigned address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ unsigned short load_shared_u16(unsigned address) {
+  unsigned short x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ unsigned load_shared_u8(unsigned address) {
+  unsigned x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+
 __device__ __forceinline__ float2 load_shared_f32x2(unsigned address) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"

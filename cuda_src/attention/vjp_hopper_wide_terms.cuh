@@ -1,0 +1,263 @@
+// SPDX-License-Identifier: MIT
+// The options in attention_vjp_hopper_wide_keys and _queries: the terms of score.cuh,
+// over a tile of scores at a time, as exponents of 2:
+//
+//     exponent = softcap(scale q.k) + bias - slope |i + offset - j| - lse
+//
+// Bias and mask that are the same to all queries (kTermsOfKeys) are read where they
+// lie; others come by the copy engine, a tile of 64 queries and 64 keys at a time.
+#pragma once
+
+#include "attention/softcap.cuh"
+#include "attention/vjp_hopper_wide.cuh"
+#include "ptx/shared.cuh"
+
+#ifdef TERMS_OF_KEYS
+constexpr bool kTermsOfKeys = kHasBias || kHasMask;
+#else
+constexpr bool kTermsOfKeys = false;
+#endif
+#ifdef STAGES_TERMS
+constexpr int kStagesTerms = STAGES_TERMS;
+#else
+constexpr int kStagesTerms = kTermsOfKeys ? 4 : 1;
+#endif
+constexpr bool kHasTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+// Whether what queries see differs between entries of the batch.
+constexpr bool kBandOfEntry = kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths;
+constexpr bool kHasOptions = kHasTerms || kBandOfEntry;
+constexpr bool kBiasTiles = kHasBias && !kTermsOfKeys;
+constexpr bool kMaskTiles = kHasMask && !kTermsOfKeys;
+constexpr bool kHasTiles = kBiasTiles || kMaskTiles;
+// Whether it is found out while products are made what is added to them. That takes
+// registers, and pays where it is much.
+constexpr bool kAhead = (kHasTiles || kHasSoftcap || kHasAlibi) && kHeadDim <= 128;
+constexpr int kBytesBias = kBiasTiles ? 64 * 64 * sizeof(bias_t) : 0;
+constexpr int kBytesMask = kMaskTiles ? 64 * 64 : 0;
+
+// Mirrored by INPUTS in _attention_vjp_wide.py.
+struct with_terms_t : inputs_t {
+  ptx::tensor_map_t bias_map, mask_map;  // of tiles
+  cap_t cap;                             // in exponents of 2
+  float inverse_cap;                     // 1 / cap.softcap
+};
+template <bool>
+struct inputs_of {
+  using type = inputs_t;
+};
+template <>
+struct inputs_of<true> {
+  using type = with_terms_t;
+};
+using all_inputs_t = inputs_of<kHasTerms>::type;
+
+// What the options of an entry are to a tile, counted from its first row.
+struct entry_t {
+  band_t band;
+  index_t diagonal;
+  float slope;
+  const bias_t* bias;  // key 0, with kTermsOfKeys; of the mask too
+  const bool* mask;
+  matrix_t bias_matrix, mask_matrix;
+
+  __device__ __forceinline__ void set(const scores_t& scores,
+                                      const place_t& at,
+                                      const params_t& params,
+                                      index_t i,
+                                      index_t j) {
+    band = scores.band(i, j);
+    if constexpr (kHasAlibi) {
+      slope = scores.slope();
+      diagonal = scores.diagonal(i) - j;
+    }
+    if constexpr (kTermsOfKeys && kHasBias) bias = scores.bias_at(0, 0);
+    if constexpr (kTermsOfKeys && kHasMask) mask = scores.mask_at(0, 0);
+    if constexpr (kBiasTiles) bias_matrix = matrix_of(at, at.head, params.bias);
+    if constexpr (kMaskTiles) mask_matrix = matrix_of(at, at.head, params.mask);
+  }
+};
+
+// The band of a tile that starts `rows` and `cols` further.
+__device__ __forceinline__ band_t shifted(const volatile band_t& band,
+                                          int rows,
+                                          int cols) {
+  return {band.low + rows - cols, band.high + rows - cols, band.num_queries - rows,
+          band.num_keys - cols};
+}
+// What those who compute need of it, for a tile that starts `rows` queries further.
+__device__ __forceinline__ void tell(entry_t& to, const entry_t& from, int rows) {
+  to.band = shifted(from.band, rows, 0);
+  if constexpr (kHasAlibi) {
+    to.diagonal = from.diagonal + rows;
+    to.slope = from.slope;
+  }
+  if constexpr (kTermsOfKeys && kHasBias) to.bias = from.bias;
+  if constexpr (kTermsOfKeys && kHasMask) to.mask = from.mask;
+}
+
+// Whether two of 64 queries and 64 keys may not see each other; mask aside.
+__device__ __forceinline__ bool hides_some(const band_t& band) {
+  return band.low > 1 - 64 || band.high < 64 || band.num_queries < 64 ||
+         band.num_keys < 64;
+}
+
+// --- terms of keys: bias log2(e), or -inf where the mask hides a key
+
+__device__ __forceinline__ float term_of_key(const bias_t* bias,
+                                             const bool* mask,
+                                             const params_t& params,
+                                             int j) {
+  // Keys that are none are hidden by their number.
+  const index_t key = min(j, static_cast<int>(params.seqlen_k) - 1);
+  float term = 0;
+  if constexpr (kHasBias) {
+    term = to<float>(bias[key * params.bias.col]) * float(kLog2e);
+  }
+  if constexpr (kHasMask) {
+    if (!mask[key * params.mask.col]) term = -infinity<float>();
+  }
+  return term;
+}
+
+// --- tiles of bias and mask: rows are queries. Of the bias 128 bytes of a row lie in a
+// chunk, swizzled; a mask has rows of 64 bytes, swizzled.
+
+constexpr int kBiasColumns = 128 / sizeof(bias_t);  // of a chunk
+
+// Asks for the tile of query i and key j, whose bytes have been announced.
+template <typename Inputs>
+__device__ __forceinline__ void load_terms(unsigned bias,
+                                           unsigned mask,
+                                           const Inputs& inputs,
+                                           const entry_t& entry,
+                                           unsigned barrier,
+                                           int i,
+                                           int j) {
+  if constexpr (kBiasTiles) {
+    const matrix_t& at = entry.bias_matrix;
+#pragma unroll
+    for (int chunk = 0; chunk < kBlockN / kBiasColumns; ++chunk) {
+      ptx::cp_async_bulk_tensor_5d(bias + chunk * (64 * 128), inputs.bias_map, barrier,
+                                   j + chunk * kBiasColumns, i, at.head, at.batch[0],
+                                   at.batch[1]);
+    }
+  }
+  if constexpr (kMaskTiles) {
+    const matrix_t& at = entry.mask_matrix;
+    ptx::cp_async_bulk_tensor_5d(mask, inputs.mask_map, barrier, j, i, at.head,
+                                 at.batch[0], at.batch[1]);
+  }
+}
+
+// The terms of a thread's numbers. With kKeysAreRows number e stands in key
+// row + e / 2 % 2 * 8 and query e / 4 * 8 + lane % 4 * 2 + e % 2, else the other way.
+// Of each address a part hangs on the thread, a part on e, and a part on both, which
+// the swizzle joins by exclusive or.
+template <bool kKeysAreRows>
+class tile_terms_t {
+  static constexpr int kSize = sizeof(bias_t), kVector = 16 / kSize;
+
+ public:
+  __device__ __forceinline__ tile_terms_t(unsigned bias,
+                                          unsigned mask,
+                                          int row,
+                                          int lane) {
+    const int pair = lane % 4, column = pair * 2;
+    if constexpr (kKeysAreRows) {
+      bias_ =
+          bias + row / kBiasColumns * (64 * 128) + column * 128 + row % kVector * kSize;
+      bias_swizzle_ = ((row / kVector % 8) ^ column) * 16;
+      mask_ = mask + column * 64 + ((row / 16) ^ pair) * 16 + row % 16;
+    } else {
+      bias_ = bias + row * 128 + column % kVector * kSize;
+      bias_swizzle_ = ((column / kVector) ^ (row % 8)) * 16;
+      mask_ = mask + row * 64 + column;
+      mask_swizzle_ = row / 2 % 4 * 16;
+    }
+  }
+
+  __device__ __forceinline__ float operator()(int e) const {
+    const int chunk = e / 4, odd = e % 2, far = e / 2 % 2;  // far: row + 8
+    float term = 0;
+    if constexpr (kBiasTiles) {
+      const unsigned at = kKeysAreRows
+                              ? chunk * 1024 + odd * 128 +
+                                    (bias_swizzle_ ^ ((far * 8 / kVector) ^ odd) * 16)
+                              : far * 1024 + chunk * 8 / kBiasColumns * (64 * 128) +
+                                    odd * kSize +
+                                    (bias_swizzle_ ^ chunk * 8 / kVector % 8 * 16);
+      term = load_term<bias_t>(bias_ + at) * float(kLog2e);
+    }
+    if constexpr (kMaskTiles) {
+      const unsigned at = kKeysAreRows ? chunk * 512 + odd * 64 + far * 8
+                                       : far * 512 + chunk % 2 * 8 + odd +
+                                             (mask_swizzle_ ^ chunk / 2 * 16);
+      if (ptx::load_shared_u8(mask_ + at) == 0) term = -infinity<float>();
+    }
+    return term;
+  }
+
+ private:
+  template <typename T>
+  static __device__ __forceinline__ float load_term(unsigned address) {
+    if constexpr (sizeof(T) == 4) {
+      return ptx::load_shared_f32(address);
+    } else {
+      return to<float>(T{ptx::load_shared_u16(address)});
+    }
+  }
+
+  unsigned bias_, bias_swizzle_, mask_, mask_swizzle_;
+};
+
+// --- products to weights
+
+// Products s become scores behind the softcap, as exponents of 2. A small product has
+// the same bits by either form, so that they hang on nothing that stands beside it.
+__device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
+  float largest = 0;
+#pragma unroll
+  for (int e = 0; e < kScores; ++e) largest = fmaxf(largest, fabsf(s[e]));
+  if (__any_sync(kFullMask, largest > cap.limit)) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) s[e] = any_size_t{cap}(s[e], 0.f);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) s[e] = near_t{cap}(s[e], 0.f);
+  }
+}
+
+// Number e of products s becomes the exponent of a weight, with `rest` added to it.
+// With softcap, which s has been through, `derivatives` of the scores by scale * q.k.
+constexpr int kDerivatives = kHasSoftcap ? kScores : 1;
+template <typename Inputs>
+__device__ __forceinline__ void add_term(int e,
+                                         float (&s)[kScores],
+                                         float (&derivatives)[kDerivatives],
+                                         const Inputs& inputs,
+                                         float rest) {
+  if constexpr (kHasSoftcap) {
+    const float tanh = s[e] * inputs.inverse_cap;
+    derivatives[e] = fmaf(-tanh, tanh, 1.f);
+    s[e] += rest;
+  } else {
+    s[e] = fmaf(s[e], inputs.to_log2, rest);
+  }
+}
+
+// All of them. `find_rest` tells of each what is to be added, unless that stands in
+// `rest`.
+template <typename Inputs, typename FindRest>
+__device__ __forceinline__ void add_terms(float (&s)[kScores],
+                                          float (&derivatives)[kDerivatives],
+                                          const Inputs& inputs,
+                                          const float (&rest)[kScores],
+                                          const FindRest& find_rest) {
+  if constexpr (kHasSoftcap) cap_scores(s, inputs.cap);
+  if constexpr (kAhead) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) add_term(e, s, derivatives, inputs, rest[e]);
+  } else {
+    find_rest([&](int e, float x) { add_term(e, s, derivatives, inputs, x); });
+  }
+}

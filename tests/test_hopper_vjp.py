@@ -182,6 +182,16 @@ def test_query_heads_share_key_heads(cupy, rng, layout, heads):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("seqlens", [(70, 300), (300, 260), (520, 140)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_take_item_after_item(cupy, rng, dtype, seqlens, causal):
+    """More tiles of keys than a GPU has multiprocessors."""
+    for dims in ((64, 64), (128, 128)):
+        check(cupy, rng, dtype, dims, (40, 40), seqlens, batch=(4,), causal=causal)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("batch", "batch_k"),
     [

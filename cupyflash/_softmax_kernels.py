@@ -678,11 +678,11 @@ def _stream_pair(problem, device):
 
 
 def _sum_threads(held, sets, device):
-    """Threads that a multiprocessor has registers for: 128 or 80 each."""
-    is_deep = sets > 0 or held == _DEEP
-    if device.cc >= (10, 0):  # ptxas 13.4 spills more there
-        return 384 if is_deep else 512
-    return 512 if is_deep else 768
+    """Threads that a multiprocessor has registers for."""
+    is_deep = held == _DEEP
+    if device.cc >= (10, 0):  # ptxas 13.5 spills more there
+        return 384 if sets else 256 if is_deep else 512
+    return 512 if sets or is_deep else 768
 
 
 def _sum_rows(problem, device):

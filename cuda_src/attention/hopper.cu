@@ -716,8 +716,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               transpose(words, lane);  // 8 columns side by side
               const int column = e * 2 + lane % 4 * 8;
               if (exists && column < params.head_dim_v) {
-                ptx::store_global(reinterpret_cast<uint4*>(out_row + column),
-                                  make_uint4(words[0], words[1], words[2], words[3]));
+                *reinterpret_cast<uint4*>(out_row + column) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
               }
             } else if (exists) {
 #pragma unroll

@@ -490,6 +490,8 @@ class HopperKernel:
         tile = self.tile(problem)
         if tile.num_groups == 1 or not tile.stage_out:
             return 0  # of few rows, keys take all shared memory
+        if _adds_terms(problem) and not _is_cap_only(problem):
+            return 0  # terms of scores leave no registers for it
         head_dim_v = self._dims(problem)[1]
         columns = 64 if head_dim_v % 64 == 0 else 32
         size = self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)

@@ -306,19 +306,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const place_t at = mailbox[num_items & 1].place();
         const tiles_t tiles = mailbox[num_items & 1].share().tiles;
         const scores_t scores(at, SCORE_ARGUMENTS);
+        // Other terms leave no registers to ask ahead.
         read_terms_t ahead;
-        ahead.read(scores, (tiles.last - 1) * kBlockN, params.seqlen_k, lane);
+        if constexpr (kPresetBias) {
+          ahead.read(scores, (tiles.last - 1) * kBlockN, params.seqlen_k, lane);
+        }
 #pragma unroll 1
         for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
           const unsigned slot = num_tiles % kKeySlots;
-          const read_terms_t read = ahead;
-          if (tile > tiles.first) {
+          read_terms_t read = ahead;
+          if (kPresetBias && tile > tiles.first) {
             ahead.read(scores, (tile - 1) * kBlockN, params.seqlen_k, lane);
           }
           wait(key_ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
           if constexpr (kPresetBias) {
             write_preset_bias(key_terms[slot], read, inverse_scale, lane);
           } else {
+            read.read(scores, tile * kBlockN, params.seqlen_k, lane);
             write_key_terms(key_terms[slot], read, lane);
           }
           __syncwarp();
@@ -712,8 +716,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               transpose(words, lane);  // 8 columns side by side
               const int column = e * 2 + lane % 4 * 8;
               if (exists && column < params.head_dim_v) {
-                ptx::store_global(reinterpret_cast<uint4*>(out_row + column),
-                                  make_uint4(words[0], words[1], words[2], words[3]));
+                *reinterpret_cast<uint4*>(out_row + column) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
               }
             } else if (exists) {
 #pragma unroll

@@ -105,10 +105,13 @@ def _forward_tiers(problem, device):
         short, clusters = _tiers.FORWARD_HEAVY, _tiers.FORWARD_HEAVY_CLUSTERS
     else:
         short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
-        if _widest(problem) == 8:
+        widest, is_log = _widest(problem), problem.function == "log_softmax"
+        if widest == 8:
             short, clusters = _tiers.FORWARD_F64, _tiers.FORWARD_F64_CLUSTERS
-            if problem.function == "log_softmax":
+            if is_log:
                 clusters = _tiers.LOG_F64_CLUSTERS
+        elif widest == 2 and is_log:
+            short = _tiers.LOG_16_BITS
     return _tiers.ladder(short, clusters, 1, device)
 
 

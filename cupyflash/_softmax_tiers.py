@@ -77,6 +77,14 @@ FORWARD = (
 )
 # Exponentials of doubles take the registers of a vector more.
 FORWARD_F64 = (FORWARD[0], Tier(224, 7, 1024, cluster=2), FORWARD[-1])
+# log_softmax of 16 bits spills 24 bytes with a vector more, and up to 148 in rows of
+# one or two vectors with more threads.
+LOG_16_BITS = (
+    Tier(1, 2, 896),
+    Tier(320, 7, 1024),
+    Tier(192, 7, 1024, cluster=2),
+    Tier(512, 7, 1024),
+)
 # Rows that do not fill whole blocks: shared memory before more blocks. 50257 floats:
 # 0.96 in 4 blocks, 0.90 in 7 without it.
 _FULL = (
@@ -140,6 +148,7 @@ _F64_ELSEWHERE = (
 ELSEWHERE = {
     FORWARD: _FORWARD_ELSEWHERE,
     FORWARD_F64: _FORWARD_ELSEWHERE,
+    LOG_16_BITS: (Tier(512, 5, 512),),
     BACKWARD: (Tier(512, 3, 1024),),
     BACKWARD_16_BITS: (Tier(256, 3, 768),),
     FORWARD_CLUSTERS: (

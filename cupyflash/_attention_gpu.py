@@ -11,7 +11,9 @@ import numpy as np
 
 from cupyflash import (
     _arrays,
+    _attention_hopper,
     _attention_kernels,
+    _attention_params,
     _attention_problem,
     _gpu,
     _kernels,
@@ -19,14 +21,10 @@ from cupyflash import (
     _tensormap,
 )
 from cupyflash._attention_f64 import TensorFloat64Kernel
-from cupyflash._attention_kernels import (
-    ATTENTION_KERNELS,
-    OPTIONS,
-    FusedKernel,
-    HopperKernel,
-    UnfusedKernel,
-)
+from cupyflash._attention_hopper import HopperKernel
+from cupyflash._attention_kernels import ATTENTION_KERNELS, FusedKernel, UnfusedKernel
 from cupyflash._attention_mma import MmaKernel
+from cupyflash._attention_rows import OPTIONS
 
 _NULL = _gpu.NULL
 _plans = _gpu.PlanCache()
@@ -88,7 +86,7 @@ def attention(
     if plan is not None:
         arrays = (q, k, v, out, *options)
         if out is None or not plan.may_overlap(arrays):
-            far = _attention_kernels.FAR
+            far = _attention_params.FAR
             offset = max(-far, min(query_offset, far)) if offset_is_int else plan.offset
             if _gpu.current_device() == plan.device_id:
                 return plan(arrays, offset)
@@ -108,7 +106,7 @@ def attention(
             copied = any(a is not b for a, b in zip(ready, operands, strict=True))
             if key is not None and isinstance(plan, _FusedPlan) and not copied:
                 _plans.put(key, plan)
-        return plan.run(ready, _attention_kernels.launch_offset(problem))
+        return plan.run(ready, _attention_params.launch_offset(problem))
 
 
 def _facts(x):
@@ -120,7 +118,7 @@ def run(problem, operands) -> tuple[Any, Any]:
     """Attention of a checked problem: (out, lse or None)."""
     with cupy.cuda.Device(operands.q.data.device_id):
         operands = _ready(operands)
-        offset = _attention_kernels.launch_offset(problem)
+        offset = _attention_params.launch_offset(problem)
         return make_plan(problem, operands).run(operands, offset)
 
 
@@ -182,7 +180,7 @@ def _heads_can_be_packed(problem, operands):
     q = operands.q
     if problem.group_size == 1 or q.ndim < 3 or 0 in q.strides[-3:-1]:
         return False
-    axes = len(_attention_kernels.params_fields(problem, operands)["batch_shape"])
+    axes = len(_attention_params.params_fields(problem, operands)["batch_shape"])
     return axes == 1 and (q.shape[-2] == 1 or q.strides[-2] > 0)
 
 
@@ -194,7 +192,7 @@ def _no_tensor_map(problem, operands):
         x = getattr(operands, name)
         if reason := _tensormap.refusal(x.data.ptr, x.shape, x.strides):
             return f"{name} {reason}"
-    axes = len(_attention_kernels.params_fields(problem, operands)["batch_shape"])
+    axes = len(_attention_params.params_fields(problem, operands)["batch_shape"])
     if axes > _tensormap.MAX_BATCH_AXES:
         return f"the batch is {axes} axes that cannot be merged"
     return None
@@ -255,7 +253,7 @@ class _Plan:
         self.out_dtype = _arrays.to_dtype(problem.dtype)
         self.lse_shape = problem.lse_shape if problem.return_lse else None
         self.lse_dtype = np.dtype(problem.compute_dtype)
-        self.offset = _attention_kernels.launch_offset(problem)
+        self.offset = _attention_params.launch_offset(problem)
         arrays = operands.q, operands.k, operands.v, operands.out
         arrays += tuple(getattr(operands, name) for name in OPTIONS)
         # How far from the pointer of `out` that of an input makes their spans meet.
@@ -300,9 +298,9 @@ class _FusedPlan(_Plan):
 
     def __init__(self, row, problem, operands, device):
         super().__init__(problem, operands, operands.q.data.device_id)
-        fields = _attention_kernels.params_fields(problem, operands)
+        fields = _attention_params.params_fields(problem, operands)
         batch_dims = len(fields["batch_shape"])
-        dtype = _attention_kernels.params_dtype(batch_dims)
+        dtype = _attention_params.params_dtype(batch_dims)
         self.params = _gpu.pack_bytes(fields, dtype)
         self.launches = tuple(
             _gpu.Launch(config.variant, config.grid, config.block, self.device_id)
@@ -343,7 +341,7 @@ class _HopperPlan(_FusedPlan):
 
     def __init__(self, row, problem, operands, device):
         super().__init__(row, problem, operands, device)
-        fields = _attention_kernels.params_fields(problem, operands)
+        fields = _attention_params.params_fields(problem, operands)
         block_n = row.tile(problem).block_n
         self.encoders = {
             "q": _q_encoder(problem, fields, operands.q, row.pack(problem)),
@@ -370,7 +368,7 @@ class _HopperPlan(_FusedPlan):
         fields = dict(self.schedule)
         for (name, encode), ptr in zip(self.encoders.items(), pointers, strict=True):
             fields |= {name: ptr, f"{name}_map": encode(ptr)}
-        packed = _gpu.pack_bytes(fields, _attention_kernels.HOPPER_INPUTS)
+        packed = _gpu.pack_bytes(fields, _attention_hopper.HOPPER_INPUTS)
         self.inputs[pointers] = packed
         return packed
 
@@ -479,7 +477,7 @@ def _encoder(problem, fields, name, x, rows):
 
 def _q_encoder(problem, fields, q, pack):
     """The same of q, whose heads in groups of `pack` come next to its columns."""
-    rows = _attention_kernels.HOPPER_GROUP_ROWS
+    rows = _attention_hopper.HOPPER_GROUP_ROWS
     if pack == 1:
         return _encoder(problem, fields, "q", q, rows)
     (batch,), head, row, col = fields["q"]
@@ -554,9 +552,9 @@ class _UnfusedPlan(_Plan):
         super().__init__(problem, operands, operands.q.data.device_id)
         self.problem = problem
         self.scores_dtype = row.scores_dtype(problem)
-        fields = _attention_kernels.params_fields(problem, operands)
+        fields = _attention_params.params_fields(problem, operands)
         batch_dims = len(fields["batch_shape"])
-        self.params = _gpu.pack(fields, _attention_kernels.params_dtype(batch_dims))
+        self.params = _gpu.pack(fields, _attention_params.params_dtype(batch_dims))
         self.launches = tuple(
             _gpu.Launch(config.variant, config.grid, config.block, self.device_id)
             for config in row.configs(problem, batch_dims, device)
@@ -633,7 +631,7 @@ class _MergePlan:
         outs_part, *outs_rows, outs_col = _layout.element_strides(outs)
         lses_part, *lses_rows = _layout.element_strides(lses)
         *out_rows, out_col = (
-            _attention_kernels.contiguous_strides(outs.shape[1:])
+            _attention_params.contiguous_strides(outs.shape[1:])
             if out is None
             else _layout.element_strides(out)
         )

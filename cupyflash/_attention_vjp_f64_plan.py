@@ -7,12 +7,12 @@ import numpy as np
 
 from cupyflash import (
     _attention_gpu,
-    _attention_kernels,
+    _attention_params,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _gpu,
 )
-from cupyflash._attention_kernels import params_dtype
+from cupyflash._attention_params import params_dtype
 from cupyflash._attention_vjp_plans import (
     _NULL,
     _gradients,
@@ -33,7 +33,7 @@ class TensorFloat64Plan:
     def __init__(self, row, problem, operands, device, device_id):
         forward = problem.forward
         self.device_id = device_id
-        self.offset = _attention_kernels.launch_offset(forward)
+        self.offset = _attention_params.launch_offset(forward)
         self.gradients = _gradients(problem)
         self.rows_shape = problem.rows_shape
         self.accum = np.dtype(forward.compute_dtype)

@@ -6,7 +6,7 @@ from typing import Any
 import cupy
 
 from cupyflash import (
-    _attention_kernels,
+    _attention_params,
     _attention_vjp_layout,
     _attention_vjp_problem,
     _gpu,
@@ -14,7 +14,7 @@ from cupyflash import (
     _tensormap,
 )
 from cupyflash._attention_gpu import _describe_launch, _with_contiguous_rows
-from cupyflash._attention_kernels import OPTIONS
+from cupyflash._attention_rows import OPTIONS
 from cupyflash._attention_vjp_f64 import TensorFloat64VjpKernel
 from cupyflash._attention_vjp_f64_plan import TensorFloat64Plan
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS, HopperVjpKernel
@@ -58,11 +58,11 @@ def attention_vjp(*arguments) -> AttentionGrads:
             # be launched as they come, unless one had to be copied.
             if key is not None and ready is operands:
                 _plans.put(key, plan)
-            offset = _attention_kernels.launch_offset(problem.forward)
+            offset = _attention_params.launch_offset(problem.forward)
             return plan(_arrays_of(ready), offset)
     query_offset = arguments[_QUERY_OFFSET]
     is_int = type(query_offset) is int
-    far = _attention_kernels.FAR
+    far = _attention_params.FAR
     offset = max(-far, min(query_offset, far)) if is_int else plan.offset
     dout, q, k, v, out, lse, bias, mask, *rest = (arguments[i] for i in _ARRAYS)
     sinks, alibi, query_lengths, key_lengths, dlse = rest
@@ -98,7 +98,7 @@ def run(problem, operands) -> AttentionGrads:
     """Gradients of a checked problem."""
     with cupy.cuda.Device(operands.forward.q.data.device_id):
         operands = _ready(operands)
-        offset = _attention_kernels.launch_offset(problem.forward)
+        offset = _attention_params.launch_offset(problem.forward)
         return make_plan(problem, operands)(_arrays_of(operands), offset)
 
 

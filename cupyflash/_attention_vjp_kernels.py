@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 
 from cupyflash import (
-    _attention_kernels,
+    _attention_hopper,
+    _attention_rows,
+    _attention_samples,
     _attention_vjp_f64,
     _attention_vjp_limits,
     _attention_vjp_wide,
     _kernels,
     _tensormap,
 )
-from cupyflash._attention_kernels import OPTIONS, Config, Tile, TileLadder, padded_dim
+from cupyflash._attention_kernels import Tile, TileLadder, padded_dim
 from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import OPTIONS, Config
 from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpKernel
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._attention_vjp_wide import HopperWideVjpKernel
@@ -113,8 +116,8 @@ class VjpKernel:
         """The launch of ``vjp_<part>.cu``; `grad` is the dtype that it writes."""
         chunk, single = self.chunk(forward)
         single = single and part != "bias"
-        plain = _attention_kernels._is_plain(forward)
-        defines = _attention_kernels._defines(
+        plain = _attention_rows.is_plain(forward)
+        defines = _attention_rows.defines(
             forward,
             batch_dims,
             tile.num_threads,
@@ -206,7 +209,7 @@ class HopperVjpKernel:
 
     def tile(self, forward: AttentionProblem, makes_dq: bool = True) -> HopperVjpTile:
         """The tile measured best for a length."""
-        ladder = self.tiles[self.dim(forward)][_attention_kernels._bounds(forward) > 0]
+        ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
         tile = _kernels.by_threshold(ladder, forward.seqlen_q)
         return tile if makes_dq else replace(tile, cluster=tile.cluster_alone, bulk=0)
 
@@ -239,7 +242,7 @@ class HopperVjpKernel:
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _HOPPER_THREADS, 0
         if part in ("", "_queries"):
-            more["BOUNDS"] = _attention_kernels._bounds(forward)
+            more["BOUNDS"] = _attention_hopper.bounds_of(forward)
         if part == "_queries":
             num_threads += 128  # a warpgroup for the copy engine
             rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
@@ -248,7 +251,7 @@ class HopperVjpKernel:
             more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
             more["MAKES_DQ"] = int(makes_dq)
             smem = self._smem(forward, makes_dq)
-        defines = _attention_kernels._defines(
+        defines = _attention_rows.defines(
             forward,
             batch_dims,
             num_threads,
@@ -308,7 +311,7 @@ def rows_config(forward: AttentionProblem, batch_dims: int) -> Config:
         name: None for name in OPTIONS if name not in ("sinks", "query_lengths")
     }
     few = replace(forward, softcap=0.0, **absent)
-    defines = _attention_kernels._defines(
+    defines = _attention_rows.defines(
         few, batch_dims, _ROW_THREADS, GRAD_T=CUDA_TYPES[forward.dtype]
     )
     variant = Variant("attention/vjp_rows.cu", "attention_vjp_rows", defines)
@@ -406,9 +409,9 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     """(row, variant) of what `device` would compile: a selection, or all there is."""
     found: dict[tuple[str, Variant], None] = {}
     problems = (
-        _attention_kernels._everything()
+        _attention_samples.everything()
         if everything
-        else _attention_kernels._representative()
+        else _attention_samples.representative()
     )
     for forward, batch_dims in problems:
         for row in ATTENTION_VJP_KERNELS:
@@ -450,7 +453,7 @@ def _hopper_configs(row, forward, batch_dims, device):
     """The launches of a problem, in lengths that bring all tiles."""
     if batch_dims > _tensormap.MAX_BATCH_AXES:
         return
-    ladder = row.tiles[row.dim(forward)][_attention_kernels._bounds(forward) > 0]
+    ladder = row.tiles[row.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
     for bound, _ in ladder:
         longest = replace(forward, seqlen_q=min(bound, 1 << 14))
         for part in ("_rows", "", "_dq"):

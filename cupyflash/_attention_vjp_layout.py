@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _attention_kernels, _layout
-from cupyflash._attention_kernels import OPTIONS, contiguous_strides
+from cupyflash import _attention_params, _layout
+from cupyflash._attention_params import contiguous_strides
+from cupyflash._attention_rows import OPTIONS
 from cupyflash._attention_vjp_problem import (
     AttentionVjpProblem,
     aligned,
@@ -150,7 +151,7 @@ _FORWARD = ("q", "k", "v", "out", *OPTIONS)
 
 
 def _far(bound):
-    far = _attention_kernels.FAR
+    far = _attention_params.FAR
     return far if bound is None else min(bound, far)
 
 

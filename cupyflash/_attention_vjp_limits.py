@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from cupyflash import _tensormap
-from cupyflash._attention_kernels import OPTIONS
 from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import OPTIONS
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._kernels import Device
 

@@ -7,12 +7,12 @@ import numpy as np
 
 from cupyflash import (
     _attention_gpu,
-    _attention_kernels,
+    _attention_params,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _gpu,
 )
-from cupyflash._attention_kernels import params_dtype
+from cupyflash._attention_params import params_dtype
 from cupyflash._attention_vjp_layout import grads_dtype
 from cupyflash._attention_vjp_mma import items_dtype
 from cupyflash._attention_vjp_plans import (
@@ -91,7 +91,7 @@ class MmaPlan:
     def __init__(self, row, problem, operands, device, device_id):
         forward = problem.forward
         self.device_id = device_id
-        self.offset = _attention_kernels.launch_offset(forward)
+        self.offset = _attention_params.launch_offset(forward)
         self.gradients = _gradients(problem)
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims

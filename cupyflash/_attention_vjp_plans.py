@@ -11,11 +11,13 @@ from cupyflash import (
     _arrays,
     _attention_gpu,
     _attention_kernels,
+    _attention_params,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _gpu,
 )
-from cupyflash._attention_kernels import OPTIONS, contiguous_strides, params_dtype
+from cupyflash._attention_params import contiguous_strides, params_dtype
+from cupyflash._attention_rows import OPTIONS
 from cupyflash._attention_vjp_layout import Target, grads_dtype, sum_dtype
 from cupyflash._attention_vjp_problem import AttentionGrads
 
@@ -29,7 +31,7 @@ class ZeroPlan:
 
     def __init__(self, problem, device_id):
         self.device_id = device_id
-        self.offset = _attention_kernels.launch_offset(problem.forward)
+        self.offset = _attention_params.launch_offset(problem.forward)
         self.gradients = _gradients(problem)
 
     def __call__(self, arrays, offset):
@@ -60,7 +62,7 @@ class Plan:
     def __init__(self, row, problem, operands, device, device_id):
         forward = problem.forward
         self.device_id = device_id
-        self.offset = _attention_kernels.launch_offset(forward)
+        self.offset = _attention_params.launch_offset(forward)
         self.gradients = _gradients(problem)
         self.rows_shape = problem.rows_shape
         self.accum = np.dtype(forward.compute_dtype)
@@ -327,7 +329,7 @@ class HopperPlan:
     def __init__(self, row, problem, operands, device, device_id):
         forward = problem.forward
         self.device_id = device_id
-        self.offset = _attention_kernels.launch_offset(forward)
+        self.offset = _attention_params.launch_offset(forward)
         self.gradients = _gradients(problem)
         # What _rows makes the maximum of has to be 0; the rest of found_t it sets.
         self.looks_for_largest = forward.dtype == "float16"

@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _attention_kernels, _attention_vjp_limits, _tensormap
-from cupyflash._attention_kernels import Config
+from cupyflash import (
+    _attention_hopper,
+    _attention_rows,
+    _attention_vjp_limits,
+    _tensormap,
+)
 from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import is_plain
+from cupyflash._attention_rows import Config, is_plain
 from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpTile
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
@@ -132,7 +136,7 @@ class HopperWideVjpKernel:
                 return f"has no {', '.join(tiles)} that the copy engine cannot read"
             if forward.bias == "float64":
                 return "has no bias of a number for each score in float64"
-        if _attention_kernels._has_lengths(forward) and any(
+        if _attention_hopper.has_lengths(forward) and any(
             _attention_vjp_limits.shared_axes(problem.k_shape, forward)
         ):
             return "entries of the batch share k and differ in what they see"
@@ -186,8 +190,8 @@ class HopperWideVjpKernel:
         more: dict[str, Any] = {"HEAD_DIM": dim, "BLOCK_M": BLOCK}
         if part != "_rows":
             # What lengths hide, the device alone knows.
-            bounds = _attention_kernels._bounds(forward)
-            lengths = _attention_kernels._has_lengths(forward)
+            bounds = _attention_hopper.bounds_of(forward)
+            lengths = _attention_hopper.has_lengths(forward)
             more["BOUNDS"] = max(bounds, int(lengths))
             stages = self._stages(part, forward)
             more |= zip(_STAGE_NAMES[part], stages, strict=True)
@@ -197,7 +201,7 @@ class HopperWideVjpKernel:
                     more["TERMS_OF_KEYS"] = 1
             if makes_dbias and forward.bias:
                 more["DBIAS_T"] = CUDA_TYPES[forward.bias]
-        defines = _attention_kernels._defines(
+        defines = _attention_rows.defines(
             forward,
             batch_dims,
             _THREADS[part],
@@ -268,7 +272,7 @@ class HopperWideVjpKernel:
     def _cap(self, forward):
         if not forward.softcap:
             return {}
-        cap = _attention_kernels._cap(forward, in_log2=True)
+        cap = _attention_hopper.cap_of(forward, in_log2=True)
         return {**cap, "inverse_cap": 1 / np.float32(cap["cap"])}
 
 

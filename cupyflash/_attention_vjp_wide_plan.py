@@ -7,13 +7,14 @@ import cupy
 
 from cupyflash import (
     _attention_gpu,
-    _attention_kernels,
+    _attention_hopper,
+    _attention_params,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _attention_vjp_wide,
     _gpu,
 )
-from cupyflash._attention_kernels import params_dtype
+from cupyflash._attention_params import params_dtype
 from cupyflash._attention_rows import is_plain
 from cupyflash._attention_vjp_layout import grads_dtype
 from cupyflash._attention_vjp_plans import (
@@ -63,7 +64,7 @@ class HopperWidePlan:
     def __init__(self, row, problem, operands, device, device_id):
         forward = problem.forward
         self.device_id = device_id
-        self.offset = _attention_kernels.launch_offset(forward)
+        self.offset = _attention_params.launch_offset(forward)
         self.gradients = _gradients(problem)
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
@@ -123,8 +124,8 @@ class HopperWidePlan:
         self.repairs_dbias = makes_dbias
         # What nobody sees has no tile that writes zeros.
         self.clears_dbias = makes_dbias and (
-            _attention_kernels._bounds(forward) > 0
-            or _attention_kernels._has_lengths(forward)
+            _attention_hopper.bounds_of(forward) > 0
+            or _attention_hopper.has_lengths(forward)
         )
         self.bias_params = _gpu.pack(layout.params, params_dtype(batch_dims))
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None

@@ -9,7 +9,7 @@ from accuracy import BOUNDS, assert_same_specials, max_error, to_host
 from placing import place
 
 import cupyflash
-from cupyflash import _attention_kernels, _kernels
+from cupyflash import _attention_samples, _kernels
 from cupyflash._attention_f64 import TILED_F64 as ROW
 from cupyflash._attention_kernels import ATTENTION_KERNELS
 
@@ -26,7 +26,7 @@ TERMS = {
 
 
 def problem(head_dim=64, **options):
-    made = _attention_kernels._problem("float64", head_dim)
+    made = _attention_samples.made_up("float64", head_dim)
     return dataclasses.replace(made, **options)
 
 

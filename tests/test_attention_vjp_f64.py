@@ -9,7 +9,7 @@ from placing import place
 from test_attention_vjp import agree, gradients, inputs
 
 import cupyflash
-from cupyflash import _attention_kernels, _kernels, _reference_vjp
+from cupyflash import _attention_samples, _kernels, _reference_vjp
 from cupyflash._attention_vjp_f64 import TILED_F64_VJP as ROW
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
@@ -29,7 +29,7 @@ OPTIONS = {
 
 
 def problem(head_dim=64, **options):
-    forward = _attention_kernels._problem("float64", head_dim)
+    forward = _attention_samples.made_up("float64", head_dim)
     forward = dataclasses.replace(forward, **options)
     return AttentionVjpProblem(forward, (), (), ())
 

@@ -19,15 +19,16 @@ from accuracy import (
 from placing import empty, place
 
 import cupyflash
-from cupyflash import _attention_kernels, _kernels, _source
-from cupyflash._attention_kernels import ATTENTION_KERNELS, HopperKernel
+from cupyflash import _attention_samples, _kernels, _source
+from cupyflash._attention_hopper import HopperKernel
+from cupyflash._attention_kernels import ATTENTION_KERNELS
 
 HOPPER = _kernels.device_of_arch("sm_90a")
 (ROW,) = (row for row in ATTENTION_KERNELS if isinstance(row, HopperKernel))
 
 
 def problem(dtype="bfloat16", head_dim=64, **options):
-    return _attention_kernels._problem(dtype, head_dim, **options)
+    return _attention_samples.made_up(dtype, head_dim, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

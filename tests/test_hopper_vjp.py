@@ -9,7 +9,11 @@ from placing import FORMS, place
 from test_attention_vjp import agree, gradients, inputs
 
 import cupyflash
-from cupyflash import _attention_kernels, _attention_vjp_kernels, _kernels
+from cupyflash import (
+    _attention_samples,
+    _attention_vjp_kernels,
+    _kernels,
+)
 from cupyflash._attention_vjp_kernels import (
     ATTENTION_VJP_KERNELS,
     HopperVjpKernel,
@@ -41,7 +45,7 @@ BOUNDS = {
 
 
 def problem(dtype="bfloat16", head_dim=64, more=None, **options):
-    forward = _attention_kernels._problem(dtype, head_dim)
+    forward = _attention_samples.made_up(dtype, head_dim)
     forward = dataclasses.replace(forward, **options)
     shape = (*forward.batch, forward.num_kv_heads, forward.seqlen_k, head_dim)
     return AttentionVjpProblem(forward, (), shape, shape, **more or {})

@@ -17,7 +17,7 @@ from accuracy import (
 from placing import place
 
 import cupyflash
-from cupyflash import _attention_kernels, _attention_mma, _kernels
+from cupyflash import _attention_mma, _attention_samples, _kernels
 from cupyflash._attention_kernels import ATTENTION_KERNELS
 from cupyflash._attention_mma import DIMS, MMA
 
@@ -31,7 +31,7 @@ KINDS = (
 
 
 def problem(dtype="float16", head_dim=64, precision="float32", **options):
-    made = _attention_kernels._problem(dtype, head_dim)
+    made = _attention_samples.made_up(dtype, head_dim)
     return dataclasses.replace(made, precision=precision, **options)
 
 

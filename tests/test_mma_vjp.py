@@ -9,7 +9,7 @@ from placing import FORMS, place
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
 
 import cupyflash
-from cupyflash import _attention_kernels, _kernels
+from cupyflash import _attention_samples, _kernels
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_mma import DIMS, MMA_VJP, items_dtype
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
@@ -19,7 +19,7 @@ HALVES = ("float16", "bfloat16")
 
 
 def problem(dtype="bfloat16", head_dim=64, **options):
-    forward = _attention_kernels._problem(dtype, head_dim)
+    forward = _attention_samples.made_up(dtype, head_dim)
     forward = dataclasses.replace(forward, **options)
     shape = (*forward.batch, forward.num_kv_heads, forward.seqlen_k, head_dim)
     return AttentionVjpProblem(forward, (), shape, shape)

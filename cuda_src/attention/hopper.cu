@@ -67,7 +67,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
 }
 
 // What depends on the memory of q, k and v. Mirrored by HOPPER_INPUTS in
-// _attention_kernels.py.
+// _attention_hopper.py.
 struct alignas(64) inputs_t {
   ptx::tensor_map_t q_map, k_map, v_map;
   schedule_t schedule;

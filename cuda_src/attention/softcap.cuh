@@ -7,7 +7,7 @@
 #include "ptx/math.cuh"
 #include "ptx/packed.cuh"
 
-// The softcap of a call, as the host prepares it (_attention_kernels.py); in exponents
+// The softcap of a call, as the host prepares it (_attention_hopper.py); in exponents
 // of 2 where it is the only term.
 struct cap_t {
   float inverse;          // scale / softcap: products times this are y of tanh(y)

@@ -1,0 +1,536 @@
+"""The row of the attention table for sm_90a: tensor cores and the copy engine."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyflash import _kernels, _tensormap
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import (
+    MOST_KEYS,
+    OPTIONS,
+    Config,
+    defines,
+    has_terms,
+    most_seen,
+    num_rows,
+    scale_is_plain,
+)
+from cupyflash._kernels import ITEMSIZE, Device, Variant
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """Warpgroups of 64 queries each, keys of a tile, and whether they take turns."""
+
+    num_groups: int
+    block_n: int
+    take_turns: bool = True
+    num_stages: int = 2  # tiles of k, and of v, that are in shared memory at a time
+    # Whether keys that nobody else reads are the first to leave the L2 cache.
+    evict_first: bool = False
+    stage_out: bool = True  # whether out goes through shared memory that has room
+
+    @property
+    def block_m(self) -> int:
+        return HOPPER_GROUP_ROWS * self.num_groups
+
+    @property
+    def num_threads(self) -> int:
+        return 128 * (self.num_groups + 1)
+
+
+# Queries of a warpgroup: rows of a box of q.
+HOPPER_GROUP_ROWS = 64
+
+# Keys that a part has at least.
+_KEYS_OF_SPLIT = 256
+_SPLIT_MERGE_THREADS = 128
+# Bytes of parts that the block which ends the last of them merges; of more, another
+# kernel with a block a row is faster.
+_MERGED_BY_A_BLOCK = 1 << 17
+
+# Shared memory beside which there is room for up to 10 KB of terms and barriers.
+_MOST_STAGED = 217 << 10
+
+# Bytes of keys and values that the L2 cache holds.
+_CACHED = 50 << 20
+
+# Upper bounds of seqlen_q, and the tile up to there.
+_Ladder = tuple[tuple[float, HopperTile], ...]
+
+# inputs_t of cuda_src/attention/hopper.cu.
+HOPPER_INPUTS = np.dtype(
+    [
+        *((f"{name}_map", _tensormap.MAP) for name in "qkv"),
+        *((name, "i4") for name in ("num_items", "num_blocks", "num_heads", "section")),
+        ("num_splits", "i4"),
+        ("gap", "V4"),
+        *((name, "u8") for name in "qkv"),
+        ("from_log2", "f8"),
+        ("to_log2", "f4"),
+        *((name, "f4") for name in ("cap_inverse", "cap_limit", "cap")),
+        ("cap_coefficients", "f4", (4,)),
+        ("padding", "V40"),  # to a multiple of 64
+    ]
+)
+
+# tanh(y) / y by y^2; with the first n coefficients, |y| up to limit n has a relative
+# error of 1e-7 at most.
+_TANH_LIMITS = (0.0, 5e-4, 0.029, 0.11, 0.4)
+_TINY = float(np.finfo(np.float32).tiny)
+_TANH_COEFFICIENTS = (
+    0.999999901901,
+    -0.3333136246,
+    0.132709767739,
+    -0.0475536041585,
+)
+
+
+@dataclass(frozen=True)
+class HopperKernel:
+    """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
+
+    `tiles` holds for (head_dim, head_dim_v) as compiled seven ladders: for queries that
+    see all keys; for those that see a part by position; for lengths on the device; for
+    scores with a term of their own (bias, mask, alibi); with a softcap; with a softcap
+    and terms of keys; and with several.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: dict[tuple[int, int], tuple[_Ladder, ...]]
+    dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
+    # Where one warpgroup has room for all queries, by head dimension: the tile for keys
+    # and values that the L2 cache holds, the one for more, and the one for scores with
+    # terms, which take registers.
+    few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
+    arch: str = "sm_90a"
+    fast: bool = True
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        if f"{device.arch}a" != self.arch:
+            return f"needs {self.arch}, {device.name} is {device.arch}"
+        if device.nvrtc < (12, 9):
+            return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"takes float16 and bfloat16, not {problem.dtype}"
+        for name in ("head_dim", "head_dim_v"):
+            n = getattr(problem, name)
+            if n % 8 or n > self.dims[-1]:
+                return f"{name} {n} is not a multiple of 8 up to {self.dims[-1]}"
+        if problem.seqlen_k == 0:
+            return "there are no keys"
+        if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
+            return f"sums in {problem.dtype} are exact enough up to {most} keys"
+        longest = max(problem.seqlen_q, problem.seqlen_k, num_rows(problem) // 64)
+        if longest >= 1 << 30:
+            return "counts tiles in 32 bits, which this problem exceeds"
+        if problem.no_tensor_map is not None:
+            return problem.no_tensor_map
+        if not self._ladder(problem):
+            return (
+                "has too few registers for these options together at head_dim "
+                f"{problem.head_dim} and head_dim_v {problem.head_dim_v}"
+            )
+        if self._smem(problem) > device.smem_optin:
+            return (
+                f"needs {self._smem(problem)} bytes of shared memory, a block may have "
+                f"{device.smem_optin}"
+            )
+        return None
+
+    def _dims(self, problem):
+        """head_dim and head_dim_v as they are compiled."""
+        return tuple(
+            next(n for n in self.dims if n >= wanted)
+            for wanted in (problem.head_dim, problem.head_dim_v)
+        )
+
+    def tile(self, problem: AttentionProblem) -> HopperTile:
+        """The tile measured best for a length and kind of mask."""
+        if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
+            tiles = _kernels.by_threshold(self.few, max(self._dims(problem)))
+            if _adds_terms(problem):
+                return tiles[2]
+            return tiles[_bytes_of_keys(problem) > _CACHED]
+        return _kernels.by_threshold(self._ladder(problem), problem.seqlen_q)
+
+    def pack(self, problem: AttentionProblem) -> int:
+        """Query heads of a group that stand side by side in the rows of a tile.
+
+        A power of two, where all their queries fit into the rows of one warpgroup: keys
+        and values are then read once for all of them.
+        """
+        group = problem.group_size
+        of_heads = ("bias", "mask", "sinks", "alibi_slopes")
+        if not problem.heads_can_be_packed or any(
+            getattr(problem, name) is not None for name in of_heads
+        ):
+            return 1
+        pack = 1
+        while group % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= 64:
+            pack *= 2
+        return pack
+
+    def num_splits(self, problem: AttentionProblem, device: Device) -> int:
+        """Parts of the keys, where tiles of queries alone would not fill the device."""
+        tile = self.tile(problem)
+        items = self._num_tiles(problem, tile)
+        most = most_seen(problem) // _KEYS_OF_SPLIT
+        if problem.sinks is not None or most < 2:
+            return 1
+        return max(1, min(device.num_sms // items, most))
+
+    def merges(self, problem: AttentionProblem, device: Device) -> bool:
+        """Whether the kernel itself merges the parts of the keys."""
+        num_splits = self.num_splits(problem, device)
+        rows = min(self.tile(problem).block_m, problem.seqlen_q * self.pack(problem))
+        size = 4 * num_splits * rows * problem.head_dim_v
+        return num_splits > 1 and size <= _MERGED_BY_A_BLOCK
+
+    def is_dynamic(self, problem: AttentionProblem) -> bool:
+        """Whether blocks take their items from a counter: kDynamic of the kernel."""
+        arrays = (
+            problem.bias,
+            problem.mask,
+            problem.query_lengths,
+            problem.key_lengths,
+        )
+        return bounds_of(problem) > 0 or any(x is not None for x in arrays)
+
+    def _num_tiles(self, problem, tile):
+        """Tiles of queries, over all heads and batch entries."""
+        pack = self.pack(problem)
+        heads = math.prod(problem.batch) * problem.num_heads // pack
+        return heads * -(-problem.seqlen_q * pack // tile.block_m)
+
+    def _ladder(self, problem):
+        """Tiles for a problem's head dimensions and kind; may be empty."""
+        dims = self._dims(problem)
+        ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
+        if _adds_terms(problem):
+            return ladders[3 + _weight_of_terms(problem)]
+        if has_lengths(problem):
+            return ladders[2]
+        # Beside the largest tiles of all keys, shared memory has no room for terms.
+        some = bounds_of(problem) > 0 or (has_terms(problem) and max(dims) > 192)
+        return ladders[int(some)]
+
+    def _smem(self, problem):
+        """Tiles of q, the stages of k and v, what is staged of out."""
+        columns = self._staged_columns(problem)
+        return self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
+
+    def _smem_of_tiles(self, problem):
+        """Tiles of q, the stages of k and v, and room to align them."""
+        tile = self.tile(problem)
+        row_qk, row_v = (-(-n // 64) * 128 for n in self._dims(problem))
+        kv = tile.num_stages * tile.block_n * (row_qk + row_v)
+        return tile.block_m * row_qk + kv + 1024
+
+    def _staged_bytes(self, problem, columns):
+        """kStagedBytes of cuda_src/attention/hopper_store.cuh, for all warps."""
+        return self.tile(problem).block_m * (2 * columns + 16) if columns else 0
+
+    def _staged_columns(self, problem):
+        """Columns of out that go through shared memory at a time, or 0."""
+        tile = self.tile(problem)
+        if tile.num_groups == 1 or not tile.stage_out:
+            return 0  # of few rows, keys take all shared memory
+        if _adds_terms(problem) and not _is_cap_only(problem):
+            return 0  # terms of scores leave no registers for it
+        head_dim_v = self._dims(problem)[1]
+        columns = 64 if head_dim_v % 64 == 0 else 32
+        size = self._smem_of_tiles(problem) + self._staged_bytes(problem, columns)
+        return columns if size <= _MOST_STAGED else 0
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The launch, and where keys are split another that merges the parts."""
+        config = self.config(self.tile(problem), problem, batch_dims, device)
+        if self.num_splits(problem, device) == 1 or self.merges(problem, device):
+            return (config,)
+        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
+        plain = replace(problem, softcap=0.0, **absent)
+        merge = Variant(
+            source=f"attention/{self.name}_merge.cu",
+            entry=f"attention_{self.name}_merge",
+            defines=defines(plain, batch_dims, _SPLIT_MERGE_THREADS),
+        )
+        return config, Config(merge, num_rows(problem), _SPLIT_MERGE_THREADS)
+
+    def config(
+        self,
+        tile: HopperTile,
+        problem: AttentionProblem,
+        batch_dims: int,
+        device: Device,
+    ) -> Config:
+        """The launch with a given tile."""
+        dims = self._dims(problem)
+        switches = {
+            "HEAD_DIM": dims[0],
+            "HEAD_DIM_V": dims[1],
+            "BLOCK_N": tile.block_n,
+            "STAGES": tile.num_stages,
+            "BOUNDS": bounds_of(problem),
+            "TAKE_TURNS": int(tile.take_turns),
+        }
+        if not scale_is_plain(problem.scale):
+            switches["SCALE_SCORES"] = 1
+        if (pack := self.pack(problem)) > 1:
+            switches["PACK"] = pack
+        if tile.evict_first and pack == problem.group_size:
+            switches["READ_ONCE"] = 1
+        num_splits = self.num_splits(problem, device)
+        if num_splits > 1:
+            switches["SPLIT"] = 1
+        elif columns := self._staged_columns(problem):
+            switches["STAGED_COLUMNS"] = columns
+        if self.merges(problem, device):
+            switches["MERGE"] = 1
+        if problem.bias is not None or problem.mask is not None:
+            if problem.terms == "keys":
+                switches["TERMS_OF_KEYS"] = 1
+                if _presets_bias(problem):
+                    switches["PRESET_BIAS"] = 1
+            elif problem.terms == "unit":
+                switches["UNIT_COLUMNS"] = 1
+        variant = Variant(
+            source=f"attention/{self.name}.cu",
+            entry=f"attention_{self.name}",
+            defines=defines(problem, batch_dims, tile.num_threads, **switches),
+            arch=self.arch,
+            smem=self._smem(problem),
+        )
+        num_items = self._num_tiles(problem, tile) * num_splits
+        return Config(variant, min(num_items, device.num_sms), tile.num_threads)
+
+    def schedule(self, problem: AttentionProblem, device: Device) -> dict[str, Any]:
+        """How the items are cut, and the units of exponents: fields of inputs_t."""
+        tile = self.tile(problem)
+        pack, num_splits = self.pack(problem), self.num_splits(problem, device)
+        num_heads = math.prod(problem.batch) * problem.num_heads // pack
+        bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
+        # Keys and values of a section take about half of the L2 cache; sections are
+        # equal, since a small one at the end would not fill the device.
+        in_cache = device.l2_bytes * 11 // 20 // bytes_of_head * problem.group_size
+        in_cache //= pack
+        num_sections = -(-num_heads // max(1, in_cache))
+        return {
+            "num_items": self._num_tiles(problem, tile) * num_splits,
+            "num_blocks": -(-problem.seqlen_q * pack // tile.block_m),
+            "num_heads": num_heads,
+            "num_splits": num_splits,
+            "section": -(-num_heads // num_sections),
+            **_exponents(problem),
+            **cap_of(problem),
+        }
+
+
+def _num_kv_heads(problem):
+    """Key heads over all batch entries."""
+    return math.prod(problem.batch) * problem.num_kv_heads
+
+
+def _bytes_of_keys(problem):
+    """Of all keys and values."""
+    row = (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    return _num_kv_heads(problem) * problem.seqlen_k * row
+
+
+def _weight_of_terms(problem):
+    """0 for a term of the scores or of keys, 1 to 2 for a softcap, 3 for several."""
+    arrays = problem.bias, problem.mask
+    lie_apart = 0
+    if problem.terms != "keys":
+        lie_apart = sum(x is not None for x in arrays)
+        if lie_apart and problem.terms == "any":
+            return 3
+    has_alibi = problem.alibi_slopes is not None
+    if problem.softcap:
+        if lie_apart or has_alibi or has_lengths(problem):
+            return 3
+        return 1 if _is_cap_only(problem) else 2
+    if lie_apart + has_alibi > 1 or (lie_apart and has_lengths(problem)):
+        return 3
+    # The bounds of a window and rows of a mask are more than there are registers for.
+    return 3 if lie_apart and problem.mask and problem.left is not None else 0
+
+
+def _is_cap_only(problem):
+    """kCapOnly of cuda_src/attention/hopper_terms.cuh."""
+    arrays = (problem.bias, problem.mask, problem.alibi_slopes)
+    alone = all(x is None for x in arrays) and scale_is_plain(problem.scale)
+    return problem.softcap > 0 and alone
+
+
+def _presets_bias(problem):
+    """Whether products are added to a bias of keys: kPresetBias of the kernel."""
+    has_others = problem.mask is not None or problem.alibi_slopes is not None
+    # Where float32 holds the sizes of a bias in units of the products, too.
+    is_plain = not problem.softcap and 1e-2 <= problem.scale <= 1e2
+    alone = problem.terms == "keys" and not has_others and is_plain
+    return problem.bias is not None and alone
+
+
+def _adds_terms(problem):
+    """Whether scores are finished before the softmax: kHasTerms of the kernel."""
+    return has_terms(problem) and not _presets_bias(problem)
+
+
+def _exponents(problem):
+    """What makes scores exponents of 2, as a float32, and the way back to lse."""
+    if _is_cap_only(problem):  # they are exponents when they leave the softcap
+        return {"to_log2": 1.0, "from_log2": math.log(2)}
+    scale = 1.0 if _adds_terms(problem) else problem.scale
+    to_log2 = np.float32(scale * math.log2(math.e))
+    return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
+
+
+def cap_of(problem, in_log2=None):
+    """cap_t of cuda_src/attention/softcap.cuh: the softcap as a polynomial.
+
+    Scores are exponents of 2 with `in_log2`; None: as the forward kernel has them.
+    """
+    if not problem.softcap:
+        return {}
+    inverse = np.float32(problem.scale / problem.softcap)
+    if in_log2 is None:
+        in_log2 = _is_cap_only(problem)
+    unit = problem.softcap * (math.log2(math.e) if in_log2 else 1.0)
+    with np.errstate(over="ignore", under="ignore", divide="ignore"):
+        powers = np.float64(inverse) ** np.arange(1, 8, 2)
+        coefficients = (unit * powers * _TANH_COEFFICIENTS).astype(np.float32)
+        # Those that float32 does not hold are left out, where that changes nothing.
+        held = np.isfinite(coefficients) & (np.abs(coefficients) >= _TINY)
+        limit = _TANH_LIMITS[int(np.cumprod(held).sum())] if inverse else np.inf
+        return {
+            "cap_inverse": inverse,
+            "cap_limit": np.float32(limit) / np.abs(inverse),
+            "cap": np.float32(unit),
+            "cap_coefficients": np.where(held, coefficients, 0),
+        }
+
+
+def bounds_of(problem):
+    """kBounds of cuda_src/attention/hopper_tiles.cuh."""
+    if problem.left is not None:
+        return 2
+    return 0 if problem.right is None else 1
+
+
+def has_lengths(problem):
+    """Whether the device alone knows which keys queries see: kBandOfItem."""
+    arrays = (problem.query_offsets, problem.query_lengths, problem.key_lengths)
+    return any(x is not None for x in arrays)
+
+
+HOPPER = HopperKernel(
+    name="hopper",
+    rungs=("tiled", "auto"),
+    dims=(64, 96, 128, 192, 256),
+    few=(
+        # us, 32 : 8 heads x 16 x 8192 keys: 78.3; 6 tiles at a time 80.1
+        (
+            64,
+            (
+                HopperTile(1, 128, False, 2, True),
+                HopperTile(1, 128, False, 2, True),
+                HopperTile(1, 128, False, 6),
+            ),
+        ),
+        # 8192 keys 20.1, (1, 64, 6) 22.7; 16 x 8192 keys 137.9, (1, 64, 6) 143.6
+        (
+            128,
+            (
+                HopperTile(1, 128, False, 2, True),
+                HopperTile(1, 128, False, 1),
+                HopperTile(1, 64, False, 6),
+            ),
+        ),
+        (192, (HopperTile(1, 64, False, 4),) * 3),
+        (256, (HopperTile(1, 64, False, 3),) * 3),
+    ),
+    tiles={
+        (64, 64): (
+            # us at n = 512: 153.8, with 2 stages 166.5; at 16384: 3658, staged 3686
+            (
+                (2047, HopperTile(4, 64, num_stages=4)),
+                (math.inf, HopperTile(3, 128, stage_out=False)),
+            ),
+            # us at n = 512: 120.4, with turns 123.5, and 2 stages 140.6
+            (
+                (512, HopperTile(4, 64, False, 4)),
+                (4095, HopperTile(4, 64, num_stages=4)),
+                (math.inf, HopperTile(3, 128)),
+            ),
+            ((math.inf, HopperTile(3, 112)),),
+            ((math.inf, HopperTile(2, 128, False)),),
+            # n = 4096: 1429 us, staged 1451
+            ((math.inf, HopperTile(3, 112, stage_out=False)),),
+            ((math.inf, HopperTile(3, 80)),),
+            ((math.inf, HopperTile(2, 64, False)),),
+        ),
+        (96, 96): (
+            ((math.inf, HopperTile(3, 96)),),
+            ((math.inf, HopperTile(2, 128, False)),),
+            ((math.inf, HopperTile(2, 128, False)),),
+            ((math.inf, HopperTile(2, 128, False)),),
+            ((math.inf, HopperTile(3, 96)),),
+            ((math.inf, HopperTile(2, 96, False)),),
+            ((math.inf, HopperTile(2, 48, False)),),
+        ),
+        (128, 128): (
+            ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
+            # us at n = 512: 102.3, with turns 104.4, (2, 128) 105.6; at n = 1024:
+            # 149.0, (2, 128) 151.1
+            (
+                (512, HopperTile(3, 64, False, 4)),
+                (1024, HopperTile(3, 64, num_stages=4)),
+                (math.inf, HopperTile(2, 128, False)),
+            ),
+            ((math.inf, HopperTile(2, 128, False)),),
+            ((math.inf, HopperTile(2, 128, False)),),
+            ((math.inf, HopperTile(3, 80)),),
+            ((math.inf, HopperTile(2, 96, False)),),
+            ((math.inf, HopperTile(2, 48, False)),),
+        ),
+        (192, 128): (
+            ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
+            ((math.inf, HopperTile(2, 128, False)),),
+            ((math.inf, HopperTile(2, 128, False)),),
+            ((math.inf, HopperTile(2, 128, False)),),
+            ((math.inf, HopperTile(2, 96, False)),),
+            ((math.inf, HopperTile(2, 96, False)),),
+            ((math.inf, HopperTile(2, 48, False)),),
+        ),
+        (192, 192): (
+            # us at n = 1024: 185.9, (2, 112) has no room for out and takes 204.8;
+            # at n = 4096: 649 and 658
+            ((4096, HopperTile(2, 96)), (math.inf, HopperTile(2, 112))),
+            ((math.inf, HopperTile(2, 96)),),
+            ((math.inf, HopperTile(2, 96)),),
+            ((math.inf, HopperTile(2, 80)),),
+            ((math.inf, HopperTile(2, 80)),),
+            ((math.inf, HopperTile(2, 80)),),
+            (),
+        ),
+        (256, 256): (
+            # us at n = 512: 115.7, (2, 80) has no room for out and takes 128.6; at
+            # n = 4096: 684 and 695
+            ((4096, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
+            ((math.inf, HopperTile(2, 64)),),
+            ((math.inf, HopperTile(2, 48)),),
+            ((math.inf, HopperTile(2, 48)),),
+            ((math.inf, HopperTile(2, 80)),),
+            ((math.inf, HopperTile(2, 64)),),
+            (),
+        ),
+    },
+)

@@ -1,0 +1,116 @@
+"""What every attention kernel is told of a call, as params_t has it."""
+
+import math
+
+import numpy as np
+
+from cupyflash import _layout
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import (
+    OPTIONS,
+)
+
+# "No bound" among positions; kFar in cuda_src/attention/params.cuh.
+FAR = 1 << 61
+
+
+def params_dtype(batch_dims: int) -> np.dtype:
+    """params_t of cuda_src/attention/params.cuh."""
+    operand = [
+        ("batch", "i8", (batch_dims,)),
+        ("head", "i8"),
+        ("row", "i8"),
+        ("col", "i8"),
+    ]
+    return np.dtype(
+        [
+            ("batch_size", "i8"),
+            ("num_heads", "i8"),
+            ("group_size", "i8"),
+            ("seqlen_q", "i8"),
+            ("seqlen_k", "i8"),
+            ("head_dim", "i8"),
+            ("head_dim_v", "i8"),
+            ("left", "i8"),
+            ("right", "i8"),
+            ("offset_from_lengths", "i8"),
+            ("scale", "f8"),
+            ("softcap", "f8"),
+            ("batch_shape", "i8", (batch_dims,)),
+            *((name, operand) for name in ("q", "k", "v", "out", *OPTIONS)),
+        ]
+    )
+
+
+# Which axes follow the batch axes of an operand.
+_AXES = {
+    **dict.fromkeys(("q", "k", "v", "out", "bias", "mask"), ("head", "row", "col")),
+    **dict.fromkeys(("sinks", "alibi_slopes"), ("head",)),
+    **dict.fromkeys(("query_offsets", "query_lengths", "key_lengths"), ()),
+}
+
+
+def params_fields(problem: AttentionProblem, operands) -> dict:
+    """The values of params_t for a call; batch axes are merged where possible."""
+    strides, batch_strides = {}, {}
+    for name, axes in _AXES.items():
+        x = getattr(operands, name)
+        if x is not None:
+            steps = _layout.element_strides(x)
+        elif name == "out":
+            steps = new_out_strides(problem)
+        else:
+            strides[name] = dict.fromkeys(("head", "row", "col"), 0)
+            continue
+        num_batch = len(steps) - len(axes)
+        # sinks have no batch axes; they are the same to each entry.
+        batch_strides[name] = steps[:num_batch] or (0,) * len(problem.batch)
+        strides[name] = {
+            **dict.fromkeys(("head", "row", "col"), 0),
+            **dict(zip(axes, steps[num_batch:], strict=True)),
+        }
+    shape, merged = _layout.collapse(problem.batch, list(batch_strides.values()))
+    # A kernel has one batch axis at least.
+    shape = shape or (1,)
+    merged = [steps or (0,) for steps in merged]
+    batch_strides = dict(zip(batch_strides, merged, strict=True))
+    return {
+        "batch_size": math.prod(problem.batch),
+        "num_heads": problem.num_heads,
+        "group_size": problem.group_size,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        "head_dim": problem.head_dim,
+        "head_dim_v": problem.head_dim_v,
+        "left": FAR if problem.left is None else min(problem.left, FAR),
+        "right": FAR if problem.right is None else min(problem.right, FAR),
+        "offset_from_lengths": problem.query_offset == "lengths",
+        "scale": problem.scale,
+        "softcap": problem.softcap,
+        "batch_shape": shape,
+        **{
+            name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
+            for name in _AXES
+        },
+    }
+
+
+def new_out_strides(problem: AttentionProblem) -> tuple[int, ...]:
+    """Strides, heads first, of a contiguous result in the layout of the call."""
+    shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.head_dim_v)
+    steps = contiguous_strides(shape)
+    if problem.layout == "bshd" and problem.heads_axis:
+        row = problem.num_heads * problem.head_dim_v
+        steps = (*steps[:-3], problem.head_dim_v, row, 1)
+    return steps
+
+
+def contiguous_strides(shape) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def launch_offset(problem: AttentionProblem) -> int:
+    """The query offset as a launch argument; 0 where the device knows it."""
+    offset = problem.query_offset
+    return 0 if isinstance(offset, str) else max(-FAR, min(offset, FAR))

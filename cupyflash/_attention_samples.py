@@ -1,0 +1,108 @@
+"""Problems that stand for all that the attention tables may compile."""
+
+import itertools
+from dataclasses import replace
+
+from cupyflash import _attention_f64
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._kernels import ITEMSIZE
+
+_SWITCHES: dict[str, dict] = {
+    "plain": {},
+    "bias": {"bias": "float32"},
+    "mask": {"mask": "bool"},
+    "softcap": {"softcap": 30.0},
+    "sinks": {"sinks": "float32"},
+    "alibi": {"alibi_slopes": "float32"},
+    "lengths": {"query_lengths": "int32", "key_lengths": "int64"},
+    "offsets": {"query_offset": "array", "query_offsets": "int32"},
+}
+_ALL_OPTIONS = {
+    name: value for case in _SWITCHES.values() for name, value in case.items()
+}
+
+
+def made_up(dtype="float16", head_dim=64, batch=(1,), **options):
+    """A problem large enough for the largest tiles."""
+    return AttentionProblem(
+        backend="cupy",
+        batch=batch,
+        num_heads=64,
+        num_kv_heads=64,
+        seqlen_q=4096,
+        seqlen_k=4096,
+        head_dim=head_dim,
+        head_dim_v=head_dim,
+        dtype=dtype,
+        scale=1.0,
+        **options,
+    )
+
+
+def representative():
+    """(problem, batch axes): each dtype, head dimension and switch at least once."""
+    for dtype in ITEMSIZE:
+        yield made_up(dtype), 1
+    for head_dim, dtype in itertools.product((128, 256, 512), ("float32", "float64")):
+        yield made_up(dtype, head_dim), 1
+    for name, options in _SWITCHES.items():
+        if name != "plain":
+            yield made_up("float32", **options), 1
+    yield made_up("bfloat16", bias="bfloat16"), 1
+    yield made_up("float64", **_ALL_OPTIONS), 3
+    yield from _attention_f64.representative(made_up)
+    yield from _bounded()
+
+
+def _bounded():
+    """Kernels whose code depends on which keys are seen, at each head size."""
+    for head_dim in (64, 96, 128, 192, 256):
+        for bounds in ({}, {"right": 0}, {"left": 1024, "right": 0}):
+            yield made_up("bfloat16", head_dim, **bounds), 1
+            yield made_up("bfloat16", head_dim, key_lengths="int32", **bounds), 1
+            both = {"query_lengths": "int32", "key_lengths": "int32"}
+            yield made_up("bfloat16", head_dim, **both, **bounds), 2
+        for terms in ("keys", "unit", "any"):
+            yield (
+                made_up("bfloat16", head_dim, right=0, bias="float32", terms=terms),
+                1,
+            )
+            yield made_up("bfloat16", head_dim, mask="bool", terms=terms), 1
+        for terms in ({}, {"bias": "float32", "terms": "keys"}):
+            capped = {"softcap": 30.0, **terms}
+            yield made_up("bfloat16", head_dim, **capped), 1
+            yield made_up("bfloat16", head_dim, left=1024, right=0, **capped), 1
+        yield made_up("bfloat16", head_dim, bias="float32", terms="keys"), 1
+        yield made_up("bfloat16", head_dim, right=0, alibi_slopes="float32"), 1
+        yield made_up("bfloat16", head_dim, left=1024, **_ALL_OPTIONS), 2
+        few = {"seqlen_q": 1, "num_kv_heads": 16}
+        yield replace(made_up("bfloat16", head_dim, (16,)), **few), 1
+        yield replace(made_up("bfloat16", head_dim, key_lengths="int32"), **few), 1
+        yield replace(made_up("bfloat16", head_dim, right=0), **few), 1
+        few = {"num_heads": 2, "num_kv_heads": 2}
+        yield replace(made_up("bfloat16", head_dim), **few), 1
+        yield replace(made_up("bfloat16", head_dim, right=0), **few), 1
+    for bounds in ({}, {"right": 0}):
+        yield replace(made_up("bfloat16", 192, **bounds), head_dim_v=128), 1
+        for head_dim in (192, 256):
+            yield replace(made_up("bfloat16", head_dim, **bounds), seqlen_q=8192), 1
+        # Short sequences, and a batch of two axes.
+        for head_dim in (64, 128, 256):
+            yield replace(made_up("float16", head_dim, **bounds), seqlen_q=1024), 1
+            keys = {"bias": "float32", "terms": "keys"}
+            for more in ({}, {"left": 1024}, keys):
+                asked = made_up("bfloat16", head_dim, **bounds, **more)
+                yield replace(asked, seqlen_q=512), 2
+
+
+def everything():
+    """(problem, batch axes) over all dtypes, head dimensions and sets of switches."""
+    head_dims = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+    yield from representative()
+    for dtype, head_dim in itertools.product(ITEMSIZE, head_dims):
+        yield made_up(dtype, head_dim), 1
+    for count in range(2, len(_SWITCHES)):
+        for names in itertools.combinations(list(_SWITCHES)[1:], count):
+            options = {k: v for name in names for k, v in _SWITCHES[name].items()}
+            yield made_up("float16", **options), 1
+            yield made_up("float64", **options), 2

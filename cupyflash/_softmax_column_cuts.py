@@ -1,0 +1,322 @@
+"""How kernels of columns, whose neighbours lie side by side, cut a problem."""
+
+import dataclasses
+import math
+
+from cupyflash import _arrays
+from cupyflash import _softmax_row_cuts as _rows
+from cupyflash import _softmax_tiers as _tiers
+from cupyflash._softmax_row_cuts import Cut
+
+# Registers of a thread that hold elements, and threads that a multiprocessor is to
+# hold, for short columns. A vjp holds two arrays.
+_HELD_REGISTERS = {"softmax": (32, 768), "vjp": (64, 512)}
+_WALKING_THREADS = 512
+# Bytes of neighbouring columns in a tile of a short or a walked column.
+_WIDTH = 128
+# Slabs of fewer vectors are one tile: they lie in one piece.
+_NARROW = 16
+_COLUMN_THREADS, _MOST_BLOCKS_A_COLUMN = 128, 8
+
+# Longer columns: blocks of 256 threads, three on a multiprocessor. A thread has so many
+# registers of elements, and bytes of more in shared memory.
+_LONG_THREADS, _LONG_RESIDENT = 256, 768
+_LONG_REGISTERS = {"softmax": 24, "vjp": 32}
+_LONG_PARKED = 160
+# Bytes of neighbouring columns, best first, and blocks that may share a column then. A
+# mere copy through tiles of 1024 floats reaches 0.93 of a plain one at 256 bytes, 0.87
+# at 128 and 0.67 at 64; but wide tiles need more blocks a column, and those exchange
+# more. Columns of 1024: floats 0.91 at 256 bytes, 0.87 at 128; 16 bits 0.86 and 0.88;
+# gradients 0.87 and 0.97.
+_LONG_WIDTHS = {
+    "floats": ((256, 4), (128, 16), (64, 16)),
+    "others": ((256, 1), (128, 16), (64, 16)),
+}
+_COLUMN_EXCHANGE_BYTES = 32768  # static shared memory of a block, at most
+
+
+def hold_columns(problem, device):
+    """Threads that hold tiles of neighbouring columns."""
+    layout = problem.layout
+    if not layout.is_columns:
+        return "rows do not lie side by side in memory"
+    names = [name for name in ("x", "dy", "out") if problem.dtypes.get(name)]
+    widest = max(_rows.itemsize_of(problem.dtypes[name]) for name in names)
+    vector = _vector(layout, 16 // widest)
+    kind = "vjp" if problem.dtypes.get("dy") else "softmax"
+    registers, resident = _HELD_REGISTERS[kind]
+    held = max(1, registers // _registers(problem, vector))
+    num_vectors = -(-layout.inner // vector)
+    tile = _tile(problem.row_length, held, num_vectors, vector * widest)
+    if tile is None:
+        held = _LONG_REGISTERS[kind] // _registers(problem, vector)
+        tile = _long_tile(problem, held, vector, vector * widest, device)
+        resident = _LONG_RESIDENT
+    if tile is None:
+        return f"a column of {problem.row_length} does not fit into a block or cluster"
+    return _column_cut(problem, vector, *tile, resident)
+
+
+# Sums of columns in equal shares: threads of a multiprocessor (768: 0.73 to 0.74 where
+# 512 reach 0.81 to 0.83, floats), bytes of neighbouring columns in a tile, and the most
+# parts of such a tile; a warp merges up to so many, a block more. Shared memory of a
+# block that has room for batches of twice the rows, batches of a lane that are worth a
+# launch more, and rows of a lane that are worth a tile of its own.
+_SHARE_RESIDENT, _FEW_PARTS = 512, 8
+_SHARE_WIDTHS = ((256, _FEW_PARTS), (128, math.inf))
+_SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
+
+
+def share_columns(problem, device):
+    """Warps that have equal shares of the rows of all columns."""
+    layout, x = problem.layout, problem.dtypes["x"]
+    if not layout.is_columns:
+        return "rows do not lie side by side in memory"
+    if problem.dtypes["b"]:
+        return "there are weights"
+    if x not in _arrays.FLOATS:
+        return f"{x} is not one of {', '.join(_arrays.FLOATS)}"
+    size = _rows.itemsize_of(x)
+    vector = _tiers.VECTOR_BYTES // size
+    if _vector(layout, vector) != vector:
+        return "columns are no whole vectors of 16 bytes"
+    held = 8 if device.smem_optin >= _SHARE_ROOM else 4
+    warps = device.num_sms * _SHARE_RESIDENT // 32
+    worth = warps * 32 * held * vector * _SHARE_BATCHES
+    if problem.num_rows * problem.row_length < worth:
+        return f"fewer than {worth} elements are not worth a launch more"
+    for width, most in _SHARE_WIDTHS:
+        side = _side(layout.inner // vector, width // _tiers.VECTOR_BYTES)
+        # Whole warps, though some lanes of a narrow slab be idle.
+        side = 1 << (side - 1).bit_length()
+        tiles = problem.num_rows // layout.inner * -(-layout.inner // (side * vector))
+        share = -(-tiles * problem.row_length // warps)
+        parts = (problem.row_length - 1) // share + 2
+        if parts <= most:
+            break
+    if problem.row_length < _SHARE_ROWS * 32 // side:
+        return f"columns of {problem.row_length} are too short for a warp each"
+
+    def cut(entry, threads):
+        """The launch of groups of so many threads."""
+        (cut,) = _column_cut(
+            problem, vector, side, threads // side, held, 0, 1, _SHARE_RESIDENT
+        )
+        return dataclasses.replace(
+            cut,
+            entry=entry,
+            defines=(*cut.defines, ("SHARES", str(warps))),
+            smem=2 * held * _tiers.VECTOR_BYTES * cut.num_threads,
+            scratch=tiles * parts * side * vector * _rows.PARTIAL_BYTES,
+        )
+
+    main = dataclasses.replace(
+        cut("sum", 32), num_blocks=-(-warps * 32 // _rows.BLOCK_THREADS)
+    )
+    return main, cut("merge", 32 if parts <= _FEW_PARTS else 256)
+
+
+def sum_columns(problem, device):
+    """Threads that walk down neighbouring columns, each with a sum a column."""
+    layout = problem.layout
+    if not layout.is_columns:
+        return "rows do not lie side by side in memory"
+    if problem.dtypes["b"]:
+        return "there are weights"
+    size = _rows.itemsize_of(problem.dtypes["x"])
+    vector = _vector(layout, min(4, 16 // size))
+    num_vectors = -(-layout.inner // vector)
+    held = 8 if vector > 1 else 16
+    side = _side(num_vectors, _WIDTH // (vector * size))
+    length = problem.row_length
+    # Enough threads for a batch or two each.
+    most = 256 if length > 64 * held else 32 if length <= 16 * held else 128
+    deep = max(1, most // side)
+    cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
+    return _column_cut(problem, vector, side, deep, held, 0, cluster, _WALKING_THREADS)
+
+
+# Batches of a thread that are worth a block of their own, and the most blocks, all and
+# those of a column, that share long columns.
+_BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 2, 1024
+
+
+def walk_columns(problem, device, may_cluster=True):
+    """Threads that walk down neighbouring columns twice; columns of any length."""
+    layout = problem.layout
+    if not layout.is_columns:
+        return "rows do not lie side by side in memory"
+    widest = max(_rows.itemsize_of(problem.dtypes[name]) for name in ("x", "out"))
+    vector = _vector(layout, 16 // widest)
+    held = 4 if vector > 1 else 8
+    side = _side(-(-layout.inner // vector), _WIDTH // (vector * widest))
+    # Also where a column is short (online is asked for), its threads fill a warp.
+    deep = max(256 // side, 64 // side + 1)
+    cluster = 1
+    if may_cluster:
+        cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
+    return _column_cut(problem, vector, side, deep, held, 0, cluster, 512)
+
+
+def split_columns(problem, device):
+    """Blocks that share columns, which are read twice; columns of any length."""
+    cuts = walk_columns(problem, device, may_cluster=False)
+    if isinstance(cuts, str):
+        return cuts
+    (cut,) = cuts
+    values = dict(cut.defines)
+    vector, side = int(values["VECTOR"]), int(values["SIDE"])
+    rows = int(values["DEEP"]) * int(values["HELD"]) * _BATCHES
+    pieces = min(
+        -(-problem.row_length // rows),
+        device.num_sms * _PIECES_PER_SM // cut.num_blocks,
+        _MOST_PIECES,
+    )
+    if pieces < 2:
+        return "there are enough columns for all multiprocessors, or they are short"
+    split = dataclasses.replace(
+        cut,
+        defines=(*cut.defines, ("SPLITS", "1")),
+        num_groups=pieces,
+        scratch=cut.num_blocks * pieces * vector * side * _rows.PARTIAL_BYTES,
+    )
+    return tuple(dataclasses.replace(split, entry=entry) for entry in ("sum", "write"))
+
+
+def _cluster_of(problem, columns, rows, device):
+    """Blocks that share a column of more than `rows` rows where there are few tiles."""
+    inner = problem.layout.inner
+    tiles = problem.num_rows // inner * -(-inner // columns)
+    cluster = 1
+    while (
+        device.cc >= (9, 0)
+        and cluster < _MOST_BLOCKS_A_COLUMN
+        and tiles * cluster < 2 * device.num_sms
+        and problem.row_length > rows * cluster
+    ):
+        cluster *= 2
+    return cluster
+
+
+def _column_cut(problem, vector, side, deep, held, parked, cluster, resident):
+    """The launch for tiles of `side` vectors, with `deep` threads down each column.
+
+    Each has `held` rows in registers and `parked` in shared memory.
+    """
+    layout = problem.layout
+    group = side * deep
+    in_warp = group <= 32 and _is_power_of_two(group)
+    cluster = 1 if in_warp else cluster  # only whole blocks make a cluster
+    threads = _COLUMN_THREADS if in_warp else -(-group // 32) * 32
+    groups = threads // group if in_warp else 1
+    tiles = layout.num_rows // layout.inner * -(-layout.inner // (side * vector))
+    values = {
+        "VECTOR": vector,
+        "SIDE": side,
+        "DEEP": deep,
+        "HELD": held,
+        "PARKED": parked,
+        "CLUSTER": cluster,
+        "RESIDENT": max(1, round(resident / threads)),
+    }
+    return (
+        Cut(
+            min(-(-tiles // groups), _rows.MAX_BLOCKS // cluster) * cluster,
+            threads,
+            _rows.defines_of(values),
+            smem=parked * threads * vector * _held_bytes(problem),
+            cluster=cluster,
+        ),
+    )
+
+
+def _vector(layout, most):
+    """Columns that can be moved as one: all strides are multiples of that."""
+    steps = [layout.inner]
+    for name in layout.full:
+        steps += (*layout.outer_strides[name][:-1], *layout.reduced_strides[name])
+    return math.gcd(most, *steps)
+
+
+def _registers(problem, vector):
+    """Registers that one vector of each operand takes, masks and scales included."""
+    total = 0
+    for name in ("x", "dy"):
+        if dtype := problem.dtypes.get(name):
+            size = (
+                _rows.itemsize_of(dtype) if dtype in _arrays.FLOATS else 8
+            )  # as computed
+            pairs = size == 2 and vector % 2 == 0
+            total += vector // 2 if pairs else vector * max(1, size // 4)
+    if problem.dtypes.get("where") or problem.scale != 1:
+        total *= 2
+    return total
+
+
+def _held_bytes(problem):
+    """Bytes of an element of each input."""
+    names = [problem.dtypes.get(name) for name in ("x", "dy")]
+    return sum(_rows.itemsize_of(name) for name in names if name)
+
+
+def _side(num_vectors, wide):
+    """Threads side by side for tiles of `wide` vectors, or of a whole narrow slab."""
+    wide = max(1, wide)
+    return num_vectors if num_vectors < max(wide, _NARROW) else wide
+
+
+def _tile(length, held, num_vectors, vector_bytes):
+    """Short columns: threads side by side and along a column, rows of each."""
+    if length <= held:
+        return 1, 1, length, 0, 1
+    need = -(-length // held)
+    side = _side(num_vectors, _WIDTH // vector_bytes)
+    deep = _deep(side, need)
+    if side * deep > _COLUMN_THREADS:
+        return None
+    while side * deep > 32 and side * deep < _COLUMN_THREADS <= num_vectors * deep:
+        side *= 2
+    return side, deep, held, 0, 1
+
+
+def _long_tile(problem, held, vector, vector_bytes, device):
+    """The same for longer ones: also rows that are parked, and blocks a cluster."""
+    num_vectors = -(-problem.layout.inner // vector)
+    arrays = 2 if problem.dtypes.get("dy") else 1
+    held = max(2, min(held, 16 // arrays) // 2 * 2)
+    row_bytes = vector * _held_bytes(problem)
+    most = held + _LONG_PARKED // row_bytes // 2 * 2
+    if problem.dtypes.get("where"):
+        most = min(most, 64 // vector)  # a bit an element
+    is_floats = vector_bytes == 4 * vector and arrays == 1
+    widths = _LONG_WIDTHS["floats" if is_floats else "others"]
+    if device.cc < (9, 0):
+        # No clusters, but all of the shared memory for one block.
+        widths = (*((width, 1) for width, _ in widths), (64, 0), (32, 0))
+    for width, blocks in widths:
+        side = _side(num_vectors, width // vector_bytes)
+        if side > _LONG_THREADS:
+            continue
+        deep, rows = _LONG_THREADS // side, most
+        if not blocks and not problem.dtypes.get("where"):
+            spare = device.smem_optin - _COLUMN_EXCHANGE_BYTES
+            rows = held + spare // (_LONG_THREADS * row_bytes) // 2 * 2
+        need = -(-problem.row_length // deep)
+        cluster = -(-need // rows)
+        if cluster <= max(1, blocks):
+            slots = -(-need // cluster)
+            slots += slots % 2
+            return side, deep, min(held, slots), max(0, slots - held), cluster
+    return None
+
+
+def _deep(side, need):
+    """At least `need` threads along a column, with whole warps if a warp holds some."""
+    if side >= 32 or not _is_power_of_two(side):
+        return need
+    step = 32 // side
+    return -(-need // step) * step if need > step else 1 << (need - 1).bit_length()
+
+
+def _is_power_of_two(n):
+    return n & (n - 1) == 0

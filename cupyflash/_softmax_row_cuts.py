@@ -1,0 +1,419 @@
+"""How kernels of rows cut a problem into launches."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyflash import _arrays, _kernels
+from cupyflash import _softmax_tiers as _tiers
+
+FORWARD = ("softmax", "log_softmax")
+BACKWARD = ("softmax_vjp", "log_softmax_vjp")
+
+# Threads of a block that holds several short rows.
+BLOCK_THREADS = 128
+
+# Static shared memory of a block of 1024 threads at most: what its warps exchange.
+_EXCHANGE_BYTES = 8192
+
+# Blocks of a grid; each takes more rows when there are more.
+MAX_BLOCKS = 1 << 20
+
+# Row length up to -> threads a row, for kernels that walk over a row.
+LANES = (
+    (8, 4),
+    (64, 8),
+    (1024, 32),
+    (4096, 128),
+    (16384, 256),
+    (float("inf"), 512),
+)
+
+# Long rows that are fewer than this get all threads that a block may have.
+_FEW_ROWS = 128
+
+# Rows that are no whole vectors up to this length are held many at a time, by bytes of
+# the widest element. The others move in vectors, at the price of the two ends of each
+# row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
+LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
+# Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
+_SPAN_BYTES = 128
+# Bytes of x that a block takes at a time: 6 blocks of twice this fit a multiprocessor.
+_SPAN_BUFFER = 16384
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one launch of a kernel deals a problem to blocks and threads."""
+
+    num_blocks: int
+    num_threads: int
+    defines: tuple[tuple[str, str], ...] = ()
+    smem: int = 0  # bytes of dynamic shared memory
+    cluster: int = 1  # blocks that work on one row together
+    cooperative: bool = False  # all blocks run at once
+    entry: str = ""  # of the source, where that has more than one
+    scratch: int = 0  # bytes of memory that the launches share, as the last pointer
+    num_groups: int = 1  # of num_blocks each
+
+
+def _cut(problem, lanes, held=0):
+    """`lanes` threads a row, each with `held` elements in registers if not 0."""
+    rows_per_block = max(1, BLOCK_THREADS // lanes)
+    values = {"LANES": lanes, "ROWS_PER_BLOCK": rows_per_block}
+    if held:
+        values["HELD"] = held
+    return (
+        Cut(
+            min(-(-problem.num_rows // rows_per_block), MAX_BLOCKS),
+            lanes * rows_per_block,
+            tuple((name, str(value)) for name, value in values.items()),
+        ),
+    )
+
+
+def walk_rows(problem, device):
+    """Threads that walk over a row of any length and any strides."""
+    lanes = _kernels.by_threshold(LANES, problem.row_length)
+    if lanes == LANES[-1][1] and problem.num_rows < _FEW_ROWS:
+        lanes = 1024
+    return _cut(problem, lanes)
+
+
+def hold_rows(problem, device):
+    """Threads that hold a row on chip; any strides."""
+    return _held_by(problem, device, _forward_tiers(problem, device), ("x",))
+
+
+def hold_pairs(problem, device):
+    """Threads that hold a row of y and one of dy on chip; any strides."""
+    return _held_by(problem, device, _backward_tiers(problem, device), ("x", "dy"))
+
+
+def _forward_tiers(problem, device):
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return _tiers.STRIDED
+    if dtypes.get("where") or problem.scale != 1 or dtypes["x"] not in _arrays.FLOATS:
+        short, clusters = _tiers.FORWARD_HEAVY, _tiers.FORWARD_HEAVY_CLUSTERS
+    else:
+        short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
+        widest, is_log = widest_of(problem), problem.function == "log_softmax"
+        if widest == 8:
+            short, clusters = _tiers.FORWARD_F64, _tiers.FORWARD_F64_CLUSTERS
+            if is_log:
+                clusters = _tiers.LOG_F64_CLUSTERS
+        elif widest == 2 and is_log:
+            short = _tiers.LOG_16_BITS
+    return _tiers.ladder(short, clusters, 1, device)
+
+
+def _backward_tiers(problem, device):
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return _tiers.STRIDED
+    if not {dtypes["x"], dtypes["dy"]} <= {*_arrays.FLOATS}:
+        return _tiers.ladder(_tiers.FORWARD_HEAVY, (), 2, device)
+    if widest_of(problem) == 2:
+        short, clusters = _tiers.BACKWARD_16_BITS, _tiers.BACKWARD_16_BITS_CLUSTERS
+    else:
+        short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_CLUSTERS
+    return _tiers.ladder(short, clusters, 2, device)
+
+
+def _held_by(problem, device, tiers, names):
+    """The launch that holds rows of these operands, or why there is none."""
+    widest, contiguous = widest_of(problem), problem.layout.is_rows
+    vector = _tiers.VECTOR_BYTES // widest
+    # What does not fill a vector at either end of a contiguous row has a place besides.
+    vectors = problem.row_length // vector
+    if not contiguous:
+        vectors = -(-problem.row_length // vector)
+    is_whole = not contiguous or problem.row_length % vector == 0
+    hold = _tiers.hold(tiers, vectors, 0 if is_whole else 2 * vector - 2)
+    if hold is None:
+        longest = tiers[-1].vectors * vector
+        return (
+            f"a row of {problem.row_length} does not fit on chip (at most about "
+            f"{longest} elements for these options and strides)"
+        )
+    sizes = [itemsize_of(problem.dtypes[name]) for name in names]
+    shifts = contiguous and widest == 2 and hold.cluster == 1 and not hold.parked
+    shifts = (
+        shifts
+        and problem.dtypes["x"] in _arrays.FLOATS
+        and not (problem.dtypes.get("where") or problem.scale != 1)
+    )
+    if shifts:
+        windows = hold.held * (hold.lanes + 1) * hold.rows_per_block
+        smem = windows * _tiers.VECTOR_BYTES * sizes.count(2)
+    else:
+        smem = hold.parked * vector * sum(sizes) * hold.num_threads
+    if smem > device.smem_optin - _EXCHANGE_BYTES:
+        return f"a row of {problem.row_length} needs more shared memory than there is"
+    values = {
+        "LANES": hold.lanes,
+        "ROWS_PER_BLOCK": hold.rows_per_block,
+        "HELD": hold.held * vector,
+        "PARKED": hold.parked * vector,
+        "CLUSTER": hold.cluster,
+        "CONTIGUOUS": int(contiguous),
+        "SHIFTS": int(shifts),
+        "MIN_BLOCKS": hold.min_blocks,
+    }
+    blocks = min(-(-problem.num_rows // hold.rows_per_block), MAX_BLOCKS)
+    return (
+        Cut(
+            blocks * hold.cluster,
+            hold.num_threads,
+            tuple((name, str(value)) for name, value in values.items()),
+            smem=smem,
+            cluster=hold.cluster,
+        ),
+    )
+
+
+def span_rows(problem, device):
+    """Threads that hold short rows which lie back to back, many at a time."""
+    layout, dtypes = problem.layout, problem.dtypes
+    length, widest = problem.row_length, widest_of(problem)
+    if length > LONGEST_IN_SPAN[widest]:
+        return f"a row of {length} is longer than {LONGEST_IN_SPAN[widest]}"
+    if dtypes.get("where"):
+        return "there is a mask"
+    strides = [layout.outer_strides[name] for name in ("x", "out")]
+    if not layout.is_rows or any(stride != (length,) for stride in strides):
+        return "rows do not lie back to back"
+    if length * itemsize_of(dtypes["x"]) % _tiers.VECTOR_BYTES == 0:
+        return "rows are whole vectors of 16 bytes"
+    lanes, apart, turns = _span_deal(length, itemsize_of(dtypes["x"]), widest)
+    if widest == 2 and length > _SPAN_BYTES and turns > 1:
+        return f"elements of rows of {length} lie in the same banks"  # 0.79 at 191
+    held = -(-length // lanes)
+    rows_at_once = BLOCK_THREADS // lanes
+    # The length of the buffers, and what their phases in memory may add.
+    sizes = itemsize_of(dtypes["x"]) + itemsize_of(dtypes["out"])
+    times = max(1, _SPAN_BUFFER // (rows_at_once * lanes * held * widest))
+    rows = rows_at_once * times
+    return (
+        Cut(
+            min(-(-problem.num_rows // rows), MAX_BLOCKS),
+            BLOCK_THREADS,
+            (
+                ("LANES", str(lanes)),
+                ("ROWS_PER_BLOCK", str(rows_at_once)),
+                ("SPAN_ROWS", str(rows)),
+                ("HELD", str(held)),
+                ("APART", str(apart)),
+            ),
+            smem=rows * lanes * held * sizes + 4 * _tiers.VECTOR_BYTES,
+        ),
+    )
+
+
+def _span_deal(length, itemsize, widest):
+    """Lanes of a row, how many rows apart a warp has its own, and turns of its memory.
+
+    Few lanes, and rows side by side, if their elements then lie in different banks.
+    """
+    fewest = 1 << (-(-length * max(4, widest) // _SPAN_BYTES) - 1).bit_length()
+    deals = [
+        (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
+        for lanes in sorted({fewest, min(2 * fewest, _tiers.WARP)})
+        for apart in (1, 2, 4)
+    ]
+    # Slots of lanes that hold nothing take their turns, too.
+    return min(deals, key=lambda deal: -(-length // deal[0]) * deal[0] * deal[2])
+
+
+def _bank_turns(step, itemsize, lanes):
+    """How often shared memory takes turns for an element of each lane of a warp.
+
+    It has 32 banks of words of 4 bytes; from row to row there are `step` elements.
+    """
+    words = max(1, itemsize // 4)  # of an element
+    found = {
+        (lane // lanes * step + lane % lanes) * itemsize // 4 + word
+        for lane in range(_tiers.WARP // words)
+        for word in range(words)
+    }
+    banks = [word % 32 for word in found]
+    return max(map(banks.count, banks)) * words
+
+
+def widest_of(problem):
+    """Bytes of the widest element that is held or moved in a vector, at least 2."""
+    names = [problem.dtypes.get(name) for name in ("x", "dy", "out")]
+    return max(2, *(itemsize_of(name) for name in names if name))
+
+
+def itemsize_of(name):
+    return _kernels.ITEMSIZE.get(name) or np.dtype(name).itemsize
+
+
+# Vectors of 16 bytes up to -> (lanes a row, vectors in a lane, sets of rows), for sums
+# of rows that are held as a whole; by the size of an element. A lane that has fewer
+# than eight vectors, or four of 16-bit elements, has those of several rows.
+SUMS = {
+    2: (
+        (2, (2, 1, 8)),
+        (4, (4, 1, 8)),
+        (8, (4, 2, 4)),
+        *((4 * n, (n, 4, 2)) for n in (4, 8, 16, 32)),
+    ),
+    4: (
+        (2, (2, 1, 8)),
+        (4, (4, 1, 8)),
+        (8, (4, 2, 4)),
+        (16, (4, 4, 2)),
+        *((8 * n, (n, 8, 1)) for n in (4, 8, 16, 32)),
+    ),
+}
+SUMS[8] = SUMS[4]
+
+# A warp walks over rows of up to so many vectors, a block over longer ones.
+WARP_SUM = 4096
+_WALK_THREADS = 256
+# Vectors that a lane asks for together, by the size of an element. All blocks run at
+# once, and go on to their next row with its loads under way: 8192 floats 0.97, where
+# 4 vectors and a block a row reach 0.91. Of 16 bits 4 are 0.94, 8 as well or 0.91.
+_DEEP = 8
+_WALKS = {2: 4, 4: _DEEP, 8: _DEEP}
+
+# A row is cut into so many parts that each multiprocessor has about this many, if that
+# leaves each thread of a part some vectors; powers of two, to compile few kernels.
+# Sums: as many as run at once; with 16, of doubles, 0.86 instead of 0.93 at 2^20.
+_PARTS_PER_SM, _SUM_PARTS_PER_SM = 16, 2
+_MAX_PARTS = 4096
+_PART_VECTORS = 8  # a thread, at least
+PARTIAL_BYTES = 24  # what a part leaves behind, at most
+_TOLD_BYTES = 16  # what a block tells the others of a row
+
+
+def num_parts(problem, device, vectors, parts_per_sm=_PARTS_PER_SM):
+    """How many parts a row of so many vectors is cut into."""
+    most = vectors // (_WALK_THREADS * _PART_VECTORS)
+    wanted = device.num_sms * parts_per_sm // problem.num_rows
+    return 1 << max(1, min(most, wanted, _MAX_PARTS)).bit_length() - 1
+
+
+def defines_of(values):
+    return tuple((name, str(value)) for name, value in values.items())
+
+
+def split_rows(problem, device):
+    """Blocks that share a row, which is read twice."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    vectors = problem.row_length * widest_of(problem) // _tiers.VECTOR_BYTES
+    parts = num_parts(problem, device, vectors)
+    blocks = problem.num_rows * parts
+    if blocks >= 1 << 31:
+        return f"{problem.num_rows} rows are too many"
+    values = {"LANES": _WALK_THREADS, "ROWS_PER_BLOCK": 1, "PARTS": parts}
+    return tuple(
+        Cut(
+            blocks,
+            _WALK_THREADS,
+            defines_of(values),
+            entry=entry,
+            scratch=blocks * PARTIAL_BYTES,
+        )
+        for entry in ("sum", "write")
+    )
+
+
+def stream_pairs(problem, device):
+    """Rows of y and dy that pass through the shared memory of many multiprocessors."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc < (8, 0):
+        return f"{device.name} copies nothing to shared memory by itself"
+    names = [problem.dtypes[name] for name in ("x", "dy")]
+    if not {*names} <= {*_arrays.FLOATS}:
+        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
+    vector = _tiers.VECTOR_BYTES // widest_of(problem)
+    place = vector * sum(map(itemsize_of, names))  # bytes of a vector of each
+    vectors = -(-problem.row_length // vector)
+    stream = _tiers.stream(vectors, problem.num_rows, place, device)
+    if stream is None:
+        return f"a row of {problem.row_length} is more than the card can hold"
+    main = Cut(
+        stream.blocks,
+        stream.threads,
+        defines_of({
+            "LANES": stream.threads,
+            "ROWS_PER_BLOCK": 1,
+            "RING": stream.ring,
+            "AHEAD": stream.ahead,
+        }),
+        smem=stream.ring * stream.threads * place,
+        cooperative=True,
+        scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
+        num_groups=stream.groups,
+    )  # fmt: skip
+    blocks = min(-(-problem.num_rows // main.num_threads), 64)
+    clear = dataclasses.replace(
+        main, entry="clear", smem=0, cooperative=False, num_groups=blocks
+    )
+    return clear, main
+
+
+def _sum_threads(held, sets, device):
+    """Threads that a multiprocessor has registers for."""
+    is_deep = held == _DEEP
+    if device.cc >= (10, 0):  # ptxas 13.5 spills more there
+        return 384 if sets else 256 if is_deep else 512
+    return 512 if sets or is_deep else 768
+
+
+def sum_rows(problem, device):
+    """Threads that read rows whose elements lie side by side."""
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if dtypes["b"] or dtypes.get("where"):
+        return "there are weights or a mask"
+    if dtypes["x"] not in _arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    if problem.row_length == 1:
+        return "rows have one element"
+    size = itemsize_of(dtypes["x"])
+    vector = _tiers.VECTOR_BYTES // size
+    vectors, parts = -(-problem.row_length // vector), 1
+    if vectors <= SUMS[size][-1][0]:
+        lanes, held, sets = _kernels.by_threshold(SUMS[size], vectors)
+    else:
+        lanes, sets = 32, 0
+        held = _WALKS[size]
+        few = problem.num_rows < device.num_sms * _PARTS_PER_SM
+        if vectors > WARP_SUM or few:
+            lanes = _WALK_THREADS
+            parts = num_parts(problem, device, vectors, _SUM_PARTS_PER_SM)
+            if problem.num_rows * parts <= device.num_sms * _SUM_PARTS_PER_SM:
+                held = _DEEP
+    rows = max(1, BLOCK_THREADS // lanes)
+    min_blocks = _sum_threads(held, sets, device) // (lanes * rows)
+    values = {
+        "LANES": lanes,
+        "ROWS_PER_BLOCK": rows,
+        "HELD": held * vector,
+        "MIN_BLOCKS": min_blocks,
+        "SETS": sets,
+        "PARTS": parts,
+    }
+    blocks = -(-problem.num_rows // (rows * max(sets, 1)))
+    if sets:
+        blocks = min(blocks, device.num_sms * 16)
+    elif parts == 1:
+        blocks = min(blocks, device.num_sms * min_blocks)
+    blocks = min(blocks, MAX_BLOCKS)
+    scratch = problem.num_rows * parts * PARTIAL_BYTES if parts > 1 else 0
+    cut = Cut(blocks * parts, lanes * rows, defines_of(values), scratch=scratch)
+    if parts == 1:
+        return (cut,)
+    return (
+        dataclasses.replace(cut, entry="parts"),
+        dataclasses.replace(cut, entry="merge", num_blocks=blocks),
+    )

@@ -359,6 +359,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - log_sum.x);
           s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - log_sum.y);
         }
+        __syncwarp();  // all lanes have read lse
         release(q_empty + 8 * of_q.stage);
         of_q.advance();
       };

@@ -72,12 +72,6 @@ __device__ __forceinline__ uint4 load_shared_u32x4(unsigned address) {
   return x;
 }
 
-__device__ __forceinline__ unsigned short load_shared_u16(unsigned address) {
-  unsigned short x;
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
-  return x;
-}
-
 __device__ __forceinline__ void store_shared_s32x2(unsigned address, int x, int y) {
   asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y)
                : "memory");

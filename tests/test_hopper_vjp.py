@@ -4,9 +4,11 @@ import dataclasses
 
 import numpy as np
 import pytest
+import vjp_laws
 from accuracy import to_host
 from placing import FORMS, place
 from test_attention_vjp import agree, gradients, inputs
+from vjp_laws import poison
 
 import cupyflash
 from cupyflash import (
@@ -119,13 +121,6 @@ def test_the_parameters_are_whole_lines():
 # --- numbers -------------------------------------------------------------------------
 
 
-def poison(cupy, shape):
-    """Leaves NaN in the memory that the next arrays are made of."""
-    size = 4 * int(np.prod(shape))
-    for n in (size, size, size, 4 * size):
-        cupy.full(n, np.nan, np.float32)
-
-
 def check(cupy, rng, dtype, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options):
     """Compare with the oracle; the row must be this one."""
     batch = options.pop("batch", (2,))
@@ -228,78 +223,31 @@ def test_scales(cupy, rng, scale):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("form", [*FORMS, "heads"])
 def test_strides(cupy, rng, dtype, form):
-    """Those that a tensor map has, and those that are left to the next row."""
-    arrays = inputs(rng, dtype, q=(2, 4, 150, 64), k=(2, 2, 140, 64))
-    dlse = rng.normal(size=(2, 4, 150)).astype(np.float32)
-    forms = dict.fromkeys((*"qkv", "dout", "out", "lse", "dlse"), form)
-    agree(cupy, *arrays, forms=forms, dlse=dlse, causal=True)
+    vjp_laws.strides(cupy, rng, dtype, form, 64)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_seen_never_leaks(cupy, rng, dtype, bad):
-    """Queries that see no key, keys that no query sees: numbers as if they were 0."""
-    q, k, v, dout = inputs(rng, dtype, q=(2, 2, 200, 64), k=(2, 2, 150, 64))
-    options = {"causal": True, "query_offset": -60}
-    clean = gradients(cupy, q, k, v, dout, **options)
-    k[:, :, 140:], v[:, :, 140:] = bad, bad
-    q[:, :, :60], dout[:, :, :60] = bad, bad
-    dlse = np.zeros((2, 2, 200), np.float32)
-    grads = agree(cupy, q, k, v, dout, dlse=dlse, **options)
-    for a, b in zip(clean[:3], grads[:3], strict=True):
-        a, b = to_host(a).astype(np.float64), to_host(b).astype(np.float64)
-        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
-    assert not to_host(grads.dq)[:, :, :60].any()
-    assert not to_host(grads.dk)[:, :, 140:].any()
+    vjp_laws.what_is_not_seen_never_leaks(cupy, rng, dtype, bad, 64)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_nan_stays_where_it_is_seen(cupy, rng, dtype):
-    q, k, v, dout = inputs(rng, dtype, q=(1, 2, 300, 64), k=(1, 2, 300, 64))
-    q[0, 0, 250] = np.nan
-    grads = agree(cupy, q, k, v, dout, causal=True)
-    dq, dk = to_host(grads.dq), to_host(grads.dk)
-    assert np.isnan(dq[0, 0, 250].astype(np.float32)).all()
-    assert np.isfinite(dq[0, 1].astype(np.float32)).all()
-    assert np.isfinite(dk[0, 0, 251:].astype(np.float32)).all()
+    vjp_laws.nan_stays_where_it_is_seen(cupy, rng, dtype, 64)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1e-4, 1e-2, 30, 1000])
 def test_gradients_of_every_size(cupy, rng, size):
-    """float16 has few exponents; what flows in may be scaled by a power of two."""
-    q, k, v, dout = inputs(rng, "float16", q=(1, 2, 300, 64), k=(1, 2, 250, 64))
-    dout = (dout.astype(np.float32) * size).astype(np.float16)
-    v = (v.astype(np.float32) / 8).astype(np.float16)
-    q = (q.astype(np.float32) / 8).astype(np.float16)
-    agree(cupy, q, k, v, dout)
+    vjp_laws.gradients_of_every_size(cupy, rng, size, 64)
 
 
 @pytest.mark.gpu
 def test_a_call_can_be_captured(cupy, rng):
-    arrays = inputs(rng, "bfloat16", q=(2, 4, 300, 64), k=(2, 2, 300, 64))
-    q, k, v, dout = (place(cupy, x) for x in arrays)
-    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
-
-    def call():
-        return cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
-
-    expected = [to_host(x) for x in call()[:3]]
-    stream = cupy.cuda.Stream(non_blocking=True)
-    with stream:
-        call()
-        stream.begin_capture()
-        captured = call()
-        graph = stream.end_capture()
-        for _ in range(3):
-            poison(cupy, q.shape)
-            graph.launch(stream)
-        stream.synchronize()
-    for a, b in zip(expected, captured[:3], strict=True):
-        a, b = a.astype(np.float32), to_host(b).astype(np.float32)
-        np.testing.assert_allclose(a, b, atol=0.01 * np.abs(a).max())
+    vjp_laws.a_call_can_be_captured(cupy, rng, 64)
 
 
 @pytest.mark.gpu

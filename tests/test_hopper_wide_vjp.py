@@ -4,10 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
+import vjp_laws
 from accuracy import to_host
 from placing import FORMS, place
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
-from test_hopper_vjp import BOUNDS, HALVES, HOPPER, SEQLENS, poison, problem
+from test_hopper_vjp import BOUNDS, HALVES, HOPPER, SEQLENS, problem
+from vjp_laws import poison
 
 import cupyflash
 from cupyflash import _attention_vjp_wide, _kernels
@@ -226,52 +228,26 @@ def test_scales(cupy, rng, scale):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("form", [*FORMS, "heads"])
 def test_strides(cupy, rng, dtype, form):
-    """Those that a tensor map has, and those that are left to the next row."""
-    arrays = inputs(rng, dtype, q=(2, 4, 150, 256), k=(2, 2, 140, 256))
-    dlse = rng.normal(size=(2, 4, 150)).astype(np.float32)
-    forms = dict.fromkeys((*"qkv", "dout", "out", "lse", "dlse"), form)
-    agree(cupy, *arrays, forms=forms, dlse=dlse, causal=True)
+    vjp_laws.strides(cupy, rng, dtype, form, 256)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_seen_never_leaks(cupy, rng, dtype, bad):
-    """Queries that see no key, keys that no query sees: numbers as if they were 0."""
-    q, k, v, dout = inputs(rng, dtype, q=(2, 2, 200, 256), k=(2, 2, 150, 256))
-    options = {"causal": True, "query_offset": -60}
-    clean = gradients(cupy, q, k, v, dout, **options)
-    k[:, :, 140:], v[:, :, 140:] = bad, bad
-    q[:, :, :60], dout[:, :, :60] = bad, bad
-    grads = agree(cupy, q, k, v, dout, **options)
-    for a, b in zip(clean[:3], grads[:3], strict=True):
-        a, b = to_host(a).astype(np.float64), to_host(b).astype(np.float64)
-        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
-    assert not to_host(grads.dq)[:, :, :60].any()
-    assert not to_host(grads.dk)[:, :, 140:].any()
+    vjp_laws.what_is_not_seen_never_leaks(cupy, rng, dtype, bad, 256)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALVES)
 def test_nan_stays_where_it_is_seen(cupy, rng, dtype):
-    q, k, v, dout = inputs(rng, dtype, q=(1, 2, 300, 256), k=(1, 2, 300, 256))
-    q[0, 0, 250] = np.nan
-    grads = agree(cupy, q, k, v, dout, causal=True)
-    dq, dk = to_host(grads.dq), to_host(grads.dk)
-    assert np.isnan(dq[0, 0, 250].astype(np.float32)).all()
-    assert np.isfinite(dq[0, 1].astype(np.float32)).all()
-    assert np.isfinite(dk[0, 0, 251:].astype(np.float32)).all()
+    vjp_laws.nan_stays_where_it_is_seen(cupy, rng, dtype, 256)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1e-4, 1e-2, 30, 1000])
 def test_gradients_of_every_size(cupy, rng, size):
-    """float16 has few exponents; what flows in may be scaled by a power of two."""
-    q, k, v, dout = inputs(rng, "float16", q=(1, 2, 300, 256), k=(1, 2, 250, 256))
-    dout = (dout.astype(np.float32) * size).astype(np.float16)
-    v = (v.astype(np.float32) / 8).astype(np.float16)
-    q = (q.astype(np.float32) / 8).astype(np.float16)
-    agree(cupy, q, k, v, dout)
+    vjp_laws.gradients_of_every_size(cupy, rng, size, 256)
 
 
 @pytest.mark.gpu
@@ -434,15 +410,7 @@ def test_gradients_of_a_bias(cupy, rng, name):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_padding_may_hold_anything(cupy, rng, bad, head_dim):
-    shapes = {"q": (2, 2, 100, head_dim), "k": (2, 2, 120, head_dim)}
-    q, k, v, dout = inputs(rng, "float16", **shapes)
-    lengths = {"query_lengths": np.array([70, 100]), "key_lengths": np.array([120, 33])}
-    q[0, :, 70:], dout[0, :, 70:] = bad, bad
-    k[1, :, 33:], v[1, :, 33:] = bad, bad
-    grads = agree(cupy, q, k, v, dout, **lengths)
-    assert all(np.isfinite(to_host(x).astype(np.float32)).all() for x in grads[:3])
-    assert not to_host(grads.dq)[0, :, 70:].any()
-    assert not to_host(grads.dk)[1, :, 33:].any()
+    vjp_laws.padding_may_hold_anything(cupy, rng, bad, head_dim)
 
 
 @pytest.mark.gpu

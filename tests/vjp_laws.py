@@ -1,0 +1,100 @@
+"""What every row of the gradients of attention must keep, at a head dimension."""
+
+import numpy as np
+from accuracy import to_host
+from placing import place
+from test_attention_vjp import agree, gradients, inputs
+
+import cupyflash
+
+
+def poison(cupy, shape):
+    """Leaves NaN in the memory that the next arrays are made of."""
+    size = 4 * int(np.prod(shape))
+    for n in (size, size, size, 4 * size):
+        cupy.full(n, np.nan, np.float32)
+
+
+def strides(cupy, rng, dtype, form, head_dim):
+    """Those that a tensor map has, and those that are left to the next row."""
+    arrays = inputs(rng, dtype, q=(2, 4, 150, head_dim), k=(2, 2, 140, head_dim))
+    dlse = rng.normal(size=(2, 4, 150)).astype(np.float32)
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse", "dlse"), form)
+    agree(cupy, *arrays, forms=forms, dlse=dlse, causal=True)
+
+
+def what_is_not_seen_never_leaks(cupy, rng, dtype, bad, head_dim, **more):
+    """Queries that see no key, keys that no query sees: numbers as if they were 0."""
+    shapes = {"q": (2, 2, 200, head_dim), "k": (2, 2, 150, head_dim)}
+    q, k, v, dout = inputs(rng, dtype, **shapes)
+    options = {"causal": True, "query_offset": -60, **more}
+    clean = gradients(cupy, q, k, v, dout, **options)
+    k[:, :, 140:], v[:, :, 140:] = bad, bad
+    q[:, :, :60], dout[:, :, :60] = bad, bad
+    dlse = np.zeros((2, 2, 200), np.float32)
+    grads = agree(cupy, q, k, v, dout, dlse=dlse, **options)
+    for a, b in zip(clean[:3], grads[:3], strict=True):
+        a, b = to_host(a).astype(np.float64), to_host(b).astype(np.float64)
+        np.testing.assert_allclose(a, b, atol=0.02 * np.abs(a).max())
+    assert not to_host(grads.dq)[:, :, :60].any()
+    assert not to_host(grads.dk)[:, :, 140:].any()
+
+
+def padding_may_hold_anything(cupy, rng, bad, head_dim):
+    """Behind lengths on the device."""
+    shapes = {"q": (2, 2, 100, head_dim), "k": (2, 2, 120, head_dim)}
+    q, k, v, dout = inputs(rng, "float16", **shapes)
+    lengths = {"query_lengths": np.array([70, 100]), "key_lengths": np.array([120, 33])}
+    q[0, :, 70:], dout[0, :, 70:] = bad, bad
+    k[1, :, 33:], v[1, :, 33:] = bad, bad
+    grads = agree(cupy, q, k, v, dout, **lengths)
+    assert all(np.isfinite(to_host(x).astype(np.float32)).all() for x in grads[:3])
+    assert not to_host(grads.dq)[0, :, 70:].any()
+    assert not to_host(grads.dk)[1, :, 33:].any()
+
+
+def nan_stays_where_it_is_seen(cupy, rng, dtype, head_dim):
+    """In the gradients of its own head, and of keys that its query sees."""
+    shape = (1, 2, 300, head_dim)
+    q, k, v, dout = inputs(rng, dtype, q=shape, k=shape)
+    q[0, 0, 250] = np.nan
+    grads = agree(cupy, q, k, v, dout, causal=True)
+    dq, dk = to_host(grads.dq), to_host(grads.dk)
+    assert np.isnan(dq[0, 0, 250].astype(np.float32)).all()
+    assert np.isfinite(dq[0, 1].astype(np.float32)).all()
+    assert np.isfinite(dk[0, 0, 251:].astype(np.float32)).all()
+
+
+def gradients_of_every_size(cupy, rng, size, head_dim):
+    """float16 has few exponents; what flows in may be scaled by a power of two."""
+    shapes = {"q": (1, 2, 300, head_dim), "k": (1, 2, 250, head_dim)}
+    q, k, v, dout = inputs(rng, "float16", **shapes)
+    dout = (dout.astype(np.float32) * size).astype(np.float16)
+    v = (v.astype(np.float32) / 8).astype(np.float16)
+    q = (q.astype(np.float32) / 8).astype(np.float16)
+    agree(cupy, q, k, v, dout)
+
+
+def a_call_can_be_captured(cupy, rng, head_dim):
+    """And its graph launched again and again, whatever memory held before."""
+    shapes = {"q": (2, 4, 300, head_dim), "k": (2, 2, 300, head_dim)}
+    q, k, v, dout = (place(cupy, x) for x in inputs(rng, "bfloat16", **shapes))
+    out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+
+    def call():
+        return cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
+
+    expected = [to_host(x) for x in call()[:3]]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        call()
+        stream.begin_capture()
+        captured = call()
+        graph = stream.end_capture()
+        for _ in range(3):
+            poison(cupy, q.shape)
+            graph.launch(stream)
+        stream.synchronize()
+    for a, b in zip(expected, captured[:3], strict=True):
+        a, b = a.astype(np.float32), to_host(b).astype(np.float32)
+        np.testing.assert_allclose(a, b, atol=0.01 * np.abs(a).max())

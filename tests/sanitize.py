@@ -32,11 +32,11 @@ SOFTMAX_KINDS = (
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21
 _KINDS = (*SOFTMAX_KINDS, "plain", "options", "wide heads")
-_SECONDS = 500  # that a tool may take for one row
+_SECONDS = 120  # that a tool may take for one row
 # racecheck does not follow bar.arrive, by which one thread tells others something and
-# goes on. In these rows it may as well wait, so for this tool it does; what the order
-# of accesses is does not change by that.
-_ARRIVALS_MAY_WAIT = {"attention_vjp/hopper_wide"}
+# goes on. In this row's file it may as well wait, so for this tool it does; what the
+# order of accesses is does not change by that.
+_ARRIVALS_MAY_WAIT = {"attention_vjp/hopper_wide": "vjp_hopper_wide_keys.cu"}
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -90,11 +90,16 @@ def run_rows(cupy, wanted):
 
 
 def let_arrivals_wait():
-    """Compile bar.arrive as bar.sync from now on."""
+    """Compile bar.arrive as bar.sync in files where it may wait, from now on."""
     from cupyflash import _source
 
-    load = _source.load
-    _source.load = lambda name: load(name).replace("bar.arrive", "bar.sync")
+    load, files = _source.load, tuple(_ARRIVALS_MAY_WAIT.values())
+
+    def load_waiting(name):
+        text = load(name)
+        return text.replace("bar.arrive", "bar.sync") if name.endswith(files) else text
+
+    _source.load = load_waiting
 
 
 def _small(problem):
@@ -203,7 +208,7 @@ def run_tool(program, tool, unit):
     """{row: what one tool finds in it}; rows of a unit with errors run again alone."""
     started = time.monotonic()
     waits = ["--arrivals-wait"] * (
-        tool == "racecheck" and {*unit} <= _ARRIVALS_MAY_WAIT
+        tool == "racecheck" and {*unit} <= _ARRIVALS_MAY_WAIT.keys()
     )
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable,
                str(Path(__file__)), *waits, *unit]  # fmt: skip
@@ -261,13 +266,9 @@ def record(path, tools, wanted, jobs):
 
 
 def _compile(group):
-    forms = [[], ["--arrivals-wait"]][: 1 + (group in _ARRIVALS_MAY_WAIT)]
-    return sum(
-        subprocess.run(
-            [sys.executable, __file__, *form, group], cwd=ROOT, capture_output=True
-        ).returncode
-        for form in forms
-    )
+    return subprocess.run(
+        [sys.executable, __file__, group], cwd=ROOT, capture_output=True
+    ).returncode
 
 
 def _told(what):

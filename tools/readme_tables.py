@@ -133,37 +133,14 @@ def _by_case(report):
     return cases.values()
 
 
-def _forward_on_hopper(report):
-    """Full and causal beside cuDNN."""
+def _beside_cudnn(report):
+    """Full and causal beside cuDNN, by the kernels of the card itself."""
     for rows in _by_case(report):
-        if "torch cudnn" in rows and rows["cupyflash"]["seqlen_q"] > 1:
-            ours, torch = rows["cupyflash"], rows["torch cudnn"]
+        ours, torch = rows["cupyflash"], rows.get("torch cudnn")
+        if torch and ours["seqlen_q"] > 1 and not ours["card"]:
             mask = "causal" if ours["causal"] else "full"
             label = f"{ours['group']}, n = {ours['seqlen_q']}, {mask}"
             yield label, ours["rate"] / 1e12, torch["rate"] / 1e12
-
-
-def _gradients_on_hopper(report):
-    """With the tile that the table has: another one by mask and size."""
-    rows = report["runs"][-1]["rows"]
-    for row in sorted(rows, key=lambda row: (row["d"], row["causal"], row["n"])):
-        tile = {
-            (64, False): "ours",
-            (64, True): "b6",
-            (128, False): "cl2",
-            (128, True): "late b0",
-        }[row["d"], row["causal"]]
-        mask = "causal" if row["causal"] else "full"
-        label = f"gradients, bfloat16, D = {row['d']}, n = {row['n']}, {mask}"
-        yield label, row["tflops"][tile], row["tflops"]["cudnn"]
-
-
-def _gradients_of_wide_heads(report):
-    """What the table has, beside cuDNN."""
-    for row in report["runs"][-1]["rows"]:
-        mask = "causal" if row["causal"] else "full"
-        label = f"gradients, bfloat16, D = {row['d']}, n = {row['n']}, {mask}"
-        yield label, row["tflops"]["ours"], row["tflops"]["cudnn"]
 
 
 def _by_mma(report):
@@ -224,10 +201,9 @@ def _gradients_float64(report):
 
 # Reports of one kernel each: what torch is there, and how the cells are read.
 _TENSOR_CORES = {
-    "attention_table_h200.json": ("cuDNN", _forward_on_hopper),
-    "attention_vjp_h200.json": ("cuDNN", _gradients_on_hopper),
-    "attention_vjp_wide_h200.json": ("cuDNN", _gradients_of_wide_heads),
-    "mma_float32_h200.json": ("EFFICIENT_ATTENTION", _by_mma),
+    "attention_table_h200.json": ("cuDNN", _beside_cudnn),
+    "attention_vjp_table_h200.json": ("cuDNN", _beside_cudnn),
+    "mma_float32_h200.json": ("memory-efficient attention", _by_mma),
     "attention_mma_lengths_h200.json": ("FlashAttention-2", _float16_by_mma),
     "attention_vjp_mma_h200.json": ("FlashAttention-2", _gradients_by_mma),
     "attention_f64_h200.json": ("matmul, softmax, matmul", _float64),

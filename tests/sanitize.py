@@ -34,8 +34,8 @@ _MOST = 1 << 21
 _KINDS = (*SOFTMAX_KINDS, "plain", "options", "wide heads")
 _SECONDS = 120  # that a tool may take for one row
 # racecheck does not follow bar.arrive, by which one thread tells others something and
-# goes on. In this row's file it may as well wait, so for this tool it does; what the
-# order of accesses is does not change by that.
+# goes on. In this row's file it may as well wait, so for this tool it does. Waiting
+# orders more than the kernel does: a race of what comes behind an arrival is not seen.
 _ARRIVALS_MAY_WAIT = {"attention_vjp/hopper_wide": "vjp_hopper_wide_keys.cu"}
 
 

@@ -104,7 +104,7 @@ def main():
     args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch")
-    flash4 = timing.optional("flash_attn.cute") if on_gpu else None
+    flash4 = timing.optional(peers.FLASH4_MODULE) if on_gpu else None
 
     def others(case, q, k, v):
         return peers.forward(torch, flash4, case, q, k, v, args.peers)

@@ -91,7 +91,7 @@ def main():
     args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch") if on_gpu else None
-    flash4 = timing.optional("flash_attn.cute") if on_gpu else None
+    flash4 = timing.optional(peers.FLASH4_MODULE) if on_gpu else None
 
     def others(case, dout, q, k, v):
         return peers.backward(torch, flash4, case, dout, q, k, v, args.peers)

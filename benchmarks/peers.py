@@ -7,19 +7,19 @@ a call returns has the shape of ours.
 import argparse
 import contextlib
 import functools
-import importlib
 
 from timing import to_torch
 
-# How a peer is named in a report, and what of torch it is; FlashAttention-4 is the
-# package flash-attn-4.
+# How a peer is named in a report, and what of torch it is.
 _BACK_ENDS = {
     "torch flash": "FLASH_ATTENTION",
     "torch cudnn": "CUDNN_ATTENTION",
     "torch efficient": "EFFICIENT_ATTENTION",
     "torch math": "MATH",
 }
+# FlashAttention-4, by the functions below its autograd ones: half the cost on the host.
 FLASH4 = "flash-attn-4"
+FLASH4_MODULE = "flash_attn.cute.interface"
 NAMES = (*_BACK_ENDS, FLASH4)
 
 
@@ -124,38 +124,36 @@ def _is_for_flash4(case):
 
 
 def _sequence_first(torch, *arrays):
-    """Tensors of batch, sequence, head, column, as it holds them."""
-    return [to_torch(torch, x).transpose(1, 2).contiguous() for x in arrays]
+    """Views of batch, sequence, head, column, as it is called."""
+    return [to_torch(torch, x).transpose(1, 2) for x in arrays]
 
 
-def _flash4_forward(torch, flash4, case, q, k, v):
+def _flash4_forward(torch, interface, case, q, k, v):
     q, k, v = _sequence_first(torch, q, k, v)
     # 0: it may cut the keys, which pays where one query would leave the card empty.
     num_splits = 0 if case.seqlen_q == 1 else 1
+    options = {"causal": case.causal, "num_splits": num_splits}
 
     def call():
-        out, _ = flash4.flash_attn_func(
-            q, k, v, causal=case.causal, num_splits=num_splits, return_lse=True
-        )
+        out, *_ = interface._flash_attn_fwd(q, k, v, **options)
         return out.transpose(1, 2)
 
     return call
 
 
-def _flash4_backward(torch, flash4, case, dout, q, k, v):
+def _flash4_backward(torch, interface, case, dout, q, k, v):
     dout, q, k, v = _sequence_first(torch, dout, q, k, v)
-    scale = case.head_dim**-0.5
 
-    @functools.cache  # the first call, which is not timed, compiles
-    def forward():
-        # What its autograd function calls, without the cost of that on the host.
-        interface = importlib.import_module("flash_attn.cute.interface")
-        saved = flash4.flash_attn_func(q, k, v, causal=case.causal, return_lse=True)
-        return interface._flash_attn_bwd, *saved
+    @functools.cache  # made by the first call, which is not timed
+    def saved():
+        out, lse, *_ = interface._flash_attn_fwd(
+            q, k, v, causal=case.causal, return_lse=True
+        )
+        return out, lse
 
     def call():
-        gradients, out, lse = forward()
-        found = gradients(q, k, v, out, dout, lse, scale, case.causal)
-        return tuple(x.transpose(1, 2) for x in found[:3])
+        out, lse = saved()
+        grads = interface._flash_attn_bwd(q, k, v, out, dout, lse, causal=case.causal)
+        return tuple(x.transpose(1, 2) for x in grads[:3])
 
     return call

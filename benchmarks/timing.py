@@ -25,7 +25,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 _PACKAGES = {
     "torch": "torch",
     "quack": "quack-kernels",
-    "flash_attn.cute": "flash-attn-4",
+    "flash_attn.cute.interface": "flash-attn-4",
 }
 _absent = {}  # packages that were asked for in vain, and why
 

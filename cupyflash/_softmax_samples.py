@@ -1,5 +1,6 @@
 """Problems that stand for all that the softmax table may compile."""
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ class _Sample:
         return "float32" if all(d in _arrays.FLOATS[:3] for d in used) else "float64"
 
 
+@functools.cache
 def _natural(*names):
     """The result type of NumPy's promotion, with bool and integers as float64."""
     names = {name if name in _arrays.FLOATS else "float64" for name in names}

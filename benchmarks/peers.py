@@ -130,12 +130,9 @@ def _sequence_first(torch, *arrays):
 
 def _flash4_forward(torch, interface, case, q, k, v):
     q, k, v = _sequence_first(torch, q, k, v)
-    # 0: it may cut the keys, which pays where one query would leave the card empty.
-    num_splits = 0 if case.seqlen_q == 1 else 1
-    options = {"causal": case.causal, "num_splits": num_splits}
 
     def call():
-        out, *_ = interface._flash_attn_fwd(q, k, v, **options)
+        out, *_ = interface._flash_attn_fwd(q, k, v, causal=case.causal)
         return out.transpose(1, 2)
 
     return call

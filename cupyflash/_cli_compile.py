@@ -74,6 +74,9 @@ _ARCH_TEST = re.compile(
     r"(?:!defined\(__CUDA_ARCH__\) \|\| )?__CUDA_ARCH__ (?:>=|<) (\d+)"
 )
 
+# What CuPy adds. Without the first, generic lambdas are host functions to NVRTC 13.0.
+_OF_CUPY = ("--device-as-default-execution-space", "-ftz=true")
+
 # From here on NVRTC keeps what it made where there is a driver; what it has kept, it
 # hands out without the assembler's report.
 _CACHES_SINCE = (12, 9)
@@ -419,7 +422,7 @@ def _options(job):
     """All options of the compiler."""
     from cupy_backends.cuda.libs import nvrtc
 
-    options = [*job.variant.options, "-ftz=true", "--ptxas-options=-v"]
+    options = [*job.variant.options, *_OF_CUPY, "--ptxas-options=-v"]
     if job.variant.arch is None:
         # CuPy compiles a portable kernel for the plain architecture of the device.
         options.append(f"-arch={device_of_arch(job.arch).arch}")

@@ -185,6 +185,27 @@ def test_a_source_that_asks_is_compiled_for_each(monkeypatch, test):
         assert _cli_compile.distinct(jobs) == jobs
 
 
+def test_the_options_are_those_of_cupy(monkeypatch):
+    """All that CuPy gives NVRTC, and the report."""
+    compiler = pytest.importorskip("cupy").cuda.compiler
+    given = []
+
+    def compile(self, options=(), log_stream=None):
+        given.extend(options)
+        return b"", None
+
+    monkeypatch.setattr(compiler._NVRTCProgram, "compile", compile)
+    monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", _of_sm_80)
+    job = made_up("A=1")
+    options = (*job.variant.options, "-ftz=true")
+    compiler.compile_using_nvrtc("", options, "80")
+    assert set(given) <= set(_cli_compile._options(job))
+
+
+def _of_sm_80(arch):
+    return "-arch=sm_80", "cubin"
+
+
 def text_and_code(job):
     """Hashes of the compiler's text, without its architecture, and of the code."""
     from cupy_backends.cuda.libs import nvrtc

@@ -78,7 +78,8 @@ format: $(call STAMP,lint)  ## Format Python and CUDA in place
 	$(CLANG_FORMAT) -i $(CUDA_FILES)
 
 compile: $(call STAMP,test)  ## Compile the kernels for all architectures, without a GPU
-	$(PY) -m cupyflash compile --quiet $(addprefix --arch ,$(ARCHS)) $(COMPILE_ARGS)
+	$(PY) -m cupyflash compile --quiet --known build/compiled.json \
+	  $(addprefix --arch ,$(ARCHS)) $(COMPILE_ARGS)
 
 docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html

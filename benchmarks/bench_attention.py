@@ -1,18 +1,18 @@
-"""Attention: our methods, matmul + softmax + matmul, and torch's, in TFLOP/s.
+"""Attention: our methods, matmul + softmax + matmul, torch's and FlashAttention-4.
 
     python benchmarks/bench_attention.py --json benchmarks/results/attention_h200.json
 
 Two parts. The ladder: all methods over a few shapes. The table (GPU only): "auto" over
-the cells of attention_table.py, beside torch's back ends.
+the cells of attention_table.py, beside torch's back ends and FlashAttention-4 if it can
+be imported. Rates are in TFLOP/s, on the CPU GFLOP/s.
 
 Operations are 4 * batch * heads * seqlen_q * seqlen_k * head_dim, half of it if causal.
 """
 
-import contextlib
-
 import attention_table
+import peers
 import timing
-from timing import from_torch, to_torch
+from timing import from_torch
 
 from cupyflash import _bench, _console
 from cupyflash._attention import attention
@@ -42,36 +42,7 @@ CPU_CASES = [
 _ONLINE_LIMIT = {True: 1e11, False: 1e10}
 
 
-def torch_calls(torch, case, q, k, v, on_gpu):
-    """torch's scaled_dot_product_attention, each of its back ends by name."""
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    q, k, v = (to_torch(torch, x) for x in (q, k, v))
-    # torch's causal mask is top-left; with one query it would see one key.
-    causal = case.causal
-    if causal and case.seqlen_q != case.seqlen_k:
-        return {}
-    group = case.num_heads != case.num_kv_heads
-
-    def call(backend):
-        chosen = contextlib.nullcontext()
-        if backend is not None:
-            chosen = torch.nn.attention.sdpa_kernel(backend)
-        with chosen, torch.no_grad():
-            return sdpa(q, k, v, is_causal=causal, enable_gqa=group)
-
-    if not on_gpu:
-        return {"torch": lambda: call(None)}
-    backends = torch.nn.attention.SDPBackend
-    names = {
-        "torch flash": backends.FLASH_ATTENTION,
-        "torch cudnn": backends.CUDNN_ATTENTION,
-        "torch efficient": backends.EFFICIENT_ATTENTION,
-        "torch math": backends.MATH,
-    }
-    return {name: lambda b=backend: call(b) for name, backend in names.items()}
-
-
-def measure(xp, case, on_gpu, turns, torch):
+def measure(xp, case, on_gpu, turns, others):
     """Rows of one case."""
     q, k, v = _bench.attention_inputs(xp, case)
 
@@ -86,8 +57,7 @@ def measure(xp, case, on_gpu, turns, torch):
         if method != "online" or case.work <= _ONLINE_LIMIT[on_gpu]
     ]
     calls = _bench.attention_calls(xp, case, q, k, v, methods)
-    if torch is not None:
-        calls |= torch_calls(torch, case, q, k, v, on_gpu)
+    calls |= others(case, q, k, v)
     rows = _bench.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
     if on_gpu:
         xp.get_default_memory_pool().free_all_blocks()
@@ -98,7 +68,7 @@ def measure(xp, case, on_gpu, turns, torch):
 WITHOUT = "cupyflash, without"
 
 
-def measure_cell(cupy, cell, turns, torch):
+def measure_cell(cupy, cell, turns, others):
     """Rows of one cell of the table: "auto" and its peers."""
     q, k, v = cell.inputs(cupy)
     options = cell.options(cupy)
@@ -107,10 +77,10 @@ def measure_cell(cupy, cell, turns, torch):
     if cell.beside != cell:
         plain = cell.beside.inputs(cupy)
         without[WITHOUT] = lambda: attention(*plain, causal=cell.causal)
-    elif torch is not None:
-        calls |= torch_calls(torch, cell, q, k, v, on_gpu=True)
+    else:
+        calls |= others(cell, q, k, v)
         if cell.dtype in ("float16", "bfloat16"):
-            del calls["torch math"]  # the scores of some cells fill the memory
+            calls.pop("torch math", None)  # scores of some cells fill the memory
 
     def error_of(out):
         if type(out).__module__.startswith("torch"):
@@ -130,21 +100,27 @@ def main():
     """Measure all cases, print the tables and write the report."""
     parser = timing.arguments(__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("all", "ladder", "table"), default="all")
+    peers.add_argument(parser)
     args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch")
+    flash4 = timing.optional(peers.FLASH4_MODULE) if on_gpu else None
+
+    def others(case, q, k, v):
+        return peers.forward(torch, flash4, case, q, k, v, args.peers)
+
     unit = ("TFLOP/s", 1e12) if on_gpu else ("GFLOP/s", 1e9)
     rows, table = [], []
     if args.part != "table":
         cases = GPU_CASES if on_gpu else CPU_CASES
         cases = [case for case in cases if args.only in case.label]
         for case in _console.progress(cases, "attention"):
-            rows += measure(xp, case, on_gpu, args.turns, torch)
+            rows += measure(xp, case, on_gpu, args.turns, others)
         _bench.report(rows, *unit)
     if on_gpu and args.part != "ladder":
         cells = [c for c in attention_table.FORWARD if args.only in c.label]
         for cell in _console.progress(cells, "cells"):
-            table += measure_cell(xp, cell, args.turns, torch)
+            table += measure_cell(xp, cell, args.turns, others)
         _bench.report(table, *unit)
     timing.save(args.json, "attention", on_gpu, rows=rows, table=table)
 

@@ -1,4 +1,4 @@
-"""Gradients of attention: ours, unfused, and torch's, in TFLOP/s.
+"""Gradients of attention: ours, unfused, torch's and FlashAttention-4's, in TFLOP/s.
 
     python benchmarks/bench_attention_vjp.py --json benchmarks/results/vjp_h200.json
 
@@ -7,9 +7,10 @@ Operations are 2.5 times those of the forward call, whatever is computed twice.
 """
 
 import attention_table
+import peers
 import timing
 from attention_table import GradientCell
-from timing import from_torch, to_torch
+from timing import from_torch
 
 from cupyflash import _bench, _console, _reference, _reference_vjp, _softmax
 from cupyflash._attention import attention
@@ -45,31 +46,7 @@ def unfused(xp, case, dout, q, k, v):
     return call
 
 
-def torch_calls(torch, case, dout, q, k, v):
-    """The backward of torch's scaled_dot_product_attention, each back end by name."""
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    back_ends = torch.nn.attention.SDPBackend
-    dout, *inputs = (to_torch(torch, x) for x in (dout, q, k, v))
-    inputs = [x.requires_grad_() for x in inputs]
-    calls = {}
-    for name, back_end in {
-        "torch flash": back_ends.FLASH_ATTENTION,
-        "torch cudnn": back_ends.CUDNN_ATTENTION,
-        "torch efficient": back_ends.EFFICIENT_ATTENTION,
-    }.items():
-        group = case.num_heads != case.num_kv_heads
-        try:
-            with torch.nn.attention.sdpa_kernel(back_end):
-                out = sdpa(*inputs, is_causal=case.causal, enable_gqa=group)
-        except RuntimeError:  # not for this dtype or size
-            continue
-        calls[name] = lambda out=out: torch.autograd.grad(
-            out, inputs, dout, retain_graph=True
-        )
-    return calls
-
-
-def measure(xp, case, on_gpu, turns, torch):
+def measure(xp, case, on_gpu, turns, others):
     """Rows of one case."""
     q, k, v = case.inputs(xp)
     dout = _bench.random(xp, q.shape, case.dtype, 3)
@@ -86,8 +63,7 @@ def measure(xp, case, on_gpu, turns, torch):
         calls["cupyflash, one order"] = lambda: ours(True)
     if case.dtype != "bfloat16" and case.num_heads == case.num_kv_heads:
         calls["cupy" if on_gpu else "numpy"] = unfused(xp, case, dout, q, k, v)
-    if torch is not None and on_gpu:
-        calls |= torch_calls(torch, case, dout, q, k, v)
+    calls |= others(case, dout, q, k, v)
     exact = _reference_vjp.plain_attention_vjp(
         *(x[-1, -1].astype("float64") for x in (dout, q, k, v)), causal=case.causal
     ).dq
@@ -110,14 +86,21 @@ def measure(xp, case, on_gpu, turns, torch):
 
 def main():
     """Measure all cases, print the table and write the report."""
-    args = timing.arguments(__doc__.splitlines()[0]).parse_args()
+    parser = timing.arguments(__doc__.splitlines()[0])
+    peers.add_argument(parser)
+    args = parser.parse_args()
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch") if on_gpu else None
+    flash4 = timing.optional(peers.FLASH4_MODULE) if on_gpu else None
+
+    def others(case, dout, q, k, v):
+        return peers.backward(torch, flash4, case, dout, q, k, v, args.peers)
+
     cases = attention_table.BACKWARD if on_gpu else CPU_CASES
     cases = [case for case in cases if args.only in case.label]
     table = []
     for case in _console.progress(cases, "gradients"):
-        table += measure(xp, case, on_gpu, args.turns, torch)
+        table += measure(xp, case, on_gpu, args.turns, others)
     _bench.report(table, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9)
     timing.save(args.json, "attention_vjp", on_gpu, table=table)
 

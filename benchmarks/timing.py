@@ -8,6 +8,7 @@ the CPU a turn is one call. The median of the turns is reported.
 
 import argparse
 import importlib
+import importlib.metadata
 import json
 import sys
 from pathlib import Path
@@ -19,6 +20,14 @@ import numpy as np
 from cupyflash import _measure
 
 RESULTS = Path(__file__).resolve().parent / "results"
+
+# What we compare with: the module, and the package whose version a report carries.
+_PACKAGES = {
+    "torch": "torch",
+    "quack": "quack-kernels",
+    "flash_attn.cute.interface": "flash-attn-4",
+}
+_absent = {}  # packages that were asked for in vain, and why
 
 
 def arguments(description):
@@ -47,7 +56,9 @@ def optional(name):
     try:
         return importlib.import_module(name)
     except Exception as error:
-        print(f"without {name}: {type(error).__name__}", file=sys.stderr)
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        _absent[_PACKAGES.get(name, name)] = why
+        print(f"without {name}: {why}", file=sys.stderr)
         return None
 
 
@@ -68,15 +79,23 @@ def from_torch(xp, tensor):
     return xp.from_dlpack(tensor)
 
 
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
 def save(path, benchmark, on_gpu, **content):
     """Write the report of one benchmark, with what it depends on."""
     if path is None:
         return
     machine = _measure.machine(on_gpu)
-    for name in ("torch", "quack"):
-        module = sys.modules.get(name)
-        if module is not None:
-            machine[name] = getattr(module, "__version__", "unknown")
+    for module, package in _PACKAGES.items():
+        if module in sys.modules:
+            machine[package] = _version(package)
+    if _absent:
+        machine["absent"] = dict(_absent)
     report = {"benchmark": benchmark, "machine": machine, **content}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -1,11 +1,15 @@
 """python -m cupyflash compile: NVRTC over all kernels, with no GPU in the machine."""
 
+import functools
+import hashlib
 import json
 import re
 import time
+from collections.abc import Hashable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from pathlib import Path
 
 from cupyflash import (
     _attention_kernels,
@@ -20,7 +24,7 @@ from cupyflash._kernels import Device, Variant, device_of_arch
 
 EXAMPLES = """
 examples:
-  python -m cupyflash compile                    for sm_90a, each row and switch once
+  python -m cupyflash compile                    for sm_90a, each tile and option once
   python -m cupyflash compile --arch sm_80 --arch sm_120
   python -m cupyflash compile --arch sm_90a --all --jobs 8 --json kernels.json
 
@@ -37,6 +41,45 @@ _TABLES = {
 
 # Switches of kernels that run where something was not finite, and else return at once.
 _RARE = {"CAREFUL", "REPAIRS"}
+
+# Defines of what a call asks for, beside the types *_T; the others make up a tile.
+_OPTIONS = {
+    "MASK", "SOFTCAP", "BOUNDS", "TERMS_OF_KEYS", "PRESET_BIAS", "UNIT_COLUMNS",
+    "PREPARED", "LOG", "SCALED", "HAS_WHERE", "HAS_B",
+}  # fmt: skip
+
+# How many axes a kernel walks over: at its begin and end, not in its loop.
+_AXES = {"BATCH_DIMS", "OUTER_AXES", "REDUCED_AXES"}
+
+# The types of what every call has.
+_ELEMENTS = {
+    "ELEM_T",
+    "GRAD_T",
+    "ACCUM_T",
+    "X_T",
+    "Y_T",
+    "DY_T",
+    "A_T",
+    "OUT_T",
+    "ACC_T",
+}
+
+# Architectures for which the compiler writes the same text (PTX) as for another, and
+# those for which the assembler makes the same code of it.
+_SAME_TEXT = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_100"}
+_SAME_CODE = {"sm_89": "sm_86"}
+
+# How sources ask for an architecture.
+_ARCH_TEST = re.compile(
+    r"(?:!defined\(__CUDA_ARCH__\) \|\| )?__CUDA_ARCH__ (?:>=|<) (\d+)"
+)
+
+# What CuPy adds. Without the first, generic lambdas are host functions to NVRTC 13.0.
+_OF_CUPY = ("--device-as-default-execution-space", "-ftz=true")
+
+# From here on NVRTC keeps what it made where there is a driver; what it has kept, it
+# hands out without the assembler's report.
+_CACHES_SINCE = (12, 9)
 
 # Warnings that a fast kernel must not have: the assembler waits for each wgmma in turn.
 _SERIALIZED = re.compile(r"C75\d\d")
@@ -81,7 +124,13 @@ def add_arguments(parser):
     parser.add_argument(
         "--all",
         action="store_true",
-        help="every variant, not each row, dtype and switch once",
+        help="every variant, not each row, dtype, tile and option once",
+    )
+    parser.add_argument(
+        "--known",
+        type=Path,
+        metavar="FILE",
+        help="outcomes of earlier runs: read, and kept for the next one",
     )
     parser.add_argument("--json", metavar="FILE", help="write the table as JSON")
     parser.add_argument(
@@ -105,9 +154,11 @@ def run(args):
     if reason := _no_compiler():
         print(reason)
         return 2
-    jobs = [job for device in devices for job in jobs_for(device, args.all)]
+    jobs = distinct(job for device in devices for job in jobs_for(device, args.all))
     start = time.perf_counter()
-    outcomes = _compile_all(jobs, max(1, args.jobs))
+    known = Known(args.known)
+    outcomes = _compile_all(jobs, max(1, args.jobs), known)
+    known.save()
     failures = [outcome for outcome in outcomes if outcome.problem]
     (_summarize if args.quiet else _report)(outcomes)
     if args.json:
@@ -120,7 +171,7 @@ def run(args):
     archs = ", ".join(device.name for device in devices)
     print(
         f"{len(outcomes)} kernels for {archs} in {time.perf_counter() - start:.0f} s, "
-        f"{len(failures)} with problems"
+        f"{known.used} of them known, {len(failures)} with problems"
     )
     return int(bool(failures))
 
@@ -138,24 +189,92 @@ def jobs_for(device: Device, everything: bool) -> list[Job]:
         for operation, table in _TABLES.items()
         for row, variant in table.compile_list(device, everything)
     ]
-    return jobs if everything else list(_each_value_once(jobs))
+    return jobs if everything else enough(jobs)
 
 
-def _each_value_once(jobs):
-    """Those that have a define of a value that their row's kernel did not have yet.
-
-    In a fast row what counts is the value with the head dimension: tiles, and so
-    registers, hang on both.
-    """
-    seen = set()
+def distinct(jobs: Iterable[Job]) -> list[Job]:
+    """Without those that would compile what another job compiles."""
+    found: dict[tuple[Variant, bool, Hashable], Job] = {}
     for job in jobs:
-        defines = dict(job.variant.defines)
-        dim = defines.get("HEAD_DIM") if job.fast else None
-        kernel = job.operation, job.row, job.variant.source, dim
-        values = {(kernel, define) for define in defines.items()}
-        if values - seen:
-            seen |= values
-            yield job
+        found.setdefault((job.variant, job.fast, _code_of(job)), job)
+    return list(found.values())
+
+
+def _code_of(job):
+    """What the outcome of a job hangs on beside its variant.
+
+    Registers and spills are the assembler's work, so a kernel that must not spill is
+    compiled for each architecture with code of its own, and any other for the first
+    with its text. A test in the source that parts two architectures parts them here.
+    """
+    alike = _SAME_CODE if job.fast else _SAME_TEXT
+    return alike.get(job.arch, job.arch), _sides(job.variant.source, job.arch)
+
+
+@functools.cache
+def _sides(source, arch):
+    """The sides of `arch` in the tests of a source; itself if there are others."""
+    text = _source.load(source)
+    if "__CUDA_ARCH" in _ARCH_TEST.sub("", text):
+        return arch
+    major, minor = device_of_arch(arch).cc
+    bounds = sorted({int(bound) for bound in _ARCH_TEST.findall(text)})
+    return tuple(100 * major + 10 * minor >= bound for bound in bounds)
+
+
+def enough(jobs: Iterable[Job]) -> list[Job]:
+    """Few of the jobs that show all that there is to see in them, one by one."""
+    kernels: dict[Hashable, list[Job]] = {}
+    for job in jobs:
+        kernel = job.operation, job.row, job.variant.source, job.fast
+        kernels.setdefault(kernel, []).append(job)
+    return [job for of_kernel in kernels.values() for job in _cover(of_kernel)]
+
+
+def _cover(jobs):
+    """Of jobs of one kernel: again and again the one that shows most that is new."""
+    names = {name for job in jobs for name, _ in job.variant.defines}
+    shown = [traits(job, names) for job in jobs]
+    missing = set().union(*shown)
+    chosen = []
+    while missing:
+        best = max(range(len(jobs)), key=lambda i: len(shown[i] & missing))
+        missing -= shown[best]
+        chosen.append(best)
+    return [jobs[i] for i in sorted(chosen)]
+
+
+def traits(job: Job, names: Iterable[str]) -> set[Hashable]:
+    """What compiling a job shows, in a kernel that has defines of these names.
+
+    Each define, with its value or absent. In a fast row registers hang on the tile, so
+    there it is each of them with each head dimension, and each option with each tile: a
+    tile is all defines beside options and axes. An optional array takes the same
+    registers in any type, so that its types count once a kernel.
+    """
+    defines = dict(job.variant.defines)
+    entry = job.variant.entry
+    dim = defines.get("HEAD_DIM", defines.get("DIM")) if job.fast else None
+    found: set[Hashable] = set()
+    for name in names:
+        value = defines.get(name)
+        is_type = value is not None and name.endswith("_T") and name not in _ELEMENTS
+        found.add((entry, None if is_type else dim, name, value))
+    if job.fast:
+        tile = tuple(
+            item
+            for item in defines.items()
+            if not _is_option(item[0]) and item[0] not in _AXES
+        )
+        found.add((entry, tile))
+        for name, value in defines.items():
+            if _is_option(name):
+                found.add((entry, tile, name, "" if name.endswith("_T") else value))
+    return found
+
+
+def _is_option(name):
+    return name.endswith("_T") or name in _OPTIONS
 
 
 def _fast_rows(table):
@@ -184,34 +303,132 @@ def _no_compiler():
     return ""
 
 
-def _compile_all(jobs, num_processes):
+@dataclass(frozen=True)
+class Finding:
+    """What the compiler says of a kernel, whatever its row asks of it."""
+
+    registers: int | None
+    stack_bytes: int | None
+    spill_bytes: int | None
+    static_smem: int | None
+    serialized: str  # the warning that the assembler serialises wgmma, or nothing
+    error: str
+
+
+class Known:
+    """Findings of earlier runs, by all that they depend on; those without an error.
+
+    The file keeps as many as two runs over all kernels have, the newest last.
+    """
+
+    _MOST = 10_000
+
+    def __init__(self, path: Path | None) -> None:
+        self.used = 0
+        self._path = path
+        self._found: dict[str, Finding] = {}
+        if path is not None and path.exists():
+            try:
+                rows = json.loads(path.read_text(encoding="utf-8"))
+                self._found = {key: Finding(*row) for key, row in rows.items()}
+            except (ValueError, TypeError, AttributeError):  # of another version
+                pass
+
+    def get(self, job: Job) -> Finding | None:
+        """The finding of a job, if there is one."""
+        key = _everything_of(job)
+        finding = self._found.pop(key, None)
+        if finding is not None:
+            self.used += 1
+            self._found[key] = finding  # the newest
+        return finding
+
+    def put(self, job: Job, finding: Finding) -> None:
+        """Keep what was found."""
+        if not finding.error:
+            self._found[_everything_of(job)] = finding
+
+    def save(self) -> None:
+        """Write the file, if there is to be one."""
+        if self._path is None:
+            return
+        newest = list(self._found.items())[-self._MOST :]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        written = self._path.with_suffix(".part")
+        rows = {key: list(asdict(finding).values()) for key, finding in newest}
+        written.write_text(json.dumps(rows), encoding="utf-8")
+        written.replace(self._path)
+
+
+def _everything_of(job):
+    """A hash of all that a finding depends on: text, entry, options and compiler."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    text = _source.load(job.variant.source)
+    facts = (text, job.variant.entry, _options(job), nvrtc.getVersion())
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
+
+
+def _compile_all(jobs, num_processes, known):
     """Outcomes in the order of `jobs`."""
-    outcomes = {}
+    found = {i: known.get(job) for i, job in enumerate(jobs)}
+    outcomes = {i: _outcome(jobs[i], f, 0.0) for i, f in found.items() if f is not None}
+    todo = {i: job for i, job in enumerate(jobs) if i not in outcomes}
     # A fresh interpreter for each process: CUDA libraries do not like to be forked.
     with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
-        futures = {pool.submit(compile_one, job): i for i, job in enumerate(jobs)}
+        futures = {pool.submit(_find, job): i for i, job in todo.items()}
         done = as_completed(futures)
-        for future in _console.progress(done, "compiling", len(jobs)):
-            outcomes[futures[future]] = future.result()
+        for future in _console.progress(done, "compiling", len(todo)):
+            i = futures[future]
+            finding, seconds = future.result()
+            known.put(jobs[i], finding)
+            outcomes[i] = _outcome(jobs[i], finding, seconds)
     return [outcomes[i] for i in range(len(jobs))]
 
 
-def compile_one(job: Job) -> Outcome:
+def compile_one(job: Job, known: Known | None = None) -> Outcome:
     """Compile one kernel to machine code and read the assembler's report."""
+    finding = known.get(job) if known else None
+    return _outcome(job, finding, 0.0) if finding else _outcome(job, *_find(job))
+
+
+def _find(job):
+    """The finding of a job and the seconds that it took."""
     start = time.perf_counter()
     error, log = _nvrtc(job)
     elapsed = time.perf_counter() - start
+    lines = [line.strip() for line in log.splitlines() if _SERIALIZED.search(line)]
     facts = read_report(log, job.variant.entry)
+    return Finding(**facts, serialized="".join(lines[:1]), error=error), elapsed
+
+
+def _outcome(job, finding, seconds):
     return Outcome(
         operation=job.operation,
         row=job.row,
         arch=job.variant.arch or job.arch,
         defines=" ".join(f"{name}={value}" for name, value in job.variant.defines),
-        **facts,
+        registers=finding.registers,
+        stack_bytes=finding.stack_bytes,
+        spill_bytes=finding.spill_bytes,
+        static_smem=finding.static_smem,
         dynamic_smem=job.variant.smem,
-        seconds=round(elapsed, 3),
-        problem=error or _complaint(job, facts, log),
+        seconds=round(seconds, 3),
+        problem=finding.error or _complaint(job, finding),
     )
+
+
+def _options(job):
+    """All options of the compiler."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    options = [*job.variant.options, *_OF_CUPY, "--ptxas-options=-v"]
+    if job.variant.arch is None:
+        # CuPy compiles a portable kernel for the plain architecture of the device.
+        options.append(f"-arch={device_of_arch(job.arch).arch}")
+    if nvrtc.getVersion() >= _CACHES_SINCE:
+        options.append("--no-cache")
+    return tuple(options)
 
 
 def _nvrtc(job):
@@ -219,15 +436,11 @@ def _nvrtc(job):
     import cupy  # noqa: F401  (puts the libraries of its wheels on the path)
     from cupy_backends.cuda.libs import nvrtc
 
-    options = [*job.variant.options, "-ftz=true", "--ptxas-options=-v"]
-    if job.variant.arch is None:
-        # CuPy compiles a portable kernel for the plain architecture of the device.
-        options.append(f"-arch={device_of_arch(job.arch).arch}")
     program = None
     try:
         text = _source.load(job.variant.source)
         program = nvrtc.createProgram(text, job.variant.source, (), ())
-        nvrtc.compileProgram(program, tuple(options))
+        nvrtc.compileProgram(program, _options(job))
         nvrtc.getCUBIN(program)
         return "", nvrtc.getProgramLog(program)
     except Exception as error:
@@ -262,15 +475,14 @@ def read_report(log: str, entry: str) -> dict[str, int | None]:
     return facts
 
 
-def _complaint(job, facts, log):
+def _complaint(job, finding):
     """What a kernel that compiled must not do."""
-    if facts["registers"] is None:
+    if finding.registers is None:
         return f"the compiler reports no entry {job.variant.entry}"
-    if match := _SERIALIZED.search(log):
-        line = next(line for line in log.splitlines() if match[0] in line)
-        return line.strip()
-    if job.fast and facts["spill_bytes"]:
-        return f"a fast kernel spills {facts['spill_bytes']} bytes"
+    if finding.serialized:
+        return finding.serialized
+    if job.fast and finding.spill_bytes:
+        return f"a fast kernel spills {finding.spill_bytes} bytes"
     return ""
 
 

@@ -27,6 +27,15 @@ _TURN_SECONDS = 0.012
 _PAUSE_SECONDS = 0.04
 _MAX_LAUNCHES = 40
 
+# The device waits while the host enqueues a turn: what a call costs there is measured
+# elsewhere, and with some libraries it is more than a short kernel takes.
+_WAIT = """
+extern "C" __global__ void wait(long long cycles) {
+  const long long start = clock64();
+  while (clock64() - start < cycles) {}
+}
+"""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -151,35 +160,42 @@ class _GpuTurn:
 
         self.cupy = cupy
         self.calls = calls
-        device_id = cupy.cuda.Device().id
-        l2_bytes = cupy.cuda.runtime.getDeviceProperties(device_id)["l2CacheSize"]
-        self.flush = cupy.empty(max(2 * l2_bytes, 1 << 20), cupy.int8)
-        self.launches = {}
+        device = cupy.cuda.Device()
+        properties = cupy.cuda.runtime.getDeviceProperties(device.id)
+        self.cycles_a_second = 1e3 * device.attributes["ClockRate"]
+        self.flush = cupy.empty(max(2 * properties["l2CacheSize"], 1 << 20), cupy.int8)
+        self.wait = cupy.RawKernel(_WAIT, "wait")
+        self.launches, self.host = {}, {}
         for name, call in calls.items():
             for _ in range(3):
                 call()  # compile, fill the plan cache and the memory pool
-            estimate = self._run(name, 2)
+            estimate, self.host[name] = self._run(name, 2, 0.0)
             launches = math.ceil(_TURN_SECONDS / max(estimate, 1e-6))
             self.launches[name] = min(_MAX_LAUNCHES, launches)
 
     def __call__(self, name):
         time.sleep(_PAUSE_SECONDS)
-        return self._run(name, self.launches[name])
+        launches = self.launches[name]
+        seconds, _ = self._run(name, launches, launches * self.host[name])
+        return seconds
 
-    def _run(self, name, launches):
+    def _run(self, name, launches, ahead):
+        """Seconds of a launch: on the device, `ahead` of it at first; on the host."""
         call = self.calls[name]
         events = []
+        self.wait((1,), (1,), (np.int64(ahead * self.cycles_a_second),))
+        begin = time.perf_counter()
         for _ in range(launches):
-            self.flush.fill(0)  # also gives the host time to enqueue ahead
+            self.flush.fill(0)
             start, end = self.cupy.cuda.Event(), self.cupy.cuda.Event()
             start.record()
             call()
             end.record()
             events.append((start, end))
+        host = (time.perf_counter() - begin) / launches
         self.cupy.cuda.Device().synchronize()
-        return median(
-            self.cupy.cuda.get_elapsed_time(start, end) * 1e-3 for start, end in events
-        )
+        elapsed = self.cupy.cuda.get_elapsed_time
+        return median(elapsed(*pair) * 1e-3 for pair in events), host
 
 
 @dataclass(frozen=True)

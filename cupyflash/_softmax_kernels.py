@@ -52,6 +52,10 @@ class SoftmaxKernel:
 
     def refusal(self, problem: Any, device: Device) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
+        cuts = self._cuts_or_refusal(problem, device)
+        return cuts if isinstance(cuts, str) else None
+
+    def _cuts_or_refusal(self, problem, device):
         if problem.function not in self.functions:
             return f"{problem.function} is not one of {', '.join(self.functions)}"
         if problem.is_complex:
@@ -59,34 +63,44 @@ class SoftmaxKernel:
         for name in problem.dtypes.values():
             if name and (reason := _kernels.refuse_old_device(name, device)):
                 return reason
-        cuts = self.cuts(problem, device)
-        return cuts if isinstance(cuts, str) else None
+        return self.cuts(problem, device)
 
     def steps(self, problem: Any, device: Device) -> tuple[Step, ...]:
         """What is launched, one after the other, all with the same parameters."""
         cuts = self.cuts(problem, device)
         assert not isinstance(cuts, str), "the row has refused this problem"
+        return tuple(
+            Step(
+                variant,
+                (cut.num_blocks, cut.num_groups, 1),
+                (cut.num_threads, 1, 1),
+                cut.scratch,
+            )
+            for variant, cut in zip(self._variants(problem, cuts), cuts, strict=True)
+        )
+
+    def variants(self, problem: Any, device: Device) -> list[Variant]:
+        """What is compiled for a problem; nothing if it is refused."""
+        cuts = self._cuts_or_refusal(problem, device)
+        return [] if isinstance(cuts, str) else self._variants(problem, cuts)
+
+    def _variants(self, problem, cuts):
         defines = (
             *_switches(problem),
             ("OUTER_AXES", str(len(problem.layout.outer_size))),
             ("REDUCED_AXES", str(len(problem.layout.reduced_size))),
         )
-        return tuple(
-            Step(
-                Variant(
-                    self.source,
-                    "_".join(filter(None, ("softmax", self.name, cut.entry))),
-                    (*defines, *cut.defines),
-                    smem=cut.smem,
-                    cluster=cut.cluster,
-                    cooperative=cut.cooperative,
-                ),
-                (cut.num_blocks, cut.num_groups, 1),
-                (cut.num_threads, 1, 1),
-                cut.scratch,
+        return [
+            Variant(
+                self.source,
+                "_".join(filter(None, ("softmax", self.name, cut.entry))),
+                (*defines, *cut.defines),
+                smem=cut.smem,
+                cluster=cut.cluster,
+                cooperative=cut.cooperative,
             )
             for cut in cuts
-        )
+        ]
 
 
 def _switches(problem):
@@ -174,7 +188,6 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     samples_of = _samples.everything if everything else _samples.representative
     for row in KERNELS:
         for problem in samples_of(row):
-            if row.refusal(problem, device) is None:
-                for step in row.steps(problem, device):
-                    found[row.name, step.variant] = None
+            for variant in row.variants(problem, device):
+                found[row.name, variant] = None
     return list(found)

@@ -1,5 +1,6 @@
 """Where the elements of a softmax problem lie: what a choice of kernel may look at."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -39,21 +40,21 @@ class Layout:
             self.full,
         )
 
-    @property
+    @functools.cached_property
     def num_rows(self) -> int:
         return prod(self.outer_size)
 
-    @property
+    @functools.cached_property
     def row_length(self) -> int:
         return prod(self.reduced_size)
 
-    @property
+    @functools.cached_property
     def is_rows(self) -> bool:
         """Whether neighbours along a row are neighbours in memory."""
         strides = [self.reduced_strides[name] for name in self.full]
         return all(stride == (1,) for stride in strides)
 
-    @property
+    @functools.cached_property
     def inner(self) -> int:
         """How many rows lie side by side, element by element; 1 if they do not."""
         if len(self.reduced_size) > 1 or self.is_rows:

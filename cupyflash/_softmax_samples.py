@@ -1,5 +1,6 @@
 """Problems that stand for all that the softmax table may compile."""
 
+import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ class _Sample:
         return "float32" if all(d in _arrays.FLOATS[:3] for d in used) else "float64"
 
 
+@functools.cache
 def _natural(*names):
     """The result type of NumPy's promotion, with bool and integers as float64."""
     names = {name if name in _arrays.FLOATS else "float64" for name in names}
@@ -158,13 +160,16 @@ def everything(row) -> Iterable[_Sample]:
     seconds = _arrays.FLOATS if row.functions == _rows.FORWARD else tuple(CUDA_TYPES)
     scales = (False, True) if row.functions == _rows.FORWARD else (False,)
     masks = (False,) if row.functions == _rows.BACKWARD else (False, True)
-    for x, second, where, scaled, function in itertools.product(
-        CUDA_TYPES, seconds, masks, scales, row.functions
-    ):
-        for layout in row.samples(x, second):
-            for axes in ((1, 1), (2, 1), (1, 2), (2, 2)):
-                placed = layout.spread(*axes)
-                yield from _samples(row, placed, x, second, where, scaled, function)
+    for x, second in itertools.product(CUDA_TYPES, seconds):
+        # Many problems share a layout, which then finds out once what it is.
+        layouts = [
+            layout.spread(*axes)
+            for layout in row.samples(x, second)
+            for axes in ((1, 1), (2, 1), (1, 2), (2, 2))
+        ]
+        for where, scaled, function in itertools.product(masks, scales, row.functions):
+            for layout in layouts:
+                yield from _samples(row, layout, x, second, where, scaled, function)
 
 
 def representative(row) -> Iterable[_Sample]:

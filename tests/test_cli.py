@@ -148,6 +148,14 @@ def test_compile(tmp_path, capsys):
         assert outcome["dynamic_smem"] >= 0
 
 
+@pytest.mark.usefixtures("one_job")
+def test_compile_knows_what_it_has_found(tmp_path, capsys):
+    known = str(tmp_path / "known.json")
+    for arch, expected in (("sm_80", 0), ("sm_80", 1), ("sm_90a", 0)):
+        assert main("compile", "--arch", arch, "--jobs", "1", "--known", known) == 0
+        assert f"{expected} of them known" in capsys.readouterr().out
+
+
 def test_compile_of_an_unknown_architecture(capsys):
     assert main("compile", "--arch", "volta") == 2
     assert "--arch must look like sm_80" in capsys.readouterr().out

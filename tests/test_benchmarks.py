@@ -1,0 +1,152 @@
+"""Who the benchmarks compare with, and how the tables choose among them."""
+
+import argparse
+import importlib
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import _bench
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """script(name) is a module of the folders of scripts."""
+    for folder in ("benchmarks", "tools"):
+        monkeypatch.syspath_prepend(ROOT / folder)
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if str(ROOT) in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]
+
+
+class Tensor:
+    """As much of a torch tensor as the calls of FlashAttention-4 use."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def transpose(self, a, b):
+        return Tensor(self.array.swapaxes(a, b))
+
+
+class Flash4:
+    """Its two functions, with their order of arguments, by our own."""
+
+    def _flash_attn_fwd(self, q, k, v, *, causal, return_lse=False):
+        q, k, v = (x.array.swapaxes(1, 2) for x in (q, k, v))
+        out, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
+        return Tensor(out.swapaxes(1, 2)), lse if return_lse else None, None, None, None
+
+    def _flash_attn_bwd(self, q, k, v, out, dout, lse, *, causal):
+        dout, q, k, v, out = (x.array.swapaxes(1, 2) for x in (dout, q, k, v, out))
+        grads = cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=causal)
+        return tuple(Tensor(x.swapaxes(1, 2)) for x in grads[:3])
+
+
+@pytest.fixture
+def torch():
+    return types.SimpleNamespace(from_dlpack=Tensor)
+
+
+def inputs(case):
+    q, k, v = _bench.attention_inputs(np, case)
+    return _bench.random(np, q.shape, case.dtype, 3), q, k, v
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash4_gets_and_gives_what_we_do(script, torch, causal):
+    peers, table = script("peers"), script("attention_table")
+    case = table.Cell(2, 3, 3, 5, 7, 8, "float16", causal=causal)
+    dout, q, k, v = inputs(case)
+    flash4, only = Flash4(), (peers.FLASH4,)
+    peers._torch_forward = peers._torch_backward = lambda *args: {}
+    calls = peers.forward(torch, flash4, case, q, k, v, only)
+    expected, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
+    np.testing.assert_array_equal(calls[peers.FLASH4]().array, expected)
+    calls = peers.backward(torch, flash4, case, dout, q, k, v, only)
+    found = calls[peers.FLASH4]()
+    grads = cupyflash.attention_vjp(dout, q, k, v, expected, lse, causal=causal)
+    for mine, theirs in zip(grads[:3], found, strict=True):
+        np.testing.assert_array_equal(theirs.array, mine)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "card", "is_there", "offered"),
+    [
+        ("float16", "", True, True),
+        ("float16", "", False, False),
+        ("float32", "", True, False),
+        ("float16", "sm_80", True, False),  # that is about another card
+    ],
+)
+def test_where_flash4_is_a_peer(script, torch, dtype, card, is_there, offered):
+    peers, table = script("peers"), script("attention_table")
+    peers._torch_forward = peers._torch_backward = lambda *args: {}
+    case = table.Cell(1, 2, 2, 4, 4, 8, dtype, card=card)
+    dout, q, k, v = inputs(case)
+    module = Flash4() if is_there else None
+    forward = peers.forward(torch, module, case, q, k, v)
+    backward = peers.backward(torch, module, case, dout, q, k, v)
+    assert (peers.FLASH4 in forward) == (peers.FLASH4 in backward) == offered
+
+
+def test_peers_are_chosen(script, torch):
+    peers, table = script("peers"), script("attention_table")
+    case = table.Cell(1, 2, 2, 4, 4, 8, "float16")
+    everybody = dict.fromkeys(("torch", "torch cudnn", "torch flash"))
+    peers._torch_forward = lambda *args: everybody
+    calls = peers.forward(torch, Flash4(), case, *inputs(case)[1:], ("torch cudnn",))
+    assert list(calls) == ["torch", "torch cudnn"]
+    assert peers.names("torch cudnn, flash-attn-4") == ("torch cudnn", "flash-attn-4")
+    with pytest.raises(argparse.ArgumentTypeError, match="named cudnn; there are"):
+        peers.names("cudnn")
+
+
+def test_a_report_says_who_was_not_there(script, tmp_path, capsys):
+    timing = script("timing")
+    assert timing.optional("no_such_library") is None
+    assert "without no_such_library: ModuleNotFoundError" in capsys.readouterr().err
+    timing.save(tmp_path / "report.json", "attention", False, table=[])
+    machine = json.loads((tmp_path / "report.json").read_text())["machine"]
+    assert machine["absent"]["no_such_library"].startswith("ModuleNotFoundError: No")
+
+
+def test_the_tables_take_the_fastest_peer(script):
+    tables = script("readme_tables")
+    row = {
+        "case": "a", "group": "bfloat16, D = 64", "dtype": "bfloat16", "card": "",
+        "causal": True, "seqlen_q": 512, "batch": 1, "seqlen_k": 512,
+    }  # fmt: skip
+    rates = {
+        "cupyflash": 5e12, "cupyflash, one order": 9e12, "torch cudnn": 4e12,
+        "flash-attn-4": 4.5e12, "torch flash": 2e12,
+    }  # fmt: skip
+    table = [
+        {**row, "provider": name, "rate": rate, "seconds": 1 / rate}
+        for name, rate in rates.items()
+    ]
+    table.append({**row, "provider": "torch efficient", "failed": "not this case"})
+    report = {"table": table}
+    label = "bfloat16, D = 64, n = 512, causal"
+    assert list(tables._beside_the_best(report)) == [
+        (label, 5.0, 4.5, "FlashAttention-4")
+    ]
+    report["table"] = [r for r in table if r["provider"] != "flash-attn-4"]
+    assert list(tables._beside_the_best(report)) == [(label, 5.0, 4.0, "cuDNN")]
+    report["table"] = table[:1]
+    assert list(tables._beside_the_best(report)) == []
+
+
+def test_every_peer_has_a_name_in_the_tables(script):
+    """Those who take 16 bits; the scores of torch's plain one fill the memory."""
+    peers, tables = script("peers"), script("readme_tables")
+    assert set(tables._PEERS) == set(peers.NAMES) - {"torch math"}

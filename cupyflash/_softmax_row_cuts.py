@@ -324,6 +324,56 @@ def split_rows(problem, device):
     )
 
 
+# A part of a row in registers: vectors of a thread, blocks a multiprocessor, and how many
+# parts lie between the last that is summed of a row and the first that is written.
+TRAIL_HELD = {2: 8, 4: 8, 8: 8}
+TRAIL_BLOCKS = {2: 4, 4: 4, 8: 3}
+TRAIL_MARGIN = 256
+TRAIL_HINTS = 7
+# Of the L2 cache, for a row.
+TRAIL_SHARE = 0.75
+
+
+def trail_rows(problem, device):
+    """Blocks that share rows, which are read again while they are in the L2 cache."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc < (8, 0):
+        return f"{device.name} cannot tell its L2 cache what to keep"
+    dtypes = problem.dtypes
+    if dtypes.get("where"):
+        return "there is a mask"
+    if dtypes["x"] not in _arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    row_bytes = problem.row_length * itemsize_of(dtypes["x"])
+    if row_bytes > TRAIL_SHARE * device.l2_bytes:
+        return f"a row of {problem.row_length} is more than the L2 cache can hold"
+    widest = widest_of(problem)
+    held, blocks_per_sm = TRAIL_HELD[widest], TRAIL_BLOCKS[widest]
+    part = _WALK_THREADS * held * _tiers.VECTOR_BYTES // widest
+    parts = problem.num_rows * -(-problem.row_length // part)
+    if parts >= 1 << 30:
+        return f"{problem.num_rows} rows are too many"
+    values = {
+        "LANES": _WALK_THREADS,
+        "ROWS_PER_BLOCK": 1,
+        "HELD": held,
+        "MARGIN": TRAIL_MARGIN,
+        "MIN_BLOCKS": blocks_per_sm,
+        "HINTS": TRAIL_HINTS,
+    }
+    warps = _WALK_THREADS // _tiers.WARP
+    words = 1 + problem.num_rows + parts * warps
+    main = Cut(
+        min(2 * parts, device.num_sms * blocks_per_sm),
+        _WALK_THREADS,
+        defines_of(values),
+        scratch=words * _TOLD_BYTES,
+    )
+    blocks = min(-(-2 * words // (4 * _WALK_THREADS)), 4 * device.num_sms)
+    return dataclasses.replace(main, entry="clear", num_blocks=blocks), main
+
+
 def stream_pairs(problem, device):
     """Rows of y and dy that pass through the shared memory of many multiprocessors."""
     if not problem.layout.is_rows:

@@ -226,8 +226,18 @@ struct batch_t {
     return is_known;
   }
 
+  template <bool kQuickly>
   __device__ __forceinline__ void add_to(sums_t (&sum)[kVector]) const {
     acc_t m[kVector];
+    if constexpr (kQuickly) {
+      largest(m);
+      see(sum, m);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        sum[j].template add_quickly<kHeld>([&](int k) { return score<acc_t>(k, j); });
+      }
+      return;
+    }
     bool is_near = false;
     if constexpr (sizeof(acc_t) == sizeof(double)) {
       acc_t low[kVector];
@@ -568,11 +578,27 @@ __device__ __forceinline__ void finish_block(const a_t* a,
   }
 }
 
+template <bool kQuickly>
 __device__ __forceinline__ void sum_columns(const a_t* a,
                                             const bool* where,
                                             const tile_t& tile,
-                                            sums_t (&sum)[kVector]) {
-  read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum); });
+                                            total_t (&joined)[kVector]) {
+  sums_t sum[kVector];
+  read_columns(a, where, tile, [&](const batch_t& batch) {
+    batch.template add_to<kQuickly>(sum);
+  });
+  join_in_warp(sum, joined);
+}
+
+// The exponentials of the special function unit take half of the instructions, but only
+// a log of 4 or more has room for their error.
+constexpr bool kCanBeQuick = sizeof(acc_t) == sizeof(float) && !kCoarse;
+
+// Whether, of a part that has been summed quickly, the whole may be between exp(-4) and
+// exp(4), which is less than 2^6: there are not more than 2^18 parts.
+__device__ __forceinline__ bool is_too_quick(const total_t& sum) {
+  const int exponent = (__double2hiint(sum.l.value) >> 20) - 1023 + sum.shift;
+  return is_finite(sum.top) && exponent >= -24 && exponent < 6;
 }
 
 __device__ __forceinline__ deal deal_of(const a_t* a, const layout_t& layout) {
@@ -637,10 +663,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
       const int own = threadIdx.x % kWarpSize / kSide;
       tile.row = int(first) + own;
       tile.rows = own < rows ? int(rows - own + kDeep - 1) / kDeep : 0;
-      sums_t sum[kVector];
-      sum_columns(a, where, tile, sum);
       total_t joined[kVector];
-      join_in_warp(sum, joined);
+      sum_columns<kCanBeQuick>(a, where, tile, joined);
+      if constexpr (kCanBeQuick) {
+        bool again = false;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) again = again || is_too_quick(joined[j]);
+        if (__any_sync(kFullMask, again)) {
+          sum_columns<false>(a, where, tile, joined);
+        }
+      }
       if (tile.is_first()) {
         const int part = warp - shares.first(layout, number);
         partial_sum_t* const to = place_of(partial, number, most) + part * kColumns;

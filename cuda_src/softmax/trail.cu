@@ -1,0 +1,481 @@
+// SPDX-License-Identifier: MIT
+// softmax_trail: long rows in one launch; who writes a row follows who sums it so soon
+// that the second read finds it in L2.
+//
+// Algorithm  softmax_trail_clear: nothing is told yet. softmax_trail: the parts of all
+//            rows stand in one line, each of them twice, once to be summed and once,
+//            kMargin parts after the last of its row, to be written. Blocks take the
+//            next of the line whenever they are free. Who sums the last part of a row
+//            waits for the other sums, joins them and tells the row's; who writes
+//            waits for that. Nobody waits for what comes later in the line, so that
+//            blocks need not all run at once.
+// Grid       1-D; as many blocks of kLanes threads as fit, or fewer
+// Tiles      a part of a row: kHeld vectors of 16 bytes a thread, in registers
+// Memory     x twice, the second time from L2; out once; 16 bytes an access, the ends
+//            of unaligned rows element by element; 16 bytes a warp and part between
+// Numbers    as softmax_split; the exponentials that are summed are those that are
+//            written. Doubles by a table, as softmax_tiled
+// Limits     reduced axis contiguous in x and out; no mask; sm_80 or newer
+//
+// Parameters HELD         as above
+//            MARGIN       as above
+//            MIN_BLOCKS   blocks that a multiprocessor is to have registers for
+//            and those of softmax/score.cuh and softmax/group.cuh
+#include "ptx/cache_hint.cuh"
+#include "ptx/opaque.cuh"
+#include "softmax/group.cuh"
+#include "softmax/partial.cuh"
+#include "softmax/peeled.cuh"
+#include "softmax/row_exp.cuh"
+#include "softmax/told.cuh"
+
+#ifndef HINTS
+#define HINTS 7
+#endif
+constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
+constexpr int kVector = 16 / kWidest;  // elements a vector access
+constexpr int kHeld = HELD, kMargin = MARGIN;
+constexpr int kWarps = kLanes / kWarpSize;
+constexpr int kPart = kLanes * kHeld;  // vectors of a part
+static_assert(!kHasWhere && kLanes >= 2 * kVector, "a thread has an edge at most");
+
+// How a part is summed: doubles by a table; floats in powers of two, by the way that
+// they are written if that is a cheap one.
+constexpr bool kHasRoots = sizeof(acc_t) == sizeof(double);
+constexpr bool kHasPowers = finish_in_powers_t::kTakes || kCoarse;
+constexpr exps kHow = kHasRoots ? exps::kByTable : exps::kOfScore;
+
+// --- the line ------------------------------------------------------------------------
+
+// Parts of rows, in the order in which they are summed.
+struct line_t {
+  unsigned parts;  // of a row
+  unsigned all, lag;
+
+  __device__ __forceinline__ explicit line_t(const layout_t& layout) {
+    constexpr int kElements = kPart * kVector;
+    parts = unsigned((layout.row_length + kElements - 1) / kElements);
+    all = parts * unsigned(layout.num_rows);
+    lag = min(parts + kMargin, all);
+  }
+
+  struct place_t {
+    bool is_written;  // or summed
+    unsigned part;
+  };
+  // First only sums, then a sum and a result in turn, at last only results.
+  __device__ __forceinline__ place_t at(unsigned ticket) const {
+    if (ticket < lag) return {false, ticket};
+    if (ticket >= 2 * all - lag) return {true, ticket - all};
+    const unsigned turn = ticket - lag;
+    return {turn % 2 != 0, turn / 2 + (turn % 2 == 0 ? lag : 0)};
+  }
+};
+
+// What blocks tell each other: the next ticket; of each row, and of each warp of a
+// part, a sum l exp(m) as the two numbers.
+struct board_t {
+  unsigned long long* words;  // 2 + 2 (num_rows + parts of all rows * kWarps)
+  unsigned num_rows;
+
+  __device__ __forceinline__ unsigned take_ticket() const {
+    return unsigned(atomicAdd(words, 1ull));
+  }
+  __device__ __forceinline__ unsigned long long* of_row(unsigned row) const {
+    return words + 2 + 2ull * row;
+  }
+  __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
+    return words + 2 + 2ull * num_rows + 2ull * kWarps * part;
+  }
+  static __device__ __forceinline__ void tell(unsigned long long* at,
+                                              const partial_t& sum) {
+    told_t::tell(at, sum.l);
+    told_t::tell(at + 1, sum.m);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_trail_clear(const x_t* x,
+                        const bool*,
+                        out_t* out,
+                        unsigned long long* words,
+                        const __grid_constant__ layout_t layout) {
+  const long long count =
+      2 + 2 * (layout.num_rows + (long long)line_t(layout).all * kWarps);
+  const long long step = (long long)gridDim.x * kLanes;
+  for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
+    words[i] = i == 0 ? 0 : told_t::kUntold;
+  }
+}
+
+// --- a part of a row -----------------------------------------------------------------
+
+struct piece_t {
+  const layout_t& layout;
+  unsigned row;
+  bool is_last;  // of its row
+  // A row that L2 can hold has fewer than 2^31 elements.
+  const x_t* x;      // from its first whole vector on
+  out_t* out;
+  int num_vectors;
+  int first;  // vector of this thread; others lie kLanes apart
+  int edge;   // an element of this thread that is in no vector, or kNone
+  static constexpr int kNone = -kVector;
+
+  __device__ __forceinline__ piece_t(const x_t* x,
+                                     out_t* out,
+                                     const layout_t& layout,
+                                     const line_t& line,
+                                     unsigned part)
+      : layout(layout), row(part / line.parts) {
+    part -= row * line.parts;
+    is_last = part + 1 == line.parts;
+    const auto at = locate(layout.outer, row);
+    this->x = x + at.of[kX];
+    const auto peeled =
+        peeled_t::of<kVector>(num_before_aligned<kVector>(this->x), layout.row_length);
+    this->x += peeled.head;
+    this->out = out + at.of[kOut] + peeled.head;
+    num_vectors = int(peeled.num_vectors);
+    first = int(part * kPart) + lane();
+    const bool has_edge = part == 0 && lane() < peeled.head + peeled.tail;
+    edge = has_edge ? int(peeled.edge<kVector>(lane())) - peeled.head : kNone;
+  }
+  __device__ __forceinline__ bool is_whole() const {
+    return first - lane() + kPart <= num_vectors;
+  }
+  __device__ __forceinline__ bool has(int k) const {
+    return first + k * kLanes < num_vectors;
+  }
+  __device__ __forceinline__ bool has_edge() const { return edge != kNone; }
+  // Of the first element of vector k of this thread.
+  __device__ __forceinline__ int position(int k) const {
+    return (first + k * kLanes) * kVector;
+  }
+  __device__ __forceinline__ score_t score(x_t element) const {
+    return score_t(to<acc_t>(element), layout);
+  }
+};
+
+// What a thread holds of a part; places beyond the row hold -inf.
+template <typename T>
+struct held_t {
+  using vector = vector_t<T, kVector>;
+  vector read[kHeld];
+  T edge;
+
+  __device__ __forceinline__ void load(const piece_t& piece,
+                                       unsigned long long policy) {
+    if (piece.is_whole()) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) load(piece, k, policy);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        if (piece.has(k)) {
+          load(piece, k, policy);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) read[k].element[e] = padding<T>();
+        }
+      }
+    }
+    edge = piece.has_edge() ? piece.x[piece.edge] : padding<T>();
+  }
+  // visit(score) for all elements.
+  template <typename Visit>
+  __device__ __forceinline__ void each(const piece_t& piece, Visit visit) const {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) visit(piece.score(read[k].element[e]));
+    }
+    visit(piece.score(edge));
+  }
+  // Keeps narrow elements as they came, and nothing that was computed from them: both
+  // together would take too many registers.
+  __device__ __forceinline__ void forget() {
+    if constexpr (sizeof(T) < sizeof(acc_t) && sizeof(vector) >= 4) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        unsigned* const words = reinterpret_cast<unsigned*>(&read[k]);
+#pragma unroll
+        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::forget(words[i]);
+      }
+    }
+  }
+  // The largest score of the warp; NaN if there is one, but of doubles.
+  __device__ __forceinline__ acc_t largest(const piece_t& piece) const {
+    acc_t m = piece.score(edge).high;
+    if constexpr (sizeof(T) == 2 && kVector % 2 == 0 && !kScaled) {
+      vector of_all = read[0];  // no conversion is needed
+#pragma unroll
+      for (int k = 1; k < kHeld; ++k) of_all = larger_of(of_all, read[k]);
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) m = larger(m, to<acc_t>(of_all.element[e]));
+    } else {
+      each(piece, [&](score_t s) { m = larger(m, s.high); });
+    }
+    return warp_reduce(m, [](acc_t a, acc_t b) { return larger(a, b); });
+  }
+
+ private:
+  __device__ __forceinline__ void load(const piece_t& piece,
+                                       int k,
+                                       unsigned long long policy) {
+    using word_t = typename vector::word_t;
+    read[k].word = ptx::load_global(
+        reinterpret_cast<const word_t*>(piece.x + piece.position(k)), policy);
+  }
+  static __device__ __forceinline__ acc_t larger(acc_t a, acc_t b) {
+    if constexpr (kHasRoots) return larger_finite_t()(a, b);
+    return detail::largest_nan(a, b);
+  }
+};
+
+// --- sums ----------------------------------------------------------------------------
+
+// The sum of a warp whatever the scores are, one by one and read again.
+__device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
+  running_t<acc_t> sum;
+  const auto take = [&](x_t element) {
+    const score_t s[1] = {piece.score(element)};
+    take_scores(sum, s);
+  };
+#pragma unroll 1
+  for (int i = 0; i < kHeld * kVector; ++i) {
+    const int k = i / kVector;
+    if (piece.has(k)) take(piece.x[piece.position(k) + i % kVector]);
+  }
+  if (piece.has_edge()) take(piece.x[piece.edge]);
+  return partial_of(warp_reduce(sum, merge_t()));
+}
+
+// The sum of a warp; one that is not finite is none.
+template <exps kHow>
+__device__ __forceinline__ partial_t sum_of_roots(held_t<x_t>& held,
+                                                  const piece_t& piece) {
+  const acc_t m = held.largest(piece);
+  held.forget();
+  const row_exp_t<kHow> exp_of_row(shift_by(m));
+  auto sum = exp_of_row.none();
+  held.each(piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
+  return {total(warp_reduce(exp_of_row.sum_of(sum), plus_t())), double(m)};
+}
+__device__ __forceinline__ partial_t sum_of_powers(held_t<x_t>& held,
+                                                   const piece_t& piece) {
+  const acc_t m = held.largest(piece);
+  held.forget();
+  if (m == -infinity<acc_t>()) return {0, double(m)};
+  if (!power_t::takes(m)) return {infinity<double>(), 0};
+  const power_t power(m);
+  const auto term = [&](score_t s) {
+    if constexpr (kCoarse) return exp2f(fmaf(s.high, float(kLog2e), -power.unit));
+    return power(s);
+  };
+  // Four are added as floats; of what becomes 16 bits, those of a vector.
+  double l = term(piece.score(held.edge));
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    float part = 0;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      part += term(piece.score(held.read[k].element[e]));
+    }
+    l += part;
+  }
+  l = warp_reduce(l, plus_t());
+  return {l * power_sum_t<float, false>::power_about(int(power.unit), m), double(m)};
+}
+__device__ __forceinline__ partial_t sum_of_pairs(held_t<x_t>& held,
+                                                  const piece_t& piece) {
+  powers_t sum;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    score_t s[kVector];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) s[e] = piece.score(held.read[k].element[e]);
+    take_scores(sum, s);
+  }
+  const score_t s[1] = {piece.score(held.edge)};
+  take_scores(sum, s);
+  sum.template join<kWarpSize>();
+  if (!is_sum(sum)) return {infinity<double>(), 0};
+  return partial_of(sum);
+}
+
+template <exps kHow>
+__device__ __forceinline__ void sum_up(held_t<x_t>& held,
+                                       const piece_t& piece,
+                                       unsigned long long* told) {
+  partial_t sum;
+  if constexpr (kHasRoots) {
+    sum = sum_of_roots<kHow>(held, piece);
+  } else if constexpr (kHasPowers) {
+    sum = sum_of_powers(held, piece);
+  } else {
+    sum = sum_of_pairs(held, piece);
+  }
+  if (!is_finite(sum.l)) {
+    sum = careful_sum(piece);
+    // In the unit of the other sums.
+    if constexpr (kHasRoots && !kLog) sum.l *= __hiloint2double((1023 + 512) << 20, 0);
+  }
+  if (threadIdx.x % kWarpSize == 0) {
+    board_t::tell(told + threadIdx.x / kWarpSize * 2, sum);
+  }
+}
+
+// Joins what has been told of the parts of a row, by a block.
+__device__ __forceinline__ void join(const board_t& board,
+                                     unsigned row,
+                                     unsigned parts) {
+  const unsigned long long* const told = board.of_part(row * parts);
+  double m = -infinity<double>();
+  for (unsigned i = lane(); i < parts * kWarps; i += kLanes) {
+    m = larger_finite_t()(m, told_t::read(told + 2 * i + 1));
+  }
+  m = group_reduce<kLanes>(m, larger_finite_t());
+  sum_t sum;
+  for (unsigned i = lane(); i < parts * kWarps; i += kLanes) {
+    const double l = told_t::read(told + 2 * i), of = told_t::read(told + 2 * i + 1);
+    const bool is_scaled = of < m && is_finite(l);
+    const bool is_none = of == -infinity<double>();
+    sum += is_scaled ? (is_none ? 0 : l * exp_diff_exact(of, m)) : l;
+  }
+  const double l = group_reduce<kLanes>(sum.value, plus_t());
+  if (threadIdx.x == 0) board.tell(board.of_row(row), {l, m});
+}
+
+// --- results -------------------------------------------------------------------------
+
+// The last step for a row.
+struct last_step_t {
+  finish_t usual;
+  finish_in_powers_t in_powers;
+  bool takes_powers;
+
+  last_step_t() = default;
+  __device__ __forceinline__ explicit last_step_t(const partial_t& sum)
+      : takes_powers(false) {
+    const acc_t m = acc_t(sum.m);
+    if constexpr (finish_in_powers_t::kTakes) {
+      takes_powers = finish_in_powers_t::takes(sum.l, m);
+      if (takes_powers) {
+        in_powers = finish_in_powers_t(sum.l, m);
+        return;
+      }
+    }
+    usual = finish_t(shift_by(m), sum.l);
+  }
+};
+
+template <typename Finish>
+__device__ __forceinline__ void write(held_t<x_t>& held,
+                                      const piece_t& piece,
+                                      const Finish& finish,
+                                      unsigned long long policy) {
+  const bool in_vectors =
+      is_aligned<out_t, kVector>(piece.out);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    acc_t result[kVector];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      result[e] = finish(piece.score(held.read[k].element[e]));
+    }
+    const auto written = to_vector<out_t, kVector>::of(result);
+    if (!piece.has(k)) continue;
+    out_t* const home = piece.out + piece.position(k);
+    if (in_vectors) {
+      using word_t = typename vector_t<out_t, kVector>::word_t;
+      ptx::store_global(reinterpret_cast<word_t*>(home), written.word, policy);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) home[e] = written.element[e];
+    }
+  }
+  const acc_t of_edge = finish(piece.score(held.edge));
+  if (piece.has_edge()) piece.out[piece.edge] = to<out_t>(of_edge);
+}
+
+// The same for scores where the quick way does not reach, one by one and read again.
+__device__ __forceinline__ void write_carefully(const piece_t& piece,
+                                                const finish_t& finish) {
+  const auto write_one = [&](int i) {
+    piece.out[i] = to<out_t>(finish(piece.score(piece.x[i])));
+  };
+#pragma unroll 1
+  for (int i = 0; i < kHeld * kVector; ++i) {
+    const int k = i / kVector;
+    if (piece.has(k)) write_one(piece.position(k) + i % kVector);
+  }
+  if (piece.has_edge()) write_one(piece.edge);
+}
+
+template <exps kHow>
+__device__ __forceinline__ void write(held_t<x_t>& held,
+                                      const piece_t& piece,
+                                      const last_step_t& step,
+                                      unsigned long long policy) {
+  if constexpr (finish_in_powers_t::kTakes) {
+    if (step.takes_powers) {
+      write(held, piece, step.in_powers, policy);
+    } else {
+      write_carefully(piece, step.usual);
+    }
+  } else if constexpr (kHasRoots && !kLog) {
+    const row_exp_t<kHow> exp_of_row(step.usual.m);
+    const auto finish = [&](score_t s) { return exp_of_row(s) * step.usual.inverse; };
+    write(held, piece, finish, policy);
+  } else {
+    write(held, piece, step.usual, policy);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
+    softmax_trail(const x_t* x,
+                  const bool*,  // no mask
+                  out_t* out,
+                  unsigned long long* words,
+                  const __grid_constant__ layout_t layout) {
+  // Of what the threads share one place is written while the other may be read.
+  __shared__ unsigned next[2];
+  __shared__ last_step_t step[2];
+  const line_t line(layout);
+  const board_t board{words, unsigned(layout.num_rows)};
+  const unsigned long long of_sums =
+      HINTS & 1 ? ptx::policy_evict_last() : ptx::policy_evict_normal();
+  const unsigned long long of_reads =
+      HINTS & 2 ? ptx::policy_evict_first() : ptx::policy_evict_normal();
+  const unsigned long long of_writes =
+      HINTS & 4 ? ptx::policy_evict_first() : ptx::policy_evict_normal();
+  if (threadIdx.x == 0) next[1] = board.take_ticket();
+  __syncthreads();
+  unsigned ticket = next[1];
+  for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
+    unsigned ahead;
+    if (threadIdx.x == 0) ahead = board.take_ticket();
+    const line_t::place_t place = line.at(ticket);
+    const piece_t piece(x, out, layout, line, place.part);
+    held_t<x_t> held;
+    held.load(piece, place.is_written ? of_reads : of_sums);
+    if (place.is_written) {
+      if (threadIdx.x == 0) {
+        const unsigned long long* const told = board.of_row(piece.row);
+        const double l = told_t::read(told), m = told_t::read(told + 1);
+        step[turn] = last_step_t({l, m});
+        next[turn] = ahead;
+      }
+      __syncthreads();
+      const last_step_t finish = step[turn];
+      write<kHow>(held, piece, finish, of_writes);
+    } else {
+      sum_up<kHow>(held, piece, board.of_part(place.part));
+      if (threadIdx.x == 0) next[turn] = ahead;
+      __syncthreads();
+      if (piece.is_last) join(board, piece.row, line.parts);
+    }
+    ticket = next[turn];
+  }
+}

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_softmax.py --json benchmarks/results/softmax_h200.json
 
-Two parts. The ladder: all methods over a few shapes, for the table of the README.
+Three parts. The ladder: all methods over a few shapes, for the table of the README.
 The table (GPU only): "auto" over every line of what is wanted, beside a copy of the
-same array in the same run, and a sweep over 200 lengths that looks for dips.
+same array in the same run. The sweep (GPU only): 200 lengths, to look for dips.
 
 GB/s count what has to move: one read and one write (logsumexp: one read; the vector-
 Jacobian products: two reads and a write). The share is that rate over the copy's, for
@@ -12,8 +12,10 @@ logsumexp over that of a sweep that only reads.
 """
 
 import contextlib
+import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import softmax_table
@@ -46,6 +48,8 @@ CPU_CASES = [
     SoftmaxCase(256, 65536, "float32"),
     SoftmaxCase(4096, 4096, "float64"),
 ]
+
+PARTS = ("ladder", "table", "sweep")
 
 
 # --- the ladder ----------------------------------------------------------------------
@@ -376,7 +380,11 @@ def report_table(rows):
 def main():
     """Measure, print the tables and write the report."""
     parser = timing.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("all", "ladder", "table"), default="all")
+    parser.add_argument("--part", choices=("all", *PARTS), default="all")
+    parser.add_argument(
+        "--add", type=Path, nargs="*", default=[], metavar="FILE",
+        help="reports of other parts, which the report is to hold too",
+    )  # fmt: skip
     parser.add_argument(
         "--jobs", type=int, default=12, help="processes that compile ahead (1: none)"
     )
@@ -385,23 +393,29 @@ def main():
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch")
     quack = timing.optional("quack") if on_gpu else None
+    parts = PARTS if args.part == "all" else (args.part,)
     rows, table, reads = [], [], {}
-    if args.part != "table":
+    if "ladder" in parts:
         cases = GPU_CASES if on_gpu else CPU_CASES
         cases = [case for case in cases if args.only in case.label]
         for case in _console.progress(cases, "softmax"):
             rows += measure(xp, case, on_gpu, args.turns, torch, quack)
         _bench.report(rows, "GB/s", 1e9)
-    if on_gpu and args.part != "ladder":
+    if on_gpu and parts != ("ladder",):
         xp.get_default_memory_pool().free_all_blocks()
         cases = [
             case
             for case in softmax_table.cases()
             if args.only in f"{case.group}: {case.label}"
+            and ("sweep" if case.group == "sweep" else "table") in parts
         ]
         peers = (None, None) if args.no_peers else (torch, quack)
         table, reads = measure_table(xp, cases, args.turns, *peers, args.jobs)
         report_table(table)
+    for path in args.add:
+        other = json.loads(path.read_text("utf-8"))
+        rows, table = other["rows"] + rows, other["table"] + table
+        reads = other["reads"] | reads
     timing.save(args.json, "softmax", on_gpu, rows=rows, table=table, reads=reads)
 
 

@@ -8,17 +8,17 @@ namespace ptx {
 // Lines that are to stay longer than others, and lines that go first.
 __device__ __forceinline__ unsigned long long policy_evict_last() {
   unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ unsigned long long policy_evict_first() {
   unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 __device__ __forceinline__ unsigned long long policy_evict_normal() {
   unsigned long long policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
@@ -52,6 +52,13 @@ __device__ __forceinline__ uint4 load_global(const uint4* p,
   return v;
 }
 
+__device__ __forceinline__ void store_global(unsigned short* p,
+                                             unsigned short v,
+                                             unsigned long long policy) {
+  asm volatile("st.global.L2::cache_hint.b16 [%0], %1, %2;" ::"l"(p), "h"(v),
+               "l"(policy)
+               : "memory");
+}
 __device__ __forceinline__ void store_global(unsigned* p,
                                              unsigned v,
                                              unsigned long long policy) {

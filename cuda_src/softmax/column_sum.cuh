@@ -64,25 +64,6 @@ struct column_sum_t {
       return detail::times_power(e, range::low_bits(rounded));
     });
   }
-  // The same by the special function unit, to 2^-22 of each: enough where the log of the
-  // sum is 4 or more.
-  template <int kCount, typename Score>
-  __device__ __forceinline__ void add_quickly(Score score) {
-    constexpr float kHigh = float(kLog2e), kLow = float(kLog2e - double(kHigh));
-    constexpr int kAtOnce = kCount % 4 == 0 ? 4 : 1;  // are added as floats
-    const float lowest = fma_of(unit, float(kLn2), float(-range::kReach * kLn2));
-    const float round = range::kRound - unit;
-#pragma unroll
-    for (int first = 0; first < kCount; first += kAtOnce) {
-      l += tree<kAtOnce>([&](int k) {
-        const float x = fmaxf(score(first + k), lowest);
-        const float rounded = fma_of(x, kHigh, round);  // k - unit, in its low bits
-        const float whole = rounded - round;
-        const float r = fma_of(x, kLow, fma_of(x, kHigh, -whole));
-        return range::times_power(exp2f(r), range::low_bits(rounded));
-      });
-    }
-  }
   // One of them to about 2^-21, for results of 16 bits.
   __device__ __forceinline__ float term(float score) const {
     return exp2f(fma_of(score, float(kLog2e), -unit));

@@ -23,6 +23,8 @@
 // Parameters A_T, OUT_T    element types of a, and of out and sign
 //            HAS_WHERE     1 if there is a mask
 //            SHARES        warps that share the rows
+//            STAGES        batches of a thread in shared memory, one to work on
+//            WHOLE         1 if shares are whole tiles: nothing is left to join
 //            and those of softmax/columns.cuh
 #include "softmax/columns.cuh"
 #include "softmax/column_sum.cuh"
@@ -33,7 +35,8 @@
 using a_t = A_T;
 using out_t = OUT_T;
 constexpr bool kHasWhere = HAS_WHERE;
-constexpr int kShares = SHARES;
+constexpr int kShares = SHARES, kStages = STAGES;
+constexpr bool kWhole = WHOLE;
 
 constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 using sums_t = column_sum_t<acc_t, kCoarse>;
@@ -99,41 +102,43 @@ __device__ __forceinline__ void copy_element(a_t* to, const a_t* from) {
   *to = *from;
 }
 
-// Two batches of this thread in shared memory: one on the way, one to work on. Nobody
+// Batches of this thread in shared memory: one to work on, the others on the way. Nobody
 // else reads them, so that there is no barrier.
 struct ring_t {
   using element_t = vector_t<a_t, kVector>;
   element_t* mine;
 
-  static constexpr int kBytes = 2 * kHeld * kNumThreads * int(sizeof(element_t));
   __device__ __forceinline__ ring_t()
       : mine(reinterpret_cast<element_t*>(memory) + threadIdx.x) {}
 
-  __device__ __forceinline__ element_t& at(int half, int k) const {
-    return mine[(half * kHeld + k) * kNumThreads];
+  __device__ __forceinline__ element_t& at(int stage, int k) const {
+    return mine[(stage * kHeld + k) * kNumThreads];
+  }
+  static __device__ __forceinline__ int after(int stage) {
+    return stage + 1 == kStages ? 0 : stage + 1;
   }
   // Starts to load rows from number `first` of this thread on, of which `rows` are
   // left; `a` is at its start.
   __device__ __forceinline__ void load(
-      int half, const a_t* a, const tile_t& tile, int first, int rows) const {
+      int stage, const a_t* a, const tile_t& tile, int first, int rows) const {
     const long long step = tile.step(kA);
     a += first * step + tile.offset(0);
     const bool takes_vector =
         tile.how == deal::kVectors && tile.offset(0) < tile.columns;
     if (takes_vector && rows >= kHeld) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) copy_vector(&at(half, k), a + k * step);
+      for (int k = 0; k < kHeld; ++k) copy_vector(&at(stage, k), a + k * step);
     } else {
 #pragma unroll 1
       for (int k = 0; k < kHeld; ++k, a += step) {
         if (takes_vector && k < rows) {
-          copy_vector(&at(half, k), a);
+          copy_vector(&at(stage, k), a);
           continue;
         }
         const int count = tile.how == deal::kSingles && k < rows ? tile.columns : 0;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          a_t* const home = &at(half, k).element[j];
+          a_t* const home = &at(stage, k).element[j];
           if (tile.offset(j) < count) {
             copy_element(home, a + j * kSide);
           } else {
@@ -146,10 +151,10 @@ struct ring_t {
     ptx::commit_copies();
 #endif
   }
-  // Waits for all but the last batch that was asked for.
+  // Waits for the batch that was asked for first.
   __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 800
-    ptx::wait_copy_groups<1>();
+    ptx::wait_copy_groups<kStages - 1>();
 #endif
   }
 };
@@ -157,7 +162,7 @@ struct ring_t {
 // The elements that this thread works on at a time; what does not take part is -inf.
 struct batch_t {
   ring_t ring;
-  int half;
+  int stage;
   unsigned long long selected = 0;  // a bit an element, if kTracks
 
   // Which of the rows of this thread from number `first` on take part; `rows` are left.
@@ -183,13 +188,13 @@ struct batch_t {
   template <typename T>
   __device__ __forceinline__ T score(int k, int j) const {
     const bool takes_part = !kTracks || selected >> (k * kVector + j) & 1;
-    return takes_part ? to<T>(ring.at(half, k).element[j]) : -infinity<T>();
+    return takes_part ? to<T>(ring.at(stage, k).element[j]) : -infinity<T>();
   }
 
   // The largest score of each column, or NaN.
   __device__ __forceinline__ void largest(acc_t (&m)[kVector]) const {
     if constexpr (kPacksMax) {
-      const auto of_pairs = largest_in_pairs(ring.at(half, 0));
+      const auto of_pairs = largest_in_pairs(ring.at(stage, 0));
 #pragma unroll
       for (int j = 0; j < kVector; ++j) m[j] = to<acc_t>(of_pairs.element[j]);
     } else {
@@ -226,18 +231,8 @@ struct batch_t {
     return is_known;
   }
 
-  template <bool kQuickly>
   __device__ __forceinline__ void add_to(sums_t (&sum)[kVector]) const {
     acc_t m[kVector];
-    if constexpr (kQuickly) {
-      largest(m);
-      see(sum, m);
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        sum[j].template add_quickly<kHeld>([&](int k) { return score<acc_t>(k, j); });
-      }
-      return;
-    }
     bool is_near = false;
     if constexpr (sizeof(acc_t) == sizeof(double)) {
       acc_t low[kVector];
@@ -264,7 +259,7 @@ struct batch_t {
   template <typename Vector>
   __device__ __forceinline__ Vector largest_in_pairs(Vector m) const {
 #pragma unroll
-    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(half, k));
+    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(stage, k));
     return m;
   }
   static __device__ __forceinline__ void see(sums_t (&sum)[kVector],
@@ -302,8 +297,8 @@ struct batch_t {
 };
 static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch) for all rows of this thread. The next batch is on the way while one
-// is worked on.
+// Calls take(batch) for all rows of this thread. The next batches are on the way while
+// one is worked on.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a,
                                              const bool* where,
@@ -312,13 +307,19 @@ __device__ __forceinline__ void read_columns(const a_t* a,
   const ring_t ring;
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
-  ring.load(0, a, tile, 0, tile.rows);
-  int half = 0;
+#pragma unroll
+  for (int i = 0; i < kStages - 1; ++i) {
+    ring.load(i, a, tile, i * kHeld, tile.rows - i * kHeld);
+  }
+  int stage = 0, free = kStages - 1;
 #pragma unroll 1
-  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
-    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
+  for (int first = 0; first < tile.rows; first += kHeld) {
+    const int ahead = first + (kStages - 1) * kHeld;
+    ring.load(free, a, tile, ahead, tile.rows - ahead);
     ring.wait();
-    batch_t batch = {ring, half};
+    batch_t batch = {ring, stage};
+    stage = ring.after(stage);
+    free = ring.after(free);
     batch.select(where, tile, first, tile.rows - first);
     take(batch);
   }
@@ -578,27 +579,11 @@ __device__ __forceinline__ void finish_block(const a_t* a,
   }
 }
 
-template <bool kQuickly>
 __device__ __forceinline__ void sum_columns(const a_t* a,
                                             const bool* where,
                                             const tile_t& tile,
-                                            total_t (&joined)[kVector]) {
-  sums_t sum[kVector];
-  read_columns(a, where, tile, [&](const batch_t& batch) {
-    batch.template add_to<kQuickly>(sum);
-  });
-  join_in_warp(sum, joined);
-}
-
-// The exponentials of the special function unit take half of the instructions, but only
-// a log of 4 or more has room for their error.
-constexpr bool kCanBeQuick = sizeof(acc_t) == sizeof(float) && !kCoarse;
-
-// Whether, of a part that has been summed quickly, the whole may be between exp(-4) and
-// exp(4), which is less than 2^6: there are not more than 2^18 parts.
-__device__ __forceinline__ bool is_too_quick(const total_t& sum) {
-  const int exponent = (__double2hiint(sum.l.value) >> 20) - 1023 + sum.shift;
-  return is_finite(sum.top) && exponent >= -24 && exponent < 6;
+                                            sums_t (&sum)[kVector]) {
+  read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum); });
 }
 
 __device__ __forceinline__ deal deal_of(const a_t* a, const layout_t& layout) {
@@ -613,7 +598,10 @@ struct shares_t {
 
   __device__ __forceinline__ explicit shares_t(const layout_t& layout)
       : total((long long)num_tiles(layout) * layout.row_length),
-        share((total + kShares - 1) / kShares) {}
+        share((total + kShares - 1) / kShares) {
+    if (kWhole) share = (share + layout.row_length - 1) / layout.row_length;
+    if (kWhole) share *= layout.row_length;
+  }
 
   // Of a tile: the warp that has its first row, and how many have some.
   __device__ __forceinline__ int first(const layout_t& layout, long long tile) const {
@@ -624,7 +612,7 @@ struct shares_t {
     return int(last / share) - first(layout, tile) + 1;
   }
   __device__ __forceinline__ int most(const layout_t& layout) const {
-    return int((layout.row_length - 1) / share) + 2;
+    return kWhole ? 1 : int((layout.row_length - 1) / share) + 2;
   }
 };
 
@@ -640,11 +628,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     softmax_logsumexp_shares_sum(const a_t* a,
                                  const a_t*,
                                  const bool* where,
-                                 out_t*,
-                                 out_t*,
+                                 out_t* out,
+                                 out_t* sign,
                                  partial_sum_t* partial,
                                  const __grid_constant__ layout_t layout) {
   if constexpr (kInWarp && kGroup == kWarpSize) {
+    __shared__ shared_t shared;
     const deal how = deal_of(a, layout);
     const shares_t shares(layout);
     const int most = shares.most(layout);
@@ -663,21 +652,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
       const int own = threadIdx.x % kWarpSize / kSide;
       tile.row = int(first) + own;
       tile.rows = own < rows ? int(rows - own + kDeep - 1) / kDeep : 0;
+      sums_t sum[kVector];
+      sum_columns(a, where, tile, sum);
       total_t joined[kVector];
-      sum_columns<kCanBeQuick>(a, where, tile, joined);
-      if constexpr (kCanBeQuick) {
-        bool again = false;
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) again = again || is_too_quick(joined[j]);
-        if (__any_sync(kFullMask, again)) {
-          sum_columns<false>(a, where, tile, joined);
-        }
-      }
+      join_in_warp(sum, joined);
       if (tile.is_first()) {
         const int part = warp - shares.first(layout, number);
         partial_sum_t* const to = place_of(partial, number, most) + part * kColumns;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) to[tile.offset(j)] = partial_sum_t(joined[j]);
+      }
+      if constexpr (kWhole) {
+        __syncwarp();  // all parts of the tile, which are one, have been written
+        const partial_sum_t* const parts = place_of(partial, number, most);
+        const auto part_of = [&](int c, int) { return parts[c]; };
+        merge_in_warp(a, where, part_of, 1, {tile, out, sign}, shared);
       }
       at += rows;
     }

@@ -72,10 +72,10 @@ struct line_t {
   }
 };
 
-// What blocks tell each other: the next ticket; of each row, and of each warp of a
-// part, a sum l exp(m) as the two numbers.
+// What blocks tell each other: the next ticket; of each row, and of each part, a sum
+// l exp(m) as the two numbers.
 struct board_t {
-  unsigned long long* words;  // 2 + 2 (num_rows + parts of all rows * kWarps)
+  unsigned long long* words;  // 2 + 2 (num_rows + parts of all rows)
   unsigned num_rows;
 
   __device__ __forceinline__ unsigned take_ticket() const {
@@ -85,12 +85,23 @@ struct board_t {
     return words + 2 + 2ull * row;
   }
   __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
-    return words + 2 + 2ull * num_rows + 2ull * kWarps * part;
+    return words + 2 + 2ull * (num_rows + part);
   }
   static __device__ __forceinline__ void tell(unsigned long long* at,
                                               const partial_t& sum) {
     told_t::tell(at, sum.l);
     told_t::tell(at + 1, sum.m);
+  }
+  // Waits until it has been told.
+  static __device__ __forceinline__ partial_t read(const unsigned long long* at) {
+    unsigned long long l, m;
+    while (true) {
+      l = ptx::load_relaxed(at);
+      m = ptx::load_relaxed(at + 1);
+      if (l != told_t::kUntold && m != told_t::kUntold) break;
+      __nanosleep(64);
+    }
+    return {__longlong_as_double(l), __longlong_as_double(m)};
   }
 };
 
@@ -101,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                         unsigned long long* words,
                         const __grid_constant__ layout_t layout) {
   const long long count =
-      2 + 2 * (layout.num_rows + (long long)line_t(layout).all * kWarps);
+      2 + 2 * (layout.num_rows + (long long)line_t(layout).all);
   const long long step = (long long)gridDim.x * kLanes;
   for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
     words[i] = i == 0 ? 0 : told_t::kUntold;
@@ -254,18 +265,16 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
 // The sum of a warp; one that is not finite is none.
 template <exps kHow>
 __device__ __forceinline__ partial_t sum_of_roots(held_t<x_t>& held,
-                                                  const piece_t& piece) {
-  const acc_t m = held.largest(piece);
-  held.forget();
+                                                  const piece_t& piece,
+                                                  acc_t m) {
   const row_exp_t<kHow> exp_of_row(shift_by(m));
   auto sum = exp_of_row.none();
   held.each(piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
   return {total(warp_reduce(exp_of_row.sum_of(sum), plus_t())), double(m)};
 }
 __device__ __forceinline__ partial_t sum_of_powers(held_t<x_t>& held,
-                                                   const piece_t& piece) {
-  const acc_t m = held.largest(piece);
-  held.forget();
+                                                   const piece_t& piece,
+                                                   acc_t m) {
   if (m == -infinity<acc_t>()) return {0, double(m)};
   if (!power_t::takes(m)) return {infinity<double>(), 0};
   const power_t power(m);
@@ -304,47 +313,56 @@ __device__ __forceinline__ partial_t sum_of_pairs(held_t<x_t>& held,
   return partial_of(sum);
 }
 
+// The sum of a warp; `m` is the largest of its scores.
 template <exps kHow>
-__device__ __forceinline__ void sum_up(held_t<x_t>& held,
-                                       const piece_t& piece,
-                                       unsigned long long* told) {
+__device__ __forceinline__ partial_t sum_up(held_t<x_t>& held,
+                                            const piece_t& piece,
+                                            acc_t m) {
   partial_t sum;
   if constexpr (kHasRoots) {
-    sum = sum_of_roots<kHow>(held, piece);
+    sum = sum_of_roots<kHow>(held, piece, m);
   } else if constexpr (kHasPowers) {
-    sum = sum_of_powers(held, piece);
+    sum = sum_of_powers(held, piece, m);
   } else {
     sum = sum_of_pairs(held, piece);
   }
   if (!is_finite(sum.l)) {
     sum = careful_sum(piece);
     // In the unit of the other sums.
-    if constexpr (kHasRoots && !kLog) sum.l *= __hiloint2double((1023 + 512) << 20, 0);
+    if constexpr (kHasRoots && !kLog) {
+      sum.l *= __hiloint2double((1023 + row_exp_t<kHow>::kRoom) << 20, 0);
+    }
   }
-  if (threadIdx.x % kWarpSize == 0) {
-    board_t::tell(told + threadIdx.x / kWarpSize * 2, sum);
-  }
+  return sum;
 }
 
-// Joins what has been told of the parts of a row, by a block.
-__device__ __forceinline__ void join(const board_t& board,
-                                     unsigned row,
-                                     unsigned parts) {
+// As a sum l exp(m), where m is at least that of the sum.
+__device__ __forceinline__ double scaled_to(const partial_t& sum, double m) {
+  if (sum.m == m || !is_finite(sum.l)) return sum.l;
+  return sum.m == -infinity<double>() ? 0 : sum.l * exp_diff_exact(sum.m, m);
+}
+
+// Joins sums of warps, in all lanes of one.
+__device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps]) {
+  const partial_t own = sums[threadIdx.x % kWarps];
+  const double m = warp_reduce<kWarps>(own.m, larger_finite_t());
+  return {warp_reduce<kWarps>(scaled_to(own, m), plus_t()), m};
+}
+
+// Joins what is told of the parts of a row, by a block, and tells it.
+__device__ __forceinline__ void join_parts(const board_t& board,
+                                           unsigned row,
+                                           unsigned parts) {
   const unsigned long long* const told = board.of_part(row * parts);
-  double m = -infinity<double>();
-  for (unsigned i = lane(); i < parts * kWarps; i += kLanes) {
-    m = larger_finite_t()(m, told_t::read(told + 2 * i + 1));
+  partial_t own = {0, -infinity<double>()};
+  for (unsigned i = lane(); i < parts; i += kLanes) {
+    const partial_t next = board_t::read(told + 2 * i);
+    const double m = larger_finite_t()(own.m, next.m);
+    own = {scaled_to(own, m) + scaled_to(next, m), m};
   }
-  m = group_reduce<kLanes>(m, larger_finite_t());
-  sum_t sum;
-  for (unsigned i = lane(); i < parts * kWarps; i += kLanes) {
-    const double l = told_t::read(told + 2 * i), of = told_t::read(told + 2 * i + 1);
-    const bool is_scaled = of < m && is_finite(l);
-    const bool is_none = of == -infinity<double>();
-    sum += is_scaled ? (is_none ? 0 : l * exp_diff_exact(of, m)) : l;
-  }
-  const double l = group_reduce<kLanes>(sum.value, plus_t());
-  if (threadIdx.x == 0) board.tell(board.of_row(row), {l, m});
+  const double m = group_reduce<kLanes>(own.m, larger_finite_t());
+  const double l = group_reduce<kLanes>(scaled_to(own, m), plus_t());
+  if (threadIdx.x == 0) board_t::tell(board.of_row(row), {l, m});
 }
 
 // --- results -------------------------------------------------------------------------
@@ -442,39 +460,46 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
   // Of what the threads share one place is written while the other may be read.
   __shared__ unsigned next[2];
   __shared__ last_step_t step[2];
+  __shared__ partial_t sums[2][kWarps];
   const line_t line(layout);
   const board_t board{words, unsigned(layout.num_rows)};
-  const unsigned long long of_sums =
-      HINTS & 1 ? ptx::policy_evict_last() : ptx::policy_evict_normal();
-  const unsigned long long of_reads =
-      HINTS & 2 ? ptx::policy_evict_first() : ptx::policy_evict_normal();
-  const unsigned long long of_writes =
-      HINTS & 4 ? ptx::policy_evict_first() : ptx::policy_evict_normal();
   if (threadIdx.x == 0) next[1] = board.take_ticket();
   __syncthreads();
   unsigned ticket = next[1];
   for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
     unsigned ahead;
-    if (threadIdx.x == 0) ahead = board.take_ticket();
+    if (PREFETCH == 1 && threadIdx.x == 0) ahead = board.take_ticket();
     const line_t::place_t place = line.at(ticket);
     const piece_t piece(x, out, layout, line, place.part);
     held_t<x_t> held;
-    held.load(piece, place.is_written ? of_reads : of_sums);
+    held.load(piece,
+              place.is_written ? ptx::policy_evict_first() : ptx::policy_evict_last());
     if (place.is_written) {
       if (threadIdx.x == 0) {
-        const unsigned long long* const told = board.of_row(piece.row);
-        const double l = told_t::read(told), m = told_t::read(told + 1);
-        step[turn] = last_step_t({l, m});
-        next[turn] = ahead;
+        step[turn] = last_step_t(board_t::read(board.of_row(piece.row)));
+        if (PREFETCH == 0) ahead = board.take_ticket();
+        if (PREFETCH == 1) next[turn] = ahead;
       }
       __syncthreads();
       const last_step_t finish = step[turn];
-      write<kHow>(held, piece, finish, of_writes);
+      write<kHow>(held, piece, finish, ptx::policy_evict_first());
+      if (PREFETCH == 0) {
+        if (threadIdx.x == 0) next[turn] = ahead;
+        __syncthreads();
+      }
     } else {
-      sum_up<kHow>(held, piece, board.of_part(place.part));
+      const acc_t m = held.largest(piece);
+      held.forget();
+      if (PREFETCH == 0 && threadIdx.x == 0) ahead = board.take_ticket();
+      const partial_t sum = sum_up<kHow>(held, piece, m);
+      if (threadIdx.x % kWarpSize == 0) sums[turn][threadIdx.x / kWarpSize] = sum;
       if (threadIdx.x == 0) next[turn] = ahead;
       __syncthreads();
-      if (piece.is_last) join(board, piece.row, line.parts);
+      if (threadIdx.x < kWarpSize) {
+        const partial_t of_part = join_warps(sums[turn]);
+        if (threadIdx.x == 0) board_t::tell(board.of_part(place.part), of_part);
+      }
+      if (piece.is_last) join_parts(board, piece.row, line.parts);
     }
     ticket = next[turn];
   }

@@ -324,34 +324,42 @@ def split_rows(problem, device):
     )
 
 
-# A part of a row in registers: vectors of a thread, blocks a multiprocessor, and how many
-# parts lie between the last that is summed of a row and the first that is written.
-TRAIL_HELD = {2: 8, 4: 8, 8: 8}
-TRAIL_BLOCKS = {2: 4, 4: 4, 8: 3}
-TRAIL_MARGIN = 256
-TRAIL_PREFETCH = 0
-# Of the L2 cache, for a row.
-TRAIL_SHARE = 0.75
+# Long rows in one launch. Parts that stay in shared memory until they are written:
+# vectors of a thread, blocks a multiprocessor, slots of a block.
+TRAIL_KEPT = (6, 3, 3)
+# Parts that are read again from L2: the same by bytes of an element, how many parts lie
+# between the last that is summed of a row and the first that is written, and the share
+# of L2 for a row.
+TRAIL_HELD = {2: (8, 3), 4: (8, 3), 8: (6, 3)}
+TRAIL_MARGIN, TRAIL_SHARE = 384, 0.55
 
 
 def trail_rows(problem, device):
-    """Blocks that share rows, which are read again while they are in the L2 cache."""
+    """Blocks that share rows and keep them, or read them again from the L2 cache."""
     if not problem.layout.is_rows:
         return "neighbours along a row are not neighbours in memory"
     if device.cc < (8, 0):
-        return f"{device.name} cannot tell its L2 cache what to keep"
+        return f"{device.name} copies nothing to shared memory by itself"
     dtypes = problem.dtypes
     if dtypes.get("where"):
         return "there is a mask"
     if dtypes["x"] not in _arrays.FLOATS:
         return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
-    row_bytes = problem.row_length * itemsize_of(dtypes["x"])
-    if row_bytes > TRAIL_SHARE * device.l2_bytes:
-        return f"a row of {problem.row_length} is more than the L2 cache can hold"
-    widest = widest_of(problem)
-    held, blocks_per_sm = TRAIL_HELD[widest], TRAIL_BLOCKS[widest]
-    part = _WALK_THREADS * held * _tiers.VECTOR_BYTES // widest
-    parts = problem.num_rows * -(-problem.row_length // part)
+    widest, size = widest_of(problem), itemsize_of(dtypes["x"])
+    vector = _tiers.VECTOR_BYTES // widest
+
+    def parts_of_row(held):
+        return -(-problem.row_length // (_WALK_THREADS * held * vector))
+
+    held, blocks_per_sm, slots = TRAIL_KEPT
+    smem = slots * held * _WALK_THREADS * vector * size
+    kept = device.num_sms * blocks_per_sm * (slots - 1)
+    has_room = blocks_per_sm * (smem + _EXCHANGE_BYTES // 4) <= device.smem_optin
+    if not has_room or parts_of_row(held) > kept:
+        (held, blocks_per_sm), slots, smem = TRAIL_HELD[widest], 0, 0
+        if problem.row_length * size > TRAIL_SHARE * device.l2_bytes:
+            return f"a row of {problem.row_length} is more than the L2 cache can hold"
+    parts = problem.num_rows * parts_of_row(held)
     if parts >= 1 << 30:
         return f"{problem.num_rows} rows are too many"
     values = {
@@ -360,17 +368,22 @@ def trail_rows(problem, device):
         "HELD": held,
         "MARGIN": TRAIL_MARGIN,
         "MIN_BLOCKS": blocks_per_sm,
-        "PREFETCH": TRAIL_PREFETCH,
+        "SLOTS": slots,
     }
     words = 1 + problem.num_rows + parts
     main = Cut(
-        min(2 * parts, device.num_sms * blocks_per_sm),
+        min(parts, device.num_sms * blocks_per_sm),
         _WALK_THREADS,
         defines_of(values),
+        smem=smem,
+        cooperative=slots > 0,
         scratch=words * _TOLD_BYTES,
     )
     blocks = min(-(-2 * words // (4 * _WALK_THREADS)), 4 * device.num_sms)
-    return dataclasses.replace(main, entry="clear", num_blocks=blocks), main
+    clear = dataclasses.replace(
+        main, entry="clear", num_blocks=blocks, smem=0, cooperative=False
+    )
+    return clear, main
 
 
 def stream_pairs(problem, device):

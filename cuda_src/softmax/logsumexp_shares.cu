@@ -23,7 +23,6 @@
 // Parameters A_T, OUT_T    element types of a, and of out and sign
 //            HAS_WHERE     1 if there is a mask
 //            SHARES        warps that share the rows
-//            STAGES        batches of a thread in shared memory, one to work on
 //            WHOLE         1 if shares are whole tiles: nothing is left to join
 //            and those of softmax/columns.cuh
 #include "softmax/columns.cuh"
@@ -35,7 +34,7 @@
 using a_t = A_T;
 using out_t = OUT_T;
 constexpr bool kHasWhere = HAS_WHERE;
-constexpr int kShares = SHARES, kStages = STAGES;
+constexpr int kShares = SHARES;
 constexpr bool kWhole = WHOLE;
 
 constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
@@ -102,43 +101,41 @@ __device__ __forceinline__ void copy_element(a_t* to, const a_t* from) {
   *to = *from;
 }
 
-// Batches of this thread in shared memory: one to work on, the others on the way. Nobody
+// Two batches of this thread in shared memory: one on the way, one to work on. Nobody
 // else reads them, so that there is no barrier.
 struct ring_t {
   using element_t = vector_t<a_t, kVector>;
   element_t* mine;
 
+  static constexpr int kBytes = 2 * kHeld * kNumThreads * int(sizeof(element_t));
   __device__ __forceinline__ ring_t()
       : mine(reinterpret_cast<element_t*>(memory) + threadIdx.x) {}
 
-  __device__ __forceinline__ element_t& at(int stage, int k) const {
-    return mine[(stage * kHeld + k) * kNumThreads];
-  }
-  static __device__ __forceinline__ int after(int stage) {
-    return stage + 1 == kStages ? 0 : stage + 1;
+  __device__ __forceinline__ element_t& at(int half, int k) const {
+    return mine[(half * kHeld + k) * kNumThreads];
   }
   // Starts to load rows from number `first` of this thread on, of which `rows` are
   // left; `a` is at its start.
   __device__ __forceinline__ void load(
-      int stage, const a_t* a, const tile_t& tile, int first, int rows) const {
+      int half, const a_t* a, const tile_t& tile, int first, int rows) const {
     const long long step = tile.step(kA);
     a += first * step + tile.offset(0);
     const bool takes_vector =
         tile.how == deal::kVectors && tile.offset(0) < tile.columns;
     if (takes_vector && rows >= kHeld) {
 #pragma unroll
-      for (int k = 0; k < kHeld; ++k) copy_vector(&at(stage, k), a + k * step);
+      for (int k = 0; k < kHeld; ++k) copy_vector(&at(half, k), a + k * step);
     } else {
 #pragma unroll 1
       for (int k = 0; k < kHeld; ++k, a += step) {
         if (takes_vector && k < rows) {
-          copy_vector(&at(stage, k), a);
+          copy_vector(&at(half, k), a);
           continue;
         }
         const int count = tile.how == deal::kSingles && k < rows ? tile.columns : 0;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          a_t* const home = &at(stage, k).element[j];
+          a_t* const home = &at(half, k).element[j];
           if (tile.offset(j) < count) {
             copy_element(home, a + j * kSide);
           } else {
@@ -151,10 +148,10 @@ struct ring_t {
     ptx::commit_copies();
 #endif
   }
-  // Waits for the batch that was asked for first.
+  // Waits for all but the last batch that was asked for.
   __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 800
-    ptx::wait_copy_groups<kStages - 1>();
+    ptx::wait_copy_groups<1>();
 #endif
   }
 };
@@ -162,7 +159,7 @@ struct ring_t {
 // The elements that this thread works on at a time; what does not take part is -inf.
 struct batch_t {
   ring_t ring;
-  int stage;
+  int half;
   unsigned long long selected = 0;  // a bit an element, if kTracks
 
   // Which of the rows of this thread from number `first` on take part; `rows` are left.
@@ -188,13 +185,13 @@ struct batch_t {
   template <typename T>
   __device__ __forceinline__ T score(int k, int j) const {
     const bool takes_part = !kTracks || selected >> (k * kVector + j) & 1;
-    return takes_part ? to<T>(ring.at(stage, k).element[j]) : -infinity<T>();
+    return takes_part ? to<T>(ring.at(half, k).element[j]) : -infinity<T>();
   }
 
   // The largest score of each column, or NaN.
   __device__ __forceinline__ void largest(acc_t (&m)[kVector]) const {
     if constexpr (kPacksMax) {
-      const auto of_pairs = largest_in_pairs(ring.at(stage, 0));
+      const auto of_pairs = largest_in_pairs(ring.at(half, 0));
 #pragma unroll
       for (int j = 0; j < kVector; ++j) m[j] = to<acc_t>(of_pairs.element[j]);
     } else {
@@ -259,7 +256,7 @@ struct batch_t {
   template <typename Vector>
   __device__ __forceinline__ Vector largest_in_pairs(Vector m) const {
 #pragma unroll
-    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(stage, k));
+    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(half, k));
     return m;
   }
   static __device__ __forceinline__ void see(sums_t (&sum)[kVector],
@@ -297,8 +294,8 @@ struct batch_t {
 };
 static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch) for all rows of this thread. The next batches are on the way while
-// one is worked on.
+// Calls take(batch) for all rows of this thread. The next batch is on the way while one
+// is worked on.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a,
                                              const bool* where,
@@ -307,19 +304,13 @@ __device__ __forceinline__ void read_columns(const a_t* a,
   const ring_t ring;
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
-#pragma unroll
-  for (int i = 0; i < kStages - 1; ++i) {
-    ring.load(i, a, tile, i * kHeld, tile.rows - i * kHeld);
-  }
-  int stage = 0, free = kStages - 1;
+  ring.load(0, a, tile, 0, tile.rows);
+  int half = 0;
 #pragma unroll 1
-  for (int first = 0; first < tile.rows; first += kHeld) {
-    const int ahead = first + (kStages - 1) * kHeld;
-    ring.load(free, a, tile, ahead, tile.rows - ahead);
+  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
+    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
     ring.wait();
-    batch_t batch = {ring, stage};
-    stage = ring.after(stage);
-    free = ring.after(free);
+    batch_t batch = {ring, half};
     batch.select(where, tile, first, tile.rows - first);
     take(batch);
   }
@@ -599,8 +590,9 @@ struct shares_t {
   __device__ __forceinline__ explicit shares_t(const layout_t& layout)
       : total((long long)num_tiles(layout) * layout.row_length),
         share((total + kShares - 1) / kShares) {
-    if (kWhole) share = (share + layout.row_length - 1) / layout.row_length;
-    if (kWhole) share *= layout.row_length;
+    if constexpr (kWhole) {
+      share = (share + layout.row_length - 1) / layout.row_length * layout.row_length;
+    }
   }
 
   // Of a tile: the warp that has its first row, and how many have some.
@@ -663,10 +655,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
         for (int j = 0; j < kVector; ++j) to[tile.offset(j)] = partial_sum_t(joined[j]);
       }
       if constexpr (kWhole) {
-        __syncwarp();  // all parts of the tile, which are one, have been written
-        const partial_sum_t* const parts = place_of(partial, number, most);
-        const auto part_of = [&](int c, int) { return parts[c]; };
-        merge_in_warp(a, where, part_of, 1, {tile, out, sign}, shared);
+        __syncwarp();  // the sums are read by other lanes
+        const partial_sum_t* const sums = place_of(partial, number, most);
+        const auto sum_of = [&](int c, int) { return sums[c]; };
+        merge_in_warp(a, where, sum_of, 1, {tile, out, sign}, shared);
       }
       at += rows;
     }

@@ -22,6 +22,7 @@
 //            MIN_BLOCKS   blocks that a multiprocessor is to have registers for
 //            and those of softmax/score.cuh and softmax/group.cuh
 #include "ptx/cache_hint.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/opaque.cuh"
 #include "softmax/group.cuh"
 #include "softmax/partial.cuh"
@@ -29,12 +30,9 @@
 #include "softmax/row_exp.cuh"
 #include "softmax/told.cuh"
 
-#ifndef HINTS
-#define HINTS 7
-#endif
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
-constexpr int kHeld = HELD, kMargin = MARGIN;
+constexpr int kHeld = HELD, kMargin = MARGIN, kSlots = SLOTS;
 constexpr int kWarps = kLanes / kWarpSize;
 constexpr int kPart = kLanes * kHeld;  // vectors of a part
 static_assert(!kHasWhere && kLanes >= 2 * kVector, "a thread has an edge at most");
@@ -168,12 +166,15 @@ struct piece_t {
   }
 };
 
-// What a thread holds of a part; places beyond the row hold -inf.
+// What a thread has of a part, in registers. Places beyond the row hold -inf.
 template <typename T>
 struct held_t {
   using vector = vector_t<T, kVector>;
+  static constexpr int kUnroll = kHeld;
   vector read[kHeld];
   T edge;
+
+  __device__ __forceinline__ const vector& at(int k) const { return read[k]; }
 
   __device__ __forceinline__ void load(const piece_t& piece,
                                        unsigned long long policy) {
@@ -193,16 +194,6 @@ struct held_t {
     }
     edge = piece.has_edge() ? piece.x[piece.edge] : padding<T>();
   }
-  // visit(score) for all elements.
-  template <typename Visit>
-  __device__ __forceinline__ void each(const piece_t& piece, Visit visit) const {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) visit(piece.score(read[k].element[e]));
-    }
-    visit(piece.score(edge));
-  }
   // Keeps narrow elements as they came, and nothing that was computed from them: both
   // together would take too many registers.
   __device__ __forceinline__ void forget() {
@@ -215,20 +206,6 @@ struct held_t {
       }
     }
   }
-  // The largest score of the warp; NaN if there is one, but of doubles.
-  __device__ __forceinline__ acc_t largest(const piece_t& piece) const {
-    acc_t m = piece.score(edge).high;
-    if constexpr (sizeof(T) == 2 && kVector % 2 == 0 && !kScaled) {
-      vector of_all = read[0];  // no conversion is needed
-#pragma unroll
-      for (int k = 1; k < kHeld; ++k) of_all = larger_of(of_all, read[k]);
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) m = larger(m, to<acc_t>(of_all.element[e]));
-    } else {
-      each(piece, [&](score_t s) { m = larger(m, s.high); });
-    }
-    return warp_reduce(m, [](acc_t a, acc_t b) { return larger(a, b); });
-  }
 
  private:
   __device__ __forceinline__ void load(const piece_t& piece,
@@ -238,11 +215,75 @@ struct held_t {
     read[k].word = ptx::load_global(
         reinterpret_cast<const word_t*>(piece.x + piece.position(k)), policy);
   }
-  static __device__ __forceinline__ acc_t larger(acc_t a, acc_t b) {
-    if constexpr (kHasRoots) return larger_finite_t()(a, b);
-    return detail::largest_nan(a, b);
-  }
 };
+
+extern __shared__ uint4 memory[];
+
+// The same in a slot of shared memory, where nobody else looks.
+template <typename T>
+struct kept_t {
+  using vector = vector_t<T, kVector>;
+  static constexpr int kUnroll = 2;
+  static constexpr int kBytes = kPart * int(sizeof(vector));
+  vector* const mine;
+  T edge = padding<T>();
+
+  __device__ __forceinline__ explicit kept_t(int slot)
+      : mine(reinterpret_cast<vector*>(reinterpret_cast<char*>(memory) +
+                                       slot * kBytes) +
+             threadIdx.x) {}
+  __device__ __forceinline__ const vector& at(int k) const { return mine[k * kLanes]; }
+
+  // Starts to load, as a group of copies.
+  __device__ __forceinline__ void load(const piece_t& piece) const {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+      if (piece.has(k)) {
+        ptx::copy_async<sizeof(vector)>(&mine[k * kLanes], piece.x + piece.position(k));
+      } else {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) mine[k * kLanes].element[e] = padding<T>();
+      }
+    }
+  }
+  __device__ __forceinline__ void load_edge(const piece_t& piece) {
+    if (piece.has_edge()) edge = piece.x[piece.edge];
+  }
+  __device__ __forceinline__ void forget() {}
+};
+
+// visit(score) for all elements.
+template <typename Source, typename Visit>
+__device__ __forceinline__ void each(const Source& source,
+                                     const piece_t& piece,
+                                     Visit visit) {
+#pragma unroll Source::kUnroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) visit(piece.score(source.at(k).element[e]));
+  }
+  visit(piece.score(source.edge));
+}
+
+// The largest score of the warp; NaN if there is one, but of doubles.
+__device__ __forceinline__ acc_t larger(acc_t a, acc_t b) {
+  if constexpr (kHasRoots) return larger_finite_t()(a, b);
+  return detail::largest_nan(a, b);
+}
+template <typename Source>
+__device__ __forceinline__ acc_t largest(const Source& source, const piece_t& piece) {
+  acc_t m = piece.score(source.edge).high;
+  if constexpr (sizeof(x_t) == 2 && kVector % 2 == 0 && !kScaled) {
+    auto of_all = source.at(0);  // no conversion is needed
+#pragma unroll
+    for (int k = 1; k < kHeld; ++k) of_all = larger_of(of_all, source.at(k));
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) m = larger(m, to<acc_t>(of_all.element[e]));
+  } else {
+    each(source, piece, [&](score_t s) { m = larger(m, s.high); });
+  }
+  return warp_reduce(m, [](acc_t a, acc_t b) { return larger(a, b); });
+}
 
 // --- sums ----------------------------------------------------------------------------
 
@@ -263,16 +304,17 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
 }
 
 // The sum of a warp; one that is not finite is none.
-template <exps kHow>
-__device__ __forceinline__ partial_t sum_of_roots(held_t<x_t>& held,
+template <exps kHow, typename Source>
+__device__ __forceinline__ partial_t sum_of_roots(const Source& source,
                                                   const piece_t& piece,
                                                   acc_t m) {
   const row_exp_t<kHow> exp_of_row(shift_by(m));
   auto sum = exp_of_row.none();
-  held.each(piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
+  each(source, piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
   return {total(warp_reduce(exp_of_row.sum_of(sum), plus_t())), double(m)};
 }
-__device__ __forceinline__ partial_t sum_of_powers(held_t<x_t>& held,
+template <typename Source>
+__device__ __forceinline__ partial_t sum_of_powers(const Source& source,
                                                    const piece_t& piece,
                                                    acc_t m) {
   if (m == -infinity<acc_t>()) return {0, double(m)};
@@ -283,30 +325,31 @@ __device__ __forceinline__ partial_t sum_of_powers(held_t<x_t>& held,
     return power(s);
   };
   // Four are added as floats; of what becomes 16 bits, those of a vector.
-  double l = term(piece.score(held.edge));
-#pragma unroll
+  double l = term(piece.score(source.edge));
+#pragma unroll Source::kUnroll
   for (int k = 0; k < kHeld; ++k) {
     float part = 0;
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      part += term(piece.score(held.read[k].element[e]));
+      part += term(piece.score(source.at(k).element[e]));
     }
     l += part;
   }
   l = warp_reduce(l, plus_t());
   return {l * power_sum_t<float, false>::power_about(int(power.unit), m), double(m)};
 }
-__device__ __forceinline__ partial_t sum_of_pairs(held_t<x_t>& held,
+template <typename Source>
+__device__ __forceinline__ partial_t sum_of_pairs(const Source& source,
                                                   const piece_t& piece) {
   powers_t sum;
-#pragma unroll
+#pragma unroll Source::kUnroll
   for (int k = 0; k < kHeld; ++k) {
     score_t s[kVector];
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) s[e] = piece.score(held.read[k].element[e]);
+    for (int e = 0; e < kVector; ++e) s[e] = piece.score(source.at(k).element[e]);
     take_scores(sum, s);
   }
-  const score_t s[1] = {piece.score(held.edge)};
+  const score_t s[1] = {piece.score(source.edge)};
   take_scores(sum, s);
   sum.template join<kWarpSize>();
   if (!is_sum(sum)) return {infinity<double>(), 0};
@@ -314,17 +357,17 @@ __device__ __forceinline__ partial_t sum_of_pairs(held_t<x_t>& held,
 }
 
 // The sum of a warp; `m` is the largest of its scores.
-template <exps kHow>
-__device__ __forceinline__ partial_t sum_up(held_t<x_t>& held,
+template <exps kHow, typename Source>
+__device__ __forceinline__ partial_t sum_up(const Source& source,
                                             const piece_t& piece,
                                             acc_t m) {
   partial_t sum;
   if constexpr (kHasRoots) {
-    sum = sum_of_roots<kHow>(held, piece, m);
+    sum = sum_of_roots<kHow>(source, piece, m);
   } else if constexpr (kHasPowers) {
-    sum = sum_of_powers(held, piece, m);
+    sum = sum_of_powers(source, piece, m);
   } else {
-    sum = sum_of_pairs(held, piece);
+    sum = sum_of_pairs(source, piece);
   }
   if (!is_finite(sum.l)) {
     sum = careful_sum(piece);
@@ -388,19 +431,18 @@ struct last_step_t {
   }
 };
 
-template <typename Finish>
-__device__ __forceinline__ void write(held_t<x_t>& held,
+template <typename Source, typename Finish>
+__device__ __forceinline__ void write(const Source& source,
                                       const piece_t& piece,
-                                      const Finish& finish,
-                                      unsigned long long policy) {
-  const bool in_vectors =
-      is_aligned<out_t, kVector>(piece.out);
-#pragma unroll
+                                      const Finish& finish) {
+  const unsigned long long policy = ptx::policy_evict_first();
+  const bool in_vectors = is_aligned<out_t, kVector>(piece.out);
+#pragma unroll Source::kUnroll
   for (int k = 0; k < kHeld; ++k) {
     acc_t result[kVector];
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      result[e] = finish(piece.score(held.read[k].element[e]));
+      result[e] = finish(piece.score(source.at(k).element[e]));
     }
     const auto written = to_vector<out_t, kVector>::of(result);
     if (!piece.has(k)) continue;
@@ -413,7 +455,7 @@ __device__ __forceinline__ void write(held_t<x_t>& held,
       for (int e = 0; e < kVector; ++e) home[e] = written.element[e];
     }
   }
-  const acc_t of_edge = finish(piece.score(held.edge));
+  const acc_t of_edge = finish(piece.score(source.edge));
   if (piece.has_edge()) piece.out[piece.edge] = to<out_t>(of_edge);
 }
 
@@ -431,23 +473,175 @@ __device__ __forceinline__ void write_carefully(const piece_t& piece,
   if (piece.has_edge()) write_one(piece.edge);
 }
 
-template <exps kHow>
-__device__ __forceinline__ void write(held_t<x_t>& held,
+template <exps kHow, typename Source>
+__device__ __forceinline__ void write(const Source& source,
                                       const piece_t& piece,
-                                      const last_step_t& step,
-                                      unsigned long long policy) {
+                                      const last_step_t& step) {
   if constexpr (finish_in_powers_t::kTakes) {
     if (step.takes_powers) {
-      write(held, piece, step.in_powers, policy);
+      write(source, piece, step.in_powers);
     } else {
       write_carefully(piece, step.usual);
     }
   } else if constexpr (kHasRoots && !kLog) {
     const row_exp_t<kHow> exp_of_row(step.usual.m);
     const auto finish = [&](score_t s) { return exp_of_row(s) * step.usual.inverse; };
-    write(held, piece, finish, policy);
+    write(source, piece, finish);
   } else {
-    write(held, piece, step.usual, policy);
+    write(source, piece, step.usual);
+  }
+}
+
+// --- who writes ----------------------------------------------------------------------
+
+// What the threads of a block share. Of two places one is written while the other may
+// still be read.
+struct shared_t {
+  unsigned next[2];
+  last_step_t step[2];
+  partial_t sums[2][kWarps];
+  __device__ shared_t() {}
+};
+
+struct block_t {
+  const x_t* const x;
+  out_t* const out;
+  const layout_t& layout;
+  const line_t& line;
+  const board_t& board;
+  shared_t& shared;
+
+  __device__ __forceinline__ piece_t piece(unsigned part) const {
+    return piece_t(x, out, layout, line, part);
+  }
+  __device__ __forceinline__ unsigned first_ticket() const {
+    if (threadIdx.x == 0) shared.next[1] = board.take_ticket();
+    __syncthreads();
+    return shared.next[1];
+  }
+  // Sums a part and tells it; takes the next ticket meanwhile if asked to.
+  template <bool kTakes, typename Source>
+  __device__ __forceinline__ void sum(Source& source,
+                                      const piece_t& piece,
+                                      unsigned part,
+                                      int turn) const {
+    unsigned ahead;
+    const acc_t m = largest(source, piece);
+    source.forget();
+    if (kTakes && threadIdx.x == 0) ahead = board.take_ticket();
+    const partial_t found = sum_up<kHow>(source, piece, m);
+    if (threadIdx.x % kWarpSize == 0) {
+      shared.sums[turn][threadIdx.x / kWarpSize] = found;
+    }
+    if (kTakes && threadIdx.x == 0) shared.next[turn] = ahead;
+    __syncthreads();
+    if (threadIdx.x < kWarpSize) {
+      const partial_t of_part = join_warps(shared.sums[turn]);
+      if (threadIdx.x == 0) board_t::tell(board.of_part(part), of_part);
+    }
+    if (piece.is_last) join_parts(board, piece.row, line.parts);
+  }
+  // Waits for the last step of a row.
+  __device__ __forceinline__ void hear(const piece_t& piece, int turn) const {
+    if (threadIdx.x == 0) {
+      shared.step[turn] = last_step_t(board_t::read(board.of_row(piece.row)));
+    }
+    __syncthreads();
+  }
+};
+
+// Parts that are read again to be written, each of them twice in the line.
+__device__ __forceinline__ void read_again(const block_t& block) {
+  const line_t& line = block.line;
+  unsigned ticket = block.first_ticket();
+  for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
+    const line_t::place_t place = line.at(ticket);
+    const piece_t piece = block.piece(place.part);
+    held_t<x_t> held;
+    held.load(piece,
+              place.is_written ? ptx::policy_evict_first() : ptx::policy_evict_last());
+    if (place.is_written) {
+      unsigned ahead;
+      block.hear(piece, turn);
+      if (threadIdx.x == 0) ahead = block.board.take_ticket();
+      const last_step_t step = block.shared.step[turn];
+      write<kHow>(held, piece, step);
+      if (threadIdx.x == 0) block.shared.next[turn] = ahead;
+      __syncthreads();
+    } else {
+      block.sum<true>(held, piece, place.part, turn);
+    }
+    ticket = block.shared.next[turn];
+  }
+}
+
+// Parts that are kept until they are written. A block has kSlots of them: one whose
+// loads are under way while the oldest of the others is written, and then summed while
+// the next is loaded. All blocks run at once, and keep more parts than a row has.
+template <int kSlots>
+__device__ __forceinline__ void keep_parts(const block_t& block) {
+  constexpr int kOthers = kSlots > 1 ? kSlots - 1 : 1;
+  const unsigned all = block.line.all;
+  unsigned part = block.first_ticket();  // which is loaded
+  unsigned part_of[kOthers] = {};        // summed and not yet written, oldest first
+  int count = 0, slot = 0;               // of these; slot of the part that is loaded
+  if (part < all) kept_t<x_t>(slot).load(block.piece(part));
+  ptx::commit_copies();
+  for (int turn = 0; part < all || count > 0; turn ^= 1) {
+    const bool exists = part < all, writes = count == kOthers || !exists;
+    // A block waits for a row only when it has summed all that it took of it.
+    const bool sums_first =
+        exists && writes && part / block.line.parts == part_of[0] / block.line.parts;
+    unsigned next = all;
+#pragma unroll 1
+    for (int phase = 0; phase < 2; ++phase) {
+      if ((phase == 0) == sums_first) {
+        if (!exists) continue;
+        if (sums_first) {
+          ptx::wait_copy_groups<0>();
+        } else {
+          ptx::wait_copy_groups<1>();
+        }
+        const piece_t piece = block.piece(part);
+        kept_t<x_t> kept(slot);
+        kept.load_edge(piece);
+        block.sum<false>(kept, piece, part, turn);
+      } else {
+        unsigned ahead;
+        if (writes) {
+          const piece_t piece = block.piece(part_of[0]);
+          block.hear(piece, turn);
+          if (exists && threadIdx.x == 0) ahead = block.board.take_ticket();
+          kept_t<x_t> kept((slot + kSlots - count) % kSlots);
+          kept.load_edge(piece);
+          const last_step_t step = block.shared.step[turn];
+          write<kHow>(kept, piece, step);
+        } else if (threadIdx.x == 0) {
+          ahead = block.board.take_ticket();
+        }
+        if (exists) {
+          if (threadIdx.x == 0) block.shared.next[turn] = ahead;
+          __syncthreads();
+          next = block.shared.next[turn];
+          if (next < all) kept_t<x_t>((slot + 1) % kSlots).load(block.piece(next));
+          ptx::commit_copies();
+        }
+      }
+    }
+    if (writes) {
+      --count;
+#pragma unroll
+      for (int i = 1; i < kOthers; ++i) part_of[i - 1] = part_of[i];
+    }
+    if (exists) {
+#pragma unroll
+      for (int i = 0; i < kOthers; ++i) {
+        if (i == count) part_of[i] = part;
+      }
+      ++count;
+      slot = (slot + 1) % kSlots;
+    }
+    part = next;
   }
 }
 
@@ -457,50 +651,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
                   out_t* out,
                   unsigned long long* words,
                   const __grid_constant__ layout_t layout) {
-  // Of what the threads share one place is written while the other may be read.
-  __shared__ unsigned next[2];
-  __shared__ last_step_t step[2];
-  __shared__ partial_t sums[2][kWarps];
+  __shared__ shared_t shared;
   const line_t line(layout);
   const board_t board{words, unsigned(layout.num_rows)};
-  if (threadIdx.x == 0) next[1] = board.take_ticket();
-  __syncthreads();
-  unsigned ticket = next[1];
-  for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
-    unsigned ahead;
-    if (PREFETCH == 1 && threadIdx.x == 0) ahead = board.take_ticket();
-    const line_t::place_t place = line.at(ticket);
-    const piece_t piece(x, out, layout, line, place.part);
-    held_t<x_t> held;
-    held.load(piece,
-              place.is_written ? ptx::policy_evict_first() : ptx::policy_evict_last());
-    if (place.is_written) {
-      if (threadIdx.x == 0) {
-        step[turn] = last_step_t(board_t::read(board.of_row(piece.row)));
-        if (PREFETCH == 0) ahead = board.take_ticket();
-        if (PREFETCH == 1) next[turn] = ahead;
-      }
-      __syncthreads();
-      const last_step_t finish = step[turn];
-      write<kHow>(held, piece, finish, ptx::policy_evict_first());
-      if (PREFETCH == 0) {
-        if (threadIdx.x == 0) next[turn] = ahead;
-        __syncthreads();
-      }
-    } else {
-      const acc_t m = held.largest(piece);
-      held.forget();
-      if (PREFETCH == 0 && threadIdx.x == 0) ahead = board.take_ticket();
-      const partial_t sum = sum_up<kHow>(held, piece, m);
-      if (threadIdx.x % kWarpSize == 0) sums[turn][threadIdx.x / kWarpSize] = sum;
-      if (threadIdx.x == 0) next[turn] = ahead;
-      __syncthreads();
-      if (threadIdx.x < kWarpSize) {
-        const partial_t of_part = join_warps(sums[turn]);
-        if (threadIdx.x == 0) board_t::tell(board.of_part(place.part), of_part);
-      }
-      if (piece.is_last) join_parts(board, piece.row, line.parts);
-    }
-    ticket = next[turn];
+  const block_t block{x, out, layout, line, board, shared};
+  if constexpr (kSlots > 0) {
+    keep_parts<kSlots>(block);
+  } else {
+    read_again(block);
   }
 }

@@ -327,10 +327,11 @@ def split_rows(problem, device):
 # Long rows in one launch. Parts that stay in shared memory until they are written:
 # vectors of a thread, blocks a multiprocessor, slots of a block.
 TRAIL_KEPT = (6, 3, 3)
+_TRAIL_ROOM = 221 << 10  # shared memory that this takes of a multiprocessor
 # Parts that are read again from L2: the same by bytes of an element, how many parts lie
 # between the last that is summed of a row and the first that is written, and the share
 # of L2 for a row.
-TRAIL_HELD = {2: (8, 3), 4: (8, 3), 8: (6, 3)}
+TRAIL_HELD = {2: (8, 3), 4: (8, 3), 8: (5, 3)}
 TRAIL_MARGIN, TRAIL_SHARE = 384, 0.55
 
 
@@ -338,8 +339,6 @@ def trail_rows(problem, device):
     """Blocks that share rows and keep them, or read them again from the L2 cache."""
     if not problem.layout.is_rows:
         return "neighbours along a row are not neighbours in memory"
-    if device.cc < (8, 0):
-        return f"{device.name} copies nothing to shared memory by itself"
     dtypes = problem.dtypes
     if dtypes.get("where"):
         return "there is a mask"
@@ -354,11 +353,14 @@ def trail_rows(problem, device):
     held, blocks_per_sm, slots = TRAIL_KEPT
     smem = slots * held * _WALK_THREADS * vector * size
     kept = device.num_sms * blocks_per_sm * (slots - 1)
-    has_room = blocks_per_sm * (smem + _EXCHANGE_BYTES // 4) <= device.smem_optin
-    if not has_room or parts_of_row(held) > kept:
+    if device.smem_optin < _TRAIL_ROOM:
+        return f"{device.name} has too little shared memory"
+    if parts_of_row(held) > kept:
         (held, blocks_per_sm), slots, smem = TRAIL_HELD[widest], 0, 0
         if problem.row_length * size > TRAIL_SHARE * device.l2_bytes:
             return f"a row of {problem.row_length} is more than the L2 cache can hold"
+        if problem.scale != 1:
+            return "a scaled row in registers spills"
     parts = problem.num_rows * parts_of_row(held)
     if parts >= 1 << 30:
         return f"{problem.num_rows} rows are too many"

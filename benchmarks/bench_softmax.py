@@ -13,7 +13,9 @@ logsumexp over that of a sweep that only reads.
 
 import contextlib
 import json
+import math
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -309,7 +311,7 @@ def _call_each(cases):
     cupy.cuda.Device().synchronize()
 
 
-def measure_table(cupy, cases, turns, torch, quack, num_processes):
+def measure_table(cupy, cases, turns, torch, quack, num_processes, deadline):
     """Rows of all cases, and the rates of the ways to read."""
     import rates
 
@@ -320,6 +322,8 @@ def measure_table(cupy, cases, turns, torch, quack, num_processes):
     shared = Arrays(cupy, [c for c in cases if c.size * c.itemsize <= limit])
     rows = []
     for case in _console.progress(cases, "table"):
+        if time.monotonic() > deadline:
+            break
         # The long row has buffers of its own; they go when it is done.
         is_longer = case.size * case.itemsize > limit
         arrays = Arrays(cupy, [case]) if is_longer else shared
@@ -383,7 +387,11 @@ def main():
     parser.add_argument("--part", choices=("all", *PARTS), default="all")
     parser.add_argument(
         "--add", type=Path, nargs="*", default=[], metavar="FILE",
-        help="reports of other parts, which the report is to hold too",
+        help="reports of other parts: the report is to hold what they do",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf,
+        help="begin no case after so many; another run with --add does the rest",
     )  # fmt: skip
     parser.add_argument(
         "--jobs", type=int, default=12, help="processes that compile ahead (1: none)"
@@ -394,11 +402,20 @@ def main():
     torch = timing.optional("torch")
     quack = timing.optional("quack") if on_gpu else None
     parts = PARTS if args.part == "all" else (args.part,)
+    deadline = time.monotonic() + args.seconds
     rows, table, reads = [], [], {}
+    for path in args.add:
+        other = json.loads(path.read_text("utf-8"))
+        rows, table = rows + other["rows"], table + other["table"]
+        reads |= other["reads"]
+    done = {row["case"] for row in rows}
+    done |= {(row["group"], row["case"]) for row in table}
     if "ladder" in parts:
         cases = GPU_CASES if on_gpu else CPU_CASES
-        cases = [case for case in cases if args.only in case.label]
+        cases = [c for c in cases if args.only in c.label and c.label not in done]
         for case in _console.progress(cases, "softmax"):
+            if time.monotonic() > deadline:
+                break
             rows += measure(xp, case, on_gpu, args.turns, torch, quack)
         _bench.report(rows, "GB/s", 1e9)
     if on_gpu and parts != ("ladder",):
@@ -408,14 +425,14 @@ def main():
             for case in softmax_table.cases()
             if args.only in f"{case.group}: {case.label}"
             and ("sweep" if case.group == "sweep" else "table") in parts
+            and (case.group, case.label) not in done
         ]
         peers = (None, None) if args.no_peers else (torch, quack)
-        table, reads = measure_table(xp, cases, args.turns, *peers, args.jobs)
+        found, of_reads = measure_table(
+            xp, cases, args.turns, *peers, args.jobs, deadline
+        )
+        table, reads = table + found, reads | of_reads
         report_table(table)
-    for path in args.add:
-        other = json.loads(path.read_text("utf-8"))
-        rows, table = other["rows"] + rows, other["table"] + table
-        reads = other["reads"] | reads
     timing.save(args.json, "softmax", on_gpu, rows=rows, table=table, reads=reads)
 
 

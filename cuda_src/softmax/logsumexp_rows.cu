@@ -22,9 +22,9 @@
 // Parameters A_T, OUT_T          element types of a, and of out and sign
 //            OUTER_AXES          how many axes the rows run over
 //            HELD, SETS, PARTS   as above
-//            KEEPS               1 if L2 is to keep the results rather than what is read:
-//                                written among reads, they cost several times their
-//                                bytes
+//            KEEPS               1 if L2 is to keep the results rather than what is
+//                                read: written among reads, they cost several times
+//                                their bytes
 //            MIN_BLOCKS          blocks that a multiprocessor is to have registers for
 //            ACC_T, LANES, ROWS_PER_BLOCK, REDUCED_AXES   as in softmax/group.cuh
 #include "common/strides.cuh"

@@ -12,17 +12,17 @@
 // Grid       1-D; as many blocks of kLanes threads as fit, or fewer
 // Tiles      a part of a row: kHeld vectors of 16 bytes a thread, in registers
 // Memory     x twice, the second time from L2; out once; 16 bytes an access, the ends
-//            of unaligned rows element by element; 16 bytes a warp and part between
+//            of unaligned rows element by element; 16 bytes a part between blocks
 // Numbers    as softmax_split; the exponentials that are summed are those that are
 //            written. Doubles by a table, as softmax_tiled
-// Limits     reduced axis contiguous in x and out; no mask; sm_80 or newer
+// Limits     reduced axis contiguous in x and out; rows that L2 can hold; no mask;
+//            sm_80 or newer
 //
 // Parameters HELD         as above
 //            MARGIN       as above
 //            MIN_BLOCKS   blocks that a multiprocessor is to have registers for
 //            and those of softmax/score.cuh and softmax/group.cuh
 #include "ptx/cache_hint.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/opaque.cuh"
 #include "softmax/group.cuh"
 #include "softmax/partial.cuh"
@@ -32,7 +32,7 @@
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
-constexpr int kHeld = HELD, kMargin = MARGIN, kSlots = SLOTS;
+constexpr int kHeld = HELD, kMargin = MARGIN;
 constexpr int kWarps = kLanes / kWarpSize;
 constexpr int kPart = kLanes * kHeld;  // vectors of a part
 static_assert(!kHasWhere && kLanes >= 2 * kVector, "a thread has an edge at most");
@@ -109,8 +109,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                         out_t* out,
                         unsigned long long* words,
                         const __grid_constant__ layout_t layout) {
-  const long long count =
-      2 + 2 * (layout.num_rows + (long long)line_t(layout).all);
+  const long long count = 2 + 2 * (layout.num_rows + (long long)line_t(layout).all);
   const long long step = (long long)gridDim.x * kLanes;
   for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
     words[i] = i == 0 ? 0 : told_t::kUntold;
@@ -170,7 +169,6 @@ struct piece_t {
 template <typename T>
 struct held_t {
   using vector = vector_t<T, kVector>;
-  static constexpr int kUnroll = kHeld;
   vector read[kHeld];
   T edge;
 
@@ -217,52 +215,17 @@ struct held_t {
   }
 };
 
-extern __shared__ uint4 memory[];
-
-// The same in a slot of shared memory, where nobody else looks.
-template <typename T>
-struct kept_t {
-  using vector = vector_t<T, kVector>;
-  static constexpr int kUnroll = 2;
-  static constexpr int kBytes = kPart * int(sizeof(vector));
-  vector* const mine;
-  T edge = padding<T>();
-
-  __device__ __forceinline__ explicit kept_t(int slot)
-      : mine(reinterpret_cast<vector*>(reinterpret_cast<char*>(memory) +
-                                       slot * kBytes) +
-             threadIdx.x) {}
-  __device__ __forceinline__ const vector& at(int k) const { return mine[k * kLanes]; }
-
-  // Starts to load, as a group of copies.
-  __device__ __forceinline__ void load(const piece_t& piece) const {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-      if (piece.has(k)) {
-        ptx::copy_async<sizeof(vector)>(&mine[k * kLanes], piece.x + piece.position(k));
-      } else {
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) mine[k * kLanes].element[e] = padding<T>();
-      }
-    }
-  }
-  __device__ __forceinline__ void load_edge(const piece_t& piece) {
-    if (piece.has_edge()) edge = piece.x[piece.edge];
-  }
-  __device__ __forceinline__ void forget() {}
-};
-
 // visit(score) for all elements.
-template <typename Source, typename Visit>
-__device__ __forceinline__ void each(const Source& source,
+template <typename Visit>
+__device__ __forceinline__ void each(const held_t<x_t>& held,
                                      const piece_t& piece,
                                      Visit visit) {
-#pragma unroll Source::kUnroll
+#pragma unroll
   for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) visit(piece.score(source.at(k).element[e]));
+    for (int e = 0; e < kVector; ++e) visit(piece.score(held.at(k).element[e]));
   }
-  visit(piece.score(source.edge));
+  visit(piece.score(held.edge));
 }
 
 // The largest score of the warp; NaN if there is one, but of doubles.
@@ -270,17 +233,17 @@ __device__ __forceinline__ acc_t larger(acc_t a, acc_t b) {
   if constexpr (kHasRoots) return larger_finite_t()(a, b);
   return detail::largest_nan(a, b);
 }
-template <typename Source>
-__device__ __forceinline__ acc_t largest(const Source& source, const piece_t& piece) {
-  acc_t m = piece.score(source.edge).high;
-  if constexpr (sizeof(x_t) == 2 && kVector % 2 == 0 && !kScaled) {
-    auto of_all = source.at(0);  // no conversion is needed
+template <typename T>
+__device__ __forceinline__ acc_t largest(const held_t<T>& held, const piece_t& piece) {
+  acc_t m = piece.score(held.edge).high;
+  if constexpr (sizeof(T) == 2 && kVector % 2 == 0 && !kScaled) {
+    auto of_all = held.at(0);  // no conversion is needed
 #pragma unroll
-    for (int k = 1; k < kHeld; ++k) of_all = larger_of(of_all, source.at(k));
+    for (int k = 1; k < kHeld; ++k) of_all = larger_of(of_all, held.at(k));
 #pragma unroll
     for (int e = 0; e < kVector; ++e) m = larger(m, to<acc_t>(of_all.element[e]));
   } else {
-    each(source, piece, [&](score_t s) { m = larger(m, s.high); });
+    each(held, piece, [&](score_t s) { m = larger(m, s.high); });
   }
   return warp_reduce(m, [](acc_t a, acc_t b) { return larger(a, b); });
 }
@@ -304,17 +267,16 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
 }
 
 // The sum of a warp; one that is not finite is none.
-template <exps kHow, typename Source>
-__device__ __forceinline__ partial_t sum_of_roots(const Source& source,
+template <exps kHow>
+__device__ __forceinline__ partial_t sum_of_roots(const held_t<x_t>& held,
                                                   const piece_t& piece,
                                                   acc_t m) {
   const row_exp_t<kHow> exp_of_row(shift_by(m));
   auto sum = exp_of_row.none();
-  each(source, piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
+  each(held, piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
   return {total(warp_reduce(exp_of_row.sum_of(sum), plus_t())), double(m)};
 }
-template <typename Source>
-__device__ __forceinline__ partial_t sum_of_powers(const Source& source,
+__device__ __forceinline__ partial_t sum_of_powers(const held_t<x_t>& held,
                                                    const piece_t& piece,
                                                    acc_t m) {
   if (m == -infinity<acc_t>()) return {0, double(m)};
@@ -325,31 +287,30 @@ __device__ __forceinline__ partial_t sum_of_powers(const Source& source,
     return power(s);
   };
   // Four are added as floats; of what becomes 16 bits, those of a vector.
-  double l = term(piece.score(source.edge));
-#pragma unroll Source::kUnroll
+  double l = term(piece.score(held.edge));
+#pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     float part = 0;
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      part += term(piece.score(source.at(k).element[e]));
+      part += term(piece.score(held.at(k).element[e]));
     }
     l += part;
   }
   l = warp_reduce(l, plus_t());
   return {l * power_sum_t<float, false>::power_about(int(power.unit), m), double(m)};
 }
-template <typename Source>
-__device__ __forceinline__ partial_t sum_of_pairs(const Source& source,
+__device__ __forceinline__ partial_t sum_of_pairs(const held_t<x_t>& held,
                                                   const piece_t& piece) {
   powers_t sum;
-#pragma unroll Source::kUnroll
+#pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     score_t s[kVector];
 #pragma unroll
-    for (int e = 0; e < kVector; ++e) s[e] = piece.score(source.at(k).element[e]);
+    for (int e = 0; e < kVector; ++e) s[e] = piece.score(held.at(k).element[e]);
     take_scores(sum, s);
   }
-  const score_t s[1] = {piece.score(source.edge)};
+  const score_t s[1] = {piece.score(held.edge)};
   take_scores(sum, s);
   sum.template join<kWarpSize>();
   if (!is_sum(sum)) return {infinity<double>(), 0};
@@ -357,17 +318,17 @@ __device__ __forceinline__ partial_t sum_of_pairs(const Source& source,
 }
 
 // The sum of a warp; `m` is the largest of its scores.
-template <exps kHow, typename Source>
-__device__ __forceinline__ partial_t sum_up(const Source& source,
+template <exps kHow>
+__device__ __forceinline__ partial_t sum_up(const held_t<x_t>& held,
                                             const piece_t& piece,
                                             acc_t m) {
   partial_t sum;
   if constexpr (kHasRoots) {
-    sum = sum_of_roots<kHow>(source, piece, m);
+    sum = sum_of_roots<kHow>(held, piece, m);
   } else if constexpr (kHasPowers) {
-    sum = sum_of_powers(source, piece, m);
+    sum = sum_of_powers(held, piece, m);
   } else {
-    sum = sum_of_pairs(source, piece);
+    sum = sum_of_pairs(held, piece);
   }
   if (!is_finite(sum.l)) {
     sum = careful_sum(piece);
@@ -431,18 +392,18 @@ struct last_step_t {
   }
 };
 
-template <typename Source, typename Finish>
-__device__ __forceinline__ void write(const Source& source,
+template <typename Finish>
+__device__ __forceinline__ void write(const held_t<x_t>& held,
                                       const piece_t& piece,
                                       const Finish& finish) {
   const unsigned long long policy = ptx::policy_evict_first();
   const bool in_vectors = is_aligned<out_t, kVector>(piece.out);
-#pragma unroll Source::kUnroll
+#pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     acc_t result[kVector];
 #pragma unroll
     for (int e = 0; e < kVector; ++e) {
-      result[e] = finish(piece.score(source.at(k).element[e]));
+      result[e] = finish(piece.score(held.at(k).element[e]));
     }
     const auto written = to_vector<out_t, kVector>::of(result);
     if (!piece.has(k)) continue;
@@ -455,7 +416,7 @@ __device__ __forceinline__ void write(const Source& source,
       for (int e = 0; e < kVector; ++e) home[e] = written.element[e];
     }
   }
-  const acc_t of_edge = finish(piece.score(source.edge));
+  const acc_t of_edge = finish(piece.score(held.edge));
   if (piece.has_edge()) piece.out[piece.edge] = to<out_t>(of_edge);
 }
 
@@ -473,22 +434,22 @@ __device__ __forceinline__ void write_carefully(const piece_t& piece,
   if (piece.has_edge()) write_one(piece.edge);
 }
 
-template <exps kHow, typename Source>
-__device__ __forceinline__ void write(const Source& source,
+template <exps kHow>
+__device__ __forceinline__ void write(const held_t<x_t>& held,
                                       const piece_t& piece,
                                       const last_step_t& step) {
   if constexpr (finish_in_powers_t::kTakes) {
     if (step.takes_powers) {
-      write(source, piece, step.in_powers);
+      write(held, piece, step.in_powers);
     } else {
       write_carefully(piece, step.usual);
     }
   } else if constexpr (kHasRoots && !kLog) {
     const row_exp_t<kHow> exp_of_row(step.usual.m);
     const auto finish = [&](score_t s) { return exp_of_row(s) * step.usual.inverse; };
-    write(source, piece, finish);
+    write(held, piece, finish);
   } else {
-    write(source, piece, step.usual);
+    write(held, piece, step.usual);
   }
 }
 
@@ -519,21 +480,20 @@ struct block_t {
     __syncthreads();
     return shared.next[1];
   }
-  // Sums a part and tells it; takes the next ticket meanwhile if asked to.
-  template <bool kTakes, typename Source>
-  __device__ __forceinline__ void sum(Source& source,
+  // Sums a part and tells it; takes the next ticket meanwhile.
+  __device__ __forceinline__ void sum(held_t<x_t>& held,
                                       const piece_t& piece,
                                       unsigned part,
                                       int turn) const {
     unsigned ahead;
-    const acc_t m = largest(source, piece);
-    source.forget();
-    if (kTakes && threadIdx.x == 0) ahead = board.take_ticket();
-    const partial_t found = sum_up<kHow>(source, piece, m);
+    const acc_t m = largest(held, piece);
+    held.forget();
+    if (threadIdx.x == 0) ahead = board.take_ticket();
+    const partial_t found = sum_up<kHow>(held, piece, m);
     if (threadIdx.x % kWarpSize == 0) {
       shared.sums[turn][threadIdx.x / kWarpSize] = found;
     }
-    if (kTakes && threadIdx.x == 0) shared.next[turn] = ahead;
+    if (threadIdx.x == 0) shared.next[turn] = ahead;
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
       const partial_t of_part = join_warps(shared.sums[turn]);
@@ -550,8 +510,8 @@ struct block_t {
   }
 };
 
-// Parts that are read again to be written, each of them twice in the line.
-__device__ __forceinline__ void read_again(const block_t& block) {
+// Along the line.
+__device__ __forceinline__ void walk(const block_t& block) {
   const line_t& line = block.line;
   unsigned ticket = block.first_ticket();
   for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
@@ -569,79 +529,9 @@ __device__ __forceinline__ void read_again(const block_t& block) {
       if (threadIdx.x == 0) block.shared.next[turn] = ahead;
       __syncthreads();
     } else {
-      block.sum<true>(held, piece, place.part, turn);
+      block.sum(held, piece, place.part, turn);
     }
     ticket = block.shared.next[turn];
-  }
-}
-
-// Parts that are kept until they are written. A block has kSlots of them: one whose
-// loads are under way while the oldest of the others is written, and then summed while
-// the next is loaded. All blocks run at once, and keep more parts than a row has.
-template <int kSlots>
-__device__ __forceinline__ void keep_parts(const block_t& block) {
-  constexpr int kOthers = kSlots > 1 ? kSlots - 1 : 1;
-  const unsigned all = block.line.all;
-  unsigned part = block.first_ticket();  // which is loaded
-  unsigned part_of[kOthers] = {};        // summed and not yet written, oldest first
-  int count = 0, slot = 0;               // of these; slot of the part that is loaded
-  if (part < all) kept_t<x_t>(slot).load(block.piece(part));
-  ptx::commit_copies();
-  for (int turn = 0; part < all || count > 0; turn ^= 1) {
-    const bool exists = part < all, writes = count == kOthers || !exists;
-    // A block waits for a row only when it has summed all that it took of it.
-    const bool sums_first =
-        exists && writes && part / block.line.parts == part_of[0] / block.line.parts;
-    unsigned next = all;
-#pragma unroll 1
-    for (int phase = 0; phase < 2; ++phase) {
-      if ((phase == 0) == sums_first) {
-        if (!exists) continue;
-        if (sums_first) {
-          ptx::wait_copy_groups<0>();
-        } else {
-          ptx::wait_copy_groups<1>();
-        }
-        const piece_t piece = block.piece(part);
-        kept_t<x_t> kept(slot);
-        kept.load_edge(piece);
-        block.sum<false>(kept, piece, part, turn);
-      } else {
-        unsigned ahead;
-        if (writes) {
-          const piece_t piece = block.piece(part_of[0]);
-          block.hear(piece, turn);
-          if (exists && threadIdx.x == 0) ahead = block.board.take_ticket();
-          kept_t<x_t> kept((slot + kSlots - count) % kSlots);
-          kept.load_edge(piece);
-          const last_step_t step = block.shared.step[turn];
-          write<kHow>(kept, piece, step);
-        } else if (threadIdx.x == 0) {
-          ahead = block.board.take_ticket();
-        }
-        if (exists) {
-          if (threadIdx.x == 0) block.shared.next[turn] = ahead;
-          __syncthreads();
-          next = block.shared.next[turn];
-          if (next < all) kept_t<x_t>((slot + 1) % kSlots).load(block.piece(next));
-          ptx::commit_copies();
-        }
-      }
-    }
-    if (writes) {
-      --count;
-#pragma unroll
-      for (int i = 1; i < kOthers; ++i) part_of[i - 1] = part_of[i];
-    }
-    if (exists) {
-#pragma unroll
-      for (int i = 0; i < kOthers; ++i) {
-        if (i == count) part_of[i] = part;
-      }
-      ++count;
-      slot = (slot + 1) % kSlots;
-    }
-    part = next;
   }
 }
 
@@ -654,10 +544,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
   __shared__ shared_t shared;
   const line_t line(layout);
   const board_t board{words, unsigned(layout.num_rows)};
-  const block_t block{x, out, layout, line, board, shared};
-  if constexpr (kSlots > 0) {
-    keep_parts<kSlots>(block);
-  } else {
-    read_again(block);
-  }
+  walk(block_t{x, out, layout, line, board, shared});
 }

@@ -16,13 +16,8 @@ __device__ __forceinline__ unsigned long long policy_evict_first() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ unsigned long long policy_evict_normal() {
-  unsigned long long policy;
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 
-// 4, 8 and 16 bytes, which get no place in L1.
+// 4, 8 and 16 bytes, which get no place in L1; stores also of 2.
 __device__ __forceinline__ unsigned load_global(const unsigned* p,
                                                 unsigned long long policy) {
   unsigned v;
@@ -69,8 +64,8 @@ __device__ __forceinline__ void store_global(unsigned* p,
 __device__ __forceinline__ void store_global(uint2* p,
                                              uint2 v,
                                              unsigned long long policy) {
-  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(p),
-               "r"(v.x), "r"(v.y), "l"(policy)
+  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(v.x),
+               "r"(v.y), "l"(policy)
                : "memory");
 }
 __device__ __forceinline__ void store_global(uint4* p,

@@ -123,7 +123,7 @@ struct piece_t {
   unsigned row;
   bool is_last;  // of its row
   // A row that L2 can hold has fewer than 2^31 elements.
-  const x_t* x;      // from its first whole vector on
+  const x_t* x;  // from its first whole vector on
   out_t* out;
   int num_vectors;
   int first;  // vector of this thread; others lie kLanes apart

@@ -201,7 +201,7 @@ def _wide(cupy, a):
     """float64; bfloat16 by way of its bits."""
     if a.dtype.name == "bfloat16":
         bits = cupy.ascontiguousarray(a).view(np.uint16).astype(np.uint32) << 16
-        a = bits.view(np.float32)
+        a = bits.view(np.float32).reshape(a.shape)  # which a single number had lost
     return a.astype(np.float64)
 
 

@@ -2,9 +2,9 @@
 
     python benchmarks/bench_softmax.py --json benchmarks/results/softmax_h200.json
 
-Two parts. The ladder: all methods over a few shapes, for the table of the README.
+Three parts. The ladder: all methods over a few shapes, for the table of the README.
 The table (GPU only): "auto" over every line of what is wanted, beside a copy of the
-same array in the same run, and a sweep over 200 lengths that looks for dips.
+same array in the same run. The sweep (GPU only): 200 lengths, to look for dips.
 
 GB/s count what has to move: one read and one write (logsumexp: one read; the vector-
 Jacobian products: two reads and a write). The share is that rate over the copy's, for
@@ -12,8 +12,12 @@ logsumexp over that of a sweep that only reads.
 """
 
 import contextlib
+import json
+import math
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import softmax_table
@@ -46,6 +50,8 @@ CPU_CASES = [
     SoftmaxCase(256, 65536, "float32"),
     SoftmaxCase(4096, 4096, "float64"),
 ]
+
+PARTS = ("ladder", "table", "sweep")
 
 
 # --- the ladder ----------------------------------------------------------------------
@@ -195,7 +201,7 @@ def _wide(cupy, a):
     """float64; bfloat16 by way of its bits."""
     if a.dtype.name == "bfloat16":
         bits = cupy.ascontiguousarray(a).view(np.uint16).astype(np.uint32) << 16
-        a = bits.view(np.float32)
+        a = bits.view(np.float32).reshape(a.shape)  # which a single number had lost
     return a.astype(np.float64)
 
 
@@ -305,7 +311,7 @@ def _call_each(cases):
     cupy.cuda.Device().synchronize()
 
 
-def measure_table(cupy, cases, turns, torch, quack, num_processes):
+def measure_table(cupy, cases, turns, torch, quack, num_processes, deadline):
     """Rows of all cases, and the rates of the ways to read."""
     import rates
 
@@ -316,6 +322,8 @@ def measure_table(cupy, cases, turns, torch, quack, num_processes):
     shared = Arrays(cupy, [c for c in cases if c.size * c.itemsize <= limit])
     rows = []
     for case in _console.progress(cases, "table"):
+        if time.monotonic() > deadline:
+            break
         # The long row has buffers of its own; they go when it is done.
         is_longer = case.size * case.itemsize > limit
         arrays = Arrays(cupy, [case]) if is_longer else shared
@@ -376,7 +384,15 @@ def report_table(rows):
 def main():
     """Measure, print the tables and write the report."""
     parser = timing.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("all", "ladder", "table"), default="all")
+    parser.add_argument("--part", choices=("all", *PARTS), default="all")
+    parser.add_argument(
+        "--add", type=Path, nargs="*", default=[], metavar="FILE",
+        help="reports of other parts: the report is to hold what they do",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf,
+        help="begin no case after so many; another run with --add does the rest",
+    )  # fmt: skip
     parser.add_argument(
         "--jobs", type=int, default=12, help="processes that compile ahead (1: none)"
     )
@@ -385,22 +401,37 @@ def main():
     xp, on_gpu = timing.backend(args)
     torch = timing.optional("torch")
     quack = timing.optional("quack") if on_gpu else None
+    parts = PARTS if args.part == "all" else (args.part,)
+    deadline = time.monotonic() + args.seconds
     rows, table, reads = [], [], {}
-    if args.part != "table":
+    for path in args.add:
+        other = json.loads(path.read_text("utf-8"))
+        rows, table = rows + other["rows"], table + other["table"]
+        reads |= other["reads"]
+    done = {row["case"] for row in rows}
+    done |= {(row["group"], row["case"]) for row in table}
+    if "ladder" in parts:
         cases = GPU_CASES if on_gpu else CPU_CASES
-        cases = [case for case in cases if args.only in case.label]
+        cases = [c for c in cases if args.only in c.label and c.label not in done]
         for case in _console.progress(cases, "softmax"):
+            if time.monotonic() > deadline:
+                break
             rows += measure(xp, case, on_gpu, args.turns, torch, quack)
         _bench.report(rows, "GB/s", 1e9)
-    if on_gpu and args.part != "ladder":
+    if on_gpu and parts != ("ladder",):
         xp.get_default_memory_pool().free_all_blocks()
         cases = [
             case
             for case in softmax_table.cases()
             if args.only in f"{case.group}: {case.label}"
+            and ("sweep" if case.group == "sweep" else "table") in parts
+            and (case.group, case.label) not in done
         ]
         peers = (None, None) if args.no_peers else (torch, quack)
-        table, reads = measure_table(xp, cases, args.turns, *peers, args.jobs)
+        found, of_reads = measure_table(
+            xp, cases, args.turns, *peers, args.jobs, deadline
+        )
+        table, reads = table + found, reads | of_reads
         report_table(table)
     timing.save(args.json, "softmax", on_gpu, rows=rows, table=table, reads=reads)
 

@@ -25,6 +25,7 @@ from cupyflash._softmax_row_cuts import (
     split_rows,
     stream_pairs,
     sum_rows,
+    trail_rows,
     walk_rows,
 )
 
@@ -153,7 +154,8 @@ KERNELS = (  # best first
     SoftmaxKernel(
         "vjp_stream", BACKWARD, ("auto",), stream_pairs, _samples.streamed, fast=True
     ),
-    # Rows that do not fit on chip are read twice.
+    # Rows that do not fit on chip are read twice, the second time from L2 if they can.
+    SoftmaxKernel("trail", FORWARD, _TILED, trail_rows, _samples.long_rows, fast=True),
     SoftmaxKernel("split", FORWARD, _TILED, split_rows, _samples.long_rows),
     SoftmaxKernel("vjp_split", BACKWARD, ("auto",), split_rows, _samples.long_rows),
     SoftmaxKernel("online", FORWARD, _ANY, walk_rows, _samples.walked),

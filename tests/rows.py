@@ -93,6 +93,7 @@ SOFTMAX_REACH = SOFTMAX_SHAPES | {
     "one element": (9, 1, 1),
     "few long rows": (2, 700_001, 1),
     "a row that no card holds": (1, 4_500_000, 1),
+    "a row that no cache holds": (1, 12_000_000, 1),
     "many long columns": (140, 70_000, 4),
     "very long columns": (3, 40_001, 32),
     "scattered": (3, 5000, 2),

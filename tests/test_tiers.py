@@ -285,6 +285,43 @@ def test_sums_of_rows_that_follow_each_other(cupy, rng, dtype, vectors, rows_per
     assert_accurate("logsumexp", to_host(y)[usual], (x[usual],), dtype)
 
 
+@pytest.mark.parametrize(("mebibytes", "rows"), [(2.2, 12), (23, 2)])
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+def test_parts_of_long_rows_that_follow_each_other(
+    cupy, rng, function, dtype, mebibytes, rows
+):
+    """Blocks sum parts of one row while they write those of another.
+
+    Usual rows, rows far from 0 and special ones, which must not touch each other.
+    """
+    length = int(mebibytes * 2**20) // dtype_of(dtype).itemsize | 3
+    x = cupy.empty((rows, length), dtype_of(dtype))
+    told = cupyflash.explain(function, x, 1)
+    if told.kernel != "trail":
+        pytest.skip(f"{told.kernel} takes this on this card")
+    x = inputs(rng, function, (rows, length, 1), dtype)[0][..., 0]
+    kind = np.arange(rows) % 5
+    if dtype != "float16":
+        x[kind == 1] -= np.asarray(3e6, x.dtype)
+    for i, value in ((2, np.nan), (3, np.inf)):
+        x[kind == i, rng.integers(length)] = value
+    x[kind == 4] = -np.inf
+    placed = place(cupy, x)
+    y = getattr(cupyflash, function)(placed, 1)
+    for _ in range(3):
+        same_bits(getattr(cupyflash, function)(placed, 1), y)
+    getattr(cupyflash, function)(placed, 1, out=placed)
+    same_bits(placed, y)
+    y = to_host(y)
+    for i in np.flatnonzero(kind < 2)[-2:]:
+        check(function, y[i : i + 1], x[i : i + 1], dtype, axis=1)
+    for i in np.flatnonzero(kind > 1)[:3]:
+        exact = getattr(oracle, function)(x[i : i + 1], 1)
+        np.testing.assert_array_equal(np.isnan(wide(y[i : i + 1])), np.isnan(exact))
+        np.testing.assert_array_equal(np.isinf(wide(y[i : i + 1])), np.isinf(exact))
+
+
 @pytest.mark.parametrize("n", [8, 16, 64])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("function", ["softmax", "log_softmax"])
@@ -403,6 +440,9 @@ def test_every_row_of_the_table_is_reached(cupy):
             for n in (40_000, 70_000):
                 x = cupy.empty((140, n, 4), dtype_of(dtype))
                 reached.add(launch_of(function, x)[0])
+            # A row that is longer than the L2 cache.
+            x = cupy.empty((1, 1 << 24), dtype_of(dtype))
+            reached.add(launch_of(function, x)[0])
             # Columns that fill a card.
             x = cupy.empty((1, 4096, 1 << 13), dtype_of(dtype))
             reached.add(launch_of(function, x)[0])

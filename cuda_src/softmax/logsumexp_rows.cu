@@ -22,11 +22,15 @@
 // Parameters A_T, OUT_T          element types of a, and of out and sign
 //            OUTER_AXES          how many axes the rows run over
 //            HELD, SETS, PARTS   as above
+//            KEEPS               1 if L2 is to keep the results rather than what is
+//                                read: written among reads, they cost several times
+//                                their bytes
 //            MIN_BLOCKS          blocks that a multiprocessor is to have registers for
 //            ACC_T, LANES, ROWS_PER_BLOCK, REDUCED_AXES   as in softmax/group.cuh
 #include "common/strides.cuh"
 #include "common/types.cuh"
 #include "common/vector.cuh"
+#include "ptx/cache_hint.cuh"
 #include "softmax/group.cuh"
 #include "softmax/power_sum.cuh"
 
@@ -37,6 +41,7 @@ using a_t = A_T;
 using out_t = OUT_T;
 constexpr int kHeld = HELD, kSets = SETS > 0 ? SETS : 1, kParts = PARTS;
 constexpr int kMinBlocks = MIN_BLOCKS;
+constexpr bool kKeeps = KEEPS;
 constexpr int kVector = 16 / sizeof(a_t);  // elements a vector access
 constexpr int kNumVectors = kHeld / kVector;
 constexpr bool kHolds = SETS > 0;  // a row as a whole; else its lanes walk over it
@@ -272,6 +277,21 @@ __device__ __noinline__ double careful_log(const a_t* a, long long length) {
   return log_beside(m, rest);
 }
 
+template <typename T>
+__device__ __forceinline__ void store_result(out_t* place, T x) {
+  const out_t result = to<out_t>(x);
+#if __CUDA_ARCH__ >= 800
+  if constexpr (kKeeps) {
+    using word_t = vector_t<out_t, 1>::word_t;
+    ptx::store_global(reinterpret_cast<word_t*>(place),
+                      reinterpret_cast<const word_t&>(result),
+                      ptx::policy_evict_last());
+    return;
+  }
+#endif
+  *place = result;
+}
+
 __device__ __forceinline__ void store(const layout_t& layout,
                                       long long row,
                                       const total_t& sum,
@@ -279,11 +299,11 @@ __device__ __forceinline__ void store(const layout_t& layout,
                                       out_t* out,
                                       out_t* sign) {
   const auto at = locate(layout.outer, row);
-  out[at.of[kOut]] = to<out_t>(log);
+  store_result(out + at.of[kOut], log);
   if (layout.returns_sign) {
     const acc_t of_sum =
         is_nan(sum.top) ? sum.top : acc_t(sum.top > -infinity<acc_t>());
-    sign[at.of[kSign]] = to<out_t>(of_sum);
+    store_result(sign + at.of[kSign], of_sum);
   }
 }
 
@@ -334,8 +354,15 @@ struct staged_t {
   }
 };
 
+// Rows of a warp are neighbours, so that their results are written together: which of
+// the rows of a block a lane has.
+__device__ __forceinline__ int index_of_set(int set) {
+  constexpr int kAtOnce = kWarpSize / kWarpLanes;  // rows of a warp
+  const int warp = threadIdx.x / kWarpSize;
+  return (warp * kSets + set) * kAtOnce + threadIdx.x % kWarpSize / kWarpLanes;
+}
 __device__ __forceinline__ long long row_of_set(long long block_row, int set) {
-  return block_row + set * kRowsPerBlock + threadIdx.x / kLanes;
+  return block_row + index_of_set(set);
 }
 
 // One result a row of this lane's group; lane j has those of sets j, j + kLanes, ...
@@ -399,7 +426,7 @@ __device__ __forceinline__ void short_rows(const a_t* a,
 #pragma unroll
     for (int set = 0; set < kSets; ++set) {
       if constexpr (kPath == path::kStaged) {
-        const int row = set * kRowsPerBlock + threadIdx.x / kLanes;
+        const int row = index_of_set(set);
         held[set].load_singles(rows + row * length,
                                row < num_left(block_row) ? length : 0);
       }

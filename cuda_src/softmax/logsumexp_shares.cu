@@ -23,6 +23,7 @@
 // Parameters A_T, OUT_T    element types of a, and of out and sign
 //            HAS_WHERE     1 if there is a mask
 //            SHARES        warps that share the rows
+//            WHOLE         1 if shares are whole tiles: nothing is left to join
 //            and those of softmax/columns.cuh
 #include "softmax/columns.cuh"
 #include "softmax/column_sum.cuh"
@@ -34,6 +35,7 @@ using a_t = A_T;
 using out_t = OUT_T;
 constexpr bool kHasWhere = HAS_WHERE;
 constexpr int kShares = SHARES;
+constexpr bool kWhole = WHOLE;
 
 constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 using sums_t = column_sum_t<acc_t, kCoarse>;
@@ -587,7 +589,11 @@ struct shares_t {
 
   __device__ __forceinline__ explicit shares_t(const layout_t& layout)
       : total((long long)num_tiles(layout) * layout.row_length),
-        share((total + kShares - 1) / kShares) {}
+        share((total + kShares - 1) / kShares) {
+    if constexpr (kWhole) {
+      share = (share + layout.row_length - 1) / layout.row_length * layout.row_length;
+    }
+  }
 
   // Of a tile: the warp that has its first row, and how many have some.
   __device__ __forceinline__ int first(const layout_t& layout, long long tile) const {
@@ -598,7 +604,7 @@ struct shares_t {
     return int(last / share) - first(layout, tile) + 1;
   }
   __device__ __forceinline__ int most(const layout_t& layout) const {
-    return int((layout.row_length - 1) / share) + 2;
+    return kWhole ? 1 : int((layout.row_length - 1) / share) + 2;
   }
 };
 
@@ -614,11 +620,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     softmax_logsumexp_shares_sum(const a_t* a,
                                  const a_t*,
                                  const bool* where,
-                                 out_t*,
-                                 out_t*,
+                                 out_t* out,
+                                 out_t* sign,
                                  partial_sum_t* partial,
                                  const __grid_constant__ layout_t layout) {
   if constexpr (kInWarp && kGroup == kWarpSize) {
+    __shared__ shared_t shared;
     const deal how = deal_of(a, layout);
     const shares_t shares(layout);
     const int most = shares.most(layout);
@@ -646,6 +653,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
         partial_sum_t* const to = place_of(partial, number, most) + part * kColumns;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) to[tile.offset(j)] = partial_sum_t(joined[j]);
+      }
+      if constexpr (kWhole) {
+        __syncwarp();  // the sums are read by other lanes
+        const partial_sum_t* const sums = place_of(partial, number, most);
+        const auto sum_of = [&](int c, int) { return sums[c]; };
+        merge_in_warp(a, where, sum_of, 1, {tile, out, sign}, shared);
       }
       at += rows;
     }

@@ -19,9 +19,9 @@
 #pragma once
 
 #include "ptx/copy.cuh"
-#include "ptx/relaxed.cuh"
 #include "softmax/group.cuh"
 #include "softmax/peeled.cuh"
+#include "softmax/told.cuh"
 
 #ifndef RING
 #error "RING and AHEAD come from the host"
@@ -61,46 +61,32 @@ struct walk_t {
   }
 };
 
-// What the blocks of a group tell each other: two numbers a row and block. Each number
-// says by itself whether it has been told, so that nothing else has to be ordered.
+// What the blocks of a group tell each other: two numbers a row and block.
 struct board_t {
-  static constexpr unsigned long long kUntold = ~0ull;  // a NaN that is never told
-
   unsigned long long* words;  // (num_rows, blocks of a group, 2)
 
   __device__ __forceinline__ unsigned long long* of(long long row, int block) const {
     return words + (row * gridDim.x + block) * 2;
   }
-  static __device__ __forceinline__ unsigned long long bits_of(double x) {
-    return x == x ? __double_as_longlong(x) : 0x7ffull << 52 | 1ull << 51;
-  }
-  static __device__ __forceinline__ double read(const unsigned long long* word) {
-    unsigned long long bits;
-    do {
-      bits = ptx::load_relaxed(word);
-    } while (bits == kUntold);
-    return __longlong_as_double(bits);
-  }
-
   // Before anything is told: by a launch of its own, of a grid of as many columns.
   __device__ __forceinline__ void clear(long long num_rows) const {
     const long long step = (long long)gridDim.y * kLanes;
     for (long long row = (long long)blockIdx.y * kLanes + lane(); row < num_rows;
          row += step) {
-      of(row, blockIdx.x)[0] = of(row, blockIdx.x)[1] = kUntold;
+      of(row, blockIdx.x)[0] = of(row, blockIdx.x)[1] = told_t::kUntold;
     }
   }
   // By one thread of this block.
   __device__ __forceinline__ void tell(long long row, double a, double b) const {
-    ptx::store_relaxed(of(row, blockIdx.x), bits_of(a));
-    ptx::store_relaxed(of(row, blockIdx.x) + 1, bits_of(b));
+    told_t::tell(of(row, blockIdx.x), a);
+    told_t::tell(of(row, blockIdx.x) + 1, b);
   }
   // Waits until a block has told them.
   __device__ __forceinline__ double first_of(long long row, int block) const {
-    return read(of(row, block));
+    return told_t::read(of(row, block));
   }
   __device__ __forceinline__ double second_of(long long row, int block) const {
-    return read(of(row, block) + 1);
+    return told_t::read(of(row, block) + 1);
   }
 };
 

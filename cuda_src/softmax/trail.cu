@@ -1,0 +1,548 @@
+// SPDX-License-Identifier: MIT
+// softmax_trail: long rows in one launch; who writes a row follows who sums it so soon
+// that the second read finds it in L2.
+//
+// Algorithm  softmax_trail_clear: nothing is told yet. softmax_trail: the parts of all
+//            rows stand in one line, each of them twice, once to be summed and once,
+//            kMargin parts after the last of its row, to be written. Blocks take the
+//            next of the line whenever they are free. Who sums the last part of a row
+//            waits for the other sums, joins them and tells the row's; who writes
+//            waits for that. Nobody waits for what comes later in the line, so that
+//            blocks need not all run at once.
+// Grid       1-D; as many blocks of kLanes threads as fit, or fewer
+// Tiles      a part of a row: kHeld vectors of 16 bytes a thread, in registers
+// Memory     x twice, the second time from L2; out once; 16 bytes an access, the ends
+//            of unaligned rows element by element; 16 bytes a part between blocks
+// Numbers    as softmax_split; the exponentials that are summed are those that are
+//            written. Doubles by a table, as softmax_tiled
+// Limits     reduced axis contiguous in x and out; rows that L2 can hold; no mask;
+//            sm_80 or newer
+//
+// Parameters HELD         as above
+//            MARGIN       as above
+//            MIN_BLOCKS   blocks that a multiprocessor is to have registers for
+//            and those of softmax/score.cuh and softmax/group.cuh
+#include "ptx/cache_hint.cuh"
+#include "ptx/opaque.cuh"
+#include "softmax/group.cuh"
+#include "softmax/partial.cuh"
+#include "softmax/peeled.cuh"
+#include "softmax/row_exp.cuh"
+#include "softmax/told.cuh"
+
+constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
+constexpr int kVector = 16 / kWidest;  // elements a vector access
+constexpr int kHeld = HELD, kMargin = MARGIN;
+constexpr int kWarps = kLanes / kWarpSize;
+constexpr int kPart = kLanes * kHeld;  // vectors of a part
+static_assert(!kHasWhere && kLanes >= 2 * kVector, "a thread has an edge at most");
+
+// How a part is summed: doubles by a table; floats in powers of two, by the way that
+// they are written if that is a cheap one.
+constexpr bool kHasRoots = sizeof(acc_t) == sizeof(double);
+constexpr bool kHasPowers = finish_in_powers_t::kTakes || kCoarse;
+constexpr exps kHow = kHasRoots ? exps::kByTable : exps::kOfScore;
+
+// --- the line ------------------------------------------------------------------------
+
+// Parts of rows, in the order in which they are summed.
+struct line_t {
+  unsigned parts;  // of a row
+  unsigned all, lag;
+
+  __device__ __forceinline__ explicit line_t(const layout_t& layout) {
+    constexpr int kElements = kPart * kVector;
+    parts = unsigned((layout.row_length + kElements - 1) / kElements);
+    all = parts * unsigned(layout.num_rows);
+    lag = min(parts + kMargin, all);
+  }
+
+  struct place_t {
+    bool is_written;  // or summed
+    unsigned part;
+  };
+  // First only sums, then a sum and a result in turn, at last only results.
+  __device__ __forceinline__ place_t at(unsigned ticket) const {
+    if (ticket < lag) return {false, ticket};
+    if (ticket >= 2 * all - lag) return {true, ticket - all};
+    const unsigned turn = ticket - lag;
+    return {turn % 2 != 0, turn / 2 + (turn % 2 == 0 ? lag : 0)};
+  }
+};
+
+// What blocks tell each other: the next ticket; of each row, and of each part, a sum
+// l exp(m) as the two numbers.
+struct board_t {
+  unsigned long long* words;  // 2 + 2 (num_rows + parts of all rows)
+  unsigned num_rows;
+
+  __device__ __forceinline__ unsigned take_ticket() const {
+    return unsigned(atomicAdd(words, 1ull));
+  }
+  __device__ __forceinline__ unsigned long long* of_row(unsigned row) const {
+    return words + 2 + 2ull * row;
+  }
+  __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
+    return words + 2 + 2ull * (num_rows + part);
+  }
+  static __device__ __forceinline__ void tell(unsigned long long* at,
+                                              const partial_t& sum) {
+    told_t::tell(at, sum.l);
+    told_t::tell(at + 1, sum.m);
+  }
+  // Waits until it has been told.
+  static __device__ __forceinline__ partial_t read(const unsigned long long* at) {
+    unsigned long long l, m;
+    while (true) {
+      l = ptx::load_relaxed(at);
+      m = ptx::load_relaxed(at + 1);
+      if (l != told_t::kUntold && m != told_t::kUntold) break;
+      __nanosleep(64);
+    }
+    return {__longlong_as_double(l), __longlong_as_double(m)};
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_trail_clear(const x_t* x,
+                        const bool*,
+                        out_t* out,
+                        unsigned long long* words,
+                        const __grid_constant__ layout_t layout) {
+  const long long count = 2 + 2 * (layout.num_rows + (long long)line_t(layout).all);
+  const long long step = (long long)gridDim.x * kLanes;
+  for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
+    words[i] = i == 0 ? 0 : told_t::kUntold;
+  }
+}
+
+// --- a part of a row -----------------------------------------------------------------
+
+struct piece_t {
+  const layout_t& layout;
+  unsigned row;
+  bool is_last;  // of its row
+  // A row that L2 can hold has fewer than 2^31 elements.
+  const x_t* x;  // from its first whole vector on
+  out_t* out;
+  int num_vectors;
+  int first;  // vector of this thread; others lie kLanes apart
+  int edge;   // an element of this thread that is in no vector, or kNone
+  static constexpr int kNone = -kVector;
+
+  __device__ __forceinline__ piece_t(const x_t* x,
+                                     out_t* out,
+                                     const layout_t& layout,
+                                     const line_t& line,
+                                     unsigned part)
+      : layout(layout), row(part / line.parts) {
+    part -= row * line.parts;
+    is_last = part + 1 == line.parts;
+    const auto at = locate(layout.outer, row);
+    this->x = x + at.of[kX];
+    const auto peeled =
+        peeled_t::of<kVector>(num_before_aligned<kVector>(this->x), layout.row_length);
+    this->x += peeled.head;
+    this->out = out + at.of[kOut] + peeled.head;
+    num_vectors = int(peeled.num_vectors);
+    first = int(part * kPart) + lane();
+    const bool has_edge = part == 0 && lane() < peeled.head + peeled.tail;
+    edge = has_edge ? int(peeled.edge<kVector>(lane())) - peeled.head : kNone;
+  }
+  __device__ __forceinline__ bool is_whole() const {
+    return first - lane() + kPart <= num_vectors;
+  }
+  __device__ __forceinline__ bool has(int k) const {
+    return first + k * kLanes < num_vectors;
+  }
+  __device__ __forceinline__ bool has_edge() const { return edge != kNone; }
+  // Of the first element of vector k of this thread.
+  __device__ __forceinline__ int position(int k) const {
+    return (first + k * kLanes) * kVector;
+  }
+  __device__ __forceinline__ score_t score(x_t element) const {
+    return score_t(to<acc_t>(element), layout);
+  }
+};
+
+// What a thread has of a part, in registers. Places beyond the row hold -inf.
+template <typename T>
+struct held_t {
+  using vector = vector_t<T, kVector>;
+  vector read[kHeld];
+  T edge;
+
+  __device__ __forceinline__ const vector& at(int k) const { return read[k]; }
+
+  __device__ __forceinline__ void load(const piece_t& piece,
+                                       unsigned long long policy) {
+    if (piece.is_whole()) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) load(piece, k, policy);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        if (piece.has(k)) {
+          load(piece, k, policy);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) read[k].element[e] = padding<T>();
+        }
+      }
+    }
+    edge = piece.has_edge() ? piece.x[piece.edge] : padding<T>();
+  }
+  // Keeps narrow elements as they came, and nothing that was computed from them: both
+  // together would take too many registers.
+  __device__ __forceinline__ void forget() {
+    if constexpr (sizeof(T) < sizeof(acc_t) && sizeof(vector) >= 4) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        unsigned* const words = reinterpret_cast<unsigned*>(&read[k]);
+#pragma unroll
+        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::forget(words[i]);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load(const piece_t& piece,
+                                       int k,
+                                       unsigned long long policy) {
+    using word_t = typename vector::word_t;
+    read[k].word = ptx::load_global(
+        reinterpret_cast<const word_t*>(piece.x + piece.position(k)), policy);
+  }
+};
+
+// visit(score) for all elements.
+template <typename Visit>
+__device__ __forceinline__ void each(const held_t<x_t>& held,
+                                     const piece_t& piece,
+                                     Visit visit) {
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) visit(piece.score(held.at(k).element[e]));
+  }
+  visit(piece.score(held.edge));
+}
+
+// The largest score of the warp; NaN if there is one, but of doubles.
+__device__ __forceinline__ acc_t larger(acc_t a, acc_t b) {
+  if constexpr (kHasRoots) return larger_finite_t()(a, b);
+  return detail::largest_nan(a, b);
+}
+template <typename T>
+__device__ __forceinline__ acc_t largest(const held_t<T>& held, const piece_t& piece) {
+  acc_t m = piece.score(held.edge).high;
+  if constexpr (sizeof(T) == 2 && kVector % 2 == 0 && !kScaled) {
+    auto of_all = held.at(0);  // no conversion is needed
+#pragma unroll
+    for (int k = 1; k < kHeld; ++k) of_all = larger_of(of_all, held.at(k));
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) m = larger(m, to<acc_t>(of_all.element[e]));
+  } else {
+    each(held, piece, [&](score_t s) { m = larger(m, s.high); });
+  }
+  return warp_reduce(m, [](acc_t a, acc_t b) { return larger(a, b); });
+}
+
+// --- sums ----------------------------------------------------------------------------
+
+// The sum of a warp whatever the scores are, one by one and read again.
+__device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
+  running_t<acc_t> sum;
+  const auto take = [&](x_t element) {
+    const score_t s[1] = {piece.score(element)};
+    take_scores(sum, s);
+  };
+#pragma unroll 1
+  for (int i = 0; i < kHeld * kVector; ++i) {
+    const int k = i / kVector;
+    if (piece.has(k)) take(piece.x[piece.position(k) + i % kVector]);
+  }
+  if (piece.has_edge()) take(piece.x[piece.edge]);
+  return partial_of(warp_reduce(sum, merge_t()));
+}
+
+// The sum of a warp; one that is not finite is none.
+template <exps kHow>
+__device__ __forceinline__ partial_t sum_of_roots(const held_t<x_t>& held,
+                                                  const piece_t& piece,
+                                                  acc_t m) {
+  const row_exp_t<kHow> exp_of_row(shift_by(m));
+  auto sum = exp_of_row.none();
+  each(held, piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
+  return {total(warp_reduce(exp_of_row.sum_of(sum), plus_t())), double(m)};
+}
+__device__ __forceinline__ partial_t sum_of_powers(const held_t<x_t>& held,
+                                                   const piece_t& piece,
+                                                   acc_t m) {
+  if (m == -infinity<acc_t>()) return {0, double(m)};
+  if (!power_t::takes(m)) return {infinity<double>(), 0};
+  const power_t power(m);
+  const auto term = [&](score_t s) {
+    if constexpr (kCoarse) return exp2f(fmaf(s.high, float(kLog2e), -power.unit));
+    return power(s);
+  };
+  // Four are added as floats; of what becomes 16 bits, those of a vector.
+  double l = term(piece.score(held.edge));
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    float part = 0;
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      part += term(piece.score(held.at(k).element[e]));
+    }
+    l += part;
+  }
+  l = warp_reduce(l, plus_t());
+  return {l * power_sum_t<float, false>::power_about(int(power.unit), m), double(m)};
+}
+__device__ __forceinline__ partial_t sum_of_pairs(const held_t<x_t>& held,
+                                                  const piece_t& piece) {
+  powers_t sum;
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    score_t s[kVector];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) s[e] = piece.score(held.at(k).element[e]);
+    take_scores(sum, s);
+  }
+  const score_t s[1] = {piece.score(held.edge)};
+  take_scores(sum, s);
+  sum.template join<kWarpSize>();
+  if (!is_sum(sum)) return {infinity<double>(), 0};
+  return partial_of(sum);
+}
+
+// The sum of a warp; `m` is the largest of its scores.
+template <exps kHow>
+__device__ __forceinline__ partial_t sum_up(const held_t<x_t>& held,
+                                            const piece_t& piece,
+                                            acc_t m) {
+  partial_t sum;
+  if constexpr (kHasRoots) {
+    sum = sum_of_roots<kHow>(held, piece, m);
+  } else if constexpr (kHasPowers) {
+    sum = sum_of_powers(held, piece, m);
+  } else {
+    sum = sum_of_pairs(held, piece);
+  }
+  if (!is_finite(sum.l)) {
+    sum = careful_sum(piece);
+    // In the unit of the other sums.
+    if constexpr (kHasRoots && !kLog) {
+      sum.l *= __hiloint2double((1023 + row_exp_t<kHow>::kRoom) << 20, 0);
+    }
+  }
+  return sum;
+}
+
+// As a sum l exp(m), where m is at least that of the sum.
+__device__ __forceinline__ double scaled_to(const partial_t& sum, double m) {
+  if (sum.m == m || !is_finite(sum.l)) return sum.l;
+  return sum.m == -infinity<double>() ? 0 : sum.l * exp_diff_exact(sum.m, m);
+}
+
+// Joins sums of warps, in all lanes of one.
+__device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps]) {
+  const partial_t own = sums[threadIdx.x % kWarps];
+  const double m = warp_reduce<kWarps>(own.m, larger_finite_t());
+  return {warp_reduce<kWarps>(scaled_to(own, m), plus_t()), m};
+}
+
+// Joins what is told of the parts of a row, by a block, and tells it.
+__device__ __forceinline__ void join_parts(const board_t& board,
+                                           unsigned row,
+                                           unsigned parts) {
+  const unsigned long long* const told = board.of_part(row * parts);
+  partial_t own = {0, -infinity<double>()};
+  for (unsigned i = lane(); i < parts; i += kLanes) {
+    const partial_t next = board_t::read(told + 2 * i);
+    const double m = larger_finite_t()(own.m, next.m);
+    own = {scaled_to(own, m) + scaled_to(next, m), m};
+  }
+  const double m = group_reduce<kLanes>(own.m, larger_finite_t());
+  const double l = group_reduce<kLanes>(scaled_to(own, m), plus_t());
+  if (threadIdx.x == 0) board_t::tell(board.of_row(row), {l, m});
+}
+
+// --- results -------------------------------------------------------------------------
+
+// The last step for a row.
+struct last_step_t {
+  finish_t usual;
+  finish_in_powers_t in_powers;
+  bool takes_powers;
+
+  last_step_t() = default;
+  __device__ __forceinline__ explicit last_step_t(const partial_t& sum)
+      : takes_powers(false) {
+    const acc_t m = acc_t(sum.m);
+    if constexpr (finish_in_powers_t::kTakes) {
+      takes_powers = finish_in_powers_t::takes(sum.l, m);
+      if (takes_powers) {
+        in_powers = finish_in_powers_t(sum.l, m);
+        return;
+      }
+    }
+    usual = finish_t(shift_by(m), sum.l);
+  }
+};
+
+template <typename Finish>
+__device__ __forceinline__ void write(const held_t<x_t>& held,
+                                      const piece_t& piece,
+                                      const Finish& finish) {
+  const unsigned long long policy = ptx::policy_evict_first();
+  const bool in_vectors = is_aligned<out_t, kVector>(piece.out);
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    acc_t result[kVector];
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) {
+      result[e] = finish(piece.score(held.at(k).element[e]));
+    }
+    const auto written = to_vector<out_t, kVector>::of(result);
+    if (!piece.has(k)) continue;
+    out_t* const home = piece.out + piece.position(k);
+    if (in_vectors) {
+      using word_t = typename vector_t<out_t, kVector>::word_t;
+      ptx::store_global(reinterpret_cast<word_t*>(home), written.word, policy);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) home[e] = written.element[e];
+    }
+  }
+  const acc_t of_edge = finish(piece.score(held.edge));
+  if (piece.has_edge()) piece.out[piece.edge] = to<out_t>(of_edge);
+}
+
+// The same for scores where the quick way does not reach, one by one and read again.
+__device__ __forceinline__ void write_carefully(const piece_t& piece,
+                                                const finish_t& finish) {
+  const auto write_one = [&](int i) {
+    piece.out[i] = to<out_t>(finish(piece.score(piece.x[i])));
+  };
+#pragma unroll 1
+  for (int i = 0; i < kHeld * kVector; ++i) {
+    const int k = i / kVector;
+    if (piece.has(k)) write_one(piece.position(k) + i % kVector);
+  }
+  if (piece.has_edge()) write_one(piece.edge);
+}
+
+template <exps kHow>
+__device__ __forceinline__ void write(const held_t<x_t>& held,
+                                      const piece_t& piece,
+                                      const last_step_t& step) {
+  if constexpr (finish_in_powers_t::kTakes) {
+    if (step.takes_powers) {
+      write(held, piece, step.in_powers);
+    } else {
+      write_carefully(piece, step.usual);
+    }
+  } else if constexpr (kHasRoots && !kLog) {
+    const row_exp_t<kHow> exp_of_row(step.usual.m);
+    const auto finish = [&](score_t s) { return exp_of_row(s) * step.usual.inverse; };
+    write(held, piece, finish);
+  } else {
+    write(held, piece, step.usual);
+  }
+}
+
+// --- who writes ----------------------------------------------------------------------
+
+// What the threads of a block share. Of two places one is written while the other may
+// still be read.
+struct shared_t {
+  unsigned next[2];
+  last_step_t step[2];
+  partial_t sums[2][kWarps];
+  __device__ shared_t() {}
+};
+
+struct block_t {
+  const x_t* const x;
+  out_t* const out;
+  const layout_t& layout;
+  const line_t& line;
+  const board_t& board;
+  shared_t& shared;
+
+  __device__ __forceinline__ piece_t piece(unsigned part) const {
+    return piece_t(x, out, layout, line, part);
+  }
+  __device__ __forceinline__ unsigned first_ticket() const {
+    if (threadIdx.x == 0) shared.next[1] = board.take_ticket();
+    __syncthreads();
+    return shared.next[1];
+  }
+  // Sums a part and tells it; takes the next ticket meanwhile.
+  __device__ __forceinline__ void sum(held_t<x_t>& held,
+                                      const piece_t& piece,
+                                      unsigned part,
+                                      int turn) const {
+    unsigned ahead;
+    const acc_t m = largest(held, piece);
+    held.forget();
+    if (threadIdx.x == 0) ahead = board.take_ticket();
+    const partial_t found = sum_up<kHow>(held, piece, m);
+    if (threadIdx.x % kWarpSize == 0) {
+      shared.sums[turn][threadIdx.x / kWarpSize] = found;
+    }
+    if (threadIdx.x == 0) shared.next[turn] = ahead;
+    __syncthreads();
+    if (threadIdx.x < kWarpSize) {
+      const partial_t of_part = join_warps(shared.sums[turn]);
+      if (threadIdx.x == 0) board_t::tell(board.of_part(part), of_part);
+    }
+    if (piece.is_last) join_parts(board, piece.row, line.parts);
+  }
+  // Waits for the last step of a row.
+  __device__ __forceinline__ void hear(const piece_t& piece, int turn) const {
+    if (threadIdx.x == 0) {
+      shared.step[turn] = last_step_t(board_t::read(board.of_row(piece.row)));
+    }
+    __syncthreads();
+  }
+};
+
+// Along the line.
+__device__ __forceinline__ void walk(const block_t& block) {
+  const line_t& line = block.line;
+  unsigned ticket = block.first_ticket();
+  for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
+    const line_t::place_t place = line.at(ticket);
+    const piece_t piece = block.piece(place.part);
+    held_t<x_t> held;
+    held.load(piece,
+              place.is_written ? ptx::policy_evict_first() : ptx::policy_evict_last());
+    if (place.is_written) {
+      unsigned ahead;
+      block.hear(piece, turn);
+      if (threadIdx.x == 0) ahead = block.board.take_ticket();
+      const last_step_t step = block.shared.step[turn];
+      write<kHow>(held, piece, step);
+      if (threadIdx.x == 0) block.shared.next[turn] = ahead;
+      __syncthreads();
+    } else {
+      block.sum(held, piece, place.part, turn);
+    }
+    ticket = block.shared.next[turn];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
+    softmax_trail(const x_t* x,
+                  const bool*,  // no mask
+                  out_t* out,
+                  unsigned long long* words,
+                  const __grid_constant__ layout_t layout) {
+  __shared__ shared_t shared;
+  const line_t line(layout);
+  const board_t board{words, unsigned(layout.num_rows)};
+  walk(block_t{x, out, layout, line, board, shared});
+}

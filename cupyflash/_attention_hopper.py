@@ -66,8 +66,7 @@ HOPPER_INPUTS = np.dtype(
     [
         *((f"{name}_map", _tensormap.MAP) for name in "qkv"),
         *((name, "i4") for name in ("num_items", "num_blocks", "num_heads", "section")),
-        ("num_splits", "i4"),
-        ("gap", "V4"),
+        *((name, "i4") for name in ("num_splits", "absent")),
         *((name, "u8") for name in "qkv"),
         ("from_log2", "f8"),
         ("to_log2", "f4"),
@@ -316,6 +315,8 @@ class HopperKernel:
         tile = self.tile(problem)
         pack, num_splits = self.pack(problem), self.num_splits(problem, device)
         num_heads = math.prod(problem.batch) * problem.num_heads // pack
+        num_blocks = -(-problem.seqlen_q * pack // tile.block_m)
+        spare = num_blocks * tile.block_m - problem.seqlen_q * pack
         bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
         # Keys and values of a section take about half of the L2 cache; sections are
         # equal, since a small one at the end would not fill the device.
@@ -324,7 +325,9 @@ class HopperKernel:
         num_sections = -(-num_heads // max(1, in_cache))
         return {
             "num_items": self._num_tiles(problem, tile) * num_splits,
-            "num_blocks": -(-problem.seqlen_q * pack // tile.block_m),
+            "num_blocks": num_blocks,
+            # In whole warpgroups, which then have nothing to do.
+            "absent": spare // HOPPER_GROUP_ROWS * HOPPER_GROUP_ROWS,
             "num_heads": num_heads,
             "num_splits": num_splits,
             "section": -(-num_heads // num_sections),
@@ -488,12 +491,11 @@ HOPPER = HopperKernel(
         ),
         (128, 128): (
             ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-            # us at n = 512: 102.3, with turns 104.4, (2, 128) 105.6; at n = 1024:
-            # 149.0, (2, 128) 151.1
+            # us at n = 1024: 141.5, with turns 145.7, (2, 128) 150.9; at n = 2048:
+            # 225.6 and 236.5; at n = 4096: 399.0, (3, 64) 401.5, (2, 128) 409.8
             (
-                (512, HopperTile(3, 64, False, 4)),
-                (1024, HopperTile(3, 64, num_stages=4)),
-                (math.inf, HopperTile(2, 128, False)),
+                (2048, HopperTile(3, 64, False, 4)),
+                (math.inf, HopperTile(3, 80, False)),
             ),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 128, False)),),

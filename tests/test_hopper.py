@@ -98,6 +98,18 @@ def test_sections_hold_every_head(num_heads, seqlen):
     assert num_heads - (sections - 1) * plan["section"] >= plan["section"] - sections
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [1, 100, 512, 1000, 1024, 5000])
+def test_the_last_tile_of_queries_is_full(head_dim, seqlen):
+    """But for the last queries of a warpgroup: what is left over stands in front."""
+    asked = dataclasses.replace(problem(head_dim=head_dim, right=0), seqlen_q=seqlen)
+    plan, block_m = ROW.schedule(asked, HOPPER), ROW.tile(asked).block_m
+    left = plan["num_blocks"] * block_m - plan["absent"] - seqlen
+    assert 0 <= left < 64
+    assert plan["absent"] % 64 == 0
+    assert plan["absent"] < block_m
+
+
 def test_no_more_blocks_than_multiprocessors():
     (config,) = ROW.configs(problem(), 1, HOPPER)
     assert config.num_blocks == HOPPER.num_sms

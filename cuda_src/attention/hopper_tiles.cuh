@@ -119,7 +119,16 @@ struct schedule_t {
   int num_heads;   // of all batch entries; packed heads are one
   int section;     // heads whose keys and values stay in the L2 cache together
   int num_splits;  // parts of the keys of one tile of queries
+  int absent;      // rows of the first tile of a head that do not exist
 };
+
+// The first row of a tile; it may be below 0. Where later queries see more keys, tiles
+// are counted from the last query, so that the one that is not full is a short one.
+__device__ __forceinline__ int first_row(const place_t& at,
+                                         const schedule_t& schedule) {
+  constexpr bool kFromTheEnd = kBounds > 0 && kNumGroups > 1;
+  return static_cast<int>(at.tile) * kBlockM - (kFromTheEnd ? schedule.absent : 0);
+}
 
 // Tile `tile` of queries of head number `heads` over all batch entries; of packed ones,
 // the first.

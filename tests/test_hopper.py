@@ -286,6 +286,19 @@ def test_keys_leave_the_cache_first_where_it_holds_them_and_nobody_reads_them_ag
     assert ROW.tile(few_queries()).block_n == ROW.tile(few_queries(batch=(16,))).block_n
 
 
+def test_boxes_are_whole_parts_of_a_tile():
+    tiles = [tile for _, tiles in ROW.few for tile in tiles]
+    tiles += [
+        t for ladders in ROW.tiles.values() for rungs in ladders for _, t in rungs
+    ]
+    for tile in tiles:
+        if tile.box_n:
+            assert tile.box_n % 8 == 0  # rows of a swizzle
+            assert tile.block_n % tile.box_n == 0
+    config, *_ = ROW.configs(few_queries(), 1, HOPPER)
+    assert ("BOX_N", "16") in config.variant.defines
+
+
 def test_keys_are_split_where_tiles_are_few():
     assert ROW.num_splits(few_queries(), HOPPER) == HOPPER.num_sms // 8
     assert ROW.num_splits(few_queries(batch=(16,)), HOPPER) == 1

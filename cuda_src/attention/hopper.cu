@@ -40,6 +40,9 @@ constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters
 static_assert(kNumGroups == 1 || kProducerRegisters + kNumGroups * kConsumerRegisters <=
                                      65536 / kNumThreads / 8 * 8 * (kNumGroups + 1));
 
+// A short launch waits for little else than what comes before its first keys.
+constexpr bool kFindsFirst = kNumGroups == 1 && !kDynamic;
+
 // Tiles of v that a warpgroup skips and leaves standing until its first product has
 // begun. The producer asks for tile n of k after tile n - 2 of v, so that it waits for
 // none of these.
@@ -130,14 +133,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const ring_t key_ring = {landed + kOrders * kBarrier,
                            landed + (kOrders + kKeySlots) * kBarrier};
 
-  // A short launch waits for little else.
   if (kNumGroups == 1 && threadIdx.x == 128) {
     ptx::prefetch_tensormap(inputs.k_map);
     ptx::prefetch_tensormap(inputs.q_map);
     ptx::prefetch_tensormap(inputs.v_map);
   }
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) {
+  // The producer finds its first item while another warp makes the barriers.
+  [[maybe_unused]] place_t first_place;
+  if (kFindsFirst && threadIdx.x == 0) {
+    first_place = place_of(blockIdx.x, schedule, params);
+  }
+  if (threadIdx.x == (kFindsFirst ? kWarpSize : 0)) {
     for (int n = 0; n < kNumGroups; ++n) {
       ptx::mbarrier_init(q_ring.full_at(n), 1);
       ptx::mbarrier_init(q_ring.empty_at(n), 4);
@@ -155,7 +162,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     orders.count = 0;
     orders.looked_at = 0;
-    for (int n = 0; n < kOrders; ++n) ptx::mbarrier_init(landed + n * kBarrier, 1);
+    for (int n = 0; n < (kHidesSome ? kOrders : 0); ++n) {
+      ptx::mbarrier_init(landed + n * kBarrier, 1);
+    }
     for (int n = 0; n < (kTermsOfKeys ? kKeySlots : 0); ++n) {
       ptx::mbarrier_init(key_ring.full_at(n), 1);
       ptx::mbarrier_init(key_ring.empty_at(n), 4 * kNumGroups);
@@ -195,7 +204,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
         const bool careful = item >= kCareful;
         if (careful) item -= kCareful;
-        const place_t at = place_of(item, schedule, params);
+        const place_t at = kFindsFirst && num_items == 0
+                               ? first_place
+                               : place_of(item, schedule, params);
         const int row_block = first_row(at, schedule);
         const int row_first = max(row_block, 0);
         const int row_last = min(row_block + kBlockM, int(params.seqlen_q) * kPack);
@@ -238,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             const place_t from = place();
             int batch_k[2];
             batch_coordinates(batch_k, from, params.k);
-            load_tile<kBlockN, kChunksQk, kReadOnce>(
+            load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
                 smem_k + stage * kBytesK, inputs.k_map, k_ring.full_at(stage),
                 (tiles.last - 1 - n) * kBlockN, coordinate(from.kv_head, params.k.head),
                 batch_k);
@@ -279,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             const place_t from = place();
             int batch_v[2];
             batch_coordinates(batch_v, from, params.v);
-            load_tile<kBlockN, kChunksV, kReadOnce>(
+            load_tile<kBlockN, kChunksV, kReadOnce, kBoxN>(
                 smem_v + stage * kBytesV, inputs.v_map, arrival,
                 (tiles.last - n) * kBlockN, coordinate(from.kv_head, params.v.head),
                 batch_v);

@@ -342,11 +342,12 @@ class _HopperPlan(_FusedPlan):
     def __init__(self, row, problem, operands, device):
         super().__init__(row, problem, operands, device)
         fields = _attention_params.params_fields(problem, operands)
-        block_n = row.tile(problem).block_n
+        tile = row.tile(problem)
+        box_n = tile.box_n or tile.block_n
         self.encoders = {
             "q": _q_encoder(problem, fields, operands.q, row.pack(problem)),
-            "k": _encoder(problem, fields, "k", operands.k, block_n),
-            "v": _encoder(problem, fields, "v", operands.v, block_n),
+            "k": _encoder(problem, fields, "k", operands.k, box_n),
+            "v": _encoder(problem, fields, "v", operands.v, box_n),
         }
         self.schedule = row.schedule(problem, device)
         self.num_splits = self.schedule["num_splits"]

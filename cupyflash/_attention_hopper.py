@@ -32,6 +32,7 @@ class HopperTile:
     # Whether keys that nobody else reads are the first to leave the L2 cache.
     evict_first: bool = False
     stage_out: bool = True  # whether out goes through shared memory that has room
+    box_n: int = 0  # keys that the copy engine brings at a time, or 0: the tile's
 
     @property
     def block_m(self) -> int:
@@ -66,8 +67,7 @@ HOPPER_INPUTS = np.dtype(
     [
         *((f"{name}_map", _tensormap.MAP) for name in "qkv"),
         *((name, "i4") for name in ("num_items", "num_blocks", "num_heads", "section")),
-        ("num_splits", "i4"),
-        ("gap", "V4"),
+        *((name, "i4") for name in ("num_splits", "absent")),
         *((name, "u8") for name in "qkv"),
         ("from_log2", "f8"),
         ("to_log2", "f4"),
@@ -281,6 +281,8 @@ class HopperKernel:
             "BOUNDS": bounds_of(problem),
             "TAKE_TURNS": int(tile.take_turns),
         }
+        if tile.box_n:
+            switches["BOX_N"] = tile.box_n
         if not scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
         if (pack := self.pack(problem)) > 1:
@@ -316,6 +318,8 @@ class HopperKernel:
         tile = self.tile(problem)
         pack, num_splits = self.pack(problem), self.num_splits(problem, device)
         num_heads = math.prod(problem.batch) * problem.num_heads // pack
+        num_blocks = -(-problem.seqlen_q * pack // tile.block_m)
+        spare = num_blocks * tile.block_m - problem.seqlen_q * pack
         bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
         # Keys and values of a section take about half of the L2 cache; sections are
         # equal, since a small one at the end would not fill the device.
@@ -324,7 +328,9 @@ class HopperKernel:
         num_sections = -(-num_heads // max(1, in_cache))
         return {
             "num_items": self._num_tiles(problem, tile) * num_splits,
-            "num_blocks": -(-problem.seqlen_q * pack // tile.block_m),
+            "num_blocks": num_blocks,
+            # In whole warpgroups, which then have nothing to do.
+            "absent": spare // HOPPER_GROUP_ROWS * HOPPER_GROUP_ROWS,
             "num_heads": num_heads,
             "num_splits": num_splits,
             "section": -(-num_heads // num_sections),
@@ -445,11 +451,12 @@ HOPPER = HopperKernel(
                 HopperTile(1, 128, False, 6),
             ),
         ),
-        # 8192 keys 20.1, (1, 64, 6) 22.7; 16 x 8192 keys 137.9, (1, 64, 6) 143.6
+        # 8192 keys 19.5, whole boxes 19.9; 16 x 8192 keys 137.4, boxes of 16 182,
+        # (2 stages, boxes of 16) 146.9, (2 stages) 141.8
         (
             128,
             (
-                HopperTile(1, 128, False, 2, True),
+                HopperTile(1, 128, False, 2, True, box_n=16),
                 HopperTile(1, 128, False, 1),
                 HopperTile(1, 64, False, 6),
             ),
@@ -488,12 +495,11 @@ HOPPER = HopperKernel(
         ),
         (128, 128): (
             ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-            # us at n = 512: 102.3, with turns 104.4, (2, 128) 105.6; at n = 1024:
-            # 149.0, (2, 128) 151.1
+            # us at n = 1024: 141.5, with turns 145.7, (2, 128) 150.9; at n = 2048:
+            # 225.6 and 236.5; at n = 4096: 399.0, (3, 64) 401.5, (2, 128) 409.8
             (
-                (512, HopperTile(3, 64, False, 4)),
-                (1024, HopperTile(3, 64, num_stages=4)),
-                (math.inf, HopperTile(2, 128, False)),
+                (2048, HopperTile(3, 64, False, 4)),
+                (math.inf, HopperTile(3, 80, False)),
             ),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 128, False)),),

@@ -98,6 +98,18 @@ def test_sections_hold_every_head(num_heads, seqlen):
     assert num_heads - (sections - 1) * plan["section"] >= plan["section"] - sections
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen", [1, 100, 512, 1000, 1024, 5000])
+def test_the_last_tile_of_queries_is_full(head_dim, seqlen):
+    """But for the last queries of a warpgroup: what is left over stands in front."""
+    asked = dataclasses.replace(problem(head_dim=head_dim, right=0), seqlen_q=seqlen)
+    plan, block_m = ROW.schedule(asked, HOPPER), ROW.tile(asked).block_m
+    left = plan["num_blocks"] * block_m - plan["absent"] - seqlen
+    assert 0 <= left < 64
+    assert plan["absent"] % 64 == 0
+    assert plan["absent"] < block_m
+
+
 def test_no_more_blocks_than_multiprocessors():
     (config,) = ROW.configs(problem(), 1, HOPPER)
     assert config.num_blocks == HOPPER.num_sms
@@ -274,6 +286,19 @@ def test_keys_leave_the_cache_first_where_it_holds_them_and_nobody_reads_them_ag
     assert ROW.tile(few_queries()).block_n == ROW.tile(few_queries(batch=(16,))).block_n
 
 
+def test_boxes_are_whole_parts_of_a_tile():
+    tiles = [tile for _, tiles in ROW.few for tile in tiles]
+    tiles += [
+        t for ladders in ROW.tiles.values() for rungs in ladders for _, t in rungs
+    ]
+    for tile in tiles:
+        if tile.box_n:
+            assert tile.box_n % 8 == 0  # rows of a swizzle
+            assert tile.block_n % tile.box_n == 0
+    config, *_ = ROW.configs(few_queries(), 1, HOPPER)
+    assert ("BOX_N", "16") in config.variant.defines
+
+
 def test_keys_are_split_where_tiles_are_few():
     assert ROW.num_splits(few_queries(), HOPPER) == HOPPER.num_sms // 8
     assert ROW.num_splits(few_queries(batch=(16,)), HOPPER) == 1
@@ -303,6 +328,8 @@ SHAPES = {
     "many queries": ((1, 2, 700, 96), (1, 1, 1300, 96)),
     "wide": ((1, 4, 5, 256), (1, 2, 1700, 256)),
     "all multiprocessors": ((4, 16, 500, 64), (4, 4, 600, 64)),
+    "three warpgroups": ((1, 4, 600, 128), (1, 2, 900, 128)),
+    "long": ((1, 2, 2200, 128), (1, 1, 2300, 128)),
 }
 KINDS = {
     "full": {},

@@ -40,6 +40,15 @@ constexpr int kConsumerRegisters = kNumGroups == 2   ? (504 - kProducerRegisters
 static_assert(kNumGroups == 1 || kProducerRegisters + kNumGroups * kConsumerRegisters <=
                                      65536 / kNumThreads / 8 * 8 * (kNumGroups + 1));
 
+// A short launch waits for little else than what comes before its first keys.
+constexpr bool kFindsFirst = kNumGroups == 1 && !kDynamic;
+
+// Tiles of v that a warpgroup skips and leaves standing until its first product has
+// begun. The producer asks for tile n of k after tile n - 2 of v, so that it waits for
+// none of these.
+constexpr int kLateV = 2;
+static_assert(kNumGroups == 1 || kStages >= kLateV);
+
 // s = q k^T, or s += q k^T with kPresetBias. A step is 16 columns: 32 bytes of a row of
 // 128.
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
@@ -124,14 +133,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const ring_t key_ring = {landed + kOrders * kBarrier,
                            landed + (kOrders + kKeySlots) * kBarrier};
 
-  // A short launch waits for little else.
   if (kNumGroups == 1 && threadIdx.x == 128) {
     ptx::prefetch_tensormap(inputs.k_map);
     ptx::prefetch_tensormap(inputs.q_map);
     ptx::prefetch_tensormap(inputs.v_map);
   }
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  if (threadIdx.x == 0) {
+  // The producer finds its first item while another warp makes the barriers.
+  [[maybe_unused]] place_t first_place;
+  if (kFindsFirst && threadIdx.x == 0) {
+    first_place = place_of(blockIdx.x, schedule, params);
+  }
+  if (threadIdx.x == (kFindsFirst ? kWarpSize : 0)) {
     for (int n = 0; n < kNumGroups; ++n) {
       ptx::mbarrier_init(q_ring.full_at(n), 1);
       ptx::mbarrier_init(q_ring.empty_at(n), 4);
@@ -149,7 +162,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     orders.count = 0;
     orders.looked_at = 0;
-    for (int n = 0; n < kOrders; ++n) ptx::mbarrier_init(landed + n * kBarrier, 1);
+    for (int n = 0; n < (kHidesSome ? kOrders : 0); ++n) {
+      ptx::mbarrier_init(landed + n * kBarrier, 1);
+    }
     for (int n = 0; n < (kTermsOfKeys ? kKeySlots : 0); ++n) {
       ptx::mbarrier_init(key_ring.full_at(n), 1);
       ptx::mbarrier_init(key_ring.empty_at(n), 4 * kNumGroups);
@@ -189,9 +204,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
         const bool careful = item >= kCareful;
         if (careful) item -= kCareful;
-        const place_t at = place_of(item, schedule, params);
-        const int row_first = static_cast<int>(at.tile) * kBlockM;
-        const int row_last = min(row_first + kBlockM, int(params.seqlen_q) * kPack);
+        const place_t at = kFindsFirst && num_items == 0
+                               ? first_place
+                               : place_of(item, schedule, params);
+        const int row_block = first_row(at, schedule);
+        const int row_first = max(row_block, 0);
+        const int row_last = min(row_block + kBlockM, int(params.seqlen_q) * kPack);
         // The mailbox holds what there are no registers for.
         volatile mail_t& mail = mailbox[num_items & 1];
         if constexpr (kDynamic) {
@@ -231,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             const place_t from = place();
             int batch_k[2];
             batch_coordinates(batch_k, from, params.k);
-            load_tile<kBlockN, kChunksQk, kReadOnce>(
+            load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
                 smem_k + stage * kBytesK, inputs.k_map, k_ring.full_at(stage),
                 (tiles.last - 1 - n) * kBlockN, coordinate(from.kv_head, params.k.head),
                 batch_k);
@@ -242,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             batch_coordinates(batch_q, from, params.q);
             for (int g = 0; g < kNumGroups; ++g) {
               wait(q_ring.empty_at(g), (num_items & 1) ^ 1);
-              const int row = row_first + g * kGroupM;
+              const int row = row_block + g * kGroupM;
               if constexpr (kPack == 1) {
                 load_tile<kGroupM, kChunksQk>(
                     smem_q + g * kBytesQ, inputs.q_map, q_ring.full_at(g), row,
@@ -272,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             const place_t from = place();
             int batch_v[2];
             batch_coordinates(batch_v, from, params.v);
-            load_tile<kBlockN, kChunksV, kReadOnce>(
+            load_tile<kBlockN, kChunksV, kReadOnce, kBoxN>(
                 smem_v + stage * kBytesV, inputs.v_map, arrival,
                 (tiles.last - n) * kBlockN, coordinate(from.kv_head, params.v.head),
                 batch_v);
@@ -404,8 +422,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const scores_t scores(at, SCORE_ARGUMENTS);
     const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
     const int num_rows = seqlen_q * kPack;
-    const int row_block = static_cast<int>(at.tile) * kBlockM;
-    const int row_group = row_block + w * kGroupM;
+    const int row_block = first_row(at, schedule);
+    // A warpgroup before the first query has as much to do as one behind the last.
+    const int row_own = row_block + w * kGroupM;
+    const int row_group = row_own < 0 ? num_rows : row_own;
     const int row_group_last = min(row_group + kGroupM, num_rows);
     const share_t share =
         kDynamic
@@ -431,6 +451,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     // Of the block's tiles, n = 0 is the last one. This warpgroup skips what only
     // others see, masks up to `masked_end`, and again from `whole_end` on.
+    auto skip_v = [&](int n) {
+      const unsigned number = num_tiles + n, stage = stage_of(number);
+      wait(v_ring.full_at(stage), parity_of(number));
+      if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage));
+    };
     int skipped = 0, masked_end = 1, whole_end = count;
     if constexpr (kBounds > 0) {
       const tiles_t own = tiles_of(band, row_group, row_group_last, seqlen_k);
@@ -457,8 +482,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           wait(key_ring.full_at(number % kKeySlots), number / kKeySlots & 1);
           if (elected) ptx::mbarrier_arrive(key_ring.empty_at(number % kKeySlots));
         }
-        wait(v_ring.full_at(stage), parity_of(number));
-        if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage));
+        if (n >= kLateV) skip_v(n - kLateV);
       }
     }
 
@@ -524,6 +548,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_fence();
       multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
       ptx::wgmma_commit_group();
+      if constexpr (kBounds > 0) {
+#pragma unroll 1
+        for (int n = max(skipped - kLateV, 0); n < skipped; ++n) skip_v(n);
+      }
       ptx::wgmma_wait_group<0>();
       keep_order(s);
       if (elected) {
@@ -745,7 +773,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       if (special) {
         __syncwarp();  // what the warp has stored is there for all its lanes
-        add_specials(inputs.v, out, here, w, scores_t(here, SCORE_ARGUMENTS),
+        add_specials(inputs.v, out, here, row_block, w, scores_t(here, SCORE_ARGUMENTS),
                      mailbox[number & 1].seen(), params,
                      mailbox[number & 1].share().tiles, item & ~kCareful, row_number);
       }
@@ -767,7 +795,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);
     if (is_last_part) {
 #pragma unroll 1
-      for (int row = row_block + int(threadIdx.x - 128) / kWarpSize;
+      for (int row = max(row_block, 0) + int(threadIdx.x - 128) / kWarpSize;
            row < min(row_block + kBlockM, num_rows); row += 4 * kNumGroups) {
         merge_row(reinterpret_cast<const float*>(out),
                   reinterpret_cast<const double*>(lse),

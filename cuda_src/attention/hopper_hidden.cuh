@@ -87,11 +87,12 @@ __device__ __forceinline__ bool clean(uint4* tile, int thread) {
 }
 
 // Adds the infinities and NaN that the rows of this warp, in warpgroup `group` of those
-// that compute, see in the tiles that have been cleaned.
+// that compute the rows from `row_block` on, see in the tiles that have been cleaned.
 template <typename RowNumber>
 __device__ __forceinline__ void add_specials(const elem_t* v,
                                              out_t* out,
                                              const place_t& at,
+                                             int row_block,
                                              int group,
                                              const scores_t& scores,
                                              const band_t& band,
@@ -103,12 +104,11 @@ __device__ __forceinline__ void add_specials(const elem_t* v,
   const int num_rows = int(params.seqlen_q) * kPack, head_dim_v = params.head_dim_v;
   v = at.at_kv(v, params.v);
   if constexpr (!kSplit) out = at.at(out, params.out);
-  const int row_block = static_cast<int>(at.tile) * kBlockM;
   const tiles_t whole = whole_tiles_of(
-      band, row_block, min(row_block + kBlockM, num_rows), params.seqlen_k);
+      band, max(row_block, 0), min(row_block + kBlockM, num_rows), params.seqlen_k);
   const int row_first = row_block + group * kGroupM + threadIdx.x / kWarpSize % 4 * 16;
   const int row_last = min(row_first + 16, num_rows);
-  if (row_first >= row_last) return;
+  if (row_first < 0 || row_first >= row_last) return;
   const tiles_t keys = keys_of(band, query_of(row_first), query_end(row_last));
 #pragma unroll 1
   for (int tile = tiles.first; tile < tiles.last; ++tile) {

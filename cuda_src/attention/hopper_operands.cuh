@@ -33,25 +33,30 @@ __device__ __forceinline__ int coordinate(index_t index, index_t stride) {
   return stride == 0 ? 0 : static_cast<int>(index);
 }
 
-// Asks for rows [row, row + kRows) of one matrix; those outside it arrive as zeros.
-// kReadOnce: nobody else will read them.
-template <int kRows, int kChunks, bool kReadOnce = false>
+// Asks for rows [row, row + kRows) of one matrix, a box of kBoxRows at a time; those
+// outside it arrive as zeros. kReadOnce: nobody else will read them.
+template <int kRows, int kChunks, bool kReadOnce = false, int kBoxRows = kRows>
 __device__ __forceinline__ void load_tile(unsigned target,
                                           const ptx::tensor_map_t& map,
                                           unsigned barrier,
                                           int row,
                                           int head,
                                           const int (&batch)[2]) {
+  static_assert(kRows % kBoxRows == 0 && kBoxRows % 8 == 0);
   ptx::mbarrier_arrive_expect_tx(barrier, kRows * kChunks * 128);
+#pragma unroll 1
+  for (int first = 0; first < kRows; first += kBoxRows) {
 #pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    if constexpr (kReadOnce) {
-      ptx::cp_async_bulk_tensor_5d(target + chunk * kRows * 128, map, barrier,
-                                   chunk * 64, row, head, batch[0], batch[1],
-                                   ptx::createpolicy_evict_first());
-    } else {
-      ptx::cp_async_bulk_tensor_5d(target + chunk * kRows * 128, map, barrier,
-                                   chunk * 64, row, head, batch[0], batch[1]);
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const unsigned to = target + (chunk * kRows + first) * 128;
+      if constexpr (kReadOnce) {
+        ptx::cp_async_bulk_tensor_5d(to, map, barrier, chunk * 64, row + first, head,
+                                     batch[0], batch[1],
+                                     ptx::createpolicy_evict_first());
+      } else {
+        ptx::cp_async_bulk_tensor_5d(to, map, barrier, chunk * 64, row + first, head,
+                                     batch[0], batch[1]);
+      }
     }
   }
 }

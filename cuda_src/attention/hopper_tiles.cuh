@@ -18,6 +18,12 @@ constexpr int kGroupM = 64;                        // queries of a warpgroup
 constexpr int kBlockM = kNumGroups * kGroupM;
 constexpr int kStages = STAGES;  // tiles of k, and of v, in shared memory
 constexpr bool kTakeTurns = TAKE_TURNS;
+// Rows of k and v that the copy engine brings at a time.
+#ifdef BOX_N
+constexpr int kBoxN = BOX_N;
+#else
+constexpr int kBoxN = kBlockN;
+#endif
 
 // Rows of a tile are queries of so many heads of a group, side by side for one
 // position.
@@ -119,7 +125,16 @@ struct schedule_t {
   int num_heads;   // of all batch entries; packed heads are one
   int section;     // heads whose keys and values stay in the L2 cache together
   int num_splits;  // parts of the keys of one tile of queries
+  int absent;      // rows of the first tile of a head that do not exist
 };
+
+// The first row of a tile; it may be below 0. Where later queries see more keys, tiles
+// are counted from the last query, so that the one that is not full is a short one.
+__device__ __forceinline__ int first_row(const place_t& at,
+                                         const schedule_t& schedule) {
+  constexpr bool kFromTheEnd = kBounds > 0 && kNumGroups > 1;
+  return static_cast<int>(at.tile) * kBlockM - (kFromTheEnd ? schedule.absent : 0);
+}
 
 // Tile `tile` of queries of head number `heads` over all batch entries; of packed ones,
 // the first.
@@ -132,7 +147,8 @@ __device__ __forceinline__ place_t place_of(unsigned heads,
   const unsigned num_heads = params.num_heads / kPack;
   unsigned entry = heads / num_heads;
   at.head = heads % num_heads * kPack;
-  at.kv_head = unsigned(at.head) / unsigned(params.group_size);
+  at.kv_head = kReadOnce ? unsigned(at.head) / kPack  // a whole group is packed
+                         : unsigned(at.head) / unsigned(params.group_size);
 #pragma unroll
   for (int axis = kBatchDims - 1; axis > 0; --axis) {
     const unsigned size = params.batch_shape[axis];
@@ -150,7 +166,9 @@ __device__ __forceinline__ place_t place_of(int item,
                                             const params_t& params) {
   const unsigned number = kSplit ? unsigned(item) / schedule.num_splits : item;
   const unsigned num_blocks = schedule.num_blocks;
-  if constexpr (kDynamic) {
+  if constexpr (kNumGroups == 1) {  // which has all queries of a head in one tile
+    return place_of(number, 0, params);
+  } else if constexpr (kDynamic) {
     const unsigned in_section = schedule.section * num_blocks;
     const unsigned first = number / in_section * schedule.section;
     const unsigned rest = number % in_section;

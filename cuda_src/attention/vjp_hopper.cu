@@ -217,7 +217,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int asker = min(static_cast<int>(threadIdx.x) / 32, kAskers - 1);
+  // The first thread of a warp that asks; another's may change what it reads already.
+  const int asker = threadIdx.x / 32;
+  const bool asks = threadIdx.x % 32 == 0 && asker < kAskers;
   auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2 + kStagesQ + kStagesDout; ++n) {
@@ -746,7 +748,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       bool whole = true;
       if constexpr (!kLast) {
         whole = is_whole();
-        asked = read_part(asker);
+        if (asks) asked = read_part(asker);
       }
       ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
       float dq[kSumsQ];

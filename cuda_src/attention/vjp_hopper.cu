@@ -116,7 +116,7 @@ struct alignas(16) next_t {
 // Barriers, and what thread 0 writes and reads often; together, for one address.
 struct told_t {
   unsigned long long full[2 + kStagesQ + kStagesDout], empty;
-  next_t next[kAskers];
+  next_t next[kAskers + 1];  // one that nobody asks with
   int4 k_from;  // where k of the item lies: row, head, and batch
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   int2 origins[kStagesQ];
@@ -231,19 +231,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned k_full = ptx::shared_address(&told), v_full = k_full + 8,
                  q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
                  empty = dout_full + 8 * kStagesDout, next = empty + 8,
-                 k_from = next + kAskers * sizeof(next_t), origins = k_from + 16;
+                 k_from = next + (kAskers + 1) * sizeof(next_t), origins = k_from + 16;
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  // The first thread of a warp that asks; another's may change what it reads already.
-  const int asker = threadIdx.x / 32;
-  const bool asks = threadIdx.x % 32 == 0 && asker < kAskers;
+  // The first threads of some warps ask. What the others read is not used, and stays as
+  // it is: what is there for those that ask, they may change meanwhile.
+  const int warp_of_block = threadIdx.x / 32;
+  const int asker = lane == 0 && warp_of_block < kAskers ? warp_of_block : kAskers;
   auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2 + kStagesQ + kStagesDout; ++n) {
       ptx::mbarrier_init(k_full + 8 * n, 1);
     }
     ptx::mbarrier_init(empty, kCluster);
+    told.next[kAskers] = next_t();
     ptx::fence_mbarrier_init();
   }
   ptx::griddepcontrol_wait();
@@ -605,14 +607,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       multiply_dq(dq, ds_rows + block % 2 * (kBytesDs / 16), k_sums);
       ptx::wgmma_commit_group();
     };
-    auto read_origin = [&](unsigned q_stage) {
-      return ptx::load_shared_s32x2(origins + 8 * q_stage);
-    };
     auto read_target = [&](unsigned q_stage) {
       return ptx::load_shared_s32(origins + 8 * q_stage + 4);
     };
-    // Where kOrdered, by lane 0 of each warp. The sums that it gave away have come to
-    // memory; the tile behind this one may add.
+    // Where kOrdered, by lane 0 of each warp: the sums that it gave to the copy engine
+    // have been added, and the tile behind this one may add. There is no fence between,
+    // which takes 600 cycles: none but the engine reads or writes sums, in the L2 cache.
     auto turn_at = [&](int target_block) {
       return turns + (target_block * kWarps + int(threadIdx.x / 32));
     };
@@ -620,26 +620,29 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     auto pass_turn = [&](int turn) {
       const int before = ptx::load_shared_s32(added_here);
       ptx::cp_async_bulk_wait_group();
-      ptx::fence_acq_rel_gpu();
       if (before >= 0) ptx::store_relaxed(turn_at(before), turn + 1);
     };
-    // Then it waits for its turn at the block whose first query is origin.x. Whose turn
-    // it is is asked for before the fence, which both need.
-    auto take_turn = [&](int2 origin) {
+    // How many tiles have added to the block of dq that comes next; asked for ahead.
+    int seen = 0;
+    auto ask_for_turn = [&](unsigned q_stage) {
+      if (kOrdered && lane == 0) {
+        seen = ptx::load_relaxed(turn_at(read_target(q_stage)));
+        pass_turn(outputs[items & 1].turn);
+      }
+    };
+    auto wait_for_turn = [&](unsigned q_stage) {
+      const int2 origin = ptx::load_shared_s32x2(origins + 8 * q_stage);
       const volatile outputs_t& to = outputs[items & 1];
       const int turn = to.turn;
-      int seen = ptx::load_relaxed(turn_at(origin.y));
-      pass_turn(turn);
       if (kBounds == 0 || origin.x >= to.turn_first) {
-        while (seen < turn) seen = ptx::load_acquire(turn_at(origin.y));
+        while (seen < turn) seen = ptx::load_relaxed(turn_at(origin.y));
       }
       ptx::store_shared_s32(added_here, turn < 0 ? -1 : origin.y);
     };
-    // Sums of dq leave: to the copy engine, and by red. The fence would wait for red.
     auto start_of = [&](int target_block) {
       return index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
     };
-    auto add_dq = [&](const float (&dq)[kSumsQ], int target_block) {
+    auto add_dq = [&](const float (&dq)[kSumsQ], unsigned q_stage, int target_block) {
       if constexpr (kBulk > 0) {
         // The copy engine has read what this warp gave it before.
         if (!kOrdered && lane == 0) ptx::cp_async_bulk_wait_group_read();
@@ -753,7 +756,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ask_number(kLast);
       if constexpr (kMakesDq) start_dq(dq);
       start_dk(this_q);
-      if (kOrdered && lane == 0) take_turn(read_origin(this_q));
+      ask_for_turn(this_q);
       if constexpr (!kLast) {
         if (!dout_is_there) wait_for_dout(block + 1);
         ask_for_lse((block + 1) % kStagesDout);
@@ -766,10 +769,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       } else if constexpr (kLate) {
         if (more && threadIdx.x == 0) load_all(after(q_stage), this_dout);
       }
+      if (kOrdered && lane == 0) wait_for_turn(this_q);
       ptx::wgmma_wait_group<1>();  // all but dk
       if constexpr (kMakesDq) keep_order(dq);
       if constexpr (!kLast) keep_order(s);
-      if constexpr (kMakesDq) add_dq(dq, target_block);
+      if constexpr (kMakesDq) add_dq(dq, this_q, target_block);
       if constexpr (!kLast) {
         start_dp((block + 1) % kStagesDout);
         softmax((block + 1) % kStagesDout, whole);
@@ -813,8 +817,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       bool whole = true;
       if constexpr (!kLast) {
         whole = is_whole();
-        if (asks) asked = read_part(asker);
+        asked = read_part(asker);
       }
+      ask_for_turn(this_q);
       ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
       float dq[kSumsQ];
       if constexpr (kMakesDq) start_dq(dq);
@@ -827,7 +832,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         tell_number(kLast);
         begin_item(next_number, items + 1, block + 1);
       }
-      if (kOrdered && lane == 0) take_turn(read_origin(this_q));
       if constexpr (!kLast) {
         wait_for_dout(block + 1);
         ask_for_lse((block + 1) % kStagesDout);
@@ -835,10 +839,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         keep_order(s);
         softmax((block + 1) % kStagesDout, whole);
       }
+      if (kOrdered && lane == 0) wait_for_turn(this_q);
       ptx::wgmma_wait_group<0>();
       if constexpr (kMakesDq) {
         keep_order(dq);
-        add_dq(dq, target_block);
+        add_dq(dq, this_q, target_block);
       }
     };
     auto step = [&](auto is_last) {

@@ -145,13 +145,16 @@ class HopperVjpTile:
     """Queries of a block, blocks of a cluster, and how sums of dq leave.
 
     `bulk` is the number, of eight, that go by the copy engine; `cluster_alone` is for
-    dk and dv alone, where dq has a kernel of its own.
+    dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
+    a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
+    where all tiles of a head begin at one time, they wait for each other.
     """
 
     block_m: int
     cluster: int = 1
     bulk: int = 0
     cluster_alone: int = 1
+    turns_from: float = math.inf
 
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
@@ -222,16 +225,15 @@ class HopperVjpKernel:
         return tile
 
     def dq_way(
-        self,
-        problem: AttentionVjpProblem,
-        device: Device,
-        num_kept: int,
-        num_summed: int,
+        self, problem: AttentionVjpProblem, device: Device, num_kept: int
     ) -> str:
-        """How sums of dq come about."""
+        """How sums of dq come about: MIXED, TURNS or APART."""
         if not problem.deterministic:
             return MIXED
-        return TURNS
+        forward = problem.forward
+        num_items = self.num_tiles(forward, TURNS) * num_kept
+        least = self.tile(forward).turns_from * device.num_sms
+        return TURNS if num_items >= least else APART
 
     @property
     def num_warps(self) -> int:
@@ -369,11 +371,11 @@ ATTENTION_VJP_KERNELS = (  # best first
         rungs=("tiled", "auto"),
         tiles={
             64: (
-                ((math.inf, HopperVjpTile(128)),),
-                ((math.inf, HopperVjpTile(128)),),
+                ((math.inf, HopperVjpTile(128, turns_from=4)),),
+                ((math.inf, HopperVjpTile(128, turns_from=8)),),
             ),
             128: (
-                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2)),),
+                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2, turns_from=4)),),
                 ((math.inf, HopperVjpTile(64)),),
             ),
         },

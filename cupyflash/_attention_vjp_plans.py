@@ -342,7 +342,7 @@ class HopperPlan:
         grads_type = grads_dtype(batch_dims)
         self.grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         num_kept, num_summed = fields["num_kept"], fields["num_summed"]
-        dq_way = row.dq_way(problem, device, num_kept, num_summed)
+        dq_way = row.dq_way(problem, device, num_kept)
         in_turns = dq_way == _attention_vjp_kernels.TURNS
         apart = dq_way == _attention_vjp_kernels.APART
 
@@ -439,9 +439,7 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, stats, delta = (
-            memory.ptr + start for start in self.starts
-        )
+        found, sums, turns, stats, delta = (memory.ptr + start for start in self.starts)
         if self.looks_for_largest:
             memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(

@@ -117,7 +117,7 @@ struct alignas(16) next_t {
 struct told_t {
   unsigned long long full[2 + kStagesQ + kStagesDout], empty;
   next_t next[kAskers + 1];  // one that nobody asks with
-  int4 k_from;  // where k of the item lies: row, head, and batch
+  int4 k_from;               // where k of the item lies: row, head, and batch
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   int2 origins[kStagesQ];
 };
@@ -612,7 +612,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
     // Where kOrdered, by lane 0 of each warp: the sums that it gave to the copy engine
     // have been added, and the tile behind this one may add. There is no fence between,
-    // which takes 600 cycles: none but the engine reads or writes sums, in the L2 cache.
+    // which takes 600 cycles: none but the engine reads or writes sums, in the L2
+    // cache.
     auto turn_at = [&](int target_block) {
       return turns + (target_block * kWarps + int(threadIdx.x / 32));
     };
@@ -676,7 +677,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     int next_number = number + static_cast<int>(gridDim.x) / kCluster;
     auto ask_number = [&](bool is_last) {
       if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
-        next_number = atomicAdd(&counter->next, 1) + (kOrdered ? 0 : gridDim.x / kCluster);
+        next_number =
+            atomicAdd(&counter->next, 1) + (kOrdered ? 0 : gridDim.x / kCluster);
       }
     };
     auto tell_number = [&](bool is_last) {

@@ -59,9 +59,10 @@ constexpr int kBytesWeights = kBlockN * kBlockM * 4, kBytesStats = kBlockM * 4;
 
 // Barriers by number: P is there; P has been read.
 constexpr int kWritten = 1, kRead = 2;
-// compute-sanitizer's racecheck follows arrivals at an mbarrier, of the lane that comes;
-// bar.arrive it does not follow, nor one lane that arrives for its warp. So each lane
-// arrives, where that takes no time; with options it does, and is for racecheck alone.
+// compute-sanitizer's racecheck follows arrivals at an mbarrier, of the lane that
+// comes; bar.arrive it does not follow, nor one lane that arrives for its warp. So each
+// lane arrives, where that takes no time; with options it does, and is for racecheck
+// alone.
 #ifdef EACH_LANE_ARRIVES
 constexpr bool kEachArrives = true;
 #else

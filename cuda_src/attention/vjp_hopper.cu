@@ -793,13 +793,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const unsigned this_q = q_stage, this_dout = block % kStagesDout;
       q_stage = after(q_stage);
       q_parity ^= q_stage == 0;
+      if constexpr (kOrdered) ask_number(kLast);
       start_dp(this_dout);
       start_dv(this_dout);
       ask_for_delta(this_dout);
       ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
       make_ds(this_dout);
-      ask_number(kLast);
+      if constexpr (!kOrdered) ask_number(kLast);
       if constexpr (kMakesDq) {
         store_ds();
         ptx::fence_proxy_async();
@@ -819,7 +820,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       bool whole = true;
       if constexpr (!kLast) {
         whole = is_whole();
-        asked = read_part(asker);
+        if (group == 0) asked = read_part(asker);
       }
       ask_for_turn(this_q);
       ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too

@@ -235,8 +235,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  // The first threads of some warps ask. What the others read is not used, and stays as
-  // it is: what is there for those that ask, they may change meanwhile.
+  // Of the first group, the first threads of some warps ask. What its others read is not
+  // used, and stays as it is: what is there for those that ask, they may have changed.
   const int warp_of_block = threadIdx.x / 32;
   const int asker = lane == 0 && warp_of_block < kAskers ? warp_of_block : kAskers;
   auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
@@ -611,9 +611,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       return ptx::load_shared_s32(origins + 8 * q_stage + 4);
     };
     // Where kOrdered, by lane 0 of each warp: the sums that it gave to the copy engine
-    // have been added, and the tile behind this one may add. There is no fence between,
-    // which takes 600 cycles: none but the engine reads or writes sums, in the L2
-    // cache.
+    // have been added, and the tile behind this one may add. A fence between, which
+    // takes 600 cycles, has nothing left to wait for: the engine alone reads and writes
+    // sums, in the L2 cache, and says when it has.
     auto turn_at = [&](int target_block) {
       return turns + (target_block * kWarps + int(threadIdx.x / 32));
     };
@@ -643,7 +643,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     auto start_of = [&](int target_block) {
       return index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
     };
-    auto add_dq = [&](const float (&dq)[kSumsQ], unsigned q_stage, int target_block) {
+    auto add_dq = [&](const float (&dq)[kSumsQ], int target_block) {
       if constexpr (kBulk > 0) {
         // The copy engine has read what this warp gave it before.
         if (!kOrdered && lane == 0) ptx::cp_async_bulk_wait_group_read();
@@ -775,7 +775,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_wait_group<1>();  // all but dk
       if constexpr (kMakesDq) keep_order(dq);
       if constexpr (!kLast) keep_order(s);
-      if constexpr (kMakesDq) add_dq(dq, this_q, target_block);
+      if constexpr (kMakesDq) add_dq(dq, target_block);
       if constexpr (!kLast) {
         start_dp((block + 1) % kStagesDout);
         softmax((block + 1) % kStagesDout, whole);
@@ -846,7 +846,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_wait_group<0>();
       if constexpr (kMakesDq) {
         keep_order(dq);
-        add_dq(dq, this_q, target_block);
+        add_dq(dq, target_block);
       }
     };
     auto step = [&](auto is_last) {

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT
 // PTX ld and st of what other multiprocessors write or read meanwhile.
 //
-// Each access is whole by itself and goes to the L2 cache. Relaxed ones order no other;
-// an acquiring load comes before all that stands behind it.
+// Each access is whole by itself and goes to the L2 cache; none orders any other.
 #pragma once
 
 namespace ptx {
@@ -27,18 +26,6 @@ __device__ __forceinline__ int load_relaxed(const int* p) {
   int x;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
-}
-
-__device__ __forceinline__ int load_acquire(const int* p) {
-  int x;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
-
-// What this thread has written or seen so far comes before what it writes or reads from
-// here on, for all threads of the device that take note of it in the same way.
-__device__ __forceinline__ void fence_acq_rel_gpu() {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
 }
 
 }  // namespace ptx

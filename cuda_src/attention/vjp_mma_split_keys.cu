@@ -19,7 +19,13 @@
 
 constexpr int kKeyTiles = kBlockN / (16 * kNumWarps), kQueryTiles = kGranule / 8;
 constexpr int kGranules = kBlockN / kGranule;
-static_assert(kKeyTiles * 16 * kNumWarps == kBlockN && kGranules * kGranule == kBlockN);
+// dk and dv together, or one of them, where registers do not hold both.
+#if !defined(MAKES_DK) || !defined(MAKES_DV)
+#error "MAKES_DK and MAKES_DV come from the host"
+#endif
+constexpr bool kMakesDk = MAKES_DK, kMakesDv = MAKES_DV;
+constexpr int kHalves = kKeyTiles;
+static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kNumWarps == kBlockN && kGranules * kGranule == kBlockN);
 static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
 
 // What all threads are told of a block and of an entry. They have no registers for it.
@@ -65,7 +71,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   const differentiate_t differentiate(params, found);
 
-  frag_t<kKeyTiles, kHeadDim / 8> sums_k, sums_v;
+  frag_t<kKeyTiles, kMakesDk ? kHeadDim / 8 : 1> sums_k;
+  frag_t<kKeyTiles, kMakesDv ? kHeadDim / 8 : 1> sums_v;
   clear(sums_k);
   clear(sums_v);
 #pragma unroll 1
@@ -118,58 +125,88 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const float unit_q = facts_of(image_q).from_parts;
       const float unit_dout = facts_of(image_dout).from_parts;
 
-      frag_t<kKeyTiles, kQueryTiles> s, dp;
-      multiply_scores_in_parts<true>(
-          s, left<kHeadDim>(shared_address(smem_k) + image, key_0() % kGranule),
-          right<kHeadDim>(shared_address(image_q), 0),
-          unit_q * facts_of(smem_k + image).from_parts);
-      __syncwarp();  // or fragments of both products would take the registers
-      multiply_scores_in_parts<true>(
-          dp, left<kHeadDim>(shared_address(smem_v) + image, key_0() % kGranule),
-          right<kHeadDim>(shared_address(image_dout), 0),
-          unit_dout * facts_of(smem_v + image).from_parts);
-
       const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
-      const band_t band = view.seen.at(i0, 0);
-      const int first_key = kHasTerms ? view.j0 : 0;
-      auto finish = [&](auto sees) {
+      // Numbers of this lane's queries, by tile of 8.
+      auto of_queries = [&](int which, int n) {
+        return *reinterpret_cast<const float2*>(rows + which * kGranule + column +
+                                                8 * n);
+      };
+
+      // P goes into its product first: dP then takes its registers.
+      parts_t<kKeyTiles> p[kApart];
+      frag_t<kKeyTiles, kHasSoftcap ? kQueryTiles : 1> derivative;
+      units_t<kKeyTiles> from_p;
+      {
+        frag_t<kKeyTiles, kQueryTiles> s;
+        multiply_scores_in_parts<true>(
+            s, left<kHeadDim>(shared_address(smem_k) + image, key_0() % kGranule),
+            right<kHeadDim>(shared_address(image_q), 0),
+            unit_q * facts_of(smem_k + image).from_parts);
+        const band_t band = view.seen.at(i0, 0);
+        const int first_key = kHasTerms ? view.j0 : 0;
+        auto weigh = [&](auto sees) {
 #pragma unroll
-        for (int n = 0; n < kQueryTiles; ++n) {
-          if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
-          auto of_queries = [&](int which) {
-            return *reinterpret_cast<const float2*>(rows + which * kGranule + column +
-                                                    8 * n);
-          };
-          const float2 lse = of_queries(0), delta = of_queries(1);
-          const float2 factor = of_queries(2);
+          for (int n = 0; n < kQueryTiles; ++n) {
+            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+            const float2 lse = of_queries(0, n), factor = of_queries(2, n);
 #pragma unroll
-          for (int m = 0; m < kKeyTiles; ++m) {
+            for (int m = 0; m < kKeyTiles; ++m) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
-              differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores,
-                            index_t(i0 + i), index_t(first_key + j),
-                            e % 2 ? lse.y : lse.x, e % 2 ? delta.y : delta.x);
-              s[m][n][e] *= e % 2 ? factor.y : factor.x;
-              dp[m][n][e] *= e % 2 ? factor.y : factor.x;
+              for (int e = 0; e < 4; ++e) {
+                const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
+                float slope = 1;
+                const float weight = differentiate.weigh(
+                    s[m][n][e], sees(i, j), scores, index_t(i0 + i),
+                    index_t(first_key + j), e % 2 ? lse.y : lse.x, slope);
+                if constexpr (kHasSoftcap) derivative[m][n][e] = slope;
+                s[m][n][e] = weight * (e % 2 ? factor.y : factor.x);
+              }
             }
           }
+        };
+        if (kHasTwoWays && band.sees_all(kGranule, kBlockN)) {
+          weigh([](int, int) { return true; });
+        } else {
+          weigh([&](int i, int j) { return band.sees(i, j); });
         }
-      };
-      if (kHasTwoWays && band.sees_all(kGranule, kBlockN)) {
-        finish([](int, int) { return true; });
-      } else {
-        finish([&](int i, int j) { return band.sees(i, j); });
+        from_p = as_parts(p, s);
       }
-      parts_t<kKeyTiles> parts[kApart];
-      const float unit_p = as_parts(parts, s);
-      add_product_in_parts(sums_v, parts,
-                           summed<kHeadDim>(shared_address(image_dout), 0),
-                           unit_p * unit_dout);
-      __syncwarp();  // nor are there registers for both of these
-      const float unit_ds = as_parts(parts, dp);
-      add_product_in_parts(sums_k, parts, summed<kHeadDim>(shared_address(image_q), 0),
-                           unit_ds * unit_q);
+      if constexpr (kMakesDv) {
+        add_product_in_parts(sums_v, p, summed<kHeadDim>(shared_address(image_dout), 0),
+                             from_p * kLift * unit_dout);
+      }
+      // Of dP and dS a half of the queries at a time, if there are no registers for all.
+      if constexpr (kMakesDk) {
+        constexpr int kSteps = kApart / kHalves;
+#pragma unroll
+        for (int first = 0; first < kApart; first += kSteps) {
+          __syncwarp();  // or fragments of two products would take the registers
+          frag_t<kKeyTiles, 2 * kSteps> ds;
+          multiply_scores_in_parts<true>(
+              ds, left<kHeadDim>(shared_address(smem_v) + image, key_0() % kGranule),
+              right<kHeadDim>(shared_address(image_dout), 16 * first),
+              unit_dout * facts_of(smem_v + image).from_parts);
+#pragma unroll
+          for (int n = 0; n < 2 * kSteps; ++n) {
+            const int tile = 2 * first + n;
+            const float2 delta = of_queries(1, tile);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                float weight = of_parts(p, m, tile, e);
+                if constexpr (kHasSoftcap) weight *= derivative[m][tile][e];
+                ds[m][n][e] = weight * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
+              }
+            }
+          }
+          unsigned parts[kSteps][kKeyTiles][kParts][4];
+          const auto from_ds = as_parts(parts, ds);
+          add_product_in_parts(sums_k, parts,
+                               summed<kHeadDim>(shared_address(image_q), 16 * first),
+                               from_ds * kLift * from_p * unit_q);
+        }
+      }
     }
     ptx::wait_copy_groups<0>();  // of a tile that no query sees
   }
@@ -177,12 +214,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int j0 = view.j0;
   const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
   const auto kept = locate(grads.kept, view.kept);
-  float odd = store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0],
-                         grads.col[0], sums_k,
-                         static_cast<float>(params.scale) / kLift, key_0(), 0, num_keys,
-                         static_cast<int>(params.head_dim));
-  odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
-                    sums_v, 1 / kLift, key_0(), 0, num_keys,
-                    static_cast<int>(params.head_dim_v));
+  float odd = 0;
+  if constexpr (kMakesDk) {
+    odd += store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                      sums_k, static_cast<float>(params.scale) / kLift, key_0(), 0,
+                      num_keys, static_cast<int>(params.head_dim));
+  }
+  if constexpr (kMakesDv) {
+    odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                      sums_v, 1 / kLift, key_0(), 0, num_keys,
+                      static_cast<int>(params.head_dim_v));
+  }
   if (odd != 0) found->odd = 1;
 }

@@ -228,9 +228,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) total[r] += sum[r];
     parts_t<kRowTiles> ds[kApart];
-    const float unit_ds = as_parts(ds, dp);
+    const auto from_ds = as_parts(ds, dp);
     add_product_in_parts(sums, ds, summed<kHeadDim>(shared_address(image_k), 0),
-                         unit_ds * unit_k);
+                         from_ds * kLift * unit_k);
   }
   ptx::wait_copy_groups<0>();
 

@@ -51,9 +51,7 @@ class MmaSplitVjpTile:
         smem = self.smem(part, dim, parts) + _STATIC
         whole = device.smem_optin + _RESERVED
         fits = self.min_blocks * (smem + _RESERVED) <= whole
-        return (
-            fits and device.cc >= self.oldest and device.arch not in self.spills_on
-        )
+        return fits and device.cc >= self.oldest and device.arch not in self.spills_on
 
 
 def image_bytes(dim: int, parts: int) -> int:
@@ -264,7 +262,13 @@ MMA_SPLIT_VJP = MmaSplitVjpKernel(
     rungs=("tiled", "auto"),
     tiles={
         ("_queries", False): _QUERIES,
-        ("_queries", True): _QUERIES,
+        ("_queries", True): {
+            64: (
+                MmaSplitVjpTile(64, 128, min_blocks=2),
+                MmaSplitVjpTile(128, 256),
+            ),
+            128: _QUERIES[128],
+        },
         ("_keys", False): {
             64: (
                 MmaSplitVjpTile(64, 128, min_blocks=3),

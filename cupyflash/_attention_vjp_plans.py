@@ -259,9 +259,7 @@ class _Launches:
             part, tile, blocks, entries, targets, matrices, dtype, **more
         )
 
-    def _part_of(
-        self, part, tile, blocks, entries, targets, matrices, dtype, **more
-    ):
+    def _part_of(self, part, tile, blocks, entries, targets, matrices, dtype, **more):
         """The same over given entries."""
         # An axis of the matrix that the kernel keeps though the gradient does not.
         outside = entries.has_terms or any(

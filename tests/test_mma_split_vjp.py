@@ -315,14 +315,18 @@ SPREADS = {
     "small": lambda x, name: x * np.float32(1e-20 if name == "v" else 1),
     "tiny dout": lambda x, name: x * np.float32(1e-20 if name == "dout" else 1),
     "large dout": lambda x, name: x * np.float32(1e12 if name == "dout" else 1),
-    "rows": lambda x, name: x
-    * (2.0 ** -(np.arange(x.shape[-2]) % 60))[:, None].astype(np.float32),
-    "rows of dout": lambda x, name: x
-    * (2.0 ** -(np.arange(x.shape[-2]) % (60 if name == "dout" else 1)))[
-        :, None
-    ].astype(np.float32),
-    "columns": lambda x, name: x
-    * (2.0 ** -(np.arange(x.shape[-1]) % 50)).astype(np.float32),
+    "rows": lambda x, name: (
+        x * (2.0 ** -(np.arange(x.shape[-2]) % 60))[:, None].astype(np.float32)
+    ),
+    "rows of dout": lambda x, name: (
+        x
+        * (2.0 ** -(np.arange(x.shape[-2]) % (60 if name == "dout" else 1)))[
+            :, None
+        ].astype(np.float32)
+    ),
+    "columns": lambda x, name: (
+        x * (2.0 ** -(np.arange(x.shape[-1]) % 50)).astype(np.float32)
+    ),
     "a large column": lambda x, name: np.where(
         np.arange(x.shape[-1]) == 3, 1e5 * x if name == "v" else x * 0, x
     ).astype(np.float32),
@@ -338,7 +342,9 @@ def test_numbers_of_every_size(cupy, rng, forced, name):
     shapes = {"q": (1, 2, 130, 64), "k": (1, 2, 170, 64)}
     arrays = inputs(rng, **shapes)
     spread = SPREADS[name]
-    arrays = [spread(x, n) for x, n in zip(arrays, ("q", "k", "v", "dout"), strict=True)]
+    arrays = [
+        spread(x, n) for x, n in zip(arrays, ("q", "k", "v", "dout"), strict=True)
+    ]
     if name == "huge scores":
         found = gradients(cupy, *arrays)
         assert all(np.isfinite(wide(x)).all() for x in found[:3])
@@ -357,7 +363,9 @@ def test_weights_of_a_part(cupy, rng, forced):
     base = cupyflash.attention_vjp(dout, q, k, v, out, lse)
     half = cupyflash.attention_vjp(dout, q, k[first], v[first], out, lse)
     np.testing.assert_allclose(
-        to_host(half.dv), to_host(base.dv)[first], atol=2e-6 * abs(to_host(base.dv)).max()
+        to_host(half.dv),
+        to_host(base.dv)[first],
+        atol=2e-6 * abs(to_host(base.dv)).max(),
     )
     # As if others had e^30 times their weight.
     far = cupyflash.attention_vjp(dout, q, k, v, out, lse + np.float32(30))
@@ -405,9 +413,7 @@ def test_each_tile(cupy, rng, forced, part, terms, dim, tile, precision):
         check(cupy, rng, (dim, dim), seqlens=(300, 280), batch=(1,), **options)
         return
     arrays = inputs(rng, q=(1, 2, 300, dim), k=(1, 2, 280, dim))
-    exact = _reference_vjp.attention_vjp(
-        arrays[3], *arrays[:3], **options
-    )
+    exact = _reference_vjp.attention_vjp(arrays[3], *arrays[:3], **options)
     found = gradients(cupy, *arrays, precision=precision, **options)
     for a, b in zip(found[:3], exact[:3], strict=True):
         assert max_error(a, b) <= 1e-2 * np.abs(wide(b)).max()

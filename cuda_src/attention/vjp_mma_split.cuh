@@ -76,8 +76,10 @@ struct item_t {
   index_t tile, kept;
   bool exists;  // the grid is rounded up
 
-  __device__ __forceinline__
-  item_t(index_t number, index_t section, index_t num_kept, index_t num_tiles) {
+  __device__ __forceinline__ item_t(index_t number,
+                                    index_t section,
+                                    index_t num_kept,
+                                    index_t num_tiles) {
     const index_t of_section = divide(number, section * num_tiles);
     const index_t first = of_section * section;
     const index_t rest = number - first * num_tiles;
@@ -217,9 +219,9 @@ __device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols
         for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
-            ptx::ldmatrix_x4(y[pair][part],
-                             b.at(8 * (n + 2 * pair), 2 * (first + step)) +
-                                 part * kBytesPart);
+            ptx::ldmatrix_x4(
+                y[pair][part],
+                b.at(8 * (n + 2 * pair), 2 * (first + step)) + part * kBytesPart);
           }
         }
         multiply_parts<kMirrored>(sum, x[step], y);
@@ -231,10 +233,11 @@ __device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols
 
 // sums += a b times the units of rows, over 16 kSummed rows of a granule b.
 template <int kSummed, int kRows, int kCols>
-__device__ __forceinline__ void add_product_in_parts(float (&sums)[kRows][kCols][4],
-                                                     const unsigned (&a)[kSummed][kRows][kParts][4],
-                                                     const tile_t<kHeadDim>& b,
-                                                     const units_t<kRows>& unit) {
+__device__ __forceinline__ void add_product_in_parts(
+    float (&sums)[kRows][kCols][4],
+    const unsigned (&a)[kSummed][kRows][kParts][4],
+    const tile_t<kHeadDim>& b,
+    const units_t<kRows>& unit) {
   constexpr int kPairs = kPairsAtOnce<kRows>;
   static_assert(kCols % (2 * kPairs) == 0);
 #pragma unroll
@@ -304,10 +307,8 @@ __device__ __forceinline__ units_t<kRows> as_parts(
 
 // Number e of accumulator (m, n) again, times the power of its row.
 template <int kSummed, int kRows>
-__device__ __forceinline__ float of_parts(const unsigned (&a)[kSummed][kRows][kParts][4],
-                                          int m,
-                                          int n,
-                                          int e) {
+__device__ __forceinline__ float of_parts(
+    const unsigned (&a)[kSummed][kRows][kParts][4], int m, int n, int e) {
   float x = 0;
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {

@@ -25,7 +25,8 @@ constexpr int kGranules = kBlockN / kGranule;
 #endif
 constexpr bool kMakesDk = MAKES_DK, kMakesDv = MAKES_DV;
 constexpr int kHalves = kKeyTiles;
-static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kNumWarps == kBlockN && kGranules * kGranule == kBlockN);
+static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kNumWarps == kBlockN &&
+              kGranules * kGranule == kBlockN);
 static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
 
 // What all threads are told of a block and of an entry. They have no registers for it.
@@ -175,7 +176,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         add_product_in_parts(sums_v, p, summed<kHeadDim>(shared_address(image_dout), 0),
                              from_p * kLift * unit_dout);
       }
-      // Of dP and dS a half of the queries at a time, if there are no registers for all.
+      // Of dP and dS a half of the queries at a time, if there are no registers for
+      // all.
       if constexpr (kMakesDk) {
         constexpr int kSteps = kApart / kHalves;
 #pragma unroll

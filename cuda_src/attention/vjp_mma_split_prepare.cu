@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const index_t length = of_queries ? scores.num_queries() : scores.num_keys();
   const int num_rows = static_cast<int>(clamp(length - i0, 0, kGranule));
   const int dim = static_cast<int>(has_values ? params.head_dim_v : params.head_dim);
-  const operand_t& operand = of_queries ? has_values ? grads.dout : params.q
+  const operand_t& operand = of_queries   ? has_values ? grads.dout : params.q
                              : has_values ? params.v
                                           : params.k;
   const elem_t* const x = of_queries ? at.at(has_values ? dout : q, operand)
@@ -117,8 +117,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const index_t first =
       of_queries ? 0 : 2 * heads * granules_q;  // images of queries before these
   unsigned char* const image =
-      images +
-      (first + (has_values ? num_heads * granules : 0) + number) * kBytesImage;
+      images + (first + (has_values ? num_heads * granules : 0) + number) * kBytesImage;
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
     const int place = n * kNumThreads + threadIdx.x, row = place / kChunks;

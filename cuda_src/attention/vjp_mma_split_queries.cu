@@ -53,10 +53,10 @@ __device__ __forceinline__ bool sees_any(const band_t& band) {
 // Whether a query of the granule at i0 sees a key of that at j0 with a number that is
 // not finite.
 __device__ __forceinline__ bool sees_marked(const scores_t& scores,
-                                         unsigned marked_queries,
-                                         unsigned marked_keys,
-                                         index_t i0,
-                                         index_t j0) {
+                                            unsigned marked_queries,
+                                            unsigned marked_keys,
+                                            index_t i0,
+                                            index_t j0) {
   const band_t band = scores.band(i0, j0);
 #pragma unroll 1
   for (int n = 0; n < kGranule * kGranule; ++n) {
@@ -123,12 +123,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const item_t item(block_index(), section, grads.num_kept, num_tiles);
   if (!item.exists || found->odd != 0) return;
-  const place_t at =
-      grads.entry(params, locate(grads.kept, item.kept).of[0], 0);
+  const place_t at = grads.entry(params, locate(grads.kept, item.kept).of[0], 0);
   const scores_t scores(at, SCORE_ARGUMENTS);
   if (threadIdx.x == 0) {
     const int i0 = static_cast<int>(num_tiles - 1 - item.tile) * kBlockM;
-    const range_t keys = scores.keys_of(i0, min(index_t(i0) + kBlockM, params.seqlen_q));
+    const range_t keys =
+        scores.keys_of(i0, min(index_t(i0) + kBlockM, params.seqlen_q));
     view.images = images_t(images, params, at);
     view.images.q += index_t(i0 / kGranule) * kBytesImage;
     view.images.dout += index_t(i0 / kGranule) * kBytesImage;
@@ -168,7 +168,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const bool exists = i < params.seqlen_q;
     const float x = exists ? at.at(lse, grads.lse)[i * grads.lse.row] : 0.f;
     // Of a query that sees no key any finite lse will do.
-    log_sum[r] = !exists                  ? infinity<float>()
+    log_sum[r] = !exists                   ? infinity<float>()
                  : x == -infinity<float>() ? 0.f
                                            : x * static_cast<float>(kLog2e);
     delta_of[r] = exists ? delta[at.row_of_heads * params.seqlen_q + i] : 0.f;
@@ -264,11 +264,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   const int i0 = view.i0;
   const int num_rows = static_cast<int>(min(params.seqlen_q - i0, index_t(kBlockM)));
-  const float odd =
-      store_sums(dq + locate(grads.kept, view.kept).of[1] + i0 * grads.row[0],
-                 grads.row[0], grads.col[0], sums,
-                 static_cast<float>(params.scale) / kLift,
-                 warp_index() * (16 * kRowTiles), 0, num_rows,
-                 static_cast<int>(params.head_dim));
+  const float odd = store_sums(
+      dq + locate(grads.kept, view.kept).of[1] + i0 * grads.row[0], grads.row[0],
+      grads.col[0], sums, static_cast<float>(params.scale) / kLift,
+      warp_index() * (16 * kRowTiles), 0, num_rows, static_cast<int>(params.head_dim));
   if (odd != 0) found->odd = 1;
 }

@@ -209,13 +209,12 @@ class MmaSplitVjpKernel:
     ) -> Iterator[Config]:
         """All launches of a problem, for the list of what there is to compile."""
         yield self.config("_prepare", None, forward, batch_dims, "float32", 1)
+        dim, parts = self.dim(forward), self.parts(forward)
         for part in _PARTS:
-            if everything:
-                tiles = self.tiles[part, has_terms(forward)][self.dim(forward)]
-                dim, parts = self.dim(forward), self.parts(forward)
-                fitting = [x for x in tiles if x.fits(part, dim, parts, device)]
-            else:
-                fitting = [self.tile(part, forward, device)]
+            tiles = self.tiles[part, has_terms(forward)][dim]
+            fitting = [x for x in tiles if x.fits(part, dim, parts, device)]
+            if not everything:
+                del fitting[1:]
             for tile in fitting:
                 for names in made_by(part, tile):
                     yield self.config(
@@ -271,14 +270,15 @@ MMA_SPLIT_VJP = MmaSplitVjpKernel(
         },
         ("_keys", False): {
             64: (
-                MmaSplitVjpTile(64, 128, min_blocks=3),
+                MmaSplitVjpTile(64, 128, min_blocks=3, spills_on=("sm_100",)),
                 MmaSplitVjpTile(64, 128, min_blocks=2),
                 MmaSplitVjpTile(128, 256),
             ),
             128: (
-                MmaSplitVjpTile(128, 256),
-                MmaSplitVjpTile(64, 128),
-                MmaSplitVjpTile(32, 64),
+                MmaSplitVjpTile(128, 256, oldest=(9, 0), spills_on=("sm_100",)),
+                MmaSplitVjpTile(128, 256, apart=True),
+                MmaSplitVjpTile(64, 128, apart=True),
+                MmaSplitVjpTile(32, 64, apart=True),
             ),
         },
         ("_keys", True): {

@@ -182,7 +182,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         constexpr int kSteps = kApart / kHalves;
 #pragma unroll
         for (int first = 0; first < kApart; first += kSteps) {
-          __syncwarp();  // or fragments of two products would take the registers
           frag_t<kKeyTiles, 2 * kSteps> ds;
           multiply_scores_in_parts<true>(
               ds, left<kHeadDim>(shared_address(smem_v) + image, key_0() % kGranule),

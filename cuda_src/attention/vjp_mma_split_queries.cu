@@ -193,7 +193,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         s, left<kHeadDim>(shared_address(smem_q) + image, own % kGranule),
         right<kHeadDim>(shared_address(image_k), 0),
         facts_of(smem_q + image).from_parts * unit_k);
-    __syncwarp();  // or fragments of both products would take the registers
     multiply_scores_in_parts<false>(
         dp, left<kHeadDim>(shared_address(smem_dout) + image, own % kGranule),
         right<kHeadDim>(shared_address(image_v), 0),

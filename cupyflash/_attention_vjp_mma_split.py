@@ -26,7 +26,6 @@ _PREPARE_THREADS = 128
 # Shared memory of a multiprocessor that the system keeps for each block, and what a
 # block tells its threads.
 _RESERVED, _STATIC = 1024, 256
-_STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -36,14 +35,15 @@ class MmaSplitVjpTile:
     rows: int
     num_threads: int
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    stages: int = 2  # granules of the rows walked over, in shared memory
     apart: bool = False  # dk and dv by launches of their own, for lack of registers
     oldest: tuple[int, int] = (8, 0)  # on older compute capabilities it spills
     spills_on: tuple[str, ...] = ()  # and on these architectures
 
     def smem(self, part: str, dim: int, parts: int) -> int:
         """Bytes of shared memory of ``vjp_mma_split<part>.cu``."""
-        images = 2 * self.rows // _GRANULE + 2 * _STAGES
-        stats = _STAGES * _STATS if part == "_keys" else 0
+        images = 2 * self.rows // _GRANULE + 2 * self.stages
+        stats = self.stages * _STATS if part == "_keys" else 0
         return images * image_bytes(dim, parts) + stats
 
     def fits(self, part: str, dim: int, parts: int, device: Device) -> bool:
@@ -143,7 +143,11 @@ class MmaSplitVjpKernel:
         """The launch of ``vjp_mma_split<part>.cu``; `grad` is the dtype it writes."""
         dim, parts = self.dim(forward), self.parts(forward)
         threads, smem = _PREPARE_THREADS, 0
-        switches: dict[str, Any] = {"BLOCK_M": _GRANULE, "BLOCK_N": _GRANULE}
+        switches: dict[str, Any] = {
+            "BLOCK_M": _GRANULE,
+            "BLOCK_N": _GRANULE,
+            "STAGES": 1 if tile is None else tile.stages,
+        }
         if tile is None:
             # Of the options, lengths alone matter to it.
             absent = {n: None for n in OPTIONS if not n.endswith("_lengths")}
@@ -252,7 +256,7 @@ _QUERIES: _Tiles = {
     128: (
         MmaSplitVjpTile(128, 256),
         MmaSplitVjpTile(64, 128),
-        MmaSplitVjpTile(32, 64),
+        MmaSplitVjpTile(64, 128, stages=1),
     ),
 }
 
@@ -278,7 +282,7 @@ MMA_SPLIT_VJP = MmaSplitVjpKernel(
                 MmaSplitVjpTile(128, 256, oldest=(9, 0), spills_on=("sm_100",)),
                 MmaSplitVjpTile(128, 256, apart=True),
                 MmaSplitVjpTile(64, 128, apart=True),
-                MmaSplitVjpTile(32, 64, apart=True),
+                MmaSplitVjpTile(64, 128, stages=1, apart=True),
             ),
         },
         ("_keys", True): {
@@ -289,7 +293,7 @@ MMA_SPLIT_VJP = MmaSplitVjpKernel(
             128: (
                 MmaSplitVjpTile(128, 256, apart=True),
                 MmaSplitVjpTile(64, 128, apart=True),
-                MmaSplitVjpTile(32, 64, apart=True),
+                MmaSplitVjpTile(64, 128, stages=1, apart=True),
             ),
         },
     },

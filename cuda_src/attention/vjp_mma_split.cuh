@@ -23,9 +23,14 @@
 #include "attention/vjp_mma.cuh"
 #include "ptx/registers.cuh"
 
+#ifndef STAGES
+#error "STAGES comes from the host"
+#endif
 static_assert(kSplits);
 
-constexpr int kGranule = 32;  // rows
+constexpr int kGranule = 32;     // rows
+constexpr int kStages = STAGES;  // granules of the rows walked over, in shared memory
+static_assert(kStages == 1 || kStages == 2);
 // Granules of an array's rows come in as many as the largest tile of a block has.
 constexpr int kLargestTile = 128;
 constexpr unsigned kBytesPart = kGranule * kHeadDim * 2;

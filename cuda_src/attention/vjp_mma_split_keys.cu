@@ -10,7 +10,7 @@
 // Grid       1-D, a block a tile of keys of a kept entry; first tiles first, since
 //            causal ones are longest
 // Tiles      k, v     kBlockN / kGranule images   shared, loaded once
-//            q, dO    an image of each            shared, two stages
+//            q, dO    an image of each            shared, kStages of them
 //            S, dP, dk, dv  a warp has 16 kKeyTiles keys
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
 // Numbers    vjp_mma_split.cuh; one order of sums: the same bits in every run
@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     copy_bytes<kGranules * kBytesImage>(smem_v, view.images.v);
     auto load_queries = [&](int i0) {
       if (i0 < view.last) {
-        unsigned char* const to = stages + i0 / kGranule % 2 * kBytesStage;
+        unsigned char* const to = stages + i0 / kGranule % kStages * kBytesStage;
         const index_t granule = i0 / kGranule;
         copy_bytes<kBytesImage>(to, view.images.q + granule * kBytesImage);
         copy_bytes<kBytesImage>(to + kBytesImage,
@@ -117,8 +117,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     for (int i0 = view.first; i0 < view.last; i0 += kGranule) {
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this granule is complete; all have read the one before
-      load_queries(i0 + kGranule);
-      const unsigned char* const image_q = stages + i0 / kGranule % 2 * kBytesStage;
+      if constexpr (kStages == 2) load_queries(i0 + kGranule);
+      const unsigned char* const image_q =
+          stages + i0 / kGranule % kStages * kBytesStage;
       const unsigned char* const image_dout = image_q + kBytesImage;
       const float* const rows =
           reinterpret_cast<const float*>(image_q + 2 * kBytesImage);
@@ -207,6 +208,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                                summed<kHeadDim>(shared_address(image_q), 16 * first),
                                from_ds * kLift * from_p * unit_q);
         }
+      }
+      if constexpr (kStages == 1) {
+        __syncthreads();  // all have read the granule
+        load_queries(i0 + kGranule);
       }
     }
     ptx::wait_copy_groups<0>();  // of a tile that no query sees

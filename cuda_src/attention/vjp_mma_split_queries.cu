@@ -13,7 +13,7 @@
 // Grid       1-D, a block a tile of queries of an entry; last tiles first, since causal
 //            ones are longest
 // Tiles      q, dO    kBlockM / kGranule images   shared, loaded once
-//            k, v     an image of each            shared, two stages
+//            k, v     an image of each            shared, kStages of them
 //            S, dP, dq  a warp has 16 kRowTiles queries
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
 // Numbers    vjp_mma_split.cuh; one order of sums: the same bits in every run
@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   copy_bytes<kGranules * kBytesImage>(smem_dout, view.images.dout);
   auto load_keys = [&](int j0) {
     if (j0 < view.last) {
-      unsigned char* const to = stages + j0 / kGranule % 2 * (2 * kBytesImage);
+      unsigned char* const to = stages + j0 / kGranule % kStages * (2 * kBytesImage);
       const index_t from = index_t(j0 / kGranule) * kBytesImage;
       copy_bytes<kBytesImage>(to, view.images.k + from);
       copy_bytes<kBytesImage>(to + kBytesImage, view.images.v + from);
@@ -181,8 +181,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   for (int j0 = view.first; j0 < view.last; j0 += kGranule) {
     ptx::wait_copy_groups<0>();
     __syncthreads();  // this granule is complete; all have read the one before
-    load_keys(j0 + kGranule);
-    const unsigned char* const image_k = stages + j0 / kGranule % 2 * (2 * kBytesImage);
+    if constexpr (kStages == 2) load_keys(j0 + kGranule);
+    const unsigned char* const image_k =
+        stages + j0 / kGranule % kStages * (2 * kBytesImage);
     const unsigned char* const image_v = image_k + kBytesImage;
     const int own = warp_index() * (16 * kRowTiles);
     const unsigned image = own / kGranule * kBytesImage;
@@ -230,6 +231,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto from_ds = as_parts(ds, dp);
     add_product_in_parts(sums, ds, summed<kHeadDim>(shared_address(image_k), 0),
                          from_ds * kLift * unit_k);
+    if constexpr (kStages == 1) {
+      __syncthreads();  // all have read the granule
+      load_keys(j0 + kGranule);
+    }
   }
   ptx::wait_copy_groups<0>();
 

@@ -119,12 +119,16 @@ constexpr int kApart = 2;
 constexpr int kSteps = kHeadDim / 16;
 static_assert(kSteps % kApart == 0 && kGranule == 16 * kApart);
 
+// Pairs of tiles of 8 columns that are computed side by side; with two 128 columns
+// spill.
+constexpr int kPairs = 1;
+
 template <int kRows>
 using parts_t = unsigned[kRows][kParts][4];  // 16 columns of an A operand
 
 // sum += a b over all parts, small ones first. With kMirrored b is first among those,
 // so that (a b)^T = b^T a^T to the bit.
-template <bool kMirrored, int kRows, int kPairs>
+template <bool kMirrored, int kRows>
 __device__ __forceinline__ void multiply_parts(float (&sum)[kRows][2 * kPairs][4],
                                                const unsigned (&a)[kRows][kParts][4],
                                                const unsigned (&b)[kPairs][kParts][4]) {
@@ -144,13 +148,6 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[kRows][2 * kPairs][4
   }
   multiply(0, 0);
 }
-
-// Tiles of 8 columns that are computed side by side, in pairs: enough sums that do not
-// wait for each other.
-template <int kRows>
-constexpr int kApartOfScores = kRows == 1 ? 2 : 1;
-template <int kRows>
-constexpr int kPairsAtOnce = 1;
 
 // Numbers of this lane's rows of kRows tiles of 16.
 template <int kRows>
@@ -197,7 +194,6 @@ __device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols
                                                          const tile_t<kHeadDim>& a,
                                                          const tile_t<kHeadDim>& b,
                                                          float unit) {
-  constexpr int kPairs = kPairsAtOnce<kRows>, kApart = kApartOfScores<kRows>;
   static_assert(kCols % (2 * kPairs) == 0);
   clear(s);
 #pragma unroll 1
@@ -243,7 +239,6 @@ __device__ __forceinline__ void add_product_in_parts(
     const unsigned (&a)[kSummed][kRows][kParts][4],
     const tile_t<kHeadDim>& b,
     const units_t<kRows>& unit) {
-  constexpr int kPairs = kPairsAtOnce<kRows>;
   static_assert(kCols % (2 * kPairs) == 0);
 #pragma unroll
   for (int n = 0; n < kCols; n += 2 * kPairs) {
@@ -314,11 +309,10 @@ __device__ __forceinline__ units_t<kRows> as_parts(
 template <int kSummed, int kRows>
 __device__ __forceinline__ float of_parts(
     const unsigned (&a)[kSummed][kRows][kParts][4], int m, int n, int e) {
-  float x = 0;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
+  auto number = [&](int part) {
     const unsigned word = a[n / 2][m][part][n % 2 * 2 + e / 2];
-    x += ptx::f32_from_f16(static_cast<unsigned short>(e % 2 ? word >> 16 : word));
-  }
-  return x;
+    return ptx::f32_from_f16(static_cast<unsigned short>(e % 2 ? word >> 16 : word));
+  };
+  if constexpr (kParts == 2) return number(0) + number(1);
+  return number(0);
 }

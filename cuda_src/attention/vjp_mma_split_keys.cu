@@ -62,7 +62,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   {
     const item_t item(block_index(), section, grads.num_kept, num_tiles);
-    if (!item.exists || found->odd != 0) return;
+    // Other blocks may just ask for repairs: all threads see that or none.
+    if (__syncthreads_or(!item.exists || found->odd != 0)) return;
     if (threadIdx.x == 0) {
       view.kept = item.kept;
       view.entry = locate(grads.kept, item.kept).of[0];

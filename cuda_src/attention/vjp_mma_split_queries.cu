@@ -122,7 +122,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const item_t item(block_index(), section, grads.num_kept, num_tiles);
-  if (!item.exists || found->odd != 0) return;
+  // Other blocks may just ask for repairs: all threads see that or none.
+  if (__syncthreads_or(!item.exists || found->odd != 0)) return;
   const place_t at = grads.entry(params, locate(grads.kept, item.kept).of[0], 0);
   const scores_t scores(at, SCORE_ARGUMENTS);
   if (threadIdx.x == 0) {

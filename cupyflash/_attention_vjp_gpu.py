@@ -20,6 +20,8 @@ from cupyflash._attention_vjp_f64_plan import TensorFloat64Plan
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS, HopperVjpKernel
 from cupyflash._attention_vjp_mma import MmaVjpKernel
 from cupyflash._attention_vjp_mma_plan import MmaPlan
+from cupyflash._attention_vjp_mma_split import MmaSplitVjpKernel
+from cupyflash._attention_vjp_mma_split_plan import MmaSplitPlan
 from cupyflash._attention_vjp_plans import HopperPlan, Plan, ZeroPlan
 from cupyflash._attention_vjp_problem import AttentionGrads
 from cupyflash._attention_vjp_wide import HopperWideVjpKernel
@@ -35,6 +37,7 @@ _PLANS = (
     (HopperVjpKernel, HopperPlan),
     (HopperWideVjpKernel, HopperWidePlan),
     (MmaVjpKernel, MmaPlan),
+    (MmaSplitVjpKernel, MmaSplitPlan),
     (TensorFloat64VjpKernel, TensorFloat64Plan),
 )
 # Those that the copy engine of Hopper reads: dout, q, k, v, bias and mask.

@@ -21,6 +21,7 @@ from cupyflash._attention_kernels import Tile, TileLadder, padded_dim
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import OPTIONS, Config
 from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpKernel
+from cupyflash._attention_vjp_mma_split import MMA_SPLIT_VJP, MmaSplitVjpKernel
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._attention_vjp_wide import HopperWideVjpKernel
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
@@ -384,6 +385,7 @@ ATTENTION_VJP_KERNELS = (  # best first
     ),
     _attention_vjp_wide.HOPPER_WIDE_VJP,
     MMA_VJP,
+    MMA_SPLIT_VJP,
     _attention_vjp_f64.TILED_F64_VJP,
     VjpKernel(
         name="tiled",
@@ -461,6 +463,12 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                 ):
                     found[row.name, config.variant] = None
                 continue
+            if isinstance(row, MmaSplitVjpKernel):
+                for config in _split_configs(
+                    row, forward, batch_dims, device, everything
+                ):
+                    found[row.name, config.variant] = None
+                continue
             tiles = row.fitting(forward, device)
             if row is _attention_vjp_f64.TILED_F64_VJP:
                 for tile in tiles if everything else tiles[:1]:
@@ -511,12 +519,21 @@ def _mma_configs(row, forward, batch_dims, device, everything):
     yield from _repairs(forward, batch_dims, device)
 
 
-def _repairs(forward, batch_dims, device):
+def _split_configs(row, forward, batch_dims, device, everything):
+    """The launches of a problem of float32 by mma.sync."""
+    yield from row.configs(forward, batch_dims, device, everything)
+    yield rows_config(forward, batch_dims)
+    yield from _repairs(forward, batch_dims, device, OWN_LSE=1)
+
+
+def _repairs(forward, batch_dims, device, **of_queries):
     """The kernels that make gradients again where they are not finite."""
     tile = REPAIRING.tile(forward, device, 1000, 1000)
     for part in ("queries", "keys"):
-        grad = forward.dtype
-        yield REPAIRING.config(part, tile, forward, batch_dims, grad, 1, REPAIRS=1)
+        grad, more = forward.dtype, of_queries if part == "queries" else {}
+        yield REPAIRING.config(
+            part, tile, forward, batch_dims, grad, 1, REPAIRS=1, **more
+        )
 
 
 def _f64_configs(row, tile, forward, batch_dims, device):

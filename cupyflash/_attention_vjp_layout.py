@@ -217,12 +217,7 @@ def choose_entries(
     A kept entry has `blocks` blocks, each of which walks over `walk` tiles.
     """
 
-    def own(target):
-        return [
-            n == 1 or bool(step) for n, step in zip(shape, target.entries, strict=True)
-        ]
-
-    owns = {name: own(target) for name, target in targets.items()}
+    owns = {name: _own(shape, target) for name, target in targets.items()}
     kept = [any(column) for column in zip(*owns.values(), strict=True)]
     # Widest first: one axis may do.
     for axis in sorted(range(len(shape)), key=lambda a: -shape[a]):
@@ -230,10 +225,24 @@ def choose_entries(
         length = walk * math.prod(shape) // max(size, 1)
         if not kept[axis] and size * blocks < num_sms and length > _SHORT_WALK:
             kept[axis] = True
-    outside = {
-        name: tuple(a for a in range(len(shape)) if kept[a] and not o[a])
-        for name, o in owns.items()
-    }
+    return _entries(shape, targets, kept)
+
+
+def keep_entries(shape: tuple[int, ...], targets: dict[str, Target]) -> Entries:
+    """All entries kept: none is summed inside the kernel."""
+    return _entries(shape, targets, [True] * len(shape))
+
+
+def _own(shape, target):
+    """Of which axes of entries a gradient has entries of its own."""
+    return [n == 1 or bool(step) for n, step in zip(shape, target.entries, strict=True)]
+
+
+def _entries(shape, targets, kept):
+    outside = {}
+    for name, target in targets.items():
+        own = _own(shape, target)
+        outside[name] = tuple(a for a, k in enumerate(kept) if k and not own[a])
     return Entries(shape, tuple(kept), outside)
 
 

@@ -252,10 +252,15 @@ class _Launches:
 
         An entry has `blocks` blocks; each walks over `walk` tiles.
         """
-        shape = self.layout.shape
         entries = _attention_vjp_layout.choose_entries(
-            shape, targets, blocks, walk, self.device.num_sms
+            self.layout.shape, targets, blocks, walk, self.device.num_sms
         )
+        return self._part_of(
+            part, tile, blocks, entries, targets, matrices, dtype, **more
+        )
+
+    def _part_of(self, part, tile, blocks, entries, targets, matrices, dtype, **more):
+        """The same over given entries."""
         # An axis of the matrix that the kernel keeps though the gradient does not.
         outside = entries.has_terms or any(
             n > 1 and not step
@@ -478,7 +483,7 @@ def _all_summed(layout, names):
     return _attention_vjp_layout.choose_entries(layout.shape, targets, 1, 1, 0)
 
 
-def _repair(part, names, forward, layout, device, device_id, overlaps=False):
+def _repair(part, names, forward, layout, device, device_id, overlaps=False, **more):
     """(gradients, launch, their parameters) of a kernel that makes them again."""
     row = _attention_vjp_kernels.REPAIRING
     of_queries = part == "queries"
@@ -486,8 +491,9 @@ def _repair(part, names, forward, layout, device, device_id, overlaps=False):
     seqlen = forward.seqlen_q if of_queries else forward.seqlen_k
     tile = row.tile(forward, device, math.prod(forward.batch) * heads, seqlen)
     config = row.config(
-        part, tile, forward, layout.batch_dims, forward.dtype, device.num_sms, REPAIRS=1
-    )
+        part, tile, forward, layout.batch_dims, forward.dtype, device.num_sms,
+        REPAIRS=1, **more,
+    )  # fmt: skip
     fields = _attention_vjp_layout.entries_fields(
         _all_summed(layout, names), [layout.targets[name] for name in names]
     )

@@ -100,7 +100,7 @@ _KINDS = {
         "a row that no card holds", "strided",
     ),
     "attention": ("plain", "few queries"),
-    "attention_vjp": ("plain",),
+    "attention_vjp": ("plain", "few queries"),
 }  # fmt: skip
 
 _MOST_PROCESSES = 8

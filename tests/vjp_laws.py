@@ -40,10 +40,10 @@ def what_is_not_seen_never_leaks(cupy, rng, dtype, bad, head_dim, **more):
     assert not to_host(grads.dk)[:, :, 140:].any()
 
 
-def padding_may_hold_anything(cupy, rng, bad, head_dim):
+def padding_may_hold_anything(cupy, rng, bad, head_dim, dtype="float16"):
     """Behind lengths on the device."""
     shapes = {"q": (2, 2, 100, head_dim), "k": (2, 2, 120, head_dim)}
-    q, k, v, dout = inputs(rng, "float16", **shapes)
+    q, k, v, dout = inputs(rng, dtype, **shapes)
     lengths = {"query_lengths": np.array([70, 100]), "key_lengths": np.array([120, 33])}
     q[0, :, 70:], dout[0, :, 70:] = bad, bad
     k[1, :, 33:], v[1, :, 33:] = bad, bad
@@ -75,10 +75,10 @@ def gradients_of_every_size(cupy, rng, size, head_dim):
     agree(cupy, q, k, v, dout)
 
 
-def a_call_can_be_captured(cupy, rng, head_dim):
+def a_call_can_be_captured(cupy, rng, head_dim, dtype="bfloat16"):
     """And its graph launched again and again, whatever memory held before."""
     shapes = {"q": (2, 4, 300, head_dim), "k": (2, 2, 300, head_dim)}
-    q, k, v, dout = (place(cupy, x) for x in inputs(rng, "bfloat16", **shapes))
+    q, k, v, dout = (place(cupy, x) for x in inputs(rng, dtype, **shapes))
     out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
 
     def call():

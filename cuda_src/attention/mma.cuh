@@ -2,7 +2,7 @@
 // attention_mma: sizes, tiles in shared memory, products of tiles.
 #pragma once
 
-#include "attention/mma_tiles.cuh"
+#include "attention/parts.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
     !defined(BLOCK_N) || !defined(MIN_BLOCKS)
@@ -11,14 +11,6 @@
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kMinBlocks = MIN_BLOCKS;
-
-// A float32 is held as the sum of kParts float16 numbers: two, or one (tf32).
-#ifdef PARTS
-constexpr int kParts = PARTS;
-#else
-constexpr int kParts = 1;
-#endif
-static_assert(kParts == 1 || (kParts == 2 && kSplits));
 
 // Warps that share rows: each has some of the keys of s and some of the columns of o,
 // and weights go from one to the other through shared memory.
@@ -102,17 +94,6 @@ __device__ __forceinline__ void copy_tile(unsigned char* smem,
 }
 
 // --- products ------------------------------------------------------------------------
-
-// Two floats as kParts words of two float16 each, which sum up to them.
-template <int kCount>
-__device__ __forceinline__ void split(unsigned (&words)[kCount], float x, float y) {
-  words[0] = pair16_t::from(x, y);
-  if constexpr (kCount == 2) {
-    words[1] = pair16_t::from(
-        x - ptx::f32_from_f16(static_cast<unsigned short>(words[0])),
-        y - ptx::f32_from_f16(static_cast<unsigned short>(words[0] >> 16)));
-  }
-}
 
 constexpr unsigned kBytesQ = kBlockM * kHeadDim * 2;  // of one part of a tile
 constexpr unsigned kBytesK = kBlockN * kHeadDim * 2, kBytesV = kBlockN * kHeadDimV * 2;

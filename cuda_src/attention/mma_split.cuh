@@ -11,8 +11,6 @@
 
 #include "attention/mma_softmax.cuh"
 
-constexpr int kInfinityBits = 0x7f800000;
-
 // Keys of a tile, one bit each.
 constexpr int kKeyWords = kBlockN / 32;
 
@@ -54,12 +52,6 @@ constexpr float kLargestScore = kParts == 2 ? 16384.f : 16777216.f;
 // A value may be so many powers of 2 below the largest of its tile.
 constexpr int kSpread = kParts == 2 ? 16 : 28;
 
-__device__ __forceinline__ int size_bits(float x) {
-  return __float_as_int(x) & 0x7fffffff;
-}
-
-// Numbers of q, k, v: 4 of a row, and what load_tile copies for a thread.
-constexpr int kElemsOfChunk = 4;
 template <int kDim>
 struct staging_t {
   static constexpr int kChunks = kDim / kElemsOfChunk;
@@ -131,25 +123,6 @@ __device__ __forceinline__ void split_tile(unsigned char* tile,
     put_parts<kDim>(tile, kBlockN * kDim * 2, n / staging_rows::kChunks,
                     n % staging_rows::kChunks, load(n), to_parts);
   }
-}
-
-// Chunk n of a matrix (num_rows, dim), zeros beyond it.
-template <int kDim>
-__device__ __forceinline__ float4 load_chunk(
-    const elem_t* q, index_t row_stride, int num_rows, int dim, int n, bool aligned) {
-  constexpr int kChunks = kDim / kElemsOfChunk;
-  const int row = n / kChunks, column = n % kChunks * kElemsOfChunk;
-  uint4 word = make_uint4(0, 0, 0, 0);
-  if (row < num_rows) {
-    const elem_t* const from = q + row * row_stride;
-    if (!aligned) {
-      word = gather(from, column, dim);
-    } else if (column < dim) {
-      word = *reinterpret_cast<const uint4*>(from + column);
-    }
-  }
-  return make_float4(__uint_as_float(word.x), __uint_as_float(word.y),
-                     __uint_as_float(word.z), __uint_as_float(word.w));
 }
 
 // Splits rows of q; returns the largest size, an infinity where one is not finite.

@@ -38,3 +38,10 @@ struct grads_t {
     return place_t(params, kept_entry + locate(summed, summed_index).of[0], 1);
   }
 };
+
+// Whether an lse made anew is the given one but for roundings. Where it is not, the
+// given one knows of keys that are not here.
+__device__ __forceinline__ bool is_same_lse(accum_t own, accum_t given) {
+  constexpr accum_t kUnit = sizeof(accum_t) == 8 ? 0x1p-52 : 0x1p-23;
+  return abs_of(own - given) <= 8 * kUnit * larger(accum_t(1), abs_of(given));
+}

@@ -87,6 +87,22 @@ struct differentiate_t {
       : to_log2(static_cast<float>((kHasTerms ? 1.0 : params.scale) * kLog2e)),
         factor(factor_of(found)) {}
 
+  // P, and the derivative of the score by scale * q.k.
+  __device__ __forceinline__ float weigh(float s,
+                                         bool sees,
+                                         const scores_t& scores,
+                                         index_t i,
+                                         index_t j,
+                                         float lse,
+                                         float& derivative) const {
+    if constexpr (kHasTerms) {
+      if (sees) s = scores.with_derivative(s, i, j, derivative);
+      sees = sees && s != -infinity<float>();
+    }
+    const float exponent = fmaf(s, to_log2, -lse);
+    return ptx::ex2_approx_ftz(sees ? exponent : -infinity<float>());
+  }
+
   __device__ __forceinline__ void operator()(float& s,
                                              float& dp,
                                              bool sees,
@@ -96,12 +112,7 @@ struct differentiate_t {
                                              float lse,
                                              float delta) const {
     accum_t derivative = 1;
-    if constexpr (kHasTerms) {
-      if (sees) s = scores.with_derivative(s, i, j, derivative);
-      sees = sees && s != -infinity<float>();
-    }
-    const float exponent = fmaf(s, to_log2, -lse);
-    s = ptx::ex2_approx_ftz(sees ? exponent : -infinity<float>());
+    s = weigh(s, sees, scores, i, j, lse, derivative);
     float weight = s;
     if constexpr (kNarrow<elem_t>) weight *= factor;
     if constexpr (kHasSoftcap) weight *= derivative;

@@ -14,6 +14,17 @@
 // Limits     none
 #include "attention/vjp_tile.cuh"
 
+// For a kernel whose lse comes from scores of other roundings, as vjp_rows.cu has it:
+// one walk more over the keys makes it anew, for the kernel after this one, too.
+#ifdef OWN_LSE
+constexpr bool kMakesLse = true;
+#define OWN_LSE_PARAMETER accum_t* __restrict__ own_lse, /* as delta */
+#else
+constexpr bool kMakesLse = false;
+#define OWN_LSE_PARAMETER
+constexpr accum_t* own_lse = nullptr;
+#endif
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_queries(
         const elem_t* __restrict__ q,       // (batch, heads, queries, head_dim)
@@ -23,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const accum_t* __restrict__ lse,    // (batch, heads, queries)
         const accum_t* __restrict__ delta,  // as lse, contiguous
         grad_t* __restrict__ dq,            // as q, summed over entries
-        REPAIR_PARAMETERS SCORE_PARAMETERS,
+        REPAIR_PARAMETERS OWN_LSE_PARAMETER SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);
@@ -69,6 +80,38 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
 
       const range_t keys = scores.keys_of(i0, i0 + num_rows);
+      if constexpr (kMakesLse) {
+        accum_t total[kRows] = {};
+        for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last;
+             j0 += kBlockN) {
+          const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
+                              keys.last - j0, params.head_dim);
+          tile_t s;
+          dot<kSingle>(s, q_rows, smem_q, k_rows, smem_kv);
+          const band_t band = scores.band(i0, j0);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int c = 0; c < kCols; ++c) {
+              if (!band.sees(own_row(r), other_row(c))) continue;
+              const accum_t score = scores(s[r][c], i0 + own_row(r), j0 + other_row(c));
+              total[r] += exp_diff(score, row_lse[r]);
+            }
+          }
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const accum_t sum = warp_reduce<kColThreads>(
+              total[r], [](accum_t a, accum_t b) { return a + b; });
+          const accum_t own =
+              row_lse[r] + log_of(sum + exp_diff(scores.sink(), row_lse[r]));
+          if (is_same_lse(own, row_lse[r])) row_lse[r] = own;
+          const index_t i = i0 + own_row(r);
+          if (i < params.seqlen_q && thread_col() == 0) {
+            own_lse[at.row_of_heads * params.seqlen_q + i] = row_lse[r];
+          }
+        }
+      }
       for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last; j0 += kBlockN) {
         const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
                             keys.last - j0, params.head_dim);

@@ -47,9 +47,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
   accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
   if (own_lse != nullptr) {
     const accum_t own = own_lse[item];
-    constexpr accum_t kUnit = sizeof(accum_t) == 8 ? 0x1p-52 : 0x1p-23;
-    const accum_t roundings = 8 * kUnit * larger(accum_t(1), abs_of(log_sum));
-    if (abs_of(own - log_sum) <= roundings) log_sum = own;
+    if (is_same_lse(own, log_sum)) log_sum = own;
     own_lse[item] = log_sum;
   }
   if (kHasSinks && sink_terms != nullptr) {

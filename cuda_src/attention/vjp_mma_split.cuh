@@ -1,0 +1,318 @@
+// SPDX-License-Identifier: MIT
+// What the gradient kernels of float32 by mma.sync share: images of the inputs, split
+// into float16 numbers, and products of such tiles.
+//
+// 32 rows of q, dO, k or v are multiplied by a power of 2 that brings their largest
+// number to [2^14, 2^15). Then x = high + low, both float16, leaves out at most 2^-23
+// of x or 2^-39 of the largest number, and a product of two takes three of float16:
+// high high + high low + low high. P and dS are split so in registers, each row of a
+// tile by a power of its own. precision="tf32" takes high alone.
+//
+// images  (tensor, entries, granules) of kBytesImage: kParts tiles of kGranule rows as
+//         they stand in shared memory, and their facts. q and dO of all heads come
+//         first, then k and v of theirs. What is not finite is 0 there
+// stats   (entries, granules of queries, 3, kGranule)  float: lse in units of log2,
+//         delta, and what weights of the row are to be multiplied by
+//
+// Pairs of granules whose numbers parts cannot hold set found->odd, and all gradients
+// are made again in plain float32 by the portable kernels. So do pairs of a query and a
+// key that see each other with a number that is not finite.
+#pragma once
+
+#include "attention/parts.cuh"
+#include "attention/vjp_mma.cuh"
+#include "ptx/registers.cuh"
+
+#ifndef STAGES
+#error "STAGES comes from the host"
+#endif
+static_assert(kSplits);
+
+constexpr int kGranule = 32;     // rows
+constexpr int kStages = STAGES;  // granules of the rows walked over, in shared memory
+static_assert(kStages == 1 || kStages == 2);
+// Granules of an array's rows come in as many as the largest tile of a block has.
+constexpr int kLargestTile = 128;
+constexpr unsigned kBytesPart = kGranule * kHeadDim * 2;
+constexpr unsigned kBytesFacts = 128;
+constexpr unsigned kBytesImage = kParts * kBytesPart + kBytesFacts;
+constexpr unsigned kBytesStats = 3 * kGranule * 4;
+
+__device__ __forceinline__ int granules_of(index_t num_rows) {
+  return static_cast<int>((num_rows + kLargestTile - 1) / kLargestTile) *
+         (kLargestTile / kGranule);
+}
+
+// What the numbers of a granule are like.
+struct facts_t {
+  float from_parts;  // the inverse of its power of 2
+  float largest;     // size of a finite number
+  unsigned marked;   // rows with numbers that are not finite, one bit each
+  int is_uneven;     // parts lack bits of rows or columns that are small beside others
+};
+
+__device__ __forceinline__ const facts_t& facts_of(const unsigned char* image) {
+  return *reinterpret_cast<const facts_t*>(image + kParts * kBytesPart);
+}
+
+// Where the images of an entry begin.
+struct images_t {
+  const unsigned char *q, *dout, *k, *v;
+
+  __device__ __forceinline__ images_t(const unsigned char* images,
+                                      const params_t& params,
+                                      const place_t& at) {
+    const index_t heads = params.batch_size * params.num_heads;
+    const index_t heads_kv = divide(heads, params.group_size);
+    const index_t head_kv = divide(at.row_of_heads, params.group_size);
+    const index_t of_q = granules_of(params.seqlen_q) * index_t(kBytesImage);
+    const index_t of_k = granules_of(params.seqlen_k) * index_t(kBytesImage);
+    q = images + at.row_of_heads * of_q;
+    dout = q + heads * of_q;
+    k = images + 2 * heads * of_q + head_kv * of_k;
+    v = k + heads_kv * of_k;
+  }
+};
+
+// A block's tile of an entry, by the number of the block. Sections of entries whose
+// other rows stay in the L2 cache follow each other; tiles of one come in the order of
+// their length, if that differs.
+struct item_t {
+  index_t tile, kept;
+  bool exists;  // the grid is rounded up
+
+  __device__ __forceinline__ item_t(index_t number,
+                                    index_t section,
+                                    index_t num_kept,
+                                    index_t num_tiles) {
+    const index_t of_section = divide(number, section * num_tiles);
+    const index_t first = of_section * section;
+    const index_t rest = number - first * num_tiles;
+    const index_t width = min(section, num_kept - first);
+    exists = width > 0;
+    tile = exists ? divide(rest, width) : 0;
+    kept = first + rest - tile * width;
+    exists = exists && tile < num_tiles;
+  }
+};
+
+// Starts to copy kBytes as they lie.
+template <unsigned kBytes>
+__device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from) {
+  static_assert(kBytes % 16 == 0);
+  constexpr unsigned kStep = 16 * kNumThreads;
+  const unsigned first = thread_index() * 16, to = shared_address(smem) + first;
+  const char* const bytes = static_cast<const char*>(from) + first;
+#pragma unroll
+  for (unsigned n = 0; n < kBytes; n += kStep) {
+    if (n + kStep <= kBytes || first < kBytes - n) {
+      ptx::copy_async_or_zero(to + n, bytes + n, 16);
+    }
+  }
+}
+
+// --- products ------------------------------------------------------------------------
+
+// Accumulators that are summed by the tensor cores over 32 columns or rows; these sums
+// are added by rounding, since a tensor core cuts the bits that fall off.
+constexpr int kApart = 2;
+constexpr int kSteps = kHeadDim / 16;
+static_assert(kSteps % kApart == 0 && kGranule == 16 * kApart);
+
+// Pairs of tiles of 8 columns that are computed side by side; with two 128 columns
+// spill.
+constexpr int kPairs = 1;
+
+template <int kRows>
+using parts_t = unsigned[kRows][kParts][4];  // 16 columns of an A operand
+
+// sum += a b over all parts, small ones first. With kMirrored b is first among those,
+// so that (a b)^T = b^T a^T to the bit.
+template <bool kMirrored, int kRows>
+__device__ __forceinline__ void multiply_parts(float (&sum)[kRows][2 * kPairs][4],
+                                               const unsigned (&a)[kRows][kParts][4],
+                                               const unsigned (&b)[kPairs][kParts][4]) {
+  auto multiply = [&](int of_a, int of_b) {
+#pragma unroll
+    for (int n = 0; n < 2 * kPairs; ++n) {
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+        pair16_t::mma(sum[m][n], a[m][of_a], b[n / 2][of_b][n % 2 * 2],
+                      b[n / 2][of_b][n % 2 * 2 + 1]);
+      }
+    }
+  };
+  if constexpr (kParts == 2) {
+    multiply(kMirrored ? 0 : 1, kMirrored ? 1 : 0);
+    multiply(kMirrored ? 1 : 0, kMirrored ? 0 : 1);
+  }
+  multiply(0, 0);
+}
+
+// Numbers of this lane's rows of kRows tiles of 16.
+template <int kRows>
+struct units_t {
+  float of[kRows][2];
+
+  __device__ __forceinline__ units_t operator*(float x) const {
+    units_t product;
+#pragma unroll
+    for (int r = 0; r < 2 * kRows; ++r) product.of[r / 2][r % 2] = of[r / 2][r % 2] * x;
+    return product;
+  }
+  __device__ __forceinline__ units_t operator*(const units_t& x) const {
+    units_t product;
+#pragma unroll
+    for (int r = 0; r < 2 * kRows; ++r) {
+      product.of[r / 2][r % 2] = of[r / 2][r % 2] * x.of[r / 2][r % 2];
+    }
+    return product;
+  }
+};
+
+// to += sum times the unit that `unit(m, e)` tells.
+template <int kRows, int kCols, int kTiles, typename Unit>
+__device__ __forceinline__ void add_times(float (&to)[kRows][kCols][4],
+                                          const float (&sum)[kRows][kTiles][4],
+                                          int first,
+                                          Unit unit) {
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        to[m][first + n][e] = fmaf(sum[m][n][e], unit(m, e), to[m][first + n][e]);
+      }
+    }
+  }
+}
+
+// s = a b^T times `unit`, over kHeadDim columns.
+template <bool kMirrored, int kRows, int kCols>
+__device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols][4],
+                                                         const tile_t<kHeadDim>& a,
+                                                         const tile_t<kHeadDim>& b,
+                                                         float unit) {
+  static_assert(kCols % (2 * kPairs) == 0);
+  clear(s);
+#pragma unroll 1
+  for (int first = 0; first < kSteps; first += kApart) {
+    parts_t<kRows> x[kApart];
+#pragma unroll
+    for (int step = 0; step < kApart; ++step) {
+#pragma unroll
+      for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          ptx::ldmatrix_x4(x[step][m][part],
+                           a.at(16 * m, 2 * (first + step)) + part * kBytesPart);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kCols; n += 2 * kPairs) {
+      float sum[kRows][2 * kPairs][4] = {};
+#pragma unroll
+      for (int step = 0; step < kApart; ++step) {
+        unsigned y[kPairs][kParts][4];
+#pragma unroll
+        for (int pair = 0; pair < kPairs; ++pair) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            ptx::ldmatrix_x4(
+                y[pair][part],
+                b.at(8 * (n + 2 * pair), 2 * (first + step)) + part * kBytesPart);
+          }
+        }
+        multiply_parts<kMirrored>(sum, x[step], y);
+      }
+      add_times(s, sum, n, [&](int, int) { return unit; });
+    }
+  }
+}
+
+// sums += a b times the units of rows, over 16 kSummed rows of a granule b.
+template <int kSummed, int kRows, int kCols>
+__device__ __forceinline__ void add_product_in_parts(
+    float (&sums)[kRows][kCols][4],
+    const unsigned (&a)[kSummed][kRows][kParts][4],
+    const tile_t<kHeadDim>& b,
+    const units_t<kRows>& unit) {
+  static_assert(kCols % (2 * kPairs) == 0);
+#pragma unroll
+  for (int n = 0; n < kCols; n += 2 * kPairs) {
+    float sum[kRows][2 * kPairs][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSummed; ++step) {
+      unsigned y[kPairs][kParts][4];
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          ptx::ldmatrix_x4_trans(y[pair][part],
+                                 b.at(16 * step, n + 2 * pair) + part * kBytesPart);
+        }
+      }
+      multiply_parts<false>(sum, a[step], y);
+    }
+    add_times(sums, sum, n, [&](int m, int e) { return unit.of[m][e / 2]; });
+    // Fragments of more columns than these would take the registers.
+    if (n % 8 == 6) ptx::end_region(unit.of[0][0] < 0);
+  }
+}
+
+// Sums are kept times this, so that the units of small numbers are numbers.
+constexpr float kLift = 0x1p40f;
+
+// The accumulators of a warp as an A operand in parts, each row times a power of 2.
+// Returns the inverse of these.
+template <int kSummed, int kRows, int kCols>
+__device__ __forceinline__ units_t<kRows> as_parts(
+    unsigned (&a)[kSummed][kRows][kParts][4], const float (&x)[kRows][kCols][4]) {
+  static_assert(kCols == 2 * kSummed);
+  units_t<kRows> from_parts;
+#pragma unroll
+  for (int m = 0; m < kRows; ++m) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = 0;
+#pragma unroll
+      for (int n = 0; n < kCols; ++n) {
+        largest = fmaxf(largest, fabsf(x[m][n][2 * r]));
+        largest = fmaxf(largest, fabsf(x[m][n][2 * r + 1]));
+      }
+      // Four lanes share a row.
+      largest = fmaxf(largest, shuffle_xor(largest, 1));
+      largest = fmaxf(largest, shuffle_xor(largest, 2));
+      // With kLift and the unit of a granule, at least 2^-54, the inverse is a number.
+      constexpr int kLeast = (127 - 98) << 23, kMost = (127 + 100) << 23;
+      const int exponent =
+          min(max(__float_as_int(largest) & kInfinityBits, kLeast), kMost);
+      const float to_parts = __int_as_float(((2 * 127 + 14) << 23) - exponent);
+      from_parts.of[m][r] = __int_as_float(exponent - (14 << 23));
+#pragma unroll
+      for (int n = 0; n < kCols; ++n) {
+        unsigned words[kParts];
+        split(words, x[m][n][2 * r] * to_parts, x[m][n][2 * r + 1] * to_parts);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          a[n / 2][m][part][n % 2 * 2 + r] = words[part];
+        }
+      }
+    }
+  }
+  return from_parts;
+}
+
+// Number e of accumulator (m, n) again, times the power of its row.
+template <int kSummed, int kRows>
+__device__ __forceinline__ float of_parts(
+    const unsigned (&a)[kSummed][kRows][kParts][4], int m, int n, int e) {
+  auto number = [&](int part) {
+    const unsigned word = a[n / 2][m][part][n % 2 * 2 + e / 2];
+    return ptx::f32_from_f16(static_cast<unsigned short>(e % 2 ? word >> 16 : word));
+  };
+  if constexpr (kParts == 2) return number(0) + number(1);
+  return number(0);
+}

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_mma_split_keys: dk and dv of float32 by mma.sync.
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2). A block owns a tile of
+//            keys and walks over granules of queries, its scores transposed:
+//                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
+//                dv += P dO,  dk += dS q
+//            P is multiplied by what attention_vjp_mma_split_queries has found for its
+//            query
+// Grid       1-D, a block a tile of keys of a kept entry; first tiles first, since
+//            causal ones are longest
+// Tiles      k, v     kBlockN / kGranule images   shared, loaded once
+//            q, dO    an image of each            shared, kStages of them
+//            S, dP, dk, dv  a warp has 16 kKeyTiles keys
+// Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
+// Numbers    vjp_mma_split.cuh; one order of sums: the same bits in every run
+// Limits     as attention_vjp_mma_split_queries
+#include "attention/vjp_mma_split.cuh"
+
+constexpr int kKeyTiles = kBlockN / (16 * kNumWarps), kQueryTiles = kGranule / 8;
+constexpr int kGranules = kBlockN / kGranule;
+// dk and dv together, or one of them, where registers do not hold both.
+#if !defined(MAKES_DK) || !defined(MAKES_DV)
+#error "MAKES_DK and MAKES_DV come from the host"
+#endif
+constexpr bool kMakesDk = MAKES_DK, kMakesDv = MAKES_DV;
+constexpr int kHalves = kKeyTiles;
+static_assert(kKeyTiles <= 2 && kKeyTiles * 16 * kNumWarps == kBlockN &&
+              kGranules * kGranule == kBlockN);
+static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
+
+// What all threads are told of a block and of an entry. They have no registers for it.
+struct view_t {
+  images_t images;
+  const float* stats;
+  index_t kept, entry;  // the kept entry, and its first one among all
+  int j0, first, last;  // the first key; queries
+  seen_t seen;
+};
+
+// This warp's first key, of the tile.
+__device__ __forceinline__ int key_0() { return warp_index() * (16 * kKeyTiles); }
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_mma_split_keys(
+        const unsigned char* __restrict__ images,  // vjp_mma_split.cuh
+        const float* __restrict__ stats,           // vjp_mma_split.cuh
+        found_t* __restrict__ found,
+        const index_t section,    // entries whose q and dO stay in the L2 cache
+        grad_t* __restrict__ dk,  // as k, summed over entries
+        grad_t* __restrict__ dv,  // as v, summed over entries
+        SCORE_PARAMETERS,
+        const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
+  view_t& view = reinterpret_cast<view_t&>(view_memory);
+  unsigned char* const smem_k = smem;
+  unsigned char* const smem_v = smem_k + kGranules * kBytesImage;
+  unsigned char* const stages = smem_v + kGranules * kBytesImage;
+  constexpr unsigned kBytesStage = 2 * kBytesImage + kBytesStats;
+
+  const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+  {
+    const item_t item(block_index(), section, grads.num_kept, num_tiles);
+    // Other blocks may just ask for repairs: all threads see that or none.
+    if (__syncthreads_or(!item.exists || found->odd != 0)) return;
+    if (threadIdx.x == 0) {
+      view.kept = item.kept;
+      view.entry = locate(grads.kept, item.kept).of[0];
+      view.j0 = static_cast<int>(item.tile) * kBlockN;
+    }
+    __syncthreads();  // these are there
+  }
+  const differentiate_t differentiate(params, found);
+
+  frag_t<kKeyTiles, kMakesDk ? kHeadDim / 8 : 1> sums_k;
+  frag_t<kKeyTiles, kMakesDv ? kHeadDim / 8 : 1> sums_v;
+  clear(sums_k);
+  clear(sums_v);
+#pragma unroll 1
+  for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
+    const place_t at = grads.entry(params, view.entry, summed_index);
+    const scores_t scores(at, SCORE_ARGUMENTS);
+    __syncthreads();  // all have read the tiles of the entry before
+    if (threadIdx.x == 0) {
+      const int j0 = view.j0;
+      const range_t queries =
+          scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
+      view.first = static_cast<int>(queries.first) / kGranule * kGranule;
+      view.last = static_cast<int>(queries.last);
+      if (queries.first >= queries.last) view.first = view.last;
+      view.seen = seen_t(scores.band(0, j0));
+      view.images = images_t(images, params, at);
+      view.images.k += index_t(j0 / kGranule) * kBytesImage;
+      view.images.v += index_t(j0 / kGranule) * kBytesImage;
+      view.stats =
+          stats + at.row_of_heads * granules_of(params.seqlen_q) * (3 * kGranule);
+    }
+    __syncthreads();  // the view is complete
+    // Heads and entries that share a gradient of k need not share k itself.
+    copy_bytes<kGranules * kBytesImage>(smem_k, view.images.k);
+    copy_bytes<kGranules * kBytesImage>(smem_v, view.images.v);
+    auto load_queries = [&](int i0) {
+      if (i0 < view.last) {
+        unsigned char* const to = stages + i0 / kGranule % kStages * kBytesStage;
+        const index_t granule = i0 / kGranule;
+        copy_bytes<kBytesImage>(to, view.images.q + granule * kBytesImage);
+        copy_bytes<kBytesImage>(to + kBytesImage,
+                                view.images.dout + granule * kBytesImage);
+        copy_bytes<kBytesStats>(to + 2 * kBytesImage,
+                                view.stats + granule * (3 * kGranule));
+      }
+      ptx::commit_copies();
+    };
+    load_queries(view.first);
+
+#pragma unroll 1
+    for (int i0 = view.first; i0 < view.last; i0 += kGranule) {
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // this granule is complete; all have read the one before
+      if constexpr (kStages == 2) load_queries(i0 + kGranule);
+      const unsigned char* const image_q =
+          stages + i0 / kGranule % kStages * kBytesStage;
+      const unsigned char* const image_dout = image_q + kBytesImage;
+      const float* const rows =
+          reinterpret_cast<const float*>(image_q + 2 * kBytesImage);
+      const unsigned image = key_0() / kGranule * kBytesImage;
+      const float unit_q = facts_of(image_q).from_parts;
+      const float unit_dout = facts_of(image_dout).from_parts;
+
+      const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
+      // Numbers of this lane's queries, by tile of 8.
+      auto of_queries = [&](int which, int n) {
+        return *reinterpret_cast<const float2*>(rows + which * kGranule + column +
+                                                8 * n);
+      };
+
+      // P goes into its product first: dP then takes its registers.
+      parts_t<kKeyTiles> p[kApart];
+      frag_t<kKeyTiles, kHasSoftcap ? kQueryTiles : 1> derivative;
+      units_t<kKeyTiles> from_p;
+      {
+        frag_t<kKeyTiles, kQueryTiles> s;
+        multiply_scores_in_parts<true>(
+            s, left<kHeadDim>(shared_address(smem_k) + image, key_0() % kGranule),
+            right<kHeadDim>(shared_address(image_q), 0),
+            unit_q * facts_of(smem_k + image).from_parts);
+        const band_t band = view.seen.at(i0, 0);
+        const int first_key = kHasTerms ? view.j0 : 0;
+        auto weigh = [&](auto sees) {
+#pragma unroll
+          for (int n = 0; n < kQueryTiles; ++n) {
+            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+            const float2 lse = of_queries(0, n), factor = of_queries(2, n);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
+                float slope = 1;
+                const float weight = differentiate.weigh(
+                    s[m][n][e], sees(i, j), scores, index_t(i0 + i),
+                    index_t(first_key + j), e % 2 ? lse.y : lse.x, slope);
+                if constexpr (kHasSoftcap) derivative[m][n][e] = slope;
+                s[m][n][e] = weight * (e % 2 ? factor.y : factor.x);
+              }
+            }
+          }
+        };
+        if (kHasTwoWays && band.sees_all(kGranule, kBlockN)) {
+          weigh([](int, int) { return true; });
+        } else {
+          weigh([&](int i, int j) { return band.sees(i, j); });
+        }
+        from_p = as_parts(p, s);
+      }
+      if constexpr (kMakesDv) {
+        add_product_in_parts(sums_v, p, summed<kHeadDim>(shared_address(image_dout), 0),
+                             from_p * kLift * unit_dout);
+      }
+      // Of dP and dS a half of the queries at a time, if there are no registers for
+      // all.
+      if constexpr (kMakesDk) {
+        constexpr int kSteps = kApart / kHalves;
+#pragma unroll
+        for (int first = 0; first < kApart; first += kSteps) {
+          frag_t<kKeyTiles, 2 * kSteps> ds;
+          multiply_scores_in_parts<true>(
+              ds, left<kHeadDim>(shared_address(smem_v) + image, key_0() % kGranule),
+              right<kHeadDim>(shared_address(image_dout), 16 * first),
+              unit_dout * facts_of(smem_v + image).from_parts);
+#pragma unroll
+          for (int n = 0; n < 2 * kSteps; ++n) {
+            const int tile = 2 * first + n;
+            const float2 delta = of_queries(1, tile);
+#pragma unroll
+            for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                float weight = of_parts(p, m, tile, e);
+                if constexpr (kHasSoftcap) weight *= derivative[m][tile][e];
+                ds[m][n][e] = weight * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
+              }
+            }
+          }
+          unsigned parts[kSteps][kKeyTiles][kParts][4];
+          const auto from_ds = as_parts(parts, ds);
+          add_product_in_parts(sums_k, parts,
+                               summed<kHeadDim>(shared_address(image_q), 16 * first),
+                               from_ds * kLift * from_p * unit_q);
+        }
+      }
+      if constexpr (kStages == 1) {
+        __syncthreads();  // all have read the granule
+        load_queries(i0 + kGranule);
+      }
+    }
+    ptx::wait_copy_groups<0>();  // of a tile that no query sees
+  }
+
+  const int j0 = view.j0;
+  const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
+  const auto kept = locate(grads.kept, view.kept);
+  float odd = 0;
+  if constexpr (kMakesDk) {
+    odd += store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                      sums_k, static_cast<float>(params.scale) / kLift, key_0(), 0,
+                      num_keys, static_cast<int>(params.head_dim));
+  }
+  if constexpr (kMakesDv) {
+    odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                      sums_v, 1 / kLift, key_0(), 0, num_keys,
+                      static_cast<int>(params.head_dim_v));
+  }
+  if (odd != 0) found->odd = 1;
+}

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_mma_split_prepare: float32 inputs as the images of float16 numbers that
+// the gradient kernels multiply.
+//
+// Algorithm  vjp_mma_split.cuh. Every block of those kernels would split each granule
+//            of the other rows anew; here it is done once
+// Grid       1-D, a block a granule of q, dO, k or v
+// Memory     global: inputs and images once
+// Numbers    rows behind the lengths, and what is not finite, become zeros
+// Limits     head_dim and head_dim_v up to kHeadDim
+#include "attention/vjp_mma_split.cuh"
+
+// Powers of 2 by which the largest number of a row or column may be below that of its
+// granule: what is lost of such a row is 2^-19 of it.
+constexpr int kSpread = 20;
+// Of the largest number, within which units and their products are numbers.
+constexpr int kMostExponent = 40;
+
+constexpr int kChunks = kHeadDim / kElemsOfChunk;
+constexpr int kLanes = kChunks < kWarpSize ? kChunks : kWarpSize;  // of a row
+constexpr int kEach = kGranule * kChunks / kNumThreads;
+static_assert(kEach * kNumThreads == kGranule * kChunks && kNumThreads % kChunks == 0);
+
+// Gathered by all threads: bits of sizes.
+struct gathered_t {
+  int largest, smallest;  // of all; of rows and columns that are not 0
+  unsigned marked;
+  int rows[kGranule], columns[kHeadDim];
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    attention_vjp_mma_split_prepare(
+        unsigned char* __restrict__ images,
+        const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
+        const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
+        const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
+        const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
+        SCORE_PARAMETERS,
+        const __grid_constant__ grads_t grads) {
+  __shared__ gathered_t gathered;
+  const index_t heads = params.batch_size * params.num_heads;
+  const int granules_q = granules_of(params.seqlen_q);
+  const int granules_k = granules_of(params.seqlen_k);
+  index_t number = block_index();
+  const bool of_queries = number < 2 * heads * granules_q;
+  if (!of_queries) number -= 2 * heads * granules_q;
+  const int granules = of_queries ? granules_q : granules_k;
+  const index_t num_heads = of_queries ? heads : divide(heads, params.group_size);
+  const bool has_values = number >= num_heads * granules;
+  if (has_values) number -= num_heads * granules;
+  const index_t head = divide(number, granules);
+  if (head >= num_heads) return;
+  const int i0 = static_cast<int>(number - head * granules) * kGranule;
+  // Of keys, the first query head that uses them.
+  const place_t at(params, of_queries ? head : head * params.group_size, 1);
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  const index_t length = of_queries ? scores.num_queries() : scores.num_keys();
+  const int num_rows = static_cast<int>(clamp(length - i0, 0, kGranule));
+  const int dim = static_cast<int>(has_values ? params.head_dim_v : params.head_dim);
+  const operand_t& operand = of_queries   ? has_values ? grads.dout : params.q
+                             : has_values ? params.v
+                                          : params.k;
+  const elem_t* const x = of_queries ? at.at(has_values ? dout : q, operand)
+                                     : at.at_kv(has_values ? v : k, operand);
+  const elem_t* const rows = x + i0 * operand.row;
+  const bool aligned = has_aligned_rows(rows, operand.row, dim);
+
+  for (int n = threadIdx.x; n < kHeadDim; n += kNumThreads) gathered.columns[n] = 0;
+  if (threadIdx.x < kGranule) gathered.rows[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    gathered.largest = 0;
+    gathered.smallest = kInfinityBits;
+    gathered.marked = 0;
+  }
+  __syncthreads();  // what is gathered is cleared
+
+  float chunk[kEach][4];
+  int columns[4] = {};
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    const int place = n * kNumThreads + threadIdx.x, row = place / kChunks;
+    const float4 word =
+        load_chunk<kHeadDim>(rows, operand.row, num_rows, dim, place, aligned);
+    const float numbers[4] = {word.x, word.y, word.z, word.w};
+    int largest = 0;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const bool is_number = size_bits(numbers[e]) < kInfinityBits;
+      if (!is_number) atomicOr(&gathered.marked, 1u << row);
+      chunk[n][e] = is_number ? numbers[e] : 0.f;
+      columns[e] = max(columns[e], size_bits(chunk[n][e]));
+      largest = max(largest, size_bits(chunk[n][e]));
+    }
+    largest = warp_reduce<kLanes>(largest, [](int a, int b) { return max(a, b); });
+    if (threadIdx.x % kLanes == 0) atomicMax(gathered.rows + row, largest);
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    atomicMax(gathered.columns + threadIdx.x % kChunks * 4 + e, columns[e]);
+  }
+  __syncthreads();  // rows and columns are complete
+  for (int n = threadIdx.x; n < kGranule + kHeadDim; n += kNumThreads) {
+    const int size = n < kGranule ? gathered.rows[n] : gathered.columns[n - kGranule];
+    if (size != 0) {
+      atomicMax(&gathered.largest, size);
+      atomicMin(&gathered.smallest, size);
+    }
+  }
+  __syncthreads();  // and all that is gathered
+
+  const int largest = gathered.largest;
+  const int exponent = largest == 0 ? 0 : (largest >> 23) - 127;
+  const bool fits = exponent >= -kMostExponent && exponent <= kMostExponent;
+  const int up = fits ? 14 - exponent : 0;
+  // Zeros where numbers do not fit: pairs that are not seen are multiplied, too.
+  const float to_parts = fits ? __int_as_float((127 + up) << 23) : 0.f;
+  const index_t first =
+      of_queries ? 0 : 2 * heads * granules_q;  // images of queries before these
+  unsigned char* const image =
+      images + (first + (has_values ? num_heads * granules : 0) + number) * kBytesImage;
+#pragma unroll
+  for (int n = 0; n < kEach; ++n) {
+    const int place = n * kNumThreads + threadIdx.x, row = place / kChunks;
+    const int column = place % kChunks;
+    unsigned low[kParts], high[kParts];
+    split(low, chunk[n][0] * to_parts, chunk[n][1] * to_parts);
+    split(high, chunk[n][2] * to_parts, chunk[n][3] * to_parts);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      *reinterpret_cast<uint2*>(image + part * kBytesPart +
+                                tile_t<kHeadDim>::offset(row, column / 2) +
+                                column % 2 * 8) = make_uint2(low[part], high[part]);
+    }
+  }
+  if (threadIdx.x == 0) {
+    const bool is_uneven =
+        largest != 0 && (largest >> 23) - (gathered.smallest >> 23) > kSpread;
+    *reinterpret_cast<facts_t*>(image + kParts * kBytesPart) = {
+        __int_as_float((127 - up) << 23), __int_as_float(largest), gathered.marked,
+        is_uneven || !fits};
+  }
+}

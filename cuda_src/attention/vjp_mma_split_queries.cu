@@ -1,0 +1,277 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_mma_split_queries: dq of float32 by mma.sync, and what the kernel for
+// dk and dv has to know of each query.
+//
+// Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
+//            queries, over granules of keys from first to last:
+//                S = q k^T,  P = exp(scale S - lse),  dP = dO v^T,  dS = P (dP - delta)
+//                dq += dS k,  total += P
+//            lse was made from scores of other roundings, so that P does not sum to 1.
+//            Where the total and the share of the sink are 1 but for roundings, P is
+//            divided by them: dq here, P in the other kernel. Where they are not, lse
+//            knows of keys that are not here
+// Grid       1-D, a block a tile of queries of an entry; last tiles first, since causal
+//            ones are longest
+// Tiles      q, dO    kBlockM / kGranule images   shared, loaded once
+//            k, v     an image of each            shared, kStages of them
+//            S, dP, dq  a warp has 16 kRowTiles queries
+// Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
+// Numbers    vjp_mma_split.cuh; one order of sums: the same bits in every run
+// Limits     head_dim and head_dim_v up to kHeadDim, filled up with zeros; fewer than
+//            2^29 queries and keys; sm_80 or newer
+#include "attention/vjp_mma_split.cuh"
+
+constexpr int kRowTiles = kBlockM / (16 * kNumWarps), kKeyTiles = kGranule / 8;
+constexpr int kGranules = kBlockM / kGranule;
+static_assert(kRowTiles * 16 * kNumWarps == kBlockM && kGranules * kGranule == kBlockM);
+static_assert(kRowTiles <= 2 && kBlockN == kGranule && kLargestTile % kBlockM == 0);
+
+// Scores are wrong by up to 2^-38 of scale * head_dim * max |q| * max |k| beside their
+// roundings: 2^-20 where that is below the first bound. Numbers of dP above the other
+// one have parts, and units that are numbers.
+constexpr float kLargestScore = 0x1p18f, kSmallestProduct = 0x1p-60f;
+
+// What all threads are told of a block. They have no registers for it.
+struct view_t {
+  images_t images;
+  index_t kept, row_of_heads;  // the kept entry, and the entry among all
+  int i0, first, last;         // the first query; keys
+  seen_t seen;
+};
+
+// The first of this lane's queries, of the tile.
+__device__ __forceinline__ int row() {
+  return warp_index() * (16 * kRowTiles) + lane_index() / 4;
+}
+
+// Whether some query of a granule sees some key of another, as far as bands tell.
+__device__ __forceinline__ bool sees_any(const band_t& band) {
+  const int rows = min(band.num_queries, kGranule), cols = min(band.num_keys, kGranule);
+  return rows > 0 && cols > 0 && band.low < cols && band.high > 1 - rows;
+}
+
+// Whether a query of the granule at i0 sees a key of that at j0 with a number that is
+// not finite.
+__device__ __forceinline__ bool sees_marked(const scores_t& scores,
+                                            unsigned marked_queries,
+                                            unsigned marked_keys,
+                                            index_t i0,
+                                            index_t j0) {
+  const band_t band = scores.band(i0, j0);
+#pragma unroll 1
+  for (int n = 0; n < kGranule * kGranule; ++n) {
+    const int i = n / kGranule, j = n % kGranule;
+    if (((marked_queries >> i | marked_keys >> j) & 1) && band.sees(i, j) &&
+        (!kHasTerms || scores(0, i0 + i, j0 + j) != -infinity<float>())) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Whether the block has pairs for which parts will not do; its threads share them out.
+__device__ __forceinline__ bool has_odd_pairs(const view_t& view,
+                                              const scores_t& scores,
+                                              const params_t& params) {
+  const float factor =
+      fabsf(static_cast<float>(params.scale)) * static_cast<float>(params.head_dim);
+  const int num_keys = view.last - view.first;
+  bool odd = false;
+#pragma unroll 1
+  for (int n = threadIdx.x; n < (num_keys + kGranule - 1) / kGranule * kGranules;
+       n += kNumThreads) {
+    const int i0 = view.i0 + n % kGranules * kGranule;
+    const int j0 = view.first + n / kGranules * kGranule;
+    if (!sees_any(scores.band(i0, j0))) continue;
+    auto look_up = [&](const unsigned char* images, int at) {
+      return facts_of(images + index_t(at / kGranule) * kBytesImage);
+    };
+    const facts_t of_q = look_up(view.images.q, i0), of_k = look_up(view.images.k, j0);
+    const facts_t of_dout = look_up(view.images.dout, i0),
+                  of_v = look_up(view.images.v, j0);
+    const float score = of_q.largest * of_k.largest * factor;
+    const float product = of_dout.largest * of_v.largest;
+    odd |= of_q.is_uneven || of_k.is_uneven || of_dout.is_uneven || of_v.is_uneven ||
+           score > kLargestScore || (product != 0 && product < kSmallestProduct);
+    const unsigned marked_q = of_q.marked | of_dout.marked;
+    const unsigned marked_k = of_k.marked | of_v.marked;
+    if ((marked_q | marked_k) != 0) {
+      odd |= sees_marked(scores, marked_q, marked_k, i0, j0);
+    }
+  }
+  return odd;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_mma_split_queries(
+        const unsigned char* __restrict__ images,  // vjp_mma_split.cuh
+        const float* __restrict__ lse,             // (batch, heads, queries)
+        const float* __restrict__ delta,           // as lse, contiguous
+        float* __restrict__ stats,                 // vjp_mma_split.cuh
+        found_t* __restrict__ found,
+        const index_t section,  // entries whose k and v stay in the L2 cache
+        grad_t* __restrict__ dq,
+        SCORE_PARAMETERS,
+        const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
+  view_t& view = reinterpret_cast<view_t&>(view_memory);
+  unsigned char* const smem_q = smem;
+  unsigned char* const smem_dout = smem_q + kGranules * kBytesImage;
+  unsigned char* const stages = smem_dout + kGranules * kBytesImage;
+
+  const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const item_t item(block_index(), section, grads.num_kept, num_tiles);
+  // Other blocks may just ask for repairs: all threads see that or none.
+  if (__syncthreads_or(!item.exists || found->odd != 0)) return;
+  const place_t at = grads.entry(params, locate(grads.kept, item.kept).of[0], 0);
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  if (threadIdx.x == 0) {
+    const int i0 = static_cast<int>(num_tiles - 1 - item.tile) * kBlockM;
+    const range_t keys =
+        scores.keys_of(i0, min(index_t(i0) + kBlockM, params.seqlen_q));
+    view.images = images_t(images, params, at);
+    view.images.q += index_t(i0 / kGranule) * kBytesImage;
+    view.images.dout += index_t(i0 / kGranule) * kBytesImage;
+    view.kept = item.kept;
+    view.row_of_heads = at.row_of_heads;
+    view.i0 = i0;
+    view.first = static_cast<int>(keys.first) / kGranule * kGranule;
+    view.last = static_cast<int>(keys.last);
+    if (keys.first >= keys.last) view.first = view.last;
+    view.seen = seen_t(scores.band(i0, 0));
+  }
+  __syncthreads();  // the view is complete
+  copy_bytes<kGranules * kBytesImage>(smem_q, view.images.q);
+  copy_bytes<kGranules * kBytesImage>(smem_dout, view.images.dout);
+  auto load_keys = [&](int j0) {
+    if (j0 < view.last) {
+      unsigned char* const to = stages + j0 / kGranule % kStages * (2 * kBytesImage);
+      const index_t from = index_t(j0 / kGranule) * kBytesImage;
+      copy_bytes<kBytesImage>(to, view.images.k + from);
+      copy_bytes<kBytesImage>(to + kBytesImage, view.images.v + from);
+    }
+    ptx::commit_copies();
+  };
+  load_keys(view.first);
+  if (__syncthreads_or(has_odd_pairs(view, scores, params))) {
+    ptx::wait_copy_groups<0>();
+    if (threadIdx.x == 0) found->odd = 1;
+    return;
+  }
+
+  constexpr int kRows = 2 * kRowTiles;  // of a thread
+  const differentiate_t differentiate(params, found);
+  float log_sum[kRows], delta_of[kRows], total[kRows];
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int i = view.i0 + row() + 8 * r;
+    const bool exists = i < params.seqlen_q;
+    const float x = exists ? at.at(lse, grads.lse)[i * grads.lse.row] : 0.f;
+    // Of a query that sees no key any finite lse will do.
+    log_sum[r] = !exists                   ? infinity<float>()
+                 : x == -infinity<float>() ? 0.f
+                                           : x * static_cast<float>(kLog2e);
+    delta_of[r] = exists ? delta[at.row_of_heads * params.seqlen_q + i] : 0.f;
+    total[r] = 0;
+  }
+
+  frag_t<kRowTiles, kHeadDim / 8> sums;
+  clear(sums);
+#pragma unroll 1
+  for (int j0 = view.first; j0 < view.last; j0 += kGranule) {
+    ptx::wait_copy_groups<0>();
+    __syncthreads();  // this granule is complete; all have read the one before
+    if constexpr (kStages == 2) load_keys(j0 + kGranule);
+    const unsigned char* const image_k =
+        stages + j0 / kGranule % kStages * (2 * kBytesImage);
+    const unsigned char* const image_v = image_k + kBytesImage;
+    const int own = warp_index() * (16 * kRowTiles);
+    const unsigned image = own / kGranule * kBytesImage;
+    const float unit_k = facts_of(image_k).from_parts;
+
+    frag_t<kRowTiles, kKeyTiles> s, dp;
+    multiply_scores_in_parts<false>(
+        s, left<kHeadDim>(shared_address(smem_q) + image, own % kGranule),
+        right<kHeadDim>(shared_address(image_k), 0),
+        facts_of(smem_q + image).from_parts * unit_k);
+    multiply_scores_in_parts<false>(
+        dp, left<kHeadDim>(shared_address(smem_dout) + image, own % kGranule),
+        right<kHeadDim>(shared_address(image_v), 0),
+        facts_of(smem_dout + image).from_parts * facts_of(image_v).from_parts);
+
+    const int first_row = row(), first_column = lane_index() % 4 * 2;
+    const band_t band = view.seen.at(0, j0);
+    float sum[kRows] = {};
+    auto finish = [&](auto sees) {
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+        if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int r = 2 * m + e / 2;
+            const int i = first_row + 8 * r, j = first_column + 8 * n + e % 2;
+            differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores,
+                          index_t(view.i0 + i), index_t(j0 + j), log_sum[r],
+                          delta_of[r]);
+            sum[r] += s[m][n][e];
+          }
+        }
+      }
+    };
+    if (kHasTwoWays && band.sees_all(kBlockM, kGranule)) {
+      finish([](int, int) { return true; });
+    } else {
+      finish([&](int i, int j) { return band.sees(i, j); });
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) total[r] += sum[r];
+    parts_t<kRowTiles> ds[kApart];
+    const auto from_ds = as_parts(ds, dp);
+    add_product_in_parts(sums, ds, summed<kHeadDim>(shared_address(image_k), 0),
+                         from_ds * kLift * unit_k);
+    if constexpr (kStages == 1) {
+      __syncthreads();  // all have read the granule
+      load_keys(j0 + kGranule);
+    }
+  }
+  ptx::wait_copy_groups<0>();
+
+  const int granules = granules_of(params.seqlen_q);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float& x = total[r];
+    x += shuffle_xor(x, 1);
+    x += shuffle_xor(x, 2);
+    if constexpr (kHasSinks) {
+      x += ptx::ex2_approx_ftz(scores.sink() * static_cast<float>(kLog2e) - log_sum[r]);
+    }
+    // Within 8 units of lse, or of 1.
+    const float roundings =
+        8 * 0x1p-23f * fmaxf(1, fabsf(log_sum[r]) * static_cast<float>(kLn2));
+    const float factor = fabsf(x - 1) <= roundings ? 1 / x : 1.f;
+#pragma unroll
+    for (int n = 0; n < kHeadDim / 8; ++n) {
+      sums[r / 2][n][r % 2 * 2] *= factor;
+      sums[r / 2][n][r % 2 * 2 + 1] *= factor;
+    }
+    if (lane_index() % 4 == 0) {
+      const int i = view.i0 + row() + 8 * r;
+      float* const to = stats +
+                        (view.row_of_heads * granules + i / kGranule) * (3 * kGranule) +
+                        i % kGranule;
+      to[0] = log_sum[r];
+      to[kGranule] = delta_of[r];
+      to[2 * kGranule] = factor;
+    }
+  }
+  const int i0 = view.i0;
+  const int num_rows = static_cast<int>(min(params.seqlen_q - i0, index_t(kBlockM)));
+  const float odd = store_sums(
+      dq + locate(grads.kept, view.kept).of[1] + i0 * grads.row[0], grads.row[0],
+      grads.col[0], sums, static_cast<float>(params.scale) / kLift,
+      warp_index() * (16 * kRowTiles), 0, num_rows, static_cast<int>(params.head_dim));
+  if (odd != 0) found->odd = 1;
+}

@@ -1,0 +1,300 @@
+"""The row of the gradient table for float32 on tensor cores of sm_80 and newer."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import (
+    OPTIONS,
+    Config,
+    defines,
+    has_terms,
+    num_rows,
+    scale_is_plain,
+)
+from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._kernels import CUDA_TYPES, Device, Variant
+
+# Head dimensions that are compiled; zeros fill the rest.
+DIMS = (64, 128)
+
+# kGranule, kLargestTile, kBytesFacts and kBytesStats of vjp_mma_split.cuh.
+_GRANULE, _LARGEST_TILE, _FACTS, _STATS = 32, 128, 128, 384
+_PREPARE_THREADS = 128
+# Shared memory of a multiprocessor that the system keeps for each block, and what a
+# block tells its threads.
+_RESERVED, _STATIC = 1024, 256
+
+
+@dataclass(frozen=True)
+class MmaSplitVjpTile:
+    """Rows that a block owns, queries or keys, and its threads."""
+
+    rows: int
+    num_threads: int
+    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    stages: int = 2  # granules of the rows walked over, in shared memory
+    apart: bool = False  # dk and dv by launches of their own, for lack of registers
+    oldest: tuple[int, int] = (8, 0)  # on older compute capabilities it spills
+    spills_on: tuple[str, ...] = ()  # and on these architectures
+
+    def smem(self, part: str, dim: int, parts: int) -> int:
+        """Bytes of shared memory of ``vjp_mma_split<part>.cu``."""
+        images = 2 * self.rows // _GRANULE + 2 * self.stages
+        stats = self.stages * _STATS if part == "_keys" else 0
+        return images * image_bytes(dim, parts) + stats
+
+    def fits(self, part: str, dim: int, parts: int, device: Device) -> bool:
+        """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
+        smem = self.smem(part, dim, parts) + _STATIC
+        whole = device.smem_optin + _RESERVED
+        fits = self.min_blocks * (smem + _RESERVED) <= whole
+        return fits and device.cc >= self.oldest and device.arch not in self.spills_on
+
+
+def image_bytes(dim: int, parts: int) -> int:
+    """kBytesImage of vjp_mma_split.cuh."""
+    return parts * _GRANULE * dim * 2 + _FACTS
+
+
+def granules(num_rows: int) -> int:
+    """granules_of() of vjp_mma_split.cuh."""
+    return -(-num_rows // _LARGEST_TILE) * (_LARGEST_TILE // _GRANULE)
+
+
+# By head dimension as compiled, tiles from best to least: the first that fits is taken.
+_Tiles = dict[int, tuple[MmaSplitVjpTile, ...]]
+
+
+@dataclass(frozen=True)
+class MmaSplitVjpKernel:
+    """FlashAttention-2's gradients by mma.sync, of float32 in float16 parts.
+
+    `tiles` are those of the kernels "_queries" and "_keys", without and with terms of
+    scores (bias, mask, softcap, alibi), which need registers.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: dict[tuple[str, bool], _Tiles]
+    # Queries, and keys, from which float32 pays for being split.
+    least: int = 64
+    # Bytes of images of k and v that are allowed a byte of out.
+    most_images: float = 4
+    fast: bool = True
+
+    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+        """Why these kernels cannot take `problem` on `device`, or None."""
+        forward = problem.forward
+        if device.cc < (8, 0):
+            return f"needs sm_80 or newer, {device.name} is {device.arch}"
+        if forward.dtype != "float32":
+            return f"takes float32, not {forward.dtype}"
+        for name in ("head_dim", "head_dim_v"):
+            if (n := getattr(forward, name)) > DIMS[-1]:
+                return f"{name} {n} is above {DIMS[-1]}"
+        if min(forward.seqlen_q, forward.seqlen_k) < self.least:
+            return f"splits float32 from {self.least} queries and keys on"
+        longest = max(forward.seqlen_q, forward.seqlen_k, num_rows(forward) // 32)
+        if longest >= 1 << 29:
+            return "counts queries and keys in 32 bits, which this problem exceeds"
+        keys = math.prod(forward.batch) * forward.num_kv_heads * forward.seqlen_k
+        images = keys * self.parts(forward) * 2 * 2 * self.dim(forward)
+        if images > self.most_images * 4 * num_rows(forward) * forward.head_dim_v:
+            return f"keys in parts would take {images} bytes, much more than out"
+        if any(self.tile(part, forward, device) is None for part in _PARTS):
+            return (
+                f"head_dim {forward.head_dim} needs more shared memory than the "
+                f"{device.smem_optin} bytes that a block may have"
+            )
+        return None
+
+    def parts(self, forward: AttentionProblem) -> int:
+        """float16 numbers that stand for one of the input."""
+        return 2 if forward.precision == "float32" else 1
+
+    def dim(self, forward: AttentionProblem) -> int:
+        """The head dimensions as they are compiled; zeros fill the rest."""
+        widest = max(forward.head_dim, forward.head_dim_v)
+        return min(n for n in DIMS if n >= widest)
+
+    def tile(
+        self, part: str, forward: AttentionProblem, device: Device
+    ) -> MmaSplitVjpTile | None:
+        """The best tile of a kernel that fits on `device`."""
+        dim, parts = self.dim(forward), self.parts(forward)
+        tiles = self.tiles[part, has_terms(forward)][dim]
+        return next(
+            (tile for tile in tiles if tile.fits(part, dim, parts, device)), None
+        )
+
+    def config(
+        self,
+        part: str,
+        tile: MmaSplitVjpTile | None,
+        forward: AttentionProblem,
+        batch_dims: int,
+        grad: str,
+        num_blocks: int,
+        **more,
+    ) -> Config:
+        """The launch of ``vjp_mma_split<part>.cu``; `grad` is the dtype it writes."""
+        dim, parts = self.dim(forward), self.parts(forward)
+        threads, smem = _PREPARE_THREADS, 0
+        switches: dict[str, Any] = {
+            "BLOCK_M": _GRANULE,
+            "BLOCK_N": _GRANULE,
+            "STAGES": 1 if tile is None else tile.stages,
+        }
+        if tile is None:
+            # Of the options, lengths alone matter to it.
+            absent = {n: None for n in OPTIONS if not n.endswith("_lengths")}
+            forward = replace(forward, softcap=0.0, scale=1.0, **absent)  # type: ignore[arg-type]
+        else:
+            threads, smem = tile.num_threads, tile.smem(part, dim, parts)
+            switches["BLOCK_M" if part == "_queries" else "BLOCK_N"] = tile.rows
+        if not scale_is_plain(forward.scale):
+            switches["SCALE_SCORES"] = 1
+        variant = Variant(
+            source=f"attention/vjp_{self.name}{part}.cu",
+            entry=f"attention_vjp_{self.name}{part}",
+            defines=defines(
+                forward,
+                batch_dims,
+                threads,
+                GRAD_T=CUDA_TYPES[grad],
+                HEAD_DIM=dim,
+                PARTS=parts,
+                MIN_BLOCKS=1 if tile is None else tile.min_blocks,
+                **switches,
+                **more,
+            ),
+            smem=smem,
+        )
+        return Config(variant, num_blocks, threads)
+
+    def images(self, forward: AttentionProblem) -> tuple[int, int]:
+        """Images of all inputs, and bytes of all of them."""
+        heads = math.prod(forward.batch) * forward.num_heads
+        heads_kv = math.prod(forward.batch) * forward.num_kv_heads
+        count = 2 * heads * granules(forward.seqlen_q)
+        count += 2 * heads_kv * granules(forward.seqlen_k)
+        return count, count * image_bytes(self.dim(forward), self.parts(forward))
+
+    def stats_bytes(self, forward: AttentionProblem) -> int:
+        """Bytes of what the kernel of keys has to know of the queries."""
+        heads = math.prod(forward.batch) * forward.num_heads
+        return heads * granules(forward.seqlen_q) * _STATS
+
+    def section(
+        self, part: str, forward: AttentionProblem, device: Device, num_kept: int,
+        num_summed: int,
+    ) -> int:  # fmt: skip
+        """Kept entries whose images of the other rows stay in the L2 cache.
+
+        Where all tiles are alike, those of one entry follow each other.
+        """
+        if forward.left is None and forward.right is None:
+            return 1
+        other = forward.seqlen_k if part == "_queries" else forward.seqlen_q
+        image = image_bytes(self.dim(forward), self.parts(forward))
+        entry = 2 * granules(other) * image * num_summed
+        num_sections = -(-num_kept // max(1, device.l2_bytes * 4 // 5 // entry))
+        return -(-num_kept // num_sections)
+
+    def configs(
+        self,
+        forward: AttentionProblem,
+        batch_dims: int,
+        device: Device,
+        everything: bool,
+    ) -> Iterator[Config]:
+        """All launches of a problem, for the list of what there is to compile."""
+        yield self.config("_prepare", None, forward, batch_dims, "float32", 1)
+        dim, parts = self.dim(forward), self.parts(forward)
+        for part in _PARTS:
+            tiles = self.tiles[part, has_terms(forward)][dim]
+            fitting = [x for x in tiles if x.fits(part, dim, parts, device)]
+            if not everything:
+                del fitting[1:]
+            for tile in fitting:
+                for names in made_by(part, tile):
+                    yield self.config(
+                        part, tile, forward, batch_dims, "float32", 1,
+                        **makes(part, names),
+                    )  # fmt: skip
+
+
+_PARTS = ("_queries", "_keys")
+
+
+def made_by(part: str, tile: MmaSplitVjpTile) -> tuple[tuple[str, ...], ...]:
+    """The gradients of each launch of a kernel."""
+    if part == "_queries":
+        return (("dq",),)
+    return (("dk",), ("dv",)) if tile.apart else (("dk", "dv"),)
+
+
+def makes(part: str, names: tuple[str, ...]) -> dict[str, int]:
+    """The switches of a launch that makes `names`."""
+    if part == "_queries":
+        return {}
+    return {"MAKES_DK": int("dk" in names), "MAKES_DV": int("dv" in names)}
+
+
+# Where a multiprocessor holds few bytes, one block with all threads that registers
+# allow; else as many blocks as hide each other's barriers.
+_QUERIES: _Tiles = {
+    # TFLOP/s of all gradients on an H200: 82.8 with 81.3 of 64 queries, three blocks,
+    # and 68.5 of 256 threads
+    64: (
+        MmaSplitVjpTile(128, 128, min_blocks=2),
+        MmaSplitVjpTile(128, 256),
+    ),
+    128: (
+        MmaSplitVjpTile(128, 256),
+        MmaSplitVjpTile(64, 128),
+        MmaSplitVjpTile(64, 128, stages=1),
+    ),
+}
+
+MMA_SPLIT_VJP = MmaSplitVjpKernel(
+    name="mma_split",
+    rungs=("tiled", "auto"),
+    tiles={
+        ("_queries", False): _QUERIES,
+        ("_queries", True): {
+            64: (
+                MmaSplitVjpTile(64, 128, min_blocks=2),
+                MmaSplitVjpTile(128, 256),
+            ),
+            128: _QUERIES[128],
+        },
+        ("_keys", False): {
+            64: (
+                MmaSplitVjpTile(64, 128, min_blocks=3, spills_on=("sm_100",)),
+                MmaSplitVjpTile(64, 128, min_blocks=2),
+                MmaSplitVjpTile(128, 256),
+            ),
+            128: (
+                MmaSplitVjpTile(128, 256, oldest=(9, 0), spills_on=("sm_100",)),
+                MmaSplitVjpTile(128, 256, apart=True),
+                MmaSplitVjpTile(64, 128, apart=True),
+                MmaSplitVjpTile(64, 128, stages=1, apart=True),
+            ),
+        },
+        ("_keys", True): {
+            64: (
+                MmaSplitVjpTile(64, 128, min_blocks=2),
+                MmaSplitVjpTile(128, 256),
+            ),
+            128: (
+                MmaSplitVjpTile(128, 256, apart=True),
+                MmaSplitVjpTile(64, 128, apart=True),
+                MmaSplitVjpTile(64, 128, stages=1, apart=True),
+            ),
+        },
+    },
+)

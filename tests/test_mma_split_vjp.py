@@ -1,0 +1,439 @@
+"""The row of the gradient table for float32 on tensor cores: tiles, and its numbers."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import vjp_laws
+from accuracy import assert_as_accurate, max_error, to_host, wide
+from placing import FORMS, place
+from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
+from vjp_laws import poison
+
+import cupyflash
+from cupyflash import _attention_samples, _kernels, _reference_vjp
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
+from cupyflash._attention_vjp_mma_split import (
+    DIMS,
+    MMA_SPLIT_VJP,
+    granules,
+    image_bytes,
+)
+from cupyflash._attention_vjp_problem import AttentionVjpProblem
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+PARTS = ("_queries", "_keys")
+
+
+def problem(dtype="float32", head_dim=64, **options):
+    forward = _attention_samples.made_up(dtype, head_dim)
+    forward = dataclasses.replace(forward, **options)
+    shape = (*forward.batch, forward.num_kv_heads, forward.seqlen_k, head_dim)
+    return AttentionVjpProblem(forward, (), shape, shape)
+
+
+def device(arch):
+    return _kernels.device_of_arch(arch)
+
+
+# --- the row -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+@pytest.mark.parametrize("head_dim", [32, 33, 64, 72, 128])
+@pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
+def test_takes(arch, precision, head_dim, options):
+    asked = problem(head_dim=head_dim, precision=precision, **options)
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+    assert row.name == "mma_split"
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (problem("float64"), "sm_90a", "takes float32, not float64"),
+        (problem("float16"), "sm_90a", "takes float32, not float16"),
+        (problem(), "sm_75", "needs sm_80"),
+        (problem(head_dim=129), "sm_90a", "head_dim 129 is above 128"),
+        (problem(head_dim_v=300), "sm_90a", "head_dim_v 300 is above 128"),
+        (problem(seqlen_k=63), "sm_90a", "from 64 queries and keys on"),
+        (problem(seqlen_q=63), "sm_90a", "from 64 queries and keys on"),
+        (problem(head_dim=31), "sm_90a", "much more than out"),
+        (problem(seqlen_q=64, seqlen_k=1 << 20), "sm_90a", "much more than out"),
+    ],
+)
+def test_leaves_to_the_next_row(asked, arch, reason):
+    assert reason in MMA_SPLIT_VJP.refusal(asked, device(arch))
+    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+    assert row.name != "mma_split"
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("terms", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_tile_is_for_some_device(part, terms, dim):
+    options = {"softcap": 1.0} if terms else {}
+    chosen = {
+        MMA_SPLIT_VJP.tile(
+            part,
+            problem(head_dim=dim, precision=precision, **options).forward,
+            device(arch),
+        )
+        for arch in ARCHS
+        for precision in ("float32", "tf32")
+    }
+    assert chosen == set(MMA_SPLIT_VJP.tiles[part, terms][dim])
+    for tile in chosen:
+        # Whole granules; a warp has 16 or 32 rows of one.
+        assert tile.rows % 32 == 0
+        assert 128 % tile.rows == 0
+        assert tile.rows // (tile.num_threads // 32) in (16, 32)
+
+
+def test_sizes_of_images():
+    assert [granules(n) for n in (1, 128, 129)] == [4, 4, 8]
+    asked = problem(head_dim=65, seqlen_q=100, seqlen_k=200).forward
+    count, size = MMA_SPLIT_VJP.images(asked)
+    assert count == 64 * (2 * 4 + 2 * 8)
+    assert size == count * image_bytes(128, 2)
+    assert image_bytes(128, 2) == 32 * 128 * 4 + 128
+
+
+def test_a_short_problem_is_cut_into_sections():
+    asked = problem(right=0).forward
+    on = device("sm_90a")
+    for part in PARTS:
+        assert MMA_SPLIT_VJP.section(part, problem().forward, on, 64, 1) == 1
+        assert 1 <= MMA_SPLIT_VJP.section(part, asked, on, 64, 1) <= 64
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forced(cupy, monkeypatch):
+    """The row in front of the table, from one query and key on."""
+    from cupyflash import _attention_vjp_gpu
+
+    def force(row=MMA_SPLIT_VJP):
+        row = dataclasses.replace(row, least=1, most_images=np.inf)
+        rest = [x for x in ATTENTION_VJP_KERNELS if x.name != "mma_split"]
+        monkeypatch.setattr(_attention_vjp_gpu, "ATTENTION_VJP_KERNELS", (row, *rest))
+        plans = _attention_vjp_gpu._gpu.PlanCache()
+        monkeypatch.setattr(_attention_vjp_gpu, "_plans", plans)
+
+    force()
+    return force
+
+
+def check(cupy, rng, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options):
+    """Compare with the oracle; the row must be this one."""
+    batch = options.pop("batch", (2,))
+    q = (*batch, heads[0], seqlens[0], dims[0])
+    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
+    arrays = inputs(rng, "float32", q=q, k=k, head_dim_v=dims[1])
+    if options.get("layout") == "bshd":
+        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
+    placed = [place(cupy, x) for x in arrays]
+    given = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+    }
+    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **given)
+    told = cupyflash.explain("attention_vjp", placed[3], *placed[:3], out, lse, **given)
+    assert told.kernel == "mma_split", told.refused
+    poison(cupy, q)
+    return agree(cupy, *arrays, **options)
+
+
+SEQLENS = ((64, 64), (64, 300), (113, 63), (65, 1049), (1049, 129), (300, 200))
+BOUNDS = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal from the top": {"causal": True, "query_offset": 0},
+    "ahead": {"causal": True, "query_offset": -40},
+    "window": {"window": (70, 20)},
+    "left window": {"window": (100, None), "causal": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("seqlens", SEQLENS)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)])
+def test_every_length(cupy, rng, forced, name, seqlens, dims):
+    check(cupy, rng, dims, seqlens=seqlens, batch=(1,), **BOUNDS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dims", [(1, 1), (8, 8), (33, 65), (64, 16), (72, 72), (32, 128), (128, 3)]
+)
+def test_every_head_dim(cupy, rng, forced, dims):
+    check(cupy, rng, dims, seqlens=(150, 200), causal=True, scale=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("head_dim", [8, 100])
+def test_every_option(cupy, rng, forced, name, head_dim):
+    options = {
+        n: x.astype(np.float32) if n in ("sinks", "alibi_slopes") else x
+        for n, x in OPTIONS[name].items()
+    }
+    arrays = inputs(
+        rng, "float32", (2, 4, 9, head_dim), (2, 2, 11, head_dim), head_dim_v=head_dim
+    )
+    dlse = rng.normal(size=(2, 4, 9)).astype(np.float32)
+    agree(cupy, *arrays, dlse=dlse, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_all_options_at_once(cupy, rng, forced, head_dim):
+    shape = (2, 4, 150, 170)
+    options = {
+        "bias": rng.normal(size=shape[1:]).astype(np.float32),
+        "mask": rng.random((150, 170)) < 0.8,
+        "sinks": rng.normal(size=4).astype(np.float32),
+        "alibi_slopes": (rng.random(4) * 0.1).astype(np.float32),
+        "query_lengths": np.array([150, 70]),
+        "key_lengths": np.array([90, 170]),
+        "softcap": 4.0,
+        "window": (100, 60),
+    }
+    check(cupy, rng, (head_dim, head_dim), (4, 2), shape[2:], **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIASES)
+def test_gradients_of_a_bias(cupy, rng, forced, name):
+    bias = rng.normal(size=BIASES[name]).astype(np.float32)
+    agree(cupy, *inputs(rng), bias=bias, need_dbias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (6, 2), (8, 1), (40, 1)])
+def test_query_heads_share_key_heads(cupy, rng, forced, layout, heads):
+    for dims in ((64, 64), (128, 128)):
+        check(cupy, rng, dims, heads, (140, 270), layout=layout, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("batch", "batch_k"),
+    [
+        ((), ()),
+        ((3,), (1,)),
+        ((1,), (3,)),
+        ((2, 3), (2, 3)),
+        ((2, 3), (1, 3)),
+        ((2, 3), (2, 1)),
+        ((1, 3), (2, 1)),
+        ((2, 1, 2, 2), (2, 3, 1, 2)),
+        ((3,), ()),
+    ],
+)
+def test_batch_axes(cupy, rng, forced, batch, batch_k):
+    arrays = inputs(rng, q=(*batch, 4, 150, 64), k=(*batch_k, 2, 140, 64))
+    agree(cupy, *arrays, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [-0.3, 1e-3, 2.0, 0.0])
+def test_scales(cupy, rng, forced, scale):
+    check(cupy, rng, seqlens=(200, 100), scale=scale, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [*FORMS, "heads"])
+def test_strides(cupy, rng, forced, form):
+    vjp_laws.strides(cupy, rng, "float32", form, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
+def test_what_is_not_seen_never_leaks(cupy, rng, forced, bad):
+    vjp_laws.what_is_not_seen_never_leaks(cupy, rng, "float32", bad, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_hidden_numbers_leave_no_bit(cupy, rng, forced, bad):
+    """Of keys behind the diagonal, and of queries that see no key."""
+    q, k, v, dout = inputs(rng, q=(1, 2, 200, 64), k=(1, 2, 150, 64))
+    options = {"causal": True, "query_offset": -60}
+    placed = (place(cupy, x) for x in (q, k, v))
+    out, lse = cupyflash.attention(*placed, return_lse=True, **options)
+    results = []
+    for x in (0, bad):
+        k[:, :, 140:], v[:, :, 140:] = x, x
+        q[:, :, :60], dout[:, :, :60] = x, x
+        placed = (place(cupy, x) for x in (dout, q, k, v))
+        results.append(cupyflash.attention_vjp(*placed, out, lse, **options)[:3])
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_array_equal(to_host(a), to_host(b))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_padding_may_hold_anything(cupy, rng, forced, bad):
+    vjp_laws.padding_may_hold_anything(cupy, rng, bad, 64, "float32")
+
+
+@pytest.mark.gpu
+def test_nan_stays_where_it_is_seen(cupy, rng, forced):
+    vjp_laws.nan_stays_where_it_is_seen(cupy, rng, "float32", 64)
+
+
+def as_accurate(cupy, q, k, v, dout, **options):
+    """Compare the errors with those of the unfused computation in float32."""
+    grads = gradients(cupy, q, k, v, dout, **options)
+    exact = _reference_vjp.attention_vjp(dout, q, k, v, **options)
+    plain = _reference_vjp.plain_attention_vjp(dout, q, k, v, **options)
+    for name in ("dq", "dk", "dv"):
+        found, standard, best = (getattr(x, name) for x in (grads, plain, exact))
+        assert np.isfinite(wide(found)).all()
+        assert_as_accurate(found, standard, best, factor=3.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("size", [1, 6])
+def test_as_accurate_as_the_plain_computation(
+    cupy, rng, forced, head_dim, causal, size
+):
+    q, k, v, dout = inputs(rng, q=(2, 2, 500, head_dim), k=(2, 1, 700, head_dim))
+    q *= np.float32(size)
+    as_accurate(cupy, q, k, v, dout, causal=causal)
+
+
+SPREADS = {
+    "small": lambda x, name: x * np.float32(1e-20 if name == "v" else 1),
+    "tiny dout": lambda x, name: x * np.float32(1e-20 if name == "dout" else 1),
+    "large dout": lambda x, name: x * np.float32(1e12 if name == "dout" else 1),
+    "rows": lambda x, name: (
+        x * (2.0 ** -(np.arange(x.shape[-2]) % 60))[:, None].astype(np.float32)
+    ),
+    "rows of dout": lambda x, name: (
+        x
+        * (2.0 ** -(np.arange(x.shape[-2]) % (60 if name == "dout" else 1)))[
+            :, None
+        ].astype(np.float32)
+    ),
+    "columns": lambda x, name: (
+        x * (2.0 ** -(np.arange(x.shape[-1]) % 50)).astype(np.float32)
+    ),
+    "a large column": lambda x, name: np.where(
+        np.arange(x.shape[-1]) == 3, 1e5 * x if name == "v" else x * 0, x
+    ).astype(np.float32),
+    "large scores": lambda x, name: x * np.float32(30 if name in "qk" else 1),
+    "huge scores": lambda x, name: x * np.float32(1e15 if name in "qk" else 1),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SPREADS)
+def test_numbers_of_every_size(cupy, rng, forced, name):
+    """What float16 numbers hold, and what they do not."""
+    shapes = {"q": (1, 2, 130, 64), "k": (1, 2, 170, 64)}
+    arrays = inputs(rng, **shapes)
+    spread = SPREADS[name]
+    arrays = [
+        spread(x, n) for x, n in zip(arrays, ("q", "k", "v", "dout"), strict=True)
+    ]
+    if name == "huge scores":
+        found = gradients(cupy, *arrays)
+        assert all(np.isfinite(wide(x)).all() for x in found[:3])
+        return
+    agree(cupy, *arrays)
+
+
+@pytest.mark.gpu
+def test_weights_of_a_part(cupy, rng, forced):
+    """lse of more keys than are here: weights far below 1."""
+    q, k, v, dout = (
+        place(cupy, x) for x in inputs(rng, q=(1, 2, 128, 64), k=(1, 2, 256, 64))
+    )
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    first = slice(None), slice(None), slice(None, 128)
+    base = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    half = cupyflash.attention_vjp(dout, q, k[first], v[first], out, lse)
+    np.testing.assert_allclose(
+        to_host(half.dv),
+        to_host(base.dv)[first],
+        atol=2e-6 * abs(to_host(base.dv)).max(),
+    )
+    # As if others had e^30 times their weight.
+    far = cupyflash.attention_vjp(dout, q, k, v, out, lse + np.float32(30))
+    scaled = to_host(far.dv).astype(np.float64) * np.exp(30)
+    np.testing.assert_allclose(
+        scaled, to_host(base.dv), atol=1e-4 * abs(to_host(base.dv)).max()
+    )
+
+
+@pytest.mark.gpu
+def test_tf32(cupy, rng, forced):
+    q, k, v, dout = inputs(rng, q=(1, 2, 300, 64), k=(1, 2, 300, 64))
+    exact = _reference_vjp.attention_vjp(dout, q, k, v)
+    grads = gradients(cupy, q, k, v, dout, precision="tf32")
+    for name in ("dq", "dk", "dv"):
+        best = wide(getattr(exact, name))
+        error = max_error(getattr(grads, name), best)
+        assert error <= 1e-2 * np.abs(best).max(), name
+
+
+def all_tiles():
+    """(part, with terms, head_dim, tile)."""
+    for (part, terms), by_dim in MMA_SPLIT_VJP.tiles.items():
+        for dim, tiles in by_dim.items():
+            for n, tile in enumerate(tiles):
+                name = f"{part[1:]}-{dim}-{'terms' if terms else 'plain'}-{n}"
+                yield pytest.param(part, terms, dim, tile, id=name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["float32", "tf32"])
+@pytest.mark.parametrize(("part", "terms", "dim", "tile"), list(all_tiles()))
+def test_each_tile(cupy, rng, forced, part, terms, dim, tile, precision):
+    from cupyflash import _gpu
+
+    if not tile.fits(part, dim, 2, _gpu.device(0)):
+        pytest.skip("a tile for other cards")
+    tiles = {**MMA_SPLIT_VJP.tiles}
+    tiles |= {(part, x): dict.fromkeys(DIMS, (tile,)) for x in (False, True)}
+    forced(dataclasses.replace(MMA_SPLIT_VJP, tiles=tiles))
+    options = {"causal": True, "query_offset": 5}
+    if terms:
+        options["bias"] = rng.normal(size=(1, 280)).astype(np.float32)
+    if precision == "float32":
+        check(cupy, rng, (dim, dim), seqlens=(300, 280), batch=(1,), **options)
+        return
+    arrays = inputs(rng, q=(1, 2, 300, dim), k=(1, 2, 280, dim))
+    exact = _reference_vjp.attention_vjp(arrays[3], *arrays[:3], **options)
+    found = gradients(cupy, *arrays, precision=precision, **options)
+    for a, b in zip(found[:3], exact[:3], strict=True):
+        assert max_error(a, b) <= 1e-2 * np.abs(wide(b)).max()
+
+
+@pytest.mark.gpu
+def test_a_call_can_be_captured(cupy, rng, forced):
+    vjp_laws.a_call_can_be_captured(cupy, rng, 64, "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_same_bits_in_every_run(cupy, rng, forced, head_dim, options):
+    shapes = {"q": (2, 8, 700, head_dim), "k": (2, 2, 900, head_dim)}
+    arrays = inputs(rng, **shapes)
+    given = {"causal": True, **options}
+    first = gradients(cupy, *arrays, **given)
+    for _ in range(3):
+        again = gradients(cupy, *arrays, **given)
+        for name in ("dq", "dk", "dv"):
+            a, b = (to_host(getattr(x, name)) for x in (first, again))
+            np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))

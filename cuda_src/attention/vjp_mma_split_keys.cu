@@ -128,11 +128,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const float unit_q = facts_of(image_q).from_parts;
       const float unit_dout = facts_of(image_dout).from_parts;
 
-      const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
       // Numbers of this lane's queries, by tile of 8.
       auto of_queries = [&](int which, int n) {
-        return *reinterpret_cast<const float2*>(rows + which * kGranule + column +
-                                                8 * n);
+        const int column = lane_index() % 4 * 2 + 8 * n;
+        return *reinterpret_cast<const float2*>(rows + which * kGranule + column);
       };
 
       // P goes into its product first: dP then takes its registers.
@@ -145,6 +144,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             s, left<kHeadDim>(shared_address(smem_k) + image, key_0() % kGranule),
             right<kHeadDim>(shared_address(image_q), 0),
             unit_q * facts_of(smem_k + image).from_parts);
+        const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
         const band_t band = view.seen.at(i0, 0);
         const int first_key = kHasTerms ? view.j0 : 0;
         auto weigh = [&](auto sees) {

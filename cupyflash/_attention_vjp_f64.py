@@ -138,7 +138,7 @@ TILED_F64_VJP = TensorFloat64VjpKernel(
     rungs=("tiled", "auto"),
     dims=(32, 64, 96, 128),
     tiles=(
-        (64, (Tile(64), Tile(32), Tile(16))),
+        (64, (Tile(64, 64), Tile(32, 64), Tile(16, 64))),
         (128, (Tile(64), Tile(32), Tile(16))),
     ),
 )

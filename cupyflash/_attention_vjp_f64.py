@@ -30,9 +30,14 @@ class Tile:
     def num_threads(self) -> int:
         return 2 * 32 * self.block_m // WARP_ROWS
 
-    def smem(self, dim: int) -> int:
-        """Bytes for two tiles of either kind, and what the warps of a pair exchange."""
-        rows = 2 * (self.block_m + self.block_n) * dim
+    def smem(self, part: str, dim: int) -> int:
+        """Bytes of shared memory of ``vjp_tiled_f64_<part>.cu``.
+
+        Two tiles of the rows owned, what the warps of a pair exchange, and places for
+        half of the columns of a tile of the others.
+        """
+        places = 5 if part == "keys" else 4
+        rows = 2 * self.block_m * dim + places * self.block_n * (dim // 2)
         return 8 * (rows + self.block_m * self.block_n)
 
 
@@ -83,7 +88,7 @@ class TensorFloat64VjpKernel:
         return tuple(
             tile
             for tile in _kernels.by_threshold(self.tiles, dim)
-            if tile.smem(dim) + _STATIC_SMEM <= device.smem_optin
+            if tile.smem("keys", dim) + _STATIC_SMEM <= device.smem_optin
         )
 
     def tile(
@@ -128,7 +133,7 @@ class TensorFloat64VjpKernel:
                 BLOCK_N=tile.block_n,
                 MIN_BLOCKS=tile.min_blocks,
             ),
-            smem=tile.smem(dim),
+            smem=tile.smem(part, dim),
         )
         return Config(variant, num_blocks, tile.num_threads)
 

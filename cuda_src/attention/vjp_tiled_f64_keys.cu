@@ -18,13 +18,147 @@
 //            weighs 0: where 0 * NaN shows in a gradient, `found` asks for the repair
 // Limits     head dimensions up to kDim
 #include "attention/vjp_tiled_f64.cuh"
+#include "ptx/mbarrier_copy.cuh"
+
+// Numbered barriers of the pairs: P is there; it has been read.
+constexpr int kComplete = 1, kFree = kComplete + kNumPairs;
+static_assert(kFree + kNumPairs <= 16);
+
+constexpr int kPlacesOfQ = 3, kPlaces = kPlacesOfQ + 2;
+struct item_t {
+  int place, turn;
+};
 
 struct block_t : walk_t {
+  // A place holds its rows; all warps have read it.
+  ptx::copy_barrier_t full[kPlaces], empty[kPlaces];
   // Of the first query walked over; lse may have strides of its own.
   const double *lse_rows, *factor_rows, *delta_rows;
   // Of a tile.
   alignas(16) double lse[kBlockN], factor[kBlockN], delta[kBlockN];
 };
+
+// The walk over all tiles of queries, of the first (kRole 0) or second warp of a pair.
+// The second is behind: it makes dk of half of a tile while the first is at S of the
+// next one, and dP while the first makes P. So the exponential is in the shadow of
+// products.
+//
+//     first warp    S, half 0   S, half 1   P         dv, half 0   dv, half 1   S, ..
+//     second warp   dk, half 1  dP, half 0  dP, half 1   dS   dk, half 0        dk, ..
+//
+// Of q three halves of a tile are in shared memory, in places 0 to 2 by turns; of dO
+// two, in places 3 and 4. A place is free when all warps have read it; no barrier holds
+// all of them.
+//   fetch_row(tile)   starts copies of what else belongs to the rows of a tile
+//   is_seen(tile)     whether the pair takes part in it
+//   give(tile, c, w)  makes P, for this warp and the other
+//   take(tile, c, w)  makes dS
+template <int kRole,
+          typename FetchRow,
+          typename IsSeen,
+          typename Give,
+          typename Take>
+__device__ __forceinline__ void walk(sums_t& sums,
+                                     block_t& block,
+                                     FetchRow fetch_row,
+                                     IsSeen is_seen,
+                                     Give give,
+                                     Take take) {
+  const auto wait = [](ptx::copy_barrier_t& barrier, int parity) {
+    while (!ptx::copy_barrier_test(&barrier, parity)) {
+    }
+  };
+  // Half `part` of a tile of q (is_q) or dO: its place, and how often that was taken.
+  const auto item_of = [](bool is_q, int part, int tile) {
+    const unsigned half = 2 * tile + part;
+    return is_q ? item_t{int(half % kPlacesOfQ), int(half / kPlacesOfQ)}
+                : item_t{kPlacesOfQ + part, tile};
+  };
+  const auto fetch_half = [&](auto is_q, auto part, int tile) {
+    if (tile * kBlockN >= block.num_rows) return;
+    const item_t item = item_of(is_q.value, part.value, tile);
+    if (item.turn > 0) wait(block.empty[item.place], (item.turn - 1) % 2);
+    const rows_t& rows = block.rows[is_q.value ? 0 : 1];
+    if (!is_q.value && part.value == 1) fetch_row(tile);
+    if (block.is_exact) {
+      fetch_clean<part.value>(block, rows, item.place, tile);
+      ptx::commit_copy_group();
+      ptx::wait_copy_groups<0>();
+      ptx::copy_barrier_arrive(&block.full[item.place]);
+    } else {
+      fetch<part.value>(block, rows, item.place, tile * kBlockN);
+      ptx::copy_barrier_arrive_after_copies(&block.full[item.place]);
+    }
+  };
+  // Waits for a half; what says that this warp has read it.
+  const auto await = [&](bool is_q, int part, int tile) {
+    const item_t item = item_of(is_q, part, tile);
+    wait(block.full[item.place], item.turn % 2);
+    return shared_place(item.place);
+  };
+  const auto release = [&](bool is_q, int part, int tile) {
+    __syncwarp();  // all lanes have read it
+    if (thread_t().lane() == 0) {
+      ptx::copy_barrier_arrive(&block.empty[item_of(is_q, part, tile).place]);
+    }
+  };
+  constexpr flag_t<true> kQ;
+  constexpr flag_t<false> kDout;
+  constexpr constant_t<0> kFirst;
+  constexpr constant_t<1> kSecond;
+  const auto fetch_rest = [&](int tile) {
+    fetch_half(kQ, kSecond, tile);
+    fetch_half(kDout, kFirst, tile);
+    fetch_half(kDout, kSecond, tile);
+  };
+
+  fetch_half(kQ, kFirst, 0);
+  if constexpr (kRole == 1) fetch_rest(0);
+#pragma unroll 1
+  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
+    const bool seen = is_seen(tile);
+    product_t c;
+    weights_t<kStepsN> w;
+    clear(c);
+    // Also where nothing is seen: a place must not be given away before its rows came.
+    const double* rows;
+    if constexpr (kRole == 0) {
+      fetch_rest(tile);
+      rows = await(true, 0, tile);
+      if (seen) dot<0>(c, rows, block.num_rows);
+      release(true, 0, tile);
+      rows = await(true, 1, tile);
+      if (seen) dot<1>(c, rows, block.num_rows);
+      release(true, 1, tile);
+      fetch_half(kQ, kFirst, tile + 1);
+      if (seen) give(tile, c, w);
+      rows = await(false, 0, tile);
+      if (seen) accumulate<0, kStepsN>(sums, w, rows, block.num_rows);
+      release(false, 0, tile);
+      rows = await(false, 1, tile);
+      if (seen) accumulate<1, kStepsN>(sums, w, rows, block.num_rows);
+      release(false, 1, tile);
+    } else {
+      rows = await(false, 0, tile);
+      if (seen) dot<0>(c, rows, block.num_rows);
+      release(false, 0, tile);
+      fetch_half(kQ, kFirst, tile + 1);
+      rows = await(false, 1, tile);
+      if (seen) {
+        dot<1>(c, rows, block.num_rows);
+        take(tile, c, w);
+      }
+      release(false, 1, tile);
+      rows = await(true, 0, tile);
+      if (seen) accumulate<0, kStepsN>(sums, w, rows, block.num_rows);
+      release(true, 0, tile);
+      fetch_rest(tile + 1);
+      rows = await(true, 1, tile);
+      if (seen) accumulate<1, kStepsN>(sums, w, rows, block.num_rows);
+      release(true, 1, tile);
+    }
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_tiled_f64_keys(
@@ -111,74 +245,95 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto band_of = [&](int tile) {
       return moved(block.band, tile * kBlockN, thread_t().first_row());
     };
-    const auto exchange = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
+    const auto give = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
       const thread_t me;
+      ptx::bar_sync<2 * kWarpSize>(kFree + me.pair());
       double* const exchange_lane = exchange_of(me);
-      if (me.role() == 0) {
-        const exp2_t exp2(block.exp2);
-        const band_t band = band_of(tile);
-        const index_t i0 = block.first + tile * kBlockN,
-                      j = block.own_first + me.first_row();
-        const auto make = [&](auto check) {
-#pragma unroll
-          for (int n = 0; n < kTiles; ++n) {
-            const int col = 8 * n + 2 * me.t();
-            const double2 lse_of = load2(block.lse + col);
-            const double2 factor_of = load2(block.factor + col);
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              double product[2];
-#pragma unroll
-              for (int e = 0; e < 2; ++e) {
-                const int key = me.g() + 8 * h, query = col + e;
-                double derivative;
-                double p = weight_of<check.value>(
-                    c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
-                    params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
-                    derivative);
-                p *= e == 0 ? factor_of.x : factor_of.y;
-                if (check.value && block.is_exact && !is_unseen(p) &&
-                    (block.odd_own[me.first_row() + key] ||
-                     block.odd_other[query] == tile)) {
-                  *found = 1;
-                }
-                weight_at<kStepsN>(w, n, 2 * h + e) = p;
-                product[e] = kHasSoftcap ? p * derivative : p;
-              }
-              *reinterpret_cast<double2*>(exchange_lane +
-                                          (2 * n + h) * 2 * kWarpSize) = {product[0],
-                                                                          product[1]};
-            }
-          }
-        };
-        if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
-          make(flag_t<false>{});
-        } else {
-          make(flag_t<true>{});
-        }
-      }
-      sync_pair();  // P is complete
-      if (me.role() == 1) {
+      const exp2_t exp2(block.exp2);
+      const band_t band = band_of(tile);
+      const index_t i0 = block.first + tile * kBlockN,
+                    j = block.own_first + me.first_row();
+      const auto make = [&](auto check) {
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
+          const int col = 8 * n + 2 * me.t();
+          const double2 lse_of = load2(block.lse + col);
+          const double2 factor_of = load2(block.factor + col);
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
-            const double x = p.x * (c[n][2 * h] - delta_of.x);
-            const double y = p.y * (c[n][2 * h + 1] - delta_of.y);
-            weight_at<kStepsN>(w, n, 2 * h) = is_unseen(p.x) ? -0.0 : x;
-            weight_at<kStepsN>(w, n, 2 * h + 1) = is_unseen(p.y) ? -0.0 : y;
+            double product[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int key = me.g() + 8 * h, query = col + e;
+              double derivative;
+              double p = weight_of<check.value>(
+                  c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
+                  params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
+                  derivative);
+              p *= e == 0 ? factor_of.x : factor_of.y;
+              if (check.value && block.is_exact && !is_unseen(p) &&
+                  (block.odd_own[me.first_row() + key] ||
+                   block.odd_other[tile % 2][query] == tile)) {
+                *found = 1;
+              }
+              weight_at<kStepsN>(w, n, 2 * h + e) = p;
+              product[e] = kHasSoftcap ? p * derivative : p;
+            }
+            *reinterpret_cast<double2*>(exchange_lane +
+                                        (2 * n + h) * 2 * kWarpSize) = {product[0],
+                                                                        product[1]};
           }
         }
+      };
+      if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
+        make(flag_t<false>{});
+      } else {
+        make(flag_t<true>{});
       }
+      ptx::bar_arrive<2 * kWarpSize>(kComplete + me.pair());
+    };
+    const auto take = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
+      const thread_t me;
+      const double* const exchange_lane = exchange_of(me);
+      ptx::bar_sync<2 * kWarpSize>(kComplete + me.pair());
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
+          const double x = p.x * (c[n][2 * h] - delta_of.x);
+          const double y = p.y * (c[n][2 * h + 1] - delta_of.y);
+          weight_at<kStepsN>(w, n, 2 * h) = is_unseen(p.x) ? -0.0 : x;
+          weight_at<kStepsN>(w, n, 2 * h + 1) = is_unseen(p.y) ? -0.0 : y;
+        }
+      }
+      ptx::bar_arrive<2 * kWarpSize>(kFree + me.pair());
+    };
+    const auto is_seen = [&](int tile) {
+      return sees_any(band_of(tile), kBlockN, kWarpRows);
     };
     do {
       clear(sums);
-      walk<kStepsN>(
-          sums, block, fetch_row,
-          [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },
-          exchange);
+      if (threadIdx.x < kPlaces) {
+        ptx::copy_barrier_init(&block.full[threadIdx.x], kNumThreads);
+        ptx::copy_barrier_init(&block.empty[threadIdx.x], 2 * kNumPairs);
+      }
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // the owned rows have come, and the barriers are there
+      if (thread_t().role() == 0) {
+        walk<0>(sums, block, fetch_row, is_seen, give, take);
+        // What the other warp said last.
+        ptx::bar_sync<2 * kWarpSize>(kFree + thread_t().pair());
+      } else {
+        ptx::bar_arrive<2 * kWarpSize>(kFree + thread_t().pair());
+        walk<1>(sums, block, fetch_row, is_seen, give, take);
+      }
+      __syncthreads();  // all have passed the last barriers
+      if (threadIdx.x < kPlaces) {
+        ptx::copy_barrier_end(&block.full[threadIdx.x]);
+        ptx::copy_barrier_end(&block.empty[threadIdx.x]);
+      }
     } while (walks_again(block, sums, found));
 
     const bool is_dv = thread_t().role() == 0;

@@ -24,6 +24,65 @@ struct block_t : walk_t {
   double lse[kBlockM], delta[kBlockM];
 };
 
+constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
+
+// The walk over all tiles of keys. Place 2 n + h has half h of the columns of k (n = 0)
+// or v; a first half comes while the second halves of the tile before are in use, and so
+// on.
+//   is_seen(tile)         whether the pair takes part in it
+//   exchange(tile, c, w)  makes the weights
+template <typename IsSeen, typename Exchange>
+__device__ __forceinline__ void walk(sums_t& sums,
+                                     walk_t& block,
+                                     IsSeen is_seen,
+                                     Exchange exchange) {
+  const auto fetch_part = [&](auto part, int tile) {
+#pragma unroll 1
+    for (int n = 0; n < 2; ++n) {
+      if (block.is_exact) {
+        fetch_clean<part.value>(block, block.rows[n], 2 * n + part.value, tile);
+      } else {
+        fetch<part.value>(block, block.rows[n], 2 * n + part.value, tile * kBlockN);
+      }
+    }
+    ptx::commit_copy_group();
+  };
+  const auto dot_part = [&](auto part, product_t& c) {
+    dot<part.value>(c, shared_place(2 * thread_t().role() + part.value), block.num_rows);
+  };
+  // dS of half of a tile multiplies k.
+  const auto accumulate_part = [&](auto part, const weights_t<kStepsEach>& w) {
+    const int start = thread_t().role() * kBlockN / 2;
+    accumulate<part.value, kStepsEach>(
+        sums, w, shared_place(part.value) + start * kHalf, block.num_rows);
+  };
+  constexpr constant_t<0> kFirst;
+  constexpr constant_t<1> kSecond;
+  if (block.num_rows > 0) fetch_part(kFirst, 0);
+#pragma unroll 1
+  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
+    product_t c = {};
+    weights_t<kStepsEach> w;
+    ptx::wait_copy_groups<0>();
+    // The first half has come, and all have read the second of the tile before.
+    __syncthreads();
+    fetch_part(kSecond, tile);
+    const bool seen = is_seen(tile);
+    if (seen) dot_part(kFirst, c);
+    ptx::wait_copy_groups<0>();
+    __syncthreads();  // the second half has come
+    if (seen) {
+      dot_part(kSecond, c);
+      exchange(tile, c, w);
+      accumulate_part(kFirst, w);
+    }
+    __syncthreads();  // all have read the first half
+    if ((tile + 1) * kBlockN < block.num_rows) fetch_part(kFirst, tile + 1);
+    if (seen) accumulate_part(kSecond, w);
+  }
+  ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_tiled_f64_queries(
         const elem_t* __restrict__ q,       // (batch, heads, queries, head_dim)
@@ -40,7 +99,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
 
-  constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t kept_index = divide(block_index(), num_tiles);
   if (kept_index >= grads.num_kept) return;
@@ -150,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             if (kHasSoftcap) ds *= derivative;
             if (check.value && block.is_exact && !is_unseen(p) &&
                 (block.odd_own[me.first_row() + query] ||
-                 block.odd_other[start + key] == tile)) {
+                 block.odd_other[tile % 2][start + key] == tile)) {
               *found = 1;
             }
             // Not 0 * NaN.
@@ -173,8 +231,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     do {
       clear(sums);
       l[0] = l[1] = {0, 0};
-      walk<kStepsEach>(
-          sums, block, [](int) {},
+      walk(
+          sums, block,
           [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
           exchange);
     } while (walks_again(block, sums, found));

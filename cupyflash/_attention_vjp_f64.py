@@ -30,14 +30,13 @@ class Tile:
     def num_threads(self) -> int:
         return 2 * 32 * self.block_m // WARP_ROWS
 
-    def smem(self, part: str, dim: int) -> int:
-        """Bytes of shared memory of ``vjp_tiled_f64_<part>.cu``.
+    def smem(self, dim: int) -> int:
+        """Bytes of shared memory.
 
-        Two tiles of the rows owned, what the warps of a pair exchange, and places for
-        half of the columns of a tile of the others.
+        Two tiles of the rows owned, what the warps of a pair exchange, and five places
+        for half of the columns of a tile of the others.
         """
-        places = 5 if part == "keys" else 4
-        rows = 2 * self.block_m * dim + places * self.block_n * (dim // 2)
+        rows = 2 * self.block_m * dim + 5 * self.block_n * (dim // 2)
         return 8 * (rows + self.block_m * self.block_n)
 
 
@@ -83,13 +82,17 @@ class TensorFloat64VjpKernel:
         return next(n for n in self.dims if n >= widest)
 
     def fitting(self, forward: AttentionProblem, device: Device) -> tuple[Tile, ...]:
-        """The tiles that fit on `device`."""
+        """The tiles that fit on `device`.
+
+        All walk over as many rows at a time, and so make the same sums.
+        """
         dim = self.dim(forward)
-        return tuple(
+        fitting = [
             tile
             for tile in _kernels.by_threshold(self.tiles, dim)
-            if tile.smem("keys", dim) + _STATIC_SMEM <= device.smem_optin
-        )
+            if tile.smem(dim) + _STATIC_SMEM <= device.smem_optin
+        ]
+        return tuple(tile for tile in fitting if tile.block_n == fitting[0].block_n)
 
     def tile(
         self, forward: AttentionProblem, device: Device, heads: int, seqlen: int
@@ -133,7 +136,7 @@ class TensorFloat64VjpKernel:
                 BLOCK_N=tile.block_n,
                 MIN_BLOCKS=tile.min_blocks,
             ),
-            smem=tile.smem(part, dim),
+            smem=tile.smem(dim),
         )
         return Config(variant, num_blocks, tile.num_threads)
 
@@ -143,7 +146,17 @@ TILED_F64_VJP = TensorFloat64VjpKernel(
     rungs=("tiled", "auto"),
     dims=(32, 64, 96, 128),
     tiles=(
-        (64, (Tile(64, 64), Tile(32, 64), Tile(16, 64))),
+        (
+            64,
+            (
+                Tile(64, 64),
+                Tile(64, 32),
+                Tile(32, 64),
+                Tile(32, 32),
+                Tile(16, 64),
+                Tile(16, 32),
+            ),
+        ),
         (128, (Tile(64), Tile(32), Tile(16))),
     ),
 )

@@ -13,9 +13,8 @@
 //
 // Shared  own       2 x kBlockM x kDim       as fragments (tiles_f64.cuh), once an entry
 //         exchange  kBlockM x kBlockN        between the warps of a pair
-//         places    4 or 5 x kBlockN x kHalf  the rows walked over, half of the columns
-//                                            of a tile in a place, which the next takes
-//                                            when all have read it
+//         places    kPlaces x kBlockN x kHalf  the rows walked over, half of the
+//                                            columns of a tile in a place
 #pragma once
 
 #include "attention/vjp.cuh"
@@ -23,6 +22,7 @@
 #include "common/exp2_f64.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/hold.cuh"
+#include "ptx/mbarrier_copy.cuh"
 
 #if !defined(DIM) || !defined(BLOCK_N) || !defined(MIN_BLOCKS)
 #error "DIM, BLOCK_N and MIN_BLOCKS come from the host"
@@ -30,6 +30,10 @@
 constexpr int kDim = DIM;  // of all rows; zeros fill the rest
 constexpr int kBlockN = BLOCK_N;
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+#ifndef SHIFT
+#define SHIFT 0
+#endif
+constexpr int kShift = SHIFT;
 constexpr int kNumPairs = kNumThreads / (2 * kWarpSize);
 constexpr int kBlockM = kNumPairs * kWarpRows;
 // Whether scores have more to them than a scale.
@@ -54,15 +58,17 @@ __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
 }
 
 // Where a thread stands: which pair its warp belongs to, whether it is the first (0) or
-// second (1) of it, and which lane. Of four pairs both warps stand on one scheduler:
-// while one waits for the other, products go on.
+// second (1) of it, and which lane. Of four pairs both warps stand on one scheduler, or
+// the second warp on that of the first of pair kShift later.
 class thread_t {
  public:
   __device__ __forceinline__ thread_t() : index_(threadIdx.x) {
     // What depends on it is computed anew each time, not kept in registers.
     ptx::forget(index_);
   }
-  __device__ __forceinline__ int pair() const { return index_ / kWarpSize % kNumPairs; }
+  __device__ __forceinline__ int pair() const {
+    return (index_ / kWarpSize + role() * kShift) % kNumPairs;
+  }
   __device__ __forceinline__ int role() const {
     return index_ / (kWarpSize * kNumPairs);
   }
@@ -234,6 +240,10 @@ struct rows_t {
   int dim;
 };
 
+// Three halves of tiles of the first array walked over, q or k, are in shared memory at a
+// time, and two of the second, dO or v.
+constexpr int kFirstPlaces = 3, kPlaces = kFirstPlaces + 2;
+
 // What is the same to all threads of a block; in shared memory, since registers are
 // scarce.
 struct walk_t {
@@ -251,6 +261,8 @@ struct walk_t {
   int odd_other[2][kBlockN];
   alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
   band_t band;  // counted from the first query and the first key of the tiles
+  // A place holds its rows; all warps have read it.
+  ptx::copy_barrier_t full[kPlaces], empty[kPlaces];
   exp2_table_t exp2;
 
   __device__ void keep(const scores_t& scores) { new (scores_bytes) scores_t(scores); }
@@ -259,20 +271,28 @@ struct walk_t {
   }
 };
 
-// Half kPart of the columns of a tile of `rows`, from row `first` on, to a place; zeros
-// where there are none.
-template <int kPart>
-__device__ __forceinline__ void fetch(
-    const walk_t& block, const rows_t& rows, int place_index, int first) {
-  copy_rows<kBlockN, kHalf>(shared_place(place_index),
-                            rows.x + first * rows.stride + kPart * kHalf, rows.stride,
-                            block.num_rows - first, rows.dim - kPart * kHalf);
+// Half `part` of the columns of a tile of array n: its place, and how often that was
+// taken before.
+struct item_t {
+  int place, turn;
+
+  __device__ __forceinline__ item_t(int n, int part, int tile)
+      : place(kFirstPlaces + part), turn(tile) {
+    if (n == 1) return;
+    const unsigned half = 2 * tile + part;
+    place = half % kFirstPlaces;
+    turn = half / kFirstPlaces;
+  }
+};
+
+__device__ __forceinline__ void wait_for(ptx::copy_barrier_t& barrier, int parity) {
+  while (!ptx::copy_barrier_test(&barrier, parity)) {
+  }
 }
 
-// The same with values that are not finite as 0, and their rows noted; complete for this
-// thread when it returns.
+// Copies a half with values that are not finite as 0, and notes their rows.
 template <int kPart>
-__device__ __forceinline__ void fetch_clean(
+__device__ __forceinline__ void copy_clean(
     walk_t& block, const rows_t& rows, int place_index, int tile) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < kPlaceSize; n += kNumThreads) {
@@ -285,6 +305,75 @@ __device__ __forceinline__ void fetch_clean(
       block.odd_other[tile % 2][row] = tile;
     }
     shared_place(place_index)[place<kHalf>(row, col / kVec) + col % kVec] = x;
+  }
+}
+
+// Starts to copy this thread's share of a half, if there is such a tile, once all have
+// read what was in its place; zeros where there are no rows or columns. fetch_more()
+// starts other copies that belong to it. All threads fetch all halves in one order.
+template <int kPart, typename FetchMore>
+__device__ __forceinline__ void fetch(walk_t& block,
+                                      int n,
+                                      int tile,
+                                      FetchMore fetch_more) {
+  if (tile * kBlockN >= block.num_rows) return;
+  const item_t item(n, kPart, tile);
+  if (item.turn > 0) wait_for(block.empty[item.place], (item.turn - 1) % 2);
+  const rows_t& rows = block.rows[n];
+  fetch_more();
+  if (block.is_exact) {
+    copy_clean<kPart>(block, rows, item.place, tile);
+    ptx::commit_copy_group();
+    ptx::wait_copy_groups<0>();
+    ptx::copy_barrier_arrive(&block.full[item.place]);
+  } else {
+    const index_t first = index_t(tile) * kBlockN;
+    copy_rows<kBlockN, kHalf>(shared_place(item.place),
+                              rows.x + first * rows.stride + kPart * kHalf, rows.stride,
+                              block.num_rows - first, rows.dim - kPart * kHalf);
+    ptx::copy_barrier_arrive_after_copies(&block.full[item.place]);
+  }
+}
+
+// Waits for a half. Also a warp that sees nothing of it does, or it could give away a
+// place to which its copies are still on their way.
+__device__ __forceinline__ const double* await_half(walk_t& block,
+                                                    int n,
+                                                    int part,
+                                                    int tile) {
+  const item_t item(n, part, tile);
+  wait_for(block.full[item.place], item.turn % 2);
+  return shared_place(item.place);
+}
+
+// This warp has read a half.
+__device__ __forceinline__ void release_half(walk_t& block,
+                                             int n,
+                                             int part,
+                                             int tile) {
+  __syncwarp();  // all lanes have
+  if (thread_t().lane() == 0) {
+    ptx::copy_barrier_arrive(&block.empty[item_t(n, part, tile).place]);
+  }
+}
+
+// Before a walk: `readers` warps read the second array.
+__device__ __forceinline__ void begin_places(walk_t& block, int readers) {
+  if (threadIdx.x < kPlaces) {
+    ptx::copy_barrier_init(&block.full[threadIdx.x], kNumThreads);
+    ptx::copy_barrier_init(&block.empty[threadIdx.x],
+                           threadIdx.x < kFirstPlaces ? 2 * kNumPairs : readers);
+  }
+  ptx::wait_copy_groups<0>();
+  __syncthreads();  // the owned rows have come, and the barriers are there
+}
+
+// And after it.
+__device__ __forceinline__ void end_places(walk_t& block) {
+  __syncthreads();  // all have passed the last barriers
+  if (threadIdx.x < kPlaces) {
+    ptx::copy_barrier_end(&block.full[threadIdx.x]);
+    ptx::copy_barrier_end(&block.empty[threadIdx.x]);
   }
 }
 

@@ -18,20 +18,12 @@
 //            weighs 0: where 0 * NaN shows in a gradient, `found` asks for the repair
 // Limits     head dimensions up to kDim
 #include "attention/vjp_tiled_f64.cuh"
-#include "ptx/mbarrier_copy.cuh"
 
 // Numbered barriers of the pairs: P is there; it has been read.
 constexpr int kComplete = 1, kFree = kComplete + kNumPairs;
 static_assert(kFree + kNumPairs <= 16);
 
-constexpr int kPlacesOfQ = 3, kPlaces = kPlacesOfQ + 2;
-struct item_t {
-  int place, turn;
-};
-
 struct block_t : walk_t {
-  // A place holds its rows; all warps have read it.
-  ptx::copy_barrier_t full[kPlaces], empty[kPlaces];
   // Of the first query walked over; lse may have strides of its own.
   const double *lse_rows, *factor_rows, *delta_rows;
   // Of a tile.
@@ -46,9 +38,7 @@ struct block_t : walk_t {
 //     first warp    S, half 0   S, half 1   P         dv, half 0   dv, half 1   S, ..
 //     second warp   dk, half 1  dP, half 0  dP, half 1   dS   dk, half 0        dk, ..
 //
-// Of q three halves of a tile are in shared memory, in places 0 to 2 by turns; of dO
-// two, in places 3 and 4. A place is free when all warps have read it; no barrier holds
-// all of them.
+// No barrier holds all warps: a place is free when those that read it have.
 //   fetch_row(tile)   starts copies of what else belongs to the rows of a tile
 //   is_seen(tile)     whether the pair takes part in it
 //   give(tile, c, w)  makes P, for this warp and the other
@@ -59,48 +49,21 @@ template <int kRole,
           typename Give,
           typename Take>
 __device__ __forceinline__ void walk(sums_t& sums,
-                                     block_t& block,
+                                     walk_t& block,
                                      FetchRow fetch_row,
                                      IsSeen is_seen,
                                      Give give,
                                      Take take) {
-  const auto wait = [](ptx::copy_barrier_t& barrier, int parity) {
-    while (!ptx::copy_barrier_test(&barrier, parity)) {
-    }
-  };
-  // Half `part` of a tile of q (is_q) or dO: its place, and how often that was taken.
-  const auto item_of = [](bool is_q, int part, int tile) {
-    const unsigned half = 2 * tile + part;
-    return is_q ? item_t{int(half % kPlacesOfQ), int(half / kPlacesOfQ)}
-                : item_t{kPlacesOfQ + part, tile};
-  };
   const auto fetch_half = [&](auto is_q, auto part, int tile) {
-    if (tile * kBlockN >= block.num_rows) return;
-    const item_t item = item_of(is_q.value, part.value, tile);
-    if (item.turn > 0) wait(block.empty[item.place], (item.turn - 1) % 2);
-    const rows_t& rows = block.rows[is_q.value ? 0 : 1];
-    if (!is_q.value && part.value == 1) fetch_row(tile);
-    if (block.is_exact) {
-      fetch_clean<part.value>(block, rows, item.place, tile);
-      ptx::commit_copy_group();
-      ptx::wait_copy_groups<0>();
-      ptx::copy_barrier_arrive(&block.full[item.place]);
-    } else {
-      fetch<part.value>(block, rows, item.place, tile * kBlockN);
-      ptx::copy_barrier_arrive_after_copies(&block.full[item.place]);
-    }
+    fetch<part.value>(block, !is_q.value, tile, [&] {
+      if (!is_q.value && part.value == 1) fetch_row(tile);
+    });
   };
-  // Waits for a half; what says that this warp has read it.
   const auto await = [&](bool is_q, int part, int tile) {
-    const item_t item = item_of(is_q, part, tile);
-    wait(block.full[item.place], item.turn % 2);
-    return shared_place(item.place);
+    return await_half(block, !is_q, part, tile);
   };
   const auto release = [&](bool is_q, int part, int tile) {
-    __syncwarp();  // all lanes have read it
-    if (thread_t().lane() == 0) {
-      ptx::copy_barrier_arrive(&block.empty[item_of(is_q, part, tile).place]);
-    }
+    release_half(block, !is_q, part, tile);
   };
   constexpr flag_t<true> kQ;
   constexpr flag_t<false> kDout;
@@ -315,12 +278,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     };
     do {
       clear(sums);
-      if (threadIdx.x < kPlaces) {
-        ptx::copy_barrier_init(&block.full[threadIdx.x], kNumThreads);
-        ptx::copy_barrier_init(&block.empty[threadIdx.x], 2 * kNumPairs);
-      }
-      ptx::wait_copy_groups<0>();
-      __syncthreads();  // the owned rows have come, and the barriers are there
+      begin_places(block, 2 * kNumPairs);
       if (thread_t().role() == 0) {
         walk<0>(sums, block, fetch_row, is_seen, give, take);
         // What the other warp said last.
@@ -329,11 +287,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         ptx::bar_arrive<2 * kWarpSize>(kFree + thread_t().pair());
         walk<1>(sums, block, fetch_row, is_seen, give, take);
       }
-      __syncthreads();  // all have passed the last barriers
-      if (threadIdx.x < kPlaces) {
-        ptx::copy_barrier_end(&block.full[threadIdx.x]);
-        ptx::copy_barrier_end(&block.empty[threadIdx.x]);
-      }
+      end_places(block);
     } while (walks_again(block, sums, found));
 
     const bool is_dv = thread_t().role() == 0;

@@ -26,9 +26,8 @@ struct block_t : walk_t {
 
 constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
 
-// The walk over all tiles of keys. Place 2 n + h has half h of the columns of k (n = 0)
-// or v; a first half comes while the second halves of the tile before are in use, and so
-// on.
+// The walk over all tiles of keys. No barrier holds all warps: a place is free when
+// those that read it have.
 //   is_seen(tile)         whether the pair takes part in it
 //   exchange(tile, c, w)  makes the weights
 template <typename IsSeen, typename Exchange>
@@ -36,51 +35,45 @@ __device__ __forceinline__ void walk(sums_t& sums,
                                      walk_t& block,
                                      IsSeen is_seen,
                                      Exchange exchange) {
-  const auto fetch_part = [&](auto part, int tile) {
-#pragma unroll 1
-    for (int n = 0; n < 2; ++n) {
-      if (block.is_exact) {
-        fetch_clean<part.value>(block, block.rows[n], 2 * n + part.value, tile);
-      } else {
-        fetch<part.value>(block, block.rows[n], 2 * n + part.value, tile * kBlockN);
-      }
-    }
-    ptx::commit_copy_group();
+  const auto fetch_half = [&](int n, auto part, int tile) {
+    fetch<part.value>(block, n, tile, [] {});
   };
-  const auto dot_part = [&](auto part, product_t& c) {
-    dot<part.value>(c, shared_place(2 * thread_t().role() + part.value), block.num_rows);
+  const auto dot_half = [&](auto part, bool seen, product_t& c, int tile) {
+    const int role = thread_t().role();
+    const double* const rows = await_half(block, role, part.value, tile);
+    if (seen) dot<part.value>(c, rows, block.num_rows);
+    if (role == 1) release_half(block, 1, part.value, tile);
   };
   // dS of half of a tile multiplies k.
-  const auto accumulate_part = [&](auto part, const weights_t<kStepsEach>& w) {
+  const auto accumulate_half = [&](auto part,
+                                   bool seen,
+                                   const weights_t<kStepsEach>& w,
+                                   int tile) {
     const int start = thread_t().role() * kBlockN / 2;
-    accumulate<part.value, kStepsEach>(
-        sums, w, shared_place(part.value) + start * kHalf, block.num_rows);
+    const double* const rows = await_half(block, 0, part.value, tile) + start * kHalf;
+    if (seen) accumulate<part.value, kStepsEach>(sums, w, rows, block.num_rows);
+    release_half(block, 0, part.value, tile);
   };
   constexpr constant_t<0> kFirst;
   constexpr constant_t<1> kSecond;
-  if (block.num_rows > 0) fetch_part(kFirst, 0);
+  fetch_half(0, kFirst, 0);
+  fetch_half(1, kFirst, 0);
 #pragma unroll 1
   for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
-    product_t c = {};
-    weights_t<kStepsEach> w;
-    ptx::wait_copy_groups<0>();
-    // The first half has come, and all have read the second of the tile before.
-    __syncthreads();
-    fetch_part(kSecond, tile);
     const bool seen = is_seen(tile);
-    if (seen) dot_part(kFirst, c);
-    ptx::wait_copy_groups<0>();
-    __syncthreads();  // the second half has come
-    if (seen) {
-      dot_part(kSecond, c);
-      exchange(tile, c, w);
-      accumulate_part(kFirst, w);
-    }
-    __syncthreads();  // all have read the first half
-    if ((tile + 1) * kBlockN < block.num_rows) fetch_part(kFirst, tile + 1);
-    if (seen) accumulate_part(kSecond, w);
+    product_t c;
+    weights_t<kStepsEach> w;
+    clear(c);
+    fetch_half(0, kSecond, tile);
+    fetch_half(1, kSecond, tile);
+    dot_half(kFirst, seen, c, tile);
+    fetch_half(0, kFirst, tile + 1);
+    dot_half(kSecond, seen, c, tile);
+    fetch_half(1, kFirst, tile + 1);
+    if (seen) exchange(tile, c, w);
+    accumulate_half(kFirst, seen, w, tile);
+    accumulate_half(kSecond, seen, w, tile);
   }
-  ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
@@ -158,6 +151,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto exchange = [&](int tile, product_t& c, weights_t<kStepsEach>& w) {
       const thread_t me;
       double* const exchange_lane = exchange_of(me);
+      sync_pair();  // both have read what they exchanged last
       // A warp keeps its half of the keys and gives the other.
       double mine[kTilesEach][4], theirs[kTilesEach][4];
 #pragma unroll
@@ -231,10 +225,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     do {
       clear(sums);
       l[0] = l[1] = {0, 0};
+      begin_places(block, kNumPairs);
       walk(
           sums, block,
           [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
           exchange);
+      end_places(block);
     } while (walks_again(block, sums, found));
 
     // The second warp hands its sums over, in the place of its dO.

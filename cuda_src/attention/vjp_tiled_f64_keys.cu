@@ -94,6 +94,7 @@ __device__ __forceinline__ void walk(sums_t& sums,
       if (seen) dot<1>(c, rows, block.num_rows);
       release(true, 1, tile);
       fetch_half(kQ, kFirst, tile + 1);
+      await(false, 1, tile);  // with it lse and factor come
       if (seen) give(tile, c, w);
       rows = await(false, 0, tile);
       if (seen) accumulate<0, kStepsN>(sums, w, rows, block.num_rows);

@@ -238,17 +238,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         if constexpr (kStages == 2) load_block(i0 + kBlockM);
 
         frag_t<kKeyTiles, kQueryTiles> s, dp;
-#ifdef PAIRED
-        multiply_both(s, left<kHeadDim>(shared_address(smem_k), key_0()),
-                      right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)), dp,
-                      left<kHeadDim>(shared_address(smem_v), key_0()),
-                      right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
-#else
         multiply_scores(s, left<kHeadDim>(shared_address(smem_k), key_0()),
                         right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)));
         multiply_scores(dp, left<kHeadDim>(shared_address(smem_v), key_0()),
                         right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
-#endif
 
         const int row = key_0() + lane_index() / 4;
         const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
@@ -324,9 +317,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             };
           };
           multiply_sums<kBlockM>(sums_v, load_from(p_rows), dout_sums);
-#ifndef MERGED
           load_next(load_dout);
-#endif
           multiply_sums<kBlockM>(sums_k, load_from(ds_rows), q_sums);
         } else {
           multiply_sums<kBlockM>(
@@ -339,17 +330,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, dp, step); },
               q_sums);
         }
-#ifdef MERGED
-        load_next(load_block);
-#else
         load_next(load_q);
-#endif
         if constexpr (kMakesDq) {
           // As many columns at once as there are registers for.
-          #ifndef AT_ONCE
-#define AT_ONCE 4
-#endif
-          constexpr int kAtOnce = kColTilesQ < AT_ONCE ? kColTilesQ : AT_ONCE;
+          constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
 #pragma unroll 1
           for (int first = 0; first < kColTilesQ; first += kAtOnce) {
             frag_t<2, kAtOnce> dq;

@@ -168,45 +168,6 @@ __device__ __forceinline__ tile_t<kDim> stored(unsigned tile, int row, int chunk
   return {tile, row + lane_index() / 4, chunk};
 }
 
-#ifndef UNROLL
-#define UNROLL 4
-#endif
-#ifndef UNROLL2
-#define UNROLL2 2
-#endif
-// Both products of scores, step by step: twice as many are under way.
-template <int kDim, int kRows, int kCols>
-__device__ __forceinline__ void multiply_both(float (&s)[kRows][kCols][4],
-                                              const tile_t<kDim>& a,
-                                              const tile_t<kDim>& b,
-                                              float (&s2)[kRows][kCols][4],
-                                              const tile_t<kDim>& a2,
-                                              const tile_t<kDim>& b2) {
-  static_assert(kCols % 2 == 0);
-  clear(s);
-  clear(s2);
-  const auto one = [](auto& s, const auto& a, const auto& b, int step) {
-    unsigned x[kRows][4];
-#pragma unroll
-    for (int m = 0; m < kRows; ++m) ptx::ldmatrix_x4(x[m], a.at(16 * m, 2 * step));
-#pragma unroll
-    for (int n = 0; n < kCols; n += 2) {
-      unsigned y[4];
-      ptx::ldmatrix_x4(y, b.at(8 * n, 2 * step));
-#pragma unroll
-      for (int m = 0; m < kRows; ++m) {
-        pair16_t::mma(s[m][n], x[m], y[0], y[1]);
-        pair16_t::mma(s[m][n + 1], x[m], y[2], y[3]);
-      }
-    }
-  };
-#pragma unroll UNROLL2
-  for (int step = 0; step < kDim / 16; ++step) {
-    one(s, a, b, step);
-    one(s2, a2, b2, step);
-  }
-}
-
 // s = a b^T, over kDim columns.
 template <int kDim, int kRows, int kCols>
 __device__ __forceinline__ void multiply_scores(float (&s)[kRows][kCols][4],
@@ -214,7 +175,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kRows][kCols][4],
                                                 const tile_t<kDim>& b) {
   static_assert(kCols % 2 == 0);
   clear(s);
-#pragma unroll(kDim <= 128 ? kDim / 16 : kHasTerms ? 1 : UNROLL)
+#pragma unroll(kDim <= 128 ? kDim / 16 : kHasTerms ? 1 : 4)
   for (int step = 0; step < kDim / 16; ++step) {
     unsigned x[kRows][4];
 #pragma unroll

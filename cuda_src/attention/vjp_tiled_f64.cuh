@@ -11,7 +11,8 @@
 // with dS, each half of a tile (queries). So no warp holds sums of two gradients, for
 // which registers would not do, and a scheduler has always two warps.
 //
-// Shared  own       2 x kBlockM x kDim       as fragments (tiles_f64.cuh), once an entry
+// Shared  own       2 x kBlockM x kDim       as fragments (tiles_f64.cuh), once an
+// entry
 //         exchange  kBlockM x kBlockN        between the warps of a pair
 //         places    kPlaces x kBlockN x kHalf  the rows walked over, half of the
 //                                            columns of a tile in a place
@@ -30,10 +31,6 @@
 constexpr int kDim = DIM;  // of all rows; zeros fill the rest
 constexpr int kBlockN = BLOCK_N;
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
-#ifndef SHIFT
-#define SHIFT 0
-#endif
-constexpr int kShift = SHIFT;
 constexpr int kNumPairs = kNumThreads / (2 * kWarpSize);
 constexpr int kBlockM = kNumPairs * kWarpRows;
 // Whether scores have more to them than a scale.
@@ -44,10 +41,7 @@ constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
 constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
 constexpr int kHalf = kDim / 2;        // columns that are copied at a time
 constexpr int kPartChunks = kChunks / 2;
-#ifndef AHEAD
-#define AHEAD 1
-#endif
-constexpr int kAhead = AHEAD;  // products of c that their fragments come ahead of them
+constexpr int kAhead = 1;  // products of c that their fragments come ahead; 2 spill
 static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
 
 constexpr int kOwnSize = kBlockM * kDim, kPlaceSize = kBlockN * kHalf;
@@ -58,17 +52,15 @@ __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
 }
 
 // Where a thread stands: which pair its warp belongs to, whether it is the first (0) or
-// second (1) of it, and which lane. Of four pairs both warps stand on one scheduler, or
-// the second warp on that of the first of pair kShift later.
+// second (1) of it, and which lane. Of four pairs both warps stand on one scheduler:
+// while one waits for the other, products go on.
 class thread_t {
  public:
   __device__ __forceinline__ thread_t() : index_(threadIdx.x) {
     // What depends on it is computed anew each time, not kept in registers.
     ptx::forget(index_);
   }
-  __device__ __forceinline__ int pair() const {
-    return (index_ / kWarpSize + role() * kShift) % kNumPairs;
-  }
+  __device__ __forceinline__ int pair() const { return index_ / kWarpSize % kNumPairs; }
   __device__ __forceinline__ int role() const {
     return index_ / (kWarpSize * kNumPairs);
   }
@@ -191,10 +183,7 @@ __device__ __forceinline__ void accumulate(sums_t& sums,
   // Two products a fragment of the rows, which comes one ahead of them. A sum joins
   // when two more products have started: it is complete by then, and none waits for it.
   constexpr int kFragments = kSteps * kPartChunks, kProducts = 2 * kFragments;
-#ifndef DELAY
-#define DELAY 3
-#endif
-  constexpr int kDelay = DELAY;
+  constexpr int kDelay = 3;
   double a[2][8], sum[2][2][4];
   const auto load = [&](int fragment) {
     const int step = fragment % kSteps, c = fragment / kSteps;
@@ -212,7 +201,7 @@ __device__ __forceinline__ void accumulate(sums_t& sums,
     const int done = i - kDelay;
     if (done >= 0 && done / 2 % kSteps == kSteps - 1) {
       const int c = done / 2 / kSteps, h = done % 2;
-      double(&total)[4] = sums[kPart * kPartChunks + c][h];
+      double (&total)[4] = sums[kPart * kPartChunks + c][h];
       ptx::hold(count, 2 * i);
 #pragma unroll
       for (int n = 0; n < 4; ++n) total[n] += sum[c % 2][h][n];
@@ -240,8 +229,8 @@ struct rows_t {
   int dim;
 };
 
-// Three halves of tiles of the first array walked over, q or k, are in shared memory at a
-// time, and two of the second, dO or v.
+// Three halves of tiles of the first array walked over, q or k, are in shared memory at
+// a time, and two of the second, dO or v.
 constexpr int kFirstPlaces = 3, kPlaces = kFirstPlaces + 2;
 
 // What is the same to all threads of a block; in shared memory, since registers are
@@ -256,7 +245,7 @@ struct walk_t {
   // A second walk, where 0 * NaN has shown: values that are not finite become 0, and
   // where one is seen nevertheless, the portable kernels are asked.
   bool is_exact;
-  int odd_own[kBlockM];    // 1: a value of the row was not finite
+  int odd_own[kBlockM];  // 1: a value of the row was not finite
   // The same of the tile of this number, if there was one; of tiles by turns.
   int odd_other[2][kBlockN];
   alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
@@ -292,8 +281,10 @@ __device__ __forceinline__ void wait_for(ptx::copy_barrier_t& barrier, int parit
 
 // Copies a half with values that are not finite as 0, and notes their rows.
 template <int kPart>
-__device__ __forceinline__ void copy_clean(
-    walk_t& block, const rows_t& rows, int place_index, int tile) {
+__device__ __forceinline__ void copy_clean(walk_t& block,
+                                           const rows_t& rows,
+                                           int place_index,
+                                           int tile) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < kPlaceSize; n += kNumThreads) {
     const int row = n / kHalf, col = n % kHalf;
@@ -347,10 +338,7 @@ __device__ __forceinline__ const double* await_half(walk_t& block,
 }
 
 // This warp has read a half.
-__device__ __forceinline__ void release_half(walk_t& block,
-                                             int n,
-                                             int part,
-                                             int tile) {
+__device__ __forceinline__ void release_half(walk_t& block, int n, int part, int tile) {
   __syncwarp();  // all lanes have
   if (thread_t().lane() == 0) {
     ptx::copy_barrier_arrive(&block.empty[item_t(n, part, tile).place]);
@@ -474,7 +462,8 @@ __device__ __forceinline__ bool walks_again(walk_t& block,
   return true;
 }
 
-// store(row, column, sum, n) of what a lane has of a gradient: row n of four of its warp.
+// store(row, column, sum, n) of what a lane has of a gradient: row n of four of its
+// warp.
 template <typename Store>
 __device__ __forceinline__ void for_each_sum(const sums_t& sums, Store store) {
 #pragma unroll

@@ -43,14 +43,11 @@ __device__ __forceinline__ void walk(sums_t& sums,
     });
   };
   const auto dot_half = [&](auto part, bool seen, product_t& c, int tile) {
-    const double* const rows =
-        await_half(block, thread_t().role(), part.value, tile);
+    const double* const rows = await_half(block, thread_t().role(), part.value, tile);
     if (seen) dot<part.value>(c, rows, block.num_rows);
   };
   // P multiplies dO, dS multiplies q.
-  const auto accumulate_half = [&](auto part,
-                                   bool seen,
-                                   const weights_t<kStepsN>& w,
+  const auto accumulate_half = [&](auto part, bool seen, const weights_t<kStepsN>& w,
                                    int tile) {
     const int n = 1 - thread_t().role();
     const double* const rows = await_half(block, n, part.value, tile);
@@ -200,9 +197,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
               weight_at<kStepsN>(w, n, 2 * h + e) = p;
               product[e] = kHasSoftcap ? p * derivative : p;
             }
-            *reinterpret_cast<double2*>(exchange_lane +
-                                        (2 * n + h) * 2 * kWarpSize) = {product[0],
-                                                                        product[1]};
+            *reinterpret_cast<double2*>(exchange_lane + (2 * n + h) * 2 * kWarpSize) = {
+                product[0], product[1]};
           }
         }
       };

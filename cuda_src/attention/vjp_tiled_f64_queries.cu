@@ -45,9 +45,7 @@ __device__ __forceinline__ void walk(sums_t& sums,
     if (role == 1) release_half(block, 1, part.value, tile);
   };
   // dS of half of a tile multiplies k.
-  const auto accumulate_half = [&](auto part,
-                                   bool seen,
-                                   const weights_t<kStepsEach>& w,
+  const auto accumulate_half = [&](auto part, bool seen, const weights_t<kStepsEach>& w,
                                    int tile) {
     const int start = thread_t().role() * kBlockN / 2;
     const double* const rows = await_half(block, 0, part.value, tile) + start * kHalf;
@@ -248,9 +246,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (me.role() == 1) {
 #pragma unroll
       for (int n = 0; n < 4 * kChunks; ++n) {
-        const double(&sum)[4] = sums[n / 4][n % 4 / 2];
-        *reinterpret_cast<double2*>(handed + n * 2 * kWarpSize) = {
-            sum[n % 2 * 2], sum[n % 2 * 2 + 1]};
+        const double (&sum)[4] = sums[n / 4][n % 4 / 2];
+        *reinterpret_cast<double2*>(handed + n * 2 * kWarpSize) = {sum[n % 2 * 2],
+                                                                   sum[n % 2 * 2 + 1]};
       }
       *reinterpret_cast<double2*>(exchange_lane) = {l_of[0], l_of[1]};
     }
@@ -259,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
     for (int n = 0; n < 4 * kChunks; ++n) {
       const double2 x = load2(handed + n * 2 * kWarpSize);
-      double(&sum)[4] = sums[n / 4][n % 4 / 2];
+      double (&sum)[4] = sums[n / 4][n % 4 / 2];
       sum[n % 2 * 2] += x.x;
       sum[n % 2 * 2 + 1] += x.y;
     }

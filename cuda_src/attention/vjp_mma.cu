@@ -194,10 +194,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       auto load_dout = [&](int i) {
         if (i >= view.last) return;
         const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
-        load_tile<kBlockM, kHeadDim>(
-            smem_dout + stage * kBytesM, view.dout + i * grads.dout.row, grads.dout.row,
-            view.last - i, static_cast<int>(params.head_dim_v), view.aligned_dout,
-            tile_t<kHeadDim>::offset);
+        load_tile<kBlockM, kHeadDim>(smem_dout + stage * kBytesM,
+                                     view.dout + i * grads.dout.row, grads.dout.row,
+                                     view.last - i, static_cast<int>(params.head_dim_v),
+                                     view.aligned_dout, tile_t<kHeadDim>::offset);
         const int n = thread_index() * 16;
         if (n < kBytesStats) {
           ptx::copy_async_or_zero(

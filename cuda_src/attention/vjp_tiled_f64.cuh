@@ -11,11 +11,14 @@
 // with dS, each half of a tile (queries). So no warp holds sums of two gradients, for
 // which registers would not do, and a scheduler has always two warps.
 //
-// Shared  own       2 x kBlockM x kDim       as fragments (tiles_f64.cuh), once an
-// entry
-//         exchange  kBlockM x kBlockN        between the warps of a pair
+// Shared  own       2 x kBlockM x kDim         as fragments (tiles_f64.cuh), once an
+//                                              entry
+//         exchange  kBlockM x kBlockN          between the warps of a pair
 //         places    kPlaces x kBlockN x kHalf  the rows walked over, half of the
-//                                            columns of a tile in a place
+//                                              columns of a tile in a place
+//
+// Each place has barriers of its own, for its copies and for the warps that read it; no
+// barrier of the block holds all warps in a walk, and pairs drift apart.
 #pragma once
 
 #include "attention/vjp.cuh"

@@ -32,12 +32,8 @@ class Tile:
         return 2 * 32 * self.block_m // WARP_ROWS
 
     def smem(self, dim: int) -> int:
-        """Bytes of shared memory.
-
-        Two tiles of the rows owned, what the warps of a pair exchange, and five places
-        for half of the columns of a tile of the others.
-        """
-        rows = 2 * self.block_m * dim + 5 * self.block_n * (dim // 2)
+        """Bytes for two tiles of either kind, and what the warps of a pair exchange."""
+        rows = 2 * (self.block_m + self.block_n) * dim
         return 8 * (rows + self.block_m * self.block_n)
 
 

@@ -26,59 +26,6 @@ struct block_t : walk_t {
   alignas(16) double lse[kBlockN], factor[kBlockN], delta[kBlockN];
 };
 
-// The walk over all tiles of queries. No barrier holds all warps: a place is free when
-// all have read it.
-//   fetch_row(tile)       starts copies of what else belongs to the rows of a tile
-//   is_seen(tile)         whether the pair takes part in it
-//   exchange(tile, c, w)  makes the weights
-template <typename FetchRow, typename IsSeen, typename Exchange>
-__device__ __forceinline__ void walk(sums_t& sums,
-                                     walk_t& block,
-                                     FetchRow fetch_row,
-                                     IsSeen is_seen,
-                                     Exchange exchange) {
-  const auto fetch_half = [&](int n, auto part, int tile) {
-    fetch<part.value>(block, n, tile, [&] {
-      if (n == 1 && part.value == 1) fetch_row(tile);
-    });
-  };
-  const auto dot_half = [&](auto part, bool seen, product_t& c, int tile) {
-    const double* const rows = await_half(block, thread_t().role(), part.value, tile);
-    if (seen) dot<part.value>(c, rows, block.num_rows);
-  };
-  // P multiplies dO, dS multiplies q.
-  const auto accumulate_half = [&](auto part, bool seen, const weights_t<kStepsN>& w,
-                                   int tile) {
-    const int n = 1 - thread_t().role();
-    const double* const rows = await_half(block, n, part.value, tile);
-    if (seen) accumulate<part.value, kStepsN>(sums, w, rows, block.num_rows);
-    release_half(block, n, part.value, tile);
-  };
-  constexpr constant_t<0> kFirst;
-  constexpr constant_t<1> kSecond;
-  fetch_half(0, kFirst, 0);
-  fetch_half(1, kFirst, 0);
-#pragma unroll 1
-  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
-    const bool seen = is_seen(tile);
-    product_t c;
-    weights_t<kStepsN> w;
-    clear(c);
-    fetch_half(0, kSecond, tile);
-    fetch_half(1, kSecond, tile);
-    dot_half(kFirst, seen, c, tile);
-    release_half(block, thread_t().role(), 0, tile);
-    fetch_half(0, kFirst, tile + 1);
-    dot_half(kSecond, seen, c, tile);
-    await_half(block, 1, 1, tile);  // with it lse, factor and delta come
-    if (seen) exchange(tile, c, w);
-    release_half(block, thread_t().role(), 1, tile);
-    accumulate_half(kFirst, seen, w, tile);
-    fetch_half(1, kFirst, tile + 1);
-    accumulate_half(kSecond, seen, w, tile);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_tiled_f64_keys(
         const elem_t* __restrict__ q,        // (batch, heads, queries, head_dim)
@@ -164,80 +111,74 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto band_of = [&](int tile) {
       return moved(block.band, tile * kBlockN, thread_t().first_row());
     };
-    const auto give = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
+    const auto exchange = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
       const thread_t me;
       double* const exchange_lane = exchange_of(me);
-      const exp2_t exp2(block.exp2);
-      const band_t band = band_of(tile);
-      const index_t i0 = block.first + tile * kBlockN,
-                    j = block.own_first + me.first_row();
-      const auto make = [&](auto check) {
+      if (me.role() == 0) {
+        const exp2_t exp2(block.exp2);
+        const band_t band = band_of(tile);
+        const index_t i0 = block.first + tile * kBlockN,
+                      j = block.own_first + me.first_row();
+        const auto make = [&](auto check) {
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            const int col = 8 * n + 2 * me.t();
+            const double2 lse_of = load2(block.lse + col);
+            const double2 factor_of = load2(block.factor + col);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              double product[2];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const int key = me.g() + 8 * h, query = col + e;
+                double derivative;
+                double p = weight_of<check.value>(
+                    c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
+                    params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
+                    derivative);
+                p *= e == 0 ? factor_of.x : factor_of.y;
+                if (check.value && block.is_exact && !is_unseen(p) &&
+                    (block.odd_own[me.first_row() + key] ||
+                     block.odd_other[query] == tile)) {
+                  *found = 1;
+                }
+                weight_at<kStepsN>(w, n, 2 * h + e) = p;
+                product[e] = kHasSoftcap ? p * derivative : p;
+              }
+              *reinterpret_cast<double2*>(exchange_lane +
+                                          (2 * n + h) * 2 * kWarpSize) = {product[0],
+                                                                          product[1]};
+            }
+          }
+        };
+        if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
+          make(flag_t<false>{});
+        } else {
+          make(flag_t<true>{});
+        }
+      }
+      sync_pair();  // P is complete
+      if (me.role() == 1) {
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const int col = 8 * n + 2 * me.t();
-          const double2 lse_of = load2(block.lse + col);
-          const double2 factor_of = load2(block.factor + col);
+          const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            double product[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const int key = me.g() + 8 * h, query = col + e;
-              double derivative;
-              double p = weight_of<check.value>(
-                  c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
-                  params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
-                  derivative);
-              p *= e == 0 ? factor_of.x : factor_of.y;
-              if (check.value && block.is_exact && !is_unseen(p) &&
-                  (block.odd_own[me.first_row() + key] ||
-                   block.odd_other[tile % 2][query] == tile)) {
-                *found = 1;
-              }
-              weight_at<kStepsN>(w, n, 2 * h + e) = p;
-              product[e] = kHasSoftcap ? p * derivative : p;
-            }
-            *reinterpret_cast<double2*>(exchange_lane + (2 * n + h) * 2 * kWarpSize) = {
-                product[0], product[1]};
+            const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
+            const double x = p.x * (c[n][2 * h] - delta_of.x);
+            const double y = p.y * (c[n][2 * h + 1] - delta_of.y);
+            weight_at<kStepsN>(w, n, 2 * h) = is_unseen(p.x) ? -0.0 : x;
+            weight_at<kStepsN>(w, n, 2 * h + 1) = is_unseen(p.y) ? -0.0 : y;
           }
         }
-      };
-      if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
-        make(flag_t<false>{});
-      } else {
-        make(flag_t<true>{});
       }
-    };
-    const auto take = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
-      const thread_t me;
-      const double* const exchange_lane = exchange_of(me);
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
-          const double x = p.x * (c[n][2 * h] - delta_of.x);
-          const double y = p.y * (c[n][2 * h + 1] - delta_of.y);
-          weight_at<kStepsN>(w, n, 2 * h) = is_unseen(p.x) ? -0.0 : x;
-          weight_at<kStepsN>(w, n, 2 * h + 1) = is_unseen(p.y) ? -0.0 : y;
-        }
-      }
-    };
-    const auto exchange = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
-      sync_pair();  // what was exchanged last has been read
-      if (thread_t().role() == 0) give(tile, c, w);
-      sync_pair();  // P is complete
-      if (thread_t().role() == 1) take(tile, c, w);
-    };
-    const auto is_seen = [&](int tile) {
-      return sees_any(band_of(tile), kBlockN, kWarpRows);
     };
     do {
       clear(sums);
-      begin_places(block, 2 * kNumPairs);
-      walk(sums, block, fetch_row, is_seen, exchange);
-      end_places(block);
+      walk<kStepsN>(
+          sums, block, fetch_row,
+          [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },
+          exchange);
     } while (walks_again(block, sums, found));
 
     const bool is_dv = thread_t().role() == 0;

@@ -26,6 +26,7 @@ class Tile:
     block_n: int = 32
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     spills_on: tuple[str, ...] = ()  # architectures
+    spills_with_softcap: bool = False
 
     @property
     def num_threads(self) -> int:
@@ -89,6 +90,7 @@ class TensorFloat64VjpKernel:
             for tile in _kernels.by_threshold(self.tiles, dim)
             if tile.smem(dim) + _STATIC_SMEM <= device.smem_optin
             and device.arch not in tile.spills_on
+            and not (forward.softcap and tile.spills_with_softcap)
         ]
         return tuple(tile for tile in fitting if tile.block_n == fitting[0].block_n)
 
@@ -147,11 +149,11 @@ TILED_F64_VJP = TensorFloat64VjpKernel(
         (
             64,
             (
-                Tile(64, 64, spills_on=("sm_100",)),
+                Tile(64, 64, spills_on=("sm_100",), spills_with_softcap=True),
                 Tile(64, 32),
-                Tile(32, 64, spills_on=("sm_100",)),
+                Tile(32, 64, spills_on=("sm_100",), spills_with_softcap=True),
                 Tile(32, 32),
-                Tile(16, 64, spills_on=("sm_100",)),
+                Tile(16, 64, spills_on=("sm_100",), spills_with_softcap=True),
                 Tile(16, 32),
             ),
         ),

@@ -25,6 +25,8 @@ class Tile:
     block_m: int
     block_n: int = 32
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    spills_on: tuple[str, ...] = ()  # architectures
+    spills_with_softcap: bool = False
 
     @property
     def num_threads(self) -> int:
@@ -78,13 +80,19 @@ class TensorFloat64VjpKernel:
         return next(n for n in self.dims if n >= widest)
 
     def fitting(self, forward: AttentionProblem, device: Device) -> tuple[Tile, ...]:
-        """The tiles that fit on `device`."""
+        """The tiles that fit on `device`.
+
+        All walk over as many rows at a time, and so make the same sums.
+        """
         dim = self.dim(forward)
-        return tuple(
+        fitting = [
             tile
             for tile in _kernels.by_threshold(self.tiles, dim)
             if tile.smem(dim) + _STATIC_SMEM <= device.smem_optin
-        )
+            and device.arch not in tile.spills_on
+            and not (forward.softcap and tile.spills_with_softcap)
+        ]
+        return tuple(tile for tile in fitting if tile.block_n == fitting[0].block_n)
 
     def tile(
         self, forward: AttentionProblem, device: Device, heads: int, seqlen: int
@@ -138,7 +146,17 @@ TILED_F64_VJP = TensorFloat64VjpKernel(
     rungs=("tiled", "auto"),
     dims=(32, 64, 96, 128),
     tiles=(
-        (64, (Tile(64), Tile(32), Tile(16))),
+        (
+            64,
+            (
+                Tile(64, 64, spills_on=("sm_100",), spills_with_softcap=True),
+                Tile(64, 32),
+                Tile(32, 64, spills_on=("sm_100",), spills_with_softcap=True),
+                Tile(32, 32),
+                Tile(16, 64, spills_on=("sm_100",), spills_with_softcap=True),
+                Tile(16, 32),
+            ),
+        ),
         (128, (Tile(64), Tile(32), Tile(16))),
     ),
 )

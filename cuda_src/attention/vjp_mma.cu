@@ -183,25 +183,31 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
       __syncthreads();  // the view is complete
 
-      auto load_block = [&](int i) {
-        const int num_rows = view.last - i;
-        if (num_rows > 0) {
-          const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
-          load_tile<kBlockM, kHeadDim>(smem_q + stage * kBytesM,
-                                       view.q + i * params.q.row, params.q.row,
-                                       num_rows, static_cast<int>(params.head_dim),
-                                       view.aligned_q, tile_t<kHeadDim>::offset);
-          load_tile<kBlockM, kHeadDim>(smem_dout + stage * kBytesM,
-                                       view.dout + i * grads.dout.row, grads.dout.row,
-                                       num_rows, static_cast<int>(params.head_dim_v),
-                                       view.aligned_dout, tile_t<kHeadDim>::offset);
-          const int n = thread_index() * 16;
-          if (n < kBytesStats) {
-            ptx::copy_async_or_zero(
-                shared_address(smem_stats) + stage * kBytesStats + n,
-                view.stats + index_t(i / kBlockM) * (2 * kBlockM) + n / 4, 16);
-          }
+      auto load_q = [&](int i) {
+        if (i >= view.last) return;
+        const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
+        load_tile<kBlockM, kHeadDim>(smem_q + stage * kBytesM,
+                                     view.q + i * params.q.row, params.q.row,
+                                     view.last - i, static_cast<int>(params.head_dim),
+                                     view.aligned_q, tile_t<kHeadDim>::offset);
+      };
+      auto load_dout = [&](int i) {
+        if (i >= view.last) return;
+        const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
+        load_tile<kBlockM, kHeadDim>(smem_dout + stage * kBytesM,
+                                     view.dout + i * grads.dout.row, grads.dout.row,
+                                     view.last - i, static_cast<int>(params.head_dim_v),
+                                     view.aligned_dout, tile_t<kHeadDim>::offset);
+        const int n = thread_index() * 16;
+        if (n < kBytesStats) {
+          ptx::copy_async_or_zero(
+              shared_address(smem_stats) + stage * kBytesStats + n,
+              view.stats + index_t(i / kBlockM) * (2 * kBlockM) + n / 4, 16);
         }
+      };
+      auto load_block = [&](int i) {
+        load_q(i);
+        load_dout(i);
         ptx::commit_copies();
       };
 
@@ -288,6 +294,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           __syncthreads();  // P and dS are complete
         }
 
+        // With one stage, what comes next takes the place of what was read last, while
+        // products go on.
+        auto load_next = [&](auto load) {
+          if constexpr (kStages == 1) {
+            __syncthreads();  // all have read what was there
+            load(i0 + kBlockM);
+            ptx::commit_copies();
+          }
+        };
         const auto dout_sums = summed<kHeadDim>(stage_dout, 0, part() * kColTiles);
         const auto q_sums = summed<kHeadDim>(stage_q, 0, part() * kColTiles);
         if constexpr (kSharesP) {
@@ -302,17 +317,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             };
           };
           multiply_sums<kBlockM>(sums_v, load_from(p_rows), dout_sums);
+          load_next(load_dout);
           multiply_sums<kBlockM>(sums_k, load_from(ds_rows), q_sums);
         } else {
           multiply_sums<kBlockM>(
               sums_v,
               [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, s, step); },
               dout_sums);
+          load_next(load_dout);
           multiply_sums<kBlockM>(
               sums_k,
               [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, dp, step); },
               q_sums);
         }
+        load_next(load_q);
         if constexpr (kMakesDq) {
           // As many columns at once as there are registers for.
           constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
@@ -343,10 +361,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               }
             }
           }
-        }
-        if constexpr (kStages == 1) {
-          __syncthreads();  // all have read the block
-          load_block(i0 + kBlockM);
         }
       }
     }

@@ -22,6 +22,7 @@
 #include "attention/tiles_f64.cuh"
 #include "common/exp2_f64.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/hold.cuh"
 
 #if !defined(DIM) || !defined(BLOCK_N) || !defined(MIN_BLOCKS)
 #error "DIM, BLOCK_N and MIN_BLOCKS come from the host"
@@ -38,7 +39,8 @@ constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
 constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
 constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
 constexpr int kHalf = kDim / 2;        // columns that are copied at a time
-constexpr int kStepsAtOnce = kDim > 64 ? 1 : 4;  // of c, in line; others spill
+constexpr int kPartChunks = kChunks / 2;
+constexpr int kAhead = 1;  // products of c that their fragments come ahead; 2 spill
 static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
 
 constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
@@ -96,73 +98,117 @@ struct constant_t {
 };
 
 using product_t = double[kTiles][4];  // fragments c
-using sums_t = double[kChunks][8];    // of a row 16 c + 4 t + (0, 2), then + (1, 3)
+// Of rows 2 t + (0, 1, 0, 1) of 8 and of the next 8, columns 2 g + (0, 0, 1, 1) of a
+// chunk; fragments c of the transposed product.
+using sums_t = double[kChunks][2][4];
 template <int kSteps>
-using weights_t = double[kSteps][8];  // fragments a
+using weights_t = double[kSteps][2][4];  // of row g and of g + 8; fragments b
 
-// c += own other^T over half kPart of the columns, for the first num_rows rows.
+// Where element e of tile n of a fragment c goes as a weight: the step is n / 2.
+template <int kSteps>
+__device__ __forceinline__ double& weight_at(weights_t<kSteps>& w, int n, int e) {
+  return w[n / 2][e / 2][n % 2 * 2 + e % 2];
+}
+
+// c += own other^T over half kPart of the columns. Each product stands between two
+// holds, with the loads for the next ones beside it; `count` is any number from 0 on.
 template <int kPart>
-__device__ __forceinline__ void dot(product_t& c, int num_rows) {
+__device__ __forceinline__ void dot(product_t& c, int count) {
   const thread_t me;
-  const double* const own = own_of(me) + me.lane() * kVec;
-  const double* const other = shared_other() + me.role() * kOtherSize;
+  const double* const own =
+      own_of(me) + kPart * kPartChunks * kStepSize + me.lane() * kVec;
+  const double* const other =
+      shared_other() + me.role() * kOtherSize + kPart * kPartChunks * 16;
   const double* const other_lane[2] = {other + place<kDim>(me.g(), me.t()),
                                        other + place<kDim>(me.g(), 4 + me.t())};
-#pragma unroll kStepsAtOnce
-  for (int step = kPart * kChunks / 2; step < (kPart + 1) * kChunks / 2; ++step) {
-    double a[8];
-    load_own(a, own, step);
+  constexpr int kProducts = kTiles * kPartChunks;
+  double a[2][8], b[kAhead + 1][4];
+  const auto load_a = [&](int step) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      // No such rows. The branch also keeps the compiler from loading far ahead, for
-      // which registers would not do.
-      if (n % 2 == 0 && 8 * n >= num_rows) break;
-      const int at = 8 * n * kDim + 16 * step;
-      const double2 x = load2(other_lane[0] + at), y = load2(other_lane[1] + at);
-      const double b[4] = {x.x, x.y, y.x, y.y};
-      add_product(c[n], a, b);
+    for (int i = 0; i < 4; ++i) {
+      const double2 x = ptx::load_here(own + step * kStepSize + i * kWarpSize * kVec);
+      a[step % 2][2 * i] = x.x;
+      a[step % 2][2 * i + 1] = x.y;
     }
+  };
+  const auto load_b = [&](int product) {
+    const int at = 8 * (product % kTiles) * kDim + 16 * (product / kTiles);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const double2 x = ptx::load_here(other_lane[i] + at);
+      b[product % (kAhead + 1)][2 * i] = x.x;
+      b[product % (kAhead + 1)][2 * i + 1] = x.y;
+    }
+  };
+  load_a(0);
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) load_b(i);
+#pragma unroll
+  for (int i = 0; i < kProducts; ++i) {
+    const int step = i / kTiles, n = i % kTiles;
+    ptx::hold(count, i);
+    if (i + kAhead < kProducts) load_b(i + kAhead);
+    // Before the first product of a step, the one before it may still be reading these
+    // registers.
+    if (n == 1 && step + 1 < kPartChunks) load_a(step + 1);
+    add_product(c[n], a[step % 2], b[i % (kAhead + 1)]);
   }
 }
 
 // sums += w other in half kPart of the columns, for 16 kSteps rows from place `other`
 // of shared memory on. The products of a tile are summed apart before they join.
 template <int kPart, int kSteps>
-__device__ __forceinline__ void accumulate(
-    sums_t& sums, const weights_t<kSteps>& w, int other, int num_rows, int dim) {
+__device__ __forceinline__ void accumulate(sums_t& sums,
+                                           const weights_t<kSteps>& w,
+                                           int other,
+                                           int count) {
   const thread_t me;
   const double* other_lane[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    other_lane[e] = shared_other() + other + place<kDim>(2 * me.t() + e, me.g());
+    other_lane[e] = shared_other() + other + kPart * kPartChunks * 16 +
+                    place<kDim>(2 * me.t() + e, me.g());
   }
+  // Two products a fragment of the rows, which comes one ahead of them. A sum joins
+  // when two more products have started: it is complete by then, and none waits for it.
+  constexpr int kFragments = kSteps * kPartChunks, kProducts = 2 * kFragments;
+  constexpr int kDelay = 3;
+  double a[2][8], sum[2][2][4];
+  const auto load = [&](int fragment) {
+    const int step = fragment % kSteps, c = fragment / kSteps;
 #pragma unroll
-  for (int c = kPart * kChunks / 2; c < (kPart + 1) * kChunks / 2; ++c) {
-    // No such columns, no such rows; as above.
-    if (16 * c >= dim) break;
-    double sum[2][4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if (16 * step >= num_rows) break;
-      double b[2][4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const double2 x =
-            load2(other_lane[i % 2] + (16 * step + 8 * (i / 2)) * kDim + 16 * c);
-        b[0][i] = x.x;
-        b[1][i] = x.y;
-      }
-      add_product(sum[0], w[step], b[0]);
-      add_product(sum[1], w[step], b[1]);
+    for (int i = 0; i < 4; ++i) {
+      const double2 x =
+          ptx::load_here(other_lane[i % 2] + (16 * step + 8 * (i / 2)) * kDim + 16 * c);
+      a[fragment % 2][2 * i] = x.x;
+      a[fragment % 2][2 * i + 1] = x.y;
     }
+  };
+  load(0);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) sums[c][n] += sum[n / 4][n % 4];
+  for (int i = 0; i < kProducts + kDelay; ++i) {
+    const int done = i - kDelay;
+    if (done >= 0 && done / 2 % kSteps == kSteps - 1) {
+      const int c = done / 2 / kSteps, h = done % 2;
+      double (&total)[4] = sums[kPart * kPartChunks + c][h];
+      ptx::hold(count, 2 * i);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) total[n] += sum[c % 2][h][n];
+      // The assembler would put all additions behind all products.
+      ptx::hold(count, 2 * i + 1, total);
+    } else {
+      ptx::hold(count, 2 * i + 1);
+    }
+    if (i >= kProducts) continue;
+    const int fragment = i / 2, h = i % 2;
+    const int step = fragment % kSteps, c = fragment / kSteps;
+    if (h == 1 && fragment + 1 < kFragments) load(fragment + 1);
+    if (step == 0) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) sum[c % 2][h][n] = 0;
+    }
+    add_product(sum[c % 2][h], a[fragment % 2], w[step][h]);
   }
-}
-
-// Where element e of tile n of a fragment c goes as an operand: the step is n / 2.
-__device__ constexpr int slot_of(int n, int e) {
-  return 2 * (n % 2 * 2 + e % 2) + e / 2;
 }
 
 // Rows of a matrix in global memory.
@@ -246,14 +292,13 @@ __device__ __forceinline__ void walk(sums_t& sums,
                                      FetchRow fetch_row,
                                      IsSeen is_seen,
                                      Exchange exchange) {
-  const auto accumulate_part = [&](auto part, int tile, const weights_t<kSteps>& w) {
+  const auto accumulate_part = [&](auto part, const weights_t<kSteps>& w) {
     // P multiplies dO, dS multiplies q; or dS of half a tile multiplies k.
     constexpr bool kWhole = kSteps == kStepsN;
     const int role = thread_t().role(), values = kWhole ? 1 - role : 0;
     const int start = kWhole ? 0 : role * kBlockN / 2;
     accumulate<part.value, kSteps>(sums, w, values * kOtherSize + start * kDim,
-                                   block.num_rows - tile * kBlockN - start,
-                                   block.rows[values].dim);
+                                   block.num_rows);
   };
   const auto fetch_first = [&](int tile) {
     fetch<0>(block, tile * kBlockN);
@@ -275,7 +320,7 @@ __device__ __forceinline__ void walk(sums_t& sums,
       __syncthreads();  // the values are finite
     }
     const bool seen = is_seen(tile);
-    if (seen) dot<0>(c, block.num_rows - tile * kBlockN);
+    if (seen) dot<0>(c, block.num_rows);
     ptx::wait_copy_groups<0>();
     __syncthreads();  // the second half has come
     if (block.is_exact) {
@@ -283,13 +328,13 @@ __device__ __forceinline__ void walk(sums_t& sums,
       __syncthreads();  // the values are finite
     }
     if (seen) {
-      dot<1>(c, block.num_rows - tile * kBlockN);
+      dot<1>(c, block.num_rows);
       exchange(tile, c, w);
-      accumulate_part(constant_t<0>{}, tile, w);
+      accumulate_part(constant_t<0>{}, w);
     }
     __syncthreads();  // all have read the first half
     if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
-    if (seen) accumulate_part(constant_t<1>{}, tile, w);
+    if (seen) accumulate_part(constant_t<1>{}, w);
   }
   ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
@@ -357,7 +402,7 @@ __device__ __forceinline__ bool is_odd(const sums_t& sums) {
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) odd |= !is_finite(sums[c][n]);
+    for (int n = 0; n < 8; ++n) odd |= !is_finite(sums[c][n / 4][n % 4]);
   }
   return odd;
 }
@@ -378,19 +423,28 @@ __device__ __forceinline__ bool walks_again(walk_t& block,
   return true;
 }
 
-// store(row, column, sum, r) of what a lane has of a gradient: rows g (r = 0) and g + 8
-// of its warp.
+// Clears the sums.
+__device__ __forceinline__ void clear(sums_t& sums) {
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) sums[c][n / 4][n % 4] = 0;
+  }
+}
+
+// store(row, column, sum, n) of what a lane has of a gradient: row n of four of its
+// warp.
 template <typename Store>
 __device__ __forceinline__ void for_each_sum(const sums_t& sums, Store store) {
-  const thread_t me;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
+  for (int n = 0; n < 4; ++n) {
+    const thread_t me;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        store(me.g() + 8 * r, 16 * c + 4 * me.t() + n,
-              sums[c][4 * (n % 2) + 2 * r + n / 2], r);
+      for (int col = 0; col < 2; ++col) {
+        store(2 * me.t() + n % 2 + 8 * (n / 2), 16 * c + 2 * me.g() + col,
+              sums[c][n / 2][2 * col + n % 2], n);
       }
     }
   }

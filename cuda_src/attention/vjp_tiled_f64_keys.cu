@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                      block.odd_other[query] == tile)) {
                   *found = 1;
                 }
-                w[n / 2][slot_of(n, 2 * h + e)] = p;
+                weight_at<kStepsN>(w, n, 2 * h + e) = p;
                 product[e] = kHasSoftcap ? p * derivative : p;
               }
               *reinterpret_cast<double2*>(exchange_lane +
@@ -167,18 +167,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
             const double x = p.x * (c[n][2 * h] - delta_of.x);
             const double y = p.y * (c[n][2 * h + 1] - delta_of.y);
-            w[n / 2][slot_of(n, 2 * h)] = is_unseen(p.x) ? -0.0 : x;
-            w[n / 2][slot_of(n, 2 * h + 1)] = is_unseen(p.y) ? -0.0 : y;
+            weight_at<kStepsN>(w, n, 2 * h) = is_unseen(p.x) ? -0.0 : x;
+            weight_at<kStepsN>(w, n, 2 * h + 1) = is_unseen(p.y) ? -0.0 : y;
           }
         }
       }
     };
     do {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) sums[c][n] = 0;
-      }
+      clear(sums);
       walk<kStepsN>(
           sums, block, fetch_row,
           [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },

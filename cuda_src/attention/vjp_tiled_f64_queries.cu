@@ -155,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             }
             // Not 0 * NaN.
             if ((kTerms || check.value) && is_unseen(p)) ds = -0.0;
-            w[n / 2][slot_of(n, e)] = ds;
+            weight_at<kStepsEach>(w, n, e) = ds;
           }
         }
       };
@@ -171,11 +171,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
     };
     do {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-        for (int n = 0; n < 8; ++n) sums[c][n] = 0;
-      }
+      clear(sums);
       l[0] = l[1] = {0, 0};
       walk<kStepsEach>(
           sums, block, [](int) {},
@@ -198,8 +194,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (me.role() == 1) {
 #pragma unroll
       for (int n = 0; n < 4 * kChunks; ++n) {
-        *reinterpret_cast<double2*>(handed + n * 2 * kWarpSize) = {
-            sums[n / 4][n % 4 * 2], sums[n / 4][n % 4 * 2 + 1]};
+        const double (&sum)[4] = sums[n / 4][n % 4 / 2];
+        *reinterpret_cast<double2*>(handed + n * 2 * kWarpSize) = {sum[n % 2 * 2],
+                                                                   sum[n % 2 * 2 + 1]};
       }
       *reinterpret_cast<double2*>(exchange_lane) = {l_of[0], l_of[1]};
     }
@@ -208,8 +205,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
     for (int n = 0; n < 4 * kChunks; ++n) {
       const double2 x = load2(handed + n * 2 * kWarpSize);
-      sums[n / 4][n % 4 * 2] += x.x;
-      sums[n / 4][n % 4 * 2 + 1] += x.y;
+      double (&sum)[4] = sums[n / 4][n % 4 / 2];
+      sum[n % 2 * 2] += x.x;
+      sum[n % 2 * 2 + 1] += x.y;
     }
     const double2 l_theirs = load2(exchange_lane);
 
@@ -237,13 +235,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
       }
     }
+    // A lane has other rows of the sums.
+    double factor_of[4];  // of rows 2 t + (0, 1), then + 8
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      factor_of[n] =
+          __shfl_sync(kFullMask, own_factor[n / 2], 4 * (2 * me.t() + n % 2));
+    }
     grad_t* const out = dq + block.kept.of[1] + row * grads.row[0];
     const int num_rows = num_own();
-    for_each_sum(sums, [&](int i, int col, double sum, int r) {
+    for_each_sum(sums, [&](int i, int col, double sum, int n) {
       if (i >= num_rows || col >= params.head_dim) return;
       grad_t& x = out[i * grads.row[0] + col * grads.col[0]];
       // Entries that share q add up in order, each with factors of its own.
-      const double term = sum * own_factor[r] * params.scale;
+      const double term = sum * factor_of[n] * params.scale;
       x = block.summed > 0 ? x + term : term;
     });
   }

@@ -22,4 +22,14 @@ __device__ __forceinline__ double2 load_here(const double* x) {
   return y;
 }
 
+// The same, behind which `x` cannot be made.
+__device__ __forceinline__ void hold(int count, int number, const double (&x)[4]) {
+  if (count != ~number) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("st.volatile.shared.f64 [%0], %1;" ::"r"(8 * i), "d"(x[i]));
+  }
+  __trap();
+}
+
 }  // namespace ptx

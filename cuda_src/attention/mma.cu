@@ -7,8 +7,9 @@
 //            and at the end  out = o / l,  lse = m + log l.
 //            m follows the maximum only when that has grown by 2^8. float32 is split
 //            into float16 numbers (mma_split.cuh).
-// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
-//            ones are longest
+// Grid       (blocks of a head, heads). A block has one tile of queries, or, where it
+//            stays (STAYS), several of one head, of which it fetches the next one while
+//            it stores; last tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
 //                                                     comes to a tile of its own first
@@ -40,13 +41,28 @@ constexpr bool kPrepared = false;
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
 static_assert(kSides == 1 || kStages == 2);
+// A block has several tiles of queries.
+#ifdef STAYS
+constexpr bool kStays = true;
+#else
+constexpr bool kStays = false;
+#endif
 // Of a stage in shared memory.
 constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
 constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
-constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * (kStageK + kStageV);
+constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
 // Fragments of q stay in registers where there is room.
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
+// Results leave by way of shared memory, while the next tiles come: from one stage, or
+// from a place of their own; else from the place of all tiles.
+constexpr bool kOutApart = kStays && kStages == 1;
+static_assert(!kStays || (!kSplits && !kHasTerms));
+static_assert(!kStays || kOutApart || kBytesOut <= kStage);
+constexpr unsigned kBytesFront = kOutApart ? kBytesTiles + kBytesOut
+                                 : kBytesTiles > kBytesOut ? kBytesTiles
+                                                           : kBytesOut;
 
 // A tensor core cuts the bits that fall off a sum: products of one sign come out
 // smaller by about 0.4 units in the last place with each step of 16 columns but the
@@ -69,19 +85,53 @@ struct block_t {
   }
 };
 
+// A tile of queries, and the keys that it walks over.
+struct item_t {
+  const elem_t* q_rows;
+  block_t block;
+  int num_rows, first, last, i0;
+
+  item_t() = default;
+  // Rows behind the queries are zeros, and nobody stores what comes of them. Tiles of
+  // keys start at multiples of kBlockN, so that a row is summed in the same order
+  // whatever the tile of queries it lies in.
+  __device__ __forceinline__ item_t(const scores_t& scores,
+                                    const elem_t* q_head,
+                                    index_t row_stride,
+                                    int i0)
+      : q_rows(q_head + i0 * row_stride), block(scores.band(i0, 0)), i0(i0) {
+    const index_t left = scores.num_queries() - i0;
+    num_rows = static_cast<int>(clamp(left, 0, index_t(kBlockM)));
+    const bool any = num_rows > 0;
+    first = any ? max(0, min(block.low, block.num_keys)) / kBlockN * kBlockN : 0;
+    last = any ? max(0, min(block.high - 1 + num_rows, block.num_keys)) : 0;
+  }
+};
+
+// Where tile `turn` of this block begins among the queries; less than 0 behind the
+// last one. The blocks of a head take turns up and down, so that each gets long ones
+// and short ones.
+__device__ __forceinline__ int query_of_turn(int turn, int num_tiles) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  const int tile = turn % 2 == 0 ? turn * blocks + block
+                                 : (turn + 1) * blocks - 1 - block;
+  return (num_tiles - 1 - tile) * kBlockM;
+}
+
 // What only the end of the kernel or rare data need: in the loop there are no registers
 // for it.
 struct kept_t {
   place_t at;
   double from_log2;
-  const elem_t *q_rows, *k_rows, *v_rows;
-  block_t block;
-  int num_rows, first, last, i0;
+  const elem_t *k_rows, *v_rows;
+  const elem_t* q_head;  // of tile 0
+  item_t item, next;
+  int turn;  // of `next`
   bool aligned_q, aligned_k, aligned_v;
   bool special;                 // a value of this block's keys is not finite
   const unsigned char* images;  // of the tiles of k and v, of this head
 };
-constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
+constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 384;
 static_assert(sizeof(kept_t) <= kKeptBytes);
 static_assert(4 * sizeof(facts_t) + sizeof(int) <= kFactsOfStaging);
 
@@ -186,6 +236,25 @@ __device__ __forceinline__ void store_row(elem_t* row,
   }
 }
 
+// Stores a chunk of 8 elements that lies in shared memory.
+__device__ __forceinline__ void store_chunk(elem_t* to,
+                                            const unsigned char* from,
+                                            index_t step,
+                                            int count,
+                                            bool as_vector) {
+  const uint4 word = *reinterpret_cast<const uint4*>(from);
+  if (as_vector) {
+    *reinterpret_cast<uint4*>(to) = word;
+    return;
+  }
+  const unsigned words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const unsigned short bits = static_cast<unsigned short>(words[e / 2] >> e % 2 * 16);
+    if (e < count) *reinterpret_cast<unsigned short*>(to + e * step) = bits;
+  }
+}
+
 // Stores what this warp has of out, which lies in shared memory by 16-bit rows: whole
 // chunks of 16 bytes, since a warp's pairs would take four times as many instructions.
 __device__ __forceinline__ void store_tile(elem_t* out,
@@ -193,30 +262,47 @@ __device__ __forceinline__ void store_tile(elem_t* out,
                                            int num_rows,
                                            int dim,
                                            const operand_t& to) {
+  using rows_t = tile_t<kHeadDimV>;
   constexpr int kChunks = kOutTiles, kElems = 8;
-  const bool as_vectors = to.col == 1 && to.row % kElems == 0 && dim % kElems == 0 &&
-                          reinterpret_cast<unsigned long long>(out) % 16 == 0;
+  const bool as_vectors =
+      ((to.row | dim) % kElems | reinterpret_cast<unsigned long long>(out) % 16) == 0 &&
+      to.col == 1;
   __syncwarp();  // the warp's rows are there
-#pragma unroll 4
-  for (int n = lanes_t::lane(); n < 16 * kRowTiles * kChunks; n += kWarpSize) {
-    const int row = lanes_t::warp_row() + n / kChunks;
-    const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side() * 4;
-    const uint4 word =
-        *reinterpret_cast<const uint4*>(tile + tile_t<kHeadDimV>::offset(row, chunk));
-    elem_t* const at = out + row * to.row + chunk * kElems * to.col;
-    if (row >= num_rows || chunk * kElems >= dim) continue;
+  if constexpr (kWarpSize % kChunks == 0 && kWarpSize / kChunks <= 8) {
+    // A lane has the same chunk of each of its rows.
+    constexpr int kStep = kWarpSize / kChunks;
+    const int row = lanes_t::warp_row() + lanes_t::lane() / kChunks;
+    const int chunk =
+        lanes_t::out_tile(lanes_t::lane() % kChunks) + lanes_t::side() * 4;
+    const int count = dim - chunk * kElems;
+    if (count <= 0) return;
+    elem_t* at = out + row * to.row + chunk * kElems * to.col;
     if (as_vectors) {
-      *reinterpret_cast<uint4*>(at) = word;
-    } else {
-      const unsigned words[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) {
-        const unsigned short bits =
-            static_cast<unsigned short>(words[e / 2] >> e % 2 * 16);
-        if (chunk * kElems + e < dim) {
-          *reinterpret_cast<unsigned short*>(at + e * to.col) = bits;
-        }
+      for (int n = 0; n < 16 * kRowTiles / kStep; ++n) {
+        const unsigned from = rows_t::offset(row + n * kStep, chunk);
+        if (row + n * kStep < num_rows) store_chunk(at, tile + from, 1, kElems, true);
+        at += kStep * to.row;
       }
+    } else {
+#pragma unroll 1
+      for (int n = 0; n < 16 * kRowTiles / kStep; ++n) {
+        const unsigned from = rows_t::offset(row + n * kStep, chunk);
+        if (row + n * kStep < num_rows) {
+          store_chunk(at, tile + from, to.col, count, false);
+        }
+        at += kStep * to.row;
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int n = lanes_t::lane(); n < 16 * kRowTiles * kChunks; n += kWarpSize) {
+      const int row = lanes_t::warp_row() + n / kChunks;
+      const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side() * 4;
+      if (row >= num_rows || chunk * kElems >= dim) continue;
+      store_chunk(out + row * to.row + chunk * kElems * to.col,
+                  tile + rows_t::offset(row, chunk), to.col, dim - chunk * kElems,
+                  as_vectors);
     }
   }
 }
@@ -233,12 +319,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   extern __shared__ __align__(128) unsigned char smem[];
   unsigned char* const smem_q = smem;
   unsigned char* const smem_k = smem_q + kParts * kBytesQ;
-  unsigned char* const smem_v = smem_k + kStages * kStageK;
-  unsigned char* const staging_k = smem_v + kStages * kStageV;
+  unsigned char* const smem_v = smem_k + kStageK;  // stages of k and v follow
+  unsigned char* const staging_k = smem_k + kStages * kStage;
   unsigned char* const staging_v = staging_k + (kStaged ? 2 * kBytesK : 0);
   unsigned char* const behind =
       kSplits ? staging_v + (kStaged ? 2 * kBytesV : 0)
-              : smem + (kBytesTiles > kBytesOut ? kBytesTiles : kBytesOut);
+              : smem + kBytesFront;
   // Of float32, by parity of the tile.
   facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
   facts_t* const facts_v = facts_k + 2;
@@ -248,22 +334,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   across_t& across =
       *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? kStages * kBytesP : 0));
 
-  const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_blocks);
+  const int num_tiles = static_cast<int>((params.seqlen_q + kBlockM - 1) / kBlockM);
+  const place_t at(params, blockIdx.y + index_t(gridDim.y) * blockIdx.z);
   if (!at.exists) return;
-  const int i0 = static_cast<int>(num_blocks - 1 - at.tile) * kBlockM;
   const scores_t scores(at, SCORE_ARGUMENTS);
-  const block_t block(scores.band(i0, 0));
-  // Rows behind the queries are zeros, and nobody stores what comes of them.
-  const int num_rows =
-      static_cast<int>(clamp(scores.num_queries() - i0, 0, index_t(kBlockM)));
   const int dim = static_cast<int>(params.head_dim);
   const int dim_v = static_cast<int>(params.head_dim_v);
 
-  const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
+  const elem_t* const q_head = at.at(q, params.q);
   const elem_t* const k_rows = at.at_kv(k, params.k);
   const elem_t* const v_rows = at.at_kv(v, params.v);
-  const bool aligned_q = has_aligned_rows(q_rows, params.q.row, dim);
+  const item_t item(scores, q_head, params.q.row, query_of_turn(0, num_tiles));
+  const int i0 = item.i0;
+  const bool aligned_q = has_aligned_rows(q_head, params.q.row, dim);
 
   // Scores times to_log2 are exponents of 2.
   const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
@@ -273,21 +356,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   auto keep = [&] {
     if (threadIdx.x == 0) {
       kept.at = at;
-      kept.q_rows = q_rows;
+      kept.q_head = q_head;
       kept.k_rows = k_rows;
       kept.v_rows = v_rows;
       if constexpr (kPrepared) {
-        const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+        const index_t num_images = (params.seqlen_k + kBlockN - 1) / kBlockN;
         kept.images =
-            images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
+            images + divide(at.row_of_heads, params.group_size) * num_images * kImage;
       }
-      kept.num_rows = num_rows;
-      kept.block = block;
-      kept.i0 = i0;
+      kept.item = item;
       kept.special = false;
-      const range_t keys = scores.keys_of(i0, i0 + num_rows);
-      kept.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
-      kept.last = static_cast<int>(keys.last);
       kept.aligned_q = aligned_q;
       kept.aligned_k = is_aligned_k();
       kept.aligned_v = is_aligned_v();
@@ -296,11 +374,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       kept.from_log2 = scale / to_log2;
     }
   };
-  // Tiles start at multiples of kBlockN, so that a row is summed in the same order
-  // whatever the tile of queries it lies in.
-  const range_t keys = scores.keys_of(i0, i0 + num_rows);
-  const int first = static_cast<int>(keys.first) / kBlockN * kBlockN;
-  const int last = static_cast<int>(keys.last);
+  // By thread 0: what comes after `next`.
+  auto look_ahead = [&](int turn) {
+    if constexpr (kStays) {
+      const int query = query_of_turn(turn, num_tiles);
+      const scores_t scores(kept.at, SCORE_ARGUMENTS);
+      kept.next = item_t(scores, kept.q_head, params.q.row, query);
+      kept.turn = turn;
+    }
+  };
+  int first = item.first, last = item.last;
 
   auto place_k = [](int row, int chunk) {
     if constexpr (kSplits) return staging_t<kHeadDim>::offset(row, chunk);
@@ -330,14 +413,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
-        load_image<kImageK>(smem_k + stage * kStageK,
+        load_image<kImageK>(smem_k + stage * kStage,
                             read_anew(kept).images + tile * kImage);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStageK, source.rows,
+        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStage, source.rows,
                                      params.k.row, j0, source.last, dim,
                                      source.aligned);
       } else {
-        load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
+        load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStage,
                                      source.rows + j0 * params.k.row, params.k.row,
                                      last - j0, dim, source.aligned, place_k);
       }
@@ -348,14 +431,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
-        load_image<kImageV>(smem_v + stage * kStageV,
+        load_image<kImageV>(smem_v + stage * kStage,
                             read_anew(kept).images + tile * kImage + kImageK);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStageV, source.rows,
+        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStage, source.rows,
                                       params.v.row, j0, source.last, dim_v,
                                       source.aligned);
       } else {
-        load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
+        load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStage,
                                       source.rows + j0 * params.v.row, params.v.row,
                                       last - j0, dim_v, source.aligned, place_v);
       }
@@ -364,42 +447,58 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   };
 
   // The loop would compute it anew for each tile.
-  auto bounds = [&]() -> const block_t& { return read_anew(kept).block; };
+  auto bounds = [&]() -> const block_t& { return read_anew(kept).item.block; };
   lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v),
                 shared_address(smem_p));
 
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
   // What a walk of 16-bit tiles begins with. It is on its way before anything else is
   // computed.
-  auto begin = [&](const elem_t* q_rows, int num_rows, bool aligned_q, int first,
-                   source_t of_k, source_t of_v) {
-    copy_tile<kBlockM, kHeadDim>(smem_q, q_rows, params.q.row, 0, num_rows, dim,
-                                 aligned_q);
-    load_k(first, of_k);
-    load_v(first, of_v);
-    if constexpr (kSides > 1) load_k(first + kBlockN, of_k);
+  auto begin = [&](const item_t& with, bool aligned_q, const elem_t* k_rows,
+                   bool aligned_k, const elem_t* v_rows, bool aligned_v) {
+    copy_tile<kBlockM, kHeadDim>(smem_q, with.q_rows, params.q.row, 0, with.num_rows,
+                                 dim, aligned_q);
+    load_k(with.first, {k_rows, aligned_k, with.last});
+    load_v(with.first, {v_rows, aligned_v, with.last});
+  };
+  // Where warps share rows, also the second tile of k.
+  auto go_on = [&](const item_t& with, const elem_t* k_rows, bool aligned_k) {
+    if constexpr (kSides > 1) {
+      load_k(with.first + kBlockN, {k_rows, aligned_k, with.last});
+    }
   };
   if constexpr (!kSplits) {
-    begin(q_rows, num_rows, aligned_q, first, {k_rows, is_aligned_k(), last},
-          {v_rows, is_aligned_v(), last});
+    begin(item, aligned_q, k_rows, is_aligned_k(), v_rows, is_aligned_v());
+    go_on(item, k_rows, is_aligned_k());
   }
   keep();
+  if (threadIdx.x == 0) look_ahead(1);
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
   auto stage_of = [](int j0) { return j0 / kBlockN % 2; };
   // Products begin with k of the first tile, and step on to v and weights.
   auto move_stages = [&](int from, int to) {
-    lanes.k.base += (to - from) * kStageK;
-    lanes.v.base += ((to ^ 1) - from) * kStageV;
+    lanes.k.base += (to - from) * kStage;
+    lanes.v.base += ((to ^ 1) - from) * kStage;
     lanes.p.base += ((to ^ 1) - from) * kBytesP;
   };
   if constexpr (kSides > 1) move_stages(0, stage_of(first));
 
+  // There is no register for it, but where each tile asks whether it is the first.
+  auto start = [&] {
+    return kWeighsAtOnce ? first : read_anew(kept).item.first;
+  };
+#pragma unroll 1
+  for (;;) {
+  if constexpr (kStays) {
+    lanes.q.forget();
+    lanes.k.forget();
+    lanes.v.forget();
+    if constexpr (kSides > 1) lanes.p.forget();
+  }
   out_frag_t o;
   softmax_t rows;
   centers_t centers;
-  // Parts leave no register for it.
-  auto start = [&] { return kSplits ? read_anew(kept).first : first; };
   bool careful = false;
 #pragma unroll 1
   for (;; careful = true) {
@@ -433,14 +532,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       if (kStaged || kStages == 2) load_v(start(), source_v());
       __syncthreads();  // the facts are cleared
       size_q =
-          split_q(smem_q, largest_q, read_anew(kept).q_rows, params.q.row,
-                  read_anew(kept).num_rows, dim, read_anew(kept).aligned_q, unit_q);
+          split_q(smem_q, largest_q, read_anew(kept).item.q_rows, params.q.row,
+                  read_anew(kept).item.num_rows, dim, read_anew(kept).aligned_q, unit_q);
     } else {
       if (careful) {
         const kept_t& with = read_anew(kept);
-        begin(with.q_rows, with.num_rows, with.aligned_q, with.first,
-              {with.k_rows, with.aligned_k, with.last},
-              {with.v_rows, with.aligned_v, with.last});
+        begin(with.item, with.aligned_q, with.k_rows, with.aligned_k, with.v_rows,
+              with.aligned_v);
+        go_on(with.item, with.k_rows, with.aligned_k);
       }
       if constexpr (kKeepQ) {
         ptx::wait_copy_groups<1>();
@@ -466,7 +565,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 #pragma unroll
       for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
 #pragma unroll 1
-      for (int j0 = read_anew(kept).first; j0 < last; j0 += kBlockN) {
+      for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
         if (is_first) {
           ptx::wait_copy_groups<2>();
           is_first = false;
@@ -490,14 +589,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         load_v(j0 + kBlockN, source_v());
         load_k(j0 + 2 * kBlockN, source_k());
         if (careful) {
-          if (clean_values(smem_v + stage_of(j0) * kStageV)) kept.special = true;
+          if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
           __syncthreads();  // all have cleaned their part
         }
-        lanes.v.base += step(j0, kStageV);
+        lanes.v.base += step(j0, kStage);
         lanes.p.base += step(j0, kBytesP);
         const int next = j0 + kBlockN;
         if (next < last) {
-          lanes.k.base += step(next, kStageK);
+          lanes.k.base += step(next, kStage);
           multiply_qk(s, q_frags, lanes);
           if (careful) {
             multiply_pv(o, s, lanes);
@@ -514,17 +613,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         }
         again = !are_small(sums);
       }
-      const int begin = read_anew(kept).first;
-      if (begin < last) move_stages(stage_of(last - 1), stage_of(begin));
+      const int start = read_anew(kept).item.first;
+      if (start < last) move_stages(stage_of(last - 1), stage_of(start));
     } else {
 #pragma unroll 1
       for (int j0 = start(); j0 < last; j0 += kBlockN) {
         scores_frag_t s;
         const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
         const facts_t* of_k =
-            reinterpret_cast<facts_t*>(smem_k + stage * kStageK + kParts * kBytesK);
+            reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
         const facts_t* of_v =
-            reinterpret_cast<facts_t*>(smem_v + stage * kStageV + kParts * kBytesV);
+            reinterpret_cast<facts_t*>(smem_v + stage * kStage + kParts * kBytesV);
         ptx::wait_copy_groups<0>();
         if constexpr (kStaged) {
           const int parity = tile % 2;
@@ -552,8 +651,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           __syncthreads();  // this tile is complete; all have read the one before
           load_k(j0 + kBlockN, source_k());
           load_v(j0 + kBlockN, source_v());
-          lanes.k.base = base_k + stage * kStageK;
-          lanes.v.base = base_v + stage * kStageV;
+          lanes.k.base = base_k + stage * kStage;
+          lanes.v.base = base_v + stage * kStage;
         } else {
           __syncthreads();  // this tile of k is complete; all have read v before
           if (kSplits || j0 != start()) load_v(j0, source_v());
@@ -577,8 +676,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             put<kScoreTiles>(s_on_stack, s);
             put<kOutTiles>(o_on_stack, o);
             ptx::forget(o_on_stack);
-            compute_marked_scores(s_on_stack, of_k->marked, whole, kept.q_rows,
-                                  kept.k_rows, params, kept.num_rows, j0);
+            compute_marked_scores(s_on_stack, of_k->marked, whole, kept.item.q_rows,
+                                  kept.k_rows, params, kept.item.num_rows, j0);
             ptx::forget(o_on_stack);
             get<kScoreTiles>(s, s_on_stack);
             get<kOutTiles>(o, o_on_stack);
@@ -656,7 +755,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           }
         } else {
           if (careful) {
-            if (clean_values(smem_v + stage * kStageV)) kept.special = true;
+            if (clean_values(smem_v + stage * kStage)) kept.special = true;
             __syncthreads();  // all have cleaned their part
           }
           if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
@@ -683,21 +782,34 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 #pragma unroll
     for (int r = 0; r < kRows; ++r) again |= is_huge(rows.reference[r]);
     if (again) {
-      again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS), kept.i0);
+      again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS), kept.item.i0);
     }
     // Values of keys that a row does not see may have come in as 0 * NaN.
-    float odd = 0;
+    float odd[4] = {};
     if constexpr (!kSplits) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) odd = fmaf(o[m][n][e], 0, odd);
+          for (int e = 0; e < 4; ++e) odd[e] = fmaf(o[m][n][e], 0, odd[e]);
         }
       }
     }
-    if (!__syncthreads_or(again | (odd != 0))) break;
+    const bool is_odd = (odd[0] + odd[1]) + (odd[2] + odd[3]) != 0;
+    if (!__syncthreads_or(again | is_odd)) break;  // all have read the tiles
+  }
+
+  // The tile of queries after this one comes while this one leaves.
+  const bool goes_on = kStays && kept.next.i0 >= 0;
+  unsigned char* smem_out = smem;
+  if constexpr (kStays) {
+    smem_out = kOutApart ? smem + kBytesTiles
+                         : smem_k + (stage_of(kept.next.first) ^ 1) * kStage;
+    if (goes_on) {
+      begin(kept.next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
+            kept.aligned_v);
+    }
   }
 
   const place_t& here = kept.at;
@@ -710,7 +822,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   // of them does it for another row.
   static_assert(kRows <= 4);
   auto query = [&](int r) {
-    return kept.i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
+    return kept.item.i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
   };
   float own_inverse;
   {
@@ -726,7 +838,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     // lse has to know to the last bit what was subtracted; l takes what a float of it
     // leaves over. Above a million that is less than a unit of lse.
     double m = reference * kept.from_log2;
-    if (careful && centers.has(own)) m += kept.from_log2 * to_log2 * centers.at[own];
+    if (careful && centers.has(own)) m += scale * centers.at[own];
     const float high = l == 0 ? -infinity<float>() : static_cast<float>(m);
     const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
     const index_t i = query(own);
@@ -774,7 +886,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         const int row = lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
         const int chunk = lanes_t::out_tile(n) + lanes_t::side() * 4;
         const unsigned at = tile_t<kHeadDimV>::offset(row, chunk);
-        *reinterpret_cast<unsigned*>(smem + at + lanes_t::lane() % 4 * 4) =
+        *reinterpret_cast<unsigned*>(smem_out + at + lanes_t::lane() % 4 * 4) =
             pair16_t::from(x[2 * n], x[2 * n + 1]);
       }
     }
@@ -793,14 +905,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
   }
   if constexpr (!kSplits) {
-    store_tile(out_rows + kept.i0 * params.out.row, smem,
-               static_cast<int>(min(params.seqlen_q - kept.i0, index_t(kBlockM))),
+    store_tile(out_rows + kept.item.i0 * params.out.row, smem_out,
+               static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
                static_cast<int>(params.head_dim_v), params.out);
     if (kept.special) {
-      const index_t i_first = kept.i0 + lanes_t::warp_row();
+      const index_t i_first = kept.item.i0 + lanes_t::warp_row();
       add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
-                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), kept.first,
-                   kept.last);
+                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), kept.item.first,
+                   kept.item.last);
     }
+  }
+  if (!goes_on) return;
+  if constexpr (kStays) {
+    if constexpr (kSides > 1) {
+      move_stages(stage_of(kept.item.first), stage_of(kept.next.first));
+    }
+    first = kept.next.first;
+    last = kept.next.last;
+    __syncthreads();  // this tile of queries has left, and nobody asks for it
+    go_on(kept.next, kept.k_rows, kept.aligned_k);
+    if (threadIdx.x == 0) {
+      kept.item = kept.next;
+      kept.special = false;
+      look_ahead(kept.turn + 1);
+    }
+    // What is kept is there; elsewhere another barrier follows.
+    if constexpr (kSides == 1 && !kKeepQ) __syncthreads();
+  }
   }
 }

@@ -88,7 +88,9 @@ __device__ __forceinline__ void copy_tile(unsigned char* smem,
     return;
   }
   ptx::forget(row_stride);  // kept, what follows from it would take the registers
-  const int row = threadIdx.x / rows_t::kChunks, chunk = threadIdx.x % rows_t::kChunks;
+  unsigned thread = threadIdx.x;
+  if constexpr (kRows == kBlockM) ptx::forget(thread);
+  const int row = thread / rows_t::kChunks, chunk = thread % rows_t::kChunks;
   const elem_t* from = x + static_cast<unsigned>(i0 + row) * row_stride + chunk * 8;
   const unsigned to = shared_address(smem) + place(row, chunk);
   const int count = chunk * 8 < dim ? last - i0 - row : 0;

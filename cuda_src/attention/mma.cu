@@ -446,6 +446,37 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     ptx::commit_copies();
   };
 
+  // Copies that the loop of 16 bits starts behind a barrier are made ready before it,
+  // while others wait there.
+  auto ready_k = [&](int j0) {
+    const kept_t& with = read_anew(kept);
+    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
+    return copy_t<kBlockN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
+                                     j0, last, dim, with.aligned_k);
+  };
+  auto ready_v = [&](int j0) {
+    const kept_t& with = read_anew(kept);
+    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
+    return copy_t<kBlockN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
+                                      params.v.row, j0, last, dim_v, with.aligned_v);
+  };
+  auto start_k = [&](const auto& copy, int j0) {
+    if (!copy.is_ready) {
+      load_k(j0, source_k());
+      return;
+    }
+    if (j0 < last) copy.start(params.k.row);
+    ptx::commit_copies();
+  };
+  auto start_v = [&](const auto& copy, int j0) {
+    if (!copy.is_ready) {
+      load_v(j0, source_v());
+      return;
+    }
+    if (j0 < last) copy.start(params.v.row);
+    ptx::commit_copies();
+  };
+
   // The loop would compute it anew for each tile.
   auto bounds = [&]() -> const block_t& { return read_anew(kept).item.block; };
   lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v),
@@ -566,6 +597,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
 #pragma unroll 1
       for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
+        const auto next_v = ready_v(j0 + kBlockN);
+        const auto next_k = ready_k(j0 + 2 * kBlockN);
         if (is_first) {
           ptx::wait_copy_groups<2>();
           is_first = false;
@@ -586,8 +619,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           __syncthreads();
         }
         add(rows, sums);
-        load_v(j0 + kBlockN, source_v());
-        load_k(j0 + 2 * kBlockN, source_k());
+        start_v(next_v, j0 + kBlockN);
+        start_k(next_k, j0 + 2 * kBlockN);
         if (careful) {
           if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
           __syncthreads();  // all have cleaned their part
@@ -624,8 +657,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
         const facts_t* of_v =
             reinterpret_cast<facts_t*>(smem_v + stage * kStage + kParts * kBytesV);
-        ptx::wait_copy_groups<0>();
         if constexpr (kStaged) {
+          ptx::wait_copy_groups<0>();
           const int parity = tile % 2;
           of_k = facts_k + parity;
           of_v = facts_v + parity;
@@ -647,15 +680,33 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           load_k(j0 + kBlockN, source_k());
           load_v(j0 + kBlockN, source_v());
           __syncthreads();  // the parts of k and v are complete
+        } else if constexpr (kSplits) {
+          ptx::wait_copy_groups<0>();
+          // This tile is complete, of one stage that of k; all have read the one before,
+          // or its v.
+          __syncthreads();
+          if constexpr (kStages == 2) {
+            load_k(j0 + kBlockN, source_k());
+            load_v(j0 + kBlockN, source_v());
+            lanes.k.base = base_k + stage * kStage;
+            lanes.v.base = base_v + stage * kStage;
+          } else {
+            load_v(j0, source_v());
+          }
         } else if constexpr (kStages == 2) {
+          const auto next_k = ready_k(j0 + kBlockN);
+          const auto next_v = ready_v(j0 + kBlockN);
+          ptx::wait_copy_groups<0>();
           __syncthreads();  // this tile is complete; all have read the one before
-          load_k(j0 + kBlockN, source_k());
-          load_v(j0 + kBlockN, source_v());
+          start_k(next_k, j0 + kBlockN);
+          start_v(next_v, j0 + kBlockN);
           lanes.k.base = base_k + stage * kStage;
           lanes.v.base = base_v + stage * kStage;
         } else {
+          const auto this_v = ready_v(j0);
+          ptx::wait_copy_groups<0>();
           __syncthreads();  // this tile of k is complete; all have read v before
-          if (kSplits || j0 != start()) load_v(j0, source_v());
+          if (j0 != start()) start_v(this_v, j0);
         }
 
         if constexpr (kSplits) {
@@ -719,7 +770,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           if (careful) center(s, o, rows, centers, across, to_log2, j0);
           if (raise(rows, s, to_log2)) rescale(o, rows);
         }
-        if constexpr (!kStaged && kStages == 1) {
+        if constexpr (!kSplits && kStages == 1) {
+          const auto next_k = ready_k(j0 + kBlockN);
+          ptx::wait_copy_groups<0>();
+          __syncthreads();  // this tile of v is complete; all have read k
+          start_k(next_k, j0 + kBlockN);
+        } else if constexpr (!kStaged && kStages == 1) {
           ptx::wait_copy_groups<0>();
           __syncthreads();  // this tile of v is complete; all have read k
           load_k(j0 + kBlockN, source_k());

@@ -166,10 +166,9 @@ __device__ __forceinline__ void hide_scores(scores_frag_t& s,
   }
 }
 
-// Products into final scores, -inf where a query does not see a key.
+// Products into final scores, mask of positions aside.
 __device__ __forceinline__ void finish_scores(scores_frag_t& s,
                                               const scores_t& scores,
-                                              const block_t& block,
                                               const params_t& params,
                                               index_t i0,
                                               int j0) {
@@ -209,7 +208,6 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
       }
     }
   }
-  if (!block.sees_all(j0)) hide_scores(s, block, j0);
 }
 
 // Stores what this thread has of a row of float32. One branch a row: code that runs
@@ -232,6 +230,45 @@ __device__ __forceinline__ void store_row(elem_t* row,
     for (int n = 0; n < 2 * kOutTiles; ++n) {
       const int column = lanes_t::out_column(n / 2) + n % 2;
       if (column < dim) row[column * step] = to<elem_t>(x[n]);
+    }
+  }
+}
+
+// Rows of o times `inverse`, that of row lane % kRows, go to shared memory as 16 bits.
+__device__ __forceinline__ void put_rows(unsigned char* tile,
+                                         out_frag_t& o,
+                                         float own_inverse) {
+  unsigned thread = threadIdx.x;
+  ptx::forget(thread);  // what follows from it would take registers of the loop
+  const int lane = lanes_t::lane(thread);
+  float inverse[kRows];
+  bool any_empty = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    inverse[r] = __shfl_sync(kFullMask, own_inverse, (lane & ~3) + r);
+    any_empty |= inverse[r] == 0;
+  }
+  if (any_empty) {  // whatever the sums are; one branch for all rows
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
+          if (inverse[r] == 0) o[r / 2][n][e] = 0;
+        }
+      }
+    }
+  }
+  const tile_t<kHeadDimV> to(lane % 4 * 4, lanes_t::warp_row(thread) + lane / 4,
+                             lanes_t::side(thread) * 4);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+      const float (&x)[4] = o[r / 2][n];
+      *reinterpret_cast<unsigned*>(tile + to.at(8 * r, lanes_t::out_tile(n))) =
+          pair16_t::from(x[r % 2 * 2] * inverse[r], x[r % 2 * 2 + 1] * inverse[r]);
     }
   }
 }
@@ -264,6 +301,9 @@ __device__ __forceinline__ void store_tile(elem_t* out,
                                            const operand_t& to) {
   using rows_t = tile_t<kHeadDimV>;
   constexpr int kChunks = kOutTiles, kElems = 8;
+  unsigned thread = threadIdx.x;
+  ptx::forget(thread);
+  const int lane = lanes_t::lane(thread);
   const bool as_vectors =
       ((to.row | dim) % kElems | reinterpret_cast<unsigned long long>(out) % 16) == 0 &&
       to.col == 1;
@@ -271,9 +311,9 @@ __device__ __forceinline__ void store_tile(elem_t* out,
   if constexpr (kWarpSize % kChunks == 0 && kWarpSize / kChunks <= 8) {
     // A lane has the same chunk of each of its rows.
     constexpr int kStep = kWarpSize / kChunks;
-    const int row = lanes_t::warp_row() + lanes_t::lane() / kChunks;
+    const int row = lanes_t::warp_row(thread) + lane / kChunks;
     const int chunk =
-        lanes_t::out_tile(lanes_t::lane() % kChunks) + lanes_t::side() * 4;
+        lanes_t::out_tile(lane % kChunks) + lanes_t::side(thread) * 4;
     const int count = dim - chunk * kElems;
     if (count <= 0) return;
     elem_t* at = out + row * to.row + chunk * kElems * to.col;
@@ -296,9 +336,9 @@ __device__ __forceinline__ void store_tile(elem_t* out,
     }
   } else {
 #pragma unroll 4
-    for (int n = lanes_t::lane(); n < 16 * kRowTiles * kChunks; n += kWarpSize) {
-      const int row = lanes_t::warp_row() + n / kChunks;
-      const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side() * 4;
+    for (int n = lane; n < 16 * kRowTiles * kChunks; n += kWarpSize) {
+      const int row = lanes_t::warp_row(thread) + n / kChunks;
+      const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side(thread) * 4;
       if (row >= num_rows || chunk * kElems >= dim) continue;
       store_chunk(out + row * to.row + chunk * kElems * to.col,
                   tile + rows_t::offset(row, chunk), to.col, dim - chunk * kElems,
@@ -599,6 +639,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
         const auto next_v = ready_v(j0 + kBlockN);
         const auto next_k = ready_k(j0 + 2 * kBlockN);
+        const bool sees_next = bounds().sees_all(j0 + kBlockN);
         if (is_first) {
           ptx::wait_copy_groups<2>();
           is_first = false;
@@ -633,11 +674,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           multiply_qk(s, q_frags, lanes);
           if (careful) {
             multiply_pv(o, s, lanes);
-            if (!bounds().sees_all(next)) hide_scores(s, bounds(), next);
+            if (!sees_next) hide_scores(s, bounds(), next);
             center(s, o, rows, centers, across, to_log2, next);
             weigh(rows, s, to_log2, sums);
           } else {
-            if (!bounds().sees_all(next)) hide_scores(s, bounds(), next);
+            if (!sees_next) hide_scores(s, bounds(), next);
             weigh_and_multiply(rows, s, to_log2, sums, o, lanes);
           }
           put_at(next);
@@ -657,6 +698,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
         const facts_t* of_v =
             reinterpret_cast<facts_t*>(smem_v + stage * kStage + kParts * kBytesV);
+        // Asked before a barrier, as copies are made ready. Parts leave no register.
+        const bool sees_all = !kSplits && bounds().sees_all(j0);
         if constexpr (kStaged) {
           ptx::wait_copy_groups<0>();
           const int parity = tile % 2;
@@ -740,13 +783,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           float sums[kRows];
           // The same code twice: where nothing is hidden there is no branch, and
           // exponentials stand among the products.
-          if (bounds().sees_all(j0) && j0 != first && !careful) {
+          if (sees_all && j0 != first && !careful) {
             multiply_qk(s, q_frags, lanes);
             weigh(rows, s, to_log2, sums);
           } else {
             ptx::keep_order();
             multiply_qk(s, q_frags, lanes);
-            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+            if (!sees_all) hide_scores(s, bounds(), j0);
             if (careful) center(s, o, rows, centers, across, to_log2, j0);
             if (j0 == first) {
               // With the reference that rows start with, all sums would be too large.
@@ -766,7 +809,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           }
           add(rows, sums);
         } else {
-          finish_scores(s, scores, bounds(), params, i0, j0);
+          finish_scores(s, scores, params, i0, j0);
+          if (!(kSplits ? bounds().sees_all(j0) : sees_all)) {
+            hide_scores(s, bounds(), j0);
+          }
           if (careful) center(s, o, rows, centers, across, to_log2, j0);
           if (raise(rows, s, to_log2)) rescale(o, rows);
         }
@@ -905,14 +951,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
     }
   }
+  if constexpr (kSplits) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float inverse =
         __shfl_sync(kFullMask, own_inverse, (lanes_t::lane() & ~3) + r);
     const index_t i = query(r);
-    if (kSplits && i >= params.seqlen_q) continue;
+    if (i >= params.seqlen_q) continue;
     elem_t* const out_row = out_rows + i * params.out.row;
-    if constexpr (kSplits && !kHasSinks) {
+    if constexpr (!kHasSinks) {
       // A row of one key is its value, to the last bit, which the parts may lack.
       const range_t seen = rows_of.keys_of(i, i + 1);
       if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
@@ -934,19 +981,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       for (int n = 0; n < 2 * kOutTiles; ++n) x[n] = 0;
     }
     const int dim = static_cast<int>(params.head_dim_v);
-    if constexpr (kSplits) {
-      store_row(out_row, x, dim, params.out.col, as_pairs);
-    } else {
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-        const int row = lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
-        const int chunk = lanes_t::out_tile(n) + lanes_t::side() * 4;
-        const unsigned at = tile_t<kHeadDimV>::offset(row, chunk);
-        *reinterpret_cast<unsigned*>(smem_out + at + lanes_t::lane() % 4 * 4) =
-            pair16_t::from(x[2 * n], x[2 * n + 1]);
-      }
-    }
-    if constexpr (kSplits && !kHasSinks) {
+    store_row(out_row, x, dim, params.out.col, as_pairs);
+    if constexpr (!kHasSinks) {
       // So is a huge row whose largest score takes all.
       if (careful && centers.has(r) && rows.l[r] == kLargestWeight) {
         const elem_t* const top = kept.v_rows + centers.key[r] * params.v.row;
@@ -960,7 +996,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
     }
   }
-  if constexpr (!kSplits) {
+  } else {
+    put_rows(smem_out, o, own_inverse);
     store_tile(out_rows + kept.item.i0 * params.out.row, smem_out,
                static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
                static_cast<int>(params.head_dim_v), params.out);

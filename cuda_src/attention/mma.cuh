@@ -90,7 +90,7 @@ struct copy_t {
                                     bool aligned) {
     unsigned thread = threadIdx.x;
     // Kept, what follows from these would take the registers of the loop.
-    if constexpr (kRows == kBlockM) ptx::forget(thread);
+    if constexpr (kRows == kBlockM || kDim > 64) ptx::forget(thread);
     ptx::forget(row_stride);
     const int row = thread / rows_t::kChunks, chunk = thread % rows_t::kChunks;
     from = x + static_cast<unsigned>(i0 + row) * row_stride + chunk * 8;
@@ -161,12 +161,14 @@ struct lanes_t {
         v(smem_v, lane() % 16, lane() / 16 + side() * 4),
         p(smem_p, warp_row() + lane() % 16, lane() / 16) {}
 
-  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
-  static __device__ __forceinline__ int side() {
-    return kSides == 1 ? 0 : threadIdx.x / kWarpSize % kSides;
+  static __device__ __forceinline__ int lane(unsigned thread = threadIdx.x) {
+    return thread % kWarpSize;
   }
-  static __device__ __forceinline__ int warp_row() {
-    return threadIdx.x / kWarpSize / kSides * 16 * kRowTiles;
+  static __device__ __forceinline__ int side(unsigned thread = threadIdx.x) {
+    return kSides == 1 ? 0 : thread / kWarpSize % kSides;
+  }
+  static __device__ __forceinline__ int warp_row(unsigned thread = threadIdx.x) {
+    return thread / kWarpSize / kSides * 16 * kRowTiles;
   }
   // The first of a warp's keys, which lie side by side.
   static __device__ __forceinline__ int warp_key() {

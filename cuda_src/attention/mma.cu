@@ -500,7 +500,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     return copy_t<kBlockN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
                                       params.v.row, j0, last, dim_v, with.aligned_v);
   };
-  auto start_k = [&](const auto& copy, int j0) {
+  auto start_k = [&](const copy_t<kBlockN, kHeadDim>& copy, int j0) {
     if (!copy.is_ready) {
       load_k(j0, source_k());
       return;
@@ -508,7 +508,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (j0 < last) copy.start(params.k.row);
     ptx::commit_copies();
   };
-  auto start_v = [&](const auto& copy, int j0) {
+  auto start_v = [&](const copy_t<kBlockN, kHeadDimV>& copy, int j0) {
     if (!copy.is_ready) {
       load_v(j0, source_v());
       return;

@@ -388,7 +388,7 @@ MMA = MmaKernel(
                 64,
                 (
                     MmaTile(128, 64, 128, 1, 2, newest=(10, 9), stays=True),
-                    MmaTile(128, 64, 128, 1, 2, only_plain=True, stays=True),
+                    MmaTile(128, 64, 128, 1, 2, only_plain=True),
                     _SMALL,
                 ),
             ),

@@ -60,7 +60,7 @@ constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 12
 constexpr bool kOutApart = kStays && kStages == 1;
 static_assert(!kStays || (!kSplits && !kHasTerms));
 static_assert(!kStays || kOutApart || kBytesOut <= kStage);
-constexpr unsigned kBytesFront = kOutApart ? kBytesTiles + kBytesOut
+constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kBytesOut
                                  : kBytesTiles > kBytesOut ? kBytesTiles
                                                            : kBytesOut;
 
@@ -95,10 +95,8 @@ struct item_t {
   // Rows behind the queries are zeros, and nobody stores what comes of them. Tiles of
   // keys start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
-  __device__ __forceinline__ item_t(const scores_t& scores,
-                                    const elem_t* q_head,
-                                    index_t row_stride,
-                                    int i0)
+  __device__ __forceinline__
+  item_t(const scores_t& scores, const elem_t* q_head, index_t row_stride, int i0)
       : q_rows(q_head + i0 * row_stride), block(scores.band(i0, 0)), i0(i0) {
     const index_t left = scores.num_queries() - i0;
     num_rows = static_cast<int>(clamp(left, 0, index_t(kBlockM)));
@@ -113,8 +111,8 @@ struct item_t {
 // and short ones.
 __device__ __forceinline__ int query_of_turn(int turn, int num_tiles) {
   const int blocks = gridDim.x, block = blockIdx.x;
-  const int tile = turn % 2 == 0 ? turn * blocks + block
-                                 : (turn + 1) * blocks - 1 - block;
+  const int tile =
+      turn % 2 == 0 ? turn * blocks + block : (turn + 1) * blocks - 1 - block;
   return (num_tiles - 1 - tile) * kBlockM;
 }
 
@@ -274,11 +272,8 @@ __device__ __forceinline__ void put_rows(unsigned char* tile,
 }
 
 // Stores a chunk of 8 elements that lies in shared memory.
-__device__ __forceinline__ void store_chunk(elem_t* to,
-                                            const unsigned char* from,
-                                            index_t step,
-                                            int count,
-                                            bool as_vector) {
+__device__ __forceinline__ void store_chunk(
+    elem_t* to, const unsigned char* from, index_t step, int count, bool as_vector) {
   const uint4 word = *reinterpret_cast<const uint4*>(from);
   if (as_vector) {
     *reinterpret_cast<uint4*>(to) = word;
@@ -312,8 +307,7 @@ __device__ __forceinline__ void store_tile(elem_t* out,
     // A lane has the same chunk of each of its rows.
     constexpr int kStep = kWarpSize / kChunks;
     const int row = lanes_t::warp_row(thread) + lane / kChunks;
-    const int chunk =
-        lanes_t::out_tile(lane % kChunks) + lanes_t::side(thread) * 4;
+    const int chunk = lanes_t::out_tile(lane % kChunks) + lanes_t::side(thread) * 4;
     const int count = dim - chunk * kElems;
     if (count <= 0) return;
     elem_t* at = out + row * to.row + chunk * kElems * to.col;
@@ -363,8 +357,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   unsigned char* const staging_k = smem_k + kStages * kStage;
   unsigned char* const staging_v = staging_k + (kStaged ? 2 * kBytesK : 0);
   unsigned char* const behind =
-      kSplits ? staging_v + (kStaged ? 2 * kBytesV : 0)
-              : smem + kBytesFront;
+      kSplits ? staging_v + (kStaged ? 2 * kBytesV : 0) : smem + kBytesFront;
   // Of float32, by parity of the tile.
   facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
   facts_t* const facts_v = facts_k + 2;
@@ -456,9 +449,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         load_image<kImageK>(smem_k + stage * kStage,
                             read_anew(kept).images + tile * kImage);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStage, source.rows,
-                                     params.k.row, j0, source.last, dim,
-                                     source.aligned);
+        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
+                                     j0, source.last, dim, source.aligned);
       } else {
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStage,
                                      source.rows + j0 * params.k.row, params.k.row,
@@ -533,14 +525,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     load_v(with.first, {v_rows, aligned_v, with.last});
   };
   // Where warps share rows, also the second tile of k.
-  auto go_on = [&](const item_t& with, const elem_t* k_rows, bool aligned_k) {
-    if constexpr (kSides > 1) {
-      load_k(with.first + kBlockN, {k_rows, aligned_k, with.last});
-    }
+  auto go_on = [&](int first, int last, const elem_t* k_rows, bool aligned_k) {
+    if constexpr (kSides > 1) load_k(first + kBlockN, {k_rows, aligned_k, last});
   };
   if constexpr (!kSplits) {
     begin(item, aligned_q, k_rows, is_aligned_k(), v_rows, is_aligned_v());
-    go_on(item, k_rows, is_aligned_k());
+    go_on(item.first, item.last, k_rows, is_aligned_k());
   }
   keep();
   if (threadIdx.x == 0) look_ahead(1);
@@ -556,474 +546,479 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   if constexpr (kSides > 1) move_stages(0, stage_of(first));
 
   // There is no register for it, but where each tile asks whether it is the first.
-  auto start = [&] {
-    return kWeighsAtOnce ? first : read_anew(kept).item.first;
-  };
+  auto start = [&] { return kWeighsAtOnce ? first : read_anew(kept).item.first; };
 #pragma unroll 1
   for (;;) {
-  if constexpr (kStays) {
-    lanes.q.forget();
-    lanes.k.forget();
-    lanes.v.forget();
-    if constexpr (kSides > 1) lanes.p.forget();
-  }
-  out_frag_t o;
-  softmax_t rows;
-  centers_t centers;
-  bool careful = false;
+    if constexpr (kStays) {
+      lanes.q.forget();
+      lanes.k.forget();
+      lanes.v.forget();
+      if constexpr (kSides > 1) lanes.p.forget();
+    }
+    // What is kept is there; elsewhere another barrier comes before it is read.
+    if constexpr (!kSplits && kSides == 1 && !kKeepQ) __syncthreads();
+    out_frag_t o;
+    softmax_t rows;
+    centers_t centers;
+    bool careful = false;
 #pragma unroll 1
-  for (;; careful = true) {
-    rows = softmax_t();
-    if (careful) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (centers.has(r)) rows.reference[r] = -kShift;
-      }
-    }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
-      }
-    }
-    queries_t<kKeepQ> q_frags;
-    // From a product of parts to q k, and to p v.
-    float unit_q = 1, unit_o = 1, size_q = 0;
-    if constexpr (kStaged) {
-      if (threadIdx.x == 0) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) facts_k[n].clear();
-      }
-    }
-    if constexpr (kSplits) {
-      if (threadIdx.x == 0) *largest_q = 0;
-      load_k(start(), source_k());
-      if (kStaged || kStages == 2) load_v(start(), source_v());
-      __syncthreads();  // the facts are cleared
-      size_q =
-          split_q(smem_q, largest_q, read_anew(kept).item.q_rows, params.q.row,
-                  read_anew(kept).item.num_rows, dim, read_anew(kept).aligned_q, unit_q);
-    } else {
+    for (;; careful = true) {
+      rows = softmax_t();
       if (careful) {
-        const kept_t& with = read_anew(kept);
-        begin(with.item, with.aligned_q, with.k_rows, with.aligned_k, with.v_rows,
-              with.aligned_v);
-        go_on(with.item, with.k_rows, with.aligned_k);
-      }
-      if constexpr (kKeepQ) {
-        ptx::wait_copy_groups<1>();
-        __syncthreads();  // q is complete
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_q(q_frags.a[step], lanes, step);
-      }
-    }
-
-    if constexpr (kSides > 1) {
-      // Weights of a tile are computed beside the products of the one before with v.
-      __syncthreads();  // what is kept is there
-      scores_frag_t s;
-      float sums[kRows];
-      // From a stage to the other one.
-      auto step = [&](int j0, unsigned size) { return stage_of(j0) ? size : 0 - size; };
-      auto put_at = [&](unsigned j0) {
-        ptx::forget(j0);
-        put_weights(smem_p + stage_of(j0) * kBytesP, s);
-      };
-      // The first tile has no reference yet.
-      bool again = true, is_first = true;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
-#pragma unroll 1
-      for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
-        const auto next_v = ready_v(j0 + kBlockN);
-        const auto next_k = ready_k(j0 + 2 * kBlockN);
-        const bool sees_next = bounds().sees_all(j0 + kBlockN);
-        if (is_first) {
-          ptx::wait_copy_groups<2>();
-          is_first = false;
-        } else {
-          ptx::wait_copy_groups<0>();
-        }
-        // This tile of v, its weights and the next tile of k are complete; all have
-        // read the ones before.
-        if (__syncthreads_or(again)) {
-          multiply_qk(s, q_frags, lanes);
-          if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
-          if (careful) center(s, o, rows, centers, across, to_log2, j0);
-          raise_shared(rows, s, across, to_log2, sums);
-          rescale(o, rows);
-          weigh(rows, s, to_log2, sums);
-          put_at(j0);
-          ptx::wait_copy_groups<0>();
-          __syncthreads();
-        }
-        add(rows, sums);
-        start_v(next_v, j0 + kBlockN);
-        start_k(next_k, j0 + 2 * kBlockN);
-        if (careful) {
-          if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
-          __syncthreads();  // all have cleaned their part
-        }
-        lanes.v.base += step(j0, kStage);
-        lanes.p.base += step(j0, kBytesP);
-        const int next = j0 + kBlockN;
-        if (next < last) {
-          lanes.k.base += step(next, kStage);
-          multiply_qk(s, q_frags, lanes);
-          if (careful) {
-            multiply_pv(o, s, lanes);
-            if (!sees_next) hide_scores(s, bounds(), next);
-            center(s, o, rows, centers, across, to_log2, next);
-            weigh(rows, s, to_log2, sums);
-          } else {
-            if (!sees_next) hide_scores(s, bounds(), next);
-            weigh_and_multiply(rows, s, to_log2, sums, o, lanes);
-          }
-          put_at(next);
-        } else {
-          multiply_pv(o, s, lanes);
-        }
-        again = !are_small(sums);
-      }
-      const int start = read_anew(kept).item.first;
-      if (start < last) move_stages(stage_of(last - 1), stage_of(start));
-    } else {
-#pragma unroll 1
-      for (int j0 = start(); j0 < last; j0 += kBlockN) {
-        scores_frag_t s;
-        const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
-        const facts_t* of_k =
-            reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
-        const facts_t* of_v =
-            reinterpret_cast<facts_t*>(smem_v + stage * kStage + kParts * kBytesV);
-        // Asked before a barrier, as copies are made ready. Parts leave no register.
-        const bool sees_all = !kSplits && bounds().sees_all(j0);
-        if constexpr (kStaged) {
-          ptx::wait_copy_groups<0>();
-          const int parity = tile % 2;
-          of_k = facts_k + parity;
-          of_v = facts_v + parity;
-          auto chunk_of_k = [&](int n) {
-            return *reinterpret_cast<const float4*>(staging_k + n * 16);
-          };
-          auto chunk_of_v = [&](int n) {
-            return *reinterpret_cast<const float4*>(staging_v + n * 16);
-          };
-          inspect<kHeadDim>(facts_k[parity], chunk_of_k);
-          inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
-          __syncthreads();  // the facts are complete; all have read the tiles before
-          if (threadIdx.x == 0) {
-            facts_k[parity ^ 1].clear();
-            facts_v[parity ^ 1].clear();
-          }
-          split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
-          split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
-          load_k(j0 + kBlockN, source_k());
-          load_v(j0 + kBlockN, source_v());
-          __syncthreads();  // the parts of k and v are complete
-        } else if constexpr (kSplits) {
-          ptx::wait_copy_groups<0>();
-          // This tile is complete, of one stage that of k; all have read the one before,
-          // or its v.
-          __syncthreads();
-          if constexpr (kStages == 2) {
-            load_k(j0 + kBlockN, source_k());
-            load_v(j0 + kBlockN, source_v());
-            lanes.k.base = base_k + stage * kStage;
-            lanes.v.base = base_v + stage * kStage;
-          } else {
-            load_v(j0, source_v());
-          }
-        } else if constexpr (kStages == 2) {
-          const auto next_k = ready_k(j0 + kBlockN);
-          const auto next_v = ready_v(j0 + kBlockN);
-          ptx::wait_copy_groups<0>();
-          __syncthreads();  // this tile is complete; all have read the one before
-          start_k(next_k, j0 + kBlockN);
-          start_v(next_v, j0 + kBlockN);
-          lanes.k.base = base_k + stage * kStage;
-          lanes.v.base = base_v + stage * kStage;
-        } else {
-          const auto this_v = ready_v(j0);
-          ptx::wait_copy_groups<0>();
-          __syncthreads();  // this tile of k is complete; all have read v before
-          if (j0 != start()) start_v(this_v, j0);
-        }
-
-        if constexpr (kSplits) {
-          const scale_t scale(of_k->largest);
-          const float unit = unit_q * scale.from_parts;
-          if constexpr (kParts == 2) {
-            multiply_qk_split(s, lanes, unit);
-          } else {
-            multiply_qk(s, q_frags, lanes);
-            multiply_by(s, unit);
-          }
-          const float size = size_q * __int_as_float(of_k->largest) *
-                             fabsf(static_cast<float>(params.scale)) * kHeadDim;
-          const bool whole = !scale.fits || !(size <= kLargestScore);
-          if (whole || any_marked(*of_k)) {
-            float s_on_stack[kRowTiles * kScoreTiles * 4];
-            float o_on_stack[kRowTiles * kOutTiles * 4];
-            put<kScoreTiles>(s_on_stack, s);
-            put<kOutTiles>(o_on_stack, o);
-            ptx::forget(o_on_stack);
-            compute_marked_scores(s_on_stack, of_k->marked, whole, kept.item.q_rows,
-                                  kept.k_rows, params, kept.item.num_rows, j0);
-            ptx::forget(o_on_stack);
-            get<kScoreTiles>(s, s_on_stack);
-            get<kOutTiles>(o, o_on_stack);
-          }
-        } else if constexpr (!kWeighsAtOnce) {
-          multiply_qk(s, q_frags, lanes);
-        }
-        if constexpr (kWeighsAtOnce) {
-          float sums[kRows];
-          // The same code twice: where nothing is hidden there is no branch, and
-          // exponentials stand among the products.
-          if (sees_all && j0 != first && !careful) {
-            multiply_qk(s, q_frags, lanes);
-            weigh(rows, s, to_log2, sums);
-          } else {
-            ptx::keep_order();
-            multiply_qk(s, q_frags, lanes);
-            if (!sees_all) hide_scores(s, bounds(), j0);
-            if (careful) center(s, o, rows, centers, across, to_log2, j0);
-            if (j0 == first) {
-              // With the reference that rows start with, all sums would be too large.
-#pragma unroll
-              for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
-              raise_where(rows, s, to_log2, sums);
-            }
-            weigh(rows, s, to_log2, sums);
-          }
-          if (__any_sync(kFullMask, !are_small(sums))) {
-            multiply_qk(s, q_frags, lanes);
-            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
-            if (careful) center(s, o, rows, centers, across, to_log2, j0);
-            raise_where(rows, s, to_log2, sums);
-            rescale(o, rows);
-            weigh(rows, s, to_log2, sums);
-          }
-          add(rows, sums);
-        } else {
-          finish_scores(s, scores, params, i0, j0);
-          if (!(kSplits ? bounds().sees_all(j0) : sees_all)) {
-            hide_scores(s, bounds(), j0);
-          }
-          if (careful) center(s, o, rows, centers, across, to_log2, j0);
-          if (raise(rows, s, to_log2)) rescale(o, rows);
-        }
-        if constexpr (!kSplits && kStages == 1) {
-          const auto next_k = ready_k(j0 + kBlockN);
-          ptx::wait_copy_groups<0>();
-          __syncthreads();  // this tile of v is complete; all have read k
-          start_k(next_k, j0 + kBlockN);
-        } else if constexpr (!kStaged && kStages == 1) {
-          ptx::wait_copy_groups<0>();
-          __syncthreads();  // this tile of v is complete; all have read k
-          load_k(j0 + kBlockN, source_k());
-        }
-        if constexpr (kSplits) {
-          const values_t values(*of_v);
-          if constexpr (kParts == 1) {
-            // o has the unit of the tile.
-            if (values.from_parts != unit_o) {
-              multiply_by(o, unit_o * values.to_unit);
-              unit_o = values.from_parts;
-            }
-          }
-          if (values.whole || any_marked(*of_v)) {
-            float o_on_stack[kRowTiles * kOutTiles * 4];
-            float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
-            put<kOutTiles>(o_on_stack, o);
-            put<kScoreTiles>(s_on_stack, s);
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
-            add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
-                              kParts == 1 ? values.to_unit : 1.f, of_v->marked,
-                              values.whole, kept.v_rows, params, j0, last);
-            ptx::forget(s_on_stack);
-            get<kScoreTiles>(s, s_on_stack);
-            get<kOutTiles>(o, o_on_stack);
-          }
-          exponentiate(rows, s, to_log2);
-          if constexpr (kParts == 2) {
-            multiply_pv_split(o, s, lanes, values.from_parts);
-          } else {
-            multiply_pv(o, s, lanes);
-          }
-        } else {
-          if (careful) {
-            if (clean_values(smem_v + stage * kStage)) kept.special = true;
-            __syncthreads();  // all have cleaned their part
-          }
-          if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
-          multiply_pv(o, s, lanes);
+        for (int r = 0; r < kRows; ++r) {
+          if (centers.has(r)) rows.reference[r] = -kShift;
         }
       }
-    }
-
-    if constexpr (kSplits && kParts == 1) multiply_by(o, unit_o);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float& l = rows.l[r];
-      l += rows.rest[r];
-      l += shuffle_xor(l, 1);
-      l += shuffle_xor(l, 2);
-      if constexpr (kSides > 1) l += of_other_side(across, l, r);
-    }
-    ptx::wait_copy_groups<0>();
-    if (careful) {
-      __syncthreads();  // all have read the tiles
-      break;
-    }
-    bool again = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) again |= is_huge(rows.reference[r]);
-    if (again) {
-      again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS), kept.item.i0);
-    }
-    // Values of keys that a row does not see may have come in as 0 * NaN.
-    float odd[4] = {};
-    if constexpr (!kSplits) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) odd[e] = fmaf(o[m][n][e], 0, odd[e]);
+          for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
         }
       }
-    }
-    const bool is_odd = (odd[0] + odd[1]) + (odd[2] + odd[3]) != 0;
-    if (!__syncthreads_or(again | is_odd)) break;  // all have read the tiles
-  }
-
-  // The tile of queries after this one comes while this one leaves.
-  const bool goes_on = kStays && kept.next.i0 >= 0;
-  unsigned char* smem_out = smem;
-  if constexpr (kStays) {
-    smem_out = kOutApart ? smem + kBytesTiles
-                         : smem_k + (stage_of(kept.next.first) ^ 1) * kStage;
-    if (goes_on) {
-      begin(kept.next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
-            kept.aligned_v);
-    }
-  }
-
-  const place_t& here = kept.at;
-  const scores_t rows_of(here, SCORE_ARGUMENTS);
-  elem_t* const out_rows = here.at(out, params.out);
-  const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&
-                        params.head_dim_v % 2 == 0 &&
-                        reinterpret_cast<unsigned long long>(out_rows) % 8 == 0;
-  // What closes a row takes long and is the same in the four lanes that share it: each
-  // of them does it for another row.
-  static_assert(kRows <= 4);
-  auto query = [&](int r) {
-    return kept.item.i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
-  };
-  float own_inverse;
-  {
-    const int own = lanes_t::lane() % kRows;
-    float reference = rows.reference[0], l = rows.l[0];
+      queries_t<kKeepQ> q_frags;
+      // From a product of parts to q k, and to p v.
+      float unit_q = 1, unit_o = 1, size_q = 0;
+      if constexpr (kStaged) {
+        if (threadIdx.x == 0) {
 #pragma unroll
-    for (int r = 1; r < kRows; ++r) {
-      if (own == r) {
-        reference = rows.reference[r];
-        l = rows.l[r];
-      }
-    }
-    // lse has to know to the last bit what was subtracted; l takes what a float of it
-    // leaves over. Above a million that is less than a unit of lse.
-    double m = reference * kept.from_log2;
-    if (careful && centers.has(own)) m += scale * centers.at[own];
-    const float high = l == 0 ? -infinity<float>() : static_cast<float>(m);
-    const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
-    const index_t i = query(own);
-    const finished_t finished = rows_of.finish(i, high, l * (1 + low));
-    own_inverse = finished.inverse * (1 + low);
-    if (lse != nullptr && i < params.seqlen_q && lanes_t::lane() % 4 < kRows &&
-        lanes_t::side() == 0) {
-      lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
-    }
-  }
-  if constexpr (kSplits) {
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float inverse =
-        __shfl_sync(kFullMask, own_inverse, (lanes_t::lane() & ~3) + r);
-    const index_t i = query(r);
-    if (i >= params.seqlen_q) continue;
-    elem_t* const out_row = out_rows + i * params.out.row;
-    if constexpr (!kHasSinks) {
-      // A row of one key is its value, to the last bit, which the parts may lack.
-      const range_t seen = rows_of.keys_of(i, i + 1);
-      if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
-        const elem_t* const only = kept.v_rows + seen.first * params.v.row;
-#pragma unroll 1
-        for (int n = lanes_t::lane() % 4; n < params.head_dim_v; n += 4) {
-          out_row[n * params.out.col] = only[n];
+          for (int n = 0; n < 4; ++n) facts_k[n].clear();
         }
-        continue;
+      }
+      if constexpr (kSplits) {
+        if (threadIdx.x == 0) *largest_q = 0;
+        load_k(start(), source_k());
+        if (kStaged || kStages == 2) load_v(start(), source_v());
+        __syncthreads();  // the facts are cleared
+        size_q = split_q(smem_q, largest_q, read_anew(kept).item.q_rows, params.q.row,
+                         read_anew(kept).item.num_rows, dim, read_anew(kept).aligned_q,
+                         unit_q);
+      } else {
+        if (careful) {
+          const kept_t& with = read_anew(kept);
+          begin(with.item, with.aligned_q, with.k_rows, with.aligned_k, with.v_rows,
+                with.aligned_v);
+          go_on(with.item.first, with.item.last, with.k_rows, with.aligned_k);
+        }
+        if constexpr (kKeepQ) {
+          ptx::wait_copy_groups<1>();
+          __syncthreads();  // q is complete
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step)
+            load_q(q_frags.a[step], lanes, step);
+        }
+      }
+
+      if constexpr (kSides > 1) {
+        // Weights of a tile are computed beside the products of the one before with v.
+        __syncthreads();  // what is kept is there
+        scores_frag_t s;
+        float sums[kRows];
+        // From a stage to the other one.
+        auto step = [&](int j0, unsigned size) {
+          return stage_of(j0) ? size : 0 - size;
+        };
+        auto put_at = [&](unsigned j0) {
+          ptx::forget(j0);
+          put_weights(smem_p + stage_of(j0) * kBytesP, s);
+        };
+        // The first tile has no reference yet.
+        bool again = true, is_first = true;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
+#pragma unroll 1
+        for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
+          const auto next_v = ready_v(j0 + kBlockN);
+          const auto next_k = ready_k(j0 + 2 * kBlockN);
+          const bool sees_next = bounds().sees_all(j0 + kBlockN);
+          if (is_first) {
+            ptx::wait_copy_groups<2>();
+            is_first = false;
+          } else {
+            ptx::wait_copy_groups<0>();
+          }
+          // This tile of v, its weights and the next tile of k are complete; all have
+          // read the ones before.
+          if (__syncthreads_or(again)) {
+            multiply_qk(s, q_frags, lanes);
+            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+            if (careful) center(s, o, rows, centers, across, to_log2, j0);
+            raise_shared(rows, s, across, to_log2, sums);
+            rescale(o, rows);
+            weigh(rows, s, to_log2, sums);
+            put_at(j0);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();
+          }
+          add(rows, sums);
+          start_v(next_v, j0 + kBlockN);
+          start_k(next_k, j0 + 2 * kBlockN);
+          if (careful) {
+            if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
+            __syncthreads();  // all have cleaned their part
+          }
+          lanes.v.base += step(j0, kStage);
+          lanes.p.base += step(j0, kBytesP);
+          const int next = j0 + kBlockN;
+          if (next < last) {
+            lanes.k.base += step(next, kStage);
+            multiply_qk(s, q_frags, lanes);
+            if (careful) {
+              multiply_pv(o, s, lanes);
+              if (!sees_next) hide_scores(s, bounds(), next);
+              center(s, o, rows, centers, across, to_log2, next);
+              weigh(rows, s, to_log2, sums);
+            } else {
+              if (!sees_next) hide_scores(s, bounds(), next);
+              weigh_and_multiply(rows, s, to_log2, sums, o, lanes);
+            }
+            put_at(next);
+          } else {
+            multiply_pv(o, s, lanes);
+          }
+          again = !are_small(sums);
+        }
+        const int start = read_anew(kept).item.first;
+        if (start < last) move_stages(stage_of(last - 1), stage_of(start));
+      } else {
+#pragma unroll 1
+        for (int j0 = start(); j0 < last; j0 += kBlockN) {
+          scores_frag_t s;
+          const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+          const facts_t* of_k =
+              reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
+          const facts_t* of_v =
+              reinterpret_cast<facts_t*>(smem_v + stage * kStage + kParts * kBytesV);
+          // Asked before a barrier, as copies are made ready. Parts leave no register.
+          const bool sees_all = !kSplits && bounds().sees_all(j0);
+          if constexpr (kStaged) {
+            ptx::wait_copy_groups<0>();
+            const int parity = tile % 2;
+            of_k = facts_k + parity;
+            of_v = facts_v + parity;
+            auto chunk_of_k = [&](int n) {
+              return *reinterpret_cast<const float4*>(staging_k + n * 16);
+            };
+            auto chunk_of_v = [&](int n) {
+              return *reinterpret_cast<const float4*>(staging_v + n * 16);
+            };
+            inspect<kHeadDim>(facts_k[parity], chunk_of_k);
+            inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
+            __syncthreads();  // the facts are complete; all have read the tiles before
+            if (threadIdx.x == 0) {
+              facts_k[parity ^ 1].clear();
+              facts_v[parity ^ 1].clear();
+            }
+            split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
+            split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
+            load_k(j0 + kBlockN, source_k());
+            load_v(j0 + kBlockN, source_v());
+            __syncthreads();  // the parts of k and v are complete
+          } else if constexpr (kSplits) {
+            ptx::wait_copy_groups<0>();
+            // This tile is complete, of one stage that of k; all have read the one
+            // before, or its v.
+            __syncthreads();
+            if constexpr (kStages == 2) {
+              load_k(j0 + kBlockN, source_k());
+              load_v(j0 + kBlockN, source_v());
+              lanes.k.base = base_k + stage * kStage;
+              lanes.v.base = base_v + stage * kStage;
+            } else {
+              load_v(j0, source_v());
+            }
+          } else if constexpr (kStages == 2) {
+            const auto next_k = ready_k(j0 + kBlockN);
+            const auto next_v = ready_v(j0 + kBlockN);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile is complete; all have read the one before
+            start_k(next_k, j0 + kBlockN);
+            start_v(next_v, j0 + kBlockN);
+            lanes.k.base = base_k + stage * kStage;
+            lanes.v.base = base_v + stage * kStage;
+          } else {
+            const auto this_v = ready_v(j0);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile of k is complete; all have read v before
+            if (j0 != start()) start_v(this_v, j0);
+          }
+
+          if constexpr (kSplits) {
+            const scale_t scale(of_k->largest);
+            const float unit = unit_q * scale.from_parts;
+            if constexpr (kParts == 2) {
+              multiply_qk_split(s, lanes, unit);
+            } else {
+              multiply_qk(s, q_frags, lanes);
+              multiply_by(s, unit);
+            }
+            const float size = size_q * __int_as_float(of_k->largest) *
+                               fabsf(static_cast<float>(params.scale)) * kHeadDim;
+            const bool whole = !scale.fits || !(size <= kLargestScore);
+            if (whole || any_marked(*of_k)) {
+              float s_on_stack[kRowTiles * kScoreTiles * 4];
+              float o_on_stack[kRowTiles * kOutTiles * 4];
+              put<kScoreTiles>(s_on_stack, s);
+              put<kOutTiles>(o_on_stack, o);
+              ptx::forget(o_on_stack);
+              compute_marked_scores(s_on_stack, of_k->marked, whole, kept.item.q_rows,
+                                    kept.k_rows, params, kept.item.num_rows, j0);
+              ptx::forget(o_on_stack);
+              get<kScoreTiles>(s, s_on_stack);
+              get<kOutTiles>(o, o_on_stack);
+            }
+          } else if constexpr (!kWeighsAtOnce) {
+            multiply_qk(s, q_frags, lanes);
+          }
+          if constexpr (kWeighsAtOnce) {
+            float sums[kRows];
+            // The same code twice: where nothing is hidden there is no branch, and
+            // exponentials stand among the products.
+            if (sees_all && j0 != first && !careful) {
+              multiply_qk(s, q_frags, lanes);
+              weigh(rows, s, to_log2, sums);
+            } else {
+              ptx::keep_order();
+              multiply_qk(s, q_frags, lanes);
+              if (!sees_all) hide_scores(s, bounds(), j0);
+              if (careful) center(s, o, rows, centers, across, to_log2, j0);
+              if (j0 == first) {
+                // With the reference that rows start with, all sums would be too large.
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
+                raise_where(rows, s, to_log2, sums);
+              }
+              weigh(rows, s, to_log2, sums);
+            }
+            if (__any_sync(kFullMask, !are_small(sums))) {
+              multiply_qk(s, q_frags, lanes);
+              if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+              if (careful) center(s, o, rows, centers, across, to_log2, j0);
+              raise_where(rows, s, to_log2, sums);
+              rescale(o, rows);
+              weigh(rows, s, to_log2, sums);
+            }
+            add(rows, sums);
+          } else {
+            finish_scores(s, scores, params, i0, j0);
+            if (!(kSplits ? bounds().sees_all(j0) : sees_all)) {
+              hide_scores(s, bounds(), j0);
+            }
+            if (careful) center(s, o, rows, centers, across, to_log2, j0);
+            if (raise(rows, s, to_log2)) rescale(o, rows);
+          }
+          if constexpr (!kSplits && kStages == 1) {
+            const auto next_k = ready_k(j0 + kBlockN);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile of v is complete; all have read k
+            start_k(next_k, j0 + kBlockN);
+          } else if constexpr (!kStaged && kStages == 1) {
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile of v is complete; all have read k
+            load_k(j0 + kBlockN, source_k());
+          }
+          if constexpr (kSplits) {
+            const values_t values(*of_v);
+            if constexpr (kParts == 1) {
+              // o has the unit of the tile.
+              if (values.from_parts != unit_o) {
+                multiply_by(o, unit_o * values.to_unit);
+                unit_o = values.from_parts;
+              }
+            }
+            if (values.whole || any_marked(*of_v)) {
+              float o_on_stack[kRowTiles * kOutTiles * 4];
+              float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
+              put<kOutTiles>(o_on_stack, o);
+              put<kScoreTiles>(s_on_stack, s);
+#pragma unroll
+              for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
+              add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
+                                kParts == 1 ? values.to_unit : 1.f, of_v->marked,
+                                values.whole, kept.v_rows, params, j0, last);
+              ptx::forget(s_on_stack);
+              get<kScoreTiles>(s, s_on_stack);
+              get<kOutTiles>(o, o_on_stack);
+            }
+            exponentiate(rows, s, to_log2);
+            if constexpr (kParts == 2) {
+              multiply_pv_split(o, s, lanes, values.from_parts);
+            } else {
+              multiply_pv(o, s, lanes);
+            }
+          } else {
+            if (careful) {
+              if (clean_values(smem_v + stage * kStage)) kept.special = true;
+              __syncthreads();  // all have cleaned their part
+            }
+            if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
+            multiply_pv(o, s, lanes);
+          }
+        }
+      }
+
+      if constexpr (kSplits && kParts == 1) multiply_by(o, unit_o);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float& l = rows.l[r];
+        l += rows.rest[r];
+        l += shuffle_xor(l, 1);
+        l += shuffle_xor(l, 2);
+        if constexpr (kSides > 1) l += of_other_side(across, l, r);
+      }
+      ptx::wait_copy_groups<0>();
+      if (careful) {
+        __syncthreads();  // all have read the tiles
+        break;
+      }
+      bool again = false;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) again |= is_huge(rows.reference[r]);
+      if (again) {
+        again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS),
+                             kept.item.i0);
+      }
+      // Values of keys that a row does not see may have come in as 0 * NaN.
+      float odd[4] = {};
+      if constexpr (!kSplits) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) odd[e] = fmaf(o[m][n][e], 0, odd[e]);
+          }
+        }
+      }
+      const bool is_odd = (odd[0] + odd[1]) + (odd[2] + odd[3]) != 0;
+      if (!__syncthreads_or(again | is_odd)) break;  // all have read the tiles
+    }
+
+    // The tile of queries after this one comes while this one leaves.
+    const bool goes_on = kStays && kept.next.i0 >= 0;
+    unsigned char* smem_out = smem;
+    if constexpr (kStays) {
+      smem_out = kOutApart ? smem + kBytesTiles
+                           : smem_k + (stage_of(kept.next.first) ^ 1) * kStage;
+      if (goes_on) {
+        begin(kept.next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
+              kept.aligned_v);
       }
     }
-    float x[2 * kOutTiles];
+
+    const place_t& here = kept.at;
+    const scores_t rows_of(here, SCORE_ARGUMENTS);
+    elem_t* const out_rows = here.at(out, params.out);
+    const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&
+                          params.head_dim_v % 2 == 0 &&
+                          reinterpret_cast<unsigned long long>(out_rows) % 8 == 0;
+    // What closes a row takes long and is the same in the four lanes that share it:
+    // each of them does it for another row.
+    static_assert(kRows <= 4);
+    auto query = [&](int r) {
+      return kept.item.i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
+    };
+    float own_inverse;
+    {
+      const int own = lanes_t::lane() % kRows;
+      float reference = rows.reference[0], l = rows.l[0];
 #pragma unroll
-    for (int n = 0; n < 2 * kOutTiles; ++n) {
-      x[n] = o[r / 2][n / 2][r % 2 * 2 + n % 2] * inverse;
+      for (int r = 1; r < kRows; ++r) {
+        if (own == r) {
+          reference = rows.reference[r];
+          l = rows.l[r];
+        }
+      }
+      // lse has to know to the last bit what was subtracted; l takes what a float of it
+      // leaves over. Above a million that is less than a unit of lse.
+      double m = reference * kept.from_log2;
+      if (careful && centers.has(own)) m += scale * centers.at[own];
+      const float high = l == 0 ? -infinity<float>() : static_cast<float>(m);
+      const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
+      const index_t i = query(own);
+      const finished_t finished = rows_of.finish(i, high, l * (1 + low));
+      own_inverse = finished.inverse * (1 + low);
+      if (lse != nullptr && i < params.seqlen_q && lanes_t::lane() % 4 < kRows &&
+          lanes_t::side() == 0) {
+        lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
+      }
     }
-    if (inverse == 0) {
+    if constexpr (kSplits) {
 #pragma unroll
-      for (int n = 0; n < 2 * kOutTiles; ++n) x[n] = 0;
-    }
-    const int dim = static_cast<int>(params.head_dim_v);
-    store_row(out_row, x, dim, params.out.col, as_pairs);
-    if constexpr (!kHasSinks) {
-      // So is a huge row whose largest score takes all.
-      if (careful && centers.has(r) && rows.l[r] == kLargestWeight) {
-        const elem_t* const top = kept.v_rows + centers.key[r] * params.v.row;
+      for (int r = 0; r < kRows; ++r) {
+        const float inverse =
+            __shfl_sync(kFullMask, own_inverse, (lanes_t::lane() & ~3) + r);
+        const index_t i = query(r);
+        if (i >= params.seqlen_q) continue;
+        elem_t* const out_row = out_rows + i * params.out.row;
+        if constexpr (!kHasSinks) {
+          // A row of one key is its value, to the last bit, which the parts may lack.
+          const range_t seen = rows_of.keys_of(i, i + 1);
+          if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
+            const elem_t* const only = kept.v_rows + seen.first * params.v.row;
 #pragma unroll 1
+            for (int n = lanes_t::lane() % 4; n < params.head_dim_v; n += 4) {
+              out_row[n * params.out.col] = only[n];
+            }
+            continue;
+          }
+        }
+        float x[2 * kOutTiles];
+#pragma unroll
         for (int n = 0; n < 2 * kOutTiles; ++n) {
-          const int column = n / 2 * 8 + lanes_t::lane() % 4 * 2 + n % 2;
-          if (column >= dim) continue;
-          elem_t& stored = out_row[column * params.out.col];
-          if (is_finite(to<float>(stored))) stored = top[column];
+          x[n] = o[r / 2][n / 2][r % 2 * 2 + n % 2] * inverse;
+        }
+        if (inverse == 0) {
+#pragma unroll
+          for (int n = 0; n < 2 * kOutTiles; ++n) x[n] = 0;
+        }
+        const int dim = static_cast<int>(params.head_dim_v);
+        store_row(out_row, x, dim, params.out.col, as_pairs);
+        if constexpr (!kHasSinks) {
+          // So is a huge row whose largest score takes all.
+          if (careful && centers.has(r) && rows.l[r] == kLargestWeight) {
+            const elem_t* const top = kept.v_rows + centers.key[r] * params.v.row;
+#pragma unroll 1
+            for (int n = 0; n < 2 * kOutTiles; ++n) {
+              const int column = n / 2 * 8 + lanes_t::lane() % 4 * 2 + n % 2;
+              if (column >= dim) continue;
+              elem_t& stored = out_row[column * params.out.col];
+              if (is_finite(to<float>(stored))) stored = top[column];
+            }
+          }
         }
       }
+    } else {
+      put_rows(smem_out, o, own_inverse);
+      store_tile(
+          out_rows + kept.item.i0 * params.out.row, smem_out,
+          static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
+          static_cast<int>(params.head_dim_v), params.out);
+      if (kept.special) {
+        const index_t i_first = kept.item.i0 + lanes_t::warp_row();
+        add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
+                     min(i_first + 16 * kRowTiles, rows_of.num_queries()),
+                     kept.item.first, kept.item.last);
+      }
     }
-  }
-  } else {
-    put_rows(smem_out, o, own_inverse);
-    store_tile(out_rows + kept.item.i0 * params.out.row, smem_out,
-               static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
-               static_cast<int>(params.head_dim_v), params.out);
-    if (kept.special) {
-      const index_t i_first = kept.item.i0 + lanes_t::warp_row();
-      add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
-                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), kept.item.first,
-                   kept.item.last);
+    if (!goes_on) return;
+    if constexpr (kStays) {
+      if constexpr (kSides > 1) {
+        move_stages(stage_of(kept.item.first), stage_of(kept.next.first));
+      }
+      first = kept.next.first;
+      last = kept.next.last;
+      // This tile of queries has left, and all have read what was kept of it and of the
+      // next one.
+      __syncthreads();
+      go_on(first, last, kept.k_rows, kept.aligned_k);
+      if (threadIdx.x == 0) {
+        kept.item = kept.next;
+        kept.special = false;
+        look_ahead(kept.turn + 1);
+      }
     }
-  }
-  if (!goes_on) return;
-  if constexpr (kStays) {
-    if constexpr (kSides > 1) {
-      move_stages(stage_of(kept.item.first), stage_of(kept.next.first));
-    }
-    first = kept.next.first;
-    last = kept.next.last;
-    __syncthreads();  // this tile of queries has left, and nobody asks for it
-    go_on(kept.next, kept.k_rows, kept.aligned_k);
-    if (threadIdx.x == 0) {
-      kept.item = kept.next;
-      kept.special = false;
-      look_ahead(kept.turn + 1);
-    }
-    // What is kept is there; elsewhere another barrier follows.
-    if constexpr (kSides == 1 && !kKeepQ) __syncthreads();
-  }
   }
 }

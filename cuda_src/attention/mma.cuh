@@ -65,8 +65,8 @@ __device__ __forceinline__ void load_image(unsigned char* smem,
   }
 }
 
-// A copy of rows [i0, i0 + kRows) of a matrix (last, dim) of 16-bit numbers, by 16 bytes
-// at a time; zeros fill up kRows x kDim. As load_tile() does, in half as many
+// A copy of rows [i0, i0 + kRows) of a matrix (last, dim) of 16-bit numbers, by 16
+// bytes at a time; zeros fill up kRows x kDim. As load_tile() does, in half as many
 // instructions, most of which can run before the barrier that the copies wait for.
 template <int kRows, int kDim>
 struct copy_t {
@@ -90,7 +90,7 @@ struct copy_t {
                                     bool aligned) {
     unsigned thread = threadIdx.x;
     // Kept, what follows from these would take the registers of the loop.
-    if constexpr (kRows == kBlockM || kDim > 64) ptx::forget(thread);
+    ptx::forget(thread);
     ptx::forget(row_stride);
     const int row = thread / rows_t::kChunks, chunk = thread % rows_t::kChunks;
     from = x + static_cast<unsigned>(i0 + row) * row_stride + chunk * 8;

@@ -61,8 +61,7 @@ struct place_t {
     tile = item - row_of_heads * num_tiles;
   }
   // The first tile of a head.
-  __device__ place_t(const params_t& params, index_t row)
-      : tile(0), row_of_heads(row) {
+  __device__ place_t(const params_t& params, index_t row) : tile(0), row_of_heads(row) {
     index_t rest = divide(row_of_heads, params.num_heads);
     head = row_of_heads - rest * params.num_heads;
     kv_head = divide(head, params.group_size);

@@ -76,9 +76,6 @@ constexpr double kGivenBack =
 struct block_t {
   int low, high, num_keys;  // as band_t, for the tile at key 0
 
-  block_t() = default;
-  __device__ __forceinline__ explicit block_t(const band_t& band)
-      : low(band.low), high(band.high), num_keys(band.num_keys) {}
   // Whether all queries see all keys of the tile at j0.
   __device__ __forceinline__ bool sees_all(int j0) const {
     return low + kBlockM - 1 <= j0 && j0 + kBlockN <= min(high, num_keys);
@@ -92,14 +89,18 @@ struct item_t {
   int num_rows, first, last, i0;
 
   item_t() = default;
-  // Rows behind the queries are zeros, and nobody stores what comes of them. Tiles of
-  // keys start at multiples of kBlockN, so that a row is summed in the same order
-  // whatever the tile of queries it lies in.
+  // `head` is the band of query 0 and key 0, whose numbers are so far from those of all
+  // queries and keys where they are clamped that sums stay beyond them. Rows behind the
+  // queries are zeros, and nobody stores what comes of them. Tiles of keys start at
+  // multiples of kBlockN, so that a row is summed in the same order whatever the tile
+  // of queries it lies in.
   __device__ __forceinline__
-  item_t(const scores_t& scores, const elem_t* q_head, index_t row_stride, int i0)
-      : q_rows(q_head + i0 * row_stride), block(scores.band(i0, 0)), i0(i0) {
-    const index_t left = scores.num_queries() - i0;
-    num_rows = static_cast<int>(clamp(left, 0, index_t(kBlockM)));
+  item_t(const band_t& head, const elem_t* q_head, index_t row_stride, int i0)
+      : q_rows(q_head + i0 * row_stride), i0(i0) {
+    block.low = head.low + i0;
+    block.high = head.high + i0;
+    block.num_keys = head.num_keys;
+    num_rows = max(0, min(head.num_queries - i0, kBlockM));
     const bool any = num_rows > 0;
     first = any ? max(0, min(block.low, block.num_keys)) / kBlockN * kBlockN : 0;
     last = any ? max(0, min(block.high - 1 + num_rows, block.num_keys)) : 0;
@@ -123,8 +124,9 @@ struct kept_t {
   double from_log2;
   const elem_t *k_rows, *v_rows;
   const elem_t* q_head;  // of tile 0
-  item_t item, next;
-  int turn;  // of `next`
+  band_t head;
+  item_t item;
+  int turn;  // of the item among those of this block
   bool aligned_q, aligned_k, aligned_v;
   bool special;                 // a value of this block's keys is not finite
   const unsigned char* images;  // of the tiles of k and v, of this head
@@ -377,7 +379,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const elem_t* const q_head = at.at(q, params.q);
   const elem_t* const k_rows = at.at_kv(k, params.k);
   const elem_t* const v_rows = at.at_kv(v, params.v);
-  const item_t item(scores, q_head, params.q.row, query_of_turn(0, num_tiles));
+  const band_t head(scores.band(0, 0));
+  const item_t item(head, q_head, params.q.row, query_of_turn(0, num_tiles));
   const int i0 = item.i0;
   const bool aligned_q = has_aligned_rows(q_head, params.q.row, dim);
 
@@ -397,7 +400,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         kept.images =
             images + divide(at.row_of_heads, params.group_size) * num_images * kImage;
       }
+      kept.head = head;
       kept.item = item;
+      kept.turn = 0;
       kept.special = false;
       kept.aligned_q = aligned_q;
       kept.aligned_k = is_aligned_k();
@@ -405,15 +410,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       // The scale again in double: to_log2 was rounded, and lse has to know it to the
       // bit.
       kept.from_log2 = scale / to_log2;
-    }
-  };
-  // By thread 0: what comes after `next`.
-  auto look_ahead = [&](int turn) {
-    if constexpr (kStays) {
-      const int query = query_of_turn(turn, num_tiles);
-      const scores_t scores(kept.at, SCORE_ARGUMENTS);
-      kept.next = item_t(scores, kept.q_head, params.q.row, query);
-      kept.turn = turn;
     }
   };
   int first = item.first, last = item.last;
@@ -533,7 +529,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     go_on(item.first, item.last, k_rows, is_aligned_k());
   }
   keep();
-  if (threadIdx.x == 0) look_ahead(1);
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
   auto stage_of = [](int j0) { return j0 / kBlockN % 2; };
@@ -866,8 +861,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         l += rows.rest[r];
         l += shuffle_xor(l, 1);
         l += shuffle_xor(l, 2);
-        if constexpr (kSides > 1) l += of_other_side(across, l, r);
       }
+      if constexpr (kSides > 1) add_other_side(across, rows.l);
       ptx::wait_copy_groups<0>();
       if (careful) {
         __syncthreads();  // all have read the tiles
@@ -897,13 +892,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
 
     // The tile of queries after this one comes while this one leaves.
-    const bool goes_on = kStays && kept.next.i0 >= 0;
     unsigned char* smem_out = smem;
+    item_t next;
+    next.i0 = -1;
     if constexpr (kStays) {
-      smem_out = kOutApart ? smem + kBytesTiles
-                           : smem_k + (stage_of(kept.next.first) ^ 1) * kStage;
-      if (goes_on) {
-        begin(kept.next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
+      const int query = query_of_turn(kept.turn + 1, num_tiles);
+      next = item_t(kept.head, kept.q_head, params.q.row, query);
+      smem_out =
+          kOutApart ? smem + kBytesTiles : smem_k + (stage_of(next.first) ^ 1) * kStage;
+      if (next.i0 >= 0) {
+        begin(next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
               kept.aligned_v);
       }
     }
@@ -1003,21 +1001,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                      kept.item.first, kept.item.last);
       }
     }
-    if (!goes_on) return;
+    if (next.i0 < 0) return;
     if constexpr (kStays) {
       if constexpr (kSides > 1) {
-        move_stages(stage_of(kept.item.first), stage_of(kept.next.first));
+        move_stages(stage_of(kept.item.first), stage_of(next.first));
       }
-      first = kept.next.first;
-      last = kept.next.last;
-      // This tile of queries has left, and all have read what was kept of it and of the
-      // next one.
-      __syncthreads();
+      first = next.first;
+      last = next.last;
+      __syncthreads();  // this tile of queries has left, and nobody asks for it
       go_on(first, last, kept.k_rows, kept.aligned_k);
       if (threadIdx.x == 0) {
-        kept.item = kept.next;
+        kept.item = next;
+        kept.turn += 1;
         kept.special = false;
-        look_ahead(kept.turn + 1);
       }
     }
   }

@@ -40,6 +40,22 @@ __device__ __forceinline__ float of_other_side(across_t& across, float x, int r)
   return other;
 }
 
+// The same for all rows of a thread at once; the next barrier stands before `across` is
+// written again.
+__device__ __forceinline__ void add_other_side(across_t& across, float (&x)[kRows]) {
+  const unsigned thread = thread_anew();
+  const int side = lanes_t::side(thread);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    across.number[side][row_of_block(r, thread)] = x[r];
+  }
+  __syncthreads();  // both sides have written
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    x[r] += across.number[side ^ 1][row_of_block(r, thread)];
+  }
+}
+
 // Stores weights for both sides.
 __device__ __forceinline__ void put_weights(unsigned char* smem_p,
                                             const scores_frag_t& p) {

@@ -32,7 +32,8 @@ struct tile_t {
 
   // Where a lane's address for a product starts. A step moves by `chunks` (even)
   // columns of 8 and by rows in multiples of 8, which are added as they are.
-  unsigned base, x;
+  unsigned base;
+  int x;
   __device__ __forceinline__ tile_t(unsigned tile, int row, int chunk)
       : base(tile + row * kPitch), x(chunk ^ exchange(row)) {}
   __device__ __forceinline__ unsigned at(int row, int chunk) const {
@@ -41,7 +42,9 @@ struct tile_t {
   // What follows from it is computed anew.
   __device__ __forceinline__ void forget() {
     ptx::forget(base);
-    ptx::forget(x);
+    unsigned word = x;
+    ptx::forget(word);
+    x = word;
   }
 };
 

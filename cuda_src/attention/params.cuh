@@ -56,12 +56,17 @@ struct place_t {
   bool exists;  // the grid is rounded up
 
   place_t() = default;
-  __device__ place_t(const params_t& params, index_t item, index_t num_tiles)
-      : place_t(params, divide(item, num_tiles)) {
+  __device__ place_t(const params_t& params, index_t item, index_t num_tiles) {
+    row_of_heads = divide(item, num_tiles);
     tile = item - row_of_heads * num_tiles;
+    find_head(params);
   }
   // The first tile of a head.
   __device__ place_t(const params_t& params, index_t row) : tile(0), row_of_heads(row) {
+    find_head(params);
+  }
+  // What row_of_heads says.
+  __device__ void find_head(const params_t& params) {
     index_t rest = divide(row_of_heads, params.num_heads);
     head = row_of_heads - rest * params.num_heads;
     kv_head = divide(head, params.group_size);

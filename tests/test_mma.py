@@ -364,37 +364,41 @@ def test_shared_tiles_give_the_same_bits(cupy, rng, forced):
         np.testing.assert_array_equal(x, y)
 
 
+def staying(dims):
+    """The tile of sm_90 that takes several tiles of queries a block."""
+    asked = problem("float16", dims[0], head_dim_v=dims[1])
+    tile = MMA.tile(asked, device("sm_90a"))
+    assert MMA.stays(tile, asked)
+    return tile
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "option", ["full", "causal", "causal behind", "window", "sinks", "key lengths"]
 )
-@pytest.mark.parametrize("dims", [(64, 64), (40, 64), (128, 128), (128, 72), (256, 256)])
-def test_blocks_that_stay(cupy, rng, forced, monkeypatch, dims, option):
+@pytest.mark.parametrize("keys", [450, 512])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (40, 64), (128, 128), (128, 72), (256, 256), (256, 192)]
+)
+def test_blocks_that_stay(cupy, rng, forced, monkeypatch, dims, keys, option):
     """However many tiles of queries a block takes, the bits are the same."""
-    from cupyflash import _attention_gpu
-
-    q, k, v = (2, 4, 900, dims[0]), (2, 2, 450, dims[0]), (2, 2, 450, dims[1])
+    tile = staying(dims)
+    q, k, v = (2, 4, 900, dims[0]), (2, 2, keys, dims[0]), (2, 2, keys, dims[1])
     arrays = [rng.normal(size=s).astype("f2") for s in (q, k, v)]
     options = OPTIONS[option](rng, q, k)
-    given = {
-        n: place(cupy, x) if isinstance(x, np.ndarray) else x
-        for n, x in options.items()
-    }
     found = []
-    for count in (1, 2, 3, 8):
-        _attention_gpu._plans._plans.clear()
+    for count in (0, 1, 2, 3, 8):
         monkeypatch.setattr(
             _attention_mma.MmaKernel,
             "rounds",
-            lambda self, tile, asked, num_sms, count=count: (
-                count if self.stays(tile, asked) else 1
-            ),
+            lambda self, tile, asked, num_sms, count=count: max(count, 1),
         )
+        forced(dataclasses.replace(tile, stays=count > 0))
+        from cupyflash import _attention_gpu
+
+        _attention_gpu._plans._plans.clear()
         compare(cupy, arrays, options)
-        results = cupyflash.attention(
-            *(place(cupy, x) for x in arrays), **given, return_lse=True
-        )
-        found.append([to_host(x) for x in results])
+        found.append(attend(cupy, arrays, "float32", **options))
     for results in found[1:]:
         for x, y in zip(results, found[0], strict=True):
             np.testing.assert_array_equal(x, y)

@@ -1004,7 +1004,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (next.i0 < 0) return;
     if constexpr (kStays) {
       if constexpr (kSides > 1) {
-        move_stages(stage_of(kept.item.first), stage_of(next.first));
+        // Values and weights begin in the other stage.
+        const int by = stage_of(next.first) - stage_of(kept.item.first);
+        lanes.k.base += by * kStage;
+        lanes.v.base -= by * kStage;
+        lanes.p.base -= by * kBytesP;
       }
       first = next.first;
       last = next.last;

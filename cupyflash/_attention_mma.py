@@ -197,11 +197,13 @@ class MmaKernel:
         """Whether a block has several tiles of queries.
 
         Results leave through shared memory while the next tiles come: through a stage
-        of k and v, which has to be large enough.
+        of k and v, which has to be large enough. Where warps share rows, an option
+        would take 8 bytes of registers too many.
         """
         dim, dim_v = self.dims(problem)
         room = tile.block_n * (dim + dim_v) >= tile.block_m * dim_v
-        return tile.stays and (tile.stages == 1 or room)
+        fits = tile.sides == 1 or is_plain(problem)
+        return tile.stays and fits and (tile.stages == 1 or room)
 
     def rounds(self, tile: MmaTile, problem: AttentionProblem, num_sms: int) -> int:
         """Tiles of queries that a block takes, for the least time of all."""
@@ -398,6 +400,8 @@ MMA = MmaKernel(
                 (
                     # 347.9; 32 keys 313.5
                     MmaTile(128, 64, 128, 2, 2, only_plain=True, stays=True),
+                    # Two blocks where shared memory is that of sm_80.
+                    MmaTile(128, 64, 128, 1, 2, only_plain=True, newest=(8, 0)),
                     MmaTile(128, 64, 256),  # 264.3
                     _SMALL,
                 ),

@@ -391,7 +391,9 @@ def test_blocks_that_stay(cupy, rng, forced, monkeypatch, dims, keys, option):
         monkeypatch.setattr(
             _attention_mma.MmaKernel,
             "rounds",
-            lambda self, tile, asked, num_sms, count=count: max(count, 1),
+            lambda self, tile, asked, num_sms, count=count: (
+                count if self.stays(tile, asked) else 1
+            ),
         )
         forced(dataclasses.replace(tile, stays=count > 0))
         from cupyflash import _attention_gpu

@@ -36,8 +36,11 @@ _RESERVED = 1024
 # Tiles of queries that a block may take one after the other, and what they cost it
 # beside those of keys that they see, in tiles of keys: the start of a block, and what
 # each tile of queries adds.
-_ROUNDS = (1, 2, 4, 8)
 _START, _END = 1.5, 1.5
+# Up to so many tiles of queries a head: above, a head's keys want the cache for
+# themselves at 256 columns (causal, 16384 keys: 349.5 with two tiles a block, 358.4
+# with one).
+_MOST_TILES = 64
 # Longest second axis of a grid that is used.
 _GRID_Y = 1 << 15
 
@@ -196,14 +199,18 @@ class MmaKernel:
     def stays(self, tile: MmaTile, problem: AttentionProblem) -> bool:
         """Whether a block has several tiles of queries.
 
-        Results leave through shared memory while the next tiles come: through a stage
-        of k and v, which has to be large enough. Where warps share rows, an option
-        would take 8 bytes of registers too many.
+        That levels blocks of unlike length; alike, two blocks of a multiprocessor hide
+        each other's start and end as well. Results leave through shared memory while
+        the next tiles come: through a stage of k and v, which has to be large enough.
+        Where warps share rows, an option would take 8 bytes of registers too many.
         """
         dim, dim_v = self.dims(problem)
         room = tile.block_n * (dim + dim_v) >= tile.block_m * dim_v
-        fits = tile.sides == 1 or is_plain(problem)
-        return tile.stays and fits and (tile.stages == 1 or room)
+        if tile.sides == 1:
+            pays = problem.left is not None or problem.right is not None
+        else:
+            pays = is_plain(problem)
+        return tile.stays and pays and (tile.stages == 1 or room)
 
     def rounds(self, tile: MmaTile, problem: AttentionProblem, num_sms: int) -> int:
         """Tiles of queries that a block takes, for the least time of all."""
@@ -211,6 +218,8 @@ class MmaKernel:
             return 1
         heads = math.prod(problem.batch) * problem.num_heads
         tiles = -(-problem.seqlen_q // tile.block_m)
+        if tile.sides > 1 and tiles > _MOST_TILES:
+            return 1
         slots = num_sms * tile.min_blocks
         seen = most_seen(problem)
         if seen == problem.seqlen_k and (problem.left, problem.right) != (None, None):
@@ -223,7 +232,7 @@ class MmaKernel:
             waves = max(waves + 0.5, 1) if rounds == 1 else math.ceil(waves)
             return waves * (min(rounds, tiles) * length + _START)
 
-        return min(_ROUNDS, key=time)
+        return min((1, 2) if tile.sides == 1 else (1, 2, 4), key=time)
 
     def dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""

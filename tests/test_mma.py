@@ -161,14 +161,19 @@ def test_blocks_of_a_head_have_all_its_tiles(seqlen_q, options):
 
 
 def test_blocks_take_several_tiles_where_that_leaves_nobody_idle():
-    few, _ = rounds(num_heads=1, num_kv_heads=1, seqlen_q=1024)
+    few, _ = rounds(num_heads=1, num_kv_heads=1, seqlen_q=1024, right=0)
     assert few == 1
-    many, config = rounds(seqlen_q=1024)
+    many, config = rounds(seqlen_q=1024, right=0)
     assert many > 1
     assert ("STAYS", "1") in config.variant.defines
-    terms, config = rounds(seqlen_q=1024, bias="float32")
-    assert terms == 1
-    assert "STAYS" not in dict(config.variant.defines)
+    for options in ({}, {"bias": "float32", "right": 0}):
+        one, config = rounds(seqlen_q=1024, **options)
+        assert one == 1
+        assert "STAYS" not in dict(config.variant.defines)
+    # Warps that share rows leave a multiprocessor no second block.
+    alike, config = rounds(head_dim=256, seqlen_q=1024)
+    assert alike > 1
+    assert ("STAYS", "1") in config.variant.defines
 
 
 def test_many_heads_take_a_third_axis():
@@ -366,7 +371,7 @@ def test_shared_tiles_give_the_same_bits(cupy, rng, forced):
 
 def staying(dims):
     """The tile of sm_90 that takes several tiles of queries a block."""
-    asked = problem("float16", dims[0], head_dim_v=dims[1])
+    asked = problem("float16", dims[0], head_dim_v=dims[1], right=0)
     tile = MMA.tile(asked, device("sm_90a"))
     assert MMA.stays(tile, asked)
     return tile

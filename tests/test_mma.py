@@ -178,7 +178,7 @@ def test_blocks_take_several_tiles_where_that_leaves_nobody_idle():
 
 def test_many_heads_take_a_third_axis():
     _, config = rounds(num_heads=100_000, num_kv_heads=100_000, seqlen_q=64)
-    blocks, heads, more = config.grid
+    _, heads, more = config.grid
     assert heads <= 65535
     assert more <= 65535
     assert heads * more >= 100_000
@@ -387,6 +387,8 @@ def staying(dims):
 )
 def test_blocks_that_stay(cupy, rng, forced, monkeypatch, dims, keys, option):
     """However many tiles of queries a block takes, the bits are the same."""
+    from cupyflash import _attention_gpu
+
     tile = staying(dims)
     q, k, v = (2, 4, 900, dims[0]), (2, 2, keys, dims[0]), (2, 2, keys, dims[1])
     arrays = [rng.normal(size=s).astype("f2") for s in (q, k, v)]
@@ -401,8 +403,6 @@ def test_blocks_that_stay(cupy, rng, forced, monkeypatch, dims, keys, option):
             ),
         )
         forced(dataclasses.replace(tile, stays=count > 0))
-        from cupyflash import _attention_gpu
-
         _attention_gpu._plans._plans.clear()
         compare(cupy, arrays, options)
         found.append(attend(cupy, arrays, "float32", **options))

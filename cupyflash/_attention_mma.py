@@ -25,7 +25,7 @@ DIMS = (32, 64, 96, 128, 192, 256)
 
 # Bytes behind the tiles: what tiles of float32 say of their numbers, and what a block
 # keeps for its end.
-_FACTS = 128 + 256
+_FACTS = 128 + 384
 # The same behind each tile that has been split beforehand.
 _FACTS_OF_IMAGE = 64
 # Bytes of such tiles, of all keys, that are allowed a byte of out.
@@ -33,6 +33,16 @@ _MOST_IMAGES = 4
 _PREPARE_THREADS = 256
 # Shared memory of a multiprocessor that the system keeps for each block.
 _RESERVED = 1024
+# Tiles of queries that a block may take one after the other, and what they cost it
+# beside those of keys that they see, in tiles of keys: the start of a block, and what
+# each tile of queries adds.
+_START, _END = 1.5, 1.5
+# Up to so many tiles of queries a head: above, a head's keys want the cache for
+# themselves at 256 columns (causal, 16384 keys: 349.5 with two tiles a block, 358.4
+# with one).
+_MOST_TILES = 64
+# Longest second axis of a grid that is used.
+_GRID_Y = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,7 @@ class MmaTile:
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     only_plain: bool = False  # options would need more registers than there are
     sides: int = 1  # warps that share rows (mma_sides.cuh)
+    stays: bool = False  # a block has several tiles of queries, if scores are plain
     # Compute capabilities between which it does not spill.
     oldest: tuple[int, int] = (0, 0)
     newest: tuple[int, int] = (99, 0)
@@ -56,12 +67,20 @@ def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
     return parts * block_n * 2 * sum(dims) + 2 * _FACTS_OF_IMAGE
 
 
-def smem_bytes(tile: MmaTile, dims: tuple[int, int], parts: int, staged: bool) -> int:
+def smem_bytes(
+    tile: MmaTile,
+    dims: tuple[int, int],
+    parts: int,
+    staged: bool,
+    stays: bool = False,
+) -> int:
     """Shared memory of mma.cu: 16-bit tiles, and float32 ones as they came."""
     stages = tile.stages * image_bytes(tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
     out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
+    if stays and tile.stages == 1:  # which come meanwhile
+        tiles, out = tiles + out, 0
     # Weights, and two words a row and side.
     row = tile.stages * 2 * tile.block_n + 16
     shared = tile.block_m * row if tile.sides > 1 else 0
@@ -71,6 +90,22 @@ def smem_bytes(tile: MmaTile, dims: tuple[int, int], parts: int, staged: bool) -
 # Upper bound of the head dimensions, and tiles from best to least: the first that an
 # architecture's shared memory holds min_blocks times is taken.
 _Ladder = tuple[tuple[float, tuple[MmaTile, ...]], ...]
+
+
+@dataclass(frozen=True)
+class HeadsConfig(Config):
+    """Of which `num_blocks` work on each of `num_heads` heads of all batch entries."""
+
+    num_heads: int
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """(blocks of a head, heads), and heads once more where they are many."""
+        return (
+            self.num_blocks,
+            min(self.num_heads, _GRID_Y),
+            -(-self.num_heads // _GRID_Y),
+        )
 
 
 @dataclass(frozen=True)
@@ -153,7 +188,51 @@ class MmaKernel:
     def smem(self, tile: MmaTile, problem: AttentionProblem) -> int:
         """Bytes of shared memory of a block."""
         staged = problem.dtype == "float32" and not self.is_prepared(problem)
-        return smem_bytes(tile, self.dims(problem), self.parts(problem), staged)
+        return smem_bytes(
+            tile,
+            self.dims(problem),
+            self.parts(problem),
+            staged,
+            self.stays(tile, problem),
+        )
+
+    def stays(self, tile: MmaTile, problem: AttentionProblem) -> bool:
+        """Whether a block has several tiles of queries.
+
+        That levels blocks of unlike length; alike, two blocks of a multiprocessor hide
+        each other's start and end as well. Results leave through shared memory while
+        the next tiles come: through a stage of k and v, which has to be large enough.
+        Where warps share rows, an option would take 8 bytes of registers too many.
+        """
+        dim, dim_v = self.dims(problem)
+        room = tile.block_n * (dim + dim_v) >= tile.block_m * dim_v
+        if tile.sides == 1:
+            pays = problem.left is not None or problem.right is not None
+        else:
+            pays = is_plain(problem)
+        return tile.stays and pays and (tile.stages == 1 or room)
+
+    def rounds(self, tile: MmaTile, problem: AttentionProblem, num_sms: int) -> int:
+        """Tiles of queries that a block takes, for the least time of all."""
+        if not self.stays(tile, problem):
+            return 1
+        heads = math.prod(problem.batch) * problem.num_heads
+        tiles = -(-problem.seqlen_q // tile.block_m)
+        if tile.sides > 1 and tiles > _MOST_TILES:
+            return 1
+        slots = num_sms * tile.min_blocks
+        seen = most_seen(problem)
+        if seen == problem.seqlen_k and (problem.left, problem.right) != (None, None):
+            seen /= 2
+        length = seen / tile.block_n + _END
+
+        def time(rounds):
+            waves = -(-tiles // rounds) * heads / slots
+            # Short blocks fill what others leave of the last wave.
+            waves = max(waves + 0.5, 1) if rounds == 1 else math.ceil(waves)
+            return waves * (min(rounds, tiles) * length + _START)
+
+        return min((1, 2) if tile.sides == 1 else (1, 2, 4), key=time)
 
     def dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""
@@ -203,7 +282,8 @@ class MmaKernel:
     ) -> tuple[Config, ...]:
         """The launch, and where keys are split beforehand the one before it."""
         tile = self.tile(problem, device)
-        config = self.config(tile, problem, batch_dims)
+        rounds = self.rounds(tile, problem, device.num_sms)
+        config = self.config(tile, problem, batch_dims, rounds)
         if not self.is_prepared(problem):
             return (config,)
         return config, self.prepare_config(tile, problem, batch_dims)
@@ -218,9 +298,13 @@ class MmaKernel:
         }
 
     def config(
-        self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
+        self,
+        tile: MmaTile,
+        problem: AttentionProblem,
+        batch_dims: int,
+        rounds: int = 1,
     ) -> Config:
-        """The launch with a given tile."""
+        """The launch with a given tile, and tiles of queries a block."""
         switches = {
             **self._switches(tile, problem),
             "BLOCK_M": tile.block_m,
@@ -229,6 +313,8 @@ class MmaKernel:
         }
         if tile.sides > 1:
             switches["SIDES"] = tile.sides
+        if self.stays(tile, problem):
+            switches["STAYS"] = 1
         if self.is_prepared(problem):
             switches["PREPARED"] = 1
         if not scale_is_plain(problem.scale):
@@ -239,8 +325,9 @@ class MmaKernel:
             defines=defines(problem, batch_dims, tile.num_threads, **switches),
             smem=self.smem(tile, problem),
         )
-        num_blocks = num_tiles(problem, tile.block_m)
-        return Config(variant, num_blocks, tile.num_threads)
+        heads = math.prod(problem.batch) * problem.num_heads
+        num_blocks = -(-problem.seqlen_q // (tile.block_m * rounds))
+        return HeadsConfig(variant, num_blocks, tile.num_threads, heads)
 
     def prepare_config(
         self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
@@ -311,7 +398,7 @@ MMA = MmaKernel(
             (
                 64,
                 (
-                    MmaTile(128, 64, 128, 1, 2, newest=(10, 9)),
+                    MmaTile(128, 64, 128, 1, 2, newest=(10, 9), stays=True),
                     MmaTile(128, 64, 128, 1, 2, only_plain=True),
                     _SMALL,
                 ),
@@ -321,7 +408,9 @@ MMA = MmaKernel(
                 128,
                 (
                     # 347.9; 32 keys 313.5
-                    MmaTile(128, 64, 128, 2, 2, only_plain=True),
+                    MmaTile(128, 64, 128, 2, 2, only_plain=True, stays=True),
+                    # Two blocks where shared memory is that of sm_80.
+                    MmaTile(128, 64, 128, 1, 2, only_plain=True, newest=(8, 0)),
                     MmaTile(128, 64, 256),  # 264.3
                     _SMALL,
                 ),
@@ -330,7 +419,7 @@ MMA = MmaKernel(
                 256,
                 (
                     # 350.0; one stage 336.7
-                    MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0)),
+                    MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0), stays=True),
                     MmaTile(64, 64, 256, 2, sides=2, newest=(9, 0)),  # 234.7
                     MmaTile(128, 64, 256),  # 316.6; 32 keys 252.8
                     MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1

@@ -34,7 +34,7 @@ class Config:
     num_threads: int
 
     @property
-    def grid(self) -> tuple[int, int]:
+    def grid(self) -> tuple[int, ...]:
         """Blocks along two axes, for kernels that read block_index()."""
         return min(self.num_blocks, _GRID_X), -(-self.num_blocks // _GRID_X)
 

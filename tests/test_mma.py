@@ -123,10 +123,65 @@ def test_tiles_fit_the_shared_memory(arch):
 def test_shared_memory_of_a_tile():
     tile = _attention_mma.MmaTile(128, 64, 128, stages=2)
     of_q, of_kv = 128 * 64 * 2, 64 * (64 + 32) * 2
-    few = 384 + 2 * 2 * 64
+    few = 512 + 2 * 2 * 64
     assert _attention_mma.smem_bytes(tile, (64, 32), 1, False) == of_q + 2 * of_kv + few
     staged = _attention_mma.smem_bytes(tile, (64, 32), 2, True)
     assert staged == 2 * (of_q + 2 * of_kv) + 2 * of_kv + few
+
+
+def test_results_leave_apart_while_the_next_tiles_come():
+    one, two = (_attention_mma.MmaTile(128, 64, 128, stages=n) for n in (1, 2))
+    for tile, apart in ((one, 128 * 64 * 2), (two, 0)):
+        alone = _attention_mma.smem_bytes(tile, (64, 64), 1, False)
+        assert _attention_mma.smem_bytes(tile, (64, 64), 1, False, True) == (
+            alone + apart
+        )
+
+
+def rounds(num_sms=132, **options):
+    asked = problem(**options)
+    tile = MMA.tile(asked, device("sm_90a"))
+    return MMA.rounds(tile, asked, num_sms), MMA.configs(asked, 1, device("sm_90a"))[0]
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 128, 129, 1000, 4096])
+@pytest.mark.parametrize("options", [{}, {"right": 0}, {"left": 300, "right": 0}])
+def test_blocks_of_a_head_have_all_its_tiles(seqlen_q, options):
+    count, config = rounds(seqlen_q=seqlen_q, **options)
+    blocks, heads, more = config.grid
+    tiles = -(-seqlen_q // 128)
+    # As query_of_turn() in mma.cu.
+    taken = [
+        turn * blocks + block if turn % 2 == 0 else (turn + 1) * blocks - 1 - block
+        for block in range(blocks)
+        for turn in range(count + 1)
+    ]
+    assert sorted(x for x in taken if x < tiles) == list(range(tiles))
+    assert heads * more == 64
+
+
+def test_blocks_take_several_tiles_where_that_leaves_nobody_idle():
+    few, _ = rounds(num_heads=1, num_kv_heads=1, seqlen_q=1024, right=0)
+    assert few == 1
+    many, config = rounds(seqlen_q=1024, right=0)
+    assert many > 1
+    assert ("STAYS", "1") in config.variant.defines
+    for options in ({}, {"bias": "float32", "right": 0}):
+        one, config = rounds(seqlen_q=1024, **options)
+        assert one == 1
+        assert "STAYS" not in dict(config.variant.defines)
+    # Warps that share rows leave a multiprocessor no second block.
+    alike, config = rounds(head_dim=256, seqlen_q=1024)
+    assert alike > 1
+    assert ("STAYS", "1") in config.variant.defines
+
+
+def test_many_heads_take_a_third_axis():
+    _, config = rounds(num_heads=100_000, num_kv_heads=100_000, seqlen_q=64)
+    _, heads, more = config.grid
+    assert heads <= 65535
+    assert more <= 65535
+    assert heads * more >= 100_000
 
 
 def test_few_tiles_take_the_smaller_one():
@@ -312,6 +367,48 @@ def test_shared_tiles_give_the_same_bits(cupy, rng, forced):
         found.append([to_host(x) for x in results])
     for x, y in zip(*found, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def staying(dims):
+    """The tile of sm_90 that takes several tiles of queries a block."""
+    asked = problem("float16", dims[0], head_dim_v=dims[1], right=0)
+    tile = MMA.tile(asked, device("sm_90a"))
+    assert MMA.stays(tile, asked)
+    return tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "option", ["full", "causal", "causal behind", "window", "sinks", "key lengths"]
+)
+@pytest.mark.parametrize("keys", [450, 512])
+@pytest.mark.parametrize(
+    "dims", [(64, 64), (40, 64), (128, 128), (128, 72), (256, 256), (256, 192)]
+)
+def test_blocks_that_stay(cupy, rng, forced, monkeypatch, dims, keys, option):
+    """However many tiles of queries a block takes, the bits are the same."""
+    from cupyflash import _attention_gpu
+
+    tile = staying(dims)
+    q, k, v = (2, 4, 900, dims[0]), (2, 2, keys, dims[0]), (2, 2, keys, dims[1])
+    arrays = [rng.normal(size=s).astype("f2") for s in (q, k, v)]
+    options = OPTIONS[option](rng, q, k)
+    found = []
+    for count in (0, 1, 2, 3, 8):
+        monkeypatch.setattr(
+            _attention_mma.MmaKernel,
+            "rounds",
+            lambda self, tile, asked, num_sms, count=count: (
+                count if self.stays(tile, asked) else 1
+            ),
+        )
+        forced(dataclasses.replace(tile, stays=count > 0))
+        _attention_gpu._plans._plans.clear()
+        compare(cupy, arrays, options)
+        found.append(attend(cupy, arrays, "float32", **options))
+    for results in found[1:]:
+        for x, y in zip(results, found[0], strict=True):
+            np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.gpu

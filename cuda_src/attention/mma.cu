@@ -7,8 +7,9 @@
 //            and at the end  out = o / l,  lse = m + log l.
 //            m follows the maximum only when that has grown by 2^8. float32 is split
 //            into float16 numbers (mma_split.cuh).
-// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
-//            ones are longest
+// Grid       (blocks of a head, heads). A block has one tile of queries, or, where it
+//            stays (STAYS), several of one head, of which it fetches the next one while
+//            it stores; last tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
 //                                                     comes to a tile of its own first
@@ -40,13 +41,28 @@ constexpr bool kPrepared = false;
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
 static_assert(kSides == 1 || kStages == 2);
+// A block has several tiles of queries.
+#ifdef STAYS
+constexpr bool kStays = true;
+#else
+constexpr bool kStays = false;
+#endif
 // Of a stage in shared memory.
 constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
 constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
-constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * (kStageK + kStageV);
+constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
 // Fragments of q stay in registers where there is room.
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
+// Results leave by way of shared memory, while the next tiles come: from one stage, or
+// from a place of their own; else from the place of all tiles.
+constexpr bool kOutApart = kStays && kStages == 1;
+static_assert(!kStays || (!kSplits && !kHasTerms));
+static_assert(!kStays || kOutApart || kBytesOut <= kStage);
+constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kBytesOut
+                                 : kBytesTiles > kBytesOut ? kBytesTiles
+                                                           : kBytesOut;
 
 // A tensor core cuts the bits that fall off a sum: products of one sign come out
 // smaller by about 0.4 units in the last place with each step of 16 columns but the
@@ -60,28 +76,62 @@ constexpr double kGivenBack =
 struct block_t {
   int low, high, num_keys;  // as band_t, for the tile at key 0
 
-  block_t() = default;
-  __device__ __forceinline__ explicit block_t(const band_t& band)
-      : low(band.low), high(band.high), num_keys(band.num_keys) {}
   // Whether all queries see all keys of the tile at j0.
   __device__ __forceinline__ bool sees_all(int j0) const {
     return low + kBlockM - 1 <= j0 && j0 + kBlockN <= min(high, num_keys);
   }
 };
 
+// A tile of queries, and the keys that it walks over.
+struct item_t {
+  const elem_t* q_rows;
+  block_t block;
+  int num_rows, first, last, i0;
+
+  item_t() = default;
+  // `head` is the band of query 0 and key 0, whose numbers are so far from those of all
+  // queries and keys where they are clamped that sums stay beyond them. Rows behind the
+  // queries are zeros, and nobody stores what comes of them. Tiles of keys start at
+  // multiples of kBlockN, so that a row is summed in the same order whatever the tile
+  // of queries it lies in.
+  __device__ __forceinline__
+  item_t(const band_t& head, const elem_t* q_head, index_t row_stride, int i0)
+      : q_rows(q_head + i0 * row_stride), i0(i0) {
+    block.low = head.low + i0;
+    block.high = head.high + i0;
+    block.num_keys = head.num_keys;
+    num_rows = max(0, min(head.num_queries - i0, kBlockM));
+    const bool any = num_rows > 0;
+    first = any ? max(0, min(block.low, block.num_keys)) / kBlockN * kBlockN : 0;
+    last = any ? max(0, min(block.high - 1 + num_rows, block.num_keys)) : 0;
+  }
+};
+
+// Where tile `turn` of this block begins among the queries; less than 0 behind the
+// last one. The blocks of a head take turns up and down, so that each gets long ones
+// and short ones.
+__device__ __forceinline__ int query_of_turn(int turn, int num_tiles) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  const int tile =
+      turn % 2 == 0 ? turn * blocks + block : (turn + 1) * blocks - 1 - block;
+  return (num_tiles - 1 - tile) * kBlockM;
+}
+
 // What only the end of the kernel or rare data need: in the loop there are no registers
 // for it.
 struct kept_t {
   place_t at;
   double from_log2;
-  const elem_t *q_rows, *k_rows, *v_rows;
-  block_t block;
-  int num_rows, first, last, i0;
+  const elem_t *k_rows, *v_rows;
+  const elem_t* q_head;  // of tile 0
+  band_t head;
+  item_t item;
+  int turn;  // of the item among those of this block
   bool aligned_q, aligned_k, aligned_v;
   bool special;                 // a value of this block's keys is not finite
   const unsigned char* images;  // of the tiles of k and v, of this head
 };
-constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 256;
+constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 384;
 static_assert(sizeof(kept_t) <= kKeptBytes);
 static_assert(4 * sizeof(facts_t) + sizeof(int) <= kFactsOfStaging);
 
@@ -116,10 +166,9 @@ __device__ __forceinline__ void hide_scores(scores_frag_t& s,
   }
 }
 
-// Products into final scores, -inf where a query does not see a key.
+// Products into final scores, mask of positions aside.
 __device__ __forceinline__ void finish_scores(scores_frag_t& s,
                                               const scores_t& scores,
-                                              const block_t& block,
                                               const params_t& params,
                                               index_t i0,
                                               int j0) {
@@ -159,7 +208,6 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
       }
     }
   }
-  if (!block.sees_all(j0)) hide_scores(s, block, j0);
 }
 
 // Stores what this thread has of a row of float32. One branch a row: code that runs
@@ -186,6 +234,61 @@ __device__ __forceinline__ void store_row(elem_t* row,
   }
 }
 
+// Rows of o times `inverse`, that of row lane % kRows, go to shared memory as 16 bits.
+__device__ __forceinline__ void put_rows(unsigned char* tile,
+                                         out_frag_t& o,
+                                         float own_inverse) {
+  unsigned thread = threadIdx.x;
+  ptx::forget(thread);  // what follows from it would take registers of the loop
+  const int lane = lanes_t::lane(thread);
+  float inverse[kRows];
+  bool any_empty = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    inverse[r] = __shfl_sync(kFullMask, own_inverse, (lane & ~3) + r);
+    any_empty |= inverse[r] == 0;
+  }
+  if (any_empty) {  // whatever the sums are; one branch for all rows
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) {
+          if (inverse[r] == 0) o[r / 2][n][e] = 0;
+        }
+      }
+    }
+  }
+  const tile_t<kHeadDimV> to(lane % 4 * 4, lanes_t::warp_row(thread) + lane / 4,
+                             lanes_t::side(thread) * 4);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+      const float (&x)[4] = o[r / 2][n];
+      *reinterpret_cast<unsigned*>(tile + to.at(8 * r, lanes_t::out_tile(n))) =
+          pair16_t::from(x[r % 2 * 2] * inverse[r], x[r % 2 * 2 + 1] * inverse[r]);
+    }
+  }
+}
+
+// Stores a chunk of 8 elements that lies in shared memory.
+__device__ __forceinline__ void store_chunk(
+    elem_t* to, const unsigned char* from, index_t step, int count, bool as_vector) {
+  const uint4 word = *reinterpret_cast<const uint4*>(from);
+  if (as_vector) {
+    *reinterpret_cast<uint4*>(to) = word;
+    return;
+  }
+  const unsigned words[4] = {word.x, word.y, word.z, word.w};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    const unsigned short bits = static_cast<unsigned short>(words[e / 2] >> e % 2 * 16);
+    if (e < count) *reinterpret_cast<unsigned short*>(to + e * step) = bits;
+  }
+}
+
 // Stores what this warp has of out, which lies in shared memory by 16-bit rows: whole
 // chunks of 16 bytes, since a warp's pairs would take four times as many instructions.
 __device__ __forceinline__ void store_tile(elem_t* out,
@@ -193,30 +296,49 @@ __device__ __forceinline__ void store_tile(elem_t* out,
                                            int num_rows,
                                            int dim,
                                            const operand_t& to) {
+  using rows_t = tile_t<kHeadDimV>;
   constexpr int kChunks = kOutTiles, kElems = 8;
-  const bool as_vectors = to.col == 1 && to.row % kElems == 0 && dim % kElems == 0 &&
-                          reinterpret_cast<unsigned long long>(out) % 16 == 0;
+  unsigned thread = threadIdx.x;
+  ptx::forget(thread);
+  const int lane = lanes_t::lane(thread);
+  const bool as_vectors =
+      ((to.row | dim) % kElems | reinterpret_cast<unsigned long long>(out) % 16) == 0 &&
+      to.col == 1;
   __syncwarp();  // the warp's rows are there
-#pragma unroll 4
-  for (int n = lanes_t::lane(); n < 16 * kRowTiles * kChunks; n += kWarpSize) {
-    const int row = lanes_t::warp_row() + n / kChunks;
-    const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side() * 4;
-    const uint4 word =
-        *reinterpret_cast<const uint4*>(tile + tile_t<kHeadDimV>::offset(row, chunk));
-    elem_t* const at = out + row * to.row + chunk * kElems * to.col;
-    if (row >= num_rows || chunk * kElems >= dim) continue;
+  if constexpr (kWarpSize % kChunks == 0 && kWarpSize / kChunks <= 8) {
+    // A lane has the same chunk of each of its rows.
+    constexpr int kStep = kWarpSize / kChunks;
+    const int row = lanes_t::warp_row(thread) + lane / kChunks;
+    const int chunk = lanes_t::out_tile(lane % kChunks) + lanes_t::side(thread) * 4;
+    const int count = dim - chunk * kElems;
+    if (count <= 0) return;
+    elem_t* at = out + row * to.row + chunk * kElems * to.col;
     if (as_vectors) {
-      *reinterpret_cast<uint4*>(at) = word;
-    } else {
-      const unsigned words[4] = {word.x, word.y, word.z, word.w};
 #pragma unroll
-      for (int e = 0; e < kElems; ++e) {
-        const unsigned short bits =
-            static_cast<unsigned short>(words[e / 2] >> e % 2 * 16);
-        if (chunk * kElems + e < dim) {
-          *reinterpret_cast<unsigned short*>(at + e * to.col) = bits;
-        }
+      for (int n = 0; n < 16 * kRowTiles / kStep; ++n) {
+        const unsigned from = rows_t::offset(row + n * kStep, chunk);
+        if (row + n * kStep < num_rows) store_chunk(at, tile + from, 1, kElems, true);
+        at += kStep * to.row;
       }
+    } else {
+#pragma unroll 1
+      for (int n = 0; n < 16 * kRowTiles / kStep; ++n) {
+        const unsigned from = rows_t::offset(row + n * kStep, chunk);
+        if (row + n * kStep < num_rows) {
+          store_chunk(at, tile + from, to.col, count, false);
+        }
+        at += kStep * to.row;
+      }
+    }
+  } else {
+#pragma unroll 4
+    for (int n = lane; n < 16 * kRowTiles * kChunks; n += kWarpSize) {
+      const int row = lanes_t::warp_row(thread) + n / kChunks;
+      const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side(thread) * 4;
+      if (row >= num_rows || chunk * kElems >= dim) continue;
+      store_chunk(out + row * to.row + chunk * kElems * to.col,
+                  tile + rows_t::offset(row, chunk), to.col, dim - chunk * kElems,
+                  as_vectors);
     }
   }
 }
@@ -233,12 +355,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   extern __shared__ __align__(128) unsigned char smem[];
   unsigned char* const smem_q = smem;
   unsigned char* const smem_k = smem_q + kParts * kBytesQ;
-  unsigned char* const smem_v = smem_k + kStages * kStageK;
-  unsigned char* const staging_k = smem_v + kStages * kStageV;
+  unsigned char* const smem_v = smem_k + kStageK;  // stages of k and v follow
+  unsigned char* const staging_k = smem_k + kStages * kStage;
   unsigned char* const staging_v = staging_k + (kStaged ? 2 * kBytesK : 0);
   unsigned char* const behind =
-      kSplits ? staging_v + (kStaged ? 2 * kBytesV : 0)
-              : smem + (kBytesTiles > kBytesOut ? kBytesTiles : kBytesOut);
+      kSplits ? staging_v + (kStaged ? 2 * kBytesV : 0) : smem + kBytesFront;
   // Of float32, by parity of the tile.
   facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
   facts_t* const facts_v = facts_k + 2;
@@ -248,22 +369,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   across_t& across =
       *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? kStages * kBytesP : 0));
 
-  const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_blocks);
+  const int num_tiles = static_cast<int>((params.seqlen_q + kBlockM - 1) / kBlockM);
+  const place_t at(params, blockIdx.y + index_t(gridDim.y) * blockIdx.z);
   if (!at.exists) return;
-  const int i0 = static_cast<int>(num_blocks - 1 - at.tile) * kBlockM;
   const scores_t scores(at, SCORE_ARGUMENTS);
-  const block_t block(scores.band(i0, 0));
-  // Rows behind the queries are zeros, and nobody stores what comes of them.
-  const int num_rows =
-      static_cast<int>(clamp(scores.num_queries() - i0, 0, index_t(kBlockM)));
   const int dim = static_cast<int>(params.head_dim);
   const int dim_v = static_cast<int>(params.head_dim_v);
 
-  const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
+  const elem_t* const q_head = at.at(q, params.q);
   const elem_t* const k_rows = at.at_kv(k, params.k);
   const elem_t* const v_rows = at.at_kv(v, params.v);
-  const bool aligned_q = has_aligned_rows(q_rows, params.q.row, dim);
+  const band_t head(scores.band(0, 0));
+  const item_t item(head, q_head, params.q.row, query_of_turn(0, num_tiles));
+  const int i0 = item.i0;
+  const bool aligned_q = has_aligned_rows(q_head, params.q.row, dim);
 
   // Scores times to_log2 are exponents of 2.
   const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
@@ -273,21 +392,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   auto keep = [&] {
     if (threadIdx.x == 0) {
       kept.at = at;
-      kept.q_rows = q_rows;
+      kept.q_head = q_head;
       kept.k_rows = k_rows;
       kept.v_rows = v_rows;
       if constexpr (kPrepared) {
-        const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+        const index_t num_images = (params.seqlen_k + kBlockN - 1) / kBlockN;
         kept.images =
-            images + divide(at.row_of_heads, params.group_size) * num_tiles * kImage;
+            images + divide(at.row_of_heads, params.group_size) * num_images * kImage;
       }
-      kept.num_rows = num_rows;
-      kept.block = block;
-      kept.i0 = i0;
+      kept.head = head;
+      kept.item = item;
+      kept.turn = 0;
       kept.special = false;
-      const range_t keys = scores.keys_of(i0, i0 + num_rows);
-      kept.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
-      kept.last = static_cast<int>(keys.last);
       kept.aligned_q = aligned_q;
       kept.aligned_k = is_aligned_k();
       kept.aligned_v = is_aligned_v();
@@ -296,11 +412,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       kept.from_log2 = scale / to_log2;
     }
   };
-  // Tiles start at multiples of kBlockN, so that a row is summed in the same order
-  // whatever the tile of queries it lies in.
-  const range_t keys = scores.keys_of(i0, i0 + num_rows);
-  const int first = static_cast<int>(keys.first) / kBlockN * kBlockN;
-  const int last = static_cast<int>(keys.last);
+  int first = item.first, last = item.last;
 
   auto place_k = [](int row, int chunk) {
     if constexpr (kSplits) return staging_t<kHeadDim>::offset(row, chunk);
@@ -330,14 +442,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
-        load_image<kImageK>(smem_k + stage * kStageK,
+        load_image<kImageK>(smem_k + stage * kStage,
                             read_anew(kept).images + tile * kImage);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStageK, source.rows,
-                                     params.k.row, j0, source.last, dim,
-                                     source.aligned);
+        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
+                                     j0, source.last, dim, source.aligned);
       } else {
-        load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStageK,
+        load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStage,
                                      source.rows + j0 * params.k.row, params.k.row,
                                      last - j0, dim, source.aligned, place_k);
       }
@@ -348,14 +459,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
-        load_image<kImageV>(smem_v + stage * kStageV,
+        load_image<kImageV>(smem_v + stage * kStage,
                             read_anew(kept).images + tile * kImage + kImageK);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStageV, source.rows,
+        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStage, source.rows,
                                       params.v.row, j0, source.last, dim_v,
                                       source.aligned);
       } else {
-        load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStageV,
+        load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStage,
                                       source.rows + j0 * params.v.row, params.v.row,
                                       last - j0, dim_v, source.aligned, place_v);
       }
@@ -363,25 +474,59 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     ptx::commit_copies();
   };
 
+  // Copies that the loop of 16 bits starts behind a barrier are made ready before it,
+  // while others wait there.
+  auto ready_k = [&](int j0) {
+    const kept_t& with = read_anew(kept);
+    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
+    return copy_t<kBlockN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
+                                     j0, last, dim, with.aligned_k);
+  };
+  auto ready_v = [&](int j0) {
+    const kept_t& with = read_anew(kept);
+    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
+    return copy_t<kBlockN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
+                                      params.v.row, j0, last, dim_v, with.aligned_v);
+  };
+  auto start_k = [&](const copy_t<kBlockN, kHeadDim>& copy, int j0) {
+    if (!copy.is_ready) {
+      load_k(j0, source_k());
+      return;
+    }
+    if (j0 < last) copy.start(params.k.row);
+    ptx::commit_copies();
+  };
+  auto start_v = [&](const copy_t<kBlockN, kHeadDimV>& copy, int j0) {
+    if (!copy.is_ready) {
+      load_v(j0, source_v());
+      return;
+    }
+    if (j0 < last) copy.start(params.v.row);
+    ptx::commit_copies();
+  };
+
   // The loop would compute it anew for each tile.
-  auto bounds = [&]() -> const block_t& { return read_anew(kept).block; };
+  auto bounds = [&]() -> const block_t& { return read_anew(kept).item.block; };
   lanes_t lanes(shared_address(smem_q), shared_address(smem_k), shared_address(smem_v),
                 shared_address(smem_p));
 
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
   // What a walk of 16-bit tiles begins with. It is on its way before anything else is
   // computed.
-  auto begin = [&](const elem_t* q_rows, int num_rows, bool aligned_q, int first,
-                   source_t of_k, source_t of_v) {
-    copy_tile<kBlockM, kHeadDim>(smem_q, q_rows, params.q.row, 0, num_rows, dim,
-                                 aligned_q);
-    load_k(first, of_k);
-    load_v(first, of_v);
-    if constexpr (kSides > 1) load_k(first + kBlockN, of_k);
+  auto begin = [&](const item_t& with, bool aligned_q, const elem_t* k_rows,
+                   bool aligned_k, const elem_t* v_rows, bool aligned_v) {
+    copy_tile<kBlockM, kHeadDim>(smem_q, with.q_rows, params.q.row, 0, with.num_rows,
+                                 dim, aligned_q);
+    load_k(with.first, {k_rows, aligned_k, with.last});
+    load_v(with.first, {v_rows, aligned_v, with.last});
+  };
+  // Where warps share rows, also the second tile of k.
+  auto go_on = [&](int first, int last, const elem_t* k_rows, bool aligned_k) {
+    if constexpr (kSides > 1) load_k(first + kBlockN, {k_rows, aligned_k, last});
   };
   if constexpr (!kSplits) {
-    begin(q_rows, num_rows, aligned_q, first, {k_rows, is_aligned_k(), last},
-          {v_rows, is_aligned_v(), last});
+    begin(item, aligned_q, k_rows, is_aligned_k(), v_rows, is_aligned_v());
+    go_on(item.first, item.last, k_rows, is_aligned_k());
   }
   keep();
   if constexpr (kSplits) __syncthreads();  // what is kept is there
@@ -389,418 +534,491 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   auto stage_of = [](int j0) { return j0 / kBlockN % 2; };
   // Products begin with k of the first tile, and step on to v and weights.
   auto move_stages = [&](int from, int to) {
-    lanes.k.base += (to - from) * kStageK;
-    lanes.v.base += ((to ^ 1) - from) * kStageV;
+    lanes.k.base += (to - from) * kStage;
+    lanes.v.base += ((to ^ 1) - from) * kStage;
     lanes.p.base += ((to ^ 1) - from) * kBytesP;
   };
   if constexpr (kSides > 1) move_stages(0, stage_of(first));
 
-  out_frag_t o;
-  softmax_t rows;
-  centers_t centers;
-  // Parts leave no register for it.
-  auto start = [&] { return kSplits ? read_anew(kept).first : first; };
-  bool careful = false;
+  // There is no register for it, but where each tile asks whether it is the first.
+  auto start = [&] { return kWeighsAtOnce ? first : read_anew(kept).item.first; };
 #pragma unroll 1
-  for (;; careful = true) {
-    rows = softmax_t();
-    if (careful) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (centers.has(r)) rows.reference[r] = -kShift;
-      }
+  for (;;) {
+    if constexpr (kStays) {
+      lanes.q.forget();
+      lanes.k.forget();
+      lanes.v.forget();
+      if constexpr (kSides > 1) lanes.p.forget();
     }
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
-      }
-    }
-    queries_t<kKeepQ> q_frags;
-    // From a product of parts to q k, and to p v.
-    float unit_q = 1, unit_o = 1, size_q = 0;
-    if constexpr (kStaged) {
-      if (threadIdx.x == 0) {
-#pragma unroll
-        for (int n = 0; n < 4; ++n) facts_k[n].clear();
-      }
-    }
-    if constexpr (kSplits) {
-      if (threadIdx.x == 0) *largest_q = 0;
-      load_k(start(), source_k());
-      if (kStaged || kStages == 2) load_v(start(), source_v());
-      __syncthreads();  // the facts are cleared
-      size_q =
-          split_q(smem_q, largest_q, read_anew(kept).q_rows, params.q.row,
-                  read_anew(kept).num_rows, dim, read_anew(kept).aligned_q, unit_q);
-    } else {
+    // What is kept is there; elsewhere another barrier comes before it is read.
+    if constexpr (!kSplits && kSides == 1 && !kKeepQ) __syncthreads();
+    out_frag_t o;
+    softmax_t rows;
+    centers_t centers;
+    bool careful = false;
+#pragma unroll 1
+    for (;; careful = true) {
+      rows = softmax_t();
       if (careful) {
-        const kept_t& with = read_anew(kept);
-        begin(with.q_rows, with.num_rows, with.aligned_q, with.first,
-              {with.k_rows, with.aligned_k, with.last},
-              {with.v_rows, with.aligned_v, with.last});
-      }
-      if constexpr (kKeepQ) {
-        ptx::wait_copy_groups<1>();
-        __syncthreads();  // q is complete
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_q(q_frags.a[step], lanes, step);
-      }
-    }
-
-    if constexpr (kSides > 1) {
-      // Weights of a tile are computed beside the products of the one before with v.
-      __syncthreads();  // what is kept is there
-      scores_frag_t s;
-      float sums[kRows];
-      // From a stage to the other one.
-      auto step = [&](int j0, unsigned size) { return stage_of(j0) ? size : 0 - size; };
-      auto put_at = [&](unsigned j0) {
-        ptx::forget(j0);
-        put_weights(smem_p + stage_of(j0) * kBytesP, s);
-      };
-      // The first tile has no reference yet.
-      bool again = true, is_first = true;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
-#pragma unroll 1
-      for (int j0 = read_anew(kept).first; j0 < last; j0 += kBlockN) {
-        if (is_first) {
-          ptx::wait_copy_groups<2>();
-          is_first = false;
-        } else {
-          ptx::wait_copy_groups<0>();
-        }
-        // This tile of v, its weights and the next tile of k are complete; all have
-        // read the ones before.
-        if (__syncthreads_or(again)) {
-          multiply_qk(s, q_frags, lanes);
-          if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
-          if (careful) center(s, o, rows, centers, across, to_log2, j0);
-          raise_shared(rows, s, across, to_log2, sums);
-          rescale(o, rows);
-          weigh(rows, s, to_log2, sums);
-          put_at(j0);
-          ptx::wait_copy_groups<0>();
-          __syncthreads();
-        }
-        add(rows, sums);
-        load_v(j0 + kBlockN, source_v());
-        load_k(j0 + 2 * kBlockN, source_k());
-        if (careful) {
-          if (clean_values(smem_v + stage_of(j0) * kStageV)) kept.special = true;
-          __syncthreads();  // all have cleaned their part
-        }
-        lanes.v.base += step(j0, kStageV);
-        lanes.p.base += step(j0, kBytesP);
-        const int next = j0 + kBlockN;
-        if (next < last) {
-          lanes.k.base += step(next, kStageK);
-          multiply_qk(s, q_frags, lanes);
-          if (careful) {
-            multiply_pv(o, s, lanes);
-            if (!bounds().sees_all(next)) hide_scores(s, bounds(), next);
-            center(s, o, rows, centers, across, to_log2, next);
-            weigh(rows, s, to_log2, sums);
-          } else {
-            if (!bounds().sees_all(next)) hide_scores(s, bounds(), next);
-            weigh_and_multiply(rows, s, to_log2, sums, o, lanes);
-          }
-          put_at(next);
-        } else {
-          multiply_pv(o, s, lanes);
-        }
-        again = !are_small(sums);
-      }
-      const int begin = read_anew(kept).first;
-      if (begin < last) move_stages(stage_of(last - 1), stage_of(begin));
-    } else {
-#pragma unroll 1
-      for (int j0 = start(); j0 < last; j0 += kBlockN) {
-        scores_frag_t s;
-        const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
-        const facts_t* of_k =
-            reinterpret_cast<facts_t*>(smem_k + stage * kStageK + kParts * kBytesK);
-        const facts_t* of_v =
-            reinterpret_cast<facts_t*>(smem_v + stage * kStageV + kParts * kBytesV);
-        ptx::wait_copy_groups<0>();
-        if constexpr (kStaged) {
-          const int parity = tile % 2;
-          of_k = facts_k + parity;
-          of_v = facts_v + parity;
-          auto chunk_of_k = [&](int n) {
-            return *reinterpret_cast<const float4*>(staging_k + n * 16);
-          };
-          auto chunk_of_v = [&](int n) {
-            return *reinterpret_cast<const float4*>(staging_v + n * 16);
-          };
-          inspect<kHeadDim>(facts_k[parity], chunk_of_k);
-          inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
-          __syncthreads();  // the facts are complete; all have read the tiles before
-          if (threadIdx.x == 0) {
-            facts_k[parity ^ 1].clear();
-            facts_v[parity ^ 1].clear();
-          }
-          split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
-          split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
-          load_k(j0 + kBlockN, source_k());
-          load_v(j0 + kBlockN, source_v());
-          __syncthreads();  // the parts of k and v are complete
-        } else if constexpr (kStages == 2) {
-          __syncthreads();  // this tile is complete; all have read the one before
-          load_k(j0 + kBlockN, source_k());
-          load_v(j0 + kBlockN, source_v());
-          lanes.k.base = base_k + stage * kStageK;
-          lanes.v.base = base_v + stage * kStageV;
-        } else {
-          __syncthreads();  // this tile of k is complete; all have read v before
-          if (kSplits || j0 != start()) load_v(j0, source_v());
-        }
-
-        if constexpr (kSplits) {
-          const scale_t scale(of_k->largest);
-          const float unit = unit_q * scale.from_parts;
-          if constexpr (kParts == 2) {
-            multiply_qk_split(s, lanes, unit);
-          } else {
-            multiply_qk(s, q_frags, lanes);
-            multiply_by(s, unit);
-          }
-          const float size = size_q * __int_as_float(of_k->largest) *
-                             fabsf(static_cast<float>(params.scale)) * kHeadDim;
-          const bool whole = !scale.fits || !(size <= kLargestScore);
-          if (whole || any_marked(*of_k)) {
-            float s_on_stack[kRowTiles * kScoreTiles * 4];
-            float o_on_stack[kRowTiles * kOutTiles * 4];
-            put<kScoreTiles>(s_on_stack, s);
-            put<kOutTiles>(o_on_stack, o);
-            ptx::forget(o_on_stack);
-            compute_marked_scores(s_on_stack, of_k->marked, whole, kept.q_rows,
-                                  kept.k_rows, params, kept.num_rows, j0);
-            ptx::forget(o_on_stack);
-            get<kScoreTiles>(s, s_on_stack);
-            get<kOutTiles>(o, o_on_stack);
-          }
-        } else if constexpr (!kWeighsAtOnce) {
-          multiply_qk(s, q_frags, lanes);
-        }
-        if constexpr (kWeighsAtOnce) {
-          float sums[kRows];
-          // The same code twice: where nothing is hidden there is no branch, and
-          // exponentials stand among the products.
-          if (bounds().sees_all(j0) && j0 != first && !careful) {
-            multiply_qk(s, q_frags, lanes);
-            weigh(rows, s, to_log2, sums);
-          } else {
-            ptx::keep_order();
-            multiply_qk(s, q_frags, lanes);
-            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
-            if (careful) center(s, o, rows, centers, across, to_log2, j0);
-            if (j0 == first) {
-              // With the reference that rows start with, all sums would be too large.
-#pragma unroll
-              for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
-              raise_where(rows, s, to_log2, sums);
-            }
-            weigh(rows, s, to_log2, sums);
-          }
-          if (__any_sync(kFullMask, !are_small(sums))) {
-            multiply_qk(s, q_frags, lanes);
-            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
-            if (careful) center(s, o, rows, centers, across, to_log2, j0);
-            raise_where(rows, s, to_log2, sums);
-            rescale(o, rows);
-            weigh(rows, s, to_log2, sums);
-          }
-          add(rows, sums);
-        } else {
-          finish_scores(s, scores, bounds(), params, i0, j0);
-          if (careful) center(s, o, rows, centers, across, to_log2, j0);
-          if (raise(rows, s, to_log2)) rescale(o, rows);
-        }
-        if constexpr (!kStaged && kStages == 1) {
-          ptx::wait_copy_groups<0>();
-          __syncthreads();  // this tile of v is complete; all have read k
-          load_k(j0 + kBlockN, source_k());
-        }
-        if constexpr (kSplits) {
-          const values_t values(*of_v);
-          if constexpr (kParts == 1) {
-            // o has the unit of the tile.
-            if (values.from_parts != unit_o) {
-              multiply_by(o, unit_o * values.to_unit);
-              unit_o = values.from_parts;
-            }
-          }
-          if (values.whole || any_marked(*of_v)) {
-            float o_on_stack[kRowTiles * kOutTiles * 4];
-            float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
-            put<kOutTiles>(o_on_stack, o);
-            put<kScoreTiles>(s_on_stack, s);
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
-            add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
-                              kParts == 1 ? values.to_unit : 1.f, of_v->marked,
-                              values.whole, kept.v_rows, params, j0, last);
-            ptx::forget(s_on_stack);
-            get<kScoreTiles>(s, s_on_stack);
-            get<kOutTiles>(o, o_on_stack);
-          }
-          exponentiate(rows, s, to_log2);
-          if constexpr (kParts == 2) {
-            multiply_pv_split(o, s, lanes, values.from_parts);
-          } else {
-            multiply_pv(o, s, lanes);
-          }
-        } else {
-          if (careful) {
-            if (clean_values(smem_v + stage * kStageV)) kept.special = true;
-            __syncthreads();  // all have cleaned their part
-          }
-          if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
-          multiply_pv(o, s, lanes);
+        for (int r = 0; r < kRows; ++r) {
+          if (centers.has(r)) rows.reference[r] = -kShift;
         }
       }
-    }
-
-    if constexpr (kSplits && kParts == 1) multiply_by(o, unit_o);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      float& l = rows.l[r];
-      l += rows.rest[r];
-      l += shuffle_xor(l, 1);
-      l += shuffle_xor(l, 2);
-      if constexpr (kSides > 1) l += of_other_side(across, l, r);
-    }
-    ptx::wait_copy_groups<0>();
-    if (careful) {
-      __syncthreads();  // all have read the tiles
-      break;
-    }
-    bool again = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) again |= is_huge(rows.reference[r]);
-    if (again) {
-      again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS), kept.i0);
-    }
-    // Values of keys that a row does not see may have come in as 0 * NaN.
-    float odd = 0;
-    if constexpr (!kSplits) {
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) odd = fmaf(o[m][n][e], 0, odd);
+          for (int e = 0; e < 4; ++e) o[m][n][e] = 0;
         }
       }
-    }
-    if (!__syncthreads_or(again | (odd != 0))) break;
-  }
+      queries_t<kKeepQ> q_frags;
+      // From a product of parts to q k, and to p v.
+      float unit_q = 1, unit_o = 1, size_q = 0;
+      if constexpr (kStaged) {
+        if (threadIdx.x == 0) {
+#pragma unroll
+          for (int n = 0; n < 4; ++n) facts_k[n].clear();
+        }
+      }
+      if constexpr (kSplits) {
+        if (threadIdx.x == 0) *largest_q = 0;
+        load_k(start(), source_k());
+        if (kStaged || kStages == 2) load_v(start(), source_v());
+        __syncthreads();  // the facts are cleared
+        size_q = split_q(smem_q, largest_q, read_anew(kept).item.q_rows, params.q.row,
+                         read_anew(kept).item.num_rows, dim, read_anew(kept).aligned_q,
+                         unit_q);
+      } else {
+        if (careful) {
+          const kept_t& with = read_anew(kept);
+          begin(with.item, with.aligned_q, with.k_rows, with.aligned_k, with.v_rows,
+                with.aligned_v);
+          go_on(with.item.first, with.item.last, with.k_rows, with.aligned_k);
+        }
+        if constexpr (kKeepQ) {
+          ptx::wait_copy_groups<1>();
+          __syncthreads();  // q is complete
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step)
+            load_q(q_frags.a[step], lanes, step);
+        }
+      }
 
-  const place_t& here = kept.at;
-  const scores_t rows_of(here, SCORE_ARGUMENTS);
-  elem_t* const out_rows = here.at(out, params.out);
-  const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&
-                        params.head_dim_v % 2 == 0 &&
-                        reinterpret_cast<unsigned long long>(out_rows) % 8 == 0;
-  // What closes a row takes long and is the same in the four lanes that share it: each
-  // of them does it for another row.
-  static_assert(kRows <= 4);
-  auto query = [&](int r) {
-    return kept.i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
-  };
-  float own_inverse;
-  {
-    const int own = lanes_t::lane() % kRows;
-    float reference = rows.reference[0], l = rows.l[0];
+      if constexpr (kSides > 1) {
+        // Weights of a tile are computed beside the products of the one before with v.
+        __syncthreads();  // what is kept is there
+        scores_frag_t s;
+        float sums[kRows];
+        // From a stage to the other one.
+        auto step = [&](int j0, unsigned size) {
+          return stage_of(j0) ? size : 0 - size;
+        };
+        auto put_at = [&](unsigned j0) {
+          ptx::forget(j0);
+          put_weights(smem_p + stage_of(j0) * kBytesP, s);
+        };
+        // The first tile has no reference yet.
+        bool again = true, is_first = true;
 #pragma unroll
-    for (int r = 1; r < kRows; ++r) {
-      if (own == r) {
-        reference = rows.reference[r];
-        l = rows.l[r];
-      }
-    }
-    // lse has to know to the last bit what was subtracted; l takes what a float of it
-    // leaves over. Above a million that is less than a unit of lse.
-    double m = reference * kept.from_log2;
-    if (careful && centers.has(own)) m += kept.from_log2 * to_log2 * centers.at[own];
-    const float high = l == 0 ? -infinity<float>() : static_cast<float>(m);
-    const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
-    const index_t i = query(own);
-    const finished_t finished = rows_of.finish(i, high, l * (1 + low));
-    own_inverse = finished.inverse * (1 + low);
-    if (lse != nullptr && i < params.seqlen_q && lanes_t::lane() % 4 < kRows &&
-        lanes_t::side() == 0) {
-      lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float inverse =
-        __shfl_sync(kFullMask, own_inverse, (lanes_t::lane() & ~3) + r);
-    const index_t i = query(r);
-    if (kSplits && i >= params.seqlen_q) continue;
-    elem_t* const out_row = out_rows + i * params.out.row;
-    if constexpr (kSplits && !kHasSinks) {
-      // A row of one key is its value, to the last bit, which the parts may lack.
-      const range_t seen = rows_of.keys_of(i, i + 1);
-      if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
-        const elem_t* const only = kept.v_rows + seen.first * params.v.row;
+        for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
 #pragma unroll 1
-        for (int n = lanes_t::lane() % 4; n < params.head_dim_v; n += 4) {
-          out_row[n * params.out.col] = only[n];
+        for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
+          const auto next_v = ready_v(j0 + kBlockN);
+          const auto next_k = ready_k(j0 + 2 * kBlockN);
+          const bool sees_next = bounds().sees_all(j0 + kBlockN);
+          if (is_first) {
+            ptx::wait_copy_groups<2>();
+            is_first = false;
+          } else {
+            ptx::wait_copy_groups<0>();
+          }
+          // This tile of v, its weights and the next tile of k are complete; all have
+          // read the ones before.
+          if (__syncthreads_or(again)) {
+            multiply_qk(s, q_frags, lanes);
+            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+            if (careful) center(s, o, rows, centers, across, to_log2, j0);
+            raise_shared(rows, s, across, to_log2, sums);
+            rescale(o, rows);
+            weigh(rows, s, to_log2, sums);
+            put_at(j0);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();
+          }
+          add(rows, sums);
+          start_v(next_v, j0 + kBlockN);
+          start_k(next_k, j0 + 2 * kBlockN);
+          if (careful) {
+            if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
+            __syncthreads();  // all have cleaned their part
+          }
+          lanes.v.base += step(j0, kStage);
+          lanes.p.base += step(j0, kBytesP);
+          const int next = j0 + kBlockN;
+          if (next < last) {
+            lanes.k.base += step(next, kStage);
+            multiply_qk(s, q_frags, lanes);
+            if (careful) {
+              multiply_pv(o, s, lanes);
+              if (!sees_next) hide_scores(s, bounds(), next);
+              center(s, o, rows, centers, across, to_log2, next);
+              weigh(rows, s, to_log2, sums);
+            } else {
+              if (!sees_next) hide_scores(s, bounds(), next);
+              weigh_and_multiply(rows, s, to_log2, sums, o, lanes);
+            }
+            put_at(next);
+          } else {
+            multiply_pv(o, s, lanes);
+          }
+          again = !are_small(sums);
         }
-        continue;
+        const int start = read_anew(kept).item.first;
+        if (start < last) move_stages(stage_of(last - 1), stage_of(start));
+      } else {
+#pragma unroll 1
+        for (int j0 = start(); j0 < last; j0 += kBlockN) {
+          scores_frag_t s;
+          const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+          const facts_t* of_k =
+              reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
+          const facts_t* of_v =
+              reinterpret_cast<facts_t*>(smem_v + stage * kStage + kParts * kBytesV);
+          // Asked before a barrier, as copies are made ready. Parts leave no register.
+          const bool sees_all = !kSplits && bounds().sees_all(j0);
+          if constexpr (kStaged) {
+            ptx::wait_copy_groups<0>();
+            const int parity = tile % 2;
+            of_k = facts_k + parity;
+            of_v = facts_v + parity;
+            auto chunk_of_k = [&](int n) {
+              return *reinterpret_cast<const float4*>(staging_k + n * 16);
+            };
+            auto chunk_of_v = [&](int n) {
+              return *reinterpret_cast<const float4*>(staging_v + n * 16);
+            };
+            inspect<kHeadDim>(facts_k[parity], chunk_of_k);
+            inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
+            __syncthreads();  // the facts are complete; all have read the tiles before
+            if (threadIdx.x == 0) {
+              facts_k[parity ^ 1].clear();
+              facts_v[parity ^ 1].clear();
+            }
+            split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
+            split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
+            load_k(j0 + kBlockN, source_k());
+            load_v(j0 + kBlockN, source_v());
+            __syncthreads();  // the parts of k and v are complete
+          } else if constexpr (kSplits) {
+            ptx::wait_copy_groups<0>();
+            // This tile is complete, of one stage that of k; all have read the one
+            // before, or its v.
+            __syncthreads();
+            if constexpr (kStages == 2) {
+              load_k(j0 + kBlockN, source_k());
+              load_v(j0 + kBlockN, source_v());
+              lanes.k.base = base_k + stage * kStage;
+              lanes.v.base = base_v + stage * kStage;
+            } else {
+              load_v(j0, source_v());
+            }
+          } else if constexpr (kStages == 2) {
+            const auto next_k = ready_k(j0 + kBlockN);
+            const auto next_v = ready_v(j0 + kBlockN);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile is complete; all have read the one before
+            start_k(next_k, j0 + kBlockN);
+            start_v(next_v, j0 + kBlockN);
+            lanes.k.base = base_k + stage * kStage;
+            lanes.v.base = base_v + stage * kStage;
+          } else {
+            const auto this_v = ready_v(j0);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile of k is complete; all have read v before
+            if (j0 != start()) start_v(this_v, j0);
+          }
+
+          if constexpr (kSplits) {
+            const scale_t scale(of_k->largest);
+            const float unit = unit_q * scale.from_parts;
+            if constexpr (kParts == 2) {
+              multiply_qk_split(s, lanes, unit);
+            } else {
+              multiply_qk(s, q_frags, lanes);
+              multiply_by(s, unit);
+            }
+            const float size = size_q * __int_as_float(of_k->largest) *
+                               fabsf(static_cast<float>(params.scale)) * kHeadDim;
+            const bool whole = !scale.fits || !(size <= kLargestScore);
+            if (whole || any_marked(*of_k)) {
+              float s_on_stack[kRowTiles * kScoreTiles * 4];
+              float o_on_stack[kRowTiles * kOutTiles * 4];
+              put<kScoreTiles>(s_on_stack, s);
+              put<kOutTiles>(o_on_stack, o);
+              ptx::forget(o_on_stack);
+              compute_marked_scores(s_on_stack, of_k->marked, whole, kept.item.q_rows,
+                                    kept.k_rows, params, kept.item.num_rows, j0);
+              ptx::forget(o_on_stack);
+              get<kScoreTiles>(s, s_on_stack);
+              get<kOutTiles>(o, o_on_stack);
+            }
+          } else if constexpr (!kWeighsAtOnce) {
+            multiply_qk(s, q_frags, lanes);
+          }
+          if constexpr (kWeighsAtOnce) {
+            float sums[kRows];
+            // The same code twice: where nothing is hidden there is no branch, and
+            // exponentials stand among the products.
+            if (sees_all && j0 != first && !careful) {
+              multiply_qk(s, q_frags, lanes);
+              weigh(rows, s, to_log2, sums);
+            } else {
+              ptx::keep_order();
+              multiply_qk(s, q_frags, lanes);
+              if (!sees_all) hide_scores(s, bounds(), j0);
+              if (careful) center(s, o, rows, centers, across, to_log2, j0);
+              if (j0 == first) {
+                // With the reference that rows start with, all sums would be too large.
+#pragma unroll
+                for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
+                raise_where(rows, s, to_log2, sums);
+              }
+              weigh(rows, s, to_log2, sums);
+            }
+            if (__any_sync(kFullMask, !are_small(sums))) {
+              multiply_qk(s, q_frags, lanes);
+              if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+              if (careful) center(s, o, rows, centers, across, to_log2, j0);
+              raise_where(rows, s, to_log2, sums);
+              rescale(o, rows);
+              weigh(rows, s, to_log2, sums);
+            }
+            add(rows, sums);
+          } else {
+            finish_scores(s, scores, params, i0, j0);
+            if (!(kSplits ? bounds().sees_all(j0) : sees_all)) {
+              hide_scores(s, bounds(), j0);
+            }
+            if (careful) center(s, o, rows, centers, across, to_log2, j0);
+            if (raise(rows, s, to_log2)) rescale(o, rows);
+          }
+          if constexpr (!kSplits && kStages == 1) {
+            const auto next_k = ready_k(j0 + kBlockN);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile of v is complete; all have read k
+            start_k(next_k, j0 + kBlockN);
+          } else if constexpr (!kStaged && kStages == 1) {
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile of v is complete; all have read k
+            load_k(j0 + kBlockN, source_k());
+          }
+          if constexpr (kSplits) {
+            const values_t values(*of_v);
+            if constexpr (kParts == 1) {
+              // o has the unit of the tile.
+              if (values.from_parts != unit_o) {
+                multiply_by(o, unit_o * values.to_unit);
+                unit_o = values.from_parts;
+              }
+            }
+            if (values.whole || any_marked(*of_v)) {
+              float o_on_stack[kRowTiles * kOutTiles * 4];
+              float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
+              put<kOutTiles>(o_on_stack, o);
+              put<kScoreTiles>(s_on_stack, s);
+#pragma unroll
+              for (int r = 0; r < kRows; ++r) reference[r] = rows.reference[r];
+              add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
+                                kParts == 1 ? values.to_unit : 1.f, of_v->marked,
+                                values.whole, kept.v_rows, params, j0, last);
+              ptx::forget(s_on_stack);
+              get<kScoreTiles>(s, s_on_stack);
+              get<kOutTiles>(o, o_on_stack);
+            }
+            exponentiate(rows, s, to_log2);
+            if constexpr (kParts == 2) {
+              multiply_pv_split(o, s, lanes, values.from_parts);
+            } else {
+              multiply_pv(o, s, lanes);
+            }
+          } else {
+            if (careful) {
+              if (clean_values(smem_v + stage * kStage)) kept.special = true;
+              __syncthreads();  // all have cleaned their part
+            }
+            if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
+            multiply_pv(o, s, lanes);
+          }
+        }
+      }
+
+      if constexpr (kSplits && kParts == 1) multiply_by(o, unit_o);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float& l = rows.l[r];
+        l += rows.rest[r];
+        l += shuffle_xor(l, 1);
+        l += shuffle_xor(l, 2);
+      }
+      if constexpr (kSides > 1) add_other_side(across, rows.l);
+      ptx::wait_copy_groups<0>();
+      if (careful) {
+        __syncthreads();  // all have read the tiles
+        break;
+      }
+      bool again = false;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) again |= is_huge(rows.reference[r]);
+      if (again) {
+        again = take_centers(centers, rows, scores_t(kept.at, SCORE_ARGUMENTS),
+                             kept.item.i0);
+      }
+      // Values of keys that a row does not see may have come in as 0 * NaN.
+      float odd[4] = {};
+      if constexpr (!kSplits) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) odd[e] = fmaf(o[m][n][e], 0, odd[e]);
+          }
+        }
+      }
+      const bool is_odd = (odd[0] + odd[1]) + (odd[2] + odd[3]) != 0;
+      if (!__syncthreads_or(again | is_odd)) break;  // all have read the tiles
+    }
+
+    // The tile of queries after this one comes while this one leaves.
+    unsigned char* smem_out = smem;
+    item_t next;
+    next.i0 = -1;
+    if constexpr (kStays) {
+      const int query = query_of_turn(kept.turn + 1, num_tiles);
+      next = item_t(kept.head, kept.q_head, params.q.row, query);
+      smem_out =
+          kOutApart ? smem + kBytesTiles : smem_k + (stage_of(next.first) ^ 1) * kStage;
+      if (next.i0 >= 0) {
+        begin(next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
+              kept.aligned_v);
       }
     }
-    float x[2 * kOutTiles];
+
+    const place_t& here = kept.at;
+    const scores_t rows_of(here, SCORE_ARGUMENTS);
+    elem_t* const out_rows = here.at(out, params.out);
+    const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&
+                          params.head_dim_v % 2 == 0 &&
+                          reinterpret_cast<unsigned long long>(out_rows) % 8 == 0;
+    // What closes a row takes long and is the same in the four lanes that share it:
+    // each of them does it for another row.
+    static_assert(kRows <= 4);
+    auto query = [&](int r) {
+      return kept.item.i0 + lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
+    };
+    float own_inverse;
+    {
+      const int own = lanes_t::lane() % kRows;
+      float reference = rows.reference[0], l = rows.l[0];
 #pragma unroll
-    for (int n = 0; n < 2 * kOutTiles; ++n) {
-      x[n] = o[r / 2][n / 2][r % 2 * 2 + n % 2] * inverse;
+      for (int r = 1; r < kRows; ++r) {
+        if (own == r) {
+          reference = rows.reference[r];
+          l = rows.l[r];
+        }
+      }
+      // lse has to know to the last bit what was subtracted; l takes what a float of it
+      // leaves over. Above a million that is less than a unit of lse.
+      double m = reference * kept.from_log2;
+      if (careful && centers.has(own)) m += scale * centers.at[own];
+      const float high = l == 0 ? -infinity<float>() : static_cast<float>(m);
+      const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
+      const index_t i = query(own);
+      const finished_t finished = rows_of.finish(i, high, l * (1 + low));
+      own_inverse = finished.inverse * (1 + low);
+      if (lse != nullptr && i < params.seqlen_q && lanes_t::lane() % 4 < kRows &&
+          lanes_t::side() == 0) {
+        lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
+      }
     }
-    if (inverse == 0) {
-#pragma unroll
-      for (int n = 0; n < 2 * kOutTiles; ++n) x[n] = 0;
-    }
-    const int dim = static_cast<int>(params.head_dim_v);
     if constexpr (kSplits) {
-      store_row(out_row, x, dim, params.out.col, as_pairs);
-    } else {
 #pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-        const int row = lanes_t::warp_row() + 8 * r + lanes_t::lane() / 4;
-        const int chunk = lanes_t::out_tile(n) + lanes_t::side() * 4;
-        const unsigned at = tile_t<kHeadDimV>::offset(row, chunk);
-        *reinterpret_cast<unsigned*>(smem + at + lanes_t::lane() % 4 * 4) =
-            pair16_t::from(x[2 * n], x[2 * n + 1]);
-      }
-    }
-    if constexpr (kSplits && !kHasSinks) {
-      // So is a huge row whose largest score takes all.
-      if (careful && centers.has(r) && rows.l[r] == kLargestWeight) {
-        const elem_t* const top = kept.v_rows + centers.key[r] * params.v.row;
+      for (int r = 0; r < kRows; ++r) {
+        const float inverse =
+            __shfl_sync(kFullMask, own_inverse, (lanes_t::lane() & ~3) + r);
+        const index_t i = query(r);
+        if (i >= params.seqlen_q) continue;
+        elem_t* const out_row = out_rows + i * params.out.row;
+        if constexpr (!kHasSinks) {
+          // A row of one key is its value, to the last bit, which the parts may lack.
+          const range_t seen = rows_of.keys_of(i, i + 1);
+          if (seen.last - seen.first == 1 && inverse > 0 && is_finite(rows.l[r])) {
+            const elem_t* const only = kept.v_rows + seen.first * params.v.row;
 #pragma unroll 1
+            for (int n = lanes_t::lane() % 4; n < params.head_dim_v; n += 4) {
+              out_row[n * params.out.col] = only[n];
+            }
+            continue;
+          }
+        }
+        float x[2 * kOutTiles];
+#pragma unroll
         for (int n = 0; n < 2 * kOutTiles; ++n) {
-          const int column = n / 2 * 8 + lanes_t::lane() % 4 * 2 + n % 2;
-          if (column >= dim) continue;
-          elem_t& stored = out_row[column * params.out.col];
-          if (is_finite(to<float>(stored))) stored = top[column];
+          x[n] = o[r / 2][n / 2][r % 2 * 2 + n % 2] * inverse;
+        }
+        if (inverse == 0) {
+#pragma unroll
+          for (int n = 0; n < 2 * kOutTiles; ++n) x[n] = 0;
+        }
+        const int dim = static_cast<int>(params.head_dim_v);
+        store_row(out_row, x, dim, params.out.col, as_pairs);
+        if constexpr (!kHasSinks) {
+          // So is a huge row whose largest score takes all.
+          if (careful && centers.has(r) && rows.l[r] == kLargestWeight) {
+            const elem_t* const top = kept.v_rows + centers.key[r] * params.v.row;
+#pragma unroll 1
+            for (int n = 0; n < 2 * kOutTiles; ++n) {
+              const int column = n / 2 * 8 + lanes_t::lane() % 4 * 2 + n % 2;
+              if (column >= dim) continue;
+              elem_t& stored = out_row[column * params.out.col];
+              if (is_finite(to<float>(stored))) stored = top[column];
+            }
+          }
         }
       }
+    } else {
+      put_rows(smem_out, o, own_inverse);
+      store_tile(
+          out_rows + kept.item.i0 * params.out.row, smem_out,
+          static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
+          static_cast<int>(params.head_dim_v), params.out);
+      if (kept.special) {
+        const index_t i_first = kept.item.i0 + lanes_t::warp_row();
+        add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
+                     min(i_first + 16 * kRowTiles, rows_of.num_queries()),
+                     kept.item.first, kept.item.last);
+      }
     }
-  }
-  if constexpr (!kSplits) {
-    store_tile(out_rows + kept.i0 * params.out.row, smem,
-               static_cast<int>(min(params.seqlen_q - kept.i0, index_t(kBlockM))),
-               static_cast<int>(params.head_dim_v), params.out);
-    if (kept.special) {
-      const index_t i_first = kept.i0 + lanes_t::warp_row();
-      add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
-                   min(i_first + 16 * kRowTiles, rows_of.num_queries()), kept.first,
-                   kept.last);
+    if (next.i0 < 0) return;
+    if constexpr (kStays) {
+      if constexpr (kSides > 1) {
+        // Values and weights begin in the other stage.
+        const int by = stage_of(next.first) - stage_of(kept.item.first);
+        lanes.k.base += by * kStage;
+        lanes.v.base -= by * kStage;
+        lanes.p.base -= by * kBytesP;
+      }
+      first = next.first;
+      last = next.last;
+      __syncthreads();  // this tile of queries has left, and nobody asks for it
+      go_on(first, last, kept.k_rows, kept.aligned_k);
+      if (threadIdx.x == 0) {
+        kept.item = next;
+        kept.turn += 1;
+        kept.special = false;
+      }
     }
   }
 }

@@ -57,9 +57,54 @@ __device__ __forceinline__ void load_image(unsigned char* smem,
   }
 }
 
-// Starts to copy rows [i0, i0 + kRows) of a matrix (last, dim) of 16-bit numbers; zeros
-// fill up kRows x kDim. As load_tile() does, in half as many instructions: the loop
-// waits for them.
+// A copy of rows [i0, i0 + kRows) of a matrix (last, dim) of 16-bit numbers, by 16
+// bytes at a time; zeros fill up kRows x kDim. As load_tile() does, in half as many
+// instructions, most of which can run before the barrier that the copies wait for.
+template <int kRows, int kDim>
+struct copy_t {
+  using rows_t = tile_t<kDim>;
+  static constexpr int kStep = kNumThreads / rows_t::kChunks;
+  // Steps of 8 rows leave the exchange of chunks as it is.
+  static constexpr bool kInSteps =
+      kNumThreads % rows_t::kChunks == 0 && kStep % 8 == 0 && kRows % kStep == 0;
+
+  const elem_t* from;
+  unsigned to;
+  int count;  // rows from this thread's first on that there are
+  bool is_ready;
+
+  __device__ __forceinline__ copy_t(unsigned char* smem,
+                                    const elem_t* x,
+                                    index_t row_stride,
+                                    int i0,
+                                    int last,
+                                    int dim,
+                                    bool aligned) {
+    unsigned thread = threadIdx.x;
+    // Kept, what follows from these would take the registers of the loop.
+    ptx::forget(thread);
+    ptx::forget(row_stride);
+    const int row = thread / rows_t::kChunks, chunk = thread % rows_t::kChunks;
+    from = x + static_cast<unsigned>(i0 + row) * row_stride + chunk * 8;
+    to = shared_address(smem) + rows_t::offset(row, chunk);
+    count = chunk * 8 < dim ? last - i0 - row : 0;
+    is_ready = kInSteps && aligned;
+    ptx::forget(from);  // here it is complete
+  }
+
+  __device__ __forceinline__ void start(index_t row_stride) const {
+    const elem_t* x = from;
+#pragma unroll
+    for (int n = 0; n < kRows / kStep; ++n) {
+      // Nothing is read from where no row is.
+      ptx::copy_async_or_zero(to + n * kStep * rows_t::kPitch, x,
+                              n * kStep < count ? 16 : 0);
+      x += kStep * row_stride;
+    }
+  }
+};
+
+// The same at once, whether or not rows are aligned.
 template <int kRows, int kDim>
 __device__ __forceinline__ void copy_tile(unsigned char* smem,
                                           const elem_t* x,
@@ -68,29 +113,14 @@ __device__ __forceinline__ void copy_tile(unsigned char* smem,
                                           int last,
                                           int dim,
                                           bool aligned) {
-  using rows_t = tile_t<kDim>;
-  constexpr int kStep = kNumThreads / rows_t::kChunks;
-  auto place = [](int row, int chunk) { return rows_t::offset(row, chunk); };
-  // Steps of 8 rows leave the exchange of chunks as it is.
-  constexpr bool kInSteps =
-      kNumThreads % rows_t::kChunks == 0 && kStep % 8 == 0 && kRows % kStep == 0;
-  if (!kInSteps || !aligned) {
+  auto place = [](int row, int chunk) { return tile_t<kDim>::offset(row, chunk); };
+  const copy_t<kRows, kDim> copy(smem, x, row_stride, i0, last, dim, aligned);
+  if (!copy.is_ready) {
     load_tile<kRows, kDim>(smem, x + i0 * row_stride, row_stride, last - i0, dim,
                            aligned, place);
     return;
   }
-  ptx::forget(row_stride);  // kept, what follows from it would take the registers
-  const int row = threadIdx.x / rows_t::kChunks, chunk = threadIdx.x % rows_t::kChunks;
-  const elem_t* from = x + static_cast<unsigned>(i0 + row) * row_stride + chunk * 8;
-  const unsigned to = shared_address(smem) + place(row, chunk);
-  const int count = chunk * 8 < dim ? last - i0 - row : 0;
-#pragma unroll
-  for (int n = 0; n < kRows / kStep; ++n) {
-    // Nothing is read from where no row is.
-    ptx::copy_async_or_zero(to + n * kStep * rows_t::kPitch, from,
-                            n * kStep < count ? 16 : 0);
-    from += kStep * row_stride;
-  }
+  copy.start(row_stride);
 }
 
 // --- products ------------------------------------------------------------------------
@@ -112,12 +142,14 @@ struct lanes_t {
         v(smem_v, lane() % 16, lane() / 16 + side() * 4),
         p(smem_p, warp_row() + lane() % 16, lane() / 16) {}
 
-  static __device__ __forceinline__ int lane() { return threadIdx.x % kWarpSize; }
-  static __device__ __forceinline__ int side() {
-    return kSides == 1 ? 0 : threadIdx.x / kWarpSize % kSides;
+  static __device__ __forceinline__ int lane(unsigned thread = threadIdx.x) {
+    return thread % kWarpSize;
   }
-  static __device__ __forceinline__ int warp_row() {
-    return threadIdx.x / kWarpSize / kSides * 16 * kRowTiles;
+  static __device__ __forceinline__ int side(unsigned thread = threadIdx.x) {
+    return kSides == 1 ? 0 : thread / kWarpSize % kSides;
+  }
+  static __device__ __forceinline__ int warp_row(unsigned thread = threadIdx.x) {
+    return thread / kWarpSize / kSides * 16 * kRowTiles;
   }
   // The first of a warp's keys, which lie side by side.
   static __device__ __forceinline__ int warp_key() {

@@ -47,7 +47,9 @@ __device__ __forceinline__ void add_specials(elem_t* out_rows,
                                              index_t i_last,
                                              int first,
                                              int last) {
-  const int lane = lanes_t::lane(), dim = static_cast<int>(params.head_dim_v);
+  unsigned lane = lanes_t::lane();
+  ptx::forget(lane);  // what follows from it would take registers of the loop
+  const int dim = static_cast<int>(params.head_dim_v);
   __syncwarp();  // what the warp has stored is there for all its lanes
 #pragma unroll 1
   for (index_t j0 = first; j0 < last; j0 += kWarpSize) {

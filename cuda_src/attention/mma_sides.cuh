@@ -17,16 +17,22 @@ struct across_t {
   int is_large[2][kBlockM];
 };
 
-// Row r of a thread, among those of the block; there is no register to keep it.
-__device__ __forceinline__ int row_of_block(int r) {
-  unsigned row = lanes_t::warp_row() + lanes_t::lane() / 4;
-  ptx::forget(row);
-  return row + 8 * r;
+// Of a thread; there is no register to keep what follows from it.
+__device__ __forceinline__ unsigned thread_anew() {
+  unsigned thread = threadIdx.x;
+  ptx::forget(thread);
+  return thread;
+}
+
+// Row r of a thread, among those of the block.
+__device__ __forceinline__ int row_of_block(int r, unsigned thread) {
+  return lanes_t::warp_row(thread) + lanes_t::lane(thread) / 4 + 8 * r;
 }
 
 // What the other side has for row r. All threads of the block call this.
 __device__ __forceinline__ float of_other_side(across_t& across, float x, int r) {
-  const int row = row_of_block(r), side = lanes_t::side();
+  const unsigned thread = thread_anew();
+  const int row = row_of_block(r, thread), side = lanes_t::side(thread);
   across.number[side][row] = x;
   __syncthreads();  // both sides have written
   const float other = across.number[side ^ 1][row];
@@ -34,16 +40,33 @@ __device__ __forceinline__ float of_other_side(across_t& across, float x, int r)
   return other;
 }
 
+// The same for all rows of a thread at once; the next barrier stands before `across` is
+// written again.
+__device__ __forceinline__ void add_other_side(across_t& across, float (&x)[kRows]) {
+  const unsigned thread = thread_anew();
+  const int side = lanes_t::side(thread);
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    across.number[side][row_of_block(r, thread)] = x[r];
+  }
+  __syncthreads();  // both sides have written
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    x[r] += across.number[side ^ 1][row_of_block(r, thread)];
+  }
+}
+
 // Stores weights for both sides.
 __device__ __forceinline__ void put_weights(unsigned char* smem_p,
                                             const scores_frag_t& p) {
   using rows_t = tile_t<kBlockN>;
-  const int row = row_of_block(0);
+  const unsigned thread = thread_anew();
+  const int row = row_of_block(0, thread);
 #pragma unroll
   for (int n = 0; n < kScoreTiles; ++n) {
     // 8 rows further chunks are exchanged in the same way.
-    const unsigned at = rows_t::offset(row, lanes_t::side() * kScoreTiles + n) +
-                        lanes_t::lane() % 4 * 4;
+    const int chunk = lanes_t::side(thread) * kScoreTiles + n;
+    const unsigned at = rows_t::offset(row, chunk) + lanes_t::lane(thread) % 4 * 4;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       *reinterpret_cast<unsigned*>(smem_p + at + 8 * r * rows_t::kPitch) =
@@ -58,18 +81,19 @@ __device__ __forceinline__ void raise_shared(softmax_t& rows,
                                              across_t& across,
                                              float to_log2,
                                              const float (&sums)[kRows]) {
-  const int side = lanes_t::side();
+  const unsigned thread = thread_anew();
+  const int side = lanes_t::side(thread);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float largest = largest_of(s, r);
     const bool is_large = has_large_sum(sums[r]);
-    across.number[side][row_of_block(r)] = largest;
-    across.is_large[side][row_of_block(r)] = is_large;
+    across.number[side][row_of_block(r, thread)] = largest;
+    across.is_large[side][row_of_block(r, thread)] = is_large;
   }
   __syncthreads();  // both sides have written
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const int row = row_of_block(r);
+    const int row = row_of_block(r, thread);
     const float largest = fmaxf(across.number[0][row], across.number[1][row]);
     const bool is_large = across.is_large[0][row] | across.is_large[1][row];
     move(rows, r, largest, is_large, to_log2);

@@ -39,6 +39,13 @@ struct tile_t {
   __device__ __forceinline__ unsigned at(int row, int chunk) const {
     return base + (((chunk & kMask) ^ x) + (chunk & ~kMask)) * 16 + row * kPitch;
   }
+  // What follows from it is computed anew.
+  __device__ __forceinline__ void forget() {
+    ptx::forget(base);
+    unsigned word = x;
+    ptx::forget(word);
+    x = word;
+  }
 };
 
 __device__ __forceinline__ unsigned shared_address(const void* p) {

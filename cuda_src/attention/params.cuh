@@ -59,6 +59,14 @@ struct place_t {
   __device__ place_t(const params_t& params, index_t item, index_t num_tiles) {
     row_of_heads = divide(item, num_tiles);
     tile = item - row_of_heads * num_tiles;
+    find_head(params);
+  }
+  // The first tile of a head.
+  __device__ place_t(const params_t& params, index_t row) : tile(0), row_of_heads(row) {
+    find_head(params);
+  }
+  // What row_of_heads says.
+  __device__ void find_head(const params_t& params) {
     index_t rest = divide(row_of_heads, params.num_heads);
     head = row_of_heads - rest * params.num_heads;
     kv_head = divide(head, params.group_size);

@@ -13,6 +13,11 @@ __device__ __forceinline__ void forget(long long& word) {
   asm volatile("" : "+l"(word));
 }
 
+template <typename T>
+__device__ __forceinline__ void forget(const T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
 // The same of what `memory` points to.
 __device__ __forceinline__ void forget(float* memory) {
   asm volatile("" ::"l"(memory) : "memory");

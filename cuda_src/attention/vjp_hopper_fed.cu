@@ -81,10 +81,9 @@ constexpr bool kLateDv = LATE_DV && kNarrowStep;
 // Of the pairs of lse and delta that a thread needs, so many are asked for ahead.
 constexpr int kEarlyLse = EARLY_LSE, kEarlyDelta = EARLY_DELTA;
 
-// Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
+// Where the queries of an entry lie: first block of sums or of stats, head, and batch.
 struct alignas(16) source_t {
-  int q_head, q_batch[2], slot;
-  int dout_head, dout_batch[2], stats;
+  int4 q, dout;
 };
 
 // What all are told of an item, and where its k and v lie.
@@ -145,6 +144,21 @@ __device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ],
   }
 }
 
+// Of one array, the offset of element `index`. Entries are few enough for 32 bits.
+template <int kAxes, int kArrays>
+__device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
+                                             unsigned index,
+                                             int array) {
+  index_t sum = 0;
+#pragma unroll
+  for (int axis = kAxes - 1; axis >= 0; --axis) {
+    const unsigned size = axes.size[axis], next = axis > 0 ? index / size : 0;
+    sum += index_t(index - next * size) * axes.stride[array][axis];
+    index = next;
+  }
+  return sum;
+}
+
 // A tile of keys of a kept entry.
 struct item_t {
   int tile, kept;
@@ -180,6 +194,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   __shared__ int2 origins_memory[kStagesQ];
   __shared__ source_t sources[kMaxSummed];
+  __shared__ volatile int next_item;  // not in a register: the feeder has few
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
@@ -226,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #ifdef STUB
     return;
 #endif
-    int number = blockIdx.x;  // of the item
+    next_item = blockIdx.x;
     unsigned items = 0;       // told of so far
     unsigned asked = 0;       // blocks of queries asked for so far
     unsigned q_stage = 0, q_parity = 1;
@@ -236,6 +251,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // Tells of the next item, or that there is none.
     auto begin_item = [&] {
       view_t& view = views[items++ % kViews];
+      const int number = next_item;
       if (number >= inputs.num_items) {
         view.count = 0;
         block_last = 0;
@@ -245,32 +261,41 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const params_t& params_now = ptx::anew(params);
       const grads_t& grads_now = ptx::anew(grads);
       const item_t item = item_of(number, inputs_now);
-      number = kDynamic ? atomicAdd(&counter->next, 1) + gridDim.x : number + gridDim.x;
-      const auto kept = locate(grads_now.kept, item.kept);
-      auto set_source = [&](int n, const place_t& at) {
-        source_t from;
-        from.q_head = coordinate(at.head, params_now.q.head);
-        batch_coordinates(from.q_batch, at, params_now.q);
-        from.dout_head = coordinate(at.head, grads_now.dout.head);
-        batch_coordinates(from.dout_batch, at, grads_now.dout);
-        from.stats = static_cast<int>(at.row_of_heads) * inputs_now.num_blocks;
-        index_t slot = at.head;
+      const int row = item.tile * kBlockN;
+      view.dk = offset_of(grads_now.kept, item.kept, 1);
+      view.dv = offset_of(grads_now.kept, item.kept, 2);
+      const unsigned entry = offset_of(grads_now.kept, item.kept, 0);
+#pragma unroll 1
+      for (int n = 0; n < inputs.num_summed; ++n) {
+        const unsigned number =
+            n == 0 ? entry : entry + unsigned(offset_of(grads_now.summed, n, 0));
+        unsigned rest = number / unsigned(params_now.num_heads);
+        const int head = number - rest * unsigned(params_now.num_heads);
+        const int kv_head = unsigned(head) / unsigned(params_now.group_size);
+        int at[2] = {0, 0};  // batch coordinates, innermost first
+        if constexpr (kBatchDims == 2) {
+          at[1] = rest / unsigned(params_now.batch_shape[1]);
+          rest -= at[1] * unsigned(params_now.batch_shape[1]);
+        }
+        at[0] = rest;
+        // Broadcast axes have length 1.
+        auto in = [](int index, index_t stride) { return stride == 0 ? 0 : index; };
+        auto place = [&](int first, int head, const operand_t& x) {
+          return int4{first, in(head, x.head), in(at[0], x.batch[kBatchDims - 1]),
+                      kBatchDims == 2 ? in(at[1], x.batch[0]) : 0};
+        };
+        index_t slot = head;
 #pragma unroll
         for (int axis = 0; axis < kBatchDims; ++axis) {
-          slot += at.batch[axis] * inputs_now.slot[axis];
+          slot += at[kBatchDims - 1 - axis] * inputs_now.slot[axis];
         }
-        from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
-        sources[n] = from;
-      };
-      const place_t at(params_now, kept.of[0], 1);
-      const int row = item.tile * kBlockN;
-      int batch[2];
-      batch_coordinates(batch, at, params_now.k);
-      view.k = {row, coordinate(at.kv_head, params_now.k.head), batch[0], batch[1]};
-      batch_coordinates(batch, at, params_now.v);
-      view.v = {row, coordinate(at.kv_head, params_now.v.head), batch[0], batch[1]};
-      view.dk = kept.of[1];
-      view.dv = kept.of[2];
+        const int num_blocks = inputs_now.num_blocks;
+        sources[n].q = place(static_cast<int>(slot) * num_blocks, head, params_now.q);
+        sources[n].dout = place(number * num_blocks, head, grads_now.dout);
+        if (n > 0) continue;
+        view.k = place(row, kv_head, params_now.k);
+        view.v = place(row, kv_head, params_now.v);
+      }
       view.tile = item.tile;
       view.factor = factor_of(found);
       view.num_keys = static_cast<int>(params.seqlen_k) - row;
@@ -278,28 +303,30 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       block_first = 0;
       block_last = inputs.num_blocks;
       if constexpr (kBounds > 0) {
-        const scores_t scores(place_t(), SCORE_ARGUMENTS);
-        const range_t queries = scores.queries_of(row, index_t(row) + kBlockN);
-        block_first = int(queries.first) / kBlockM;
-        block_last = (int(queries.last) + kBlockM - 1) / kBlockM;
+        // As scores_t has them, with few registers: the band of keys that the first
+        // query sees, counted from the tile's first, and from it the queries.
+        auto bounded = [](index_t x) { return int(clamp(x, -kMany, kMany)); };
+        const int low = bounded(query_offset - row - params_now.left),
+                  high = bounded(query_offset - row + params_now.right + 1);
+        const int num_queries = params_now.seqlen_q;
+        const int num_keys = min(int(params_now.seqlen_k) - row, kBlockN);
+        const int first = min(max(1 - high, 0), num_queries),
+                  last = min(max(num_keys - low, 0), num_queries);
+        block_first = first / kBlockM;
+        block_last = (last + kBlockM - 1) / kBlockM;
         if (block_first >= block_last) {
           block_first = 0;
           block_last = 1;
         }
-        const band_t band = scores.band(0, row);
-        view.low = band.low;
-        view.high = band.high;
-        const bool tail = row + kBlockN > params.seqlen_k;
-        view.whole_first = tail ? kMany : kBlockN - band.high;
-        view.whole_last = -band.low - (kBlockM - 1);
+        view.low = low;
+        view.high = high;
+        view.whole_first = num_keys < kBlockN ? kMany : kBlockN - high;
+        view.whole_last = -low - (kBlockM - 1);
       }
       view.count = (block_last - block_first) * inputs.num_summed;
       block = block_first;
       summed = 0;
-      set_source(0, at);
-      for (int n = 1; n < inputs.num_summed; ++n) {
-        set_source(n, grads_now.entry(params_now, kept.of[0], n));
-      }
+      next_item = (kDynamic ? atomicAdd(&counter->next, 1) : number) + gridDim.x;
     };
     // Asks for k and v of item number n, or lets the others see that it is none.
     auto ask_for_kv = [&](unsigned n) {
@@ -319,20 +346,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (block_last == 0) return;
       const source_t& from = sources[summed];
       wait(q_empty + 8 * q_stage, q_parity);
-      origins_memory[q_stage] = {block * kBlockM, from.slot + block};
+      const int q_batch[2] = {from.q.z, from.q.w};
+      origins_memory[q_stage] = {block * kBlockM, from.q.x + block};
       load_tile<kBlockM, kChunks>(smem_q + q_stage * kBytesM, inputs.q_map,
-                                  q_full + 8 * q_stage, block * kBlockM, from.q_head,
-                                  from.q_batch);
+                                  q_full + 8 * q_stage, block * kBlockM, from.q.y,
+                                  q_batch);
       q_stage = after(q_stage);
       q_parity ^= q_stage == 0;
       const unsigned stage = asked % kStagesDout, full = dout_full + 8 * stage;
       wait(dout_empty + 8 * stage, (asked / kStagesDout & 1) ^ 1);
+      const int dout_batch[2] = {from.dout.z, from.dout.w};
       ptx::mbarrier_arrive_expect_tx(full, kBytesStats);
       ptx::cp_async_bulk(smem_stats + stage * kBytesStats,
-                         stats + index_t(from.stats + block) * (2 * kBlockM),
+                         stats + index_t(from.dout.x + block) * (2 * kBlockM),
                          kBytesStats, full);
       load_tile<kBlockM, kChunks>(smem_dout + stage * kBytesM, inputs.dout_map, full,
-                                  block * kBlockM, from.dout_head, from.dout_batch);
+                                  block * kBlockM, from.dout.y, dout_batch);
       ++asked;
       if (++block < block_last) return;
       block = block_first;

@@ -145,13 +145,16 @@ class HopperVjpTile:
     """Queries of a block, blocks of a cluster, and how sums of dq leave.
 
     `bulk` is the number, of eight, that go by the copy engine; `cluster_alone` is for
-    dk and dv alone, where dq has a kernel of its own.
+    dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
+    a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
+    where all tiles of a head begin at one time, they wait for each other.
     """
 
     block_m: int
     cluster: int = 1
     bulk: int = 0
     cluster_alone: int = 1
+    turns_from: float = math.inf
 
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
@@ -161,6 +164,10 @@ HOPPER_BLOCK_N = 128
 HOPPER_TILE_M = 128
 _HOPPER_THREADS = 256
 _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
+
+# How sums of dq come about: tiles of keys add to them in any order, or one after the
+# other; or a kernel of its own makes them.
+MIXED, TURNS, APART = "mixed", "turns", "apart"
 
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _HOPPER_SUMMED = 128
@@ -207,24 +214,44 @@ class HopperVjpKernel:
         widest = max(forward.head_dim, forward.head_dim_v)
         return min(n for n in self.tiles if n >= widest)
 
-    def tile(self, forward: AttentionProblem, makes_dq: bool = True) -> HopperVjpTile:
+    def tile(self, forward: AttentionProblem, dq: str = MIXED) -> HopperVjpTile:
         """The tile measured best for a length."""
         ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
         tile = _kernels.by_threshold(ladder, forward.seqlen_q)
-        return tile if makes_dq else replace(tile, cluster=tile.cluster_alone, bulk=0)
+        if dq == TURNS:
+            return replace(tile, cluster=1, bulk=8)
+        if dq == APART:
+            return replace(tile, cluster=tile.cluster_alone, bulk=0)
+        return tile
+
+    def dq_way(
+        self, problem: AttentionVjpProblem, device: Device, num_kept: int
+    ) -> str:
+        """How sums of dq come about: MIXED, TURNS or APART."""
+        if not problem.deterministic:
+            return MIXED
+        forward = problem.forward
+        num_items = self.num_tiles(forward, TURNS) * num_kept
+        least = self.tile(forward).turns_from * device.num_sms
+        return TURNS if num_items >= least else APART
+
+    @property
+    def num_warps(self) -> int:
+        """Of a block of the main kernel; each has its own part of a block of dq."""
+        return _HOPPER_THREADS // 32
 
     def num_blocks(self, forward: AttentionProblem) -> int:
         """Blocks of queries of one entry."""
         return -(-forward.seqlen_q // self.tile(forward).block_m)
 
-    def num_tiles(self, forward: AttentionProblem, makes_dq: bool) -> int:
+    def num_tiles(self, forward: AttentionProblem, dq: str) -> int:
         """Tiles of keys of one entry; those of a cluster are one."""
-        cluster = self.tile(forward, makes_dq).cluster
+        cluster = self.tile(forward, dq).cluster
         return -(-forward.seqlen_k // (HOPPER_BLOCK_N * cluster))
 
-    def _smem(self, forward, makes_dq=True):
+    def _smem(self, forward, dq=MIXED):
         """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
-        tile, row = self.tile(forward, makes_dq), 2 * self.dim(forward)
+        tile, row = self.tile(forward, dq), 2 * self.dim(forward)
         tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
@@ -235,10 +262,10 @@ class HopperVjpKernel:
         forward: AttentionProblem,
         batch_dims: int,
         num_blocks: int,
-        makes_dq: bool = True,
+        dq: str = MIXED,
     ) -> Config:
         """The launch of ``vjp_hopper<part>.cu``."""
-        tile = self.tile(forward, makes_dq)
+        tile = self.tile(forward, dq)
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _HOPPER_THREADS, 0
         if part in ("", "_queries"):
@@ -249,8 +276,8 @@ class HopperVjpKernel:
             smem = rows * 2 * self.dim(forward) + 1024
         elif not part:
             more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
-            more["MAKES_DQ"] = int(makes_dq)
-            smem = self._smem(forward, makes_dq)
+            more |= {"MAKES_DQ": int(dq != APART), "ORDERED": int(dq == TURNS)}
+            smem = self._smem(forward, dq)
         defines = _attention_rows.defines(
             forward,
             batch_dims,
@@ -273,10 +300,10 @@ class HopperVjpKernel:
         device: Device,
         num_kept: int,
         num_summed: int,
-        makes_dq: bool,
+        dq: str,
     ) -> dict[str, Any]:
         """How the items are cut, and the units of exponents: fields of inputs_t."""
-        num_tiles = self.num_tiles(forward, makes_dq)
+        num_tiles = self.num_tiles(forward, dq)
         # Queries, dO and sums of dq of a section take most of the L2 cache; sections
         # are equal, since a small one at the end would not fill the device.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
@@ -296,11 +323,11 @@ class HopperVjpKernel:
         }
 
     def grid(
-        self, forward: AttentionProblem, device: Device, num_kept: int, makes_dq: bool
+        self, forward: AttentionProblem, device: Device, num_kept: int, dq: str
     ) -> int:
         """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
-        cluster = self.tile(forward, makes_dq).cluster
-        num_items = self.num_tiles(forward, makes_dq) * num_kept
+        cluster = self.tile(forward, dq).cluster
+        num_items = self.num_tiles(forward, dq) * num_kept
         return min(num_items, device.num_sms // cluster) * cluster
 
 
@@ -344,11 +371,11 @@ ATTENTION_VJP_KERNELS = (  # best first
         rungs=("tiled", "auto"),
         tiles={
             64: (
-                ((math.inf, HopperVjpTile(128)),),
-                ((math.inf, HopperVjpTile(128)),),
+                ((math.inf, HopperVjpTile(128, turns_from=4)),),
+                ((math.inf, HopperVjpTile(128, turns_from=8)),),
             ),
             128: (
-                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2)),),
+                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2, turns_from=4)),),
                 ((math.inf, HopperVjpTile(64)),),
             ),
         },
@@ -458,8 +485,9 @@ def _hopper_configs(row, forward, batch_dims, device):
         longest = replace(forward, seqlen_q=min(bound, 1 << 14))
         for part in ("_rows", "", "_dq"):
             yield row.config(part, longest, batch_dims, 1)
+        yield row.config("", longest, batch_dims, 1, TURNS)
         for part in ("", "_queries"):
-            yield row.config(part, longest, batch_dims, 1, makes_dq=False)
+            yield row.config(part, longest, batch_dims, 1, APART)
     yield from _repairs(forward, batch_dims, device)
 
 

@@ -342,14 +342,16 @@ class HopperPlan:
         grads_type = grads_dtype(batch_dims)
         self.grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         num_kept, num_summed = fields["num_kept"], fields["num_summed"]
-        ordered = problem.deterministic
+        dq_way = row.dq_way(problem, device, num_kept)
+        in_turns = dq_way == _attention_vjp_kernels.TURNS
+        apart = dq_way == _attention_vjp_kernels.APART
 
         seqlen_q, heads, dim = forward.seqlen_q, forward.num_heads, forward.head_dim
         num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
         slot = [0, 0]
         slot[:batch_dims] = (step // (seqlen_q * dim) for step in dq.entries[:-2])
         self.schedule = {
-            **row.schedule(forward, device, num_kept, num_summed, not ordered),
+            **row.schedule(forward, device, num_kept, num_summed, dq_way),
             "slot": slot,
         }
         self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
@@ -370,12 +372,14 @@ class HopperPlan:
         # Memory between the kernels, as vjp_hopper.cuh has it.
         num_entries = num_kept * num_summed
         num_blocks = row.num_blocks(forward)
-        # In one order of sums, dq has a kernel of its own and none of this.
-        sums = 0 if ordered else num_slots * num_blocks * block_m * row.dim(forward)
-        self.num_vectors = sums // 4
+        # If dq has a kernel of its own, it needs none of this.
+        sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
+        turns = num_slots * num_blocks * row.num_warps * in_turns
+        self.num_vectors = (sums + turns) // 4
         sizes = (
             _FOUND_BYTES,
             4 * sums,
+            4 * turns,
             4 * num_entries * num_blocks * block_m * 2,
             4 * num_entries * seqlen_q,
         )
@@ -383,7 +387,7 @@ class HopperPlan:
         self.num_bytes = sum(sizes)
 
         def launch(part, blocks):
-            config = row.config(part, forward, batch_dims, blocks, not ordered)
+            config = row.config(part, forward, batch_dims, blocks, dq_way)
             overlaps = part != "_rows"  # which comes first
             return _gpu.Launch(
                 config.variant, config.grid, config.block, device_id, overlaps
@@ -391,18 +395,18 @@ class HopperPlan:
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
-        self.main = launch("", row.grid(forward, device, num_kept, not ordered))
+        self.main = launch("", row.grid(forward, device, num_kept, dq_way))
         tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
         self.dq = (
             launch("_queries", num_entries * tiles)
-            if ordered
+            if apart
             else launch("_dq", num_slots * num_blocks * 2)
         )
         fields = _attention_vjp_layout.entries_fields(
             _all_summed(layout, ("dq",)), [dq]
         )
         self.dq_grads = None
-        if ordered:
+        if apart:
             self.dq_grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         self.repairs = [
             _repair(part, names, forward, layout, device, device_id, overlaps=True)
@@ -435,7 +439,7 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, stats, delta = (memory.ptr + start for start in self.starts)
+        found, sums, turns, stats, delta = (memory.ptr + start for start in self.starts)
         if self.looks_for_largest:
             memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(
@@ -444,7 +448,7 @@ class HopperPlan:
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, stats, sums, dk, dv, found,
+            inputs, stats, sums, turns, dk, dv, found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip

@@ -33,10 +33,11 @@ SOFTMAX_KINDS = (
 _MOST = 1 << 21
 _KINDS = (*SOFTMAX_KINDS, "plain", "options", "wide heads")
 _SECONDS = 120  # that a tool may take for one row
-# racecheck does not follow bar.arrive, by which one thread tells others something and
-# goes on. In this row's file it may as well wait, so for this tool it does. Waiting
-# orders more than the kernel does: a race of what comes behind an arrival is not seen.
-_ARRIVALS_MAY_WAIT = {"attention_vjp/hopper_wide": "vjp_hopper_wide_keys.cu"}
+# racecheck follows arrivals at an mbarrier, each of the lane that comes. It follows
+# neither bar.arrive nor a lane that arrives for its warp behind __syncwarp(). Kernels
+# that have those are compiled for it so that each lane arrives at an mbarrier, which
+# orders the same; the macro is theirs.
+_EACH_LANE_ARRIVES = "EACH_LANE_ARRIVES"
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -89,17 +90,17 @@ def run_rows(cupy, wanted):
     return failures
 
 
-def let_arrivals_wait():
-    """Compile bar.arrive as bar.sync in files where it may wait, from now on."""
+def let_each_lane_arrive():
+    """Compile kernels that know of it so that racecheck follows them, from now on."""
     from cupyflash import _source
 
-    load, files = _source.load, tuple(_ARRIVALS_MAY_WAIT.values())
+    load = _source.load
 
-    def load_waiting(name):
+    def load_followed(name):
         text = load(name)
-        return text.replace("bar.arrive", "bar.sync") if name.endswith(files) else text
+        return f"#define {_EACH_LANE_ARRIVES}\n" * (_EACH_LANE_ARRIVES in text) + text
 
-    _source.load = load_waiting
+    _source.load = load_followed
 
 
 def _small(problem):
@@ -207,11 +208,9 @@ def message_of(lines):
 def run_tool(program, tool, unit):
     """{row: what one tool finds in it}; rows of a unit with errors run again alone."""
     started = time.monotonic()
-    waits = ["--arrivals-wait"] * (
-        tool == "racecheck" and {*unit} <= _ARRIVALS_MAY_WAIT.keys()
-    )
+    each = ["--each-lane-arrives"] * (tool == "racecheck")
     command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable,
-               str(Path(__file__)), *waits, *unit]  # fmt: skip
+               str(Path(__file__)), *each, *unit]  # fmt: skip
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS
@@ -226,8 +225,8 @@ def run_tool(program, tool, unit):
         return {group: found for one in alone for group, found in one.items()}
     seconds = time.monotonic() - started
     found = {"errors": errors, "seconds": round(seconds / len(unit), 1)}
-    if message or waits:
-        found["message"] = message or "with bar.arrive compiled as bar.sync"
+    if message:
+        found["message"] = message
     if errors is None or code not in (0, 9) or not calls:
         last = [line for line in text.splitlines() if line.strip()][-1:]
         found["ended"] = f"exit {code}: {last[0][:300] if last else ''}"
@@ -287,7 +286,7 @@ def main():
     parser.add_argument("--tiers", action="store_true", help="each tier of softmax")
     parser.add_argument("--record", action="store_true", help="run the tools")
     parser.add_argument(
-        "--arrivals-wait", action="store_true", help="compile bar.arrive as bar.sync"
+        "--each-lane-arrives", action="store_true", help="so that racecheck follows"
     )
     parser.add_argument("--tool", action="append", choices=TOOLS)
     parser.add_argument("--jobs", type=int, default=8, help="processes (default 8)")
@@ -298,8 +297,8 @@ def main():
 
         path = args.output or gpu_record.RECORD
         return record(path, args.tool or TOOLS, args.names, args.jobs)
-    if args.arrivals_wait:
-        let_arrivals_wait()
+    if args.each_lane_arrives:
+        let_each_lane_arrive()
     import cupy
 
     run = run_tiers if args.tiers else run_rows

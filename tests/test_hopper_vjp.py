@@ -17,7 +17,10 @@ from cupyflash import (
     _kernels,
 )
 from cupyflash._attention_vjp_kernels import (
+    APART,
     ATTENTION_VJP_KERNELS,
+    MIXED,
+    TURNS,
     HopperVjpKernel,
 )
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
@@ -101,17 +104,32 @@ def test_the_order_of_shared_queries_is_left_to_the_next_row():
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("right", [None, 0])
-@pytest.mark.parametrize("makes_dq", [True, False])
-def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, makes_dq):
+@pytest.mark.parametrize("dq", [MIXED, TURNS, APART])
+def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     forward = problem(head_dim=head_dim, right=right, seqlen_k=1500).forward
-    config = ROW.config("", forward, 1, 1, makes_dq)
-    cluster = int(dict(config.variant.defines)["CLUSTER"])
-    schedule = ROW.schedule(forward, HOPPER, 3, 1, makes_dq)
+    config = ROW.config("", forward, 1, 1, dq)
+    defines = dict(config.variant.defines)
+    cluster = int(defines["CLUSTER"])
+    assert (defines["MAKES_DQ"], defines["ORDERED"]) == {
+        MIXED: ("1", "0"), TURNS: ("1", "1"), APART: ("0", "0")
+    }[dq]  # fmt: skip
+    schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
     assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
     assert schedule["num_items"] == 3 * schedule["num_tiles"]
-    assert ROW.grid(forward, HOPPER, 3, makes_dq) == cluster * schedule["num_items"]
+    assert ROW.grid(forward, HOPPER, 3, dq) == cluster * schedule["num_items"]
     if cluster > 1:
-        assert (makes_dq, head_dim, right) == (False, 128, None)
+        assert (dq, head_dim, right) == (APART, 128, None)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_turns_are_for_many_tiles(head_dim):
+    def way(num_kept, **more):
+        asked = problem(head_dim=head_dim, seqlen_k=1024, more=more)
+        return ROW.dq_way(asked, HOPPER, num_kept)
+
+    assert way(1) == way(10**6) == MIXED
+    assert way(1, deterministic=True) == APART
+    assert way(10**6, deterministic=True) == TURNS
 
 
 def test_the_parameters_are_whole_lines():
@@ -250,15 +268,61 @@ def test_a_call_can_be_captured(cupy, rng):
     vjp_laws.a_call_can_be_captured(cupy, rng, 64)
 
 
+def sum_dq(monkeypatch, way):
+    """Let sums of dq come about in this way, for every size."""
+    from cupyflash import _attention_vjp_gpu, _gpu
+
+    monkeypatch.setattr(HopperVjpKernel, "dq_way", lambda *_: way)
+    monkeypatch.setattr(_attention_vjp_gpu, "_plans", _gpu.PlanCache())
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("way", [TURNS, APART])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", BOUNDS)
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (40, 72)])
-def test_in_one_order(cupy, rng, dtype, name, dims):
+def test_in_one_order(cupy, rng, monkeypatch, way, dtype, name, dims):
+    sum_dq(monkeypatch, way)
     options = {**BOUNDS[name], "deterministic": True}
     for seqlens in ((300, 200), (65, 700), (1, 1), (700, 130)):
         shapes = {"q": (2, 4, seqlens[0], dims[0]), "k": (2, 2, seqlens[1], dims[0])}
         agree(cupy, *inputs(rng, dtype, **shapes, head_dim_v=dims[1]), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(2, 2), (1, 1), (48, 8)])
+@pytest.mark.parametrize("bounds", [{}, {"causal": True}, {"window": (900, 100)}])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_turns_have_the_same_bits_in_every_run(
+    cupy, rng, monkeypatch, heads, bounds, dim
+):
+    """Long chains of tiles, and more tiles than multiprocessors, among other work."""
+    sum_dq(monkeypatch, TURNS)
+    q, k, v, dout = (
+        place(cupy, x)
+        for x in inputs(
+            rng, "bfloat16", q=(1, heads[0], 2100, dim), k=(1, heads[1], 4000, dim)
+        )
+    )
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **bounds)
+
+    def dq(deterministic=True):
+        grads = cupyflash.attention_vjp(
+            dout, q, k, v, out, lse, deterministic=deterministic, **bounds
+        )
+        return to_host(grads.dq)
+
+    first = dq()
+    beside = cupy.cuda.Stream(non_blocking=True)
+    for n in range(6):
+        poison(cupy, q.shape)
+        with beside:
+            cupy.ones((n + 1) << 22).sum()
+        np.testing.assert_array_equal(dq().view(np.uint16), first.view(np.uint16))
+    sum_dq(monkeypatch, APART)
+    apart = dq().astype(np.float32)
+    error = np.abs(first.astype(np.float32) - apart).max()
+    assert error <= 2**-6 * np.abs(apart).max()
 
 
 @pytest.mark.gpu

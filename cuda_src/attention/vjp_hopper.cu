@@ -35,11 +35,13 @@
 #include "ptx/cluster.cuh"
 #include "ptx/cluster_mbarrier.cuh"
 #include "ptx/opaque.cuh"
+#include "ptx/relaxed.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
-#if !defined(BOUNDS) || !defined(CLUSTER) || !defined(BULK) || !defined(MAKES_DQ)
-#error "BOUNDS, CLUSTER, BULK and MAKES_DQ come from the host"
+#if !defined(BOUNDS) || !defined(CLUSTER) || !defined(BULK) || !defined(MAKES_DQ) || \
+    !defined(ORDERED)
+#error "BOUNDS, CLUSTER, BULK, MAKES_DQ and ORDERED come from the host"
 #endif
 // Else vjp_hopper_queries.cu makes dq, with the same bits in every run.
 constexpr bool kMakesDq = MAKES_DQ;
@@ -47,8 +49,14 @@ constexpr int kBlockN = 128;  // keys of a tile
 // Which queries see a key by its position: 0 all, 1 from a first one on, 2 from a first
 // one to a last one.
 constexpr int kBounds = BOUNDS;
-constexpr bool kDynamic = kBounds > 0;  // items differ in length
 constexpr int kCluster = CLUSTER;
+// Tiles of keys add to a block of dq one after the other, from the last to the first:
+// then it has the same bits in every run. Each warp has its own part of dq, and waits
+// for that warp of the tile before. No block of threads waits for one that has not
+// begun: items are taken in the order in which they add.
+constexpr bool kOrdered = ORDERED;
+// Items differ in length, or their order counts.
+constexpr bool kDynamic = kBounds > 0 || kOrdered;
 // Of a thread's 8 vectors of dq, how many the copy engine adds; the others leave by
 // red.
 constexpr int kBulk = BULK;
@@ -57,6 +65,8 @@ constexpr int kBulk = BULK;
 // slower.
 constexpr bool kLate = kMakesDq && kCluster == 1 && kBulk == 0;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
+static_assert(!kOrdered || (kMakesDq && kCluster == 1 && kBulk == 8));
+constexpr int kWarps = kNumThreads / 32;
 
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
 // for two blocks ahead.
@@ -106,8 +116,8 @@ struct alignas(16) next_t {
 // Barriers, and what thread 0 writes and reads often; together, for one address.
 struct told_t {
   unsigned long long full[2 + kStagesQ + kStagesDout], empty;
-  next_t next[kAskers];
-  int4 k_from;  // where k of the item lies: row, head, and batch
+  next_t next[kAskers + 1];  // one that nobody asks with
+  int4 k_from;               // where k of the item lies: row, head, and batch
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   int2 origins[kStagesQ];
 };
@@ -127,6 +137,9 @@ struct view_t {
 struct outputs_t {
   index_t dk, dv;
   int tile;
+  // Where kOrdered: how many tiles add to a block of dq before this one does, of those
+  // from query `turn_first` on; to others it is the first. < 0: it adds to none.
+  int turn, turn_first;
 };
 
 // S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
@@ -170,7 +183,7 @@ struct item_t {
   int tile, kept;
 };
 
-// In a section the tiles that most queries see come first.
+// In a section the tiles that most queries see come first, or those that add first.
 __device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
   const unsigned n = number, num_tiles = inputs.num_tiles;
   if constexpr (kDynamic) {
@@ -178,7 +191,8 @@ __device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
     const unsigned first = n / in_section * inputs.section;
     const unsigned rest = n % in_section;
     const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
-    return {int(rest / width), int(first + rest % width)};
+    const int tile = rest / width;
+    return {kOrdered ? inputs.num_tiles - 1 - tile : tile, int(first + rest % width)};
   } else {
     return {int(n % num_tiles), int(n / num_tiles)};
   }
@@ -189,6 +203,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
+                             int* turns,                       // vjp_hopper.cuh
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -201,6 +216,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ source_t sources[kMaxSummed];
   __shared__ view_t view_memory;
   __shared__ outputs_t outputs[2];
+  // Of each warp, the block of dq that it adds to, or has added to without having told
+  // so; < 0: none.
+  __shared__ int added[kOrdered ? kWarps : 1];
   volatile view_t& view = view_memory;
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
@@ -213,17 +231,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned k_full = ptx::shared_address(&told), v_full = k_full + 8,
                  q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
                  empty = dout_full + 8 * kStagesDout, next = empty + 8,
-                 k_from = next + kAskers * sizeof(next_t), origins = k_from + 16;
+                 k_from = next + (kAskers + 1) * sizeof(next_t), origins = k_from + 16;
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int asker = min(static_cast<int>(threadIdx.x) / 32, kAskers - 1);
+  // The first threads of some warps ask. What the others read is not used, and stays as
+  // it is: what is there for those that ask, they may change meanwhile.
+  const int warp_of_block = threadIdx.x / 32;
+  const int asker = lane == 0 && warp_of_block < kAskers ? warp_of_block : kAskers;
   auto rank = [] { return kCluster > 1 ? int(ptx::cluster_rank()) : 0; };
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2 + kStagesQ + kStagesDout; ++n) {
       ptx::mbarrier_init(k_full + 8 * n, 1);
     }
     ptx::mbarrier_init(empty, kCluster);
+    told.next[kAskers] = next_t();
     ptx::fence_mbarrier_init();
   }
   ptx::griddepcontrol_wait();
@@ -259,6 +281,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // This warp's dq on its way to the copy engine.
   const unsigned dq_target = smem_dq + (threadIdx.x / 32 * kBulk * 32 + lane) * 16;
 
+  if (kOrdered && lane == 0) added[threadIdx.x / 32] = -1;
   unsigned items = 0;  // of this block, so far
   unsigned block = 0;  // of queries, so far: gives stages and parities but those of q
   // Those of q. A remainder by 3 would be made in vector registers, and all descriptors
@@ -398,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::store_shared_s32x2(k_from, row, head);
       ptx::store_shared_s32x2(k_from + 8, batch[0], batch[1]);
     }
-    outputs[items & 1] = {kept.of[1], kept.of[2], item.tile};
+    int turn = inputs.num_tiles - 1 - item.tile, turn_first = 0;
     int block_first = 0, block_last = inputs.num_blocks;
     view.factor = factor_of(found);
     view.num_keys = static_cast<int>(params.seqlen_k) - row;
@@ -412,6 +435,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (block_first >= block_last) {
         block_first = 0;
         block_last = 1;
+        turn = -1;
+      } else if constexpr (kOrdered) {
+        // Queries that see keys of the tile after this one are the last of its own.
+        const index_t next = key_first + kBlockN;
+        const range_t later = scores.queries_of(next, next + kBlockN);
+        const bool any = next < params.seqlen_k && later.first < later.last;
+        turn_first = any ? int(later.first) / kBlockM * kBlockM : kMany;
       }
       const band_t band = scores.band(0, row);
       view.low = band.low;
@@ -420,6 +450,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.whole_first = tail ? 1 << 30 : kBlockN - band.high;
       view.whole_last = -band.low - (kBlockM - 1);
     }
+    outputs[items & 1] = {kept.of[1], kept.of[2], item.tile, turn, turn_first};
     view.count = (block_last - block_first) * inputs.num_summed;
 #pragma unroll
     for (int part = 0; part < kAskers; ++part) {
@@ -447,6 +478,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
   int number = blockIdx.x / kCluster;  // of the item
+  if constexpr (kOrdered) {
+    if (threadIdx.x == 0) next_items[1] = atomicAdd(&counter->next, 1);
+    __syncthreads();
+    number = uniform(next_items[1]);
+  }
   if (threadIdx.x == 0) {
     begin_item(number, items, block);
     load_k(number);
@@ -574,13 +610,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     auto read_target = [&](unsigned q_stage) {
       return ptx::load_shared_s32(origins + 8 * q_stage + 4);
     };
-    // Sums of dq leave: to the copy engine, and by red. The fence would wait for red.
-    auto add_dq = [&](const float (&dq)[kSumsQ], int target_block) {
-      index_t start =
-          index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
+    // Where kOrdered, by lane 0 of each warp: the sums that it gave to the copy engine
+    // have been added, and the tile behind this one may add. There is no fence between,
+    // which takes 600 cycles: none but the engine reads or writes sums, in the L2
+    // cache.
+    auto turn_at = [&](int target_block) {
+      return turns + (target_block * kWarps + int(threadIdx.x / 32));
+    };
+    const unsigned added_here = ptx::shared_address(added + threadIdx.x / 32);
+    auto pass_turn = [&](int turn) {
+      const int before = ptx::load_shared_s32(added_here);
+      ptx::cp_async_bulk_wait_group();
+      if (before >= 0) ptx::store_relaxed(turn_at(before), turn + 1);
+    };
+    // How many tiles have added to the block of dq that comes next; asked for ahead.
+    int seen = 0;
+    auto ask_for_turn = [&](unsigned q_stage) {
+      if (kOrdered && lane == 0) {
+        seen = ptx::load_relaxed(turn_at(read_target(q_stage)));
+        pass_turn(outputs[items & 1].turn);
+      }
+    };
+    auto wait_for_turn = [&](unsigned q_stage) {
+      const int2 origin = ptx::load_shared_s32x2(origins + 8 * q_stage);
+      const volatile outputs_t& to = outputs[items & 1];
+      const int turn = to.turn;
+      if (kBounds == 0 || origin.x >= to.turn_first) {
+        while (seen < turn) seen = ptx::load_relaxed(turn_at(origin.y));
+      }
+      ptx::store_shared_s32(added_here, turn < 0 ? -1 : origin.y);
+    };
+    auto start_of = [&](int target_block) {
+      return index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
+    };
+    auto add_dq = [&](const float (&dq)[kSumsQ], unsigned q_stage, int target_block) {
       if constexpr (kBulk > 0) {
         // The copy engine has read what this warp gave it before.
-        if (lane == 0) ptx::cp_async_bulk_wait_group_read();
+        if (!kOrdered && lane == 0) ptx::cp_async_bulk_wait_group_read();
         __syncwarp();
 #pragma unroll
         for (int e = 0; e < 4 * kBulk; e += 4) {
@@ -590,11 +656,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::fence_proxy_async();
         __syncwarp();
         if (lane == 0) {
-          ptx::cp_reduce_async_bulk_add(sums_q + start, dq_target, kBulk * 512);
-          ptx::cp_async_bulk_commit_group();
+          if constexpr (kOrdered) target_block = ptx::load_shared_s32(added_here);
+          if (!kOrdered || target_block >= 0) {
+            ptx::cp_reduce_async_bulk_add(sums_q + start_of(target_block), dq_target,
+                                          kBulk * 512);
+            ptx::cp_async_bulk_commit_group();
+          }
         }
       }
-      start += lane * 4;
+      index_t start = start_of(target_block) + lane * 4;
       // One address for all; else a wide step has one made for each.
       if constexpr (!kNarrowStep) ptx::forget(start);
 #pragma unroll
@@ -607,7 +677,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     int next_number = number + static_cast<int>(gridDim.x) / kCluster;
     auto ask_number = [&](bool is_last) {
       if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
-        next_number = atomicAdd(&counter->next, 1) + gridDim.x / kCluster;
+        next_number =
+            atomicAdd(&counter->next, 1) + (kOrdered ? 0 : gridDim.x / kCluster);
       }
     };
     auto tell_number = [&](bool is_last) {
@@ -670,7 +741,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             dout_full + 8 * ((block + 1) % kStagesDout), (block + 1) / kStagesDout & 1);
         whole = is_whole();
       }
-      const int target_block = kMakesDq ? read_target(this_q) : 0;
+      const int target_block = kMakesDq && !kOrdered ? read_target(this_q) : 0;
       // dS of both warpgroups is there. Both are also done with dv of this block and dk
       // of the one before: the stages of the block after the next one are free.
       ptx::bar_sync<kNumThreads>(1);
@@ -687,6 +758,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ask_number(kLast);
       if constexpr (kMakesDq) start_dq(dq);
       start_dk(this_q);
+      ask_for_turn(this_q);
       if constexpr (!kLast) {
         if (!dout_is_there) wait_for_dout(block + 1);
         ask_for_lse((block + 1) % kStagesDout);
@@ -699,10 +771,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       } else if constexpr (kLate) {
         if (more && threadIdx.x == 0) load_all(after(q_stage), this_dout);
       }
+      if (kOrdered && lane == 0) wait_for_turn(this_q);
       ptx::wgmma_wait_group<1>();  // all but dk
       if constexpr (kMakesDq) keep_order(dq);
       if constexpr (!kLast) keep_order(s);
-      if constexpr (kMakesDq) add_dq(dq, target_block);
+      if constexpr (kMakesDq) add_dq(dq, this_q, target_block);
       if constexpr (!kLast) {
         start_dp((block + 1) % kStagesDout);
         softmax((block + 1) % kStagesDout, whole);
@@ -742,12 +815,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         start_s(q_stage);
       }
       start_dk(this_q);
-      const int target_block = kMakesDq ? read_target(this_q) : 0;
+      const int target_block = kMakesDq && !kOrdered ? read_target(this_q) : 0;
       bool whole = true;
       if constexpr (!kLast) {
         whole = is_whole();
         asked = read_part(asker);
       }
+      ask_for_turn(this_q);
       ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
       float dq[kSumsQ];
       if constexpr (kMakesDq) start_dq(dq);
@@ -767,10 +841,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         keep_order(s);
         softmax((block + 1) % kStagesDout, whole);
       }
+      if (kOrdered && lane == 0) wait_for_turn(this_q);
       ptx::wgmma_wait_group<0>();
       if constexpr (kMakesDq) {
         keep_order(dq);
-        add_dq(dq, target_block);
+        add_dq(dq, this_q, target_block);
       }
     };
     auto step = [&](auto is_last) {
@@ -843,6 +918,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     store(sums_v, 1 / kFactorP, dv + to.dv + key_first * grads.row[1], grads.row[1],
           static_cast<int>(params.head_dim_v));
     if (odd != 0) found->odd = 1;
+    if (kOrdered && lane == 0) {
+      pass_turn(to.turn);
+      ptx::store_shared_s32(added_here, -1);
+    }
   }
   if (kBulk > 0 && lane == 0) ptx::cp_async_bulk_wait_group();
   // The last block to finish leaves both numbers at 0 for the next launch.

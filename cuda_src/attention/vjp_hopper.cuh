@@ -7,6 +7,8 @@
 //        in the order of registers: of each 64 x 64 part of a block, by warp (16 rows),
 //        then group of 8 columns, lane, and the lane's four numbers. A slot is a head
 //        of dq; batch entries that share q add to one
+// turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
+//        this warp's part of a block of sums, where they do so in one order
 #pragma once
 
 #include "attention/hopper_operands.cuh"

@@ -59,6 +59,15 @@ constexpr int kBytesWeights = kBlockN * kBlockM * 4, kBytesStats = kBlockM * 4;
 
 // Barriers by number: P is there; P has been read.
 constexpr int kWritten = 1, kRead = 2;
+// compute-sanitizer's racecheck follows arrivals at an mbarrier, of the lane that
+// comes; bar.arrive it does not follow, nor one lane that arrives for its warp. So each
+// lane arrives, where that takes no time; with options it does, and is for racecheck
+// alone.
+#ifdef EACH_LANE_ARRIVES
+constexpr bool kEachArrives = true;
+#else
+constexpr bool kEachArrives = !kHasOptions;
+#endif
 
 // s = a b^T with the first chunks of a in registers.
 __device__ __forceinline__ void multiply_held(float (&s)[kScores],
@@ -104,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                    SCORE_PARAMETERS,
                                    const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
-  __shared__ __align__(8) unsigned long long barriers[4 + 2 * kStages + 2 * kTerms];
+  __shared__ __align__(8) unsigned long long barriers[6 + 2 * kStages + 2 * kTerms];
   __shared__ view_t views[kViews];
   __shared__ source_t source;
   // What options are to the keys of the tile: those of the source, and of the queries
@@ -125,15 +134,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  k_empty = dout_full + 8 * kStagesDout, v_empty = k_empty + 8,
                  q_empty = v_empty + 8, dout_empty = q_empty + 8 * kStagesQ,
                  terms_full = dout_empty + 8 * kStagesDout,
-                 terms_empty = terms_full + 8 * kTerms;
+                 terms_empty = terms_full + 8 * kTerms,
+                 p_written = terms_empty + 8 * kTerms, p_read = p_written + 8;
   if (threadIdx.x == 0) {
     for (int n = 0; n < 2 + kStages; ++n) ptx::mbarrier_init(k_full + 8 * n, 1);
     // Warps that are done arrive.
     for (int n = 0; n < 2; ++n) ptx::mbarrier_init(k_empty + 8 * n, 4);
-    for (int n = 0; n < kStages; ++n) ptx::mbarrier_init(q_empty + 8 * n, 8);
+    for (int n = 0; n < kStagesQ; ++n) ptx::mbarrier_init(q_empty + 8 * n, 8);
+    for (int n = 0; n < kStagesDout; ++n) {
+      ptx::mbarrier_init(dout_empty + 8 * n, kEachArrives ? 4 + 128 : 8);
+    }
+    ptx::mbarrier_init(p_written, 128);
+    ptx::mbarrier_init(p_read, 128);
     for (int n = 0; n < kTerms; ++n) {
       ptx::mbarrier_init(terms_full + 8 * n, 1);
-      ptx::mbarrier_init(terms_empty + 8 * n, 4);
+      ptx::mbarrier_init(terms_empty + 8 * n, kEachArrives ? 128 : 4);
     }
     ptx::fence_mbarrier_init();
   }
@@ -283,6 +298,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   auto release = [&](unsigned barrier) {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
   };
+  // Its lanes have read one.
+  auto release_read = [&](unsigned barrier) {
+    if constexpr (kEachArrives) {
+      ptx::mbarrier_arrive(barrier);
+    } else {
+      __syncwarp();
+      release(barrier);
+    }
+  };
+  // P on its way from one warpgroup to the other: it is there, and has been read.
+  unsigned p_parity = 0;
+  auto tell_p = [&](unsigned barrier, int number) {
+    if constexpr (kEachArrives) {
+      ptx::mbarrier_arrive(barrier);
+    } else {
+      ptx::bar_arrive<256>(number);
+    }
+  };
+  auto wait_for_p = [&](unsigned barrier, int number) {
+    if constexpr (kEachArrives) {
+      wait(barrier, p_parity);
+      p_parity ^= 1;
+    } else {
+      ptx::bar_sync<256>(number);
+    }
+  };
   float sums[kSums], s[kScores];
   unsigned held[4 * kHeld][4];
   // What a warpgroup holds of its array. A lane gives the address of 8 columns of a
@@ -401,8 +442,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           use(e, x);
         }
         if constexpr (kHasTiles) {
-          __syncwarp();  // all lanes have read the stage
-          release(terms_empty + 8 * of_terms.stage);
+          release_read(terms_empty + 8 * of_terms.stage);
           of_terms.advance();
         }
       };
@@ -449,13 +489,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       // steps: ptxas does not follow them around a loop (C7514).
       auto step = [&](auto is_last) {
         constexpr bool kLast = decltype(is_last)::value;
-        ptx::bar_sync<256>(kRead);
+        wait_for_p(p_read, kRead);
 #pragma unroll
         for (int e = 0; e < kScores; e += 4) {
           ptx::store_shared_f32x4(weights + e / 4 * 2048, s[e], s[e + 1], s[e + 2],
                                   s[e + 3]);
         }
-        ptx::bar_arrive<256>(kWritten);
+        tell_p(p_written, kWritten);
         if constexpr (!kHasSoftcap) pack(p, s);
         const unsigned stage = of_dout.stage;
         wait(dout_full + 8 * stage, of_dout.parity);
@@ -516,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         constexpr bool kLast = decltype(is_last)::value;
         make_uniform();
         const unsigned delta = smem_delta + of_dout.stage * kBytesStats + lane % 4 * 8;
-        ptx::bar_sync<256>(kWritten);
+        wait_for_p(p_written, kWritten);
 #pragma unroll
         for (int e = 0; e < kScores; e += 4) {
           float2 d = ptx::load_shared_f32x2(delta + e * 8);
@@ -532,9 +572,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           ds[e / 8][e / 2 % 4 + 1] =
               pair16_t::from(w.w * (s[e + 3] - d.y), w.z * (s[e + 2] - d.x));
         }
-        if constexpr (!kLast) ptx::bar_arrive<256>(kRead);
-        __syncwarp();  // all lanes have read delta
-        release(dout_empty + 8 * of_dout.stage);
+        if constexpr (!kLast) tell_p(p_read, kRead);
+        release_read(dout_empty + 8 * of_dout.stage);  // delta
         of_dout.advance();
         const unsigned stage = of_q.stage;
         wait(q_full + 8 * stage, of_q.parity);
@@ -552,7 +591,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
       };
       if (num_steps > 0) {
-        ptx::bar_arrive<256>(kRead);  // nothing of this item has been written yet
+        tell_p(p_read, kRead);  // nothing of this item has been written yet
         ask_scores();
         ptx::wgmma_wait_group<0>();
         keep_order(s);

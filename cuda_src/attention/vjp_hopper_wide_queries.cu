@@ -43,6 +43,12 @@ constexpr int kGroups = 2, kTileM = kGroups * 64;
 constexpr int kStagesK = 2, kStagesV = STAGES_V;
 // Terms of scores come by stages, too, those of keys by a warp of the third warpgroup.
 constexpr int kTerms = kHasTiles || kTermsOfKeys ? kStagesTerms : 0;
+// For racecheck, as in vjp_hopper_wide_keys.cu.
+#ifdef EACH_LANE_ARRIVES
+constexpr int kArrivals = 32;  // of a warp at a barrier of terms
+#else
+constexpr int kArrivals = 1;
+#endif
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
 // some of the producer's, and sums leave some over in narrow heads.
 constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;
@@ -135,8 +141,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups + is_told);
     }
     for (int n = 0; n < kTerms; ++n) {
-      ptx::mbarrier_init(terms_full + 8 * n, 1);
-      ptx::mbarrier_init(terms_empty + 8 * n, 4 * kGroups);
+      ptx::mbarrier_init(terms_full + 8 * n, kTermsOfKeys ? kArrivals : 1);
+      ptx::mbarrier_init(terms_empty + 8 * n, 4 * kGroups * kArrivals);
     }
     ptx::fence_mbarrier_init();
   }
@@ -174,7 +180,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               of_keys[of_terms.stage * kBlockN + n * 32 + lane] = terms[n];
             }
             __syncwarp();  // all lanes have written
-            if (lane == 0) ptx::mbarrier_arrive(terms_full + 8 * of_terms.stage);
+            if (lane < kArrivals) {
+              ptx::mbarrier_arrive(terms_full + 8 * of_terms.stage);
+            }
             of_terms.advance();
           }
           if (lane == 0) ptx::mbarrier_arrive(q_empty);
@@ -378,7 +386,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
         if constexpr (kTerms > 0) {
           __syncwarp();  // all lanes have read them
-          release(terms_empty + 8 * of_terms.stage);
+          if (lane < kArrivals) {
+            ptx::mbarrier_arrive(terms_empty + 8 * of_terms.stage);
+          }
           of_terms.advance();
         }
       };

@@ -72,6 +72,10 @@ __device__ __forceinline__ uint4 load_shared_u32x4(unsigned address) {
   return x;
 }
 
+__device__ __forceinline__ void store_shared_s32(unsigned address, int x) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_s32x2(unsigned address, int x, int y) {
   asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y)
                : "memory");

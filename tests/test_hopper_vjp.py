@@ -109,8 +109,11 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     forward = problem(head_dim=head_dim, right=right, seqlen_k=1500).forward
     config = ROW.config("", forward, 1, 1, dq)
     defines = dict(config.variant.defines)
-    cluster = int(defines["CLUSTER"])
-    assert (defines["MAKES_DQ"], defines["ORDERED"]) == {
+    cluster = int(defines.get("CLUSTER", 1))
+    fed = ROW.tile(forward, dq).feeder
+    assert config.num_threads == (384 if fed else 256)
+    assert config.variant.entry == "attention_vjp_hopper" + ("_fed" if fed else "")
+    assert fed or (defines["MAKES_DQ"], defines["ORDERED"]) == {
         MIXED: ("1", "0"), TURNS: ("1", "1"), APART: ("0", "0")
     }[dq]  # fmt: skip
     schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)

@@ -48,13 +48,13 @@ static_assert(kNumThreads > kWorkers);
 #define ORDER 0
 #endif
 #ifndef S_AHEAD
-#define S_AHEAD 2
+#define S_AHEAD (BLOCK_M == 128 ? 2 : 0)
 #endif
 #ifndef WAIT_DV
 #define WAIT_DV 1
 #endif
 #ifndef EARLY_LSE
-#define EARLY_LSE (BLOCK_M == 64 ? 8 : 16)
+#define EARLY_LSE 4
 #endif
 #ifndef EARLY_DELTA
 #define EARLY_DELTA (BLOCK_M == 64 ? 4 : 0)
@@ -449,11 +449,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
   unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
-  while (true) {
+  // How many blocks of queries the next item has; 0: there is none.
+  auto next_count = [&] {
     wait(k_full, items & 1);
+    return uniform(*const_cast<volatile int*>(&views[items % kViews].count));
+  };
+  int count = next_count();
+  while (count != 0) {
     volatile view_t& view = views[items % kViews];
-    const int count = uniform(view.count);
-    if (count == 0) break;
     const unsigned last = block + count - 1;
 
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
@@ -761,5 +764,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     store(sums_v, 1 / kFactorP, dv + view.dv + key_first * grads.row[1], grads.row[1],
           static_cast<int>(params.head_dim_v));
     if (odd != 0) found->odd = 1;
+    count = next_count();
   }
 }

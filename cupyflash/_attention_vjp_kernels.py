@@ -148,7 +148,8 @@ class HopperVjpTile:
     dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
     a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
     where all tiles of a head begin at one time, they wait for each other. With a
-    `feeder`, sums in any order are those of a kernel with a warp for the copy engine.
+    `feeder`, sums in any order are those of a kernel with a warp for the copy engine;
+    `cache_share` of the L2 cache is for what they have of the heads of a section.
     """
 
     block_m: int
@@ -157,6 +158,7 @@ class HopperVjpTile:
     cluster_alone: int = 1
     turns_from: float = math.inf
     feeder: bool = False
+    cache_share: float = _attention_vjp_limits.CACHE_SHARE
 
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
@@ -222,9 +224,9 @@ class HopperVjpKernel:
         ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
         tile = _kernels.by_threshold(ladder, forward.seqlen_q)
         if dq == TURNS:
-            return replace(tile, cluster=1, bulk=8, feeder=False)
+            return HopperVjpTile(tile.block_m, bulk=8, turns_from=tile.turns_from)
         if dq == APART:
-            return replace(tile, cluster=tile.cluster_alone, bulk=0, feeder=False)
+            return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
         return tile
 
     def dq_way(
@@ -317,7 +319,8 @@ class HopperVjpKernel:
         # are equal, since a small one at the end would not fill the device.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
-        in_cache = _attention_vjp_limits.in_cache(device, row_bytes)
+        share = self.tile(forward, dq).cache_share
+        in_cache = _attention_vjp_limits.in_cache(device, row_bytes, share)
         num_sections = -(-num_kept // in_cache)
         to_log2, hidden = _attention_vjp_limits.units(forward)
         return {
@@ -380,12 +383,15 @@ ATTENTION_VJP_KERNELS = (  # best first
         rungs=("tiled", "auto"),
         tiles={
             64: (
-                ((math.inf, HopperVjpTile(128, turns_from=4, feeder=True)),),
-                ((math.inf, HopperVjpTile(128, turns_from=8, feeder=True)),),
+                ((math.inf, HopperVjpTile(128, turns_from=4)),),
+                (
+                    (2048, HopperVjpTile(128, turns_from=8, cache_share=1 / 3)),
+                    (math.inf, HopperVjpTile(128, turns_from=8)),
+                ),
             ),
             128: (
                 ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2, turns_from=4, feeder=True)),),
-                ((math.inf, HopperVjpTile(64, feeder=True)),),
+                ((math.inf, HopperVjpTile(64, cache_share=1 / 3)),),
             ),
         },
     ),

@@ -35,30 +35,11 @@ constexpr int kBlockN = 128;  // keys of a tile
 constexpr int kBounds = BOUNDS;
 constexpr bool kDynamic = kBounds > 0;  // items differ in length
 constexpr int kGroups = 2, kWorkers = 128 * kGroups;
-static_assert(kNumThreads > kWorkers);
+static_assert(kNumThreads == kWorkers + 128);
+// A step of 128 queries has no registers for P in both forms beside dP.
+static_assert(kHeadDim == 128 && kBlockM == 64);
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread.
-#ifndef FEEDER_REGISTERS
-#define FEEDER_REGISTERS 24
-#define WORKER_REGISTERS 240
-#endif
-#ifndef LATE_DV
-#define LATE_DV (BLOCK_M == 128)
-#endif
-#ifndef ORDER
-#define ORDER 0
-#endif
-#ifndef S_AHEAD
-#define S_AHEAD (BLOCK_M == 128 ? 2 : 0)
-#endif
-#ifndef WAIT_DV
-#define WAIT_DV 1
-#endif
-#ifndef EARLY_LSE
-#define EARLY_LSE 4
-#endif
-#ifndef EARLY_DELTA
-#define EARLY_DELTA (BLOCK_M == 64 ? 4 : 0)
-#endif
+constexpr int kFeederRegisters = 24, kWorkerRegisters = 240;
 
 // q is read for S and an iteration later for dk, dO in one iteration.
 constexpr int kStagesQ = 3, kStagesDout = 2;
@@ -76,10 +57,8 @@ constexpr int kBytesPart = kPart * 4;
 constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
-constexpr bool kNarrowStep = ORDER == 0;
-constexpr bool kLateDv = LATE_DV && kNarrowStep;
 // Of the pairs of lse and delta that a thread needs, so many are asked for ahead.
-constexpr int kEarlyLse = EARLY_LSE, kEarlyDelta = EARLY_DELTA;
+constexpr int kEarlyLse = 8, kEarlyDelta = 4;
 
 // Where the queries of an entry lie: first block of sums or of stats, head, and batch.
 struct alignas(16) source_t {
@@ -236,11 +215,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   if (group == kGroups) {
     // --- the feeder
-    ptx::setmaxnreg_dec<FEEDER_REGISTERS>();
+    ptx::setmaxnreg_dec<kFeederRegisters>();
     if (threadIdx.x != kWorkers) return;
-#ifdef STUB
-    return;
-#endif
     next_item = blockIdx.x;
     unsigned items = 0;       // told of so far
     unsigned asked = 0;       // blocks of queries asked for so far
@@ -408,7 +384,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
 
   // --- those that compute
-  ptx::setmaxnreg_inc<WORKER_REGISTERS>();
+  ptx::setmaxnreg_inc<kWorkerRegisters>();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
 
   // A operands: rows of this warpgroup; B operands; and operands whose rows are summed.
@@ -418,12 +394,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                            dout_rows = descriptor(smem_dout, 16),
                            q_sums = descriptor(smem_q, kChunkM),
                            dout_sums = descriptor(smem_dout, kChunkM);
-  // Of dq, a warpgroup makes 64 of 128 rows, or 64 of 128 columns.
-  constexpr bool kByRows = kBlockM == 128;
-  const unsigned long long ds_rows =
-      descriptor(smem_ds + (kByRows ? group * 8192 : 0), 16);
-  const unsigned long long k_sums =
-      descriptor(smem_k + (kByRows ? 0 : group * kChunkN), kChunkN);
+  // Of dq, a warpgroup makes 64 of 128 columns.
+  const unsigned long long ds_rows = descriptor(smem_ds, 16),
+                           k_sums = descriptor(smem_k + group * kChunkN, kChunkN);
   // For stmatrix a lane gives a row of a matrix: queries n and n + 8 of two groups of
   // 8 keys. The swizzle flips bits 4 to 6 of an address by bits 7 to 9.
   const unsigned ds_target = smem_ds + group * kChunkM +
@@ -478,12 +451,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       for (int n = 0; n < kEarlyDelta; ++n) early_delta[n] = load_delta(dout_stage, n);
     };
 
-    auto pack_p = [&] {
-#pragma unroll
-      for (int e = 0; e < kScores; e += 2) {
-        p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
-      }
-    };
     // s becomes P of the block of queries in a stage, and p the same as operand. Number
     // e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     auto softmax = [&](unsigned dout_stage, bool whole) {
@@ -518,7 +485,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - lse.x);
         s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - lse.y);
       }
-      if constexpr (!kLateDv) pack_p();
+#pragma unroll
+      for (int e = 0; e < kScores; e += 2) {
+        p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+      }
     };
 
     // Whether no key is hidden from the block of queries in the stage.
@@ -535,10 +505,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       for (int e = 0; e < kScores; e += 4) {
         const int n = e / 4;
         float2 d = n < kEarlyDelta ? early_delta[n] : load_delta(dout_stage, n);
-        if constexpr (kLateDv) {
-          p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
-          p[e / 8][e / 2 % 4 + 1] = pair16_t::from(s[e + 3], s[e + 2]);
-        }
         if constexpr (kNarrow<elem_t>) {
           d.x *= factor;
           d.y *= factor;
@@ -598,31 +564,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
 
     wait_for_q();
-    if constexpr (S_AHEAD > 0 || !kNarrowStep) start_s(q_stage);
     wait_for_dout(block);
     wait(v_full, items & 1);
     ask_for_lse(block % kStagesDout);
     bool whole = is_whole();
-    ptx::wgmma_wait_group<0>();
-    if constexpr (S_AHEAD > 0 || !kNarrowStep) keep_order(s);
-    if constexpr (!kNarrowStep) softmax(block % kStagesDout, whole);
 
-    // One block of queries, and S of the next one. No product is in flight between
-    // steps: ptxas does not follow them around a loop (C7514).
+    // One block of queries. No product is in flight between steps: ptxas does not
+    // follow them around a loop (C7514).
     //
-    // The softmax runs beside dP, the making of dS beside dv, all else beside dq, dk
-    // and S of the next block.
-    auto narrow_step = [&](auto is_last, auto& dq) {
+    // The softmax runs beside dP, the making of dS beside dv, and dq leaves beside dk.
+    // There are no registers for S of the next block beside dk.
+    auto step = [&](auto is_last) {
       constexpr bool kLast = decltype(is_last)::value;
       const unsigned this_q = q_stage, this_dout = block % kStagesDout;
-      if constexpr (S_AHEAD == 0) start_s(q_stage);
+      start_s(this_q);
       start_dp(this_dout);
-      if constexpr (S_AHEAD == 0) {
-        ptx::wgmma_wait_group<1>();
-        keep_order(s);
-      }
+      ptx::wgmma_wait_group<1>();  // S
+      keep_order(s);
       softmax(this_dout, whole);
-      if constexpr (!kLateDv) start_dv(this_dout);
+      start_dv(this_dout);
       ask_for_delta(this_dout);
       q_stage = after(q_stage);
       q_parity ^= q_stage == 0;
@@ -630,96 +590,34 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if constexpr (!kLast) {
         q_is_there = ptx::mbarrier_try_wait_parity(q_full + 8 * q_stage, q_parity);
       }
-      ptx::wgmma_wait_group<kLateDv ? 0 : 1>();  // dP
+      ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
       make_ds(this_dout);
-      if constexpr (kLateDv) start_dv(this_dout);
       store_ds();
       ptx::fence_proxy_async();
       ptx::bar_arrive<kWorkers>(1 + group + block % 2 * 2);
       ptx::bar_sync<kWorkers>(2 - group + block % 2 * 2);  // the other's, too
-      if constexpr (WAIT_DV == 2) ptx::wgmma_wait_group<0>();
+      auto& dq = dp;  // whose registers are free
       start_dq(dq);
-      if constexpr (WAIT_DV == 1) ptx::wgmma_wait_group<1>();
+      ptx::wgmma_wait_group<1>();  // dv
       start_dk(this_q);
-      if constexpr (WAIT_DV == 0) ptx::wgmma_wait_group<2>();
-      if constexpr (!kLast && S_AHEAD == 1) {
-        if (!q_is_there) wait_for_q();
-        start_s(q_stage);
-      }
       keep_order(sums_v);
-      ptx::wgmma_wait_group<kLast || S_AHEAD != 1 ? 1 : 2>();  // dq
+      ptx::wgmma_wait_group<1>();  // dq
       keep_order(dq);
       release(dout_empty + 8 * this_dout);
       if constexpr (kLast) release(kv_empty);
       give_dq(dq);
       if constexpr (!kLast) {
-        if (S_AHEAD != 1 && !q_is_there) wait_for_q();
-        if constexpr (S_AHEAD == 2) start_s(q_stage);
+        if (!q_is_there) wait_for_q();
         whole = is_whole();
         wait_for_dout(block + 1);
         ask_for_lse((block + 1) % kStagesDout);
       }
       ptx::wgmma_wait_group<0>();
       keep_order(sums_k);
-      if constexpr (!kLast && S_AHEAD > 0) keep_order(s);
       release(q_empty + 8 * this_q);
     };
 
-    // dP is asked for first. dv runs beside the making of dS, dk and dq beside the
-    // softmax.
-    auto wide_step = [&](auto is_last) {
-      constexpr bool kLast = decltype(is_last)::value;
-      const unsigned this_q = q_stage, this_dout = block % kStagesDout;
-      q_stage = after(q_stage);
-      q_parity ^= q_stage == 0;
-      start_dp(this_dout);
-      start_dv(this_dout);
-      ask_for_delta(this_dout);
-      ptx::wgmma_wait_group<1>();  // dP
-      keep_order(dp);
-      make_ds(this_dout);
-      store_ds();
-      ptx::fence_proxy_async();
-      ptx::wgmma_wait_group<0>();  // dv
-      keep_order(sums_v);
-      ptx::bar_arrive<kWorkers>(1 + group + block % 2 * 2);
-      release(dout_empty + 8 * this_dout);
-      if constexpr (!kLast) {
-        wait_for_q();
-        start_s(q_stage);
-      }
-      start_dk(this_q);
-      if constexpr (!kLast) whole = is_whole();
-      ptx::bar_sync<kWorkers>(2 - group + block % 2 * 2);  // the other's, too
-      float dq[kSumsQ];
-      start_dq(dq);
-      if constexpr (!kLast) {
-        wait_for_dout(block + 1);
-        ask_for_lse((block + 1) % kStagesDout);
-        ptx::wgmma_wait_group<2>();  // S
-        keep_order(s);
-        softmax((block + 1) % kStagesDout, whole);
-      }
-      ptx::wgmma_wait_group<0>();
-      keep_order(sums_k);
-      keep_order(dq);
-      release(q_empty + 8 * this_q);
-      if constexpr (kLast) release(kv_empty);
-      give_dq(dq);
-    };
-    auto step = [&](auto is_last) {
-      if constexpr (kNarrowStep) {
-        if constexpr (kBlockM == 64) {
-          narrow_step(is_last, dp);
-        } else {
-          float dq[kSumsQ];
-          narrow_step(is_last, dq);
-        }
-      } else {
-        wide_step(is_last);
-      }
-    };
 #pragma unroll 1
     while (block != last) {
       step(flag_t<false>());

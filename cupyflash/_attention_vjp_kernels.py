@@ -390,7 +390,14 @@ ATTENTION_VJP_KERNELS = (  # best first
                 ),
             ),
             128: (
-                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2, turns_from=4, feeder=True)),),
+                (
+                    (
+                        math.inf,
+                        HopperVjpTile(
+                            64, bulk=4, cluster_alone=2, turns_from=4, feeder=True
+                        ),
+                    ),
+                ),
                 ((math.inf, HopperVjpTile(64, cache_share=1 / 3)),),
             ),
         },

@@ -92,9 +92,7 @@ def refusal(
 CACHE_SHARE = 4 / 5
 
 
-def in_cache(
-    device: Device, entry_bytes: int, share: float = CACHE_SHARE
-) -> int:
+def in_cache(device: Device, entry_bytes: int, share: float = CACHE_SHARE) -> int:
     """Entries that take a share of the L2 cache together; at least one."""
     return max(1, int(device.l2_bytes * share) // entry_bytes)
 

@@ -2,9 +2,11 @@
 // attention_vjp_hopper_fed: gradients by tensor cores, as attention_vjp_hopper makes
 // them, with a warp of its own for the copy engine.
 //
-// Algorithm  as vjp_hopper.cu. A warp asks for all tiles, and gives what the others made
+// Algorithm  as vjp_hopper.cu. A warp asks for all tiles, and gives what the others
+// made
 //            of dq to the copy engine, which adds it to the sums in memory
-// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry; blocks
+// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
+// blocks
 //            take item after item, from a counter where items differ in length
 // Threads    two warpgroups compute, 64 keys each; a thread of a third asks the copy
 //            engine
@@ -186,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  kv_empty = v_full + 8, q_full = kv_empty + 8,
                  q_empty = q_full + 8 * kStagesQ, dout_full = q_empty + 8 * kStagesQ,
                  dout_empty = dout_full + 8 * kStagesDout,
-                 dq_full = dout_empty + 8 * kStagesDout, dq_empty = dq_full + 8 * kGroups;
+                 dq_full = dout_empty + 8 * kStagesDout,
+                 dq_empty = dq_full + 8 * kGroups;
   const unsigned origins = ptx::shared_address(origins_memory);
 
   const int group = uniform(threadIdx.x / 128);
@@ -218,8 +221,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::setmaxnreg_dec<kFeederRegisters>();
     if (threadIdx.x != kWorkers) return;
     next_item = blockIdx.x;
-    unsigned items = 0;       // told of so far
-    unsigned asked = 0;       // blocks of queries asked for so far
+    unsigned items = 0;  // told of so far
+    unsigned asked = 0;  // blocks of queries asked for so far
     unsigned q_stage = 0, q_parity = 1;
     // The next block to ask for, among those of its entry.
     int block = 0, block_first = 0, block_last = 0, summed = 0;
@@ -597,7 +600,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::fence_proxy_async();
       ptx::bar_arrive<kWorkers>(1 + group + block % 2 * 2);
       ptx::bar_sync<kWorkers>(2 - group + block % 2 * 2);  // the other's, too
-      auto& dq = dp;  // whose registers are free
+      auto& dq = dp;                                       // whose registers are free
       start_dq(dq);
       ptx::wgmma_wait_group<1>();  // dv
       start_dk(this_q);

@@ -2,12 +2,10 @@
 // attention_vjp_hopper_fed: gradients by tensor cores, as attention_vjp_hopper makes
 // them, with a warp of its own for the copy engine.
 //
-// Algorithm  as vjp_hopper.cu. A warp asks for all tiles, and gives what the others
-// made
-//            of dq to the copy engine, which adds it to the sums in memory
+// Algorithm  as vjp_hopper.cu. The feeder asks for all tiles, and gives dq, which the
+//            others have made, to the copy engine to add it to the sums in memory
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
-// blocks
-//            take item after item, from a counter where items differ in length
+//            blocks take item after item
 // Threads    two warpgroups compute, 64 keys each; a thread of a third asks the copy
 //            engine
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item

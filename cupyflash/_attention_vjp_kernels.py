@@ -147,9 +147,8 @@ class HopperVjpTile:
     `bulk` is the number, of eight, that go by the copy engine; `cluster_alone` is for
     dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
     a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
-    where all tiles of a head begin at one time, they wait for each other. With a
-    `feeder`, sums in any order are those of a kernel with a warp for the copy engine;
-    `cache_share` of the L2 cache is for what they have of the heads of a section.
+    where all tiles of a head begin at one time, they wait for each other. A section of
+    heads takes `cache_share` of the L2 cache, where sums have no order.
     """
 
     block_m: int
@@ -157,7 +156,6 @@ class HopperVjpTile:
     bulk: int = 0
     cluster_alone: int = 1
     turns_from: float = math.inf
-    feeder: bool = False
     cache_share: float = _attention_vjp_limits.CACHE_SHARE
 
 
@@ -172,7 +170,6 @@ _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
 # How sums of dq come about: tiles of keys add to them in any order, or one after the
 # other; or a kernel of its own makes them.
 MIXED, TURNS, APART = "mixed", "turns", "apart"
-FED = "_fed"  # the part that is the main kernel with a feeder
 
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _HOPPER_SUMMED = 128
@@ -224,7 +221,7 @@ class HopperVjpKernel:
         ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
         tile = _kernels.by_threshold(ladder, forward.seqlen_q)
         if dq == TURNS:
-            return HopperVjpTile(tile.block_m, bulk=8, turns_from=tile.turns_from)
+            return HopperVjpTile(tile.block_m, bulk=8)
         if dq == APART:
             return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
         return tile
@@ -259,8 +256,7 @@ class HopperVjpKernel:
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
         tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
-        sums = tile.block_m * 2 * row if tile.feeder else 8 * tile.bulk * 512
-        return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
+        return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
 
     def config(
         self,
@@ -272,19 +268,14 @@ class HopperVjpKernel:
     ) -> Config:
         """The launch of ``vjp_hopper<part>.cu``."""
         tile = self.tile(forward, dq)
-        if not part and tile.feeder:
-            part = FED
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _HOPPER_THREADS, 0
-        if part in ("", FED, "_queries"):
+        if part in ("", "_queries"):
             more["BOUNDS"] = _attention_hopper.bounds_of(forward)
         if part == "_queries":
             num_threads += 128  # a warpgroup for the copy engine
             rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
             smem = rows * 2 * self.dim(forward) + 1024
-        elif part == FED:
-            num_threads += 128  # a warpgroup for the copy engine
-            smem = self._smem(forward, dq)
         elif not part:
             more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
             more |= {"MAKES_DQ": int(dq != APART), "ORDERED": int(dq == TURNS)}
@@ -390,15 +381,12 @@ ATTENTION_VJP_KERNELS = (  # best first
                 ),
             ),
             128: (
+                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2, turns_from=4)),),
                 (
-                    (
-                        math.inf,
-                        HopperVjpTile(
-                            64, bulk=4, cluster_alone=2, turns_from=4, feeder=True
-                        ),
-                    ),
+                    (1024, HopperVjpTile(64, cache_share=1 / 3)),
+                    (4096, HopperVjpTile(64)),
+                    (math.inf, HopperVjpTile(64, cache_share=1 / 3)),
                 ),
-                ((math.inf, HopperVjpTile(64, cache_share=1 / 3)),),
             ),
         },
     ),

@@ -148,7 +148,8 @@ class HopperVjpTile:
     `bulk` is the number, of eight, that go by the copy engine; `cluster_alone` is for
     dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
     a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
-    where all tiles of a head begin at one time, they wait for each other.
+    where all tiles of a head begin at one time, they wait for each other. A section of
+    heads takes `cache_share` of the L2 cache, where sums have no order.
     """
 
     block_m: int
@@ -156,6 +157,7 @@ class HopperVjpTile:
     bulk: int = 0
     cluster_alone: int = 1
     turns_from: float = math.inf
+    cache_share: float = _attention_vjp_limits.CACHE_SHARE
 
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
@@ -220,9 +222,9 @@ class HopperVjpKernel:
         ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
         tile = _kernels.by_threshold(ladder, forward.seqlen_q)
         if dq == TURNS:
-            return replace(tile, cluster=1, bulk=8)
+            return HopperVjpTile(tile.block_m, bulk=8)
         if dq == APART:
-            return replace(tile, cluster=tile.cluster_alone, bulk=0)
+            return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
         return tile
 
     def dq_way(
@@ -309,7 +311,8 @@ class HopperVjpKernel:
         # are equal, since a small one at the end would not fill the device.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
-        in_cache = _attention_vjp_limits.in_cache(device, row_bytes)
+        share = self.tile(forward, dq).cache_share
+        in_cache = _attention_vjp_limits.in_cache(device, row_bytes, share)
         if dq == TURNS:  # measured: half of that was as fast or faster in all cells
             in_cache = -(-in_cache // 2)
         num_sections = -(-num_kept // in_cache)
@@ -375,11 +378,18 @@ ATTENTION_VJP_KERNELS = (  # best first
         tiles={
             64: (
                 ((math.inf, HopperVjpTile(128, turns_from=3)),),
-                ((math.inf, HopperVjpTile(128, turns_from=8)),),
+                (
+                    (2048, HopperVjpTile(128, turns_from=8, cache_share=1 / 3)),
+                    (math.inf, HopperVjpTile(128, turns_from=8)),
+                ),
             ),
             128: (
                 ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2, turns_from=3)),),
-                ((math.inf, HopperVjpTile(64)),),
+                (
+                    (1024, HopperVjpTile(64, cache_share=1 / 3)),
+                    (4096, HopperVjpTile(64)),
+                    (math.inf, HopperVjpTile(64, cache_share=1 / 3)),
+                ),
             ),
         },
     ),

@@ -88,9 +88,13 @@ def refusal(
     return None
 
 
-def in_cache(device: Device, entry_bytes: int) -> int:
-    """Entries that take most of the L2 cache together; at least one."""
-    return max(1, device.l2_bytes * 4 // 5 // entry_bytes)
+# Most of the L2 cache.
+CACHE_SHARE = 4 / 5
+
+
+def in_cache(device: Device, entry_bytes: int, share: float = CACHE_SHARE) -> int:
+    """Entries that take a share of the L2 cache together; at least one."""
+    return max(1, int(device.l2_bytes * share) // entry_bytes)
 
 
 def units(forward: AttentionProblem) -> tuple[float, float]:

@@ -121,6 +121,15 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
         assert (dq, head_dim, right) == (APART, 128, None)
 
 
+@pytest.mark.parametrize(("seqlen", "heads"), [(16384, 1), (8192, 2), (4096, 10)])
+def test_long_heads_are_few_in_a_section(seqlen, heads):
+    forward = problem(head_dim=128, right=0, seqlen_q=seqlen, seqlen_k=seqlen).forward
+    device = dataclasses.replace(HOPPER, l2_bytes=50 << 20)
+    assert ROW.schedule(forward, device, 10 * heads, 1, MIXED)["section"] == heads
+    most = min(10 * heads, device.l2_bytes * 4 // 5 // (1024 * seqlen))
+    assert ROW.schedule(forward, device, most, 1, TURNS)["section"] == most
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_turns_are_for_many_tiles(head_dim):
     def way(num_kept, **more):

@@ -127,7 +127,8 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
     device = dataclasses.replace(HOPPER, l2_bytes=50 << 20)
     assert ROW.schedule(forward, device, 10 * heads, 1, MIXED)["section"] == heads
     most = min(10 * heads, device.l2_bytes * 4 // 5 // (1024 * seqlen))
-    assert ROW.schedule(forward, device, most, 1, TURNS)["section"] == most
+    half = -(-most // 2)
+    assert ROW.schedule(forward, device, most, 1, TURNS)["section"] == half
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

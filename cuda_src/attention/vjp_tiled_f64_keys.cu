@@ -131,6 +131,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
                 const int key = me.g() + 8 * h, query = col + e;
+                // A softcap is long: parts of the next one would come before its end,
+                // and registers would not do.
+                if (kHasSoftcap) ptx::hold(block.num_rows, 1000 + 4 * n + 2 * h + e);
                 double derivative;
                 double p = weight_of<check.value>(
                     c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),

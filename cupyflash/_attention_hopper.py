@@ -33,6 +33,7 @@ class HopperTile:
     evict_first: bool = False
     stage_out: bool = True  # whether out goes through shared memory that has room
     box_n: int = 0  # keys that the copy engine brings at a time, or 0: the tile's
+    cache_share: float = 11 / 20  # of the L2 cache, for keys and values of a section
 
     @property
     def block_m(self) -> int:
@@ -321,9 +322,10 @@ class HopperKernel:
         num_blocks = -(-problem.seqlen_q * pack // tile.block_m)
         spare = num_blocks * tile.block_m - problem.seqlen_q * pack
         bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
-        # Keys and values of a section take about half of the L2 cache; sections are
-        # equal, since a small one at the end would not fill the device.
-        in_cache = device.l2_bytes * 11 // 20 // bytes_of_head * problem.group_size
+        # Keys and values of a section stay in the L2 cache; sections are equal, since a
+        # small one at the end would not fill the device.
+        cache_bytes = int(device.l2_bytes * tile.cache_share)
+        in_cache = cache_bytes // bytes_of_head * problem.group_size
         in_cache //= pack
         num_sections = -(-num_heads // max(1, in_cache))
         return {
@@ -495,9 +497,11 @@ HOPPER = HopperKernel(
         ),
         (128, 128): (
             ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-            # us at n = 1024: 141.5, with turns 145.7, (2, 128) 150.9; at n = 2048:
-            # 225.6 and 236.5; at n = 4096: 399.0, (3, 64) 401.5, (2, 128) 409.8
+            # us at n = 512: 98.5, with sections of half the cache 100.2; at n = 1024:
+            # 141.5, with turns 145.7, (2, 128) 150.9; at n = 2048: 225.6 and 236.5; at
+            # n = 4096: 399.0, (3, 64) 401.5, (2, 128) 409.8
             (
+                (512, HopperTile(3, 64, False, 4, cache_share=11 / 50)),
                 (2048, HopperTile(3, 64, False, 4)),
                 (math.inf, HopperTile(3, 80, False)),
             ),

@@ -82,6 +82,7 @@ _SOFTMAX_SHAPES = {
     "long rows": ((2, 100_000), -1),
     "longest rows": ((1, 1_100_000), -1),
     "a row that no card holds": ((1, 4_500_000), -1),
+    "a row beyond the cache": ((1, 9_000_000), -1),
     "strided": ((64, 1000), -1),  # every second element
 }
 # Queries and keys; some options at once, or none.
@@ -92,7 +93,7 @@ _HEAD_DIM, _HEAD_DIM_V = 64, 48
 _KINDS = {
     "softmax": (
         "short rows", "columns", "long columns", "many long columns", "long rows",
-        "longest rows", "strided",
+        "longest rows", "a row beyond the cache", "strided",
     ),
     "logsumexp": ("columns", "many columns", "long rows", "strided"),
     "softmax_vjp": (

@@ -132,11 +132,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                                 column % 2 * 8) = make_uint2(low[part], high[part]);
     }
   }
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < kBytesFacts / sizeof(facts_t)) {
     const bool is_uneven =
         largest != 0 && (largest >> 23) - (gathered.smallest >> 23) > kSpread;
-    *reinterpret_cast<facts_t*>(image + kParts * kBytesPart) = {
-        __int_as_float((127 - up) << 23), __int_as_float(largest), gathered.marked,
-        is_uneven || !fits};
+    const facts_t facts = {__int_as_float((127 - up) << 23), __int_as_float(largest),
+                           gathered.marked, is_uneven || !fits};
+    // All of it is copied, and the first are read.
+    reinterpret_cast<facts_t*>(image + kParts * kBytesPart)[threadIdx.x] = facts;
   }
 }

@@ -138,102 +138,40 @@ _PEERS = {
     "torch cudnn": "cuDNN",
     "torch flash": "FlashAttention-2",
     "torch efficient": "memory-efficient attention",
+    "torch math": "matmul, softmax, matmul",
+    "cupy": "matmul, with P in memory",
     "flash-attn-4": "FlashAttention-4",
 }
+_OF_OLDER_CARDS = ("torch flash",)  # the others take what only the card itself has
 
 
 def best_peer(rows):
     """(name, row) of the fastest of those in a cell; nothing where none is."""
-    peers = [(_PEERS[name], row) for name, row in rows.items() if name in _PEERS]
+    names = _OF_OLDER_CARDS if rows["cupyflash"].get("card") else _PEERS
+    peers = [(_PEERS[name], rows[name]) for name in names if name in rows]
     return min(peers, key=lambda peer: peer[1]["seconds"], default=None)
 
 
 def _beside_the_best(report):
-    """16 bits, full and causal, by the kernels of the card itself."""
+    """Each cell that others compute, too, but for those of one query."""
     for rows in _by_case(report):
         ours, peer = rows["cupyflash"], best_peer(rows)
-        has_16_bits = ours["dtype"] in ("float16", "bfloat16")
-        if peer and has_16_bits and ours["seqlen_q"] > 1 and not ours["card"]:
+        if peer and ours["seqlen_q"] > 1:
             mask = "causal" if ours["causal"] else "full"
             label = f"{ours['group']}, n = {ours['seqlen_q']}, {mask}"
             name, theirs = peer
             yield label, ours["rate"] / 1e12, theirs["rate"] / 1e12, name
 
 
-def _by_mma(report):
-    """float32 by float16 parts."""
-    for cell in report["runs"][-1]["cells"]:
-        mask = "causal" if cell["causal"] else "full"
-        label = f"float32, D = {cell['head_dim']}, n = 4096, {mask}"
-        yield label, cell["tflops"]["float32"], cell["tflops"]["torch"]
-
-
-def _float16_by_mma(report):
-    """As cards from Ampere on compute it."""
-    for cell in report["runs"][-1]["cells"]:
-        if cell["dtype"] == "float16":
-            mask = "causal" if cell["causal"] else "full"
-            label = f"float16 by mma.sync, D = {cell['head_dim']}, n = {cell['n']}"
-            yield f"{label}, {mask}", cell["tflops"]["table"], cell["torch"]
-
-
-def _float64(report):
-    """The newest of each: torch at 64 and 128 columns is not in the last run."""
-    found = {}
-    for run in report["runs"]:
-        for row in run["times"]:
-            if row.get("slots_of_a_product", 16) == 16:
-                found[row["head_dim"], row["provider"]] = row["tflops"]
-    for head_dim in (64, 128, 192, 256):
-        torch = found[head_dim, "torch matmul, softmax, matmul"]
-        label = f"float64, D = {head_dim}, n = 4096, full"
-        yield label, found[head_dim, "tiled_f64"], torch
-
-
-def _gradients_by_mma(report):
-    """The tile of the table beside FlashAttention-2."""
-    for cell in report["runs"][-1]["cells"]:
-        if cell["seqlen"] in (512, 4096, 16384):
-            mask = "causal" if cell["causal"] else "full"
-            label = f"gradients by mma.sync, {cell['dtype']}, D = {cell['head_dim']}"
-            found = cell["tflops"]
-            yield (
-                f"{label}, n = {cell['seqlen']}, {mask}",
-                found["table"],
-                found["torch"],
-            )
-
-
-def _gradients_float64(report):
-    """The first of our candidates is what stands."""
-    cells = {}
-    for row in report["times"]:
-        cell = cells.setdefault((row["head_dim"], row["causal"]), {})
-        cell.setdefault(row["provider"].split()[0], row["tflops"])
-    for (head_dim, causal), cell in cells.items():
-        mask = "causal" if causal else "full"
-        label = f"gradients, float64, D = {head_dim}, n = 4096, {mask}"
-        yield label, cell["tiled_f64,"], cell["torch"]
-
-
-# Reports: the peer, where all cells have the same, and how the cells are read.
-_TENSOR_CORES = {
-    "attention_table_h200.json": ("", _beside_the_best),
-    "attention_vjp_table_h200.json": ("", _beside_the_best),
-    "mma_float32_h200.json": ("memory-efficient attention", _by_mma),
-    "attention_mma_lengths_h200.json": ("FlashAttention-2", _float16_by_mma),
-    "attention_vjp_mma_h200.json": ("FlashAttention-2", _gradients_by_mma),
-    "attention_f64_h200.json": ("matmul, softmax, matmul", _float64),
-    "attention_vjp_f64_h200.json": ("matmul, with P in memory", _gradients_float64),
-}
+_TENSOR_CORES = ("attention_table_h200.json", "attention_vjp_table_h200.json")
 
 
 def cells():
     """(name of the report, the peer, label, our rate, the peer's)."""
-    for name, (peer, read) in _TENSOR_CORES.items():
+    for name in _TENSOR_CORES:
         report = json.loads((RESULTS / name).read_text(encoding="utf-8"))
-        for label, ours, theirs, *best in read(report):
-            yield name, best[0] if best else peer, label, ours, theirs
+        for label, ours, theirs, peer in _beside_the_best(report):
+            yield name, peer, label, ours, theirs
 
 
 def tensor_cores():
@@ -255,8 +193,8 @@ def tensor_cores():
     columns = ("attention", "cells", "least", "mean", "most", "beside")
     return (
         "NVIDIA H200, how many times as fast as the fastest peer of each cell, over "
-        "lengths, full and causal, single runs (each cell: "
-        "[benchmarks](benchmarks/README.md)):\n\n" + markdown(columns, rows)
+        "lengths, full and causal, single runs; mma.sync with the tiles of sm_80 (each "
+        "cell: [benchmarks](benchmarks/README.md)):\n\n" + markdown(columns, rows)
     )
 
 

@@ -31,12 +31,12 @@ def report(name):
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def new_figure(width, height, columns, title):
+def new_figure(width, height, rows, columns, title):
     """A figure with its axes, which needs no display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=10)
-    return figure, figure.subplots(1, columns)
+    return figure, figure.subplots(rows, columns)
 
 
 def draw_softmax(axes, rows, dtype):
@@ -63,23 +63,24 @@ def draw_softmax(axes, rows, dtype):
     axes.grid(alpha=0.3)
 
 
-def draw_attention(axes):
-    """TFLOP/s beside torch's, two bars a cell: the longest full call of each kind."""
+def draw_attention(axes, title, report):
+    """TFLOP/s beside the fastest peer: of each kind in a report its longest call."""
     longest = {}
-    for *_, label, ours, torch in readme_tables.cells():
-        if label.endswith("full"):
+    for name, _, label, ours, theirs in readme_tables.cells():
+        if name == report and label.endswith("full"):
             what, n = label.removesuffix(", full").split(", n = ")
-            longest[what] = max(longest.get(what, (0,)), (int(n), ours, torch))
+            what = what.removeprefix("gradients, ").removeprefix("gradients ")
+            longest[what] = max(longest.get(what, (0,)), (int(n), ours, theirs))
     for i, (library, colour) in enumerate(
-        (("cupyflash", "tab:green"), ("torch", "tab:orange"))
+        (("cupyflash", "tab:green"), ("the fastest peer", "tab:orange"))
     ):
         rates = [cell[1 + i] for cell in longest.values()]
         places = [at + 0.4 * i for at in range(len(rates))]
         axes.barh(places, rates, 0.38, color=colour, label=library)
     names = [f"{what}, n = {cell[0]}" for what, cell in longest.items()]
-    axes.set_yticks([at + 0.2 for at in range(len(names))], names, fontsize=7)
+    axes.set_yticks([at + 0.2 for at in range(len(names))], names, fontsize=8)
     axes.invert_yaxis()
-    axes.set(title="attention beside torch's fastest", xlabel="TFLOP/s")
+    axes.set(title=title, xlabel="TFLOP/s")
     axes.legend(fontsize=8)
     axes.grid(axis="x", alpha=0.3)
 
@@ -89,10 +90,11 @@ def speed():
     softmax = report("softmax_h200")
     machine = softmax["machine"]
     title = f"{machine['gpu']}, CuPy {machine['cupy']}, torch {machine['torch']}"
-    figure, axes = new_figure(15, 4.2, 3, title)
-    draw_softmax(axes[0], softmax["table"], "float32")
-    draw_softmax(axes[1], softmax["table"], "bfloat16")
-    draw_attention(axes[2])
+    figure, axes = new_figure(13, 9, 2, 2, title)
+    draw_softmax(axes[0, 0], softmax["table"], "float32")
+    draw_softmax(axes[0, 1], softmax["table"], "bfloat16")
+    draw_attention(axes[1, 0], "attention", "attention_table_h200.json")
+    draw_attention(axes[1, 1], "its gradients", "attention_vjp_table_h200.json")
     figure.savefig(PICTURES / "speed.png", dpi=80)
 
 
@@ -100,7 +102,7 @@ def memory():
     """Extra memory of attention against the number of queries and keys."""
     found = report("memory_h200")
     title = f"{found['machine']['gpu']}, one head, d = {found['head_dim']}, float32"
-    figure, axes = new_figure(6.5, 4, 1, title)
+    figure, axes = new_figure(6.5, 4, 1, 1, title)
     for method in dict.fromkeys(row["method"] for row in found["rows"]):
         line = [
             (row["n"], row["extra_bytes"] / 2**20)

@@ -19,6 +19,17 @@
 // Limits     head dimensions up to kDim
 #include "attention/vjp_tiled_f64.cuh"
 
+// Numbered barriers of the pairs: P is there; it has been read.
+constexpr int kComplete = 1, kFree = kComplete + kNumPairs;
+static_assert(kFree + kNumPairs <= 16);
+
+// Whether the warps of a pair have loops of their own, which spill on sm_80 and sm_100.
+#if __CUDA_ARCH__ == 900
+constexpr bool kApart = true;
+#else
+constexpr bool kApart = false;
+#endif
+
 struct block_t : walk_t {
   // Of the first query walked over; lse may have strides of its own.
   const double *lse_rows, *factor_rows, *delta_rows;
@@ -30,13 +41,15 @@ struct block_t : walk_t {
 // all have read it.
 //   fetch_row(tile)       starts copies of what else belongs to the rows of a tile
 //   is_seen(tile)         whether the pair takes part in it
-//   exchange(tile, c, w)  makes the weights
-template <typename FetchRow, typename IsSeen, typename Exchange>
+//   give(tile, c, w)      makes P, for this warp and the other
+//   take(tile, c, w)      makes dS
+template <typename FetchRow, typename IsSeen, typename Give, typename Take>
 __device__ __forceinline__ void walk(sums_t& sums,
                                      walk_t& block,
                                      FetchRow fetch_row,
                                      IsSeen is_seen,
-                                     Exchange exchange) {
+                                     Give give,
+                                     Take take) {
   const auto fetch_half = [&](int n, auto part, int tile) {
     fetch<part.value>(block, n, tile, [&] {
       if (n == 1 && part.value == 1) fetch_row(tile);
@@ -71,11 +84,102 @@ __device__ __forceinline__ void walk(sums_t& sums,
     fetch_half(0, kFirst, tile + 1);
     dot_half(kSecond, seen, c, tile);
     await_half(block, 1, 1, tile);  // with it lse, factor and delta come
-    if (seen) exchange(tile, c, w);
+    if (seen && thread_t().role() == 0) give(tile, c, w);
+    if (seen && thread_t().role() == 1) take(tile, c, w);
     release_half(block, thread_t().role(), 1, tile);
     accumulate_half(kFirst, seen, w, tile);
     fetch_half(1, kFirst, tile + 1);
     accumulate_half(kSecond, seen, w, tile);
+  }
+}
+
+// The walk over all tiles of queries, of the first (kRole 0) or second warp of a pair.
+// The second is behind: it makes dk of half of a tile while the first is at S of the
+// next one, and dP while the first makes P. So the exponential is in the shadow of
+// products.
+//
+//     first warp    S, half 0   S, half 1   P         dv, half 0   dv, half 1   S, ..
+//     second warp   dk, half 1  dP, half 0  dP, half 1   dS   dk, half 0        dk, ..
+//
+// No barrier holds all warps: a place is free when those that read it have.
+//   fetch_row(tile)   starts copies of what else belongs to the rows of a tile
+//   is_seen(tile)     whether the pair takes part in it
+//   give(tile, c, w)  makes P, for this warp and the other
+//   take(tile, c, w)  makes dS
+template <int kRole, typename FetchRow, typename IsSeen, typename Give, typename Take>
+__device__ __forceinline__ void walk_apart(sums_t& sums,
+                                           walk_t& block,
+                                           FetchRow fetch_row,
+                                           IsSeen is_seen,
+                                           Give give,
+                                           Take take) {
+  const auto fetch_half = [&](auto is_q, auto part, int tile) {
+    fetch<part.value>(block, !is_q.value, tile, [&] {
+      if (!is_q.value && part.value == 1) fetch_row(tile);
+    });
+  };
+  const auto await = [&](bool is_q, int part, int tile) {
+    return await_half(block, !is_q, part, tile);
+  };
+  const auto release = [&](bool is_q, int part, int tile) {
+    release_half(block, !is_q, part, tile);
+  };
+  constexpr flag_t<true> kQ;
+  constexpr flag_t<false> kDout;
+  constexpr constant_t<0> kFirst;
+  constexpr constant_t<1> kSecond;
+  const auto fetch_rest = [&](int tile) {
+    fetch_half(kQ, kSecond, tile);
+    fetch_half(kDout, kFirst, tile);
+    fetch_half(kDout, kSecond, tile);
+  };
+
+  fetch_half(kQ, kFirst, 0);
+  if constexpr (kRole == 1) fetch_rest(0);
+#pragma unroll 1
+  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
+    const bool seen = is_seen(tile);
+    product_t c;
+    weights_t<kStepsN> w;
+    clear(c);
+    // Also where nothing is seen: a place must not be given away before its rows came.
+    const double* rows;
+    if constexpr (kRole == 0) {
+      fetch_rest(tile);
+      rows = await(true, 0, tile);
+      if (seen) dot<0>(c, rows, block.num_rows);
+      release(true, 0, tile);
+      rows = await(true, 1, tile);
+      if (seen) dot<1>(c, rows, block.num_rows);
+      release(true, 1, tile);
+      fetch_half(kQ, kFirst, tile + 1);
+      await(false, 1, tile);  // with it lse and factor come
+      if (seen) give(tile, c, w);
+      rows = await(false, 0, tile);
+      if (seen) accumulate<0, kStepsN>(sums, w, rows, block.num_rows);
+      release(false, 0, tile);
+      rows = await(false, 1, tile);
+      if (seen) accumulate<1, kStepsN>(sums, w, rows, block.num_rows);
+      release(false, 1, tile);
+    } else {
+      rows = await(false, 0, tile);
+      if (seen) dot<0>(c, rows, block.num_rows);
+      release(false, 0, tile);
+      fetch_half(kQ, kFirst, tile + 1);
+      rows = await(false, 1, tile);
+      if (seen) {
+        dot<1>(c, rows, block.num_rows);
+        take(tile, c, w);
+      }
+      release(false, 1, tile);
+      rows = await(true, 0, tile);
+      if (seen) accumulate<0, kStepsN>(sums, w, rows, block.num_rows);
+      release(true, 0, tile);
+      fetch_rest(tile + 1);
+      rows = await(true, 1, tile);
+      if (seen) accumulate<1, kStepsN>(sums, w, rows, block.num_rows);
+      release(true, 1, tile);
+    }
   }
 }
 
@@ -166,6 +270,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     };
     const auto give = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
       const thread_t me;
+      ptx::bar_sync<2 * kWarpSize>(kFree + me.pair());
       double* const exchange_lane = exchange_of(me);
       const exp2_t exp2(block.exp2);
       const band_t band = band_of(tile);
@@ -207,10 +312,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       } else {
         make(flag_t<true>{});
       }
+      ptx::bar_arrive<2 * kWarpSize>(kComplete + me.pair());
     };
     const auto take = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
       const thread_t me;
       const double* const exchange_lane = exchange_of(me);
+      ptx::bar_sync<2 * kWarpSize>(kComplete + me.pair());
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
@@ -223,12 +330,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           weight_at<kStepsN>(w, n, 2 * h + 1) = is_unseen(p.y) ? -0.0 : y;
         }
       }
-    };
-    const auto exchange = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
-      sync_pair();  // what was exchanged last has been read
-      if (thread_t().role() == 0) give(tile, c, w);
-      sync_pair();  // P is complete
-      if (thread_t().role() == 1) take(tile, c, w);
+      ptx::bar_arrive<2 * kWarpSize>(kFree + me.pair());
     };
     const auto is_seen = [&](int tile) {
       return sees_any(band_of(tile), kBlockN, kWarpRows);
@@ -236,7 +338,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     do {
       clear(sums);
       begin_places(block, 2 * kNumPairs);
-      walk(sums, block, fetch_row, is_seen, exchange);
+      const auto wait_until_free = [] {
+        ptx::bar_sync<2 * kWarpSize>(kFree + thread_t().pair());
+      };
+      const auto say_free = [] {
+        ptx::bar_arrive<2 * kWarpSize>(kFree + thread_t().pair());
+      };
+      if constexpr (!kApart) {
+        if (thread_t().role() == 1) say_free();
+        walk(sums, block, fetch_row, is_seen, give, take);
+        if (thread_t().role() == 0) wait_until_free();
+      } else if (thread_t().role() == 0) {
+        walk_apart<0>(sums, block, fetch_row, is_seen, give, take);
+        wait_until_free();
+      } else {
+        say_free();
+        walk_apart<1>(sums, block, fetch_row, is_seen, give, take);
+      }
       end_places(block);
     } while (walks_again(block, sums, found));
 

@@ -481,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if constexpr (kPresetBias) {
         const unsigned number = num_tiles + n, slot = number % kKeySlots;
         wait(key_ring.full_at(slot), number / kKeySlots & 1);
-        set_terms(s, key_terms[slot].terms + lane % 4 * 2);
+        set_terms(s, key_terms[slot].terms + lane % 4 * 4);
         return key_terms[slot].some_late;
       }
       return false;
@@ -575,23 +575,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (n == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
       }
       finish_scores(n, late, masked);
-      bool moved;
+      raised_t raised;
       if constexpr (kCapOnly && !masked.value) {
-        moved = raise(row, s, to_log2, capped_t{inputs.cap});
+        raised = raise(row, s, to_log2, capped_t{inputs.cap});
       } else {
-        moved = raise(row, s, to_log2);
+        raised = raise(row, s, to_log2);
       }
       // ptxas moves this wait up to the last branch, which is the one in raise().
       ptx::wgmma_wait_group<0>();
       keep_order(o);
       if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage_v));
       if constexpr (kCapOnly && !masked.value) {
-        exponentiate_capped(row, s, inputs.cap);
+        exponentiate_capped(row, s, inputs.cap, raised.far);
       } else {
         exponentiate(row, s, to_log2);
       }
       round_to(p, s);  // only now: a product in flight was reading p
-      if (moved) {
+      if (raised.moved) {
 #pragma unroll
         for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
       }

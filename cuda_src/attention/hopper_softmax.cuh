@@ -43,24 +43,24 @@ struct softmax_t {
 
 // What numbers of a tile are to scores, for raise(): the same.
 struct identity_t {
+  static constexpr bool kHasForms = false;
   // Not below the score of x >= 0.
   __device__ float bound(float x) const { return x; }
   __device__ float operator()(float x) const { return x; }
 };
 
-// Where needed, moves m and brings l on its scale; then o must follow by alpha, which
-// all lanes of the warp are told. Scores times `to_log2` are exponents of 2. Rows with
-// large ones get their scores relative to m, which costs an instruction a score.
-// `score` makes scores of numbers in s; it keeps their order and signs.
-template <typename Score = identity_t>
-__device__ __forceinline__ bool raise(softmax_t& row,
-                                      float (&s)[kScores],
-                                      float to_log2,
-                                      const Score& score = Score()) {
-  // Bits of numbers >= 0 order as integers, above those of any negative one, and the
-  // integer unit takes the largest of three at once. A row whose scores and m are all
-  // negative is done again by floats.
-  int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
+// What raise() finds in a warp: whether m moved, and whether the score of some number
+// has not the short one of its two forms.
+struct raised_t {
+  bool moved, far;
+};
+
+// The largest of each row's numbers, as bits: those of numbers >= 0 order as integers,
+// above those of any negative one, and the integer unit takes the largest of three at
+// once.
+__device__ __forceinline__ void find_top(int (&top)[2], const float (&s)[kScores]) {
+  top[0] = __float_as_int(s[0]);
+  top[1] = __float_as_int(s[2]);
 #pragma unroll
   for (int e = 4; e < kScores; e += 4) {
     top[0] = max(max(top[0], __float_as_int(s[e])), __float_as_int(s[e + 1]));
@@ -68,15 +68,39 @@ __device__ __forceinline__ bool raise(softmax_t& row,
   }
   top[0] = max(top[0], __float_as_int(s[1]));
   top[1] = max(top[1], __float_as_int(s[3]));
+}
+
+// Where needed, moves m and brings l on its scale; then o must follow by alpha, which
+// all lanes of the warp are told. Scores times `to_log2` are exponents of 2. Rows with
+// large ones get their scores relative to m, which costs an instruction a score.
+// `score` makes scores of numbers in s; it keeps their order and signs.
+template <typename Score = identity_t>
+__device__ __forceinline__ raised_t raise(softmax_t& row,
+                                          float (&s)[kScores],
+                                          float to_log2,
+                                          const Score& score = Score()) {
+  // A row whose scores and m are all negative is done again by floats.
+  int top[2];
+  find_top(top, s);
   float largest[2] = {__int_as_float(top[0]), __int_as_float(top[1])};
   const bool negative =
       ((top[0] < 0) & (row.m[0] < 0)) | ((top[1] < 0) & (row.m[1] < 0));
   // Each lane compares its own columns.
-  const bool moves = __any_sync(
-      kFullMask, negative |
-                     ((score.bound(largest[0]) - row.m[0]) * to_log2 > kLazyLog2) |
-                     ((score.bound(largest[1]) - row.m[1]) * to_log2 > kLazyLog2));
-  if (moves) {
+  const bool own_moves = negative |
+                         ((score.bound(largest[0]) - row.m[0]) * to_log2 > kLazyLog2) |
+                         ((score.bound(largest[1]) - row.m[1]) * to_log2 > kLazyLog2);
+  raised_t raised = {};
+  if constexpr (Score::kHasForms) {
+    // One question for both, since most tiles have neither.
+    const bool own_far = score.is_far(s, top);
+    if (__any_sync(kFullMask, own_moves | own_far)) {
+      raised.far = __any_sync(kFullMask, own_far);
+      raised.moved = __any_sync(kFullMask, own_moves);
+    }
+  } else {
+    raised.moved = __any_sync(kFullMask, own_moves);
+  }
+  if (raised.moved) {
     if (__any_sync(kFullMask, negative)) {
       largest[0] = s[0];
       largest[1] = s[2];
@@ -124,7 +148,7 @@ __device__ __forceinline__ bool raise(softmax_t& row,
       if (large) row.m_log2[r] = 0;
     }
   }
-  return moves;
+  return raised;
 }
 
 // s becomes p = 2^exponent(s, m), and its sum over this thread's columns joins l. A

@@ -14,59 +14,60 @@
 
 // --- softcap
 
+// Whether some number of this thread is larger than `cap.limit`; `top` are the bits of
+// the largest. Below the limit a score has the same bits by either form, so that they
+// hang on nothing that stands beside it.
+__device__ __forceinline__ bool is_far(const float (&s)[kScores],
+                                       const int (&top)[2],
+                                       const cap_t& cap) {
+  // Bits of numbers >= 0 order as signed integers, those of numbers < 0 by their size
+  // as unsigned ones. NaN is above all limits.
+  const unsigned limit = __float_as_uint(cap.limit);
+  unsigned bottom = __float_as_uint(s[0]);
+#pragma unroll
+  for (int e = 2; e < kScores; e += 2) {
+    bottom = max(max(bottom, __float_as_uint(s[e - 1])), __float_as_uint(s[e]));
+  }
+  bottom = max(bottom, __float_as_uint(s[kScores - 1]));
+  return (max(top[0], top[1]) > static_cast<int>(limit)) |
+         (bottom > (limit | 0x80000000u));
+}
+
 // For raise(): scores of products that have not been through the softcap.
 struct capped_t {
+  static constexpr bool kHasForms = true;
   const cap_t& cap;
 
   __device__ float bound(float x) const {
     return fminf(x * cap.coefficients[0], cap.softcap);
   }
   __device__ float operator()(float x) const { return any_size_t{cap}(x, 0.f); }
+  __device__ bool is_far(const float (&s)[kScores], const int (&top)[2]) const {
+    return ::is_far(s, top, cap);
+  }
 };
 
-// Whether no number of the warp is larger than `cap.limit`. Then a score has the same
-// bits by either form, so that they hang on nothing that stands beside it.
-__device__ __forceinline__ bool all_near(const float (&s)[kScores], const cap_t& cap) {
-  // Bits of numbers >= 0 order as signed integers, those of numbers < 0 by their size
-  // as unsigned ones. NaN is above all limits.
-  const unsigned limit = __float_as_uint(cap.limit);
-  int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
-  unsigned bottom = __float_as_uint(s[0]);
-  // As in raise(), so that the compiler finds them once.
-#pragma unroll
-  for (int e = 4; e < kScores; e += 4) {
-    top[0] = max(max(top[0], __float_as_int(s[e])), __float_as_int(s[e + 1]));
-    top[1] = max(max(top[1], __float_as_int(s[e + 2])), __float_as_int(s[e + 3]));
-  }
-  top[0] = max(top[0], __float_as_int(s[1]));
-  top[1] = max(top[1], __float_as_int(s[3]));
-#pragma unroll
-  for (int e = 2; e < kScores; e += 2) {
-    bottom = max(max(bottom, __float_as_uint(s[e - 1])), __float_as_uint(s[e]));
-  }
-  bottom = max(bottom, __float_as_uint(s[kScores - 1]));
-  return !__any_sync(kFullMask, (max(top[0], top[1]) > static_cast<int>(limit)) |
-                                    (bottom > (limit | 0x80000000u)));
-}
-
 __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
-  if (all_near(s, cap)) {
-#pragma unroll
-    for (int e = 0; e < kScores; ++e) s[e] = near_t{cap}(s[e], 0.f);
-  } else {
+  int top[2];
+  find_top(top, s);
+  if (__any_sync(kFullMask, is_far(s, top, cap))) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] = any_size_t{cap}(s[e], 0.f);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) s[e] = near_t{cap}(s[e], 0.f);
   }
 }
 
 // exponentiate() of products that have not been through the softcap.
 __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
                                                     float (&s)[kScores],
-                                                    const cap_t& cap) {
-  if (all_near(s, cap)) {
-    exponentiate(row, s, near_t{cap});
-  } else {
+                                                    const cap_t& cap,
+                                                    bool far) {
+  if (far) {
     exponentiate(row, s, any_size_t{cap});
+  } else {
+    exponentiate(row, s, near_t{cap});
   }
 }
 
@@ -75,7 +76,9 @@ __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
 // Tiles of them in shared memory. One warpgroup shares it with more stages of keys.
 constexpr int kKeySlots = kPresetBias && kNumGroups == 1 ? 2 : 4;
 struct alignas(16) key_terms_t {
-  float terms[kTermsOfKeys ? kBlockN : 1];
+  // With kPresetBias each pair of columns twice, as the accumulators of two rows hold
+  // it.
+  float terms[kTermsOfKeys ? kBlockN * (1 + kPresetBias) : 1];
   // With kPresetBias: those that are added to the products instead, else 0, and whether
   // there are any.
   float late[kPresetBias ? kBlockN : 1];
@@ -146,7 +149,9 @@ __device__ __forceinline__ void write_preset_bias(volatile key_terms_t& slot,
     const bool late = fabsf(bias) > kPresetLimit && is_finite(bias);
     if (is_in_tile(n, lane)) {
       const int column = n * kWarpSize + lane;
-      slot.terms[column] = late ? 0.f : term;
+      const int at = n * kWarpSize * 2 + (lane / 2 * 4 + lane % 2);
+      slot.terms[at] = late ? 0.f : term;
+      slot.terms[at + 2] = late ? 0.f : term;
       slot.late[column] = late ? fminf(fmaxf(term, -kMost), kMost) : 0.f;
       some_late |= late;
     }
@@ -169,8 +174,16 @@ __device__ __forceinline__ void for_keys(float (&s)[kScores],
     f(s[e + 3], pair.y);
   }
 }
+// Numbers of a thread as write_preset_bias() leaves them, without a copy.
 __device__ __forceinline__ void set_terms(float (&s)[kScores], const float* terms) {
-  for_keys(s, terms, [](float& x, float term) { x = term; });
+#pragma unroll
+  for (int e = 0; e < kScores; e += 4) {
+    const float4 x = *reinterpret_cast<const float4*>(terms + 2 * column_of(e));
+    s[e] = x.x;
+    s[e + 1] = x.y;
+    s[e + 2] = x.z;
+    s[e + 3] = x.w;
+  }
 }
 __device__ __forceinline__ void add_late_terms(float (&s)[kScores], const float* late) {
   for_keys(s, late, [](float& x, float term) { x += term; });

@@ -1,6 +1,7 @@
 """The Hopper row of the gradient table: what it takes, and its numbers."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -149,23 +150,7 @@ def test_the_parameters_are_whole_lines():
 # --- numbers -------------------------------------------------------------------------
 
 
-def check(cupy, rng, dtype, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options):
-    """Compare with the oracle; the row must be this one."""
-    batch = options.pop("batch", (2,))
-    q = (*batch, heads[0], seqlens[0], dims[0])
-    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
-    arrays = inputs(rng, dtype, q=q, k=k, head_dim_v=dims[1])
-    if options.get("layout") == "bshd":
-        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
-    bounds = {n: x for n, x in options.items() if n != "forms"}
-    placed = [place(cupy, x) for x in arrays]
-    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **bounds)
-    told = cupyflash.explain(
-        "attention_vjp", placed[3], *placed[:3], out, lse, **bounds
-    )
-    assert told.kernel == "hopper", told.refused
-    poison(cupy, q)
-    return agree(cupy, *arrays, **options)
+check = functools.partial(vjp_laws.check, "hopper")
 
 
 @pytest.mark.gpu

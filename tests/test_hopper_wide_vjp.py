@@ -145,24 +145,9 @@ def test_the_parameters_are_whole_lines():
 # --- numbers -------------------------------------------------------------------------
 
 
-def check(cupy, rng, dtype, dims=(256, 256), heads=(2, 1), seqlens=(65, 70), **options):
+def check(cupy, rng, dtype, dims=(256, 256), *sizes, **options):
     """Compare with the oracle; the row must be this one."""
-    batch = options.pop("batch", (2,))
-    q = (*batch, heads[0], seqlens[0], dims[0])
-    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
-    arrays = inputs(rng, dtype, q=q, k=k, head_dim_v=dims[1])
-    if options.get("layout") == "bshd":
-        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
-    placed = [place(cupy, x) for x in arrays]
-    given = {
-        n: place(cupy, x) if isinstance(x, np.ndarray) else x
-        for n, x in options.items()
-    }
-    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **given)
-    told = cupyflash.explain("attention_vjp", placed[3], *placed[:3], out, lse, **given)
-    assert told.kernel == "hopper_wide", told.refused
-    poison(cupy, q)
-    return agree(cupy, *arrays, **options)
+    return vjp_laws.check("hopper_wide", cupy, rng, dtype, dims, *sizes, **options)
 
 
 @pytest.mark.gpu

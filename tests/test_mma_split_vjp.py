@@ -4,14 +4,15 @@ import dataclasses
 
 import numpy as np
 import pytest
+import test_mma_vjp
 import vjp_laws
 from accuracy import assert_as_accurate, max_error, to_host, wide
 from placing import FORMS, place
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
-from vjp_laws import poison
+from test_mma_vjp import ARCHS, device
 
 import cupyflash
-from cupyflash import _attention_samples, _kernels, _reference_vjp
+from cupyflash import _kernels, _reference_vjp
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_mma_split import (
     DIMS,
@@ -19,21 +20,12 @@ from cupyflash._attention_vjp_mma_split import (
     granules,
     image_bytes,
 )
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
 
-ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 PARTS = ("_queries", "_keys")
 
 
 def problem(dtype="float32", head_dim=64, **options):
-    forward = _attention_samples.made_up(dtype, head_dim)
-    forward = dataclasses.replace(forward, **options)
-    shape = (*forward.batch, forward.num_kv_heads, forward.seqlen_k, head_dim)
-    return AttentionVjpProblem(forward, (), shape, shape)
-
-
-def device(arch):
-    return _kernels.device_of_arch(arch)
+    return test_mma_vjp.problem(dtype, head_dim, **options)
 
 
 # --- the row -------------------------------------------------------------------------
@@ -127,24 +119,9 @@ def forced(cupy, monkeypatch):
     return force
 
 
-def check(cupy, rng, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options):
+def check(cupy, rng, *sizes, **options):
     """Compare with the oracle; the row must be this one."""
-    batch = options.pop("batch", (2,))
-    q = (*batch, heads[0], seqlens[0], dims[0])
-    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
-    arrays = inputs(rng, "float32", q=q, k=k, head_dim_v=dims[1])
-    if options.get("layout") == "bshd":
-        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
-    placed = [place(cupy, x) for x in arrays]
-    given = {
-        n: place(cupy, x) if isinstance(x, np.ndarray) else x
-        for n, x in options.items()
-    }
-    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **given)
-    told = cupyflash.explain("attention_vjp", placed[3], *placed[:3], out, lse, **given)
-    assert told.kernel == "mma_split", told.refused
-    poison(cupy, q)
-    return agree(cupy, *arrays, **options)
+    return vjp_laws.check("mma_split", cupy, rng, "float32", *sizes, **options)
 
 
 SEQLENS = ((64, 64), (64, 300), (113, 63), (65, 1049), (1049, 129), (300, 200))

@@ -1,16 +1,15 @@
 """The mma row of the gradient table: what it takes, its tiles, and its numbers."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 import vjp_laws
 from accuracy import to_host
-from placing import FORMS, place
+from placing import FORMS
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
-from vjp_laws import poison
 
-import cupyflash
 from cupyflash import _attention_samples, _kernels
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_mma import DIMS, MMA_VJP, items_dtype
@@ -126,25 +125,7 @@ def forced(cupy, monkeypatch):
     return force
 
 
-def check(cupy, rng, dtype, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options):
-    """Compare with the oracle; the row must be this one."""
-    batch = options.pop("batch", (2,))
-    q = (*batch, heads[0], seqlens[0], dims[0])
-    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
-    arrays = inputs(rng, dtype, q=q, k=k, head_dim_v=dims[1])
-    if options.get("layout") == "bshd":
-        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
-    placed = [place(cupy, x) for x in arrays]
-    given = {
-        n: place(cupy, x) if isinstance(x, np.ndarray) else x
-        for n, x in options.items()
-        if n != "deterministic"
-    }
-    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **given)
-    told = cupyflash.explain("attention_vjp", placed[3], *placed[:3], out, lse, **given)
-    assert told.kernel == "mma", told.refused
-    poison(cupy, q)
-    return agree(cupy, *arrays, **options)
+check = functools.partial(vjp_laws.check, "mma")
 
 
 SEQLENS = ((1, 1), (1, 300), (63, 113), (113, 63), (65, 1049), (1049, 65), (300, 200))

@@ -15,6 +15,29 @@ def poison(cupy, shape):
         cupy.full(n, np.nan, np.float32)
 
 
+def check(
+    row, cupy, rng, dtype, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options
+):
+    """Compare with the oracle; the row of the table must be `row`."""
+    batch = options.pop("batch", (2,))
+    q = (*batch, heads[0], seqlens[0], dims[0])
+    k = (*options.pop("batch_k", batch), heads[1], seqlens[1], dims[0])
+    arrays = inputs(rng, dtype, q=q, k=k, head_dim_v=dims[1])
+    if options.get("layout") == "bshd":
+        arrays = tuple(np.ascontiguousarray(x.swapaxes(-3, -2)) for x in arrays)
+    placed = [place(cupy, x) for x in arrays]
+    given = {
+        n: place(cupy, x) if isinstance(x, np.ndarray) else x
+        for n, x in options.items()
+        if n not in ("deterministic", "forms")
+    }
+    out, lse = cupyflash.attention(*placed[:3], return_lse=True, **given)
+    told = cupyflash.explain("attention_vjp", placed[3], *placed[:3], out, lse, **given)
+    assert told.kernel == row, told.refused
+    poison(cupy, q)
+    return agree(cupy, *arrays, **options)
+
+
 def strides(cupy, rng, dtype, form, head_dim):
     """Those that a tensor map has, and those that are left to the next row."""
     arrays = inputs(rng, dtype, q=(2, 4, 150, head_dim), k=(2, 2, 140, head_dim))

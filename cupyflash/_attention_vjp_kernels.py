@@ -307,15 +307,13 @@ class HopperVjpKernel:
     ) -> dict[str, Any]:
         """How the items are cut, and the units of exponents: fields of inputs_t."""
         num_tiles = self.num_tiles(forward, dq)
-        # Queries, dO and sums of dq of a section take most of the L2 cache; sections
-        # are equal, since a small one at the end would not fill the device.
+        # Queries, dO and sums of dq of a section take a share of the L2 cache.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
         share = self.tile(forward, dq).cache_share
         in_cache = _attention_vjp_limits.in_cache(device, row_bytes, share)
         if dq == TURNS:  # measured: half of that was as fast or faster in all cells
             in_cache = -(-in_cache // 2)
-        num_sections = -(-num_kept // in_cache)
         to_log2, hidden = _attention_vjp_limits.units(forward)
         return {
             "num_items": num_tiles * num_kept,
@@ -323,7 +321,7 @@ class HopperVjpKernel:
             "num_blocks": self.num_blocks(forward),
             "num_kept": num_kept,
             "num_summed": num_summed,
-            "section": -(-num_kept // num_sections),
+            "section": _attention_vjp_limits.section(num_kept, in_cache),
             "to_log2": to_log2,
             "hidden": hidden,
         }

@@ -97,6 +97,15 @@ def in_cache(device: Device, entry_bytes: int, share: float = CACHE_SHARE) -> in
     return max(1, int(device.l2_bytes * share) // entry_bytes)
 
 
+def section(num_kept: int, most: int) -> int:
+    """Entries of a section, at most `most`.
+
+    Sections are equal, since a small one at the end would not fill the device.
+    """
+    num_sections = -(-num_kept // most)
+    return -(-num_kept // num_sections)
+
+
 def units(forward: AttentionProblem) -> tuple[float, float]:
     """What makes scores exponents of 2, and a score whose weight is 0."""
     return forward.scale * math.log2(math.e), (

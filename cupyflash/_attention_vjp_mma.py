@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash import _attention_vjp_limits
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_KEYS,
@@ -204,9 +205,9 @@ class MmaVjpKernel:
         if forward.left is None and forward.right is None:
             return 1
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
-        in_cache = device.l2_bytes * 4 // 5 // (forward.seqlen_q * row * num_summed)
-        num_sections = -(-num_kept // max(1, in_cache))
-        return -(-num_kept // num_sections)
+        entry_bytes = forward.seqlen_q * row * num_summed
+        in_cache = _attention_vjp_limits.in_cache(device, entry_bytes)
+        return _attention_vjp_limits.section(num_kept, in_cache)
 
     def configs(
         self,

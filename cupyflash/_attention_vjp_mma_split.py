@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cupyflash import _attention_vjp_limits
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     OPTIONS,
@@ -200,9 +201,9 @@ class MmaSplitVjpKernel:
             return 1
         other = forward.seqlen_k if part == "_queries" else forward.seqlen_q
         image = image_bytes(self.dim(forward), self.parts(forward))
-        entry = 2 * granules(other) * image * num_summed
-        num_sections = -(-num_kept // max(1, device.l2_bytes * 4 // 5 // entry))
-        return -(-num_kept // num_sections)
+        entry_bytes = 2 * granules(other) * image * num_summed
+        in_cache = _attention_vjp_limits.in_cache(device, entry_bytes)
+        return _attention_vjp_limits.section(num_kept, in_cache)
 
     def configs(
         self,

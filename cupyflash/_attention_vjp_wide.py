@@ -252,9 +252,7 @@ class HopperWideVjpKernel:
         else:
             rows, tile = forward.seqlen_q, TILE_M
             entry_bytes = forward.seqlen_k * 2 * columns // forward.group_size
-        # Sections are equal, since a small one at the end would not fill the device.
         in_cache = _attention_vjp_limits.in_cache(device, entry_bytes)
-        num_sections = -(-num_kept // in_cache)
         num_tiles = -(-rows // tile)
         to_log2, hidden = _attention_vjp_limits.units(forward)
         return {
@@ -263,7 +261,7 @@ class HopperWideVjpKernel:
             "num_blocks": -(-forward.seqlen_q // BLOCK),
             "num_kept": num_kept,
             "num_summed": num_summed,
-            "section": -(-num_kept // num_sections),
+            "section": _attention_vjp_limits.section(num_kept, in_cache),
             "to_log2": to_log2,
             "hidden": hidden,
             **self._cap(forward),

@@ -336,17 +336,17 @@ class Known:
 
     def get(self, job: Job) -> Finding | None:
         """The finding of a job, if there is one."""
-        key = _everything_of(job)
+        key = key_of(job)
         finding = self._found.pop(key, None)
         if finding is not None:
             self.used += 1
             self._found[key] = finding  # the newest
         return finding
 
-    def put(self, job: Job, finding: Finding) -> None:
-        """Keep what was found."""
+    def put(self, key: str, finding: Finding) -> None:
+        """Keep what was found of a job with this key."""
         if not finding.error:
-            self._found[_everything_of(job)] = finding
+            self._found[key] = finding
 
     def save(self) -> None:
         """Write the file, if there is to be one."""
@@ -360,7 +360,7 @@ class Known:
         written.replace(self._path)
 
 
-def _everything_of(job):
+def key_of(job: Job) -> str:
     """A hash of all that a finding depends on: text, entry, options and compiler."""
     from cupy_backends.cuda.libs import nvrtc
 
@@ -376,12 +376,12 @@ def _compile_all(jobs, num_processes, known):
     todo = {i: job for i, job in enumerate(jobs) if i not in outcomes}
     # A fresh interpreter for each process: CUDA libraries do not like to be forked.
     with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
-        futures = {pool.submit(_find, job): i for i, job in todo.items()}
+        futures = {pool.submit(_find_of_key, job): i for i, job in todo.items()}
         done = as_completed(futures)
         for future in _console.progress(done, "compiling", len(todo)):
             i = futures[future]
-            finding, seconds = future.result()
-            known.put(jobs[i], finding)
+            key, finding, seconds = future.result()
+            known.put(key, finding)
             outcomes[i] = _outcome(jobs[i], finding, seconds)
     return [outcomes[i] for i in range(len(jobs))]
 
@@ -390,6 +390,12 @@ def compile_one(job: Job, known: Known | None = None) -> Outcome:
     """Compile one kernel to machine code and read the assembler's report."""
     finding = known.get(job) if known else None
     return _outcome(job, finding, 0.0) if finding else _outcome(job, *_find(job))
+
+
+def _find_of_key(job):
+    """The key of a job, too: of the text that this process had, should it change."""
+    finding, seconds = _find(job)
+    return key_of(job), finding, seconds
 
 
 def _find(job):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cupyflash import _cli_compile, _kernels, _source
-from cupyflash._cli_compile import Finding, Job, Known
+from cupyflash._cli_compile import Finding, Job, Known, key_of
 from cupyflash._kernels import Variant
 
 # Of each kernel file one variant in so many.
@@ -283,8 +283,8 @@ def test_findings_are_kept(tmp_path, text, monkeypatch):
     job, other = made_up("A=1"), made_up("A=2")
     known = Known(path)
     assert known.get(job) is None
-    known.put(job, FINE)
-    known.put(other, dataclasses.replace(FINE, error="k.cu(1): error"))
+    known.put(key_of(job), FINE)
+    known.put(key_of(other), dataclasses.replace(FINE, error="k.cu(1): error"))
     known.save()
     known = Known(path)
     assert known.get(job) == FINE
@@ -300,7 +300,7 @@ def test_findings_are_kept(tmp_path, text, monkeypatch):
 
 def test_a_known_spill_is_still_a_problem(tmp_path, text):
     known = Known(tmp_path / "known.json")
-    known.put(made_up(), dataclasses.replace(FINE, spill_bytes=8))
+    known.put(key_of(made_up()), dataclasses.replace(FINE, spill_bytes=8))
     assert "spills 8 bytes" in _cli_compile.compile_one(made_up(), known).problem
     assert not _cli_compile.compile_one(made_up(fast=False), known).problem
 
@@ -311,7 +311,7 @@ def test_findings_that_cannot_be_read(tmp_path, text, content):
     path.write_text(content)
     known = Known(path)
     assert known.get(made_up()) is None
-    known.put(made_up(), FINE)
+    known.put(key_of(made_up()), FINE)
     known.save()
     assert Known(path).get(made_up()) == FINE
 
@@ -320,7 +320,7 @@ def test_the_oldest_findings_go(tmp_path, text, monkeypatch):
     monkeypatch.setattr(Known, "_MOST", 2)
     known = Known(tmp_path / "known.json")
     for value in "123":
-        known.put(made_up(f"A={value}"), FINE)
+        known.put(key_of(made_up(f"A={value}")), FINE)
     known.get(made_up("A=1"))
     known.save()
     assert len(json.loads((tmp_path / "known.json").read_text())) == 2

@@ -7,8 +7,8 @@
 //            and at the end  out = o / l,  lse = m + log l. Only where a score is above
 //            m by more than kRoom, m becomes the largest score of the tile, and o and l
 //            are scaled: p up to 2^kRoom is as exact as p up to 1.
-// Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
-//            ones are longest
+// Grid       1-D, a block a tile of queries of one head; the last tiles of all heads
+//            first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places by turns
 //            s, p, o  registers; a warp owns 16 rows, or two warps do: each sums q k^T
@@ -629,12 +629,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_tiles);
-  if (!at.exists) return;
+  const index_t num_heads = params.batch_size * params.num_heads;
+  const index_t from_last = divide(block_index(), num_heads);
+  if (from_last >= num_tiles) return;
+  const place_t at(params, block_index() - from_last * num_heads);
   const scores_t scores(at, SCORE_ARGUMENTS);
   {
     const int own = team();
-    const index_t i_block = (num_tiles - 1 - at.tile) * kBlockM;
+    const index_t i_block = (num_tiles - 1 - from_last) * kBlockM;
     const index_t i0 = i_block + own * kWarpRows;
     const range_t keys = scores.keys_of(i_block, last_query(params, i_block + kBlockM));
     // Tiles start at multiples of kBlockN, so that a row is summed in the same order

@@ -8,8 +8,8 @@
 //                S = score(k q^T),  P = exp(S - lse) factor,  dP = v dO^T
 //                dS = P (dP - delta) score'(k q^T),  dv += P dO,  dk += scale dS q
 //            The first warp of a pair makes S, P and dv, the second dP, dS and dk
-// Grid       1-D, a block an entry of k and v and a tile of keys; of an entry first
-//            tiles first, since causal ones are longest
+// Grid       1-D, a block an entry of k and v and a tile of keys; the first tiles of
+//            all entries first, since causal ones are longest
 // Tiles      vjp_tiled_f64.cuh; k and v are owned, q and dO walked over
 // Memory     global: k, v, dk and dv once an entry that shares k and v; q and dO once
 //            a block, mostly from L2
@@ -43,11 +43,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_k + kBlockM - 1) / kBlockM;
-  const index_t kept_index = divide(block_index(), num_tiles);
-  if (kept_index >= grads.num_kept) return;
+  const index_t tile = divide(block_index(), grads.num_kept);
+  if (tile >= num_tiles) return;
   if (threadIdx.x == 0) {
-    block.kept = locate(grads.kept, kept_index);
-    block.own_first = (block_index() - kept_index * num_tiles) * kBlockM;
+    block.kept = locate(grads.kept, block_index() - tile * grads.num_kept);
+    block.own_first = tile * kBlockM;
   }
   if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);
   const auto num_own = [&] {

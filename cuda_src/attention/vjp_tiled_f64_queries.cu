@@ -9,8 +9,8 @@
 //            the keys. l is 1 but for the roundings of lse and S: where it is, `factor`
 //            becomes 1 / l, P times which sums to 1, and where it is not, lse knows of
 //            keys that are not here, and `factor` is 1
-// Grid       1-D, a block an entry of q and a tile of queries; of an entry last tiles
-//            first, since causal ones are longest
+// Grid       1-D, a block an entry of q and a tile of queries; the last tiles of all
+//            entries first, since causal ones are longest
 // Tiles      vjp_tiled_f64.cuh; q and dO are owned, k and v walked over
 // Memory     global: q and dO once; dq once an entry that shares q; k and v once a
 //            block, mostly from L2
@@ -42,11 +42,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const index_t kept_index = divide(block_index(), num_tiles);
-  if (kept_index >= grads.num_kept) return;
+  const index_t from_last = divide(block_index(), grads.num_kept);
+  if (from_last >= num_tiles) return;
   if (threadIdx.x == 0) {
-    const index_t from_last = block_index() - kept_index * num_tiles;
-    block.kept = locate(grads.kept, kept_index);
+    block.kept = locate(grads.kept, block_index() - from_last * grads.num_kept);
     block.own_first = (num_tiles - 1 - from_last) * kBlockM;
   }
   if (threadIdx.x < kWarpSize) block.exp2.fill(kLog2e);

@@ -1,5 +1,6 @@
 """python -m cupyflash compile: NVRTC over all kernels, with no GPU in the machine."""
 
+import ctypes
 import functools
 import hashlib
 import json
@@ -27,6 +28,7 @@ examples:
   python -m cupyflash compile                    for sm_90a, each tile and option once
   python -m cupyflash compile --arch sm_80 --arch sm_120
   python -m cupyflash compile --arch sm_90a --all --jobs 8 --json kernels.json
+  python -m cupyflash compile --nvrtc /usr/local/cuda-13.0/lib64/libnvrtc.so.13
 
 The exit code is 1 when a kernel does not compile, when a kernel whose row is marked
 fast spills registers, or when the assembler serialises its matrix instructions.
@@ -132,6 +134,13 @@ def add_arguments(parser):
         metavar="FILE",
         help="outcomes of earlier runs: read, and kept for the next one",
     )
+    parser.add_argument(
+        "--nvrtc",
+        type=Path,
+        metavar="FILE",
+        help="the libnvrtc.so to compile with, its libnvrtc-builtins.so beside it "
+        "(default: the one that CuPy finds)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the table as JSON")
     parser.add_argument(
         "--jobs",
@@ -151,13 +160,13 @@ def run(args):
     except (IndexError, ValueError):
         print(f"--arch must look like sm_80 or sm_90a, got {' '.join(args.arch)}")
         return 2
-    if reason := _no_compiler():
+    if reason := _use_nvrtc(args.nvrtc) or _no_compiler():
         print(reason)
         return 2
     jobs = distinct(job for device in devices for job in jobs_for(device, args.all))
     start = time.perf_counter()
     known = Known(args.known)
-    outcomes = _compile_all(jobs, max(1, args.jobs), known)
+    outcomes = _compile_all(jobs, max(1, args.jobs), known, args.nvrtc)
     known.save()
     failures = [outcome for outcome in outcomes if outcome.problem]
     (_summarize if args.quiet else _report)(outcomes)
@@ -170,8 +179,9 @@ def run(args):
         print(f"  {outcome.defines}\n  {outcome.problem}")
     archs = ", ".join(device.name for device in devices)
     print(
-        f"{len(outcomes)} kernels for {archs} in {time.perf_counter() - start:.0f} s, "
-        f"{known.used} of them known, {len(failures)} with problems"
+        f"{len(outcomes)} kernels for {archs} by NVRTC {_version()} in "
+        f"{time.perf_counter() - start:.0f} s, {known.used} of them known, "
+        f"{len(failures)} with problems"
     )
     return int(bool(failures))
 
@@ -288,6 +298,26 @@ def _fast_rows(table):
     }
 
 
+def _use_nvrtc(path):
+    """Load a compiler before CuPy looks for one; why it cannot be, or nothing."""
+    if path is None:
+        return ""
+    try:
+        for library in (*sorted(path.parent.glob("libnvrtc-builtins.so*")), path):
+            loaded = ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        return f"--nvrtc {path} cannot be loaded: {error}"
+    if not hasattr(loaded, "nvrtcVersion"):
+        return f"--nvrtc {path} is not a libnvrtc.so"
+    return ""
+
+
+def _version():
+    from cupy_backends.cuda.libs import nvrtc
+
+    return "{}.{}".format(*nvrtc.getVersion())
+
+
 def _no_compiler():
     """Why NVRTC cannot be used, or nothing."""
     try:
@@ -369,13 +399,14 @@ def key_of(job: Job) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
 
 
-def _compile_all(jobs, num_processes, known):
+def _compile_all(jobs, num_processes, known, nvrtc=None):
     """Outcomes in the order of `jobs`."""
     found = {i: known.get(job) for i, job in enumerate(jobs)}
     outcomes = {i: _outcome(jobs[i], f, 0.0) for i, f in found.items() if f is not None}
     todo = {i: job for i, job in enumerate(jobs) if i not in outcomes}
     # A fresh interpreter for each process: CUDA libraries do not like to be forked.
-    with ProcessPoolExecutor(num_processes, get_context("spawn")) as pool:
+    context = get_context("spawn")
+    with ProcessPoolExecutor(num_processes, context, _use_nvrtc, (nvrtc,)) as pool:
         futures = {pool.submit(_find_of_key, job): i for i, job in todo.items()}
         done = as_completed(futures)
         for future in _console.progress(done, "compiling", len(todo)):

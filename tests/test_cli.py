@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from numpy.linalg import lapack_lite
 
 import cupyflash
 from cupyflash import _cli, _cli_check, _cli_compile, _softmax_kernels
@@ -154,6 +155,29 @@ def test_compile_knows_what_it_has_found(tmp_path, capsys):
     for arch, expected in (("sm_80", 0), ("sm_80", 1), ("sm_90a", 0)):
         assert main("compile", "--arch", arch, "--jobs", "1", "--known", known) == 0
         assert f"{expected} of them known" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_job")
+def test_compile_by_a_given_nvrtc(capfd):
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no list of loaded libraries")
+    paths = (line.split()[-1] for line in maps.read_text("utf-8").splitlines())
+    loaded = next(path for path in paths if "libnvrtc.so" in path)
+    assert main("compile", "--jobs", "1", "--nvrtc", loaded) == 0
+    assert "1 kernels for sm_90a by NVRTC 1" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("nowhere/libnvrtc.so.13", "cannot be loaded:"),
+        (lapack_lite.__file__, "is not a libnvrtc.so"),
+    ],
+)
+def test_compile_by_what_is_no_nvrtc(path, reason, capsys):
+    assert main("compile", "--nvrtc", path) == 2
+    assert f"--nvrtc {path} {reason}" in capsys.readouterr().out
 
 
 def test_compile_of_an_unknown_architecture(capsys):

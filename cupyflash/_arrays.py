@@ -1,6 +1,7 @@
 """Kinds of array: NumPy and CuPy told apart without importing CuPy."""
 
 import functools
+import math
 import numbers
 import sys
 from typing import Any
@@ -63,14 +64,32 @@ def _describe(x):
     return "a NumPy array" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
 
 
-def adopt_all(**given: Any) -> tuple[Any, dict[str, Any]]:
+def _adopt_as(name, x):
+    """`x` adopted, or an error that names it."""
+    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be lost; give {name}.filled() "
+            "with a value, and the mask as an argument of its own"
+        )
+    try:
+        return adopt(x)
+    except ValueError as error:  # rows of a list that are not of one length
+        raise ValueError(f"{name} cannot be made an array: {error}") from None
+
+
+def adopt_all(num_needed: int = 1, /, **given: Any) -> tuple[Any, dict[str, Any]]:
     """Adopt the arrays of one call; return their namespace and them by name.
 
-    The first name decides between NumPy and CuPy. ``None`` stays ``None``; scalars
-    join either kind. Kinds and devices are never mixed.
+    The first name decides between NumPy and CuPy. The first `num_needed` must be there;
+    another that is ``None`` stays ``None``. Scalars join either kind. Kinds and devices
+    are never mixed.
     """
+    for name in list(given)[:num_needed]:
+        if given[name] is None:
+            raise TypeError(f"{name} must be an array, got None")
     arrays = {
-        name: x if x is None or is_scalar(x) else adopt(x) for name, x in given.items()
+        name: x if x is None or is_scalar(x) else _adopt_as(name, x)
+        for name, x in given.items()
     }
     first = next(iter(arrays))
     if is_scalar(arrays[first]):
@@ -169,6 +188,13 @@ def float_dtype(argument: str, dtype: Any) -> np.dtype:
     return found
 
 
+def check_bool(name: str, value: Any) -> bool:
+    """`value`, Python's or NumPy's True or False, as Python's; or a TypeError."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return bool(value)
+
+
 def real_number(name: str, value: Any) -> float:
     """`value` as a float; a TypeError for what is not a real number of the host."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(
@@ -176,6 +202,14 @@ def real_number(name: str, value: Any) -> float:
     ):
         raise TypeError(f"{name} must be a real number, got {_describe(value)}")
     return float(value)
+
+
+def finite_number(name: str, value: Any) -> float:
+    """The same, finite; or a ValueError."""
+    number = real_number(name, value)
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {number}")
+    return number
 
 
 def check_method(method: Any) -> str:

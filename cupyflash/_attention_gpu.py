@@ -70,7 +70,7 @@ def attention(
             softcap.__class__,
             # By its repr, since 1 and True are not the same argument.
             window if window is None else repr(window),
-            layout, precision, bool(return_lse), method, offset_is_int,
+            layout, precision, return_lse, return_lse.__class__, method, offset_is_int,
             out if out is None else _facts(out),
         )  # fmt: skip
         options = (bias, mask, sinks, alibi_slopes, offsets, query_lengths, key_lengths)

@@ -181,8 +181,7 @@ def _check_shapes(q, k, v, layout):
 
 def _bounds(causal, window):
     """(left, right) of causal and window together."""
-    if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    causal = _arrays.check_bool("causal", causal)
     if window is None:
         left = right = None
     else:
@@ -270,7 +269,7 @@ def attention(
         )
 
     xp, a = _arrays.adopt_all(
-        q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes,
+        3, q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes,
         query_offset=offsets, query_lengths=query_lengths, key_lengths=key_lengths,
         out=out,
     )  # fmt: skip
@@ -281,7 +280,7 @@ def attention(
     q, k, v, batch = _check_shapes(a["q"], a["k"], a["v"], layout)
     heads, seqlen_q, head_dim = q.shape[-3:]
     seqlen_k, head_dim_v = v.shape[-2:]
-    scale = head_dim**-0.5 if scale is None else _arrays.real_number("scale", scale)
+    scale = head_dim**-0.5 if scale is None else _arrays.finite_number("scale", scale)
 
     scores = (*batch, heads, seqlen_q, seqlen_k)
     meaning = "(..., num_heads, seqlen_q, seqlen_k)"
@@ -339,7 +338,7 @@ def attention(
         layout=layout,
         heads_axis=heads_axis,
         precision=precision,
-        return_lse=bool(return_lse),
+        return_lse=_arrays.check_bool("return_lse", return_lse),
         method=method,
     )
     out = a["out"]
@@ -400,7 +399,7 @@ def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
     if isinstance(lses, (list, tuple)) and is_index(axis) and axis < 0:
         axis += np.ndim(lses[0]) + 1 if len(lses) else 0
     outs, lses = _stack("outs", outs, axis), _stack("lses", lses, axis)
-    xp, a = _arrays.adopt_all(outs=outs, lses=lses, out=out)
+    xp, a = _arrays.adopt_all(2, outs=outs, lses=lses, out=out)
     outs, lses, out = a["outs"], a["lses"], a["out"]
     _check_float("outs", outs)
     if _arrays.dtype_name(lses) not in ("float32", "float64"):

@@ -6,8 +6,6 @@ All errors of the caller are raised here, before anything is allocated or launch
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from cupyflash import _arrays, _attention_problem
 from cupyflash._attention_problem import (
     AttentionOperands,
@@ -137,11 +135,8 @@ def attention_vjp(
         if asked and given is None:
             raise ValueError(f"need_d{name}=True asks for a gradient of {name}=None")
     _, a = _arrays.adopt_all(
-        q=q, k=k, v=v, bias=bias, sinks=sinks, dout=dout, out=out, lse=lse, dlse=dlse
+        6, q=q, k=k, v=v, dout=dout, out=out, lse=lse, bias=bias, sinks=sinks, dlse=dlse
     )
-    for name in ("dout", "out", "lse"):
-        if a[name] is None:
-            raise TypeError(f"{name} must be an array, got None")
     forward, operands = _attention_problem.attention(
         a["q"], a["k"], a["v"], a["bias"], mask, scale, causal, query_offset, window,
         softcap, a["sinks"], alibi_slopes, query_lengths, key_lengths, layout,
@@ -181,8 +176,7 @@ def attention_vjp(
 
 def _check_flags(**flags):
     for name, value in flags.items():
-        if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        _arrays.check_bool(name, value)
 
 
 def _check(name, x, shape, dtype):

@@ -125,7 +125,7 @@ def softmax(
     x, where, out = a["x"], a["where"], a["out"]
     _check_numeric("x", x)
     axes = _layout.normalize_axes(axis, x.ndim)
-    scale = _arrays.real_number("scale", scale)
+    scale = _arrays.finite_number("scale", scale)
     where = _check_where(where, x.shape)
     _arrays.check_method(method)
     result = _result_dtype(x, dtype, out)
@@ -188,8 +188,7 @@ def logsumexp(
     axes = _layout.normalize_axes(axis, len(shape))
     where = _check_where(where, shape)
     for name, flag in (("keepdims", keepdims), ("return_sign", return_sign)):
-        if not isinstance(flag, (bool, np.bool_)):
-            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+        _arrays.check_bool(name, flag)
     result = _natural_dtype(x) if b is None else _natural_dtype(x, b)
     problem = SoftmaxProblem(
         function="logsumexp",
@@ -215,14 +214,14 @@ def logsumexp(
 
 def vjp(function, y, dy, axis, scale, out) -> tuple[SoftmaxProblem, SoftmaxOperands]:
     """Check a call of softmax_vjp or log_softmax_vjp; `dy` may broadcast to `y`."""
-    xp, a = _arrays.adopt_all(y=y, dy=dy, out=out)
+    xp, a = _arrays.adopt_all(2, y=y, dy=dy, out=out)
     y, dy, out = a["y"], a["dy"], a["out"]
     for name, x in (("y", y), ("dy", dy)):
         _check_numeric(name, x)
         if x.dtype.kind == "c":
             raise TypeError(f"{name} must be real, got {_arrays.dtype_name(x)}")
     axes = _layout.normalize_axes(axis, y.ndim)
-    scale = _arrays.real_number("scale", scale)
+    scale = _arrays.finite_number("scale", scale)
     dy = _arrays.broadcast_view("dy", dy, y.shape)
     result = _natural_dtype(y, dy)
     if out is not None:

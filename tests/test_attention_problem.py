@@ -82,6 +82,24 @@ REFUSALS = {
         TypeError,
         "scale must be a real number, got a str",
     ),
+    "scale nan": ({"scale": np.nan}, ValueError, "scale must be finite, got nan"),
+    "return_lse of a string": (
+        {"return_lse": "no"},
+        TypeError,
+        "return_lse must be a bool, got str",
+    ),
+    "no q": ({"q": None}, TypeError, "q must be an array, got None"),
+    "no v": ({"v": None}, TypeError, "v must be an array, got None"),
+    "q of uneven rows": (
+        {"q": [[1.0, 2.0], [3.0]]},
+        ValueError,
+        "q cannot be made an array: .*inhomogeneous shape",
+    ),
+    "a masked q": (
+        {"q": np.ma.masked_array([[1.0, 2.0]], mask=[[True, False]])},
+        TypeError,
+        r"q is a masked array, whose mask would be lost; give q.filled\(\) with",
+    ),
     "query_offset of a float": (
         {"query_offset": 1.0},
         TypeError,
@@ -398,6 +416,11 @@ def test_out_is_seen_heads_first(xp):
 
 
 MERGES = {
+    "no outs": (
+        lambda xp: (None, xp.ones((2, 3)), {}),
+        TypeError,
+        "outs must be an array, got None",
+    ),
     "outs of integers": (
         lambda xp: (xp.ones((2, 3, 4), int), xp.ones((2, 3)), {}),
         TypeError,

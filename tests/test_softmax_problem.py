@@ -42,6 +42,21 @@ REFUSALS = {
         TypeError,
         "must hold numbers .* got object",
     ),
+    "no x": (UNARY, lambda xp: [None], {}, TypeError, "must be an array, got None"),
+    "no dy": (
+        VJPS,
+        lambda xp: [xp.ones(3), None],
+        {},
+        TypeError,
+        "dy must be an array, got None",
+    ),
+    "a masked x": (
+        UNARY,
+        lambda xp: [np.ma.masked_array([1.0, 2.0], mask=[True, False])],
+        {},
+        TypeError,
+        "is a masked array, whose mask would be lost",
+    ),
     "x in extended precision": (
         UNARY,
         lambda xp: [np.ones(2, np.longdouble)],
@@ -111,6 +126,13 @@ REFUSALS = {
         {"scale": lambda xp: "1"},
         TypeError,
         "scale must be a real number, got a str",
+    ),
+    "scale is infinite": (
+        SOFTMAXES,
+        lambda xp: [xp.ones(3)],
+        {"scale": lambda xp: np.inf},
+        ValueError,
+        "scale must be finite, got inf",
     ),
     "scale is an array": (
         SOFTMAXES,

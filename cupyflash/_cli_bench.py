@@ -40,7 +40,10 @@ def add_arguments(parser):
         help="where the numbers and the plot go (default: bench_output)",
     )
     parser.add_argument(
-        "--turns", type=int, default=5, help="how often each candidate runs (default 5)"
+        "--turns",
+        type=_console.count,
+        default=5,
+        help="how often each candidate runs (default 5)",
     )
 
 

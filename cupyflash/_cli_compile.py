@@ -21,7 +21,7 @@ from cupyflash import (
     _source,
     _threads,
 )
-from cupyflash._kernels import Device, Variant, device_of_arch
+from cupyflash._kernels import MIN_CC, Device, Variant, device_of_arch
 
 EXAMPLES = """
 examples:
@@ -70,6 +70,8 @@ _ELEMENTS = {
 # those for which the assembler makes the same code of it.
 _SAME_TEXT = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_120": "sm_100"}
 _SAME_CODE = {"sm_89": "sm_86"}
+
+_ARCH = re.compile(r"sm_\d{2,3}[af]?")
 
 # How sources ask for an architecture.
 _ARCH_TEST = re.compile(
@@ -141,10 +143,12 @@ def add_arguments(parser):
         help="the libnvrtc.so to compile with, its libnvrtc-builtins.so beside it "
         "(default: the one that CuPy finds)",
     )
-    parser.add_argument("--json", metavar="FILE", help="write the table as JSON")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the table as JSON"
+    )
     parser.add_argument(
         "--jobs",
-        type=int,
+        type=_console.count,
         default=_threads.num_cores(),
         help="processes (default: one a core)",
     )
@@ -155,25 +159,26 @@ def add_arguments(parser):
 
 def run(args):
     """Compile; 1 if anything is wrong, 2 if it cannot be tried."""
-    try:
-        devices = [device_of_arch(arch) for arch in args.arch or ["sm_90a"]]
-    except (IndexError, ValueError):
-        print(f"--arch must look like sm_80 or sm_90a, got {' '.join(args.arch)}")
-        return 2
+    devices = []
+    for arch in args.arch or ["sm_90a"]:
+        if not _ARCH.fullmatch(arch) or device_of_arch(arch).cc < MIN_CC:
+            print(f"--arch must look like sm_80 or sm_90a, from sm_75 on, got {arch}")
+            return 2
+        devices.append(device_of_arch(arch))
     if reason := _use_nvrtc(args.nvrtc) or _no_compiler():
         print(reason)
         return 2
     jobs = distinct(job for device in devices for job in jobs_for(device, args.all))
     start = time.perf_counter()
     known = Known(args.known)
-    outcomes = _compile_all(jobs, max(1, args.jobs), known, args.nvrtc)
+    outcomes = _compile_all(jobs, args.jobs, known, args.nvrtc)
     known.save()
     failures = [outcome for outcome in outcomes if outcome.problem]
     (_summarize if args.quiet else _report)(outcomes)
     if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump([asdict(outcome) for outcome in outcomes], file, indent=1)
-            file.write("\n")
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(outcome) for outcome in outcomes]
+        args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     for outcome in failures:
         print(f"\n{outcome.operation}/{outcome.row} for {outcome.arch}:")
         print(f"  {outcome.defines}\n  {outcome.problem}")

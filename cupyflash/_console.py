@@ -1,5 +1,6 @@
 """Tables and progress on the terminal: rich where it is installed, else plain text."""
 
+import argparse
 import importlib.util
 import sys
 from collections.abc import Iterable, Iterator, Sequence, Sized
@@ -11,6 +12,13 @@ _HAS_RICH = importlib.util.find_spec("rich") is not None
 
 # Width of a table that does not go to a terminal.
 _FILE_WIDTH = 120
+
+
+def count(text: str) -> int:
+    """The type of an option that counts something: 1 or more."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, got {number}")
+    return number
 
 
 def heading(text: str) -> None:

@@ -180,9 +180,18 @@ def test_compile_by_what_is_no_nvrtc(path, reason, capsys):
     assert f"--nvrtc {path} {reason}" in capsys.readouterr().out
 
 
-def test_compile_of_an_unknown_architecture(capsys):
-    assert main("compile", "--arch", "volta") == 2
-    assert "--arch must look like sm_80" in capsys.readouterr().out
+@pytest.mark.parametrize("arch", ["volta", "90", "sm_9", "sm_10", "sm_70", "sm_90b"])
+def test_compile_of_an_unknown_architecture(arch, capsys):
+    assert main("compile", "--arch", arch) == 2
+    said = f"--arch must look like sm_80 or sm_90a, from sm_75 on, got {arch}"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [("bench", "--turns"), ("compile", "--jobs")])
+def test_counts_of_nothing(option, capsys):
+    with pytest.raises(SystemExit):
+        main(*option, "0")
+    assert f"argument {option[1]}: must be 1 or more, got 0" in capsys.readouterr().err
 
 
 def test_compile_without_nvrtc_says_so(monkeypatch, capsys):

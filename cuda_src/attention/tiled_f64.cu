@@ -7,8 +7,8 @@
 //            and at the end  out = o / l,  lse = m + log l. Only where a score is above
 //            m by more than kRoom, m becomes the largest score of the tile, and o and l
 //            are scaled: p up to 2^kRoom is as exact as p up to 1.
-// Grid       1-D, a block a tile of queries of one head; the last tiles of all heads
-//            first, since causal ones are longest
+// Grid       1-D, a block a tile of queries of one head; causal ones that are longest
+//            first, the last tiles of all heads
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places by turns
 //            s, p, o  registers; a warp owns 16 rows, or two warps do: each sums q k^T
@@ -630,9 +630,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t num_heads = params.batch_size * params.num_heads;
-  const index_t from_last = divide(block_index(), num_heads);
-  if (from_last >= num_tiles) return;
-  const place_t at(params, block_index() - from_last * num_heads);
+  // A bound makes tiles of several lengths. Where all are alike, those of a head follow
+  // each other, since they read the same keys.
+  const bool by_length = params.left < kFar || params.right < kFar;
+  const index_t in_turn = by_length ? num_heads : num_tiles;
+  const index_t turn = divide(block_index(), in_turn);
+  const index_t rest = block_index() - turn * in_turn;
+  if (turn * in_turn >= num_heads * num_tiles) return;
+  const place_t at(params, by_length ? rest : turn);
+  const index_t from_last = by_length ? turn : rest;
   const scores_t scores(at, SCORE_ARGUMENTS);
   {
     const int own = team();

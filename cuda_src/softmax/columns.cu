@@ -105,23 +105,9 @@ struct alignas(8) piece<true> {
   float l, m;
 };
 using piece_t = piece<kCoarse>;
-
-// What ends a column: 1 / l or, of logs, m + log l in two parts.
-struct alignas(2 * sizeof(acc_t)) ending_t {
-  acc_t high, low;
-};
-
-#ifndef TWO_STEPS
-#define TWO_STEPS 8
-#endif
-// In a large cluster column c is joined by block c % kCluster, of which all others
-// hear: each piece to each block would be kCluster / 2 times as many messages. In a
-// small one every block joins all columns, which takes half as long.
-constexpr bool kTwoSteps = kCluster >= TWO_STEPS;
-constexpr int kJoined = kTwoSteps ? (kColumns + kCluster - 1) / kCluster : kColumns;
-__device__ __forceinline__ int num_joined() {
-  return kTwoSteps ? (kColumns - cluster_rank() + kCluster - 1) / kCluster : kColumns;
-}
+// What one block hears of all at a meeting.
+[[maybe_unused]] constexpr int kPiecesBytes =
+    kCluster * kColumns * int(sizeof(piece_t));
 
 // The last step for a column with sum l exp(shift), and exponentials of another shift.
 __device__ __forceinline__ finish_t finish_column(double shift,
@@ -242,17 +228,15 @@ struct held_t {
 
 struct shared_t {
   union {  // one after the other
-    partials_t<acc_t> largest;
+    partials_t<acc_t> max;
     partials_t<total_t> sum;
   };
   acc_t m[kColumns];
-#if CLUSTER > 1
-  piece_t piece[kCluster][kJoined];
-  acc_t max[kCluster][kSharesMax ? kJoined : 1];
-  ending_t ending[kColumns];
-  unsigned long long barrier[4];
-#else
   finish_t finish[kColumns];
+#if CLUSTER > 1
+  piece_t piece[kCluster][kColumns];
+  piece_t of_block[kSharesMax ? kCluster : 1][kColumns];  // with its maximum alone
+  unsigned long long barrier[2];
 #endif
   __device__ shared_t() {}
 };
@@ -261,77 +245,26 @@ struct shared_t {
 // One for each: a block that is ahead may tell its sums while another still waits for
 // maxima.
 struct meetings_t {
-  meeting_t of_maxima, of_max, of_pieces, of_endings;
+  meeting_t of_max, of_sum;
 
   __device__ __forceinline__ explicit meetings_t(shared_t& shared)
-      : of_maxima(&shared.barrier[0], threadIdx.x == 0),
-        of_max(&shared.barrier[1], threadIdx.x == 0),
-        of_pieces(&shared.barrier[2], threadIdx.x == 0),
-        of_endings(&shared.barrier[3], threadIdx.x == 0) {}
+      : of_max(&shared.barrier[0], threadIdx.x == 0),
+        of_sum(&shared.barrier[1], threadIdx.x == 0) {}
 };
 
-// Tells who joins column c what this block has of it: home(i) is its place among those
-// that a block joins.
-template <typename Home, typename... Values>
-__device__ __forceinline__ void tell(const meeting_t& meeting,
-                                     int c,
-                                     Home home,
-                                     Values... values) {
-  if constexpr (kTwoSteps) {
-    meeting.send(home(c / kCluster), c % kCluster, values...);
-  } else {
+// Tells all blocks of the cluster about a column.
+__device__ __forceinline__ void tell(
+    const meeting_t& meeting, piece_t (&pieces)[kColumns], int c, double l, acc_t m) {
 #pragma unroll 4
-    for (int rank = 0; rank < kCluster; ++rank) meeting.send(home(c), rank, values...);
+  for (int rank = 0; rank < kCluster; ++rank) {
+    meeting.send(&pieces[c], rank, decltype(piece_t::l)(l), decltype(piece_t::m)(m));
   }
-}
-// Calls join(i, rank) for the i-th column that this block joins and each block that
-// hears of it.
-template <typename Join>
-__device__ __forceinline__ void each_joined(Join join) {
-  constexpr int kHearing = kTwoSteps ? kCluster : 1;
-#pragma unroll 1
-  for (int at = threadIdx.x; at < num_joined() * kHearing; at += kNumThreads) {
-    join(at / kHearing, kTwoSteps ? at % kHearing : cluster_rank());
-  }
-}
-// Gives a block what it is to know of the i-th column that this block joined.
-template <typename T, typename... Values>
-__device__ __forceinline__ void hand_on(
-    const meeting_t& meeting, T* all, int i, int rank, Values... values) {
-  if constexpr (kTwoSteps) {
-    meeting.send(&all[i * kCluster + cluster_rank()], rank, values...);
-  } else {
-    all[i] = T{values...};
-  }
-}
-// Few threads wait at a meeting: those that ask again and again hold up the others.
-__device__ __forceinline__ void await_pieces(meeting_t& meeting) {
-  meeting.wait(threadIdx.x < (kTwoSteps ? num_joined() * kCluster : kColumns));
-}
-__device__ __forceinline__ void await_joined(meeting_t& meeting) {
-  if constexpr (kTwoSteps) meeting.wait(threadIdx.x < kWarpSize);
-  __syncthreads();
-}
-
-// Joins maxima of pieces of columns: all threads then find them in shared.m.
-__device__ __forceinline__ void join_maxima(shared_t& shared, meetings_t& meetings) {
-  await_pieces(meetings.of_maxima);
-  each_joined([&](int i, int rank) {
-    acc_t m = shared.max[0][i];
-#pragma unroll 4
-    for (int of = 1; of < kCluster; ++of) m = larger_seen_t()(m, shared.max[of][i]);
-    hand_on(meetings.of_max, shared.m, i, rank, m);
-  });
-  await_joined(meetings.of_max);
 }
 
 // The last step for a column from what all blocks told of it.
-// It is the step of one block, by the exponentials that it has.
-__device__ __forceinline__ finish_t finish_pieces(const shared_t& shared,
-                                                  int i,
-                                                  int block) {
-  const auto piece = [&](int rank) { return shared.piece[rank][i]; };
-  const acc_t own = acc_t(piece(block).m);
+__device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c) {
+  const auto piece = [&](int rank) { return shared.piece[rank][c]; };
+  const acc_t own = acc_t(piece(cluster_rank()).m);
   acc_t m = -infinity<acc_t>();
   double l = 0;
   if constexpr (kSharesMax) {
@@ -380,25 +313,6 @@ __device__ __forceinline__ finish_t finish_pieces(const shared_t& shared,
   }
   return finish_column(shift, l, kLog ? 1 : weight(own));
 }
-
-// Joins sums of pieces of columns: all threads then find what ends them in
-// shared.ending.
-__device__ __forceinline__ void join_pieces(shared_t& shared, meetings_t& meetings) {
-  await_pieces(meetings.of_pieces);
-  each_joined([&](int i, int rank) {
-    const finish_t finish = finish_pieces(shared, i, rank);
-    const acc_t high = kLog ? finish.log_sum.high : finish.inverse;
-    const acc_t low = kLog ? finish.log_sum.low : acc_t(0);
-    hand_on(meetings.of_endings, shared.ending, i, rank, high, low);
-  });
-  await_joined(meetings.of_endings);
-}
-__device__ __forceinline__ finish_t finish_of(ending_t ending) {
-  finish_t finish;
-  finish.inverse = ending.high;
-  finish.log_sum = {ending.high, ending.low};
-  return finish;
-}
 #else
 struct meetings_t {
   __device__ __forceinline__ explicit meetings_t(shared_t&) {}
@@ -414,29 +328,35 @@ __device__ __forceinline__ void join_max(shared_t& shared,
     combine_in_warp(m, larger_seen_t());
   } else {
 #if CLUSTER > 1
-    if (kSharesMax && threadIdx.x == 0) {
-      meetings.of_maxima.expect(num_joined() * kCluster * int(sizeof(acc_t)));
-      if (kTwoSteps) meetings.of_max.expect(kColumns * int(sizeof(acc_t)));
-    }
+    if (kSharesMax && threadIdx.x == 0) meetings.of_max.expect(kPiecesBytes);
 #endif
-    write_partials(shared.largest, m, larger_seen_t());
+    write_partials(shared.max, m, larger_seen_t());
     __syncthreads();
 #pragma unroll 1
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      const acc_t m = combine_partials(shared.largest, c, larger_seen_t());
+      const acc_t m = combine_partials(shared.max, c, larger_seen_t());
 #if CLUSTER > 1
       if constexpr (kSharesMax) {
-        const auto home = [&](int i) { return &shared.max[cluster_rank()][i]; };
-        tell(meetings.of_maxima, c, home, m);
-        continue;
+        tell(meetings.of_max, shared.of_block[cluster_rank()], c, 0, m);
       }
 #endif
       shared.m[c] = m;
     }
 #if CLUSTER > 1
-    if constexpr (kSharesMax) join_maxima(shared, meetings);
+    if constexpr (kSharesMax) {
+      meetings.of_max.wait(threadIdx.x < kColumns);
+#pragma unroll 1
+      for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+        acc_t m = acc_t(shared.of_block[0][c].m);
+#pragma unroll 4
+        for (int rank = 1; rank < kCluster; ++rank) {
+          m = larger_seen_t()(m, acc_t(shared.of_block[rank][c].m));
+        }
+        shared.m[c] = m;
+      }
+    }
 #endif
-    if constexpr (!kSharesMax) __syncthreads();
+    __syncthreads();
 #pragma unroll
     for (int j = 0; j < kVector; ++j) m[j] = shared.m[tile_t::side() * kVector + j];
   }
@@ -456,10 +376,7 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
     }
   } else {
 #if CLUSTER > 1
-    if (threadIdx.x == 0) {
-      meetings.of_pieces.expect(num_joined() * kCluster * int(sizeof(piece_t)));
-      if (kTwoSteps) meetings.of_endings.expect(kColumns * int(sizeof(ending_t)));
-    }
+    if (threadIdx.x == 0) meetings.of_sum.expect(kPiecesBytes);
 #endif
     write_partials(shared.sum, sum, plus_t());
     __syncthreads();
@@ -467,26 +384,23 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
       const double l = sum_of_partials(shared.sum, c);
 #if CLUSTER > 1
-      const auto home = [&](int i) { return &shared.piece[cluster_rank()][i]; };
-      tell(meetings.of_pieces, c, home, decltype(piece_t::l)(l),
-           decltype(piece_t::m)(shared.m[c]));
+      tell(meetings.of_sum, shared.piece[cluster_rank()], c, l, shared.m[c]);
 #else
       shared.finish[c] = finish_column(shift_of(shared.m[c]), l, 1);
 #endif
     }
 #if CLUSTER > 1
-    join_pieces(shared, meetings);
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-      finish[j] = finish_of(shared.ending[tile_t::side() * kVector + j]);
+    meetings.of_sum.wait(threadIdx.x < kColumns);
+#pragma unroll 1
+    for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
+      shared.finish[c] = finish_pieces(shared, c);
     }
-#else
+#endif
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       finish[j] = shared.finish[tile_t::side() * kVector + j];
     }
-#endif
   }
 }
 
@@ -544,7 +458,7 @@ __device__ __forceinline__ void softmax(held_t& held,
   });
 }
 
-extern __shared__ __align__(128) uint4 parking[];
+extern __shared__ uint4 parking[];
 
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_columns(const x_t* x,

@@ -421,7 +421,7 @@ __device__ __forceinline__ void each_pair(const deal_t<kVector>& d,
   }
 }
 
-// Writes f(a, b) for the elements of two rows; all lanes of a warp call f together.
+// Writes f(a, b) for the elements of two rows.
 template <typename Out,
           int kVector,
           typename A,
@@ -450,15 +450,13 @@ __device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
   for (int v = 0; v < deal::kParked; ++v) {
     write(v + deal::kHeld, a.parked[v * kNumThreads], b.parked[v * kNumThreads]);
   }
-  // Doubles by all lanes together.
-  const bool has_edges = sizeof(acc_t) == sizeof(double)
-                             ? __any_sync(kFullMask, d.has_edges())
-                             : d.has_edges();
-  if (has_edges) {
+  if (d.has_edges()) {
 #pragma unroll
     for (int e = 0; e < deal::kEdges; ++e) {
-      const Out written = to<Out>(f(to<acc_t>(a.edge[e]), to<acc_t>(b.edge[e])));
-      if (d.has_edge(e)) *address(d.edge_position(e)) = written;
+      if (d.has_edge(e)) {
+        *address(d.edge_position(e)) =
+            to<Out>(f(to<acc_t>(a.edge[e]), to<acc_t>(b.edge[e])));
+      }
     }
   }
 }

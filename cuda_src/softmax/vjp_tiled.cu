@@ -24,10 +24,7 @@ __device__ __forceinline__ double product(acc_t p, acc_t g) {
   return kWiderInput == 2 ? double(p * g) : double(p) * double(g);
 }
 
-// Short rows have no registers for a table.
-constexpr bool kHasTable = kCluster > 1;
-
-extern __shared__ __align__(128) uint4 parking[];
+extern __shared__ uint4 parking[];
 
 #if CLUSTER > 1
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
@@ -39,7 +36,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                           const dy_t* dy,
                           out_t* dx,
                           const __grid_constant__ layout_t layout) {
-  const roots_t<acc_t> roots;
   // Rows take turns at the two: what one reads, the next does not write.
   __shared__ shared_parts_t<double> sums[2];
   combiner_t<double, 2> combine_sum(sums);
@@ -76,8 +72,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     store_pair<out_t>(
         deal, held_y, held_dy,
         [&](int i) { return row.dx + (kContiguous ? i : row.offset(kOut, i)); },
-        [&](acc_t p, acc_t g) {
-          return kHasTable ? gradient(p, g, roots) : gradient(p, g);
-        });
+        gradient);
   }
 }

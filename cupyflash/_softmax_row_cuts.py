@@ -326,12 +326,12 @@ def split_rows(problem, device):
     )
 
 
-# Long rows in one launch, by bytes of the widest element: vectors of a thread and blocks
-# a multiprocessor (2^20 floats: 0.79, with 8 vectors in 3 blocks 0.77; more of doubles
-# spill), and what lies between the last part that is summed of a row and the first that
-# is written: so many bytes less those of the row, in such steps, but at least so many.
-# Rows of 4 MB: 10 MB between 0.76, 12 MB 0.78, 14 MB 0.79; of 8 MB: 10 MB 0.77, 14 MB
-# 0.74; of 16 MB: 6 MB 0.72, 10 MB 0.70. Doubles of 8 MB: 9 MB 0.57, 12 MB 0.62.
+# Long rows in one launch, by bytes of the widest element: vectors of a thread, blocks a
+# multiprocessor (2^20 floats: 0.79, with 8 vectors in 3 blocks 0.77; more of doubles
+# spill), and what lies between the last part that is summed of a row and the first
+# that is written: so many bytes less those of the row, in such steps, but at least so
+# many. Rows of 4 MB: 10 MB between 0.76, 12 MB 0.78, 14 MB 0.79; of 8 MB: 10 MB 0.77,
+# 14 MB 0.74; of 16 MB: 6 MB 0.72, 10 MB 0.70. Doubles of 8 MB: 9 MB 0.57, 12 MB 0.62.
 _MB = 1 << 20
 _TRAIL = {
     2: (16, 2, 18 * _MB, 6 * _MB),

@@ -27,9 +27,10 @@ _LONG_PARKED = 160
 # mere copy through tiles of 1024 floats reaches 0.93 of a plain one at 256 bytes, 0.87
 # at 128 and 0.67 at 64; but wide tiles need more blocks a column, and those exchange
 # more. Columns of 1024: floats 0.91 at 256 bytes, 0.87 at 128; 16 bits 0.86 and 0.88;
-# gradients 0.87 and 0.97.
+# gradients 0.87 and 0.97. Of 2048 and 4096 floats: 0.88, 0.80 at 256 bytes, in 8 and 16
+# blocks, 0.84, 0.78 at 128.
 _LONG_WIDTHS = {
-    "floats": ((256, 4), (128, 16), (64, 16)),
+    "floats": ((256, 16), (128, 16), (64, 16)),
     "others": ((256, 1), (128, 16), (64, 16)),
 }
 _COLUMN_EXCHANGE_BYTES = 32768  # static shared memory of a block, at most
@@ -68,6 +69,9 @@ _SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
 # Where whole tiles leave so few warps idle each warp has whole ones, and nothing is
 # left to join: floats 0.89 instead of 0.83, but doubles 0.76 instead of 0.80.
 _SHARE_BUSY = 0.96
+# Rows that a lane works on at a time, by the size of an element: doubles 0.83 with 4,
+# 0.81 with 8, 0.66 with 2; bfloat16 0.87, 0.85, 0.77; floats 0.88 with 4 and 8.
+_SHARE_ROWS_HELD = {2: 4, 4: 8, 8: 4}
 
 
 def share_columns(problem, device):
@@ -83,7 +87,7 @@ def share_columns(problem, device):
     vector = _tiers.VECTOR_BYTES // size
     if _vector(layout, vector) != vector:
         return "columns are no whole vectors of 16 bytes"
-    held = 8 if device.smem_optin >= _SHARE_ROOM else 4
+    held = _SHARE_ROWS_HELD[size] if device.smem_optin >= _SHARE_ROOM else 4
     warps = device.num_sms * _SHARE_RESIDENT // 32
     worth = warps * 32 * held * vector * _SHARE_BATCHES
     if problem.num_rows * problem.row_length < worth:
@@ -148,17 +152,23 @@ def sum_columns(problem, device):
 # Batches of a thread that are worth a block of their own, and the most blocks, all and
 # those of a column, that share long columns.
 _BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 2, 1024
+# Bytes of neighbouring columns in a tile, and rows of a thread at a time. 65536 x 2048
+# floats: 0.58; 128 bytes 0.53, and 4 rows 0.52.
+_SPLIT_WIDTH, _SPLIT_ROWS = 256, 8
 
 
-def walk_columns(problem, device, may_cluster=True):
-    """Threads that walk down neighbouring columns twice; columns of any length."""
+def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
+    """Threads that walk down neighbouring columns twice; columns of any length.
+
+    A tile has `width` bytes of neighbouring columns, a thread `rows` rows at a time.
+    """
     layout = problem.layout
     if not layout.is_columns:
         return "rows do not lie side by side in memory"
     widest = max(_rows.itemsize_of(problem.dtypes[name]) for name in ("x", "out"))
     vector = _vector(layout, 16 // widest)
-    held = 4 if vector > 1 else 8
-    side = _side(-(-layout.inner // vector), _WIDTH // (vector * widest))
+    held = rows if vector > 1 else 8
+    side = _side(-(-layout.inner // vector), width // (vector * widest))
     # Also where a column is short (online is asked for), its threads fill a warp.
     deep = max(256 // side, 64 // side + 1)
     cluster = 1
@@ -169,7 +179,7 @@ def walk_columns(problem, device, may_cluster=True):
 
 def split_columns(problem, device):
     """Blocks that share columns, which are read twice; columns of any length."""
-    cuts = walk_columns(problem, device, may_cluster=False)
+    cuts = walk_columns(problem, device, False, _SPLIT_WIDTH, _SPLIT_ROWS)
     if isinstance(cuts, str):
         return cuts
     (cut,) = cuts

@@ -327,10 +327,18 @@ def split_rows(problem, device):
 
 
 # Long rows in one launch, by bytes of the widest element: vectors of a thread, blocks a
-# multiprocessor, and parts between the last that is summed of a row and the first that
-# is written. 2^20 floats: 128 parts 0.68, 256 0.73, 384 0.77, 512 0.77; with a block
-# more 768, which L2 cannot hold, 0.68. Doubles spill in 80 registers.
-_TRAIL = {2: (8, 3, 384), 4: (8, 3, 384), 8: (12, 2, 256)}
+# multiprocessor (2^20 floats: 0.79, with 8 vectors in 3 blocks 0.77; more of doubles
+# spill), and what lies between the last part that is summed of a row and the first
+# that is written: so many bytes less those of the row, in such steps, but at least so
+# many. Rows of 4 MB: 10 MB between 0.76, 12 MB 0.78, 14 MB 0.79; of 8 MB: 10 MB 0.77,
+# 14 MB 0.74; of 16 MB: 6 MB 0.72, 10 MB 0.70. Doubles of 8 MB: 9 MB 0.57, 12 MB 0.62.
+_MB = 1 << 20
+_TRAIL = {
+    2: (16, 2, 18 * _MB, 6 * _MB),
+    4: (16, 2, 18 * _MB, 6 * _MB),
+    8: (12, 2, 0, 12 * _MB),
+}
+_TRAIL_STEP = 2 * _MB
 # Of the L2 cache, for a row: 0.67 at 2^23 floats, more than half of it; two launches
 # reach 0.61.
 _TRAIL_SHARE = 0.55
@@ -350,8 +358,10 @@ def trail_rows(problem, device):
     if problem.row_length * itemsize_of(dtypes["x"]) > _TRAIL_SHARE * device.l2_bytes:
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     widest = widest_of(problem)
-    held, blocks_per_sm, margin = _TRAIL[widest]
-    part = _WALK_THREADS * held * _tiers.VECTOR_BYTES // widest
+    held, blocks_per_sm, in_cache, least = _TRAIL[widest]
+    part_bytes = _WALK_THREADS * held * _tiers.VECTOR_BYTES
+    left = (in_cache - problem.row_length * widest) // _TRAIL_STEP * _TRAIL_STEP
+    part = part_bytes // widest
     parts = problem.num_rows * -(-problem.row_length // part)
     if parts >= 1 << 30:
         return f"{problem.num_rows} rows are too many"
@@ -359,7 +369,7 @@ def trail_rows(problem, device):
         "LANES": _WALK_THREADS,
         "ROWS_PER_BLOCK": 1,
         "HELD": held,
-        "MARGIN": margin,
+        "MARGIN": max(left, least) // part_bytes,
         "MIN_BLOCKS": blocks_per_sm,
     }
     words = 1 + problem.num_rows + parts  # of _TOLD_BYTES

@@ -458,7 +458,7 @@ __device__ __forceinline__ void softmax(held_t& held,
   });
 }
 
-extern __shared__ uint4 parking[];
+extern __shared__ __align__(128) uint4 parking[];
 
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_columns(const x_t* x,

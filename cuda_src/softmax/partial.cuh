@@ -42,6 +42,12 @@ __device__ __forceinline__ void take_scores(running_t<acc_t>& sum,
   for (int e = 0; e < kCount; ++e) sum.l += s[e].exp_minus(sum.shift());
 }
 
+// As a sum l exp(m), where m is at least that of the sum.
+__device__ __forceinline__ double scaled_to(const partial_t& sum, double m) {
+  if (sum.m == m || !is_finite(sum.l)) return sum.l;
+  return sum.m == -infinity<double>() ? 0 : sum.l * exp_diff_exact(sum.m, m);
+}
+
 // Whether a sum in powers of two is one, and what is told of it.
 __device__ __forceinline__ bool is_sum(const powers_t& sum) {
   return abs_of(sum.top) <= powers_t::kLargestTop;

@@ -202,11 +202,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     __syncthreads();  // all have read those of the tile before
     if (threadIdx.x < kJoining * kColumns) {
       const partial_t* const pieces = place_of(partial, at) + threadIdx.x % kColumns;
-      running_t<acc_t> sum;
-      for (int i = threadIdx.x / kColumns; i < gridDim.y; i += kJoining) {
-        sum.take(sum_of(pieces[i * kColumns]));
+      const int first = threadIdx.x / kColumns;
+      partial_t sum = {0, -infinity<double>()};
+#pragma unroll 4
+      for (int i = first; i < gridDim.y; i += kJoining) {
+        sum.m = larger_finite_t()(sum.m, pieces[i * kColumns].m);
       }
-      shared[threadIdx.x] = partial_of(sum);
+#pragma unroll 4
+      for (int i = first; i < gridDim.y; i += kJoining) {
+        sum.l += scaled_to(pieces[i * kColumns], sum.m);
+      }
+      shared[threadIdx.x] = sum;
     }
     __syncthreads();
     running_t<acc_t> sum[kVector];

@@ -340,12 +340,6 @@ __device__ __forceinline__ partial_t sum_up(const held_t<x_t>& held,
   return sum;
 }
 
-// As a sum l exp(m), where m is at least that of the sum.
-__device__ __forceinline__ double scaled_to(const partial_t& sum, double m) {
-  if (sum.m == m || !is_finite(sum.l)) return sum.l;
-  return sum.m == -infinity<double>() ? 0 : sum.l * exp_diff_exact(sum.m, m);
-}
-
 // Joins sums of warps, in all lanes of one.
 __device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps]) {
   const partial_t own = sums[threadIdx.x % kWarps];

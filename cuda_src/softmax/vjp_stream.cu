@@ -119,7 +119,10 @@ struct stream_t {
   }
 
   __device__ __forceinline__ static double term(y_t p, dy_t g) {
-    return kLog ? to<double>(g) : to<double>(p) * to<double>(g);
+    if constexpr (kLog) return to<double>(g);
+    // Of two numbers of 16 bits the product is exact in float.
+    if constexpr (kWidestIn == 2) return to<float>(p) * to<float>(g);
+    return to<double>(p) * to<double>(g);
   }
 
   __device__ __forceinline__ void sum_step() {

@@ -24,7 +24,7 @@ __device__ __forceinline__ double product(acc_t p, acc_t g) {
   return kWiderInput == 2 ? double(p * g) : double(p) * double(g);
 }
 
-extern __shared__ uint4 parking[];
+extern __shared__ __align__(128) uint4 parking[];
 
 #if CLUSTER > 1
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)

@@ -79,10 +79,10 @@ def smem_bytes(
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
     out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
-    if stays and tile.stages == 1:  # which come meanwhile
+    if stays and tile.stages == 1 and tile.sides == 1:  # which come meanwhile
         tiles, out = tiles + out, 0
     # Weights, and two words a row and side.
-    row = tile.stages * 2 * tile.block_n + 16
+    row = 2 * 2 * tile.block_n + 16
     shared = tile.block_m * row if tile.sides > 1 else 0
     return max(tiles, out) + _FACTS + shared
 

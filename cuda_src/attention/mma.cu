@@ -40,7 +40,8 @@ constexpr bool kPrepared = false;
 #endif
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
-static_assert(kSides == 1 || kStages == 2);
+// Where warps share rows, k comes a tile ahead.
+constexpr bool kAhead = kSides > 1 && kStages == 2;
 // A block has several tiles of queries.
 #ifdef STAYS
 constexpr bool kStays = true;
@@ -57,9 +58,10 @@ constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
 // Results leave by way of shared memory, while the next tiles come: from one stage, or
 // from a place of their own; else from the place of all tiles.
-constexpr bool kOutApart = kStays && kStages == 1;
+constexpr bool kOutApart = kStays && kStages == 1 && kSides == 1;
+constexpr bool kOutByQ = kStays && kStages == 1 && kSides > 1;  // no room elsewhere
 static_assert(!kStays || (!kSplits && !kHasTerms));
-static_assert(!kStays || kOutApart || kBytesOut <= kStage);
+static_assert(!kStays || kOutApart || kBytesOut <= (kOutByQ ? kBytesQ : kStage));
 constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kBytesOut
                                  : kBytesTiles > kBytesOut ? kBytesTiles
                                                            : kBytesOut;
@@ -71,6 +73,13 @@ constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kByte
 constexpr double kUnits = 0.2 * (kSteps + 1);
 constexpr double kGivenBack =
     kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;
+
+#ifdef HALVES
+constexpr bool kHalves = kSides == 1 && !kSplits && !kHasTerms && kBlockN == 64;
+#else
+constexpr bool kHalves = false;
+#endif
+using half_frag_t = float[kRowTiles][kScoreTiles / 2][4];
 
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
@@ -144,7 +153,8 @@ __device__ __forceinline__ const kept_t& read_anew(const kept_t& kept) {
 }
 
 // Scores that a query does not see become -inf.
-__device__ __forceinline__ void hide_scores(scores_frag_t& s,
+template <int kCount>
+__device__ __forceinline__ void hide_scores(float (&s)[kRowTiles][kCount][4],
                                             const block_t& block,
                                             int j0) {
   const int row_0 = lanes_t::warp_row() + lanes_t::lane() / 4;
@@ -155,7 +165,7 @@ __device__ __forceinline__ void hide_scores(scores_frag_t& s,
     const int first = block.low + row - j0 - column_0;
     const int last = min(block.high + row, block.num_keys) - j0 - column_0;
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
+    for (int n = 0; n < kCount; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = 8 * n + e;
@@ -367,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   kept_t& kept = *reinterpret_cast<kept_t*>(behind + kFactsOfStaging);
   unsigned char* const smem_p = behind + kFactsOfStaging + kKeptBytes;
   across_t& across =
-      *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? kStages * kBytesP : 0));
+      *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? 2 * kBytesP : 0));
 
   const int num_tiles = static_cast<int>((params.seqlen_q + kBlockM - 1) / kBlockM);
   const place_t at(params, blockIdx.y + index_t(gridDim.y) * blockIdx.z);
@@ -513,29 +523,46 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
   // What a walk of 16-bit tiles begins with. It is on its way before anything else is
   // computed.
-  auto begin = [&](const item_t& with, bool aligned_q, const elem_t* k_rows,
-                   bool aligned_k, const elem_t* v_rows, bool aligned_v) {
+  auto begin_q = [&](const item_t& with, bool aligned_q) {
     copy_tile<kBlockM, kHeadDim>(smem_q, with.q_rows, params.q.row, 0, with.num_rows,
                                  dim, aligned_q);
+  };
+  auto begin = [&](const item_t& with, bool aligned_q, const elem_t* k_rows,
+                   bool aligned_k, const elem_t* v_rows, bool aligned_v,
+                   bool with_q = true) {
+    if (with_q) begin_q(with, aligned_q);
     load_k(with.first, {k_rows, aligned_k, with.last});
     load_v(with.first, {v_rows, aligned_v, with.last});
   };
   // Where warps share rows, also the second tile of k.
   auto go_on = [&](int first, int last, const elem_t* k_rows, bool aligned_k) {
-    if constexpr (kSides > 1) load_k(first + kBlockN, {k_rows, aligned_k, last});
+    if constexpr (kAhead) load_k(first + kBlockN, {k_rows, aligned_k, last});
   };
   if constexpr (!kSplits) {
     begin(item, aligned_q, k_rows, is_aligned_k(), v_rows, is_aligned_v());
     go_on(item.first, item.last, k_rows, is_aligned_k());
   }
   keep();
+#ifdef STAGGER
+  {
+    unsigned slot;
+    asm volatile("mov.u32 %0, %%warpid;" : "=r"(slot));
+    if (slot >= kNumWarps) {
+      const long long begun = clock64();
+      while (clock64() - begun < STAGGER) {
+      }
+    }
+  }
+#endif
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
   auto stage_of = [](int j0) { return j0 / kBlockN % 2; };
   // Products begin with k of the first tile, and step on to v and weights.
   auto move_stages = [&](int from, int to) {
-    lanes.k.base += (to - from) * kStage;
-    lanes.v.base += ((to ^ 1) - from) * kStage;
+    if constexpr (kStages == 2) {
+      lanes.k.base += (to - from) * kStage;
+      lanes.v.base += ((to ^ 1) - from) * kStage;
+    }
     lanes.p.base += ((to ^ 1) - from) * kBytesP;
   };
   if constexpr (kSides > 1) move_stages(0, stage_of(first));
@@ -625,18 +652,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
 #pragma unroll 1
         for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
-          const auto next_v = ready_v(j0 + kBlockN);
-          const auto next_k = ready_k(j0 + 2 * kBlockN);
+          const auto next_v = ready_v(kAhead ? j0 + kBlockN : j0);
+          auto next_k = ready_k(j0 + 2 * kBlockN);
           const bool sees_next = bounds().sees_all(j0 + kBlockN);
           if (is_first) {
-            ptx::wait_copy_groups<2>();
-            is_first = false;
+            ptx::wait_copy_groups<kAhead ? 2 : 1>();
           } else {
             ptx::wait_copy_groups<0>();
           }
           // This tile of v, its weights and the next tile of k are complete; all have
           // read the ones before.
           if (__syncthreads_or(again)) {
+            if (!kAhead && !is_first) {
+              load_k(j0, {read_anew(kept).k_rows, read_anew(kept).aligned_k, last});
+              ptx::wait_copy_groups<0>();
+              __syncthreads();
+            }
             multiply_qk(s, q_frags, lanes);
             if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
             if (careful) center(s, o, rows, centers, across, to_log2, j0);
@@ -644,22 +675,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             rescale(o, rows);
             weigh(rows, s, to_log2, sums);
             put_at(j0);
+            if constexpr (!kAhead) {
+              __syncthreads();  // all have read k
+              load_k(j0 + kBlockN,
+                     {read_anew(kept).k_rows, read_anew(kept).aligned_k, last});
+            }
             ptx::wait_copy_groups<0>();
             __syncthreads();
           }
           add(rows, sums);
-          start_v(next_v, j0 + kBlockN);
-          start_k(next_k, j0 + 2 * kBlockN);
+          if constexpr (kAhead) {
+            start_v(next_v, j0 + kBlockN);
+            start_k(next_k, j0 + 2 * kBlockN);
+          } else if (!is_first) {
+            start_v(next_v, j0);
+          }
+          is_first = false;
           if (careful) {
-            if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
+            if constexpr (!kAhead) {
+              ptx::wait_copy_groups<0>();
+              __syncthreads();
+            }
+            if (clean_values(smem_v + (kAhead ? stage_of(j0) : 0) * kStage)) {
+              kept.special = true;
+            }
             __syncthreads();  // all have cleaned their part
           }
-          lanes.v.base += step(j0, kStage);
+          if constexpr (kAhead) lanes.v.base += step(j0, kStage);
           lanes.p.base += step(j0, kBytesP);
           const int next = j0 + kBlockN;
           if (next < last) {
-            lanes.k.base += step(next, kStage);
+            if constexpr (kAhead) lanes.k.base += step(next, kStage);
             multiply_qk(s, q_frags, lanes);
+            if constexpr (!kAhead) {
+              ptx::wait_copy_groups<0>();
+              __syncthreads();  // v is complete; all have read k
+              start_k(next_k, j0 + 2 * kBlockN);
+            }
             if (careful) {
               multiply_pv(o, s, lanes);
               if (!sees_next) hide_scores(s, bounds(), next);
@@ -671,12 +723,76 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
             put_at(next);
           } else {
+            if constexpr (!kAhead) {
+              ptx::wait_copy_groups<0>();
+              __syncthreads();  // v is complete
+            }
             multiply_pv(o, s, lanes);
           }
           again = !are_small(sums);
         }
         const int start = read_anew(kept).item.first;
         if (start < last) move_stages(stage_of(last - 1), stage_of(start));
+      } else if constexpr (kHalves) {
+#pragma unroll 1
+        for (int j0 = start(); j0 < last; j0 += kBlockN) {
+          const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+          const bool sees_all = bounds().sees_all(j0);
+          if constexpr (kStages == 2) {
+            const auto next_k = ready_k(j0 + kBlockN);
+            const auto next_v = ready_v(j0 + kBlockN);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile is complete; all have read the one before
+            start_k(next_k, j0 + kBlockN);
+            start_v(next_v, j0 + kBlockN);
+            lanes.k.base = base_k + stage * kStage;
+            lanes.v.base = base_v + stage * kStage;
+          } else {
+            const auto this_v = ready_v(j0);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile of k is complete; all have read v before
+            if (j0 != start()) start_v(this_v, j0);
+          }
+          half_frag_t one, two;
+          float sums[kRows];
+          multiply_qk(one, q_frags, lanes, 0, [](int) {});
+          if (!sees_all) hide_scores(one, bounds(), j0);
+          if (careful) center(one, o, rows, centers, across, to_log2, j0);
+          if (raise(rows, one, to_log2)) rescale(o, rows);
+          // Weights of one half stand among the products of the other.
+          multiply_qk(two, q_frags, lanes, kScoreTiles / 2, [&](int step) {
+            constexpr int kEach = kScoreTiles / 2 >= kSteps ? kScoreTiles / 2 / kSteps : 1;
+            if (step * kEach < kScoreTiles / 2) {
+              weigh(rows, one, to_log2, sums, step * kEach, (step + 1) * kEach);
+            }
+          });
+          add(rows, sums);
+          if (!sees_all) hide_scores(two, bounds(), j0 + kBlockN / 2);
+          const bool raises = has_to_raise(rows, two, to_log2);
+          if constexpr (kStages == 1) {
+            const auto next_k = ready_k(j0 + kBlockN);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile of v is complete; all have read k
+            start_k(next_k, j0 + kBlockN);
+          }
+          if (careful) {
+            if (clean_values(smem_v + stage * kStage)) kept.special = true;
+            __syncthreads();  // all have cleaned their part
+          }
+          if (raises || careful) {
+            multiply_pv(o, one, lanes, 0, [](int) {});
+            if (careful) center(two, o, rows, centers, across, to_log2, j0);
+            if (raise(rows, two, to_log2)) rescale(o, rows);
+            weigh(rows, two, to_log2, sums);
+          } else {
+            multiply_pv(o, one, lanes, 0, [&](int step) {
+              constexpr int kEach = kScoreTiles / 4;
+              weigh(rows, two, to_log2, sums, step * kEach, (step + 1) * kEach);
+            });
+          }
+          add(rows, sums);
+          multiply_pv(o, two, lanes, kScoreTiles / 2, [](int) {});
+        }
       } else {
 #pragma unroll 1
         for (int j0 = start(); j0 < last; j0 += kBlockN) {
@@ -899,10 +1015,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       const int query = query_of_turn(kept.turn + 1, num_tiles);
       next = item_t(kept.head, kept.q_head, params.q.row, query);
       smem_out =
-          kOutApart ? smem + kBytesTiles : smem_k + (stage_of(next.first) ^ 1) * kStage;
+          kOutByQ     ? smem_q
+          : kOutApart ? smem + kBytesTiles
+                      : smem_k + (stage_of(next.first) ^ 1) * kStage;
       if (next.i0 >= 0) {
         begin(next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
-              kept.aligned_v);
+              kept.aligned_v, !kOutByQ);
       }
     }
 
@@ -1006,13 +1124,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       if constexpr (kSides > 1) {
         // Values and weights begin in the other stage.
         const int by = stage_of(next.first) - stage_of(kept.item.first);
-        lanes.k.base += by * kStage;
-        lanes.v.base -= by * kStage;
+        if constexpr (kAhead) {
+          lanes.k.base += by * kStage;
+          lanes.v.base -= by * kStage;
+        }
         lanes.p.base -= by * kBytesP;
       }
       first = next.first;
       last = next.last;
       __syncthreads();  // this tile of queries has left, and nobody asks for it
+      if constexpr (kOutByQ) {
+        begin_q(next, kept.aligned_q);
+        ptx::commit_copies();
+        ptx::wait_copy_groups<0>();
+      }
       go_on(first, last, kept.k_rows, kept.aligned_k);
       if (threadIdx.x == 0) {
         kept.item = next;

@@ -184,15 +184,18 @@ struct queries_t {
   unsigned a[kInRegisters ? kSteps : 1][kRowTiles][4];
 };
 
-// s = q k^T
-template <bool kInRegisters>
-__device__ __forceinline__ void multiply_qk(scores_frag_t& s,
+// s = q k^T, of kCount tiles of 8 keys from tile `first` on; `beside(step)` is computed
+// among the products.
+template <bool kInRegisters, int kCount, typename Beside>
+__device__ __forceinline__ void multiply_qk(float (&s)[kRowTiles][kCount][4],
                                             const queries_t<kInRegisters>& q,
-                                            const lanes_t& lanes) {
+                                            const lanes_t& lanes,
+                                            int first,
+                                            Beside beside) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
+    for (int n = 0; n < kCount; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[m][n][e] = 0;
     }
@@ -205,10 +208,11 @@ __device__ __forceinline__ void multiply_qk(scores_frag_t& s,
       if constexpr (kInRegisters) return q.a[step];
       return loaded;
     }();
+    beside(step);
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; n += 2) {
+    for (int n = 0; n < kCount; n += 2) {
       unsigned b[4];
-      ptx::ldmatrix_x4(b, lanes.k.at(8 * n, 2 * step));
+      ptx::ldmatrix_x4(b, lanes.k.at(8 * (first + n), 2 * step));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         pair16_t::mma(s[m][n], a[m], b[0], b[1]);
@@ -218,14 +222,23 @@ __device__ __forceinline__ void multiply_qk(scores_frag_t& s,
   }
 }
 
+template <bool kInRegisters>
+__device__ __forceinline__ void multiply_qk(scores_frag_t& s,
+                                            const queries_t<kInRegisters>& q,
+                                            const lanes_t& lanes) {
+  multiply_qk(s, q, lanes, 0, [](int) {});
+}
+
 // o += p v; `beside(step)` is computed among the products.
-template <typename Beside>
+template <int kCount, typename Beside>
 __device__ __forceinline__ void multiply_pv(out_frag_t& o,
-                                            const scores_frag_t& p,
+                                            const float (&p)[kRowTiles][kCount][4],
                                             const lanes_t& lanes,
+                                            int first,
                                             Beside beside) {
+  constexpr int kNum = kSides > 1 ? kBlockN / 16 : kCount / 2;
 #pragma unroll
-  for (int step = 0; step < kBlockN / 16; ++step) {
+  for (int step = 0; step < kNum; ++step) {
     beside(step);
     // The accumulators of two tiles of scores are the A operand of one step.
     unsigned a[kRowTiles][4];
@@ -244,7 +257,7 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
 #pragma unroll
     for (int n = 0; n < kOutTiles; n += 2) {
       unsigned b[4];
-      ptx::ldmatrix_x4_trans(b, lanes.v.at(16 * step, lanes_t::out_tile(n)));
+      ptx::ldmatrix_x4_trans(b, lanes.v.at(8 * first + 16 * step, lanes_t::out_tile(n)));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         pair16_t::mma(o[m][n], a[m], b[0], b[1]);
@@ -257,7 +270,7 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
 __device__ __forceinline__ void multiply_pv(out_frag_t& o,
                                             const scores_frag_t& p,
                                             const lanes_t& lanes) {
-  multiply_pv(o, p, lanes, [](int) {});
+  multiply_pv(o, p, lanes, 0, [](int) {});
 }
 
 template <int kCount>

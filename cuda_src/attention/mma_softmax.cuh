@@ -43,8 +43,9 @@ __device__ __forceinline__ float exponent(float s, float to_log2, float referenc
 
 // Where needed, moves the reference and brings l on it; then o must follow by alpha,
 // which all lanes of the warp are told.
+template <int kCount>
 __device__ __forceinline__ bool raise(softmax_t& rows,
-                                      const scores_frag_t& s,
+                                      const float (&s)[kRowTiles][kCount][4],
                                       float to_log2) {
   float largest[kRows];
   bool passes = false;
@@ -52,7 +53,7 @@ __device__ __forceinline__ bool raise(softmax_t& rows,
   for (int r = 0; r < kRows; ++r) {
     largest[r] = s[r / 2][0][r % 2 * 2];
 #pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
+    for (int n = 0; n < kCount; ++n) {
       largest[r] = fmaxf(largest[r], s[r / 2][n][r % 2 * 2]);
       largest[r] = fmaxf(largest[r], s[r / 2][n][r % 2 * 2 + 1]);
     }
@@ -78,6 +79,25 @@ __device__ __forceinline__ bool raise(softmax_t& rows,
     }
   }
   return moves;
+}
+
+// Whether raise() would move a row of the warp.
+template <int kCount>
+__device__ __forceinline__ bool has_to_raise(const softmax_t& rows,
+                                             const float (&s)[kRowTiles][kCount][4],
+                                             float to_log2) {
+  bool passes = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float largest = s[r / 2][0][r % 2 * 2];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      largest = fmaxf(largest, s[r / 2][n][r % 2 * 2]);
+      largest = fmaxf(largest, s[r / 2][n][r % 2 * 2 + 1]);
+    }
+    passes |= exponent(largest, to_log2, rows.reference[r]) > kShift + kLazyLog2;
+  }
+  return __any_sync(kFullMask, passes);
 }
 
 __device__ __forceinline__ void rescale(out_frag_t& o, const softmax_t& rows) {
@@ -129,12 +149,13 @@ constexpr float kLargestSum = 4096;
 
 // s becomes p = exp(s - reference), in tiles [first, last) of 8 columns; sums of this
 // thread's columns, with the rest of those before.
+template <int kCount>
 __device__ __forceinline__ void weigh(const softmax_t& rows,
-                                      scores_frag_t& s,
+                                      float (&s)[kRowTiles][kCount][4],
                                       float to_log2,
                                       float (&sums)[kRows],
                                       int first = 0,
-                                      int last = kScoreTiles) {
+                                      int last = kCount) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (first == 0) sums[r] = rows.rest[r];

@@ -55,7 +55,11 @@ constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
 constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
 // Fragments of q stay in registers where there is room.
+#ifdef NOKEEPQ
+constexpr bool kKeepQ = false && !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
+#else
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
+#endif
 // Results leave by way of shared memory, while the next tiles come: from one stage, or
 // from a place of their own; else from the place of all tiles.
 constexpr bool kOutApart = kStays && kStages == 1 && kSides == 1;
@@ -759,11 +763,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           if (!sees_all) hide_scores(one, bounds(), j0);
           if (careful) center(one, o, rows, centers, across, to_log2, j0);
           if (raise(rows, one, to_log2)) rescale(o, rows);
+          weights_t<kScoreTiles / 2> p_one, p_two;
           // Weights of one half stand among the products of the other.
           multiply_qk(two, q_frags, lanes, kScoreTiles / 2, [&](int step) {
             constexpr int kEach = kScoreTiles / 2 >= kSteps ? kScoreTiles / 2 / kSteps : 1;
             if (step * kEach < kScoreTiles / 2) {
-              weigh(rows, one, to_log2, sums, step * kEach, (step + 1) * kEach);
+              weigh_packed(rows, one, to_log2, sums, p_one, step * kEach, (step + 1) * kEach);
             }
           });
           add(rows, sums);
@@ -780,18 +785,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             __syncthreads();  // all have cleaned their part
           }
           if (raises || careful) {
-            multiply_pv(o, one, lanes, 0, [](int) {});
+            multiply_packed(o, p_one, lanes, 0, [](int) {});
             if (careful) center(two, o, rows, centers, across, to_log2, j0);
             if (raise(rows, two, to_log2)) rescale(o, rows);
-            weigh(rows, two, to_log2, sums);
+            weigh_packed(rows, two, to_log2, sums, p_two);
           } else {
-            multiply_pv(o, one, lanes, 0, [&](int step) {
+            multiply_packed(o, p_one, lanes, 0, [&](int step) {
               constexpr int kEach = kScoreTiles / 4;
-              weigh(rows, two, to_log2, sums, step * kEach, (step + 1) * kEach);
+              weigh_packed(rows, two, to_log2, sums, p_two, step * kEach, (step + 1) * kEach);
             });
           }
           add(rows, sums);
-          multiply_pv(o, two, lanes, kScoreTiles / 2, [](int) {});
+          multiply_packed(o, p_two, lanes, kScoreTiles / 2, [](int) {});
         }
       } else {
 #pragma unroll 1

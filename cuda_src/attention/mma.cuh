@@ -229,6 +229,33 @@ __device__ __forceinline__ void multiply_qk(scores_frag_t& s,
   multiply_qk(s, q, lanes, 0, [](int) {});
 }
 
+// Weights of kCount tiles of 8 keys, as steps of 16 keys take them.
+template <int kCount>
+using weights_t = unsigned[kCount / 2][kRowTiles][4];
+
+// o += p v for packed weights.
+template <int kSteps, typename Beside>
+__device__ __forceinline__ void multiply_packed(out_frag_t& o,
+                                                const unsigned (&p)[kSteps][kRowTiles][4],
+                                                const lanes_t& lanes,
+                                                int first,
+                                                Beside beside) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    beside(step);
+#pragma unroll
+    for (int n = 0; n < kOutTiles; n += 2) {
+      unsigned b[4];
+      ptx::ldmatrix_x4_trans(b, lanes.v.at(8 * first + 16 * step, lanes_t::out_tile(n)));
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        pair16_t::mma(o[m][n], p[step][m], b[0], b[1]);
+        pair16_t::mma(o[m][n + 1], p[step][m], b[2], b[3]);
+      }
+    }
+  }
+}
+
 // o += p v; `beside(step)` is computed among the products.
 template <int kCount, typename Beside>
 __device__ __forceinline__ void multiply_pv(out_frag_t& o,

@@ -171,6 +171,29 @@ __device__ __forceinline__ void weigh(const softmax_t& rows,
   }
 }
 
+// The same, and weights of tiles [first, last) in 16 bits.
+template <int kCount>
+__device__ __forceinline__ void weigh_packed(const softmax_t& rows,
+                                             float (&s)[kRowTiles][kCount][4],
+                                             float to_log2,
+                                             float (&sums)[kRows],
+                                             weights_t<kCount>& p,
+                                             int first = 0,
+                                             int last = kCount) {
+  weigh(rows, s, to_log2, sums, first, last);
+#pragma unroll
+  for (int n = first; n < last; ++n) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        p[n / 2][m][n % 2 * 2 + e] = pair16_t::from(s[m][n][2 * e], s[m][n][2 * e + 1]);
+        ptx::forget(p[n / 2][m][n % 2 * 2 + e]);
+      }
+    }
+  }
+}
+
 // Sums of a tile join l, without loss (Kahan).
 __device__ __forceinline__ void add(softmax_t& rows, const float (&sums)[kRows]) {
 #pragma unroll

@@ -67,6 +67,12 @@ def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
     return parts * block_n * 2 * sum(dims) + 2 * _FACTS_OF_IMAGE
 
 
+def keeps_q(tile: MmaTile, dims: tuple[int, int]) -> bool:
+    """Whether queries lie in registers (kKeepQ of mma.cu)."""
+    row_tiles = tile.block_m * tile.sides * 2 // tile.num_threads
+    return dims[0] <= 64 and row_tiles * dims[0] <= 128
+
+
 def smem_bytes(
     tile: MmaTile,
     dims: tuple[int, int],
@@ -79,7 +85,7 @@ def smem_bytes(
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
     out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
-    if stays and tile.stages == 1 and tile.sides == 1:  # which come meanwhile
+    if stays and tile.stages == 1 and keeps_q(tile, dims):  # which come meanwhile
         tiles, out = tiles + out, 0
     # Weights, and two words a row and side.
     row = 2 * 2 * tile.block_n + 16

@@ -62,8 +62,8 @@ constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 12
 #endif
 // Results leave by way of shared memory, while the next tiles come: from one stage, or
 // from a place of their own; else from the place of all tiles.
-constexpr bool kOutApart = kStays && kStages == 1 && kSides == 1;
-constexpr bool kOutByQ = kStays && kStages == 1 && kSides > 1;  // no room elsewhere
+constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ;
+constexpr bool kOutByQ = kStays && kStages == 1 && !kKeepQ;  // no room elsewhere
 static_assert(!kStays || (!kSplits && !kHasTerms));
 static_assert(!kStays || kOutApart || kBytesOut <= (kOutByQ ? kBytesQ : kStage));
 constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kBytesOut

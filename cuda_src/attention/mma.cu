@@ -40,8 +40,13 @@ constexpr bool kPrepared = false;
 #endif
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
+#ifdef AHEAD
+constexpr bool kPipes = kSides == 1 && !kSplits && !kHasTerms && kBlockN == 64;
+#else
+constexpr bool kPipes = false;
+#endif
 // Where warps share rows, k comes a tile ahead.
-constexpr bool kAhead = kSides > 1 && kStages == 2;
+constexpr bool kAhead = (kSides > 1 || kPipes) && kStages == 2;
 // A block has several tiles of queries.
 #ifdef STAYS
 constexpr bool kStays = true;
@@ -83,6 +88,10 @@ constexpr bool kHalves = kSides == 1 && !kSplits && !kHasTerms && kBlockN == 64;
 #else
 constexpr bool kHalves = false;
 #endif
+template <bool kValue>
+struct constant_t {
+  static constexpr bool value = kValue;
+};
 using half_frag_t = float[kRowTiles][kScoreTiles / 2][4];
 
 // Keys that the queries of a block see, by their numbers.
@@ -629,8 +638,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           go_on(with.item.first, with.item.last, with.k_rows, with.aligned_k);
         }
         if constexpr (kKeepQ) {
-          ptx::wait_copy_groups<1>();
-          __syncthreads();  // q is complete
+          ptx::wait_copy_groups<kAhead ? 2 : 1>();
+          __syncthreads();  // q is complete, and the first tile of k
 #pragma unroll
           for (int step = 0; step < kSteps; ++step)
             load_q(q_frags.a[step], lanes, step);
@@ -737,6 +746,123 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         }
         const int start = read_anew(kept).item.first;
         if (start < last) move_stages(stage_of(last - 1), stage_of(start));
+      } else if constexpr (kPipes) {
+        constexpr int kHalf = kScoreTiles / 2;
+        half_frag_t two;
+        weights_t<kHalf> p_one, p_two;
+        float sums[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();  // no reference yet
+        bool again = true;
+        if constexpr (!kKeepQ) {
+          ptx::wait_copy_groups<2>();
+          __syncthreads();
+        }
+#pragma unroll 1
+        for (int j0 = start(); j0 < last; j0 += kBlockN) {
+          if (__any_sync(kFullMask, again)) {
+            scores_frag_t s;
+            lanes.k.base = base_k + stage_of(j0) * kStage;
+            multiply_qk(s, q_frags, lanes);
+            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
+            if (careful) center(s, o, rows, centers, across, to_log2, j0);
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              float second = s[r / 2][kHalf][r % 2 * 2];
+#pragma unroll
+              for (int n = kHalf; n < kScoreTiles; ++n) {
+                second = fmaxf(second, s[r / 2][n][r % 2 * 2]);
+                second = fmaxf(second, s[r / 2][n][r % 2 * 2 + 1]);
+              }
+              const bool wants =
+                  !(sums[r] <= kLargestSum) |
+                  (exponent(second, to_log2, rows.reference[r]) > kLazyLog2);
+              const unsigned all = __ballot_sync(kFullMask, wants);
+              move(rows, r, largest_of(s, r), (all >> (lanes_t::lane() & ~3) & 15) != 0,
+                   to_log2);
+            }
+            rescale(o, rows);
+            half_frag_t one;
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+              for (int n = 0; n < kHalf; ++n) {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                  one[m][n][e] = s[m][n][e];
+                  two[m][n][e] = s[m][kHalf + n][e];
+                }
+              }
+            }
+            weigh_packed(rows, one, to_log2, sums, p_one);
+          }
+          add(rows, sums);
+          const int next = j0 + kBlockN;
+          const auto next_v = ready_v(next);
+          const auto next_k = ready_k(next + kBlockN);
+          const bool sees_next = bounds().sees_all(next);
+          ptx::wait_copy_groups<0>();
+          // This tile of v and the next of k are complete; all have read those before.
+          __syncthreads();
+          start_v(next_v, next);
+          start_k(next_k, next + kBlockN);
+          if (careful) {
+            if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
+            __syncthreads();  // all have cleaned their part
+          }
+          lanes.k.base = base_k + stage_of(next) * kStage;
+          lanes.v.base = base_v + stage_of(j0) * kStage;
+          auto products = [&](auto hides) {
+            half_frag_t one;
+            multiply_qk(one, q_frags, lanes, 0, [&](int step) {
+              if (step * 4 % kSteps == 0) {
+                const int n = step * 4 / kSteps;
+                if (n < kHalf / 2) weigh_packed(rows, two, to_log2, sums, p_two, n, n + 1);
+              }
+            });
+            if constexpr (hides.value) hide_scores(one, bounds(), next);
+            multiply_packed(o, p_one, lanes, 0, [&](int step) {
+              const int n = kHalf / 2 + step;
+              if (n < kHalf) weigh_packed(rows, two, to_log2, sums, p_two, n, n + 1);
+            });
+            add(rows, sums);
+            multiply_qk(two, q_frags, lanes, kHalf, [&](int step) {
+              if (step * 4 % kSteps == 0) {
+                const int n = step * 4 / kSteps;
+                if (n < kHalf / 2) weigh_packed(rows, one, to_log2, sums, p_one, n, n + 1);
+              }
+            });
+            if constexpr (hides.value) hide_scores(two, bounds(), next + kBlockN / 2);
+            multiply_packed(o, p_two, lanes, kHalf, [&](int step) {
+              const int n = kHalf / 2 + step;
+              if (n < kHalf) weigh_packed(rows, one, to_log2, sums, p_one, n, n + 1);
+            });
+            again = careful;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r) {
+              float largest = two[r / 2][0][r % 2 * 2];
+#pragma unroll
+              for (int n = 0; n < kHalf; ++n) {
+                largest = fmaxf(largest, two[r / 2][n][r % 2 * 2]);
+                largest = fmaxf(largest, two[r / 2][n][r % 2 * 2 + 1]);
+              }
+              again |= !(sums[r] <= kLargestSum) |
+                       (exponent(largest, to_log2, rows.reference[r]) > kLazyLog2);
+            }
+          };
+          if (next < last) {
+            if (sees_next) {
+              products(constant_t<false>());
+            } else {
+              products(constant_t<true>());
+            }
+          } else {
+            weigh_packed(rows, two, to_log2, sums, p_two);
+            add(rows, sums);
+            multiply_packed(o, p_one, lanes, 0, [](int) {});
+            multiply_packed(o, p_two, lanes, kHalf, [](int) {});
+          }
+        }
       } else if constexpr (kHalves) {
 #pragma unroll 1
         for (int j0 = start(); j0 < last; j0 += kBlockN) {

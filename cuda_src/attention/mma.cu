@@ -753,54 +753,54 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         float sums[kRows];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();  // no reference yet
-        bool again = true;
+        bool again = true, is_ahead = false;
         if constexpr (!kKeepQ) {
           ptx::wait_copy_groups<2>();
           __syncthreads();
         }
 #pragma unroll 1
         for (int j0 = start(); j0 < last; j0 += kBlockN) {
-          if (__any_sync(kFullMask, again)) {
+          if (!is_ahead || __any_sync(kFullMask, again)) {
             scores_frag_t s;
+            half_frag_t one;
+            auto halve = [&] {
+#pragma unroll
+              for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+                for (int n = 0; n < kHalf; ++n) {
+#pragma unroll
+                  for (int e = 0; e < 4; ++e) {
+                    one[m][n][e] = s[m][n][e];
+                    two[m][n][e] = s[m][kHalf + n][e];
+                  }
+                }
+              }
+            };
             lanes.k.base = base_k + stage_of(j0) * kStage;
             multiply_qk(s, q_frags, lanes);
             if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
             if (careful) center(s, o, rows, centers, across, to_log2, j0);
+            halve();
+            if (!is_ahead && j0 != first) weigh_packed(rows, one, to_log2, sums, p_one);
+            bool wants[kRows];
+            again = wants_to_move(rows, two, to_log2, sums, wants);
+            if (__any_sync(kFullMask, again)) {
 #pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-              float second = s[r / 2][kHalf][r % 2 * 2];
-#pragma unroll
-              for (int n = kHalf; n < kScoreTiles; ++n) {
-                second = fmaxf(second, s[r / 2][n][r % 2 * 2]);
-                second = fmaxf(second, s[r / 2][n][r % 2 * 2 + 1]);
+              for (int r = 0; r < kRows; ++r) {
+                const unsigned all = __ballot_sync(kFullMask, wants[r]);
+                const bool may = (all >> (lanes_t::lane() & ~3) & 15) != 0;
+                move(rows, r, largest_of(s, r), may, to_log2);
               }
-              const bool wants =
-                  !(sums[r] <= kLargestSum) |
-                  (exponent(second, to_log2, rows.reference[r]) > kLazyLog2);
-              const unsigned all = __ballot_sync(kFullMask, wants);
-              move(rows, r, largest_of(s, r), (all >> (lanes_t::lane() & ~3) & 15) != 0,
-                   to_log2);
+              rescale(o, rows);
+              halve();
+              weigh_packed(rows, one, to_log2, sums, p_one);
             }
-            rescale(o, rows);
-            half_frag_t one;
-#pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-              for (int n = 0; n < kHalf; ++n) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                  one[m][n][e] = s[m][n][e];
-                  two[m][n][e] = s[m][kHalf + n][e];
-                }
-              }
-            }
-            weigh_packed(rows, one, to_log2, sums, p_one);
           }
           add(rows, sums);
           const int next = j0 + kBlockN;
           const auto next_v = ready_v(next);
           const auto next_k = ready_k(next + kBlockN);
-          const bool sees_next = bounds().sees_all(next);
+          const bool sees_next = bounds().sees_all(next) && !careful;
           ptx::wait_copy_groups<0>();
           // This tile of v and the next of k are complete; all have read those before.
           __syncthreads();
@@ -812,7 +812,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           }
           lanes.k.base = base_k + stage_of(next) * kStage;
           lanes.v.base = base_v + stage_of(j0) * kStage;
-          auto products = [&](auto hides) {
+          if (sees_next) {
             half_frag_t one;
             multiply_qk(one, q_frags, lanes, 0, [&](int step) {
               if (step * 4 % kSteps == 0) {
@@ -820,7 +820,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                 if (n < kHalf / 2) weigh_packed(rows, two, to_log2, sums, p_two, n, n + 1);
               }
             });
-            if constexpr (hides.value) hide_scores(one, bounds(), next);
             multiply_packed(o, p_one, lanes, 0, [&](int step) {
               const int n = kHalf / 2 + step;
               if (n < kHalf) weigh_packed(rows, two, to_log2, sums, p_two, n, n + 1);
@@ -832,36 +831,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                 if (n < kHalf / 2) weigh_packed(rows, one, to_log2, sums, p_one, n, n + 1);
               }
             });
-            if constexpr (hides.value) hide_scores(two, bounds(), next + kBlockN / 2);
             multiply_packed(o, p_two, lanes, kHalf, [&](int step) {
               const int n = kHalf / 2 + step;
               if (n < kHalf) weigh_packed(rows, one, to_log2, sums, p_one, n, n + 1);
             });
-            again = careful;
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-              float largest = two[r / 2][0][r % 2 * 2];
-#pragma unroll
-              for (int n = 0; n < kHalf; ++n) {
-                largest = fmaxf(largest, two[r / 2][n][r % 2 * 2]);
-                largest = fmaxf(largest, two[r / 2][n][r % 2 * 2 + 1]);
-              }
-              again |= !(sums[r] <= kLargestSum) |
-                       (exponent(largest, to_log2, rows.reference[r]) > kLazyLog2);
-            }
-          };
-          if (next < last) {
-            if (sees_next) {
-              products(constant_t<false>());
-            } else {
-              products(constant_t<true>());
-            }
+            bool wants[kRows];
+            again = wants_to_move(rows, two, to_log2, sums, wants);
           } else {
             weigh_packed(rows, two, to_log2, sums, p_two);
             add(rows, sums);
             multiply_packed(o, p_one, lanes, 0, [](int) {});
             multiply_packed(o, p_two, lanes, kHalf, [](int) {});
           }
+          is_ahead = sees_next;
         }
       } else if constexpr (kHalves) {
 #pragma unroll 1

@@ -231,7 +231,7 @@ __device__ __forceinline__ void multiply_qk(scores_frag_t& s,
 
 // Weights of kCount tiles of 8 keys, as steps of 16 keys take them.
 template <int kCount>
-using weights_t = unsigned[kCount / 2][kRowTiles][4];
+using weights_t = unsigned[(kCount + 1) / 2][kRowTiles][4];
 
 // o += p v for packed weights.
 template <int kSteps, typename Beside>

@@ -211,6 +211,29 @@ __device__ __forceinline__ bool are_small(const float (&sums)[kRows]) {
   return all;
 }
 
+// Which rows want their reference moved: one half of a tile is weighed already.
+template <int kCount>
+__device__ __forceinline__ bool wants_to_move(const softmax_t& rows,
+                                              const float (&two)[kRowTiles][kCount][4],
+                                              float to_log2,
+                                              const float (&sums)[kRows],
+                                              bool (&wants)[kRows]) {
+  bool any = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    float largest = two[r / 2][0][r % 2 * 2];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      largest = fmaxf(largest, two[r / 2][n][r % 2 * 2]);
+      largest = fmaxf(largest, two[r / 2][n][r % 2 * 2 + 1]);
+    }
+    wants[r] = !(sums[r] <= kLargestSum) |
+               (exponent(largest, to_log2, rows.reference[r]) > kLazyLog2);
+    any |= wants[r];
+  }
+  return any;
+}
+
 // The largest of this warp's scores of row r.
 __device__ __forceinline__ float largest_of(const scores_frag_t& s, int r) {
   float largest = s[r / 2][0][r % 2 * 2];

@@ -83,6 +83,11 @@ constexpr double kUnits = 0.2 * (kSteps + 1);
 constexpr double kGivenBack =
     kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;
 
+#ifdef PIECES
+constexpr bool kPieces = !kSplits && kSides == 1;
+#else
+constexpr bool kPieces = false;
+#endif
 #ifdef HALVES
 constexpr bool kHalves = kSides == 1 && !kSplits && !kHasTerms && kBlockN == 64;
 #else
@@ -93,6 +98,11 @@ struct constant_t {
   static constexpr bool value = kValue;
 };
 using half_frag_t = float[kRowTiles][kScoreTiles / 2][4];
+
+struct none_t {
+  static constexpr bool is_ready = true;
+  __device__ void start_piece(index_t, bool, int, int) const {}
+};
 
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
@@ -953,6 +963,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             } else {
               load_v(j0, source_v());
             }
+          } else if constexpr (kPieces) {
+            ptx::wait_copy_groups<0>();
+            // This tile, or that of k, is complete; all have read the one before, or v.
+            __syncthreads();
+            if constexpr (kStages == 2) {
+              lanes.k.base = base_k + stage * kStage;
+              lanes.v.base = base_v + stage * kStage;
+            }
           } else if constexpr (kStages == 2) {
             const auto next_k = ready_k(j0 + kBlockN);
             const auto next_v = ready_v(j0 + kBlockN);
@@ -969,6 +987,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             if (j0 != start()) start_v(this_v, j0);
           }
 
+          // Copies start among the products.
+          const int j_v = kStages == 2 ? j0 + kBlockN : j0;
+          auto copy_of_v = [&] {
+            if constexpr (kPieces) return ready_v(j_v);
+            else return none_t();
+          }();
+          const bool starts_v = kStages == 2 ? j_v < last : j0 != start();
+          auto piece_of_v = [&](int step) {
+            if constexpr (kPieces) {
+              copy_of_v.start_piece(params.v.row, starts_v && copy_of_v.is_ready, step, kSteps);
+            }
+          };
+          auto rest_of_v = [&] {
+            if constexpr (kPieces) {
+              if (starts_v && !copy_of_v.is_ready) load_v(j_v, source_v());
+              else ptx::commit_copies();
+            }
+          };
           if constexpr (kSplits) {
             const scale_t scale(of_k->largest);
             const float unit = unit_q * scale.from_parts;
@@ -994,18 +1030,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               get<kOutTiles>(o, o_on_stack);
             }
           } else if constexpr (!kWeighsAtOnce) {
-            multiply_qk(s, q_frags, lanes);
+            multiply_qk(s, q_frags, lanes, 0, piece_of_v);
+            rest_of_v();
           }
           if constexpr (kWeighsAtOnce) {
             float sums[kRows];
             // The same code twice: where nothing is hidden there is no branch, and
             // exponentials stand among the products.
             if (sees_all && j0 != first && !careful) {
-              multiply_qk(s, q_frags, lanes);
+              multiply_qk(s, q_frags, lanes, 0, piece_of_v);
               weigh(rows, s, to_log2, sums);
             } else {
               ptx::keep_order();
-              multiply_qk(s, q_frags, lanes);
+              multiply_qk(s, q_frags, lanes, 0, piece_of_v);
               if (!sees_all) hide_scores(s, bounds(), j0);
               if (careful) center(s, o, rows, centers, across, to_log2, j0);
               if (j0 == first) {
@@ -1016,6 +1053,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               }
               weigh(rows, s, to_log2, sums);
             }
+            rest_of_v();
             if (__any_sync(kFullMask, !are_small(sums))) {
               multiply_qk(s, q_frags, lanes);
               if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
@@ -1033,7 +1071,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             if (careful) center(s, o, rows, centers, across, to_log2, j0);
             if (raise(rows, s, to_log2)) rescale(o, rows);
           }
-          if constexpr (!kSplits && kStages == 1) {
+          const int j_k = j0 + kBlockN;
+          if constexpr (kPieces) {
+            if constexpr (kStages == 1) {
+              ptx::wait_copy_groups<0>();
+              __syncthreads();  // this tile of v is complete; all have read k
+            }
+          } else if constexpr (!kSplits && kStages == 1) {
             const auto next_k = ready_k(j0 + kBlockN);
             ptx::wait_copy_groups<0>();
             __syncthreads();  // this tile of v is complete; all have read k
@@ -1078,7 +1122,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               __syncthreads();  // all have cleaned their part
             }
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
-            multiply_pv(o, s, lanes);
+            if constexpr (kPieces) {
+              auto copy = ready_k(j_k);
+              const bool starts = j_k < last;
+              multiply_pv(o, s, lanes, 0, [&](int step) {
+                copy.start_piece(params.k.row, starts && copy.is_ready, step, kBlockN / 16);
+              });
+              if (starts && !copy.is_ready) load_k(j_k, source_k());
+              else ptx::commit_copies();
+            } else {
+              multiply_pv(o, s, lanes);
+            }
           }
         }
       }

@@ -92,6 +92,22 @@ struct copy_t {
     ptx::forget(from);  // here it is complete
   }
 
+  // Starts piece `piece` of `of`, if `on`, and steps on.
+  __device__ __forceinline__ void start_piece(index_t row_stride,
+                                              bool on,
+                                              int piece,
+                                              int of) {
+    if constexpr (kInSteps) {
+      constexpr int kCount = kRows / kStep;
+#pragma unroll
+      for (int n = piece * kCount / of; n < (piece + 1) * kCount / of; ++n) {
+        ptx::copy_async_or_zero_if(on, to + n * kStep * rows_t::kPitch, from,
+                                   n * kStep < count ? 16 : 0);
+        from += kStep * row_stride;
+      }
+    }
+  }
+
   __device__ __forceinline__ void start(index_t row_stride) const {
     const elem_t* x = from;
 #pragma unroll
@@ -208,7 +224,6 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kRowTiles][kCount][4],
       if constexpr (kInRegisters) return q.a[step];
       return loaded;
     }();
-    beside(step);
 #pragma unroll
     for (int n = 0; n < kCount; n += 2) {
       unsigned b[4];
@@ -219,6 +234,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kRowTiles][kCount][4],
         pair16_t::mma(s[m][n + 1], a[m], b[2], b[3]);
       }
     }
+    beside(step);
   }
 }
 

@@ -68,9 +68,13 @@ constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 12
 // Results leave by way of shared memory, while the next tiles come: from one stage, or
 // from a place of their own; else from the place of all tiles.
 constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ;
-constexpr bool kOutByQ = kStays && kStages == 1 && !kKeepQ;  // no room elsewhere
+constexpr bool kOutByQ = kStays && kStages == 1 && !kKeepQ && kSides == 1;
+// Half of the rows at a time, by the place of weights.
+constexpr bool kOutByP = kStays && kStages == 1 && kSides > 1;
+constexpr int kOutRounds = kOutByP ? 2 : 1;
 static_assert(!kStays || (!kSplits && !kHasTerms));
-static_assert(!kStays || kOutApart || kBytesOut <= (kOutByQ ? kBytesQ : kStage));
+static_assert(!kStays || kOutApart || kOutByP || kBytesOut <= (kOutByQ ? kBytesQ : kStage));
+static_assert(!kOutByP || (kBytesOut <= 4 * kBytesP && kRowTiles == 2));
 constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kBytesOut
                                  : kBytesTiles > kBytesOut ? kBytesTiles
                                                            : kBytesOut;
@@ -270,7 +274,9 @@ __device__ __forceinline__ void store_row(elem_t* row,
 // Rows of o times `inverse`, that of row lane % kRows, go to shared memory as 16 bits.
 __device__ __forceinline__ void put_rows(unsigned char* tile,
                                          out_frag_t& o,
-                                         float own_inverse) {
+                                         float own_inverse,
+                                         int round) {
+  constexpr int kRowsOfRound = kRows / kOutRounds;
   unsigned thread = threadIdx.x;
   ptx::forget(thread);  // what follows from it would take registers of the loop
   const int lane = lanes_t::lane(thread);
@@ -293,14 +299,16 @@ __device__ __forceinline__ void put_rows(unsigned char* tile,
       }
     }
   }
-  const tile_t<kHeadDimV> to(lane % 4 * 4, lanes_t::warp_row(thread) + lane / 4,
+  const tile_t<kHeadDimV> to(lane % 4 * 4,
+                             lanes_t::warp_row(thread) / kOutRounds + lane / 4,
                              lanes_t::side(thread) * 4);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int n_row = 0; n_row < kRowsOfRound; ++n_row) {
+    const int r = round * kRowsOfRound + n_row;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
       const float (&x)[4] = o[r / 2][n];
-      *reinterpret_cast<unsigned*>(tile + to.at(8 * r, lanes_t::out_tile(n))) =
+      *reinterpret_cast<unsigned*>(tile + to.at(8 * n_row, lanes_t::out_tile(n))) =
           pair16_t::from(x[r % 2 * 2] * inverse[r], x[r % 2 * 2 + 1] * inverse[r]);
     }
   }
@@ -328,7 +336,9 @@ __device__ __forceinline__ void store_tile(elem_t* out,
                                            const unsigned char* tile,
                                            int num_rows,
                                            int dim,
-                                           const operand_t& to) {
+                                           const operand_t& to,
+                                           int round) {
+  constexpr int kOwnRows = 16 * kRowTiles / kOutRounds;
   using rows_t = tile_t<kHeadDimV>;
   constexpr int kChunks = kOutTiles, kElems = 8;
   unsigned thread = threadIdx.x;
@@ -341,22 +351,23 @@ __device__ __forceinline__ void store_tile(elem_t* out,
   if constexpr (kWarpSize % kChunks == 0 && kWarpSize / kChunks <= 8) {
     // A lane has the same chunk of each of its rows.
     constexpr int kStep = kWarpSize / kChunks;
-    const int row = lanes_t::warp_row(thread) + lane / kChunks;
+    const int row = lanes_t::warp_row(thread) + round * kOwnRows + lane / kChunks;
+    const int place = lanes_t::warp_row(thread) / kOutRounds + lane / kChunks;
     const int chunk = lanes_t::out_tile(lane % kChunks) + lanes_t::side(thread) * 4;
     const int count = dim - chunk * kElems;
     if (count <= 0) return;
     elem_t* at = out + row * to.row + chunk * kElems * to.col;
     if (as_vectors) {
 #pragma unroll
-      for (int n = 0; n < 16 * kRowTiles / kStep; ++n) {
-        const unsigned from = rows_t::offset(row + n * kStep, chunk);
+      for (int n = 0; n < kOwnRows / kStep; ++n) {
+        const unsigned from = rows_t::offset(place + n * kStep, chunk);
         if (row + n * kStep < num_rows) store_chunk(at, tile + from, 1, kElems, true);
         at += kStep * to.row;
       }
     } else {
 #pragma unroll 1
-      for (int n = 0; n < 16 * kRowTiles / kStep; ++n) {
-        const unsigned from = rows_t::offset(row + n * kStep, chunk);
+      for (int n = 0; n < kOwnRows / kStep; ++n) {
+        const unsigned from = rows_t::offset(place + n * kStep, chunk);
         if (row + n * kStep < num_rows) {
           store_chunk(at, tile + from, to.col, count, false);
         }
@@ -365,12 +376,13 @@ __device__ __forceinline__ void store_tile(elem_t* out,
     }
   } else {
 #pragma unroll 4
-    for (int n = lane; n < 16 * kRowTiles * kChunks; n += kWarpSize) {
-      const int row = lanes_t::warp_row(thread) + n / kChunks;
+    for (int n = lane; n < kOwnRows * kChunks; n += kWarpSize) {
+      const int row = lanes_t::warp_row(thread) + round * kOwnRows + n / kChunks;
+      const int place = lanes_t::warp_row(thread) / kOutRounds + n / kChunks;
       const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side(thread) * 4;
       if (row >= num_rows || chunk * kElems >= dim) continue;
       store_chunk(out + row * to.row + chunk * kElems * to.col,
-                  tile + rows_t::offset(row, chunk), to.col, dim - chunk * kElems,
+                  tile + rows_t::offset(place, chunk), to.col, dim - chunk * kElems,
                   as_vectors);
     }
   }
@@ -606,6 +618,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     softmax_t rows;
     centers_t centers;
     bool careful = false;
+    bool begun = false;  // the next tile of queries is on its way
 #pragma unroll 1
     for (;; careful = true) {
       rows = softmax_t();
@@ -642,6 +655,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                          unit_q);
       } else {
         if (careful) {
+          if (kOutByP && begun) {
+            ptx::wait_copy_groups<0>();
+            __syncthreads();
+            begun = false;
+          }
           const kept_t& with = read_anew(kept);
           begin(with.item, with.aligned_q, with.k_rows, with.aligned_k, with.v_rows,
                 with.aligned_v);
@@ -746,7 +764,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
             put_at(next);
           } else {
-            if constexpr (!kAhead) {
+            if constexpr (kOutByP) {
+              // Nobody asks for q and k any more: those of the next tile come.
+              if (!careful) {
+                const kept_t& with = read_anew(kept);
+                const int query = query_of_turn(with.turn + 1, num_tiles);
+                if (query >= 0) {
+                  const item_t item(with.head, with.q_head, params.q.row, query);
+                  begin_q(item, with.aligned_q);
+                  load_k(item.first, {with.k_rows, with.aligned_k, item.last});
+                  begun = true;
+                }
+              }
+              if (!begun) ptx::commit_copies();
+              ptx::wait_copy_groups<1>();
+              __syncthreads();  // v is complete
+            } else if constexpr (!kAhead) {
               ptx::wait_copy_groups<0>();
               __syncthreads();  // v is complete
             }
@@ -1146,7 +1179,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         l += shuffle_xor(l, 2);
       }
       if constexpr (kSides > 1) add_other_side(across, rows.l);
-      ptx::wait_copy_groups<0>();
+      if (!kOutByP || !begun) ptx::wait_copy_groups<0>();
       if (careful) {
         __syncthreads();  // all have read the tiles
         break;
@@ -1183,11 +1216,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       next = item_t(kept.head, kept.q_head, params.q.row, query);
       smem_out =
           kOutByQ     ? smem_q
+          : kOutByP   ? smem_p
           : kOutApart ? smem + kBytesTiles
                       : smem_k + (stage_of(next.first) ^ 1) * kStage;
       if (next.i0 >= 0) {
-        begin(next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
-              kept.aligned_v, !kOutByQ);
+        if (kOutByP && begun) {
+          load_v(next.first, {kept.v_rows, kept.aligned_v, next.last});
+        } else {
+          begin(next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
+                kept.aligned_v, !kOutByQ);
+        }
       }
     }
 
@@ -1274,11 +1312,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         }
       }
     } else {
-      put_rows(smem_out, o, own_inverse);
-      store_tile(
-          out_rows + kept.item.i0 * params.out.row, smem_out,
-          static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
-          static_cast<int>(params.head_dim_v), params.out);
+#pragma unroll
+      for (int round = 0; round < kOutRounds; ++round) {
+        if (round > 0) __syncwarp();  // the rows before have left
+        put_rows(smem_out, o, own_inverse, round);
+        store_tile(
+            out_rows + kept.item.i0 * params.out.row, smem_out,
+            static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
+            static_cast<int>(params.head_dim_v), params.out, round);
+      }
       if (kept.special) {
         const index_t i_first = kept.item.i0 + lanes_t::warp_row();
         add_specials(out_rows, kept.v_rows, rows_of, params, i_first,

@@ -211,7 +211,8 @@ class MmaKernel:
         Where warps share rows, an option would take 8 bytes of registers too many.
         """
         dim, dim_v = self.dims(problem)
-        room = tile.block_n * (dim + dim_v) >= tile.block_m * dim_v
+        stage = tile.block_n * (dim + dim_v)
+        room = max(stage, tile.block_m * dim) >= tile.block_m * dim_v
         if tile.sides == 1:
             pays = problem.left is not None or problem.right is not None
         else:

@@ -68,9 +68,11 @@ constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 12
 // Results leave by way of shared memory, while the next tiles come: from one stage, or
 // from a place of their own; else from the place of all tiles.
 constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ;
-constexpr bool kOutByQ = kStays && kStages == 1 && !kKeepQ && kSides == 1;
 // Half of the rows at a time, by the place of weights.
 constexpr bool kOutByP = kStays && kStages == 1 && kSides > 1;
+// By the place of q, which then comes last.
+constexpr bool kOutByQ =
+    kStays && !kOutApart && !kOutByP && (kStages == 1 || kBytesOut > kStage);
 constexpr int kOutRounds = kOutByP ? 2 : 1;
 static_assert(!kStays || (!kSplits && !kHasTerms));
 static_assert(!kStays || kOutApart || kOutByP || kBytesOut <= (kOutByQ ? kBytesQ : kStage));

@@ -53,9 +53,17 @@ constexpr bool kStays = true;
 #else
 constexpr bool kStays = false;
 #endif
+// Tiles of keys that come at once.
+#ifdef SPAN
+constexpr int kSpan = SPAN;
+#else
+constexpr int kSpan = 1;
+#endif
+constexpr int kSpanN = kSpan * kBlockN;
+static_assert(kSpan == 1 || (kStages == 2 && !kSplits && kSides == 1));
 // Of a stage in shared memory.
-constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
-constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageK = kSpan * kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageV = kSpan * kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
 constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
 constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
@@ -486,14 +494,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     return {read_anew(kept).v_rows, read_anew(kept).aligned_v, last};
   };
   auto load_k = [&](int j0, source_t source) {
-    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+    const int tile = j0 / kSpanN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageK>(smem_k + stage * kStage,
                             read_anew(kept).images + tile * kImage);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
-                                     j0, source.last, dim, source.aligned);
+        copy_tile<kSpanN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
+                                    tile * kSpanN, source.last, dim, source.aligned);
       } else {
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStage,
                                      source.rows + j0 * params.k.row, params.k.row,
@@ -503,14 +511,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     ptx::commit_copies();
   };
   auto load_v = [&](int j0, source_t source) {
-    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+    const int tile = j0 / kSpanN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageV>(smem_v + stage * kStage,
                             read_anew(kept).images + tile * kImage + kImageK);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStage, source.rows,
-                                      params.v.row, j0, source.last, dim_v,
+        copy_tile<kSpanN, kHeadDimV>(smem_v + stage * kStage, source.rows,
+                                     params.v.row, tile * kSpanN, source.last, dim_v,
                                       source.aligned);
       } else {
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStage,
@@ -525,17 +533,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   // while others wait there.
   auto ready_k = [&](int j0) {
     const kept_t& with = read_anew(kept);
-    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
-    return copy_t<kBlockN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
+    const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
+    return copy_t<kSpanN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
                                      j0, last, dim, with.aligned_k);
   };
   auto ready_v = [&](int j0) {
     const kept_t& with = read_anew(kept);
-    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
-    return copy_t<kBlockN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
+    const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
+    return copy_t<kSpanN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
                                       params.v.row, j0, last, dim_v, with.aligned_v);
   };
-  auto start_k = [&](const copy_t<kBlockN, kHeadDim>& copy, int j0) {
+  auto start_k = [&](const copy_t<kSpanN, kHeadDim>& copy, int j0) {
     if (!copy.is_ready) {
       load_k(j0, source_k());
       return;
@@ -543,7 +551,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (j0 < last) copy.start(params.k.row);
     ptx::commit_copies();
   };
-  auto start_v = [&](const copy_t<kBlockN, kHeadDimV>& copy, int j0) {
+  auto start_v = [&](const copy_t<kSpanN, kHeadDimV>& copy, int j0) {
     if (!copy.is_ready) {
       load_v(j0, source_v());
       return;
@@ -593,7 +601,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 #endif
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
-  auto stage_of = [](int j0) { return j0 / kBlockN % 2; };
+  auto stage_of = [](int j0) { return j0 / kSpanN % 2; };
   // Products begin with k of the first tile, and step on to v and weights.
   auto move_stages = [&](int from, int to) {
     if constexpr (kStages == 2) {
@@ -955,7 +963,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 #pragma unroll 1
         for (int j0 = start(); j0 < last; j0 += kBlockN) {
           scores_frag_t s;
-          const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+          const int tile = j0 / kBlockN;
+          const int stage = kStages == 2 ? tile / kSpan % 2 : 0;
           const facts_t* of_k =
               reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
           const facts_t* of_v =
@@ -1007,14 +1016,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               lanes.v.base = base_v + stage * kStage;
             }
           } else if constexpr (kStages == 2) {
-            const auto next_k = ready_k(j0 + kBlockN);
-            const auto next_v = ready_v(j0 + kBlockN);
-            ptx::wait_copy_groups<0>();
-            __syncthreads();  // this tile is complete; all have read the one before
-            start_k(next_k, j0 + kBlockN);
-            start_v(next_v, j0 + kBlockN);
-            lanes.k.base = base_k + stage * kStage;
-            lanes.v.base = base_v + stage * kStage;
+            if (kSpan == 1 || tile % kSpan == 0 || j0 == start()) {
+              const int next = (j0 / kSpanN + 1) * kSpanN;
+              const auto next_k = ready_k(next);
+              const auto next_v = ready_v(next);
+              ptx::wait_copy_groups<0>();
+              __syncthreads();  // this tile is complete; all have read the one before
+              start_k(next_k, next);
+              start_v(next_v, next);
+            }
+            lanes.k.base = base_k + stage * kStage + tile % kSpan * kBytesK;
+            lanes.v.base = base_v + stage * kStage + tile % kSpan * kBytesV;
           } else {
             const auto this_v = ready_v(j0);
             ptx::wait_copy_groups<0>();
@@ -1153,7 +1165,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
           } else {
             if (careful) {
-              if (clean_values(smem_v + stage * kStage)) kept.special = true;
+              if (clean_values(smem_v + stage * kStage + tile % kSpan * kBytesV)) kept.special = true;
               __syncthreads();  // all have cleaned their part
             }
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);

@@ -27,7 +27,7 @@ DIMS = (32, 64, 96, 128, 192, 256)
 # keeps for its end.
 _FACTS = 128 + 384
 # The same behind each tile that has been split beforehand.
-_FACTS_OF_IMAGE = 64
+_FACTS_OF_IMAGE = 128
 # Bytes of such tiles, of all keys, that are allowed a byte of out.
 _MOST_IMAGES = 4
 _PREPARE_THREADS = 256
@@ -241,6 +241,13 @@ class MmaKernel:
 
         return min((1, 2) if tile.sides == 1 else (1, 2, 4), key=time)
 
+    def is_aligned(self, problem: AttentionProblem) -> bool:
+        """Whether rows of 16-bit inputs are known to be whole chunks of 16 bytes."""
+        in_chunks = (problem.head_dim | problem.head_dim_v) % 8 == 0
+        lengths = min(problem.seqlen_q, problem.seqlen_k)  # of one row, any stride
+        is_known = problem.dtype != "float32" and problem.no_tensor_map is None
+        return in_chunks and lengths > 1 and is_known
+
     def dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""
         dim, dim_v = (
@@ -322,6 +329,8 @@ class MmaKernel:
             switches["SIDES"] = tile.sides
         if self.stays(tile, problem):
             switches["STAYS"] = 1
+        if self.is_aligned(problem):
+            switches["ALIGNED"] = 1
         if self.is_prepared(problem):
             switches["PREPARED"] = 1
         if not scale_is_plain(problem.scale):

@@ -38,6 +38,12 @@ constexpr bool kPrepared = true;
 #else
 constexpr bool kPrepared = false;
 #endif
+// Rows of q, k and v start at multiples of 16 bytes.
+#ifdef ALIGNED
+constexpr bool kAligned = true;
+#else
+constexpr bool kAligned = false;
+#endif
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
 #ifdef AHEAD
@@ -121,10 +127,19 @@ struct none_t {
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
   int low, high, num_keys;  // as band_t, for the tile at key 0
+  int plain_first, plain_last;  // tiles of which all queries see all keys
+
+  block_t() = default;
+  __device__ __forceinline__ block_t(const band_t& head, int i0)
+      : low(head.low + i0),
+        high(head.high + i0),
+        num_keys(head.num_keys),
+        plain_first(low + kBlockM - 1),
+        plain_last(min(high, num_keys) - kBlockN) {}
 
   // Whether all queries see all keys of the tile at j0.
   __device__ __forceinline__ bool sees_all(int j0) const {
-    return low + kBlockM - 1 <= j0 && j0 + kBlockN <= min(high, num_keys);
+    return plain_first <= j0 && j0 <= plain_last;
   }
 };
 
@@ -142,10 +157,7 @@ struct item_t {
   // of queries it lies in.
   __device__ __forceinline__
   item_t(const band_t& head, const elem_t* q_head, index_t row_stride, int i0)
-      : q_rows(q_head + i0 * row_stride), i0(i0) {
-    block.low = head.low + i0;
-    block.high = head.high + i0;
-    block.num_keys = head.num_keys;
+      : q_rows(q_head + i0 * row_stride), block(head, i0), i0(i0) {
     num_rows = max(0, min(head.num_queries - i0, kBlockM));
     const bool any = num_rows > 0;
     first = any ? max(0, min(block.low, block.num_keys)) / kBlockN * kBlockN : 0;
@@ -437,13 +449,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const band_t head(scores.band(0, 0));
   const item_t item(head, q_head, params.q.row, query_of_turn(0, num_tiles));
   const int i0 = item.i0;
-  const bool aligned_q = has_aligned_rows(q_head, params.q.row, dim);
+  const bool aligned_q = kAligned || has_aligned_rows(q_head, params.q.row, dim);
 
   // Scores times to_log2 are exponents of 2.
   const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
   const float to_log2 = static_cast<float>(scale * kLog2e);
-  auto is_aligned_k = [&] { return has_aligned_rows(k_rows, params.k.row, dim); };
-  auto is_aligned_v = [&] { return has_aligned_rows(v_rows, params.v.row, dim_v); };
+  auto is_aligned_k = [&] { return kAligned || has_aligned_rows(k_rows, params.k.row, dim); };
+  auto is_aligned_v = [&] { return kAligned || has_aligned_rows(v_rows, params.v.row, dim_v); };
   auto keep = [&] {
     if (threadIdx.x == 0) {
       kept.at = at;
@@ -487,11 +499,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   };
   auto source_k = [&]() -> source_t {
     if constexpr (kSplits) return {k_rows, aligned_k, last};
-    return {read_anew(kept).k_rows, read_anew(kept).aligned_k, last};
+    return {read_anew(kept).k_rows, kAligned || read_anew(kept).aligned_k, last};
   };
   auto source_v = [&]() -> source_t {
     if constexpr (kSplits) return {v_rows, aligned_v, last};
-    return {read_anew(kept).v_rows, read_anew(kept).aligned_v, last};
+    return {read_anew(kept).v_rows, kAligned || read_anew(kept).aligned_v, last};
   };
   auto load_k = [&](int j0, source_t source) {
     const int tile = j0 / kSpanN, stage = kStages == 2 ? tile % 2 : 0;
@@ -535,13 +547,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const kept_t& with = read_anew(kept);
     const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
     return copy_t<kSpanN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
-                                     j0, last, dim, with.aligned_k);
+                                     j0, last, dim, kAligned || with.aligned_k);
   };
   auto ready_v = [&](int j0) {
     const kept_t& with = read_anew(kept);
     const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
     return copy_t<kSpanN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
-                                      params.v.row, j0, last, dim_v, with.aligned_v);
+                                      params.v.row, j0, last, dim_v, kAligned || with.aligned_v);
   };
   auto start_k = [&](const copy_t<kSpanN, kHeadDim>& copy, int j0) {
     if (!copy.is_ready) {
@@ -616,7 +628,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   auto start = [&] { return kWeighsAtOnce ? first : read_anew(kept).item.first; };
 #pragma unroll 1
   for (;;) {
-    if constexpr (kStays) {
+    if constexpr (!kSplits) {
       lanes.q.forget();
       lanes.k.forget();
       lanes.v.forget();
@@ -671,8 +683,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             begun = false;
           }
           const kept_t& with = read_anew(kept);
-          begin(with.item, with.aligned_q, with.k_rows, with.aligned_k, with.v_rows,
-                with.aligned_v);
+          begin(with.item, kAligned || with.aligned_q, with.k_rows,
+                kAligned || with.aligned_k, with.v_rows, kAligned || with.aligned_v);
           go_on(with.item.first, with.item.last, with.k_rows, with.aligned_k);
         }
         if constexpr (kKeepQ) {
@@ -960,6 +972,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           multiply_packed(o, p_two, lanes, kScoreTiles / 2, [](int) {});
         }
       } else {
+        bool is_first = true;
 #pragma unroll 1
         for (int j0 = start(); j0 < last; j0 += kBlockN) {
           scores_frag_t s;
@@ -1031,7 +1044,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             const auto this_v = ready_v(j0);
             ptx::wait_copy_groups<0>();
             __syncthreads();  // this tile of k is complete; all have read v before
-            if (j0 != start()) start_v(this_v, j0);
+            if (!is_first) start_v(this_v, j0);
+            is_first = false;
           }
 
           // Copies start among the products.
@@ -1235,10 +1249,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                       : smem_k + (stage_of(next.first) ^ 1) * kStage;
       if (next.i0 >= 0) {
         if (kOutByP && begun) {
-          load_v(next.first, {kept.v_rows, kept.aligned_v, next.last});
+          load_v(next.first, {kept.v_rows, kAligned || kept.aligned_v, next.last});
         } else {
-          begin(next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
-                kept.aligned_v, !kOutByQ);
+          begin(next, kAligned || kept.aligned_q, kept.k_rows, kAligned || kept.aligned_k, kept.v_rows,
+                kAligned || kept.aligned_v, !kOutByQ);
         }
       }
     }
@@ -1357,11 +1371,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       last = next.last;
       __syncthreads();  // this tile of queries has left, and nobody asks for it
       if constexpr (kOutByQ) {
-        begin_q(next, kept.aligned_q);
+        begin_q(next, kAligned || kept.aligned_q);
         ptx::commit_copies();
         ptx::wait_copy_groups<0>();
       }
-      go_on(first, last, kept.k_rows, kept.aligned_k);
+      go_on(first, last, kept.k_rows, kAligned || kept.aligned_k);
       if (threadIdx.x == 0) {
         kept.item = next;
         kept.turn += 1;

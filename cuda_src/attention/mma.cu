@@ -1099,8 +1099,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             // The same code twice: where nothing is hidden there is no branch, and
             // exponentials stand among the products.
             if (sees_all && j0 != first && !careful) {
+#ifdef KEYS
+              multiply_qk_by_keys(s, q_frags, lanes, [&](int n) {
+                if (n >= 2) weigh(rows, s, to_log2, sums, n - 2, n - 1);
+              });
+              weigh(rows, s, to_log2, sums, kScoreTiles - 2, kScoreTiles);
+#else
               multiply_qk(s, q_frags, lanes, 0, piece_of_v);
               weigh(rows, s, to_log2, sums);
+#endif
             } else {
               ptx::keep_order();
               multiply_qk(s, q_frags, lanes, 0, piece_of_v);
@@ -1182,6 +1189,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               if (clean_values(smem_v + stage * kStage + tile % kSpan * kBytesV)) kept.special = true;
               __syncthreads();  // all have cleaned their part
             }
+#ifdef STEPS
+            static_assert(!kWeighsAtOnce);
+            float sums[kRows];
+            weights_t<kScoreTiles> p;
+            multiply_pv_ahead(o, p, lanes, [&](int n) {
+              weigh_packed(rows, s, to_log2, sums, p, n, n + 1);
+            });
+            add(rows, sums);
+#else
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
             if constexpr (kPieces) {
               auto copy = ready_k(j_k);
@@ -1194,6 +1210,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             } else {
               multiply_pv(o, s, lanes);
             }
+#endif
           }
         }
       }

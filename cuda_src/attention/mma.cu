@@ -74,11 +74,7 @@ constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
 constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
 // Fragments of q stay in registers where there is room.
-#ifdef NOKEEPQ
-constexpr bool kKeepQ = false && !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
-#else
 constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
-#endif
 // Results leave by way of shared memory, while the next tiles come: from one stage, or
 // from a place of their own; else from the place of all tiles.
 constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ;
@@ -103,26 +99,7 @@ constexpr double kUnits = 0.2 * (kSteps + 1);
 constexpr double kGivenBack =
     kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;
 
-#ifdef PIECES
-constexpr bool kPieces = !kSplits && kSides == 1;
-#else
-constexpr bool kPieces = false;
-#endif
-#ifdef HALVES
-constexpr bool kHalves = kSides == 1 && !kSplits && !kHasTerms && kBlockN == 64;
-#else
-constexpr bool kHalves = false;
-#endif
-template <bool kValue>
-struct constant_t {
-  static constexpr bool value = kValue;
-};
 using half_frag_t = float[kRowTiles][kScoreTiles / 2][4];
-
-struct none_t {
-  static constexpr bool is_ready = true;
-  __device__ void start_piece(index_t, bool, int, int) const {}
-};
 
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
@@ -600,17 +577,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     go_on(item.first, item.last, k_rows, is_aligned_k());
   }
   keep();
-#ifdef STAGGER
-  {
-    unsigned slot;
-    asm volatile("mov.u32 %0, %%warpid;" : "=r"(slot));
-    if (slot >= kNumWarps) {
-      const long long begun = clock64();
-      while (clock64() - begun < STAGGER) {
-      }
-    }
-  }
-#endif
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
   auto stage_of = [](int j0) { return j0 / kSpanN % 2; };
@@ -910,67 +876,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           }
           is_ahead = sees_next;
         }
-      } else if constexpr (kHalves) {
-#pragma unroll 1
-        for (int j0 = start(); j0 < last; j0 += kBlockN) {
-          const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
-          const bool sees_all = bounds().sees_all(j0);
-          if constexpr (kStages == 2) {
-            const auto next_k = ready_k(j0 + kBlockN);
-            const auto next_v = ready_v(j0 + kBlockN);
-            ptx::wait_copy_groups<0>();
-            __syncthreads();  // this tile is complete; all have read the one before
-            start_k(next_k, j0 + kBlockN);
-            start_v(next_v, j0 + kBlockN);
-            lanes.k.base = base_k + stage * kStage;
-            lanes.v.base = base_v + stage * kStage;
-          } else {
-            const auto this_v = ready_v(j0);
-            ptx::wait_copy_groups<0>();
-            __syncthreads();  // this tile of k is complete; all have read v before
-            if (j0 != start()) start_v(this_v, j0);
-          }
-          half_frag_t one, two;
-          float sums[kRows];
-          multiply_qk(one, q_frags, lanes, 0, [](int) {});
-          if (!sees_all) hide_scores(one, bounds(), j0);
-          if (careful) center(one, o, rows, centers, across, to_log2, j0);
-          if (raise(rows, one, to_log2)) rescale(o, rows);
-          weights_t<kScoreTiles / 2> p_one, p_two;
-          // Weights of one half stand among the products of the other.
-          multiply_qk(two, q_frags, lanes, kScoreTiles / 2, [&](int step) {
-            constexpr int kEach = kScoreTiles / 2 >= kSteps ? kScoreTiles / 2 / kSteps : 1;
-            if (step * kEach < kScoreTiles / 2) {
-              weigh_packed(rows, one, to_log2, sums, p_one, step * kEach, (step + 1) * kEach);
-            }
-          });
-          add(rows, sums);
-          if (!sees_all) hide_scores(two, bounds(), j0 + kBlockN / 2);
-          const bool raises = has_to_raise(rows, two, to_log2);
-          if constexpr (kStages == 1) {
-            const auto next_k = ready_k(j0 + kBlockN);
-            ptx::wait_copy_groups<0>();
-            __syncthreads();  // this tile of v is complete; all have read k
-            start_k(next_k, j0 + kBlockN);
-          }
-          if (careful) {
-            if (clean_values(smem_v + stage * kStage)) kept.special = true;
-            __syncthreads();  // all have cleaned their part
-          }
-          if (raises || careful) {
-            multiply_packed(o, p_one, lanes, 0, [](int) {});
-            if (careful) center(two, o, rows, centers, across, to_log2, j0);
-            if (raise(rows, two, to_log2)) rescale(o, rows);
-            weigh_packed(rows, two, to_log2, sums, p_two);
-          } else {
-            multiply_packed(o, p_one, lanes, 0, [&](int step) {
-              constexpr int kEach = kScoreTiles / 4;
-              weigh_packed(rows, two, to_log2, sums, p_two, step * kEach, (step + 1) * kEach);
-            });
-          }
-          add(rows, sums);
-          multiply_packed(o, p_two, lanes, kScoreTiles / 2, [](int) {});
-        }
       } else {
         bool is_first = true;
 #pragma unroll 1
@@ -1020,14 +925,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             } else {
               load_v(j0, source_v());
             }
-          } else if constexpr (kPieces) {
-            ptx::wait_copy_groups<0>();
-            // This tile, or that of k, is complete; all have read the one before, or v.
-            __syncthreads();
-            if constexpr (kStages == 2) {
-              lanes.k.base = base_k + stage * kStage;
-              lanes.v.base = base_v + stage * kStage;
-            }
           } else if constexpr (kStages == 2) {
             if (kSpan == 1 || tile % kSpan == 0 || j0 == start()) {
               const int next = (j0 / kSpanN + 1) * kSpanN;
@@ -1048,24 +945,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             is_first = false;
           }
 
-          // Copies start among the products.
-          const int j_v = kStages == 2 ? j0 + kBlockN : j0;
-          auto copy_of_v = [&] {
-            if constexpr (kPieces) return ready_v(j_v);
-            else return none_t();
-          }();
-          const bool starts_v = kStages == 2 ? j_v < last : j0 != start();
-          auto piece_of_v = [&](int step) {
-            if constexpr (kPieces) {
-              copy_of_v.start_piece(params.v.row, starts_v && copy_of_v.is_ready, step, kSteps);
-            }
-          };
-          auto rest_of_v = [&] {
-            if constexpr (kPieces) {
-              if (starts_v && !copy_of_v.is_ready) load_v(j_v, source_v());
-              else ptx::commit_copies();
-            }
-          };
           if constexpr (kSplits) {
             const scale_t scale(of_k->largest);
             const float unit = unit_q * scale.from_parts;
@@ -1091,8 +970,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               get<kOutTiles>(o, o_on_stack);
             }
           } else if constexpr (!kWeighsAtOnce) {
-            multiply_qk(s, q_frags, lanes, 0, piece_of_v);
-            rest_of_v();
+            multiply_qk(s, q_frags, lanes);
           }
           if constexpr (kWeighsAtOnce) {
             float sums[kRows];
@@ -1105,12 +983,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               });
               weigh(rows, s, to_log2, sums, kScoreTiles - 2, kScoreTiles);
 #else
-              multiply_qk(s, q_frags, lanes, 0, piece_of_v);
+              multiply_qk(s, q_frags, lanes);
               weigh(rows, s, to_log2, sums);
 #endif
             } else {
               ptx::keep_order();
-              multiply_qk(s, q_frags, lanes, 0, piece_of_v);
+              multiply_qk(s, q_frags, lanes);
               if (!sees_all) hide_scores(s, bounds(), j0);
               if (careful) center(s, o, rows, centers, across, to_log2, j0);
               if (j0 == first) {
@@ -1121,7 +999,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               }
               weigh(rows, s, to_log2, sums);
             }
-            rest_of_v();
             if (__any_sync(kFullMask, !are_small(sums))) {
               multiply_qk(s, q_frags, lanes);
               if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
@@ -1139,13 +1016,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             if (careful) center(s, o, rows, centers, across, to_log2, j0);
             if (raise(rows, s, to_log2)) rescale(o, rows);
           }
-          const int j_k = j0 + kBlockN;
-          if constexpr (kPieces) {
-            if constexpr (kStages == 1) {
-              ptx::wait_copy_groups<0>();
-              __syncthreads();  // this tile of v is complete; all have read k
-            }
-          } else if constexpr (!kSplits && kStages == 1) {
+          if constexpr (!kSplits && kStages == 1) {
             const auto next_k = ready_k(j0 + kBlockN);
             ptx::wait_copy_groups<0>();
             __syncthreads();  // this tile of v is complete; all have read k
@@ -1199,17 +1070,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             add(rows, sums);
 #else
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
-            if constexpr (kPieces) {
-              auto copy = ready_k(j_k);
-              const bool starts = j_k < last;
-              multiply_pv(o, s, lanes, 0, [&](int step) {
-                copy.start_piece(params.k.row, starts && copy.is_ready, step, kBlockN / 16);
-              });
-              if (starts && !copy.is_ready) load_k(j_k, source_k());
-              else ptx::commit_copies();
-            } else {
-              multiply_pv(o, s, lanes);
-            }
+            multiply_pv(o, s, lanes);
 #endif
           }
         }

@@ -92,22 +92,6 @@ struct copy_t {
     ptx::forget(from);  // here it is complete
   }
 
-  // Starts piece `piece` of `of`, if `on`, and steps on.
-  __device__ __forceinline__ void start_piece(index_t row_stride,
-                                              bool on,
-                                              int piece,
-                                              int of) {
-    if constexpr (kInSteps) {
-      constexpr int kCount = kRows / kStep;
-#pragma unroll
-      for (int n = piece * kCount / of; n < (piece + 1) * kCount / of; ++n) {
-        ptx::copy_async_or_zero_if(on, to + n * kStep * rows_t::kPitch, from,
-                                   n * kStep < count ? 16 : 0);
-        from += kStep * row_stride;
-      }
-    }
-  }
-
   __device__ __forceinline__ void start(index_t row_stride) const {
     const elem_t* x = from;
 #pragma unroll

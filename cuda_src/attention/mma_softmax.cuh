@@ -81,25 +81,6 @@ __device__ __forceinline__ bool raise(softmax_t& rows,
   return moves;
 }
 
-// Whether raise() would move a row of the warp.
-template <int kCount>
-__device__ __forceinline__ bool has_to_raise(const softmax_t& rows,
-                                             const float (&s)[kRowTiles][kCount][4],
-                                             float to_log2) {
-  bool passes = false;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    float largest = s[r / 2][0][r % 2 * 2];
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      largest = fmaxf(largest, s[r / 2][n][r % 2 * 2]);
-      largest = fmaxf(largest, s[r / 2][n][r % 2 * 2 + 1]);
-    }
-    passes |= exponent(largest, to_log2, rows.reference[r]) > kShift + kLazyLog2;
-  }
-  return __any_sync(kFullMask, passes);
-}
-
 __device__ __forceinline__ void rescale(out_frag_t& o, const softmax_t& rows) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {

@@ -29,18 +29,6 @@ __device__ __forceinline__ void copy_async_or_zero(unsigned shared,
                : "memory");
 }
 
-// The same where `on`, else nothing; without a branch.
-__device__ __forceinline__ void copy_async_or_zero_if(bool on,
-                                                      unsigned shared,
-                                                      const void* global,
-                                                      unsigned num_bytes) {
-  asm volatile(
-      "{\n.reg .pred on;\nsetp.ne.b32 on, %3, 0;\n"
-      "@on cp.async.cg.shared.global [%0], [%1], 16, %2;\n}" ::"r"(shared),
-      "l"(global), "r"(num_bytes), "r"(static_cast<int>(on))
-      : "memory");
-}
-
 // The copies of this thread up to here become a group.
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -46,13 +46,8 @@ constexpr bool kAligned = false;
 #endif
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
-#ifdef AHEAD
-constexpr bool kPipes = kSides == 1 && !kSplits && !kHasTerms && kBlockN == 64;
-#else
-constexpr bool kPipes = false;
-#endif
 // Where warps share rows, k comes a tile ahead.
-constexpr bool kAhead = (kSides > 1 || kPipes) && kStages == 2;
+constexpr bool kAhead = kSides > 1 && kStages == 2;
 // A block has several tiles of queries.
 #ifdef STAYS
 constexpr bool kStays = true;
@@ -98,8 +93,6 @@ constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kByte
 constexpr double kUnits = 0.2 * (kSteps + 1);
 constexpr double kGivenBack =
     kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;
-
-using half_frag_t = float[kRowTiles][kScoreTiles / 2][4];
 
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
@@ -179,8 +172,7 @@ __device__ __forceinline__ const kept_t& read_anew(const kept_t& kept) {
 }
 
 // Scores that a query does not see become -inf.
-template <int kCount>
-__device__ __forceinline__ void hide_scores(float (&s)[kRowTiles][kCount][4],
+__device__ __forceinline__ void hide_scores(scores_frag_t& s,
                                             const block_t& block,
                                             int j0) {
   const int row_0 = lanes_t::warp_row() + lanes_t::lane() / 4;
@@ -191,7 +183,7 @@ __device__ __forceinline__ void hide_scores(float (&s)[kRowTiles][kCount][4],
     const int first = block.low + row - j0 - column_0;
     const int last = min(block.high + row, block.num_keys) - j0 - column_0;
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
+    for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int column = 8 * n + e;
@@ -357,10 +349,16 @@ __device__ __forceinline__ void store_tile(elem_t* out,
     if (count <= 0) return;
     elem_t* at = out + row * to.row + chunk * kElems * to.col;
     if (as_vectors) {
+      // All are read before the first is stored: one after the other would wait.
+      uint4 words[kOwnRows / kStep];
 #pragma unroll
       for (int n = 0; n < kOwnRows / kStep; ++n) {
         const unsigned from = rows_t::offset(place + n * kStep, chunk);
-        if (row + n * kStep < num_rows) store_chunk(at, tile + from, 1, kElems, true);
+        words[n] = *reinterpret_cast<const uint4*>(tile + from);
+      }
+#pragma unroll
+      for (int n = 0; n < kOwnRows / kStep; ++n) {
+        if (row + n * kStep < num_rows) *reinterpret_cast<uint4*>(at) = words[n];
         at += kStep * to.row;
       }
     } else {
@@ -576,6 +574,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     begin(item, aligned_q, k_rows, is_aligned_k(), v_rows, is_aligned_v());
     go_on(item.first, item.last, k_rows, is_aligned_k());
   }
+#ifdef PREFETCH
+  {
+    for (int row = i0 + threadIdx.x; row < min(i0 + kBlockM, int(params.seqlen_k));
+         row += kNumThreads) {
+#pragma unroll
+      for (int n = 0; n < kHeadDim; n += 64) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + row * params.k.row + n));
+      }
+#pragma unroll
+      for (int n = 0; n < kHeadDimV; n += 64) {
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + row * params.v.row + n));
+      }
+    }
+  }
+#endif
   keep();
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
@@ -654,8 +667,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           go_on(with.item.first, with.item.last, with.k_rows, with.aligned_k);
         }
         if constexpr (kKeepQ) {
-          ptx::wait_copy_groups<kAhead ? 2 : 1>();
-          __syncthreads();  // q is complete, and the first tile of k
+          ptx::wait_copy_groups<1>();
+          __syncthreads();  // q is complete
 #pragma unroll
           for (int step = 0; step < kSteps; ++step)
             load_q(q_frags.a[step], lanes, step);
@@ -693,7 +706,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           // read the ones before.
           if (__syncthreads_or(again)) {
             if (!kAhead && !is_first) {
-              load_k(j0, {read_anew(kept).k_rows, read_anew(kept).aligned_k, last});
+              load_k(j0, source_k());
               ptx::wait_copy_groups<0>();
               __syncthreads();
             }
@@ -701,14 +714,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
             if (careful) center(s, o, rows, centers, across, to_log2, j0);
             raise_shared(rows, s, across, to_log2, sums);
+            // All have read k.
+            if constexpr (!kAhead) load_k(j0 + kBlockN, source_k());
             rescale(o, rows);
             weigh(rows, s, to_log2, sums);
             put_at(j0);
-            if constexpr (!kAhead) {
-              __syncthreads();  // all have read k
-              load_k(j0 + kBlockN,
-                     {read_anew(kept).k_rows, read_anew(kept).aligned_k, last});
-            }
             ptx::wait_copy_groups<0>();
             __syncthreads();
           }
@@ -777,105 +787,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         }
         const int start = read_anew(kept).item.first;
         if (start < last) move_stages(stage_of(last - 1), stage_of(start));
-      } else if constexpr (kPipes) {
-        constexpr int kHalf = kScoreTiles / 2;
-        half_frag_t two;
-        weights_t<kHalf> p_one, p_two;
-        float sums[kRows];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();  // no reference yet
-        bool again = true, is_ahead = false;
-        if constexpr (!kKeepQ) {
-          ptx::wait_copy_groups<2>();
-          __syncthreads();
-        }
-#pragma unroll 1
-        for (int j0 = start(); j0 < last; j0 += kBlockN) {
-          if (!is_ahead || __any_sync(kFullMask, again)) {
-            scores_frag_t s;
-            half_frag_t one;
-            auto halve = [&] {
-#pragma unroll
-              for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-                for (int n = 0; n < kHalf; ++n) {
-#pragma unroll
-                  for (int e = 0; e < 4; ++e) {
-                    one[m][n][e] = s[m][n][e];
-                    two[m][n][e] = s[m][kHalf + n][e];
-                  }
-                }
-              }
-            };
-            lanes.k.base = base_k + stage_of(j0) * kStage;
-            multiply_qk(s, q_frags, lanes);
-            if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
-            if (careful) center(s, o, rows, centers, across, to_log2, j0);
-            halve();
-            if (!is_ahead && j0 != first) weigh_packed(rows, one, to_log2, sums, p_one);
-            bool wants[kRows];
-            again = wants_to_move(rows, two, to_log2, sums, wants);
-            if (__any_sync(kFullMask, again)) {
-#pragma unroll
-              for (int r = 0; r < kRows; ++r) {
-                const unsigned all = __ballot_sync(kFullMask, wants[r]);
-                const bool may = (all >> (lanes_t::lane() & ~3) & 15) != 0;
-                move(rows, r, largest_of(s, r), may, to_log2);
-              }
-              rescale(o, rows);
-              halve();
-              weigh_packed(rows, one, to_log2, sums, p_one);
-            }
-          }
-          add(rows, sums);
-          const int next = j0 + kBlockN;
-          const auto next_v = ready_v(next);
-          const auto next_k = ready_k(next + kBlockN);
-          const bool sees_next = bounds().sees_all(next) && !careful;
-          ptx::wait_copy_groups<0>();
-          // This tile of v and the next of k are complete; all have read those before.
-          __syncthreads();
-          start_v(next_v, next);
-          start_k(next_k, next + kBlockN);
-          if (careful) {
-            if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
-            __syncthreads();  // all have cleaned their part
-          }
-          lanes.k.base = base_k + stage_of(next) * kStage;
-          lanes.v.base = base_v + stage_of(j0) * kStage;
-          if (sees_next) {
-            half_frag_t one;
-            multiply_qk(one, q_frags, lanes, 0, [&](int step) {
-              if (step * 4 % kSteps == 0) {
-                const int n = step * 4 / kSteps;
-                if (n < kHalf / 2) weigh_packed(rows, two, to_log2, sums, p_two, n, n + 1);
-              }
-            });
-            multiply_packed(o, p_one, lanes, 0, [&](int step) {
-              const int n = kHalf / 2 + step;
-              if (n < kHalf) weigh_packed(rows, two, to_log2, sums, p_two, n, n + 1);
-            });
-            add(rows, sums);
-            multiply_qk(two, q_frags, lanes, kHalf, [&](int step) {
-              if (step * 4 % kSteps == 0) {
-                const int n = step * 4 / kSteps;
-                if (n < kHalf / 2) weigh_packed(rows, one, to_log2, sums, p_one, n, n + 1);
-              }
-            });
-            multiply_packed(o, p_two, lanes, kHalf, [&](int step) {
-              const int n = kHalf / 2 + step;
-              if (n < kHalf) weigh_packed(rows, one, to_log2, sums, p_one, n, n + 1);
-            });
-            bool wants[kRows];
-            again = wants_to_move(rows, two, to_log2, sums, wants);
-          } else {
-            weigh_packed(rows, two, to_log2, sums, p_two);
-            add(rows, sums);
-            multiply_packed(o, p_one, lanes, 0, [](int) {});
-            multiply_packed(o, p_two, lanes, kHalf, [](int) {});
-          }
-          is_ahead = sees_next;
-        }
       } else {
         bool is_first = true;
 #pragma unroll 1
@@ -977,15 +888,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             // The same code twice: where nothing is hidden there is no branch, and
             // exponentials stand among the products.
             if (sees_all && j0 != first && !careful) {
-#ifdef KEYS
-              multiply_qk_by_keys(s, q_frags, lanes, [&](int n) {
-                if (n >= 2) weigh(rows, s, to_log2, sums, n - 2, n - 1);
-              });
-              weigh(rows, s, to_log2, sums, kScoreTiles - 2, kScoreTiles);
-#else
               multiply_qk(s, q_frags, lanes);
               weigh(rows, s, to_log2, sums);
-#endif
             } else {
               ptx::keep_order();
               multiply_qk(s, q_frags, lanes);
@@ -1060,18 +964,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               if (clean_values(smem_v + stage * kStage + tile % kSpan * kBytesV)) kept.special = true;
               __syncthreads();  // all have cleaned their part
             }
-#ifdef STEPS
-            static_assert(!kWeighsAtOnce);
-            float sums[kRows];
-            weights_t<kScoreTiles> p;
-            multiply_pv_ahead(o, p, lanes, [&](int n) {
-              weigh_packed(rows, s, to_log2, sums, p, n, n + 1);
-            });
-            add(rows, sums);
-#else
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
             multiply_pv(o, s, lanes);
-#endif
           }
         }
       }

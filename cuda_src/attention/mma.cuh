@@ -184,18 +184,15 @@ struct queries_t {
   unsigned a[kInRegisters ? kSteps : 1][kRowTiles][4];
 };
 
-// s = q k^T, of kCount tiles of 8 keys from tile `first` on; `beside(step)` is computed
-// among the products.
-template <bool kInRegisters, int kCount, typename Beside>
-__device__ __forceinline__ void multiply_qk(float (&s)[kRowTiles][kCount][4],
+// s = q k^T
+template <bool kInRegisters>
+__device__ __forceinline__ void multiply_qk(scores_frag_t& s,
                                             const queries_t<kInRegisters>& q,
-                                            const lanes_t& lanes,
-                                            int first,
-                                            Beside beside) {
+                                            const lanes_t& lanes) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
+    for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) s[m][n][e] = 0;
     }
@@ -209,118 +206,26 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kRowTiles][kCount][4],
       return loaded;
     }();
 #pragma unroll
-    for (int n = 0; n < kCount; n += 2) {
+    for (int n = 0; n < kScoreTiles; n += 2) {
       unsigned b[4];
-      ptx::ldmatrix_x4(b, lanes.k.at(8 * (first + n), 2 * step));
+      ptx::ldmatrix_x4(b, lanes.k.at(8 * n, 2 * step));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         pair16_t::mma(s[m][n], a[m], b[0], b[1]);
         pair16_t::mma(s[m][n + 1], a[m], b[2], b[3]);
       }
     }
-    beside(step);
-  }
-}
-
-template <bool kInRegisters>
-__device__ __forceinline__ void multiply_qk(scores_frag_t& s,
-                                            const queries_t<kInRegisters>& q,
-                                            const lanes_t& lanes) {
-  multiply_qk(s, q, lanes, 0, [](int) {});
-}
-
-// s = q k^T, 16 keys after the other; `beside(n)` is computed among the products of
-// tile n of 8 keys.
-template <typename Beside>
-__device__ __forceinline__ void multiply_qk_by_keys(scores_frag_t& s,
-                                                    const queries_t<true>& q,
-                                                    const lanes_t& lanes,
-                                                    Beside beside) {
-#pragma unroll
-  for (int n = 0; n < kScoreTiles; n += 2) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) s[m][n][e] = s[m][n + 1][e] = 0;
-    }
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      unsigned b[4];
-      ptx::ldmatrix_x4(b, lanes.k.at(8 * n, 2 * step));
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        pair16_t::mma(s[m][n], q.a[step][m], b[0], b[1]);
-        pair16_t::mma(s[m][n + 1], q.a[step][m], b[2], b[3]);
-      }
-      if (step == 0) beside(n);
-      if (step == kSteps / 2) beside(n + 1);
-    }
-  }
-}
-
-// Weights of kCount tiles of 8 keys, as steps of 16 keys take them.
-template <int kCount>
-using weights_t = unsigned[(kCount + 1) / 2][kRowTiles][4];
-
-// o += p v for packed weights.
-template <int kSteps, typename Beside>
-__device__ __forceinline__ void multiply_packed(out_frag_t& o,
-                                                const unsigned (&p)[kSteps][kRowTiles][4],
-                                                const lanes_t& lanes,
-                                                int first,
-                                                Beside beside) {
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    beside(step);
-#pragma unroll
-    for (int n = 0; n < kOutTiles; n += 2) {
-      unsigned b[4];
-      ptx::ldmatrix_x4_trans(b, lanes.v.at(8 * first + 16 * step, lanes_t::out_tile(n)));
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        pair16_t::mma(o[m][n], p[step][m], b[0], b[1]);
-        pair16_t::mma(o[m][n + 1], p[step][m], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// o += p v of weights that `weights(step)` computes, which is called a step ahead.
-template <typename Weights>
-__device__ __forceinline__ void multiply_pv_ahead(out_frag_t& o,
-                                                  unsigned (&p)[kBlockN / 16][kRowTiles][4],
-                                                  const lanes_t& lanes,
-                                                  Weights weights) {
-  constexpr int kNum = kBlockN / 16;
-  weights(0);
-  weights(1);
-#pragma unroll
-  for (int step = 0; step < kNum; ++step) {
-#pragma unroll
-    for (int n = 0; n < kOutTiles; n += 2) {
-      unsigned b[4];
-      ptx::ldmatrix_x4_trans(b, lanes.v.at(16 * step, lanes_t::out_tile(n)));
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-        pair16_t::mma(o[m][n], p[step][m], b[0], b[1]);
-        pair16_t::mma(o[m][n + 1], p[step][m], b[2], b[3]);
-      }
-      if (step + 1 < kNum && n == kOutTiles / 4 / 2 * 2) weights(2 * step + 2);
-      if (step + 1 < kNum && n == kOutTiles * 3 / 4 / 2 * 2) weights(2 * step + 3);
-    }
   }
 }
 
 // o += p v; `beside(step)` is computed among the products.
-template <int kCount, typename Beside>
+template <typename Beside>
 __device__ __forceinline__ void multiply_pv(out_frag_t& o,
-                                            const float (&p)[kRowTiles][kCount][4],
+                                            const scores_frag_t& p,
                                             const lanes_t& lanes,
-                                            int first,
                                             Beside beside) {
-  constexpr int kNum = kSides > 1 ? kBlockN / 16 : kCount / 2;
 #pragma unroll
-  for (int step = 0; step < kNum; ++step) {
+  for (int step = 0; step < kBlockN / 16; ++step) {
     beside(step);
     // The accumulators of two tiles of scores are the A operand of one step.
     unsigned a[kRowTiles][4];
@@ -339,7 +244,7 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
 #pragma unroll
     for (int n = 0; n < kOutTiles; n += 2) {
       unsigned b[4];
-      ptx::ldmatrix_x4_trans(b, lanes.v.at(8 * first + 16 * step, lanes_t::out_tile(n)));
+      ptx::ldmatrix_x4_trans(b, lanes.v.at(16 * step, lanes_t::out_tile(n)));
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         pair16_t::mma(o[m][n], a[m], b[0], b[1]);
@@ -352,7 +257,7 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
 __device__ __forceinline__ void multiply_pv(out_frag_t& o,
                                             const scores_frag_t& p,
                                             const lanes_t& lanes) {
-  multiply_pv(o, p, lanes, 0, [](int) {});
+  multiply_pv(o, p, lanes, [](int) {});
 }
 
 template <int kCount>

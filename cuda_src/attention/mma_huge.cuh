@@ -58,8 +58,7 @@ __device__ __forceinline__ bool take_centers(centers_t& centers,
 }
 
 // Scores of huge rows become differences to the largest so far, which l and o follow.
-template <int kCount>
-__device__ __forceinline__ void center(float (&s)[kRowTiles][kCount][4],
+__device__ __forceinline__ void center(scores_frag_t& s,
                                        out_frag_t& o,
                                        softmax_t& rows,
                                        centers_t& centers,
@@ -72,7 +71,7 @@ __device__ __forceinline__ void center(float (&s)[kRowTiles][kCount][4],
     const float before = centers.at[r];
     float now = before;
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
+    for (int n = 0; n < kScoreTiles; ++n) {
       now = fmaxf(now, s[r / 2][n][r % 2 * 2]);
       now = fmaxf(now, s[r / 2][n][r % 2 * 2 + 1]);
     }
@@ -83,7 +82,7 @@ __device__ __forceinline__ void center(float (&s)[kRowTiles][kCount][4],
     if constexpr (kSplits) {
       int key = -1;
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) {
+      for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           if (s[r / 2][n][r % 2 * 2 + e] == now) key = 8 * n + e;
@@ -97,7 +96,7 @@ __device__ __forceinline__ void center(float (&s)[kRowTiles][kCount][4],
     // Infinities have no difference.
     const float by = usual || now == -infinity<float>() ? 0.f : now;
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
+    for (int n = 0; n < kScoreTiles; ++n) {
       s[r / 2][n][r % 2 * 2] -= by;
       s[r / 2][n][r % 2 * 2 + 1] -= by;
     }

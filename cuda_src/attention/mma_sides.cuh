@@ -110,7 +110,7 @@ __device__ __forceinline__ void weigh_and_multiply(const softmax_t& rows,
                                                    const lanes_t& lanes) {
   constexpr int kSteps = kBlockN / 16, kEach = kScoreTiles / kSteps;
   static_assert(kEach * kSteps == kScoreTiles);
-  multiply_pv(o, s, lanes, 0, [&](int step) {
+  multiply_pv(o, s, lanes, [&](int step) {
     weigh(rows, s, to_log2, sums, step * kEach, (step + 1) * kEach);
   });
 }

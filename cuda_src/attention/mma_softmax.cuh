@@ -43,9 +43,8 @@ __device__ __forceinline__ float exponent(float s, float to_log2, float referenc
 
 // Where needed, moves the reference and brings l on it; then o must follow by alpha,
 // which all lanes of the warp are told.
-template <int kCount>
 __device__ __forceinline__ bool raise(softmax_t& rows,
-                                      const float (&s)[kRowTiles][kCount][4],
+                                      const scores_frag_t& s,
                                       float to_log2) {
   float largest[kRows];
   bool passes = false;
@@ -53,7 +52,7 @@ __device__ __forceinline__ bool raise(softmax_t& rows,
   for (int r = 0; r < kRows; ++r) {
     largest[r] = s[r / 2][0][r % 2 * 2];
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) {
+    for (int n = 0; n < kScoreTiles; ++n) {
       largest[r] = fmaxf(largest[r], s[r / 2][n][r % 2 * 2]);
       largest[r] = fmaxf(largest[r], s[r / 2][n][r % 2 * 2 + 1]);
     }
@@ -130,13 +129,12 @@ constexpr float kLargestSum = 4096;
 
 // s becomes p = exp(s - reference), in tiles [first, last) of 8 columns; sums of this
 // thread's columns, with the rest of those before.
-template <int kCount>
 __device__ __forceinline__ void weigh(const softmax_t& rows,
-                                      float (&s)[kRowTiles][kCount][4],
+                                      scores_frag_t& s,
                                       float to_log2,
                                       float (&sums)[kRows],
                                       int first = 0,
-                                      int last = kCount) {
+                                      int last = kScoreTiles) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (first == 0) sums[r] = rows.rest[r];
@@ -147,29 +145,6 @@ __device__ __forceinline__ void weigh(const softmax_t& rows,
         float& x = s[r / 2][n][e];
         x = ptx::ex2_approx_ftz(exponent(x, to_log2, rows.reference[r]));
         sums[r] += x;
-      }
-    }
-  }
-}
-
-// The same, and weights of tiles [first, last) in 16 bits.
-template <int kCount>
-__device__ __forceinline__ void weigh_packed(const softmax_t& rows,
-                                             float (&s)[kRowTiles][kCount][4],
-                                             float to_log2,
-                                             float (&sums)[kRows],
-                                             weights_t<kCount>& p,
-                                             int first = 0,
-                                             int last = kCount) {
-  weigh(rows, s, to_log2, sums, first, last);
-#pragma unroll
-  for (int n = first; n < last; ++n) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        p[n / 2][m][n % 2 * 2 + e] = pair16_t::from(s[m][n][2 * e], s[m][n][2 * e + 1]);
-        ptx::forget(p[n / 2][m][n % 2 * 2 + e]);
       }
     }
   }
@@ -190,29 +165,6 @@ __device__ __forceinline__ bool are_small(const float (&sums)[kRows]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) all &= sums[r] <= kLargestSum;
   return all;
-}
-
-// Which rows want their reference moved: one half of a tile is weighed already.
-template <int kCount>
-__device__ __forceinline__ bool wants_to_move(const softmax_t& rows,
-                                              const float (&two)[kRowTiles][kCount][4],
-                                              float to_log2,
-                                              const float (&sums)[kRows],
-                                              bool (&wants)[kRows]) {
-  bool any = false;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    float largest = two[r / 2][0][r % 2 * 2];
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      largest = fmaxf(largest, two[r / 2][n][r % 2 * 2]);
-      largest = fmaxf(largest, two[r / 2][n][r % 2 * 2 + 1]);
-    }
-    wants[r] = !(sums[r] <= kLargestSum) |
-               (exponent(largest, to_log2, rows.reference[r]) > kLazyLog2);
-    any |= wants[r];
-  }
-  return any;
 }
 
 // The largest of this warp's scores of row r.

@@ -239,7 +239,7 @@ class MmaKernel:
             waves = max(waves + 0.5, 1) if rounds == 1 else math.ceil(waves)
             return waves * (min(rounds, tiles) * length + _START)
 
-        return min((1, 2) if tile.sides == 1 else (1, 2, 4), key=time)
+        return min((1, 2, 4) if tile.sides > 1 and tile.stages > 1 else (1, 2), key=time)
 
     def is_aligned(self, problem: AttentionProblem) -> bool:
         """Whether rows of 16-bit inputs are known to be whole chunks of 16 bytes."""
@@ -426,7 +426,7 @@ MMA = MmaKernel(
                     # 347.9; 32 keys 313.5
                     MmaTile(128, 64, 128, 2, 2, only_plain=True, stays=True),
                     # Two blocks where shared memory is that of sm_80.
-                    MmaTile(128, 64, 128, 1, 2, only_plain=True, newest=(8, 0)),
+                    MmaTile(128, 64, 128, 1, 2, only_plain=True, newest=(8, 0), stays=True),
                     MmaTile(128, 64, 256),  # 264.3
                     _SMALL,
                 ),
@@ -437,6 +437,8 @@ MMA = MmaKernel(
                     # 350.0; one stage 336.7
                     MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0), stays=True),
                     MmaTile(64, 64, 256, 2, sides=2, newest=(9, 0)),  # 234.7
+                    MmaTile(128, 64, 256, 1, sides=2, stays=True),
+                    MmaTile(64, 64, 256, 1, sides=2),
                     MmaTile(128, 64, 256),  # 316.6; 32 keys 252.8
                     MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1
                     MmaTile(64, 64, 128, only_plain=True),

@@ -38,7 +38,7 @@ constexpr bool kPrepared = true;
 #else
 constexpr bool kPrepared = false;
 #endif
-// Rows of q, k and v start at multiples of 16 bytes.
+// Rows of 16-bit q, k and v are known to be whole chunks of 16 bytes.
 #ifdef ALIGNED
 constexpr bool kAligned = true;
 #else
@@ -69,18 +69,21 @@ constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
 constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
 // Fragments of q stay in registers where there is room.
-constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
-// Results leave by way of shared memory, while the next tiles come: from one stage, or
-// from a place of their own; else from the place of all tiles.
-constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ;
-// Half of the rows at a time, by the place of weights.
+constexpr bool kKeepQ =
+    !kSplits && kHeadDim <= 64 && kHeadDimV <= 64 && kRowTiles * kHeadDim <= 128;
+// Results leave by way of shared memory, while the next tiles come: from one stage,
+// from a place of their own, or as follows; else from the place of all tiles.
+constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ && kSides == 1;
+// Half of the rows at a time, by the place of weights: q and k of the next tile come
+// beside the last products with v.
 constexpr bool kOutByP = kStays && kStages == 1 && kSides > 1;
+constexpr int kOutRounds = kOutByP ? 2 : 1;
 // By the place of q, which then comes last.
 constexpr bool kOutByQ =
     kStays && !kOutApart && !kOutByP && (kStages == 1 || kBytesOut > kStage);
-constexpr int kOutRounds = kOutByP ? 2 : 1;
 static_assert(!kStays || (!kSplits && !kHasTerms));
-static_assert(!kStays || kOutApart || kOutByP || kBytesOut <= (kOutByQ ? kBytesQ : kStage));
+static_assert(!kStays || kOutApart || kOutByP ||
+              kBytesOut <= (kOutByQ ? kBytesQ : kStage));
 static_assert(!kOutByP || (kBytesOut <= 4 * kBytesP && kRowTiles == 2));
 constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kBytesOut
                                  : kBytesTiles > kBytesOut ? kBytesTiles
@@ -96,7 +99,7 @@ constexpr double kGivenBack =
 
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
-  int low, high, num_keys;  // as band_t, for the tile at key 0
+  int low, high, num_keys;      // as band_t, for the tile at key 0
   int plain_first, plain_last;  // tiles of which all queries see all keys
 
   block_t() = default;
@@ -156,6 +159,9 @@ struct kept_t {
   item_t item;
   int turn;  // of the item among those of this block
   bool aligned_q, aligned_k, aligned_v;
+  __device__ bool has_aligned_q() const { return kAligned || aligned_q; }
+  __device__ bool has_aligned_k() const { return kAligned || aligned_k; }
+  __device__ bool has_aligned_v() const { return kAligned || aligned_v; }
   bool special;                 // a value of this block's keys is not finite
   const unsigned char* images;  // of the tiles of k and v, of this head
 };
@@ -349,16 +355,10 @@ __device__ __forceinline__ void store_tile(elem_t* out,
     if (count <= 0) return;
     elem_t* at = out + row * to.row + chunk * kElems * to.col;
     if (as_vectors) {
-      // All are read before the first is stored: one after the other would wait.
-      uint4 words[kOwnRows / kStep];
 #pragma unroll
       for (int n = 0; n < kOwnRows / kStep; ++n) {
         const unsigned from = rows_t::offset(place + n * kStep, chunk);
-        words[n] = *reinterpret_cast<const uint4*>(tile + from);
-      }
-#pragma unroll
-      for (int n = 0; n < kOwnRows / kStep; ++n) {
-        if (row + n * kStep < num_rows) *reinterpret_cast<uint4*>(at) = words[n];
+        if (row + n * kStep < num_rows) store_chunk(at, tile + from, 1, kElems, true);
         at += kStep * to.row;
       }
     } else {
@@ -429,8 +429,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   // Scores times to_log2 are exponents of 2.
   const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
   const float to_log2 = static_cast<float>(scale * kLog2e);
-  auto is_aligned_k = [&] { return kAligned || has_aligned_rows(k_rows, params.k.row, dim); };
-  auto is_aligned_v = [&] { return kAligned || has_aligned_rows(v_rows, params.v.row, dim_v); };
+  auto is_aligned_k = [&] {
+    return kAligned || has_aligned_rows(k_rows, params.k.row, dim);
+  };
+  auto is_aligned_v = [&] {
+    return kAligned || has_aligned_rows(v_rows, params.v.row, dim_v);
+  };
   auto keep = [&] {
     if (threadIdx.x == 0) {
       kept.at = at;
@@ -474,11 +478,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   };
   auto source_k = [&]() -> source_t {
     if constexpr (kSplits) return {k_rows, aligned_k, last};
-    return {read_anew(kept).k_rows, kAligned || read_anew(kept).aligned_k, last};
+    return {read_anew(kept).k_rows, read_anew(kept).has_aligned_k(), last};
   };
   auto source_v = [&]() -> source_t {
     if constexpr (kSplits) return {v_rows, aligned_v, last};
-    return {read_anew(kept).v_rows, kAligned || read_anew(kept).aligned_v, last};
+    return {read_anew(kept).v_rows, read_anew(kept).has_aligned_v(), last};
   };
   auto load_k = [&](int j0, source_t source) {
     const int tile = j0 / kSpanN, stage = kStages == 2 ? tile % 2 : 0;
@@ -504,9 +508,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         load_image<kImageV>(smem_v + stage * kStage,
                             read_anew(kept).images + tile * kImage + kImageK);
       } else if constexpr (!kSplits) {
-        copy_tile<kSpanN, kHeadDimV>(smem_v + stage * kStage, source.rows,
-                                     params.v.row, tile * kSpanN, source.last, dim_v,
-                                      source.aligned);
+        copy_tile<kSpanN, kHeadDimV>(smem_v + stage * kStage, source.rows, params.v.row,
+                                     tile * kSpanN, source.last, dim_v, source.aligned);
       } else {
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStage,
                                       source.rows + j0 * params.v.row, params.v.row,
@@ -522,13 +525,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const kept_t& with = read_anew(kept);
     const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
     return copy_t<kSpanN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
-                                     j0, last, dim, kAligned || with.aligned_k);
+                                    j0, last, dim, with.has_aligned_k());
   };
   auto ready_v = [&](int j0) {
     const kept_t& with = read_anew(kept);
     const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
-    return copy_t<kSpanN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
-                                      params.v.row, j0, last, dim_v, kAligned || with.aligned_v);
+    return copy_t<kSpanN, kHeadDimV>(smem_v + stage * kStage, with.v_rows, params.v.row,
+                                     j0, last, dim_v, with.has_aligned_v());
   };
   auto start_k = [&](const copy_t<kSpanN, kHeadDim>& copy, int j0) {
     if (!copy.is_ready) {
@@ -574,21 +577,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     begin(item, aligned_q, k_rows, is_aligned_k(), v_rows, is_aligned_v());
     go_on(item.first, item.last, k_rows, is_aligned_k());
   }
-#ifdef PREFETCH
-  {
-    for (int row = i0 + threadIdx.x; row < min(i0 + kBlockM, int(params.seqlen_k));
-         row += kNumThreads) {
-#pragma unroll
-      for (int n = 0; n < kHeadDim; n += 64) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(k_rows + row * params.k.row + n));
-      }
-#pragma unroll
-      for (int n = 0; n < kHeadDimV; n += 64) {
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(v_rows + row * params.v.row + n));
-      }
-    }
-  }
-#endif
   keep();
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
@@ -652,8 +640,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         if (kStaged || kStages == 2) load_v(start(), source_v());
         __syncthreads();  // the facts are cleared
         size_q = split_q(smem_q, largest_q, read_anew(kept).item.q_rows, params.q.row,
-                         read_anew(kept).item.num_rows, dim, read_anew(kept).aligned_q,
-                         unit_q);
+                         read_anew(kept).item.num_rows, dim,
+                         read_anew(kept).has_aligned_q(), unit_q);
       } else {
         if (careful) {
           if (kOutByP && begun) {
@@ -662,9 +650,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             begun = false;
           }
           const kept_t& with = read_anew(kept);
-          begin(with.item, kAligned || with.aligned_q, with.k_rows,
-                kAligned || with.aligned_k, with.v_rows, kAligned || with.aligned_v);
-          go_on(with.item.first, with.item.last, with.k_rows, with.aligned_k);
+          begin(with.item, with.has_aligned_q(), with.k_rows, with.has_aligned_k(),
+                with.v_rows, with.has_aligned_v());
+          go_on(with.item.first, with.item.last, with.k_rows, with.has_aligned_k());
         }
         if constexpr (kKeepQ) {
           ptx::wait_copy_groups<1>();
@@ -714,11 +702,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
             if (careful) center(s, o, rows, centers, across, to_log2, j0);
             raise_shared(rows, s, across, to_log2, sums);
-            // All have read k.
-            if constexpr (!kAhead) load_k(j0 + kBlockN, source_k());
             rescale(o, rows);
             weigh(rows, s, to_log2, sums);
             put_at(j0);
+            if constexpr (!kAhead) {
+              __syncthreads();  // all have read k
+              load_k(j0 + kBlockN, source_k());
+            }
             ptx::wait_copy_groups<0>();
             __syncthreads();
           }
@@ -769,8 +759,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                 const int query = query_of_turn(with.turn + 1, num_tiles);
                 if (query >= 0) {
                   const item_t item(with.head, with.q_head, params.q.row, query);
-                  begin_q(item, with.aligned_q);
-                  load_k(item.first, {with.k_rows, with.aligned_k, item.last});
+                  begin_q(item, with.has_aligned_q());
+                  load_k(item.first, {with.k_rows, with.has_aligned_k(), item.last});
                   begun = true;
                 }
               }
@@ -961,7 +951,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
           } else {
             if (careful) {
-              if (clean_values(smem_v + stage * kStage + tile % kSpan * kBytesV)) kept.special = true;
+              if (clean_values(smem_v + stage * kStage + tile % kSpan * kBytesV))
+                kept.special = true;
               __syncthreads();  // all have cleaned their part
             }
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
@@ -1014,17 +1005,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if constexpr (kStays) {
       const int query = query_of_turn(kept.turn + 1, num_tiles);
       next = item_t(kept.head, kept.q_head, params.q.row, query);
-      smem_out =
-          kOutByQ     ? smem_q
-          : kOutByP   ? smem_p
-          : kOutApart ? smem + kBytesTiles
-                      : smem_k + (stage_of(next.first) ^ 1) * kStage;
+      smem_out = kOutByQ     ? smem_q
+                 : kOutByP   ? smem_p
+                 : kOutApart ? smem + kBytesTiles
+                             : smem_k + (stage_of(next.first) ^ 1) * kStage;
       if (next.i0 >= 0) {
         if (kOutByP && begun) {
-          load_v(next.first, {kept.v_rows, kAligned || kept.aligned_v, next.last});
+          load_v(next.first, {kept.v_rows, kept.has_aligned_v(), next.last});
         } else {
-          begin(next, kAligned || kept.aligned_q, kept.k_rows, kAligned || kept.aligned_k, kept.v_rows,
-                kAligned || kept.aligned_v, !kOutByQ);
+          begin(next, kept.has_aligned_q(), kept.k_rows, kept.has_aligned_k(),
+                kept.v_rows, kept.has_aligned_v(), !kOutByQ);
         }
       }
     }
@@ -1143,11 +1133,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       last = next.last;
       __syncthreads();  // this tile of queries has left, and nobody asks for it
       if constexpr (kOutByQ) {
-        begin_q(next, kAligned || kept.aligned_q);
+        begin_q(next, kept.has_aligned_q());
         ptx::commit_copies();
         ptx::wait_copy_groups<0>();
       }
-      go_on(first, last, kept.k_rows, kAligned || kept.aligned_k);
+      go_on(first, last, kept.k_rows, kept.has_aligned_k());
       if (threadIdx.x == 0) {
         kept.item = next;
         kept.turn += 1;

@@ -422,7 +422,7 @@ MMA = MmaKernel(
     # attention_mma_lengths_h200.json).
     tiles={
         ("float16", False): (
-            # 309.7; two stages 306.5, 3 blocks of 64 queries 279.2
+            # 366.0; 3 blocks of 64 queries 296.4, one of 256 310.3
             (
                 64,
                 (
@@ -439,9 +439,9 @@ MMA = MmaKernel(
             (
                 128,
                 (
-                    # 347.9; 32 keys 313.5
+                    # 393.8; 32 keys 313.5
                     MmaTile(128, 64, 128, 2, 2, only_plain=True, stays=True),
-                    # Two blocks where shared memory is that of sm_80.
+                    # 400.3, but spills on sm_90 and 100; one block of 256 queries 371.0
                     MmaTile(
                         128, 64, 128, 1, 2, only_plain=True, newest=(8, 0), stays=True
                     ),
@@ -452,12 +452,12 @@ MMA = MmaKernel(
             (
                 256,
                 (
-                    # 350.0; one stage 336.7
+                    # 361.7
                     MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0), stays=True),
                     MmaTile(64, 64, 256, 2, sides=2, newest=(9, 0)),  # 234.7
-                    MmaTile(128, 64, 256, 1, sides=2, stays=True),
+                    MmaTile(128, 64, 256, 1, sides=2, stays=True),  # 358.2
                     MmaTile(64, 64, 256, 1, sides=2),
-                    MmaTile(128, 64, 256),  # 316.6; 32 keys 252.8
+                    MmaTile(128, 64, 256),  # 314.5; 32 keys 252.8
                     MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1
                     MmaTile(64, 64, 128, only_plain=True),
                     MmaTile(64, 32, 128),

@@ -11,8 +11,9 @@
 //            stays (STAYS), several of one head, of which it fetches the next one while
 //            it stores; last tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
-//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
-//                                                     comes to a tile of its own first
+//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each, of kSpan
+//                                                     tiles; float32 comes to a tile of
+//                                                     its own first
 //            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1)),
 //                  or two warps share twice as many (mma_sides.cuh)
 // Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
@@ -46,7 +47,7 @@ constexpr bool kAligned = false;
 #endif
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
-// Where warps share rows, k comes a tile ahead.
+// Where warps share rows and have two stages, k comes a tile ahead.
 constexpr bool kAhead = kSides > 1 && kStages == 2;
 // A block has several tiles of queries.
 #ifdef STAYS
@@ -569,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     load_k(with.first, {k_rows, aligned_k, with.last});
     load_v(with.first, {v_rows, aligned_v, with.last});
   };
-  // Where warps share rows, also the second tile of k.
+  // Where k comes a tile ahead, also the second one of it.
   auto go_on = [&](int first, int last, const elem_t* k_rows, bool aligned_k) {
     if constexpr (kAhead) load_k(first + kBlockN, {k_rows, aligned_k, last});
   };
@@ -644,7 +645,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                          read_anew(kept).has_aligned_q(), unit_q);
       } else {
         if (careful) {
-          if (kOutByP && begun) {
+          if (kOutByP && begun) {  // too early
             ptx::wait_copy_groups<0>();
             __syncthreads();
             begun = false;
@@ -683,18 +684,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 #pragma unroll 1
         for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
           const auto next_v = ready_v(kAhead ? j0 + kBlockN : j0);
-          auto next_k = ready_k(j0 + 2 * kBlockN);
+          const auto next_k = ready_k(j0 + 2 * kBlockN);
           const bool sees_next = bounds().sees_all(j0 + kBlockN);
           if (is_first) {
             ptx::wait_copy_groups<kAhead ? 2 : 1>();
           } else {
             ptx::wait_copy_groups<0>();
           }
-          // This tile of v, its weights and the next tile of k are complete; all have
-          // read the ones before.
+          // The weights of this tile and the next tile of k are complete, of two stages
+          // this tile of v too; all have read the ones before.
           if (__syncthreads_or(again)) {
             if (!kAhead && !is_first) {
-              load_k(j0, source_k());
+              load_k(j0, source_k());  // again
               ptx::wait_copy_groups<0>();
               __syncthreads();
             }
@@ -723,7 +724,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           if (careful) {
             if constexpr (!kAhead) {
               ptx::wait_copy_groups<0>();
-              __syncthreads();
+              __syncthreads();  // v is complete
             }
             if (clean_values(smem_v + (kAhead ? stage_of(j0) : 0) * kStage)) {
               kept.special = true;
@@ -951,8 +952,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
           } else {
             if (careful) {
-              if (clean_values(smem_v + stage * kStage + tile % kSpan * kBytesV))
-                kept.special = true;
+              const unsigned at = stage * kStage + tile % kSpan * kBytesV;
+              if (clean_values(smem_v + at)) kept.special = true;
               __syncthreads();  // all have cleaned their part
             }
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);

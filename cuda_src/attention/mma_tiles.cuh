@@ -31,16 +31,21 @@ struct tile_t {
   }
 
   // Where a lane's address for a product starts. A step moves by `chunks` (even)
-  // columns of 8 and by rows in multiples of 8. A tile lies at a multiple of 128, so
-  // that an exchange of chunks changes bits of the address that no row does.
+  // columns of 8 and by rows in multiples of 8, which are added as they are.
   unsigned base;
+  int x;
   __device__ __forceinline__ tile_t(unsigned tile, int row, int chunk)
-      : base(tile + offset(row, chunk)) {}
+      : base(tile + row * kPitch), x(chunk ^ exchange(row)) {}
   __device__ __forceinline__ unsigned at(int row, int chunk) const {
-    return (base ^ (chunk & kMask) * 16) + (chunk & ~kMask) * 16 + row * kPitch;
+    return base + (((chunk & kMask) ^ x) + (chunk & ~kMask)) * 16 + row * kPitch;
   }
   // What follows from it is computed anew.
-  __device__ __forceinline__ void forget() { ptx::forget(base); }
+  __device__ __forceinline__ void forget() {
+    ptx::forget(base);
+    unsigned word = x;
+    ptx::forget(word);
+    x = word;
+  }
 };
 
 __device__ __forceinline__ unsigned shared_address(const void* p) {

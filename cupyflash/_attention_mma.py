@@ -27,7 +27,7 @@ DIMS = (32, 64, 96, 128, 192, 256)
 # keeps for its end.
 _FACTS = 128 + 384
 # The same behind each tile that has been split beforehand.
-_FACTS_OF_IMAGE = 64
+_FACTS_OF_IMAGE = 128
 # Bytes of such tiles, of all keys, that are allowed a byte of out.
 _MOST_IMAGES = 4
 _PREPARE_THREADS = 256
@@ -57,6 +57,8 @@ class MmaTile:
     only_plain: bool = False  # options would need more registers than there are
     sides: int = 1  # warps that share rows (mma_sides.cuh)
     stays: bool = False  # a block has several tiles of queries, if scores are plain
+    span: int = 1  # tiles of keys that come at once
+    most_keys: float = math.inf  # for whom it is the best
     # Compute capabilities between which it does not spill.
     oldest: tuple[int, int] = (0, 0)
     newest: tuple[int, int] = (99, 0)
@@ -67,6 +69,12 @@ def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
     return parts * block_n * 2 * sum(dims) + 2 * _FACTS_OF_IMAGE
 
 
+def keeps_q(tile: MmaTile, dims: tuple[int, int]) -> bool:
+    """Whether queries lie in registers (kKeepQ of mma.cu)."""
+    row_tiles = tile.block_m * tile.sides * 2 // tile.num_threads
+    return max(dims) <= 64 and row_tiles * dims[0] <= 128
+
+
 def smem_bytes(
     tile: MmaTile,
     dims: tuple[int, int],
@@ -75,14 +83,15 @@ def smem_bytes(
     stays: bool = False,
 ) -> int:
     """Shared memory of mma.cu: 16-bit tiles, and float32 ones as they came."""
-    stages = tile.stages * image_bytes(tile.block_n, dims, parts)
+    stages = tile.stages * image_bytes(tile.span * tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
     out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
-    if stays and tile.stages == 1:  # which come meanwhile
+    apart = tile.stages == tile.sides == 1 and keeps_q(tile, dims)
+    if stays and apart:  # they come meanwhile
         tiles, out = tiles + out, 0
     # Weights, and two words a row and side.
-    row = tile.stages * 2 * tile.block_n + 16
+    row = 2 * 2 * tile.block_n + 16
     shared = tile.block_m * row if tile.sides > 1 else 0
     return max(tiles, out) + _FACTS + shared
 
@@ -201,16 +210,21 @@ class MmaKernel:
 
         That levels blocks of unlike length; alike, two blocks of a multiprocessor hide
         each other's start and end as well. Results leave through shared memory while
-        the next tiles come: through a stage of k and v, which has to be large enough.
-        Where warps share rows, an option would take 8 bytes of registers too many.
+        the next tiles come: through a place of their own, that of weights, that of q,
+        or a stage of k and v, of which the last two have to be large enough. Where
+        warps share rows, an option would take 8 bytes of registers too many.
         """
         dim, dim_v = self.dims(problem)
-        room = tile.block_n * (dim + dim_v) >= tile.block_m * dim_v
+        if tile.stages == 1:
+            room = dim >= dim_v or tile.sides > 1 or keeps_q(tile, (dim, dim_v))
+        else:
+            stage = tile.span * tile.block_n * (dim + dim_v)
+            room = max(stage, tile.block_m * dim) >= tile.block_m * dim_v
         if tile.sides == 1:
             pays = problem.left is not None or problem.right is not None
         else:
             pays = is_plain(problem)
-        return tile.stays and pays and (tile.stages == 1 or room)
+        return tile.stays and pays and room
 
     def rounds(self, tile: MmaTile, problem: AttentionProblem, num_sms: int) -> int:
         """Tiles of queries that a block takes, for the least time of all."""
@@ -232,7 +246,16 @@ class MmaKernel:
             waves = max(waves + 0.5, 1) if rounds == 1 else math.ceil(waves)
             return waves * (min(rounds, tiles) * length + _START)
 
-        return min((1, 2) if tile.sides == 1 else (1, 2, 4), key=time)
+        return min(
+            (1, 2, 4) if tile.sides > 1 and tile.stages > 1 else (1, 2), key=time
+        )
+
+    def is_aligned(self, problem: AttentionProblem) -> bool:
+        """Whether rows of 16-bit inputs are known to be whole chunks of 16 bytes."""
+        in_chunks = (problem.head_dim | problem.head_dim_v) % 8 == 0
+        lengths = min(problem.seqlen_q, problem.seqlen_k)  # of one row, any stride
+        is_known = problem.dtype != "float32" and problem.no_tensor_map is None
+        return in_chunks and lengths > 1 and is_known
 
     def dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""
@@ -252,6 +275,7 @@ class MmaKernel:
             if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
             and (not tile.only_plain or is_plain(problem))
             and tile.oldest <= device.cc <= tile.newest
+            and problem.seqlen_k <= tile.most_keys
             and self.dims(problem)[1] % (32 * tile.sides) == 0
         ]
         return tuple(
@@ -313,8 +337,12 @@ class MmaKernel:
         }
         if tile.sides > 1:
             switches["SIDES"] = tile.sides
+        if tile.span > 1:
+            switches["SPAN"] = tile.span
         if self.stays(tile, problem):
             switches["STAYS"] = 1
+        if self.is_aligned(problem):
+            switches["ALIGNED"] = 1
         if self.is_prepared(problem):
             switches["PREPARED"] = 1
         if not scale_is_plain(problem.scale):
@@ -394,10 +422,14 @@ MMA = MmaKernel(
     # attention_mma_lengths_h200.json).
     tiles={
         ("float16", False): (
-            # 309.7; two stages 306.5, 3 blocks of 64 queries 279.2
+            # 366.0; 3 blocks of 64 queries 296.4, one of 256 310.3
             (
                 64,
                 (
+                    # 292.3 and 326.7 at 512 and 1024 keys; one stage 278.9 and 322.7
+                    MmaTile(
+                        128, 64, 128, 2, 2, True, stays=True, span=2, most_keys=1024
+                    ),
                     MmaTile(128, 64, 128, 1, 2, newest=(10, 9), stays=True),
                     MmaTile(128, 64, 128, 1, 2, only_plain=True),
                     _SMALL,
@@ -407,10 +439,12 @@ MMA = MmaKernel(
             (
                 128,
                 (
-                    # 347.9; 32 keys 313.5
+                    # 393.8; 32 keys 313.5
                     MmaTile(128, 64, 128, 2, 2, only_plain=True, stays=True),
-                    # Two blocks where shared memory is that of sm_80.
-                    MmaTile(128, 64, 128, 1, 2, only_plain=True, newest=(8, 0)),
+                    # 400.3, but spills on sm_90 and 100; one block of 256 queries 371.0
+                    MmaTile(
+                        128, 64, 128, 1, 2, only_plain=True, newest=(8, 0), stays=True
+                    ),
                     MmaTile(128, 64, 256),  # 264.3
                     _SMALL,
                 ),
@@ -418,10 +452,12 @@ MMA = MmaKernel(
             (
                 256,
                 (
-                    # 350.0; one stage 336.7
+                    # 361.7
                     MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0), stays=True),
                     MmaTile(64, 64, 256, 2, sides=2, newest=(9, 0)),  # 234.7
-                    MmaTile(128, 64, 256),  # 316.6; 32 keys 252.8
+                    MmaTile(128, 64, 256, 1, sides=2, stays=True),  # 358.2
+                    MmaTile(64, 64, 256, 1, sides=2),
+                    MmaTile(128, 64, 256),  # 314.5; 32 keys 252.8
                     MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1
                     MmaTile(64, 64, 128, only_plain=True),
                     MmaTile(64, 32, 128),

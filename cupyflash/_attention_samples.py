@@ -86,8 +86,11 @@ def _bounded():
         yield replace(made_up("bfloat16", 192, **bounds), head_dim_v=128), 1
         for head_dim in (192, 256):
             yield replace(made_up("bfloat16", head_dim, **bounds), seqlen_q=8192), 1
-        # Short sequences, and a batch of two axes.
+        yield replace(made_up("float16", 64, **bounds), seqlen_k=1024), 1
+        # Short sequences, a batch of two axes, and rows of any alignment.
         for head_dim in (64, 128, 256):
+            asked = made_up("bfloat16", head_dim, **bounds)
+            yield replace(asked, no_tensor_map="q starts anywhere"), 1
             yield replace(made_up("float16", head_dim, **bounds), seqlen_q=1024), 1
             keys = {"bias": "float32", "terms": "keys"}
             for more in ({}, {"left": 1024}, keys):

@@ -1,6 +1,7 @@
 """The mma row of the attention table: what it takes, its tiles, its split numbers."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import oracle
@@ -123,7 +124,7 @@ def test_tiles_fit_the_shared_memory(arch):
 def test_shared_memory_of_a_tile():
     tile = _attention_mma.MmaTile(128, 64, 128, stages=2)
     of_q, of_kv = 128 * 64 * 2, 64 * (64 + 32) * 2
-    few = 512 + 2 * 2 * 64
+    few = 512 + 2 * 2 * 128
     assert _attention_mma.smem_bytes(tile, (64, 32), 1, False) == of_q + 2 * of_kv + few
     staged = _attention_mma.smem_bytes(tile, (64, 32), 2, True)
     assert staged == 2 * (of_q + 2 * of_kv) + 2 * of_kv + few
@@ -136,6 +137,43 @@ def test_results_leave_apart_while_the_next_tiles_come():
         assert _attention_mma.smem_bytes(tile, (64, 64), 1, False, True) == (
             alone + apart
         )
+
+
+def test_results_leave_by_places_that_are_there():
+    alone, stays = (
+        _attention_mma.smem_bytes(
+            _attention_mma.MmaTile(128, 64, 128), (128, 128), 1, False, stays
+        )
+        for stays in (False, True)
+    )
+    assert alone == stays  # by that of q
+    tile = MMA.tile(problem(head_dim=64, head_dim_v=128, right=0), device("sm_80"))
+    assert tile.stays
+    # q is smaller than the results.
+    assert not MMA.stays(tile, problem(head_dim=64, head_dim_v=128, right=0))
+    assert MMA.stays(tile, problem(head_dim=128, head_dim_v=64, right=0))
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_tiles_of_keys_come_by_two_for_few_keys(arch):
+    spans = [
+        MMA.tile(problem(seqlen_q=n, seqlen_k=n), device(arch)).span
+        for n in (512, 1024, 1025, 4096)
+    ]
+    has_room = device(arch).smem_optin > 160 << 10
+    assert spans == ([2, 2, 1, 1] if has_room else [1, 1, 1, 1])
+
+
+def test_rows_that_are_whole_chunks_are_known_to_be():
+    def knows(**options):
+        (config,) = MMA.configs(problem(**options), 1, device("sm_80"))
+        return "ALIGNED" in dict(config.variant.defines)
+
+    assert knows()
+    assert not knows(no_tensor_map="q starts 8 bytes past a multiple of 16")
+    assert not knows(head_dim=60)
+    assert not knows(seqlen_k=1)
+    assert not MMA.is_aligned(problem("float32"))
 
 
 def rounds(num_sms=132, **options):
@@ -345,7 +383,9 @@ SHARED = [
 @pytest.mark.parametrize(
     "option", ["full", "causal", "causal behind", "window", "sinks", "key lengths"]
 )
-@pytest.mark.parametrize("dims", [(256, 256), (192, 192), (250, 161), (70, 256)])
+@pytest.mark.parametrize(
+    "dims", [(256, 256), (192, 192), (250, 161), (70, 256), (64, 256)]
+)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("tile", SHARED, ids=lambda tile: f"{tile.block_m}")
 def test_rows_that_warps_share(cupy, rng, forced, tile, dtype, dims, option):
@@ -365,14 +405,30 @@ def test_shared_tiles_give_the_same_bits(cupy, rng, forced):
         forced(tile)
         results = cupyflash.attention(*arrays, causal=True, return_lse=True)
         found.append([to_host(x) for x in results])
+    for results in found[1:]:
+        for x, y in zip(results, found[0], strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_tiles_of_keys_that_come_by_two_give_the_same_bits(cupy, rng, forced, causal):
+    arrays = [place(cupy, rng.normal(size=(1, 2, 700, 64)).astype("f2")) for _ in "qkv"]
+    found = []
+    for arch in ("sm_80", "sm_86"):
+        tile = staying((64, 64), arch)
+        assert tile.span == (2 if arch == "sm_80" else 1)
+        forced(dataclasses.replace(tile, newest=(99, 0)))
+        results = cupyflash.attention(*arrays, causal=causal, return_lse=True)
+        found.append([to_host(x) for x in results])
     for x, y in zip(*found, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
-def staying(dims):
-    """The tile of sm_90 that takes several tiles of queries a block."""
-    asked = problem("float16", dims[0], head_dim_v=dims[1], right=0)
-    tile = MMA.tile(asked, device("sm_90a"))
+def staying(dims, arch):
+    """The tile of an architecture that takes several tiles of queries a block."""
+    asked = problem("float16", dims[0], head_dim_v=dims[1], right=0, seqlen_k=512)
+    tile = MMA.tile(asked, device(arch))
     assert MMA.stays(tile, asked)
     return tile
 
@@ -383,13 +439,23 @@ def staying(dims):
 )
 @pytest.mark.parametrize("keys", [450, 512])
 @pytest.mark.parametrize(
-    "dims", [(64, 64), (40, 64), (128, 128), (128, 72), (256, 256), (256, 192)]
+    ("arch", "dims"),
+    [
+        # Tiles of keys that come by two, and one stage.
+        ("sm_80", (64, 64)),
+        ("sm_80", (40, 64)),
+        ("sm_86", (64, 64)),
+        ("sm_86", (40, 64)),
+        *itertools.product(
+            ("sm_80", "sm_90a"), ((128, 128), (128, 72), (256, 256), (256, 192))
+        ),
+    ],
 )
-def test_blocks_that_stay(cupy, rng, forced, monkeypatch, dims, keys, option):
+def test_blocks_that_stay(cupy, rng, forced, monkeypatch, arch, dims, keys, option):
     """However many tiles of queries a block takes, the bits are the same."""
     from cupyflash import _attention_gpu
 
-    tile = staying(dims)
+    tile = staying(dims, arch)
     q, k, v = (2, 4, 900, dims[0]), (2, 2, keys, dims[0]), (2, 2, keys, dims[1])
     arrays = [rng.normal(size=s).astype("f2") for s in (q, k, v)]
     options = OPTIONS[option](rng, q, k)

@@ -11,8 +11,9 @@
 //            stays (STAYS), several of one head, of which it fetches the next one while
 //            it stores; last tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
-//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
-//                                                     comes to a tile of its own first
+//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each, of kSpan
+//                                                     tiles; float32 comes to a tile of
+//                                                     its own first
 //            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1)),
 //                  or two warps share twice as many (mma_sides.cuh)
 // Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
@@ -38,28 +39,53 @@ constexpr bool kPrepared = true;
 #else
 constexpr bool kPrepared = false;
 #endif
+// Rows of 16-bit q, k and v are known to be whole chunks of 16 bytes.
+#ifdef ALIGNED
+constexpr bool kAligned = true;
+#else
+constexpr bool kAligned = false;
+#endif
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged));
-static_assert(kSides == 1 || kStages == 2);
+// Where warps share rows and have two stages, k comes a tile ahead.
+constexpr bool kAhead = kSides > 1 && kStages == 2;
 // A block has several tiles of queries.
 #ifdef STAYS
 constexpr bool kStays = true;
 #else
 constexpr bool kStays = false;
 #endif
+// Tiles of keys that come at once.
+#ifdef SPAN
+constexpr int kSpan = SPAN;
+#else
+constexpr int kSpan = 1;
+#endif
+constexpr int kSpanN = kSpan * kBlockN;
+static_assert(kSpan == 1 || (kStages == 2 && !kSplits && kSides == 1));
 // Of a stage in shared memory.
-constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
-constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageK = kSpan * kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageV = kSpan * kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
 constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
 constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
 // Fragments of q stay in registers where there is room.
-constexpr bool kKeepQ = !kSplits && kHeadDim <= 64 && kRowTiles * kHeadDim <= 128;
-// Results leave by way of shared memory, while the next tiles come: from one stage, or
-// from a place of their own; else from the place of all tiles.
-constexpr bool kOutApart = kStays && kStages == 1;
+constexpr bool kKeepQ =
+    !kSplits && kHeadDim <= 64 && kHeadDimV <= 64 && kRowTiles * kHeadDim <= 128;
+// Results leave by way of shared memory, while the next tiles come: from one stage,
+// from a place of their own, or as follows; else from the place of all tiles.
+constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ && kSides == 1;
+// Half of the rows at a time, by the place of weights: q and k of the next tile come
+// beside the last products with v.
+constexpr bool kOutByP = kStays && kStages == 1 && kSides > 1;
+constexpr int kOutRounds = kOutByP ? 2 : 1;
+// By the place of q, which then comes last.
+constexpr bool kOutByQ =
+    kStays && !kOutApart && !kOutByP && (kStages == 1 || kBytesOut > kStage);
 static_assert(!kStays || (!kSplits && !kHasTerms));
-static_assert(!kStays || kOutApart || kBytesOut <= kStage);
+static_assert(!kStays || kOutApart || kOutByP ||
+              kBytesOut <= (kOutByQ ? kBytesQ : kStage));
+static_assert(!kOutByP || (kBytesOut <= 4 * kBytesP && kRowTiles == 2));
 constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kBytesOut
                                  : kBytesTiles > kBytesOut ? kBytesTiles
                                                            : kBytesOut;
@@ -74,11 +100,20 @@ constexpr double kGivenBack =
 
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
-  int low, high, num_keys;  // as band_t, for the tile at key 0
+  int low, high, num_keys;      // as band_t, for the tile at key 0
+  int plain_first, plain_last;  // tiles of which all queries see all keys
+
+  block_t() = default;
+  __device__ __forceinline__ block_t(const band_t& head, int i0)
+      : low(head.low + i0),
+        high(head.high + i0),
+        num_keys(head.num_keys),
+        plain_first(low + kBlockM - 1),
+        plain_last(min(high, num_keys) - kBlockN) {}
 
   // Whether all queries see all keys of the tile at j0.
   __device__ __forceinline__ bool sees_all(int j0) const {
-    return low + kBlockM - 1 <= j0 && j0 + kBlockN <= min(high, num_keys);
+    return plain_first <= j0 && j0 <= plain_last;
   }
 };
 
@@ -96,10 +131,7 @@ struct item_t {
   // of queries it lies in.
   __device__ __forceinline__
   item_t(const band_t& head, const elem_t* q_head, index_t row_stride, int i0)
-      : q_rows(q_head + i0 * row_stride), i0(i0) {
-    block.low = head.low + i0;
-    block.high = head.high + i0;
-    block.num_keys = head.num_keys;
+      : q_rows(q_head + i0 * row_stride), block(head, i0), i0(i0) {
     num_rows = max(0, min(head.num_queries - i0, kBlockM));
     const bool any = num_rows > 0;
     first = any ? max(0, min(block.low, block.num_keys)) / kBlockN * kBlockN : 0;
@@ -128,6 +160,9 @@ struct kept_t {
   item_t item;
   int turn;  // of the item among those of this block
   bool aligned_q, aligned_k, aligned_v;
+  __device__ bool has_aligned_q() const { return kAligned || aligned_q; }
+  __device__ bool has_aligned_k() const { return kAligned || aligned_k; }
+  __device__ bool has_aligned_v() const { return kAligned || aligned_v; }
   bool special;                 // a value of this block's keys is not finite
   const unsigned char* images;  // of the tiles of k and v, of this head
 };
@@ -237,7 +272,9 @@ __device__ __forceinline__ void store_row(elem_t* row,
 // Rows of o times `inverse`, that of row lane % kRows, go to shared memory as 16 bits.
 __device__ __forceinline__ void put_rows(unsigned char* tile,
                                          out_frag_t& o,
-                                         float own_inverse) {
+                                         float own_inverse,
+                                         int round) {
+  constexpr int kRowsOfRound = kRows / kOutRounds;
   unsigned thread = threadIdx.x;
   ptx::forget(thread);  // what follows from it would take registers of the loop
   const int lane = lanes_t::lane(thread);
@@ -260,14 +297,16 @@ __device__ __forceinline__ void put_rows(unsigned char* tile,
       }
     }
   }
-  const tile_t<kHeadDimV> to(lane % 4 * 4, lanes_t::warp_row(thread) + lane / 4,
+  const tile_t<kHeadDimV> to(lane % 4 * 4,
+                             lanes_t::warp_row(thread) / kOutRounds + lane / 4,
                              lanes_t::side(thread) * 4);
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
+  for (int n_row = 0; n_row < kRowsOfRound; ++n_row) {
+    const int r = round * kRowsOfRound + n_row;
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
       const float (&x)[4] = o[r / 2][n];
-      *reinterpret_cast<unsigned*>(tile + to.at(8 * r, lanes_t::out_tile(n))) =
+      *reinterpret_cast<unsigned*>(tile + to.at(8 * n_row, lanes_t::out_tile(n))) =
           pair16_t::from(x[r % 2 * 2] * inverse[r], x[r % 2 * 2 + 1] * inverse[r]);
     }
   }
@@ -295,7 +334,9 @@ __device__ __forceinline__ void store_tile(elem_t* out,
                                            const unsigned char* tile,
                                            int num_rows,
                                            int dim,
-                                           const operand_t& to) {
+                                           const operand_t& to,
+                                           int round) {
+  constexpr int kOwnRows = 16 * kRowTiles / kOutRounds;
   using rows_t = tile_t<kHeadDimV>;
   constexpr int kChunks = kOutTiles, kElems = 8;
   unsigned thread = threadIdx.x;
@@ -308,22 +349,23 @@ __device__ __forceinline__ void store_tile(elem_t* out,
   if constexpr (kWarpSize % kChunks == 0 && kWarpSize / kChunks <= 8) {
     // A lane has the same chunk of each of its rows.
     constexpr int kStep = kWarpSize / kChunks;
-    const int row = lanes_t::warp_row(thread) + lane / kChunks;
+    const int row = lanes_t::warp_row(thread) + round * kOwnRows + lane / kChunks;
+    const int place = lanes_t::warp_row(thread) / kOutRounds + lane / kChunks;
     const int chunk = lanes_t::out_tile(lane % kChunks) + lanes_t::side(thread) * 4;
     const int count = dim - chunk * kElems;
     if (count <= 0) return;
     elem_t* at = out + row * to.row + chunk * kElems * to.col;
     if (as_vectors) {
 #pragma unroll
-      for (int n = 0; n < 16 * kRowTiles / kStep; ++n) {
-        const unsigned from = rows_t::offset(row + n * kStep, chunk);
+      for (int n = 0; n < kOwnRows / kStep; ++n) {
+        const unsigned from = rows_t::offset(place + n * kStep, chunk);
         if (row + n * kStep < num_rows) store_chunk(at, tile + from, 1, kElems, true);
         at += kStep * to.row;
       }
     } else {
 #pragma unroll 1
-      for (int n = 0; n < 16 * kRowTiles / kStep; ++n) {
-        const unsigned from = rows_t::offset(row + n * kStep, chunk);
+      for (int n = 0; n < kOwnRows / kStep; ++n) {
+        const unsigned from = rows_t::offset(place + n * kStep, chunk);
         if (row + n * kStep < num_rows) {
           store_chunk(at, tile + from, to.col, count, false);
         }
@@ -332,12 +374,13 @@ __device__ __forceinline__ void store_tile(elem_t* out,
     }
   } else {
 #pragma unroll 4
-    for (int n = lane; n < 16 * kRowTiles * kChunks; n += kWarpSize) {
-      const int row = lanes_t::warp_row(thread) + n / kChunks;
+    for (int n = lane; n < kOwnRows * kChunks; n += kWarpSize) {
+      const int row = lanes_t::warp_row(thread) + round * kOwnRows + n / kChunks;
+      const int place = lanes_t::warp_row(thread) / kOutRounds + n / kChunks;
       const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side(thread) * 4;
       if (row >= num_rows || chunk * kElems >= dim) continue;
       store_chunk(out + row * to.row + chunk * kElems * to.col,
-                  tile + rows_t::offset(row, chunk), to.col, dim - chunk * kElems,
+                  tile + rows_t::offset(place, chunk), to.col, dim - chunk * kElems,
                   as_vectors);
     }
   }
@@ -367,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   kept_t& kept = *reinterpret_cast<kept_t*>(behind + kFactsOfStaging);
   unsigned char* const smem_p = behind + kFactsOfStaging + kKeptBytes;
   across_t& across =
-      *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? kStages * kBytesP : 0));
+      *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? 2 * kBytesP : 0));
 
   const int num_tiles = static_cast<int>((params.seqlen_q + kBlockM - 1) / kBlockM);
   const place_t at(params, blockIdx.y + index_t(gridDim.y) * blockIdx.z);
@@ -382,13 +425,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const band_t head(scores.band(0, 0));
   const item_t item(head, q_head, params.q.row, query_of_turn(0, num_tiles));
   const int i0 = item.i0;
-  const bool aligned_q = has_aligned_rows(q_head, params.q.row, dim);
+  const bool aligned_q = kAligned || has_aligned_rows(q_head, params.q.row, dim);
 
   // Scores times to_log2 are exponents of 2.
   const double scale = kHasTerms ? 1.0 : params.scale * kGivenBack;
   const float to_log2 = static_cast<float>(scale * kLog2e);
-  auto is_aligned_k = [&] { return has_aligned_rows(k_rows, params.k.row, dim); };
-  auto is_aligned_v = [&] { return has_aligned_rows(v_rows, params.v.row, dim_v); };
+  auto is_aligned_k = [&] {
+    return kAligned || has_aligned_rows(k_rows, params.k.row, dim);
+  };
+  auto is_aligned_v = [&] {
+    return kAligned || has_aligned_rows(v_rows, params.v.row, dim_v);
+  };
   auto keep = [&] {
     if (threadIdx.x == 0) {
       kept.at = at;
@@ -432,21 +479,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   };
   auto source_k = [&]() -> source_t {
     if constexpr (kSplits) return {k_rows, aligned_k, last};
-    return {read_anew(kept).k_rows, read_anew(kept).aligned_k, last};
+    return {read_anew(kept).k_rows, read_anew(kept).has_aligned_k(), last};
   };
   auto source_v = [&]() -> source_t {
     if constexpr (kSplits) return {v_rows, aligned_v, last};
-    return {read_anew(kept).v_rows, read_anew(kept).aligned_v, last};
+    return {read_anew(kept).v_rows, read_anew(kept).has_aligned_v(), last};
   };
   auto load_k = [&](int j0, source_t source) {
-    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+    const int tile = j0 / kSpanN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageK>(smem_k + stage * kStage,
                             read_anew(kept).images + tile * kImage);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
-                                     j0, source.last, dim, source.aligned);
+        copy_tile<kSpanN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
+                                    tile * kSpanN, source.last, dim, source.aligned);
       } else {
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStage,
                                      source.rows + j0 * params.k.row, params.k.row,
@@ -456,15 +503,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     ptx::commit_copies();
   };
   auto load_v = [&](int j0, source_t source) {
-    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+    const int tile = j0 / kSpanN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageV>(smem_v + stage * kStage,
                             read_anew(kept).images + tile * kImage + kImageK);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStage, source.rows,
-                                      params.v.row, j0, source.last, dim_v,
-                                      source.aligned);
+        copy_tile<kSpanN, kHeadDimV>(smem_v + stage * kStage, source.rows, params.v.row,
+                                     tile * kSpanN, source.last, dim_v, source.aligned);
       } else {
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStage,
                                       source.rows + j0 * params.v.row, params.v.row,
@@ -478,17 +524,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   // while others wait there.
   auto ready_k = [&](int j0) {
     const kept_t& with = read_anew(kept);
-    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
-    return copy_t<kBlockN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
-                                     j0, last, dim, with.aligned_k);
+    const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
+    return copy_t<kSpanN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
+                                    j0, last, dim, with.has_aligned_k());
   };
   auto ready_v = [&](int j0) {
     const kept_t& with = read_anew(kept);
-    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
-    return copy_t<kBlockN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
-                                      params.v.row, j0, last, dim_v, with.aligned_v);
+    const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
+    return copy_t<kSpanN, kHeadDimV>(smem_v + stage * kStage, with.v_rows, params.v.row,
+                                     j0, last, dim_v, with.has_aligned_v());
   };
-  auto start_k = [&](const copy_t<kBlockN, kHeadDim>& copy, int j0) {
+  auto start_k = [&](const copy_t<kSpanN, kHeadDim>& copy, int j0) {
     if (!copy.is_ready) {
       load_k(j0, source_k());
       return;
@@ -496,7 +542,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (j0 < last) copy.start(params.k.row);
     ptx::commit_copies();
   };
-  auto start_v = [&](const copy_t<kBlockN, kHeadDimV>& copy, int j0) {
+  auto start_v = [&](const copy_t<kSpanN, kHeadDimV>& copy, int j0) {
     if (!copy.is_ready) {
       load_v(j0, source_v());
       return;
@@ -513,16 +559,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const unsigned base_k = lanes.k.base, base_v = lanes.v.base;
   // What a walk of 16-bit tiles begins with. It is on its way before anything else is
   // computed.
-  auto begin = [&](const item_t& with, bool aligned_q, const elem_t* k_rows,
-                   bool aligned_k, const elem_t* v_rows, bool aligned_v) {
+  auto begin_q = [&](const item_t& with, bool aligned_q) {
     copy_tile<kBlockM, kHeadDim>(smem_q, with.q_rows, params.q.row, 0, with.num_rows,
                                  dim, aligned_q);
+  };
+  auto begin = [&](const item_t& with, bool aligned_q, const elem_t* k_rows,
+                   bool aligned_k, const elem_t* v_rows, bool aligned_v,
+                   bool with_q = true) {
+    if (with_q) begin_q(with, aligned_q);
     load_k(with.first, {k_rows, aligned_k, with.last});
     load_v(with.first, {v_rows, aligned_v, with.last});
   };
-  // Where warps share rows, also the second tile of k.
+  // Where k comes a tile ahead, also the second one of it.
   auto go_on = [&](int first, int last, const elem_t* k_rows, bool aligned_k) {
-    if constexpr (kSides > 1) load_k(first + kBlockN, {k_rows, aligned_k, last});
+    if constexpr (kAhead) load_k(first + kBlockN, {k_rows, aligned_k, last});
   };
   if constexpr (!kSplits) {
     begin(item, aligned_q, k_rows, is_aligned_k(), v_rows, is_aligned_v());
@@ -531,11 +581,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   keep();
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
-  auto stage_of = [](int j0) { return j0 / kBlockN % 2; };
+  auto stage_of = [](int j0) { return j0 / kSpanN % 2; };
   // Products begin with k of the first tile, and step on to v and weights.
   auto move_stages = [&](int from, int to) {
-    lanes.k.base += (to - from) * kStage;
-    lanes.v.base += ((to ^ 1) - from) * kStage;
+    if constexpr (kStages == 2) {
+      lanes.k.base += (to - from) * kStage;
+      lanes.v.base += ((to ^ 1) - from) * kStage;
+    }
     lanes.p.base += ((to ^ 1) - from) * kBytesP;
   };
   if constexpr (kSides > 1) move_stages(0, stage_of(first));
@@ -544,7 +596,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   auto start = [&] { return kWeighsAtOnce ? first : read_anew(kept).item.first; };
 #pragma unroll 1
   for (;;) {
-    if constexpr (kStays) {
+    if constexpr (!kSplits) {
       lanes.q.forget();
       lanes.k.forget();
       lanes.v.forget();
@@ -556,6 +608,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     softmax_t rows;
     centers_t centers;
     bool careful = false;
+    bool begun = false;  // the next tile of queries is on its way
 #pragma unroll 1
     for (;; careful = true) {
       rows = softmax_t();
@@ -588,14 +641,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         if (kStaged || kStages == 2) load_v(start(), source_v());
         __syncthreads();  // the facts are cleared
         size_q = split_q(smem_q, largest_q, read_anew(kept).item.q_rows, params.q.row,
-                         read_anew(kept).item.num_rows, dim, read_anew(kept).aligned_q,
-                         unit_q);
+                         read_anew(kept).item.num_rows, dim,
+                         read_anew(kept).has_aligned_q(), unit_q);
       } else {
         if (careful) {
+          if (kOutByP && begun) {  // too early
+            ptx::wait_copy_groups<0>();
+            __syncthreads();
+            begun = false;
+          }
           const kept_t& with = read_anew(kept);
-          begin(with.item, with.aligned_q, with.k_rows, with.aligned_k, with.v_rows,
-                with.aligned_v);
-          go_on(with.item.first, with.item.last, with.k_rows, with.aligned_k);
+          begin(with.item, with.has_aligned_q(), with.k_rows, with.has_aligned_k(),
+                with.v_rows, with.has_aligned_v());
+          go_on(with.item.first, with.item.last, with.k_rows, with.has_aligned_k());
         }
         if constexpr (kKeepQ) {
           ptx::wait_copy_groups<1>();
@@ -625,18 +683,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
 #pragma unroll 1
         for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
-          const auto next_v = ready_v(j0 + kBlockN);
+          const auto next_v = ready_v(kAhead ? j0 + kBlockN : j0);
           const auto next_k = ready_k(j0 + 2 * kBlockN);
           const bool sees_next = bounds().sees_all(j0 + kBlockN);
           if (is_first) {
-            ptx::wait_copy_groups<2>();
-            is_first = false;
+            ptx::wait_copy_groups<kAhead ? 2 : 1>();
           } else {
             ptx::wait_copy_groups<0>();
           }
-          // This tile of v, its weights and the next tile of k are complete; all have
-          // read the ones before.
+          // The weights of this tile and the next tile of k are complete, of two stages
+          // this tile of v too; all have read the ones before.
           if (__syncthreads_or(again)) {
+            if (!kAhead && !is_first) {
+              load_k(j0, source_k());  // again
+              ptx::wait_copy_groups<0>();
+              __syncthreads();
+            }
             multiply_qk(s, q_frags, lanes);
             if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
             if (careful) center(s, o, rows, centers, across, to_log2, j0);
@@ -644,22 +706,42 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             rescale(o, rows);
             weigh(rows, s, to_log2, sums);
             put_at(j0);
+            if constexpr (!kAhead) {
+              __syncthreads();  // all have read k
+              load_k(j0 + kBlockN, source_k());
+            }
             ptx::wait_copy_groups<0>();
             __syncthreads();
           }
           add(rows, sums);
-          start_v(next_v, j0 + kBlockN);
-          start_k(next_k, j0 + 2 * kBlockN);
+          if constexpr (kAhead) {
+            start_v(next_v, j0 + kBlockN);
+            start_k(next_k, j0 + 2 * kBlockN);
+          } else if (!is_first) {
+            start_v(next_v, j0);
+          }
+          is_first = false;
           if (careful) {
-            if (clean_values(smem_v + stage_of(j0) * kStage)) kept.special = true;
+            if constexpr (!kAhead) {
+              ptx::wait_copy_groups<0>();
+              __syncthreads();  // v is complete
+            }
+            if (clean_values(smem_v + (kAhead ? stage_of(j0) : 0) * kStage)) {
+              kept.special = true;
+            }
             __syncthreads();  // all have cleaned their part
           }
-          lanes.v.base += step(j0, kStage);
+          if constexpr (kAhead) lanes.v.base += step(j0, kStage);
           lanes.p.base += step(j0, kBytesP);
           const int next = j0 + kBlockN;
           if (next < last) {
-            lanes.k.base += step(next, kStage);
+            if constexpr (kAhead) lanes.k.base += step(next, kStage);
             multiply_qk(s, q_frags, lanes);
+            if constexpr (!kAhead) {
+              ptx::wait_copy_groups<0>();
+              __syncthreads();  // v is complete; all have read k
+              start_k(next_k, j0 + 2 * kBlockN);
+            }
             if (careful) {
               multiply_pv(o, s, lanes);
               if (!sees_next) hide_scores(s, bounds(), next);
@@ -671,6 +753,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
             put_at(next);
           } else {
+            if constexpr (kOutByP) {
+              // Nobody asks for q and k any more: those of the next tile come.
+              if (!careful) {
+                const kept_t& with = read_anew(kept);
+                const int query = query_of_turn(with.turn + 1, num_tiles);
+                if (query >= 0) {
+                  const item_t item(with.head, with.q_head, params.q.row, query);
+                  begin_q(item, with.has_aligned_q());
+                  load_k(item.first, {with.k_rows, with.has_aligned_k(), item.last});
+                  begun = true;
+                }
+              }
+              if (!begun) ptx::commit_copies();
+              ptx::wait_copy_groups<1>();
+              __syncthreads();  // v is complete
+            } else if constexpr (!kAhead) {
+              ptx::wait_copy_groups<0>();
+              __syncthreads();  // v is complete
+            }
             multiply_pv(o, s, lanes);
           }
           again = !are_small(sums);
@@ -678,10 +779,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         const int start = read_anew(kept).item.first;
         if (start < last) move_stages(stage_of(last - 1), stage_of(start));
       } else {
+        bool is_first = true;
 #pragma unroll 1
         for (int j0 = start(); j0 < last; j0 += kBlockN) {
           scores_frag_t s;
-          const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
+          const int tile = j0 / kBlockN;
+          const int stage = kStages == 2 ? tile / kSpan % 2 : 0;
           const facts_t* of_k =
               reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
           const facts_t* of_v =
@@ -725,19 +828,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               load_v(j0, source_v());
             }
           } else if constexpr (kStages == 2) {
-            const auto next_k = ready_k(j0 + kBlockN);
-            const auto next_v = ready_v(j0 + kBlockN);
-            ptx::wait_copy_groups<0>();
-            __syncthreads();  // this tile is complete; all have read the one before
-            start_k(next_k, j0 + kBlockN);
-            start_v(next_v, j0 + kBlockN);
-            lanes.k.base = base_k + stage * kStage;
-            lanes.v.base = base_v + stage * kStage;
+            if (kSpan == 1 || tile % kSpan == 0 || j0 == start()) {
+              const int next = (j0 / kSpanN + 1) * kSpanN;
+              const auto next_k = ready_k(next);
+              const auto next_v = ready_v(next);
+              ptx::wait_copy_groups<0>();
+              __syncthreads();  // this tile is complete; all have read the one before
+              start_k(next_k, next);
+              start_v(next_v, next);
+            }
+            lanes.k.base = base_k + stage * kStage + tile % kSpan * kBytesK;
+            lanes.v.base = base_v + stage * kStage + tile % kSpan * kBytesV;
           } else {
             const auto this_v = ready_v(j0);
             ptx::wait_copy_groups<0>();
             __syncthreads();  // this tile of k is complete; all have read v before
-            if (j0 != start()) start_v(this_v, j0);
+            if (!is_first) start_v(this_v, j0);
+            is_first = false;
           }
 
           if constexpr (kSplits) {
@@ -845,7 +952,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
           } else {
             if (careful) {
-              if (clean_values(smem_v + stage * kStage)) kept.special = true;
+              const unsigned at = stage * kStage + tile % kSpan * kBytesV;
+              if (clean_values(smem_v + at)) kept.special = true;
               __syncthreads();  // all have cleaned their part
             }
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
@@ -863,7 +971,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         l += shuffle_xor(l, 2);
       }
       if constexpr (kSides > 1) add_other_side(across, rows.l);
-      ptx::wait_copy_groups<0>();
+      if (!kOutByP || !begun) ptx::wait_copy_groups<0>();
       if (careful) {
         __syncthreads();  // all have read the tiles
         break;
@@ -898,11 +1006,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if constexpr (kStays) {
       const int query = query_of_turn(kept.turn + 1, num_tiles);
       next = item_t(kept.head, kept.q_head, params.q.row, query);
-      smem_out =
-          kOutApart ? smem + kBytesTiles : smem_k + (stage_of(next.first) ^ 1) * kStage;
+      smem_out = kOutByQ     ? smem_q
+                 : kOutByP   ? smem_p
+                 : kOutApart ? smem + kBytesTiles
+                             : smem_k + (stage_of(next.first) ^ 1) * kStage;
       if (next.i0 >= 0) {
-        begin(next, kept.aligned_q, kept.k_rows, kept.aligned_k, kept.v_rows,
-              kept.aligned_v);
+        if (kOutByP && begun) {
+          load_v(next.first, {kept.v_rows, kept.has_aligned_v(), next.last});
+        } else {
+          begin(next, kept.has_aligned_q(), kept.k_rows, kept.has_aligned_k(),
+                kept.v_rows, kept.has_aligned_v(), !kOutByQ);
+        }
       }
     }
 
@@ -989,11 +1103,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         }
       }
     } else {
-      put_rows(smem_out, o, own_inverse);
-      store_tile(
-          out_rows + kept.item.i0 * params.out.row, smem_out,
-          static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
-          static_cast<int>(params.head_dim_v), params.out);
+#pragma unroll
+      for (int round = 0; round < kOutRounds; ++round) {
+        if (round > 0) __syncwarp();  // the rows before have left
+        put_rows(smem_out, o, own_inverse, round);
+        store_tile(
+            out_rows + kept.item.i0 * params.out.row, smem_out,
+            static_cast<int>(min(params.seqlen_q - kept.item.i0, index_t(kBlockM))),
+            static_cast<int>(params.head_dim_v), params.out, round);
+      }
       if (kept.special) {
         const index_t i_first = kept.item.i0 + lanes_t::warp_row();
         add_specials(out_rows, kept.v_rows, rows_of, params, i_first,
@@ -1006,14 +1124,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       if constexpr (kSides > 1) {
         // Values and weights begin in the other stage.
         const int by = stage_of(next.first) - stage_of(kept.item.first);
-        lanes.k.base += by * kStage;
-        lanes.v.base -= by * kStage;
+        if constexpr (kAhead) {
+          lanes.k.base += by * kStage;
+          lanes.v.base -= by * kStage;
+        }
         lanes.p.base -= by * kBytesP;
       }
       first = next.first;
       last = next.last;
       __syncthreads();  // this tile of queries has left, and nobody asks for it
-      go_on(first, last, kept.k_rows, kept.aligned_k);
+      if constexpr (kOutByQ) {
+        begin_q(next, kept.has_aligned_q());
+        ptx::commit_copies();
+        ptx::wait_copy_groups<0>();
+      }
+      go_on(first, last, kept.k_rows, kept.has_aligned_k());
       if (threadIdx.x == 0) {
         kept.item = next;
         kept.turn += 1;

@@ -129,11 +129,28 @@ constexpr unsigned kBytesQ = kBlockM * kHeadDim * 2;  // of one part of a tile
 constexpr unsigned kBytesK = kBlockN * kHeadDim * 2, kBytesV = kBlockN * kHeadDimV * 2;
 constexpr unsigned kBytesP = kBlockM * kBlockN * 2;
 
+// tile_t in one register. A tile lies at a multiple of 128, so that an exchange of
+// chunks changes bits of the address that no row does.
+template <int kDim>
+struct lane_of_t {
+  using rows_t = tile_t<kDim>;
+
+  unsigned base;
+  __device__ __forceinline__ lane_of_t(unsigned tile, int row, int chunk)
+      : base(tile + rows_t::offset(row, chunk)) {}
+  __device__ __forceinline__ unsigned at(int row, int chunk) const {
+    constexpr int kMask = rows_t::kMask;
+    return (base ^ (chunk & kMask) * 16) + (chunk & ~kMask) * 16 + row * rows_t::kPitch;
+  }
+  // What follows from it is computed anew.
+  __device__ __forceinline__ void forget() { ptx::forget(base); }
+};
+
 // Where a lane's addresses start in the tiles of q and p (its warp's rows), k and v.
 struct lanes_t {
-  tile_t<kHeadDim> q, k;
-  tile_t<kHeadDimV> v;
-  tile_t<kBlockN> p;  // weights, if warps share rows
+  lane_of_t<kHeadDim> q, k;
+  lane_of_t<kHeadDimV> v;
+  lane_of_t<kBlockN> p;  // weights, if warps share rows
 
   __device__ __forceinline__
   lanes_t(unsigned smem_q, unsigned smem_k, unsigned smem_v, unsigned smem_p)

@@ -167,7 +167,7 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
 
 // A tile of k or v as it lies in memory where it has been split beforehand: the parts
 // as they stand in shared memory, and the facts.
-constexpr unsigned kFactsBytes = 64;
+constexpr unsigned kFactsBytes = 128;  // tiles lie at multiples of it
 static_assert(sizeof(facts_t) <= kFactsBytes);
 constexpr unsigned kImageK = kParts * kBytesK + kFactsBytes;
 constexpr unsigned kImageV = kParts * kBytesV + kFactsBytes;

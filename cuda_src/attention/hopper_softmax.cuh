@@ -81,7 +81,8 @@ __device__ __forceinline__ bool raise(softmax_t& row,
   for (int r = 0; r < 2; ++r) {
     row.m_log2[r] = rounded_product(row.m[r], to_log2);
     const int most = __float_as_int(row.m[r] + margin);
-    const bool always = (most < 0) | (fabsf(row.m_log2[r]) > kLargeLog2);
+    const bool large = !kCapOnly && fabsf(row.m_log2[r]) > kLargeLog2;
+    const bool always = (most < 0) | large;
     rare |= __float_as_int(score.bound(largest[r])) >= (always ? kLeastInt : most);
   }
   if (!__any_sync(kFullMask, rare)) return false;

@@ -33,7 +33,8 @@ class HopperTile:
     evict_first: bool = False
     stage_out: bool = True  # whether out goes through shared memory that has room
     box_n: int = 0  # keys that the copy engine brings at a time, or 0: the tile's
-    cache_share: float = 11 / 20  # of the L2 cache, for keys and values of a section
+    # Bytes of keys and values of a section, in units of the L2 cache.
+    cache_share: float = 11 / 20
 
     @property
     def block_m(self) -> int:
@@ -71,12 +72,15 @@ HOPPER_INPUTS = np.dtype(
         *((name, "i4") for name in ("num_splits", "absent")),
         *((name, "u8") for name in "qkv"),
         ("from_log2", "f8"),
-        ("to_log2", "f4"),
+        *((name, "f4") for name in ("to_log2", "margin")),
         *((name, "f4") for name in ("cap_inverse", "cap_limit", "cap")),
         ("cap_coefficients", "f4", (4,)),
-        ("padding", "V40"),  # to a multiple of 64
+        ("padding", "V36"),  # to a multiple of 64
     ]
 )
+
+# How far a score may pass its reference, as an exponent of 2.
+_LAZY_LOG2 = np.float32(8)
 
 # tanh(y) / y by y^2; with the first n coefficients, |y| up to limit n has a relative
 # error of 1e-7 at most.
@@ -395,10 +399,14 @@ def _adds_terms(problem):
 def _exponents(problem):
     """What makes scores exponents of 2, as a float32, and the way back to lse."""
     if _is_cap_only(problem):  # they are exponents when they leave the softcap
-        return {"to_log2": 1.0, "from_log2": math.log(2)}
+        return {"to_log2": 1.0, "from_log2": math.log(2), "margin": _LAZY_LOG2}
     scale = 1.0 if _adds_terms(problem) else problem.scale
     to_log2 = np.float32(scale * math.log2(math.e))
-    return {"to_log2": to_log2, "from_log2": scale / float(to_log2)}
+    return {
+        "to_log2": to_log2,
+        "from_log2": scale / float(to_log2),
+        "margin": _LAZY_LOG2 / to_log2,
+    }
 
 
 def cap_of(problem, in_log2=None):
@@ -473,11 +481,13 @@ HOPPER = HopperKernel(
                 (2047, HopperTile(4, 64, num_stages=4)),
                 (math.inf, HopperTile(3, 128, stage_out=False)),
             ),
-            # us at n = 512: 120.4, with turns 123.5, and 2 stages 140.6
+            # us at n = 512: 120.4, with turns 123.5, and 2 stages 140.6; at n = 16384:
+            # 1943, with sections of half the cache 1961
             (
                 (512, HopperTile(4, 64, False, 4)),
                 (4095, HopperTile(4, 64, num_stages=4)),
-                (math.inf, HopperTile(3, 128)),
+                (8191, HopperTile(3, 128)),
+                (math.inf, HopperTile(3, 128, cache_share=11 / 10)),
             ),
             ((math.inf, HopperTile(3, 112)),),
             ((math.inf, HopperTile(2, 128, False)),),
@@ -488,7 +498,12 @@ HOPPER = HopperKernel(
         ),
         (96, 96): (
             ((math.inf, HopperTile(3, 96)),),
-            ((math.inf, HopperTile(2, 128, False)),),
+            # us at n = 16384: 1726, with sections of half the cache 1793; at n = 4096
+            # 488 and 481
+            (
+                (8192, HopperTile(2, 128, False)),
+                (math.inf, HopperTile(2, 128, False, cache_share=4 / 5)),
+            ),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(3, 96)),),
@@ -498,12 +513,14 @@ HOPPER = HopperKernel(
         (128, 128): (
             ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
             # us at n = 512: 98.5, with sections of half the cache 100.2; at n = 1024:
-            # 141.5, with turns 145.7, (2, 128) 150.9; at n = 2048: 225.6 and 236.5; at
-            # n = 4096: 399.0, (3, 64) 401.5, (2, 128) 409.8
+            # 141.5, with turns 145.7, (2, 128) 150.9; at n = 2048: 225.6 and 236.5, in
+            # another run 220.5, with sections of half the cache 223.0; at n = 4096:
+            # 399.0, (3, 64) 401.5, (2, 128) 409.8; at n = 16384: 1364, with sections of
+            # half the cache 1401
             (
                 (512, HopperTile(3, 64, False, 4, cache_share=11 / 50)),
-                (2048, HopperTile(3, 64, False, 4)),
-                (math.inf, HopperTile(3, 80, False)),
+                (2048, HopperTile(3, 64, False, 4, cache_share=3 / 4)),
+                (math.inf, HopperTile(3, 80, False, cache_share=11 / 10)),
             ),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 128, False)),),
@@ -524,7 +541,12 @@ HOPPER = HopperKernel(
             # us at n = 1024: 185.9, (2, 112) has no room for out and takes 204.8;
             # at n = 4096: 649 and 658
             ((4096, HopperTile(2, 96)), (math.inf, HopperTile(2, 112))),
-            ((math.inf, HopperTile(2, 96)),),
+            # us at n = 4096: 366, with sections of half the cache 370; at n = 16384:
+            # 1288 and 1334
+            (
+                (2048, HopperTile(2, 96)),
+                (math.inf, HopperTile(2, 96, cache_share=11 / 10)),
+            ),
             ((math.inf, HopperTile(2, 96)),),
             ((math.inf, HopperTile(2, 80)),),
             ((math.inf, HopperTile(2, 80)),),
@@ -535,7 +557,12 @@ HOPPER = HopperKernel(
             # us at n = 512: 115.7, (2, 80) has no room for out and takes 128.6; at
             # n = 4096: 684 and 695
             ((4096, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
-            ((math.inf, HopperTile(2, 64)),),
+            # us at n = 4096: 374, with sections of half the cache 385; at n = 8192: 705
+            # and 728; at n = 1024 150 and 133
+            (
+                (2048, HopperTile(2, 64)),
+                (math.inf, HopperTile(2, 64, cache_share=11 / 10)),
+            ),
             ((math.inf, HopperTile(2, 48)),),
             ((math.inf, HopperTile(2, 48)),),
             ((math.inf, HopperTile(2, 80)),),

@@ -110,6 +110,22 @@ def test_the_last_tile_of_queries_is_full(head_dim, seqlen):
     assert plan["absent"] < block_m
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(
+    ("seqlen", "least", "most"), [(512, 0, 0.55), (4096, 0.9, 1.1)]
+)
+def test_long_causal_problems_have_large_sections(head_dim, seqlen, least, most):
+    """Of keys and values, in units of the L2 cache."""
+    asked = dataclasses.replace(
+        problem(head_dim=head_dim, right=0),
+        batch=(2,),
+        seqlen_q=seqlen,
+        seqlen_k=seqlen,
+    )
+    size = ROW.schedule(asked, HOPPER)["section"] * seqlen * head_dim * 4
+    assert least <= size / HOPPER.l2_bytes <= most
+
+
 def test_no_more_blocks_than_multiprocessors():
     (config,) = ROW.configs(problem(), 1, HOPPER)
     assert config.num_blocks == HOPPER.num_sms
@@ -418,6 +434,31 @@ def test_against_the_oracle(cupy, rng, dtype, shape, kind):
         again = cupyflash.attention(*arrays, **given, return_lse=True)
         np.testing.assert_array_equal(to_host(again[0]), to_host(out))
         np.testing.assert_array_equal(to_host(again[1]), to_host(lse))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 20.0}])
+@pytest.mark.parametrize("scores", ["negative", "rising", "falling", "0", "-0"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_any_order_and_sign_of_scores(cupy, rng, head_dim, scores, options):
+    """Where the reference of a row moves often, lies low, or where all is 0."""
+    shape = (1, 2, 1300, head_dim)
+    q, k, v = (rng.normal(size=shape) for _ in "qkv")
+    sign = {"negative": -1, "rising": 1, "falling": 1}.get(scores, 0)
+    if sign:
+        q, k = np.abs(q), sign * np.abs(k)
+    else:
+        q *= 0
+    # Keys are read from the last to the first.
+    order = {"rising": (4, 0.1), "falling": (0.1, 4)}.get(scores, (2, 2))
+    k *= np.linspace(*order, shape[2])[:, None]
+    options = {"scale": -0.1 if scores == "-0" else 0.1, **options}
+    q, k, v = (x.astype(dtype_of("bfloat16")) for x in (q, k, v))
+    out = cupyflash.attention(*[place(cupy, x) for x in (q, k, v)], **options)
+    exact, *_ = oracle.attention(q, k, v, real=np.float64, **options)
+    assert (
+        max_error(out, exact) <= BOUNDS["attention"]["bfloat16"] * np.abs(exact).max()
+    )
 
 
 @pytest.mark.gpu

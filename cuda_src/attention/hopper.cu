@@ -85,6 +85,7 @@ struct alignas(64) inputs_t {
   const elem_t* v;   // (batch, kv heads, keys, head_dim_v)
   double from_log2;  // what a unit of the exponents is in units of lse, by to_log2
   float to_log2;     // what makes scores, or q.k, exponents of 2
+  float margin;      // kLazyLog2 in their units
   cap_t cap;
 };
 
@@ -559,7 +560,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (skipped == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
       }
       finish_scores(skipped, late, flag_t<true>());
-      raise(row, s, to_log2);
+      raise(row, s, to_log2, inputs.margin);
       exponentiate(row, s, to_log2);
       round_to(p, s);
     }
@@ -588,9 +589,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       finish_scores(n, late, masked);
       bool moved;
       if constexpr (kCapOnly && !masked.value) {
-        moved = raise(row, s, to_log2, capped_t{inputs.cap});
+        moved = raise(row, s, to_log2, inputs.margin, capped_t{inputs.cap});
       } else {
-        moved = raise(row, s, to_log2);
+        moved = raise(row, s, to_log2, inputs.margin);
       }
       // ptxas moves this wait up to the last branch, which is the one in raise().
       ptx::wgmma_wait_group<0>();

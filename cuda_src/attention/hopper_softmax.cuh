@@ -13,9 +13,12 @@ constexpr int kScores = kBlockN / 2, kOutputs = kHeadDimV / 2;
 __device__ constexpr int row_of(int e) { return e / 2 % 2; }             // of the two
 __device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }  // for lane 0
 
-// P lies below 2^kLazyLog2: the reference m moves only when a score passes it by so
-// much. Any m is exact in real arithmetic, since o, l and p share it.
+// P lies below 2^kLazyLog2, or little above: the reference m moves only when a score
+// passes it by so much. Any m is exact in real arithmetic, since o, l and p share it.
+// Mirrored by _LAZY_LOG2 in _attention_hopper.py.
 constexpr float kLazyLog2 = 8;
+
+constexpr int kLeastInt = -2147483647 - 1;
 
 // Exponents above this are so coarse that the rounding of m times the factor to log2
 // is a factor of all weights that may leave their range.
@@ -49,17 +52,18 @@ struct identity_t {
 };
 
 // Where needed, moves m and brings l on its scale; then o must follow by alpha, which
-// all lanes of the warp are told. Scores times `to_log2` are exponents of 2. Rows with
-// large ones get their scores relative to m, which costs an instruction a score.
-// `score` makes scores of numbers in s; it keeps their order and signs.
+// all lanes of the warp are told. Scores times `to_log2` are exponents of 2; `margin`
+// is kLazyLog2 in units of scores. Rows with large scores get them relative to m, which
+// costs an instruction a score. `score` makes scores of numbers in s; it keeps their
+// order and signs.
 template <typename Score = identity_t>
 __device__ __forceinline__ bool raise(softmax_t& row,
                                       float (&s)[kScores],
                                       float to_log2,
+                                      float margin,
                                       const Score& score = Score()) {
   // Bits of numbers >= 0 order as integers, above those of any negative one, and the
-  // integer unit takes the largest of three at once. A row whose scores and m are all
-  // negative is done again by floats.
+  // integer unit takes the largest of three at once.
   int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
 #pragma unroll
   for (int e = 4; e < kScores; e += 4) {
@@ -69,62 +73,61 @@ __device__ __forceinline__ bool raise(softmax_t& row,
   top[0] = max(top[0], __float_as_int(s[1]));
   top[1] = max(top[1], __float_as_int(s[3]));
   float largest[2] = {__int_as_float(top[0]), __int_as_float(top[1])};
-  const bool negative =
-      ((top[0] < 0) & (row.m[0] < 0)) | ((top[1] < 0) & (row.m[1] < 0));
-  // Each lane compares its own columns.
-  const bool moves = __any_sync(
-      kFullMask, negative |
-                     ((score.bound(largest[0]) - row.m[0]) * to_log2 > kLazyLog2) |
-                     ((score.bound(largest[1]) - row.m[1]) * to_log2 > kLazyLog2));
-  if (moves) {
-    if (__any_sync(kFullMask, negative)) {
-      largest[0] = s[0];
-      largest[1] = s[2];
-#pragma unroll
-      for (int e = 1; e < kScores; ++e) {
-        if (e != 2) largest[row_of(e)] = fmaxf(largest[row_of(e)], s[e]);
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 1));
-      largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 2));
-      largest[r] = score(largest[r]);
-      // A row moves by its own scores: its bits depend on no other row of the warp.
-      const bool own = (largest[r] - row.m[r]) * to_log2 > kLazyLog2;
-      const float m = own ? largest[r] : row.m[r];
-      // From the rounded products, which are what exponentiate() subtracts.
-      const float before = rounded_product(row.m[r], to_log2);
-      const float now = rounded_product(m, to_log2);
-      const bool large = fmaxf(fabsf(before), fabsf(now)) > kLargeLog2;
-      const float by = large ? (row.m[r] - m) * to_log2 : before - now;
-      // Infinities have no difference.
-      row.alpha[r] = own ? ptx::ex2_approx_ftz(by) : 1.f;
-      row.m[r] = m;
-      row.l[r] *= row.alpha[r];
-      row.rest[r] *= row.alpha[r];
-    }
-  }
+  // All that is rare has one question, whose right side is known before the products: a
+  // score far above m, an m so low that integers do not order what is above it, large
+  // scores. Each lane compares its own columns.
+  bool rare = false;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     row.m_log2[r] = rounded_product(row.m[r], to_log2);
+    const int most = __float_as_int(row.m[r] + margin);
+    const bool large = !kCapOnly && fabsf(row.m_log2[r]) > kLargeLog2;
+    const bool always = (most < 0) | large;
+    rare |= __float_as_int(score.bound(largest[r])) >= (always ? kLeastInt : most);
   }
-  const float size = fmaxf(fabsf(row.m_log2[0]), fabsf(row.m_log2[1]));
-  // Exponents of 2 need no product, so that nothing is rounded.
-  if (!kCapOnly && __any_sync(kFullMask, size > kLargeLog2)) {
+  if (!__any_sync(kFullMask, rare)) return false;
+  // A row whose scores and m are all negative is done again by floats.
+  const bool negative =
+      ((top[0] < 0) & (row.m[0] < 0)) | ((top[1] < 0) & (row.m[1] < 0));
+  if (__any_sync(kFullMask, negative)) {
+    largest[0] = s[0];
+    largest[1] = s[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool large = fabsf(row.m_log2[r]) > kLargeLog2;
-      const float subtracted = large ? row.m[r] : 0.f;
-#pragma unroll
-      for (int e = 2 * r; e < kScores; e += 4) {
-        s[e] -= subtracted;
-        s[e + 1] -= subtracted;
-      }
-      if (large) row.m_log2[r] = 0;
+    for (int e = 1; e < kScores; ++e) {
+      if (e != 2) largest[row_of(e)] = fmaxf(largest[row_of(e)], s[e]);
     }
   }
-  return moves;
+  bool moves = false;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 1));
+    largest[r] = fmaxf(largest[r], shuffle_xor(largest[r], 2));
+    largest[r] = score(largest[r]);
+    // A row moves by its own scores: its bits depend on no other row of the warp.
+    const bool own = (largest[r] - row.m[r]) * to_log2 > kLazyLog2;
+    const float m = own ? largest[r] : row.m[r];
+    // From the rounded products, which are what exponentiate() subtracts.
+    const float before = row.m_log2[r], now = rounded_product(m, to_log2);
+    const bool large = fmaxf(fabsf(before), fabsf(now)) > kLargeLog2;
+    const float by = large ? (row.m[r] - m) * to_log2 : before - now;
+    // Infinities have no difference.
+    row.alpha[r] = own ? ptx::ex2_approx_ftz(by) : 1.f;
+    row.m[r] = m;
+    row.m_log2[r] = now;
+    row.l[r] *= row.alpha[r];
+    row.rest[r] *= row.alpha[r];
+    moves |= own;
+    // Exponents of 2 need no product, so that nothing is rounded.
+    if (!kCapOnly && fabsf(now) > kLargeLog2) {
+#pragma unroll
+      for (int e = 2 * r; e < kScores; e += 4) {
+        s[e] -= m;
+        s[e + 1] -= m;
+      }
+      row.m_log2[r] = 0;
+    }
+  }
+  return __any_sync(kFullMask, moves);
 }
 
 // s becomes p = 2^exponent(s, m), and its sum over this thread's columns joins l. A

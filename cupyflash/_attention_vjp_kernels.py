@@ -149,7 +149,8 @@ class HopperVjpTile:
     dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
     a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
     where all tiles of a head begin at one time, they wait for each other. A section of
-    heads takes `cache_share` of the L2 cache, where sums have no order.
+    heads takes `cache_share` of the L2 cache, where sums have no order; with a `feeder`
+    such sums are those of a kernel with a warpgroup for the copy engine.
     """
 
     block_m: int
@@ -157,9 +158,8 @@ class HopperVjpTile:
     bulk: int = 0
     cluster_alone: int = 1
     turns_from: float = math.inf
-    feeder: bool = False
-    finishes: bool = False
     cache_share: float = _attention_vjp_limits.CACHE_SHARE
+    feeder: bool = False
 
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
@@ -168,13 +168,13 @@ _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
 HOPPER_BLOCK_N = 128
 HOPPER_TILE_M = 128
 _HOPPER_THREADS = 256
+_FEEDER_THREADS = 128  # more of them, where a warpgroup is for the copy engine
 _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
 
 # How sums of dq come about: tiles of keys add to them in any order, or one after the
 # other; or a kernel of its own makes them.
-MIXED, SHARED, TURNS, APART = "mixed", "shared", "turns", "apart"
-FED = "_fed"  # the part that is the main kernel with a feeder
-EXPERIMENT = {}
+MIXED, TURNS, APART = "mixed", "turns", "apart"
+_FED = "_fed"  # the part that is the main kernel with a feeder
 
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _HOPPER_SUMMED = 128
@@ -209,7 +209,7 @@ class HopperVjpKernel:
         shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
         if problem.deterministic and any(shared_q):
             return "adds to a dq that entries share in an order that differs"
-        if (smem := self._smem(forward, APART) + _HOPPER_STATIC) > device.smem_optin:
+        if (smem := self._smem(forward) + _HOPPER_STATIC) > device.smem_optin:
             return (
                 f"needs {smem} bytes of shared memory, a block may have "
                 f"{device.smem_optin}"
@@ -225,23 +225,19 @@ class HopperVjpKernel:
         """The tile measured best for a length."""
         ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
         tile = _kernels.by_threshold(ladder, forward.seqlen_q)
-        block_m = 64 if tile.feeder else tile.block_m
-        if dq == TURNS and tile.feeder:
-            return HopperVjpTile(block_m, feeder=True, finishes=True)
         if dq == TURNS:
-            return HopperVjpTile(block_m, bulk=8)
+            return HopperVjpTile(tile.block_m, bulk=8)
         if dq == APART:
-            return HopperVjpTile(block_m, cluster=tile.cluster_alone)
-        return replace(tile, finishes=tile.finishes and dq == MIXED)
+            return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
+        return tile
 
     def dq_way(
         self, problem: AttentionVjpProblem, device: Device, num_kept: int
     ) -> str:
         """How sums of dq come about: MIXED, TURNS or APART."""
-        forward = problem.forward
         if not problem.deterministic:
-            shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
-            return SHARED if any(shared_q) else MIXED
+            return MIXED
+        forward = problem.forward
         num_items = self.num_tiles(forward, TURNS) * num_kept
         least = self.tile(forward).turns_from * device.num_sms
         return TURNS if num_items >= least else APART
@@ -251,9 +247,9 @@ class HopperVjpKernel:
         """Of a block of the main kernel; each has its own part of a block of dq."""
         return _HOPPER_THREADS // 32
 
-    def num_blocks(self, forward: AttentionProblem, dq: str = MIXED) -> int:
+    def num_blocks(self, forward: AttentionProblem) -> int:
         """Blocks of queries of one entry."""
-        return -(-forward.seqlen_q // self.tile(forward, dq).block_m)
+        return -(-forward.seqlen_q // self.tile(forward).block_m)
 
     def num_tiles(self, forward: AttentionProblem, dq: str) -> int:
         """Tiles of keys of one entry; those of a cluster are one."""
@@ -265,12 +261,8 @@ class HopperVjpKernel:
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
         tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
-        if tile.feeder:
-            m = tile.block_m
-            sq, sd = int(EXPERIMENT.get("STAGES_Q", 3)), int(EXPERIMENT.get("STAGES_DOUT", 2))
-            ds = 1 + int(EXPERIMENT.get("LAG", 1))
-            return 65536 + (sq + sd + ds) * m * 256 + m * 512 + m * 256 * tile.finishes + sd * 8 * m
-        return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
+        sums = tile.block_m * 2 * row if tile.feeder else 8 * tile.bulk * 512
+        return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
     def config(
         self,
@@ -283,22 +275,18 @@ class HopperVjpKernel:
         """The launch of ``vjp_hopper<part>.cu``."""
         tile = self.tile(forward, dq)
         if not part and tile.feeder:
-            part = FED
+            part = _FED
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _HOPPER_THREADS, 0
-        if part == "_dq" and tile.block_m == 80:
-            part, num_threads = FED + "_dq", tile.block_m * 2
-        if part in ("", FED, "_queries"):
+        if part in ("", _FED, "_queries"):
             more["BOUNDS"] = _attention_hopper.bounds_of(forward)
         if part == "_queries":
-            num_threads += 128  # a warpgroup for the copy engine
+            num_threads += _FEEDER_THREADS
             rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
             smem = rows * 2 * self.dim(forward) + 1024
-        elif part == FED:
-            num_threads += 128  # a warpgroup for the copy engine
+        elif part == _FED:
+            num_threads += _FEEDER_THREADS
             smem = self._smem(forward, dq)
-            more |= {"ORDERED": int(dq == TURNS), "FINISHES": int(tile.finishes)}
-            more |= {k: v for k, v in EXPERIMENT.items() if k[0] != "_"}
         elif not part:
             more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
             more |= {"MAKES_DQ": int(dq != APART), "ORDERED": int(dq == TURNS)}
@@ -311,7 +299,7 @@ class HopperVjpKernel:
             **more,
         )
         variant = Variant(
-            source=f"attention/vjp_{self.name}{EXPERIMENT.get('_SRC', part) if part == FED else part}.cu",
+            source=f"attention/vjp_{self.name}{part}.cu",
             entry=f"attention_vjp_{self.name}{part}",
             defines=defines,
             arch=self.arch,
@@ -340,21 +328,13 @@ class HopperVjpKernel:
         return {
             "num_items": num_tiles * num_kept,
             "num_tiles": num_tiles,
-            "num_blocks": self.num_blocks(forward, dq),
+            "num_blocks": self.num_blocks(forward),
             "num_kept": num_kept,
             "num_summed": num_summed,
             "section": _attention_vjp_limits.section(num_kept, in_cache),
             "to_log2": to_log2,
             "hidden": hidden,
         }
-
-    def ring(self, schedule: dict[str, Any], device: Device, num_slots: int, finishes: bool) -> int:
-        """Entries whose sums of dq are in memory at a time."""
-        if not finishes:
-            return num_slots
-        num_tiles, section = schedule["num_tiles"], schedule["section"]
-        kept = max(2 * -(-device.num_sms // num_tiles) + 2, 2 * section * bool(EXPERIMENT.get("_SECTIONS", 1)))
-        return min(num_slots, int(EXPERIMENT.get("_RING", 1)) * kept * schedule["num_summed"])
 
     def grid(
         self, forward: AttentionProblem, device: Device, num_kept: int, dq: str
@@ -412,10 +392,15 @@ ATTENTION_VJP_KERNELS = (  # best first
                 ),
             ),
             128: (
-                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2, turns_from=3)),),
                 (
-                    (1024, HopperVjpTile(64, cache_share=1 / 3)),
-                    (4096, HopperVjpTile(64)),
+                    (
+                        math.inf,
+                        HopperVjpTile(64, cluster_alone=2, turns_from=3, feeder=True),
+                    ),
+                ),
+                (
+                    (1024, HopperVjpTile(64, cache_share=1 / 3, feeder=True)),
+                    (4096, HopperVjpTile(64, feeder=True)),
                     (math.inf, HopperVjpTile(64, cache_share=1 / 3)),
                 ),
             ),

@@ -350,9 +350,8 @@ class HopperPlan:
         dq_way = row.dq_way(problem, device, num_kept)
         in_turns = dq_way == _attention_vjp_kernels.TURNS
         apart = dq_way == _attention_vjp_kernels.APART
+        self.is_fed = row.tile(forward, dq_way).feeder
 
-        tile = row.tile(forward, dq_way)
-        self.finishes, self.fed = tile.finishes, tile.feeder
         seqlen_q, heads, dim = forward.seqlen_q, forward.num_heads, forward.head_dim
         num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
         slot = [0, 0]
@@ -362,7 +361,7 @@ class HopperPlan:
             "slot": slot,
         }
         self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
-        block_m = tile.block_m
+        block_m = row.tile(forward).block_m
         self.encoders = {
             name: _attention_gpu._encoder(
                 forward, {**layout.params, **layout.grads}, name, x, rows
@@ -378,13 +377,10 @@ class HopperPlan:
 
         # Memory between the kernels, as vjp_hopper.cuh has it.
         num_entries = num_kept * num_summed
-        num_blocks = row.num_blocks(forward, dq_way)
+        num_blocks = row.num_blocks(forward)
         # If dq has a kernel of its own, it needs none of this.
-        self.ring = row.ring(self.schedule, device, num_slots, self.finishes)
-        sums = 0 if apart else self.ring * num_blocks * block_m * row.dim(forward)
+        sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
         turns = num_slots * num_blocks * row.num_warps * in_turns
-        if tile.feeder:
-            turns = -(-self.ring * (num_blocks + 1) // 4) * 4
         self.num_vectors = (sums + turns) // 4
         sizes = (
             _FOUND_BYTES,
@@ -404,7 +400,7 @@ class HopperPlan:
             )
 
         # A block of threads of _rows has a quarter of the queries of a block.
-        self.rows = launch("_rows", num_entries * num_blocks * (block_m * row.dim(forward) // 2048))
+        self.rows = launch("_rows", num_entries * num_blocks * 4)
         self.main = launch("", row.grid(forward, device, num_kept, dq_way))
         tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
         self.dq = (
@@ -458,13 +454,11 @@ class HopperPlan:
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, stats, sums, turns, *((self.ring, dq, *self.dq_steps[1:]) if self.fed else ()), dk, dv, found,
+            inputs, stats, sums, *(() if self.is_fed else (turns,)), dk, dv, found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
-        if self.finishes:
-            pass
-        elif self.dq_grads is None:
+        if self.dq_grads is None:
             self.dq.enqueue(sums, dq, *self.dq_steps, found, self.params)
         else:
             self.dq.enqueue(

@@ -8,8 +8,6 @@ COLUMNS = (48, 64, 80, 96, 112, 128, 192, 256)
 # Those with a B that lies MN-major beside an A in shared memory, or K-major beside one
 # in registers.
 OTHER_COLUMNS = (64,)
-# Those with an A that lies MN-major beside a K-major B, both in shared memory.
-TURNED_COLUMNS = (64, 80)
 TYPES = {"half_t": "f16", "bfloat16_t": "bf16"}
 
 HEADER = """\
@@ -19,7 +17,7 @@ HEADER = """\
 //
 // wgmma_t<type, columns>::ss takes A and B from shared memory (both K-major),
 // ::rs takes A from registers and B from shared memory (MN-major, as V lies),
-// ::ss_mn both from shared memory (A K-major, B MN-major), ::ss_m the other way round,
+// ::ss_mn both from shared memory (A K-major, B MN-major),
 // ::rs_k A from registers and B from shared memory (K-major). With accumulate = 0 the
 // old d does not count. Before: wgmma_fence(). After: wgmma_commit_group() and
 // wgmma_wait_group(), before which neither d nor a may be touched.
@@ -46,7 +44,7 @@ def lines_of(words, width=80):
 
 
 def function(columns, elem, name):
-    """One instruction: `name` is ss, rs, ss_mn, rs_k or ss_m."""
+    """One instruction: `name` is ss, rs, ss_mn or rs_k."""
     from_registers = name in ("rs", "rs_k")
     count = columns // 2
     a_type = "const unsigned (&a)[4]" if from_registers else "unsigned long long a"
@@ -57,8 +55,7 @@ def function(columns, elem, name):
         else f"%{count}"
     )
     # scale-a, scale-b, then which operands lie MN-major in shared memory.
-    order = {"ss": "0, 0", "rs": "1", "ss_mn": "0, 1", "rs_k": "0", "ss_m": "1, 0"}
-    majors = order[name]
+    majors = {"ss": "0, 0", "rs": "1", "ss_mn": "0, 1", "rs_k": "0"}[name]
     d = ", ".join(f"%{i}" for i in range(count)).split(" ")
     inputs = [f'"r"(a[{i}]),' for i in range(4)] if from_registers else ['"l"(a),']
     inputs += ['"l"(b),', '"r"(accumulate)']
@@ -88,8 +85,7 @@ def main():
         for name, elem in TYPES.items():
             print("template <>")
             print(f"struct wgmma_t<{name}, {columns}> {{")
-            kinds = ("ss", "rs") + ("ss_mn", "rs_k") * (columns in OTHER_COLUMNS)
-            for kind in kinds + ("ss_m",) * (columns in TURNED_COLUMNS):
+            for kind in ("ss", "rs") + ("ss_mn", "rs_k") * (columns in OTHER_COLUMNS):
                 for line in function(columns, elem, kind):
                     print(line)
             print("};")

@@ -23,8 +23,7 @@
 // The dimension as it is computed with, of q, k, v and dO; zeros fill up.
 constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockM = BLOCK_M;  // queries of a block
-// Numbers of dq that a warpgroup makes of a block.
-constexpr int kPart = kBlockM * kHeadDim / 2;
+constexpr int kPart = 64 * 64;    // numbers of dq that a warpgroup makes of a block
 
 // Mirrored by INPUTS in _attention_vjp_limits.py.
 struct alignas(64) inputs_t {

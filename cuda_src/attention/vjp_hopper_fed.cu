@@ -1,76 +1,48 @@
 // SPDX-License-Identifier: MIT
 // attention_vjp_hopper_fed: gradients by tensor cores, as attention_vjp_hopper makes
-// them, at 128 columns, with warps of their own for all that is not arithmetic.
+// them, with a warpgroup for all that is not arithmetic.
 //
-// Algorithm  as vjp_hopper.cu, S at the start of a step. Sums of dq leave through
-//            shared memory. Who adds the last to a block of them makes dq of it
+// Algorithm  as vjp_hopper.cu, but that a step makes dq of the block of queries before:
+//            by then dS of both warpgroups has long been there, and each of them may be
+//            ahead of the other by half a step
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter
-// Threads    two warpgroups compute, 64 keys each. Of a third, a warp asks for tiles,
-//            one gives sums of dq to the copy engine, and two make dq of sums
+// Threads    two warpgroups compute, 64 keys each. Of a third, the feeder, a thread
+// asks
+//            the copy engine for all tiles, and another gives dq to it to be added to
+//            the sums in memory
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
-//            q, dO    kBlockM x kHeadDim   shared, 2 stages each
+//            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
-//            dq       kBlockM x kHeadDim   shared, floats on their way to memory; and
-//                                          on their way back
+//            dq       kBlockM x kHeadDim   shared, floats on their way to memory
 //            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
 //            L2; dq is added to sums of floats by the copy engine
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-//            products. The order of sums in dq differs from run to run unless kOrdered
-// Limits     as vjp_hopper.cu; any number of summed entries
+//            products. The order of sums in dq differs from run to run
+// Limits     as vjp_hopper.cu
 #include "attention/vjp_hopper.cuh"
-#include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/opaque.cuh"
-#include "ptx/registers.cuh"
-#include "ptx/relaxed.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
-#if !defined(BOUNDS) || !defined(ORDERED) || !defined(FINISHES)
-#error "BOUNDS, ORDERED and FINISHES come from the host"
-#endif
-#ifndef SPLIT
-#define SPLIT 2
-#endif
-#ifndef DV_LATE
-#define DV_LATE 0
+#ifndef BOUNDS
+#error "BOUNDS comes from the host"
 #endif
 constexpr int kBlockN = 128;  // keys of a tile
 // Which queries see a key by its position: 0 all, 1 from a first one on, 2 from a first
 // one to a last one.
 constexpr int kBounds = BOUNDS;
-// Tiles of keys add to a block of dq one after the other, from the last to the first:
-// then it has the same bits in every run. No block of threads waits for one that has
-// not begun: items are taken in the order in which they add.
-constexpr bool kOrdered = ORDERED;
-// Else vjp_hopper_dq.cu makes dq of sums.
-constexpr bool kFinishes = FINISHES;
 constexpr int kGroups = 2, kWorkers = 128 * kGroups;
-static_assert(kNumThreads == kWorkers + 128 && kHeadDim == 128);
-static_assert(kPart == kBlockM * 64);
+static_assert(kNumThreads == kWorkers + 128 && kHeadDim == 128 && kBlockM == 64);
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread.
-constexpr int kFeederRegisters = kBlockM == 64 ? 40 : 24;
-constexpr int kWorkerRegisters = kBlockM == 64 ? 232 : 240;
-// dq of a block is made as dq^T where its queries are no multiple of 64.
-constexpr bool kTurned = kBlockM % 64 != 0;
-static_assert(!(kFinishes && kTurned));
+constexpr int kFeederRegisters = 40, kWorkerRegisters = 232;
 
-#ifndef STAGES_Q
-#define STAGES_Q 3
-#endif
-#ifndef STAGES_DOUT
-#define STAGES_DOUT 2
-#endif
-#ifndef LAG
-#define LAG 1
-#endif
-constexpr int kStagesQ = STAGES_Q, kStagesDout = STAGES_DOUT;
-// A step makes dq of the block before, and there are two stages of dS.
-constexpr bool kLag = LAG;
-constexpr int kStagesDs = kLag ? 2 : 1;
+// q is read for S and at the end of a step for dk, dO in its first half.
+constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
+constexpr int kMaxSummed = 128;
 constexpr int kMany = 1 << 30;
 
 // A tile: chunks of 64 columns, each [rows][128 bytes], swizzled.
@@ -80,13 +52,13 @@ constexpr int kBytesN = kChunks * kChunkN, kBytesM = kChunks * kChunkM;
 constexpr int kBytesDs = 2 * kChunkM;  // columns are keys: a chunk a warpgroup
 constexpr int kBytesStats = 2 * kBlockM * 4;
 constexpr int kBytesPart = kPart * 4;
-constexpr int kBytesFinish = kBytesPart / 2;  // on their way back
 
 constexpr int kScores = kBlockM / 2;  // of S, P, dP, dS and dq, numbers of a thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 // Of the pairs of lse and delta that a thread needs, so many are asked for ahead.
-constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = kTurned ? 2 : 4;
+constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = 4;
 
+// A number that the compiler knows, as an argument.
 template <int kNumber>
 struct number_t {
   static constexpr int value = kNumber;
@@ -102,20 +74,21 @@ struct alignas(16) view_t {
   int low, high, whole_first, whole_last;
   int tile;
   index_t dk, dv;  // where the gradients go
-  bool adds;       // to dq: else no query sees a key of it
 };
 // The feeder tells of an item while others may still be at the fourth before it.
 constexpr int kViews = 8;
 // Of a block of queries: its first one, its number among the blocks of sums_q, and
-// among those of dq; then bits: the last of its item, the last of all, the first of its
-// entry; and how often others have had the sums before.
+// whether it is the last of all.
 constexpr int kOrigins = 8;
 
-// Of who asks: where queries of an entry lie (first block of sums or of stats, head,
-// batch), and keys of an item (row, head, batch).
+// Where the queries of an entry lie: first block of sums or of stats, head, and batch.
+struct alignas(16) source_t {
+  int4 q, dout;
+};
+// Of who asks: where keys of an item lie (row, head, batch), and its blocks of queries.
 struct alignas(16) places_t {
-  int4 q, dout, k, v;
-  int2 sums;  // the first block of sums, and how often others have had it before
+  int4 k, v;
+  int2 blocks;
 };
 
 // A stage, and how often all of them have been gone through.
@@ -133,9 +106,8 @@ struct barriers_t {
   unsigned long long k_full, v_full, k_empty, v_empty;
   unsigned long long q_full[kStagesQ], q_empty[kStagesQ];
   unsigned long long dout_full[kStagesDout], dout_empty[kStagesDout];
-  unsigned long long ds_full[2], ds_empty[2];
+  unsigned long long ds_full[kStagesDs], ds_empty[kStagesDs];
   unsigned long long dq_full[kGroups], dq_empty[kGroups];
-  unsigned long long finish_full, finish_empty, part_full[kGroups];
 };
 
 // S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
@@ -151,34 +123,28 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
 }
 
 // dv += P dO or dk += dS q. A step is 16 rows of dO or q, of 128 bytes.
-template <int kFirst = 0, int kLast = kBlockM / 16>
+// Those from kBegin to kEnd.
+template <int kBegin, int kEnd>
 __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
                                               const unsigned (&p)[kBlockM / 16][4],
                                               unsigned long long qd,
                                               bool accumulate) {
 #pragma unroll
-  for (int step = kFirst; step < kLast; ++step) {
+  for (int step = kBegin; step < kEnd; ++step) {
     ptx::wgmma_t<elem_t, kHeadDim>::rs(sums, p[step], qd + step * (16 * 128 / 16),
                                        step > 0 || accumulate);
   }
 }
 
-// This warpgroup's 64 columns of dq = dS^T k, or kTurned of dq^T = k^T dS. A step is
-// 16 keys.
-template <int kCount>
-__device__ __forceinline__ void multiply_dq(float (&dq)[kCount],
+// This warpgroup's 64 columns of dq = dS^T k. A step is 16 keys.
+__device__ __forceinline__ void multiply_dq(float (&dq)[kScores],
                                             unsigned long long ds,
                                             unsigned long long k) {
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
     const int chunk = step / 4, inside = step % 4 * 32;
-    const unsigned long long ds_step = ds + (chunk * kChunkM + inside) / 16;
-    const unsigned long long k_step = k + step * (16 * 128 / 16);
-    if constexpr (kTurned) {
-      ptx::wgmma_t<elem_t, 2 * kCount>::ss_m(dq, k_step, ds_step, step > 0);
-    } else {
-      ptx::wgmma_t<elem_t, 2 * kCount>::ss_mn(dq, ds_step, k_step, step > 0);
-    }
+    ptx::wgmma_t<elem_t, 64>::ss_mn(dq, ds + (chunk * kChunkM + inside) / 16,
+                                    k + step * (16 * 128 / 16), step > 0);
   }
 }
 
@@ -202,43 +168,24 @@ struct item_t {
   int tile, kept;
 };
 
-// Where items differ in length, or add in one order, those of a section of entries come
-// tile after tile: first those that most queries see, or those that add first.
+// In a section the tiles that most queries see come first.
 __device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
   const unsigned n = number, num_tiles = inputs.num_tiles;
-  if constexpr (kBounds > 0 || kOrdered) {
+  if constexpr (kBounds > 0) {
     const unsigned in_section = inputs.section * num_tiles;
     const unsigned first = n / in_section * inputs.section;
     const unsigned rest = n % in_section;
     const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
-    const int tile = rest / width;
-    return {kOrdered ? inputs.num_tiles - 1 - tile : tile, int(first + rest % width)};
+    return {int(rest / width), int(first + rest % width)};
   } else {
     return {int(n % num_tiles), int(n / num_tiles)};
   }
-}
-
-// The tiles of keys that queries [first, first + kBlockM) see, where key j, counted
-// from the first of `tile`, is seen by query i if low <= j - i < high. One at least.
-__device__ __forceinline__ int2 tiles_of(
-    int first, int low, int high, int tile, int num_queries, int num_keys) {
-  const int row = tile * kBlockN;
-  const int last = min(first + kBlockM, num_queries) - 1;
-  const int begin = max(row + first + low, 0) / kBlockN;
-  const int end = (max(min(row + last + high, num_keys), 0) + kBlockN - 1) / kBlockN;
-  return begin < end ? int2{begin, end} : int2{tile, tile + 1};
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_fed(const __grid_constant__ inputs_t inputs,
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
-                             int* turns,                       // vjp_hopper.cuh
-                             const int ring,
-                             elem_t* __restrict__ dq_out,  // vjp_hopper_dq.cu
-                             const index_t dq_batch,       // strides of dq
-                             const index_t dq_head,
-                             const index_t dq_row,
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -249,28 +196,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ barriers_t barriers;
   __shared__ view_t views[kViews];
   __shared__ int4 origins_memory[kOrigins];
+  __shared__ source_t sources[kMaxSummed];
   __shared__ places_t places;
-  __shared__ volatile int next_item;      // of who asks, who has few registers
-  // Of which block of sums dq is to be made, and which it is among those of dq.
-  __shared__ volatile int finish_target, finish_place;
+  __shared__ volatile int next_item;  // not in a register: who asks has few
 
-  const unsigned smem_k = ptx::shared_address(smem);
+  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+  const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
   const unsigned smem_v = smem_k + kBytesN, smem_q = smem_v + kBytesN,
                  smem_dout = smem_q + kStagesQ * kBytesM,
                  smem_ds = smem_dout + kStagesDout * kBytesM,
                  smem_dq = smem_ds + kStagesDs * kBytesDs,
-                 smem_finish = smem_dq + kGroups * kBytesPart,
-                 smem_stats = smem_finish + kFinishes * kGroups * kBytesFinish;
+                 smem_stats = smem_dq + kGroups * kBytesPart;
   const unsigned k_full = ptx::shared_address(&barriers), v_full = k_full + 8,
                  k_empty = v_full + 8, v_empty = k_empty + 8, q_full = v_empty + 8,
                  q_empty = q_full + 8 * kStagesQ, dout_full = q_empty + 8 * kStagesQ,
                  dout_empty = dout_full + 8 * kStagesDout,
-                 ds_full = dout_empty + 8 * kStagesDout, ds_empty = ds_full + 16,
-                 dq_full = ds_empty + 16, dq_empty = dq_full + 8 * kGroups,
-                 finish_full = dq_empty + 8 * kGroups, finish_empty = finish_full + 8,
-                 part_full = finish_empty + 8;
+                 ds_full = dout_empty + 8 * kStagesDout,
+                 ds_empty = ds_full + 8 * kStagesDs, dq_full = ds_empty + 8 * kStagesDs,
+                 dq_empty = dq_full + 8 * kGroups;
   unsigned origins = ptx::shared_address(origins_memory);
-  ptx::forget(origins);
 
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) {
@@ -287,17 +231,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(dout_full + 8 * n, 2);  // statistics come by themselves
       ptx::mbarrier_init(dout_empty + 8 * n, kWarps);
     }
-    for (int n = 0; n < 2; ++n) {
+    for (int n = 0; n < kStagesDs; ++n) {
       ptx::mbarrier_init(ds_full + 8 * n, kWarps);
       ptx::mbarrier_init(ds_empty + 8 * n, kWarps);
     }
     for (int n = 0; n < kGroups; ++n) {
       ptx::mbarrier_init(dq_full + 8 * n, 4);
       ptx::mbarrier_init(dq_empty + 8 * n, 1);
-      ptx::mbarrier_init(part_full + 8 * n, 1);
     }
-    ptx::mbarrier_init(finish_full, 1);
-    ptx::mbarrier_init(finish_empty, kGroups);
     ptx::fence_mbarrier_init();
   }
   ptx::griddepcontrol_wait();
@@ -310,84 +251,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4 * kGroups;
     if (warp == 0 && lane == 0) {
       // --- who asks for tiles
-      const unsigned q_from = ptx::shared_address(&places), dout_from = q_from + 16,
-                     k_from = q_from + 32, v_from = q_from + 48,
-                     sums_from = q_from + 64;
+      const unsigned kv_from = ptx::shared_address(&places);
       auto store_place = [](unsigned to, const int4& x) {
         ptx::store_shared_s32x2(to, x.x, x.y);
         ptx::store_shared_s32x2(to + 8, x.z, x.w);
       };
-      next_item = kOrdered ? atomicAdd(&counter->next, 1) : int(blockIdx.x);
-      unsigned asked = 0;  // blocks of queries so far
-      stage_t<kStagesQ> q_stage;
-      stage_t<kStagesDout> dout_stage;
-#pragma unroll 1
-      for (unsigned items = 0;; ++items) {
+      next_item = blockIdx.x;
+      unsigned items = 0, asked = 0;  // items, and blocks of queries, so far
+      // Tells of the next item.
+      auto begin_item = [&] {
         view_t& view = views[items % kViews];
-        if (next_item >= inputs.num_items) {
-          view.count = 0;
-          if (items > 0) wait(k_empty, (items - 1) & 1);
-          ptx::mbarrier_arrive(k_full);
-          break;
-        }
+        const int number = next_item;
         const inputs_t& inputs_now = ptx::anew(inputs);
         const params_t& params_now = ptx::anew(params);
         const grads_t& grads_now = ptx::anew(grads);
-        const item_t item = item_of(next_item, inputs_now);
+        const item_t item = item_of(number, inputs_now);
         const int row = item.tile * kBlockN;
         view.dk = offset_of(grads_now.kept, item.kept, 1);
         view.dv = offset_of(grads_now.kept, item.kept, 2);
         const unsigned entry = offset_of(grads_now.kept, item.kept, 0);
-        view.tile = item.tile;
-        view.factor = factor_of(found);
-        view.num_keys = static_cast<int>(params.seqlen_k) - row;
-        view.adds = true;
-        // The blocks of queries that see keys of the tile; at least one.
-        int block_first = 0, block_last = inputs.num_blocks;
-        if constexpr (kBounds > 0) {
-          // As scores_t has them, with few registers: the band of keys that the first
-          // query sees, counted from the tile's first, and from it the queries.
-          auto bounded = [](index_t x) { return int(clamp(x, -kMany, kMany)); };
-          const int low = bounded(query_offset - row - params_now.left),
-                    high = bounded(query_offset - row + params_now.right + 1);
-          const int num_queries = params_now.seqlen_q;
-          const int num_keys = min(int(params_now.seqlen_k) - row, kBlockN);
-          const int first = min(max(1 - high, 0), num_queries),
-                    last = min(max(num_keys - low, 0), num_queries);
-          const bool empty = first >= last;
-          block_first = first / kBlockM;
-          block_last = (last + kBlockM - 1) / kBlockM;
-          // Blocks that see no key at all are with the first tile, or the last.
-          const int blind_first = block_last;
-          const int blind_last =
-              first == num_queries ? inputs.num_blocks : block_first;
-          if (item.tile == 0 && blind_last > 0) {
-            block_first = 0;
-            if (empty) block_last = blind_last;
-          } else if (item.tile == inputs.num_tiles - 1 &&
-                     blind_first < inputs.num_blocks) {
-            block_last = inputs.num_blocks;
-            if (empty) block_first = blind_first;
-          } else if (empty) {
-            view.adds = false;
-            block_first = 0;
-            block_last = 1;
-          }
-          view.low = low;
-          view.high = high;
-          view.whole_first = num_keys < kBlockN ? kMany : kBlockN - high;
-          view.whole_last = -low - (kBlockM - 1);
-        }
-        view.count = (block_last - block_first) * inputs.num_summed;
-        next_item = atomicAdd(&counter->next, 1) + (kOrdered ? 0 : int(gridDim.x));
-
 #pragma unroll 1
-        for (int summed = 0; summed < inputs.num_summed; ++summed) {
+        for (int n = 0; n < inputs.num_summed; ++n) {
           const unsigned of_all =
-              summed == 0 ? entry
-                          : entry + unsigned(offset_of(grads_now.summed, summed, 0));
+              n == 0 ? entry : entry + unsigned(offset_of(grads_now.summed, n, 0));
           unsigned rest = of_all / unsigned(params_now.num_heads);
           const int head = of_all - rest * unsigned(params_now.num_heads);
+          const int kv_head = unsigned(head) / unsigned(params_now.group_size);
           int at[2] = {0, 0};  // batch coordinates, innermost first
           if constexpr (kBatchDims == 2) {
             at[1] = rest / unsigned(params_now.batch_shape[1]);
@@ -406,248 +295,123 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             slot += at[kBatchDims - 1 - axis] * int(inputs_now.slot[axis]);
           }
           const int num_blocks = inputs_now.num_blocks;
-          store_place(q_from, place(slot * num_blocks, head, params_now.q));
-          if constexpr (kFinishes) {
-            const unsigned number = item.kept * inputs.num_summed + summed;
-            const unsigned before = number / unsigned(ring);
-            ptx::store_shared_s32x2(sums_from, (number - before * ring) * num_blocks,
-                                    before);
-          } else {
-            ptx::store_shared_s32x2(sums_from, slot * num_blocks, 0);
+          const unsigned source = ptx::shared_address(sources + n);
+          store_place(source, place(slot * num_blocks, head, params_now.q));
+          store_place(source + 16, place(of_all * num_blocks, head, grads_now.dout));
+          if (n > 0) continue;
+          store_place(kv_from, place(row, kv_head, params_now.k));
+          store_place(kv_from + 16, place(row, kv_head, params_now.v));
+        }
+        view.tile = item.tile;
+        view.factor = factor_of(found);
+        view.num_keys = static_cast<int>(params.seqlen_k) - row;
+        // The blocks of queries that see keys of the tile; at least one.
+        int block_first = 0, block_last = inputs.num_blocks;
+        if constexpr (kBounds > 0) {
+          // As scores_t has them, with few registers: the band of keys that the first
+          // query sees, counted from the tile's first, and from it the queries.
+          auto bounded = [](index_t x) { return int(clamp(x, -kMany, kMany)); };
+          const int low = bounded(query_offset - row - params_now.left),
+                    high = bounded(query_offset - row + params_now.right + 1);
+          const int num_queries = params_now.seqlen_q;
+          const int num_keys = min(int(params_now.seqlen_k) - row, kBlockN);
+          const int first = min(max(1 - high, 0), num_queries),
+                    last = min(max(num_keys - low, 0), num_queries);
+          block_first = first / kBlockM;
+          block_last = (last + kBlockM - 1) / kBlockM;
+          if (block_first >= block_last) {
+            block_first = 0;
+            block_last = 1;
           }
-          store_place(dout_from, place(of_all * num_blocks, head, grads_now.dout));
-          if (summed == 0) {
-            const int kv_head = unsigned(head) / unsigned(params_now.group_size);
-            store_place(k_from, place(row, kv_head, params_now.k));
-            store_place(v_from, place(row, kv_head, params_now.v));
-          }
+          view.low = low;
+          view.high = high;
+          view.whole_first = num_keys < kBlockN ? kMany : kBlockN - high;
+          view.whole_last = -low - (kBlockM - 1);
+        }
+        view.count = (block_last - block_first) * inputs.num_summed;
+        places.blocks = {block_first, block_last};
+        next_item = atomicAdd(&counter->next, 1) + gridDim.x;
+      };
+      // Asks for a block of queries as soon as its stages are free.
+      auto ask_for_queries = [&](int summed, int block, int flags) {
+        const unsigned source = ptx::shared_address(sources + summed);
+        int4 from = ptx::load_shared_s32x4(source);
+        const unsigned origin = origins + asked % kOrigins * 16;
+        unsigned stage = asked % kStagesQ, full = q_full + 8 * stage;
+        wait(q_empty + 8 * stage, (asked / kStagesQ & 1) ^ 1);
+        ptx::store_shared_s32x2(origin, block * kBlockM, from.x + block);
+        ptx::store_shared_s32(origin + 8, flags);
+        const int q_batch[2] = {from.z, from.w};
+        load_tile<kBlockM, kChunks>(smem_q + stage * kBytesM, inputs.q_map, full,
+                                    block * kBlockM, from.y, q_batch);
+        from = ptx::load_shared_s32x4(source + 16);
+        stage = asked % kStagesDout;
+        full = dout_full + 8 * stage;
+        wait(dout_empty + 8 * stage, (asked / kStagesDout & 1) ^ 1);
+        ++asked;
+        ptx::mbarrier_arrive_expect_tx(full, kBytesStats);
+        ptx::cp_async_bulk(smem_stats + stage * kBytesStats,
+                           stats + index_t(from.x + block) * (2 * kBlockM), kBytesStats,
+                           full);
+        const int dout_batch[2] = {from.z, from.w};
+        load_tile<kBlockM, kChunks>(smem_dout + stage * kBytesM, inputs.dout_map, full,
+                                    block * kBlockM, from.y, dout_batch);
+      };
+      auto ask_for_keys = [&](unsigned target, const ptx::tensor_map_t& map,
+                              unsigned full, unsigned empty, unsigned place) {
+        if (items > 0) wait(empty, (items - 1) & 1);
+        const int4 from = ptx::load_shared_s32x4(place);
+        const int batch[2] = {from.z, from.w};
+        load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
+      };
 #pragma unroll 1
-          for (int block = block_first; block < block_last; ++block, ++asked) {
-            int4 from = ptx::load_shared_s32x4(q_from);
-            wait(q_empty + 8 * q_stage.number, q_stage.parity ^ 1);
-            const bool ends = block == block_last - 1 &&
-                              summed == inputs.num_summed - 1;
-            const unsigned origin = origins + asked % kOrigins * 16;
-            const int2 sums = ptx::load_shared_s32x2(sums_from);
-            const int flags = (!ends ? 0 : next_item < inputs.num_items ? 1 : 3) |
-                              (block == block_first) << 2 | sums.y << 3;
-            ptx::store_shared_s32x2(origin, block * kBlockM, sums.x + block);
-            ptx::store_shared_s32x2(origin + 8, from.x + block, flags);
-            const int q_batch[2] = {from.z, from.w};
-            load_tile<kBlockM, kChunks>(smem_q + q_stage.number * kBytesM, inputs.q_map,
-                                        q_full + 8 * q_stage.number, block * kBlockM,
-                                        from.y, q_batch);
-            q_stage.next();
-            from = ptx::load_shared_s32x4(dout_from);
-            const unsigned stage = dout_stage.number, full = dout_full + 8 * stage;
-            wait(dout_empty + 8 * stage, dout_stage.parity ^ 1);
-            dout_stage.next();
-            ptx::mbarrier_arrive_expect_tx(full, kBytesStats);
-            ptx::cp_async_bulk(smem_stats + stage * kBytesStats,
-                               stats + index_t(from.x + block) * (2 * kBlockM),
-                               kBytesStats, full);
-            const int dout_batch[2] = {from.z, from.w};
-            load_tile<kBlockM, kChunks>(smem_dout + stage * kBytesM, inputs.dout_map,
-                                        full, block * kBlockM, from.y, dout_batch);
-            if (summed > 0 || block > block_first) continue;
-            // Behind the first block those of keys.
-            if (items > 0) wait(v_empty, (items - 1) & 1);
-            from = ptx::load_shared_s32x4(v_from);
-            const int v_batch[2] = {from.z, from.w};
-            load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, from.x, from.y,
-                                        v_batch);
-            if (items > 0) wait(k_empty, (items - 1) & 1);
-            from = ptx::load_shared_s32x4(k_from);
-            const int k_batch[2] = {from.z, from.w};
-            load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, from.x, from.y,
-                                        k_batch);
+      for (; next_item < inputs.num_items; ++items) {
+        begin_item();
+        bool begins = true;
+#pragma unroll 1
+        for (int summed = 0; summed < inputs.num_summed; ++summed) {
+#pragma unroll 1
+          for (int block = places.blocks.x; block < places.blocks.y; ++block) {
+            const bool ends =
+                block + 1 == places.blocks.y && summed + 1 == inputs.num_summed;
+            ask_for_queries(summed, block, ends && next_item >= inputs.num_items);
+            if (!begins) continue;
+            begins = false;
+            ask_for_keys(smem_v, inputs.v_map, v_full, v_empty, kv_from + 16);
+            ask_for_keys(smem_k, inputs.k_map, k_full, k_empty, kv_from);
           }
         }
       }
+      views[items % kViews].count = 0;
+      if (items > 0) wait(k_empty, (items - 1) & 1);
+      ptx::mbarrier_arrive(k_full);
     } else if (warp == 1 && lane == 0) {
       // --- who gives sums of dq to the copy engine
-      int finishes = 0;  // blocks whose dq is to be made, so far
-      unsigned items = 0;
-      auto finish = [&](int target, int place) {
-        wait(finish_empty, (finishes & 1) ^ 1);
-        finish_target = target;
-        finish_place = place;
-        ptx::mbarrier_arrive(finish_full);
-        ++finishes;
-      };
-      // A block of sums, its place, and how many tiles add to it; 0: nobody has.
-      int3 added = {0, 0, 0};
-      auto count = [&] {
-        if (added.z > 0 && atomicAdd(turns + added.x, 1) == added.z - 1) {
-          finish(added.x, added.y);
-        }
-      };
-      wait(k_full, 0);
-      bool any = *const_cast<volatile int*>(&views[0].count) != 0;
+      bool more = blockIdx.x < inputs.num_items;
 #pragma unroll 1
-      for (unsigned block = 0; any; ++block) {
-        {
-          const volatile view_t& view = views[items % kViews];
-          wait(dq_full, block & 1);  // then the origin is there, too
-          const int4 origin = ptx::load_shared_s32x4(origins + block % kOrigins * 16);
-          items += origin.w & 1;
-          any = !(origin.w & 2);
-          // Those before have been made dq of, and the sums are 0 again.
-          const int before = origin.w >> 3;
-          if (kFinishes && (origin.w & 4) && before > 0) {
-            const int* const cleared =
-                turns + ring * inputs.num_blocks + origin.y / inputs.num_blocks;
-            while (ptx::load_relaxed(cleared) < before * inputs.num_blocks) {
-            }
-            __threadfence();
-          }
-          int2 tiles = {0, inputs.num_tiles};
-          if constexpr (kBounds > 0) {
-            tiles = tiles_of(origin.x, view.low, view.high, view.tile,
-                             static_cast<int>(params.seqlen_q),
-                             static_cast<int>(params.seqlen_k));
-          }
-          int* const turn = turns + origin.y;
-          const bool adds = kBounds == 0 || view.adds;
-          if (kOrdered && adds && view.tile < tiles.y - 1) {
-            while (ptx::load_relaxed(turn) < tiles.y - 1 - view.tile) {
-            }
-          }
+      for (unsigned block = 0; more; ++block) {
+        wait(dq_full, block & 1);  // then the origin is there, too
+        const int4 origin = ptx::load_shared_s32x4(origins + block % kOrigins * 16);
+        more = origin.z == 0;
 #pragma unroll
-          for (int g = 0; g < kGroups; ++g) {
-            if (g > 0) wait(dq_full + 8 * g, block & 1);
-            if (adds) {
-              ptx::cp_reduce_async_bulk_add(
-                  sums_q + (index_t(origin.y) * kGroups + g) * kPart,
-                  smem_dq + g * kBytesPart, kBytesPart);
-            }
-            ptx::cp_async_bulk_commit_group();
-          }
-          ptx::cp_async_bulk_wait_group_read<1>();
-          ptx::mbarrier_arrive(dq_empty);
-          ptx::cp_async_bulk_wait_group_read();
-          ptx::mbarrier_arrive(dq_empty + 8);
-          if constexpr (kOrdered) {
-            // The tile behind may add. No fence between: the engine alone reads and
-            // writes sums, in the L2 cache, and says when it has.
-            if (adds) {
-              ptx::cp_async_bulk_wait_group();
-              if (view.tile != tiles.x) ptx::store_relaxed(turn, tiles.y - view.tile);
-              if (kFinishes && view.tile == tiles.x) finish(origin.y, origin.z);
-            }
-          } else if constexpr (kFinishes) {
-            // Of the block before, whose sums have been added meanwhile.
-            ptx::cp_async_bulk_wait_group<kGroups>();
-            count();
-            added = {origin.y, origin.z, adds ? tiles.y - tiles.x : 0};
-          }
+        for (int g = 0; g < kGroups; ++g) {
+          if (g > 0) wait(dq_full + 8 * g, block & 1);
+          ptx::cp_reduce_async_bulk_add(
+              sums_q + (index_t(origin.y) * kGroups + g) * kPart,
+              smem_dq + g * kBytesPart, kBytesPart);
+          ptx::cp_async_bulk_commit_group();
         }
+        ptx::cp_async_bulk_wait_group_read<1>();
+        ptx::mbarrier_arrive(dq_empty);
+        ptx::cp_async_bulk_wait_group_read();
+        ptx::mbarrier_arrive(dq_empty + 8);
       }
       ptx::cp_async_bulk_wait_group();
-      if constexpr (kFinishes) {
-        if (!kOrdered) count();
-        finish(-1, 0);
-      }
       // The last block to finish leaves both numbers at 0 for the next launch.
       if (atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
         counter->next = 0;
         counter->finished = 0;
         __threadfence();
-      }
-    } else if (kFinishes && warp >= 2) {
-      // --- who makes dq of the sums of a block, each 64 columns
-      const int g = warp - 2;
-      const bool clears = ring < inputs.num_kept * inputs.num_summed;
-      const unsigned part = smem_finish + g * kBytesFinish, full = part_full + 8 * g;
-#pragma unroll 1
-      for (unsigned n = 0;; ++n) {
-        wait(finish_full, n & 1);
-        const int target = finish_target, dq_block = finish_place;
-        __syncwarp();
-        if (target < 0) break;
-        if (lane == 0) {
-          ptx::mbarrier_arrive(finish_empty);
-        }
-        const params_t& params_now = ptx::anew(params);
-        const float factor =
-            unfactor_of(factor_of(found), static_cast<float>(params_now.scale));
-        const unsigned slot = unsigned(dq_block) / unsigned(inputs.num_blocks);
-        const unsigned entry = slot / unsigned(params_now.num_heads);
-        const int head = slot - entry * unsigned(params_now.num_heads);
-        const int first = (dq_block - slot * inputs.num_blocks) * kBlockM;
-        // A lane's vector has two columns of two rows, 8 apart; four of them, behind an
-        // exchange with three neighbours, are 8 columns of both.
-        int rows = static_cast<int>(params_now.seqlen_q) - first - lane / 4;
-        const int column = g * 64 + lane % 4 * 8;
-        elem_t* to = dq_out + entry * dq_batch + head * dq_head +
-                     (first + lane / 4) * dq_row + column;
-        unsigned from = 0;
-        float odd = 0;
-#pragma unroll 1
-        for (int m = 0; m < kBlockM / 16; ++m) {
-          if (m % 2 == 0) {
-            __syncwarp();
-            if (lane == 0) {
-              ptx::mbarrier_arrive_expect_tx(full, kBytesFinish);
-              ptx::cp_async_bulk(part,
-                                 sums_q + (index_t(target) * kGroups + g) * kPart +
-                                     m / 2 * (kPart / 2),
-                                 kBytesFinish, full);
-            }
-            from = part + lane * 16;
-            wait(full, m / 2);
-          }
-#pragma unroll 1
-          for (int half = 0; half < 2; ++half, from += 4 * 512) {
-            unsigned words[2][4];
-#pragma unroll
-            for (int t = 0; t < 4; ++t) {
-              const float4 x = ptx::load_shared_f32x4(from + t * 512);
-              odd = fmaf(x.x, 0, fmaf(x.y, 0, fmaf(x.z, 0, fmaf(x.w, 0, odd))));
-              words[0][t] = pair16_t::from(x.y * factor, x.x * factor);
-              words[1][t] = pair16_t::from(x.w * factor, x.z * factor);
-            }
-            transpose(words[0], lane);
-            transpose(words[1], lane);
-            if (column + half * 32 < static_cast<int>(params_now.head_dim)) {
-#pragma unroll
-              for (int r = 0; r < 2; ++r) {
-                if (8 * r >= rows) continue;
-                *reinterpret_cast<uint4*>(to + 8 * r * dq_row + half * 32) =
-                    make_uint4(words[r][0], words[r][1], words[r][2], words[r][3]);
-              }
-            }
-          }
-          to += 16 * dq_row;
-          rows -= 16;
-          if (m % 2 == 1 && clears) {
-#pragma unroll
-            for (int e = 0; e < kBytesFinish; e += 512) {
-              ptx::store_shared_f32x4(part + lane * 16 + e, 0, 0, 0, 0);
-            }
-            ptx::fence_proxy_async();
-            __syncwarp();
-            if (lane == 0) {
-              ptx::cp_async_bulk_store(sums_q + (index_t(target) * kGroups + g) * kPart +
-                                           m / 2 * (kPart / 2),
-                                       part, kBytesFinish);
-              ptx::cp_async_bulk_commit_group();
-              ptx::cp_async_bulk_wait_group_read();
-            }
-          }
-        }
-        if (clears) {
-          if (lane == 0) ptx::cp_async_bulk_wait_group();
-          __threadfence();
-          ptx::bar_sync<32 * kGroups>(1);
-          if (g == 0 && lane == 0) {
-            ptx::store_relaxed(turns + target, 0);
-            __threadfence();
-            atomicAdd(turns + ring * inputs.num_blocks + target / inputs.num_blocks, 1);
-          }
-        }
-        if (odd != 0) found->odd = 1;
-        __syncwarp();
       }
     }
     return;
@@ -669,15 +433,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                            k_sums = descriptor(smem_k + group * kChunkN, kChunkN);
   // For stmatrix a lane gives a row of a matrix: queries n and n + 8 of two groups of
   // 8 keys. The swizzle flips bits 4 to 6 of an address by bits 7 to 9.
-  unsigned ds_target = smem_ds + group * kChunkM +
-                             (lane / 16 * 8 + lane % 8) * 128 +
-                             ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
+  unsigned ds_target = smem_ds + group * kChunkM + (lane / 16 * 8 + lane % 8) * 128 +
+                       ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
   unsigned lane_stats = smem_stats + lane % 4 * 8;
   unsigned dq_target = smem_dq + threadIdx.x / 32 * (kBytesPart / 4) + lane * 16;
   // Else they are made anew in each step, from a special register that answers late.
   ptx::forget(ds_target);
   ptx::forget(lane_stats);
   ptx::forget(dq_target);
+  ptx::forget(origins);
 
   unsigned items = 0;  // of this block, so far
   unsigned block = 0;  // of queries, so far: gives stages and parities
@@ -729,6 +493,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       return ptx::load_shared_s32(origins + number % kOrigins * 16);
     };
 
+    // Whether no key is hidden from a block of queries.
+    auto is_whole = [&](unsigned number) {
+      if constexpr (kBounds == 0) return view.num_keys >= kBlockN;
+      const int origin = origin_of(number);
+      return origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
+    };
+
     // s becomes P of a block of queries, and p the same as operand. Number e stands in
     // column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     auto hide = [&](bool whole) {
@@ -754,34 +525,30 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
     };
-    auto exponentials = [&](unsigned stage, auto from, auto to) {
+    // Of one half of the queries.
+    constexpr int kHalf = kScores / 2;
+    auto exponentials = [&](auto half) {
+      constexpr int kBegin = decltype(half)::value * kHalf;
 #pragma unroll
-      for (int e = decltype(from)::value; e < decltype(to)::value; e += 4) {
-        const int n = e / 4;
-        const float2 lse = n < kEarlyLse ? early_lse[n] : load_lse(stage, n);
+      for (int e = kBegin; e < kBegin + kHalf; e += 4) {
+        const float2 lse = early_lse[e / 4];
         s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - lse.x);
         s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - lse.y);
         s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - lse.x);
         s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - lse.y);
       }
 #pragma unroll
-      for (int e = decltype(from)::value; e < decltype(to)::value; e += 2) {
+      for (int e = kBegin; e < kBegin + kHalf; e += 2) {
         p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
       }
     };
 
-    // Whether no key is hidden from a block of queries.
-    auto is_whole = [&](unsigned number) {
-      if constexpr (kBounds == 0) return view.num_keys >= kBlockN;
-      const int origin = origin_of(number);
-      return origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
-    };
-
     // dS of the block in a stage of dO, from P in s and dP.
-    auto make_ds = [&](unsigned stage, auto from, auto to) {
+    auto make_ds = [&](unsigned stage, auto half) {
+      constexpr int kBegin = decltype(half)::value * kHalf;
       const float factor = kNarrow<elem_t> ? view.factor : 1.f;
 #pragma unroll
-      for (int e = decltype(from)::value; e < decltype(to)::value; e += 4) {
+      for (int e = kBegin; e < kBegin + kHalf; e += 4) {
         const int n = e / 4;
         float2 d = n < kEarlyDelta ? early_delta[n] : load_delta(stage, n);
         if constexpr (kNarrow<elem_t>) {
@@ -800,8 +567,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     auto store_ds = [&] {
 #pragma unroll
       for (int m = 0; m < kBlockM / 16; ++m) {
-        ptx::stmatrix_x4_trans(ds_target + block % kStagesDs * kBytesDs + m * 2048, ds[m][0],
-                               ds[m][1], ds[m][2], ds[m][3]);
+        ptx::stmatrix_x4_trans(ds_target + block % kStagesDs * kBytesDs + m * 2048,
+                               ds[m][0], ds[m][1], ds[m][2], ds[m][3]);
       }
     };
     auto start_s = [&](unsigned stage) {
@@ -814,10 +581,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       multiply_scores(dp, v_rows, dout_rows + stage * (kBytesM / 16));
       ptx::wgmma_commit_group();
     };
-    constexpr int kHalf = kBlockM / 32;
-    auto start_dv = [&](unsigned stage, auto from, auto to, bool accumulate) {
+    auto start_dv = [&](unsigned stage, auto half, bool accumulate) {
+      constexpr int kSteps = kBlockM / 32, kBegin = decltype(half)::value * kSteps;
       ptx::wgmma_fence();
-      multiply_sums<decltype(from)::value, decltype(to)::value>(
+      multiply_sums<kBegin, kBegin + kSteps>(
           sums_v, p, dout_sums + stage * (kBytesM / 16), accumulate);
       ptx::wgmma_commit_group();
     };
@@ -865,64 +632,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
     auto step = [&](auto is_first) {
       constexpr bool kFirst = decltype(is_first)::value;
-      const unsigned this_q = q_stage.number, stage = dout_stage.number;
+      const unsigned this_q = q_stage.number, this_dout = dout_stage.number;
       start_s(this_q);
       const bool whole = is_whole(block);
       wait_for_dout();
-      start_dp(stage);
-      ask_for_lse(stage);
-      // What the step before has left in shared memory is seen by the copy engine and
-      // by wgmma behind a fence, which here runs beside S.
-      if constexpr (kLag && !kFirst) tell(block - 1);
+      start_dp(this_dout);
+      ask_for_lse(this_dout);
+      if constexpr (!kFirst) tell(block - 1);
       q_stage.next();
       dout_stage.next();
       ptx::wgmma_wait_group<1>();  // S
       keep_order(s);
       hide(whole);
-      exponentials(stage, number_t<0>(), number_t<kHalf * 8>());
-      if (SPLIT == 0) exponentials(stage, number_t<kHalf * 8>(), number_t<kScores>());
-      if (SPLIT == 0) start_dv(stage, number_t<0>(), number_t<kBlockM / 16>(), !kFirst);
-      if (SPLIT == 1 || SPLIT == 2) start_dv(stage, number_t<0>(), number_t<kHalf>(), !kFirst);
-      if (SPLIT == 1) exponentials(stage, number_t<kHalf * 8>(), number_t<kScores>());
-      ask_for_delta(stage);
-      ptx::wgmma_wait_group<SPLIT < 3 ? 1 : 0>();  // dP
+      exponentials(number_t<0>());
+      start_dv(this_dout, number_t<0>(), !kFirst);
+      ask_for_delta(this_dout);
+      ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
       if (block == last) release(v_empty);
-      make_ds(stage, number_t<0>(), number_t<kHalf * 8>());
-      if (SPLIT >= 2) exponentials(stage, number_t<kHalf * 8>(), number_t<kScores>());
-      make_ds(stage, number_t<kHalf * 8>(), number_t<kScores>());
+      make_ds(this_dout, number_t<0>());
+      exponentials(number_t<1>());
+      make_ds(this_dout, number_t<1>());
       wait(ds_empty + 8 * (block % kStagesDs), (block / kStagesDs & 1) ^ 1);
       store_ds();
-      if (SPLIT == 1 || SPLIT == 2) start_dv(stage, number_t<kHalf>(), number_t<kBlockM / 16>(), true);
-      if (SPLIT >= 3) start_dv(stage, number_t<0>(), number_t<kBlockM / 16>(), !kFirst);
-      if constexpr (!kLag) {
-        ptx::fence_proxy_async();
-        release(ds_full);
-      }
-      const unsigned of_dq = block - kLag;
-      constexpr bool kMakesDq = !kLag || !kFirst;
-      if constexpr (kMakesDq) start_dq(dq, of_dq);
-      ptx::wgmma_wait_group<kMakesDq ? 1 : 0>();  // dv
+      start_dv(this_dout, number_t<1>(), true);
+      if constexpr (!kFirst) start_dq(dq, block - 1);
+      ptx::wgmma_wait_group<kFirst ? 0 : 1>();  // dv
       start_dk(this_q, !kFirst);
       keep_order(sums_v);
-      release(dout_empty + 8 * stage);
-      if constexpr (kMakesDq) {
+      release(dout_empty + 8 * this_dout);
+      if constexpr (!kFirst) {
         ptx::wgmma_wait_group<1>();  // dq
         keep_order(dq);
-        if (!kLag && block == last) release(k_empty);
-        if (kLag) release(ds_empty + 8 * (of_dq % 2));
-        store_dq(dq, of_dq);
-      }
-      if constexpr (!kLag) {
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (lane == 0) {
-          ptx::mbarrier_arrive(dq_full + 8 * group);
-          ptx::mbarrier_arrive(ds_empty + 8 * (of_dq % kStagesDs));
-        }
+        release(ds_empty + 8 * ((block - 1) % kStagesDs));
+        store_dq(dq, block - 1);
       }
       if (block != last) wait_for_q();
-      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_wait_group<0>();  // dk
       keep_order(sums_k);
       release(q_empty + 8 * this_q);
     };
@@ -933,17 +679,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ++block;
       step(flag_t<false>());
     }
-    if constexpr (kLag) {
-      tell(block);
-      start_dq(dq, block);
-      ptx::wgmma_wait_group<0>();
-      keep_order(dq);
-      release(k_empty);
-      release(ds_empty + 8 * (block % 2));
-      store_dq(dq, block);
-      ptx::fence_proxy_async();
-      release(dq_full + 8 * group);
-    }
+    // dq of the last block, while the next item's keys are asked for.
+    tell(block);
+    start_dq(dq, block);
+    ptx::wgmma_wait_group<0>();
+    keep_order(dq);
+    release(k_empty);
+    release(ds_empty + 8 * (block % kStagesDs));
+    store_dq(dq, block);
+    ptx::fence_proxy_async();
+    release(dq_full + 8 * group);
     ++block;
     ++items;
 

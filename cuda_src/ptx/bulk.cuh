@@ -17,17 +17,6 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target,
       : "memory");
 }
 
-// Takes `bytes` from shared memory to global memory. Before: fence_proxy_async() by the
-// threads that wrote them. Belongs to the thread's open group.
-__device__ __forceinline__ void cp_async_bulk_store(void* target,
-                                                    unsigned source,
-                                                    unsigned bytes) {
-  asm volatile(
-      "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
-      "r"(source), "r"(bytes)
-      : "memory");
-}
-
 // Adds floats of shared memory to those of global memory, each sum by itself. Before:
 // fence_proxy_async() by the threads that wrote them. Belongs to the thread's open
 // group.
@@ -53,10 +42,9 @@ __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until this thread's groups, but for the last kPending, are done.
-template <int kPending = 0>
+// Waits until this thread's groups are done.
 __device__ __forceinline__ void cp_async_bulk_wait_group() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 // Adds four floats that lie side by side, each sum by itself.

@@ -4,7 +4,7 @@
 //
 // wgmma_t<type, columns>::ss takes A and B from shared memory (both K-major),
 // ::rs takes A from registers and B from shared memory (MN-major, as V lies),
-// ::ss_mn both from shared memory (A K-major, B MN-major), ::ss_m the other way round,
+// ::ss_mn both from shared memory (A K-major, B MN-major),
 // ::rs_k A from registers and B from shared memory (K-major). With accumulate = 0 the
 // old d does not count. Before: wgmma_fence(). After: wgmma_commit_group() and
 // wgmma_wait_group(), before which neither d nor a may be touched.
@@ -166,25 +166,6 @@ struct wgmma_t<half_t, 64> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
     );
   }
-  static __device__ __forceinline__ void ss_m(float (&d)[32],
-      unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %34, 0;"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29,"
-        "%30, %31"
-        "}, %32, %33, p, 1, 1, 1, 0;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-          "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate)
-    );
-  }
 };
 template <>
 struct wgmma_t<bfloat16_t, 64> {
@@ -264,25 +245,6 @@ struct wgmma_t<bfloat16_t, 64> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
     );
   }
-  static __device__ __forceinline__ void ss_m(float (&d)[32],
-      unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %34, 0;"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29,"
-        "%30, %31"
-        "}, %32, %33, p, 1, 1, 1, 0;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-          "+f"(d[31])
-        : "l"(a), "l"(b), "r"(accumulate)
-    );
-  }
 };
 template <>
 struct wgmma_t<half_t, 80> {
@@ -326,26 +288,6 @@ struct wgmma_t<half_t, 80> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
     );
   }
-  static __device__ __forceinline__ void ss_m(float (&d)[40],
-      unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %42, 0;"
-        "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29,"
-        "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
-        "}, %40, %41, p, 1, 1, 1, 0;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-          "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-        : "l"(a), "l"(b), "r"(accumulate)
-    );
-  }
 };
 template <>
 struct wgmma_t<bfloat16_t, 80> {
@@ -387,26 +329,6 @@ struct wgmma_t<bfloat16_t, 80> {
           "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
           "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
-    );
-  }
-  static __device__ __forceinline__ void ss_m(float (&d)[40],
-      unsigned long long a, unsigned long long b, int accumulate) {
-    asm volatile(
-        "{.reg .pred p; setp.ne.b32 p, %42, 0;"
-        "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29,"
-        "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39"
-        "}, %40, %41, p, 1, 1, 1, 0;}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
-          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
-          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-          "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]),
-          "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-          "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-        : "l"(a), "l"(b), "r"(accumulate)
     );
   }
 };

@@ -149,7 +149,8 @@ class HopperVjpTile:
     dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
     a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
     where all tiles of a head begin at one time, they wait for each other. A section of
-    heads takes `cache_share` of the L2 cache, where sums have no order.
+    heads takes `cache_share` of the L2 cache, where sums have no order; with a `feeder`
+    such sums are those of a kernel with a warpgroup for the copy engine.
     """
 
     block_m: int
@@ -158,6 +159,7 @@ class HopperVjpTile:
     cluster_alone: int = 1
     turns_from: float = math.inf
     cache_share: float = _attention_vjp_limits.CACHE_SHARE
+    feeder: bool = False
 
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
@@ -166,11 +168,13 @@ _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
 HOPPER_BLOCK_N = 128
 HOPPER_TILE_M = 128
 _HOPPER_THREADS = 256
+_FEEDER_THREADS = 128  # more of them, where a warpgroup is for the copy engine
 _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
 
 # How sums of dq come about: tiles of keys add to them in any order, or one after the
 # other; or a kernel of its own makes them.
 MIXED, TURNS, APART = "mixed", "turns", "apart"
+_FED = "_fed"  # the part that is the main kernel with a feeder
 
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _HOPPER_SUMMED = 128
@@ -257,7 +261,8 @@ class HopperVjpKernel:
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
         tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
-        return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
+        sums = tile.block_m * 2 * row if tile.feeder else 8 * tile.bulk * 512
+        return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
     def config(
         self,
@@ -269,14 +274,19 @@ class HopperVjpKernel:
     ) -> Config:
         """The launch of ``vjp_hopper<part>.cu``."""
         tile = self.tile(forward, dq)
+        if not part and tile.feeder:
+            part = _FED
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _HOPPER_THREADS, 0
-        if part in ("", "_queries"):
+        if part in ("", _FED, "_queries"):
             more["BOUNDS"] = _attention_hopper.bounds_of(forward)
         if part == "_queries":
-            num_threads += 128  # a warpgroup for the copy engine
+            num_threads += _FEEDER_THREADS
             rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
             smem = rows * 2 * self.dim(forward) + 1024
+        elif part == _FED:
+            num_threads += _FEEDER_THREADS
+            smem = self._smem(forward, dq)
         elif not part:
             more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
             more |= {"MAKES_DQ": int(dq != APART), "ORDERED": int(dq == TURNS)}
@@ -382,10 +392,15 @@ ATTENTION_VJP_KERNELS = (  # best first
                 ),
             ),
             128: (
-                ((math.inf, HopperVjpTile(64, bulk=4, cluster_alone=2, turns_from=3)),),
                 (
-                    (1024, HopperVjpTile(64, cache_share=1 / 3)),
-                    (4096, HopperVjpTile(64)),
+                    (
+                        math.inf,
+                        HopperVjpTile(64, cluster_alone=2, turns_from=3, feeder=True),
+                    ),
+                ),
+                (
+                    (1024, HopperVjpTile(64, cache_share=1 / 3, feeder=True)),
+                    (4096, HopperVjpTile(64, feeder=True)),
                     (math.inf, HopperVjpTile(64, cache_share=1 / 3)),
                 ),
             ),

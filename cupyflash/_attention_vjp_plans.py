@@ -350,6 +350,7 @@ class HopperPlan:
         dq_way = row.dq_way(problem, device, num_kept)
         in_turns = dq_way == _attention_vjp_kernels.TURNS
         apart = dq_way == _attention_vjp_kernels.APART
+        self.is_fed = row.tile(forward, dq_way).feeder
 
         seqlen_q, heads, dim = forward.seqlen_q, forward.num_heads, forward.head_dim
         num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
@@ -453,7 +454,7 @@ class HopperPlan:
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, stats, sums, turns, dk, dv, found,
+            inputs, stats, sums, *(() if self.is_fed else (turns,)), dk, dv, found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip

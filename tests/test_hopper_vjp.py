@@ -110,8 +110,12 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     forward = problem(head_dim=head_dim, right=right, seqlen_k=1500).forward
     config = ROW.config("", forward, 1, 1, dq)
     defines = dict(config.variant.defines)
-    cluster = int(defines["CLUSTER"])
-    assert (defines["MAKES_DQ"], defines["ORDERED"]) == {
+    cluster = int(defines.get("CLUSTER", 1))
+    fed = ROW.tile(forward, dq).feeder
+    assert fed == (head_dim == 128 and dq == MIXED)
+    assert config.block == (384 if fed else 256,)
+    assert config.variant.entry == "attention_vjp_hopper" + "_fed" * fed
+    assert fed or (defines["MAKES_DQ"], defines["ORDERED"]) == {
         MIXED: ("1", "0"), TURNS: ("1", "1"), APART: ("0", "0")
     }[dq]  # fmt: skip
     schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
@@ -130,6 +134,16 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
     most = min(10 * heads, device.l2_bytes * 4 // 5 // (1024 * seqlen))
     half = -(-most // 2)
     assert ROW.schedule(forward, device, most, 1, TURNS)["section"] == half
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "right", "fed"),
+    [(1, None, True), (16384, None, True), (4096, 0, True), (4097, 0, False)],
+)
+def test_a_feeder_where_it_was_faster(seqlen, right, fed):
+    forward = problem(head_dim=128, right=right, seqlen_q=seqlen).forward
+    assert ROW.tile(forward).feeder == fed
+    assert not ROW.tile(problem(seqlen_q=seqlen, right=right).forward).feeder
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

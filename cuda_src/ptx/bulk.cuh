@@ -35,9 +35,11 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's groups have read what they read; it may be overwritten.
+// Waits until this thread's groups, but for the last kPending, have read what they
+// read; it may be overwritten.
+template <int kPending = 0>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 // Waits until this thread's groups are done.

@@ -205,7 +205,8 @@ class HopperVjpKernel:
         shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
         if problem.deterministic and any(shared_q):
             return "adds to a dq that entries share in an order that differs"
-        if (smem := self._smem(forward) + _HOPPER_STATIC) > device.smem_optin:
+        static = 0 if self.has_own_kernel(forward) else _HOPPER_STATIC
+        if (smem := self._smem(forward) + static) > device.smem_optin:
             return (
                 f"needs {smem} bytes of shared memory, a block may have "
                 f"{device.smem_optin}"
@@ -252,10 +253,15 @@ class HopperVjpKernel:
         cluster = self.tile(forward, dq).cluster
         return -(-forward.seqlen_k // (HOPPER_BLOCK_N * cluster))
 
+    def has_own_kernel(self, forward: AttentionProblem) -> bool:
+        """Whether the main kernel is vjp_hopper_64.cu."""
+        return self.dim(forward) == 64
+
     def _smem(self, forward, dq=MIXED):
         """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
-        tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
+        stages_k = 2 if self.has_own_kernel(forward) else 1
+        tiles = ((1 + stages_k) * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
 
@@ -278,7 +284,10 @@ class HopperVjpKernel:
             rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
             smem = rows * 2 * self.dim(forward) + 1024
         elif not part:
-            more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
+            if self.has_own_kernel(forward):
+                part = "_64"
+            else:
+                more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
             more |= {"MAKES_DQ": int(dq != APART), "ORDERED": int(dq == TURNS)}
             smem = self._smem(forward, dq)
         defines = _attention_rows.defines(

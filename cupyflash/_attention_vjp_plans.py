@@ -386,8 +386,10 @@ class HopperPlan:
             4 * sums,
             4 * turns,
             4 * num_entries * num_blocks * block_m * 2,
+            ENTRY_BYTES * num_entries,
             4 * num_entries * seqlen_q,
         )
+        self.has_entries = row.has_own_kernel(forward)
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
         self.num_bytes = sum(sizes)
 
@@ -444,17 +446,20 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, stats, delta = (memory.ptr + start for start in self.starts)
+        found, sums, turns, stats, entries, delta = (
+            memory.ptr + start for start in self.starts
+        )
         if self.looks_for_largest:
             memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(
-            out, dout, lse, dlse, stats, delta, sums, self.num_vectors, found,
+            out, dout, lse, dlse, stats, delta, sums, self.num_vectors,
+            entries if self.has_entries else 0, *self.schedule["slot"], found,
             self.params, self.grads,
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, stats, sums, turns, dk, dv, found,
-            _attention_gpu._counters(self.device_id).of_current_stream(),
+            inputs, *([entries] if self.has_entries else []), stats, sums, turns, dk, dv,
+            found, _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
         if self.dq_grads is None:
@@ -474,6 +479,7 @@ class HopperPlan:
 
 
 _NO_OPTIONS = (0,) * len(OPTIONS)
+ENTRY_BYTES = 80  # of entry_t, vjp_hopper.cuh
 _FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
 

@@ -43,6 +43,19 @@ struct alignas(64) inputs_t {
 // vector registers and moved, 100 instructions a step that products wait for.
 __device__ __forceinline__ int uniform(int x) { return ptx::redux_min(x); }
 
+// Where the rows of one entry lie: coordinates in a tensor map, and the first of its
+// blocks of queries, in sums or stats.
+struct alignas(16) rows_t {
+  int head, batch[2], block;
+};
+
+// An entry, and where its gradients go. The kernel of the rows writes one for each, those
+// that are summed into one gradient side by side.
+struct entry_t {
+  rows_t q, dout, k, v;
+  index_t dk, dv;
+};
+
 // What the kernels of one call tell those after them. Starts as zeros.
 struct found_t {
   int odd;           // not 0: a gradient is not finite, or was too large for elem_t

@@ -324,8 +324,12 @@ class HopperVjpKernel:
         if dq == TURNS:  # measured: half of that was as fast or faster in all cells
             in_cache = -(-in_cache // 2)
         to_log2, hidden = _attention_vjp_limits.units(forward)
+        whole, pieces = self.cut(forward, device, num_kept, num_summed, dq)
+        num_items = num_tiles * num_kept
         return {
-            "num_items": num_tiles * num_kept,
+            "num_items": whole + (num_items - whole) * pieces,
+            "num_whole": whole,
+            "num_pieces": pieces,
             "num_tiles": num_tiles,
             "num_blocks": self.num_blocks(forward),
             "num_kept": num_kept,
@@ -335,12 +339,32 @@ class HopperVjpKernel:
             "hidden": hidden,
         }
 
+    def cut(
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        num_kept: int,
+        num_summed: int,
+        dq: str,
+    ) -> tuple[int, int]:
+        """How many items stay whole, and into how many pieces each other is cut.
+
+        Where multiprocessors take items of one length by turns, the last round has too
+        few for all: it is cut along the queries.
+        """
+        num_items = self.num_tiles(forward, dq) * num_kept
+        left = num_items % device.num_sms
+        bounds = _attention_hopper.bounds_of(forward)
+        if not self.has_own_kernel(forward) or dq != MIXED or bounds or num_summed > 1:
+            return num_items, 1
+        pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
+        return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)
+
     def grid(
-        self, forward: AttentionProblem, device: Device, num_kept: int, dq: str
+        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
     ) -> int:
         """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
         cluster = self.tile(forward, dq).cluster
-        num_items = self.num_tiles(forward, dq) * num_kept
         return min(num_items, device.num_sms // cluster) * cluster
 
 

@@ -1,6 +1,7 @@
 """Plans of attention_vjp: everything but the arrays, ready to be launched."""
 
 import math
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -355,10 +356,8 @@ class HopperPlan:
         num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
         slot = [0, 0]
         slot[:batch_dims] = (step // (seqlen_q * dim) for step in dq.entries[:-2])
-        self.schedule = {
-            **row.schedule(forward, device, num_kept, num_summed, dq_way),
-            "slot": slot,
-        }
+        schedule = row.schedule(forward, device, num_kept, num_summed, dq_way)
+        self.schedule = {**schedule, "slot": slot}
         self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
         block_m = row.tile(forward).block_m
         self.encoders = {
@@ -387,6 +386,7 @@ class HopperPlan:
             4 * turns,
             4 * num_entries * num_blocks * block_m * 2,
             ENTRY_BYTES * num_entries,
+            _PIECE_BYTES * (self.schedule["num_items"] - self.schedule["num_whole"]),
             4 * num_entries * seqlen_q,
         )
         self.has_entries = row.has_own_kernel(forward)
@@ -402,12 +402,17 @@ class HopperPlan:
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
-        self.main = launch("", row.grid(forward, device, num_kept, dq_way))
+        self.main = launch("", row.grid(forward, device, schedule["num_items"], dq_way))
         tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
+        num_whole, num_tiles = schedule["num_whole"], schedule["num_tiles"]
+        num_cut = num_tiles * num_kept - num_whole
+        steps = dk.row, dv.row
+        numbers = num_cut, schedule["num_pieces"], num_whole, num_tiles
+        self.cut = np.array(steps, "i8").tobytes() + np.array(numbers, "i4").tobytes()
         self.dq = (
             launch("_queries", num_entries * tiles)
             if apart
-            else launch("_dq", num_slots * num_blocks * 2)
+            else launch("_dq", num_cut * 4 + num_slots * num_blocks * 2)
         )
         fields = _attention_vjp_layout.entries_fields(
             _all_summed(layout, ("dq",)), [dq]
@@ -446,7 +451,7 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, stats, entries, delta = (
+        found, sums, turns, stats, entries, pieces, delta = (
             memory.ptr + start for start in self.starts
         )
         if self.looks_for_largest:
@@ -458,12 +463,14 @@ class HopperPlan:
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, *([entries] if self.has_entries else []), stats, sums, turns, dk, dv,
-            found, _attention_gpu._counters(self.device_id).of_current_stream(),
+            inputs, *([entries] if self.has_entries else []), stats, sums, turns,
+            *([pieces] if self.has_entries else []), dk, dv, found,
+            _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
         if self.dq_grads is None:
-            self.dq.enqueue(sums, dq, *self.dq_steps, found, self.params)
+            cut = struct.pack("4Q", pieces, entries, dk, dv) + self.cut
+            self.dq.enqueue(sums, dq, *self.dq_steps, cut, found, self.params)
         else:
             self.dq.enqueue(
                 inputs, stats, dq, found, *_NO_OPTIONS, offset, self.params,
@@ -480,6 +487,7 @@ class HopperPlan:
 
 _NO_OPTIONS = (0,) * len(OPTIONS)
 ENTRY_BYTES = 80  # of entry_t, vjp_hopper.cuh
+_PIECE_BYTES = 4 * 4 * 64 * 64  # as `pieces` there
 _FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
 

@@ -54,6 +54,8 @@ constexpr bool kDynamic = kBounds > 0 || kOrdered;
 static_assert(kNumThreads == 256 && kHeadDim == 64 && kBlockM == 128);
 static_assert(!kOrdered || kMakesDq);
 constexpr int kWarps = kNumThreads / 32;
+// The last items are cut into pieces, where there is no counter that shares them out.
+constexpr bool kCuts = kMakesDq && !kDynamic;
 
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
 // for two blocks ahead.
@@ -104,8 +106,9 @@ struct alignas(16) item_t {
   // Where kOrdered: how many tiles add to a block of dq before this one does, of those
   // from query `turn_first` on; to others it is the first. < 0: it adds to none.
   int turn, turn_first;
+  int piece;  // of those that items are cut into; < 0: it is whole
 };
-static_assert(sizeof(entry_t) == 80 && sizeof(item_t) == 128);
+static_assert(sizeof(entry_t) == 80 && sizeof(item_t) == 144);
 // What is done with, what is computed, and what is asked for.
 constexpr int kItems = 3;
 
@@ -179,6 +182,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                             const float* __restrict__ stats,      // vjp_hopper.cuh
                             float* __restrict__ sums_q,           // vjp_hopper.cuh
                             int* turns,                           // vjp_hopper.cuh
+                            float* __restrict__ pieces,           // vjp_hopper.cuh
                             elem_t* __restrict__ dk,  // as k, summed over entries
                             elem_t* __restrict__ dv,  // as v, summed over entries
                             found_t* __restrict__ found,
@@ -238,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned ds_target = smem_ds + group * kBytesM +
                              (lane / 16 * 8 + lane % 8) * 128 +
                              ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
-  const unsigned lane_stats = smem_stats + lane % 4 * 8;
+  const unsigned lane_stats = smem_stats + lane % 4 * 16;
   // This warp's dq on its way to the copy engine.
   const unsigned dq_target = smem_dq + (warp_of_block * kSumsQ / 4 * 32 + lane) * 16;
 
@@ -372,6 +376,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       item.count = 0;
       return;
     }
+    int piece = -1;
+    if (kCuts && number >= inputs.num_whole) {
+      piece = number - inputs.num_whole;
+      number = inputs.num_whole + unsigned(piece) / unsigned(inputs_now.num_pieces);
+    }
     const int2 which = tile_and_kept(number, inputs_now);
     const int tile = which.x, entry = which.y * inputs_now.num_summed;
     const int row = tile * kBlockN;
@@ -410,6 +419,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       item.whole_first = tail ? 1 << 30 : kBlockN - band.high;
       item.whole_last = -band.low - (kBlockM - 1);
     }
+    if (kCuts && piece >= 0) {
+      const unsigned num_pieces = inputs_now.num_pieces;
+      const unsigned own = unsigned(piece) % num_pieces;
+      block_first = inputs_now.num_blocks * own / num_pieces;
+      block_last = inputs_now.num_blocks * (own + 1) / num_pieces;
+    }
+    item.piece = piece;
     item.turn = turn;
     item.turn_first = turn_first;
     item.block_first = block_first;
@@ -428,20 +444,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
   };
 
-  // Pair n of a thread's lse, or of its delta, of the queries in a stage.
+  // Fours n of a thread's lse, or of its delta, of the queries in a stage.
   auto load_lse = [&](unsigned dout_stage, int n) {
-    return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + n * 32);
+    return ptx::load_shared_f32x4(lane_stats + dout_stage * kBytesStats + n * 64);
   };
   auto load_delta = [&](unsigned dout_stage, int n) {
-    return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + 4 * kBlockM +
-                                  n * 32);
+    return ptx::load_shared_f32x4(lane_stats + dout_stage * kBytesStats + 4 * kBlockM +
+                                  n * 64);
   };
   // The shared memory answers late while sums of dq leave through it; lse is asked for
   // ahead.
-  float2 lse[kScores / 4];
+  float4 lse[kScores / 8];
   auto ask_for_lse = [&](unsigned dout_stage) {
 #pragma unroll
-    for (int n = 0; n < kScores / 4; ++n) lse[n] = load_lse(dout_stage, n);
+    for (int n = 0; n < kScores / 8; ++n) lse[n] = load_lse(dout_stage, n);
   };
 
   // s becomes P of the block of queries in a stage, and p the same as operand. Number
@@ -470,12 +486,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     }
 #pragma unroll
-    for (int e = 0; e < kScores; e += 4) {
-      const int n = e / 4;
-      s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - lse[n].x);
-      s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - lse[n].y);
-      s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - lse[n].x);
-      s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - lse[n].y);
+    for (int e = 0; e < kScores; e += 8) {
+      const float4 x = lse[e / 8];
+      const float of_column[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int f = e; f < e + 8; ++f) {
+        s[f] = ptx::ex2_approx_ftz(s[f] * inputs.to_log2 -
+                                   of_column[f / 4 % 2 * 2 + f % 2]);
+      }
     }
 #pragma unroll
     for (int e = 0; e < kScores; e += 2) {
@@ -491,18 +509,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   };
   auto make_ds = [&](unsigned dout_stage) {
 #pragma unroll
-    for (int e = 0; e < kScores; e += 4) {
-      float2 d = load_delta(dout_stage, e / 4);
-      if constexpr (kNarrow<elem_t>) {
-        d.x *= factor;
-        d.y *= factor;
+    for (int e = 0; e < kScores; e += 8) {
+      const float4 x = load_delta(dout_stage, e / 8);
+      const float of_column[4] = {x.x, x.y, x.z, x.w};
+      float d[8];
 #pragma unroll
-        for (int f = e; f < e + 4; ++f) dp[f] *= factor;
+      for (int f = 0; f < 8; ++f) {
+        d[f] = kNarrow<elem_t> ? dp[e + f] * factor -
+                                     of_column[f / 4 * 2 + f % 2] * factor
+                               : dp[e + f] - of_column[f / 4 * 2 + f % 2];
+        d[f] *= s[e + f];
       }
-      ds[e / 8][e / 2 % 4] =
-          pair16_t::from(s[e + 1] * (dp[e + 1] - d.y), s[e] * (dp[e] - d.x));
-      ds[e / 8][e / 2 % 4 + 1] =
-          pair16_t::from(s[e + 3] * (dp[e + 3] - d.y), s[e + 2] * (dp[e + 2] - d.x));
+#pragma unroll
+      for (int f = 0; f < 8; f += 2) {
+        ds[e / 8][f / 2] = pair16_t::from(d[f + 1], d[f]);
+      }
     }
   };
   // dS for dq, to shared memory; wgmma reads it behind a fence.
@@ -665,10 +686,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::wgmma_wait_group<1>();  // dP
     keep_order(dp);
     make_ds(this_dout);
-    if constexpr (kMakesDq) {
-      store_ds();
-      ptx::fence_proxy_async();
-    }
+    store_ds();  // without dq, too: else ptxas makes dS later, and spills
+    if constexpr (kMakesDq) ptx::fence_proxy_async();
     ptx::wgmma_wait_group<0>();  // dv
     keep_order(sums_v);
     // This group's dS is there, and it is done with dv of this block and dk of the
@@ -762,11 +781,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
     const volatile item_t& item = item_at(told_here);
-    store(sums_k, unfactor_of(factor, static_cast<float>(params.scale)),
-          dk + item.entry.dk + row * grads.row[0], grads.row[0],
-          static_cast<int>(params.head_dim));
-    store(sums_v, 1 / kFactorP, dv + item.entry.dv + row * grads.row[1], grads.row[1],
-          static_cast<int>(params.head_dim_v));
+    const int piece = item.piece;
+    if (kCuts && piece >= 0) {
+      float4* const part = reinterpret_cast<float4*>(pieces) +
+                           (index_t(piece) * 4 + group) * (kPart / 4) + warp * 256 +
+                           lane;
+#pragma unroll
+      for (int e = 0; e < kSums; e += 4) {
+        part[e * 8] =
+            make_float4(sums_k[e], sums_k[e + 1], sums_k[e + 2], sums_k[e + 3]);
+        part[2 * (kPart / 4) + e * 8] =
+            make_float4(sums_v[e], sums_v[e + 1], sums_v[e + 2], sums_v[e + 3]);
+      }
+    } else {
+      store(sums_k, unfactor_of(factor, static_cast<float>(params.scale)),
+            dk + item.entry.dk + row * grads.row[0], grads.row[0],
+            static_cast<int>(params.head_dim));
+      store(sums_v, 1 / kFactorP, dv + item.entry.dv + row * grads.row[1],
+            grads.row[1], static_cast<int>(params.head_dim_v));
+    }
     if (odd != 0) found->odd = 1;
     if (kOrdered && lane == 0) {
       pass_turn(item_at(told_here).turn);

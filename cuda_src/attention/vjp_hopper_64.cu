@@ -76,14 +76,9 @@ constexpr int kSumsQ = kPart / 128;   // of dq
 // wait for one that asks. A fourth asks for keys.
 constexpr int kQ = 0, kDout = 1, kStats = 2, kAskers = 3;
 constexpr int kAsksForKeys = 3 * 32;
-// Who does not ask reads what nobody changes, so that racecheck, which does not follow
-// the barrier between, has nothing to report. Where positions hide keys that was slower
-// by 3 to 7 %.
-constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
-
-template <int kNumber>
-struct number_t {
-  static constexpr int value = kNumber;
+template <int kPart>
+struct part_t {
+  static constexpr int value = kPart;
 };
 
 // What a thread asks for next: a block of queries of an entry, within which blocks, and
@@ -93,29 +88,38 @@ struct alignas(16) next_t {
   rows_t rows;
 };
 
-// An item, as all threads are told of it.
+// An item, as all threads are told of it: its first entry, and numbers.
 struct alignas(16) item_t {
-  entry_t entry;  // the first
-  int count;      // blocks of queries, over all summed entries; 0: there is no item
-  int first_entry, block_first, block_last;
-  int row;       // of the first key
-  int num_keys;  // from there on; may be more than the tile has
-  // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
-  // hidden from blocks whose first query lies in [whole_first, whole_last].
-  int low, high, whole_first, whole_last;
-  // Where kOrdered: how many tiles add to a block of dq before this one does, of those
-  // from query `turn_first` on; to others it is the first. < 0: it adds to none.
-  int turn, turn_first;
-  int piece;  // of those that items are cut into; < 0: it is whole
+  entry_t entry;
+  int numbers[16];
 };
 static_assert(sizeof(entry_t) == 80 && sizeof(item_t) == 144);
+enum number_t {
+  kCount,  // blocks of queries, over all summed entries; 0: there is no item
+  kFirstEntry,
+  kBlockFirst,
+  kBlockLast,
+  kRow,      // of the first key
+  kNumKeys,  // from there on; may be more than the tile has
+  // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
+  // hidden from blocks whose first query lies in [whole_first, whole_last].
+  kLow,
+  kHigh,
+  kWholeFirst,
+  kWholeLast,
+  // Where kOrdered: how many tiles add to a block of dq before this one does, of those
+  // from query `turn_first` on; to others it is the first. < 0: it adds to none.
+  kTurn,
+  kTurnFirst,
+  kPiece  // of those that items are cut into; < 0: it is whole
+};
 // What is done with, what is computed, and what is asked for.
 constexpr int kItems = 3;
 
 // What is in shared memory behind the tiles.
 struct told_t {
   unsigned long long full[3 + kStagesQ + kStagesDout];  // k, v, q, dO
-  next_t next[kAskers + 1];  // the last: nobody asks with it
+  next_t next[kAskers];
   item_t items[kItems];
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   int2 origins[kStagesQ];
@@ -202,23 +206,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   told_t& told = *reinterpret_cast<told_t*>(smem + kTold);
   const unsigned k_full = smem_k + kTold, v_full = k_full + 16, q_full = v_full + 8,
                  dout_full = q_full + 8 * kStagesQ, next = dout_full + 8 * kStagesDout,
-                 told_items = next + (kAskers + 1) * sizeof(next_t),
+                 told_items = next + kAskers * sizeof(next_t),
                  origins = told_items + kItems * sizeof(item_t);
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  // The first threads of some warps of the first group ask. What its others read is not
-  // used; it is read in front of a barrier of that group, and changed behind it.
   const int warp_of_block = threadIdx.x / 32;
-  const int asker = !kIdleReadsIdle ? min(warp_of_block, kAskers - 1)
-                    : lane == 0 && warp_of_block < kAskers ? warp_of_block
-                                                           : kAskers;
   if (threadIdx.x == 0) {
     if (smem_k % 1024 != 0) __trap();
     for (int n = 0; n < 3 + kStagesQ + kStagesDout; ++n) {
       ptx::mbarrier_init(k_full + 8 * n, 1);
     }
-    if constexpr (kIdleReadsIdle) told.next[kAskers] = next_t();
     ptx::fence_mbarrier_init();
   }
   if (lane == 0) told.added[warp_of_block] = -1;
@@ -260,8 +258,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     address += sizeof(item_t);
     return address == told_items + kItems * sizeof(item_t) ? told_items : address;
   };
-  auto item_at = [&](unsigned address) -> volatile item_t& {
-    return *reinterpret_cast<item_t*>(smem + (address - smem_k));
+  auto number_of = [](unsigned told, number_t number) {
+    return ptx::load_shared_s32(told + sizeof(entry_t) + 4 * number);
   };
 
   auto wait_for_k = [&](unsigned items) {
@@ -276,17 +274,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   struct asked_t {
     int4 next, rows;
   };
-  // By all threads of the first group, in front of the branch of those that ask.
-  auto read_next = [&] {
+  auto read_next = [&](int asker) {
     const unsigned from = next + asker * sizeof(next_t);
     return asked_t{ptx::load_shared_s32x4(from), ptx::load_shared_s32x4(from + 16)};
   };
-  // The first block of an item.
-  auto read_first = [&](unsigned told) {
+  // The first block of the next item.
+  auto read_first = [&](unsigned told, int asker) {
     const int4 blocks = ptx::load_shared_s32x4(told + sizeof(entry_t));
-    const unsigned of_dout = asker == kQ ? 0 : sizeof(rows_t);
+    const unsigned rows_at = asker == kQ ? 0 : sizeof(rows_t);
     return asked_t{make_int4(blocks.z, blocks.y, blocks.z, blocks.w),
-                   ptx::load_shared_s32x4(told + of_dout)};
+                   ptx::load_shared_s32x4(told + rows_at)};
   };
   auto store_s32x4 = [](unsigned address, int4 x) {
     ptx::store_shared_s32x2(address, x.x, x.y);
@@ -333,27 +330,35 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                                                 : &entry.dout));
     }
   };
-  // By the first thread of each of three warps.
-  auto load_parts = [&](auto is_first, const asked_t& asked, unsigned q_stage,
+  // By the first thread of each of three warps: the next block, or the first one of the
+  // item that is told of there.
+  auto load_parts = [&](auto is_first, unsigned told, unsigned q_stage,
                         unsigned dout_stage) {
+    auto load = [&](auto part) {
+      constexpr int kPartHere = decltype(part)::value;
+      constexpr bool kFirst = decltype(is_first)::value;
+      load_part(part, is_first,
+                kFirst ? read_first(told, kPartHere) : read_next(kPartHere), q_stage,
+                dout_stage);
+    };
     if (threadIdx.x == 0) {
-      load_part(number_t<kQ>(), is_first, asked, q_stage, dout_stage);
+      load(part_t<kQ>());
     } else if (threadIdx.x == 32) {
-      load_part(number_t<kDout>(), is_first, asked, q_stage, dout_stage);
+      load(part_t<kDout>());
     } else if (threadIdx.x == 64) {
-      load_part(number_t<kStats>(), is_first, asked, q_stage, dout_stage);
+      load(part_t<kStats>());
     }
   };
   // One thread asks for the keys of an item, if there is one.
   auto load_keys = [&](unsigned told, unsigned target, const ptx::tensor_map_t& map,
                        unsigned barrier, unsigned rows_at) {
-    if (item_at(told).count == 0) {
+    if (number_of(told, kCount) == 0) {
       ptx::mbarrier_arrive(barrier);
       return;
     }
     const int4 rows = ptx::load_shared_s32x4(told + rows_at);
     ptx::mbarrier_arrive_expect_tx(barrier, kBytesN);
-    ptx::cp_async_bulk_tensor_5d(target, map, barrier, 0, item_at(told).row, rows.x,
+    ptx::cp_async_bulk_tensor_5d(target, map, barrier, 0, number_of(told, kRow), rows.x,
                                  rows.y, rows.z);
   };
   auto load_k = [&](unsigned told, unsigned items) {
@@ -368,12 +373,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // warp-wide instruction in here, the compiler would take numbers that are the same in
   // all lanes for different ones.
   auto describe = [&](int number, unsigned address) {
-    volatile item_t& item = item_at(address);
+    auto tell = [&](number_t number, int x) {
+      ptx::store_shared_s32(address + sizeof(entry_t) + 4 * number, x);
+    };
     // Reciprocals of what is divided by are not worth registers between items.
     const inputs_t& inputs_now = ptx::anew(inputs);
     const params_t& params_now = ptx::anew(params);
     if (number >= inputs.num_items) {
-      item.count = 0;
+      tell(kCount, 0);
       return;
     }
     int piece = -1;
@@ -389,9 +396,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     for (int n = 0; n < int(sizeof(entry_t)); n += 16) {
       ptx::copy_async<16>(smem + (address - smem_k + n), from + n);
     }
-    item.first_entry = entry;
-    item.row = row;
-    item.num_keys = static_cast<int>(params_now.seqlen_k) - row;
+    tell(kFirstEntry, entry);
+    tell(kRow, row);
+    tell(kNumKeys, static_cast<int>(params_now.seqlen_k) - row);
     int turn = inputs_now.num_tiles - 1 - tile, turn_first = 0;
     // The blocks of queries that see keys of the tile; at least one.
     int block_first = 0, block_last = inputs_now.num_blocks;
@@ -413,11 +420,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         turn_first = any ? int(later.first) / kBlockM * kBlockM : kMany;
       }
       const band_t band = scores.band(0, row);
-      item.low = band.low;
-      item.high = band.high;
+      tell(kLow, band.low);
+      tell(kHigh, band.high);
       const bool tail = row + kBlockN > params_now.seqlen_k;
-      item.whole_first = tail ? 1 << 30 : kBlockN - band.high;
-      item.whole_last = -band.low - (kBlockM - 1);
+      tell(kWholeFirst, tail ? 1 << 30 : kBlockN - band.high);
+      tell(kWholeLast, -band.low - (kBlockM - 1));
     }
     if (kCuts && piece >= 0) {
       const unsigned num_pieces = inputs_now.num_pieces;
@@ -425,12 +432,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       block_first = inputs_now.num_blocks * own / num_pieces;
       block_last = inputs_now.num_blocks * (own + 1) / num_pieces;
     }
-    item.piece = piece;
-    item.turn = turn;
-    item.turn_first = turn_first;
-    item.block_first = block_first;
-    item.block_last = block_last;
-    item.count = (block_last - block_first) * inputs_now.num_summed;
+    tell(kPiece, piece);
+    tell(kTurn, turn);
+    tell(kTurnFirst, turn_first);
+    tell(kBlockFirst, block_first);
+    tell(kBlockLast, block_last);
+    tell(kCount, (block_last - block_first) * inputs_now.num_summed);
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
@@ -465,15 +472,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   auto softmax = [&](unsigned told, bool whole) {
     if (!whole) {
       // A row's key is hidden from queries before `first`, and after `last`.
-      const int num_keys = item_at(told).num_keys;
+      const int num_keys = number_of(told, kNumKeys);
       const int row_thread = group * 64 + warp * 16 + lane / 4;
       int first[2] = {-kMany, -kMany}, last = kMany;
       if constexpr (kBounds > 0) {
         const int origin = ptx::load_shared_s32(origins + 8 * q_stage);
         const int corner = row_thread - origin - lane % 4 * 2;
-        first[0] = corner - item_at(told).high + 1;
+        first[0] = corner - number_of(told, kHigh) + 1;
         first[1] = first[0] + 8;
-        if (kBounds == 2) last = corner - item_at(told).low;
+        if (kBounds == 2) last = corner - number_of(told, kLow);
       }
       if (row_thread >= num_keys) first[0] = kMany;
       if (row_thread + 8 >= num_keys) first[1] = kMany;
@@ -502,10 +509,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   };
   // Whether no key is hidden from the block of queries in the stage.
   auto is_whole = [&](unsigned told) {
-    if constexpr (kBounds == 0) return item_at(told).num_keys >= kBlockN;
+    if constexpr (kBounds == 0) return number_of(told, kNumKeys) >= kBlockN;
     const int origin = ptx::load_shared_s32(origins + 8 * q_stage);
-    return item_at(told).whole_first <= origin &&
-           (kBounds == 1 || origin <= item_at(told).whole_last);
+    return number_of(told, kWholeFirst) <= origin &&
+           (kBounds == 1 || origin <= number_of(told, kWholeLast));
   };
   auto make_ds = [&](unsigned dout_stage) {
 #pragma unroll
@@ -584,13 +591,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   auto ask_for_turn = [&](unsigned q_stage) {
     if (kOrdered && lane == 0) {
       seen = ptx::load_relaxed(turn_at(read_target(q_stage)));
-      pass_turn(item_at(told_here).turn);
+      pass_turn(number_of(told_here, kTurn));
     }
   };
   auto wait_for_turn = [&](unsigned q_stage) {
     const int2 origin = ptx::load_shared_s32x2(origins + 8 * q_stage);
-    const int turn = item_at(told_here).turn;
-    if (kBounds == 0 || origin.x >= item_at(told_here).turn_first) {
+    const int turn = number_of(told_here, kTurn);
+    if (kBounds == 0 || origin.x >= number_of(told_here, kTurnFirst)) {
       while (seen < turn) seen = ptx::load_relaxed(turn_at(origin.y));
     }
     ptx::store_shared_s32(added_here, turn < 0 ? -1 : origin.y);
@@ -638,19 +645,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     load_k(told_here, 0);
     load_v(told_here);
   }
-  if (group == 0) {
-    load_parts(flag_t<true>(), read_first(told_here), 0, 0);
-    if (item_at(told_here).count > 1) {
-      load_parts(flag_t<false>(), read_next(), 1, 1);
-    }
-  }
-  if (threadIdx.x == 0) {
+  load_parts(flag_t<true>(), told_here, 0, 0);
+  const int first_count = number_of(told_here, kCount);
+  if (first_count > 1) load_parts(flag_t<false>(), told_here, 1, 1);
+  if (threadIdx.x == 0 && first_count == 1) {
     ask_number();
     describe(number, told_next);
-    ptx::wait_copies();
   }
-  __syncthreads();
-  if (threadIdx.x == kAsksForKeys) load_k(told_next, 1);
+  if (warp_of_block != kAsksForKeys / 32) ptx::bar_arrive<kNumThreads>(5);
   wait_for_k(0);
   wait_for_q();
   start_s(0);
@@ -671,15 +673,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     q_parity ^= q_stage == 0;
     const unsigned told_then = kLast ? told_next : told_here;
     if constexpr (kLast) {
-      // The stages that the block before has left. The numbers of the item came there
-      // in the last step of the item before, behind which there is a barrier.
       if (group == 0) {
-        const asked_t asked = read_first(told_next);
-        if (item_at(told_next).count > 0) {
-          load_parts(flag_t<true>(), asked, q_stage, (block + 1) % kStagesDout);
+        if (threadIdx.x == 0) ptx::wait_copies();
+        ptx::bar_sync<128>(6);  // what thread 0 has told of the next item is there
+        const int next_count = number_of(told_next, kCount);
+        // The stages that the block before has left.
+        if (next_count > 0) {
+          load_parts(flag_t<true>(), told_next, q_stage, (block + 1) % kStagesDout);
         }
-        if (threadIdx.x == 0) ask_number();
+        if (warp_of_block == kAsksForKeys / 32) {
+          ptx::bar_sync<kNumThreads>(5);
+          if (lane == 0) load_k(told_next, items + 1);
+        }
+        if (next_count == 1 && threadIdx.x == 0) ask_number();
       }
+    } else {
+      if (block + 1 == last && threadIdx.x == 0) ask_number();
     }
     start_dp(this_dout);
     start_dv(this_dout);
@@ -698,28 +707,33 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     bool exists = true;
     if constexpr (kLast) {
       wait_for_k(items + 1);
-      exists = item_at(told_next).count > 0;
+      exists = number_of(told_next, kCount) > 0;
     }
     if (exists) wait_for_q();
     start_s(kLast ? items + 1 : items);
     start_dk(this_q);
     const int target_block = kMakesDq && !kOrdered ? read_target(this_q) : 0;
     const bool whole = is_whole(told_then);
-    asked_t asked;
-    if (group == 0) asked = read_next();
     ask_for_turn(this_q);
     ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
     float dq[kSumsQ];
     if constexpr (kMakesDq) start_dq(dq);
     // The stages of the block after the next one are free, and in the last step v.
+    // The next item is told of in the last step but one, or in that of an item before it.
     if constexpr (!kLast) {
-      if (block + 1 != last) load_parts(flag_t<false>(), asked, after(q_stage), this_dout);
+      if (block + 1 != last) {
+        load_parts(flag_t<false>(), told_here, after(q_stage), this_dout);
+      } else if (threadIdx.x == 0) {
+        describe(number, told_next);
+      }
     } else if (group == 0) {
-      if (item_at(told_next).count > 1) {
-        load_parts(flag_t<false>(), asked, after(q_stage), this_dout);
+      const int next_count = number_of(told_next, kCount);
+      if (next_count > 1) {
+        load_parts(flag_t<false>(), told_next, after(q_stage), this_dout);
+      } else if (next_count == 1 && threadIdx.x == 0) {
+        describe(number, after_told(told_next));
       }
       if (threadIdx.x == kAsksForKeys) load_v(told_next);
-      if (threadIdx.x == 0) describe(number, after_told(told_next));
     }
     if (exists) wait_for_dout(block + 1);
     ask_for_lse((block + 1) % kStagesDout);
@@ -733,7 +747,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       add_dq(dq, target_block);
     }
   };
-  int count = uniform(item_at(told_here).count);
+  int count = uniform(number_of(told_here, kCount));
 #pragma unroll 1
   while (count != 0) {
     wait(v_full, items & 1);
@@ -749,11 +763,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     accumulate = false;
     keep_order(sums_k);
     keep_order(sums_v);
+    count = uniform(number_of(told_next, kCount));
     // This warp is done with k: that of the item after the next one may come.
-    if (warp_of_block != kAsksForKeys / 32) ptx::bar_arrive<kNumThreads>(5);
+    if (count != 0 && warp_of_block != kAsksForKeys / 32) {
+      ptx::bar_arrive<kNumThreads>(5);
+    }
 
-    const index_t row = item_at(told_here).row;
-    const int num_keys = item_at(told_here).num_keys;
+    const index_t row = number_of(told_here, kRow);
+    const int num_keys = number_of(told_here, kNumKeys);
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
     float odd = 0;  // NaN where a sum is not finite
     auto store = [&](const float (&sums)[kSums], float factor, elem_t* target,
@@ -780,8 +797,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
     };
-    const volatile item_t& item = item_at(told_here);
-    const int piece = item.piece;
+    const int4 offsets = ptx::load_shared_s32x4(told_here + 4 * sizeof(rows_t));
+    auto offset_of = [](int low, int high) {
+      return index_t(high) << 32 | static_cast<unsigned>(low);
+    };
+    const int piece = number_of(told_here, kPiece);
     if (kCuts && piece >= 0) {
       float4* const part = reinterpret_cast<float4*>(pieces) +
                            (index_t(piece) * 4 + group) * (kPart / 4) + warp * 256 +
@@ -795,29 +815,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     } else {
       store(sums_k, unfactor_of(factor, static_cast<float>(params.scale)),
-            dk + item.entry.dk + row * grads.row[0], grads.row[0],
+            dk + offset_of(offsets.x, offsets.y) + row * grads.row[0], grads.row[0],
             static_cast<int>(params.head_dim));
-      store(sums_v, 1 / kFactorP, dv + item.entry.dv + row * grads.row[1],
+      store(sums_v, 1 / kFactorP, dv + offset_of(offsets.z, offsets.w) + row * grads.row[1],
             grads.row[1], static_cast<int>(params.head_dim_v));
     }
     if (odd != 0) found->odd = 1;
     if (kOrdered && lane == 0) {
-      pass_turn(item_at(told_here).turn);
+      pass_turn(number_of(told_here, kTurn));
       ptx::store_shared_s32(added_here, -1);
     }
     ++items;
     told_here = told_next;
     told_next = after_told(told_next);
-    if (threadIdx.x == 0) ptx::wait_copies();
-    if (group == 0) {
-      // What thread 0 has told is there for all that ask.
-      ptx::bar_sync<128>(6);
-      if (warp_of_block == kAsksForKeys / 32) {
-        ptx::bar_sync<kNumThreads>(5);
-        if (lane == 0) load_k(told_next, items + 1);
-      }
-    }
-    count = uniform(item_at(told_here).count);
   }
   if (kOrdered && lane == 0) ptx::cp_async_bulk_wait_group();
   // The last block to finish leaves both numbers at 0 for the next launch.

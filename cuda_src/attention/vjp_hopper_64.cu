@@ -29,7 +29,6 @@
 #include "attention/vjp_hopper.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
-#include "ptx/copy.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/relaxed.cuh"
 #include "ptx/shared.cuh"
@@ -119,6 +118,7 @@ constexpr int kItems = 3;
 // What is in shared memory behind the tiles.
 struct told_t {
   unsigned long long full[3 + kStagesQ + kStagesDout];  // k, v, q, dO
+  unsigned long long told;  // of an item
   next_t next[kAskers];
   item_t items[kItems];
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
@@ -205,7 +205,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  smem_dq = smem_k + kDqs, smem_stats = smem_k + kAllStats;
   told_t& told = *reinterpret_cast<told_t*>(smem + kTold);
   const unsigned k_full = smem_k + kTold, v_full = k_full + 16, q_full = v_full + 8,
-                 dout_full = q_full + 8 * kStagesQ, next = dout_full + 8 * kStagesDout,
+                 dout_full = q_full + 8 * kStagesQ,
+                 is_told = dout_full + 8 * kStagesDout, next = is_told + 16,
                  told_items = next + kAskers * sizeof(next_t),
                  origins = told_items + kItems * sizeof(item_t);
 
@@ -214,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int warp_of_block = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     if (smem_k % 1024 != 0) __trap();
-    for (int n = 0; n < 3 + kStagesQ + kStagesDout; ++n) {
+    for (int n = 0; n < 4 + kStagesQ + kStagesDout; ++n) {
       ptx::mbarrier_init(k_full + 8 * n, 1);
     }
     ptx::fence_mbarrier_init();
@@ -262,6 +263,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     return ptx::load_shared_s32(told + sizeof(entry_t) + 4 * number);
   };
 
+  // What thread 0 tells of an item is there.
+  auto wait_for_item = [&](unsigned items) { wait(is_told, items & 1); };
   auto wait_for_k = [&](unsigned items) {
     wait(k_full + 8 * (items & 1), items >> 1 & 1);
   };
@@ -369,9 +372,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     load_keys(told, smem_v, inputs.v_map, v_full, 3 * sizeof(rows_t));
   };
 
-  // Thread 0 tells of an item. What it copies is there after ptx::wait_copies(). With a
-  // warp-wide instruction in here, the compiler would take numbers that are the same in
-  // all lanes for different ones.
+  // Thread 0 tells of an item. With a warp-wide instruction in here, the compiler would
+  // take numbers that are the same in all lanes for different ones.
   auto describe = [&](int number, unsigned address) {
     auto tell = [&](number_t number, int x) {
       ptx::store_shared_s32(address + sizeof(entry_t) + 4 * number, x);
@@ -381,6 +383,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const params_t& params_now = ptx::anew(params);
     if (number >= inputs.num_items) {
       tell(kCount, 0);
+      ptx::mbarrier_arrive(is_told);
       return;
     }
     int piece = -1;
@@ -391,11 +394,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const int2 which = tile_and_kept(number, inputs_now);
     const int tile = which.x, entry = which.y * inputs_now.num_summed;
     const int row = tile * kBlockN;
-    const char* const from = reinterpret_cast<const char*>(entries + entry);
-#pragma unroll
-    for (int n = 0; n < int(sizeof(entry_t)); n += 16) {
-      ptx::copy_async<16>(smem + (address - smem_k + n), from + n);
-    }
     tell(kFirstEntry, entry);
     tell(kRow, row);
     tell(kNumKeys, static_cast<int>(params_now.seqlen_k) - row);
@@ -438,6 +436,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     tell(kBlockFirst, block_first);
     tell(kBlockLast, block_last);
     tell(kCount, (block_last - block_first) * inputs_now.num_summed);
+    ptx::mbarrier_arrive_expect_tx(is_told, sizeof(entry_t));
+    ptx::cp_async_bulk(address, entries + entry, sizeof(entry_t), is_told);
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
@@ -638,9 +638,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   if (threadIdx.x == 0) {
     if constexpr (kOrdered) ask_number();
     describe(number, told_here);
-    ptx::wait_copies();
   }
   __syncthreads();
+  wait_for_item(0);
   if (threadIdx.x == kAsksForKeys) {
     load_k(told_here, 0);
     load_v(told_here);
@@ -673,9 +673,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     q_parity ^= q_stage == 0;
     const unsigned told_then = kLast ? told_next : told_here;
     if constexpr (kLast) {
+      wait_for_item(items + 1);
       if (group == 0) {
-        if (threadIdx.x == 0) ptx::wait_copies();
-        ptx::bar_sync<128>(6);  // what thread 0 has told of the next item is there
         const int next_count = number_of(told_next, kCount);
         // The stages that the block before has left.
         if (next_count > 0) {
@@ -712,13 +711,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     if (exists) wait_for_q();
     start_s(kLast ? items + 1 : items);
     start_dk(this_q);
-    const int target_block = kMakesDq && !kOrdered ? read_target(this_q) : 0;
-    const bool whole = is_whole(told_then);
     ask_for_turn(this_q);
     ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
     float dq[kSumsQ];
     if constexpr (kMakesDq) start_dq(dq);
     // The stages of the block after the next one are free, and in the last step v.
+    const int target_block = kMakesDq && !kOrdered ? read_target(this_q) : 0;
+    const bool whole = is_whole(told_then);
     // The next item is told of in the last step but one, or in that of an item before it.
     if constexpr (!kLast) {
       if (block + 1 != last) {

@@ -149,7 +149,9 @@ class HopperVjpTile:
     dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
     a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
     where all tiles of a head begin at one time, they wait for each other. A section of
-    heads takes `cache_share` of the L2 cache, where sums have no order.
+    heads takes `cache_share` of the L2 cache, where sums have no order. Where it
+    `runs_on`, vjp_hopper_64.cu is the main kernel: items follow each other faster, and
+    blocks of queries of one item slower.
     """
 
     block_m: int
@@ -158,6 +160,7 @@ class HopperVjpTile:
     cluster_alone: int = 1
     turns_from: float = math.inf
     cache_share: float = _attention_vjp_limits.CACHE_SHARE
+    runs_on: bool = False
 
 
 _HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
@@ -205,7 +208,7 @@ class HopperVjpKernel:
         shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
         if problem.deterministic and any(shared_q):
             return "adds to a dq that entries share in an order that differs"
-        static = 0 if self.has_own_kernel(forward) else _HOPPER_STATIC
+        static = 0 if self.tile(forward).runs_on else _HOPPER_STATIC
         if (smem := self._smem(forward) + static) > device.smem_optin:
             return (
                 f"needs {smem} bytes of shared memory, a block may have "
@@ -223,9 +226,11 @@ class HopperVjpKernel:
         ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
         tile = _kernels.by_threshold(ladder, forward.seqlen_q)
         if dq == TURNS:
-            return HopperVjpTile(tile.block_m, bulk=8)
+            return HopperVjpTile(tile.block_m, bulk=8, runs_on=tile.runs_on)
         if dq == APART:
-            return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
+            return HopperVjpTile(
+                tile.block_m, cluster=tile.cluster_alone, runs_on=tile.runs_on
+            )
         return tile
 
     def dq_way(
@@ -253,15 +258,11 @@ class HopperVjpKernel:
         cluster = self.tile(forward, dq).cluster
         return -(-forward.seqlen_k // (HOPPER_BLOCK_N * cluster))
 
-    def has_own_kernel(self, forward: AttentionProblem) -> bool:
-        """Whether the main kernel is vjp_hopper_64.cu."""
-        return self.dim(forward) == 64
-
     def _smem(self, forward, dq=MIXED):
         """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
-        stages_k = 2 if self.has_own_kernel(forward) else 1
-        tiles = ((1 + stages_k) * HOPPER_BLOCK_N + 5 * tile.block_m) * row
+        of_keys = 3 if tile.runs_on else 2  # k of the next item, too
+        tiles = (of_keys * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
 
@@ -276,6 +277,8 @@ class HopperVjpKernel:
         """The launch of ``vjp_hopper<part>.cu``."""
         tile = self.tile(forward, dq)
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
+        if part in ("_rows", "_queries"):
+            more["BY_FOURS"] = int(tile.runs_on)
         num_threads, smem = _HOPPER_THREADS, 0
         if part in ("", "_queries"):
             more["BOUNDS"] = _attention_hopper.bounds_of(forward)
@@ -284,7 +287,7 @@ class HopperVjpKernel:
             rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
             smem = rows * 2 * self.dim(forward) + 1024
         elif not part:
-            if self.has_own_kernel(forward):
+            if tile.runs_on:
                 part = "_64"
             else:
                 more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
@@ -355,7 +358,8 @@ class HopperVjpKernel:
         num_items = self.num_tiles(forward, dq) * num_kept
         left = num_items % device.num_sms
         bounds = _attention_hopper.bounds_of(forward)
-        if not self.has_own_kernel(forward) or dq != MIXED or bounds or num_summed > 1:
+        cuts = self.tile(forward).runs_on and dq == MIXED
+        if not cuts or bounds or num_summed > 1:
             return num_items, 1
         pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
         return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)
@@ -408,8 +412,17 @@ ATTENTION_VJP_KERNELS = (  # best first
         rungs=("tiled", "auto"),
         tiles={
             64: (
-                ((math.inf, HopperVjpTile(128, turns_from=3)),),
                 (
+                    (1024, HopperVjpTile(128, turns_from=3, runs_on=True)),
+                    (math.inf, HopperVjpTile(128, turns_from=3)),
+                ),
+                (
+                    (
+                        1024,
+                        HopperVjpTile(
+                            128, turns_from=8, cache_share=1 / 3, runs_on=True
+                        ),
+                    ),
                     (2048, HopperVjpTile(128, turns_from=8, cache_share=1 / 3)),
                     (math.inf, HopperVjpTile(128, turns_from=8)),
                 ),

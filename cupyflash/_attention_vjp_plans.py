@@ -389,7 +389,7 @@ class HopperPlan:
             _PIECE_BYTES * (self.schedule["num_items"] - self.schedule["num_whole"]),
             4 * num_entries * seqlen_q,
         )
-        self.has_entries = row.has_own_kernel(forward)
+        self.has_entries = row.tile(forward).runs_on
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
         self.num_bytes = sum(sizes)
 

@@ -43,11 +43,13 @@ struct alignas(64) inputs_t {
   int num_whole, num_pieces;
 };
 
-// Where the statistics of query i of a block stand. At 64 columns those that a thread
-// needs stand by fours: of each 16, queries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+// Where the statistics of query i of a block stand. For vjp_hopper_64.cu those that a
+// thread needs stand by fours: of each 16, queries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+#ifdef BY_FOURS
 __device__ __forceinline__ int place_in_stats(int i) {
-  return kHeadDim == 64 ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2 : i;
+  return BY_FOURS ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2 : i;
 }
+#endif
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of
 // wgmma that depend on it are then made in uniform registers. Else each is made in
@@ -60,8 +62,8 @@ struct alignas(16) rows_t {
   int head, batch[2], block;
 };
 
-// An entry, and where its gradients go. The kernel of the rows writes one for each, those
-// that are summed into one gradient side by side.
+// An entry, and where its gradients go. The kernel of the rows writes one for each,
+// those that are summed into one gradient side by side.
 struct entry_t {
   rows_t q, dout, k, v;
   index_t dk, dv;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_64: gradients of heads of up to 64 columns by tensor cores fed by
-// the copy engine, for sm_90a.
+// attention_vjp_hopper_64: vjp_hopper.cu for heads of up to 64 columns and few queries:
+// a block runs on from item to item.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), a block of queries at a
 //            time, all products transposed so that keys are rows:
 //                S = k q^T,  P = exp(scale S - lse),  dP = v dO^T,  dS = P (dP - delta)
 //                dv += P dO,  dk += dS q,  dq += dS^T k
 //            P and dS come out of one product in the registers that the next one reads;
-//            dS alone goes through shared memory, for dq. While products of one step
-//            run, so does the softmax of the next, of the next item, too
+//            dS alone goes through shared memory, for dq. While products of one block
+//            of queries run, so does the softmax of the next, be it of the next item
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter where items differ in length
 // Threads    two warpgroups, 64 keys each; threads of the first ask the copy engine
@@ -20,8 +20,8 @@
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
 //            L2; dq is added to sums of floats, by red or by the copy engine
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-//            products. The order of sums in dq differs from run to run, unless kOrdered;
-//            without kMakesDq dk and dv alone are made, and have the same bits always
+//            products. The order of sums in dq differs from run to run, unless it is
+//            kOrdered; without kMakesDq dk and dv alone are made, with the same bits
 // Limits     q, k, v and dO as a tensor map takes them (_tensormap.py); head_dim and
 //            head_dim_v multiples of 8 up to kHeadDim. Infinities and NaN in what a
 //            query does not see come through as NaN, and so does a dS too large for
@@ -71,13 +71,13 @@ constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
 constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 
-// What a block of queries is asked for in, each by the first thread of a warp: all warps
-// wait for one that asks. A fourth asks for keys.
+// What a block of queries is asked for in, each by the first thread of a warp, since
+// all warps wait for one that asks. A fourth asks for keys.
 constexpr int kQ = 0, kDout = 1, kStats = 2, kAskers = 3;
 constexpr int kAsksForKeys = 3 * 32;
-template <int kPart>
+template <int kNumber>
 struct part_t {
-  static constexpr int value = kPart;
+  static constexpr int value = kNumber;
 };
 
 // What a thread asks for next: a block of queries of an entry, within which blocks, and
@@ -118,7 +118,7 @@ constexpr int kItems = 3;
 // What is in shared memory behind the tiles.
 struct told_t {
   unsigned long long full[3 + kStagesQ + kStagesDout];  // k, v, q, dO
-  unsigned long long told;  // of an item
+  unsigned long long told;                              // of an item
   next_t next[kAskers];
   item_t items[kItems];
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
@@ -328,9 +328,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     if (!more && inputs.num_summed > 1) {
       const entry_t& entry = entries[asked.next.y + 1];
-      store_s32x4(here + 16, *reinterpret_cast<const int4*>(kPartHere == kQ
-                                                                ? &entry.q
-                                                                : &entry.dout));
+      store_s32x4(here + 16, *reinterpret_cast<const int4*>(
+                                 kPartHere == kQ ? &entry.q : &entry.dout));
     }
   };
   // By the first thread of each of three warps: the next block, or the first one of the
@@ -522,9 +521,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       float d[8];
 #pragma unroll
       for (int f = 0; f < 8; ++f) {
-        d[f] = kNarrow<elem_t> ? dp[e + f] * factor -
-                                     of_column[f / 4 * 2 + f % 2] * factor
-                               : dp[e + f] - of_column[f / 4 * 2 + f % 2];
+        d[f] = kNarrow<elem_t>
+                   ? dp[e + f] * factor - of_column[f / 4 * 2 + f % 2] * factor
+                   : dp[e + f] - of_column[f / 4 * 2 + f % 2];
         d[f] *= s[e + f];
       }
 #pragma unroll
@@ -718,7 +717,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // The stages of the block after the next one are free, and in the last step v.
     const int target_block = kMakesDq && !kOrdered ? read_target(this_q) : 0;
     const bool whole = is_whole(told_then);
-    // The next item is told of in the last step but one, or in that of an item before it.
+    // The next item is told of in the last step but one; where there is one step only,
+    // in the last step of the item before.
     if constexpr (!kLast) {
       if (block + 1 != last) {
         load_parts(flag_t<false>(), told_here, after(q_stage), this_dout);
@@ -816,8 +816,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       store(sums_k, unfactor_of(factor, static_cast<float>(params.scale)),
             dk + offset_of(offsets.x, offsets.y) + row * grads.row[0], grads.row[0],
             static_cast<int>(params.head_dim));
-      store(sums_v, 1 / kFactorP, dv + offset_of(offsets.z, offsets.w) + row * grads.row[1],
-            grads.row[1], static_cast<int>(params.head_dim_v));
+      store(sums_v, 1 / kFactorP,
+            dv + offset_of(offsets.z, offsets.w) + row * grads.row[1], grads.row[1],
+            static_cast<int>(params.head_dim_v));
     }
     if (odd != 0) found->odd = 1;
     if (kOrdered && lane == 0) {

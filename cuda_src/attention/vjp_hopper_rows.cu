@@ -20,8 +20,7 @@ __device__ __forceinline__ entry_t entry_of(index_t n,
                                             const grads_t& grads) {
   const index_t kept = divide(n, grads.num_summed);
   const auto offsets = locate(grads.kept, kept);
-  const place_t at =
-      grads.entry(params, offsets.of[0], n - kept * grads.num_summed);
+  const place_t at = grads.entry(params, offsets.of[0], n - kept * grads.num_summed);
   const index_t slot =
       at.head + at.batch[0] * slot_0 + at.batch[kBatchDims - 1] * slot_1;
   auto rows_of = [&](const operand_t& operand, index_t head, index_t block) {

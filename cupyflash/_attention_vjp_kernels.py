@@ -260,8 +260,10 @@ class HopperVjpKernel:
     def _smem(self, forward, dq=MIXED):
         """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
-        stages_k = 2 if self.has_own_kernel(forward) else 1
-        tiles = ((1 + stages_k) * HOPPER_BLOCK_N + 5 * tile.block_m) * row
+        of_keys = 2  # of k and v; vjp_hopper_64.cu has those of the next item, too
+        if self.has_own_kernel(forward):
+            of_keys = 3 if dq == TURNS else 4
+        tiles = (of_keys * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
 

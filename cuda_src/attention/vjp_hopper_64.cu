@@ -59,6 +59,11 @@ constexpr bool kCuts = kMakesDq && !kDynamic;
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
 // for two blocks ahead.
 constexpr int kStagesQ = 3, kStagesDout = 2;
+// dq comes behind the softmax, so that the two warpgroups may be half a step apart: one
+// computes while the tensor cores have products of the other. Beside sums on their way
+// to the copy engine there is no room for the v of the next item, which that needs.
+constexpr bool kLateDq = !kOrdered;
+constexpr int kStagesV = kLateDq ? 2 : 1;
 constexpr int kMany = 1 << 30;
 
 // A tile: [rows][128 bytes], swizzled.
@@ -117,7 +122,7 @@ constexpr int kItems = 3;
 
 // What is in shared memory behind the tiles.
 struct told_t {
-  unsigned long long full[3 + kStagesQ + kStagesDout];  // k, v, q, dO
+  unsigned long long full[4 + kStagesQ + kStagesDout];  // k, v, q, dO
   unsigned long long told;  // of an item
   next_t next[kAskers];
   item_t items[kItems];
@@ -195,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                             const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char smem[];
   // A swizzled tile starts at a multiple of 1024, as does what the host asks for.
-  constexpr int kV = 2 * kBytesN, kQs = kV + kBytesN, kDouts = kQs + kStagesQ * kBytesM,
+  constexpr int kV = 2 * kBytesN, kQs = kV + kStagesV * kBytesN, kDouts = kQs + kStagesQ * kBytesM,
                 kDs = kDouts + kStagesDout * kBytesM, kDqs = kDs + 2 * kBytesDs,
                 kAllStats = kDqs + kBytesDq,
                 kTold = kAllStats + kStagesDout * kBytesStats;
@@ -204,9 +209,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  smem_dout = smem_k + kDouts, smem_ds = smem_k + kDs,
                  smem_dq = smem_k + kDqs, smem_stats = smem_k + kAllStats;
   told_t& told = *reinterpret_cast<told_t*>(smem + kTold);
-  const unsigned k_full = smem_k + kTold, v_full = k_full + 16, q_full = v_full + 8,
+  const unsigned k_full = smem_k + kTold, v_full = k_full + 16, q_full = v_full + 16,
                  dout_full = q_full + 8 * kStagesQ,
-                 is_told = dout_full + 8 * kStagesDout, next = is_told + 16,
+                 is_told = dout_full + 8 * kStagesDout, next = is_told + 8,
                  told_items = next + kAskers * sizeof(next_t),
                  origins = told_items + kItems * sizeof(item_t);
 
@@ -215,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int warp_of_block = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     if (smem_k % 1024 != 0) __trap();
-    for (int n = 0; n < 4 + kStagesQ + kStagesDout; ++n) {
+    for (int n = 0; n < 5 + kStagesQ + kStagesDout; ++n) {
       ptx::mbarrier_init(k_full + 8 * n, 1);
     }
     ptx::fence_mbarrier_init();
@@ -267,6 +272,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   auto wait_for_item = [&](unsigned items) { wait(is_told, items & 1); };
   auto wait_for_k = [&](unsigned items) {
     wait(k_full + 8 * (items & 1), items >> 1 & 1);
+  };
+  auto wait_for_v = [&](unsigned items) {
+    wait(v_full + 8 * (items % kStagesV), items / kStagesV & 1);
   };
   auto wait_for_q = [&] { wait(q_full + 8 * q_stage, q_parity); };
   auto wait_for_dout = [&](unsigned number) {
@@ -368,8 +376,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     load_keys(told, smem_k + (items & 1) * kBytesN, inputs.k_map,
               k_full + 8 * (items & 1), 2 * sizeof(rows_t));
   };
-  auto load_v = [&](unsigned told) {
-    load_keys(told, smem_v, inputs.v_map, v_full, 3 * sizeof(rows_t));
+  auto load_v = [&](unsigned told, unsigned items) {
+    const unsigned stage = items % kStagesV;
+    load_keys(told, smem_v + stage * kBytesN, inputs.v_map, v_full + 8 * stage,
+              3 * sizeof(rows_t));
   };
 
   // Thread 0 tells of an item. With a warp-wide instruction in here, the compiler would
@@ -550,7 +560,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   };
   auto start_dp = [&](unsigned dout_stage) {
     ptx::wgmma_fence();
-    multiply_scores(dp, v_rows, dout_rows + dout_stage * (kBytesM / 16));
+    multiply_scores(dp, v_rows + items % kStagesV * (kBytesN / 16),
+                    dout_rows + dout_stage * (kBytesM / 16));
     ptx::wgmma_commit_group();
   };
   bool accumulate = false;
@@ -643,7 +654,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   wait_for_item(0);
   if (threadIdx.x == kAsksForKeys) {
     load_k(told_here, 0);
-    load_v(told_here);
+    load_v(told_here, 0);
   }
   load_parts(flag_t<true>(), told_here, 0, 0);
   const int first_count = number_of(told_here, kCount);
@@ -682,7 +693,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
         if (warp_of_block == kAsksForKeys / 32) {
           ptx::bar_sync<kNumThreads>(5);
-          if (lane == 0) load_k(told_next, items + 1);
+          if (lane == 0) {
+            load_k(told_next, items + 1);
+            if constexpr (kLateDq) load_v(told_next, items + 1);
+          }
         }
         if (next_count == 1 && threadIdx.x == 0) ask_number();
       }
@@ -711,34 +725,46 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     if (exists) wait_for_q();
     start_s(kLast ? items + 1 : items);
     start_dk(this_q);
-    ask_for_turn(this_q);
-    ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
     float dq[kSumsQ];
-    if constexpr (kMakesDq) start_dq(dq);
-    // The stages of the block after the next one are free, and in the last step v.
+    auto meet = [&] {
+      ask_for_turn(this_q);
+      ptx::bar_sync<kNumThreads>(2 - group + block % 2 * 2);  // the other's, too
+      if constexpr (kMakesDq) start_dq(dq);
+      // The stages of the block after the next one are free, and in the last step v. The
+      // next item is told of in the last step but one, or in that of an item before it.
+      if constexpr (!kLast) {
+        if (block + 1 != last) {
+          load_parts(flag_t<false>(), told_here, after(q_stage), this_dout);
+        } else if (threadIdx.x == 0) {
+          describe(number, told_next);
+        }
+      } else if (group == 0) {
+        const int next_count = number_of(told_next, kCount);
+        if (next_count > 1) {
+          load_parts(flag_t<false>(), told_next, after(q_stage), this_dout);
+        } else if (next_count == 1 && threadIdx.x == 0) {
+          describe(number, after_told(told_next));
+        }
+        if (!kLateDq && threadIdx.x == kAsksForKeys) load_v(told_next, items + 1);
+      }
+    };
+    if constexpr (!kLateDq) meet();
     const int target_block = kMakesDq && !kOrdered ? read_target(this_q) : 0;
     const bool whole = is_whole(told_then);
-    // The next item is told of in the last step but one, or in that of an item before it.
-    if constexpr (!kLast) {
-      if (block + 1 != last) {
-        load_parts(flag_t<false>(), told_here, after(q_stage), this_dout);
-      } else if (threadIdx.x == 0) {
-        describe(number, told_next);
-      }
-    } else if (group == 0) {
-      const int next_count = number_of(told_next, kCount);
-      if (next_count > 1) {
-        load_parts(flag_t<false>(), told_next, after(q_stage), this_dout);
-      } else if (next_count == 1 && threadIdx.x == 0) {
-        describe(number, after_told(told_next));
-      }
-      if (threadIdx.x == kAsksForKeys) load_v(told_next);
-    }
     if (exists) wait_for_dout(block + 1);
     ask_for_lse((block + 1) % kStagesDout);
-    ptx::wgmma_wait_group<kMakesDq ? 2 : 1>();  // S
+    ptx::wgmma_wait_group<kMakesDq && !kLateDq ? 2 : 1>();  // S
     keep_order(s);
     softmax(told_then, whole);
+    if constexpr (kLateDq) {
+      unsigned bits = 0;
+#pragma unroll
+      for (int n = 0; n < kScores / 2; ++n) bits |= p[n / 4][n % 4];
+      asm volatile("{.reg .pred q; setp.eq.u32 q, %0, 0xffffffff; @q nanosleep.u32 1;}" ::"r"(bits) : "memory");
+      ptx::wgmma_wait_group<0>();  // dk
+      keep_order(sums_k);
+      meet();
+    }
     if (kOrdered && lane == 0) wait_for_turn(this_q);
     ptx::wgmma_wait_group<0>();
     if constexpr (kMakesDq) {
@@ -749,7 +775,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   int count = uniform(number_of(told_here, kCount));
 #pragma unroll 1
   while (count != 0) {
-    wait(v_full, items & 1);
+    wait_for_v(items);
     last = block + count - 1;
 #pragma unroll 1
     while (block != last) {

@@ -205,8 +205,7 @@ class HopperVjpKernel:
         shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
         if problem.deterministic and any(shared_q):
             return "adds to a dq that entries share in an order that differs"
-        static = 0 if self.has_own_kernel(forward) else _HOPPER_STATIC
-        if (smem := self._smem(forward) + static) > device.smem_optin:
+        if (smem := self._smem(forward) + _HOPPER_STATIC) > device.smem_optin:
             return (
                 f"needs {smem} bytes of shared memory, a block may have "
                 f"{device.smem_optin}"
@@ -253,15 +252,10 @@ class HopperVjpKernel:
         cluster = self.tile(forward, dq).cluster
         return -(-forward.seqlen_k // (HOPPER_BLOCK_N * cluster))
 
-    def has_own_kernel(self, forward: AttentionProblem) -> bool:
-        """Whether the main kernel is vjp_hopper_64.cu."""
-        return self.dim(forward) == 64
-
     def _smem(self, forward, dq=MIXED):
         """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
-        stages_k = 2 if self.has_own_kernel(forward) else 1
-        tiles = ((1 + stages_k) * HOPPER_BLOCK_N + 5 * tile.block_m) * row
+        tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         return tiles + ds + 2 * 2 * tile.block_m * 4 + 8 * tile.bulk * 512 + 1024
 
@@ -284,10 +278,7 @@ class HopperVjpKernel:
             rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
             smem = rows * 2 * self.dim(forward) + 1024
         elif not part:
-            if self.has_own_kernel(forward):
-                part = "_64"
-            else:
-                more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
+            more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
             more |= {"MAKES_DQ": int(dq != APART), "ORDERED": int(dq == TURNS)}
             smem = self._smem(forward, dq)
         defines = _attention_rows.defines(
@@ -354,8 +345,7 @@ class HopperVjpKernel:
         """
         num_items = self.num_tiles(forward, dq) * num_kept
         left = num_items % device.num_sms
-        bounds = _attention_hopper.bounds_of(forward)
-        if not self.has_own_kernel(forward) or dq != MIXED or bounds or num_summed > 1:
+        if dq != MIXED or _attention_hopper.bounds_of(forward) or num_summed > 1:
             return num_items, 1
         pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
         return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)

@@ -376,6 +376,8 @@ class HopperPlan:
         # Memory between the kernels, as vjp_hopper.cuh has it.
         num_entries = num_kept * num_summed
         num_blocks = row.num_blocks(forward)
+        chunks = row.dim(forward) // 64
+        num_pieces = schedule["num_items"] - schedule["num_whole"]  # of all items cut
         # If dq has a kernel of its own, it needs none of this.
         sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
         turns = num_slots * num_blocks * row.num_warps * in_turns
@@ -386,10 +388,9 @@ class HopperPlan:
             4 * turns,
             4 * num_entries * num_blocks * block_m * 2,
             ENTRY_BYTES * num_entries,
-            _PIECE_BYTES * (self.schedule["num_items"] - self.schedule["num_whole"]),
+            4 * chunks * _PART_BYTES * num_pieces,
             4 * num_entries * seqlen_q,
         )
-        self.has_entries = row.has_own_kernel(forward)
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
         self.num_bytes = sum(sizes)
 
@@ -412,7 +413,7 @@ class HopperPlan:
         self.dq = (
             launch("_queries", num_entries * tiles)
             if apart
-            else launch("_dq", num_cut * 4 + num_slots * num_blocks * 2)
+            else launch("_dq", num_cut * 4 * chunks + num_slots * num_blocks * 2)
         )
         fields = _attention_vjp_layout.entries_fields(
             _all_summed(layout, ("dq",)), [dq]
@@ -458,13 +459,12 @@ class HopperPlan:
             memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(
             out, dout, lse, dlse, stats, delta, sums, self.num_vectors,
-            entries if self.has_entries else 0, *self.schedule["slot"], found,
+            entries, *self.schedule["slot"], found,
             self.params, self.grads,
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, *([entries] if self.has_entries else []), stats, sums, turns,
-            *([pieces] if self.has_entries else []), dk, dv, found,
+            inputs, entries, stats, sums, turns, pieces, dk, dv, found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
@@ -487,7 +487,7 @@ class HopperPlan:
 
 _NO_OPTIONS = (0,) * len(OPTIONS)
 ENTRY_BYTES = 80  # of entry_t, vjp_hopper.cuh
-_PIECE_BYTES = 4 * 4 * 64 * 64  # as `pieces` there
+_PART_BYTES = 4 * 64 * 64  # of `pieces` there
 _FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
 

@@ -110,16 +110,38 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     forward = problem(head_dim=head_dim, right=right, seqlen_k=1500).forward
     config = ROW.config("", forward, 1, 1, dq)
     defines = dict(config.variant.defines)
-    cluster = int(defines["CLUSTER"])
+    cluster = int(defines.get("CLUSTER", 1))
     assert (defines["MAKES_DQ"], defines["ORDERED"]) == {
         MIXED: ("1", "0"), TURNS: ("1", "1"), APART: ("0", "0")
     }[dq]  # fmt: skip
     schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
     assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
-    assert schedule["num_items"] == 3 * schedule["num_tiles"]
-    assert ROW.grid(forward, HOPPER, 3, dq) == cluster * schedule["num_items"]
+    num_items = 3 * schedule["num_tiles"]
+    whole, pieces = schedule["num_whole"], schedule["num_pieces"]
+    assert schedule["num_items"] == whole + (num_items - whole) * pieces
+    assert ROW.grid(forward, HOPPER, num_items, dq) == cluster * num_items
     if cluster > 1:
         assert (dq, head_dim, right) == (APART, 128, None)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "seqlen", "expected"),
+    [
+        (1024, 512, (4092, 4)),  # 4 of 4096 are left over
+        (32, 16384, (4092, 33)),
+        (132, 512, (528, 1)),  # none
+        (30, 512, (120, 1)),  # too many to be cut in two
+        (10, 512, (0, 3)),
+    ],
+)
+def test_what_is_left_over_is_cut(num_kept, seqlen, expected):
+    forward = problem(seqlen_q=seqlen, seqlen_k=seqlen).forward
+    assert ROW.cut(forward, HOPPER, num_kept, 1, MIXED) == expected
+    whole = num_kept * seqlen // 128, 1
+    assert ROW.cut(forward, HOPPER, num_kept, 2, MIXED) == whole
+    assert ROW.cut(forward, HOPPER, num_kept, 1, TURNS) == whole
+    causal = dataclasses.replace(forward, right=0)
+    assert ROW.cut(causal, HOPPER, num_kept, 1, MIXED) == whole
 
 
 @pytest.mark.parametrize(("seqlen", "heads"), [(16384, 1), (8192, 2), (4096, 10)])

@@ -57,6 +57,8 @@ constexpr int kCluster = CLUSTER;
 constexpr bool kOrdered = ORDERED;
 // Items differ in length, or their order counts.
 constexpr bool kDynamic = kBounds > 0 || kOrdered;
+// The last items are cut into pieces, where there is no counter that shares them out.
+constexpr bool kCuts = kMakesDq && !kDynamic && kCluster == 1;
 // Of a thread's 8 vectors of dq, how many the copy engine adds; the others leave by
 // red.
 constexpr int kBulk = BULK;
@@ -105,10 +107,9 @@ struct number_t {
   static constexpr int value = kNumber;
 };
 
-// Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
-struct alignas(16) source_t {
-  int q_head, q_batch[2], slot;
-  int dout_head, dout_batch[2], stats;
+// Where the queries of an entry lie.
+struct source_t {
+  rows_t q, dout;
 };
 
 // What a warp asks for next, and within which blocks of queries. There are no registers
@@ -144,6 +145,7 @@ struct outputs_t {
   // Where kOrdered: how many tiles add to a block of dq before this one does, of those
   // from query `turn_first` on; to others it is the first. < 0: it adds to none.
   int turn, turn_first;
+  int piece;  // of those that items are cut into; < 0: it is whole
 };
 
 // S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
@@ -205,9 +207,11 @@ __device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     __cluster_dims__(kCluster, 1, 1)
         attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
-                             const float* __restrict__ stats,  // vjp_hopper.cuh
-                             float* __restrict__ sums_q,       // vjp_hopper.cuh
-                             int* turns,                       // vjp_hopper.cuh
+                             const entry_t* __restrict__ entries,  // vjp_hopper.cuh
+                             const float* __restrict__ stats,      // vjp_hopper.cuh
+                             float* __restrict__ sums_q,           // vjp_hopper.cuh
+                             int* turns,                           // vjp_hopper.cuh
+                             float* __restrict__ pieces,           // vjp_hopper.cuh
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -394,39 +398,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   auto begin_item = [&](int number, unsigned items, unsigned block) {
     // Reciprocals of what is divided by are not worth registers between items.
     const inputs_t& inputs_now = ptx::anew(inputs);
-    const params_t& params_now = ptx::anew(params);
-    const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
+    int piece = -1;
+    if (kCuts && number >= inputs.num_whole) {
+      piece = number - inputs.num_whole;
+      number = inputs.num_whole + unsigned(piece) / unsigned(inputs_now.num_pieces);
+    }
     const item_t item = item_of(number, inputs_now);
-    const auto kept = locate(grads_now.kept, item.kept);
-    // Where the others of this entry lie is found out behind the first loads.
-    auto set_source = [&](int n, const place_t& at) {
-      source_t from;
-      from.q_head = coordinate(at.head, params_now.q.head);
-      batch_coordinates(from.q_batch, at, params_now.q);
-      from.dout_head = coordinate(at.head, grads_now.dout.head);
-      batch_coordinates(from.dout_batch, at, grads_now.dout);
-      from.stats = static_cast<int>(at.row_of_heads) * inputs_now.num_blocks;
-      index_t slot = at.head;
-#pragma unroll
-      for (int axis = 0; axis < kBatchDims; ++axis) {
-        slot += at.batch[axis] * inputs_now.slot[axis];
-      }
-      from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
-      sources[n] = from;
-    };
-    const place_t at(params_now, kept.of[0], 1);
+    const entry_t* const entry = entries + index_t(item.kept) * inputs_now.num_summed;
     const int row = (item.tile * kCluster + rank()) * kBlockN;
+    const rows_t k_rows = entry->k, v_rows = entry->v;
+    sources[0] = {entry->q, entry->dout};
+    const index_t to_dk = entry->dk, to_dv = entry->dv;
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
-    int batch[2];
-    batch_coordinates(batch, at, params_now.k);
-    const int head = coordinate(at.kv_head, params_now.k.head);
     if constexpr (kNarrowStep) {
-      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, head, batch);
+      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, k_rows.head,
+                                  k_rows.batch);
     } else {
-      ptx::store_shared_s32x2(k_from, row, head);
-      ptx::store_shared_s32x2(k_from + 8, batch[0], batch[1]);
+      ptx::prefetch_bulk_tensor_5d(inputs.k_map, 0, row, k_rows.head, k_rows.batch[0],
+                                   k_rows.batch[1]);
+      ptx::store_shared_s32x2(k_from, row, k_rows.head);
+      ptx::store_shared_s32x2(k_from + 8, k_rows.batch[0], k_rows.batch[1]);
     }
     int turn = inputs.num_tiles - 1 - item.tile, turn_first = 0;
     int block_first = 0, block_last = inputs.num_blocks;
@@ -457,7 +450,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.whole_first = tail ? 1 << 30 : kBlockN - band.high;
       view.whole_last = -band.low - (kBlockM - 1);
     }
-    outputs[items & 1] = {kept.of[1], kept.of[2], item.tile, turn, turn_first};
+    if (kCuts && piece >= 0) {
+      const unsigned num_pieces = inputs_now.num_pieces;
+      const unsigned own = unsigned(piece) % num_pieces;
+      block_first = inputs_now.num_blocks * own / num_pieces;
+      block_last = inputs_now.num_blocks * (own + 1) / num_pieces;
+    }
+    outputs[items & 1] = {to_dk, to_dv, item.tile, turn, turn_first, piece};
     view.count = (block_last - block_first) * inputs.num_summed;
 #pragma unroll
     for (int part = 0; part < kAskers; ++part) {
@@ -465,13 +464,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::store_shared_s32x2(here, block_first, 0);
       ptx::store_shared_s32x2(here + 8, block_first, block_last);
     }
-    set_source(0, at);
     load_all(q_stage, block % kStagesDout);
-    batch_coordinates(batch, at, params_now.v);
-    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
-                                coordinate(at.kv_head, params_now.v.head), batch);
+    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row, v_rows.head,
+                                v_rows.batch);
     for (int n = 1; n < inputs.num_summed; ++n) {
-      set_source(n, grads_now.entry(params_now, kept.of[0], n));
+      sources[n] = {entry[n].q, entry[n].dout};
     }
     if (view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
   };
@@ -920,11 +917,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
       }
     };
-    store(sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
-          dk + to.dk + key_first * grads.row[0], grads.row[0],
-          static_cast<int>(params.head_dim));
-    store(sums_v, 1 / kFactorP, dv + to.dv + key_first * grads.row[1], grads.row[1],
-          static_cast<int>(params.head_dim_v));
+    if (kCuts && to.piece >= 0) {
+      float4* const part =
+          reinterpret_cast<float4*>(pieces) +
+          (index_t(to.piece) * 4 + group) * kChunks * (kPart / 4) + warp * 256 + lane;
+#pragma unroll
+      for (int e = 0; e < kSums; e += 4) {
+        const int chunk = e / 32, inside = chunk * (kPart / 4) + e % 32 * 8;
+        part[inside] =
+            make_float4(sums_k[e], sums_k[e + 1], sums_k[e + 2], sums_k[e + 3]);
+        part[2 * kChunks * (kPart / 4) + inside] =
+            make_float4(sums_v[e], sums_v[e + 1], sums_v[e + 2], sums_v[e + 3]);
+      }
+    } else {
+      store(sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
+            dk + to.dk + key_first * grads.row[0], grads.row[0],
+            static_cast<int>(params.head_dim));
+      store(sums_v, 1 / kFactorP, dv + to.dv + key_first * grads.row[1], grads.row[1],
+            static_cast<int>(params.head_dim_v));
+    }
     if (odd != 0) found->odd = 1;
     if (kOrdered && lane == 0) {
       pass_turn(to.turn);

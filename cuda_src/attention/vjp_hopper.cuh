@@ -7,8 +7,8 @@
 //        in the order of registers: of each 64 x 64 part of a block, by warp (16 rows),
 //        then group of 8 columns, lane, and the lane's four numbers. A slot is a head
 //        of dq; batch entries that share q add to one
-// pieces (pieces of items, 2 of dk and 2 of dv, 64 * 64)  float: sums before their
-//        factors, laid out as in `sums`; of each gradient the two are 64 keys each
+// pieces (pieces of items, dk and dv, 2, kHeadDim / 64, 64 * 64)  float: sums before their
+//        factors, 64 keys and 64 columns at a time, laid out as in `sums`
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
 //        this warp's part of a block of sums, where they do so in one order
 #pragma once
@@ -42,12 +42,6 @@ struct alignas(64) inputs_t {
   // pieces each, whose sums of dk and dv are added up afterwards.
   int num_whole, num_pieces;
 };
-
-// Where the statistics of query i of a block stand. At 64 columns those that a thread
-// needs stand by fours: of each 16, queries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
-__device__ __forceinline__ int place_in_stats(int i) {
-  return kHeadDim == 64 ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2 : i;
-}
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of
 // wgmma that depend on it are then made in uniform registers. Else each is made in

@@ -72,16 +72,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
   };
   const float factor = unfactor_of(factor_of(found), static_cast<float>(params.scale));
   float4 x[4];
-  if (block_index() < cut.num_items * 4) {
-    const int item = static_cast<int>(block_index()) / 4;
-    const int of_v = static_cast<int>(block_index()) / 2 % 2;
-    const int half = static_cast<int>(block_index()) % 2;
+  constexpr int kChunks = kHeadDim / 64, kParts = 4 * kChunks;
+  if (block_index() < cut.num_items * kParts) {
+    const int item = static_cast<int>(block_index()) / kParts;
+    const int part = static_cast<int>(block_index()) % kParts;
+    const int of_v = part / (2 * kChunks), half = part / kChunks % 2;
     const float* from =
-        cut.pieces + (index_t(item) * cut.num_pieces * 4 + of_v * 2 + half) * kPart;
+        cut.pieces + (index_t(item) * cut.num_pieces * kParts + part) * kPart;
     load(from, x);
     for (int piece = 1; piece < cut.num_pieces; ++piece) {
       float4 more[4];
-      load(from += 4 * kPart, more);
+      load(from += kParts * kPart, more);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
         x[n].x += more[n].x;
@@ -95,11 +96,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
     const entry_t& entry = cut.entries[kept];
     const index_t key = index_t(tile) * 128 + half * 64 + warp * 16 + row;
     store(x, of_v ? 1 / kFactorP : factor, of_v ? cut.dv + entry.dv : cut.dk + entry.dk,
-          cut.row_step[of_v], key, params.seqlen_k, group * 8,
+          cut.row_step[of_v], key, params.seqlen_k, part % kChunks * 64 + group * 8,
           of_v ? params.head_dim_v : params.head_dim);
     return;
   }
-  const index_t number = block_index() - cut.num_items * 4;
+  const index_t number = block_index() - cut.num_items * kParts;
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t part = number % 2;
   const index_t slot = divide(number / 2, num_blocks);

@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     float* __restrict__ delta,        // as lse, contiguous
     float4* __restrict__ sums,        // to be set to 0
     const index_t num_vectors,        // of sums
-    entry_t* __restrict__ entries,    // vjp_hopper.cuh, or null
+    entry_t* __restrict__ entries,    // vjp_hopper.cuh
     const index_t slot_0,             // as inputs_t::slot
     const index_t slot_1,
     found_t* __restrict__ found,
@@ -89,8 +89,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
   }
   const index_t first = block_index() * kNumThreads + threadIdx.x;
   if (first == 0) found->odd = 0;
-  if (entries != nullptr && threadIdx.x == 0 &&
-      block_index() < grads.num_kept * grads.num_summed) {
+  if (threadIdx.x == 0 && block_index() < grads.num_kept * grads.num_summed) {
     entries[block_index()] =
         entry_of(block_index(), num_blocks, slot_0, slot_1, params, grads);
   }
@@ -108,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     const bool blind = log_sum == -infinity<float>();
     float* const row = stats +
                        (at.row_of_heads * num_blocks + i / kBlockM) * (2 * kBlockM) +
-                       place_in_stats(i % kBlockM);
+                       i % kBlockM;
     row[0] = blind ? 0.f : log_sum * static_cast<float>(kLog2e) - kLog2FactorP;
     row[kBlockM] = sum;
   }

@@ -278,7 +278,7 @@ class HopperVjpKernel:
         tile = self.tile(forward, dq)
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         if part in ("_rows", "_queries"):
-            more["BY_FOURS"] = int(tile.runs_on)
+            more["RUNS_ON"] = int(tile.runs_on)
         num_threads, smem = _HOPPER_THREADS, 0
         if part in ("", "_queries"):
             more["BOUNDS"] = _attention_hopper.bounds_of(forward)

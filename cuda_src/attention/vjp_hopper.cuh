@@ -43,11 +43,14 @@ struct alignas(64) inputs_t {
   int num_whole, num_pieces;
 };
 
-// Where the statistics of query i of a block stand. For vjp_hopper_64.cu those that a
-// thread needs stand by fours: of each 16, queries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
-#ifdef BY_FOURS
+#ifdef RUNS_ON
+// Whether vjp_hopper_64.cu is the main kernel.
+constexpr bool kRunsOn = RUNS_ON;
+
+// Where the statistics of query i of a block stand. Those that a thread of that kernel
+// needs stand by fours: of each 16, queries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 __device__ __forceinline__ int place_in_stats(int i) {
-  return BY_FOURS ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2 : i;
+  return kRunsOn ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2 : i;
 }
 #endif
 

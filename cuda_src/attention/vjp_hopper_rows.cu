@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     float* __restrict__ delta,        // as lse, contiguous
     float4* __restrict__ sums,        // to be set to 0
     const index_t num_vectors,        // of sums
-    entry_t* __restrict__ entries,    // vjp_hopper.cuh, or null
+    entry_t* __restrict__ entries,    // vjp_hopper.cuh; if kRunsOn
     const index_t slot_0,             // as inputs_t::slot
     const index_t slot_1,
     found_t* __restrict__ found,
@@ -88,11 +88,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
   }
   const index_t first = block_index() * kNumThreads + threadIdx.x;
   if (first == 0) found->odd = 0;
-  if (entries != nullptr && threadIdx.x == 0 &&
-      block_index() < grads.num_kept * grads.num_summed) {
-    entries[block_index()] =
-        entry_of(block_index(), num_blocks, slot_0, slot_1, params, grads);
-  }
   const index_t step = index_t(gridDim.x) * gridDim.y * kNumThreads;
   for (index_t n = first; n < num_vectors; n += step) sums[n] = make_float4(0, 0, 0, 0);
 
@@ -117,5 +112,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
         warp_reduce(static_cast<unsigned>(__float_as_int(largest)) & 0x7fffffffu,
                     [](unsigned a, unsigned b) { return a > b ? a : b; });
     if (threadIdx.x % kWarpSize == 0) atomicMax(&found->largest, bits);
+  }
+  if (kRunsOn && threadIdx.x == 0 &&
+      block_index() < grads.num_kept * grads.num_summed) {
+    entries[block_index()] =
+        entry_of(block_index(), num_blocks, slot_0, slot_1, params, grads);
   }
 }

@@ -486,7 +486,7 @@ class HopperPlan:
 
 
 _NO_OPTIONS = (0,) * len(OPTIONS)
-ENTRY_BYTES = 80  # of entry_t, vjp_hopper.cuh
+ENTRY_BYTES = 80  # of places_t, vjp_hopper.cuh
 _PIECE_BYTES = 4 * 4 * 64 * 64  # as `pieces` there
 _FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 

@@ -67,7 +67,7 @@ struct alignas(16) rows_t {
 
 // An entry, and where its gradients go. The kernel of the rows writes one for each,
 // those that are summed into one gradient side by side.
-struct entry_t {
+struct places_t {
   rows_t q, dout, k, v;
   index_t dk, dv;
 };

@@ -89,10 +89,10 @@ struct alignas(16) next_t {
 
 // An item, as all threads are told of it: its first entry, and numbers.
 struct alignas(16) item_t {
-  entry_t entry;
+  places_t entry;
   int numbers[16];
 };
-static_assert(sizeof(entry_t) == 80 && sizeof(item_t) == 144);
+static_assert(sizeof(places_t) == 80 && sizeof(item_t) == 144);
 enum number_t {
   kCount,  // blocks of queries, over all summed entries; 0: there is no item
   kFirstEntry,
@@ -182,11 +182,11 @@ __device__ __forceinline__ int2 tile_and_kept(int number, const inputs_t& inputs
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_64(const __grid_constant__ inputs_t inputs,
-                            const entry_t* __restrict__ entries,  // vjp_hopper.cuh
-                            const float* __restrict__ stats,      // vjp_hopper.cuh
-                            float* __restrict__ sums_q,           // vjp_hopper.cuh
-                            int* turns,                           // vjp_hopper.cuh
-                            float* __restrict__ pieces,           // vjp_hopper.cuh
+                            const places_t* __restrict__ entries,  // vjp_hopper.cuh
+                            const float* __restrict__ stats,       // vjp_hopper.cuh
+                            float* __restrict__ sums_q,            // vjp_hopper.cuh
+                            int* turns,                            // vjp_hopper.cuh
+                            float* __restrict__ pieces,            // vjp_hopper.cuh
                             elem_t* __restrict__ dk,  // as k, summed over entries
                             elem_t* __restrict__ dv,  // as v, summed over entries
                             found_t* __restrict__ found,
@@ -260,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     return address == told_items + kItems * sizeof(item_t) ? told_items : address;
   };
   auto number_of = [](unsigned told, number_t number) {
-    return ptx::load_shared_s32(told + sizeof(entry_t) + 4 * number);
+    return ptx::load_shared_s32(told + sizeof(places_t) + 4 * number);
   };
 
   // What thread 0 tells of an item is there.
@@ -283,7 +283,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   };
   // The first block of the next item.
   auto read_first = [&](unsigned told, int asker) {
-    const int4 blocks = ptx::load_shared_s32x4(told + sizeof(entry_t));
+    const int4 blocks = ptx::load_shared_s32x4(told + sizeof(places_t));
     const unsigned rows_at = asker == kQ ? 0 : sizeof(rows_t);
     return asked_t{make_int4(blocks.z, blocks.y, blocks.z, blocks.w),
                    ptx::load_shared_s32x4(told + rows_at)};
@@ -327,7 +327,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     }
     if (!more && inputs.num_summed > 1) {
-      const entry_t& entry = entries[asked.next.y + 1];
+      const places_t& entry = entries[asked.next.y + 1];
       store_s32x4(here + 16, *reinterpret_cast<const int4*>(
                                  kPartHere == kQ ? &entry.q : &entry.dout));
     }
@@ -375,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // take numbers that are the same in all lanes for different ones.
   auto describe = [&](int number, unsigned address) {
     auto tell = [&](number_t number, int x) {
-      ptx::store_shared_s32(address + sizeof(entry_t) + 4 * number, x);
+      ptx::store_shared_s32(address + sizeof(places_t) + 4 * number, x);
     };
     // Reciprocals of what is divided by are not worth registers between items.
     const inputs_t& inputs_now = ptx::anew(inputs);
@@ -435,8 +435,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     tell(kBlockFirst, block_first);
     tell(kBlockLast, block_last);
     tell(kCount, (block_last - block_first) * inputs_now.num_summed);
-    ptx::mbarrier_arrive_expect_tx(is_told, sizeof(entry_t));
-    ptx::cp_async_bulk(address, entries + entry, sizeof(entry_t), is_told);
+    ptx::mbarrier_arrive_expect_tx(is_told, sizeof(places_t));
+    ptx::cp_async_bulk(address, entries + entry, sizeof(places_t), is_told);
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];

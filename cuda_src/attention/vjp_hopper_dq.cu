@@ -16,7 +16,7 @@ static_assert(kNumThreads * 16 == kPart && kBlockM * kHeadDim == 2 * kPart);
 // The items that were cut: those from the first on, so many tiles a kept entry.
 struct cut_t {
   const float* pieces;
-  const entry_t* entries;
+  const places_t* entries;
   elem_t *dk, *dv;
   index_t row_step[2];  // of dk and dv
   int num_items, num_pieces, first_item, num_tiles;
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
     }
     const int kept = (cut.first_item + item) / cut.num_tiles;
     const int tile = cut.first_item + item - kept * cut.num_tiles;
-    const entry_t& entry = cut.entries[kept];
+    const places_t& entry = cut.entries[kept];
     const index_t key = index_t(tile) * 128 + half * 64 + warp * 16 + row;
     store(x, of_v ? 1 / kFactorP : factor, of_v ? cut.dv + entry.dv : cut.dk + entry.dk,
           cut.row_step[of_v], key, params.seqlen_k, group * 8,

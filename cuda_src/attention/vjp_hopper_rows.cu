@@ -12,12 +12,12 @@
 constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
 
 // Where summed entry `n % num_summed` of a kept one lies.
-__device__ __forceinline__ entry_t entry_of(index_t n,
-                                            index_t num_blocks,
-                                            index_t slot_0,
-                                            index_t slot_1,
-                                            const params_t& params,
-                                            const grads_t& grads) {
+__device__ __forceinline__ places_t entry_of(index_t n,
+                                             index_t num_blocks,
+                                             index_t slot_0,
+                                             index_t slot_1,
+                                             const params_t& params,
+                                             const grads_t& grads) {
   const index_t kept = divide(n, grads.num_summed);
   const auto offsets = locate(grads.kept, kept);
   const place_t at = grads.entry(params, offsets.of[0], n - kept * grads.num_summed);
@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     float* __restrict__ delta,        // as lse, contiguous
     float4* __restrict__ sums,        // to be set to 0
     const index_t num_vectors,        // of sums
-    entry_t* __restrict__ entries,    // vjp_hopper.cuh; if kRunsOn
+    places_t* __restrict__ entries,   // vjp_hopper.cuh; if kRunsOn
     const index_t slot_0,             // as inputs_t::slot
     const index_t slot_1,
     found_t* __restrict__ found,

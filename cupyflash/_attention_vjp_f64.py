@@ -25,18 +25,16 @@ class Tile:
     block_m: int
     block_n: int = 32
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    spills_on: tuple[str, ...] = ()  # architectures
+    spills_with_softcap: bool = False
 
     @property
     def num_threads(self) -> int:
         return 2 * 32 * self.block_m // WARP_ROWS
 
     def smem(self, dim: int) -> int:
-        """Bytes of shared memory.
-
-        Two tiles of the rows owned, what the warps of a pair exchange, and five places
-        for half of the columns of a tile of the others.
-        """
-        rows = 2 * self.block_m * dim + 5 * self.block_n * (dim // 2)
+        """Bytes for two tiles of either kind, and what the warps of a pair exchange."""
+        rows = 2 * (self.block_m + self.block_n) * dim
         return 8 * (rows + self.block_m * self.block_n)
 
 
@@ -91,6 +89,8 @@ class TensorFloat64VjpKernel:
             tile
             for tile in _kernels.by_threshold(self.tiles, dim)
             if tile.smem(dim) + _STATIC_SMEM <= device.smem_optin
+            and device.arch not in tile.spills_on
+            and not (forward.softcap and tile.spills_with_softcap)
         ]
         return tuple(tile for tile in fitting if tile.block_n == fitting[0].block_n)
 
@@ -149,9 +149,12 @@ TILED_F64_VJP = TensorFloat64VjpKernel(
         (
             64,
             (
-                *(Tile(64, 64), Tile(64, 32)),
-                *(Tile(32, 64), Tile(32, 32)),
-                *(Tile(16, 64), Tile(16, 32)),
+                Tile(64, 64, spills_on=("sm_100",), spills_with_softcap=True),
+                Tile(64, 32),
+                Tile(32, 64, spills_on=("sm_100",), spills_with_softcap=True),
+                Tile(32, 32),
+                Tile(16, 64, spills_on=("sm_100",), spills_with_softcap=True),
+                Tile(16, 32),
             ),
         ),
         (128, (Tile(64), Tile(32), Tile(16))),

@@ -92,10 +92,12 @@ def test_tiles(head_dim, seqlen, heads, arch):
     assert len({tile.block_n for tile in ROW.fitting(forward, device)}) == 1
 
 
-def test_with_less_shared_memory_a_tile_is_shorter_and_the_block_is_not():
-    for arch, block_n in (("sm_80", 32), ("sm_90a", 64), ("sm_100", 64)):
+def test_where_a_tile_spills_it_is_shorter_and_the_block_is_not():
+    for arch, block_n in (("sm_80", 64), ("sm_90a", 64), ("sm_100", 32)):
         tiles = ROW.fitting(problem(64).forward, _kernels.device_of_arch(arch))
         assert (tiles[0].block_m, tiles[0].block_n) == (64, block_n)
+    tiles = ROW.fitting(problem(64, softcap=3.0).forward, HOPPER)
+    assert (tiles[0].block_m, tiles[0].block_n) == (64, 32)
 
 
 # --- results -------------------------------------------------------------------------

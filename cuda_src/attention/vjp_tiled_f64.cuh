@@ -5,20 +5,17 @@
 // A pair of warps owns 16 rows: its first warp makes the scores S of a tile, its second
 // dP, and both go the same way, with other operands:
 //     c = own other^T            q k^T and dO v^T, or k q^T and v dO^T
-//     c becomes w                P or dS, as the operand of the next product
+//     c becomes w in exchange    P or dS, as the operand of the next product
 //     sums += w other
 // The first warp multiplies with P, the second with dS, all of a tile (keys); or both
 // with dS, each half of a tile (queries). So no warp holds sums of two gradients, for
 // which registers would not do, and a scheduler has always two warps.
 //
-// Shared  own       2 x kBlockM x kDim         as fragments (tiles_f64.cuh), once an
-//                                              entry
-//         exchange  kBlockM x kBlockN          between the warps of a pair
-//         places    kPlaces x kBlockN x kHalf  the rows walked over, half of the
-//                                              columns of a tile in a place
-//
-// Each place has barriers of its own, for its copies and for the warps that read it; no
-// barrier of the block holds all warps in a walk, and pairs drift apart.
+// Shared  own       2 x kBlockM x kDim   as fragments (tiles_f64.cuh), once an entry
+//         other     2 x kBlockN x kDim   the rows walked over; the first half of the
+//                                        columns of a tile comes while the second half
+//                                        of the tile before is in use, and so on
+//         exchange  kBlockM x kBlockN    between the warps of a pair
 #pragma once
 
 #include "attention/vjp.cuh"
@@ -26,7 +23,6 @@
 #include "common/exp2_f64.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/hold.cuh"
-#include "ptx/mbarrier_copy.cuh"
 
 #if !defined(DIM) || !defined(BLOCK_N) || !defined(MIN_BLOCKS)
 #error "DIM, BLOCK_N and MIN_BLOCKS come from the host"
@@ -44,10 +40,10 @@ constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
 constexpr int kChunks = kDim / 16;     // of the sums, and steps of the sum over columns
 constexpr int kHalf = kDim / 2;        // columns that are copied at a time
 constexpr int kPartChunks = kChunks / 2;
-constexpr int kAhead = 1;  // products of c that their fragments come ahead; 2: slower
+constexpr int kAhead = 1;  // products of c that their fragments come ahead; 2 spill
 static_assert(kDim % 32 == 0 && kBlockN % 32 == 0 && kNumPairs <= 8);
 
-constexpr int kOwnSize = kBlockM * kDim, kPlaceSize = kBlockN * kHalf;
+constexpr int kOwnSize = kBlockM * kDim, kOtherSize = kBlockN * kDim;
 constexpr int kWarpOwnSize = kWarpRows * kDim, kExchangeSize = kWarpRows * kBlockN;
 
 __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
@@ -84,12 +80,12 @@ __device__ __forceinline__ double* shared_tiles() {
 __device__ __forceinline__ double* own_of(const thread_t& me) {
   return shared_tiles() + me.role() * kOwnSize + me.pair() * kWarpOwnSize;
 }
+__device__ __forceinline__ double* shared_other() {
+  return shared_tiles() + 2 * kOwnSize;
+}
 // Of the lane: 16 bytes side by side.
 __device__ __forceinline__ double* exchange_of(const thread_t& me) {
-  return shared_tiles() + 2 * kOwnSize + me.pair() * kExchangeSize + me.lane() * kVec;
-}
-__device__ __forceinline__ double* shared_place(int index) {
-  return shared_tiles() + 2 * kOwnSize + kBlockM * kBlockN + index * kPlaceSize;
+  return shared_other() + 2 * kOtherSize + me.pair() * kExchangeSize + me.lane() * kVec;
 }
 
 __device__ __forceinline__ void sync_pair() {
@@ -114,38 +110,17 @@ __device__ __forceinline__ double& weight_at(weights_t<kSteps>& w, int n, int e)
   return w[n / 2][e / 2][n % 2 * 2 + e % 2];
 }
 
-__device__ __forceinline__ void clear(sums_t& sums) {
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) sums[c][n / 4][n % 4] = 0;
-  }
-}
-__device__ __forceinline__ void clear(product_t& c) {
-#pragma unroll
-  for (int n = 0; n < 4 * kTiles; ++n) c[n / 4][n % 4] = 0;
-}
-// Where nothing is seen, or the assembler would take it that weights of the tile before
-// may be asked for, and keep their registers all the time.
-template <int kSteps>
-__device__ __forceinline__ void clear(weights_t<kSteps>& w) {
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-    for (int n = 0; n < 8; ++n) w[step][n / 4][n % 4] = 0;
-  }
-}
-
-// c += own other^T over half kPart of the columns, which stands in place `other`. Each
-// product stands between two holds, with the loads for the next ones beside it; `count`
-// is any number from 0 on.
+// c += own other^T over half kPart of the columns. Each product stands between two
+// holds, with the loads for the next ones beside it; `count` is any number from 0 on.
 template <int kPart>
-__device__ __forceinline__ void dot(product_t& c, const double* other, int count) {
+__device__ __forceinline__ void dot(product_t& c, int count) {
   const thread_t me;
   const double* const own =
       own_of(me) + kPart * kPartChunks * kStepSize + me.lane() * kVec;
-  const double* const other_lane[2] = {other + place<kHalf>(me.g(), me.t()),
-                                       other + place<kHalf>(me.g(), 4 + me.t())};
+  const double* const other =
+      shared_other() + me.role() * kOtherSize + kPart * kPartChunks * 16;
+  const double* const other_lane[2] = {other + place<kDim>(me.g(), me.t()),
+                                       other + place<kDim>(me.g(), 4 + me.t())};
   constexpr int kProducts = kTiles * kPartChunks;
   double a[2][8], b[kAhead + 1][4];
   const auto load_a = [&](int step) {
@@ -157,7 +132,7 @@ __device__ __forceinline__ void dot(product_t& c, const double* other, int count
     }
   };
   const auto load_b = [&](int product) {
-    const int at = 8 * (product % kTiles) * kHalf + 16 * (product / kTiles);
+    const int at = 8 * (product % kTiles) * kDim + 16 * (product / kTiles);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const double2 x = ptx::load_here(other_lane[i] + at);
@@ -180,18 +155,19 @@ __device__ __forceinline__ void dot(product_t& c, const double* other, int count
   }
 }
 
-// sums += w other in half kPart of the columns, for 16 kSteps rows from `other` on. The
-// products of a tile are summed apart before they join.
+// sums += w other in half kPart of the columns, for 16 kSteps rows from place `other`
+// of shared memory on. The products of a tile are summed apart before they join.
 template <int kPart, int kSteps>
 __device__ __forceinline__ void accumulate(sums_t& sums,
                                            const weights_t<kSteps>& w,
-                                           const double* other,
+                                           int other,
                                            int count) {
   const thread_t me;
   const double* other_lane[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    other_lane[e] = other + place<kHalf>(2 * me.t() + e, me.g());
+    other_lane[e] = shared_other() + other + kPart * kPartChunks * 16 +
+                    place<kDim>(2 * me.t() + e, me.g());
   }
   // Two products a fragment of the rows, which comes one ahead of them. A sum joins
   // when two more products have started: it is complete by then, and none waits for it.
@@ -202,8 +178,8 @@ __device__ __forceinline__ void accumulate(sums_t& sums,
     const int step = fragment % kSteps, c = fragment / kSteps;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const double2 x = ptx::load_here(other_lane[i % 2] +
-                                       (16 * step + 8 * (i / 2)) * kHalf + 16 * c);
+      const double2 x =
+          ptx::load_here(other_lane[i % 2] + (16 * step + 8 * (i / 2)) * kDim + 16 * c);
       a[fragment % 2][2 * i] = x.x;
       a[fragment % 2][2 * i + 1] = x.y;
     }
@@ -242,10 +218,6 @@ struct rows_t {
   int dim;
 };
 
-// Three halves of tiles of the first array walked over, q or k, are in shared memory at
-// a time, and two of the second, dO or v.
-constexpr int kFirstPlaces = 3, kPlaces = kFirstPlaces + 2;
-
 // What is the same to all threads of a block; in shared memory, since registers are
 // scarce.
 struct walk_t {
@@ -258,13 +230,10 @@ struct walk_t {
   // A second walk, where 0 * NaN has shown: values that are not finite become 0, and
   // where one is seen nevertheless, the portable kernels are asked.
   bool is_exact;
-  int odd_own[kBlockM];  // 1: a value of the row was not finite
-  // The same of the tile of this number, if there was one; of tiles by turns.
-  int odd_other[2][kBlockN];
+  int odd_own[kBlockM];    // 1: a value of the row was not finite
+  int odd_other[kBlockN];  // the same of the tile of this number, if there was one
   alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
   band_t band;  // counted from the first query and the first key of the tiles
-  // A place holds its rows; all warps have read it.
-  ptx::copy_barrier_t full[kPlaces], empty[kPlaces];
   exp2_table_t exp2;
 
   __device__ void keep(const scores_t& scores) { new (scores_bytes) scores_t(scores); }
@@ -273,112 +242,34 @@ struct walk_t {
   }
 };
 
-// Half `part` of the columns of a tile of array n: its place, and how often that was
-// taken before.
-struct item_t {
-  int place, turn;
-
-  __device__ __forceinline__ item_t(int n, int part, int tile)
-      : place(kFirstPlaces + part), turn(tile) {
-    if (n == 1) return;
-    const unsigned half = 2 * tile + part;
-    place = half % kFirstPlaces;
-    turn = half / kFirstPlaces;
-  }
-};
-
-__device__ __forceinline__ void wait_for(ptx::copy_barrier_t& barrier, int parity) {
-  while (!ptx::copy_barrier_test(&barrier, parity)) {
-  }
-}
-
-// Copies a half with values that are not finite as 0, and notes their rows.
+// Half kPart of the columns of both tiles of rows from `first` on; zeros where there
+// are none.
 template <int kPart>
-__device__ __forceinline__ void copy_clean(walk_t& block,
-                                           const rows_t& rows,
-                                           int place_index,
-                                           int tile) {
+__device__ __forceinline__ void fetch(const walk_t& block, int first) {
 #pragma unroll 1
-  for (int n = threadIdx.x; n < kPlaceSize; n += kNumThreads) {
-    const int row = n / kHalf, col = n % kHalf;
-    const index_t i = index_t(tile) * kBlockN + row;
-    const bool exists = i < block.num_rows && kPart * kHalf + col < rows.dim;
-    double x = exists ? rows.x[i * rows.stride + kPart * kHalf + col] : 0;
-    if (!is_finite(x)) {
-      x = 0;
-      block.odd_other[tile % 2][row] = tile;
-    }
-    shared_place(place_index)[place<kHalf>(row, col / kVec) + col % kVec] = x;
+  for (int n = 0; n < 2; ++n) {
+    const rows_t& rows = block.rows[n];
+    copy_rows<kBlockN, kDim, kHalf>(shared_other() + n * kOtherSize + kPart * kHalf,
+                                    rows.x + first * rows.stride + kPart * kHalf,
+                                    rows.stride, block.num_rows - first,
+                                    rows.dim - kPart * kHalf);
   }
 }
 
-// Starts to copy this thread's share of a half, if there is such a tile, once all have
-// read what was in its place; zeros where there are no rows or columns. fetch_more()
-// starts other copies that belong to it. All threads fetch all halves in one order.
-template <int kPart, typename FetchMore>
-__device__ __forceinline__ void fetch(walk_t& block,
-                                      int n,
-                                      int tile,
-                                      FetchMore fetch_more) {
-  if (tile * kBlockN >= block.num_rows) return;
-  const item_t item(n, kPart, tile);
-  if (item.turn > 0) wait_for(block.empty[item.place], (item.turn - 1) % 2);
-  const rows_t& rows = block.rows[n];
-  fetch_more();
-  if (block.is_exact) {
-    copy_clean<kPart>(block, rows, item.place, tile);
-    ptx::commit_copy_group();
-    ptx::wait_copy_groups<0>();
-    ptx::copy_barrier_arrive(&block.full[item.place]);
-  } else {
-    const index_t first = index_t(tile) * kBlockN;
-    copy_rows<kBlockN, kHalf>(shared_place(item.place),
-                              rows.x + first * rows.stride + kPart * kHalf, rows.stride,
-                              block.num_rows - first, rows.dim - kPart * kHalf);
-    ptx::copy_barrier_arrive_after_copies(&block.full[item.place]);
+// Makes values of a tile that are not finite 0, and notes their rows.
+template <int kPart>
+__device__ __forceinline__ void clean(walk_t& block, int tile) {
+#pragma unroll 1
+  for (int n = threadIdx.x; n < 2 * kBlockN * kHalf; n += kNumThreads) {
+    const int row = n / kHalf % kBlockN;
+    double& x = shared_other()[n / kHalf * kDim + kPart * kHalf + n % kHalf];
+    if (is_finite(x)) continue;
+    x = 0;
+    block.odd_other[row] = tile;
   }
 }
 
-// Waits for a half. Also a warp that sees nothing of it does, or it could give away a
-// place to which its copies are still on their way.
-__device__ __forceinline__ const double* await_half(walk_t& block,
-                                                    int n,
-                                                    int part,
-                                                    int tile) {
-  const item_t item(n, part, tile);
-  wait_for(block.full[item.place], item.turn % 2);
-  return shared_place(item.place);
-}
-
-// This warp has read a half.
-__device__ __forceinline__ void release_half(walk_t& block, int n, int part, int tile) {
-  __syncwarp();  // all lanes have
-  if (thread_t().lane() == 0) {
-    ptx::copy_barrier_arrive(&block.empty[item_t(n, part, tile).place]);
-  }
-}
-
-// Before a walk: `readers` warps read the second array.
-__device__ __forceinline__ void begin_places(walk_t& block, int readers) {
-  if (threadIdx.x < kPlaces) {
-    ptx::copy_barrier_init(&block.full[threadIdx.x], kNumThreads);
-    ptx::copy_barrier_init(&block.empty[threadIdx.x],
-                           threadIdx.x < kFirstPlaces ? 2 * kNumPairs : readers);
-  }
-  ptx::wait_copy_groups<0>();
-  __syncthreads();  // the owned rows have come, and the barriers are there
-}
-
-// And after it.
-__device__ __forceinline__ void end_places(walk_t& block) {
-  __syncthreads();  // all have passed the last barriers
-  if (threadIdx.x < kPlaces) {
-    ptx::copy_barrier_end(&block.full[threadIdx.x]);
-    ptx::copy_barrier_end(&block.empty[threadIdx.x]);
-  }
-}
-
-// Makes values of this warp's rows that are not finite 0, and notes the rows.
+// The same of the rows of this warp.
 __device__ __forceinline__ void clean_own(walk_t& block) {
   const thread_t me;
   double* const own = own_of(me);
@@ -389,6 +280,63 @@ __device__ __forceinline__ void clean_own(walk_t& block) {
     // As copy_own() puts them.
     block.odd_own[me.first_row() + n % (2 * kWarpSize) / 8 + 8 * (n % 2)] = 1;
   }
+}
+
+// The walk over all tiles of block.rows, whose scores become 16 kSteps weights.
+//   fetch_row(tile)       starts copies of what else belongs to the rows of a tile
+//   is_seen(tile)         whether the pair takes part in it
+//   exchange(tile, c, w)  makes the weights
+template <int kSteps, typename FetchRow, typename IsSeen, typename Exchange>
+__device__ __forceinline__ void walk(sums_t& sums,
+                                     walk_t& block,
+                                     FetchRow fetch_row,
+                                     IsSeen is_seen,
+                                     Exchange exchange) {
+  const auto accumulate_part = [&](auto part, const weights_t<kSteps>& w) {
+    // P multiplies dO, dS multiplies q; or dS of half a tile multiplies k.
+    constexpr bool kWhole = kSteps == kStepsN;
+    const int role = thread_t().role(), values = kWhole ? 1 - role : 0;
+    const int start = kWhole ? 0 : role * kBlockN / 2;
+    accumulate<part.value, kSteps>(sums, w, values * kOtherSize + start * kDim,
+                                   block.num_rows);
+  };
+  const auto fetch_first = [&](int tile) {
+    fetch<0>(block, tile * kBlockN);
+    fetch_row(tile);
+    ptx::commit_copy_group();
+  };
+  if (block.num_rows > 0) fetch_first(0);
+#pragma unroll 1
+  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
+    product_t c = {};
+    weights_t<kSteps> w;
+    ptx::wait_copy_groups<0>();
+    // The first half has come, and all have read the second of the tile before.
+    __syncthreads();
+    fetch<1>(block, tile * kBlockN);
+    ptx::commit_copy_group();
+    if (block.is_exact) {
+      clean<0>(block, tile);
+      __syncthreads();  // the values are finite
+    }
+    const bool seen = is_seen(tile);
+    if (seen) dot<0>(c, block.num_rows);
+    ptx::wait_copy_groups<0>();
+    __syncthreads();  // the second half has come
+    if (block.is_exact) {
+      clean<1>(block, tile);
+      __syncthreads();  // the values are finite
+    }
+    if (seen) {
+      dot<1>(c, block.num_rows);
+      exchange(tile, c, w);
+      accumulate_part(constant_t<0>{}, w);
+    }
+    __syncthreads();  // all have read the first half
+    if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
+    if (seen) accumulate_part(constant_t<1>{}, w);
+  }
+  ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
 
 // The same for what lies `row` queries and `col` keys further on.
@@ -445,7 +393,7 @@ __device__ __forceinline__ void begin_walks(walk_t& block, index_t summed) {
     block.summed = summed;
   }
   if (thread < kBlockM) block.odd_own[thread] = 0;
-  if (thread < kBlockN) block.odd_other[0][thread] = block.odd_other[1][thread] = -1;
+  if (thread < kBlockN) block.odd_other[thread] = -1;
 }
 
 // Whether a sum is not finite.
@@ -473,6 +421,15 @@ __device__ __forceinline__ bool walks_again(walk_t& block,
   clean_own(block);
   __syncthreads();  // `block` is complete
   return true;
+}
+
+// Clears the sums.
+__device__ __forceinline__ void clear(sums_t& sums) {
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) sums[c][n / 4][n % 4] = 0;
+  }
 }
 
 // store(row, column, sum, n) of what a lane has of a gradient: row n of four of its

@@ -8,8 +8,8 @@
 //                S = score(k q^T),  P = exp(S - lse) factor,  dP = v dO^T
 //                dS = P (dP - delta) score'(k q^T),  dv += P dO,  dk += scale dS q
 //            The first warp of a pair makes S, P and dv, the second dP, dS and dk
-// Grid       1-D, a block an entry of k and v and a tile of keys; of an entry first
-//            tiles first, since causal ones are longest
+// Grid       1-D, a block an entry of k and v and a tile of keys; the first tiles of
+//            all entries first, since causal ones are longest
 // Tiles      vjp_tiled_f64.cuh; k and v are owned, q and dO walked over
 // Memory     global: k, v, dk and dv once an entry that shares k and v; q and dO once
 //            a block, mostly from L2
@@ -19,112 +19,12 @@
 // Limits     head dimensions up to kDim
 #include "attention/vjp_tiled_f64.cuh"
 
-// Numbered barriers of the pairs: P is there; it has been read.
-constexpr int kComplete = 1, kFree = kComplete + kNumPairs;
-static_assert(kFree + kNumPairs <= 16);
-
 struct block_t : walk_t {
   // Of the first query walked over; lse may have strides of its own.
   const double *lse_rows, *factor_rows, *delta_rows;
   // Of a tile.
   alignas(16) double lse[kBlockN], factor[kBlockN], delta[kBlockN];
 };
-
-// The walk over all tiles of queries, of the first (kRole 0) or second warp of a pair.
-// The second is behind: it makes dk of half of a tile while the first is at S of the
-// next one, and dP while the first makes P. So the exponential is in the shadow of
-// products.
-//
-//     first warp    S, half 0   S, half 1   P         dv, half 0   dv, half 1   S, ..
-//     second warp   dk, half 1  dP, half 0  dP, half 1   dS   dk, half 0        dk, ..
-//
-// No barrier holds all warps: a place is free when those that read it have.
-//   fetch_row(tile)   starts copies of what else belongs to the rows of a tile
-//   is_seen(tile)     whether the pair takes part in it
-//   give(tile, c, w)  makes P, for this warp and the other
-//   take(tile, c, w)  makes dS
-template <int kRole, typename FetchRow, typename IsSeen, typename Give, typename Take>
-__device__ __forceinline__ void walk(sums_t& sums,
-                                     walk_t& block,
-                                     FetchRow fetch_row,
-                                     IsSeen is_seen,
-                                     Give give,
-                                     Take take) {
-  const auto fetch_half = [&](auto is_q, auto part, int tile) {
-    fetch<part.value>(block, !is_q.value, tile, [&] {
-      if (!is_q.value && part.value == 1) fetch_row(tile);
-    });
-  };
-  const auto await = [&](bool is_q, int part, int tile) {
-    return await_half(block, !is_q, part, tile);
-  };
-  const auto release = [&](bool is_q, int part, int tile) {
-    release_half(block, !is_q, part, tile);
-  };
-  constexpr flag_t<true> kQ;
-  constexpr flag_t<false> kDout;
-  constexpr constant_t<0> kFirst;
-  constexpr constant_t<1> kSecond;
-  const auto fetch_rest = [&](int tile) {
-    fetch_half(kQ, kSecond, tile);
-    fetch_half(kDout, kFirst, tile);
-    fetch_half(kDout, kSecond, tile);
-  };
-
-  fetch_half(kQ, kFirst, 0);
-  if constexpr (kRole == 1) fetch_rest(0);
-#pragma unroll 1
-  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
-    const bool seen = is_seen(tile);
-    product_t c;
-    weights_t<kStepsN> w;
-    clear(c);
-    // Also where nothing is seen: a place must not be given away before its rows came.
-    const double* rows;
-    if constexpr (kRole == 0) {
-      fetch_rest(tile);
-      rows = await(true, 0, tile);
-      if (seen) dot<0>(c, rows, block.num_rows);
-      release(true, 0, tile);
-      rows = await(true, 1, tile);
-      if (seen) dot<1>(c, rows, block.num_rows);
-      release(true, 1, tile);
-      fetch_half(kQ, kFirst, tile + 1);
-      await(false, 1, tile);  // with it lse and factor come
-      if (seen) {
-        give(tile, c, w);
-      } else {
-        clear(w);
-      }
-      rows = await(false, 0, tile);
-      if (seen) accumulate<0, kStepsN>(sums, w, rows, block.num_rows);
-      release(false, 0, tile);
-      rows = await(false, 1, tile);
-      if (seen) accumulate<1, kStepsN>(sums, w, rows, block.num_rows);
-      release(false, 1, tile);
-    } else {
-      rows = await(false, 0, tile);
-      if (seen) dot<0>(c, rows, block.num_rows);
-      release(false, 0, tile);
-      fetch_half(kQ, kFirst, tile + 1);
-      rows = await(false, 1, tile);
-      if (seen) {
-        dot<1>(c, rows, block.num_rows);
-        take(tile, c, w);
-      } else {
-        clear(w);
-      }
-      release(false, 1, tile);
-      rows = await(true, 0, tile);
-      if (seen) accumulate<0, kStepsN>(sums, w, rows, block.num_rows);
-      release(true, 0, tile);
-      fetch_rest(tile + 1);
-      rows = await(true, 1, tile);
-      if (seen) accumulate<1, kStepsN>(sums, w, rows, block.num_rows);
-      release(true, 1, tile);
-    }
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_tiled_f64_keys(
@@ -211,87 +111,77 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto band_of = [&](int tile) {
       return moved(block.band, tile * kBlockN, thread_t().first_row());
     };
-    const auto give = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
+    const auto exchange = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
       const thread_t me;
-      ptx::bar_sync<2 * kWarpSize>(kFree + me.pair());
       double* const exchange_lane = exchange_of(me);
-      const exp2_t exp2(block.exp2);
-      const band_t band = band_of(tile);
-      const index_t i0 = block.first + tile * kBlockN,
-                    j = block.own_first + me.first_row();
-      const auto make = [&](auto check) {
+      if (me.role() == 0) {
+        const exp2_t exp2(block.exp2);
+        const band_t band = band_of(tile);
+        const index_t i0 = block.first + tile * kBlockN,
+                      j = block.own_first + me.first_row();
+        const auto make = [&](auto check) {
+#pragma unroll
+          for (int n = 0; n < kTiles; ++n) {
+            const int col = 8 * n + 2 * me.t();
+            const double2 lse_of = load2(block.lse + col);
+            const double2 factor_of = load2(block.factor + col);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              double product[2];
+#pragma unroll
+              for (int e = 0; e < 2; ++e) {
+                const int key = me.g() + 8 * h, query = col + e;
+                // A softcap is long: parts of the next one would come before its end,
+                // and registers would not do.
+                if (kHasSoftcap) ptx::hold(block.num_rows, 1000 + 4 * n + 2 * h + e);
+                double derivative;
+                double p = weight_of<check.value>(
+                    c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
+                    params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
+                    derivative);
+                p *= e == 0 ? factor_of.x : factor_of.y;
+                if (check.value && block.is_exact && !is_unseen(p) &&
+                    (block.odd_own[me.first_row() + key] ||
+                     block.odd_other[query] == tile)) {
+                  *found = 1;
+                }
+                weight_at<kStepsN>(w, n, 2 * h + e) = p;
+                product[e] = kHasSoftcap ? p * derivative : p;
+              }
+              *reinterpret_cast<double2*>(exchange_lane +
+                                          (2 * n + h) * 2 * kWarpSize) = {product[0],
+                                                                          product[1]};
+            }
+          }
+        };
+        if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
+          make(flag_t<false>{});
+        } else {
+          make(flag_t<true>{});
+        }
+      }
+      sync_pair();  // P is complete
+      if (me.role() == 1) {
 #pragma unroll
         for (int n = 0; n < kTiles; ++n) {
-          const int col = 8 * n + 2 * me.t();
-          const double2 lse_of = load2(block.lse + col);
-          const double2 factor_of = load2(block.factor + col);
+          const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            double product[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const int key = me.g() + 8 * h, query = col + e;
-              // A softcap is long: parts of the next one would come before its end, and
-              // registers would not do.
-              if (kHasSoftcap) ptx::hold(block.num_rows, 1000 + 4 * n + 2 * h + e);
-              double derivative;
-              double p = weight_of<check.value>(
-                  c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
-                  params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
-                  derivative);
-              p *= e == 0 ? factor_of.x : factor_of.y;
-              if (check.value && block.is_exact && !is_unseen(p) &&
-                  (block.odd_own[me.first_row() + key] ||
-                   block.odd_other[tile % 2][query] == tile)) {
-                *found = 1;
-              }
-              weight_at<kStepsN>(w, n, 2 * h + e) = p;
-              product[e] = kHasSoftcap ? p * derivative : p;
-            }
-            *reinterpret_cast<double2*>(exchange_lane + (2 * n + h) * 2 * kWarpSize) = {
-                product[0], product[1]};
+            const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
+            const double x = p.x * (c[n][2 * h] - delta_of.x);
+            const double y = p.y * (c[n][2 * h + 1] - delta_of.y);
+            weight_at<kStepsN>(w, n, 2 * h) = is_unseen(p.x) ? -0.0 : x;
+            weight_at<kStepsN>(w, n, 2 * h + 1) = is_unseen(p.y) ? -0.0 : y;
           }
         }
-      };
-      if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
-        make(flag_t<false>{});
-      } else {
-        make(flag_t<true>{});
       }
-      ptx::bar_arrive<2 * kWarpSize>(kComplete + me.pair());
-    };
-    const auto take = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
-      const thread_t me;
-      const double* const exchange_lane = exchange_of(me);
-      ptx::bar_sync<2 * kWarpSize>(kComplete + me.pair());
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-        const double2 delta_of = load2(block.delta + 8 * n + 2 * me.t());
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const double2 p = load2(exchange_lane + (2 * n + h) * 2 * kWarpSize);
-          const double x = p.x * (c[n][2 * h] - delta_of.x);
-          const double y = p.y * (c[n][2 * h + 1] - delta_of.y);
-          weight_at<kStepsN>(w, n, 2 * h) = is_unseen(p.x) ? -0.0 : x;
-          weight_at<kStepsN>(w, n, 2 * h + 1) = is_unseen(p.y) ? -0.0 : y;
-        }
-      }
-      ptx::bar_arrive<2 * kWarpSize>(kFree + me.pair());
-    };
-    const auto is_seen = [&](int tile) {
-      return sees_any(band_of(tile), kBlockN, kWarpRows);
     };
     do {
       clear(sums);
-      begin_places(block, 2 * kNumPairs);
-      if (thread_t().role() == 0) {
-        walk<0>(sums, block, fetch_row, is_seen, give, take);
-        ptx::bar_sync<2 * kWarpSize>(kFree + thread_t().pair());
-      } else {
-        ptx::bar_arrive<2 * kWarpSize>(kFree + thread_t().pair());
-        walk<1>(sums, block, fetch_row, is_seen, give, take);
-      }
-      end_places(block);
+      walk<kStepsN>(
+          sums, block, fetch_row,
+          [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },
+          exchange);
     } while (walks_again(block, sums, found));
 
     const bool is_dv = thread_t().role() == 0;

@@ -9,8 +9,8 @@
 //            the keys. l is 1 but for the roundings of lse and S: where it is, `factor`
 //            becomes 1 / l, P times which sums to 1, and where it is not, lse knows of
 //            keys that are not here, and `factor` is 1
-// Grid       1-D, a block an entry of q and a tile of queries; of an entry last tiles
-//            first, since causal ones are longest
+// Grid       1-D, a block an entry of q and a tile of queries; the last tiles of all
+//            entries first, since causal ones are longest
 // Tiles      vjp_tiled_f64.cuh; q and dO are owned, k and v walked over
 // Memory     global: q and dO once; dq once an entry that shares q; k and v once a
 //            block, mostly from L2
@@ -23,60 +23,6 @@
 struct block_t : walk_t {
   double lse[kBlockM], delta[kBlockM];
 };
-
-constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
-
-// The walk over all tiles of keys. No barrier holds all warps: a place is free when
-// those that read it have.
-//   is_seen(tile)         whether the pair takes part in it
-//   exchange(tile, c, w)  makes the weights
-template <typename IsSeen, typename Exchange>
-__device__ __forceinline__ void walk(sums_t& sums,
-                                     walk_t& block,
-                                     IsSeen is_seen,
-                                     Exchange exchange) {
-  const auto fetch_half = [&](int n, auto part, int tile) {
-    fetch<part.value>(block, n, tile, [] {});
-  };
-  const auto dot_half = [&](auto part, bool seen, product_t& c, int tile) {
-    const int role = thread_t().role();
-    const double* const rows = await_half(block, role, part.value, tile);
-    if (seen) dot<part.value>(c, rows, block.num_rows);
-    if (role == 1) release_half(block, 1, part.value, tile);
-  };
-  // dS of half of a tile multiplies k.
-  const auto accumulate_half = [&](auto part, bool seen, const weights_t<kStepsEach>& w,
-                                   int tile) {
-    const int start = thread_t().role() * kBlockN / 2;
-    const double* const rows = await_half(block, 0, part.value, tile) + start * kHalf;
-    if (seen) accumulate<part.value, kStepsEach>(sums, w, rows, block.num_rows);
-    release_half(block, 0, part.value, tile);
-  };
-  constexpr constant_t<0> kFirst;
-  constexpr constant_t<1> kSecond;
-  fetch_half(0, kFirst, 0);
-  fetch_half(1, kFirst, 0);
-#pragma unroll 1
-  for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
-    const bool seen = is_seen(tile);
-    product_t c;
-    weights_t<kStepsEach> w;
-    clear(c);
-    fetch_half(0, kSecond, tile);
-    fetch_half(1, kSecond, tile);
-    dot_half(kFirst, seen, c, tile);
-    fetch_half(0, kFirst, tile + 1);
-    dot_half(kSecond, seen, c, tile);
-    fetch_half(1, kFirst, tile + 1);
-    if (seen) {
-      exchange(tile, c, w);
-    } else {
-      clear(w);
-    }
-    accumulate_half(kFirst, seen, w, tile);
-    accumulate_half(kSecond, seen, w, tile);
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_tiled_f64_queries(
@@ -94,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
 
+  constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t from_last = divide(block_index(), grads.num_kept);
   if (from_last >= num_tiles) return;
@@ -152,7 +99,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto exchange = [&](int tile, product_t& c, weights_t<kStepsEach>& w) {
       const thread_t me;
       double* const exchange_lane = exchange_of(me);
-      sync_pair();  // both have read what they exchanged last
       // A warp keeps its half of the keys and gives the other.
       double mine[kTilesEach][4], theirs[kTilesEach][4];
 #pragma unroll
@@ -203,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             if (kHasSoftcap) ds *= derivative;
             if (check.value && block.is_exact && !is_unseen(p) &&
                 (block.odd_own[me.first_row() + query] ||
-                 block.odd_other[tile % 2][start + key] == tile)) {
+                 block.odd_other[start + key] == tile)) {
               *found = 1;
             }
             // Not 0 * NaN.
@@ -226,12 +172,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     do {
       clear(sums);
       l[0] = l[1] = {0, 0};
-      begin_places(block, kNumPairs);
-      walk(
-          sums, block,
+      walk<kStepsEach>(
+          sums, block, [](int) {},
           [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
           exchange);
-      end_places(block);
     } while (walks_again(block, sums, found));
 
     // The second warp hands its sums over, in the place of its dO.

@@ -454,7 +454,6 @@ MMA = MmaKernel(
                 (
                     # 361.7
                     MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0), stays=True),
-                    MmaTile(64, 64, 256, 2, sides=2, newest=(9, 0)),  # 234.7
                     MmaTile(128, 64, 256, 1, sides=2, stays=True),  # 358.2
                     MmaTile(64, 64, 256, 1, sides=2),
                     MmaTile(128, 64, 256),  # 314.5; 32 keys 252.8

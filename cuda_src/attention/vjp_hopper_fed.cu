@@ -8,9 +8,8 @@
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter
 // Threads    two warpgroups compute, 64 keys each. Of a third, the feeder, a thread
-// asks
-//            the copy engine for all tiles, and another gives dq to it to be added to
-//            the sums in memory
+//            asks the copy engine for all tiles, and another gives dq to it to be added
+//            to the sums in memory
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
@@ -122,8 +121,8 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
   }
 }
 
-// dv += P dO or dk += dS q. A step is 16 rows of dO or q, of 128 bytes.
-// Those from kBegin to kEnd.
+// dv += P dO or dk += dS q, steps kBegin to kEnd. A step is 16 rows of dO or q, of 128
+// bytes.
 template <int kBegin, int kEnd>
 __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
                                               const unsigned (&p)[kBlockM / 16][4],

@@ -64,19 +64,6 @@ struct column_sum_t {
       return detail::times_power(e, range::low_bits(rounded));
     });
   }
-  // The same of doubles that are small, as m and those above `low` are, by a warp
-  // together: 10 instructions on doubles instead of 18. Read as floats, upper halves of
-  // doubles have the same order.
-  __device__ __forceinline__ bool is_small(T m, T low) const {
-    constexpr float k256 = 3.75f, k512 = 4.0f;  // their upper halves
-    const auto half = [](T x) { return __int_as_float(__double2hiint(x)); };
-    return half(m) < k256 && half(low) > -k256 && fabsf(half(unit)) <= k512;
-  }
-  template <int kCount, typename Score>
-  __device__ __forceinline__ void add_small(Score score, const roots_t<T>& roots) {
-    const T round = fma_of(unit, T(-roots.kCount), range::kRound);
-    l += tree<kCount>([&](int k) { return roots.exp_of(score(k), round); });
-  }
   // One of them to about 2^-21, for results of 16 bits.
   __device__ __forceinline__ float term(float score) const {
     return exp2f(fma_of(score, float(kLog2e), -unit));

@@ -228,36 +228,26 @@ struct batch_t {
     return is_known;
   }
 
-  // All lanes of a warp call it.
-  __device__ __forceinline__ void add_to(sums_t (&sum)[kVector],
-                                         const roots_t<acc_t>& roots) const {
+  __device__ __forceinline__ void add_to(sums_t (&sum)[kVector]) const {
     acc_t m[kVector];
+    bool is_near = false;
     if constexpr (sizeof(acc_t) == sizeof(double)) {
       acc_t low[kVector];
-      const bool is_known = largest_halves(m, low);
-      if (!is_known) largest(m);
+      is_near = largest_halves(m, low);
+      if (!is_near) largest(m);
       see(sum, m);
-      bool is_small = is_known, is_near = is_known;
+      // A half is off by 2^-20 of itself, which is less than a power of two here.
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        is_small = is_small && sum[j].is_small(m[j], low[j]);
-        // A half is off by 2^-20 of itself, which is less than a power of two here.
         is_near = is_near && low[j] > sum[j].lowest_near() + 1;
-      }
-      if (__all_sync(kFullMask, is_small)) {
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          const auto score = [&](int k) { return this->score<acc_t>(k, j); };
-          sum[j].template add_small<kHeld>(score, roots);
-        }
-      } else if (is_near) {
-        add<true>(sum);
-      } else {
-        add<false>(sum);
       }
     } else {
       largest(m);
       see(sum, m);
+    }
+    if (is_near) {
+      add<true>(sum);
+    } else {
       add<false>(sum);
     }
   }
@@ -314,22 +304,11 @@ __device__ __forceinline__ void read_columns(const a_t* a,
   const ring_t ring;
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
-  // The first lane has as many rows as any of its warp, which stays together.
-  const int rows = __shfl_sync(kFullMask, tile.rows, 0);
-  const int batches = (rows + kHeld - 1) / kHeld;
-  if (batches == 0) return;
-  // Narrow slabs lie far apart, often a power of two: warps begin in different places.
-  int at = 0;
-  if (tiles_of_slab(tile.layout) == 1) {
-    at = (blockIdx.x * kNumThreads + threadIdx.x) / kWarpSize % unsigned(batches);
-  }
-  ring.load(0, a, tile, at * kHeld, tile.rows - at * kHeld);
+  ring.load(0, a, tile, 0, tile.rows);
   int half = 0;
 #pragma unroll 1
-  for (int left = batches; left > 0; --left, half ^= 1) {
-    const int first = at * kHeld;
-    at = at + 1 < batches ? at + 1 : 0;
-    ring.load(half ^ 1, a, tile, at * kHeld, left > 1 ? tile.rows - at * kHeld : 0);
+  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
+    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
     ring.wait();
     batch_t batch = {ring, half};
     batch.select(where, tile, first, tile.rows - first);
@@ -595,8 +574,7 @@ __device__ __forceinline__ void sum_columns(const a_t* a,
                                             const bool* where,
                                             const tile_t& tile,
                                             sums_t (&sum)[kVector]) {
-  const roots_t<acc_t> roots;
-  read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum, roots); });
+  read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum); });
 }
 
 __device__ __forceinline__ deal deal_of(const a_t* a, const layout_t& layout) {

@@ -440,7 +440,10 @@ MMA = MmaKernel(
                 128,
                 (
                     # 393.8; 32 keys 313.5
-                    MmaTile(128, 64, 128, 2, 2, only_plain=True, stays=True),
+                    MmaTile(
+                        128, 64, 128, 2, 2, only_plain=True, newest=(9, 0), stays=True
+                    ),
+                    MmaTile(128, 64, 128, 2, 2, only_plain=True),
                     # 400.3, but spills on sm_90 and 100; one block of 256 queries 371.0
                     MmaTile(
                         128, 64, 128, 1, 2, only_plain=True, newest=(8, 0), stays=True
@@ -454,8 +457,9 @@ MMA = MmaKernel(
                 (
                     # 361.7
                     MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0), stays=True),
-                    MmaTile(128, 64, 256, 1, sides=2, stays=True),  # 358.2
-                    MmaTile(64, 64, 256, 1, sides=2),
+                    # 358.2
+                    MmaTile(128, 64, 256, 1, sides=2, newest=(9, 0), stays=True),
+                    MmaTile(64, 64, 256, 1, sides=2, newest=(9, 0)),
                     MmaTile(128, 64, 256),  # 314.5; 32 keys 252.8
                     MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1
                     MmaTile(64, 64, 128, only_plain=True),

@@ -156,18 +156,19 @@ measured.check_claims(rows, plain="safe", fused="online")
 report = measured.result("softmax_h200")
 case = "64 x 1048576 float32"
 print(measured.source(report))
-for r in report["rows"]:
-    if r["case"] == case and r["seconds"]:
-        name, time = r["provider"], 1e6 * r["seconds"]
-        print(f"{name:6} {time:7.0f} us, {r['of_copy']:4.0%} of a copy's speed")
-seconds = {r["provider"]: r["seconds"] for r in report["rows"] if r["case"] == case}
+timed = [r for r in report["rows"] if r["case"] == case and r.get("seconds")]
+for r in timed:
+    name, time = r["provider"], 1e6 * r["seconds"]
+    print(f"{name:6} {time:7.0f} us, {r['of_copy']:4.0%} of a copy's speed")
+seconds = {r["provider"]: r["seconds"] for r in timed}
 faster = seconds["safe"] / seconds["online"]
 print(f"online : safe, {faster:.2f} times faster for {4 / 3:.2f} times less traffic")
 
 # %%
 # On these rows, too long for the chip, online softmax does pay on the GPU. ``tiled``
-# cannot hold them either and does the same as ``online``. On a CPU the sweep that it
-# saves is cheap, and the correction is not.
+# cannot hold them either, but it reads each part a second time while the L2 cache still
+# has it. On a CPU the sweep that online softmax saves is cheap, and the correction is
+# not.
 #
 # Softmax by itself gains little, then. The recurrence was worth its trouble for what it
 # makes possible: the next page.

@@ -145,9 +145,8 @@ class VjpKernel:
 class HopperVjpTile:
     """Queries of a block, blocks of a cluster, and how sums of dq leave.
 
-    `bulk` is the number, of eight, that go by the copy engine; `cluster_alone` is for
-    dk and dv alone, where dq has a kernel of its own. With `turns_from` tiles of keys
-    a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
+    `cluster_alone` is for dk and dv alone, where dq has a kernel of its own. With
+    `turns_from` tiles of keys a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
     where all tiles of a head begin at one time, they wait for each other. A section of
     heads takes `cache_share` of the L2 cache, where sums have no order; with a `feeder`
     such sums are those of a kernel with a warpgroup for the copy engine.
@@ -155,7 +154,6 @@ class HopperVjpTile:
 
     block_m: int
     cluster: int = 1
-    bulk: int = 0
     cluster_alone: int = 1
     turns_from: float = math.inf
     cache_share: float = _attention_vjp_limits.CACHE_SHARE
@@ -226,7 +224,7 @@ class HopperVjpKernel:
         ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
         tile = _kernels.by_threshold(ladder, forward.seqlen_q)
         if dq == TURNS:
-            return HopperVjpTile(tile.block_m, bulk=8)
+            return HopperVjpTile(tile.block_m)
         if dq == APART:
             return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
         return tile
@@ -261,7 +259,8 @@ class HopperVjpKernel:
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
         tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
-        sums = tile.block_m * 2 * row if tile.feeder else 8 * tile.bulk * 512
+        # On their way to the copy engine: dq of a block.
+        sums = 2 * tile.block_m * row if tile.feeder or dq == TURNS else 0
         return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
     def config(
@@ -288,8 +287,11 @@ class HopperVjpKernel:
             num_threads += _FEEDER_THREADS
             smem = self._smem(forward, dq)
         elif not part:
-            more |= {"CLUSTER": tile.cluster, "BULK": tile.bulk}
-            more |= {"MAKES_DQ": int(dq != APART), "ORDERED": int(dq == TURNS)}
+            more |= {
+                "CLUSTER": tile.cluster,
+                "MAKES_DQ": int(dq != APART),
+                "ORDERED": int(dq == TURNS),
+            }
             smem = self._smem(forward, dq)
         defines = _attention_rows.defines(
             forward,

@@ -19,17 +19,16 @@
 //            dS       kBlockN x kBlockM    shared, twice
 //            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
-//            L2; dq is added to sums of floats, by red or by the copy engine
+//            L2; dq is added to sums of floats, by red, or in order by the copy engine
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
-// products.
-//            The order of sums in dq differs from run to run; without kMakesDq dk and
-//            dv alone are made, and have the same bits always
+//            products. The order of sums in dq differs from run to run; without
+//            kMakesDq dk and dv alone are made, and have the same bits always
 // Limits     q, k, v and dO as a tensor map takes them (_tensormap.py); head_dim and
 //            head_dim_v multiples of 8 up to kHeadDim; at most kMaxSummed summed
 //            entries. Infinities and NaN in what a query does not see come through as
 //            NaN, and so does a dS too large for elem_t: found->odd says that the
 //            gradients have to be made in another way
-#include "attention/vjp_hopper.cuh"
+#include "attention/vjp_hopper_keys.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
@@ -37,18 +36,12 @@
 #include "ptx/opaque.cuh"
 #include "ptx/relaxed.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/wgmma_shapes.cuh"
 
-#if !defined(BOUNDS) || !defined(CLUSTER) || !defined(BULK) || !defined(MAKES_DQ) || \
-    !defined(ORDERED)
-#error "BOUNDS, CLUSTER, BULK, MAKES_DQ and ORDERED come from the host"
+#if !defined(CLUSTER) || !defined(MAKES_DQ) || !defined(ORDERED)
+#error "CLUSTER, MAKES_DQ and ORDERED come from the host"
 #endif
 // Else vjp_hopper_queries.cu makes dq, with the same bits in every run.
 constexpr bool kMakesDq = MAKES_DQ;
-constexpr int kBlockN = 128;  // keys of a tile
-// Which queries see a key by its position: 0 all, 1 from a first one on, 2 from a first
-// one to a last one.
-constexpr int kBounds = BOUNDS;
 constexpr int kCluster = CLUSTER;
 // Tiles of keys add to a block of dq one after the other, from the last to the first:
 // then it has the same bits in every run. Each warp has its own part of dq, and waits
@@ -57,33 +50,17 @@ constexpr int kCluster = CLUSTER;
 constexpr bool kOrdered = ORDERED;
 // Items differ in length, or their order counts.
 constexpr bool kDynamic = kBounds > 0 || kOrdered;
-// Of a thread's 8 vectors of dq, how many the copy engine adds; the others leave by
-// red.
-constexpr int kBulk = BULK;
-// Asking for the next block takes warp 0 a while. Without a cluster and the copy engine
-// it does so behind dq and dk, which then run beside it; with the copy engine that was
-// slower.
-constexpr bool kLate = kMakesDq && kCluster == 1 && kBulk == 0;
+// Asking for the next block takes warp 0 a while. Without a cluster and an order it
+// does so behind dq and dk, which then run beside it.
+constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
-static_assert(!kOrdered || (kMakesDq && kCluster == 1 && kBulk == 8));
+static_assert(!kOrdered || (kMakesDq && kCluster == 1));
 constexpr int kWarps = kNumThreads / 32;
 
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
 // for two blocks ahead.
 constexpr int kStagesQ = 3, kStagesDout = 2;
-constexpr int kMaxSummed = 128;
-constexpr int kMany = 1 << 30;
 
-// A tile: chunks of 64 columns, each [rows][128 bytes], swizzled.
-constexpr int kChunks = kHeadDim / 64;
-constexpr int kChunkN = kBlockN * 128, kChunkM = kBlockM * 128;
-constexpr int kBytesN = kChunks * kChunkN, kBytesM = kChunks * kChunkM;
-constexpr int kBytesDs = 2 * kChunkM;  // columns are keys: a chunk a warpgroup
-constexpr int kBytesStats = 2 * kBlockM * 4;
-
-constexpr int kScores = kBlockM / 2;  // of S, P, dP and dS, numbers of a thread
-constexpr int kSums = kHeadDim / 2;   // of dk and dv
-constexpr int kSumsQ = kPart / 128;   // of dq
 // A step of 64 queries has registers to ask for dP ahead, beside S; one of 128 has not.
 constexpr bool kNarrowStep = kBlockM == 64;
 // The shared memory answers late while sums of dq leave through it; what is read there
@@ -99,11 +76,6 @@ constexpr int kAskers = kNarrowStep ? 1 : 3;
 // the barrier between, has nothing to report. Where positions hide keys that was slower
 // by 3 to 7 %.
 constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
-
-template <int kNumber>
-struct number_t {
-  static constexpr int value = kNumber;
-};
 
 // Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
 struct alignas(16) source_t {
@@ -145,62 +117,6 @@ struct outputs_t {
   // from query `turn_first` on; to others it is the first. < 0: it adds to none.
   int turn, turn_first;
 };
-
-// S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
-__device__ __forceinline__ void multiply_scores(float (&s)[kScores],
-                                                unsigned long long kv,
-                                                unsigned long long qd) {
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    const int chunk = step / 4, inside = step % 4 * 32;
-    ptx::wgmma_t<elem_t, kBlockM>::ss(s, kv + (chunk * kChunkN + inside) / 16,
-                                      qd + (chunk * kChunkM + inside) / 16, step > 0);
-  }
-}
-
-// dv += P dO or dk += dS q. A step is 16 rows of dO or q, of 128 bytes.
-__device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
-                                              const unsigned (&p)[kBlockM / 16][4],
-                                              unsigned long long qd,
-                                              bool accumulate) {
-#pragma unroll
-  for (int step = 0; step < kBlockM / 16; ++step) {
-    ptx::wgmma_t<elem_t, kHeadDim>::rs(sums, p[step], qd + step * (16 * 128 / 16),
-                                       step > 0 || accumulate);
-  }
-}
-
-// This warpgroup's part of dS^T k. A step is 16 keys.
-__device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ],
-                                            unsigned long long ds,
-                                            unsigned long long k) {
-#pragma unroll
-  for (int step = 0; step < kBlockN / 16; ++step) {
-    const int chunk = step / 4, inside = step % 4 * 32;
-    ptx::wgmma_t<elem_t, 64>::ss_mn(dq, ds + (chunk * kChunkM + inside) / 16,
-                                    k + step * (16 * 128 / 16), step > 0);
-  }
-}
-
-// A tile of keys of a kept entry.
-struct item_t {
-  int tile, kept;
-};
-
-// In a section the tiles that most queries see come first, or those that add first.
-__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
-  const unsigned n = number, num_tiles = inputs.num_tiles;
-  if constexpr (kDynamic) {
-    const unsigned in_section = inputs.section * num_tiles;
-    const unsigned first = n / in_section * inputs.section;
-    const unsigned rest = n % in_section;
-    const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
-    const int tile = rest / width;
-    return {kOrdered ? inputs.num_tiles - 1 - tile : tile, int(first + rest % width)};
-  } else {
-    return {int(n % num_tiles), int(n / num_tiles)};
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     __cluster_dims__(kCluster, 1, 1)
@@ -286,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                              ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
   const unsigned lane_stats = smem_stats + lane % 4 * 8;
   // This warp's dq on its way to the copy engine.
-  const unsigned dq_target = smem_dq + (threadIdx.x / 32 * kBulk * 32 + lane) * 16;
+  const unsigned dq_target =
+      smem_dq + (threadIdx.x / 32 * (kSumsQ / 4) * 32 + lane) * 16;
 
   if (kOrdered && lane == 0) added[threadIdx.x / 32] = -1;
   unsigned items = 0;  // of this block, so far
@@ -397,7 +314,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const params_t& params_now = ptx::anew(params);
     const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
-    const item_t item = item_of(number, inputs_now);
+    const item_t item = item_of<kDynamic, kOrdered>(number, inputs_now);
     const auto kept = locate(grads_now.kept, item.kept);
     // Where the others of this entry lie is found out behind the first loads.
     auto set_source = [&](int n, const place_t& at) {
@@ -651,33 +568,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       return index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
     };
     auto add_dq = [&](const float (&dq)[kSumsQ], int target_block) {
-      if constexpr (kBulk > 0) {
-        // The copy engine has read what this warp gave it before.
-        if (!kOrdered && lane == 0) ptx::cp_async_bulk_wait_group_read();
+      if constexpr (kOrdered) {
         __syncwarp();
 #pragma unroll
-        for (int e = 0; e < 4 * kBulk; e += 4) {
+        for (int e = 0; e < kSumsQ; e += 4) {
           ptx::store_shared_f32x4(dq_target + e * 128, dq[e], dq[e + 1], dq[e + 2],
                                   dq[e + 3]);
         }
         ptx::fence_proxy_async();
         __syncwarp();
         if (lane == 0) {
-          if constexpr (kOrdered) target_block = ptx::load_shared_s32(added_here);
-          if (!kOrdered || target_block >= 0) {
+          target_block = ptx::load_shared_s32(added_here);
+          if (target_block >= 0) {
             ptx::cp_reduce_async_bulk_add(sums_q + start_of(target_block), dq_target,
-                                          kBulk * 512);
+                                          kPart / 4 * sizeof(float));
             ptx::cp_async_bulk_commit_group();
           }
         }
-      }
-      index_t start = start_of(target_block) + lane * 4;
-      // One address for all; else a wide step has one made for each.
-      if constexpr (!kNarrowStep) ptx::forget(start);
+      } else {
+        index_t start = start_of(target_block) + lane * 4;
+        // One address for all; else a wide step has one made for each.
+        if constexpr (!kNarrowStep) ptx::forget(start);
 #pragma unroll
-      for (int e = 4 * kBulk; e < kSumsQ; e += 4) {
-        ptx::red_global_add(sums_q + start + e * 32, dq[e], dq[e + 1], dq[e + 2],
-                            dq[e + 3]);
+        for (int e = 0; e < kSumsQ; e += 4) {
+          ptx::red_global_add(sums_q + start + e * 32, dq[e], dq[e + 1], dq[e + 2],
+                              dq[e + 3]);
+        }
       }
     };
     // The number of the next item is asked for in the last step.
@@ -895,43 +811,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
-    float odd = 0;  // NaN where a sum is not finite
-    auto store = [&](const float (&sums)[kSums], float factor, elem_t* target,
-                     index_t row_step, int dim) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const bool exists = row_thread + 8 * r < num_keys;
-        elem_t* const row = target + (row_thread + 8 * r) * row_step;
-#pragma unroll
-        for (int e = 0; e < kSums; e += 16) {
-          unsigned words[4];
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            const int from = e + 4 * t + 2 * r;
-            words[t] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
-            if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
-          }
-          transpose(words, lane);  // 8 columns side by side
-          const int column = e * 2 + lane % 4 * 8;
-          if (exists && column < dim) {
-            *reinterpret_cast<uint4*>(row + column) =
-                make_uint4(words[0], words[1], words[2], words[3]);
-          }
-        }
-      }
-    };
-    store(sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
-          dk + to.dk + key_first * grads.row[0], grads.row[0],
-          static_cast<int>(params.head_dim));
-    store(sums_v, 1 / kFactorP, dv + to.dv + key_first * grads.row[1], grads.row[1],
-          static_cast<int>(params.head_dim_v));
+    float odd = store_rows(
+        sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
+        dk + to.dk + key_first * grads.row[0], grads.row[0], row_thread, num_keys,
+        static_cast<int>(params.head_dim));
+    odd = store_rows(sums_v, 1 / kFactorP, dv + to.dv + key_first * grads.row[1],
+                     grads.row[1], row_thread, num_keys,
+                     static_cast<int>(params.head_dim_v), odd);
     if (odd != 0) found->odd = 1;
     if (kOrdered && lane == 0) {
       pass_turn(to.turn);
       ptx::store_shared_s32(added_here, -1);
     }
   }
-  if (kBulk > 0 && lane == 0) ptx::cp_async_bulk_wait_group();
+  if (kOrdered && lane == 0) ptx::cp_async_bulk_wait_group();
   // The last block to finish leaves both numbers at 0 for the next launch.
   if (kDynamic && threadIdx.x == 0 && rank() == 0 &&
       atomicAdd(&counter->finished, 1) == gridDim.x / kCluster - 1) {

@@ -70,3 +70,50 @@ __device__ __forceinline__ float factor_of(const found_t* found) {
 __device__ __forceinline__ float unfactor_of(float factor, float scale) {
   return scale / (factor * kFactorP);
 }
+
+// A stage of several, and whether the ring was gone round an odd number of times.
+template <int kStages>
+struct ring_t {
+  unsigned stage = 0, parity = 0;
+  __device__ __forceinline__ void advance() {
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    parity ^= stage == 0;
+  }
+};
+
+// Writes a warpgroup's 64 rows of a gradient, of which `num_rows` exist. Number e of a
+// thread stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8 + `row`.
+// Returns `odd`, or NaN if one is not finite.
+template <int kSums>
+__device__ __forceinline__ float store_rows(const float (&sums)[kSums],
+                                            float factor,
+                                            elem_t* target,
+                                            index_t row_step,
+                                            int row,
+                                            int num_rows,
+                                            int dim,
+                                            float odd = 0) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const bool exists = row + 8 * r < num_rows;
+    elem_t* const to = target + (row + 8 * r) * row_step;
+#pragma unroll
+    for (int e = 0; e < kSums; e += 16) {
+      unsigned words[4];
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int from = e + 4 * t + 2 * r;
+        words[t] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
+        if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
+      }
+      transpose(words, lane);  // 8 columns side by side
+      const int column = e * 2 + lane % 4 * 8;
+      if (exists && column < dim) {
+        *reinterpret_cast<uint4*>(to + column) =
+            make_uint4(words[0], words[1], words[2], words[3]);
+      }
+    }
+  }
+  return odd;
+}

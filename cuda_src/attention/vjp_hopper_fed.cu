@@ -20,20 +20,12 @@
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. The order of sums in dq differs from run to run
 // Limits     as vjp_hopper.cu
-#include "attention/vjp_hopper.cuh"
+#include "attention/vjp_hopper_keys.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/wgmma_shapes.cuh"
 
-#ifndef BOUNDS
-#error "BOUNDS comes from the host"
-#endif
-constexpr int kBlockN = 128;  // keys of a tile
-// Which queries see a key by its position: 0 all, 1 from a first one on, 2 from a first
-// one to a last one.
-constexpr int kBounds = BOUNDS;
 constexpr int kGroups = 2, kWorkers = 128 * kGroups;
 static_assert(kNumThreads == kWorkers + 128 && kHeadDim == 128 && kBlockM == 64);
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread.
@@ -41,27 +33,9 @@ constexpr int kFeederRegisters = 40, kWorkerRegisters = 232;
 
 // q is read for S and at the end of a step for dk, dO in its first half.
 constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
-constexpr int kMaxSummed = 128;
-constexpr int kMany = 1 << 30;
-
-// A tile: chunks of 64 columns, each [rows][128 bytes], swizzled.
-constexpr int kChunks = kHeadDim / 64;
-constexpr int kChunkN = kBlockN * 128, kChunkM = kBlockM * 128;
-constexpr int kBytesN = kChunks * kChunkN, kBytesM = kChunks * kChunkM;
-constexpr int kBytesDs = 2 * kChunkM;  // columns are keys: a chunk a warpgroup
-constexpr int kBytesStats = 2 * kBlockM * 4;
 constexpr int kBytesPart = kPart * 4;
-
-constexpr int kScores = kBlockM / 2;  // of S, P, dP, dS and dq, numbers of a thread
-constexpr int kSums = kHeadDim / 2;   // of dk and dv
 // Of the pairs of lse and delta that a thread needs, so many are asked for ahead.
 constexpr int kEarlyLse = kBlockM / 8, kEarlyDelta = 4;
-
-// A number that the compiler knows, as an argument.
-template <int kNumber>
-struct number_t {
-  static constexpr int value = kNumber;
-};
 
 // What all are told of an item.
 struct alignas(16) view_t {
@@ -90,17 +64,6 @@ struct alignas(16) places_t {
   int2 blocks;
 };
 
-// A stage, and how often all of them have been gone through.
-template <int kCount>
-struct stage_t {
-  unsigned number = 0, parity = 0;
-
-  __device__ __forceinline__ void next() {
-    number = number + 1 == kCount ? 0 : number + 1;
-    parity ^= number == 0;
-  }
-};
-
 struct barriers_t {
   unsigned long long k_full, v_full, k_empty, v_empty;
   unsigned long long q_full[kStagesQ], q_empty[kStagesQ];
@@ -108,44 +71,6 @@ struct barriers_t {
   unsigned long long ds_full[kStagesDs], ds_empty[kStagesDs];
   unsigned long long dq_full[kGroups], dq_empty[kGroups];
 };
-
-// S = k q^T or dP = v dO^T. A step is 16 columns: 32 bytes of a row of 128.
-__device__ __forceinline__ void multiply_scores(float (&s)[kScores],
-                                                unsigned long long kv,
-                                                unsigned long long qd) {
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    const int chunk = step / 4, inside = step % 4 * 32;
-    ptx::wgmma_t<elem_t, kBlockM>::ss(s, kv + (chunk * kChunkN + inside) / 16,
-                                      qd + (chunk * kChunkM + inside) / 16, step > 0);
-  }
-}
-
-// dv += P dO or dk += dS q, steps kBegin to kEnd. A step is 16 rows of dO or q, of 128
-// bytes.
-template <int kBegin, int kEnd>
-__device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
-                                              const unsigned (&p)[kBlockM / 16][4],
-                                              unsigned long long qd,
-                                              bool accumulate) {
-#pragma unroll
-  for (int step = kBegin; step < kEnd; ++step) {
-    ptx::wgmma_t<elem_t, kHeadDim>::rs(sums, p[step], qd + step * (16 * 128 / 16),
-                                       step > 0 || accumulate);
-  }
-}
-
-// This warpgroup's 64 columns of dq = dS^T k. A step is 16 keys.
-__device__ __forceinline__ void multiply_dq(float (&dq)[kScores],
-                                            unsigned long long ds,
-                                            unsigned long long k) {
-#pragma unroll
-  for (int step = 0; step < kBlockN / 16; ++step) {
-    const int chunk = step / 4, inside = step % 4 * 32;
-    ptx::wgmma_t<elem_t, 64>::ss_mn(dq, ds + (chunk * kChunkM + inside) / 16,
-                                    k + step * (16 * 128 / 16), step > 0);
-  }
-}
 
 // Of one array, the offset of element `index`. Entries are few enough for 32 bits.
 template <int kAxes, int kArrays>
@@ -160,25 +85,6 @@ __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
     index = next;
   }
   return sum;
-}
-
-// A tile of keys of a kept entry.
-struct item_t {
-  int tile, kept;
-};
-
-// In a section the tiles that most queries see come first.
-__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
-  const unsigned n = number, num_tiles = inputs.num_tiles;
-  if constexpr (kBounds > 0) {
-    const unsigned in_section = inputs.section * num_tiles;
-    const unsigned first = n / in_section * inputs.section;
-    const unsigned rest = n % in_section;
-    const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
-    return {int(rest / width), int(first + rest % width)};
-  } else {
-    return {int(n % num_tiles), int(n / num_tiles)};
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -264,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const inputs_t& inputs_now = ptx::anew(inputs);
         const params_t& params_now = ptx::anew(params);
         const grads_t& grads_now = ptx::anew(grads);
-        const item_t item = item_of(number, inputs_now);
+        const item_t item = item_of<(kBounds > 0), false>(number, inputs_now);
         const int row = item.tile * kBlockN;
         view.dk = offset_of(grads_now.kept, item.kept, 1);
         view.dv = offset_of(grads_now.kept, item.kept, 2);
@@ -446,11 +352,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   unsigned block = 0;  // of queries, so far: gives stages and parities
   // A remainder by 3 would be made in vector registers, and all descriptors with it,
   // which then are moved to uniform ones.
-  stage_t<kStagesQ> q_stage;
-  stage_t<kStagesDout> dout_stage;
-  auto wait_for_q = [&] { wait(q_full + 8 * q_stage.number, q_stage.parity); };
+  ring_t<kStagesQ> q_stage;
+  ring_t<kStagesDout> dout_stage;
+  auto wait_for_q = [&] { wait(q_full + 8 * q_stage.stage, q_stage.parity); };
   auto wait_for_dout = [&] {
-    wait(dout_full + 8 * dout_stage.number, dout_stage.parity);
+    wait(dout_full + 8 * dout_stage.stage, dout_stage.parity);
   };
   // All lanes of this warp have done with what the barrier stands for.
   auto release = [&](unsigned barrier) {
@@ -594,14 +500,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_commit_group();
     };
     // Of the block before.
-    auto start_dq = [&](float (&dq)[kScores], unsigned number) {
+    auto start_dq = [&](float (&dq)[kSumsQ], unsigned number) {
       wait(ds_full + 8 * (number % kStagesDs), number / kStagesDs & 1);
       ptx::wgmma_fence();
       multiply_dq(dq, ds_rows + number % kStagesDs * (kBytesDs / 16), k_sums);
       ptx::wgmma_commit_group();
     };
     // Sums of dq leave through shared memory, when those before have.
-    auto store_dq = [&](const float (&dq)[kScores], unsigned number) {
+    auto store_dq = [&](const float (&dq)[kSumsQ], unsigned number) {
       wait(dq_empty + 8 * group, (number & 1) ^ 1);
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
@@ -631,15 +537,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
     auto step = [&](auto is_first) {
       constexpr bool kFirst = decltype(is_first)::value;
-      const unsigned this_q = q_stage.number, this_dout = dout_stage.number;
+      const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
       start_s(this_q);
       const bool whole = is_whole(block);
       wait_for_dout();
       start_dp(this_dout);
       ask_for_lse(this_dout);
       if constexpr (!kFirst) tell(block - 1);
-      q_stage.next();
-      dout_stage.next();
+      q_stage.advance();
+      dout_stage.advance();
       ptx::wgmma_wait_group<1>();  // S
       keep_order(s);
       hide(whole);
@@ -694,36 +600,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const int key_first = view.tile * kBlockN;
     const int num_keys = view.num_keys;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
-    float odd = 0;  // NaN where a sum is not finite
-    auto store = [&](const float (&sums)[kSums], float factor, elem_t* target,
-                     index_t row_step, int dim) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const bool exists = row_thread + 8 * r < num_keys;
-        elem_t* const row = target + (row_thread + 8 * r) * row_step;
-#pragma unroll
-        for (int e = 0; e < kSums; e += 16) {
-          unsigned words[4];
-#pragma unroll
-          for (int t = 0; t < 4; ++t) {
-            const int from = e + 4 * t + 2 * r;
-            words[t] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
-            if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
-          }
-          transpose(words, lane);  // 8 columns side by side
-          const int column = e * 2 + lane % 4 * 8;
-          if (exists && column < dim) {
-            *reinterpret_cast<uint4*>(row + column) =
-                make_uint4(words[0], words[1], words[2], words[3]);
-          }
-        }
-      }
-    };
-    store(sums_v, 1 / kFactorP, dv + view.dv + key_first * grads.row[1], grads.row[1],
-          static_cast<int>(params.head_dim_v));
-    store(sums_k, unfactor_of(factor_of(found), static_cast<float>(params.scale)),
-          dk + view.dk + key_first * grads.row[0], grads.row[0],
-          static_cast<int>(params.head_dim));
+    float odd = store_rows(sums_v, 1 / kFactorP,
+                           dv + view.dv + key_first * grads.row[1], grads.row[1],
+                           row_thread, num_keys, static_cast<int>(params.head_dim_v));
+    odd = store_rows(sums_k,
+                     unfactor_of(factor_of(found), static_cast<float>(params.scale)),
+                     dk + view.dk + key_first * grads.row[0], grads.row[0], row_thread,
+                     num_keys, static_cast<int>(params.head_dim), odd);
     if (odd != 0) found->odd = 1;
     count = next_count();
   }

@@ -146,10 +146,11 @@ class HopperVjpTile:
     """Queries of a block, blocks of a cluster, and how sums of dq leave.
 
     `cluster_alone` is for dk and dv alone, where dq has a kernel of its own. With
-    `turns_from` tiles of keys a multiprocessor or more, an order of sums is kept by turns, else by that kernel:
-    where all tiles of a head begin at one time, they wait for each other. A section of
-    heads takes `cache_share` of the L2 cache, where sums have no order; with a `feeder`
-    such sums are those of a kernel with a warpgroup for the copy engine.
+    `turns_from` tiles of keys a multiprocessor or more, an order of sums is kept by
+    turns, else by that kernel: where all tiles of a head begin at one time, they wait
+    for each other. A section of heads takes `cache_share` of the L2 cache, where sums
+    have no order; with a `feeder` such sums are those of a kernel with a warpgroup for
+    the copy engine.
     """
 
     block_m: int

@@ -47,20 +47,26 @@ def to_host(x):
     return x.get()
 
 
-def wide(x):
-    """`x` on the host in the widest float (or complex) there is."""
+def wide(x, real=np.longdouble):
+    """`x` on the host in `real`, by default the widest float (or complex) there is."""
     x = to_host(x)
     if x.dtype.kind == "c":
-        return x.astype(np.clongdouble)
+        return x.astype(np.result_type(real, np.complex64))
     # bfloat16 knows the way to float64 only.
     if x.dtype.itemsize <= 4:
         x = x.astype(np.float64)
-    return x.astype(np.longdouble)
+    return x.astype(real, copy=False)
+
+
+def of_one_type(actual, exact):
+    """Both on the host, in the type of `exact`: float64 or wider."""
+    real = np.result_type(to_host(exact), np.float64).type
+    return wide(actual, real), wide(exact, real)
 
 
 def max_error(actual, exact):
     """Largest absolute difference; NaN if there is one on either side."""
-    actual, exact = wide(actual), wide(exact)
+    actual, exact = of_one_type(actual, exact)
     return float(np.abs(actual - exact).max()) if actual.size else 0.0
 
 
@@ -80,7 +86,7 @@ def assert_as_accurate(actual, standard, exact, factor=2.0):
 
 def assert_same_specials(actual, exact):
     """Assert that NaN and infinities stand at the same places; return where none do."""
-    actual, exact = wide(actual), wide(exact)
+    actual, exact = of_one_type(actual, exact)
     assert actual.shape == exact.shape, (actual.shape, exact.shape)
     np.testing.assert_array_equal(np.isnan(actual), np.isnan(exact), "NaN elsewhere")
     infinite = np.isinf(exact)
@@ -95,7 +101,7 @@ def relative_error(actual, exact, dtype):
     Below the normal numbers there is no relative precision: there the error must be
     smaller than the smallest normal number (CuPy compiles with flushing to zero).
     """
-    actual, exact = wide(actual), wide(exact)
+    actual, exact = of_one_type(actual, exact)
     if exact.size == 0:
         return 0.0
     tiny = np.longdouble(float(finfo(dtype_of(dtype)).tiny))
@@ -112,7 +118,7 @@ def ulps(actual, exact, largest, dtype):
     The unit is that of the result, or of the row's largest entry where the result
     cancels against it.
     """
-    actual, exact = wide(actual), wide(exact)
+    actual, exact = of_one_type(actual, exact)
     size = np.maximum(np.abs(exact), np.abs(wide(largest))).astype(dtype)
     # Below the normal numbers flushing to zero is allowed.
     unit = np.spacing(np.maximum(size, np.finfo(dtype).tiny)).astype(np.longdouble)

@@ -80,7 +80,8 @@ def exact_gradients(problem):
     real = np.longdouble if q.dtype == np.float64 else np.float64
     exact, sizes = oracle.attention_vjp(arrays["dout"], q, k, v, real=real, **given)
     given.pop("dlse", None)
-    _, lse, size = oracle.attention(q, k, v, real=real, **given)
+    # lse and the size of scores are the same whatever the values are.
+    _, lse, size = oracle.attention(q, k, v[..., :1], real=real, **given)
     return exact, sizes, size, lse
 
 

@@ -130,13 +130,15 @@ def side_by_side():
         return []
     import cupy
 
+    from cupyflash import _threads
+
     runtime = cupy.cuda.runtime
     cards = range(runtime.getDeviceCount())
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, cards)))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of NumPy in each process
     sizes = [runtime.getDeviceProperties(card)["totalGlobalMem"] for card in cards]
     # What follows in a file shares kernels: parts of it go to a worker as they are.
-    number = workers.number_of(len(os.sched_getaffinity(0)), sizes)
+    number = workers.number_of(_threads.num_cores(), sizes)
     return ["-n", str(number), "--dist", "worksteal"]
 
 

@@ -186,7 +186,7 @@ def heads_of(
     query_offset=None, window=None, softcap=0.0, sinks=None, alibi_slopes=None,
     query_lengths=None, key_lengths=None,
 ):  # fmt: skip
-    """{place in the batch and head: Head} of heads-first arrays."""
+    """(place in the batch and head, Head), one by one, of heads-first arrays."""
     q, k, v = (wide(x, real) for x in (q, k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
@@ -204,24 +204,26 @@ def heads_of(
     slopes = alibi_slopes
     if slopes is not None:
         slopes = np.broadcast_to(wide(slopes, real), (*batch, heads))
-    found = {}
     for at in np.ndindex(*batch, heads):
         *entry, head = at
-        found[at] = Head(
-            q=q[at],
-            k=k[(*entry, head // group)],
-            v=v[(*entry, head // group)],
-            scale=scale,
-            softcap=softcap,
-            bias=None if bias is None else bias[at],
-            alibi=(
-                None if slopes is None else -slopes[at] * np.abs(distance[(*entry, 0)])
+        alibi = None
+        if slopes is not None:
+            alibi = -slopes[at] * np.abs(distance[(*entry, 0)])
+        yield (
+            at,
+            Head(
+                q=q[at],
+                k=k[(*entry, head // group)],
+                v=v[(*entry, head // group)],
+                scale=scale,
+                softcap=softcap,
+                bias=None if bias is None else bias[at],
+                alibi=alibi,
+                sink=real(sinks[head]),
+                seen=seen[at],
+                alive=alive[(*entry, 0)],
             ),
-            sink=real(sinks[head]),
-            seen=seen[at],
-            alive=alive[(*entry, 0)],
         )
-    return found
 
 
 @np.errstate(all="ignore")
@@ -237,7 +239,7 @@ def attention(q, k, v, *, layout="bhsd", real=np.longdouble, **options):
     out = np.zeros((*batch, *q.shape[-3:-1], v.shape[-1]), real)
     lse = np.zeros(out.shape[:-1], real)
     largest = 0.0
-    for at, head in heads_of(q, k, v, real, **options).items():
+    for at, head in heads_of(q, k, v, real, **options):
         s, slope = head.scores()
         counts, size = s != -np.inf, head.sizes(slope)
         p, total, m, _ = head.softmax(s)
@@ -254,7 +256,7 @@ def attention(q, k, v, *, layout="bhsd", real=np.longdouble, **options):
 
 
 def _times_values(p, counts, v):
-    """p v; what is not finite in v reaches the rows that count its key, and no other."""
+    """The rows of p v; what is not finite in v reaches those that count its key."""
     finite = np.isfinite(v)
     if finite.all():
         return p @ v
@@ -316,7 +318,7 @@ def attention_vjp(
     if options.get("bias") is not None:
         shapes["dbias"] = (*rows, k.shape[-2])
     exact, sizes = ({n: np.zeros(s, real) for n, s in shapes.items()} for _ in "es")
-    for at, head in heads_of(q, k, v, real, **options).items():
+    for at, head in heads_of(q, k, v, real, **options):
         of_keys = (*at[:-1], at[-1] // (heads // kv_heads))
         found = _gradients(head, dout[at], down[at])
         for made, of_head in zip((exact, sizes), found, strict=True):

@@ -44,28 +44,24 @@ with open(sys.argv[1], "ab") as file:
 
 def test_one_worker_compiles(monkeypatch, tmp_path):
     pytest.importorskip("fcntl")
-    pytest.importorskip("cupy")
-    from cupy.cuda import compiler
-
-    from cupyflash import _compile
-
+    compiler = pytest.importorskip("cupy").cuda.compiler
     path = tmp_path / "cupyflash-run.lock"
 
-    def may_have(variant):
-        place = str(workers.zlib.crc32(repr(variant).encode()))
-        ask = [sys.executable, "-c", ASK, str(path), place]
+    def may_have(*kernel):
+        ask = [sys.executable, "-c", ASK, str(path), str(workers.place_of(*kernel))]
         return subprocess.run(ask, capture_output=True).returncode == 0
 
-    def build(module, variant):
-        return module, may_have(variant), may_have("another")
+    def compile_here(source, options, arch, backend):
+        return may_have(source, options), may_have(source, ("-DB",)), arch, backend
 
     asked = []
     monkeypatch.setattr(workers.tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(_compile, "_build", build)
+    monkeypatch.setattr(compiler, "_compile_with_cache_cuda", compile_here)
     monkeypatch.setattr(compiler, "_preprocess", lambda *args: asked.append(args))
     workers.compile_once("run")
-    assert _compile._build("module", "variant") == ("module", False, True)
-    assert may_have("variant")
+    found = compiler._compile_with_cache_cuda("text", ("-DA",), "90", backend="nvrtc")
+    assert found == (False, True, "90", "nvrtc")
+    assert may_have("text", ("-DA",))
     assert [*tmp_path.iterdir()] == [path]
     # The version of the compiler: once, whatever the options are.
     for options in ("-DA", "-DB"):

@@ -33,8 +33,8 @@ def take_turns():
 def compile_once(run):
     """Let one worker of a test run compile a kernel, while others wait for it.
 
-    They find it in CuPy's cache folder then. Nobody asks which compiler there is for
-    each new set of options, as CuPy does by compiling an empty file.
+    They find it in CuPy's cache folder then. And nobody asks which compiler there is
+    for each new set of options, as CuPy does by compiling an empty file.
     """
     try:
         import fcntl
@@ -42,17 +42,14 @@ def compile_once(run):
         return
     from cupy.cuda import compiler
 
-    from cupyflash import _compile
-
-    build, preprocess = _compile._build, compiler._preprocess
+    compile_here, preprocess = compiler._compile_with_cache_cuda, compiler._preprocess
     path = Path(tempfile.gettempdir()) / f"cupyflash-{run}.lock"
     versions = {}
 
-    def build_alone(module, variant):
+    def compile_alone(source, options, *args, **kwargs):
         with path.open("ab") as file:  # closing lets go
-            place = zlib.crc32(repr(variant).encode())
-            fcntl.lockf(file, fcntl.LOCK_EX, 1, place)
-            return build(module, variant)
+            fcntl.lockf(file, fcntl.LOCK_EX, 1, place_of(source, options))
+            return compile_here(source, options, *args, **kwargs)
 
     def version_of(source, options, arch, backend):
         if source:
@@ -61,4 +58,10 @@ def compile_once(run):
             versions[arch, backend] = preprocess(source, options, arch, backend)
         return versions[arch, backend]
 
-    _compile._build, compiler._preprocess = build_alone, version_of
+    compiler._compile_with_cache_cuda = compile_alone
+    compiler._preprocess = version_of
+
+
+def place_of(source, options):
+    """The byte of the file of locks that stands for a kernel."""
+    return zlib.crc32(repr((source, options)).encode())

@@ -161,24 +161,26 @@ class Head:
             s = s if term is None else s + term
         return np.where(self.seen, s, -np.inf), slope
 
-    def sizes(self, slope):
-        """The sums of |terms| that each score is made of."""
+    def size(self, s, slope):
+        """The largest sum of |terms| of a score that counts."""
         size = np.abs(self.scale) * (np.abs(self.q) @ np.abs(self.k).T)
         if slope is not None:
             size = size * slope + self.softcap
         for term in (self.bias, self.alibi):
             size = size if term is None else size + np.abs(term)
-        return size
+        counts = (s != -np.inf) & np.isfinite(size)
+        return float(size.max(initial=0, where=counts))
 
     def softmax(self, s):
-        """(weights, sum of exponentials, maximum, weight of the sink) of each row."""
+        """(weights, of sinks, sum of exponentials, lse) of each row."""
         m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), self.sink)
         m = np.where(m == -np.inf, 0, m)
         e = np.where(s != -np.inf, np.exp(s - m), 0)
         of_sink = np.exp(self.sink - m)
         total = e.sum(-1, keepdims=True) + of_sink
-        inverse = np.where(total == 0, 1, total)
-        return np.where(s != -np.inf, e / inverse, 0), total, m, of_sink / inverse
+        lse = np.where(self.alive, np.log(total) + m, -np.inf)
+        some = np.where(total == 0, 1, total)
+        return np.where(s != -np.inf, e / some, 0), of_sink / some, total, lse
 
 
 def heads_of(
@@ -241,13 +243,12 @@ def attention(q, k, v, *, layout="bhsd", real=np.longdouble, **options):
     largest = 0.0
     for at, head in heads_of(q, k, v, real, **options):
         s, slope = head.scores()
-        counts, size = s != -np.inf, head.sizes(slope)
-        p, total, m, _ = head.softmax(s)
+        counts = s != -np.inf
+        p, _, total, of_row = head.softmax(s)
         values = np.where(np.isnan(total), np.nan, _times_values(p, counts, head.v))
         out[at] = np.where(head.alive & counts.any(-1, keepdims=True), values, 0)
-        lse[at] = np.where(head.alive, np.log(total) + m, -np.inf)[..., 0]
-        used = np.where(counts & np.isfinite(size), size, 0)
-        largest = max(largest, float(used.max(initial=0)))
+        lse[at] = of_row[..., 0]
+        largest = max(largest, head.size(s, slope))
     if matrices:
         return out[0], lse[0], largest
     if layout == "bshd":
@@ -297,11 +298,13 @@ def _sum_to(x, shape):
 def attention_vjp(
     dout, q, k, v, *, dlse=None, layout="bhsd", real=np.longdouble, **options
 ):
-    """({name: gradient}, {name: sum of the sizes of its terms}).
+    """({name: gradient}, {name: sum of the sizes of its terms}, lse, size).
 
-    Rounding errors of a gradient are in proportion to those sums.
+    Rounding errors of a gradient are in proportion to those sums; lse and size are
+    those of attention().
     """
     own = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
+    matrices = all(x.ndim == 2 for x in (q, k, v))
     q, k, v, dout = (heads_first(x, layout) for x in (q, k, v, dout))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     heads, kv_heads = q.shape[-3], k.shape[-3]
@@ -318,9 +321,15 @@ def attention_vjp(
     if options.get("bias") is not None:
         shapes["dbias"] = (*rows, k.shape[-2])
     exact, sizes = ({n: np.zeros(s, real) for n, s in shapes.items()} for _ in "es")
+    lse, largest = np.zeros(rows, real), 0.0
     for at, head in heads_of(q, k, v, real, **options):
         of_keys = (*at[:-1], at[-1] // (heads // kv_heads))
-        found = _gradients(head, dout[at], down[at])
+        s, slope = head.scores()
+        p, p_sink, _, of_row = head.softmax(s)
+        lse[at] = of_row[..., 0]
+        largest = max(largest, head.size(s, slope))
+        weights = p, np.where(head.alive, p_sink, 0), s != -np.inf, slope
+        found = _gradients(head, *weights, dout[at], down[at])
         for made, of_head in zip((exact, sizes), found, strict=True):
             for name in shapes:
                 place = of_keys if name in ("dk", "dv") else at
@@ -339,15 +348,13 @@ def attention_vjp(
                 found[f"d{name}"] = _sum_to(x, options[name].shape)
         return found
 
-    return to_own(exact), to_own(sizes)
+    if matrices:
+        lse = lse[0]
+    return to_own(exact), to_own(sizes), lse, largest
 
 
-def _gradients(head, dout, down):
+def _gradients(head, p, p_sink, seen, slope, dout, down):
     """Gradients of a head, and the sums of the sizes of their terms."""
-    s, slope = head.scores()
-    seen = s != -np.inf
-    p, _, _, p_sink = head.softmax(s)
-    p_sink = np.where(head.alive, p_sink, 0)
     # A row that sees no key takes nothing from dout.
     dout = np.where(seen.any(-1, keepdims=True), dout, 0)
     down = np.where(head.alive, down, 0)

@@ -51,7 +51,7 @@ def test_all_cores_and_cards_test_side_by_side(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # and what it was comes back
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert gpu_record.side_by_side() == ["-n", "20", "--dist", "worksteal"]
+    assert gpu_record.side_by_side() == ["-n", "24", "--dist", "worksteal"]
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
     assert os.environ["OMP_NUM_THREADS"] == "3"
 

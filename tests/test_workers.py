@@ -28,7 +28,7 @@ def test_only_workers_take_turns(monkeypatch):
 
 @pytest.mark.parametrize(
     ("cores", "cards", "number"),
-    [(16, [140], 20), (64, [140] * 4, 80), (16, [24], 6), (2, [140], 2), (8, [2], 1)],
+    [(16, [140], 24), (64, [140] * 4, 96), (16, [24], 6), (2, [140], 3), (8, [2], 1)],
 )
 def test_as_many_as_cores_and_cards_can_take(cores, cards, number):
     assert workers.number_of(cores, [size << 30 for size in cards]) == number

@@ -12,7 +12,7 @@ BYTES_A_WORKER = 4 << 30
 def number_of(cores, bytes_of_cards):
     """How many workers keep the cores busy, of which some wait for one another."""
     fit = sum(size // BYTES_A_WORKER for size in bytes_of_cards)
-    return max(1, min(cores + cores // 4, fit))
+    return max(1, min(cores + cores // 2, fit))
 
 
 def cards_of(worker, cards):

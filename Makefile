@@ -85,7 +85,7 @@ docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-gpu-check: $(call STAMP,test)  ## GPU tests, none skipped; writes tests/gpu_record.json
+gpu-check: $(call STAMP,test)  ## GPU tests on all cards, none skipped; writes tests/gpu_record.json
 	$(PY) tests/gpu_record.py --write $(PYTEST_ARGS)
 
 gpu-proof: $(call STAMP,test)  ## The part of gpu-check in tests/gpu, from contracts to threads

@@ -6,6 +6,7 @@ import zlib
 import hypothesis
 import numpy as np
 import pytest
+import workers
 
 
 def _cupy_with_device():
@@ -16,6 +17,7 @@ def _cupy_with_device():
     return cupy if cupy.is_available() else None
 
 
+workers.take_turns()
 CUPY = _cupy_with_device()
 REQUIRE_GPU = os.environ.get("CUPYFLASH_REQUIRE_GPU") == "1"
 
@@ -57,6 +59,11 @@ def pytest_addoption(parser):
         default=5.0,
         help="how long threads work side by side (default 5; 60 for the record)",
     )
+
+
+def pytest_configure(config):
+    if CUPY is not None and hasattr(config, "workerinput"):
+        workers.compile_once(config.workerinput["testrunuid"])
 
 
 def pytest_collection_modifyitems(items):

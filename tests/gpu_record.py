@@ -5,7 +5,8 @@
     python tests/gpu_record.py --check                      is the record up to date?
 
 ``--write`` takes any arguments of pytest: ``tests/gpu -k laws`` runs a part of a
-folder. tests/sanitize.py adds what compute-sanitizer found.
+folder. It uses all cores and all cards, unless ``-n`` says how many processes test.
+tests/sanitize.py adds what compute-sanitizer found.
 
 ``--write`` leaves with pytest's exit code; ``--check`` prints a line and leaves with 0,
 since a machine without a GPU can do nothing about it. Files of tests among the pytest
@@ -18,10 +19,13 @@ for each file the digest of the sources that it ran on.
 import argparse
 import datetime
 import hashlib
+import importlib.util
 import json
 import os
 import sys
 from pathlib import Path
+
+import workers
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests" / "gpu_record.json"
@@ -120,6 +124,24 @@ def device_facts():
     }
 
 
+def side_by_side():
+    """Arguments of pytest for a test process on each core, and cards by turns."""
+    if importlib.util.find_spec("xdist") is None:
+        return []
+    import cupy
+
+    from cupyflash import _threads
+
+    runtime = cupy.cuda.runtime
+    cards = range(runtime.getDeviceCount())
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, cards)))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of NumPy in each process
+    sizes = [runtime.getDeviceProperties(card)["totalGlobalMem"] for card in cards]
+    # What follows in a file shares kernels: parts of it go to a worker as they are.
+    number = workers.number_of(_threads.num_cores(), sizes)
+    return ["-n", str(number), "--dist", "worksteal"]
+
+
 def write(path, pytest_arguments):
     """Run the GPU tests and write what came of them; pytest's exit code."""
     import pytest
@@ -138,6 +160,8 @@ def write(path, pytest_arguments):
     files = [file for name in pytest_arguments for file in _files_in(name)]
     if not any(a.startswith("--thread-seconds") for a in pytest_arguments):
         pytest_arguments = [*pytest_arguments, "--thread-seconds", "60"]
+    if not any(a.startswith(("-n", "--numprocesses")) for a in pytest_arguments):
+        pytest_arguments = [*pytest_arguments, *side_by_side()]
     counter = Counter()
 
     class OfWorkers:

@@ -1,8 +1,12 @@
 """The formulas in extended precision on the host, slow and plain.
 
 They share no code with the package, its own reference included, which is tested against
-them.
+them. `real` is the type that they are computed in; float64, ten times as fast, is
+exact enough to judge results of narrower types (test_accuracy.py).
 """
+
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from accuracy import wide
@@ -21,9 +25,9 @@ def _selected(x, where):
 
 
 @np.errstate(all="ignore")
-def softmax(x, axis=None, where=None, scale=1.0):
+def softmax(x, axis=None, where=None, scale=1.0, real=np.longdouble):
     """exp(scale x) / sum exp(scale x) over the selected entries; 0 elsewhere."""
-    z = wide(x) * np.longdouble(scale)
+    z = wide(x, real) * real(scale)
     axes, selected = _axes(axis, z.ndim), _selected(z, where)
     if z.size == 0:
         return z
@@ -34,9 +38,9 @@ def softmax(x, axis=None, where=None, scale=1.0):
 
 
 @np.errstate(all="ignore")
-def log_softmax(x, axis=None, where=None, scale=1.0):
+def log_softmax(x, axis=None, where=None, scale=1.0, real=np.longdouble):
     """scale x - log sum exp(scale x) over the selected entries; -inf elsewhere."""
-    z = wide(x) * np.longdouble(scale)
+    z = wide(x, real) * real(scale)
     axes, selected = _axes(axis, z.ndim), _selected(z, where)
     if z.size == 0:
         return z
@@ -48,10 +52,10 @@ def log_softmax(x, axis=None, where=None, scale=1.0):
 
 
 @np.errstate(all="ignore")
-def logsumexp(a, axis=None, b=None, keepdims=False, where=None):
+def logsumexp(a, axis=None, b=None, keepdims=False, where=None, real=np.longdouble):
     """(log |sum b exp(a)|, sign) over the selected entries."""
-    z = wide(a)
-    b = np.ones_like(z) if b is None else wide(b)
+    z = wide(a, real)
+    b = np.ones_like(z) if b is None else wide(b, real)
     z, b = np.broadcast_arrays(z, b)
     axes, used = _axes(axis, z.ndim), _selected(z, where) & (b != 0)
     z = np.where(used, z, -np.inf)
@@ -74,18 +78,18 @@ def logsumexp(a, axis=None, b=None, keepdims=False, where=None):
 
 
 @np.errstate(all="ignore")
-def softmax_vjp(y, dy, axis=None, scale=1.0):
-    y, dy = wide(y), wide(dy)
+def softmax_vjp(y, dy, axis=None, scale=1.0, real=np.longdouble):
+    y, dy = wide(y, real), wide(dy, real)
     inner = (y * dy).sum(_axes(axis, y.ndim), keepdims=True)
-    return np.longdouble(scale) * y * (dy - inner)
+    return real(scale) * y * (dy - inner)
 
 
 @np.errstate(all="ignore")
-def log_softmax_vjp(y, dy, axis=None, scale=1.0):
-    y = wide(y)
-    dy = np.broadcast_to(wide(dy), y.shape)
+def log_softmax_vjp(y, dy, axis=None, scale=1.0, real=np.longdouble):
+    y = wide(y, real)
+    dy = np.broadcast_to(wide(dy, real), y.shape)
     total = dy.sum(_axes(axis, y.ndim), keepdims=True)
-    dx = np.longdouble(scale) * (dy - np.exp(y) * total)
+    dx = real(scale) * (dy - np.exp(y) * total)
     return np.where(np.isneginf(y), 0, dx)
 
 
@@ -94,11 +98,6 @@ def heads_first(x, layout):
     if x.ndim == 2:
         return x[None]
     return x if layout == "bhsd" else x.swapaxes(-3, -2)
-
-
-def _matmul(a, b, real):
-    """The product in `real`; float64 goes through BLAS."""
-    return np.matmul(a.astype(real), b.astype(real))
 
 
 def visible(
@@ -133,93 +132,142 @@ def visible(
     return seen, distance, (i < qlen)
 
 
+@dataclass
+class Head:
+    """One query head of one entry of the batch: matrices, and what its scores need.
+
+    Head by head, the scores of a large problem stay in the cache.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    scale: Any
+    softcap: float
+    bias: Any  # None, or what broadcasts to the scores
+    alibi: Any  # None, or what is added to the scores
+    sink: Any  # -inf where there is none
+    seen: Any
+    alive: Any  # rows that are not padding, as a column
+
+    def scores(self):
+        """(scores, -inf where masks hide; the softcap's slope, or None)."""
+        s, slope = self.scale * (self.q @ self.k.T), None
+        if self.softcap > 0:
+            cap = type(self.scale)(self.softcap)
+            slope = 1 / np.cosh(s / cap) ** 2
+            s = cap * np.tanh(s / cap)
+        for term in (self.bias, self.alibi):
+            s = s if term is None else s + term
+        return np.where(self.seen, s, -np.inf), slope
+
+    def size(self, s, slope):
+        """The largest sum of |terms| of a score that counts."""
+        size = np.abs(self.scale) * (np.abs(self.q) @ np.abs(self.k).T)
+        if slope is not None:
+            size = size * slope + self.softcap
+        for term in (self.bias, self.alibi):
+            size = size if term is None else size + np.abs(term)
+        counts = (s != -np.inf) & np.isfinite(size)
+        return float(size.max(initial=0, where=counts))
+
+    def softmax(self, s):
+        """(weights, of sinks, sum of exponentials, lse) of each row."""
+        m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), self.sink)
+        m = np.where(m == -np.inf, 0, m)
+        e = np.where(s != -np.inf, np.exp(s - m), 0)
+        of_sink = np.exp(self.sink - m)
+        total = e.sum(-1, keepdims=True) + of_sink
+        lse = np.where(self.alive, np.log(total) + m, -np.inf)
+        some = np.where(total == 0, 1, total)
+        return np.where(s != -np.inf, e / some, 0), of_sink / some, total, lse
+
+
+def heads_of(
+    q, k, v, real, *, bias=None, mask=None, scale=None, causal=False,
+    query_offset=None, window=None, softcap=0.0, sinks=None, alibi_slopes=None,
+    query_lengths=None, key_lengths=None,
+):  # fmt: skip
+    """(place in the batch and head, Head), one by one, of heads-first arrays."""
+    q, k, v = (wide(x, real) for x in (q, k, v))
+    batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
+    heads, seqlen_q, head_dim = q.shape[-3:]
+    seqlen_k, group = k.shape[-2], heads // max(k.shape[-3], 1)
+    scale = real(head_dim) ** real(-0.5) if scale is None else real(scale)
+    seen, distance, alive = visible(
+        batch, heads, seqlen_q, seqlen_k, mask, causal, query_offset, window,
+        query_lengths, key_lengths,
+    )  # fmt: skip
+    distance = np.broadcast_to(distance, (*batch, 1, seqlen_q, seqlen_k))
+    alive = np.broadcast_to(alive, (*batch, 1, seqlen_q, 1))
+    bias = None if bias is None else np.broadcast_to(wide(bias, real), seen.shape)
+    sinks = np.broadcast_to(-np.inf if sinks is None else wide(sinks, real), heads)
+    slopes = alibi_slopes
+    if slopes is not None:
+        slopes = np.broadcast_to(wide(slopes, real), (*batch, heads))
+    for at in np.ndindex(*batch, heads):
+        *entry, head = at
+        alibi = None
+        if slopes is not None:
+            alibi = -slopes[at] * np.abs(distance[(*entry, 0)])
+        yield (
+            at,
+            Head(
+                q=q[at],
+                k=k[(*entry, head // group)],
+                v=v[(*entry, head // group)],
+                scale=scale,
+                softcap=softcap,
+                bias=None if bias is None else bias[at],
+                alibi=alibi,
+                sink=real(sinks[head]),
+                seen=seen[at],
+                alive=alive[(*entry, 0)],
+            ),
+        )
+
+
 @np.errstate(all="ignore")
-def attention(
-    q,
-    k,
-    v,
-    *,
-    bias=None,
-    mask=None,
-    scale=None,
-    causal=False,
-    query_offset=None,
-    window=None,
-    softcap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-    query_lengths=None,
-    key_lengths=None,
-    layout="bhsd",
-    real=np.longdouble,
-):
+def attention(q, k, v, *, layout="bhsd", real=np.longdouble, **options):
     """(out, lse, size): `size` is the largest sum of |terms| of a score that counts.
 
     Scores carry a rounding error in proportion to `size`, in whatever way they are
     computed.
     """
     matrices = all(x.ndim == 2 for x in (q, k, v))
-    q, k, v = (heads_first(wide(x).astype(real), layout) for x in (q, k, v))
+    q, k, v = (heads_first(x, layout) for x in (q, k, v))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
-    heads, seqlen_q, head_dim = q.shape[-3:]
-    seqlen_k = k.shape[-2]
-    group = heads // max(k.shape[-3], 1)
-    k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
-    scale = real(head_dim) ** real(-0.5) if scale is None else real(scale)
-
-    seen, distance, alive = visible(
-        batch, heads, seqlen_q, seqlen_k, mask, causal, query_offset, window,
-        query_lengths, key_lengths,
-    )  # fmt: skip
-    s = scale * _matmul(q, k.swapaxes(-1, -2), real)
-    size = np.abs(scale) * _matmul(np.abs(q), np.abs(k).swapaxes(-1, -2), real)
-    if softcap > 0:
-        tanh = np.tanh(s / real(softcap))
-        s = real(softcap) * tanh
-        size = size * (1 - tanh**2) + real(softcap)
-    if bias is not None:
-        s = s + wide(bias).astype(real)
-        size = size + np.abs(wide(bias).astype(real))
-    if alibi_slopes is not None:
-        slopes = np.broadcast_to(wide(alibi_slopes).astype(real), (*batch, heads))
-        alibi = -slopes[..., None, None] * np.abs(distance).astype(real)
-        s, size = s + alibi, size + np.abs(alibi)
-    s = np.where(seen, s, -np.inf)
-    counts = s != -np.inf
-
-    m = s.max(-1, keepdims=True, initial=-np.inf)
-    if sinks is not None:
-        sink = np.broadcast_to(wide(sinks).astype(real), (heads,))[:, None, None]
-        sink = np.broadcast_to(sink, m.shape)
-        m = np.maximum(m, sink)
-    m = np.where(m == -np.inf, 0, m)
-    p = np.where(counts, np.exp(s - m), 0)
-    total = p.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + np.exp(sink - m)
-    lse = (np.log(total) + m)[..., 0]
-    p = np.where(counts, p / np.where(total == 0, 1, total), 0)
-
-    # What is not finite in v reaches the rows that count its key, and no other.
-    out = _matmul(p, np.where(np.isfinite(v), v, 0), real)
-    hits = [
-        np.matmul(counts.astype(np.float32), bad.astype(np.float32)) > 0
-        for bad in (np.isnan(v), np.isposinf(v), np.isneginf(v))
-    ]
-    out = np.where(hits[1], np.inf, np.where(hits[2], -np.inf, out))
-    out = np.where(hits[0] | (hits[1] & hits[2]), np.nan, out)
-    out = np.where(np.isnan(total), np.nan, out)
-
-    alive = np.broadcast_to(alive, (*batch, heads, seqlen_q, 1))
-    out = np.where(alive & counts.any(-1, keepdims=True), out, 0)
-    lse = np.where(alive[..., 0], lse, -np.inf)
-    size = np.where(counts & np.isfinite(size), size, 0).max(initial=0)
+    out = np.zeros((*batch, *q.shape[-3:-1], v.shape[-1]), real)
+    lse = np.zeros(out.shape[:-1], real)
+    largest = 0.0
+    for at, head in heads_of(q, k, v, real, **options):
+        s, slope = head.scores()
+        counts = s != -np.inf
+        p, _, total, of_row = head.softmax(s)
+        values = np.where(np.isnan(total), np.nan, _times_values(p, counts, head.v))
+        out[at] = np.where(head.alive & counts.any(-1, keepdims=True), values, 0)
+        lse[at] = of_row[..., 0]
+        largest = max(largest, head.size(s, slope))
     if matrices:
-        return out[0], lse[0], float(size)
+        return out[0], lse[0], largest
     if layout == "bshd":
         out = out.swapaxes(-3, -2)
-    return out, lse, float(size)
+    return out, lse, largest
+
+
+def _times_values(p, counts, v):
+    """The rows of p v; what is not finite in v reaches those that count its key."""
+    finite = np.isfinite(v)
+    if finite.all():
+        return p @ v
+    out = p @ np.where(finite, v, 0)
+    nan, high, low = (
+        counts.astype(np.float32) @ bad.astype(np.float32) > 0
+        for bad in (np.isnan(v), np.isposinf(v), np.isneginf(v))
+    )
+    out = np.where(high, np.inf, np.where(low, -np.inf, out))
+    return np.where(nan | (high & low), np.nan, out)
 
 
 @np.errstate(all="ignore")
@@ -248,120 +296,92 @@ def _sum_to(x, shape):
 
 @np.errstate(all="ignore")
 def attention_vjp(
-    dout,
-    q,
-    k,
-    v,
-    *,
-    bias=None,
-    mask=None,
-    scale=None,
-    causal=False,
-    query_offset=None,
-    window=None,
-    softcap=0.0,
-    sinks=None,
-    alibi_slopes=None,
-    query_lengths=None,
-    key_lengths=None,
-    layout="bhsd",
-    dlse=None,
-    real=np.longdouble,
+    dout, q, k, v, *, dlse=None, layout="bhsd", real=np.longdouble, **options
 ):
-    """({name: gradient}, {name: sum of the sizes of its terms}).
+    """({name: gradient}, {name: sum of the sizes of its terms}, lse, size).
 
-    Rounding errors of a gradient are in proportion to those sums.
+    Rounding errors of a gradient are in proportion to those sums; lse and size are
+    those of attention().
     """
     own = {"dq": q.shape, "dk": k.shape, "dv": v.shape}
-    q, k, v, dout = (heads_first(wide(x).astype(real), layout) for x in (q, k, v, dout))
+    matrices = all(x.ndim == 2 for x in (q, k, v))
+    q, k, v, dout = (heads_first(x, layout) for x in (q, k, v, dout))
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    heads, kv_heads, head_dim = q.shape[-3], k.shape[-3], q.shape[-1]
-    group = heads // max(kv_heads, 1)
-    k, v = np.repeat(k, group, axis=-3), np.repeat(v, group, axis=-3)
-    q, k, v = (np.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
-    scale = real(head_dim) ** real(-0.5) if scale is None else real(scale)
-    seen, distance, alive = visible(
-        batch, heads, q.shape[-2], k.shape[-2], mask, causal, query_offset, window,
-        query_lengths, key_lengths,
-    )  # fmt: skip
-    alive = np.broadcast_to(alive, (*batch, heads, q.shape[-2], 1))
+    heads, kv_heads = q.shape[-3], k.shape[-3]
+    rows = (*batch, heads, q.shape[-2])
+    dout = np.broadcast_to(wide(dout, real), (*rows, v.shape[-1]))
+    down = np.zeros(()) if dlse is None else wide(dlse, real)
+    down = np.broadcast_to(down, rows)[..., None]
+    shapes = {
+        "dq": (*batch, *q.shape[-3:]),
+        "dk": (*batch, kv_heads, *k.shape[-2:]),
+        "dv": (*batch, kv_heads, *v.shape[-2:]),
+        "dsinks": rows,
+    }
+    if options.get("bias") is not None:
+        shapes["dbias"] = (*rows, k.shape[-2])
+    exact, sizes = ({n: np.zeros(s, real) for n, s in shapes.items()} for _ in "es")
+    lse, largest = np.zeros(rows, real), 0.0
+    for at, head in heads_of(q, k, v, real, **options):
+        of_keys = (*at[:-1], at[-1] // (heads // kv_heads))
+        s, slope = head.scores()
+        p, p_sink, _, of_row = head.softmax(s)
+        lse[at] = of_row[..., 0]
+        largest = max(largest, head.size(s, slope))
+        weights = p, np.where(head.alive, p_sink, 0), s != -np.inf, slope
+        found = _gradients(head, *weights, dout[at], down[at])
+        for made, of_head in zip((exact, sizes), found, strict=True):
+            for name in shapes:
+                place = of_keys if name in ("dk", "dv") else at
+                made[name][place] += of_head[name]
 
-    s = scale * _matmul(q, k.swapaxes(-1, -2), real)
-    slope = np.ones_like(s)
-    if softcap > 0:
-        slope = 1 / np.cosh(s / real(softcap)) ** 2
-        s = real(softcap) * np.tanh(s / real(softcap))
-    if bias is not None:
-        s = s + wide(bias).astype(real)
-    if alibi_slopes is not None:
-        slopes = np.broadcast_to(wide(alibi_slopes).astype(real), (*batch, heads))
-        s = s - slopes[..., None, None] * np.abs(distance).astype(real)
-    s = np.where(seen, s, -np.inf)
-    seen = s != -np.inf
-    sink = np.full((heads, 1, 1), -np.inf, real)
-    if sinks is not None:
-        sink = np.broadcast_to(wide(sinks).astype(real), (heads,))[:, None, None]
-    m = np.maximum(s.max(-1, keepdims=True, initial=-np.inf), sink)
-    m = np.where(m == -np.inf, 0, m)
-    total = np.where(seen, np.exp(s - m), 0).sum(-1, keepdims=True) + np.exp(sink - m)
-    total = np.where(total == 0, 1, total)
-    p = np.where(seen, np.exp(s - m) / total, 0)
-    p_sink = np.where(alive, np.exp(sink - m) / total, 0)
+    def to_own(made):
+        found = {}
+        for name, shape in own.items():
+            x = made[name]
+            x = x if layout == "bhsd" or len(shape) == 2 else x.swapaxes(-3, -2)
+            found[name] = _sum_to(x, shape)
+        for name in ("bias", "sinks"):
+            if options.get(name) is not None:
+                x = made[f"d{name}"]
+                x = x if name == "bias" else np.moveaxis(x, -2, -1)
+                found[f"d{name}"] = _sum_to(x, options[name].shape)
+        return found
 
+    if matrices:
+        lse = lse[0]
+    return to_own(exact), to_own(sizes), lse, largest
+
+
+def _gradients(head, p, p_sink, seen, slope, dout, down):
+    """Gradients of a head, and the sums of the sizes of their terms."""
     # A row that sees no key takes nothing from dout.
     dout = np.where(seen.any(-1, keepdims=True), dout, 0)
-    down = np.zeros(p_sink.shape, real)
-    if dlse is not None:
-        down = (wide(dlse).astype(real) if dlse.ndim > 1 else wide(dlse)[None])[
-            ..., None
-        ]
-        down = np.where(alive, down, 0)
-
+    down = np.where(head.alive, down, 0)
     # What is not finite in dout reaches the keys that its row sees, and no other.
-    reached = np.matmul(
-        seen.swapaxes(-1, -2).astype(np.float32),
-        (~np.isfinite(dout)).astype(np.float32),
-    )
-    reached = reached > 0
+    finite = np.isfinite(dout)
+    reached = False
+    if not finite.all():
+        reached = seen.T.astype(np.float32) @ (~finite).astype(np.float32) > 0
+    q, k, v = (np.where(np.isfinite(x), x, 0) for x in (head.q, head.k, head.v))
 
-    def gradients(dout, q, k, v, down, sign):
+    def gradients(dout, q, k, v, down, scale, sign):
         """With sign = -1; with +1, and sizes in place of numbers, sums of sizes."""
-        q, k, v = (np.where(np.isfinite(x), x, 0) for x in (q, k, v))
-        dp = _matmul(dout, v.swapaxes(-1, -2), real)
+        dp = dout @ v.T
         delta = (p * dp).sum(-1, keepdims=True) + sign * down
         ds = np.where(seen, p * (dp + sign * delta), 0)
         # The softcap's derivative, 1 - tanh^2, has an error in proportion to 1.
-        dx = np.where(seen, ds * slope, 0) if sign < 0 else ds
-        factor = scale if sign < 0 else np.abs(scale)
+        dx = ds
+        if slope is not None and sign < 0:
+            dx = np.where(seen, ds * slope, 0)
+        dv = p.T @ np.where(finite, dout, 0)
         return {
-            "dq": factor * _matmul(dx, k, real),
-            "dk": factor * _matmul(dx.swapaxes(-1, -2), q, real),
-            "dv": np.where(
-                reached,
-                np.nan,
-                _matmul(p.swapaxes(-1, -2), np.where(np.isfinite(dout), dout, 0), real),
-            ),
+            "dq": scale * (dx @ k),
+            "dk": scale * (dx.T @ q),
+            "dv": np.where(reached, np.nan, dv),
             "dbias": ds,
             "dsinks": sign * (p_sink * delta)[..., 0],
         }
 
-    def to_own(found):
-        made = {}
-        for name, shape in own.items():
-            x = found[name]
-            if name != "dq" and heads:
-                x = x.reshape(*batch, kv_heads, group, *x.shape[-2:]).sum(-3)
-            elif name != "dq":
-                x = np.zeros((*batch, kv_heads, *x.shape[-2:]), real)
-            x = x if layout == "bhsd" or len(shape) == 2 else x.swapaxes(-3, -2)
-            made[name] = _sum_to(x, shape)
-        if bias is not None:
-            made["dbias"] = _sum_to(found["dbias"], bias.shape)
-        if sinks is not None:
-            terms = np.moveaxis(found["dsinks"], -2, -1)
-            made["dsinks"] = _sum_to(terms, sinks.shape)
-        return made
-
-    exact = to_own(gradients(dout, q, k, v, down, -1))
-    sizes = to_own(gradients(*(np.abs(x) for x in (dout, q, k, v, down)), 1))
-    return exact, sizes
+    arrays = (dout, q, k, v, down, head.scale)
+    return gradients(*arrays, -1), gradients(*map(np.abs, arrays), 1)

@@ -120,6 +120,33 @@ def test_against_mpmath(xp, rng, kind, n):
     assert ulps(y, log, x.max(1), "float64") <= LOGSUMEXP_ULPS["float64"]
 
 
+@pytest.mark.parametrize("kind", [4, 20, 60, 87, "offset", "one-hot", "equal"])
+@pytest.mark.parametrize("n", LENGTHS)
+def test_float64_is_exact_enough_for_narrower_types(rng, kind, n):
+    """The oracle in float64 is 2^10 times as exact as what it judges of float32."""
+    x, far = rows(rng, kind, n, "float32"), 2.0**-10
+    dy = rng.normal(size=x.shape).astype(np.float32)
+
+    def both(function, *given):
+        reals = (np.float64, np.longdouble)
+        found = [getattr(oracle, function)(*given, 1, real=real) for real in reals]
+        return [y[0] if function == "logsumexp" else y for y in found]
+
+    fast, exact = both("softmax", x)
+    assert fast.dtype == np.float64
+    assert relative_error(fast, exact, "float32") <= far * BOUNDS["softmax"]["float32"]
+    y = exact.astype(np.float32)
+    fast, exact = both("logsumexp", x)
+    bound = far * LOGSUMEXP_ULPS["float32"]
+    assert ulps(fast, exact, x.max(1), "float32") <= bound
+    unit = far * 2.0**-24
+    fast, exact = both("log_softmax", x)
+    assert max_error(fast, exact) <= unit * max(1, float(np.abs(x).max()))
+    for function in ("softmax_vjp", "log_softmax_vjp"):
+        fast, exact = both(function, y, dy)
+        assert max_error(fast, exact) <= unit * float(np.abs(dy).max())
+
+
 SHAPES = {
     "square": ((2, 4, 300, 64), (2, 4, 300, 64), {}),
     "causal": ((2, 4, 300, 64), (2, 2, 300, 64), {"causal": True}),

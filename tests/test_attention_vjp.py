@@ -121,7 +121,7 @@ def test_the_oracle_against_finite_differences(rng, name):
         return (out * dout).sum() + (np.where(np.isfinite(lse), lse, 0) * dlse).sum()
 
     more = {n: real[n] for n in ("bias", "sinks") if n in real}
-    exact, _ = oracle.attention_vjp(dout, q, k, v, dlse=dlse, **more, **options)
+    exact, *_ = oracle.attention_vjp(dout, q, k, v, dlse=dlse, **more, **options)
     for name, x in real.items():
         direction = np.where(np.isfinite(x), rng.normal(size=x.shape), 0)
         step = np.longdouble(1e-3)
@@ -158,7 +158,7 @@ def test_the_oracle_against_mpmath():
             ends = [value([*x[:n], x[n] + s * step, *x[n + 1 :]]) for s in (1, -1)]
             expected.append(float((ends[0] - ends[1]) / (2 * step)))
     options = {"scale": 1.0, "softcap": 2.0}
-    exact, _ = oracle.attention_vjp(dout, q, k, v, **options)
+    exact, *_ = oracle.attention_vjp(dout, q, k, v, **options)
     got = np.concatenate([exact[n].ravel() for n in ("dq", "dk", "dv")])
     np.testing.assert_allclose(got.astype(float), expected, atol=1e-15, rtol=1e-14)
     out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
@@ -172,7 +172,7 @@ def test_the_reference_against_the_oracle(xp, rng, name):
     for dtype in ("float32", "float64"):
         q, k, v, dout = inputs(rng, dtype)
         options = {**OPTIONS[name], "bias": rng.normal(size=(4, 9, 1))}
-        exact, _ = oracle.attention_vjp(dout, q, k, v, **options)
+        exact, *_ = oracle.attention_vjp(dout, q, k, v, **options)
         placed = {
             n: place(xp, x) if isinstance(x, np.ndarray) else x
             for n, x in options.items()

@@ -1,11 +1,15 @@
 """The record of the GPU tests: what it counts, joins and says."""
 
 import json
+import os
+import sys
 import types
 
 import gpu_record
 import pytest
 import sanitize
+
+from cupyflash import _threads
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,23 @@ def test_the_files_of_an_argument(monkeypatch):
     assert gpu_record._files_in("tests") == files
     for other in ("-k", "laws", "60", "cupyflash", "tests/accuracy.py"):
         assert gpu_record._files_in(other) == []
+
+
+def test_all_cores_and_cards_test_side_by_side(monkeypatch):
+    pytest.importorskip("xdist")
+    runtime = types.SimpleNamespace(
+        getDeviceCount=lambda: 2,
+        getDeviceProperties=lambda card: {"totalGlobalMem": 80 << 30},
+    )
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(_threads, "num_cores", lambda: 16)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # and what it was comes back
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert gpu_record.side_by_side() == ["-n", "24", "--dist", "worksteal"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert os.environ["OMP_NUM_THREADS"] == "3"
 
 
 def report(test, outcome="passed", when="call", properties=()):

@@ -169,6 +169,8 @@ HOPPER_TILE_M = 128
 _HOPPER_THREADS = 256
 _FEEDER_THREADS = 128  # more of them, where a warpgroup is for the copy engine
 _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
+# Blocks of queries that are worth a part of an item: that costs as much as five.
+_LEAST_PART = 6
 
 # How sums of dq come about: tiles of keys add to them in any order, or one after the
 # other; or a kernel of its own makes them.
@@ -328,8 +330,11 @@ class HopperVjpKernel:
         if dq == TURNS:  # measured: half of that was as fast or faster in all cells
             in_cache = -(-in_cache // 2)
         to_log2, hidden = _attention_vjp_limits.units(forward)
+        num_cut, cut = self.cut(forward, device, num_kept, num_summed, dq)
         return {
-            "num_items": num_tiles * num_kept,
+            "num_items": num_tiles * num_kept + num_cut,
+            "num_cut": num_cut,
+            "cut": cut,
             "num_tiles": num_tiles,
             "num_blocks": self.num_blocks(forward),
             "num_kept": num_kept,
@@ -339,12 +344,41 @@ class HopperVjpKernel:
             "hidden": hidden,
         }
 
+    def cut(
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        num_kept: int,
+        num_summed: int,
+        dq: str,
+    ) -> tuple[int, int]:
+        """How many items are cut in two, and blocks of queries of the first part.
+
+        Of equal items, those that are left over for the last ones of a round of all
+        multiprocessors.
+        """
+        if not self.tile(forward, dq).feeder or _attention_hopper.bounds_of(forward):
+            return 0, 0
+        left = self.num_tiles(forward, dq) * num_kept % device.num_sms
+        free = device.num_sms - left
+        num_blocks = self.num_blocks(forward) * num_summed
+        # Second parts, so many a free multiprocessor, take as long as a first part.
+        each = -(-left // free)
+        cut = -(-num_blocks * each // (each + 1))
+        return (left, cut) if num_blocks - cut >= _LEAST_PART else (0, 0)
+
     def grid(
-        self, forward: AttentionProblem, device: Device, num_kept: int, dq: str
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        num_kept: int,
+        num_summed: int,
+        dq: str,
     ) -> int:
         """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
         cluster = self.tile(forward, dq).cluster
         num_items = self.num_tiles(forward, dq) * num_kept
+        num_items += self.cut(forward, device, num_kept, num_summed, dq)[0]
         return min(num_items, device.num_sms // cluster) * cluster
 
 

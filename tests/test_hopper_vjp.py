@@ -121,7 +121,7 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
     assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
     assert schedule["num_items"] == 3 * schedule["num_tiles"]
-    assert ROW.grid(forward, HOPPER, 3, dq) == cluster * schedule["num_items"]
+    assert ROW.grid(forward, HOPPER, 3, 1, dq) == cluster * schedule["num_items"]
     if cluster > 1:
         assert (dq, head_dim, right) == (APART, 128, None)
 

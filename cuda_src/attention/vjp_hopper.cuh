@@ -9,6 +9,10 @@
 //        of dq; batch entries that share q add to one
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
 //        this warp's part of a block of sums, where they do so in one order
+// met    (items that are cut, warps, 2)  int: how many of the two parts have ended, and
+//        whether the sums of the first to end are there
+// parts  (items that are cut, warps, 2, kSums / 4, lanes, 4)  float: those sums, of dv
+//        and of dk
 #pragma once
 
 #include "attention/hopper_operands.cuh"
@@ -36,6 +40,9 @@ struct alignas(64) inputs_t {
   index_t slot[2];  // by how many slots of dq the entries of a batch axis differ
   float to_log2;    // what makes scores exponents of 2
   float hidden;     // a score that makes a weight of 0
+  // So many items are cut in two; the first of the two has `cut` blocks of queries, of
+  // all summed entries. Both are items, the second ones the last of all.
+  int num_cut, cut;
 };
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of
@@ -94,6 +101,12 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums],
                                             int dim,
                                             float odd = 0) {
   const int lane = threadIdx.x % 32;
+#if V_ROWS == 1
+  dim = row < -1 ? dim : 0;
+#endif
+#if V_ROWS == 3
+  unsigned bad[4] = {0, 0, 0, 0};
+#endif
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool exists = row + 8 * r < num_rows;
@@ -105,9 +118,15 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums],
       for (int t = 0; t < 4; ++t) {
         const int from = e + 4 * t + 2 * r;
         words[t] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
+#if V_ROWS == 3
+        if (exists) bad[t] = pair16_t::fma(words[t], 0, bad[t]);
+#else
         if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
+#endif
       }
+#if V_ROWS != 2
       transpose(words, lane);  // 8 columns side by side
+#endif
       const int column = e * 2 + lane % 4 * 8;
       if (exists && column < dim) {
         *reinterpret_cast<uint4*>(to + column) =
@@ -115,5 +134,8 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums],
       }
     }
   }
+#if V_ROWS == 3
+  if ((bad[0] | bad[1] | bad[2] | bad[3]) & 0x7fff7fff) odd = 1;
+#endif
   return odd;
 }

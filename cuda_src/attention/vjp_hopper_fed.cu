@@ -22,14 +22,20 @@
 // Limits     as vjp_hopper.cu
 #include "attention/vjp_hopper_keys.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/global.cuh"
 #include "ptx/opaque.cuh"
+#include "ptx/relaxed.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 
 constexpr int kGroups = 2, kWorkers = 128 * kGroups;
 static_assert(kNumThreads == kWorkers + 128 && kHeadDim == 128 && kBlockM == 64);
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread.
+#if V_R240
+constexpr int kFeederRegisters = 24, kWorkerRegisters = 240;
+#else
 constexpr int kFeederRegisters = 40, kWorkerRegisters = 232;
+#endif
 
 // q is read for S and at the end of a step for dk, dO in its first half.
 constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
@@ -46,6 +52,12 @@ struct alignas(16) view_t {
   // hidden from blocks whose first query lies in [whole_first, whole_last].
   int low, high, whole_first, whole_last;
   int tile;
+  int slot;  // of a part of an item: which one; else < 0
+  // All keys of the second warpgroup are hidden from the first block of several.
+  int skips;
+#if V_TIME
+  int number;
+#endif
   index_t dk, dv;  // where the gradients go
 };
 // The feeder tells of an item while others may still be at the fourth before it.
@@ -58,10 +70,12 @@ constexpr int kOrigins = 8;
 struct alignas(16) source_t {
   int4 q, dout;
 };
-// Of who asks: where keys of an item lie (row, head, batch), and its blocks of queries.
+// Of who asks: where keys of an item lie (row, head, batch), the blocks of queries that
+// see them, and which of these, over all summed entries, are its own: from one to
+// another.
 struct alignas(16) places_t {
   int4 k, v;
-  int2 blocks;
+  int4 blocks;
 };
 
 struct barriers_t {
@@ -87,10 +101,62 @@ __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
   return sum;
 }
 
+// Writes a warp's 16 rows of a gradient, of which `num_rows` exist, by way of shared
+// memory, where they take 4096 bytes, so that lanes store whole lines. Numbers stand as
+// in store_rows. Returns bits of a NaN if one is not finite.
+__device__ __forceinline__ unsigned store_staged(unsigned staged,
+                                                 const float (&sums)[kSums],
+                                                 float factor,
+                                                 elem_t* target,
+                                                 index_t row_step,
+                                                 int num_rows,
+                                                 int dim) {
+  const int lane = threadIdx.x % 32;
+  // 16 bytes, of 8 columns, stand in a row at their number, of which bits 0 to 2 are
+  // flipped by those of the row: then neither rows nor columns share banks.
+  const unsigned to = staged + lane % 16 * 256 + (lane / 16 ^ lane % 8) * 16;
+  unsigned odd[2] = {0, 0};
+#pragma unroll
+  for (int e = 0; e < kSums; e += 8) {
+    unsigned words[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int from = e + 2 * n;
+      words[n] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
+      if (lane / 4 + n % 2 * 8 < num_rows) {
+        odd[n % 2] = pair16_t::fma(words[n], 0, odd[n % 2]);
+      }
+    }
+    ptx::stmatrix_x4(to ^ e * 4, words[0], words[1], words[2], words[3]);
+  }
+  __syncwarp();
+  const int row = lane / 16, column = lane % 16;
+  const unsigned from = staged + row * 256 + (column ^ row) * 16;
+  elem_t* const out = target + row * row_step + column * 8;
+#if V_ROWS == 1
+  dim = row_step < -1 ? dim : 0;
+#endif
+  uint4 x[8];
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    x[n] = ptx::load_shared_u32x4((from ^ n % 4 * 32) + n * 512);
+  }
+#pragma unroll
+  for (int n = 0; n < 8; ++n) {
+    if (row + 2 * n < num_rows && column * 8 < dim) {
+      ptx::store_global(reinterpret_cast<uint4*>(out + 2 * n * row_step), x[n]);
+    }
+  }
+  __syncwarp();
+  return odd[0] | odd[1];
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_fed(const __grid_constant__ inputs_t inputs,
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
+                             int* met,                         // vjp_hopper.cuh
+                             float* parts,                     // vjp_hopper.cuh
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -163,13 +229,39 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       };
       next_item = blockIdx.x;
       unsigned items = 0, asked = 0;  // items, and blocks of queries, so far
+      auto prefetch_tile = [&](const ptx::tensor_map_t& map, unsigned place) {
+        const int4 from = ptx::load_shared_s32x4(place);
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          ptx::prefetch_bulk_tensor_5d(map, chunk * 64, from.x, from.y, from.z, from.w);
+        }
+      };
+      auto prefetch_keys = [&] {
+        prefetch_tile(inputs.v_map, kv_from + 16);
+        prefetch_tile(inputs.k_map, kv_from);
+      };
       // Tells of the next item.
+#if V_TIME
+      auto feeder_stamp = [&](int n) {
+        unsigned long long t;
+        asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+        reinterpret_cast<unsigned long long*>(
+            reinterpret_cast<char*>(found) + V_TIME + (1 << 20))
+            [*const_cast<volatile int*>(&views[items % kViews].number) * 8 + n] = t;
+      };
+#else
+      auto feeder_stamp = [](int) {};
+#endif
       auto begin_item = [&] {
         view_t& view = views[items % kViews];
-        const int number = next_item;
+        int number = next_item;
         const inputs_t& inputs_now = ptx::anew(inputs);
         const params_t& params_now = ptx::anew(params);
         const grads_t& grads_now = ptx::anew(grads);
+        // The second parts of the items that are cut come last.
+        const bool is_second = number >= inputs_now.num_items - inputs_now.num_cut;
+        if (is_second) number -= inputs_now.num_cut;
+        view.slot = number - (inputs_now.num_items - 2 * inputs_now.num_cut);
         const item_t item = item_of<(kBounds > 0), false>(number, inputs_now);
         const int row = item.tile * kBlockN;
         view.dk = offset_of(grads_now.kept, item.kept, 1);
@@ -208,6 +300,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           store_place(kv_from + 16, place(row, kv_head, params_now.v));
         }
         view.tile = item.tile;
+#if V_TIME
+        view.number = next_item;
+        feeder_stamp(0);
+#endif
         view.factor = factor_of(found);
         view.num_keys = static_cast<int>(params.seqlen_k) - row;
         // The blocks of queries that see keys of the tile; at least one.
@@ -232,10 +328,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           view.high = high;
           view.whole_first = num_keys < kBlockN ? kMany : kBlockN - high;
           view.whole_last = -low - (kBlockM - 1);
+          view.skips = block_first + 1 < block_last &&
+                       kBlockN / 2 - block_first * kBlockM - (kBlockM - 1) >= high;
         }
-        view.count = (block_last - block_first) * inputs.num_summed;
-        places.blocks = {block_first, block_last};
+        const int all = (block_last - block_first) * inputs_now.num_summed;
+        const int begin = is_second ? inputs_now.cut : 0,
+                  end = view.slot < 0 || is_second ? all : inputs_now.cut;
+        view.count = end - begin;
+        places.blocks = {block_first, block_last, begin, end};
+#if !V_LATE
         next_item = atomicAdd(&counter->next, 1) + gridDim.x;
+#endif
+#if V_PRE
+        prefetch_keys();
+#endif
       };
       // Asks for a block of queries as soon as its stages are free.
       auto ask_for_queries = [&](int summed, int block, int flags) {
@@ -272,18 +378,30 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll 1
       for (; next_item < inputs.num_items; ++items) {
         begin_item();
-        bool begins = true;
+        feeder_stamp(1);
+        const int4 blocks = places.blocks;
+        const int num_blocks = blocks.y - blocks.x;
+        int summed = blocks.z / num_blocks;
+        int block = blocks.x + blocks.z - summed * num_blocks;
 #pragma unroll 1
-        for (int summed = 0; summed < inputs.num_summed; ++summed) {
-#pragma unroll 1
-          for (int block = places.blocks.x; block < places.blocks.y; ++block) {
-            const bool ends =
-                block + 1 == places.blocks.y && summed + 1 == inputs.num_summed;
-            ask_for_queries(summed, block, ends && next_item >= inputs.num_items);
-            if (!begins) continue;
-            begins = false;
+        for (int n = blocks.z; n < blocks.w; ++n) {
+          const bool ends = n + 1 == blocks.w;
+#if V_LATE
+          if (n == max(blocks.z, blocks.w - V_LATE)) {
+            next_item = atomicAdd(&counter->next, 1) + gridDim.x;
+          }
+#endif
+          ask_for_queries(summed, block, ends && next_item >= inputs.num_items);
+          if (n == blocks.z) {
+            feeder_stamp(2);
             ask_for_keys(smem_v, inputs.v_map, v_full, v_empty, kv_from + 16);
+            feeder_stamp(3);
             ask_for_keys(smem_k, inputs.k_map, k_full, k_empty, kv_from);
+            feeder_stamp(4);
+          }
+          if (++block == blocks.y) {
+            block = blocks.x;
+            ++summed;
           }
         }
       }
@@ -375,6 +493,26 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   while (count != 0) {
     volatile view_t& view = views[items % kViews];
     const unsigned last = block + count - 1;
+#if V_TIME
+    auto stamp = [&](int n) {
+      if (threadIdx.x % 128 == 0) {
+        unsigned long long t, g;
+        asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
+        unsigned long long* to = reinterpret_cast<unsigned long long*>(
+                                     reinterpret_cast<char*>(found) + V_TIME) +
+                                 (view.number * 2 + group) * 8;
+        to[n] = t;
+        if (n == 0) {
+          asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(g)::"memory");
+          to[6] = g;
+          to[7] = blockIdx.x;
+        }
+      }
+    };
+    stamp(0);
+#else
+    auto stamp = [](int) {};
+#endif
 
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
     auto load_lse = [&](unsigned stage, int n) {
@@ -401,8 +539,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // Whether no key is hidden from a block of queries.
     auto is_whole = [&](unsigned number) {
       if constexpr (kBounds == 0) return view.num_keys >= kBlockN;
+#if V_SKIP == 2
+      const int origin = origin_of(number) - 64 * group;
+      return origin >= view.whole_first - 64 && (kBounds < 2 || origin <= view.whole_last);
+#else
       const int origin = origin_of(number);
       return origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
+#endif
     };
 
     // s becomes P of a block of queries, and p the same as operand. Number e stands in
@@ -516,7 +659,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
 
+#if !V_EARLY
     wait_for_q();
+#endif
     wait(v_full, items & 1);
 
     // One block of queries. No product is in flight between steps: ptxas does not
@@ -535,22 +680,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::mbarrier_arrive(ds_full + 8 * (number % 2));
       }
     };
+#if V_EARLY
+    bool whole = false, dout_is_there = false;
+    auto look_ahead = [&](unsigned number) {
+      wait_for_q();
+      whole = is_whole(number);
+      dout_is_there = ptx::mbarrier_try_wait_parity(dout_full + 8 * dout_stage.stage,
+                                                    dout_stage.parity);
+    };
+#endif
     auto step = [&](auto is_first) {
       constexpr bool kFirst = decltype(is_first)::value;
       const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
       start_s(this_q);
+#if V_EARLY
+      if (!dout_is_there) wait_for_dout();
+#else
       const bool whole = is_whole(block);
       wait_for_dout();
+#endif
       start_dp(this_dout);
       ask_for_lse(this_dout);
+#if !V_TELL
       if constexpr (!kFirst) tell(block - 1);
+#endif
       q_stage.advance();
       dout_stage.advance();
       ptx::wgmma_wait_group<1>();  // S
       keep_order(s);
+#if V_TELL == 1
+      if constexpr (!kFirst) tell(block - 1);
+#endif
       hide(whole);
       exponentials(number_t<0>());
       start_dv(this_dout, number_t<0>(), !kFirst);
+#if V_TELL == 2
+      if constexpr (!kFirst) tell(block - 1);
+#endif
       ask_for_delta(this_dout);
       ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
@@ -570,44 +736,193 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::wgmma_wait_group<1>();  // dq
         keep_order(dq);
         release(ds_empty + 8 * ((block - 1) % kStagesDs));
+#if V_EARLY
+        if (block != last) look_ahead(block + 1);
+#endif
         store_dq(dq, block - 1);
       }
+#if V_EARLY
+      if (kFirst && block != last) look_ahead(block + 1);
+#else
       if (block != last) wait_for_q();
+#endif
       ptx::wgmma_wait_group<0>();  // dk
       keep_order(sums_k);
       release(q_empty + 8 * this_q);
     };
 
+#if V_EARLY
+    look_ahead(block);
+#endif
+#if V_SKIP
+    // A block of queries that sees none of this group's keys.
+    auto skip = [&] {
+      wait_for_dout();
+      const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
+      q_stage.advance();
+      dout_stage.advance();
+#pragma unroll
+      for (int e = 0; e < kSums; ++e) sums_k[e] = sums_v[e] = 0;
+#pragma unroll
+      for (int m = 0; m < kBlockM / 16; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ds[m][e] = 0;
+      }
+      wait(ds_empty + 8 * (block % kStagesDs), (block / kStagesDs & 1) ^ 1);
+      store_ds();
+      release(dout_empty + 8 * this_dout);
+      release(q_empty + 8 * this_q);
+#if V_EARLY
+      look_ahead(block + 1);
+#else
+      wait_for_q();
+#endif
+    };
+#if V_SKIP == 2
+    if (kBounds > 0 && block != last &&
+        uniform(origin_of(block) - 64 * group + kBlockM - 1 <= -view.high)) {
+#else
+    if (kBounds > 0 && group > 0 && uniform(view.skips)) {
+#endif
+      skip();
+    } else {
+      step(flag_t<true>());
+    }
+#else
     step(flag_t<true>());
+#endif
+    stamp(1);
 #pragma unroll 1
     while (block != last) {
       ++block;
       step(flag_t<false>());
     }
+    stamp(2);
+    // Of two parts of an item, the first to end leaves its sums to the other.
+    bool is_mine = true;
+    auto meet = [&] {
+    if constexpr (kBounds == 0) {
+      const int slot = uniform(view.slot);
+      if (slot >= 0) {
+        const int at = slot * (kWorkers / 32) + threadIdx.x / 32;
+        float4* const there =
+            reinterpret_cast<float4*>(parts) + at * (kSums / 2 * 32) + lane;
+        int ended = 0;
+        if (lane == 0) ended = atomicAdd(met + 2 * at, 1);
+        is_mine = uniform(ended + (lane == 0 ? 0 : 1 << 20)) > 0;
+        if (!is_mine) {
+#pragma unroll
+          for (int e = 0; e < kSums; e += 4) {
+            there[e * 8] = {sums_v[e], sums_v[e + 1], sums_v[e + 2], sums_v[e + 3]};
+            there[(e + kSums) * 8] = {sums_k[e], sums_k[e + 1], sums_k[e + 2],
+                                      sums_k[e + 3]};
+          }
+          __threadfence();
+          __syncwarp();
+          if (lane == 0) ptx::store_relaxed(met + 2 * at + 1, 1);
+        } else {
+          while (uniform(ptx::load_relaxed(met + 2 * at + 1)) == 0) {
+          }
+          __threadfence();
+          auto add = [&](float (&sums)[kSums], const float4* from) {
+#pragma unroll
+            for (int e = 0; e < kSums; e += 4) {
+              const float4 x = __ldcg(from + e * 8);
+              sums[e] += x.x;
+              sums[e + 1] += x.y;
+              sums[e + 2] += x.z;
+              sums[e + 3] += x.w;
+            }
+          };
+          add(sums_v, there);
+          add(sums_k, there + kSums * 8);
+        }
+      }
+    }
+    };
+#if V_STAGE
+    meet();
+#endif
     // dq of the last block, while the next item's keys are asked for.
     tell(block);
     start_dq(dq, block);
-    ptx::wgmma_wait_group<0>();
-    keep_order(dq);
-    release(k_empty);
-    release(ds_empty + 8 * (block % kStagesDs));
-    store_dq(dq, block);
-    ptx::fence_proxy_async();
-    release(dq_full + 8 * group);
-    ++block;
-    ++items;
-
+#if V_STAGE
+    // By then both groups' sums of the block before have been read.
+    wait(dq_empty + 8 * group, (block & 1) ^ 1);
+    const int row_warp = group * 64 + warp * 16;
+    const int num_rows = is_mine ? view.num_keys - row_warp : 0;
+    auto store = [&](const float (&sums)[kSums], int n, float factor, elem_t* to,
+                     int dim) {
+      const index_t step = grads.row[n];
+      to += (n == 0 ? view.dk : view.dv) + (view.tile * kBlockN + row_warp) * step;
+      const unsigned bad = store_staged(dq_target - lane * 16, sums, factor, to, step,
+                                        num_rows, dim);
+      if ((bad & 0x7fff7fff) != 0) found->odd = 1;
+    };
+    auto store_dk = [&] {
+      store(sums_k, 0,
+            unfactor_of(factor_of(found), static_cast<float>(params.scale)), dk,
+            static_cast<int>(params.head_dim));
+    };
+    auto store_dv = [&] {
+      store(sums_v, 1, 1 / kFactorP, dv, static_cast<int>(params.head_dim_v));
+    };
+#if V_STAGE == 1
+    store_dv();
+    store_dk();
+#elif V_STAGE == 2
+    store_dv();
+#endif
+#endif
+#if V_DVB
     const int key_first = view.tile * kBlockN;
     const int num_keys = view.num_keys;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
     float odd = store_rows(sums_v, 1 / kFactorP,
                            dv + view.dv + key_first * grads.row[1], grads.row[1],
                            row_thread, num_keys, static_cast<int>(params.head_dim_v));
+#endif
+    ptx::wgmma_wait_group<0>();
+    keep_order(dq);
+    stamp(3);
+    release(k_empty);
+    release(ds_empty + 8 * (block % kStagesDs));
+#if V_STAGE == 2
+    store_dk();
+#elif V_STAGE == 3
+    store_dv();
+    store_dk();
+#endif
+    store_dq(dq, block);
+    ptx::fence_proxy_async();
+    release(dq_full + 8 * group);
+    stamp(4);
+    ++block;
+    ++items;
+
+#if !V_STAGE
+    meet();
+#endif
+#if V_STAGE
+    {
+#else
+    if (is_mine) {
+#if !V_DVB
+    const int key_first = view.tile * kBlockN;
+    const int num_keys = view.num_keys;
+    const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
+    float odd = store_rows(sums_v, 1 / kFactorP,
+                           dv + view.dv + key_first * grads.row[1], grads.row[1],
+                           row_thread, num_keys, static_cast<int>(params.head_dim_v));
+#endif
     odd = store_rows(sums_k,
                      unfactor_of(factor_of(found), static_cast<float>(params.scale)),
                      dk + view.dk + key_first * grads.row[0], grads.row[0], row_thread,
                      num_keys, static_cast<int>(params.head_dim), odd);
     if (odd != 0) found->odd = 1;
+#endif
+    }
+    stamp(5);
     count = next_count();
   }
 }

@@ -381,7 +381,7 @@ class HopperPlan:
         # If dq has a kernel of its own, it needs none of this.
         sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
         turns = num_slots * num_blocks * row.num_warps * in_turns
-        num_cut = self.schedule["num_cut"]
+        num_items, num_cut = (self.schedule[n] for n in ("num_items", "num_cut"))
         turns += num_cut * row.num_warps * 2  # parts that have ended
         self.num_vectors = (sums + turns) // 4
         sizes = (
@@ -404,7 +404,7 @@ class HopperPlan:
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
-        self.main = launch("", row.grid(forward, device, num_kept, num_summed, dq_way))
+        self.main = launch("", row.grid(forward, device, num_items, dq_way))
         tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
         self.dq = (
             launch("_queries", num_entries * tiles)
@@ -459,7 +459,8 @@ class HopperPlan:
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, stats, sums, turns, *((parts,) if self.is_fed else ()), dk, dv, found,
+            inputs, stats, sums, turns, *((parts,) if self.is_fed else ()), dk, dv,
+            found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip

@@ -101,12 +101,6 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums],
                                             int dim,
                                             float odd = 0) {
   const int lane = threadIdx.x % 32;
-#if V_ROWS == 1
-  dim = row < -1 ? dim : 0;
-#endif
-#if V_ROWS == 3
-  unsigned bad[4] = {0, 0, 0, 0};
-#endif
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const bool exists = row + 8 * r < num_rows;
@@ -118,15 +112,9 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums],
       for (int t = 0; t < 4; ++t) {
         const int from = e + 4 * t + 2 * r;
         words[t] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
-#if V_ROWS == 3
-        if (exists) bad[t] = pair16_t::fma(words[t], 0, bad[t]);
-#else
         if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
-#endif
       }
-#if V_ROWS != 2
       transpose(words, lane);  // 8 columns side by side
-#endif
       const int column = e * 2 + lane % 4 * 8;
       if (exists && column < dim) {
         *reinterpret_cast<uint4*>(to + column) =
@@ -134,8 +122,5 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums],
       }
     }
   }
-#if V_ROWS == 3
-  if ((bad[0] | bad[1] | bad[2] | bad[3]) & 0x7fff7fff) odd = 1;
-#endif
   return odd;
 }

@@ -8,13 +8,14 @@
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter
 // Threads    two warpgroups compute, 64 keys each. Of a third, the feeder, a thread
-//            asks the copy engine for all tiles, and another gives dq to it to be added
-//            to the sums in memory
+//            finds items and asks the copy engine for their keys, one asks for blocks
+//            of queries, and two give dq to it to be added to the sums in memory
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
 //            dq       kBlockM x kHeadDim   shared, floats on their way to memory
-//            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
+//            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out; dk and dv
+//            go to memory by way of the place of dq
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
 //            L2; dq is added to sums of floats by the copy engine
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
@@ -31,11 +32,7 @@
 constexpr int kGroups = 2, kWorkers = 128 * kGroups;
 static_assert(kNumThreads == kWorkers + 128 && kHeadDim == 128 && kBlockM == 64);
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread.
-#if V_R240
-constexpr int kFeederRegisters = 24, kWorkerRegisters = 240;
-#else
 constexpr int kFeederRegisters = 40, kWorkerRegisters = 232;
-#endif
 
 // q is read for S and at the end of a step for dk, dO in its first half.
 constexpr int kStagesQ = 3, kStagesDout = 2, kStagesDs = 2;
@@ -55,30 +52,34 @@ struct alignas(16) view_t {
   int slot;  // of a part of an item: which one; else < 0
   // All keys of the second warpgroup are hidden from the first block of several.
   int skips;
-#if V_TIME
-  int number;
-#endif
   index_t dk, dv;  // where the gradients go
 };
 // The feeder tells of an item while others may still be at the fourth before it.
 constexpr int kViews = 8;
-// Of a block of queries: its first one, its number among the blocks of sums_q, and
-// whether it is the last of all.
+// Of a block of queries: its first one, and its number among the blocks of sums_q.
 constexpr int kOrigins = 8;
+// So many blocks of queries before the end of an item the next one is taken. Earlier,
+// and long items lie in wait behind long ones, while others are done; later, and who
+// asks for blocks waits for it.
+constexpr int kAhead = 6;
 
 // Where the queries of an entry lie: first block of sums or of stats, head, and batch.
 struct alignas(16) source_t {
   int4 q, dout;
 };
-// Of who asks: where keys of an item lie (row, head, batch), the blocks of queries that
-// see them, and which of these, over all summed entries, are its own: from one to
-// another.
+// Of who asks: where keys of an item lie (row, head, batch); the blocks of queries that
+// see them, and of these, over all summed entries, the first and the last of the item;
+// and where the queries lie.
 struct alignas(16) places_t {
   int4 k, v;
   int4 blocks;
+  source_t sources[kMaxSummed];
 };
+constexpr int kPlaceOfV = 16, kPlaceOfBlocks = 32, kPlaceOfSources = 48;
 
 struct barriers_t {
+  // An item has been found; who asks for its blocks of queries is near the end.
+  unsigned long long told, near_end;
   unsigned long long k_full, v_full, k_empty, v_empty;
   unsigned long long q_full[kStagesQ], q_empty[kStagesQ];
   unsigned long long dout_full[kStagesDout], dout_empty[kStagesDout];
@@ -101,19 +102,19 @@ __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
   return sum;
 }
 
-// Writes a warp's 16 rows of a gradient, of which `num_rows` exist, by way of shared
-// memory, where they take 4096 bytes, so that lanes store whole lines. Numbers stand as
-// in store_rows. Returns bits of a NaN if one is not finite.
-__device__ __forceinline__ unsigned store_staged(unsigned staged,
-                                                 const float (&sums)[kSums],
+// Writes a warp's 16 rows of a gradient, of which `num_rows` exist, by way of 4096
+// bytes of shared memory, so that lanes store whole lines. Numbers stand as in
+// store_rows. Returns bits that are not 0 if one is not finite.
+__device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
+                                                 unsigned staged,
                                                  float factor,
                                                  elem_t* target,
                                                  index_t row_step,
                                                  int num_rows,
                                                  int dim) {
   const int lane = threadIdx.x % 32;
-  // 16 bytes, of 8 columns, stand in a row at their number, of which bits 0 to 2 are
-  // flipped by those of the row: then neither rows nor columns share banks.
+  // In a row, bits of the number of 16 bytes are flipped by those of the row: then
+  // neither rows nor columns share banks.
   const unsigned to = staged + lane % 16 * 256 + (lane / 16 ^ lane % 8) * 16;
   unsigned odd[2] = {0, 0};
 #pragma unroll
@@ -132,23 +133,67 @@ __device__ __forceinline__ unsigned store_staged(unsigned staged,
   __syncwarp();
   const int row = lane / 16, column = lane % 16;
   const unsigned from = staged + row * 256 + (column ^ row) * 16;
-  elem_t* const out = target + row * row_step + column * 8;
-#if V_ROWS == 1
-  dim = row_step < -1 ? dim : 0;
-#endif
-  uint4 x[8];
+  if (column * 8 >= dim) num_rows = 0;
+  auto out = reinterpret_cast<long long>(target + row * row_step + column * 8);
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    x[n] = ptx::load_shared_u32x4((from ^ n % 4 * 32) + n * 512);
-  }
+  for (int half = 0; half < 8; half += 4) {
+    uint4 x[4];
 #pragma unroll
-  for (int n = 0; n < 8; ++n) {
-    if (row + 2 * n < num_rows && column * 8 < dim) {
-      ptx::store_global(reinterpret_cast<uint4*>(out + 2 * n * row_step), x[n]);
+    for (int n = 0; n < 4; ++n) {
+      x[n] = ptx::load_shared_u32x4((from ^ n * 32) + (half + n) * 512);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (row + 2 * (half + n) < num_rows) {
+        ptx::store_global(reinterpret_cast<uint4*>(out), x[n]);
+      }
+      out += 2 * row_step * int(sizeof(elem_t));
+      ptx::forget(out);  // one address, not one for each
     }
   }
   __syncwarp();
-  return odd[0] | odd[1];
+  return (odd[0] | odd[1]) & 0x7fff7fff;
+}
+
+// Of the two parts of an item that is cut, the first to end leaves its sums in memory,
+// and the second adds them to its own: bits do not depend on which is which. True if
+// the sums of this warp are whole then.
+__device__ __forceinline__ bool meet(
+    float (&sums_k)[kSums], float (&sums_v)[kSums], int slot, int* met, float* parts) {
+  slot = uniform(slot);
+  if (slot < 0) return true;
+  const int lane = threadIdx.x % 32, at = slot * (kWorkers / 32) + threadIdx.x / 32;
+  met += 2 * at;
+  auto* const there = reinterpret_cast<float4*>(parts) + at * (kSums / 2 * 32) + lane;
+  int ended = 1;
+  if (lane == 0) ended = atomicAdd(met, 1);
+  if (uniform(ended) == 0) {
+#pragma unroll
+    for (int e = 0; e < kSums; e += 4) {
+      there[e * 8] = {sums_v[e], sums_v[e + 1], sums_v[e + 2], sums_v[e + 3]};
+      there[(e + kSums) * 8] = {sums_k[e], sums_k[e + 1], sums_k[e + 2], sums_k[e + 3]};
+    }
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) ptx::store_relaxed(met + 1, 1);
+    return false;
+  }
+  while (uniform(ptx::load_relaxed(met + 1)) == 0) {
+  }
+  __threadfence();
+  auto add = [](float (&sums)[kSums], const float4* from) {
+#pragma unroll
+    for (int e = 0; e < kSums; e += 4) {
+      const float4 x = __ldcg(from + e * 8);
+      sums[e] += x.x;
+      sums[e + 1] += x.y;
+      sums[e + 2] += x.z;
+      sums[e + 3] += x.w;
+    }
+  };
+  add(sums_v, there);
+  add(sums_k, there + kSums * 8);
+  return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -166,10 +211,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ barriers_t barriers;
   __shared__ view_t views[kViews];
-  __shared__ int4 origins_memory[kOrigins];
-  __shared__ source_t sources[kMaxSummed];
-  __shared__ places_t places;
-  __shared__ volatile int next_item;  // not in a register: who asks has few
+  __shared__ int2 origins_memory[kOrigins];
+  __shared__ places_t places_memory[2];
+  __shared__ volatile unsigned num_asked;  // blocks of queries, when it is known
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
@@ -178,8 +222,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  smem_ds = smem_dout + kStagesDout * kBytesM,
                  smem_dq = smem_ds + kStagesDs * kBytesDs,
                  smem_stats = smem_dq + kGroups * kBytesPart;
-  const unsigned k_full = ptx::shared_address(&barriers), v_full = k_full + 8,
-                 k_empty = v_full + 8, v_empty = k_empty + 8, q_full = v_empty + 8,
+  const unsigned told = ptx::shared_address(&barriers), near_end = told + 8,
+                 k_full = near_end + 8, v_full = k_full + 8, k_empty = v_full + 8,
+                 v_empty = k_empty + 8, q_full = v_empty + 8,
                  q_empty = q_full + 8 * kStagesQ, dout_full = q_empty + 8 * kStagesQ,
                  dout_empty = dout_full + 8 * kStagesDout,
                  ds_full = dout_empty + 8 * kStagesDout,
@@ -190,6 +235,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * kGroups;
+    ptx::mbarrier_init(told, 1);
+    ptx::mbarrier_init(near_end, 1);
     ptx::mbarrier_init(k_full, 1);
     ptx::mbarrier_init(v_full, 1);
     ptx::mbarrier_init(k_empty, kWarps);
@@ -210,6 +257,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(dq_full + 8 * n, 4);
       ptx::mbarrier_init(dq_empty + 8 * n, 1);
     }
+    num_asked = ~0u;
     ptx::fence_mbarrier_init();
   }
   ptx::griddepcontrol_wait();
@@ -221,40 +269,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::setmaxnreg_dec<kFeederRegisters>();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4 * kGroups;
     if (warp == 0 && lane == 0) {
-      // --- who asks for tiles
-      const unsigned kv_from = ptx::shared_address(&places);
+      // --- who finds items, and asks for keys
+      int number = blockIdx.x;
+      unsigned items = 0, total = 0;  // items, and blocks of queries, so far
       auto store_place = [](unsigned to, const int4& x) {
         ptx::store_shared_s32x2(to, x.x, x.y);
         ptx::store_shared_s32x2(to + 8, x.z, x.w);
       };
-      next_item = blockIdx.x;
-      unsigned items = 0, asked = 0;  // items, and blocks of queries, so far
-      auto prefetch_tile = [&](const ptx::tensor_map_t& map, unsigned place) {
-        const int4 from = ptx::load_shared_s32x4(place);
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          ptx::prefetch_bulk_tensor_5d(map, chunk * 64, from.x, from.y, from.z, from.w);
-        }
-      };
-      auto prefetch_keys = [&] {
-        prefetch_tile(inputs.v_map, kv_from + 16);
-        prefetch_tile(inputs.k_map, kv_from);
-      };
-      // Tells of the next item.
-#if V_TIME
-      auto feeder_stamp = [&](int n) {
-        unsigned long long t;
-        asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
-        reinterpret_cast<unsigned long long*>(
-            reinterpret_cast<char*>(found) + V_TIME + (1 << 20))
-            [*const_cast<volatile int*>(&views[items % kViews].number) * 8 + n] = t;
-      };
-#else
-      auto feeder_stamp = [](int) {};
-#endif
-      auto begin_item = [&] {
+      // Tells of an item.
+      auto find_item = [&](unsigned place_of_k) {
         view_t& view = views[items % kViews];
-        int number = next_item;
         const inputs_t& inputs_now = ptx::anew(inputs);
         const params_t& params_now = ptx::anew(params);
         const grads_t& grads_now = ptx::anew(grads);
@@ -292,18 +316,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             slot += at[kBatchDims - 1 - axis] * int(inputs_now.slot[axis]);
           }
           const int num_blocks = inputs_now.num_blocks;
-          const unsigned source = ptx::shared_address(sources + n);
+          const unsigned source = place_of_k + kPlaceOfSources + n * sizeof(source_t);
           store_place(source, place(slot * num_blocks, head, params_now.q));
           store_place(source + 16, place(of_all * num_blocks, head, grads_now.dout));
           if (n > 0) continue;
-          store_place(kv_from, place(row, kv_head, params_now.k));
-          store_place(kv_from + 16, place(row, kv_head, params_now.v));
+          store_place(place_of_k, place(row, kv_head, params_now.k));
+          store_place(place_of_k + kPlaceOfV, place(row, kv_head, params_now.v));
         }
         view.tile = item.tile;
-#if V_TIME
-        view.number = next_item;
-        feeder_stamp(0);
-#endif
         view.factor = factor_of(found);
         view.num_keys = static_cast<int>(params.seqlen_k) - row;
         // The blocks of queries that see keys of the tile; at least one.
@@ -335,23 +355,52 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const int begin = is_second ? inputs_now.cut : 0,
                   end = view.slot < 0 || is_second ? all : inputs_now.cut;
         view.count = end - begin;
-        places.blocks = {block_first, block_last, begin, end};
-#if !V_LATE
-        next_item = atomicAdd(&counter->next, 1) + gridDim.x;
-#endif
-#if V_PRE
-        prefetch_keys();
-#endif
+        total += end - begin;
+        store_place(place_of_k + kPlaceOfBlocks, {block_first, block_last, begin, end});
       };
-      // Asks for a block of queries as soon as its stages are free.
-      auto ask_for_queries = [&](int summed, int block, int flags) {
-        const unsigned source = ptx::shared_address(sources + summed);
+      // Brings it to the L2 cache before there is room.
+      auto prefetch_keys = [&](const ptx::tensor_map_t& map, unsigned place) {
+        const int4 from = ptx::load_shared_s32x4(place);
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          ptx::prefetch_bulk_tensor_5d(map, chunk * 64, from.x, from.y, from.z, from.w);
+        }
+      };
+      auto ask_for_keys = [&](unsigned target, const ptx::tensor_map_t& map,
+                              unsigned full, unsigned empty, unsigned place) {
+        wait(empty, (items & 1) ^ 1);
+        const int4 from = ptx::load_shared_s32x4(place);
+        const int batch[2] = {from.z, from.w};
+        load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
+      };
+#pragma unroll 1
+      while (number < inputs.num_items) {
+        const unsigned place = ptx::shared_address(places_memory + items % 2);
+        find_item(place);
+        ptx::mbarrier_arrive(told);
+        prefetch_keys(inputs.k_map, place);
+        prefetch_keys(inputs.v_map, place + kPlaceOfV);
+        ask_for_keys(smem_v, inputs.v_map, v_full, v_empty, place + kPlaceOfV);
+        ask_for_keys(smem_k, inputs.k_map, k_full, k_empty, place);
+        wait(near_end, items & 1);
+        number = atomicAdd(&counter->next, 1) + gridDim.x;
+        ++items;
+      }
+      views[items % kViews].count = 0;
+      num_asked = total;
+      ptx::mbarrier_arrive(told);
+      wait(k_empty, (items & 1) ^ 1);
+      ptx::mbarrier_arrive(k_full);
+    } else if (warp == 1 && lane == 0) {
+      // --- who asks for blocks of queries
+      unsigned asked = 0;  // so far
+      // As soon as its stages are free.
+      auto ask_for_block = [&](unsigned source, int block) {
         int4 from = ptx::load_shared_s32x4(source);
-        const unsigned origin = origins + asked % kOrigins * 16;
         unsigned stage = asked % kStagesQ, full = q_full + 8 * stage;
         wait(q_empty + 8 * stage, (asked / kStagesQ & 1) ^ 1);
-        ptx::store_shared_s32x2(origin, block * kBlockM, from.x + block);
-        ptx::store_shared_s32(origin + 8, flags);
+        ptx::store_shared_s32x2(origins + asked % kOrigins * 8, block * kBlockM,
+                                from.x + block);
         const int q_batch[2] = {from.z, from.w};
         load_tile<kBlockM, kChunks>(smem_q + stage * kBytesM, inputs.q_map, full,
                                     block * kBlockM, from.y, q_batch);
@@ -368,70 +417,42 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         load_tile<kBlockM, kChunks>(smem_dout + stage * kBytesM, inputs.dout_map, full,
                                     block * kBlockM, from.y, dout_batch);
       };
-      auto ask_for_keys = [&](unsigned target, const ptx::tensor_map_t& map,
-                              unsigned full, unsigned empty, unsigned place) {
-        if (items > 0) wait(empty, (items - 1) & 1);
-        const int4 from = ptx::load_shared_s32x4(place);
-        const int batch[2] = {from.z, from.w};
-        load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
-      };
 #pragma unroll 1
-      for (; next_item < inputs.num_items; ++items) {
-        begin_item();
-        feeder_stamp(1);
-        const int4 blocks = places.blocks;
-        const int num_blocks = blocks.y - blocks.x;
-        int summed = blocks.z / num_blocks;
-        int block = blocks.x + blocks.z - summed * num_blocks;
+      for (unsigned items = 0;; ++items) {
+        wait(told, items & 1);
+        if (*const_cast<volatile int*>(&views[items % kViews].count) == 0) break;
+        const unsigned place = ptx::shared_address(places_memory + items % 2);
+        const int4 blocks = ptx::load_shared_s32x4(place + kPlaceOfBlocks);
+        const int num_blocks = blocks.y - blocks.x, skipped = blocks.z / num_blocks;
+        unsigned source = place + kPlaceOfSources + skipped * sizeof(source_t);
+        int block = blocks.x + blocks.z - skipped * num_blocks;
 #pragma unroll 1
         for (int n = blocks.z; n < blocks.w; ++n) {
-          const bool ends = n + 1 == blocks.w;
-#if V_LATE
-          if (n == max(blocks.z, blocks.w - V_LATE)) {
-            next_item = atomicAdd(&counter->next, 1) + gridDim.x;
-          }
-#endif
-          ask_for_queries(summed, block, ends && next_item >= inputs.num_items);
-          if (n == blocks.z) {
-            feeder_stamp(2);
-            ask_for_keys(smem_v, inputs.v_map, v_full, v_empty, kv_from + 16);
-            feeder_stamp(3);
-            ask_for_keys(smem_k, inputs.k_map, k_full, k_empty, kv_from);
-            feeder_stamp(4);
-          }
+          if (n == max(blocks.z, blocks.w - kAhead)) ptx::mbarrier_arrive(near_end);
+          ask_for_block(source, block);
           if (++block == blocks.y) {
             block = blocks.x;
-            ++summed;
+            source += sizeof(source_t);
           }
         }
       }
-      views[items % kViews].count = 0;
-      if (items > 0) wait(k_empty, (items - 1) & 1);
-      ptx::mbarrier_arrive(k_full);
-    } else if (warp == 1 && lane == 0) {
-      // --- who gives sums of dq to the copy engine
-      bool more = blockIdx.x < inputs.num_items;
+    } else if (warp >= 2 && lane == 0) {
+      // --- who gives a group's sums of dq to the copy engine
+      const int g = warp - 2;
 #pragma unroll 1
-      for (unsigned block = 0; more; ++block) {
-        wait(dq_full, block & 1);  // then the origin is there, too
-        const int4 origin = ptx::load_shared_s32x4(origins + block % kOrigins * 16);
-        more = origin.z == 0;
-#pragma unroll
-        for (int g = 0; g < kGroups; ++g) {
-          if (g > 0) wait(dq_full + 8 * g, block & 1);
-          ptx::cp_reduce_async_bulk_add(
-              sums_q + (index_t(origin.y) * kGroups + g) * kPart,
-              smem_dq + g * kBytesPart, kBytesPart);
-          ptx::cp_async_bulk_commit_group();
-        }
-        ptx::cp_async_bulk_wait_group_read<1>();
-        ptx::mbarrier_arrive(dq_empty);
+      for (unsigned block = 0;; ++block) {
+        wait(dq_full + 8 * g, block & 1);  // then the origin is there, too
+        if (block == num_asked) break;
+        const int to = ptx::load_shared_s32(origins + block % kOrigins * 8 + 4);
+        ptx::cp_reduce_async_bulk_add(sums_q + (index_t(to) * kGroups + g) * kPart,
+                                      smem_dq + g * kBytesPart, kBytesPart);
+        ptx::cp_async_bulk_commit_group();
         ptx::cp_async_bulk_wait_group_read();
-        ptx::mbarrier_arrive(dq_empty + 8);
+        ptx::mbarrier_arrive(dq_empty + 8 * g);
       }
       ptx::cp_async_bulk_wait_group();
       // The last block to finish leaves both numbers at 0 for the next launch.
-      if (atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
+      if (g == 0 && atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
         counter->next = 0;
         counter->finished = 0;
         __threadfence();
@@ -493,26 +514,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   while (count != 0) {
     volatile view_t& view = views[items % kViews];
     const unsigned last = block + count - 1;
-#if V_TIME
-    auto stamp = [&](int n) {
-      if (threadIdx.x % 128 == 0) {
-        unsigned long long t, g;
-        asm volatile("mov.u64 %0, %%clock64;" : "=l"(t)::"memory");
-        unsigned long long* to = reinterpret_cast<unsigned long long*>(
-                                     reinterpret_cast<char*>(found) + V_TIME) +
-                                 (view.number * 2 + group) * 8;
-        to[n] = t;
-        if (n == 0) {
-          asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(g)::"memory");
-          to[6] = g;
-          to[7] = blockIdx.x;
-        }
-      }
-    };
-    stamp(0);
-#else
-    auto stamp = [](int) {};
-#endif
 
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
     auto load_lse = [&](unsigned stage, int n) {
@@ -533,19 +534,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       for (int n = 0; n < kEarlyDelta; ++n) early_delta[n] = load_delta(stage, n);
     };
     auto origin_of = [&](unsigned number) {
-      return ptx::load_shared_s32(origins + number % kOrigins * 16);
+      return ptx::load_shared_s32(origins + number % kOrigins * 8);
     };
 
     // Whether no key is hidden from a block of queries.
     auto is_whole = [&](unsigned number) {
       if constexpr (kBounds == 0) return view.num_keys >= kBlockN;
-#if V_SKIP == 2
-      const int origin = origin_of(number) - 64 * group;
-      return origin >= view.whole_first - 64 && (kBounds < 2 || origin <= view.whole_last);
-#else
       const int origin = origin_of(number);
       return origin >= view.whole_first && (kBounds < 2 || origin <= view.whole_last);
-#endif
     };
 
     // s becomes P of a block of queries, and p the same as operand. Number e stands in
@@ -659,9 +655,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
 
-#if !V_EARLY
     wait_for_q();
-#endif
     wait(v_full, items & 1);
 
     // One block of queries. No product is in flight between steps: ptxas does not
@@ -680,43 +674,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::mbarrier_arrive(ds_full + 8 * (number % 2));
       }
     };
-#if V_EARLY
-    bool whole = false, dout_is_there = false;
-    auto look_ahead = [&](unsigned number) {
-      wait_for_q();
-      whole = is_whole(number);
-      dout_is_there = ptx::mbarrier_try_wait_parity(dout_full + 8 * dout_stage.stage,
-                                                    dout_stage.parity);
-    };
-#endif
     auto step = [&](auto is_first) {
       constexpr bool kFirst = decltype(is_first)::value;
       const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
       start_s(this_q);
-#if V_EARLY
-      if (!dout_is_there) wait_for_dout();
-#else
       const bool whole = is_whole(block);
       wait_for_dout();
-#endif
       start_dp(this_dout);
       ask_for_lse(this_dout);
-#if !V_TELL
       if constexpr (!kFirst) tell(block - 1);
-#endif
       q_stage.advance();
       dout_stage.advance();
       ptx::wgmma_wait_group<1>();  // S
       keep_order(s);
-#if V_TELL == 1
-      if constexpr (!kFirst) tell(block - 1);
-#endif
       hide(whole);
       exponentials(number_t<0>());
       start_dv(this_dout, number_t<0>(), !kFirst);
-#if V_TELL == 2
-      if constexpr (!kFirst) tell(block - 1);
-#endif
       ask_for_delta(this_dout);
       ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
@@ -736,26 +709,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         ptx::wgmma_wait_group<1>();  // dq
         keep_order(dq);
         release(ds_empty + 8 * ((block - 1) % kStagesDs));
-#if V_EARLY
-        if (block != last) look_ahead(block + 1);
-#endif
         store_dq(dq, block - 1);
       }
-#if V_EARLY
-      if (kFirst && block != last) look_ahead(block + 1);
-#else
       if (block != last) wait_for_q();
-#endif
       ptx::wgmma_wait_group<0>();  // dk
       keep_order(sums_k);
       release(q_empty + 8 * this_q);
     };
 
-#if V_EARLY
-    look_ahead(block);
-#endif
-#if V_SKIP
-    // A block of queries that sees none of this group's keys.
+    // A first block of queries that sees none of this group's keys.
     auto skip = [&] {
       wait_for_dout();
       const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
@@ -772,157 +734,45 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       store_ds();
       release(dout_empty + 8 * this_dout);
       release(q_empty + 8 * this_q);
-#if V_EARLY
-      look_ahead(block + 1);
-#else
       wait_for_q();
-#endif
     };
-#if V_SKIP == 2
-    if (kBounds > 0 && block != last &&
-        uniform(origin_of(block) - 64 * group + kBlockM - 1 <= -view.high)) {
-#else
     if (kBounds > 0 && group > 0 && uniform(view.skips)) {
-#endif
       skip();
     } else {
       step(flag_t<true>());
     }
-#else
-    step(flag_t<true>());
-#endif
-    stamp(1);
 #pragma unroll 1
     while (block != last) {
       ++block;
       step(flag_t<false>());
     }
-    stamp(2);
-    // Of two parts of an item, the first to end leaves its sums to the other.
-    bool is_mine = true;
-    auto meet = [&] {
-    if constexpr (kBounds == 0) {
-      const int slot = uniform(view.slot);
-      if (slot >= 0) {
-        const int at = slot * (kWorkers / 32) + threadIdx.x / 32;
-        float4* const there =
-            reinterpret_cast<float4*>(parts) + at * (kSums / 2 * 32) + lane;
-        int ended = 0;
-        if (lane == 0) ended = atomicAdd(met + 2 * at, 1);
-        is_mine = uniform(ended + (lane == 0 ? 0 : 1 << 20)) > 0;
-        if (!is_mine) {
-#pragma unroll
-          for (int e = 0; e < kSums; e += 4) {
-            there[e * 8] = {sums_v[e], sums_v[e + 1], sums_v[e + 2], sums_v[e + 3]};
-            there[(e + kSums) * 8] = {sums_k[e], sums_k[e + 1], sums_k[e + 2],
-                                      sums_k[e + 3]};
-          }
-          __threadfence();
-          __syncwarp();
-          if (lane == 0) ptx::store_relaxed(met + 2 * at + 1, 1);
-        } else {
-          while (uniform(ptx::load_relaxed(met + 2 * at + 1)) == 0) {
-          }
-          __threadfence();
-          auto add = [&](float (&sums)[kSums], const float4* from) {
-#pragma unroll
-            for (int e = 0; e < kSums; e += 4) {
-              const float4 x = __ldcg(from + e * 8);
-              sums[e] += x.x;
-              sums[e + 1] += x.y;
-              sums[e + 2] += x.z;
-              sums[e + 3] += x.w;
-            }
-          };
-          add(sums_v, there);
-          add(sums_k, there + kSums * 8);
-        }
-      }
-    }
-    };
-#if V_STAGE
-    meet();
-#endif
+    const bool is_mine = kBounds > 0 || meet(sums_k, sums_v, view.slot, met, parts);
     // dq of the last block, while the next item's keys are asked for.
     tell(block);
     start_dq(dq, block);
-#if V_STAGE
-    // By then both groups' sums of the block before have been read.
-    wait(dq_empty + 8 * group, (block & 1) ^ 1);
-    const int row_warp = group * 64 + warp * 16;
-    const int num_rows = is_mine ? view.num_keys - row_warp : 0;
-    auto store = [&](const float (&sums)[kSums], int n, float factor, elem_t* to,
-                     int dim) {
-      const index_t step = grads.row[n];
-      to += (n == 0 ? view.dk : view.dv) + (view.tile * kBlockN + row_warp) * step;
-      const unsigned bad = store_staged(dq_target - lane * 16, sums, factor, to, step,
-                                        num_rows, dim);
-      if ((bad & 0x7fff7fff) != 0) found->odd = 1;
-    };
-    auto store_dk = [&] {
-      store(sums_k, 0,
-            unfactor_of(factor_of(found), static_cast<float>(params.scale)), dk,
-            static_cast<int>(params.head_dim));
-    };
-    auto store_dv = [&] {
-      store(sums_v, 1, 1 / kFactorP, dv, static_cast<int>(params.head_dim_v));
-    };
-#if V_STAGE == 1
-    store_dv();
-    store_dk();
-#elif V_STAGE == 2
-    store_dv();
-#endif
-#endif
-#if V_DVB
-    const int key_first = view.tile * kBlockN;
-    const int num_keys = view.num_keys;
-    const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
-    float odd = store_rows(sums_v, 1 / kFactorP,
-                           dv + view.dv + key_first * grads.row[1], grads.row[1],
-                           row_thread, num_keys, static_cast<int>(params.head_dim_v));
-#endif
     ptx::wgmma_wait_group<0>();
     keep_order(dq);
-    stamp(3);
     release(k_empty);
     release(ds_empty + 8 * (block % kStagesDs));
-#if V_STAGE == 2
-    store_dk();
-#elif V_STAGE == 3
-    store_dv();
-    store_dk();
-#endif
+    // Where dq leaves, dv and dk go first, when that of the block before has left.
+    wait(dq_empty + 8 * group, (block & 1) ^ 1);
+    const int first_row = group * 64 + warp * 16;
+    const int num_rows = is_mine ? view.num_keys - first_row : 0;
+    const index_t row = view.tile * kBlockN + first_row;
+    unsigned odd = store_staged(sums_v, dq_target - lane * 16, 1 / kFactorP,
+                                dv + view.dv + row * grads.row[1], grads.row[1],
+                                num_rows, static_cast<int>(params.head_dim_v));
+    odd |= store_staged(sums_k, dq_target - lane * 16,
+                        unfactor_of(factor_of(found), static_cast<float>(params.scale)),
+                        dk + view.dk + row * grads.row[0], grads.row[0], num_rows,
+                        static_cast<int>(params.head_dim));
+    if (odd != 0) found->odd = 1;
     store_dq(dq, block);
     ptx::fence_proxy_async();
     release(dq_full + 8 * group);
-    stamp(4);
     ++block;
     ++items;
-
-#if !V_STAGE
-    meet();
-#endif
-#if V_STAGE
-    {
-#else
-    if (is_mine) {
-#if !V_DVB
-    const int key_first = view.tile * kBlockN;
-    const int num_keys = view.num_keys;
-    const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
-    float odd = store_rows(sums_v, 1 / kFactorP,
-                           dv + view.dv + key_first * grads.row[1], grads.row[1],
-                           row_thread, num_keys, static_cast<int>(params.head_dim_v));
-#endif
-    odd = store_rows(sums_k,
-                     unfactor_of(factor_of(found), static_cast<float>(params.scale)),
-                     dk + view.dk + key_first * grads.row[0], grads.row[0], row_thread,
-                     num_keys, static_cast<int>(params.head_dim), odd);
-    if (odd != 0) found->odd = 1;
-#endif
-    }
-    stamp(5);
     count = next_count();
   }
+  release(dq_full + 8 * group);  // who gives dq ends, too
 }

@@ -168,7 +168,7 @@ HOPPER_BLOCK_N = 128
 HOPPER_TILE_M = 128
 _HOPPER_THREADS = 256
 _FEEDER_THREADS = 128  # more of them, where a warpgroup is for the copy engine
-_HOPPER_STATIC = 9728  # bytes of shared memory beside tiles
+_HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
 # The fewest blocks of queries of a part of an item: two parts cost five more than one.
 _LEAST_PART = 6
 

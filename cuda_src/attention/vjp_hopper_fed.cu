@@ -8,8 +8,8 @@
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter
 // Threads    two warpgroups compute, 64 keys each. Of a third, the feeder, a thread
-//            finds items and asks the copy engine for their keys, one asks for blocks
-//            of queries, and two give dq to it to be added to the sums in memory
+//            asks the copy engine for all tiles, and another gives dq to it to be added
+//            to the sums in memory
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
@@ -56,7 +56,8 @@ struct alignas(16) view_t {
 };
 // The feeder tells of an item while others may still be at the fourth before it.
 constexpr int kViews = 8;
-// Of a block of queries: its first one, and its number among the blocks of sums_q.
+// Of a block of queries: its first one, its number among the blocks of sums_q, and
+// whether it is the last of all.
 constexpr int kOrigins = 8;
 // So many blocks of queries before the end of an item the next one is taken. Earlier,
 // and long items lie in wait behind long ones, while others are done; later, and who
@@ -68,18 +69,13 @@ struct alignas(16) source_t {
   int4 q, dout;
 };
 // Of who asks: where keys of an item lie (row, head, batch); the blocks of queries that
-// see them, and of these, over all summed entries, the first and the last of the item;
-// and where the queries lie.
+// see them; and of these, over all summed entries, the first and the last of the item.
 struct alignas(16) places_t {
   int4 k, v;
   int4 blocks;
-  source_t sources[kMaxSummed];
 };
-constexpr int kPlaceOfV = 16, kPlaceOfBlocks = 32, kPlaceOfSources = 48;
 
 struct barriers_t {
-  // An item has been found; who asks for its blocks of queries is near the end.
-  unsigned long long told, near_end;
   unsigned long long k_full, v_full, k_empty, v_empty;
   unsigned long long q_full[kStagesQ], q_empty[kStagesQ];
   unsigned long long dout_full[kStagesDout], dout_empty[kStagesDout];
@@ -211,9 +207,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ barriers_t barriers;
   __shared__ view_t views[kViews];
-  __shared__ int2 origins_memory[kOrigins];
-  __shared__ places_t places_memory[2];
-  __shared__ volatile unsigned num_asked;  // blocks of queries, when it is known
+  __shared__ int4 origins_memory[kOrigins];
+  __shared__ source_t sources[kMaxSummed];
+  __shared__ places_t places;
+  __shared__ volatile int next_item;  // not in a register: who asks has few
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
@@ -222,9 +219,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  smem_ds = smem_dout + kStagesDout * kBytesM,
                  smem_dq = smem_ds + kStagesDs * kBytesDs,
                  smem_stats = smem_dq + kGroups * kBytesPart;
-  const unsigned told = ptx::shared_address(&barriers), near_end = told + 8,
-                 k_full = near_end + 8, v_full = k_full + 8, k_empty = v_full + 8,
-                 v_empty = k_empty + 8, q_full = v_empty + 8,
+  const unsigned k_full = ptx::shared_address(&barriers), v_full = k_full + 8,
+                 k_empty = v_full + 8, v_empty = k_empty + 8, q_full = v_empty + 8,
                  q_empty = q_full + 8 * kStagesQ, dout_full = q_empty + 8 * kStagesQ,
                  dout_empty = dout_full + 8 * kStagesDout,
                  ds_full = dout_empty + 8 * kStagesDout,
@@ -235,8 +231,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * kGroups;
-    ptx::mbarrier_init(told, 1);
-    ptx::mbarrier_init(near_end, 1);
     ptx::mbarrier_init(k_full, 1);
     ptx::mbarrier_init(v_full, 1);
     ptx::mbarrier_init(k_empty, kWarps);
@@ -257,7 +251,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(dq_full + 8 * n, 4);
       ptx::mbarrier_init(dq_empty + 8 * n, 1);
     }
-    num_asked = ~0u;
     ptx::fence_mbarrier_init();
   }
   ptx::griddepcontrol_wait();
@@ -269,16 +262,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::setmaxnreg_dec<kFeederRegisters>();
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4 * kGroups;
     if (warp == 0 && lane == 0) {
-      // --- who finds items, and asks for keys
-      int number = blockIdx.x;
-      unsigned items = 0, total = 0;  // items, and blocks of queries, so far
+      // --- who asks for tiles
+      const unsigned kv_from = ptx::shared_address(&places);
       auto store_place = [](unsigned to, const int4& x) {
         ptx::store_shared_s32x2(to, x.x, x.y);
         ptx::store_shared_s32x2(to + 8, x.z, x.w);
       };
-      // Tells of an item.
-      auto find_item = [&](unsigned place_of_k) {
+      next_item = blockIdx.x;
+      unsigned items = 0, asked = 0;  // items, and blocks of queries, so far
+      // Tells of the next item.
+      auto begin_item = [&] {
         view_t& view = views[items % kViews];
+        int number = next_item;
         const inputs_t& inputs_now = ptx::anew(inputs);
         const params_t& params_now = ptx::anew(params);
         const grads_t& grads_now = ptx::anew(grads);
@@ -316,12 +311,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             slot += at[kBatchDims - 1 - axis] * int(inputs_now.slot[axis]);
           }
           const int num_blocks = inputs_now.num_blocks;
-          const unsigned source = place_of_k + kPlaceOfSources + n * sizeof(source_t);
+          const unsigned source = ptx::shared_address(sources + n);
           store_place(source, place(slot * num_blocks, head, params_now.q));
           store_place(source + 16, place(of_all * num_blocks, head, grads_now.dout));
           if (n > 0) continue;
-          store_place(place_of_k, place(row, kv_head, params_now.k));
-          store_place(place_of_k + kPlaceOfV, place(row, kv_head, params_now.v));
+          store_place(kv_from, place(row, kv_head, params_now.k));
+          store_place(kv_from + 16, place(row, kv_head, params_now.v));
         }
         view.tile = item.tile;
         view.factor = factor_of(found);
@@ -355,52 +350,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const int begin = is_second ? inputs_now.cut : 0,
                   end = view.slot < 0 || is_second ? all : inputs_now.cut;
         view.count = end - begin;
-        total += end - begin;
-        store_place(place_of_k + kPlaceOfBlocks, {block_first, block_last, begin, end});
+        places.blocks = {block_first, block_last, begin, end};
       };
-      // Brings it to the L2 cache before there is room.
-      auto prefetch_keys = [&](const ptx::tensor_map_t& map, unsigned place) {
-        const int4 from = ptx::load_shared_s32x4(place);
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          ptx::prefetch_bulk_tensor_5d(map, chunk * 64, from.x, from.y, from.z, from.w);
-        }
-      };
-      auto ask_for_keys = [&](unsigned target, const ptx::tensor_map_t& map,
-                              unsigned full, unsigned empty, unsigned place) {
-        wait(empty, (items & 1) ^ 1);
-        const int4 from = ptx::load_shared_s32x4(place);
-        const int batch[2] = {from.z, from.w};
-        load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
-      };
-#pragma unroll 1
-      while (number < inputs.num_items) {
-        const unsigned place = ptx::shared_address(places_memory + items % 2);
-        find_item(place);
-        ptx::mbarrier_arrive(told);
-        prefetch_keys(inputs.k_map, place);
-        prefetch_keys(inputs.v_map, place + kPlaceOfV);
-        ask_for_keys(smem_v, inputs.v_map, v_full, v_empty, place + kPlaceOfV);
-        ask_for_keys(smem_k, inputs.k_map, k_full, k_empty, place);
-        wait(near_end, items & 1);
-        number = atomicAdd(&counter->next, 1) + gridDim.x;
-        ++items;
-      }
-      views[items % kViews].count = 0;
-      num_asked = total;
-      ptx::mbarrier_arrive(told);
-      wait(k_empty, (items & 1) ^ 1);
-      ptx::mbarrier_arrive(k_full);
-    } else if (warp == 1 && lane == 0) {
-      // --- who asks for blocks of queries
-      unsigned asked = 0;  // so far
-      // As soon as its stages are free.
-      auto ask_for_block = [&](unsigned source, int block) {
+      // Asks for a block of queries as soon as its stages are free.
+      auto ask_for_queries = [&](int summed, int block, int flags) {
+        const unsigned source = ptx::shared_address(sources + summed);
         int4 from = ptx::load_shared_s32x4(source);
+        const unsigned origin = origins + asked % kOrigins * 16;
         unsigned stage = asked % kStagesQ, full = q_full + 8 * stage;
         wait(q_empty + 8 * stage, (asked / kStagesQ & 1) ^ 1);
-        ptx::store_shared_s32x2(origins + asked % kOrigins * 8, block * kBlockM,
-                                from.x + block);
+        ptx::store_shared_s32x2(origin, block * kBlockM, from.x + block);
+        ptx::store_shared_s32(origin + 8, flags);
         const int q_batch[2] = {from.z, from.w};
         load_tile<kBlockM, kChunks>(smem_q + stage * kBytesM, inputs.q_map, full,
                                     block * kBlockM, from.y, q_batch);
@@ -417,42 +377,64 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         load_tile<kBlockM, kChunks>(smem_dout + stage * kBytesM, inputs.dout_map, full,
                                     block * kBlockM, from.y, dout_batch);
       };
+      auto ask_for_keys = [&](unsigned target, const ptx::tensor_map_t& map,
+                              unsigned full, unsigned empty, unsigned place) {
+        if (items > 0) wait(empty, (items - 1) & 1);
+        const int4 from = ptx::load_shared_s32x4(place);
+        const int batch[2] = {from.z, from.w};
+        load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
+      };
 #pragma unroll 1
-      for (unsigned items = 0;; ++items) {
-        wait(told, items & 1);
-        if (*const_cast<volatile int*>(&views[items % kViews].count) == 0) break;
-        const unsigned place = ptx::shared_address(places_memory + items % 2);
-        const int4 blocks = ptx::load_shared_s32x4(place + kPlaceOfBlocks);
-        const int num_blocks = blocks.y - blocks.x, skipped = blocks.z / num_blocks;
-        unsigned source = place + kPlaceOfSources + skipped * sizeof(source_t);
-        int block = blocks.x + blocks.z - skipped * num_blocks;
+      for (; next_item < inputs.num_items; ++items) {
+        begin_item();
+        const int4 blocks = places.blocks;
+        const int num_blocks = blocks.y - blocks.x;
+        int summed = blocks.z / num_blocks;
+        int block = blocks.x + blocks.z - summed * num_blocks;
 #pragma unroll 1
         for (int n = blocks.z; n < blocks.w; ++n) {
-          if (n == max(blocks.z, blocks.w - kAhead)) ptx::mbarrier_arrive(near_end);
-          ask_for_block(source, block);
+          const bool ends = n + 1 == blocks.w;
+          if (n == max(blocks.z, blocks.w - kAhead)) {
+            next_item = atomicAdd(&counter->next, 1) + gridDim.x;
+          }
+          ask_for_queries(summed, block, ends && next_item >= inputs.num_items);
+          if (n == blocks.z) {
+            ask_for_keys(smem_v, inputs.v_map, v_full, v_empty, kv_from + 16);
+            ask_for_keys(smem_k, inputs.k_map, k_full, k_empty, kv_from);
+          }
           if (++block == blocks.y) {
             block = blocks.x;
-            source += sizeof(source_t);
+            ++summed;
           }
         }
       }
-    } else if (warp >= 2 && lane == 0) {
-      // --- who gives a group's sums of dq to the copy engine
-      const int g = warp - 2;
+      views[items % kViews].count = 0;
+      if (items > 0) wait(k_empty, (items - 1) & 1);
+      ptx::mbarrier_arrive(k_full);
+    } else if (warp == 1 && lane == 0) {
+      // --- who gives sums of dq to the copy engine
+      bool more = blockIdx.x < inputs.num_items;
 #pragma unroll 1
-      for (unsigned block = 0;; ++block) {
-        wait(dq_full + 8 * g, block & 1);  // then the origin is there, too
-        if (block == num_asked) break;
-        const int to = ptx::load_shared_s32(origins + block % kOrigins * 8 + 4);
-        ptx::cp_reduce_async_bulk_add(sums_q + (index_t(to) * kGroups + g) * kPart,
-                                      smem_dq + g * kBytesPart, kBytesPart);
-        ptx::cp_async_bulk_commit_group();
+      for (unsigned block = 0; more; ++block) {
+        wait(dq_full, block & 1);  // then the origin is there, too
+        const int4 origin = ptx::load_shared_s32x4(origins + block % kOrigins * 16);
+        more = origin.z == 0;
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g) {
+          if (g > 0) wait(dq_full + 8 * g, block & 1);
+          ptx::cp_reduce_async_bulk_add(
+              sums_q + (index_t(origin.y) * kGroups + g) * kPart,
+              smem_dq + g * kBytesPart, kBytesPart);
+          ptx::cp_async_bulk_commit_group();
+        }
+        ptx::cp_async_bulk_wait_group_read<1>();
+        ptx::mbarrier_arrive(dq_empty);
         ptx::cp_async_bulk_wait_group_read();
-        ptx::mbarrier_arrive(dq_empty + 8 * g);
+        ptx::mbarrier_arrive(dq_empty + 8);
       }
       ptx::cp_async_bulk_wait_group();
       // The last block to finish leaves both numbers at 0 for the next launch.
-      if (g == 0 && atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
+      if (atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
         counter->next = 0;
         counter->finished = 0;
         __threadfence();
@@ -534,7 +516,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       for (int n = 0; n < kEarlyDelta; ++n) early_delta[n] = load_delta(stage, n);
     };
     auto origin_of = [&](unsigned number) {
-      return ptx::load_shared_s32(origins + number % kOrigins * 8);
+      return ptx::load_shared_s32(origins + number % kOrigins * 16);
     };
 
     // Whether no key is hidden from a block of queries.
@@ -758,7 +740,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     wait(dq_empty + 8 * group, (block & 1) ^ 1);
     const int first_row = group * 64 + warp * 16;
     const int num_rows = is_mine ? view.num_keys - first_row : 0;
-    const index_t row = view.tile * kBlockN + first_row;
+    const int row = view.tile * kBlockN + first_row;
     unsigned odd = store_staged(sums_v, dq_target - lane * 16, 1 / kFactorP,
                                 dv + view.dv + row * grads.row[1], grads.row[1],
                                 num_rows, static_cast<int>(params.head_dim_v));
@@ -774,5 +756,4 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ++items;
     count = next_count();
   }
-  release(dq_full + 8 * group);  // who gives dq ends, too
 }

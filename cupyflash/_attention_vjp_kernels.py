@@ -323,7 +323,9 @@ class HopperVjpKernel:
         """How the items are cut, and the units of exponents: fields of inputs_t."""
         num_tiles = self.num_tiles(forward, dq)
         num_items, num_blocks = num_tiles * num_kept, self.num_blocks(forward)
-        num_cut, cut = self.cut(forward, device, num_items, num_blocks * num_summed, dq)
+        num_split, first_part = self.split(
+            forward, device, num_items, num_blocks * num_summed, dq
+        )
         # Queries, dO and sums of dq of a section take a share of the L2 cache.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
@@ -333,9 +335,9 @@ class HopperVjpKernel:
             in_cache = -(-in_cache // 2)
         to_log2, hidden = _attention_vjp_limits.units(forward)
         return {
-            "num_items": num_items + num_cut,
-            "num_cut": num_cut,
-            "cut": cut,
+            "num_items": num_items + num_split,
+            "num_split": num_split,
+            "first_part": first_part,
             "num_tiles": num_tiles,
             "num_blocks": num_blocks,
             "num_kept": num_kept,
@@ -345,7 +347,7 @@ class HopperVjpKernel:
             "hidden": hidden,
         }
 
-    def cut(
+    def split(
         self,
         forward: AttentionProblem,
         device: Device,
@@ -363,8 +365,8 @@ class HopperVjpKernel:
         left = num_items % device.num_sms
         # Second parts, so many for one multiprocessor, take as long as a first part.
         each = -(-left // (device.num_sms - left))
-        cut = -(-num_blocks * each // (each + 1))
-        return (left, cut) if num_blocks - cut >= _LEAST_PART else (0, 0)
+        first = -(-num_blocks * each // (each + 1))
+        return (left, first) if num_blocks - first >= _LEAST_PART else (0, 0)
 
     def grid(
         self, forward: AttentionProblem, device: Device, num_items: int, dq: str

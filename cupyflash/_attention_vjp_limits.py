@@ -17,7 +17,7 @@ INPUTS: list[Any] = [
     ("slot", "i8", (2,)),
     ("to_log2", "f4"),
     ("hidden", "f4"),
-    *((name, "i4") for name in ("num_cut", "cut")),
+    *((name, "i4") for name in ("num_split", "first_part")),
     ("padding", "V8"),  # to a multiple of 64
 ]
 

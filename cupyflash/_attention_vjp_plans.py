@@ -381,16 +381,18 @@ class HopperPlan:
         # If dq has a kernel of its own, it needs none of this.
         sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
         turns = num_slots * num_blocks * row.num_warps * in_turns
-        num_items, num_cut = (self.schedule[n] for n in ("num_items", "num_cut"))
-        turns += num_cut * row.num_warps * 2  # parts that have ended
+        num_items, num_split = (self.schedule[n] for n in ("num_items", "num_split"))
+        turns += num_split * row.num_warps * 2  # parts that have ended
+        rows = num_split * _attention_vjp_kernels.HOPPER_BLOCK_N
+        parts = rows * 2 * row.dim(forward)
         self.num_vectors = (sums + turns) // 4
         sizes = (
             _FOUND_BYTES,
             4 * sums,
             4 * turns,
+            4 * parts,
             4 * num_entries * num_blocks * block_m * 2,
             4 * num_entries * seqlen_q,
-            4 * num_cut * _attention_vjp_kernels.HOPPER_BLOCK_N * 2 * row.dim(forward),
         )
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
         self.num_bytes = sum(sizes)
@@ -448,7 +450,7 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, stats, delta, parts = (
+        found, sums, turns, parts, stats, delta = (
             memory.ptr + start for start in self.starts
         )
         if self.looks_for_largest:

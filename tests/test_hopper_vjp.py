@@ -120,7 +120,7 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     }[dq]  # fmt: skip
     schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
     assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
-    num_items = 3 * schedule["num_tiles"] + schedule["num_cut"]
+    num_items = 3 * schedule["num_tiles"] + schedule["num_split"]
     assert schedule["num_items"] == num_items
     assert ROW.grid(forward, HOPPER, num_items, dq) == cluster * num_items
     if cluster > 1:
@@ -138,7 +138,7 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
 
 
 @pytest.mark.parametrize(
-    ("num_items", "num_blocks", "cut"),
+    ("num_items", "num_blocks", "split"),
     [
         (132, 64, (0, 0)),
         (132 + 66, 64, (66, 32)),  # halves, for all multiprocessors
@@ -148,14 +148,14 @@ def test_long_heads_are_few_in_a_section(seqlen, heads):
         (30, 12, (30, 6)),
     ],
 )
-def test_items_that_are_left_over_are_cut(num_items, num_blocks, cut):
+def test_items_that_are_left_over_are_cut_in_two(num_items, num_blocks, split):
     device = dataclasses.replace(HOPPER, num_sms=132)
     forward = problem(head_dim=128).forward
-    assert ROW.cut(forward, device, num_items, num_blocks, MIXED) == cut
-    assert ROW.cut(forward, device, num_items, num_blocks, TURNS) == (0, 0)
+    assert ROW.split(forward, device, num_items, num_blocks, MIXED) == split
+    assert ROW.split(forward, device, num_items, num_blocks, TURNS) == (0, 0)
     seen = problem(head_dim=128, right=0).forward
-    assert ROW.cut(seen, device, num_items, num_blocks, MIXED) == (0, 0)
-    assert ROW.cut(problem().forward, device, num_items, num_blocks, MIXED) == (0, 0)
+    assert ROW.split(seen, device, num_items, num_blocks, MIXED) == (0, 0)
+    assert ROW.split(problem().forward, device, num_items, num_blocks, MIXED) == (0, 0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -40,9 +40,9 @@ struct alignas(64) inputs_t {
   index_t slot[2];  // by how many slots of dq the entries of a batch axis differ
   float to_log2;    // what makes scores exponents of 2
   float hidden;     // a score that makes a weight of 0
-  // So many items are cut in two; the first of the two has `cut` blocks of queries, of
-  // all summed entries. Both are items, the second ones the last of all.
-  int num_cut, cut;
+  // So many items are cut in two; the first of the two has `first_part` blocks of
+  // queries, of all summed entries. Both are items, the second ones the last of all.
+  int num_split, first_part;
 };
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of

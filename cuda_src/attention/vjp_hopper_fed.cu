@@ -278,9 +278,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const params_t& params_now = ptx::anew(params);
         const grads_t& grads_now = ptx::anew(grads);
         // The second parts of the items that are cut come last.
-        const bool is_second = number >= inputs_now.num_items - inputs_now.num_cut;
-        if (is_second) number -= inputs_now.num_cut;
-        view.slot = number - (inputs_now.num_items - 2 * inputs_now.num_cut);
+        const bool is_second = number >= inputs_now.num_items - inputs_now.num_split;
+        if (is_second) number -= inputs_now.num_split;
+        view.slot = number - (inputs_now.num_items - 2 * inputs_now.num_split);
         const item_t item = item_of<(kBounds > 0), false>(number, inputs_now);
         const int row = item.tile * kBlockN;
         view.dk = offset_of(grads_now.kept, item.kept, 1);
@@ -347,8 +347,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                        kBlockN / 2 - block_first * kBlockM - (kBlockM - 1) >= high;
         }
         const int all = (block_last - block_first) * inputs_now.num_summed;
-        const int begin = is_second ? inputs_now.cut : 0,
-                  end = view.slot < 0 || is_second ? all : inputs_now.cut;
+        const int begin = is_second ? inputs_now.first_part : 0,
+                  end = view.slot < 0 || is_second ? all : inputs_now.first_part;
         view.count = end - begin;
         places.blocks = {block_first, block_last, begin, end};
       };

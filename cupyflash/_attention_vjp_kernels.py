@@ -169,6 +169,8 @@ HOPPER_TILE_M = 128
 _HOPPER_THREADS = 256
 _FEEDER_THREADS = 128  # more of them, where a warpgroup is for the copy engine
 _HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
+# The fewest blocks of queries of a part of an item: two parts cost five more than one.
+_LEAST_PART = 6
 
 # How sums of dq come about: tiles of keys add to them in any order, or one after the
 # other; or a kernel of its own makes them.
@@ -320,6 +322,10 @@ class HopperVjpKernel:
     ) -> dict[str, Any]:
         """How the items are cut, and the units of exponents: fields of inputs_t."""
         num_tiles = self.num_tiles(forward, dq)
+        num_items, num_blocks = num_tiles * num_kept, self.num_blocks(forward)
+        num_split, first_part = self.split(
+            forward, device, num_items, num_blocks * num_summed, dq
+        )
         # Queries, dO and sums of dq of a section take a share of the L2 cache.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
@@ -329,9 +335,11 @@ class HopperVjpKernel:
             in_cache = -(-in_cache // 2)
         to_log2, hidden = _attention_vjp_limits.units(forward)
         return {
-            "num_items": num_tiles * num_kept,
+            "num_items": num_items + num_split,
+            "num_split": num_split,
+            "first_part": first_part,
             "num_tiles": num_tiles,
-            "num_blocks": self.num_blocks(forward),
+            "num_blocks": num_blocks,
             "num_kept": num_kept,
             "num_summed": num_summed,
             "section": _attention_vjp_limits.section(num_kept, in_cache),
@@ -339,12 +347,32 @@ class HopperVjpKernel:
             "hidden": hidden,
         }
 
+    def split(
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        num_items: int,
+        num_blocks: int,
+        dq: str,
+    ) -> tuple[int, int]:
+        """How many items are cut in two, and blocks of queries of the first part.
+
+        Of equal items, of `num_blocks`, those that are left over when all
+        multiprocessors have had as many.
+        """
+        if not self.tile(forward, dq).feeder or _attention_hopper.bounds_of(forward):
+            return 0, 0
+        left = num_items % device.num_sms
+        # Second parts, so many for one multiprocessor, take as long as a first part.
+        each = -(-left // (device.num_sms - left))
+        first = -(-num_blocks * each // (each + 1))
+        return (left, first) if num_blocks - first >= _LEAST_PART else (0, 0)
+
     def grid(
-        self, forward: AttentionProblem, device: Device, num_kept: int, dq: str
+        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
     ) -> int:
         """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
         cluster = self.tile(forward, dq).cluster
-        num_items = self.num_tiles(forward, dq) * num_kept
         return min(num_items, device.num_sms // cluster) * cluster
 
 
@@ -401,11 +429,7 @@ ATTENTION_VJP_KERNELS = (  # best first
                         HopperVjpTile(64, cluster_alone=2, turns_from=3, feeder=True),
                     ),
                 ),
-                (
-                    (1024, HopperVjpTile(64, cache_share=1 / 3, feeder=True)),
-                    (4096, HopperVjpTile(64, feeder=True)),
-                    (math.inf, HopperVjpTile(64, cache_share=1 / 3)),
-                ),
+                ((math.inf, HopperVjpTile(64, cache_share=1 / 3, feeder=True)),),
             ),
         },
     ),

@@ -17,7 +17,8 @@ INPUTS: list[Any] = [
     ("slot", "i8", (2,)),
     ("to_log2", "f4"),
     ("hidden", "f4"),
-    ("padding", "V16"),  # to a multiple of 64
+    *((name, "i4") for name in ("num_split", "first_part")),
+    ("padding", "V8"),  # to a multiple of 64
 ]
 
 # Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward

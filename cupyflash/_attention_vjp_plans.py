@@ -381,11 +381,16 @@ class HopperPlan:
         # If dq has a kernel of its own, it needs none of this.
         sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
         turns = num_slots * num_blocks * row.num_warps * in_turns
+        num_items, num_split = (self.schedule[n] for n in ("num_items", "num_split"))
+        turns += num_split * row.num_warps * 2  # parts that have ended
+        rows = num_split * _attention_vjp_kernels.HOPPER_BLOCK_N
+        parts = rows * 2 * row.dim(forward)
         self.num_vectors = (sums + turns) // 4
         sizes = (
             _FOUND_BYTES,
             4 * sums,
             4 * turns,
+            4 * parts,
             4 * num_entries * num_blocks * block_m * 2,
             4 * num_entries * seqlen_q,
         )
@@ -401,7 +406,7 @@ class HopperPlan:
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
-        self.main = launch("", row.grid(forward, device, num_kept, dq_way))
+        self.main = launch("", row.grid(forward, device, num_items, dq_way))
         tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
         self.dq = (
             launch("_queries", num_entries * tiles)
@@ -445,7 +450,9 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, stats, delta = (memory.ptr + start for start in self.starts)
+        found, sums, turns, parts, stats, delta = (
+            memory.ptr + start for start in self.starts
+        )
         if self.looks_for_largest:
             memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(
@@ -454,7 +461,8 @@ class HopperPlan:
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, stats, sums, *(() if self.is_fed else (turns,)), dk, dv, found,
+            inputs, stats, sums, turns, *((parts,) if self.is_fed else ()), dk, dv,
+            found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip

@@ -120,30 +120,42 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     }[dq]  # fmt: skip
     schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
     assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
-    assert schedule["num_items"] == 3 * schedule["num_tiles"]
-    assert ROW.grid(forward, HOPPER, 3, dq) == cluster * schedule["num_items"]
+    num_items = 3 * schedule["num_tiles"] + schedule["num_split"]
+    assert schedule["num_items"] == num_items
+    assert ROW.grid(forward, HOPPER, num_items, dq) == cluster * num_items
     if cluster > 1:
         assert (dq, head_dim, right) == (APART, 128, None)
 
 
-@pytest.mark.parametrize(("seqlen", "heads"), [(16384, 1), (8192, 2), (4096, 10)])
+@pytest.mark.parametrize(("seqlen", "heads"), [(16384, 1), (8192, 2), (4096, 4)])
 def test_long_heads_are_few_in_a_section(seqlen, heads):
     forward = problem(head_dim=128, right=0, seqlen_q=seqlen, seqlen_k=seqlen).forward
     device = dataclasses.replace(HOPPER, l2_bytes=50 << 20)
     assert ROW.schedule(forward, device, 10 * heads, 1, MIXED)["section"] == heads
-    most = min(10 * heads, device.l2_bytes * 4 // 5 // (1024 * seqlen))
+    most = device.l2_bytes * 4 // 5 // (1024 * seqlen)
     half = -(-most // 2)
     assert ROW.schedule(forward, device, most, 1, TURNS)["section"] == half
 
 
 @pytest.mark.parametrize(
-    ("seqlen", "right", "fed"),
-    [(1, None, True), (16384, None, True), (4096, 0, True), (4097, 0, False)],
+    ("num_items", "num_blocks", "split"),
+    [
+        (132, 64, (0, 0)),
+        (132 + 66, 64, (66, 32)),  # halves, for all multiprocessors
+        (132 + 68, 64, (68, 43)),  # two of the shorter parts take as long as a longer
+        (131, 64, (0, 0)),
+        (2048, 10, (0, 0)),  # too short
+        (30, 12, (30, 6)),
+    ],
 )
-def test_a_feeder_where_it_was_faster(seqlen, right, fed):
-    forward = problem(head_dim=128, right=right, seqlen_q=seqlen).forward
-    assert ROW.tile(forward).feeder == fed
-    assert not ROW.tile(problem(seqlen_q=seqlen, right=right).forward).feeder
+def test_items_that_are_left_over_are_cut_in_two(num_items, num_blocks, split):
+    device = dataclasses.replace(HOPPER, num_sms=132)
+    forward = problem(head_dim=128).forward
+    assert ROW.split(forward, device, num_items, num_blocks, MIXED) == split
+    assert ROW.split(forward, device, num_items, num_blocks, TURNS) == (0, 0)
+    seen = problem(head_dim=128, right=0).forward
+    assert ROW.split(seen, device, num_items, num_blocks, MIXED) == (0, 0)
+    assert ROW.split(problem().forward, device, num_items, num_blocks, MIXED) == (0, 0)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -356,11 +368,12 @@ def test_kernels_follow_one_another(cupy, rng, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_the_same_bits_in_every_run(cupy, rng, deterministic):
+def test_the_same_bits_in_every_run(cupy, rng, deterministic, causal):
     """On request those of dq too."""
     arrays = inputs(rng, "bfloat16", q=(2, 8, 700, 128), k=(2, 2, 900, 128))
-    options = {"causal": True, "deterministic": deterministic}
+    options = {"causal": causal, "deterministic": deterministic}
     first = gradients(cupy, *arrays, **options)
     for _ in range(3):
         again = gradients(cupy, *arrays, **options)

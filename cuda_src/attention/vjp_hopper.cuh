@@ -9,6 +9,10 @@
 //        of dq; batch entries that share q add to one
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
 //        this warp's part of a block of sums, where they do so in one order
+// met    (items that are cut, warps, 2)  int: how many of the two parts have ended, and
+//        whether the sums of the first to end are there
+// parts  (items that are cut, warps, 2, kSums / 4, lanes, 4)  float: those sums, of dv
+//        and of dk
 #pragma once
 
 #include "attention/hopper_operands.cuh"
@@ -36,6 +40,9 @@ struct alignas(64) inputs_t {
   index_t slot[2];  // by how many slots of dq the entries of a batch axis differ
   float to_log2;    // what makes scores exponents of 2
   float hidden;     // a score that makes a weight of 0
+  // So many items are cut in two; the first of the two has `first_part` blocks of
+  // queries, of all summed entries. Both are items, the second ones the last of all.
+  int num_split, first_part;
 };
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of

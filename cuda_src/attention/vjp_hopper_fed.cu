@@ -14,7 +14,8 @@
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
 //            dq       kBlockM x kHeadDim   shared, floats on their way to memory
-//            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
+//            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out; dk and dv
+//            go to memory by way of the place of dq
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
 //            L2; dq is added to sums of floats by the copy engine
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
@@ -22,7 +23,9 @@
 // Limits     as vjp_hopper.cu
 #include "attention/vjp_hopper_keys.cuh"
 #include "ptx/bulk.cuh"
+#include "ptx/global.cuh"
 #include "ptx/opaque.cuh"
+#include "ptx/relaxed.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/shared.cuh"
 
@@ -46,6 +49,9 @@ struct alignas(16) view_t {
   // hidden from blocks whose first query lies in [whole_first, whole_last].
   int low, high, whole_first, whole_last;
   int tile;
+  int slot;  // of a part of an item: which one; else < 0
+  // All keys of the second warpgroup are hidden from the first block of several.
+  int skips;
   index_t dk, dv;  // where the gradients go
 };
 // The feeder tells of an item while others may still be at the fourth before it.
@@ -53,15 +59,20 @@ constexpr int kViews = 8;
 // Of a block of queries: its first one, its number among the blocks of sums_q, and
 // whether it is the last of all.
 constexpr int kOrigins = 8;
+// So many blocks of queries before the end of an item the next one is taken. Earlier,
+// and long items lie in wait behind long ones, while others are done; later, and who
+// asks for blocks waits for it.
+constexpr int kAhead = 6;
 
 // Where the queries of an entry lie: first block of sums or of stats, head, and batch.
 struct alignas(16) source_t {
   int4 q, dout;
 };
-// Of who asks: where keys of an item lie (row, head, batch), and its blocks of queries.
+// Of who asks: where keys of an item lie (row, head, batch); the blocks of queries that
+// see them; and of these, over all summed entries, the first and the last of the item.
 struct alignas(16) places_t {
   int4 k, v;
-  int2 blocks;
+  int4 blocks;
 };
 
 struct barriers_t {
@@ -87,10 +98,106 @@ __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
   return sum;
 }
 
+// Writes a warp's 16 rows of a gradient, of which `num_rows` exist, by way of 4096
+// bytes of shared memory, so that lanes store whole lines. Numbers stand as in
+// store_rows. Returns bits that are not 0 if one is not finite.
+__device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
+                                                 unsigned staged,
+                                                 float factor,
+                                                 elem_t* target,
+                                                 index_t row_step,
+                                                 int num_rows,
+                                                 int dim) {
+  const int lane = threadIdx.x % 32;
+  // In a row, bits of the number of 16 bytes are flipped by those of the row: then
+  // neither rows nor columns share banks.
+  const unsigned to = staged + lane % 16 * 256 + (lane / 16 ^ lane % 8) * 16;
+  unsigned odd[2] = {0, 0};
+#pragma unroll
+  for (int e = 0; e < kSums; e += 8) {
+    unsigned words[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const int from = e + 2 * n;
+      words[n] = pair16_t::from(sums[from + 1] * factor, sums[from] * factor);
+      if (lane / 4 + n % 2 * 8 < num_rows) {
+        odd[n % 2] = pair16_t::fma(words[n], 0, odd[n % 2]);
+      }
+    }
+    ptx::stmatrix_x4(to ^ e * 4, words[0], words[1], words[2], words[3]);
+  }
+  __syncwarp();
+  const int row = lane / 16, column = lane % 16;
+  const unsigned from = staged + row * 256 + (column ^ row) * 16;
+  if (column * 8 >= dim) num_rows = 0;
+  auto out = reinterpret_cast<long long>(target + row * row_step + column * 8);
+#pragma unroll
+  for (int half = 0; half < 8; half += 4) {
+    uint4 x[4];
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      x[n] = ptx::load_shared_u32x4((from ^ n * 32) + (half + n) * 512);
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      if (row + 2 * (half + n) < num_rows) {
+        ptx::store_global(reinterpret_cast<uint4*>(out), x[n]);
+      }
+      out += 2 * row_step * int(sizeof(elem_t));
+      ptx::forget(out);  // one address, not one for each
+    }
+  }
+  __syncwarp();
+  return (odd[0] | odd[1]) & 0x7fff7fff;
+}
+
+// Of the two parts of an item that is cut, the first to end leaves its sums in memory,
+// and the second adds them to its own: bits do not depend on which is which. True if
+// the sums of this warp are whole then.
+__device__ __forceinline__ bool meet(
+    float (&sums_k)[kSums], float (&sums_v)[kSums], int slot, int* met, float* parts) {
+  slot = uniform(slot);
+  if (slot < 0) return true;
+  const int lane = threadIdx.x % 32, at = slot * (kWorkers / 32) + threadIdx.x / 32;
+  met += 2 * at;
+  auto* const there = reinterpret_cast<float4*>(parts) + at * (kSums / 2 * 32) + lane;
+  int ended = 1;
+  if (lane == 0) ended = atomicAdd(met, 1);
+  if (uniform(ended) == 0) {
+#pragma unroll
+    for (int e = 0; e < kSums; e += 4) {
+      there[e * 8] = {sums_v[e], sums_v[e + 1], sums_v[e + 2], sums_v[e + 3]};
+      there[(e + kSums) * 8] = {sums_k[e], sums_k[e + 1], sums_k[e + 2], sums_k[e + 3]};
+    }
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) ptx::store_relaxed(met + 1, 1);
+    return false;
+  }
+  while (uniform(ptx::load_relaxed(met + 1)) == 0) {
+  }
+  __threadfence();
+  auto add = [](float (&sums)[kSums], const float4* from) {
+#pragma unroll
+    for (int e = 0; e < kSums; e += 4) {
+      const float4 x = __ldcg(from + e * 8);
+      sums[e] += x.x;
+      sums[e + 1] += x.y;
+      sums[e + 2] += x.z;
+      sums[e + 3] += x.w;
+    }
+  };
+  add(sums_v, there);
+  add(sums_k, there + kSums * 8);
+  return true;
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_fed(const __grid_constant__ inputs_t inputs,
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
+                             int* met,                         // vjp_hopper.cuh
+                             float* parts,                     // vjp_hopper.cuh
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -166,10 +273,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       // Tells of the next item.
       auto begin_item = [&] {
         view_t& view = views[items % kViews];
-        const int number = next_item;
+        int number = next_item;
         const inputs_t& inputs_now = ptx::anew(inputs);
         const params_t& params_now = ptx::anew(params);
         const grads_t& grads_now = ptx::anew(grads);
+        // The second parts of the items that are cut come last.
+        const bool is_second = number >= inputs_now.num_items - inputs_now.num_split;
+        if (is_second) number -= inputs_now.num_split;
+        view.slot = number - (inputs_now.num_items - 2 * inputs_now.num_split);
         const item_t item = item_of<(kBounds > 0), false>(number, inputs_now);
         const int row = item.tile * kBlockN;
         view.dk = offset_of(grads_now.kept, item.kept, 1);
@@ -232,10 +343,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           view.high = high;
           view.whole_first = num_keys < kBlockN ? kMany : kBlockN - high;
           view.whole_last = -low - (kBlockM - 1);
+          view.skips = block_first + 1 < block_last &&
+                       kBlockN / 2 - block_first * kBlockM - (kBlockM - 1) >= high;
         }
-        view.count = (block_last - block_first) * inputs.num_summed;
-        places.blocks = {block_first, block_last};
-        next_item = atomicAdd(&counter->next, 1) + gridDim.x;
+        const int all = (block_last - block_first) * inputs_now.num_summed;
+        const int begin = is_second ? inputs_now.first_part : 0,
+                  end = view.slot < 0 || is_second ? all : inputs_now.first_part;
+        view.count = end - begin;
+        places.blocks = {block_first, block_last, begin, end};
       };
       // Asks for a block of queries as soon as its stages are free.
       auto ask_for_queries = [&](int summed, int block, int flags) {
@@ -272,18 +387,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll 1
       for (; next_item < inputs.num_items; ++items) {
         begin_item();
-        bool begins = true;
+        const int4 blocks = places.blocks;
+        const int num_blocks = blocks.y - blocks.x;
+        int summed = blocks.z / num_blocks;
+        int block = blocks.x + blocks.z - summed * num_blocks;
 #pragma unroll 1
-        for (int summed = 0; summed < inputs.num_summed; ++summed) {
-#pragma unroll 1
-          for (int block = places.blocks.x; block < places.blocks.y; ++block) {
-            const bool ends =
-                block + 1 == places.blocks.y && summed + 1 == inputs.num_summed;
-            ask_for_queries(summed, block, ends && next_item >= inputs.num_items);
-            if (!begins) continue;
-            begins = false;
+        for (int n = blocks.z; n < blocks.w; ++n) {
+          const bool ends = n + 1 == blocks.w;
+          if (n == max(blocks.z, blocks.w - kAhead)) {
+            next_item = atomicAdd(&counter->next, 1) + gridDim.x;
+          }
+          ask_for_queries(summed, block, ends && next_item >= inputs.num_items);
+          if (n == blocks.z) {
             ask_for_keys(smem_v, inputs.v_map, v_full, v_empty, kv_from + 16);
             ask_for_keys(smem_k, inputs.k_map, k_full, k_empty, kv_from);
+          }
+          if (++block == blocks.y) {
+            block = blocks.x;
+            ++summed;
           }
         }
       }
@@ -578,12 +699,36 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       release(q_empty + 8 * this_q);
     };
 
-    step(flag_t<true>());
+    // A first block of queries that sees none of this group's keys.
+    auto skip = [&] {
+      wait_for_dout();
+      const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
+      q_stage.advance();
+      dout_stage.advance();
+#pragma unroll
+      for (int e = 0; e < kSums; ++e) sums_k[e] = sums_v[e] = 0;
+#pragma unroll
+      for (int m = 0; m < kBlockM / 16; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) ds[m][e] = 0;
+      }
+      wait(ds_empty + 8 * (block % kStagesDs), (block / kStagesDs & 1) ^ 1);
+      store_ds();
+      release(dout_empty + 8 * this_dout);
+      release(q_empty + 8 * this_q);
+      wait_for_q();
+    };
+    if (kBounds > 0 && group > 0 && uniform(view.skips)) {
+      skip();
+    } else {
+      step(flag_t<true>());
+    }
 #pragma unroll 1
     while (block != last) {
       ++block;
       step(flag_t<false>());
     }
+    const bool is_mine = kBounds > 0 || meet(sums_k, sums_v, view.slot, met, parts);
     // dq of the last block, while the next item's keys are asked for.
     tell(block);
     start_dq(dq, block);
@@ -591,23 +736,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     keep_order(dq);
     release(k_empty);
     release(ds_empty + 8 * (block % kStagesDs));
+    // Where dq leaves, dv and dk go first, when that of the block before has left.
+    wait(dq_empty + 8 * group, (block & 1) ^ 1);
+    const int first_row = group * 64 + warp * 16;
+    const int num_rows = is_mine ? view.num_keys - first_row : 0;
+    const int row = view.tile * kBlockN + first_row;
+    unsigned odd = store_staged(sums_v, dq_target - lane * 16, 1 / kFactorP,
+                                dv + view.dv + row * grads.row[1], grads.row[1],
+                                num_rows, static_cast<int>(params.head_dim_v));
+    odd |= store_staged(sums_k, dq_target - lane * 16,
+                        unfactor_of(factor_of(found), static_cast<float>(params.scale)),
+                        dk + view.dk + row * grads.row[0], grads.row[0], num_rows,
+                        static_cast<int>(params.head_dim));
+    if (odd != 0) found->odd = 1;
     store_dq(dq, block);
     ptx::fence_proxy_async();
     release(dq_full + 8 * group);
     ++block;
     ++items;
-
-    const int key_first = view.tile * kBlockN;
-    const int num_keys = view.num_keys;
-    const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
-    float odd = store_rows(sums_v, 1 / kFactorP,
-                           dv + view.dv + key_first * grads.row[1], grads.row[1],
-                           row_thread, num_keys, static_cast<int>(params.head_dim_v));
-    odd = store_rows(sums_k,
-                     unfactor_of(factor_of(found), static_cast<float>(params.scale)),
-                     dk + view.dk + key_first * grads.row[0], grads.row[0], row_thread,
-                     num_keys, static_cast<int>(params.head_dim), odd);
-    if (odd != 0) found->odd = 1;
     count = next_count();
   }
 }

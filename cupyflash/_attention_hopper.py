@@ -331,6 +331,8 @@ class HopperKernel:
         cache_bytes = int(device.l2_bytes * tile.cache_share)
         in_cache = cache_bytes // bytes_of_head * problem.group_size
         in_cache //= pack
+        if bounds_of(problem) == 0 and not has_lengths(problem):
+            in_cache = 1  # blocks walk through a head side by side
         num_sections = -(-num_heads // max(1, in_cache))
         return {
             "num_items": self._num_tiles(problem, tile) * num_splits,

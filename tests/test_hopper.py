@@ -110,6 +110,19 @@ def test_the_last_tile_of_queries_is_full(head_dim, seqlen):
     assert plan["absent"] < block_m
 
 
+@pytest.mark.parametrize("window", [(255, 0), (1023, 0), (511, 512)])
+def test_narrow_windows_have_small_tiles(window):
+    left, right = window
+    asked = dataclasses.replace(
+        problem(head_dim=128, left=left, right=right), seqlen_q=8192, seqlen_k=8192
+    )
+    assert ROW.tile(asked) == ROW.narrow[128, 128]
+    wider = dataclasses.replace(asked, left=left + 1)
+    assert (ROW.tile(wider) == ROW.narrow[128, 128]) == (left + right < 1023)
+    capped = dataclasses.replace(asked, softcap=3.0)
+    assert ROW.tile(capped) == ROW.tile(dataclasses.replace(capped, left=4096))
+
+
 @pytest.mark.parametrize("terms", ["keys", "unit"])
 def test_heads_that_see_all_keys_come_one_after_another(terms):
     asked = problem(head_dim=128, bias="float32", terms=terms)

@@ -48,6 +48,9 @@ class HopperTile:
 # Queries of a warpgroup: rows of a box of q.
 HOPPER_GROUP_ROWS = 64
 
+# Keys that a window has at most for a tile of its own.
+_NARROW = 1024
+
 # Keys that a part has at least.
 _KEYS_OF_SPLIT = 256
 _SPLIT_MERGE_THREADS = 128
@@ -112,6 +115,9 @@ class HopperKernel:
     # and values that the L2 cache holds, the one for more, and the one for scores with
     # terms, which take registers.
     few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
+    # For windows of up to _NARROW keys, where another tile is faster than that of all
+    # queries that see a part by position.
+    narrow: dict[tuple[int, int], HopperTile]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -222,6 +228,9 @@ class HopperKernel:
         if has_lengths(problem):
             return ladders[2]
         # Beside the largest tiles of all keys, shared memory has no room for terms.
+        if problem.left is not None and most_seen(problem) <= _NARROW:
+            if dims in self.narrow:
+                return ((math.inf, self.narrow[dims]),)
         some = bounds_of(problem) > 0 or (has_terms(problem) and max(dims) > 192)
         return ladders[int(some)]
 
@@ -331,6 +340,8 @@ class HopperKernel:
         cache_bytes = int(device.l2_bytes * tile.cache_share)
         in_cache = cache_bytes // bytes_of_head * problem.group_size
         in_cache //= pack
+        if bounds_of(problem) == 0 and not has_lengths(problem):
+            in_cache = 1  # blocks walk through a head side by side
         num_sections = -(-num_heads // max(1, in_cache))
         return {
             "num_items": self._num_tiles(problem, tile) * num_splits,
@@ -474,6 +485,11 @@ HOPPER = HopperKernel(
         (192, (HopperTile(1, 64, False, 4),) * 3),
         (256, (HopperTile(1, 64, False, 3),) * 3),
     ),
+    narrow={
+        # us at n = 16384: windows of 256 keys 119, of 1024 238, with the tile of
+        # causal calls 135 and 249; of 4096 685 and 661
+        (128, 128): HopperTile(3, 64, False, 4),
+    },
     tiles={
         (64, 64): (
             # us at n = 512: 153.8, with 2 stages 166.5; at 16384: 3658, staged 3686

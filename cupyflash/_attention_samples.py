@@ -87,6 +87,7 @@ def _bounded():
         for head_dim in (192, 256):
             yield replace(made_up("bfloat16", head_dim, **bounds), seqlen_q=8192), 1
         yield replace(made_up("float16", 64, **bounds), seqlen_k=1024), 1
+        yield made_up("bfloat16", 128, left=255, **bounds), 1
         # Short sequences, a batch of two axes, and rows of any alignment.
         for head_dim in (64, 128, 256):
             asked = made_up("bfloat16", head_dim, **bounds)

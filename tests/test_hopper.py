@@ -110,6 +110,26 @@ def test_the_last_tile_of_queries_is_full(head_dim, seqlen):
     assert plan["absent"] < block_m
 
 
+@pytest.mark.parametrize("window", [(255, 0), (1023, 0), (511, 512)])
+def test_narrow_windows_have_small_tiles(window):
+    left, right = window
+    asked = dataclasses.replace(
+        problem(head_dim=128, left=left, right=right), seqlen_q=8192, seqlen_k=8192
+    )
+    assert ROW.tile(asked) == ROW.narrow[128, 128]
+    wider = dataclasses.replace(asked, left=left + 1)
+    assert (ROW.tile(wider) == ROW.narrow[128, 128]) == (left + right < 1023)
+    capped = dataclasses.replace(asked, softcap=3.0)
+    assert ROW.tile(capped) == ROW.tile(dataclasses.replace(capped, left=4096))
+
+
+@pytest.mark.parametrize("terms", ["keys", "unit"])
+def test_heads_that_see_all_keys_come_one_after_another(terms):
+    asked = problem(head_dim=128, bias="float32", terms=terms)
+    assert ROW.schedule(asked, HOPPER)["section"] == 1
+    assert ROW.schedule(dataclasses.replace(asked, right=0), HOPPER)["section"] > 1
+
+
 @pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize(
     ("seqlen", "least", "most"), [(512, 0, 0.55), (4096, 0.9, 1.1)]
@@ -514,6 +534,28 @@ def test_a_hundred_runs_agree(cupy, rng, shape, kind):
         again = cupyflash.attention(*arrays, **given, return_lse=True)
         assert bool((again[0].view(np.uint16) == out.view(np.uint16)).all())
         assert bool((again[1].view(np.uint32) == lse.view(np.uint32)).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hiding", [-np.inf, -1e30])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_keys_hidden_by_a_bias_may_have_large_scores(
+    cupy, rng, dtype, head_dim, hiding
+):
+    """No row is measured by the score of a key that a bias takes away from it."""
+    shape = (1, 2, 700, head_dim)
+    q, k, v = (rng.normal(size=shape) for _ in "qkv")
+    bias = rng.uniform(-6, 6, size=shape[2]).astype(np.float32)
+    hidden = rng.random(shape[2]) < 0.3
+    k[:, :, hidden] *= 40
+    bias[hidden] = hiding
+    q, k, v = (x.astype(dtype_of(dtype)) for x in (q, k, v))
+    arrays = [place(cupy, x) for x in (q, k, v, bias)]
+    out, lse = cupyflash.attention(*arrays[:3], bias=arrays[3], return_lse=True)
+    exact, exact_lse, _ = oracle.attention(q, k, v, real=np.float64, bias=bias)
+    assert max_error(out, exact) <= BOUNDS["attention"][dtype] * np.abs(exact).max()
+    np.testing.assert_allclose(wide(lse), exact_lse, rtol=1e-5)
 
 
 @pytest.mark.gpu

@@ -49,6 +49,10 @@ constexpr bool kFindsFirst = kNumGroups == 1 && !kDynamic;
 constexpr int kLateV = 2;
 static_assert(kNumGroups == 1 || kStages >= kLateV);
 
+// Whether tiles of k and q are given back without a branch. With more stages and beside
+// a bias of keys that is slower: the assembler moves more into the turn.
+constexpr bool kGivesBackAtOnce = kNumGroups > 1 && kStages == 2 && !kTermsOfKeys;
+
 // s = q k^T, or s += q k^T with kPresetBias. A step is 16 columns: 32 bytes of a row of
 // 128.
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
@@ -121,7 +125,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const unsigned smem_k = smem_q + kNumGroups * kBytesQ;
   const unsigned smem_v = smem_k + kStages * kBytesK;
   [[maybe_unused]] const unsigned smem_out = smem_v + kStages * kBytesV;
-  const unsigned first_barrier = ptx::shared_address(barriers);
+  unsigned first_barrier = ptx::shared_address(barriers);
+  // Or else the assembler finds it anew in each step; at 128 columns it takes a
+  // register that terms need.
+  if constexpr (kNumGroups > 1 && kHeadDimV != 128) ptx::forget(first_barrier);
   constexpr int kBarrier = ring_t::kBytes;
   const ring_t q_ring = {first_barrier, first_barrier + kNumGroups * kBarrier};
   const ring_t k_ring = {q_ring.empty + kNumGroups * kBarrier,
@@ -582,28 +589,31 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       pass_turn();
       ptx::wgmma_wait_group<1>();
       keep_order(s);
-      if (elected) {
+      if constexpr (kGivesBackAtOnce) {
+        ptx::mbarrier_arrive_if(elected, k_ring.empty_at(stage));
+        ptx::mbarrier_arrive_if(elected & (n == count - 1), q_ring.empty_at(w));
+      } else if (elected) {
         ptx::mbarrier_arrive(k_ring.empty_at(stage));
         if (n == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
       }
       finish_scores(n, late, masked);
-      bool moved;
+      raised_t raised;
       if constexpr (kCapOnly && !masked.value) {
-        moved = raise(row, s, to_log2, inputs.margin, capped_t{inputs.cap});
+        raised = raise(row, s, to_log2, inputs.margin, capped_t{inputs.cap});
       } else {
-        moved = raise(row, s, to_log2, inputs.margin);
+        raised = raise(row, s, to_log2, inputs.margin);
       }
       // ptxas moves this wait up to the last branch, which is the one in raise().
       ptx::wgmma_wait_group<0>();
       keep_order(o);
       if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage_v));
       if constexpr (kCapOnly && !masked.value) {
-        exponentiate_capped(row, s, inputs.cap);
+        exponentiate_capped(row, s, inputs.cap, !raised.passes);
       } else {
         exponentiate(row, s, to_log2);
       }
       round_to(p, s);  // only now: a product in flight was reading p
-      if (moved) {
+      if (raised.moves) {
 #pragma unroll
         for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
       }
@@ -613,8 +623,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll 1
       for (; n < masked_end; ++n) step(n, flag_t<true>());
     }
+    // Counted down apart: a comparison of n would have to leave the uniform registers.
+    unsigned left = max(whole_end - n, 0);
 #pragma unroll 1
-    for (; n < whole_end; ++n) step(n, flag_t<false>());
+    for (; left > 0; ++n) {
+      --left;
+      ptx::forget(left);
+      step(n, flag_t<false>());
+    }
     if constexpr (kBounds == 2) {
 #pragma unroll 1
       for (; n < count; ++n) step(n, flag_t<true>());

@@ -44,34 +44,60 @@ struct softmax_t {
   }
 };
 
-// What numbers of a tile are to scores, for raise(): the same.
+// The largest numbers of this thread's rows and the least of both, by their bits. Those
+// of numbers >= 0 order as integers, above those of any negative one, and those of
+// numbers < 0 by their size as unsigned ones; the integer unit takes the largest of
+// three at once.
+struct extremes_t {
+  int top[2];
+  unsigned bottom;
+
+  __device__ __forceinline__ explicit extremes_t(const float (&s)[kScores]) {
+    top[0] = __float_as_int(s[0]);
+    top[1] = __float_as_int(s[2]);
+#pragma unroll
+    for (int e = 4; e < kScores; e += 4) {
+      top[0] = max(max(top[0], __float_as_int(s[e])), __float_as_int(s[e + 1]));
+      top[1] = max(max(top[1], __float_as_int(s[e + 2])), __float_as_int(s[e + 3]));
+    }
+    top[0] = max(top[0], __float_as_int(s[1]));
+    top[1] = max(top[1], __float_as_int(s[3]));
+    bottom = __float_as_uint(s[0]);
+#pragma unroll
+    for (int e = 2; e < kScores; e += 2) {
+      bottom = max(max(bottom, __float_as_uint(s[e - 1])), __float_as_uint(s[e]));
+    }
+    bottom = max(bottom, __float_as_uint(s[kScores - 1]));
+  }
+};
+
+// What numbers of a tile are to scores, for raise(): the same, whatever their size.
 struct identity_t {
+  static constexpr bool kHasLimit = false;
+  __device__ bool is_passed(const extremes_t&) const { return false; }
   // Not below the score of x >= 0.
   __device__ float bound(float x) const { return x; }
   __device__ float operator()(float x) const { return x; }
 };
 
-// Where needed, moves m and brings l on its scale; then o must follow by alpha, which
-// all lanes of the warp are told. Scores times `to_log2` are exponents of 2; `margin`
-// is kLazyLog2 in units of scores. Rows with large scores get them relative to m, which
-// costs an instruction a score. `score` makes scores of numbers in s; it keeps their
-// order and signs.
+// What raise() tells all lanes of a warp.
+struct raised_t {
+  bool moves;   // m did: o must follow by alpha
+  bool passes;  // some number is beyond the limit of `score`
+};
+
+// Where needed, moves m and brings l on its scale. Scores times `to_log2` are exponents
+// of 2; `margin` is kLazyLog2 in units of scores. Rows with large scores get them
+// relative to m, which costs an instruction a score. `score` makes scores of numbers in
+// s; it keeps their order and signs.
 template <typename Score = identity_t>
-__device__ __forceinline__ bool raise(softmax_t& row,
-                                      float (&s)[kScores],
-                                      float to_log2,
-                                      float margin,
-                                      const Score& score = Score()) {
-  // Bits of numbers >= 0 order as integers, above those of any negative one, and the
-  // integer unit takes the largest of three at once.
-  int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
-#pragma unroll
-  for (int e = 4; e < kScores; e += 4) {
-    top[0] = max(max(top[0], __float_as_int(s[e])), __float_as_int(s[e + 1]));
-    top[1] = max(max(top[1], __float_as_int(s[e + 2])), __float_as_int(s[e + 3]));
-  }
-  top[0] = max(top[0], __float_as_int(s[1]));
-  top[1] = max(top[1], __float_as_int(s[3]));
+__device__ __forceinline__ raised_t raise(softmax_t& row,
+                                          float (&s)[kScores],
+                                          float to_log2,
+                                          float margin,
+                                          const Score& score = Score()) {
+  const extremes_t extremes(s);
+  const int (&top)[2] = extremes.top;
   float largest[2] = {__int_as_float(top[0]), __int_as_float(top[1])};
   // All that is rare has one question, whose right side is known before the products: a
   // score far above m, an m so low that integers do not order what is above it, large
@@ -85,7 +111,10 @@ __device__ __forceinline__ bool raise(softmax_t& row,
     const bool always = (most < 0) | large;
     rare |= __float_as_int(score.bound(largest[r])) >= (always ? kLeastInt : most);
   }
-  if (!__any_sync(kFullMask, rare)) return false;
+  const bool passed = score.is_passed(extremes);
+  if (!__any_sync(kFullMask, rare | passed)) return {false, false};
+  const bool passes = Score::kHasLimit && __any_sync(kFullMask, passed);
+  if (Score::kHasLimit && !__any_sync(kFullMask, rare)) return {false, passes};
   // A row whose scores and m are all negative is done again by floats.
   const bool negative =
       ((top[0] < 0) & (row.m[0] < 0)) | ((top[1] < 0) & (row.m[1] < 0));
@@ -127,7 +156,7 @@ __device__ __forceinline__ bool raise(softmax_t& row,
       row.m_log2[r] = 0;
     }
   }
-  return __any_sync(kFullMask, moves);
+  return {__any_sync(kFullMask, moves) != 0, passes};
 }
 
 // s becomes p = 2^exponent(s, m), and its sum over this thread's columns joins l. A

@@ -18,6 +18,13 @@
 struct capped_t {
   const cap_t& cap;
 
+  static constexpr bool kHasLimit = true;
+  // NaN is above all limits.
+  __device__ bool is_passed(const extremes_t& extremes) const {
+    const unsigned limit = __float_as_uint(cap.limit);
+    return (max(extremes.top[0], extremes.top[1]) > static_cast<int>(limit)) |
+           (extremes.bottom > (limit | 0x80000000u));
+  }
   __device__ float bound(float x) const {
     return fminf(x * cap.coefficients[0], cap.softcap);
   }
@@ -27,26 +34,7 @@ struct capped_t {
 // Whether no number of the warp is larger than `cap.limit`. Then a score has the same
 // bits by either form, so that they hang on nothing that stands beside it.
 __device__ __forceinline__ bool all_near(const float (&s)[kScores], const cap_t& cap) {
-  // Bits of numbers >= 0 order as signed integers, those of numbers < 0 by their size
-  // as unsigned ones. NaN is above all limits.
-  const unsigned limit = __float_as_uint(cap.limit);
-  int top[2] = {__float_as_int(s[0]), __float_as_int(s[2])};
-  unsigned bottom = __float_as_uint(s[0]);
-  // As in raise(), so that the compiler finds them once.
-#pragma unroll
-  for (int e = 4; e < kScores; e += 4) {
-    top[0] = max(max(top[0], __float_as_int(s[e])), __float_as_int(s[e + 1]));
-    top[1] = max(max(top[1], __float_as_int(s[e + 2])), __float_as_int(s[e + 3]));
-  }
-  top[0] = max(top[0], __float_as_int(s[1]));
-  top[1] = max(top[1], __float_as_int(s[3]));
-#pragma unroll
-  for (int e = 2; e < kScores; e += 2) {
-    bottom = max(max(bottom, __float_as_uint(s[e - 1])), __float_as_uint(s[e]));
-  }
-  bottom = max(bottom, __float_as_uint(s[kScores - 1]));
-  return !__any_sync(kFullMask, (max(top[0], top[1]) > static_cast<int>(limit)) |
-                                    (bottom > (limit | 0x80000000u)));
+  return !__any_sync(kFullMask, capped_t{cap}.is_passed(extremes_t(s)));
 }
 
 __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
@@ -59,11 +47,13 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap
   }
 }
 
-// exponentiate() of products that have not been through the softcap.
+// exponentiate() of products that have not been through the softcap; `near`: none is
+// beyond its limit.
 __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
                                                     float (&s)[kScores],
-                                                    const cap_t& cap) {
-  if (all_near(s, cap)) {
+                                                    const cap_t& cap,
+                                                    bool near) {
+  if (near) {
     exponentiate(row, s, near_t{cap});
   } else {
     exponentiate(row, s, any_size_t{cap});

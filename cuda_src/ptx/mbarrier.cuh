@@ -24,6 +24,15 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// Arrives where `condition` holds, without a branch.
+__device__ __forceinline__ void mbarrier_arrive_if(bool condition, unsigned barrier) {
+  asm volatile(
+      "{.reg .pred p; setp.ne.b32 p, %0, 0;"
+      "@p mbarrier.arrive.shared::cta.b64 _, [%1];}" ::"r"(static_cast<int>(condition)),
+      "r"(barrier)
+      : "memory");
+}
+
 // Arrives and announces `bytes` that the copy engine will bring in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier,
                                                           unsigned bytes) {

@@ -72,6 +72,7 @@ _SHARE_BUSY = 0.96
 # Rows that a lane works on at a time, by the size of an element: doubles 0.83 with 4,
 # 0.81 with 8, 0.66 with 2; bfloat16 0.87, 0.85, 0.77; floats 0.88 with 4 and 8.
 _SHARE_ROWS_HELD = {2: 4, 4: 8, 8: 4}
+_SHARE_STAGES = 3
 
 
 def share_columns(problem, device):
@@ -106,7 +107,8 @@ def share_columns(problem, device):
     if problem.row_length < _SHARE_ROWS * 32 // side:
         return f"columns of {problem.row_length} are too short for a warp each"
 
-    values = {"SHARES": warps, "WHOLE": int(whole)}
+    stages = _SHARE_STAGES
+    values = {"SHARES": warps, "WHOLE": int(whole), "STAGES": stages}
 
     def cut(entry, threads):
         """The launch of groups of so many threads."""
@@ -117,7 +119,7 @@ def share_columns(problem, device):
             cut,
             entry=entry,
             defines=(*cut.defines, *_rows.defines_of(values)),
-            smem=2 * held * _tiers.VECTOR_BYTES * cut.num_threads,
+            smem=stages * held * _tiers.VECTOR_BYTES * cut.num_threads,
             scratch=tiles * parts * side * vector * _rows.PARTIAL_BYTES,
         )
 

@@ -290,7 +290,7 @@ _PARTS_PER_SM, _SUM_PARTS_PER_SM = 16, 2
 _MAX_PARTS = 4096
 _PART_VECTORS = 8  # a thread, at least
 PARTIAL_BYTES = 24  # what a part leaves behind, at most
-_TOLD_BYTES = 16  # what a block tells the others of a row
+_TOLD_BYTES = 8  # a number that a block tells the others of a row
 
 
 def num_parts(problem, device, vectors, parts_per_sm=_PARTS_PER_SM):
@@ -372,12 +372,12 @@ def trail_rows(problem, device):
         "MARGIN": max(left, least) // part_bytes,
         "MIN_BLOCKS": blocks_per_sm,
     }
-    words = 1 + problem.num_rows + parts  # of _TOLD_BYTES
+    words = 1 + problem.num_rows + parts  # pairs of _TOLD_BYTES
     main = Cut(
         min(2 * parts, device.num_sms * blocks_per_sm),
         _WALK_THREADS,
         defines_of(values),
-        scratch=words * _TOLD_BYTES,
+        scratch=2 * words * _TOLD_BYTES,
     )
     blocks = min(-(-words // _WALK_THREADS), device.num_sms)
     return dataclasses.replace(main, entry="clear", num_blocks=blocks), main

@@ -338,8 +338,15 @@ def test_rows_of_which_some_are_aligned(cupy, rng, function, dtype, n):
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("outer", "length", "inner_bytes"),
-    # A warp joins the parts of a tile; then a block does; some lanes have no column.
-    [(1, 150, 1 << 18), (1000, 300, 128), (1, 300_000, 128), (2, 400_000, 48)],
+    # A warp has whole tiles; or it joins the parts of tiles, of which the last is
+    # narrower; then a block does; some lanes have no column.
+    [
+        (2080, 256, 128),
+        (1, 150, 1 << 18 | 192),
+        (1000, 300, 128),
+        (1, 300_000, 128),
+        (2, 400_000, 48),
+    ],
 )
 def test_columns_whose_rows_warps_share(cupy, rng, outer, length, inner_bytes, dtype):
     """Sums near 1, which are read again, and special values: a column is on its own."""

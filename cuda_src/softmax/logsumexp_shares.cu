@@ -25,7 +25,7 @@
 //            SHARES        warps that share the rows
 //            WHOLE         1 if shares are whole tiles: nothing is left to join
 //            and those of softmax/columns.cuh
-#include "softmax/columns.cuh"
+#include "softmax/column_ring.cuh"
 #include "softmax/column_sum.cuh"
 
 #ifndef A_T
@@ -65,8 +65,6 @@ struct shared_t {
 // What they exchange where they had elements before.
 using numbers_t = partials_t<wide_sum_t>;
 
-extern __shared__ uint4 memory[];
-
 template <typename A, typename B>
 constexpr bool kSame = false;
 template <typename A>
@@ -90,76 +88,12 @@ constexpr bool kPacksMax = !kTracks && sizeof(a_t) == 2 && kVector % 2 == 0;
 constexpr bool kPacksMax = false;
 #endif
 
-// Starts to copy an element, if the hardware copies so few bytes.
-__device__ __forceinline__ void copy_element(a_t* to, const a_t* from) {
-#if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(a_t) >= 4) {
-    ptx::copy_async<sizeof(a_t)>(to, from);
-    return;
-  }
-#endif
-  *to = *from;
-}
-
-// Two batches of this thread in shared memory: one on the way, one to work on. Nobody
-// else reads them, so that there is no barrier.
-struct ring_t {
-  using element_t = vector_t<a_t, kVector>;
-  element_t* mine;
-
-  static constexpr int kBytes = 2 * kHeld * kNumThreads * int(sizeof(element_t));
-  __device__ __forceinline__ ring_t()
-      : mine(reinterpret_cast<element_t*>(memory) + threadIdx.x) {}
-
-  __device__ __forceinline__ element_t& at(int half, int k) const {
-    return mine[(half * kHeld + k) * kNumThreads];
-  }
-  // Starts to load rows from number `first` of this thread on, of which `rows` are
-  // left; `a` is at its start.
-  __device__ __forceinline__ void load(
-      int half, const a_t* a, const tile_t& tile, int first, int rows) const {
-    const long long step = tile.step(kA);
-    a += first * step + tile.offset(0);
-    const bool takes_vector =
-        tile.how == deal::kVectors && tile.offset(0) < tile.columns;
-    if (takes_vector && rows >= kHeld) {
-#pragma unroll
-      for (int k = 0; k < kHeld; ++k) copy_vector(&at(half, k), a + k * step);
-    } else {
-#pragma unroll 1
-      for (int k = 0; k < kHeld; ++k, a += step) {
-        if (takes_vector && k < rows) {
-          copy_vector(&at(half, k), a);
-          continue;
-        }
-        const int count = tile.how == deal::kSingles && k < rows ? tile.columns : 0;
-#pragma unroll
-        for (int j = 0; j < kVector; ++j) {
-          a_t* const home = &at(half, k).element[j];
-          if (tile.offset(j) < count) {
-            copy_element(home, a + j * kSide);
-          } else {
-            *home = nothing<a_t>();
-          }
-        }
-      }
-    }
-#if __CUDA_ARCH__ >= 800
-    ptx::commit_copies();
-#endif
-  }
-  // Waits for all but the last batch that was asked for.
-  __device__ __forceinline__ void wait() const {
-#if __CUDA_ARCH__ >= 800
-    ptx::wait_copy_groups<1>();
-#endif
-  }
-};
+using ring_t = column_ring_t<a_t, kA, tile_t>;
 
 // The elements that this thread works on at a time; what does not take part is -inf.
 struct batch_t {
-  ring_t ring;
-  int half;
+  const ring_t& ring;
+  int stage;
   unsigned long long selected = 0;  // a bit an element, if kTracks
 
   // Which of the rows of this thread from number `first` on take part; `rows` are left.
@@ -185,13 +119,13 @@ struct batch_t {
   template <typename T>
   __device__ __forceinline__ T score(int k, int j) const {
     const bool takes_part = !kTracks || selected >> (k * kVector + j) & 1;
-    return takes_part ? to<T>(ring.at(half, k).element[j]) : -infinity<T>();
+    return takes_part ? to<T>(ring.at(stage, k).element[j]) : -infinity<T>();
   }
 
   // The largest score of each column, or NaN.
   __device__ __forceinline__ void largest(acc_t (&m)[kVector]) const {
     if constexpr (kPacksMax) {
-      const auto of_pairs = largest_in_pairs(ring.at(half, 0));
+      const auto of_pairs = largest_in_pairs(ring.at(stage, 0));
 #pragma unroll
       for (int j = 0; j < kVector; ++j) m[j] = to<acc_t>(of_pairs.element[j]);
     } else {
@@ -256,7 +190,7 @@ struct batch_t {
   template <typename Vector>
   __device__ __forceinline__ Vector largest_in_pairs(Vector m) const {
 #pragma unroll
-    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(half, k));
+    for (int k = 1; k < kHeld; ++k) m = larger_of(m, ring.at(stage, k));
     return m;
   }
   static __device__ __forceinline__ void see(sums_t (&sum)[kVector],
@@ -294,26 +228,22 @@ struct batch_t {
 };
 static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch) for all rows of this thread. The next batch is on the way while one
-// is worked on.
+// Calls take(batch) for all rows of this thread. The next batches are on the way while
+// one is worked on.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a,
                                              const bool* where,
                                              const tile_t& tile,
                                              Take take) {
-  const ring_t ring;
-  a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
-  ring.load(0, a, tile, 0, tile.rows);
-  int half = 0;
+  ring_t ring(a, tile, nothing<a_t>());
 #pragma unroll 1
-  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
-    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
-    ring.wait();
-    batch_t batch = {ring, half};
+  for (int first = 0; ring.has(first); first += kHeld) {
+    batch_t batch = {ring, ring.next()};
     batch.select(where, tile, first, tile.rows - first);
     take(batch);
   }
+  ring.end();
 }
 
 struct larger_wide_t {

@@ -74,6 +74,7 @@ struct stream_t {
   out_t* const dx;
   const layout_t& layout;
   const board_t board;
+  news_t& news;
   const y_ring_t y_ring;
   const ring_t<dy_t, kVector> dy_ring;
   const int steps;
@@ -87,12 +88,14 @@ struct stream_t {
                                       const dy_t* dy,
                                       out_t* dx,
                                       const layout_t& layout,
-                                      unsigned long long* told)
+                                      unsigned long long* told,
+                                      news_t& news)
       : y(y),
         dy(dy),
         dx(dx),
         layout(layout),
         board{told},
+        news(news),
         y_ring(memory),
         dy_ring(reinterpret_cast<unsigned char*>(memory) + y_ring_t::kBytes),
         steps(num_steps<kVector>(layout.row_length)),
@@ -135,24 +138,27 @@ struct stream_t {
     if (summing.step == steps - 1) {
       summed.for_each_edge(
           [&](long long i) { sum += term(summed.y[i], summed.dy[i]); });
-      const double found = row_sum(sum);
-      if (threadIdx.x == 0) board.tell(summing.row, found, 0);
+      news.add(summing.turn, total(sum),
+               [&](double found) { board.tell(summing.row, found); });
       sum = sum_t();
     }
     if (summing.next(steps)) summed.enter(y, dy, dx, layout, summing.row);
   }
 
-  // Joins what the blocks of the group tell of the row that is to be written.
+  // Whether a row has been summed a step before it is written.
+  __device__ __forceinline__ bool hears_ahead() const { return steps <= kLag; }
+  // The first warp hears what the group found of the row that is written next.
   __device__ __forceinline__ void hear() {
-    sum_t sum;
-    for (int block = lane(); block < gridDim.x; block += kLanes) {
-      sum += board.first_of(writing.row, block);
-    }
-    gradient = gradient_t(row_sum(sum), layout);
+    if (threadIdx.x >= kWarpSize || writing.row >= layout.num_rows) return;
+    const double sum = board.sum_of(writing.row);
+    if (threadIdx.x == 0) news.pass_on(writing.turn, sum);
   }
 
   __device__ __forceinline__ void write_step() {
-    if (writing.step == 0) hear();
+    if (writing.step == 0) {
+      if (!hears_ahead()) hear();
+      gradient = gradient_t(news.sum_of(writing.turn), layout);
+    }
     if (written.has(writing.vector)) {
       const auto p = y_ring.at(writing.slot);
       const auto g = dy_ring.at(writing.slot);
@@ -189,6 +195,7 @@ struct stream_t {
         write_step();
       }
       load();
+      if (i >= kLag - 1 && writing.step == 0 && hears_ahead()) hear();
     }
   }
 };
@@ -197,7 +204,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     softmax_vjp_stream(const y_t* y,
                        const dy_t* dy,
                        out_t* dx,
-                       unsigned long long* told,  // (num_rows, gridDim.x, 2)
+                       unsigned long long* told,  // (num_rows, gridDim.x)
                        const __grid_constant__ layout_t layout) {
-  stream_t(y, dy, dx, layout, told).run();
+  __shared__ news_t news;
+  news.begin();
+  stream_t(y, dy, dx, layout, told, news).run();
 }

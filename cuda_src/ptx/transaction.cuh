@@ -22,11 +22,6 @@ __device__ __forceinline__ void transaction_barrier_init(unsigned barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
 }
 
-// Ends the life of a barrier that no thread is at.
-__device__ __forceinline__ void transaction_barrier_end(unsigned barrier) {
-  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Other blocks see the barriers that this thread has initialised, after the next
 // barrier of the cluster.
 __device__ __forceinline__ void transaction_barrier_init_fence() {

@@ -74,7 +74,6 @@ struct stream_t {
   out_t* const dx;
   const layout_t& layout;
   const board_t board;
-  news_t& news;
   const y_ring_t y_ring;
   const ring_t<dy_t, kVector> dy_ring;
   const int steps;
@@ -88,14 +87,12 @@ struct stream_t {
                                       const dy_t* dy,
                                       out_t* dx,
                                       const layout_t& layout,
-                                      unsigned long long* told,
-                                      news_t& news)
+                                      unsigned long long* told)
       : y(y),
         dy(dy),
         dx(dx),
         layout(layout),
         board{told},
-        news(news),
         y_ring(memory),
         dy_ring(reinterpret_cast<unsigned char*>(memory) + y_ring_t::kBytes),
         steps(num_steps<kVector>(layout.row_length)),
@@ -138,27 +135,24 @@ struct stream_t {
     if (summing.step == steps - 1) {
       summed.for_each_edge(
           [&](long long i) { sum += term(summed.y[i], summed.dy[i]); });
-      news.add(summing.turn, total(sum),
-               [&](double found) { board.tell(summing.row, found); });
+      const double found = row_sum(sum);
+      if (threadIdx.x == 0) board.tell(summing.row, found, 0);
       sum = sum_t();
     }
     if (summing.next(steps)) summed.enter(y, dy, dx, layout, summing.row);
   }
 
-  // Whether a row has been summed a step before it is written.
-  __device__ __forceinline__ bool hears_ahead() const { return steps <= kLag; }
-  // The first warp hears what the group found of the row that is written next.
+  // Joins what the blocks of the group tell of the row that is to be written.
   __device__ __forceinline__ void hear() {
-    if (threadIdx.x >= kWarpSize || writing.row >= layout.num_rows) return;
-    const double sum = board.sum_of(writing.row);
-    if (threadIdx.x == 0) news.pass_on(writing.turn, sum);
+    sum_t sum;
+    for (int block = lane(); block < gridDim.x; block += kLanes) {
+      sum += board.first_of(writing.row, block);
+    }
+    gradient = gradient_t(row_sum(sum), layout);
   }
 
   __device__ __forceinline__ void write_step() {
-    if (writing.step == 0) {
-      if (!hears_ahead()) hear();
-      gradient = gradient_t(news.sum_of(writing.turn), layout);
-    }
+    if (writing.step == 0) hear();
     if (written.has(writing.vector)) {
       const auto p = y_ring.at(writing.slot);
       const auto g = dy_ring.at(writing.slot);
@@ -195,7 +189,6 @@ struct stream_t {
         write_step();
       }
       load();
-      if (i >= kLag - 1 && writing.step == 0 && hears_ahead()) hear();
     }
   }
 };
@@ -204,9 +197,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     softmax_vjp_stream(const y_t* y,
                        const dy_t* dy,
                        out_t* dx,
-                       unsigned long long* told,  // (num_rows, gridDim.x)
+                       unsigned long long* told,  // (num_rows, gridDim.x, 2)
                        const __grid_constant__ layout_t layout) {
-  __shared__ news_t news;
-  news.begin();
-  stream_t(y, dy, dx, layout, told, news).run();
+  stream_t(y, dy, dx, layout, told).run();
 }

@@ -58,20 +58,20 @@ def hold_columns(problem, device):
     return _column_cut(problem, vector, *tile, resident)
 
 
-# Sums of columns by warps that share them: threads of a multiprocessor (768: 0.73 to 0.74
-# where 512 reach 0.81 to 0.83, floats), bytes of neighbouring columns in a tile, best
-# first, and the most pieces of a column that warps take one after the other. Shared
-# memory of a block that has room for batches of twice the rows, batches of a lane that
-# are worth a launch more, and rows of a lane that are worth a tile of its own.
-_SHARE_RESIDENT, _SHARE_WIDTHS, _MOST_TICKETS = 512, (256, 128), 8
+# Sums of columns in equal shares: threads of a multiprocessor (768: 0.73 to 0.74 where
+# 512 reach 0.81 to 0.83, floats), bytes of neighbouring columns in a tile, and the most
+# parts of such a tile; a warp merges up to so many, a block more. Shared memory of a
+# block that has room for batches of twice the rows, batches of a lane that are worth a
+# launch more, and rows of a lane that are worth a tile of its own.
+_SHARE_RESIDENT, _FEW_PARTS = 512, 8
+_SHARE_WIDTHS = ((256, _FEW_PARTS), (128, math.inf))
 _SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
-# Pieces: of the small ones a warp would have so many, each of at least so many batches;
-# of a column at most so many, a quarter of it; the rest is large.
-_SMALL_SHARE, _SMALL_BATCHES, _MOST_SMALL = 16, 4, 4
+# Where whole tiles leave so few warps idle each warp has whole ones, and nothing is
+# left to join: floats 0.89 instead of 0.83, but doubles 0.76 instead of 0.80.
+_SHARE_BUSY = 0.96
 # Rows that a lane works on at a time, by the size of an element: doubles 0.83 with 4,
 # 0.81 with 8, 0.66 with 2; bfloat16 0.87, 0.85, 0.77; floats 0.88 with 4 and 8.
 _SHARE_ROWS_HELD = {2: 4, 4: 8, 8: 4}
-_COUNTER_BYTES = 4
 
 
 def share_columns(problem, device):
@@ -92,52 +92,41 @@ def share_columns(problem, device):
     worth = warps * 32 * held * vector * _SHARE_BATCHES
     if problem.num_rows * problem.row_length < worth:
         return f"fewer than {worth} elements are not worth a launch more"
-    length = problem.row_length
-    for width in _SHARE_WIDTHS:
+    for width, most in _SHARE_WIDTHS:
         side = _side(layout.inner // vector, width // _tiers.VECTOR_BYTES)
         # Whole warps, though some lanes of a narrow slab be idle.
         side = 1 << (side - 1).bit_length()
         tiles = problem.num_rows // layout.inner * -(-layout.inner // (side * vector))
-        share = -(-tiles * length // warps)
-        parts = _num_pieces(length, share, 32 // side * held)
-        if tickets := parts <= _MOST_TICKETS:
+        share = -(-tiles * problem.row_length // warps)
+        tiles_each = -(-tiles // warps)
+        whole = size < 8 and tiles >= _SHARE_BUSY * tiles_each * warps
+        parts = 1 if whole else (problem.row_length - 1) // share + 2
+        if parts <= most:
             break
-    if length < _SHARE_ROWS * 32 // side:
-        return f"columns of {length} are too short for a warp each"
-    if not tickets:
-        parts = (length - 1) // share + 2
-    values = {"SHARES": warps, "TICKETS": int(tickets)}
-    partial = tiles * parts * side * vector * _rows.PARTIAL_BYTES
+    if problem.row_length < _SHARE_ROWS * 32 // side:
+        return f"columns of {problem.row_length} are too short for a warp each"
 
-    def cut(entry, group):
+    values = {"SHARES": warps, "WHOLE": int(whole)}
+
+    def cut(entry, threads):
         """The launch of groups of so many threads."""
         (cut,) = _column_cut(
-            problem, vector, side, group // side, held, 0, 1, _SHARE_RESIDENT
+            problem, vector, side, threads // side, held, 0, 1, _SHARE_RESIDENT
         )
         return dataclasses.replace(
             cut,
             entry=entry,
             defines=(*cut.defines, *_rows.defines_of(values)),
             smem=2 * held * _tiers.VECTOR_BYTES * cut.num_threads,
-            scratch=partial + _COUNTER_BYTES * (1 + tiles),
+            scratch=tiles * parts * side * vector * _rows.PARTIAL_BYTES,
         )
 
     main = dataclasses.replace(
         cut("sum", 32), num_blocks=-(-warps * 32 // _rows.BLOCK_THREADS)
     )
-    if tickets:
-        blocks = min(-(-(1 + tiles) // _rows.BLOCK_THREADS), device.num_sms)
-        return dataclasses.replace(
-            main, entry="clear", num_blocks=blocks, smem=0
-        ), main
-    return main, cut("merge", 256)
-
-
-def _num_pieces(length, share, batch):
-    """Pieces of a column, as tickets_t of logsumexp_shares.cu has it."""
-    large = max(1, (length + share // 2) // share)
-    small = max(-(-(share // _SMALL_SHARE) // batch), _SMALL_BATCHES) * batch
-    return large + min(length // 4 // small, _MOST_SMALL)
+    if whole:
+        return (main,)
+    return main, cut("merge", 32 if parts <= _FEW_PARTS else 256)
 
 
 def sum_columns(problem, device):

@@ -115,8 +115,11 @@ def _backward_tiers(problem, device):
         return _tiers.STRIDED
     if not {dtypes["x"], dtypes["dy"]} <= {*_arrays.FLOATS}:
         return _tiers.ladder(_tiers.FORWARD_HEAVY, (), 2, device)
-    if widest_of(problem) == 2:
+    widest = widest_of(problem)
+    if widest == 2:
         short, clusters = _tiers.BACKWARD_16_BITS, _tiers.BACKWARD_16_BITS_CLUSTERS
+    elif widest == 8:
+        short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_F64_CLUSTERS
     else:
         short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_CLUSTERS
     return _tiers.ladder(short, clusters, 2, device)
@@ -357,8 +360,12 @@ def trail_rows(problem, device):
         return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
     if problem.row_length * itemsize_of(dtypes["x"]) > _TRAIL_SHARE * device.l2_bytes:
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
+    return _along_line(problem, device, *_TRAIL[widest_of(problem)])
+
+
+def _along_line(problem, device, held, blocks_per_sm, in_cache, least):
+    """The launches of blocks that take parts of rows in one line (softmax/line.cuh)."""
     widest = widest_of(problem)
-    held, blocks_per_sm, in_cache, least = _TRAIL[widest]
     part_bytes = _WALK_THREADS * held * _tiers.VECTOR_BYTES
     left = (in_cache - problem.row_length * widest) // _TRAIL_STEP * _TRAIL_STEP
     part = part_bytes // widest
@@ -383,11 +390,11 @@ def trail_rows(problem, device):
     return dataclasses.replace(main, entry="clear", num_blocks=blocks), main
 
 
-# The same for gradients: vectors of a thread, of y and of dy, blocks a multiprocessor,
-# and bytes of dy between. log_softmax_vjp, which reads only dy twice, of 2^20 floats:
-# 0.91, 14 MB between 0.89, through rings 0.80; softmax_vjp 0.80, through rings 0.86, but
-# of 16 bits 0.82, through rings 0.79.
-_PAIRS_TRAIL = (8, 2, 8 * _MB)
+# The same for gradients, whatever the dtype: vectors of a thread, of y and of dy, and
+# bytes of dy. log_softmax_vjp reads only dy twice. 2^20 floats, rows of 4 MB: 8 MB
+# between 0.88, 3 MB 0.86, through rings 0.81; rows of 16 MB: 4 MB 0.84, 8 MB 0.80;
+# doubles, rows of 8 MB: 3 MB 0.86, 8 MB 0.84.
+_TRAIL_PAIRS = (8, 2, 12 * _MB, 4 * _MB)
 
 
 def trail_pairs(problem, device):
@@ -406,27 +413,7 @@ def trail_pairs(problem, device):
     again = sizes[1] if is_log else sum(sizes)  # bytes of an element
     if problem.row_length * again > _TRAIL_SHARE * device.l2_bytes:
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
-    held, blocks_per_sm, between = _PAIRS_TRAIL
-    part_bytes = _WALK_THREADS * held * _tiers.VECTOR_BYTES
-    parts = problem.num_rows * -(-problem.row_length * widest_of(problem) // part_bytes)
-    if parts >= 1 << 30:
-        return f"{problem.num_rows} rows are too many"
-    values = {
-        "LANES": _WALK_THREADS,
-        "ROWS_PER_BLOCK": 1,
-        "HELD": held,
-        "MARGIN": between // part_bytes,
-        "MIN_BLOCKS": blocks_per_sm,
-    }
-    words = 1 + problem.num_rows + parts
-    main = Cut(
-        min(2 * parts, device.num_sms * blocks_per_sm),
-        _WALK_THREADS,
-        defines_of(values),
-        scratch=words * _TOLD_BYTES // 2,
-    )
-    blocks = min(-(-words // _WALK_THREADS), device.num_sms)
-    return dataclasses.replace(main, entry="clear", num_blocks=blocks), main
+    return _along_line(problem, device, *_TRAIL_PAIRS)
 
 
 def stream_pairs(problem, device):

@@ -5,13 +5,11 @@
 //            Where that would lose digits (results near 0, scores beyond 2^20) the
 //            tile, and only such a tile, is read again:  out = max + log1p(sum of the
 //            others).
-// Grid       softmax_logsumexp_shares_sum: 1-D, kShares warps. If kTickets, all columns
-//            are cut into the same few pieces, large ones and then small ones, of which
-//            a warp takes the next whenever it is free (some multiprocessors are faster
-//            than others); the last of a tile joins what all found of it. Before:
-//            softmax_logsumexp_shares_clear. Otherwise each warp has an equal share of
-//            the rows of all tiles, one tile after the other, and
-//            softmax_logsumexp_shares_merge joins what they found, a block a tile.
+// Grid       softmax_logsumexp_shares_sum: 1-D; each of kShares warps has an equal
+// share
+//            of the rows of all tiles, one tile after the other.
+//            softmax_logsumexp_shares_merge joins what they found: a warp a tile of few
+//            parts or, if a group is a block, a block a tile.
 // Tiles      kColumns columns of one slab; a thread has kHeld x kVector elements and
 //            as many on the way, and keeps a sum for each of its kVector columns
 // Memory     a once, 16 bytes an access, neighbouring lanes side by side; a sum a
@@ -25,7 +23,7 @@
 // Parameters A_T, OUT_T    element types of a, and of out and sign
 //            HAS_WHERE     1 if there is a mask
 //            SHARES        warps that share the rows
-//            TICKETS       1 if warps take piece after piece
+//            WHOLE         1 if shares are whole tiles: nothing is left to join
 //            and those of softmax/columns.cuh
 #include "softmax/columns.cuh"
 #include "softmax/column_sum.cuh"
@@ -37,7 +35,7 @@ using a_t = A_T;
 using out_t = OUT_T;
 constexpr bool kHasWhere = HAS_WHERE;
 constexpr int kShares = SHARES;
-constexpr bool kTickets = TICKETS;
+constexpr bool kWhole = WHOLE;
 
 constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 using sums_t = column_sum_t<acc_t, kCoarse>;
@@ -146,12 +144,6 @@ struct ring_t {
         }
       }
     }
-#if __CUDA_ARCH__ >= 800
-    ptx::commit_copies();
-#endif
-  }
-  // An empty batch.
-  __device__ __forceinline__ void ask_nothing() const {
 #if __CUDA_ARCH__ >= 800
     ptx::commit_copies();
 #endif
@@ -302,43 +294,26 @@ struct batch_t {
 };
 static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch) for all rows of this thread, of which the first batch has been
-// asked for and is to come to `half`. The next is on the way while one is worked on;
-// behind the last, whatever ask(half) asks for.
-template <typename Ask, typename Take>
-__device__ __forceinline__ void read_on(const ring_t& ring,
-                                        int& half,
-                                        const a_t* a,
-                                        const bool* where,
-                                        const tile_t& tile,
-                                        Ask ask,
-                                        Take take) {
-  a += tile.start(kA);
-  if (kHasWhere) where += tile.start(kWhere);
-  const int rows = __shfl_sync(kFullMask, tile.rows, 0);  // no lane has more
-#pragma unroll 1
-  for (int first = 0; first < rows; first += kHeld, half ^= 1) {
-    if (first + kHeld < rows) {
-      ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
-    } else {
-      ask(half ^ 1);
-    }
-    ring.wait();
-    batch_t batch = {ring, half};
-    batch.select(where, tile, first, tile.rows - first);
-    take(batch);
-  }
-}
-// The same from the first batch on.
+// Calls take(batch) for all rows of this thread. The next batch is on the way while one
+// is worked on.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a,
                                              const bool* where,
                                              const tile_t& tile,
                                              Take take) {
   const ring_t ring;
+  a += tile.start(kA);
+  if (kHasWhere) where += tile.start(kWhere);
+  ring.load(0, a, tile, 0, tile.rows);
   int half = 0;
-  ring.load(0, a + tile.start(kA), tile, 0, tile.rows);
-  read_on(ring, half, a, where, tile, [&](int) { ring.ask_nothing(); }, take);
+#pragma unroll 1
+  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
+    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
+    ring.wait();
+    batch_t batch = {ring, half};
+    batch.select(where, tile, first, tile.rows - first);
+    take(batch);
+  }
 }
 
 struct larger_wide_t {
@@ -509,9 +484,9 @@ struct results_t {
 };
 
 // Writes the logs of a tile of a warp from its `count` parts, part(c, i); a lane has
-// every 32nd column. Whether the tile was read again, through the ring.
+// every 32nd column.
 template <typename Part>
-__device__ __forceinline__ bool merge_in_warp(const a_t* a,
+__device__ __forceinline__ void merge_in_warp(const a_t* a,
                                               const bool* where,
                                               Part part,
                                               int count,
@@ -547,10 +522,7 @@ __device__ __forceinline__ bool merge_in_warp(const a_t* a,
     results.write(column(n), sum[n].log());
     results.write_sign(column(n), sum[n].top);
   }
-  if (!__any_sync(kFullMask, doubtful != 0)) return false;
-#if __CUDA_ARCH__ >= 800
-  ptx::wait_copies();
-#endif
+  if (!__any_sync(kFullMask, doubtful != 0)) return;
   double log[kVector];
   read_again(a, where, tile, shared, log);
 #pragma unroll
@@ -560,7 +532,6 @@ __device__ __forceinline__ bool merge_in_warp(const a_t* a,
     const bool is_doubtful = of_lane >> c / kWarpSize & 1;
     if (tile.is_first() && c < columns && is_doubtful) results.write(c, log[j]);
   }
-  return true;
 }
 
 // Writes the logs of a tile of the block from its `count` parts, as join_columns. All
@@ -599,34 +570,30 @@ __device__ __forceinline__ void finish_block(const a_t* a,
   }
 }
 
+__device__ __forceinline__ void sum_columns(const a_t* a,
+                                            const bool* where,
+                                            const tile_t& tile,
+                                            sums_t (&sum)[kVector]) {
+  read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum); });
+}
+
 __device__ __forceinline__ deal deal_of(const a_t* a, const layout_t& layout) {
   return takes_vectors(a, layout, kA) ? deal::kVectors : deal::kSingles;
 }
 
-// --- pieces --------------------------------------------------------------------------
-
-// Rows of a tile that a warp takes; none at last.
-struct piece_t {
-  long long tile;
-  int part;  // which of those of the tile
-  int first, rows;
-
-  __device__ __forceinline__ tile_t of(const layout_t& layout, deal how) const {
-    tile_t t(layout, how, tile - threadIdx.x / kWarpSize);
-    const int own = threadIdx.x % kWarpSize / kSide;
-    t.row = first + own;
-    t.rows = own < rows ? (rows - own + kDeep - 1) / kDeep : 0;
-    return t;
-  }
-};
+// --- equal shares --------------------------------------------------------------------
 
 // Which rows of all tiles, one tile after the other, a warp has.
 struct shares_t {
-  long long total, share, at, end;
+  long long total, share;
 
   __device__ __forceinline__ explicit shares_t(const layout_t& layout)
       : total((long long)num_tiles(layout) * layout.row_length),
-        share((total + kShares - 1) / kShares) {}
+        share((total + kShares - 1) / kShares) {
+    if constexpr (kWhole) {
+      share = (share + layout.row_length - 1) / layout.row_length * layout.row_length;
+    }
+  }
 
   // Of a tile: the warp that has its first row, and how many have some.
   __device__ __forceinline__ int first(const layout_t& layout, long long tile) const {
@@ -637,81 +604,9 @@ struct shares_t {
     return int(last / share) - first(layout, tile) + 1;
   }
   __device__ __forceinline__ int most(const layout_t& layout) const {
-    return int((layout.row_length - 1) / share) + 2;
-  }
-
-  __device__ __forceinline__ void begin(int warp, unsigned*) {
-    at = warp * share;
-    end = at + share < total ? at + share : total;
-  }
-  __device__ __forceinline__ piece_t next(const layout_t& layout) {
-    if (at >= end) return {};
-    const long long tile = at / layout.row_length;
-    const long long first_row = at - tile * layout.row_length;
-    const long long left = layout.row_length - first_row;
-    const long long rows = left < end - at ? left : end - at;
-    const int part = int(at / share) - first(layout, tile);
-    at += rows;
-    return {tile, part, int(first_row), int(rows)};
+    return kWhole ? 1 : int((layout.row_length - 1) / share) + 2;
   }
 };
-
-// The pieces of all columns: first the large ones of all tiles, then the small ones.
-struct tickets_t {
-  static constexpr int kBatch = kHeld * kDeep;  // rows of a warp at a time
-  static constexpr int kLeast = 4 * kBatch;     // of a piece
-  static constexpr int kMostSmall = 4;
-
-  unsigned tiles;
-  int length, large, small, num_large, parts;
-  unsigned* next_ticket;
-  unsigned ahead;  // the next ticket of this warp, in lane 0
-
-  __device__ __forceinline__ explicit tickets_t(const layout_t& layout)
-      : tiles(unsigned(num_tiles(layout))), length(int(layout.row_length)) {
-    const long long all = (long long)tiles * length;
-    const int share = int((all + kShares - 1) / kShares);
-    num_large = (length + share / 2) / share;
-    if (num_large < 1) num_large = 1;
-    small = (share / 16 + kBatch - 1) / kBatch * kBatch;
-    if (small < kLeast) small = kLeast;
-    int num_small = length / 4 / small;
-    if (num_small > kMostSmall) num_small = kMostSmall;
-    parts = num_large + num_small;
-    large = (length - num_small * small + num_large - 1) / num_large;
-  }
-  __device__ __forceinline__ int most(const layout_t&) const { return parts; }
-
-  __device__ __forceinline__ void begin(int, unsigned* counter) {
-    next_ticket = counter;
-    take();
-  }
-  __device__ __forceinline__ piece_t next(const layout_t&) {
-    const unsigned ticket = __shfl_sync(kFullMask, ahead, 0);
-    if (ticket >= tiles * parts) return {};
-    take();
-    const int part = int(ticket / tiles);
-    const int before = part < num_large ? part * large
-                                        : num_large * large + (part - num_large) * small;
-    const int rows = part < num_large ? large : small;
-    const int left = length - before;
-    return {ticket - part * tiles, part, before, rows < left ? rows : left};
-  }
-
- private:
-  __device__ __forceinline__ void take() {
-    if (threadIdx.x % kWarpSize == 0) ahead = atomicAdd(next_ticket, 1u);
-  }
-};
-template <bool kTakesTickets>
-struct pieces_of {
-  using type = shares_t;
-};
-template <>
-struct pieces_of<true> {
-  using type = tickets_t;
-};
-using pieces_t = pieces_of<kTickets>::type;
 
 // What there is of a tile: (most parts, kColumns)
 template <typename Partial>
@@ -719,42 +614,6 @@ __device__ __forceinline__ Partial* place_of(Partial* partial,
                                              long long tile,
                                              int most) {
   return partial + tile * most * kColumns;
-}
-// Behind that of all tiles: the next ticket, and how many parts of each tile are done.
-__device__ __forceinline__ unsigned* counters_of(partial_sum_t* partial,
-                                                 const layout_t& layout,
-                                                 int most) {
-  return reinterpret_cast<unsigned*>(place_of(partial, num_tiles(layout), most));
-}
-
-extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_logsumexp_shares_clear(const a_t*,
-                                   const a_t*,
-                                   const bool*,
-                                   out_t*,
-                                   out_t*,
-                                   partial_sum_t* partial,
-                                   const __grid_constant__ layout_t layout) {
-  const pieces_t pieces(layout);
-  unsigned* const counters = counters_of(partial, layout, pieces.most(layout));
-  const long long step = (long long)gridDim.x * kNumThreads;
-  for (long long i = (long long)blockIdx.x * kNumThreads + threadIdx.x;
-       i <= num_tiles(layout); i += step) {
-    counters[i] = 0;
-  }
-}
-
-// Whether this warp is the last of `count` that come; it then sees what all have
-// written before.
-__device__ __forceinline__ bool is_last_of(unsigned* counter, unsigned count) {
-  __threadfence();
-  __syncwarp();
-  unsigned before = 0;
-  if (threadIdx.x % kWarpSize == 0) before = atomicAdd(counter, 1u);
-  before = __shfl_sync(kFullMask, before, 0);
-  if (before + 1 < count) return false;
-  __threadfence();
-  return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
@@ -768,55 +627,45 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
   if constexpr (kInWarp && kGroup == kWarpSize) {
     __shared__ shared_t shared;
     const deal how = deal_of(a, layout);
-    pieces_t pieces(layout);
-    const int most = pieces.most(layout);
-    unsigned* const counters = counters_of(partial, layout, most);
-    pieces.begin(blockIdx.x * kGroupsPerBlock + threadIdx.x / kWarpSize, counters);
-    const ring_t ring;
-    int half = 0;
-    piece_t piece = pieces.next(layout);
-    const auto ask = [&](int half, const piece_t& piece) {
-      const tile_t tile = piece.of(layout, how);
-      ring.load(half, a + tile.start(kA), tile, 0, tile.rows);
-    };
-    if (piece.rows > 0) ask(half, piece);
+    const shares_t shares(layout);
+    const int most = shares.most(layout);
+    const int in_block = threadIdx.x / kWarpSize;
+    const int warp = blockIdx.x * kGroupsPerBlock + in_block;
+    long long at = warp * shares.share;
+    const long long end =
+        at + shares.share < shares.total ? at + shares.share : shares.total;
 #pragma unroll 1
-    while (piece.rows > 0) {
-      const tile_t tile = piece.of(layout, how);
-      piece_t next = {};
+    while (at < end) {
+      const tile_index_t number = at / layout.row_length;
+      const long long first = at - number * layout.row_length;
+      const long long left = layout.row_length - first;
+      const long long rows = left < end - at ? left : end - at;
+      tile_t tile(layout, how, number - in_block);
+      const int own = threadIdx.x % kWarpSize / kSide;
+      tile.row = int(first) + own;
+      tile.rows = own < rows ? int(rows - own + kDeep - 1) / kDeep : 0;
       sums_t sum[kVector];
-      const auto ask_next = [&](int half) {
-        next = pieces.next(layout);
-        if (next.rows > 0) {
-          ask(half, next);
-        } else {
-          ring.ask_nothing();
-        }
-      };
-      read_on(ring, half, a, where, tile, ask_next,
-              [&](const batch_t& batch) { batch.add_to(sum); });
+      sum_columns(a, where, tile, sum);
       total_t joined[kVector];
       join_in_warp(sum, joined);
-      partial_sum_t* const of_tile = place_of(partial, piece.tile, most);
       if (tile.is_first()) {
-        partial_sum_t* const to = of_tile + piece.part * kColumns;
+        const int part = warp - shares.first(layout, number);
+        partial_sum_t* const to = place_of(partial, number, most) + part * kColumns;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) to[tile.offset(j)] = partial_sum_t(joined[j]);
       }
-      if constexpr (kTickets) {
-        if (is_last_of(counters + 1 + piece.tile, most)) {
-          const auto part = [&](int c, int i) { return of_tile[i * kColumns + c]; };
-          const results_t results = {tile, out, sign};
-          const bool has_read = merge_in_warp(a, where, part, most, results, shared);
-          if (has_read && next.rows > 0) ask(half, next);
-        }
+      if constexpr (kWhole) {
+        __syncwarp();  // the sums are read by other lanes
+        const partial_sum_t* const sums = place_of(partial, number, most);
+        const auto sum_of = [&](int c, int) { return sums[c]; };
+        merge_in_warp(a, where, sum_of, 1, {tile, out, sign}, shared);
       }
-      piece = next;
+      at += rows;
     }
   }
 }
 
-// A block joins a tile.
+// A warp joins a tile of few parts, a block one of many.
 extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     softmax_logsumexp_shares_merge(const a_t* a,
                                    const a_t*,
@@ -825,19 +674,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                                    out_t* sign,
                                    const partial_sum_t* partial,
                                    const __grid_constant__ layout_t layout) {
-  if constexpr (!kInWarp) {
-    __shared__ shared_t shared;
-    const deal how = deal_of(a, layout);
-    const shares_t shares(layout);
-    const int most = shares.most(layout);
-    const tile_index_t end = num_tiles(layout);
-    for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
-      const tile_t tile(layout, how, at);
-      const partial_sum_t* const parts = place_of(partial, at, most);
-      const int count = shares.count(layout, at);
-      const auto part = [&](int c, int i) { return parts[i * kColumns + c]; };
+  __shared__ shared_t shared;
+  const deal how = deal_of(a, layout);
+  const shares_t shares(layout);
+  const int most = shares.most(layout);
+  const tile_index_t end = num_tiles(layout);
+  for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
+    const tile_t tile(layout, how, at);
+    const long long number = at + (kInWarp ? threadIdx.x / kGroup : 0);
+    const partial_sum_t* const parts =
+        place_of(partial, number < end ? number : at, most);
+    const int count = number < end ? shares.count(layout, number) : 0;
+    const auto part = [&](int c, int i) { return parts[i * kColumns + c]; };
+    const results_t results = {tile, out, sign};
+    if constexpr (kInWarp) {
+      merge_in_warp(a, where, part, count, results, shared);
+    } else {
       const auto join = [&](auto take) { join_columns(count, part, take); };
-      finish_block(a, where, join, {tile, out, sign}, shared);
+      finish_block(a, where, join, results, shared);
     }
   }
 }

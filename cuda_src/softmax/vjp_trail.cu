@@ -49,6 +49,12 @@ struct board_t {
   __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
     return words + 1 + num_rows + part;
   }
+  // Waits until it has been told.
+  static __device__ __forceinline__ double read(const unsigned long long* at) {
+    unsigned long long bits;
+    while ((bits = ptx::load_relaxed(at)) == told_t::kUntold) __nanosleep(64);
+    return __longlong_as_double(bits);
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
@@ -192,7 +198,7 @@ __device__ __forceinline__ void join_parts(const board_t& board,
                                            unsigned parts) {
   sum_t sum;
   for (unsigned i = lane(); i < parts; i += kLanes) {
-    sum += told_t::read(board.of_part(row * parts + i));
+    sum += board_t::read(board.of_part(row * parts + i));
   }
   const double c = row_sum(sum);
   if (threadIdx.x == 0) told_t::tell(board.of_row(row), c);
@@ -227,7 +233,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
       const held_t<y_t> p(piece.y, piece, policy);
       const held_t<dy_t> g(piece.dy, piece, policy);
       if (threadIdx.x == 0) {
-        shared.c[turn] = told_t::read(board.of_row(piece.row));
+        shared.c[turn] = board_t::read(board.of_row(piece.row));
       }
       __syncthreads();
       if (threadIdx.x == 0) ahead = board.take_ticket();

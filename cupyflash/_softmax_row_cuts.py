@@ -118,8 +118,8 @@ def _backward_tiers(problem, device):
     widest = widest_of(problem)
     if widest == 2:
         short, clusters = _tiers.BACKWARD_16_BITS, _tiers.BACKWARD_16_BITS_CLUSTERS
-    elif widest == 8:
-        short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_F64_CLUSTERS
+    elif widest == 8 and problem.function == "log_softmax_vjp":
+        short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_LOG_F64_CLUSTERS
     else:
         short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_CLUSTERS
     return _tiers.ladder(short, clusters, 2, device)
@@ -360,15 +360,16 @@ def trail_rows(problem, device):
         return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
     if problem.row_length * itemsize_of(dtypes["x"]) > _TRAIL_SHARE * device.l2_bytes:
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
-    return _along_line(problem, device, *_TRAIL[widest_of(problem)])
-
-
-def _along_line(problem, device, held, blocks_per_sm, in_cache, least):
-    """The launches of blocks that take parts of rows in one line (softmax/line.cuh)."""
     widest = widest_of(problem)
-    part_bytes = _WALK_THREADS * held * _tiers.VECTOR_BYTES
+    held, blocks_per_sm, in_cache, least = _TRAIL[widest]
     left = (in_cache - problem.row_length * widest) // _TRAIL_STEP * _TRAIL_STEP
-    part = part_bytes // widest
+    return _along_line(problem, device, held, blocks_per_sm, max(left, least))
+
+
+def _along_line(problem, device, held, blocks_per_sm, between):
+    """The launches of blocks that take parts of rows in one line (softmax/line.cuh)."""
+    part_bytes = _WALK_THREADS * held * _tiers.VECTOR_BYTES
+    part = part_bytes // widest_of(problem)
     parts = problem.num_rows * -(-problem.row_length // part)
     if parts >= 1 << 30:
         return f"{problem.num_rows} rows are too many"
@@ -376,7 +377,7 @@ def _along_line(problem, device, held, blocks_per_sm, in_cache, least):
         "LANES": _WALK_THREADS,
         "ROWS_PER_BLOCK": 1,
         "HELD": held,
-        "MARGIN": max(left, least) // part_bytes,
+        "MARGIN": between // part_bytes,
         "MIN_BLOCKS": blocks_per_sm,
     }
     words = 1 + problem.num_rows + parts  # of _TOLD_BYTES
@@ -391,10 +392,14 @@ def _along_line(problem, device, held, blocks_per_sm, in_cache, least):
 
 
 # The same for gradients, whatever the dtype: vectors of a thread, of y and of dy, and
-# bytes of dy. log_softmax_vjp reads only dy twice. 2^20 floats, rows of 4 MB: 8 MB
-# between 0.88, 3 MB 0.86, through rings 0.81; rows of 16 MB: 4 MB 0.84, 8 MB 0.80;
-# doubles, rows of 8 MB: 3 MB 0.86, 8 MB 0.84.
-_TRAIL_PAIRS = (8, 2, 12 * _MB, 4 * _MB)
+# blocks a multiprocessor; the bytes of a row up to which it is short, and those between
+# for short rows and for longer ones. log_softmax_vjp reads only dy twice: 2^20 floats
+# 0.88 (3 MB between 0.86, 12 MB 0.87), through rings 0.81; rows of 16 MB 0.84 (8 MB
+# between 0.80); doubles, rows of 8 MB 0.86, through rings 0.73. softmax_vjp of 2^20
+# floats 0.81, through rings 0.86; of 16 bits 0.82, through rings 0.78, but rows of more
+# than 4 MB have not been tried.
+_PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
+_PAIRS_SHORT, _PAIRS_BETWEEN = 4 * _MB, (8 * _MB, 4 * _MB)
 
 
 def trail_pairs(problem, device):
@@ -407,13 +412,15 @@ def trail_pairs(problem, device):
     names = [dtypes[name] for name in ("x", "dy")]
     if not {*names} <= {*_arrays.FLOATS}:
         return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
-    sizes, is_log = [itemsize_of(name) for name in names], problem.function[:3] == "log"
-    if not is_log and widest_of(problem) > 2:
+    widest = widest_of(problem)
+    row_bytes = problem.row_length * widest
+    is_short = row_bytes <= _PAIRS_SHORT
+    if problem.function != "log_softmax_vjp" and (widest > 2 or not is_short):
         return "y is read twice, too, and rings in shared memory are faster"
-    again = sizes[1] if is_log else sum(sizes)  # bytes of an element
-    if problem.row_length * again > _TRAIL_SHARE * device.l2_bytes:
+    if row_bytes > _TRAIL_SHARE * device.l2_bytes:
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
-    return _along_line(problem, device, *_TRAIL_PAIRS)
+    between = _PAIRS_BETWEEN[0 if is_short else 1]
+    return _along_line(problem, device, _PAIRS_HELD, _PAIRS_BLOCKS, between)
 
 
 def stream_pairs(problem, device):

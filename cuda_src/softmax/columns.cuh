@@ -17,8 +17,8 @@
 //            CLUSTER   blocks along a column (above 1: sm_90)
 //            RESIDENT  blocks that a multiprocessor is to hold
 //            SPLITS    1 if the grid has a second axis, of blocks along a column; else
-//                      0 or nothing
-//            BLOCK_THREADS   of a block that groups share, if not 128
+//            0
+//                      or nothing
 //            OUTER_AXES, ACC_T   as elsewhere; the last outer axis is the contiguous
 //            one
 #pragma once
@@ -52,11 +52,8 @@ __host__ __device__ constexpr bool is_power_of_two(int n) { return (n & (n - 1))
 
 // Small groups share a warp, and need shuffles only.
 constexpr bool kInWarp = kGroup <= kWarpSize && is_power_of_two(kGroup);
-#ifndef BLOCK_THREADS
-#define BLOCK_THREADS 128
-#endif
 constexpr int kNumThreads =
-    kInWarp ? BLOCK_THREADS : (kGroup + kWarpSize - 1) / kWarpSize * kWarpSize;
+    kInWarp ? 128 : (kGroup + kWarpSize - 1) / kWarpSize * kWarpSize;
 constexpr int kGroupsPerBlock = kInWarp ? kNumThreads / kGroup : 1;
 
 static_assert(!kInWarp || kCluster == 1, "only whole blocks make a cluster");

@@ -23,6 +23,7 @@
 // Parameters A_T, OUT_T    element types of a, and of out and sign
 //            HAS_WHERE     1 if there is a mask
 //            SHARES        warps that share the rows
+//            WHOLE         1 if shares are whole tiles: nothing is left to join
 //            and those of softmax/columns.cuh
 #include "softmax/columns.cuh"
 #include "softmax/column_sum.cuh"
@@ -34,6 +35,7 @@ using a_t = A_T;
 using out_t = OUT_T;
 constexpr bool kHasWhere = HAS_WHERE;
 constexpr int kShares = SHARES;
+constexpr bool kWhole = WHOLE;
 
 constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 using sums_t = column_sum_t<acc_t, kCoarse>;
@@ -142,12 +144,6 @@ struct ring_t {
         }
       }
     }
-#if __CUDA_ARCH__ >= 800
-    ptx::commit_copies();
-#endif
-  }
-  // An empty batch.
-  __device__ __forceinline__ void ask_nothing() const {
 #if __CUDA_ARCH__ >= 800
     ptx::commit_copies();
 #endif
@@ -298,43 +294,26 @@ struct batch_t {
 };
 static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch) for all rows of this thread, of which the first batch has been
-// asked for and is to come to `half`. The next is on the way while one is worked on;
-// behind the last, what ask(half) asks for.
-template <typename Ask, typename Take>
-__device__ __forceinline__ void read_on(const ring_t& ring,
-                                        int& half,
-                                        const a_t* a,
-                                        const bool* where,
-                                        const tile_t& tile,
-                                        Ask ask,
-                                        Take take) {
-  a += tile.start(kA);
-  if (kHasWhere) where += tile.start(kWhere);
-  const int rows = __shfl_sync(kFullMask, tile.rows, 0);  // no lane has more
-#pragma unroll 1
-  for (int first = 0; first < rows; first += kHeld, half ^= 1) {
-    if (first + kHeld < rows) {
-      ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
-    } else {
-      ask(half ^ 1);
-    }
-    ring.wait();
-    batch_t batch = {ring, half};
-    batch.select(where, tile, first, tile.rows - first);
-    take(batch);
-  }
-}
-// The same from the first batch on.
+// Calls take(batch) for all rows of this thread. The next batch is on the way while one
+// is worked on.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a,
                                              const bool* where,
                                              const tile_t& tile,
                                              Take take) {
   const ring_t ring;
+  a += tile.start(kA);
+  if (kHasWhere) where += tile.start(kWhere);
+  ring.load(0, a, tile, 0, tile.rows);
   int half = 0;
-  ring.load(0, a + tile.start(kA), tile, 0, tile.rows);
-  read_on(ring, half, a, where, tile, [&](int) { ring.ask_nothing(); }, take);
+#pragma unroll 1
+  for (int first = 0; first < tile.rows; first += kHeld, half ^= 1) {
+    ring.load(half ^ 1, a, tile, first + kHeld, tile.rows - first - kHeld);
+    ring.wait();
+    batch_t batch = {ring, half};
+    batch.select(where, tile, first, tile.rows - first);
+    take(batch);
+  }
 }
 
 struct larger_wide_t {
@@ -610,7 +589,11 @@ struct shares_t {
 
   __device__ __forceinline__ explicit shares_t(const layout_t& layout)
       : total((long long)num_tiles(layout) * layout.row_length),
-        share((total + kShares - 1) / kShares) {}
+        share((total + kShares - 1) / kShares) {
+    if constexpr (kWhole) {
+      share = (share + layout.row_length - 1) / layout.row_length * layout.row_length;
+    }
+  }
 
   // Of a tile: the warp that has its first row, and how many have some.
   __device__ __forceinline__ int first(const layout_t& layout, long long tile) const {
@@ -621,7 +604,7 @@ struct shares_t {
     return int(last / share) - first(layout, tile) + 1;
   }
   __device__ __forceinline__ int most(const layout_t& layout) const {
-    return int((layout.row_length - 1) / share) + 2;
+    return kWhole ? 1 : int((layout.row_length - 1) / share) + 2;
   }
 };
 
@@ -637,11 +620,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     softmax_logsumexp_shares_sum(const a_t* a,
                                  const a_t*,
                                  const bool* where,
-                                 out_t*,
-                                 out_t*,
+                                 out_t* out,
+                                 out_t* sign,
                                  partial_sum_t* partial,
                                  const __grid_constant__ layout_t layout) {
   if constexpr (kInWarp && kGroup == kWarpSize) {
+    __shared__ shared_t shared;
     const deal how = deal_of(a, layout);
     const shares_t shares(layout);
     const int most = shares.most(layout);
@@ -669,6 +653,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
         partial_sum_t* const to = place_of(partial, number, most) + part * kColumns;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) to[tile.offset(j)] = partial_sum_t(joined[j]);
+      }
+      if constexpr (kWhole) {
+        __syncwarp();  // the sums are read by other lanes
+        const partial_sum_t* const sums = place_of(partial, number, most);
+        const auto sum_of = [&](int c, int) { return sums[c]; };
+        merge_in_warp(a, where, sum_of, 1, {tile, out, sign}, shared);
       }
       at += rows;
     }
@@ -702,123 +692,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     } else {
       const auto join = [&](auto take) { join_columns(count, part, take); };
       finish_block(a, where, join, results, shared);
-    }
-  }
-}
-
-// --- whole tiles ---------------------------------------------------------------------
-
-// The pieces of some tiles, all cut alike: a large one and small ones. The warps of a
-// block take the next whenever they are free, and so end together.
-struct pieces_t {
-  static constexpr int kBatch = kHeld * kDeep;  // rows of a warp at a time
-  static constexpr int kMostSmall = 4, kMost = 1 + kMostSmall;
-
-  long long first_tile;
-  int tiles, length, large, small, parts;
-  unsigned* next_ticket;  // shared
-
-  __device__ __forceinline__ pieces_t(int length, unsigned* next_ticket)
-      : length(length), next_ticket(next_ticket) {
-    small = (length / 16 + kBatch - 1) / kBatch * kBatch;
-    if (small < 2 * kBatch) small = 2 * kBatch;
-    const int most = length / 4 / small;
-    const int num_small = most < kMostSmall ? most : kMostSmall;
-    parts = 1 + num_small;
-    large = length - num_small * small;
-  }
-
-  // Rows [first, first + rows) of a tile; none at last.
-  struct piece_t {
-    int tile, part, first, rows;
-  };
-  __device__ __forceinline__ piece_t next() const {
-    unsigned ticket = 0;
-    if (threadIdx.x % kWarpSize == 0) ticket = atomicAdd(next_ticket, 1u);
-    ticket = __shfl_sync(kFullMask, ticket, 0);
-    if (ticket >= unsigned(tiles * parts)) return {};
-    const int part = int(ticket) / tiles;  // the large ones first
-    const int first = part == 0 ? 0 : large + (part - 1) * small;
-    return {int(ticket) - part * tiles, part, first, part == 0 ? large : small};
-  }
-  // What this thread has of it.
-  __device__ __forceinline__ tile_t of(const piece_t& piece,
-                                       const layout_t& layout,
-                                       deal how) const {
-    tile_t t(layout, how, first_tile + piece.tile - threadIdx.x / kWarpSize);
-    const int own = threadIdx.x % kWarpSize / kSide;
-    t.row = piece.first + own;
-    t.rows = own < piece.rows ? (piece.rows - own + kDeep - 1) / kDeep : 0;
-    return t;
-  }
-};
-constexpr int kWarps = kNumThreads / kWarpSize;
-// Tiles that a block takes at a time: as many columns as 16 lanes a warp have.
-constexpr int kTilesAtOnce = kSide < 16 ? kWarps * 16 / kSide : kWarps;
-
-extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_logsumexp_shares_whole(const a_t* a,
-                                   const a_t*,
-                                   const bool* where,
-                                   out_t* out,
-                                   out_t* sign,
-                                   const __grid_constant__ layout_t layout) {
-  if constexpr (kInWarp && kGroup == kWarpSize) {
-    __shared__ shared_t shared;
-    __shared__ unsigned next_ticket;
-    // (kTilesAtOnce, kMost, kColumns)
-    partial_sum_t* const partial = reinterpret_cast<partial_sum_t*>(
-        reinterpret_cast<char*>(memory) + ring_t::kBytes);
-    const auto place_of = [&](int tile, int part) {
-      return partial + (tile * pieces_t::kMost + part) * kColumns;
-    };
-    const deal how = deal_of(a, layout);
-    const ring_t ring;
-    pieces_t pieces(int(layout.row_length), &next_ticket);
-    const long long tiles = num_tiles(layout);
-    const long long end = tiles * (blockIdx.x + 1) / gridDim.x;
-    pieces.first_tile = tiles * blockIdx.x / gridDim.x;
-#pragma unroll 1
-    for (; pieces.first_tile < end; pieces.first_tile += kTilesAtOnce) {
-      const long long left = end - pieces.first_tile;
-      pieces.tiles = left < kTilesAtOnce ? int(left) : kTilesAtOnce;
-      __syncthreads();  // all sums have been read
-      if (threadIdx.x == 0) next_ticket = 0;
-      __syncthreads();
-      const auto ask = [&](int half, const pieces_t::piece_t& piece) {
-        if (piece.rows == 0) return ring.ask_nothing();
-        const tile_t tile = pieces.of(piece, layout, how);
-        ring.load(half, a + tile.start(kA), tile, 0, tile.rows);
-      };
-      int half = 0;
-      pieces_t::piece_t piece = pieces.next();
-      ask(half, piece);
-#pragma unroll 1
-      while (piece.rows > 0) {
-        const tile_t tile = pieces.of(piece, layout, how);
-        pieces_t::piece_t next = {};
-        sums_t sum[kVector];
-        const auto ask_next = [&](int half) { ask(half, next = pieces.next()); };
-        read_on(ring, half, a, where, tile, ask_next,
-                [&](const batch_t& batch) { batch.add_to(sum); });
-        total_t joined[kVector];
-        join_in_warp(sum, joined);
-        if (tile.is_first()) {
-          partial_sum_t* const to = place_of(piece.tile, piece.part);
-#pragma unroll
-          for (int j = 0; j < kVector; ++j) {
-            to[tile.offset(j)] = partial_sum_t(joined[j]);
-          }
-        }
-        piece = next;
-      }
-      __syncthreads();
-      const int warp = threadIdx.x / kWarpSize;
-      for (int i = warp; i < pieces.tiles; i += kWarps) {
-        const tile_t tile(layout, how, pieces.first_tile + i - warp);
-        const auto part = [&](int c, int k) { return place_of(i, k)[c]; };
-        merge_in_warp(a, where, part, pieces.parts, {tile, out, sign}, shared);
-      }
     }
   }
 }

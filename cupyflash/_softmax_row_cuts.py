@@ -392,14 +392,14 @@ def _along_line(problem, device, held, blocks_per_sm, between):
 
 
 # The same for gradients, whatever the dtype: vectors of a thread, of y and of dy, and
-# blocks a multiprocessor; the bytes of a row up to which it is short, and those between
-# for short rows and for longer ones. log_softmax_vjp reads only dy twice: 2^20 floats
-# 0.88 (3 MB between 0.86, 12 MB 0.87), through rings 0.81; rows of 16 MB 0.84 (8 MB
-# between 0.80); doubles, rows of 8 MB 0.86, through rings 0.73. softmax_vjp of 2^20
-# floats 0.81, through rings 0.86; of 16 bits 0.82, through rings 0.78, but rows of more
-# than 4 MB have not been tried.
+# blocks a multiprocessor; the bytes of a row up to which it is short, those between for
+# short rows and for longer ones, and the longest that has been tried. log_softmax_vjp
+# reads only dy twice: 2^20 floats 0.88 (3 MB between 0.86, 12 MB 0.87), through rings
+# 0.81; rows of 16 MB 0.84 (8 MB between 0.80); doubles, rows of 8 MB 0.86, by rings
+# 0.73. softmax_vjp of 2^20 floats 0.81, through rings 0.86; of 16 bits 0.82, through
+# rings 0.78, but rows of more than 4 MB have not been tried.
 _PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
-_PAIRS_SHORT, _PAIRS_BETWEEN = 4 * _MB, (8 * _MB, 4 * _MB)
+_PAIRS_SHORT, _PAIRS_BETWEEN, _PAIRS_LONGEST = 4 * _MB, (8 * _MB, 4 * _MB), 16 * _MB
 
 
 def trail_pairs(problem, device):
@@ -417,7 +417,7 @@ def trail_pairs(problem, device):
     is_short = row_bytes <= _PAIRS_SHORT
     if problem.function != "log_softmax_vjp" and (widest > 2 or not is_short):
         return "y is read twice, too, and rings in shared memory are faster"
-    if row_bytes > _TRAIL_SHARE * device.l2_bytes:
+    if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     between = _PAIRS_BETWEEN[0 if is_short else 1]
     return _along_line(problem, device, _PAIRS_HELD, _PAIRS_BLOCKS, between)

@@ -25,6 +25,7 @@ from cupyflash._softmax_row_cuts import (
     split_rows,
     stream_pairs,
     sum_rows,
+    trail_pairs,
     trail_rows,
     walk_rows,
 )
@@ -150,6 +151,10 @@ KERNELS = (  # best first
     SoftmaxKernel("tiled", FORWARD, _TILED, hold_rows, _samples.held_rows, fast=True),
     SoftmaxKernel(
         "vjp_tiled", BACKWARD, ("auto",), hold_pairs, _samples.held_pairs, fast=True
+    ),
+    # Rows of which what is read twice is read from L2, if it can hold that.
+    SoftmaxKernel(
+        "vjp_trail", BACKWARD, ("auto",), trail_pairs, _samples.streamed, fast=True
     ),
     SoftmaxKernel(
         "vjp_stream", BACKWARD, ("auto",), stream_pairs, _samples.streamed, fast=True

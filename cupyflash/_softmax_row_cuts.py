@@ -115,8 +115,11 @@ def _backward_tiers(problem, device):
         return _tiers.STRIDED
     if not {dtypes["x"], dtypes["dy"]} <= {*_arrays.FLOATS}:
         return _tiers.ladder(_tiers.FORWARD_HEAVY, (), 2, device)
-    if widest_of(problem) == 2:
+    widest = widest_of(problem)
+    if widest == 2:
         short, clusters = _tiers.BACKWARD_16_BITS, _tiers.BACKWARD_16_BITS_CLUSTERS
+    elif widest == 8 and problem.function == "log_softmax_vjp":
+        short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_LOG_F64_CLUSTERS
     else:
         short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_CLUSTERS
     return _tiers.ladder(short, clusters, 2, device)
@@ -359,9 +362,14 @@ def trail_rows(problem, device):
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     widest = widest_of(problem)
     held, blocks_per_sm, in_cache, least = _TRAIL[widest]
-    part_bytes = _WALK_THREADS * held * _tiers.VECTOR_BYTES
     left = (in_cache - problem.row_length * widest) // _TRAIL_STEP * _TRAIL_STEP
-    part = part_bytes // widest
+    return _along_line(problem, device, held, blocks_per_sm, max(left, least))
+
+
+def _along_line(problem, device, held, blocks_per_sm, between):
+    """The launches of blocks that take parts of rows in one line (softmax/line.cuh)."""
+    part_bytes = _WALK_THREADS * held * _tiers.VECTOR_BYTES
+    part = part_bytes // widest_of(problem)
     parts = problem.num_rows * -(-problem.row_length // part)
     if parts >= 1 << 30:
         return f"{problem.num_rows} rows are too many"
@@ -369,7 +377,7 @@ def trail_rows(problem, device):
         "LANES": _WALK_THREADS,
         "ROWS_PER_BLOCK": 1,
         "HELD": held,
-        "MARGIN": max(left, least) // part_bytes,
+        "MARGIN": between // part_bytes,
         "MIN_BLOCKS": blocks_per_sm,
     }
     words = 1 + problem.num_rows + parts  # of _TOLD_BYTES
@@ -381,6 +389,38 @@ def trail_rows(problem, device):
     )
     blocks = min(-(-words // _WALK_THREADS), device.num_sms)
     return dataclasses.replace(main, entry="clear", num_blocks=blocks), main
+
+
+# The same for gradients, whatever the dtype: vectors of a thread, of y and of dy, and
+# blocks a multiprocessor; the bytes of a row up to which it is short, those between for
+# short rows and for longer ones, and the longest that has been tried. log_softmax_vjp
+# reads only dy twice: 2^20 floats 0.88 (3 MB between 0.86, 12 MB 0.87), through rings
+# 0.81; rows of 16 MB 0.84 (8 MB between 0.80); doubles, rows of 8 MB 0.86, by rings
+# 0.73. softmax_vjp of 2^20 floats 0.81, through rings 0.86; of 16 bits 0.82, through
+# rings 0.78, but rows of more than 4 MB have not been tried.
+_PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
+_PAIRS_SHORT, _PAIRS_BETWEEN, _PAIRS_LONGEST = 4 * _MB, (8 * _MB, 4 * _MB), 16 * _MB
+
+
+def trail_pairs(problem, device):
+    """Blocks that share rows of y and dy, of which L2 has what is read again."""
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc < (9, 0):
+        return f"{device.name} has not been tried"
+    names = [dtypes[name] for name in ("x", "dy")]
+    if not {*names} <= {*_arrays.FLOATS}:
+        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
+    widest = widest_of(problem)
+    row_bytes = problem.row_length * widest
+    is_short = row_bytes <= _PAIRS_SHORT
+    if problem.function != "log_softmax_vjp" and (widest > 2 or not is_short):
+        return "y is read twice, too, and rings in shared memory are faster"
+    if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
+        return f"a row of {problem.row_length} is more than the L2 cache can hold"
+    between = _PAIRS_BETWEEN[0 if is_short else 1]
+    return _along_line(problem, device, _PAIRS_HELD, _PAIRS_BLOCKS, between)
 
 
 def stream_pairs(problem, device):

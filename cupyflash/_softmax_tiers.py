@@ -107,11 +107,21 @@ FORWARD_CLUSTERS = (
 )
 # log_softmax of doubles has a table only where it parks: 16384 0.92, 0.89 without.
 LOG_F64_CLUSTERS = (
+    Tier(256, 5, 1024, parked=11, cluster=8, doubling=True),
+    # More parked rather than 16 blocks: 69632 0.93, 0.81; 90112 0.92, 0.86 (three
+    # blocks a multiprocessor); but 98304 0.85, 0.88.
+    Tier(256, 5, 1024, parked=13, cluster=8, doubling=True),
+    Tier(256, 8, 768, parked=14, cluster=8, doubling=True),
     Tier(256, 5, 1024, parked=11, cluster=16, doubling=True),
     Tier(256, 5, 1024, parked=13, cluster=16, doubling=True),
     *_LONGEST,
 )
-FORWARD_F64_CLUSTERS = (*_FULL, *LOG_F64_CLUSTERS)
+FORWARD_F64_CLUSTERS = (
+    # 32768: 0.96, as below 0.95, of 8 vectors without shared memory 0.90; but 65536
+    # 0.93 and 0.94, 20001 0.88 and 0.94.
+    Tier(256, 6, 768, parked=10, cluster=4, doubling=True, fill=15 / 16),
+    *LOG_F64_CLUSTERS,
+)
 # With a mask, a scale, integers or strides, registers go elsewhere.
 FORWARD_HEAVY = (Tier(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
@@ -132,6 +142,9 @@ BACKWARD_CLUSTERS = (
     Tier(256, 8, 512, parked=8, cluster=8, doubling=True),
     Tier(256, 8, 512, parked=8, cluster=16),
 )
+# log_softmax of doubles: 65536 1.00, in 16 blocks without shared memory 0.86; 10000
+# 1.02, in three 0.82. softmax of doubles: 32768 1.02, without 1.03.
+BACKWARD_LOG_F64_CLUSTERS = BACKWARD_CLUSTERS[2:]
 BACKWARD_16_BITS_CLUSTERS = (
     # 4 vectors of 3 blocks of 224 threads a multiprocessor: 0.79 to 0.92.
     Tier(256, 6, 512, parked=2, cluster=16),
@@ -158,6 +171,10 @@ ELSEWHERE = {
     FORWARD_F64_CLUSTERS: _F64_ELSEWHERE,
     LOG_F64_CLUSTERS: _F64_ELSEWHERE,
     BACKWARD_CLUSTERS: (
+        Tier(256, 6, 512, cluster=16),
+        Tier(256, 6, 512, parked=10, cluster=16),
+    ),
+    BACKWARD_LOG_F64_CLUSTERS: (
         Tier(256, 6, 512, cluster=16),
         Tier(256, 6, 512, parked=10, cluster=16),
     ),

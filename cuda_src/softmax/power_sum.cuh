@@ -165,6 +165,12 @@ struct roots_t<double> {
                                            double whole) const {
     return of_rest(rest(x.high, whole - round) + x.low, whole);
   }
+  // exp(x) to a unit, for |x| < 700.
+  __device__ __forceinline__ double exp_of(double x) const {
+    constexpr double kRound = detail::range<double>::kRound;
+    const double whole = rounded(x, kRound);
+    return of_rest(rest(x, whole - kRound), whole);
+  }
   // round and the whole number of kCount-th parts of ln 2 next to x.
   static __device__ __forceinline__ double rounded(double x, double round) {
     return fma(x, kCount * kLog2e, round);

@@ -2,13 +2,9 @@
 // softmax_trail: long rows in one launch; who writes a row follows who sums it so soon
 // that the second read finds it in L2.
 //
-// Algorithm  softmax_trail_clear: nothing is told yet. softmax_trail: the parts of all
-//            rows stand in one line, each of them twice, once to be summed and once,
-//            kMargin parts after the last of its row, to be written. Blocks take the
-//            next of the line whenever they are free. Who sums the last part of a row
-//            waits for the other sums, joins them and tells the row's; who writes
-//            waits for that. Nobody waits for what comes later in the line, so that
-//            blocks need not all run at once.
+// Algorithm  softmax_trail_clear: nothing is told yet. softmax_trail: along a line of
+//            parts (softmax/line.cuh). Who sums the last part of a row waits for the
+//            other sums, joins them and tells the row's; who writes waits for that.
 // Grid       1-D; as many blocks of kLanes threads as fit, or fewer
 // Tiles      a part of a row: kHeld vectors of 16 bytes a thread, in registers
 // Memory     x twice, the second time from L2; out once; 16 bytes an access, the ends
@@ -18,13 +14,11 @@
 // Limits     reduced axis contiguous in x and out; rows that L2 can hold; no mask;
 //            sm_80 or newer
 //
-// Parameters HELD         as above
-//            MARGIN       as above
-//            MIN_BLOCKS   blocks that a multiprocessor is to have registers for
-//            and those of softmax/score.cuh and softmax/group.cuh
+// Parameters MIN_BLOCKS   blocks that a multiprocessor is to have registers for
+//            and those of softmax/score.cuh and softmax/line.cuh
 #include "ptx/cache_hint.cuh"
 #include "ptx/opaque.cuh"
-#include "softmax/group.cuh"
+#include "softmax/line.cuh"
 #include "softmax/partial.cuh"
 #include "softmax/peeled.cuh"
 #include "softmax/row_exp.cuh"
@@ -32,9 +26,6 @@
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
-constexpr int kHeld = HELD, kMargin = MARGIN;
-constexpr int kWarps = kLanes / kWarpSize;
-constexpr int kPart = kLanes * kHeld;  // vectors of a part
 static_assert(!kHasWhere && kLanes >= 2 * kVector, "a thread has an edge at most");
 
 // How a part is summed: doubles by a table; floats in powers of two, by the way that
@@ -45,30 +36,9 @@ constexpr exps kHow = kHasRoots ? exps::kByTable : exps::kOfScore;
 
 // --- the line ------------------------------------------------------------------------
 
-// Parts of rows, in the order in which they are summed.
-struct line_t {
-  unsigned parts;  // of a row
-  unsigned all, lag;
-
-  __device__ __forceinline__ explicit line_t(const layout_t& layout) {
-    constexpr int kElements = kPart * kVector;
-    parts = unsigned((layout.row_length + kElements - 1) / kElements);
-    all = parts * unsigned(layout.num_rows);
-    lag = min(parts + kMargin, all);
-  }
-
-  struct place_t {
-    bool is_written;  // or summed
-    unsigned part;
-  };
-  // First only sums, then a sum and a result in turn, at last only results.
-  __device__ __forceinline__ place_t at(unsigned ticket) const {
-    if (ticket < lag) return {false, ticket};
-    if (ticket >= 2 * all - lag) return {true, ticket - all};
-    const unsigned turn = ticket - lag;
-    return {turn % 2 != 0, turn / 2 + (turn % 2 == 0 ? lag : 0)};
-  }
-};
+__device__ __forceinline__ line_t line_of(const layout_t& layout) {
+  return {layout.num_rows, layout.row_length, kVector};
+}
 
 // What blocks tell each other: the next ticket; of each row, and of each part, a sum
 // l exp(m) as the two numbers.
@@ -109,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                         out_t* out,
                         unsigned long long* words,
                         const __grid_constant__ layout_t layout) {
-  const long long count = 2 + 2 * (layout.num_rows + (long long)line_t(layout).all);
+  const long long count = 2 + 2 * (layout.num_rows + (long long)line_of(layout).all);
   const long long step = (long long)gridDim.x * kLanes;
   for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
     words[i] = i == 0 ? 0 : told_t::kUntold;
@@ -536,7 +506,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
                   unsigned long long* words,
                   const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
-  const line_t line(layout);
+  const line_t line = line_of(layout);
   const board_t board{words, unsigned(layout.num_rows)};
   walk(block_t{x, out, layout, line, board, shared});
 }

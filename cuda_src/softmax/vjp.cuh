@@ -11,6 +11,7 @@
 #include "common/strides.cuh"
 #include "common/types.cuh"
 #include "softmax/group.cuh"
+#include "softmax/power_sum.cuh"
 
 #ifndef Y_T
 #error "the parameters above come from the host"
@@ -73,13 +74,30 @@ struct gradient_t {
     return exp_of(p);
   }
 
+  static __device__ __forceinline__ float exp_of_log(float p, const roots_t<float>&) {
+    return exp_of_log(p);
+  }
+  static __device__ __forceinline__ double exp_of_log(double p,
+                                                      const roots_t<double>& roots) {
+    constexpr int kFar = 0x4085e000;  // the upper half of 700; that of NaN is larger
+    const double e = roots.exp_of(p);
+    return (__double2hiint(p) & 0x7fffffff) < kFar ? e : exp_of(p);
+  }
+
   __device__ __forceinline__ acc_t operator()(acc_t p, acc_t g) const {
-    if constexpr (kLog) {
-      const acc_t value =
-          p == -infinity<acc_t>() ? acc_t(0) : fma_of(-exp_of_log(p), c_high, g);
-      return scale * value;
-    } else {
-      return scale * (p * ((g - c_high) - c_low));
-    }
+    if constexpr (kLog) return of_exp(exp_of_log(p), p, g);
+    return scale * (p * ((g - c_high) - c_low));
+  }
+  // The same by a warp together: exponentials of doubles by a table in its lanes.
+  __device__ __forceinline__ acc_t operator()(acc_t p,
+                                              acc_t g,
+                                              const roots_t<acc_t>& roots) const {
+    if constexpr (kLog) return of_exp(exp_of_log(p, roots), p, g);
+    return (*this)(p, g);
+  }
+
+ private:
+  __device__ __forceinline__ acc_t of_exp(acc_t e, acc_t p, acc_t g) const {
+    return scale * (p == -infinity<acc_t>() ? acc_t(0) : fma_of(-e, c_high, g));
   }
 };

@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: MIT
+// Parts of long rows in one line, each of them twice: once to be summed and once,
+// kMargin parts after the last of its row, to be written.
+//
+// Blocks take the next of the line whenever they are free. Nobody waits for what comes
+// later in the line, so that blocks need not all run at once; and what is written has
+// been read so shortly before that it is still in the L2 cache.
+//
+// Parameters HELD     vectors of a thread: a part has LANES times as many
+//            MARGIN   as above
+//            LANES    as in softmax/group.cuh
+#pragma once
+
+#include "softmax/group.cuh"
+
+constexpr int kHeld = HELD, kMargin = MARGIN;
+constexpr int kWarps = kLanes / kWarpSize;
+constexpr int kPart = kLanes * kHeld;  // vectors of a part
+
+struct line_t {
+  unsigned parts;  // of a row
+  unsigned all, lag;
+
+  // Of rows of so many elements, kVector a vector.
+  __device__ __forceinline__ line_t(long long num_rows,
+                                    long long row_length,
+                                    int vector) {
+    const int elements = kPart * vector;
+    parts = unsigned((row_length + elements - 1) / elements);
+    all = parts * unsigned(num_rows);
+    lag = min(parts + kMargin, all);
+  }
+
+  struct place_t {
+    bool is_written;  // or summed
+    unsigned part;
+  };
+  // First only sums, then a sum and a result in turn, at last only results.
+  __device__ __forceinline__ place_t at(unsigned ticket) const {
+    if (ticket < lag) return {false, ticket};
+    if (ticket >= 2 * all - lag) return {true, ticket - all};
+    const unsigned turn = ticket - lag;
+    return {turn % 2 != 0, turn / 2 + (turn % 2 == 0 ? lag : 0)};
+  }
+};

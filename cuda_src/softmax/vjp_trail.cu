@@ -1,0 +1,282 @@
+// SPDX-License-Identifier: MIT
+// softmax_vjp_trail: gradients of long rows in one launch; who writes a row follows who
+// sums it so soon that the second read finds it in L2.
+//
+// Algorithm  softmax_vjp_trail_clear: nothing is told yet. softmax_vjp_trail: as
+//            softmax_trail, along a line of parts (softmax/line.cuh). Who sums the last
+//            part of a row waits for the other sums, joins them and tells c, the row's;
+//            who writes waits for that. log_softmax sums dy alone, and reads only that
+//            twice.
+// Grid       1-D; as many blocks of kLanes threads as fit, or fewer
+// Tiles      a part of a row: kHeld vectors a thread of y and of dy, in registers
+// Memory     dy twice, of softmax y as well, the second time from L2; otherwise once;
+//            16 bytes an access where dy and dx are aligned as y is; 8 bytes a part
+//            between blocks
+// Numbers    as softmax_vjp; of log_softmax of doubles the exponential by a table
+// Limits     reduced axis contiguous in y, dy and dx; rows that L2 can hold; sm_80 or
+//            newer
+//
+// Parameters MIN_BLOCKS   blocks that a multiprocessor is to have registers for
+//            and those of softmax/vjp.cuh and softmax/line.cuh
+#include "ptx/cache_hint.cuh"
+#include "ptx/opaque.cuh"
+#include "ptx/registers.cuh"
+#include "softmax/line.cuh"
+#include "softmax/peeled.cuh"
+#include "softmax/told.cuh"
+#include "softmax/vjp.cuh"
+
+constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
+constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
+constexpr int kVector = 16 / kWidest;  // elements a vector access
+static_assert(kLanes >= 2 * kVector, "a thread has an edge at most");
+
+__device__ __forceinline__ line_t line_of(const layout_t& layout) {
+  return {layout.num_rows, layout.row_length, kVector};
+}
+
+// What blocks tell each other: the next ticket; of each row, and of each part, a sum.
+struct board_t {
+  unsigned long long* words;  // 1 + num_rows + parts of all rows
+  unsigned num_rows;
+
+  __device__ __forceinline__ unsigned take_ticket() const {
+    return unsigned(atomicAdd(words, 1ull));
+  }
+  __device__ __forceinline__ unsigned long long* of_row(unsigned row) const {
+    return words + 1 + row;
+  }
+  __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
+    return words + 1 + num_rows + part;
+  }
+  // Waits until it has been told.
+  static __device__ __forceinline__ double read(const unsigned long long* at) {
+    unsigned long long bits;
+    while ((bits = ptx::load_relaxed(at)) == told_t::kUntold) __nanosleep(64);
+    return __longlong_as_double(bits);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_vjp_trail_clear(const y_t* y,
+                            const dy_t* dy,
+                            out_t* dx,
+                            unsigned long long* words,
+                            const __grid_constant__ layout_t layout) {
+  const long long count = 1 + layout.num_rows + (long long)line_of(layout).all;
+  const long long step = (long long)gridDim.x * kLanes;
+  for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
+    words[i] = i == 0 ? 0 : told_t::kUntold;
+  }
+}
+
+// A part of a row.
+struct piece_t {
+  unsigned row;
+  bool is_last;  // of its row
+  // A row that L2 can hold has fewer than 2^31 elements.
+  const y_t* y;  // from its first whole vector on
+  const dy_t* dy;
+  out_t* dx;
+  int num_vectors;
+  int first;  // vector of this thread; others lie kLanes apart
+  int edge;   // an element of this thread that is in no vector, or kNone
+  static constexpr int kNone = -kVector;
+
+  __device__ __forceinline__ piece_t(const y_t* y,
+                                     const dy_t* dy,
+                                     out_t* dx,
+                                     const layout_t& layout,
+                                     const line_t& line,
+                                     unsigned part)
+      : row(part / line.parts) {
+    part -= row * line.parts;
+    is_last = part + 1 == line.parts;
+    const auto at = locate(layout.outer, row);
+    this->y = y + at.of[kY];
+    const auto peeled =
+        peeled_t::of<kVector>(num_before_aligned<kVector>(this->y), layout.row_length);
+    this->y += peeled.head;
+    this->dy = dy + at.of[kDy] + peeled.head;
+    this->dx = dx + at.of[kOut] + peeled.head;
+    num_vectors = int(peeled.num_vectors);
+    first = int(part * kPart) + lane();
+    const bool has_edge = part == 0 && lane() < peeled.head + peeled.tail;
+    edge = has_edge ? int(peeled.edge<kVector>(lane())) - peeled.head : kNone;
+  }
+  __device__ __forceinline__ bool has(int k) const {
+    return first + k * kLanes < num_vectors;
+  }
+  __device__ __forceinline__ bool has_edge() const { return edge != kNone; }
+  // Of the first element of vector k of this thread.
+  __device__ __forceinline__ int position(int k) const {
+    return (first + k * kLanes) * kVector;
+  }
+};
+
+// What a thread has of a part of y or dy, in registers; 0 beyond the row.
+template <typename T>
+struct held_t {
+  using vector = vector_t<T, kVector>;
+  vector read[kHeld];
+  T edge;
+
+  __device__ __forceinline__ held_t(const T* p,
+                                    const piece_t& piece,
+                                    unsigned long long policy) {
+    if (is_aligned<T, kVector>(p)) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        using word_t = typename vector::word_t;
+        const T* const from = p + piece.position(k);
+        read[k].word = piece.has(k) ? ptx::load_global(
+                                          reinterpret_cast<const word_t*>(from), policy)
+                                    : word_t();
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        vector gathered = {typename vector::word_t()};
+        if (piece.has(k)) {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) {
+            gathered.element[e] = p[piece.position(k) + e];
+          }
+        }
+        read[k] = gathered;
+        ptx::keep_order();  // else more would be under way than there are registers
+      }
+    }
+    edge = piece.has_edge() ? p[piece.edge] : T();
+    // What is computed from narrow elements would take too many registers.
+    if constexpr (sizeof(T) < sizeof(acc_t) && sizeof(vector) >= 4) {
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        unsigned* const words = reinterpret_cast<unsigned*>(&read[k]);
+#pragma unroll
+        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::forget(words[i]);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ double term(y_t p, dy_t g) {
+  // Of two numbers of 16 bits the product is exact in float.
+  if constexpr (kWidestIn == 2) return to<float>(p) * to<float>(g);
+  return to<double>(p) * to<double>(g);
+}
+
+// The sum of a warp over a part.
+__device__ __forceinline__ double sum_of(const piece_t& piece) {
+  const unsigned long long policy = ptx::policy_evict_last();
+  const held_t<dy_t> g(piece.dy, piece, policy);
+  sum_t sum;
+  if constexpr (kLog) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) sum += to<double>(g.read[k].element[e]);
+    }
+    sum += to<double>(g.edge);
+  } else {
+    const held_t<y_t> p(piece.y, piece, policy);
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int e = 0; e < kVector; ++e) {
+        sum += term(p.read[k].element[e], g.read[k].element[e]);
+      }
+    }
+    sum += term(p.edge, g.edge);
+  }
+  return warp_reduce(total(sum), plus_t());
+}
+
+// Joins what is told of the parts of a row, by a block, and tells it.
+__device__ __forceinline__ void join_parts(const board_t& board,
+                                           unsigned row,
+                                           unsigned parts) {
+  sum_t sum;
+  for (unsigned i = lane(); i < parts; i += kLanes) {
+    sum += board_t::read(board.of_part(row * parts + i));
+  }
+  const double c = row_sum(sum);
+  if (threadIdx.x == 0) told_t::tell(board.of_row(row), c);
+}
+
+// What the threads of a block share. Of two places one is written while the other may
+// still be read.
+struct shared_t {
+  unsigned next[2];
+  double c[2];
+  double sums[2][kWarps];
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
+    softmax_vjp_trail(const y_t* y,
+                      const dy_t* dy,
+                      out_t* dx,
+                      unsigned long long* words,
+                      const __grid_constant__ layout_t layout) {
+  __shared__ shared_t shared;
+  const line_t line = line_of(layout);
+  const board_t board{words, unsigned(layout.num_rows)};
+  const roots_t<acc_t> roots;
+  if (threadIdx.x == 0) shared.next[1] = board.take_ticket();
+  __syncthreads();
+  unsigned ticket = shared.next[1], ahead;
+  for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
+    const line_t::place_t place = line.at(ticket);
+    const piece_t piece(y, dy, dx, layout, line, place.part);
+    if (place.is_written) {
+      const unsigned long long policy = ptx::policy_evict_first();
+      const held_t<y_t> p(piece.y, piece, policy);
+      const held_t<dy_t> g(piece.dy, piece, policy);
+      if (threadIdx.x == 0) {
+        shared.c[turn] = board_t::read(board.of_row(piece.row));
+      }
+      __syncthreads();
+      if (threadIdx.x == 0) ahead = board.take_ticket();
+      const gradient_t gradient(shared.c[turn], layout);
+      const bool in_vectors = is_aligned<out_t, kVector>(piece.dx);
+#pragma unroll
+      for (int k = 0; k < kHeld; ++k) {
+        acc_t result[kVector];
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) {
+          result[e] = gradient(to<acc_t>(p.read[k].element[e]),
+                               to<acc_t>(g.read[k].element[e]), roots);
+        }
+        const auto written = to_vector<out_t, kVector>::of(result);
+        if (!piece.has(k)) continue;
+        out_t* const home = piece.dx + piece.position(k);
+        if (in_vectors) {
+          using word_t = typename vector_t<out_t, kVector>::word_t;
+          ptx::store_global(reinterpret_cast<word_t*>(home), written.word, policy);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kVector; ++e) home[e] = written.element[e];
+        }
+      }
+      const acc_t of_edge = gradient(to<acc_t>(p.edge), to<acc_t>(g.edge), roots);
+      if (piece.has_edge()) piece.dx[piece.edge] = to<out_t>(of_edge);
+      if (threadIdx.x == 0) shared.next[turn] = ahead;
+      __syncthreads();
+    } else {
+      const double found = sum_of(piece);
+      if (threadIdx.x == 0) ahead = board.take_ticket();
+      if (threadIdx.x % kWarpSize == 0) {
+        shared.sums[turn][threadIdx.x / kWarpSize] = found;
+      }
+      if (threadIdx.x == 0) shared.next[turn] = ahead;
+      __syncthreads();
+      if (threadIdx.x < kWarpSize) {
+        const double of_part =
+            warp_reduce<kWarps>(shared.sums[turn][threadIdx.x % kWarps], plus_t());
+        if (threadIdx.x == 0) told_t::tell(board.of_part(place.part), of_part);
+      }
+      if (piece.is_last) join_parts(board, piece.row, line.parts);
+    }
+    ticket = shared.next[turn];
+  }
+}

@@ -339,6 +339,41 @@ class HopperVjpKernel:
             "hidden": hidden,
         }
 
+    def has_ring(self, forward: AttentionProblem, dq: str) -> bool:
+        """Whether the main kernel makes dq of its sums, which stand in a ring."""
+        return dq != APART and self.dim(forward) == 64
+
+    def ring(
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        schedule: dict[str, Any],
+        num_slots: int,
+        dq: str,
+    ) -> dict[str, int]:
+        """The ring of sums of dq: fields of inputs_t.
+
+        `num_slots` are heads of dq, to which entries may add together.
+        """
+        num_kept, num_tiles = schedule["num_kept"], schedule["num_tiles"]
+        width = schedule["num_summed"]
+        own = num_slots == num_kept * width and width == forward.group_size
+        # So many items behind, all those that add are done, or nearly.
+        lag = 1 + -(-2 * device.num_sms // num_tiles)
+        if dq == TURNS or _attention_hopper.bounds_of(forward):
+            lag = max(lag, 2 * schedule["section"])
+        lag = min(lag, num_kept) if own else num_kept
+        ring = min(2 * lag, num_kept) if own else num_slots
+        return {
+            "lag": lag,
+            "ring": ring,
+            "num_all": schedule["num_items"] + (lag if own else ring) * num_tiles,
+            "width": width if own else 1,
+            "own": int(own),
+            "num_done": self.num_warps
+            * (num_tiles if own else schedule["num_items"]),
+        }
+
     def grid(
         self, forward: AttentionProblem, device: Device, num_kept: int, dq: str
     ) -> int:

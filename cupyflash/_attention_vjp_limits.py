@@ -17,7 +17,9 @@ INPUTS: list[Any] = [
     ("slot", "i8", (2,)),
     ("to_log2", "f4"),
     ("hidden", "f4"),
-    ("padding", "V16"),  # to a multiple of 64
+    *((name, "i4") for name in ("lag", "ring", "num_all", "width", "own", "num_done")),
+    ("dq_step", "i8", (3,)),
+    ("padding", "V32"),  # to a multiple of 64
 ]
 
 # Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward

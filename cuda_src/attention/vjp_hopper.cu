@@ -33,7 +33,10 @@
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cluster_mbarrier.cuh"
+#include "ptx/global.cuh"
+#include "ptx/max.cuh"
 #include "ptx/opaque.cuh"
+#include "ptx/red.cuh"
 #include "ptx/relaxed.cuh"
 #include "ptx/shared.cuh"
 
@@ -48,13 +51,21 @@ constexpr int kCluster = CLUSTER;
 // for that warp of the tile before. No block of threads waits for one that has not
 // begun: items are taken in the order in which they add.
 constexpr bool kOrdered = ORDERED;
-// Items differ in length, or their order counts.
-constexpr bool kDynamic = kBounds > 0 || kOrdered;
+// Items differ in length, or their order counts: they are taken by sections.
+constexpr bool kBySections = kBounds > 0 || kOrdered;
+// Sums of dq stand in a ring of entries. A block makes 16 bits of a part of those that
+// are done, and clears them, before it takes an item; the entries behind wait for that.
+// So no block may wait for one that has not begun: items are taken from a counter.
+constexpr bool kRing = kMakesDq && kBlockM == 128;
+constexpr bool kDynamic = kBySections || kRing;
+// Sums that leave are read beside the writing of dk and dv, where registers allow it.
+constexpr bool kTakesEarly = kRing && !kOrdered;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it
 // does so behind dq and dk, which then run beside it.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
-static_assert(!kOrdered || (kMakesDq && kCluster == 1));
+static_assert(!kMakesDq || kCluster == 1);
+static_assert(!kOrdered || kMakesDq);
 constexpr int kWarps = kNumThreads / 32;
 
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
@@ -76,6 +87,26 @@ constexpr int kAskers = kNarrowStep ? 1 : 3;
 // the barrier between, has nothing to report. Where positions hide keys that was slower
 // by 3 to 7 %.
 constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
+
+#ifndef POLY
+#define POLY 0
+#endif
+#ifndef ASK_FIRST
+#define ASK_FIRST 0
+#endif
+// 2^x to 2^-18 by multiplications and additions, which have units of their own; 0 up to
+// -127. A NaN becomes the largest float.
+__device__ __forceinline__ float exp2_by_fma(float x) {
+  constexpr float kRound = 12582912;  // 1.5 * 2^23: sums with it are integers
+  x = ptx::max_nan_f32(x, -127.f);
+  const float whole = x + kRound, f = x - (whole - kRound);
+  float y = 0.009582576341927052f;
+  y = fmaf(y, f, 0.05590682849287987f);
+  y = fmaf(y, f, 0.24024106562137604f);
+  y = fmaf(y, f, 0.6931241154670715f);
+  y = fmaf(y, f, 1.f);
+  return __int_as_float(__float_as_int(y) + (__float_as_int(whole) << 23));
+}
 
 // Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
 struct alignas(16) source_t {
@@ -109,6 +140,13 @@ struct view_t {
   int low, high, whole_first, whole_last;
 };
 
+// Sums of dq that are done, and that a block makes 16 bits of a part of.
+struct leaving_t {
+  int slot, block;  // the first ones; block is that of the ring, slot < 0: there are none
+  int counter;      // of `done`
+  bool is_done;     // seen to be; else they will be
+};
+
 // Where the gradients of an item go. Two: written before the item before has gone.
 struct outputs_t {
   index_t dk, dv;
@@ -116,6 +154,8 @@ struct outputs_t {
   // Where kOrdered: how many tiles add to a block of dq before this one does, of those
   // from query `turn_first` on; to others it is the first. < 0: it adds to none.
   int turn, turn_first;
+  int counter;        // of `done`, for this item
+  leaving_t leaving;  // before this item
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -124,6 +164,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
                              int* turns,                       // vjp_hopper.cuh
+                             int* done,                // vjp_hopper.cuh
+                             elem_t* __restrict__ dq,  // as q
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -304,6 +346,82 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
   };
 
+  // --- the ring of sums of dq
+
+  // This warp's part of a block of the ring.
+  auto start_of = [&](int block) {
+    return index_t(block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
+  };
+  auto turn_at = [&](int block) {
+    return turns + (block * kWarps + int(threadIdx.x / 32));
+  };
+  auto leaving_of = [&](int kept, const inputs_t& inputs) {
+    if (kept < 0) return leaving_t{-1, 0, 0, false};
+    const int counter = kept * inputs.own;
+    const unsigned place = unsigned(kept) % unsigned(inputs.ring);
+    return leaving_t{kept * inputs.width, int(place) * inputs.width * inputs.num_blocks,
+                     counter, ptx::load_relaxed(done + counter) >= inputs.num_done};
+  };
+  // Takes a part out of the ring, and clears it; without `clears` x is of no use.
+  auto take = [&](float (&x)[kSumsQ], int block, bool clears) {
+    float* const from = sums_q + start_of(block) + lane * 4;
+#pragma unroll
+    for (int e = 0; e < kSumsQ; e += 4) {
+      const float4 four = ptx::load_global_cg(from + e * 32);
+      x[e] = four.x, x[e + 1] = four.y, x[e + 2] = four.z, x[e + 3] = four.w;
+    }
+    if (!clears) return;
+#pragma unroll
+    for (int e = 0; e < kSumsQ; e += 4) {
+      ptx::store_global(reinterpret_cast<uint4*>(from + e * 32), uint4());
+    }
+    if (kOrdered && lane == 0) ptx::store_relaxed(turn_at(block), 0);
+  };
+  // Waits for what leaves, and makes dq of its blocks n, n + num_tiles, ..; x has the
+  // first one if it is taken.
+  auto leave = [&](const leaving_t& from, int n, float (&x)[kSumsQ], bool taken) {
+    if (from.slot < 0) return;
+    const inputs_t& inputs_now = ptx::anew(inputs);
+    const params_t& params_now = ptx::anew(params);
+    if (!from.is_done) {
+#ifdef SPIN_LIMIT
+      for (int spin = 0; spin < SPIN_LIMIT; ++spin) {
+        if (ptx::load_relaxed(done + from.counter) >= inputs_now.num_done) break;
+        if (spin == SPIN_LIMIT - 1) found->odd = 7;
+      }
+#else
+      while (ptx::load_relaxed(done + from.counter) < inputs_now.num_done) {
+      }
+#endif
+    }
+    float odd = 0;
+    const unsigned num_blocks = inputs_now.num_blocks;
+#pragma unroll 1
+    for (; n < inputs_now.width * int(num_blocks); n += inputs_now.num_tiles) {
+      if (!taken) take(x, from.block + n, true);
+      taken = false;
+      const unsigned nth = unsigned(n) / num_blocks, heads = params_now.num_heads;
+      const unsigned slot = from.slot + nth, entry = slot / heads;
+      const int i = (n - nth * num_blocks) * kBlockM, column = kByRows ? 0 : group * 64;
+      const index_t row_step = inputs_now.dq_step[2];
+      elem_t* const target = dq + entry * inputs_now.dq_step[0] +
+                             (slot - entry * heads) * inputs_now.dq_step[1] +
+                             i * row_step + column;
+      odd = store_rows(
+          x, unfactor_of(factor_of(found), static_cast<float>(params_now.scale)),
+          target, row_step, (kByRows ? group * 64 : 0) + warp * 16 + lane / 4,
+          static_cast<int>(params_now.seqlen_q) - i,
+          static_cast<int>(params_now.head_dim) - column, odd);
+    }
+    if (odd != 0) found->odd = 1;
+  };
+  // By all lanes: what this warp has added for an item is in the ring, and what it took
+  // out is not.
+  auto count_done = [&](int counter) {
+    __syncwarp();
+    if (lane == 0) ptx::red_release_add(done + counter, 1);
+  };
+
   // Thread 0 tells of an item, and asks for its tiles and first two blocks of queries,
   // of which the first is `block`; k of wide steps is asked for later, by load_k. With
   // a warp-wide instruction in here, the compiler would take numbers that are the same
@@ -314,30 +432,39 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const params_t& params_now = ptx::anew(params);
     const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
-    const item_t item = item_of<kDynamic, kOrdered>(number, inputs_now);
-    const auto kept = locate(grads_now.kept, item.kept);
+    const item_t item = item_of<kBySections, kOrdered>(number, inputs_now);
+    leaving_t leaving = {-1, 0, 0, false};
+    if constexpr (kRing) {
+      leaving = leaving_of(item.kept - inputs_now.lag, inputs_now);
+    }
+    const unsigned entry = offset_of(grads_now.kept, item.kept, 0);
     // Where the others of this entry lie is found out behind the first loads.
-    auto set_source = [&](int n, const place_t& at) {
+    auto set_source = [&](int n, const where_t& at) {
       source_t from;
       from.q_head = coordinate(at.head, params_now.q.head);
-      batch_coordinates(from.q_batch, at, params_now.q);
+      at.batch_coordinates(from.q_batch, params_now.q);
       from.dout_head = coordinate(at.head, grads_now.dout.head);
-      batch_coordinates(from.dout_batch, at, grads_now.dout);
-      from.stats = static_cast<int>(at.row_of_heads) * inputs_now.num_blocks;
-      index_t slot = at.head;
+      at.batch_coordinates(from.dout_batch, grads_now.dout);
+      from.stats = at.of_all * inputs_now.num_blocks;
+      int slot;
+      if (kRing && inputs_now.own) {
+        slot = unsigned(item.kept) % unsigned(inputs_now.ring) * inputs_now.width + n;
+      } else {
+        slot = at.head;
 #pragma unroll
-      for (int axis = 0; axis < kBatchDims; ++axis) {
-        slot += at.batch[axis] * inputs_now.slot[axis];
+        for (int axis = 0; axis < kBatchDims; ++axis) {
+          slot += at.batch[axis] * int(inputs_now.slot[axis]);
+        }
       }
-      from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
+      from.slot = slot * inputs_now.num_blocks;
       sources[n] = from;
     };
-    const place_t at(params_now, kept.of[0], 1);
+    const where_t at(params_now, entry);
     const int row = (item.tile * kCluster + rank()) * kBlockN;
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
     int batch[2];
-    batch_coordinates(batch, at, params_now.k);
+    at.batch_coordinates(batch, params_now.k);
     const int head = coordinate(at.kv_head, params_now.k.head);
     if constexpr (kNarrowStep) {
       load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, head, batch);
@@ -374,7 +501,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.whole_first = tail ? 1 << 30 : kBlockN - band.high;
       view.whole_last = -band.low - (kBlockM - 1);
     }
-    outputs[items & 1] = {kept.of[1], kept.of[2], item.tile, turn, turn_first};
+    outputs[items & 1] = {offset_of(grads_now.kept, item.kept, 1),
+                          offset_of(grads_now.kept, item.kept, 2),
+                          item.tile,
+                          turn,
+                          turn_first,
+                          item.kept * inputs_now.own,
+                          leaving};
     view.count = (block_last - block_first) * inputs.num_summed;
 #pragma unroll
     for (int part = 0; part < kAskers; ++part) {
@@ -384,11 +517,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     set_source(0, at);
     load_all(q_stage, block % kStagesDout);
-    batch_coordinates(batch, at, params_now.v);
+    at.batch_coordinates(batch, params_now.v);
     load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
                                 coordinate(at.kv_head, params_now.v.head), batch);
     for (int n = 1; n < inputs.num_summed; ++n) {
-      set_source(n, grads_now.entry(params_now, kept.of[0], n));
+      set_source(
+          n, where_t(params_now, entry + unsigned(offset_of(grads_now.summed, n, 0))));
     }
     if (view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
   };
@@ -399,8 +533,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, from.x, from.y, batch);
   };
 
-  float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
-  unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
   int number = blockIdx.x / kCluster;  // of the item
   if constexpr (kOrdered) {
     if (threadIdx.x == 0) next_items[1] = atomicAdd(&counter->next, 1);
@@ -412,6 +544,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     load_k(number);
   }
   while (number < inputs.num_items) {
+    // In here, since the compiler would keep what products seem to add to.
+    float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
+    unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
     auto load_lse = [&](unsigned dout_stage, int n) {
       return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + n * 32);
@@ -460,10 +595,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       for (int e = 0; e < kScores; e += 4) {
         const int n = e / 4;
         const float2 lse = n < kEarlyLse ? early_lse[n] : load_lse(dout_stage, n);
-        s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - lse.x);
-        s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - lse.y);
-        s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - lse.x);
-        s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - lse.y);
+        const auto exp2 = [&](float x) {
+          return POLY != 0 && n % POLY == POLY - 1 ? exp2_by_fma(x)
+                                                   : ptx::ex2_approx_ftz(x);
+        };
+        s[e] = exp2(s[e] * inputs.to_log2 - lse.x);
+        s[e + 1] = exp2(s[e + 1] * inputs.to_log2 - lse.y);
+        s[e + 2] = exp2(s[e + 2] * inputs.to_log2 - lse.x);
+        s[e + 3] = exp2(s[e + 3] * inputs.to_log2 - lse.y);
       }
 #pragma unroll
       for (int e = 0; e < kScores; e += 2) {
@@ -538,9 +677,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // have been added, and the tile behind this one may add. A fence between, which
     // takes 600 cycles, has nothing left to wait for: the engine alone reads and writes
     // sums, in the L2 cache, and says when it has.
-    auto turn_at = [&](int target_block) {
-      return turns + (target_block * kWarps + int(threadIdx.x / 32));
-    };
     const unsigned added_here = ptx::shared_address(added + threadIdx.x / 32);
     auto pass_turn = [&](int turn) {
       const int before = ptx::load_shared_s32(added_here);
@@ -563,9 +699,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         while (seen < turn) seen = ptx::load_relaxed(turn_at(origin.y));
       }
       ptx::store_shared_s32(added_here, turn < 0 ? -1 : origin.y);
-    };
-    auto start_of = [&](int target_block) {
-      return index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
     };
     auto add_dq = [&](const float (&dq)[kSumsQ], int target_block) {
       if constexpr (kOrdered) {
@@ -716,14 +849,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const unsigned this_q = q_stage, this_dout = block % kStagesDout;
       q_stage = after(q_stage);
       q_parity ^= q_stage == 0;
-      if constexpr (kOrdered) ask_number(kLast);
+      if constexpr (kOrdered || ASK_FIRST) ask_number(kLast);
       start_dp(this_dout);
       start_dv(this_dout);
       ask_for_delta(this_dout);
       ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
       make_ds(this_dout);
-      if constexpr (!kOrdered) ask_number(kLast);
+      if constexpr (!(kOrdered || ASK_FIRST)) ask_number(kLast);
       if constexpr (kMakesDq) {
         store_ds();
         ptx::fence_proxy_async();
@@ -807,7 +940,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       load_k(number);
     }
 
+    // Sums of dq are asked for before dk and dv are written, as k is.
     const outputs_t to = outputs[(items - 1) & 1];
+    leaving_t leaving = {-1, 0, 0, false};
+    int next_tile = 0;
+    if (kRing && number < inputs.num_items) {
+      leaving = outputs[items & 1].leaving;
+      next_tile = outputs[items & 1].tile;
+    }
+    const bool taken = kTakesEarly && leaving.is_done &&
+                       next_tile < inputs.width * inputs.num_blocks;
+    float sums[kSumsQ];
+    if constexpr (kTakesEarly) take(sums, taken ? leaving.block + next_tile : 0, taken);
+    if constexpr (kRing && !kOrdered) count_done(to.counter);
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
@@ -819,9 +964,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                      grads.row[1], row_thread, num_keys,
                      static_cast<int>(params.head_dim_v), odd);
     if (odd != 0) found->odd = 1;
-    if (kOrdered && lane == 0) {
-      pass_turn(to.turn);
-      ptx::store_shared_s32(added_here, -1);
+    if constexpr (kOrdered) {
+      if (lane == 0) {
+        pass_turn(to.turn);
+        ptx::store_shared_s32(added_here, -1);
+      }
+      if constexpr (kRing) count_done(to.counter);
+    }
+    if constexpr (kRing) {
+      leave(leaving, next_tile, sums, taken);
+    }
+  }
+  if constexpr (kRing) {
+    // What is left in the ring when there are no more items.
+    for (; number < inputs.num_all; number += gridDim.x) {
+      const unsigned rest = number - inputs.num_items;
+      const unsigned nth = rest / inputs.num_tiles, tile = rest - nth * inputs.num_tiles;
+      const int kept = inputs.num_kept - inputs.lag + nth;
+      float sums[kSumsQ];
+      leave(leaving_of(kept, inputs), tile, sums, false);
     }
   }
   if (kOrdered && lane == 0) ptx::cp_async_bulk_wait_group();

@@ -7,6 +7,7 @@
 //        in the order of registers: of each 64 x 64 part of a block, by warp (16 rows),
 //        then group of 8 columns, lane, and the lane's four numbers. A slot is a head
 //        of dq; batch entries that share q add to one
+// done   (kept entries)  int: how many warps have added to its sums, for all their items
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
 //        this warp's part of a block of sums, where they do so in one order
 #pragma once
@@ -36,6 +37,17 @@ struct alignas(64) inputs_t {
   index_t slot[2];  // by how many slots of dq the entries of a batch axis differ
   float to_log2;    // what makes scores exponents of 2
   float hidden;     // a score that makes a weight of 0
+
+  // The ring of sums of dq: an item of kept entry n adds to place n % ring of it, takes
+  // a part of the sums of entry n - lag out of it when they are done, and clears that.
+  // Items behind those that add do nothing else.
+  int lag, ring, num_all;
+  int width;  // slots of a kept entry
+  // 0: kept entries share slots. Then each slot is an entry of the ring, none of which
+  // leaves before all items are done.
+  int own;
+  int num_done;        // warps that add to a kept entry
+  index_t dq_step[3];  // strides of dq: batch, head, row
 };
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of

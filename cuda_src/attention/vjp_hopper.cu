@@ -91,6 +91,9 @@ constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
 #ifndef POLY
 #define POLY 0
 #endif
+#ifndef NO_LEAVE
+#define NO_LEAVE 0
+#endif
 #ifndef ASK_FIRST
 #define ASK_FIRST 0
 #endif
@@ -364,7 +367,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   };
   // Takes a part out of the ring, and clears it; without `clears` x is of no use.
   auto take = [&](float (&x)[kSumsQ], int block, bool clears) {
-    float* const from = sums_q + start_of(block) + lane * 4;
+    index_t start = start_of(block) + lane * 4;
+    ptx::forget(start);
+    float* const from = sums_q + start;
 #pragma unroll
     for (int e = 0; e < kSumsQ; e += 4) {
       const float4 four = ptx::load_global_cg(from + e * 32);
@@ -380,9 +385,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // Waits for what leaves, and makes dq of its blocks n, n + num_tiles, ..; x has the
   // first one if it is taken.
   auto leave = [&](const leaving_t& from, int n, float (&x)[kSumsQ], bool taken) {
-    if (from.slot < 0) return;
-    const inputs_t& inputs_now = ptx::anew(inputs);
-    const params_t& params_now = ptx::anew(params);
+    if (NO_LEAVE || from.slot < 0) return;
+    const inputs_t& inputs_now = inputs;
+    const params_t& params_now = params;
     if (!from.is_done) {
 #ifdef SPIN_LIMIT
       for (int spin = 0; spin < SPIN_LIMIT; ++spin) {
@@ -418,6 +423,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // By all lanes: what this warp has added for an item is in the ring, and what it took
   // out is not.
   auto count_done = [&](int counter) {
+    if (NO_LEAVE) return;
     __syncwarp();
     if (lane == 0) ptx::red_release_add(done + counter, 1);
   };
@@ -557,7 +563,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
     // The pairs that are asked for ahead; one too many, since there may be none.
     float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
+    auto load_four = [&](float2 (&to)[2], unsigned dout_stage, int n, int offset) {
+      const float4 x = ptx::load_shared_f32x4(
+          smem_stats + lane % 4 * 16 + dout_stage * kBytesStats + offset + n / 2 * 64);
+      to[0] = {x.x, x.y}, to[1] = {x.z, x.w};
+    };
     auto ask_for_lse = [&](unsigned dout_stage) {
+      if constexpr (STATS4 && !kNarrowStep) {
+#pragma unroll
+        for (int n = 0; n < kEarlyLse; n += 2) {
+          float2 two[2];
+          load_four(two, dout_stage, n, 0);
+          early_lse[n] = two[0], early_lse[n + 1] = two[1];
+        }
+        return;
+      }
 #pragma unroll
       for (int n = 0; n < kEarlyLse; ++n) early_lse[n] = load_lse(dout_stage, n);
     };
@@ -620,10 +640,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // dS of the block in a stage of dO, from P in s and dP.
     auto make_ds = [&](unsigned dout_stage) {
       const float factor = kNarrow<elem_t> ? view.factor : 1.f;
+      float2 two[2];
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
         const int n = e / 4;
-        float2 d = n < kEarlyDelta ? early_delta[n] : load_delta(dout_stage, n);
+        if (STATS4 && !kNarrowStep && n % 2 == 0) {
+          load_four(two, dout_stage, n, 4 * kBlockM);
+        }
+        float2 d = STATS4 && !kNarrowStep ? two[n % 2]
+                   : n < kEarlyDelta      ? early_delta[n]
+                                          : load_delta(dout_stage, n);
         if constexpr (kNarrow<elem_t>) {
           d.x *= factor;
           d.y *= factor;
@@ -730,7 +756,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
     // The number of the next item is asked for in the last step.
-    int next_number = number + static_cast<int>(gridDim.x) / kCluster;
+    int next_number = kDynamic ? 0 : number + static_cast<int>(gridDim.x) / kCluster;
     auto ask_number = [&](bool is_last) {
       if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
         next_number =
@@ -944,14 +970,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const outputs_t to = outputs[(items - 1) & 1];
     leaving_t leaving = {-1, 0, 0, false};
     int next_tile = 0;
-    if (kRing && number < inputs.num_items) {
+    if (kTakesEarly && number < inputs.num_items) {
       leaving = outputs[items & 1].leaving;
       next_tile = outputs[items & 1].tile;
     }
-    const bool taken = kTakesEarly && leaving.is_done &&
+    const bool taken = !NO_LEAVE && kTakesEarly && leaving.is_done &&
                        next_tile < inputs.width * inputs.num_blocks;
     float sums[kSumsQ];
-    if constexpr (kTakesEarly) take(sums, taken ? leaving.block + next_tile : 0, taken);
+    if constexpr (kTakesEarly && !NO_LEAVE) take(sums, taken ? leaving.block + next_tile : 0, taken);
     if constexpr (kRing && !kOrdered) count_done(to.counter);
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
@@ -972,6 +998,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if constexpr (kRing) count_done(to.counter);
     }
     if constexpr (kRing) {
+      if (kOrdered && number < inputs.num_items) {
+        leaving = outputs[items & 1].leaving;
+        next_tile = outputs[items & 1].tile;
+      }
       leave(leaving, next_tile, sums, taken);
     }
   }

@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     const bool blind = log_sum == -infinity<float>();
     float* const row = stats +
                        (at.row_of_heads * num_blocks + i / kBlockM) * (2 * kBlockM) +
-                       i % kBlockM;
+                       place_in_stats(i % kBlockM);
     row[0] = blind ? 0.f : log_sum * static_cast<float>(kLog2e) - kLog2FactorP;
     row[kBlockM] = sum;
   }

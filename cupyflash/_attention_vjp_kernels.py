@@ -261,7 +261,8 @@ class HopperVjpKernel:
         tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         # On their way to the copy engine: dq of a block.
-        sums = 2 * tile.block_m * row if tile.feeder or dq == TURNS else 0
+        through = tile.feeder or dq == TURNS or self.has_ring(forward, dq)
+        sums = 2 * tile.block_m * row if through else 0
         return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
     def config(
@@ -341,7 +342,7 @@ class HopperVjpKernel:
 
     def has_ring(self, forward: AttentionProblem, dq: str) -> bool:
         """Whether the main kernel makes dq of its sums, which stand in a ring."""
-        return dq != APART and self.dim(forward) == 64
+        return dq == MIXED and self.dim(forward) == 64
 
     def ring(
         self,
@@ -359,9 +360,8 @@ class HopperVjpKernel:
         width = schedule["num_summed"]
         own = num_slots == num_kept * width and width == forward.group_size
         # So many items behind, all those that add are done, or nearly.
-        lag = 1 + -(-2 * device.num_sms // num_tiles)
-        if dq == TURNS or _attention_hopper.bounds_of(forward):
-            lag = max(lag, 2 * schedule["section"])
+        lag = 1 + -(-3 * device.num_sms // (2 * num_tiles))
+        section = num_kept if num_kept <= lag else -(-lag // 2)
         lag = min(lag, num_kept) if own else num_kept
         ring = min(2 * lag, num_kept) if own else num_slots
         return {
@@ -370,8 +370,8 @@ class HopperVjpKernel:
             "num_all": schedule["num_items"] + (lag if own else ring) * num_tiles,
             "width": width if own else 1,
             "own": int(own),
-            "num_done": self.num_warps
-            * (num_tiles if own else schedule["num_items"]),
+            "num_done": num_tiles if own else schedule["num_items"],
+            "section": section,
         }
 
     def grid(

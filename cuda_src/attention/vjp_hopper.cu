@@ -53,13 +53,14 @@ constexpr int kCluster = CLUSTER;
 constexpr bool kOrdered = ORDERED;
 // Items differ in length, or their order counts: they are taken by sections.
 constexpr bool kBySections = kBounds > 0 || kOrdered;
-// Sums of dq stand in a ring of entries. A block makes 16 bits of a part of those that
-// are done, and clears them, before it takes an item; the entries behind wait for that.
-// So no block may wait for one that has not begun: items are taken from a counter.
-constexpr bool kRing = kMakesDq && kBlockM == 128;
+// Sums of dq stand in a ring of entries. With an item comes a part of those that are
+// done: the block makes 16 bits of it, and clears it. The entries behind wait for that,
+// so no block may wait for one that has not begun: items are taken from a counter.
+#ifndef RING
+#define RING 1
+#endif
+constexpr bool kRing = RING && kMakesDq && !kOrdered && kBlockM == 128;
 constexpr bool kDynamic = kBySections || kRing;
-// Sums that leave are read beside the writing of dk and dv, where registers allow it.
-constexpr bool kTakesEarly = kRing && !kOrdered;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it
 // does so behind dq and dk, which then run beside it.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
@@ -91,11 +92,8 @@ constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
 #ifndef POLY
 #define POLY 0
 #endif
-#ifndef NO_LEAVE
-#define NO_LEAVE 0
-#endif
 #ifndef ASK_FIRST
-#define ASK_FIRST 0
+#define ASK_FIRST 1
 #endif
 // 2^x to 2^-18 by multiplications and additions, which have units of their own; 0 up to
 // -127. A NaN becomes the largest float.
@@ -181,6 +179,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ source_t sources[kMaxSummed];
   __shared__ view_t view_memory;
   __shared__ outputs_t outputs[2];
+  __shared__ unsigned long long ring_barrier;
+  __shared__ volatile int uncounted;  // of `done`, for the item before; < 0: none
   // Of each warp, the block of dq that it adds to, or has added to without having told
   // so; < 0: none.
   __shared__ int added[kOrdered ? kWarps : 1];
@@ -213,6 +213,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(k_full + 8 * n, 1);
     }
     ptx::mbarrier_init(empty, kCluster);
+    if constexpr (kRing) ptx::mbarrier_init(ptx::shared_address(&ring_barrier), 1);
+    uncounted = -1;
     if constexpr (kIdleReadsIdle) told.next[kAskers] = next_t();
     ptx::fence_mbarrier_init();
   }
@@ -365,68 +367,61 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     return leaving_t{kept * inputs.width, int(place) * inputs.width * inputs.num_blocks,
                      counter, ptx::load_relaxed(done + counter) >= inputs.num_done};
   };
-  // Takes a part out of the ring, and clears it; without `clears` x is of no use.
-  auto take = [&](float (&x)[kSumsQ], int block, bool clears) {
-    index_t start = start_of(block) + lane * 4;
+  // Clears this warp's part of a block, and makes dq of what stood there.
+  auto leave_block = [&](const leaving_t& from, int n, const float (&x)[kSumsQ],
+                         bool clears) {
+    index_t start = start_of(from.block + n) + lane * 4;
     ptx::forget(start);
-    float* const from = sums_q + start;
+    if (clears) {
 #pragma unroll
-    for (int e = 0; e < kSumsQ; e += 4) {
-      const float4 four = ptx::load_global_cg(from + e * 32);
-      x[e] = four.x, x[e + 1] = four.y, x[e + 2] = four.z, x[e + 3] = four.w;
-    }
-    if (!clears) return;
-#pragma unroll
-    for (int e = 0; e < kSumsQ; e += 4) {
-      ptx::store_global(reinterpret_cast<uint4*>(from + e * 32), uint4());
-    }
-    if (kOrdered && lane == 0) ptx::store_relaxed(turn_at(block), 0);
-  };
-  // Waits for what leaves, and makes dq of its blocks n, n + num_tiles, ..; x has the
-  // first one if it is taken.
-  auto leave = [&](const leaving_t& from, int n, float (&x)[kSumsQ], bool taken) {
-    if (NO_LEAVE || from.slot < 0) return;
-    const inputs_t& inputs_now = inputs;
-    const params_t& params_now = params;
-    if (!from.is_done) {
-#ifdef SPIN_LIMIT
-      for (int spin = 0; spin < SPIN_LIMIT; ++spin) {
-        if (ptx::load_relaxed(done + from.counter) >= inputs_now.num_done) break;
-        if (spin == SPIN_LIMIT - 1) found->odd = 7;
+      for (int e = 0; e < kSumsQ; e += 4) {
+        ptx::store_global(reinterpret_cast<uint4*>(sums_q + start + e * 32), uint4());
       }
-#else
-      while (ptx::load_relaxed(done + from.counter) < inputs_now.num_done) {
-      }
-#endif
     }
-    float odd = 0;
-    const unsigned num_blocks = inputs_now.num_blocks;
-#pragma unroll 1
-    for (; n < inputs_now.width * int(num_blocks); n += inputs_now.num_tiles) {
-      if (!taken) take(x, from.block + n, true);
-      taken = false;
-      const unsigned nth = unsigned(n) / num_blocks, heads = params_now.num_heads;
-      const unsigned slot = from.slot + nth, entry = slot / heads;
-      const int i = (n - nth * num_blocks) * kBlockM, column = kByRows ? 0 : group * 64;
-      const index_t row_step = inputs_now.dq_step[2];
-      elem_t* const target = dq + entry * inputs_now.dq_step[0] +
-                             (slot - entry * heads) * inputs_now.dq_step[1] +
-                             i * row_step + column;
-      odd = store_rows(
-          x, unfactor_of(factor_of(found), static_cast<float>(params_now.scale)),
-          target, row_step, (kByRows ? group * 64 : 0) + warp * 16 + lane / 4,
-          static_cast<int>(params_now.seqlen_q) - i,
-          static_cast<int>(params_now.head_dim) - column, odd);
-    }
+    const unsigned num_blocks = inputs.num_blocks, heads = params.num_heads;
+    const unsigned nth = unsigned(n) / num_blocks, slot = from.slot + nth;
+    const unsigned entry = slot / heads;
+    const int i = (n - nth * num_blocks) * kBlockM;
+    const index_t row_step = inputs.dq_step[2];
+    elem_t* const target = dq + entry * inputs.dq_step[0] +
+                           (slot - entry * heads) * inputs.dq_step[1] + i * row_step;
+    const float odd = store_rows(
+        x, unfactor_of(factor_of(found), static_cast<float>(params.scale)), target,
+        row_step, group * 64 + warp * 16 + lane / 4,
+        static_cast<int>(params.seqlen_q) - i, static_cast<int>(params.head_dim));
     if (odd != 0) found->odd = 1;
   };
-  // By all lanes: what this warp has added for an item is in the ring, and what it took
-  // out is not.
-  auto count_done = [&](int counter) {
-    if (NO_LEAVE) return;
-    __syncwarp();
-    if (lane == 0) ptx::red_release_add(done + counter, 1);
+  // Of sums that are done, blocks n, n + num_tiles, ..
+  auto leave_from_memory = [&](const leaving_t& from, int n, bool clears) {
+#pragma unroll 1
+    for (; n < inputs.width * inputs.num_blocks; n += inputs.num_tiles) {
+      float x[kSumsQ];
+      index_t start = start_of(from.block + n) + lane * 4;
+      ptx::forget(start);
+#pragma unroll
+      for (int e = 0; e < kSumsQ; e += 4) {
+        const float4 four = ptx::load_global_cg(sums_q + start + e * 32);
+        x[e] = four.x, x[e + 1] = four.y, x[e + 2] = four.z, x[e + 3] = four.w;
+      }
+      leave_block(from, n, x, clears);
+    }
   };
+  auto wait_for_leaving = [&](int counter) {
+    int spin = 0;
+    while (uniform(ptx::load_relaxed(done + counter)) < inputs.num_done) {
+#ifdef SPIN_LIMIT
+      if (++spin == SPIN_LIMIT) break;
+#endif
+    }
+  };
+  // By thread 0: what the block has added for the item before, and what it cleared, is
+  // in memory. All threads have met since.
+  auto count_done = [&] {
+    const int counter = uncounted;
+    if (counter >= 0) ptx::red_release_add(done + counter, 1);
+    uncounted = -1;
+  };
+  const unsigned ring_full = ptx::shared_address(&ring_barrier);
 
   // Thread 0 tells of an item, and asks for its tiles and first two blocks of queries,
   // of which the first is `block`; k of wide steps is asked for later, by load_k. With
@@ -438,7 +433,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const params_t& params_now = ptx::anew(params);
     const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
-    const item_t item = item_of<kBySections, kOrdered>(number, inputs_now);
+    const item_t item =
+        kRing ? item_in_ring<(kBounds > 0)>(number, inputs_now)
+              : item_of<kBySections, kOrdered>(number, inputs_now);
     leaving_t leaving = {-1, 0, 0, false};
     if constexpr (kRing) {
       leaving = leaving_of(item.kept - inputs_now.lag, inputs_now);
@@ -756,6 +753,39 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
     // The number of the next item is asked for in the last step.
+    // A part of what leaves comes beside the item, and leaves in its last step.
+    auto leaving_part = [&] {
+      const outputs_t& to = outputs[items & 1];
+      return to.leaving.slot >= 0 && to.tile < inputs.width * inputs.num_blocks;
+    };
+    auto ask_for_leaving = [&] {
+      if (leaving_part()) {
+        const outputs_t& to = outputs[items & 1];
+        ptx::mbarrier_arrive_expect_tx(ring_full, 2 * kPart * sizeof(float));
+        ptx::cp_async_bulk(smem_dq,
+                           sums_q + index_t(to.leaving.block + to.tile) * (2 * kPart),
+                           2 * kPart * sizeof(float), ring_full);
+      } else {
+        ptx::mbarrier_arrive(ring_full);
+      }
+    };
+    auto leave = [&] {
+      if (!leaving_part()) return;
+      const leaving_t from = outputs[items & 1].leaving;
+      const int tile = outputs[items & 1].tile;
+      wait(ring_full, items & 1);
+      unsigned part = threadIdx.x;  // made anew: no registers are kept for it
+      ptx::forget(part);
+      part = smem_dq + (part / 32 * (kSumsQ / 4) * 32 + part % 32) * 16;
+      float x[kSumsQ];
+#pragma unroll
+      for (int e = 0; e < kSumsQ; e += 4) {
+        const float4 four = ptx::load_shared_f32x4(part + e * 128);
+        x[e] = four.x, x[e + 1] = four.y, x[e + 2] = four.z, x[e + 3] = four.w;
+      }
+      leave_block(from, tile, x, true);
+      leave_from_memory(from, tile + inputs.num_tiles, true);
+    };
     int next_number = kDynamic ? 0 : number + static_cast<int>(gridDim.x) / kCluster;
     auto ask_number = [&](bool is_last) {
       if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
@@ -913,10 +943,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (!kLast && block + 1 != last) {
         load_parts(asked, after(q_stage), this_dout);
       }
+      if constexpr (kRing) {
+        if (!accumulate && threadIdx.x == 0) {
+          ask_for_leaving();
+          count_done();
+        }
+      }
       if (kLast && threadIdx.x == 0) {
         tell_number(kLast);
         begin_item(next_number, items + 1, block + 1);
       }
+      if constexpr (kRing && kLast) leave();
       if constexpr (!kLast) {
         wait_for_dout(block + 1);
         ask_for_lse((block + 1) % kStagesDout);
@@ -963,22 +1000,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ++items;
     if (threadIdx.x == 0) {
       if constexpr (kNarrowStep) begin_item(number, items, block);
-      load_k(number);
+      if constexpr (kRing) uncounted = outputs[(items - 1) & 1].counter;
+      if constexpr (!kRing) load_k(number);
+    }
+    if constexpr (kRing) {
+      const leaving_t& from = outputs[items & 1].leaving;
+      if (uniform(number < inputs.num_items && from.slot >= 0 && !from.is_done)) {
+        if (threadIdx.x == 0) count_done();
+        wait_for_leaving(from.counter);
+      }
+      if (threadIdx.x == 0) load_k(number);
     }
 
-    // Sums of dq are asked for before dk and dv are written, as k is.
     const outputs_t to = outputs[(items - 1) & 1];
-    leaving_t leaving = {-1, 0, 0, false};
-    int next_tile = 0;
-    if (kTakesEarly && number < inputs.num_items) {
-      leaving = outputs[items & 1].leaving;
-      next_tile = outputs[items & 1].tile;
-    }
-    const bool taken = !NO_LEAVE && kTakesEarly && leaving.is_done &&
-                       next_tile < inputs.width * inputs.num_blocks;
-    float sums[kSumsQ];
-    if constexpr (kTakesEarly && !NO_LEAVE) take(sums, taken ? leaving.block + next_tile : 0, taken);
-    if constexpr (kRing && !kOrdered) count_done(to.counter);
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below
@@ -990,29 +1024,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                      grads.row[1], row_thread, num_keys,
                      static_cast<int>(params.head_dim_v), odd);
     if (odd != 0) found->odd = 1;
-    if constexpr (kOrdered) {
-      if (lane == 0) {
-        pass_turn(to.turn);
-        ptx::store_shared_s32(added_here, -1);
-      }
-      if constexpr (kRing) count_done(to.counter);
-    }
-    if constexpr (kRing) {
-      if (kOrdered && number < inputs.num_items) {
-        leaving = outputs[items & 1].leaving;
-        next_tile = outputs[items & 1].tile;
-      }
-      leave(leaving, next_tile, sums, taken);
+    if (kOrdered && lane == 0) {
+      pass_turn(to.turn);
+      ptx::store_shared_s32(added_here, -1);
     }
   }
   if constexpr (kRing) {
+    if (threadIdx.x == 0) count_done();
     // What is left in the ring when there are no more items.
     for (; number < inputs.num_all; number += gridDim.x) {
       const unsigned rest = number - inputs.num_items;
       const unsigned nth = rest / inputs.num_tiles, tile = rest - nth * inputs.num_tiles;
       const int kept = inputs.num_kept - inputs.lag + nth;
-      float sums[kSumsQ];
-      leave(leaving_of(kept, inputs), tile, sums, false);
+      const leaving_t from = leaving_of(kept, inputs);
+      wait_for_leaving(from.counter);
+      leave_from_memory(from, tile, false);
     }
   }
   if (kOrdered && lane == 0) ptx::cp_async_bulk_wait_group();

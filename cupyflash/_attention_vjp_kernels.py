@@ -329,8 +329,12 @@ class HopperVjpKernel:
         if dq == TURNS:  # measured: half of that was as fast or faster in all cells
             in_cache = -(-in_cache // 2)
         to_log2, hidden = _attention_vjp_limits.units(forward)
+        whole, pieces = self.cut(forward, device, num_kept, dq)
+        num_items = num_tiles * num_kept
         return {
-            "num_items": num_tiles * num_kept,
+            "num_items": whole + (num_items - whole) * pieces,
+            "num_whole": whole,
+            "num_pieces": pieces,
             "num_tiles": num_tiles,
             "num_blocks": self.num_blocks(forward),
             "num_kept": num_kept,
@@ -339,6 +343,22 @@ class HopperVjpKernel:
             "to_log2": to_log2,
             "hidden": hidden,
         }
+
+    def cut(
+        self, forward: AttentionProblem, device: Device, num_kept: int, dq: str
+    ) -> tuple[int, int]:
+        """How many items stay whole, and into how many pieces each other is cut.
+
+        Those that are left when all multiprocessors have had as many as each other
+        would keep few of them busy; where items have one length and no order.
+        """
+        num_items = self.num_tiles(forward, dq) * num_kept
+        bounded = _attention_hopper.bounds_of(forward) > 0
+        if dq != MIXED or bounded or self.dim(forward) != 64 or self.has_ring(forward, dq):
+            return num_items, 1
+        left = num_items % device.num_sms
+        pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
+        return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)
 
     def has_ring(self, forward: AttentionProblem, dq: str) -> bool:
         """Whether the main kernel makes dq of its sums, which stand in a ring."""
@@ -379,7 +399,9 @@ class HopperVjpKernel:
     ) -> int:
         """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
         cluster = self.tile(forward, dq).cluster
+        whole, pieces = self.cut(forward, device, num_kept, dq)
         num_items = self.num_tiles(forward, dq) * num_kept
+        num_items = whole + (num_items - whole) * pieces
         return min(num_items, device.num_sms // cluster) * cluster
 
 

@@ -1,6 +1,7 @@
 """Plans of attention_vjp: everything but the arrays, ready to be launched."""
 
 import math
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -391,6 +392,12 @@ class HopperPlan:
             places = self.schedule["ring"] * self.schedule["width"]
         sums = 0 if apart else places * num_blocks * block_m * row.dim(forward)
         turns = places * num_blocks * row.num_warps * in_turns
+        num_whole, num_tiles = self.schedule["num_whole"], self.schedule["num_tiles"]
+        num_cut = num_tiles * num_kept - num_whole
+        num_pieces = self.schedule["num_items"] - num_whole
+        self.cut = struct.pack(
+            "4i", num_cut, self.schedule["num_pieces"], num_whole, num_tiles
+        )
         done = -(-num_kept // 64) * 64 if self.has_ring else 0
         self.num_vectors = (sums + turns + done) // 4
         sizes = (
@@ -399,6 +406,7 @@ class HopperPlan:
             4 * turns,
             4 * done,
             4 * num_entries * num_blocks * block_m * 2,
+            num_pieces * 4 * _PART_BYTES,
             4 * num_entries * seqlen_q,
         )
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
@@ -419,7 +427,7 @@ class HopperPlan:
         if apart:
             self.dq = launch("_queries", num_entries * tiles)
         elif not self.has_ring:
-            self.dq = launch("_dq", num_slots * num_blocks * 2)
+            self.dq = launch("_dq", num_slots * num_blocks * 2 + num_cut * 4)
         fields = _attention_vjp_layout.entries_fields(
             _all_summed(layout, ("dq",)), [dq]
         )
@@ -458,7 +466,7 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, done, stats, delta = (
+        found, sums, turns, done, stats, pieces, delta = (
             memory.ptr + start for start in self.starts
         )
         if self.looks_for_largest:
@@ -468,14 +476,17 @@ class HopperPlan:
             self.params, self.grads,
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
-        of_ring = () if self.is_fed else (turns, done, dq)
+        of_ring = () if self.is_fed else (turns, pieces, done, dq)
         self.main.enqueue(
             inputs, stats, sums, *of_ring, dk, dv, found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
         if self.dq_grads is None and self.dq is not None:
-            self.dq.enqueue(sums, dq, *self.dq_steps, found, self.params)
+            cut = struct.pack("3Q", pieces, dk, dv) + self.cut
+            self.dq.enqueue(
+                sums, dq, *self.dq_steps, cut, found, self.params, self.grads
+            )
         elif self.dq is not None:
             self.dq.enqueue(
                 inputs, stats, dq, found, *_NO_OPTIONS, offset, self.params,
@@ -491,6 +502,7 @@ class HopperPlan:
 
 
 _NO_OPTIONS = (0,) * len(OPTIONS)
+_PART_BYTES = 4 * 64 * 64  # of `pieces` in vjp_hopper.cuh
 _FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
 

@@ -61,6 +61,11 @@ constexpr bool kBySections = kBounds > 0 || kOrdered;
 #endif
 constexpr bool kRing = RING && kMakesDq && !kOrdered && kBlockM == 128;
 constexpr bool kDynamic = kBySections || kRing;
+#ifndef CUTS
+#define CUTS 1
+#endif
+// The last items are cut into pieces, where there is no counter that shares them out.
+constexpr bool kCuts = CUTS && kMakesDq && !kDynamic && kBlockM == 128;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it
 // does so behind dq and dk, which then run beside it.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
@@ -155,6 +160,7 @@ struct outputs_t {
   // Where kOrdered: how many tiles add to a block of dq before this one does, of those
   // from query `turn_first` on; to others it is the first. < 0: it adds to none.
   int turn, turn_first;
+  int piece;  // of those that items are cut into; < 0: it is whole
   int counter;        // of `done`, for this item
   leaving_t leaving;  // before this item
 };
@@ -165,6 +171,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
                              int* turns,                       // vjp_hopper.cuh
+                             float* pieces,            // vjp_hopper.cuh
                              int* done,                // vjp_hopper.cuh
                              elem_t* __restrict__ dq,  // as q
                              elem_t* __restrict__ dk,  // as k, summed over entries
@@ -433,6 +440,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const params_t& params_now = ptx::anew(params);
     const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
+    int piece = -1;
+    if (kCuts && number >= inputs.num_whole) {
+      piece = number - inputs.num_whole;
+      number = inputs.num_whole + unsigned(piece) / unsigned(inputs_now.num_pieces);
+    }
     const item_t item =
         kRing ? item_in_ring<(kBounds > 0)>(number, inputs_now)
               : item_of<kBySections, kOrdered>(number, inputs_now);
@@ -504,11 +516,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.whole_first = tail ? 1 << 30 : kBlockN - band.high;
       view.whole_last = -band.low - (kBlockM - 1);
     }
+    if (kCuts && piece >= 0) {
+      const unsigned num_pieces = inputs_now.num_pieces;
+      const unsigned nth = unsigned(piece) % num_pieces;
+      block_first = inputs_now.num_blocks * nth / num_pieces;
+      block_last = inputs_now.num_blocks * (nth + 1) / num_pieces;
+    }
     outputs[items & 1] = {offset_of(grads_now.kept, item.kept, 1),
                           offset_of(grads_now.kept, item.kept, 2),
                           item.tile,
                           turn,
                           turn_first,
+                          piece,
                           item.kept * inputs_now.own,
                           leaving};
     view.count = (block_last - block_first) * inputs.num_summed;
@@ -1013,6 +1032,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
 
     const outputs_t to = outputs[(items - 1) & 1];
+    if (kCuts && to.piece >= 0) {
+      float4* const part = reinterpret_cast<float4*>(pieces) +
+                           (index_t(to.piece) * 4 + group) * (kPart / 4) + warp * 256 +
+                           lane;
+#pragma unroll
+      for (int e = 0; e < kSums; e += 4) {
+        part[e * 8] =
+            make_float4(sums_k[e], sums_k[e + 1], sums_k[e + 2], sums_k[e + 3]);
+        part[2 * (kPart / 4) + e * 8] =
+            make_float4(sums_v[e], sums_v[e + 1], sums_v[e + 2], sums_v[e + 3]);
+      }
+      continue;
+    }
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below

@@ -8,6 +8,8 @@
 //        then group of 8 columns, lane, and the lane's four numbers. A slot is a head
 //        of dq; batch entries that share q add to one
 // done   (kept entries)  int: how many warps have added to its sums, for all their items
+// pieces (pieces of items, dk and dv, 2, 64 * 64)  float: sums before their factors, of
+//        64 keys, laid out as in `sums`
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
 //        this warp's part of a block of sums, where they do so in one order
 #pragma once
@@ -46,6 +48,8 @@ struct alignas(64) inputs_t {
   // 0: kept entries share slots. Then each slot is an entry of the ring, none of which
   // leaves before all items are done.
   int own;
+  // The items from num_whole on are pieces: of one tile, so many.
+  int num_whole, num_pieces;
   int num_done;        // warps that add to a kept entry
   index_t dq_step[3];  // strides of dq: batch, head, row
 };

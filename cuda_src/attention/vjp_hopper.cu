@@ -66,6 +66,10 @@ constexpr bool kDynamic = kBySections || kRing;
 #endif
 // The last items are cut into pieces, where there is no counter that shares them out.
 constexpr bool kCuts = CUTS && kMakesDq && !kDynamic && kBlockM == 128;
+#ifndef K2
+#define K2 0
+#endif
+constexpr int kStagesK = K2 && kBlockM == 128 && !kOrdered ? 2 : 1;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it
 // does so behind dq and dk, which then run beside it.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
@@ -195,7 +199,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
-  const unsigned smem_v = smem_k + kBytesN, smem_q = smem_v + kBytesN,
+  const unsigned smem_v = smem_k + kStagesK * kBytesN, smem_q = smem_v + kBytesN,
                  smem_dout = smem_q + kStagesQ * kBytesM,
                  smem_ds = smem_dout + kStagesDout * kBytesM,
                  smem_stats = smem_ds + 2 * kBytesDs,
@@ -481,7 +485,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     int batch[2];
     at.batch_coordinates(batch, params_now.k);
     const int head = coordinate(at.kv_head, params_now.k.head);
-    if constexpr (kNarrowStep) {
+    if constexpr (kStagesK == 2) {
+      load_tile<kBlockN, kChunks>(smem_k + (items & 1) * kBytesN, inputs.k_map, k_full,
+                                  row, head, batch);
+    } else if constexpr (kNarrowStep) {
       load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, head, batch);
     } else {
       ptx::store_shared_s32x2(k_from, row, head);
@@ -549,7 +556,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     if (view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
   };
   auto load_k = [&](int number) {
-    if (kNarrowStep || number >= inputs.num_items) return;
+    if (kNarrowStep || kStagesK == 2 || number >= inputs.num_items) return;
     const int4 from = ptx::load_shared_s32x4(k_from);
     const int batch[2] = {from.z, from.w};
     load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, from.x, from.y, batch);
@@ -686,9 +693,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                ds[m][1], ds[m][2], ds[m][3]);
       }
     };
+    const unsigned k_stage = kStagesK == 2 ? (items & 1) * (kBytesN / 16) : 0;
     auto start_s = [&](unsigned q_stage) {
       ptx::wgmma_fence();
-      multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
+      multiply_scores(s, k_rows + k_stage, q_rows + q_stage * (kBytesM / 16));
       ptx::wgmma_commit_group();
     };
     auto start_dp = [&](unsigned dout_stage) {
@@ -709,7 +717,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
     auto start_dq = [&](float (&dq)[kSumsQ]) {
       ptx::wgmma_fence();
-      multiply_dq(dq, ds_rows + block % 2 * (kBytesDs / 16), k_sums);
+      multiply_dq(dq, ds_rows + block % 2 * (kBytesDs / 16), k_sums + k_stage);
       ptx::wgmma_commit_group();
     };
     auto read_target = [&](unsigned q_stage) {

@@ -261,9 +261,10 @@ class HopperVjpKernel:
         tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         # On their way to the copy engine: dq of a block.
-        through = tile.feeder or dq == TURNS or self.has_ring(forward, dq)
-        sums = 2 * tile.block_m * row if through else 0
-        return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
+        sums = 2 * tile.block_m * row if tile.feeder or dq == TURNS else 0
+        # Of a wide step, k of the next item, where there is room for it.
+        ahead = HOPPER_BLOCK_N * row if tile.block_m == 128 and dq != TURNS else 0
+        return tiles + ahead + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
     def config(
         self,
@@ -353,46 +354,12 @@ class HopperVjpKernel:
         would keep few of them busy; where items have one length and no order.
         """
         num_items = self.num_tiles(forward, dq) * num_kept
-        bounded = _attention_hopper.bounds_of(forward) > 0
-        if dq != MIXED or bounded or self.dim(forward) != 64 or self.has_ring(forward, dq):
+        bounds = _attention_hopper.bounds_of(forward)
+        if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
             return num_items, 1
         left = num_items % device.num_sms
         pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
         return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)
-
-    def has_ring(self, forward: AttentionProblem, dq: str) -> bool:
-        """Whether the main kernel makes dq of its sums, which stand in a ring."""
-        return dq == MIXED and self.dim(forward) == 64
-
-    def ring(
-        self,
-        forward: AttentionProblem,
-        device: Device,
-        schedule: dict[str, Any],
-        num_slots: int,
-        dq: str,
-    ) -> dict[str, int]:
-        """The ring of sums of dq: fields of inputs_t.
-
-        `num_slots` are heads of dq, to which entries may add together.
-        """
-        num_kept, num_tiles = schedule["num_kept"], schedule["num_tiles"]
-        width = schedule["num_summed"]
-        own = num_slots == num_kept * width and width == forward.group_size
-        # So many items behind, all those that add are done, or nearly.
-        lag = 1 + -(-3 * device.num_sms // (2 * num_tiles))
-        section = num_kept if num_kept <= lag else -(-lag // 2)
-        lag = min(lag, num_kept) if own else num_kept
-        ring = min(2 * lag, num_kept) if own else num_slots
-        return {
-            "lag": lag,
-            "ring": ring,
-            "num_all": schedule["num_items"] + (lag if own else ring) * num_tiles,
-            "width": width if own else 1,
-            "own": int(own),
-            "num_done": num_tiles if own else schedule["num_items"],
-            "section": section,
-        }
 
     def grid(
         self, forward: AttentionProblem, device: Device, num_kept: int, dq: str

@@ -17,10 +17,9 @@ INPUTS: list[Any] = [
     ("slot", "i8", (2,)),
     ("to_log2", "f4"),
     ("hidden", "f4"),
-    *((name, "i4") for name in ("lag", "ring", "num_all", "width", "own")),
-    *((name, "i4") for name in ("num_whole", "num_pieces", "num_done")),
-    ("dq_step", "i8", (3,)),
-    ("padding", "V24"),  # to a multiple of 64
+    ("num_whole", "i4"),
+    ("num_pieces", "i4"),
+    ("padding", "V8"),  # to a multiple of 64
 ]
 
 # Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward

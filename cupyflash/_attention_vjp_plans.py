@@ -360,14 +360,7 @@ class HopperPlan:
         self.schedule = {
             **row.schedule(forward, device, num_kept, num_summed, dq_way),
             "slot": slot,
-            "dq_step": (heads * seqlen_q * dim, dq.entries[-1], dq.row),
         }
-        # The kernel with a feeder leaves sums of dq to another one.
-        self.has_ring = row.has_ring(forward, dq_way)
-        if self.has_ring:
-            self.schedule |= row.ring(
-                forward, device, self.schedule, num_slots, dq_way
-            )
         self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
         block_m = row.tile(forward).block_m
         self.encoders = {
@@ -387,26 +380,18 @@ class HopperPlan:
         num_entries = num_kept * num_summed
         num_blocks = row.num_blocks(forward)
         # If dq has a kernel of its own, it needs none of this.
-        places = num_slots
-        if self.has_ring:
-            places = self.schedule["ring"] * self.schedule["width"]
-        sums = 0 if apart else places * num_blocks * block_m * row.dim(forward)
-        turns = places * num_blocks * row.num_warps * in_turns
+        sums = 0 if apart else num_slots * num_blocks * block_m * row.dim(forward)
+        turns = num_slots * num_blocks * row.num_warps * in_turns
+        self.num_vectors = (sums + turns) // 4
         num_whole, num_tiles = self.schedule["num_whole"], self.schedule["num_tiles"]
         num_cut = num_tiles * num_kept - num_whole
-        num_pieces = self.schedule["num_items"] - num_whole
-        self.cut = struct.pack(
-            "4i", num_cut, self.schedule["num_pieces"], num_whole, num_tiles
-        )
-        done = -(-num_kept // 64) * 64 if self.has_ring else 0
-        self.num_vectors = (sums + turns + done) // 4
+        num_pieces = self.schedule["num_items"] - num_whole  # of all items cut
         sizes = (
             _FOUND_BYTES,
             4 * sums,
             4 * turns,
-            4 * done,
             4 * num_entries * num_blocks * block_m * 2,
-            num_pieces * 4 * _PART_BYTES,
+            4 * _PART_BYTES * num_pieces,
             4 * num_entries * seqlen_q,
         )
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
@@ -423,11 +408,14 @@ class HopperPlan:
         self.rows = launch("_rows", num_entries * num_blocks * 4)
         self.main = launch("", row.grid(forward, device, num_kept, dq_way))
         tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
-        self.dq = None
-        if apart:
-            self.dq = launch("_queries", num_entries * tiles)
-        elif not self.has_ring:
-            self.dq = launch("_dq", num_slots * num_blocks * 2 + num_cut * 4)
+        self.dq = (
+            launch("_queries", num_entries * tiles)
+            if apart
+            else launch("_dq", 4 * num_cut + 2 * num_slots * num_blocks)
+        )
+        self.cut = struct.pack(
+            "4i", num_cut, self.schedule["num_pieces"], num_whole, num_tiles
+        )
         fields = _attention_vjp_layout.entries_fields(
             _all_summed(layout, ("dq",)), [dq]
         )
@@ -439,8 +427,7 @@ class HopperPlan:
             for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
         ]
         repairs = (launch for _, launch, _ in self.repairs)
-        of_dq = () if self.dq is None else (self.dq,)
-        self.launches = (self.rows, self.main, *of_dq, *repairs)
+        self.launches = (self.rows, self.main, self.dq, *repairs)
 
     def _new_inputs(self, pointers):
         """The parameter of the main kernel that depends on where arrays lie."""
@@ -466,7 +453,7 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, done, stats, pieces, delta = (
+        found, sums, turns, stats, pieces, delta = (
             memory.ptr + start for start in self.starts
         )
         if self.looks_for_largest:
@@ -476,18 +463,17 @@ class HopperPlan:
             self.params, self.grads,
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
-        of_ring = () if self.is_fed else (turns, pieces, done, dq)
         self.main.enqueue(
-            inputs, stats, sums, *of_ring, dk, dv, found,
+            inputs, stats, sums, *(() if self.is_fed else (turns, pieces)), dk, dv, found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
-        if self.dq_grads is None and self.dq is not None:
+        if self.dq_grads is None:
             cut = struct.pack("3Q", pieces, dk, dv) + self.cut
             self.dq.enqueue(
                 sums, dq, *self.dq_steps, cut, found, self.params, self.grads
             )
-        elif self.dq is not None:
+        else:
             self.dq.enqueue(
                 inputs, stats, dq, found, *_NO_OPTIONS, offset, self.params,
                 self.dq_grads,

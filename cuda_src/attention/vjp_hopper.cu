@@ -33,10 +33,7 @@
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/cluster_mbarrier.cuh"
-#include "ptx/global.cuh"
-#include "ptx/max.cuh"
 #include "ptx/opaque.cuh"
-#include "ptx/red.cuh"
 #include "ptx/relaxed.cuh"
 #include "ptx/shared.cuh"
 
@@ -51,31 +48,17 @@ constexpr int kCluster = CLUSTER;
 // for that warp of the tile before. No block of threads waits for one that has not
 // begun: items are taken in the order in which they add.
 constexpr bool kOrdered = ORDERED;
-// Items differ in length, or their order counts: they are taken by sections.
-constexpr bool kBySections = kBounds > 0 || kOrdered;
-// Sums of dq stand in a ring of entries. With an item comes a part of those that are
-// done: the block makes 16 bits of it, and clears it. The entries behind wait for that,
-// so no block may wait for one that has not begun: items are taken from a counter.
-#ifndef RING
-#define RING 1
-#endif
-constexpr bool kRing = RING && kMakesDq && !kOrdered && kBlockM == 128;
-constexpr bool kDynamic = kBySections || kRing;
-#ifndef CUTS
-#define CUTS 1
-#endif
+// Items differ in length, or their order counts.
+constexpr bool kDynamic = kBounds > 0 || kOrdered;
 // The last items are cut into pieces, where there is no counter that shares them out.
-constexpr bool kCuts = CUTS && kMakesDq && !kDynamic && kBlockM == 128;
-#ifndef K2
-#define K2 0
-#endif
-constexpr int kStagesK = K2 && kBlockM == 128 && !kOrdered ? 2 : 1;
+constexpr bool kCuts = kMakesDq && !kDynamic && kBlockM == 128;
+// Keys of the next item are asked for while products read those of this one.
+constexpr int kStagesK = kBlockM == 128 && !kOrdered ? 2 : 1;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it
 // does so behind dq and dk, which then run beside it.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
 static_assert(kNumThreads == 256 && (kCluster == 1 || kCluster == 2));
-static_assert(!kMakesDq || kCluster == 1);
-static_assert(!kOrdered || kMakesDq);
+static_assert(!kOrdered || (kMakesDq && kCluster == 1));
 constexpr int kWarps = kNumThreads / 32;
 
 // q is read for S and an iteration later for dk, dO in one iteration. Both are asked
@@ -97,26 +80,6 @@ constexpr int kAskers = kNarrowStep ? 1 : 3;
 // the barrier between, has nothing to report. Where positions hide keys that was slower
 // by 3 to 7 %.
 constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
-
-#ifndef POLY
-#define POLY 0
-#endif
-#ifndef ASK_FIRST
-#define ASK_FIRST 1
-#endif
-// 2^x to 2^-18 by multiplications and additions, which have units of their own; 0 up to
-// -127. A NaN becomes the largest float.
-__device__ __forceinline__ float exp2_by_fma(float x) {
-  constexpr float kRound = 12582912;  // 1.5 * 2^23: sums with it are integers
-  x = ptx::max_nan_f32(x, -127.f);
-  const float whole = x + kRound, f = x - (whole - kRound);
-  float y = 0.009582576341927052f;
-  y = fmaf(y, f, 0.05590682849287987f);
-  y = fmaf(y, f, 0.24024106562137604f);
-  y = fmaf(y, f, 0.6931241154670715f);
-  y = fmaf(y, f, 1.f);
-  return __int_as_float(__float_as_int(y) + (__float_as_int(whole) << 23));
-}
 
 // Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
 struct alignas(16) source_t {
@@ -150,13 +113,6 @@ struct view_t {
   int low, high, whole_first, whole_last;
 };
 
-// Sums of dq that are done, and that a block makes 16 bits of a part of.
-struct leaving_t {
-  int slot, block;  // the first ones; block is that of the ring, slot < 0: there are none
-  int counter;      // of `done`
-  bool is_done;     // seen to be; else they will be
-};
-
 // Where the gradients of an item go. Two: written before the item before has gone.
 struct outputs_t {
   index_t dk, dv;
@@ -165,8 +121,6 @@ struct outputs_t {
   // from query `turn_first` on; to others it is the first. < 0: it adds to none.
   int turn, turn_first;
   int piece;  // of those that items are cut into; < 0: it is whole
-  int counter;        // of `done`, for this item
-  leaving_t leaving;  // before this item
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -175,9 +129,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
                              int* turns,                       // vjp_hopper.cuh
-                             float* pieces,            // vjp_hopper.cuh
-                             int* done,                // vjp_hopper.cuh
-                             elem_t* __restrict__ dq,  // as q
+                             float* pieces,                    // vjp_hopper.cuh
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -190,8 +142,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ source_t sources[kMaxSummed];
   __shared__ view_t view_memory;
   __shared__ outputs_t outputs[2];
-  __shared__ unsigned long long ring_barrier;
-  __shared__ volatile int uncounted;  // of `done`, for the item before; < 0: none
   // Of each warp, the block of dq that it adds to, or has added to without having told
   // so; < 0: none.
   __shared__ int added[kOrdered ? kWarps : 1];
@@ -224,8 +174,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(k_full + 8 * n, 1);
     }
     ptx::mbarrier_init(empty, kCluster);
-    if constexpr (kRing) ptx::mbarrier_init(ptx::shared_address(&ring_barrier), 1);
-    uncounted = -1;
     if constexpr (kIdleReadsIdle) told.next[kAskers] = next_t();
     ptx::fence_mbarrier_init();
   }
@@ -362,78 +310,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
   };
 
-  // --- the ring of sums of dq
-
-  // This warp's part of a block of the ring.
-  auto start_of = [&](int block) {
-    return index_t(block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
-  };
-  auto turn_at = [&](int block) {
-    return turns + (block * kWarps + int(threadIdx.x / 32));
-  };
-  auto leaving_of = [&](int kept, const inputs_t& inputs) {
-    if (kept < 0) return leaving_t{-1, 0, 0, false};
-    const int counter = kept * inputs.own;
-    const unsigned place = unsigned(kept) % unsigned(inputs.ring);
-    return leaving_t{kept * inputs.width, int(place) * inputs.width * inputs.num_blocks,
-                     counter, ptx::load_relaxed(done + counter) >= inputs.num_done};
-  };
-  // Clears this warp's part of a block, and makes dq of what stood there.
-  auto leave_block = [&](const leaving_t& from, int n, const float (&x)[kSumsQ],
-                         bool clears) {
-    index_t start = start_of(from.block + n) + lane * 4;
-    ptx::forget(start);
-    if (clears) {
-#pragma unroll
-      for (int e = 0; e < kSumsQ; e += 4) {
-        ptx::store_global(reinterpret_cast<uint4*>(sums_q + start + e * 32), uint4());
-      }
-    }
-    const unsigned num_blocks = inputs.num_blocks, heads = params.num_heads;
-    const unsigned nth = unsigned(n) / num_blocks, slot = from.slot + nth;
-    const unsigned entry = slot / heads;
-    const int i = (n - nth * num_blocks) * kBlockM;
-    const index_t row_step = inputs.dq_step[2];
-    elem_t* const target = dq + entry * inputs.dq_step[0] +
-                           (slot - entry * heads) * inputs.dq_step[1] + i * row_step;
-    const float odd = store_rows(
-        x, unfactor_of(factor_of(found), static_cast<float>(params.scale)), target,
-        row_step, group * 64 + warp * 16 + lane / 4,
-        static_cast<int>(params.seqlen_q) - i, static_cast<int>(params.head_dim));
-    if (odd != 0) found->odd = 1;
-  };
-  // Of sums that are done, blocks n, n + num_tiles, ..
-  auto leave_from_memory = [&](const leaving_t& from, int n, bool clears) {
-#pragma unroll 1
-    for (; n < inputs.width * inputs.num_blocks; n += inputs.num_tiles) {
-      float x[kSumsQ];
-      index_t start = start_of(from.block + n) + lane * 4;
-      ptx::forget(start);
-#pragma unroll
-      for (int e = 0; e < kSumsQ; e += 4) {
-        const float4 four = ptx::load_global_cg(sums_q + start + e * 32);
-        x[e] = four.x, x[e + 1] = four.y, x[e + 2] = four.z, x[e + 3] = four.w;
-      }
-      leave_block(from, n, x, clears);
-    }
-  };
-  auto wait_for_leaving = [&](int counter) {
-    int spin = 0;
-    while (uniform(ptx::load_relaxed(done + counter)) < inputs.num_done) {
-#ifdef SPIN_LIMIT
-      if (++spin == SPIN_LIMIT) break;
-#endif
-    }
-  };
-  // By thread 0: what the block has added for the item before, and what it cleared, is
-  // in memory. All threads have met since.
-  auto count_done = [&] {
-    const int counter = uncounted;
-    if (counter >= 0) ptx::red_release_add(done + counter, 1);
-    uncounted = -1;
-  };
-  const unsigned ring_full = ptx::shared_address(&ring_barrier);
-
   // Thread 0 tells of an item, and asks for its tiles and first two blocks of queries,
   // of which the first is `block`; k of wide steps is asked for later, by load_k. With
   // a warp-wide instruction in here, the compiler would take numbers that are the same
@@ -449,13 +325,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       piece = number - inputs.num_whole;
       number = inputs.num_whole + unsigned(piece) / unsigned(inputs_now.num_pieces);
     }
-    const item_t item =
-        kRing ? item_in_ring<(kBounds > 0)>(number, inputs_now)
-              : item_of<kBySections, kOrdered>(number, inputs_now);
-    leaving_t leaving = {-1, 0, 0, false};
-    if constexpr (kRing) {
-      leaving = leaving_of(item.kept - inputs_now.lag, inputs_now);
-    }
+    const item_t item = item_of<kDynamic, kOrdered>(number, inputs_now);
     const unsigned entry = offset_of(grads_now.kept, item.kept, 0);
     // Where the others of this entry lie is found out behind the first loads.
     auto set_source = [&](int n, const where_t& at) {
@@ -465,15 +335,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       from.dout_head = coordinate(at.head, grads_now.dout.head);
       at.batch_coordinates(from.dout_batch, grads_now.dout);
       from.stats = at.of_all * inputs_now.num_blocks;
-      int slot;
-      if (kRing && inputs_now.own) {
-        slot = unsigned(item.kept) % unsigned(inputs_now.ring) * inputs_now.width + n;
-      } else {
-        slot = at.head;
+      int slot = at.head;
 #pragma unroll
-        for (int axis = 0; axis < kBatchDims; ++axis) {
-          slot += at.batch[axis] * int(inputs_now.slot[axis]);
-        }
+      for (int axis = 0; axis < kBatchDims; ++axis) {
+        slot += at.batch[axis] * int(inputs_now.slot[axis]);
       }
       from.slot = slot * inputs_now.num_blocks;
       sources[n] = from;
@@ -534,9 +399,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                           item.tile,
                           turn,
                           turn_first,
-                          piece,
-                          item.kept * inputs_now.own,
-                          leaving};
+                          piece};
     view.count = (block_last - block_first) * inputs.num_summed;
 #pragma unroll
     for (int part = 0; part < kAskers; ++part) {
@@ -562,6 +425,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, from.x, from.y, batch);
   };
 
+  float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
+  unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
   int number = blockIdx.x / kCluster;  // of the item
   if constexpr (kOrdered) {
     if (threadIdx.x == 0) next_items[1] = atomicAdd(&counter->next, 1);
@@ -573,9 +438,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     load_k(number);
   }
   while (number < inputs.num_items) {
-    // In here, since the compiler would keep what products seem to add to.
-    float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
-    unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
     auto load_lse = [&](unsigned dout_stage, int n) {
       return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + n * 32);
@@ -586,7 +448,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
     // The pairs that are asked for ahead; one too many, since there may be none.
     float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
-    auto load_four = [&](float2 (&to)[2], unsigned dout_stage, int n, int offset) {
+    auto load_four = [&](float2(&to)[2], unsigned dout_stage, int n, int offset) {
       const float4 x = ptx::load_shared_f32x4(
           smem_stats + lane % 4 * 16 + dout_stage * kBytesStats + offset + n / 2 * 64);
       to[0] = {x.x, x.y}, to[1] = {x.z, x.w};
@@ -638,14 +500,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       for (int e = 0; e < kScores; e += 4) {
         const int n = e / 4;
         const float2 lse = n < kEarlyLse ? early_lse[n] : load_lse(dout_stage, n);
-        const auto exp2 = [&](float x) {
-          return POLY != 0 && n % POLY == POLY - 1 ? exp2_by_fma(x)
-                                                   : ptx::ex2_approx_ftz(x);
-        };
-        s[e] = exp2(s[e] * inputs.to_log2 - lse.x);
-        s[e + 1] = exp2(s[e + 1] * inputs.to_log2 - lse.y);
-        s[e + 2] = exp2(s[e + 2] * inputs.to_log2 - lse.x);
-        s[e + 3] = exp2(s[e + 3] * inputs.to_log2 - lse.y);
+        s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - lse.x);
+        s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - lse.y);
+        s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - lse.x);
+        s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - lse.y);
       }
 #pragma unroll
       for (int e = 0; e < kScores; e += 2) {
@@ -727,6 +585,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // have been added, and the tile behind this one may add. A fence between, which
     // takes 600 cycles, has nothing left to wait for: the engine alone reads and writes
     // sums, in the L2 cache, and says when it has.
+    auto turn_at = [&](int target_block) {
+      return turns + (target_block * kWarps + int(threadIdx.x / 32));
+    };
     const unsigned added_here = ptx::shared_address(added + threadIdx.x / 32);
     auto pass_turn = [&](int turn) {
       const int before = ptx::load_shared_s32(added_here);
@@ -749,6 +610,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         while (seen < turn) seen = ptx::load_relaxed(turn_at(origin.y));
       }
       ptx::store_shared_s32(added_here, turn < 0 ? -1 : origin.y);
+    };
+    auto start_of = [&](int target_block) {
+      return index_t(target_block) * (2 * kPart) + group * kPart + warp * (kPart / 4);
     };
     auto add_dq = [&](const float (&dq)[kSumsQ], int target_block) {
       if constexpr (kOrdered) {
@@ -780,40 +644,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     };
     // The number of the next item is asked for in the last step.
-    // A part of what leaves comes beside the item, and leaves in its last step.
-    auto leaving_part = [&] {
-      const outputs_t& to = outputs[items & 1];
-      return to.leaving.slot >= 0 && to.tile < inputs.width * inputs.num_blocks;
-    };
-    auto ask_for_leaving = [&] {
-      if (leaving_part()) {
-        const outputs_t& to = outputs[items & 1];
-        ptx::mbarrier_arrive_expect_tx(ring_full, 2 * kPart * sizeof(float));
-        ptx::cp_async_bulk(smem_dq,
-                           sums_q + index_t(to.leaving.block + to.tile) * (2 * kPart),
-                           2 * kPart * sizeof(float), ring_full);
-      } else {
-        ptx::mbarrier_arrive(ring_full);
-      }
-    };
-    auto leave = [&] {
-      if (!leaving_part()) return;
-      const leaving_t from = outputs[items & 1].leaving;
-      const int tile = outputs[items & 1].tile;
-      wait(ring_full, items & 1);
-      unsigned part = threadIdx.x;  // made anew: no registers are kept for it
-      ptx::forget(part);
-      part = smem_dq + (part / 32 * (kSumsQ / 4) * 32 + part % 32) * 16;
-      float x[kSumsQ];
-#pragma unroll
-      for (int e = 0; e < kSumsQ; e += 4) {
-        const float4 four = ptx::load_shared_f32x4(part + e * 128);
-        x[e] = four.x, x[e + 1] = four.y, x[e + 2] = four.z, x[e + 3] = four.w;
-      }
-      leave_block(from, tile, x, true);
-      leave_from_memory(from, tile + inputs.num_tiles, true);
-    };
-    int next_number = kDynamic ? 0 : number + static_cast<int>(gridDim.x) / kCluster;
+    int next_number = number + static_cast<int>(gridDim.x) / kCluster;
     auto ask_number = [&](bool is_last) {
       if (kDynamic && is_last && threadIdx.x == 0 && rank() == 0) {
         next_number =
@@ -932,14 +763,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const unsigned this_q = q_stage, this_dout = block % kStagesDout;
       q_stage = after(q_stage);
       q_parity ^= q_stage == 0;
-      if constexpr (kOrdered || ASK_FIRST) ask_number(kLast);
+      ask_number(kLast);
       start_dp(this_dout);
       start_dv(this_dout);
       ask_for_delta(this_dout);
       ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
       make_ds(this_dout);
-      if constexpr (!(kOrdered || ASK_FIRST)) ask_number(kLast);
       if constexpr (kMakesDq) {
         store_ds();
         ptx::fence_proxy_async();
@@ -970,17 +800,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (!kLast && block + 1 != last) {
         load_parts(asked, after(q_stage), this_dout);
       }
-      if constexpr (kRing) {
-        if (!accumulate && threadIdx.x == 0) {
-          ask_for_leaving();
-          count_done();
-        }
-      }
       if (kLast && threadIdx.x == 0) {
         tell_number(kLast);
         begin_item(next_number, items + 1, block + 1);
       }
-      if constexpr (kRing && kLast) leave();
       if constexpr (!kLast) {
         wait_for_dout(block + 1);
         ask_for_lse((block + 1) % kStagesDout);
@@ -1027,16 +850,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ++items;
     if (threadIdx.x == 0) {
       if constexpr (kNarrowStep) begin_item(number, items, block);
-      if constexpr (kRing) uncounted = outputs[(items - 1) & 1].counter;
-      if constexpr (!kRing) load_k(number);
-    }
-    if constexpr (kRing) {
-      const leaving_t& from = outputs[items & 1].leaving;
-      if (uniform(number < inputs.num_items && from.slot >= 0 && !from.is_done)) {
-        if (threadIdx.x == 0) count_done();
-        wait_for_leaving(from.counter);
-      }
-      if (threadIdx.x == 0) load_k(number);
+      load_k(number);
     }
 
     const outputs_t to = outputs[(items - 1) & 1];
@@ -1067,18 +881,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     if (kOrdered && lane == 0) {
       pass_turn(to.turn);
       ptx::store_shared_s32(added_here, -1);
-    }
-  }
-  if constexpr (kRing) {
-    if (threadIdx.x == 0) count_done();
-    // What is left in the ring when there are no more items.
-    for (; number < inputs.num_all; number += gridDim.x) {
-      const unsigned rest = number - inputs.num_items;
-      const unsigned nth = rest / inputs.num_tiles, tile = rest - nth * inputs.num_tiles;
-      const int kept = inputs.num_kept - inputs.lag + nth;
-      const leaving_t from = leaving_of(kept, inputs);
-      wait_for_leaving(from.counter);
-      leave_from_memory(from, tile, false);
     }
   }
   if (kOrdered && lane == 0) ptx::cp_async_bulk_wait_group();

@@ -7,7 +7,6 @@
 //        in the order of registers: of each 64 x 64 part of a block, by warp (16 rows),
 //        then group of 8 columns, lane, and the lane's four numbers. A slot is a head
 //        of dq; batch entries that share q add to one
-// done   (kept entries)  int: how many warps have added to its sums, for all their items
 // pieces (pieces of items, dk and dv, 2, 64 * 64)  float: sums before their factors, of
 //        64 keys, laid out as in `sums`
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
@@ -40,18 +39,8 @@ struct alignas(64) inputs_t {
   float to_log2;    // what makes scores exponents of 2
   float hidden;     // a score that makes a weight of 0
 
-  // The ring of sums of dq: an item of kept entry n adds to place n % ring of it, takes
-  // a part of the sums of entry n - lag out of it when they are done, and clears that.
-  // Items behind those that add do nothing else.
-  int lag, ring, num_all;
-  int width;  // slots of a kept entry
-  // 0: kept entries share slots. Then each slot is an entry of the ring, none of which
-  // leaves before all items are done.
-  int own;
   // The items from num_whole on are pieces: of one tile, so many.
   int num_whole, num_pieces;
-  int num_done;        // warps that add to a kept entry
-  index_t dq_step[3];  // strides of dq: batch, head, row
 };
 
 #ifndef STATS4
@@ -60,7 +49,8 @@ struct alignas(64) inputs_t {
 // Where the statistics of query i of a block stand. At 64 columns those that a thread
 // needs stand by fours: of each 16, queries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 __device__ __forceinline__ int place_in_stats(int i) {
-  return STATS4 && kHeadDim == 64 ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2 : i;
+  return STATS4 && kHeadDim == 64 ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2
+                                  : i;
 }
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of

@@ -36,8 +36,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
   const int group = threadIdx.x % 8, row = threadIdx.x / 8 % 8, warp = threadIdx.x / 64;
   // A thread takes 8 columns of two rows: what four lanes had.
   auto load = [&](const float* part, float4(&x)[4]) {
-    const float4* const from = reinterpret_cast<const float4*>(part) + warp * 256 +
-                               group * 32 + row * 4;
+    const float4* const from =
+        reinterpret_cast<const float4*>(part) + warp * 256 + group * 32 + row * 4;
 #pragma unroll
     for (int n = 0; n < 4; ++n) x[n] = from[n];
   };
@@ -110,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
   const index_t i = block * kBlockM + (kByRows ? part * 64 : 0) + warp * 16 + row;
   const int column = (kByRows ? 0 : static_cast<int>(part) * 64) + group * 8;
   const index_t entry = divide(slot, params.num_heads);
-  store(x, factor, dq + entry * batch_step + (slot - entry * params.num_heads) * head_step,
+  store(x, factor,
+        dq + entry * batch_step + (slot - entry * params.num_heads) * head_step,
         row_step, i, params.seqlen_q, column, params.head_dim);
 }

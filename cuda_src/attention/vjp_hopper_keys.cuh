@@ -137,17 +137,3 @@ __device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
     return {int(n % num_tiles), int(n / num_tiles)};
   }
 }
-
-// One entry after the other; of the last ones, a section, all first tiles come first
-// where items differ in length.
-template <bool kLastBySections>
-__device__ __forceinline__ item_t item_in_ring(int number, const inputs_t& inputs) {
-  const unsigned n = number, num_tiles = inputs.num_tiles;
-  const unsigned before = inputs.num_kept - inputs.section;
-  if (kLastBySections && n >= before * num_tiles) {
-    const unsigned rest = n - before * num_tiles, tile = rest / inputs.section;
-    return {int(tile), int(before + rest - tile * inputs.section)};
-  }
-  const unsigned kept = n / num_tiles;
-  return {int(n - kept * num_tiles), int(kept)};
-}

@@ -8,12 +8,6 @@ __device__ __forceinline__ void red_add_f32(float* target, float x) {
   asm volatile("red.global.add.f32 [%0], %1;" ::"l"(target), "f"(x) : "memory");
 }
 
-// Behind all that this thread, and those it has met at a barrier, have written so far.
-__device__ __forceinline__ void red_release_add(int* target, int x) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(target), "r"(x)
-               : "memory");
-}
-
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 // Four at once, at a multiple of 16 bytes (sm_90 or newer).
 __device__ __forceinline__ void red_add_f32x4(float* target, const float (&x)[4]) {

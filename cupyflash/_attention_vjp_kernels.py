@@ -262,9 +262,7 @@ class HopperVjpKernel:
         ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
         # On their way to the copy engine: dq of a block.
         sums = 2 * tile.block_m * row if tile.feeder or dq == TURNS else 0
-        # Of a wide step, k of the next item, where there is room for it.
-        ahead = HOPPER_BLOCK_N * row if tile.block_m == 128 and dq != TURNS else 0
-        return tiles + ahead + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
+        return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
     def config(
         self,

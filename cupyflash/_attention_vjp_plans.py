@@ -357,6 +357,7 @@ class HopperPlan:
         num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
         slot = [0, 0]
         slot[:batch_dims] = (step // (seqlen_q * dim) for step in dq.entries[:-2])
+        self.slot = slot
         self.schedule = {
             **row.schedule(forward, device, num_kept, num_summed, dq_way),
             "slot": slot,
@@ -392,6 +393,7 @@ class HopperPlan:
             4 * turns,
             4 * num_entries * num_blocks * block_m * 2,
             4 * _PART_BYTES * num_pieces,
+            _ENTRY_BYTES * num_entries,
             4 * num_entries * seqlen_q,
         )
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
@@ -453,18 +455,19 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, stats, pieces, delta = (
+        found, sums, turns, stats, pieces, entries, delta = (
             memory.ptr + start for start in self.starts
         )
         if self.looks_for_largest:
             memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(
-            out, dout, lse, dlse, stats, delta, sums, self.num_vectors, found,
-            self.params, self.grads,
+            out, dout, lse, dlse, stats, delta, sums, self.num_vectors,
+            0 if self.is_fed else entries, *self.slot, found, self.params, self.grads,
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, stats, sums, *(() if self.is_fed else (turns, pieces)), dk, dv, found,
+            inputs, *(() if self.is_fed else (entries,)), stats, sums,
+            *(() if self.is_fed else (turns, pieces)), dk, dv, found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
@@ -488,6 +491,7 @@ class HopperPlan:
 
 
 _NO_OPTIONS = (0,) * len(OPTIONS)
+_ENTRY_BYTES = 80  # of entry_t, vjp_hopper.cuh
 _PART_BYTES = 4 * 64 * 64  # of `pieces` in vjp_hopper.cuh
 _FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 

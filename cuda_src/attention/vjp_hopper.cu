@@ -53,7 +53,21 @@ constexpr bool kDynamic = kBounds > 0 || kOrdered;
 // The last items are cut into pieces, where there is no counter that shares them out.
 constexpr bool kCuts = kMakesDq && !kDynamic && kBlockM == 128;
 // Keys of the next item are asked for while products read those of this one.
-constexpr int kStagesK = kBlockM == 128 && !kOrdered ? 2 : 1;
+#ifndef TABLE
+#define TABLE 0
+#endif
+#ifndef K2
+#define K2 0
+#endif
+#ifndef SPREAD
+#define SPREAD 0
+#endif
+#ifndef ASK_FIRST
+#define ASK_FIRST 0
+#endif
+constexpr int kStagesK = K2 && kBlockM == 128 && !kOrdered ? 2 : 1;
+// The tiles of an item are asked for by four warps.
+constexpr bool kSpread = SPREAD && kBlockM == 128;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it
 // does so behind dq and dk, which then run beside it.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
@@ -81,10 +95,9 @@ constexpr int kAskers = kNarrowStep ? 1 : 3;
 // by 3 to 7 %.
 constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
 
-// Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
-struct alignas(16) source_t {
-  int q_head, q_batch[2], slot;
-  int dout_head, dout_batch[2], stats;
+// Where the queries of an entry lie.
+struct source_t {
+  rows_t q, dout;
 };
 
 // What a warp asks for next, and within which blocks of queries. There are no registers
@@ -97,7 +110,7 @@ struct alignas(16) next_t {
 struct told_t {
   unsigned long long full[2 + kStagesQ + kStagesDout], empty;
   next_t next[kAskers + kIdleReadsIdle];  // the last: nobody asks with it
-  int4 k_from;  // where k of the item lies: row, head, and batch
+  int4 k_from, v_from;  // where k and v of the item lie: row, head, and batch
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   int2 origins[kStagesQ];
 };
@@ -126,6 +139,7 @@ struct outputs_t {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     __cluster_dims__(kCluster, 1, 1)
         attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
+                             const entry_t* __restrict__ entries,  // vjp_hopper.cuh
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
                              int* turns,                       // vjp_hopper.cuh
@@ -158,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
                  empty = dout_full + 8 * kStagesDout, next = empty + 8,
                  k_from = next + (kAskers + kIdleReadsIdle) * sizeof(next_t),
-                 origins = k_from + 16;
+                 origins = k_from + 32;
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -326,38 +340,60 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       number = inputs.num_whole + unsigned(piece) / unsigned(inputs_now.num_pieces);
     }
     const item_t item = item_of<kDynamic, kOrdered>(number, inputs_now);
+    const int row = (item.tile * kCluster + rank()) * kBlockN;
+    rows_t in_k, in_v;
+    index_t to_dk, to_dv;
+    const entry_t* const of_kept = entries + index_t(item.kept) * inputs_now.num_summed;
+    if constexpr (TABLE) {
+      const rows_t in_q = of_kept->q, in_dout = of_kept->dout;
+      in_k = of_kept->k;
+      in_v = of_kept->v;
+      to_dk = of_kept->dk;
+      to_dv = of_kept->dv;
+      sources[0] = {in_q, in_dout};
+    }
+    auto set_other = [&](int n) { sources[n] = {of_kept[n].q, of_kept[n].dout}; };
+#if !TABLE
     const unsigned entry = offset_of(grads_now.kept, item.kept, 0);
-    // Where the others of this entry lie is found out behind the first loads.
+    to_dk = offset_of(grads_now.kept, item.kept, 1);
+    to_dv = offset_of(grads_now.kept, item.kept, 2);
+    auto rows_of = [&](const where_t& at, int head, const operand_t& operand, int block) {
+      rows_t rows;
+      rows.head = coordinate(head, operand.head);
+      at.batch_coordinates(rows.batch, operand);
+      rows.block = block * inputs_now.num_blocks;
+      return rows;
+    };
     auto set_source = [&](int n, const where_t& at) {
-      source_t from;
-      from.q_head = coordinate(at.head, params_now.q.head);
-      at.batch_coordinates(from.q_batch, params_now.q);
-      from.dout_head = coordinate(at.head, grads_now.dout.head);
-      at.batch_coordinates(from.dout_batch, grads_now.dout);
-      from.stats = at.of_all * inputs_now.num_blocks;
       int slot = at.head;
 #pragma unroll
       for (int axis = 0; axis < kBatchDims; ++axis) {
         slot += at.batch[axis] * int(inputs_now.slot[axis]);
       }
-      from.slot = slot * inputs_now.num_blocks;
-      sources[n] = from;
+      sources[n] = {rows_of(at, at.head, params_now.q, slot),
+                    rows_of(at, at.head, grads_now.dout, at.of_all)};
     };
     const where_t at(params_now, entry);
-    const int row = (item.tile * kCluster + rank()) * kBlockN;
+    in_k = rows_of(at, at.kv_head, params_now.k, 0);
+    in_v = rows_of(at, at.kv_head, params_now.v, 0);
+    set_source(0, at);
+    auto set_other_found = [&](int n) {
+      set_source(
+          n, where_t(params_now, entry + unsigned(offset_of(grads_now.summed, n, 0))));
+    };
+#define set_other set_other_found
+#endif
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
-    int batch[2];
-    at.batch_coordinates(batch, params_now.k);
-    const int head = coordinate(at.kv_head, params_now.k.head);
-    if constexpr (kStagesK == 2) {
+    if constexpr (kStagesK == 2 && !kSpread) {
       load_tile<kBlockN, kChunks>(smem_k + (items & 1) * kBytesN, inputs.k_map, k_full,
-                                  row, head, batch);
+                                  row, in_k.head, in_k.batch);
     } else if constexpr (kNarrowStep) {
-      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, head, batch);
+      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, in_k.head,
+                                  in_k.batch);
     } else {
-      ptx::store_shared_s32x2(k_from, row, head);
-      ptx::store_shared_s32x2(k_from + 8, batch[0], batch[1]);
+      ptx::store_shared_s32x2(k_from, row, in_k.head);
+      ptx::store_shared_s32x2(k_from + 8, in_k.batch[0], in_k.batch[1]);
     }
     int turn = inputs.num_tiles - 1 - item.tile, turn_first = 0;
     int block_first = 0, block_last = inputs.num_blocks;
@@ -394,8 +430,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       block_first = inputs_now.num_blocks * nth / num_pieces;
       block_last = inputs_now.num_blocks * (nth + 1) / num_pieces;
     }
-    outputs[items & 1] = {offset_of(grads_now.kept, item.kept, 1),
-                          offset_of(grads_now.kept, item.kept, 2),
+    outputs[items & 1] = {to_dk, to_dv,
                           item.tile,
                           turn,
                           turn_first,
@@ -407,16 +442,37 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::store_shared_s32x2(here, block_first, 0);
       ptx::store_shared_s32x2(here + 8, block_first, block_last);
     }
-    set_source(0, at);
-    load_all(q_stage, block % kStagesDout);
-    at.batch_coordinates(batch, params_now.v);
-    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
-                                coordinate(at.kv_head, params_now.v.head), batch);
-    for (int n = 1; n < inputs.num_summed; ++n) {
-      set_source(
-          n, where_t(params_now, entry + unsigned(offset_of(grads_now.summed, n, 0))));
+    if constexpr (kSpread) {
+      ptx::store_shared_s32x2(k_from + 16, row, in_v.head);
+      ptx::store_shared_s32x2(k_from + 24, in_v.batch[0], in_v.batch[1]);
+      for (int n = 1; n < inputs.num_summed; ++n) set_other(n);
+      return;
     }
+    load_all(q_stage, block % kStagesDout);
+    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row, in_v.head, in_v.batch);
+    for (int n = 1; n < inputs.num_summed; ++n) set_other(n);
     if (view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
+  };
+  auto load_from = [&](unsigned target, const ptx::tensor_map_t& map, unsigned full,
+                       unsigned place) {
+    const int4 from = ptx::load_shared_s32x4(place);
+    const int batch[2] = {from.z, from.w};
+    load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
+  };
+  // By the first group: what thread 0 has told of is asked for.
+  auto load_item = [&](int number, unsigned items, unsigned block) {
+    if (number >= inputs.num_items || lane != 0) return;
+    if (warp == 3) {
+      if constexpr (kStagesK == 2) {
+        load_from(smem_k + (items & 1) * kBytesN, inputs.k_map, k_full, k_from);
+      }
+      load_from(smem_v, inputs.v_map, v_full, k_from + 16);
+      return;
+    }
+    load_parts(read_part(warp), q_stage, block % kStagesDout);
+    if (view.count > 1) {
+      load_parts(read_part(warp), after(q_stage), (block + 1) % kStagesDout);
+    }
   };
   auto load_k = [&](int number) {
     if (kNarrowStep || kStagesK == 2 || number >= inputs.num_items) return;
@@ -436,6 +492,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   if (threadIdx.x == 0) {
     begin_item(number, items, block);
     load_k(number);
+  }
+  if constexpr (kSpread) {
+    __syncthreads();
+    if (group == 0) load_item(number, items, block);
   }
   while (number < inputs.num_items) {
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
@@ -763,13 +823,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const unsigned this_q = q_stage, this_dout = block % kStagesDout;
       q_stage = after(q_stage);
       q_parity ^= q_stage == 0;
-      ask_number(kLast);
+      if (kOrdered || ASK_FIRST) ask_number(kLast);
       start_dp(this_dout);
       start_dv(this_dout);
       ask_for_delta(this_dout);
       ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
       make_ds(this_dout);
+      if (!(kOrdered || ASK_FIRST)) ask_number(kLast);
       if constexpr (kMakesDq) {
         store_ds();
         ptx::fence_proxy_async();
@@ -803,6 +864,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (kLast && threadIdx.x == 0) {
         tell_number(kLast);
         begin_item(next_number, items + 1, block + 1);
+      }
+      if (kLast && kSpread && group == 0) {
+        ptx::bar_sync<128>(6);
+        const int next = kDynamic ? *const_cast<volatile int*>(&next_items[items & 1])
+                                  : next_number;
+        load_item(next, items + 1, block + 1);
       }
       if constexpr (!kLast) {
         wait_for_dout(block + 1);

@@ -7,6 +7,7 @@
 //        in the order of registers: of each 64 x 64 part of a block, by warp (16 rows),
 //        then group of 8 columns, lane, and the lane's four numbers. A slot is a head
 //        of dq; batch entries that share q add to one
+// entries  entry_t of all entries: where they lie is found out once a call
 // pieces (pieces of items, dk and dv, 2, 64 * 64)  float: sums before their factors, of
 //        64 keys, laid out as in `sums`
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
@@ -41,6 +42,19 @@ struct alignas(64) inputs_t {
 
   // The items from num_whole on are pieces: of one tile, so many.
   int num_whole, num_pieces;
+};
+
+// Where the rows of one entry lie: coordinates in a tensor map, and the first of its
+// blocks of queries, in sums or stats.
+struct alignas(16) rows_t {
+  int head, batch[2], block;
+};
+
+// An entry, and where its gradients of k and v go. Those that are summed into one
+// gradient stand side by side.
+struct entry_t {
+  rows_t q, dout, k, v;
+  index_t dk, dv;
 };
 
 #ifndef STATS4

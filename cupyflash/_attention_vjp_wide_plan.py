@@ -177,7 +177,19 @@ class HopperWidePlan:
         grads = self.parts[0].grads
         if self.is_plain:
             self.rows.enqueue(
-                out, dout, lse, dlse, stats, delta, 0, 0, 0, 0, 0, found, self.params,
+                out,
+                dout,
+                lse,
+                dlse,
+                stats,
+                delta,
+                0,
+                0,
+                0,
+                0,
+                0,
+                found,
+                self.params,
                 grads,
             )
         else:

@@ -52,22 +52,9 @@ constexpr bool kOrdered = ORDERED;
 constexpr bool kDynamic = kBounds > 0 || kOrdered;
 // The last items are cut into pieces, where there is no counter that shares them out.
 constexpr bool kCuts = kMakesDq && !kDynamic && kBlockM == 128;
-// Keys of the next item are asked for while products read those of this one.
-#ifndef TABLE
-#define TABLE 0
-#endif
-#ifndef K2
-#define K2 0
-#endif
-#ifndef SPREAD
-#define SPREAD 0
-#endif
-#ifndef ASK_FIRST
-#define ASK_FIRST 0
-#endif
-constexpr int kStagesK = K2 && kBlockM == 128 && !kOrdered ? 2 : 1;
-// The tiles of an item are asked for by four warps.
-constexpr bool kSpread = SPREAD && kBlockM == 128;
+// The tiles of an item are asked for by four warps, those of a narrow step by one
+// thread.
+constexpr bool kSpread = kBlockM == 128;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it
 // does so behind dq and dk, which then run beside it.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
@@ -84,6 +71,8 @@ constexpr bool kNarrowStep = kBlockM == 64;
 // The shared memory answers late while sums of dq leave through it; what is read there
 // is asked for ahead: of the pairs of lse and delta that a thread needs, so many.
 constexpr int kEarlyLse = kNarrowStep ? 8 : 16;
+// Two pairs of them at a time; without dq that spills.
+constexpr bool kByFours = !kNarrowStep && kMakesDq;
 constexpr int kEarlyDelta = !kNarrowStep ? 0 : kBounds > 0 ? 3 : 4;
 
 // What a block of queries is asked for in: bits of a set. All warps wait for one that
@@ -139,7 +128,7 @@ struct outputs_t {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     __cluster_dims__(kCluster, 1, 1)
         attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
-                             const entry_t* __restrict__ entries,  // vjp_hopper.cuh
+                             const entry_t* entries,           // vjp_hopper.cuh
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
                              int* turns,                       // vjp_hopper.cuh
@@ -163,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
   const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
-  const unsigned smem_v = smem_k + kStagesK * kBytesN, smem_q = smem_v + kBytesN,
+  const unsigned smem_v = smem_k + kBytesN, smem_q = smem_v + kBytesN,
                  smem_dout = smem_q + kStagesQ * kBytesM,
                  smem_ds = smem_dout + kStagesDout * kBytesM,
                  smem_stats = smem_ds + 2 * kBytesDs,
@@ -324,15 +313,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
   };
 
-  // Thread 0 tells of an item, and asks for its tiles and first two blocks of queries,
-  // of which the first is `block`; k of wide steps is asked for later, by load_k. With
-  // a warp-wide instruction in here, the compiler would take numbers that are the same
-  // in all lanes for different ones.
+  // Thread 0 tells of an item, whose first block of queries is `block`. Of a narrow
+  // step it asks for its tiles and first two blocks, too; else load_item and load_k do.
+  // With a warp-wide instruction in here, the compiler would take numbers that are the
+  // same in all lanes for different ones.
   auto begin_item = [&](int number, unsigned items, unsigned block) {
     // Reciprocals of what is divided by are not worth registers between items.
     const inputs_t& inputs_now = ptx::anew(inputs);
-    const params_t& params_now = ptx::anew(params);
-    const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
     int piece = -1;
     if (kCuts && number >= inputs.num_whole) {
@@ -341,60 +328,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     const item_t item = item_of<kDynamic, kOrdered>(number, inputs_now);
     const int row = (item.tile * kCluster + rank()) * kBlockN;
-    rows_t in_k, in_v;
-    index_t to_dk, to_dv;
-    const entry_t* const of_kept = entries + index_t(item.kept) * inputs_now.num_summed;
-    if constexpr (TABLE) {
-      const rows_t in_q = of_kept->q, in_dout = of_kept->dout;
-      in_k = of_kept->k;
-      in_v = of_kept->v;
-      to_dk = of_kept->dk;
-      to_dv = of_kept->dv;
-      sources[0] = {in_q, in_dout};
+    const entry_t* const entry = entries + index_t(item.kept) * inputs_now.num_summed;
+    const entry_t at = *entry;
+    sources[0] = {at.q, at.dout};
+    if constexpr (kSpread) {
+      auto place = [&](unsigned to, const rows_t& rows) {
+        ptx::store_shared_s32x2(to, row, rows.head);
+        ptx::store_shared_s32x2(to + 8, rows.batch[0], rows.batch[1]);
+      };
+      place(k_from, at.k);
+      place(k_from + 16, at.v);
+    } else {
+      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, at.k.head,
+                                  at.k.batch);
     }
-    auto set_other = [&](int n) { sources[n] = {of_kept[n].q, of_kept[n].dout}; };
-#if !TABLE
-    const unsigned entry = offset_of(grads_now.kept, item.kept, 0);
-    to_dk = offset_of(grads_now.kept, item.kept, 1);
-    to_dv = offset_of(grads_now.kept, item.kept, 2);
-    auto rows_of = [&](const where_t& at, int head, const operand_t& operand, int block) {
-      rows_t rows;
-      rows.head = coordinate(head, operand.head);
-      at.batch_coordinates(rows.batch, operand);
-      rows.block = block * inputs_now.num_blocks;
-      return rows;
-    };
-    auto set_source = [&](int n, const where_t& at) {
-      int slot = at.head;
-#pragma unroll
-      for (int axis = 0; axis < kBatchDims; ++axis) {
-        slot += at.batch[axis] * int(inputs_now.slot[axis]);
-      }
-      sources[n] = {rows_of(at, at.head, params_now.q, slot),
-                    rows_of(at, at.head, grads_now.dout, at.of_all)};
-    };
-    const where_t at(params_now, entry);
-    in_k = rows_of(at, at.kv_head, params_now.k, 0);
-    in_v = rows_of(at, at.kv_head, params_now.v, 0);
-    set_source(0, at);
-    auto set_other_found = [&](int n) {
-      set_source(
-          n, where_t(params_now, entry + unsigned(offset_of(grads_now.summed, n, 0))));
-    };
-#define set_other set_other_found
-#endif
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
-    if constexpr (kStagesK == 2 && !kSpread) {
-      load_tile<kBlockN, kChunks>(smem_k + (items & 1) * kBytesN, inputs.k_map, k_full,
-                                  row, in_k.head, in_k.batch);
-    } else if constexpr (kNarrowStep) {
-      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, in_k.head,
-                                  in_k.batch);
-    } else {
-      ptx::store_shared_s32x2(k_from, row, in_k.head);
-      ptx::store_shared_s32x2(k_from + 8, in_k.batch[0], in_k.batch[1]);
-    }
     int turn = inputs.num_tiles - 1 - item.tile, turn_first = 0;
     int block_first = 0, block_last = inputs.num_blocks;
     view.factor = factor_of(found);
@@ -430,11 +379,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       block_first = inputs_now.num_blocks * nth / num_pieces;
       block_last = inputs_now.num_blocks * (nth + 1) / num_pieces;
     }
-    outputs[items & 1] = {to_dk, to_dv,
-                          item.tile,
-                          turn,
-                          turn_first,
-                          piece};
+    outputs[items & 1] = {at.dk, at.dv, item.tile, turn, turn_first, piece};
     view.count = (block_last - block_first) * inputs.num_summed;
 #pragma unroll
     for (int part = 0; part < kAskers; ++part) {
@@ -442,43 +387,41 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::store_shared_s32x2(here, block_first, 0);
       ptx::store_shared_s32x2(here + 8, block_first, block_last);
     }
-    if constexpr (kSpread) {
-      ptx::store_shared_s32x2(k_from + 16, row, in_v.head);
-      ptx::store_shared_s32x2(k_from + 24, in_v.batch[0], in_v.batch[1]);
-      for (int n = 1; n < inputs.num_summed; ++n) set_other(n);
-      return;
+    if constexpr (!kSpread) {
+      load_all(q_stage, block % kStagesDout);
+      load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row, at.v.head,
+                                  at.v.batch);
     }
-    load_all(q_stage, block % kStagesDout);
-    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row, in_v.head, in_v.batch);
-    for (int n = 1; n < inputs.num_summed; ++n) set_other(n);
-    if (view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
+    // Those that are summed with it, behind the first loads if they are this thread's.
+    for (int n = 1; n < inputs.num_summed; ++n) {
+      sources[n] = {entry[n].q, entry[n].dout};
+    }
+    if (!kSpread && view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
   };
-  auto load_from = [&](unsigned target, const ptx::tensor_map_t& map, unsigned full,
+  auto load_keys = [&](unsigned target, const ptx::tensor_map_t& map, unsigned full,
                        unsigned place) {
     const int4 from = ptx::load_shared_s32x4(place);
     const int batch[2] = {from.z, from.w};
     load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
   };
-  // By the first group: what thread 0 has told of is asked for.
-  auto load_item = [&](int number, unsigned items, unsigned block) {
+  // By thread 0, once no product reads the item before.
+  auto load_k = [&](int number) {
+    if (kSpread && number < inputs.num_items) {
+      load_keys(smem_k, inputs.k_map, k_full, k_from);
+    }
+  };
+  // By the first group: v of the item that thread 0 has told of, and its first two
+  // blocks of queries.
+  auto load_item = [&](int number, unsigned block) {
     if (number >= inputs.num_items || lane != 0) return;
-    if (warp == 3) {
-      if constexpr (kStagesK == 2) {
-        load_from(smem_k + (items & 1) * kBytesN, inputs.k_map, k_full, k_from);
-      }
-      load_from(smem_v, inputs.v_map, v_full, k_from + 16);
+    if (warp == kAskers) {
+      load_keys(smem_v, inputs.v_map, v_full, k_from + 16);
       return;
     }
     load_parts(read_part(warp), q_stage, block % kStagesDout);
     if (view.count > 1) {
       load_parts(read_part(warp), after(q_stage), (block + 1) % kStagesDout);
     }
-  };
-  auto load_k = [&](int number) {
-    if (kNarrowStep || kStagesK == 2 || number >= inputs.num_items) return;
-    const int4 from = ptx::load_shared_s32x4(k_from);
-    const int batch[2] = {from.z, from.w};
-    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, from.x, from.y, batch);
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
@@ -495,36 +438,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
   if constexpr (kSpread) {
     __syncthreads();
-    if (group == 0) load_item(number, items, block);
+    if (group == 0) load_item(number, block);
   }
   while (number < inputs.num_items) {
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
+    auto load_pair = [&](unsigned dout_stage, int n, int delta_at) {
+      // Of a wide step, pairs n and n + 1 lie side by side.
+      const unsigned place =
+          kNarrowStep ? n * 32 : lane % 4 * 8 + n / 2 * 64 + n % 2 * 8;
+      return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + delta_at +
+                                    place);
+    };
     auto load_lse = [&](unsigned dout_stage, int n) {
-      return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + n * 32);
+      return load_pair(dout_stage, n, 0);
     };
     auto load_delta = [&](unsigned dout_stage, int n) {
-      return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats +
-                                    4 * kBlockM + n * 32);
+      return load_pair(dout_stage, n, 4 * kBlockM);
     };
     // The pairs that are asked for ahead; one too many, since there may be none.
     float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
-    auto load_four = [&](float2(&to)[2], unsigned dout_stage, int n, int offset) {
+    // Of a wide step, pairs n and n + 1 lie side by side; `delta_at` is 0 for lse.
+    auto load_two = [&](float2(&to)[2], unsigned dout_stage, int n, int delta_at) {
       const float4 x = ptx::load_shared_f32x4(
-          smem_stats + lane % 4 * 16 + dout_stage * kBytesStats + offset + n / 2 * 64);
+          smem_stats + lane % 4 * 16 + dout_stage * kBytesStats + delta_at + n * 32);
       to[0] = {x.x, x.y}, to[1] = {x.z, x.w};
     };
     auto ask_for_lse = [&](unsigned dout_stage) {
-      if constexpr (STATS4 && !kNarrowStep) {
 #pragma unroll
-        for (int n = 0; n < kEarlyLse; n += 2) {
+      for (int n = 0; n < kEarlyLse; n += 2) {
+        if constexpr (!kByFours) {
+          early_lse[n] = load_lse(dout_stage, n);
+          early_lse[n + 1] = load_lse(dout_stage, n + 1);
+        } else {
           float2 two[2];
-          load_four(two, dout_stage, n, 0);
+          load_two(two, dout_stage, n, 0);
           early_lse[n] = two[0], early_lse[n + 1] = two[1];
         }
-        return;
       }
-#pragma unroll
-      for (int n = 0; n < kEarlyLse; ++n) early_lse[n] = load_lse(dout_stage, n);
     };
     auto ask_for_delta = [&](unsigned dout_stage) {
 #pragma unroll
@@ -585,12 +535,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
         const int n = e / 4;
-        if (STATS4 && !kNarrowStep && n % 2 == 0) {
-          load_four(two, dout_stage, n, 4 * kBlockM);
-        }
-        float2 d = STATS4 && !kNarrowStep ? two[n % 2]
-                   : n < kEarlyDelta      ? early_delta[n]
-                                          : load_delta(dout_stage, n);
+        if (kByFours && n % 2 == 0) load_two(two, dout_stage, n, 4 * kBlockM);
+        float2 d = kByFours          ? two[n % 2]
+                   : n < kEarlyDelta ? early_delta[n]
+                                     : load_delta(dout_stage, n);
         if constexpr (kNarrow<elem_t>) {
           d.x *= factor;
           d.y *= factor;
@@ -611,10 +559,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                ds[m][1], ds[m][2], ds[m][3]);
       }
     };
-    const unsigned k_stage = kStagesK == 2 ? (items & 1) * (kBytesN / 16) : 0;
     auto start_s = [&](unsigned q_stage) {
       ptx::wgmma_fence();
-      multiply_scores(s, k_rows + k_stage, q_rows + q_stage * (kBytesM / 16));
+      multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
       ptx::wgmma_commit_group();
     };
     auto start_dp = [&](unsigned dout_stage) {
@@ -635,7 +582,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     };
     auto start_dq = [&](float (&dq)[kSumsQ]) {
       ptx::wgmma_fence();
-      multiply_dq(dq, ds_rows + block % 2 * (kBytesDs / 16), k_sums + k_stage);
+      multiply_dq(dq, ds_rows + block % 2 * (kBytesDs / 16), k_sums);
       ptx::wgmma_commit_group();
     };
     auto read_target = [&](unsigned q_stage) {
@@ -823,14 +770,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const unsigned this_q = q_stage, this_dout = block % kStagesDout;
       q_stage = after(q_stage);
       q_parity ^= q_stage == 0;
-      if (kOrdered || ASK_FIRST) ask_number(kLast);
+      if constexpr (kOrdered) ask_number(kLast);
       start_dp(this_dout);
       start_dv(this_dout);
       ask_for_delta(this_dout);
       ptx::wgmma_wait_group<1>();  // dP
       keep_order(dp);
       make_ds(this_dout);
-      if (!(kOrdered || ASK_FIRST)) ask_number(kLast);
+      if constexpr (!kOrdered) ask_number(kLast);
       if constexpr (kMakesDq) {
         store_ds();
         ptx::fence_proxy_async();
@@ -867,9 +814,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       if (kLast && kSpread && group == 0) {
         ptx::bar_sync<128>(6);
-        const int next = kDynamic ? *const_cast<volatile int*>(&next_items[items & 1])
-                                  : next_number;
-        load_item(next, items + 1, block + 1);
+        const int next =
+            kDynamic ? *const_cast<volatile int*>(&next_items[items & 1]) : next_number;
+        load_item(next, block + 1);
       }
       if constexpr (!kLast) {
         wait_for_dout(block + 1);

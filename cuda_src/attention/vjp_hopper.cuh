@@ -57,14 +57,10 @@ struct entry_t {
   index_t dk, dv;
 };
 
-#ifndef STATS4
-#define STATS4 0
-#endif
 // Where the statistics of query i of a block stand. At 64 columns those that a thread
 // needs stand by fours: of each 16, queries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
 __device__ __forceinline__ int place_in_stats(int i) {
-  return STATS4 && kHeadDim == 64 ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2
-                                  : i;
+  return kHeadDim == 64 ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2 : i;
 }
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of

@@ -72,6 +72,21 @@ struct barriers_t {
   unsigned long long dq_full[kGroups], dq_empty[kGroups];
 };
 
+// Of one array, the offset of element `index`. Entries are few enough for 32 bits.
+template <int kAxes, int kArrays>
+__device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
+                                             unsigned index,
+                                             int array) {
+  index_t sum = 0;
+#pragma unroll
+  for (int axis = kAxes - 1; axis >= 0; --axis) {
+    const unsigned size = axes.size[axis], next = axis > 0 ? index / size : 0;
+    sum += index_t(index - next * size) * axes.stride[array][axis];
+    index = next;
+  }
+  return sum;
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_fed(const __grid_constant__ inputs_t inputs,
                              const float* __restrict__ stats,  // vjp_hopper.cuh

@@ -80,47 +80,6 @@ struct item_t {
   int tile, kept;
 };
 
-// Of one array, the offset of element `index`. Entries are few enough for 32 bits.
-template <int kAxes, int kArrays>
-__device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
-                                             unsigned index,
-                                             int array) {
-  index_t sum = 0;
-#pragma unroll
-  for (int axis = kAxes - 1; axis >= 0; --axis) {
-    const unsigned size = axes.size[axis], next = axis > 0 ? index / size : 0;
-    sum += index_t(index - next * size) * axes.stride[array][axis];
-    index = next;
-  }
-  return sum;
-}
-
-// Of an entry among all: its head, the head of k, and the coordinates of the batch.
-struct where_t {
-  int of_all, head, kv_head, batch[kBatchDims];
-
-  __device__ __forceinline__ where_t(const params_t& params, unsigned entry) {
-    of_all = entry;
-    unsigned rest = entry / unsigned(params.num_heads);
-    head = entry - rest * unsigned(params.num_heads);
-    kv_head = unsigned(head) / unsigned(params.group_size);
-#pragma unroll
-    for (int axis = kBatchDims - 1; axis > 0; --axis) {
-      const unsigned size = params.batch_shape[axis], next = rest / size;
-      batch[axis] = rest - next * size;
-      rest = next;
-    }
-    batch[0] = rest;
-  }
-
-  // Innermost first; broadcast axes have length 1.
-  __device__ __forceinline__ void batch_coordinates(int (&to)[2],
-                                                    const operand_t& operand) const {
-    to[0] = coordinate(batch[kBatchDims - 1], operand.batch[kBatchDims - 1]);
-    to[1] = kBatchDims == 2 ? coordinate(batch[0], operand.batch[0]) : 0;
-  }
-};
-
 // In the order of memory, or by sections of entries: in a section the first tiles of
 // all entries come first, or the last ones.
 template <bool kBySections, bool kFromLast>

@@ -10,6 +10,7 @@
 //            run, so does the softmax of the next
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter where items differ in length.
+//            Else the last ones are cut into pieces, which vjp_hopper_dq.cu adds up
 //            With kCluster = 2, two blocks have neighbouring tiles and share q and dO
 // Threads    two warpgroups, 64 keys each; with a third for the copies there would be
 //            too few registers (ptxas C7512 at 240). Threads of them ask the copy

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper_rows: what attention_vjp_hopper needs to know of each query, and
-// zeros for it to add to.
+// attention_vjp_hopper_rows: what attention_vjp_hopper needs to know of each query and
+// of each entry, and zeros for it to add to.
 //
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i; for float16 also the largest |dO|
 // Grid       1-D; kHeadDim / 8 threads a query, kNumThreads / that many queries a block

@@ -326,6 +326,7 @@ class HopperVjpKernel:
         num_split, first_part = self.split(
             forward, device, num_items, num_blocks * num_summed, dq
         )
+        whole, pieces = self.cut(forward, device, num_items, dq)
         # Queries, dO and sums of dq of a section take a share of the L2 cache.
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
@@ -335,7 +336,9 @@ class HopperVjpKernel:
             in_cache = -(-in_cache // 2)
         to_log2, hidden = _attention_vjp_limits.units(forward)
         return {
-            "num_items": num_items + num_split,
+            "num_items": whole + (num_items - whole) * pieces + num_split,
+            "num_whole": whole,
+            "num_pieces": pieces,
             "num_split": num_split,
             "first_part": first_part,
             "num_tiles": num_tiles,
@@ -367,6 +370,21 @@ class HopperVjpKernel:
         each = -(-left // (device.num_sms - left))
         first = -(-num_blocks * each // (each + 1))
         return (left, first) if num_blocks - first >= _LEAST_PART else (0, 0)
+
+    def cut(
+        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
+    ) -> tuple[int, int]:
+        """How many items stay whole, and into how many pieces each other is cut.
+
+        Those that are left when all multiprocessors have had as many as each other
+        would keep few of them busy; where items have one length and no order.
+        """
+        bounds = _attention_hopper.bounds_of(forward)
+        if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
+            return num_items, 1
+        left = num_items % device.num_sms
+        pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
+        return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)
 
     def grid(
         self, forward: AttentionProblem, device: Device, num_items: int, dq: str

@@ -18,7 +18,7 @@ INPUTS: list[Any] = [
     ("to_log2", "f4"),
     ("hidden", "f4"),
     *((name, "i4") for name in ("num_split", "first_part")),
-    ("padding", "V8"),  # to a multiple of 64
+    *((name, "i4") for name in ("num_whole", "num_pieces")),
 ]
 
 # Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward

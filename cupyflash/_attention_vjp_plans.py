@@ -1,6 +1,7 @@
 """Plans of attention_vjp: everything but the arrays, ready to be launched."""
 
 import math
+import struct
 from dataclasses import replace
 from typing import Any
 
@@ -356,6 +357,7 @@ class HopperPlan:
         num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
         slot = [0, 0]
         slot[:batch_dims] = (step // (seqlen_q * dim) for step in dq.entries[:-2])
+        self.slot = slot
         self.schedule = {
             **row.schedule(forward, device, num_kept, num_summed, dq_way),
             "slot": slot,
@@ -386,12 +388,17 @@ class HopperPlan:
         rows = num_split * _attention_vjp_kernels.HOPPER_BLOCK_N
         parts = rows * 2 * row.dim(forward)
         self.num_vectors = (sums + turns) // 4
+        num_whole, num_tiles = self.schedule["num_whole"], self.schedule["num_tiles"]
+        num_cut = num_tiles * num_kept - num_whole
+        num_pieces = num_cut * self.schedule["num_pieces"]
         sizes = (
             _FOUND_BYTES,
             4 * sums,
             4 * turns,
             4 * parts,
             4 * num_entries * num_blocks * block_m * 2,
+            4 * _PART_BYTES * num_pieces,
+            _ENTRY_BYTES * num_entries,
             4 * num_entries * seqlen_q,
         )
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
@@ -411,7 +418,10 @@ class HopperPlan:
         self.dq = (
             launch("_queries", num_entries * tiles)
             if apart
-            else launch("_dq", num_slots * num_blocks * 2)
+            else launch("_dq", 4 * num_cut + 2 * num_slots * num_blocks)
+        )
+        self.cut = struct.pack(
+            "4i", num_cut, self.schedule["num_pieces"], num_whole, num_tiles
         )
         fields = _attention_vjp_layout.entries_fields(
             _all_summed(layout, ("dq",)), [dq]
@@ -450,24 +460,27 @@ class HopperPlan:
             inputs = self._new_inputs(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _attention_gpu.keep_if_capturing(memory)
-        found, sums, turns, parts, stats, delta = (
+        found, sums, turns, parts, stats, pieces, entries, delta = (
             memory.ptr + start for start in self.starts
         )
         if self.looks_for_largest:
             memory.memset_async(0, _FOUND_BYTES)
         self.rows.enqueue(
-            out, dout, lse, dlse, stats, delta, sums, self.num_vectors, found,
-            self.params, self.grads,
+            out, dout, lse, dlse, stats, delta, sums, self.num_vectors,
+            0 if self.is_fed else entries, *self.slot, found, self.params, self.grads,
         )  # fmt: skip
         dq, dk, dv = (made[name].data.ptr for name in ("dq", "dk", "dv"))
         self.main.enqueue(
-            inputs, stats, sums, turns, *((parts,) if self.is_fed else ()), dk, dv,
-            found,
+            inputs, *(() if self.is_fed else (entries,)), stats, sums, turns,
+            parts if self.is_fed else pieces, dk, dv, found,
             _attention_gpu._counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
         if self.dq_grads is None:
-            self.dq.enqueue(sums, dq, *self.dq_steps, found, self.params)
+            cut = struct.pack("3Q", pieces, dk, dv) + self.cut
+            self.dq.enqueue(
+                sums, dq, *self.dq_steps, cut, found, self.params, self.grads
+            )
         else:
             self.dq.enqueue(
                 inputs, stats, dq, found, *_NO_OPTIONS, offset, self.params,
@@ -483,6 +496,8 @@ class HopperPlan:
 
 
 _NO_OPTIONS = (0,) * len(OPTIONS)
+_ENTRY_BYTES = 80  # of located_t, vjp_hopper.cuh
+_PART_BYTES = 4 * 64 * 64  # of `pieces` in vjp_hopper.cuh
 _FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
 

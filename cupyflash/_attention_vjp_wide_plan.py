@@ -177,7 +177,20 @@ class HopperWidePlan:
         grads = self.parts[0].grads
         if self.is_plain:
             self.rows.enqueue(
-                out, dout, lse, dlse, stats, delta, 0, 0, found, self.params, grads
+                out,
+                dout,
+                lse,
+                dlse,
+                stats,
+                delta,
+                0,
+                0,
+                0,
+                0,
+                0,
+                found,
+                self.params,
+                grads,
             )
         else:
             terms = 0 if sink_terms is None else sink_terms.data.ptr

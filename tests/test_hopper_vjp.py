@@ -120,11 +120,37 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     }[dq]  # fmt: skip
     schedule = ROW.schedule(forward, HOPPER, 3, 1, dq)
     assert schedule["num_tiles"] == -(-1500 // (128 * cluster))
-    num_items = 3 * schedule["num_tiles"] + schedule["num_split"]
+    num_items = 3 * schedule["num_tiles"]
+    left = num_items - schedule["num_whole"]
+    num_items += left * (schedule["num_pieces"] - 1) + schedule["num_split"]
     assert schedule["num_items"] == num_items
     assert ROW.grid(forward, HOPPER, num_items, dq) == cluster * num_items
     if cluster > 1:
         assert (dq, head_dim, right) == (APART, 128, None)
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "seqlen", "cut"),
+    [
+        (1024, 512, (4096 - 4, 4)),  # no more pieces than blocks of queries
+        (32, 16384, (4096 - 4, 33)),
+        (33, 1024, (264, 1)),  # nothing is left
+        (3, 1024, (0, 5)),  # fewer tiles than multiprocessors
+        (200, 128, (200, 1)),  # too many are left
+    ],
+)
+def test_what_is_left_over_is_cut_into_pieces(num_kept, seqlen, cut):
+    def cut_of(head_dim=64, dq=MIXED, **options):
+        forward = problem(head_dim=head_dim, **options).forward
+        forward = dataclasses.replace(forward, seqlen_q=seqlen, seqlen_k=seqlen)
+        num_items = num_kept * ROW.num_tiles(forward, dq)
+        return ROW.cut(forward, HOPPER, num_items, dq)
+
+    assert HOPPER.num_sms == 132
+    assert cut_of() == cut
+    whole = num_kept * seqlen // 128, 1
+    for other in ({"right": 0}, {"dq": TURNS}, {"dq": APART}, {"head_dim": 128}):
+        assert cut_of(**other) == whole
 
 
 @pytest.mark.parametrize(("seqlen", "heads"), [(16384, 1), (8192, 2), (4096, 4)])

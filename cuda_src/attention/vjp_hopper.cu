@@ -10,6 +10,7 @@
 //            run, so does the softmax of the next
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter where items differ in length.
+//            Else the last ones are cut into pieces, which vjp_hopper_dq.cu adds up
 //            With kCluster = 2, two blocks have neighbouring tiles and share q and dO
 // Threads    two warpgroups, 64 keys each; with a third for the copies there would be
 //            too few registers (ptxas C7512 at 240). Threads of them ask the copy
@@ -50,6 +51,11 @@ constexpr int kCluster = CLUSTER;
 constexpr bool kOrdered = ORDERED;
 // Items differ in length, or their order counts.
 constexpr bool kDynamic = kBounds > 0 || kOrdered;
+// The last items are cut into pieces, where there is no counter that shares them out.
+constexpr bool kCuts = kMakesDq && !kDynamic && kBlockM == 128;
+// The tiles of an item are asked for by four warps, those of a narrow step by one
+// thread.
+constexpr bool kSpread = kBlockM == 128;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it
 // does so behind dq and dk, which then run beside it.
 constexpr bool kLate = kMakesDq && kCluster == 1 && !kOrdered;
@@ -66,6 +72,8 @@ constexpr bool kNarrowStep = kBlockM == 64;
 // The shared memory answers late while sums of dq leave through it; what is read there
 // is asked for ahead: of the pairs of lse and delta that a thread needs, so many.
 constexpr int kEarlyLse = kNarrowStep ? 8 : 16;
+// Two pairs of them at a time; without dq that spills.
+constexpr bool kByFours = !kNarrowStep && kMakesDq;
 constexpr int kEarlyDelta = !kNarrowStep ? 0 : kBounds > 0 ? 3 : 4;
 
 // What a block of queries is asked for in: bits of a set. All warps wait for one that
@@ -77,10 +85,9 @@ constexpr int kAskers = kNarrowStep ? 1 : 3;
 // by 3 to 7 %.
 constexpr bool kIdleReadsIdle = kBounds == 0 || kOrdered;
 
-// Where the queries of an entry lie: coordinates in the tensor maps, and first blocks.
-struct alignas(16) source_t {
-  int q_head, q_batch[2], slot;
-  int dout_head, dout_batch[2], stats;
+// Where the queries of an entry lie.
+struct source_t {
+  rows_t q, dout;
 };
 
 // What a warp asks for next, and within which blocks of queries. There are no registers
@@ -93,7 +100,7 @@ struct alignas(16) next_t {
 struct told_t {
   unsigned long long full[2 + kStagesQ + kStagesDout], empty;
   next_t next[kAskers + kIdleReadsIdle];  // the last: nobody asks with it
-  int4 k_from;  // where k of the item lies: row, head, and batch
+  int4 k_from, v_from;  // where k and v of the item lie: row, head, and batch
   // Of each stage of q: its first query, and its number among the blocks of sums_q.
   int2 origins[kStagesQ];
 };
@@ -116,14 +123,17 @@ struct outputs_t {
   // Where kOrdered: how many tiles add to a block of dq before this one does, of those
   // from query `turn_first` on; to others it is the first. < 0: it adds to none.
   int turn, turn_first;
+  int piece;  // of those that items are cut into; < 0: it is whole
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     __cluster_dims__(kCluster, 1, 1)
         attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
+                             const located_t* entries,         // vjp_hopper.cuh
                              const float* __restrict__ stats,  // vjp_hopper.cuh
                              float* __restrict__ sums_q,       // vjp_hopper.cuh
                              int* turns,                       // vjp_hopper.cuh
+                             float* pieces,                    // vjp_hopper.cuh
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -152,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                  q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
                  empty = dout_full + 8 * kStagesDout, next = empty + 8,
                  k_from = next + (kAskers + kIdleReadsIdle) * sizeof(next_t),
-                 origins = k_from + 16;
+                 origins = k_from + 32;
 
   const int group = uniform(threadIdx.x / 128);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
@@ -304,47 +314,37 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
   };
 
-  // Thread 0 tells of an item, and asks for its tiles and first two blocks of queries,
-  // of which the first is `block`; k of wide steps is asked for later, by load_k. With
-  // a warp-wide instruction in here, the compiler would take numbers that are the same
-  // in all lanes for different ones.
+  // Thread 0 tells of an item, whose first block of queries is `block`. Of a narrow
+  // step it asks for its tiles and first two blocks, too; else load_item and load_k do.
+  // With a warp-wide instruction in here, the compiler would take numbers that are the
+  // same in all lanes for different ones.
   auto begin_item = [&](int number, unsigned items, unsigned block) {
     // Reciprocals of what is divided by are not worth registers between items.
     const inputs_t& inputs_now = ptx::anew(inputs);
-    const params_t& params_now = ptx::anew(params);
-    const grads_t& grads_now = ptx::anew(grads);
     if (number >= inputs.num_items) return;
+    int piece = -1;
+    if (kCuts && number >= inputs.num_whole) {
+      piece = number - inputs.num_whole;
+      number = inputs.num_whole + unsigned(piece) / unsigned(inputs_now.num_pieces);
+    }
     const item_t item = item_of<kDynamic, kOrdered>(number, inputs_now);
-    const auto kept = locate(grads_now.kept, item.kept);
-    // Where the others of this entry lie is found out behind the first loads.
-    auto set_source = [&](int n, const place_t& at) {
-      source_t from;
-      from.q_head = coordinate(at.head, params_now.q.head);
-      batch_coordinates(from.q_batch, at, params_now.q);
-      from.dout_head = coordinate(at.head, grads_now.dout.head);
-      batch_coordinates(from.dout_batch, at, grads_now.dout);
-      from.stats = static_cast<int>(at.row_of_heads) * inputs_now.num_blocks;
-      index_t slot = at.head;
-#pragma unroll
-      for (int axis = 0; axis < kBatchDims; ++axis) {
-        slot += at.batch[axis] * inputs_now.slot[axis];
-      }
-      from.slot = static_cast<int>(slot) * inputs_now.num_blocks;
-      sources[n] = from;
-    };
-    const place_t at(params_now, kept.of[0], 1);
     const int row = (item.tile * kCluster + rank()) * kBlockN;
+    const located_t* const entry = entries + index_t(item.kept) * inputs_now.num_summed;
+    const located_t at = *entry;
+    sources[0] = {at.q, at.dout};
+    if constexpr (kSpread) {
+      auto place = [&](unsigned to, const rows_t& rows) {
+        ptx::store_shared_s32x2(to, row, rows.head);
+        ptx::store_shared_s32x2(to + 8, rows.batch[0], rows.batch[1]);
+      };
+      place(k_from, at.k);
+      place(k_from + 16, at.v);
+    } else {
+      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, at.k.head,
+                                  at.k.batch);
+    }
     // The blocks of queries that see keys of the tile, or of those of the cluster; at
     // least one.
-    int batch[2];
-    batch_coordinates(batch, at, params_now.k);
-    const int head = coordinate(at.kv_head, params_now.k.head);
-    if constexpr (kNarrowStep) {
-      load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, row, head, batch);
-    } else {
-      ptx::store_shared_s32x2(k_from, row, head);
-      ptx::store_shared_s32x2(k_from + 8, batch[0], batch[1]);
-    }
     int turn = inputs.num_tiles - 1 - item.tile, turn_first = 0;
     int block_first = 0, block_last = inputs.num_blocks;
     view.factor = factor_of(found);
@@ -374,7 +374,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.whole_first = tail ? 1 << 30 : kBlockN - band.high;
       view.whole_last = -band.low - (kBlockM - 1);
     }
-    outputs[items & 1] = {kept.of[1], kept.of[2], item.tile, turn, turn_first};
+    if (kCuts && piece >= 0) {
+      const unsigned num_pieces = inputs_now.num_pieces;
+      const unsigned nth = unsigned(piece) % num_pieces;
+      block_first = inputs_now.num_blocks * nth / num_pieces;
+      block_last = inputs_now.num_blocks * (nth + 1) / num_pieces;
+    }
+    outputs[items & 1] = {at.dk, at.dv, item.tile, turn, turn_first, piece};
     view.count = (block_last - block_first) * inputs.num_summed;
 #pragma unroll
     for (int part = 0; part < kAskers; ++part) {
@@ -382,21 +388,41 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::store_shared_s32x2(here, block_first, 0);
       ptx::store_shared_s32x2(here + 8, block_first, block_last);
     }
-    set_source(0, at);
-    load_all(q_stage, block % kStagesDout);
-    batch_coordinates(batch, at, params_now.v);
-    load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row,
-                                coordinate(at.kv_head, params_now.v.head), batch);
-    for (int n = 1; n < inputs.num_summed; ++n) {
-      set_source(n, grads_now.entry(params_now, kept.of[0], n));
+    if constexpr (!kSpread) {
+      load_all(q_stage, block % kStagesDout);
+      load_tile<kBlockN, kChunks>(smem_v, inputs.v_map, v_full, row, at.v.head,
+                                  at.v.batch);
     }
-    if (view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
+    // Those that are summed with it, behind the first loads if they are this thread's.
+    for (int n = 1; n < inputs.num_summed; ++n) {
+      sources[n] = {entry[n].q, entry[n].dout};
+    }
+    if (!kSpread && view.count > 1) load_all(after(q_stage), (block + 1) % kStagesDout);
   };
-  auto load_k = [&](int number) {
-    if (kNarrowStep || number >= inputs.num_items) return;
-    const int4 from = ptx::load_shared_s32x4(k_from);
+  auto load_keys = [&](unsigned target, const ptx::tensor_map_t& map, unsigned full,
+                       unsigned place) {
+    const int4 from = ptx::load_shared_s32x4(place);
     const int batch[2] = {from.z, from.w};
-    load_tile<kBlockN, kChunks>(smem_k, inputs.k_map, k_full, from.x, from.y, batch);
+    load_tile<kBlockN, kChunks>(target, map, full, from.x, from.y, batch);
+  };
+  // By thread 0, once no product reads the item before.
+  auto load_k = [&](int number) {
+    if (kSpread && number < inputs.num_items) {
+      load_keys(smem_k, inputs.k_map, k_full, k_from);
+    }
+  };
+  // By the first group: v of the item that thread 0 has told of, and its first two
+  // blocks of queries.
+  auto load_item = [&](int number, unsigned block) {
+    if (number >= inputs.num_items || lane != 0) return;
+    if (warp == kAskers) {
+      load_keys(smem_v, inputs.v_map, v_full, k_from + 16);
+      return;
+    }
+    load_parts(read_part(warp), q_stage, block % kStagesDout);
+    if (view.count > 1) {
+      load_parts(read_part(warp), after(q_stage), (block + 1) % kStagesDout);
+    }
   };
 
   float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
@@ -411,20 +437,45 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     begin_item(number, items, block);
     load_k(number);
   }
+  if constexpr (kSpread) {
+    __syncthreads();
+    if (group == 0) load_item(number, block);
+  }
   while (number < inputs.num_items) {
     // Pair n of a thread's lse, or of its delta, of the queries in a stage.
+    auto load_pair = [&](unsigned dout_stage, int n, int delta_at) {
+      // Of a wide step, pairs n and n + 1 lie side by side.
+      const unsigned place =
+          kNarrowStep ? n * 32 : lane % 4 * 8 + n / 2 * 64 + n % 2 * 8;
+      return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + delta_at +
+                                    place);
+    };
     auto load_lse = [&](unsigned dout_stage, int n) {
-      return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats + n * 32);
+      return load_pair(dout_stage, n, 0);
     };
     auto load_delta = [&](unsigned dout_stage, int n) {
-      return ptx::load_shared_f32x2(lane_stats + dout_stage * kBytesStats +
-                                    4 * kBlockM + n * 32);
+      return load_pair(dout_stage, n, 4 * kBlockM);
     };
     // The pairs that are asked for ahead; one too many, since there may be none.
     float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
+    // Of a wide step, pairs n and n + 1 lie side by side; `delta_at` is 0 for lse.
+    auto load_two = [&](float2(&to)[2], unsigned dout_stage, int n, int delta_at) {
+      const float4 x = ptx::load_shared_f32x4(
+          smem_stats + lane % 4 * 16 + dout_stage * kBytesStats + delta_at + n * 32);
+      to[0] = {x.x, x.y}, to[1] = {x.z, x.w};
+    };
     auto ask_for_lse = [&](unsigned dout_stage) {
 #pragma unroll
-      for (int n = 0; n < kEarlyLse; ++n) early_lse[n] = load_lse(dout_stage, n);
+      for (int n = 0; n < kEarlyLse; n += 2) {
+        if constexpr (!kByFours) {
+          early_lse[n] = load_lse(dout_stage, n);
+          early_lse[n + 1] = load_lse(dout_stage, n + 1);
+        } else {
+          float2 two[2];
+          load_two(two, dout_stage, n, 0);
+          early_lse[n] = two[0], early_lse[n + 1] = two[1];
+        }
+      }
     };
     auto ask_for_delta = [&](unsigned dout_stage) {
 #pragma unroll
@@ -481,10 +532,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // dS of the block in a stage of dO, from P in s and dP.
     auto make_ds = [&](unsigned dout_stage) {
       const float factor = kNarrow<elem_t> ? view.factor : 1.f;
+      float2 two[2];
 #pragma unroll
       for (int e = 0; e < kScores; e += 4) {
         const int n = e / 4;
-        float2 d = n < kEarlyDelta ? early_delta[n] : load_delta(dout_stage, n);
+        if (kByFours && n % 2 == 0) load_two(two, dout_stage, n, 4 * kBlockM);
+        float2 d = kByFours          ? two[n % 2]
+                   : n < kEarlyDelta ? early_delta[n]
+                                     : load_delta(dout_stage, n);
         if constexpr (kNarrow<elem_t>) {
           d.x *= factor;
           d.y *= factor;
@@ -758,6 +813,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         tell_number(kLast);
         begin_item(next_number, items + 1, block + 1);
       }
+      if (kLast && kSpread && group == 0) {
+        ptx::bar_sync<128>(6);
+        const int next =
+            kDynamic ? *const_cast<volatile int*>(&next_items[items & 1]) : next_number;
+        load_item(next, block + 1);
+      }
       if constexpr (!kLast) {
         wait_for_dout(block + 1);
         ask_for_lse((block + 1) % kStagesDout);
@@ -808,6 +869,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
 
     const outputs_t to = outputs[(items - 1) & 1];
+    if (kCuts && to.piece >= 0) {
+      float4* const part = reinterpret_cast<float4*>(pieces) +
+                           (index_t(to.piece) * 4 + group) * (kPart / 4) + warp * 256 +
+                           lane;
+#pragma unroll
+      for (int e = 0; e < kSums; e += 4) {
+        part[e * 8] =
+            make_float4(sums_k[e], sums_k[e + 1], sums_k[e + 2], sums_k[e + 3]);
+        part[2 * (kPart / 4) + e * 8] =
+            make_float4(sums_v[e], sums_v[e + 1], sums_v[e + 2], sums_v[e + 3]);
+      }
+      continue;
+    }
     const int key_first = (to.tile * kCluster + rank()) * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
     const int row_thread = group * 64 + warp * 16 + lane / 4;  // and the one 8 below

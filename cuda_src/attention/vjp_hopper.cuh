@@ -7,6 +7,9 @@
 //        in the order of registers: of each 64 x 64 part of a block, by warp (16 rows),
 //        then group of 8 columns, lane, and the lane's four numbers. A slot is a head
 //        of dq; batch entries that share q add to one
+// entries  located_t of all entries: where they lie is found out once a call
+// pieces (pieces of items, dk and dv, 2, 64 * 64)  float: sums before their factors, of
+//        64 keys, laid out as in `sums`
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
 //        this warp's part of a block of sums, where they do so in one order
 // met    (items that are cut, warps, 2)  int: how many of the two parts have ended, and
@@ -43,7 +46,28 @@ struct alignas(64) inputs_t {
   // So many items are cut in two; the first of the two has `first_part` blocks of
   // queries, of all summed entries. Both are items, the second ones the last of all.
   int num_split, first_part;
+  // The items from num_whole on are pieces: of one tile, so many.
+  int num_whole, num_pieces;
 };
+
+// Where the rows of one entry lie: coordinates in a tensor map, and the first of its
+// blocks of queries, in sums or stats.
+struct alignas(16) rows_t {
+  int head, batch[2], block;
+};
+
+// An entry, and where its gradients of k and v go. Those that are summed into one
+// gradient stand side by side.
+struct located_t {
+  rows_t q, dout, k, v;
+  index_t dk, dv;
+};
+
+// Where the statistics of query i of a block stand. At 64 columns those that a thread
+// needs stand by fours: of each 16, queries 2 t, 2 t + 1, 2 t + 8 and 2 t + 9.
+__device__ __forceinline__ int place_in_stats(int i) {
+  return kHeadDim == 64 ? (i & ~15) + i % 8 / 2 * 4 + i / 8 % 2 * 2 + i % 2 : i;
+}
 
 // A number that is the same in all lanes, for the compiler to know that: descriptors of
 // wgmma that depend on it are then made in uniform registers. Else each is made in

@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
     const float* const from =
         stats + (at.row_of_heads * num_blocks + i / kBlockM) * (2 * kBlockM) +
-        i % kBlockM;
+        place_in_stats(i % kBlockM);
     const bool exists = i < params.seqlen_q;
     log_sum[r] = exists ? from[0] : infinity<float>();
     delta[r] = exists ? from[kBlockM] * factor : 0.f;

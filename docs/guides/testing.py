@@ -21,8 +21,8 @@ What is compared with what
 --------------------------
 
 * **The exact result** comes from ``tests/oracle.py``: the formulas in extended
-  precision on the host, which share no code with the package and are themselves
-  compared with mpmath.
+  precision on the host (in float64 where results are float32 or narrower), which share
+  no code with the package and are themselves compared with mpmath.
 * **The bound** is the promise of :doc:`/guides/precision`, and what the rounding of
   the scores alone brings. No bound is chosen so that a kernel passes.
 * **Rows of the kernel tables are parameters of the tests**: a kernel that is added is
@@ -154,3 +154,22 @@ for tool, rows in sanitizer["tools"].items():
 
 failed = [name for found in record["files"].values() for name in found["failures"]]
 print("\n".join(failed) or "none")
+
+# %%
+# Known and open
+# --------------
+# What was seen and is not mended yet:
+#
+# * *A call that did not come back.* In runs of ``test_hopper_wide_vjp.py`` on many
+#   processes a few tests of ``test_each_option`` (96 queries, 1040 keys) did not end
+#   before the time was over. In the last one processes waited where the second kernel
+#   of an ``attention`` call on Hopper, which merges parts of the keys, is loaded while
+#   the first one runs. It is not known whether the first does not end or loading waits
+#   for something else. Tests that are cut off so are counted as "not run" above.
+# * *Outputs that cancel.* Of bfloat16 values whose weighted mean is near 0 an output
+#   was wrong by 1.06e-2 of the largest, where 8e-3 is promised (2 queries, one column):
+#   16-bit weights are wrong in proportion to the mean of ``abs(v)``.
+# * *Gradients of float32 in parts* are 0 for keys that all queries see with weights
+#   below 2**-49, where an element of dv that is as small was expected.
+#
+# Note 0018 has the reproducers of the last two.

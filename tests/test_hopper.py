@@ -537,6 +537,31 @@ def test_a_hundred_runs_agree(cupy, rng, shape, kind):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("options", [{"causal": True}, {"window": (700, 0)}])
+@pytest.mark.parametrize("num_heads", [2, 36])  # keys are split, or not
+@pytest.mark.parametrize("head_dim", [64, 192, 256])
+def test_queries_end_inside_a_tile(cupy, rng, head_dim, num_heads, options):
+    """Groups of warps whose queries do not exist skip tiles that the first one sees.
+
+    Where groups take turns, one that held back a tile of v until its turn, and one that
+    had the turn and waited for the next tile in its place, waited for each other.
+    """
+    q, k, v = (
+        rng.normal(size=(2, num_heads, n, head_dim)).astype(np.float16)
+        for n in (192, 1040, 1040)
+    )
+    options = {
+        "query_lengths": np.array([40, 48]),
+        "key_lengths": np.array([1040, 1000]),
+        **options,
+    }
+    arrays = [place(cupy, x) for x in (q, k, v)]
+    out = cupyflash.attention(*arrays, **placed(cupy, options))
+    exact, *_ = oracle.attention(q, k, v, real=np.float64, **options)
+    assert max_error(out, exact) <= BOUNDS["attention"]["float16"] * np.abs(exact).max()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("hiding", [-np.inf, -1e30])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -484,13 +484,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const unsigned number = num_tiles + n, stage = stage_of(number);
         wait(k_ring.full_at(stage), parity_of(number));
         if (elected) ptx::mbarrier_arrive(k_ring.empty_at(stage));
+        // Before the turn: whoever has it may wait for a later tile in this place.
+        if (n >= kLateV) skip_v(n - kLateV);
         take_turn();
         pass_turn();
         if constexpr (kTermsOfKeys) {
           wait(key_ring.full_at(number % kKeySlots), number / kKeySlots & 1);
           if (elected) ptx::mbarrier_arrive(key_ring.empty_at(number % kKeySlots));
         }
-        if (n >= kLateV) skip_v(n - kLateV);
       }
     }
 

@@ -160,16 +160,15 @@ print("\n".join(failed) or "none")
 # --------------
 # What was seen and is not mended yet:
 #
-# * *A call that did not come back.* In runs of ``test_hopper_wide_vjp.py`` on many
-#   processes a few tests of ``test_each_option`` (96 queries, 1040 keys) did not end
-#   before the time was over. In the last one processes waited where the second kernel
-#   of an ``attention`` call on Hopper, which merges parts of the keys, is loaded while
-#   the first one runs. It is not known whether the first does not end or loading waits
-#   for something else. Tests that are cut off so are counted as "not run" above.
 # * *Outputs that cancel.* Of bfloat16 values whose weighted mean is near 0 an output
 #   was wrong by 1.06e-2 of the largest, where 8e-3 is promised (2 queries, one column):
 #   16-bit weights are wrong in proportion to the mean of ``abs(v)``.
 # * *Gradients of float32 in parts* are 0 for keys that all queries see with weights
 #   below 2**-49, where an element of dv that is as small was expected.
 #
-# Note 0018 has the reproducers of the last two.
+# Note 0018 has the reproducers.
+#
+# Two tests of the record did not end (``test_hopper_wide_vjp.py``): their call of
+# ``attention``, causal with ``query_lengths``, found two groups of warps that waited
+# for each other. That is mended since, and has a test of its own; it has not run on a
+# card yet.

@@ -176,22 +176,11 @@ class HopperWidePlan:
         rest = (*options, offset, self.params)
         grads = self.parts[0].grads
         if self.is_plain:
+            no_sums_nor_entries = 0, 0, 0, 0, 0
             self.rows.enqueue(
-                out,
-                dout,
-                lse,
-                dlse,
-                stats,
-                delta,
-                0,
-                0,
-                0,
-                0,
-                0,
-                found,
-                self.params,
-                grads,
-            )
+                out, dout, lse, dlse, stats, delta, *no_sums_nor_entries, found,
+                self.params, grads,
+            )  # fmt: skip
         else:
             terms = 0 if sink_terms is None else sink_terms.data.ptr
             self.rows.enqueue(

@@ -6,7 +6,8 @@
 //            by then dS of both warpgroups has long been there, and each of them may be
 //            ahead of the other by half a step
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
-//            blocks take item after item, from a counter
+//            blocks take item after item, from a counter. Where all keys are seen,
+//            items left over are cut in two, of which the one that ends last adds both
 // Threads    two warpgroups compute, 64 keys each. Of a third, the feeder, a thread
 //            asks the copy engine for all tiles, and another gives dq to it to be added
 //            to the sums in memory

@@ -11,6 +11,8 @@
 //            LANES    as in softmax/group.cuh
 #pragma once
 
+#include "common/vector.cuh"
+#include "ptx/cache_hint.cuh"
 #include "softmax/group.cuh"
 
 constexpr int kHeld = HELD, kMargin = MARGIN;
@@ -43,3 +45,19 @@ struct line_t {
     return {turn % 2 != 0, turn / 2 + (turn % 2 == 0 ? lag : 0)};
   }
 };
+
+// A vector of a result to memory; element by element where it does not begin at
+// a multiple of its size.
+template <typename T, int kCount>
+__device__ __forceinline__ void store_vector(T* to,
+                                             const vector_t<T, kCount>& x,
+                                             bool in_vectors,
+                                             unsigned long long policy) {
+  if (in_vectors) {
+    using word_t = typename vector_t<T, kCount>::word_t;
+    ptx::store_global(reinterpret_cast<word_t*>(to), x.word, policy);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) to[e] = x.element[e];
+  }
+}

@@ -371,14 +371,7 @@ __device__ __forceinline__ void write(const held_t<x_t>& held,
     }
     const auto written = to_vector<out_t, kVector>::of(result);
     if (!piece.has(k)) continue;
-    out_t* const home = piece.out + piece.position(k);
-    if (in_vectors) {
-      using word_t = typename vector_t<out_t, kVector>::word_t;
-      ptx::store_global(reinterpret_cast<word_t*>(home), written.word, policy);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kVector; ++e) home[e] = written.element[e];
-    }
+    store_vector(piece.out + piece.position(k), written, in_vectors, policy);
   }
   const acc_t of_edge = finish(piece.score(held.edge));
   if (piece.has_edge()) piece.out[piece.edge] = to<out_t>(of_edge);

@@ -249,14 +249,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
         }
         const auto written = to_vector<out_t, kVector>::of(result);
         if (!piece.has(k)) continue;
-        out_t* const home = piece.dx + piece.position(k);
-        if (in_vectors) {
-          using word_t = typename vector_t<out_t, kVector>::word_t;
-          ptx::store_global(reinterpret_cast<word_t*>(home), written.word, policy);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kVector; ++e) home[e] = written.element[e];
-        }
+        store_vector(piece.dx + piece.position(k), written, in_vectors, policy);
       }
       const acc_t of_edge = gradient(to<acc_t>(p.edge), to<acc_t>(g.edge), roots);
       if (piece.has_edge()) piece.dx[piece.edge] = to<out_t>(of_edge);

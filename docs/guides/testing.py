@@ -167,8 +167,3 @@ print("\n".join(failed) or "none")
 #   below 2**-49, where an element of dv that is as small was expected.
 #
 # Note 0018 has the reproducers.
-#
-# Two tests of the record did not end (``test_hopper_wide_vjp.py``): their call of
-# ``attention``, causal with ``query_lengths``, found two groups of warps that waited
-# for each other. That is mended since, and has a test of its own; it has not run on a
-# card yet.

@@ -3,7 +3,9 @@
 import functools
 import math
 import numbers
+import operator
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -47,8 +49,13 @@ def adopt(x: Any) -> Any:
     if is_cupy(x):
         return x
     if lives_on_gpu(x):
-        import cupy
-
+        try:
+            import cupy
+        except ImportError as error:
+            raise ImportError(
+                "an array in CUDA memory takes CuPy (pip install cupyflash[cuda13x] or "
+                f"[cuda12x]), which cannot be imported: {error}"
+            ) from error
         return cupy.from_dlpack(x) if _offers_dlpack_cuda(x) else cupy.asarray(x)
     return np.asarray(x)
 
@@ -201,7 +208,10 @@ def real_number(name: str, value: Any) -> float:
         value, (numbers.Real, np.floating, np.integer)
     ):
         raise TypeError(f"{name} must be a real number, got {_describe(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is too large for float64, 1.8e308 at most") from None
 
 
 def finite_number(name: str, value: Any) -> float:
@@ -212,12 +222,34 @@ def finite_number(name: str, value: Any) -> float:
     return number
 
 
-def check_method(method: Any) -> str:
-    if method not in METHODS:
+def index(name: str, value: Any, accepted: str) -> int:
+    """`value` as an int; a TypeError for what is none, such as True and 1.0."""
+    if not isinstance(value, (bool, np.bool_)):
+        try:
+            return operator.index(value)
+        except TypeError:
+            pass
+    raise TypeError(f"{name} must be {accepted}, got {type(value).__name__}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Refuse a `value` that is not one of some strings."""
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(
-            f"method must be one of {', '.join(map(repr, METHODS))}, got {method!r}"
+            f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
         )
+
+
+def check_method(method: Any) -> str:
+    check_choice("method", method, METHODS)
     return method
+
+
+def check_out_is_array(out: Any) -> None:
+    """Refuse an `out` that would be copied into an array: nobody saw the result."""
+    if out is None or isinstance(out, np.ndarray) or lives_on_gpu(out):
+        return
+    raise TypeError(f"out must be a NumPy or CuPy array, got {_describe(out)}")
 
 
 def check_out(

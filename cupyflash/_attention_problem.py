@@ -4,7 +4,6 @@ All errors of the caller are raised here, before anything is allocated or launch
 """
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -197,16 +196,7 @@ def _bounds(causal, window):
 def _window_side(side):
     if side is None:
         return None
-    if isinstance(side, (bool, np.bool_)):
-        raise TypeError(
-            "window must be an int or (left, right) of ints or None, got bool"
-        )
-    try:
-        side = operator.index(side)
-    except TypeError:
-        raise TypeError(
-            f"window must be an int or (left, right), got {type(side).__name__}"
-        ) from None
+    side = _arrays.index("window", side, "an int or (left, right) of ints or None")
     if side < 0:
         raise ValueError(
             f"window counts keys on each side and must be >= 0, got {side}; None is "
@@ -220,13 +210,6 @@ def _check_softcap(softcap):
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
     return softcap
-
-
-def _check_choice(name, value, choices):
-    if value not in choices:
-        raise ValueError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}"
-        )
 
 
 def is_index(x) -> bool:
@@ -256,8 +239,8 @@ def attention(
     method,
 ) -> tuple[AttentionProblem, AttentionOperands]:
     """Check a call of attention."""
-    _check_choice("layout", layout, LAYOUTS)
-    _check_choice("precision", precision, PRECISIONS)
+    _arrays.check_choice("layout", layout, LAYOUTS)
+    _arrays.check_choice("precision", precision, PRECISIONS)
     _arrays.check_method(method)
     left, right = _bounds(causal, window)
     softcap = _check_softcap(softcap)
@@ -268,6 +251,7 @@ def attention(
             f"{type(offsets).__name__}"
         )
 
+    _arrays.check_out_is_array(out)
     xp, a = _arrays.adopt_all(
         3, q=q, k=k, v=v, bias=bias, mask=mask, sinks=sinks, alibi_slopes=alibi_slopes,
         query_offset=offsets, query_lengths=query_lengths, key_lengths=key_lengths,
@@ -358,7 +342,8 @@ def _check_float(name, x):
     dtype = _arrays.dtype_name(x)
     if dtype not in _arrays.FLOATS:
         raise TypeError(
-            f"{name} must be one of {', '.join(_arrays.FLOATS)}, got {dtype}"
+            f"{name} must be one of {', '.join(_arrays.FLOATS)}, got {dtype}; "
+            "convert it to one of them"
         )
 
 
@@ -396,9 +381,11 @@ class MergeOperands(NamedTuple):
 
 def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
     """Check a call of merge_attention_states."""
-    if isinstance(lses, (list, tuple)) and is_index(axis) and axis < 0:
-        axis += np.ndim(lses[0]) + 1 if len(lses) else 0
-    outs, lses = _stack("outs", outs, axis), _stack("lses", lses, axis)
+    axis = _arrays.index("axis", axis, "an int")
+    _arrays.check_out_is_array(out)
+    # In a list of parts the first axis is theirs, whatever `axis` says of arrays.
+    listed = [isinstance(x, (list, tuple)) for x in (outs, lses)]
+    outs, lses = _stack("outs", outs), _stack("lses", lses)
     xp, a = _arrays.adopt_all(2, outs=outs, lses=lses, out=out)
     outs, lses, out = a["outs"], a["lses"], a["out"]
     _check_float("outs", outs)
@@ -406,13 +393,19 @@ def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
         raise TypeError(
             f"lses must be float32 or float64, got {_arrays.dtype_name(lses)}"
         )
-    if outs.ndim != lses.ndim + 1 or outs.shape[:-1] != lses.shape:
-        raise ValueError(
-            "lses must have the shape of outs without its last axis, got outs "
-            f"{outs.shape} and lses {lses.shape}"
+    given = f"got outs {outs.shape} and lses {lses.shape}"
+    belong = outs.ndim == lses.ndim + 1
+    if belong:
+        axis = np.lib.array_utils.normalize_axis_index(axis, lses.ndim, "axis")
+        outs, lses = (
+            x if is_list else xp.moveaxis(x, axis, 0)
+            for x, is_list in zip((outs, lses), listed, strict=True)
         )
-    axis = np.lib.array_utils.normalize_axis_index(operator.index(axis), lses.ndim)
-    outs, lses = xp.moveaxis(outs, axis, 0), xp.moveaxis(lses, axis, 0)
+        belong = outs.shape[:-1] == lses.shape
+    if not belong:
+        raise ValueError(
+            f"lses must have the shape of outs without its last axis, {given}"
+        )
     problem = MergeProblem(
         backend=xp.__name__,
         num_parts=lses.shape[0],
@@ -431,12 +424,21 @@ def merge(outs, lses, axis, out) -> tuple[MergeProblem, MergeOperands]:
     return problem, MergeOperands(outs, lses, out)
 
 
-def _stack(name, parts, axis):
+def _stack(name, parts):
     """A list of arrays as one array; anything else as it is."""
-    if not isinstance(parts, (list, tuple)) or not parts:
+    if not isinstance(parts, (list, tuple)):
         return parts
-    xp, arrays = _arrays.adopt_all(**{f"{name}[{i}]": x for i, x in enumerate(parts)})
-    shapes = {x.shape for x in arrays.values()}
-    if len(shapes) > 1:
-        raise ValueError(f"the parts of {name} must have one shape, got {shapes}")
-    return xp.stack(list(arrays.values()), axis=axis)
+    if not parts:
+        raise ValueError(f"{name} is an empty list; give one part at least")
+    given = {f"{name}[{i}]": x for i, x in enumerate(parts)}
+    xp, arrays = _arrays.adopt_all(len(parts), **given)
+    for what, found in (
+        ("shape", {str(x.shape) for x in arrays.values()}),
+        ("dtype", {_arrays.dtype_name(x) for x in arrays.values()}),
+    ):
+        if len(found) > 1:
+            raise (ValueError if what == "shape" else TypeError)(
+                f"the parts of {name} must have one {what}, got "
+                f"{' and '.join(sorted(found))}"
+            )
+    return xp.stack(list(arrays.values()))

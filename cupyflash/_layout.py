@@ -4,22 +4,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cupyflash import _arrays
+
 
 def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
     """`axis` (None, int or tuple) as sorted non-negative ints; AxisError, TypeError."""
     if axis is None:
         return tuple(range(ndim))
-    if not isinstance(axis, (int, np.integer, tuple, list)) or isinstance(axis, bool):
-        raise TypeError(
-            f"axis must be None, an int or a tuple of ints, got {type(axis).__name__}"
-        )
+    given = axis if isinstance(axis, (tuple, list)) else (axis,)
+    axes = [_arrays.index("axis", a, "None, an int or a tuple of ints") for a in given]
     # The same errors, in the same words, as NumPy's own functions.
-    axes = np.lib.array_utils.normalize_axis_tuple(
-        axis,  # type: ignore[arg-type]  # NumPy's stubs leave out its own integers
-        ndim,
-        "axis",
-    )
-    return tuple(sorted(axes))
+    return tuple(sorted(np.lib.array_utils.normalize_axis_tuple(axes, ndim, "axis")))
 
 
 def element_strides(x) -> tuple[int, ...]:

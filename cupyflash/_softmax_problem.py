@@ -81,17 +81,22 @@ def compute_dtype(*names: str) -> str:
     return "float32" if all(n in _arrays.FLOATS[:3] for n in names) else "float64"
 
 
+_COMPLEX = ("complex64", "complex128")
+
+
 def _check_numeric(name, x):
-    if _arrays.dtype_name(x) not in _arrays.FLOATS and x.dtype.kind not in "biufc":
+    dtype = _arrays.dtype_name(x)
+    if dtype in _arrays.FLOATS + _COMPLEX or x.dtype.kind in "biu":
+        return
+    if x.dtype.kind in "fc":  # extended precision, which no sum here has
+        known = _arrays.FLOATS if x.dtype.kind == "f" else _COMPLEX
         raise TypeError(
-            f"{name} must hold numbers ({', '.join(_arrays.FLOATS)}, integers, bool or "
-            f"complex), got {x.dtype}"
+            f"{name} has dtype {dtype}; convert it to one of {', '.join(known)}"
         )
-    if x.dtype.kind == "f" and _arrays.dtype_name(x) not in _arrays.FLOATS:
-        raise TypeError(
-            f"{name} has dtype {_arrays.dtype_name(x)}; convert it to one of "
-            f"{', '.join(_arrays.FLOATS)}"
-        )
+    raise TypeError(
+        f"{name} must hold numbers ({', '.join(_arrays.FLOATS)}, integers, bool or "
+        f"complex), got {x.dtype}; convert it to one of them"
+    )
 
 
 def _natural_dtype(*arrays):
@@ -121,6 +126,7 @@ def softmax(
     function, x, axis, where, scale, dtype, out, method
 ) -> tuple[SoftmaxProblem, SoftmaxOperands]:
     """Check a call of softmax or log_softmax."""
+    _arrays.check_out_is_array(out)
     xp, a = _arrays.adopt_all(x=x, where=where, out=out)
     x, where, out = a["x"], a["where"], a["out"]
     _check_numeric("x", x)
@@ -154,11 +160,10 @@ def softmax(
 def _result_dtype(x, dtype, out):
     """Name of the output dtype: `dtype`, else that of `out`, else that of `x`."""
     if x.dtype.kind == "c":
-        if dtype is not None and np.dtype(dtype) != x.dtype:
-            raise TypeError(
-                f"dtype must be {_arrays.dtype_name(x)} for complex x, got {dtype}"
-            )
-        return _arrays.dtype_name(x)
+        own = _arrays.dtype_name(x)
+        if dtype is not None and not _is_dtype(dtype, own):
+            raise TypeError(f"dtype must be {own} for complex x, got {dtype}")
+        return own
     if dtype is not None:
         return _arrays.float_dtype("dtype", dtype).name
     if out is not None:
@@ -166,10 +171,18 @@ def _result_dtype(x, dtype, out):
     return _natural_dtype(x)
 
 
+def _is_dtype(dtype, name):
+    try:
+        return np.dtype(dtype).name == name
+    except TypeError:
+        return False
+
+
 def logsumexp(
     a, axis, b, keepdims, return_sign, where, out
 ) -> tuple[SoftmaxProblem, SoftmaxOperands]:
     """Check a call of logsumexp."""
+    _arrays.check_out_is_array(out)
     xp, arrays = _arrays.adopt_all(a=a, b=b, where=where, out=out)
     x, b, where, out = (arrays[n] for n in ("a", "b", "where", "out"))
     _check_numeric("a", x)
@@ -214,6 +227,7 @@ def logsumexp(
 
 def vjp(function, y, dy, axis, scale, out) -> tuple[SoftmaxProblem, SoftmaxOperands]:
     """Check a call of softmax_vjp or log_softmax_vjp; `dy` may broadcast to `y`."""
+    _arrays.check_out_is_array(out)
     xp, a = _arrays.adopt_all(2, y=y, dy=dy, out=out)
     y, dy, out = a["y"], a["dy"], a["out"]
     for name, x in (("y", y), ("dy", dy)):

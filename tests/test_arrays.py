@@ -67,6 +67,12 @@ def test_adopt_takes_lists_and_drops_subclasses():
     assert type(_arrays.adopt(masked)) is np.ndarray
 
 
+def test_cuda_memory_without_cupy_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match=r"takes CuPy .*cupyflash\[cuda13x\]"):
+        _arrays.adopt(FakeCuda())
+
+
 def test_adopt_all_names_the_namespace(xp):
     module, arrays = _arrays.adopt_all(a=xp.ones(2), b=None, c=3.0)
     assert module is xp
@@ -141,11 +147,19 @@ def test_what_is_no_real_number(value):
         _arrays.real_number("scale", value)
 
 
+@pytest.mark.parametrize("value", [10**400, -(10**400)])
+def test_numbers_beyond_float64(value):
+    with pytest.raises(ValueError, match=r"scale is too large for float64"):
+        _arrays.real_number("scale", value)
+
+
 def test_methods():
     for method in ("auto", "naive", "safe", "online", "tiled"):
         assert _arrays.check_method(method) == method
     with pytest.raises(ValueError, match=r"method must be one of .*got 'fast'"):
         _arrays.check_method("fast")
+    with pytest.raises(ValueError, match=r"method must be one of .*got array"):
+        _arrays.check_method(np.array(["safe", "naive"]))
 
 
 def test_out_is_checked(xp):
@@ -162,6 +176,12 @@ def test_out_is_checked(xp):
         _arrays.check_out(one_row, (2, 3), ("float32",), {})
     with pytest.raises(ValueError, match="out shares memory with x"):
         _arrays.check_out(good, (2, 3), ("float32",), {"w": None, "x": good.T})
+
+
+@pytest.mark.parametrize("out", [[0.0], (0.0,), 0.0, np.float64(0), "x", {}])
+def test_an_out_that_nobody_would_see(out):
+    with pytest.raises(TypeError, match="out must be a NumPy or CuPy array, got a"):
+        _arrays.check_out_is_array(out)
 
 
 def test_out_is_read_only():

@@ -88,6 +88,16 @@ REFUSALS = {
         TypeError,
         "return_lse must be a bool, got str",
     ),
+    "scale beyond float64": (
+        {"scale": 10**400},
+        ValueError,
+        "scale is too large for float64",
+    ),
+    "layout of several": (
+        {"layout": np.array(["bhsd", "bshd"])},
+        ValueError,
+        "layout must be one of 'bhsd', 'bshd', got array",
+    ),
     "no q": ({"q": None}, TypeError, "q must be an array, got None"),
     "no v": ({"v": None}, TypeError, "v must be an array, got None"),
     "q of uneven rows": (
@@ -406,6 +416,14 @@ def test_options_are_never_expanded(xp):
     assert operands.mask.strides == (0, 0, 1, 0)
 
 
+def test_out_that_nobody_would_see(xp):
+    q = xp.ones((1, 1))
+    with pytest.raises(TypeError, match="out must be a NumPy or CuPy array, got a"):
+        cupyflash.attention(q, q, q, out=[[0.0]])
+    with pytest.raises(TypeError, match="out must be a NumPy or CuPy array, got a"):
+        cupyflash.merge_attention_states(q, xp.ones(1), out=[0.0])
+
+
 def test_out_is_seen_heads_first(xp):
     out = xp.empty((2, 3, 4, 6), np.float32)
     a = arrays(xp, q=(2, 3, 4, 8), k=(2, 5, 2, 8), v=(2, 5, 2, 6))
@@ -447,6 +465,40 @@ MERGES = {
         ValueError,
         "the parts of outs must have one shape, got",
     ),
+    "axis far below": (
+        lambda xp: ([xp.ones((3, 4))] * 2, [xp.ones(3)] * 2, {"axis": -9}),
+        np.exceptions.AxisError,
+        "axis: axis -9 is out of bounds for array of dimension 2",
+    ),
+    "axis of another type": (
+        lambda xp: (xp.ones((2, 3, 4)), xp.ones((2, 3)), {"axis": True}),
+        TypeError,
+        "axis must be an int, got bool",
+    ),
+    "no part": (
+        lambda xp: ([], [], {}),
+        ValueError,
+        "outs is an empty list; give one part at least",
+    ),
+    "a part that is not there": (
+        lambda xp: ([xp.ones((3, 4)), None], [xp.ones(3)] * 2, {}),
+        TypeError,
+        r"outs\[1\] must be an array, got None",
+    ),
+    "parts of several dtypes": (
+        lambda xp: (
+            [xp.ones((3, 4)), xp.ones((3, 4), np.float32)],
+            xp.ones((2, 3)),
+            {},
+        ),
+        TypeError,
+        "the parts of outs must have one dtype, got float32 and float64",
+    ),
+    "numbers for arrays": (
+        lambda xp: (xp.ones(()), xp.ones(()), {}),
+        ValueError,
+        r"got outs \(\) and lses \(\)",
+    ),
     "out of another shape": (
         lambda xp: (xp.ones((2, 3, 4)), xp.ones((2, 3)), {"out": xp.zeros((2, 4))}),
         ValueError,
@@ -487,6 +539,8 @@ def test_parts_as_a_list_or_stacked(xp, axis):
     assert listed.num_parts == 2
     assert listed.shape == (3, 5)
     assert listed.head_dim_v == 4
+    mixed, _ = _attention_problem.merge(outs, xp.stack(lses, axis), axis, None)
+    assert mixed == listed
     positive = axis % 3
     stacked, operands = _attention_problem.merge(
         xp.stack(outs, positive), xp.stack(lses, positive), axis, None

@@ -20,6 +20,8 @@ from cupyflash import _layout
         ((-1, 0), 3, (0, 2)),
         ((), 2, ()),
         ([0, 1], 2, (0, 1)),
+        ((np.int64(1), 0), 2, (0, 1)),
+        (np.array(1), 2, (1,)),
     ],
 )
 def test_axes(axis, ndim, axes):
@@ -37,7 +39,9 @@ def test_an_axis_named_twice():
         _layout.normalize_axes((0, -2), 2)
 
 
-@pytest.mark.parametrize("axis", [1.0, "0", True, {0}])
+@pytest.mark.parametrize(
+    "axis", [1.0, "0", True, {0}, (0, 1.0), (True,), (None,), np.arange(2)]
+)
 def test_axes_of_another_type(axis):
     with pytest.raises(TypeError, match="axis must be None, an int or a tuple of ints"):
         _layout.normalize_axes(axis, 2)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from cupyflash import _attention_cpu_tiled as tiled
-from cupyflash import _threads
+from cupyflash import _arrays, _threads
 from cupyflash._attention_problem import MergeProblem, heads_first
 from cupyflash._attention_tasks import (
     finite_base,
@@ -22,7 +22,7 @@ def run(problem, operands):
     """Compute attention on the host: (out, lse)."""
     out = operands.given_out
     if out is None:
-        out = np.empty(problem.out_shape, operands.q.dtype)
+        out = np.empty(problem.out_shape, _arrays.to_dtype(problem.dtype))
     lse = np.empty(problem.lse_shape, problem.compute_dtype)
     if lse.size:
         heads_out = operands.out
@@ -184,7 +184,8 @@ def merge(problem, operands):
     outs, lses = operands.outs, operands.lses
     out = operands.out
     if out is None:
-        out = np.empty((*problem.shape, problem.head_dim_v), outs.dtype)
+        shape = (*problem.shape, problem.head_dim_v)
+        out = np.empty(shape, _arrays.to_dtype(problem.dtype))
     with np.errstate(all="ignore"):
         m = np.max(lses.astype(dtype), axis=0, initial=-np.inf)
         base = np.where(m == -np.inf, dtype.type(0), m)

@@ -14,6 +14,12 @@ from cupyflash import _arrays
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("float32", "tf32")
 
+# Normal numbers: the least and the largest softcap of each compute dtype.
+_SOFTCAPS = {
+    dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max))
+    for dtype in ("float32", "float64")
+}
+
 
 @dataclass(frozen=True)
 class AttentionProblem:
@@ -205,10 +211,17 @@ def _window_side(side):
     return side
 
 
-def _check_softcap(softcap):
+def _check_softcap(softcap, dtype):
     softcap = _arrays.real_number("softcap", softcap)
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
+    # Scores of float16 and bfloat16 are float32, in which the cap must not become 0.
+    least, most = _SOFTCAPS["float64" if dtype == "float64" else "float32"]
+    if softcap and not least <= softcap <= most:
+        raise ValueError(
+            f"softcap must be 0 (off) or from {least:.3g} to {most:.3g} for {dtype}, "
+            f"got {softcap}"
+        )
     return softcap
 
 
@@ -243,7 +256,6 @@ def attention(
     _arrays.check_choice("precision", precision, PRECISIONS)
     _arrays.check_method(method)
     left, right = _bounds(causal, window)
-    softcap = _check_softcap(softcap)
     offsets = None if query_offset is None or is_index(query_offset) else query_offset
     if isinstance(offsets, (bool, np.bool_, float)):
         raise TypeError(
@@ -258,6 +270,7 @@ def attention(
         out=out,
     )  # fmt: skip
     dtype = _check_floats(a)
+    softcap = _check_softcap(softcap, dtype)
     if precision == "tf32" and dtype != "float32":
         raise ValueError(f"precision='tf32' is for float32 inputs, got {dtype}")
     heads_axis = any(a[name].ndim > 2 for name in ("q", "k", "v"))

@@ -33,7 +33,8 @@ BLOCK_KEYS = 256
 
 def run(problem, operands):
     """Compute the gradients on the host."""
-    forward, dtype = problem.forward, operands.forward.q.dtype
+    forward = problem.forward
+    dtype = _arrays.to_dtype(forward.dtype)
     dq = np.empty(problem.q_shape, dtype)
     dk = np.empty(problem.k_shape, dtype)
     dv = np.empty(problem.v_shape, dtype)

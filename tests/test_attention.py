@@ -268,6 +268,26 @@ def test_one_array_in_three_roles(xp, rng):
     )
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_bytes_of_another_order(rng, method):
+    """As NumPy's own functions: the other order in, the machine's own out."""
+    q, k, v = gentle(rng)
+    turned = [x.astype(x.dtype.newbyteorder()) for x in (q, k, v)]
+    out, lse = cupyflash.attention(*turned, return_lse=True, method=method)
+    assert out.dtype.isnative
+    np.testing.assert_array_equal(out, cupyflash.attention(q, k, v, method=method))
+    grads = cupyflash.attention_vjp(out, *turned, out, lse)
+    expected = cupyflash.attention_vjp(out, q, k, v, out, lse)
+    for actual, exact in zip(grads[:3], expected[:3], strict=True):
+        assert actual.dtype.isnative
+        np.testing.assert_array_equal(actual, exact)
+    turned = [x.astype(x.dtype.newbyteorder())[None] for x in (out, lse)]
+    merged, total = cupyflash.merge_attention_states(*turned)
+    assert merged.dtype.isnative
+    assert total.dtype.isnative
+    np.testing.assert_allclose(merged, out, rtol=1e-6)
+
+
 def test_lists_are_numpy():
     out = cupyflash.attention([[1.0, 2.0]], [[1.0, 2.0]], [[3.0, 4.0]])
     assert isinstance(out, np.ndarray)

@@ -72,6 +72,16 @@ REFUSALS = {
         ValueError,
         "softcap must be finite and >= 0",
     ),
+    "softcap that float32 does not have": (
+        {"softcap": 1e-46},
+        ValueError,
+        r"softcap must be 0 \(off\) or from 1.18e-38 to 3.4e\+38 for float32, got 1e-46",
+    ),
+    "softcap beyond float32": (
+        {"softcap": 1e39},
+        ValueError,
+        r"softcap must be 0 \(off\) or from .* for float32, got 1e\+39",
+    ),
     "softcap of a string": (
         {"softcap": "1"},
         TypeError,

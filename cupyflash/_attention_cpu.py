@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from cupyflash import _attention_cpu_tiled as tiled
 from cupyflash import _arrays, _threads
+from cupyflash import _attention_cpu_tiled as tiled
 from cupyflash._attention_problem import MergeProblem, heads_first
 from cupyflash._attention_tasks import (
     finite_base,
@@ -45,11 +45,9 @@ def describe(problem, operands):
         "threads": _threads.with_blas(num_threads(problem)),
     }
     if name == "tiled":
-        bounded = tiled.may_be_bounded(problem)
         told["keys_of_a_block"] = tiled.BLOCK_KEYS
-        told["keys_of_a_block_if_scores_are_small"] = (
-            bounded and tiled.BLOCK_KEYS_BOUNDED
-        )
+        if tiled.may_be_bounded(problem):
+            told["keys_of_a_block_if_scores_are_small"] = tiled.BLOCK_KEYS_BOUNDED
     return told
 
 

@@ -57,7 +57,7 @@ def describe(problem, operands):
         "keys_of_a_block": BLOCK_KEYS,
         "parts_of_the_queries": _num_parts(forward),
         "threads": _threads.with_blas(num_threads(forward)),
-        "blocks made twice": "for dbias" if problem.need_dbias else "none",
+        "blocks_made_twice": "for dbias" if problem.need_dbias else "none",
     }
 
 

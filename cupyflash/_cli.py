@@ -1,10 +1,19 @@
 """python -m cupyflash: the command line, one module a sub-command."""
 
 import argparse
+import os
+import sys
 from collections.abc import Sequence
 
 import cupyflash
-from cupyflash import _cli_bench, _cli_check, _cli_compile, _cli_info, _demo
+from cupyflash import (
+    _cli_bench,
+    _cli_check,
+    _cli_compile,
+    _cli_info,
+    _console,
+    _demo,
+)
 
 # Name -> its module, with add_arguments(parser), run(args) -> exit code and EXAMPLES,
 # and one line of help. The modules import what is heavy only when they run.
@@ -53,6 +62,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one sub-command; return its exit code."""
     args = parser().parse_args(argv)
     try:
-        return args.run(args)
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever reads has seen enough: `... | head`
+        # What is still in the buffer has a place to go when Python ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a folder that is none, a disk that is full
+        _console.complain(f"python -m cupyflash: {error}")
+        return 2

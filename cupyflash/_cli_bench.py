@@ -49,6 +49,7 @@ def add_arguments(parser):
 
 def run(args):
     """Measure, print and write; always 0."""
+    args.output.mkdir(parents=True, exist_ok=True)
     on_gpu = not args.cpu and _measure.cuda_device_count() > 0
     xp = np
     if on_gpu:
@@ -71,7 +72,6 @@ def run(args):
     _bench.report(
         attention, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9
     )
-    args.output.mkdir(parents=True, exist_ok=True)
     path = args.output / "bench.json"
     report = {"machine": machine, "softmax": softmax, "attention": attention}
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -31,9 +31,10 @@ examples:
   python -m cupyflash check --exhaustive
 
 Each function, method and dtype is compared with a wider computation on the host, and on
-a GPU each kernel of the tables by the calls that it is chosen for. A new machine takes
-up to a minute, nearly all of it to compile. The exit code is 1 when an error is larger
-than the documentation allows.
+a GPU each kernel of the tables by the calls that it is chosen for. Errors are relative
+to the exact result (of attention and gradients: to its largest entry), or in units of
+the last place (ulp). A new machine takes up to a minute, nearly all of it to compile.
+The exit code is 1 when an error is larger than the documentation allows.
 """
 
 # Largest error allowed: relative for softmax; max |out - exact| / max |exact| for
@@ -155,16 +156,20 @@ def run(args):
     has_gpu = _measure.cuda_device_count() > 0
     if args.exhaustive:
         return _run_exhaustive(has_gpu)
-    backends = args.backend or (["numpy", "cupy"] if has_gpu else ["numpy"])
+    available = ["numpy", "cupy"] if has_gpu else ["numpy"]
+    backends = list(dict.fromkeys(args.backend or available))
     if "cupy" in backends and not has_gpu:
-        print("no CUDA device that CuPy can use; see python -m cupyflash info")
+        _console.complain(
+            "no CUDA device that CuPy can use; see python -m cupyflash info"
+        )
         return 1
     has_bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
     dtypes = [d for d in _arrays.FLOATS if d != "bfloat16" or has_bfloat16]
     cases = [case for backend in backends for case in _cases(backend, dtypes)]
     found = dict(_console.progress(_verdicts(cases), "checking", len(cases)))
     rows = [(case, found[case]) for case in cases]
-    _report(rows)
+    for backend in backends:
+        _report(backend, [row for row in rows if row[0].backend == backend])
     for case, verdict in rows:
         if verdict.problem:
             print(f"{case.function} {case.method} {case.dtype}: {verdict.problem}")
@@ -220,7 +225,7 @@ def _verdicts(cases: Iterable[Case]) -> Iterator[tuple[Case, Verdict]]:
 def _run_exhaustive(has_gpu):
     """Every float through the exponentials of the kernels; 1 if one is off."""
     if not has_gpu:
-        print(
+        _console.complain(
             "--exhaustive checks the kernels and needs a GPU: no CUDA device that CuPy "
             "can use; see python -m cupyflash info"
         )
@@ -396,24 +401,24 @@ def _attention_vjp_error(case, xp, rng):
     return row, max(errors), arrays[1].shape[2]
 
 
-def _report(rows):
-    columns = (
-        "back end", "function", "asked", "dtype", "row", "error", "allowed", "unit", "",
-    )  # fmt: skip
+def _report(backend, rows):
+    _console.heading(backend)
     _console.table(
-        columns,
+        ("function", "asked", "dtype", "row", "error", "allowed", ""),
         [
             (
-                case.backend,
                 case.function,
                 case.kind or case.method,
                 case.dtype,
                 verdict.row,
-                f"{verdict.error:.2f}" if verdict.unit else f"{verdict.error:.2e}",
-                f"{verdict.allowed:.2f}" if verdict.unit else f"{verdict.allowed:.2e}",
-                verdict.unit or "relative",
+                _size_of_error(verdict.error, verdict.unit),
+                _size_of_error(verdict.allowed, verdict.unit),
                 "ok" if verdict.is_good else "FAILED",
             )
             for case, verdict in rows
         ],
     )
+
+
+def _size_of_error(error, unit):
+    return f"{error:.2f} {unit}" if unit else f"{error:.2e}"

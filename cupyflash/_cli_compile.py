@@ -31,7 +31,8 @@ examples:
   python -m cupyflash compile --nvrtc /usr/local/cuda-13.0/lib64/libnvrtc.so.13
 
 The exit code is 1 when a kernel does not compile, when a kernel whose row is marked
-fast spills registers, or when the assembler serialises its matrix instructions.
+fast spills registers, or when the assembler serialises its matrix instructions; it is 2
+when the compiler is not there or does not know the architecture.
 """
 
 _TABLES = {
@@ -162,12 +163,19 @@ def run(args):
     devices = []
     for arch in args.arch or ["sm_90a"]:
         if not _ARCH.fullmatch(arch) or device_of_arch(arch).cc < MIN_CC:
-            print(f"--arch must look like sm_80 or sm_90a, from sm_75 on, got {arch}")
+            _console.complain(
+                f"--arch must look like sm_80 or sm_90a, from sm_75 on, got {arch}"
+            )
             return 2
         devices.append(device_of_arch(arch))
-    if reason := _use_nvrtc(args.nvrtc) or _no_compiler():
-        print(reason)
+    reason = _use_nvrtc(args.nvrtc) or _no_compiler()
+    for device in devices:
+        reason = reason or _unknown_to_nvrtc(device)
+    if reason:
+        _console.complain(reason)
         return 2
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     jobs = distinct(job for device in devices for job in jobs_for(device, args.all))
     start = time.perf_counter()
     known = Known(args.known)
@@ -176,7 +184,6 @@ def run(args):
     failures = [outcome for outcome in outcomes if outcome.problem]
     (_summarize if args.quiet else _report)(outcomes)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         rows = [asdict(outcome) for outcome in outcomes]
         args.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     for outcome in failures:
@@ -335,6 +342,20 @@ def _no_compiler():
             f"NVRTC cannot be used ({str(error).strip().splitlines()[0]}); "
             "pip install cupyflash[nvrtc] brings it"
         )
+    return ""
+
+
+def _unknown_to_nvrtc(device):
+    """Why NVRTC does not compile for an architecture, or nothing."""
+    from cupy_backends.cuda.libs import nvrtc
+
+    program = nvrtc.createProgram("", "empty.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (f"-arch={device.name}",))
+    except nvrtc.NVRTCError:
+        return f"NVRTC {_version()} does not compile for --arch {device.name}"
+    finally:
+        nvrtc.destroyProgram(program)
     return ""
 
 

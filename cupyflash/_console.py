@@ -21,6 +21,11 @@ def count(text: str) -> int:
     return number
 
 
+def complain(text: str) -> None:
+    """Say why a command does not do its work."""
+    print(text, file=sys.stderr)
+
+
 def heading(text: str) -> None:
     """Print a headline."""
     print(f"\n{text}\n{'-' * len(text)}")
@@ -39,7 +44,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
 def _is_number(text):
     """Whether a cell reads as a number, a share or nothing at all."""
     try:
-        float(text.rstrip(" %x").replace(",", "") or 0)
+        float(text.removesuffix(" ulp").rstrip(" %x").replace(",", "") or 0)
     except ValueError:
         return text in ("-", "")
     return True

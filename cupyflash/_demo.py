@@ -47,15 +47,17 @@ def run(args):
         import matplotlib  # noqa: F401
         import skimage  # noqa: F401
     except ImportError as error:
-        print(f"{error}; pip install cupyflash[demo] brings what the demo needs")
+        _console.complain(
+            f"{error}; pip install cupyflash[demo] brings what the demo needs"
+        )
         return 1
+    args.output.mkdir(parents=True, exist_ok=True)
     on_gpu = not args.cpu and _measure.cuda_device_count() > 0
     xp = np
     if on_gpu:
         import cupy as xp
     machine = _measure.machine(on_gpu)
     print(f"Running on {machine['gpu' if on_gpu else 'processor']}.")
-    args.output.mkdir(parents=True, exist_ok=True)
     side = args.size or (_SIDE_ON_GPU if on_gpu else _SIDE_ON_CPU)
     report = {
         "machine": machine,

@@ -9,7 +9,14 @@ import pytest
 from numpy.linalg import lapack_lite
 
 import cupyflash
-from cupyflash import _cli, _cli_check, _cli_compile, _softmax_kernels
+from cupyflash import (
+    _cli,
+    _cli_bench,
+    _cli_check,
+    _cli_compile,
+    _demo,
+    _softmax_kernels,
+)
 from cupyflash._attention_kernels import ATTENTION_KERNELS
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 
@@ -112,6 +119,16 @@ def test_every_kind_of_check_on_numpy(function):
         assert verdict.is_good, (kind, verdict)
 
 
+def test_check_fits_a_terminal(monkeypatch, capsys):
+    """Of 80 columns; and a back end named twice is checked once."""
+    monkeypatch.setattr(_cli_check, "_METHODS", ("safe",))
+    assert main("check", "--backend", "numpy", "--backend", "numpy") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    named = [line.split()[:3] for line in lines]
+    assert named.count(["softmax", "safe", "float32"]) == 1
+
+
 def test_check_counts_failures(monkeypatch, capsys):
     monkeypatch.setattr(_cli_check, "_METHODS", ("safe",))
     monkeypatch.setitem(_cli_check.ALLOWED["softmax"], "float32", 1e-12)
@@ -177,14 +194,25 @@ def test_compile_by_a_given_nvrtc(capfd):
 )
 def test_compile_by_what_is_no_nvrtc(path, reason, capsys):
     assert main("compile", "--nvrtc", path) == 2
-    assert f"--nvrtc {path} {reason}" in capsys.readouterr().out
+    assert f"--nvrtc {path} {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arch", ["volta", "90", "sm_9", "sm_10", "sm_70", "sm_90b"])
 def test_compile_of_an_unknown_architecture(arch, capsys):
     assert main("compile", "--arch", arch) == 2
     said = f"--arch must look like sm_80 or sm_90a, from sm_75 on, got {arch}"
-    assert said in capsys.readouterr().out
+    assert said in capsys.readouterr().err
+
+
+def test_compile_of_an_architecture_that_nvrtc_does_not_know(capsys):
+    """One sentence, not one for each kernel."""
+    if reason := _cli_compile._no_compiler():
+        pytest.skip(reason)
+    assert main("compile", "--arch", "sm_80", "--arch", "sm_999") == 2
+    said = capsys.readouterr()
+    assert said.err.endswith(" does not compile for --arch sm_999\n")
+    assert said.err.count("\n") == 1
+    assert not said.out
 
 
 @pytest.mark.parametrize("option", [("bench", "--turns"), ("compile", "--jobs")])
@@ -197,9 +225,47 @@ def test_counts_of_nothing(option, capsys):
 def test_compile_without_nvrtc_says_so(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main("compile") == 2
-    text = capsys.readouterr().out
+    text = capsys.readouterr().err
     assert "NVRTC cannot be used" in text
     assert "pip install cupyflash" in text
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_a_folder_that_is_none(command, monkeypatch, tmp_path, capsys):
+    """Said at once, not after the work, and without a traceback."""
+    if command == "demo":
+        pytest.importorskip("skimage")
+        pytest.importorskip("matplotlib")
+    monkeypatch.setattr(_cli_bench, "measure_softmax", None)
+    monkeypatch.setattr(_demo, "_photograph", None)
+    path = tmp_path / "a file"
+    path.touch()
+    assert main(command, "--cpu", "--output", str(path)) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("python -m cupyflash: ")
+    assert str(path) in said.err
+    assert not said.out
+
+
+def test_output_that_nobody_reads():
+    """As in `python -m cupyflash check | head -1`."""
+    code = (
+        "import sys\n"
+        "from cupyflash import _cli, _cli_info\n"
+        "_cli_info.run = lambda args: print('line\\n' * 100_000)\n"
+        "sys.exit(_cli.main(['info']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "line\n"
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
 
 
 def test_bench_refuses_nonsense(capsys):

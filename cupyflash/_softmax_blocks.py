@@ -5,6 +5,7 @@ piece into a contiguous matrix (rows, columns) of the dtype that is computed in,
 any strides, and copies one back: the methods work on such matrices alone.
 """
 
+import math
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -25,6 +26,9 @@ _FEWEST_SIDE_BY_SIDE = 32
 _SHORT_ROW = 24
 # Terms that one accumulator takes where many rows are summed side by side.
 _TERMS = 16
+
+# Splits a float64 into halves of 26 bits.
+_SPLIT = 2.0**27 + 1
 
 Box = tuple[slice, ...]
 
@@ -110,6 +114,13 @@ class Block:
         self._rows, self._box, self._scratch = rows, box, scratch
         self.num_rows = prod(rows.views["x"][box].shape[: len(rows.kept)])
         self._scale = rows.problem.scale
+        # Whether what rounding takes from scale * x is of importance.
+        self._keeps_rest = (
+            rows.problem.function == "softmax"
+            and rows.problem.compute_dtype == "float64"
+            and abs(math.frexp(self._scale)[0]) not in (0, 0.5)  # not a power of two
+        )
+        self.rest = None  # of the last scores: scale * x less what they are
         self._absent = 0 if rows.problem.function == "softmax" else -np.inf
 
     def pieces(self, columns: int | None = None) -> list[Box]:
@@ -154,10 +165,33 @@ class Block:
         """scale * x, with -inf where an element is absent."""
         x = self.matrix("x", piece, dtype)
         if self._scale != 1:
-            np.multiply(x, np.dtype(dtype).type(self._scale), out=x)
+            self._multiply(x)
         if (absent := self.absent(piece)) is not None:
             np.copyto(x, -np.inf, where=absent)
         return x
+
+    def _multiply(self, x):
+        """Scale x in place, and find in `rest` what rounding took (Dekker)."""
+        scale = x.dtype.type(self._scale)
+        if not self._keeps_rest:
+            np.multiply(x, scale, out=x)
+            return
+        high, low, rest = (
+            self.buffer(name, x.shape, x.dtype) for name in ("high", "low", "rest")
+        )
+        np.multiply(x, _SPLIT, out=high)
+        np.subtract(high, x, out=low)
+        np.subtract(high, low, out=high)
+        np.subtract(x, high, out=low)  # x = high + low, of half the digits each
+        scale_high = scale * _SPLIT - (scale * _SPLIT - scale)
+        scale_low = scale - scale_high
+        np.multiply(x, scale, out=x)
+        np.multiply(high, scale_high, out=rest)
+        np.subtract(rest, x, out=rest)
+        np.add(rest, np.multiply(high, scale_low, out=high), out=rest)
+        np.add(rest, np.multiply(low, scale_high, out=high), out=rest)
+        np.add(rest, np.multiply(low, scale_low, out=low), out=rest)
+        self.rest = rest
 
     def absent(self, piece: Box) -> Any:
         """Where `where` is False, as (rows, columns), or None without `where`."""

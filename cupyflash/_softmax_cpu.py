@@ -103,8 +103,8 @@ def _shift(problem, m):
     return m if problem.function == "softmax" else _finite_or_zero(m)
 
 
-def _exp_difference(problem, x, m, block):
-    """exp(x - m), exact to the last digits however far apart x and m are.
+def _exp_difference(problem, x, m, block, rest=None):
+    """exp(x + rest - m), exact to the last digits however far apart x and m are.
 
     It lies in place of x, or in a buffer of the block.
     """
@@ -120,6 +120,8 @@ def _exp_difference(problem, x, m, block):
     np.subtract(x, low, out=low)
     np.add(big, m, out=big)
     np.subtract(low, big, out=low)
+    if rest is not None:
+        np.add(low, rest, out=low)
     np.exp(d, out=d)
     np.multiply(low, d, out=low)
     np.copyto(low, 0, where=~np.isfinite(low))  # x or m was not finite
@@ -131,7 +133,7 @@ def _finish(problem, x, m, total, block):
     if problem.function == "log_softmax":
         np.subtract(x, m, out=x)
         return np.subtract(x, np.log(total), out=x)
-    return _share(problem, _exp_difference(problem, x, m, block), total)
+    return _share(problem, _exp_difference(problem, x, m, block, block.rest), total)
 
 
 def _share(problem, e, total):
@@ -176,7 +178,7 @@ def _safe(problem, block):
     total = 0
     for piece in block.pieces():
         x = block.scores(piece, work)
-        total = total + row_sum(_exp_difference(problem, x, m, block))
+        total = total + row_sum(_exp_difference(problem, x, m, block, block.rest))
     for piece in block.pieces():
         x = block.scores(piece, work)
         block.write(piece, _finish(problem, x, m, total, block))
@@ -197,7 +199,7 @@ def _online(problem, block):
         x = block.scores(piece, work)
         m_new = np.maximum(m, row_max(x))
         base = _finite_or_zero(m_new)
-        total = row_sum(_exp_difference(problem, x, base, block))
+        total = row_sum(_exp_difference(problem, x, base, block, block.rest))
         d = d * _exp_difference(problem, m, base, block) + total
         m = m_new
     d = np.where(m == np.inf, np.nan, d) if problem.function == "softmax" else d
@@ -213,7 +215,7 @@ def _tiled(problem, block):
     x = block.scores(piece, _work_dtype(problem))
     m = _shift(problem, row_max(x))
     if problem.function == "softmax":
-        e = _exp_difference(problem, x, m, block)
+        e = _exp_difference(problem, x, m, block, block.rest)
         block.write(piece, _share(problem, e, row_sum(e)))
     else:
         np.subtract(x, m, out=x)
@@ -235,7 +237,8 @@ def _tiled_long_rows(problem, rows, threads):
         x = block.scores(pieces[p], work)
         m[task] = row_max(x).item()
         base = _finite_or_zero(m[task])
-        d[task] = row_sum(_exp_difference(problem, x, base, block)).item()
+        e = _exp_difference(problem, x, base, block, block.rest)
+        d[task] = row_sum(e).item()
 
     _threads.for_each(summarize, tasks, threads)
     with np.errstate(all="ignore"):

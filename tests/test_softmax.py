@@ -286,6 +286,19 @@ def test_scale(xp, rng, function, dtype, scale):
         assert np.all(np.abs(wide(y) - exact) <= bound)
 
 
+@pytest.mark.parametrize("shape", [(6, 50), (2, 300_000), (600, 40)])
+@pytest.mark.parametrize("method", STABLE)
+def test_a_scale_costs_no_digits_on_numpy(rng, method, shape):
+    """Scores of some hundreds, whose rounding alone would be 1e-14 of a weight."""
+    x = 60 * rng.standard_normal(shape)
+    for scale in (0.3, -1.7):
+        y = cupyflash.softmax(x, 1, scale=scale, method=method)
+        check("softmax", y, x, "float64", axis=1, scale=scale)
+    huge = np.array([1e308, 1.0, -1e308])
+    y = cupyflash.softmax(huge, scale=0.3, method=method)
+    np.testing.assert_array_equal(y, [1, 0, 0])
+
+
 def test_scale_is_applied_in_the_compute_dtype(xp):
     """40000 * 2 would overflow in float16."""
     x = np.array([40000.0, 39968.0], np.float16)

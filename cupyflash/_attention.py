@@ -103,7 +103,7 @@ def attention(
         Rung of the ladder. "naive" and "safe" hold all scores in memory, naive in the
         dtype of `q` and without subtracting a maximum (it overflows); "online" goes
         through the keys once for each query; "tiled" is FlashAttention. The last two
-        need no memory beyond the result.
+        never hold all scores.
 
     Returns
     -------
@@ -125,8 +125,9 @@ def attention(
 
     See Also
     --------
-    merge_attention_states : combine results over parts of the keys.
-    explain : which kernel would run.
+    merge_attention_states : Combine results over parts of the keys.
+    attention_vjp : Gradients.
+    explain : Which kernel would run.
 
     Notes
     -----
@@ -136,6 +137,10 @@ def attention(
     A query that sees no key, or whose scores are all -inf, gives 0 and an lse of -inf
     (with `sinks`, the sink). A score of +inf gives a row of NaN. NaN stays in its row;
     NaN or infinity in keys and values that a query does not see never reaches it.
+
+    Beside the result, "tiled" holds blocks of scores; on a GPU, float32 on tensor cores
+    takes up to four times the result for prepared keys and values, and few queries
+    whose keys are split over the whole card some MiB for the parts.
 
     References
     ----------
@@ -175,12 +180,11 @@ def merge_attention_states(
     Parameters
     ----------
     outs : array_like, shape (parts, ..., seqlen_q, head_dim_v), or list of arrays
-        Results of `attention` over disjoint parts of the keys; `axis` is that of the
-        parts.
+        Results of `attention` over disjoint parts of the keys, in one dtype.
     lses : array_like, shape (parts, ..., seqlen_q), or list of arrays
         Their lse: the shape of `outs` without its last axis. float32 or float64.
     axis : int, default 0
-        Axis of `lses`, and of `outs`, that counts the parts.
+        Axis of `lses`, and of `outs`, that counts the parts; lists have theirs in front.
     out : ndarray, optional
         Where the merged result goes; its memory must be its own.
 
@@ -194,11 +198,15 @@ def merge_attention_states(
     Raises
     ------
     TypeError
-        If `outs` or `lses` is not floating, or kinds of array are mixed.
+        If `outs` or `lses` is not floating, or dtypes or kinds of array are mixed.
     ValueError
         If the shapes do not belong together.
     numpy.exceptions.AxisError
         If `axis` is out of bounds for `lses`.
+
+    See Also
+    --------
+    attention : Results over keys, with `return_lse`.
 
     Notes
     -----

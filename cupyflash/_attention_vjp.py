@@ -98,8 +98,8 @@ query_lengths, key_lengths, layout, precision
 
     See Also
     --------
-    attention : the forward call.
-    explain : which kernel would run.
+    attention : The forward call.
+    explain : Which kernel would run.
 
     Notes
     -----

@@ -82,8 +82,11 @@ class Step:
 class Row(Protocol):
     """One kernel of a table."""
 
-    name: str
-    rungs: tuple[str, ...]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def rungs(self) -> tuple[str, ...]: ...
 
     def refusal(self, problem: Any, device: Device) -> str | None: ...
 
@@ -122,7 +125,7 @@ def by_threshold(ladder: Sequence[tuple[float, Any]], size: float) -> Any:
 
 
 def select(
-    rows: Iterable[Any], problem: Any, device: Device, *, name: str | None = None
+    rows: Iterable[Row], problem: Any, device: Device, *, name: str | None = None
 ) -> tuple[Any, tuple[tuple[str, str], ...]]:
     """The first row that takes `problem`, and why the rows before it did not.
 

@@ -1,6 +1,7 @@
 """Types of the public signatures."""
 
-from typing import Any, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, SupportsIndex, TypeAlias
 
 # A NumPy or CuPy ndarray, or what converts to one; CuPy is optional and has no types.
 Array: TypeAlias = Any
@@ -8,5 +9,6 @@ Array: TypeAlias = Any
 Method: TypeAlias = Literal["auto", "naive", "safe", "online", "tiled"]
 Layout: TypeAlias = Literal["bhsd", "bshd"]
 Precision: TypeAlias = Literal["float32", "tf32"]
-Axis: TypeAlias = int | tuple[int, ...] | None
-Window: TypeAlias = int | tuple[int | None, int | None] | None
+# Integers of Python and NumPy; sequences are tuples and lists.
+Axis: TypeAlias = SupportsIndex | Sequence[SupportsIndex] | None
+Window: TypeAlias = SupportsIndex | Sequence[SupportsIndex | None] | None

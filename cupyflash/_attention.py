@@ -184,7 +184,7 @@ def merge_attention_states(
     lses : array_like, shape (parts, ..., seqlen_q), or list of arrays
         Their lse: the shape of `outs` without its last axis. float32 or float64.
     axis : int, default 0
-        Axis of `lses`, and of `outs`, that counts the parts; lists have theirs in front.
+        Axis of `lses`, and of `outs`, that counts the parts; of lists, the first.
     out : ndarray, optional
         Where the merged result goes; its memory must be its own.
 

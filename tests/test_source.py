@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -122,14 +123,17 @@ def test_sources_are_ascii_and_say_what_they_are(name):
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The path of a wheel built from a copy of this tree."""
-    target = tmp_path_factory.mktemp("wheel")
+    return _built("wheel", tmp_path_factory.mktemp("wheel"), "*.whl")
+
+
+def _built(form, target, pattern):
+    """The path of what setuptools' own hook makes, as pip and build call it."""
     pytest.importorskip("setuptools", minversion="64")
     # Built in a copy: build/ and egg-info of the checkout are left alone.
     copy = _copy_of_the_tree(target / "tree")
-    # setuptools' own hook, as pip and build call it, without the network.
     code = (
         "import sys; from setuptools import build_meta; "
-        "print(build_meta.build_wheel(sys.argv[1]))"
+        f"print(build_meta.build_{form}(sys.argv[1]))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code, str(target)],
@@ -138,17 +142,17 @@ def wheel(tmp_path_factory):
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    return next(target.glob("*.whl"))
+    return next(target.glob(pattern))
 
 
 def _copy_of_the_tree(target):
     import shutil
 
     target.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, target)
-    for name in ("cupyflash", "cuda_src"):
+    for path in ROOT.iterdir():
+        if path.is_file():
+            shutil.copy(path, target)
+    for name in ("cupyflash", "cuda_src", "tests"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, target / name, ignore=ignore)
     return target
@@ -163,6 +167,16 @@ def test_the_wheel_holds_the_cuda_sources(wheel):
         }
     expected = {n: (_source.CUDA_SRC / n).read_bytes() for n in [*KERNELS, *HEADERS]}
     assert {n: b for n, b in shipped.items() if n.endswith((".cu", ".cuh"))} == expected
+
+
+def test_the_source_distribution_holds_what_a_wheel_is_made_of(tmp_path):
+    """And no half of the tests, which setuptools takes by their names."""
+    with tarfile.open(_built("sdist", tmp_path, "*.tar.gz")) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    expected = {f"cuda_src/{name}" for name in [*KERNELS, *HEADERS]}
+    expected |= {f"cupyflash/{path.name}" for path in (ROOT / "cupyflash").glob("*.py")}
+    assert expected | {"cupyflash/py.typed", "CHANGELOG.md", "LICENSE"} <= names
+    assert not any(name.startswith("tests") for name in names)
 
 
 def test_the_wheel_holds_the_package(wheel):

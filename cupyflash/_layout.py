@@ -18,7 +18,14 @@ def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
 
 
 def element_strides(x) -> tuple[int, ...]:
-    """Strides of an array in elements (bytes are always a multiple of the itemsize)."""
+    """Strides of an array in elements; ValueError for a field of a structured array."""
+    steps = zip(x.shape, x.strides, strict=True)
+    if any(n > 1 and s % x.itemsize for n, s in steps):
+        raise ValueError(
+            f"an array of {_arrays.dtype_name(x)} has strides of {x.strides} bytes, "
+            f"which are no multiples of {x.itemsize} (a field of a structured array?); "
+            "give a contiguous copy"
+        )
     return tuple(s // x.itemsize for s in x.strides)
 
 

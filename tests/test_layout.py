@@ -53,6 +53,14 @@ def test_element_strides():
     assert _layout.element_strides(x[::-1, ::2]) == (-6, 2)
 
 
+def test_strides_between_elements():
+    """Rounded to elements they would lead to other numbers."""
+    records = np.zeros((3, 1), [("a", np.float64), ("b", np.float32)])
+    with pytest.raises(ValueError, match=r"float64 has strides of \(12, 12\) bytes"):
+        _layout.element_strides(records["a"])
+    assert _layout.element_strides(records["b"]) == (3, 3)
+
+
 @pytest.mark.parametrize(
     ("shape", "strides", "expected"),
     [

@@ -426,8 +426,7 @@ class _MmaPlan(_FusedPlan):
         if self.images_bytes:
             memory = cupy.cuda.alloc(self.images_bytes)
             images = memory.ptr
-            if _is_capturing():
-                _kept_for_graphs.append(memory)
+            keep_if_capturing(memory)
             self.launches[1].enqueue(
                 images, k.data.ptr, v.data.ptr, *options, offset, self.params
             )

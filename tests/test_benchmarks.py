@@ -154,3 +154,17 @@ def test_every_peer_has_a_name_in_the_tables(script):
     """And so has the plain computation of our own benchmark."""
     peers, tables = script("peers"), script("readme_tables")
     assert set(tables._PEERS) == {*peers.NAMES, "cupy"}
+
+
+def test_the_short_table_has_all_cells_of_the_long_one(script):
+    """Its least and most, too: nothing slow is lost on the way to the README."""
+    tables = script("readme_tables")
+
+    def read(text):
+        rows = [line.split(" | ") for line in text.splitlines() if " | " in line][2:]
+        cells, least, _, most = zip(*(row[1:5] for row in rows), strict=True)
+        return sum(map(int, cells)), min(map(float, least)), max(map(float, most))
+
+    long = read(tables.tensor_cores())
+    assert read(tables.headline()) == read(tables.by_head_dim()) == long
+    assert long[0] == len(list(tables.cells()))

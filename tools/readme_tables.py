@@ -174,11 +174,26 @@ def cells():
             yield name, peer, label, ours, theirs
 
 
+def headline():
+    """How attention compares with others, a line a dtype and kind of kernel."""
+    return _compared(", D =", "benchmarks/")
+
+
 def tensor_cores():
-    """How attention compares with others, a line a kernel and head dimension."""
+    """The same, a line a head dimension too."""
+    return _compared(", n =", "benchmarks/")
+
+
+def by_head_dim():
+    """The same for the page of the benchmarks."""
+    return _compared(", n =", "")
+
+
+def _compared(rest, folder):
+    """A line for all cells whose labels are one up to `rest`."""
     groups = {}
     for name, peer, label, ours, theirs in cells():
-        group = groups.setdefault((label[: label.index(", n =")], name), ([], []))
+        group = groups.setdefault((label[: label.index(rest)], name), ([], []))
         group[0].append(ours / theirs)
         group[1].append(peer)
     rows = [
@@ -186,15 +201,16 @@ def tensor_cores():
             what,
             len(ratios),
             *(f"{r:.2f}" for r in (min(ratios), geometric_mean(ratios), max(ratios))),
-            f"[{', '.join(dict.fromkeys(peers))}](benchmarks/results/{name})",
+            f"[{', '.join(dict.fromkeys(peers))}]({folder}results/{name})",
         )
         for (what, name), (ratios, peers) in groups.items()
     ]
     columns = ("attention", "cells", "least", "mean", "most", "beside")
+    each = f" (each cell: [benchmarks]({folder}README.md))" if folder else ""
     return (
         "NVIDIA H200, how many times as fast as the fastest peer of each cell, over "
-        "lengths, full and causal, single runs; mma.sync with the tiles of sm_80 (each "
-        "cell: [benchmarks](benchmarks/README.md)):\n\n" + markdown(columns, rows)
+        "lengths, full and causal, single runs; mma.sync with the tiles of sm_80"
+        f"{each}:\n\n{markdown(columns, rows)}"
     )
 
 
@@ -250,8 +266,13 @@ def one_query():
 
 
 _TABLES = {
-    "README.md": {"ladder": ladder, "speed": speed, "tensor_cores": tensor_cores},
-    "benchmarks/README.md": {"attention": attention},
+    "README.md": {
+        "headline": headline,
+        "ladder": ladder,
+        "speed": speed,
+        "tensor_cores": tensor_cores,
+    },
+    "benchmarks/README.md": {"attention": attention, "by_head_dim": by_head_dim},
 }
 
 

@@ -225,6 +225,46 @@ def _check_softcap(softcap, dtype):
     return softcap
 
 
+def _check_terms(a, scores):
+    """bias, mask, sinks and alibi_slopes as views over scores of this shape."""
+    *batch, heads, _, _ = scores
+    meaning = "(..., num_heads, seqlen_q, seqlen_k)"
+    if (bias := a["bias"]) is not None:
+        _check_float("bias", bias)
+        bias = _arrays.broadcast_view("bias", bias, scores, meaning)
+    if (mask := a["mask"]) is not None:
+        if mask.dtype != np.bool_:
+            raise TypeError(
+                f"mask must be bool (True = attend), got {_arrays.dtype_name(mask)}; "
+                "an additive mask goes into bias"
+            )
+        mask = _arrays.broadcast_view("mask", mask, scores, meaning)
+    if (sinks := a["sinks"]) is not None:
+        _check_float("sinks", sinks)
+        sinks = _arrays.broadcast_view("sinks", sinks, (heads,), "(num_heads,)")
+    if (alibi := a["alibi_slopes"]) is not None:
+        _check_float("alibi_slopes", alibi)
+        alibi = _arrays.broadcast_view(
+            "alibi_slopes", alibi, (*batch, heads), "(..., num_heads)"
+        )
+    return bias, mask, sinks, alibi
+
+
+def _check_integers(a, batch):
+    """query_offset and lengths by name, as views over the batch; None stays None."""
+    views = {}
+    for name in ("query_offset", "query_lengths", "key_lengths"):
+        x = a[name]
+        if x is not None:
+            if x.dtype.kind not in "iu":
+                raise TypeError(
+                    f"{name} must hold integers, got {_arrays.dtype_name(x)}"
+                )
+            x = _arrays.broadcast_view(name, x, batch, "the batch axes")
+        views[name] = x
+    return views
+
+
 def is_index(x) -> bool:
     """Whether `x` is a host integer (not an array, not a bool)."""
     return isinstance(x, (int, np.integer)) and not isinstance(x, (bool, np.bool_))
@@ -279,36 +319,8 @@ def attention(
     seqlen_k, head_dim_v = v.shape[-2:]
     scale = head_dim**-0.5 if scale is None else _arrays.finite_number("scale", scale)
 
-    scores = (*batch, heads, seqlen_q, seqlen_k)
-    meaning = "(..., num_heads, seqlen_q, seqlen_k)"
-    if (bias := a["bias"]) is not None:
-        _check_float("bias", bias)
-        bias = _arrays.broadcast_view("bias", bias, scores, meaning)
-    if (mask := a["mask"]) is not None:
-        if mask.dtype != np.bool_:
-            raise TypeError(
-                f"mask must be bool (True = attend), got {_arrays.dtype_name(mask)}; "
-                "an additive mask goes into bias"
-            )
-        mask = _arrays.broadcast_view("mask", mask, scores, meaning)
-    if (sinks := a["sinks"]) is not None:
-        _check_float("sinks", sinks)
-        sinks = _arrays.broadcast_view("sinks", sinks, (heads,), "(num_heads,)")
-    if (alibi := a["alibi_slopes"]) is not None:
-        _check_float("alibi_slopes", alibi)
-        alibi = _arrays.broadcast_view(
-            "alibi_slopes", alibi, (*batch, heads), "(..., num_heads)"
-        )
-    integers = {}
-    for name in ("query_offset", "query_lengths", "key_lengths"):
-        x = a[name]
-        if x is not None:
-            if x.dtype.kind not in "iu":
-                raise TypeError(
-                    f"{name} must hold integers, got {_arrays.dtype_name(x)}"
-                )
-            x = _arrays.broadcast_view(name, x, batch, "the batch axes")
-        integers[name] = x
+    bias, mask, sinks, alibi = _check_terms(a, (*batch, heads, seqlen_q, seqlen_k))
+    integers = _check_integers(a, batch)
 
     problem = AttentionProblem(
         backend=xp.__name__,

@@ -693,6 +693,7 @@ def test_logsumexp_of_nothing(xp, shape, axis, keepdims, return_sign):
         y, sign = y
         # The sign of -inf, as in SciPy; that of 1.14 still has 0.
         np.testing.assert_array_equal(to_host(sign), np.full(y.shape, -1))
+        assert (sign.shape, sign.dtype) == (y.shape, y.dtype)
     assert_like_scipy(y, a, "float32", axis=axis, keepdims=keepdims)
 
 

@@ -29,7 +29,7 @@ def test_a_wrong_function_is_found(cupy, monkeypatch):
 def test_without_a_gpu_it_says_so(monkeypatch, capsys):
     monkeypatch.setattr(_measure, "cuda_device_count", lambda: 0)
     assert _cli.main(["check", "--exhaustive"]) == 1
-    assert "needs a GPU" in capsys.readouterr().out
+    assert "needs a GPU" in capsys.readouterr().err
 
 
 def test_ulps_of_doubles():

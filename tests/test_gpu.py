@@ -9,7 +9,16 @@ from accuracy import max_error, to_host
 from placing import place
 
 import cupyflash
-from cupyflash import _attention_gpu, _compile, _gpu, _softmax_gpu, _softmax_kernels
+
+pytest.importorskip("cupy")
+
+from cupyflash import (  # noqa: E402
+    _attention_gpu,
+    _compile,
+    _gpu,
+    _softmax_gpu,
+    _softmax_kernels,
+)
 
 pytestmark = pytest.mark.gpu
 

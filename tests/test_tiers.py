@@ -37,7 +37,10 @@ from tiers import (
 )
 
 import cupyflash
-from cupyflash import _gpu, _kernels, _softmax_gpu, _softmax_kernels
+
+pytest.importorskip("cupy")
+
+from cupyflash import _gpu, _kernels, _softmax_gpu, _softmax_kernels  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 

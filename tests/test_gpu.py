@@ -12,7 +12,7 @@ import cupyflash
 
 pytest.importorskip("cupy")
 
-from cupyflash import (  # noqa: E402
+from cupyflash import (
     _attention_gpu,
     _compile,
     _gpu,

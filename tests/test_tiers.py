@@ -40,7 +40,7 @@ import cupyflash
 
 pytest.importorskip("cupy")
 
-from cupyflash import _gpu, _kernels, _softmax_gpu, _softmax_kernels  # noqa: E402
+from cupyflash import _gpu, _kernels, _softmax_gpu, _softmax_kernels
 
 pytestmark = pytest.mark.gpu
 

@@ -82,6 +82,8 @@ def _adopt_as(name, x):
         return adopt(x)
     except ValueError as error:  # rows of a list that are not of one length
         raise ValueError(f"{name} cannot be made an array: {error}") from None
+    except (TypeError, BufferError) as error:  # what another library does not hand over
+        raise TypeError(f"{name} cannot be made an array: {error}") from None
 
 
 def adopt_all(num_needed: int = 1, /, **given: Any) -> tuple[Any, dict[str, Any]]:

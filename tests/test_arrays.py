@@ -73,6 +73,17 @@ def test_cuda_memory_without_cupy_says_what_to_install(monkeypatch):
         _arrays.adopt(FakeCuda())
 
 
+def test_what_another_library_does_not_hand_over():
+    """As PyTorch says of bfloat16 on the host, and of tensors with a gradient."""
+
+    class Tensor:
+        def __array__(self, dtype=None, copy=None):
+            raise TypeError("Got unsupported ScalarType BFloat16")
+
+    with pytest.raises(TypeError, match="k cannot be made an array: Got unsupported"):
+        _arrays.adopt_all(q=np.ones(1), k=Tensor())
+
+
 def test_adopt_all_names_the_namespace(xp):
     module, arrays = _arrays.adopt_all(a=xp.ones(2), b=None, c=3.0)
     assert module is xp

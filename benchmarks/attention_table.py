@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyflash import (
-    _attention_gpu,
-    _attention_vjp_gpu,
-    _bench,
-    _gpu,
-    _kernels,
-)
+from cupyflash import _bench, _kernels
 from cupyflash._bench import AttentionCase
 
 # Tokens in sequences of n, heads of D columns, as many columns in all.
@@ -106,6 +100,8 @@ def as_card(arch: str) -> Iterator[None]:
     if not arch:
         yield
         return
+    from cupyflash import _attention_gpu, _attention_vjp_gpu, _gpu
+
     modules = (_attention_gpu, _attention_vjp_gpu)
     device_of, plans = _gpu.device, [module._plans for module in modules]
     here = device_of(0)

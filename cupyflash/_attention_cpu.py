@@ -121,20 +121,22 @@ def _online(problem, operands, out, lse):
     """The one-pass recurrence, for all rows of a task together; see `_absorb`.
 
     Every key rounds o, so that the error grows with the root of their number. Runs of
-    keys with a state of their own, absorbed like a key each, keep the root small.
+    keys with a state of their own, absorbed like a key each, keep the root small; the
+    state that absorbs them is float64.
     """
 
     def compute(part):
         q, factor = part.queries()
         shape = (part.num_rows, problem.head_dim_v)
         m, d, blind = first_state(part)
-        o, term = np.zeros(shape, d.dtype), np.empty(shape, d.dtype)
+        o, term = np.zeros(shape), np.empty(shape)
+        run_term = np.empty(shape, part.dtype)
         first, last = part.visible_keys()
         for start in range(first, last, _ONLINE_RUN):
             m_run, d_run, o_run = (
-                np.full_like(m, -np.inf),
-                np.zeros_like(d),
-                np.zeros_like(o),
+                np.full(m.shape, -np.inf, part.dtype),
+                np.zeros(d.shape, part.dtype),
+                np.zeros(shape, part.dtype),
             )
             for j in range(start, min(start + _ONLINE_RUN, last)):
                 k_j, v_j = part.keys(j, j + 1), part.values(j, j + 1)
@@ -143,7 +145,7 @@ def _online(problem, operands, out, lse):
                 seen = s != -np.inf
                 if not np.isfinite(v_j).all():
                     v_j = np.where(seen, v_j, v_j.dtype.type(0))
-                m_run, d_run = _absorb(m_run, d_run, o_run, s, 1, v_j, term)
+                m_run, d_run = _absorb(m_run, d_run, o_run, s, 1, v_j, run_term)
                 blind &= ~seen
             m, d = _absorb(m, d, o, m_run, d_run, o_run, term)
         return o, m + np.log(d), blind

@@ -20,6 +20,8 @@ _MIN_ROWS, _MAX_ROWS = 128, 1024
 # they become probabilities; a row maximum is quicker over longer rows.
 BLOCK_KEYS = 512
 BLOCK_KEYS_BOUNDED = 256
+# Blocks whose sums are added up in float32; 2e-6 is what is promised at any length.
+_BLOCKS_OF_A_RUN = 16
 # Rows below which a look at all keys, for their largest norm, is not worth it.
 _WORTH_A_BOUND = 128
 # exp(s) needs no maximum while |s| is below this: its sums with values up to
@@ -35,12 +37,11 @@ def run(problem, operands, out, lse):
 
     def compute(part):
         bounded = limits is not None and _is_bounded(part, *limits)
-        walk = _walk_bounded if bounded else _walk
-        result = walk(part)
+        result = _walk(part, _bounded_run if bounded else _run)
         if np.isfinite(result[0]).all():
             return result
         # Either a row is NaN by right, or 0 * NaN came from a key that it does not see.
-        return _walk(part, exact=True)
+        return _walk(part, _exact_run)
 
     run_tasks(problem, operands, out, lse, rows_of_a_task(problem), compute)
 
@@ -51,17 +52,51 @@ def rows_of_a_task(problem):
     return min(max(rows, _MIN_ROWS), _MAX_ROWS)
 
 
-def _walk(part, exact=False):
-    """(values, log of the sums, rows that saw no key), by the running maximum."""
+def _walk(part, run):
+    """(values, log of the sums, rows that saw no key), by runs of blocks of keys.
+
+    A run gives (m, d, acc) in the dtype of the scores, like one key of score m, weight
+    d and value acc / d. Between runs sums are float64: in float32 the error of the
+    result would grow with the number of keys.
+    """
     q, factor = part.queries()
+    size = BLOCK_KEYS_BOUNDED if run is _bounded_run else BLOCK_KEYS
+    blocks = list(part.key_blocks(size))
     m, d, blind = first_state(part)
+    acc = None
+    for first in range(0, max(1, len(blocks)), _BLOCKS_OF_A_RUN):
+        of_run = blocks[first : first + _BLOCKS_OF_A_RUN]
+        m_run, d_run, acc_run = run(part, q, factor, of_run)
+        blind &= m_run == -np.inf
+        m_new = np.maximum(m, m_run)
+        base = finite_base(m_new)
+        kept, added = np.exp(m - base), np.exp(m_run - base)
+        m, d = m_new, d * kept + d_run * added
+        if len(blocks) > _BLOCKS_OF_A_RUN:
+            acc = 0 if acc is None else np.multiply(acc, kept, out=acc)
+            acc = acc + acc_run * added
+    if acc is None:  # the only run weighs exp(m_run - m)
+        acc, d_only = acc_run, d / np.where(added == 0, 1, added)
+        np.divide(acc, _divisor(d_only).astype(acc.dtype), out=acc)
+    else:
+        np.divide(acc, _divisor(d), out=acc)
+    return acc, m + np.log(d), blind
+
+
+def _divisor(d):
+    """The sums, but for rows that saw nothing."""
+    return np.where(d == 0, d.dtype.type(1), d)
+
+
+def _run(part, q, factor, blocks, exact=False):
+    """(m, d, acc) by the running maximum."""
+    m = np.full((part.num_rows, 1), -np.inf, part.dtype)
+    d = np.zeros_like(m)
     acc, term, ones = _accumulators(part)
-    for start, stop in part.key_blocks(BLOCK_KEYS):
+    for start, stop in blocks:
         s = _scores(part, q, factor, start, stop)
         seen = s != -np.inf if exact else None
-        top = np.max(s, axis=1, keepdims=True)
-        blind &= top == -np.inf
-        m_new = np.maximum(m, top)
+        m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
         base = finite_base(m_new)
         p = np.exp(np.subtract(s, base, out=s), out=s)
         rescale = np.exp(m - base)
@@ -74,28 +109,28 @@ def _walk(part, exact=False):
         np.multiply(acc, rescale, out=acc)
         np.add(acc, term, out=acc)
         m = m_new
-    np.divide(acc, np.where(d == 0, d.dtype.type(1), d), out=acc)
-    return acc, m + np.log(d), blind
+    return m, d, acc
 
 
-def _walk_bounded(part):
+def _exact_run(part, q, factor, blocks):
+    """The same with nothing from keys that a row does not see, not even 0 * NaN."""
+    return _run(part, q, factor, blocks, exact=True)
+
+
+def _bounded_run(part, q, factor, blocks):
     """The same where all scores are small: softmax needs no shift, so none is made.
 
     That saves the maximum, the difference and the rescaling, a tenth of the time.
     """
-    q, factor = part.queries()
     acc, term, ones = _accumulators(part)
     d = np.zeros((part.num_rows, 1), part.dtype)
     sums = np.empty_like(d)
-    for start, stop in part.key_blocks(BLOCK_KEYS_BOUNDED):
+    for start, stop in blocks:
         s = _scores(part, q, factor, start, stop)
         p = np.exp(s, out=s)
         np.add(d, np.matmul(p, ones[: stop - start], out=sums), out=d)
         np.add(acc, np.matmul(p, part.values(start, stop), out=term), out=acc)
-    blind = d == 0
-    np.add(d, np.exp(part.sink), out=d)
-    np.divide(acc, np.where(d == 0, d.dtype.type(1), d), out=acc)
-    return acc, np.log(d), blind
+    return np.where(d == 0, part.dtype.type(-np.inf), part.dtype.type(0)), d, acc
 
 
 def _scores(part, q, factor, start, stop):

@@ -244,8 +244,11 @@ def finite_base(m):
 
 
 def first_state(part):
-    """Running maximum, sum, and "no key seen yet"; a sink counts as a first key."""
+    """Running maximum, sum, and "no key seen yet"; a sink counts as a first key.
+
+    In float64: each of many steps rounds the sum.
+    """
     shape = (part.num_rows, 1)
-    m = np.full(shape, part.sink, part.dtype)
-    d = np.full(shape, part.sink != -np.inf, part.dtype)
+    m = np.full(shape, part.sink, np.float64)
+    d = np.full(shape, part.sink != -np.inf, np.float64)
     return m, d, np.ones(shape, bool)

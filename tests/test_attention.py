@@ -268,6 +268,22 @@ def test_one_array_in_three_roles(xp, rng):
     )
 
 
+@pytest.mark.parametrize(
+    ("num_keys", "options"),
+    [(100_000, {}), (100_000, {"bias": np.float32(0)}), (30_000, {"method": "online"})],
+    ids=["bounded", "not bounded", "online"],
+)
+def test_the_error_does_not_grow_with_the_keys_on_numpy(rng, num_keys, options):
+    """Equal keys: what each step rounds goes one way, and adds up."""
+    q, k = np.full((128, 4), 0.3, np.float32), np.full((num_keys, 4), 0.7, np.float32)
+    v = (1 + rng.random((num_keys, 4))).astype(np.float32)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    exact = v.mean(axis=0, dtype=np.float64)
+    assert np.abs(out - exact).max() <= BOUNDS["attention"]["float32"] * exact.max()
+    score = np.float64(q[0] @ k[0]) / 2
+    np.testing.assert_allclose(lse, score + np.log(num_keys), rtol=2e-7)
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_bytes_of_another_order(rng, method):
     """As NumPy's own functions: the other order in, the machine's own out."""

@@ -21,6 +21,7 @@ from cupyflash._softmax_row_cuts import (
     Cut,
     hold_pairs,
     hold_rows,
+    short_rows,
     span_rows,
     split_rows,
     stream_pairs,
@@ -147,6 +148,7 @@ KERNELS = (  # best first
     SoftmaxKernel(
         "logsumexp_columns", ("logsumexp",), ("auto",), sum_columns, _samples.columns
     ),
+    SoftmaxKernel("short", FORWARD, _TILED, short_rows, _samples.short_rows, fast=True),
     SoftmaxKernel("span", FORWARD, _TILED, span_rows, _samples.spanned, fast=True),
     SoftmaxKernel("tiled", FORWARD, _TILED, hold_rows, _samples.held_rows, fast=True),
     SoftmaxKernel(

@@ -245,6 +245,46 @@ def _bank_turns(step, itemsize, lanes):
     return max(map(banks.count, banks)) * words
 
 
+# Rows of so many vectors of 16 bytes, by the size of an element -> lanes of a row,
+# vectors of a lane, rows of a thread, blocks a multiprocessor.
+SHORT = {
+    2: {2: (2, 1, 2, 8), 4: (4, 1, 2, 8), 8: (8, 1, 2, 8)},
+    4: {},
+}
+
+
+def short_rows(problem, device):
+    """Threads that hold parts of several short rows of whole vectors."""
+    layout, dtypes = problem.layout, problem.dtypes
+    length, size = problem.row_length, itemsize_of(dtypes["x"])
+    if dtypes["x"] not in _arrays.FLOATS or dtypes["out"] != dtypes["x"]:
+        return f"{dtypes['x']} as {dtypes['out']} is not one of {_arrays.FLOATS}"
+    if dtypes.get("where") or problem.scale != 1:
+        return "there is a mask or a scale"
+    strides = [layout.outer_strides[name] for name in ("x", "out")]
+    if not layout.is_rows or any(stride != (length,) for stride in strides):
+        return "rows do not lie back to back"
+    vector = _tiers.VECTOR_BYTES // size
+    ways = SHORT.get(size, {})
+    if length % vector or length // vector not in ways:
+        return f"a row of {length} is none of {', '.join(map(str, ways))} vectors"
+    lanes, held, sets, min_blocks = ways[length // vector]
+    rows_at_once = BLOCK_THREADS // lanes
+    return (
+        Cut(
+            min(-(-problem.num_rows // (rows_at_once * sets)), MAX_BLOCKS),
+            BLOCK_THREADS,
+            defines_of({
+                "LANES": lanes,
+                "ROWS_PER_BLOCK": rows_at_once,
+                "HELD": held * vector,
+                "SETS": sets,
+                "MIN_BLOCKS": min_blocks,
+            }),
+        ),
+    )  # fmt: skip
+
+
 def widest_of(problem):
     """Bytes of the widest element that is held or moved in a vector, at least 2."""
     names = [problem.dtypes.get(name) for name in ("x", "dy", "out")]

@@ -62,6 +62,12 @@ def spanned(*dtypes):
 
 
 @_rows_of
+def short_rows(*dtypes):
+    size = max(_rows.itemsize_of(name) for name in dtypes)
+    return [n * _tiers.VECTOR_BYTES // size for n in _rows.SHORT.get(size, ())]
+
+
+@_rows_of
 def summed(*dtypes):
     """A length for each step of the ladder, and long rows that are few or many."""
     size = _rows.itemsize_of(dtypes[0])

@@ -154,12 +154,13 @@ KERNELS = (  # best first
     SoftmaxKernel(
         "vjp_tiled", BACKWARD, ("auto",), hold_pairs, _samples.held_pairs, fast=True
     ),
-    # Rows of which what is read twice is read from L2, if it can hold that.
-    SoftmaxKernel(
-        "vjp_trail", BACKWARD, ("auto",), trail_pairs, _samples.streamed, fast=True
-    ),
+    # Few rows, and those of which all is read twice, pass through rings; else what is
+    # read twice is read from L2, if it can hold that.
     SoftmaxKernel(
         "vjp_stream", BACKWARD, ("auto",), stream_pairs, _samples.streamed, fast=True
+    ),
+    SoftmaxKernel(
+        "vjp_trail", BACKWARD, ("auto",), trail_pairs, _samples.streamed, fast=True
     ),
     # Rows that do not fit on chip are read twice, the second time from L2 if they can.
     SoftmaxKernel("trail", FORWARD, _TILED, trail_rows, _samples.long_rows, fast=True),

@@ -39,8 +39,11 @@ _FEW_ROWS = 128
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
-# Bytes of x that a block takes at a time: 6 blocks of twice this fit a multiprocessor.
-_SPAN_BUFFER = 16384
+# Bytes that a thread holds up to -> blocks that share the shared memory of a
+# multiprocessor; it has registers for 8 and 5. Rows of 86 and 170 elements of 16 bits:
+# spans of 11 KB, of which 5 leave half of it empty, 0.87 and 0.84, of 22 KB 0.99, 0.97.
+_SPAN_BLOCKS = ((64, 7), (_SPAN_BYTES, 5))
+_BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
 
 
 @dataclass(frozen=True)
@@ -197,8 +200,10 @@ def span_rows(problem, device):
     rows_at_once = BLOCK_THREADS // lanes
     # The length of the buffers, and what their phases in memory may add.
     sizes = itemsize_of(dtypes["x"]) + itemsize_of(dtypes["out"])
-    times = max(1, _SPAN_BUFFER // (rows_at_once * lanes * held * widest))
-    rows = rows_at_once * times
+    row_bytes, phases = lanes * held * sizes, 4 * _tiers.VECTOR_BYTES
+    blocks = _kernels.by_threshold(_SPAN_BLOCKS, held * max(4, widest))
+    share = (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
+    rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
         Cut(
             min(-(-problem.num_rows // rows), MAX_BLOCKS),
@@ -210,7 +215,7 @@ def span_rows(problem, device):
                 ("HELD", str(held)),
                 ("APART", str(apart)),
             ),
-            smem=rows * lanes * held * sizes + 4 * _tiers.VECTOR_BYTES,
+            smem=rows * row_bytes + phases,
         ),
     )
 
@@ -245,44 +250,45 @@ def _bank_turns(step, itemsize, lanes):
     return max(map(banks.count, banks)) * words
 
 
-# Rows of so many vectors of 16 bytes, by the size of an element -> lanes of a row,
-# vectors of a lane, rows of a thread, blocks a multiprocessor.
-SHORT = {
-    2: {2: (2, 1, 2, 8), 4: (4, 1, 2, 8), 8: (8, 1, 2, 8)},
-    4: {},
-}
+# Short rows of whole vectors: a thread has two vectors, of one row or of two. 16-bit
+# rows of 16, 32, 64 and 256: 1.01, 1.02, 1.04, 1.01; with one vector 0.95, 0.92, 0.93,
+# 0.91, with four in more sets 0.98, 0.98, 1.00, 0.99, in a tier of rows that are held
+# 0.91, 0.90, 0.98, 0.98. Doubles are 0.9 here, 0.98 there.
+_SHORT_VECTORS = 2
+# Blocks that a multiprocessor has registers for; with 10 up to 0.02 less. The log needs
+# some of them.
+_SHORT_BLOCKS = {"softmax": 12, "log_softmax": 10}
 
 
 def short_rows(problem, device):
-    """Threads that hold parts of several short rows of whole vectors."""
+    """Threads that are neighbours and hold parts of short rows of whole vectors."""
     layout, dtypes = problem.layout, problem.dtypes
     length, size = problem.row_length, itemsize_of(dtypes["x"])
-    if dtypes["x"] not in _arrays.FLOATS or dtypes["out"] != dtypes["x"]:
-        return f"{dtypes['x']} as {dtypes['out']} is not one of {_arrays.FLOATS}"
+    if dtypes["x"] not in _arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:
+        return f"{dtypes['x']} as {dtypes['out']} is none of {_arrays.FLOATS[:3]}"
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
     strides = [layout.outer_strides[name] for name in ("x", "out")]
     if not layout.is_rows or any(stride != (length,) for stride in strides):
         return "rows do not lie back to back"
-    vector = _tiers.VECTOR_BYTES // size
-    ways = SHORT.get(size, {})
-    if length % vector or length // vector not in ways:
-        return f"a row of {length} is none of {', '.join(map(str, ways))} vectors"
-    lanes, held, sets, min_blocks = ways[length // vector]
+    if not layout.is_aligned:
+        return "an array does not begin at a whole vector of 16 bytes"
+    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    sets = 2 if vectors == 2 else 1
+    held = _SHORT_VECTORS // sets
+    lanes = vectors // held
+    if rest or vectors % held or lanes not in (2, 4, 8, 16, 32):
+        return f"a row of {length} is no power of two, or no 2 to 64 vectors"
     rows_at_once = BLOCK_THREADS // lanes
-    return (
-        Cut(
-            min(-(-problem.num_rows // (rows_at_once * sets)), MAX_BLOCKS),
-            BLOCK_THREADS,
-            defines_of({
-                "LANES": lanes,
-                "ROWS_PER_BLOCK": rows_at_once,
-                "HELD": held * vector,
-                "SETS": sets,
-                "MIN_BLOCKS": min_blocks,
-            }),
-        ),
-    )  # fmt: skip
+    values = {
+        "LANES": lanes,
+        "ROWS_PER_BLOCK": rows_at_once,
+        "HELD": held * _tiers.VECTOR_BYTES // size,
+        "SETS": sets,
+        "MIN_BLOCKS": _SHORT_BLOCKS[problem.function],
+    }
+    blocks = min(-(-problem.num_rows // (rows_at_once * sets)), MAX_BLOCKS)
+    return (Cut(blocks, BLOCK_THREADS, defines_of(values)),)
 
 
 def widest_of(problem):
@@ -437,9 +443,12 @@ def _along_line(problem, device, held, blocks_per_sm, between):
 # reads only dy twice: 2^20 floats 0.88 (3 MB between 0.86, 12 MB 0.87), through rings
 # 0.81; rows of 16 MB 0.84 (8 MB between 0.80); doubles, rows of 8 MB 0.86, by rings
 # 0.73. softmax_vjp of 2^20 floats 0.81, through rings 0.86; of 16 bits 0.82, through
-# rings 0.78, but rows of more than 4 MB have not been tried.
+# rings 0.78, rows of 6, 8 and 16 MB 0.78, 0.79, 0.63, by others 0.73, 0.79, 0.58.
 _PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
 _PAIRS_SHORT, _PAIRS_BETWEEN, _PAIRS_LONGEST = 4 * _MB, (8 * _MB, 4 * _MB), 16 * _MB
+# Bytes of all rows up to which rings are faster: 4 rows of 2 MB 12.5 us, in a line
+# 13.5 us; 4 of 4 MB 21 us, 19 us.
+_PAIRS_FEW = 8 * _MB
 
 
 def trail_pairs(problem, device):
@@ -455,7 +464,7 @@ def trail_pairs(problem, device):
     widest = widest_of(problem)
     row_bytes = problem.row_length * widest
     is_short = row_bytes <= _PAIRS_SHORT
-    if problem.function != "log_softmax_vjp" and (widest > 2 or not is_short):
+    if problem.function != "log_softmax_vjp" and widest > 2:
         return "y is read twice, too, and rings in shared memory are faster"
     if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
@@ -475,6 +484,9 @@ def stream_pairs(problem, device):
     vector = _tiers.VECTOR_BYTES // widest_of(problem)
     place = vector * sum(map(itemsize_of, names))  # bytes of a vector of each
     vectors = -(-problem.row_length // vector)
+    is_few = problem.row_length * widest_of(problem) * problem.num_rows <= _PAIRS_FEW
+    if not is_few and not isinstance(trail_pairs(problem, device), str):
+        return f"{problem.num_rows} rows are faster along a line through L2"
     stream = _tiers.stream(vectors, problem.num_rows, place, device)
     if stream is None:
         return f"a row of {problem.row_length} is more than the card can hold"

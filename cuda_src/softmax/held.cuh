@@ -198,8 +198,8 @@ struct held_t {
         parked[(v - deal::kHeld) * kNumThreads] = gather(d, address, pad, v);
       }
     }
-    // Of the rows of a warp some may have edges.
-    if (kLanes < kWarpSize || d.has_edges()) {
+    // Of the rows of floats of a warp some threads may have edges.
+    if ((kVector == 4 && kLanes < kWarpSize) || d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
         edge[e] = d.has_edge(e) ? *address(d.edge_position(e)) : pad;

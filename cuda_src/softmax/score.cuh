@@ -12,7 +12,6 @@
 #include "common/math.cuh"
 #include "common/strides.cuh"
 #include "common/types.cuh"
-#include "ptx/math.cuh"
 #include "softmax/sum.cuh"
 
 #ifndef X_T
@@ -85,10 +84,8 @@ struct finish_t {
   finish_t() = default;
 
   // For float a Newton step is enough, and a quarter of a division.
-  // Of 16 bits, results hide an error of 2^-23.
   static __device__ __forceinline__ acc_t quotient(double weight, double l) {
     if constexpr (sizeof(acc_t) == sizeof(double)) return weight / l;
-    if constexpr (kCoarse) return acc_t(weight) * ptx::rcp_approx_ftz(float(l));
     const double guess = 1.0f / float(l);
     return acc_t(weight * fma(fma(-l, guess, 1.0), guess, guess));
   }
@@ -98,7 +95,10 @@ struct finish_t {
     if constexpr (kLog) {
       // log(high) + low / high: a float log, without losing what l has beyond float.
       const acc_t high = acc_t(l);
-      log_sum = exact_sum(m, log_of(high));
+      const pair_t<acc_t> log_of_high =
+          kCoarse ? pair_t<acc_t>{log_of(high), 0} : log_in_parts(high);
+      log_sum = exact_sum(m, log_of_high.high);
+      log_sum.low += log_of_high.low;
       log_sum.low += acc_t((l - high) / l);
       if (is_nan(log_sum.low)) log_sum.low = 0;  // l is 0, inf or NaN
     } else {

@@ -3,15 +3,13 @@
 //
 // Algorithm  As softmax_safe, on rows that are held in registers.
 // Grid       1-D; a block of kNumThreads takes kSets * kRowsPerBlock rows at a time
-// Tiles      a row in kLanes threads, kHeld vectors of 16 bytes each; a thread has a
-//            part of kSets rows, whose loads are under way together
-// Memory     x and out once; the lanes of a row are neighbours, so that a warp's
-//            accesses lie side by side
-// Numbers    as softmax_tiled, bit for bit
-// Limits     rows of kLanes * HELD elements, none fewer, with the next row behind the
-//            last in x and in out, which are of one type; no mask and no scale. Where
-//            one of them does not begin at a whole vector, accesses are of single
-//            elements
+// Tiles      a row in kLanes threads that are neighbours, as their vectors are in
+//            memory: kHeld vectors of 16 bytes each, of kSets rows
+// Memory     x and out once, in vectors
+// Numbers    as softmax_tiled, bit for bit; results take the place of what was read
+//            where softmax_tiled computes exponentials of 16 bits twice
+// Limits     rows of kLanes * HELD elements, with the next row behind the last in x and
+//            in out, which are of one type and begin at whole vectors; no mask, no scale
 #include "common/vector.cuh"
 #include "softmax/group.cuh"
 #include "softmax/row_exp.cuh"
@@ -25,40 +23,25 @@ constexpr int kLength = kLanes * HELD;
 static_assert(HELD % kVector == 0 && kLanes <= kWarpSize, "whole vectors in a warp");
 static_assert(kSame<x_t, out_t> && !kHasWhere && !kScaled && OUTER_AXES == 1);
 
-using vector = vector_t<x_t, kVector>;
-
-__device__ __forceinline__ vector load(const x_t* from, bool is_aligned) {
-  if (is_aligned) return load_vector<kVector>(from);
-  vector v;
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) v.element[k] = from[k];
-  return v;
-}
-__device__ __forceinline__ void store(x_t* to, const vector& v, bool is_aligned) {
-  if (is_aligned) return store_vector(to, v);
-#pragma unroll
-  for (int k = 0; k < kVector; ++k) to[k] = v.element[k];
-}
-
 // The largest score of a row, of which this thread has `part`.
-__device__ __forceinline__ acc_t largest_of(const vector (&part)[kHeld]) {
+template <typename T>
+__device__ __forceinline__ acc_t largest_of(const vector_t<T, kVector> (&part)[kHeld]) {
+  acc_t m = -infinity<acc_t>();
 #if __CUDA_ARCH__ >= 800
-  if constexpr (sizeof(x_t) == 2) {  // two at a time
-    vector m = part[0];
+  if constexpr (sizeof(T) == 2) {  // two at a time
+    using two_t = vector_t<T, 2>;
+    const auto larger = [](unsigned a, unsigned b) {
+      return larger_of(two_t{a}, two_t{b}).word;
+    };
+    auto of_thread = part[0];
 #pragma unroll
-    for (int v = 1; v < kHeld; ++v) m = larger_of(m, part[v]);
-    vector_t<x_t, 4> four = larger_of(vector_t<x_t, 4>{{m.word.x, m.word.y}},
-                                      vector_t<x_t, 4>{{m.word.z, m.word.w}});
-    const auto two = larger_of(vector_t<x_t, 2>{four.word.x},
-                               vector_t<x_t, 2>{four.word.y});
-    const auto of_row = warp_reduce<kLanes>(two.word, [](unsigned a, unsigned b) {
-      return larger_of(vector_t<x_t, 2>{a}, vector_t<x_t, 2>{b}).word;
-    });
-    const vector_t<x_t, 2> pair = {of_row};
-    return largest_t()(to<acc_t>(pair.element[0]), to<acc_t>(pair.element[1]));
+    for (int v = 1; v < kHeld; ++v) of_thread = larger_of(of_thread, part[v]);
+    const uint4 word = of_thread.word;
+    const unsigned of_four = larger(larger(word.x, word.y), larger(word.z, word.w));
+    const two_t of_row = {warp_reduce<kLanes>(of_four, larger)};
+    return largest_t()(to<acc_t>(of_row.element[0]), to<acc_t>(of_row.element[1]));
   }
 #endif
-  acc_t m = -infinity<acc_t>();
 #pragma unroll
   for (int v = 0; v < kHeld; ++v) {
 #pragma unroll
@@ -68,7 +51,7 @@ __device__ __forceinline__ acc_t largest_of(const vector (&part)[kHeld]) {
 }
 
 // The results of a row in place of its scores.
-__device__ __forceinline__ void softmax_row(vector (&part)[kHeld],
+__device__ __forceinline__ void softmax_row(vector_t<x_t, kVector> (&part)[kHeld],
                                             const layout_t& layout) {
   const acc_t largest = largest_of(part);
   const acc_t m = shift_by(largest);
@@ -91,11 +74,8 @@ __device__ __forceinline__ void softmax_row(vector (&part)[kHeld],
   for (int v = 0; v < kHeld; ++v) {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
-      if constexpr (kLog) {
-        value[v][k] = finish(score_t(value[v][k], layout));
-      } else {
-        value[v][k] *= finish.inverse;
-      }
+      const acc_t y = value[v][k];
+      value[v][k] = kLog ? finish(score_t(y, layout)) : y * finish.inverse;
     }
     part[v] = to_vector<out_t, kVector>::of(value[v]);
   }
@@ -103,24 +83,26 @@ __device__ __forceinline__ void softmax_row(vector (&part)[kHeld],
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS) softmax_short(
     const x_t* x, const bool*, out_t* out, const __grid_constant__ layout_t layout) {
-  const bool in_vectors = is_aligned<x_t, kVector>(x) && is_aligned<x_t, kVector>(out);
-  const long long step = (long long)gridDim.x * (kSets * kRowsPerBlock);
-  long long row = (long long)blockIdx.x * (kSets * kRowsPerBlock) + threadIdx.x / kLanes;
-  // Of all rows of the block, so that warps stay together.
-  for (; row - threadIdx.x / kLanes < layout.num_rows; row += step) {
-    const long long first = row * kLength + lane() * kVector;
-    const auto has = [&](int s) { return row + s * kRowsPerBlock < layout.num_rows; };
-    vector part[kSets][kHeld];
+  constexpr int kRows = kSets * kRowsPerBlock;  // that the block has at a time
+  const int of_block = threadIdx.x / kLanes;
+  for (long long at = (long long)blockIdx.x * kRows; at < layout.num_rows;
+       at += (long long)gridDim.x * kRows) {
+    const auto has = [&](int s) {
+      return at + s * kRowsPerBlock + of_block < layout.num_rows;
+    };
+    // Vector v of this thread in set s, from the first element of the block's rows on.
+    const auto position = [&](int s, int v) {
+      return (s * kRowsPerBlock + of_block) * kLength + (v * kLanes + lane()) * kVector;
+    };
+    const x_t* const from = x + at * kLength;
+    out_t* const onto = out + at * kLength;
+    vector_t<x_t, kVector> part[kSets][kHeld];
 #pragma unroll
     for (int s = 0; s < kSets; ++s) {
 #pragma unroll
       for (int v = 0; v < kHeld; ++v) {
         part[s][v].word = {};
-        if (has(s)) {
-          part[s][v] = load(
-              x + first + s * (kRowsPerBlock * kLength) + v * (kLanes * kVector),
-              in_vectors);
-        }
+        if (has(s)) part[s][v] = load_vector<kVector>(from + position(s, v));
       }
     }
 #pragma unroll
@@ -128,10 +110,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS) softmax_sh
       softmax_row(part[s], layout);
 #pragma unroll
       for (int v = 0; v < kHeld; ++v) {
-        if (has(s)) {
-          store(out + first + s * (kRowsPerBlock * kLength) + v * (kLanes * kVector),
-                part[s][v], in_vectors);
-        }
+        if (has(s)) store_vector(onto + position(s, v), part[s][v]);
       }
     }
   }

@@ -12,6 +12,7 @@
 #include "common/math.cuh"
 #include "common/strides.cuh"
 #include "common/types.cuh"
+#include "softmax/log.cuh"
 #include "softmax/sum.cuh"
 
 #ifndef X_T

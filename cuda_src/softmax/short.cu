@@ -6,10 +6,11 @@
 // Tiles      a row in kLanes threads that are neighbours, as their vectors are in
 //            memory: kHeld vectors of 16 bytes each, of kSets rows
 // Memory     x and out once, in vectors
-// Numbers    as softmax_tiled, bit for bit; results take the place of what was read
-//            where softmax_tiled computes exponentials of 16 bits twice
+// Numbers    as softmax_tiled, bit for bit; exponentials of 16 bits are computed once,
+//            as there is room to keep them
 // Limits     rows of kLanes * HELD elements, with the next row behind the last in x and
-//            in out, which are of one type and begin at whole vectors; no mask, no scale
+//            in out, which are of one type and begin at whole vectors; no mask and no
+//            scale
 #include "common/vector.cuh"
 #include "softmax/group.cuh"
 #include "softmax/row_exp.cuh"

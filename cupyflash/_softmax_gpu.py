@@ -33,18 +33,19 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
     try:
         # The classes tell True from 1, which the checks do as well.
         at = x.data.ptr
-        key = (function, x.shape, x.strides, x.dtype, x.data.device_id, at % _VECTOR,
-               axis, axis.__class__, scale, scale.__class__, dtype, method,
+        onto = at if out is None else out.data.ptr
+        key = (function, x.shape, x.strides, x.dtype, x.data.device_id, axis,
+               axis.__class__, scale, scale.__class__, dtype, method,
                where if where is None else _facts(where),
-               out if out is None else (*_facts(out), out.data.ptr % _VECTOR)
-               )  # fmt: skip
+               out if out is None else _facts(out),
+               (at | onto) % _VECTOR)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a CuPy array, or not hashable
         key = plan = None
     if plan is not None:
         # A mask that is absent has some address, too: it is never read.
         pointers = at, at if where is None else where.data.ptr
-        if out is None or plan.may_write(out.data.ptr, pointers):
+        if out is None or plan.may_write(onto, pointers):
             return plan(out, pointers)
     problem, operands = _softmax_problem.softmax(
         function, x, axis, where, scale, dtype, out, method

@@ -39,10 +39,12 @@ _FEW_ROWS = 128
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
-# Bytes that a thread holds up to -> blocks that share the shared memory of a
-# multiprocessor; it has registers for 8 and 5. Rows of 86 and 170 elements of 16 bits:
-# spans of 11 KB, of which 5 leave half of it empty, 0.87 and 0.84, of 22 KB 0.99, 0.97.
-_SPAN_BLOCKS = ((64, 7), (_SPAN_BYTES, 5))
+# Blocks that share the shared memory of a multiprocessor; it has registers for 8, or 5
+# if a thread holds more bytes than these. Rows of 86 and 170 elements of 16 bits: spans
+# of 11 KB, of which 5 leave half of it empty, 0.87 and 0.84, of 22 KB 0.99, 0.97. Rows
+# of 7: 8 blocks 0.95, 7 0.90; 6 where several threads have a row, whose spans may be of
+# no size between: 101 doubles 0.98, with 8 0.92.
+_SPAN_FEW_BYTES = 64
 _BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
 
 
@@ -201,7 +203,7 @@ def span_rows(problem, device):
     # The length of the buffers, and what their phases in memory may add.
     sizes = itemsize_of(dtypes["x"]) + itemsize_of(dtypes["out"])
     row_bytes, phases = lanes * held * sizes, 4 * _tiers.VECTOR_BYTES
-    blocks = _kernels.by_threshold(_SPAN_BLOCKS, held * max(4, widest))
+    blocks = span_blocks(held * max(4, widest), lanes)
     share = (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
@@ -218,6 +220,13 @@ def span_rows(problem, device):
             smem=rows * row_bytes + phases,
         ),
     )
+
+
+def span_blocks(held_bytes, lanes):
+    """Blocks that a multiprocessor's shared memory is to be enough for."""
+    if held_bytes > _SPAN_FEW_BYTES:
+        return 5
+    return 8 if lanes == 1 else 6
 
 
 def _span_deal(length, itemsize, widest):
@@ -250,14 +259,17 @@ def _bank_turns(step, itemsize, lanes):
     return max(map(banks.count, banks)) * words
 
 
-# Short rows of whole vectors: a thread has two vectors, of one row or of two. 16-bit
-# rows of 16, 32, 64 and 256: 1.01, 1.02, 1.04, 1.01; with one vector 0.95, 0.92, 0.93,
-# 0.91, with four in more sets 0.98, 0.98, 1.00, 0.99, in a tier of rows that are held
-# 0.91, 0.90, 0.98, 0.98. Doubles are 0.9 here, 0.98 there.
-_SHORT_VECTORS = 2
-# Blocks that a multiprocessor has registers for; with 10 up to 0.02 less. The log needs
-# some of them.
-_SHORT_BLOCKS = {"softmax": 12, "log_softmax": 8}
+# Short rows of whole vectors: a thread has two vectors, of one row or of two, or three.
+# 16-bit rows of 16, 32, 64 and 256: 1.01; with one vector 0.95, 0.92, 0.93, 0.91, with
+# four in more sets 0.98, 0.98, 1.00, 0.99, in a tier of rows that are held 0.91, 0.90,
+# 0.98, 0.98. Doubles are 0.9 here, 0.98 there. Vectors of a thread and its rows ->
+# blocks that a multiprocessor is to have registers for.
+_SHORT_BLOCKS = {
+    "softmax": {(1, 2): 12, (2, 1): 12, (3, 1): 10},
+    "log_softmax": {(1, 2): 8, (2, 1): 12, (3, 1): 8},
+}
+_SHORT_LANES = (2, 4, 8, 16, 32)
+_SHORT_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
 
 
 def short_rows(problem, device):
@@ -274,18 +286,20 @@ def short_rows(problem, device):
     if not layout.is_aligned:
         return "an array does not begin at a whole vector of 16 bytes"
     vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
-    sets = 2 if vectors == 2 else 1
-    held = _SHORT_VECTORS // sets
+    held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
     lanes = vectors // held
-    if rest or vectors % held or lanes not in (2, 4, 8, 16, 32):
-        return f"a row of {length} is no power of two, or no 2 to 64 vectors"
+    if rest or vectors % held or lanes not in _SHORT_LANES:
+        return f"a row of {length} is not 2 or 3 vectors in 2 to 32 threads"
     rows_at_once = BLOCK_THREADS // lanes
+    min_blocks = _SHORT_BLOCKS[problem.function][held, sets]
+    if device.cc >= (10, 0):
+        min_blocks = min(min_blocks, _SHORT_BLOCKS_ELSEWHERE)
     values = {
         "LANES": lanes,
         "ROWS_PER_BLOCK": rows_at_once,
         "HELD": held * _tiers.VECTOR_BYTES // size,
         "SETS": sets,
-        "MIN_BLOCKS": _SHORT_BLOCKS[problem.function],
+        "MIN_BLOCKS": min_blocks,
     }
     blocks = min(-(-problem.num_rows // (rows_at_once * sets)), MAX_BLOCKS)
     return (Cut(blocks, BLOCK_THREADS, defines_of(values)),)

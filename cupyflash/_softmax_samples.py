@@ -64,7 +64,7 @@ def spanned(*dtypes):
 @_rows_of
 def short_rows(*dtypes):
     vector = _tiers.VECTOR_BYTES // _rows.itemsize_of(dtypes[0])
-    return [n * vector for n in (2, 4, 8, 16, 32, 64)]
+    return [n * vector for n in (2, 4, 8, 12, 16, 32, 64)]
 
 
 @_rows_of

@@ -28,9 +28,10 @@ __device__ __forceinline__ pair_t<T> log_in_parts(T l) {
   // The first digits of log(2), so few that their product with k is exact.
   constexpr T kHigh = sizeof(T) == 4 ? T(0x1.62ep-1) : T(0x1.62e42feep-1);
   constexpr T kLow = T(sizeof(T) == 4 ? kLn2 - double(kHigh) : 1.9082149292705877e-10);
-  if (!(l > T(0) && is_finite(l))) return {log_of(l), T(0)};
   T f;
   const int k = detail::power_of(l, f);
   const T log_of_f = log_of(f);
+  if (!is_finite(l)) return {l, T(0)};
+  if (l == 0) return {-infinity<T>(), T(0)};
   return {T(k) * kHigh, fma_of(T(k), kLow, log_of_f)};
 }

@@ -72,7 +72,6 @@ struct largest_t {
 // The sum of a row whose largest score is `largest`.
 __device__ __forceinline__ double total(part_t sum, acc_t largest) {
   if (kSumIsBlind && !is_finite(largest)) {
-    if (!kLog) return nan_value<double>();
     return largest == -infinity<acc_t>() ? 0 : largest;
   }
   return total(sum);

@@ -39,12 +39,13 @@ _FEW_ROWS = 128
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
-# Blocks that share the shared memory of a multiprocessor; it has registers for 8, or 5
-# if a thread holds more bytes than these. Rows of 86 and 170 elements of 16 bits: spans
-# of 11 KB, of which 5 leave half of it empty, 0.87 and 0.84, of 22 KB 0.99, 0.97. Rows
-# of 7: 8 blocks 0.95, 7 0.90; 6 where several threads have a row, whose spans may be of
-# no size between: 101 doubles 0.98, with 8 0.92.
-_SPAN_FEW_BYTES = 64
+# Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
+# how many it has them for beyond. Spans in all of its shared memory: rows of 86 and 170
+# elements of 16 bits 0.99, 0.97; of 11 KB a block, which leave half of it empty, 0.87,
+# 0.84. Rows of 7 0.95; of 32 KB, for 7 blocks, 0.90. But 101 doubles, in 16 threads,
+# 0.92 with 8 blocks, 0.98 with these 32 KB.
+_SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
+_SPAN_OF_LANES = 32768 + 64
 _BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
 
 
@@ -203,8 +204,7 @@ def span_rows(problem, device):
     # The length of the buffers, and what their phases in memory may add.
     sizes = itemsize_of(dtypes["x"]) + itemsize_of(dtypes["out"])
     row_bytes, phases = lanes * held * sizes, 4 * _tiers.VECTOR_BYTES
-    blocks = span_blocks(held * max(4, widest), lanes)
-    share = (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
+    share = _span_share(held * max(4, widest), lanes, device)
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
         Cut(
@@ -222,11 +222,13 @@ def span_rows(problem, device):
     )
 
 
-def span_blocks(held_bytes, lanes):
-    """Blocks that a multiprocessor's shared memory is to be enough for."""
-    if held_bytes > _SPAN_FEW_BYTES:
-        return 5
-    return 8 if lanes == 1 else 6
+def _span_share(held_bytes, lanes, device):
+    """Bytes of shared memory that the spans of a block may take."""
+    is_few = held_bytes <= _SPAN_FEW_BYTES
+    if is_few and lanes > 1:
+        return _SPAN_OF_LANES
+    blocks = 8 if is_few else _SPAN_BLOCKS
+    return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
 
 
 def _span_deal(length, itemsize, widest):
@@ -266,9 +268,10 @@ def _bank_turns(step, itemsize, lanes):
 # blocks that a multiprocessor is to have registers for.
 _SHORT_BLOCKS = {
     "softmax": {(1, 2): 12, (2, 1): 12, (3, 1): 10},
-    "log_softmax": {(1, 2): 8, (2, 1): 12, (3, 1): 8},
+    "log_softmax": {(1, 2): 8, (2, 1): 12},
 }
-_SHORT_LANES = (2, 4, 8, 16, 32)
+# log_softmax of 256 floats 0.99, in a tier of rows that are held 1.00.
+_SHORT_LANES = {"softmax": (2, 4, 8, 16, 32), "log_softmax": (2, 4, 8)}
 _SHORT_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
 
 
@@ -287,11 +290,11 @@ def short_rows(problem, device):
         return "an array does not begin at a whole vector of 16 bytes"
     vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
     held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
-    lanes = vectors // held
-    if rest or vectors % held or lanes not in _SHORT_LANES:
+    lanes, over = divmod(vectors, held)
+    min_blocks = _SHORT_BLOCKS[problem.function].get((held, sets))
+    if rest or over or lanes not in _SHORT_LANES[problem.function] or not min_blocks:
         return f"a row of {length} is not 2 or 3 vectors in 2 to 32 threads"
     rows_at_once = BLOCK_THREADS // lanes
-    min_blocks = _SHORT_BLOCKS[problem.function][held, sets]
     if device.cc >= (10, 0):
         min_blocks = min(min_blocks, _SHORT_BLOCKS_ELSEWHERE)
     values = {

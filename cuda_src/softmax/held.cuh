@@ -198,9 +198,8 @@ struct held_t {
         parked[(v - deal::kHeld) * kNumThreads] = gather(d, address, pad, v);
       }
     }
-    // Of the rows of a warp some may have edges. Of 16 bits a thread may have 14, whose
-    // places would take 25 registers from rows that have none: 0.74 instead of 0.91.
-    if ((kVector == 4 && kLanes < kWarpSize) || d.has_edges()) {
+    // Of the rows of a warp some may have edges.
+    if (kLanes < kWarpSize || d.has_edges()) {
 #pragma unroll
       for (int e = 0; e < deal::kEdges; ++e) {
         edge[e] = d.has_edge(e) ? *address(d.edge_position(e)) : pad;

@@ -6,8 +6,8 @@
 // Tiles      a row in kLanes threads that are neighbours, as their vectors are in
 //            memory: kHeld vectors of 16 bytes each, of kSets rows
 // Memory     x and out once, in vectors
-// Numbers    as softmax_tiled, softmax bit for bit; exponentials of 16 bits are computed
-//            once, as there is room to keep them
+// Numbers    as softmax_tiled, softmax bit for bit; exponentials of 16 bits are
+//            computed once, as there is room to keep them
 // Limits     rows of kLanes * HELD elements, with the next row behind the last in x and
 //            in out, which are of one type and begin at whole vectors; no mask and no
 //            scale

@@ -17,9 +17,12 @@ from cupyflash import (
     _softmax_kernels,
     _softmax_layout,
     _softmax_problem,
+    _softmax_tiers,
 )
 
 _plans = _gpu.PlanCache()
+
+_VECTOR = _softmax_tiers.VECTOR_BYTES
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -29,17 +32,20 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
     """softmax or log_softmax of a CuPy array."""
     try:
         # The classes tell True from 1, which the checks do as well.
+        at = x.data.ptr
+        onto = at if out is None else out.data.ptr
         key = (function, x.shape, x.strides, x.dtype, x.data.device_id, axis,
                axis.__class__, scale, scale.__class__, dtype, method,
                where if where is None else _facts(where),
-               out if out is None else _facts(out))  # fmt: skip
+               out if out is None else _facts(out),
+               (at | onto) % _VECTOR)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a CuPy array, or not hashable
         key = plan = None
     if plan is not None:
-        at = x.data.ptr  # also of a mask that is absent: it is never read
+        # A mask that is absent has some address, too: it is never read.
         pointers = at, at if where is None else where.data.ptr
-        if out is None or plan.may_write(out.data.ptr, pointers):
+        if out is None or plan.may_write(onto, pointers):
             return plan(out, pointers)
     problem, operands = _softmax_problem.softmax(
         function, x, axis, where, scale, dtype, out, method
@@ -187,7 +193,10 @@ class _Plan:
             if problem.function == "logsumexp":
                 strides["sign"] = _over_rows(problem, new)
                 full.remove("out")
-            layout = _softmax_layout.of(problem.shape, problem.axes, strides, full)
+            starts = [x.data.ptr % _VECTOR for x in (inputs[0], out) if x is not None]
+            layout = _softmax_layout.of(
+                problem.shape, problem.axes, strides, full, is_aligned=not any(starts)
+            )
             self._set_launches(dataclasses.replace(problem, layout=layout), unfit)
 
     def _set_launches(self, problem, unfit):

@@ -21,6 +21,7 @@ from cupyflash._softmax_row_cuts import (
     Cut,
     hold_pairs,
     hold_rows,
+    short_rows,
     span_rows,
     split_rows,
     stream_pairs,
@@ -147,17 +148,19 @@ KERNELS = (  # best first
     SoftmaxKernel(
         "logsumexp_columns", ("logsumexp",), ("auto",), sum_columns, _samples.columns
     ),
+    SoftmaxKernel("short", FORWARD, _TILED, short_rows, _samples.short_rows, fast=True),
     SoftmaxKernel("span", FORWARD, _TILED, span_rows, _samples.spanned, fast=True),
     SoftmaxKernel("tiled", FORWARD, _TILED, hold_rows, _samples.held_rows, fast=True),
     SoftmaxKernel(
         "vjp_tiled", BACKWARD, ("auto",), hold_pairs, _samples.held_pairs, fast=True
     ),
-    # Rows of which what is read twice is read from L2, if it can hold that.
-    SoftmaxKernel(
-        "vjp_trail", BACKWARD, ("auto",), trail_pairs, _samples.streamed, fast=True
-    ),
+    # Few rows, and those of which all is read twice, pass through rings; else what is
+    # read twice is read from L2, if it can hold that.
     SoftmaxKernel(
         "vjp_stream", BACKWARD, ("auto",), stream_pairs, _samples.streamed, fast=True
+    ),
+    SoftmaxKernel(
+        "vjp_trail", BACKWARD, ("auto",), trail_pairs, _samples.streamed, fast=True
     ),
     # Rows that do not fit on chip are read twice, the second time from L2 if they can.
     SoftmaxKernel("trail", FORWARD, _TILED, trail_rows, _samples.long_rows, fast=True),

@@ -22,6 +22,8 @@ class Layout:
     reduced_size: tuple[int, ...]
     reduced_strides: Mapping[str, tuple[int, ...]]
     full: tuple[str, ...]  # the operands with a number an element, masks left out
+    # Whether x and out begin at a whole vector of 16 bytes: of softmax and log_softmax.
+    is_aligned: bool = True
 
     def spread(self, outer_axes: int, reduced_axes: int) -> "Layout":
         """The same over so many axes, the further ones of length 1."""
@@ -38,6 +40,7 @@ class Layout:
             padded(self.reduced_size, reduced_axes, 1),
             all_padded(self.reduced_strides, reduced_axes),
             self.full,
+            self.is_aligned,
         )
 
     @functools.cached_property
@@ -74,12 +77,15 @@ def of(
     reduced: Sequence[int],
     strides: Mapping[str, Sequence[int]],
     full: Sequence[str],
+    is_aligned: bool = True,
 ) -> Layout:
     """The layout of operands of one shape, of which the axes `reduced` are summed."""
     outer = [axis for axis in range(len(shape)) if axis not in reduced]
     outer_size, outer_strides = _collapsed(shape, outer, strides)
     size, reduced_strides = _collapsed(shape, reduced, strides)
-    return Layout(outer_size, outer_strides, size, reduced_strides, tuple(full))
+    return Layout(
+        outer_size, outer_strides, size, reduced_strides, tuple(full), is_aligned
+    )
 
 
 def _collapsed(shape, axes, strides):

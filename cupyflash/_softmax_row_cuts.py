@@ -39,8 +39,14 @@ _FEW_ROWS = 128
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
-# Bytes of x that a block takes at a time: 6 blocks of twice this fit a multiprocessor.
-_SPAN_BUFFER = 16384
+# Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
+# how many it has them for beyond. Spans in all of its shared memory: rows of 86 and 170
+# elements of 16 bits 0.99, 0.97; of 11 KB a block, which leave half of it empty, 0.87,
+# 0.84. Rows of 7 0.95; of 32 KB, for 7 blocks, 0.90. But 101 doubles, in 16 threads,
+# 0.92 with 8 blocks, 0.98 with these 32 KB.
+_SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
+_SPAN_OF_LANES = 32768 + 64
+_BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
 
 
 @dataclass(frozen=True)
@@ -197,8 +203,9 @@ def span_rows(problem, device):
     rows_at_once = BLOCK_THREADS // lanes
     # The length of the buffers, and what their phases in memory may add.
     sizes = itemsize_of(dtypes["x"]) + itemsize_of(dtypes["out"])
-    times = max(1, _SPAN_BUFFER // (rows_at_once * lanes * held * widest))
-    rows = rows_at_once * times
+    row_bytes, phases = lanes * held * sizes, 4 * _tiers.VECTOR_BYTES
+    share = _span_share(held * max(4, widest), lanes, device)
+    rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
         Cut(
             min(-(-problem.num_rows // rows), MAX_BLOCKS),
@@ -210,9 +217,18 @@ def span_rows(problem, device):
                 ("HELD", str(held)),
                 ("APART", str(apart)),
             ),
-            smem=rows * lanes * held * sizes + 4 * _tiers.VECTOR_BYTES,
+            smem=rows * row_bytes + phases,
         ),
     )
+
+
+def _span_share(held_bytes, lanes, device):
+    """Bytes of shared memory that the spans of a block may take."""
+    is_few = held_bytes <= _SPAN_FEW_BYTES
+    if is_few and lanes > 1:
+        return _SPAN_OF_LANES
+    blocks = 8 if is_few else _SPAN_BLOCKS
+    return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
 
 
 def _span_deal(length, itemsize, widest):
@@ -243,6 +259,53 @@ def _bank_turns(step, itemsize, lanes):
     }
     banks = [word % 32 for word in found]
     return max(map(banks.count, banks)) * words
+
+
+# Short rows of whole vectors: a thread has two vectors, of one row or of two, or three.
+# 16-bit rows of 16, 32, 64 and 256: 1.01; with one vector 0.95, 0.92, 0.93, 0.91, with
+# four in more sets 0.98, 0.98, 1.00, 0.99, in a tier of rows that are held 0.91, 0.90,
+# 0.98, 0.98. Doubles are 0.9 here, 0.98 there. Vectors of a thread and its rows ->
+# blocks that a multiprocessor is to have registers for.
+_SHORT_BLOCKS = {
+    "softmax": {(1, 2): 12, (2, 1): 12, (3, 1): 10},
+    "log_softmax": {(1, 2): 8, (2, 1): 12},
+}
+# log_softmax of 256 floats 0.99, in a tier of rows that are held 1.00.
+_SHORT_LANES = {"softmax": (2, 4, 8, 16, 32), "log_softmax": (2, 4, 8)}
+_SHORT_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
+
+
+def short_rows(problem, device):
+    """Threads that are neighbours and hold parts of short rows of whole vectors."""
+    layout, dtypes = problem.layout, problem.dtypes
+    length, size = problem.row_length, itemsize_of(dtypes["x"])
+    if dtypes["x"] not in _arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:
+        return f"{dtypes['x']} as {dtypes['out']} is none of {_arrays.FLOATS[:3]}"
+    if dtypes.get("where") or problem.scale != 1:
+        return "there is a mask or a scale"
+    strides = [layout.outer_strides[name] for name in ("x", "out")]
+    if not layout.is_rows or any(stride != (length,) for stride in strides):
+        return "rows do not lie back to back"
+    if not layout.is_aligned:
+        return "an array does not begin at a whole vector of 16 bytes"
+    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
+    lanes, over = divmod(vectors, held)
+    min_blocks = _SHORT_BLOCKS[problem.function].get((held, sets))
+    if rest or over or lanes not in _SHORT_LANES[problem.function] or not min_blocks:
+        return f"a row of {length} is not 2 or 3 vectors in 2 to 32 threads"
+    rows_at_once = BLOCK_THREADS // lanes
+    if device.cc >= (10, 0):
+        min_blocks = min(min_blocks, _SHORT_BLOCKS_ELSEWHERE)
+    values = {
+        "LANES": lanes,
+        "ROWS_PER_BLOCK": rows_at_once,
+        "HELD": held * _tiers.VECTOR_BYTES // size,
+        "SETS": sets,
+        "MIN_BLOCKS": min_blocks,
+    }
+    blocks = min(-(-problem.num_rows // (rows_at_once * sets)), MAX_BLOCKS)
+    return (Cut(blocks, BLOCK_THREADS, defines_of(values)),)
 
 
 def widest_of(problem):
@@ -397,9 +460,12 @@ def _along_line(problem, device, held, blocks_per_sm, between):
 # reads only dy twice: 2^20 floats 0.88 (3 MB between 0.86, 12 MB 0.87), through rings
 # 0.81; rows of 16 MB 0.84 (8 MB between 0.80); doubles, rows of 8 MB 0.86, by rings
 # 0.73. softmax_vjp of 2^20 floats 0.81, through rings 0.86; of 16 bits 0.82, through
-# rings 0.78, but rows of more than 4 MB have not been tried.
+# rings 0.78, rows of 6, 8 and 16 MB 0.78, 0.79, 0.63, by others 0.73, 0.79, 0.58.
 _PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
 _PAIRS_SHORT, _PAIRS_BETWEEN, _PAIRS_LONGEST = 4 * _MB, (8 * _MB, 4 * _MB), 16 * _MB
+# Bytes of all rows up to which rings are faster: 4 rows of 2 MB 12.5 us, in a line
+# 13.5 us; 4 of 4 MB 21 us, 19 us.
+_PAIRS_FEW = 8 * _MB
 
 
 def trail_pairs(problem, device):
@@ -415,7 +481,7 @@ def trail_pairs(problem, device):
     widest = widest_of(problem)
     row_bytes = problem.row_length * widest
     is_short = row_bytes <= _PAIRS_SHORT
-    if problem.function != "log_softmax_vjp" and (widest > 2 or not is_short):
+    if problem.function != "log_softmax_vjp" and widest > 2:
         return "y is read twice, too, and rings in shared memory are faster"
     if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
@@ -435,6 +501,9 @@ def stream_pairs(problem, device):
     vector = _tiers.VECTOR_BYTES // widest_of(problem)
     place = vector * sum(map(itemsize_of, names))  # bytes of a vector of each
     vectors = -(-problem.row_length // vector)
+    is_few = problem.row_length * widest_of(problem) * problem.num_rows <= _PAIRS_FEW
+    if not is_few and not isinstance(trail_pairs(problem, device), str):
+        return f"{problem.num_rows} rows are faster along a line through L2"
     stream = _tiers.stream(vectors, problem.num_rows, place, device)
     if stream is None:
         return f"a row of {problem.row_length} is more than the card can hold"

@@ -62,6 +62,12 @@ def spanned(*dtypes):
 
 
 @_rows_of
+def short_rows(*dtypes):
+    vector = _tiers.VECTOR_BYTES // _rows.itemsize_of(dtypes[0])
+    return [n * vector for n in (2, 4, 8, 12, 16, 32, 64)]
+
+
+@_rows_of
 def summed(*dtypes):
     """A length for each step of the ladder, and long rows that are few or many."""
     size = _rows.itemsize_of(dtypes[0])

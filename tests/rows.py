@@ -76,6 +76,7 @@ SOFTMAX_SHAPES = {
     "long rows": (2, 70_001, 1),
     "longer rows": (2, 300_001, 1),
     "many columns": (2, 300, 32_768),
+    "short whole rows": (301, 32, 1),
 }
 _SOFTMAX_DTYPES_OF_KIND = {
     "rows": ("float32", "bfloat16", "float64"),
@@ -85,6 +86,7 @@ _SOFTMAX_DTYPES_OF_KIND = {
     "long rows": ("float32",),
     "longer rows": ("float32",),
     "many columns": ("float32",),
+    "short whole rows": ("float32", "bfloat16"),
 }
 # So large, half of its rows too, that only those try it that take nothing smaller.
 _ROWS_OF_KIND = {"many columns": ("logsumexp_shares",)}

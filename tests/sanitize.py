@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SOFTMAX_KINDS = (
     "rows", "columns", "short rows", "long columns", "long rows", "longer rows",
-    "many columns",
+    "many columns", "short whole rows",
 )  # fmt: skip
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21

@@ -91,6 +91,19 @@ def test_log_softmax(xp, rng, method, dtype, n):
     assert_as_accurate(y, plain, oracle.log_softmax(x, -1))
 
 
+@pytest.mark.parametrize("n", [8, 21, 55, 404, 2990, 3100])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("method", STABLE)
+def test_log_softmax_of_almost_equal_scores(xp, rng, method, dtype, n):
+    """Just above a log of 2, 4 and 8, where its last digit weighs most."""
+    spread = 10.0 ** rng.uniform(-6, -1, size=(40, 1))
+    shift = rng.choice([0.0, 0.3, 1.0, -2.0, 5.0], size=(40, 1))
+    x = (shift + rng.standard_normal((40, n)) * spread).astype(dtype)
+    for axis, scores in ((1, x), (0, np.ascontiguousarray(x.T))):
+        y = cupyflash.log_softmax(place(xp, scores), axis, method=method)
+        check("log_softmax", y, scores, dtype, axis=axis)
+
+
 @pytest.mark.parametrize("n", [1, 33, 1000])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("method", STABLE)

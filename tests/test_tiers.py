@@ -389,6 +389,37 @@ def test_rows_of_which_some_are_aligned(cupy, rng, function, dtype, n):
     check(function, to_host(out)[:, :n], x[:, :n], dtype, axis=1)
 
 
+@pytest.mark.parametrize("n", [16, 32, 48, 64, 128, 256])
+@pytest.mark.parametrize("dtype", FLOATS[:3])
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+def test_short_rows_are_the_same_wherever_they_begin(cupy, rng, function, dtype, n):
+    """As in the tier that takes what does not begin at a whole vector."""
+    (x,) = inputs(rng, function, (301, n, 1), dtype)
+    x = x[..., 0]
+    for i, value in enumerate((np.nan, np.inf, -np.inf)):
+        x[7 + i, rng.integers(n)] = value
+    x[10] = -np.inf
+    x[11, 1:] = -np.inf  # what is left is exactly 1
+    aligned, shifted = place(cupy, x), place(cupy, x, "shifted")
+    kernels = [cupyflash.explain(function, a, 1).kernel for a in (aligned, shifted)]
+    assert kernels[1] == "tiled"
+    assert kernels[0] == "short" or function == "log_softmax"
+    y, z = (to_host(call(function, [a])) for a in (aligned, shifted))
+    if function == "softmax":  # a log near 0 shows the order of its sum
+        same_bits(y, z)
+    rows = np.r_[:7, 11:301]
+    for result in (y, z):
+        assert result[11, 0] == (1 if function == "softmax" else 0)
+        check(function, result[rows], x[rows], dtype, axis=1)
+    # Quarters from -2 to 2, and 16 more of each, are exact in all types.
+    x = (rng.integers(-8, 9, size=(301, n)) / 4).astype(x.dtype)
+    y, z = (
+        to_host(call(function, [place(cupy, a)])) for a in (x, x + x.dtype.type(16))
+    )
+    if function == "softmax":
+        same_bits(y, z)
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
     ("outer", "length", "inner_bytes"),

@@ -12,6 +12,7 @@
 #include "common/math.cuh"
 #include "common/strides.cuh"
 #include "common/types.cuh"
+#include "softmax/log.cuh"
 #include "softmax/sum.cuh"
 
 #ifndef X_T
@@ -95,7 +96,10 @@ struct finish_t {
     if constexpr (kLog) {
       // log(high) + low / high: a float log, without losing what l has beyond float.
       const acc_t high = acc_t(l);
-      log_sum = exact_sum(m, log_of(high));
+      const pair_t<acc_t> log_of_high =
+          kCoarse ? pair_t<acc_t>{log_of(high), 0} : log_in_parts(high);
+      log_sum = exact_sum(m, log_of_high.high);
+      log_sum.low += log_of_high.low;
       log_sum.low += acc_t((l - high) / l);
       if (is_nan(log_sum.low)) log_sum.low = 0;  // l is 0, inf or NaN
     } else {

@@ -75,9 +75,10 @@ def _walk(part, run):
         if len(blocks) > _BLOCKS_OF_A_RUN:
             acc = 0 if acc is None else np.multiply(acc, kept, out=acc)
             acc = acc + acc_run * added
-    if acc is None:  # the only run weighs exp(m_run - m)
-        acc, d_only = acc_run, d / np.where(added == 0, 1, added)
-        np.divide(acc, _divisor(d_only).astype(acc.dtype), out=acc)
+    if acc is None:  # the only run weighs exp(m_run - m), 0 far below the sink
+        acc = acc_run
+        with np.errstate(divide="ignore", over="ignore"):
+            np.divide(acc, (_divisor(d) / added).astype(acc.dtype), out=acc)
     else:
         np.divide(acc, _divisor(d), out=acc)
     return acc, m + np.log(d), blind

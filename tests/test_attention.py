@@ -196,6 +196,15 @@ def test_no_keys_with_sinks(xp, method):
     np.testing.assert_array_equal(to_host(lse)[0, :, 0], sinks)
 
 
+@pytest.mark.parametrize("method", STABLE)
+def test_scores_far_below_the_sink(xp, rng, method):
+    """Their weights are 0 in any type."""
+    q, k, v = rng.normal(size=(3, 2, 3, 20, 8)).astype(np.float32)
+    q[..., 0], k[..., 0] = 1000, -1000
+    out, _ = agree(xp, q, k, v, sinks=np.zeros(3, np.float32), method=method)
+    assert not to_host(out).any()
+
+
 # --- strides and out -----------------------------------------------------------------
 
 

@@ -329,6 +329,47 @@ def test_numbers_of_every_size(cupy, rng, forced, name):
     agree(cupy, *arrays)
 
 
+@pytest.fixture
+def asked(cupy, monkeypatch):
+    """Tells whether the call before asked the portable kernels for its gradients."""
+    memory, alloc = [], cupy.cuda.alloc
+
+    def remembered(size):
+        memory.append(alloc(size))
+        return memory[-1]
+
+    monkeypatch.setattr(cupy.cuda, "alloc", remembered)
+    return lambda: bool(cupy.ndarray(1, np.int32, memptr=memory[-1]).get()[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlens", [(64, 64), (300, 280), (129, 65), (1049, 63)])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=str)
+def test_ordinary_calls_need_no_repair(
+    cupy, rng, forced, asked, head_dim, seqlens, options
+):
+    """Of any length: a query that is not there must not spoil the keys."""
+    q, k = ((1, 2, n, head_dim) for n in seqlens)
+    gradients(cupy, *inputs(rng, q=q, k=k), **options)
+    assert not asked()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["q", "dout"])
+@pytest.mark.parametrize("row", [3, 131, 200, 383])
+def test_uneven_rows_of_every_block(cupy, rng, forced, asked, name, row):
+    """A row that parts cannot hold beside its neighbours, wherever it stands."""
+    shape = (1, 2, 384, 64)
+    arrays = dict(
+        zip(("q", "k", "v", "dout"), inputs(rng, q=shape, k=shape), strict=True)
+    )
+    arrays[name][:, :, row] *= np.float32(2.0**-40)
+    gradients(cupy, *arrays.values())
+    assert asked()
+    agree(cupy, *arrays.values())
+
+
 @pytest.mark.gpu
 def test_weights_of_a_part(cupy, rng, forced):
     """lse of more keys than are here: weights far below 1."""

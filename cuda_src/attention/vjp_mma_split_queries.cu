@@ -80,14 +80,14 @@ __device__ __forceinline__ bool has_odd_pairs(const view_t& view,
 #pragma unroll 1
   for (int n = threadIdx.x; n < (num_keys + kGranule - 1) / kGranule * kGranules;
        n += kNumThreads) {
-    const int i0 = view.i0 + n % kGranules * kGranule;
+    const int own = n % kGranules * kGranule, i0 = view.i0 + own;
     const int j0 = view.first + n / kGranules * kGranule;
     if (!sees_any(scores.band(i0, j0))) continue;
     auto look_up = [&](const unsigned char* images, int at) {
       return facts_of(images + index_t(at / kGranule) * kBytesImage);
     };
-    const facts_t of_q = look_up(view.images.q, i0), of_k = look_up(view.images.k, j0);
-    const facts_t of_dout = look_up(view.images.dout, i0),
+    const facts_t of_q = look_up(view.images.q, own), of_k = look_up(view.images.k, j0);
+    const facts_t of_dout = look_up(view.images.dout, own),
                   of_v = look_up(view.images.v, j0);
     const float score = of_q.largest * of_k.largest * factor;
     const float product = of_dout.largest * of_v.largest;
@@ -251,7 +251,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     // Within 8 units of lse, or of 1.
     const float roundings =
         8 * 0x1p-23f * fmaxf(1, fabsf(log_sum[r]) * static_cast<float>(kLn2));
-    const float factor = fabsf(x - 1) <= roundings ? 1 / x : 1.f;
+    // A row that is not there has an infinite lse and no total.
+    const float factor = x > 0 && fabsf(x - 1) <= roundings ? 1 / x : 1.f;
 #pragma unroll
     for (int n = 0; n < kHeadDim / 8; ++n) {
       sums[r / 2][n][r % 2 * 2] *= factor;

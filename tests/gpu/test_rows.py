@@ -314,6 +314,32 @@ def test_huge_scores(cupy, rng, forced, case):
     np.testing.assert_allclose(to_host(lse), largest, rtol=unit)
 
 
+@pytest.mark.parametrize("case", without_naive(FORWARD_PLAIN), ids=ids)
+@pytest.mark.parametrize("spread", [0.2, 1, 3])
+def test_outputs_that_cancel(cupy, rng, forced, case, spread):
+    """Rounding a weight costs half a unit of its value, whatever is left of the sum."""
+    forced(case)
+    problem = rows.problem_of(case, rng)
+    arrays, dtype = problem.arrays, problem.arrays["q"].dtype
+    arrays["q"] = rng.normal(size=arrays["q"].shape) * spread
+    # A column's values less what the first query sees of them.
+    v = rng.normal(size=arrays["v"].shape)
+    arrays["q"], arrays["v"] = arrays["q"].astype(dtype), v.astype(dtype)
+    seen, _, _ = rows.fuzz.exact_attention(problem)
+    arrays["v"] = (v - wide(seen)[:, ::2, :1].astype(np.float64)).astype(dtype)
+    exact, _, size = rows.fuzz.exact_attention(problem)
+    args, options = on_device(cupy, problem)
+    arrays["v"] = np.abs(arrays["v"])
+    mean, _, _ = rows.fuzz.exact_attention(problem)
+    out, _ = cupyflash.attention(*args, **options)
+    half = rows.fuzz.BOUNDS["attention"][dtype.name] / 2
+    work = 2.0**-52 if dtype == np.float64 else 2.0**-23
+    if case.dtype == "tf32":
+        half, work = rows.fuzz.TF32_ATTENTION / 2, 2.0**-10
+    allowed = half * (mean + np.abs(exact)) + 2 * work * size * mean
+    assert np.all(np.abs(wide(out) - exact) <= allowed)
+
+
 @pytest.mark.parametrize("case", FORWARD_PLAIN, ids=ids)
 def test_denormals(cupy, rng, forced, case):
     """Numbers below the normal ones: single precision may take them for 0."""

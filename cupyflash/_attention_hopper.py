@@ -227,12 +227,10 @@ class HopperKernel:
             return ladders[3 + _weight_of_terms(problem)]
         if has_lengths(problem):
             return ladders[2]
-        # Beside the largest tiles of all keys, shared memory has no room for terms.
         if problem.left is not None and most_seen(problem) <= _NARROW:
             if dims in self.narrow:
                 return ((math.inf, self.narrow[dims]),)
-        some = bounds_of(problem) > 0 or (has_terms(problem) and max(dims) > 192)
-        return ladders[int(some)]
+        return ladders[int(bounds_of(problem) > 0)]
 
     def _smem(self, problem):
         """Tiles of q, the stages of k and v, what is staged of out."""
@@ -313,8 +311,8 @@ class HopperKernel:
         if problem.bias is not None or problem.mask is not None:
             if problem.terms == "keys":
                 switches["TERMS_OF_KEYS"] = 1
-                if _presets_bias(problem):
-                    switches["PRESET_BIAS"] = 1
+                if _is_key_bias(problem):
+                    switches["KEY_BIAS"] = 1
             elif problem.terms == "unit":
                 switches["UNIT_COLUMNS"] = 1
         variant = Variant(
@@ -393,8 +391,8 @@ def _is_cap_only(problem):
     return problem.softcap > 0 and alone
 
 
-def _presets_bias(problem):
-    """Whether products are added to a bias of keys: kPresetBias of the kernel."""
+def _is_key_bias(problem):
+    """Whether a bias of keys is added to the products: kKeyBias of the kernel."""
     has_others = problem.mask is not None or problem.alibi_slopes is not None
     # Where float32 holds the sizes of a bias in units of the products, too.
     is_plain = not problem.softcap and 1e-2 <= problem.scale <= 1e2
@@ -404,7 +402,7 @@ def _presets_bias(problem):
 
 def _adds_terms(problem):
     """Whether scores are finished before the softmax: kHasTerms of the kernel."""
-    return has_terms(problem) and not _presets_bias(problem)
+    return has_terms(problem) and not _is_key_bias(problem)
 
 
 def _exponents(problem):

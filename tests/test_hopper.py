@@ -201,9 +201,9 @@ def test_small_scores_are_a_polynomial(scale, softcap, bias):
     assert cap["cap"] == np.float32(unit * softcap)
 
 
-def static_smem(slots, tile):
-    """A bias in so many slots, barriers and the like, as tiles are aligned."""
-    return -(-(slots * (8 * tile.block_n + 16) + 512) // 1024) * 1024
+def static_smem(tile):
+    """A bias beside each tile of k, barriers and the like, as tiles are aligned."""
+    return -(-(tile.num_stages * 4 * tile.block_n + 512) // 1024) * 1024
 
 
 @pytest.mark.parametrize("head_dim", ROW.dims)
@@ -211,22 +211,24 @@ def test_a_bias_of_keys_fits_beside_few_queries(head_dim):
     asked = problem(head_dim=head_dim, terms="keys", bias="float32")
     asked = dataclasses.replace(asked, seqlen_q=5)
     (config,) = ROW.configs(asked, 1, HOPPER)
-    assert ("PRESET_BIAS", "1") in config.variant.defines
-    static = static_smem(2, ROW.tile(asked))
+    assert ("KEY_BIAS", "1") in config.variant.defines
+    static = static_smem(ROW.tile(asked))
     assert config.variant.smem + static <= HOPPER.smem_optin
 
 
 @pytest.mark.parametrize("head_dim", ROW.dims)
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 9, "right": 0}])
-def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
-    asked = problem(head_dim=head_dim, terms="keys", bias="float32", **bounds)
+@pytest.mark.parametrize("seqlen", [512, 4096, 16384])
+def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds, seqlen):
+    plain = dataclasses.replace(
+        problem(head_dim=head_dim, **bounds), seqlen_q=seqlen, seqlen_k=seqlen
+    )
+    asked = dataclasses.replace(plain, terms="keys", bias="float32")
     (config,) = ROW.configs(asked, 1, HOPPER)
-    assert ("PRESET_BIAS", "1") in config.variant.defines
+    assert ("KEY_BIAS", "1") in config.variant.defines
     tile = ROW.tile(asked)
-    plain = ROW.tile(problem(head_dim=head_dim, **bounds))
-    assert tile == plain or (head_dim, bounds) == (256, {})
-    static = static_smem(4, tile)
-    assert config.variant.smem + static <= HOPPER.smem_optin
+    assert tile == ROW.tile(plain)
+    assert config.variant.smem + static_smem(tile) <= HOPPER.smem_optin
     for other in (
         {"mask": "bool"},
         {"softcap": 3.0},
@@ -237,7 +239,7 @@ def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
         both = dataclasses.replace(asked, **other)
         if ROW.refusal(both, HOPPER) is None:
             (config,) = ROW.configs(both, 1, HOPPER)
-            assert ("PRESET_BIAS", "1") not in config.variant.defines
+            assert ("KEY_BIAS", "1") not in config.variant.defines
 
 
 # --- out through shared memory -------------------------------------------------------

@@ -512,11 +512,12 @@ HOPPER = HopperKernel(
         ),
         (96, 96): (
             ((math.inf, HopperTile(3, 96)),),
-            # us at n = 16384: 1726, with sections of half the cache 1793; at n = 4096
-            # 488 and 481
+            # us at n = 512: 111.7, (2, 128) without turns 122.4; at n = 2048: 251 and
+            # 269; at n = 4096: 437, without turns 444, (2, 128) 460; at n = 16384: 1518
+            # and 1642
             (
-                (8192, HopperTile(2, 128, False)),
-                (math.inf, HopperTile(2, 128, False, cache_share=4 / 5)),
+                (2048, HopperTile(3, 64, False, 4, cache_share=3 / 4)),
+                (math.inf, HopperTile(3, 112, cache_share=4 / 5)),
             ),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 128, False)),),
@@ -543,8 +544,16 @@ HOPPER = HopperKernel(
             ((math.inf, HopperTile(2, 48, False)),),
         ),
         (192, 128): (
-            ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-            ((math.inf, HopperTile(2, 128, False)),),
+            # us at n = 4096: 552, (3, 80) 568
+            ((math.inf, HopperTile(2, 128)),),
+            # us at n = 512: 81.3, (2, 128) without turns 88.1; at n = 2048: 178.7 and
+            # 187.2, with sections of half the cache 184.0; at n = 4096: 303, without
+            # turns 313, with sections of half the cache 317; at n = 16384: 1072 and 1202
+            (
+                (1024, HopperTile(3, 64, False)),
+                (2048, HopperTile(3, 64, False, cache_share=3 / 4)),
+                (math.inf, HopperTile(2, 128, cache_share=11 / 10)),
+            ),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 96, False)),),

@@ -10,9 +10,7 @@
 
 #include "attention/hopper_softmax.cuh"
 #include "attention/softcap.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
-#include "ptx/shared.cuh"
 
 // --- softcap
 
@@ -64,12 +62,14 @@ __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
 
 // --- terms of keys: what bias and mask are to each key of a tile
 
-// Tiles of them in shared memory. A bias alone comes and goes with a tile of k, by the
-// barriers of that: one wait and one arrival less in each step.
-constexpr bool kHasKeyRing = kTermsOfKeys && !kKeyBias;
-constexpr int kKeySlots = kKeyBias ? kStages : 4;
+// Tiles of them in shared memory. One warpgroup shares it with more stages of keys.
+constexpr int kKeySlots = kKeyBias && kNumGroups == 1 ? 2 : 4;
 struct alignas(16) key_terms_t {
-  float terms[kTermsOfKeys ? kBlockN : 1];
+  float terms[kTermsOfKeys && (kPresetBias || !kKeyBias) ? kBlockN : 1];
+  // With kKeyBias: those that are added to the products instead, else 0, and whether
+  // there are any.
+  float late[kKeyBias ? kBlockN : 1];
+  bool some_late;
 };
 
 // A key that the mask hides. No bias has these bits: its NaN are made another one.
@@ -117,6 +117,11 @@ __device__ __forceinline__ void write_key_terms(volatile key_terms_t& slot,
   }
 }
 
+// A product of 16 columns cuts the bits that fall off the sum it is added to. Up to
+// this size a bias loses no more than the bounds of lse allow for; a larger one comes
+// late.
+constexpr float kPresetLimit = 512.f / kHeadDim;
+
 // 1 / scale as two floats: the reader does without doubles, whose conversions would wait
 // behind the exponentials of the warps that compute, in the same unit.
 struct inverse_t {
@@ -134,46 +139,31 @@ struct inverse_t {
   }
 };
 
-// With kKeyBias, in units of the products. A bias that is finite remains so.
+// With kKeyBias, in units of the products.
 __device__ __forceinline__ void write_key_bias(volatile key_terms_t& slot,
                                                const read_terms_t& read,
                                                const inverse_t& inverse_scale,
                                                int lane) {
   constexpr float kMost = 3e38f;
+  bool some_late = false;
 #pragma unroll
   for (int n = 0; n < kTermsOfLane; ++n) {
-    float term = inverse_scale(read.bias[n]);
-    if (is_finite(read.bias[n])) term = fminf(fmaxf(term, -kMost), kMost);
-    if (is_in_tile(n, lane)) slot.terms[n * kWarpSize + lane] = term;
+    const float bias = read.bias[n];
+    float term = inverse_scale(bias);
+    if (is_finite(bias)) term = fminf(fmaxf(term, -kMost), kMost);
+    const bool late = !kPresetBias || (fabsf(bias) > kPresetLimit && is_finite(bias));
+    if (is_in_tile(n, lane)) {
+      const int column = n * kWarpSize + lane;
+      if constexpr (kPresetBias) slot.terms[column] = late ? 0.f : term;
+      slot.late[column] = late ? term : 0.f;
+      some_late |= late;
+    }
+  }
+  if constexpr (kPresetBias) {
+    some_late = __any_sync(kFullMask, some_late);
+    if (lane == 0) slot.some_late = some_late;
   }
 }
-
-// A bias of keys for the columns of a thread, in pairs. As many as there are registers
-// for are loaded while the product is on its way.
-struct key_bias_t {
-  static constexpr int kPairs = kScores / 4, kAhead = kPairs < 4 ? kPairs : 4;
-  unsigned terms;
-  float2 pairs[kPairs];
-
-  __device__ __forceinline__ void load(const float* of_thread) {
-    terms = ptx::shared_address(of_thread);
-#pragma unroll
-    for (int n = 0; n < kAhead; ++n) load_pair(n);
-  }
-  __device__ __forceinline__ void add_to(float (&s)[kScores]) {
-#pragma unroll
-    for (int n = kAhead; n < kPairs; ++n) load_pair(n);
-#pragma unroll
-    for (int e = 0; e < kScores; e += 2) {
-      s[e] += pairs[e / 4].x;
-      s[e + 1] += pairs[e / 4].y;
-    }
-    __syncwarp();  // all lanes have read what comes with the tile of k
-  }
-  __device__ __forceinline__ void load_pair(int n) {
-    pairs[n] = ptx::load_shared_f32x2(terms + column_of(4 * n) * sizeof(float));
-  }
-};
 
 // f(number, term of its key) for all numbers of a thread.
 template <typename Function>
@@ -188,6 +178,12 @@ __device__ __forceinline__ void for_keys(float (&s)[kScores],
     f(s[e + 2], pair.x);
     f(s[e + 3], pair.y);
   }
+}
+__device__ __forceinline__ void set_terms(float (&s)[kScores], const float* terms) {
+  for_keys(s, terms, [](float& x, float term) { x = term; });
+}
+__device__ __forceinline__ void add_late_terms(float (&s)[kScores], const float* late) {
+  for_keys(s, late, [](float& x, float term) { x += term; });
 }
 
 // Whether something stands between the scale and the terms of keys.

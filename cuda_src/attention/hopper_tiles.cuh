@@ -86,8 +86,7 @@ constexpr bool kUnitColumns = true;
 #else
 constexpr bool kUnitColumns = false;
 #endif
-// A bias of keys and no other term: it comes with its tile of k, in units of the
-// products, and is added to them.
+// A bias of keys and no other term, in units of the products.
 #ifdef KEY_BIAS
 constexpr bool kKeyBias = true;
 static_assert(kTermsOfKeys && kHasBias && !kHasMask && !kHasSoftcap && !kHasAlibi &&
@@ -95,6 +94,9 @@ static_assert(kTermsOfKeys && kHasBias && !kHasMask && !kHasSoftcap && !kHasAlib
 #else
 constexpr bool kKeyBias = false;
 #endif
+// Whether the products are added to it, in the accumulators. With more columns little may
+// be preset, and products take so long that what comes behind them hides.
+constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
     !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask);

@@ -203,9 +203,11 @@ def test_small_scores_are_a_polynomial(scale, softcap, bias):
 
 def static_smem(slots, tile, head_dim):
     """A bias in so many slots, barriers and the like, as tiles are aligned."""
-    floats = 2 if head_dim <= 128 else 1  # a key: those preset, and those that are not
-    size = slots * (4 * floats * tile.block_n + 16) + 448
-    return -(-size // 1024) * 1024
+    if head_dim > 128:  # one float a key, beside each tile of k
+        size = tile.num_stages * (4 * tile.block_n + 16)
+    else:  # those preset, and those that are not
+        size = slots * (8 * tile.block_n + 16)
+    return -(-(size + 448) // 1024) * 1024
 
 
 @pytest.mark.parametrize("head_dim", ROW.dims)

@@ -86,7 +86,9 @@ constexpr bool kUnitColumns = true;
 #else
 constexpr bool kUnitColumns = false;
 #endif
-// A bias of keys and no other term, in units of the products.
+// A bias of keys and no other term, in units of the products. Up to 128 columns they
+// are added to it, in the accumulators; with more, little may be preset, and what comes
+// behind the products hides beside the longer ones of the other warpgroup.
 #ifdef KEY_BIAS
 constexpr bool kKeyBias = true;
 static_assert(kTermsOfKeys && kHasBias && !kHasMask && !kHasSoftcap && !kHasAlibi &&
@@ -94,9 +96,8 @@ static_assert(kTermsOfKeys && kHasBias && !kHasMask && !kHasSoftcap && !kHasAlib
 #else
 constexpr bool kKeyBias = false;
 #endif
-// Whether the products are added to it, in the accumulators. With more columns little may
-// be preset, and products take so long that what comes behind them hides.
 constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
+constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
     !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask);

@@ -548,7 +548,7 @@ HOPPER = HopperKernel(
             ((math.inf, HopperTile(2, 128)),),
             # us at n = 512: 81.3, (2, 128) without turns 88.1; at n = 2048: 178.7 and
             # 187.2, with sections of half the cache 184.0; at n = 4096: 303, without
-            # turns 313, with sections of half the cache 317; at n = 16384: 1072 and 1202
+            # turns 313, with sections of half the cache 317; at n = 16384: 1072, 1202
             (
                 (1024, HopperTile(3, 64, False)),
                 (2048, HopperTile(3, 64, False, cache_share=3 / 4)),

@@ -227,12 +227,10 @@ class HopperKernel:
             return ladders[3 + _weight_of_terms(problem)]
         if has_lengths(problem):
             return ladders[2]
-        # Beside the largest tiles of all keys, shared memory has no room for terms.
         if problem.left is not None and most_seen(problem) <= _NARROW:
             if dims in self.narrow:
                 return ((math.inf, self.narrow[dims]),)
-        some = bounds_of(problem) > 0 or (has_terms(problem) and max(dims) > 192)
-        return ladders[int(some)]
+        return ladders[int(bounds_of(problem) > 0)]
 
     def _smem(self, problem):
         """Tiles of q, the stages of k and v, what is staged of out."""
@@ -313,8 +311,8 @@ class HopperKernel:
         if problem.bias is not None or problem.mask is not None:
             if problem.terms == "keys":
                 switches["TERMS_OF_KEYS"] = 1
-                if _presets_bias(problem):
-                    switches["PRESET_BIAS"] = 1
+                if _is_key_bias(problem):
+                    switches["KEY_BIAS"] = 1
             elif problem.terms == "unit":
                 switches["UNIT_COLUMNS"] = 1
         variant = Variant(
@@ -393,8 +391,8 @@ def _is_cap_only(problem):
     return problem.softcap > 0 and alone
 
 
-def _presets_bias(problem):
-    """Whether products are added to a bias of keys: kPresetBias of the kernel."""
+def _is_key_bias(problem):
+    """Whether a bias of keys is added to the products: kKeyBias of the kernel."""
     has_others = problem.mask is not None or problem.alibi_slopes is not None
     # Where float32 holds the sizes of a bias in units of the products, too.
     is_plain = not problem.softcap and 1e-2 <= problem.scale <= 1e2
@@ -404,7 +402,7 @@ def _presets_bias(problem):
 
 def _adds_terms(problem):
     """Whether scores are finished before the softmax: kHasTerms of the kernel."""
-    return has_terms(problem) and not _presets_bias(problem)
+    return has_terms(problem) and not _is_key_bias(problem)
 
 
 def _exponents(problem):
@@ -514,11 +512,12 @@ HOPPER = HopperKernel(
         ),
         (96, 96): (
             ((math.inf, HopperTile(3, 96)),),
-            # us at n = 16384: 1726, with sections of half the cache 1793; at n = 4096
-            # 488 and 481
+            # us at n = 512: 111.7, (2, 128) without turns 122.4; at n = 2048: 251 and
+            # 269; at n = 4096: 437, without turns 444, (2, 128) 460; at n = 16384: 1518
+            # and 1642
             (
-                (8192, HopperTile(2, 128, False)),
-                (math.inf, HopperTile(2, 128, False, cache_share=4 / 5)),
+                (2048, HopperTile(3, 64, False, 4, cache_share=3 / 4)),
+                (math.inf, HopperTile(3, 112, cache_share=4 / 5)),
             ),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 128, False)),),
@@ -545,8 +544,16 @@ HOPPER = HopperKernel(
             ((math.inf, HopperTile(2, 48, False)),),
         ),
         (192, 128): (
-            ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-            ((math.inf, HopperTile(2, 128, False)),),
+            # us at n = 4096: 552, (3, 80) 568
+            ((math.inf, HopperTile(2, 128)),),
+            # us at n = 512: 81.3, (2, 128) without turns 88.1; at n = 2048: 178.7 and
+            # 187.2, with sections of half the cache 184.0; at n = 4096: 303, without
+            # turns 313, with sections of half the cache 317; at n = 16384: 1072, 1202
+            (
+                (1024, HopperTile(3, 64, False)),
+                (2048, HopperTile(3, 64, False, cache_share=3 / 4)),
+                (math.inf, HopperTile(2, 128, cache_share=11 / 10)),
+            ),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 128, False)),),
             ((math.inf, HopperTile(2, 96, False)),),

@@ -201,9 +201,13 @@ def test_small_scores_are_a_polynomial(scale, softcap, bias):
     assert cap["cap"] == np.float32(unit * softcap)
 
 
-def static_smem(slots, tile):
+def static_smem(slots, tile, head_dim):
     """A bias in so many slots, barriers and the like, as tiles are aligned."""
-    return -(-(slots * (8 * tile.block_n + 16) + 512) // 1024) * 1024
+    if head_dim > 128:  # one float a key, beside each tile of k
+        size = tile.num_stages * (4 * tile.block_n + 16)
+    else:  # those preset, and those that are not
+        size = slots * (8 * tile.block_n + 16)
+    return -(-(size + 448) // 1024) * 1024
 
 
 @pytest.mark.parametrize("head_dim", ROW.dims)
@@ -211,21 +215,24 @@ def test_a_bias_of_keys_fits_beside_few_queries(head_dim):
     asked = problem(head_dim=head_dim, terms="keys", bias="float32")
     asked = dataclasses.replace(asked, seqlen_q=5)
     (config,) = ROW.configs(asked, 1, HOPPER)
-    assert ("PRESET_BIAS", "1") in config.variant.defines
-    static = static_smem(2, ROW.tile(asked))
+    assert ("KEY_BIAS", "1") in config.variant.defines
+    static = static_smem(2, ROW.tile(asked), head_dim)
     assert config.variant.smem + static <= HOPPER.smem_optin
 
 
 @pytest.mark.parametrize("head_dim", ROW.dims)
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 9, "right": 0}])
-def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
-    asked = problem(head_dim=head_dim, terms="keys", bias="float32", **bounds)
+@pytest.mark.parametrize("seqlen", [512, 4096, 16384])
+def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds, seqlen):
+    plain = dataclasses.replace(
+        problem(head_dim=head_dim, **bounds), seqlen_q=seqlen, seqlen_k=seqlen
+    )
+    asked = dataclasses.replace(plain, terms="keys", bias="float32")
     (config,) = ROW.configs(asked, 1, HOPPER)
-    assert ("PRESET_BIAS", "1") in config.variant.defines
+    assert ("KEY_BIAS", "1") in config.variant.defines
     tile = ROW.tile(asked)
-    plain = ROW.tile(problem(head_dim=head_dim, **bounds))
-    assert tile == plain or (head_dim, bounds) == (256, {})
-    static = static_smem(4, tile)
+    assert tile == ROW.tile(plain)
+    static = static_smem(4, tile, head_dim)
     assert config.variant.smem + static <= HOPPER.smem_optin
     for other in (
         {"mask": "bool"},
@@ -237,7 +244,7 @@ def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds):
         both = dataclasses.replace(asked, **other)
         if ROW.refusal(both, HOPPER) is None:
             (config,) = ROW.configs(both, 1, HOPPER)
-            assert ("PRESET_BIAS", "1") not in config.variant.defines
+            assert ("KEY_BIAS", "1") not in config.variant.defines
 
 
 # --- out through shared memory -------------------------------------------------------

@@ -49,9 +49,10 @@ constexpr bool kFindsFirst = kNumGroups == 1 && !kDynamic;
 constexpr int kLateV = 2;
 static_assert(kNumGroups == 1 || kStages >= kLateV);
 
-// Whether tiles of k and q are given back without a branch. With more stages and beside
-// a bias of keys that is slower: the assembler moves more into the turn.
-constexpr bool kGivesBackAtOnce = kNumGroups > 1 && kStages == 2 && !kTermsOfKeys;
+// Whether tiles of k and q are given back without a branch. With more stages and where
+// terms of keys have barriers of their own that is slower: the assembler moves more
+// into the turn.
+constexpr bool kGivesBackAtOnce = kNumGroups > 1 && kStages == 2 && !kHasKeyRing;
 
 // s = q k^T, or s += q k^T with kPresetBias. A step is 16 columns: 32 bytes of a row of
 // 128.
@@ -112,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   extern __shared__ __align__(1024) unsigned char smem[];
   __shared__ __align__(
       8) unsigned long long barriers[2 * kNumGroups + 4 * kStages + 4 + kOrders +
-                                     (kTermsOfKeys ? 2 * kKeySlots : 0)];
+                                     (kHasKeyRing ? 2 * kKeySlots : 0)];
   __shared__ mail_t mailbox_memory[2];
   volatile mail_t* const mailbox = mailbox_memory;
   __shared__ orders_t orders_memory;
@@ -158,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(q_ring.empty_at(n), 4);
     }
     for (int n = 0; n < kStages; ++n) {
-      ptx::mbarrier_init(k_ring.full_at(n), 1);
+      ptx::mbarrier_init(k_ring.full_at(n), 1 + kBiasBehind);
       ptx::mbarrier_init(k_ring.empty_at(n), 4 * kNumGroups);
       ptx::mbarrier_init(v_ring.full_at(n), 1);
       ptx::mbarrier_init(v_ring.empty_at(n), 4 * kNumGroups);
@@ -173,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     for (int n = 0; n < (kHidesSome ? kOrders : 0); ++n) {
       ptx::mbarrier_init(landed + n * kBarrier, 1);
     }
-    for (int n = 0; n < (kTermsOfKeys ? kKeySlots : 0); ++n) {
+    for (int n = 0; n < (kHasKeyRing ? kKeySlots : 0); ++n) {
       ptx::mbarrier_init(key_ring.full_at(n), 1);
       ptx::mbarrier_init(key_ring.empty_at(n), 4 * kNumGroups);
     }
@@ -325,7 +326,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     } else if (kTermsOfKeys && threadIdx.x / kWarpSize == 1) {
       // --- the reader of terms of keys
       const int lane = threadIdx.x % kWarpSize;
-      [[maybe_unused]] const double inverse_scale = 1 / params.scale;
+      const ring_t& ring = kBiasBehind ? k_ring : key_ring;
+      [[maybe_unused]] const inverse_t inverse_scale(params.scale);
       unsigned num_tiles = 0, num_items = 0;
       wait(item_ring.full_at(0), 0);
       while ((mailbox[num_items & 1].item & ~kCareful) < schedule.num_items) {
@@ -333,26 +335,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const tiles_t tiles = mailbox[num_items & 1].share().tiles;
         const scores_t scores(at, SCORE_ARGUMENTS);
         // Other terms leave no registers to ask ahead.
-        read_terms_t ahead;
-        if constexpr (kPresetBias) {
-          ahead.read(scores, (tiles.last - 1) * kBlockN, params.seqlen_k, lane);
+        read_terms_t read;
+        if constexpr (kKeyBias) {
+          read.read(scores, (tiles.last - 1) * kBlockN, params.seqlen_k, lane);
         }
 #pragma unroll 1
         for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
           const unsigned slot = num_tiles % kKeySlots;
-          read_terms_t read = ahead;
-          if (kPresetBias && tile > tiles.first) {
-            ahead.read(scores, (tile - 1) * kBlockN, params.seqlen_k, lane);
-          }
-          wait(key_ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
-          if constexpr (kPresetBias) {
-            write_preset_bias(key_terms[slot], read, inverse_scale, lane);
+          wait(ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
+          if constexpr (kKeyBias) {
+            write_key_bias(key_terms[slot], read, inverse_scale, lane);
           } else {
             read.read(scores, tile * kBlockN, params.seqlen_k, lane);
             write_key_terms(key_terms[slot], read, lane);
           }
           __syncwarp();
-          if (lane == 0) ptx::mbarrier_arrive(key_ring.full_at(slot));
+          if (lane == 0) ptx::mbarrier_arrive(ring.full_at(slot));
+          if (kKeyBias && tile > tiles.first) {
+            read.read(scores, (tile - 1) * kBlockN, params.seqlen_k, lane);
+          }
         }
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(item_ring.empty_at(num_items & 1));
@@ -488,7 +489,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (n >= kLateV) skip_v(n - kLateV);
         take_turn();
         pass_turn();
-        if constexpr (kTermsOfKeys) {
+        if constexpr (kHasKeyRing) {
           wait(key_ring.full_at(number % kKeySlots), number / kKeySlots & 1);
           if (elected) ptx::mbarrier_arrive(key_ring.empty_at(number % kKeySlots));
         }
@@ -505,6 +506,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         return key_terms[slot].some_late;
       }
       return false;
+    };
+    // A bias that comes with its tile of k.
+    [[maybe_unused]] key_bias_t key_bias;
+    auto load_key_bias = [&](unsigned stage) {
+      if constexpr (kBiasBehind) key_bias.load(key_terms[stage].terms + lane % 4 * 2);
+    };
+    auto add_key_bias = [&] {
+      if constexpr (kBiasBehind) key_bias.add_to(s);
     };
     // Products into final scores.
     auto finish_scores = [&](int n, bool late, auto masked) {
@@ -557,12 +566,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::wgmma_fence();
       multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
       ptx::wgmma_commit_group();
+      load_key_bias(stage);
       if constexpr (kBounds > 0) {
 #pragma unroll 1
         for (int n = max(skipped - kLateV, 0); n < skipped; ++n) skip_v(n);
       }
       ptx::wgmma_wait_group<0>();
       keep_order(s);
+      add_key_bias();
       if (elected) {
         ptx::mbarrier_arrive(k_ring.empty_at(stage));
         if (skipped == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
@@ -576,8 +587,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     auto step = [&](int n, auto masked) {
       const unsigned number = num_tiles + n, stage = stage_of(number);
       const unsigned before = number - 1, stage_v = stage_of(before);
-      const bool late = begin_scores(n);
       wait(k_ring.full_at(stage), parity_of(number));
+      const bool late = begin_scores(n);
       take_turn();
       ptx::wgmma_fence();
       multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
@@ -588,8 +599,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       multiply_pv(o, p, v_tiles + stage_v * (kBytesV / 16), n > skipped + 1);
       ptx::wgmma_commit_group();
       pass_turn();
+      load_key_bias(stage);
       ptx::wgmma_wait_group<1>();
       keep_order(s);
+      add_key_bias();
       if constexpr (kGivesBackAtOnce) {
         ptx::mbarrier_arrive_if(elected, k_ring.empty_at(stage));
         ptx::mbarrier_arrive_if(elected & (n == count - 1), q_ring.empty_at(w));

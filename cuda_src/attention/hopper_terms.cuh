@@ -10,7 +10,9 @@
 
 #include "attention/hopper_softmax.cuh"
 #include "attention/softcap.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
+#include "ptx/shared.cuh"
 
 // --- softcap
 
@@ -63,7 +65,12 @@ __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
 // --- terms of keys: what bias and mask are to each key of a tile
 
 // Tiles of them in shared memory. One warpgroup shares it with more stages of keys.
-constexpr int kKeySlots = kPresetBias && kNumGroups == 1 ? 2 : 4;
+// A bias that is added behind the products comes and goes with its tile of k, by the
+// barriers of that: one wait and one arrival less in each step.
+constexpr bool kHasKeyRing = kTermsOfKeys && !kBiasBehind;
+constexpr int kKeySlots = kBiasBehind                      ? kStages
+                          : kPresetBias && kNumGroups == 1 ? 2
+                                                           : 4;
 struct alignas(16) key_terms_t {
   float terms[kTermsOfKeys ? kBlockN : 1];
   // With kPresetBias: those that are added to the products instead, else 0, and whether
@@ -122,28 +129,75 @@ __device__ __forceinline__ void write_key_terms(volatile key_terms_t& slot,
 // late.
 constexpr float kPresetLimit = 512.f / kHeadDim;
 
-// The same with kPresetBias, in units of the products.
-__device__ __forceinline__ void write_preset_bias(volatile key_terms_t& slot,
-                                                  const read_terms_t& read,
-                                                  double inverse_scale,
-                                                  int lane) {
+// 1 / scale as two floats: the reader does without doubles, whose conversions would
+// wait behind the exponentials of the warps that compute, in the same unit.
+struct inverse_t {
+  float high, low;
+
+  __device__ explicit inverse_t(double scale) {
+    high = static_cast<float>(1 / scale);
+    low = static_cast<float>(1 / scale - high);
+  }
+  // x / scale, as rounded once; what is not finite stays so.
+  __device__ float operator()(float x) const {
+    const float product = x * high;
+    const float lost = fmaf(x, low, fmaf(x, high, -product));
+    return is_finite(product) ? product + lost : product;
+  }
+};
+
+// With kKeyBias, in units of the products.
+__device__ __forceinline__ void write_key_bias(volatile key_terms_t& slot,
+                                               const read_terms_t& read,
+                                               const inverse_t& inverse_scale,
+                                               int lane) {
   constexpr float kMost = 3e38f;
   bool some_late = false;
 #pragma unroll
   for (int n = 0; n < kTermsOfLane; ++n) {
     const float bias = read.bias[n];
-    const float term = static_cast<float>(bias * inverse_scale);
-    const bool late = fabsf(bias) > kPresetLimit && is_finite(bias);
+    float term = inverse_scale(bias);
+    if (is_finite(bias)) term = fminf(fmaxf(term, -kMost), kMost);
+    const bool late = kPresetBias && fabsf(bias) > kPresetLimit && is_finite(bias);
     if (is_in_tile(n, lane)) {
       const int column = n * kWarpSize + lane;
       slot.terms[column] = late ? 0.f : term;
-      slot.late[column] = late ? fminf(fmaxf(term, -kMost), kMost) : 0.f;
+      if constexpr (kPresetBias) slot.late[column] = late ? term : 0.f;
       some_late |= late;
     }
   }
-  some_late = __any_sync(kFullMask, some_late);
-  if (lane == 0) slot.some_late = some_late;
+  if constexpr (kPresetBias) {
+    some_late = __any_sync(kFullMask, some_late);
+    if (lane == 0) slot.some_late = some_late;
+  }
 }
+
+// With kBiasBehind, the bias for the columns of a thread, in pairs. As many as there
+// are registers for are loaded while the product is on its way.
+struct key_bias_t {
+  static constexpr int kPairs = kScores / 4, kAhead = kPairs < 4 ? kPairs : 4;
+  unsigned terms;
+  float2 pairs[kPairs];
+
+  __device__ __forceinline__ void load(const float* of_thread) {
+    terms = ptx::shared_address(of_thread);
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) load_pair(n);
+  }
+  __device__ __forceinline__ void add_to(float (&s)[kScores]) {
+#pragma unroll
+    for (int n = kAhead; n < kPairs; ++n) load_pair(n);
+#pragma unroll
+    for (int e = 0; e < kScores; e += 2) {
+      s[e] += pairs[e / 4].x;
+      s[e + 1] += pairs[e / 4].y;
+    }
+    __syncwarp();  // all lanes have read what comes with the tile of k
+  }
+  __device__ __forceinline__ void load_pair(int n) {
+    pairs[n] = ptx::load_shared_f32x2(terms + column_of(4 * n) * sizeof(float));
+  }
+};
 
 // f(number, term of its key) for all numbers of a thread.
 template <typename Function>

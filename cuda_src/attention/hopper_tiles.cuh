@@ -86,17 +86,21 @@ constexpr bool kUnitColumns = true;
 #else
 constexpr bool kUnitColumns = false;
 #endif
-// A bias of keys and no other term: products are added to it, in the accumulators.
-#ifdef PRESET_BIAS
-constexpr bool kPresetBias = true;
+// A bias of keys and no other term, in units of the products. Up to 128 columns they
+// are added to it, in the accumulators; with more, little may be preset, and what comes
+// behind the products hides beside the longer ones of the other warpgroup.
+#ifdef KEY_BIAS
+constexpr bool kKeyBias = true;
 static_assert(kTermsOfKeys && kHasBias && !kHasMask && !kHasSoftcap && !kHasAlibi &&
               !kScaleScores);
 #else
-constexpr bool kPresetBias = false;
+constexpr bool kKeyBias = false;
 #endif
+constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
+constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
-    !kPresetBias && (kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask);
+    !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask);
 // A softcap and nothing else: the way is one from product to weight, and what leaves
 // the softcap are exponents of 2.
 constexpr bool kCapOnly =

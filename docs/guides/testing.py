@@ -170,4 +170,12 @@ print("\n".join(failed) or "none")
 #   beside others of 0.6 in its row. What mends it costs 1 to 4 % of all calls, which
 #   note 0014 tells.
 #
-# Note 0018 has the reproducers.
+# * *Sums over more than 65,536 keys of float32*, if all values have one sign: 7e-6 at
+#   a million keys, where 2e-6 is promised (:doc:`/guides/precision`).
+#
+# Note 0018 has the reproducers of the first two.
+#
+# Mended behind the run of the record, and not run on a card since: gradients of
+# float32 on tensor cores (row ``mma_split``) with two or more batch axes and an ``lse``
+# that does not lie side by side. There dbias, and what is repaired of dk and dv, came
+# from wrong places in memory; ``test_axes_that_merge_but_for_lse`` tells it.

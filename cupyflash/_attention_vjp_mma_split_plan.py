@@ -104,6 +104,8 @@ class MmaSplitPlan:
         # Kernels after these take the lse that is made anew, which is contiguous.
         lse = cupy.ndarray(self.rows_shape, "float32")
         own = _attention_vjp_layout.layout(problem, operands._replace(lse=lse))
+        # Its batch axes may merge where those with the lse of the call do not.
+        self.own_params = _gpu.pack_bytes(own.params, params_dtype(own.batch_dims))
         self.repairs = [
             _repair("queries", ("dq",), forward, layout, device, device_id, OWN_LSE=1),
             _repair("keys", ("dk", "dv"), forward, own, device, device_id),
@@ -116,7 +118,7 @@ class MmaSplitPlan:
             self.own_lse = own_lse_plan(problem, operands, device)
             self.own_bytes = 4 * math.prod(self.own_lse.out_shape)
             self.bias = slow.bias()
-            self.bias_params = _gpu.pack(layout.params, params_dtype(batch_dims))
+            self.bias_params = _gpu.pack(own.params, params_dtype(own.batch_dims))
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
         self.launches = (
             *(self.own_lse.launches if self.own_lse else ()),
@@ -154,12 +156,14 @@ class MmaSplitPlan:
         )  # fmt: skip
         for part, section in self.keys:
             self._make(part, made, (images, stats, found, section), rest)
-        for (names, launch, grads), of_lse, more in zip(
-            self.repairs, (lse, repaired_lse), ((repaired_lse,), ()), strict=True
-        ):
+        for (names, launch, grads), of_lse, more, params in zip(
+            self.repairs, (lse, repaired_lse), ((repaired_lse,), ()),
+            (self.params, self.own_params), strict=True,
+        ):  # fmt: skip
             launch.enqueue(
                 q, k, v, dout, of_lse, delta.data.ptr,
-                *(made[name].data.ptr for name in names), found, *more, *rest, grads,
+                *(made[name].data.ptr for name in names), found, *more,
+                *options, offset, params, grads,
             )  # fmt: skip
         if self.bias is not None:
             q, k, v, _, *options, dout, _, _ = arrays

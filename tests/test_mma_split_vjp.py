@@ -231,6 +231,21 @@ def test_strides(cupy, rng, forced, form):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("form", ["fortran", "heads", "rows", "gaps"])
+@pytest.mark.parametrize("name", ["columns", "rows of dout"])
+def test_axes_that_merge_but_for_lse(cupy, rng, forced, form, name):
+    """Kernels that take an lse made anew merge them: dbias, and repairs of keys."""
+    arrays = inputs(rng, q=(2, 3, 2, 96, 64), k=(2, 3, 1, 70, 64))
+    arrays = [
+        SPREADS[name](x, n)
+        for x, n in zip(arrays, ("q", "k", "v", "dout"), strict=True)
+    ]
+    bias = rng.normal(size=(70,)).astype(np.float32)
+    forms = {"lse": form}
+    agree(cupy, *arrays, forms=forms, bias=bias, need_dbias=True, causal=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
 def test_what_is_not_seen_never_leaks(cupy, rng, forced, bad):
     vjp_laws.what_is_not_seen_never_leaks(cupy, rng, "float32", bad, 64)

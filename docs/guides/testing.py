@@ -170,8 +170,8 @@ print("\n".join(failed) or "none")
 #   beside others of 0.6 in its row. What mends it costs 1 to 4 % of all calls, which
 #   note 0014 tells.
 #
-# * *Sums over more than 65,536 keys of float32*, if all values have one sign: 7e-6 at
-#   a million keys, where 2e-6 is promised (:doc:`/guides/precision`).
+# * *Sums over more than 65,536 keys of float32*, if all values have one sign:
+#   7.4e-6 at a million keys, where 2e-6 is promised (:doc:`/guides/precision`).
 #
 # Note 0018 has the reproducers of the first two.
 #

@@ -11,6 +11,7 @@ import numpy as np
 
 from cupyflash import (
     _arrays,
+    _attention_fold,
     _attention_hopper,
     _attention_kernels,
     _attention_params,
@@ -147,24 +148,29 @@ def make_plan(problem, operands):
     if not all((*problem.batch, problem.num_heads, problem.seqlen_q)):
         return _EmptyPlan(problem, operands, device_id)
     device = _gpu.device(device_id)
-    known = _known(problem, operands)
+    known, operands = _known(problem, operands)
     row, _ = _kernels.select(ATTENTION_KERNELS, known, device)
-    return _PLANS[type(row)](row, known, operands, device)
+    plan = _PLANS[type(row)](row, known, operands, device)
+    plan.out_shape, plan.lse_shape = _shapes(problem)
+    return plan
 
 
 def _select(problem, operands, device):
     """The row for a problem whose arrays lie as they do, and what was refused."""
-    return _kernels.select(ATTENTION_KERNELS, _known(problem, operands), device)
+    known, _ = _known(problem, operands)
+    return _kernels.select(ATTENTION_KERNELS, known, device)
 
 
 def _known(problem, operands):
-    """The problem, with what the Hopper kernel must know of the arrays."""
-    return replace(
+    """What kernels are told, with what the Hopper kernel must know of the arrays."""
+    problem, operands = _attention_fold.folded(problem, operands)
+    known = replace(
         problem,
         no_tensor_map=_no_tensor_map(problem, operands),
         heads_can_be_packed=_heads_can_be_packed(problem, operands),
         terms=_terms(problem, operands),
     )
+    return known, operands
 
 
 def _terms(problem, operands):
@@ -238,6 +244,11 @@ def _address_range(x):
     return sum(min(s, 0) for s in steps), sum(max(s, 0) for s in steps) + x.itemsize
 
 
+def _shapes(problem):
+    """Those of out and lse of a call; None for lse if it is not asked for."""
+    return problem.out_shape, problem.lse_shape if problem.return_lse else None
+
+
 class _Plan:
     """What all calls of one kind share; the arrays come with the call.
 
@@ -249,9 +260,8 @@ class _Plan:
 
     def __init__(self, problem, operands, device_id):
         self.device_id = device_id
-        self.out_shape = problem.out_shape
+        self.out_shape, self.lse_shape = _shapes(problem)
         self.out_dtype = _arrays.to_dtype(problem.dtype)
-        self.lse_shape = problem.lse_shape if problem.return_lse else None
         self.lse_dtype = np.dtype(problem.compute_dtype)
         self.offset = _attention_params.launch_offset(problem)
         arrays = operands.q, operands.k, operands.v, operands.out

@@ -192,15 +192,21 @@ class HopperKernel:
         tile = self.tile(problem)
         items = self._num_tiles(problem, tile)
         most = most_seen(problem) // _KEYS_OF_SPLIT
-        if problem.sinks is not None or most < 2:
+        if problem.sinks is not None:  # which join in a block that merges
+            most = min(most, _MERGED_BY_A_BLOCK // self._bytes_of_part(problem))
+        if most < 2:
             return 1
         return max(1, min(device.num_sms // items, most))
+
+    def _bytes_of_part(self, problem):
+        """Of the results of a tile for one part of the keys."""
+        rows = min(self.tile(problem).block_m, problem.seqlen_q * self.pack(problem))
+        return 4 * rows * problem.head_dim_v
 
     def merges(self, problem: AttentionProblem, device: Device) -> bool:
         """Whether the kernel itself merges the parts of the keys."""
         num_splits = self.num_splits(problem, device)
-        rows = min(self.tile(problem).block_m, problem.seqlen_q * self.pack(problem))
-        size = 4 * num_splits * rows * problem.head_dim_v
+        size = num_splits * self._bytes_of_part(problem)
         return num_splits > 1 and size <= _MERGED_BY_A_BLOCK
 
     def is_dynamic(self, problem: AttentionProblem) -> bool:

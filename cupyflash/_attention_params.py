@@ -45,7 +45,8 @@ def params_dtype(batch_dims: int) -> np.dtype:
 # Which axes follow the batch axes of an operand.
 _AXES = {
     **dict.fromkeys(("q", "k", "v", "out", "bias", "mask"), ("head", "row", "col")),
-    **dict.fromkeys(("sinks", "alibi_slopes"), ("head",)),
+    "sinks": ("head", "row"),  # the latter where rows are heads (_attention_fold)
+    "alibi_slopes": ("head",),
     **dict.fromkeys(("query_offsets", "query_lengths", "key_lengths"), ()),
 }
 
@@ -57,6 +58,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
         x = getattr(operands, name)
         if x is not None:
             steps = _layout.element_strides(x)
+            axes = axes[: len(steps)]
         elif name == "out":
             steps = new_out_strides(problem)
         else:

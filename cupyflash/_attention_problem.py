@@ -199,6 +199,19 @@ def _bounds(causal, window):
     return left, right
 
 
+def _bounds_that_hide(left, right, seqlen_q, seqlen_k):
+    """None for a bound that hides no key, if the last query stands at the last key.
+
+    The first query stands seqlen_q - 1 before it, or less where lengths are shorter: a
+    causal mask hides nothing of one query, nor a window of keys that are fewer.
+    """
+    if left is not None and left >= seqlen_k - 1:
+        left = None
+    if right is not None and right >= seqlen_q - 1:
+        right = None
+    return left, right
+
+
 def _window_side(side):
     if side is None:
         return None
@@ -318,6 +331,8 @@ def attention(
     heads, seqlen_q, head_dim = q.shape[-3:]
     seqlen_k, head_dim_v = v.shape[-2:]
     scale = head_dim**-0.5 if scale is None else _arrays.finite_number("scale", scale)
+    if query_offset is None:
+        left, right = _bounds_that_hide(left, right, seqlen_q, seqlen_k)
 
     bias, mask, sinks, alibi = _check_terms(a, (*batch, heads, seqlen_q, seqlen_k))
     integers = _check_integers(a, batch)

@@ -685,7 +685,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
       const float l = row.l[r] * (1 + low);
       float lse_r = seen[r] ? high + log_of(l) : -infinity<float>();
-      if constexpr (kHasSinks) {
+      if constexpr (kHasSinks && !kSplit) {  // of parts, who merges them lets it join
         const finished_t finished = scores.finish(i, high, l);
         inverse[r] = finished.inverse * (1 + low);
         lse_r = finished.lse;
@@ -825,17 +825,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);
     if (is_last_part) {
+      const scores_t finished(here, SCORE_ARGUMENTS);
 #pragma unroll 1
       for (int row = max(row_block, 0) + int(threadIdx.x - 128) / kWarpSize;
            row < min(row_block + kBlockM, num_rows); row += 4 * kNumGroups) {
+        const int i = query_of(row);
         merge_row(reinterpret_cast<const float*>(out),
                   reinterpret_cast<const double*>(lse),
-                  here.at(merged, params.out) + query_of(row) * params.out.row +
+                  here.at(merged, params.out) + i * params.out.row +
                       row % kPack * params.out.head,
-                  merged_lse,
-                  (here.row_of_heads + row % kPack) * params.seqlen_q + query_of(row),
+                  merged_lse, (here.row_of_heads + row % kPack) * params.seqlen_q + i,
                   static_cast<index_t>(schedule.num_heads) * kPack * params.seqlen_q,
-                  schedule.num_splits, params);
+                  schedule.num_splits,
+                  finished.is_query(i) ? finished.sink(i) : -infinity<float>(), params);
       }
     }
 #endif

@@ -9,7 +9,7 @@
 constexpr int kMergeBarrier = 10;  // of bar.sync, for all warpgroups that compute
 
 // out and lse of one row, by one warp. `row` is that of the first part, and `stride`
-// leads to the same row of the next.
+// leads to the same row of the next. `sink` is one more score, or -inf.
 __device__ __forceinline__ void merge_row(const float* parts,
                                           const double* lses,
                                           elem_t* out,
@@ -17,6 +17,7 @@ __device__ __forceinline__ void merge_row(const float* parts,
                                           index_t row,
                                           index_t stride,
                                           int num_parts,
+                                          float sink,
                                           const params_t& params) {
   // Parts that are asked for before their weights are known, as registers allow.
   constexpr int kAhead = kNumGroups == 1 && kHeadDimV <= 128 ? 16 : 4;
@@ -50,9 +51,10 @@ __device__ __forceinline__ void merge_row(const float* parts,
       }
     }
     // A lane has the weight of a part; all of them come by in turn.
-    auto weight_of = [&](double x) {
-      return x == -infinity<double>() ? 0.f : expf(static_cast<float>(x - m));
+    auto weight_by = [](double x, double top) {
+      return x == -infinity<double>() ? 0.f : expf(static_cast<float>(x - top));
     };
+    auto weight_of = [&](double x) { return weight_by(x, m); };
     float weight = weight_of(first_lse);
     float l = 0;
     float4 sum = {};
@@ -76,7 +78,14 @@ __device__ __forceinline__ void merge_row(const float* parts,
       }
       add(part, part_of(part));
     }
-    const float inverse = l == 0 ? 0.f : 1 / l;
+    float factor = 1;
+    if (kHasSinks && sink != -infinity<float>()) {
+      const double top = sink > m ? sink : m;
+      factor = weight_by(m, top);
+      l = l * factor + weight_by(sink, top);
+      m = top;
+    }
+    const float inverse = l == 0 ? 0.f : factor / l;
     if (exists) {
       const float values[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll

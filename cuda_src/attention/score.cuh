@@ -74,7 +74,8 @@ constexpr bool kRoundSteps = false;
 // The options, as the last parameters of every kernel and as arguments of scores_t.
 // Strides are in params; absent arrays are null.
 //   bias, mask      (batch, heads, queries, keys); mask: true is visible
-//   sinks           (heads);  alibi_slopes  (batch, heads)
+//   sinks           (heads), or (heads, queries) where queries are heads of a group
+//   alibi_slopes    (batch, heads)
 //   query_offsets, query_lengths, key_lengths  (batch)
 #define SCORE_PARAMETERS                                                          \
   const bias_t *__restrict__ bias, const bool *__restrict__ mask,                 \
@@ -163,7 +164,7 @@ class scores_t {
       : params_(params), key_length_(params.seqlen_k), query_length_(params.seqlen_q) {
     if constexpr (kHasBias) bias_ = at.at(bias, params.bias);
     if constexpr (kHasMask) mask_ = at.at(mask, params.mask);
-    if constexpr (kHasSinks) sink_ = to<accum_t>(*at.at(sinks, params.sinks));
+    if constexpr (kHasSinks) sinks_ = at.at(sinks, params.sinks);
     if constexpr (kHasAlibi) {
       slope_ = to<accum_t>(*at.at(alibi_slopes, params.alibi_slopes));
     }
@@ -260,8 +261,11 @@ class scores_t {
   __device__ accum_t slope() const { return slope_; }
   __device__ index_t diagonal(index_t i) const { return i + offset_; }
 
-  // The sink as one more score of every row; -inf is none.
-  __device__ accum_t sink() const { return kHasSinks ? sink_ : -infinity<accum_t>(); }
+  // The sink as one more score of row i, or of every row; -inf is none.
+  __device__ accum_t sink(index_t i = 0) const {
+    if constexpr (kHasSinks) return to<accum_t>(sinks_[i * params_.sinks.row]);
+    return -infinity<accum_t>();
+  }
 
   // Lets the sink join, for row i with maximum m and sum l = sum exp(s - m). Rows that
   // see nothing get 0 and -inf, or the sink; padding gets 0 and -inf.
@@ -269,9 +273,9 @@ class scores_t {
     if (!is_query(i)) return {0, -infinity<accum_t>()};
     accum_t factor = 1;
     if constexpr (kHasSinks) {
-      const accum_t top = larger(m, sink_);
+      const accum_t sink_i = sink(i), top = larger(m, sink_i);
       factor = exp_diff(m, top);
-      l = l * factor + exp_diff(sink_, top);
+      l = l * factor + exp_diff(sink_i, top);
       m = top;
     }
     return {l == 0 ? accum_t(0) : factor / l,
@@ -282,6 +286,7 @@ class scores_t {
   const params_t& params_;
   const bias_t* bias_;
   const bool* mask_;
-  accum_t sink_, slope_;
+  const sink_t* sinks_;
+  accum_t slope_;
   index_t offset_, key_length_, query_length_;
 };

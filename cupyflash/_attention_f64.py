@@ -122,6 +122,11 @@ class TensorFloat64Kernel:
             tiles[-1],
         )
 
+    def parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+        """Parts of the keys, and keys of each."""
+        tile = self._tiles(problem, device)[-1]
+        return _attention_rows.parts_of_keys(problem, device, tile.block_m)
+
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
     ) -> tuple[Config, ...]:

@@ -1,8 +1,9 @@
-"""One query: the query heads of a group as the queries of one head.
+"""Other views of the arrays of a call, for few queries.
 
 A decode step has one query a head, and the heads of a group read the same keys. As
 queries of one head they stand in the rows of one tile, so that every kernel reads keys
-and values once for all of them, whatever their number.
+and values once for all of them, whatever their number. And where tiles of queries are
+fewer than multiprocessors, parts of the keys are one more axis of the batch.
 """
 
 from dataclasses import replace
@@ -59,3 +60,26 @@ def folded(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any]:
         mask=fold(operands.mask),
         sinks=sinks,
     )
+
+
+def in_parts(
+    problem: AttentionProblem, operands, num_parts: int, keys_of_part: int
+) -> tuple[AttentionProblem, Any]:
+    """The call over parts of the keys, a new first axis of the batch, without out."""
+
+    def spread(x):
+        if x is None:
+            return None
+        return cupy.ndarray((num_parts, *x.shape), x.dtype, x.data, (0, *x.strides))
+
+    parts = replace(
+        problem,
+        batch=(num_parts, *problem.batch),
+        keys_of_part=keys_of_part,
+        layout="bhsd",
+        heads_axis=True,
+        return_lse=True,
+    )
+    names = set(operands._fields) - {"out", "given_out", "sinks"}
+    views = {name: spread(getattr(operands, name)) for name in names}
+    return parts, operands._replace(out=None, given_out=None, **views)

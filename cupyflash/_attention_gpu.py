@@ -105,7 +105,8 @@ def attention(
             # Views of the same memory have the same pointer: the arrays of a call can
             # be launched as they come, unless one had to be copied.
             copied = any(a is not b for a, b in zip(ready, operands, strict=True))
-            if key is not None and isinstance(plan, _FusedPlan) and not copied:
+            fused = isinstance(plan, (_FusedPlan, _PartsPlan))
+            if key is not None and fused and not copied:
                 _plans.put(key, plan)
         return plan.run(ready, _attention_params.launch_offset(problem))
 
@@ -150,7 +151,13 @@ def make_plan(problem, operands):
     device = _gpu.device(device_id)
     known, operands = _known(problem, operands)
     row, _ = _kernels.select(ATTENTION_KERNELS, known, device)
-    plan = _PLANS[type(row)](row, known, operands, device)
+    num_parts = 1
+    if isinstance(row, (FusedKernel, TensorFloat64Kernel)) and known.seqlen_k:
+        num_parts, keys_of_part = row.parts(known, device)
+    if num_parts > 1:
+        plan = _PartsPlan(row, known, operands, device, num_parts, keys_of_part)
+    else:
+        plan = _PLANS[type(row)](row, known, operands, device)
     plan.out_shape, plan.lse_shape = _shapes(problem)
     return plan
 
@@ -207,9 +214,10 @@ def _no_tensor_map(problem, operands):
 def describe(problem, operands) -> dict[str, Any]:
     """What a call would launch, for explain(); nothing is compiled or launched."""
     if isinstance(problem, _attention_problem.MergeProblem):
-        launch = _MergePlan(problem, operands).launch
+        launch = _merge_plan(problem, operands).launch
         return {"kernel": "merge", "launches": [_describe_launch(launch)]}
     device = _gpu.device(operands.q.data.device_id)
+    operands = _ready(operands)
     row, refused = _select(problem, operands, device)
     told = {"kernel": row.name, "refused": refused, "device": device.name}
     plan = make_plan(problem, operands)
@@ -299,6 +307,12 @@ class _EmptyPlan(_Plan):
         return self.new_out() if out is None else out, self.new_lse()
 
 
+def _arrays_of(operands):
+    """The arrays of a call in the order of plans."""
+    arrays = (operands.q, operands.k, operands.v, operands.given_out)
+    return arrays + tuple(getattr(operands, name) for name in OPTIONS)
+
+
 def _address(x):
     return 0 if x is None else x.data.ptr
 
@@ -341,9 +355,7 @@ class _FusedPlan(_Plan):
 
     def run(self, operands, offset):
         """Launch for checked operands."""
-        arrays = (operands.q, operands.k, operands.v, operands.given_out)
-        arrays += tuple(getattr(operands, name) for name in OPTIONS)
-        return self(arrays, offset)
+        return self(_arrays_of(operands), offset)
 
 
 class _HopperPlan(_FusedPlan):
@@ -610,6 +622,50 @@ class _UnfusedPlan(_Plan):
         )
 
 
+class _PartsPlan(_Plan):
+    """A fused plan over parts of the keys, and the kernel that merges their results."""
+
+    def __init__(self, row, problem, operands, device, num_parts, keys_of_part):
+        super().__init__(problem, operands, operands.q.data.device_id)
+        self.num_splits = num_parts
+        of_parts = _attention_fold.in_parts(problem, operands, num_parts, keys_of_part)
+        self.parts = _PLANS[type(row)](row, *of_parts, device)
+        shape = (*problem.batch, problem.num_heads, problem.seqlen_q)
+        merged = _attention_problem.MergeProblem(
+            problem.backend,
+            num_parts,
+            shape,
+            problem.head_dim_v,
+            problem.dtype,
+            problem.compute_dtype,
+        )
+        steps = _attention_params.new_out_strides(problem)
+        if operands.out is not None:
+            steps = _layout.element_strides(operands.out)
+        of_parts = (
+            _attention_params.contiguous_strides((num_parts, *shape, *more))
+            for more in ((problem.head_dim_v,), ())
+        )
+        self.merge = _MergePlan(merged, self.device_id, *of_parts, steps)
+        self.launches = (*self.parts.launches, self.merge.launch)
+
+    def __call__(self, arrays, offset):
+        """Launch; `arrays` as they stand in a call, out None for a new one."""
+        out, lse = arrays[3], self.new_lse()
+        if out is None:
+            out = self.new_out()
+        outs, lses = self.parts((*arrays[:3], None, *arrays[4:]), offset)
+        keep_if_capturing((outs, lses))
+        self.merge.launch(
+            outs, lses, out, _NULL if lse is None else lse, self.merge.params
+        )
+        return out, lse
+
+    def run(self, operands, offset):
+        """Launch for checked operands."""
+        return self(_arrays_of(operands), offset)
+
+
 _PLANS = {
     HopperKernel: _HopperPlan,
     FusedKernel: _FusedPlan,
@@ -632,19 +688,14 @@ _merge_plans = _gpu.PlanCache()
 
 
 class _MergePlan:
-    """The merge kernel for arrays of given shapes and strides."""
+    """The merge kernel for arrays of given shapes and strides in elements."""
 
-    def __init__(self, problem, operands):
-        outs, lses, out = operands
-        self.device_id = outs.data.device_id
-        _gpu.device(self.device_id)  # refuses cards that are too old
-        outs_part, *outs_rows, outs_col = _layout.element_strides(outs)
-        lses_part, *lses_rows = _layout.element_strides(lses)
-        *out_rows, out_col = (
-            _attention_params.contiguous_strides(outs.shape[1:])
-            if out is None
-            else _layout.element_strides(out)
-        )
+    def __init__(self, problem, device_id, outs, lses, out):
+        self.device_id = device_id
+        _gpu.device(device_id)  # refuses cards that are too old
+        outs_part, *outs_rows, outs_col = outs
+        lses_part, *lses_rows = lses
+        *out_rows, out_col = out
         shape, rows = _layout.collapse(problem.shape, [outs_rows, lses_rows, out_rows])
         shape = shape or (1,)
         fields = {
@@ -666,6 +717,18 @@ class _MergePlan:
         )
 
 
+def _merge_plan(problem, operands):
+    """The plan of a call of merge_attention_states."""
+    outs, lses, out = operands
+    steps = (
+        _attention_params.contiguous_strides(outs.shape[1:])
+        if out is None
+        else _layout.element_strides(out)
+    )
+    of_parts = _layout.element_strides(outs), _layout.element_strides(lses)
+    return _MergePlan(problem, outs.data.device_id, *of_parts, steps)
+
+
 def merge(problem, operands) -> tuple[Any, Any]:
     """merge_attention_states of a checked problem: (out, lse)."""
     outs, lses, out = operands
@@ -674,7 +737,7 @@ def merge(problem, operands) -> tuple[Any, Any]:
     key = problem, device_id, outs.strides, lses.strides, steps
     plan = _merge_plans.get(key)
     if plan is None:
-        plan = _MergePlan(problem, operands)
+        plan = _merge_plan(problem, operands)
         _merge_plans.put(key, plan)
     with cupy.cuda.Device(device_id):
         if out is None:

@@ -20,6 +20,7 @@ from cupyflash._attention_rows import (
     is_plain,
     num_rows,
     num_tiles,
+    parts_of_keys,
 )
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
@@ -124,6 +125,13 @@ class FusedKernel:
             ),
             tiles[-1],
         )
+
+    def parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+        """Parts of the keys, and keys of each."""
+        if problem.dtype not in ("float32", "float64"):
+            return 1, problem.seqlen_k  # results of parts would be rounded to 16 bits
+        tile = self._tiles(problem, device)[-1]
+        return parts_of_keys(problem, device, tile.block_m)
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device

@@ -34,10 +34,11 @@ def params_dtype(batch_dims: int) -> np.dtype:
             ("left", "i8"),
             ("right", "i8"),
             ("offset_from_lengths", "i8"),
+            ("keys_of_part", "i8"),
             ("scale", "f8"),
             ("softcap", "f8"),
             ("batch_shape", "i8", (batch_dims,)),
-            *((name, operand) for name in ("q", "k", "v", "out", *OPTIONS)),
+            *((name, operand) for name in ("q", "k", "v", "out", *OPTIONS, "part")),
         ]
     )
 
@@ -71,6 +72,9 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
             **dict.fromkeys(("head", "row", "col"), 0),
             **dict(zip(axes, steps[num_batch:], strict=True)),
         }
+    batch_strides["part"] = (0,) * len(problem.batch)
+    if problem.keys_of_part is not None:
+        batch_strides["part"] = (1, *batch_strides["part"][1:])
     shape, merged = _layout.collapse(problem.batch, list(batch_strides.values()))
     # A kernel has one batch axis at least.
     shape = shape or (1,)
@@ -87,6 +91,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
         "left": FAR if problem.left is None else min(problem.left, FAR),
         "right": FAR if problem.right is None else min(problem.right, FAR),
         "offset_from_lengths": problem.query_offset == "lengths",
+        "keys_of_part": problem.keys_of_part or 0,
         "scale": problem.scale,
         "softcap": problem.softcap,
         "batch_shape": shape,
@@ -94,6 +99,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
             name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
             for name in _AXES
         },
+        "part": (batch_strides["part"], 0, 0, 0),
     }
 
 

@@ -67,6 +67,8 @@ class AttentionProblem:
     # "unit" where keys lie side by side, else "any". For gradients "tiles" where the
     # copy engine of Hopper can read them.
     terms: str = "any"
+    # Where the first axis of the batch is one of parts of the keys: keys of a part.
+    keys_of_part: int | None = None
 
     @property
     def compute_dtype(self) -> str:

@@ -61,6 +61,8 @@ def defines(problem, batch_dims, num_threads, elem=None, **more):
             )
     if problem.softcap:
         switches["SOFTCAP"] = 1
+    if problem.keys_of_part is not None:
+        switches["KEY_PARTS"] = 1
     return tuple((name, str(value)) for name, value in switches.items())
 
 
@@ -83,6 +85,22 @@ def most_seen(problem):
     if problem.left is None or problem.right is None:
         return problem.seqlen_k
     return min(problem.seqlen_k, problem.left + problem.right + 1)
+
+
+# Keys of a part are a multiple of this, which all tiles of keys divide; and blocks that
+# a multiprocessor is to have where keys are in parts.
+_KEYS_OF_PART = 256
+_BLOCKS_PER_SM = 4
+
+
+def parts_of_keys(problem, device, block_m):
+    """(parts, keys of each) where tiles of `block_m` queries leave the device idle."""
+    wanted = device.num_sms * _BLOCKS_PER_SM // num_tiles(problem, block_m)
+    steps = -(-problem.seqlen_k // _KEYS_OF_PART)
+    if most_seen(problem) < 2 * _KEYS_OF_PART or wanted < _BLOCKS_PER_SM:
+        return 1, problem.seqlen_k
+    keys = -(-steps // min(wanted, steps)) * _KEYS_OF_PART
+    return -(-problem.seqlen_k // keys), keys
 
 
 def scale_is_plain(scale):

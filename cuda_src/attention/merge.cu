@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     attention_merge(const elem_t* __restrict__ outs,  // (parts, rows, head_dim_v)
                     const lse_t* __restrict__ lses,   // (parts, rows)
                     elem_t* __restrict__ out,         // (rows, head_dim_v)
-                    lse_t* __restrict__ lse,          // (rows), contiguous
+                    lse_t* __restrict__ lse,          // (rows), contiguous, or null
                     const __grid_constant__ merge_params_t params) {
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long row = (block * kNumThreads + threadIdx.x) / kWarpSize;
@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     out[offsets.of[kOut] + column * params.out_col] =
         to<elem_t>(l == 0 ? accum_t(0) : sum / l);
   }
-  if (lane == 0) {
+  if (lse != nullptr && lane == 0) {
     lse[row] = to<lse_t>(l == 0 ? -infinity<accum_t>() : m + log_of(l));
   }
 }

@@ -43,10 +43,12 @@ struct params_t {
   index_t left, right;
   // 1: key length - query length of the batch entry is added to the query offset.
   index_t offset_from_lengths;
+  index_t keys_of_part;  // where an axis of the batch is one of parts of the keys
   double scale, softcap;
   index_t batch_shape[kBatchDims];
   operand_t q, k, v, out, bias, mask, sinks, alibi_slopes;
   operand_t query_offsets, query_lengths, key_lengths;
+  operand_t part;  // its offset is the number of a part of the keys
 };
 
 // What a block works on: tile `tile` of `num_tiles` of one head of one batch entry.

@@ -7,7 +7,8 @@
 //
 // Arrays that a call does without leave no code: the host defines BIAS_T, MASK,
 // SINKS_T, ALIBI_SLOPES_T, QUERY_OFFSETS_T, QUERY_LENGTHS_T, KEY_LENGTHS_T and SOFTCAP
-// only for those it has. ROUND_STEPS rounds each step to elem_t (the naive kernel).
+// only for those it has. ROUND_STEPS rounds each step to elem_t (the naive kernel); with
+// KEY_PARTS an axis of the batch is one of parts of the keys, whose results are merged.
 #pragma once
 
 #include "attention/params.cuh"
@@ -59,6 +60,11 @@ using key_length_t = KEY_LENGTHS_T;
 #else
 constexpr bool kHasKeyLengths = false;
 using key_length_t = char;
+#endif
+#ifdef KEY_PARTS
+constexpr bool kHasParts = true;
+#else
+constexpr bool kHasParts = false;
 #endif
 #ifdef SOFTCAP
 constexpr bool kHasSoftcap = true;
@@ -176,6 +182,9 @@ class scores_t {
       key_length_ =
           clamp(position(*at.at(key_lengths, params.key_lengths)), 0, params.seqlen_k);
     }
+    if constexpr (kHasParts) {
+      part_first_ = params.part.offset(at.batch, 0) * params.keys_of_part;
+    }
     offset_ = query_offset;
     if constexpr (kHasQueryOffsets) {
       offset_ = position(*at.at(query_offsets, params.query_offsets));
@@ -196,8 +205,14 @@ class scores_t {
   __device__ range_t keys_of(index_t i_first, index_t i_last) const {
     i_last = i_last < query_length_ ? i_last : query_length_;
     if (i_first >= i_last) return {0, 0};
-    return {clamp(i_first + offset_ - params_.left, 0, key_length_),
-            clamp(i_last + offset_ + params_.right, 0, key_length_)};
+    const range_t seen = {clamp(i_first + offset_ - params_.left, 0, key_length_),
+                          clamp(i_last + offset_ + params_.right, 0, key_length_)};
+    if constexpr (kHasParts) {
+      const index_t part_last = part_first_ + params_.keys_of_part;
+      return {clamp(seen.first, part_first_, part_last),
+              clamp(seen.last, part_first_, part_last)};
+    }
+    return seen;
   }
 
   // Queries outside this range see no key in [j_first, j_last); mask aside.
@@ -273,7 +288,10 @@ class scores_t {
     if (!is_query(i)) return {0, -infinity<accum_t>()};
     accum_t factor = 1;
     if constexpr (kHasSinks) {
-      const accum_t sink_i = sink(i), top = larger(m, sink_i);
+      // Of parts of the keys, it joins the first.
+      const bool joins = !kHasParts || part_first_ == 0;
+      const accum_t sink_i = joins ? sink(i) : -infinity<accum_t>();
+      const accum_t top = larger(m, sink_i);
       factor = exp_diff(m, top);
       l = l * factor + exp_diff(sink_i, top);
       m = top;
@@ -288,5 +306,5 @@ class scores_t {
   const bool* mask_;
   const sink_t* sinks_;
   accum_t slope_;
-  index_t offset_, key_length_, query_length_;
+  index_t offset_, key_length_, query_length_, part_first_;
 };

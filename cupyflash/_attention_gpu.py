@@ -11,7 +11,7 @@ import numpy as np
 
 from cupyflash import (
     _arrays,
-    _attention_fold,
+    _attention_views,
     _attention_hopper,
     _attention_kernels,
     _attention_params,
@@ -66,7 +66,7 @@ def attention(
             k.shape, k.strides, k.dtype, k.data.device_id,
             v.shape, v.strides, v.dtype, v.data.device_id,
             # Whether the copy engine of Hopper can read them.
-            (q.data.ptr | k.data.ptr | v.data.ptr) % 16 == 0,
+            q.data.ptr % 16 == 0, k.data.ptr % 16 == 0, v.data.ptr % 16 == 0,
             scale, scale.__class__, causal, causal.__class__, softcap,
             softcap.__class__,
             # By its repr, since 1 and True are not the same argument.
@@ -99,16 +99,13 @@ def attention(
         method,
     )  # fmt: skip
     with cupy.cuda.Device(operands.q.data.device_id):
-        ready = _ready(operands)
         if plan is None:
-            plan = make_plan(problem, ready)
+            plan = make_plan(problem, operands)
             # Views of the same memory have the same pointer: the arrays of a call can
-            # be launched as they come, unless one had to be copied.
-            copied = any(a is not b for a, b in zip(ready, operands, strict=True))
-            fused = isinstance(plan, (_FusedPlan, _PartsPlan))
-            if key is not None and fused and not copied:
+            # be launched as they come.
+            if key is not None and plan.takes_arrays:
                 _plans.put(key, plan)
-        return plan.run(ready, _attention_params.launch_offset(problem))
+        return plan.run(operands, _attention_params.launch_offset(problem))
 
 
 def _facts(x):
@@ -119,18 +116,8 @@ def _facts(x):
 def run(problem, operands) -> tuple[Any, Any]:
     """Attention of a checked problem: (out, lse or None)."""
     with cupy.cuda.Device(operands.q.data.device_id):
-        operands = _ready(operands)
         offset = _attention_params.launch_offset(problem)
         return make_plan(problem, operands).run(operands, offset)
-
-
-def _ready(operands):
-    """The operands with q, k and v fit for a kernel: the last axis contiguous."""
-    return operands._replace(
-        q=_with_contiguous_rows(operands.q),
-        k=_with_contiguous_rows(operands.k),
-        v=_with_contiguous_rows(operands.v),
-    )
 
 
 def _with_contiguous_rows(x):
@@ -149,28 +136,34 @@ def make_plan(problem, operands):
     if not all((*problem.batch, problem.num_heads, problem.seqlen_q)):
         return _EmptyPlan(problem, operands, device_id)
     device = _gpu.device(device_id)
-    known, operands = _known(problem, operands)
-    row, _ = _kernels.select(ATTENTION_KERNELS, known, device)
+    row, _, known, fit, copies = _select(problem, operands, device)
     num_parts = 1
     if isinstance(row, (FusedKernel, TensorFloat64Kernel)) and known.seqlen_k:
         num_parts, keys_of_part = row.parts(known, device)
     if num_parts > 1:
-        plan = _PartsPlan(row, known, operands, device, num_parts, keys_of_part)
+        plan = _PartsPlan(row, known, fit, device, num_parts, keys_of_part)
     else:
-        plan = _PLANS[type(row)](row, known, operands, device)
+        plan = _PLANS[type(row)](row, known, fit, device)
     plan.out_shape, plan.lse_shape = _shapes(problem)
-    return plan
+    return _CopyingPlan(problem, operands, plan, fit, copies) if copies else plan
 
 
 def _select(problem, operands, device):
-    """The row for a problem whose arrays lie as they do, and what was refused."""
-    known, _ = _known(problem, operands)
-    return _kernels.select(ATTENTION_KERNELS, known, device)
+    """(row, what was refused, problem and operands for it, what has to be copied)."""
+    for for_copy_engine in (True, False):
+        if for_copy_engine and not _attention_views.may_copy(problem):
+            continue
+        fit, copies = _attention_views.made_to_fit(operands, for_copy_engine)
+        known, fit = _known(problem, fit)
+        row, refused = _kernels.select(ATTENTION_KERNELS, known, device)
+        if isinstance(row, HopperKernel):
+            break
+    return row, refused, known, fit, copies
 
 
 def _known(problem, operands):
     """What kernels are told, with what the Hopper kernel must know of the arrays."""
-    problem, operands = _attention_fold.folded(problem, operands)
+    problem, operands = _attention_views.folded(problem, operands)
     known = replace(
         problem,
         no_tensor_map=_no_tensor_map(problem, operands),
@@ -217,12 +210,13 @@ def describe(problem, operands) -> dict[str, Any]:
         launch = _merge_plan(problem, operands).launch
         return {"kernel": "merge", "launches": [_describe_launch(launch)]}
     device = _gpu.device(operands.q.data.device_id)
-    operands = _ready(operands)
-    row, refused = _select(problem, operands, device)
+    row, refused, *_, copies = _select(problem, operands, device)
     told = {"kernel": row.name, "refused": refused, "device": device.name}
+    if copies:
+        told["copied first"] = ", ".join(copies)
     plan = make_plan(problem, operands)
     told["launches"] = [_describe_launch(launch) for launch in plan.launches]
-    if isinstance(plan, _UnfusedPlan):
+    if isinstance(row, UnfusedKernel) and plan.launches:
         shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
         told["scores in memory"] = f"{shape} {row.scores_dtype(problem)}"
         told["matmuls"] = "cupy.matmul before the first launch and after it"
@@ -265,6 +259,7 @@ class _Plan:
 
     launches: tuple[Any, ...] = ()
     num_splits = 1  # parts that the keys are split into
+    takes_arrays = False  # whether it can be called with the arrays of a call
 
     def __init__(self, problem, operands, device_id):
         self.device_id = device_id
@@ -319,6 +314,8 @@ def _address(x):
 
 class _FusedPlan(_Plan):
     """One kernel over q, k and v."""
+
+    takes_arrays = True
 
     def __init__(self, row, problem, operands, device):
         super().__init__(problem, operands, operands.q.data.device_id)
@@ -625,10 +622,12 @@ class _UnfusedPlan(_Plan):
 class _PartsPlan(_Plan):
     """A fused plan over parts of the keys, and the kernel that merges their results."""
 
+    takes_arrays = True
+
     def __init__(self, row, problem, operands, device, num_parts, keys_of_part):
         super().__init__(problem, operands, operands.q.data.device_id)
         self.num_splits = num_parts
-        of_parts = _attention_fold.in_parts(problem, operands, num_parts, keys_of_part)
+        of_parts = _attention_views.in_parts(problem, operands, num_parts, keys_of_part)
         self.parts = _PLANS[type(row)](row, *of_parts, device)
         shape = (*problem.batch, problem.num_heads, problem.seqlen_q)
         merged = _attention_problem.MergeProblem(
@@ -664,6 +663,40 @@ class _PartsPlan(_Plan):
     def run(self, operands, offset):
         """Launch for checked operands."""
         return self(_arrays_of(operands), offset)
+
+
+class _CopyingPlan(_Plan):
+    """Copies of q, k and v, as far as they need them, before another plan."""
+
+    def __init__(self, problem, operands, plan, fit, copies):
+        super().__init__(problem, operands, operands.q.data.device_id)
+        self.plan = plan
+        self.launches, self.num_splits = plan.launches, plan.num_splits
+        self.takes_arrays = plan.takes_arrays
+        self.copies = [copies.get(name) for name in "qkv"]
+        self.views = {name: getattr(fit, name) for name in copies}
+
+    def _copied(self, arrays):
+        """q, k and v, copied where that is needed."""
+        ready = tuple(
+            x if copy is None else copy(x)
+            for x, copy in zip(arrays, self.copies, strict=True)
+        )
+        keep_if_capturing(ready)
+        return ready
+
+    def __call__(self, arrays, offset):
+        """Copy and launch; `arrays` as they stand in a call."""
+        return self.plan((*self._copied(arrays[:3]), *arrays[3:]), offset)
+
+    def run(self, operands, offset):
+        """The same for checked operands."""
+        made = dict(zip("qkv", self._copied(operands[:3]), strict=True))
+        views = {
+            name: cupy.ndarray(x.shape, x.dtype, made[name].data, x.strides)
+            for name, x in self.views.items()
+        }
+        return self.plan.run(operands._replace(**views), offset)
 
 
 _PLANS = {

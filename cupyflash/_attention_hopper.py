@@ -130,9 +130,8 @@ class HopperKernel:
         if problem.dtype not in ("float16", "bfloat16"):
             return f"takes float16 and bfloat16, not {problem.dtype}"
         for name in ("head_dim", "head_dim_v"):
-            n = getattr(problem, name)
-            if n % 8 or n > self.dims[-1]:
-                return f"{name} {n} is not a multiple of 8 up to {self.dims[-1]}"
+            if (n := getattr(problem, name)) > self.dims[-1]:
+                return f"{name} {n} is above {self.dims[-1]}"
         if problem.seqlen_k == 0:
             return "there are no keys"
         if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
@@ -194,7 +193,8 @@ class HopperKernel:
         most = most_seen(problem) // _KEYS_OF_SPLIT
         if problem.sinks is not None:  # which join in a block that merges
             most = min(most, _MERGED_BY_A_BLOCK // self._bytes_of_part(problem))
-        if most < 2:
+        # Parts are written and merged by vectors of 4 columns.
+        if most < 2 or problem.head_dim_v % 4:
             return 1
         return max(1, min(device.num_sms // items, most))
 

@@ -46,7 +46,7 @@ def params_dtype(batch_dims: int) -> np.dtype:
 # Which axes follow the batch axes of an operand.
 _AXES = {
     **dict.fromkeys(("q", "k", "v", "out", "bias", "mask"), ("head", "row", "col")),
-    "sinks": ("head", "row"),  # the latter where rows are heads (_attention_fold)
+    "sinks": ("head", "row"),  # the latter where rows are heads (_attention_views)
     "alibi_slopes": ("head",),
     **dict.fromkeys(("query_offsets", "query_lengths", "key_lengths"), ()),
 }

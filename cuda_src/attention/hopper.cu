@@ -730,7 +730,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       elem_t* const out_rows = here.at(reinterpret_cast<elem_t*>(out), params.out);
       const bool aligned =
           (reinterpret_cast<unsigned long long>(out_rows) % 16 | params.out.row % 8 |
-           (kPack > 1 ? params.out.head % 8 : 0)) == 0 &&
+           params.head_dim_v % 8 | (kPack > 1 ? params.out.head % 8 : 0)) == 0 &&
           params.out.col == 1;
       // A word: two columns of row r of this thread.
       auto word_of = [&](int e, int r) {

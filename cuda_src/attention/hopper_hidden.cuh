@@ -123,7 +123,7 @@ __device__ __forceinline__ void add_specials(const elem_t* v,
         const auto* row =
             reinterpret_cast<const uint4*>(v + (j0 + lane) * params.v.row);
 #pragma unroll 4
-        for (int n = 0; n < head_dim_v / 8; ++n) {
+        for (int n = 0; n < (head_dim_v + 7) / 8; ++n) {  // rows are whole vectors
           const uint4 x = row[n];
           special |= (special_mask(x.x) | special_mask(x.y) | special_mask(x.z) |
                       special_mask(x.w)) != 0;

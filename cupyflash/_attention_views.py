@@ -1,17 +1,27 @@
-"""Other views of the arrays of a call, for few queries.
+"""The arrays of a call as kernels read them best: other views of them, or copies.
 
 A decode step has one query a head, and the heads of a group read the same keys. As
 queries of one head they stand in the rows of one tile, so that every kernel reads keys
 and values once for all of them, whatever their number. And where tiles of queries are
 fewer than multiprocessors, parts of the keys are one more axis of the batch.
+
+All kernels want the last axis of q, k and v contiguous; the copy engine of Hopper wants
+rows that begin at multiples of 16 bytes.
 """
 
-from dataclasses import replace
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cupy
 
+from cupyflash import _gpu, _tensormap
 from cupyflash._attention_problem import AttentionProblem
+
+# Queries from which a copy for the copy engine takes less time than it saves, and bytes
+# of such copies of k and v that are allowed a byte of out.
+_COPIES_FROM = 1024
+_MOST_COPIED = 4
 
 
 def folded(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any]:
@@ -83,3 +93,55 @@ def in_parts(
     names = set(operands._fields) - {"out", "given_out", "sinks"}
     views = {name: spread(getattr(operands, name)) for name in names}
     return parts, operands._replace(out=None, given_out=None, **views)
+
+
+@dataclass(frozen=True)
+class Copy:
+    """An array without the axes that are broadcast, to be copied; strides in bytes."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    columns: int  # from row to row of the copy
+
+    def __call__(self, x):
+        """The copy of an array, contiguous but for what lies between its rows."""
+        *rows, columns = self.shape
+        copy = cupy.ndarray((*rows, self.columns), x.dtype)
+        part = copy[..., :columns]
+        part[...] = cupy.ndarray(self.shape, x.dtype, x.data, self.strides)
+        return copy
+
+
+def may_copy(problem: AttentionProblem) -> bool:
+    """Whether copies for the copy engine would pay, in time and in memory."""
+    if problem.seqlen_q < _COPIES_FROM or problem.method not in ("auto", "tiled"):
+        return False
+    dims = problem.head_dim + problem.head_dim_v
+    copied = problem.num_kv_heads * problem.seqlen_k * dims
+    out = problem.num_heads * problem.seqlen_q * problem.head_dim_v
+    return copied <= _MOST_COPIED * out
+
+
+def made_to_fit(operands, for_copy_engine: bool) -> tuple[Any, dict[str, Copy]]:
+    """The operands as if q, k and v had been copied where they must be; the copies."""
+    copies, views = {}, {}
+    for name in "qkv":
+        x = getattr(operands, name)
+        fits = x.size == 0 or x.shape[-1] == 1 or x.strides[-1] == x.itemsize
+        if fits and for_copy_engine:
+            fits = _tensormap.refusal(x.data.ptr, x.shape, x.strides) is None
+        if fits:
+            continue
+        own = [1 if step == 0 else n for n, step in zip(x.shape, x.strides)]
+        own[-1] = x.shape[-1]
+        vector = 16 // x.itemsize
+        columns = -(-own[-1] // vector) * vector
+        copies[name] = Copy(tuple(own), x.strides, columns)
+        steps = [math.prod((*own[axis + 1 : -1], columns)) for axis in range(x.ndim)]
+        steps[-1] = 1
+        strides = tuple(
+            0 if n == 1 else step * x.itemsize
+            for n, step in zip(own, steps, strict=True)
+        )
+        views[name] = cupy.ndarray(x.shape, x.dtype, _gpu.NULL, strides)
+    return operands._replace(**views), copies

@@ -120,16 +120,6 @@ def run(problem, operands) -> tuple[Any, Any]:
         return make_plan(problem, operands).run(operands, offset)
 
 
-def _with_contiguous_rows(x):
-    """`x`, or a copy of it if its last axis is not contiguous; broadcasts stay so."""
-    if x.size == 0 or x.shape[-1] == 1 or x.strides[-1] == x.itemsize:
-        return x
-    own = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides)]
-    if own.shape[-1] != x.shape[-1]:
-        own = cupy.broadcast_to(own, (*own.shape[:-1], x.shape[-1]))
-    return cupy.broadcast_to(cupy.ascontiguousarray(own), x.shape)
-
-
 def make_plan(problem, operands):
     """Selection, grid and parameters of a problem."""
     device_id = operands.q.data.device_id
@@ -150,11 +140,13 @@ def make_plan(problem, operands):
 
 def _select(problem, operands, device):
     """(row, what was refused, problem and operands for it, what has to be copied)."""
-    for for_copy_engine in (True, False):
+    arrays = {name: getattr(operands, name) for name in "qkv"}
+    most = _attention_views.most_copied(problem)
+    for for_copy_engine in (tuple(arrays), ()):
         if for_copy_engine and not _attention_views.may_copy(problem):
             continue
-        fit, copies = _attention_views.made_to_fit(operands, for_copy_engine)
-        known, fit = _known(problem, fit)
+        views, copies = _attention_views.made_to_fit(arrays, for_copy_engine, most)
+        known, fit = _known(problem, operands._replace(**views))
         row, refused = _kernels.select(ATTENTION_KERNELS, known, device)
         if isinstance(row, HopperKernel):
             break

@@ -268,6 +268,7 @@ ATTENTION_KERNELS = (  # best first
                         Tile(8, 16, 64),
                     ),
                 ),
+                (768, (Tile(16, 16, 128), Tile(8, 16, 64))),
             ),
             8: (
                 (

@@ -19,7 +19,7 @@ from cupyflash import _gpu, _tensormap
 from cupyflash._attention_problem import AttentionProblem
 
 # Queries from which a copy for the copy engine takes less time than it saves, and bytes
-# of such copies of k and v that are allowed a byte of out.
+# of each such copy that are allowed a byte of out.
 _COPIES_FROM = 1024
 _MOST_COPIED = 4
 
@@ -113,35 +113,45 @@ class Copy:
 
 
 def may_copy(problem: AttentionProblem) -> bool:
-    """Whether copies for the copy engine would pay, in time and in memory."""
-    if problem.seqlen_q < _COPIES_FROM or problem.method not in ("auto", "tiled"):
-        return False
-    dims = problem.head_dim + problem.head_dim_v
-    copied = problem.num_kv_heads * problem.seqlen_k * dims
-    out = problem.num_heads * problem.seqlen_q * problem.head_dim_v
-    return copied <= _MOST_COPIED * out
+    """Whether copies for the copy engine of Hopper may pay."""
+    in_16_bits = problem.dtype in ("float16", "bfloat16")
+    by_method = problem.method in ("auto", "tiled")
+    return in_16_bits and by_method and problem.seqlen_q >= _COPIES_FROM
 
 
-def made_to_fit(operands, for_copy_engine: bool) -> tuple[Any, dict[str, Copy]]:
-    """The operands as if q, k and v had been copied where they must be; the copies."""
+def made_to_fit(
+    arrays: dict[str, Any], for_copy_engine: tuple[str, ...], most_bytes: float
+) -> tuple[dict[str, Any], dict[str, Copy]]:
+    """Arrays with a contiguous last axis, as if copied where they must be; the copies.
+
+    Those named in `for_copy_engine` become readable to it, as far as that takes copies
+    of at most so many bytes each. No place in memory is known yet: pointers are 0.
+    """
     copies, views = {}, {}
-    for name in "qkv":
-        x = getattr(operands, name)
-        fits = x.size == 0 or x.shape[-1] == 1 or x.strides[-1] == x.itemsize
-        if fits and for_copy_engine:
-            fits = _tensormap.refusal(x.data.ptr, x.shape, x.strides) is None
+    for name, x in arrays.items():
+        itemsize = x.itemsize
+        own = [1 if step == 0 else n for n, step in zip(x.shape, x.strides, strict=True)]
+        own[-1] = x.shape[-1]
+        vector = 16 // itemsize
+        columns = -(-own[-1] // vector) * vector
+        size = math.prod(own[:-1]) * columns * itemsize
+        fits = x.size == 0 or x.shape[-1] == 1 or x.strides[-1] == itemsize
+        if fits and name in for_copy_engine and size <= most_bytes:
+            refusal = _tensormap.refusal(x.data.ptr, x.shape, x.strides, itemsize)
+            fits = refusal is None
         if fits:
             continue
-        own = [1 if step == 0 else n for n, step in zip(x.shape, x.strides)]
-        own[-1] = x.shape[-1]
-        vector = 16 // x.itemsize
-        columns = -(-own[-1] // vector) * vector
         copies[name] = Copy(tuple(own), x.strides, columns)
         steps = [math.prod((*own[axis + 1 : -1], columns)) for axis in range(x.ndim)]
         steps[-1] = 1
         strides = tuple(
-            0 if n == 1 else step * x.itemsize
-            for n, step in zip(own, steps, strict=True)
+            0 if n == 1 else step * itemsize for n, step in zip(own, steps, strict=True)
         )
         views[name] = cupy.ndarray(x.shape, x.dtype, _gpu.NULL, strides)
-    return operands._replace(**views), copies
+    return views, copies
+
+
+def most_copied(problem: AttentionProblem) -> int:
+    """Bytes that a copy for the copy engine may have."""
+    rows = math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
+    return _MOST_COPIED * rows * problem.head_dim_v * 2

@@ -8,12 +8,13 @@ import cupy
 from cupyflash import (
     _attention_params,
     _attention_vjp_layout,
+    _attention_views,
     _attention_vjp_problem,
     _gpu,
     _kernels,
     _tensormap,
 )
-from cupyflash._attention_gpu import _describe_launch, _with_contiguous_rows
+from cupyflash._attention_gpu import _describe_launch, keep_if_capturing
 from cupyflash._attention_rows import OPTIONS
 from cupyflash._attention_vjp_f64 import TensorFloat64VjpKernel
 from cupyflash._attention_vjp_f64_plan import TensorFloat64Plan
@@ -55,14 +56,13 @@ def attention_vjp(*arguments) -> AttentionGrads:
         problem, operands = _attention_vjp_problem.attention_vjp(*arguments)
         device_id = operands.forward.q.data.device_id
         with cupy.cuda.Device(device_id):
-            ready = _ready(operands)
-            plan = make_plan(problem, ready)
+            plan = make_plan(problem, operands)
             # Views of the same memory have the same pointer: the arrays of a call can
-            # be launched as they come, unless one had to be copied.
-            if key is not None and ready is operands:
+            # be launched as they come.
+            if key is not None:
                 _plans.put(key, plan)
             offset = _attention_params.launch_offset(problem.forward)
-            return plan(_arrays_of(ready), offset)
+            return plan(_arrays_of(operands), offset)
     query_offset = arguments[_QUERY_OFFSET]
     is_int = type(query_offset) is int
     far = _attention_params.FAR
@@ -100,23 +100,8 @@ def _key(arguments):
 def run(problem, operands) -> AttentionGrads:
     """Gradients of a checked problem."""
     with cupy.cuda.Device(operands.forward.q.data.device_id):
-        operands = _ready(operands)
         offset = _attention_params.launch_offset(problem.forward)
         return make_plan(problem, operands)(_arrays_of(operands), offset)
-
-
-def _ready(operands):
-    """The operands fit for a kernel; the same object if nothing had to be copied."""
-    forward = operands.forward
-    names = ("q", "k", "v", "out")
-    given = [*(getattr(forward, name) for name in names), operands.dout]
-    rows = [_with_contiguous_rows(x) for x in given]
-    if all(a is b for a, b in zip(rows, given, strict=True)):
-        return operands
-    *rows, dout = rows
-    return operands._replace(
-        forward=forward._replace(**dict(zip(names, rows, strict=True))), dout=dout
-    )
 
 
 def _arrays_of(operands):
@@ -135,10 +120,57 @@ def make_plan(problem, operands):
     if 0 in problem.rows_shape:
         return ZeroPlan(problem, device_id)
     device = _gpu.device(device_id)
-    problem = _known(problem, operands)
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, problem, device)
+    row, _, known, fit, copies = _select(problem, operands, device)
     kind = next((plan for of, plan in _PLANS if isinstance(row, of)), Plan)
-    return kind(row, problem, operands, device, device_id)
+    plan = kind(row, known, fit, device, device_id)
+    return _CopyingPlan(plan, copies) if copies else plan
+
+
+def _select(problem, operands, device):
+    """(row, what was refused, problem and operands for it, what has to be copied)."""
+    forward = operands.forward
+    arrays = {name: getattr(forward, name) for name in ("q", "k", "v", "out")}
+    arrays["dout"] = operands.dout
+    engine = ("q", "k", "v", "dout")
+    most = _attention_views.most_copied(problem.forward)
+    if _terms(problem.forward, forward) == "any" and not problem.need_dbias:
+        terms = {name: getattr(forward, name) for name in ("bias", "mask")}
+        arrays |= {name: x for name, x in terms.items() if x is not None}
+        engine += ("bias", "mask")
+    for for_copy_engine in (engine, ()):
+        if not for_copy_engine:
+            arrays = {n: x for n, x in arrays.items() if n not in ("bias", "mask")}
+        elif not _attention_views.may_copy(problem.forward):
+            continue
+        views, copies = _attention_views.made_to_fit(arrays, for_copy_engine, most)
+        dout = views.pop("dout", operands.dout)
+        fit = operands._replace(forward=forward._replace(**views), dout=dout)
+        known = _known(problem, fit)
+        row, refused = _kernels.select(ATTENTION_VJP_KERNELS, known, device)
+        if isinstance(row, (HopperVjpKernel, HopperWideVjpKernel)):
+            break
+    return row, refused, known, fit, copies
+
+
+class _CopyingPlan:
+    """Copies of some arrays before another plan."""
+
+    # Places of arrays among those of plans.
+    _PLACES = {name: n for n, name in enumerate(("q", "k", "v", "out", *OPTIONS, "dout"))}
+
+    def __init__(self, plan, copies):
+        self.plan = plan
+        self.device_id, self.offset = plan.device_id, plan.offset
+        self.launches = plan.launches
+        self.copies = [(self._PLACES[name], copy) for name, copy in copies.items()]
+
+    def __call__(self, arrays, offset):
+        """Copy and launch; `arrays` as _arrays_of() has them."""
+        ready = list(arrays)
+        for place, copy in self.copies:
+            ready[place] = copy(ready[place])
+        keep_if_capturing(ready)
+        return self.plan(tuple(ready), offset)
 
 
 def _known(problem, operands):
@@ -182,15 +214,13 @@ def _no_tensor_map(problem, operands):
 def describe(problem, operands) -> dict[str, Any]:
     """What a call would launch, for explain(); nothing is compiled or launched."""
     device = _gpu.device(operands.forward.q.data.device_id)
-    operands = _ready(operands)
-    row, refused = _kernels.select(
-        ATTENTION_VJP_KERNELS, _known(problem, operands), device
-    )
+    row, refused, *_, copies = _select(problem, operands, device)
     plan = make_plan(problem, operands)
     return {
         "kernel": row.name,
         "refused": refused,
         "device": device.name,
+        **({"copied first": ", ".join(copies)} if copies else {}),
         "launches": [_describe_launch(launch) for launch in plan.launches],
         "bits are the same in every run": problem.deterministic
         or not isinstance(row, (HopperVjpKernel, MmaVjpKernel)),

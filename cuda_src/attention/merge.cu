@@ -8,6 +8,7 @@
 // Numbers    all in accum_t
 // Limits     none
 #include "common/math.cuh"
+#include "common/reduce.cuh"
 #include "common/strides.cuh"
 
 #ifndef ELEM_T
@@ -16,7 +17,7 @@
 using elem_t = ELEM_T;
 using lse_t = LSE_T;
 using accum_t = ACCUM_T;
-constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS, kWarpSize = 32;
+constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS;
 
 enum { kOuts, kLses, kOut, kArrays };
 
@@ -40,26 +41,41 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const int lane = threadIdx.x % kWarpSize;
   const lse_t* row_lses = lses + offsets.of[kLses];
 
+  auto lse_of = [&](long long part) {
+    return part < params.num_parts ? to<accum_t>(row_lses[part * params.lses_part])
+                                   : -infinity<accum_t>();
+  };
+  // A lane has every 32nd part; sums take them one by one, in order.
   accum_t m = -infinity<accum_t>();
-  for (long long part = 0; part < params.num_parts; ++part) {
-    const accum_t x = to<accum_t>(row_lses[part * params.lses_part]);
+  for (long long first = 0; first < params.num_parts; first += kWarpSize) {
+    const accum_t x = lse_of(first + lane);
     m = x > m ? x : m;
   }
-  accum_t l = 0;
-  for (long long part = 0; part < params.num_parts; ++part) {
-    l += exp_diff(to<accum_t>(row_lses[part * params.lses_part]), m);
-  }
+  m = warp_reduce<kWarpSize>(m, [](accum_t a, accum_t b) { return a > b ? a : b; });
 
-  for (long long column = lane; column < params.head_dim_v; column += kWarpSize) {
-    const elem_t* x = outs + offsets.of[kOuts] + column * params.outs_col;
+  accum_t l = 0;
+  for (long long column = lane; column - lane < params.head_dim_v;
+       column += kWarpSize) {
+    const bool exists = column < params.head_dim_v;
+    const elem_t* x = outs + offsets.of[kOuts] + (exists ? column : 0) * params.outs_col;
     accum_t sum = 0;
-    for (long long part = 0; part < params.num_parts; ++part) {
-      const accum_t part_lse = to<accum_t>(row_lses[part * params.lses_part]);
-      if (part_lse == -infinity<accum_t>()) continue;
-      sum += exp_diff(part_lse, m) * to<accum_t>(x[part * params.outs_part]);
+    l = 0;
+    for (long long first = 0; first < params.num_parts; first += kWarpSize) {
+      const accum_t own_lse = lse_of(first + lane), own = exp_diff(own_lse, m);
+      const unsigned seen = __ballot_sync(kFullMask, own_lse != -infinity<accum_t>());
+#pragma unroll 8
+      for (int n = 0; n < kWarpSize; ++n) {
+        const bool counts = seen >> n & 1;
+        const accum_t weight = __shfl_sync(kFullMask, own, n);
+        l += weight;
+        sum += weight *
+               (counts ? to<accum_t>(x[(first + n) * params.outs_part]) : accum_t(0));
+      }
     }
-    out[offsets.of[kOut] + column * params.out_col] =
-        to<elem_t>(l == 0 ? accum_t(0) : sum / l);
+    if (exists) {
+      out[offsets.of[kOut] + column * params.out_col] =
+          to<elem_t>(l == 0 ? accum_t(0) : sum / l);
+    }
   }
   if (lse != nullptr && lane == 0) {
     lse[row] = to<lse_t>(l == 0 ? -infinity<accum_t>() : m + log_of(l));

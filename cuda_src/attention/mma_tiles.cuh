@@ -61,9 +61,25 @@ __device__ __forceinline__ bool has_aligned_rows(const elem_t* x,
           dim % kElems) == 0;
 }
 
+// Whether they can be copied 4 bytes at a time.
+__device__ __forceinline__ bool has_words(const elem_t* x, index_t row_stride) {
+  return (reinterpret_cast<unsigned long long>(x) | row_stride * sizeof(elem_t)) % 4 ==
+         0;
+}
+
 // Elements [first, first + 16 bytes) of a row, zeros from `dim` on.
 __device__ __forceinline__ uint4 gather(const elem_t* row, int first, int dim) {
   constexpr int kElems = 16 / sizeof(elem_t);
+  if (sizeof(elem_t) == 2 && first + kElems <= dim) {
+    // Whole words of 4 bytes, which may begin an element before.
+    const auto at = reinterpret_cast<unsigned long long>(row + first);
+    const unsigned* const from = reinterpret_cast<const unsigned*>(at & ~3ull);
+    const unsigned shift = at % 4 * 8, last = from[shift == 0 ? 3 : 4];
+    const unsigned x[4] = {from[0], from[1], from[2], from[3]};
+    return make_uint4(
+        __funnelshift_r(x[0], x[1], shift), __funnelshift_r(x[1], x[2], shift),
+        __funnelshift_r(x[2], x[3], shift), __funnelshift_r(x[3], last, shift));
+  }
   union {
     uint4 word;
     elem_t element[kElems];
@@ -113,6 +129,21 @@ __device__ __forceinline__ void load_tile(unsigned char* smem,
         ptx::copy_async_or_zero(to + place(row, chunk),
                                 exists ? x + row * row_stride + chunk * kElems : x,
                                 exists ? 16 : 0);
+      }
+    }
+  } else if (has_words(x, row_stride)) {
+    const unsigned to = shared_address(smem);
+#pragma unroll 1
+    for (int n = threadIdx.x; n < kRows * kChunks; n += kNumThreads) {
+      const int row = n / kChunks, chunk = n % kChunks;
+      const bool exists = row < num_rows;
+      const auto* from = reinterpret_cast<const unsigned*>(
+          x + (exists ? row : 0) * row_stride + chunk * kElems);
+      const int bytes = exists ? (dim - chunk * kElems) * int(sizeof(elem_t)) : 0;
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const int left = min(max(bytes - 4 * word, 0), 4);
+        ptx::copy_async_or_zero<4>(to + place(row, chunk) + 4 * word, from + word, left);
       }
     }
   } else {

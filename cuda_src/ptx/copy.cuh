@@ -20,13 +20,21 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
   }
 }
 
-// 16 bytes, of which the first `num_bytes` are copied and the others become 0.
+// kBytes (4 or 16), of which the first `num_bytes` are copied and the others become 0.
+template <int kBytes = 16>
 __device__ __forceinline__ void copy_async_or_zero(unsigned shared,
                                                    const void* global,
                                                    unsigned num_bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared),
-               "l"(global), "r"(num_bytes)
-               : "memory");
+  static_assert(kBytes == 4 || kBytes == 16);
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared),
+                 "l"(global), "r"(num_bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared),
+                 "l"(global), "r"(num_bytes)
+                 : "memory");
+  }
 }
 
 // The copies of this thread up to here become a group.

@@ -11,11 +11,11 @@ import numpy as np
 
 from cupyflash import (
     _arrays,
-    _attention_views,
     _attention_hopper,
     _attention_kernels,
     _attention_params,
     _attention_problem,
+    _attention_views,
     _gpu,
     _kernels,
     _layout,

@@ -50,6 +50,9 @@ def representative():
             yield made_up("float32", **options), 1
     yield made_up("bfloat16", bias="bfloat16"), 1
     yield made_up("float64", **_ALL_OPTIONS), 3
+    for dtype, head_dim in itertools.product(("float32", "float64"), (64, 128, 256)):
+        in_parts = made_up(dtype, head_dim, keys_of_part=256, sinks=dtype)
+        yield replace(in_parts, seqlen_q=8), 2
     yield from _attention_f64.representative(made_up)
     yield from _bounded()
 

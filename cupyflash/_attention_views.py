@@ -48,9 +48,7 @@ def folded(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any]:
         *batch, _, _, n = x.shape
         *steps, head, _, col = x.strides
         shape = (*batch, problem.num_kv_heads, group, n)
-        return cupy.ndarray(
-            shape, x.dtype, x.data, (*steps, head * group, head, col)
-        )
+        return cupy.ndarray(shape, x.dtype, x.data, (*steps, head * group, head, col))
 
     sinks = operands.sinks
     if sinks is not None:
@@ -130,7 +128,9 @@ def made_to_fit(
     copies, views = {}, {}
     for name, x in arrays.items():
         itemsize = x.itemsize
-        own = [1 if step == 0 else n for n, step in zip(x.shape, x.strides, strict=True)]
+        own = [
+            1 if step == 0 else n for n, step in zip(x.shape, x.strides, strict=True)
+        ]
         own[-1] = x.shape[-1]
         vector = 16 // itemsize
         columns = -(-own[-1] // vector) * vector

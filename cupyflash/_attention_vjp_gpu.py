@@ -7,8 +7,8 @@ import cupy
 
 from cupyflash import (
     _attention_params,
-    _attention_vjp_layout,
     _attention_views,
+    _attention_vjp_layout,
     _attention_vjp_problem,
     _gpu,
     _kernels,
@@ -155,14 +155,12 @@ def _select(problem, operands, device):
 class _CopyingPlan:
     """Copies of some arrays before another plan."""
 
-    # Places of arrays among those of plans.
-    _PLACES = {name: n for n, name in enumerate(("q", "k", "v", "out", *OPTIONS, "dout"))}
-
     def __init__(self, plan, copies):
         self.plan = plan
         self.device_id, self.offset = plan.device_id, plan.offset
         self.launches = plan.launches
-        self.copies = [(self._PLACES[name], copy) for name, copy in copies.items()]
+        places = ("q", "k", "v", "out", *OPTIONS, "dout")
+        self.copies = [(places.index(name), copy) for name, copy in copies.items()]
 
     def __call__(self, arrays, offset):
         """Copy and launch; `arrays` as _arrays_of() has them."""

@@ -349,8 +349,29 @@ def check(q, k, v, **options):
     ],
 )
 def test_causal_and_window_become_bounds(causal, window, bounds):
-    problem, _ = check(**arrays(np), causal=causal, window=window)
+    problem, _ = check(**arrays(np), causal=causal, window=window, query_offset=2)
     assert (problem.left, problem.right) == bounds
+
+
+@pytest.mark.parametrize(
+    ("seqlen_q", "seqlen_k", "given", "bounds"),
+    [
+        (1, 5, (None, 0), (None, None)),
+        (2, 5, (None, 0), (None, 0)),
+        (2, 5, (None, 1), (None, None)),
+        (3, 5, (3, 0), (3, 0)),
+        (3, 5, (4, 0), (None, 0)),
+        (7, 5, (4, 6), (None, None)),
+    ],
+)
+@pytest.mark.parametrize("lengths", [{}, {"key_lengths": np.ones(2, np.int32)}])
+def test_bounds_that_hide_nothing_are_none(seqlen_q, seqlen_k, given, bounds, lengths):
+    q, k = np.ones((2, 1, seqlen_q, 4)), np.ones((2, 1, seqlen_k, 4))
+    problem, _ = check(q=q, k=k, v=k, window=given, **lengths)
+    assert (problem.left, problem.right) == bounds
+    # An offset may differ from call to call.
+    problem, _ = check(q=q, k=k, v=k, window=given, query_offset=seqlen_k - seqlen_q)
+    assert (problem.left, problem.right) == given
 
 
 def test_where_query_0_stands(xp):

@@ -56,10 +56,11 @@ def test_takes(arch, dtype, precision, head_dim, options):
         if row.refusal(asked, device(arch)) is None
     ]
     assert names.index("mma") < names.index("tiled")
-    if dtype != "float32" and arch == "sm_90a" and head_dim % 8 == 0:
-        assert names[0] == "hopper"
-    else:
-        assert names[0] == "mma"
+    on_hopper = dtype != "float32" and arch == "sm_90a"
+    assert names[0] == ("hopper" if on_hopper else "mma")
+    unfit = dataclasses.replace(asked, no_tensor_map="q starts anywhere")
+    row, _ = _kernels.select(ATTENTION_KERNELS, unfit, device(arch))
+    assert row is MMA
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -57,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   for (long long column = lane; column - lane < params.head_dim_v;
        column += kWarpSize) {
     const bool exists = column < params.head_dim_v;
-    const elem_t* x = outs + offsets.of[kOuts] + (exists ? column : 0) * params.outs_col;
+    const elem_t* x =
+        outs + offsets.of[kOuts] + (exists ? column : 0) * params.outs_col;
     accum_t sum = 0;
     l = 0;
     for (long long first = 0; first < params.num_parts; first += kWarpSize) {

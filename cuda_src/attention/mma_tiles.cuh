@@ -143,7 +143,8 @@ __device__ __forceinline__ void load_tile(unsigned char* smem,
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
         const int left = min(max(bytes - 4 * word, 0), 4);
-        ptx::copy_async_or_zero<4>(to + place(row, chunk) + 4 * word, from + word, left);
+        ptx::copy_async_or_zero<4>(to + place(row, chunk) + 4 * word, from + word,
+                                   left);
       }
     }
   } else {

@@ -7,8 +7,8 @@
 //
 // Arrays that a call does without leave no code: the host defines BIAS_T, MASK,
 // SINKS_T, ALIBI_SLOPES_T, QUERY_OFFSETS_T, QUERY_LENGTHS_T, KEY_LENGTHS_T and SOFTCAP
-// only for those it has. ROUND_STEPS rounds each step to elem_t (the naive kernel); with
-// KEY_PARTS an axis of the batch is one of parts of the keys, whose results are merged.
+// only for those it has. ROUND_STEPS rounds each step to elem_t (the naive kernel).
+// With KEY_PARTS an axis of the batch is one of parts of the keys.
 #pragma once
 
 #include "attention/params.cuh"

@@ -1,0 +1,173 @@
+"""Other views of the arrays of a call: groups as queries, parts of keys, copies."""
+
+import dataclasses
+
+import numpy as np
+import oracle
+import pytest
+from accuracy import BOUNDS, assert_same_specials, dtype_of, max_error, to_host, wide
+from placing import place
+
+import cupyflash
+from cupyflash import _attention_rows, _attention_samples, _kernels
+
+HOPPER = _kernels.device_of_arch("sm_90a")
+
+
+def problem(dtype="float32", **options):
+    return dataclasses.replace(_attention_samples.made_up(dtype), **options)
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_k", "parts"),
+    [
+        (1, 300, 1),
+        (1, 512, 2),
+        (1, 513, 3),
+        (1, 1 << 20, 512),
+        (8, 16384, 64),
+        (8, 1024, 4),
+        (132, 16384, 4),
+        (133, 16384, 1),
+    ],
+)
+def test_parts_of_keys_where_tiles_are_few(heads, seqlen_k, parts):
+    asked = problem(num_heads=heads, seqlen_q=1, seqlen_k=seqlen_k)
+    count, keys = _attention_rows.parts_of_keys(asked, HOPPER, 16)
+    assert count == parts
+    assert count == 1 or keys % 256 == 0
+    assert (count - 1) * keys < seqlen_k <= count * keys
+
+
+def test_a_window_has_no_more_parts_than_it_has_keys():
+    asked = problem(num_heads=1, seqlen_q=1, seqlen_k=1 << 20, left=300, right=0)
+    assert _attention_rows.parts_of_keys(asked, HOPPER, 16)[0] == 1
+
+
+# --- on a device ---------------------------------------------------------------------
+
+
+def options_of(kind, rng, heads, seqlen_q, seqlen_k):
+    """Options by words, as NumPy arrays for a batch of two."""
+    options = {}
+    for word in kind.split():
+        options |= {
+            "causal": lambda: {"causal": True},
+            "window": lambda: {"window": (700, 5)},
+            "sinks": lambda: {"sinks": rng.normal(size=heads).astype(np.float32) * 3},
+            "lengths": lambda: {"key_lengths": np.array([seqlen_k, seqlen_k // 3])},
+            "mask": lambda: {"mask": rng.random((2, 1, 1, seqlen_k)) < 0.7},
+            "bias": lambda: {
+                "bias": rng.normal(size=(heads, 1, seqlen_k)).astype(np.float32)
+            },
+            "alibi": lambda: {"alibi_slopes": np.linspace(0.01, 0.5, heads)},
+            "softcap": lambda: {"softcap": 3.0},
+        }[word]()
+    return options
+
+
+def assert_is_right(cupy, arrays, options, placed, **more):
+    """Out and lse beside the oracle, in memory of the call and in one that is given."""
+    given = {
+        n: place(cupy, x) if hasattr(x, "shape") else x for n, x in options.items()
+    }
+    out, lse = cupyflash.attention(*placed, **given, **more, return_lse=True)
+    exact, exact_lse, size = oracle.attention(*arrays, real=np.float64, **options)
+    dtype = arrays[0].dtype.name
+    assert max_error(out, exact) <= BOUNDS["attention"][dtype] * np.abs(exact).max()
+    finite = assert_same_specials(lse, exact_lse)
+    unit = 2.0**-52 if dtype == "float64" else 2.0**-23
+    largest = np.abs(exact_lse[finite]).max(initial=0)
+    error = np.abs(wide(lse)[finite] - exact_lse[finite]).max(initial=0)
+    assert error <= unit * (2 * size + 16 + largest)
+    into = place(cupy, np.full(out.shape, np.nan).astype(out.dtype))
+    for again in (
+        cupyflash.attention(*placed, **given, **more),
+        cupyflash.attention(*placed, **given, **more, out=into),
+    ):
+        np.testing.assert_array_equal(to_host(again), to_host(out))
+    return cupyflash.explain("attention", *placed, **given, **more)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind", ["", "sinks", "lengths sinks", "mask", "bias", "causal", "softcap", "alibi"]
+)
+@pytest.mark.parametrize("heads", [(28, 4), (6, 2), (71, 1)])
+@pytest.mark.parametrize("seqlen_k", [300, 5000])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_one_query_of_a_group_of_any_size(cupy, rng, dtype, seqlen_k, heads, kind):
+    shapes = (
+        (2, heads[0], 1, 64),
+        (2, heads[1], seqlen_k, 64),
+        (2, heads[1], seqlen_k, 64),
+    )
+    arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in shapes]
+    options = options_of(kind, rng, heads[0], 1, seqlen_k)
+    assert_is_right(cupy, arrays, options, [place(cupy, x) for x in arrays])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind", ["", "causal", "window", "sinks lengths", "bias", "alibi", "mask causal"]
+)
+@pytest.mark.parametrize("seqlen_q", [3, 40])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_parts_of_keys(cupy, rng, dtype, seqlen_q, kind):
+    shapes = ((2, 6, seqlen_q, 64), (2, 2, 4001, 64), (2, 2, 4001, 64))
+    arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in shapes]
+    options = options_of(kind, rng, 6, seqlen_q, 4001)
+    told = assert_is_right(cupy, arrays, options, [place(cupy, x) for x in arrays])
+    assert told.details["split of the keys"] > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["", "causal", "lengths", "bias"])
+@pytest.mark.parametrize(
+    ("head_dim", "form"),
+    [(65, "plain"), (100, "plain"), (64, "shifted"), (64, "swapped"), (64, "reversed"),
+     (40, "gaps"), (127, "rows")],
+)  # fmt: skip
+@pytest.mark.parametrize("seqlen", [70, 1100])
+def test_rows_between_vectors(cupy, rng, seqlen, head_dim, form, kind):
+    """Copied for the copy engine where queries are many, else read as they lie."""
+    shapes = ((2, 4, seqlen, head_dim), *[(2, 2, seqlen, head_dim)] * 2)
+    arrays = [rng.normal(size=s).astype(dtype_of("bfloat16")) for s in shapes]
+    options = options_of(kind, rng, 4, seqlen, seqlen)
+    placed = [place(cupy, x, form) for x in arrays]
+    told = assert_is_right(cupy, arrays, options, placed)
+    if told.kernel == "hopper":
+        assert told.details["copied first"] == "q, k, v"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [576, 768])
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_very_wide_heads(cupy, rng, dtype, seqlen_q, head_dim):
+    shapes = ((2, 8, seqlen_q, head_dim), (2, 1, 300, head_dim), (2, 1, 300, 512))
+    arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in shapes]
+    told = assert_is_right(cupy, arrays, {}, [place(cupy, x) for x in arrays])
+    assert told.kernel == "tiled"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["shifted", "swapped", "reversed"])
+@pytest.mark.parametrize("mask", [False, True])
+def test_gradients_of_arrays_that_lie_anywhere(cupy, rng, form, mask):
+    """As of contiguous ones, also where the call is made again."""
+    q, k, v, dout = (
+        rng.normal(size=(1, 2, 1101, 64)).astype(np.float16) for _ in range(4)
+    )
+    options = {"mask": place(cupy, rng.random((1101, 1101)) < 0.7)} if mask else {}
+
+    def grads(form):
+        placed = [place(cupy, x, form) for x in (q, k, v, dout)]
+        out, lse = cupyflash.attention(*placed[:3], return_lse=True, **options)
+        arguments = placed[3], *placed[:3], out, lse
+        cupyflash.attention_vjp(*arguments, **options)
+        return cupyflash.attention_vjp(*arguments, deterministic=True, **options)
+
+    for found, expected in zip(grads(form)[:3], grads("plain")[:3], strict=True):
+        largest = np.abs(wide(expected)).max()
+        assert max_error(found, expected) <= 3e-3 * largest

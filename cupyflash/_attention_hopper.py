@@ -14,6 +14,7 @@ from cupyflash._attention_rows import (
     Config,
     defines,
     has_terms,
+    is_plain,
     most_seen,
     num_rows,
     scale_is_plain,
@@ -50,6 +51,9 @@ HOPPER_GROUP_ROWS = 64
 
 # Keys that a window has at most for a tile of its own.
 _NARROW = 1024
+
+# Queries, keys and columns of a short sequence, and heads a multiprocessor that are many.
+_SHORT, _MANY = 64, 16
 
 # Keys that a part has at least.
 _KEYS_OF_SPLIT = 256
@@ -134,6 +138,8 @@ class HopperKernel:
                 return f"{name} {n} is above {self.dims[-1]}"
         if problem.seqlen_k == 0:
             return "there are no keys"
+        if self._are_short(problem, device):
+            return "many short sequences of narrow heads hide each other in smaller blocks"
         if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
         longest = max(problem.seqlen_q, problem.seqlen_k, num_rows(problem) // 64)
@@ -152,6 +158,23 @@ class HopperKernel:
                 f"{device.smem_optin}"
             )
         return None
+
+    def _are_short(self, problem, device):
+        """Whether the next row is faster: a block here has one tile at a time.
+
+        4096 x 4 heads, us there and here: 16 queries and keys of 64 columns 170, 240;
+        64 of 64 186, 233; 64 of 32 124, 230; of 128 columns 180, 171.
+        """
+        longest = max(problem.seqlen_q, problem.seqlen_k)
+        heads = math.prod(problem.batch) * problem.num_heads
+        return (
+            longest <= _SHORT
+            and max(problem.head_dim, problem.head_dim_v) <= _SHORT
+            and heads >= _MANY * device.num_sms
+            and problem.group_size == 1
+            and is_plain(problem)
+            and bounds_of(problem) == 0
+        )
 
     def _dims(self, problem):
         """head_dim and head_dim_v as they are compiled."""
@@ -172,8 +195,8 @@ class HopperKernel:
     def pack(self, problem: AttentionProblem) -> int:
         """Query heads of a group that stand side by side in the rows of a tile.
 
-        A power of two, where all their queries fit into the rows of one warpgroup: keys
-        and values are then read once for all of them.
+        As many as divide the group and whose queries all fit into the rows of one
+        warpgroup: keys and values are then read once for all of them.
         """
         group = problem.group_size
         of_heads = ("bias", "mask", "sinks", "alibi_slopes")
@@ -181,10 +204,8 @@ class HopperKernel:
             getattr(problem, name) is not None for name in of_heads
         ):
             return 1
-        pack = 1
-        while group % (2 * pack) == 0 and 2 * pack * problem.seqlen_q <= 64:
-            pack *= 2
-        return pack
+        most = min(group, HOPPER_GROUP_ROWS // problem.seqlen_q)
+        return max((n for n in range(1, most + 1) if group % n == 0), default=1)
 
     def num_splits(self, problem: AttentionProblem, device: Device) -> int:
         """Parts of the keys, where tiles of queries alone would not fill the device."""

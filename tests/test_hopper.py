@@ -289,8 +289,10 @@ def few_queries(seqlen_q=1, group=4, batch=(), **options):
         (1, 4, 4),
         (1, 64, 64),
         (1, 128, 64),
-        (1, 7, 1),
-        (1, 12, 4),
+        (1, 7, 7),
+        (1, 12, 12),
+        (4, 7, 7),
+        (13, 6, 3),
         (16, 4, 4),
         (17, 4, 2),
         (33, 4, 1),
@@ -318,7 +320,8 @@ def test_keys_leave_the_cache_first_where_it_holds_them_and_nobody_reads_them_ag
 
     assert is_once(few_queries())
     assert not is_once(few_queries(batch=(16,)))  # 512 MB
-    assert not is_once(few_queries(group=7))  # heads of a group are not packed
+    assert is_once(few_queries(group=7))
+    assert not is_once(few_queries(13, group=7))  # heads of a group are not packed
     assert not is_once(few_queries(seqlen_q=17))
     assert not is_once(few_queries(softcap=3.0))
     assert ROW.tile(few_queries()).block_n == ROW.tile(few_queries(batch=(16,))).block_n

@@ -276,9 +276,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                     coordinate(from.head, params.q.head), batch_q);
               } else {  // axes: columns, packed heads, queries, others heads, batch
                 const int others[2] = {int(from.head) / kPack, batch_q[0]};
-                load_tile<kGroupM, kChunksQk>(smem_q + g * kBytesQ, inputs.q_map,
-                                              q_ring.full_at(g), 0, query_of(row),
-                                              others);
+                load_tile<kGroupM, kChunksQk, false, kGroupM, kGroupM / kPack * kPack>(
+                    smem_q + g * kBytesQ, inputs.q_map, q_ring.full_at(g), 0,
+                    query_of(row), others);
               }
             }
             if (!careful) orders.next = next + gridDim.x;  // by now it has come

@@ -34,8 +34,13 @@ __device__ __forceinline__ int coordinate(index_t index, index_t stride) {
 }
 
 // Asks for rows [row, row + kRows) of one matrix, a box of kBoxRows at a time; those
-// outside it arrive as zeros. kReadOnce: nobody else will read them.
-template <int kRows, int kChunks, bool kReadOnce = false, int kBoxRows = kRows>
+// outside it arrive as zeros. kReadOnce: nobody else will read them. Of a single box
+// the last rows may be missing.
+template <int kRows,
+          int kChunks,
+          bool kReadOnce = false,
+          int kBoxRows = kRows,
+          int kFilledRows = kRows>
 __device__ __forceinline__ void load_tile(unsigned target,
                                           const ptx::tensor_map_t& map,
                                           unsigned barrier,
@@ -43,7 +48,8 @@ __device__ __forceinline__ void load_tile(unsigned target,
                                           int head,
                                           const int (&batch)[2]) {
   static_assert(kRows % kBoxRows == 0 && kBoxRows % 8 == 0);
-  ptx::mbarrier_arrive_expect_tx(barrier, kRows * kChunks * 128);
+  static_assert(kFilledRows == kRows || kBoxRows == kRows);
+  ptx::mbarrier_arrive_expect_tx(barrier, kFilledRows * kChunks * 128);
 #pragma unroll 1
   for (int first = 0; first < kRows; first += kBoxRows) {
 #pragma unroll

@@ -663,7 +663,8 @@ class _CopyingPlan(_Plan):
     def __init__(self, problem, operands, plan, fit, copies):
         super().__init__(problem, operands, operands.q.data.device_id)
         self.plan = plan
-        self.launches, self.num_splits = plan.launches, plan.num_splits
+        self.launches = (*(copy.launch for copy in copies.values()), *plan.launches)
+        self.num_splits = plan.num_splits
         self.takes_arrays = plan.takes_arrays
         self.copies = [copies.get(name) for name in "qkv"]
         self.views = {name: getattr(fit, name) for name in copies}

@@ -52,7 +52,7 @@ HOPPER_GROUP_ROWS = 64
 # Keys that a window has at most for a tile of its own.
 _NARROW = 1024
 
-# Queries, keys and columns of a short sequence, and heads a multiprocessor that are many.
+# Queries, keys and columns of short sequences, and heads a multiprocessor of many.
 _SHORT, _MANY = 64, 16
 
 # Keys that a part has at least.
@@ -139,7 +139,9 @@ class HopperKernel:
         if problem.seqlen_k == 0:
             return "there are no keys"
         if self._are_short(problem, device):
-            return "many short sequences of narrow heads hide each other in smaller blocks"
+            return (
+                "many short sequences of narrow heads hide each other in smaller blocks"
+            )
         if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
         longest = max(problem.seqlen_q, problem.seqlen_k, num_rows(problem) // 64)

@@ -353,6 +353,34 @@ def merge_config(problem: MergeProblem, row_dims: int) -> Config:
     return Config(variant, -(-num_rows * 32 // _MERGE_THREADS), _MERGE_THREADS)
 
 
+# --- copies ---------------------------------------------------------------------------
+
+_COPY_THREADS = 256
+
+
+def copy_params_dtype(row_dims: int) -> np.dtype:
+    """copy_params_t of cuda_src/attention/copy.cu."""
+    names = ("num_rows", "num_columns", "column_stride", "by_columns")
+    return np.dtype(
+        [
+            *((name, "i8") for name in names),
+            ("size", "i8", (row_dims,)),
+            ("stride", "i8", (1, row_dims)),
+        ]
+    )
+
+
+def copy_config(dtype: str, row_dims: int, num_vectors: int) -> Config:
+    """The launch that copies a matrix into rows of whole vectors."""
+    defines = {
+        "ELEM_T": CUDA_TYPES[dtype],
+        "ROW_DIMS": str(row_dims),
+        "NUM_THREADS": str(_COPY_THREADS),
+    }
+    variant = Variant("attention/copy.cu", "attention_copy", tuple(defines.items()))
+    return Config(variant, -(-num_vectors // _COPY_THREADS), _COPY_THREADS)
+
+
 # --- what there is to compile --------------------------------------------------------
 
 
@@ -379,4 +407,5 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
         merge = _attention_problem.MergeProblem("cupy", 2, (64,), 64, dtype, lse_dtype)
         if _kernels.refuse_old_device(dtype, device) is None:
             found["merge", merge_config(merge, 1).variant] = None
+            found["copy", copy_config(dtype, 2, 1).variant] = None
     return list(found)

@@ -10,17 +10,17 @@ rows that begin at multiples of 16 bytes.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import cupy
 
-from cupyflash import _gpu, _tensormap
+from cupyflash import _arrays, _attention_kernels, _gpu, _layout, _tensormap
 from cupyflash._attention_problem import AttentionProblem
 
 # Queries from which a copy for the copy engine takes less time than it saves, and bytes
 # of each such copy that are allowed a byte of out.
-_COPIES_FROM = 1024
+_COPIES_FROM = 256
 _MOST_COPIED = 4
 
 
@@ -93,20 +93,41 @@ def in_parts(
     return parts, operands._replace(out=None, given_out=None, **views)
 
 
-@dataclass(frozen=True)
 class Copy:
-    """An array without the axes that are broadcast, to be copied; strides in bytes."""
+    """Copies of an array that has this shape and these strides, in elements.
 
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    columns: int  # from row to row of the copy
+    The shape is that without axes that are broadcast; rows of the copy are whole
+    vectors of 16 bytes.
+    """
+
+    def __init__(self, x, shape: tuple[int, ...], strides: tuple[int, ...]):
+        *rows, num_columns = shape
+        *row_strides, column_stride = strides
+        vector = 16 // x.itemsize
+        self.shape = (*rows, -(-num_columns // vector) * vector)
+        self.dtype = x.dtype
+        size, (steps,) = _layout.collapse(rows, [row_strides])
+        fields = {
+            "num_rows": math.prod(rows),
+            "num_columns": num_columns,
+            "column_stride": column_stride,
+            "by_columns": bool(size) and column_stride != 1 and abs(steps[-1]) == 1,
+            "size": size or (1,),
+            "stride": [steps or (0,)],
+        }
+        dims = len(fields["size"])
+        dtype = _attention_kernels.copy_params_dtype(dims)
+        self.params = _gpu.pack_bytes(fields, dtype)
+        config = _attention_kernels.copy_config(
+            _arrays.dtype_name(x), dims, math.prod(self.shape) // vector
+        )
+        device_id = x.data.device_id
+        self.launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
 
     def __call__(self, x):
-        """The copy of an array, contiguous but for what lies between its rows."""
-        *rows, columns = self.shape
-        copy = cupy.ndarray((*rows, self.columns), x.dtype)
-        part = copy[..., :columns]
-        part[...] = cupy.ndarray(self.shape, x.dtype, x.data, self.strides)
+        """A copy of an array, which has the pointer of that one."""
+        copy = cupy.ndarray(self.shape, self.dtype)
+        self.launch.enqueue(x.data.ptr, copy.data.ptr, self.params)
         return copy
 
 
@@ -141,7 +162,10 @@ def made_to_fit(
             fits = refusal is None
         if fits:
             continue
-        copies[name] = Copy(tuple(own), x.strides, columns)
+        taken = tuple(
+            0 if n == 1 else s // itemsize for n, s in zip(own, x.strides, strict=True)
+        )
+        copies[name] = Copy(x, tuple(own), taken)
         steps = [math.prod((*own[axis + 1 : -1], columns)) for axis in range(x.ndim)]
         steps[-1] = 1
         strides = tuple(

@@ -158,7 +158,7 @@ class _CopyingPlan:
     def __init__(self, plan, copies):
         self.plan = plan
         self.device_id, self.offset = plan.device_id, plan.offset
-        self.launches = plan.launches
+        self.launches = (*(copy.launch for copy in copies.values()), *plan.launches)
         places = ("q", "k", "v", "out", *OPTIONS, "dout")
         self.copies = [(places.index(name), copy) for name, copy in copies.items()]
 

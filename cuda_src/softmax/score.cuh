@@ -23,7 +23,7 @@ using out_t = OUT_T;
 constexpr bool kLog = LOG, kHasWhere = HAS_WHERE, kScaled = SCALED;
 
 // Where the result is rounded to 16 bits, so are the errors of cheaper exponentials.
-constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4 && !kScaled;
+constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 
 enum { kX, kWhere, kOut, kNumArrays };
 
@@ -66,7 +66,7 @@ struct score_t {
 
   // exp(score - m)
   __device__ __forceinline__ acc_t exp_minus(acc_t m) const {
-    if constexpr (kCoarse) return exp_fast(high - m);
+    if constexpr (kCoarse) return exp_fast(kScaled ? high - m + low : high - m);
     return exp_of(minus(m));
   }
 };

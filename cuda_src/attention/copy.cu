@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: MIT
+// attention_copy: a matrix that lies anywhere, with rows of whole vectors of 16 bytes.
+//
+// Grid       a thread a vector of the copy; neighbours take those of one row, or of one
+//            column where neighbours in memory are of one column
+// Memory     global: all once
+// Limits     none
+#include "attention/gather.cuh"
+#include "common/strides.cuh"
+
+#if !defined(ELEM_T) || !defined(ROW_DIMS) || !defined(NUM_THREADS)
+#error "ELEM_T, ROW_DIMS and NUM_THREADS come from the host"
+#endif
+using elem_t = ELEM_T;
+
+// Mirrored by copy_params_dtype() in _attention_kernels.py.
+struct copy_params_t {
+  long long num_rows, num_columns, column_stride;
+  long long by_columns;  // neighbours in memory are of one column
+  axes_t<ROW_DIMS, 1> rows;
+};
+
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+    attention_copy(const elem_t* __restrict__ x,
+                   uint4* __restrict__ copy,
+                   const __grid_constant__ copy_params_t params) {
+  constexpr int kElems = 16 / sizeof(elem_t);
+  const int num_columns = params.num_columns;
+  const int num_vectors = (num_columns + kElems - 1) / kElems;
+  const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
+  const long long n = block * NUM_THREADS + threadIdx.x;
+  if (n >= params.num_rows * num_vectors) return;
+  const long long row = params.by_columns ? n % params.num_rows : n / num_vectors;
+  const int vector = params.by_columns ? n / params.num_rows : n % num_vectors;
+  const elem_t* const from = x + locate(params.rows, row).of[0];
+  const int first = vector * kElems;
+  uint4 word;
+  if (params.column_stride == 1) {
+    word = gather(from, first, num_columns);
+  } else {
+    union {
+      uint4 word;
+      elem_t element[kElems];
+    } v;
+    v.word = make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int e = 0; e < kElems; ++e) {
+      if (first + e < num_columns)
+        v.element[e] = from[(first + e) * params.column_stride];
+    }
+    word = v.word;
+  }
+  copy[row * num_vectors + vector] = word;
+}

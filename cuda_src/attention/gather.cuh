@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: MIT
+// 16 bytes of a row that begins anywhere.
+#pragma once
+
+#include "common/types.cuh"
+
+// Elements [first, first + 16 bytes) of a row, zeros from `dim` on.
+template <typename elem_t>
+__device__ __forceinline__ uint4 gather(const elem_t* row, int first, int dim) {
+  constexpr int kElems = 16 / sizeof(elem_t);
+  if (sizeof(elem_t) == 2 && first + kElems <= dim) {
+    // Whole words of 4 bytes, which may begin an element before.
+    const auto at = reinterpret_cast<unsigned long long>(row + first);
+    const unsigned* const from = reinterpret_cast<const unsigned*>(at & ~3ull);
+    const unsigned shift = at % 4 * 8, last = from[shift == 0 ? 3 : 4];
+    const unsigned x[4] = {from[0], from[1], from[2], from[3]};
+    return make_uint4(
+        __funnelshift_r(x[0], x[1], shift), __funnelshift_r(x[1], x[2], shift),
+        __funnelshift_r(x[2], x[3], shift), __funnelshift_r(x[3], last, shift));
+  }
+  union {
+    uint4 word;
+    elem_t element[kElems];
+  } v;
+  v.word = make_uint4(0, 0, 0, 0);
+#pragma unroll
+  for (int e = 0; e < kElems; ++e) {
+    if (first + e < dim) v.element[e] = row[first + e];
+  }
+  return v.word;
+}

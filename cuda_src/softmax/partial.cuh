@@ -18,7 +18,8 @@ struct partial_t {
 // Sums in powers of two take fewer instructions than those of softmax_online. Doubles
 // need the last digit that they may lose.
 constexpr bool kSumsPowers = sizeof(acc_t) == 4;
-using powers_t = power_sum_t<acc_t, kCoarse>;
+// A score that was scaled has a lower part, which coarse sums leave out.
+using powers_t = power_sum_t<acc_t, kCoarse && !kScaled>;
 
 // Sees and adds some scores.
 template <int kCount>

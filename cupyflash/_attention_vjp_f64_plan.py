@@ -4,9 +4,9 @@ import cupy
 import numpy as np
 
 from cupyflash import (
-    _attention_gpu,
     _attention_vjp_kernels,
     _attention_vjp_layout,
+    _graphs,
 )
 from cupyflash._attention_vjp_parts import (
     BasePlan,
@@ -65,7 +65,7 @@ class TensorFloat64Plan(BasePlan):
         found = cupy.zeros(1, np.int32)
         sink_terms = self.sinks.new_terms() if self.sinks else None
         memory = delta, factor, found, sink_terms
-        _attention_gpu.keep_if_capturing(memory)
+        _graphs.keep_if_capturing(memory)
         delta_at, factor_at, found_at, terms_at = addresses(memory)
         (own_at,) = addresses((own_lse,))
         rest = (*options, offset)

@@ -6,10 +6,10 @@ import cupy
 import numpy as np
 
 from cupyflash import (
-    _attention_gpu,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _gpu,
+    _graphs,
 )
 from cupyflash._attention_params import params_dtype
 from cupyflash._attention_vjp_layout import grads_dtype
@@ -159,7 +159,7 @@ class MmaPlan(BasePlan):
         memory = cupy.cuda.alloc(self.num_bytes)
         delta = cupy.ndarray(self.rows_shape, "float32")
         sink_terms = self.sinks.new_terms() if self.sinks else None
-        _attention_gpu.keep_if_capturing((memory, delta, sink_terms))
+        _graphs.keep_if_capturing((memory, delta, sink_terms))
         delta_at, terms_at = addresses((delta, sink_terms))
         found, sums, stats = (memory.ptr + n for n in self.starts)
         memory.memset_async(0, FOUND_BYTES)

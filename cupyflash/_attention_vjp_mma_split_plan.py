@@ -5,9 +5,9 @@ import math
 import cupy
 
 from cupyflash import (
-    _attention_gpu,
     _attention_vjp_kernels,
     _attention_vjp_layout,
+    _graphs,
 )
 from cupyflash._attention_vjp_mma_split import made_by, makes
 from cupyflash._attention_vjp_parts import (
@@ -123,7 +123,7 @@ class MmaSplitPlan(BasePlan):
         memory = cupy.cuda.alloc(self.num_bytes)
         delta = cupy.ndarray(self.rows_shape, "float32")
         sink_terms = self.sinks.new_terms() if self.sinks else None
-        _attention_gpu.keep_if_capturing((memory, delta, sink_terms))
+        _graphs.keep_if_capturing((memory, delta, sink_terms))
         delta_at, terms_at, own_at = addresses((delta, sink_terms, own_lse))
         found, images, stats, repaired_lse = (memory.ptr + n for n in self.starts)
         memory.memset_async(0, FOUND_BYTES)

@@ -8,12 +8,13 @@ import cupy
 
 from cupyflash import (
     _arrays,
-    _attention_gpu,
     _attention_kernels,
     _attention_params,
+    _attention_plans,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _gpu,
+    _graphs,
 )
 from cupyflash._attention_params import contiguous_strides, params_dtype
 from cupyflash._attention_vjp_layout import Target, grads_dtype, sum_dtype
@@ -55,7 +56,7 @@ class BasePlan:
 
 def addresses(arrays):
     """Pointers of the arrays of a call, 0 for one that is absent."""
-    return (0 if x is None else x.data.ptr for x in arrays)
+    return map(_attention_plans.address, arrays)
 
 
 class Kernel:
@@ -91,7 +92,7 @@ class Part:
         if not self.sums:
             return [made[name] for name in self.names]
         into = [x.new_terms() for x in self.sums]
-        _attention_gpu.keep_if_capturing(into)
+        _graphs.keep_if_capturing(into)
         return into
 
     def make(self, inputs, into, rest):
@@ -323,7 +324,7 @@ class OwnLse:
             if row.name in ("tiled", "online") and row.refusal(forward, device) is None
         )
         inputs = operands.forward._replace(out=None, given_out=None)
-        self._plan = _attention_gpu._FusedPlan(row, forward, inputs, device)
+        self._plan = _attention_plans.FusedPlan(row, forward, inputs, device)
         size = math.prod(self._plan.out_shape)
         self._out_bytes = size * self._plan.out_dtype.itemsize
         self.launches = self._plan.launches
@@ -333,5 +334,5 @@ class OwnLse:
         q, k, v, _, *options, _, _, _ = arrays
         room = next((x for x in made.values() if x.nbytes >= self._out_bytes), None)
         unused, lse = self._plan((q, k, v, room, *options), offset)
-        _attention_gpu.keep_if_capturing((unused, lse))
+        _graphs.keep_if_capturing((unused, lse))
         return lse

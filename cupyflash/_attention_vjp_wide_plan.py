@@ -1,18 +1,18 @@
 """Plans of attention_vjp for wide heads and options on sm_90a."""
 
 import math
-from typing import Any
 
 import cupy
 
 from cupyflash import (
-    _attention_gpu,
     _attention_hopper,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _attention_vjp_wide,
     _gpu,
+    _graphs,
 )
+from cupyflash._attention_arrays import encoder
 from cupyflash._attention_params import params_dtype
 from cupyflash._attention_rows import is_plain
 from cupyflash._attention_vjp_layout import grads_dtype
@@ -25,6 +25,7 @@ from cupyflash._attention_vjp_parts import (
     repairs,
 )
 from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._tensormap import MappedInputs
 
 _PARTS = (("_wide_keys", ("dk", "dv")), ("_wide_queries", ("dq",)))
 _COUNTERS = 128  # where those of the kernels stand, behind found_t; zeros at first
@@ -76,8 +77,8 @@ class HopperWidePlan(BasePlan):
                 ("_wide_queries", of_queries),
             )
         ]
-        self.encoders = {
-            name: _attention_gpu._encoder(
+        encoders = {
+            name: encoder(
                 forward,
                 {**layout.params, **layout.grads},
                 name,
@@ -93,7 +94,8 @@ class HopperWidePlan(BasePlan):
                 ),
             )
         }
-        self.inputs: dict[tuple[int, ...], Any] = {}
+        self.inputs = MappedInputs(encoders, self._inputs)
+        self.maps_terms = len(encoders) > 4
 
         # Memory between the kernels, as vjp_hopper.cuh has it.
         num_entries = math.prod(forward.batch) * forward.num_heads
@@ -131,33 +133,24 @@ class HopperWidePlan(BasePlan):
             *((self.sinks.kernel.launch,) if self.sinks else ()),
         )
 
-    def _new_inputs(self, pointers):
-        """Those of both kernels, for arrays at these places."""
-        if len(self.inputs) >= _attention_gpu._MAX_INPUTS:
-            self.inputs.clear()
-        encoders = self.encoders.items()
-        maps = {
-            f"{name}_map": encode(ptr)
-            for (name, encode), ptr in zip(encoders, pointers, strict=True)
-        }
-        packed = [part.inputs(maps) for part in self.parts]
-        self.inputs[pointers] = packed
-        return packed
+    def _inputs(self, maps, pointers):
+        """Those of both kernels that depend on where arrays lie."""
+        return [part.inputs(maps) for part in self.parts]
 
     def __call__(self, arrays, offset):
         """Launch; `arrays` as _arrays_of() has them."""
         made = self.new_gradients()
         q, k, v, out, *options, dout, lse, dlse = addresses(arrays)
         pointers: tuple[int, ...] = (q, k, v, dout)
-        if len(self.encoders) > len(pointers):
+        if self.maps_terms:
             # Bias and mask come first among the options.
             pointers += tuple(ptr for ptr in options[:2] if ptr)
         inputs = self.inputs.get(pointers)
         if inputs is None:
-            inputs = self._new_inputs(pointers)
+            inputs = self.inputs.make(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         sink_terms = self.sinks.new_terms() if self.sinks else None
-        _attention_gpu.keep_if_capturing((memory, sink_terms))
+        _graphs.keep_if_capturing((memory, sink_terms))
         found, stats, delta = (memory.ptr + start for start in self.starts)
         memory.memset_async(0, FOUND_BYTES)
         if self.clears_dbias:

@@ -206,6 +206,17 @@ class Launch:
         return True
 
 
+def describe(launch: Launch) -> dict[str, Any]:
+    """What a launch is made of, for explain()."""
+    return {
+        "source": launch.variant.source,
+        "grid": launch.grid,
+        "block": launch.block,
+        "shared memory": launch.variant.smem,
+        "defines": " ".join(f"{n}={v}" for n, v in launch.variant.defines),
+    }
+
+
 class _ArgumentList:
     """Arguments in memory, after the addresses of each, as the driver wants them.
 

@@ -225,12 +225,12 @@ class _Plan:
 
     def _set_bounds(self, problem, inputs, out):
         """How far from the pointer of `out` that of an input makes the two overlap."""
-        out_first, out_end = _bounds(out)
+        out_first, out_end = _layout.address_range(out)
         in_place = problem.function != "logsumexp"
         self._too_near = []
         for i, x in enumerate(inputs):
             if x is not None:
-                first, end = _bounds(x)
+                first, end = _layout.address_range(x)
                 is_same = in_place and _facts(x) == _facts(out)
                 self._too_near.append((i, out_first - end, out_end - first, is_same))
 
@@ -340,14 +340,6 @@ def _struct(fields):
         (name, np.float64 if name == "scale" else np.int64, np.shape(value))
         for name, value in fields.items()
     ])  # fmt: skip
-
-
-def _bounds(x):
-    """First byte and the one past the last, from the pointer of `x`."""
-    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
-    if x.size == 0:
-        return 0, 0
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
 
 
 # --- complex numbers -----------------------------------------------------------------

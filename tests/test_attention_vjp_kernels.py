@@ -149,7 +149,7 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
 ):
     """Two axes of the batch, which merge unless one array stands in the way."""
     pytest.importorskip("cupy")
-    from cupyflash import _attention_gpu, _attention_vjp_gpu, _attention_vjp_plans
+    from cupyflash import _attention_plans, _attention_vjp_gpu, _attention_vjp_plans
     from cupyflash._attention_params import params_dtype
     from cupyflash._attention_vjp_layout import grads_dtype
 
@@ -166,7 +166,7 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
     )  # fmt: skip
     # The forward plan, by which an lse is made anew, asks arrays for their device.
     forward = SimpleNamespace(launches=(), out_shape=(), out_dtype=np.dtype(dtype))
-    monkeypatch.setattr(_attention_gpu, "_FusedPlan", lambda *args: forward)
+    monkeypatch.setattr(_attention_plans, "FusedPlan", lambda *args: forward)
     device = _kernels.device_of_arch("sm_90a")
     row = next(row for row in kernels.ATTENTION_VJP_KERNELS if row.name == name)
     assert row.refusal(problem, device) is None

@@ -17,8 +17,9 @@ from cupyflash._attention_arrays import unmapped, with_contiguous_rows
 from cupyflash._attention_rows import OPTIONS
 from cupyflash._attention_vjp_f64 import TensorFloat64VjpKernel
 from cupyflash._attention_vjp_f64_plan import TensorFloat64Plan
+from cupyflash._attention_vjp_hopper import HopperVjpKernel
 from cupyflash._attention_vjp_hopper_plan import HopperPlan
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS, HopperVjpKernel
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_mma import MmaVjpKernel
 from cupyflash._attention_vjp_mma_plan import MmaPlan
 from cupyflash._attention_vjp_mma_split import MmaSplitVjpKernel

@@ -6,7 +6,7 @@ import struct
 import cupy
 
 from cupyflash import (
-    _attention_vjp_kernels,
+    _attention_vjp_hopper,
     _attention_vjp_layout,
     _gpu,
     _graphs,
@@ -44,8 +44,8 @@ class HopperPlan(BasePlan):
         self.grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
         num_kept, num_summed = fields["num_kept"], fields["num_summed"]
         dq_way = row.dq_way(problem, device, num_kept)
-        in_turns = dq_way == _attention_vjp_kernels.TURNS
-        apart = dq_way == _attention_vjp_kernels.APART
+        in_turns = dq_way == _attention_vjp_hopper.TURNS
+        apart = dq_way == _attention_vjp_hopper.APART
         self.is_fed = row.tile(forward, dq_way).feeder
 
         seqlen_q, heads, dim = forward.seqlen_q, forward.num_heads, forward.head_dim
@@ -63,8 +63,8 @@ class HopperPlan(BasePlan):
             name: encoder(forward, {**layout.params, **layout.grads}, name, x, rows)
             for name, x, rows in (
                 ("q", operands.forward.q, block_m),
-                ("k", operands.forward.k, _attention_vjp_kernels.HOPPER_BLOCK_N),
-                ("v", operands.forward.v, _attention_vjp_kernels.HOPPER_BLOCK_N),
+                ("k", operands.forward.k, _attention_vjp_hopper.BLOCK_N),
+                ("v", operands.forward.v, _attention_vjp_hopper.BLOCK_N),
                 ("dout", operands.dout, block_m),
             )
         }
@@ -78,7 +78,7 @@ class HopperPlan(BasePlan):
         turns = num_slots * num_blocks * row.num_warps * in_turns
         num_items, num_split = (self.schedule[n] for n in ("num_items", "num_split"))
         turns += num_split * row.num_warps * 2  # parts that have ended
-        rows = num_split * _attention_vjp_kernels.HOPPER_BLOCK_N
+        rows = num_split * _attention_vjp_hopper.BLOCK_N
         parts = rows * 2 * row.dim(forward)
         self.num_vectors = (sums + turns) // 4
         num_whole, num_tiles = self.schedule["num_whole"], self.schedule["num_tiles"]
@@ -107,7 +107,7 @@ class HopperPlan(BasePlan):
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
         self.main = launch("", row.grid(forward, device, num_items, dq_way))
-        tiles = -(-seqlen_q // _attention_vjp_kernels.HOPPER_TILE_M)
+        tiles = -(-seqlen_q // _attention_vjp_hopper.TILE_M)
         self.dq = (
             launch("_queries", num_entries * tiles)
             if apart
@@ -126,7 +126,7 @@ class HopperPlan(BasePlan):
 
     def _inputs(self, maps, pointers):
         """The parameter of the main kernel that depends on where arrays lie."""
-        inputs = _attention_vjp_kernels.VJP_HOPPER_INPUTS
+        inputs = _attention_vjp_hopper.INPUTS
         return _gpu.pack_bytes({**self.schedule, **maps}, inputs)
 
     def __call__(self, arrays, offset):

@@ -3,7 +3,7 @@
 import cupy
 
 from cupyflash import _tensormap
-from cupyflash._attention_hopper import HOPPER_GROUP_ROWS
+from cupyflash._attention_hopper_tiles import HOPPER_GROUP_ROWS
 
 
 def with_contiguous_rows(x):

@@ -1,7 +1,7 @@
 """The row of the attention table for sm_90a: tensor cores and the copy engine."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,13 @@ from cupyflash._attention_hopper_tiles import (
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_KEYS,
-    OPTIONS,
     Config,
     defines,
     has_terms,
     most_seen,
     num_rows,
     scale_is_plain,
+    without_options,
 )
 from cupyflash._kernels import ITEMSIZE, Device, Variant
 
@@ -234,12 +234,10 @@ class HopperKernel:
         config = self.config(self.tile(problem), problem, batch_dims, device)
         if self.num_splits(problem, device) == 1 or self.merges(problem, device):
             return (config,)
-        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
-        plain = replace(problem, softcap=0.0, **absent)
         merge = Variant(
             source=f"attention/{self.name}_merge.cu",
             entry=f"attention_{self.name}_merge",
-            defines=defines(plain, batch_dims, _SPLIT_MERGE_THREADS),
+            defines=defines(without_options(problem), batch_dims, _SPLIT_MERGE_THREADS),
         )
         return config, Config(merge, num_rows(problem), _SPLIT_MERGE_THREADS)
 

@@ -4,12 +4,11 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cupyflash import _attention_rows, _attention_samples, _kernels, _tensormap
 from cupyflash._attention_kernels import Tile, TileLadder, padded_dim
 from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import OPTIONS, Config
+from cupyflash._attention_rows import Config
 from cupyflash._attention_vjp_f64 import TILED_F64_VJP, TensorFloat64VjpKernel
 from cupyflash._attention_vjp_hopper import HOPPER_VJP, HopperVjpKernel
 from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpKernel
@@ -82,14 +81,8 @@ class VjpKernel:
     ) -> Tile:
         """The largest tile whose blocks fill the device: `seqlen` rows of each head."""
         tiles = self.fitting(forward, device)
-        return next(
-            (
-                tile
-                for tile in tiles
-                if heads * -(-seqlen // tile.block_m) >= 1.5 * device.num_sms
-                and tile.block_m < 2 * seqlen
-            ),
-            tiles[-1],
+        return _attention_rows.largest_tile(
+            tiles, heads, seqlen, lambda tile: 1.5 * device.num_sms
         )
 
     def num_chunks(self, forward: AttentionProblem, dim: int) -> int:
@@ -136,10 +129,7 @@ class VjpKernel:
 def rows_config(forward: AttentionProblem, batch_dims: int) -> Config:
     """The launch that makes delta, a warp a row."""
     # Of the options, only these two matter to it.
-    absent: dict[str, Any] = {
-        name: None for name in OPTIONS if name not in ("sinks", "query_lengths")
-    }
-    few = replace(forward, softcap=0.0, **absent)
+    few = _attention_rows.without_options(forward, "sinks", "query_lengths")
     defines = _attention_rows.defines(
         few, batch_dims, _ROW_THREADS, GRAD_T=CUDA_TYPES[forward.dtype]
     )

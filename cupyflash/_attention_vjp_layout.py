@@ -124,18 +124,7 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
             of_head = (head, 0) if name in ("dk", "dv") else (group * head, head)
             targets[name] = Target((*batches[name], *of_head), row, col)
     params = {
-        "batch_size": math.prod(batch),
-        "num_heads": forward.num_heads,
-        "group_size": group,
-        "seqlen_q": forward.seqlen_q,
-        "seqlen_k": forward.seqlen_k,
-        "head_dim": forward.head_dim,
-        "head_dim_v": forward.head_dim_v,
-        "left": _far(forward.left),
-        "right": _far(forward.right),
-        "offset_from_lengths": forward.query_offset == "lengths",
-        "scale": forward.scale,
-        "softcap": forward.softcap,
+        **_attention_params.scalar_fields(forward),
         "batch_shape": shape,
         **{name: operand(name) for name in _FORWARD},
     }
@@ -157,11 +146,6 @@ def with_new_lse(problem: AttentionVjpProblem, operands) -> Layout:
 
 
 _FORWARD = ("q", "k", "v", "out", *OPTIONS)
-
-
-def _far(bound):
-    far = _attention_params.FAR
-    return far if bound is None else min(bound, far)
 
 
 def _made_up(shape, dtype="int8"):

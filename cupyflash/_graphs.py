@@ -10,8 +10,8 @@ import numpy as np
 _current_stream = cupy.cuda.get_current_stream
 _is_capturing_on = cupy.cuda.runtime.streamIsCapturing
 
-# Memory that kernels in CUDA graphs write to whenever they are replayed: it must not go
-# back to the pool.
+# Memory that kernels in CUDA graphs write to whenever they are replayed. Other memory
+# goes back to the pool, which gives it out again in the order of the stream.
 _kept_for_graphs: list[Any] = []
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from cupyflash import (
     _arrays,
     _gpu,
+    _graphs,
     _layout,
     _softmax_kernels,
     _softmax_layout,
@@ -169,7 +170,6 @@ class _Plan:
         self.device_id = inputs[0].data.device_id
         self.launches = ()
         self._scratch_bytes = 0
-        self._captured = []  # scratch of graphs
         self._dtype = _arrays.to_dtype(problem.dtypes["out"])
         shape, order = problem.result_shape, range(len(problem.result_shape))
         if problem.function != "logsumexp":
@@ -257,12 +257,9 @@ class _Plan:
 
     def _launch(self, *pointers):
         if self._scratch_bytes:
-            # Memory of the pool is given out again in the order of the stream; a graph
-            # that is captured needs its own for as long as it may run.
             scratch = cupy.cuda.alloc(self._scratch_bytes)
             pointers += (scratch.ptr,)
-            if cupy.cuda.get_current_stream().is_capturing():
-                self._captured.append(scratch)
+            _graphs.keep_if_capturing(scratch)
         for launch in self.launches:
             launch.enqueue(*pointers, self._layout)
 

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cupyflash import _source
+from cupyflash import _extras, _source
 from cupyflash._compile_jobs import Job
 from cupyflash._kernels import Device, device_of_arch
 
@@ -71,7 +71,7 @@ def unusable() -> str:
     except Exception as error:
         return (
             f"NVRTC cannot be used ({str(error).strip().splitlines()[0]}); "
-            "pip install cupyflash[nvrtc] brings it"
+            f"{_extras.command('nvrtc')} brings it"
         )
     return ""
 

@@ -145,19 +145,11 @@ def describe(problem, operands):
     plan = _plan_of(problem, _inputs(problem, operands), operands.out)
     if not plan.launches:
         return {"kernel": "none", "reason": "there is nothing to compute"}
-    told = {"kernel": plan.row.name, "refused": plan.refused}
-    for i, launch in enumerate(plan.launches, 1):
-        variant = launch.variant
-        of_step = "" if len(plan.launches) == 1 else f" of launch {i}"
-        told |= {
-            f"source{of_step}": f"cuda_src/{variant.source}",
-            f"grid{of_step}": launch.grid,
-            f"block{of_step}": launch.block,
-            f"shared_memory{of_step}": variant.smem,
-            f"blocks_a_cluster{of_step}": variant.cluster,
-            f"defines{of_step}": dict(variant.defines),
-        }
-    return told
+    return {
+        "kernel": plan.row.name,
+        "refused": plan.refused,
+        "launches": [_gpu.describe(launch) for launch in plan.launches],
+    }
 
 
 # --- plans ---------------------------------------------------------------------------

@@ -170,7 +170,7 @@ def test_without_nvrtc_the_error_says_what_brings_it(error, hint):
 
     with pytest.raises(RuntimeError, match=hint) as raised:
         _compile._build(Missing(), VARIANT)
-    assert "pip install cupyflash[cuda13x]" in str(raised.value)
+    assert 'pip install "cupyflash[cuda13x]"' in str(raised.value)
 
 
 @needs_nvrtc

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash import _extras
+
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("auto", "naive", "safe", "online", "tiled")
 
@@ -53,8 +55,8 @@ def adopt(x: Any) -> Any:
             import cupy
         except ImportError as error:
             raise ImportError(
-                "an array in CUDA memory takes CuPy (pip install cupyflash[cuda13x] or "
-                f"[cuda12x]), which cannot be imported: {error}"
+                f"an array in CUDA memory takes CuPy, which cannot be imported: "
+                f"{error}; {_extras.CUDA} brings it"
             ) from error
         return cupy.from_dlpack(x) if _offers_dlpack_cuda(x) else cupy.asarray(x)
     return np.asarray(x)
@@ -174,7 +176,7 @@ def to_dtype(name: str) -> np.dtype:
             import ml_dtypes
         except ImportError:
             raise TypeError(
-                "bfloat16 needs the package ml_dtypes: pip install cupyflash[bf16]"
+                f"bfloat16 needs the package ml_dtypes: {_extras.command('bf16')}"
             ) from None
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)

@@ -16,6 +16,7 @@ from cupyflash import (
     _console,
     _explain,
     _exponentials,
+    _extras,
     _measure,
     _reference,
     _reference_vjp,
@@ -175,7 +176,7 @@ def run(args):
             print(f"{case.function} {case.method} {case.dtype}: {verdict.problem}")
     failures = sum(not verdict.is_good for _, verdict in rows)
     if not has_bfloat16:
-        print("bfloat16 is not checked: pip install cupyflash[bf16]")
+        print(f"bfloat16 is not checked: {_extras.command('bf16')}")
     if not has_gpu:
         print("no CUDA device: the NumPy back end alone is checked")
     print(f"{len(rows) - failures} passed, {failures} failed")

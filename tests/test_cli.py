@@ -13,8 +13,9 @@ from cupyflash import (
     _cli,
     _cli_bench,
     _cli_check,
-    _cli_compile,
+    _compile_jobs,
     _demo,
+    _nvrtc,
     _softmax_kernels,
 )
 from cupyflash._attention_kernels import ATTENTION_KERNELS
@@ -139,11 +140,11 @@ def test_check_counts_failures(monkeypatch, capsys):
 @pytest.fixture
 def one_job(monkeypatch):
     """Let compile do the first job of each architecture alone."""
-    if reason := _cli_compile._no_compiler():
+    if reason := _nvrtc.unusable():
         pytest.skip(reason)
-    every = _cli_compile.jobs_for
+    every = _compile_jobs.jobs_for
     monkeypatch.setattr(
-        _cli_compile, "jobs_for", lambda device, everything: every(device, False)[:1]
+        _compile_jobs, "jobs_for", lambda device, everything: every(device, False)[:1]
     )
 
 
@@ -206,7 +207,7 @@ def test_compile_of_an_unknown_architecture(arch, capsys):
 
 def test_compile_of_an_architecture_that_nvrtc_does_not_know(capsys):
     """One sentence, not one for each kernel."""
-    if reason := _cli_compile._no_compiler():
+    if reason := _nvrtc.unusable():
         pytest.skip(reason)
     assert main("compile", "--arch", "sm_80", "--arch", "sm_999") == 2
     said = capsys.readouterr()
@@ -227,7 +228,7 @@ def test_compile_without_nvrtc_says_so(monkeypatch, capsys):
     assert main("compile") == 2
     text = capsys.readouterr().err
     assert "NVRTC cannot be used" in text
-    assert "pip install cupyflash" in text
+    assert 'pip install "cupyflash[nvrtc]" brings it' in text
 
 
 @pytest.mark.parametrize("command", ["bench", "demo"])
@@ -285,11 +286,11 @@ def test_the_report_of_the_assembler_is_read():
         "    16 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
         "ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem\n"
     )
-    facts = _cli_compile.read_report(log, "mine")
+    facts = _nvrtc.read_report(log, "mine")
     assert facts == {
         "registers": 168,
         "stack_bytes": 16,
         "spill_bytes": 16,
         "static_smem": 1024,
     }
-    assert _cli_compile.read_report(log, "none")["registers"] is None
+    assert _nvrtc.read_report(log, "none")["registers"] is None

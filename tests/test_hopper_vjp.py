@@ -14,16 +14,11 @@ from vjp_laws import poison
 import cupyflash
 from cupyflash import (
     _attention_samples,
-    _attention_vjp_kernels,
+    _attention_vjp_hopper,
     _kernels,
 )
-from cupyflash._attention_vjp_kernels import (
-    APART,
-    ATTENTION_VJP_KERNELS,
-    MIXED,
-    TURNS,
-    HopperVjpKernel,
-)
+from cupyflash._attention_vjp_hopper import APART, MIXED, TURNS, HopperVjpKernel
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 
 HOPPER = _kernels.device_of_arch("sm_90a")
@@ -196,7 +191,7 @@ def test_turns_are_for_many_tiles(head_dim):
 
 
 def test_the_parameters_are_whole_lines():
-    assert _attention_vjp_kernels.VJP_HOPPER_INPUTS.itemsize % 64 == 0
+    assert _attention_vjp_hopper.INPUTS.itemsize % 64 == 0
 
 
 # --- numbers -------------------------------------------------------------------------

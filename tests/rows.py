@@ -327,6 +327,18 @@ def cases(operation, name, arch="sm_90a"):
     return tuple(found)
 
 
+def of_kinds(cases, kinds):
+    """Those of these kinds; of a row that takes none of them, all that it takes."""
+    known = {(c.operation, c.row) for c in cases if c.kind in kinds}
+    return [c for c in cases if c.kind in kinds or (c.operation, c.row) not in known]
+
+
+def one_of_each_dtype(cases, dtypes=("bfloat16", "float32", "tf32", "float64")):
+    """The first of each of these dtypes; of a row that takes none, the first."""
+    firsts = {c.dtype: c for c in reversed(cases)}
+    return [firsts[dtype] for dtype in dtypes if dtype in firsts] or list(cases[:1])
+
+
 def _is_new(row, case):
     """Whether "tf32" is another kernel than "float32"."""
     return case.dtype != "tf32" or row.name == "mma"

@@ -121,7 +121,7 @@ def test_out_of_memory_changes_nothing(cupy, rng, name, is_warm):
 @pytest.mark.parametrize("name", mixed.NAMES)
 def test_out_of_memory_of_every_call(cupy, name):
     """At each of its allocations in turn."""
-    call = mixed.calls(cupy, 2)[name]
+    call = mixed.call(cupy, 2, name)
     expected = call()
     counting = Counting(cupy)
     with cupy.cuda.using_allocator(counting):

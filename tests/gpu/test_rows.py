@@ -126,9 +126,10 @@ def test_the_row_is_chosen_and_explain_says_so(cupy, operation, name):
             args, options = [arrays], {"method": method}
             if operation == "attention_vjp":
                 q, _, v = arrays
-                out = cupy.empty((*q.shape[:-1], v.shape[-1]), q.dtype)
+                seen = (*rows.batch_of(*shape), *q.shape[-3:-1])
+                out = cupy.empty((*seen, v.shape[-1]), q.dtype)
                 real = np.float64 if dtype == "float64" else np.float32
-                args = [(out, *arrays, out, cupy.empty(q.shape[:-1], real))]
+                args = [(out, *arrays, out, cupy.empty(seen, real))]
                 options["deterministic"] = True
         for given in args:
             told = cupyflash.explain(function, *given, **options)

@@ -136,9 +136,15 @@ def _queries_and_keys(rng, s, batch, heads, kv_heads, seqlen_q, seqlen_k):
     if chance(rng, 0.3):
         k_batch = tuple(n if chance(rng, 0.5) else 1 for n in batch)
         k_batch = k_batch[int(rng.integers(len(batch) + 1)) :]
-    q = rng.normal(size=(*batch, heads, seqlen_q, s["head_dim"]))
+    q_batch, v_batch = batch, k_batch
+    (own,) = rng.spawn(1)
+    if chance(own, 0.15):  # entries that share v alone, or do not share it
+        v_batch = tuple(n if chance(own, 0.5) else 1 for n in batch)
+    if chance(own, 0.15) and k_batch == batch:
+        q_batch = tuple(n if chance(own, 0.5) else 1 for n in batch)
+    q = rng.normal(size=(*q_batch, heads, seqlen_q, s["head_dim"]))
     k = rng.normal(size=(*k_batch, kv_heads, seqlen_k, s["head_dim"]))
-    v = rng.normal(size=(*k_batch, kv_heads, seqlen_k, s["head_dim_v"]))
+    v = rng.normal(size=(*v_batch, kv_heads, seqlen_k, s["head_dim_v"]))
     if s["method"] == "naive":
         # No maximum is subtracted: scores stay where exp is precise in float16.
         return q * s["head_dim"] ** -0.25, k * s["head_dim"] ** -0.25, v
@@ -218,21 +224,21 @@ def _poison(rng, q, k, v, arrays, options, batch, heads):
         options.get("window"), arrays.get("query_lengths"), arrays.get("key_lengths"),
     )  # fmt: skip
 
-    def unseen(hidden):
-        """Keys that no query of the group sees, in the shape of k's rows."""
+    def unseen(hidden, x):
+        """Keys that no query of the group sees, in the shape of the rows of k or v."""
         hidden = hidden.reshape(
             *batch, kv_heads, heads // max(kv_heads, 1), seqlen_q, seqlen_k
         )
-        return _all_to(hidden.all((-3, -2)), k.shape[:-1])
+        return _all_to(hidden.all((-3, -2)), x.shape[:-1])
 
     bad = one_of(rng, (np.nan, np.inf, -np.inf))
-    k[unseen(~seen)] = bad
+    k[unseen(~seen, k)] = bad
     hidden = ~seen
     if "bias" in arrays:
         hidden = hidden | np.isneginf(wide(arrays["bias"]))
-    v[unseen(hidden)] = bad
+    v[unseen(hidden, v)] = bad
     padding = ~np.broadcast_to(alive, (*batch, heads, seqlen_q, 1))[..., 0]
-    q[padding] = np.nan
+    q[_all_to(padding, q.shape[:-1])] = np.nan
     return k, v
 
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from cupyflash import _softmax_layout, _softmax_row_cuts
+from cupyflash import _softmax_kernels, _softmax_layout
 from cupyflash import _softmax_tiers as tiers
 from cupyflash._kernels import device_of_arch
 
@@ -87,14 +87,12 @@ def made_up(function, num_rows, length, dtype="bfloat16"):
     )
 
 
-@pytest.mark.parametrize(
-    ("cut", "function"),
-    [("split_rows", "softmax"), ("trail_rows", "softmax")],
-)
-def test_more_parts_than_32_bits_count(cut, function):
+@pytest.mark.parametrize("name", ["split", "trail"])
+def test_more_parts_than_32_bits_count(name):
     """Left to the next row; the same rows, fewer, are taken."""
-    cuts, device = getattr(_softmax_row_cuts, cut), device_of_arch("sm_90a")
-    told = cuts(made_up(function, 1 << 31, 1 << 20), device)
+    (row,) = (row for row in _softmax_kernels.KERNELS if row.name == name)
+    device = device_of_arch("sm_90a")
+    told = row.cuts(made_up("softmax", 1 << 31, 1 << 20), device)
     assert "are too many" in told
-    taken = cuts(made_up(function, 1 << 20, 1 << 20), device)
+    taken = row.cuts(made_up("softmax", 1 << 20, 1 << 20), device)
     assert all(cut.num_blocks < 1 << 31 for cut in taken)

@@ -80,6 +80,13 @@ def test_takes(dtype, head_dim, bounds):
         (problem(seqlen_k=0), HOPPER, "no keys"),
         (problem("float16", seqlen_q=(1 << 18) + 1), HOPPER, "262144 queries"),
         (problem(num_heads=1024, num_kv_heads=1), HOPPER, "at most 128 heads"),
+        (problem(seqlen_k=1 << 30), HOPPER, "32 bits"),
+        (problem(batch=(1 << 30,)), HOPPER, "32 bits"),
+        (
+            dataclasses.replace(problem(batch=(3,)), k_shape=(1, 8, 9, 64)),
+            HOPPER,
+            "shared by different entries",
+        ),
     ],
 )
 def test_leaves_to_the_next_row(asked, device, reason):

@@ -81,6 +81,19 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
     merged = [steps or (0,) for steps in merged]
     batch_strides = dict(zip(batch_strides, merged, strict=True))
     return {
+        **scalar_fields(problem),
+        "batch_shape": shape,
+        **{
+            name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
+            for name in _AXES
+        },
+        "part": (batch_strides["part"], 0, 0, 0),
+    }
+
+
+def scalar_fields(problem: AttentionProblem) -> dict:
+    """The part of params_t that does not depend on how arrays lie."""
+    return {
         "batch_size": math.prod(problem.batch),
         "num_heads": problem.num_heads,
         "group_size": problem.group_size,
@@ -94,12 +107,6 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
         "keys_of_part": problem.keys_of_part or 0,
         "scale": problem.scale,
         "softcap": problem.softcap,
-        "batch_shape": shape,
-        **{
-            name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
-            for name in _AXES
-        },
-        "part": (batch_strides["part"], 0, 0, 0),
     }
 
 

@@ -125,8 +125,10 @@ class FusedKernel:
 
     def parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
         """Parts of the keys, and keys of each."""
-        if problem.dtype not in ("float32", "float64"):
-            return 1, problem.seqlen_k  # results of parts would be rounded to 16 bits
+        # Results of parts would be rounded to 16 bits; and a rung shows its idea alone.
+        in_parts = problem.dtype in ("float32", "float64")
+        if not in_parts or problem.method == "online":
+            return 1, problem.seqlen_k
         tile = self._tiles(problem, device)[-1]
         return parts_of_keys(problem, device, tile.block_m)
 

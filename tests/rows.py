@@ -114,7 +114,7 @@ ATTENTION_SHAPES = {
 }
 ATTENTION_REACH = ATTENTION_SHAPES | {
     "few": ((1, 2, 5, 64), (1, 2, 9, 64), (1, 2, 9, 64)),
-    "wide": ((1, 1, 66, 700), (1, 1, 66, 700), (1, 1, 66, 700)),
+    "wide": ((1, 1, 66, 800), (1, 1, 66, 800), (1, 1, 66, 800)),
 }
 _DTYPES_OF_KIND = {
     "plain": ("float16", "bfloat16", "float32", "tf32", "float64"),

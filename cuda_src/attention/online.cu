@@ -9,8 +9,9 @@
 //                             + e^(s_j - m_j) / d_j v_j.
 // Grid       a warp a query and kBlockDv columns of v; lanes across head_dim
 // Memory     global: k and v once a query and column block; out and lse once
-// Numbers    all in accum_t. Runs of kRun keys join a state of their own first: o is
-//            rounded at each key, and short runs keep those roundings few
+// Numbers    all in accum_t. Runs of kRun keys join a state of their own first, and so
+//            do runs of such states: o is rounded at each join, and short runs keep
+//            those roundings few
 // Limits     none: any head_dim, any strides
 #include "attention/score.cuh"
 #include "common/reduce.cuh"
@@ -71,8 +72,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
   const elem_t* k_rows = at.at_kv(k, params.k);
   const elem_t* v_rows = at.at_kv(v, params.v);
 
-  state_t row;
+  // Runs of kRun keys join; kRun of those at a time, and kRun of these, do so first.
+  state_t row, part, whole;
   const range_t keys = scores.keys_of(i, i + 1);
+  index_t num_runs = 0;
   for (index_t start = keys.first; start < keys.last; start += kRun) {
     state_t run;
     const index_t stop = start + kRun < keys.last ? start + kRun : keys.last;
@@ -90,7 +93,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
       }
       run.join(s, 1, v_row);
     }
-    if (run.d != 0) row.join(run.m, run.d, run.o);
+    if (run.d != 0) part.join(run.m, run.d, run.o);
+    ++num_runs;
+    if (num_runs % kRun == 0 || stop == keys.last) {
+      if (part.d != 0) whole.join(part.m, part.d, part.o);
+      part = state_t();
+    }
+    if (num_runs % (kRun * kRun) == 0 || stop == keys.last) {
+      if (whole.d != 0) row.join(whole.m, whole.d, whole.o);
+      whole = state_t();
+    }
   }
 
   // o is normalised but for the sink, which has no value: o d / (d + e^(sink - m)).

@@ -23,12 +23,13 @@
 //            holds (ptx/hold.cuh), and the loads and additions for others beside it, so
 //            that the next is ready when they are free
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
-//            which keeps long sums accurate
+//            and so are runs of tiles (runs.cuh)
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
 //
 // The sums are s = q k^T and o^T = v^T p^T: what a lane holds of s as a result is what
 // it has to hold of p as the second operand, and by 16 bytes it reads two columns of v
 // that stand side by side in the first (tiles_f64.cuh says which slots they are).
+#include "attention/runs.cuh"
 #include "attention/score.cuh"
 #include "attention/tiles_f64.cuh"
 #include "common/exp2_f64.cuh"
@@ -110,8 +111,11 @@ struct rows_t {
   double p[kStepsN][2][4];  // weights, of row g and of g + 8; fragments b
   // Of rows 2 t + (0, 1, 0, 1) and of those + 8, columns 2 g + (0, 0, 1, 1) of a chunk;
   // fragments c of the transposed product.
-  double o[kCount][2][4];
-  double m[2], l[2];  // l over the lane's own columns
+  using o_t = double[kCount][2][4];
+  using l_t = double[2];
+  o_t o;
+  double m[2];
+  l_t l;  // over the lane's own columns
 };
 
 // Fragments a of the steps of q that a warp holds.
@@ -272,6 +276,52 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
     }
   }
 }
+
+// o and l over many keys.
+template <int kCount>
+class row_runs_t {
+ public:
+  __device__ __forceinline__ void begin() {
+    o_.begin();
+    l_.begin();
+  }
+
+  // The tiles before this one have joined them.
+  __device__ __forceinline__ void end(rows_t<kCount>& rows, double unit) {
+    follow(rows, unit);
+    o_.end(rows.o, [&](int n) { return scales_[n / 4 % 2 * 2 + n % 2]; });
+    l_.end(rows.l, [&](int n) { return scales_[4 + n]; });
+  }
+
+  __device__ __forceinline__ void finish(rows_t<kCount>& rows, double unit) {
+    if (!o_.any()) return;
+    follow(rows, unit);
+    o_.finish(rows.o, [&](int n) { return scales_[n / 4 % 2 * 2 + n % 2]; });
+    l_.finish(rows.l, [&](int n) { return scales_[4 + n]; });
+  }
+
+ private:
+  using rows_of = rows_t<kCount>;
+
+  // From the scale of the last run to that of now.
+  __device__ __forceinline__ void follow(const rows_t<kCount>& rows, double unit) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      double& m = scales_[6 + r];
+      const double alpha = o_.any() ? exp_diff(m * unit, rows.m[r] * unit) : 1;
+      m = rows.m[r];
+      scales_[4 + r] = alpha;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) scales_[2 * r + e] = of_row(alpha, e);
+    }
+  }
+
+  runs_t<double, typename rows_of::o_t> o_;
+  runs_t<double, typename rows_of::l_t> l_;
+  // Factors of rows 2 t + (0, 1) and of those + 8, of rows g and g + 8; m of the latter
+  // when the last run ended.
+  double scales_[8];
+};
 
 // Scores into weights, exp(unit (s - m)); their sums to l. With kExact they can be
 // told apart as those of weight() in score.cuh: -0 of a key that is not seen, 0 of one
@@ -496,6 +546,8 @@ __device__ __forceinline__ bool walk(block_t& block,
                     params.seqlen_q - block.i0 - first_row,
                     static_cast<int>(params.head_dim));
   rows_t<kCount> rows;
+  row_runs_t<kCount> runs;
+  runs.begin();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.m[r] = -infinity<double>();
@@ -515,6 +567,9 @@ __device__ __forceinline__ bool walk(block_t& block,
 #pragma unroll 1
   for (int item = 0; item < block.num_items; item += 2) {
     const int j = item / 2 * kBlockN;
+    if (j > 0 && (static_cast<int>(block.first) + j) % (kRunTiles * kBlockN) == 0) {
+      runs.end(rows, block.unit);
+    }
     const bool some =
         j < block.last_key[team()] && j + kBlockN > block.first_key[team()];
     constexpr flag_t<false> kK;
@@ -549,6 +604,7 @@ __device__ __forceinline__ bool walk(block_t& block,
     go_on(kV, item + 1);
   }
 
+  runs.finish(rows, block.unit);
   __syncthreads();  // all have passed the last barriers
   if (kDrift && threadIdx.x == 0) {
 #pragma unroll

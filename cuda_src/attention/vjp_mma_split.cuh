@@ -20,6 +20,7 @@
 #pragma once
 
 #include "attention/parts.cuh"
+#include "attention/runs.cuh"
 #include "attention/vjp_mma.cuh"
 #include "ptx/registers.cuh"
 
@@ -109,6 +110,15 @@ __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from
       ptx::copy_async_or_zero(to + n, bytes + n, 16);
     }
   }
+}
+
+// Of rows walked over, in float32 (runs.cuh); tf32 promises less than its sums lose.
+constexpr bool kHasRuns = kParts == 2;
+constexpr int kRunRows = kRunTiles * kGranule;
+
+// Whether a run ends behind an entry of so many rows: entries that are short share one.
+__device__ __forceinline__ bool ends_run(unsigned entry, index_t num_rows) {
+  return (entry + 1) % max(1, kRunRows / static_cast<int>(min(num_rows, index_t(kRunRows)))) == 0;
 }
 
 // --- products ------------------------------------------------------------------------

@@ -18,8 +18,9 @@
 //         exchange  kBlockM x kBlockN    between the warps of a pair
 #pragma once
 
-#include "attention/vjp.cuh"
+#include "attention/runs.cuh"
 #include "attention/tiles_f64.cuh"
+#include "attention/vjp.cuh"
 #include "common/exp2_f64.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/hold.cuh"
@@ -305,6 +306,8 @@ __device__ __forceinline__ void walk(sums_t& sums,
     fetch_row(tile);
     ptx::commit_copy_group();
   };
+  runs_t<double, sums_t> runs;
+  runs.begin();
   if (block.num_rows > 0) fetch_first(0);
 #pragma unroll 1
   for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
@@ -335,7 +338,10 @@ __device__ __forceinline__ void walk(sums_t& sums,
     __syncthreads();  // all have read the first half
     if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
     if (seen) accumulate_part(constant_t<1>{}, w);
+    const int next = static_cast<int>(block.first) + (tile + 1) * kBlockN;
+    if (next % (kRunTiles * kBlockN) == 0) runs.end(sums);
   }
+  runs.finish(sums);
   ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
 

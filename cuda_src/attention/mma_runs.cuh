@@ -22,24 +22,22 @@ class out_runs_t {
 
   // A tile has joined o, and key `next` is the first of the one behind it.
   __device__ __forceinline__ void end_tile(out_frag_t& o, int next, int last) {
-    if constexpr (kHasRuns) {
-      if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
-      runs_.end(o, [&](int n) { return factor(n); });
+    if (!kHasRuns || next % (kRunTiles * kBlockN) != 0 || next >= last) return;
+    runs_.end(o, [&](int n) { return since_[row_of(n)]; });
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) since_[r] = 1;
-    }
+    for (int r = 0; r < kRows; ++r) since_[r] = 1;
   }
 
   __device__ __forceinline__ void finish(out_frag_t& o) {
-    if constexpr (kHasRuns) runs_.finish(o, [&](int n) { return factor(n); });
+    runs_.finish(o, [&](int n) { return since_[row_of(n)]; });
   }
 
  private:
-  // Of the row of number n of o.
-  __device__ __forceinline__ float factor(int n) const {
-    return since_[n / (kOutTiles * 4) * 2 + n % 4 / 2];
+  // Of number n of o.
+  static __device__ __forceinline__ int row_of(int n) {
+    return n / (kOutTiles * 4) * 2 + n % 4 / 2;
   }
 
-  runs_t<float, out_frag_t> runs_;
+  runs_t<float, out_frag_t, kHasRuns> runs_;
   float since_[kRows];  // by row, how o has been multiplied since a run ended
 };

@@ -16,7 +16,8 @@
 constexpr int kRunTiles = 64;
 
 // The sums of a thread: an array of T, of one axis or more, with constant indices only.
-template <typename T, typename Sums>
+// Without kExists there is one run only.
+template <typename T, typename Sums, bool kExists = true>
 class runs_t {
  public:
   static constexpr int kCount = sizeof(Sums) / sizeof(T);
@@ -68,7 +69,7 @@ class runs_t {
   template <typename Factor>
   __device__ __forceinline__ void add(const T (&x)[kCount], Factor factor) {
     const bool any_before = any();
-#pragma unroll 2
+#pragma unroll 1
     for (int n = 0; n < kCount; ++n) {
       pair_t<T> sum = {x[n], 0};
       if (any_before) {
@@ -83,4 +84,15 @@ class runs_t {
   }
 
   T high_[kCount + 1], low_[kCount];  // behind the last one: whether a run has ended
+};
+
+template <typename T, typename Sums>
+class runs_t<T, Sums, false> {
+ public:
+  __device__ __forceinline__ void begin() {}
+  __device__ __forceinline__ bool any() const { return false; }
+  template <typename... Factor>
+  __device__ __forceinline__ void end(Sums&, Factor...) {}
+  template <typename... Factor>
+  __device__ __forceinline__ void finish(Sums&, Factor...) {}
 };

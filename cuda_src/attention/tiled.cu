@@ -227,7 +227,9 @@ __device__ __forceinline__ void accumulate(rows_t& rows,
   }
 }
 
-// o and l over many keys.
+// o and l over many keys; 16 bits promise less than their sums lose.
+constexpr bool kHasRuns = sizeof(elem_t) > 2;
+
 class row_runs_t {
  public:
   __device__ __forceinline__ void begin() {
@@ -237,7 +239,7 @@ class row_runs_t {
 
   // A tile has joined them, and key `next` is the first of the one behind it.
   __device__ __forceinline__ void end_tile(rows_t& rows, index_t next, index_t last) {
-    if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
+    if (!kHasRuns || next % (kRunTiles * kBlockN) != 0 || next >= last) return;
     follow(rows);
     o_.end(rows.o, [&](int n) { return scales_[n / (kChunks * kWide)]; });
     l_.end(rows.l, [&](int n) { return scales_[n]; });
@@ -261,8 +263,8 @@ class row_runs_t {
     }
   }
 
-  runs_t<accum_t, rows_t::o_t> o_;
-  runs_t<accum_t, rows_t::l_t> l_;
+  runs_t<accum_t, rows_t::o_t, kHasRuns> o_;
+  runs_t<accum_t, rows_t::l_t, kHasRuns> l_;
   accum_t scales_[2 * kRows];  // by row: the factor, then m when the last run ended
 };
 

@@ -461,6 +461,13 @@ __device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
   }
 }
 
+// Whether a run ends before this tile of those from key `first` on. There is no register
+// to count keys beside tiles.
+__device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
+  ptx::forget(tile);
+  return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
+}
+
 // The end of a range of queries, or of all of them.
 __device__ __forceinline__ index_t last_query(const params_t& params, index_t i_last) {
   return i_last < params.seqlen_q ? i_last : params.seqlen_q;
@@ -567,9 +574,7 @@ __device__ __forceinline__ bool walk(block_t& block,
 #pragma unroll 1
   for (int item = 0; item < block.num_items; item += 2) {
     const int j = item / 2 * kBlockN;
-    if (j > 0 && (static_cast<int>(block.first) + j) % (kRunTiles * kBlockN) == 0) {
-      runs.end(rows, block.unit);
-    }
+    if (item > 0 && run_ends_before(block.first, item / 2)) runs.end(rows, block.unit);
     const bool some =
         j < block.last_key[team()] && j + kBlockN > block.first_key[team()];
     constexpr flag_t<false> kK;

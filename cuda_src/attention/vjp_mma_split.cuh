@@ -112,13 +112,17 @@ __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from
   }
 }
 
-// Of rows walked over, in float32 (runs.cuh); tf32 promises less than its sums lose.
+// Sums over many rows; tf32 promises less than its sums lose.
 constexpr bool kHasRuns = kParts == 2;
-constexpr int kRunRows = kRunTiles * kGranule;
 
-// Whether a run ends behind an entry of so many rows: entries that are short share one.
-__device__ __forceinline__ bool ends_run(unsigned entry, index_t num_rows) {
-  return (entry + 1) % max(1, kRunRows / static_cast<int>(min(num_rows, index_t(kRunRows)))) == 0;
+// Whether a run of sums ends before row `next` of those walked over, and behind an entry
+// of so many rows: entries that are short share one.
+__device__ __forceinline__ bool run_ends_before(int next) {
+  return kHasRuns && next % (kRunTiles * kGranule) == 0;
+}
+__device__ __forceinline__ bool run_ends_behind(unsigned entry, index_t num_rows) {
+  const int granules = min(granules_of(num_rows), kRunTiles);
+  return kHasRuns && (entry + 1) % (kRunTiles / max(granules, 1)) == 0;
 }
 
 // --- products ------------------------------------------------------------------------

@@ -77,13 +77,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   frag_t<kKeyTiles, kMakesDv ? kHeadDim / 8 : 1> sums_v;
   clear(sums_k);
   clear(sums_v);
-  runs_t<float, decltype(sums_k)> runs_k;
-  runs_t<float, decltype(sums_v)> runs_v;
+  runs_t<float, decltype(sums_k), kHasRuns && kMakesDk> runs_k;
+  runs_t<float, decltype(sums_v), kHasRuns && kMakesDv> runs_v;
   runs_k.begin();
   runs_v.begin();
   auto end_run = [&] {
-    if constexpr (kHasRuns && kMakesDk) runs_k.end(sums_k);
-    if constexpr (kHasRuns && kMakesDv) runs_v.end(sums_v);
+    runs_k.end(sums_k);
+    runs_v.end(sums_v);
   };
 #pragma unroll 1
   for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
@@ -222,14 +222,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         __syncthreads();  // all have read the granule
         load_queries(i0 + kGranule);
       }
-      if ((i0 + kGranule) % kRunRows == 0) end_run();
+      if (run_ends_before(i0 + kGranule)) end_run();
     }
     ptx::wait_copy_groups<0>();  // of a tile that no query sees
-    if (ends_run(summed_index, params.seqlen_q)) end_run();
+    if (run_ends_behind(summed_index, params.seqlen_q)) end_run();
   }
 
-  if constexpr (kHasRuns && kMakesDk) runs_k.finish(sums_k);
-  if constexpr (kHasRuns && kMakesDv) runs_v.finish(sums_v);
+  runs_k.finish(sums_k);
+  runs_v.finish(sums_v);
   const int j0 = view.j0;
   const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
   const auto kept = locate(grads.kept, view.kept);

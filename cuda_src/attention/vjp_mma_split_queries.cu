@@ -178,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   frag_t<kRowTiles, kHeadDim / 8> sums;
   clear(sums);
-  runs_t<float, decltype(sums)> runs;
-  runs_t<float, decltype(total)> runs_of_total;
+  runs_t<float, decltype(sums), kHasRuns> runs;
+  runs_t<float, decltype(total), kHasRuns> runs_of_total;
   runs.begin();
   runs_of_total.begin();
 #pragma unroll 1
@@ -240,16 +240,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       __syncthreads();  // all have read the granule
       load_keys(j0 + kGranule);
     }
-    if (kHasRuns && (j0 + kGranule) % kRunRows == 0) {
+    if (run_ends_before(j0 + kGranule)) {
       runs.end(sums);
       runs_of_total.end(total);
     }
   }
   ptx::wait_copy_groups<0>();
-  if constexpr (kHasRuns) {
-    runs.finish(sums);
-    runs_of_total.finish(total);
-  }
+  runs.finish(sums);
+  runs_of_total.finish(total);
 
   const int granules = granules_of(params.seqlen_q);
 #pragma unroll

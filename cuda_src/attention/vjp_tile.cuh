@@ -13,6 +13,7 @@
 // shared memory in chunks, and a block makes one chunk of columns of its gradient.
 #pragma once
 
+#include "attention/runs.cuh"
 #include "attention/vjp.cuh"
 #include "common/reduce.cuh"
 #ifdef REPAIRS
@@ -290,6 +291,21 @@ __device__ __forceinline__ void differentiate(accum_t& s,
   s = exp_of(s - lse);
   dp = s * (dp - delta);
   if (kHasSoftcap && !kOfBias) dp *= derivative;
+}
+
+// Sums over many rows; 16 bits promise less than theirs lose.
+constexpr bool kHasRuns = sizeof(elem_t) > 2;
+using sums_runs_t = runs_t<accum_t, sums_t, kHasRuns>;
+
+// Whether a run of sums ends before row `next` of those walked over, and behind an entry
+// of so many rows: entries that are short share one.
+__device__ __forceinline__ bool run_ends_before(index_t next) {
+  return kHasRuns && next % (kRunTiles * kBlockN) == 0;
+}
+__device__ __forceinline__ bool run_ends_behind(index_t entry, index_t num_rows) {
+  if (!kHasRuns) return false;
+  const index_t tiles = (num_rows + kBlockN - 1) / kBlockN;
+  return (entry + 1) % (tiles < kRunTiles ? divide(kRunTiles, tiles + !tiles) : 1) == 0;
 }
 
 // Writes a gradient's chunk of columns from c0 on.

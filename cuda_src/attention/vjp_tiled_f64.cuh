@@ -283,6 +283,13 @@ __device__ __forceinline__ void clean_own(walk_t& block) {
   }
 }
 
+// Whether a run ends before this tile of those from row `first` on. There is no register
+// to count rows beside tiles.
+__device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
+  ptx::forget(tile);
+  return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
+}
+
 // The walk over all tiles of block.rows, whose scores become 16 kSteps weights.
 //   fetch_row(tile)       starts copies of what else belongs to the rows of a tile
 //   is_seen(tile)         whether the pair takes part in it
@@ -311,6 +318,7 @@ __device__ __forceinline__ void walk(sums_t& sums,
   if (block.num_rows > 0) fetch_first(0);
 #pragma unroll 1
   for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
+    if (tile > 0 && run_ends_before(block.first, tile)) runs.end(sums);
     product_t c = {};
     weights_t<kSteps> w;
     ptx::wait_copy_groups<0>();
@@ -338,8 +346,6 @@ __device__ __forceinline__ void walk(sums_t& sums,
     __syncthreads();  // all have read the first half
     if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
     if (seen) accumulate_part(constant_t<1>{}, w);
-    const int next = static_cast<int>(block.first) + (tile + 1) * kBlockN;
-    if (next % (kRunTiles * kBlockN) == 0) runs.end(sums);
   }
   runs.finish(sums);
   ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile

@@ -62,12 +62,14 @@ class runs_t {
  private:
   static __device__ __forceinline__ void put(T (&x)[kCount], const Sums& sums) {
     const T* const from = reinterpret_cast<const T*>(&sums);
+    // One by one: two at a time have to stand in registers side by side.
+    volatile T* const to = x;
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) x[n] = from[n];
+    for (int n = 0; n < kCount; ++n) to[n] = from[n];
   }
 
   template <typename Factor>
-  __device__ __forceinline__ void add(const T (&x)[kCount], Factor factor) {
+  __device__ __noinline__ void add(const T (&x)[kCount], Factor factor) {
     const bool any_before = any();
 #pragma unroll 1
     for (int n = 0; n < kCount; ++n) {

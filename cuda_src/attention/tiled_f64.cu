@@ -288,14 +288,14 @@ class row_runs_t {
 
   // The tiles before this one have joined them.
   __device__ __forceinline__ void end(rows_t<kCount>& rows, double unit) {
-    follow(rows, unit);
+    follow(rows.m[0], rows.m[1], unit);
     o_.end(rows.o, [&](int n) { return scales_[n / 4 % 2 * 2 + n % 2]; });
     l_.end(rows.l, [&](int n) { return scales_[4 + n]; });
   }
 
   __device__ __forceinline__ void finish(rows_t<kCount>& rows, double unit) {
     if (!o_.any()) return;
-    follow(rows, unit);
+    follow(rows.m[0], rows.m[1], unit);
     o_.finish(rows.o, [&](int n) { return scales_[n / 4 % 2 * 2 + n % 2]; });
     l_.finish(rows.l, [&](int n) { return scales_[4 + n]; });
   }
@@ -303,13 +303,15 @@ class row_runs_t {
  private:
   using rows_of = rows_t<kCount>;
 
-  // From the scale of the last run to that of now.
-  __device__ __forceinline__ void follow(const rows_t<kCount>& rows, double unit) {
+  // From the scale of the last run to that of now, m. A function of its own, so that its
+  // registers are none of the loop's.
+  __device__ __noinline__ void follow(double m_0, double m_1, double unit) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       double& m = scales_[6 + r];
-      const double alpha = o_.any() ? exp_diff(m * unit, rows.m[r] * unit) : 1;
-      m = rows.m[r];
+      const double now = (r == 0 ? m_0 : m_1) * unit;
+      const double alpha = o_.any() ? exp_diff(m, now) : 1;
+      m = now;
       scales_[4 + r] = alpha;
 #pragma unroll
       for (int e = 0; e < 2; ++e) scales_[2 * r + e] = of_row(alpha, e);

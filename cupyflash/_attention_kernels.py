@@ -20,6 +20,7 @@ from cupyflash._attention_rows import (
     is_plain,
     num_rows,
     num_tiles,
+    runs,
 )
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
@@ -140,6 +141,7 @@ class FusedKernel:
             # Options take registers: under the cap a kernel would spill.
             shape["MIN_BLOCKS"] = tile.min_blocks if is_plain(problem) else 1
             shape |= {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
+            shape |= runs(problem)
         if tile.block_dv is not None:
             shape["BLOCK_DV"] = tile.block_dv
             num_blocks *= -(-problem.head_dim_v // tile.block_dv)

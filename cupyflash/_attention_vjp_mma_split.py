@@ -13,6 +13,7 @@ from cupyflash._attention_rows import (
     defines,
     has_terms,
     num_rows,
+    runs,
     scale_is_plain,
 )
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
@@ -156,6 +157,7 @@ class MmaSplitVjpKernel:
         else:
             threads, smem = tile.num_threads, tile.smem(part, dim, parts)
             switches["BLOCK_M" if part == "_queries" else "BLOCK_N"] = tile.rows
+            switches |= runs(forward, part[1:])
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
         variant = Variant(

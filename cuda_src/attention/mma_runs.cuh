@@ -5,9 +5,6 @@
 #include "attention/mma_huge.cuh"
 #include "attention/runs.cuh"
 
-// 16 bits and tf32 promise less than their sums lose.
-constexpr bool kHasRuns = kParts == 2;
-
 class out_runs_t {
  public:
   __device__ __forceinline__ void begin() { runs_.begin(); }
@@ -16,28 +13,43 @@ class out_runs_t {
   __device__ __forceinline__ void follow(const softmax_t& rows) {
     if constexpr (kHasRuns) {
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) since_[r] *= rows.alpha[r];
+      for (int r = 0; r < kRows; ++r) since_[r] = since_[r] * rows.alpha[r];
     }
   }
 
   // A tile has joined o, and key `next` is the first of the one behind it.
   __device__ __forceinline__ void end_tile(out_frag_t& o, int next, int last) {
-    if (!kHasRuns || next % (kRunTiles * kBlockN) != 0 || next >= last) return;
-    runs_.end(o, [&](int n) { return since_[row_of(n)]; });
+    if constexpr (kHasRuns) {
+      if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
+      const factors_t factors(since_);
+      runs_.end(o, [&](int n) { return factors.of[row_of(n)]; });
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) since_[r] = 1;
+      for (int r = 0; r < kRows; ++r) since_[r] = 1;
+    }
   }
 
   __device__ __forceinline__ void finish(out_frag_t& o) {
-    runs_.finish(o, [&](int n) { return since_[row_of(n)]; });
+    if constexpr (kHasRuns) {
+      const factors_t factors(since_);
+      runs_.finish(o, [&](int n) { return factors.of[row_of(n)]; });
+    }
   }
 
  private:
+  struct factors_t {
+    float of[kRows];
+    __device__ __forceinline__ explicit factors_t(const volatile float* since) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) of[r] = since[r];
+    }
+  };
+
   // Of number n of o.
-  static __device__ __forceinline__ int row_of(int n) {
+  static __device__ __forceinline__ constexpr int row_of(int n) {
     return n / (kOutTiles * 4) * 2 + n % 4 / 2;
   }
 
-  runs_t<float, out_frag_t, kHasRuns> runs_;
-  float since_[kRows];  // by row, how o has been multiplied since a run ended
+  runs_t<float, out_frag_t> runs_;
+  // By row, how o has been multiplied since a run ended.
+  volatile float since_[kHasRuns ? kRows : 1];
 };

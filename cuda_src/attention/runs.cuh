@@ -3,9 +3,9 @@
 //
 // A sum in registers is rounded whenever a tile joins it. Over n tiles the error grows
 // as the root of n, and where tiles are alike as n itself: each is rounded the same
-// way. So after kRunTiles tiles a sum joins another one, of two numbers, and begins
-// again at 0. The other one lies on the stack, which is asked for once a run: there are
-// no registers for it.
+// way. So where the host finds sums long (RUN_TILES), a sum joins another one, of two
+// numbers, whenever so many tiles have joined it, and begins again at 0. The other one
+// lies on the stack, for which one run in flight pays; there are no registers for it.
 //
 // Runs end at multiples of their length among all keys (of gradients of keys, among all
 // queries), so that the bits of a row do not depend on where its block begins.
@@ -13,29 +13,34 @@
 
 #include "common/math.cuh"
 
-constexpr int kRunTiles = 64;
+#ifdef RUN_TILES
+constexpr bool kHasRuns = true;
+constexpr int kRunTiles = RUN_TILES;
+#else
+constexpr bool kHasRuns = false;  // one run only
+constexpr int kRunTiles = 1;
+#endif
 
 // The sums of a thread: an array of T, of one axis or more, with constant indices only.
-// Without kExists there is one run only.
-template <typename T, typename Sums, bool kExists = true>
+template <typename T, typename Sums, bool kExists = kHasRuns>
 class runs_t {
  public:
   static constexpr int kCount = sizeof(Sums) / sizeof(T);
 
   // No run has ended.
-  __device__ __forceinline__ void begin() { high_[kCount] = 0; }
-  __device__ __forceinline__ bool any() const { return high_[kCount] != 0; }
+  __device__ __forceinline__ void begin() { any_ = 0; }
+  __device__ __forceinline__ bool any() const { return any_ != 0; }
 
   // A run ends: its sums join those before it, which are multiplied by `factor(n)`
   // first, and begin again at 0.
   template <typename Factor>
   __device__ __forceinline__ void end(Sums& sums, Factor factor) {
-    T x[kCount];
-    put(x, sums);
-    add(x, factor);
-    T* const to = reinterpret_cast<T*>(&sums);
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) to[n] = 0;
+    join(sums, factor, [&](T& x, int n, T high, T low) {
+      high_[n] = high;
+      low_[n] = low;
+      x = 0;
+    });
+    any_ = 1;
   }
   __device__ __forceinline__ void end(Sums& sums) {
     end(sums, [](int) { return T(1); });
@@ -45,47 +50,46 @@ class runs_t {
   template <typename Factor>
   __device__ __forceinline__ void finish(Sums& sums, Factor factor) {
     if (!any()) return;
-    T x[kCount];
-    put(x, sums);
-    add(x, factor);
-    T* const to = reinterpret_cast<T*>(&sums);
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-      // Of a sum that is not finite `low` says nothing.
-      to[n] = is_finite(high_[n]) ? high_[n] + low_[n] : high_[n];
-    }
+    // Of a sum that is not finite `low` says nothing.
+    join(sums, factor, [](T& x, int, T high, T low) {
+      x = is_finite(high) ? high + low : high;
+    });
   }
   __device__ __forceinline__ void finish(Sums& sums) {
     finish(sums, [](int) { return T(1); });
   }
 
  private:
-  static __device__ __forceinline__ void put(T (&x)[kCount], const Sums& sums) {
-    const T* const from = reinterpret_cast<const T*>(&sums);
-    // One by one: two at a time have to stand in registers side by side.
-    volatile T* const to = x;
+  template <typename Factor, typename Store>
+  __device__ __forceinline__ void join(Sums& sums, Factor factor, Store store) {
+    constexpr int kAtOnce = 8;  // on their way from the stack
+    T* const x = reinterpret_cast<T*>(&sums);
+    const bool has_sums = any();
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) to[n] = from[n];
-  }
-
-  template <typename Factor>
-  __device__ __noinline__ void add(const T (&x)[kCount], Factor factor) {
-    const bool any_before = any();
-#pragma unroll 1
-    for (int n = 0; n < kCount; ++n) {
-      pair_t<T> sum = {x[n], 0};
-      if (any_before) {
-        const T by = factor(n), product = rounded_product(high_[n], by);
-        sum = exact_sum(product, x[n]);
-        sum.low += fma_of(low_[n], by, fma_of(high_[n], by, -product));
+    for (int first = 0; first < kCount; first += kAtOnce) {
+      T high[kAtOnce] = {}, low[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (has_sums && first + i < kCount) {
+          high[i] = high_[first + i];
+          low[i] = low_[first + i];
+        }
       }
-      high_[n] = sum.high;
-      low_[n] = sum.low;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int n = first + i;
+        if (n >= kCount) break;
+        const T by = factor(n), product = rounded_product(high[i], by);
+        const pair_t<T> sum = exact_sum(product, x[n]);
+        const T rest = fma_of(low[i], by, fma_of(high[i], by, -product));
+        store(x[n], n, sum.high, sum.low + rest);
+      }
     }
-    high_[kCount] = 1;
   }
 
-  T high_[kCount + 1], low_[kCount];  // behind the last one: whether a run has ended
+  // Volatile: the compiler would keep them in registers.
+  volatile T high_[kCount], low_[kCount];
+  volatile int any_;
 };
 
 template <typename T, typename Sums>

@@ -227,9 +227,7 @@ __device__ __forceinline__ void accumulate(rows_t& rows,
   }
 }
 
-// o and l over many keys; 16 bits promise less than their sums lose.
-constexpr bool kHasRuns = sizeof(elem_t) > 2;
-
+// o and l over many keys.
 class row_runs_t {
  public:
   __device__ __forceinline__ void begin() {
@@ -239,33 +237,39 @@ class row_runs_t {
 
   // A tile has joined them, and key `next` is the first of the one behind it.
   __device__ __forceinline__ void end_tile(rows_t& rows, index_t next, index_t last) {
-    if (!kHasRuns || next % (kRunTiles * kBlockN) != 0 || next >= last) return;
-    follow(rows);
-    o_.end(rows.o, [&](int n) { return scales_[n / (kChunks * kWide)]; });
-    l_.end(rows.l, [&](int n) { return scales_[n]; });
-  }
-
-  __device__ __forceinline__ void finish(rows_t& rows) {
-    if (!o_.any()) return;
-    follow(rows);
-    o_.finish(rows.o, [&](int n) { return scales_[n / (kChunks * kWide)]; });
-    l_.finish(rows.l, [&](int n) { return scales_[n]; });
-  }
-
- private:
-  // From the scale of the last run to that of now.
-  __device__ __forceinline__ void follow(const rows_t& rows) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      accum_t& m = scales_[kRows + r];
-      if (o_.any()) scales_[r] = exp_diff(m, rows.m[r]);
-      m = rows.m[r];
+    if constexpr (kHasRuns) {
+      if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
+      accum_t alpha[kRows];
+      follow(rows, alpha);
+      o_.end(rows.o, [&](int n) { return alpha[n / (kChunks * kWide)]; });
+      l_.end(rows.l, [&](int n) { return alpha[n]; });
     }
   }
 
-  runs_t<accum_t, rows_t::o_t, kHasRuns> o_;
-  runs_t<accum_t, rows_t::l_t, kHasRuns> l_;
-  accum_t scales_[2 * kRows];  // by row: the factor, then m when the last run ended
+  __device__ __forceinline__ void finish(rows_t& rows) {
+    if constexpr (kHasRuns) {
+      if (!o_.any()) return;
+      accum_t alpha[kRows];
+      follow(rows, alpha);
+      o_.finish(rows.o, [&](int n) { return alpha[n / (kChunks * kWide)]; });
+      l_.finish(rows.l, [&](int n) { return alpha[n]; });
+    }
+  }
+
+ private:
+  // Factors from the scale of the last run to that of now.
+  __device__ __forceinline__ void follow(const rows_t& rows, accum_t (&alpha)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const accum_t before = m_[r];
+      alpha[r] = o_.any() ? exp_diff(before, rows.m[r]) : accum_t(0);
+      m_[r] = rows.m[r];
+    }
+  }
+
+  runs_t<accum_t, rows_t::o_t> o_;
+  runs_t<accum_t, rows_t::l_t> l_;
+  volatile accum_t m_[kHasRuns ? kRows : 1];  // when the last run ended
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(

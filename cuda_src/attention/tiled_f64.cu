@@ -286,43 +286,43 @@ class row_runs_t {
     l_.begin();
   }
 
-  // The tiles before this one have joined them.
+  // A run has ended.
   __device__ __forceinline__ void end(rows_t<kCount>& rows, double unit) {
-    follow(rows.m[0], rows.m[1], unit);
-    o_.end(rows.o, [&](int n) { return scales_[n / 4 % 2 * 2 + n % 2]; });
-    l_.end(rows.l, [&](int n) { return scales_[4 + n]; });
+    const factors_t by(*this, rows, unit);
+    o_.end(rows.o, [&](int n) { return by.of_o[n / 4 % 2 * 2 + n % 2]; });
+    l_.end(rows.l, [&](int n) { return by.of_l[n]; });
   }
 
   __device__ __forceinline__ void finish(rows_t<kCount>& rows, double unit) {
     if (!o_.any()) return;
-    follow(rows.m[0], rows.m[1], unit);
-    o_.finish(rows.o, [&](int n) { return scales_[n / 4 % 2 * 2 + n % 2]; });
-    l_.finish(rows.l, [&](int n) { return scales_[4 + n]; });
+    const factors_t by(*this, rows, unit);
+    o_.finish(rows.o, [&](int n) { return by.of_o[n / 4 % 2 * 2 + n % 2]; });
+    l_.finish(rows.l, [&](int n) { return by.of_l[n]; });
   }
 
  private:
-  using rows_of = rows_t<kCount>;
+  // From the scale of the last run to that of now: of rows 2 t + (0, 1) and of those
+  // + 8; of rows g and g + 8.
+  struct factors_t {
+    double of_o[4], of_l[2];
 
-  // From the scale of the last run to that of now, m. A function of its own, so that its
-  // registers are none of the loop's.
-  __device__ __noinline__ void follow(double m_0, double m_1, double unit) {
+    __device__ __forceinline__ factors_t(row_runs_t& runs,
+                                         const rows_t<kCount>& rows,
+                                         double unit) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      double& m = scales_[6 + r];
-      const double now = (r == 0 ? m_0 : m_1) * unit;
-      const double alpha = o_.any() ? exp_diff(m, now) : 1;
-      m = now;
-      scales_[4 + r] = alpha;
+      for (int r = 0; r < 2; ++r) {
+        const double before = runs.m_[r], now = rows.m[r] * unit;
+        of_l[r] = runs.o_.any() ? exp_diff(before, now) : 0;
+        runs.m_[r] = now;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) scales_[2 * r + e] = of_row(alpha, e);
+        for (int e = 0; e < 2; ++e) of_o[2 * r + e] = of_row(of_l[r], e);
+      }
     }
-  }
+  };
 
-  runs_t<double, typename rows_of::o_t> o_;
-  runs_t<double, typename rows_of::l_t> l_;
-  // Factors of rows 2 t + (0, 1) and of those + 8, of rows g and g + 8; m of the latter
-  // when the last run ended.
-  double scales_[8];
+  runs_t<double, typename rows_t<kCount>::o_t> o_;
+  runs_t<double, typename rows_t<kCount>::l_t> l_;
+  volatile double m_[2];  // as scores, when the last run ended
 };
 
 // Scores into weights, exp(unit (s - m)); their sums to l. With kExact they can be
@@ -556,7 +556,7 @@ __device__ __forceinline__ bool walk(block_t& block,
                     static_cast<int>(params.head_dim));
   rows_t<kCount> rows;
   row_runs_t<kCount> runs;
-  runs.begin();
+  if constexpr (kHasRuns) runs.begin();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.m[r] = -infinity<double>();
@@ -576,7 +576,11 @@ __device__ __forceinline__ bool walk(block_t& block,
 #pragma unroll 1
   for (int item = 0; item < block.num_items; item += 2) {
     const int j = item / 2 * kBlockN;
-    if (item > 0 && run_ends_before(block.first, item / 2)) runs.end(rows, block.unit);
+    if constexpr (kHasRuns) {
+      if (item > 0 && run_ends_before(block.first, item / 2)) {
+        runs.end(rows, block.unit);
+      }
+    }
     const bool some =
         j < block.last_key[team()] && j + kBlockN > block.first_key[team()];
     constexpr flag_t<false> kK;
@@ -611,7 +615,7 @@ __device__ __forceinline__ bool walk(block_t& block,
     go_on(kV, item + 1);
   }
 
-  runs.finish(rows, block.unit);
+  if constexpr (kHasRuns) runs.finish(rows, block.unit);
   __syncthreads();  // all have passed the last barriers
   if (kDrift && threadIdx.x == 0) {
 #pragma unroll

@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const auto kept = locate(grads.kept, kept_index);
 
   tile_t sums = {};
-  runs_t<accum_t, tile_t, kHasRuns> runs;
+  runs_t<accum_t, tile_t> runs;
   runs.begin();
   for (index_t summed = 0; summed < grads.num_summed; ++summed) {
     const place_t at = grads.entry(params, kept.of[0], summed);

@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto kept = locate(grads.kept, kept_index);
 
     sums_t sums_k = {}, sums_v = {};
-    sums_runs_t runs_k, runs_v;
+    runs_t<accum_t, sums_t> runs_k, runs_v;
     runs_k.begin();
     runs_v.begin();
     const auto end_run = [&] {

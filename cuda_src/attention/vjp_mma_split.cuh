@@ -112,9 +112,6 @@ __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from
   }
 }
 
-// Sums over many rows; tf32 promises less than its sums lose.
-constexpr bool kHasRuns = kParts == 2;
-
 // Whether a run of sums ends before row `next` of those walked over, and behind an entry
 // of so many rows: entries that are short share one.
 __device__ __forceinline__ bool run_ends_before(int next) {

@@ -178,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   frag_t<kRowTiles, kHeadDim / 8> sums;
   clear(sums);
-  runs_t<float, decltype(sums), kHasRuns> runs;
-  runs_t<float, decltype(total), kHasRuns> runs_of_total;
+  runs_t<float, decltype(sums)> runs;
+  runs_t<float, decltype(total)> runs_of_total;
   runs.begin();
   runs_of_total.begin();
 #pragma unroll 1

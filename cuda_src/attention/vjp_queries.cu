@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto kept = locate(grads.kept, kept_index);
 
     sums_t sums = {};
-    sums_runs_t runs;
+    runs_t<accum_t, sums_t> runs;
     runs.begin();
     for (index_t summed = 0; summed < grads.num_summed; ++summed) {
       const place_t at = grads.entry(params, kept.of[0], summed);
@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const range_t keys = scores.keys_of(i0, i0 + num_rows);
       if constexpr (kMakesLse) {
         accum_t total[kRows] = {};
-        runs_t<accum_t, accum_t[kRows], kHasRuns> runs_of_total;
+        runs_t<accum_t, accum_t[kRows]> runs_of_total;
         runs_of_total.begin();
         for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last;
              j0 += kBlockN) {

@@ -293,10 +293,6 @@ __device__ __forceinline__ void differentiate(accum_t& s,
   if (kHasSoftcap && !kOfBias) dp *= derivative;
 }
 
-// Sums over many rows; 16 bits promise less than theirs lose.
-constexpr bool kHasRuns = sizeof(elem_t) > 2;
-using sums_runs_t = runs_t<accum_t, sums_t, kHasRuns>;
-
 // Whether a run of sums ends before row `next` of those walked over, and behind an entry
 // of so many rows: entries that are short share one.
 __device__ __forceinline__ bool run_ends_before(index_t next) {

@@ -318,7 +318,9 @@ __device__ __forceinline__ void walk(sums_t& sums,
   if (block.num_rows > 0) fetch_first(0);
 #pragma unroll 1
   for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
-    if (tile > 0 && run_ends_before(block.first, tile)) runs.end(sums);
+    if constexpr (kHasRuns) {
+      if (tile > 0 && run_ends_before(block.first, tile)) runs.end(sums);
+    }
     product_t c = {};
     weights_t<kSteps> w;
     ptx::wait_copy_groups<0>();

@@ -8,6 +8,8 @@ or all alike: then every step rounds the same way. out and dq are sums over keys
 dv over queries. No times.
 """
 
+import itertools
+
 import numpy as np
 import timing
 
@@ -87,51 +89,53 @@ def found(result, given, exact, method):
     return kernel, largest_error(gradient[:1] if result == "dk" else gradient, exact)
 
 
-def rows(xp, on_gpu, name):
-    """The error of each result at each length."""
-    rng = xp.random.RandomState(0)
+def cases(on_gpu):
+    """(result, dtype, head_dim, terms, length, other, method)."""
+    for result, dtype, head_dim, kind in itertools.product(
+        ("out", "dq", "dk", "dv"), _DTYPES, _HEAD_DIMS, _KINDS
+    ):
+        for length in _LENGTHS[on_gpu]:
+            for other in {**_QUERIES, **_KEYS}[result]:
+                yield result, dtype, head_dim, kind, length, other, "auto"
+            if result == "out" and head_dim == _HEAD_DIMS[0]:
+                yield result, dtype, head_dim, kind, length, 1, "online"
+
+
+def row(xp, rng, result, name, head_dim, kind, length, other, method):
+    """The kernel and the error of a case."""
     dtype = name
     if name == "bfloat16":
         import ml_dtypes
 
         dtype = ml_dtypes.bfloat16
-    for result in ("out", "dq", "dk", "dv"):
-        for head_dim in _HEAD_DIMS:
-            for kind in _KINDS:
-                for length in _LENGTHS[on_gpu]:
-                    for other in {**_QUERIES, **_KEYS}[result]:
-                        given, exact = problem(
-                            xp, rng, result, kind, length, other, head_dim, dtype
-                        )
-                        methods = ("auto", "online") if result == "out" else ("auto",)
-                        for method in methods:
-                            if method == "online" and other > 1:
-                                continue
-                            kernel, error = found(result, given, exact, method)
-                            yield {
-                                "result": result,
-                                "dtype": name,
-                                "head_dim": head_dim,
-                                "terms": kind,
-                                "length": length,
-                                "others": other,
-                                "kernel": kernel,
-                                "error": error,
-                            }
+    given, exact = problem(xp, rng, result, kind, length, other, head_dim, dtype)
+    kernel, error = found(result, given, exact, method)
+    return {
+        "result": result,
+        "dtype": name,
+        "head_dim": head_dim,
+        "terms": kind,
+        "length": length,
+        "others": other,
+        "kernel": kernel,
+        "error": error,
+    }
 
 
 def main():
     """Measure, print the table and write the report."""
     args = timing.arguments(__doc__.splitlines()[0]).parse_args()
     xp, on_gpu = timing.backend(args)
-    names = [name for name in _DTYPES if args.only in name]
-    table = [row for name in names for row in rows(xp, on_gpu, name)]
-    heads = tuple(table[0])
+    rng = xp.random.RandomState(0)
+    table = []
+    for case in cases(on_gpu):
+        if args.only in " ".join(map(str, case)):
+            table.append(row(xp, rng, *case))
+            timing.save(args.json, "long_keys", on_gpu, rows=table)
     _console.table(
-        heads,
+        tuple(table[0]),
         [(*map(str, list(row.values())[:-1]), f"{row['error']:.2e}") for row in table],
     )
-    timing.save(args.json, "long_keys", on_gpu, rows=table)
 
 
 if __name__ == "__main__":

@@ -107,11 +107,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         add_tile(sums, q_rows, k_rows, v_rows, dout_rows, smem_own, smem_other, scores,
                  i0, j0, at.at(lse, grads.lse), grads.lse.row,
                  delta + at.row_of_heads * params.seqlen_q);
-        if (kSumKeys && run_ends_before(j0 + kBlockN)) runs.end(sums);
+        if (kSumKeys && run_ends_before(j0 + kBlockN, keys.last)) runs.end(sums);
       }
-      if (kSumQueries && (i0 + kBlockM) % (kRunTiles * kBlockM) == 0) runs.end(sums);
+      if (kSumQueries && (i0 / kBlockM + 1) % kRunTiles == 0) runs.end(sums);
     }
-    if ((summed + 1) % kRunTiles == 0) runs.end(sums);
   }
   runs.finish(sums);
 

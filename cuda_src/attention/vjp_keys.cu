@@ -99,9 +99,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         __syncthreads();  // all have read P before dS takes its place
         store_tile(smem_w, dp);
         accumulate<false>(sums_k, smem_w, q_rows, c0, smem_other, 0);
-        if (run_ends_before(i0 + kBlockN)) end_run();
+        if (run_ends_before(i0 + kBlockN, queries.last)) end_run();
       }
-      if (run_ends_behind(summed, params.seqlen_q)) end_run();
     }
     runs_k.finish(sums_k);
     runs_v.finish(sums_v);

@@ -112,14 +112,10 @@ __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from
   }
 }
 
-// Whether a run of sums ends before row `next` of those walked over, and behind an entry
-// of so many rows: entries that are short share one.
-__device__ __forceinline__ bool run_ends_before(int next) {
-  return kHasRuns && next % (kRunTiles * kGranule) == 0;
-}
-__device__ __forceinline__ bool run_ends_behind(unsigned entry, index_t num_rows) {
-  const int granules = min(granules_of(num_rows), kRunTiles);
-  return kHasRuns && (entry + 1) % (kRunTiles / max(granules, 1)) == 0;
+// Whether a run of sums ends before row `next` of those walked over: the last one ends
+// behind them.
+__device__ __forceinline__ bool run_ends_before(int next, int last) {
+  return kHasRuns && (next % (kRunTiles * kGranule) == 0 || next >= last);
 }
 
 // --- products ------------------------------------------------------------------------

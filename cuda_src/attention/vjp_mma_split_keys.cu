@@ -222,10 +222,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         __syncthreads();  // all have read the granule
         load_queries(i0 + kGranule);
       }
-      if (run_ends_before(i0 + kGranule)) end_run();
+      if (run_ends_before(i0 + kGranule, view.last)) end_run();
     }
     ptx::wait_copy_groups<0>();  // of a tile that no query sees
-    if (run_ends_behind(summed_index, params.seqlen_q)) end_run();
   }
 
   runs_k.finish(sums_k);

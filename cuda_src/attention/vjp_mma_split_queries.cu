@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       __syncthreads();  // all have read the granule
       load_keys(j0 + kGranule);
     }
-    if (run_ends_before(j0 + kGranule)) {
+    if (run_ends_before(j0 + kGranule, view.last)) {
       runs.end(sums);
       runs_of_total.end(total);
     }

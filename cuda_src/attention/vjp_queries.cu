@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
               total[r] += exp_diff(score, row_lse[r]);
             }
           }
-          if (run_ends_before(j0 + kBlockN)) runs_of_total.end(total);
+          if (run_ends_before(j0 + kBlockN, keys.last)) runs_of_total.end(total);
         }
         runs_of_total.finish(total);
 #pragma unroll
@@ -138,9 +138,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
         store_tile(smem_ds, dp);
         accumulate<kSingle>(sums, smem_ds, k_rows, c0, smem_kv, odd);
-        if (run_ends_before(j0 + kBlockN)) runs.end(sums);
+        if (run_ends_before(j0 + kBlockN, keys.last)) runs.end(sums);
       }
-      if (run_ends_behind(summed, params.seqlen_k)) runs.end(sums);
     }
     runs.finish(sums);
     store_sums(dq + kept.of[1] + i0 * grads.row[0], grads.row[0], grads.col[0], sums,

@@ -293,15 +293,10 @@ __device__ __forceinline__ void differentiate(accum_t& s,
   if (kHasSoftcap && !kOfBias) dp *= derivative;
 }
 
-// Whether a run of sums ends before row `next` of those walked over, and behind an entry
-// of so many rows: entries that are short share one.
-__device__ __forceinline__ bool run_ends_before(index_t next) {
-  return kHasRuns && next % (kRunTiles * kBlockN) == 0;
-}
-__device__ __forceinline__ bool run_ends_behind(index_t entry, index_t num_rows) {
-  if (!kHasRuns) return false;
-  const index_t tiles = (num_rows + kBlockN - 1) / kBlockN;
-  return (entry + 1) % (tiles < kRunTiles ? divide(kRunTiles, tiles + !tiles) : 1) == 0;
+// Whether a run of sums ends before row `next` of those walked over: the last one ends
+// behind them.
+__device__ __forceinline__ bool run_ends_before(index_t next, index_t last) {
+  return kHasRuns && (next % (kRunTiles * kBlockN) == 0 || next >= last);
 }
 
 // Writes a gradient's chunk of columns from c0 on.

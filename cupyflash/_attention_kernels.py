@@ -134,14 +134,13 @@ class FusedKernel:
 
     def config(self, tile: Tile, problem: AttentionProblem, batch_dims: int) -> Config:
         """The launch with a given tile."""
-        shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **runs(problem)}
         num_blocks = num_tiles(problem, tile.block_m)
         dims = self._dims(problem)
         if self.dims_compiled:
             # Options take registers: under the cap a kernel would spill.
             shape["MIN_BLOCKS"] = tile.min_blocks if is_plain(problem) else 1
             shape |= {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
-            shape |= runs(problem)
         if tile.block_dv is not None:
             shape["BLOCK_DV"] = tile.block_dv
             num_blocks *= -(-problem.head_dim_v // tile.block_dv)

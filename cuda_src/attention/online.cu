@@ -9,10 +9,11 @@
 //                             + e^(s_j - m_j) / d_j v_j.
 // Grid       a warp a query and kBlockDv columns of v; lanes across head_dim
 // Memory     global: k and v once a query and column block; out and lse once
-// Numbers    all in accum_t. Runs of kRun keys join a state of their own first, and so
-//            do runs of such states: o is rounded at each join, and short runs keep
-//            those roundings few
+// Numbers    all in accum_t. Runs of kRun keys join a state of their own first: o is
+//            rounded at each key, and short runs keep those roundings few. Of many keys
+//            (runs.cuh) runs of such states do so, too
 // Limits     none: any head_dim, any strides
+#include "attention/runs.cuh"
 #include "attention/score.cuh"
 #include "common/reduce.cuh"
 
@@ -72,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
   const elem_t* k_rows = at.at_kv(k, params.k);
   const elem_t* v_rows = at.at_kv(v, params.v);
 
-  // Runs of kRun keys join; kRun of those at a time, and kRun of these, do so first.
+  // Of many keys kRun runs at a time join first, and kRun of what they make.
   state_t row, part, whole;
   const range_t keys = scores.keys_of(i, i + 1);
   index_t num_runs = 0;
@@ -92,6 +93,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
                        : accum_t(0);
       }
       run.join(s, 1, v_row);
+    }
+    if constexpr (!kHasRuns) {
+      if (run.d != 0) row.join(run.m, run.d, run.o);
+      continue;
     }
     if (run.d != 0) part.join(run.m, run.d, run.o);
     ++num_runs;

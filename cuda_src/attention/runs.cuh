@@ -51,9 +51,8 @@ class runs_t {
   __device__ __forceinline__ void finish(Sums& sums, Factor factor) {
     if (!any()) return;
     // Of a sum that is not finite `low` says nothing.
-    join(sums, factor, [](T& x, int, T high, T low) {
-      x = is_finite(high) ? high + low : high;
-    });
+    join(sums, factor,
+         [](T& x, int, T high, T low) { x = is_finite(high) ? high + low : high; });
   }
   __device__ __forceinline__ void finish(Sums& sums) {
     finish(sums, [](int) { return T(1); });

@@ -463,8 +463,8 @@ __device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
   }
 }
 
-// Whether a run ends before this tile of those from key `first` on. There is no register
-// to count keys beside tiles.
+// Whether a run ends before this tile of those from key `first` on. There is no
+// register to count keys beside tiles.
 __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
   ptx::forget(tile);
   return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;

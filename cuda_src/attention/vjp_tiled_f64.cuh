@@ -283,8 +283,8 @@ __device__ __forceinline__ void clean_own(walk_t& block) {
   }
 }
 
-// Whether a run ends before this tile of those from row `first` on. There is no register
-// to count rows beside tiles.
+// Whether a run ends before this tile of those from row `first` on. There is no
+// register to count rows beside tiles.
 __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
   ptx::forget(tile);
   return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;

@@ -32,7 +32,7 @@ def terms(xp, rng, kind, length, head_dim, dtype):
 
 
 def exact_sum(x):
-    """Sums over rows as long doubles: of numbers whose sum is exact, and of the rest."""
+    """Sums over rows as long doubles: those of high parts are exact, the rest small."""
     x = x.astype("float64")
     high = (x * 2.0**20).round() / 2.0**20
     return sum(

@@ -78,7 +78,8 @@ class runs_t {
       for (int i = 0; i < kAtOnce; ++i) {
         const int n = first + i;
         if (n >= kCount) break;
-        const T by = factor(n), product = rounded_product(high[i], by);
+        const T by = has_sums ? factor(n) : T(1);
+        const T product = rounded_product(high[i], by);
         const pair_t<T> sum = exact_sum(product, x[n]);
         const T rest = fma_of(low[i], by, fma_of(high[i], by, -product));
         store(x[n], n, sum.high, sum.low + rest);

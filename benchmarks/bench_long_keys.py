@@ -19,7 +19,7 @@ from cupyflash import _console
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _HEAD_DIMS = (64, 128, 192)
 _KINDS = ("random", "alike")
-_LENGTHS = {True: (4096, 65_536, 1_048_576), False: (4096, 65_536)}
+_LENGTHS = {True: (4096, 32_768, 65_536, 1_048_576), False: (4096, 65_536)}
 # Rows of the other kind than those that are summed.
 _QUERIES = {"out": (1, 128, 2048), "dq": (1, 128)}
 _KEYS = {"dk": (256,), "dv": (256,)}

@@ -61,7 +61,7 @@ class runs_t {
  private:
   template <typename Factor, typename Store>
   __device__ __forceinline__ void join(Sums& sums, Factor factor, Store store) {
-    constexpr int kAtOnce = 8;  // on their way from the stack
+    constexpr int kAtOnce = 32 / sizeof(T);  // on their way from the stack
     T* const x = reinterpret_cast<T*>(&sums);
     const bool has_sums = any();
 #pragma unroll

@@ -287,15 +287,15 @@ class row_runs_t {
   }
 
   // A run has ended.
-  __device__ __forceinline__ void end(rows_t<kCount>& rows, double unit) {
-    const factors_t by(*this, rows, unit);
+  __device__ __forceinline__ void end(rows_t<kCount>& rows, const exp2_t& exp2) {
+    const factors_t by(*this, rows, exp2);
     o_.end(rows.o, [&](int n) { return by.of_o[n / 4 % 2 * 2 + n % 2]; });
     l_.end(rows.l, [&](int n) { return by.of_l[n]; });
   }
 
-  __device__ __forceinline__ void finish(rows_t<kCount>& rows, double unit) {
+  __device__ __forceinline__ void finish(rows_t<kCount>& rows, const exp2_t& exp2) {
     if (!o_.any()) return;
-    const factors_t by(*this, rows, unit);
+    const factors_t by(*this, rows, exp2);
     o_.finish(rows.o, [&](int n) { return by.of_o[n / 4 % 2 * 2 + n % 2]; });
     l_.finish(rows.l, [&](int n) { return by.of_l[n]; });
   }
@@ -308,12 +308,13 @@ class row_runs_t {
 
     __device__ __forceinline__ factors_t(row_runs_t& runs,
                                          const rows_t<kCount>& rows,
-                                         double unit) {
+                                         const exp2_t& exp2) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const double before = runs.m_[r], now = rows.m[r] * unit;
-        of_l[r] = runs.o_.any() ? exp_diff(before, now) : 0;
-        runs.m_[r] = now;
+        const double before = runs.m_[r];
+        const double power = exp2(before - rows.m[r]);
+        of_l[r] = runs.o_.any() && before != -infinity<double>() ? power : 0;
+        runs.m_[r] = rows.m[r];
 #pragma unroll
         for (int e = 0; e < 2; ++e) of_o[2 * r + e] = of_row(of_l[r], e);
       }
@@ -322,7 +323,7 @@ class row_runs_t {
 
   runs_t<double, typename rows_t<kCount>::o_t> o_;
   runs_t<double, typename rows_t<kCount>::l_t> l_;
-  volatile double m_[2];  // as scores, when the last run ended
+  volatile double m_[2];  // when the last run ended
 };
 
 // Scores into weights, exp(unit (s - m)); their sums to l. With kExact they can be
@@ -578,7 +579,7 @@ __device__ __forceinline__ bool walk(block_t& block,
     const int j = item / 2 * kBlockN;
     if constexpr (kHasRuns) {
       if (item > 0 && run_ends_before(block.first, item / 2)) {
-        runs.end(rows, block.unit);
+        runs.end(rows, exp2_t(block.exp2));
       }
     }
     const bool some =
@@ -615,7 +616,7 @@ __device__ __forceinline__ bool walk(block_t& block,
     go_on(kV, item + 1);
   }
 
-  if constexpr (kHasRuns) runs.finish(rows, block.unit);
+  if constexpr (kHasRuns) runs.finish(rows, exp2_t(block.exp2));
   __syncthreads();  // all have passed the last barriers
   if (kDrift && threadIdx.x == 0) {
 #pragma unroll

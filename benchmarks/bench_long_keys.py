@@ -45,34 +45,37 @@ def problem(xp, rng, result, kind, length, other, head_dim, dtype):
     """dout, q, k, v, and the exact result; the first of these only for gradients."""
 
     def full(rows, value):
-        return xp.full((rows, head_dim), value, dtype)
+        return xp.full((rows, head_dim), value)
 
     x = terms(xp, rng, kind, length, head_dim, dtype)
     total = exact_sum(x)
     scale = 1 / np.longdouble(head_dim) ** 0.5
     if result == "out":
-        return (None, full(other, 0.25), full(length, 0.125), x), total / length
-    if result == "dv":
+        given, exact = (None, full(other, 0.25), full(length, 0.125), x), total / length
+    elif result == "dv":
         given = x, full(length, 0.25), full(other, 0.125), full(other, 1)
-        return given, total / other
-    if result == "dk":
+        exact = total / other
+    elif result == "dk":
         # q makes no difference to scores, since k is 0; dP is 0 but for one key.
         v = full(other, 0)
         v[0] = 1
-        factor = head_dim * scale / other * (1 - 1 / np.longdouble(other))
-        return (full(length, 1), x, full(other, 0), v), total * factor
-    # dP is 1 or -1 by turns, and so is the sign of k; q is 0.
-    sign = xp.where(xp.arange(length) % 2, -1, 1)[:, None].astype(dtype)
-    v = full(length, 0)
-    v[:, :1] = sign
-    given = full(other, 1), full(other, 0), x * sign, v
-    return given, total * scale / length
+        given = full(length, 1), x, full(other, 0), v
+        exact = total * head_dim * scale / other * (1 - 1 / np.longdouble(other))
+    else:
+        # dP is 1 or -1 by turns, and so is the sign of k; q is 0.
+        sign = xp.where(xp.arange(length) % 2, -1, 1)[:, None]
+        v = full(length, 0)
+        v[:, :1] = sign
+        given = full(other, 1), full(other, 0), x.astype("float64") * sign, v
+        exact = total * scale / length
+    return tuple(x if x is None else x.astype(dtype) for x in given), exact
 
 
 def largest_error(x, exact):
     """The largest error, relative to the largest entry."""
     x = x if isinstance(x, np.ndarray) else x.get()
-    return float(abs(x.astype(np.longdouble) - exact).max() / abs(exact).max())
+    x = x.astype(np.float64).astype(np.longdouble)
+    return float(abs(x - exact).max() / abs(exact).max())
 
 
 def found(result, given, exact, method):

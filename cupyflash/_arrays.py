@@ -1,6 +1,7 @@
 """Kinds of array: NumPy and CuPy told apart without importing CuPy."""
 
 import functools
+import itertools
 import math
 import numbers
 import operator
@@ -9,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from cupyflash import _extras
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("auto", "naive", "safe", "online", "tiled")
@@ -53,8 +56,8 @@ def adopt(x: Any) -> Any:
             import cupy
         except ImportError as error:
             raise ImportError(
-                "an array in CUDA memory takes CuPy (pip install cupyflash[cuda13x] or "
-                f"[cuda12x]), which cannot be imported: {error}"
+                f"an array in CUDA memory takes CuPy, which cannot be imported: "
+                f"{error}; {_extras.CUDA} brings it"
             ) from error
         return cupy.from_dlpack(x) if _offers_dlpack_cuda(x) else cupy.asarray(x)
     return np.asarray(x)
@@ -174,7 +177,7 @@ def to_dtype(name: str) -> np.dtype:
             import ml_dtypes
         except ImportError:
             raise TypeError(
-                "bfloat16 needs the package ml_dtypes: pip install cupyflash[bf16]"
+                f"bfloat16 needs the package ml_dtypes: {_extras.command('bf16')}"
             ) from None
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)
@@ -254,6 +257,17 @@ def check_out_is_array(out: Any) -> None:
     raise TypeError(f"out must be a NumPy or CuPy array, got {_describe(out)}")
 
 
+def _overlaps_itself(x: Any) -> bool:
+    """Whether steps along one axis meet those along another, or go nowhere."""
+    steps = sorted(
+        (abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1
+    )
+    return any(small == 0 for small, _ in steps) or any(
+        large % small == 0 and large // small < n
+        for (small, n), (large, _) in itertools.combinations(steps, 2)
+    )
+
+
 def check_out(
     out: Any, shape: tuple[int, ...], dtypes: tuple[str, ...], inputs
 ) -> None:
@@ -267,9 +281,11 @@ def check_out(
         raise TypeError(f"out must be {' or '.join(dtypes)}, got {dtype_name(out)}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ValueError("out is read-only; give a writable array")
-    steps = zip(out.shape, out.strides, strict=True)
-    if out.size and any(n > 1 and s == 0 for n, s in steps):
-        raise ValueError("out is a broadcast view; give an array with its own elements")
+    if out.size and _overlaps_itself(out):
+        raise ValueError(
+            "out is a view that has elements twice, such as a broadcast one; give an "
+            "array with its own elements"
+        )
     for name, x in inputs.items():
         if x is not None and share_memory(out, x):
             raise ValueError(f"out shares memory with {name}; give an array of its own")

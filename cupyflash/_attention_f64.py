@@ -110,16 +110,11 @@ class TensorFloat64Kernel:
 
     def tile(self, problem: AttentionProblem, device: Device) -> Tile:
         """The largest tile that still gives every multiprocessor work."""
-        tiles = self._tiles(problem, device)
-        return next(
-            (
-                tile
-                for tile in tiles
-                if _attention_rows.num_tiles(problem, tile.block_m)
-                >= device.num_sms * tile.min_blocks
-                and tile.block_m < 2 * problem.seqlen_q
-            ),
-            tiles[-1],
+        return _attention_rows.largest_tile(
+            self._tiles(problem, device),
+            _attention_rows.num_heads(problem),
+            problem.seqlen_q,
+            lambda tile: device.num_sms * tile.min_blocks,
         )
 
     def configs(

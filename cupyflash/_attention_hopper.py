@@ -1,55 +1,33 @@
 """The row of the attention table for sm_90a: tensor cores and the copy engine."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cupyflash import _kernels, _tensormap
+from cupyflash._attention_hopper_tiles import (
+    FEW,
+    HOPPER_GROUP_ROWS,
+    NARROW,
+    NARROW_KEYS,
+    TILES,
+    HopperTile,
+    Ladder,
+)
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_KEYS,
-    OPTIONS,
     Config,
     defines,
     has_terms,
     most_seen,
     num_rows,
     scale_is_plain,
+    without_options,
 )
 from cupyflash._kernels import ITEMSIZE, Device, Variant
-
-
-@dataclass(frozen=True)
-class HopperTile:
-    """Warpgroups of 64 queries each, keys of a tile, and whether they take turns."""
-
-    num_groups: int
-    block_n: int
-    take_turns: bool = True
-    num_stages: int = 2  # tiles of k, and of v, that are in shared memory at a time
-    # Whether keys that nobody else reads are the first to leave the L2 cache.
-    evict_first: bool = False
-    stage_out: bool = True  # whether out goes through shared memory that has room
-    box_n: int = 0  # keys that the copy engine brings at a time, or 0: the tile's
-    # Bytes of keys and values of a section, in units of the L2 cache.
-    cache_share: float = 11 / 20
-
-    @property
-    def block_m(self) -> int:
-        return HOPPER_GROUP_ROWS * self.num_groups
-
-    @property
-    def num_threads(self) -> int:
-        return 128 * (self.num_groups + 1)
-
-
-# Queries of a warpgroup: rows of a box of q.
-HOPPER_GROUP_ROWS = 64
-
-# Keys that a window has at most for a tile of its own.
-_NARROW = 1024
 
 # Keys that a part has at least.
 _KEYS_OF_SPLIT = 256
@@ -63,9 +41,6 @@ _MOST_STAGED = 217 << 10
 
 # Bytes of keys and values that the L2 cache holds.
 _CACHED = 50 << 20
-
-# Upper bounds of seqlen_q, and the tile up to there.
-_Ladder = tuple[tuple[float, HopperTile], ...]
 
 # inputs_t of cuda_src/attention/hopper.cu.
 HOPPER_INPUTS = np.dtype(
@@ -101,22 +76,14 @@ _TANH_COEFFICIENTS = (
 class HopperKernel:
     """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
 
-    `tiles` holds for (head_dim, head_dim_v) as compiled seven ladders: for queries that
-    see all keys; for those that see a part by position; for lengths on the device; for
-    scores with a term of their own (bias, mask, alibi); with a softcap; with a softcap
-    and terms of keys; and with several.
+    What `tiles`, `few` and `narrow` hold stands over TILES, FEW and NARROW.
     """
 
     name: str
     rungs: tuple[str, ...]
-    tiles: dict[tuple[int, int], tuple[_Ladder, ...]]
+    tiles: dict[tuple[int, int], tuple[Ladder, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
-    # Where one warpgroup has room for all queries, by head dimension: the tile for keys
-    # and values that the L2 cache holds, the one for more, and the one for scores with
-    # terms, which take registers.
     few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
-    # For windows of up to _NARROW keys, where another tile is faster than that of all
-    # queries that see a part by position.
     narrow: dict[tuple[int, int], HopperTile]
     arch: str = "sm_90a"
     fast: bool = True
@@ -227,7 +194,7 @@ class HopperKernel:
             return ladders[3 + _weight_of_terms(problem)]
         if has_lengths(problem):
             return ladders[2]
-        if problem.left is not None and most_seen(problem) <= _NARROW:
+        if problem.left is not None and most_seen(problem) <= NARROW_KEYS:
             if dims in self.narrow:
                 return ((math.inf, self.narrow[dims]),)
         return ladders[int(bounds_of(problem) > 0)]
@@ -267,12 +234,10 @@ class HopperKernel:
         config = self.config(self.tile(problem), problem, batch_dims, device)
         if self.num_splits(problem, device) == 1 or self.merges(problem, device):
             return (config,)
-        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
-        plain = replace(problem, softcap=0.0, **absent)
         merge = Variant(
             source=f"attention/{self.name}_merge.cu",
             entry=f"attention_{self.name}_merge",
-            defines=defines(plain, batch_dims, _SPLIT_MERGE_THREADS),
+            defines=defines(without_options(problem), batch_dims, _SPLIT_MERGE_THREADS),
         )
         return config, Config(merge, num_rows(problem), _SPLIT_MERGE_THREADS)
 
@@ -460,137 +425,7 @@ HOPPER = HopperKernel(
     name="hopper",
     rungs=("tiled", "auto"),
     dims=(64, 96, 128, 192, 256),
-    few=(
-        # us, 32 : 8 heads x 16 x 8192 keys: 78.3; 6 tiles at a time 80.1
-        (
-            64,
-            (
-                HopperTile(1, 128, False, 2, True),
-                HopperTile(1, 128, False, 2, True),
-                HopperTile(1, 128, False, 6),
-            ),
-        ),
-        # 8192 keys 19.5, whole boxes 19.9; 16 x 8192 keys 137.4, boxes of 16 182,
-        # (2 stages, boxes of 16) 146.9, (2 stages) 141.8
-        (
-            128,
-            (
-                HopperTile(1, 128, False, 2, True, box_n=16),
-                HopperTile(1, 128, False, 1),
-                HopperTile(1, 64, False, 6),
-            ),
-        ),
-        (192, (HopperTile(1, 64, False, 4),) * 3),
-        (256, (HopperTile(1, 64, False, 3),) * 3),
-    ),
-    narrow={
-        # us at n = 16384: windows of 256 keys 119, of 1024 238, with the tile of
-        # causal calls 135 and 249; of 4096 685 and 661
-        (128, 128): HopperTile(3, 64, False, 4),
-    },
-    tiles={
-        (64, 64): (
-            # us at n = 512: 153.8, with 2 stages 166.5; at 16384: 3658, staged 3686
-            (
-                (2047, HopperTile(4, 64, num_stages=4)),
-                (math.inf, HopperTile(3, 128, stage_out=False)),
-            ),
-            # us at n = 512: 120.4, with turns 123.5, and 2 stages 140.6; at n = 16384:
-            # 1943, with sections of half the cache 1961
-            (
-                (512, HopperTile(4, 64, False, 4)),
-                (4095, HopperTile(4, 64, num_stages=4)),
-                (8191, HopperTile(3, 128)),
-                (math.inf, HopperTile(3, 128, cache_share=11 / 10)),
-            ),
-            ((math.inf, HopperTile(3, 112)),),
-            ((math.inf, HopperTile(2, 128, False)),),
-            # n = 4096: 1429 us, staged 1451
-            ((math.inf, HopperTile(3, 112, stage_out=False)),),
-            ((math.inf, HopperTile(3, 80)),),
-            ((math.inf, HopperTile(2, 64, False)),),
-        ),
-        (96, 96): (
-            ((math.inf, HopperTile(3, 96)),),
-            # us at n = 512: 111.7, (2, 128) without turns 122.4; at n = 2048: 251 and
-            # 269; at n = 4096: 437, without turns 444, (2, 128) 460; at n = 16384: 1518
-            # and 1642
-            (
-                (2048, HopperTile(3, 64, False, 4, cache_share=3 / 4)),
-                (math.inf, HopperTile(3, 112, cache_share=4 / 5)),
-            ),
-            ((math.inf, HopperTile(2, 128, False)),),
-            ((math.inf, HopperTile(2, 128, False)),),
-            ((math.inf, HopperTile(3, 96)),),
-            ((math.inf, HopperTile(2, 96, False)),),
-            ((math.inf, HopperTile(2, 48, False)),),
-        ),
-        (128, 128): (
-            ((2047, HopperTile(2, 128)), (math.inf, HopperTile(3, 80))),
-            # us at n = 512: 98.5, with sections of half the cache 100.2; at n = 1024:
-            # 141.5, with turns 145.7, (2, 128) 150.9; at n = 2048: 225.6 and 236.5, in
-            # another run 220.5, with sections of half the cache 223.0; at n = 4096:
-            # 399.0, (3, 64) 401.5, (2, 128) 409.8; at n = 16384: 1364, with sections of
-            # half the cache 1401
-            (
-                (512, HopperTile(3, 64, False, 4, cache_share=11 / 50)),
-                (2048, HopperTile(3, 64, False, 4, cache_share=3 / 4)),
-                (math.inf, HopperTile(3, 80, False, cache_share=11 / 10)),
-            ),
-            ((math.inf, HopperTile(2, 128, False)),),
-            ((math.inf, HopperTile(2, 128, False)),),
-            ((math.inf, HopperTile(3, 80)),),
-            ((math.inf, HopperTile(2, 96, False)),),
-            ((math.inf, HopperTile(2, 48, False)),),
-        ),
-        (192, 128): (
-            # us at n = 4096: 552, (3, 80) 568
-            ((math.inf, HopperTile(2, 128)),),
-            # us at n = 512: 81.3, (2, 128) without turns 88.1; at n = 2048: 178.7 and
-            # 187.2, with sections of half the cache 184.0; at n = 4096: 303, without
-            # turns 313, with sections of half the cache 317; at n = 16384: 1072, 1202
-            (
-                (1024, HopperTile(3, 64, False)),
-                (2048, HopperTile(3, 64, False, cache_share=3 / 4)),
-                (math.inf, HopperTile(2, 128, cache_share=11 / 10)),
-            ),
-            ((math.inf, HopperTile(2, 128, False)),),
-            ((math.inf, HopperTile(2, 128, False)),),
-            ((math.inf, HopperTile(2, 96, False)),),
-            ((math.inf, HopperTile(2, 96, False)),),
-            ((math.inf, HopperTile(2, 48, False)),),
-        ),
-        (192, 192): (
-            # us at n = 1024: 185.9, (2, 112) has no room for out and takes 204.8;
-            # at n = 4096: 649 and 658
-            ((4096, HopperTile(2, 96)), (math.inf, HopperTile(2, 112))),
-            # us at n = 4096: 366, with sections of half the cache 370; at n = 16384:
-            # 1288 and 1334
-            (
-                (2048, HopperTile(2, 96)),
-                (math.inf, HopperTile(2, 96, cache_share=11 / 10)),
-            ),
-            ((math.inf, HopperTile(2, 96)),),
-            ((math.inf, HopperTile(2, 80)),),
-            ((math.inf, HopperTile(2, 80)),),
-            ((math.inf, HopperTile(2, 80)),),
-            (),
-        ),
-        (256, 256): (
-            # us at n = 512: 115.7, (2, 80) has no room for out and takes 128.6; at
-            # n = 4096: 684 and 695
-            ((4096, HopperTile(2, 64)), (math.inf, HopperTile(2, 80))),
-            # us at n = 4096: 374, with sections of half the cache 385; at n = 8192: 705
-            # and 728; at n = 1024 150 and 133
-            (
-                (2048, HopperTile(2, 64)),
-                (math.inf, HopperTile(2, 64, cache_share=11 / 10)),
-            ),
-            ((math.inf, HopperTile(2, 48)),),
-            ((math.inf, HopperTile(2, 48)),),
-            ((math.inf, HopperTile(2, 80)),),
-            ((math.inf, HopperTile(2, 64)),),
-            (),
-        ),
-    },
+    few=FEW,
+    narrow=NARROW,
+    tiles=TILES,
 )

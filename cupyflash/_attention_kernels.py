@@ -3,8 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,13 +13,18 @@ from cupyflash._attention_hopper import HOPPER
 from cupyflash._attention_mma import MMA
 from cupyflash._attention_problem import AttentionProblem, MergeProblem
 from cupyflash._attention_rows import (
-    OPTIONS,
     Config,
     defines,
     is_plain,
+    largest_tile,
+    num_heads,
     num_rows,
     num_tiles,
+<<<<<<< HEAD
     runs,
+=======
+    without_options,
+>>>>>>> main
 )
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
@@ -115,15 +119,11 @@ class FusedKernel:
         on the choice. On an H200 (132 multiprocessors), the larger of two tiles is
         faster with 256 blocks, the smaller with 128.
         """
-        tiles = self._tiles(problem, device)
-        return next(
-            (
-                tile
-                for tile in tiles
-                if num_tiles(problem, tile.block_m) >= 1.5 * device.num_sms
-                and tile.block_m < 2 * problem.seqlen_q
-            ),
-            tiles[-1],
+        return largest_tile(
+            self._tiles(problem, device),
+            num_heads(problem),
+            problem.seqlen_q,
+            lambda tile: 1.5 * device.num_sms,
         )
 
     def configs(
@@ -181,8 +181,7 @@ class UnfusedKernel:
         """The kernel after the first matmul and the one after the second."""
         elem = self.scores_dtype(problem)
         rounding = {"ROUND_STEPS": 1} if self.in_input_dtype else {}
-        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
-        plain = replace(problem, softcap=0.0, **absent)
+        plain = without_options(problem)
         return (
             Config(
                 Variant(

@@ -1,8 +1,7 @@
 """The row of the attention table that runs on tensor cores of sm_80 and newer."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from cupyflash import _kernels
 from cupyflash._attention_problem import AttentionProblem
@@ -13,11 +12,17 @@ from cupyflash._attention_rows import (
     defines,
     has_terms,
     is_plain,
+    largest_tile,
     most_seen,
+    num_heads,
     num_rows,
+<<<<<<< HEAD
     num_tiles,
     runs,
+=======
+>>>>>>> main
     scale_is_plain,
+    without_options,
 )
 from cupyflash._kernels import Device, Variant
 
@@ -291,15 +296,11 @@ class MmaKernel:
         Tiles of one block_n and sides sum a row in the same order, so that its bits do
         not depend on the choice.
         """
-        tiles = self.fitting(problem, device)
-        return next(
-            (
-                tile
-                for tile in tiles
-                if num_tiles(problem, tile.block_m) >= device.num_sms
-                and tile.block_m < 2 * problem.seqlen_q
-            ),
-            tiles[-1],
+        return largest_tile(
+            self.fitting(problem, device),
+            num_heads(problem),
+            problem.seqlen_q,
+            lambda tile: device.num_sms,
         )
 
     def configs(
@@ -363,8 +364,6 @@ class MmaKernel:
         self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
     ) -> Config:
         """The launch that splits keys and values; lengths alone matter to it."""
-        absent: dict[str, Any] = dict.fromkeys(OPTIONS)
-        absent |= {"key_lengths": problem.key_lengths, "softcap": 0.0}
         threads = _PREPARE_THREADS
         switches = {
             **self._switches(tile, problem),
@@ -375,7 +374,7 @@ class MmaKernel:
             source=f"attention/{self.name}_prepare.cu",
             entry=f"attention_{self.name}_prepare",
             defines=defines(
-                replace(problem, **absent), batch_dims, threads, **switches
+                without_options(problem, "key_lengths"), batch_dims, threads, **switches
             ),
         )
         return Config(variant, self._num_images(problem, tile.block_n), threads)

@@ -75,6 +75,18 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
     merged = [steps or (0,) for steps in merged]
     batch_strides = dict(zip(batch_strides, merged, strict=True))
     return {
+        **scalar_fields(problem),
+        "batch_shape": shape,
+        **{
+            name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
+            for name in _AXES
+        },
+    }
+
+
+def scalar_fields(problem: AttentionProblem) -> dict:
+    """The part of params_t that does not depend on how arrays lie."""
+    return {
         "batch_size": math.prod(problem.batch),
         "num_heads": problem.num_heads,
         "group_size": problem.group_size,
@@ -87,11 +99,6 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
         "offset_from_lengths": problem.query_offset == "lengths",
         "scale": problem.scale,
         "softcap": problem.softcap,
-        "batch_shape": shape,
-        **{
-            name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
-            for name in _AXES
-        },
     }
 
 

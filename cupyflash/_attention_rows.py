@@ -1,7 +1,7 @@
 """What the rows of the attention table share: configurations, switches, counts."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cupyflash._kernels import CUDA_TYPES, Variant
 
@@ -75,13 +75,40 @@ def is_plain(problem):
     return not problem.softcap and all(getattr(problem, n) is None for n in OPTIONS)
 
 
+def without_options(problem, *kept):
+    """The problem as a kernel beside the scores sees it: no option but those named."""
+    absent = {name: None for name in OPTIONS if name not in kept}
+    return replace(problem, softcap=0.0, scale=1.0, **absent)
+
+
+def largest_tile(tiles, num_heads, seqlen, fewest):
+    """The largest tile that leaves `fewest` blocks or more, and is not half empty.
+
+    Blocks own tiles of `seqlen` rows of each head; `tiles` go from large to small, and
+    the last serves where none is fit.
+    """
+    return next(
+        (
+            tile
+            for tile in tiles
+            if num_heads * -(-seqlen // tile.block_m) >= fewest(tile)
+            and tile.block_m < 2 * seqlen
+        ),
+        tiles[-1],
+    )
+
+
+def num_heads(problem):
+    """Query heads over all batch entries."""
+    return math.prod(problem.batch) * problem.num_heads
+
+
 def num_rows(problem):
-    return math.prod(problem.batch) * problem.num_heads * problem.seqlen_q
+    return num_heads(problem) * problem.seqlen_q
 
 
 def num_tiles(problem, block_m):
-    heads = math.prod(problem.batch) * problem.num_heads
-    return heads * -(-problem.seqlen_q // block_m)
+    return num_heads(problem) * -(-problem.seqlen_q // block_m)
 
 
 def most_seen(problem):

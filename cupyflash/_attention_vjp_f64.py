@@ -99,14 +99,8 @@ class TensorFloat64VjpKernel:
     ) -> Tile:
         """The largest tile whose blocks fill the device: `seqlen` rows of each head."""
         tiles = self.fitting(forward, device)
-        return next(
-            (
-                tile
-                for tile in tiles
-                if heads * -(-seqlen // tile.block_m) >= device.num_sms
-                and tile.block_m < 2 * seqlen
-            ),
-            tiles[-1],
+        return _attention_rows.largest_tile(
+            tiles, heads, seqlen, lambda tile: device.num_sms
         )
 
     def num_chunks(self, forward: AttentionProblem, dim: int) -> int:

@@ -13,16 +13,18 @@ from cupyflash import (
     _kernels,
     _tensormap,
 )
-from cupyflash._attention_gpu import _describe_launch, _with_contiguous_rows
+from cupyflash._attention_arrays import unmapped, with_contiguous_rows
 from cupyflash._attention_rows import OPTIONS
 from cupyflash._attention_vjp_f64 import TensorFloat64VjpKernel
 from cupyflash._attention_vjp_f64_plan import TensorFloat64Plan
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS, HopperVjpKernel
+from cupyflash._attention_vjp_hopper import HopperVjpKernel
+from cupyflash._attention_vjp_hopper_plan import HopperPlan
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_mma import MmaVjpKernel
 from cupyflash._attention_vjp_mma_plan import MmaPlan
 from cupyflash._attention_vjp_mma_split import MmaSplitVjpKernel
 from cupyflash._attention_vjp_mma_split_plan import MmaSplitPlan
-from cupyflash._attention_vjp_plans import HopperPlan, Plan, ZeroPlan
+from cupyflash._attention_vjp_plans import Plan, ZeroPlan
 from cupyflash._attention_vjp_problem import AttentionGrads
 from cupyflash._attention_vjp_wide import HopperWideVjpKernel
 from cupyflash._attention_vjp_wide_plan import HopperWidePlan
@@ -110,7 +112,7 @@ def _ready(operands):
     forward = operands.forward
     names = ("q", "k", "v", "out")
     given = [*(getattr(forward, name) for name in names), operands.dout]
-    rows = [_with_contiguous_rows(x) for x in given]
+    rows = [with_contiguous_rows(x) for x in given]
     if all(a is b for a, b in zip(rows, given, strict=True)):
         return operands
     *rows, dout = rows
@@ -169,14 +171,10 @@ def _no_tensor_map(problem, operands):
     forward = operands.forward
     if forward.q.itemsize != _tensormap.ITEMSIZE or problem.forward.seqlen_k == 0:
         return None  # refused for that already
-    for name in ("q", "k", "v", "dout"):
-        x = operands.dout if name == "dout" else getattr(forward, name)
-        if reason := _tensormap.refusal(x.data.ptr, x.shape, x.strides):
-            return f"{name} {reason}"
-    axes = _attention_vjp_layout.layout(problem, operands).batch_dims
-    if axes > _tensormap.MAX_BATCH_AXES:
-        return f"the batch is {axes} axes that cannot be merged"
-    return None
+    return unmapped(
+        lambda: _attention_vjp_layout.layout(problem, operands).batch_dims,
+        q=forward.q, k=forward.k, v=forward.v, dout=operands.dout,
+    )  # fmt: skip
 
 
 def describe(problem, operands) -> dict[str, Any]:
@@ -191,7 +189,7 @@ def describe(problem, operands) -> dict[str, Any]:
         "kernel": row.name,
         "refused": refused,
         "device": device.name,
-        "launches": [_describe_launch(launch) for launch in plan.launches],
+        "launches": [_gpu.describe(launch) for launch in plan.launches],
         "bits are the same in every run": problem.deterministic
         or not isinstance(row, (HopperVjpKernel, MmaVjpKernel)),
     }

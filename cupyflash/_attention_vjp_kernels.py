@@ -2,28 +2,19 @@
 
 import itertools
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
-
-from cupyflash import (
-    _attention_hopper,
-    _attention_rows,
-    _attention_samples,
-    _attention_vjp_f64,
-    _attention_vjp_limits,
-    _attention_vjp_wide,
-    _kernels,
-    _tensormap,
-)
+from cupyflash import _attention_rows, _attention_samples, _kernels, _tensormap
 from cupyflash._attention_kernels import Tile, TileLadder, padded_dim
 from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import OPTIONS, Config
+from cupyflash._attention_rows import Config
+from cupyflash._attention_vjp_f64 import TILED_F64_VJP, TensorFloat64VjpKernel
+from cupyflash._attention_vjp_hopper import HOPPER_VJP, HopperVjpKernel
 from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpKernel
 from cupyflash._attention_vjp_mma_split import MMA_SPLIT_VJP, MmaSplitVjpKernel
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
-from cupyflash._attention_vjp_wide import HopperWideVjpKernel
+from cupyflash._attention_vjp_wide import HOPPER_WIDE_VJP, HopperWideVjpKernel
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 
 # Widest chunk of columns that a block holds of a head.
@@ -90,14 +81,8 @@ class VjpKernel:
     ) -> Tile:
         """The largest tile whose blocks fill the device: `seqlen` rows of each head."""
         tiles = self.fitting(forward, device)
-        return next(
-            (
-                tile
-                for tile in tiles
-                if heads * -(-seqlen // tile.block_m) >= 1.5 * device.num_sms
-                and tile.block_m < 2 * seqlen
-            ),
-            tiles[-1],
+        return _attention_rows.largest_tile(
+            tiles, heads, seqlen, lambda tile: 1.5 * device.num_sms
         )
 
     def num_chunks(self, forward: AttentionProblem, dim: int) -> int:
@@ -142,266 +127,10 @@ class VjpKernel:
         return Config(variant, num_blocks, tile.num_threads)
 
 
-@dataclass(frozen=True)
-class HopperVjpTile:
-    """Queries of a block, blocks of a cluster, and how sums of dq leave.
-
-    `cluster_alone` is for dk and dv alone, where dq has a kernel of its own. With
-    `turns_from` tiles of keys a multiprocessor or more, an order of sums is kept by
-    turns, else by that kernel: where all tiles of a head begin at one time, they wait
-    for each other. A section of heads takes `cache_share` of the L2 cache, where sums
-    have no order; with a `feeder` such sums are those of a kernel with a warpgroup for
-    the copy engine.
-    """
-
-    block_m: int
-    cluster: int = 1
-    cluster_alone: int = 1
-    turns_from: float = math.inf
-    cache_share: float = _attention_vjp_limits.CACHE_SHARE
-    feeder: bool = False
-
-
-_HopperLadder = tuple[tuple[float, HopperVjpTile], ...]
-
-# Keys of a tile, and threads of a block; queries of a tile that makes dq alone.
-HOPPER_BLOCK_N = 128
-HOPPER_TILE_M = 128
-_HOPPER_THREADS = 256
-_FEEDER_THREADS = 128  # more of them, where a warpgroup is for the copy engine
-_HOPPER_STATIC = 5120  # bytes of shared memory beside tiles
-# The fewest blocks of queries of a part of an item: two parts cost five more than one.
-_LEAST_PART = 6
-
-# How sums of dq come about: tiles of keys add to them in any order, or one after the
-# other; or a kernel of its own makes them.
-MIXED, TURNS, APART = "mixed", "turns", "apart"
-_FED = "_fed"  # the part that is the main kernel with a feeder
-
-# Entries whose gradients of k and v are summed by one block: kMaxSummed.
-_HOPPER_SUMMED = 128
-
-VJP_HOPPER_INPUTS = np.dtype(_attention_vjp_limits.INPUTS)
-
-
-@dataclass(frozen=True)
-class HopperVjpKernel:
-    """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
-
-    `tiles` holds for a head dimension as compiled two ladders, for queries that see all
-    keys and for those that see a part: upper bounds of seqlen_q, and the tile up to
-    there.
-    """
-
-    name: str
-    rungs: tuple[str, ...]
-    tiles: dict[int, tuple[_HopperLadder, _HopperLadder]]
-    arch: str = "sm_90a"
-    fast: bool = True
-
-    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
-        """Why this kernel cannot take `problem` on `device`, or None."""
-        forward = problem.forward
-        largest = max(self.tiles)
-        reason = _attention_vjp_limits.refusal(
-            problem, device, self.arch, largest, _HOPPER_SUMMED
-        )
-        if reason is not None:
-            return reason
-        shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
-        if problem.deterministic and any(shared_q):
-            return "adds to a dq that entries share in an order that differs"
-        if (smem := self._smem(forward) + _HOPPER_STATIC) > device.smem_optin:
-            return (
-                f"needs {smem} bytes of shared memory, a block may have "
-                f"{device.smem_optin}"
-            )
-        return None
-
-    def dim(self, forward: AttentionProblem) -> int:
-        """The head dimensions as they are compiled; zeros fill the rest."""
-        widest = max(forward.head_dim, forward.head_dim_v)
-        return min(n for n in self.tiles if n >= widest)
-
-    def tile(self, forward: AttentionProblem, dq: str = MIXED) -> HopperVjpTile:
-        """The tile measured best for a length."""
-        ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
-        tile = _kernels.by_threshold(ladder, forward.seqlen_q)
-        if dq == TURNS:
-            return HopperVjpTile(tile.block_m)
-        if dq == APART:
-            return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
-        return tile
-
-    def dq_way(
-        self, problem: AttentionVjpProblem, device: Device, num_kept: int
-    ) -> str:
-        """How sums of dq come about: MIXED, TURNS or APART."""
-        if not problem.deterministic:
-            return MIXED
-        forward = problem.forward
-        num_items = self.num_tiles(forward, TURNS) * num_kept
-        least = self.tile(forward).turns_from * device.num_sms
-        return TURNS if num_items >= least else APART
-
-    @property
-    def num_warps(self) -> int:
-        """Of a block of the main kernel; each has its own part of a block of dq."""
-        return _HOPPER_THREADS // 32
-
-    def num_blocks(self, forward: AttentionProblem) -> int:
-        """Blocks of queries of one entry."""
-        return -(-forward.seqlen_q // self.tile(forward).block_m)
-
-    def num_tiles(self, forward: AttentionProblem, dq: str) -> int:
-        """Tiles of keys of one entry; those of a cluster are one."""
-        cluster = self.tile(forward, dq).cluster
-        return -(-forward.seqlen_k // (HOPPER_BLOCK_N * cluster))
-
-    def _smem(self, forward, dq=MIXED):
-        """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
-        tile, row = self.tile(forward, dq), 2 * self.dim(forward)
-        tiles = (2 * HOPPER_BLOCK_N + 5 * tile.block_m) * row
-        ds = 2 * tile.block_m * HOPPER_BLOCK_N * 2
-        # On their way to the copy engine: dq of a block.
-        sums = 2 * tile.block_m * row if tile.feeder or dq == TURNS else 0
-        return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
-
-    def config(
-        self,
-        part: str,
-        forward: AttentionProblem,
-        batch_dims: int,
-        num_blocks: int,
-        dq: str = MIXED,
-    ) -> Config:
-        """The launch of ``vjp_hopper<part>.cu``."""
-        tile = self.tile(forward, dq)
-        if not part and tile.feeder:
-            part = _FED
-        more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
-        num_threads, smem = _HOPPER_THREADS, 0
-        if part in ("", _FED, "_queries"):
-            more["BOUNDS"] = _attention_hopper.bounds_of(forward)
-        if part == "_queries":
-            num_threads += _FEEDER_THREADS
-            rows = 2 * HOPPER_TILE_M + 2 * 2 * HOPPER_BLOCK_N
-            smem = rows * 2 * self.dim(forward) + 1024
-        elif part == _FED:
-            num_threads += _FEEDER_THREADS
-            smem = self._smem(forward, dq)
-        elif not part:
-            more |= {
-                "CLUSTER": tile.cluster,
-                "MAKES_DQ": int(dq != APART),
-                "ORDERED": int(dq == TURNS),
-            }
-            smem = self._smem(forward, dq)
-        defines = _attention_rows.defines(
-            forward,
-            batch_dims,
-            num_threads,
-            GRAD_T=CUDA_TYPES[forward.dtype],
-            **more,
-        )
-        variant = Variant(
-            source=f"attention/vjp_{self.name}{part}.cu",
-            entry=f"attention_vjp_{self.name}{part}",
-            defines=defines,
-            arch=self.arch,
-            smem=smem,
-        )
-        return Config(variant, num_blocks, num_threads)
-
-    def schedule(
-        self,
-        forward: AttentionProblem,
-        device: Device,
-        num_kept: int,
-        num_summed: int,
-        dq: str,
-    ) -> dict[str, Any]:
-        """How the items are cut, and the units of exponents: fields of inputs_t."""
-        num_tiles = self.num_tiles(forward, dq)
-        num_items, num_blocks = num_tiles * num_kept, self.num_blocks(forward)
-        num_split, first_part = self.split(
-            forward, device, num_items, num_blocks * num_summed, dq
-        )
-        whole, pieces = self.cut(forward, device, num_items, dq)
-        # Queries, dO and sums of dq of a section take a share of the L2 cache.
-        row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
-        row_bytes = forward.seqlen_q * row * num_summed
-        share = self.tile(forward, dq).cache_share
-        in_cache = _attention_vjp_limits.in_cache(device, row_bytes, share)
-        if dq == TURNS:  # measured: half of that was as fast or faster in all cells
-            in_cache = -(-in_cache // 2)
-        to_log2, hidden = _attention_vjp_limits.units(forward)
-        return {
-            "num_items": whole + (num_items - whole) * pieces + num_split,
-            "num_whole": whole,
-            "num_pieces": pieces,
-            "num_split": num_split,
-            "first_part": first_part,
-            "num_tiles": num_tiles,
-            "num_blocks": num_blocks,
-            "num_kept": num_kept,
-            "num_summed": num_summed,
-            "section": _attention_vjp_limits.section(num_kept, in_cache),
-            "to_log2": to_log2,
-            "hidden": hidden,
-        }
-
-    def split(
-        self,
-        forward: AttentionProblem,
-        device: Device,
-        num_items: int,
-        num_blocks: int,
-        dq: str,
-    ) -> tuple[int, int]:
-        """How many items are cut in two, and blocks of queries of the first part.
-
-        Of equal items, of `num_blocks`, those that are left over when all
-        multiprocessors have had as many.
-        """
-        if not self.tile(forward, dq).feeder or _attention_hopper.bounds_of(forward):
-            return 0, 0
-        left = num_items % device.num_sms
-        # Second parts, so many for one multiprocessor, take as long as a first part.
-        each = -(-left // (device.num_sms - left))
-        first = -(-num_blocks * each // (each + 1))
-        return (left, first) if num_blocks - first >= _LEAST_PART else (0, 0)
-
-    def cut(
-        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
-    ) -> tuple[int, int]:
-        """How many items stay whole, and into how many pieces each other is cut.
-
-        Those that are left when all multiprocessors have had as many as each other
-        would keep few of them busy; where items have one length and no order.
-        """
-        bounds = _attention_hopper.bounds_of(forward)
-        if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
-            return num_items, 1
-        left = num_items % device.num_sms
-        pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
-        return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)
-
-    def grid(
-        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
-    ) -> int:
-        """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
-        cluster = self.tile(forward, dq).cluster
-        return min(num_items, device.num_sms // cluster) * cluster
-
-
 def rows_config(forward: AttentionProblem, batch_dims: int) -> Config:
     """The launch that makes delta, a warp a row."""
     # Of the options, only these two matter to it.
-    absent: dict[str, Any] = {
-        name: None for name in OPTIONS if name not in ("sinks", "query_lengths")
-    }
-    few = replace(forward, softcap=0.0, **absent)
+    few = _attention_rows.without_options(forward, "sinks", "query_lengths")
     defines = _attention_rows.defines(
         few, batch_dims, _ROW_THREADS, GRAD_T=CUDA_TYPES[forward.dtype]
     )
@@ -430,32 +159,11 @@ def sum_config(
 
 
 ATTENTION_VJP_KERNELS = (  # best first
-    HopperVjpKernel(
-        name="hopper",
-        rungs=("tiled", "auto"),
-        tiles={
-            64: (
-                ((math.inf, HopperVjpTile(128, turns_from=3)),),
-                (
-                    (2048, HopperVjpTile(128, turns_from=8, cache_share=1 / 3)),
-                    (math.inf, HopperVjpTile(128, turns_from=8)),
-                ),
-            ),
-            128: (
-                (
-                    (
-                        math.inf,
-                        HopperVjpTile(64, cluster_alone=2, turns_from=3, feeder=True),
-                    ),
-                ),
-                ((math.inf, HopperVjpTile(64, cache_share=1 / 3, feeder=True)),),
-            ),
-        },
-    ),
-    _attention_vjp_wide.HOPPER_WIDE_VJP,
+    HOPPER_VJP,
+    HOPPER_WIDE_VJP,
     MMA_VJP,
     MMA_SPLIT_VJP,
-    _attention_vjp_f64.TILED_F64_VJP,
+    TILED_F64_VJP,
     VjpKernel(
         name="tiled",
         rungs=("tiled", "auto"),
@@ -516,36 +224,10 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     for forward, batch_dims in problems:
         for row in ATTENTION_VJP_KERNELS:
             problem = AttentionVjpProblem(_as_tiles(forward), (), (), ())
-            if row.refusal(problem, device) is not None:
-                continue
-            if isinstance(row, HopperVjpKernel):
-                for config in _hopper_configs(row, forward, batch_dims, device):
-                    found[row.name, config.variant] = None
-                continue
-            if isinstance(row, HopperWideVjpKernel):
-                for config in _wide_configs(row, problem.forward, batch_dims, device):
-                    found[row.name, config.variant] = None
-                continue
-            if isinstance(row, MmaVjpKernel):
-                for config in _mma_configs(
-                    row, forward, batch_dims, device, everything
-                ):
-                    found[row.name, config.variant] = None
-                continue
-            if isinstance(row, MmaSplitVjpKernel):
-                for config in _split_configs(
-                    row, forward, batch_dims, device, everything
-                ):
-                    found[row.name, config.variant] = None
-                continue
-            tiles = row.fitting(forward, device)
-            if row is _attention_vjp_f64.TILED_F64_VJP:
-                for tile in tiles if everything else tiles[:1]:
-                    for config in _f64_configs(row, tile, forward, batch_dims, device):
-                        found[row.name, config.variant] = None
-                continue
-            for tile in tiles if everything else tiles[:1]:
-                for config in _configs(row, tile, forward, batch_dims, everything):
+            if row.refusal(problem, device) is None:
+                of_row = _CONFIGS[type(row)]
+                asked = problem.forward, batch_dims, device, everything
+                for config in of_row(row, *asked):
                     found[row.name, config.variant] = None
     for accum, grad in itertools.product(("float32", "float64"), ITEMSIZE):
         if _kernels.refuse_old_device(grad, device) is None:
@@ -555,28 +237,13 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     return list(found)
 
 
-def _hopper_configs(row, forward, batch_dims, device):
-    """The launches of a problem, in lengths that bring all tiles."""
-    if batch_dims > _tensormap.MAX_BATCH_AXES:
-        return
-    ladder = row.tiles[row.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
-    for bound, _ in ladder:
-        longest = replace(forward, seqlen_q=min(bound, 1 << 14))
-        for part in ("_rows", "", "_dq"):
-            yield row.config(part, longest, batch_dims, 1)
-        yield row.config("", longest, batch_dims, 1, TURNS)
-        for part in ("", "_queries"):
-            yield row.config(part, longest, batch_dims, 1, APART)
-    yield from _repairs(forward, batch_dims, device)
-
-
 def _as_tiles(forward):
     """A problem whose arrays the copy engine can read, if keys lie side by side."""
     return replace(forward, terms="tiles") if forward.terms == "unit" else forward
 
 
-def _wide_configs(row, forward, batch_dims, device):
-    """The launches of a problem of wide heads."""
+def _mapped_configs(row, forward, batch_dims, device, everything):
+    """The launches of a problem by a row of sm_90a."""
     if batch_dims <= _tensormap.MAX_BATCH_AXES:
         yield from row.configs(forward, batch_dims)
         yield from _repairs(forward, batch_dims, device)
@@ -605,27 +272,41 @@ def _repairs(forward, batch_dims, device, **of_queries):
         )
 
 
-def _f64_configs(row, tile, forward, batch_dims, device):
-    """The launches of a problem with a given tile; dbias is the portable row's."""
-    portable = REPAIRING.tile(forward, device, 1000, 1000)
-    yield rows_config(forward, batch_dims)
-    for part in ("queries", "keys"):
-        yield row.config(part, tile, forward, batch_dims, "float64", 1)
-        yield REPAIRING.config(
-            part, portable, forward, batch_dims, "float64", 1, REPAIRS=1
-        )
+def _f64_configs(row, forward, batch_dims, device, everything):
+    """The launches of a problem of float64; dbias is the portable row's."""
+    for tile in _some(row.fitting(forward, device), everything):
+        yield rows_config(forward, batch_dims)
+        for part in ("queries", "keys"):
+            yield row.config(part, tile, forward, batch_dims, "float64", 1)
+        yield from _repairs(forward, batch_dims, device)
 
 
-def _configs(row, tile, forward, batch_dims, everything):
-    """The launches of a problem with a given tile."""
-    yield rows_config(forward, batch_dims)
+def _portable_configs(row, forward, batch_dims, device, everything):
+    """The launches of a problem by the portable row."""
     grads = {forward.dtype: None, forward.compute_dtype: None} if everything else ()
-    for part in ("queries", "keys"):
-        for grad in grads or (forward.dtype,):
-            yield row.config(part, tile, forward, batch_dims, grad, 1)
-    if forward.bias is not None:
-        for sums in ((0, 0), (1, 0), (0, 1)) if everything else ((0, 0), (1, 0)):
-            names = dict(zip(("SUM_QUERIES", "SUM_KEYS"), sums, strict=True))
-            yield row.config(
-                "bias", tile, forward, batch_dims, forward.bias, 1, **names
-            )
+    for tile in _some(row.fitting(forward, device), everything):
+        yield rows_config(forward, batch_dims)
+        for part in ("queries", "keys"):
+            for grad in grads or (forward.dtype,):
+                yield row.config(part, tile, forward, batch_dims, grad, 1)
+        if forward.bias is not None:
+            for sums in ((0, 0), (1, 0), (0, 1)) if everything else ((0, 0), (1, 0)):
+                names = dict(zip(("SUM_QUERIES", "SUM_KEYS"), sums, strict=True))
+                yield row.config(
+                    "bias", tile, forward, batch_dims, forward.bias, 1, **names
+                )
+
+
+def _some(tiles, everything):
+    """All tiles, or the first."""
+    return tiles if everything else tiles[:1]
+
+
+_CONFIGS: dict[type, Callable[..., Iterator[Config]]] = {
+    HopperVjpKernel: _mapped_configs,
+    HopperWideVjpKernel: _mapped_configs,
+    MmaVjpKernel: _mma_configs,
+    MmaSplitVjpKernel: _split_configs,
+    TensorFloat64VjpKernel: _f64_configs,
+    VjpKernel: _portable_configs,
+}

@@ -124,18 +124,7 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
             of_head = (head, 0) if name in ("dk", "dv") else (group * head, head)
             targets[name] = Target((*batches[name], *of_head), row, col)
     params = {
-        "batch_size": math.prod(batch),
-        "num_heads": forward.num_heads,
-        "group_size": group,
-        "seqlen_q": forward.seqlen_q,
-        "seqlen_k": forward.seqlen_k,
-        "head_dim": forward.head_dim,
-        "head_dim_v": forward.head_dim_v,
-        "left": _far(forward.left),
-        "right": _far(forward.right),
-        "offset_from_lengths": forward.query_offset == "lengths",
-        "scale": forward.scale,
-        "softcap": forward.softcap,
+        **_attention_params.scalar_fields(forward),
         "batch_shape": shape,
         **{name: operand(name) for name in _FORWARD},
     }
@@ -147,24 +136,30 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
     )
 
 
+def with_new_lse(problem: AttentionVjpProblem, operands) -> Layout:
+    """The same for kernels that take a new lse, contiguous, in place of the call's.
+
+    Batch axes may merge that do not with the lse of the call.
+    """
+    lse = _made_up(problem.rows_shape, problem.forward.compute_dtype)
+    return layout(problem, operands._replace(lse=lse))
+
+
 _FORWARD = ("q", "k", "v", "out", *OPTIONS)
 
 
-def _far(bound):
-    far = _attention_params.FAR
-    return far if bound is None else min(bound, far)
+def _made_up(shape, dtype="int8"):
+    """A contiguous array that takes no memory, for its shape and strides."""
+    element = np.empty(1, dtype)
+    steps = tuple(step * element.itemsize for step in contiguous_strides(shape))
+    return np.lib.stride_tricks.as_strided(element, shape, steps)
 
 
 def _gradient_views(problem):
     """Views of made-up gradients, batch + matrix axes, that take no memory."""
-
-    def made_up(shape):
-        steps = contiguous_strides(shape)
-        return np.lib.stride_tricks.as_strided(np.empty(1, np.int8), shape, steps)
-
     forward = problem.forward
     views = {
-        name: aligned(made_up(shape), forward)
+        name: aligned(_made_up(shape), forward)
         for name, shape in (
             ("dq", problem.q_shape),
             ("dk", problem.k_shape),
@@ -172,7 +167,7 @@ def _gradient_views(problem):
         )
     }
     if problem.need_dbias:
-        views["dbias"] = aligned_bias(made_up(problem.bias_shape), forward)
+        views["dbias"] = aligned_bias(_made_up(problem.bias_shape), forward)
     return views
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,12 +11,12 @@ from cupyflash import _attention_vjp_limits
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_KEYS,
-    OPTIONS,
     Config,
     defines,
     has_terms,
     num_rows,
     scale_is_plain,
+    without_options,
 )
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._kernels import CUDA_TYPES, Device, Variant
@@ -155,12 +155,10 @@ class MmaVjpKernel:
         switches: dict[str, Any] = {}
         if part == "_rows":
             threads = _ROW_THREADS
-            absent = {n: None for n in OPTIONS if n not in ("sinks", "query_lengths")}
-            forward = replace(forward, softcap=0.0, scale=1.0, **absent)  # type: ignore[arg-type]
+            forward = without_options(forward, "sinks", "query_lengths")
         elif part == "_dq":
             threads = _DQ_THREADS
-            absent = dict.fromkeys(OPTIONS)
-            forward = replace(forward, softcap=0.0, scale=1.0, **absent)  # type: ignore[arg-type]
+            forward = without_options(forward)
             switches["NUM_WARPS"] = tile.num_threads // 32
         else:
             smem = tile.smem(part, self.dim(forward))

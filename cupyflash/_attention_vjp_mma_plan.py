@@ -6,35 +6,31 @@ import cupy
 import numpy as np
 
 from cupyflash import (
-    _attention_gpu,
-    _attention_params,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _gpu,
+    _graphs,
 )
 from cupyflash._attention_params import params_dtype
 from cupyflash._attention_vjp_layout import grads_dtype
 from cupyflash._attention_vjp_mma import items_dtype
-from cupyflash._attention_vjp_plans import (
-    _all_summed,
-    _gradients,
-    _Launches,
-    _Part,
-    _repair,
+from cupyflash._attention_vjp_parts import (
+    FOUND_BYTES,
+    BasePlan,
+    Kernel,
+    Launches,
+    Part,
+    addresses,
+    all_summed,
+    repairs,
 )
 from cupyflash._attention_vjp_problem import AttentionGrads
 
 _STILL_ODD = 8  # where it stands in found_t
-_FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
 
-class _MmaLaunches(_Launches):
-    """Launches whose parameters are bytes."""
-
-    def _grads(self, **fields):
-        return _gpu.pack_bytes(
-            {**self.layout.grads, **fields}, grads_dtype(self.layout.batch_dims)
-        )
+class _MmaLaunches(Launches):
+    """The parts that this row makes."""
 
     def own(self, part, tile, names, **more):
         """The launch of this row that makes the gradients `names`."""
@@ -50,7 +46,7 @@ class _MmaLaunches(_Launches):
             "dk": forward.head_dim,
             "dv": forward.head_dim_v,
         }
-        return self._part(
+        return self.part(
             part,
             tile,
             -(-seqlen // block),
@@ -61,17 +57,17 @@ class _MmaLaunches(_Launches):
             **more,
         )
 
-    def straight(self, part, tile, name):
+    def straight(self, name):
         """A part that makes a gradient with no terms, to be made again()."""
         target = self.layout.targets[name]
-        entries = _all_summed(self.layout, (name,))
+        entries = all_summed(self.layout, (name,))
         fields = _attention_vjp_layout.entries_fields(entries, [target])
-        return _Part((name,), None, self._grads(**fields), None)
+        return Part((name,), Kernel(None, self.params, self.grads(**fields)))
 
     def again(self, made, part, tile, **more):
         """The careful launch of a part, into what that has made."""
         forward = self.forward
-        grad = forward.dtype if made.terms is None else forward.compute_dtype
+        grad = forward.compute_dtype if made.sums else forward.dtype
         config = self.row.config(
             part,
             tile,
@@ -82,22 +78,20 @@ class _MmaLaunches(_Launches):
             CAREFUL=1,
             **more,
         )
-        return _Part(made.names, self._launch(config), made.grads, None)
+        return Part(made.names, self.kernel(config, made.kernel.params[-1]))
 
 
-class MmaPlan:
+class MmaPlan(BasePlan):
     """Statistics, all gradients, dq to 16 bits, and repairs if they are asked for."""
 
     def __init__(self, row, problem, operands, device, device_id):
+        super().__init__(problem, device_id)
         forward = problem.forward
-        self.device_id = device_id
-        self.offset = _attention_params.launch_offset(forward)
-        self.gradients = _gradients(problem)
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
         self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
         make = _MmaLaunches(row, forward, layout, device, device_id)
-        self.grads = make._grads()
+        self.grads = make.grads()
         tile = row.tile("", forward, device)
         # In one order of sums, dq has a kernel of its own.
         ordered = problem.deterministic
@@ -109,7 +103,7 @@ class MmaPlan:
             self.queries = make.own("_queries", own, ("dq",), STATS_M=tile.block_m)
         # The same without what nobody sees, if a gradient is not finite.
         self.careful_keys = make.again(self.keys, "", tile, MAKES_DQ=0)
-        queries = self.queries or make.straight("_queries", own, "dq")
+        queries = self.queries or make.straight("dq")
         self.careful_queries = make.again(
             queries, "_queries", own, STATS_M=tile.block_m
         )
@@ -118,7 +112,7 @@ class MmaPlan:
         dq, matrix = layout.targets["dq"], forward.seqlen_q * forward.head_dim
         num_slots = math.prod(problem.q_shape) // matrix
         self.dq_steps = num_slots, forward.num_heads * matrix, dq.entries[-1], dq.row
-        (grads,) = np.frombuffer(self.keys.grads, grads_dtype(batch_dims))
+        (grads,) = np.frombuffer(self.keys.kernel.params[-1], grads_dtype(batch_dims))
         num_kept = int(grads["num_kept"])
         num_entries = math.prod(forward.batch) * forward.num_heads
         items = {
@@ -131,7 +125,7 @@ class MmaPlan:
         num_floats = num_blocks * tile.block_m
         sums = 0 if ordered else num_slots * num_floats * row.dim(forward)
         self.num_vectors = sums // 4
-        sizes = (_FOUND_BYTES, 4 * sums, 4 * num_entries * num_floats * 2)
+        sizes = (FOUND_BYTES, 4 * sums, 4 * num_entries * num_floats * 2)
         self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
         self.num_bytes = sum(sizes)
 
@@ -141,101 +135,59 @@ class MmaPlan:
 
         self.rows = launch("_rows", row.rows_blocks(forward, tile))
         self.dq = None if ordered else launch("_dq", num_slots * num_blocks)
-        self.repairs = [
-            _repair(part, names, forward, layout, device, device_id)
-            for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
-        ]
-        slow = _Launches(
+        self.repairs = repairs(forward, layout, device, device_id)
+        slow = Launches(
             _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
         )
         self.bias = slow.bias() if problem.need_dbias else None
-        self.bias_params = _gpu.pack(layout.params, params_dtype(batch_dims))
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
-        self.rows_shape = problem.rows_shape
         self.launches = (
             self.rows,
             *self.keys.launches,
             *(self.queries.launches if self.queries else (self.dq,)),
-            self.careful_keys.launch,
-            self.careful_queries.launch,
-            *(launch for _, launch, _ in self.repairs),
+            *self.careful_keys.launches,
+            *self.careful_queries.launches,
+            *(repair.kernel.launch for repair in self.repairs),
             *(self.bias.launches if self.bias else ()),
-            *((self.sinks.launch,) if self.sinks else ()),
+            *((self.sinks.kernel.launch,) if self.sinks else ()),
         )
 
     def __call__(self, arrays, offset):
         """Launch; `arrays` as _arrays_of() has them."""
-        made = {name: cupy.ndarray(*facts) for name, facts in self.gradients.items()}
-        q, k, v, out, *options, dout, lse, dlse = (
-            0 if x is None else x.data.ptr for x in arrays
-        )
+        made = self.new_gradients()
+        q, k, v, out, *options, dout, lse, dlse = addresses(arrays)
         memory = cupy.cuda.alloc(self.num_bytes)
         delta = cupy.ndarray(self.rows_shape, "float32")
-        sink_terms = cupy.ndarray(self.rows_shape if self.sinks else 0, "float32")
-        _attention_gpu.keep_if_capturing((memory, delta, sink_terms))
+        sink_terms = self.sinks.new_terms() if self.sinks else None
+        _graphs.keep_if_capturing((memory, delta, sink_terms))
+        delta_at, terms_at = addresses((delta, sink_terms))
         found, sums, stats = (memory.ptr + n for n in self.starts)
-        memory.memset_async(0, _FOUND_BYTES)
-        rest = (*options, offset, self.params)
+        memory.memset_async(0, FOUND_BYTES)
+        rest = (*options, offset)
         self.rows.enqueue(
-            out, dout, lse, dlse, stats, delta.data.ptr,
-            sink_terms.data.ptr if self.sinks else 0, sums, self.num_vectors, found,
-            *rest, self.grads,
+            out, dout, lse, dlse, stats, delta_at, terms_at, sums, self.num_vectors,
+            found, *rest, self.params, self.grads,
         )  # fmt: skip
         inputs = (q, k, v, dout, stats)
-        of_keys = self._targets(self.keys, made)
-        of_queries = self._targets(self.queries or self.careful_queries, made)
-        self._make(self.keys, of_keys, (*inputs, sums, found, self.items), rest)
+        of_keys = self.keys.targets(made)
+        of_queries = (self.queries or self.careful_queries).targets(made)
+        self.keys.make((*inputs, sums, found, self.items), of_keys, rest)
         if self.queries is not None:
-            self._make(self.queries, of_queries, (*inputs, found), rest)
+            self.queries.make((*inputs, found), of_queries, rest)
         else:
             self.dq.enqueue(
                 sums, made["dq"].data.ptr, *self.dq_steps, found, self.params
             )
-        self._make(self.careful_keys, of_keys, (*inputs, 0, found, self.items), rest)
-        self._make(self.careful_queries, of_queries, (*inputs, found), rest)
-        self._add_up(self.keys, of_keys, made)
+        self.careful_keys.make((*inputs, 0, found, self.items), of_keys, rest)
+        self.careful_queries.make((*inputs, found), of_queries, rest)
+        self.keys.add_up(of_keys, made)
         if self.queries is not None:
-            self._add_up(self.queries, of_queries, made)
-        for names, launch, grads in self.repairs:
-            targets = (made[name].data.ptr for name in names)
-            launch.enqueue(
-                q,
-                k,
-                v,
-                dout,
-                lse,
-                delta.data.ptr,
-                *targets,
-                found + _STILL_ODD,
-                *rest,
-                grads,
-            )
+            self.queries.add_up(of_queries, made)
+        inputs = (q, k, v, dout, lse, delta_at)
+        for repair in self.repairs:
+            repair(inputs, made, found + _STILL_ODD, rest)
         if self.bias is not None:
-            q, k, v, _, *options, dout, lse, _ = arrays
-            options = [_gpu.NULL if x is None else x for x in options]
-            self.bias(
-                (q, k, v, dout, lse, delta), made, (*options, offset, self.bias_params),
-                "float32",
-            )  # fmt: skip
+            self.bias(inputs, made, rest)
         if self.sinks is not None:
             self.sinks(sink_terms, made["dsinks"])
         return AttentionGrads(**made)
-
-    def _targets(self, part, made):
-        """Where a part writes: gradients, or terms of them."""
-        if part.terms is None:
-            return [made[name] for name in part.names]
-        into = [cupy.ndarray(shape, "float32") for shape, _ in part.terms]
-        _attention_gpu.keep_if_capturing(into)
-        return into
-
-    def _make(self, part, into, inputs, rest):
-        """A kernel of this row."""
-        part.launch.enqueue(*inputs, *(x.data.ptr for x in into), *rest, part.grads)
-
-    def _add_up(self, part, into, made):
-        """The sums of terms, if it has any."""
-        for (_, add_up), terms, name in zip(
-            part.terms or (), into, part.names, strict=False
-        ):
-            add_up(terms, made[name])

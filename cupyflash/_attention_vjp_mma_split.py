@@ -2,19 +2,19 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from cupyflash import _attention_vjp_limits
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
-    OPTIONS,
     Config,
     defines,
     has_terms,
     num_rows,
     runs,
     scale_is_plain,
+    without_options,
 )
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._kernels import CUDA_TYPES, Device, Variant
@@ -152,8 +152,7 @@ class MmaSplitVjpKernel:
         }
         if tile is None:
             # Of the options, lengths alone matter to it.
-            absent = {n: None for n in OPTIONS if not n.endswith("_lengths")}
-            forward = replace(forward, softcap=0.0, scale=1.0, **absent)  # type: ignore[arg-type]
+            forward = without_options(forward, "query_lengths", "key_lengths")
         else:
             threads, smem = tile.num_threads, tile.smem(part, dim, parts)
             switches["BLOCK_M" if part == "_queries" else "BLOCK_N"] = tile.rows

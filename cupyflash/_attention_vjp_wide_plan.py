@@ -1,30 +1,31 @@
 """Plans of attention_vjp for wide heads and options on sm_90a."""
 
 import math
-from typing import Any
 
 import cupy
 
 from cupyflash import (
-    _attention_gpu,
     _attention_hopper,
-    _attention_params,
     _attention_vjp_kernels,
     _attention_vjp_layout,
     _attention_vjp_wide,
     _gpu,
+    _graphs,
 )
+from cupyflash._attention_arrays import encoder
 from cupyflash._attention_params import params_dtype
 from cupyflash._attention_rows import is_plain
 from cupyflash._attention_vjp_layout import grads_dtype
-from cupyflash._attention_vjp_plans import (
-    _FOUND_BYTES,
-    _all_summed,
-    _gradients,
-    _Launches,
-    _repair,
+from cupyflash._attention_vjp_parts import (
+    FOUND_BYTES,
+    BasePlan,
+    Launches,
+    addresses,
+    all_summed,
+    repairs,
 )
 from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._tensormap import MappedInputs
 
 _PARTS = (("_wide_keys", ("dk", "dv")), ("_wide_queries", ("dq",)))
 _COUNTERS = 128  # where those of the kernels stand, behind found_t; zeros at first
@@ -38,7 +39,7 @@ class _Part:
         # dbias is written beside dq, and does not decide what entries are kept.
         owners = tuple(n for n in names if n != "dbias")
         fields = _attention_vjp_layout.entries_fields(
-            _all_summed(layout, owners), [layout.targets[n] for n in names]
+            all_summed(layout, owners), [layout.targets[n] for n in names]
         )
         self.grads = _gpu.pack_bytes(
             {**layout.grads, **fields}, grads_dtype(layout.batch_dims)
@@ -58,14 +59,12 @@ class _Part:
         return _gpu.pack_bytes(fields, self.dtype)
 
 
-class HopperWidePlan:
+class HopperWidePlan(BasePlan):
     """Statistics, dk and dv, dq, and repairs if they are asked for."""
 
     def __init__(self, row, problem, operands, device, device_id):
+        super().__init__(problem, device_id)
         forward = problem.forward
-        self.device_id = device_id
-        self.offset = _attention_params.launch_offset(forward)
-        self.gradients = _gradients(problem)
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
         self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
@@ -78,8 +77,8 @@ class HopperWidePlan:
                 ("_wide_queries", of_queries),
             )
         ]
-        self.encoders = {
-            name: _attention_gpu._encoder(
+        encoders = {
+            name: encoder(
                 forward,
                 {**layout.params, **layout.grads},
                 name,
@@ -95,13 +94,14 @@ class HopperWidePlan:
                 ),
             )
         }
-        self.inputs: dict[tuple[int, ...], Any] = {}
+        self.inputs = MappedInputs(encoders, self._inputs)
+        self.maps_terms = len(encoders) > 4
 
         # Memory between the kernels, as vjp_hopper.cuh has it.
         num_entries = math.prod(forward.batch) * forward.num_heads
         num_blocks = -(-forward.seqlen_q // _attention_vjp_wide.BLOCK)
         sizes = (
-            _FOUND_BYTES,
+            FOUND_BYTES,
             4 * num_entries * num_blocks * _attention_vjp_wide.BLOCK * 2,
             4 * num_entries * forward.seqlen_q,
         )
@@ -110,11 +110,8 @@ class HopperWidePlan:
         self.is_plain = is_plain(forward)
         config = row.rows_config(forward, batch_dims)
         self.rows = _gpu.Launch(config.variant, config.grid, config.block, device_id)
-        self.repairs = [
-            _repair(part, names, forward, layout, device, device_id)
-            for part, names in (("queries", ("dq",)), ("keys", ("dk", "dv")))
-        ]
-        slow = _Launches(
+        self.repairs = repairs(forward, layout, device, device_id)
+        slow = Launches(
             _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
         )
         # The portable kernel makes dbias, or repairs it.
@@ -127,50 +124,35 @@ class HopperWidePlan:
             _attention_hopper.bounds_of(forward) > 0
             or _attention_hopper.has_lengths(forward)
         )
-        self.bias_params = _gpu.pack(layout.params, params_dtype(batch_dims))
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
-        self.rows_shape = problem.rows_shape
         self.launches = (
             self.rows,
             *(part.launch for part in self.parts),
-            *(launch for _, launch, _ in self.repairs),
+            *(repair.kernel.launch for repair in self.repairs),
             *(self.bias.launches if self.bias else ()),
-            *((self.sinks.launch,) if self.sinks else ()),
+            *((self.sinks.kernel.launch,) if self.sinks else ()),
         )
 
-    def _new_inputs(self, pointers):
-        """Those of both kernels, for arrays at these places."""
-        if len(self.inputs) >= _attention_gpu._MAX_INPUTS:
-            self.inputs.clear()
-        encoders = self.encoders.items()
-        maps = {
-            f"{name}_map": encode(ptr)
-            for (name, encode), ptr in zip(encoders, pointers, strict=True)
-        }
-        packed = [part.inputs(maps) for part in self.parts]
-        self.inputs[pointers] = packed
-        return packed
+    def _inputs(self, maps, pointers):
+        """Those of both kernels that depend on where arrays lie."""
+        return [part.inputs(maps) for part in self.parts]
 
     def __call__(self, arrays, offset):
         """Launch; `arrays` as _arrays_of() has them."""
-        made = {name: cupy.ndarray(*facts) for name, facts in self.gradients.items()}
-        q, k, v, out, *options, dout, lse, dlse = (
-            0 if x is None else x.data.ptr for x in arrays
-        )
+        made = self.new_gradients()
+        q, k, v, out, *options, dout, lse, dlse = addresses(arrays)
         pointers: tuple[int, ...] = (q, k, v, dout)
-        if len(self.encoders) > len(pointers):
+        if self.maps_terms:
             # Bias and mask come first among the options.
             pointers += tuple(ptr for ptr in options[:2] if ptr)
         inputs = self.inputs.get(pointers)
         if inputs is None:
-            inputs = self._new_inputs(pointers)
+            inputs = self.inputs.make(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
-        sink_terms = None
-        if self.sinks is not None:
-            sink_terms = cupy.ndarray(self.rows_shape, "float32")
-        _attention_gpu.keep_if_capturing((memory, sink_terms))
+        sink_terms = self.sinks.new_terms() if self.sinks else None
+        _graphs.keep_if_capturing((memory, sink_terms))
         found, stats, delta = (memory.ptr + start for start in self.starts)
-        memory.memset_async(0, _FOUND_BYTES)
+        memory.memset_async(0, FOUND_BYTES)
         if self.clears_dbias:
             made["dbias"].data.memset_async(0, made["dbias"].nbytes)
         rest = (*options, offset, self.params)
@@ -182,35 +164,24 @@ class HopperWidePlan:
                 self.params, grads,
             )  # fmt: skip
         else:
-            terms = 0 if sink_terms is None else sink_terms.data.ptr
+            (terms,) = addresses((sink_terms,))
             self.rows.enqueue(
                 out, dout, lse, dlse, stats, delta, terms, 0, 0, found, *rest, grads
             )
         for n, (part, maps) in enumerate(zip(self.parts, inputs, strict=True)):
-            targets = (made[name].data.ptr for name in part.names)
+            targets = addresses(made[name] for name in part.names)
             counter = found + _COUNTERS + 4 * n
             part.launch.enqueue(
                 maps, stats, *targets, found, counter, *rest, part.grads
             )
-        for names, launch, grads in self.repairs:
-            targets = (made[name].data.ptr for name in names)
-            launch.enqueue(q, k, v, dout, lse, delta, *targets, found, *rest, grads)
+        inputs, rest = (q, k, v, dout, lse, delta), (*options, offset)
+        for repair in self.repairs:
+            repair(inputs, made, found, rest)
         if self.bias is not None:
-            self._make_dbias(arrays, memory, made, offset)
+            self.bias(inputs, made, (found, *rest) if self.repairs_dbias else rest)
         if self.sinks is not None:
             self.sinks(sink_terms, made["dsinks"])
         return AttentionGrads(**made)
-
-    def _make_dbias(self, arrays, memory, made, offset):
-        """dbias by the portable kernel, with a repair only if that is asked for."""
-        q, k, v, _, *options, dout, lse, _ = arrays
-        options = [_gpu.NULL if x is None else x for x in options]
-        delta = cupy.ndarray(self.rows_shape, "float32", memory + self.starts[-1])
-        rest = (*options, offset, self.bias_params)
-        if self.repairs_dbias:
-            found = cupy.ndarray(1, "int32", memory)
-            rest = (found, *rest)
-        self.bias((q, k, v, dout, lse, delta), made, rest, "float32")
 
 
 def _makes_dbias(problem, layout):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cupyflash import _bench, _console, _measure
+from cupyflash import _bench, _console, _extras, _measure
 from cupyflash._bench import AttentionCase, SoftmaxCase
 
 EXAMPLES = """
@@ -80,7 +80,7 @@ def run(args):
         _plot(args.output / "bench.png", machine, softmax, attention)
         print(f"Plot: {args.output / 'bench.png'}")
     except ImportError:
-        print("No plot: pip install cupyflash[bench] brings matplotlib")
+        print(f"No plot: {_extras.command('bench')} brings matplotlib")
     return 0
 
 

@@ -16,6 +16,7 @@ from cupyflash import (
     _console,
     _explain,
     _exponentials,
+    _extras,
     _measure,
     _reference,
     _reference_vjp,
@@ -76,6 +77,7 @@ _OF_METHODS = ("softmax", "attention")  # functions that take a method
 _SOFTMAX_SHAPES = {
     "": ((64, 1000), -1),
     "short rows": ((500, 37), -1),
+    "short whole rows": ((500, 32), -1),
     "columns": ((64, 600), 0),
     "many columns": ((2, 300, 32_768), 1),
     "long columns": ((40_000, 32), 0),
@@ -86,15 +88,20 @@ _SOFTMAX_SHAPES = {
     "a row beyond the cache": ((1, 9_000_000), -1),
     "strided": ((64, 1000), -1),  # every second element
 }
-# Queries and keys; some options at once, or none.
-_ATTENTION_SHAPES = {"": (200, 333), "plain": (200, 333), "few queries": (40, 333)}
-_HEAD_DIM, _HEAD_DIM_V = 64, 48
+# Queries, keys, and the widths of q and v; some options at once, or none.
+_ATTENTION_SHAPES = {
+    "": (200, 333, 64, 48),
+    "plain": (200, 333, 64, 48),
+    "few queries": (40, 333, 64, 48),
+    "wide heads": (130, 200, 200, 136),
+}
 
 # Kinds that a GPU has kernels of their own for.
 _KINDS = {
     "softmax": (
-        "short rows", "columns", "long columns", "many long columns", "long rows",
-        "longest rows", "a row beyond the cache", "strided",
+        "short rows", "short whole rows", "columns", "long columns",
+        "many long columns", "long rows", "longest rows", "a row beyond the cache",
+        "strided",
     ),
     "logsumexp": ("columns", "many columns", "long rows", "strided"),
     "softmax_vjp": (
@@ -102,7 +109,7 @@ _KINDS = {
         "a row that no card holds", "strided",
     ),
     "attention": ("plain", "few queries"),
-    "attention_vjp": ("plain", "few queries"),
+    "attention_vjp": ("plain", "few queries", "wide heads"),
 }  # fmt: skip
 
 _MOST_PROCESSES = 8
@@ -175,7 +182,7 @@ def run(args):
             print(f"{case.function} {case.method} {case.dtype}: {verdict.problem}")
     failures = sum(not verdict.is_good for _, verdict in rows)
     if not has_bfloat16:
-        print("bfloat16 is not checked: pip install cupyflash[bf16]")
+        print(f"bfloat16 is not checked: {_extras.command('bf16')}")
     if not has_gpu:
         print("no CUDA device: the NumPy back end alone is checked")
     print(f"{len(rows) - failures} passed, {failures} failed")
@@ -196,13 +203,21 @@ def _cases(backend, dtypes):
             for function, kinds in _KINDS.items()
             for kind in kinds
             for dtype in dtypes
-            if dtype in _DTYPES_OF_KINDS or function.startswith("attention")
+            if dtype in _DTYPES_OF_KIND.get(kind, _dtypes_of(function))
         ]
     return cases
 
 
-# Kernels of softmax treat types of one width alike.
-_DTYPES_OF_KINDS = ("float32", "bfloat16")
+# Kernels of one type alone, and each takes seconds to compile.
+_DTYPES_OF_KIND = {"wide heads": ("bfloat16",)}
+
+
+def _dtypes_of(function):
+    """Kernels of softmax treat types of one width alike."""
+    return _arrays.FLOATS if function.startswith("attention") else _DTYPES_OF_SOFTMAX
+
+
+_DTYPES_OF_SOFTMAX = ("float32", "bfloat16")
 
 
 def _verdicts(cases: Iterable[Case]) -> Iterator[tuple[Case, Verdict]]:
@@ -357,10 +372,10 @@ def _attention_inputs(case, rng, size):
     Grouped heads, Dv other than D, and if nothing else is said a causal mask off the
     square and a bias a key.
     """
-    seqlen_q, seqlen_k = _ATTENTION_SHAPES[case.kind]
-    q = _normal(rng, (2, 4, seqlen_q, _HEAD_DIM), case.dtype, size)
-    k = _normal(rng, (2, 2, seqlen_k, _HEAD_DIM), case.dtype, size)
-    v = _normal(rng, (2, 2, seqlen_k, _HEAD_DIM_V), case.dtype)
+    seqlen_q, seqlen_k, dim, dim_v = _ATTENTION_SHAPES[case.kind]
+    q = _normal(rng, (2, 4, seqlen_q, dim), case.dtype, size)
+    k = _normal(rng, (2, 2, seqlen_k, dim), case.dtype, size)
+    v = _normal(rng, (2, 2, seqlen_k, dim_v), case.dtype)
     if case.kind:
         return (q, k, v), {}
     bias = _normal(rng, (seqlen_k,), case.dtype, 0.5)

@@ -6,7 +6,7 @@ import platform
 import sys
 
 import cupyflash
-from cupyflash import _console, _source, _threads
+from cupyflash import _console, _extras, _source, _threads
 from cupyflash._kernels import MIN_CC
 
 EXAMPLES = """
@@ -54,7 +54,7 @@ def _gpu():
         import cupy
     except Exception as error:  # absent, or its libraries do not load
         yield "CuPy", f"not usable: {_first_line(error)}"
-        yield "CuPy back end", "needs CuPy: pip install cupyflash[cuda13x] or [cuda12x]"
+        yield "CuPy back end", f"needs CuPy: {_extras.CUDA}"
         return
     yield "CuPy", cupy.__version__
     yield "NVRTC", _ask(lambda: "{}.{}".format(*cupy.cuda.nvrtc.getVersion()))

@@ -8,7 +8,7 @@ import warnings
 
 import cupy
 
-from cupyflash import _source
+from cupyflash import _extras, _source
 from cupyflash._kernels import Variant
 
 _lock = threading.Lock()
@@ -93,11 +93,9 @@ def _explain(error, variant):
     text = str(error)
     lower = text.lower()
     if "cannot open source file" in lower or "could not open source file" in lower:
-        hint = "CUDA headers are missing: pip install cupyflash[cuda13x] brings them"
+        hint = f"CUDA headers are missing: {_extras.CUDA} brings them"
     elif "nvrtc" in lower and ("libnvrtc" in lower or "not found" in lower):
-        hint = (
-            "NVRTC is missing: pip install cupyflash[cuda13x] (or [cuda12x]) brings it"
-        )
+        hint = f"NVRTC is missing: {_extras.CUDA} brings it"
     elif "unsupported_ptx" in lower or "no_binary" in lower:
         hint = (
             "the NVIDIA driver is older than the CUDA toolkit of this CuPy: update the "

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import numpy as np
 
-from cupyflash import _console, _demo_ladder, _demo_nlm, _measure
+from cupyflash import _console, _demo_ladder, _demo_nlm, _extras, _measure
 
-EXAMPLES = """
+EXAMPLES = f"""
 examples:
   python -m cupyflash demo
   python -m cupyflash demo --size 128          quick
   python -m cupyflash demo --cpu --size 512    the whole photograph without a GPU
 
 Writes nlm.png and demo.json into the output folder. Needs scikit-image and matplotlib:
-pip install cupyflash[demo].
+{_extras.command("demo")}.
 """
 
 # Side of the image when none is asked for: N = side^2 pixels make N^2 pairs.
@@ -48,7 +48,7 @@ def run(args):
         import skimage  # noqa: F401
     except ImportError as error:
         _console.complain(
-            f"{error}; pip install cupyflash[demo] brings what the demo needs"
+            f"{error}; {_extras.command('demo')} brings what the demo needs"
         )
         return 1
     args.output.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,9 @@ class Explanation:
     refused : tuple of (str, str)
         Kernels that stand before it in the table, and why each cannot take the call.
     details : dict
-        What the back end says of the launch: source, grid, block, shared memory, blocks
-        of the CPU, split of the keys.
+        What the back end says: the ``"launches"`` of a GPU, each with its source, grid,
+        block, cluster of blocks, bytes of shared memory and defines; the split of the
+        keys; the blocks of the CPU.
     """
 
     function: str
@@ -47,7 +48,13 @@ class Explanation:
     def __repr__(self):
         lines = [f"{self.function} on {self.backend}: {self.kernel}"]
         lines += [f"  not {name}: {why}" for name, why in self.refused]
-        lines += [f"  {name}: {value}" for name, value in self.details.items()]
+        for name, value in self.details.items():
+            if name != "launches":
+                lines.append(f"  {name}: {value}")
+                continue
+            for number, launch in enumerate(value, 1):
+                lines.append(f"  launch {number}: {launch['source']}")
+                lines += [f"    {n}: {x}" for n, x in launch.items() if n != "source"]
         return "\n".join(lines)
 
 

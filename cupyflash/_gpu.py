@@ -8,7 +8,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cupyflash import _arrays, _compile
+from cupyflash import _arrays, _compile, _extras
 from cupyflash._kernels import MIN_CC, Device
 
 # Absent pointers of a kernel's parameter list. Of all forms of 0, CuPy passes this one
@@ -49,8 +49,7 @@ def _nvrtc_version():
     except (ImportError, RuntimeError, AttributeError) as error:
         raise RuntimeError(
             "NVRTC, CUDA's run-time compiler, cannot be loaded "
-            f"({str(error).splitlines()[0]}); pip install cupyflash[cuda13x] (or "
-            "[cuda12x]) brings it"
+            f"({str(error).splitlines()[0]}); {_extras.CUDA} brings it"
         ) from None
 
 
@@ -204,6 +203,19 @@ class Launch:
             self.variant.smem,
         )
         return True
+
+
+def describe(launch: Launch) -> dict[str, Any]:
+    """What a launch is made of, for explain()."""
+    variant = launch.variant
+    return {
+        "source": f"cuda_src/{variant.source}",
+        "grid": launch.grid,
+        "block": launch.block,
+        **({"cluster": variant.cluster} if variant.cluster > 1 else {}),
+        "shared memory": variant.smem,
+        "defines": " ".join(f"{name}={value}" for name, value in variant.defines),
+    }
 
 
 class _ArgumentList:

@@ -29,6 +29,14 @@ def element_strides(x) -> tuple[int, ...]:
     return tuple(s // x.itemsize for s in x.strides)
 
 
+def address_range(x) -> tuple[int, int]:
+    """First byte of an array and the one past its last, from the pointer of `x`."""
+    if x.size == 0:
+        return 0, 0
+    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
+    return sum(min(s, 0) for s in steps), sum(max(s, 0) for s in steps) + x.itemsize
+
+
 def collapse(
     shape: Sequence[int], strides: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

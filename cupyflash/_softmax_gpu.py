@@ -13,6 +13,7 @@ import numpy as np
 from cupyflash import (
     _arrays,
     _gpu,
+    _graphs,
     _layout,
     _softmax_kernels,
     _softmax_layout,
@@ -144,19 +145,11 @@ def describe(problem, operands):
     plan = _plan_of(problem, _inputs(problem, operands), operands.out)
     if not plan.launches:
         return {"kernel": "none", "reason": "there is nothing to compute"}
-    told = {"kernel": plan.row.name, "refused": plan.refused}
-    for i, launch in enumerate(plan.launches, 1):
-        variant = launch.variant
-        of_step = "" if len(plan.launches) == 1 else f" of launch {i}"
-        told |= {
-            f"source{of_step}": f"cuda_src/{variant.source}",
-            f"grid{of_step}": launch.grid,
-            f"block{of_step}": launch.block,
-            f"shared_memory{of_step}": variant.smem,
-            f"blocks_a_cluster{of_step}": variant.cluster,
-            f"defines{of_step}": dict(variant.defines),
-        }
-    return told
+    return {
+        "kernel": plan.row.name,
+        "refused": plan.refused,
+        "launches": [_gpu.describe(launch) for launch in plan.launches],
+    }
 
 
 # --- plans ---------------------------------------------------------------------------
@@ -169,7 +162,6 @@ class _Plan:
         self.device_id = inputs[0].data.device_id
         self.launches = ()
         self._scratch_bytes = 0
-        self._captured = []  # scratch of graphs
         self._dtype = _arrays.to_dtype(problem.dtypes["out"])
         shape, order = problem.result_shape, range(len(problem.result_shape))
         if problem.function != "logsumexp":
@@ -225,12 +217,12 @@ class _Plan:
 
     def _set_bounds(self, problem, inputs, out):
         """How far from the pointer of `out` that of an input makes the two overlap."""
-        out_first, out_end = _bounds(out)
+        out_first, out_end = _layout.address_range(out)
         in_place = problem.function != "logsumexp"
         self._too_near = []
         for i, x in enumerate(inputs):
             if x is not None:
-                first, end = _bounds(x)
+                first, end = _layout.address_range(x)
                 is_same = in_place and _facts(x) == _facts(out)
                 self._too_near.append((i, out_first - end, out_end - first, is_same))
 
@@ -257,12 +249,9 @@ class _Plan:
 
     def _launch(self, *pointers):
         if self._scratch_bytes:
-            # Memory of the pool is given out again in the order of the stream; a graph
-            # that is captured needs its own for as long as it may run.
             scratch = cupy.cuda.alloc(self._scratch_bytes)
             pointers += (scratch.ptr,)
-            if cupy.cuda.get_current_stream().is_capturing():
-                self._captured.append(scratch)
+            _graphs.keep_if_capturing(scratch)
         for launch in self.launches:
             launch.enqueue(*pointers, self._layout)
 
@@ -340,14 +329,6 @@ def _struct(fields):
         (name, np.float64 if name == "scale" else np.int64, np.shape(value))
         for name, value in fields.items()
     ])  # fmt: skip
-
-
-def _bounds(x):
-    """First byte and the one past the last, from the pointer of `x`."""
-    steps = [(n - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
-    if x.size == 0:
-        return 0, 0
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
 
 
 # --- complex numbers -----------------------------------------------------------------

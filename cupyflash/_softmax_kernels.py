@@ -14,22 +14,17 @@ from cupyflash._softmax_column_cuts import (
     sum_columns,
     walk_columns,
 )
+from cupyflash._softmax_cuts import BACKWARD, FORWARD, Cut
 from cupyflash._softmax_layout import Layout
-from cupyflash._softmax_row_cuts import (
-    BACKWARD,
-    FORWARD,
-    Cut,
-    hold_pairs,
-    hold_rows,
-    short_rows,
-    span_rows,
+from cupyflash._softmax_long_row_cuts import (
     split_rows,
     stream_pairs,
-    sum_rows,
     trail_pairs,
     trail_rows,
-    walk_rows,
 )
+from cupyflash._softmax_row_cuts import hold_pairs, hold_rows, walk_rows
+from cupyflash._softmax_short_row_cuts import short_rows, span_rows
+from cupyflash._softmax_sum_cuts import sum_rows
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupyflash import _arrays, _softmax_layout
-from cupyflash import _softmax_row_cuts as _rows
+from cupyflash import _softmax_cuts as _cuts
 from cupyflash import _softmax_tiers as _tiers
 from cupyflash._kernels import CUDA_TYPES
 from cupyflash._softmax_layout import Layout
+from cupyflash._softmax_row_cuts import LANES
+from cupyflash._softmax_short_row_cuts import LONGEST_IN_SPAN
+from cupyflash._softmax_sum_cuts import SUMS, WARP_SUM
 
 _MANY = 1 << 20  # rows that fill any card
 _FEW = 1 << 20  # the row length that stands for a long row that is alone
@@ -30,14 +33,14 @@ def _rows_of(lengths):
 
 @_rows_of
 def walked(*dtypes):
-    return [*(int(min(length, _FEW - 1)) for length, _ in _rows.LANES), _FEW]
+    return [*(int(min(length, _FEW - 1)) for length, _ in LANES), _FEW]
 
 
 @_rows_of
 def held_rows(*dtypes):
     """A length for each tier, a short one, and one with elements beside its vectors."""
     vector = _tiers.VECTOR_BYTES // max(
-        2, *(_rows.itemsize_of(name) for name in dtypes)
+        2, *(_cuts.itemsize_of(name) for name in dtypes)
     )
     tiers = (*_tiers.FORWARD, *_tiers.FORWARD_CLUSTERS)
     return [vector, 25 * vector + 1, *(tier.vectors * vector for tier in tiers)]
@@ -45,7 +48,7 @@ def held_rows(*dtypes):
 
 @_rows_of
 def held_pairs(*dtypes):
-    widest = max(2, *(_rows.itemsize_of(name) for name in dtypes))
+    widest = max(2, *(_cuts.itemsize_of(name) for name in dtypes))
     vector = _tiers.VECTOR_BYTES // widest
     tiers = (*_tiers.BACKWARD, *_tiers.BACKWARD_CLUSTERS)
     if widest == 2:
@@ -55,25 +58,23 @@ def held_pairs(*dtypes):
 
 @_rows_of
 def spanned(*dtypes):
-    longest = _rows.LONGEST_IN_SPAN[
-        max(2, *(_rows.itemsize_of(name) for name in dtypes))
-    ]
+    longest = LONGEST_IN_SPAN[max(2, *(_cuts.itemsize_of(name) for name in dtypes))]
     return [n for n in (3, 7, 15, 31, 33, 63, 127, 245) if n < longest]
 
 
 @_rows_of
 def short_rows(*dtypes):
-    vector = _tiers.VECTOR_BYTES // _rows.itemsize_of(dtypes[0])
+    vector = _tiers.VECTOR_BYTES // _cuts.itemsize_of(dtypes[0])
     return [n * vector for n in (2, 4, 8, 12, 16, 32, 64)]
 
 
 @_rows_of
 def summed(*dtypes):
     """A length for each step of the ladder, and long rows that are few or many."""
-    size = _rows.itemsize_of(dtypes[0])
+    size = _cuts.itemsize_of(dtypes[0])
     vector = _tiers.VECTOR_BYTES // size
-    steps = _rows.SUMS.get(size, ())
-    return [*(v * vector for v, _ in steps), _rows.WARP_SUM * vector, 1 << 17, _FEW]
+    steps = SUMS.get(size, ())
+    return [*(v * vector for v, _ in steps), WARP_SUM * vector, 1 << 17, _FEW]
 
 
 @_rows_of
@@ -153,7 +154,7 @@ def _samples(row, layout, x, out, where, scaled, function):
         for b in (None, out):
             result = _natural(x) if b is None else _natural(x, b)
             yield _Sample(function, layout, dtypes | {"b": b, "out": result})
-    elif row.functions == _rows.BACKWARD:
+    elif row.functions == _cuts.BACKWARD:
         dtypes |= {"dy": out, "out": _natural(x, out), "where": None}
         yield _Sample(function, layout, dtypes)
     else:
@@ -163,9 +164,9 @@ def _samples(row, layout, x, out, where, scaled, function):
 
 def everything(row) -> Iterable[_Sample]:
     """All types and switches, on up to two axes of each kind."""
-    seconds = _arrays.FLOATS if row.functions == _rows.FORWARD else tuple(CUDA_TYPES)
-    scales = (False, True) if row.functions == _rows.FORWARD else (False,)
-    masks = (False,) if row.functions == _rows.BACKWARD else (False, True)
+    seconds = _arrays.FLOATS if row.functions == _cuts.FORWARD else tuple(CUDA_TYPES)
+    scales = (False, True) if row.functions == _cuts.FORWARD else (False,)
+    masks = (False,) if row.functions == _cuts.BACKWARD else (False, True)
     for x, second in itertools.product(CUDA_TYPES, seconds):
         # Many problems share a layout, which then finds out once what it is.
         layouts = [
@@ -189,7 +190,7 @@ def representative(row) -> Iterable[_Sample]:
     for layout in list(row.samples("float32", "float32"))[:: 1 if row.fast else 2]:
         yield from _samples(row, layout, "float32", "float32", False, False, function)
     # All switches at once, in the types that take the most registers of each kind.
-    where, scaled = row.functions != _rows.BACKWARD, row.functions == _rows.FORWARD
+    where, scaled = row.functions != _cuts.BACKWARD, row.functions == _cuts.FORWARD
     for x, out in (("float32",) * 2, ("float64",) * 2, ("float16", "float32")):
         layout = _closest(row.samples(x, out), 4096).spread(2, 2)
         yield from _samples(row, layout, x, out, where, scaled, other)

@@ -6,6 +6,7 @@ instruction brings. CuPy has no call for it, so the driver's own is used.
 
 import ctypes
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,3 +115,26 @@ class Encoder:
                 f"{tuple(self._sizes)} and strides {tuple(self._strides)}"
             )
         return found.view(MAP)
+
+
+class MappedInputs:
+    """A kernel's parameter that holds tensor maps, by the pointers of the arrays."""
+
+    _MOST = 256  # sets of pointers that are remembered
+
+    def __init__(self, encoders: dict[str, Encoder], pack: Callable[..., Any]):
+        self._encoders, self._pack = encoders, pack
+        self._found: dict[tuple[int, ...], Any] = {}
+        self.get = self._found.get  # the dictionary's own: each call begins with it
+
+    def make(self, pointers: tuple[int, ...]) -> Any:
+        """What `pack` makes of {name_map: map} and the pointers, remembered."""
+        if len(self._found) >= self._MOST:
+            self._found.clear()
+        encoders = self._encoders.items()
+        maps = {
+            f"{name}_map": encode(ptr)
+            for (name, encode), ptr in zip(encoders, pointers, strict=True)
+        }
+        packed = self._found[pointers] = self._pack(maps, pointers)
+        return packed

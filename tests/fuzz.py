@@ -120,7 +120,7 @@ def _attention_structure(rng):
         "key_lengths": one_of(rng, INTEGERS) if chance(rng, 0.3) else None,
         "query_offset": one_of(rng, ("none", "none", "zero", "int", "array")),
         "offset_dtype": one_of(rng, ("int32", "int64", "int16")),
-        "tf32": dtype == "float32" and chance(rng, 0.15),
+        "tf32": dtype == "float32" and chance(rng, 0.3),
     }
 
 
@@ -136,9 +136,15 @@ def _queries_and_keys(rng, s, batch, heads, kv_heads, seqlen_q, seqlen_k):
     if chance(rng, 0.3):
         k_batch = tuple(n if chance(rng, 0.5) else 1 for n in batch)
         k_batch = k_batch[int(rng.integers(len(batch) + 1)) :]
-    q = rng.normal(size=(*batch, heads, seqlen_q, s["head_dim"]))
+    q_batch, v_batch = batch, k_batch
+    (own,) = rng.spawn(1)
+    if chance(own, 0.15):  # entries that share v alone, or do not share it
+        v_batch = tuple(n if chance(own, 0.5) else 1 for n in batch)
+    if chance(own, 0.15) and k_batch == batch:
+        q_batch = tuple(n if chance(own, 0.5) else 1 for n in batch)
+    q = rng.normal(size=(*q_batch, heads, seqlen_q, s["head_dim"]))
     k = rng.normal(size=(*k_batch, kv_heads, seqlen_k, s["head_dim"]))
-    v = rng.normal(size=(*k_batch, kv_heads, seqlen_k, s["head_dim_v"]))
+    v = rng.normal(size=(*v_batch, kv_heads, seqlen_k, s["head_dim_v"]))
     if s["method"] == "naive":
         # No maximum is subtracted: scores stay where exp is precise in float16.
         return q * s["head_dim"] ** -0.25, k * s["head_dim"] ** -0.25, v
@@ -218,21 +224,21 @@ def _poison(rng, q, k, v, arrays, options, batch, heads):
         options.get("window"), arrays.get("query_lengths"), arrays.get("key_lengths"),
     )  # fmt: skip
 
-    def unseen(hidden):
-        """Keys that no query of the group sees, in the shape of k's rows."""
+    def unseen(hidden, x):
+        """Keys that no query of the group sees, in the shape of the rows of k or v."""
         hidden = hidden.reshape(
             *batch, kv_heads, heads // max(kv_heads, 1), seqlen_q, seqlen_k
         )
-        return _all_to(hidden.all((-3, -2)), k.shape[:-1])
+        return _all_to(hidden.all((-3, -2)), x.shape[:-1])
 
     bad = one_of(rng, (np.nan, np.inf, -np.inf))
-    k[unseen(~seen)] = bad
+    k[unseen(~seen, k)] = bad
     hidden = ~seen
     if "bias" in arrays:
         hidden = hidden | np.isneginf(wide(arrays["bias"]))
-    v[unseen(hidden)] = bad
+    v[unseen(hidden, v)] = bad
     padding = ~np.broadcast_to(alive, (*batch, heads, seqlen_q, 1))[..., 0]
-    q[padding] = np.nan
+    q[_all_to(padding, q.shape[:-1])] = np.nan
     return k, v
 
 
@@ -369,6 +375,13 @@ FUNCTIONS = (
 )
 SIZES = (1, 1, 2, 3, 5, 8, 17, 32, 33, 64)
 LONG = (1, 2, 31, 33, 128, 257, 1000, 1024, 4100)
+# (shape, axis): rows that are whole vectors, few long rows, long columns.
+WITH_KERNELS_OF_THEIR_OWN = (
+    ((301, 32), 1),
+    ((90, 64), -1),
+    ((1, 700_001), None),
+    ((3, 40_001, 4), 1),
+)
 
 
 def _softmax_structure(rng):
@@ -407,7 +420,7 @@ def _values(rng, shape, dtype, method):
     return np.asarray(x).astype(dtype_of(dtype))
 
 
-def _geometry(rng):
+def _geometry(rng, method):
     """(shape, axis, forms): row lengths and strides choose kernels too."""
     if chance(rng, 0.5):
         shape = [one_of(rng, SIZES[:6]), one_of(rng, LONG)]
@@ -425,12 +438,15 @@ def _geometry(rng):
     elif chance(rng, 0.6):
         axis = tuple(int(a) for a in rng.permutation(ndim)[: rng.integers(ndim + 1)])
     forms = {name: one_of(rng, FORMS) for name in ("x", "dy", "b", "where")}
+    if chance(rng, 0.12) and method != "naive":  # whose sums overflow float16
+        shape, axis = one_of(rng, WITH_KERNELS_OF_THEIR_OWN)
+        forms = dict.fromkeys(forms, one_of(rng, ("plain", "plain", "shifted")))
     return tuple(shape), axis, forms
 
 
 def draw_softmax(rng, structure_rng):
     s = _softmax_structure(structure_rng)
-    shape, axis, forms = _geometry(structure_rng)
+    shape, axis, forms = _geometry(structure_rng, s["method"])
     method, function = s["method"], s["function"]
     options: dict[str, Any] = {"axis": axis}
     arrays = {"x": _values(rng, shape, s["dtype"], method)}

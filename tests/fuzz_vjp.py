@@ -6,7 +6,7 @@ python tests/fuzz.py attention_vjp 1234
 import fuzz
 import numpy as np
 import oracle
-from accuracy import dtype_of, finfo, to_host, wide
+from accuracy import TF32_ATTENTION, dtype_of, finfo, to_host, wide
 from fuzz import chance, one_of
 from placing import FORMS, ROW_FORMS, place
 
@@ -17,9 +17,9 @@ def draw_attention_vjp(rng, structure_rng):
     """A problem of attention, and what flows into its results."""
     problem = fuzz.draw_attention(rng, structure_rng)
     options = problem.options
-    for name in ("method", "return_lse"):
-        options.pop(name)
-    options.pop("precision", None)
+    options.pop("return_lse")
+    if options["method"] != "tiled":  # the only rung that gradients have
+        options["method"] = "auto"
     structure = {name: name in problem.arrays for name in ("bias", "sinks")}
     for name, given in structure.items():
         options[f"need_d{name}"] = given and chance(structure_rng, 0.8)
@@ -68,6 +68,7 @@ def _poison(rng, problem, dout):
 
 
 FORWARD = ("causal", "window", "softcap", "query_offset", "scale", "layout")
+GPU_ALONE = ("precision", "method")  # and the oracle knows neither
 NOT_FORWARD = ("dout", "dlse", "out", "lse")
 
 
@@ -94,7 +95,11 @@ def gradient_bound(problem, exact, sizes, size, lse, dtype):
     unit = float(finfo(dtype_of(own)).eps)
     work = unit if own == "float64" else 2.0**-23
     lse = np.abs(lse[np.isfinite(lse)]).max(initial=0)
-    share = unit + work * (4 * size + 48 + lse)
+    steps = work * (4 * size + 48 + lse)
+    if problem.options.get("precision") == "tf32":
+        # Scores are rounded to 10 bits, forward and backward: by so much in all.
+        unit, steps = TF32_ATTENTION, steps + np.expm1(min(2.0**-9 * size, 80.0))
+    share = unit + steps
     info = finfo(dtype_of(dtype))
     # Weights below the normal numbers may be 0.
     flushed = np.finfo(np.float64 if own == "float64" else np.float32).tiny
@@ -113,7 +118,7 @@ def check_attention_vjp(xp, problem):
             arrays[name] = xp.broadcast_to(arrays[name], problem.notes["scores"])
     q, k, v, dout = (arrays.pop(n) for n in ("q", "k", "v", "dout"))
     dlse = arrays.pop("dlse", None)
-    forward = {n: x for n, x in problem.options.items() if n in FORWARD}
+    forward = {n: x for n, x in problem.options.items() if n in FORWARD + GPU_ALONE}
     out, lse = cupyflash.attention(q, k, v, **arrays, **forward, return_lse=True)
     out, lse = (
         place(xp, to_host(x), problem.forms.get(n, "plain"))

@@ -108,6 +108,9 @@ ATTENTION_SHAPES = {
     "odd": ((1, 3, 70, 33), (1, 1, 90, 33), (1, 1, 90, 17)),
     "one query": ((2, 4, 1, 64), (2, 2, 600, 64), (2, 2, 600, 64)),
     "wide heads": ((1, 4, 130, 200), (1, 2, 200, 200), (1, 2, 200, 136)),
+    # Entries of the batch that share some of the three alone.
+    "one k": ((3, 4, 130, 64), (1, 2, 200, 64), (3, 2, 200, 64)),
+    "one q and v": ((1, 4, 130, 64), (3, 2, 200, 64), (1, 2, 200, 64)),
 }
 ATTENTION_REACH = ATTENTION_SHAPES | {
     "few": ((1, 2, 5, 64), (1, 2, 9, 64), (1, 2, 9, 64)),
@@ -118,12 +121,16 @@ _DTYPES_OF_KIND = {
     "options": ("bfloat16", "float32", "float64"),
     "odd": ("float16", "float32"),
     "one query": ("float16", "float32"),
+    "one k": ("bfloat16", "float32", "float64"),
+    "one q and v": ("bfloat16", "float32", "float64"),
 }
 _VJP_DTYPES_OF_KIND = {
     "plain": ("float16", "bfloat16", "float32", "float64"),
     "options": ("bfloat16", "float32"),
     "odd": ("float16",),
     "wide heads": ("float16", "bfloat16"),
+    "one k": ("bfloat16", "float32", "float64"),
+    "one q and v": ("bfloat16", "float32", "float64"),
 }
 
 
@@ -161,6 +168,11 @@ def _softmax_problem_of(case, rng, values):
     return fuzz.Problem("softmax", 0, None, case.function, arrays, forms, options)
 
 
+def batch_of(*shapes):
+    """The batch axes of a call of attention."""
+    return np.broadcast_shapes(*(shape[:-3] for shape in shapes))
+
+
 def options_of(kind, shapes, rng, dtype, naive=False):
     """(arrays, other arguments) of a kind of attention."""
     if kind != "options":
@@ -195,13 +207,13 @@ def _attention_problem_of(case, rng, values=None):
         more["precision"] = "tf32"
     arrays = {"q": q.astype(dtype), "k": k.astype(dtype), "v": v.astype(dtype)}
     arrays |= options
-    batch, heads, seqlen_q, _ = shapes[0]
+    *_, heads, seqlen_q, _ = shapes[0]
     problem = fuzz.Problem(
         "attention", 0, None, "attention", arrays, dict.fromkeys(arrays, "plain"), more
     )
     problem.notes |= {
         "expanded": [],
-        "scores": (batch, heads, seqlen_q, shapes[1][-2]),
+        "scores": (*batch_of(*shapes), heads, seqlen_q, shapes[1][-2]),
     }
     return problem
 
@@ -214,7 +226,7 @@ def _attention_vjp_problem_of(case, rng, values=None):
     for name in ("bias", "sinks"):
         options[f"need_d{name}"] = name in problem.arrays
     options["deterministic"] = True
-    *rows, _ = problem.arrays["q"].shape
+    *rows, _ = problem.notes["scores"]
     dout = rng.normal(size=(*rows, problem.arrays["v"].shape[-1]))
     problem.arrays["dout"] = dout.astype(problem.arrays["q"].dtype)
     problem.forms |= dict.fromkeys(("dout", "out", "lse"), "plain")
@@ -255,8 +267,9 @@ def library_problem(operation, function, shape, dtype, method, options=None):
         arguments["precision"] = "tf32"
     if operation == "attention":
         return _checked(cupyflash.attention, q, k, v, return_lse=True, **arguments)
-    out = np.empty((*q.shape[:-1], v.shape[-1]), made)
-    lse = np.empty(q.shape[:-1], made if made == np.float64 else np.float32)
+    rows = (*batch_of(*shape), *q.shape[-3:-1])
+    out = np.empty((*rows, v.shape[-1]), made)
+    lse = np.empty(rows, made if made == np.float64 else np.float32)
     need = {f"need_d{n}": n in arguments for n in ("bias", "sinks")}
     return _checked(
         cupyflash.attention_vjp, out, q, k, v, out, lse, deterministic=True, **need,
@@ -325,6 +338,18 @@ def cases(operation, name, arch="sm_90a"):
             if row.refusal(asked, device) is None and _is_new(row, case):
                 found.append(case)
     return tuple(found)
+
+
+def of_kinds(cases, kinds):
+    """Those of these kinds; of a row that takes none of them, all that it takes."""
+    known = {(c.operation, c.row) for c in cases if c.kind in kinds}
+    return [c for c in cases if c.kind in kinds or (c.operation, c.row) not in known]
+
+
+def one_of_each_dtype(cases, dtypes=("bfloat16", "float32", "tf32", "float64")):
+    """The first of each of these dtypes; of a row that takes none, the first."""
+    firsts = {c.dtype: c for c in reversed(cases)}
+    return [firsts[dtype] for dtype in dtypes if dtype in firsts] or list(cases[:1])
 
 
 def _is_new(row, case):

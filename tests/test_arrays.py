@@ -69,7 +69,7 @@ def test_adopt_takes_lists_and_drops_subclasses():
 
 def test_cuda_memory_without_cupy_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"takes CuPy .*cupyflash\[cuda13x\]"):
+    with pytest.raises(ImportError, match=r"takes CuPy, .*cupyflash\[cuda13x\]"):
         _arrays.adopt(FakeCuda())
 
 
@@ -132,7 +132,7 @@ def test_to_dtype_and_back(name):
 
 def test_bfloat16_without_ml_dtypes_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(TypeError, match=r"pip install cupyflash\[bf16\]"):
+    with pytest.raises(TypeError, match=r'pip install "cupyflash\[bf16\]"'):
         _arrays.to_dtype("bfloat16")
 
 
@@ -183,10 +183,43 @@ def test_out_is_checked(xp):
     with pytest.raises(TypeError, match="out must be float16 or float64, got"):
         _arrays.check_out(good, (2, 3), ("float16", "float64"), {})
     one_row = xp.lib.stride_tricks.as_strided(good, (2, 3), (0, 4))
-    with pytest.raises(ValueError, match="out is a broadcast view"):
+    with pytest.raises(ValueError, match="elements twice"):
         _arrays.check_out(one_row, (2, 3), ("float32",), {})
     with pytest.raises(ValueError, match="out shares memory with x"):
         _arrays.check_out(good, (2, 3), ("float32",), {"w": None, "x": good.T})
+
+
+@pytest.mark.parametrize(
+    ("shape", "steps", "is_good"),
+    [
+        ((3, 5), (5, 1), True),
+        ((3, 5), (1, 3), True),
+        ((3, 5), (-10, -2), True),
+        ((2, 3), (3, 2), True),  # neither axis within the other, and none twice
+        ((1, 5), (0, 1), True),
+        ((3, 5), (1, 1), False),  # windows that slide
+        ((3, 5), (4, 1), False),
+        ((3, 5), (-1, 1), False),
+        ((2, 3, 5), (6, 2, 1), False),
+        ((3, 5), (0, 1), False),
+    ],
+)
+def test_an_out_that_has_elements_twice(xp, shape, steps, is_good):
+    low = sum((n - 1) * s for n, s in zip(shape, steps, strict=True) if s < 0)
+    strides = tuple(4 * s for s in steps)
+    out = xp.lib.stride_tricks.as_strided(
+        xp.zeros(60, np.float32)[-low:], shape, strides
+    )
+    where = {
+        sum(i * s for i, s in zip(index, steps, strict=True))
+        for index in np.ndindex(shape)
+    }
+    assert (len(where) == out.size) == is_good
+    if is_good:
+        _arrays.check_out(out, shape, ("float32",), {})
+        return
+    with pytest.raises(ValueError, match="elements twice"):
+        _arrays.check_out(out, shape, ("float32",), {})
 
 
 @pytest.mark.parametrize("out", [[0.0], (0.0,), 0.0, np.float64(0), "x", {}])

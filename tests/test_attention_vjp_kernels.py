@@ -1,10 +1,12 @@
 """Plans of the gradient kernels, without a GPU: each term is added once, in its place.
 
-The entries and axes that a plan hands to its kernels are gone through on the host.
+The entries and axes that a plan hands to its kernels are gone through on the host, and
+each kernel is handed as many axes as it is compiled for.
 """
 
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,16 +59,16 @@ def make_plan(q, k, v, bias):
 def captured(monkeypatch, module):
     """A list that gets every struct that is packed."""
     packed = []
-    original = module.pack
+    original = module.pack_bytes
 
-    def pack(fields, dtype):
+    def pack_bytes(fields, dtype):
         result = np.zeros(1, dtype)
         for name, value in fields.items():
             result[name] = value
         packed.append(result[0])
         return original(fields, dtype)
 
-    monkeypatch.setattr(module, "pack", pack)
+    monkeypatch.setattr(module, "pack_bytes", pack_bytes)
     return packed
 
 
@@ -93,8 +95,8 @@ def test_every_entry_is_summed_once(case, monkeypatch):
         assert sorted(entries.ravel()) == list(range(num_entries))
         for number, name in enumerate(part.names):
             places = [kept[:, 1 + number]]
-            if part.terms is not None:
-                (shape, _), add = part.terms[number], next(sums)
+            if part.sums:
+                shape, add = part.sums[number].shape, next(sums)
                 moved = offsets(add["sums"]), offsets(add["terms"])[:, 0]
                 terms = (moved[0][:, :1] + moved[1]).ravel()
                 assert sorted(terms) == list(range(math.prod(shape)))
@@ -116,3 +118,68 @@ def test_every_entry_is_summed_once(case, monkeypatch):
                 first[entries], np.broadcast_to(places[0][:, None], entries.shape)
             )
     assert next(parts, None) is None
+
+
+def kernels_of(x):
+    """All kernels in the parts of a plan."""
+    from cupyflash import _attention_vjp_parts as parts
+
+    if isinstance(x, parts.Kernel):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for item in x:
+            yield from kernels_of(item)
+    elif isinstance(x, (parts.BasePlan, parts.Part, parts.Sum, parts.Repair)):
+        yield from kernels_of(list(vars(x).values()))
+
+
+@pytest.mark.parametrize("strided", ["lse", "q", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        ("float16", "mma"),
+        ("float32", "mma_split"),
+        ("float32", "tiled"),
+        ("float64", "tiled_f64"),
+        ("float64", "tiled"),
+    ],
+)
+def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
+    monkeypatch, dtype, name, strided
+):
+    """Two axes of the batch, which merge unless one array stands in the way."""
+    pytest.importorskip("cupy")
+    from cupyflash import _attention_plans, _attention_vjp_gpu, _attention_vjp_plans
+    from cupyflash._attention_params import params_dtype
+    from cupyflash._attention_vjp_layout import grads_dtype
+
+    def array(own, shape, dtype=dtype):
+        wide = np.zeros((2, 4, *shape), dtype)
+        return wide[:, :3] if own == strided else wide[:, :3].copy()
+
+    q, k = array("q", (2, 96, 64)), array("k", (1, 70, 64))
+    out, bias = array("out", (2, 96, 64)), np.zeros(70, "f4")
+    lse = array("lse", (2, 96), "f8" if dtype == "float64" else "f4")
+    problem, operands = _attention_vjp_problem.attention_vjp(
+        out, q, k, k, out, lse, bias, None, None, False, None, None, 0.0, None, None,
+        None, None, "bhsd", "float32", "auto", None, True, False, False,
+    )  # fmt: skip
+    # The forward plan, by which an lse is made anew, asks arrays for their device.
+    forward = SimpleNamespace(launches=(), out_shape=(), out_dtype=np.dtype(dtype))
+    monkeypatch.setattr(_attention_plans, "FusedPlan", lambda *args: forward)
+    device = _kernels.device_of_arch("sm_90a")
+    row = next(row for row in kernels.ATTENTION_VJP_KERNELS if row.name == name)
+    assert row.refusal(problem, device) is None
+    kind = dict(_attention_vjp_gpu._PLANS).get(type(row), _attention_vjp_plans.Plan)
+    found = list(kernels_of(kind(row, problem, operands, device, 0)))
+    axes = []
+    for kernel in found:
+        defines = dict(kernel.launch.variant.defines) if kernel.launch else {}
+        if "BATCH_DIMS" in defines:  # not a sum of terms
+            axes.append(int(defines["BATCH_DIMS"]))
+            types = params_dtype(axes[-1]), grads_dtype(axes[-1])
+            assert [len(x) for x in kernel.params] == [x.itemsize for x in types]
+    assert len(axes) >= 4
+    expected = {"lse": {1, 2}, "q": {2}, "none": {1}}[strided]
+    # float16 takes the lse of the call throughout.
+    assert set(axes) == ({2} if name == "mma" and strided == "lse" else expected)

@@ -150,6 +150,16 @@ def test_the_tables_take_the_fastest_peer(script):
     assert list(tables._beside_the_best(report)) == []
 
 
+def test_no_table_is_made_of_a_report_without_rows(script, tmp_path, monkeypatch):
+    """Reports of single steps have names like those of a whole benchmark."""
+    tables = script("readme_tables")
+    for name, rows in (("softmax_step.json", []), ("softmax_whole.json", [{"a": 1}])):
+        report = {"machine": {"gpu": "card"}, "rows": rows}
+        (tmp_path / name).write_text(json.dumps(report))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert [name for name, _ in tables.reports("softmax")] == ["softmax_whole.json"]
+
+
 def test_every_peer_has_a_name_in_the_tables(script):
     """And so has the plain computation of our own benchmark."""
     peers, tables = script("peers"), script("readme_tables")

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from cupyflash import _cli_compile, _kernels, _source
-from cupyflash._cli_compile import Finding, Job, Known, key_of
+from cupyflash import _compile_jobs, _kernels, _nvrtc, _source
+from cupyflash._compile_jobs import Job
 from cupyflash._kernels import Variant
+from cupyflash._nvrtc import Finding, Known, key_of
 
 # Of each kernel file one variant in so many.
 ARCHS = {"sm_90a": 8, "sm_80": 16, "sm_75": 11, "sm_120": 23}
@@ -27,7 +28,7 @@ KNOWN = Known(Path(__file__).parent.parent / "build" / "compiled.json")
 
 def sample(arch, step):
     """Every `step`-th of the representative variants of each kernel file."""
-    jobs = _cli_compile.jobs_for(_kernels.device_of_arch(arch), False)
+    jobs = _compile_jobs.jobs_for(_kernels.device_of_arch(arch), False)
 
     def source(job):
         return job.variant.source
@@ -47,14 +48,14 @@ def chunks():
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiler():
-    if reason := _cli_compile._no_compiler():
+    if reason := _nvrtc.unusable():
         pytest.skip(reason)
 
 
 @pytest.mark.parametrize("jobs", list(chunks()))
 def test_variants_compile(jobs):
     """To machine code; what is marked fast does not spill."""
-    outcomes = [_cli_compile.compile_one(job, KNOWN) for job in jobs]
+    outcomes = [_nvrtc.compile_one(job, KNOWN) for job in jobs]
     problems = [
         f"{o.operation}/{o.row} {o.arch} {o.defines}: {o.problem}"
         for o in outcomes
@@ -66,7 +67,7 @@ def test_variants_compile(jobs):
 @pytest.mark.parametrize("operation", ["softmax", "attention"])
 def test_each_kernel_file_is_compiled(operation):
     device = _kernels.device_of_arch("sm_90a")
-    jobs = _cli_compile.jobs_for(device, False)
+    jobs = _compile_jobs.jobs_for(device, False)
     compiled = {job.variant.source for job in jobs}
     files = {
         path.relative_to(_source.CUDA_SRC).as_posix()
@@ -84,9 +85,7 @@ def test_an_error_names_the_file_and_the_line(tmp_path, monkeypatch):
     )
     variant = Variant("bad.cu", "bad")
     try:
-        outcome = _cli_compile.compile_one(
-            Job("softmax", "bad", False, "sm_80", variant)
-        )
+        outcome = _nvrtc.compile_one(Job("softmax", "bad", False, "sm_80", variant))
     finally:
         _source.load.cache_clear()
     assert "bad.cuh(2)" in outcome.problem
@@ -109,8 +108,8 @@ def test_one_job_stands_for_those_that_show_no_more():
     masked = made_up("TILE=1", "MASK=1")
     capped = made_up("TILE=1", "SOFTCAP=1")
     both = made_up("TILE=1", "MASK=1", "SOFTCAP=1")
-    assert _cli_compile.enough([plain, masked, capped, both]) == [plain, both]
-    assert _cli_compile.enough([plain, masked, capped]) == [masked, capped]
+    assert _compile_jobs.enough([plain, masked, capped, both]) == [plain, both]
+    assert _compile_jobs.enough([plain, masked, capped]) == [masked, capped]
 
 
 def test_each_option_is_compiled_with_each_tile():
@@ -119,7 +118,7 @@ def test_each_option_is_compiled_with_each_tile():
         for tile in (1, 2, 3)
         for options in ((), ("MASK=1",), ("BIAS_T=float",), ("BIAS_T=double",))
     ]
-    chosen = _cli_compile.enough(jobs)
+    chosen = _compile_jobs.enough(jobs)
     shown = [(job.variant.defines[0], job.variant.defines[1:]) for job in chosen]
     for tile in (1, 2, 3):
         options = [dict(o) for t, o in shown if t == ("TILE", str(tile))]
@@ -129,15 +128,15 @@ def test_each_option_is_compiled_with_each_tile():
     types = [dict(o).get("BIAS_T") for _, o in shown]
     assert {"float", "double"} <= set(types)
     slow = [dataclasses.replace(job, fast=False) for job in jobs]
-    assert len(_cli_compile.enough(slow)) < len(chosen)
+    assert len(_compile_jobs.enough(slow)) < len(chosen)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_what_is_compiled_shows_all_that_there_is(arch, monkeypatch):
     device = _kernels.device_of_arch(arch)
-    chosen = _cli_compile.jobs_for(device, False)
-    monkeypatch.setattr(_cli_compile, "enough", list)
-    every = _cli_compile.jobs_for(device, False)
+    chosen = _compile_jobs.jobs_for(device, False)
+    monkeypatch.setattr(_compile_jobs, "enough", list)
+    every = _compile_jobs.jobs_for(device, False)
     assert set(chosen) < set(every)
 
     def seen(jobs):
@@ -157,15 +156,15 @@ def test_what_is_compiled_shows_all_that_there_is(arch, monkeypatch):
 
 def test_architectures_with_the_same_code_are_compiled_once(monkeypatch):
     monkeypatch.setattr(_source, "load", lambda name: "")
-    monkeypatch.setattr(_cli_compile, "_sides", _cli_compile._sides.__wrapped__)
+    monkeypatch.setattr(_compile_jobs, "_sides", _compile_jobs._sides.__wrapped__)
     fast = [made_up("TILE=1", arch=arch) for arch in ALL_ARCHS]
     slow = [dataclasses.replace(job, fast=False) for job in fast]
-    archs = [job.arch for job in _cli_compile.distinct(fast)]
+    archs = [job.arch for job in _compile_jobs.distinct(fast)]
     assert archs == ["sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"]
-    archs = [job.arch for job in _cli_compile.distinct(slow)]
+    archs = [job.arch for job in _compile_jobs.distinct(slow)]
     assert archs == ["sm_80", "sm_90a", "sm_100"]
-    assert _cli_compile.distinct(fast[2:3]) == fast[2:3]
-    assert len(_cli_compile.distinct(fast[:1] + slow[:1])) == 2
+    assert _compile_jobs.distinct(fast[2:3]) == fast[2:3]
+    assert len(_compile_jobs.distinct(fast[:1] + slow[:1])) == 2
 
 
 @pytest.mark.parametrize(
@@ -179,10 +178,10 @@ def test_architectures_with_the_same_code_are_compiled_once(monkeypatch):
 )
 def test_a_source_that_asks_is_compiled_for_each(monkeypatch, test):
     monkeypatch.setattr(_source, "load", lambda name: test)
-    monkeypatch.setattr(_cli_compile, "_sides", _cli_compile._sides.__wrapped__)
+    monkeypatch.setattr(_compile_jobs, "_sides", _compile_jobs._sides.__wrapped__)
     for fast in (False, True):
         jobs = [made_up(arch=arch, fast=fast) for arch in ("sm_86", "sm_89")]
-        assert _cli_compile.distinct(jobs) == jobs
+        assert _compile_jobs.distinct(jobs) == jobs
 
 
 def test_the_options_are_those_of_cupy(monkeypatch):
@@ -199,7 +198,7 @@ def test_the_options_are_those_of_cupy(monkeypatch):
     job = made_up("A=1")
     options = (*job.variant.options, "-ftz=true")
     compiler.compile_using_nvrtc("", options, "80")
-    assert set(given) <= set(_cli_compile._options(job))
+    assert set(given) <= set(_nvrtc.options_of(job))
 
 
 def _of_sm_80(arch):
@@ -213,7 +212,7 @@ def text_and_code(job):
     text = _source.load(job.variant.source)
     program = nvrtc.createProgram(text, job.variant.source, (), ())
     try:
-        nvrtc.compileProgram(program, _cli_compile._options(job))
+        nvrtc.compileProgram(program, _nvrtc.options_of(job))
         ptx, cubin = nvrtc.getPTX(program), nvrtc.getCUBIN(program)
     finally:
         nvrtc.destroyProgram(program)
@@ -224,7 +223,7 @@ def text_and_code(job):
 
 
 def sides(job, arch):
-    return _cli_compile._sides(job.variant.source, arch)
+    return _compile_jobs._sides(job.variant.source, arch)
 
 
 def section(elf, wanted):
@@ -251,16 +250,16 @@ def test_architectures_that_are_left_out_have_the_same_code(operation, row):
     device = _kernels.device_of_arch("sm_80")
     job = next(
         job
-        for job in _cli_compile.jobs_for(device, False)
+        for job in _compile_jobs.jobs_for(device, False)
         if (job.operation, job.row) == (operation, row)
     )
     found = {
         arch: text_and_code(dataclasses.replace(job, arch=arch)) for arch in ALL_ARCHS
     }
-    for arch, other in _cli_compile._SAME_TEXT.items():
+    for arch, other in _compile_jobs._SAME_TEXT.items():
         if sides(job, arch) == sides(job, other):
             assert found[arch][0] == found[other][0]
-    for arch, other in _cli_compile._SAME_CODE.items():
+    for arch, other in _compile_jobs._SAME_CODE.items():
         assert found[arch] == found[other]
     assert found["sm_80"] != found["sm_90a"]
 
@@ -291,8 +290,8 @@ def test_findings_are_kept(tmp_path, text, monkeypatch):
     assert known.get(other) is None  # errors are looked for again
     assert known.used == 1
     assert known.get(dataclasses.replace(job, arch="sm_90a")) is None
-    monkeypatch.setattr(_cli_compile, "_find", None)
-    outcome = _cli_compile.compile_one(job, known)
+    monkeypatch.setattr(_nvrtc, "_find", None)
+    outcome = _nvrtc.compile_one(job, known)
     assert (outcome.registers, outcome.problem) == (40, "")
     text["k.cu"] = "two"
     assert known.get(job) is None
@@ -301,8 +300,8 @@ def test_findings_are_kept(tmp_path, text, monkeypatch):
 def test_a_known_spill_is_still_a_problem(tmp_path, text):
     known = Known(tmp_path / "known.json")
     known.put(key_of(made_up()), dataclasses.replace(FINE, spill_bytes=8))
-    assert "spills 8 bytes" in _cli_compile.compile_one(made_up(), known).problem
-    assert not _cli_compile.compile_one(made_up(fast=False), known).problem
+    assert "spills 8 bytes" in _nvrtc.compile_one(made_up(), known).problem
+    assert not _nvrtc.compile_one(made_up(fast=False), known).problem
 
 
 @pytest.mark.parametrize("content", ["nonsense", "[1]", '{"a": [1]}', '{"a": 1}'])

@@ -15,13 +15,11 @@ import pytest
 
 cupy = pytest.importorskip("cupy")
 
-from cupyflash import _cli_compile, _compile, _kernels, _softmax_kernels  # noqa: E402
+from cupyflash import _compile, _kernels, _nvrtc, _softmax_kernels  # noqa: E402
 
 ROOT = Path(_compile.__file__).resolve().parent.parent
 
-needs_nvrtc = pytest.mark.skipif(
-    bool(_cli_compile._no_compiler()), reason=str(_cli_compile._no_compiler())
-)
+needs_nvrtc = pytest.mark.skipif(bool(_nvrtc.unusable()), reason=str(_nvrtc.unusable()))
 
 # Of a real row, and small.
 VARIANT = next(
@@ -172,7 +170,7 @@ def test_without_nvrtc_the_error_says_what_brings_it(error, hint):
 
     with pytest.raises(RuntimeError, match=hint) as raised:
         _compile._build(Missing(), VARIANT)
-    assert "pip install cupyflash[cuda13x]" in str(raised.value)
+    assert 'pip install "cupyflash[cuda13x]"' in str(raised.value)
 
 
 @needs_nvrtc
@@ -191,10 +189,10 @@ def test_headers_of_another_cuda(tmp_path):
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     program = (
-        "from cupyflash import _cli_compile as c, _kernels\n"
-        "jobs = c.jobs_for(_kernels.device_of_arch('sm_80'), False)\n"
+        "from cupyflash import _compile_jobs, _kernels, _nvrtc\n"
+        "jobs = _compile_jobs.jobs_for(_kernels.device_of_arch('sm_80'), False)\n"
         "of = {job.operation: job for job in jobs}\n"
-        "print([c.compile_one(job).problem for job in of.values()])\n"
+        "print([_nvrtc.compile_one(job).problem for job in of.values()])\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True

@@ -37,6 +37,30 @@ def test_softmax(xp, rng, name, method):
     assert told.problem.row_length == 50
 
 
+def test_each_launch_is_told_in_one_way():
+    launch = {
+        "source": "cuda_src/softmax/tiled.cu",
+        "grid": (3,),
+        "shared memory": 1024,
+    }
+    told = cupyflash.explain("softmax", np.ones(3))
+    told.details["launches"] = [launch, launch]
+    assert repr(told).endswith(
+        "\n  launch 2: cuda_src/softmax/tiled.cu"
+        "\n    grid: (3,)\n    shared memory: 1024"
+    )
+
+
+@pytest.mark.gpu
+def test_launches(cupy):
+    x = cupy.ones((1, 2, 64, 64), np.float32)
+    names = ["source", "grid", "block", "shared memory", "defines"]
+    for call in (("softmax", x, -1), ("attention", x, x, x)):
+        (first, *_) = cupyflash.explain(*call).details["launches"]
+        assert list(first) == names
+        assert first["source"].startswith(f"cuda_src/{call[0]}/")
+
+
 def test_the_other_functions(xp, rng):
     x = place(xp, rng.normal(size=(4, 50)))
     for name, args in {

@@ -1,5 +1,6 @@
 """Random problems of attention, its gradients and the softmax family."""
 
+import inspect
 import itertools
 import os
 import subprocess
@@ -11,6 +12,8 @@ import fuzz
 import fuzz_vjp
 import numpy as np
 import pytest
+
+import cupyflash
 
 CHUNK = 50
 # Ways to compile, on a GPU: each costs about a second the first time.
@@ -83,6 +86,31 @@ def test_a_failure_begins_with_the_line_that_runs_it_again(monkeypatch, operatio
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "agrees"
+
+
+FUNCTIONS = {
+    "attention": ("attention",),
+    "attention_vjp": ("attention_vjp",),
+    "softmax": tuple(dict.fromkeys(fuzz.FUNCTIONS)),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_option_is_drawn(operation):
+    """An option that a function gets later is missed here until it is drawn."""
+    drawn = {function: set() for function in FUNCTIONS[operation]}
+    for number in range(300):
+        problem = fuzz.draw(operation, number)
+        found = drawn[problem.function]
+        found |= {*problem.arrays, *problem.options}
+        found |= {"out"} if problem.out_form else set()
+    for function, found in drawn.items():
+        names = {*inspect.signature(getattr(cupyflash, function)).parameters}
+        # The first argument has three names; gradients are given what forward made.
+        found |= {"x": {"a", "y"}, "attention_vjp": {"out", "lse"}}.get(
+            "x" if operation == "softmax" else function, set()
+        )
+        assert names <= found, f"{function}: {names - found} is never drawn"
 
 
 def test_problems_for_a_time_begin_at_a_number():

@@ -6,9 +6,11 @@ import sys
 import types
 
 import gpu_record
+import numpy as np
 import pytest
 import sanitize
 
+import cupyflash
 from cupyflash import _threads
 
 
@@ -212,6 +214,48 @@ def test_rows_of_a_unit_with_errors_run_alone(monkeypatch):
     result = sanitize.run_tool("tool", "memcheck", ("a/good", "a/bad"))
     assert [result[row]["errors"] for row in ("a/good", "a/bad")] == [0, 1]
     assert ran == [["a/good", "a/bad"], ["a/good"], ["a/bad"]]
+
+
+OF_A_ROW = {"errors": 0, "calls": 2, "seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("found", "code"),
+    [
+        (OF_A_ROW, 0),
+        (OF_A_ROW | {"message": "compiled so that each lane arrives"}, 0),
+        (OF_A_ROW | {"errors": 3}, 1),
+        (OF_A_ROW | {"errors": None, "ended": "exit none after 120 s: "}, 1),
+        (OF_A_ROW | {"calls": 0}, 1),
+        (OF_A_ROW | {"ended": "exit 1: a/x: plain: WRONG"}, 1),
+    ],
+)
+def test_what_is_not_judged_is_no_success(monkeypatch, tmp_path, found, code):
+    """A tool that crashes, runs out of time or meets no call of a row."""
+    monkeypatch.setattr(sanitize, "find_tool", lambda: "tool")
+    monkeypatch.setattr(sanitize, "_compile", lambda group: 0)
+    monkeypatch.setattr(sanitize, "run_tool", lambda *args: {"attention/tiled": found})
+    version = types.SimpleNamespace(stdout="Version 1.0")
+    monkeypatch.setattr(sanitize.subprocess, "run", lambda *args, **kwargs: version)
+    path = tmp_path / "r.json"
+    assert sanitize.record(path, ("memcheck",), ("attention/tiled",), 1) == code
+    tools = json.loads(path.read_text("utf-8"))["sanitizer"]["tools"]
+    assert tools["memcheck"]["attention/tiled"]["errors"] == found["errors"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_merge_of_the_sanitizer_can_be_wrong(monkeypatch, dtype):
+    sanitize.check_merge(np, dtype)
+    merge = cupyflash.merge_attention_states
+
+    def wrong(outs, lses):
+        out, lse = merge(outs, lses)
+        out[0, 3, 5] += 0.1
+        return out, lse
+
+    monkeypatch.setattr(cupyflash, "merge_attention_states", wrong)
+    with pytest.raises(AssertionError):
+        sanitize.check_merge(np, dtype)
 
 
 def test_every_row_is_sanitized():

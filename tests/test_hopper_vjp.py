@@ -14,16 +14,11 @@ from vjp_laws import poison
 import cupyflash
 from cupyflash import (
     _attention_samples,
-    _attention_vjp_kernels,
+    _attention_vjp_hopper,
     _kernels,
 )
-from cupyflash._attention_vjp_kernels import (
-    APART,
-    ATTENTION_VJP_KERNELS,
-    MIXED,
-    TURNS,
-    HopperVjpKernel,
-)
+from cupyflash._attention_vjp_hopper import APART, MIXED, TURNS, HopperVjpKernel
+from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 
 HOPPER = _kernels.device_of_arch("sm_90a")
@@ -85,6 +80,13 @@ def test_takes(dtype, head_dim, bounds):
         (problem(seqlen_k=0), HOPPER, "no keys"),
         (problem("float16", seqlen_q=(1 << 18) + 1), HOPPER, "262144 queries"),
         (problem(num_heads=1024, num_kv_heads=1), HOPPER, "at most 128 heads"),
+        (problem(seqlen_k=1 << 30), HOPPER, "32 bits"),
+        (problem(batch=(1 << 30,)), HOPPER, "32 bits"),
+        (
+            dataclasses.replace(problem(batch=(3,)), k_shape=(1, 8, 9, 64)),
+            HOPPER,
+            "shared by different entries",
+        ),
     ],
 )
 def test_leaves_to_the_next_row(asked, device, reason):
@@ -196,7 +198,7 @@ def test_turns_are_for_many_tiles(head_dim):
 
 
 def test_the_parameters_are_whole_lines():
-    assert _attention_vjp_kernels.VJP_HOPPER_INPUTS.itemsize % 64 == 0
+    assert _attention_vjp_hopper.INPUTS.itemsize % 64 == 0
 
 
 # --- numbers -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import pytest
 
 from cupyflash import (
     _attention_kernels,
+    _attention_rows,
     _attention_vjp_kernels,
     _kernels,
     _softmax_kernels,
@@ -112,6 +113,17 @@ def test_options_of_a_variant():
         "-arch=sm_90a",
     )
     assert "-arch" not in "".join(dataclasses.replace(variant, arch=None).options)
+
+
+@pytest.mark.parametrize(
+    "num_blocks", [1, (1 << 30) - 1, 1 << 30, (1 << 30) + 1, 1 << 40]
+)
+def test_a_grid_has_all_blocks(num_blocks):
+    """Of kernels that count their blocks along two axes."""
+    config = _attention_rows.Config(Variant("a.cu", "a"), num_blocks, 128)
+    along, across = config.grid
+    assert num_blocks <= along * across < num_blocks + along
+    assert along < 1 << 31
 
 
 def test_bfloat16_is_refused_before_ampere():

@@ -1,7 +1,10 @@
 """Tiers of rows that are held on chip, with no card in the machine."""
 
+import types
+
 import pytest
 
+from cupyflash import _softmax_kernels, _softmax_layout
 from cupyflash import _softmax_tiers as tiers
 from cupyflash._kernels import device_of_arch
 
@@ -37,6 +40,27 @@ def test_a_tier_has_a_place_for_every_vector(short, clusters, arrays, arch):
     assert tiers.hold(ladder, longest + 1) is None
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
+@pytest.mark.parametrize("rows", [1, 2, 5, 200])
+@pytest.mark.parametrize("place", [32, 48, 64])
+def test_rings_have_a_place_for_every_vector(arch, rows, place):
+    """Of what its blocks take together, beside the loads that are under way."""
+    device = device_of_arch(arch)
+    fits = [n for n in VECTORS if tiers.stream(max(n, 1), rows, place, device)]
+    if device.smem_optin < 4 * 512 * place:
+        assert not fits  # a few steps of all threads
+        return
+    for vectors in fits:
+        found = tiers.stream(max(vectors, 1), rows, place, device)
+        steps = found.ring - found.ahead
+        assert found.blocks * found.threads * steps >= vectors
+        assert found.blocks * found.groups <= device.num_sms
+        assert found.ring * found.threads * place <= device.smem_optin - 8192
+    longest = device.num_sms * found.threads * steps
+    assert tiers.stream(longest, rows, place, device).groups == 1
+    assert tiers.stream(longest + 1, rows, place, device) is None
+
+
 def test_blocks_of_a_row_are_few_and_full():
     """Lengths at which more blocks, or emptier ones, were slower."""
     ladder = tiers.ladder(
@@ -47,3 +71,28 @@ def test_blocks_of_a_row_are_few_and_full():
         slots = hold.lanes * (hold.held + hold.parked)
         assert hold.cluster == blocks
         assert vectors > 0.93 * slots * blocks
+
+
+def made_up(function, num_rows, length, dtype="bfloat16"):
+    """Rows back to back that no memory holds."""
+    names = ("x", "dy", "out") if function.endswith("_vjp") else ("x", "out")
+    layout = _softmax_layout.rows(num_rows, length, names)
+    return types.SimpleNamespace(
+        function=function,
+        num_rows=num_rows,
+        row_length=length,
+        scale=1,
+        dtypes={**dict.fromkeys(names, dtype), "where": None},
+        layout=layout,
+    )
+
+
+@pytest.mark.parametrize("name", ["split", "trail"])
+def test_more_parts_than_32_bits_count(name):
+    """Left to the next row; the same rows, fewer, are taken."""
+    (row,) = (row for row in _softmax_kernels.KERNELS if row.name == name)
+    device = device_of_arch("sm_90a")
+    told = row.cuts(made_up("softmax", 1 << 31, 1 << 20), device)
+    assert "are too many" in told
+    taken = row.cuts(made_up("softmax", 1 << 20, 1 << 20), device)
+    assert all(cut.num_blocks < 1 << 31 for cut in taken)

@@ -55,15 +55,16 @@ def arguments(function, x):
 def launch_of(function, x, **options):
     """(tier, all that it is compiled and launched with but the grid)."""
     told = cupyflash.explain(function, *arguments(function, x), **options)
-    facts = {k: v for k, v in told.details.items() if "grid" not in k}
+    launches = told.details.get("launches", [])
+    facts = [{k: v for k, v in x.items() if k != "grid"} for x in launches]
 
     def most(fact):
-        return max((v for k, v in facts.items() if k.startswith(fact)), default=0)
+        return max((launch.get(fact, 0) for launch in launches), default=0)
 
-    cluster = most("blocks_a_cluster")
+    cluster = most("cluster")
     tier = [
         told.kernel,
-        *(["shared memory"] if most("shared_memory") else []),
+        *(["shared memory"] if most("shared memory") else []),
         *(["cluster"] if 1 < cluster <= 8 else []),
         *(["large cluster"] if cluster > 8 else []),
     ]

@@ -29,7 +29,7 @@ def reports(kind):
         for path in sorted(RESULTS.glob(f"{kind}_*.json"))
     ]
     key = "ladder" if kind == "demo" else "rows"
-    found = [(name, report) for name, report in found if key in report]
+    found = [(name, report) for name, report in found if report.get(key)]
     return sorted(found, key=lambda item: "gpu" not in item[1]["machine"])
 
 

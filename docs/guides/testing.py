@@ -71,20 +71,23 @@ print(f"{record['passed']} passed, {record['failed']} failed")
 # memory, with no option and with all of them at once. Then what holds without a
 # reference: rows sum to one; a shift of the scores changes nothing but ``lse``; the
 # order of the keys does not matter; parts of the keys merge to the whole; entries of
-# the batch do not know of each other; gradients are linear, and add up to what flows
-# in. The bits are the same in 100 runs, with ``out=``, and when a CUDA graph is
-# replayed. And hostile values: NaN, infinities, denormals, the largest numbers,
-# scores of 1e30, rows that see nothing, an ``out`` that overlaps an input.
+# the batch and heads do not know of each other, bit by bit, even if NaN fills the
+# others; gradients are linear, and add up to what flows in. The bits are the same in
+# 100 runs, with ``out=``, and when a CUDA graph is replayed, also where blocks share a
+# row or the keys and where all options meet. And hostile values: NaN, infinities,
+# denormals, the largest numbers, scores of 1e30, rows that see nothing, an ``out`` that
+# overlaps an input or itself.
 
 figures("gpu/test_rows.py", "test_softmax.py", "test_tiers.py", "test_attention.py")
 
 # %%
 # Random problems
 # ---------------
-# Arguments of every kind from a seed. ``--fuzz-seconds 600`` draws new ones for so
-# long; a failure begins with the line that runs its problem again, such as ``python
-# tests/fuzz.py attention 1234 --variants 8 --xp cupy``. The same numbers on NumPy
-# need no GPU.
+# Arguments of every kind from a seed: a test compares what is drawn with the signatures
+# of the functions, so that an option that is added has to be drawn. ``--fuzz-seconds
+# 600`` draws new ones for so long; a failure begins with the line that runs its problem
+# again, such as ``python tests/fuzz.py attention 1234 --variants 8 --xp cupy``. The
+# same numbers on NumPy need no GPU.
 
 figures("gpu/test_random.py", "test_fuzz.py")
 
@@ -93,8 +96,8 @@ figures("gpu/test_random.py", "test_fuzz.py")
 # -----
 # More than 2^31 elements in q, k, v, out and in an array of softmax, forward and
 # backward; one query before four million keys; more heads and batch entries than a
-# grid has blocks along an axis; head dimensions of 1 and 512; a zero in every place
-# of a shape.
+# grid has blocks along an axis, through the kernels of gradients, too; head dimensions
+# of 1 and 512; a zero in every place of a shape, without options and with all.
 
 figures("gpu/test_sizes.py", "test_gpu.py")
 
@@ -102,7 +105,9 @@ figures("gpu/test_sizes.py", "test_gpu.py")
 # Streams, threads, processes
 # ---------------------------
 # Eight threads, each with a stream and shapes of its own, compared bit for bit with
-# the serial results (a case is a call; ``--thread-seconds`` says for how long);
+# the serial results (a case is a call; ``--thread-seconds`` says for how long), through
+# each row whose blocks wait for one another or share their memory: a row that is added
+# has to be among the calls, or to be named as one that is not;
 # captures beside another thread; a first compilation by many threads, and by four
 # processes on one empty cache folder; processes that are killed while they compile,
 # and the start after it. With two devices, arrays of one while the other is current.
@@ -130,9 +135,10 @@ figures("test_compile.py")
 # %%
 # compute-sanitizer
 # -----------------
-# Small calls of each row, of softmax in rows short and long, under four tools. An
-# error is what the tool says; where it has something to say, or cannot judge a
-# kernel, its words stand here.
+# Small calls of each row, of softmax in rows short and long, of attention also with one
+# query and its keys in parts, and of merging, under four tools. An error is what the
+# tool says; where it has something to say, or cannot judge a kernel, its words stand
+# here, and ``make gpu-sanitize`` fails.
 
 sanitizer = record.get("sanitizer", {"version": "not run", "tools": {}})
 print(f"compute-sanitizer {sanitizer['version']}")
@@ -172,6 +178,11 @@ print("\n".join(failed) or "none")
 #
 # * *Sums over more than 65,536 keys of float32*, if all values have one sign:
 #   7.4e-6 at a million keys, where 2e-6 is promised (:doc:`/guides/precision`).
+#
+# * *Gradients beside one that is not finite* may differ in their last bits from those
+#   of a call without it, in other entries of the batch, too: tensor-core kernels then
+#   make all gradients of the call again by other kernels, which round otherwise. With
+#   finite numbers beside them the bits are the same, which is tested in all rows.
 #
 # Note 0018 has the reproducers of the first two.
 #

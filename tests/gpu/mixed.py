@@ -1,4 +1,6 @@
-"""One call of everything, in shapes that a number decides."""
+"""Calls of everything, in shapes that a number decides."""
+
+import zlib
 
 import numpy as np
 from accuracy import dtype_of
@@ -7,64 +9,147 @@ from placing import place
 import cupyflash
 
 
-def calls(cupy, seed):
-    """{name: a function without arguments}; shapes and values follow `seed`.
+class Inputs:
+    """Arrays whose sizes and values follow `seed`.
 
     What is compiled does not: one kernel of a kind serves all seeds.
     """
-    rng = np.random.default_rng(seed)
 
-    def normal(shape, dtype):
-        return place(cupy, rng.normal(size=shape).astype(dtype_of(dtype)))
+    def __init__(self, cupy, seed, name):
+        self.cupy, self.seed = cupy, seed
+        self.n = 100 + 8 * (seed % 16)  # queries, and keys where nothing else is said
+        self._rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
 
-    def attended(dtype, seqlen_q, seqlen_k, **options):
-        q, k, v = (normal((2, 4, n, 64), dtype) for n in (seqlen_q, seqlen_k, seqlen_k))
+    def normal(self, shape, dtype="float32"):
+        """Random numbers on the device."""
+        values = self._rng.normal(size=shape)
+        return place(self.cupy, values.astype(dtype_of(dtype)))
+
+    def qkv(self, dtype, seqlen_q, seqlen_k, dims=(64, 64, 64)):
+        """q, k and v of grouped heads."""
+        lengths, heads = (seqlen_q, seqlen_k, seqlen_k), (4, 2, 2)
+        shapes = [(2, h, n, d) for h, n, d in zip(heads, lengths, dims, strict=True)]
+        return [self.normal(shape, dtype) for shape in shapes]
+
+
+# --- softmax -------------------------------------------------------------------------
+
+
+def _softmax(function, shape, dtype="float32", axis=-1, **options):
+    """What makes a call of the softmax family; a shape of the seed, or of all."""
+
+    def build(inputs):
+        size = shape(inputs.seed) if callable(shape) else shape
+        x = inputs.normal(size, dtype)
+        args = (x, x) if function.endswith("_vjp") else (x,)
+        return lambda: getattr(cupyflash, function)(*args, axis=axis, **options)
+
+    return build
+
+
+def _weighted(inputs):
+    x, b = (inputs.normal((30, 1000)) for _ in "xb")
+    return lambda: cupyflash.logsumexp(x, -1, b=b, return_sign=True)
+
+
+# --- attention -----------------------------------------------------------------------
+
+
+def _attention(dtype, seqlens=None, **options):
+    """What makes a call of attention; lengths of the seed unless said."""
+
+    def build(inputs):
+        q, k, v = inputs.qkv(dtype, *(seqlens or (lambda n: (n, n)))(inputs.n))
         return lambda: cupyflash.attention(q, k, v, return_lse=True, **options)
 
-    n = 100 + 8 * (seed % 16)
-    x = normal((30 + seed % 7, 1000), "float32")
-    short, wide = normal((200 + seed, 37), "float32"), normal((9, 64, 40), "float32")
-    long = normal((2, 400_000), "float32")
-    q, k, v, dout = (normal((1, 2, m, 64), "bfloat16") for m in (n, n, n, n))
-    out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    f32 = [a.astype(np.float32) for a in (q, k, v, dout)]
-    out32, lse32 = cupyflash.attention(*f32[:3], return_lse=True)
-    lengths = cupy.asarray([n, n - 30])
-    outs, lses = cupy.stack([out32, out32 + 1]), cupy.stack([lse32, lse32])
-    return {
-        "softmax": lambda: cupyflash.softmax(x, -1),
-        "softmax of short rows": lambda: cupyflash.softmax(short, -1),
-        "softmax of columns": lambda: cupyflash.softmax(wide, 1),
-        "softmax of long rows": lambda: cupyflash.softmax(long, -1),
-        "log_softmax": lambda: cupyflash.log_softmax(x, -1),
-        "logsumexp": lambda: cupyflash.logsumexp(x, -1),
-        "softmax_vjp": lambda: cupyflash.softmax_vjp(x, x, -1),
-        "attention bfloat16": attended("bfloat16", n, n + 40),
-        "attention of one query": attended("float16", 1, 2000 + n),
-        "attention float32": attended("float32", n, n),
-        "attention float64": attended("float64", n, n),
-        "attention online": attended("float32", n, n, method="online"),
-        "attention with lengths": attended(
-            "bfloat16", n, n, causal=True, key_lengths=lengths
-        ),
-        "attention_vjp bfloat16": lambda: cupyflash.attention_vjp(
-            dout, q, k, v, out, lse, deterministic=True
-        )[:3],
-        "attention_vjp float32": lambda: cupyflash.attention_vjp(
-            f32[3], *f32[:3], out32, lse32
-        )[:3],
-        "merge": lambda: cupyflash.merge_attention_states(outs, lses),
-    }
+    return build
+
+
+def _with_lengths(inputs):
+    q, k, v = inputs.qkv("bfloat16", inputs.n, inputs.n)
+    lengths = inputs.cupy.asarray([inputs.n, inputs.n - 30])
+    return lambda: cupyflash.attention(
+        q, k, v, return_lse=True, causal=True, key_lengths=lengths
+    )
+
+
+def _attention_vjp(dtype, dims=(64, 64, 64), has_bias=False, precision="float32"):
+    """What makes a call of attention_vjp."""
+
+    def build(inputs):
+        n = inputs.n
+        q, k, v = inputs.qkv(dtype, n, n, dims)
+        options = {"precision": precision}
+        if has_bias:
+            options["bias"] = inputs.normal((n, n), dtype)
+        out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+        dout = inputs.normal(out.shape, dtype)
+
+        def call():
+            grads = cupyflash.attention_vjp(
+                dout, q, k, v, out, lse, need_dbias=has_bias, deterministic=True,
+                **options,
+            )  # fmt: skip
+            return tuple(x for x in grads if x is not None)
+
+        return call
+
+    return build
+
+
+def _merge(inputs):
+    outs, lses = inputs.normal((2, 1, 2, inputs.n, 64)), inputs.normal((2, 1, 2, 300))
+    lses = lses[..., : inputs.n]
+    return lambda: cupyflash.merge_attention_states(outs, lses)
 
 
 # Those that call cuBLAS are not promised in a graph, and are not here.
-NAMES = (
-    "softmax", "softmax of short rows", "softmax of columns", "softmax of long rows",
-    "log_softmax", "logsumexp", "softmax_vjp", "attention bfloat16",
-    "attention of one query", "attention float32", "attention float64",
-    "attention online", "attention with lengths", "attention_vjp bfloat16",
-    "attention_vjp float32", "merge",
-)  # fmt: skip
+_BUILDERS = {
+    "softmax": _softmax("softmax", lambda seed: (30 + seed % 7, 1000)),
+    "softmax of short rows": _softmax("softmax", lambda seed: (200 + seed, 37)),
+    "softmax of short whole rows": _softmax("softmax", lambda seed: (301 + seed, 32)),
+    "softmax of columns": _softmax("softmax", (9, 64, 40), axis=1),
+    "softmax of long columns": _softmax("softmax", (3, 40_001, 32), axis=1),
+    "softmax of long rows": _softmax("softmax", (2, 400_000)),
+    "softmax of longer rows": _softmax("softmax", (2, 700_001)),
+    "log_softmax": _softmax("log_softmax", lambda seed: (30 + seed % 7, 1000)),
+    "logsumexp": _softmax("logsumexp", lambda seed: (30 + seed % 7, 1000)),
+    "logsumexp of columns": _softmax("logsumexp", (6, 64, 40), axis=1),
+    "logsumexp of many columns": _softmax(
+        "logsumexp", (8, 1000, 512), "float64", axis=1
+    ),
+    "logsumexp with weights": _weighted,
+    "softmax_vjp": _softmax("softmax_vjp", lambda seed: (30 + seed % 7, 1000)),
+    "softmax_vjp of columns": _softmax("softmax_vjp", (6, 64, 40), axis=1),
+    "softmax_vjp of long rows": _softmax("softmax_vjp", (2, 300_001)),
+    "log_softmax_vjp of longer rows": _softmax(
+        "log_softmax_vjp", (2, 700_001), "float64"
+    ),
+    "attention bfloat16": _attention("bfloat16", lambda n: (n, n + 40)),
+    "attention of one query": _attention("float16", lambda n: (1, 2000 + n)),
+    "attention float32": _attention("float32"),
+    "attention tf32": _attention("float32", precision="tf32"),
+    "attention float64": _attention("float64"),
+    "attention online": _attention("float32", method="online"),
+    "attention with lengths": _with_lengths,
+    "attention_vjp bfloat16": _attention_vjp("bfloat16"),
+    "attention_vjp float32": _attention_vjp("float32"),
+    "attention_vjp float64": _attention_vjp("float64"),
+    "attention_vjp of wide heads": _attention_vjp("bfloat16", (200, 200, 136)),
+    "attention_vjp with a bias": _attention_vjp("bfloat16", has_bias=True),
+    "merge": _merge,
+}
+NAMES = tuple(_BUILDERS)
+
+
+def call(cupy, seed, name):
+    """A function without arguments."""
+    return _BUILDERS[name](Inputs(cupy, seed, name))
+
+
+def calls(cupy, seed):
+    """{name: a function without arguments}."""
+    return {name: call(cupy, seed, name) for name in NAMES}
 
 
 def arrays(result):

@@ -88,10 +88,28 @@ def out_of_memory_calls(cupy, rng):
     y = cupy.empty_like(x)
     y[...] = x
     found["long rows"] = (lambda: cupyflash.softmax(x, 1, out=y)), y, (x,)
+    few, dy = normal((2, 300_001), "float32"), normal((2, 300_001), "float32")
+    dx = cupy.ones_like(few)
+    found["gradients of long rows"] = (
+        lambda: cupyflash.softmax_vjp(few, dy, 1, out=dx), dx, (few, dy),
+    )  # fmt: skip
+    sums = cupy.ones(2, np.float32)
+    found["sums of long rows"] = (
+        lambda: cupyflash.logsumexp(x, 1, out=sums), sums, (x,),
+    )  # fmt: skip
+    outs, lses = normal((3, 2, 70, 64), "float32"), normal((3, 2, 70), "float32")
+    merged = cupy.ones((2, 70, 64), np.float32)
+    found["merge"] = (
+        lambda: cupyflash.merge_attention_states(outs, lses, out=merged), merged,
+        (outs, lses),
+    )  # fmt: skip
     return found
 
 
-NEEDY = ("parts of the keys", "split numbers", "lse", "scores", "long rows")
+NEEDY = (
+    "parts of the keys", "split numbers", "lse", "scores", "long rows",
+    "gradients of long rows", "sums of long rows", "merge",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NEEDY)
@@ -121,7 +139,7 @@ def test_out_of_memory_changes_nothing(cupy, rng, name, is_warm):
 @pytest.mark.parametrize("name", mixed.NAMES)
 def test_out_of_memory_of_every_call(cupy, name):
     """At each of its allocations in turn."""
-    call = mixed.calls(cupy, 2)[name]
+    call = mixed.call(cupy, 2, name)
     expected = call()
     counting = Counting(cupy)
     with cupy.cuda.using_allocator(counting):

@@ -1,0 +1,49 @@
+"""What GPU kernels of attention ask of arrays: contiguous rows, and tensor maps."""
+
+import cupy
+
+from cupyflash import _tensormap
+from cupyflash._attention_hopper_tiles import HOPPER_GROUP_ROWS
+
+
+def with_contiguous_rows(x):
+    """`x`, or a copy of it if its last axis is not contiguous; broadcasts stay so."""
+    if x.size == 0 or x.shape[-1] == 1 or x.strides[-1] == x.itemsize:
+        return x
+    own = x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides)]
+    if own.shape[-1] != x.shape[-1]:
+        own = cupy.broadcast_to(own, (*own.shape[:-1], x.shape[-1]))
+    return cupy.broadcast_to(cupy.ascontiguousarray(own), x.shape)
+
+
+def unmapped(num_batch_axes, **arrays):
+    """Why these arrays cannot all be read through tensor maps, or None."""
+    for name, x in arrays.items():
+        if reason := _tensormap.refusal(x.data.ptr, x.shape, x.strides):
+            return f"{name} {reason}"
+    if (axes := num_batch_axes()) > _tensormap.MAX_BATCH_AXES:
+        return f"the batch is {axes} axes that cannot be merged"
+    return None
+
+
+def encoder(problem, fields, name, x, rows):
+    """Tensor maps for an operand whose batch axes have been merged."""
+    batch, *steps = fields[name]
+    shape = (*fields["batch_shape"], *x.shape[-3:])
+    strides = tuple(step * x.itemsize for step in (*batch, *steps))
+    dtype = getattr(problem, name, problem.dtype)  # bias and mask have their own
+    return _tensormap.Encoder(dtype, _tensormap.layout(shape, strides), rows)
+
+
+def q_encoder(problem, fields, q, pack):
+    """The same of q, whose heads in groups of `pack` come next to its columns."""
+    rows = HOPPER_GROUP_ROWS
+    if pack == 1:
+        return encoder(problem, fields, "q", q, rows)
+    (batch,), head, row, col = fields["q"]
+    shape = (*fields["batch_shape"], problem.num_heads // pack, problem.seqlen_q, pack)
+    steps = batch, head * pack, row, head, col
+    where = _tensormap.layout(
+        (*shape, problem.head_dim), tuple(step * q.itemsize for step in steps)
+    )
+    return _tensormap.Encoder(problem.dtype, where, pack, rows // pack)

@@ -1,0 +1,76 @@
+"""The plan of attention on sm_90a."""
+
+import math
+
+import cupy
+
+from cupyflash import _attention_params, _gpu, _graphs
+from cupyflash._attention_arrays import encoder, q_encoder
+from cupyflash._attention_hopper import HOPPER_INPUTS
+from cupyflash._attention_plans import FusedPlan, address
+from cupyflash._tensormap import MappedInputs
+
+
+class HopperPlan(FusedPlan):
+    """The Hopper kernel: tensor maps in place of pointers, tiles from a counter."""
+
+    def __init__(self, row, problem, operands, device):
+        super().__init__(row, problem, operands, device)
+        fields = _attention_params.params_fields(problem, operands)
+        tile = row.tile(problem)
+        box_n = tile.box_n or tile.block_n
+        encoders = {
+            "q": q_encoder(problem, fields, operands.q, row.pack(problem)),
+            "k": encoder(problem, fields, "k", operands.k, box_n),
+            "v": encoder(problem, fields, "v", operands.v, box_n),
+        }
+        self.inputs = MappedInputs(encoders, self._inputs)
+        self.schedule = row.schedule(problem, device)
+        self.num_splits = self.schedule["num_splits"]
+        self.merges = row.merges(problem, device)
+        # How many numbers the kernel counts in, if it does.
+        self.counted = 2 if row.is_dynamic(problem) else 0
+        if self.merges:
+            self.counted = 2 + device.num_sms // 2
+        # Sums of the parts, float32, behind their lse, float64.
+        num_rows = self.num_splits * math.prod(problem.lse_shape)
+        self.lse_bytes = 8 * num_rows
+        self.parts_bytes = (8 + 4 * problem.head_dim_v) * num_rows
+
+    def _inputs(self, maps, pointers):
+        """The kernel's parameter that depends on where q, k and v lie."""
+        fields = {**self.schedule, **dict(zip("qkv", pointers, strict=True)), **maps}
+        return _gpu.pack_bytes(fields, HOPPER_INPUTS)
+
+    def __call__(self, arrays, offset):
+        """Launch; `arrays` as they stand in a call, out None for a new one."""
+        q, k, v, out = arrays[:4]
+        pointers = q.data.ptr, k.data.ptr, v.data.ptr
+        inputs = self.inputs.get(pointers)
+        if inputs is None:
+            inputs = self.inputs.make(pointers)
+        if out is None:
+            out = self.new_out()
+        lse = self.new_lse()
+        options = self.no_options or [address(x) for x in arrays[4:]]
+        out_at, lse_at = out.data.ptr, address(lse)
+        counter = 0
+        if self.counted:
+            counter = _graphs.counters(self.device_id, self.counted).of_current_stream()
+        if self.num_splits == 1:
+            self.launch.enqueue(
+                inputs, out_at, lse_at, counter, *options, offset, self.params
+            )
+            return out, lse
+        memory = cupy.cuda.alloc(self.parts_bytes)
+        lses, parts = memory.ptr, memory.ptr + self.lse_bytes
+        _graphs.keep_if_capturing(memory)
+        merged = (out_at, lse_at) if self.merges else ()
+        self.launch.enqueue(
+            inputs, parts, lses, counter, *merged, *options, offset, self.params
+        )
+        if not self.merges:
+            self.launches[1].enqueue(
+                parts, lses, out_at, lse_at, self.num_splits, self.params
+            )
+        return out, lse

@@ -1,0 +1,70 @@
+"""The CuPy back end of merge_attention_states."""
+
+import math
+from typing import Any
+
+import cupy
+
+from cupyflash import _attention_kernels, _attention_params, _gpu, _layout
+
+_plans = _gpu.PlanCache()
+
+
+class _MergePlan:
+    """The merge kernel for arrays of given shapes and strides."""
+
+    def __init__(self, problem, operands):
+        outs, lses, out = operands
+        self.device_id = outs.data.device_id
+        _gpu.device(self.device_id)  # refuses cards that are too old
+        outs_part, *outs_rows, outs_col = _layout.element_strides(outs)
+        lses_part, *lses_rows = _layout.element_strides(lses)
+        *out_rows, out_col = (
+            _attention_params.contiguous_strides(outs.shape[1:])
+            if out is None
+            else _layout.element_strides(out)
+        )
+        shape, rows = _layout.collapse(problem.shape, [outs_rows, lses_rows, out_rows])
+        shape = shape or (1,)
+        fields = {
+            "num_rows": math.prod(problem.shape),
+            "num_parts": problem.num_parts,
+            "head_dim_v": problem.head_dim_v,
+            "outs_part": outs_part,
+            "outs_col": outs_col,
+            "lses_part": lses_part,
+            "out_col": out_col,
+            "size": shape,
+            "stride": [steps or (0,) for steps in rows],
+        }
+        dims = len(shape)
+        self.params = _gpu.pack(fields, _attention_kernels.merge_params_dtype(dims))
+        config = _attention_kernels.merge_config(problem, dims)
+        self.launch = _gpu.Launch(
+            config.variant, config.grid, config.block, self.device_id
+        )
+
+
+def merge(problem, operands) -> tuple[Any, Any]:
+    """merge_attention_states of a checked problem: (out, lse)."""
+    outs, lses, out = operands
+    device_id = outs.data.device_id
+    steps = None if out is None else out.strides
+    key = problem, device_id, outs.strides, lses.strides, steps
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _MergePlan(problem, operands)
+        _plans.put(key, plan)
+    with cupy.cuda.Device(device_id):
+        if out is None:
+            out = _gpu.empty((*problem.shape, problem.head_dim_v), problem.dtype)
+        lse = _gpu.empty(problem.shape, problem.lse_dtype)
+        if lse.size:
+            plan.launch(outs, lses, out, lse, plan.params)
+    return out, lse
+
+
+def describe(problem, operands) -> dict[str, Any]:
+    """What a call would launch, for explain(); nothing is compiled or launched."""
+    launch = _MergePlan(problem, operands).launch
+    return {"kernel": "merge", "launches": [_gpu.describe(launch)]}

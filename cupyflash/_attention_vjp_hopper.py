@@ -1,0 +1,307 @@
+"""The gradient row of attention for sm_90a: tensor cores and the copy engine."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from cupyflash import (
+    _attention_hopper,
+    _attention_rows,
+    _attention_vjp_limits,
+    _kernels,
+)
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import Config
+from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._kernels import CUDA_TYPES, Device, Variant
+
+
+@dataclass(frozen=True)
+class HopperVjpTile:
+    """Queries of a block, blocks of a cluster, and how sums of dq leave.
+
+    `cluster_alone` is for dk and dv alone, where dq has a kernel of its own. With
+    `turns_from` tiles of keys a multiprocessor or more, an order of sums is kept by
+    turns, else by that kernel: where all tiles of a head begin at one time, they wait
+    for each other. A section of heads takes `cache_share` of the L2 cache, where sums
+    have no order; with a `feeder` such sums are those of a kernel with a warpgroup for
+    the copy engine.
+    """
+
+    block_m: int
+    cluster: int = 1
+    cluster_alone: int = 1
+    turns_from: float = math.inf
+    cache_share: float = _attention_vjp_limits.CACHE_SHARE
+    feeder: bool = False
+
+
+_Ladder = tuple[tuple[float, HopperVjpTile], ...]
+
+# Keys of a tile, and threads of a block; queries of a tile that makes dq alone.
+BLOCK_N = 128
+TILE_M = 128
+_THREADS = 256
+_FEEDER_THREADS = 128  # more of them, where a warpgroup is for the copy engine
+_STATIC_BYTES = 5120  # bytes of shared memory beside tiles
+# The fewest blocks of queries of a part of an item: two parts cost five more than one.
+_LEAST_PART = 6
+
+# How sums of dq come about: tiles of keys add to them in any order, or one after the
+# other; or a kernel of its own makes them.
+MIXED, TURNS, APART = "mixed", "turns", "apart"
+_FED = "_fed"  # the part that is the main kernel with a feeder
+
+# Entries whose gradients of k and v are summed by one block: kMaxSummed.
+_MOST_SUMMED = 128
+
+INPUTS = np.dtype(_attention_vjp_limits.INPUTS)
+
+
+@dataclass(frozen=True)
+class HopperVjpKernel:
+    """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
+
+    `tiles` holds for a head dimension as compiled two ladders, for queries that see all
+    keys and for those that see a part: upper bounds of seqlen_q, and the tile up to
+    there.
+    """
+
+    name: str
+    rungs: tuple[str, ...]
+    tiles: dict[int, tuple[_Ladder, _Ladder]]
+    arch: str = "sm_90a"
+    fast: bool = True
+
+    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        forward = problem.forward
+        largest = max(self.tiles)
+        reason = _attention_vjp_limits.refusal(
+            problem, device, self.arch, largest, _MOST_SUMMED
+        )
+        if reason is not None:
+            return reason
+        shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
+        if problem.deterministic and any(shared_q):
+            return "adds to a dq that entries share in an order that differs"
+        if (smem := self._smem(forward) + _STATIC_BYTES) > device.smem_optin:
+            return (
+                f"needs {smem} bytes of shared memory, a block may have "
+                f"{device.smem_optin}"
+            )
+        return None
+
+    def dim(self, forward: AttentionProblem) -> int:
+        """The head dimensions as they are compiled; zeros fill the rest."""
+        widest = max(forward.head_dim, forward.head_dim_v)
+        return min(n for n in self.tiles if n >= widest)
+
+    def tile(self, forward: AttentionProblem, dq: str = MIXED) -> HopperVjpTile:
+        """The tile measured best for a length."""
+        ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
+        tile = _kernels.by_threshold(ladder, forward.seqlen_q)
+        if dq == TURNS:
+            return HopperVjpTile(tile.block_m)
+        if dq == APART:
+            return HopperVjpTile(tile.block_m, cluster=tile.cluster_alone)
+        return tile
+
+    def dq_way(
+        self, problem: AttentionVjpProblem, device: Device, num_kept: int
+    ) -> str:
+        """How sums of dq come about: MIXED, TURNS or APART."""
+        if not problem.deterministic:
+            return MIXED
+        forward = problem.forward
+        num_items = self.num_tiles(forward, TURNS) * num_kept
+        least = self.tile(forward).turns_from * device.num_sms
+        return TURNS if num_items >= least else APART
+
+    @property
+    def num_warps(self) -> int:
+        """Of a block of the main kernel; each has its own part of a block of dq."""
+        return _THREADS // 32
+
+    def num_blocks(self, forward: AttentionProblem) -> int:
+        """Blocks of queries of one entry."""
+        return -(-forward.seqlen_q // self.tile(forward).block_m)
+
+    def num_tiles(self, forward: AttentionProblem, dq: str) -> int:
+        """Tiles of keys of one entry; those of a cluster are one."""
+        cluster = self.tile(forward, dq).cluster
+        return -(-forward.seqlen_k // (BLOCK_N * cluster))
+
+    def _smem(self, forward, dq=MIXED):
+        """Tiles of k and v, stages of q and dO, dS twice, statistics, and dq."""
+        tile, row = self.tile(forward, dq), 2 * self.dim(forward)
+        tiles = (2 * BLOCK_N + 5 * tile.block_m) * row
+        ds = 2 * tile.block_m * BLOCK_N * 2
+        # On their way to the copy engine: dq of a block.
+        sums = 2 * tile.block_m * row if tile.feeder or dq == TURNS else 0
+        return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
+
+    def config(
+        self,
+        part: str,
+        forward: AttentionProblem,
+        batch_dims: int,
+        num_blocks: int,
+        dq: str = MIXED,
+    ) -> Config:
+        """The launch of ``vjp_hopper<part>.cu``."""
+        tile = self.tile(forward, dq)
+        if not part and tile.feeder:
+            part = _FED
+        more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
+        num_threads, smem = _THREADS, 0
+        if part in ("", _FED, "_queries"):
+            more["BOUNDS"] = _attention_hopper.bounds_of(forward)
+        if part == "_queries":
+            num_threads += _FEEDER_THREADS
+            rows = 2 * TILE_M + 2 * 2 * BLOCK_N
+            smem = rows * 2 * self.dim(forward) + 1024
+        elif part == _FED:
+            num_threads += _FEEDER_THREADS
+            smem = self._smem(forward, dq)
+        elif not part:
+            more |= {
+                "CLUSTER": tile.cluster,
+                "MAKES_DQ": int(dq != APART),
+                "ORDERED": int(dq == TURNS),
+            }
+            smem = self._smem(forward, dq)
+        defines = _attention_rows.defines(
+            forward,
+            batch_dims,
+            num_threads,
+            GRAD_T=CUDA_TYPES[forward.dtype],
+            **more,
+        )
+        variant = Variant(
+            source=f"attention/vjp_{self.name}{part}.cu",
+            entry=f"attention_vjp_{self.name}{part}",
+            defines=defines,
+            arch=self.arch,
+            smem=smem,
+        )
+        return Config(variant, num_blocks, num_threads)
+
+    def schedule(
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        num_kept: int,
+        num_summed: int,
+        dq: str,
+    ) -> dict[str, Any]:
+        """How the items are cut, and the units of exponents: fields of inputs_t."""
+        num_tiles = self.num_tiles(forward, dq)
+        num_items, num_blocks = num_tiles * num_kept, self.num_blocks(forward)
+        num_split, first_part = self.split(
+            forward, device, num_items, num_blocks * num_summed, dq
+        )
+        whole, pieces = self.cut(forward, device, num_items, dq)
+        # Queries, dO and sums of dq of a section take a share of the L2 cache.
+        row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
+        row_bytes = forward.seqlen_q * row * num_summed
+        share = self.tile(forward, dq).cache_share
+        in_cache = _attention_vjp_limits.in_cache(device, row_bytes, share)
+        if dq == TURNS:  # measured: half of that was as fast or faster in all cells
+            in_cache = -(-in_cache // 2)
+        to_log2, hidden = _attention_vjp_limits.units(forward)
+        return {
+            "num_items": whole + (num_items - whole) * pieces + num_split,
+            "num_whole": whole,
+            "num_pieces": pieces,
+            "num_split": num_split,
+            "first_part": first_part,
+            "num_tiles": num_tiles,
+            "num_blocks": num_blocks,
+            "num_kept": num_kept,
+            "num_summed": num_summed,
+            "section": _attention_vjp_limits.section(num_kept, in_cache),
+            "to_log2": to_log2,
+            "hidden": hidden,
+        }
+
+    def split(
+        self,
+        forward: AttentionProblem,
+        device: Device,
+        num_items: int,
+        num_blocks: int,
+        dq: str,
+    ) -> tuple[int, int]:
+        """How many items are cut in two, and blocks of queries of the first part.
+
+        Of equal items, of `num_blocks`, those that are left over when all
+        multiprocessors have had as many.
+        """
+        if not self.tile(forward, dq).feeder or _attention_hopper.bounds_of(forward):
+            return 0, 0
+        left = num_items % device.num_sms
+        # Second parts, so many for one multiprocessor, take as long as a first part.
+        each = -(-left // (device.num_sms - left))
+        first = -(-num_blocks * each // (each + 1))
+        return (left, first) if num_blocks - first >= _LEAST_PART else (0, 0)
+
+    def cut(
+        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
+    ) -> tuple[int, int]:
+        """How many items stay whole, and into how many pieces each other is cut.
+
+        Those that are left when all multiprocessors have had as many as each other
+        would keep few of them busy; where items have one length and no order.
+        """
+        bounds = _attention_hopper.bounds_of(forward)
+        if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
+            return num_items, 1
+        left = num_items % device.num_sms
+        pieces = min(device.num_sms // max(1, left), self.num_blocks(forward))
+        return (num_items - left, pieces) if left and pieces > 1 else (num_items, 1)
+
+    def grid(
+        self, forward: AttentionProblem, device: Device, num_items: int, dq: str
+    ) -> int:
+        """Blocks of the main kernel: one a multiprocessor, in whole clusters."""
+        cluster = self.tile(forward, dq).cluster
+        return min(num_items, device.num_sms // cluster) * cluster
+
+    def configs(self, forward: AttentionProblem, batch_dims: int) -> Iterator[Config]:
+        """Every launch but the repairs, in lengths that bring all tiles."""
+        ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
+        for bound, _ in ladder:
+            longest = replace(forward, seqlen_q=int(min(bound, 1 << 14)))
+            for part in ("_rows", "", "_dq"):
+                yield self.config(part, longest, batch_dims, 1)
+            yield self.config("", longest, batch_dims, 1, TURNS)
+            for part in ("", "_queries"):
+                yield self.config(part, longest, batch_dims, 1, APART)
+
+
+HOPPER_VJP = HopperVjpKernel(
+    name="hopper",
+    rungs=("tiled", "auto"),
+    tiles={
+        64: (
+            ((math.inf, HopperVjpTile(128, turns_from=3)),),
+            (
+                (2048, HopperVjpTile(128, turns_from=8, cache_share=1 / 3)),
+                (math.inf, HopperVjpTile(128, turns_from=8)),
+            ),
+        ),
+        128: (
+            (
+                (
+                    math.inf,
+                    HopperVjpTile(64, cluster_alone=2, turns_from=3, feeder=True),
+                ),
+            ),
+            ((math.inf, HopperVjpTile(64, cache_share=1 / 3, feeder=True)),),
+        ),
+    },
+)

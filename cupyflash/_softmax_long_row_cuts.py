@@ -1,0 +1,175 @@
+"""How kernels cut a problem whose rows many blocks share."""
+
+import dataclasses
+
+from cupyflash import _arrays
+from cupyflash import _softmax_tiers as _tiers
+from cupyflash._softmax_cuts import (
+    PARTIAL_BYTES,
+    WALK_THREADS,
+    Cut,
+    defines_of,
+    itemsize_of,
+    num_parts,
+    widest_of,
+)
+
+_TOLD_BYTES = 16  # what a block tells the others of a row
+
+
+def split_rows(problem, device):
+    """Blocks that share a row, which is read twice."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    vectors = problem.row_length * widest_of(problem) // _tiers.VECTOR_BYTES
+    parts = num_parts(problem, device, vectors)
+    blocks = problem.num_rows * parts
+    if blocks >= 1 << 31:
+        return f"{problem.num_rows} rows are too many"
+    values = {"LANES": WALK_THREADS, "ROWS_PER_BLOCK": 1, "PARTS": parts}
+    return tuple(
+        Cut(
+            blocks,
+            WALK_THREADS,
+            defines_of(values),
+            entry=entry,
+            scratch=blocks * PARTIAL_BYTES,
+        )
+        for entry in ("sum", "write")
+    )
+
+
+# Long rows in one launch, by bytes of the widest element: vectors of a thread, blocks a
+# multiprocessor (2^20 floats: 0.79, with 8 vectors in 3 blocks 0.77; more of doubles
+# spill), and what lies between the last part that is summed of a row and the first
+# that is written: so many bytes less those of the row, in such steps, but at least so
+# many. Rows of 4 MB: 10 MB between 0.76, 12 MB 0.78, 14 MB 0.79; of 8 MB: 10 MB 0.77,
+# 14 MB 0.74; of 16 MB: 6 MB 0.72, 10 MB 0.70. Doubles of 8 MB: 9 MB 0.57, 12 MB 0.62.
+_MB = 1 << 20
+_TRAIL = {
+    2: (16, 2, 18 * _MB, 6 * _MB),
+    4: (16, 2, 18 * _MB, 6 * _MB),
+    8: (12, 2, 0, 12 * _MB),
+}
+_TRAIL_STEP = 2 * _MB
+# Of the L2 cache, for a row: 0.67 at 2^23 floats, more than half of it; two launches
+# reach 0.61.
+_TRAIL_SHARE = 0.55
+
+
+def trail_rows(problem, device):
+    """Blocks that share rows, which are read again while they are in the L2 cache."""
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc < (9, 0):
+        return f"{device.name} has not been tried"
+    if dtypes.get("where") or problem.scale != 1:
+        return "there is a mask or a scale"
+    if dtypes["x"] not in _arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    if problem.row_length * itemsize_of(dtypes["x"]) > _TRAIL_SHARE * device.l2_bytes:
+        return f"a row of {problem.row_length} is more than the L2 cache can hold"
+    widest = widest_of(problem)
+    held, blocks_per_sm, in_cache, least = _TRAIL[widest]
+    left = (in_cache - problem.row_length * widest) // _TRAIL_STEP * _TRAIL_STEP
+    return _along_line(problem, device, held, blocks_per_sm, max(left, least))
+
+
+def _along_line(problem, device, held, blocks_per_sm, between):
+    """The launches of blocks that take parts of rows in one line (softmax/line.cuh)."""
+    part_bytes = WALK_THREADS * held * _tiers.VECTOR_BYTES
+    part = part_bytes // widest_of(problem)
+    parts = problem.num_rows * -(-problem.row_length // part)
+    if parts >= 1 << 30:
+        return f"{problem.num_rows} rows are too many"
+    values = {
+        "LANES": WALK_THREADS,
+        "ROWS_PER_BLOCK": 1,
+        "HELD": held,
+        "MARGIN": between // part_bytes,
+        "MIN_BLOCKS": blocks_per_sm,
+    }
+    words = 1 + problem.num_rows + parts  # of _TOLD_BYTES
+    main = Cut(
+        min(2 * parts, device.num_sms * blocks_per_sm),
+        WALK_THREADS,
+        defines_of(values),
+        scratch=words * _TOLD_BYTES,
+    )
+    blocks = min(-(-words // WALK_THREADS), device.num_sms)
+    return dataclasses.replace(main, entry="clear", num_blocks=blocks), main
+
+
+# The same for gradients, whatever the dtype: vectors of a thread, of y and of dy, and
+# blocks a multiprocessor; the bytes of a row up to which it is short, those between for
+# short rows and for longer ones, and the longest that has been tried. log_softmax_vjp
+# reads only dy twice: 2^20 floats 0.88 (3 MB between 0.86, 12 MB 0.87), through rings
+# 0.81; rows of 16 MB 0.84 (8 MB between 0.80); doubles, rows of 8 MB 0.86, by rings
+# 0.73. softmax_vjp of 2^20 floats 0.81, through rings 0.86; of 16 bits 0.82, through
+# rings 0.78, rows of 6, 8 and 16 MB 0.78, 0.79, 0.63, by others 0.73, 0.79, 0.58.
+_PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
+_PAIRS_SHORT, _PAIRS_BETWEEN, _PAIRS_LONGEST = 4 * _MB, (8 * _MB, 4 * _MB), 16 * _MB
+# Bytes of all rows up to which rings are faster: 4 rows of 2 MB 12.5 us, in a line
+# 13.5 us; 4 of 4 MB 21 us, 19 us.
+_PAIRS_FEW = 8 * _MB
+
+
+def trail_pairs(problem, device):
+    """Blocks that share rows of y and dy, of which L2 has what is read again."""
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc[0] != 9:  # for sm_120 16 bits spill 96 bytes
+        return f"{device.name} has not been tried"
+    names = [dtypes[name] for name in ("x", "dy")]
+    if not {*names} <= {*_arrays.FLOATS}:
+        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
+    widest = widest_of(problem)
+    row_bytes = problem.row_length * widest
+    is_short = row_bytes <= _PAIRS_SHORT
+    if problem.function != "log_softmax_vjp" and widest > 2:
+        return "y is read twice, too, and rings in shared memory are faster"
+    if row_bytes > min(_PAIRS_LONGEST, _TRAIL_SHARE * device.l2_bytes):
+        return f"a row of {problem.row_length} is more than the L2 cache can hold"
+    between = _PAIRS_BETWEEN[0 if is_short else 1]
+    return _along_line(problem, device, _PAIRS_HELD, _PAIRS_BLOCKS, between)
+
+
+def stream_pairs(problem, device):
+    """Rows of y and dy that pass through the shared memory of many multiprocessors."""
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if device.cc < (8, 0):
+        return f"{device.name} copies nothing to shared memory by itself"
+    names = [problem.dtypes[name] for name in ("x", "dy")]
+    if not {*names} <= {*_arrays.FLOATS}:
+        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
+    vector = _tiers.VECTOR_BYTES // widest_of(problem)
+    place = vector * sum(map(itemsize_of, names))  # bytes of a vector of each
+    vectors = -(-problem.row_length // vector)
+    is_few = problem.row_length * widest_of(problem) * problem.num_rows <= _PAIRS_FEW
+    if not is_few and not isinstance(trail_pairs(problem, device), str):
+        return f"{problem.num_rows} rows are faster along a line through L2"
+    stream = _tiers.stream(vectors, problem.num_rows, place, device)
+    if stream is None:
+        return f"a row of {problem.row_length} is more than the card can hold"
+    main = Cut(
+        stream.blocks,
+        stream.threads,
+        defines_of({
+            "LANES": stream.threads,
+            "ROWS_PER_BLOCK": 1,
+            "RING": stream.ring,
+            "AHEAD": stream.ahead,
+        }),
+        smem=stream.ring * stream.threads * place,
+        cooperative=True,
+        scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
+        num_groups=stream.groups,
+    )  # fmt: skip
+    blocks = min(-(-problem.num_rows // main.num_threads), 64)
+    clear = dataclasses.replace(
+        main, entry="clear", smem=0, cooperative=False, num_groups=blocks
+    )
+    return clear, main

@@ -1,0 +1,152 @@
+"""How kernels cut a problem whose short rows are held many at a time."""
+
+from cupyflash import _arrays
+from cupyflash import _softmax_tiers as _tiers
+from cupyflash._softmax_cuts import (
+    BLOCK_THREADS,
+    MAX_BLOCKS,
+    Cut,
+    defines_of,
+    itemsize_of,
+    widest_of,
+)
+
+# Rows that are no whole vectors up to this length are held many at a time, by bytes of
+# the widest element. The others move in vectors, at the price of the two ends of each
+# row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
+LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
+# Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
+_SPAN_BYTES = 128
+# Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
+# how many it has them for beyond. Spans in all of its shared memory: rows of 86 and 170
+# elements of 16 bits 0.99, 0.97; of 11 KB a block, which leave half of it empty, 0.87,
+# 0.84. Rows of 7 0.95; of 32 KB, for 7 blocks, 0.90. But 101 doubles, in 16 threads,
+# 0.92 with 8 blocks, 0.98 with these 32 KB.
+_SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
+_SPAN_OF_LANES = 32768 + 64
+_BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
+
+
+def span_rows(problem, device):
+    """Threads that hold short rows which lie back to back, many at a time."""
+    layout, dtypes = problem.layout, problem.dtypes
+    length, widest = problem.row_length, widest_of(problem)
+    if length > LONGEST_IN_SPAN[widest]:
+        return f"a row of {length} is longer than {LONGEST_IN_SPAN[widest]}"
+    if dtypes.get("where"):
+        return "there is a mask"
+    strides = [layout.outer_strides[name] for name in ("x", "out")]
+    if not layout.is_rows or any(stride != (length,) for stride in strides):
+        return "rows do not lie back to back"
+    if length * itemsize_of(dtypes["x"]) % _tiers.VECTOR_BYTES == 0:
+        return "rows are whole vectors of 16 bytes"
+    lanes, apart, turns = _span_deal(length, itemsize_of(dtypes["x"]), widest)
+    if widest == 2 and length > _SPAN_BYTES and turns > 1:
+        return f"elements of rows of {length} lie in the same banks"  # 0.79 at 191
+    held = -(-length // lanes)
+    rows_at_once = BLOCK_THREADS // lanes
+    # The length of the buffers, and what their phases in memory may add.
+    sizes = itemsize_of(dtypes["x"]) + itemsize_of(dtypes["out"])
+    row_bytes, phases = lanes * held * sizes, 4 * _tiers.VECTOR_BYTES
+    share = _span_share(held * max(4, widest), lanes, device)
+    rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
+    return (
+        Cut(
+            min(-(-problem.num_rows // rows), MAX_BLOCKS),
+            BLOCK_THREADS,
+            (
+                ("LANES", str(lanes)),
+                ("ROWS_PER_BLOCK", str(rows_at_once)),
+                ("SPAN_ROWS", str(rows)),
+                ("HELD", str(held)),
+                ("APART", str(apart)),
+            ),
+            smem=rows * row_bytes + phases,
+        ),
+    )
+
+
+def _span_share(held_bytes, lanes, device):
+    """Bytes of shared memory that the spans of a block may take."""
+    is_few = held_bytes <= _SPAN_FEW_BYTES
+    if is_few and lanes > 1:
+        return _SPAN_OF_LANES
+    blocks = 8 if is_few else _SPAN_BLOCKS
+    return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
+
+
+def _span_deal(length, itemsize, widest):
+    """Lanes of a row, how many rows apart a warp has its own, and turns of its memory.
+
+    Few lanes, and rows side by side, if their elements then lie in different banks.
+    """
+    fewest = 1 << (-(-length * max(4, widest) // _SPAN_BYTES) - 1).bit_length()
+    deals = [
+        (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
+        for lanes in sorted({fewest, min(2 * fewest, _tiers.WARP)})
+        for apart in (1, 2, 4)
+    ]
+    # Slots of lanes that hold nothing take their turns, too.
+    return min(deals, key=lambda deal: -(-length // deal[0]) * deal[0] * deal[2])
+
+
+def _bank_turns(step, itemsize, lanes):
+    """How often shared memory takes turns for an element of each lane of a warp.
+
+    It has 32 banks of words of 4 bytes; from row to row there are `step` elements.
+    """
+    words = max(1, itemsize // 4)  # of an element
+    found = {
+        (lane // lanes * step + lane % lanes) * itemsize // 4 + word
+        for lane in range(_tiers.WARP // words)
+        for word in range(words)
+    }
+    banks = [word % 32 for word in found]
+    return max(map(banks.count, banks)) * words
+
+
+# Short rows of whole vectors: a thread has two vectors, of one row or of two, or three.
+# 16-bit rows of 16, 32, 64 and 256: 1.01; with one vector 0.95, 0.92, 0.93, 0.91, with
+# four in more sets 0.98, 0.98, 1.00, 0.99, in a tier of rows that are held 0.91, 0.90,
+# 0.98, 0.98. Doubles are 0.9 here, 0.98 there. Vectors of a thread and its rows ->
+# blocks that a multiprocessor is to have registers for.
+_SHORT_BLOCKS = {
+    "softmax": {(1, 2): 12, (2, 1): 12, (3, 1): 10},
+    "log_softmax": {(1, 2): 8, (2, 1): 12},
+}
+# log_softmax of 256 floats 0.99, in a tier of rows that are held 1.00.
+_SHORT_LANES = {"softmax": (2, 4, 8, 16, 32), "log_softmax": (2, 4, 8)}
+_SHORT_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
+
+
+def short_rows(problem, device):
+    """Threads that are neighbours and hold parts of short rows of whole vectors."""
+    layout, dtypes = problem.layout, problem.dtypes
+    length, size = problem.row_length, itemsize_of(dtypes["x"])
+    if dtypes["x"] not in _arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:
+        return f"{dtypes['x']} as {dtypes['out']} is none of {_arrays.FLOATS[:3]}"
+    if dtypes.get("where") or problem.scale != 1:
+        return "there is a mask or a scale"
+    strides = [layout.outer_strides[name] for name in ("x", "out")]
+    if not layout.is_rows or any(stride != (length,) for stride in strides):
+        return "rows do not lie back to back"
+    if not layout.is_aligned:
+        return "an array does not begin at a whole vector of 16 bytes"
+    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
+    lanes, over = divmod(vectors, held)
+    min_blocks = _SHORT_BLOCKS[problem.function].get((held, sets))
+    if rest or over or lanes not in _SHORT_LANES[problem.function] or not min_blocks:
+        return f"a row of {length} is not 2 or 3 vectors in 2 to 32 threads"
+    rows_at_once = BLOCK_THREADS // lanes
+    if device.cc >= (10, 0):
+        min_blocks = min(min_blocks, _SHORT_BLOCKS_ELSEWHERE)
+    values = {
+        "LANES": lanes,
+        "ROWS_PER_BLOCK": rows_at_once,
+        "HELD": held * _tiers.VECTOR_BYTES // size,
+        "SETS": sets,
+        "MIN_BLOCKS": min_blocks,
+    }
+    blocks = min(-(-problem.num_rows // (rows_at_once * sets)), MAX_BLOCKS)
+    return (Cut(blocks, BLOCK_THREADS, defines_of(values)),)

@@ -1,0 +1,121 @@
+"""How kernels cut a problem into sums of rows, of which one number is left."""
+
+import dataclasses
+
+from cupyflash import _arrays, _kernels
+from cupyflash import _softmax_tiers as _tiers
+from cupyflash._softmax_cuts import (
+    BLOCK_THREADS,
+    MAX_BLOCKS,
+    PARTIAL_BYTES,
+    PARTS_PER_SM,
+    SUM_PARTS_PER_SM,
+    WALK_THREADS,
+    Cut,
+    defines_of,
+    itemsize_of,
+    num_parts,
+)
+
+# Vectors of 16 bytes up to -> (lanes a row, vectors in a lane, sets of rows), for sums
+# of rows that are held as a whole; by the size of an element. A lane that has fewer
+# than eight vectors, or four of 16-bit elements, has those of several rows.
+SUMS = {
+    2: (
+        (2, (2, 1, 8)),
+        (4, (4, 1, 8)),
+        (8, (4, 2, 4)),
+        *((4 * n, (n, 4, 2)) for n in (4, 8, 16, 32)),
+    ),
+    4: (
+        (2, (2, 1, 8)),
+        (4, (4, 1, 8)),
+        (8, (4, 2, 4)),
+        (16, (4, 4, 2)),
+        *((8 * n, (n, 8, 1)) for n in (4, 8, 16, 32)),
+    ),
+}
+SUMS[8] = SUMS[4]
+# The same for 5 to 8 whole vectors of 16-bit elements: 0.96 at 64, with 4 lanes 0.92.
+_WHOLE_SUM = (2, 4, 2)
+
+# A warp walks over rows of up to so many vectors, a block over longer ones.
+WARP_SUM = 4096
+# Vectors that a lane asks for together, by the size of an element. All blocks run at
+# once, and go on to their next row with its loads under way: 8192 floats 0.97, where
+# 4 vectors and a block a row reach 0.91. Of 16 bits 4 are 0.94, 8 as well or 0.91.
+_DEEP = 8
+_WALKS = {2: 4, 4: _DEEP, 8: _DEEP}
+
+
+def _sum_threads(held, sets, device):
+    """Threads that a multiprocessor has registers for."""
+    is_deep = held == _DEEP
+    if device.cc >= (10, 0):  # ptxas 13.5 spills more there
+        return 384 if sets else 256 if is_deep else 512
+    return 512 if sets or is_deep else 768
+
+
+# Of the L2 cache, for results that are written among reads: 64 floats a row 0.95, where
+# they give way to what is read 0.89.
+_RESULTS_SHARE = 0.25
+
+
+def _stay(problem, device):
+    """Whether all results together may stay in the L2 cache."""
+    size = itemsize_of(problem.dtypes["out"]) * problem.num_rows
+    return device.cc >= (8, 0) and size <= _RESULTS_SHARE * device.l2_bytes
+
+
+def sum_rows(problem, device):
+    """Threads that read rows whose elements lie side by side."""
+    dtypes = problem.dtypes
+    if not problem.layout.is_rows:
+        return "neighbours along a row are not neighbours in memory"
+    if dtypes["b"] or dtypes.get("where"):
+        return "there are weights or a mask"
+    if dtypes["x"] not in _arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    if problem.row_length == 1:
+        return "rows have one element"
+    size = itemsize_of(dtypes["x"])
+    vector = _tiers.VECTOR_BYTES // size
+    vectors, parts = -(-problem.row_length // vector), 1
+    if vectors <= SUMS[size][-1][0]:
+        lanes, held, sets = _kernels.by_threshold(SUMS[size], vectors)
+        if size == 2 and 4 < vectors <= 8 and problem.row_length % vector == 0:
+            lanes, held, sets = _WHOLE_SUM
+    else:
+        lanes, sets = 32, 0
+        held = _WALKS[size]
+        few = problem.num_rows < device.num_sms * PARTS_PER_SM
+        if vectors > WARP_SUM or few:
+            lanes = WALK_THREADS
+            parts = num_parts(problem, device, vectors, SUM_PARTS_PER_SM)
+            if problem.num_rows * parts <= device.num_sms * SUM_PARTS_PER_SM:
+                held = _DEEP
+    rows = max(1, BLOCK_THREADS // lanes)
+    min_blocks = _sum_threads(held, sets, device) // (lanes * rows)
+    values = {
+        "LANES": lanes,
+        "ROWS_PER_BLOCK": rows,
+        "HELD": held * vector,
+        "MIN_BLOCKS": min_blocks,
+        "SETS": sets,
+        "PARTS": parts,
+        "KEEPS": int(sets > 0 and _stay(problem, device)),
+    }
+    blocks = -(-problem.num_rows // (rows * max(sets, 1)))
+    if sets:
+        blocks = min(blocks, device.num_sms * 16)
+    elif parts == 1:
+        blocks = min(blocks, device.num_sms * min_blocks)
+    blocks = min(blocks, MAX_BLOCKS)
+    scratch = problem.num_rows * parts * PARTIAL_BYTES if parts > 1 else 0
+    cut = Cut(blocks * parts, lanes * rows, defines_of(values), scratch=scratch)
+    if parts == 1:
+        return (cut,)
+    return (
+        dataclasses.replace(cut, entry="parts"),
+        dataclasses.replace(cut, entry="merge", num_blocks=blocks),
+    )

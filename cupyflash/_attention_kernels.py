@@ -20,11 +20,8 @@ from cupyflash._attention_rows import (
     num_heads,
     num_rows,
     num_tiles,
-<<<<<<< HEAD
     runs,
-=======
     without_options,
->>>>>>> main
 )
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 

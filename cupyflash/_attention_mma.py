@@ -16,11 +16,7 @@ from cupyflash._attention_rows import (
     most_seen,
     num_heads,
     num_rows,
-<<<<<<< HEAD
-    num_tiles,
     runs,
-=======
->>>>>>> main
     scale_is_plain,
     without_options,
 )

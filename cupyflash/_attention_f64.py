@@ -143,6 +143,7 @@ class TensorFloat64Kernel:
         }
         if not _attention_rows.scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
+        switches |= _attention_rows.runs(problem)
         variant = Variant(
             source=f"attention/{self.name}.cu",
             entry=f"attention_{self.name}",

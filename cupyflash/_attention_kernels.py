@@ -21,6 +21,7 @@ from cupyflash._attention_rows import (
     num_rows,
     num_tiles,
     parts_of_keys,
+    runs,
     without_options,
 )
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
@@ -140,7 +141,7 @@ class FusedKernel:
 
     def config(self, tile: Tile, problem: AttentionProblem, batch_dims: int) -> Config:
         """The launch with a given tile."""
-        shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+        shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **runs(problem)}
         num_blocks = num_tiles(problem, tile.block_m)
         dims = self._dims(problem)
         if self.dims_compiled:

@@ -16,6 +16,7 @@ from cupyflash._attention_rows import (
     most_seen,
     num_heads,
     num_rows,
+    runs,
     scale_is_plain,
     without_options,
 )
@@ -344,6 +345,7 @@ class MmaKernel:
             switches["PREPARED"] = 1
         if not scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
+        switches |= runs(problem)
         variant = Variant(
             source=f"attention/{self.name}.cu",
             entry=f"attention_{self.name}",

@@ -25,6 +25,12 @@ OPTIONS = (
 MOST_KEYS = {"float16": 1 << 18, "bfloat16": 1 << 21}
 
 
+# Terms above which kernels make a sum in runs of so many tiles (runs.cuh), in types
+# that promise more than such a sum would lose.
+LONG_SUM = 1 << 15
+RUN_TILES = 64
+
+
 @dataclass(frozen=True)
 class Config:
     """One kernel of a plan: what is compiled, and over how many blocks it runs."""
@@ -140,3 +146,19 @@ def has_terms(problem):
     arrays = (problem.bias, problem.mask, problem.alibi_slopes)
     has_arrays = any(x is not None for x in arrays)
     return has_arrays or problem.softcap > 0 or not scale_is_plain(problem.scale)
+
+
+def runs(problem, part="queries"):
+    """The switch of a kernel whose sums are long.
+
+    Sums over keys belong to "queries" (out, dq), those over queries to "keys" (dk and
+    dv); of "bias" it may be either.
+    """
+    over_queries = problem.seqlen_q * problem.group_size
+    terms = {
+        "queries": most_seen(problem),
+        "keys": over_queries,
+        "bias": max(problem.seqlen_k, problem.seqlen_q),
+    }[part]
+    exact = problem.dtype in ("float32", "float64") and problem.precision != "tf32"
+    return {"RUN_TILES": RUN_TILES} if exact and terms > LONG_SUM else {}

@@ -55,6 +55,18 @@ def representative():
         yield replace(in_parts, seqlen_q=8), 2
     yield from _attention_f64.representative(made_up)
     yield from _bounded()
+    yield from _long()
+
+
+def _long():
+    """Kernels of long sums (runs.cuh)."""
+    for dtype, head_dim in itertools.product(
+        ("float32", "float64"), (64, 128, 256, 512)
+    ):
+        yield (
+            replace(made_up(dtype, head_dim), seqlen_q=1 << 16, seqlen_k=1 << 16),
+            1,
+        )
 
 
 def _bounded():

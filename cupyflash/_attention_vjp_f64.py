@@ -129,6 +129,7 @@ class TensorFloat64VjpKernel:
                 DIM=dim,
                 BLOCK_N=tile.block_n,
                 MIN_BLOCKS=tile.min_blocks,
+                **_attention_rows.runs(forward, part),
             ),
             smem=tile.smem(dim),
         )

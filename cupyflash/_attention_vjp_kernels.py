@@ -114,6 +114,7 @@ class VjpKernel:
             SINGLE=int(single),
             # Options take registers: under the cap a kernel would spill.
             MIN_BLOCKS=tile.min_blocks if plain else 1,
+            **_attention_rows.runs(forward, part),
             **more,
         )
         itemsize = ITEMSIZE[forward.compute_dtype]

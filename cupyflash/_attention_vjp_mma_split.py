@@ -12,6 +12,7 @@ from cupyflash._attention_rows import (
     defines,
     has_terms,
     num_rows,
+    runs,
     scale_is_plain,
     without_options,
 )
@@ -155,6 +156,7 @@ class MmaSplitVjpKernel:
         else:
             threads, smem = tile.num_threads, tile.smem(part, dim, parts)
             switches["BLOCK_M" if part == "_queries" else "BLOCK_N"] = tile.rows
+            switches |= runs(forward, part[1:])
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
         variant = Variant(

@@ -27,7 +27,7 @@ _RARE = {"CAREFUL", "REPAIRS"}
 # Defines of what a call asks for, beside the types *_T; the others make up a tile.
 _OPTIONS = {
     "MASK", "SOFTCAP", "BOUNDS", "TERMS_OF_KEYS", "KEY_BIAS", "UNIT_COLUMNS",
-    "PREPARED", "LOG", "SCALED", "HAS_WHERE", "HAS_B",
+    "PREPARED", "RUN_TILES", "LOG", "SCALED", "HAS_WHERE", "HAS_B",
 }  # fmt: skip
 
 # How many axes a kernel walks over: at its begin and end, not in its loop.

@@ -25,6 +25,7 @@
 //            or scores were too large (mma_huge.cuh).
 #include "attention/mma_hidden.cuh"
 #include "attention/mma_huge.cuh"
+#include "attention/mma_runs.cuh"
 #include "attention/mma_split.cuh"
 #include "ptx/registers.cuh"
 
@@ -607,11 +608,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     out_frag_t o;
     softmax_t rows;
     centers_t centers;
+    out_runs_t runs;
     bool careful = false;
     bool begun = false;  // the next tile of queries is on its way
 #pragma unroll 1
     for (;; careful = true) {
       rows = softmax_t();
+      runs.begin();
       if (careful) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -908,8 +911,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             if (!(kSplits ? bounds().sees_all(j0) : sees_all)) {
               hide_scores(s, bounds(), j0);
             }
-            if (careful) center(s, o, rows, centers, across, to_log2, j0);
-            if (raise(rows, s, to_log2)) rescale(o, rows);
+            if (careful) {
+              center(s, o, rows, centers, across, to_log2, j0);
+              runs.follow(rows);
+            }
+            if (raise(rows, s, to_log2)) {
+              rescale(o, rows);
+              runs.follow(rows);
+            }
           }
           if constexpr (!kSplits && kStages == 1) {
             const auto next_k = ready_k(j0 + kBlockN);
@@ -947,6 +956,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             exponentiate(rows, s, to_log2);
             if constexpr (kParts == 2) {
               multiply_pv_split(o, s, lanes, values.from_parts);
+              runs.end_tile(o, j0 + kBlockN, last);
             } else {
               multiply_pv(o, s, lanes);
             }
@@ -963,6 +973,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
 
       if constexpr (kSplits && kParts == 1) multiply_by(o, unit_o);
+      runs.finish(o);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         float& l = rows.l[r];

@@ -10,8 +10,10 @@
 // Grid       a warp a query and kBlockDv columns of v; lanes across head_dim
 // Memory     global: k and v once a query and column block; out and lse once
 // Numbers    all in accum_t. Runs of kRun keys join a state of their own first: o is
-//            rounded at each key, and short runs keep those roundings few
+//            rounded at each key, and short runs keep those roundings few. Of many keys
+//            (runs.cuh) runs of such states do so, too
 // Limits     none: any head_dim, any strides
+#include "attention/runs.cuh"
 #include "attention/score.cuh"
 #include "common/reduce.cuh"
 
@@ -71,8 +73,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
   const elem_t* k_rows = at.at_kv(k, params.k);
   const elem_t* v_rows = at.at_kv(v, params.v);
 
-  state_t row;
+  // Of many keys kRun runs at a time join first, and kRun of what they make.
+  state_t row, part, whole;
   const range_t keys = scores.keys_of(i, i + 1);
+  index_t num_runs = 0;
   for (index_t start = keys.first; start < keys.last; start += kRun) {
     state_t run;
     const index_t stop = start + kRun < keys.last ? start + kRun : keys.last;
@@ -90,7 +94,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
       }
       run.join(s, 1, v_row);
     }
-    if (run.d != 0) row.join(run.m, run.d, run.o);
+    if constexpr (!kHasRuns) {
+      if (run.d != 0) row.join(run.m, run.d, run.o);
+      continue;
+    }
+    if (run.d != 0) part.join(run.m, run.d, run.o);
+    ++num_runs;
+    if (num_runs % kRun == 0 || stop == keys.last) {
+      if (part.d != 0) whole.join(part.m, part.d, part.o);
+      part = state_t();
+    }
+    if (num_runs % (kRun * kRun) == 0 || stop == keys.last) {
+      if (whole.d != 0) row.join(whole.m, whole.d, whole.o);
+      whole = state_t();
+    }
   }
 
   // o is normalised but for the sink, which has no value: o d / (d + e^(sink - m)).

@@ -16,8 +16,9 @@
 //                  owns kRows rows of s and o: every kRowThreads-th
 // Memory     global: q and out once; k and v once a block, mostly from L2
 // Numbers    everything in accum_t (shared memory too). p v of a tile is summed apart
-//            before it joins o, which keeps long sums accurate
+//            before it joins o, and so are runs of tiles (runs.cuh)
 // Limits     kHeadDim and kHeadDimV are rounded up by the host and filled with zeros
+#include "attention/runs.cuh"
 #include "attention/score.cuh"
 #include "common/reduce.cuh"
 
@@ -102,8 +103,13 @@ __device__ __forceinline__ accum_t load_rows(
 
 // What a thread owns: row r is row r * kRowThreads + thread_row of the tile.
 struct rows_t {
+  using o_t = accum_t[kRows][kChunks * kWide];
+  using l_t = accum_t[kRows];
+
   accum_t s[kRows][kCols];  // column c is column c * kColThreads + thread_col
-  accum_t o[kRows][kChunks * kWide], m[kRows], l[kRows];
+  o_t o;
+  accum_t m[kRows];
+  l_t l;
 };
 
 __device__ __forceinline__ int thread_col() { return threadIdx.x % kColThreads; }
@@ -221,6 +227,51 @@ __device__ __forceinline__ void accumulate(rows_t& rows,
   }
 }
 
+// o and l over many keys.
+class row_runs_t {
+ public:
+  __device__ __forceinline__ void begin() {
+    o_.begin();
+    l_.begin();
+  }
+
+  // A tile has joined them, and key `next` is the first of the one behind it.
+  __device__ __forceinline__ void end_tile(rows_t& rows, index_t next, index_t last) {
+    if constexpr (kHasRuns) {
+      if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
+      accum_t alpha[kRows];
+      follow(rows, alpha);
+      o_.end(rows.o, [&](int n) { return alpha[n / (kChunks * kWide)]; });
+      l_.end(rows.l, [&](int n) { return alpha[n]; });
+    }
+  }
+
+  __device__ __forceinline__ void finish(rows_t& rows) {
+    if constexpr (kHasRuns) {
+      if (!o_.any()) return;
+      accum_t alpha[kRows];
+      follow(rows, alpha);
+      o_.finish(rows.o, [&](int n) { return alpha[n / (kChunks * kWide)]; });
+      l_.finish(rows.l, [&](int n) { return alpha[n]; });
+    }
+  }
+
+ private:
+  // Factors from the scale of the last run to that of now.
+  __device__ __forceinline__ void follow(const rows_t& rows, accum_t (&alpha)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const accum_t before = m_[r];
+      alpha[r] = o_.any() ? exp_diff(before, rows.m[r]) : accum_t(0);
+      m_[r] = rows.m[r];
+    }
+  }
+
+  runs_t<accum_t, rows_t::o_t> o_;
+  runs_t<accum_t, rows_t::l_t> l_;
+  volatile accum_t m_[kHasRuns ? kRows : 1];  // when the last run ended
+};
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(
     const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
     const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
@@ -249,6 +300,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   rows_t rows = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) rows.m[r] = -infinity<accum_t>();
+  row_runs_t runs;
+  runs.begin();
 
   const range_t keys = scores.keys_of(i0, i0 + num_rows);
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
@@ -277,7 +330,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       accumulate<false>(rows, smem_p, smem_kv);
     }
     __syncthreads();  // all have read v and p before the next tiles take their place
+    runs.end_tile(rows, j0 + kBlockN, keys.last);
   }
+  runs.finish(rows);
 
   elem_t* const out_rows = at.at(out, params.out);
 #pragma unroll

@@ -23,12 +23,13 @@
 //            holds (ptx/hold.cuh), and the loads and additions for others beside it, so
 //            that the next is ready when they are free
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
-//            which keeps long sums accurate
+//            and so are runs of tiles (runs.cuh)
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
 //
 // The sums are s = q k^T and o^T = v^T p^T: what a lane holds of s as a result is what
 // it has to hold of p as the second operand, and by 16 bytes it reads two columns of v
 // that stand side by side in the first (tiles_f64.cuh says which slots they are).
+#include "attention/runs.cuh"
 #include "attention/score.cuh"
 #include "attention/tiles_f64.cuh"
 #include "common/exp2_f64.cuh"
@@ -110,8 +111,11 @@ struct rows_t {
   double p[kStepsN][2][4];  // weights, of row g and of g + 8; fragments b
   // Of rows 2 t + (0, 1, 0, 1) and of those + 8, columns 2 g + (0, 0, 1, 1) of a chunk;
   // fragments c of the transposed product.
-  double o[kCount][2][4];
-  double m[2], l[2];  // l over the lane's own columns
+  using o_t = double[kCount][2][4];
+  using l_t = double[2];
+  o_t o;
+  double m[2];
+  l_t l;  // over the lane's own columns
 };
 
 // Fragments a of the steps of q that a warp holds.
@@ -273,6 +277,55 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
   }
 }
 
+// o and l over many keys.
+template <int kCount>
+class row_runs_t {
+ public:
+  __device__ __forceinline__ void begin() {
+    o_.begin();
+    l_.begin();
+  }
+
+  // A run has ended.
+  __device__ __forceinline__ void end(rows_t<kCount>& rows, const exp2_t& exp2) {
+    const factors_t by(*this, rows, exp2);
+    o_.end(rows.o, [&](int n) { return by.of_o[n / 4 % 2 * 2 + n % 2]; });
+    l_.end(rows.l, [&](int n) { return by.of_l[n]; });
+  }
+
+  __device__ __forceinline__ void finish(rows_t<kCount>& rows, const exp2_t& exp2) {
+    if (!o_.any()) return;
+    const factors_t by(*this, rows, exp2);
+    o_.finish(rows.o, [&](int n) { return by.of_o[n / 4 % 2 * 2 + n % 2]; });
+    l_.finish(rows.l, [&](int n) { return by.of_l[n]; });
+  }
+
+ private:
+  // From the scale of the last run to that of now: of rows 2 t + (0, 1) and of those
+  // + 8; of rows g and g + 8.
+  struct factors_t {
+    double of_o[4], of_l[2];
+
+    __device__ __forceinline__ factors_t(row_runs_t& runs,
+                                         const rows_t<kCount>& rows,
+                                         const exp2_t& exp2) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const double before = runs.m_[r];
+        const double power = exp2(before - rows.m[r]);
+        of_l[r] = runs.o_.any() && before != -infinity<double>() ? power : 0;
+        runs.m_[r] = rows.m[r];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) of_o[2 * r + e] = of_row(of_l[r], e);
+      }
+    }
+  };
+
+  runs_t<double, typename rows_t<kCount>::o_t> o_;
+  runs_t<double, typename rows_t<kCount>::l_t> l_;
+  volatile double m_[2];  // when the last run ended
+};
+
 // Scores into weights, exp(unit (s - m)); their sums to l. With kExact they can be
 // told apart as those of weight() in score.cuh: -0 of a key that is not seen, 0 of one
 // whose weight is 0, and small numbers.
@@ -411,6 +464,13 @@ __device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
   }
 }
 
+// Whether a run ends before this tile of those from key `first` on. There is no
+// register to count keys beside tiles.
+__device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
+  ptx::forget(tile);
+  return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
+}
+
 // The end of a range of queries, or of all of them.
 __device__ __forceinline__ index_t last_query(const params_t& params, index_t i_last) {
   return i_last < params.seqlen_q ? i_last : params.seqlen_q;
@@ -496,6 +556,8 @@ __device__ __forceinline__ bool walk(block_t& block,
                     params.seqlen_q - block.i0 - first_row,
                     static_cast<int>(params.head_dim));
   rows_t<kCount> rows;
+  row_runs_t<kCount> runs;
+  if constexpr (kHasRuns) runs.begin();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.m[r] = -infinity<double>();
@@ -515,6 +577,11 @@ __device__ __forceinline__ bool walk(block_t& block,
 #pragma unroll 1
   for (int item = 0; item < block.num_items; item += 2) {
     const int j = item / 2 * kBlockN;
+    if constexpr (kHasRuns) {
+      if (item > 0 && run_ends_before(block.first, item / 2)) {
+        runs.end(rows, exp2_t(block.exp2));
+      }
+    }
     const bool some =
         j < block.last_key[team()] && j + kBlockN > block.first_key[team()];
     constexpr flag_t<false> kK;
@@ -549,6 +616,7 @@ __device__ __forceinline__ bool walk(block_t& block,
     go_on(kV, item + 1);
   }
 
+  if constexpr (kHasRuns) runs.finish(rows, exp2_t(block.exp2));
   __syncthreads();  // all have passed the last barriers
   if (kDrift && threadIdx.x == 0) {
 #pragma unroll

@@ -51,6 +51,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto kept = locate(grads.kept, kept_index);
 
     sums_t sums_k = {}, sums_v = {};
+    runs_t<accum_t, sums_t> runs_k, runs_v;
+    runs_k.begin();
+    runs_v.begin();
+    const auto end_run = [&] {
+      runs_k.end(sums_k);
+      runs_v.end(sums_v);
+    };
     for (index_t summed = 0; summed < grads.num_summed; ++summed) {
       const place_t at = grads.entry(params, kept.of[0], summed);
       const scores_t scores(at, SCORE_ARGUMENTS);
@@ -92,8 +99,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         __syncthreads();  // all have read P before dS takes its place
         store_tile(smem_w, dp);
         accumulate<false>(sums_k, smem_w, q_rows, c0, smem_other, 0);
+        if (run_ends_before(i0 + kBlockN, queries.last)) end_run();
       }
     }
+    runs_k.finish(sums_k);
+    runs_v.finish(sums_v);
     store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0], sums_k,
                static_cast<accum_t>(params.scale), num_keys, params.head_dim, c0);
     store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1], sums_v,

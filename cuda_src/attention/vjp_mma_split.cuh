@@ -20,6 +20,7 @@
 #pragma once
 
 #include "attention/parts.cuh"
+#include "attention/runs.cuh"
 #include "attention/vjp_mma.cuh"
 #include "ptx/registers.cuh"
 
@@ -109,6 +110,12 @@ __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from
       ptx::copy_async_or_zero(to + n, bytes + n, 16);
     }
   }
+}
+
+// Whether a run of sums ends before row `next` of those walked over: the last one ends
+// behind them.
+__device__ __forceinline__ bool run_ends_before(int next, int last) {
+  return kHasRuns && (next % (kRunTiles * kGranule) == 0 || next >= last);
 }
 
 // --- products ------------------------------------------------------------------------

@@ -77,6 +77,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   frag_t<kKeyTiles, kMakesDv ? kHeadDim / 8 : 1> sums_v;
   clear(sums_k);
   clear(sums_v);
+  runs_t<float, decltype(sums_k), kHasRuns && kMakesDk> runs_k;
+  runs_t<float, decltype(sums_v), kHasRuns && kMakesDv> runs_v;
+  runs_k.begin();
+  runs_v.begin();
+  auto end_run = [&] {
+    runs_k.end(sums_k);
+    runs_v.end(sums_v);
+  };
 #pragma unroll 1
   for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
     const place_t at = grads.entry(params, view.entry, summed_index);
@@ -214,10 +222,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         __syncthreads();  // all have read the granule
         load_queries(i0 + kGranule);
       }
+      if (run_ends_before(i0 + kGranule, view.last)) end_run();
     }
     ptx::wait_copy_groups<0>();  // of a tile that no query sees
   }
 
+  runs_k.finish(sums_k);
+  runs_v.finish(sums_v);
   const int j0 = view.j0;
   const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
   const auto kept = locate(grads.kept, view.kept);

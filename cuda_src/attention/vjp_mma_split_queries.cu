@@ -178,6 +178,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   frag_t<kRowTiles, kHeadDim / 8> sums;
   clear(sums);
+  runs_t<float, decltype(sums)> runs;
+  runs_t<float, decltype(total)> runs_of_total;
+  runs.begin();
+  runs_of_total.begin();
 #pragma unroll 1
   for (int j0 = view.first; j0 < view.last; j0 += kGranule) {
     ptx::wait_copy_groups<0>();
@@ -236,8 +240,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       __syncthreads();  // all have read the granule
       load_keys(j0 + kGranule);
     }
+    if (run_ends_before(j0 + kGranule, view.last)) {
+      runs.end(sums);
+      runs_of_total.end(total);
+    }
   }
   ptx::wait_copy_groups<0>();
+  runs.finish(sums);
+  runs_of_total.finish(total);
 
   const int granules = granules_of(params.seqlen_q);
 #pragma unroll

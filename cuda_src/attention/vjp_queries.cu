@@ -57,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto kept = locate(grads.kept, kept_index);
 
     sums_t sums = {};
+    runs_t<accum_t, sums_t> runs;
+    runs.begin();
     for (index_t summed = 0; summed < grads.num_summed; ++summed) {
       const place_t at = grads.entry(params, kept.of[0], summed);
       const scores_t scores(at, SCORE_ARGUMENTS);
@@ -82,6 +84,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const range_t keys = scores.keys_of(i0, i0 + num_rows);
       if constexpr (kMakesLse) {
         accum_t total[kRows] = {};
+        runs_t<accum_t, accum_t[kRows]> runs_of_total;
+        runs_of_total.begin();
         for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last;
              j0 += kBlockN) {
           const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
@@ -98,7 +102,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
               total[r] += exp_diff(score, row_lse[r]);
             }
           }
+          if (run_ends_before(j0 + kBlockN, keys.last)) runs_of_total.end(total);
         }
+        runs_of_total.finish(total);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const accum_t sum = warp_reduce<kColThreads>(
@@ -132,8 +138,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
         store_tile(smem_ds, dp);
         accumulate<kSingle>(sums, smem_ds, k_rows, c0, smem_kv, odd);
+        if (run_ends_before(j0 + kBlockN, keys.last)) runs.end(sums);
       }
     }
+    runs.finish(sums);
     store_sums(dq + kept.of[1] + i0 * grads.row[0], grads.row[0], grads.col[0], sums,
                static_cast<accum_t>(params.scale), num_rows, params.head_dim, c0);
     block += gridDim.x;

@@ -13,6 +13,7 @@
 // shared memory in chunks, and a block makes one chunk of columns of its gradient.
 #pragma once
 
+#include "attention/runs.cuh"
 #include "attention/vjp.cuh"
 #include "common/reduce.cuh"
 #ifdef REPAIRS
@@ -290,6 +291,12 @@ __device__ __forceinline__ void differentiate(accum_t& s,
   s = exp_of(s - lse);
   dp = s * (dp - delta);
   if (kHasSoftcap && !kOfBias) dp *= derivative;
+}
+
+// Whether a run of sums ends before row `next` of those walked over: the last one ends
+// behind them.
+__device__ __forceinline__ bool run_ends_before(index_t next, index_t last) {
+  return kHasRuns && (next % (kRunTiles * kBlockN) == 0 || next >= last);
 }
 
 // Writes a gradient's chunk of columns from c0 on.

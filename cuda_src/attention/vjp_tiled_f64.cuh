@@ -18,8 +18,9 @@
 //         exchange  kBlockM x kBlockN    between the warps of a pair
 #pragma once
 
-#include "attention/vjp.cuh"
+#include "attention/runs.cuh"
 #include "attention/tiles_f64.cuh"
+#include "attention/vjp.cuh"
 #include "common/exp2_f64.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/hold.cuh"
@@ -282,6 +283,13 @@ __device__ __forceinline__ void clean_own(walk_t& block) {
   }
 }
 
+// Whether a run ends before this tile of those from row `first` on. There is no
+// register to count rows beside tiles.
+__device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
+  ptx::forget(tile);
+  return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
+}
+
 // The walk over all tiles of block.rows, whose scores become 16 kSteps weights.
 //   fetch_row(tile)       starts copies of what else belongs to the rows of a tile
 //   is_seen(tile)         whether the pair takes part in it
@@ -305,9 +313,14 @@ __device__ __forceinline__ void walk(sums_t& sums,
     fetch_row(tile);
     ptx::commit_copy_group();
   };
+  runs_t<double, sums_t> runs;
+  runs.begin();
   if (block.num_rows > 0) fetch_first(0);
 #pragma unroll 1
   for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
+    if constexpr (kHasRuns) {
+      if (tile > 0 && run_ends_before(block.first, tile)) runs.end(sums);
+    }
     product_t c = {};
     weights_t<kSteps> w;
     ptx::wait_copy_groups<0>();
@@ -336,6 +349,7 @@ __device__ __forceinline__ void walk(sums_t& sums,
     if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
     if (seen) accumulate_part(constant_t<1>{}, w);
   }
+  runs.finish(sums);
   ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
 

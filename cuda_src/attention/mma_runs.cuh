@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: o of float32 over many keys, a run of tiles at a time.
+#pragma once
+
+#include "attention/mma_huge.cuh"
+#include "attention/runs.cuh"
+
+class out_runs_t {
+ public:
+  __device__ __forceinline__ void begin() { runs_.begin(); }
+
+  // Where o has been multiplied by rows.alpha.
+  __device__ __forceinline__ void follow(const softmax_t& rows) {
+    if constexpr (kHasRuns) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) since_[r] = since_[r] * rows.alpha[r];
+    }
+  }
+
+  // A tile has joined o, and key `next` is the first of the one behind it.
+  __device__ __forceinline__ void end_tile(out_frag_t& o, int next, int last) {
+    if constexpr (kHasRuns) {
+      if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
+      const factors_t factors(since_);
+      runs_.end(o, [&](int n) { return factors.of[row_of(n)]; });
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) since_[r] = 1;
+    }
+  }
+
+  __device__ __forceinline__ void finish(out_frag_t& o) {
+    if constexpr (kHasRuns) {
+      const factors_t factors(since_);
+      runs_.finish(o, [&](int n) { return factors.of[row_of(n)]; });
+    }
+  }
+
+ private:
+  struct factors_t {
+    float of[kRows];
+    __device__ __forceinline__ explicit factors_t(const volatile float* since) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) of[r] = since[r];
+    }
+  };
+
+  // Of number n of o.
+  static __device__ __forceinline__ constexpr int row_of(int n) {
+    return n / (kOutTiles * 4) * 2 + n % 4 / 2;
+  }
+
+  runs_t<float, out_frag_t> runs_;
+  // By row, how o has been multiplied since a run ended.
+  volatile float since_[kHasRuns ? kRows : 1];
+};

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: MIT
+// Long sums in two levels.
+//
+// A sum in registers is rounded whenever a tile joins it. Over n tiles the error grows
+// as the root of n, and where tiles are alike as n itself: each is rounded the same
+// way. So where the host finds sums long (RUN_TILES), a sum joins another one, of two
+// numbers, whenever so many tiles have joined it, and begins again at 0. The other one
+// lies on the stack, for which one run in flight pays; there are no registers for it.
+//
+// Runs end at multiples of their length among all keys (of gradients of keys, among all
+// queries), so that the bits of a row do not depend on where its block begins.
+#pragma once
+
+#include "common/math.cuh"
+
+#ifdef RUN_TILES
+constexpr bool kHasRuns = true;
+constexpr int kRunTiles = RUN_TILES;
+#else
+constexpr bool kHasRuns = false;  // one run only
+constexpr int kRunTiles = 1;
+#endif
+
+// The sums of a thread: an array of T, of one axis or more, with constant indices only.
+template <typename T, typename Sums, bool kExists = kHasRuns>
+class runs_t {
+ public:
+  static constexpr int kCount = sizeof(Sums) / sizeof(T);
+
+  // No run has ended.
+  __device__ __forceinline__ void begin() { any_ = 0; }
+  __device__ __forceinline__ bool any() const { return any_ != 0; }
+
+  // A run ends: its sums join those before it, which are multiplied by `factor(n)`
+  // first, and begin again at 0.
+  template <typename Factor>
+  __device__ __forceinline__ void end(Sums& sums, Factor factor) {
+    join(sums, factor, [&](T& x, int n, T high, T low) {
+      high_[n] = high;
+      low_[n] = low;
+      x = 0;
+    });
+    any_ = 1;
+  }
+  __device__ __forceinline__ void end(Sums& sums) {
+    end(sums, [](int) { return T(1); });
+  }
+
+  // The sums of the last run become those of all.
+  template <typename Factor>
+  __device__ __forceinline__ void finish(Sums& sums, Factor factor) {
+    if (!any()) return;
+    // Of a sum that is not finite `low` says nothing.
+    join(sums, factor,
+         [](T& x, int, T high, T low) { x = is_finite(high) ? high + low : high; });
+  }
+  __device__ __forceinline__ void finish(Sums& sums) {
+    finish(sums, [](int) { return T(1); });
+  }
+
+ private:
+  template <typename Factor, typename Store>
+  __device__ __forceinline__ void join(Sums& sums, Factor factor, Store store) {
+    constexpr int kAtOnce = 32 / sizeof(T);  // on their way from the stack
+    T* const x = reinterpret_cast<T*>(&sums);
+    const bool has_sums = any();
+#pragma unroll
+    for (int first = 0; first < kCount; first += kAtOnce) {
+      T high[kAtOnce] = {}, low[kAtOnce] = {};
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (has_sums && first + i < kCount) {
+          high[i] = high_[first + i];
+          low[i] = low_[first + i];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int n = first + i;
+        if (n >= kCount) break;
+        const T by = has_sums ? factor(n) : T(1);
+        const T product = rounded_product(high[i], by);
+        const pair_t<T> sum = exact_sum(product, x[n]);
+        const T rest = fma_of(low[i], by, fma_of(high[i], by, -product));
+        store(x[n], n, sum.high, sum.low + rest);
+      }
+    }
+  }
+
+  // Volatile: the compiler would keep them in registers.
+  volatile T high_[kCount], low_[kCount];
+  volatile int any_;
+};
+
+template <typename T, typename Sums>
+class runs_t<T, Sums, false> {
+ public:
+  __device__ __forceinline__ void begin() {}
+  __device__ __forceinline__ bool any() const { return false; }
+  template <typename... Factor>
+  __device__ __forceinline__ void end(Sums&, Factor...) {}
+  template <typename... Factor>
+  __device__ __forceinline__ void finish(Sums&, Factor...) {}
+};

@@ -1,0 +1,161 @@
+"""Sums over many keys or queries: which kernels make them in runs, and how exact."""
+
+import dataclasses
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rows
+from accuracy import BOUNDS
+
+from cupyflash import _attention_rows, _attention_samples, _kernels
+from cupyflash._attention_rows import LONG_SUM, RUN_TILES
+
+DEVICE = _kernels.device_of_arch("sm_90a")
+FORWARD = {"float32": ("mma", "tiled", "online"), "float64": ("tiled_f64", "tiled")}
+GRADIENTS = {"float32": ("mma_split", "tiled"), "float64": ("tiled_f64", "tiled")}
+
+
+def problem(dtype="float32", **options):
+    made = _attention_samples.made_up(dtype)
+    return dataclasses.replace(made, **options)
+
+
+def in_runs(configs):
+    """Entries of the kernels that make runs."""
+    return {
+        config.variant.entry
+        for config in configs
+        if dict(config.variant.defines).get("RUN_TILES") == str(RUN_TILES)
+    }
+
+
+# --- who makes runs ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"), [(d, n) for d in FORWARD for n in (*FORWARD[d], "online")]
+)
+def test_attention_over_many_keys(dtype, name):
+    row = rows.row_of("attention", name)
+    for seqlen_k, long in ((LONG_SUM, False), (LONG_SUM + 1, True)):
+        asked = problem(dtype, seqlen_k=seqlen_k)
+        found = in_runs(row.configs(asked, 1, DEVICE))
+        assert found == ({f"attention_{name}"} if long else set())
+    for few in ({"seqlen_q": 1 << 20}, {"seqlen_k": 1 << 20, "left": 9, "right": 0}):
+        assert not in_runs(row.configs(problem(dtype, **few), 1, DEVICE))
+
+
+@pytest.mark.parametrize("dtype", GRADIENTS)
+@pytest.mark.parametrize("part", ["queries", "keys", "bias"])
+def test_gradients_over_many_rows(dtype, part):
+    """Sums of dq are over keys, those of dk and dv over the queries of a group."""
+    asked = {
+        "ordinary": problem(dtype),
+        "queries": problem(dtype, seqlen_q=1 << 16),
+        "keys": problem(dtype, seqlen_k=1 << 16),
+        "group": problem(dtype, num_kv_heads=1),
+    }
+    found = [name for name, x in asked.items() if _attention_rows.runs(x, part)]
+    assert (
+        found
+        == {
+            "queries": ["keys"],
+            "keys": ["queries", "group"],
+            "bias": ["queries", "keys"],
+        }[part]
+    )
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"dtype": "float16"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float32", "precision": "tf32"},
+    ],
+)
+def test_types_that_promise_less(asked):
+    """Their kernels stay as they are."""
+    long = problem(seqlen_q=1 << 20, seqlen_k=1 << 20, **asked)
+    for part in ("queries", "keys", "bias"):
+        assert _attention_rows.runs(long, part) == {}
+
+
+def test_compile_lists_have_them():
+    from cupyflash import _attention_kernels, _attention_vjp_kernels
+
+    entries = set()
+    for table in (_attention_kernels, _attention_vjp_kernels):
+        for _, variant in table.compile_list(DEVICE, False):
+            if "RUN_TILES" in dict(variant.defines):
+                entries.add(variant.entry.removeprefix("attention_"))
+    assert entries == {
+        "mma", "tiled", "tiled_f64", "online", "vjp_queries", "vjp_keys",
+        "vjp_mma_split_queries", "vjp_mma_split_keys", "vjp_tiled_f64_queries",
+        "vjp_tiled_f64_keys",
+    }  # fmt: skip
+
+
+# --- how exact -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The script whose problems these are: all terms of a sum have one sign."""
+    folder = Path(__file__).parent.parent / "benchmarks"
+    monkeypatch.syspath_prepend(folder)
+    yield importlib.import_module("bench_long_keys")
+    for name in ("bench_long_keys", "timing"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["random", "alike"])
+@pytest.mark.parametrize("dtype", FORWARD)
+def test_out_over_a_million_keys(cupy, bench, monkeypatch, dtype, kind):
+    random = cupy.random.RandomState(1)
+    for name in FORWARD[dtype]:
+        rows.force(monkeypatch, "attention", name)
+        asked = bench.problem(cupy, random, "out", kind, 1 << 20, 64, 64, dtype)
+        _, error = bench.found("out", *asked, "auto")
+        assert error <= BOUNDS["attention"][dtype], name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["random", "alike"])
+@pytest.mark.parametrize("result", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("dtype", GRADIENTS)
+def test_gradients_over_half_a_million_rows(
+    cupy, bench, monkeypatch, dtype, result, kind
+):
+    random = cupy.random.RandomState(2)
+    for name in GRADIENTS[dtype]:
+        rows.force(monkeypatch, "attention_vjp", name)
+        # Keys in parts may take so many bytes a query only.
+        is_bounded = (name, result) == ("mma_split", "dq")
+        lengths = (1 << 16, 1 << 15) if is_bounded else (1 << 19, 64)
+        asked = bench.problem(cupy, random, result, kind, *lengths, 64, dtype)
+        _, error = bench.found(result, *asked, "auto")
+        assert error <= BOUNDS["attention"][dtype], name
+
+
+def test_exact_sums_of_the_script(bench, rng):
+    """They are right to the last bit of a long double, near enough."""
+    for dtype in (np.float32, np.float64):
+        x = (1 + rng.random((1000, 3))).astype(dtype)
+        exact = x.astype(np.longdouble).sum(axis=0)
+        np.testing.assert_allclose(bench.exact_sum(x), exact, rtol=1e-18, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["random", "alike"])
+@pytest.mark.parametrize("result", ["out", "dq", "dk", "dv"])
+def test_problems_of_the_script(bench, result, kind):
+    """Their exact results are those of attention and its gradients."""
+    asked = bench.problem(
+        np, np.random.RandomState(0), result, kind, 96, 6, 16, "float64"
+    )
+    _, error = bench.found(result, *asked, "auto")
+    assert error < 1e-14

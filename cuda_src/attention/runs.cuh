@@ -12,6 +12,7 @@
 #pragma once
 
 #include "common/math.cuh"
+#include "ptx/opaque.cuh"
 
 #ifdef RUN_TILES
 constexpr bool kHasRuns = true;
@@ -28,7 +29,12 @@ class runs_t {
   static constexpr int kCount = sizeof(Sums) / sizeof(T);
 
   // No run has ended.
-  __device__ __forceinline__ void begin() { any_ = 0; }
+  __device__ __forceinline__ void begin() {
+    ptx::keep_in_memory(high_);
+    ptx::keep_in_memory(low_);
+    ptx::keep_in_memory(&any_);
+    any_ = 0;
+  }
   __device__ __forceinline__ bool any() const { return any_ != 0; }
 
   // A run ends: its sums join those before it, which are multiplied by `factor(n)`

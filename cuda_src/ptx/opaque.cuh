@@ -23,6 +23,12 @@ __device__ __forceinline__ void forget(float* memory) {
   asm volatile("" ::"l"(memory) : "memory");
 }
 
+// A place that has to be memory: elsewhere in a register, or a spilled one.
+template <typename T>
+__device__ __forceinline__ void keep_in_memory(volatile T* place) {
+  asm volatile("" ::"l"(place) : "memory");
+}
+
 // The same object, of which the compiler has computed nothing before.
 template <typename T>
 __device__ __forceinline__ const T& anew(const T& x) {

@@ -17,6 +17,7 @@ from cupyflash._attention_vjp_parts import (
     OwnLse,
     Repair,
     addresses,
+    repaired_together,
 )
 from cupyflash._attention_vjp_problem import AttentionGrads
 
@@ -92,9 +93,12 @@ class MmaSplitPlan(BasePlan):
         # made anew belongs: that of repairs is left by the one for dq to that for dk.
         own = _attention_vjp_layout.with_new_lse(problem, operands)
         self.repair_queries = Repair(
-            "queries", forward, layout, device, device_id, OWN_LSE=1
+            ("dq",), forward, layout, device, device_id, OWN_LSE=1
         )
-        self.repair_keys = Repair("keys", forward, own, device, device_id)
+        self.repairs_of_keys = [
+            Repair(names, forward, own, device, device_id)
+            for names in repaired_together(own)
+        ]
         self.own_lse = self.bias = None
         slow = Launches(
             _attention_vjp_kernels.REPAIRING, forward, own, device, device_id
@@ -110,7 +114,7 @@ class MmaSplitPlan(BasePlan):
             *self.queries.launches,
             *(launch for part, _ in self.keys for launch in part.launches),
             self.repair_queries.kernel.launch,
-            self.repair_keys.kernel.launch,
+            *(repair.kernel.launch for repair in self.repairs_of_keys),
             *(self.bias.launches if self.bias else ()),
             *((self.sinks.kernel.launch,) if self.sinks else ()),
         )
@@ -138,7 +142,8 @@ class MmaSplitPlan(BasePlan):
         self.repair_queries(
             (*inputs, lse, delta_at), made, found, (repaired_lse, *rest)
         )
-        self.repair_keys((*inputs, repaired_lse, delta_at), made, found, rest)
+        for repair in self.repairs_of_keys:
+            repair((*inputs, repaired_lse, delta_at), made, found, rest)
         if self.bias is not None:
             self.bias((*inputs, own_at, delta_at), made, rest)
         if self.sinks is not None:

@@ -276,10 +276,13 @@ class Repair:
     """The portable kernel that makes gradients again if they are not all finite."""
 
     def __init__(
-        self, part, forward, layout, device, device_id, overlaps=False, **more
+        self, names, forward, layout, device, device_id, overlaps=False, **more
     ):
-        of_queries = part == "queries"
-        self.names = ("dq",) if of_queries else ("dk", "dv")
+        self.names = names
+        of_queries = names == ("dq",)
+        part = "queries" if of_queries else "keys"
+        # Where the kernel writes, in its order; 0 for what this one leaves alone.
+        self.targets = ("dq",) if of_queries else ("dk", "dv")
         row = _attention_vjp_kernels.REPAIRING
         heads = forward.num_heads if of_queries else forward.num_kv_heads
         seqlen = forward.seqlen_q if of_queries else forward.seqlen_k
@@ -289,22 +292,33 @@ class Repair:
             REPAIRS=1, **more,
         )  # fmt: skip
         fields = _attention_vjp_layout.entries_fields(
-            all_summed(layout, self.names), [layout.targets[n] for n in self.names]
+            all_summed(layout, names), [layout.targets[n] for n in names]
         )
         make = Launches(row, forward, layout, device, device_id)
         self.kernel = make.kernel(config, make.grads(**fields), overlaps)
 
     def __call__(self, inputs, made, found, rest):
         """Launch, by what other kernels have noted at `found`."""
-        targets = addresses(made[name] for name in self.names)
+        targets = addresses(
+            made[name] if name in self.names else None for name in self.targets
+        )
         self.kernel.enqueue(*inputs, *targets, found, *rest)
+
+
+def repaired_together(layout):
+    """Of dk and dv, which a kernel may make again in one walk: those summed alike.
+
+    There are no terms here for what one of them shares and the other does not.
+    """
+    alone = [all_summed(layout, (name,)).kept for name in ("dk", "dv")]
+    return [("dk", "dv")] if alone[0] == alone[1] else [("dk",), ("dv",)]
 
 
 def repairs(forward, layout, device, device_id, overlaps=False):
     """The kernels that make dq, and dk and dv, again."""
     return [
-        Repair(part, forward, layout, device, device_id, overlaps)
-        for part in ("queries", "keys")
+        Repair(names, forward, layout, device, device_id, overlaps)
+        for names in (("dq",), *repaired_together(layout))
     ]
 
 

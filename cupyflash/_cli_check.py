@@ -94,6 +94,7 @@ _ATTENTION_SHAPES = {
     "plain": (200, 333, 64, 48),
     "few queries": (40, 333, 64, 48),
     "wide heads": (130, 200, 200, 136),
+    "odd heads": (130, 200, 65, 49),  # whose rows begin between vectors
 }
 
 # Kinds that a GPU has kernels of their own for.
@@ -109,7 +110,7 @@ _KINDS = {
         "a row that no card holds", "strided",
     ),
     "attention": ("plain", "few queries"),
-    "attention_vjp": ("plain", "few queries", "wide heads"),
+    "attention_vjp": ("plain", "few queries", "wide heads", "odd heads"),
 }  # fmt: skip
 
 _MOST_PROCESSES = 8
@@ -209,7 +210,7 @@ def _cases(backend, dtypes):
 
 
 # Kernels of one type alone, and each takes seconds to compile.
-_DTYPES_OF_KIND = {"wide heads": ("bfloat16",)}
+_DTYPES_OF_KIND = {"wide heads": ("bfloat16",), "odd heads": ("bfloat16",)}
 
 
 def _dtypes_of(function):

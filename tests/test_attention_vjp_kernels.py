@@ -183,3 +183,49 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
     expected = {"lse": {1, 2}, "q": {2}, "none": {1}}[strided]
     # float16 takes the lse of the call throughout.
     assert set(axes) == ({2} if name == "mma" and strided == "lse" else expected)
+
+
+@pytest.mark.parametrize("shared", ["k", "v", "both", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [("float16", "mma"), ("float32", "mma_split"), ("float64", "tiled_f64")],
+)
+def test_repairs_write_each_gradient_once(monkeypatch, dtype, name, shared):
+    """No two entries that a block keeps write one place: there are no terms here."""
+    pytest.importorskip("cupy")
+    from cupyflash import _attention_vjp_gpu
+    from cupyflash import _attention_vjp_parts as parts
+    from cupyflash._attention_vjp_layout import grads_dtype
+
+    def array(operand, *shape):
+        batch = 1 if operand in {"both": "kv", "none": ""}.get(shared, shared) else 3
+        return np.zeros((batch, *shape, 64), dtype)
+
+    q, k, v = array("q", 4, 96), array("k", 2, 70), array("v", 2, 70)
+    lse = np.zeros(q.shape[:-1], "f8" if dtype == "float64" else "f4")
+    problem, operands = _attention_vjp_problem.attention_vjp(
+        q, q, k, v, q, lse, None, None, None, False, None, None, 0.0, None, None,
+        None, None, "bhsd", "float32", "auto", None, False, False, False,
+    )  # fmt: skip
+    made = []
+    init = parts.Repair.__init__
+
+    def noted(self, *args, **kwargs):
+        init(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(parts.Repair, "__init__", noted)
+    device = _kernels.device_of_arch("sm_90a")
+    row = next(row for row in kernels.ATTENTION_VJP_KERNELS if row.name == name)
+    dict(_attention_vjp_gpu._PLANS)[type(row)](row, problem, operands, device, 0)
+    apart = [("dk",), ("dv",)] if shared in "kv" else [("dk", "dv")]
+    assert [repair.names for repair in made] == [("dq",), *apart]
+    for repair in made:
+        axes = int(dict(repair.kernel.launch.variant.defines)["BATCH_DIMS"])
+        (grads,) = np.frombuffer(repair.kernel.params[-1], grads_dtype(axes))
+        entries, *targets = offsets(grads["kept"]).T
+        summed = offsets(grads["summed"])[:, 0]
+        all_entries = (entries[:, None] + summed).ravel()
+        assert sorted(all_entries) == list(range(3 * 4))
+        for places in targets:
+            assert len(set(places)) == len(places)

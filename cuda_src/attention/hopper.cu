@@ -728,9 +728,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
     } else {
       elem_t* const out_rows = here.at(reinterpret_cast<elem_t*>(out), params.out);
+      const int steps = static_cast<int>(params.out.row | params.head_dim_v) |
+                        (kPack > 1 ? static_cast<int>(params.out.head) : 0);
       const bool aligned =
-          (reinterpret_cast<unsigned long long>(out_rows) % 16 | params.out.row % 8 |
-           params.head_dim_v % 8 | (kPack > 1 ? params.out.head % 8 : 0)) == 0 &&
+          (static_cast<int>(reinterpret_cast<unsigned long long>(out_rows)) % 16 |
+           steps % 8) == 0 &&
           params.out.col == 1;
       // A word: two columns of row r of this thread.
       auto word_of = [&](int e, int r) {

@@ -170,7 +170,10 @@ class scores_t {
       : params_(params), key_length_(params.seqlen_k), query_length_(params.seqlen_q) {
     if constexpr (kHasBias) bias_ = at.at(bias, params.bias);
     if constexpr (kHasMask) mask_ = at.at(mask, params.mask);
-    if constexpr (kHasSinks) sinks_ = at.at(sinks, params.sinks);
+    if constexpr (kHasSinks) {
+      sinks_ = sinks;
+      head_ = static_cast<int>(at.head);
+    }
     if constexpr (kHasAlibi) {
       slope_ = to<accum_t>(*at.at(alibi_slopes, params.alibi_slopes));
     }
@@ -278,7 +281,9 @@ class scores_t {
 
   // The sink as one more score of row i, or of every row; -inf is none.
   __device__ accum_t sink(index_t i = 0) const {
-    if constexpr (kHasSinks) return to<accum_t>(sinks_[i * params_.sinks.row]);
+    if constexpr (kHasSinks) {
+      return to<accum_t>(sinks_[head_ * params_.sinks.head + i * params_.sinks.row]);
+    }
     return -infinity<accum_t>();
   }
 
@@ -304,7 +309,8 @@ class scores_t {
   const params_t& params_;
   const bias_t* bias_;
   const bool* mask_;
-  const sink_t* sinks_;
+  const sink_t* sinks_;  // of all heads
+  int head_;
   accum_t slope_;
   index_t offset_, key_length_, query_length_, part_first_;
 };

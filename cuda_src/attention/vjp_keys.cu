@@ -104,10 +104,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     runs_k.finish(sums_k);
     runs_v.finish(sums_v);
-    store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0], sums_k,
-               static_cast<accum_t>(params.scale), num_keys, params.head_dim, c0);
-    store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1], sums_v,
-               1, num_keys, params.head_dim_v, c0);
+    // A repair makes one alone where entries share k or v but not both.
+    if (!kRepairs || dk != nullptr) {
+      store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                 sums_k, static_cast<accum_t>(params.scale), num_keys, params.head_dim,
+                 c0);
+    }
+    if (!kRepairs || dv != nullptr) {
+      store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                 sums_v, 1, num_keys, params.head_dim_v, c0);
+    }
     block += gridDim.x;
   } while (kRepairs);
 }

@@ -187,8 +187,3 @@ print("\n".join(failed) or "none")
 #   finite numbers beside them the bits are the same, which is tested in all rows.
 #
 # Note 0018 has the reproducers of the first two.
-#
-# Mended behind the run of the record, and not run on a card since: gradients of
-# float32 on tensor cores (row ``mma_split``) with two or more batch axes and an ``lse``
-# that does not lie side by side. There dbias, and what is repaired of dk and dv, came
-# from wrong places in memory; ``test_axes_that_merge_but_for_lse`` tells it.

@@ -61,6 +61,12 @@ using key_length_t = KEY_LENGTHS_T;
 constexpr bool kHasKeyLengths = false;
 using key_length_t = char;
 #endif
+// What a thread keeps of its sinks, by where that takes fewer registers.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kSinksOfAllHeads = true;
+#else
+constexpr bool kSinksOfAllHeads = false;
+#endif
 #ifdef KEY_PARTS
 constexpr bool kHasParts = true;
 #else
@@ -171,8 +177,8 @@ class scores_t {
     if constexpr (kHasBias) bias_ = at.at(bias, params.bias);
     if constexpr (kHasMask) mask_ = at.at(mask, params.mask);
     if constexpr (kHasSinks) {
-      sinks_ = sinks;
-      head_ = static_cast<int>(at.head);
+      sinks_ = kSinksOfAllHeads ? sinks : at.at(sinks, params.sinks);
+      head_ = kSinksOfAllHeads ? static_cast<int>(at.head) : 0;
     }
     if constexpr (kHasAlibi) {
       slope_ = to<accum_t>(*at.at(alibi_slopes, params.alibi_slopes));
@@ -309,8 +315,8 @@ class scores_t {
   const params_t& params_;
   const bias_t* bias_;
   const bool* mask_;
-  const sink_t* sinks_;  // of all heads
-  int head_;
+  const sink_t* sinks_;  // of all heads, or from this one on
+  int head_;             // counted from there
   accum_t slope_;
   index_t offset_, key_length_, query_length_, part_first_;
 };

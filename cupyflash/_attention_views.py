@@ -107,7 +107,7 @@ class Copy:
         self.shape = (*rows, -(-num_columns // vector) * vector)
         self.dtype = x.dtype
         size, (steps,) = _layout.collapse(rows, [row_strides])
-        fields = {
+        fields: dict[str, Any] = {
             "num_rows": math.prod(rows),
             "num_columns": num_columns,
             "column_stride": column_stride,

@@ -96,3 +96,25 @@ def test_more_parts_than_32_bits_count(name):
     assert "are too many" in told
     taken = row.cuts(made_up("softmax", 1 << 20, 1 << 20), device)
     assert all(cut.num_blocks < 1 << 31 for cut in taken)
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_scratch_of_a_graph_outlives_its_plan(monkeypatch, capturing):
+    """A graph may be replayed when the plan that it was captured with has gone."""
+    pytest.importorskip("cupy")
+    from cupyflash import _graphs, _softmax_gpu
+
+    def enqueue(*args):
+        asked.append(args[-2])
+
+    asked, kept = [], []
+    scratch = types.SimpleNamespace(ptr=77)
+    monkeypatch.setattr(_softmax_gpu.cupy.cuda, "alloc", lambda size: scratch)
+    monkeypatch.setattr(_graphs, "is_capturing", lambda: capturing)
+    monkeypatch.setattr(_graphs, "_kept_for_graphs", kept)
+    plan = object.__new__(_softmax_gpu._Plan)
+    plan._scratch_bytes, plan._layout = 256, b""
+    plan.launches = (types.SimpleNamespace(enqueue=enqueue),) * 2
+    plan._launch(1, 2)
+    assert asked == [77, 77]  # the two kernels meet in it
+    assert kept == ([scratch] if capturing else [])

@@ -10,6 +10,7 @@ import numpy as np
 from cupyflash import _attention_f64, _attention_problem, _kernels
 from cupyflash import _attention_samples as _samples
 from cupyflash._attention_hopper import HOPPER
+from cupyflash._attention_hopper_wide import HOPPER_WIDE
 from cupyflash._attention_mma import MMA
 from cupyflash._attention_problem import AttentionProblem, MergeProblem
 from cupyflash._attention_rows import (
@@ -222,6 +223,7 @@ class UnfusedKernel:
 ATTENTION_KERNELS = (  # best first
     HOPPER,
     MMA,
+    HOPPER_WIDE,
     _attention_f64.TILED_F64,
     FusedKernel(
         name="tiled",
@@ -337,8 +339,10 @@ def merge_params_dtype(row_dims: int) -> np.dtype:
     )
 
 
-def merge_config(problem: MergeProblem, row_dims: int) -> Config:
-    """The launch of the merge kernel."""
+def merge_config(
+    problem: MergeProblem, row_dims: int, out_dtype: str | None = None
+) -> Config:
+    """The launch of the merge kernel; `out_dtype` where that of the parts is wider."""
     wide = "float64" in (problem.dtype, problem.lse_dtype)
     defines = {
         "ELEM_T": CUDA_TYPES[problem.dtype],
@@ -347,6 +351,8 @@ def merge_config(problem: MergeProblem, row_dims: int) -> Config:
         "ROW_DIMS": str(row_dims),
         "NUM_THREADS": str(_MERGE_THREADS),
     }
+    if out_dtype not in (None, problem.dtype):
+        defines["OUT_T"] = CUDA_TYPES[out_dtype]
     variant = Variant("attention/merge.cu", "attention_merge", tuple(defines.items()))
     num_rows = math.prod(problem.shape)
     return Config(variant, -(-num_rows * 32 // _MERGE_THREADS), _MERGE_THREADS)

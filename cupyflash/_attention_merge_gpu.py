@@ -13,7 +13,7 @@ _plans = _gpu.PlanCache()
 class MergePlan:
     """The merge kernel for arrays of given shapes, and strides in elements."""
 
-    def __init__(self, problem, device_id, outs, lses, out):
+    def __init__(self, problem, device_id, outs, lses, out, out_dtype=None):
         self.device_id = device_id
         _gpu.device(self.device_id)  # refuses cards that are too old
         outs_part, *outs_rows, outs_col = outs
@@ -34,7 +34,7 @@ class MergePlan:
         }
         dims = len(shape)
         self.params = _gpu.pack(fields, _attention_kernels.merge_params_dtype(dims))
-        config = _attention_kernels.merge_config(problem, dims)
+        config = _attention_kernels.merge_config(problem, dims, out_dtype)
         self.launch = _gpu.Launch(
             config.variant, config.grid, config.block, self.device_id
         )

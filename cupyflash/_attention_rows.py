@@ -121,16 +121,16 @@ def most_seen(problem):
 
 
 # Keys of a part are a multiple of this, which all tiles of keys divide; and blocks that
-# a multiprocessor is to have where keys are in parts.
+# a multiprocessor is to have where keys are in parts and several blocks share it.
 _KEYS_OF_PART = 256
 _BLOCKS_PER_SM = 4
 
 
-def parts_of_keys(problem, device, block_m):
+def parts_of_keys(problem, device, block_m, blocks_per_sm=_BLOCKS_PER_SM):
     """(parts, keys of each) where tiles of `block_m` queries leave the device idle."""
-    wanted = device.num_sms * _BLOCKS_PER_SM // num_tiles(problem, block_m)
+    wanted = device.num_sms * blocks_per_sm // num_tiles(problem, block_m)
     steps = -(-problem.seqlen_k // _KEYS_OF_PART)
-    if most_seen(problem) < 2 * _KEYS_OF_PART or wanted < _BLOCKS_PER_SM:
+    if most_seen(problem) < 2 * _KEYS_OF_PART or wanted < max(blocks_per_sm, 2):
         return 1, problem.seqlen_k
     keys = -(-steps // min(wanted, steps)) * _KEYS_OF_PART
     return -(-problem.seqlen_k // keys), keys

@@ -33,7 +33,7 @@ class PartsPlan(BasePlan):
             self.num_splits,
             shape,
             problem.head_dim_v,
-            problem.dtype,
+            self.parts.out_dtype.name,
             problem.compute_dtype,
         )
         steps = _attention_params.new_out_strides(problem)
@@ -44,7 +44,7 @@ class PartsPlan(BasePlan):
             for more in ((problem.head_dim_v,), ())
         )
         self.merge = _attention_merge_gpu.MergePlan(
-            merged, self.device_id, *of_parts, steps
+            merged, self.device_id, *of_parts, steps, problem.dtype
         )
         self.launches = (*self.parts.launches, self.merge.launch)
 

@@ -14,9 +14,14 @@
 #ifndef ELEM_T
 #error "ELEM_T, LSE_T, ACCUM_T, ROW_DIMS and NUM_THREADS come from the host"
 #endif
-using elem_t = ELEM_T;
+using elem_t = ELEM_T;  // of outs
 using lse_t = LSE_T;
 using accum_t = ACCUM_T;
+#ifdef OUT_T
+using out_t = OUT_T;
+#else
+using out_t = elem_t;
+#endif
 constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS;
 
 enum { kOuts, kLses, kOut, kArrays };
@@ -31,7 +36,7 @@ struct merge_params_t {
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     attention_merge(const elem_t* __restrict__ outs,  // (parts, rows, head_dim_v)
                     const lse_t* __restrict__ lses,   // (parts, rows)
-                    elem_t* __restrict__ out,         // (rows, head_dim_v)
+                    out_t* __restrict__ out,          // (rows, head_dim_v)
                     lse_t* __restrict__ lse,          // (rows), contiguous, or null
                     const __grid_constant__ merge_params_t params) {
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
@@ -75,7 +80,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     }
     if (exists) {
       out[offsets.of[kOut] + column * params.out_col] =
-          to<elem_t>(l == 0 ? accum_t(0) : sum / l);
+          to<out_t>(l == 0 ? accum_t(0) : sum / l);
     }
   }
   if (lse != nullptr && lane == 0) {

@@ -55,6 +55,7 @@ def representative():
         yield replace(in_parts, seqlen_q=8), 2
     yield from _attention_f64.representative(made_up)
     yield from _bounded()
+    yield from _wide()
     yield from _long()
 
 
@@ -67,6 +68,17 @@ def _long():
             replace(made_up(dtype, head_dim), seqlen_q=1 << 16, seqlen_k=1 << 16),
             1,
         )
+
+
+def _wide():
+    """16-bit heads above 256 columns."""
+    for dtype, dims in (("bfloat16", (576, 512)), ("float16", (576, 576))):
+        asked = replace(made_up(dtype, dims[0]), head_dim_v=dims[1])
+        yield asked, 1
+        yield replace(asked, batch=(4, 1), keys_of_part=256, sinks="float32"), 2
+        yield replace(asked, **_ALL_OPTIONS), 2
+        yield replace(asked, bias="float32", mask="bool"), 1
+        yield replace(asked, query_lengths="int32", key_lengths="int32"), 1
 
 
 def _bounded():

@@ -231,15 +231,28 @@ __device__ __forceinline__ void finish_scores(float (&s)[kScores],
   const band_t band = scores.band(i0, j0);
   const bool sees_all = band.sees_all(kBlockM, kBlockN);
   if (!kHasTerms && sees_all) return;
-#pragma unroll
-  for (int n = 0; n < kScores; ++n) {
+  auto finish = [&](float& x, int n) {
     const int i = row() + n / 2 % 2 * 8;
     const int j = side() * kKeys + n / 4 * 8 + column() + n % 2;
     if (!sees_all && !band.sees(i, j)) {
-      s[n] = -infinity<float>();
+      x = -infinity<float>();
     } else if constexpr (kHasTerms) {
-      s[n] = scores(s[n], i0 + i, j0 + j);
+      x = scores(x, i0 + i, j0 + j);
     }
+  };
+  if constexpr (kHasTerms && kOwn > 4) {
+    // o takes the registers: one score at a time, by way of the stack.
+    float on_stack[kScores];
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) on_stack[n] = s[n];
+#pragma unroll 1
+    for (int n = 0; n < kScores; ++n) finish(on_stack[n], n);
+    ptx::forget(on_stack);
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) s[n] = on_stack[n];
+  } else {
+#pragma unroll
+    for (int n = 0; n < kScores; ++n) finish(s[n], n);
   }
 }
 
@@ -475,23 +488,29 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
     if (!__syncthreads_or(odd != 0)) break;
   }
 
-  out_t* const out_rows = at.at(out, params.out);
+  // Looked up again: in the loop there are no registers for it.
+  index_t block = block_index();
+  ptx::forget(block);
+  const place_t here(params, block, num_tiles);
+  const scores_t rows_of(here, SCORE_ARGUMENTS);
+  out_t* const out_rows = here.at(out, params.out);
+  const index_t i_first = (num_tiles - 1 - here.tile) * kBlockM;
   const bool as_pairs =
       params.out.col == 1 && (params.out.row | dim_v) % 2 == 0 &&
       reinterpret_cast<unsigned long long>(out_rows) % (2 * sizeof(out_t)) == 0;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    const index_t i = i0 + row() + 8 * r;
+    const index_t i = i_first + row() + 8 * r;
     if (i >= params.seqlen_q) continue;
     // lse takes the whole of the product; l takes what a float of it leaves over, which
     // above a million is less than a unit of lse.
     const double m = rows.m[r] * scale;
     const float high = rows.l[r] == 0 ? -infinity<float>() : static_cast<float>(m);
     const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
-    const finished_t finished = scores.finish(i, high, rows.l[r] * (1 + low));
+    const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
     const float inverse = finished.inverse * (1 + low);
     if (lse != nullptr && side() == 0 && lane() % 4 == 0) {
-      lse[at.row_of_heads * params.seqlen_q + i] = finished.lse;
+      lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
     }
     out_t* const out_row = out_rows + i * params.out.row;
 #pragma unroll
@@ -509,6 +528,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
     }
   }
   if (__syncthreads_or(special)) {  // and all rows are stored
-    add_specials(out_rows, v_rows, scores, params, i0, i_last, first, keys.last);
+    add_specials(out_rows, here.at_kv(v, params.v), rows_of, params, i_first,
+                 min(i_first + kBlockM, params.seqlen_q), first, keys.last);
   }
 }

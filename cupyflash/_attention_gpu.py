@@ -19,6 +19,7 @@ from cupyflash._attention_f64 import TensorFloat64Kernel
 from cupyflash._attention_hopper import HopperKernel
 from cupyflash._attention_hopper_plan import HopperPlan
 from cupyflash._attention_hopper_wide import HopperWideKernel
+from cupyflash._attention_hopper_wide_plan import HopperWidePlan
 from cupyflash._attention_kernels import ATTENTION_KERNELS, FusedKernel, UnfusedKernel
 from cupyflash._attention_mma import MmaKernel
 from cupyflash._attention_plans import (
@@ -26,7 +27,6 @@ from cupyflash._attention_plans import (
     FusedPlan,
     MmaPlan,
     UnfusedPlan,
-    WidePlan,
 )
 from cupyflash._attention_view_plans import CopyingPlan, PartsPlan
 
@@ -36,7 +36,7 @@ _PLANS = {
     HopperKernel: HopperPlan,
     FusedKernel: FusedPlan,
     MmaKernel: MmaPlan,
-    HopperWideKernel: WidePlan,
+    HopperWideKernel: HopperWidePlan,
     TensorFloat64Kernel: FusedPlan,
     UnfusedKernel: UnfusedPlan,
 }
@@ -136,7 +136,7 @@ def make_plan(problem, operands):
     device = _gpu.device(device_id)
     row, _, known, fit, copies = _select(problem, operands, device)
     kind, parts = _PLANS[type(row)], (1, known.seqlen_k)
-    if kind in (FusedPlan, WidePlan) and known.seqlen_k:
+    if kind in (FusedPlan, HopperWidePlan) and known.seqlen_k:
         parts = row.parts(known, device)
     if parts[0] > 1:
         plan = PartsPlan(kind, row, known, fit, device, parts)

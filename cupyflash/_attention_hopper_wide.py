@@ -14,6 +14,7 @@ from cupyflash._attention_rows import (
     scale_is_plain,
 )
 from cupyflash._kernels import Device, Variant
+from cupyflash._tensormap import MAX_BATCH_AXES
 
 # Head dimensions are compiled in steps; zeros fill the rest.
 _STEP = 64
@@ -23,6 +24,8 @@ _NARROW, _WIDEST = 256, 576
 # Queries and keys of a tile, of 16 bits.
 _BLOCK = 64
 _NUM_THREADS = 256
+# Behind them: barriers, and what blocks of a cluster tell each other.
+_BARRIERS = 64
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,25 @@ class HopperWideKernel:
         return dim, dim_v
 
     def smem(self, problem: AttentionProblem) -> int:
-        """Bytes of a tile each of q, k, v and p, and of a float a row and side."""
+        """Bytes of tiles of q, k, v and p, of a float a row and side, and more."""
         dim, dim_v = self.dims(problem)
-        return _BLOCK * 2 * (2 * dim + dim_v + _BLOCK) + 2 * 4 * _BLOCK
+        return _BLOCK * 2 * (2 * dim + dim_v + _BLOCK) + 2 * 4 * _BLOCK + _BARRIERS
+
+    def cluster(self, problem: AttentionProblem, batch_dims: int) -> int:
+        """Blocks that share the tiles of k and v that the copy engine brings, or 0.
+
+        Above 512 columns of v there are no registers for it.
+        """
+        if problem.no_tensor_map is not None or batch_dims > MAX_BATCH_AXES:
+            return 0
+        if problem.seqlen_k == 0 or self.dims(problem)[1] > 512:
+            return 0
+        return 2 if problem.seqlen_q > _BLOCK else 1
+
+    def rows_of_map(self, problem: AttentionProblem, batch_dims: int) -> int:
+        """Rows that the copy engine brings at a time, if it does."""
+        cluster = self.cluster(problem, batch_dims)
+        return _BLOCK // cluster if cluster else 0
 
     def parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
         """Parts of the keys, and keys of each: a block has a multiprocessor."""
@@ -82,6 +101,9 @@ class HopperWideKernel:
         switches = {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
         if not scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
+        cluster = self.cluster(problem, batch_dims)
+        if cluster:
+            switches["CLUSTER"] = cluster
         variant = Variant(
             source=f"attention/{self.name}.cu",
             entry=f"attention_{self.name}",
@@ -89,7 +111,9 @@ class HopperWideKernel:
             arch=self.arch,
             smem=self.smem(problem),
         )
-        return (Config(variant, num_tiles(problem, _BLOCK), _NUM_THREADS),)
+        blocks = max(cluster, 1)
+        num_blocks = num_tiles(problem, _BLOCK * blocks) * blocks
+        return (Config(variant, num_blocks, _NUM_THREADS),)
 
 
 HOPPER_WIDE = HopperWideKernel(name="hopper_wide", rungs=("tiled", "auto"))

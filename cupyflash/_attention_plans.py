@@ -121,15 +121,6 @@ class FusedPlan(BasePlan):
         return self(arrays_of(operands), offset)
 
 
-class WidePlan(FusedPlan):
-    """The hopper_wide kernel, whose parts of the keys are not rounded to 16 bits."""
-
-    def __init__(self, row, problem, operands, device):
-        super().__init__(row, problem, operands, device)
-        if problem.keys_of_part is not None:
-            self.out_dtype = self.lse_dtype
-
-
 class MmaPlan(FusedPlan):
     """The mma kernel; of float32, keys and values that another kernel has split."""
 

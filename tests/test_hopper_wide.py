@@ -45,6 +45,7 @@ def test_takes(dtype, dims, options):
     (config,) = row.configs(asked, 2, H200)
     assert config.variant.smem <= H200.smem_optin
     assert config.num_blocks == 64 * 64
+    assert "CLUSTER" not in dict(config.variant.defines)
     rounded = tuple(-(-n // 64) * 64 for n in dims)
     defines = dict(config.variant.defines)
     assert (defines["HEAD_DIM"], defines["HEAD_DIM_V"]) == tuple(map(str, rounded))
@@ -74,6 +75,25 @@ def test_leaves_to_other_rows(asked, arch, reason):
     assert row is not HOPPER_WIDE
 
 
+@pytest.mark.parametrize(
+    ("asked", "cluster", "blocks"),
+    [
+        ({}, 2, 64 * 64),
+        ({"seqlen_q": 130}, 2, 64 * 4),  # two of three tiles, and one with nothing
+        ({"seqlen_q": 64}, 1, 64),
+        ({"dims": (512, 576)}, 0, 64 * 64),
+        ({"no_tensor_map": "k starts anywhere"}, 0, 64 * 64),
+    ],
+)
+def test_blocks_that_share_tiles(asked, cluster, blocks):
+    asked = problem(**asked)
+    assert HOPPER_WIDE.cluster(asked, 2) == cluster
+    assert HOPPER_WIDE.rows_of_map(asked, 2) == (64 // cluster if cluster else 0)
+    assert HOPPER_WIDE.cluster(asked, 3) == 0
+    (config,) = HOPPER_WIDE.configs(asked, 2, H200)
+    assert config.num_blocks == blocks
+
+
 def test_needs_a_compiler_for_it():
     old = dataclasses.replace(H200, nvrtc=(12, 8))
     assert "needs NVRTC 12.9" in HOPPER_WIDE.refusal(problem(), old)
@@ -99,7 +119,8 @@ def test_parts_of_the_keys(asked, parts):
 
 
 def test_shared_memory():
-    assert HOPPER_WIDE.smem(problem(dims=(300, 64))) == 2 * 64 * (320 * 2 + 128) + 512
+    tiles = 2 * 64 * (2 * 320 + 64 + 64)
+    assert HOPPER_WIDE.smem(problem(dims=(300, 64))) == tiles + 512 + 64
 
 
 # --- on a device ---------------------------------------------------------------------

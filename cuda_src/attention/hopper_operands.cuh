@@ -6,16 +6,10 @@
 #include "attention/params.cuh"
 #include "attention/wgmma_operands.cuh"
 #include "common/reduce.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/tma.cuh"
 
 // --- tiles in shared memory, as the copy engine brings them
-
-// A coordinate in a tensor map, whose broadcast axes have length 1.
-__device__ __forceinline__ int coordinate(index_t index, index_t stride) {
-  return stride == 0 ? 0 : static_cast<int>(index);
-}
 
 // Asks for rows [row, row + kRows) of one matrix, a box of kBoxRows at a time; those
 // outside it arrive as zeros. kReadOnce: nobody else will read them. Of a single box
@@ -51,25 +45,11 @@ __device__ __forceinline__ void load_tile(unsigned target,
   }
 }
 
-// The coordinates of a batch entry, innermost first.
-__device__ __forceinline__ void batch_coordinates(int (&batch)[2],
-                                                  const place_t& at,
-                                                  const operand_t& operand) {
-  batch[0] = coordinate(at.batch[kBatchDims - 1], operand.batch[kBatchDims - 1]);
-  batch[1] = kBatchDims == 2 ? coordinate(at.batch[0], operand.batch[0]) : 0;
-}
-
 // A compile-time bool as an argument.
 template <bool kValue>
 struct flag_t {
   static constexpr bool value = kValue;
 };
-
-// Spins until the phase is over.
-__device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
-  }
-}
 
 // Blocks take `next` by turns; the last to finish sets both numbers back to 0.
 struct counter_t {

@@ -26,6 +26,8 @@
 //            finite have reached its result
 #include "attention/mma_tiles.cuh"
 #include "attention/wgmma_operands.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/cluster_mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
@@ -52,6 +54,23 @@ constexpr bool kScaleScores = false;
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+
+// The copy engine brings k and v, each block of a cluster its share of the rows for all
+// of them; else they come by cp.async.
+#ifdef CLUSTER
+constexpr bool kMapped = true;
+constexpr int kCluster = CLUSTER;
+struct alignas(64) maps_t {
+  ptx::tensor_map_t k, v;
+};
+#define CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
+#define MAPS_PARAMETER const __grid_constant__ maps_t maps,
+#else
+constexpr bool kMapped = false;
+constexpr int kCluster = 1;
+#define CLUSTER_SHAPE
+#define MAPS_PARAMETER
+#endif
 
 // Parts of the keys are merged from float32 (merge.cu).
 template <bool kInParts>
@@ -114,6 +133,64 @@ __device__ __forceinline__ void load_panels(unsigned char* smem,
   }
 }
 
+// One place for tiles of k or v, which the copy engine fills in all blocks of a cluster
+// when all have read the tile before. One thread loads and releases.
+template <int kDim>
+struct feed_t {
+  static constexpr int kShare = kBlockN / kCluster;
+
+  const ptx::tensor_map_t& map;
+  unsigned tile, full, empty;  // in shared memory
+  int head, batch[2];
+  int count;  // of tiles that were read
+
+  __device__ __forceinline__ feed_t(const ptx::tensor_map_t& map,
+                                    unsigned char* tile,
+                                    unsigned long long* barriers,
+                                    const place_t& at,
+                                    const operand_t& operand)
+      : map(map),
+        tile(shared_address(tile)),
+        full(shared_address(barriers)),
+        empty(full + 8),
+        head(coordinate(at.kv_head, operand.head)),
+        count(0) {
+    batch_coordinates(batch, at, operand);
+  }
+  __device__ __forceinline__ void begin() const {
+    ptx::mbarrier_init(full, 1);
+    ptx::mbarrier_init(empty, kCluster);
+  }
+  __device__ __forceinline__ void load(index_t j0) const {
+    if (count > 0) wait(empty, (count - 1) & 1);
+    ptx::mbarrier_arrive_expect_tx(full, kDim * 128);
+    const int first = kCluster > 1 ? ptx::cluster_rank_again() * kShare : 0;
+#pragma unroll
+    for (int panel = 0; panel < kDim / 64; ++panel) {
+      const unsigned to = tile + panel * kPanel + first * 128;
+      const int row = static_cast<int>(j0) + first;
+      if constexpr (kCluster > 1) {
+        ptx::cp_async_bulk_tensor_5d_multicast(to, map, full, (1 << kCluster) - 1,
+                                               panel * 64, row, head, batch[0],
+                                               batch[1]);
+      } else {
+        ptx::cp_async_bulk_tensor_5d(to, map, full, panel * 64, row, head, batch[0],
+                                     batch[1]);
+      }
+    }
+  }
+  __device__ __forceinline__ void wait_for_tile() const { wait(full, count & 1); }
+  __device__ __forceinline__ void release(bool elected) {
+    if (elected) {
+#pragma unroll
+      for (int rank = 0; rank < kCluster; ++rank) {
+        ptx::mbarrier_arrive_cluster_relaxed(ptx::mapa(empty, rank));
+      }
+    }
+    ++count;
+  }
+};
+
 // Sets numbers of the tile of v that are not finite to 0; whether this thread found
 // any.
 __device__ __forceinline__ bool clean_values(unsigned char* tile) {
@@ -134,10 +211,12 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile) {
 // --- products ------------------------------------------------------------------------
 
 // s = q k^T of this side's keys. A tensor core cuts what falls off a sum, so that 64
-// columns are summed apart and added by rounding.
+// columns are summed apart and added by rounding. `beside()` runs among the products.
+template <typename Beside>
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
                                             unsigned long long q,
-                                            unsigned long long k) {
+                                            unsigned long long k,
+                                            Beside beside) {
   float parts[2][kScores];
   auto start = [&](int panel) {
     ptx::wgmma_fence();
@@ -149,6 +228,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
     ptx::wgmma_commit_group();
   };
   start(0);
+  beside();
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
     if (panel + 1 < kPanels) {
@@ -370,26 +450,35 @@ __device__ __forceinline__ void add_specials(out_t* out_rows,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wide(
-    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-    out_t* __restrict__ out,       // (batch, heads, queries, head_dim_v)
-    accum_t* __restrict__ lse,     // (batch, heads, queries), or null
-    SCORE_PARAMETERS) {
+extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
+    attention_hopper_wide(
+        MAPS_PARAMETER                 // of k and v
+        const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
+        const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
+        const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
+        out_t* __restrict__ out,       // (batch, heads, queries, head_dim_v)
+        accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+        SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* const smem_k = smem + kPanels * kPanel;  // behind q
   unsigned char* const smem_v = smem_k + kPanels * kPanel;
   unsigned char* const smem_p = smem_v + kPanelsV * kPanel;
   across_t& across = *reinterpret_cast<across_t*>(smem_p + kPanel);
+  // Of k and v, then a number of each block of the cluster.
+  auto* const barriers = reinterpret_cast<unsigned long long*>(&across + 1);
+  int* const votes = reinterpret_cast<int*>(barriers + 4);
 
-  const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  // Blocks of a cluster have tiles of one head, and walk over the same keys.
+  constexpr int kRowsOfCluster = kCluster * kBlockM;
+  const index_t num_tiles =
+      (params.seqlen_q + kRowsOfCluster - 1) / kRowsOfCluster * kCluster;
   const place_t at(params, block_index(), num_tiles);
   if (!at.exists) return;
   const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
-  const index_t i_last = min(i0 + kBlockM, params.seqlen_q);
   const scores_t scores(at, SCORE_ARGUMENTS);
-  const range_t keys = scores.keys_of(i0, i_last);
+  const index_t i_cluster = i0 / kRowsOfCluster * kRowsOfCluster;
+  const range_t keys =
+      scores.keys_of(i_cluster, min(i_cluster + kRowsOfCluster, params.seqlen_q));
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
   const index_t first = keys.first / kBlockN * kBlockN;
@@ -400,6 +489,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
   const int dim_v = static_cast<int>(params.head_dim_v);
   const bool aligned_k = has_aligned_rows(k_rows, params.k.row, dim);
   const bool aligned_v = has_aligned_rows(v_rows, params.v.row, dim_v);
+#ifdef CLUSTER
+  feed_t<kHeadDim> feed_k(maps.k, smem_k, barriers, at, params.k);
+  feed_t<kHeadDimV> feed_v(maps.v, smem_v, barriers + 2, at, params.v);
+  const bool feeds = threadIdx.x == 0;
+  if (feeds) {
+    feed_k.begin();
+    feed_v.begin();
+    ptx::fence_mbarrier_init();
+  }
+  auto load_k = [&](index_t j0) {
+    if (feeds && j0 < keys.last) feed_k.load(j0);
+  };
+  auto load_v = [&](index_t j0) {
+    if (feeds && j0 < keys.last) feed_v.load(j0);
+  };
+#else
   auto rows_from = [&](index_t j0) {
     return static_cast<int>(min(keys.last - j0, index_t(kBlockN)));
   };
@@ -417,10 +522,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
     }
     ptx::commit_copies();
   };
+#endif
   {
     const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
-    load_panels<kHeadDim>(smem, q_rows, params.q.row, static_cast<int>(i_last - i0),
-                          dim, has_aligned_rows(q_rows, params.q.row, dim));
+    const index_t count = min(params.seqlen_q - i0, index_t(kBlockM));
+    load_panels<kHeadDim>(smem, q_rows, params.q.row, static_cast<int>(count), dim,
+                          has_aligned_rows(q_rows, params.q.row, dim));
+  }
+  if constexpr (kMapped) {
+    ptx::commit_copies();
+    ptx::wait_copy_groups<0>();
+    ptx::fence_proxy_async();
+    __syncthreads();  // q is complete, and the barriers are there
+  }
+  if constexpr (kCluster > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();  // those of all blocks
   }
 
   const unsigned long long q_tile = descriptor(shared_address(smem), 16);
@@ -440,33 +557,50 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
     load_k(first);
-    load_v(first);
+    if constexpr (!kMapped) load_v(first);
     rows = softmax_t();
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n) o[n] = 0;
 #pragma unroll 1
     for (index_t j0 = first; j0 < keys.last; j0 += kBlockN) {
+      float s[kScores];
+#ifdef CLUSTER
+      feed_k.wait_for_tile();
+      multiply_qk(s, q_tile, k_tile, [&] { load_v(j0); });
+#else
       ptx::wait_copy_groups<1>();
       ptx::fence_proxy_async();
       __syncthreads();  // k is complete
-      float s[kScores];
-      multiply_qk(s, q_tile, k_tile);
+      multiply_qk(s, q_tile, k_tile, [] {});
+#endif
       finish_scores(s, scores, i0, j0);
       put_largest(across, s);
       __syncthreads();  // all have read k; the maxima of both sides are there
+#ifdef CLUSTER
+      feed_k.release(feeds);
+      weigh(rows, s, o, across, to_log2);
+      put_weights(smem_p, s);
+      load_k(j0 + kBlockN);
+      feed_v.wait_for_tile();
+#else
       load_k(j0 + kBlockN);
       weigh(rows, s, o, across, to_log2);
       put_weights(smem_p, s);
       ptx::wait_copy_groups<1>();
+#endif
       if (careful) {
         __syncthreads();  // v is complete
         special |= clean_values(smem_v);
       }
-      ptx::fence_proxy_async();
+      if (careful || !kMapped) ptx::fence_proxy_async();
       __syncthreads();  // v and p are complete
       multiply_pv(o, p_tile, v_tile);
       __syncthreads();  // all have read v and p
+#ifdef CLUSTER
+      feed_v.release(feeds);
+#else
       load_v(j0 + kBlockN);
+#endif
     }
 
 #pragma unroll
@@ -485,7 +619,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
     float odd = 0;
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n) odd = fmaf(o[n], 0, odd);
-    if (!__syncthreads_or(odd != 0)) break;
+    bool again = __syncthreads_or(odd != 0);
+    if constexpr (kCluster > 1) {
+      if (threadIdx.x < kCluster) {
+        const unsigned own = shared_address(votes + ptx::cluster_rank_again());
+        ptx::store_cluster_s32(ptx::mapa(own, threadIdx.x), again);
+      }
+      ptx::cluster_arrive();
+      ptx::cluster_wait();  // all blocks have voted, and none asks another any more
+#pragma unroll
+      for (int rank = 0; rank < kCluster; ++rank) again |= votes[rank] != 0;
+    }
+    if (!again) break;
+  }
+  if constexpr (kCluster > 1) {
+    ptx::cluster_arrive();
+    ptx::cluster_wait();  // nobody signals a block that has ended
   }
 
   // Looked up again: in the loop there are no registers for it.

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: MIT
-// What wgmma is told of its operands.
+// What wgmma and the copy engine are told of operands.
 #pragma once
 
+#include "attention/params.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 
 // --- tiles in shared memory: chunks of 64 columns, each [rows][128 bytes], swizzled
@@ -20,4 +22,23 @@ template <int kCount>
 __device__ __forceinline__ void keep_order(float (&x)[kCount]) {
 #pragma unroll
   for (int e = 0; e < kCount; ++e) ptx::keep_order(x[e]);
+}
+
+// A coordinate in a tensor map, whose broadcast axes have length 1.
+__device__ __forceinline__ int coordinate(index_t index, index_t stride) {
+  return stride == 0 ? 0 : static_cast<int>(index);
+}
+
+// The coordinates of a batch entry, innermost first.
+__device__ __forceinline__ void batch_coordinates(int (&batch)[2],
+                                                  const place_t& at,
+                                                  const operand_t& operand) {
+  batch[0] = coordinate(at.batch[kBatchDims - 1], operand.batch[kBatchDims - 1]);
+  batch[1] = kBatchDims == 2 ? coordinate(at.batch[0], operand.batch[0]) : 0;
+}
+
+// Spins until the phase is over.
+__device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
+  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
+  }
 }

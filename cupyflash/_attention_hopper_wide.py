@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_KEYS,
-    OPTIONS,
     Config,
     defines,
     most_seen,
@@ -52,12 +51,6 @@ class HopperWideKernel:
             return f"is for heads above {_NARROW} columns"
         if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
-        arrays = [getattr(problem, name) is not None for name in OPTIONS]
-        if self.dims(problem)[1] > 512 and sum(arrays) + (problem.softcap > 0) > 4:
-            return (
-                "has too few registers for these options together at head_dim_v "
-                f"{problem.head_dim_v}"
-            )
         return None
 
     def dims(self, problem: AttentionProblem) -> tuple[int, int]:

@@ -45,12 +45,6 @@ __device__ __forceinline__ void load_tile(unsigned target,
   }
 }
 
-// A compile-time bool as an argument.
-template <bool kValue>
-struct flag_t {
-  static constexpr bool value = kValue;
-};
-
 // Blocks take `next` by turns; the last to finish sets both numbers back to 0.
 struct counter_t {
   int next, finished;

@@ -8,12 +8,13 @@
 //            and at the end  out = o / l,  lse = m + log l.
 //            Both warpgroups ("sides") have all 64 rows: each has the scores of half of
 //            the keys of a tile, and half of the columns of o, which would not fit into
-//            the registers of one. Maxima and weights go through shared memory.
+//            the registers of one. Maxima and weights go through shared memory. p v
+//            of a tile runs beside the softmax of the next one.
 // Grid       a block a tile of queries of one head; last tiles first, since causal ones
 //            are longest
 // Tiles      q     64 x kHeadDim               shared, loaded once
 //            k, v  64 x kHeadDim (kHeadDimV)   shared, one of each: k of the next tile
-//                  comes beside the softmax and p v, v beside q k and the softmax
+//                  comes beside the softmax and p v, v beside q k of the next tile
 //            p     64 x 64                     shared
 //            s, o  registers, as wgmma lays them out
 // Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
@@ -83,6 +84,9 @@ struct out_of<true> {
 };
 using out_t = out_of<kHasParts>::type;
 
+// Whether p v of a tile runs beside what finishes scores of the next one: registers.
+constexpr bool kOverlaps = !kHasTerms || kOwn <= 4;
+
 // Number n of s or o of a thread stands in row n / 2 % 2 * 8 + row() of the tile, and
 // in column n / 4 * 8 + column() + n % 2 of its side's part of the columns.
 constexpr int kRows = 2;
@@ -142,7 +146,7 @@ struct feed_t {
   const ptx::tensor_map_t& map;
   unsigned tile, full, empty;  // in shared memory
   int head, batch[2];
-  int count;  // of tiles that were read
+  int waits, releases;  // so far
 
   __device__ __forceinline__ feed_t(const ptx::tensor_map_t& map,
                                     unsigned char* tile,
@@ -154,7 +158,8 @@ struct feed_t {
         full(shared_address(barriers)),
         empty(full + 8),
         head(coordinate(at.kv_head, operand.head)),
-        count(0) {
+        waits(0),
+        releases(0) {
     batch_coordinates(batch, at, operand);
   }
   __device__ __forceinline__ void begin() const {
@@ -162,7 +167,7 @@ struct feed_t {
     ptx::mbarrier_init(empty, kCluster);
   }
   __device__ __forceinline__ void load(index_t j0) const {
-    if (count > 0) wait(empty, (count - 1) & 1);
+    if (releases > 0) wait(empty, (releases - 1) & 1);
     ptx::mbarrier_arrive_expect_tx(full, kDim * 128);
     const int first = kCluster > 1 ? ptx::cluster_rank_again() * kShare : 0;
 #pragma unroll
@@ -179,7 +184,7 @@ struct feed_t {
       }
     }
   }
-  __device__ __forceinline__ void wait_for_tile() const { wait(full, count & 1); }
+  __device__ __forceinline__ void wait_for_tile() { wait(full, waits++ & 1); }
   __device__ __forceinline__ void release(bool elected) {
     if (elected) {
 #pragma unroll
@@ -187,9 +192,17 @@ struct feed_t {
         ptx::mbarrier_arrive_cluster_relaxed(ptx::mapa(empty, rank));
       }
     }
-    ++count;
+    ++releases;
   }
 };
+
+template <unsigned kBytes>
+__device__ __forceinline__ void clear(unsigned char* smem) {
+#pragma unroll 1
+  for (unsigned n = threadIdx.x * 16; n < kBytes; n += kNumThreads * 16) {
+    *reinterpret_cast<uint4*>(smem + n) = make_uint4(0, 0, 0, 0);
+  }
+}
 
 // Sets numbers of the tile of v that are not finite to 0; whether this thread found
 // any.
@@ -211,33 +224,32 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile) {
 // --- products ------------------------------------------------------------------------
 
 // s = q k^T of this side's keys. A tensor core cuts what falls off a sum, so that 64
-// columns are summed apart and added by rounding. `beside()` runs among the products.
-template <typename Beside>
+// columns are summed apart and added by rounding.
 __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
                                             unsigned long long q,
-                                            unsigned long long k,
-                                            Beside beside) {
-  float parts[2][kScores];
+                                            unsigned long long k) {
+  constexpr int kAtOnce = kOverlaps ? 2 : 1;  // sums, as registers allow
+  float parts[kAtOnce][kScores];
   auto start = [&](int panel) {
+    if (panel >= kPanels) return;
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       const unsigned at = (panel * kPanel + step * 32) / 16;
-      ptx::wgmma_t<elem_t, kKeys>::ss(parts[panel % 2], q + at, k + at, step > 0);
+      ptx::wgmma_t<elem_t, kKeys>::ss(parts[panel % kAtOnce], q + at, k + at, step > 0);
     }
     ptx::wgmma_commit_group();
   };
-  start(0);
-  beside();
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
-    if (panel + 1 < kPanels) {
-      start(panel + 1);
+    if (panel == 0 || kAtOnce == 1) start(panel);
+    if constexpr (kAtOnce == 2) start(panel + 1);
+    if (kAtOnce == 2 && panel + 1 < kPanels) {
       ptx::wgmma_wait_group<1>();
     } else {
       ptx::wgmma_wait_group<0>();
     }
-    float (&part)[kScores] = parts[panel % 2];
+    float (&part)[kScores] = parts[panel % kAtOnce];
     keep_order(part);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] = panel == 0 ? part[e] : s[e] + part[e];
@@ -253,25 +265,41 @@ __device__ __forceinline__ void multiply_panels(float (&o)[kOutputs],
   ptx::wgmma_t<elem_t, 64 * kCount>::rs(some, p, v + kFirst * kPanel / 16, 1);
 }
 
-// o += p v of this side's columns. A step is 16 rows of v, of 128 bytes.
-__device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
-                                            const tile_t<kBlockN>& p,
-                                            unsigned long long v) {
-  constexpr int kSteps = kBlockN / 16, kMost = 4;  // panels of an instruction
-  unsigned a[kSteps][4];
+// Starts o += p v of this side's columns, whose weights it reads at once. A step is 16
+// rows of v, of 128 bytes.
+struct weights_t {
+  unsigned a[kBlockN / 16][4];
+};
+__device__ __forceinline__ void start_pv(float (&o)[kOutputs],
+                                         weights_t& p,
+                                         const tile_t<kBlockN>& tile,
+                                         unsigned long long v) {
+  constexpr int kMost = 4;  // panels of an instruction
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step)
-    ptx::ldmatrix_x4(a[step], p.at(0, 2 * step));
+  for (int step = 0; step < kBlockN / 16; ++step) {
+    ptx::ldmatrix_x4(p.a[step], tile.at(0, 2 * step));
+  }
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kBlockN / 16; ++step) {
     const unsigned long long rows = v + step * (16 * 128 / 16);
-    multiply_panels<0, (kOwn < kMost ? kOwn : kMost)>(o, a[step], rows);
-    if constexpr (kOwn > kMost) multiply_panels<kMost, kOwn - kMost>(o, a[step], rows);
+    multiply_panels<0, (kOwn < kMost ? kOwn : kMost)>(o, p.a[step], rows);
+    if constexpr (kOwn > kMost) {
+      multiply_panels<kMost, kOwn - kMost>(o, p.a[step], rows);
+    }
   }
   ptx::wgmma_commit_group();
+}
+
+// Until here the weights stay in their registers, too.
+__device__ __forceinline__ void end_pv(float (&o)[kOutputs], weights_t& p) {
   ptx::wgmma_wait_group<0>();
   keep_order(o);
+#pragma unroll
+  for (int step = 0; step < kBlockN / 16; ++step) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) ptx::forget(p.a[step][n]);
+  }
 }
 
 // --- softmax -------------------------------------------------------------------------
@@ -350,15 +378,14 @@ __device__ __forceinline__ void put_largest(across_t& across,
   }
 }
 
-// The new maximum, which o and l follow; s becomes p = exp(s - m), and joins l without
-// loss (Kahan). Differences of scores come before any product, so that any size of them
-// is weighed alike.
+// The new maximum, which l follows at once and o by alpha; s becomes p = exp(s - m),
+// and joins l without loss (Kahan). Differences of scores come before any product, so
+// that any size of them is weighed alike.
 __device__ __forceinline__ void weigh(softmax_t& rows,
                                       float (&s)[kScores],
-                                      float (&o)[kOutputs],
+                                      float (&alpha)[kRows],
                                       const across_t& across,
                                       float to_log2) {
-  float alpha[kRows];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float own = across.of[side()][row() + 8 * r];
@@ -380,6 +407,10 @@ __device__ __forceinline__ void weigh(softmax_t& rows,
     rows.rest[r] = sum - (next - l);
     rows.l[r] = next;
   }
+}
+
+__device__ __forceinline__ void rescale(float (&o)[kOutputs],
+                                        const float (&alpha)[kRows]) {
   if (__any_sync(kFullMask, alpha[0] != 1 || alpha[1] != 1)) {
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n) o[n] *= alpha[n / 2 % 2];
@@ -502,8 +533,12 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
     if (feeds && j0 < keys.last) feed_k.load(j0);
   };
   auto load_v = [&](index_t j0) {
-    if (feeds && j0 < keys.last) feed_v.load(j0);
+    if (feeds) feed_v.load(j0);
   };
+  auto wait_for_k = [&] { feed_k.wait_for_tile(); };
+  auto wait_for_v = [&] { feed_v.wait_for_tile(); };
+  auto release_k = [&] { feed_k.release(feeds); };
+  auto release_v = [&] { feed_v.release(feeds); };
 #else
   auto rows_from = [&](index_t j0) {
     return static_cast<int>(min(keys.last - j0, index_t(kBlockN)));
@@ -516,12 +551,23 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
     ptx::commit_copies();
   };
   auto load_v = [&](index_t j0) {
-    if (j0 < keys.last) {
-      load_panels<kHeadDimV>(smem_v, v_rows + j0 * params.v.row, params.v.row,
-                             rows_from(j0), dim_v, aligned_v);
-    }
+    load_panels<kHeadDimV>(smem_v, v_rows + j0 * params.v.row, params.v.row,
+                           rows_from(j0), dim_v, aligned_v);
     ptx::commit_copies();
   };
+  // v of a tile is asked for after k of the next one.
+  auto wait_for_k = [&] {
+    ptx::wait_copy_groups<1>();
+    ptx::fence_proxy_async();
+    __syncthreads();
+  };
+  auto wait_for_v = [&] {
+    ptx::wait_copy_groups<0>();
+    ptx::fence_proxy_async();
+    __syncthreads();
+  };
+  auto release_k = [] {};
+  auto release_v = [] {};
 #endif
   {
     const elem_t* const q_rows = at.at(q, params.q) + i0 * params.q.row;
@@ -557,50 +603,49 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
 #pragma unroll 1
   for (bool careful = false;; careful = true) {
     load_k(first);
-    if constexpr (!kMapped) load_v(first);
+    if constexpr (!kMapped) ptx::commit_copies();  // in place of v of a tile before
     rows = softmax_t();
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n) o[n] = 0;
+    weights_t p;
+    // The first products with v are those of no tile.
+    clear<(kPanelsV + 1) * kPanel>(smem_v);  // and p
+    ptx::fence_proxy_async();
+    __syncthreads();
+    auto clean = [&] {
+      __syncthreads();  // v is complete
+      special |= clean_values(smem_v);
+      ptx::fence_proxy_async();
+      __syncthreads();  // all have cleaned their part
+    };
 #pragma unroll 1
     for (index_t j0 = first; j0 < keys.last; j0 += kBlockN) {
-      float s[kScores];
-#ifdef CLUSTER
-      feed_k.wait_for_tile();
-      multiply_qk(s, q_tile, k_tile, [&] { load_v(j0); });
-#else
-      ptx::wait_copy_groups<1>();
-      ptx::fence_proxy_async();
-      __syncthreads();  // k is complete
-      multiply_qk(s, q_tile, k_tile, [] {});
-#endif
+      float s[kScores], alpha[kRows];
+      wait_for_k();
+      multiply_qk(s, q_tile, k_tile);
+      // Products with v of the tile before run beside the softmax of this one.
+      if (j0 > first) wait_for_v();
+      if (careful) clean();
+      start_pv(o, p, p_tile, v_tile);
+      if constexpr (!kOverlaps) end_pv(o, p);
       finish_scores(s, scores, i0, j0);
       put_largest(across, s);
-      __syncthreads();  // all have read k; the maxima of both sides are there
-#ifdef CLUSTER
-      feed_k.release(feeds);
-      weigh(rows, s, o, across, to_log2);
-      put_weights(smem_p, s);
+      __syncthreads();  // all have read k and p; the maxima of both sides are there
+      release_k();
       load_k(j0 + kBlockN);
-      feed_v.wait_for_tile();
-#else
-      load_k(j0 + kBlockN);
-      weigh(rows, s, o, across, to_log2);
+      weigh(rows, s, alpha, across, to_log2);
       put_weights(smem_p, s);
-      ptx::wait_copy_groups<1>();
-#endif
-      if (careful) {
-        __syncthreads();  // v is complete
-        special |= clean_values(smem_v);
-      }
-      if (careful || !kMapped) ptx::fence_proxy_async();
-      __syncthreads();  // v and p are complete
-      multiply_pv(o, p_tile, v_tile);
-      __syncthreads();  // all have read v and p
-#ifdef CLUSTER
-      feed_v.release(feeds);
-#else
-      load_v(j0 + kBlockN);
-#endif
+      if constexpr (kOverlaps) end_pv(o, p);
+      rescale(o, alpha);
+      __syncthreads();  // all have read v; p is complete
+      release_v();
+      load_v(j0);
+    }
+    if (first < keys.last) {
+      wait_for_v();
+      if (careful) clean();
+      start_pv(o, p, p_tile, v_tile);
+      end_pv(o, p);
     }
 
 #pragma unroll

@@ -42,3 +42,9 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
   while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
   }
 }
+
+// A compile-time bool as an argument.
+template <bool kValue>
+struct flag_t {
+  static constexpr bool value = kValue;
+};

@@ -210,6 +210,19 @@ def test_hidden_values_leave_no_bit(cupy, rng, option, keys, bad):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("queries", [1, 64, 200])
+def test_what_lies_behind_the_lengths(cupy, rng, queries):
+    q, k, v = arrays_of(rng, "bfloat16", (576, 512), queries, 700, (3, 2, 1))
+    lengths = np.array([0, 130, 700])
+    expected = attend(cupy, (q, k, v), "float32", key_lengths=lengths)
+    for x in (k, v):
+        x[0], x[1, :, 130:] = np.nan, np.nan
+    result = attend(cupy, (q, k, v), "float32", key_lengths=lengths)
+    for x, y in zip(result, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("step", [1, 13, 40])
 def test_maxima_that_move(cupy, rng, step):
     # Scores grow along the keys, in every `step`-th of them; all of one sign.

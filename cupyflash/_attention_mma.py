@@ -1,7 +1,7 @@
 """The row of the attention table that runs on tensor cores of sm_80 and newer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cupyflash import _kernels
 from cupyflash._attention_problem import AttentionProblem
@@ -15,7 +15,9 @@ from cupyflash._attention_rows import (
     largest_tile,
     most_seen,
     num_heads,
+    num_parts,
     num_rows,
+    parts_of_keys,
     runs,
     scale_is_plain,
     without_options,
@@ -43,6 +45,8 @@ _START, _END = 1.5, 1.5
 # themselves at 256 columns (causal, 16384 keys: 349.5 with two tiles a block, 358.4
 # with one).
 _MOST_TILES = 64
+# Where keys are in parts: queries of a tile, and blocks of a multiprocessor.
+_BLOCK_OF_PARTS, _BLOCKS_OF_PARTS = 64, 2
 # Longest second axis of a grid that is used.
 _GRID_Y = 1 << 15
 
@@ -173,6 +177,12 @@ class MmaKernel:
         both = problem.dtype == "float32" and problem.precision == "float32"
         return 2 if both else 1
 
+    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+        """Parts of the keys, and keys of each."""
+        if problem.dtype != "float32":  # results of parts would be rounded to 16 bits
+            return 1, problem.seqlen_k
+        return parts_of_keys(problem, device, _BLOCK_OF_PARTS, _BLOCKS_OF_PARTS)
+
     def is_prepared(self, problem: AttentionProblem) -> bool:
         """Whether another kernel splits the keys and values beforehand.
 
@@ -180,7 +190,7 @@ class MmaKernel:
         """
         if problem.dtype != "float32":
             return False
-        keys = math.prod(problem.batch) * problem.num_kv_heads * problem.seqlen_k
+        keys = self._num_kv_heads(problem) * problem.seqlen_k
         parts = keys * self.parts(problem) * 2 * sum(self.dims(problem))
         out = num_rows(problem) * problem.head_dim_v * 4
         return parts <= _MOST_IMAGES * out
@@ -193,8 +203,11 @@ class MmaKernel:
         )
 
     def _num_images(self, problem, block_n):
-        heads = math.prod(problem.batch) * problem.num_kv_heads
-        return heads * -(-problem.seqlen_k // block_n)
+        return self._num_kv_heads(problem) * -(-problem.seqlen_k // block_n)
+
+    def _num_kv_heads(self, problem):
+        """Over all batch entries; parts of the keys share them."""
+        return math.prod(problem.batch) // num_parts(problem) * problem.num_kv_heads
 
     def smem(self, tile: MmaTile, problem: AttentionProblem) -> int:
         """Bytes of shared memory of a block."""
@@ -370,7 +383,10 @@ class MmaKernel:
             source=f"attention/{self.name}_prepare.cu",
             entry=f"attention_{self.name}_prepare",
             defines=defines(
-                without_options(problem, "key_lengths"), batch_dims, threads, **switches
+                replace(without_options(problem, "key_lengths"), keys_of_part=None),
+                batch_dims,
+                threads,
+                **switches,
             ),
         )
         return Config(variant, self._num_images(problem, tile.block_n), threads)

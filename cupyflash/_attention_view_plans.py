@@ -35,6 +35,7 @@ class PartsPlan(BasePlan):
             problem.head_dim_v,
             problem.dtype,
             problem.compute_dtype,
+            in_sums=True,
         )
         steps = _attention_params.new_out_strides(problem)
         if operands.out is not None:

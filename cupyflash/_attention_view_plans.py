@@ -56,9 +56,7 @@ class PartsPlan(BasePlan):
             out = self.new_out()
         outs, lses = self.parts((*arrays[:3], None, *arrays[4:]), offset)
         _graphs.keep_if_capturing((outs, lses))
-        self.merge.launch(
-            outs, lses, out, _gpu.NULL if lse is None else lse, self.merge.params
-        )
+        self.merge(outs, lses, out, lse)
         return out, lse
 
     def run(self, operands, offset):

@@ -107,6 +107,7 @@ ATTENTION_SHAPES = {
     "options": ((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64)),
     "odd": ((1, 3, 70, 33), (1, 1, 90, 33), (1, 1, 90, 17)),
     "one query": ((2, 4, 1, 64), (2, 2, 600, 64), (2, 2, 600, 64)),
+    "many keys": ((2, 4, 130, 64), (2, 2, 1100, 64), (2, 2, 1100, 64)),
     "wide heads": ((1, 4, 130, 200), (1, 2, 200, 200), (1, 2, 200, 136)),
     # Entries of the batch that share some of the three alone.
     "one k": ((3, 4, 130, 64), (1, 2, 200, 64), (3, 2, 200, 64)),
@@ -121,6 +122,7 @@ _DTYPES_OF_KIND = {
     "options": ("bfloat16", "float32", "float64"),
     "odd": ("float16", "float32"),
     "one query": ("float16", "float32"),
+    "many keys": ("float32", "float64"),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),
 }

@@ -16,6 +16,8 @@ from cupyflash import (
     _attention_samples,
     _kernels,
 )
+from cupyflash._attention_mma import MMA
+from cupyflash._attention_rows import LONG_SUM
 
 HOPPER = _kernels.device_of_arch("sm_90a")
 
@@ -57,7 +59,7 @@ def in_parts(row, asked):
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize(
     ("heads", "seqlen_q", "seqlen_k"),
-    [(1, 64, 65536), (1, 512, 65536), (8, 128, 32768), (2, 256, 16384), (1, 70, 600)],
+    [(1, 64, 65536), (1, 512, 65536), (8, 128, 32768), (2, 256, 16384), (1, 70, 1100)],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_parts_for_tiles_of_many_queries(dtype, heads, seqlen_q, seqlen_k, head_dim):
@@ -73,22 +75,57 @@ def test_parts_for_tiles_of_many_queries(dtype, heads, seqlen_q, seqlen_k, head_
     blocks, switches = math.prod(config.grid), dict(config.variant.defines)
     assert switches["KEY_PARTS"] == "1"
     assert blocks <= 2 * HOPPER.num_sms
-    assert blocks > HOPPER.num_sms / 2 or asked.keys_of_part == 256
-    if dtype == "float64" and seqlen_k > 1000:
+    assert blocks > HOPPER.num_sms / 2 or seqlen_k < 10_000
+    if dtype == "float64" and seqlen_k > 10_000:
         assert int(switches["BLOCK_M"]) == min(128, seqlen_q)
 
 
+def mma_configs(**options):
+    """The configurations of mma for a call over parts of the keys."""
+    asked = in_parts(MMA, problem(**options))
+    assert asked.keys_of_part is not None
+    return MMA.configs(asked, 2, HOPPER)
+
+
 def test_parts_share_their_images():
-    asked = problem(num_heads=2, num_kv_heads=2, seqlen_q=512, seqlen_k=16384)
-    row, _ = _kernels.select(_attention_kernels.ATTENTION_KERNELS, asked, HOPPER)
-    prepare = row.configs(in_parts(row, asked), 2, HOPPER)[1]
+    two = {"num_heads": 2, "num_kv_heads": 2}
+    _, prepare = mma_configs(**two, seqlen_q=512, seqlen_k=16384)
     assert prepare.num_blocks == 2 * 16384 // 64
     assert "KEY_PARTS" not in dict(prepare.variant.defines)
+    # Of few queries, or of keys that would take too much memory, each block splits.
+    assert len(mma_configs(**two, seqlen_q=128, seqlen_k=16384)) == 1
+    assert len(mma_configs(num_heads=2, num_kv_heads=1, seqlen_q=128)) == 2
+    assert len(mma_configs(**two, seqlen_q=512, seqlen_k=1 << 20)) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "seqlen_k", "parts"),
+    [(1, 31, 65536, 1), (1, 32, 65536, 256), (1, 63, 1000, 1), (1, 63, 1024, 4),
+     (128, 64, 2000, 1), (128, 64, 2048, 2), (133, 64, 65536, 1), (1, 64, 1 << 24, 512)],
+)  # fmt: skip
+def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
+    asked = problem(
+        num_heads=heads, num_kv_heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
+    )
+    refused = MMA.refusal(asked, HOPPER)
+    assert (refused is not None) == (seqlen_q < 32 or (seqlen_q < 64 and parts == 1))
+    if seqlen_q >= 32:
+        assert MMA.key_parts(asked, HOPPER)[0] == parts
+
+
+def test_no_part_has_long_sums():
+    """One of more than LONG_SUM keys would want runs."""
+    asked = problem(num_heads=66, seqlen_q=64, seqlen_k=1 << 24)
+    assert MMA.key_parts(asked, HOPPER) == ((1 << 24) // LONG_SUM, LONG_SUM)
+    asked = dataclasses.replace(asked, batch=(512, 1), keys_of_part=LONG_SUM)
+    assert "RUN_TILES" not in dict(MMA.configs(asked, 2, HOPPER)[0].variant.defines)
 
 
 def test_16_bits_have_no_parts_and_full_cards_need_none():
     for asked in (problem("bfloat16", num_heads=1), problem()):
-        row, _ = _kernels.select(_attention_kernels.ATTENTION_KERNELS[1:], asked, HOPPER)
+        row, _ = _kernels.select(
+            _attention_kernels.ATTENTION_KERNELS[1:], asked, HOPPER
+        )
         assert row.name == "mma"
         assert row.key_parts(asked, HOPPER) == (1, asked.seqlen_k)
 
@@ -191,7 +228,7 @@ def test_parts_of_keys(cupy, rng, dtype, seqlen_q, head_dim, kind):
     options = options_of(kind, rng, 6, seqlen_q, 4001)
     told = assert_is_right(cupy, arrays, options, [place(cupy, x) for x in arrays])
     assert told.details["split of the keys"] > 1
-    of_mma = dtype == "float32" and seqlen_q >= 64
+    of_mma = dtype == "float32" and seqlen_q >= 32
     assert (told.kernel == "mma") == of_mma
 
 
@@ -219,7 +256,9 @@ def test_hidden_values_of_parts(cupy, rng, dtype, seqlen_q, kind, bad):
     poisoned[hidden[:, None, None] | np.zeros((2, 1, 1, 3000), bool)] = bad
     if kind == "causal":
         poisoned[:, :, :, -20:] = bad
-    given = {n: place(cupy, x) if hasattr(x, "shape") else x for n, x in options.items()}
+    given = {
+        n: place(cupy, x) if hasattr(x, "shape") else x for n, x in options.items()
+    }
     out, told = (
         f(*x, *(place(cupy, y) for y in (q, k, poisoned)), **given)
         for f, x in ((cupyflash.attention, ()), (cupyflash.explain, ("attention",)))

@@ -458,10 +458,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       if constexpr (kPrepared) {
         const index_t num_images = (params.seqlen_k + kBlockN - 1) / kBlockN;
         index_t row = at.row_of_heads;
-        if constexpr (kHasParts) {  // they all read the same images
-          row -= at.batch[0] * divide(params.batch_size, params.batch_shape[0]) *
-                 params.num_heads;
-        }
+        // Parts all read the same images.
+        if constexpr (kHasParts) row -= at.batch[0] * params.part.head;
         kept.images = images + divide(row, params.group_size) * num_images * kImage;
       }
       kept.head = head;

@@ -124,13 +124,11 @@ class TensorFloat64Kernel:
 
     def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
         """Parts of the keys, and keys of each."""
-        *tiles, least = self._tiles(problem, device)
-        for tile in tiles:
-            if tile.block_m < 2 * problem.seqlen_q:
-                return _attention_rows.parts_of_keys(
-                    problem, device, tile.block_m, tile.min_blocks
-                )
-        return _attention_rows.parts_of_keys(problem, device, least.block_m)
+        tiles = self._tiles(problem, device)
+        tile = _attention_rows.largest_full(tiles, problem.seqlen_q)
+        # Of a warp alone there are more.
+        blocks = tile.min_blocks if tile != tiles[-1] else 4
+        return _attention_rows.parts_of_keys(problem, device, tile.block_m, blocks)
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device

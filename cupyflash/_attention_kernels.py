@@ -16,6 +16,7 @@ from cupyflash._attention_rows import (
     Config,
     defines,
     is_plain,
+    largest_full,
     largest_tile,
     num_heads,
     num_rows,
@@ -130,7 +131,7 @@ class FusedKernel:
         in_parts = problem.dtype in ("float32", "float64")
         if not in_parts or problem.method == "online":
             return 1, problem.seqlen_k
-        tile = self._tiles(problem, device)[-1]
+        tile = largest_full(self._tiles(problem, device), problem.seqlen_q)
         return parts_of_keys(problem, device, tile.block_m)
 
     def configs(

@@ -100,6 +100,11 @@ def largest_tile(tiles, num_heads, seqlen, fewest):
     )
 
 
+def largest_full(tiles, seqlen):
+    """The largest tile that is not half empty, however many blocks that gives."""
+    return largest_tile(tiles, 1, seqlen, lambda tile: 0)
+
+
 def num_heads(problem):
     """Query heads over all batch entries."""
     return math.prod(problem.batch) * problem.num_heads

@@ -7,7 +7,6 @@ from cupyflash import (
     _attention_params,
     _attention_problem,
     _attention_views,
-    _gpu,
     _graphs,
     _layout,
 )

@@ -101,7 +101,8 @@ def test_parts_share_their_images():
 @pytest.mark.parametrize(
     ("heads", "seqlen_q", "seqlen_k", "parts"),
     [(1, 31, 65536, 1), (1, 32, 65536, 256), (1, 63, 1000, 1), (1, 63, 1024, 4),
-     (128, 64, 2000, 1), (128, 64, 2048, 2), (133, 64, 65536, 1), (1, 64, 1 << 24, 512)],
+     (128, 64, 2000, 1), (128, 64, 2048, 2), (133, 64, 65536, 1),
+     (1, 64, 1 << 24, 512)],
 )  # fmt: skip
 def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
     asked = problem(

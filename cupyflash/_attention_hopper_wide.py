@@ -82,7 +82,7 @@ class HopperWideKernel:
         cluster = self.cluster(problem, batch_dims)
         return _BLOCK // cluster if cluster else 0
 
-    def parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
         """Parts of the keys, and keys of each: a block has a multiprocessor."""
         return parts_of_keys(problem, device, _BLOCK, blocks_per_sm=1)
 

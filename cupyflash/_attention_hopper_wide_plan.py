@@ -16,7 +16,7 @@ class HopperWidePlan(FusedPlan):
     def __init__(self, row, problem, operands, device):
         super().__init__(row, problem, operands, device)
         if problem.keys_of_part is not None:  # not rounded to 16 bits
-            self.out_dtype = self.lse_dtype
+            self.out_dtype = np.dtype(problem.compute_dtype)
         fields = _attention_params.params_fields(problem, operands)
         self.maps = None
         if rows := row.rows_of_map(problem, len(fields["batch_shape"])):

@@ -7,7 +7,6 @@ from cupyflash import (
     _attention_params,
     _attention_problem,
     _attention_views,
-    _gpu,
     _graphs,
     _layout,
 )
@@ -35,6 +34,7 @@ class PartsPlan(BasePlan):
             problem.head_dim_v,
             self.parts.out_dtype.name,
             problem.compute_dtype,
+            in_sums=True,
         )
         steps = _attention_params.new_out_strides(problem)
         if operands.out is not None:
@@ -55,9 +55,7 @@ class PartsPlan(BasePlan):
             out = self.new_out()
         outs, lses = self.parts((*arrays[:3], None, *arrays[4:]), offset)
         _graphs.keep_if_capturing((outs, lses))
-        self.merge.launch(
-            outs, lses, out, _gpu.NULL if lse is None else lse, self.merge.params
-        )
+        self.merge(outs, lses, out, lse)
         return out, lse
 
     def run(self, operands, offset):

@@ -107,6 +107,7 @@ ATTENTION_SHAPES = {
     "options": ((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64)),
     "odd": ((1, 3, 70, 33), (1, 1, 90, 33), (1, 1, 90, 17)),
     "one query": ((2, 4, 1, 64), (2, 2, 600, 64), (2, 2, 600, 64)),
+    "many keys": ((2, 4, 130, 64), (2, 2, 1100, 64), (2, 2, 1100, 64)),
     "wide heads": ((1, 4, 130, 200), (1, 2, 200, 200), (1, 2, 200, 136)),
     "wider heads": ((2, 4, 130, 576), (2, 2, 200, 576), (2, 2, 200, 512)),
     "wider options": ((2, 4, 130, 320), (2, 2, 200, 320), (2, 2, 200, 320)),
@@ -127,6 +128,7 @@ _DTYPES_OF_KIND = {
     "wider heads": ("float16", "bfloat16"),
     "wider options": ("bfloat16",),
     "wider, many keys": ("float16",),
+    "many keys": ("float32", "float64"),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),
 }

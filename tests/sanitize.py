@@ -32,7 +32,7 @@ SOFTMAX_KINDS = (
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21
 # Plain calls; all options; and parts of the keys, which are merged.
-_OF_ATTENTION = ("plain", "options", "one query")
+_OF_ATTENTION = ("plain", "options", "one query", "many keys")
 # Of rows that take none of these.
 _OF_WIDE_HEADS = ("wide heads", "wider heads", "wider options", "wider, many keys")
 _KINDS = (*SOFTMAX_KINDS, *_OF_ATTENTION, *_OF_WIDE_HEADS)

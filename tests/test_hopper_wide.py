@@ -107,7 +107,7 @@ def test_parts_of_the_keys(asked, parts):
     if isinstance(asked, dict):
         asked = {"num_kv_heads": asked["num_heads"], **asked}
         asked = problem(**asked)
-    assert HOPPER_WIDE.parts(asked, H200) == parts
+    assert HOPPER_WIDE.key_parts(asked, H200) == parts
 
 
 def test_shared_memory():

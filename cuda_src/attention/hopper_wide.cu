@@ -488,7 +488,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
         const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
         const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
         out_t* __restrict__ out,       // (batch, heads, queries, head_dim_v)
-        accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+        row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
         SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* const smem_k = smem + kPanels * kPanel;  // behind q
@@ -699,8 +699,10 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
     // lse takes the whole of the product; l takes what a float of it leaves over, which
     // above a million is less than a unit of lse.
     const double m = rows.m[r] * scale;
-    const float high = rows.l[r] == 0 ? -infinity<float>() : static_cast<float>(m);
-    const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
+    const maximum_t high =
+        rows.l[r] == 0 ? -infinity<float>() : static_cast<maximum_t>(m);
+    const float low =
+        !kHasParts && fabs(high) < 1e6 ? static_cast<float>(m - high) : 0.f;
     const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
     const float inverse = finished.inverse * (1 + low);
     if (lse != nullptr && side() == 0 && lane() % 4 == 0) {

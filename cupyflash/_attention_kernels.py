@@ -421,4 +421,8 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             "cupy", 2, (64,), 64, dtype, dtype, in_sums=True
         )
         found["merge", merge_config(parts, 1).variant] = None
+        if dtype == "float32":
+            for narrow in ("float16", "bfloat16"):
+                if _kernels.refuse_old_device(narrow, device) is None:
+                    found["merge", merge_config(parts, 1, narrow).variant] = None
     return list(found)

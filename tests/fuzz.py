@@ -95,7 +95,6 @@ def chance(rng, probability):
 # --- attention -----------------------------------------------------------------------
 
 HEAD_DIMS = (1, 2, 3, 8, 16, 24, 33, 40, 64, 64, 72, 128)
-WIDE_HEAD_DIMS = (64, 257, 320, 512, 576)  # of 16 bits, some of the time
 SEQLENS = (1, 1, 2, 3, 7, 16, 17, 31, 33, 63, 64, 65, 96, 129)
 HEADS = ((1, 1), (2, 2), (4, 2), (4, 1), (6, 3), (3, 1), (8, 2))
 
@@ -105,7 +104,7 @@ def _attention_structure(rng):
     dtype = one_of(rng, FLOATS)
     floats = (dtype, dtype, "float32", one_of(rng, FLOATS))
     head_dim = one_of(rng, HEAD_DIMS)
-    drawn = {
+    return {
         "dtype": dtype,
         "method": one_of(rng, METHODS),
         "head_dim": head_dim,
@@ -123,11 +122,6 @@ def _attention_structure(rng):
         "offset_dtype": one_of(rng, ("int32", "int64", "int16")),
         "tf32": dtype == "float32" and chance(rng, 0.3),
     }
-    in_16_bits = dtype in ("float16", "bfloat16")
-    if in_16_bits and drawn["method"] in ("auto", "tiled") and chance(rng, 0.15):
-        dims = one_of(rng, WIDE_HEAD_DIMS), one_of(rng, WIDE_HEAD_DIMS)
-        drawn |= dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
-    return drawn
 
 
 def _smaller(rng, shape):

@@ -178,6 +178,8 @@ class UnfusedKernel:
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
+        if problem.keys_of_part is not None:
+            return "has the scores of all keys at once"
         return _kernels.refuse_old_device(problem.dtype, device)
 
     def scores_dtype(self, problem: AttentionProblem) -> str:

@@ -52,7 +52,8 @@ def representative():
     yield made_up("float64", **_ALL_OPTIONS), 3
     for dtype, head_dim in itertools.product(("float32", "float64"), (64, 128, 256)):
         in_parts = made_up(dtype, head_dim, keys_of_part=256, sinks=dtype)
-        yield replace(in_parts, seqlen_q=8), 2
+        for seqlen_q in (8, 64, 512):
+            yield replace(in_parts, seqlen_q=seqlen_q), 2
     yield from _attention_f64.representative(made_up)
     yield from _bounded()
     yield from _wide()

@@ -37,7 +37,7 @@ __device__ __forceinline__ sum_t sum_of(lse_t lse) { return {to<accum_t>(lse), 1
 constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS;
 
 // Parts whose results a lane asks for before it waits for the first.
-constexpr int kAtOnce = 16;
+constexpr int kAtOnce = 8;
 
 enum { kOuts, kLses, kOut, kArrays };
 
@@ -86,18 +86,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     const unsigned seen = __ballot_sync(kFullMask, part.m != -infinity<accum_t>());
     // What is not seen is not read; the rest comes many at a time.
     for (int begin = 0; begin < kWarpSize && seen >> begin != 0; begin += kAtOnce) {
-      accum_t values[kAtOnce];
+      elem_t values[kAtOnce];
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const bool counts = seen >> (begin + n) & 1;
-        values[n] = counts ? to<accum_t>(x[(first + begin + n) * params.outs_part])
-                           : accum_t(0);
+        values[n] = counts ? x[(first + begin + n) * params.outs_part] : elem_t{};
       }
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const accum_t weight = __shfl_sync(kFullMask, own, begin + n);
         l += weight;
-        sum += weight * values[n];
+        sum += weight * to<accum_t>(values[n]);
       }
     }
   }

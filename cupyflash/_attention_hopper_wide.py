@@ -21,10 +21,9 @@ _STEP = 64
 _NARROW, _WIDEST = 256, 576
 
 # Queries and keys of a tile, of 16 bits.
-_BLOCK = 64
+BLOCK = 64
 _NUM_THREADS = 256
-# Behind them: barriers, and what blocks of a cluster tell each other.
-_BARRIERS = 64
+_BARRIERS = 32  # bytes, behind them
 
 
 @dataclass(frozen=True)
@@ -64,27 +63,19 @@ class HopperWideKernel:
     def smem(self, problem: AttentionProblem) -> int:
         """Bytes of tiles of q, k, v and p, of a float a row and side, and more."""
         dim, dim_v = self.dims(problem)
-        return _BLOCK * 2 * (2 * dim + dim_v + _BLOCK) + 2 * 4 * _BLOCK + _BARRIERS
+        return BLOCK * 2 * (2 * dim + dim_v + BLOCK) + 2 * 4 * BLOCK + _BARRIERS
 
-    def cluster(self, problem: AttentionProblem, batch_dims: int) -> int:
-        """Blocks that share the tiles of k and v that the copy engine brings, or 0.
+    def is_mapped(self, problem: AttentionProblem, batch_dims: int) -> bool:
+        """Whether the copy engine brings k and v.
 
         Above 512 columns of v there are no registers for it.
         """
-        if problem.no_tensor_map is not None or batch_dims > MAX_BATCH_AXES:
-            return 0
-        if problem.seqlen_k == 0 or self.dims(problem)[1] > 512:
-            return 0
-        return 2 if problem.seqlen_q > _BLOCK else 1
-
-    def rows_of_map(self, problem: AttentionProblem, batch_dims: int) -> int:
-        """Rows that the copy engine brings at a time, if it does."""
-        cluster = self.cluster(problem, batch_dims)
-        return _BLOCK // cluster if cluster else 0
+        has_map = problem.no_tensor_map is None and batch_dims <= MAX_BATCH_AXES
+        return has_map and problem.seqlen_k > 0 and self.dims(problem)[1] <= 512
 
     def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
         """Parts of the keys, and keys of each: a block has a multiprocessor."""
-        return parts_of_keys(problem, device, _BLOCK, blocks_per_sm=1)
+        return parts_of_keys(problem, device, BLOCK, blocks_per_sm=1)
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
@@ -94,9 +85,8 @@ class HopperWideKernel:
         switches = {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
         if not scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
-        cluster = self.cluster(problem, batch_dims)
-        if cluster:
-            switches["CLUSTER"] = cluster
+        if self.is_mapped(problem, batch_dims):
+            switches["MAPPED"] = 1
         variant = Variant(
             source=f"attention/{self.name}.cu",
             entry=f"attention_{self.name}",
@@ -104,9 +94,7 @@ class HopperWideKernel:
             arch=self.arch,
             smem=self.smem(problem),
         )
-        blocks = max(cluster, 1)
-        num_blocks = num_tiles(problem, _BLOCK * blocks) * blocks
-        return (Config(variant, num_blocks, _NUM_THREADS),)
+        return (Config(variant, num_tiles(problem, BLOCK), _NUM_THREADS),)
 
 
 HOPPER_WIDE = HopperWideKernel(name="hopper_wide", rungs=("tiled", "auto"))

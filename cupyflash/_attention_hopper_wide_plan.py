@@ -4,6 +4,7 @@ import numpy as np
 
 from cupyflash import _attention_params, _gpu, _tensormap
 from cupyflash._attention_arrays import encoder
+from cupyflash._attention_hopper_wide import BLOCK
 from cupyflash._attention_plans import FusedPlan, address
 
 # maps_t of cuda_src/attention/hopper_wide.cu.
@@ -19,10 +20,10 @@ class HopperWidePlan(FusedPlan):
             self.out_dtype = np.dtype(problem.compute_dtype)
         fields = _attention_params.params_fields(problem, operands)
         self.maps = None
-        if rows := row.rows_of_map(problem, len(fields["batch_shape"])):
+        if row.is_mapped(problem, len(fields["batch_shape"])):
             self.maps = _tensormap.MappedInputs(
                 {
-                    name: encoder(problem, fields, name, getattr(operands, name), rows)
+                    name: encoder(problem, fields, name, getattr(operands, name), BLOCK)
                     for name in "kv"
                 },
                 lambda maps, pointers: _gpu.pack_bytes(maps, _MAPS),

@@ -42,7 +42,6 @@ def test_takes(dtype, dims, options):
     (config,) = row.configs(asked, 2, H200)
     assert config.variant.smem <= H200.smem_optin
     assert config.num_blocks == 64 * 64
-    assert "CLUSTER" not in dict(config.variant.defines)
     rounded = tuple(-(-n // 64) * 64 for n in dims)
     defines = dict(config.variant.defines)
     assert (defines["HEAD_DIM"], defines["HEAD_DIM_V"]) == tuple(map(str, rounded))
@@ -68,22 +67,20 @@ def test_leaves_to_other_rows(asked, arch, reason):
 
 
 @pytest.mark.parametrize(
-    ("asked", "cluster", "blocks"),
+    ("asked", "mapped"),
     [
-        ({}, 2, 64 * 64),
-        ({"seqlen_q": 130}, 2, 64 * 4),  # two of three tiles, and one with nothing
-        ({"seqlen_q": 64}, 1, 64),
-        ({"dims": (512, 576)}, 0, 64 * 64),
-        ({"no_tensor_map": "k starts anywhere"}, 0, 64 * 64),
+        ({}, True),
+        ({"seqlen_k": 0}, False),
+        ({"dims": (512, 576)}, False),
+        ({"no_tensor_map": "k starts anywhere"}, False),
     ],
 )
-def test_blocks_that_share_tiles(asked, cluster, blocks):
+def test_what_the_copy_engine_brings(asked, mapped):
     asked = problem(**asked)
-    assert HOPPER_WIDE.cluster(asked, 2) == cluster
-    assert HOPPER_WIDE.rows_of_map(asked, 2) == (64 // cluster if cluster else 0)
-    assert HOPPER_WIDE.cluster(asked, 3) == 0
+    assert HOPPER_WIDE.is_mapped(asked, 2) == mapped
+    assert not HOPPER_WIDE.is_mapped(asked, 3)
     (config,) = HOPPER_WIDE.configs(asked, 2, H200)
-    assert config.num_blocks == blocks
+    assert ("MAPPED" in dict(config.variant.defines)) == mapped
 
 
 def test_needs_a_compiler_for_it():
@@ -112,7 +109,7 @@ def test_parts_of_the_keys(asked, parts):
 
 def test_shared_memory():
     tiles = 2 * 64 * (2 * 320 + 64 + 64)
-    assert HOPPER_WIDE.smem(problem(dims=(300, 64))) == tiles + 512 + 64
+    assert HOPPER_WIDE.smem(problem(dims=(300, 64))) == tiles + 512 + 32
 
 
 # --- on a device ---------------------------------------------------------------------

@@ -27,7 +27,6 @@
 //            finite have reached its result
 #include "attention/mma_tiles.cuh"
 #include "attention/wgmma_operands.cuh"
-#include "ptx/cluster.cuh"
 #include "ptx/cluster_mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma_shapes.cuh"
@@ -56,20 +55,15 @@ constexpr bool kScaleScores = false;
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
 
-// The copy engine brings k and v, each block of a cluster its share of the rows for all
-// of them; else they come by cp.async.
-#ifdef CLUSTER
+// The copy engine brings k and v; else they come by cp.async.
+#ifdef MAPPED
 constexpr bool kMapped = true;
-constexpr int kCluster = CLUSTER;
 struct alignas(64) maps_t {
   ptx::tensor_map_t k, v;
 };
-#define CLUSTER_SHAPE __cluster_dims__(CLUSTER, 1, 1)
 #define MAPS_PARAMETER const __grid_constant__ maps_t maps,
 #else
 constexpr bool kMapped = false;
-constexpr int kCluster = 1;
-#define CLUSTER_SHAPE
 #define MAPS_PARAMETER
 #endif
 
@@ -137,12 +131,10 @@ __device__ __forceinline__ void load_panels(unsigned char* smem,
   }
 }
 
-// One place for tiles of k or v, which the copy engine fills in all blocks of a cluster
-// when all have read the tile before. One thread loads and releases.
+// One place for tiles of k or v, which the copy engine fills when all have read the
+// tile before. One thread loads and releases.
 template <int kDim>
 struct feed_t {
-  static constexpr int kShare = kBlockN / kCluster;
-
   const ptx::tensor_map_t& map;
   unsigned tile, full, empty;  // in shared memory
   int head, batch[2];
@@ -164,34 +156,20 @@ struct feed_t {
   }
   __device__ __forceinline__ void begin() const {
     ptx::mbarrier_init(full, 1);
-    ptx::mbarrier_init(empty, kCluster);
+    ptx::mbarrier_init(empty, 1);
   }
   __device__ __forceinline__ void load(index_t j0) const {
     if (releases > 0) wait(empty, (releases - 1) & 1);
     ptx::mbarrier_arrive_expect_tx(full, kDim * 128);
-    const int first = kCluster > 1 ? ptx::cluster_rank_again() * kShare : 0;
 #pragma unroll
     for (int panel = 0; panel < kDim / 64; ++panel) {
-      const unsigned to = tile + panel * kPanel + first * 128;
-      const int row = static_cast<int>(j0) + first;
-      if constexpr (kCluster > 1) {
-        ptx::cp_async_bulk_tensor_5d_multicast(to, map, full, (1 << kCluster) - 1,
-                                               panel * 64, row, head, batch[0],
-                                               batch[1]);
-      } else {
-        ptx::cp_async_bulk_tensor_5d(to, map, full, panel * 64, row, head, batch[0],
-                                     batch[1]);
-      }
+      ptx::cp_async_bulk_tensor_5d(tile + panel * kPanel, map, full, panel * 64,
+                                   static_cast<int>(j0), head, batch[0], batch[1]);
     }
   }
   __device__ __forceinline__ void wait_for_tile() { wait(full, waits++ & 1); }
   __device__ __forceinline__ void release(bool elected) {
-    if (elected) {
-#pragma unroll
-      for (int rank = 0; rank < kCluster; ++rank) {
-        ptx::mbarrier_arrive_cluster_relaxed(ptx::mapa(empty, rank));
-      }
-    }
+    if (elected) ptx::mbarrier_arrive_cluster_relaxed(ptx::mapa(empty, 0));
     ++releases;
   }
 };
@@ -481,35 +459,27 @@ __device__ __forceinline__ void add_specials(out_t* out_rows,
   }
 }
 
-extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
-    attention_hopper_wide(
-        MAPS_PARAMETER                 // of k and v
-        const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-        const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-        const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-        out_t* __restrict__ out,       // (batch, heads, queries, head_dim_v)
-        row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
-        SCORE_PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wide(
+    MAPS_PARAMETER                 // of k and v
+    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
+    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
+    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
+    out_t* __restrict__ out,       // (batch, heads, queries, head_dim_v)
+    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
+    SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char smem[];
   unsigned char* const smem_k = smem + kPanels * kPanel;  // behind q
   unsigned char* const smem_v = smem_k + kPanels * kPanel;
   unsigned char* const smem_p = smem_v + kPanelsV * kPanel;
   across_t& across = *reinterpret_cast<across_t*>(smem_p + kPanel);
-  // Of k and v, then a number of each block of the cluster.
   auto* const barriers = reinterpret_cast<unsigned long long*>(&across + 1);
-  int* const votes = reinterpret_cast<int*>(barriers + 4);
 
-  // Blocks of a cluster have tiles of one head, and walk over the same keys.
-  constexpr int kRowsOfCluster = kCluster * kBlockM;
-  const index_t num_tiles =
-      (params.seqlen_q + kRowsOfCluster - 1) / kRowsOfCluster * kCluster;
+  const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const place_t at(params, block_index(), num_tiles);
   if (!at.exists) return;
   const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
   const scores_t scores(at, SCORE_ARGUMENTS);
-  const index_t i_cluster = i0 / kRowsOfCluster * kRowsOfCluster;
-  const range_t keys =
-      scores.keys_of(i_cluster, min(i_cluster + kRowsOfCluster, params.seqlen_q));
+  const range_t keys = scores.keys_of(i0, min(i0 + kBlockM, params.seqlen_q));
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
   const index_t first = keys.first / kBlockN * kBlockN;
@@ -520,7 +490,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
   const int dim_v = static_cast<int>(params.head_dim_v);
   const bool aligned_k = has_aligned_rows(k_rows, params.k.row, dim);
   const bool aligned_v = has_aligned_rows(v_rows, params.v.row, dim_v);
-#ifdef CLUSTER
+#ifdef MAPPED
   feed_t<kHeadDim> feed_k(maps.k, smem_k, barriers, at, params.k);
   feed_t<kHeadDimV> feed_v(maps.v, smem_v, barriers + 2, at, params.v);
   const bool feeds = threadIdx.x == 0;
@@ -580,10 +550,6 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
     ptx::wait_copy_groups<0>();
     ptx::fence_proxy_async();
     __syncthreads();  // q is complete, and the barriers are there
-  }
-  if constexpr (kCluster > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();  // those of all blocks
   }
 
   const unsigned long long q_tile = descriptor(shared_address(smem), 16);
@@ -664,22 +630,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, 1)
     float odd = 0;
 #pragma unroll
     for (int n = 0; n < kOutputs; ++n) odd = fmaf(o[n], 0, odd);
-    bool again = __syncthreads_or(odd != 0);
-    if constexpr (kCluster > 1) {
-      if (threadIdx.x < kCluster) {
-        const unsigned own = shared_address(votes + ptx::cluster_rank_again());
-        ptx::store_cluster_s32(ptx::mapa(own, threadIdx.x), again);
-      }
-      ptx::cluster_arrive();
-      ptx::cluster_wait();  // all blocks have voted, and none asks another any more
-#pragma unroll
-      for (int rank = 0; rank < kCluster; ++rank) again |= votes[rank] != 0;
-    }
-    if (!again) break;
-  }
-  if constexpr (kCluster > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();  // nobody signals a block that has ended
+    if (!__syncthreads_or(odd != 0)) break;
   }
 
   // Looked up again: in the loop there are no registers for it.

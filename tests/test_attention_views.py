@@ -336,7 +336,8 @@ def test_very_wide_heads(cupy, rng, dtype, seqlen_q, head_dim):
     arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in shapes]
     placed = [place(cupy, x) for x in arrays]
     told = assert_is_right(cupy, arrays, {}, placed, beside_steps=dtype == "float32")
-    assert told.kernel == "tiled"
+    by_tensor_cores = dtype == "bfloat16" and head_dim <= 576
+    assert told.kernel in ("tiled", "hopper_wide" if by_tensor_cores else "tiled")
 
 
 @pytest.mark.gpu

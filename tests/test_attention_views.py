@@ -114,7 +114,7 @@ def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
 
 
 @pytest.mark.parametrize(("precision", "parts"), [("float32", 2), ("tf32", 1)])
-def test_a_faster_kernel_wants_longer_parts(precision, parts):
+def test_a_faster_kernel_wants_more_keys(precision, parts):
     asked = problem(precision=precision, num_heads=8, seqlen_q=1024, seqlen_k=2048)
     assert MMA.key_parts(asked, HOPPER)[0] == parts
 

@@ -136,7 +136,7 @@ def make_plan(problem, operands):
     device = _gpu.device(device_id)
     row, _, known, fit, copies = _select(problem, operands, device)
     kind, parts = _PLANS[type(row)], (1, known.seqlen_k)
-    if issubclass(kind, FusedPlan) and known.seqlen_k:
+    if known.seqlen_k and hasattr(row, "key_parts"):  # row hopper has its own way
         parts = row.key_parts(known, device)
     if parts[0] > 1:
         plan = PartsPlan(kind, row, known, fit, device, parts)

@@ -49,8 +49,8 @@ _MOST_TILES = 64
 # Keys from which parts of them pay, by as many parts, up to 4: below, the merge takes
 # what they save (8 heads of 64 columns: 1024 x 1024 in 2 parts 53 us, whole 45).
 _KEYS_IN_PARTS = 4096
-# Queries from which the row takes keys in parts: 48 x 65536 of 128 columns 85 us, by
-# "tiled" 138; of 32 83 and 94, of 16 80 and 80.
+# Queries from which the row takes as many keys in parts: 48 x 65536 of 128 columns
+# 85 us, by "tiled" 138; of 32 83 and 94, of 16 80 and 80; 48 x 1024 51 and 42.
 _LEAST_IN_PARTS = 32
 # Queries of a group from which keys in parts are split beforehand, and bytes that may
 # take: of 128 queries it takes as long, of 512 x 65536 232 us where each block splits
@@ -162,7 +162,11 @@ class MmaKernel:
         is_few = problem.seqlen_q < self.least
         if problem.dtype == "float32" and (is_few or problem.seqlen_k < self.least):
             in_parts = self.key_parts(problem, device)[0] > 1
-            if problem.seqlen_q < _LEAST_IN_PARTS or not in_parts:
+            if (
+                problem.seqlen_q < _LEAST_IN_PARTS
+                or problem.seqlen_k < _KEYS_IN_PARTS
+                or not in_parts
+            ):
                 return f"splits float32 from {self.least} queries and keys on"
         most = MOST_KEYS.get(problem.dtype, math.inf)
         if most_seen(problem) > most:
@@ -196,6 +200,8 @@ class MmaKernel:
         """
         wanted = 2 * device.num_sms // num_tiles(problem, _SMALL.block_m)
         least_keys = _KEYS_IN_PARTS // max(1, min(wanted, 4))
+        if problem.precision == "tf32":  # twice as fast, with the same merge
+            least_keys *= 2
         if problem.dtype != "float32" or most_seen(problem) < least_keys:
             return 1, problem.seqlen_k
         return parts_of_keys(problem, device, _SMALL.block_m, 2)

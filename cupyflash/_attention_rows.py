@@ -139,7 +139,7 @@ def parts_of_keys(problem, device, block_m, blocks_per_sm=4):
     wanted = device.num_sms * blocks_per_sm // num_tiles(problem, block_m)
     if most_seen(problem) < 2 * _LEAST_KEYS or wanted < max(blocks_per_sm, 2):
         return 1, problem.seqlen_k
-    # Parts are merged in a wider type, so that runs are not needed.
+    # The merge adds parts without loss, so that runs are not needed.
     keys = min(max(-(-problem.seqlen_k // wanted), _LEAST_KEYS), LONG_SUM)
     keys = -(-keys // _STEP_OF_KEYS) * _STEP_OF_KEYS
     return -(-problem.seqlen_k // keys), keys

@@ -100,18 +100,23 @@ def test_parts_share_their_images():
 
 @pytest.mark.parametrize(
     ("heads", "seqlen_q", "seqlen_k", "parts"),
-    [(1, 31, 65536, 1), (1, 32, 65536, 256), (1, 63, 1000, 1), (1, 63, 1024, 4),
-     (128, 64, 2000, 1), (128, 64, 2048, 2), (133, 64, 65536, 1),
-     (1, 64, 1 << 24, 512)],
+    [(1, 31, 65536, 256), (1, 32, 65536, 256), (1, 63, 4095, 16), (1, 63, 4096, 16),
+     (1, 64, 1000, 1), (1, 64, 1024, 4), (128, 64, 2000, 1), (128, 64, 2048, 2),
+     (133, 64, 65536, 1), (1, 64, 1 << 24, 512)],
 )  # fmt: skip
 def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
     asked = problem(
         num_heads=heads, num_kv_heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
     )
-    refused = MMA.refusal(asked, HOPPER)
-    assert (refused is not None) == (seqlen_q < 32 or (seqlen_q < 64 and parts == 1))
-    if seqlen_q >= 32:
-        assert MMA.key_parts(asked, HOPPER)[0] == parts
+    is_few = seqlen_q < 32 or (seqlen_q < 64 and seqlen_k < 4096)
+    assert (MMA.refusal(asked, HOPPER) is not None) == is_few
+    assert MMA.key_parts(asked, HOPPER)[0] == parts
+
+
+@pytest.mark.parametrize(("precision", "parts"), [("float32", 2), ("tf32", 1)])
+def test_a_faster_kernel_wants_more_keys(precision, parts):
+    asked = problem(precision=precision, num_heads=8, seqlen_q=1024, seqlen_k=2048)
+    assert MMA.key_parts(asked, HOPPER)[0] == parts
 
 
 def test_no_part_has_long_sums():
@@ -145,7 +150,7 @@ def options_of(kind, rng, heads, seqlen_q, seqlen_k):
     for word in kind.split():
         options |= {
             "causal": lambda: {"causal": True},
-            "window": lambda: {"window": (700, 5)},
+            "window": lambda: {"window": (1500, 5)},
             "sinks": lambda: {"sinks": rng.normal(size=heads).astype(np.float32) * 3},
             "lengths": lambda: {"key_lengths": np.array([seqlen_k, seqlen_k // 3])},
             "mask": lambda: {"mask": rng.random((2, 1, 1, seqlen_k)) < 0.7},
@@ -224,9 +229,9 @@ def test_one_query_of_a_group_of_any_size(cupy, rng, dtype, seqlen_k, heads, kin
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_parts_of_keys(cupy, rng, dtype, seqlen_q, head_dim, kind):
     """Of two key lengths, one ends within a part and before others."""
-    shapes = ((2, 6, seqlen_q, head_dim), *[(2, 2, 4001, head_dim)] * 2)
+    shapes = ((2, 6, seqlen_q, head_dim), *[(2, 2, 4101, head_dim)] * 2)
     arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in shapes]
-    options = options_of(kind, rng, 6, seqlen_q, 4001)
+    options = options_of(kind, rng, 6, seqlen_q, 4101)
     told = assert_is_right(cupy, arrays, options, [place(cupy, x) for x in arrays])
     assert told.details["split of the keys"] > 1
     of_mma = dtype == "float32" and seqlen_q >= 32

@@ -79,7 +79,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const long long column = (warp - row * column_blocks) * kWarpSize + lane;
   const bool exists = column < params.head_dim_v;
   const elem_t* x = outs + offsets.of[kOuts] + (exists ? column : 0) * params.outs_col;
-  accum_t l = 0, sum = 0;
+  // Sums, and what their rounding left over: parts may be many, and all alike.
+  accum_t l = 0, sum = 0, rest_l = 0, rest_sum = 0;
+  auto add = [](accum_t& total, accum_t& rest, accum_t x) {
+    const pair_t<accum_t> both = exact_sum(total, x);
+    total = both.high;
+    rest += both.low;
+  };
   for (long long first = 0; first < params.num_parts; first += kWarpSize) {
     const sum_t part = sum_at(first + lane);
     const accum_t own = part.l * exp_diff(part.m, m);
@@ -95,11 +101,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
         const accum_t weight = __shfl_sync(kFullMask, own, begin + n);
-        l += weight;
-        sum += weight * to<accum_t>(values[n]);
+        add(l, rest_l, weight);
+        add(sum, rest_sum, rounded_product(weight, to<accum_t>(values[n])));
       }
     }
   }
+  // Of sums that are not finite the rest says nothing.
+  if (is_finite(l)) l += rest_l;
+  if (is_finite(sum)) sum += rest_sum;
   if (exists) {
     out[offsets.of[kOut] + column * params.out_col] =
         to<out_t>(l == 0 ? accum_t(0) : sum / l);

@@ -109,18 +109,26 @@ class TensorFloat64Kernel:
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
     def tile(self, problem: AttentionProblem, device: Device) -> Tile:
-        """The largest tile that still gives every multiprocessor work."""
+        """The largest tile that still gives every multiprocessor work.
+
+        Where keys are in parts it is enough that more than half of them have some:
+        blocks are not to be more than run at once.
+        """
+        share = 1 if problem.keys_of_part is None else 0.5
         return _attention_rows.largest_tile(
             self._tiles(problem, device),
             _attention_rows.num_heads(problem),
             problem.seqlen_q,
-            lambda tile: device.num_sms * tile.min_blocks,
+            lambda tile: share * device.num_sms * tile.min_blocks,
         )
 
-    def parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
         """Parts of the keys, and keys of each."""
-        tile = self._tiles(problem, device)[-1]
-        return _attention_rows.parts_of_keys(problem, device, tile.block_m)
+        tiles = self._tiles(problem, device)
+        tile = _attention_rows.largest_full(tiles, problem.seqlen_q)
+        # Of a warp alone there are more.
+        blocks = tile.min_blocks if tile != tiles[-1] else 4
+        return _attention_rows.parts_of_keys(problem, device, tile.block_m, blocks)
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device

@@ -18,6 +18,8 @@ from cupyflash._attention_arrays import unmapped
 from cupyflash._attention_f64 import TensorFloat64Kernel
 from cupyflash._attention_hopper import HopperKernel
 from cupyflash._attention_hopper_plan import HopperPlan
+from cupyflash._attention_hopper_wide import HopperWideKernel
+from cupyflash._attention_hopper_wide_plan import HopperWidePlan
 from cupyflash._attention_kernels import ATTENTION_KERNELS, FusedKernel, UnfusedKernel
 from cupyflash._attention_mma import MmaKernel
 from cupyflash._attention_plans import (
@@ -34,6 +36,7 @@ _PLANS = {
     HopperKernel: HopperPlan,
     FusedKernel: FusedPlan,
     MmaKernel: MmaPlan,
+    HopperWideKernel: HopperWidePlan,
     TensorFloat64Kernel: FusedPlan,
     UnfusedKernel: UnfusedPlan,
 }
@@ -133,8 +136,8 @@ def make_plan(problem, operands):
     device = _gpu.device(device_id)
     row, _, known, fit, copies = _select(problem, operands, device)
     kind, parts = _PLANS[type(row)], (1, known.seqlen_k)
-    if kind is FusedPlan and known.seqlen_k:
-        parts = row.parts(known, device)
+    if known.seqlen_k and hasattr(row, "key_parts"):  # row hopper has its own way
+        parts = row.key_parts(known, device)
     if parts[0] > 1:
         plan = PartsPlan(kind, row, known, fit, device, parts)
     else:

@@ -10,12 +10,14 @@ import numpy as np
 from cupyflash import _attention_f64, _attention_problem, _kernels
 from cupyflash import _attention_samples as _samples
 from cupyflash._attention_hopper import HOPPER
+from cupyflash._attention_hopper_wide import HOPPER_WIDE
 from cupyflash._attention_mma import MMA
 from cupyflash._attention_problem import AttentionProblem, MergeProblem
 from cupyflash._attention_rows import (
     Config,
     defines,
     is_plain,
+    largest_full,
     largest_tile,
     num_heads,
     num_rows,
@@ -124,13 +126,13 @@ class FusedKernel:
             lambda tile: 1.5 * device.num_sms,
         )
 
-    def parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
         """Parts of the keys, and keys of each."""
         # Results of parts would be rounded to 16 bits; and a rung shows its idea alone.
         in_parts = problem.dtype in ("float32", "float64")
         if not in_parts or problem.method == "online":
             return 1, problem.seqlen_k
-        tile = self._tiles(problem, device)[-1]
+        tile = largest_full(self._tiles(problem, device), problem.seqlen_q)
         return parts_of_keys(problem, device, tile.block_m)
 
     def configs(
@@ -176,6 +178,8 @@ class UnfusedKernel:
 
     def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
+        if problem.keys_of_part is not None:
+            return "has the scores of all keys at once"
         return _kernels.refuse_old_device(problem.dtype, device)
 
     def scores_dtype(self, problem: AttentionProblem) -> str:
@@ -222,6 +226,7 @@ class UnfusedKernel:
 ATTENTION_KERNELS = (  # best first
     HOPPER,
     MMA,
+    HOPPER_WIDE,
     _attention_f64.TILED_F64,
     FusedKernel(
         name="tiled",
@@ -337,9 +342,11 @@ def merge_params_dtype(row_dims: int) -> np.dtype:
     )
 
 
-def merge_config(problem: MergeProblem, row_dims: int) -> Config:
-    """The launch of the merge kernel."""
-    wide = "float64" in (problem.dtype, problem.lse_dtype)
+def merge_config(
+    problem: MergeProblem, row_dims: int, out_dtype: str | None = None
+) -> Config:
+    """The launch of the merge kernel; `out_dtype` where that of the parts is wider."""
+    wide = problem.in_sums or "float64" in (problem.dtype, problem.lse_dtype)
     defines = {
         "ELEM_T": CUDA_TYPES[problem.dtype],
         "LSE_T": CUDA_TYPES[problem.lse_dtype],
@@ -347,9 +354,13 @@ def merge_config(problem: MergeProblem, row_dims: int) -> Config:
         "ROW_DIMS": str(row_dims),
         "NUM_THREADS": str(_MERGE_THREADS),
     }
+    if problem.in_sums:
+        defines["SUMS"] = "1"
+    if out_dtype not in (None, problem.dtype):
+        defines["OUT_T"] = CUDA_TYPES[out_dtype]
     variant = Variant("attention/merge.cu", "attention_merge", tuple(defines.items()))
-    num_rows = math.prod(problem.shape)
-    return Config(variant, -(-num_rows * 32 // _MERGE_THREADS), _MERGE_THREADS)
+    num_warps = math.prod(problem.shape) * max(-(-problem.head_dim_v // 32), 1)
+    return Config(variant, -(-num_warps * 32 // _MERGE_THREADS), _MERGE_THREADS)
 
 
 # --- copies ---------------------------------------------------------------------------
@@ -407,4 +418,13 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
         if _kernels.refuse_old_device(dtype, device) is None:
             found["merge", merge_config(merge, 1).variant] = None
             found["copy", copy_config(dtype, 2, 1).variant] = None
+    for dtype in ("float32", "float64"):
+        parts = _attention_problem.MergeProblem(
+            "cupy", 2, (64,), 64, dtype, dtype, in_sums=True
+        )
+        found["merge", merge_config(parts, 1).variant] = None
+        if dtype == "float32":
+            for narrow in ("float16", "bfloat16"):
+                if _kernels.refuse_old_device(narrow, device) is None:
+                    found["merge", merge_config(parts, 1, narrow).variant] = None
     return list(found)

@@ -13,7 +13,7 @@ _plans = _gpu.PlanCache()
 class MergePlan:
     """The merge kernel for arrays of given shapes, and strides in elements."""
 
-    def __init__(self, problem, device_id, outs, lses, out):
+    def __init__(self, problem, device_id, outs, lses, out, out_dtype=None):
         self.device_id = device_id
         _gpu.device(self.device_id)  # refuses cards that are too old
         outs_part, *outs_rows, outs_col = outs
@@ -33,11 +33,18 @@ class MergePlan:
             "stride": [steps or (0,) for steps in rows],
         }
         dims = len(shape)
-        self.params = _gpu.pack(fields, _attention_kernels.merge_params_dtype(dims))
-        config = _attention_kernels.merge_config(problem, dims)
+        self.params = _gpu.pack_bytes(
+            fields, _attention_kernels.merge_params_dtype(dims)
+        )
+        config = _attention_kernels.merge_config(problem, dims, out_dtype)
         self.launch = _gpu.Launch(
             config.variant, config.grid, config.block, self.device_id
         )
+
+    def __call__(self, outs, lses, out, lse):
+        """Launch; `lse` may be None."""
+        pointers = (0 if x is None else x.data.ptr for x in (outs, lses, out, lse))
+        self.launch.enqueue(*pointers, self.params)
 
 
 def _plan_of(problem, operands):
@@ -67,7 +74,7 @@ def merge(problem, operands) -> tuple[Any, Any]:
             out = _gpu.empty((*problem.shape, problem.head_dim_v), problem.dtype)
         lse = _gpu.empty(problem.shape, problem.lse_dtype)
         if lse.size:
-            plan.launch(outs, lses, out, lse, plan.params)
+            plan(outs, lses, out, lse)
     return out, lse
 
 

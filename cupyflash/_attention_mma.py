@@ -1,7 +1,7 @@
 """The row of the attention table that runs on tensor cores of sm_80 and newer."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cupyflash import _kernels
 from cupyflash._attention_problem import AttentionProblem
@@ -15,7 +15,10 @@ from cupyflash._attention_rows import (
     largest_tile,
     most_seen,
     num_heads,
+    num_parts,
     num_rows,
+    num_tiles,
+    parts_of_keys,
     runs,
     scale_is_plain,
     without_options,
@@ -43,6 +46,17 @@ _START, _END = 1.5, 1.5
 # themselves at 256 columns (causal, 16384 keys: 349.5 with two tiles a block, 358.4
 # with one).
 _MOST_TILES = 64
+# Keys from which parts of them pay, by as many parts, up to 4: below, the merge takes
+# what they save (8 heads of 64 columns: 1024 x 1024 in 2 parts 53 us, whole 45).
+_KEYS_IN_PARTS = 4096
+# Queries from which the row takes as many keys in parts: 48 x 65536 of 128 columns
+# 85 us, by "tiled" 138; of 32 83 and 94, of 16 80 and 80; 48 x 1024 51 and 42.
+_LEAST_IN_PARTS = 32
+# Queries of a group from which keys in parts are split beforehand, and bytes that may
+# take: of 128 queries it takes as long, of 512 x 65536 232 us where each block splits
+# them in 388.
+_READERS = 256
+_MOST_IMAGES_OF_PARTS = 1 << 28
 # Longest second axis of a grid that is used.
 _GRID_Y = 1 << 15
 
@@ -145,9 +159,15 @@ class MmaKernel:
         for name in ("head_dim", "head_dim_v"):
             if (n := getattr(problem, name)) > DIMS[-1]:
                 return f"{name} {n} is above {DIMS[-1]}"
-        shortest = min(problem.seqlen_q, problem.seqlen_k)
-        if problem.dtype == "float32" and shortest < self.least:
-            return f"splits float32 from {self.least} queries and keys on"
+        is_few = problem.seqlen_q < self.least
+        if problem.dtype == "float32" and (is_few or problem.seqlen_k < self.least):
+            in_parts = self.key_parts(problem, device)[0] > 1
+            if (
+                problem.seqlen_q < _LEAST_IN_PARTS
+                or problem.seqlen_k < _KEYS_IN_PARTS
+                or not in_parts
+            ):
+                return f"splits float32 from {self.least} queries and keys on"
         most = MOST_KEYS.get(problem.dtype, math.inf)
         if most_seen(problem) > most:
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
@@ -173,15 +193,32 @@ class MmaKernel:
         both = problem.dtype == "float32" and problem.precision == "float32"
         return 2 if both else 1
 
+    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+        """Parts of the keys, and keys of each: two blocks of 64 queries for each SM.
+
+        16 bits have none: results of parts would be rounded.
+        """
+        wanted = 2 * device.num_sms // num_tiles(problem, _SMALL.block_m)
+        least_keys = _KEYS_IN_PARTS // max(1, min(wanted, 4))
+        if problem.precision == "tf32":  # twice as fast, with the same merge
+            least_keys *= 2
+        if problem.dtype != "float32" or most_seen(problem) < least_keys:
+            return 1, problem.seqlen_k
+        return parts_of_keys(problem, device, _SMALL.block_m, 2)
+
     def is_prepared(self, problem: AttentionProblem) -> bool:
         """Whether another kernel splits the keys and values beforehand.
 
-        Their parts are extra memory, which must not be more than out is.
+        Their parts are extra memory, which must not be more than out is, or, where keys
+        are in parts, than a bound.
         """
         if problem.dtype != "float32":
             return False
-        keys = math.prod(problem.batch) * problem.num_kv_heads * problem.seqlen_k
+        keys = self._num_kv_heads(problem) * problem.seqlen_k
         parts = keys * self.parts(problem) * 2 * sum(self.dims(problem))
+        if problem.keys_of_part is not None:
+            readers = problem.seqlen_q * problem.group_size
+            return readers >= _READERS and parts <= _MOST_IMAGES_OF_PARTS
         out = num_rows(problem) * problem.head_dim_v * 4
         return parts <= _MOST_IMAGES * out
 
@@ -193,8 +230,11 @@ class MmaKernel:
         )
 
     def _num_images(self, problem, block_n):
-        heads = math.prod(problem.batch) * problem.num_kv_heads
-        return heads * -(-problem.seqlen_k // block_n)
+        return self._num_kv_heads(problem) * -(-problem.seqlen_k // block_n)
+
+    def _num_kv_heads(self, problem):
+        """Over all batch entries; parts of the keys share them."""
+        return math.prod(problem.batch) // num_parts(problem) * problem.num_kv_heads
 
     def smem(self, tile: MmaTile, problem: AttentionProblem) -> int:
         """Bytes of shared memory of a block."""
@@ -370,7 +410,10 @@ class MmaKernel:
             source=f"attention/{self.name}_prepare.cu",
             entry=f"attention_{self.name}_prepare",
             defines=defines(
-                without_options(problem, "key_lengths"), batch_dims, threads, **switches
+                replace(without_options(problem, "key_lengths"), keys_of_part=None),
+                batch_dims,
+                threads,
+                **switches,
             ),
         )
         return Config(variant, self._num_images(problem, tile.block_n), threads)

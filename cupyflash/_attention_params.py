@@ -6,9 +6,7 @@ import numpy as np
 
 from cupyflash import _layout
 from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import (
-    OPTIONS,
-)
+from cupyflash._attention_rows import OPTIONS, num_heads, num_parts
 
 # "No bound" among positions; kFar in cuda_src/attention/params.cuh.
 FAR = 1 << 61
@@ -87,7 +85,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
             name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
             for name in _AXES
         },
-        "part": (batch_strides["part"], 0, 0, 0),
+        "part": (batch_strides["part"], num_heads(problem) // num_parts(problem), 0, 0),
     }
 
 

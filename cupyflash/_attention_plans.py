@@ -9,6 +9,7 @@ from cupyflash import _arrays, _attention_params, _gpu, _graphs, _layout
 from cupyflash._attention_rows import OPTIONS
 
 _NULL = _gpu.NULL
+_SUM = np.dtype("complex128")  # two float64: row_lse_t of a part (score.cuh)
 
 
 class BasePlan:
@@ -25,7 +26,8 @@ class BasePlan:
         self.device_id = device_id
         self.set_shapes(problem)
         self.out_dtype = _arrays.to_dtype(problem.dtype)
-        self.lse_dtype = np.dtype(problem.compute_dtype)
+        of_parts = problem.keys_of_part is not None
+        self.lse_dtype = _SUM if of_parts else np.dtype(problem.compute_dtype)
         self.offset = _attention_params.launch_offset(problem)
         arrays = operands.q, operands.k, operands.v, operands.out
         arrays += tuple(getattr(operands, name) for name in OPTIONS)

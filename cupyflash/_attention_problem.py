@@ -411,6 +411,7 @@ class MergeProblem:
     head_dim_v: int
     dtype: str
     lse_dtype: str
+    in_sums: bool = False  # of parts, m and l of lse = m + log l are told, in float64
 
 
 class MergeOperands(NamedTuple):

@@ -100,6 +100,11 @@ def largest_tile(tiles, num_heads, seqlen, fewest):
     )
 
 
+def largest_full(tiles, seqlen):
+    """The largest tile that is not half empty, however many blocks that gives."""
+    return largest_tile(tiles, 1, seqlen, lambda tile: 0)
+
+
 def num_heads(problem):
     """Query heads over all batch entries."""
     return math.prod(problem.batch) * problem.num_heads
@@ -114,26 +119,35 @@ def num_tiles(problem, block_m):
 
 
 def most_seen(problem):
-    """Keys that one query may see at most."""
-    if problem.left is None or problem.right is None:
-        return problem.seqlen_k
-    return min(problem.seqlen_k, problem.left + problem.right + 1)
+    """Keys that one query may see at most, of the part that a block has."""
+    keys = problem.keys_of_part or problem.seqlen_k
+    if problem.left is not None and problem.right is not None:
+        keys = min(keys, problem.left + problem.right + 1)
+    return min(keys, problem.seqlen_k)
 
 
-# Keys of a part are a multiple of this, which all tiles of keys divide; and blocks that
-# a multiprocessor is to have where keys are in parts.
-_KEYS_OF_PART = 256
-_BLOCKS_PER_SM = 4
+# A part has so many keys at least, and a multiple of what all tiles of keys divide.
+_LEAST_KEYS = 256
+_STEP_OF_KEYS = 64
 
 
-def parts_of_keys(problem, device, block_m):
-    """(parts, keys of each) where tiles of `block_m` queries leave the device idle."""
-    wanted = device.num_sms * _BLOCKS_PER_SM // num_tiles(problem, block_m)
-    steps = -(-problem.seqlen_k // _KEYS_OF_PART)
-    if most_seen(problem) < 2 * _KEYS_OF_PART or wanted < _BLOCKS_PER_SM:
+def parts_of_keys(problem, device, block_m, blocks_per_sm=4):
+    """(parts, keys of each) where tiles of `block_m` queries leave the device idle.
+
+    With that, a multiprocessor has `blocks_per_sm` blocks.
+    """
+    wanted = device.num_sms * blocks_per_sm // num_tiles(problem, block_m)
+    if most_seen(problem) < 2 * _LEAST_KEYS or wanted < max(blocks_per_sm, 2):
         return 1, problem.seqlen_k
-    keys = -(-steps // min(wanted, steps)) * _KEYS_OF_PART
+    # The merge adds parts without loss, so that runs are not needed.
+    keys = min(max(-(-problem.seqlen_k // wanted), _LEAST_KEYS), LONG_SUM)
+    keys = -(-keys // _STEP_OF_KEYS) * _STEP_OF_KEYS
     return -(-problem.seqlen_k // keys), keys
+
+
+def num_parts(problem):
+    """Parts of the keys, which are the first axis of the batch."""
+    return 1 if problem.keys_of_part is None else problem.batch[0]
 
 
 def scale_is_plain(scale):

@@ -52,9 +52,11 @@ def representative():
     yield made_up("float64", **_ALL_OPTIONS), 3
     for dtype, head_dim in itertools.product(("float32", "float64"), (64, 128, 256)):
         in_parts = made_up(dtype, head_dim, keys_of_part=256, sinks=dtype)
-        yield replace(in_parts, seqlen_q=8), 2
+        for seqlen_q in (8, 64, 512):
+            yield replace(in_parts, seqlen_q=seqlen_q), 2
     yield from _attention_f64.representative(made_up)
     yield from _bounded()
+    yield from _wide()
     yield from _long()
 
 
@@ -67,6 +69,17 @@ def _long():
             replace(made_up(dtype, head_dim), seqlen_q=1 << 16, seqlen_k=1 << 16),
             1,
         )
+
+
+def _wide():
+    """16-bit heads above 256 columns."""
+    for dtype, dims in (("bfloat16", (576, 512)), ("float16", (576, 576))):
+        asked = replace(made_up(dtype, dims[0]), head_dim_v=dims[1])
+        yield asked, 1
+        yield replace(asked, batch=(4, 1), keys_of_part=256, sinks="float32"), 2
+        yield replace(asked, **_ALL_OPTIONS), 2
+        yield replace(asked, bias="float32", mask="bool"), 1
+        yield replace(asked, query_lengths="int32", key_lengths="int32"), 1
 
 
 def _bounded():

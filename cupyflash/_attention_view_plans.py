@@ -7,7 +7,6 @@ from cupyflash import (
     _attention_params,
     _attention_problem,
     _attention_views,
-    _gpu,
     _graphs,
     _layout,
 )
@@ -33,8 +32,9 @@ class PartsPlan(BasePlan):
             self.num_splits,
             shape,
             problem.head_dim_v,
-            problem.dtype,
+            self.parts.out_dtype.name,
             problem.compute_dtype,
+            in_sums=True,
         )
         steps = _attention_params.new_out_strides(problem)
         if operands.out is not None:
@@ -44,7 +44,7 @@ class PartsPlan(BasePlan):
             for more in ((problem.head_dim_v,), ())
         )
         self.merge = _attention_merge_gpu.MergePlan(
-            merged, self.device_id, *of_parts, steps
+            merged, self.device_id, *of_parts, steps, problem.dtype
         )
         self.launches = (*self.parts.launches, self.merge.launch)
 
@@ -55,9 +55,7 @@ class PartsPlan(BasePlan):
             out = self.new_out()
         outs, lses = self.parts((*arrays[:3], None, *arrays[4:]), offset)
         _graphs.keep_if_capturing((outs, lses))
-        self.merge.launch(
-            outs, lses, out, _gpu.NULL if lse is None else lse, self.merge.params
-        )
+        self.merge(outs, lses, out, lse)
         return out, lse
 
     def run(self, operands, offset):

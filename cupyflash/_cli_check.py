@@ -94,6 +94,7 @@ _ATTENTION_SHAPES = {
     "plain": (200, 333, 64, 48),
     "few queries": (40, 333, 64, 48),
     "wide heads": (130, 200, 200, 136),
+    "wider heads": (130, 600, 576, 512),
     "odd heads": (130, 200, 65, 49),  # whose rows begin between vectors
 }
 
@@ -109,7 +110,7 @@ _KINDS = {
         "columns", "long columns", "long rows", "longest rows",
         "a row that no card holds", "strided",
     ),
-    "attention": ("plain", "few queries"),
+    "attention": ("plain", "few queries", "wider heads"),
     "attention_vjp": ("plain", "few queries", "wide heads", "odd heads"),
 }  # fmt: skip
 
@@ -210,7 +211,9 @@ def _cases(backend, dtypes):
 
 
 # Kernels of one type alone, and each takes seconds to compile.
-_DTYPES_OF_KIND = {"wide heads": ("bfloat16",), "odd heads": ("bfloat16",)}
+_DTYPES_OF_KIND = dict.fromkeys(
+    ("wide heads", "wider heads", "odd heads"), ("bfloat16",)
+)
 
 
 def _dtypes_of(function):

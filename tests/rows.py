@@ -107,7 +107,11 @@ ATTENTION_SHAPES = {
     "options": ((2, 4, 130, 64), (2, 2, 200, 64), (2, 2, 200, 64)),
     "odd": ((1, 3, 70, 33), (1, 1, 90, 33), (1, 1, 90, 17)),
     "one query": ((2, 4, 1, 64), (2, 2, 600, 64), (2, 2, 600, 64)),
+    "many keys": ((2, 4, 130, 64), (2, 2, 1100, 64), (2, 2, 1100, 64)),
     "wide heads": ((1, 4, 130, 200), (1, 2, 200, 200), (1, 2, 200, 136)),
+    "wider heads": ((2, 4, 130, 576), (2, 2, 200, 576), (2, 2, 200, 512)),
+    "wider options": ((2, 4, 130, 320), (2, 2, 200, 320), (2, 2, 200, 320)),
+    "wider, many keys": ((1, 4, 70, 300), (1, 2, 600, 300), (1, 2, 600, 400)),
     # Entries of the batch that share some of the three alone.
     "one k": ((3, 4, 130, 64), (1, 2, 200, 64), (3, 2, 200, 64)),
     "one q and v": ((1, 4, 130, 64), (3, 2, 200, 64), (1, 2, 200, 64)),
@@ -121,6 +125,10 @@ _DTYPES_OF_KIND = {
     "options": ("bfloat16", "float32", "float64"),
     "odd": ("float16", "float32"),
     "one query": ("float16", "float32"),
+    "wider heads": ("float16", "bfloat16"),
+    "wider options": ("bfloat16",),
+    "wider, many keys": ("float16",),
+    "many keys": ("float32", "float64"),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),
 }
@@ -175,7 +183,7 @@ def batch_of(*shapes):
 
 def options_of(kind, shapes, rng, dtype, naive=False):
     """(arrays, other arguments) of a kind of attention."""
-    if kind != "options":
+    if kind not in ("options", "wider options"):
         return {}, {"causal": True} if kind == "odd" else {}
     (batch, heads, seqlen_q, _), (_, _, seqlen_k, _), _ = shapes
     size = 0.3 if naive else 1.0

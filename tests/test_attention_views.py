@@ -1,6 +1,7 @@
 """Other views of the arrays of a call: groups as queries, parts of keys, copies."""
 
 import dataclasses
+import math
 
 import numpy as np
 import oracle
@@ -9,7 +10,14 @@ from accuracy import BOUNDS, assert_same_specials, dtype_of, max_error, to_host,
 from placing import place
 
 import cupyflash
-from cupyflash import _attention_rows, _attention_samples, _kernels
+from cupyflash import (
+    _attention_kernels,
+    _attention_rows,
+    _attention_samples,
+    _kernels,
+)
+from cupyflash._attention_mma import MMA
+from cupyflash._attention_rows import LONG_SUM
 
 HOPPER = _kernels.device_of_arch("sm_90a")
 
@@ -39,6 +47,95 @@ def test_parts_of_keys_where_tiles_are_few(heads, seqlen_k, parts):
     assert (count - 1) * keys < seqlen_k <= count * keys
 
 
+def in_parts(row, asked):
+    """The problem as its parts are one."""
+    count, keys = row.key_parts(asked, HOPPER)
+    if count == 1:
+        return asked
+    batch = (count, *asked.batch)
+    return dataclasses.replace(asked, batch=batch, keys_of_part=keys)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "seqlen_k"),
+    [(1, 64, 65536), (1, 512, 65536), (8, 128, 32768), (2, 256, 16384), (1, 70, 1100)],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_parts_for_tiles_of_many_queries(dtype, heads, seqlen_q, seqlen_k, head_dim):
+    """Parts fill the card in one go, with tiles as large as the queries are many."""
+    asked = problem(
+        dtype, num_heads=heads, num_kv_heads=heads, seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim,
+    )  # fmt: skip
+    row, _ = _kernels.select(_attention_kernels.ATTENTION_KERNELS, asked, HOPPER)
+    assert row.name == {"float32": "mma", "float64": "tiled_f64"}[dtype]
+    asked = in_parts(row, asked)
+    config = row.configs(asked, 2, HOPPER)[0]
+    blocks, switches = math.prod(config.grid), dict(config.variant.defines)
+    assert switches["KEY_PARTS"] == "1"
+    assert blocks <= 2 * HOPPER.num_sms
+    assert blocks > HOPPER.num_sms / 2 or seqlen_k < 10_000
+    if dtype == "float64" and seqlen_k > 10_000:
+        assert int(switches["BLOCK_M"]) == min(128, seqlen_q)
+
+
+def mma_configs(**options):
+    """The configurations of mma for a call over parts of the keys."""
+    asked = in_parts(MMA, problem(**options))
+    assert asked.keys_of_part is not None
+    return MMA.configs(asked, 2, HOPPER)
+
+
+def test_parts_share_their_images():
+    two = {"num_heads": 2, "num_kv_heads": 2}
+    _, prepare = mma_configs(**two, seqlen_q=512, seqlen_k=16384)
+    assert prepare.num_blocks == 2 * 16384 // 64
+    assert "KEY_PARTS" not in dict(prepare.variant.defines)
+    # Of few queries, or of keys that would take too much memory, each block splits.
+    assert len(mma_configs(**two, seqlen_q=128, seqlen_k=16384)) == 1
+    assert len(mma_configs(num_heads=2, num_kv_heads=1, seqlen_q=128)) == 2
+    assert len(mma_configs(**two, seqlen_q=512, seqlen_k=1 << 20)) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "seqlen_k", "parts"),
+    [(1, 31, 65536, 256), (1, 32, 65536, 256), (1, 63, 4095, 16), (1, 63, 4096, 16),
+     (1, 64, 1000, 1), (1, 64, 1024, 4), (128, 64, 2000, 1), (128, 64, 2048, 2),
+     (133, 64, 65536, 1), (1, 64, 1 << 24, 512)],
+)  # fmt: skip
+def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
+    asked = problem(
+        num_heads=heads, num_kv_heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
+    )
+    is_few = seqlen_q < 32 or (seqlen_q < 64 and seqlen_k < 4096)
+    assert (MMA.refusal(asked, HOPPER) is not None) == is_few
+    assert MMA.key_parts(asked, HOPPER)[0] == parts
+
+
+@pytest.mark.parametrize(("precision", "parts"), [("float32", 2), ("tf32", 1)])
+def test_a_faster_kernel_wants_more_keys(precision, parts):
+    asked = problem(precision=precision, num_heads=8, seqlen_q=1024, seqlen_k=2048)
+    assert MMA.key_parts(asked, HOPPER)[0] == parts
+
+
+def test_no_part_has_long_sums():
+    """One of more than LONG_SUM keys would want runs."""
+    asked = problem(num_heads=66, seqlen_q=64, seqlen_k=1 << 24)
+    assert MMA.key_parts(asked, HOPPER) == ((1 << 24) // LONG_SUM, LONG_SUM)
+    asked = dataclasses.replace(asked, batch=(512, 1), keys_of_part=LONG_SUM)
+    assert "RUN_TILES" not in dict(MMA.configs(asked, 2, HOPPER)[0].variant.defines)
+
+
+def test_16_bits_have_no_parts_and_full_cards_need_none():
+    for asked in (problem("bfloat16", num_heads=1), problem()):
+        row, _ = _kernels.select(
+            _attention_kernels.ATTENTION_KERNELS[1:], asked, HOPPER
+        )
+        assert row.name == "mma"
+        assert row.key_parts(asked, HOPPER) == (1, asked.seqlen_k)
+
+
 def test_a_window_has_no_more_parts_than_it_has_keys():
     asked = problem(num_heads=1, seqlen_q=1, seqlen_k=1 << 20, left=300, right=0)
     assert _attention_rows.parts_of_keys(asked, HOPPER, 16)[0] == 1
@@ -53,7 +150,7 @@ def options_of(kind, rng, heads, seqlen_q, seqlen_k):
     for word in kind.split():
         options |= {
             "causal": lambda: {"causal": True},
-            "window": lambda: {"window": (700, 5)},
+            "window": lambda: {"window": (1500, 5)},
             "sinks": lambda: {"sinks": rng.normal(size=heads).astype(np.float32) * 3},
             "lengths": lambda: {"key_lengths": np.array([seqlen_k, seqlen_k // 3])},
             "mask": lambda: {"mask": rng.random((2, 1, 1, seqlen_k)) < 0.7},
@@ -126,14 +223,94 @@ def test_one_query_of_a_group_of_any_size(cupy, rng, dtype, seqlen_k, heads, kin
 @pytest.mark.parametrize(
     "kind", ["", "causal", "window", "sinks lengths", "bias", "alibi", "mask causal"]
 )
-@pytest.mark.parametrize("seqlen_q", [3, 40])
+@pytest.mark.parametrize(
+    ("seqlen_q", "head_dim"), [(3, 64), (40, 64), (70, 64), (300, 64), (150, 128)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_parts_of_keys(cupy, rng, dtype, seqlen_q, kind):
-    shapes = ((2, 6, seqlen_q, 64), (2, 2, 4001, 64), (2, 2, 4001, 64))
+def test_parts_of_keys(cupy, rng, dtype, seqlen_q, head_dim, kind):
+    """Of two key lengths, one ends within a part and before others."""
+    shapes = ((2, 6, seqlen_q, head_dim), *[(2, 2, 4101, head_dim)] * 2)
     arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in shapes]
-    options = options_of(kind, rng, 6, seqlen_q, 4001)
+    options = options_of(kind, rng, 6, seqlen_q, 4101)
     told = assert_is_right(cupy, arrays, options, [place(cupy, x) for x in arrays])
     assert told.details["split of the keys"] > 1
+    of_mma = dtype == "float32" and seqlen_q >= 32
+    assert (told.kernel == "mma") == of_mma
+
+
+PARTS = [("float32", 40), ("float32", 70), ("float32", 150), ("float64", 70)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", ["lengths", "causal", "mask"])
+@pytest.mark.parametrize(("dtype", "seqlen_q"), PARTS)
+def test_hidden_values_of_parts(cupy, rng, dtype, seqlen_q, kind, bad):
+    """What no query sees leaves no trace; what some see reaches these alone."""
+    shapes = ((2, 1, 3, seqlen_q, 64), *[(2, 1, 1, 3000, 64)] * 2)
+    q, k, v = (rng.normal(size=s).astype(dtype) for s in shapes)
+    options, hidden = {}, np.zeros((2, 3000), bool)
+    if kind == "lengths":
+        options["key_lengths"] = np.array([[1700], [70]])
+        hidden[0, 1700:], hidden[1, 70:] = True, True
+    elif kind == "mask":
+        hidden[:] = rng.random((2, 3000)) < 0.3
+        options["mask"] = ~hidden[:, None, None, None]
+    else:
+        options["causal"] = True
+    poisoned = v.copy()
+    poisoned[hidden[:, None, None] | np.zeros((2, 1, 1, 3000), bool)] = bad
+    if kind == "causal":
+        poisoned[:, :, :, -20:] = bad
+    given = {
+        n: place(cupy, x) if hasattr(x, "shape") else x for n, x in options.items()
+    }
+    out, told = (
+        f(*x, *(place(cupy, y) for y in (q, k, poisoned)), **given)
+        for f, x in ((cupyflash.attention, ()), (cupyflash.explain, ("attention",)))
+    )
+    assert told.details["split of the keys"] > 1
+    exact, *_ = oracle.attention(q, k, v, real=np.float64, **options)
+    found = to_host(out)
+    if kind == "causal":  # the last 20 queries see some of them
+        assert not np.isfinite(found[..., -20:, :]).any()
+        found, exact = found[..., :-20, :], exact[..., :-20, :]
+    assert max_error(found, exact) <= BOUNDS["attention"][dtype] * np.abs(exact).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by", [-1e9, 1e9, float(np.finfo("f4").min)])
+@pytest.mark.parametrize(("dtype", "seqlen_q"), PARTS)
+def test_parts_of_huge_scores(cupy, rng, dtype, seqlen_q, by):
+    """Parts of unlike length weigh as many keys as they have, whatever the scores."""
+    q = np.zeros((1, 2, seqlen_q, 64), dtype)
+    k, v = (rng.normal(size=(1, 2, 3001, 64)).astype(dtype) for _ in range(2))
+    v += np.linspace(0, 1, 3001)[:, None].astype(dtype)
+    bias = np.full((1, 3001), by, dtype)
+    args = [place(cupy, x) for x in (q, k, v)]
+    out = cupyflash.attention(*args, bias=place(cupy, bias))
+    told = cupyflash.explain("attention", *args, bias=place(cupy, bias))
+    assert told.details["split of the keys"] > 1
+    exact = np.broadcast_to(wide(v).mean(axis=2, keepdims=True), q.shape)
+    assert max_error(out, exact) <= BOUNDS["attention"][dtype] * np.abs(exact).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "parts"), [(1, 256), (66, 4)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_long_sums_of_parts(cupy, rng, dtype, heads, parts):
+    """Over keys that are all alike, in many parts and in long ones."""
+    seqlen_k = 1 << 18 if parts == 4 else 1 << 16
+    q = np.zeros((heads, 64, 64), dtype)
+    row = (1 + rng.random((1, 1, 64))).astype(dtype)
+    k = cupy.zeros((1, seqlen_k, 64), dtype)
+    v = cupy.broadcast_to(place(cupy, row), k.shape).copy()
+    args = place(cupy, q), k, v
+    told = cupyflash.explain("attention", *args)
+    assert told.details["split of the keys"] > 1
+    out = cupyflash.attention(*args)
+    exact = np.broadcast_to(row, q.shape)
+    assert max_error(out, exact) <= BOUNDS["attention"][dtype] * np.abs(exact).max()
 
 
 @pytest.mark.gpu
@@ -164,7 +341,8 @@ def test_very_wide_heads(cupy, rng, dtype, seqlen_q, head_dim):
     arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in shapes]
     placed = [place(cupy, x) for x in arrays]
     told = assert_is_right(cupy, arrays, {}, placed, beside_steps=dtype == "float32")
-    assert told.kernel == "tiled"
+    by_tensor_cores = dtype == "bfloat16" and head_dim <= 576
+    assert told.kernel in ("tiled", "hopper_wide" if by_tensor_cores else "tiled")
 
 
 @pytest.mark.gpu

@@ -4,7 +4,7 @@ Usage: wgmma_shapes.py > cuda_src/ptx/wgmma_shapes.cuh
 """
 
 # Columns of the accumulator that kernels ask for (any multiple of 8 up to 256 exists).
-COLUMNS = (48, 64, 80, 96, 112, 128, 192, 256)
+COLUMNS = (32, 48, 64, 80, 96, 112, 128, 192, 256)
 # Those with a B that lies MN-major beside an A in shared memory, or K-major beside one
 # in registers.
 OTHER_COLUMNS = (64,)

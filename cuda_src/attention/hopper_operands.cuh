@@ -4,34 +4,12 @@
 #pragma once
 
 #include "attention/params.cuh"
+#include "attention/wgmma_operands.cuh"
 #include "common/reduce.cuh"
-#include "ptx/mbarrier.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/tma.cuh"
-#include "ptx/wgmma.cuh"
 
-// --- tiles in shared memory: chunks of 64 columns, each [rows][128 bytes], swizzled
-
-// Describes a tile to wgmma (PTX ISA, "matrix descriptor"): 128-byte swizzle, 8 rows
-// are 1024 bytes, `chunk` bytes to the next 64 columns (of a K-major tile not used).
-__device__ __forceinline__ unsigned long long descriptor(unsigned address,
-                                                         unsigned chunk) {
-  constexpr unsigned long long kSwizzle128 = 1ull << 62;
-  constexpr unsigned kEightRows = 1024;
-  return (address & 0x3ffff) >> 4 | static_cast<unsigned long long>(chunk >> 4) << 16 |
-         static_cast<unsigned long long>(kEightRows >> 4) << 32 | kSwizzle128;
-}
-
-template <int kCount>
-__device__ __forceinline__ void keep_order(float (&x)[kCount]) {
-#pragma unroll
-  for (int e = 0; e < kCount; ++e) ptx::keep_order(x[e]);
-}
-
-// A coordinate in a tensor map, whose broadcast axes have length 1.
-__device__ __forceinline__ int coordinate(index_t index, index_t stride) {
-  return stride == 0 ? 0 : static_cast<int>(index);
-}
+// --- tiles in shared memory, as the copy engine brings them
 
 // Asks for rows [row, row + kRows) of one matrix, a box of kBoxRows at a time; those
 // outside it arrive as zeros. kReadOnce: nobody else will read them. Of a single box
@@ -64,26 +42,6 @@ __device__ __forceinline__ void load_tile(unsigned target,
                                      batch[0], batch[1]);
       }
     }
-  }
-}
-
-// The coordinates of a batch entry, innermost first.
-__device__ __forceinline__ void batch_coordinates(int (&batch)[2],
-                                                  const place_t& at,
-                                                  const operand_t& operand) {
-  batch[0] = coordinate(at.batch[kBatchDims - 1], operand.batch[kBatchDims - 1]);
-  batch[1] = kBatchDims == 2 ? coordinate(at.batch[0], operand.batch[0]) : 0;
-}
-
-// A compile-time bool as an argument.
-template <bool kValue>
-struct flag_t {
-  static constexpr bool value = kValue;
-};
-
-// Spins until the phase is over.
-__device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
-  while (!ptx::mbarrier_try_wait_parity(barrier, parity)) {
   }
 }
 

@@ -3,9 +3,10 @@
 //
 // Algorithm  lse = log sum_p exp(lse_p),  out = sum_p exp(lse_p - lse) out_p.
 //            A part with lse -inf saw no key and adds nothing, not even a NaN.
-// Grid       a warp a row of out; lanes across its columns
-// Memory     global: outs and out once, lses twice; any strides
-// Numbers    all in accum_t
+// Grid       a warp a row of out and 32 of its columns
+// Memory     global: outs and out once, lses twice a warp; any strides
+// Numbers    all in accum_t. Kernels that work on parts tell m and l of lse = m + log l
+//            (SUMS), of which no rounding becomes an error of the weights
 // Limits     none
 #include "common/math.cuh"
 #include "common/reduce.cuh"
@@ -14,10 +15,29 @@
 #ifndef ELEM_T
 #error "ELEM_T, LSE_T, ACCUM_T, ROW_DIMS and NUM_THREADS come from the host"
 #endif
-using elem_t = ELEM_T;
+using elem_t = ELEM_T;  // of outs
 using lse_t = LSE_T;
 using accum_t = ACCUM_T;
+#ifdef OUT_T
+using out_t = OUT_T;
+#else
+using out_t = elem_t;
+#endif
+// exp(lse) of a part is l exp(m).
+struct sum_t {
+  accum_t m, l;
+};
+#ifdef SUMS
+using part_lse_t = sum_t;
+__device__ __forceinline__ sum_t sum_of(sum_t x) { return x; }
+#else
+using part_lse_t = lse_t;
+__device__ __forceinline__ sum_t sum_of(lse_t lse) { return {to<accum_t>(lse), 1}; }
+#endif
 constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS;
+
+// Parts whose results a lane asks for before it waits for the first.
+constexpr int kAtOnce = 8;
 
 enum { kOuts, kLses, kOut, kArrays };
 
@@ -29,56 +49,71 @@ struct merge_params_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    attention_merge(const elem_t* __restrict__ outs,  // (parts, rows, head_dim_v)
-                    const lse_t* __restrict__ lses,   // (parts, rows)
-                    elem_t* __restrict__ out,         // (rows, head_dim_v)
-                    lse_t* __restrict__ lse,          // (rows), contiguous, or null
+    attention_merge(const elem_t* __restrict__ outs,      // (parts, rows, head_dim_v)
+                    const part_lse_t* __restrict__ lses,  // (parts, rows)
+                    out_t* __restrict__ out,              // (rows, head_dim_v)
+                    lse_t* __restrict__ lse,              // (rows), contiguous, or null
                     const __grid_constant__ merge_params_t params) {
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
-  const long long row = (block * kNumThreads + threadIdx.x) / kWarpSize;
+  const long long warp = (block * kNumThreads + threadIdx.x) / kWarpSize;
+  const long long column_blocks =
+      params.head_dim_v > kWarpSize ? (params.head_dim_v - 1) / kWarpSize + 1 : 1;
+  const long long row = divide(warp, column_blocks);
   if (row >= params.num_rows) return;
   const auto offsets = locate(params.rows, row);
   const int lane = threadIdx.x % kWarpSize;
-  const lse_t* row_lses = lses + offsets.of[kLses];
+  const part_lse_t* row_lses = lses + offsets.of[kLses];
 
-  auto lse_of = [&](long long part) {
-    return part < params.num_parts ? to<accum_t>(row_lses[part * params.lses_part])
-                                   : -infinity<accum_t>();
+  auto sum_at = [&](long long part) -> sum_t {
+    if (part >= params.num_parts) return {-infinity<accum_t>(), 0};
+    return sum_of(row_lses[part * params.lses_part]);
   };
   // A lane has every 32nd part; sums take them one by one, in order.
   accum_t m = -infinity<accum_t>();
   for (long long first = 0; first < params.num_parts; first += kWarpSize) {
-    const accum_t x = lse_of(first + lane);
+    const accum_t x = sum_at(first + lane).m;
     m = x > m ? x : m;
   }
   m = warp_reduce<kWarpSize>(m, [](accum_t a, accum_t b) { return a > b ? a : b; });
 
-  accum_t l = 0;
-  for (long long column = lane; column - lane < params.head_dim_v;
-       column += kWarpSize) {
-    const bool exists = column < params.head_dim_v;
-    const elem_t* x =
-        outs + offsets.of[kOuts] + (exists ? column : 0) * params.outs_col;
-    accum_t sum = 0;
-    l = 0;
-    for (long long first = 0; first < params.num_parts; first += kWarpSize) {
-      const accum_t own_lse = lse_of(first + lane), own = exp_diff(own_lse, m);
-      const unsigned seen = __ballot_sync(kFullMask, own_lse != -infinity<accum_t>());
-#pragma unroll 8
-      for (int n = 0; n < kWarpSize; ++n) {
-        const bool counts = seen >> n & 1;
-        const accum_t weight = __shfl_sync(kFullMask, own, n);
-        l += weight;
-        sum += weight *
-               (counts ? to<accum_t>(x[(first + n) * params.outs_part]) : accum_t(0));
+  const long long column = (warp - row * column_blocks) * kWarpSize + lane;
+  const bool exists = column < params.head_dim_v;
+  const elem_t* x = outs + offsets.of[kOuts] + (exists ? column : 0) * params.outs_col;
+  // Sums, and what their rounding left over: parts may be many, and all alike.
+  accum_t l = 0, sum = 0, rest_l = 0, rest_sum = 0;
+  auto add = [](accum_t& total, accum_t& rest, accum_t x) {
+    const pair_t<accum_t> both = exact_sum(total, x);
+    total = both.high;
+    rest += both.low;
+  };
+  for (long long first = 0; first < params.num_parts; first += kWarpSize) {
+    const sum_t part = sum_at(first + lane);
+    const accum_t own = part.l * exp_diff(part.m, m);
+    const unsigned seen = __ballot_sync(kFullMask, part.m != -infinity<accum_t>());
+    // What is not seen is not read; the rest comes many at a time.
+    for (int begin = 0; begin < kWarpSize && seen >> begin != 0; begin += kAtOnce) {
+      elem_t values[kAtOnce];
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const bool counts = seen >> (begin + n) & 1;
+        values[n] = counts ? x[(first + begin + n) * params.outs_part] : elem_t{};
+      }
+#pragma unroll
+      for (int n = 0; n < kAtOnce; ++n) {
+        const accum_t weight = __shfl_sync(kFullMask, own, begin + n);
+        add(l, rest_l, weight);
+        add(sum, rest_sum, rounded_product(weight, to<accum_t>(values[n])));
       }
     }
-    if (exists) {
-      out[offsets.of[kOut] + column * params.out_col] =
-          to<elem_t>(l == 0 ? accum_t(0) : sum / l);
-    }
   }
-  if (lse != nullptr && lane == 0) {
+  // Of sums that are not finite the rest says nothing.
+  if (is_finite(l)) l += rest_l;
+  if (is_finite(sum)) sum += rest_sum;
+  if (exists) {
+    out[offsets.of[kOut] + column * params.out_col] =
+        to<out_t>(l == 0 ? accum_t(0) : sum / l);
+  }
+  if (lse != nullptr && column == 0) {
     lse[row] = to<lse_t>(l == 0 ? -infinity<accum_t>() : m + log_of(l));
   }
 }

@@ -84,6 +84,7 @@ constexpr int kOutRounds = kOutByP ? 2 : 1;
 constexpr bool kOutByQ =
     kStays && !kOutApart && !kOutByP && (kStages == 1 || kBytesOut > kStage);
 static_assert(!kStays || (!kSplits && !kHasTerms));
+static_assert(!kHasParts || kSplits);  // 16 bits would round results of parts
 static_assert(!kStays || kOutApart || kOutByP ||
               kBytesOut <= (kOutByQ ? kBytesQ : kStage));
 static_assert(!kOutByP || (kBytesOut <= 4 * kBytesP && kRowTiles == 2));
@@ -130,12 +131,16 @@ struct item_t {
   // queries are zeros, and nobody stores what comes of them. Tiles of keys start at
   // multiples of kBlockN, so that a row is summed in the same order whatever the tile
   // of queries it lies in.
-  __device__ __forceinline__
-  item_t(const band_t& head, const elem_t* q_head, index_t row_stride, int i0)
+  __device__ __forceinline__ item_t(const band_t& head,
+                                    const elem_t* q_head,
+                                    index_t row_stride,
+                                    int i0,
+                                    int first_of_part = 0)
       : q_rows(q_head + i0 * row_stride), block(head, i0), i0(i0) {
     num_rows = max(0, min(head.num_queries - i0, kBlockM));
     const bool any = num_rows > 0;
-    first = any ? max(0, min(block.low, block.num_keys)) / kBlockN * kBlockN : 0;
+    const int low = max(first_of_part, min(block.low, block.num_keys));
+    first = any ? low / kBlockN * kBlockN : 0;
     last = any ? max(0, min(block.high - 1 + num_rows, block.num_keys)) : 0;
   }
 };
@@ -394,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
     const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
     elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-    accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
     SCORE_PARAMETERS) {
   extern __shared__ __align__(128) unsigned char smem[];
   unsigned char* const smem_q = smem;
@@ -423,8 +428,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const elem_t* const q_head = at.at(q, params.q);
   const elem_t* const k_rows = at.at_kv(k, params.k);
   const elem_t* const v_rows = at.at_kv(v, params.v);
-  const band_t head(scores.band(0, 0));
-  const item_t item(head, q_head, params.q.row, query_of_turn(0, num_tiles));
+  band_t head(scores.band(0, 0));
+  int first_of_part = 0;
+  if constexpr (kHasParts) {
+    const range_t part = scores.part();
+    first_of_part = static_cast<int>(part.first);
+    head.num_keys = static_cast<int>(part.last);
+  }
+  const item_t item(head, q_head, params.q.row, query_of_turn(0, num_tiles),
+                    first_of_part);
   const int i0 = item.i0;
   const bool aligned_q = kAligned || has_aligned_rows(q_head, params.q.row, dim);
 
@@ -445,8 +457,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       kept.v_rows = v_rows;
       if constexpr (kPrepared) {
         const index_t num_images = (params.seqlen_k + kBlockN - 1) / kBlockN;
-        kept.images =
-            images + divide(at.row_of_heads, params.group_size) * num_images * kImage;
+        index_t row = at.row_of_heads;
+        // Parts all read the same images.
+        if constexpr (kHasParts) row -= at.batch[0] * params.part.head;
+        kept.images = images + divide(row, params.group_size) * num_images * kImage;
       }
       kept.head = head;
       kept.item = item;
@@ -1058,8 +1072,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       // leaves over. Above a million that is less than a unit of lse.
       double m = reference * kept.from_log2;
       if (careful && centers.has(own)) m += scale * centers.at[own];
-      const float high = l == 0 ? -infinity<float>() : static_cast<float>(m);
-      const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
+      const maximum_t high =
+          l == 0 ? -infinity<maximum_t>() : static_cast<maximum_t>(m);
+      const float low = abs_of(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
       const index_t i = query(own);
       const finished_t finished = rows_of.finish(i, high, l * (1 + low));
       own_inverse = finished.inverse * (1 + low);

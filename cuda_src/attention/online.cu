@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
     const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
     const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
     elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-    accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
     SCORE_PARAMETERS) {
   const index_t column_blocks = (params.head_dim_v + kBlockDv - 1) / kBlockDv;
   const index_t row_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;

@@ -48,7 +48,9 @@ struct params_t {
   index_t batch_shape[kBatchDims];
   operand_t q, k, v, out, bias, mask, sinks, alibi_slopes;
   operand_t query_offsets, query_lengths, key_lengths;
-  operand_t part;  // its offset is the number of a part of the keys
+  // Parts of the keys are the first axis of the batch: the offset of head 0 is the
+  // number of a part, and `head` is how many heads of batch entries each has.
+  operand_t part;
 };
 
 // What a block works on: tile `tile` of `num_tiles` of one head of one batch entry.

@@ -69,8 +69,22 @@ constexpr bool kSinksOfAllHeads = false;
 #endif
 #ifdef KEY_PARTS
 constexpr bool kHasParts = true;
+// lse = m + log l weighs a part of the keys by exp(lse): its rounding, where it is
+// large, would be an error of the result.
+using maximum_t = double;
+struct row_lse_t {
+  double m, l;  // as merge.cu has them
+};
+__device__ __forceinline__ row_lse_t lse_of(double m, accum_t l) {
+  return {l == 0 ? -infinity<double>() : m, l};
+}
 #else
 constexpr bool kHasParts = false;
+using maximum_t = accum_t;
+using row_lse_t = accum_t;
+__device__ __forceinline__ row_lse_t lse_of(accum_t m, accum_t l) {
+  return l == 0 ? -infinity<accum_t>() : m + log_of(l);
+}
 #endif
 #ifdef SOFTCAP
 constexpr bool kHasSoftcap = true;
@@ -157,7 +171,8 @@ struct band_t {
 
 // A row when all its keys have been added: 1 / sum, and lse.
 struct finished_t {
-  accum_t inverse, lse;
+  accum_t inverse;
+  row_lse_t lse;
 };
 
 // The scores of one head of one batch entry.
@@ -232,6 +247,15 @@ class scores_t {
             clamp(j_last - offset_ + params_.left, 0, query_length_)};
   }
 
+  // The part of the keys, of which those behind the key length are seen by none.
+  __device__ range_t part() const {
+    if constexpr (kHasParts) {
+      const index_t last = part_first_ + params_.keys_of_part;
+      return {part_first_, last < key_length_ ? last : key_length_};
+    }
+    return {0, key_length_};
+  }
+
   // The tile of scores whose corner is query i0 and key j0; mask aside.
   __device__ band_t band(index_t i0, index_t j0) const {
     constexpr index_t kMany = 1 << 30;  // far more than a tile has rows or columns
@@ -295,20 +319,23 @@ class scores_t {
 
   // Lets the sink join, for row i with maximum m and sum l = sum exp(s - m). Rows that
   // see nothing get 0 and -inf, or the sink; padding gets 0 and -inf.
-  __device__ finished_t finish(index_t i, accum_t m, accum_t l) const {
-    if (!is_query(i)) return {0, -infinity<accum_t>()};
+  __device__ finished_t finish(index_t i, maximum_t m, accum_t l) const {
+    if (!is_query(i)) return {0, lse_of(0, 0)};
     accum_t factor = 1;
     if constexpr (kHasSinks) {
       // Of parts of the keys, it joins the first.
       const bool joins = !kHasParts || part_first_ == 0;
-      const accum_t sink_i = joins ? sink(i) : -infinity<accum_t>();
-      const accum_t top = larger(m, sink_i);
-      factor = exp_diff(m, top);
-      l = l * factor + exp_diff(sink_i, top);
+      const maximum_t sink_i = joins ? sink(i) : -infinity<accum_t>();
+      const maximum_t top = larger(m, sink_i);
+      auto weight = [&](maximum_t x) {
+        return x == -infinity<maximum_t>() ? accum_t(0)
+                                           : exp_of(static_cast<accum_t>(x - top));
+      };
+      factor = weight(m);
+      l = l * factor + weight(sink_i);
       m = top;
     }
-    return {l == 0 ? accum_t(0) : factor / l,
-            l == 0 ? -infinity<accum_t>() : m + log_of(l)};
+    return {l == 0 ? accum_t(0) : factor / l, lse_of(m, l)};
   }
 
  private:

@@ -277,7 +277,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
     const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
     elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-    accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
     SCORE_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);

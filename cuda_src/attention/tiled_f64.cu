@@ -91,7 +91,8 @@ __device__ __forceinline__ int sharer() { return threadIdx.x / kWarpSize % kShar
 // since registers are scarce.
 struct block_t {
   const double *q, *k, *v;
-  double *out, *lse;
+  double* out;
+  row_lse_t* lse;
   index_t i0, first, last;  // queries from i0 on see keys of [first, last)
   int num_cols, num_items;
   // Keys that a query of a team sees, and that all of them see; counted from `first`.
@@ -689,7 +690,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
         const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
         elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-        accum_t* __restrict__ lse,     // (batch, heads, queries), or null
+        row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
         SCORE_PARAMETERS) {
   extern __shared__ __align__(16) unsigned char smem[];
   double* const smem_q = reinterpret_cast<double*>(smem);

@@ -19,6 +19,64 @@ struct wgmma_t;
 
 // clang-format off
 template <>
+struct wgmma_t<half_t, 32> {
+  static __device__ __forceinline__ void ss(float (&d)[16],
+      unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %18, 0;"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, p, 1, 1, 0, 0;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
+          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "r"(accumulate)
+    );
+  }
+  static __device__ __forceinline__ void rs(float (&d)[16],
+      const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %21, 0;"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 1;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
+          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
+    );
+  }
+};
+template <>
+struct wgmma_t<bfloat16_t, 32> {
+  static __device__ __forceinline__ void ss(float (&d)[16],
+      unsigned long long a, unsigned long long b, int accumulate) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %18, 0;"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, %16, %17, p, 1, 1, 0, 0;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
+          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b), "r"(accumulate)
+    );
+  }
+  static __device__ __forceinline__ void rs(float (&d)[16],
+      const unsigned (&a)[4], unsigned long long b, int accumulate) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %21, 0;"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+        "}, {%16, %17, %18, %19}, %20, p, 1, 1, 1;}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]),
+          "+f"(d[6]), "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]),
+          "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate)
+    );
+  }
+};
+template <>
 struct wgmma_t<half_t, 48> {
   static __device__ __forceinline__ void ss(float (&d)[24],
       unsigned long long a, unsigned long long b, int accumulate) {

@@ -74,7 +74,7 @@ table(
     {
         f"{np.dtype(dtype).name}, head_dim {head_dim}": attention(dtype, head_dim)
         for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
-        for head_dim in (64, 128, 256, 512, 1024)
+        for head_dim in (64, 128, 256, 512, 576, 1024)
     },
     _attention_kernels.ATTENTION_KERNELS,
 )

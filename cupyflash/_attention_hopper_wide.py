@@ -1,0 +1,100 @@
+"""The row of the attention table for heads above 256 columns, on sm_90a."""
+
+from dataclasses import dataclass
+
+from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_rows import (
+    MOST_KEYS,
+    Config,
+    defines,
+    most_seen,
+    num_tiles,
+    parts_of_keys,
+    scale_is_plain,
+)
+from cupyflash._kernels import Device, Variant
+from cupyflash._tensormap import MAX_BATCH_AXES
+
+# Head dimensions are compiled in steps; zeros fill the rest.
+_STEP = 64
+# Up to here other rows are faster, and above it no block holds the tiles.
+_NARROW, _WIDEST = 256, 576
+
+# Queries and keys of a tile, of 16 bits.
+BLOCK = 64
+_NUM_THREADS = 256
+_BARRIERS = 32  # bytes, behind them
+
+
+@dataclass(frozen=True)
+class HopperWideKernel:
+    """Tensor cores of sm_90a for 16-bit heads of 257 to 576 columns, any strides."""
+
+    name: str
+    rungs: tuple[str, ...]
+    arch: str = "sm_90a"
+    fast: bool = True
+
+    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        if f"{device.arch}a" != self.arch:
+            return f"needs {self.arch}, {device.name} is {device.arch}"
+        if device.nvrtc < (12, 9):
+            return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
+        if problem.dtype not in ("float16", "bfloat16"):
+            return f"takes float16 and bfloat16, not {problem.dtype}"
+        for name in ("head_dim", "head_dim_v"):
+            if (n := getattr(problem, name)) > _WIDEST:
+                return f"{name} {n} is above {_WIDEST}"
+        if max(problem.head_dim, problem.head_dim_v) <= _NARROW:
+            return f"is for heads above {_NARROW} columns"
+        if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
+            return f"sums in {problem.dtype} are exact enough up to {most} keys"
+        return None
+
+    def dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        """head_dim and head_dim_v as they are compiled."""
+        dim, dim_v = (
+            max(-(-n // _STEP), 1) * _STEP
+            for n in (problem.head_dim, problem.head_dim_v)
+        )
+        return dim, dim_v
+
+    def smem(self, problem: AttentionProblem) -> int:
+        """Bytes of tiles of q, k, v and p, of a float a row and side, and more."""
+        dim, dim_v = self.dims(problem)
+        return BLOCK * 2 * (2 * dim + dim_v + BLOCK) + 2 * 4 * BLOCK + _BARRIERS
+
+    def is_mapped(self, problem: AttentionProblem, batch_dims: int) -> bool:
+        """Whether the copy engine brings k and v.
+
+        Above 512 columns of v there are no registers for it.
+        """
+        has_map = problem.no_tensor_map is None and batch_dims <= MAX_BATCH_AXES
+        return has_map and problem.seqlen_k > 0 and self.dims(problem)[1] <= 512
+
+    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+        """Parts of the keys, and keys of each: a block has a multiprocessor."""
+        return parts_of_keys(problem, device, BLOCK, blocks_per_sm=1)
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The launch, in a tuple of one."""
+        dims = self.dims(problem)
+        switches = {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
+        if not scale_is_plain(problem.scale):
+            switches["SCALE_SCORES"] = 1
+        if self.is_mapped(problem, batch_dims):
+            switches["MAPPED"] = 1
+        variant = Variant(
+            source=f"attention/{self.name}.cu",
+            entry=f"attention_{self.name}",
+            defines=defines(problem, batch_dims, _NUM_THREADS, **switches),
+            arch=self.arch,
+            smem=self.smem(problem),
+        )
+        return (Config(variant, num_tiles(problem, BLOCK), _NUM_THREADS),)
+
+
+HOPPER_WIDE = HopperWideKernel(name="hopper_wide", rungs=("tiled", "auto"))

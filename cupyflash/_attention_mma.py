@@ -159,13 +159,12 @@ class MmaKernel:
         for name in ("head_dim", "head_dim_v"):
             if (n := getattr(problem, name)) > DIMS[-1]:
                 return f"{name} {n} is above {DIMS[-1]}"
-        is_few = problem.seqlen_q < self.least
-        if problem.dtype == "float32" and (is_few or problem.seqlen_k < self.least):
-            in_parts = self.key_parts(problem, device)[0] > 1
+        shortest = min(problem.seqlen_q, problem.seqlen_k)
+        if problem.dtype == "float32" and shortest < self.least:
             if (
                 problem.seqlen_q < _LEAST_IN_PARTS
                 or problem.seqlen_k < _KEYS_IN_PARTS
-                or not in_parts
+                or self.key_parts(problem, device)[0] == 1
             ):
                 return f"splits float32 from {self.least} queries and keys on"
         most = MOST_KEYS.get(problem.dtype, math.inf)
@@ -198,7 +197,8 @@ class MmaKernel:
 
         16 bits have none: results of parts would be rounded.
         """
-        wanted = 2 * device.num_sms // num_tiles(problem, _SMALL.block_m)
+        tiles = max(1, num_tiles(problem, _SMALL.block_m))
+        wanted = 2 * device.num_sms // tiles
         least_keys = _KEYS_IN_PARTS // max(1, min(wanted, 4))
         if problem.precision == "tf32":  # twice as fast, with the same merge
             least_keys *= 2

@@ -136,7 +136,7 @@ def parts_of_keys(problem, device, block_m, blocks_per_sm=4):
 
     With that, a multiprocessor has `blocks_per_sm` blocks.
     """
-    wanted = device.num_sms * blocks_per_sm // num_tiles(problem, block_m)
+    wanted = device.num_sms * blocks_per_sm // max(1, num_tiles(problem, block_m))
     if most_seen(problem) < 2 * _LEAST_KEYS or wanted < max(blocks_per_sm, 2):
         return 1, problem.seqlen_k
     # The merge adds parts without loss, so that runs are not needed.

@@ -113,6 +113,14 @@ def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
     assert MMA.key_parts(asked, HOPPER)[0] == parts
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("empty", [{"batch": (0,)}, {"seqlen_q": 0}, {"seqlen_k": 0}])
+def test_rows_of_empty_calls_can_be_asked_for(dtype, empty):
+    asked = problem(dtype, **{"seqlen_q": 40, "seqlen_k": 8192, **empty})
+    row, _ = _kernels.select(_attention_kernels.ATTENTION_KERNELS, asked, HOPPER)
+    assert row.key_parts(asked, HOPPER)
+
+
 @pytest.mark.parametrize(("precision", "parts"), [("float32", 2), ("tf32", 1)])
 def test_a_faster_kernel_wants_more_keys(precision, parts):
     asked = problem(precision=precision, num_heads=8, seqlen_q=1024, seqlen_k=2048)

@@ -95,6 +95,7 @@ _ATTENTION_SHAPES = {
     "few queries": (40, 333, 64, 48),
     "wide heads": (130, 200, 200, 136),
     "odd heads": (130, 200, 65, 49),  # whose rows begin between vectors
+    "copied heads": (300, 200, 65, 49),  # into such that do not, for Hopper
 }
 
 # Kinds that a GPU has kernels of their own for.
@@ -110,7 +111,9 @@ _KINDS = {
         "a row that no card holds", "strided",
     ),
     "attention": ("plain", "few queries"),
-    "attention_vjp": ("plain", "few queries", "wide heads", "odd heads"),
+    "attention_vjp": (
+        "plain", "few queries", "wide heads", "odd heads", "copied heads",
+    ),
 }  # fmt: skip
 
 _MOST_PROCESSES = 8
@@ -210,7 +213,9 @@ def _cases(backend, dtypes):
 
 
 # Kernels of one type alone, and each takes seconds to compile.
-_DTYPES_OF_KIND = {"wide heads": ("bfloat16",), "odd heads": ("bfloat16",)}
+_DTYPES_OF_KIND = dict.fromkeys(
+    ("wide heads", "odd heads", "copied heads"), ("bfloat16",)
+)
 
 
 def _dtypes_of(function):

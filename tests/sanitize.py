@@ -31,7 +31,7 @@ SOFTMAX_KINDS = (
 )  # fmt: skip
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21
-_KINDS = (*SOFTMAX_KINDS, "plain", "options", "one query", "wide heads")
+_KINDS = (*SOFTMAX_KINDS, "plain", "options", "one query", "wide heads", "odd heads")
 # A kernel beside the tables.
 _MERGE = "attention/merge"
 _SECONDS = 120  # that a tool may take for one row
@@ -71,7 +71,8 @@ def cases_of(group):
     return (kept or plain)[:2] + [case for case in more if case]
 
 
-_KINDS_OF_ONE = ("options", "one query")  # keys in parts, which are merged
+# Keys in parts, which are merged; and copies into rows of whole vectors.
+_KINDS_OF_ONE = ("options", "one query", "odd heads")
 
 
 def run_rows(cupy, wanted):

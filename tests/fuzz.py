@@ -256,9 +256,6 @@ def draw_attention(rng, structure_rng):
         seqlen_q = 0
     if chance(rng, 0.03):
         seqlen_k = 0
-    (own,) = rng.spawn(1)
-    if seqlen_q and chance(own, 0.05):
-        seqlen_q += 256  # so many that Hopper copies rows that begin between vectors
     q, k, v = _queries_and_keys(rng, s, batch, heads, kv_heads, seqlen_q, seqlen_k)
     arrays, options = _options(rng, s, batch, heads, seqlen_q, seqlen_k)
     if seqlen_q and chance(rng, 0.6):

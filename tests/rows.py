@@ -109,7 +109,7 @@ ATTENTION_SHAPES = {
     "one query": ((2, 4, 1, 64), (2, 2, 600, 64), (2, 2, 600, 64)),
     "wide heads": ((1, 4, 130, 200), (1, 2, 200, 200), (1, 2, 200, 136)),
     # So many queries that Hopper copies rows that begin between vectors.
-    "odd heads": ((1, 2, 260, 65), (1, 1, 130, 65), (1, 1, 130, 49)),
+    "odd heads": ((1, 2, 260, 33), (1, 1, 130, 33), (1, 1, 130, 49)),
     # Entries of the batch that share some of the three alone.
     "one k": ((3, 4, 130, 64), (1, 2, 200, 64), (3, 2, 200, 64)),
     "one q and v": ((1, 4, 130, 64), (3, 2, 200, 64), (1, 2, 200, 64)),

@@ -248,7 +248,7 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             for num_sums in (1, 1000):
                 config = sum_config(accum, grad, 4, num_sums, 100)
                 found["sum", config.variant] = None
-    if _kernels.refuse_old_device("bfloat16", device) is None:
+    if f"{device.arch}a" == HOPPER_VJP.arch:
         for word in _WORDS:
             found["narrow", narrow_config(word, 1).variant] = None
     return list(found)

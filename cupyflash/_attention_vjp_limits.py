@@ -107,6 +107,11 @@ def section(num_kept: int, most: int) -> int:
     return -(-num_kept // num_sections)
 
 
+def rows_defines(forward: AttentionProblem) -> dict[str, int]:
+    """Switches of vjp_hopper_rows.cu: whether rows of out end inside a vector."""
+    return {"ENDS_INSIDE": 1} if forward.head_dim_v % 8 else {}
+
+
 def units(forward: AttentionProblem) -> tuple[float, float]:
     """What makes scores exponents of 2, and a score whose weight is 0."""
     return forward.scale * math.log2(math.e), (

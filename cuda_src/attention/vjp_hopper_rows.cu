@@ -12,6 +12,10 @@
 
 constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
 
+struct alignas(16) eight_t {
+  elem_t x[8];
+};
+
 // Entry n, where those that are summed stand side by side.
 __device__ __forceinline__ located_t entry_of(index_t n,
                                               index_t num_blocks,
@@ -64,15 +68,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
   float log_sum = infinity<float>(), sum = 0, largest = 0;
   if (is_query) {
     log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
+#ifdef ENDS_INSIDE  // rows end inside a vector: head_dim_v is no multiple of 8
     const int dim = static_cast<int>(params.head_dim_v);
+#else
+    const index_t dim = params.head_dim_v;
+#endif
     if (column < dim) {
-      const auto o =
+#ifdef ENDS_INSIDE
+      const auto o8 =
           load_vector(at.at(out, params.out) + i * params.out.row, column, dim);
-      const auto d =
+      const auto d8 =
           load_vector(at.at(dout, grads.dout) + i * grads.dout.row, column, dim);
+#else
+      const elem_t* const o = at.at(out, params.out) + i * params.out.row + column;
+      const elem_t* const d = at.at(dout, grads.dout) + i * grads.dout.row + column;
+      eight_t o8;
+      const eight_t d8 = *reinterpret_cast<const eight_t*>(d);
+      if (reinterpret_cast<unsigned long long>(o) % 16 == 0) {
+        o8 = *reinterpret_cast<const eight_t*>(o);
+      } else {
+#pragma unroll
+        for (int n = 0; n < 8; ++n) o8.x[n] = o[n];
+      }
+#endif
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float x = to<float>(o.x[n]), y = to<float>(d.x[n]);
+        const float x = to<float>(o8.x[n]), y = to<float>(d8.x[n]);
         if (x != 0) sum = fmaf(x, y, sum);
         largest = max_nan(largest, fabsf(y));
       }

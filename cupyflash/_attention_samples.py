@@ -110,6 +110,8 @@ def _bounded():
         few = {"num_heads": 2, "num_kv_heads": 2}
         yield replace(made_up("bfloat16", head_dim), **few), 1
         yield replace(made_up("bfloat16", head_dim, right=0), **few), 1
+    for head_dim in (33, 100, 250):  # rows that end inside a vector
+        yield made_up("bfloat16", head_dim), 1
     for bounds in ({}, {"right": 0}):
         yield replace(made_up("bfloat16", 192, **bounds), head_dim_v=128), 1
         for head_dim in (192, 256):

@@ -103,8 +103,7 @@ class Copy:
     def __init__(self, x, shape: tuple[int, ...], strides: tuple[int, ...]):
         *rows, num_columns = shape
         *row_strides, column_stride = strides
-        vector = 16 // x.itemsize
-        self.shape = (*rows, -(-num_columns // vector) * vector)
+        self.shape = (*rows, _layout.whole_vectors(num_columns, x.itemsize))
         self.dtype = x.dtype
         size, (steps,) = _layout.collapse(rows, [row_strides])
         fields: dict[str, Any] = {
@@ -119,7 +118,7 @@ class Copy:
         dtype = _attention_kernels.copy_params_dtype(dims)
         self.params = _gpu.pack_bytes(fields, dtype)
         config = _attention_kernels.copy_config(
-            _arrays.dtype_name(x), dims, math.prod(self.shape) // vector
+            _arrays.dtype_name(x), dims, math.prod(self.shape) * x.itemsize // 16
         )
         device_id = x.data.device_id
         self.launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
@@ -153,8 +152,7 @@ def made_to_fit(
             1 if step == 0 else n for n, step in zip(x.shape, x.strides, strict=True)
         ]
         own[-1] = x.shape[-1]
-        vector = 16 // itemsize
-        columns = -(-own[-1] // vector) * vector
+        columns = _layout.whole_vectors(own[-1], itemsize)
         size = math.prod(own[:-1]) * columns * itemsize
         fits = x.size == 0 or x.shape[-1] == 1 or x.strides[-1] == itemsize
         if fits and name in for_copy_engine and size <= most_bytes:

@@ -11,7 +11,6 @@ from cupyflash import (
     _attention_vjp_layout,
     _attention_vjp_problem,
     _gpu,
-    _graphs,
     _kernels,
     _tensormap,
 )
@@ -28,6 +27,7 @@ from cupyflash._attention_vjp_mma_split import MmaSplitVjpKernel
 from cupyflash._attention_vjp_mma_split_plan import MmaSplitPlan
 from cupyflash._attention_vjp_plans import Plan, ZeroPlan
 from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._attention_vjp_view_plans import CopyingPlan, NarrowingPlan
 from cupyflash._attention_vjp_wide import HopperWideVjpKernel
 from cupyflash._attention_vjp_wide_plan import HopperWidePlan
 
@@ -44,6 +44,8 @@ _PLANS = (
     (MmaSplitVjpKernel, MmaSplitPlan),
     (TensorFloat64VjpKernel, TensorFloat64Plan),
 )
+# Rows that read by the copy engine, and write whole vectors.
+_BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
 # Those that the copy engine of Hopper reads: dout, q, k, v, bias and mask.
 _MAPPED = (0, 1, 2, 3, 6, 7)
 
@@ -125,8 +127,12 @@ def make_plan(problem, operands):
     device = _gpu.device(device_id)
     row, _, known, fit, copies = _select(problem, operands, device)
     kind = next((plan for of, plan in _PLANS if isinstance(row, of)), Plan)
+    if isinstance(row, _BY_VECTORS):
+        known = replace(known, whole_vectors=True)
     plan = kind(row, known, fit, device, device_id)
-    return _CopyingPlan(plan, copies) if copies else plan
+    if any(known.written_shape(n) != getattr(known, f"{n}_shape") for n in "qkv"):
+        plan = NarrowingPlan(plan, known)
+    return CopyingPlan(plan, copies) if copies else plan
 
 
 def _select(problem, operands, device):
@@ -150,28 +156,9 @@ def _select(problem, operands, device):
         fit = operands._replace(forward=forward._replace(**views), dout=dout)
         known = _known(problem, fit)
         row, refused = _kernels.select(ATTENTION_VJP_KERNELS, known, device)
-        if isinstance(row, (HopperVjpKernel, HopperWideVjpKernel)):
+        if isinstance(row, _BY_VECTORS):
             break
     return row, refused, known, fit, copies
-
-
-class _CopyingPlan:
-    """Copies of some arrays before another plan."""
-
-    def __init__(self, plan, copies):
-        self.plan = plan
-        self.device_id, self.offset = plan.device_id, plan.offset
-        self.launches = (*(copy.launch for copy in copies.values()), *plan.launches)
-        places = ("q", "k", "v", "out", *OPTIONS, "dout")
-        self.copies = [(places.index(name), copy) for name, copy in copies.items()]
-
-    def __call__(self, arrays, offset):
-        """Copy and launch; `arrays` as _arrays_of() has them."""
-        ready = list(arrays)
-        for place, copy in self.copies:
-            ready[place] = copy(ready[place])
-        _graphs.keep_if_capturing(ready)
-        return self.plan(tuple(ready), offset)
 
 
 def _known(problem, operands):

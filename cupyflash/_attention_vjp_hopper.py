@@ -158,6 +158,8 @@ class HopperVjpKernel:
             part = _FED
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _THREADS, 0
+        if part == "_rows":
+            more |= _attention_vjp_limits.rows_defines(forward)
         if part in ("", _FED, "_queries"):
             more["BOUNDS"] = _attention_hopper.bounds_of(forward)
         if part == "_queries":

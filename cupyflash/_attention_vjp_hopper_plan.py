@@ -48,16 +48,18 @@ class HopperPlan(BasePlan):
         apart = dq_way == _attention_vjp_hopper.APART
         self.is_fed = row.tile(forward, dq_way).feeder
 
-        seqlen_q, heads, dim = forward.seqlen_q, forward.num_heads, forward.head_dim
-        num_slots = math.prod(problem.q_shape) // (seqlen_q * dim)
+        seqlen_q, heads = forward.seqlen_q, forward.num_heads
+        *rows, columns = problem.written_shape("q")
+        head_step = seqlen_q * columns
+        num_slots = math.prod(rows) // seqlen_q
         slot = [0, 0]
-        slot[:batch_dims] = (step // (seqlen_q * dim) for step in dq.entries[:-2])
+        slot[:batch_dims] = (step // head_step for step in dq.entries[:-2])
         self.slot = slot
         self.schedule = {
             **row.schedule(forward, device, num_kept, num_summed, dq_way),
             "slot": slot,
         }
-        self.dq_steps = num_slots, heads * seqlen_q * dim, dq.entries[-1], dq.row
+        self.dq_steps = num_slots, heads * head_step, dq.entries[-1], dq.row
         block_m = row.tile(forward).block_m
         encoders = {
             name: encoder(forward, {**layout.params, **layout.grads}, name, x, rows)

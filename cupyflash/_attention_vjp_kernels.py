@@ -21,6 +21,8 @@ from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
 _MAX_CHUNK = 128
 _ROW_THREADS = 256
 _SUM_THREADS = 256
+_NARROW_THREADS = 256
+_WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
 
 
 # --- rows ----------------------------------------------------------------------------
@@ -158,6 +160,18 @@ def sum_config(
     return Config(variant, -(-num_sums * lanes // _SUM_THREADS), _SUM_THREADS)
 
 
+def blocks_of_narrow(num_bytes: int) -> int:
+    """Blocks that take one result from rows of whole vectors."""
+    return -(-num_bytes // (16 * _NARROW_THREADS))
+
+
+def narrow_config(word: int, num_blocks: int) -> Config:
+    """The launch that takes results from such rows, by words of so many bytes."""
+    defines = {"WORD_T": _WORDS[word], "NUM_THREADS": str(_NARROW_THREADS)}
+    variant = Variant("attention/narrow.cu", "attention_narrow", tuple(defines.items()))
+    return Config(variant, num_blocks, _NARROW_THREADS)
+
+
 ATTENTION_VJP_KERNELS = (  # best first
     HOPPER_VJP,
     HOPPER_WIDE_VJP,
@@ -234,6 +248,9 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
             for num_sums in (1, 1000):
                 config = sum_config(accum, grad, 4, num_sums, 100)
                 found["sum", config.variant] = None
+    if f"{device.arch}a" == HOPPER_VJP.arch:
+        for word in _WORDS:
+            found["narrow", narrow_config(word, 1).variant] = None
     return list(found)
 
 

@@ -158,14 +158,11 @@ def _made_up(shape, dtype="int8"):
 def _gradient_views(problem):
     """Views of made-up gradients, batch + matrix axes, that take no memory."""
     forward = problem.forward
-    views = {
-        name: aligned(_made_up(shape), forward)
-        for name, shape in (
-            ("dq", problem.q_shape),
-            ("dk", problem.k_shape),
-            ("dv", problem.v_shape),
-        )
-    }
+    views = {}
+    for name in "qkv":
+        columns = getattr(problem, f"{name}_shape")[-1]
+        written = _made_up(problem.written_shape(name))[..., :columns]
+        views[f"d{name}"] = aligned(written, forward)
     if problem.need_dbias:
         views["dbias"] = aligned_bias(_made_up(problem.bias_shape), forward)
     return views

@@ -69,8 +69,8 @@ def refusal(
         return f"takes scales from 1e-20 to 1e20, not {forward.scale}"
     for name in ("head_dim", "head_dim_v"):
         n = getattr(forward, name)
-        if n % 8 or n > largest:
-            return f"{name} {n} is not a multiple of 8 up to {largest}"
+        if not 2 <= n <= largest:  # rows of whole vectors take four times 2 columns
+            return f"{name} {n} is not from 2 to {largest}"
     if forward.seqlen_k == 0:
         return "there are no keys"
     if forward.no_tensor_map is not None:
@@ -105,6 +105,11 @@ def section(num_kept: int, most: int) -> int:
     """
     num_sections = -(-num_kept // most)
     return -(-num_kept // num_sections)
+
+
+def rows_defines(forward: AttentionProblem) -> dict[str, int]:
+    """Switches of vjp_hopper_rows.cu: whether rows of out end inside a vector."""
+    return {"ENDS_INSIDE": 1} if forward.head_dim_v % 8 else {}
 
 
 def units(forward: AttentionProblem) -> tuple[float, float]:

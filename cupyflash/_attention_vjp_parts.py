@@ -35,9 +35,7 @@ class BasePlan:
         dtype = _arrays.to_dtype(forward.dtype)
         # {name: (shape, dtype)}, in the order of AttentionGrads.
         self.gradients = {
-            "dq": (problem.q_shape, dtype),
-            "dk": (problem.k_shape, dtype),
-            "dv": (problem.v_shape, dtype),
+            f"d{name}": (problem.written_shape(name), dtype) for name in "qkv"
         }
         if problem.need_dbias:
             dtype = _arrays.to_dtype(forward.bias)

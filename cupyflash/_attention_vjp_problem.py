@@ -6,12 +6,13 @@ All errors of the caller are raised here, before anything is allocated or launch
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cupyflash import _arrays, _attention_problem
+from cupyflash import _arrays, _attention_problem, _layout
 from cupyflash._attention_problem import (
     AttentionOperands,
     AttentionProblem,
     heads_first,
 )
+from cupyflash._kernels import ITEMSIZE
 
 METHODS = ("auto", "tiled")
 
@@ -53,6 +54,9 @@ class AttentionVjpProblem:
     need_dbias: bool = False
     need_dsinks: bool = False
     deterministic: bool = False
+    # Kernels write dq, dk and dv into rows of whole vectors of 16 bytes, from which
+    # another one takes them.
+    whole_vectors: bool = False
 
     @property
     def backend(self) -> str:
@@ -68,6 +72,13 @@ class AttentionVjpProblem:
     def rows_shape(self) -> tuple[int, ...]:
         """Batch axes, heads and queries: one number a row of scores."""
         return (*self.forward.batch, self.forward.num_heads, self.forward.seqlen_q)
+
+    def written_shape(self, name: str) -> tuple[int, ...]:
+        """The shape in which kernels write dq, dk or dv: "q", "k" or "v"."""
+        *rest, columns = getattr(self, f"{name}_shape")
+        if self.whole_vectors:
+            columns = _layout.whole_vectors(columns, ITEMSIZE[self.forward.dtype])
+        return (*rest, columns)
 
 
 class AttentionVjpOperands(NamedTuple):

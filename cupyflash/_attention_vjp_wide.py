@@ -188,7 +188,9 @@ class HopperWideVjpKernel:
         # Statistics do not depend on columns; a power of two of threads makes a row's.
         dim = self.dims[-1] if part == "_rows" else self.dim(forward)
         more: dict[str, Any] = {"HEAD_DIM": dim, "BLOCK_M": BLOCK}
-        if part != "_rows":
+        if part == "_rows":
+            more |= _attention_vjp_limits.rows_defines(forward)
+        else:
             # What lengths hide, the device alone knows.
             bounds = _attention_hopper.bounds_of(forward)
             lengths = _attention_hopper.has_lengths(forward)

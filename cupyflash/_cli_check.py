@@ -96,6 +96,7 @@ _ATTENTION_SHAPES = {
     "wide heads": (130, 200, 200, 136),
     "wider heads": (130, 600, 576, 512),
     "odd heads": (130, 200, 65, 49),  # whose rows begin between vectors
+    "copied heads": (300, 200, 65, 49),  # into such that do not, for Hopper
 }
 
 # Kinds that a GPU has kernels of their own for.
@@ -111,7 +112,9 @@ _KINDS = {
         "a row that no card holds", "strided",
     ),
     "attention": ("plain", "few queries", "wider heads"),
-    "attention_vjp": ("plain", "few queries", "wide heads", "odd heads"),
+    "attention_vjp": (
+        "plain", "few queries", "wide heads", "odd heads", "copied heads",
+    ),
 }  # fmt: skip
 
 _MOST_PROCESSES = 8
@@ -212,7 +215,7 @@ def _cases(backend, dtypes):
 
 # Kernels of one type alone, and each takes seconds to compile.
 _DTYPES_OF_KIND = dict.fromkeys(
-    ("wide heads", "wider heads", "odd heads"), ("bfloat16",)
+    ("wide heads", "wider heads", "odd heads", "copied heads"), ("bfloat16",)
 )
 
 

@@ -17,6 +17,12 @@ def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
     return tuple(sorted(np.lib.array_utils.normalize_axis_tuple(axes, ndim, "axis")))
 
 
+def whole_vectors(columns: int, itemsize: int) -> int:
+    """Columns of a row that ends with a vector of 16 bytes."""
+    vector = 16 // itemsize
+    return -(-columns // vector) * vector
+
+
 def element_strides(x) -> tuple[int, ...]:
     """Strides of an array in elements; ValueError for a field of a structured array."""
     steps = zip(x.shape, x.strides, strict=True)

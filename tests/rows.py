@@ -112,6 +112,8 @@ ATTENTION_SHAPES = {
     "wider heads": ((2, 4, 130, 576), (2, 2, 200, 576), (2, 2, 200, 512)),
     "wider options": ((2, 4, 130, 320), (2, 2, 200, 320), (2, 2, 200, 320)),
     "wider, many keys": ((1, 4, 70, 300), (1, 2, 600, 300), (1, 2, 600, 400)),
+    # So many queries that Hopper copies rows that begin between vectors.
+    "odd heads": ((1, 2, 260, 33), (1, 1, 130, 33), (1, 1, 130, 49)),
     # Entries of the batch that share some of the three alone.
     "one k": ((3, 4, 130, 64), (1, 2, 200, 64), (3, 2, 200, 64)),
     "one q and v": ((1, 4, 130, 64), (3, 2, 200, 64), (1, 2, 200, 64)),
@@ -129,6 +131,7 @@ _DTYPES_OF_KIND = {
     "wider options": ("bfloat16",),
     "wider, many keys": ("float16",),
     "many keys": ("float32", "float64"),
+    "odd heads": ("bfloat16",),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),
 }
@@ -137,6 +140,7 @@ _VJP_DTYPES_OF_KIND = {
     "options": ("bfloat16", "float32"),
     "odd": ("float16",),
     "wide heads": ("float16", "bfloat16"),
+    "odd heads": ("bfloat16",),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),
 }

@@ -31,11 +31,12 @@ SOFTMAX_KINDS = (
 )  # fmt: skip
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21
-# Plain calls; all options; and parts of the keys, which are merged.
-_OF_ATTENTION = ("plain", "options", "one query", "many keys")
-# Of rows that take none of these.
-_OF_WIDE_HEADS = ("wide heads", "wider heads", "wider options", "wider, many keys")
-_KINDS = (*SOFTMAX_KINDS, *_OF_ATTENTION, *_OF_WIDE_HEADS)
+# Plain calls of attention; and one each with all options, with parts of the keys, which
+# are merged, and with copies into rows of whole vectors.
+_PLAIN = ("plain", "options", "one query", "many keys", "odd heads")
+# Of rows that take no plain ones.
+_WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
+_KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE)
 # A kernel beside the tables.
 _MERGE = "attention/merge"
 _SECONDS = 120  # that a tool may take for one row
@@ -69,8 +70,8 @@ def cases_of(group):
         one_of_each = {case.kind: case for case in reversed(found)}
         return list(one_of_each.values())[::-1]
     plain = [case for case in found if case.kind == "plain"]
-    kinds = _OF_ATTENTION[1:] if plain else _OF_WIDE_HEADS[2:]
-    plain = plain or [case for case in found if case.kind in _OF_WIDE_HEADS[:2]]
+    kinds = _PLAIN[1:] if plain else (*_PLAIN[1:], *_WIDE[2:])
+    plain = plain or [case for case in found if case.kind in _WIDE[:2]]
     kept = [c for c in plain if c.dtype in ("bfloat16", "float32", "float64")]
     more = [next((c for c in found if c.kind == k), None) for k in kinds]
     return (kept or plain)[:2] + [case for case in more if case]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import cupyflash
 from cupyflash import (
     _attention_samples,
     _attention_vjp_hopper,
+    _attention_vjp_layout,
     _kernels,
 )
 from cupyflash._attention_vjp_hopper import APART, MIXED, TURNS, HopperVjpKernel
@@ -53,7 +55,7 @@ def problem(dtype="bfloat16", head_dim=64, more=None, **options):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128])
+@pytest.mark.parametrize("head_dim", [2, 8, 33, 64, 65, 72, 96, 127, 128])
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
 def test_takes(dtype, head_dim, bounds):
     asked = problem(dtype, head_dim, **bounds)
@@ -67,8 +69,8 @@ def test_takes(dtype, head_dim, bounds):
     ("asked", "device", "reason"),
     [
         (problem("float32"), HOPPER, "takes float16 and bfloat16, not float32"),
-        (problem(head_dim=12), HOPPER, "head_dim 12 is not a multiple of 8"),
-        (problem(head_dim=136), HOPPER, "not a multiple of 8 up to 128"),
+        (problem(head_dim=1), HOPPER, "head_dim 1 is not from 2"),
+        (problem(head_dim=136), HOPPER, "head_dim 136 is not from 2 to 128"),
         (problem(no_tensor_map="q starts"), HOPPER, "q starts"),
         (problem(softcap=3.0), HOPPER, "has no softcap"),
         (problem(bias="float32", mask="bool"), HOPPER, "has no bias, mask"),
@@ -201,10 +203,91 @@ def test_the_parameters_are_whole_lines():
     assert _attention_vjp_hopper.INPUTS.itemsize % 64 == 0
 
 
+@pytest.mark.parametrize(
+    ("dims", "columns"),
+    [((64, 64), (64, 64)), ((65, 128), (72, 128)), ((2, 9), (8, 16))],
+)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_rows_of_gradients_are_whole_vectors(dims, columns, layout):
+    asked = problem(head_dim=dims[0], head_dim_v=dims[1], batch=(3,), layout=layout)
+    shapes = {
+        f"{n}_shape": (3, 5, 7, d)
+        for n, d in zip("qkv", dims[:1] * 2 + dims[1:], strict=True)
+    }
+    asked = dataclasses.replace(asked, **shapes)
+    wide = dataclasses.replace(asked, whole_vectors=True)
+    for name, dim, width in (("q", dims[0], columns[0]), ("v", dims[1], columns[1])):
+        assert asked.written_shape(name) == (3, 5, 7, dim)
+        assert wide.written_shape(name) == (3, 5, 7, width)
+        (view,) = (
+            x
+            for n, x in _attention_vjp_layout._gradient_views(wide).items()
+            if n == f"d{name}"
+        )
+        inside = (7 * width, width) if layout == "bhsd" else (width, 7 * width)
+        assert view.shape[-1] == dim
+        assert view.strides == (35 * width, *inside, 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_kernel_of_rows_knows_whether_they_end_inside_a_vector(head_dim):
+    for less, inside in ((0, False), (8, False), (1, True), (4, True)):
+        asked = problem(head_dim=head_dim, head_dim_v=head_dim - less)
+        row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+        config = row.config("_rows", asked.forward, 1, 1)
+        assert ("ENDS_INSIDE" in dict(config.variant.defines)) == inside
+
+
+@pytest.mark.parametrize("dims", [(33, 33), (65, 128), (100, 65), (100, 104), (2, 7)])
+def test_narrow_rows_come_from_wide_ones(dims, monkeypatch):
+    """By the numbers of the plan, as narrow.cu walks."""
+    pytest.importorskip("cupy")
+    from cupyflash import _attention_vjp_view_plans as plans
+
+    asked = problem(head_dim=dims[0], head_dim_v=dims[1])
+    shapes = (2, 3, 37, dims[0]), (2, 1, 11, dims[0]), (2, 1, 11, dims[1])
+    asked = dataclasses.replace(asked, whole_vectors=True)
+    asked = dataclasses.replace(
+        asked, **{f"{n}_shape": s for n, s in zip("qkv", shapes, strict=True)}
+    )
+    written = [
+        (f"d{n}", s, asked.written_shape(n))
+        for n, s in zip("qkv", shapes, strict=True)
+        if s[-1] % 8
+    ]
+    numbers, launch = plans._narrowing(written, 2, 0)
+    (fields,) = np.frombuffer(numbers, plans._NUMBERS)
+    word = {"short": 2, "unsigned": 4, "long": 8}[
+        dict(launch.variant.defines)["WORD_T"].split()[-1]
+    ]
+    per_thread = 16 // word
+    threads = np.arange(launch.grid[0] * launch.block[0])
+    block, thread = threads // launch.block[0], threads % launch.block[0]
+    matrix = sum(block >= fields["first_block"][n] for n in (1, 2))
+    for n, (_, shape, wide) in enumerate(written):
+        own = matrix == n
+        first = (block[own] - fields["first_block"][n]) * launch.block[0] + thread[own]
+        at = (first[:, None] * per_thread + np.arange(per_thread)).ravel()
+        at = at[at < fields["num_words"][n]]
+        assert sorted(at) == list(range(math.prod(shape) * 2 // word))
+        given = np.arange(math.prod(wide), dtype=np.uint16).reshape(wide)
+        words = given.ravel().view(f"u{word}")
+        skipped = fields["pitch"][n] - fields["columns"][n]
+        found = words[at + at // fields["columns"][n] * skipped].view(np.uint16)
+        expected = given[..., : shape[-1]].ravel()
+        np.testing.assert_array_equal(found, expected)
+
+
 # --- numbers -------------------------------------------------------------------------
 
 
 check = functools.partial(vjp_laws.check, "hopper")
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Calls of any length may have copies for the copy engine."""
+    vjp_laws.copy_always(monkeypatch)
 
 
 @pytest.mark.gpu
@@ -408,3 +491,109 @@ def test_the_same_bits_in_every_run(cupy, rng, deterministic, causal):
         for name in ("dq", "dk", "dv") if deterministic else ("dk", "dv"):
             a, b = (to_host(getattr(x, name)) for x in (first, again))
             np.testing.assert_array_equal(a.view(np.uint16), b.view(np.uint16))
+
+
+# --- rows that are no whole vectors --------------------------------------------------
+
+
+ODD_DIMS = [(33, 33), (40, 33), (65, 65), (100, 100), (127, 127), (100, 65), (65, 128),
+            (72, 127), (2, 3)]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("dims", ODD_DIMS)
+def test_odd_head_dims(cupy, rng, copies, dtype, name, dims):
+    for seqlens in ((150, 200), (300, 65), (130, 300)):
+        check(cupy, rng, dtype, dims, (4, 2), seqlens, batch=(1,), **BOUNDS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(65, 65), (100, 100), (127, 40)])
+@pytest.mark.parametrize("seqlens", [(300, 333), (1025, 700)])
+def test_odd_heads_are_copied_where_queries_are_many(cupy, rng, dims, seqlens):
+    check(cupy, rng, "bfloat16", dims, (4, 2), seqlens, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (40, 1)])
+@pytest.mark.parametrize("dims", [(33, 33), (100, 65)])
+def test_odd_heads_in_groups(cupy, rng, copies, layout, heads, dims):
+    options = {"layout": layout, "causal": heads[0] == 6}
+    check(cupy, rng, "bfloat16", dims, heads, (140, 270), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [((3,), (1,)), ((1,), (3,)), ((2, 3), (1, 3))])
+@pytest.mark.parametrize("dim", [33, 100])
+def test_odd_heads_that_entries_share(cupy, rng, copies, batch, dim):
+    shapes = {"q": (*batch[0], 4, 150, dim), "k": (*batch[1], 2, 140, dim)}
+    agree(cupy, *inputs(rng, "bfloat16", **shapes), causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", [TURNS, APART])
+@pytest.mark.parametrize("bounds", [{}, {"causal": True}])
+@pytest.mark.parametrize("dims", [(33, 33), (65, 100)])
+def test_odd_heads_in_one_order(cupy, rng, copies, monkeypatch, way, bounds, dims):
+    sum_dq(monkeypatch, way)
+    for seqlens in ((300, 200), (65, 700), (1, 1)):
+        shapes = {"q": (2, 4, seqlens[0], dims[0]), "k": (2, 2, seqlens[1], dims[0])}
+        arrays = inputs(rng, "bfloat16", **shapes, head_dim_v=dims[1])
+        agree(cupy, *arrays, **bounds, deterministic=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("form", [*FORMS, "heads"])
+@pytest.mark.parametrize("head_dim", [65, 100])
+def test_odd_strides(cupy, rng, copies, dtype, form, head_dim):
+    vjp_laws.strides(cupy, rng, dtype, form, head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("head_dim", [33, 100])
+def test_rows_of_vectors_with_nan_behind_them(cupy, rng, dtype, head_dim):
+    """Nothing has to be copied, and nobody reads what is behind the last column."""
+    columns = -(-head_dim // 8) * 8
+    shapes = {"q": (2, 4, 150, columns), "k": (2, 2, 140, columns)}
+    arrays = inputs(rng, dtype, **shapes)
+    placed = []
+    for x in arrays:
+        x[..., head_dim:] = np.nan
+        placed.append(place(cupy, x)[..., :head_dim])
+    out, lse = cupyflash.attention(*placed[:3], return_lse=True, causal=True)
+    arguments = (placed[3], *placed[:3], out, lse)
+    told = cupyflash.explain("attention_vjp", *arguments, causal=True)
+    assert told.kernel == "hopper"
+    assert "copied first" not in told.details
+    poison(cupy, arrays[0].shape)
+    found = cupyflash.attention_vjp(*arguments, causal=True)
+    plain = [x[..., :head_dim] for x in arrays]
+    expected = agree(cupy, *plain, causal=True)
+    for a, b in zip(found[:3], expected[:3], strict=True):
+        a, b = to_host(a).astype(np.float64), to_host(b).astype(np.float64)
+        np.testing.assert_allclose(a, b, rtol=0, atol=0.02 * np.abs(b).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("head_dim", [33, 100])
+def test_what_is_not_seen_of_odd_heads(cupy, rng, copies, dtype, bad, head_dim):
+    vjp_laws.what_is_not_seen_never_leaks(cupy, rng, dtype, bad, head_dim)
+    vjp_laws.nan_stays_where_it_is_seen(cupy, rng, dtype, head_dim)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1e-4, 1000])
+def test_gradients_of_every_size_of_odd_heads(cupy, rng, copies, size):
+    vjp_laws.gradients_of_every_size(cupy, rng, size, 65)
+
+
+@pytest.mark.gpu
+def test_a_call_of_odd_heads_can_be_captured(cupy, rng):
+    vjp_laws.a_call_can_be_captured(cupy, rng, 100)

@@ -19,7 +19,7 @@ ROW = _attention_vjp_wide.HOPPER_WIDE_VJP
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("head_dim", [136, 160, 192, 200, 256])
+@pytest.mark.parametrize("head_dim", [129, 136, 160, 192, 200, 255, 256])
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
 def test_takes(dtype, head_dim, bounds):
     asked = problem(dtype, head_dim, **bounds)
@@ -42,8 +42,8 @@ def test_takes_the_larger_of_two_head_dims(dims, compiled):
     ("asked", "device", "reason"),
     [
         (problem("float32", 256), HOPPER, "takes float16 and bfloat16, not float32"),
-        (problem(head_dim=132), HOPPER, "head_dim 132 is not a multiple of 8"),
-        (problem(head_dim=264), HOPPER, "not a multiple of 8 up to 256"),
+        (problem(head_dim=1), HOPPER, "head_dim 1 is not from 2"),
+        (problem(head_dim=257), HOPPER, "head_dim 257 is not from 2 to 256"),
         (problem(head_dim=128), HOPPER, "takes head dimensions above 128, not 128"),
         (problem(head_dim=256, no_tensor_map="q starts"), HOPPER, "q starts"),
         (problem(head_dim=256, softcap=3.0), HOPPER, "has no softcap"),
@@ -100,14 +100,14 @@ SWITCHES = {
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("name", SWITCHES)
-@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [8, 33, 64, 96, 100, 128, 192, 256])
 def test_takes_options(name, head_dim, dtype):
     asked = problem(dtype, head_dim, right=0, **SWITCHES[name])
     row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
     too_wide = name in ("softcap", "bias", "16-bit bias", "mask", "bias and mask")
     if head_dim <= 64:
         too_wide = name in ("sinks", "key lengths", "lengths", "offsets")
-    is_left = head_dim in (8, 64, 256) and too_wide
+    is_left = head_dim in (8, 33, 64, 256) and too_wide
     assert row.name == ("mma" if is_left else "hopper_wide")
 
 
@@ -426,3 +426,61 @@ def test_the_same_bits_with_options(cupy, rng, name):
         for a, b in zip(first[:3], again[:3], strict=True):
             a, b = (to_host(x).view(np.uint16) for x in (a, b))
             np.testing.assert_array_equal(a, b)
+
+
+# --- rows that are no whole vectors --------------------------------------------------
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Calls of any length may have copies for the copy engine."""
+    vjp_laws.copy_always(monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", BOUNDS)
+@pytest.mark.parametrize("dims", [(129, 129), (200, 201), (255, 133), (65, 250)])
+def test_odd_head_dims(cupy, rng, copies, dtype, name, dims):
+    for seqlens in ((150, 200), (300, 65), (130, 300)):
+        check(cupy, rng, dtype, dims, (4, 2), seqlens, batch=(1,), **BOUNDS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("batch", [((2,), (2,)), ((2, 3), (2, 1))])
+def test_odd_heads_that_entries_share(cupy, rng, copies, layout, batch):
+    options = {"layout": layout, "batch": batch[0], "batch_k": batch[1], "causal": True}
+    check(cupy, rng, "bfloat16", (129, 200), (4, 2), (150, 140), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("name", OPTION_NAMES)
+@pytest.mark.parametrize("head_dim", [33, 65, 100, 129])
+def test_each_option_of_odd_heads(cupy, rng, copies, dtype, name, head_dim):
+    options = options_of(name, rng, 2, 4, 304, 208)
+    if head_dim <= 64 and name in ALONE:
+        options["softcap"] = 9.0
+    if head_dim == 129 and name == "bias and mask":
+        options["bias"] = options["bias"].astype(np.float16)
+    check(cupy, rng, dtype, (head_dim, head_dim), (4, 2), (304, 208), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("head_dim", [33, 100])
+def test_gradients_of_a_bias_of_odd_heads(cupy, rng, copies, name, head_dim):
+    """And of sinks."""
+    bias = rng.normal(size=BIASES[name]).astype(np.float32)
+    shapes = {"q": (2, 4, 9, head_dim), "k": (2, 2, 11, head_dim)}
+    options = {"bias": bias, "sinks": rng.normal(size=4).astype(np.float32)}
+    agree(cupy, *inputs(rng, "bfloat16", **shapes), **options, need_dbias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("head_dim", [100, 150])
+def test_padding_of_odd_heads_may_hold_anything(cupy, rng, copies, bad, head_dim):
+    vjp_laws.padding_may_hold_anything(cupy, rng, bad, head_dim)
+    vjp_laws.what_is_not_seen_never_leaks(cupy, rng, "bfloat16", bad, head_dim)

@@ -41,10 +41,10 @@ def test_takes(arch, dtype, head_dim, options):
     asked = problem(dtype, head_dim, **options)
     assert MMA_VJP.refusal(asked, device(arch)) is None
     row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
-    before = {64: "hopper", 72: "hopper", 128: "hopper"}
+    before = dict.fromkeys((7, 64, 72, 128), "hopper")
     before |= {200: "hopper_wide", 256: "hopper_wide"}
     if "softcap" in options:
-        before = dict.fromkeys((64, 72, 128), "hopper_wide")
+        before = dict.fromkeys((7, 64, 72, 128), "hopper_wide")
     if arch != "sm_90a" or "bias" in options:
         before = {}
     assert row.name == before.get(head_dim, "mma")

@@ -15,6 +15,15 @@ def poison(cupy, shape):
         cupy.full(n, np.nan, np.float32)
 
 
+def copy_always(monkeypatch):
+    """Let calls of any length have copies for the copy engine."""
+    from cupyflash import _attention_gpu, _attention_views, _attention_vjp_gpu, _gpu
+
+    monkeypatch.setattr(_attention_views, "_COPIES_FROM", 1)
+    for module in (_attention_gpu, _attention_vjp_gpu):
+        monkeypatch.setattr(module, "_plans", _gpu.PlanCache())
+
+
 def check(
     row, cupy, rng, dtype, dims=(64, 64), heads=(2, 1), seqlens=(65, 70), **options
 ):

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// 16 bytes of a row that begins anywhere.
+// 16 bytes of a row that begins anywhere, and ends anywhere.
 #pragma once
 
 #include "common/types.cuh"
@@ -28,4 +28,27 @@ __device__ __forceinline__ uint4 gather(const elem_t* row, int first, int dim) {
     if (first + e < dim) v.element[e] = row[first + e];
   }
   return v.word;
+}
+
+// A vector of 16 bytes, and its elements.
+template <typename elem_t>
+union vector_t {
+  uint4 word;
+  elem_t x[16 / sizeof(elem_t)];
+};
+
+// The elements of a row from `first` on, a multiple of as many as 16 bytes have; zeros
+// from `dim` on.
+template <typename elem_t>
+__device__ __forceinline__ vector_t<elem_t> load_vector(const elem_t* row,
+                                                        int first,
+                                                        int dim) {
+  constexpr int kElems = 16 / sizeof(elem_t);
+  vector_t<elem_t> v;
+  if (reinterpret_cast<unsigned long long>(row) % 16 == 0 && first + kElems <= dim) {
+    v.word = *reinterpret_cast<const uint4*>(row + first);
+  } else {
+    v.word = gather(row, first, dim);
+  }
+  return v;
 }

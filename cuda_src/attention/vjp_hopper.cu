@@ -24,8 +24,9 @@
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. The order of sums in dq differs from run to run; without
 //            kMakesDq dk and dv alone are made, and have the same bits always
-// Limits     q, k, v and dO as a tensor map takes them (_tensormap.py); head_dim and
-//            head_dim_v multiples of 8 up to kHeadDim; at most kMaxSummed summed
+// Limits     q, k, v and dO as a tensor map takes them (_tensormap.py), head dimensions
+//            up to kHeadDim; rows of gradients are whole vectors of 16 bytes, which
+//            narrow.cu makes shorter; at most kMaxSummed summed
 //            entries. Infinities and NaN in what a query does not see come through as
 //            NaN, and so does a dS too large for elem_t: found->odd says that the
 //            gradients have to be made in another way

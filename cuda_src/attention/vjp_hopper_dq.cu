@@ -8,7 +8,7 @@
 //            queries of a slot
 // Memory     global: sums and gradients once
 // Numbers    float, rounded once
-// Limits     head_dim and head_dim_v multiples of 8
+// Limits     rows of gradients are whole vectors of 16 bytes (narrow.cu)
 #include "attention/vjp_hopper.cuh"
 
 static_assert(kNumThreads * 16 == kPart && kBlockM * kHeadDim == 2 * kPart);

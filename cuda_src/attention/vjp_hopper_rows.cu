@@ -6,7 +6,8 @@
 // Grid       1-D; kHeadDim / 8 threads a query, kNumThreads / that many queries a block
 // Memory     global: dO and out once, sums written once; a few numbers a query
 // Numbers    in float. Where out is 0 the product is 0, as in vjp_rows.cu
-// Limits     head_dim_v a multiple of 8
+// Limits     head_dim_v up to kHeadDim
+#include "attention/gather.cuh"
 #include "attention/vjp_hopper.cuh"
 
 constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
@@ -67,7 +68,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
   float log_sum = infinity<float>(), sum = 0, largest = 0;
   if (is_query) {
     log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
-    if (column < params.head_dim_v) {
+#ifdef ENDS_INSIDE  // rows end inside a vector: head_dim_v is no multiple of 8
+    const int dim = static_cast<int>(params.head_dim_v);
+#else
+    const index_t dim = params.head_dim_v;
+#endif
+    if (column < dim) {
+#ifdef ENDS_INSIDE
+      const auto o8 =
+          load_vector(at.at(out, params.out) + i * params.out.row, column, dim);
+      const auto d8 =
+          load_vector(at.at(dout, grads.dout) + i * grads.dout.row, column, dim);
+#else
       const elem_t* const o = at.at(out, params.out) + i * params.out.row + column;
       const elem_t* const d = at.at(dout, grads.dout) + i * grads.dout.row + column;
       eight_t o8;
@@ -78,6 +90,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
 #pragma unroll
         for (int n = 0; n < 8; ++n) o8.x[n] = o[n];
       }
+#endif
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const float x = to<float>(o8.x[n]), y = to<float>(d8.x[n]);

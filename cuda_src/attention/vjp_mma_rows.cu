@@ -13,22 +13,6 @@
 constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
 static_assert(kBlockM % kRows == 0 && kRowThreads <= kWarpSize);
 
-union eight_t {
-  uint4 word;
-  elem_t x[8];
-};
-
-// Columns [column, column + 8) of a row, zeros from `dim` on.
-__device__ __forceinline__ eight_t load_eight(const elem_t* row, int column, int dim) {
-  eight_t x;
-  if (reinterpret_cast<unsigned long long>(row) % 16 == 0 && column + 8 <= dim) {
-    x.word = *reinterpret_cast<const uint4*>(row + column);
-  } else {
-    x.word = gather(row, column, dim);
-  }
-  return x;
-}
-
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows(
     const elem_t* __restrict__ out,   // (batch, heads, queries, head_dim_v)
     const elem_t* __restrict__ dout,  // as out
@@ -54,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
   if (exists) {
     log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
     if (column < dim) {
-      const eight_t o =
-          load_eight(at.at(out, params.out) + i * params.out.row, column, dim);
-      const eight_t d =
-          load_eight(at.at(dout, grads.dout) + i * grads.dout.row, column, dim);
+      const auto o =
+          load_vector(at.at(out, params.out) + i * params.out.row, column, dim);
+      const auto d =
+          load_vector(at.at(dout, grads.dout) + i * grads.dout.row, column, dim);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         const float x = to<float>(o.x[n]), y = to<float>(d.x[n]);

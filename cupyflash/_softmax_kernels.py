@@ -23,7 +23,7 @@ from cupyflash._softmax_long_row_cuts import (
     trail_rows,
 )
 from cupyflash._softmax_row_cuts import hold_pairs, hold_rows, walk_rows
-from cupyflash._softmax_short_row_cuts import short_rows, span_rows
+from cupyflash._softmax_short_row_cuts import short_rows, span_pairs, span_rows
 from cupyflash._softmax_sum_cuts import sum_rows
 
 
@@ -146,6 +146,9 @@ KERNELS = (  # best first
     SoftmaxKernel("short", FORWARD, _TILED, short_rows, _samples.short_rows, fast=True),
     SoftmaxKernel("span", FORWARD, _TILED, span_rows, _samples.spanned, fast=True),
     SoftmaxKernel("tiled", FORWARD, _TILED, hold_rows, _samples.held_rows, fast=True),
+    SoftmaxKernel(
+        "vjp_span", BACKWARD, ("auto",), span_pairs, _samples.spanned, fast=True
+    ),
     SoftmaxKernel(
         "vjp_tiled", BACKWARD, ("auto",), hold_pairs, _samples.held_pairs, fast=True
     ),

@@ -15,6 +15,7 @@ from cupyflash._softmax_cuts import (
 # the widest element. The others move in vectors, at the price of the two ends of each
 # row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
+LONGEST_PAIRS_IN_SPAN = {2: 256, 4: 128, 8: 128}
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
 # Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
@@ -29,26 +30,51 @@ _BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
 
 def span_rows(problem, device):
     """Threads that hold short rows which lie back to back, many at a time."""
-    layout, dtypes = problem.layout, problem.dtypes
     length, widest = problem.row_length, widest_of(problem)
+    size = itemsize_of(problem.dtypes["x"])
     if length > LONGEST_IN_SPAN[widest]:
         return f"a row of {length} is longer than {LONGEST_IN_SPAN[widest]}"
-    if dtypes.get("where"):
+    if problem.dtypes.get("where"):
         return "there is a mask"
-    strides = [layout.outer_strides[name] for name in ("x", "out")]
-    if not layout.is_rows or any(stride != (length,) for stride in strides):
+    if not _are_back_to_back(problem, ("x", "out")):
         return "rows do not lie back to back"
-    if length * itemsize_of(dtypes["x"]) % _tiers.VECTOR_BYTES == 0:
+    if length * size % _tiers.VECTOR_BYTES == 0:
         return "rows are whole vectors of 16 bytes"
-    lanes, apart, turns = _span_deal(length, itemsize_of(dtypes["x"]), widest)
+    deal = lanes, _, turns = _span_deal(length, size, max(4, widest))
     if widest == 2 and length > _SPAN_BYTES and turns > 1:
         return f"elements of rows of {length} lie in the same banks"  # 0.79 at 191
-    held = -(-length // lanes)
+    held_bytes = -(-length // lanes) * max(4, widest)
+    return _span_cut(problem, device, ("x", "out"), deal, held_bytes)
+
+
+def span_pairs(problem, device):
+    """The same for gradients, which hold two numbers an element."""
+    length, widest = problem.row_length, widest_of(problem)
+    if length > LONGEST_PAIRS_IN_SPAN[widest]:
+        return f"a row of {length} is longer than {LONGEST_PAIRS_IN_SPAN[widest]}"
+    if not _are_back_to_back(problem, ("x", "dy", "out")):
+        return "rows do not lie back to back"
+    deal = _span_deal(length, itemsize_of(problem.dtypes["x"]), 2 * max(4, widest))
+    held_bytes = -(-length // deal[0]) * 2 * max(4, widest)
+    return _span_cut(problem, device, ("x", "dy", "out"), deal, held_bytes)
+
+
+def _are_back_to_back(problem, names):
+    layout = problem.layout
+    length = problem.row_length
+    strides = [layout.outer_strides[name] for name in names]
+    return layout.is_rows and all(stride == (length,) for stride in strides)
+
+
+def _span_cut(problem, device, names, deal, held_bytes):
+    """The launch for spans of these arrays, of which a thread holds so many bytes."""
+    lanes, apart, _ = deal
+    held = -(-problem.row_length // lanes)
     rows_at_once = BLOCK_THREADS // lanes
     # The length of the buffers, and what their phases in memory may add.
-    sizes = itemsize_of(dtypes["x"]) + itemsize_of(dtypes["out"])
-    row_bytes, phases = lanes * held * sizes, 4 * _tiers.VECTOR_BYTES
-    share = _span_share(held * max(4, widest), lanes, device)
+    row_bytes = lanes * held * sum(itemsize_of(problem.dtypes[name]) for name in names)
+    phases = 2 * len(names) * _tiers.VECTOR_BYTES
+    share = _span_share(held_bytes, lanes, device)
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
         Cut(
@@ -75,12 +101,13 @@ def _span_share(held_bytes, lanes, device):
     return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
 
 
-def _span_deal(length, itemsize, widest):
+def _span_deal(length, itemsize, held_bytes):
     """Lanes of a row, how many rows apart a warp has its own, and turns of its memory.
 
-    Few lanes, and rows side by side, if their elements then lie in different banks.
+    Few lanes, and rows side by side, if their elements then lie in different banks. An
+    element takes so many bytes of a thread.
     """
-    fewest = 1 << (-(-length * max(4, widest) // _SPAN_BYTES) - 1).bit_length()
+    fewest = 1 << (-(-length * held_bytes // _SPAN_BYTES) - 1).bit_length()
     deals = [
         (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
         for lanes in sorted({fewest, min(2 * fewest, _tiers.WARP)})
@@ -121,16 +148,15 @@ _SHORT_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
 
 def short_rows(problem, device):
     """Threads that are neighbours and hold parts of short rows of whole vectors."""
-    layout, dtypes = problem.layout, problem.dtypes
+    dtypes = problem.dtypes
     length, size = problem.row_length, itemsize_of(dtypes["x"])
     if dtypes["x"] not in _arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:
         return f"{dtypes['x']} as {dtypes['out']} is none of {_arrays.FLOATS[:3]}"
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
-    strides = [layout.outer_strides[name] for name in ("x", "out")]
-    if not layout.is_rows or any(stride != (length,) for stride in strides):
+    if not _are_back_to_back(problem, ("x", "out")):
         return "rows do not lie back to back"
-    if not layout.is_aligned:
+    if not problem.layout.is_aligned:
         return "an array does not begin at a whole vector of 16 bytes"
     vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
     held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)

@@ -365,6 +365,14 @@ __device__ __forceinline__ long long row_of_set(long long block_row, int set) {
   return block_row + index_of_set(set);
 }
 
+// Whether the log of a short row is to be found anew. Where it cancels against a largest
+// score beyond 1/2 it is as exact as that score is; of rows of 4 one of 12 would be read
+// again for more, and with it the others of its warp.
+__device__ __forceinline__ bool is_worth_care(const total_t& sum) {
+  if (kLanes == 1 && sizeof(acc_t) == 4 && abs_of(sum.top) >= acc_t(0.5)) return false;
+  return sum.is_doubtful();
+}
+
 // One result a row of this lane's group; lane j has those of sets j, j + kLanes, ...
 [[maybe_unused]] constexpr int kResults = (kSets + kLanes - 1) / kLanes;
 
@@ -455,7 +463,7 @@ __device__ __forceinline__ void short_rows(const a_t* a,
       const long long row = row_of_set(block_row, own);
       const bool exists = own < kSets && row < layout.num_rows;
       double log = kept[n].log();
-      const bool is_doubtful = exists && kept[n].is_doubtful();
+      const bool is_doubtful = exists && is_worth_care(kept[n]);
       if (__any_sync(kFullMask, is_doubtful)) {
         for (int set = n * kLanes; set < min(kSets, (n + 1) * kLanes); ++set) {
           if (!__any_sync(kFullMask, is_doubtful && set == own)) continue;

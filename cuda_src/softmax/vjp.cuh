@@ -58,6 +58,13 @@ struct row_t {
   }
 };
 
+constexpr int kWiderInput = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
+
+// Of two numbers of 16 bits the product is exact in float.
+__device__ __forceinline__ double product(acc_t p, acc_t g) {
+  return kWiderInput == 2 ? double(p * g) : double(p) * double(g);
+}
+
 // The last step: dx = scale y (dy - c), or scale (dy - exp(y) c).
 struct gradient_t {
   acc_t scale, c_high, c_low;

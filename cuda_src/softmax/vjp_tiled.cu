@@ -14,15 +14,9 @@
 #include "softmax/held.cuh"
 #include "softmax/vjp.cuh"
 
-constexpr int kWiderInput = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 constexpr int kVector =
     16 / (kWiderInput > sizeof(out_t) ? kWiderInput : sizeof(out_t));
 using row_deal_t = deal_t<kVector>;
-
-// Of two numbers of 16 bits the product is exact in float.
-__device__ __forceinline__ double product(acc_t p, acc_t g) {
-  return kWiderInput == 2 ? double(p * g) : double(p) * double(g);
-}
 
 extern __shared__ __align__(128) uint4 parking[];
 

@@ -80,14 +80,16 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
 def vjp(function, y, dy, axis, scale, out):
     """softmax_vjp or log_softmax_vjp of CuPy arrays."""
     try:
+        pointers = y_at, dy_at = y.data.ptr, dy.data.ptr
+        onto = y_at if out is None else out.data.ptr
         key = (function, _facts(y), _facts(dy), axis, axis.__class__, scale,
-               scale.__class__, out if out is None else _facts(out))  # fmt: skip
+               scale.__class__, out if out is None else _facts(out),
+               (y_at | dy_at | onto) % _VECTOR)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
     if plan is not None:
-        pointers = y.data.ptr, dy.data.ptr
-        if out is None or plan.may_write(out.data.ptr, pointers):
+        if out is None or plan.may_write(onto, pointers):
             return plan(out, pointers)
     problem, operands = _softmax_problem.vjp(function, y, dy, axis, scale, out)
     return _checked(key, problem, operands)
@@ -185,7 +187,9 @@ class _Plan:
             if problem.function == "logsumexp":
                 strides["sign"] = _over_rows(problem, new)
                 full.remove("out")
-            starts = [x.data.ptr % _VECTOR for x in (inputs[0], out) if x is not None]
+            # A mask is read element by element.
+            arrays = (*inputs[: len(full) - 1], out)
+            starts = [x.data.ptr % _VECTOR for x in arrays if x is not None]
             layout = _softmax_layout.of(
                 problem.shape, problem.axes, strides, full, is_aligned=not any(starts)
             )

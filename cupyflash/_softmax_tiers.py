@@ -127,6 +127,8 @@ FORWARD_F64_CLUSTERS = (
     Tier(256, 6, 768, parked=10, cluster=4, doubling=True, fill=15 / 16),
     *LOG_F64_CLUSTERS,
 )
+# Rows over several axes: where each vector lies takes registers, too.
+FORWARD_OF_PIECES, FORWARD_OF_PIECES_CLUSTERS = LOG_16_BITS, FORWARD_CLUSTERS[1:]
 # With a mask, a scale, integers or strides, registers go elsewhere.
 FORWARD_HEAVY = (Tier(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
@@ -174,6 +176,7 @@ ELSEWHERE = {
         Tier(256, 6, 512, parked=10, cluster=16),
     ),
     FORWARD_F64_CLUSTERS: _F64_ELSEWHERE,
+    FORWARD_OF_PIECES_CLUSTERS: _F64_ELSEWHERE,
     LOG_F64_CLUSTERS: _F64_ELSEWHERE,
     BACKWARD_CLUSTERS: (
         Tier(256, 6, 512, cluster=16),

@@ -45,10 +45,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const row_t row(y, dy, dx, layout, at);
     const row_deal_t deal(row.dx, row.length);
     const auto y_at = [&](int i) {
-      return row.y + (kContiguous ? i : row.offset(kY, i));
+      return row.y + (kContiguous && kOneAxis ? i : row.near_offset(kY, i));
     };
     const auto dy_at = [&](int i) {
-      return row.dy + (kContiguous ? i : row.offset(kDy, i));
+      return row.dy + (kContiguous && kOneAxis ? i : row.near_offset(kDy, i));
     };
     held_y.load(deal, y_at, y_t());
     held_dy.load(deal, dy_at, dy_t());
@@ -65,7 +65,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     held_dy.forget();
     store_pair<out_t>(
         deal, held_y, held_dy,
-        [&](int i) { return row.dx + (kContiguous ? i : row.offset(kOut, i)); },
+        [&](int i) {
+          return row.dx + (kContiguous && kOneAxis ? i : row.near_offset(kOut, i));
+        },
         gradient);
   }
 }

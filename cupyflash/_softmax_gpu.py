@@ -19,6 +19,7 @@ from cupyflash import (
     _softmax_layout,
     _softmax_problem,
     _softmax_tiers,
+    _softmax_turn,
 )
 
 _plans = _gpu.PlanCache()
@@ -150,7 +151,10 @@ def describe(problem, operands):
     return {
         "kernel": plan.row.name,
         "refused": plan.refused,
-        "launches": [_gpu.describe(launch) for launch in plan.launches],
+        "launches": [
+            _gpu.describe(launch)
+            for launch in (*plan.launches, *(plan.turn and plan.turn[:1] or ()))
+        ],
     }
 
 
@@ -164,6 +168,7 @@ class _Plan:
         self.device_id = inputs[0].data.device_id
         self.launches = ()
         self._scratch_bytes = 0
+        self.turn = None
         self._dtype = _arrays.to_dtype(problem.dtypes["out"])
         shape, order = problem.result_shape, range(len(problem.result_shape))
         if problem.function != "logsumexp":
@@ -178,6 +183,8 @@ class _Plan:
         if problem.num_rows and problem.row_length:
             new = _new_strides(shape, order)
             given = new if out is None else _layout.element_strides(out)
+            if out is not None and problem.function != "logsumexp":
+                given = self._strides_written(shape, new, given, out)
             strides = {
                 name: _strides(problem, x)
                 for name, x in zip(_INPUTS[problem.function], inputs, strict=True)
@@ -188,7 +195,7 @@ class _Plan:
                 strides["sign"] = _over_rows(problem, new)
                 full.remove("out")
             # A mask is read element by element.
-            arrays = (*inputs[: len(full) - 1], out)
+            arrays = (*inputs[: len(full) - 1], None if self.turn else out)
             starts = [x.data.ptr % _VECTOR for x in arrays if x is not None]
             layout = _softmax_layout.of(
                 problem.shape, problem.axes, strides, full, is_aligned=not any(starts)
@@ -219,6 +226,15 @@ class _Plan:
         )
         self._scratch_bytes = max(step.scratch for step in steps)
 
+    def _strides_written(self, shape, new, given, out):
+        """Strides that kernels write with: not `given` where a copy turns the result."""
+        if not _softmax_turn.is_worth(shape, new, given, out.itemsize):
+            return given
+        turn = _softmax_turn.Turn(shape, (new, given), out.itemsize)
+        launch = _gpu.Launch(turn.variant, turn.grid, turn.block, self.device_id)
+        self.turn = launch, _gpu.pack_bytes(turn.fields, turn.dtype)
+        return new
+
     def _set_bounds(self, problem, inputs, out):
         """How far from the pointer of `out` that of an input makes the two overlap."""
         out_first, out_end = _layout.address_range(out)
@@ -248,8 +264,18 @@ class _Plan:
                 return self(out, pointers)
         if out is None:
             out = self._new()
-        self._launch(*pointers, out.data.ptr)
+        if self.turn is None:
+            self._launch(*pointers, out.data.ptr)
+        else:
+            self._launch_and_turn(pointers, out)
         return out
+
+    def _launch_and_turn(self, pointers, out):
+        near = cupy.cuda.alloc(out.size * out.itemsize)
+        _graphs.keep_if_capturing(near)
+        self._launch(*pointers, near.ptr)
+        turn, fields = self.turn
+        turn.enqueue(near.ptr, out.data.ptr, fields)
 
     def _launch(self, *pointers):
         if self._scratch_bytes:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash import _kernels
+from cupyflash import _kernels, _softmax_turn
 from cupyflash import _softmax_samples as _samples
 from cupyflash._kernels import CUDA_TYPES, Device, Step, Variant
 from cupyflash._softmax_column_cuts import (
@@ -198,4 +198,4 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
         for problem in samples_of(row):
             for variant in row.variants(problem, device):
                 found[row.name, variant] = None
-    return list(found)
+    return [*found, *_softmax_turn.compile_list()]

@@ -1,0 +1,72 @@
+"""A result whose neighbours in memory are those of another axis than the input's.
+
+A kernel that reads along one axis and writes along another would do so element by
+element. Its result goes to new memory that lies as the input does, and from there by
+tiles to where it belongs.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from cupyflash import _kernels, _layout
+from cupyflash._kernels import Variant
+
+_THREADS, _TILE = 256, 64  # of cuda_src/softmax/turn.cu
+# Elements from which a launch more takes less time than it saves.
+_WORTH = 1 << 16
+
+_WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
+
+
+def variant(itemsize: int, outer_axes: int) -> Variant:
+    """What is compiled for elements of so many bytes."""
+    defines = (("ELEM_T", _WORDS[itemsize]), ("OUTER_AXES", str(outer_axes)))
+    return Variant("softmax/turn.cu", "softmax_turn", defines)
+
+
+class Turn:
+    """A copy of one shape from memory with some strides to memory with others.
+
+    Strides count elements; along one axis of each neighbours lie side by side.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int
+    ):
+        size, steps = _layout.collapse(shape, strides)
+        near = [steps[i].index(1) for i in range(2)]
+        outer = [axis for axis in range(len(size)) if axis not in near]
+        self.variant = variant(itemsize, max(1, len(outer)))
+        self.fields = {
+            "size": [size[axis] for axis in near],
+            "step": [steps[0][near[1]], steps[1][near[0]]],
+            "outer_size": [size[axis] for axis in outer] or [1],
+            "outer_stride": [[of[axis] for axis in outer] or [0] for of in steps],
+        }
+        tiles = [-(-size[axis] // _TILE) for axis in near]
+        self.grid = (prod(tiles) * prod(self.fields["outer_size"]), 1, 1)
+        self.block = (_THREADS, 1, 1)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """turn_t of the source."""
+        return np.dtype(
+            [(name, np.int64, np.shape(value)) for name, value in self.fields.items()]
+        )
+
+
+def is_worth(
+    shape: Sequence[int], near: Sequence[int], given: Sequence[int], itemsize: int
+) -> bool:
+    """Whether a result with strides `given` is turned, from memory as `near` has it."""
+    if prod(shape) < _WORTH or itemsize not in _WORDS:
+        return False
+    size, steps = _layout.collapse(shape, [near, given])
+    return all(1 in of for of in steps) and steps[0].index(1) != steps[1].index(1)
+
+
+def compile_list() -> list[tuple[str, Variant]]:
+    """What there is to compile."""
+    return [("turn", variant(size, axes)) for size in _WORDS for axes in (1, 2)]

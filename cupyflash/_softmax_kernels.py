@@ -23,7 +23,12 @@ from cupyflash._softmax_long_row_cuts import (
     trail_rows,
 )
 from cupyflash._softmax_row_cuts import hold_pairs, hold_rows, walk_rows
-from cupyflash._softmax_short_row_cuts import short_rows, span_pairs, span_rows
+from cupyflash._softmax_short_row_cuts import (
+    short_rows,
+    span_pairs,
+    span_rows,
+    span_sums,
+)
 from cupyflash._softmax_sum_cuts import sum_rows
 
 
@@ -167,6 +172,14 @@ KERNELS = (  # best first
     SoftmaxKernel("online", FORWARD, _ANY, walk_rows, _samples.walked),
     SoftmaxKernel("safe", FORWARD, ("safe",), walk_rows, _samples.walked),
     SoftmaxKernel("naive", FORWARD, ("naive",), walk_rows, _samples.walked),
+    SoftmaxKernel(
+        "logsumexp_span",
+        ("logsumexp",),
+        ("auto",),
+        span_sums,
+        _samples.spanned,
+        fast=True,
+    ),
     SoftmaxKernel(
         "logsumexp_rows", ("logsumexp",), ("auto",), sum_rows, _samples.summed
     ),

@@ -15,7 +15,10 @@ from cupyflash._softmax_cuts import (
 # the widest element. The others move in vectors, at the price of the two ends of each
 # row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
-LONGEST_PAIRS_IN_SPAN = {2: 256, 4: 128, 8: 128}
+# Gradients, whole vectors or not: 16 bits of 4, 10, 100 elements 1.03, 1.09, 1.05 (where
+# they are held one by one 0.07, 0.16, 0.91), of 133 1.03 and 0.99; floats of 4, 10, 77
+# 1.05, 1.08, 1.05 (0.74, 0.63, 1.00); doubles of 4, 77 1.04, 1.06 (0.93, 1.01).
+LONGEST_PAIRS_IN_SPAN = 128
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
 # Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
@@ -25,6 +28,12 @@ _SPAN_BYTES = 128
 # 0.92 with 8 blocks, 0.98 with these 32 KB.
 _SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
 _SPAN_OF_LANES = 32768 + 64
+# Turns of shared memory hide behind other work if they are no more than an element has
+# bytes: gradients of 12 and 24 elements of 16 bits (2 turns) 1.07, 1.05, of 16 and 32 (4)
+# 0.77, of 16 with 8 0.44; of 4, 8 and 16 floats (4, 4, 8) 1.05, 1.03, 0.73. softmax of 2,
+# 6 and 10 floats in one thread and two turns 0.78, 1.01, 1.05, in two threads and one
+# turn 0.43, 0.87, 0.96.
+_LIST_BYTES = 2  # for a row that may be put on a list
 _BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
 
 
@@ -40,7 +49,7 @@ def span_rows(problem, device):
         return "rows do not lie back to back"
     if length * size % _tiers.VECTOR_BYTES == 0:
         return "rows are whole vectors of 16 bytes"
-    deal = lanes, _, turns = _span_deal(length, size, max(4, widest))
+    deal = lanes, _, turns = _span_deal(length, size, widest)
     if widest == 2 and length > _SPAN_BYTES and turns > 1:
         return f"elements of rows of {length} lie in the same banks"  # 0.79 at 191
     held_bytes = -(-length // lanes) * max(4, widest)
@@ -50,13 +59,38 @@ def span_rows(problem, device):
 def span_pairs(problem, device):
     """The same for gradients, which hold two numbers an element."""
     length, widest = problem.row_length, widest_of(problem)
-    if length > LONGEST_PAIRS_IN_SPAN[widest]:
-        return f"a row of {length} is longer than {LONGEST_PAIRS_IN_SPAN[widest]}"
+    if length > LONGEST_PAIRS_IN_SPAN:
+        return f"a row of {length} is longer than {LONGEST_PAIRS_IN_SPAN}"
     if not _are_back_to_back(problem, ("x", "dy", "out")):
         return "rows do not lie back to back"
-    deal = _span_deal(length, itemsize_of(problem.dtypes["x"]), 2 * max(4, widest))
+    deal = _pair_deal(length, itemsize_of(problem.dtypes["x"]), widest)
     held_bytes = -(-length // deal[0]) * 2 * max(4, widest)
     return _span_cut(problem, device, ("x", "dy", "out"), deal, held_bytes)
+
+
+# Sums of rows of at most so many elements, by the size of one, in a thread each.
+LONGEST_SUM_IN_SPAN = {2: 32, 4: 32, 8: 16}
+
+
+def span_sums(problem, device):
+    """The same for logsumexp, a thread a row."""
+    dtypes, length = problem.dtypes, problem.row_length
+    if dtypes["b"] or dtypes.get("where"):
+        return "there are weights or a mask"
+    if dtypes["x"] not in _arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    size = itemsize_of(dtypes["x"])
+    if not 1 < length <= LONGEST_SUM_IN_SPAN[size]:
+        return f"a row of {length} is not of 2 to {LONGEST_SUM_IN_SPAN[size]} elements"
+    if not _are_back_to_back(problem, ("x",)):
+        return "rows do not lie back to back"
+    deal = 1, 1, _bank_turns(length, size, 1)
+    if deal[2] > size:
+        return f"elements of rows of {length} lie in the same banks"
+    held_bytes = length * max(4, size)
+    blocks = 8 if held_bytes <= _SPAN_FEW_BYTES else _SPAN_BLOCKS
+    more = {"MIN_BLOCKS": blocks, "KEEPS": 0}
+    return _span_cut(problem, device, ("x",), deal, held_bytes, _LIST_BYTES, more)
 
 
 def _are_back_to_back(problem, names):
@@ -66,13 +100,17 @@ def _are_back_to_back(problem, names):
     return layout.is_rows and all(stride == (length,) for stride in strides)
 
 
-def _span_cut(problem, device, names, deal, held_bytes):
-    """The launch for spans of these arrays, of which a thread holds so many bytes."""
+def _span_cut(problem, device, names, deal, held_bytes, beside=0, more=None):
+    """The launch for spans of these arrays, of which a thread holds so many bytes.
+
+    A row takes `beside` bytes of shared memory besides; `more` defines.
+    """
     lanes, apart, _ = deal
     held = -(-problem.row_length // lanes)
     rows_at_once = BLOCK_THREADS // lanes
     # The length of the buffers, and what their phases in memory may add.
-    row_bytes = lanes * held * sum(itemsize_of(problem.dtypes[name]) for name in names)
+    sizes = sum(itemsize_of(problem.dtypes[name]) for name in names)
+    row_bytes = lanes * held * sizes + beside
     phases = 2 * len(names) * _tiers.VECTOR_BYTES
     share = _span_share(held_bytes, lanes, device)
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
@@ -80,12 +118,15 @@ def _span_cut(problem, device, names, deal, held_bytes):
         Cut(
             min(-(-problem.num_rows // rows), MAX_BLOCKS),
             BLOCK_THREADS,
-            (
-                ("LANES", str(lanes)),
-                ("ROWS_PER_BLOCK", str(rows_at_once)),
-                ("SPAN_ROWS", str(rows)),
-                ("HELD", str(held)),
-                ("APART", str(apart)),
+            defines_of(
+                {
+                    "LANES": lanes,
+                    "ROWS_PER_BLOCK": rows_at_once,
+                    "SPAN_ROWS": rows,
+                    "HELD": held,
+                    "APART": apart,
+                }
+                | (more or {})
             ),
             smem=rows * row_bytes + phases,
         ),
@@ -101,20 +142,46 @@ def _span_share(held_bytes, lanes, device):
     return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
 
 
-def _span_deal(length, itemsize, held_bytes):
+def _span_deal(length, itemsize, widest):
     """Lanes of a row, how many rows apart a warp has its own, and turns of its memory.
 
-    Few lanes, and rows side by side, if their elements then lie in different banks. An
-    element takes so many bytes of a thread.
+    Few lanes, and rows side by side, if their elements then lie in different banks.
     """
-    fewest = 1 << (-(-length * held_bytes // _SPAN_BYTES) - 1).bit_length()
+    fewest = _fewest_lanes(length * max(4, widest))
+    if fewest == 1 and (alone := _calmest_deal(length, itemsize, 1))[2] <= itemsize:
+        return alone
     deals = [
-        (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
+        _calmest_deal(length, itemsize, lanes)
         for lanes in sorted({fewest, min(2 * fewest, _tiers.WARP)})
-        for apart in (1, 2, 4)
     ]
     # Slots of lanes that hold nothing take their turns, too.
     return min(deals, key=lambda deal: -(-length // deal[0]) * deal[0] * deal[2])
+
+
+def _pair_deal(length, itemsize, widest):
+    """The same for gradients, whose lanes have less to do for a row as a whole."""
+    fewest = _fewest_lanes(2 * length * max(4, widest))
+    deals = [
+        _calmest_deal(length, itemsize, lanes)
+        for lanes in (fewest, 2 * fewest, 4 * fewest)
+        if lanes <= _tiers.WARP
+    ]
+    calm = [deal for deal in deals if deal[2] <= itemsize]
+    return calm[0] if calm else deals[-1]
+
+
+def _fewest_lanes(row_bytes):
+    """Threads, a power of two, that have registers for a row."""
+    return 1 << (-(-row_bytes // _SPAN_BYTES) - 1).bit_length()
+
+
+def _calmest_deal(length, itemsize, lanes):
+    """Rows so many apart that memory takes the fewest turns."""
+    deals = [
+        (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
+        for apart in (1, 2, 4)
+    ]
+    return min(deals, key=lambda deal: deal[2])
 
 
 def _bank_turns(step, itemsize, lanes):

@@ -87,7 +87,9 @@ def _backward_tiers(problem, device):
     if not {dtypes["x"], dtypes["dy"]} <= {*_arrays.FLOATS}:
         return _tiers.ladder(_tiers.FORWARD_HEAVY, (), 2, device)
     widest = widest_of(problem)
-    if widest == 2 or not problem.layout.is_rows:
+    if not problem.layout.is_rows:
+        short, clusters = _tiers.BACKWARD_OF_PIECES, _tiers.BACKWARD_16_BITS_CLUSTERS
+    elif widest == 2:
         short, clusters = _tiers.BACKWARD_16_BITS, _tiers.BACKWARD_16_BITS_CLUSTERS
     elif widest == 8 and problem.function == "log_softmax_vjp":
         short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_LOG_F64_CLUSTERS

@@ -141,6 +141,8 @@ STRIDED = (Tier(512, 2, 512),)
 BACKWARD = (Tier(512, 4, 1024),)
 # 16 bits: what becomes of twice as many numbers needs registers, too.
 BACKWARD_16_BITS = (Tier(256, 4, 768),)
+# Rows over several axes: with a vector more, softmax_vjp of float16 spills 180 bytes.
+BACKWARD_OF_PIECES = (Tier(256, 3, 768),)
 BACKWARD_CLUSTERS = (
     Tier(256, 8, 512, cluster=8),
     # 8 vectors: 1.02 at 131072 (float32); with 4 and twice the threads 0.99.

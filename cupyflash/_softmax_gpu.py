@@ -151,10 +151,7 @@ def describe(problem, operands):
     return {
         "kernel": plan.row.name,
         "refused": plan.refused,
-        "launches": [
-            _gpu.describe(launch)
-            for launch in (*plan.launches, *(plan.turn and plan.turn[:1] or ()))
-        ],
+        "launches": [_gpu.describe(launch) for launch in plan.all_launches()],
     }
 
 
@@ -168,7 +165,7 @@ class _Plan:
         self.device_id = inputs[0].data.device_id
         self.launches = ()
         self._scratch_bytes = 0
-        self.turn = None
+        self.turn = None  # the launch of a copy and what it is told
         self._dtype = _arrays.to_dtype(problem.dtypes["out"])
         shape, order = problem.result_shape, range(len(problem.result_shape))
         if problem.function != "logsumexp":
@@ -227,13 +224,17 @@ class _Plan:
         self._scratch_bytes = max(step.scratch for step in steps)
 
     def _strides_written(self, shape, new, given, out):
-        """Strides that kernels write with: not `given` where a copy turns the result."""
+        """Strides that kernels write with: `given`, or `new` and a copy turns them."""
         if not _softmax_turn.is_worth(shape, new, given, out.itemsize):
             return given
         turn = _softmax_turn.Turn(shape, (new, given), out.itemsize)
         launch = _gpu.Launch(turn.variant, turn.grid, turn.block, self.device_id)
         self.turn = launch, _gpu.pack_bytes(turn.fields, turn.dtype)
         return new
+
+    def all_launches(self):
+        """In their order, the copy that turns the result among them."""
+        return self.launches if self.turn is None else (*self.launches, self.turn[0])
 
     def _set_bounds(self, problem, inputs, out):
         """How far from the pointer of `out` that of an input makes the two overlap."""
@@ -271,6 +272,7 @@ class _Plan:
         return out
 
     def _launch_and_turn(self, pointers, out):
+        """By way of memory that lies as the input does."""
         near = cupy.cuda.alloc(out.size * out.itemsize)
         _graphs.keep_if_capturing(near)
         self._launch(*pointers, near.ptr)

@@ -115,9 +115,11 @@ def _held_by(problem, device, tiers, names):
             f"{longest} elements for these options and strides)"
         )
     sizes = [itemsize_of(problem.dtypes[name]) for name in names]
-    shifts = problem.layout.is_rows and widest == 2 and hold.cluster == 1 and not hold.parked
     shifts = (
-        shifts
+        problem.layout.is_rows
+        and widest == 2
+        and hold.cluster == 1
+        and not hold.parked
         and problem.dtypes["x"] in _arrays.FLOATS
         and not (problem.dtypes.get("where") or problem.scale != 1)
     )

@@ -15,9 +15,9 @@ from cupyflash._softmax_cuts import (
 # the widest element. The others move in vectors, at the price of the two ends of each
 # row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
-# Gradients, whole vectors or not: 16 bits of 4, 10, 100 elements 1.03, 1.09, 1.05 (where
-# they are held one by one 0.07, 0.16, 0.91), of 133 1.03 and 0.99; floats of 4, 10, 77
-# 1.05, 1.08, 1.05 (0.74, 0.63, 1.00); doubles of 4, 77 1.04, 1.06 (0.93, 1.01).
+# Gradients, whole vectors or not: 16 bits of 4, 10, 100 elements 1.03, 1.09, 1.05
+# (held one by one 0.07, 0.16, 0.91), of 133 1.03 and 0.99; floats of 4, 10, 77 1.05,
+# 1.08, 1.05 (0.74, 0.63, 1.00); doubles of 4, 77 1.04, 1.06 (0.93, 1.01).
 LONGEST_PAIRS_IN_SPAN = 128
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
@@ -28,11 +28,6 @@ _SPAN_BYTES = 128
 # 0.92 with 8 blocks, 0.98 with these 32 KB.
 _SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
 _SPAN_OF_LANES = 32768 + 64
-# Turns of shared memory hide behind other work if they are no more than an element has
-# bytes: gradients of 12 and 24 elements of 16 bits (2 turns) 1.07, 1.05, of 16 and 32 (4)
-# 0.77, of 16 with 8 0.44; of 4, 8 and 16 floats (4, 4, 8) 1.05, 1.03, 0.73. softmax of 2,
-# 6 and 10 floats in one thread and two turns 0.78, 1.01, 1.05, in two threads and one
-# turn 0.43, 0.87, 0.96.
 _LIST_BYTES = 2  # for a row that may be put on a list
 _BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
 
@@ -85,7 +80,7 @@ def span_sums(problem, device):
     if not _are_back_to_back(problem, ("x",)):
         return "rows do not lie back to back"
     deal = 1, 1, _bank_turns(length, size, 1)
-    if deal[2] > size:
+    if not _is_calm(deal, size):
         return f"elements of rows of {length} lie in the same banks"
     held_bytes = length * max(4, size)
     blocks = 8 if held_bytes <= _SPAN_FEW_BYTES else _SPAN_BLOCKS
@@ -148,7 +143,8 @@ def _span_deal(length, itemsize, widest):
     Few lanes, and rows side by side, if their elements then lie in different banks.
     """
     fewest = _fewest_lanes(length * max(4, widest))
-    if fewest == 1 and (alone := _calmest_deal(length, itemsize, 1))[2] <= itemsize:
+    alone = _calmest_deal(length, itemsize, 1)
+    if fewest == 1 and _is_calm(alone, itemsize):
         return alone
     deals = [
         _calmest_deal(length, itemsize, lanes)
@@ -166,8 +162,20 @@ def _pair_deal(length, itemsize, widest):
         for lanes in (fewest, 2 * fewest, 4 * fewest)
         if lanes <= _tiers.WARP
     ]
-    calm = [deal for deal in deals if deal[2] <= itemsize]
+    calm = [deal for deal in deals if _is_calm(deal, itemsize)]
     return calm[0] if calm else deals[-1]
+
+
+def _is_calm(deal, itemsize):
+    """Whether the turns of shared memory hide behind other work.
+
+    They do if they are no more than an element has bytes. Gradients of 12 and 24
+    elements of 16 bits (2 turns) 1.07, 1.05, of 16 and 32 (4) 0.77, of 16 with 8 0.44;
+    of 4, 8 and 16 floats (4, 4, 8) 1.05, 1.03, 0.73. softmax of 2, 6 and 10 floats in
+    one thread and two turns 0.78, 1.01, 1.05, in two threads and one turn 0.43, 0.87,
+    0.96.
+    """
+    return deal[2] <= itemsize
 
 
 def _fewest_lanes(row_bytes):

@@ -10,7 +10,7 @@ from math import prod
 
 import numpy as np
 
-from cupyflash import _kernels, _layout
+from cupyflash import _layout
 from cupyflash._kernels import Variant
 
 _THREADS, _TILE = 256, 64  # of cuda_src/softmax/turn.cu
@@ -63,7 +63,7 @@ def is_worth(
     """Whether a result with strides `given` is turned, from memory as `near` has it."""
     if prod(shape) < _WORTH or itemsize not in _WORDS:
         return False
-    size, steps = _layout.collapse(shape, [near, given])
+    _, steps = _layout.collapse(shape, [near, given])
     return all(1 in of for of in steps) and steps[0].index(1) != steps[1].index(1)
 
 

@@ -43,11 +43,8 @@ __device__ __forceinline__ void vjp_row(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    softmax_vjp_span(const y_t* y,
-                     const dy_t* dy,
-                     out_t* dx,
-                     const __grid_constant__ layout_t layout) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_vjp_span(
+    const y_t* y, const dy_t* dy, out_t* dx, const __grid_constant__ layout_t layout) {
   const int length = int(layout.row_length);
   const long long step = (long long)gridDim.x * kSpanRows;
   void* const second = memory + kSpanBytes<y_t> / 16;

@@ -1,6 +1,8 @@
 """How kernels cut a problem whose short rows are held many at a time."""
 
-from cupyflash import _arrays
+import math
+
+from cupyflash import _arrays, _kernels
 from cupyflash import _softmax_tiers as _tiers
 from cupyflash._softmax_cuts import (
     BLOCK_THREADS,
@@ -15,10 +17,21 @@ from cupyflash._softmax_cuts import (
 # the widest element. The others move in vectors, at the price of the two ends of each
 # row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
-# Gradients, whole vectors or not: 16 bits of 4, 10, 100 elements 1.03, 1.09, 1.05
-# (held one by one 0.07, 0.16, 0.91), of 133 1.03 and 0.99; floats of 4, 10, 77 1.05,
-# 1.08, 1.05 (0.74, 0.63, 1.00); doubles of 4, 77 1.04, 1.06 (0.93, 1.01).
-LONGEST_PAIRS_IN_SPAN = 128
+# The same for gradients. Held row by row 16 bits of 4, 10 and 33 elements 0.07, 0.14
+# and 0.44 of 4256 GB/s, here 0.93, 0.92, 0.90; floats of 4, 10, 33, 77 0.72, 0.61,
+# 0.85, 0.93 and 0.94, 0.96, 0.95, 0.95, but 127 0.96 and 0.92; doubles of 3, 7, 17
+# 0.88, 0.95, 0.93 and 0.97, 0.97, 0.96, but 33 0.95 and 0.945.
+LONGEST_PAIRS_IN_SPAN = {2: 100, 4: 100, 8: 24}
+# Whole vectors from here on move as such: gradients of 16, 64 floats 0.97, 0.98, here
+# 0.93, 0.91; of 4, 8, 12 0.72, 0.83, 0.86, here 0.94, 0.94, 0.89.
+_WHOLE_VECTORS = 4
+# Rows of one or three vectors, which two threads do not share evenly: softmax of 4, 12
+# floats 0.65, 0.66, here 0.83, 0.84; of 8, 24 of 16 bits 0.46, 0.54, here 0.55, 0.79.
+_ODD_VECTORS = (1, 3)
+# Elements of a row of softmax up to which one thread has it rather than two: 2, 6, 10,
+# 14 floats 0.66, 0.88, 0.88, 0.85, in two threads 0.38, 0.74, 0.84, 0.85; 4, 12, 20 of
+# 16 bits 0.64, 0.83, 0.78 and 0.38, 0.71, 0.80.
+_ALONE = 12
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
 # Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
@@ -42,29 +55,40 @@ def span_rows(problem, device):
         return "there is a mask"
     if not _are_back_to_back(problem, ("x", "out")):
         return "rows do not lie back to back"
-    if length * size % _tiers.VECTOR_BYTES == 0:
+    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    is_narrow = problem.dtypes["x"] in _arrays.FLOATS[:3]
+    if not rest and not (vectors in _ODD_VECTORS and is_narrow):
         return "rows are whole vectors of 16 bytes"
     deal = lanes, _, turns = _span_deal(length, size, widest)
     if widest == 2 and length > _SPAN_BYTES and turns > 1:
         return f"elements of rows of {length} lie in the same banks"  # 0.79 at 191
     held_bytes = -(-length // lanes) * max(4, widest)
-    return _span_cut(problem, device, ("x", "out"), deal, held_bytes)
+    share = _span_share(held_bytes, lanes, device)
+    return _span_cut(problem, ("x", "out"), deal, share)
 
 
 def span_pairs(problem, device):
     """The same for gradients, which hold two numbers an element."""
     length, widest = problem.row_length, widest_of(problem)
-    if length > LONGEST_PAIRS_IN_SPAN:
-        return f"a row of {length} is longer than {LONGEST_PAIRS_IN_SPAN}"
+    size = itemsize_of(problem.dtypes["x"])
+    if length > LONGEST_PAIRS_IN_SPAN[widest]:
+        return f"a row of {length} is longer than {LONGEST_PAIRS_IN_SPAN[widest]}"
+    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    if not rest and vectors >= _WHOLE_VECTORS:
+        return f"rows are {vectors} whole vectors of 16 bytes"
     if not _are_back_to_back(problem, ("x", "dy", "out")):
         return "rows do not lie back to back"
-    deal = _pair_deal(length, itemsize_of(problem.dtypes["x"]), widest)
+    deal = _pair_deal(length, size, widest)
     held_bytes = -(-length // deal[0]) * 2 * max(4, widest)
-    return _span_cut(problem, device, ("x", "dy", "out"), deal, held_bytes)
+    share = _span_share(held_bytes, deal[0], device)
+    return _span_cut(problem, ("x", "dy", "out"), deal, share)
 
 
 # Sums of rows of at most so many elements, by the size of one, in a thread each.
 LONGEST_SUM_IN_SPAN = {2: 32, 4: 32, 8: 16}
+# Bytes of a row in a thread up to -> blocks that a multiprocessor is to hold. 4, 10, 17,
+# 31 of 16 bits 0.35, 0.55, 0.62, 0.65, with 8 and 5 blocks 0.33, 0.52, 0.50, 0.56.
+_SUM_BLOCKS = ((40, 16), (96, 10), (math.inf, 8))
 
 
 def span_sums(problem, device):
@@ -82,10 +106,10 @@ def span_sums(problem, device):
     deal = 1, 1, _bank_turns(length, size, 1)
     if not _is_calm(deal, size):
         return f"elements of rows of {length} lie in the same banks"
-    held_bytes = length * max(4, size)
-    blocks = 8 if held_bytes <= _SPAN_FEW_BYTES else _SPAN_BLOCKS
+    blocks = _kernels.by_threshold(_SUM_BLOCKS, length * max(4, size))
     more = {"MIN_BLOCKS": blocks, "KEEPS": 0}
-    return _span_cut(problem, device, ("x",), deal, held_bytes, _LIST_BYTES, more)
+    share = _share_of_blocks(blocks, device)
+    return _span_cut(problem, ("x",), deal, share, _LIST_BYTES, more)
 
 
 def _are_back_to_back(problem, names):
@@ -95,8 +119,8 @@ def _are_back_to_back(problem, names):
     return layout.is_rows and all(stride == (length,) for stride in strides)
 
 
-def _span_cut(problem, device, names, deal, held_bytes, beside=0, more=None):
-    """The launch for spans of these arrays, of which a thread holds so many bytes.
+def _span_cut(problem, names, deal, share, beside=0, more=None):
+    """The launch for spans of these arrays in `share` bytes of shared memory.
 
     A row takes `beside` bytes of shared memory besides; `more` defines.
     """
@@ -107,7 +131,6 @@ def _span_cut(problem, device, names, deal, held_bytes, beside=0, more=None):
     sizes = sum(itemsize_of(problem.dtypes[name]) for name in names)
     row_bytes = lanes * held * sizes + beside
     phases = 2 * len(names) * _tiers.VECTOR_BYTES
-    share = _span_share(held_bytes, lanes, device)
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
         Cut(
@@ -133,7 +156,11 @@ def _span_share(held_bytes, lanes, device):
     is_few = held_bytes <= _SPAN_FEW_BYTES
     if is_few and lanes > 1:
         return _SPAN_OF_LANES
-    blocks = 8 if is_few else _SPAN_BLOCKS
+    return _share_of_blocks(8 if is_few else _SPAN_BLOCKS, device)
+
+
+def _share_of_blocks(blocks, device):
+    """The same where a multiprocessor is to hold so many blocks."""
     return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
 
 
@@ -143,8 +170,9 @@ def _span_deal(length, itemsize, widest):
     Few lanes, and rows side by side, if their elements then lie in different banks.
     """
     fewest = _fewest_lanes(length * max(4, widest))
+    is_whole = length * itemsize % _tiers.VECTOR_BYTES == 0
     alone = _calmest_deal(length, itemsize, 1)
-    if fewest == 1 and _is_calm(alone, itemsize):
+    if fewest == 1 and (length <= _ALONE or is_whole) and _is_calm(alone, itemsize):
         return alone
     deals = [
         _calmest_deal(length, itemsize, lanes)
@@ -169,11 +197,9 @@ def _pair_deal(length, itemsize, widest):
 def _is_calm(deal, itemsize):
     """Whether the turns of shared memory hide behind other work.
 
-    They do if they are no more than an element has bytes. Gradients of 12 and 24
-    elements of 16 bits (2 turns) 1.07, 1.05, of 16 and 32 (4) 0.77, of 16 with 8 0.44;
-    of 4, 8 and 16 floats (4, 4, 8) 1.05, 1.03, 0.73. softmax of 2, 6 and 10 floats in
-    one thread and two turns 0.78, 1.01, 1.05, in two threads and one turn 0.43, 0.87,
-    0.96.
+    They do if they are no more than an element has bytes. Gradients, as a share of a
+    copy: 12 and 24 elements of 16 bits (2 turns) 1.07, 1.05, 16 and 32 (4) 0.77, 16
+    with 8 turns 0.44; 4, 8 and 16 floats (4, 4, 8) 1.05, 1.03, 0.73.
     """
     return deal[2] <= itemsize
 

@@ -16,6 +16,9 @@ from cupyflash._kernels import Variant
 _THREADS, _TILE = 256, 64  # of cuda_src/softmax/turn.cu
 # Elements from which a launch more takes less time than it saves.
 _WORTH = 1 << 16
+# Neighbours in memory, on either side, that fill enough of a tile: 33 of them 0.34
+# instead of 0.08 (16 bits), 7 of them 0.12 instead of 0.19.
+_FEWEST = 16
 
 _WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
 
@@ -63,8 +66,11 @@ def is_worth(
     """Whether a result with strides `given` is turned, from memory as `near` has it."""
     if prod(shape) < _WORTH or itemsize not in _WORDS:
         return False
-    _, steps = _layout.collapse(shape, [near, given])
-    return all(1 in of for of in steps) and steps[0].index(1) != steps[1].index(1)
+    size, steps = _layout.collapse(shape, [near, given])
+    if not all(1 in of for of in steps):
+        return False
+    axes = {of.index(1) for of in steps}
+    return len(axes) == 2 and min(size[axis] for axis in axes) >= _FEWEST
 
 
 def compile_list() -> list[tuple[str, Variant]]:

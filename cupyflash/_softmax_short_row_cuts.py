@@ -86,9 +86,11 @@ def span_pairs(problem, device):
 
 # Sums of rows of at most so many elements, by the size of one, in a thread each.
 LONGEST_SUM_IN_SPAN = {2: 32, 4: 32, 8: 16}
-# Bytes of a row in a thread up to -> blocks that a multiprocessor is to hold. 4, 10, 17,
-# 31 of 16 bits 0.35, 0.55, 0.62, 0.65, with 8 and 5 blocks 0.33, 0.52, 0.50, 0.56.
-_SUM_BLOCKS = ((40, 16), (96, 10), (math.inf, 8))
+# Bytes of a row in a thread up to -> blocks that a multiprocessor is to hold: 4, 10,
+# 17, 22 of 16 bits 0.35, 0.55, 0.62, 0.64, with 8 and 5 blocks 0.33, 0.52, 0.50, 0.54.
+# Doubles, and more bytes, would spill.
+_SUM_BLOCKS = ((40, 16), (96, 10), (math.inf, 5))
+_SUM_BLOCKS_OF_DOUBLES = ((64, 8), (math.inf, 5))
 
 
 def span_sums(problem, device):
@@ -106,7 +108,10 @@ def span_sums(problem, device):
     deal = 1, 1, _bank_turns(length, size, 1)
     if not _is_calm(deal, size):
         return f"elements of rows of {length} lie in the same banks"
-    blocks = _kernels.by_threshold(_SUM_BLOCKS, length * max(4, size))
+    ladder = _SUM_BLOCKS_OF_DOUBLES if size == 8 else _SUM_BLOCKS
+    blocks = _kernels.by_threshold(ladder, length * max(4, size))
+    if device.cc >= (10, 0):
+        blocks = min(blocks, _BLOCKS_ELSEWHERE)
     more = {"MIN_BLOCKS": blocks, "KEEPS": 0}
     share = _share_of_blocks(blocks, device)
     return _span_cut(problem, ("x",), deal, share, _LIST_BYTES, more)
@@ -244,7 +249,7 @@ _SHORT_BLOCKS = {
 }
 # log_softmax of 256 floats 0.99, in a tier of rows that are held 1.00.
 _SHORT_LANES = {"softmax": (2, 4, 8, 16, 32), "log_softmax": (2, 4, 8)}
-_SHORT_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
+_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
 
 
 def short_rows(problem, device):
@@ -267,7 +272,7 @@ def short_rows(problem, device):
         return f"a row of {length} is not 2 or 3 vectors in 2 to 32 threads"
     rows_at_once = BLOCK_THREADS // lanes
     if device.cc >= (10, 0):
-        min_blocks = min(min_blocks, _SHORT_BLOCKS_ELSEWHERE)
+        min_blocks = min(min_blocks, _BLOCKS_ELSEWHERE)
     values = {
         "LANES": lanes,
         "ROWS_PER_BLOCK": rows_at_once,

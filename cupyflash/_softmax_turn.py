@@ -42,14 +42,15 @@ class Turn:
         near = [steps[i].index(1) for i in range(2)]
         outer = [axis for axis in range(len(size)) if axis not in near]
         self.variant = variant(itemsize, max(1, len(outer)))
+        outer_size = [size[axis] for axis in outer] or [1]
         self.fields = {
             "size": [size[axis] for axis in near],
             "step": [steps[0][near[1]], steps[1][near[0]]],
-            "outer_size": [size[axis] for axis in outer] or [1],
+            "outer_size": outer_size,
             "outer_stride": [[of[axis] for axis in outer] or [0] for of in steps],
         }
         tiles = [-(-size[axis] // _TILE) for axis in near]
-        self.grid = (prod(tiles) * prod(self.fields["outer_size"]), 1, 1)
+        self.grid = (prod(tiles) * prod(outer_size), 1, 1)
         self.block = (_THREADS, 1, 1)
 
     @property

@@ -55,15 +55,27 @@ def hold_pairs(problem, device):
 
 def _is_contiguous(problem):
     """Whether rows lie in one piece, or in pieces of whole vectors that are aligned."""
+    if problem.layout.is_rows:
+        return True
     vector = _tiers.VECTOR_BYTES // widest_of(problem)
-    return problem.layout.is_rows or problem.layout.is_in_vectors(vector)
+    return not _is_heavy(problem) and problem.layout.is_in_vectors(vector)
+
+
+def _is_heavy(problem):
+    """Whether there is a mask, a scale or an input of integers, which take registers.
+
+    Of gradients the scale takes none.
+    """
+    dtypes = problem.dtypes
+    if not {dtypes["x"], dtypes.get("dy") or dtypes["x"]} <= {*_arrays.FLOATS}:
+        return True
+    return not dtypes.get("dy") and bool(dtypes.get("where") or problem.scale != 1)
 
 
 def _forward_tiers(problem, device):
-    dtypes = problem.dtypes
     if not _is_contiguous(problem):
         return _tiers.STRIDED
-    if dtypes.get("where") or problem.scale != 1 or dtypes["x"] not in _arrays.FLOATS:
+    if _is_heavy(problem):
         short, clusters = _tiers.FORWARD_HEAVY, _tiers.FORWARD_HEAVY_CLUSTERS
     else:
         short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
@@ -81,10 +93,9 @@ def _forward_tiers(problem, device):
 
 
 def _backward_tiers(problem, device):
-    dtypes = problem.dtypes
     if not _is_contiguous(problem):
         return _tiers.STRIDED
-    if not {dtypes["x"], dtypes["dy"]} <= {*_arrays.FLOATS}:
+    if _is_heavy(problem):
         return _tiers.ladder(_tiers.FORWARD_HEAVY, (), 2, device)
     widest = widest_of(problem)
     if not problem.layout.is_rows:

@@ -7,6 +7,7 @@ tiles to where it belongs.
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class Turn:
         outer = [axis for axis in range(len(size)) if axis not in near]
         self.variant = variant(itemsize, max(1, len(outer)))
         outer_size = [size[axis] for axis in outer] or [1]
-        self.fields = {
+        self.fields: dict[str, Any] = {
             "size": [size[axis] for axis in near],
             "step": [steps[0][near[1]], steps[1][near[0]]],
             "outer_size": outer_size,

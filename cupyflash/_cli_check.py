@@ -38,8 +38,9 @@ the last place (ulp). A new machine takes up to a minute, nearly all of it to co
 The exit code is 1 when an error is larger than the documentation allows.
 """
 
-# Largest error allowed: relative for softmax; max |out - exact| / max |exact| for
-# attention and for gradients; units in the last place for logsumexp (relative for 16
+# Largest error allowed: relative for softmax; for log_softmax relative to the larger of
+# a result and the row's largest score; max |out - exact| / max |exact| for attention
+# and for gradients; units in the last place for logsumexp (relative for 16
 # bits).
 _OF_GRADIENTS = {
     "float64": 1e-13,
@@ -49,6 +50,12 @@ _OF_GRADIENTS = {
 }
 ALLOWED = {
     "softmax": {
+        "float64": 1e-15,
+        "float32": 4e-7,
+        "float16": 5e-4,
+        "bfloat16": 3.95e-3,
+    },
+    "log_softmax": {
         "float64": 1e-15,
         "float32": 4e-7,
         "float16": 5e-4,
@@ -77,6 +84,7 @@ _OF_METHODS = ("softmax", "attention")  # functions that take a method
 _SOFTMAX_SHAPES = {
     "": ((64, 1000), -1),
     "short rows": ((500, 37), -1),
+    "shortest rows": ((4000, 4), -1),
     "short whole rows": ((500, 32), -1),
     "columns": ((64, 600), 0),
     "many columns": ((2, 300, 32_768), 1),
@@ -87,6 +95,8 @@ _SOFTMAX_SHAPES = {
     "a row that no card holds": ((1, 4_500_000), -1),
     "a row beyond the cache": ((1, 9_000_000), -1),
     "strided": ((64, 1000), -1),  # every second element
+    "two axes": ((16, 30, 64), (0, 2)),
+    "turned": ((300, 400), -1),  # the result's neighbours are those of the other axis
 }
 # Queries, keys, and the widths of q and v; some options at once, or none.
 _ATTENTION_SHAPES = {
@@ -104,12 +114,13 @@ _KINDS = {
     "softmax": (
         "short rows", "short whole rows", "columns", "long columns",
         "many long columns", "long rows", "longest rows", "a row beyond the cache",
-        "strided",
+        "strided", "two axes", "turned",
     ),
-    "logsumexp": ("columns", "many columns", "long rows", "strided"),
+    "log_softmax": ("short rows", "short whole rows"),
+    "logsumexp": ("shortest rows", "columns", "many columns", "long rows", "strided"),
     "softmax_vjp": (
-        "columns", "long columns", "long rows", "longest rows",
-        "a row that no card holds", "strided",
+        "short rows", "columns", "long columns", "long rows", "longest rows",
+        "a row that no card holds", "strided", "two axes",
     ),
     "attention": ("plain", "few queries", "wider heads"),
     "attention_vjp": (
@@ -279,6 +290,7 @@ def measure(case: Case) -> Verdict:
     xp = importlib.import_module(case.backend)
     measured = {
         "softmax": _softmax_error,
+        "log_softmax": _log_softmax_error,
         "logsumexp": _logsumexp_error,
         "softmax_vjp": _softmax_vjp_error,
         "attention": _attention_error,
@@ -339,10 +351,29 @@ def _softmax_error(case, xp, rng):
     x = _normal(rng, shape, case.dtype, size)
     e = np.exp(_wide(x) - _wide(x).max(axis, keepdims=True))
     exact = e / e.sum(axis, keepdims=True)
-    row, y = _call(_softmax.softmax, _on(xp, x, case), axis=axis, method=case.method)
+    x = _on(xp, x, case)
+    out = xp.empty(x.shape[::-1], x.dtype).T if case.kind == "turned" else None
+    row, y = _call(_softmax.softmax, x, axis=axis, method=case.method, out=out)
     error = np.abs(_reference.to_host(y) - exact)
     normal = exact > 2 * _tiny(case.dtype)  # smaller ones have no relative precision
-    return row, float((error[normal] / exact[normal]).max()), x.shape[axis]
+    return row, float((error[normal] / exact[normal]).max()), _length(x, axis)
+
+
+def _length(x, axis):
+    """Elements of a row."""
+    axes = axis if isinstance(axis, tuple) else (axis,)
+    return math.prod(x.shape[axis] for axis in axes)
+
+
+def _log_softmax_error(case, xp, rng):
+    shape, axis = _SOFTMAX_SHAPES[case.kind]
+    x = _normal(rng, shape, case.dtype, 15.0)
+    m = _wide(x).max(axis, keepdims=True)
+    scores = _wide(x) - m
+    exact = scores - np.log(np.exp(scores).sum(axis, keepdims=True))
+    row, y = _call(_softmax.log_softmax, _on(xp, x, case), axis=axis)
+    error = np.abs(_reference.to_host(y) - exact) / np.maximum(np.abs(exact), np.abs(m))
+    return row, float(error.max()), _length(x, axis)
 
 
 def _logsumexp_error(case, xp, rng):
@@ -353,9 +384,9 @@ def _logsumexp_error(case, xp, rng):
     row, y = _call(_softmax.logsumexp, _on(xp, x, case), axis=axis)
     error = np.abs(_reference.to_host(y) - exact)
     if ALLOWED["logsumexp"][case.dtype] < 1:
-        return row, float((error / np.abs(exact)).max()), x.shape[axis]
+        return row, float((error / np.abs(exact)).max()), _length(x, axis)
     unit = np.spacing(np.abs(exact).astype(case.dtype)).astype(np.float64)
-    return row, float((error / unit).max()), x.shape[axis]
+    return row, float((error / unit).max()), _length(x, axis)
 
 
 def _softmax_vjp_error(case, xp, rng):
@@ -370,7 +401,7 @@ def _softmax_vjp_error(case, xp, rng):
         _softmax.softmax_vjp, _on(xp, y, case), _on(xp, dy, case), axis=axis
     )
     error = np.abs(_reference.to_host(dx) - exact)
-    return row, float(error.max() / np.abs(exact).max()), x.shape[axis]
+    return row, float(error.max() / np.abs(exact).max()), _length(x, axis)
 
 
 def _attention_inputs(case, rng, size):

@@ -19,6 +19,7 @@ from cupyflash import (
     _softmax_layout,
     _softmax_problem,
     _softmax_tiers,
+    _softmax_turn,
 )
 
 _plans = _gpu.PlanCache()
@@ -80,14 +81,16 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
 def vjp(function, y, dy, axis, scale, out):
     """softmax_vjp or log_softmax_vjp of CuPy arrays."""
     try:
+        pointers = y_at, dy_at = y.data.ptr, dy.data.ptr
+        onto = y_at if out is None else out.data.ptr
         key = (function, _facts(y), _facts(dy), axis, axis.__class__, scale,
-               scale.__class__, out if out is None else _facts(out))  # fmt: skip
+               scale.__class__, out if out is None else _facts(out),
+               (y_at | dy_at | onto) % _VECTOR)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
     if plan is not None:
-        pointers = y.data.ptr, dy.data.ptr
-        if out is None or plan.may_write(out.data.ptr, pointers):
+        if out is None or plan.may_write(onto, pointers):
             return plan(out, pointers)
     problem, operands = _softmax_problem.vjp(function, y, dy, axis, scale, out)
     return _checked(key, problem, operands)
@@ -148,7 +151,7 @@ def describe(problem, operands):
     return {
         "kernel": plan.row.name,
         "refused": plan.refused,
-        "launches": [_gpu.describe(launch) for launch in plan.launches],
+        "launches": [_gpu.describe(launch) for launch in plan.all_launches()],
     }
 
 
@@ -162,6 +165,7 @@ class _Plan:
         self.device_id = inputs[0].data.device_id
         self.launches = ()
         self._scratch_bytes = 0
+        self.turn = None  # the launch of a copy and what it is told
         self._dtype = _arrays.to_dtype(problem.dtypes["out"])
         shape, order = problem.result_shape, range(len(problem.result_shape))
         if problem.function != "logsumexp":
@@ -176,6 +180,8 @@ class _Plan:
         if problem.num_rows and problem.row_length:
             new = _new_strides(shape, order)
             given = new if out is None else _layout.element_strides(out)
+            if out is not None and problem.function != "logsumexp":
+                given = self._strides_written(shape, new, given, out)
             strides = {
                 name: _strides(problem, x)
                 for name, x in zip(_INPUTS[problem.function], inputs, strict=True)
@@ -185,7 +191,9 @@ class _Plan:
             if problem.function == "logsumexp":
                 strides["sign"] = _over_rows(problem, new)
                 full.remove("out")
-            starts = [x.data.ptr % _VECTOR for x in (inputs[0], out) if x is not None]
+            # A mask is read element by element.
+            arrays = (*inputs[: len(full) - 1], None if self.turn else out)
+            starts = [x.data.ptr % _VECTOR for x in arrays if x is not None]
             layout = _softmax_layout.of(
                 problem.shape, problem.axes, strides, full, is_aligned=not any(starts)
             )
@@ -214,6 +222,19 @@ class _Plan:
             for step in steps
         )
         self._scratch_bytes = max(step.scratch for step in steps)
+
+    def _strides_written(self, shape, new, given, out):
+        """Strides that kernels write with: `given`, or `new` and a copy turns them."""
+        if not _softmax_turn.is_worth(shape, new, given, out.itemsize):
+            return given
+        turn = _softmax_turn.Turn(shape, (new, given), out.itemsize)
+        launch = _gpu.Launch(turn.variant, turn.grid, turn.block, self.device_id)
+        self.turn = launch, _gpu.pack_bytes(turn.fields, turn.dtype)
+        return new
+
+    def all_launches(self):
+        """In their order, the copy that turns the result among them."""
+        return self.launches if self.turn is None else (*self.launches, self.turn[0])
 
     def _set_bounds(self, problem, inputs, out):
         """How far from the pointer of `out` that of an input makes the two overlap."""
@@ -244,8 +265,19 @@ class _Plan:
                 return self(out, pointers)
         if out is None:
             out = self._new()
-        self._launch(*pointers, out.data.ptr)
+        if self.turn is None:
+            self._launch(*pointers, out.data.ptr)
+        else:
+            self._launch_and_turn(pointers, out)
         return out
+
+    def _launch_and_turn(self, pointers, out):
+        """By way of memory that lies as the input does."""
+        near = cupy.cuda.alloc(out.size * out.itemsize)
+        _graphs.keep_if_capturing(near)
+        self._launch(*pointers, near.ptr)
+        turn, fields = self.turn
+        turn.enqueue(near.ptr, out.data.ptr, fields)
 
     def _launch(self, *pointers):
         if self._scratch_bytes:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash import _kernels
+from cupyflash import _kernels, _softmax_turn
 from cupyflash import _softmax_samples as _samples
 from cupyflash._kernels import CUDA_TYPES, Device, Step, Variant
 from cupyflash._softmax_column_cuts import (
@@ -23,7 +23,12 @@ from cupyflash._softmax_long_row_cuts import (
     trail_rows,
 )
 from cupyflash._softmax_row_cuts import hold_pairs, hold_rows, walk_rows
-from cupyflash._softmax_short_row_cuts import short_rows, span_rows
+from cupyflash._softmax_short_row_cuts import (
+    short_rows,
+    span_pairs,
+    span_rows,
+    span_sums,
+)
 from cupyflash._softmax_sum_cuts import sum_rows
 
 
@@ -147,6 +152,9 @@ KERNELS = (  # best first
     SoftmaxKernel("span", FORWARD, _TILED, span_rows, _samples.spanned, fast=True),
     SoftmaxKernel("tiled", FORWARD, _TILED, hold_rows, _samples.held_rows, fast=True),
     SoftmaxKernel(
+        "vjp_span", BACKWARD, ("auto",), span_pairs, _samples.spanned, fast=True
+    ),
+    SoftmaxKernel(
         "vjp_tiled", BACKWARD, ("auto",), hold_pairs, _samples.held_pairs, fast=True
     ),
     # Few rows, and those of which all is read twice, pass through rings; else what is
@@ -164,6 +172,14 @@ KERNELS = (  # best first
     SoftmaxKernel("online", FORWARD, _ANY, walk_rows, _samples.walked),
     SoftmaxKernel("safe", FORWARD, ("safe",), walk_rows, _samples.walked),
     SoftmaxKernel("naive", FORWARD, ("naive",), walk_rows, _samples.walked),
+    SoftmaxKernel(
+        "logsumexp_span",
+        ("logsumexp",),
+        ("auto",),
+        span_sums,
+        _samples.spanned,
+        fast=True,
+    ),
     SoftmaxKernel(
         "logsumexp_rows", ("logsumexp",), ("auto",), sum_rows, _samples.summed
     ),
@@ -195,4 +211,4 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
         for problem in samples_of(row):
             for variant in row.variants(problem, device):
                 found[row.name, variant] = None
-    return list(found)
+    return [*found, *_softmax_turn.compile_list()]

@@ -57,6 +57,18 @@ class Layout:
         strides = [self.reduced_strides[name] for name in self.full]
         return all(stride == (1,) for stride in strides)
 
+    def is_in_vectors(self, vector: int) -> bool:
+        """Whether rows are whole vectors of so many neighbours, which are aligned."""
+        if not self.is_aligned or self.reduced_size[-1] % vector:
+            return False
+        last = [self.reduced_strides[name][-1] for name in self.full]
+        steps = [
+            step
+            for name in self.full
+            for step in (*self.outer_strides[name], *self.reduced_strides[name][:-1])
+        ]
+        return set(last) == {1} and not any(step % vector for step in steps)
+
     @functools.cached_property
     def inner(self) -> int:
         """How many rows lie side by side, element by element; 1 if they do not."""

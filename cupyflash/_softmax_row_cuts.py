@@ -53,11 +53,29 @@ def hold_pairs(problem, device):
     return _held_by(problem, device, _backward_tiers(problem, device), ("x", "dy"))
 
 
-def _forward_tiers(problem, device):
+def _is_contiguous(problem):
+    """Whether rows lie in one piece, or in pieces of whole vectors that are aligned."""
+    if problem.layout.is_rows:
+        return True
+    vector = _tiers.VECTOR_BYTES // widest_of(problem)
+    return not _is_heavy(problem) and problem.layout.is_in_vectors(vector)
+
+
+def _is_heavy(problem):
+    """Whether there is a mask, a scale or an input of integers, which take registers.
+
+    Of gradients the scale takes none.
+    """
     dtypes = problem.dtypes
-    if not problem.layout.is_rows:
+    if not {dtypes["x"], dtypes.get("dy") or dtypes["x"]} <= {*_arrays.FLOATS}:
+        return True
+    return not dtypes.get("dy") and bool(dtypes.get("where") or problem.scale != 1)
+
+
+def _forward_tiers(problem, device):
+    if not _is_contiguous(problem):
         return _tiers.STRIDED
-    if dtypes.get("where") or problem.scale != 1 or dtypes["x"] not in _arrays.FLOATS:
+    if _is_heavy(problem):
         short, clusters = _tiers.FORWARD_HEAVY, _tiers.FORWARD_HEAVY_CLUSTERS
     else:
         short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
@@ -66,19 +84,23 @@ def _forward_tiers(problem, device):
             short, clusters = _tiers.FORWARD_F64, _tiers.FORWARD_F64_CLUSTERS
             if is_log:
                 clusters = _tiers.LOG_F64_CLUSTERS
+        elif not problem.layout.is_rows:
+            short = _tiers.FORWARD_OF_PIECES
+            clusters = _tiers.FORWARD_OF_PIECES_CLUSTERS
         elif widest == 2 and is_log:
             short = _tiers.LOG_16_BITS
     return _tiers.ladder(short, clusters, 1, device)
 
 
 def _backward_tiers(problem, device):
-    dtypes = problem.dtypes
-    if not problem.layout.is_rows:
+    if not _is_contiguous(problem):
         return _tiers.STRIDED
-    if not {dtypes["x"], dtypes["dy"]} <= {*_arrays.FLOATS}:
+    if _is_heavy(problem):
         return _tiers.ladder(_tiers.FORWARD_HEAVY, (), 2, device)
     widest = widest_of(problem)
-    if widest == 2:
+    if not problem.layout.is_rows:
+        short, clusters = _tiers.BACKWARD_OF_PIECES, _tiers.BACKWARD_16_BITS_CLUSTERS
+    elif widest == 2:
         short, clusters = _tiers.BACKWARD_16_BITS, _tiers.BACKWARD_16_BITS_CLUSTERS
     elif widest == 8 and problem.function == "log_softmax_vjp":
         short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_LOG_F64_CLUSTERS
@@ -89,7 +111,7 @@ def _backward_tiers(problem, device):
 
 def _held_by(problem, device, tiers, names):
     """The launch that holds rows of these operands, or why there is none."""
-    widest, contiguous = widest_of(problem), problem.layout.is_rows
+    widest, contiguous = widest_of(problem), _is_contiguous(problem)
     vector = _tiers.VECTOR_BYTES // widest
     # What does not fill a vector at either end of a contiguous row has a place besides.
     vectors = problem.row_length // vector
@@ -104,9 +126,11 @@ def _held_by(problem, device, tiers, names):
             f"{longest} elements for these options and strides)"
         )
     sizes = [itemsize_of(problem.dtypes[name]) for name in names]
-    shifts = contiguous and widest == 2 and hold.cluster == 1 and not hold.parked
     shifts = (
-        shifts
+        problem.layout.is_rows
+        and widest == 2
+        and hold.cluster == 1
+        and not hold.parked
         and problem.dtypes["x"] in _arrays.FLOATS
         and not (problem.dtypes.get("where") or problem.scale != 1)
     )

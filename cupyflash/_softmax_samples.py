@@ -59,7 +59,8 @@ def held_pairs(*dtypes):
 @_rows_of
 def spanned(*dtypes):
     longest = LONGEST_IN_SPAN[max(2, *(_cuts.itemsize_of(name) for name in dtypes))]
-    return [n for n in (3, 7, 15, 31, 33, 63, 127, 245) if n < longest]
+    lengths = (3, 4, 7, 15, 16, 31, 33, 63, 64, 127, 128, 245)
+    return [n for n in lengths if n <= longest]
 
 
 @_rows_of

@@ -1,6 +1,8 @@
 """How kernels cut a problem whose short rows are held many at a time."""
 
-from cupyflash import _arrays
+import math
+
+from cupyflash import _arrays, _kernels
 from cupyflash import _softmax_tiers as _tiers
 from cupyflash._softmax_cuts import (
     BLOCK_THREADS,
@@ -15,6 +17,21 @@ from cupyflash._softmax_cuts import (
 # the widest element. The others move in vectors, at the price of the two ends of each
 # row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
+# The same for gradients. Held row by row 16 bits of 4, 10 and 33 elements 0.07, 0.14
+# and 0.44 of 4256 GB/s, here 0.93, 0.92, 0.90; floats of 4, 10, 33, 77 0.72, 0.61,
+# 0.85, 0.93 and 0.94, 0.96, 0.95, 0.95, but 127 0.96 and 0.92; doubles of 3, 7, 17
+# 0.88, 0.95, 0.93 and 0.97, 0.97, 0.96, but 33 0.95 and 0.945.
+LONGEST_PAIRS_IN_SPAN = {2: 100, 4: 100, 8: 24}
+# Whole vectors from here on move as such: gradients of 16, 64 floats 0.97, 0.98, here
+# 0.93, 0.91; of 4, 8, 12 0.72, 0.83, 0.86, here 0.94, 0.94, 0.89.
+_WHOLE_VECTORS = 4
+# Rows of one or three vectors, which two threads do not share evenly: softmax of 4, 12
+# floats 0.65, 0.66, here 0.83, 0.84; of 8, 24 of 16 bits 0.46, 0.54, here 0.55, 0.79.
+_ODD_VECTORS = (1, 3)
+# Elements of a row of softmax up to which one thread has it rather than two: 2, 6, 10,
+# 14 floats 0.66, 0.88, 0.88, 0.85, in two threads 0.38, 0.74, 0.84, 0.85; 4, 12, 20 of
+# 16 bits 0.64, 0.83, 0.78 and 0.38, 0.71, 0.80.
+_ALONE = 12
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
 # Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
@@ -24,42 +41,115 @@ _SPAN_BYTES = 128
 # 0.92 with 8 blocks, 0.98 with these 32 KB.
 _SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
 _SPAN_OF_LANES = 32768 + 64
+_LIST_BYTES = 2  # for a row that may be put on a list
 _BLOCK_RESERVES = 1024  # bytes of shared memory that each block has besides
 
 
 def span_rows(problem, device):
     """Threads that hold short rows which lie back to back, many at a time."""
-    layout, dtypes = problem.layout, problem.dtypes
     length, widest = problem.row_length, widest_of(problem)
+    size = itemsize_of(problem.dtypes["x"])
     if length > LONGEST_IN_SPAN[widest]:
         return f"a row of {length} is longer than {LONGEST_IN_SPAN[widest]}"
-    if dtypes.get("where"):
+    if problem.dtypes.get("where"):
         return "there is a mask"
-    strides = [layout.outer_strides[name] for name in ("x", "out")]
-    if not layout.is_rows or any(stride != (length,) for stride in strides):
+    if not _are_back_to_back(problem, ("x", "out")):
         return "rows do not lie back to back"
-    if length * itemsize_of(dtypes["x"]) % _tiers.VECTOR_BYTES == 0:
+    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    is_narrow = problem.dtypes["x"] in _arrays.FLOATS[:3]
+    if not rest and not (vectors in _ODD_VECTORS and is_narrow):
         return "rows are whole vectors of 16 bytes"
-    lanes, apart, turns = _span_deal(length, itemsize_of(dtypes["x"]), widest)
+    deal = lanes, _, turns = _span_deal(length, size, widest)
     if widest == 2 and length > _SPAN_BYTES and turns > 1:
         return f"elements of rows of {length} lie in the same banks"  # 0.79 at 191
-    held = -(-length // lanes)
+    held_bytes = -(-length // lanes) * max(4, widest)
+    share = _span_share(held_bytes, lanes, device)
+    return _span_cut(problem, ("x", "out"), deal, share)
+
+
+def span_pairs(problem, device):
+    """The same for gradients, which hold two numbers an element."""
+    length, widest = problem.row_length, widest_of(problem)
+    size = itemsize_of(problem.dtypes["x"])
+    if length > LONGEST_PAIRS_IN_SPAN[widest]:
+        return f"a row of {length} is longer than {LONGEST_PAIRS_IN_SPAN[widest]}"
+    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    if not rest and vectors >= _WHOLE_VECTORS:
+        return f"rows are {vectors} whole vectors of 16 bytes"
+    if not _are_back_to_back(problem, ("x", "dy", "out")):
+        return "rows do not lie back to back"
+    deal = _pair_deal(length, size, widest)
+    held_bytes = -(-length // deal[0]) * 2 * max(4, widest)
+    share = _span_share(held_bytes, deal[0], device)
+    return _span_cut(problem, ("x", "dy", "out"), deal, share)
+
+
+# Sums of rows of at most so many elements, by the size of one, in a thread each.
+LONGEST_SUM_IN_SPAN = {2: 32, 4: 32, 8: 16}
+# Bytes of a row in a thread up to -> blocks that a multiprocessor is to hold: 4, 10,
+# 17, 22 of 16 bits 0.35, 0.55, 0.62, 0.64, with 8 and 5 blocks 0.33, 0.52, 0.50, 0.54.
+# Doubles, and more bytes, would spill.
+_SUM_BLOCKS = ((40, 16), (96, 10), (math.inf, 5))
+_SUM_BLOCKS_OF_DOUBLES = ((64, 8), (math.inf, 5))
+
+
+def span_sums(problem, device):
+    """The same for logsumexp, a thread a row."""
+    dtypes, length = problem.dtypes, problem.row_length
+    if dtypes["b"] or dtypes.get("where"):
+        return "there are weights or a mask"
+    if dtypes["x"] not in _arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    size = itemsize_of(dtypes["x"])
+    if not 1 < length <= LONGEST_SUM_IN_SPAN[size]:
+        return f"a row of {length} is not of 2 to {LONGEST_SUM_IN_SPAN[size]} elements"
+    if not _are_back_to_back(problem, ("x",)):
+        return "rows do not lie back to back"
+    deal = 1, 1, _bank_turns(length, size, 1)
+    if not _is_calm(deal, size):
+        return f"elements of rows of {length} lie in the same banks"
+    ladder = _SUM_BLOCKS_OF_DOUBLES if size == 8 else _SUM_BLOCKS
+    blocks = _kernels.by_threshold(ladder, length * max(4, size))
+    if device.cc >= (10, 0):
+        blocks = min(blocks, _BLOCKS_ELSEWHERE)
+    more = {"MIN_BLOCKS": blocks, "KEEPS": 0}
+    share = _share_of_blocks(blocks, device)
+    return _span_cut(problem, ("x",), deal, share, _LIST_BYTES, more)
+
+
+def _are_back_to_back(problem, names):
+    layout = problem.layout
+    length = problem.row_length
+    strides = [layout.outer_strides[name] for name in names]
+    return layout.is_rows and all(stride == (length,) for stride in strides)
+
+
+def _span_cut(problem, names, deal, share, beside=0, more=None):
+    """The launch for spans of these arrays in `share` bytes of shared memory.
+
+    A row takes `beside` bytes of shared memory besides; `more` defines.
+    """
+    lanes, apart, _ = deal
+    held = -(-problem.row_length // lanes)
     rows_at_once = BLOCK_THREADS // lanes
     # The length of the buffers, and what their phases in memory may add.
-    sizes = itemsize_of(dtypes["x"]) + itemsize_of(dtypes["out"])
-    row_bytes, phases = lanes * held * sizes, 4 * _tiers.VECTOR_BYTES
-    share = _span_share(held * max(4, widest), lanes, device)
+    sizes = sum(itemsize_of(problem.dtypes[name]) for name in names)
+    row_bytes = lanes * held * sizes + beside
+    phases = 2 * len(names) * _tiers.VECTOR_BYTES
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
         Cut(
             min(-(-problem.num_rows // rows), MAX_BLOCKS),
             BLOCK_THREADS,
-            (
-                ("LANES", str(lanes)),
-                ("ROWS_PER_BLOCK", str(rows_at_once)),
-                ("SPAN_ROWS", str(rows)),
-                ("HELD", str(held)),
-                ("APART", str(apart)),
+            defines_of(
+                {
+                    "LANES": lanes,
+                    "ROWS_PER_BLOCK": rows_at_once,
+                    "SPAN_ROWS": rows,
+                    "HELD": held,
+                    "APART": apart,
+                }
+                | (more or {})
             ),
             smem=rows * row_bytes + phases,
         ),
@@ -71,7 +161,11 @@ def _span_share(held_bytes, lanes, device):
     is_few = held_bytes <= _SPAN_FEW_BYTES
     if is_few and lanes > 1:
         return _SPAN_OF_LANES
-    blocks = 8 if is_few else _SPAN_BLOCKS
+    return _share_of_blocks(8 if is_few else _SPAN_BLOCKS, device)
+
+
+def _share_of_blocks(blocks, device):
+    """The same where a multiprocessor is to hold so many blocks."""
     return (device.smem_optin + _BLOCK_RESERVES) // blocks - _BLOCK_RESERVES
 
 
@@ -80,14 +174,53 @@ def _span_deal(length, itemsize, widest):
 
     Few lanes, and rows side by side, if their elements then lie in different banks.
     """
-    fewest = 1 << (-(-length * max(4, widest) // _SPAN_BYTES) - 1).bit_length()
+    fewest = _fewest_lanes(length * max(4, widest))
+    is_whole = length * itemsize % _tiers.VECTOR_BYTES == 0
+    alone = _calmest_deal(length, itemsize, 1)
+    if fewest == 1 and (length <= _ALONE or is_whole) and _is_calm(alone, itemsize):
+        return alone
     deals = [
-        (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
+        _calmest_deal(length, itemsize, lanes)
         for lanes in sorted({fewest, min(2 * fewest, _tiers.WARP)})
-        for apart in (1, 2, 4)
     ]
     # Slots of lanes that hold nothing take their turns, too.
     return min(deals, key=lambda deal: -(-length // deal[0]) * deal[0] * deal[2])
+
+
+def _pair_deal(length, itemsize, widest):
+    """The same for gradients, whose lanes have less to do for a row as a whole."""
+    fewest = _fewest_lanes(2 * length * max(4, widest))
+    deals = [
+        _calmest_deal(length, itemsize, lanes)
+        for lanes in (fewest, 2 * fewest, 4 * fewest)
+        if lanes <= _tiers.WARP
+    ]
+    calm = [deal for deal in deals if _is_calm(deal, itemsize)]
+    return calm[0] if calm else deals[-1]
+
+
+def _is_calm(deal, itemsize):
+    """Whether the turns of shared memory hide behind other work.
+
+    They do if they are no more than an element has bytes. Gradients, as a share of a
+    copy: 12 and 24 elements of 16 bits (2 turns) 1.07, 1.05, 16 and 32 (4) 0.77, 16
+    with 8 turns 0.44; 4, 8 and 16 floats (4, 4, 8) 1.05, 1.03, 0.73.
+    """
+    return deal[2] <= itemsize
+
+
+def _fewest_lanes(row_bytes):
+    """Threads, a power of two, that have registers for a row."""
+    return 1 << (-(-row_bytes // _SPAN_BYTES) - 1).bit_length()
+
+
+def _calmest_deal(length, itemsize, lanes):
+    """Rows so many apart that memory takes the fewest turns."""
+    deals = [
+        (lanes, apart, _bank_turns(length * apart, itemsize, lanes))
+        for apart in (1, 2, 4)
+    ]
+    return min(deals, key=lambda deal: deal[2])
 
 
 def _bank_turns(step, itemsize, lanes):
@@ -116,21 +249,20 @@ _SHORT_BLOCKS = {
 }
 # log_softmax of 256 floats 0.99, in a tier of rows that are held 1.00.
 _SHORT_LANES = {"softmax": (2, 4, 8, 16, 32), "log_softmax": (2, 4, 8)}
-_SHORT_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
+_BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
 
 
 def short_rows(problem, device):
     """Threads that are neighbours and hold parts of short rows of whole vectors."""
-    layout, dtypes = problem.layout, problem.dtypes
+    dtypes = problem.dtypes
     length, size = problem.row_length, itemsize_of(dtypes["x"])
     if dtypes["x"] not in _arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:
         return f"{dtypes['x']} as {dtypes['out']} is none of {_arrays.FLOATS[:3]}"
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
-    strides = [layout.outer_strides[name] for name in ("x", "out")]
-    if not layout.is_rows or any(stride != (length,) for stride in strides):
+    if not _are_back_to_back(problem, ("x", "out")):
         return "rows do not lie back to back"
-    if not layout.is_aligned:
+    if not problem.layout.is_aligned:
         return "an array does not begin at a whole vector of 16 bytes"
     vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
     held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
@@ -140,7 +272,7 @@ def short_rows(problem, device):
         return f"a row of {length} is not 2 or 3 vectors in 2 to 32 threads"
     rows_at_once = BLOCK_THREADS // lanes
     if device.cc >= (10, 0):
-        min_blocks = min(min_blocks, _SHORT_BLOCKS_ELSEWHERE)
+        min_blocks = min(min_blocks, _BLOCKS_ELSEWHERE)
     values = {
         "LANES": lanes,
         "ROWS_PER_BLOCK": rows_at_once,

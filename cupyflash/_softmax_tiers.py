@@ -127,6 +127,8 @@ FORWARD_F64_CLUSTERS = (
     Tier(256, 6, 768, parked=10, cluster=4, doubling=True, fill=15 / 16),
     *LOG_F64_CLUSTERS,
 )
+# Rows over several axes: where each vector lies takes registers, too.
+FORWARD_OF_PIECES, FORWARD_OF_PIECES_CLUSTERS = LOG_16_BITS, FORWARD_CLUSTERS[1:]
 # With a mask, a scale, integers or strides, registers go elsewhere.
 FORWARD_HEAVY = (Tier(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
@@ -139,6 +141,8 @@ STRIDED = (Tier(512, 2, 512),)
 BACKWARD = (Tier(512, 4, 1024),)
 # 16 bits: what becomes of twice as many numbers needs registers, too.
 BACKWARD_16_BITS = (Tier(256, 4, 768),)
+# Rows over several axes: with a vector more, softmax_vjp of float16 spills 180 bytes.
+BACKWARD_OF_PIECES = (Tier(256, 3, 768),)
 BACKWARD_CLUSTERS = (
     Tier(256, 8, 512, cluster=8),
     # 8 vectors: 1.02 at 131072 (float32); with 4 and twice the threads 0.99.
@@ -174,6 +178,7 @@ ELSEWHERE = {
         Tier(256, 6, 512, parked=10, cluster=16),
     ),
     FORWARD_F64_CLUSTERS: _F64_ELSEWHERE,
+    FORWARD_OF_PIECES_CLUSTERS: _F64_ELSEWHERE,
     LOG_F64_CLUSTERS: _F64_ELSEWHERE,
     BACKWARD_CLUSTERS: (
         Tier(256, 6, 512, cluster=16),

@@ -375,10 +375,15 @@ FUNCTIONS = (
 )
 SIZES = (1, 1, 2, 3, 5, 8, 17, 32, 33, 64)
 LONG = (1, 2, 31, 33, 128, 257, 1000, 1024, 4100)
-# (shape, axis): rows that are whole vectors, few long rows, long columns.
+# (shape, axis): rows that are whole vectors, very short ones, rows over two axes, a
+# result that is turned if it lies in another order, few long rows, long columns.
 WITH_KERNELS_OF_THEIR_OWN = (
     ((301, 32), 1),
     ((90, 64), -1),
+    ((900, 4), -1),
+    ((700, 10), 1),
+    ((12, 5, 64), (0, 2)),
+    ((270, 250), 1),
     ((1, 700_001), None),
     ((3, 40_001, 4), 1),
 )

@@ -77,6 +77,7 @@ SOFTMAX_SHAPES = {
     "longer rows": (2, 300_001, 1),
     "many columns": (2, 300, 32_768),
     "short whole rows": (301, 32, 1),
+    "shortest rows": (3001, 4, 1),
 }
 _SOFTMAX_DTYPES_OF_KIND = {
     "rows": ("float32", "bfloat16", "float64"),
@@ -87,6 +88,7 @@ _SOFTMAX_DTYPES_OF_KIND = {
     "longer rows": ("float32",),
     "many columns": ("float32",),
     "short whole rows": ("float32", "bfloat16"),
+    "shortest rows": ("float32", "bfloat16"),
 }
 # So large, half of its rows too, that only those try it that take nothing smaller.
 _ROWS_OF_KIND = {"many columns": ("logsumexp_shares",)}

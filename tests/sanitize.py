@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SOFTMAX_KINDS = (
     "rows", "columns", "short rows", "long columns", "long rows", "longer rows",
-    "many columns", "short whole rows",
+    "many columns", "short whole rows", "shortest rows",
 )  # fmt: skip
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21
@@ -37,8 +37,8 @@ _PLAIN = ("plain", "options", "one query", "many keys", "odd heads")
 # Of rows that take no plain ones.
 _WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
 _KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE)
-# A kernel beside the tables.
-_MERGE = "attention/merge"
+# Kernels beside the tables, and rows whose pieces lie apart.
+_MERGE, _TURN, _PIECES = "attention/merge", "softmax/turn", "softmax/pieces"
 _SECONDS = 120  # that a tool may take for one row
 # racecheck follows arrivals at an mbarrier, each of the lane that comes. It follows
 # neither bar.arrive nor a lane that arrives for its warp behind __syncwarp(). Kernels
@@ -55,14 +55,14 @@ def groups():
     """Names of what a tool runs over in one process: a row, or one of softmax."""
     import rows
 
-    return [f"{operation}/{name}" for operation, name in rows.all_rows()] + [_MERGE]
+    return [f"{operation}/{name}" for operation, name in rows.all_rows()] + [*_BESIDE]
 
 
 def cases_of(group):
     """Few cases of a row: each tier of softmax, types of two widths, all options."""
     import rows
 
-    if group == _MERGE:
+    if group in _BESIDE:
         return ["float32", "bfloat16"]
     operation, name = group.split("/")
     found = [case for case in rows.cases(operation, name) if case.kind in _KINDS]
@@ -90,8 +90,8 @@ def run_rows(cupy, wanted):
         for case in cases_of(group):
             with pytest.MonkeyPatch.context() as patch:
                 try:
-                    if group == _MERGE:
-                        check_merge(cupy, case)
+                    if group in _BESIDE:
+                        _BESIDE[group](cupy, case)
                     else:
                         problem = rows.problem_of(case, np.random.default_rng(0))
                         rows.force(patch, *group.split("/"))
@@ -123,6 +123,40 @@ def check_merge(xp, dtype):
     bound = BOUNDS["attention"][dtype] * float(np.abs(exact).max())
     np.testing.assert_allclose(wide(out).astype(float), exact.astype(float), 0, bound)
     np.testing.assert_allclose(to_host(lse), exact_lse.astype(float), 1e-6, 1e-6)
+
+
+def check_turn(xp, dtype):
+    """A result whose neighbours are those of another axis."""
+    _check_softmax(xp, dtype, (300, 260), 1, _in_turned_memory)
+
+
+def _in_turned_memory(x):
+    """New memory for an array like `x`, column by column."""
+    return type(x)(x.shape[::-1], x.dtype).T
+
+
+def check_pieces(xp, dtype):
+    """Rows over two axes that do not merge."""
+    _check_softmax(xp, dtype, (6, 5, 64), (0, 2), lambda x: type(x)(x.shape, x.dtype))
+
+
+def _check_softmax(xp, dtype, shape, axis, empty):
+    import numpy as np
+    import oracle
+    from accuracy import BOUNDS, dtype_of, relative_error, to_host
+    from placing import place
+
+    import cupyflash
+
+    x = np.random.default_rng(0).normal(size=shape).astype(dtype_of(dtype))
+    placed = place(xp, x)
+    out = empty(placed)
+    cupyflash.softmax(placed, axis, out=out)
+    error = relative_error(to_host(out), oracle.softmax(x, axis), dtype)
+    assert error <= BOUNDS["softmax"][dtype]
+
+
+_BESIDE = {_MERGE: check_merge, _TURN: check_turn, _PIECES: check_pieces}
 
 
 def let_each_lane_arrive():

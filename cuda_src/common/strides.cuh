@@ -40,3 +40,20 @@ __device__ __forceinline__ offsets_t<kArrays> locate(const axes_t<kAxes, kArrays
   }
   return at;
 }
+
+// The offset in one array of element `index` of few enough that all sizes are below
+// 2^31: that of a row which is held on chip.
+template <int kAxes, int kArrays>
+__device__ __forceinline__ long long locate_in_row(const axes_t<kAxes, kArrays>& axes,
+                                                   int array,
+                                                   int index) {
+  long long at = 0;
+#pragma unroll
+  for (int axis = kAxes - 1; axis >= 0; --axis) {
+    const int size = int(axes.size[axis]);
+    const int next = axis > 0 ? int(unsigned(index) / unsigned(size)) : 0;
+    at += (index - next * size) * axes.stride[array][axis];
+    index = next;
+  }
+  return at;
+}

@@ -12,7 +12,9 @@
 //            CLUSTER     blocks that share a row; above 1 from sm_90 on
 //            HELD        elements that a thread holds in registers
 //            PARKED      elements that it parks in shared memory besides
-//            CONTIGUOUS  1 if neighbours in a row are neighbours in every array
+//            CONTIGUOUS  1 if neighbours in a row are neighbours in every array; of
+//                        rows over several axes, if whole vectors are, which are
+//                        aligned in all
 //            SHIFTS      1 if there is shared memory for rows of 16 bits that are not
 //                        aligned as the result is
 //            MIN_BLOCKS  blocks that a multiprocessor is to have registers for
@@ -30,7 +32,7 @@
 #endif
 constexpr int kCluster = CLUSTER;
 constexpr int kThreadsOfRow = kCluster * kLanes;
-constexpr bool kContiguous = CONTIGUOUS;
+constexpr bool kContiguous = CONTIGUOUS, kOneAxis = REDUCED_AXES == 1;
 constexpr int kMinBlocks = MIN_BLOCKS;  // that a multiprocessor has registers for
 static_assert(kCluster == 1 || (kLanes > kWarpSize && kRowsPerBlock == 1));
 
@@ -79,6 +81,12 @@ struct deal_t {
     return kContiguous ? head + lane_of_row() * kVector + v * kStride + k
                        : (v * kVector + k) * kThreadsOfRow + lane_of_row();
   }
+  // Where slot v begins, of a contiguous row.
+  template <typename Address>
+  __device__ __forceinline__ auto slot(Address address, int v) const {
+    if constexpr (kOneAxis) return address(position(0, 0)) + v * kStride;
+    return address(position(v, 0));
+  }
   __device__ __forceinline__ bool has(int v, int k) const {
     return (kContiguous ? v : v * kVector + k) * kThreadsOfRow < left;
   }
@@ -103,8 +111,7 @@ __device__ __forceinline__ void store_slot(const deal_t<kVector>& d,
                                            int v,
                                            const vector_t<Out, kVector>& written) {
   if (kContiguous) {
-    if (d.has(v, 0))
-      store_vector(address(d.position(0, 0)) + v * deal_t<kVector>::kStride, written);
+    if (d.has(v, 0)) store_vector(d.slot(address, v), written);
   } else {
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
@@ -185,8 +192,7 @@ struct held_t {
       for (int v = 0; v < deal::kHeld; ++v) {
 #pragma unroll
         for (int k = 0; k < kVector; ++k) slot[v].element[k] = pad;
-        if (d.has(v, 0))
-          slot[v] = load_vector<kVector>(address(d.position(0, 0)) + v * deal::kStride);
+        if (d.has(v, 0)) slot[v] = load_vector<kVector>(d.slot(address, v));
       }
     } else if constexpr (kShifts<T, kVector>) {
       load_shifted(d, address, pad);
@@ -318,7 +324,7 @@ struct held_t {
                                               int v) {
     vector& home = parked[(v - deal::kHeld) * kNumThreads];
     if (d.has(v, 0)) {
-      copy_vector(&home, address(d.position(0, 0)) + v * deal::kStride);
+      copy_vector(&home, d.slot(address, v));
     } else {
 #pragma unroll
       for (int k = 0; k < kVector; ++k) home.element[k] = pad;

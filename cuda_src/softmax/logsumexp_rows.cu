@@ -19,47 +19,21 @@
 //            exponential and a float log
 // Limits     no weights, no mask; rows of at least 2 elements
 //
-// Parameters A_T, OUT_T          element types of a, and of out and sign
-//            OUTER_AXES          how many axes the rows run over
-//            HELD, SETS, PARTS   as above
-//            KEEPS               1 if L2 is to keep the results rather than what is
-//                                read: written among reads, they cost several times
-//                                their bytes
+// Parameters HELD, SETS, PARTS   as above
 //            MIN_BLOCKS          blocks that a multiprocessor is to have registers for
-//            ACC_T, LANES, ROWS_PER_BLOCK, REDUCED_AXES   as in softmax/group.cuh
-#include "common/strides.cuh"
-#include "common/types.cuh"
-#include "common/vector.cuh"
-#include "ptx/cache_hint.cuh"
-#include "softmax/group.cuh"
-#include "softmax/power_sum.cuh"
+//            all others as in softmax/row_log.cuh
+#include "softmax/row_log.cuh"
 
-#ifndef A_T
+#ifndef PARTS
 #error "the parameters above come from the host"
 #endif
-using a_t = A_T;
-using out_t = OUT_T;
 constexpr int kHeld = HELD, kSets = SETS > 0 ? SETS : 1, kParts = PARTS;
 constexpr int kMinBlocks = MIN_BLOCKS;
-constexpr bool kKeeps = KEEPS;
 constexpr int kVector = 16 / sizeof(a_t);  // elements a vector access
 constexpr int kNumVectors = kHeld / kVector;
 constexpr bool kHolds = SETS > 0;  // a row as a whole; else its lanes walk over it
 constexpr int kWarpLanes = kLanes < kWarpSize ? kLanes : kWarpSize;
 static_assert(kHeld % kVector == 0 && (kHolds ? kLanes <= 32 : kLanes >= 32));
-
-constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
-using total_t = power_sum_t<acc_t, kCoarse>;
-
-enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
-
-// The problem, as packed by the host.
-struct layout_t {
-  long long num_rows, row_length;
-  long long returns_sign;
-  axes_t<OUTER_AXES, kNumArrays> outer;
-  axes_t<REDUCED_AXES, kNumArrays> reduced;  // a is contiguous
-};
 
 // What one block has found out about its part of a row.
 struct partial_t {
@@ -248,63 +222,6 @@ __device__ __forceinline__ total_t sum_of(const piece_t& piece,
     sum.take_in<1, 1>([&](int) { return edge[0]; }, roots);
   }
   return sum;
-}
-
-// --- results
-// --------------------------------------------------------------------------
-
-// The log of the row's sum to the last digit, whatever it is: the largest score plus
-// log1p of all the rest, which never meets the 1 that it is small against. All lanes of
-// a warp call it.
-__device__ __noinline__ double careful_log(const a_t* a, long long length) {
-  double m = -infinity<double>();
-  for (long long i = lane(); i < length; i += kLanes) {
-    m = larger_finite_t()(m, to<double>(a[i]));
-  }
-  m = row_max(m);
-  double top = 0;
-  wide_sum_t rest = {};
-  for (long long i = lane(); i < length; i += kLanes) {
-    const double score = to<double>(a[i]);
-    if (score == m) {
-      top += 1;
-    } else {
-      add_exp(rest, score, m);
-    }
-  }
-  rest = group_reduce<kLanes>(rest, plus_t());
-  rest += row_sum(top) - 1;
-  return log_beside(m, rest);
-}
-
-template <typename T>
-__device__ __forceinline__ void store_result(out_t* place, T x) {
-  const out_t result = to<out_t>(x);
-#if __CUDA_ARCH__ >= 800
-  if constexpr (kKeeps) {
-    using word_t = vector_t<out_t, 1>::word_t;
-    ptx::store_global(reinterpret_cast<word_t*>(place),
-                      reinterpret_cast<const word_t&>(result),
-                      ptx::policy_evict_last());
-    return;
-  }
-#endif
-  *place = result;
-}
-
-__device__ __forceinline__ void store(const layout_t& layout,
-                                      long long row,
-                                      const total_t& sum,
-                                      double log,
-                                      out_t* out,
-                                      out_t* sign) {
-  const auto at = locate(layout.outer, row);
-  store_result(out + at.of[kOut], log);
-  if (layout.returns_sign) {
-    const acc_t of_sum =
-        is_nan(sum.top) ? sum.top : acc_t(sum.top > -infinity<acc_t>());
-    store_result(sign + at.of[kSign], of_sum);
-  }
 }
 
 // --- short rows

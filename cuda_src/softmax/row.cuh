@@ -36,6 +36,10 @@ struct row_t {
   __device__ __forceinline__ long long offset(int array, long long i) const {
     return locate(layout.reduced, i).of[array];
   }
+  // The same, of a row that is held on chip.
+  __device__ __forceinline__ long long near_offset(int array, int i) const {
+    return locate_in_row(layout.reduced, array, i);
+  }
   // Whether element i takes part.
   __device__ __forceinline__ bool selected(long long i) const {
     return !kHasWhere || where[offset(kWhere, i)];

@@ -11,94 +11,28 @@
 //            two vectors each
 // Numbers    as softmax_tiled
 // Limits     rows of at most kLanes * HELD elements with the next row behind the last
-// in
-//            x and in out; no mask
-#include "common/vector.cuh"
-#include "ptx/copy.cuh"
-#include "softmax/group.cuh"
+//            in x and in out; no mask
+//
+// Parameters as in softmax/score.cuh and softmax/span.cuh
+#include "softmax/span.cuh"
 #include "softmax/row_exp.cuh"
 #include "softmax/terms.cuh"
 
-#ifndef HELD
-#error "HELD, elements a thread holds, and APART come from the host"
-#endif
 // A scale takes registers, too.
 constexpr int kMinBlocks = HELD * sizeof(acc_t) <= (SCALED ? 48 : 64) ? 8 : 5;
-constexpr int kSpanRows = SPAN_ROWS, kApart = APART;
-static_assert(kNumThreads / kWarpSize % kApart == 0);
-static_assert(kSpanRows % kRowsPerBlock == 0, "all threads reduce together");
-static_assert(kLanes <= kWarpSize && !kHasWhere && OUTER_AXES == 1 &&
-              REDUCED_AXES == 1);
+static_assert(!kHasWhere && OUTER_AXES == 1 && REDUCED_AXES == 1);
 
 extern __shared__ uint4 memory[];
 
-// A span of T's in shared memory, at the phase that it has in global memory: aligned
-// vectors there are aligned vectors here.
-template <typename T>
-struct span_t {
-  static constexpr int kVector = 16 / sizeof(T);
-  T* global;
-  int length, phase;
-  T* shared;
-
-  __device__ __forceinline__ span_t(T* global, int length, void* buffer)
-      : global(global), length(length) {
-    phase = int(reinterpret_cast<unsigned long long>(global) / sizeof(T) % kVector);
-    shared = static_cast<T*>(buffer) + phase;
-  }
-
-  // f(i) for the first elements of whole vectors, g(i) for elements outside of them.
-  template <typename F, typename G>
-  __device__ __forceinline__ void each(F f, G g) const {
-    const int head = min((kVector - phase) % kVector, length);
-    const int tail = head + (length - head) / kVector * kVector;
-    for (int i = head + threadIdx.x * kVector; i < tail; i += kNumThreads * kVector)
-      f(i);
-    if (threadIdx.x < head) g(threadIdx.x);
-    if (threadIdx.x < length - tail) g(tail + threadIdx.x);
-  }
-
-  __device__ __forceinline__ void load() const {
-    each([&](int i) { copy(shared + i, global + i); },
-         [&](int i) { shared[i] = global[i]; });
-#if __CUDA_ARCH__ >= 800
-    ptx::wait_copies();
-#endif
-  }
-  __device__ __forceinline__ void store() const {
-    each([&](int i) { store_vector(global + i, load_vector<kVector>(shared + i)); },
-         [&](int i) { global[i] = shared[i]; });
-  }
-
- private:
-  static __device__ __forceinline__ void copy(T* to, const T* from) {
-#if __CUDA_ARCH__ >= 800
-    ptx::copy_async<16>(to, from);
-#else
-    *reinterpret_cast<uint4*>(to) = load_vector<kVector>(from).word;
-#endif
-  }
-};
-
-// The row of this thread's lanes among those that a block has at a time. Rows of a warp
-// lie kApart rows apart, so that their elements are in different banks.
-__device__ __forceinline__ int row_of_group() {
-  constexpr int kOfWarp = kWarpSize / kLanes;
-  const int warp = threadIdx.x / kWarpSize;
-  const int in_warp = threadIdx.x % kWarpSize / kLanes;
-  return warp / kApart * (kApart * kOfWarp) + in_warp * kApart + warp % kApart;
-}
-
 // One row from shared memory to shared memory, from a lane's first element on, with so
-// many left. A lane has every kLanes-th element; of
-// all but the last each lane has one.
+// many left.
 __device__ __forceinline__ void softmax_row(const x_t* x,
                                             out_t* out,
                                             int left,
                                             const layout_t& layout) {
   acc_t value[HELD];
   acc_t m = -infinity<acc_t>();
-  const auto has = [&](int j) { return j + 1 < HELD || j * kLanes < left; };
+  const auto has = [&](int j) { return has_element(j, left); };
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {
     value[j] = -infinity<acc_t>();
@@ -135,8 +69,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_sp
     const x_t* x, const bool*, out_t* out, const __grid_constant__ layout_t layout) {
   const int length = int(layout.row_length);
   const long long step = (long long)gridDim.x * kSpanRows;
-  // A vector for the phase at the start, and one for the end to be whole.
-  void* const second = memory + (kSpanRows * kLanes * HELD * sizeof(x_t)) / 16 + 2;
+  void* const second = memory + kSpanBytes<x_t> / 16;
   for (long long at = (long long)blockIdx.x * kSpanRows; at < layout.num_rows;
        at += step) {
     const long long rows_left = layout.num_rows - at;
@@ -144,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_sp
     const span_t<x_t> from(const_cast<x_t*>(x) + at * length, rows * length, memory);
     const span_t<out_t> onto(out + at * length, rows * length, second);
     from.load();
+    wait_for_span();
     __syncthreads();
 #pragma unroll 1
     for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {

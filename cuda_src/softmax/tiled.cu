@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const row_t row(x, where, out, layout, at);
     const row_deal_t deal(row.out, row.length);
     const auto address = [&](int i) {
-      return row.x + (kContiguous ? i : row.offset(kX, i));
+      return row.x + (kContiguous && kOneAxis ? i : row.near_offset(kX, i));
     };
     held.load(deal, address, padding<x_t>());
     marks_t marks;
@@ -145,7 +145,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       return kLog ? finish(s) : exp_of_row(s) * finish.inverse;
     };
     held.store<out_t, kUnrollParked>(
-        deal, [&](int i) { return row.out + (kContiguous ? i : row.offset(kOut, i)); },
+        deal,
+        [&](int i) {
+          return row.out + (kContiguous && kOneAxis ? i : row.near_offset(kOut, i));
+        },
         result);
   }
 }

@@ -56,7 +56,18 @@ struct row_t {
   __device__ __forceinline__ long long offset(int array, long long i) const {
     return locate(layout.reduced, i).of[array];
   }
+  // The same, of a row that is held on chip.
+  __device__ __forceinline__ long long near_offset(int array, int i) const {
+    return locate_in_row(layout.reduced, array, i);
+  }
 };
+
+constexpr int kWiderInput = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
+
+// Of two numbers of 16 bits the product is exact in float.
+__device__ __forceinline__ double product(acc_t p, acc_t g) {
+  return kWiderInput == 2 ? double(p * g) : double(p) * double(g);
+}
 
 // The last step: dx = scale y (dy - c), or scale (dy - exp(y) c).
 struct gradient_t {

@@ -14,15 +14,9 @@
 #include "softmax/held.cuh"
 #include "softmax/vjp.cuh"
 
-constexpr int kWiderInput = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 constexpr int kVector =
     16 / (kWiderInput > sizeof(out_t) ? kWiderInput : sizeof(out_t));
 using row_deal_t = deal_t<kVector>;
-
-// Of two numbers of 16 bits the product is exact in float.
-__device__ __forceinline__ double product(acc_t p, acc_t g) {
-  return kWiderInput == 2 ? double(p * g) : double(p) * double(g);
-}
 
 extern __shared__ __align__(128) uint4 parking[];
 
@@ -51,10 +45,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const row_t row(y, dy, dx, layout, at);
     const row_deal_t deal(row.dx, row.length);
     const auto y_at = [&](int i) {
-      return row.y + (kContiguous ? i : row.offset(kY, i));
+      return row.y + (kContiguous && kOneAxis ? i : row.near_offset(kY, i));
     };
     const auto dy_at = [&](int i) {
-      return row.dy + (kContiguous ? i : row.offset(kDy, i));
+      return row.dy + (kContiguous && kOneAxis ? i : row.near_offset(kDy, i));
     };
     held_y.load(deal, y_at, y_t());
     held_dy.load(deal, dy_at, dy_t());
@@ -71,7 +65,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     held_dy.forget();
     store_pair<out_t>(
         deal, held_y, held_dy,
-        [&](int i) { return row.dx + (kContiguous ? i : row.offset(kOut, i)); },
+        [&](int i) {
+          return row.dx + (kContiguous && kOneAxis ? i : row.near_offset(kOut, i));
+        },
         gradient);
   }
 }

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: MIT
+// softmax_logsumexp_span: log sum exp of short rows that lie back to back.
+//
+// Algorithm  As softmax_logsumexp_rows. Rows whose log would lose digits, one of twelve
+//            where there are four normal numbers in each, are put on a list, so that
+//            threads sum those side by side and not each among others that wait.
+// Grid       1-D; a block of kNumThreads takes kSpanRows rows at a time: one span of
+//            memory, whatever the length of a row
+// Tiles      the span in shared memory; a row in a thread
+// Memory     a once, in vectors of 16 bytes wherever the span begins; one number a row
+// Numbers    as softmax_logsumexp_rows
+// Limits     rows of HELD elements with the next row behind the last; no
+//            weights, no mask
+//
+// Parameters as in softmax/row_log.cuh and softmax/span.cuh
+#include "softmax/row_log.cuh"
+#include "softmax/span.cuh"
+
+constexpr int kLength = HELD;  // of a row
+static_assert(kLanes == 1 && OUTER_AXES == 1 && REDUCED_AXES == 1);
+
+extern __shared__ uint4 memory[];
+
+// The sum of the row of this thread; all lanes of a warp call it.
+__device__ __forceinline__ total_t sum_of(const a_t* a, const roots_t<acc_t>& roots) {
+  acc_t value[HELD];
+#pragma unroll
+  for (int j = 0; j < HELD; ++j) value[j] = to<acc_t>(a[j]);
+  total_t sum;
+  sum.template take_in<HELD, 1>([&](int j) { return value[j]; }, roots);
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
+    softmax_logsumexp_span(const a_t* a,
+                           const void*,  // no weights,
+                           const void*,  // and no mask
+                           out_t* out,
+                           out_t* sign,  // written if layout.returns_sign
+                           const __grid_constant__ layout_t layout) {
+  short* const doubtful = reinterpret_cast<short*>(memory + kSpanBytes<a_t> / 16);
+  __shared__ int num_doubtful;
+  const roots_t<acc_t> roots;
+  const long long step = (long long)gridDim.x * kSpanRows;
+  for (long long at = (long long)blockIdx.x * kSpanRows; at < layout.num_rows;
+       at += step) {
+    const long long rows_left = layout.num_rows - at;
+    const int rows = rows_left < kSpanRows ? int(rows_left) : kSpanRows;
+    const span_t<a_t> from(const_cast<a_t*>(a) + at * kLength, rows * kLength, memory);
+    from.load();
+    if (threadIdx.x == 0) num_doubtful = 0;
+    wait_for_span();
+    __syncthreads();
+#pragma unroll 1
+    for (int of_block = 0; of_block < kSpanRows; of_block += kRowsPerBlock) {
+      // Beyond the last row it is whatever lies there, and goes nowhere.
+      const int row = of_block + row_of_group();
+      const total_t sum = sum_of(from.shared + row * kLength, roots);
+      if (row >= rows) continue;
+      if (sum.is_doubtful()) {
+        doubtful[atomicAdd(&num_doubtful, 1)] = row;
+      } else {
+        store(layout, at + row, sum, sum.log(), out, sign);
+      }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < num_doubtful; i += kNumThreads) {
+      const int row = doubtful[i];
+      total_t finite;
+      finite.top = 0;
+      const double log = careful_log(from.shared + row * kLength, kLength);
+      store(layout, at + row, finite, log, out, sign);
+    }
+    // All have read the span and the list before the next ones come.
+    __syncthreads();
+  }
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: MIT
+// Spans of memory that hold many short rows, which lie back to back.
+//
+// Parameters LANES, ROWS_PER_BLOCK   as in softmax/group.cuh
+//            SPAN_ROWS   rows that a block has at a time
+//            HELD        elements of a row that a thread has
+//            APART       rows of a warp lie so many rows apart
+#pragma once
+
+#include "common/vector.cuh"
+#include "ptx/copy.cuh"
+#include "softmax/group.cuh"
+
+#ifndef HELD
+#error "the parameters above come from the host"
+#endif
+constexpr int kSpanRows = SPAN_ROWS, kApart = APART;
+static_assert(kNumThreads / kWarpSize % kApart == 0);
+static_assert(kSpanRows % kRowsPerBlock == 0, "all threads reduce together");
+static_assert(kLanes <= kWarpSize);
+
+// Bytes of the rows' T's in shared memory: a vector besides for the phase at the start,
+// and one for the end to be whole.
+template <typename T>
+constexpr int kSpanBytes = kSpanRows * kLanes * HELD * int(sizeof(T)) / 16 * 16 + 32;
+
+// A span of T's in shared memory, at the phase that it has in global memory: aligned
+// vectors there are aligned vectors here.
+template <typename T>
+struct span_t {
+  static constexpr int kVector = 16 / sizeof(T);
+  T* global;
+  int length, phase;
+  T* shared;
+
+  __device__ __forceinline__ span_t(T* global, int length, void* buffer)
+      : global(global), length(length) {
+    phase = int(reinterpret_cast<unsigned long long>(global) / sizeof(T) % kVector);
+    shared = static_cast<T*>(buffer) + phase;
+  }
+
+  // f(i) for the first elements of whole vectors, g(i) for elements outside of them.
+  template <typename F, typename G>
+  __device__ __forceinline__ void each(F f, G g) const {
+    const int head = min((kVector - phase) % kVector, length);
+    const int tail = head + (length - head) / kVector * kVector;
+    for (int i = head + threadIdx.x * kVector; i < tail; i += kNumThreads * kVector)
+      f(i);
+    if (threadIdx.x < head) g(threadIdx.x);
+    if (threadIdx.x < length - tail) g(tail + threadIdx.x);
+  }
+
+  // Starts to load; all that did so wait with wait_for_span().
+  __device__ __forceinline__ void load() const {
+    each([&](int i) { copy(shared + i, global + i); },
+         [&](int i) { shared[i] = global[i]; });
+  }
+  __device__ __forceinline__ void store() const {
+    each([&](int i) { store_vector(global + i, load_vector<kVector>(shared + i)); },
+         [&](int i) { global[i] = shared[i]; });
+  }
+
+ private:
+  static __device__ __forceinline__ void copy(T* to, const T* from) {
+#if __CUDA_ARCH__ >= 800
+    ptx::copy_async<16>(to, from);
+#else
+    *reinterpret_cast<uint4*>(to) = load_vector<kVector>(from).word;
+#endif
+  }
+};
+
+// The row of this thread's lanes among those that a block has at a time. Rows of a warp
+// lie kApart rows apart, so that their elements are in different banks.
+__device__ __forceinline__ int row_of_group() {
+  constexpr int kOfWarp = kWarpSize / kLanes;
+  const int warp = threadIdx.x / kWarpSize;
+  const int in_warp = threadIdx.x % kWarpSize / kLanes;
+  return warp / kApart * (kApart * kOfWarp) + in_warp * kApart + warp % kApart;
+}
+
+// Waits for the spans that this thread has started to load.
+__device__ __forceinline__ void wait_for_span() {
+#if __CUDA_ARCH__ >= 800
+  ptx::wait_copies();
+#endif
+}
+
+// Whether a lane has its element j of a row, of which `left` are left from its first
+// on: every kLanes-th, and of all but the last each lane has one.
+__device__ __forceinline__ bool has_element(int j, int left) {
+  return j + 1 < HELD || j * kLanes < left;
+}

@@ -1,0 +1,80 @@
+"""A result whose neighbours in memory are those of another axis than the input's.
+
+A kernel that reads along one axis and writes along another would do so element by
+element. Its result goes to new memory that lies as the input does, and from there by
+tiles to where it belongs.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from cupyflash import _layout
+from cupyflash._kernels import Variant
+
+_THREADS, _TILE = 256, 64  # of cuda_src/softmax/turn.cu
+# Elements from which a launch more takes less time than it saves.
+_WORTH = 1 << 16
+# Neighbours in memory, on either side, that fill enough of a tile: 33 of them 0.34
+# instead of 0.08 (16 bits), 7 of them 0.12 instead of 0.19.
+_FEWEST = 16
+
+_WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
+
+
+def variant(itemsize: int, outer_axes: int) -> Variant:
+    """What is compiled for elements of so many bytes."""
+    defines = (("ELEM_T", _WORDS[itemsize]), ("OUTER_AXES", str(outer_axes)))
+    return Variant("softmax/turn.cu", "softmax_turn", defines)
+
+
+class Turn:
+    """A copy of one shape from memory with some strides to memory with others.
+
+    Strides count elements; along one axis of each neighbours lie side by side.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int
+    ):
+        size, steps = _layout.collapse(shape, strides)
+        near = [steps[i].index(1) for i in range(2)]
+        outer = [axis for axis in range(len(size)) if axis not in near]
+        self.variant = variant(itemsize, max(1, len(outer)))
+        outer_size = [size[axis] for axis in outer] or [1]
+        self.fields: dict[str, Any] = {
+            "size": [size[axis] for axis in near],
+            "step": [steps[0][near[1]], steps[1][near[0]]],
+            "outer_size": outer_size,
+            "outer_stride": [[of[axis] for axis in outer] or [0] for of in steps],
+        }
+        tiles = [-(-size[axis] // _TILE) for axis in near]
+        self.grid = (prod(tiles) * prod(outer_size), 1, 1)
+        self.block = (_THREADS, 1, 1)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """turn_t of the source."""
+        return np.dtype(
+            [(name, np.int64, np.shape(value)) for name, value in self.fields.items()]
+        )
+
+
+def is_worth(
+    shape: Sequence[int], near: Sequence[int], given: Sequence[int], itemsize: int
+) -> bool:
+    """Whether a result with strides `given` is turned, from memory as `near` has it."""
+    if prod(shape) < _WORTH or itemsize not in _WORDS:
+        return False
+    size, steps = _layout.collapse(shape, [near, given])
+    if not all(1 in of for of in steps):
+        return False
+    axes = {of.index(1) for of in steps}
+    return len(axes) == 2 and min(size[axis] for axis in axes) >= _FEWEST
+
+
+def compile_list() -> list[tuple[str, Variant]]:
+    """What there is to compile."""
+    return [("turn", variant(size, axes)) for size in _WORDS for axes in (1, 2)]

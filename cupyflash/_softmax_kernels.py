@@ -152,7 +152,7 @@ KERNELS = (  # best first
     SoftmaxKernel("span", FORWARD, _TILED, span_rows, _samples.spanned, fast=True),
     SoftmaxKernel("tiled", FORWARD, _TILED, hold_rows, _samples.held_rows, fast=True),
     SoftmaxKernel(
-        "vjp_span", BACKWARD, ("auto",), span_pairs, _samples.spanned, fast=True
+        "vjp_span", BACKWARD, ("auto",), span_pairs, _samples.spanned_pairs, fast=True
     ),
     SoftmaxKernel(
         "vjp_tiled", BACKWARD, ("auto",), hold_pairs, _samples.held_pairs, fast=True
@@ -177,7 +177,7 @@ KERNELS = (  # best first
         ("logsumexp",),
         ("auto",),
         span_sums,
-        _samples.spanned,
+        _samples.spanned_sums,
         fast=True,
     ),
     SoftmaxKernel(

@@ -13,7 +13,11 @@ from cupyflash import _softmax_tiers as _tiers
 from cupyflash._kernels import CUDA_TYPES
 from cupyflash._softmax_layout import Layout
 from cupyflash._softmax_row_cuts import LANES
-from cupyflash._softmax_short_row_cuts import LONGEST_IN_SPAN
+from cupyflash._softmax_short_row_cuts import (
+    LONGEST_IN_SPAN,
+    LONGEST_PAIRS_IN_SPAN,
+    LONGEST_SUM_IN_SPAN,
+)
 from cupyflash._softmax_sum_cuts import SUMS, WARP_SUM
 
 _MANY = 1 << 20  # rows that fill any card
@@ -59,8 +63,20 @@ def held_pairs(*dtypes):
 @_rows_of
 def spanned(*dtypes):
     longest = LONGEST_IN_SPAN[max(2, *(_cuts.itemsize_of(name) for name in dtypes))]
-    lengths = (3, 4, 7, 15, 16, 31, 33, 63, 64, 127, 128, 245)
-    return [n for n in lengths if n <= longest]
+    return [n for n in (3, 4, 7, 15, 31, 33, 63, 127, 245) if n < longest]
+
+
+@_rows_of
+def spanned_pairs(*dtypes):
+    widest = max(2, *(_cuts.itemsize_of(name) for name in dtypes))
+    longest = LONGEST_PAIRS_IN_SPAN[widest]
+    return [n for n in (1, 3, 4, 7, 15, 23, 33, 63, 99) if n < longest]
+
+
+@_rows_of
+def spanned_sums(*dtypes):
+    longest = LONGEST_SUM_IN_SPAN.get(_cuts.itemsize_of(dtypes[0]), 0)
+    return [n for n in (2, 3, 7, 12, 15, 23, 31) if n < longest] or [3]
 
 
 @_rows_of

@@ -225,7 +225,7 @@ def test_hostile_rows_of_softmax(cupy, rng, forced, case):
     dy[3] = dy[3] * float(finfo(dy.dtype).smallest_subnormal) * 5
     rows.check(cupy, problem)
     (clean,) = run(cupy, problem)
-    dy[0, 3], y[2, 5] = np.nan, np.nan
+    dy[0, 3], y[2, min(5, y.shape[1] - 1)] = np.nan, np.nan
     (got,) = run(cupy, problem)
     reached = (np.isnan(dy) | np.isnan(y)).any(1)
     assert reached.any()
@@ -264,9 +264,13 @@ def test_hidden_values_of_attention(cupy, rng, forced, case):
     rows.check(cupy, problem)
 
 
-FORWARD_PLAIN = rows.of_kinds(
-    [c for c in ATTENTION_CASES if c.operation == "attention"], ("plain",)
-)
+FORWARD_PLAIN = [
+    c
+    for c in rows.of_kinds(
+        [c for c in ATTENTION_CASES if c.operation == "attention"], ("plain",)
+    )
+    if c.kind in ("plain", "wider heads")
+]
 
 
 @pytest.mark.parametrize("case", FORWARD_PLAIN, ids=ids)
@@ -321,7 +325,7 @@ def test_huge_scores(cupy, rng, forced, case):
     best = int(order.argmax())
     expected = np.repeat(v[:, :, best], 2, axis=1)[:, :, None]
     np.testing.assert_array_equal(wide(out), np.broadcast_to(wide(expected), out.shape))
-    largest = float(wide(q[0, 0, 0]) @ wide(k[0, 0, best])) / 8
+    largest = float(wide(q[0, 0, 0]) @ wide(k[0, 0, best])) / np.sqrt(q.shape[-1])
     unit = 2.0**-22 if out.dtype != np.float64 else 2.0**-51
     np.testing.assert_allclose(to_host(lse), largest, rtol=unit)
 
@@ -476,9 +480,10 @@ def test_laws_of_softmax(cupy, rng, forced, case):
         y = call(x, **options)
         close(wide(call(moved, **options)) - 2, y, 4 * unit, 16 * unit)
         half = length // 2
-        one, two = (
-            wide(cupyflash.logsumexp(a, axis=1)) for a in (x[:, :half], x[:, half:])
-        )
+        pieces = x[:, :half], x[:, half:]
+        if case.kind == "shortest rows":  # which lie back to back
+            pieces = map(cupy.ascontiguousarray, pieces)
+        one, two = (wide(cupyflash.logsumexp(a, axis=1)) for a in pieces)
         close(np.logaddexp(one, two), y, 4 * unit, 8 * unit)
     else:
         dy = rng.normal(size=shape).astype(dtype)
@@ -503,7 +508,8 @@ def test_laws_of_attention(cupy, rng, forced, case):
     know of each other."""
     forced(case)
     problem = rows.problem_of(case, rng)
-    shapes, dtype = rows.ATTENTION_SHAPES["plain"], problem.arrays["q"].dtype
+    kind = case.kind if case.kind == "wider heads" else "plain"
+    shapes, dtype = rows.ATTENTION_SHAPES[kind], problem.arrays["q"].dtype
     small = 1 if case.method == "naive" else 2
     q, k = (rng.integers(-small, small + 1, s).astype(dtype) for s in shapes[:2])
     v = rng.normal(size=shapes[2]).astype(dtype)

@@ -199,8 +199,11 @@ def test_gradients_of_short_rows(cupy, rng, function, dtype, n):
     edges = to_host(around[2])
     assert (wide(edges[:3]) == 7).all()
     assert (wide(edges[-9:]) == 7).all()
+    told = cupyflash.explain(function, shifted[0], shifted[1], 1)
     call(shifted[0], shifted[1], 1, out=shifted[1])
-    same_bits(shifted[1], shifted[2])
+    assert_accurate(function, shifted[1], given, 1, dtype)
+    if told.kernel == "vjp_span":  # whose bits do not depend on where a row begins
+        same_bits(shifted[1], shifted[2])
     dy = given[1].copy()
     dy[5::7, 0] = np.nan
     again = to_host(call(placed[0], place(cupy, dy), 1))

@@ -129,6 +129,7 @@ def most_seen(problem):
 # A part has so many keys at least, and a multiple of what all tiles of keys divide.
 _LEAST_KEYS = 256
 _STEP_OF_KEYS = 64
+_LEAST_TILE = 32  # of keys, up to 128 columns
 
 
 def parts_of_keys(problem, device, block_m, blocks_per_sm=4):
@@ -139,8 +140,10 @@ def parts_of_keys(problem, device, block_m, blocks_per_sm=4):
     wanted = device.num_sms * blocks_per_sm // max(1, num_tiles(problem, block_m))
     if most_seen(problem) < 2 * _LEAST_KEYS or wanted < max(blocks_per_sm, 2):
         return 1, problem.seqlen_k
-    # The merge adds parts without loss, so that runs are not needed.
     keys = min(max(-(-problem.seqlen_k // wanted), _LEAST_KEYS), LONG_SUM)
+    # Parts of long sums are runs, which the merge adds without loss.
+    if problem.seqlen_k > LONG_SUM and _is_exact(problem):
+        keys = min(keys, RUN_TILES * _LEAST_TILE)
     keys = -(-keys // _STEP_OF_KEYS) * _STEP_OF_KEYS
     return -(-problem.seqlen_k // keys), keys
 
@@ -174,5 +177,10 @@ def runs(problem, part="queries"):
         "keys": over_queries,
         "bias": max(problem.seqlen_k, problem.seqlen_q),
     }[part]
-    exact = problem.dtype in ("float32", "float64") and problem.precision != "tf32"
-    return {"RUN_TILES": RUN_TILES} if exact and terms > LONG_SUM else {}
+    is_long = _is_exact(problem) and terms > LONG_SUM
+    return {"RUN_TILES": RUN_TILES} if is_long else {}
+
+
+def _is_exact(problem):
+    """Whether more is promised than a long sum in one level would keep."""
+    return problem.dtype in ("float32", "float64") and problem.precision != "tf32"

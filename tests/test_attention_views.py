@@ -17,7 +17,6 @@ from cupyflash import (
     _kernels,
 )
 from cupyflash._attention_mma import MMA
-from cupyflash._attention_rows import LONG_SUM
 
 HOPPER = _kernels.device_of_arch("sm_90a")
 
@@ -102,7 +101,7 @@ def test_parts_share_their_images():
     ("heads", "seqlen_q", "seqlen_k", "parts"),
     [(1, 31, 65536, 256), (1, 32, 65536, 256), (1, 63, 4095, 16), (1, 63, 4096, 16),
      (1, 64, 1000, 1), (1, 64, 1024, 4), (128, 64, 2000, 1), (128, 64, 2048, 2),
-     (133, 64, 65536, 1), (1, 64, 1 << 24, 512)],
+     (133, 64, 65536, 1), (1, 64, 1 << 24, 8192)],
 )  # fmt: skip
 def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
     asked = problem(
@@ -128,10 +127,10 @@ def test_a_faster_kernel_wants_more_keys(precision, parts):
 
 
 def test_no_part_has_long_sums():
-    """One of more than LONG_SUM keys would want runs."""
+    """Of more keys than LONG_SUM each part is one run."""
     asked = problem(num_heads=66, seqlen_q=64, seqlen_k=1 << 24)
-    assert MMA.key_parts(asked, HOPPER) == ((1 << 24) // LONG_SUM, LONG_SUM)
-    asked = dataclasses.replace(asked, batch=(512, 1), keys_of_part=LONG_SUM)
+    assert MMA.key_parts(asked, HOPPER) == (8192, 2048)  # a run of 64 tiles of 32
+    asked = dataclasses.replace(asked, batch=(8192, 1), keys_of_part=2048)
     assert "RUN_TILES" not in dict(MMA.configs(asked, 2, HOPPER)[0].variant.defines)
 
 

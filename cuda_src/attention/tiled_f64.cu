@@ -47,6 +47,13 @@ constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
 constexpr int kSlots = SLOTS;           // places for tiles of k and v
 constexpr bool kDrift = kSlots > 2;     // warps need not be at the same tile
+// Lanes of a warp that say that it has read a tile: for racecheck, which follows no
+// lane that arrives for its warp, all do.
+#ifdef EACH_LANE_ARRIVES
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
 constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
 constexpr int kHeld = HELD;             // steps of q.k with q in registers, of a warp
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
@@ -493,7 +500,7 @@ __device__ __forceinline__ bool walk(block_t& block,
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       ptx::copy_barrier_init(&block.full[slot], kNumThreads);
-      ptx::copy_barrier_init(&block.empty[slot], kNumWarps);
+      ptx::copy_barrier_init(&block.empty[slot], kNumWarps * kArrivals);
     }
   }
   __syncthreads();  // `block` is complete
@@ -543,7 +550,7 @@ __device__ __forceinline__ bool walk(block_t& block,
   const auto release = [&](int item) {
     if constexpr (kDrift) {
       __syncwarp();  // all lanes have
-      if (threadIdx.x % kWarpSize == 0) {
+      if (threadIdx.x % kWarpSize < kArrivals) {
         ptx::copy_barrier_arrive(&block.empty[item % kSlots]);
       }
     }

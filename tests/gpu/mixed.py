@@ -55,11 +55,11 @@ def _weighted(inputs):
 # --- attention -----------------------------------------------------------------------
 
 
-def _attention(dtype, seqlens=None, **options):
+def _attention(dtype, seqlens=None, dims=(64, 64, 64), **options):
     """What makes a call of attention; lengths of the seed unless said."""
 
     def build(inputs):
-        q, k, v = inputs.qkv(dtype, *(seqlens or (lambda n: (n, n)))(inputs.n))
+        q, k, v = inputs.qkv(dtype, *(seqlens or (lambda n: (n, n)))(inputs.n), dims)
         return lambda: cupyflash.attention(q, k, v, return_lse=True, **options)
 
     return build
@@ -120,6 +120,10 @@ _BUILDERS = {
     ),
     "logsumexp with weights": _weighted,
     "softmax_vjp": _softmax("softmax_vjp", lambda seed: (30 + seed % 7, 1000)),
+    "logsumexp of short rows": _softmax("logsumexp", lambda seed: (2000 + seed, 10)),
+    "softmax_vjp of short rows": _softmax(
+        "softmax_vjp", lambda seed: (2000 + seed, 10)
+    ),
     "softmax_vjp of columns": _softmax("softmax_vjp", (6, 64, 40), axis=1),
     "softmax_vjp of long rows": _softmax("softmax_vjp", (2, 300_001)),
     "log_softmax_vjp of longer rows": _softmax(
@@ -130,12 +134,19 @@ _BUILDERS = {
     "attention float32": _attention("float32"),
     "attention tf32": _attention("float32", precision="tf32"),
     "attention float64": _attention("float64"),
+    "attention float32, many keys": _attention("float32", lambda n: (n, 2000 + n)),
+    "attention float64, many keys": _attention("float64", lambda n: (n, 2000 + n)),
+    "attention of wide heads": _attention("bfloat16", dims=(576, 576, 512)),
+    "attention of wide heads, many keys": _attention(
+        "bfloat16", lambda n: (n, 2000 + n), (320, 320, 320)
+    ),
     "attention online": _attention("float32", method="online"),
     "attention with lengths": _with_lengths,
     "attention_vjp bfloat16": _attention_vjp("bfloat16"),
     "attention_vjp float32": _attention_vjp("float32"),
     "attention_vjp float64": _attention_vjp("float64"),
     "attention_vjp of wide heads": _attention_vjp("bfloat16", (200, 200, 136)),
+    "attention_vjp of odd heads": _attention_vjp("bfloat16", (65, 65, 65)),
     "attention_vjp with a bias": _attention_vjp("bfloat16", has_bias=True),
     "merge": _merge,
 }

@@ -45,8 +45,8 @@
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kSlots = SLOTS;           // places for tiles of k and v
-constexpr bool kDrift = kSlots > 2;     // warps need not be at the same tile
+constexpr int kSlots = SLOTS;        // places for tiles of k and v
+constexpr bool kDrift = kSlots > 2;  // warps need not be at the same tile
 // Lanes of a warp that say that it has read a tile: for racecheck, which follows no
 // lane that arrives for its warp, all do.
 #ifdef EACH_LANE_ARRIVES

@@ -277,7 +277,7 @@ def test_scores_far_from_zero_in_each_tier(cupy, rng, function, dtype, kind):
 @pytest.mark.xfail(strict=True, reason="2.6 ulp were seen where 2 are promised")
 @pytest.mark.parametrize("n", [12, 16])
 def test_logsumexp_of_a_dozen_doubles(cupy, rng, n):
-    """A known defect: when it is mended, this test fails until the mark is taken off."""
+    """A known defect: once it is mended, this fails until the mark is taken off."""
     worst = 0.0
     for _ in range(6):
         x = rng.normal(size=(4001, n)) * np.exp(rng.uniform(-9, 3, size=(4001, 1)))

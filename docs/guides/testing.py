@@ -181,11 +181,6 @@ print("\n".join(failed) or "none")
 #   one sign keep the promise. Longer sums are made in runs and keep it in both cases
 #   (:doc:`/guides/precision`), which note 0005 tells.
 #
-# * *logsumexp of 9 to 16 doubles* on a GPU: up to 2.6 units in the last place, where 2
-#   are promised, among rows of a small spread and rows whose log is near 0; which of
-#   them it is was not looked at yet. NumPy had 1.9 at most. Its test keeps the bound
-#   and is marked as one that fails, which the record counts as skipped.
-#
 # * *Gradients beside one that is not finite* may differ in their last bits from those
 #   of a call without it, in other entries of the batch, too: tensor-core kernels then
 #   make all gradients of the call again by other kernels, which round otherwise. With

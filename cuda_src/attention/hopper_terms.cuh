@@ -140,7 +140,7 @@ struct inverse_t {
   }
   // x / scale, as rounded once; what is not finite stays so.
   __device__ float operator()(float x) const {
-    const float product = x * high;
+    const float product = rounded_product(x, high);
     const float lost = fmaf(x, low, fmaf(x, high, -product));
     return is_finite(product) ? product + lost : product;
   }

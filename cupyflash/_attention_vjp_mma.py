@@ -1,5 +1,6 @@
 """The row of the gradient table that runs on tensor cores of sm_80 and newer."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ DIMS = (64, 128, 256)
 _ROW_THREADS = 256
 _DQ_THREADS = 256
 # Shared memory of a multiprocessor that the system keeps for each block, and what a
-# block tells its threads.
-_RESERVED, _STATIC = 1024, 512
+# block tells its threads; that of dbias has a list of entries.
+_RESERVED, _STATIC, _STATIC_OF_BIAS = 1024, 512, 3072
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,10 @@ class MmaVjpTile:
     spills_on: tuple[str, ...] = ()  # and on these architectures
 
     def smem(self, part: str, dim: int) -> int:
-        """Bytes of shared memory of ``vjp_mma.cu`` or ``vjp_mma_queries.cu``."""
+        """Bytes of shared memory of ``vjp_mma<part>.cu``."""
         m, n = self.block_m, self.block_n
+        if part == "_bias":
+            return 4 * dim * self.stages * (m + n)
         if part == "_queries":
             return 4 * dim * (m + self.stages * n)
         scores = 2 * m * n * (1 + (self.warps_m > 1))
@@ -58,7 +61,8 @@ class MmaVjpTile:
 
     def fits(self, part: str, dim: int, device: Device) -> bool:
         """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
-        smem = self.smem(part, dim) + _STATIC
+        smem = self.smem(part, dim)
+        smem += _STATIC_OF_BIAS if part == "_bias" else _STATIC
         whole = device.smem_optin + _RESERVED
         fits = self.min_blocks * (smem + _RESERVED) <= whole
         runs = device.cc >= self.oldest and device.arch not in self.spills_on
@@ -80,13 +84,14 @@ class MmaVjpKernel:
 
     `tiles` are those of the kernel whose blocks own keys, without and with terms of
     scores (bias, mask, softcap, alibi), which need registers; `query_tiles` those of
-    the kernel that makes dq in one order.
+    the kernel that makes dq in one order, `bias_tiles` those of the one for dbias.
     """
 
     name: str
     rungs: tuple[str, ...]
     tiles: dict[bool, _Tiles]
     query_tiles: dict[bool, _Tiles]
+    bias_tiles: _Tiles
     fast: bool = True
 
     def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
@@ -134,8 +139,8 @@ class MmaVjpKernel:
         """The best tile that fits on `device`."""
         ladder = self.query_tiles if part == "_queries" else self.tiles
         dim = self.dim(forward)
-        tiles = ladder[has_terms(forward)][dim]
-        return next((tile for tile in tiles if tile.fits(part, dim, device)), None)
+        tiles = self.bias_tiles if part == "_bias" else ladder[has_terms(forward)]
+        return next((tile for tile in tiles[dim] if tile.fits(part, dim, device)), None)
 
     def config(
         self,
@@ -149,7 +154,8 @@ class MmaVjpKernel:
     ) -> Config:
         """The launch of ``vjp_mma<part>.cu``; `grad` is the dtype that it writes.
 
-        `tile` is that of ``vjp_mma.cu``, for ``vjp_mma_queries.cu`` its own.
+        `tile` is that of ``vjp_mma.cu``, for ``vjp_mma_queries.cu`` and
+        ``vjp_mma_bias.cu`` their own.
         """
         threads, smem = tile.num_threads, 0
         switches: dict[str, Any] = {}
@@ -229,6 +235,20 @@ class MmaVjpKernel:
             stats = tile.block_m
             yield self.config("_queries", own, *args, STATS_M=stats)
             yield self.config("_queries", own, *args, STATS_M=stats, CAREFUL=1)
+        if forward.bias is None:
+            return
+        bias = self.tile("_bias", forward, device)
+        if bias is None:
+            return
+        sums = ((0, 0), (1, 0), (0, 1)) if everything else ((0, 0),)
+        # Statistics are of blocks of this row, or of those of `hopper_wide`.
+        blocks = {tile.block_m: None, 64: None} if everything else (tile.block_m,)
+        dtypes = {forward.bias: None, "float32": None}
+        for (queries, keys), stats, grad in itertools.product(sums, blocks, dtypes):
+            yield self.config(
+                "_bias", bias, forward, batch_dims, grad, 1, STATS_M=stats,
+                SUM_QUERIES=queries, SUM_KEYS=keys,
+            )  # fmt: skip
 
 
 MMA_VJP = MmaVjpKernel(
@@ -282,5 +302,16 @@ MMA_VJP = MmaVjpKernel(
                 MmaVjpTile(64, 16, 128),
             ),
         },
+    },
+    bias_tiles={
+        64: (MmaVjpTile(64, 64, 128, min_blocks=3), MmaVjpTile(64, 64, 128, stages=1)),
+        128: (
+            MmaVjpTile(64, 64, 128, stages=1, min_blocks=3),
+            MmaVjpTile(64, 64, 128, stages=1),
+        ),
+        256: (
+            MmaVjpTile(64, 32, 128, stages=1, min_blocks=2),
+            MmaVjpTile(32, 32, 64, stages=1),
+        ),
     },
 )

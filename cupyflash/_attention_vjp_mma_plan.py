@@ -29,7 +29,7 @@ from cupyflash._attention_vjp_problem import AttentionGrads
 _STILL_ODD = 8  # where it stands in found_t
 
 
-class _MmaLaunches(Launches):
+class MmaLaunches(Launches):
     """The parts that this row makes."""
 
     def own(self, part, tile, names, **more):
@@ -56,6 +56,11 @@ class _MmaLaunches(Launches):
             forward.dtype,
             **more,
         )
+
+    def fast_bias(self, stats_m):
+        """The launch for dbias, by statistics of blocks of `stats_m` queries."""
+        tile = self.row.tile("_bias", self.forward, self.device)
+        return self.bias_by("_bias", tile, STATS_M=stats_m)
 
     def straight(self, name):
         """A part that makes a gradient with no terms, to be made again()."""
@@ -90,7 +95,7 @@ class MmaPlan(BasePlan):
         layout = _attention_vjp_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
         self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
-        make = _MmaLaunches(row, forward, layout, device, device_id)
+        make = MmaLaunches(row, forward, layout, device, device_id)
         self.grads = make.grads()
         tile = row.tile("", forward, device)
         # In one order of sums, dq has a kernel of its own.
@@ -139,7 +144,7 @@ class MmaPlan(BasePlan):
         slow = Launches(
             _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
         )
-        self.bias = slow.bias() if problem.need_dbias else None
+        self.bias = make.fast_bias(tile.block_m) if problem.need_dbias else None
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
         self.launches = (
             self.rows,
@@ -183,11 +188,11 @@ class MmaPlan(BasePlan):
         self.keys.add_up(of_keys, made)
         if self.queries is not None:
             self.queries.add_up(of_queries, made)
+        if self.bias is not None:
+            self.bias(inputs, made, rest)
         inputs = (q, k, v, dout, lse, delta_at)
         for repair in self.repairs:
             repair(inputs, made, found + _STILL_ODD, rest)
-        if self.bias is not None:
-            self.bias(inputs, made, rest)
         if self.sinks is not None:
             self.sinks(sink_terms, made["dsinks"])
         return AttentionGrads(**made)

@@ -176,9 +176,14 @@ class Launches:
 
     def bias(self, **more):
         """The launch for dbias."""
-        forward, target = self.forward, self.layout.targets["dbias"]
+        forward = self.forward
         num_entries = math.prod(forward.batch) * forward.num_heads
         tile = self.row.tile(forward, self.device, num_entries, forward.seqlen_q)
+        return self.bias_by("bias", tile, **more)
+
+    def bias_by(self, part, tile, **more):
+        """The same by a kernel of the row and tiles of it."""
+        forward, target = self.forward, self.layout.targets["dbias"]
         sum_queries = forward.seqlen_q > 1 and not target.row
         # Where all keys share it too, the second kernel sums over keys.
         sum_keys = forward.seqlen_k > 1 and not target.col and not sum_queries
@@ -191,7 +196,7 @@ class Launches:
         elif sum_keys:
             walk = -(-forward.seqlen_k // tile.block_n)
         return self.part(
-            "bias", tile, blocks, walk, {"dbias": target}, {"dbias": (rows, cols)},
+            part, tile, blocks, walk, {"dbias": target}, {"dbias": (rows, cols)},
             forward.bias, SUM_QUERIES=int(sum_queries), SUM_KEYS=int(sum_keys), **more,
         )  # fmt: skip
 

@@ -16,6 +16,8 @@ from cupyflash._attention_arrays import encoder
 from cupyflash._attention_params import params_dtype
 from cupyflash._attention_rows import is_plain
 from cupyflash._attention_vjp_layout import grads_dtype
+from cupyflash._attention_vjp_mma import MMA_VJP
+from cupyflash._attention_vjp_mma_plan import MmaLaunches
 from cupyflash._attention_vjp_parts import (
     FOUND_BYTES,
     BasePlan,
@@ -114,11 +116,13 @@ class HopperWidePlan(BasePlan):
         slow = Launches(
             _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
         )
-        # The portable kernel makes dbias, or repairs it.
-        self.bias = None
-        if problem.need_dbias:
-            self.bias = slow.bias(REPAIRS=1) if makes_dbias else slow.bias()
-        self.repairs_dbias = makes_dbias
+        # What the kernel of queries cannot make; and what repairs it where it does.
+        self.bias = self.repair_of_bias = None
+        if makes_dbias:
+            self.repair_of_bias = slow.bias(REPAIRS=1)
+        elif problem.need_dbias:
+            fast = MmaLaunches(MMA_VJP, forward, layout, device, device_id)
+            self.bias = fast.fast_bias(_attention_vjp_wide.BLOCK)
         # What nobody sees has no tile that writes zeros.
         self.clears_dbias = makes_dbias and (
             _attention_hopper.bounds_of(forward) > 0
@@ -130,6 +134,7 @@ class HopperWidePlan(BasePlan):
             *(part.launch for part in self.parts),
             *(repair.kernel.launch for repair in self.repairs),
             *(self.bias.launches if self.bias else ()),
+            *(self.repair_of_bias.launches if self.repair_of_bias else ()),
             *((self.sinks.kernel.launch,) if self.sinks else ()),
         )
 
@@ -175,10 +180,12 @@ class HopperWidePlan(BasePlan):
                 maps, stats, *targets, found, counter, *rest, part.grads
             )
         inputs, rest = (q, k, v, dout, lse, delta), (*options, offset)
+        if self.bias is not None:
+            self.bias((q, k, v, dout, stats), made, rest)
         for repair in self.repairs:
             repair(inputs, made, found, rest)
-        if self.bias is not None:
-            self.bias(inputs, made, (found, *rest) if self.repairs_dbias else rest)
+        if self.repair_of_bias is not None:
+            self.repair_of_bias(inputs, made, (found, *rest))
         if self.sinks is not None:
             self.sinks(sink_terms, made["dsinks"])
         return AttentionGrads(**made)

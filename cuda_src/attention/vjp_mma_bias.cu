@@ -1,0 +1,266 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_mma_bias: dbias by mma.sync. A block makes one tile of it, from all
+// scores that it is added to.
+//
+// Algorithm  dbias = sum of dS,  S = q k^T,  P = exp(scale S + bias - lse),
+//            dP = dO v^T,  dS = P (dP - delta), over the entries that share the bias,
+//            and over queries (SUM_QUERIES) or keys (SUM_KEYS) where all share it
+// Grid       1-D, a block an entry of the bias and a tile of queries and of keys, less
+//            the axis that is summed
+// Tiles      q, dO  kBlockM x kHeadDim,  k, v  kBlockN x kHeadDim   shared, kStages
+//            S, dP, sums   registers; a warp has 16 queries
+// Memory     global: four tiles for each tile of scores, mostly from L2; each element
+//            of dbias once
+// Numbers    S, P, dP and sums in float, in one order: the same bits in every run
+// Limits     as attention_vjp_mma
+#include "attention/vjp_mma.cuh"
+#include "ptx/registers.cuh"
+
+#if !defined(STAGES) || !defined(STATS_M) || !defined(SUM_QUERIES) || !defined(SUM_KEYS)
+#error "STAGES, STATS_M, SUM_QUERIES and SUM_KEYS come from the host"
+#endif
+constexpr int kStages = STAGES;
+constexpr int kStatsM = STATS_M;  // kBlockM of attention_vjp_mma_rows
+constexpr bool kSumQueries = SUM_QUERIES, kSumKeys = SUM_KEYS;
+static_assert(!(kSumQueries && kSumKeys) && kHasBias);
+static_assert(kBlockM == 16 * kNumWarps && (kStages == 1 || kStages == 2));
+constexpr int kKeyTiles = kBlockN / 8;
+constexpr unsigned kBytesM = kBlockM * kHeadDim * 2, kBytesN = kBlockN * kHeadDim * 2;
+constexpr unsigned kBytes = 2 * (kBytesM + kBytesN);  // of a stage
+
+// A tile of scores that is added to that of the block.
+struct item_t {
+  place_t at;
+  int i0, j0;  // its corner
+};
+// The next of them, in order; those of which no query sees a key are left out.
+struct list_t {
+  item_t item[kWarpSize];
+  int count;
+  bool is_last;
+};
+
+template <int kCount>
+struct rows_of_t {
+  static constexpr int value = kCount;
+};
+
+struct alignas(2 * sizeof(grad_t)) pair_of_grads_t {
+  grad_t x, y;
+};
+
+// Writes two sums side by side.
+__device__ __forceinline__ void store_pair(
+    grad_t* target, index_t col_step, float x, float y, int columns_left) {
+  const pair_of_grads_t pair = {to<grad_t>(x), to<grad_t>(y)};
+  const bool is_aligned =
+      reinterpret_cast<unsigned long long>(target) % sizeof(pair) == 0;
+  if (columns_left > 1 && col_step == 1 && is_aligned) {
+    *reinterpret_cast<pair_of_grads_t*>(target) = pair;
+    return;
+  }
+  if (columns_left > 0) target[0] = pair.x;
+  if (columns_left > 1) target[col_step] = pair.y;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_mma_bias(
+        const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
+        const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
+        const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
+        const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
+        const float* __restrict__ stats,  // vjp_mma.cuh
+        grad_t* __restrict__ dbias,       // as the bias, summed over entries
+        SCORE_PARAMETERS,
+        const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(128) unsigned char smem[];
+  __shared__ __align__(16) unsigned char list_memory[sizeof(list_t)];
+  list_t& list = reinterpret_cast<list_t&>(list_memory);
+
+  const index_t all_row_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const index_t all_key_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
+  const index_t row_tiles = kSumQueries ? 1 : all_row_tiles;
+  const index_t key_tiles = kSumKeys ? 1 : all_key_tiles;
+  const index_t kept_index = divide(block_index(), row_tiles * key_tiles);
+  if (kept_index >= grads.num_kept) return;
+  const index_t tile = block_index() - kept_index * row_tiles * key_tiles;
+  const index_t row_tile = divide(tile, key_tiles);
+  const int first_i = static_cast<int>(row_tile) * kBlockM;
+  const int first_j = static_cast<int>(tile - row_tile * key_tiles) * kBlockN;
+  const auto kept = locate(grads.kept, kept_index);
+
+  // Lists items, of which `next` is the first that was not looked at; by one warp.
+  const index_t walk = kSumQueries ? all_row_tiles : kSumKeys ? all_key_tiles : 1;
+  const index_t num_items = grads.num_summed * walk;
+  index_t next = 0;
+  auto make_list = [&] {
+    unsigned those;
+    do {
+      const index_t number = next + threadIdx.x;
+      item_t item;
+      bool counts = number < num_items;
+      if (counts) {
+        const index_t summed = divide(number, walk);
+        const int step = static_cast<int>(number - summed * walk);
+        item.at = grads.entry(params, kept.of[0], summed);
+        item.i0 = kSumQueries ? step * kBlockM : first_i;
+        item.j0 = kSumKeys ? step * kBlockN : first_j;
+        const scores_t scores(item.at, SCORE_ARGUMENTS);
+        const range_t keys = scores.keys_of(item.i0, item.i0 + kBlockM);
+        counts = keys.first < keys.last && keys.first < item.j0 + kBlockN &&
+                 item.j0 < keys.last;
+      }
+      those = __ballot_sync(kFullMask, counts);
+      const unsigned before = those & ((1u << threadIdx.x) - 1);
+      if (counts) list.item[__popc(before)] = item;
+      next += kWarpSize;
+    } while (those == 0 && next < num_items);
+    if (threadIdx.x == 0) {
+      list.count = __popc(those);
+      list.is_last = next >= num_items;
+    }
+  };
+  auto stage_of = [&](int n) { return smem + (kStages == 2 ? n % 2 : 0) * kBytes; };
+  auto load = [&](int n) {
+    if (n < list.count) {
+      const item_t& item = list.item[n];
+      unsigned char* const to_q = stage_of(n);
+      unsigned char* const to_k = to_q + 2 * kBytesM;
+      auto load_rows = [&](auto rows, unsigned char* target, const elem_t* from,
+                           index_t row_step, index_t num_rows, index_t dim) {
+        constexpr int kRows = decltype(rows)::value;
+        load_tile<kRows, kHeadDim>(
+            target, from, row_step, static_cast<int>(min(num_rows, index_t(kRows))),
+            static_cast<int>(dim), has_aligned_rows(from, row_step, dim),
+            tile_t<kHeadDim>::offset);
+      };
+      const rows_of_t<kBlockM> queries;
+      const rows_of_t<kBlockN> keys;
+      const index_t i0 = item.i0, j0 = item.j0;
+      load_rows(queries, to_q, item.at.at(q, params.q) + i0 * params.q.row,
+                params.q.row, params.seqlen_q - i0, params.head_dim);
+      load_rows(keys, to_k, item.at.at_kv(k, params.k) + j0 * params.k.row,
+                params.k.row, params.seqlen_k - j0, params.head_dim);
+      load_rows(queries, to_q + kBytesM,
+                item.at.at(dout, grads.dout) + i0 * grads.dout.row, grads.dout.row,
+                params.seqlen_q - i0, params.head_dim_v);
+      load_rows(keys, to_k + kBytesN, item.at.at_kv(v, params.v) + j0 * params.v.row,
+                params.v.row, params.seqlen_k - j0, params.head_dim_v);
+    }
+    ptx::commit_copies();
+  };
+
+  frag_t<1, kKeyTiles> sums;
+  clear(sums);
+  bool is_last;
+  do {
+    __syncthreads();  // all have read the tiles and the list before
+    if (threadIdx.x < kWarpSize) make_list();
+    __syncthreads();  // the list is complete
+    const int count = list.count;
+    is_last = list.is_last;
+    load(0);
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) {
+      const item_t& item = list.item[n];
+      float lse[2], delta[2];
+      const int row = warp_index() * 16 + lane_index() / 4;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int i = item.i0 + row + 8 * r;
+        const index_t num_blocks = (params.seqlen_q + kStatsM - 1) / kStatsM;
+        const float* const from =
+            stats + (item.at.row_of_heads * num_blocks + i / kStatsM) * (2 * kStatsM) +
+            i % kStatsM;
+        const bool exists = i < params.seqlen_q;
+        lse[r] = exists ? from[0] : 0.f;
+        delta[r] = exists ? from[kStatsM] : 0.f;
+      }
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // this item is complete; all have read the one before
+      if constexpr (kStages == 2) load(n + 1);
+      const unsigned of_q = shared_address(stage_of(n)), of_k = of_q + 2 * kBytesM;
+      frag_t<1, kKeyTiles> s, dp;
+      multiply_scores(s, left<kHeadDim>(of_q, warp_index() * 16),
+                      right<kHeadDim>(of_k, 0));
+      multiply_scores(dp, left<kHeadDim>(of_q + kBytesM, warp_index() * 16),
+                      right<kHeadDim>(of_k + kBytesN, 0));
+      if constexpr (kStages == 1) __syncthreads();  // all have read the tiles
+      const scores_t scores(item.at, SCORE_ARGUMENTS);
+      const int i0 = item.i0, j0 = item.j0;
+      if constexpr (kStages == 1) load(n + 1);
+      const band_t band = scores.band(i0, j0);
+#pragma unroll
+      for (int c = 0; c < kKeyTiles; ++c) {
+        ptx::keep_order();  // of what columns will load
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int i = row + e / 2 * 8, j = lane_index() % 4 * 2 + 8 * c + e % 2;
+          if (!band.sees(i, j)) continue;
+          const float x = scores(s[0][c][e], index_t(i0 + i), index_t(j0 + j));
+          if (x == -infinity<float>()) continue;
+          const float p = ptx::ex2_approx_ftz(fmaf(x, float(kLog2e), -lse[e / 2]));
+          sums[0][c][e] = fmaf(p, dp[0][c][e] - delta[e / 2], sums[0][c][e]);
+        }
+      }
+    }
+  } while (!is_last);
+
+  grad_t* const target = dbias + kept.of[1];
+  const int row = warp_index() * 16 + lane_index() / 4, column = lane_index() % 4 * 2;
+  const int rows_left =
+      static_cast<int>(min(params.seqlen_q - first_i, index_t(kBlockM)));
+  const int columns_left =
+      static_cast<int>(min(params.seqlen_k - first_j, index_t(kBlockN)));
+  constexpr float kUnfactor = 1 / kFactorP;
+  if constexpr (kSumKeys) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float sum = 0;
+#pragma unroll
+      for (int c = 0; c < kKeyTiles; ++c)
+        sum += sums[0][c][2 * r] + sums[0][c][2 * r + 1];
+      sum = warp_reduce<4>(sum, [](float a, float b) { return a + b; });
+      const int i = row + 8 * r;
+      if (column == 0 && i < rows_left) {
+        target[(first_i + i) * grads.row[0]] = to<grad_t>(sum * kUnfactor);
+      }
+    }
+  } else if constexpr (kSumQueries) {
+    __syncthreads();  // all have read the tiles
+    float* const of_warps = reinterpret_cast<float*>(smem);
+#pragma unroll
+    for (int c = 0; c < kKeyTiles; ++c) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float sum = sums[0][c][e] + sums[0][c][e + 2];
+#pragma unroll
+        for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
+          sum += shuffle_xor(sum, lanes);
+        if (lane_index() < 4)
+          of_warps[warp_index() * kBlockN + 8 * c + column + e] = sum;
+      }
+    }
+    __syncthreads();  // the sums of all warps are there
+    for (int j = threadIdx.x; j < columns_left; j += kNumThreads) {
+      float sum = 0;
+#pragma unroll
+      for (int warp = 0; warp < kNumWarps; ++warp) sum += of_warps[warp * kBlockN + j];
+      target[(first_j + j) * grads.col[0]] = to<grad_t>(sum * kUnfactor);
+    }
+  } else {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = row + 8 * r;
+      if (i >= rows_left) continue;
+      grad_t* const of_row =
+          target + (first_i + i) * grads.row[0] + (first_j + column) * grads.col[0];
+#pragma unroll
+      for (int c = 0; c < kKeyTiles; ++c) {
+        store_pair(of_row + 8 * c * grads.col[0], grads.col[0],
+                   sums[0][c][2 * r] * kUnfactor, sums[0][c][2 * r + 1] * kUnfactor,
+                   columns_left - (column + 8 * c));
+      }
+    }
+  }
+}

@@ -169,9 +169,10 @@ class MmaVjpKernel:
         else:
             smem = tile.smem(part, self.dim(forward))
             switches["STAGES"] = tile.stages
+            if part != "_queries":
+                switches["WARPS_M"] = tile.warps_m
             if not part:
                 switches["NUM_WARPS"] = tile.num_threads // 32
-                switches["WARPS_M"] = tile.warps_m
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
         variant = Variant(
@@ -304,14 +305,17 @@ MMA_VJP = MmaVjpKernel(
         },
     },
     bias_tiles={
-        64: (MmaVjpTile(64, 64, 128, min_blocks=3), MmaVjpTile(64, 64, 128, stages=1)),
+        64: (
+            MmaVjpTile(64, 64, 128, warps_m=2, stages=1, min_blocks=3),
+            MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
+        ),
         128: (
-            MmaVjpTile(64, 64, 128, stages=1, min_blocks=3),
-            MmaVjpTile(64, 64, 128, stages=1),
+            MmaVjpTile(64, 64, 128, warps_m=2, stages=1, min_blocks=3),
+            MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
         ),
         256: (
-            MmaVjpTile(64, 32, 128, stages=1, min_blocks=2),
-            MmaVjpTile(32, 32, 64, stages=1),
+            MmaVjpTile(128, 64, 256, warps_m=4, stages=1),
+            MmaVjpTile(32, 32, 32, stages=1),
         ),
     },
 )

@@ -8,9 +8,9 @@
 // Grid       1-D, a block an entry of the bias and a tile of queries and of keys, less
 //            the axis that is summed
 // Tiles      q, dO  kBlockM x kHeadDim,  k, v  kBlockN x kHeadDim   shared, kStages
-//            S, dP, sums   registers; a warp has 16 queries
+//            S, dP, sums, bias   registers; a warp has 32 x 32
 // Memory     global: four tiles for each tile of scores, mostly from L2; each element
-//            of dbias once
+//            of bias and dbias once
 // Numbers    S, P, dP and sums in float, in one order: the same bits in every run
 // Limits     as attention_vjp_mma
 #include "attention/vjp_mma.cuh"
@@ -20,11 +20,15 @@
 #error "STAGES, STATS_M, SUM_QUERIES and SUM_KEYS come from the host"
 #endif
 constexpr int kStages = STAGES;
+constexpr int kWarpsM = WARPS_M, kWarpsN = kNumWarps / kWarpsM;
 constexpr int kStatsM = STATS_M;  // kBlockM of attention_vjp_mma_rows
 constexpr bool kSumQueries = SUM_QUERIES, kSumKeys = SUM_KEYS;
 static_assert(!(kSumQueries && kSumKeys) && kHasBias);
-static_assert(kBlockM == 16 * kNumWarps && (kStages == 1 || kStages == 2));
-constexpr int kKeyTiles = kBlockN / 8;
+static_assert(kBlockM == 32 * kWarpsM && kBlockN == 32 * kWarpsN);
+static_assert(kStages == 1 || kStages == 2);
+// Tiles of 16 x 8 of a warp, and rows and columns of a lane.
+constexpr int kRowTiles = 2, kKeyTiles = 4, kRows = 2 * kRowTiles,
+              kCols = 2 * kKeyTiles;
 constexpr unsigned kBytesM = kBlockM * kHeadDim * 2, kBytesN = kBlockN * kHeadDim * 2;
 constexpr unsigned kBytes = 2 * (kBytesM + kBytesN);  // of a stage
 
@@ -128,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       unsigned char* const to_k = to_q + 2 * kBytesM;
       auto load_rows = [&](auto rows, unsigned char* target, const elem_t* from,
                            index_t row_step, index_t num_rows, index_t dim) {
-        constexpr int kRows = decltype(rows)::value;
-        load_tile<kRows, kHeadDim>(
-            target, from, row_step, static_cast<int>(min(num_rows, index_t(kRows))),
+        constexpr int kCount = decltype(rows)::value;
+        load_tile<kCount, kHeadDim>(
+            target, from, row_step, static_cast<int>(min(num_rows, index_t(kCount))),
             static_cast<int>(dim), has_aligned_rows(from, row_step, dim),
             tile_t<kHeadDim>::offset);
       };
@@ -150,7 +154,29 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ptx::commit_copies();
   };
 
-  frag_t<1, kKeyTiles> sums;
+  // This lane's rows and columns of the tile.
+  auto row_of = [](int r) {
+    return warp_index() % kWarpsM * 32 + lane_index() / 4 + 8 * r;
+  };
+  auto column_of = [](int c) {
+    return warp_index() / kWarpsM * 32 + lane_index() % 4 * 2 + c / 2 * 8 + c % 2;
+  };
+  // All items of the block have the same bias.
+  float bias_of[kSumQueries ? 1 : kRows][kSumKeys ? 1 : kCols];
+  {
+    const scores_t scores(grads.entry(params, kept.of[0], 0), SCORE_ARGUMENTS);
+#pragma unroll
+    for (int r = 0; r < (kSumQueries ? 1 : kRows); ++r) {
+#pragma unroll
+      for (int c = 0; c < (kSumKeys ? 1 : kCols); ++c) {
+        const index_t i = first_i + row_of(r), j = first_j + column_of(c);
+        const bool exists = i < params.seqlen_q && j < params.seqlen_k;
+        bias_of[r][c] = exists ? to<float>(*scores.bias_at(i, j)) : 0.f;
+      }
+    }
+  }
+
+  frag_t<kRowTiles, kKeyTiles> sums;
   clear(sums);
   bool is_last;
   do {
@@ -163,11 +189,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       const item_t& item = list.item[n];
-      float lse[2], delta[2];
-      const int row = warp_index() * 16 + lane_index() / 4;
+      float lse[kRows], delta[kRows];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int i = item.i0 + row + 8 * r;
+      for (int r = 0; r < kRows; ++r) {
+        const int i = item.i0 + row_of(r);
         const index_t num_blocks = (params.seqlen_q + kStatsM - 1) / kStatsM;
         const float* const from =
             stats + (item.at.row_of_heads * num_blocks + i / kStatsM) * (2 * kStatsM) +
@@ -180,87 +205,92 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       __syncthreads();  // this item is complete; all have read the one before
       if constexpr (kStages == 2) load(n + 1);
       const unsigned of_q = shared_address(stage_of(n)), of_k = of_q + 2 * kBytesM;
-      frag_t<1, kKeyTiles> s, dp;
-      multiply_scores(s, left<kHeadDim>(of_q, warp_index() * 16),
-                      right<kHeadDim>(of_k, 0));
-      multiply_scores(dp, left<kHeadDim>(of_q + kBytesM, warp_index() * 16),
-                      right<kHeadDim>(of_k + kBytesN, 0));
+      frag_t<kRowTiles, kKeyTiles> s, dp;
+      multiply_scores(s, left<kHeadDim>(of_q, warp_index() % kWarpsM * 32),
+                      right<kHeadDim>(of_k, warp_index() / kWarpsM * 32));
+      multiply_scores(dp, left<kHeadDim>(of_q + kBytesM, warp_index() % kWarpsM * 32),
+                      right<kHeadDim>(of_k + kBytesN, warp_index() / kWarpsM * 32));
       if constexpr (kStages == 1) __syncthreads();  // all have read the tiles
       const scores_t scores(item.at, SCORE_ARGUMENTS);
       const int i0 = item.i0, j0 = item.j0;
       if constexpr (kStages == 1) load(n + 1);
       const band_t band = scores.band(i0, j0);
+      auto add = [&](auto sees) {
 #pragma unroll
-      for (int c = 0; c < kKeyTiles; ++c) {
-        ptx::keep_order();  // of what columns will load
+        for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int i = row + e / 2 * 8, j = lane_index() % 4 * 2 + 8 * c + e % 2;
-          if (!band.sees(i, j)) continue;
-          const float x = scores(s[0][c][e], index_t(i0 + i), index_t(j0 + j));
-          if (x == -infinity<float>()) continue;
-          const float p = ptx::ex2_approx_ftz(fmaf(x, float(kLog2e), -lse[e / 2]));
-          sums[0][c][e] = fmaf(p, dp[0][c][e] - delta[e / 2], sums[0][c][e]);
+          for (int c = 0; c < kCols; ++c) {
+            const int m = r / 2, n = c / 2, e = r % 2 * 2 + c % 2;
+            const int i = row_of(r), j = column_of(c);
+            if (!sees(i, j)) continue;
+            float unused;
+            const float x = scores.with_bias(s[m][n][e], i0 + i, j0 + j, unused, [&] {
+              return bias_of[kSumQueries ? 0 : r][kSumKeys ? 0 : c];
+            });
+            if (x == -infinity<float>()) continue;
+            const float p = ptx::ex2_approx_ftz(fmaf(x, float(kLog2e), -lse[r]));
+            sums[m][n][e] = fmaf(p, dp[m][n][e] - delta[r], sums[m][n][e]);
+          }
         }
+      };
+      if (band.sees_all(kBlockM, kBlockN)) {
+        add([](int, int) { return true; });
+      } else {
+        add([&](int i, int j) { return band.sees(i, j); });
       }
     }
   } while (!is_last);
 
   grad_t* const target = dbias + kept.of[1];
-  const int row = warp_index() * 16 + lane_index() / 4, column = lane_index() % 4 * 2;
   const int rows_left =
       static_cast<int>(min(params.seqlen_q - first_i, index_t(kBlockM)));
   const int columns_left =
       static_cast<int>(min(params.seqlen_k - first_j, index_t(kBlockN)));
   constexpr float kUnfactor = 1 / kFactorP;
-  if constexpr (kSumKeys) {
+  if constexpr (!kSumQueries && !kSumKeys) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float sum = 0;
-#pragma unroll
-      for (int c = 0; c < kKeyTiles; ++c)
-        sum += sums[0][c][2 * r] + sums[0][c][2 * r + 1];
-      sum = warp_reduce<4>(sum, [](float a, float b) { return a + b; });
-      const int i = row + 8 * r;
-      if (column == 0 && i < rows_left) {
-        target[(first_i + i) * grads.row[0]] = to<grad_t>(sum * kUnfactor);
-      }
-    }
-  } else if constexpr (kSumQueries) {
-    __syncthreads();  // all have read the tiles
-    float* const of_warps = reinterpret_cast<float*>(smem);
-#pragma unroll
-    for (int c = 0; c < kKeyTiles; ++c) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float sum = sums[0][c][e] + sums[0][c][e + 2];
-#pragma unroll
-        for (int lanes = 4; lanes < kWarpSize; lanes *= 2)
-          sum += shuffle_xor(sum, lanes);
-        if (lane_index() < 4)
-          of_warps[warp_index() * kBlockN + 8 * c + column + e] = sum;
-      }
-    }
-    __syncthreads();  // the sums of all warps are there
-    for (int j = threadIdx.x; j < columns_left; j += kNumThreads) {
-      float sum = 0;
-#pragma unroll
-      for (int warp = 0; warp < kNumWarps; ++warp) sum += of_warps[warp * kBlockN + j];
-      target[(first_j + j) * grads.col[0]] = to<grad_t>(sum * kUnfactor);
-    }
-  } else {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int i = row + 8 * r;
+    for (int r = 0; r < kRows; ++r) {
+      const int i = row_of(r);
       if (i >= rows_left) continue;
-      grad_t* const of_row =
-          target + (first_i + i) * grads.row[0] + (first_j + column) * grads.col[0];
 #pragma unroll
-      for (int c = 0; c < kKeyTiles; ++c) {
-        store_pair(of_row + 8 * c * grads.col[0], grads.col[0],
-                   sums[0][c][2 * r] * kUnfactor, sums[0][c][2 * r + 1] * kUnfactor,
-                   columns_left - (column + 8 * c));
+      for (int n = 0; n < kKeyTiles; ++n) {
+        const int j = column_of(2 * n);
+        const float* const x = &sums[r / 2][n][r % 2 * 2];
+        store_pair(target + (first_i + i) * grads.row[0] + (first_j + j) * grads.col[0],
+                   grads.col[0], x[0] * kUnfactor, x[1] * kUnfactor, columns_left - j);
       }
     }
+    return;
+  }
+  // Of each row, or each column, the sum over the lanes that share it, then over warps.
+  __syncthreads();  // all have read the tiles
+  float* const of_warps = reinterpret_cast<float*>(smem);
+  constexpr int kOwn = kSumQueries ? kBlockN : kBlockM;
+  constexpr int kOthers = kSumQueries ? kWarpsM : kWarpsN;
+  const int other = kSumQueries ? warp_index() % kWarpsM : warp_index() / kWarpsM;
+#pragma unroll
+  for (int own = 0; own < (kSumQueries ? kCols : kRows); ++own) {
+    float sum = 0;
+#pragma unroll
+    for (int n = 0; n < (kSumQueries ? kRows : kCols); ++n) {
+      const int r = kSumQueries ? n : own, c = kSumQueries ? own : n;
+      sum += sums[r / 2][c / 2][r % 2 * 2 + c % 2];
+    }
+#pragma unroll
+    for (int lanes = kSumQueries ? 4 : 1; lanes < (kSumQueries ? kWarpSize : 4);
+         lanes *= 2) {
+      sum += shuffle_xor(sum, lanes);
+    }
+    of_warps[other * kOwn + (kSumQueries ? column_of(own) : row_of(own))] = sum;
+  }
+  __syncthreads();  // the sums of all warps are there
+  for (int n = threadIdx.x; n < (kSumQueries ? columns_left : rows_left);
+       n += kNumThreads) {
+    float sum = 0;
+#pragma unroll
+    for (int other = 0; other < kOthers; ++other) sum += of_warps[other * kOwn + n];
+    const index_t at =
+        kSumQueries ? (first_j + n) * grads.col[0] : (first_i + n) * grads.row[0];
+    target[at] = to<grad_t>(sum * kUnfactor);
   }
 }

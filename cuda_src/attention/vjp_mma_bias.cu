@@ -8,9 +8,9 @@
 // Grid       1-D, a block an entry of the bias and a tile of queries and of keys, less
 //            the axis that is summed
 // Tiles      q, dO  kBlockM x kHeadDim,  k, v  kBlockN x kHeadDim   shared, kStages
-//            S, dP, sums, bias   registers; a warp has 32 x 32
+//            S, dP, sums   registers; a warp has 32 x 32
 // Memory     global: four tiles for each tile of scores, mostly from L2; each element
-//            of bias and dbias once
+//            of dbias once
 // Numbers    S, P, dP and sums in float, in one order: the same bits in every run
 // Limits     as attention_vjp_mma
 #include "attention/vjp_mma.cuh"
@@ -124,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       list.is_last = next >= num_items;
     }
   };
+  __shared__ float stats_of[2][2][kBlockM];  // of an item: lse and delta
   auto stage_of = [&](int n) { return smem + (kStages == 2 ? n % 2 : 0) * kBytes; };
   auto load = [&](int n) {
     if (n < list.count) {
@@ -138,6 +139,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             static_cast<int>(dim), has_aligned_rows(from, row_step, dim),
             tile_t<kHeadDim>::offset);
       };
+      const index_t num_blocks = (params.seqlen_q + kStatsM - 1) / kStatsM;
+      for (int row = threadIdx.x; row < kBlockM; row += kNumThreads) {
+        const int i = item.i0 + row;
+        const float* const from =
+            stats + (item.at.row_of_heads * num_blocks + i / kStatsM) * (2 * kStatsM) +
+            i % kStatsM;
+        const bool exists = i < params.seqlen_q;
+        for (int of = 0; of < 2; ++of) {
+          ptx::copy_async_or_zero<4>(shared_address(&stats_of[n % 2][of][row]),
+                                     exists ? from + of * kStatsM : stats,
+                                     exists ? 4 : 0);
+        }
+      }
       const rows_of_t<kBlockM> queries;
       const rows_of_t<kBlockN> keys;
       const index_t i0 = item.i0, j0 = item.j0;
@@ -161,21 +175,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   auto column_of = [](int c) {
     return warp_index() / kWarpsM * 32 + lane_index() % 4 * 2 + c / 2 * 8 + c % 2;
   };
-  // All items of the block have the same bias.
-  float bias_of[kSumQueries ? 1 : kRows][kSumKeys ? 1 : kCols];
-  {
-    const scores_t scores(grads.entry(params, kept.of[0], 0), SCORE_ARGUMENTS);
-#pragma unroll
-    for (int r = 0; r < (kSumQueries ? 1 : kRows); ++r) {
-#pragma unroll
-      for (int c = 0; c < (kSumKeys ? 1 : kCols); ++c) {
-        const index_t i = first_i + row_of(r), j = first_j + column_of(c);
-        const bool exists = i < params.seqlen_q && j < params.seqlen_k;
-        bias_of[r][c] = exists ? to<float>(*scores.bias_at(i, j)) : 0.f;
-      }
-    }
-  }
-
   frag_t<kRowTiles, kKeyTiles> sums;
   clear(sums);
   bool is_last;
@@ -189,18 +188,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       const item_t& item = list.item[n];
-      float lse[kRows], delta[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int i = item.i0 + row_of(r);
-        const index_t num_blocks = (params.seqlen_q + kStatsM - 1) / kStatsM;
-        const float* const from =
-            stats + (item.at.row_of_heads * num_blocks + i / kStatsM) * (2 * kStatsM) +
-            i % kStatsM;
-        const bool exists = i < params.seqlen_q;
-        lse[r] = exists ? from[0] : 0.f;
-        delta[r] = exists ? from[kStatsM] : 0.f;
-      }
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this item is complete; all have read the one before
       if constexpr (kStages == 2) load(n + 1);
@@ -215,21 +202,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const int i0 = item.i0, j0 = item.j0;
       if constexpr (kStages == 1) load(n + 1);
       const band_t band = scores.band(i0, j0);
+      const bias_t* const bias_tile = scores.bias_at(i0 + row_of(0), j0 + column_of(0));
       auto add = [&](auto sees) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
+          const int i = row_of(r);
+          const float lse = stats_of[n % 2][0][i], delta = stats_of[n % 2][1][i];
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
-            const int m = r / 2, n = c / 2, e = r % 2 * 2 + c % 2;
-            const int i = row_of(r), j = column_of(c);
+            const int m = r / 2, tile = c / 2, e = r % 2 * 2 + c % 2, j = column_of(c);
             if (!sees(i, j)) continue;
             float unused;
-            const float x = scores.with_bias(s[m][n][e], i0 + i, j0 + j, unused, [&] {
-              return bias_of[kSumQueries ? 0 : r][kSumKeys ? 0 : c];
-            });
+            const float x =
+                scores.with_bias(s[m][tile][e], i0 + i, j0 + j, unused, [&] {
+                  return bias_tile[8 * r * params.bias.row +
+                                   (c / 2 * 8 + c % 2) * params.bias.col];
+                });
             if (x == -infinity<float>()) continue;
-            const float p = ptx::ex2_approx_ftz(fmaf(x, float(kLog2e), -lse[r]));
-            sums[m][n][e] = fmaf(p, dp[m][n][e] - delta[r], sums[m][n][e]);
+            const float p = ptx::ex2_approx_ftz(fmaf(x, float(kLog2e), -lse));
+            sums[m][tile][e] = fmaf(p, dp[m][tile][e] - delta, sums[m][tile][e]);
           }
         }
       };

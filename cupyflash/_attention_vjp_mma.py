@@ -12,6 +12,7 @@ from cupyflash import _attention_vjp_limits
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_KEYS,
+    OPTIONS,
     Config,
     defines,
     has_terms,
@@ -84,14 +85,15 @@ class MmaVjpKernel:
 
     `tiles` are those of the kernel whose blocks own keys, without and with terms of
     scores (bias, mask, softcap, alibi), which need registers; `query_tiles` those of
-    the kernel that makes dq in one order, `bias_tiles` those of the one for dbias.
+    the kernel that makes dq in one order, `bias_tiles` those of the one for dbias,
+    without and with options beside the bias.
     """
 
     name: str
     rungs: tuple[str, ...]
     tiles: dict[bool, _Tiles]
     query_tiles: dict[bool, _Tiles]
-    bias_tiles: _Tiles
+    bias_tiles: dict[bool, _Tiles]
     fast: bool = True
 
     def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
@@ -139,7 +141,9 @@ class MmaVjpKernel:
         """The best tile that fits on `device`."""
         ladder = self.query_tiles if part == "_queries" else self.tiles
         dim = self.dim(forward)
-        tiles = self.bias_tiles if part == "_bias" else ladder[has_terms(forward)]
+        tiles = ladder[has_terms(forward)]
+        if part == "_bias":
+            tiles = self.bias_tiles[_has_more(forward)]
         return next((tile for tile in tiles[dim] if tile.fits(part, dim, device)), None)
 
     def config(
@@ -241,15 +245,23 @@ class MmaVjpKernel:
         bias = self.tile("_bias", forward, device)
         if bias is None:
             return
-        sums = ((0, 0), (1, 0), (0, 1)) if everything else ((0, 0),)
-        # Statistics are of blocks of this row, or of those of `hopper_wide`.
-        blocks = {tile.block_m: None, 64: None} if everything else (tile.block_m,)
+        is_alone = everything and not _has_more(forward)
+        sums = ((0, 0), (1, 0), (0, 1)) if is_alone else ((0, 0),)
         dtypes = {forward.bias: None, "float32": None}
-        for (queries, keys), stats, grad in itertools.product(sums, blocks, dtypes):
+        for (queries, keys), grad in itertools.product(sums, dtypes):
             yield self.config(
-                "_bias", bias, forward, batch_dims, grad, 1, STATS_M=stats,
+                "_bias", bias, forward, batch_dims, grad, 1,
                 SUM_QUERIES=queries, SUM_KEYS=keys,
             )  # fmt: skip
+
+
+def _has_more(forward):
+    """Whether scores have options beside a bias that take registers."""
+    return bool(forward.softcap) or any(
+        getattr(forward, name) is not None
+        for name in OPTIONS
+        if name not in ("bias", "sinks")
+    )
 
 
 MMA_VJP = MmaVjpKernel(
@@ -305,17 +317,27 @@ MMA_VJP = MmaVjpKernel(
         },
     },
     bias_tiles={
-        64: (
-            MmaVjpTile(64, 64, 128, warps_m=2, stages=1, min_blocks=3),
-            MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
-        ),
-        128: (
-            MmaVjpTile(64, 64, 128, warps_m=2, stages=1, min_blocks=3),
-            MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
-        ),
-        256: (
-            MmaVjpTile(128, 64, 256, warps_m=4, stages=1),
-            MmaVjpTile(32, 32, 32, stages=1),
-        ),
+        False: {
+            64: (
+                MmaVjpTile(64, 64, 128, warps_m=2, min_blocks=3),
+                MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
+            ),
+            128: (
+                MmaVjpTile(64, 64, 128, warps_m=2, stages=1, min_blocks=3),
+                MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
+            ),
+            256: (
+                MmaVjpTile(128, 64, 256, warps_m=4, stages=1),
+                MmaVjpTile(32, 32, 32, stages=1),
+            ),
+        },
+        True: {
+            64: (MmaVjpTile(64, 64, 128, warps_m=2, stages=1),),
+            128: (MmaVjpTile(64, 64, 128, warps_m=2, stages=1),),
+            256: (
+                MmaVjpTile(128, 64, 256, warps_m=4, stages=1),
+                MmaVjpTile(32, 32, 32, stages=1),
+            ),
+        },
     },
 )

@@ -57,10 +57,10 @@ class MmaLaunches(Launches):
             **more,
         )
 
-    def fast_bias(self, stats_m):
-        """The launch for dbias, by statistics of blocks of `stats_m` queries."""
+    def fast_bias(self):
+        """The launch for dbias."""
         tile = self.row.tile("_bias", self.forward, self.device)
-        return self.bias_by("_bias", tile, STATS_M=stats_m)
+        return self.bias_by("_bias", tile)
 
     def straight(self, name):
         """A part that makes a gradient with no terms, to be made again()."""
@@ -98,6 +98,7 @@ class MmaPlan(BasePlan):
         make = MmaLaunches(row, forward, layout, device, device_id)
         self.grads = make.grads()
         tile = row.tile("", forward, device)
+        self.stats_m = tile.block_m
         # In one order of sums, dq has a kernel of its own.
         ordered = problem.deterministic
         self.keys = make.own("", tile, ("dk", "dv"), MAKES_DQ=int(not ordered))
@@ -144,7 +145,7 @@ class MmaPlan(BasePlan):
         slow = Launches(
             _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
         )
-        self.bias = make.fast_bias(tile.block_m) if problem.need_dbias else None
+        self.bias = make.fast_bias() if problem.need_dbias else None
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
         self.launches = (
             self.rows,
@@ -189,7 +190,7 @@ class MmaPlan(BasePlan):
         if self.queries is not None:
             self.queries.add_up(of_queries, made)
         if self.bias is not None:
-            self.bias(inputs, made, rest)
+            self.bias((*inputs, self.stats_m), made, rest)
         inputs = (q, k, v, dout, lse, delta_at)
         for repair in self.repairs:
             repair(inputs, made, found + _STILL_ODD, rest)

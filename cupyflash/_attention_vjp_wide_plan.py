@@ -122,7 +122,7 @@ class HopperWidePlan(BasePlan):
             self.repair_of_bias = slow.bias(REPAIRS=1)
         elif problem.need_dbias:
             fast = MmaLaunches(MMA_VJP, forward, layout, device, device_id)
-            self.bias = fast.fast_bias(_attention_vjp_wide.BLOCK)
+            self.bias = fast.fast_bias()
         # What nobody sees has no tile that writes zeros.
         self.clears_dbias = makes_dbias and (
             _attention_hopper.bounds_of(forward) > 0
@@ -181,7 +181,7 @@ class HopperWidePlan(BasePlan):
             )
         inputs, rest = (q, k, v, dout, lse, delta), (*options, offset)
         if self.bias is not None:
-            self.bias((q, k, v, dout, stats), made, rest)
+            self.bias((q, k, v, dout, stats, _attention_vjp_wide.BLOCK), made, rest)
         for repair in self.repairs:
             repair(inputs, made, found, rest)
         if self.repair_of_bias is not None:

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import vjp_laws
-from accuracy import to_host
+from accuracy import dtype_of, to_host
 from placing import FORMS
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
 
@@ -92,6 +92,19 @@ def test_every_tile_is_for_some_device(part, terms, dim):
             assert tile.block_n % (16 * warps // tile.warps_m) == 0
             # Of dq, a warp makes 32 rows and a multiple of 16 columns.
             assert dim % (16 * warps // (tile.block_m // 32)) == 0
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("dim", DIMS)
+def test_every_tile_of_a_bias_is_for_some_device(more, dim):
+    options = {"bias": "float32"} | ({"softcap": 1.0} if more else {})
+    asked = problem(head_dim=dim, **options).forward
+    chosen = {MMA_VJP.tile("_bias", asked, device(arch)) for arch in ARCHS}
+    assert chosen == set(MMA_VJP.bias_tiles[more][dim])
+    for tile in chosen:
+        # A warp has 32 queries and 32 keys.
+        warps_n = tile.num_threads // 32 // tile.warps_m
+        assert (tile.block_m, tile.block_n) == (32 * tile.warps_m, 32 * warps_n)
 
 
 def test_a_short_problem_is_cut_into_sections():
@@ -205,6 +218,38 @@ def test_all_options_at_once(cupy, rng, forced, dtype, deterministic, head_dim):
 def test_gradients_of_a_bias(cupy, rng, forced, name):
     bias = rng.normal(size=BIASES[name]).astype(np.float32)
     agree(cupy, *inputs(rng, "bfloat16"), bias=bias, need_dbias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("to_share", ["entries", "heads", "all", "queries", "keys"])
+@pytest.mark.parametrize("head_dim", [40, 128, 200])
+@pytest.mark.parametrize(
+    ("dtype", "of_bias"),
+    [("bfloat16", "float32"), ("float16", "float64"), ("bfloat16", "bfloat16")],
+)
+def test_gradients_of_a_shared_bias(
+    cupy, rng, forced, dtype, of_bias, head_dim, to_share
+):
+    """Over several tiles, with keys that nobody sees; the same bits in every run."""
+    batch, heads, seqlen_q, seqlen_k = 3, 4, 150, 210
+    shape = {
+        "entries": (heads, seqlen_q, seqlen_k),
+        "heads": (batch, 1, seqlen_q, seqlen_k),
+        "all": (seqlen_q, seqlen_k),
+        "queries": (heads, 1, seqlen_k),
+        "keys": (batch, 1, seqlen_q, 1),
+    }[to_share]
+    bias = rng.normal(size=shape)
+    bias[..., : shape[-1] // 3] -= np.inf if shape[-1] > 1 else 0
+    shapes = {"q": (batch, heads, seqlen_q, head_dim)}
+    shapes["k"] = (batch, 2, seqlen_k, head_dim)
+    arrays = inputs(rng, dtype, **shapes)
+    options = {"bias": bias.astype(dtype_of(of_bias)), "need_dbias": True}
+    first = agree(cupy, *arrays, **options, causal=True)
+    again = agree(cupy, *arrays, **options, causal=True)
+    np.testing.assert_array_equal(to_host(first.dbias), to_host(again.dbias))
+    lengths = {"key_lengths": np.array([210, 64, 1])}
+    agree(cupy, *arrays, **options, **lengths)
 
 
 @pytest.mark.gpu

@@ -277,12 +277,6 @@ class scores_t {
                                      index_t i,
                                      index_t j,
                                      accum_t& derivative) const {
-    return with_bias(q_dot_k, i, j, derivative, [&] { return *bias_at(i, j); });
-  }
-  // The same with the bias of `bias()`, which is that of i and j.
-  template <typename Bias>
-  __device__ accum_t with_bias(
-      accum_t q_dot_k, index_t i, index_t j, accum_t& derivative, Bias bias) const {
     accum_t s = step(static_cast<accum_t>(params_.scale) * q_dot_k);
     derivative = 1;
     if constexpr (kHasSoftcap) {
@@ -291,7 +285,9 @@ class scores_t {
       s = step(cap * tanh);
       derivative = fma_of(-tanh, tanh, accum_t(1));
     }
-    if constexpr (kHasBias) s = step(s + to<accum_t>(bias()));
+    if constexpr (kHasBias) {
+      s = step(s + to<accum_t>(bias_[i * params_.bias.row + j * params_.bias.col]));
+    }
     if constexpr (kHasAlibi) {
       const index_t distance = i + offset_ - j;
       s = step(

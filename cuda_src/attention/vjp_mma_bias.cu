@@ -16,12 +16,11 @@
 #include "attention/vjp_mma.cuh"
 #include "ptx/registers.cuh"
 
-#if !defined(STAGES) || !defined(STATS_M) || !defined(SUM_QUERIES) || !defined(SUM_KEYS)
-#error "STAGES, STATS_M, SUM_QUERIES and SUM_KEYS come from the host"
+#if !defined(STAGES) || !defined(WARPS_M) || !defined(SUM_QUERIES) || !defined(SUM_KEYS)
+#error "STAGES, WARPS_M, SUM_QUERIES and SUM_KEYS come from the host"
 #endif
 constexpr int kStages = STAGES;
 constexpr int kWarpsM = WARPS_M, kWarpsN = kNumWarps / kWarpsM;
-constexpr int kStatsM = STATS_M;  // kBlockM of attention_vjp_mma_rows
 constexpr bool kSumQueries = SUM_QUERIES, kSumKeys = SUM_KEYS;
 static_assert(!(kSumQueries && kSumKeys) && kHasBias);
 static_assert(kBlockM == 32 * kWarpsM && kBlockN == 32 * kWarpsN);
@@ -31,6 +30,10 @@ constexpr int kRowTiles = 2, kKeyTiles = 4, kRows = 2 * kRowTiles,
               kCols = 2 * kKeyTiles;
 constexpr unsigned kBytesM = kBlockM * kHeadDim * 2, kBytesN = kBlockN * kHeadDim * 2;
 constexpr unsigned kBytes = 2 * (kBytesM + kBytesN);  // of a stage
+
+// Whether a bias is all that a score has. Tiles of which all is seen then have code of
+// their own, and addresses of the bias a base: both take registers.
+constexpr bool kIsAlone = !kHasSoftcap && !kHasAlibi && !kHasMask;
 
 // A tile of scores that is added to that of the block.
 struct item_t {
@@ -74,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
         const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
         const float* __restrict__ stats,  // vjp_mma.cuh
+        const index_t stats_m,            // queries of a block of stats
         grad_t* __restrict__ dbias,       // as the bias, summed over entries
         SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
@@ -139,16 +143,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             static_cast<int>(dim), has_aligned_rows(from, row_step, dim),
             tile_t<kHeadDim>::offset);
       };
-      const index_t num_blocks = (params.seqlen_q + kStatsM - 1) / kStatsM;
       for (int row = threadIdx.x; row < kBlockM; row += kNumThreads) {
-        const int i = item.i0 + row;
+        const int i = item.i0 + row, of_block = static_cast<int>(stats_m);
+        const int num_rows = static_cast<int>(params.seqlen_q);
+        const index_t num_blocks = (num_rows + of_block - 1) / of_block;
         const float* const from =
-            stats + (item.at.row_of_heads * num_blocks + i / kStatsM) * (2 * kStatsM) +
-            i % kStatsM;
-        const bool exists = i < params.seqlen_q;
+            stats + (item.at.row_of_heads * num_blocks + i / of_block) * 2 * of_block +
+            i % of_block;
+        const bool exists = i < num_rows;
         for (int of = 0; of < 2; ++of) {
           ptx::copy_async_or_zero<4>(shared_address(&stats_of[n % 2][of][row]),
-                                     exists ? from + of * kStatsM : stats,
+                                     exists ? from + of * of_block : stats,
                                      exists ? 4 : 0);
         }
       }
@@ -198,9 +203,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       multiply_scores(dp, left<kHeadDim>(of_q + kBytesM, warp_index() % kWarpsM * 32),
                       right<kHeadDim>(of_k + kBytesN, warp_index() / kWarpsM * 32));
       if constexpr (kStages == 1) __syncthreads();  // all have read the tiles
+      if constexpr (kStages == 1) load(n + 1);
       const scores_t scores(item.at, SCORE_ARGUMENTS);
       const int i0 = item.i0, j0 = item.j0;
-      if constexpr (kStages == 1) load(n + 1);
       const band_t band = scores.band(i0, j0);
       const bias_t* const bias_tile = scores.bias_at(i0 + row_of(0), j0 + column_of(0));
       auto add = [&](auto sees) {
@@ -211,20 +216,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
             const int m = r / 2, tile = c / 2, e = r % 2 * 2 + c % 2, j = column_of(c);
+            if constexpr (!kIsAlone) ptx::keep_order();  // of what scores will load
             if (!sees(i, j)) continue;
-            float unused;
-            const float x =
-                scores.with_bias(s[m][tile][e], i0 + i, j0 + j, unused, [&] {
-                  return bias_tile[8 * r * params.bias.row +
-                                   (c / 2 * 8 + c % 2) * params.bias.col];
-                });
+            float x;
+            if constexpr (kIsAlone) {
+              const float bias_of_score =
+                  to<float>(bias_tile[8 * r * params.bias.row +
+                                      (c / 2 * 8 + c % 2) * params.bias.col]);
+              x = static_cast<float>(params.scale) * s[m][tile][e] + bias_of_score;
+            } else {
+              x = scores(s[m][tile][e], i0 + i, j0 + j);
+            }
             if (x == -infinity<float>()) continue;
             const float p = ptx::ex2_approx_ftz(fmaf(x, float(kLog2e), -lse));
             sums[m][tile][e] = fmaf(p, dp[m][tile][e] - delta, sums[m][tile][e]);
           }
         }
       };
-      if (band.sees_all(kBlockM, kBlockN)) {
+      if (kIsAlone && band.sees_all(kBlockM, kBlockN)) {
         add([](int, int) { return true; });
       } else {
         add([&](int i, int j) { return band.sees(i, j); });

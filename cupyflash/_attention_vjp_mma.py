@@ -319,11 +319,19 @@ MMA_VJP = MmaVjpKernel(
     bias_tiles={
         False: {
             64: (
-                MmaVjpTile(64, 64, 128, warps_m=2, min_blocks=3),
+                MmaVjpTile(64, 64, 128, warps_m=2, min_blocks=3, spills_on=("sm_100",)),
                 MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
             ),
             128: (
-                MmaVjpTile(64, 64, 128, warps_m=2, stages=1, min_blocks=3),
+                MmaVjpTile(
+                    64,
+                    64,
+                    128,
+                    warps_m=2,
+                    stages=1,
+                    min_blocks=3,
+                    spills_on=("sm_100",),
+                ),
                 MmaVjpTile(64, 64, 128, warps_m=2, stages=1),
             ),
             256: (

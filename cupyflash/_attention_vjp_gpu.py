@@ -142,9 +142,13 @@ def _select(problem, operands, device):
     arrays["dout"] = operands.dout
     engine = ("q", "k", "v", "dout")
     most = _attention_views.most_copied(problem.forward)
-    if _terms(problem.forward, forward) == "any" and not problem.need_dbias:
-        terms = {name: getattr(forward, name) for name in ("bias", "mask")}
-        arrays |= {name: x for name, x in terms.items() if x is not None}
+    terms = {name: getattr(forward, name) for name in ("bias", "mask")}
+    terms = {name: x for name, x in terms.items() if x is not None}
+    # One number a query would become one a score.
+    is_large = any(x.shape[-1] > 1 and x.strides[-1] == 0 for x in terms.values())
+    can_copy = not problem.need_dbias and not is_large
+    if can_copy and _terms(problem.forward, forward) == "any":
+        arrays |= terms
         engine += ("bias", "mask")
     for for_copy_engine in (engine, ()):
         if not for_copy_engine:

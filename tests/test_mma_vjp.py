@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import vjp_laws
 from accuracy import dtype_of, to_host
-from placing import FORMS
+from placing import FORMS, place
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
 
+import cupyflash
 from cupyflash import _attention_samples, _kernels
 from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
 from cupyflash._attention_vjp_mma import DIMS, MMA_VJP, items_dtype
@@ -250,6 +251,23 @@ def test_gradients_of_a_shared_bias(
     np.testing.assert_array_equal(to_host(first.dbias), to_host(again.dbias))
     lengths = {"key_lengths": np.array([210, 64, 1])}
     agree(cupy, *arrays, **options, **lengths)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seqlens", [(300, 300), (300, 1)])
+def test_one_number_a_query_is_not_copied(cupy, rng, seqlens):
+    """As a bias of each score it would be as many times as large as there are keys."""
+    shapes = {"q": (2, 4, seqlens[0], 64), "k": (2, 2, seqlens[1], 64)}
+    arrays = inputs(rng, "bfloat16", **shapes)
+    bias = rng.normal(size=(4, seqlens[0], 1)).astype(np.float32)
+    agree(cupy, *arrays, bias=bias)
+    *placed, on_card = (place(cupy, x) for x in (*arrays, bias))
+    out, lse = cupyflash.attention(*placed[:3], bias=on_card, return_lse=True)
+    told = cupyflash.explain(
+        "attention_vjp", placed[3], *placed[:3], out, lse, bias=on_card
+    )
+    assert told.kernel == "mma" or seqlens[1] == 1
+    assert "copied first" not in told.details
 
 
 @pytest.mark.gpu

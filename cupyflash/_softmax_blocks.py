@@ -27,9 +27,6 @@ _SHORT_ROW = 24
 # Terms that one accumulator takes where many rows are summed side by side.
 _TERMS = 16
 
-# Splits a float64 into halves of 26 bits.
-_SPLIT = 2.0**27 + 1
-
 Box = tuple[slice, ...]
 
 
@@ -114,13 +111,7 @@ class Block:
         self._rows, self._box, self._scratch = rows, box, scratch
         self.num_rows = prod(rows.views["x"][box].shape[: len(rows.kept)])
         self._scale = rows.problem.scale
-        # Whether what rounding takes from scale * x is of importance.
-        self._keeps_rest = (
-            rows.problem.function == "softmax"
-            and rows.problem.compute_dtype == "float64"
-            and abs(math.frexp(self._scale)[0]) not in (0, 0.5)  # not a power of two
-        )
-        self.rest = None  # of the last scores: scale * x less what they are
+        self._key_factor = split_scale(self._scale)[0]
         self._absent = 0 if rows.problem.function == "softmax" else -np.inf
 
     def pieces(self, columns: int | None = None) -> list[Box]:
@@ -165,33 +156,26 @@ class Block:
         """scale * x, with -inf where an element is absent."""
         x = self.matrix("x", piece, dtype)
         if self._scale != 1:
-            self._multiply(x)
+            # Real and imaginary part alone: inf * (scale + 0j) would have a NaN.
+            parts = (x.real, x.imag) if x.dtype.kind == "c" else (x,)
+            for part in parts:
+                np.multiply(part, part.dtype.type(self._scale), out=part)
+        return self._without_absent(piece, x)
+
+    def keys(self, piece: Box, dtype: Any) -> Any:
+        """Numbers whose differences, times what `split_scale` leaves, are those of
+        scale * x; -inf where an element is absent. Complex ones are scale * x."""
+        if np.dtype(dtype).kind == "c":
+            return self.scores(piece, dtype)
+        x = self.matrix("x", piece, dtype)
+        if self._key_factor != 1:
+            np.multiply(x, dtype(self._key_factor), out=x)
+        return self._without_absent(piece, x)
+
+    def _without_absent(self, piece, x):
         if (absent := self.absent(piece)) is not None:
             np.copyto(x, -np.inf, where=absent)
         return x
-
-    def _multiply(self, x):
-        """Scale x in place, and find in `rest` what rounding took (Dekker)."""
-        scale = x.dtype.type(self._scale)
-        if not self._keeps_rest:
-            np.multiply(x, scale, out=x)
-            return
-        high, low, rest = (
-            self.buffer(name, x.shape, x.dtype) for name in ("high", "low", "rest")
-        )
-        np.multiply(x, _SPLIT, out=high)
-        np.subtract(high, x, out=low)
-        np.subtract(high, low, out=high)
-        np.subtract(x, high, out=low)  # x = high + low, of half the digits each
-        scale_high = scale * _SPLIT - (scale * _SPLIT - scale)
-        scale_low = scale - scale_high
-        np.multiply(x, scale, out=x)
-        np.multiply(high, scale_high, out=rest)
-        np.subtract(rest, x, out=rest)
-        np.add(rest, np.multiply(high, scale_low, out=high), out=rest)
-        np.add(rest, np.multiply(low, scale_high, out=high), out=rest)
-        np.add(rest, np.multiply(low, scale_low, out=low), out=rest)
-        self.rest = rest
 
     def absent(self, piece: Box) -> Any:
         """Where `where` is False, as (rows, columns), or None without `where`."""
@@ -203,7 +187,39 @@ class Block:
         if (absent := self.absent(piece)) is not None:
             np.copyto(values, self._absent, where=absent)
         out = self._part("out", piece)
-        np.copyto(out, self._as_part(values, out.shape), casting="unsafe")
+        store(out, self._as_part(values, out.shape))
+
+
+def store(out: Any, values: Any) -> None:
+    """``out[...] = values``, rounded once."""
+    if out.dtype.name == "bfloat16" and values.dtype == np.float64:
+        values = _to_odd_float32(values)
+    np.copyto(out, values, casting="unsafe")
+
+
+def _to_odd_float32(x):
+    """float64 as float32, with the last bit set where digits are lost.
+
+    ml_dtypes rounds to bfloat16 by way of float32. A number beside the middle of two
+    then stays beside it.
+    """
+    y = x.astype(np.float32)
+    y = np.where(np.abs(y) > np.abs(x), np.nextafter(y, np.float32(0)), y)
+    odd = (y.view(np.uint32) | (y != x)).view(np.float32)
+    return np.where(np.isnan(x), np.float32(np.nan), odd)
+
+
+def split_scale(scale: float) -> tuple[float, float]:
+    """A factor of x, and one from 1 on of differences of the products.
+
+    scale * x itself would be rounded, by more than 1 where it is large. The first
+    factor is a power of two at most 1, which rounds nothing, with the sign of the
+    scale, or 0.
+    """
+    if scale == 0:
+        return 0.0, 1.0
+    unit = min(1.0, math.ldexp(1, math.frexp(scale)[1] - 1))
+    return math.copysign(unit, scale), abs(scale) / unit
 
 
 def row_max(x: Any) -> Any:

@@ -6,13 +6,23 @@ Each method below takes a block of rows, which stays in the cache; threads take 
 import numpy as np
 
 from cupyflash import _arrays, _logsumexp_cpu, _threads
-from cupyflash._softmax_blocks import BLOCK, Block, Rows, boxes, row_max, row_sum
+from cupyflash._softmax_blocks import (
+    BLOCK,
+    Block,
+    Rows,
+    boxes,
+    row_max,
+    row_sum,
+    split_scale,
+)
 
 # Elements below which a thread costs more than it saves.
 _WORTH_A_THREAD = 16 * 1024
 # Columns that `online` takes at a time. Each step rounds the sum, hence few of them.
 _ONLINE_COLUMNS = 1024, 16 * 1024
 _ONLINE_STEPS = 16
+
+_FLOAT32 = np.finfo(np.float32)
 
 
 def run(problem, operands):
@@ -58,7 +68,16 @@ def _work_dtype(problem):
     used = {
         problem.dtypes[name] for name in ("x", "dy", "out") if name in problem.dtypes
     }
-    return np.float32 if used <= {"float16", "bfloat16"} else np.float64
+    is_narrow = used <= {"float16", "bfloat16"}
+    # A scale that is no normal float32 would become 0 or inf.
+    least, largest = _FLOAT32.tiny, _FLOAT32.max
+    fits = problem.scale == 0 or least <= abs(problem.scale) <= largest
+    return np.float32 if is_narrow and fits else np.float64
+
+
+def _factor(problem):
+    """What differences of keys are multiplied by."""
+    return 1.0 if problem.is_complex else split_scale(problem.scale)[1]
 
 
 def _run_rows(problem, operands, threads):
@@ -103,37 +122,114 @@ def _shift(problem, m):
     return m if problem.function == "softmax" else _finite_or_zero(m)
 
 
-def _exp_difference(problem, x, m, block, rest=None):
-    """exp(x + rest - m), exact to the last digits however far apart x and m are.
+def _scaled_difference(problem, x, m, block):
+    """scale * (x - m), of keys, as d + low, where low is None if d alone will do.
 
-    It lies in place of x, or in a buffer of the block.
+    d lies in place of x, or in a buffer of the block. With low the sum is exact to the
+    last digits however far apart x and m are and however large: its rounding error
+    would be the relative error of the exponential.
     """
+    factor = _factor(problem)
     if problem.compute_dtype != "float64":
         d = np.subtract(x, m, out=x)
-        return np.exp(d, out=d)
+        return _times(d, factor), None
     d = np.subtract(x, m, out=block.buffer("d", x.shape, x.dtype))
-    # TwoDiff (Knuth): low is the rounding error of d, and exp(d + low) is
-    # exp(d) (1 + low). Without it the error grows with the spread of the row.
+    # TwoDiff (Knuth): low is the rounding error of d.
     low, big = (block.buffer(name, d.shape, d.dtype) for name in ("low", "big"))
     np.subtract(d, x, out=big)
     np.subtract(d, big, out=low)
     np.subtract(x, low, out=low)
     np.add(big, m, out=big)
     np.subtract(low, big, out=low)
-    if rest is not None:
-        np.add(low, rest, out=low)
+    if factor != 1:
+        _multiply_pair(d, low, factor, block)
+    return d, low
+
+
+def _times(x, factor):
+    """x * factor, in place."""
+    return x if factor == 1 else np.multiply(x, x.dtype.type(factor), out=x)
+
+
+# Of a float64 the sign, the exponent and the first 26 digits.
+_UPPER = np.int64(-1 << 27)
+
+
+def _multiply_pair(d, low, factor, block):
+    """(d + low) * factor as such a pair again, in place, for a factor from 1 on."""
+    upper, lower, part = (
+        block.buffer(name, d.shape, d.dtype) for name in ("upper", "lower", "big")
+    )
+    # Products of halves are exact (Dekker).
+    np.bitwise_and(_bits(d), _UPPER, out=_bits(upper))
+    np.subtract(d, upper, out=lower)
+    factor_upper = (np.float64(factor).view(np.int64) & _UPPER).view(np.float64)
+    factor_lower = factor - factor_upper
+    np.multiply(d, factor, out=d)
+    np.multiply(low, factor, out=low)
+    np.multiply(upper, factor_upper, out=part)
+    np.subtract(part, d, out=part)
+    np.add(part, np.multiply(upper, factor_lower, out=upper), out=part)
+    np.add(part, np.multiply(lower, factor_upper, out=upper), out=part)
+    np.add(part, np.multiply(lower, factor_lower, out=lower), out=part)
+    np.add(low, part, out=low)
+
+
+def _bits(x):
+    """A matrix of float64 in any order as its bits."""
+    return x.T.view(np.int64).T if x.flags.f_contiguous else x.view(np.int64)
+
+
+def _exp_difference(problem, x, m, block):
+    """exp(scale * (x - m)), in place of x or in a buffer of the block."""
+    d, low = _scaled_difference(problem, x, m, block)
     np.exp(d, out=d)
-    np.multiply(low, d, out=low)
+    if low is None:
+        return d
+    np.multiply(low, d, out=low)  # exp(d + low) is exp(d) (1 + low)
     np.copyto(low, 0, where=~np.isfinite(low))  # x or m was not finite
     return np.add(d, low, out=d)
 
 
-def _finish(problem, x, m, total, block):
-    """The result for the scores x, in place of them."""
-    if problem.function == "log_softmax":
-        np.subtract(x, m, out=x)
-        return np.subtract(x, np.log(total), out=x)
-    return _share(problem, _exp_difference(problem, x, m, block, block.rest), total)
+def _log_of_sum(problem, total, m, block, pieces):
+    """log(total) to the last digits, which are lost where one term is nearly all."""
+    log = np.log(total)
+    if problem.is_complex:
+        return log
+    alone = total < _ALONE  # one is 1, and the others are together less than the rest
+    if alone.any():
+        rest = sum(_rest(problem, m, block, piece) for piece in pieces)
+        log = np.where(alone, np.log1p(rest), log)
+    return log
+
+
+# A sum of exponentials of which the largest is 1, below which no other can be.
+_ALONE = 1.5
+
+
+def _last(problem, total, m, block, pieces):
+    """What `_finish` takes: the sum of each row, or for logs the log of it."""
+    if problem.function == "softmax":
+        return total
+    return _log_of_sum(problem, total, m, block, pieces)
+
+
+def _rest(problem, m, block, piece):
+    """Sums over the terms of a piece that are not the largest."""
+    x = block.keys(piece, _work_dtype(problem))
+    is_top = x == m
+    e = _exp_difference(problem, x, m, block)
+    np.copyto(e, 0, where=is_top)
+    return row_sum(e)
+
+
+def _finish(problem, x, m, last, block):
+    """The result for the keys x, from the sum of a row or, for logs, the log of it."""
+    if problem.function == "softmax":
+        return _share(problem, _exp_difference(problem, x, m, block), last)
+    # A difference is not above 0, and the log not below: no digits are lost.
+    np.subtract(x, m, out=x)
+    return np.subtract(_times(x, _factor(problem)), last, out=x)
 
 
 def _share(problem, e, total):
@@ -173,15 +269,16 @@ def _safe(problem, block):
     work = _work_dtype(problem)
     m = -np.inf
     for piece in block.pieces():
-        m = np.maximum(m, row_max(block.scores(piece, work)))
+        m = np.maximum(m, row_max(block.keys(piece, work)))
     m = _shift(problem, m)
     total = 0
     for piece in block.pieces():
-        x = block.scores(piece, work)
-        total = total + row_sum(_exp_difference(problem, x, m, block, block.rest))
+        x = block.keys(piece, work)
+        total = total + row_sum(_exp_difference(problem, x, m, block))
+    last = _last(problem, total, m, block, block.pieces())
     for piece in block.pieces():
-        x = block.scores(piece, work)
-        block.write(piece, _finish(problem, x, m, total, block))
+        x = block.keys(piece, work)
+        block.write(piece, _finish(problem, x, m, last, block))
 
 
 def _online(problem, block):
@@ -196,31 +293,33 @@ def _online(problem, block):
     m = np.full((block.num_rows, 1), -np.inf)
     d = np.zeros((block.num_rows, 1), work)
     for piece in block.pieces(columns):
-        x = block.scores(piece, work)
+        x = block.keys(piece, work)
         m_new = np.maximum(m, row_max(x))
         base = _finite_or_zero(m_new)
-        total = row_sum(_exp_difference(problem, x, base, block, block.rest))
+        total = row_sum(_exp_difference(problem, x, base, block))
         d = d * _exp_difference(problem, m, base, block) + total
         m = m_new
     d = np.where(m == np.inf, np.nan, d) if problem.function == "softmax" else d
     m = _shift(problem, m)
+    last = _last(problem, d, m, block, block.pieces(columns))
     for piece in block.pieces(columns):
-        x = block.scores(piece, work)
-        block.write(piece, _finish(problem, x, m, d, block))
+        x = block.keys(piece, work)
+        block.write(piece, _finish(problem, x, m, last, block))
 
 
 def _tiled(problem, block):
     """One read, one write: the rows stay in the cache in between."""
     piece = block.whole()
-    x = block.scores(piece, _work_dtype(problem))
+    x = block.keys(piece, _work_dtype(problem))
     m = _shift(problem, row_max(x))
     if problem.function == "softmax":
-        e = _exp_difference(problem, x, m, block, block.rest)
+        e = _exp_difference(problem, x, m, block)
         block.write(piece, _share(problem, e, row_sum(e)))
     else:
-        np.subtract(x, m, out=x)
-        e = np.exp(x, out=block.buffer("e", x.shape, x.dtype))
-        block.write(piece, np.subtract(x, np.log(row_sum(e)), out=x))
+        d = np.subtract(x, m, out=block.buffer("e", x.shape, x.dtype))
+        total = row_sum(np.exp(_times(d, _factor(problem)), out=x))
+        last = _log_of_sum(problem, total, m, block, [piece])
+        block.write(piece, np.subtract(d, last, out=d))
 
 
 def _tiled_long_rows(problem, rows, threads):
@@ -234,26 +333,34 @@ def _tiled_long_rows(problem, rows, threads):
     def summarize(task, scratch):
         r, p = task
         block = Block(rows, row_boxes[r], scratch)
-        x = block.scores(pieces[p], work)
+        x = block.keys(pieces[p], work)
         m[task] = row_max(x).item()
         base = _finite_or_zero(m[task])
-        e = _exp_difference(problem, x, base, block, block.rest)
-        d[task] = row_sum(e).item()
+        d[task] = row_sum(_exp_difference(problem, x, base, block)).item()
 
     _threads.for_each(summarize, tasks, threads)
     with np.errstate(all="ignore"):
         top = row_max(m)
-        weight = np.exp(_finite_or_zero(m) - _finite_or_zero(top))
-        total = row_sum(np.where(d == 0, 0, d * weight))
+        base = _shift(problem, top)
+        below = (_finite_or_zero(m) - _finite_or_zero(top)) * _factor(problem)
+        total = row_sum(np.where(d == 0, 0, d * np.exp(below)))
         if problem.function == "softmax":
             total = np.where(np.isinf(top), np.nan, total)
-        base = _shift(problem, top)
+    last = total
+    if problem.function == "log_softmax":
+        last = np.empty_like(total)
+
+        def take_log(r, scratch):
+            block = Block(rows, row_boxes[r], scratch)
+            last[r] = _log_of_sum(problem, total[r : r + 1], base[r], block, pieces)
+
+        _threads.for_each(take_log, range(len(row_boxes)), threads)
 
     def write(task, scratch):
         r, p = task
         block = Block(rows, row_boxes[r], scratch)
-        x = block.scores(pieces[p], work)
-        block.write(pieces[p], _finish(problem, x, base[r], total[r], block))
+        x = block.keys(pieces[p], work)
+        block.write(pieces[p], _finish(problem, x, base[r], last[r], block))
 
     _threads.for_each(write, tasks, threads)
 

@@ -116,7 +116,7 @@ __device__ __forceinline__ finish_t finish_column(double shift,
   return finish_t(acc_t(shift), l, weight);
 }
 
-using tile_t = place_t<layout_t>;
+using tile_t = place_t<layout_t, int>;
 
 static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
 

@@ -227,7 +227,7 @@ __device__ __forceinline__ void wait_for_copies() {
 #endif
 }
 
-// A tile of a block has at least 32 elements: 2^31 of them are more than any memory.
+// Tiles of a block are counted in an int, which the host sees to.
 template <bool kIsShort>
 struct tile_index {
   using type = int;
@@ -273,15 +273,17 @@ __device__ __forceinline__ tile_index_t tile_step() {
 }
 
 // What one thread holds of a tile; the type of the problem's layout is a parameter,
-// since the kernels differ in their arrays.
-template <typename Layout>
+// since the kernels differ in their arrays. Row counts the rows of a column: an int
+// where all of them are on chip, else a long long.
+template <typename Layout, typename Row>
 struct place_t {
   const Layout& layout;
   deal how;
   tile_index_t slab;
   long long column;  // the first column of the tile
   int columns;       // how many of them there are
-  int row, rows;     // the first row of this thread, and how many
+  Row row;           // the first row of this thread
+  int rows;          // and how many
 
   __device__ __forceinline__ place_t(const Layout& layout, deal how, tile_index_t first)
       : layout(layout), how(how) {
@@ -294,13 +296,13 @@ struct place_t {
     columns = left < kColumns ? int(left) : kColumns;
     const bool has_rows = (!kInWarp || slab < num_slabs(layout)) && in_group < kGroup;
     // The blocks of a column, a cluster or not, take one piece of it each.
-    const int length = int(layout.row_length);
+    const Row length = Row(layout.row_length);
     const int pieces = kSplits ? gridDim.y : kCluster;
-    const int piece = (length + pieces - 1) / pieces;
-    const int first_row = (kSplits ? blockIdx.y : cluster_rank()) * piece;
-    const int last = first_row + piece < length ? first_row + piece : length;
+    const Row piece = (length + pieces - 1) / pieces;
+    const Row first_row = (kSplits ? blockIdx.y : cluster_rank()) * piece;
+    const Row last = first_row + piece < length ? first_row + piece : length;
     row = first_row + in_group / kSide;
-    rows = has_rows && row < last ? (last - row + kDeep - 1) / kDeep : 0;
+    rows = has_rows && row < last ? int((last - row + kDeep - 1) / kDeep) : 0;
   }
 
   static __device__ __forceinline__ int side() { return threadIdx.x % kGroup % kSide; }

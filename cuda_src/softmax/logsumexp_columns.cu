@@ -41,7 +41,7 @@ struct layout_t {
   axes_t<OUTER_AXES, kNumArrays> outer;
   axes_t<REDUCED_AXES, kNumArrays> reduced;  // out and sign have stride 0 here
 };
-using tile_t = place_t<layout_t>;
+using tile_t = place_t<layout_t, long long>;
 
 // A sum as it lies in shared memory.
 struct partial_t {

@@ -169,7 +169,7 @@ __device__ __forceinline__ int num_before_aligned(const a_t* a) {
 // after them fewer elements than lanes.
 struct piece_t {
   const a_t* a = nullptr;
-  int head = 0, vectors = 0, tail = 0;  // 2^31 vectors would be 32 GiB
+  int head = 0, vectors = 0, tail = 0;  // the host takes longer rows elsewhere
 
   piece_t() = default;
   __device__ __forceinline__ piece_t(const a_t* a, long long length) : a(a) {
@@ -189,7 +189,7 @@ struct ahead_t {
     held.load_vectors(piece.a + piece.head, piece.vectors);
     edge = -infinity<acc_t>();
     if (lane() < piece.head + piece.tail) {
-      const int i = lane() < piece.head ? 0 : piece.vectors * kVector;
+      const long long i = lane() < piece.head ? 0 : (long long)piece.vectors * kVector;
       edge = to<acc_t>(piece.a[i + lane()]);
     }
   }

@@ -51,7 +51,7 @@ struct layout_t {
   axes_t<OUTER_AXES, kNumArrays> outer;
   axes_t<REDUCED_AXES, kNumArrays> reduced;  // out and sign have stride 0 here
 };
-using tile_t = place_t<layout_t>;
+using tile_t = place_t<layout_t, long long>;
 
 // What the threads of a block exchange.
 struct shared_t {
@@ -642,8 +642,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
       const long long rows = left < end - at ? left : end - at;
       tile_t tile(layout, how, number - in_block);
       const int own = threadIdx.x % kWarpSize / kSide;
-      tile.row = int(first) + own;
-      tile.rows = own < rows ? int(rows - own + kDeep - 1) / kDeep : 0;
+      tile.row = first + own;
+      tile.rows = own < rows ? int((rows - own + kDeep - 1) / kDeep) : 0;
       sums_t sum[kVector];
       sum_columns(a, where, tile, sum);
       total_t joined[kVector];

@@ -19,7 +19,7 @@
 #include "softmax/columns.cuh"
 #include "softmax/running.cuh"
 
-using tile_t = place_t<layout_t>;
+using tile_t = place_t<layout_t, long long>;
 using total_t = running_t<acc_t>;
 
 struct partial_t {

@@ -20,7 +20,7 @@
 #include "softmax/columns.cuh"
 #include "softmax/partial.cuh"
 
-using tile_t = place_t<layout_t>;
+using tile_t = place_t<layout_t, long long>;
 static_assert(kSplits && !kInWarp && kCluster == 1, "a block a piece");
 static_assert(kHeld * kVector <= 64, "a bit an element");
 

@@ -42,7 +42,7 @@ struct layout_t {
   axes_t<OUTER_AXES, kNumArrays> outer;
   axes_t<REDUCED_AXES, kNumArrays> reduced;
 };
-using tile_t = place_t<layout_t>;
+using tile_t = place_t<layout_t, int>;
 
 struct shared_t {
   partials_t<part_t> sum;

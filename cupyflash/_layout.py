@@ -13,6 +13,8 @@ def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     given = axis if isinstance(axis, (tuple, list)) else (axis,)
     axes = [_arrays.index("axis", a, "None, an int or a tuple of ints") for a in given]
+    if ndim == 0 and axes in ([0], [-1]):
+        return ()  # as NumPy's reductions of a scalar, and SciPy's, have it
     # The same errors, in the same words, as NumPy's own functions.
     return tuple(sorted(np.lib.array_utils.normalize_axis_tuple(axes, ndim, "axis")))
 

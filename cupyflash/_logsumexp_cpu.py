@@ -3,10 +3,23 @@
 import numpy as np
 
 from cupyflash import _arrays, _threads
-from cupyflash._softmax_blocks import BLOCK, Block, Rows, boxes, row_max, row_sum
+from cupyflash._softmax_blocks import (
+    BLOCK,
+    Block,
+    Rows,
+    boxes,
+    row_max,
+    row_sum,
+    store,
+)
 
 # Below this size the logarithms that make up a result cancel, and it is redone.
 _NEAR_ZERO = 1.0
+
+
+def work_dtype(problem):
+    """What sums are computed in: one step above float32, as in the rest of the family."""
+    return np.complex128 if problem.is_complex else np.float64
 
 
 def run(problem, operands, threads):
@@ -32,8 +45,7 @@ def run(problem, operands, threads):
 def _fill(problem, operands, result, sign, threads):
     """Compute all rows, in the order of memory of x, and put them in their places."""
     rows = Rows(problem, x=operands.x, b=operands.b, where=operands.where)
-    # One step above float32, as in the rest of the family.
-    work = np.complex128 if problem.is_complex else np.float64
+    work = work_dtype(problem)
     logs, totals = np.empty(rows.kept), np.empty(rows.kept, work)
     if rows.fits or rows.side_by_side:
         _by_blocks(rows, work, logs, totals, threads)
@@ -47,12 +59,13 @@ def _fill(problem, operands, result, sign, threads):
 
     with np.errstate(all="ignore"):
         if problem.return_sign:
-            np.copyto(sign, in_place(_sign(totals)), casting="unsafe")
+            store(sign, in_place(_sign(totals)))
         elif problem.is_complex:
-            logs = logs + 1j * np.angle(totals)
+            finite = np.isfinite(totals)
+            logs = np.where(finite, logs + 1j * np.angle(totals), np.log(totals))
         else:
             logs[totals < 0] = np.nan
-        np.copyto(result, in_place(logs), casting="unsafe")
+        store(result, in_place(logs))
 
 
 def _by_blocks(rows, work, logs, totals, threads):
@@ -100,7 +113,12 @@ def _scores_and_weights(block, piece, dtype):
 def _weigh(e, b):
     """b * e in place; an element of weight 0 is absent, whatever it is."""
     if b is not None:
-        np.multiply(e, b, out=e)
+        if np.iscomplexobj(b) and not b.imag.any():
+            # Part by part: inf * (b + 0j) would have a NaN.
+            np.multiply(e.real, b.real, out=e.real)
+            np.multiply(e.imag, b.real, out=e.imag)
+        else:
+            np.multiply(e, b, out=e)
         np.copyto(e, 0, where=b == 0)
     return e
 
@@ -127,16 +145,37 @@ def _finish(block, pieces, states):
     total = 0
     for m, part in states:
         total = total + np.where(part == 0, 0, part * np.exp(m - top))
-    log = np.log(np.abs(total)) + top
+    infinite = ~np.isfinite(total)
+    if infinite.any():
+        # What is subtracted has no part in a sum that is infinite, or none.
+        total = np.where(infinite, _plain_sum(block, pieces, total.dtype.type), total)
+        top = np.where(infinite, 0, top)
+    log_of_sum = np.log(np.abs(total))
+    log = log_of_sum + top
     if not np.iscomplexobj(total):
         redo = (np.abs(log) < _NEAR_ZERO) & (total > 0)
+        if block.has_weights:  # which may leave nothing of the largest terms
+            redo |= np.abs(log) < np.abs(log_of_sum)
+        redo &= np.isfinite(log)
         if redo.any():
-            log = np.where(redo, _log_near_zero(block, pieces, log), log)
+            log = np.where(redo, _wide_log(block, pieces, log), log)
     return log, total
 
 
-def _log_near_zero(block, pieces, log):
-    """Log of the sum where m and log(sum / exp(m)) may cancel.
+def _plain_sum(block, pieces, dtype):
+    """sum b exp(x), as floating point has it."""
+    total = 0
+    for piece in pieces:
+        x, b = _scores_and_weights(block, piece, dtype)
+        e = _weigh(np.exp(x, out=x), b)
+        if (absent := block.absent(piece)) is not None:
+            np.copyto(e, 0, where=absent)
+        total = total + row_sum(e)
+    return total
+
+
+def _wide_log(block, pieces, log):
+    """Log of the sum where its parts may cancel.
 
     The largest terms are set apart, so that log1p sees the small ones (as in SciPy);
     long doubles give the digits that the cancellation takes.
@@ -155,10 +194,15 @@ def _log_near_zero(block, pieces, log):
             np.copyto(e, 0, where=absent)
         largest = largest + row_sum(np.where(top, e, 0))
         rest = rest + row_sum(np.where(top, 0, e))
-    usable = (largest > 0) & (largest + rest > 0)
-    unit = np.where(usable, largest, 1)
-    exact = m + (np.log(unit) + np.log1p(rest / unit))
-    return np.where(usable, exact, log).astype(np.float64)
+    beside = (largest > 0) & (largest + rest > 0)
+    unit = np.where(beside, largest, 1)
+    exact = np.where(
+        beside,
+        np.log(unit) + np.log1p(rest / unit),
+        np.log(np.abs(largest + rest)),
+    )
+    exact = (m + exact).astype(np.float64)
+    return np.where(np.isfinite(exact), exact, log)
 
 
 def _sign(total):

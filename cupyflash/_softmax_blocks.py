@@ -5,7 +5,6 @@ piece into a contiguous matrix (rows, columns) of the dtype that is computed in,
 any strides, and copies one back: the methods work on such matrices alone.
 """
 
-import math
 from collections.abc import Iterator
 from math import prod
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupyflash import _layout
+from cupyflash._softmax_problem import split_scale
 
 # Elements of a block: 512 KiB in float64, which stays in a core's second-level cache.
 BLOCK = 64 * 1024
@@ -114,6 +114,10 @@ class Block:
         self._key_factor = split_scale(self._scale)[0]
         self._absent = 0 if rows.problem.function == "softmax" else -np.inf
 
+    @property
+    def has_weights(self) -> bool:
+        return "b" in self._rows.views
+
     def pieces(self, columns: int | None = None) -> list[Box]:
         """The columns in boxes, `columns` at most; None is as many as a block holds."""
         if columns is None:
@@ -207,19 +211,6 @@ def _to_odd_float32(x):
     y = np.where(np.abs(y) > np.abs(x), np.nextafter(y, np.float32(0)), y)
     odd = (y.view(np.uint32) | (y != x)).view(np.float32)
     return np.where(np.isnan(x), np.float32(np.nan), odd)
-
-
-def split_scale(scale: float) -> tuple[float, float]:
-    """A factor of x, and one from 1 on of differences of the products.
-
-    scale * x itself would be rounded, by more than 1 where it is large. The first
-    factor is a power of two at most 1, which rounds nothing, with the sign of the
-    scale, or 0.
-    """
-    if scale == 0:
-        return 0.0, 1.0
-    unit = min(1.0, math.ldexp(1, math.frexp(scale)[1] - 1))
-    return math.copysign(unit, scale), abs(scale) / unit
 
 
 def row_max(x: Any) -> Any:

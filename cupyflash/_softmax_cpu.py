@@ -6,15 +6,8 @@ Each method below takes a block of rows, which stays in the cache; threads take 
 import numpy as np
 
 from cupyflash import _arrays, _logsumexp_cpu, _threads
-from cupyflash._softmax_blocks import (
-    BLOCK,
-    Block,
-    Rows,
-    boxes,
-    row_max,
-    row_sum,
-    split_scale,
-)
+from cupyflash._softmax_blocks import BLOCK, Block, Rows, boxes, row_max, row_sum
+from cupyflash._softmax_problem import split_scale
 
 # Elements below which a thread costs more than it saves.
 _WORTH_A_THREAD = 16 * 1024
@@ -43,10 +36,12 @@ def describe(problem, operands):
     told = {
         "kernel": "tiled" if problem.method == "auto" else problem.method,
         "threads": _num_threads(problem),
-        "computes_in": np.dtype(_work_dtype(problem)).name,
+        "computes_in": np.dtype(_computes_in(problem)).name,
     }
     if problem.num_rows and problem.row_length:
         rows = Rows(problem, x=operands.x, dy=operands.dy, b=operands.b)
+        if problem.function in ("softmax", "log_softmax"):
+            told["kernel"] = _KERNELS[_method(problem, rows)]
         told["rows_of_a_block"] = min(rows.per_block, problem.num_rows)
         told["rows_in_memory"] = "side by side" if rows.side_by_side else "one by one"
     return told
@@ -108,6 +103,13 @@ def _method(problem, rows):
         return _tiled
     # Many long rows side by side, or one after another by all threads.
     return _online if rows.side_by_side else _tiled_long_rows
+
+
+def _computes_in(problem):
+    """The dtype of exponentials, for explain."""
+    if problem.function == "logsumexp":
+        return _logsumexp_cpu.work_dtype(problem)
+    return _naive_dtype(problem) if problem.method == "naive" else _work_dtype(problem)
 
 
 # --- the steps that methods share ----------------------------------------------------
@@ -196,15 +198,15 @@ def _log_of_sum(problem, total, m, block, pieces):
     log = np.log(total)
     if problem.is_complex:
         return log
-    alone = total < _ALONE  # one is 1, and the others are together less than the rest
+    alone = (total > 1 - _SMALL) & (total < 1 + _SMALL)  # the largest term is 1
     if alone.any():
         rest = sum(_rest(problem, m, block, piece) for piece in pieces)
         log = np.where(alone, np.log1p(rest), log)
     return log
 
 
-# A sum of exponentials of which the largest is 1, below which no other can be.
-_ALONE = 1.5
+# What the other terms of a sum come to where its log is found from them.
+_SMALL = 0.5
 
 
 def _last(problem, total, m, block, pieces):
@@ -245,12 +247,7 @@ def _share(problem, e, total):
 
 def _naive(problem, block):
     """exp(x) / sum exp(x), every operation in the dtype of the input."""
-    name = problem.dtypes["x"]
-    dtype = (
-        _arrays.to_dtype(name)
-        if name in _arrays.FLOATS
-        else np.dtype(_work_dtype(problem))
-    )
+    dtype = _naive_dtype(problem)
     wide = np.float32 if dtype.itemsize == 2 else dtype.type
     total = 0
     for piece in block.pieces():
@@ -262,6 +259,13 @@ def _naive(problem, block):
             block.write(piece, np.exp(x) / total)
         else:
             block.write(piece, x - np.log(total))
+
+
+def _naive_dtype(problem):
+    name = problem.dtypes["x"]
+    if name in _arrays.FLOATS:
+        return _arrays.to_dtype(name)
+    return np.dtype(_work_dtype(problem))
 
 
 def _safe(problem, block):
@@ -364,6 +368,14 @@ def _tiled_long_rows(problem, rows, threads):
 
     _threads.for_each(write, tasks, threads)
 
+
+_KERNELS = {
+    _naive: "naive",
+    _safe: "safe",
+    _online: "online",
+    _tiled: "tiled",
+    _tiled_long_rows: "tiled",
+}
 
 # --- gradients -----------------------------------------------------------------------
 

@@ -209,7 +209,7 @@ class _Plan:
             "num_rows": problem.num_rows,
             "row_length": problem.row_length,
             **({"returns_sign": problem.return_sign} if is_sum else {}),
-            **({"scale": problem.scale} if not is_sum else {}),
+            **_scales(problem),
             "outer_size": layout.outer_size,
             "outer_stride": tuple(layout.outer_strides.values()),
             "reduced_size": layout.reduced_size,
@@ -355,10 +355,25 @@ def _over_rows(problem, strides):
     )
 
 
+def _scales(problem):
+    """The scale, and for a softmax its two factors, which its numbers can hold."""
+    if problem.function == "logsumexp":
+        return {}
+    if problem.function.endswith("_vjp"):
+        return {"scale": problem.scale}
+    key_factor, factor = _softmax_problem.split_scale(problem.scale)
+    most = float(np.finfo(problem.compute_dtype).max)
+    return {
+        "scale": problem.scale,
+        "key_factor": key_factor,
+        "factor": min(factor, most),
+    }
+
+
 def _struct(fields):
-    """The dtype of the kernels' layout_t: int64 throughout, but for the scale."""
+    """The dtype of the kernels' layout_t: int64 throughout, but for the scales."""
     return np.dtype([
-        (name, np.float64 if name == "scale" else np.int64, np.shape(value))
+        (name, np.float64 if isinstance(value, float) else np.int64, np.shape(value))
         for name, value in fields.items()
     ])  # fmt: skip
 
@@ -377,7 +392,9 @@ def _run_complex(problem, operands):
     if out.size == 0:
         return out
     is_log = problem.function == "log_softmax"
-    x = x * problem.scale
+    if problem.scale != 1:
+        x.real *= problem.scale  # by parts: inf * (scale + 0j) would have a NaN
+        x.imag *= problem.scale
     if where is not None:
         x = cupy.where(where, x, -np.inf)
     if problem.method != "naive":
@@ -392,27 +409,45 @@ def _run_complex(problem, operands):
     return out
 
 
+def _parts_times(weight, e):
+    """weight * e, part by part if it is real: inf * (weight + 0j) would have a NaN."""
+    if weight is None or weight.dtype.kind == "c":
+        return e if weight is None else weight * e
+    product = cupy.empty(np.broadcast_shapes(weight.shape, e.shape), np.complex128)
+    product.real, product.imag = weight * e.real, weight * e.imag
+    return product
+
+
 def _complex_logsumexp(problem, x, operands):
     """log sum b exp(x), shifted by the largest real part; or log |sum| and phase."""
     dtype = np.dtype(problem.dtypes["out"])
     shape = problem.result_shape
-    weight = 1 if operands.b is None else operands.b.astype(np.complex128)
-    if operands.where is not None:
-        weight = cupy.where(operands.where, weight, 0)
+    weight, where = operands.b, operands.where
+    if where is not None:
+        weight = where.astype(float) if weight is None else cupy.where(where, weight, 0)
     if problem.row_length == 0:
         log, phase = cupy.full(shape, -np.inf), cupy.full(shape, -1)
     else:
-        absent = cupy.equal(weight, 0)
+        absent = cupy.zeros(1, bool) if weight is None else weight == 0
         x = cupy.where(absent, -np.inf, x)
         m = x.real.max(axis=problem.axes, keepdims=True)
         m = cupy.where(cupy.isfinite(m), m, 0)
-        e = cupy.where(absent, 0, weight * cupy.exp(x - m))
+        e = cupy.where(absent, 0, _parts_times(weight, cupy.exp(x - m)))
         total = e.sum(axis=problem.axes, keepdims=True)
+        # What is subtracted has no part in a sum that is infinite, or none.
+        infinite = ~cupy.isfinite(total)
+        plain = _parts_times(weight, cupy.exp(x))
+        plain = cupy.where(absent, 0, plain).sum(axis=problem.axes, keepdims=True)
+        total = cupy.where(infinite, plain, total)
         size = cupy.abs(total)
-        log = (cupy.log(size) + m).reshape(shape)
-        phase = cupy.where(size == 0, 0, total / size).reshape(shape)
+        log = cupy.log(size) + cupy.where(infinite, 0, m)
+        phase = cupy.where(size == 0, 0, total / size)
+        is_real = cupy.isinf(total.real) & (total.imag == 0)
+        phase = cupy.where(is_real, cupy.sign(total.real), phase).reshape(shape)
         if not problem.return_sign:
-            log = log + 1j * cupy.angle(total).reshape(shape)
+            log = log + 1j * cupy.angle(total)
+            log = cupy.where(infinite, cupy.log(total), log)
+        log = log.reshape(shape)
     out = operands.out
     if out is None:
         real = dtype if not problem.return_sign else np.empty(0, dtype).real.dtype

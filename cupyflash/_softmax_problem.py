@@ -3,6 +3,7 @@
 All errors of the caller are raised here, before anything is allocated or launched.
 """
 
+import math
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -79,6 +80,19 @@ def compute_dtype(*names: str) -> str:
     if any(n.startswith("complex") for n in names):
         return "complex128"
     return "float32" if all(n in _arrays.FLOATS[:3] for n in names) else "float64"
+
+
+def split_scale(scale: float) -> tuple[float, float]:
+    """A factor of x, and one from 1 on of differences of the products.
+
+    scale * x itself would be rounded, by more than 1 where it is large. The first
+    factor is a power of two at most 1, which rounds nothing, with the sign of the
+    scale, or 0.
+    """
+    if scale == 0:
+        return 0.0, 1.0
+    unit = min(1.0, math.ldexp(1, math.frexp(scale)[1] - 1))
+    return math.copysign(unit, scale), abs(scale) / unit
 
 
 _COMPLEX = ("complex64", "complex128")

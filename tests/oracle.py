@@ -47,8 +47,13 @@ def log_softmax(x, axis=None, where=None, scale=1.0, real=np.longdouble):
     z = np.where(selected, z, -np.inf)
     m = z.max(axes, keepdims=True)
     shifted = z - np.where(np.isfinite(m), m, 0)
-    total = np.exp(shifted).sum(axes, keepdims=True)
-    return np.where(selected, shifted - np.log(total), -np.inf)
+    terms = np.exp(shifted)
+    total = terms.sum(axes, keepdims=True)
+    # Of a row with one large term the others make up the log.
+    rest = np.where(terms == 1, 0, terms).sum(axes, keepdims=True)
+    log = np.where(total < 1.5, np.log1p(rest), np.log(total))
+    log = np.where(total < 0.5, np.log(total), log)
+    return np.where(selected, shifted - log, -np.inf)
 
 
 @np.errstate(all="ignore")

@@ -262,7 +262,9 @@ def test_integers_do_not_wrap(xp, dtype, method):
         y = function(place(xp, x), -1, method=method)
         exact = getattr(oracle, name)(x.astype(np.float64), -1)
         assert y.dtype == np.float64
-        np.testing.assert_allclose(wide(y), exact, rtol=1e-15)
+        # A GPU takes the log of the sum, in which the smallest terms are lost.
+        lost = 0 if xp is np else 1e-15
+        np.testing.assert_allclose(wide(y), exact, rtol=1e-15, atol=lost)
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128])

@@ -87,7 +87,7 @@ REFUSALS = {
     ),
     "axis of a 0-d array": (
         UNARY,
-        lambda xp: [xp.ones(()), 0],
+        lambda xp: [xp.ones(()), 1],
         {},
         np.exceptions.AxisError,
         "out of bounds for array of dimension 0",

@@ -168,7 +168,7 @@ struct held_t {
   template <typename Slots>
   __device__ __forceinline__ score_t
   score(const tile_t& tile, const Slots& slots, int k, int row, int j) const {
-    if (!is_selected(tile, row, j)) return score_t();
+    if (!is_selected(tile, row, j)) return score_t::absent(tile.layout);
     return score_t(to<acc_t>(slots.get(k, j)), tile.layout);
   }
 
@@ -189,7 +189,7 @@ struct held_t {
       value.each<false>([&](const auto& slots, int k, int row) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) {
-          m[j] = larger_seen_t()(m[j], score(tile, slots, k, row, j).high);
+          m[j] = larger_seen_t()(m[j], score(tile, slots, k, row, j).key);
         }
       });
     }
@@ -262,7 +262,9 @@ __device__ __forceinline__ void tell(
 }
 
 // The last step for a column from what all blocks told of it.
-__device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c) {
+__device__ __forceinline__ finish_t finish_pieces(const shared_t& shared,
+                                                  int c,
+                                                  [[maybe_unused]] keys_t keys) {
   const auto piece = [&](int rank) { return shared.piece[rank][c]; };
   const acc_t own = acc_t(piece(cluster_rank()).m);
   acc_t m = -infinity<acc_t>();
@@ -304,8 +306,8 @@ __device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c)
   if (!is_finite(m)) shift = 0;
   const auto weight = [&](acc_t m) -> double {
     if (m == -infinity<acc_t>()) return 1;
-    if constexpr (kCoarse) return exp_fast(float(shift_of(m) - shift));
-    return exp_diff_exact(shift_of(m), shift);
+    if constexpr (kCoarse) return exp_fast(float(keys.factor * (shift_of(m) - shift)));
+    return keys.exp_diff_exact(shift_of(m), shift);
   };
 #pragma unroll 4
   for (int rank = 0; rank < kCluster; ++rank) {
@@ -367,7 +369,8 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
                                                [[maybe_unused]] meetings_t& meetings,
                                                const acc_t (&m)[kVector],
                                                total_t (&sum)[kVector],
-                                               finish_t (&finish)[kVector]) {
+                                               finish_t (&finish)[kVector],
+                                               [[maybe_unused]] keys_t keys) {
   if constexpr (kInWarp) {
     combine_in_warp(sum, plus_t());
 #pragma unroll
@@ -393,7 +396,7 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
     meetings.of_sum.wait(threadIdx.x < kColumns);
 #pragma unroll 1
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      shared.finish[c] = finish_pieces(shared, c);
+      shared.finish[c] = finish_pieces(shared, c, keys);
     }
 #endif
     __syncthreads();
@@ -436,7 +439,7 @@ __device__ __forceinline__ void softmax(held_t& held,
   }
 
   finish_t finish[kVector];
-  finish_columns(shared, meetings, m, sum, finish);
+  finish_columns(shared, meetings, m, sum, finish, keys_t(tile.layout));
   held.value.held.forget();
 
   const auto result = [&](const auto& slots, int k, int row, int j) {

@@ -75,6 +75,17 @@ struct row_t {
     return {is_selected ? to<T>(a[at.of[kA]]) : -infinity<T>(), weight};
   }
 
+  // The sum with nothing subtracted: of infinite scores or weights. All lanes of a warp
+  // call it.
+  __device__ double plain_sum() const {
+    double sum = 0;
+    for (long long i = lane(); i < length; i += kLanes) {
+      const term_t<double> t = term<double>(i);
+      if (t.weight != 0) sum += t.weight * exp_of(t.score);
+    }
+    return row_sum(sum);
+  }
+
   // log of the row's sum when that is near 1: the largest score plus log1p of all the
   // rest, which never meets the 1 that it is small against. All lanes of a warp call
   // it.
@@ -125,10 +136,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
         sum.l += kHasB ? terms[k].weight * e : double(e);
       }
     }
-    sum = group_reduce<kLanes>(sum, merge_t());
+    sum = group_reduce<kLanes>(sum, merge_t<>());
 
-    const double l = sum.l.value;
+    double l = sum.l.value;
     double result = shifted_log(sum.shift(), abs_of(l));
+    if constexpr (kHasB) {
+      // What is subtracted has no part in a sum that is infinite, or none.
+      const bool is_infinite = !is_finite(l);
+      if (kLanes > kWarpSize ? is_infinite : __any_sync(kFullMask, is_infinite)) {
+        const double plain = row.plain_sum();
+        if (is_infinite) {
+          l = plain;
+          result = log_of(abs_of(l));
+        }
+      }
+    }
     // Half a unit and more from 0 the digits above are enough.
     const bool is_near_zero = l > 0 && abs_of(result) < 0.5;
     if (kLanes > kWarpSize ? is_near_zero : __any_sync(kFullMask, is_near_zero)) {

@@ -70,7 +70,7 @@ struct batch_t {
     return selected >> (k * kVector + j) & 1;
   }
   __device__ __forceinline__ score_t score(int k, int j, const tile_t& tile) const {
-    if (!is_selected(k, j)) return score_t();
+    if (!is_selected(k, j)) return score_t::absent(tile.layout);
     return score_t(to<acc_t>(value.get(k, j)), tile.layout);
   }
 };
@@ -79,8 +79,9 @@ static_assert(!kInWarp, "a long column has its own block");
 
 // m and l of each of this thread's columns over the tile, in each thread.
 __device__ __forceinline__ void join_columns(shared_t& shared,
-                                             total_t (&sum)[kVector]) {
-  combine_in_warp(sum, merge_t());
+                                             total_t (&sum)[kVector],
+                                             keys_t keys) {
+  combine_in_warp(sum, merge_t(keys));
   const int part = threadIdx.x / (kShuffles ? kWarpSize : kSide);
   if (kShuffles ? threadIdx.x % kWarpSize < kSide : threadIdx.x < kGroup) {
 #pragma unroll
@@ -92,7 +93,9 @@ __device__ __forceinline__ void join_columns(shared_t& shared,
 #pragma unroll 1
   for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
     total_t total = shared.sum[0][c].total();
-    for (int i = 1; i < kPartials; ++i) total.take(shared.sum[i][c].total());
+    for (int i = 1; i < kPartials; ++i) {
+      total.take(shared.sum[i][c].total(), keys);
+    }
     share(&shared.piece[cluster_rank()][c], partial_t(total));
   }
   cluster_sync();
@@ -101,7 +104,7 @@ __device__ __forceinline__ void join_columns(shared_t& shared,
     const int c = tile_t::side() * kVector + j;
     sum[j] = shared.piece[0][c].total();
     for (int rank = 1; rank < kCluster; ++rank) {
-      sum[j].take(shared.piece[rank][c].total());
+      sum[j].take(shared.piece[rank][c].total(), keys);
     }
   }
   cluster_sync();  // all have read before the next tile is written
@@ -113,6 +116,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
                          out_t* out,
                          const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
+  const keys_t keys(layout);
   const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
                        ? deal::kVectors
                        : deal::kSingles;
@@ -133,9 +137,9 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
         acc_t m = -infinity<acc_t>();
 #pragma unroll
         for (int k = 0; k < kHeld; ++k) {
-          m = larger_finite_t()(m, batch.score(k, j, tile).high);
+          m = larger_finite_t()(m, batch.score(k, j, tile).key);
         }
-        sum[j].see(m);
+        sum[j].see(m, keys);
 #pragma unroll
         for (int k = 0; k < kHeld; ++k) {
           if (batch.is_selected(k, j)) {
@@ -144,7 +148,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
         }
       }
     }
-    join_columns(shared, sum);
+    join_columns(shared, sum, keys);
 
     finish_t finish[kVector];
 #pragma unroll

@@ -20,6 +20,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                    const bool* where,
                    out_t* out,
                    const __grid_constant__ layout_t layout) {
+  const keys_t keys(layout);
   for (long long at = first_row(); at < layout.num_rows; at += row_step()) {
     const row_t row(x, where, out, layout, at);
 
@@ -31,13 +32,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) {
         s[k] = row.score(i + k * kLanes);
-        m = larger_finite_t()(m, s[k].high);
+        m = larger_finite_t()(m, s[k].key);
       }
-      sum.see(m);
+      sum.see(m, keys);
 #pragma unroll
       for (int k = 0; k < kBatch; ++k) sum.l += s[k].exp_minus(sum.shift());
     }
-    sum = group_reduce<kLanes>(sum, merge_t());
+    sum = group_reduce<kLanes>(sum, merge_t(keys));
 
     const finish_t finish(sum.shift(), sum.l.value);
     for (long long i = lane(); i < row.length; i += kBatch * kLanes) {

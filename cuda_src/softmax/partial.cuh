@@ -9,7 +9,7 @@
 #include "softmax/running.cuh"
 #include "softmax/score.cuh"
 
-// What a block tells the others of its part of a row: the sum is l exp(m).
+// What a block tells the others of its part of a row: the sum is l exp(m), for a key m.
 struct partial_t {
   double l;
   double m;
@@ -18,45 +18,61 @@ struct partial_t {
 // Sums in powers of two take fewer instructions than those of softmax_online. Doubles
 // need the last digit that they may lose.
 constexpr bool kSumsPowers = sizeof(acc_t) == 4;
-// A score that was scaled has a lower part, which coarse sums leave out.
+// A score that is scaled has a lower part, which coarse sums leave out.
 using powers_t = power_sum_t<acc_t, kCoarse && !kScaled>;
 
 // Sees and adds some scores.
 template <int kCount>
-__device__ __forceinline__ void take_scores(powers_t& sum, const score_t (&s)[kCount]) {
-  const auto high = [&](int e) { return s[e].high; };
-  sum.see(powers_t::template largest<kCount>(high));
+__device__ __forceinline__ void take_scores(powers_t& sum,
+                                            const score_t (&s)[kCount],
+                                            keys_t) {
   if constexpr (kScaled) {
-    sum.template add<kCount>(high, [&](int e) { return s[e].low; });
+    pair_t<acc_t> value[kCount];
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) value[e] = s[e].value();
+    const auto high = [&](int e) { return value[e].high; };
+    sum.see(powers_t::template largest<kCount>(high));
+    sum.template add<kCount>(high, [&](int e) { return value[e].low; });
   } else {
-    sum.template add<kCount>(high);
+    const auto key = [&](int e) { return s[e].key; };
+    sum.see(powers_t::template largest<kCount>(key));
+    sum.template add<kCount>(key);
   }
 }
 template <int kCount>
 __device__ __forceinline__ void take_scores(running_t<acc_t>& sum,
-                                            const score_t (&s)[kCount]) {
+                                            const score_t (&s)[kCount],
+                                            keys_t keys) {
   acc_t m = -infinity<acc_t>();
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) m = larger_finite_t()(m, s[e].high);
-  sum.see(m);
+  for (int e = 0; e < kCount; ++e) m = larger_finite_t()(m, s[e].key);
+  sum.see(m, keys);
 #pragma unroll
   for (int e = 0; e < kCount; ++e) sum.l += s[e].exp_minus(sum.shift());
 }
 
 // As a sum l exp(m), where m is at least that of the sum.
-__device__ __forceinline__ double scaled_to(const partial_t& sum, double m) {
+__device__ __forceinline__ double scaled_to(const partial_t& sum,
+                                            double m,
+                                            keys_t keys) {
   if (sum.m == m || !is_finite(sum.l)) return sum.l;
-  return sum.m == -infinity<double>() ? 0 : sum.l * exp_diff_exact(sum.m, m);
+  return sum.m == -infinity<double>() ? 0 : sum.l * keys.exp_diff_exact(sum.m, m);
 }
 
 // Whether a sum in powers of two is one, and what is told of it.
 __device__ __forceinline__ bool is_sum(const powers_t& sum) {
   return abs_of(sum.top) <= powers_t::kLargestTop;
 }
-__device__ __forceinline__ partial_t partial_of(const powers_t& sum) {
+__device__ __forceinline__ partial_t partial_of(const powers_t& sum, keys_t keys) {
+  if constexpr (kScaled) {
+    // A key whose score is about the largest one.
+    const double m = acc_t(sum.top / keys.factor.high);
+    const pair_t<double> top = keys.factor * pair_t<double>{m, 0};
+    return {sum.l.value * powers_t::power_about(sum.shift, top.high), m};
+  }
   return {sum.l.value * powers_t::power_about(sum.shift, sum.top), double(sum.top)};
 }
-__device__ __forceinline__ partial_t partial_of(const running_t<acc_t>& sum) {
+__device__ __forceinline__ partial_t partial_of(const running_t<acc_t>& sum, keys_t) {
   return {sum.l.value, double(sum.m)};
 }
 

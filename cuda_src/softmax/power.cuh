@@ -31,7 +31,7 @@ struct power_t {
     return count < -1000 ? 0.0 : __hiloint2double((1023 + count) << 20, 0);
   }
   __device__ __forceinline__ float operator()(score_t s) const {
-    const float x = fmaxf(s.high, lowest);
+    const float x = fmaxf(s.key, lowest);
     const float rounded = fmaf(x, kHigh, round);
     const float k = rounded - round;
     const float r = fmaf(x, kLow, fmaf(x, kHigh, -k));

@@ -372,11 +372,11 @@ struct power_sum_t {
   }
 
   // 2^shift / exp(m), for m near shift ln 2.
-  static __device__ __forceinline__ double power_about(int shift, T m) {
+  static __device__ __forceinline__ double power_about(int shift, double m) {
     const double high = shift * kLn2;
     const double low =
         fma(double(shift), kLn2, -high) + shift * detail::range<double>::kLn2Low;
-    pair_t<double> d = exact_sum(high, -double(m));
+    pair_t<double> d = exact_sum(high, -m);
     d.low += low;
     return exp_of(d);
   }

@@ -49,7 +49,8 @@ struct row_t {
   }
   // Also beyond the row, where nothing takes part.
   __device__ __forceinline__ score_t score(long long i) const {
-    return i < length && selected(i) ? score_t(load(i), layout) : score_t();
+    return i < length && selected(i) ? score_t(load(i), layout)
+                                     : score_t::absent(layout);
   }
   __device__ __forceinline__ void store(long long i, acc_t value) const {
     out[offset(kOut, i)] = to<out_t>(value);

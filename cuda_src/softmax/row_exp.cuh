@@ -53,8 +53,8 @@ struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
     if constexpr (kScaled) {
       return score.minus(m);
     } else {
-      const float larger = fminf(score.high, -m), smaller = fmaxf(score.high, -m);
-      const float sum = score.high - m;
+      const float larger = fminf(score.key, -m), smaller = fmaxf(score.key, -m);
+      const float sum = score.key - m;
       return {sum, smaller - (sum - larger)};
     }
   }

@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     acc_t m = -infinity<acc_t>();
 #pragma unroll kUnroll
     for (long long i = lane(); i < row.length; i += kLanes) {
-      m = larger_t()(m, row.score(i).high);
+      m = larger_t()(m, row.score(i).key);
     }
     m = shift_by(row_max(m));
 

@@ -31,43 +31,95 @@ enum { kX, kWhere, kOut, kNumArrays };
 struct layout_t {
   long long num_rows, row_length;
   double scale;
+  // scale * (x - m) = factor * (key_factor * x - key_factor * m): key_factor is 0 or,
+  // up to its sign, a power of two that is at most 1, which rounds nothing.
+  double key_factor, factor;
   axes_t<OUTER_AXES, kNumArrays> outer;      // over the rows
   axes_t<REDUCED_AXES, kNumArrays> reduced;  // over the elements of a row
 };
 
-// scale * x, to twice the digits of acc_t: at a score of 80 the rounding of the product
-// alone would be a relative error of 5e-6 of its float exponential.
+// What differences of keys are multiplied by, to twice the digits of T.
+template <typename T, bool kIsOne>
+struct factor_t {
+  static constexpr T high = 1;
+
+  factor_t() = default;
+  __device__ __forceinline__ explicit factor_t(const layout_t&) {}
+  __device__ __forceinline__ T operator*(T d) const { return d; }
+  __device__ __forceinline__ pair_t<T> operator*(pair_t<T> d) const { return d; }
+};
+template <typename T>
+struct factor_t<T, false> {
+  T high, low;
+
+  factor_t() = default;
+  __device__ __forceinline__ explicit factor_t(const layout_t& layout)
+      : high(T(layout.factor)), low(T(layout.factor - double(high))) {}
+  __device__ __forceinline__ T operator*(T d) const { return high * d; }
+  __device__ __forceinline__ pair_t<T> operator*(pair_t<T> d) const {
+    const T product = rounded_product(high, d.high);
+    T rest = fma_of(high, d.high, -product);
+    rest = fma_of(high, d.low, rest);
+    if constexpr (sizeof(T) < sizeof(double)) rest = fma_of(low, d.high, rest);
+    return {product, rest};
+  }
+};
+
+// A score, scale * x, as a key: the scale multiplies differences of keys, which are
+// exact. It would be the rounding of the product else that exp sees: at a score of 80
+// a relative error of 5e-6 in float, and of scores beyond 2^53 nothing is left.
 struct score_t {
-  acc_t high, low;
+  acc_t key;
+  factor_t<acc_t, !kScaled> factor;
 
-  // Of an element that takes no part: exp of it is 0.
-  __device__ __forceinline__ score_t() : high(-infinity<acc_t>()), low(0) {}
-
+  score_t() = default;
   __device__ __forceinline__ score_t(acc_t x, const layout_t& layout)
-      : high(x), low(0) {
-    if constexpr (kScaled) {
-      const acc_t scale = acc_t(layout.scale);
-      const acc_t scale_low = acc_t(layout.scale - double(scale));
-      high = rounded_product(scale, x);
-      low = fma_of(scale, x, -high) + scale_low * x;
-      // Past 2^24 (float) neighbouring scores are further apart than exp can see.
-      if (!(abs_of(low) <= acc_t(1))) low = 0;
-    }
+      : key(kScaled ? rounded_product(x, acc_t(layout.key_factor)) : x),
+        factor(layout) {}
+  // Of an element that takes no part: exp of it is 0.
+  static __device__ __forceinline__ score_t absent(const layout_t& layout) {
+    score_t score(0, layout);
+    score.key = -infinity<acc_t>();
+    return score;
   }
 
-  // score - m
+  // Score less that of key m.
   __device__ __forceinline__ pair_t<acc_t> minus(acc_t m) const {
-    pair_t<acc_t> d = exact_sum(high, -m);
-    if constexpr (kScaled) {
-      if (is_finite(d.high)) d = exact_sum(d.high, d.low + low);
-    }
-    return d;
+    return factor * exact_sum(key, -m);
   }
 
-  // exp(score - m)
+  // exp of that
   __device__ __forceinline__ acc_t exp_minus(acc_t m) const {
-    if constexpr (kCoarse) return exp_fast(kScaled ? high - m + low : high - m);
+    if constexpr (kCoarse) return exp_fast(factor * (key - m));
     return exp_of(minus(m));
+  }
+
+  // The score as a number and what its rounding took.
+  __device__ __forceinline__ pair_t<acc_t> value() const {
+    pair_t<acc_t> product = factor * pair_t<acc_t>{key, 0};
+    // Past 2^24 (float) neighbouring scores are further apart than exp can see.
+    if (!(abs_of(product.low) <= acc_t(1))) product.low = 0;
+    return product;
+  }
+};
+
+// How differences of keys are taken (softmax/running.cuh).
+struct keys_t {
+  factor_t<double, !kScaled> factor;
+
+  __device__ __forceinline__ explicit keys_t(const layout_t& layout) : factor(layout) {}
+  __device__ __forceinline__ double exp_diff(double x, double m) const {
+    return x == -infinity<double>() ? 0 : exp_of(factor * (x - m));
+  }
+  // The same to the last digits, of x that is finite.
+  __device__ __forceinline__ double exp_diff_exact(double x, double m) const {
+    return exp_of(factor * exact_sum(x, -m));
+  }
+  // How far apart keys are of scores that are so far apart.
+  template <typename T>
+  __device__ __forceinline__ T slack(double slack) const {
+    if constexpr (kScaled) return T(slack / factor.high);
+    return T(slack);
   }
 };
 
@@ -80,7 +132,7 @@ __device__ __forceinline__ acc_t unselected() {
 struct finish_t {
   acc_t m;
   acc_t inverse;          // softmax: 1 / l; NaN if the row holds +inf, NaN or only -inf
-  pair_t<acc_t> log_sum;  // log_softmax: m + log l, in twice the digits
+  pair_t<acc_t> log_sum;  // log_softmax: m + log l, in twice the digits; scaled: log l
 
   finish_t() = default;
 
@@ -98,7 +150,7 @@ struct finish_t {
       const acc_t high = acc_t(l);
       const pair_t<acc_t> log_of_high =
           kCoarse ? pair_t<acc_t>{log_of(high), 0} : log_in_parts(high);
-      log_sum = exact_sum(m, log_of_high.high);
+      log_sum = exact_sum(kScaled ? acc_t(0) : m, log_of_high.high);
       log_sum.low += log_of_high.low;
       log_sum.low += acc_t((l - high) / l);
       if (is_nan(log_sum.low)) log_sum.low = 0;  // l is 0, inf or NaN
@@ -108,8 +160,14 @@ struct finish_t {
   }
 
   __device__ __forceinline__ acc_t operator()(score_t s) const {
-    if constexpr (kLog) {
-      return (s.high - log_sum.high) + (s.low - log_sum.low);
+    if constexpr (kLog && kScaled && kCoarse) {
+      return (s.factor * (s.key - m) - log_sum.high) - log_sum.low;
+    } else if constexpr (kLog && kScaled) {
+      const pair_t<acc_t> d = s.minus(m);
+      const acc_t y = d.high - log_sum.high;
+      return is_finite(y) ? y + (d.low - log_sum.low) : y;
+    } else if constexpr (kLog) {
+      return (s.key - log_sum.high) - log_sum.low;
     } else {
       return s.exp_minus(m) * inverse;
     }

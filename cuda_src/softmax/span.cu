@@ -38,7 +38,7 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
     value[j] = -infinity<acc_t>();
     if (has(j)) {
       value[j] = to<acc_t>(x[j * kLanes]);
-      m = largest_t()(m, score_t(value[j], layout).high);
+      m = largest_t()(m, score_t(value[j], layout).key);
     }
   }
   const acc_t largest = warp_reduce<kLanes>(m, largest_t());
@@ -48,7 +48,8 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
   part_t sum = exp_of_row.none();
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {
-    const score_t s = !kScaled || has(j) ? score_t(value[j], layout) : score_t();
+    const score_t s =
+        !kScaled || has(j) ? score_t(value[j], layout) : score_t::absent(layout);
     const acc_t e = exp_of_row(s);
     exp_of_row.add(sum, e);
     if (!kLog) value[j] = e;  // softmax needs no more of x than this

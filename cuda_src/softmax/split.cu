@@ -47,7 +47,7 @@ struct work_t {
     return !kHasWhere || where[i * layout.reduced.stride[kWhere][0]];
   }
   __device__ __forceinline__ score_t score(x_t value, long long i) const {
-    return selected(i) ? score_t(to<acc_t>(value), layout) : score_t();
+    return selected(i) ? score_t(to<acc_t>(value), layout) : score_t::absent(layout);
   }
 
   // Calls visit(first element, vector) for the vectors of this thread, then visit_edge
@@ -85,11 +85,11 @@ __device__ __forceinline__ void add_all(const work_t& work, Sum& sum) {
         score_t s[kVector];
 #pragma unroll
         for (int e = 0; e < kVector; ++e) s[e] = work.score(read.element[e], i + e);
-        take_scores(sum, s);
+        take_scores(sum, s, keys_t(work.layout));
       },
       [&](long long i) {
         const score_t s[1] = {work.score(work.x[i], i)};
-        take_scores(sum, s);
+        take_scores(sum, s, keys_t(work.layout));
       });
 }
 
@@ -97,7 +97,7 @@ __device__ __forceinline__ void add_all(const work_t& work, Sum& sum) {
 __device__ __forceinline__ running_t<acc_t> running_sum(const work_t& work) {
   running_t<acc_t> sum;
   add_all(work, sum);
-  return group_reduce<kLanes>(sum, merge_t());
+  return group_reduce<kLanes>(sum, merge_t(keys_t(work.layout)));
 }
 
 // The sum of the block in each thread, or with a `top` that says it is none.
@@ -120,13 +120,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
   if constexpr (kSumsPowers) {
     const powers_t sum = sum_of_powers(work);
     if (is_sum(sum)) {
-      const partial_t found = partial_of(sum);
+      const partial_t found = partial_of(sum, keys_t(layout));
       if (lane() == 0) partial[blockIdx.x] = found;
       return;
     }
   }
   const running_t<acc_t> sum = running_sum(work);
-  if (lane() == 0) partial[blockIdx.x] = partial_of(sum);
+  if (lane() == 0) partial[blockIdx.x] = partial_of(sum, keys_t(layout));
 }
 
 // Writes finish(score) for the part.
@@ -163,11 +163,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
   // From the last part to the first: what was read last is still in L2.
   const part_t part(gridDim.x - 1 - blockIdx.x, layout.row_length);
   const work_t work(x, where, out, layout, part);
+  const merge_t merge{keys_t(layout)};
   running_t<acc_t> sum;
   for (int i = lane(); i < kParts; i += kLanes) {
-    sum = merge_t()(sum, sum_of(partial[part.row * kParts + i]));
+    sum = merge(sum, sum_of(partial[part.row * kParts + i]));
   }
-  sum = group_reduce<kLanes>(sum, merge_t());
+  sum = group_reduce<kLanes>(sum, merge);
   if constexpr (finish_in_powers_t::kTakes) {
     if (finish_in_powers_t::takes(sum.l.value, sum.m)) {
       write(work, finish_in_powers_t(sum.l.value, sum.m));

@@ -53,7 +53,7 @@ struct batch_t {
     return kHasWhere ? selected >> (k * kVector + j) & 1 : k < rows;
   }
   __device__ __forceinline__ score_t score(int k, int j, const tile_t& tile) const {
-    if (!is_selected(k, j)) return score_t();
+    if (!is_selected(k, j)) return score_t::absent(tile.layout);
     return score_t(to<acc_t>(value.get(k, j)), tile.layout);
   }
 };
@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_all(Sum (&sum)[kVector],
       score_t s[kHeld];
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) s[k] = batch.score(k, j, tile);
-      take_scores(sum[j], s);
+      take_scores(sum[j], s, keys_t(tile.layout));
     }
   }
 }
@@ -90,7 +90,8 @@ __device__ __forceinline__ unsigned find_in_powers(partial_t (&found)[kVector],
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
     const bool is_one = is_sum(sum[j]);
-    found[j] = is_one ? partial_of(sum[j]) : partial_of(running_t<acc_t>());
+    const keys_t keys(tile.layout);
+    found[j] = is_one ? partial_of(sum[j], keys) : partial_of(running_t<acc_t>(), keys);
     if (is_one || sum[j].top == -infinity<acc_t>()) reaches |= 1u << j;
   }
   return reaches;
@@ -107,7 +108,7 @@ __device__ __forceinline__ void find_running(partial_t (&found)[kVector],
   add_all(sum, x, where, tile);
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
-    if (!(known >> j & 1)) found[j] = partial_of(sum[j]);
+    if (!(known >> j & 1)) found[j] = partial_of(sum[j], keys_t(tile.layout));
   }
 }
 
@@ -123,6 +124,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                               partial_t* partial,  // (tiles, pieces, kColumns)
                               const __grid_constant__ layout_t layout) {
   __shared__ partial_t shared[kDeep][kColumns];
+  const keys_t keys(layout);
   const deal how = takes_vectors(x, layout, kX) ? deal::kVectors : deal::kSingles;
   const tile_index_t end = num_tiles(layout);
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
@@ -145,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
     __syncthreads();
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
       running_t<acc_t> sum = sum_of(shared[0][c]);
-      for (int i = 1; i < kDeep; ++i) sum.take(sum_of(shared[i][c]));
-      place_of(partial, at)[blockIdx.y * kColumns + c] = partial_of(sum);
+      for (int i = 1; i < kDeep; ++i) sum.take(sum_of(shared[i][c]), keys);
+      place_of(partial, at)[blockIdx.y * kColumns + c] = partial_of(sum, keys);
     }
   }
 }
@@ -190,6 +192,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                                 partial_t* partial,
                                 const __grid_constant__ layout_t layout) {
   __shared__ partial_t shared[kNumThreads];
+  const keys_t keys(layout);
   const deal how = takes_vectors(x, layout, kX) && takes_vectors(out, layout, kOut)
                        ? deal::kVectors
                        : deal::kSingles;
@@ -210,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
       }
 #pragma unroll 4
       for (int i = first; i < gridDim.y; i += kJoining) {
-        sum.l += scaled_to(pieces[i * kColumns], sum.m);
+        sum.l += scaled_to(pieces[i * kColumns], sum.m, keys);
       }
       shared[threadIdx.x] = sum;
     }
@@ -219,7 +222,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const int c = tile.offset(j);
-      for (int i = 0; i < kJoining; ++i) sum[j].take(sum_of(shared[i * kColumns + c]));
+      for (int i = 0; i < kJoining; ++i) {
+        sum[j].take(sum_of(shared[i * kColumns + c]), keys);
+      }
     }
     const x_t* const x_tile = x + tile.start(kX);
     const bool* const where_tile = where + tile.start(kWhere);

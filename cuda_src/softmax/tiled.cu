@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     const auto score = [&](acc_t element, bool is_in_row, int j) {
       if (kHasWhere) is_in_row = marks.get(j);
-      return kPads || is_in_row ? score_t(element, layout) : score_t();
+      return kPads || is_in_row ? score_t(element, layout) : score_t::absent(layout);
     };
     if (!has_started) await_blocks();
     has_started = true;
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       m = held.largest(deal, largest_t());
     } else {
       held.each<false, kUnrollParked>(deal, [&](acc_t element, bool is_in_row, int j) {
-        m = largest_t()(m, score(element, is_in_row, j).high);
+        m = largest_t()(m, score(element, is_in_row, j).key);
         return element;
       });
     }

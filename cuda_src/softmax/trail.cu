@@ -205,7 +205,7 @@ __device__ __forceinline__ acc_t larger(acc_t a, acc_t b) {
 }
 template <typename T>
 __device__ __forceinline__ acc_t largest(const held_t<T>& held, const piece_t& piece) {
-  acc_t m = piece.score(held.edge).high;
+  acc_t m = piece.score(held.edge).key;
   if constexpr (sizeof(T) == 2 && kVector % 2 == 0 && !kScaled) {
     auto of_all = held.at(0);  // no conversion is needed
 #pragma unroll
@@ -213,7 +213,7 @@ __device__ __forceinline__ acc_t largest(const held_t<T>& held, const piece_t& p
 #pragma unroll
     for (int e = 0; e < kVector; ++e) m = larger(m, to<acc_t>(of_all.element[e]));
   } else {
-    each(held, piece, [&](score_t s) { m = larger(m, s.high); });
+    each(held, piece, [&](score_t s) { m = larger(m, s.key); });
   }
   return warp_reduce(m, [](acc_t a, acc_t b) { return larger(a, b); });
 }
@@ -225,7 +225,7 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
   running_t<acc_t> sum;
   const auto take = [&](x_t element) {
     const score_t s[1] = {piece.score(element)};
-    take_scores(sum, s);
+    take_scores(sum, s, keys_t(piece.layout));
   };
 #pragma unroll 1
   for (int i = 0; i < kHeld * kVector; ++i) {
@@ -233,7 +233,7 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
     if (piece.has(k)) take(piece.x[piece.position(k) + i % kVector]);
   }
   if (piece.has_edge()) take(piece.x[piece.edge]);
-  return partial_of(warp_reduce(sum, merge_t()));
+  return partial_of(warp_reduce(sum, merge_t<>()), keys_t(piece.layout));
 }
 
 // The sum of a warp; one that is not finite is none.
@@ -253,7 +253,7 @@ __device__ __forceinline__ partial_t sum_of_powers(const held_t<x_t>& held,
   if (!power_t::takes(m)) return {infinity<double>(), 0};
   const power_t power(m);
   const auto term = [&](score_t s) {
-    if constexpr (kCoarse) return exp2f(fmaf(s.high, float(kLog2e), -power.unit));
+    if constexpr (kCoarse) return exp2f(fmaf(s.key, float(kLog2e), -power.unit));
     return power(s);
   };
   // Four are added as floats; of what becomes 16 bits, those of a vector.
@@ -278,13 +278,13 @@ __device__ __forceinline__ partial_t sum_of_pairs(const held_t<x_t>& held,
     score_t s[kVector];
 #pragma unroll
     for (int e = 0; e < kVector; ++e) s[e] = piece.score(held.at(k).element[e]);
-    take_scores(sum, s);
+    take_scores(sum, s, keys_t(piece.layout));
   }
   const score_t s[1] = {piece.score(held.edge)};
-  take_scores(sum, s);
+  take_scores(sum, s, keys_t(piece.layout));
   sum.template join<kWarpSize>();
   if (!is_sum(sum)) return {infinity<double>(), 0};
-  return partial_of(sum);
+  return partial_of(sum, keys_t(piece.layout));
 }
 
 // The sum of a warp; `m` is the largest of its scores.
@@ -311,25 +311,27 @@ __device__ __forceinline__ partial_t sum_up(const held_t<x_t>& held,
 }
 
 // Joins sums of warps, in all lanes of one.
-__device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps]) {
+__device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps],
+                                                keys_t keys) {
   const partial_t own = sums[threadIdx.x % kWarps];
   const double m = warp_reduce<kWarps>(own.m, larger_finite_t());
-  return {warp_reduce<kWarps>(scaled_to(own, m), plus_t()), m};
+  return {warp_reduce<kWarps>(scaled_to(own, m, keys), plus_t()), m};
 }
 
 // Joins what is told of the parts of a row, by a block, and tells it.
 __device__ __forceinline__ void join_parts(const board_t& board,
                                            unsigned row,
-                                           unsigned parts) {
+                                           unsigned parts,
+                                           keys_t keys) {
   const unsigned long long* const told = board.of_part(row * parts);
   partial_t own = {0, -infinity<double>()};
   for (unsigned i = lane(); i < parts; i += kLanes) {
     const partial_t next = board_t::read(told + 2 * i);
     const double m = larger_finite_t()(own.m, next.m);
-    own = {scaled_to(own, m) + scaled_to(next, m), m};
+    own = {scaled_to(own, m, keys) + scaled_to(next, m, keys), m};
   }
   const double m = group_reduce<kLanes>(own.m, larger_finite_t());
-  const double l = group_reduce<kLanes>(scaled_to(own, m), plus_t());
+  const double l = group_reduce<kLanes>(scaled_to(own, m, keys), plus_t());
   if (threadIdx.x == 0) board_t::tell(board.of_row(row), {l, m});
 }
 
@@ -453,10 +455,10 @@ struct block_t {
     if (threadIdx.x == 0) shared.next[turn] = ahead;
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
-      const partial_t of_part = join_warps(shared.sums[turn]);
+      const partial_t of_part = join_warps(shared.sums[turn], keys_t(layout));
       if (threadIdx.x == 0) board_t::tell(board.of_part(part), of_part);
     }
-    if (piece.is_last) join_parts(board, piece.row, line.parts);
+    if (piece.is_last) join_parts(board, piece.row, line.parts, keys_t(layout));
   }
   // Waits for the last step of a row.
   __device__ __forceinline__ void hear(const piece_t& piece, int turn) const {

@@ -28,7 +28,9 @@ def test_axes(axis, ndim, axes):
     assert _layout.normalize_axes(axis, ndim) == axes
 
 
-@pytest.mark.parametrize(("axis", "ndim"), [(2, 2), (-3, 2), ((0, 5), 2), (1, 0), (-2, 0)])
+@pytest.mark.parametrize(
+    ("axis", "ndim"), [(2, 2), (-3, 2), ((0, 5), 2), (1, 0), (-2, 0)]
+)
 def test_axes_out_of_range(axis, ndim):
     with pytest.raises(np.exceptions.AxisError, match="out of bounds"):
         _layout.normalize_axes(axis, ndim)

@@ -18,7 +18,7 @@ _NEAR_ZERO = 1.0
 
 
 def work_dtype(problem):
-    """What sums are computed in: one step above float32, as in the rest of the family."""
+    """What sums are computed in: one step above float32, as in all of the family."""
     return np.complex128 if problem.is_complex else np.float64
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash import _kernels, _softmax_turn
+from cupyflash import _kernels, _softmax_limits, _softmax_turn
 from cupyflash import _softmax_samples as _samples
 from cupyflash._kernels import CUDA_TYPES, Device, Step, Variant
 from cupyflash._softmax_column_cuts import (
@@ -66,7 +66,10 @@ class SoftmaxKernel:
         for name in problem.dtypes.values():
             if name and (reason := _kernels.refuse_old_device(name, device)):
                 return reason
-        return self.cuts(problem, device)
+        cuts = self.cuts(problem, device)
+        if isinstance(cuts, str):
+            return cuts
+        return _softmax_limits.refusal(self.name, problem, cuts) or cuts
 
     def steps(self, problem: Any, device: Device) -> tuple[Step, ...]:
         """What is launched, one after the other, all with the same parameters."""

@@ -1,0 +1,122 @@
+"""What kernels count in 32 bits, and the problems that are too large for it.
+
+Offsets in memory have 64 bits everywhere. Most counters have 32, since those of loops
+are faster: of the vectors of a row, of the rows of a column, of tiles. Each row of the
+table that has such a counter is listed here with the most that it comes to; a problem
+beyond that is left to a later row. The last rows of the table count in 64 bits.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from cupyflash import _softmax_cuts as _cuts
+from cupyflash import _softmax_tiers as _tiers
+
+MOST = (1 << 31) - 1
+MOST_BLOCKS = MOST, 65_535  # of a grid's first and second axis
+
+Count = tuple[str, int]
+
+
+def refusal(name: str, problem: Any, cuts: Iterable[_cuts.Cut]) -> str | None:
+    """Why the row `name` cannot count what a problem has, or None."""
+    for cut in cuts:
+        for what, most in counts(name, problem, cut):
+            if most > MOST:
+                return f"{most} {what} are more than 32 bits count"
+    return None
+
+
+def counts(name: str, problem: Any, cut: _cuts.Cut) -> Iterator[Count]:
+    """What a launch counts in an int, and the most that each comes to."""
+    yield "blocks", cut.num_blocks
+    if name in _COUNTS:
+        values = {key: int(value) for key, value in cut.defines if value.isdigit()}
+        yield from _COUNTS[name](problem, cut, values)
+
+
+def _of_columns(problem, cut, values):
+    """place_t of softmax/columns.cuh."""
+    side, deep = values["SIDE"], values["DEEP"]
+    group, inner = side * deep, problem.layout.inner
+    pieces = cut.num_groups if values.get("SPLITS") else values["CLUSTER"]
+    piece = -(-problem.row_length // pieces)
+    # A loop goes on by a batch of rows, or two, beyond the last.
+    yield "rows of a thread", -(-piece // deep) + 2 * (values["HELD"] + deep)
+    tiles = problem.num_rows // inner * -(-inner // (side * values["VECTOR"]))
+    if group > _tiers.WARP or group & (group - 1):  # else they have 64 bits
+        yield "tiles", tiles + cut.num_blocks
+
+
+def _of_held_columns(problem, cut, values):
+    yield from _of_columns(problem, cut, values)
+    yield "rows of a column", problem.row_length
+
+
+def _of_shares(problem, cut, values):
+    """Warps have equal shares of all rows, and one may read a tile again."""
+    yield from _of_columns(problem, cut, values)
+    inner = problem.layout.inner
+    tiles = problem.num_rows // inner * -(-inner // (values["SIDE"] * values["VECTOR"]))
+    share = -(-tiles * problem.row_length // values["SHARES"])
+    rows = problem.row_length if values["WHOLE"] else min(problem.row_length, share)
+    deep = _tiers.WARP // values["SIDE"]
+    yield "rows of a lane", -(-rows // deep) + 2 * (values["HELD"] + deep)
+
+
+def _of_held_rows(problem, cut, values):
+    """deal_t of softmax/held.cuh: positions in a row, also of slots beyond it."""
+    slots = values["CLUSTER"] * values["LANES"] * (values["HELD"] + values["PARKED"])
+    yield "elements of a row", problem.row_length + slots
+
+
+def _of_spans(problem, cut, values):
+    yield "elements of a span", values["SPAN_ROWS"] * problem.row_length
+
+
+def _of_summed_rows(problem, cut, values):
+    """piece_t of logsumexp_rows.cu, or its rows that are held."""
+    if values["SETS"]:
+        rows = values["ROWS_PER_BLOCK"] * values["SETS"]
+        yield "elements of a block", rows * problem.row_length
+        return
+    vector = _tiers.VECTOR_BYTES // _cuts.itemsize_of(problem.dtypes["x"])
+    part = -(-problem.row_length // values["PARTS"])
+    together = values["HELD"] // vector * values["LANES"]
+    yield "vectors of a row", -(-part // vector) + 1 + together
+
+
+def _of_line(problem, cut, values):
+    """line_t of softmax/line.cuh, and positions in a row."""
+    vector = _tiers.VECTOR_BYTES // _cuts.widest_of(problem)
+    part = values["LANES"] * values["HELD"] * vector
+    parts = problem.num_rows * -(-problem.row_length // part)
+    yield "parts of rows", 2 * parts + values["MARGIN"]
+    yield "elements of a row", problem.row_length + part
+
+
+def _of_rings(problem, cut, values):
+    """num_steps of softmax/stream.cuh."""
+    vector = _tiers.VECTOR_BYTES // _cuts.widest_of(problem)
+    at_once = cut.num_blocks * values["LANES"]
+    yield "steps of a row", -(-problem.row_length // (vector * at_once)) + 1
+
+
+# Rows that are not here have 64 bits for all that grows with a problem.
+_COUNTS = {
+    "columns": _of_held_columns,
+    "vjp_columns": _of_held_columns,
+    "long_columns": _of_columns,
+    "split_columns": _of_columns,
+    "logsumexp_columns": _of_columns,
+    "logsumexp_shares": _of_shares,
+    "span": _of_spans,
+    "vjp_span": _of_spans,
+    "logsumexp_span": _of_spans,
+    "tiled": _of_held_rows,
+    "vjp_tiled": _of_held_rows,
+    "trail": _of_line,
+    "vjp_trail": _of_line,
+    "vjp_stream": _of_rings,
+    "logsumexp_rows": _of_summed_rows,
+}

@@ -57,7 +57,7 @@ def softmax(
     where : array_like of bool, optional
         Broadcasts to `x`. Elements with False take no part, even if NaN, and give 0.
     scale : float, default 1.0
-        Factor on `x`, applied in the precision of the sums.
+        Factor on `x`. It costs no digits: exact differences of `x` are multiplied.
     dtype : dtype, optional
         Floating dtype of the result; by default that of `out`, else of `x`.
     out : ndarray, optional
@@ -92,8 +92,9 @@ def softmax(
     -----
     Maxima, exponentials and sums are float32 or wider for 16-bit and float32 input,
     float64 otherwise; the result is rounded once. The rounding error of
-    ``x - max(x)`` is carried along, so that the relative error does not grow with the
-    spread of a row.
+    ``x - max(x)`` is carried along, and `scale` multiplies that difference, so that the
+    relative error grows neither with the spread of a row nor with the size of its
+    numbers: 1e-15 for float64, 4e-7 for float32.
 
     Special values are SciPy's: a row of -inf alone, or with a +inf, gives NaN; NaN
     spoils its own row only. A row with `where` all False gives 0.
@@ -152,6 +153,8 @@ def log_softmax(
     Notes
     -----
     Exact where ``log(softmax(x))`` is not: a small softmax does not underflow to -inf.
+    The log of a softmax near 1 keeps its digits on NumPy; on a GPU the error of each
+    result is relative to 1 or, if that is larger, its size.
 
     Examples
     --------
@@ -217,6 +220,9 @@ def logsumexp(
     Notes
     -----
     One read of `a`. An empty sum, or one of -inf alone, gives -inf; a +inf gives inf.
+    With weights of both signs the error is relative to ``sum(abs(b) * exp(a))``. A sum
+    with infinite scores or weights is what floating point makes of ``b * exp(a)``; a
+    real weight multiplies both parts of a complex number.
 
     Examples
     --------

@@ -155,6 +155,7 @@ _BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 2, 1024
 # Bytes of neighbouring columns in a tile, and rows of a thread at a time. 65536 x 2048
 # floats: 0.58; 128 bytes 0.53, and 4 rows 0.52.
 _SPLIT_WIDTH, _SPLIT_ROWS = 256, 8
+_SPLIT_ROWS_OF_SCALED_DOUBLES = 4  # with more they spill
 
 
 def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
@@ -179,7 +180,9 @@ def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
 
 def split_columns(problem, device):
     """Blocks that share columns, which are read twice; columns of any length."""
-    cuts = walk_columns(problem, device, False, _SPLIT_WIDTH, _SPLIT_ROWS)
+    is_scaled_double = problem.scale != 1 and problem.compute_dtype == "float64"
+    held = _SPLIT_ROWS_OF_SCALED_DOUBLES if is_scaled_double else _SPLIT_ROWS
+    cuts = walk_columns(problem, device, False, _SPLIT_WIDTH, held)
     if isinstance(cuts, str):
         return cuts
     (cut,) = cuts

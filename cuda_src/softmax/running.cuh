@@ -11,9 +11,10 @@ struct plain_t {
   __device__ __forceinline__ double exp_diff(double x, double m) const {
     return ::exp_diff(x, m);
   }
+  // Whether a score is so far above m.
   template <typename T>
-  __device__ __forceinline__ T slack(double slack) const {
-    return T(slack);
+  __device__ __forceinline__ bool is_above(T x, T m, double slack) const {
+    return x > m + T(slack);
   }
 };
 
@@ -54,7 +55,7 @@ struct running_t {
   // Makes room for scores, of which `largest` is the largest finite one.
   template <typename Keys = plain_t>
   __device__ __forceinline__ void see(T largest, Keys keys = Keys()) {
-    if (largest > m + keys.template slack<T>(kSlack)) rescale(largest, keys);
+    if (keys.is_above(largest, m, kSlack)) rescale(largest, keys);
   }
 };
 

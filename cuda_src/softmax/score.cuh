@@ -115,11 +115,11 @@ struct keys_t {
   __device__ __forceinline__ double exp_diff_exact(double x, double m) const {
     return exp_of(factor * exact_sum(x, -m));
   }
-  // How far apart keys are of scores that are so far apart.
+  // Whether the score of a key is so far above that of m.
   template <typename T>
-  __device__ __forceinline__ T slack(double slack) const {
-    if constexpr (kScaled) return T(slack / factor.high);
-    return T(slack);
+  __device__ __forceinline__ bool is_above(T x, T m, double slack) const {
+    if constexpr (kScaled) return T(factor.high) * (x - m) > T(slack);
+    return x > m + T(slack);
   }
 };
 

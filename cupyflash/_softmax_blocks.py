@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _layout
+from cupyflash import _arrays, _layout
 from cupyflash._softmax_problem import split_scale
 
 # Elements of a block: 512 KiB in float64, which stays in a core's second-level cache.
@@ -196,7 +196,7 @@ class Block:
 
 def store(out: Any, values: Any) -> None:
     """``out[...] = values``, rounded once."""
-    if out.dtype.name == "bfloat16" and values.dtype == np.float64:
+    if values.dtype == np.float64 and _arrays.dtype_name(out) == "bfloat16":
         values = _to_odd_float32(values)
     np.copyto(out, values, casting="unsafe")
 

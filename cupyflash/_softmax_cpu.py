@@ -15,7 +15,8 @@ _WORTH_A_THREAD = 16 * 1024
 _ONLINE_COLUMNS = 1024, 16 * 1024
 _ONLINE_STEPS = 16
 
-_FLOAT32 = np.finfo(np.float32)
+# Scales that are normal numbers in float32.
+_LEAST, _LARGEST = (float(getattr(np.finfo(np.float32), n)) for n in ("tiny", "max"))
 
 
 def run(problem, operands):
@@ -63,11 +64,11 @@ def _work_dtype(problem):
     used = {
         problem.dtypes[name] for name in ("x", "dy", "out") if name in problem.dtypes
     }
-    is_narrow = used <= {"float16", "bfloat16"}
+    if not used <= {"float16", "bfloat16"}:
+        return np.float64
     # A scale that is no normal float32 would become 0 or inf.
-    least, largest = _FLOAT32.tiny, _FLOAT32.max
-    fits = problem.scale == 0 or least <= abs(problem.scale) <= largest
-    return np.float32 if is_narrow and fits else np.float64
+    fits = problem.scale == 0 or _LEAST <= abs(problem.scale) <= _LARGEST
+    return np.float32 if fits else np.float64
 
 
 def _factor(problem):

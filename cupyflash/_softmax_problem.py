@@ -3,6 +3,7 @@
 All errors of the caller are raised here, before anything is allocated or launched.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from math import prod
@@ -82,6 +83,7 @@ def compute_dtype(*names: str) -> str:
     return "float32" if all(n in _arrays.FLOATS[:3] for n in names) else "float64"
 
 
+@functools.lru_cache(maxsize=64)
 def split_scale(scale: float) -> tuple[float, float]:
     """A factor of x, and one from 1 on of differences of the products.
 

@@ -118,6 +118,23 @@ def new_out_strides(problem: AttentionProblem) -> tuple[int, ...]:
     return steps
 
 
+# Where a section of memory between kernels begins: kernels read vectors of 16 bytes,
+# and the copy engine writes lines of 128.
+SECTION_ALIGNMENT = 256
+
+
+def sections(*sizes: int) -> tuple[tuple[int, ...], int]:
+    """(where each begins, bytes of all) for arrays that share one allocation.
+
+    `sizes` are in bytes, whatever their number is divisible by.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+    return tuple(starts), end
+
+
 def contiguous_strides(shape) -> tuple[int, ...]:
     """Strides in elements of a C-contiguous array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -24,6 +24,7 @@ from cupyflash._attention_rows import (
     num_tiles,
     parts_of_keys,
     runs,
+    too_many,
     without_options,
 )
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
@@ -180,7 +181,21 @@ class UnfusedKernel:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if problem.keys_of_part is not None:
             return "has the scores of all keys at once"
-        return _kernels.refuse_old_device(problem.dtype, device)
+        reason = _kernels.refuse_old_device(problem.dtype, device)
+        return reason or too_many(self.counts(problem, device))
+
+    def counts(
+        self, problem: AttentionProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        most = (1 << 31) - 1  # of cuBLAS, by CuPy
+        heads = math.prod(problem.batch) * problem.num_kv_heads
+        return {
+            "queries of a head of k": (problem.seqlen_q * problem.group_size, most),
+            "keys": (problem.seqlen_k, most),
+            "columns": (max(problem.head_dim, problem.head_dim_v), most),
+            "heads of all batch entries": (heads, most),
+        }
 
     def scores_dtype(self, problem: AttentionProblem) -> str:
         """dtype of S and P."""

@@ -25,18 +25,19 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
                    uint4* __restrict__ copy,
                    const __grid_constant__ copy_params_t params) {
   constexpr int kElems = 16 / sizeof(elem_t);
-  const int num_columns = params.num_columns;
-  const int num_vectors = (num_columns + kElems - 1) / kElems;
+  const long long num_vectors = (params.num_columns + kElems - 1) / kElems;
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long n = block * NUM_THREADS + threadIdx.x;
   if (n >= params.num_rows * num_vectors) return;
   const long long row = params.by_columns ? n % params.num_rows : n / num_vectors;
-  const int vector = params.by_columns ? n / params.num_rows : n % num_vectors;
+  const long long vector = params.by_columns ? n / params.num_rows : n % num_vectors;
   const elem_t* const from = x + locate(params.rows, row).of[0];
-  const int first = vector * kElems;
+  const long long first = vector * kElems;
+  const long long left = params.num_columns - first;
+  const int num_elems = left < kElems ? static_cast<int>(left) : kElems;
   uint4 word;
   if (params.column_stride == 1) {
-    word = gather(from, first, num_columns);
+    word = gather(from + first, 0, num_elems);
   } else {
     union {
       uint4 word;
@@ -45,8 +46,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     v.word = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int e = 0; e < kElems; ++e) {
-      if (first + e < num_columns)
-        v.element[e] = from[(first + e) * params.column_stride];
+      if (e < num_elems) v.element[e] = from[(first + e) * params.column_stride];
     }
     word = v.word;
   }

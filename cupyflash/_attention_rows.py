@@ -36,7 +36,7 @@ RUN_TILES = 64
 MOST_COUNTED = (1 << 30) - (1 << 16)
 # Elements of an axis above which kernels without such a limit take 64 bits for places
 # that else have 32: LONG_AXES of score.cuh and vjp_tile.cuh.
-_LONG_AXIS = 1 << 30
+LONG_AXIS = 1 << 30
 
 
 def too_many(counts: dict[str, tuple[int, int]]) -> str | None:
@@ -84,7 +84,7 @@ def defines(problem, batch_dims, num_threads, elem=None, **more):
             switches["MASK" if is_mask else f"{name.upper()}_T"] = (
                 1 if is_mask else CUDA_TYPES[dtype]
             )
-    if max(problem.num_heads, problem.head_dim, problem.head_dim_v) > _LONG_AXIS:
+    if max(problem.num_heads, problem.head_dim, problem.head_dim_v) > LONG_AXIS:
         switches["LONG_AXES"] = 1
     if problem.softcap:
         switches["SOFTCAP"] = 1

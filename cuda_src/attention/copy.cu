@@ -12,6 +12,12 @@
 #error "ELEM_T, ROW_DIMS and NUM_THREADS come from the host"
 #endif
 using elem_t = ELEM_T;
+// A column, and the number of them.
+#ifdef LONG_AXES
+using column_t = long long;
+#else
+using column_t = int;
+#endif
 
 // Mirrored by copy_params_dtype() in _attention_kernels.py.
 struct copy_params_t {
@@ -25,19 +31,18 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
                    uint4* __restrict__ copy,
                    const __grid_constant__ copy_params_t params) {
   constexpr int kElems = 16 / sizeof(elem_t);
-  const long long num_vectors = (params.num_columns + kElems - 1) / kElems;
+  const column_t num_columns = params.num_columns;
+  const column_t num_vectors = (num_columns + kElems - 1) / kElems;
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long n = block * NUM_THREADS + threadIdx.x;
   if (n >= params.num_rows * num_vectors) return;
   const long long row = params.by_columns ? n % params.num_rows : n / num_vectors;
-  const long long vector = params.by_columns ? n / params.num_rows : n % num_vectors;
+  const column_t vector = params.by_columns ? n / params.num_rows : n % num_vectors;
   const elem_t* const from = x + locate(params.rows, row).of[0];
-  const long long first = vector * kElems;
-  const long long left = params.num_columns - first;
-  const int num_elems = left < kElems ? static_cast<int>(left) : kElems;
+  const column_t first = vector * kElems;
   uint4 word;
   if (params.column_stride == 1) {
-    word = gather(from + first, 0, num_elems);
+    word = gather(from, first, num_columns);
   } else {
     union {
       uint4 word;
@@ -46,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
     v.word = make_uint4(0, 0, 0, 0);
 #pragma unroll
     for (int e = 0; e < kElems; ++e) {
-      if (e < num_elems) v.element[e] = from[(first + e) * params.column_stride];
+      if (first + e < num_columns)
+        v.element[e] = from[(first + e) * params.column_stride];
     }
     word = v.word;
   }

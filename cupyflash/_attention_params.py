@@ -5,11 +5,11 @@ import math
 import numpy as np
 
 from cupyflash import _layout
-from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_problem import FAR, AttentionProblem
 from cupyflash._attention_rows import OPTIONS, num_heads, num_parts
 
-# "No bound" among positions; kFar in cuda_src/attention/params.cuh.
-FAR = 1 << 61
+# "No bound" among positions: beyond all keys, wherever the query stands.
+_NO_BOUND = 2 * FAR
 
 
 def params_dtype(batch_dims: int) -> np.dtype:
@@ -99,8 +99,8 @@ def scalar_fields(problem: AttentionProblem) -> dict:
         "seqlen_k": problem.seqlen_k,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "left": FAR if problem.left is None else min(problem.left, FAR),
-        "right": FAR if problem.right is None else min(problem.right, FAR),
+        "left": _NO_BOUND if problem.left is None else problem.left,
+        "right": _NO_BOUND if problem.right is None else problem.right,
         "offset_from_lengths": problem.query_offset == "lengths",
         "keys_of_part": problem.keys_of_part or 0,
         "scale": problem.scale,
@@ -143,4 +143,4 @@ def contiguous_strides(shape) -> tuple[int, ...]:
 def launch_offset(problem: AttentionProblem) -> int:
     """The query offset as a launch argument; 0 where the device knows it."""
     offset = problem.query_offset
-    return 0 if isinstance(offset, str) else max(-FAR, min(offset, FAR))
+    return 0 if isinstance(offset, str) else offset

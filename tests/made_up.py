@@ -48,7 +48,9 @@ class Card:
         monkeypatch.setattr(_graphs, "counters", lambda *args: counters())
         monkeypatch.setattr(cupy.cuda, "Device", no_device)
         monkeypatch.setattr(cupy.cuda, "alloc", self._alloc_scratch)
-        monkeypatch.setattr(cupy, "zeros", lambda s, dtype=float: cupy.ndarray(s, dtype))
+        monkeypatch.setattr(
+            cupy, "zeros", lambda s, dtype=float: cupy.ndarray(s, dtype)
+        )
 
     def _alloc(self, size):
         cupy, start = self.cupy, self._next
@@ -97,14 +99,14 @@ class Card:
         """Assert that the driver and the kernels can take what they were told."""
         for launch, args in self.launched:
             x, y, z, *_ = (*launch.grid, 1, 1)
-            assert 1 <= x < 1 << 31 and 1 <= y < 1 << 16 and 1 <= z < 1 << 16, (
-                launch.variant.source,
-                launch.grid,
-            )
+            for n, most in ((x, 1 << 31), (y, 1 << 16), (z, 1 << 16)):
+                assert 1 <= n < most, (launch.variant.source, launch.grid)
             assert np.prod(launch.block) <= 1024
             for arg in args:
-                assert isinstance(arg, bytes) or not hasattr(arg, "__int__") or (
-                    -(1 << 63) <= int(arg) < 1 << 63
+                assert (
+                    isinstance(arg, bytes)
+                    or not hasattr(arg, "__int__")
+                    or (-(1 << 63) <= int(arg) < 1 << 63)
                 )
         for where in self.maps:  # of cuTensorMapEncodeTiled
             assert all(1 <= n <= 1 << 32 for n in where.sizes), where

@@ -248,7 +248,8 @@ FORWARD_PRODUCTS = {
         ("hopper_tiles.cuh: i_last + band.high", lambda p, d: p.seqlen_q + (1 << 30)),
         ("hopper.cu: item + gridDim.x | kCareful",
          lambda p, d: (_hopper(p, d)["num_items"] + 3 * d.num_sms) * 2),
-        ("hopper_hidden.cuh: seqlen_q * kPack", lambda p, d: p.seqlen_q * HOPPER.pack(p)),
+        ("hopper_hidden.cuh: seqlen_q * kPack",
+         lambda p, d: p.seqlen_q * HOPPER.pack(p)),
     ),
     "mma": (
         ("mma.cu: turn * gridDim.x + blockIdx.x", lambda p, d: 2 * p.seqlen_q),
@@ -371,7 +372,7 @@ def test_products_of_forward_kernels_are_ints(arch, dtype):
                 most = 2 * INT + 1 if "section" in where else INT
                 assert product(problem, device) <= most, (row.name, where, problem)
     if not (dtype == "bfloat16" and device.cc < (8, 0)):
-        assert taken["online"] and taken["naive"]
+        assert min(taken["online"], taken["naive"]) > 0
 
 
 @pytest.mark.parametrize("arch", ARCHS)

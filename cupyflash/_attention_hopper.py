@@ -16,6 +16,7 @@ from cupyflash._attention_hopper_tiles import (
     HopperTile,
     Ladder,
 )
+from cupyflash._attention_params import sections
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
     MOST_COUNTED,
@@ -216,6 +217,13 @@ class HopperKernel:
         num_splits = self.num_splits(problem, device)
         size = num_splits * self._bytes_of_part(problem)
         return num_splits > 1 and size <= _MERGED_BY_A_BLOCK
+
+    def memory_of_parts(
+        self, problem: AttentionProblem, device: Device
+    ) -> tuple[tuple[int, ...], int]:
+        """Where lse (float64) and out (float32) of the parts begin, and all bytes."""
+        rows = self.num_splits(problem, device) * math.prod(problem.lse_shape)
+        return sections(8 * rows, 4 * problem.head_dim_v * rows)
 
     def is_dynamic(self, problem: AttentionProblem) -> bool:
         """Whether blocks take their items from a counter: kDynamic of the kernel."""

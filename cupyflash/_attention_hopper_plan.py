@@ -1,7 +1,5 @@
 """The plan of attention on sm_90a."""
 
-import math
-
 import cupy
 
 from cupyflash import _attention_params, _gpu, _graphs
@@ -32,11 +30,7 @@ class HopperPlan(FusedPlan):
         self.counted = 2 if row.is_dynamic(problem) else 0
         if self.merges:
             self.counted = 2 + device.num_sms // 2
-        # Of the parts: lse in float64, out in float32.
-        num_rows = self.num_splits * math.prod(problem.lse_shape)
-        self.starts, self.num_bytes = _attention_params.sections(
-            8 * num_rows, 4 * problem.head_dim_v * num_rows
-        )
+        self.starts, self.num_bytes = row.memory_of_parts(problem, device)
 
     def _inputs(self, maps, pointers):
         """The kernel's parameter that depends on where q, k and v lie."""

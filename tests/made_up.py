@@ -124,7 +124,7 @@ class _Memory:
 
 
 def odd_shapes():
-    """(batch, heads, heads of k, queries): products odd and even, of all small kinds."""
+    """(batch, (heads, heads of k), queries): products odd and even."""
     return itertools.product(
         (1, 3, 5), ((1, 1), (3, 1), (3, 3), (5, 5), (6, 3)), (1, 3, 17, 64, 65, 257)
     )

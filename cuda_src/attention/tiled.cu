@@ -161,19 +161,8 @@ __device__ __forceinline__ void score(
   }
 }
 
-// A sum of the largest numbers is beyond all numbers, though their mean is not. Where a
-// result is not finite, a block walks over the keys again, with kScaled: o is then that
-// of p times kDown.
-template <typename T>
-constexpr bool kIsHalf = false;
-template <>
-constexpr bool kIsHalf<half_t> = true;
-constexpr bool kCanOverflow = !kIsHalf<elem_t>;
-constexpr accum_t kDown = accum_t(0x1p-32), kUp = accum_t(0x1p32);
-
 // The new maximum; o and l on its scale; p to shared memory, where the threads of the
 // row read it.
-template <bool kScaled>
 __device__ __forceinline__ void softmax(rows_t& rows, accum_t* p) {
   p += thread_row() * kStrideP + thread_col();
 #pragma unroll
@@ -192,8 +181,7 @@ __device__ __forceinline__ void softmax(rows_t& rows, accum_t* p) {
     for (int c = 0; c < kCols; ++c) {
       const accum_t weight_c = weight(rows.s[r][c], m);
       l += weight_c;
-      p[r * kRowThreads * kStrideP + c * kColThreads] =
-          kScaled ? weight_c * kDown : weight_c;
+      p[r * kRowThreads * kStrideP + c * kColThreads] = weight_c;
     }
     // The sum over this thread's columns; finish() adds those of the row's threads.
     rows.l[r] = rows.l[r] * alpha + l;
@@ -284,25 +272,31 @@ class row_runs_t {
   volatile accum_t m_[kHasRuns ? kRows : 1];  // when the last run ended
 };
 
-// What a block works on.
-struct block_t {
-  const place_t& at;
-  const scores_t& scores;
-  const params_t& params;
-  const elem_t *k_rows, *v_rows;
-  index_t i0, num_rows;
-};
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(
+    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
+    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
+    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
+    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
+    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
+    SCORE_PARAMETERS) {
+  extern __shared__ __align__(16) unsigned char smem[];
+  accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);
+  accum_t* const smem_kv = smem_q + kBlockM * kStrideQ;
+  accum_t* const smem_p = smem_kv + kBlockN * kStrideKv;
 
-// All keys; whether the results are stored, which are not where some could be finite
-// with kScaled.
-template <bool kScaled>
-__device__ __forceinline__ bool walk(const block_t& block,
-                                     const accum_t* smem_q,
-                                     accum_t* smem_kv,
-                                     accum_t* smem_p,
-                                     elem_t* out,
-                                     row_lse_t* lse) {
-  const auto& [at, scores, params, k_rows, v_rows, i0, num_rows] = block;
+  const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
+  const place_t at(params, block_index(), num_tiles);
+  if (!at.exists) return;
+  const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
+  const index_t num_rows =
+      params.seqlen_q - i0 < kBlockM ? params.seqlen_q - i0 : kBlockM;
+
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  const elem_t* const k_rows = at.at_kv(k, params.k);
+  const elem_t* const v_rows = at.at_kv(v, params.v);
+  load_rows<kBlockM, kHeadDim, kStrideQ>(smem_q, at.at(q, params.q) + i0 * params.q.row,
+                                         params.q.row, num_rows, params.head_dim);
+
   rows_t rows = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) rows.m[r] = -infinity<accum_t>();
@@ -328,7 +322,7 @@ __device__ __forceinline__ bool walk(const block_t& block,
     } else {
       score<true>(rows, scores, band, i0, j0);
     }
-    softmax<kScaled>(rows, smem_p);
+    softmax(rows, smem_p);
     // The tiles of v and p are complete; a vote whether v holds an infinity or NaN.
     if (__syncthreads_or(odd != 0)) {
       accumulate<true>(rows, smem_p, smem_kv);
@@ -339,15 +333,6 @@ __device__ __forceinline__ bool walk(const block_t& block,
     runs.end_tile(rows, j0 + kBlockN, keys.last);
   }
   runs.finish(rows);
-  if constexpr (kCanOverflow && !kScaled) {
-    bool odd = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int n = 0; n < kChunks * kWide; ++n) odd |= !is_finite(rows.o[r][n]);
-    }
-    if (__syncthreads_or(odd)) return false;
-  }
 
   elem_t* const out_rows = at.at(out, params.out);
 #pragma unroll
@@ -357,58 +342,16 @@ __device__ __forceinline__ bool walk(const block_t& block,
         warp_reduce<kColThreads>(rows.l[r], [](accum_t a, accum_t b) { return a + b; });
     if (i >= params.seqlen_q) continue;
     const finished_t finished = scores.finish(i, rows.m[r], l);
-    const accum_t inverse = finished.inverse * (kScaled ? kUp : accum_t(1));
 #pragma unroll
     for (int n = 0; n < kChunks * kWide; ++n) {
       const int column = (n / kWide * kColThreads + thread_col()) * kWide + n % kWide;
       if (column < params.head_dim_v) {
         out_rows[i * params.out.row + column * params.out.col] =
-            to<elem_t>(rows.o[r][n] * inverse);
+            to<elem_t>(rows.o[r][n] * finished.inverse);
       }
     }
     if (lse != nullptr && thread_col() == 0) {
       lse[at.row_of_heads * params.seqlen_q + i] = finished.lse;
     }
-  }
-  return true;
-}
-
-// A function of its own, so that its registers are none of the other's.
-__device__ __noinline__ void walk_scaled(const block_t& block,
-                                         const accum_t* smem_q,
-                                         accum_t* smem_kv,
-                                         accum_t* smem_p,
-                                         elem_t* out,
-                                         row_lse_t* lse) {
-  walk<true>(block, smem_q, smem_kv, smem_p, out, lse);
-}
-
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(
-    const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
-    const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
-    const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
-    elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
-    row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
-    SCORE_PARAMETERS) {
-  extern __shared__ __align__(16) unsigned char smem[];
-  accum_t* const smem_q = reinterpret_cast<accum_t*>(smem);
-  accum_t* const smem_kv = smem_q + kBlockM * kStrideQ;
-  accum_t* const smem_p = smem_kv + kBlockN * kStrideKv;
-
-  const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_tiles);
-  if (!at.exists) return;
-  const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
-  const index_t num_rows =
-      params.seqlen_q - i0 < kBlockM ? params.seqlen_q - i0 : kBlockM;
-
-  const scores_t scores(at, SCORE_ARGUMENTS);
-  const elem_t* const k_rows = at.at_kv(k, params.k);
-  const elem_t* const v_rows = at.at_kv(v, params.v);
-  load_rows<kBlockM, kHeadDim, kStrideQ>(smem_q, at.at(q, params.q) + i0 * params.q.row,
-                                         params.q.row, num_rows, params.head_dim);
-  const block_t block = {at, scores, params, k_rows, v_rows, i0, num_rows};
-  if (!walk<false>(block, smem_q, smem_kv, smem_p, out, lse)) {
-    walk_scaled(block, smem_q, smem_kv, smem_p, out, lse);
   }
 }

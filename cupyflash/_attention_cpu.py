@@ -178,26 +178,46 @@ _METHODS = {"naive": _naive, "safe": _safe, "online": _online}
 
 
 def merge(problem, operands):
-    """Combine partial results by their log-sums, one part after another."""
-    double = "float64" in (problem.dtype, problem.lse_dtype)
-    dtype = np.dtype("float64" if double else "float32")
+    """Combine partial results by their log-sums, one part after another.
+
+    In float64, and with what each sum rounds away: parts may be many, and all alike.
+    """
     outs, lses = operands.outs, operands.lses
     out = operands.out
     if out is None:
         shape = (*problem.shape, problem.head_dim_v)
         out = np.empty(shape, _arrays.to_dtype(problem.dtype))
     with np.errstate(all="ignore"):
-        m = np.max(lses.astype(dtype), axis=0, initial=-np.inf)
-        base = np.where(m == -np.inf, dtype.type(0), m)
-        total = np.zeros(problem.shape, dtype)
-        for lse in lses:
-            total += np.exp(lse - base)
-        merged = np.zeros(out.shape, dtype)
-        unit = np.where(total == 0, dtype.type(1), total)
+        base = finite_base(np.max(lses, axis=0, initial=-np.inf).astype(np.float64))
+        totals, sums = _ExactSum(problem.shape), _ExactSum(out.shape)
+        # Parts of the size of the largest number are not to overflow their sum.
+        scale = 0.5 ** len(lses).bit_length()
         for part, lse in zip(outs, lses, strict=True):
-            share = np.exp(lse - base) / unit
+            weight = np.exp(lse - base)
             empty = (lse == -np.inf)[..., None]
-            merged += np.where(empty, 0, share[..., None] * part.astype(dtype))
-        np.copyto(out, merged, casting="unsafe")
+            totals.add(weight)
+            term = part.astype(np.float64) * (scale * weight)[..., None]
+            sums.add(np.where(empty, 0, term))
+        total = totals.rounded()
+        unit = np.where(total == 0, 1, scale * total)
+        np.copyto(out, sums.rounded() / unit[..., None], casting="unsafe")
         lse = (base + np.log(total)).astype(problem.lse_dtype)
     return out, lse
+
+
+class _ExactSum:
+    """Sums of many arrays, and what their roundings left over."""
+
+    def __init__(self, shape):
+        self._sum, self._rest = np.zeros(shape), np.zeros(shape)
+
+    def add(self, x):
+        total = self._sum + x
+        shown = total - self._sum
+        self._rest += (self._sum - (total - shown)) + (x - shown)
+        self._sum = total
+
+    def rounded(self):
+        """The sums; of those that are not finite the rest says nothing."""
+        rest = np.where(np.isfinite(self._sum), self._rest, 0)
+        return self._sum + rest

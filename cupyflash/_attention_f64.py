@@ -13,8 +13,6 @@ from cupyflash._kernels import Device, Variant
 # Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
 ARCHS = ("sm_80", "sm_90", "sm_100")
 
-_MAX_KEYS = 1 << 30
-
 # Bytes of shared memory beside those of Tile.smem, at most.
 _STATIC_SMEM = 1024
 
@@ -77,8 +75,8 @@ class TensorFloat64Kernel:
                 f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} are "
                 f"not both up to {self.dims[-1]}"
             )
-        if problem.seqlen_k >= _MAX_KEYS:
-            return f"counts keys in 32 bits, and there are {problem.seqlen_k}"
+        if reason := _attention_rows.too_many(self.counts(problem, device)):
+            return reason
         if not self._tiles(problem, device):
             return (
                 f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} need "
@@ -86,6 +84,12 @@ class TensorFloat64Kernel:
                 "may have"
             )
         return None
+
+    def counts(
+        self, problem: AttentionProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        return {"keys": (problem.seqlen_k, _attention_rows.MOST_COUNTED)}
 
     def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""

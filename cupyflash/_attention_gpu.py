@@ -66,7 +66,9 @@ def attention(
     method,
 ) -> tuple[Any, Any]:
     """attention() of CuPy arrays; a call seen before goes straight to its launch."""
-    offset_is_int = type(query_offset) is int
+    far = _attention_params.FAR
+    # One beyond that changes the window, too: that is for the checks.
+    offset_is_int = type(query_offset) is int and -far <= query_offset <= far
     offsets = None if offset_is_int else query_offset
     try:
         key: Any = (
@@ -95,8 +97,7 @@ def attention(
     if plan is not None:
         arrays = (q, k, v, out, *options)
         if out is None or not plan.may_overlap(arrays):
-            far = _attention_params.FAR
-            offset = max(-far, min(query_offset, far)) if offset_is_int else plan.offset
+            offset = query_offset if offset_is_int else plan.offset
             if _gpu.current_device() == plan.device_id:
                 return plan(arrays, offset)
             with cupy.cuda.Device(plan.device_id):

@@ -16,16 +16,20 @@ from cupyflash._attention_hopper_tiles import (
     HopperTile,
     Ladder,
 )
+from cupyflash._attention_params import sections
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
+    MOST_COUNTED,
     MOST_KEYS,
     Config,
     defines,
     has_terms,
     is_plain,
     most_seen,
+    num_heads,
     num_rows,
     scale_is_plain,
+    too_many,
     without_options,
 )
 from cupyflash._kernels import ITEMSIZE, Device, Variant
@@ -111,9 +115,6 @@ class HopperKernel:
             )
         if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
-        longest = max(problem.seqlen_q, problem.seqlen_k, num_rows(problem) // 64)
-        if longest >= 1 << 30:
-            return "counts tiles in 32 bits, which this problem exceeds"
         if problem.no_tensor_map is not None:
             return problem.no_tensor_map
         if not self._ladder(problem):
@@ -126,7 +127,25 @@ class HopperKernel:
                 f"needs {self._smem(problem)} bytes of shared memory, a block may have "
                 f"{device.smem_optin}"
             )
-        return None
+        return too_many(self.counts(problem, device))
+
+    def counts(
+        self, problem: AttentionProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        tile = self.tile(problem)
+        num_items = self._num_tiles(problem, tile) * self.num_splits(problem, device)
+        tiles_of_keys = -(-problem.seqlen_k // tile.block_n)
+        # Of a block, if its items are twice its share.
+        of_block = 2 * -(-num_items // device.num_sms) * tiles_of_keys
+        return {
+            "queries": (problem.seqlen_q, MOST_COUNTED),
+            "keys": (problem.seqlen_k, MOST_COUNTED),
+            "heads of all batch entries": (num_heads(problem), MOST_COUNTED),
+            # Below the flag kCareful, also where blocks ask for one that is not there.
+            "tiles of queries": (num_items, MOST_COUNTED),
+            "tiles of keys of a block": (of_block, (1 << 32) - 1),
+        }
 
     def _are_short(self, problem, device):
         """Whether the next row is faster: a block here has one tile at a time.
@@ -198,6 +217,13 @@ class HopperKernel:
         num_splits = self.num_splits(problem, device)
         size = num_splits * self._bytes_of_part(problem)
         return num_splits > 1 and size <= _MERGED_BY_A_BLOCK
+
+    def memory_of_parts(
+        self, problem: AttentionProblem, device: Device
+    ) -> tuple[tuple[int, ...], int]:
+        """Where lse (float64) and out (float32) of the parts begin, and all bytes."""
+        rows = self.num_splits(problem, device) * math.prod(problem.lse_shape)
+        return sections(8 * rows, 4 * problem.head_dim_v * rows)
 
     def is_dynamic(self, problem: AttentionProblem) -> bool:
         """Whether blocks take their items from a counter: kDynamic of the kernel."""

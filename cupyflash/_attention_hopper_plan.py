@@ -1,7 +1,5 @@
 """The plan of attention on sm_90a."""
 
-import math
-
 import cupy
 
 from cupyflash import _attention_params, _gpu, _graphs
@@ -32,10 +30,7 @@ class HopperPlan(FusedPlan):
         self.counted = 2 if row.is_dynamic(problem) else 0
         if self.merges:
             self.counted = 2 + device.num_sms // 2
-        # Sums of the parts, float32, behind their lse, float64.
-        num_rows = self.num_splits * math.prod(problem.lse_shape)
-        self.lse_bytes = 8 * num_rows
-        self.parts_bytes = (8 + 4 * problem.head_dim_v) * num_rows
+        self.starts, self.num_bytes = row.memory_of_parts(problem, device)
 
     def _inputs(self, maps, pointers):
         """The kernel's parameter that depends on where q, k and v lie."""
@@ -62,8 +57,8 @@ class HopperPlan(FusedPlan):
                 inputs, out_at, lse_at, counter, *options, offset, self.params
             )
             return out, lse
-        memory = cupy.cuda.alloc(self.parts_bytes)
-        lses, parts = memory.ptr, memory.ptr + self.lse_bytes
+        memory = cupy.cuda.alloc(self.num_bytes)
+        lses, parts = (memory.ptr + start for start in self.starts)
         _graphs.keep_if_capturing(memory)
         merged = (out_at, lse_at) if self.merges else ()
         self.launch.enqueue(

@@ -4,13 +4,16 @@ from dataclasses import dataclass
 
 from cupyflash._attention_problem import AttentionProblem
 from cupyflash._attention_rows import (
+    MOST_COUNTED,
     MOST_KEYS,
     Config,
     defines,
     most_seen,
+    num_heads,
     num_tiles,
     parts_of_keys,
     scale_is_plain,
+    too_many,
 )
 from cupyflash._kernels import Device, Variant
 from cupyflash._tensormap import MAX_BATCH_AXES
@@ -50,7 +53,16 @@ class HopperWideKernel:
             return f"is for heads above {_NARROW} columns"
         if most_seen(problem) > (most := MOST_KEYS[problem.dtype]):
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
-        return None
+        return too_many(self.counts(problem, device))
+
+    def counts(
+        self, problem: AttentionProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        return {  # coordinates in tensor maps
+            "keys": (problem.seqlen_k, MOST_COUNTED),
+            "heads of all batch entries": (num_heads(problem), MOST_COUNTED),
+        }
 
     def dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""

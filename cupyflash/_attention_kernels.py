@@ -14,6 +14,7 @@ from cupyflash._attention_hopper_wide import HOPPER_WIDE
 from cupyflash._attention_mma import MMA
 from cupyflash._attention_problem import AttentionProblem, MergeProblem
 from cupyflash._attention_rows import (
+    LONG_AXIS,
     Config,
     defines,
     is_plain,
@@ -24,6 +25,7 @@ from cupyflash._attention_rows import (
     num_tiles,
     parts_of_keys,
     runs,
+    too_many,
     without_options,
 )
 from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
@@ -180,7 +182,21 @@ class UnfusedKernel:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if problem.keys_of_part is not None:
             return "has the scores of all keys at once"
-        return _kernels.refuse_old_device(problem.dtype, device)
+        reason = _kernels.refuse_old_device(problem.dtype, device)
+        return reason or too_many(self.counts(problem, device))
+
+    def counts(
+        self, problem: AttentionProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        most = (1 << 31) - 1  # of cuBLAS, by CuPy
+        heads = math.prod(problem.batch) * problem.num_kv_heads
+        return {
+            "queries of a head of k": (problem.seqlen_q * problem.group_size, most),
+            "keys": (problem.seqlen_k, most),
+            "columns": (max(problem.head_dim, problem.head_dim_v), most),
+            "heads of all batch entries": (heads, most),
+        }
 
     def scores_dtype(self, problem: AttentionProblem) -> str:
         """dtype of S and P."""
@@ -380,13 +396,17 @@ def copy_params_dtype(row_dims: int) -> np.dtype:
     )
 
 
-def copy_config(dtype: str, row_dims: int, num_vectors: int) -> Config:
+def copy_config(
+    dtype: str, row_dims: int, num_columns: int, num_vectors: int
+) -> Config:
     """The launch that copies a matrix into rows of whole vectors."""
     defines = {
         "ELEM_T": CUDA_TYPES[dtype],
         "ROW_DIMS": str(row_dims),
         "NUM_THREADS": str(_COPY_THREADS),
     }
+    if num_columns > LONG_AXIS:
+        defines["LONG_AXES"] = "1"
     variant = Variant("attention/copy.cu", "attention_copy", tuple(defines.items()))
     return Config(variant, -(-num_vectors // _COPY_THREADS), _COPY_THREADS)
 
@@ -417,7 +437,7 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
         merge = _attention_problem.MergeProblem("cupy", 2, (64,), 64, dtype, lse_dtype)
         if _kernels.refuse_old_device(dtype, device) is None:
             found["merge", merge_config(merge, 1).variant] = None
-            found["copy", copy_config(dtype, 2, 1).variant] = None
+            found["copy", copy_config(dtype, 2, 1, 1).variant] = None
     for dtype in ("float32", "float64"):
         parts = _attention_problem.MergeProblem(
             "cupy", 2, (64,), 64, dtype, dtype, in_sums=True

@@ -21,6 +21,7 @@ from cupyflash._attention_rows import (
     parts_of_keys,
     runs,
     scale_is_plain,
+    too_many,
     without_options,
 )
 from cupyflash._kernels import Device, Variant
@@ -57,8 +58,10 @@ _LEAST_IN_PARTS = 32
 # them in 388.
 _READERS = 256
 _MOST_IMAGES_OF_PARTS = 1 << 28
-# Longest second axis of a grid that is used.
-_GRID_Y = 1 << 15
+# Longest second axis of a grid that is used, and third one that there is.
+_GRID_Y, _GRID_Z = 1 << 15, (1 << 16) - 1
+# Positions are the sum of two such numbers and a tile.
+_MOST_COUNTED = (1 << 29) - 1
 
 
 @dataclass(frozen=True)
@@ -170,9 +173,8 @@ class MmaKernel:
         most = MOST_KEYS.get(problem.dtype, math.inf)
         if most_seen(problem) > most:
             return f"sums in {problem.dtype} are exact enough up to {most} keys"
-        longest = max(problem.seqlen_q, problem.seqlen_k, num_rows(problem) // 64)
-        if longest >= 1 << 29:
-            return "counts keys and tiles in 32 bits, which this problem exceeds"
+        if reason := too_many(self.counts(problem, device)):
+            return reason
         if not self.fitting(problem, device) or self._has_too_many(problem):
             return (
                 f"has too few registers, or a block too little shared memory, for "
@@ -180,6 +182,16 @@ class MmaKernel:
                 f"{problem.dtype} with these options"
             )
         return None
+
+    def counts(
+        self, problem: AttentionProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        return {
+            "queries": (problem.seqlen_q, _MOST_COUNTED),
+            "keys": (problem.seqlen_k, _MOST_COUNTED),
+            "heads of all batch entries": (num_heads(problem), _GRID_Y * _GRID_Z),
+        }
 
     def _has_too_many(self, problem):
         """Whether the options take more registers than wide accumulators leave."""

@@ -5,11 +5,11 @@ import math
 import numpy as np
 
 from cupyflash import _layout
-from cupyflash._attention_problem import AttentionProblem
+from cupyflash._attention_problem import FAR, AttentionProblem
 from cupyflash._attention_rows import OPTIONS, num_heads, num_parts
 
-# "No bound" among positions; kFar in cuda_src/attention/params.cuh.
-FAR = 1 << 61
+# "No bound" among positions: beyond all keys, wherever the query stands.
+_NO_BOUND = 2 * FAR
 
 
 def params_dtype(batch_dims: int) -> np.dtype:
@@ -99,8 +99,8 @@ def scalar_fields(problem: AttentionProblem) -> dict:
         "seqlen_k": problem.seqlen_k,
         "head_dim": problem.head_dim,
         "head_dim_v": problem.head_dim_v,
-        "left": FAR if problem.left is None else min(problem.left, FAR),
-        "right": FAR if problem.right is None else min(problem.right, FAR),
+        "left": _NO_BOUND if problem.left is None else problem.left,
+        "right": _NO_BOUND if problem.right is None else problem.right,
         "offset_from_lengths": problem.query_offset == "lengths",
         "keys_of_part": problem.keys_of_part or 0,
         "scale": problem.scale,
@@ -118,6 +118,23 @@ def new_out_strides(problem: AttentionProblem) -> tuple[int, ...]:
     return steps
 
 
+# Where a section of memory between kernels begins: kernels read vectors of 16 bytes,
+# and the copy engine writes lines of 128.
+SECTION_ALIGNMENT = 256
+
+
+def sections(*sizes: int) -> tuple[tuple[int, ...], int]:
+    """(where each begins, bytes of all) for arrays that share one allocation.
+
+    `sizes` are in bytes, whatever their number is divisible by.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+    return tuple(starts), end
+
+
 def contiguous_strides(shape) -> tuple[int, ...]:
     """Strides in elements of a C-contiguous array."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -126,4 +143,4 @@ def contiguous_strides(shape) -> tuple[int, ...]:
 def launch_offset(problem: AttentionProblem) -> int:
     """The query offset as a launch argument; 0 where the device knows it."""
     offset = problem.query_offset
-    return 0 if isinstance(offset, str) else max(-FAR, min(offset, FAR))
+    return 0 if isinstance(offset, str) else offset

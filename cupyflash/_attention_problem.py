@@ -201,6 +201,25 @@ def _bounds(causal, window):
     return left, right
 
 
+# How far from the keys a query may stand; kFar of cuda_src/attention/params.cuh. Sums
+# of such a number and of a bound of twice that stay within 64 bits.
+FAR = 1 << 61
+
+
+def _within_reach(query_offset, left, right):
+    """(query_offset, left, right) up to FAR and twice that, with the same keys seen."""
+    if isinstance(query_offset, int):
+        near = max(-FAR, min(query_offset, FAR))
+        beyond = query_offset - near
+        left = None if left is None else left - beyond
+        right = None if right is None else right + beyond
+        query_offset = near
+    left, right = (
+        None if x is None else max(-2 * FAR, min(x, 2 * FAR)) for x in (left, right)
+    )
+    return query_offset, left, right
+
+
 def _bounds_that_hide(left, right, seqlen_q, seqlen_k):
     """None for a bound that hides no key, if the last query stands at the last key.
 
@@ -338,6 +357,8 @@ def attention(
 
     bias, mask, sinks, alibi = _check_terms(a, (*batch, heads, seqlen_q, seqlen_k))
     integers = _check_integers(a, batch)
+    rule = _offset_rule(query_offset, integers, seqlen_q, seqlen_k)
+    rule, left, right = _within_reach(rule, left, right)
 
     problem = AttentionProblem(
         backend=xp.__name__,
@@ -352,7 +373,7 @@ def attention(
         scale=scale,
         left=left,
         right=right,
-        query_offset=_offset_rule(query_offset, integers, seqlen_q, seqlen_k),
+        query_offset=rule,
         softcap=softcap,
         bias=_name(bias),
         mask=_name(mask),

@@ -31,6 +31,25 @@ LONG_SUM = 1 << 15
 RUN_TILES = 64
 
 
+# Kernels count in 32 bits up to here: to such a number they add tiles, blocks and the
+# like, and the sum is still an `int`.
+MOST_COUNTED = (1 << 30) - (1 << 16)
+# Elements of an axis above which kernels without such a limit take 64 bits for places
+# that else have 32: LONG_AXES of score.cuh and vjp_tile.cuh.
+LONG_AXIS = 1 << 30
+
+
+def too_many(counts: dict[str, tuple[int, int]]) -> str | None:
+    """Why a kernel that counts these in 32 bits cannot take a problem, or None.
+
+    `counts` holds by name how many there are, and how many it can count.
+    """
+    for name, (number, most) in counts.items():
+        if number > most:
+            return f"counts {name} in 32 bits, up to {most}, and there are {number}"
+    return None
+
+
 @dataclass(frozen=True)
 class Config:
     """One kernel of a plan: what is compiled, and over how many blocks it runs."""
@@ -65,6 +84,8 @@ def defines(problem, batch_dims, num_threads, elem=None, **more):
             switches["MASK" if is_mask else f"{name.upper()}_T"] = (
                 1 if is_mask else CUDA_TYPES[dtype]
             )
+    if max(problem.num_heads, problem.head_dim, problem.head_dim_v) > LONG_AXIS:
+        switches["LONG_AXES"] = 1
     if problem.softcap:
         switches["SOFTCAP"] = 1
     if problem.keys_of_part is not None:

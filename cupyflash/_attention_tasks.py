@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cupyflash import _threads
+from cupyflash._attention_problem import FAR
 
 # Multiply-adds below which a thread costs more than it saves.
 _WORTH_A_THREAD = 1_000_000
@@ -217,7 +218,7 @@ def _length(lengths, batch, size):
 
 def _offset(problem, operands, batch):
     if problem.query_offset == "array":
-        return int(operands.query_offsets[batch])
+        return max(-FAR, min(int(operands.query_offsets[batch]), FAR))
     if problem.query_offset == "lengths":
         return _length(operands.key_lengths, batch, problem.seqlen_k) - _length(
             operands.query_lengths, batch, problem.seqlen_q

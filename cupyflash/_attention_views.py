@@ -118,7 +118,10 @@ class Copy:
         dtype = _attention_kernels.copy_params_dtype(dims)
         self.params = _gpu.pack_bytes(fields, dtype)
         config = _attention_kernels.copy_config(
-            _arrays.dtype_name(x), dims, math.prod(self.shape) * x.itemsize // 16
+            _arrays.dtype_name(x),
+            dims,
+            num_columns,
+            math.prod(self.shape) * x.itemsize // 16,
         )
         device_id = x.data.device_id
         self.launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)

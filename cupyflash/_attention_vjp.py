@@ -109,6 +109,8 @@ query_lengths, key_lengths, layout, precision
 
     A query that sees no key has no part in any gradient, even if NaN flows into it;
     neither have NaN or infinity in keys and values that no query sees, and in padding.
+    With `sinks` the lse of such a query is its sink, to whose gradient a finite `dlse`
+    belongs.
 
     Only the dependence through `out` and `lse` counts: `alibi_slopes` and `scale` get
     no gradient.

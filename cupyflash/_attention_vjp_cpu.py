@@ -79,7 +79,12 @@ class _Rows(Part):
         np.copyto(terms, 0, where=out == 0)
         self.delta = np.sum(terms, axis=1, keepdims=True)
         if operands.dlse is not None:
-            self.delta = self.delta - operands.dlse[head][rows, None]
+            down = operands.dlse[head][rows, None]
+            # A row that sees no key has the sink for its lse: what flows there is the
+            # sink's, but for what is no number.
+            is_sink = operands.lse[head][rows, None] == self.sink
+            is_sink &= (out == 0).all(axis=1, keepdims=True)
+            self.delta -= np.where(is_sink & ~np.isfinite(down), 0, down)
         self.scaled_q, self.factor = self.queries()
         self.odd = not np.isfinite(self.scaled_q).all()
 

@@ -9,7 +9,8 @@ from cupyflash._attention_rows import Config
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._kernels import CUDA_TYPES, Device, Variant
 
-_MAX_ROWS = 1 << 29
+# Positions are the sum of two such numbers and a tile.
+_MOST_COUNTED = (1 << 29) - 1
 
 # Bytes of shared memory beside those of Tile.smem, at most.
 _STATIC_SMEM = 3072
@@ -63,9 +64,8 @@ class TensorFloat64VjpKernel:
                 f"head_dim {forward.head_dim} and head_dim_v {forward.head_dim_v} are "
                 f"not both up to {self.dims[-1]}"
             )
-        longest = max(forward.seqlen_q, forward.seqlen_k)
-        if longest >= _MAX_ROWS:
-            return f"counts rows in 32 bits, and there are {longest}"
+        if reason := _attention_rows.too_many(self.counts(problem, device)):
+            return reason
         if not self.fitting(forward, device):
             return (
                 f"head_dim {forward.head_dim} and head_dim_v {forward.head_dim_v} need "
@@ -73,6 +73,16 @@ class TensorFloat64VjpKernel:
                 "may have"
             )
         return None
+
+    def counts(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        forward = problem.forward
+        return {
+            "queries": (forward.seqlen_q, _MOST_COUNTED),
+            "keys": (forward.seqlen_k, _MOST_COUNTED),
+        }
 
     def dim(self, forward: AttentionProblem) -> int:
         """The head dimensions as they are compiled."""

@@ -70,8 +70,7 @@ def attention_vjp(*arguments) -> AttentionGrads:
             return plan(_arrays_of(operands), offset)
     query_offset = arguments[_QUERY_OFFSET]
     is_int = type(query_offset) is int
-    far = _attention_params.FAR
-    offset = max(-far, min(query_offset, far)) if is_int else plan.offset
+    offset = query_offset if is_int else plan.offset
     dout, q, k, v, out, lse, bias, mask, *rest = (arguments[i] for i in _ARRAYS)
     sinks, alibi, query_lengths, key_lengths, dlse = rest
     offsets = None if is_int else query_offset
@@ -86,13 +85,14 @@ def attention_vjp(*arguments) -> AttentionGrads:
 def _key(arguments):
     """What a plan depends on; None if that is for the checks to say."""
     parts: list[Any] = []
+    far = _attention_params.FAR
     for place, x in enumerate(arguments):
         if x is None:
             parts.append(None)
         elif type(x) is cupy.ndarray:
             aligned = place not in _MAPPED or x.data.ptr % 16 == 0
             parts.append((x.shape, x.strides, x.dtype.char, x.data.device_id, aligned))
-        elif place == _QUERY_OFFSET and type(x) is int:
+        elif place == _QUERY_OFFSET and type(x) is int and -far <= x <= far:
             parts.append(int)
         elif place in _ARRAYS or place == _QUERY_OFFSET:
             return None

@@ -12,7 +12,7 @@ from cupyflash import (
     _graphs,
 )
 from cupyflash._attention_arrays import encoder
-from cupyflash._attention_params import params_dtype
+from cupyflash._attention_params import params_dtype, sections
 from cupyflash._attention_rows import OPTIONS
 from cupyflash._attention_vjp_layout import grads_dtype
 from cupyflash._attention_vjp_parts import (
@@ -88,16 +88,15 @@ class HopperPlan(BasePlan):
         num_pieces = num_cut * self.schedule["num_pieces"]
         sizes = (
             FOUND_BYTES,
-            4 * sums,
-            4 * turns,
+            4 * (sums + turns),  # _rows makes both 0 in one go
             4 * parts,
             4 * num_entries * num_blocks * block_m * 2,
             4 * _PART_BYTES * num_pieces,
             _ENTRY_BYTES * num_entries,
             4 * num_entries * seqlen_q,
         )
-        self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
-        self.num_bytes = sum(sizes)
+        self.starts, self.num_bytes = sections(*sizes)
+        self.turns_behind = 4 * sums
 
         def launch(part, blocks):
             config = row.config(part, forward, batch_dims, blocks, dq_way)
@@ -141,9 +140,10 @@ class HopperPlan(BasePlan):
             inputs = self.inputs.make(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         _graphs.keep_if_capturing(memory)
-        found, sums, turns, parts, stats, pieces, entries, delta = (
+        found, sums, parts, stats, pieces, entries, delta = (
             memory.ptr + start for start in self.starts
         )
+        turns = sums + self.turns_behind
         if self.looks_for_largest:
             memory.memset_async(0, FOUND_BYTES)
         self.rows.enqueue(

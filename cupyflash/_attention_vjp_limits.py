@@ -5,7 +5,12 @@ from typing import Any
 
 from cupyflash import _tensormap
 from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import OPTIONS
+from cupyflash._attention_rows import (
+    MOST_COUNTED,
+    OPTIONS,
+    num_heads,
+    too_many,
+)
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
 from cupyflash._kernels import Device
 
@@ -20,6 +25,9 @@ INPUTS: list[Any] = [
     *((name, "i4") for name in ("num_split", "first_part")),
     *((name, "i4") for name in ("num_whole", "num_pieces")),
 ]
+
+# Queries of a block and keys of a tile, at the least.
+_LEAST_BLOCK = 64
 
 # Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward
 # row, for the same reason.
@@ -83,10 +91,24 @@ def refusal(
     terms, most = summed * forward.seqlen_q, _TERMS[forward.dtype]
     if terms > most:
         return f"sums in {forward.dtype} are exact enough up to {most} queries"
-    num_rows = math.prod(forward.batch) * forward.num_heads * forward.seqlen_q
-    if max(forward.seqlen_k, num_rows // 64) >= 1 << 30:
-        return "counts blocks in 32 bits, which this problem exceeds"
-    return None
+    return too_many(counts(problem, device))
+
+
+def counts(problem: AttentionVjpProblem, device: Device) -> dict[str, tuple[int, int]]:
+    """What is counted in 32 bits: how many there are, and how many there may be."""
+    forward = problem.forward
+    heads = num_heads(forward)
+    blocks = heads * -(-forward.seqlen_q // _LEAST_BLOCK)
+    tiles = heads * -(-forward.seqlen_k // _LEAST_BLOCK)
+    # Of one multiprocessor, if its tiles are twice its share.
+    steps = 2 * -(-tiles // device.num_sms) * -(-forward.seqlen_q // _LEAST_BLOCK)
+    return {
+        "queries": (forward.seqlen_q, MOST_COUNTED),
+        "keys": (forward.seqlen_k, MOST_COUNTED),
+        "blocks of queries": (blocks, MOST_COUNTED),
+        "tiles of keys": (tiles, MOST_COUNTED),
+        "blocks of queries that a block goes through": (steps, (1 << 32) - 1),
+    }
 
 
 # Most of the L2 cache.

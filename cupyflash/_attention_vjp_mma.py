@@ -16,8 +16,9 @@ from cupyflash._attention_rows import (
     Config,
     defines,
     has_terms,
-    num_rows,
+    num_heads,
     scale_is_plain,
+    too_many,
     without_options,
 )
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
@@ -26,6 +27,8 @@ from cupyflash._kernels import CUDA_TYPES, Device, Variant
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (64, 128, 256)
 
+# Positions are the sum of two such numbers and a tile.
+_MOST_COUNTED = (1 << 29) - 1
 # Threads of a block of the kernels before and after.
 _ROW_THREADS = 256
 _DQ_THREADS = 256
@@ -112,15 +115,25 @@ class MmaVjpKernel:
         most = MOST_KEYS[forward.dtype]
         if max(forward.seqlen_k, terms // self._num_kept(problem)) > most:
             return f"sums in {forward.dtype} are exact enough up to {most} terms"
-        longest = max(forward.seqlen_q, forward.seqlen_k, num_rows(forward) // 32)
-        if longest >= 1 << 29:
-            return "counts queries and keys in 32 bits, which this problem exceeds"
+        if reason := too_many(self.counts(problem, device)):
+            return reason
         if any(self.tile(part, forward, device) is None for part in ("", "_queries")):
             return (
                 f"head_dim {forward.head_dim} needs more shared memory than the "
                 f"{device.smem_optin} bytes that a block may have"
             )
         return None
+
+    def counts(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        forward = problem.forward
+        return {
+            "queries": (forward.seqlen_q, _MOST_COUNTED),
+            "keys": (forward.seqlen_k, _MOST_COUNTED),
+            "heads of all batch entries": (num_heads(forward), (1 << 32) - 1),
+        }
 
     def _num_kept(self, problem):
         """Batch entries with keys or values of their own, at the least."""

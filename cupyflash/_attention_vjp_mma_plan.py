@@ -11,7 +11,7 @@ from cupyflash import (
     _gpu,
     _graphs,
 )
-from cupyflash._attention_params import params_dtype
+from cupyflash._attention_params import params_dtype, sections
 from cupyflash._attention_vjp_layout import grads_dtype
 from cupyflash._attention_vjp_mma import items_dtype
 from cupyflash._attention_vjp_parts import (
@@ -132,8 +132,7 @@ class MmaPlan(BasePlan):
         sums = 0 if ordered else num_slots * num_floats * row.dim(forward)
         self.num_vectors = sums // 4
         sizes = (FOUND_BYTES, 4 * sums, 4 * num_entries * num_floats * 2)
-        self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
-        self.num_bytes = sum(sizes)
+        self.starts, self.num_bytes = sections(*sizes)
 
         def launch(part, blocks):
             config = row.config(part, tile, forward, batch_dims, forward.dtype, blocks)

@@ -11,9 +11,11 @@ from cupyflash._attention_rows import (
     Config,
     defines,
     has_terms,
+    num_heads,
     num_rows,
     runs,
     scale_is_plain,
+    too_many,
     without_options,
 )
 from cupyflash._attention_vjp_problem import AttentionVjpProblem
@@ -25,6 +27,8 @@ DIMS = (64, 128)
 # kGranule, kLargestTile, kBytesFacts and kBytesStats of vjp_mma_split.cuh.
 _GRANULE, _LARGEST_TILE, _FACTS, _STATS = 32, 128, 128, 384
 _PREPARE_THREADS = 128
+# Positions are the sum of two such numbers and a tile.
+_MOST_COUNTED = (1 << 29) - 1
 # Shared memory of a multiprocessor that the system keeps for each block, and what a
 # block tells its threads.
 _RESERVED, _STATIC = 1024, 256
@@ -99,9 +103,8 @@ class MmaSplitVjpKernel:
                 return f"{name} {n} is above {DIMS[-1]}"
         if min(forward.seqlen_q, forward.seqlen_k) < self.least:
             return f"splits float32 from {self.least} queries and keys on"
-        longest = max(forward.seqlen_q, forward.seqlen_k, num_rows(forward) // 32)
-        if longest >= 1 << 29:
-            return "counts queries and keys in 32 bits, which this problem exceeds"
+        if reason := too_many(self.counts(problem, device)):
+            return reason
         keys = math.prod(forward.batch) * forward.num_kv_heads * forward.seqlen_k
         images = keys * self.parts(forward) * 2 * 2 * self.dim(forward)
         if images > self.most_images * 4 * num_rows(forward) * forward.head_dim_v:
@@ -112,6 +115,17 @@ class MmaSplitVjpKernel:
                 f"{device.smem_optin} bytes that a block may have"
             )
         return None
+
+    def counts(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        forward = problem.forward
+        return {
+            "queries": (forward.seqlen_q, _MOST_COUNTED),
+            "keys": (forward.seqlen_k, _MOST_COUNTED),
+            "heads of all batch entries": (num_heads(forward), (1 << 32) - 1),
+        }
 
     def parts(self, forward: AttentionProblem) -> int:
         """float16 numbers that stand for one of the input."""

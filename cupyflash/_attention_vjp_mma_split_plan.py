@@ -9,6 +9,7 @@ from cupyflash import (
     _attention_vjp_layout,
     _graphs,
 )
+from cupyflash._attention_params import sections
 from cupyflash._attention_vjp_mma_split import made_by, makes
 from cupyflash._attention_vjp_parts import (
     FOUND_BYTES,
@@ -86,8 +87,7 @@ class MmaSplitPlan(BasePlan):
         # Memory between the kernels.
         num_rows = math.prod(problem.rows_shape)
         sizes = (FOUND_BYTES, image_bytes, row.stats_bytes(forward), 4 * num_rows)
-        self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
-        self.num_bytes = sum(sizes)
+        self.starts, self.num_bytes = sections(*sizes)
 
         # Scores of the portable kernels are rounded in another order, to which an lse
         # made anew belongs: that of repairs is left by the one for dq to that for dk.

@@ -13,7 +13,7 @@ from cupyflash import (
     _graphs,
 )
 from cupyflash._attention_arrays import encoder
-from cupyflash._attention_params import params_dtype
+from cupyflash._attention_params import params_dtype, sections
 from cupyflash._attention_rows import is_plain
 from cupyflash._attention_vjp_layout import grads_dtype
 from cupyflash._attention_vjp_mma import MMA_VJP
@@ -107,8 +107,7 @@ class HopperWidePlan(BasePlan):
             4 * num_entries * num_blocks * _attention_vjp_wide.BLOCK * 2,
             4 * num_entries * forward.seqlen_q,
         )
-        self.starts = [sum(sizes[:n]) for n in range(len(sizes))]
-        self.num_bytes = sum(sizes)
+        self.starts, self.num_bytes = sections(*sizes)
         self.is_plain = is_plain(forward)
         config = row.rows_config(forward, batch_dims)
         self.rows = _gpu.Launch(config.variant, config.grid, config.block, device_id)

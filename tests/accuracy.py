@@ -6,7 +6,8 @@ import numpy as np
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 # Largest relative error that is promised, by function and dtype. softmax and
-# log_softmax count element by element; attention as max |out - exact| / max |exact|.
+# log_softmax count element by element; attention as |out - exact| beside the sum of
+# p_j |v_j| of each output, in which nothing cancels (attention_bound()).
 BOUNDS = {
     "softmax": {
         "float64": 1e-15,
@@ -21,6 +22,8 @@ BOUNDS = {
         "bfloat16": 8e-3,
     },
 }
+# Of those sums, each rounding of what a score is summed up from.
+SCORE_ROUNDINGS = {"float64": 2.0**-51}  # others compute scores in float32: 2^-22
 # logsumexp: units in the last place where they are promised, else relative.
 LOGSUMEXP_ULPS = {"float64": 2.0, "float32": 1.5}
 LOGSUMEXP_RELATIVE = {"float16": 5e-4, "bfloat16": 3.95e-3}
@@ -82,6 +85,19 @@ def assert_as_accurate(actual, standard, exact, factor=2.0):
     bound = factor * max_error(standard, exact) + unit
     error = max_error(actual, exact)
     assert error <= bound, f"error {error:.3e} is above {bound:.3e}"
+
+
+def attention_bound(sizes, size, dtype, relative=None):
+    """What is promised of each output of attention (docs/guides/precision.md).
+
+    `sizes` are the exact sums of p_j |v_j|, and `size` the largest sum of the sizes of
+    what a score is summed up from.
+    """
+    relative = BOUNDS["attention"][dtype] if relative is None else relative
+    roundings = SCORE_ROUNDINGS.get(dtype, 2.0**-22) * size
+    # Outputs below the normal numbers have no relative precision.
+    least = float(finfo(dtype_of(dtype)).smallest_subnormal)
+    return (relative + roundings) * wide(sizes) + least
 
 
 def assert_same_specials(actual, exact):

@@ -12,6 +12,12 @@
 #error "ELEM_T, ROW_DIMS and NUM_THREADS come from the host"
 #endif
 using elem_t = ELEM_T;
+// A column, and the number of them.
+#ifdef LONG_AXES
+using column_t = long long;
+#else
+using column_t = int;
+#endif
 
 // Mirrored by copy_params_dtype() in _attention_kernels.py.
 struct copy_params_t {
@@ -25,15 +31,15 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS)
                    uint4* __restrict__ copy,
                    const __grid_constant__ copy_params_t params) {
   constexpr int kElems = 16 / sizeof(elem_t);
-  const int num_columns = params.num_columns;
-  const int num_vectors = (num_columns + kElems - 1) / kElems;
+  const column_t num_columns = params.num_columns;
+  const column_t num_vectors = (num_columns + kElems - 1) / kElems;
   const long long block = blockIdx.x + static_cast<long long>(gridDim.x) * blockIdx.y;
   const long long n = block * NUM_THREADS + threadIdx.x;
   if (n >= params.num_rows * num_vectors) return;
   const long long row = params.by_columns ? n % params.num_rows : n / num_vectors;
-  const int vector = params.by_columns ? n / params.num_rows : n % num_vectors;
+  const column_t vector = params.by_columns ? n / params.num_rows : n % num_vectors;
   const elem_t* const from = x + locate(params.rows, row).of[0];
-  const int first = vector * kElems;
+  const column_t first = vector * kElems;
   uint4 word;
   if (params.column_stride == 1) {
     word = gather(from, first, num_columns);

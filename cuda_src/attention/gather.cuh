@@ -5,8 +5,10 @@
 #include "common/types.cuh"
 
 // Elements [first, first + 16 bytes) of a row, zeros from `dim` on.
-template <typename elem_t>
-__device__ __forceinline__ uint4 gather(const elem_t* row, int first, int dim) {
+template <typename elem_t, typename column_t>
+__device__ __forceinline__ uint4 gather(const elem_t* row,
+                                        column_t first,
+                                        column_t dim) {
   constexpr int kElems = 16 / sizeof(elem_t);
   if (sizeof(elem_t) == 2 && first + kElems <= dim) {
     // Whole words of 4 bytes, which may begin an element before.

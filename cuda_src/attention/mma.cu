@@ -505,7 +505,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageK>(smem_k + stage * kStage,
-                            read_anew(kept).images + tile * kImage);
+                            read_anew(kept).images + index_t(tile) * kImage);
       } else if constexpr (!kSplits) {
         copy_tile<kSpanN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
                                     tile * kSpanN, source.last, dim, source.aligned);
@@ -522,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageV>(smem_v + stage * kStage,
-                            read_anew(kept).images + tile * kImage + kImageK);
+                            read_anew(kept).images + index_t(tile) * kImage + kImageK);
       } else if constexpr (!kSplits) {
         copy_tile<kSpanN, kHeadDimV>(smem_v + stage * kStage, source.rows, params.v.row,
                                      tile * kSpanN, source.last, dim_v, source.aligned);

@@ -16,7 +16,8 @@ constexpr int kNumThreads = NUM_THREADS;
 
 using index_t = long long;
 
-// "No bound" among positions. Sums of a few such numbers stay within 64 bits.
+// How far from the keys a query may stand. Sums of such a number and of a bound (left,
+// right) of twice that stay within 64 bits.
 constexpr index_t kFar = index_t(1) << 61;
 
 // Strides of one array in elements; 0 where it is broadcast or has no such axis. The

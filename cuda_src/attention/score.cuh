@@ -62,7 +62,7 @@ constexpr bool kHasKeyLengths = false;
 using key_length_t = char;
 #endif
 // What a thread keeps of its sinks, by where that takes fewer registers.
-#if __CUDA_ARCH__ >= 900
+#if __CUDA_ARCH__ >= 900 && !defined(LONG_AXES)
 constexpr bool kSinksOfAllHeads = true;
 #else
 constexpr bool kSinksOfAllHeads = false;

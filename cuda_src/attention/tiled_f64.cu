@@ -449,6 +449,10 @@ __device__ __forceinline__ double special(double count) {
   return plus ? infinity<double>() : minus ? -infinity<double>() : 0;
 }
 
+// Sums of the largest numbers are beyond all numbers, though their means are not. With
+// kExact o is that of values times kDown.
+constexpr double kDown = 0x1p-64, kUp = 0x1p64;
+
 // o += p v. With kExact a key that is not seen adds nothing, not even 0 * NaN: the
 // finite values are summed, the others counted.
 template <bool kExact, int kCount>
@@ -457,7 +461,8 @@ __device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
                                            const block_t& block) {
   const auto same = [](double x) { return x; };
   if constexpr (kExact) {
-    add_values(rows, v, block, [](double x) { return is_finite(x) ? x : 0; }, same);
+    const auto scaled = [](double x) { return is_finite(x) ? x * kDown : 0; };
+    add_values(rows, v, block, scaled, same);
 #pragma unroll
     for (int step = 0; step < kStepsN; ++step) {
 #pragma unroll
@@ -655,7 +660,7 @@ __device__ __forceinline__ bool walk(block_t& block,
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const double inverse = of_row(finished.inverse, e);
+      const double inverse = of_row(finished.inverse, e) * (kExact ? kUp : 1);
       const int out_row = first_row + 8 * r + 2 * lane_t() + e;
       if (block.i0 + out_row >= params.seqlen_q) continue;
 #pragma unroll

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (tile >= num_tiles) return;
     const index_t j0 = tile * kBlockM;
     const index_t kept_index = divide(item, num_chunks);
-    const int c0 = static_cast<int>(item - kept_index * num_chunks) * kChunk;
+    const column_t c0 = static_cast<column_t>(item - kept_index * num_chunks) * kChunk;
     const index_t num_keys = smaller(kBlockM, params.seqlen_k - j0);
     const auto kept = locate(grads.kept, kept_index);
 

@@ -62,7 +62,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
   if (exists) {
     const scores_t scores(at, SCORE_ARGUMENTS);
     if (column == 0) {
-      if (dlse != nullptr) sum -= at.at(dlse, grads.dlse)[i * grads.dlse.row];
+      if (dlse != nullptr) {
+        const float down = at.at(dlse, grads.dlse)[i * grads.dlse.row];
+        // A row that sees no key has the sink for its lse: what flows there is the
+        // sink's, but for what is no number.
+        const bool is_sink = kHasSinks && !counts && log_sum == scores.sink();
+        if (!is_sink || is_finite(down)) sum -= down;
+      }
       if (!scores.is_query(i)) sum = 0;
       const index_t row = at.row_of_heads * params.seqlen_q + i;
       delta[row] = sum;

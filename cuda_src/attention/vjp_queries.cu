@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (from_last >= num_tiles) return;
     const index_t i0 = (num_tiles - 1 - from_last) * kBlockM;
     const index_t kept_index = divide(item, num_chunks);
-    const int c0 = static_cast<int>(item - kept_index * num_chunks) * kChunk;
+    const column_t c0 = static_cast<column_t>(item - kept_index * num_chunks) * kChunk;
     const index_t num_rows = smaller(kBlockM, params.seqlen_q - i0);
     const auto kept = locate(grads.kept, kept_index);
 

@@ -35,16 +35,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
   const elem_t* const out_row = at.at(out, params.out) + i * params.out.row;
   const elem_t* const dout_row = at.at(dout, grads.dout) + i * grads.dout.row;
   accum_t sum = 0;
+  bool has_out = false;
   for (index_t d = threadIdx.x % kWarpSize; d < params.head_dim_v; d += kWarpSize) {
     const accum_t o = to<accum_t>(out_row[d]);
     if (o != 0) sum = fma_of(o, to<accum_t>(dout_row[d]), sum);
+    has_out |= o != 0;
   }
   sum = warp_reduce(sum, [](accum_t a, accum_t b) { return a + b; });
+  if constexpr (kHasSinks) has_out = __any_sync(kFullMask, has_out);
   if (threadIdx.x % kWarpSize != 0) return;
-  if (dlse != nullptr) sum -= at.at(dlse, grads.dlse)[i * grads.dlse.row];
+  accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
+  if (dlse != nullptr) {
+    const accum_t down = at.at(dlse, grads.dlse)[i * grads.dlse.row];
+    // A row that sees no key has the sink for its lse: what flows there is the sink's,
+    // but for what is no number.
+    const bool is_sink = kHasSinks && !has_out && log_sum == scores.sink();
+    if (!is_sink || is_finite(down)) sum -= down;
+  }
   if (!scores.is_query(i)) sum = 0;
   delta[item] = sum;
-  accum_t log_sum = at.at(lse, grads.lse)[i * grads.lse.row];
   if (own_lse != nullptr) {
     const accum_t own = own_lse[item];
     if (is_same_lse(own, log_sum)) log_sum = own;

@@ -84,17 +84,25 @@ __device__ __forceinline__ int other_row(int c) {
   return c * kColThreads + thread_col();
 }
 
+// A column, and the number of them.
+#ifdef LONG_AXES
+using column_t = index_t;
+#else
+using column_t = int;
+#endif
+
 // Some rows of a matrix in global memory; num_rows may be more than a tile has.
 struct rows_t {
   const elem_t* x;
   index_t stride;
-  int num_rows, dim;
+  int num_rows;
+  column_t dim;
 
   __device__ rows_t(const elem_t* x, index_t stride, index_t num_rows, index_t dim)
       : x(x),
         stride(stride),
         num_rows(static_cast<int>(clamp(num_rows, 0, 1 << 30))),
-        dim(static_cast<int>(dim)) {}
+        dim(static_cast<column_t>(dim)) {}
 };
 
 __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
@@ -106,10 +114,10 @@ __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
 template <int kCount>
 __device__ __forceinline__ accum_t load_rows(accum_t* smem,
                                              const rows_t& rows,
-                                             int c0) {
+                                             column_t c0) {
   constexpr int kElems = 16 / sizeof(elem_t);  // of a 16-byte load
   const elem_t* const x = rows.x + c0;
-  const int dim = rows.dim - c0;
+  const column_t dim = rows.dim - c0;
   accum_t odd = 0;
   const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 |
                         rows.stride % kElems | dim % kElems) == 0;
@@ -187,7 +195,7 @@ __device__ __forceinline__ accum_t dot(tile_t& s,
     for (int c = 0; c < kCols; ++c) s[r][c] = 0;
   }
   accum_t odd = 0;
-  for (int c0 = 0; c0 < own.dim; c0 += kChunk) {
+  for (column_t c0 = 0; c0 < own.dim; c0 += kChunk) {
     __syncthreads();  // all have read what stands in shared memory
     if (!kOwnIsLoaded) load_rows<kBlockM>(smem_own, own, c0);
     odd += load_rows<kBlockN>(smem_other, other, c0);
@@ -254,7 +262,7 @@ template <bool kOtherIsLoaded>
 __device__ __forceinline__ void accumulate(sums_t& sums,
                                            const accum_t* w,
                                            const rows_t& other,
-                                           int c0,
+                                           column_t c0,
                                            accum_t* smem_other,
                                            accum_t odd) {
   if (!kOtherIsLoaded) {

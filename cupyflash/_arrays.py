@@ -52,15 +52,21 @@ def adopt(x: Any) -> Any:
     if is_cupy(x):
         return x
     if lives_on_gpu(x):
-        try:
-            import cupy
-        except ImportError as error:
-            raise ImportError(
-                f"an array in CUDA memory takes CuPy, which cannot be imported: "
-                f"{error}; {_extras.CUDA} brings it"
-            ) from error
+        cupy = import_cupy()
         return cupy.from_dlpack(x) if _offers_dlpack_cuda(x) else cupy.asarray(x)
     return np.asarray(x)
+
+
+def import_cupy() -> Any:
+    """CuPy, for an array in CUDA memory; or an ImportError that says what to do."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"an array in CUDA memory takes CuPy, which cannot be imported: "
+            f"{error}; {_extras.CUDA} brings it"
+        ) from error
+    return cupy
 
 
 def is_scalar(x: Any) -> bool:

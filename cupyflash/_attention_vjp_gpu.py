@@ -11,6 +11,7 @@ from cupyflash import (
     _attention_vjp_layout,
     _attention_vjp_problem,
     _gpu,
+    _graphs,
     _kernels,
     _tensormap,
 )
@@ -58,16 +59,7 @@ def attention_vjp(*arguments) -> AttentionGrads:
     key = _key(arguments)
     plan = None if key is None else _plans.get(key)
     if plan is None:
-        problem, operands = _attention_vjp_problem.attention_vjp(*arguments)
-        device_id = operands.forward.q.data.device_id
-        with cupy.cuda.Device(device_id):
-            plan = make_plan(problem, operands)
-            # Views of the same memory have the same pointer: the arrays of a call can
-            # be launched as they come.
-            if key is not None:
-                _plans.put(key, plan)
-            offset = _attention_params.launch_offset(problem.forward)
-            return plan(_arrays_of(operands), offset)
+        return _planned(key, *arguments)
     query_offset = arguments[_QUERY_OFFSET]
     is_int = type(query_offset) is int
     far = _attention_params.FAR
@@ -102,11 +94,23 @@ def _key(arguments):
     return tuple(parts)
 
 
-def run(problem, operands) -> AttentionGrads:
-    """Gradients of a checked problem."""
+@_graphs.keeps_temporaries
+def _planned(key, *arguments) -> AttentionGrads:
+    """Check a call and run it; keep its plan under `key`."""
+    problem, operands = _attention_vjp_problem.attention_vjp(*arguments)
     with cupy.cuda.Device(operands.forward.q.data.device_id):
+        plan = make_plan(problem, operands)
+        # Views of the same memory have the same pointer: the arrays of a call can be
+        # launched as they come.
+        if key is not None:
+            _plans.put(key, plan)
         offset = _attention_params.launch_offset(problem.forward)
-        return make_plan(problem, operands)(_arrays_of(operands), offset)
+        return plan(_arrays_of(operands), offset)
+
+
+def unplanned(*arguments) -> AttentionGrads:
+    """Check a call and run it."""
+    return _planned(None, *arguments)
 
 
 def _arrays_of(operands):

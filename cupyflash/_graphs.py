@@ -1,4 +1,4 @@
-"""What outlives a call: memory that CUDA graphs write to, streams and their counters."""
+"""What outlives a call: memory that graphs write to, streams and their counters."""
 
 import contextlib
 import ctypes
@@ -13,7 +13,7 @@ import numpy as np
 _current_stream = cupy.cuda.get_current_stream
 _is_capturing_on = cupy.cuda.runtime.streamIsCapturing
 
-_PER_THREAD = 2  # cudaStreamPerThread: one handle for the default streams of all threads
+_PER_THREAD = 2  # cudaStreamPerThread, the handle of each thread's default stream
 
 
 # --- CUDA graphs ---------------------------------------------------------------------

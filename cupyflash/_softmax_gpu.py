@@ -49,10 +49,10 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
         pointers = at, at if where is None else where.data.ptr
         if out is None or plan.may_write(onto, pointers):
             return plan(out, pointers)
-    problem, operands = _softmax_problem.softmax(
-        function, x, axis, where, scale, dtype, out, method
-    )
-    return _checked(key, problem, operands)
+    return _planned(
+        key, _softmax_problem.softmax, function, x, axis, where, scale, dtype, out,
+        method,
+    )  # fmt: skip
 
 
 def logsumexp(a, axis, b, keepdims, return_sign, where, out):
@@ -72,10 +72,9 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
                     at if where is None else where.data.ptr)  # fmt: skip
         if out is None or plan.may_write(out.data.ptr, pointers):
             return plan(out, pointers)
-    problem, operands = _softmax_problem.logsumexp(
-        a, axis, b, keepdims, return_sign, where, out
+    return _planned(
+        key, _softmax_problem.logsumexp, a, axis, b, keepdims, return_sign, where, out
     )
-    return _checked(key, problem, operands)
 
 
 def vjp(function, y, dy, axis, scale, out):
@@ -92,8 +91,7 @@ def vjp(function, y, dy, axis, scale, out):
     if plan is not None:
         if out is None or plan.may_write(onto, pointers):
             return plan(out, pointers)
-    problem, operands = _softmax_problem.vjp(function, y, dy, axis, scale, out)
-    return _checked(key, problem, operands)
+    return _planned(key, _softmax_problem.vjp, function, y, dy, axis, scale, out)
 
 
 def _facts(x):
@@ -101,9 +99,15 @@ def _facts(x):
     return x.shape, x.strides, x.dtype, x.data.device_id
 
 
-def run(problem, operands):
-    """Compute a checked problem."""
-    return _checked(None, problem, operands)
+@_graphs.keeps_temporaries
+def _planned(key, check, *arguments):
+    """Check a call, run it, and keep its plan under `key`."""
+    return _checked(key, *check(*arguments))
+
+
+def unplanned(check, *arguments):
+    """Check a call and run it."""
+    return _planned(None, check, *arguments)
 
 
 def _checked(key, problem, operands):

@@ -82,8 +82,10 @@ def _key(arguments):
         if x is None:
             parts.append(None)
         elif type(x) is cupy.ndarray:
-            aligned = place not in _MAPPED or x.data.ptr % 16 == 0
-            parts.append((x.shape, x.strides, x.dtype.char, x.data.device_id, aligned))
+            at = x.data.ptr % 16
+            # The checks want no element to begin within another.
+            placed = at % x.itemsize, place not in _MAPPED or at == 0
+            parts.append((x.shape, x.strides, x.dtype, x.data.device_id, placed))
         elif place == _QUERY_OFFSET and type(x) is int:
             parts.append(int)
         elif place in _ARRAYS or place == _QUERY_OFFSET:

@@ -58,16 +58,19 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
 def logsumexp(a, axis, b, keepdims, return_sign, where, out):
     """logsumexp of a CuPy array."""
     try:
-        key = ("logsumexp", a.shape, a.strides, a.dtype, a.data.device_id, axis,
-               axis.__class__, keepdims, keepdims.__class__, return_sign,
-               return_sign.__class__, b if b is None else _facts(b),
+        at = a.data.ptr
+        # No element may begin within another, which the checks look at.
+        key = ("logsumexp", a.shape, a.strides, a.dtype, a.data.device_id,
+               at % a.itemsize, axis, axis.__class__, keepdims, keepdims.__class__,
+               return_sign, return_sign.__class__,
+               b if b is None else (*_facts(b), b.data.ptr % b.itemsize),
                where if where is None else _facts(where),
-               out if out is None else _facts(out))  # fmt: skip
+               out if out is None else (*_facts(out), out.data.ptr % out.itemsize),
+               )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
     if plan is not None:
-        at = a.data.ptr
         pointers = (at, at if b is None else b.data.ptr,
                     at if where is None else where.data.ptr)  # fmt: skip
         if out is None or plan.may_write(out.data.ptr, pointers):

@@ -5,6 +5,7 @@ import ctypes
 import functools
 import sys
 import threading
+import weakref
 from typing import Any
 
 import cupy
@@ -117,8 +118,10 @@ _OURS = _num_references(_Held(object()))
 
 _lock = threading.Lock()
 _held: dict[int, _Held] = {}  # by id of the stream's object
-# Streams that are not CuPy's, by the number that the driver gives only once.
+# Streams that other libraries keep, by the number that the driver gives only once. The
+# object that CuPy has for one is not held, only watched for its end.
 _foreign: dict[int, _Held] = {}
+_watched: dict[int, Any] = {}
 _of_thread = threading.local()
 
 # So many streams may be held before we look which of them are left.
@@ -140,20 +143,30 @@ def _held_of(stream):
 def _hold(stream):
     """Hold a stream that has not been seen."""
     global _most_held
+    key = id(stream)
+    if stream is not cupy.cuda.Stream.null and not _is_owner(stream):
+        _watched[key] = weakref.ref(stream, functools.partial(_forget, key))
+        held = _foreign.setdefault(_unique_number(stream.ptr), _Held())
+        return _held.setdefault(key, held)
     with _lock, _beside_captures():
-        if stream is cupy.cuda.Stream.null or _is_owner(stream):
-            if id(stream) not in _held:
-                if len(_held) >= _most_held:
-                    _let_go()
-                    _most_held = max(_FEW, 2 * len(_held))
-                _held[id(stream)] = _Held(stream)
-            return _held[id(stream)]
-        return _foreign.setdefault(_unique_number(stream.ptr), _Held())
+        if key not in _held:
+            if len(_held) >= _most_held:
+                _let_go()
+                _most_held = max(_FEW, 2 * len(_held))
+            _held[key] = _Held(stream)
+        return _held[key]
+
+
+def _forget(key, _):
+    _held.pop(key, None)
+    _watched.pop(key, None)
 
 
 def _let_go():
     """Give up the streams that are left, and with them their rows."""
     for key, held in list(_held.items()):
+        if held.stream is None:
+            continue
         # Taken out first: who finds the stream again by now gets other rows.
         del _held[key]
         if not held.is_left():
@@ -273,6 +286,8 @@ def _driver():
 
 def _unique_number(ptr):
     """The number of a stream, which no other stream of the process ever has."""
+    if ptr < _PER_THREAD:
+        return 0  # the default stream, of which there is one
     number = ctypes.c_ulonglong()
     status = _driver().cuStreamGetId(ctypes.c_void_p(ptr), ctypes.byref(number))
     if status:

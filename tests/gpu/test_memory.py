@@ -192,3 +192,44 @@ def test_tiled_float32_at_131072_takes_four_times_out(cupy):
         out, lse = cupyflash.attention(q, k, v, return_lse=True, method="tiled")
     own = out.nbytes + lse.nbytes
     assert sum(counting.sizes) - own <= 4.1 * out.nbytes
+
+
+def _extra(cupy, call):
+    """(result, bytes taken beside it)."""
+    call()
+    counting = Counting(cupy)
+    with cupy.cuda.using_allocator(counting):
+        result = call()
+    arrays = mixed.arrays(result)
+    return result, sum(counting.sizes) - sum(x.nbytes for x in arrays)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 16, 300])
+@pytest.mark.parametrize("seqlen_k", [8_000, 30_000])
+def test_parts_of_the_keys_stay_small(cupy, dtype, dim, seqlen_q, seqlen_k):
+    """As documented: below 40 MiB, and what float32 prepares below 256 MiB."""
+    random = cupy.random.RandomState(1)
+    q, k, v = (
+        random.standard_normal((1, 2, n, dim), np.float32).astype(dtype_of(dtype))
+        for n in (seqlen_q, seqlen_k, seqlen_k)
+    )
+    _, extra = _extra(cupy, lambda: cupyflash.attention(q, k, v))
+    assert extra <= (256 << 20 if dtype == "float32" else 40 << 20)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_copies_take_four_times_the_result_each(cupy, layout):
+    """Of q, k and v whose rows the copy engine cannot read."""
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("other cards copy nothing")
+    shape = (2, 4, 700, 65) if layout == "bhsd" else (2, 700, 4, 65)
+    random = cupy.random.RandomState(1)
+    q, k, v = (
+        random.standard_normal(shape, np.float32).astype(np.float16) for _ in "qkv"
+    )
+    report = cupyflash.explain("attention", q, k, v, layout=layout)
+    assert report.details["copied first"] == "q, k, v"
+    out, extra = _extra(cupy, lambda: cupyflash.attention(q, k, v, layout=layout))
+    assert out.nbytes <= extra <= 3 * 4 * out.nbytes

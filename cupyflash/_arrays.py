@@ -153,14 +153,13 @@ def _check_places(name, x):
             f"{name} starts {x.data.ptr % size} bytes past a multiple of {size}, the "
             f"size of {dtype_name(x)}, which kernels do not read; give a copy"
         )
-    if any(step % size for step in x.strides) and any(
-        n > 1 and step % size for n, step in zip(x.shape, x.strides, strict=True)
-    ):
-        raise ValueError(
-            f"{name} of {dtype_name(x)} has strides of {x.strides} bytes, which are no "
-            f"multiples of {size} (a field of a structured array?); give a contiguous "
-            "copy"
-        )
+    for n, step in zip(x.shape, x.strides, strict=True):
+        if step % size and n > 1:
+            raise ValueError(
+                f"{name} of {dtype_name(x)} has strides of {x.strides} bytes, which "
+                f"are no multiples of {size} (a field of a structured array?); give a "
+                "contiguous copy"
+            )
 
 
 def _describe_given(given, adopted):
@@ -313,7 +312,7 @@ def overlaps_itself(x: Any) -> bool:
     while x.ndim:
         if _share_memory(x[:1], x[1:], max_work=1_000_000):
             return True
-        x = x[0]
+        x = x[0, ...]  # a view, also of one element: the memory may be a GPU's
     return False
 
 

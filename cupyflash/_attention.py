@@ -232,7 +232,7 @@ def merge_attention_states(
     True
     """
     first = outs[0] if isinstance(outs, (list, tuple)) and outs else outs
-    if _arrays.lives_on_gpu(first):
+    if _arrays.is_cupy(first) or _arrays.lives_on_gpu(first):
         _arrays.import_cupy()
         return _gpu().merge(outs, lses, axis, out)
     return _cpu().merge(*_attention_problem.merge(outs, lses, axis, out))

@@ -65,7 +65,7 @@ def _plan_of(problem, operands):
     return MergePlan(problem, outs.data.device_id, *of_parts, steps)
 
 
-@_graphs.keeps_temporaries
+@_graphs.keeps_memory
 def merge(outs, lses, axis, out) -> tuple[Any, Any]:
     """merge_attention_states of arrays on a GPU, or lists of them: (out, lse)."""
     first = outs[0] if isinstance(outs, (list, tuple)) else outs

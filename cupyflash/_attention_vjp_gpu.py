@@ -47,8 +47,6 @@ _PLANS = (
 )
 # Rows that read by the copy engine, and write whole vectors.
 _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
-# Those that the copy engine of Hopper reads: dout, q, k, v, bias and mask.
-_MAPPED = (0, 1, 2, 3, 6, 7)
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -82,10 +80,9 @@ def _key(arguments):
         if x is None:
             parts.append(None)
         elif type(x) is cupy.ndarray:
-            at = x.data.ptr % 16
-            # The checks want no element to begin within another.
-            placed = at % x.itemsize, place not in _MAPPED or at == 0
-            parts.append((x.shape, x.strides, x.dtype, x.data.device_id, placed))
+            data = x.data
+            # Whether the copy engine of Hopper can read it, or nobody can.
+            parts.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
         elif place == _QUERY_OFFSET and type(x) is int:
             parts.append(int)
         elif place in _ARRAYS or place == _QUERY_OFFSET:
@@ -96,7 +93,7 @@ def _key(arguments):
     return tuple(parts)
 
 
-@_graphs.keeps_temporaries
+@_graphs.keeps_memory
 def _planned(key, *arguments) -> AttentionGrads:
     """Check a call and run it; keep its plan under `key`."""
     problem, operands = _attention_vjp_problem.attention_vjp(*arguments)

@@ -26,10 +26,7 @@ _kept_for_graphs: list[Any] = []
 
 def is_capturing(device_id=-1):
     """Whether launches on the current stream of a device go into a CUDA graph."""
-    return _captures(_current_stream(device_id).ptr)
-
-
-def _captures(ptr):
+    ptr = _current_stream(device_id).ptr
     # 0 and 1 are the default stream, which cannot be captured.
     return ptr > 1 and _is_capturing_on(ptr)
 
@@ -42,9 +39,10 @@ def keep_if_capturing(memory):
     before it has nothing left to do: another one would get its handle.
     """
     stream = _current_stream()
-    if _captures(stream.ptr):
+    ptr = stream.ptr
+    if ptr > 1 and _is_capturing_on(ptr):
         _kept_for_graphs.append(memory)
-    elif id(stream) not in _held and _is_owner(stream):
+    elif ptr > _PER_THREAD and id(stream) not in _held and _is_owner(stream):
         _hold(stream)
 
 
@@ -53,41 +51,35 @@ def _num_devices():
     return cupy.cuda.runtime.getDeviceCount()
 
 
-def keeps_temporaries(function):
-    """Keep all memory that a captured call takes, but for the results it returns.
+def keeps_memory(function):
+    """Keep all memory that a captured call takes, that of its results included.
 
     It sees each allocation, also those inside CuPy's array operations. A call that has
-    a plan does not come this way: it makes few arrays and keeps them itself.
+    a plan does not come this way: it makes few arrays and keeps them itself, and its
+    result is the caller's to hold.
     """
 
     @functools.wraps(function)
     def call(*args):
         # The arrays may lie on a device that is not the current one.
         if any(is_capturing(device_id) for device_id in range(_num_devices())):
-            return _keeping_temporaries(function, args)
+            with cupy.cuda.using_allocator(_keeping(cupy.cuda.get_allocator())):
+                return function(*args)
         return function(*args)
 
     return call
 
 
-def _keeping_temporaries(function, args):
-    taken, returned = [], set()
-    malloc = cupy.cuda.get_allocator()
+def _keeping(malloc):
+    """An allocator that keeps what it gives out for a graph."""
 
     def alloc(size):
         memory = malloc(size)
-        if is_capturing():
-            taken.append(memory)
+        if is_capturing():  # not so a stream that Counters make rows on
+            _kept_for_graphs.append(memory)
         return memory
 
-    try:
-        with cupy.cuda.using_allocator(alloc):
-            result = function(*args)
-        arrays = result if isinstance(result, tuple) else (result,)
-        returned = {id(x.data.mem) for x in arrays if isinstance(x, cupy.ndarray)}
-        return result
-    finally:
-        _kept_for_graphs.extend(m for m in taken if id(m.mem) not in returned)
+    return alloc
 
 
 # --- streams -------------------------------------------------------------------------
@@ -228,10 +220,11 @@ class Counters:
     def of_current_stream(self):
         """Address of the row for a launch on the current stream."""
         stream = _current_stream()
-        if _captures(stream.ptr):
+        ptr = stream.ptr
+        if ptr > 1 and _is_capturing_on(ptr):
             with _lock, _beside_captures():
                 return self._take()
-        held = _held_of(stream)
+        held = _held.get(id(stream)) or _held_of(stream)
         return held.rows.get(self) or self._row_for(held)
 
     def _row_for(self, held):

@@ -61,11 +61,11 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
         at = a.data.ptr
         # No element may begin within another, which the checks look at.
         key = ("logsumexp", a.shape, a.strides, a.dtype, a.data.device_id,
-               at % a.itemsize, axis, axis.__class__, keepdims, keepdims.__class__,
+               at % _VECTOR, axis, axis.__class__, keepdims, keepdims.__class__,
                return_sign, return_sign.__class__,
-               b if b is None else (*_facts(b), b.data.ptr % b.itemsize),
+               b if b is None else (*_facts(b), b.data.ptr % _VECTOR),
                where if where is None else _facts(where),
-               out if out is None else (*_facts(out), out.data.ptr % out.itemsize),
+               out if out is None else (*_facts(out), out.data.ptr % _VECTOR),
                )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
@@ -102,7 +102,7 @@ def _facts(x):
     return x.shape, x.strides, x.dtype, x.data.device_id
 
 
-@_graphs.keeps_temporaries
+@_graphs.keeps_memory
 def _planned(key, check, *arguments):
     """Check a call, run it, and keep its plan under `key`."""
     return _checked(key, *check(*arguments))

@@ -221,12 +221,8 @@ def test_a_cold_call_cannot_be_captured(cupy, rng, operation):
         plans._plans.clear()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        stream.begin_capture()
-        try:
-            with pytest.raises(RuntimeError, match="make the same call once before"):
-                call()
-        finally:
-            stream.end_capture()
+        with pytest.raises(RuntimeError, match="make the same call once before"):
+            captured(stream, call)
         call()
         expected = to_host(out)
         stream.begin_capture()
@@ -236,6 +232,16 @@ def test_a_cold_call_cannot_be_captured(cupy, rng, operation):
         graph.launch(stream)
         stream.synchronize()
         np.testing.assert_array_equal(to_host(out), expected)
+
+
+def captured(stream, call, mode=None):
+    """(what a call returns, its graph); the capture ends in any case."""
+    stream.begin_capture(mode)
+    try:
+        result = call()
+    finally:
+        graph = stream.end_capture()
+    return result, graph
 
 
 def captured_calls(cupy, rng):
@@ -259,10 +265,14 @@ def captured_calls(cupy, rng):
         "complex softmax": lambda: cupyflash.softmax(z, -1),
         "complex log_softmax": lambda: cupyflash.log_softmax(z, -1),
         "complex logsumexp": lambda: cupyflash.logsumexp(z, -1),
-        "foreign q": lambda: cupyflash.attention(Interface(q), q, q, key_lengths=200),
-        "foreign x": lambda: cupyflash.softmax(Interface(x), -1, where=True),
+        "foreign q": lambda: cupyflash.attention(
+            Odd(q, 0, q.shape, "<f2"), q, q, key_lengths=200
+        ),
+        "foreign x": lambda: cupyflash.softmax(
+            Odd(x, 0, x.shape, "<f4"), -1, where=True
+        ),
         "foreign outs": lambda: cupyflash.merge_attention_states(
-            [Interface(part) for part in outs], lses
+            [Odd(part, 0, part.shape, "<f4") for part in outs], lses
         )[0],
         "parts of the keys": lambda: cupyflash.attention(one_query, q, q),
         "scratch": lambda: cupyflash.softmax(long_rows, -1),
@@ -278,7 +288,7 @@ CAPTURED = (
 
 @pytest.mark.parametrize("name", CAPTURED)
 def test_a_replay_writes_to_nobody_elses_memory(cupy, rng, name):
-    """All that a captured call took, but for its result, is kept for the graph."""
+    """All that a captured call took is kept for the graph, also an unused lse."""
     call = captured_calls(cupy, rng)[name]
     cupy.cuda.Device().synchronize()
     taken = []
@@ -295,9 +305,7 @@ def test_a_replay_writes_to_nobody_elses_memory(cupy, rng, name):
         expected = to_host(call())
         call()
         stream.synchronize()
-        stream.begin_capture()
-        result = call()
-        graph = stream.end_capture()
+        result, graph = captured(stream, call)
         # What has gone back to the pool would be given out again.
         others = [cupy.full(size, 7, np.uint8) for _, size in taken for _ in range(3)]
         stream.synchronize()
@@ -325,9 +333,9 @@ def test_lengths_are_read_at_each_replay(cupy, rng, dtype, seqlen_q):
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         cupyflash.attention(q, k, v, out=out, **options)
-        stream.begin_capture()
-        cupyflash.attention(q, k, v, out=out, **options)
-        graph = stream.end_capture()
+        _, graph = captured(
+            stream, lambda: cupyflash.attention(q, k, v, out=out, **options)
+        )
         for new in ([100, 1000], [101, 1500], [0, 3], [1500, 77]):
             lengths[...] = cupy.asarray(new)
             offsets[...] = lengths - seqlen_q
@@ -361,13 +369,15 @@ def test_ten_thousand_calls_can_be_captured(cupy, mode):
     q = cupy.ones((1, 64, 1024, 64), np.float16)  # so many that keys are not split
     out = cupyflash.attention(q, q, q, causal=True)
     cupy.cuda.Device().synchronize()
+
+    def many():
+        for _ in range(1000):
+            cupyflash.attention(q, q, q, causal=True, out=out)
+
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         for _ in range(10):
-            stream.begin_capture(mode)
-            for _ in range(1000):
-                cupyflash.attention(q, q, q, causal=True, out=out)
-            graph = stream.end_capture()
+            _, graph = captured(stream, many, mode)
         out.fill(0)
         graph.launch(stream)
         stream.synchronize()

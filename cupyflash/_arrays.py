@@ -142,24 +142,25 @@ def adopt_all(num_needed: int = 1, /, **given: Any) -> tuple[Any, dict[str, Any]
 
 def _check_places(name, x):
     """Refuse elements of a GPU array that kernels cannot read: each whole, in place."""
+    size = x.itemsize
+    if math.gcd(size, x.data.ptr, *x.strides) == size and x.dtype.isnative:
+        return
     if not x.dtype.isnative:
         raise ValueError(
             f"{name} has the byte order of dtype {x.dtype.str!r}, which kernels do not "
             f"read; give {x.dtype.newbyteorder('=').str!r}"
         )
-    size = x.itemsize
     if x.size and x.data.ptr % size:
         raise ValueError(
             f"{name} starts {x.data.ptr % size} bytes past a multiple of {size}, the "
             f"size of {dtype_name(x)}, which kernels do not read; give a copy"
         )
-    for n, step in zip(x.shape, x.strides, strict=True):
-        if step % size and n > 1:
-            raise ValueError(
-                f"{name} of {dtype_name(x)} has strides of {x.strides} bytes, which "
-                f"are no multiples of {size} (a field of a structured array?); give a "
-                "contiguous copy"
-            )
+    if any(n > 1 and s % size for n, s in zip(x.shape, x.strides, strict=True)):
+        raise ValueError(
+            f"{name} of {dtype_name(x)} has strides of {x.strides} bytes, which are no "
+            f"multiples of {size} (a field of a structured array?); give a contiguous "
+            "copy"
+        )
 
 
 def _describe_given(given, adopted):

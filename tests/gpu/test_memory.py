@@ -219,6 +219,20 @@ def test_parts_of_the_keys_stay_small(cupy, dtype, dim, seqlen_q, seqlen_k):
     assert extra <= (256 << 20 if dtype == "float32" else 40 << 20)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seqlen_q", [64, 300])
+def test_parts_of_very_many_keys(cupy, dtype, seqlen_q):
+    """As documented: up to four times what one head of k and v takes."""
+    random = cupy.random.RandomState(1)
+    q, k, v = (
+        random.standard_normal((1, 2, n, 64), np.float32).astype(dtype)
+        for n in (seqlen_q, 100_000, 100_000)
+    )
+    _, extra = _extra(cupy, lambda: cupyflash.attention(q, k, v))
+    prepared = 256 << 20 if dtype == "float32" else 0
+    assert extra <= 4 * (k[0, 0].nbytes + v[0, 0].nbytes) + prepared
+
+
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_copies_take_four_times_the_result_each(cupy, layout):
     """Of q, k and v whose rows the copy engine cannot read."""

@@ -8,6 +8,10 @@ from placing import place
 
 import cupyflash
 
+pytest.importorskip("cupy")
+
+from cupyflash import _graphs
+
 pytestmark = pytest.mark.gpu
 
 CALLS = 10_000
@@ -160,6 +164,46 @@ def test_out_of_memory_of_every_call(cupy, name):
         ):
             call()
         assert mixed.same(call(), expected)
+
+
+# --- graphs --------------------------------------------------------------------------
+
+
+def _pointers(x):
+    """Of all that was kept: arrays, memory, and tuples of them."""
+    if x is None:
+        return set()
+    if isinstance(x, (tuple, list)):
+        return set().union(*map(_pointers, x))
+    return {x.data.ptr if hasattr(x, "data") else x.ptr}
+
+
+@pytest.mark.parametrize("name", mixed.NAMES)
+def test_a_captured_call_keeps_what_it_takes(cupy, name, monkeypatch):
+    """All but its results, of a call that has a plan."""
+    kept = []
+    monkeypatch.setattr(_graphs, "_kept_for_graphs", kept)
+    call = mixed.call(cupy, 8, name)
+    cupy.cuda.Device().synchronize()
+    malloc, taken = cupy.get_default_memory_pool().malloc, set()
+
+    def noting(size):
+        memory = malloc(size)
+        if stream.is_capturing():
+            taken.add(memory.ptr)
+        return memory
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, cupy.cuda.using_allocator(noting):
+        for _ in range(2):
+            call()
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            result = call()
+        finally:
+            stream.end_capture()
+    assert taken - _pointers(mixed.arrays(result)) <= _pointers(kept)
 
 
 # --- extra memory --------------------------------------------------------------------

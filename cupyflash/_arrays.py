@@ -1,7 +1,6 @@
 """Kinds of array: NumPy and CuPy told apart without importing CuPy."""
 
 import functools
-import itertools
 import math
 import numbers
 import operator
@@ -52,15 +51,21 @@ def adopt(x: Any) -> Any:
     if is_cupy(x):
         return x
     if lives_on_gpu(x):
-        try:
-            import cupy
-        except ImportError as error:
-            raise ImportError(
-                f"an array in CUDA memory takes CuPy, which cannot be imported: "
-                f"{error}; {_extras.CUDA} brings it"
-            ) from error
+        cupy = import_cupy()
         return cupy.from_dlpack(x) if _offers_dlpack_cuda(x) else cupy.asarray(x)
     return np.asarray(x)
+
+
+def import_cupy() -> Any:
+    """CuPy, for an array in CUDA memory; or an ImportError that says what to do."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ImportError(
+            f"an array in CUDA memory takes CuPy, which cannot be imported: "
+            f"{error}; {_extras.CUDA} brings it"
+        ) from error
+    return cupy
 
 
 def is_scalar(x: Any) -> bool:
@@ -125,12 +130,37 @@ def adopt_all(num_needed: int = 1, /, **given: Any) -> tuple[Any, dict[str, Any]
                 f"{first} is on device {arrays[first].data.device_id} but {name} is "
                 f"on device {x.data.device_id}; move one of them first"
             )
+        if on_gpu:
+            _check_places(name, x)
     xp = sys.modules["cupy"] if on_gpu else np
     for name, x in arrays.items():
         if is_scalar(x):
             # A kernel writes the value on the GPU: nothing crosses from the host.
             arrays[name] = full(xp, x, arrays[first])
     return xp, arrays
+
+
+def _check_places(name, x):
+    """Refuse elements of a GPU array that kernels cannot read: each whole, in place."""
+    size = x.itemsize
+    if math.gcd(size, x.data.ptr, *x.strides) == size and x.dtype.isnative:
+        return
+    if not x.dtype.isnative:
+        raise ValueError(
+            f"{name} has the byte order of dtype {x.dtype.str!r}, which kernels do not "
+            f"read; give {x.dtype.newbyteorder('=').str!r}"
+        )
+    if x.size and x.data.ptr % size:
+        raise ValueError(
+            f"{name} starts {x.data.ptr % size} bytes past a multiple of {size}, the "
+            f"size of {dtype_name(x)}, which kernels do not read; give a copy"
+        )
+    if any(n > 1 and s % size for n, s in zip(x.shape, x.strides, strict=True)):
+        raise ValueError(
+            f"{name} of {dtype_name(x)} has strides of {x.strides} bytes, which are no "
+            f"multiples of {size} (a field of a structured array?); give a contiguous "
+            "copy"
+        )
 
 
 def _describe_given(given, adopted):
@@ -251,21 +281,40 @@ def check_method(method: Any) -> str:
 
 
 def check_out_is_array(out: Any) -> None:
-    """Refuse an `out` that would be copied into an array: nobody saw the result."""
-    if out is None or isinstance(out, np.ndarray) or lives_on_gpu(out):
-        return
-    raise TypeError(f"out must be a NumPy or CuPy array, got {_describe(out)}")
+    """Refuse an `out` that would be copied into an array, or that is read-only."""
+    if out is None or isinstance(out, np.ndarray) or is_cupy(out):
+        return  # of which NumPy's say themselves whether they are read-only
+    if not lives_on_gpu(out):
+        raise TypeError(f"out must be a NumPy or CuPy array, got {_describe(out)}")
+    if _offers_cuda_interface(out) and out.__cuda_array_interface__["data"][1]:
+        raise ValueError(_READ_ONLY)
 
 
-def _overlaps_itself(x: Any) -> bool:
-    """Whether steps along one axis meet those along another, or go nowhere."""
-    steps = sorted(
+_READ_ONLY = "out is read-only; give a writable array"
+
+
+def overlaps_itself(x: Any) -> bool:
+    """Whether two elements of an array share a byte."""
+    if x.size == 0:
+        return False
+    # Where each axis steps over all that the narrower ones reach, no two meet.
+    reach = x.itemsize
+    for step, n in sorted(
         (abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1
-    )
-    return any(small == 0 for small, _ in steps) or any(
-        large % small == 0 and large // small < n
-        for (small, n), (large, _) in itertools.combinations(steps, 2)
-    )
+    ):
+        if step < reach:
+            break
+        reach += (n - 1) * step
+    else:
+        return False
+    # Else two elements that meet differ in a first axis: one has index 0 there, without
+    # loss, and the other a larger one; the later axes are free for both.
+    x = _addresses(x)
+    while x.ndim:
+        if _share_memory(x[:1], x[1:], max_work=1_000_000):
+            return True
+        x = x[0, ...]  # a view, also of one element: the memory may be a GPU's
+    return False
 
 
 def check_out(
@@ -280,8 +329,8 @@ def check_out(
     if dtype_name(out) not in dtypes:
         raise TypeError(f"out must be {' or '.join(dtypes)}, got {dtype_name(out)}")
     if isinstance(out, np.ndarray) and not out.flags.writeable:
-        raise ValueError("out is read-only; give a writable array")
-    if out.size and _overlaps_itself(out):
+        raise ValueError(_READ_ONLY)
+    if overlaps_itself(out):
         raise ValueError(
             "out is a view that has elements twice, such as a broadcast one; give an "
             "array with its own elements"
@@ -304,18 +353,24 @@ class _Addresses:
         }
 
 
+def _addresses(x):
+    return np.asarray(_Addresses(x)) if is_cupy(x) else x
+
+
 def share_memory(a: Any, b: Any) -> bool:
     """Whether two arrays of one kind share an element."""
+    if is_cupy(a) and a.data.device_id != b.data.device_id:
+        return False
+    return _share_memory(_addresses(a), _addresses(b))
+
+
+def _share_memory(a, b, max_work=10_000):
     if a.size == 0 or b.size == 0:
         return False
-    if is_cupy(a):
-        if a.data.device_id != b.data.device_id:
-            return False
-        a, b = np.asarray(_Addresses(a)), np.asarray(_Addresses(b))
     # The exact answer can take long to find; the bounds decide then.
     try:
         # NumPy's types know two special values of max_work only.
-        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+        return np.shares_memory(a, b, max_work=max_work)  # type: ignore[arg-type]
     except (np.exceptions.TooHardError, OverflowError):
         return np.may_share_memory(a, b)
 

@@ -167,9 +167,11 @@ def attention(
     )  # fmt: skip
     if _arrays.is_cupy(q):
         result = _gpu().attention(*arguments)
+    elif _arrays.lives_on_gpu(q):
+        _arrays.import_cupy()
+        result = _gpu().unplanned(*arguments)
     else:
-        problem, operands = _attention_problem.attention(*arguments)
-        result = backend(problem).run(problem, operands)
+        result = _cpu().run(*_attention_problem.attention(*arguments))
     return result if return_lse else result[0]
 
 
@@ -229,5 +231,8 @@ def merge_attention_states(
     >>> bool(np.allclose(out, cupyflash.attention(q, k, v)))
     True
     """
-    problem, operands = _attention_problem.merge(outs, lses, axis, out)
-    return backend(problem).merge(problem, operands)
+    first = outs[0] if isinstance(outs, (list, tuple)) and outs else outs
+    if _arrays.is_cupy(first) or _arrays.lives_on_gpu(first):
+        _arrays.import_cupy()
+        return _gpu().merge(outs, lses, axis, out)
+    return _cpu().merge(*_attention_problem.merge(outs, lses, axis, out))

@@ -11,6 +11,7 @@ from cupyflash import (
     _attention_problem,
     _attention_views,
     _gpu,
+    _graphs,
     _kernels,
     _tensormap,
 )
@@ -75,8 +76,8 @@ def attention(
             q.shape, q.strides, q.dtype, q.data.device_id,
             k.shape, k.strides, k.dtype, k.data.device_id,
             v.shape, v.strides, v.dtype, v.data.device_id,
-            # Whether the copy engine of Hopper can read them.
-            q.data.ptr % 16 == 0, k.data.ptr % 16 == 0, v.data.ptr % 16 == 0,
+            # Whether the copy engine of Hopper can read them, or nobody can.
+            q.data.ptr % 16, k.data.ptr % 16, v.data.ptr % 16,
             scale, scale.__class__, causal, causal.__class__, softcap,
             softcap.__class__,
             # By its repr, since 1 and True are not the same argument.
@@ -102,11 +103,17 @@ def attention(
                 return plan(arrays, offset)
             with cupy.cuda.Device(plan.device_id):
                 return plan(arrays, offset)
-    problem, operands = _attention_problem.attention(
-        q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
-        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
-        method,
+    return _planned(
+        key, plan, q, k, v, bias, mask, scale, causal, query_offset, window, softcap,
+        sinks, alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse,
+        out, method,
     )  # fmt: skip
+
+
+@_graphs.keeps_memory
+def _planned(key, plan, *arguments):
+    """Check a call and run it; keep the plan under `key` if it is a new one."""
+    problem, operands = _attention_problem.attention(*arguments)
     with cupy.cuda.Device(operands.q.data.device_id):
         if plan is None:
             plan = make_plan(problem, operands)
@@ -117,16 +124,15 @@ def attention(
         return plan.run(operands, _attention_params.launch_offset(problem))
 
 
+def unplanned(*arguments):
+    """Check a call and run it."""
+    return _planned(None, None, *arguments)
+
+
 def _facts(x):
     """What a plan depends on in an array; AttributeError if it is not CuPy's."""
-    return x.shape, x.strides, x.dtype, x.data.device_id
-
-
-def run(problem, operands) -> tuple[Any, Any]:
-    """Attention of a checked problem: (out, lse or None)."""
-    with cupy.cuda.Device(operands.q.data.device_id):
-        offset = _attention_params.launch_offset(problem)
-        return make_plan(problem, operands).run(operands, offset)
+    data = x.data
+    return x.shape, x.strides, x.dtype, data.device_id, data.ptr % 8
 
 
 def make_plan(problem, operands):

@@ -3,9 +3,15 @@
 import math
 from typing import Any
 
-import cupy
-
-from cupyflash import _attention_kernels, _attention_params, _gpu, _layout
+from cupyflash import (
+    _arrays,
+    _attention_kernels,
+    _attention_params,
+    _attention_problem,
+    _gpu,
+    _graphs,
+    _layout,
+)
 
 _plans = _gpu.PlanCache()
 
@@ -59,8 +65,15 @@ def _plan_of(problem, operands):
     return MergePlan(problem, outs.data.device_id, *of_parts, steps)
 
 
-def merge(problem, operands) -> tuple[Any, Any]:
-    """merge_attention_states of a checked problem: (out, lse)."""
+@_graphs.keeps_memory
+def merge(outs, lses, axis, out) -> tuple[Any, Any]:
+    """merge_attention_states of arrays on a GPU, or lists of them: (out, lse)."""
+    first = outs[0] if isinstance(outs, (list, tuple)) else outs
+    with _arrays.adopt(first).device:  # a list becomes one array there
+        return _merge(*_attention_problem.merge(outs, lses, axis, out))
+
+
+def _merge(problem, operands):
     outs, lses, out = operands
     device_id = outs.data.device_id
     steps = None if out is None else out.strides
@@ -69,12 +82,11 @@ def merge(problem, operands) -> tuple[Any, Any]:
     if plan is None:
         plan = _plan_of(problem, operands)
         _plans.put(key, plan)
-    with cupy.cuda.Device(device_id):
-        if out is None:
-            out = _gpu.empty((*problem.shape, problem.head_dim_v), problem.dtype)
-        lse = _gpu.empty(problem.shape, problem.lse_dtype)
-        if lse.size:
-            plan(outs, lses, out, lse)
+    if out is None:
+        out = _gpu.empty((*problem.shape, problem.head_dim_v), problem.dtype)
+    lse = _gpu.empty(problem.shape, problem.lse_dtype)
+    if lse.size:
+        plan(outs, lses, out, lse)
     return out, lse
 
 

@@ -178,7 +178,7 @@ class UnfusedPlan(BasePlan):
     def run(self, operands, offset):
         """Two matmuls, each followed by a launch."""
         problem = self.problem
-        if cupy.cuda.get_current_stream().is_capturing():
+        if _graphs.is_capturing():
             raise NotImplementedError(
                 f"method={problem.method!r} multiplies by cuBLAS, which CuPy does not "
                 "allow while a CUDA graph is captured; 'auto', 'tiled' and 'online' "

@@ -140,5 +140,7 @@ query_lengths, key_lengths, layout, precision
     )  # fmt: skip
     if _arrays.is_cupy(q):
         return _gpu().attention_vjp(*arguments)
-    problem, operands = _attention_vjp_problem.attention_vjp(*arguments)
-    return backend(problem).run(problem, operands)
+    if _arrays.lives_on_gpu(q):
+        _arrays.import_cupy()
+        return _gpu().unplanned(*arguments)
+    return _cpu().run(*_attention_vjp_problem.attention_vjp(*arguments))

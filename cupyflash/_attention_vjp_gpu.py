@@ -11,6 +11,7 @@ from cupyflash import (
     _attention_vjp_layout,
     _attention_vjp_problem,
     _gpu,
+    _graphs,
     _kernels,
     _tensormap,
 )
@@ -46,8 +47,6 @@ _PLANS = (
 )
 # Rows that read by the copy engine, and write whole vectors.
 _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
-# Those that the copy engine of Hopper reads: dout, q, k, v, bias and mask.
-_MAPPED = (0, 1, 2, 3, 6, 7)
 
 
 # --- calls ---------------------------------------------------------------------------
@@ -58,16 +57,7 @@ def attention_vjp(*arguments) -> AttentionGrads:
     key = _key(arguments)
     plan = None if key is None else _plans.get(key)
     if plan is None:
-        problem, operands = _attention_vjp_problem.attention_vjp(*arguments)
-        device_id = operands.forward.q.data.device_id
-        with cupy.cuda.Device(device_id):
-            plan = make_plan(problem, operands)
-            # Views of the same memory have the same pointer: the arrays of a call can
-            # be launched as they come.
-            if key is not None:
-                _plans.put(key, plan)
-            offset = _attention_params.launch_offset(problem.forward)
-            return plan(_arrays_of(operands), offset)
+        return _planned(key, *arguments)
     query_offset = arguments[_QUERY_OFFSET]
     is_int = type(query_offset) is int
     offset = query_offset if is_int else plan.offset
@@ -90,8 +80,9 @@ def _key(arguments):
         if x is None:
             parts.append(None)
         elif type(x) is cupy.ndarray:
-            aligned = place not in _MAPPED or x.data.ptr % 16 == 0
-            parts.append((x.shape, x.strides, x.dtype.char, x.data.device_id, aligned))
+            data = x.data
+            # Whether the copy engine of Hopper can read it, or nobody can.
+            parts.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
         elif place == _QUERY_OFFSET and type(x) is int and -far <= x <= far:
             parts.append(int)
         elif place in _ARRAYS or place == _QUERY_OFFSET:
@@ -102,11 +93,23 @@ def _key(arguments):
     return tuple(parts)
 
 
-def run(problem, operands) -> AttentionGrads:
-    """Gradients of a checked problem."""
+@_graphs.keeps_memory
+def _planned(key, *arguments) -> AttentionGrads:
+    """Check a call and run it; keep its plan under `key`."""
+    problem, operands = _attention_vjp_problem.attention_vjp(*arguments)
     with cupy.cuda.Device(operands.forward.q.data.device_id):
+        plan = make_plan(problem, operands)
+        # Views of the same memory have the same pointer: the arrays of a call can be
+        # launched as they come.
+        if key is not None:
+            _plans.put(key, plan)
         offset = _attention_params.launch_offset(problem.forward)
-        return make_plan(problem, operands)(_arrays_of(operands), offset)
+        return plan(_arrays_of(operands), offset)
+
+
+def unplanned(*arguments) -> AttentionGrads:
+    """Check a call and run it."""
+    return _planned(None, *arguments)
 
 
 def _arrays_of(operands):

@@ -8,7 +8,7 @@ import warnings
 
 import cupy
 
-from cupyflash import _extras, _source
+from cupyflash import _extras, _graphs, _source
 from cupyflash._kernels import Variant
 
 _lock = threading.Lock()
@@ -27,7 +27,7 @@ def get_kernel(variant: Variant, device_id: int):
 
 @functools.cache
 def _load(variant, device_id):
-    if cupy.cuda.get_current_stream().is_capturing():
+    if _graphs.is_capturing():
         raise RuntimeError(
             f"{variant.source} is not compiled yet, and cannot be while a CUDA graph "
             "is captured: make the same call once before the capture, as a warm-up"

@@ -1,7 +1,11 @@
-"""What outlives a call: memory that CUDA graphs write to, and counters of streams."""
+"""What outlives a call: memory that graphs write to, streams and their counters."""
 
+import contextlib
+import ctypes
 import functools
+import sys
 import threading
+import weakref
 from typing import Any
 
 import cupy
@@ -10,22 +14,191 @@ import numpy as np
 _current_stream = cupy.cuda.get_current_stream
 _is_capturing_on = cupy.cuda.runtime.streamIsCapturing
 
+_PER_THREAD = 2  # cudaStreamPerThread, the handle of each thread's default stream
+
+
+# --- CUDA graphs ---------------------------------------------------------------------
+
 # Memory that kernels in CUDA graphs write to whenever they are replayed. Other memory
 # goes back to the pool, which gives it out again in the order of the stream.
 _kept_for_graphs: list[Any] = []
 
 
-def keep_if_capturing(memory):
-    """Keep what a kernel on the current stream will use, if it goes into a graph."""
-    if is_capturing():
-        _kept_for_graphs.append(memory)
-
-
-def is_capturing():
-    """Whether launches on the current stream go into a CUDA graph."""
-    ptr = _current_stream().ptr
+def is_capturing(device_id=-1):
+    """Whether launches on the current stream of a device go into a CUDA graph."""
+    ptr = _current_stream(device_id).ptr
     # 0 and 1 are the default stream, which cannot be captured.
     return ptr > 1 and _is_capturing_on(ptr)
+
+
+def keep_if_capturing(memory):
+    """Keep what a kernel on the current stream will use, if it goes into a graph.
+
+    If not, the memory goes back to the pool, to be used by the same stream after the
+    kernel. The pool knows a stream by its handle, so the stream must not be destroyed
+    before it has nothing left to do: another one would get its handle.
+    """
+    stream = _current_stream()
+    ptr = stream.ptr
+    if ptr > 1 and _is_capturing_on(ptr):
+        _kept_for_graphs.append(memory)
+    elif ptr > _PER_THREAD and id(stream) not in _held and _is_owner(stream):
+        _hold(stream)
+
+
+@functools.cache
+def _num_devices():
+    return cupy.cuda.runtime.getDeviceCount()
+
+
+def keeps_memory(function):
+    """Keep all memory that a captured call takes, that of its results included.
+
+    It sees each allocation, also those inside CuPy's array operations. A call that has
+    a plan does not come this way: it makes few arrays and keeps them itself, and its
+    result is the caller's to hold.
+    """
+
+    @functools.wraps(function)
+    def call(*args):
+        # The arrays may lie on a device that is not the current one.
+        if any(is_capturing(device_id) for device_id in range(_num_devices())):
+            with cupy.cuda.using_allocator(_keeping(cupy.cuda.get_allocator())):
+                return function(*args)
+        return function(*args)
+
+    return call
+
+
+def _keeping(malloc):
+    """An allocator that keeps what it gives out for a graph."""
+
+    def alloc(size):
+        memory = malloc(size)
+        if is_capturing():  # not so a stream that Counters make rows on
+            _kept_for_graphs.append(memory)
+        return memory
+
+    return alloc
+
+
+# --- streams -------------------------------------------------------------------------
+
+
+class _Held:
+    """A stream, and the rows of Counters that its kernels count in.
+
+    A stream is not known by its handle, which another one may have as soon as it is
+    destroyed, while kernels still run; nor a thread's default stream by the number of
+    the thread. So streams are held until they have nothing left to do.
+    """
+
+    def __init__(self, stream=None):
+        self.stream = stream
+        self.rows: dict[Any, int] = {}
+
+    def is_left(self):
+        """Whether nobody else holds the stream, and all of its work is done."""
+        return _num_references(self) == _OURS and self.stream.done
+
+
+def _num_references(held):
+    return sys.getrefcount(held.stream)
+
+
+_OURS = _num_references(_Held(object()))
+
+_lock = threading.Lock()
+_held: dict[int, _Held] = {}  # by id of the stream's object
+# Streams that other libraries keep, by the number that the driver gives only once. The
+# object that CuPy has for one is not held, only watched for its end.
+_foreign: dict[int, _Held] = {}
+_watched: dict[int, Any] = {}
+_of_thread = threading.local()
+
+# So many streams may be held before we look which of them are left.
+_FEW = 32
+_most_held = _FEW
+
+
+def _held_of(stream):
+    """What is held of the current stream."""
+    if stream.ptr == _PER_THREAD:
+        try:
+            return _of_thread.held
+        except AttributeError:
+            held = _of_thread.held = _HeldOfThread()
+            return held
+    return _held.get(id(stream)) or _hold(stream)
+
+
+def _hold(stream):
+    """Hold a stream that has not been seen."""
+    global _most_held
+    key = id(stream)
+    if stream is not cupy.cuda.Stream.null and not _is_owner(stream):
+        _watched[key] = weakref.ref(stream, functools.partial(_forget, key))
+        held = _foreign.setdefault(_unique_number(stream.ptr), _Held())
+        return _held.setdefault(key, held)
+    with _lock, _beside_captures():
+        if key not in _held:
+            if len(_held) >= _most_held:
+                _let_go()
+                _most_held = max(_FEW, 2 * len(_held))
+            _held[key] = _Held(stream)
+        return _held[key]
+
+
+def _forget(key, _):
+    _held.pop(key, None)
+    _watched.pop(key, None)
+
+
+def _let_go():
+    """Give up the streams that are left, and with them their rows."""
+    for key, held in list(_held.items()):
+        if held.stream is None:
+            continue
+        # Taken out first: who finds the stream again by now gets other rows.
+        del _held[key]
+        if not held.is_left():
+            _held[key] = held
+            continue
+        for counters_of_device, row in held.rows.items():
+            counters_of_device.free.append(row)
+
+
+def _is_owner(stream):
+    """Whether the CUDA stream lives exactly as long as this object of CuPy's."""
+    return (
+        stream.ptr > _PER_THREAD
+        and isinstance(stream, cupy.cuda.Stream)
+        and getattr(stream, "_foreign_stream_ref", None) is None
+    )
+
+
+class _HeldOfThread(_Held):
+    """The default stream of a thread; the rows are left when the thread ends."""
+
+    def __init__(self):
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def __del__(self, is_ending=sys.is_finalizing, thread=threading.get_ident):
+        # In another thread the handle means another stream: the rows are lost then.
+        if is_ending() or thread() != self._thread:
+            return
+        with contextlib.suppress(Exception), _beside_captures():
+            before = cupy.cuda.runtime.getDevice()
+            for counters_of_device, row in self.rows.items():
+                cupy.cuda.runtime.setDevice(counters_of_device.device_id)
+                event = cupy.cuda.Event(disable_timing=True)
+                event.record(cupy.cuda.Stream.ptds)
+                counters_of_device.left.append((event, row))
+            cupy.cuda.runtime.setDevice(before)
+
+
+# --- counters ------------------------------------------------------------------------
 
 
 class Counters:
@@ -35,51 +208,99 @@ class Counters:
     and each launch in a CUDA graph, which may be replayed on any stream.
     """
 
-    COUNT = 1 << 13
+    _ROWS = 1 << 10  # that are made at a time
 
     def __init__(self, device_id, numbers):
-        stream = cupy.cuda.get_current_stream()
-        if stream.is_capturing():
-            raise RuntimeError(
-                "the first attention call on a device cannot be captured into a CUDA "
-                "graph: make the same call once before the capture, as a warm-up"
-            )
-        # Rows of 8 bytes and their multiples.
-        self._bytes = -(-numbers // 2) * 8
-        with cupy.cuda.Device(device_id):
-            self._memory = cupy.zeros(self.COUNT * self._bytes // 8, np.int64)
-            stream.synchronize()  # other streams will use them, once for all
-        self._lock = threading.Lock()
-        self._of_stream: dict[Any, Any] = {}
-        self._used = 0
+        self.device_id = device_id
+        self.free: list[int] = []  # addresses of rows that nobody has
+        self.left: list[tuple[Any, int]] = []  # by threads that ended, and when
+        self._bytes = -(-numbers // 2) * 8  # of a row: 8, and multiples
+        self._blocks: list[Any] = []  # the memory of all rows
 
     def of_current_stream(self):
         """Address of the row for a launch on the current stream."""
-        ptr = _current_stream().ptr
+        stream = _current_stream()
+        ptr = stream.ptr
         if ptr > 1 and _is_capturing_on(ptr):
-            return self._take()
-        # Threads share the number, not the stream, of "per-thread default".
-        key = (ptr, threading.get_ident()) if ptr == _PER_THREAD else ptr
-        row = self._of_stream.get(key)
-        if row is None:
-            row = self._of_stream[key] = self._take()
-        return row
+            with _lock, _beside_captures():
+                return self._take()
+        held = _held.get(id(stream)) or _held_of(stream)
+        return held.rows.get(self) or self._row_for(held)
+
+    def _row_for(self, held):
+        """The row of a stream that has none."""
+        with _lock, _beside_captures():
+            if self not in held.rows:
+                held.rows[self] = self._take()
+            return held.rows[self]
 
     def _take(self):
-        with self._lock:
-            if self._used == self.COUNT:
-                raise RuntimeError(
-                    f"more than {self.COUNT} streams and captured calls of attention "
-                    "on one device"
-                )
-            self._used += 1
-            return self._memory.data.ptr + (self._used - 1) * self._bytes
+        """A row that no kernel uses."""
+        if not self.free:
+            for event, row in [self.left.pop() for _ in range(len(self.left))]:
+                if event.done:
+                    self.free.append(row)
+                else:
+                    self.left.append((event, row))
+        if not self.free:
+            self._grow()
+        return self.free.pop()
+
+    def _grow(self):
+        """More rows, which are zeros before any stream sees them."""
+        with (
+            cupy.cuda.Device(self.device_id),
+            cupy.cuda.Stream(non_blocking=True) as stream,
+        ):
+            memory = cupy.zeros(self._ROWS * self._bytes // 8, np.int64)
+            stream.synchronize()
+        self._blocks.append(memory)
+        start = memory.data.ptr
+        self.free.extend(range(start, start + memory.nbytes, self._bytes))
 
 
-_PER_THREAD = 2  # cudaStreamPerThread
+_counters: dict[Any, Counters] = {}
 
 
 @functools.cache
 def counters(device_id, numbers=2):
     """Those of a device; `numbers` of 4 bytes in each row."""
-    return Counters(device_id, numbers)
+    # functools.cache may let two threads in at once: both get the same object.
+    return _counters.setdefault((device_id, numbers), Counters(device_id, numbers))
+
+
+# --- the driver ----------------------------------------------------------------------
+
+
+@functools.cache
+def _driver():
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def _unique_number(ptr):
+    """The number of a stream, which no other stream of the process ever has."""
+    if ptr < _PER_THREAD:
+        return 0  # the default stream, of which there is one
+    number = ctypes.c_ulonglong()
+    status = _driver().cuStreamGetId(ctypes.c_void_p(ptr), ctypes.byref(number))
+    if status:
+        raise cupy.cuda.driver.CUDADriverError(status)
+    return number.value
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@contextlib.contextmanager
+def _beside_captures():
+    """Let this thread allocate and query while streams are captured, this one too."""
+    # A thread has no context before it uses the runtime, and the driver wants one.
+    cupy.cuda.runtime.setDevice(cupy.cuda.runtime.getDevice())
+    mode = ctypes.c_int(_RELAXED)
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    status = exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if not status:
+            exchange(ctypes.byref(mode))

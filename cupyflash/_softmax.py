@@ -28,8 +28,12 @@ def backend(problem):
     return _cpu() if problem.backend == "numpy" else _gpu()
 
 
-def _run(problem, operands):
-    return backend(problem).run(problem, operands)
+def _run(check, x, *rest):
+    """A call whose first array is not CuPy's: NumPy's, or another library's."""
+    if _arrays.lives_on_gpu(x):
+        _arrays.import_cupy()
+        return _gpu().unplanned(check, x, *rest)
+    return _cpu().run(*check(x, *rest))
 
 
 def softmax(
@@ -114,9 +118,8 @@ def softmax(
     """
     if _arrays.is_cupy(x):
         return _gpu().softmax("softmax", x, axis, where, scale, dtype, out, method)
-    return _run(
-        *_softmax_problem.softmax("softmax", x, axis, where, scale, dtype, out, method)
-    )
+    check = functools.partial(_softmax_problem.softmax, "softmax")
+    return _run(check, x, axis, where, scale, dtype, out, method)
 
 
 def log_softmax(
@@ -165,11 +168,8 @@ def log_softmax(
     """
     if _arrays.is_cupy(x):
         return _gpu().softmax("log_softmax", x, axis, where, scale, dtype, out, method)
-    return _run(
-        *_softmax_problem.softmax(
-            "log_softmax", x, axis, where, scale, dtype, out, method
-        )
-    )
+    check = functools.partial(_softmax_problem.softmax, "log_softmax")
+    return _run(check, x, axis, where, scale, dtype, out, method)
 
 
 def logsumexp(
@@ -233,9 +233,8 @@ def logsumexp(
     """
     if _arrays.is_cupy(a):
         return _gpu().logsumexp(a, axis, b, keepdims, return_sign, where, out)
-    return _run(
-        *_softmax_problem.logsumexp(a, axis, b, keepdims, return_sign, where, out)
-    )
+    check = _softmax_problem.logsumexp
+    return _run(check, a, axis, b, keepdims, return_sign, where, out)
 
 
 def softmax_vjp(
@@ -336,4 +335,5 @@ def log_softmax_vjp(
 def _vjp(function, y, dy, axis, scale, out):
     if _arrays.is_cupy(y):
         return _gpu().vjp(function, y, dy, axis, scale, out)
-    return _run(*_softmax_problem.vjp(function, y, dy, axis, scale, out))
+    check = functools.partial(_softmax_problem.vjp, function)
+    return _run(check, y, dy, axis, scale, out)

@@ -49,33 +49,35 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
         pointers = at, at if where is None else where.data.ptr
         if out is None or plan.may_write(onto, pointers):
             return plan(out, pointers)
-    problem, operands = _softmax_problem.softmax(
-        function, x, axis, where, scale, dtype, out, method
-    )
-    return _checked(key, problem, operands)
+    return _planned(
+        key, _softmax_problem.softmax, function, x, axis, where, scale, dtype, out,
+        method,
+    )  # fmt: skip
 
 
 def logsumexp(a, axis, b, keepdims, return_sign, where, out):
     """logsumexp of a CuPy array."""
     try:
-        key = ("logsumexp", a.shape, a.strides, a.dtype, a.data.device_id, axis,
-               axis.__class__, keepdims, keepdims.__class__, return_sign,
-               return_sign.__class__, b if b is None else _facts(b),
+        at = a.data.ptr
+        # No element may begin within another, which the checks look at.
+        key = ("logsumexp", a.shape, a.strides, a.dtype, a.data.device_id,
+               at % _VECTOR, axis, axis.__class__, keepdims, keepdims.__class__,
+               return_sign, return_sign.__class__,
+               b if b is None else (*_facts(b), b.data.ptr % _VECTOR),
                where if where is None else _facts(where),
-               out if out is None else _facts(out))  # fmt: skip
+               out if out is None else (*_facts(out), out.data.ptr % _VECTOR),
+               )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
     if plan is not None:
-        at = a.data.ptr
         pointers = (at, at if b is None else b.data.ptr,
                     at if where is None else where.data.ptr)  # fmt: skip
         if out is None or plan.may_write(out.data.ptr, pointers):
             return plan(out, pointers)
-    problem, operands = _softmax_problem.logsumexp(
-        a, axis, b, keepdims, return_sign, where, out
+    return _planned(
+        key, _softmax_problem.logsumexp, a, axis, b, keepdims, return_sign, where, out
     )
-    return _checked(key, problem, operands)
 
 
 def vjp(function, y, dy, axis, scale, out):
@@ -92,8 +94,7 @@ def vjp(function, y, dy, axis, scale, out):
     if plan is not None:
         if out is None or plan.may_write(onto, pointers):
             return plan(out, pointers)
-    problem, operands = _softmax_problem.vjp(function, y, dy, axis, scale, out)
-    return _checked(key, problem, operands)
+    return _planned(key, _softmax_problem.vjp, function, y, dy, axis, scale, out)
 
 
 def _facts(x):
@@ -101,9 +102,15 @@ def _facts(x):
     return x.shape, x.strides, x.dtype, x.data.device_id
 
 
-def run(problem, operands):
-    """Compute a checked problem."""
-    return _checked(None, problem, operands)
+@_graphs.keeps_memory
+def _planned(key, check, *arguments):
+    """Check a call, run it, and keep its plan under `key`."""
+    return _checked(key, *check(*arguments))
+
+
+def unplanned(check, *arguments):
+    """Check a call and run it."""
+    return _planned(None, check, *arguments)
 
 
 def _checked(key, problem, operands):

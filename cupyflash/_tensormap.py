@@ -20,6 +20,7 @@ BOX_COLUMNS = 64
 _COLUMNS = {"float32": 32}
 _SWIZZLE_128, _SWIZZLE_64 = 3, 2
 _ALIGNMENT = 16  # bytes, of pointers and strides
+_INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_STRIDE = 1 << 40
 MAX_BATCH_AXES = 2
 
@@ -77,6 +78,13 @@ def _driver():
     return encode
 
 
+def _use_the_device():
+    """Give this thread a context: the first of its calls has to."""
+    from cupy.cuda import runtime
+
+    runtime.setDevice(runtime.getDevice())
+
+
 class Encoder:
     """Makes maps of arrays that differ in their pointer alone."""
 
@@ -95,7 +103,7 @@ class Encoder:
         memory = np.empty(128 + 64, np.uint8)
         start = -memory.ctypes.data % 64  # the driver wants a multiple of 64
         found = memory[start : start + 128]
-        status = self._encode(
+        arguments = (
             ctypes.c_void_p(memory.ctypes.data + start),
             self._type,
             5,
@@ -109,6 +117,10 @@ class Encoder:
             _PROMOTE_256,
             _ZEROS_OUTSIDE,
         )
+        status = self._encode(*arguments)
+        if status == _INVALID_CONTEXT:
+            _use_the_device()
+            status = self._encode(*arguments)
         if status:
             raise RuntimeError(
                 f"cuTensorMapEncodeTiled returned {status} for sizes "

@@ -263,3 +263,92 @@ def test_views_are_the_same_or_not(xp):
 
 def test_bfloat16_is_told_by_its_dtype():
     assert _arrays.dtype_name(np.zeros(1, ml_dtypes.bfloat16)) == "bfloat16"
+
+
+# --- where elements lie --------------------------------------------------------------
+
+
+def made_up(shape, dtype, address=1 << 20, strides=None):
+    """A CuPy array that stands nowhere: it is only looked at."""
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(address, 1 << 30, None, 0)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    return cupy.ndarray(shape, dtype, pointer, strides)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "address", "strides"),
+    [
+        ((4, 5), np.float16, 2, None),
+        ((4, 5), np.float64, 8, (40, -8)),
+        ((4, 5), bool, 1, (7, 1)),
+        ((1, 5), np.float32, 4, (3, 4)),  # a stride that nobody takes
+        ((0, 5), np.float32, 3, None),
+        ((4, 5), np.float32, 4, (0, 12)),
+    ],
+)
+def test_elements_that_kernels_can_read(shape, dtype, address, strides):
+    x = made_up(shape, dtype, address, strides)
+    _, arrays = _arrays.adopt_all(x=x)
+    assert arrays["x"] is x
+
+
+@pytest.mark.parametrize(
+    ("dtype", "address", "strides", "message"),
+    [
+        (np.float16, 1, None, "k starts 1 bytes past a multiple of 2, the size of f"),
+        (np.float64, 12, None, "k starts 4 bytes past a multiple of 8"),
+        (np.float32, 4, (30, 6), r"k of float32 has strides of \(30, 6\) bytes, which"),
+        (np.float32, 4, (-18, 4), "no multiples of 4 .* give a contiguous copy"),
+        (np.dtype(">f4"), 4, None, "k has the byte order of dtype '>f4'.*give '<f4'"),
+    ],
+)
+def test_elements_that_they_cannot(dtype, address, strides, message):
+    q, k = made_up((4, 5), np.float32), made_up((4, 5), dtype, address, strides)
+    with pytest.raises(ValueError, match=message):
+        _arrays.adopt_all(q=q, k=k)
+
+
+def test_overlaps_of_random_views(rng):
+    """Against the bytes of all elements, one by one."""
+    memory = np.zeros(4000, np.uint8)
+    found = set()
+    for _ in range(2000):
+        itemsize = int(rng.choice([1, 2, 4]))
+        shape = tuple(rng.integers(1, 6, rng.integers(1, 5)).tolist())
+        steps = rng.integers(-40, 40, len(shape)) * (
+            itemsize if rng.random() < 0.7 else 1
+        )
+        strides = tuple(steps.tolist())
+        start = memory[2000 : 2000 + itemsize].view(f"V{itemsize}")
+        x = np.lib.stride_tricks.as_strided(start, shape, strides)
+        places = sum(
+            i * s for i, s in zip(np.indices(shape), strides, strict=True)
+        ).ravel()
+        taken = places[:, None] + np.arange(itemsize)
+        overlaps = np.unique(taken).size < taken.size
+        assert _arrays.overlaps_itself(x) == overlaps
+        at = made_up(shape, {1: "u1", 2: "u2", 4: "u4"}[itemsize], 1 << 20, strides)
+        assert _arrays.overlaps_itself(at) == overlaps
+        found.add(overlaps)
+    assert found == {False, True}
+
+
+def test_steps_of_two_axes_that_meet_later():
+    """2 * 24 = 3 * 16: neither step is a multiple of the other."""
+    z = np.lib.stride_tricks.as_strided(np.zeros(40), (3, 4), (24, 16))
+    with pytest.raises(ValueError, match="elements twice"):
+        _arrays.check_out(z, (3, 4), ("float64",), {})
+    z = np.lib.stride_tricks.as_strided(np.zeros(40), (2, 3), (24, 16))
+    _arrays.check_out(z, (2, 3), ("float64",), {})
+
+
+@pytest.mark.parametrize("readonly", [False, True])
+def test_a_foreign_out_that_is_read_only(readonly):
+    out = FakeCuda()
+    out.__cuda_array_interface__ = {"data": (256, readonly)}
+    if not readonly:
+        _arrays.check_out_is_array(out)
+        return
+    with pytest.raises(ValueError, match="out is read-only; give a writable array"):
+        _arrays.check_out_is_array(out)

@@ -1,6 +1,7 @@
 """What only a GPU can show: streams, graphs, memory, foreign arrays, sizes, plans."""
 
 import dataclasses
+import os
 
 import numpy as np
 import oracle
@@ -220,12 +221,8 @@ def test_a_cold_call_cannot_be_captured(cupy, rng, operation):
         plans._plans.clear()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
-        stream.begin_capture()
-        try:
-            with pytest.raises(RuntimeError, match="make the same call once before"):
-                call()
-        finally:
-            stream.end_capture()
+        with pytest.raises(RuntimeError, match="make the same call once before"):
+            captured(stream, call)
         call()
         expected = to_host(out)
         stream.begin_capture()
@@ -235,6 +232,156 @@ def test_a_cold_call_cannot_be_captured(cupy, rng, operation):
         graph.launch(stream)
         stream.synchronize()
         np.testing.assert_array_equal(to_host(out), expected)
+
+
+def captured(stream, call, mode=None):
+    """(what a call returns, its graph); the capture ends in any case."""
+    stream.begin_capture(mode)
+    try:
+        result = call()
+    finally:
+        graph = stream.end_capture()
+    return result, graph
+
+
+def captured_calls(cupy, rng):
+    """Calls that make arrays on the way, beside those of a plan."""
+
+    def normal(shape, dtype=np.float32):
+        return cupy.asarray(rng.normal(size=shape).astype(dtype))
+
+    q, x = normal((1, 2, 300, 64), np.float16), normal((64, 512))
+    z = normal((8, 512)) + 1j * normal((8, 512))
+    outs = [normal((2, 100, 64)) for _ in range(3)]
+    lses = [normal((2, 100)) for _ in range(3)]
+    one_query, long_rows = q[:, :, :1], normal((2, 700_001))
+    return {
+        "key_lengths=200": lambda: cupyflash.attention(q, q, q, key_lengths=200),
+        "bias=0.5": lambda: cupyflash.attention(q, q, q, bias=0.5),
+        "mask=True": lambda: cupyflash.attention(q, q, q, mask=True),
+        "where=True": lambda: cupyflash.softmax(x, -1, where=True),
+        "b=2.0": lambda: cupyflash.logsumexp(x, -1, b=2.0),
+        "merge of lists": lambda: cupyflash.merge_attention_states(outs, lses)[0],
+        "complex softmax": lambda: cupyflash.softmax(z, -1),
+        "complex log_softmax": lambda: cupyflash.log_softmax(z, -1),
+        "complex logsumexp": lambda: cupyflash.logsumexp(z, -1),
+        "foreign q": lambda: cupyflash.attention(
+            Odd(q, 0, q.shape, "<f2"), q, q, key_lengths=200
+        ),
+        "foreign x": lambda: cupyflash.softmax(
+            Odd(x, 0, x.shape, "<f4"), -1, where=True
+        ),
+        "foreign outs": lambda: cupyflash.merge_attention_states(
+            [Odd(part, 0, part.shape, "<f4") for part in outs], lses
+        )[0],
+        "parts of the keys": lambda: cupyflash.attention(one_query, q, q),
+        "scratch": lambda: cupyflash.softmax(long_rows, -1),
+    }
+
+
+CAPTURED = (
+    "key_lengths=200", "bias=0.5", "mask=True", "where=True", "b=2.0",
+    "merge of lists", "complex softmax", "complex log_softmax", "complex logsumexp",
+    "foreign q", "foreign x", "foreign outs", "parts of the keys", "scratch",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_replay_writes_to_nobody_elses_memory(cupy, rng, name):
+    """All that a captured call took is kept for the graph, also an unused lse."""
+    call = captured_calls(cupy, rng)[name]
+    cupy.cuda.Device().synchronize()
+    taken = []
+    malloc = cupy.get_default_memory_pool().malloc
+
+    def counting(size):
+        memory = malloc(size)
+        if stream.is_capturing():
+            taken.append((memory.ptr, size))
+        return memory
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, cupy.cuda.using_allocator(counting):
+        expected = to_host(call())
+        call()
+        stream.synchronize()
+        result, graph = captured(stream, call)
+        # What has gone back to the pool would be given out again.
+        others = [cupy.full(size, 7, np.uint8) for _, size in taken for _ in range(3)]
+        stream.synchronize()
+        places = {x.data.ptr for x in others}
+        assert not places & {ptr for ptr, _ in taken}
+        result.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+        np.testing.assert_array_equal(to_host(result), expected)
+        assert all(bool((x == 7).all()) for x in others)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("seqlen_q", [1, 70])
+def test_lengths_are_read_at_each_replay(cupy, rng, dtype, seqlen_q):
+    """As a cache grows: key_lengths and query_offset of the device."""
+    q, k, v = (
+        cupy.asarray(rng.normal(size=(2, 4, n, 64)).astype(dtype))
+        for n in (seqlen_q, 1500, 1500)
+    )
+    lengths, offsets = cupy.asarray([100, 1000]), cupy.asarray([30, 930])
+    options = {"key_lengths": lengths, "query_offset": offsets, "causal": True}
+    out = cupy.empty_like(q)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cupyflash.attention(q, k, v, out=out, **options)
+        _, graph = captured(
+            stream, lambda: cupyflash.attention(q, k, v, out=out, **options)
+        )
+        for new in ([100, 1000], [101, 1500], [0, 3], [1500, 77]):
+            lengths[...] = cupy.asarray(new)
+            offsets[...] = lengths - seqlen_q
+            graph.launch(stream)
+            replayed = to_host(out)
+            now = cupyflash.attention(q, k, v, **options)
+            np.testing.assert_array_equal(replayed, to_host(now))
+            few = [max(n, 1) for n in new]
+            for i, n in enumerate(few):
+                if new[i] >= seqlen_q:
+                    alone = cupyflash.attention(
+                        q[i], k[i, :, :n], v[i, :, :n], causal=True
+                    )
+                    bound = 3e-3 if dtype == np.float16 else 1e-5
+                    np.testing.assert_allclose(
+                        replayed[i].astype(float),
+                        to_host(alone).astype(float),
+                        atol=bound,
+                    )
+
+
+@pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
+def test_ten_thousand_calls_can_be_captured(cupy, mode):
+    """Each has counters of its own; new ones are made while a stream is captured."""
+    runtime = cupy.cuda.runtime
+    mode = {
+        "global": runtime.streamCaptureModeGlobal,
+        "thread_local": runtime.streamCaptureModeThreadLocal,
+        "relaxed": runtime.streamCaptureModeRelaxed,
+    }[mode]
+    q = cupy.ones((1, 64, 1024, 64), np.float16)  # so many that keys are not split
+    out = cupyflash.attention(q, q, q, causal=True)
+    cupy.cuda.Device().synchronize()
+
+    def many():
+        for _ in range(1000):
+            cupyflash.attention(q, q, q, causal=True, out=out)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        for _ in range(10):
+            _, graph = captured(stream, many, mode)
+        out.fill(0)
+        graph.launch(stream)
+        stream.synchronize()
+    assert bool((out == 1).all())
 
 
 # --- memory --------------------------------------------------------------------------
@@ -369,6 +516,179 @@ def test_torch_tensors(cupy, rng, dtype):
     np.testing.assert_allclose(
         x[1].double().cpu().numpy(), to_host(y[0]).astype(float), rtol=0
     )
+
+
+def test_jax_arrays(cupy, rng):
+    # At its first use JAX takes most of the memory of the card for itself.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    jax = pytest.importorskip("jax")
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:
+        pytest.skip("this JAX has no GPU")
+    host = rng.normal(size=(2, 40, 16)).astype(np.float32)
+    x = jax.device_put(host, device).block_until_ready()
+    out = cupyflash.attention(x, x, x, causal=True)
+    assert isinstance(out, cupy.ndarray)
+    expected = to_host(cupyflash.attention(*[cupy.asarray(host)] * 3, causal=True))
+    np.testing.assert_array_equal(to_host(out), expected)
+    y = cupyflash.softmax(x, -1)
+    np.testing.assert_array_equal(np.asarray(jax.dlpack.from_dlpack(y)), to_host(y))
+
+
+def test_numba_arrays(cupy, rng):
+    cuda = pytest.importorskip("numba.cuda")
+    if not cuda.is_available():
+        pytest.skip("this Numba has no CUDA")
+    host = rng.normal(size=(2, 40, 16)).astype(np.float32)
+    x = cuda.to_device(host)
+    cuda.synchronize()
+    out = cupyflash.attention(x, x, x)
+    assert isinstance(out, cupy.ndarray)
+    expected = to_host(cupyflash.attention(*[cupy.asarray(host)] * 3))
+    np.testing.assert_array_equal(to_host(out), expected)
+    into = cuda.device_array_like(host)
+    assert cupyflash.softmax(x, -1, out=into) is not None
+    expected = to_host(cupyflash.softmax(cupy.asarray(host), -1))
+    np.testing.assert_array_equal(into.copy_to_host(), expected)
+
+
+def _torch_allocator(cupy):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    return cupy.cuda.PythonFunctionAllocator(
+        lambda size, device: torch.cuda.caching_allocator_alloc(size, device),
+        lambda ptr, device: torch.cuda.caching_allocator_delete(ptr),
+    ).malloc
+
+
+def _rmm_allocator(cupy):
+    return pytest.importorskip("rmm.allocators.cupy").rmm_cupy_allocator
+
+
+def _stream_ordered_allocator(cupy):
+    return cupy.cuda.malloc_async
+
+
+ALLOCATORS = {
+    "torch": _torch_allocator,
+    "rmm": _rmm_allocator,
+    "malloc_async": _stream_ordered_allocator,
+}
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+@pytest.mark.parametrize("name", CALLS)
+def test_allocators_of_other_libraries(cupy, calls, allocator, name):
+    malloc = ALLOCATORS[allocator](cupy)
+    call = calls[name]
+    expected = to_host(call())
+    with cupy.cuda.using_allocator(malloc):
+        for _ in range(3):
+            np.testing.assert_array_equal(to_host(call()), expected)
+    cupy.cuda.Device().synchronize()
+
+
+class Odd:
+    """CUDA memory as another library describes it."""
+
+    def __init__(self, owner, offset, shape, typestr, strides=None, readonly=False):
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (owner.data.ptr + offset, readonly),
+            "shape": shape,
+            "strides": strides,
+            "typestr": typestr,
+            "stream": None,
+        }
+
+
+@pytest.mark.parametrize("typestr", ["<f2", "<f4", "<f8"])
+def test_elements_that_begin_within_others_are_refused(cupy, typestr):
+    raw = cupy.zeros(1 << 18, np.uint8)
+    x = Odd(raw, 1, (4, 70, 64), typestr)
+    good = cupy.zeros((4, 70, 64), typestr)
+    lse = cupy.zeros((4, 70), np.float64 if typestr == "<f8" else np.float32)
+    # The same, as CuPy lets one make it: of a plan's shape and strides.
+    same = raw[1 : 1 + good.nbytes].view(typestr).reshape(good.shape)
+    for odd in (x, same):
+        for call in (
+            lambda odd: cupyflash.softmax(odd, -1),
+            lambda odd: cupyflash.softmax(good, -1, out=odd),
+            lambda odd: cupyflash.logsumexp(odd, -1),
+            lambda odd: cupyflash.logsumexp(good, -1, b=odd),
+            lambda odd: cupyflash.softmax_vjp(good, odd, -1),
+            lambda odd: cupyflash.attention(odd, good, good),
+            lambda odd: cupyflash.attention(good, good, odd),
+            lambda odd: (
+                cupyflash.attention(good, good, good, bias=odd[..., :70])
+                if odd is same
+                else cupyflash.attention(good, odd, good)
+            ),
+            lambda odd: cupyflash.attention(good, good, good, out=odd),
+            lambda odd: cupyflash.attention_vjp(odd, good, good, good, good, lse),
+            lambda odd: cupyflash.attention_vjp(good, good, odd, good, good, lse),
+        ):
+            with pytest.raises(ValueError, match="starts 1 bytes past a multiple of"):
+                call(odd)
+            cupy.cuda.Device().synchronize()
+        # A call with a plan, then one that differs in its address alone.
+        for shifted in (good, same):
+            calls = (
+                lambda x=shifted: cupyflash.softmax(x, -1),
+                lambda x=shifted: cupyflash.logsumexp(x, -1),
+                lambda x=shifted: cupyflash.attention(x[1:], x[1:], x[1:]),
+                lambda x=shifted: cupyflash.attention_vjp(
+                    x, good, good, good, good, lse
+                ),
+            )
+            for call in calls:
+                if shifted is good:
+                    call()
+                else:
+                    with pytest.raises(ValueError, match="starts"):
+                        call()
+    cupy.cuda.Device().synchronize()
+
+
+def test_strides_that_are_no_multiples_are_refused(cupy):
+    raw = cupy.zeros(1 << 16, np.uint8)
+    x = Odd(raw, 0, (64, 64), "<f4", strides=(64 * 6, 6))
+    k = cupy.ones((64, 64), np.float32)
+    for call in (
+        lambda: cupyflash.attention(x, k, k),
+        lambda: cupyflash.attention(k, k, x),
+        lambda: cupyflash.attention(k, k, k, out=x),
+        lambda: cupyflash.softmax(x, -1),
+        lambda: cupyflash.softmax(k, -1, out=x),
+        lambda: cupyflash.logsumexp(x, -1),
+        lambda: cupyflash.merge_attention_states(x, k[:, 0]),
+    ):
+        with pytest.raises(ValueError, match="no multiples of 4"):
+            call()
+
+
+def test_another_byte_order_is_refused(cupy):
+    raw = cupy.zeros(1 << 16, np.uint8)
+    x, k = Odd(raw, 0, (64, 64), ">f4"), cupy.ones((64, 64), np.float32)
+    with pytest.raises((ValueError, TypeError)):
+        cupyflash.attention(x, k, k)
+    with pytest.raises((ValueError, TypeError)):
+        cupyflash.softmax(x, -1)
+
+
+def test_an_out_that_must_not_be_written(cupy):
+    x, kept = cupy.ones((4, 64), np.float32), cupy.zeros((4, 64), np.float32)
+    out = Odd(kept, 0, kept.shape, "<f4", readonly=True)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="out is read-only"):
+            cupyflash.softmax(x, -1, out=out)
+        with pytest.raises(ValueError, match="out is read-only"):
+            cupyflash.attention(x, x, x, out=out)
+        cupyflash.softmax(x, -1, out=Odd(x.copy(), 0, x.shape, "<f4"))
+    assert not kept.any()
 
 
 def test_torch_tensors_of_the_host_do_not_mix(cupy, qkv):

@@ -110,7 +110,9 @@ def test_scratch_of_a_graph_outlives_its_plan(monkeypatch, capturing):
     asked, kept = [], []
     scratch = types.SimpleNamespace(ptr=77)
     monkeypatch.setattr(_softmax_gpu.cupy.cuda, "alloc", lambda size: scratch)
-    monkeypatch.setattr(_graphs, "is_capturing", lambda: capturing)
+    stream = types.SimpleNamespace(ptr=99)
+    monkeypatch.setattr(_graphs, "_current_stream", lambda: stream)
+    monkeypatch.setattr(_graphs, "_is_capturing_on", lambda ptr: capturing)
     monkeypatch.setattr(_graphs, "_kept_for_graphs", kept)
     plan = object.__new__(_softmax_gpu._Plan)
     plan._scratch_bytes, plan._layout = 256, b""

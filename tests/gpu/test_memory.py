@@ -8,6 +8,10 @@ from placing import place
 
 import cupyflash
 
+pytest.importorskip("cupy")
+
+from cupyflash import _graphs
+
 pytestmark = pytest.mark.gpu
 
 CALLS = 10_000
@@ -162,6 +166,46 @@ def test_out_of_memory_of_every_call(cupy, name):
         assert mixed.same(call(), expected)
 
 
+# --- graphs --------------------------------------------------------------------------
+
+
+def _pointers(x):
+    """Of all that was kept: arrays, memory, and tuples of them."""
+    if x is None:
+        return set()
+    if isinstance(x, (tuple, list)):
+        return set().union(*map(_pointers, x))
+    return {x.data.ptr if hasattr(x, "data") else x.ptr}
+
+
+@pytest.mark.parametrize("name", mixed.NAMES)
+def test_a_captured_call_keeps_what_it_takes(cupy, name, monkeypatch):
+    """All but its results, of a call that has a plan."""
+    kept = []
+    monkeypatch.setattr(_graphs, "_kept_for_graphs", kept)
+    call = mixed.call(cupy, 8, name)
+    cupy.cuda.Device().synchronize()
+    malloc, taken = cupy.get_default_memory_pool().malloc, set()
+
+    def noting(size):
+        memory = malloc(size)
+        if stream.is_capturing():
+            taken.add(memory.ptr)
+        return memory
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, cupy.cuda.using_allocator(noting):
+        for _ in range(2):
+            call()
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            result = call()
+        finally:
+            stream.end_capture()
+    assert taken - _pointers(mixed.arrays(result)) <= _pointers(kept)
+
+
 # --- extra memory --------------------------------------------------------------------
 
 
@@ -192,3 +236,58 @@ def test_tiled_float32_at_131072_takes_four_times_out(cupy):
         out, lse = cupyflash.attention(q, k, v, return_lse=True, method="tiled")
     own = out.nbytes + lse.nbytes
     assert sum(counting.sizes) - own <= 4.1 * out.nbytes
+
+
+def _extra(cupy, call):
+    """(result, bytes taken beside it)."""
+    call()
+    counting = Counting(cupy)
+    with cupy.cuda.using_allocator(counting):
+        result = call()
+    arrays = mixed.arrays(result)
+    return result, sum(counting.sizes) - sum(x.nbytes for x in arrays)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen_q", [1, 16, 300])
+@pytest.mark.parametrize("seqlen_k", [8_000, 30_000])
+def test_parts_of_the_keys_stay_small(cupy, dtype, dim, seqlen_q, seqlen_k):
+    """As documented: below 40 MiB, and what float32 prepares below 256 MiB."""
+    random = cupy.random.RandomState(1)
+    q, k, v = (
+        random.standard_normal((1, 2, n, dim), np.float32).astype(dtype_of(dtype))
+        for n in (seqlen_q, seqlen_k, seqlen_k)
+    )
+    _, extra = _extra(cupy, lambda: cupyflash.attention(q, k, v))
+    assert extra <= (256 << 20 if dtype == "float32" else 40 << 20)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("seqlen_q", [64, 300])
+def test_parts_of_very_many_keys(cupy, dtype, seqlen_q):
+    """As documented: up to four times what one head of k and v takes."""
+    random = cupy.random.RandomState(1)
+    q, k, v = (
+        random.standard_normal((1, 2, n, 64), np.float32).astype(dtype)
+        for n in (seqlen_q, 100_000, 100_000)
+    )
+    _, extra = _extra(cupy, lambda: cupyflash.attention(q, k, v))
+    prepared = 256 << 20 if dtype == "float32" else 0
+    assert extra <= 4 * (k[0, 0].nbytes + v[0, 0].nbytes) + prepared
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_copies_take_four_times_the_result_each(cupy, layout):
+    """Of q, k and v whose rows the copy engine cannot read."""
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("other cards copy nothing")
+    shape = (2, 4, 700, 65) if layout == "bhsd" else (2, 700, 4, 65)
+    random = cupy.random.RandomState(1)
+    q, k, v = (
+        random.standard_normal(shape, np.float32).astype(np.float16) for _ in "qkv"
+    )
+    report = cupyflash.explain("attention", q, k, v, layout=layout)
+    assert report.details["copied first"] == "q, k, v"
+    out, extra = _extra(cupy, lambda: cupyflash.attention(q, k, v, layout=layout))
+    assert out.nbytes <= extra <= 3 * 4 * out.nbytes

@@ -149,6 +149,143 @@ def test_capture_beside_another_thread(cupy, name):
     assert not errors
 
 
+# --- streams and threads that end ----------------------------------------------------
+
+
+def attended(cupy, n):
+    """(inputs of a causal call of many tiles, its result)."""
+    random = cupy.random.RandomState(n)
+    q = random.standard_normal((1, 32, n, 64), dtype="f4").astype(np.float16)
+    return q, cupyflash.attention(q, q, q, causal=True)
+
+
+def test_streams_that_are_destroyed_while_busy(cupy):
+    """Their handles come again at once; their counters and scratch must not."""
+    (q, right), (few, of_few) = attended(cupy, 4096), attended(cupy, 1024)
+    one, of_one = few[:, :, :1], cupyflash.attention(few[:, :, :1], q, q)
+    cupy.cuda.Device().synchronize()
+    outs, handles = [], []
+    for _ in range(100):
+        for args, expected in (
+            ((q, q, q), right), ((few, few, few), of_few), ((one, q, q), of_one)
+        ):  # fmt: skip
+            out = cupy.zeros_like(expected)
+            cupy.cuda.get_current_stream().synchronize()
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                handles.append(stream.ptr)
+                cupyflash.attention(*args, causal=args[0] is not one, out=out)
+            del stream
+            outs.append((out, expected))
+    cupy.cuda.Device().synchronize()
+    assert all(bool((out == expected).all()) for out, expected in outs)
+
+
+def test_twenty_thousand_streams(cupy):
+    """More than there ever were rows of counters."""
+    q, right = attended(cupy, 256)
+    out = cupy.zeros_like(q)
+    cupy.cuda.Device().synchronize()
+    for _ in range(20_000):
+        with cupy.cuda.Stream(non_blocking=True):
+            cupyflash.attention(q, q, q, causal=True, out=out)
+    cupy.cuda.Device().synchronize()
+    assert bool((out == right).all())
+
+
+# Calls of a new thread, which ends before its kernels do; with streams of threads.
+SHORT_LIVED = """
+import threading
+import cupy
+import cupyflash
+
+errors = []
+threading.excepthook = lambda args: errors.append(args.exc_value)
+random = cupy.random.RandomState(0)
+q = random.standard_normal((1, 64, 4096, 64), dtype="f4").astype("f2")
+few = q[:, :16, :1024].copy()
+given = [few if n % 2 else q for n in range(12)]
+right = {id(x): cupyflash.attention(x, x, x, causal=True) for x in (q, few)}
+outs = [cupy.empty_like(x) for x in given]
+bad = 0
+for turn in range(20):
+    for out in outs:
+        out.fill(0)
+    cupy.cuda.Device().synchronize()
+    for x, out in zip(given, outs):
+        # A copy that no thread has seen, and none but the first call of the thread.
+        thread = threading.Thread(
+            target=lambda: cupyflash.attention(x, x, x, causal=True, out=out)
+        )
+        thread.start()
+        thread.join()
+    cupy.cuda.Device().synchronize()
+    bad += sum(not bool((o == right[id(x)]).all()) for x, o in zip(given, outs))
+print(bad, errors)
+"""
+
+
+@pytest.mark.parametrize("per_thread", ["0", "1"])
+def test_threads_that_end_before_their_kernels(cupy, per_thread):
+    process = subprocess.run(
+        [sys.executable, "-c", SHORT_LIVED],
+        env=os.environ
+        | {"CUPY_CUDA_PER_THREAD_DEFAULT_STREAM": per_thread, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert process.stdout.split(" ", 1) == ["0", "[]\n"], process.stderr
+
+
+@pytest.mark.parametrize("name", mixed.NAMES)
+def test_the_first_call_of_a_thread(cupy, name):
+    """A new thread has no context of the device, which the driver's own calls want."""
+    expected = mixed.call(cupy, 7, name)()
+    call = mixed.call(cupy, 7, name)  # the same at addresses that no plan has seen
+    cupy.cuda.Device().synchronize()
+    found, errors = [], []
+
+    def first():
+        try:
+            found.append(call())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    thread.join()
+    cupy.cuda.Device().synchronize()
+    assert not errors
+    assert mixed.same(found[0], expected)
+
+
+def test_the_very_first_calls_from_threads(cupy):
+    """Of a process that has no counters yet."""
+    from cupyflash import _graphs
+
+    random = cupy.random.RandomState(0)
+    q, k, v = (
+        random.standard_normal((1, 4, n, 64), dtype="f4").astype(np.float16)
+        for n in (1, 8192, 8192)
+    )
+    right = cupyflash.attention(q, k, v)
+    cupy.cuda.Device().synchronize()
+
+    def call(barrier):
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            barrier.wait()
+            out = cupyflash.attention(q, k, v)
+            stream.synchronize()
+            return bool((out == right).all())
+
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(40):
+            _graphs.counters.cache_clear()
+            _graphs._counters.clear()
+            barrier = threading.Barrier(8)
+            assert all(pool.map(call, [barrier] * 8))
+
+
 # --- first compilations --------------------------------------------------------------
 
 # Prints the result of a few calls; arguments: threads, and what to print before.

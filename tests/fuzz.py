@@ -194,6 +194,10 @@ def _attention_structure(rng):
         "out": one_of(rng, FORMS) if chance(rng, 0.25) else None,
         "return_lse": chance(rng, 0.8),
         "expanded": [n for n in ("bias", "mask") if chance(rng, 0.2)],
+        "empty": (chance(rng, 0.02), chance(rng, 0.02)),
+        # Which axes are broadcast, and which sides a window has: by a generator that
+        # is the same for all sizes.
+        "broadcast": int(rng.integers(1 << 30)),
     }
 
 
@@ -244,10 +248,8 @@ def _attention_sizes(rng, s, budget):
             seqlen_q = seqlen_q // 2
         else:
             seqlen_k = seqlen_k * 2 // 3
-    if chance(rng, 0.02):
-        seqlen_q = 0
-    if chance(rng, 0.02):
-        seqlen_k = 0
+    no_queries, no_keys = s["empty"]
+    seqlen_q, seqlen_k = seqlen_q * (not no_queries), seqlen_k * (not no_keys)
     return tuple(batch), group * kv_heads, kv_heads, seqlen_q, seqlen_k
 
 
@@ -259,15 +261,16 @@ def _smaller(rng, shape):
 
 def _queries_and_keys(rng, values, s, batch, heads, kv_heads, seqlen_q, seqlen_k):
     """q, k, v heads-first in float64: some scores large, some rows nearly one-hot."""
+    axes = np.random.default_rng(s["broadcast"])
     k_batch = batch
-    if chance(rng, 0.3):
-        k_batch = tuple(n if chance(rng, 0.5) else 1 for n in batch)
-        k_batch = k_batch[int(rng.integers(len(batch) + 1)) :]
+    if chance(axes, 0.3):
+        k_batch = tuple(n if chance(axes, 0.5) else 1 for n in batch)
+        k_batch = k_batch[int(axes.integers(len(batch) + 1)) :]
     q_batch, v_batch = batch, k_batch
-    if chance(rng, 0.15):  # entries that share v alone, or do not share it
-        v_batch = tuple(n if chance(rng, 0.5) else 1 for n in batch)
-    if chance(rng, 0.15) and k_batch == batch:
-        q_batch = tuple(n if chance(rng, 0.5) else 1 for n in batch)
+    if chance(axes, 0.15):  # entries that share v alone, or do not share it
+        v_batch = tuple(n if chance(axes, 0.5) else 1 for n in batch)
+    if chance(axes, 0.15) and k_batch == batch:
+        q_batch = tuple(n if chance(axes, 0.5) else 1 for n in batch)
     q = values.normal(size=(*q_batch, heads, seqlen_q, s["head_dim"]))
     k = values.normal(size=(*k_batch, kv_heads, seqlen_k, s["head_dim"]))
     v = values.normal(size=(*v_batch, kv_heads, seqlen_k, s["head_dim_v"]))
@@ -302,19 +305,20 @@ def _options(rng, values, s, batch, heads, seqlen_q, seqlen_k):
     naive = s["method"] == "naive"
     scores = (*batch, heads, seqlen_q, seqlen_k)
     arrays, options = {}, {}
+    axes = np.random.default_rng([1, s["broadcast"]])
     if s["bias"]:
-        bias = np.array(values.normal(size=_smaller(rng, scores)) * (1 if naive else 3))
+        bias = np.array(values.normal(size=_smaller(axes, scores)) * (1 if naive else 3))
         if chance(rng, 0.4):
             bias[values.random(bias.shape) < 0.2] = -np.inf
         arrays["bias"] = bias.astype(dtype_of(s["bias"]))
     if s["mask"]:
-        arrays["mask"] = values.random(_smaller(rng, scores)) < 0.75
+        arrays["mask"] = values.random(_smaller(axes, scores)) < 0.75
     if s["causal"]:
         options["causal"] = True
     if s["window"]:
         sides = [int(rng.integers(seqlen_k + 2)), int(rng.integers(12)), None]
-        left, right = one_of(rng, sides), one_of(rng, sides)
-        options["window"] = left if chance(rng, 0.2) else (left, right)
+        left, right = one_of(axes, sides), one_of(axes, sides)
+        options["window"] = left if chance(axes, 0.2) else (left, right)
     if s["softcap"]:
         options["softcap"] = float(rng.uniform(1, 30))
     if s["sinks"]:
@@ -325,19 +329,19 @@ def _options(rng, values, s, batch, heads, seqlen_q, seqlen_k):
     elif s["query_offset"] == "int":
         options["query_offset"] = int(rng.integers(-seqlen_q - 3, seqlen_k + 3))
     elif s["query_offset"] == "array":
-        shape = _smaller(rng, batch)
+        shape = _smaller(axes, batch)
         offsets = values.integers(-seqlen_q - 3, seqlen_k + 3, size=shape)
         arrays["query_offset"] = np.asarray(offsets).astype(s["offset_dtype"])
     if s["alibi_slopes"]:
-        shape = (heads,) if chance(rng, 0.5) else (*_smaller(rng, batch), heads)
+        shape = (heads,) if chance(axes, 0.5) else (*_smaller(axes, batch), heads)
         slopes = values.random(shape) * (2.0 / far if naive else 0.5)
         arrays["alibi_slopes"] = slopes.astype(dtype_of(s["alibi_slopes"]))
     for name, size in (("query_lengths", seqlen_q), ("key_lengths", seqlen_k)):
         if s[name]:
-            shape = _smaller(rng, batch)
+            shape = _smaller(axes, batch)
             arrays[name] = _lengths(rng, values, shape, size, s[name])
-    if chance(rng, 0.4):
-        options["scale"] = float(one_of(rng, (0.0, 1.0, -0.5, 0.1, 1.7)))
+    if chance(axes, 0.4):
+        options["scale"] = float(one_of(axes, (0.0, 1.0, -0.5, 0.1, 1.7)))
         if naive:
             options["scale"] = float(np.clip(options["scale"], -0.5, 0.5))
     return arrays, options

@@ -147,7 +147,7 @@ def draw_lane(lane, number, seed, budget, most_variants):
 
 
 def draw_sizes(operation, seed, base, budget, steering, most):
-    """Problems of one structure that take no other kernels than its first."""
+    """Problems of one structure that take the kernels of its first, or one other."""
     import planned
     from fuzz_vjp import fuzz
 
@@ -157,7 +157,8 @@ def draw_sizes(operation, seed, base, budget, steering, most):
         steering.structures[seed] = base, sizes + 1
         problem = fuzz.draw(operation, seed, sizes, budget, values=False)
         plan = planned.plan(problem)
-        if plan.rows == base.rows and {*plan.digests} <= {*base.digests}:
+        others = {*plan.digests} - {*base.digests} - steering.variants.keys()
+        if plan.rows == base.rows and len(others) <= 1:
             steering.note(plan)
             row, variants = plan.rows[-1], plan.variants
             drawn.append(Drawn(operation, seed, sizes, budget, row, variants))

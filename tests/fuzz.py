@@ -307,7 +307,9 @@ def _options(rng, values, s, batch, heads, seqlen_q, seqlen_k):
     arrays, options = {}, {}
     axes = np.random.default_rng([1, s["broadcast"]])
     if s["bias"]:
-        bias = np.array(values.normal(size=_smaller(axes, scores)) * (1 if naive else 3))
+        bias = np.array(
+            values.normal(size=_smaller(axes, scores)) * (1 if naive else 3)
+        )
         if chance(rng, 0.4):
             bias[values.random(bias.shape) < 0.2] = -np.inf
         arrays["bias"] = bias.astype(dtype_of(s["bias"]))

@@ -43,6 +43,7 @@ OF_A_LANE = 100  # problems at least
 CANDIDATES = 12
 PER_STRUCTURE = 8
 SLOW_ROW = 0.3  # of the problems of a fast row, so many for one that is not
+GRACE = 15.0  # seconds after the deadline for what runs
 STUCK = 90.0  # seconds without a word from a process that runs a problem
 _CONTEXT = multiprocessing.get_context("spawn")
 
@@ -120,12 +121,12 @@ def draw_structure(operation, first, budget, steering, candidates=CANDIDATES):
     return seed, plan
 
 
-def draw_lane(lane, number, seed, budget, most_variants):
+def draw_lane(lane, number, seed, budget, most_variants, card=None):
     """The problems of one lane, as Drawn."""
     import planned
 
     drawn, undealt = [], 1.0
-    with planned.device():
+    with planned.device(card):
         for operation, (share, of_variants) in OPERATIONS.items():
             steering = Steering(most_variants * of_variants)
             # Numbers that no other lane draws from, nor another seed.
@@ -169,8 +170,8 @@ def draw_sizes(operation, seed, base, budget, steering, most):
     return drawn
 
 
-def draw_all(number, seed, budget, most_variants, jobs):
-    """All problems, lane by lane."""
+def draw_all(number, seed, budget, most_variants, jobs, card=None):
+    """All problems, lane by lane, for a card or the made-up one."""
     lanes = max(1, min(LANES, number // OF_A_LANE))
     work = [
         (
@@ -179,6 +180,7 @@ def draw_all(number, seed, budget, most_variants, jobs):
             seed,
             budget,
             most_variants // lanes,
+            card,
         )
         for lane in range(lanes)
     ]
@@ -267,7 +269,7 @@ def run_all(tasks, xp_name, jobs, deadline, stuck=STUCK):
                 if worker.task is None and left and time.monotonic() < deadline:
                     worker.give(left.popleft())
             busy = [worker for worker in crew if worker.task is not None]
-            if not busy:
+            if not busy or time.monotonic() > deadline + GRACE:
                 return
             ready = connection.wait([worker.pipe for worker in busy], timeout=1.0)
             for worker in busy:
@@ -305,8 +307,18 @@ def fuzz_gpu(options):
     end = started + options.seconds
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of NumPy in each process
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    card = None
+    if options.xp == "cupy":
+        from cupyflash import _gpu
+
+        card = _gpu.device(0)
     drawn = draw_all(
-        options.problems, options.seed, options.budget, options.variants, options.jobs
+        options.problems,
+        options.seed,
+        options.budget,
+        options.variants,
+        options.jobs,
+        card,
     )
     seconds = {"drawing": round(time.monotonic() - started, 1)}
     kernels = Counter(v for problem in drawn for v in problem.variants)

@@ -40,17 +40,17 @@ def digest_of(variant):
 
 
 @contextlib.contextmanager
-def device(arch="sm_90a"):
-    """Let the package plan for a made-up card, whatever there is in the machine."""
+def device(card=None):
+    """Let the package plan for a card, by default a made-up one of sm_90a."""
     import pytest
 
     from cupyflash import _gpu, _tensormap
 
-    made_up = _kernels.device_of_arch(arch)
+    card = card or _kernels.device_of_arch("sm_90a")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_gpu, "device", lambda device_id: made_up)
+        patch.setattr(_gpu, "device", lambda device_id: card)
         patch.setattr(_tensormap, "_driver", lambda: None)
-        yield made_up
+        yield card
 
 
 class _Memory:

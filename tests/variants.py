@@ -79,10 +79,12 @@ def problem_of(operation, index, sizes, values=False, **more):
     dtype = dtype_of(asked.dtype)
     if asked.seqlen_q == 1:
         seqlen_q = 1
-    q = rng.normal(size=(*batch, heads, seqlen_q, asked.head_dim))
-    k = rng.normal(size=(*batch, kv_heads, seqlen_k, asked.head_dim))
-    v = rng.normal(size=(*batch, kv_heads, seqlen_k, asked.head_dim_v))
-    arrays = {"q": q.astype(dtype), "k": k.astype(dtype), "v": v.astype(dtype)}
+    shapes = {
+        "q": (*batch, heads, seqlen_q, asked.head_dim),
+        "k": (*batch, kv_heads, seqlen_k, asked.head_dim),
+        "v": (*batch, kv_heads, seqlen_k, asked.head_dim_v),
+    }
+    arrays = {name: _array(rng, shape, dtype) for name, shape in shapes.items()}
     forms = dict.fromkeys(arrays, "plain")
     options = {"method": "auto", "layout": "bhsd"}
     if asked.no_tensor_map is not None:
@@ -95,8 +97,7 @@ def problem_of(operation, index, sizes, values=False, **more):
         if given is None:
             continue
         shape = (*batch, heads, rows, seqlen_k)
-        x = rng.normal(size=shape)
-        arrays[name] = x > -0.7 if name == "mask" else x.astype(dtype_of(given))
+        arrays[name] = _array(rng, shape, dtype_of(given))
         forms[name] = "swapped" if asked.terms == "any" else "plain"
     if asked.sinks is not None:
         arrays["sinks"] = rng.normal(size=heads).astype(dtype_of(asked.sinks))
@@ -121,11 +122,19 @@ def problem_of(operation, index, sizes, values=False, **more):
         options |= {"deterministic": True, **more}
         for name in ("bias", "sinks"):
             options[f"need_d{name}"] = name in arrays
-        out = rng.normal(size=(*batch, heads, seqlen_q, asked.head_dim_v))
-        arrays["dout"] = out.astype(dtype)
+        shape = (*batch, heads, seqlen_q, asked.head_dim_v)
+        arrays["dout"] = _array(rng, shape, dtype)
     problem = fuzz.Problem(operation, index, None, operation, arrays, forms, options)
     problem.notes |= {"expanded": [], "scores": (*batch, heads, seqlen_q, seqlen_k)}
     return problem
+
+
+def _array(rng, shape, dtype):
+    """Random numbers; a mask of one in four hidden; one number where none are wanted."""
+    if isinstance(rng, fuzz.Zeros):
+        return np.broadcast_to(np.zeros((), dtype), shape)
+    x = rng.normal(size=shape)
+    return x > -0.7 if dtype == bool else x.astype(dtype)
 
 
 def reached(operation, row, index, met):

@@ -146,6 +146,7 @@ LENGTHS = {
     "one query": ((1, 1), (300, 9000)),
     "few queries": ((1, 40), (300, 9000)),
     "many keys": ((50, 300), (400, 9000)),
+    "many queries": ((1000, 7000), (20, 300)),
     "long": ((257, 6000), (257, 6000)),
 }
 KINDS = (*LENGTHS, "plain", "many keys", "long")
@@ -239,6 +240,8 @@ def _attention_sizes(rng, s, budget):
         elif kv_heads > 1:
             kv_heads -= 1
         elif s["lengths"] == "long" and seqlen_k > seqlen_q:
+            seqlen_k = seqlen_k * 3 // 4
+        elif s["lengths"] == "many queries" and seqlen_k > 20:
             seqlen_k = seqlen_k * 3 // 4
         elif seqlen_q > 64:
             seqlen_q = seqlen_q * 2 // 3 - 1

@@ -23,6 +23,7 @@ import multiprocessing
 import os
 import sys
 import time
+import types
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import connection
@@ -218,7 +219,7 @@ def _work(pipe, xp_name):
             pipe.send(f"{type(error).__name__}: {error}"[:4000])
             causes = (error, error.__cause__)
             if any("CUDA" in type(cause).__name__ for cause in causes):
-                return  # the context may be lost
+                os._exit(1)  # the context may be lost, and nothing can be freed
 
 
 class Worker:
@@ -296,7 +297,7 @@ def reproducer(drawn, xp_name):
 
     problem = fuzz.Problem(drawn.operation, drawn.seed, drawn.sizes, "", {}, {}, {})
     problem.budget = drawn.budget
-    return problem.reproducer(type("xp", (), {"__name__": xp_name}))
+    return problem.reproducer(types.SimpleNamespace(__name__=xp_name))
 
 
 def fuzz_gpu(options):

@@ -275,6 +275,9 @@ def test_the_driver_runs_what_it_draws():
     assert found["passed"] >= 20
     assert sum(found["rows"].values()) == found["passed"]
     assert "30 problems of seed 2" in fuzz_gpu.summary(found)
+    drawn = fuzz_gpu.Drawn("attention", 9, 2, 20)
+    line = fuzz_gpu.reproducer(drawn, "numpy")
+    assert line == fuzz.draw("attention", 9, 2, 20, values=False).reproducer(np)
 
 
 def _wrong(pipe, xp_name):

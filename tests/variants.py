@@ -130,11 +130,11 @@ def problem_of(operation, index, sizes, values=False, **more):
 
 
 def _array(rng, shape, dtype):
-    """Random numbers; a mask of one in four hidden; one number where none are wanted."""
+    """Random numbers, or booleans of a mask; zeros that take no memory of `Zeros`."""
     if isinstance(rng, fuzz.Zeros):
         return np.broadcast_to(np.zeros((), dtype), shape)
     x = rng.normal(size=shape)
-    return x > -0.7 if dtype == bool else x.astype(dtype)
+    return x > -0.7 if np.dtype(dtype).kind == "b" else x.astype(dtype)
 
 
 def reached(operation, row, index, met):

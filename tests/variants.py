@@ -6,6 +6,7 @@ launch a variant that none before them did are problems of tests/fuzz.py.
 """
 
 import functools
+import itertools
 
 import fuzz
 import numpy as np
@@ -23,7 +24,8 @@ WHOLE = {
 BESIDE = {"attention": ("merge", "copy"), "attention_vjp": ("sum", "narrow")}
 
 # (batch, query heads, key heads, queries, keys): little work, work for each
-# multiprocessor, long rows, queries that are few, parts of the keys.
+# multiprocessor, long rows, queries that are few, of one head and of groups, parts of
+# the keys, more keys than a cache holds.
 SIZES = (
     (2, 2, 2, 70, 90),
     (1, 2, 1, 130, 200),
@@ -38,6 +40,13 @@ SIZES = (
     (1, 2, 2, 1030, 1030),
     (1, 1, 1, 2100, 520),
     (4, 40, 8, 70, 130),
+    (2, 8, 2, 12, 700),
+    (1, 4, 1, 7, 2100),
+    (16, 64, 16, 12, 2100),
+    (1, 4, 1, 1, 9000),
+    (1, 2, 2, 2100, 1100),
+    (1, 2, 2, 260, 2100),
+    (2, 32, 32, 520, 70),
 )
 
 
@@ -70,19 +79,30 @@ def work():
     ]
 
 
-def problem_of(operation, index, sizes, values=False, **more):
-    """A problem of tests/fuzz.py with the options of a sample, of these sizes."""
+# Ways to call that choose kernels, too.
+WAYS = {
+    "attention": ({},),
+    "attention_vjp": (
+        {"deterministic": True},
+        {"deterministic": False},
+        {"deterministic": True, "shared": True},
+    ),
+}
+
+
+def problem_of(operation, index, call, values=False):
+    """A problem of tests/fuzz.py with the options of a sample, called in a way."""
     asked, axes = samples()[index]
-    batch, heads, kv_heads, seqlen_q, seqlen_k = sizes
+    (batch, heads, kv_heads, seqlen_q, seqlen_k), way = call
     rng = np.random.default_rng(index) if values else fuzz.Zeros()
     batch = (*(2,) * (axes - 1), batch)
     dtype = dtype_of(asked.dtype)
-    if asked.seqlen_q == 1:
-        seqlen_q = 1
+    # Keys and values of one entry, whose gradients are summed over the batch.
+    of_keys = (1,) * len(batch) if way.get("shared") else batch
     shapes = {
         "q": (*batch, heads, seqlen_q, asked.head_dim),
-        "k": (*batch, kv_heads, seqlen_k, asked.head_dim),
-        "v": (*batch, kv_heads, seqlen_k, asked.head_dim_v),
+        "k": (*of_keys, kv_heads, seqlen_k, asked.head_dim),
+        "v": (*of_keys, kv_heads, seqlen_k, asked.head_dim_v),
     }
     arrays = {name: _array(rng, shape, dtype) for name, shape in shapes.items()}
     forms = dict.fromkeys(arrays, "plain")
@@ -119,7 +139,7 @@ def problem_of(operation, index, sizes, values=False, **more):
     if operation == "attention":
         options["return_lse"] = True
     else:
-        options |= {"deterministic": True, **more}
+        options["deterministic"] = way["deterministic"]
         for name in ("bias", "sinks"):
             options[f"need_d{name}"] = name in arrays
         shape = (*batch, heads, seqlen_q, asked.head_dim_v)
@@ -138,17 +158,17 @@ def _array(rng, shape, dtype):
 
 
 def reached(operation, row, index, met):
-    """(sizes, plan) of calls by a row that launch what is not in `met`, which grows."""
+    """(call, plan) of calls by a row that launch what is not in `met`, which grows."""
     listed = wanted()
-    for sizes in SIZES:
+    for call in itertools.product(SIZES, WAYS[operation]):
         try:
-            plan = planned.plan(problem_of(operation, index, sizes), row)
+            plan = planned.plan(problem_of(operation, index, call), row)
         except NotImplementedError:
             continue
         fresh = {d for d in plan.digests if d in listed} - met
         if fresh:
             met |= fresh
-            yield sizes, plan
+            yield call, plan
 
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

@@ -33,13 +33,13 @@ def met_here():
 def test_every_variant(cupy, monkeypatch, record_property, operation, row, first):
     met, problems = met_here(), []
     for index in range(first, min(first + SAMPLES, len(variants.samples()))):
-        for sizes, _ in variants.reached(operation, row, index, met):
-            problems.append((index, sizes))
+        for call, _ in variants.reached(operation, row, index, met):
+            problems.append((index, call))
     if not problems:
         pytest.skip("its samples lead this row to no variant that was not met here")
     rows.force(monkeypatch, operation, row)
-    for index, sizes in problems:
-        problem = variants.problem_of(operation, index, sizes, values=True)
+    for index, call in problems:
+        problem = variants.problem_of(operation, index, call, values=True)
         fuzz.CHECKS[operation](cupy, problem)
     record_property("cases", len(problems))
 

@@ -89,19 +89,19 @@ figures("gpu/test_rows.py", "test_softmax.py", "test_tiers.py", "test_attention.
 # Random problems
 # ---------------
 # Arguments of every kind from a seed: a test compares what is drawn with the signatures
-# of the functions, so that an option that is added has to be drawn. Lengths go to 9,000,
-# heads to 640 columns, equal in q and v or not; groups, products of batch, heads and
-# queries, and splits of the keys are odd as well as even, parts of the keys empty or
-# beyond a window. A test counts each of these in what is drawn.
+# of the functions, so that an option that is added has to be drawn. Lengths go to
+# 9,000, heads to 640 columns, equal in q and v or not; groups, products of batch, heads
+# and queries, and splits of the keys are odd as well as even, parts of the keys empty
+# or beyond a window. A test counts each of these in what is drawn.
 #
 # ``make gpu-fuzz`` draws 5,000. Which row and which kernels a problem would launch is
 # asked of the package's own plans, which need no GPU; of twelve structures the one is
-# taken whose row and kernels were met least so far, and slow rows get fewer. The kernels
-# are compiled on all cores first; then the problems run in processes side by side, so
-# that one that ends its process, or hangs, is one bad problem. Every seed has other
-# structures; by default it is the time. A failure begins with the line that runs its
-# problem again, such as ``python tests/fuzz.py attention 1234 --sizes 2 --budget 20 --xp
-# cupy``. ``make test`` draws other problems each day, on NumPy.
+# taken whose row and kernels were met least so far, and slow rows get fewer. The
+# kernels are compiled on all cores first; then the problems run in processes side by
+# side, so that one that ends its process, or hangs, is one bad problem. Every seed has
+# other structures; by default it is the time. A failure begins with the line that runs
+# its problem again, such as ``python tests/fuzz.py attention 1234 --sizes 2 --budget 20
+# --xp cupy``. ``make test`` draws other problems each day, on NumPy.
 
 figures("gpu/test_random.py", "test_fuzz.py")
 if fuzz := record.get("fuzz"):
@@ -120,10 +120,10 @@ if fuzz := record.get("fuzz"):
 # A row is compiled in many variants: a source, and the defines of types, tile and
 # options. Each test says which it launched; those of tests that passed and compare
 # results with the oracle count, against all that ``python -m cupyflash compile --all``
-# lists for the rows by tensor cores, forward and backward, and for what copies, sums and
-# merges beside them. ``tests/gpu/test_variants.py`` plans calls of a few sizes for each
-# sample that the list is made of, with each row forced, and runs those that launch what
-# no call before them did. ``python tests/gpu_record.py --unmet`` names the rest.
+# lists for the rows by tensor cores, forward and backward, and for what copies, sums
+# and merges beside them. ``tests/gpu/test_variants.py`` plans calls of a few sizes for
+# each sample that the list is made of, with each row forced, and runs those that launch
+# what no call before them did. ``python tests/gpu_record.py --unmet`` names the rest.
 
 if met := record.get("variants"):
     some, all_ = (sum(row[i] for row in met["rows"].values()) for i in (0, 1))

@@ -40,8 +40,8 @@ def pytest_addoption(parser):
     group.addoption(
         "--fuzz-problems",
         type=int,
-        default=2000,
-        help="random problems of each operation (default 2000)",
+        default=1200,
+        help="random problems of each operation (default 1200)",
     )
     group.addoption(
         "--fuzz-seconds",

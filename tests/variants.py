@@ -28,6 +28,8 @@ BESIDE = {"attention": ("merge", "copy"), "attention_vjp": ("sum", "narrow")}
 # the keys, more keys than a cache holds.
 SIZES = (
     (2, 2, 2, 70, 90),
+    (1, 210, 210, 20, 20),
+    (1, 210, 210, 70, 20),
     (1, 2, 1, 130, 200),
     (1, 1, 1, 300, 300),
     (2, 2, 2, 520, 130),
@@ -169,6 +171,26 @@ def reached(operation, row, index, met):
         if fresh:
             met |= fresh
             yield call, plan
+
+
+SAMPLES = 8  # in a test
+FIRST = range(0, len(samples()), SAMPLES)
+_met_here: set[str] = set()  # by this process, and not run again
+
+
+def check(cupy, monkeypatch, operation, row, first):
+    """Run what some samples lead a row to, against the oracle; how many calls."""
+    import rows
+
+    problems = [
+        (index, call)
+        for index in range(first, min(first + SAMPLES, len(samples())))
+        for call, _ in reached(operation, row, index, _met_here)
+    ]
+    rows.force(monkeypatch, operation, row)
+    for index, call in problems:
+        fuzz.CHECKS[operation](cupy, problem_of(operation, index, call, values=True))
+    return len(problems)
 
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")

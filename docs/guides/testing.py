@@ -50,16 +50,16 @@ record = json.loads(RECORD.read_text("utf-8"))
 def figures(*names):
     """A line of the record for each file of tests."""
     heads = f"{'cases':>10}{'core s':>10}{'failed':>8}{'skipped':>9}{'not run':>9}"
-    print(f"{'':24}{'tests':>8}{heads}")
+    print(f"{'':30}{'tests':>8}{heads}")
     for name in names:
         found = record["files"].get(name)
         if found is None:
-            print(f"{name:24}{'not in the record yet':>30}")
+            print(f"{name:30}{'not in the record yet':>30}")
             continue
         failed = len(found["failures"])
         tests = found["passed"] + failed
         print(
-            f"{name:24}{tests:>8}{found.get('cases', tests):>10}"
+            f"{name:30}{tests:>8}{found.get('cases', tests):>10}"
             f"{found.get('seconds', '-'):>10}{failed:>8}{found['skipped']:>9}"
             f"{found.get('not_run', 0):>9}"
         )
@@ -130,7 +130,9 @@ if met := record.get("variants"):
     print(f"{some} of {all_} kernels, {some / all_:.1%}")
     for row, (some, all_) in met["rows"].items():
         print(f"    {row:28}{some:6} of {all_}")
-figures("gpu/test_variants.py")
+figures(
+    "gpu/test_variants.py", "gpu/test_variants_vjp.py", "gpu/test_variants_vjp_mma.py"
+)
 
 # %%
 # Sizes

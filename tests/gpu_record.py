@@ -279,6 +279,7 @@ def _with_variants(before, digest, met):
     """The variants that were met on these sources, and what share that is."""
     if before and before["sources"] == digest:
         met = met | {*before["met"].split()}
+    sys.path.insert(0, str(ROOT))  # a checkout that is not installed
     import variants
 
     shares: dict[str, list[int]] = {}

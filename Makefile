@@ -91,11 +91,14 @@ gpu-check: $(call STAMP,test)  ## GPU tests on all cards, none skipped; writes t
 gpu-proof: $(call STAMP,test)  ## The part of gpu-check in tests/gpu, from contracts to threads
 	$(PY) tests/gpu_record.py --write tests/gpu $(PYTEST_ARGS)
 
+gpu-fuzz: $(call STAMP,test)  ## 5,000 random problems on a GPU, into the record
+	$(PY) tests/fuzz_gpu.py --record $(FUZZ_ARGS)
+
 gpu-sanitize: $(call STAMP,test)  ## compute-sanitizer over every kernel, into the record
 	$(PY) tests/sanitize.py --record $(SANITIZE_ARGS)
 
-gpu-record:  ## Whether tests/gpu_record.json is of these sources
-	@$(PYTHON) tests/gpu_record.py --check
+gpu-record:  ## Is tests/gpu_record.json of these sources, and which kernels were met
+	@$(PYTHON) tests/gpu_record.py --check $(RECORD_ARGS)
 
 bench: $(call STAMP,bench)  ## Benchmark tables of this machine in bench_output/
 	$(PY) -m cupyflash bench --output bench_output $(BENCH_ARGS)

@@ -3,7 +3,9 @@
 import os
 import zlib
 
+import gpu_record
 import hypothesis
+import launched
 import numpy as np
 import pytest
 import workers
@@ -38,8 +40,8 @@ def pytest_addoption(parser):
     group.addoption(
         "--fuzz-problems",
         type=int,
-        default=2000,
-        help="random problems for each of attention and softmax (default 2000)",
+        default=1200,
+        help="random problems of each operation (default 1200)",
     )
     group.addoption(
         "--fuzz-seconds",
@@ -51,7 +53,7 @@ def pytest_addoption(parser):
         "--fuzz-seed",
         type=int,
         default=None,
-        help="number of the first random problem of --fuzz-seconds (default: the time)",
+        help="number of the first random problem (default: the day's)",
     )
     group.addoption(
         "--thread-seconds",
@@ -64,6 +66,38 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if CUPY is not None and hasattr(config, "workerinput"):
         workers.compile_once(config.workerinput["testrunuid"])
+    if CUPY is not None:
+        from cupyflash import _gpu
+
+        WATCH.over(_gpu.Launch)
+
+
+# Kernels that tests launch, for the record: each is told once, by a test that passed.
+WATCH = launched.Watch()
+_told: set[str] = set()
+
+
+def pytest_runtest_setup(item):
+    WATCH.begin()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    file = gpu_record._file(item.nodeid)
+    if call.when == "call" and report.passed and file not in gpu_record.COMPARE_NOTHING:
+        fresh = WATCH.names - _told
+        _told.update(fresh)
+        if fresh:
+            report.user_properties.append(("variants", " ".join(sorted(fresh))))
+    return report
+
+
+def pytest_deselected(items):
+    """Let the record know, which does not see what the workers of xdist leave out."""
+    for item in items:
+        if "gpu" in item.keywords and hasattr(item.config, "workeroutput"):
+            item.config.workeroutput.setdefault("deselected", []).append(item.nodeid)
 
 
 def pytest_collection_modifyitems(items):

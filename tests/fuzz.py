@@ -1,14 +1,20 @@
 """Random problems: arguments of every kind, and the check of their results.
 
-A problem is a function of its number alone. What decides how a kernel is compiled
-(dtypes, method, head_dim, which options are there) is drawn from a number of its own,
-so that a GPU run can meet many problems with few kernels.
+A problem is a function of two numbers and a budget. `seed` decides its structure: what
+kernels are compiled for (dtypes, method, head sizes, which options are there), how
+arrays lie in memory, and whether lengths are short or long. `sizes` decides the lengths
+within that, and all values, so that a GPU run can meet many problems with few kernels.
+A problem has at most 2^budget scores.
 
     python tests/fuzz.py attention 1234            # one problem again, on NumPy
-    python tests/fuzz.py softmax 77 --variants 64 --xp cupy
+    python tests/fuzz.py softmax 77 --sizes 3 --budget 20 --xp cupy
+
+tests/fuzz_gpu.py runs thousands of them on a GPU.
 """
 
 import argparse
+import dataclasses
+import math
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,19 +48,21 @@ class Problem:
 
     operation: str
     seed: int
-    variants: int | None
+    sizes: int | None
     function: str
     arrays: dict[str, np.ndarray]
     forms: dict[str, str]
     options: dict[str, Any]
     out_form: str | None = None
     notes: dict[str, Any] = field(default_factory=dict)
+    budget: int | None = None
 
     def reproducer(self, xp):
         """The line that runs this problem again."""
-        variants = "" if self.variants is None else f" --variants {self.variants}"
+        sizes = f" --sizes {self.sizes}" if self.sizes else ""
+        budget = "" if self.budget in (None, SMALL) else f" --budget {self.budget}"
         return (
-            f"python tests/fuzz.py {self.operation} {self.seed}{variants} "
+            f"python tests/fuzz.py {self.operation} {self.seed}{sizes}{budget} "
             f"--xp {xp.__name__}"
         )
 
@@ -74,14 +82,36 @@ def run(xp, problem):
         raise AssertionError(f"{problem.reproducer(xp)}\n{problem}\n{error}") from error
 
 
-def draw(operation, seed, variants=None):
-    """Problem number `seed`, compiled in one of `variants` ways (None: any)."""
-    rng = np.random.default_rng([len(operation), seed])
-    number = seed if variants is None else int(rng.integers(variants))
-    structure = np.random.default_rng([len(operation), 1, number])
-    problem = DRAWS[operation](rng, structure)
-    problem.seed, problem.variants = seed, variants
+SMALL = 15  # what the exact results of take milliseconds
+LARGE = 20
+
+
+def draw(operation, seed, sizes=0, budget=SMALL, values=True):
+    """A problem; without `values` its arrays are zeros, which takes little time."""
+    structure, rng, of_values = (
+        np.random.default_rng([len(operation), *numbers])
+        for numbers in ((1, seed), (2, seed, sizes), (3, seed, sizes))
+    )
+    problem = DRAWS[operation](structure, rng, of_values if values else Zeros(), budget)
+    problem.operation = operation
+    problem.seed, problem.sizes, problem.budget = seed, sizes, budget
     return problem
+
+
+class Zeros:
+    """In place of a generator of values where shapes alone are wanted."""
+
+    def random(self, size=()):
+        return np.zeros(size)
+
+    def normal(self, size=()):
+        return np.zeros(size)
+
+    def integers(self, low, high=None, size=()):
+        return np.full(size, 0 if high is None else low)
+
+    def uniform(self, low, high):
+        return low
 
 
 def one_of(rng, choices):
@@ -92,36 +122,138 @@ def chance(rng, probability):
     return bool(rng.random() < probability)
 
 
+def length(rng, low, high):
+    """Of all sizes alike; every other one at a multiple of a tile, or one beside it."""
+    n = int(np.exp(rng.uniform(np.log(low), np.log(high + 1))))
+    if chance(rng, 0.5):
+        step = one_of(rng, (8, 16, 32, 64, 128, 256))
+        n = -(-n // step) * step + int(rng.integers(-1, 2))
+    return min(max(n, low), high)
+
+
 # --- attention -----------------------------------------------------------------------
 
-HEAD_DIMS = (1, 2, 3, 8, 16, 24, 33, 40, 64, 64, 72, 128)
-SEQLENS = (1, 1, 2, 3, 7, 16, 17, 31, 33, 63, 64, 65, 96, 129)
-HEADS = ((1, 1), (2, 2), (4, 2), (4, 1), (6, 3), (3, 1), (8, 2))
+# Usual sizes of a head, and others; of both, more small ones than large ones.
+HEAD_DIMS = (16, 32, 64, 64, 64, 80, 96, 128, 128, 128, 192, 256, 320, 512, 576)
+LARGEST_HEAD = 640
+# Key heads, and queries' heads of each.
+HEADS = ((1, 1), (2, 2), (4, 2), (4, 1), (6, 3), (3, 1), (8, 2), (5, 5), (7, 1))
+BATCHES = ((), (1,), (2,), (3,), (5,), (2, 2), (1, 3), (3, 2), (2, 1, 2))
+# (queries, keys) from and to, of which each structure has one kind.
+LENGTHS = {
+    "few": ((1, 16), (1, 80)),
+    "plain": ((17, 500), (17, 800)),
+    "one query": ((1, 1), (300, 9000)),
+    "few queries": ((1, 40), (300, 9000)),
+    "many keys": ((50, 300), (400, 9000)),
+    "many queries": ((1000, 7000), (20, 300)),
+    "long": ((257, 6000), (257, 6000)),
+}
+KINDS = (*LENGTHS, "plain", "many keys", "long")
+LONGEST_NAIVE = 1200  # the sum of more exponentials may overflow float16
+
+
+def _head_dim(rng):
+    if chance(rng, 0.45):
+        return one_of(rng, HEAD_DIMS)
+    return int(rng.integers(1, one_of(rng, (16, 64, 128, 256, LARGEST_HEAD)) + 1))
 
 
 def _attention_structure(rng):
     """What a kernel is compiled for."""
     dtype = one_of(rng, FLOATS)
     floats = (dtype, dtype, "float32", one_of(rng, FLOATS))
-    head_dim = one_of(rng, HEAD_DIMS)
+    head_dim = _head_dim(rng)
+    # None, few or many: the fastest rows refuse most of them.
+    share = one_of(rng, (0, 0, 0.1, 0.4))
     return {
         "dtype": dtype,
-        "method": one_of(rng, METHODS),
+        "method": one_of(rng, (*METHODS, *("auto",) * 5)),
         "head_dim": head_dim,
-        "head_dim_v": head_dim if chance(rng, 0.6) else one_of(rng, HEAD_DIMS),
-        "bias": one_of(rng, floats) if chance(rng, 0.35) else None,
-        "mask": chance(rng, 0.35),
+        "head_dim_v": head_dim if chance(rng, 0.5) else _head_dim(rng),
+        "bias": one_of(rng, floats) if chance(rng, share) else None,
+        "mask": chance(rng, share),
         "causal": chance(rng, 0.35),
         "window": chance(rng, 0.3),
-        "softcap": chance(rng, 0.25),
-        "sinks": one_of(rng, floats) if chance(rng, 0.25) else None,
-        "alibi_slopes": one_of(rng, floats) if chance(rng, 0.25) else None,
-        "query_lengths": one_of(rng, INTEGERS) if chance(rng, 0.25) else None,
-        "key_lengths": one_of(rng, INTEGERS) if chance(rng, 0.3) else None,
-        "query_offset": one_of(rng, ("none", "none", "zero", "int", "array")),
+        "softcap": chance(rng, share),
+        "sinks": one_of(rng, floats) if chance(rng, share) else None,
+        "alibi_slopes": one_of(rng, floats) if chance(rng, share) else None,
+        "query_lengths": one_of(rng, INTEGERS) if chance(rng, share) else None,
+        "key_lengths": one_of(rng, INTEGERS) if chance(rng, share) else None,
+        "query_offset": one_of(rng, ("int", "zero", "array" if share else "int"))
+        if chance(rng, 0.3)
+        else "none",
         "offset_dtype": one_of(rng, ("int32", "int64", "int16")),
         "tf32": dtype == "float32" and chance(rng, 0.3),
+        "lengths": one_of(rng, KINDS),
+        "batch": one_of(rng, BATCHES),
+        "heads": one_of(rng, HEADS),
+        "any group": chance(rng, 0.4),
+        "matrices": chance(rng, 0.06),
+        "layout": one_of(rng, ("bhsd", "bshd")),
+        "forms": _forms(rng),
+        "out": one_of(rng, FORMS) if chance(rng, 0.25) else None,
+        "return_lse": chance(rng, 0.8),
+        "expanded": [n for n in ("bias", "mask") if chance(rng, 0.2)],
+        "empty": (chance(rng, 0.02), chance(rng, 0.02)),
+        # Which axes are broadcast, and which sides a window has: by a generator that
+        # is the same for all sizes.
+        "broadcast": int(rng.integers(1 << 30)),
     }
+
+
+ARRAYS = (
+    "q", "k", "v", "bias", "mask", "sinks", "alibi_slopes", "query_offset",
+    "query_lengths", "key_lengths",
+)  # fmt: skip
+
+
+def _forms(rng):
+    """How each array lies in memory: all as they come, or anyhow."""
+    if chance(rng, 0.35):
+        return dict.fromkeys(ARRAYS, "plain")
+    choices = ROW_FORMS if chance(rng, 0.5) else FORMS
+    return {name: one_of(rng, choices) for name in ARRAYS}
+
+
+def _attention_sizes(rng, s, budget):
+    """(batch, heads, key heads, queries, keys) of at most 2^budget scores."""
+    batch, (heads, kv_heads) = s["batch"], s["heads"]
+    if s["any group"]:
+        kv_heads = int(rng.integers(1, 4))
+        heads = kv_heads * int(rng.integers(1, 18))
+    if s["matrices"]:
+        batch, heads, kv_heads = (), 1, 1
+    of_queries, of_keys = LENGTHS[s["lengths"]]
+    seqlen_q, seqlen_k = length(rng, *of_queries), length(rng, *of_keys)
+    if chance(rng, 0.2) and s["lengths"] in ("few", "plain", "long"):
+        seqlen_q = seqlen_k
+    if s["method"] == "naive":
+        seqlen_k = min(seqlen_k, LONGEST_NAIVE)
+    # Exact results of float64 take long double.
+    most = 2 ** (budget - 3 if s["dtype"] == "float64" else budget)
+    most = most * 64 // max(64, s["head_dim"], s["head_dim_v"])
+    batch, group = list(batch), heads // kv_heads
+    while seqlen_q * seqlen_k * group * kv_heads * math.prod(batch) > most:
+        if max(batch, default=1) > 1:
+            batch[batch.index(max(batch))] -= 1
+        elif kv_heads > 1:
+            kv_heads -= 1
+        elif s["lengths"] == "long" and seqlen_k > seqlen_q:
+            seqlen_k = seqlen_k * 3 // 4
+        elif s["lengths"] == "many queries" and seqlen_k > 20:
+            seqlen_k = seqlen_k * 3 // 4
+        elif seqlen_q > 64:
+            seqlen_q = seqlen_q * 2 // 3 - 1
+        elif group > 1:
+            group -= 1
+        elif seqlen_q > 1:
+            seqlen_q = seqlen_q // 2
+        else:
+            seqlen_k = seqlen_k * 2 // 3
+    no_queries, no_keys = s["empty"]
+    seqlen_q, seqlen_k = seqlen_q * (not no_queries), seqlen_k * (not no_keys)
+    return tuple(batch), group * kv_heads, kv_heads, seqlen_q, seqlen_k
 
 
 def _smaller(rng, shape):
@@ -130,77 +262,91 @@ def _smaller(rng, shape):
     return kept[int(rng.integers(len(shape) + 1)) :] if chance(rng, 0.4) else kept
 
 
-def _queries_and_keys(rng, s, batch, heads, kv_heads, seqlen_q, seqlen_k):
+def _queries_and_keys(rng, values, s, batch, heads, kv_heads, seqlen_q, seqlen_k):
     """q, k, v heads-first in float64: some scores large, some rows nearly one-hot."""
+    axes = np.random.default_rng(s["broadcast"])
     k_batch = batch
-    if chance(rng, 0.3):
-        k_batch = tuple(n if chance(rng, 0.5) else 1 for n in batch)
-        k_batch = k_batch[int(rng.integers(len(batch) + 1)) :]
+    if chance(axes, 0.3):
+        k_batch = tuple(n if chance(axes, 0.5) else 1 for n in batch)
+        k_batch = k_batch[int(axes.integers(len(batch) + 1)) :]
     q_batch, v_batch = batch, k_batch
-    (own,) = rng.spawn(1)
-    if chance(own, 0.15):  # entries that share v alone, or do not share it
-        v_batch = tuple(n if chance(own, 0.5) else 1 for n in batch)
-    if chance(own, 0.15) and k_batch == batch:
-        q_batch = tuple(n if chance(own, 0.5) else 1 for n in batch)
-    q = rng.normal(size=(*q_batch, heads, seqlen_q, s["head_dim"]))
-    k = rng.normal(size=(*k_batch, kv_heads, seqlen_k, s["head_dim"]))
-    v = rng.normal(size=(*v_batch, kv_heads, seqlen_k, s["head_dim_v"]))
+    if chance(axes, 0.15):  # entries that share v alone, or do not share it
+        v_batch = tuple(n if chance(axes, 0.5) else 1 for n in batch)
+    if chance(axes, 0.15) and k_batch == batch:
+        q_batch = tuple(n if chance(axes, 0.5) else 1 for n in batch)
+    q = values.normal(size=(*q_batch, heads, seqlen_q, s["head_dim"]))
+    k = values.normal(size=(*k_batch, kv_heads, seqlen_k, s["head_dim"]))
+    v = values.normal(size=(*v_batch, kv_heads, seqlen_k, s["head_dim_v"]))
     if s["method"] == "naive":
         # No maximum is subtracted: scores stay where exp is precise in float16.
         return q * s["head_dim"] ** -0.25, k * s["head_dim"] ** -0.25, v
     style = one_of(rng, ("plain", "bites", "bites"))
-    if style == "bites" and q.size and k.size:
+    is_drawn = not isinstance(values, Zeros)
+    if style == "bites" and q.size and k.size and is_drawn:
         rows = q.reshape(-1, s["head_dim"])
-        rows[:: int(rng.integers(2, 6))] *= 30
+        rows[:: int(values.integers(2, 6))] *= 30
         keys = np.broadcast_to(k, (*batch, *k.shape[-3:])).reshape(-1, s["head_dim"])
-        some = rng.integers(len(rows), size=max(1, len(rows) // 5))
-        rows[some] = 8 * keys[rng.integers(len(keys), size=len(some))]
+        some = values.integers(len(rows), size=max(1, len(rows) // 5))
+        rows[some] = 8 * keys[values.integers(len(keys), size=len(some))]
     return q, k, v
 
 
-def _options(rng, s, batch, heads, seqlen_q, seqlen_k):
+def _lengths(rng, values, shape, size, dtype):
+    """Lengths of sequences: short ones, whole ones, and what is clipped to 0 or all."""
+    # Few keys leave most parts of the keys empty.
+    most = min(size, 70) if chance(rng, 0.4) else size + 3
+    low = 0 if dtype.startswith("u") else -2
+    high = min(most, np.iinfo(dtype).max)
+    lengths = np.array(values.integers(low, high + 1, size=shape))
+    if lengths.size and chance(rng, 0.3):
+        lengths.reshape(-1)[0] = 0
+    return lengths.astype(dtype)
+
+
+def _options(rng, values, s, batch, heads, seqlen_q, seqlen_k):
     """(arrays, other arguments) of the options in the structure."""
     naive = s["method"] == "naive"
     scores = (*batch, heads, seqlen_q, seqlen_k)
     arrays, options = {}, {}
+    axes = np.random.default_rng([1, s["broadcast"]])
     if s["bias"]:
-        bias = np.array(rng.normal(size=_smaller(rng, scores)) * (1 if naive else 3))
+        bias = np.array(
+            values.normal(size=_smaller(axes, scores)) * (1 if naive else 3)
+        )
         if chance(rng, 0.4):
-            bias[rng.random(bias.shape) < 0.2] = -np.inf
+            bias[values.random(bias.shape) < 0.2] = -np.inf
         arrays["bias"] = bias.astype(dtype_of(s["bias"]))
     if s["mask"]:
-        arrays["mask"] = rng.random(_smaller(rng, scores)) < 0.75
+        arrays["mask"] = values.random(_smaller(axes, scores)) < 0.75
     if s["causal"]:
         options["causal"] = True
     if s["window"]:
         sides = [int(rng.integers(seqlen_k + 2)), int(rng.integers(12)), None]
-        left, right = one_of(rng, sides), one_of(rng, sides)
-        options["window"] = left if chance(rng, 0.2) else (left, right)
+        left, right = one_of(axes, sides), one_of(axes, sides)
+        options["window"] = left if chance(axes, 0.2) else (left, right)
     if s["softcap"]:
         options["softcap"] = float(rng.uniform(1, 30))
     if s["sinks"]:
-        arrays["sinks"] = rng.normal(size=heads).astype(dtype_of(s["sinks"]))
+        arrays["sinks"] = values.normal(size=heads).astype(dtype_of(s["sinks"]))
     far = seqlen_q + seqlen_k + 1
     if s["query_offset"] == "zero":
         options["query_offset"] = 0
     elif s["query_offset"] == "int":
         options["query_offset"] = int(rng.integers(-seqlen_q - 3, seqlen_k + 3))
     elif s["query_offset"] == "array":
-        offsets = rng.integers(-seqlen_q - 3, seqlen_k + 3, size=_smaller(rng, batch))
+        shape = _smaller(axes, batch)
+        offsets = values.integers(-seqlen_q - 3, seqlen_k + 3, size=shape)
         arrays["query_offset"] = np.asarray(offsets).astype(s["offset_dtype"])
     if s["alibi_slopes"]:
-        shape = (heads,) if chance(rng, 0.5) else (*_smaller(rng, batch), heads)
-        slopes = rng.random(shape) * (2.0 / far if naive else 0.5)
+        shape = (heads,) if chance(axes, 0.5) else (*_smaller(axes, batch), heads)
+        slopes = values.random(shape) * (2.0 / far if naive else 0.5)
         arrays["alibi_slopes"] = slopes.astype(dtype_of(s["alibi_slopes"]))
     for name, size in (("query_lengths", seqlen_q), ("key_lengths", seqlen_k)):
         if s[name]:
-            low = 0 if s[name].startswith("u") else -2
-            lengths = np.array(rng.integers(low, size + 4, size=_smaller(rng, batch)))
-            if lengths.size and chance(rng, 0.3):
-                lengths.reshape(-1)[0] = 0
-            arrays[name] = lengths.astype(s[name])
-    if chance(rng, 0.4):
-        options["scale"] = float(one_of(rng, (0.0, 1.0, -0.5, 0.1, 1.7)))
+            shape = _smaller(axes, batch)
+            arrays[name] = _lengths(rng, values, shape, size, s[name])
+    if chance(axes, 0.4):
+        options["scale"] = float(one_of(axes, (0.0, 1.0, -0.5, 0.1, 1.7)))
         if naive:
             options["scale"] = float(np.clip(options["scale"], -0.5, 0.5))
     return arrays, options
@@ -242,49 +388,48 @@ def _poison(rng, q, k, v, arrays, options, batch, heads):
     return k, v
 
 
-def draw_attention(rng, structure_rng):
-    s = _attention_structure(structure_rng)
-    matrices = chance(rng, 0.1)
-    batch = one_of(rng, ((), (1,), (2,), (3,), (2, 2), (1, 3)))
-    heads, kv_heads = one_of(rng, HEADS)
-    if matrices:
-        batch, heads, kv_heads = (), 1, 1
-    seqlen_q, seqlen_k = one_of(rng, SEQLENS), one_of(rng, SEQLENS)
-    if chance(rng, 0.3):
-        seqlen_k = seqlen_q
-    if chance(rng, 0.03):
-        seqlen_q = 0
-    if chance(rng, 0.03):
-        seqlen_k = 0
-    q, k, v = _queries_and_keys(rng, s, batch, heads, kv_heads, seqlen_q, seqlen_k)
-    arrays, options = _options(rng, s, batch, heads, seqlen_q, seqlen_k)
-    if seqlen_q and chance(rng, 0.6):
-        _poison(rng, q, k, v, arrays, options, batch, heads)
-    if chance(rng, 0.05) and q.size:  # a NaN that is seen stays in its row
-        q.reshape(-1)[int(rng.integers(q.size))] = np.nan
-    options |= {"method": s["method"], "layout": one_of(rng, ("bhsd", "bshd"))}
-    options["return_lse"] = chance(rng, 0.8)
+def draw_attention(structure, rng, values, budget):
+    s = _attention_structure(structure)
+    batch, heads, kv_heads, seqlen_q, seqlen_k = _attention_sizes(rng, s, budget)
+    sizes = batch, heads, kv_heads, seqlen_q, seqlen_k
+    q, k, v = _queries_and_keys(rng, values, s, *sizes)
+    arrays, options = _options(rng, values, s, batch, heads, seqlen_q, seqlen_k)
+    if not isinstance(values, Zeros):
+        if seqlen_q and chance(values, 0.6):
+            _poison(values, q, k, v, arrays, options, batch, heads)
+        if chance(values, 0.05) and q.size:  # a NaN that is seen stays in its row
+            q.reshape(-1)[int(values.integers(q.size))] = np.nan
+    options |= {"method": s["method"], "layout": s["layout"]}
+    options["return_lse"] = s["return_lse"]
     if s["tf32"]:
         options["precision"] = "tf32"
     dtype = dtype_of(s["dtype"])
     given = {}
     for name, x in {"q": q, "k": k, "v": v}.items():
-        if matrices:
+        if s["matrices"]:
             x = x[0]
         elif options["layout"] == "bshd":
             x = x.swapaxes(-3, -2)
         given[name] = x.astype(dtype)
-    forms = {
-        name: one_of(rng, ROW_FORMS if chance(rng, 0.6) else FORMS)
-        for name in (*given, *arrays)
-    }
-    out_form = one_of(rng, FORMS) if chance(rng, 0.25) else None
+    forms = {name: s["forms"][name] for name in (*given, *arrays)}
     problem = Problem(
-        "attention", 0, None, "attention", given | arrays, forms, options, out_form
+        "attention", 0, None, "attention", given | arrays, forms, options, s["out"]
     )
-    problem.notes["expanded"] = [n for n in ("bias", "mask") if chance(rng, 0.2)]
+    problem.notes["expanded"] = s["expanded"]
     problem.notes["scores"] = (*batch, heads, seqlen_q, seqlen_k)
     return problem
+
+
+def attention_shapes(problem):
+    """Shapes of out and of lse."""
+    *batch, heads, seqlen_q, _ = problem.notes["scores"]
+    columns = problem.arrays["v"].shape[-1]
+    if problem.arrays["q"].ndim == problem.arrays["k"].ndim == 2:
+        return (seqlen_q, columns), (seqlen_q,)
+    lse = (*batch, heads, seqlen_q)
+    if problem.options["layout"] == "bhsd":
+        return (*lse, columns), lse
+    return (*batch, seqlen_q, heads, columns), lse
 
 
 def exact_attention(problem):
@@ -299,11 +444,22 @@ def exact_attention(problem):
     return oracle.attention(q, k, v, real=real, **options)
 
 
-def attention_bounds(problem, exact, lse, size):
-    """Largest errors of out and of lse.
+def exact_and_mean(problem):
+    """(out, the same weights over abs(v), lse, size)."""
+    v = problem.arrays["v"]
+    both = np.concatenate((v, np.abs(v)), -1)
+    asked = dataclasses.replace(problem, arrays=problem.arrays | {"v": both})
+    out, lse, size = exact_attention(asked)
+    columns = v.shape[-1]
+    return out[..., :columns], out[..., columns:], lse, size
 
-    The promised bound, and what the rounding of the scores alone brings: a score of
-    `size` is wrong by `size` roundings, which changes the weights by as much.
+
+def attention_bounds(problem, mean, lse, size):
+    """Largest errors of out, row by row, and of lse.
+
+    The promised bound, which is relative to the weighted mean of abs(v), and what the
+    rounding of the scores alone brings: a score of `size` is wrong by `size` roundings,
+    which changes the weights by as much.
     """
     dtype = problem.arrays["q"].dtype.name
     unit = float(finfo(dtype_of(dtype)).eps)
@@ -311,7 +467,8 @@ def attention_bounds(problem, exact, lse, size):
     relative = BOUNDS["attention"][dtype]
     if problem.options.get("precision") == "tf32":
         relative, work = TF32_ATTENTION, 2.0**-10
-    largest = np.abs(wide(exact)[np.isfinite(exact)]).max(initial=0)
+    mean = np.abs(np.where(np.isfinite(mean), mean, 0))
+    largest = mean.max(-1, keepdims=True, initial=0)
     v = wide(problem.arrays["v"])
     values = np.abs(v[np.isfinite(v)]).max(initial=0)
     if problem.options["method"] == "naive":
@@ -328,14 +485,31 @@ def _difference(actual, exact, finite):
     return np.abs(np.where(finite, wide(actual), zero) - np.where(finite, exact, zero))
 
 
-def check_attention(xp, problem):
+def given(xp, problem):
+    """The arrays of a problem in the memory of `xp`, each as its form says."""
     arrays = {
-        name: place(xp, x, problem.forms[name]) for name, x in problem.arrays.items()
+        name: place(
+            xp, _as_host_takes(xp, problem, name), problem.forms.get(name, "plain")
+        )
+        for name in problem.arrays
     }
-    for name in problem.notes["expanded"]:
+    for name in problem.notes.get("expanded", ()):
         if name in arrays:
             arrays[name] = xp.broadcast_to(arrays[name], problem.notes["scores"])
-    exact, lse, size = exact_attention(problem)
+    return arrays
+
+
+def _as_host_takes(xp, problem, name):
+    """Lengths that are on the host are checked; those on a device are clipped."""
+    x = problem.arrays[name]
+    if xp is np and name in ("query_lengths", "key_lengths"):
+        return x.clip(0, problem.notes["scores"][-2 if name[0] == "q" else -1])
+    return x
+
+
+def check_attention(xp, problem):
+    arrays = given(xp, problem)
+    exact, mean, lse, size = exact_and_mean(problem)
     dtype = problem.arrays["q"].dtype
     q, k, v = (arrays.pop(n) for n in "qkv")
     out = None
@@ -346,12 +520,14 @@ def check_attention(xp, problem):
     assert isinstance(got, xp.ndarray)
     assert out is None or got is out
     assert got.dtype == dtype
-    allowed, allowed_lse = attention_bounds(problem, exact, lse, size)
+    allowed, allowed_lse = attention_bounds(problem, mean, lse, size)
     finite = assert_same_specials(got, exact)
     error = _difference(got, exact, finite)
-    assert error.max(initial=0) <= allowed, (
-        f"out is wrong by {error.max()}, allowed {allowed}, at "
-        f"{np.unravel_index(error.argmax(), error.shape)}"
+    allowed = np.broadcast_to(allowed, error.shape)
+    over = np.argwhere(~(error <= allowed))
+    assert not len(over), (
+        f"out is wrong by {error[tuple(over[0])]}, allowed {allowed[tuple(over[0])]}, "
+        f"at {over[0]}"
     )
     if got_lse is None:
         return
@@ -374,7 +550,6 @@ FUNCTIONS = (
     "log_softmax_vjp",
 )
 SIZES = (1, 1, 2, 3, 5, 8, 17, 32, 33, 64)
-LONG = (1, 2, 31, 33, 128, 257, 1000, 1024, 4100)
 # (shape, axis): rows that are whole vectors, very short ones, rows over two axes, a
 # result that is turned if it lies in another order, few long rows, long columns.
 WITH_KERNELS_OF_THEIR_OWN = (
@@ -384,9 +559,10 @@ WITH_KERNELS_OF_THEIR_OWN = (
     ((700, 10), 1),
     ((12, 5, 64), (0, 2)),
     ((270, 250), 1),
-    ((1, 700_001), None),
     ((3, 40_001, 4), 1),
 )
+# The same where there is time: a row that no block, no card, and no cache holds.
+LONG_ROWS = ((1, 700_001), (2, 1_300_001), (1, 4_500_001), (1, 9_000_001))
 
 
 def _softmax_structure(rng):
@@ -401,11 +577,14 @@ def _softmax_structure(rng):
         "weights": chance(rng, 0.4),
         "scale": float(one_of(rng, (1.0, 1.0, 0.0, -1.0, 0.3))),
         "return_sign": chance(rng, 0.3),
+        "out": one_of(rng, FORMS) if chance(rng, 0.25) else None,
     }
 
 
 def _values(rng, shape, dtype, method):
     """Numbers of `dtype`: some rows large, some nearly one-hot, some special."""
+    if isinstance(rng, Zeros):
+        return np.zeros(shape, dtype_of(dtype))
     if dtype_of(dtype).kind in "biu":
         return rng.integers(0, 2 if dtype == "bool" else 30, shape).astype(dtype)
     if method == "naive":
@@ -425,36 +604,58 @@ def _values(rng, shape, dtype, method):
     return np.asarray(x).astype(dtype_of(dtype))
 
 
-def _geometry(rng, method):
-    """(shape, axis, forms): row lengths and strides choose kernels too."""
-    if chance(rng, 0.5):
-        shape = [one_of(rng, SIZES[:6]), one_of(rng, LONG)]
-        if chance(rng, 0.3):
-            shape = shape[::-1]
+def _geometry(s, rng, budget):
+    """(shape, axis): row lengths and strides choose kernels too."""
+    kind, most = s["geometry"], 2**budget
+    if kind == "rows":
+        n = length(rng, 1, most)
+        shape = [min(length(rng, 1, 5000), max(1, most // n)), n]
+    elif kind == "columns":
+        n = length(rng, 1, min(most, 100_000))
+        inner = min(length(rng, 2, 300), max(2, most // n))
+        shape = [max(1, min(int(rng.integers(1, 9)), most // (n * inner))), n, inner]
     else:
-        shape = [one_of(rng, SIZES) for _ in range(int(rng.integers(5)))]
-        while np.prod(shape) > 30_000:
+        shape = [one_of(rng, SIZES) for _ in range(s["ndim"])]
+        while np.prod(shape) > most:
             shape[int(np.argmax(shape))] //= 2
-    if shape and chance(rng, 0.05):
+    if kind == "any" and shape and chance(rng, 0.1):
         shape[int(rng.integers(len(shape)))] = 0
-    ndim, axis = len(shape), None
+    axis = 1 if kind in ("rows", "columns") else s["axis"]
+    if kind == "special" and s["method"] != "naive":  # whose sums overflow float16
+        return s["special"]
+    if kind == "long" and s["method"] != "naive" and budget >= LARGE:
+        shape, axis = one_of(rng, LONG_ROWS), one_of(rng, (None, 1, -1))
+    return tuple(shape), axis
+
+
+def _softmax_geometry(rng):
+    """What a structure says of shapes and memory."""
+    kinds = ("rows",) * 4 + ("columns",) * 2 + ("any",) * 3 + ("special", "long")
+    kind, ndim, axis = one_of(rng, kinds), int(rng.integers(5)), None
+    if kind not in ("any", "long"):
+        ndim = 2
     if ndim and chance(rng, 0.5):
         axis = int(rng.integers(-ndim, ndim))
     elif chance(rng, 0.6):
         axis = tuple(int(a) for a in rng.permutation(ndim)[: rng.integers(ndim + 1)])
-    forms = {name: one_of(rng, FORMS) for name in ("x", "dy", "b", "where")}
-    if chance(rng, 0.12) and method != "naive":  # whose sums overflow float16
-        shape, axis = one_of(rng, WITH_KERNELS_OF_THEIR_OWN)
-        forms = dict.fromkeys(forms, one_of(rng, ("plain", "plain", "shifted")))
-    return tuple(shape), axis, forms
+    names, usual = ("x", "dy", "b", "where"), chance(rng, 0.4) or kind == "long"
+    forms = {name: one_of(rng, FORMS) for name in names}
+    if usual or kind == "special":
+        forms = dict.fromkeys(names, one_of(rng, ("plain", "plain", "shifted")))
+    return {
+        "geometry": kind, "ndim": ndim, "axis": axis, "forms": forms,
+        "special": one_of(rng, WITH_KERNELS_OF_THEIR_OWN),
+    }  # fmt: skip
 
 
-def draw_softmax(rng, structure_rng):
-    s = _softmax_structure(structure_rng)
-    shape, axis, forms = _geometry(structure_rng, s["method"])
+def draw_softmax(structure, rng, values, budget):
+    s = _softmax_structure(structure) | _softmax_geometry(structure)
+    shape, axis = _geometry(s, rng, budget)
+    forms = s["forms"]
+    is_drawn = not isinstance(values, Zeros)
     method, function = s["method"], s["function"]
     options: dict[str, Any] = {"axis": axis}
-    arrays = {"x": _values(rng, shape, s["dtype"], method)}
+    arrays = {"x": _values(values, shape, s["dtype"], method)}
     if function in ("softmax", "log_softmax"):
         options["method"] = method
         options["scale"] = s["scale"]
@@ -463,26 +664,28 @@ def draw_softmax(rng, structure_rng):
     if function.endswith("vjp"):
         options["scale"] = float(one_of(rng, (1.0, -0.5)))
         real = s["dtype"] if s["dtype"] in FLOATS else "float32"
-        where = rng.random(shape) < 0.9
-        forward = getattr(oracle, function.removesuffix("_vjp"))
-        x = _values(rng, shape, real, "naive")
-        arrays["x"] = forward(x, axis, where).astype(dtype_of(real))
+        x = _values(values, shape, real, "naive")
+        if is_drawn:
+            forward = getattr(oracle, function.removesuffix("_vjp"))
+            where = values.random(shape) < 0.9
+            x = forward(x, axis, where, real=np.float64)
+        arrays["x"] = x.astype(dtype_of(real))
         other = s["other"] if s["other"] in FLOATS else real
         dy_shape = _smaller(rng, shape) if chance(rng, 0.2) else shape
-        arrays["dy"] = np.asarray(rng.normal(size=dy_shape)).astype(dtype_of(other))
+        dy = np.asarray(values.normal(size=dy_shape))
+        arrays["dy"] = dy.astype(dtype_of(other))
     elif s["where"]:
-        where = rng.random(_smaller(rng, shape)) < one_of(rng, (0.1, 0.7, 0.95))
+        where = values.random(_smaller(rng, shape)) < one_of(rng, (0.1, 0.7, 0.95))
         arrays["where"] = np.asarray(where)
     if function == "logsumexp":
         options["keepdims"] = chance(rng, 0.5)
         options["return_sign"] = s["return_sign"]
         if s["weights"]:
             other = s["other"] if s["other"] in FLOATS else "float64"
-            b = rng.random(_smaller(rng, shape)) + 0.1
-            b = np.where(rng.random(b.shape) < 0.2, 0, b)
+            b = values.random(_smaller(rng, shape)) + 0.1
+            b = np.where(values.random(b.shape) < 0.2, 0, b)
             arrays["b"] = np.asarray(b).astype(dtype_of(other))
-    out_form = one_of(rng, FORMS) if chance(rng, 0.25) else None
-    return Problem("softmax", 0, None, function, arrays, forms, options, out_form)
+    return Problem("softmax", 0, None, function, arrays, forms, options, s["out"])
 
 
 def _result_dtype(problem):
@@ -532,11 +735,20 @@ def check_softmax(xp, problem):
     )
 
 
+def _real_of(problem):
+    """float64 is exact enough for long rows whose results are narrower."""
+    types = {x.dtype.name for name, x in problem.arrays.items() if name != "where"}
+    is_single = types | {_result_dtype(problem)} <= set(FLOATS[:3])
+    is_large = problem.arrays["x"].size > 1 << 15
+    return np.float64 if is_single and is_large else np.longdouble
+
+
 @np.errstate(all="ignore")
 def exact_softmax(problem):
     host, options = problem.arrays, problem.options
     given = {n: options[n] for n in ("axis", "scale", "keepdims") if n in options}
     given |= {n: host[n] for n in ("where", "b") if n in host}
+    given["real"] = _real_of(problem)
     if "dy" in host:
         dy = np.broadcast_to(host["dy"], host["x"].shape)
         return getattr(oracle, problem.function)(host["x"], dy, **given)
@@ -571,19 +783,85 @@ def softmax_bound(problem, exact, dtype):
     return unit * magnitude + work * (3 * size + 8) + 2 * rounded + tiny
 
 
-DRAWS = {"attention": draw_attention, "softmax": draw_softmax}
-CHECKS = {"attention": check_attention, "softmax": check_softmax}
+# --- merge_attention_states ----------------------------------------------------------
+
+
+def draw_merge(structure, rng, values, budget):
+    """Parts of attention, some of which have seen no key."""
+    dtype = one_of(structure, FLOATS)
+    wide_lse = dtype == "float64" or chance(structure, 0.2)
+    rows_dims = int(structure.integers(1, 5))
+    columns = _head_dim(structure)
+    forms = {name: one_of(structure, FORMS) for name in ("outs", "lses")}
+    out_form = one_of(structure, FORMS) if chance(structure, 0.25) else None
+    parts = length(rng, 1, one_of(rng, (4, 40, 400)))
+    rows = [length(rng, 1, 40) for _ in range(rows_dims)]
+    while parts * math.prod(rows) * columns > 2**budget and max(rows) > 1:
+        rows[rows.index(max(rows))] //= 2
+    axis = int(rng.integers(-rows_dims - 1, rows_dims + 1))
+    outs = values.normal(size=(parts, *rows, columns))
+    lses = values.normal(size=(parts, *rows)) * one_of(rng, (1, 10, 200))
+    lses[values.random(lses.shape) < 0.1] = -np.inf
+    place_of_axis = axis % (rows_dims + 1)
+    arrays = {
+        "outs": np.moveaxis(outs, 0, place_of_axis).astype(dtype_of(dtype)),
+        "lses": np.moveaxis(lses, 0, place_of_axis).astype(
+            np.float64 if wide_lse else np.float32
+        ),
+    }
+    options = {"axis": axis}
+    return Problem(
+        "merge", 0, None, "merge_attention_states", arrays, forms, options, out_form
+    )
+
+
+def check_merge(xp, problem):
+    host, axis = problem.arrays, problem.options["axis"]
+    arrays = {name: place(xp, x, problem.forms[name]) for name, x in host.items()}
+    outs, lses = host["outs"], host["lses"]
+    exact, exact_lse = oracle.merge(
+        np.moveaxis(outs, axis % lses.ndim, 0), np.moveaxis(lses, axis % lses.ndim, 0)
+    )
+    mean, _ = oracle.merge(
+        np.abs(np.moveaxis(outs, axis % lses.ndim, 0)),
+        np.moveaxis(lses, axis % lses.ndim, 0),
+    )
+    out = None
+    if problem.out_form:
+        out = empty(xp, exact.shape, outs.dtype, problem.out_form)
+    got, got_lse = cupyflash.merge_attention_states(**arrays, axis=axis, out=out)
+    assert out is None or got is out
+    assert (got.dtype, got_lse.dtype) == (outs.dtype, lses.dtype)
+    name = outs.dtype.name
+    work = 2.0**-52 if "float64" == name == lses.dtype.name else 2.0**-23
+    # The difference of two lse is rounded, and so is each step of the sum.
+    steps = len(lses) if axis == 0 else lses.shape[axis]
+    size = np.abs(lses[np.isfinite(lses)]).max(initial=0)
+    share = BOUNDS["attention"][name] + work * (2 * size + 8 + np.sqrt(steps))
+    error = _difference(got, exact, assert_same_specials(got, exact))
+    over = error - share * mean.max(-1, keepdims=True, initial=0)
+    assert np.all(over <= 0), f"out is wrong by {over.max()} more than is allowed"
+    error = _difference(got_lse, exact_lse, assert_same_specials(got_lse, exact_lse))
+    allowed = work * (2 * size + 8 + np.sqrt(steps))
+    assert error.max(initial=0) <= allowed, (
+        f"lse is wrong by {error.max()}, allowed {allowed}"
+    )
+
+
+DRAWS = {"attention": draw_attention, "softmax": draw_softmax, "merge": draw_merge}
+CHECKS = {"attention": check_attention, "softmax": check_softmax, "merge": check_merge}
 
 
 def main():
     parser = argparse.ArgumentParser(description="Run one random problem again.")
     parser.add_argument("operation", choices=DRAWS)
     parser.add_argument("seed", type=int)
-    parser.add_argument("--variants", type=int, default=None)
+    parser.add_argument("--sizes", type=int, default=0)
+    parser.add_argument("--budget", type=int, default=SMALL)
     parser.add_argument("--xp", choices=("numpy", "cupy"), default="numpy")
     options = parser.parse_args()
     xp = __import__(options.xp)
-    problem = draw(options.operation, options.seed, options.variants)
+    problem = draw(options.operation, options.seed, options.sizes, options.budget)
     print(problem)
     run(xp, problem)
     print("agrees")

@@ -13,34 +13,39 @@ from placing import FORMS, ROW_FORMS, place
 import cupyflash
 
 
-def draw_attention_vjp(rng, structure_rng):
+def draw_attention_vjp(structure, rng, values, budget):
     """A problem of attention, and what flows into its results."""
-    problem = fuzz.draw_attention(rng, structure_rng)
+    problem = fuzz.draw_attention(structure, rng, values, budget - 1)
     options = problem.options
     options.pop("return_lse")
     if options["method"] != "tiled":  # the only rung that gradients have
         options["method"] = "auto"
-    structure = {name: name in problem.arrays for name in ("bias", "sinks")}
-    for name, given in structure.items():
-        options[f"need_d{name}"] = given and chance(structure_rng, 0.8)
-    options["deterministic"] = chance(rng, 0.5)
-    arrays = problem.arrays
-    exact, lse, _ = fuzz.exact_attention(problem)
-    dtype = arrays["q"].dtype
-    dout = rng.normal(size=exact.shape)
-    if chance(rng, 0.3):
-        dout[rng.random(exact.shape) < 0.5] = 0
-    if chance(structure_rng, 0.4):
-        dlse = rng.normal(size=lse.shape)
-        arrays["dlse"] = dlse.astype(np.float64 if dtype == np.float64 else np.float32)
-    if chance(rng, 0.5):
-        _poison(rng, problem, dout)
-    arrays["dout"] = dout.astype(dtype)
-    forms = ROW_FORMS if chance(rng, 0.6) else FORMS
+    given = {name: name in problem.arrays for name in ("bias", "sinks")}
+    for name, is_given in given.items():
+        options[f"need_d{name}"] = is_given and chance(structure, 0.8)
+    options["deterministic"] = chance(structure, 0.5)
+    forms = ROW_FORMS if chance(structure, 0.6) else FORMS
+    if {*problem.forms.values()} == {"plain"}:
+        forms = ("plain",)
     for name in ("dout", "out", "lse", "dlse"):
-        problem.forms[name] = one_of(rng, forms)
+        problem.forms[name] = one_of(structure, forms)
+    arrays = problem.arrays
+    out_shape, lse_shape = fuzz.attention_shapes(problem)
+    dtype = arrays["q"].dtype
+    dout = values.normal(size=out_shape)
+    if chance(structure, 0.4):
+        dlse = values.normal(size=lse_shape)
+        arrays["dlse"] = dlse.astype(np.float64 if dtype == np.float64 else np.float32)
+    if not isinstance(values, fuzz.Zeros):
+        if chance(values, 0.3):
+            dout[values.random(out_shape) < 0.5] = 0
+        if chance(values, 0.5):
+            _poison(values, problem, dout)
+    arrays["dout"] = dout.astype(dtype)
     problem.operation = problem.function = "attention_vjp"
     problem.out_form = None
+    # A gradient has the shape of its bias: that one is not expanded.
+    problem.notes["expanded"] = [n for n in problem.notes["expanded"] if n == "mask"]
     return problem
 
 
@@ -109,13 +114,7 @@ def gradient_bound(problem, exact, sizes, size, lse, dtype):
 
 def check_attention_vjp(xp, problem):
     """Forward and backward; each gradient against the oracle."""
-    arrays = {
-        n: place(xp, x, problem.forms.get(n, "plain"))
-        for n, x in problem.arrays.items()
-    }
-    for name in problem.notes.get("expanded", ()):
-        if name == "mask" and name in arrays:
-            arrays[name] = xp.broadcast_to(arrays[name], problem.notes["scores"])
+    arrays = fuzz.given(xp, problem)
     q, k, v, dout = (arrays.pop(n) for n in ("q", "k", "v", "dout"))
     dlse = arrays.pop("dlse", None)
     forward = {n: x for n, x in problem.options.items() if n in FORWARD + GPU_ALONE}

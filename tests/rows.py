@@ -116,6 +116,9 @@ ATTENTION_SHAPES = {
     "wider, many keys": ((1, 4, 70, 300), (1, 2, 600, 300), (1, 2, 600, 400)),
     # So many queries that Hopper copies rows that begin between vectors.
     "odd heads": ((1, 2, 260, 33), (1, 1, 130, 33), (1, 1, 130, 49)),
+    # Parts of the keys: an odd number of rows; some without a key, or beyond a window.
+    "odd parts": ((1, 1, 1, 64), (1, 1, 800, 64), (1, 1, 800, 64)),
+    "empty parts": ((3, 1, 5, 64), (3, 1, 1100, 64), (3, 1, 1100, 64)),
     # Entries of the batch that share some of the three alone.
     "one k": ((3, 4, 130, 64), (1, 2, 200, 64), (3, 2, 200, 64)),
     "one q and v": ((1, 4, 130, 64), (3, 2, 200, 64), (1, 2, 200, 64)),
@@ -133,6 +136,8 @@ _DTYPES_OF_KIND = {
     "wider options": ("bfloat16",),
     "wider, many keys": ("float16",),
     "many keys": ("float32", "float64"),
+    "odd parts": ("float16", "float32", "float64"),
+    "empty parts": ("bfloat16", "float32", "float64"),
     "odd heads": ("bfloat16",),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),
@@ -189,6 +194,9 @@ def batch_of(*shapes):
 
 def options_of(kind, shapes, rng, dtype, naive=False):
     """(arrays, other arguments) of a kind of attention."""
+    if kind == "empty parts":
+        lengths = np.array([0, 70, shapes[1][-2]], np.int32)
+        return {"key_lengths": lengths}, {"window": (300, 5)}
     if kind not in ("options", "wider options"):
         return {}, {"causal": True} if kind == "odd" else {}
     (batch, heads, seqlen_q, _), (_, _, seqlen_k, _), _ = shapes

@@ -2,6 +2,7 @@
 
     python tests/sanitize.py --record          all tools over all rows; into the record
     python tests/sanitize.py --record --tool memcheck attention/hopper
+    python tests/sanitize.py --record --seconds 550 --jobs 16    what ends in that time
     compute-sanitizer --tool racecheck python tests/sanitize.py softmax
     compute-sanitizer --tool memcheck python tests/sanitize.py --tiers softmax
 
@@ -13,6 +14,7 @@ kernel.
 """
 
 import argparse
+import math
 import re
 import shutil
 import subprocess
@@ -32,8 +34,15 @@ SOFTMAX_KINDS = (
 # Elements of an array: a sanitizer makes kernels slower by a factor of up to 100.
 _MOST = 1 << 21
 # Plain calls of attention; and one each with all options, with parts of the keys, which
-# are merged, and with copies into rows of whole vectors.
-_PLAIN = ("plain", "options", "one query", "many keys", "odd heads")
+# are merged, with copies into rows of whole vectors, and with parts in odd numbers, or
+# without a key, or beyond a window.
+_PLAIN = (
+    "plain", "options", "one query", "many keys", "odd heads", "odd parts",
+    "empty parts",
+)  # fmt: skip
+# Calls with numbers that are not finite, where no query looks, and where one does:
+# kernels that are careful, or make gradients again, run for these alone.
+_NOT_FINITE = ("hidden", "seen")
 # Of rows that take no plain ones.
 _WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
 _KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE)
@@ -79,7 +88,6 @@ def cases_of(group):
 
 def run_rows(cupy, wanted):
     """Call each row that is wanted, forced; the number of wrong results."""
-    import numpy as np
     import pytest
     import rows
 
@@ -93,9 +101,9 @@ def run_rows(cupy, wanted):
                     if group in _BESIDE:
                         _BESIDE[group](cupy, case)
                     else:
-                        problem = rows.problem_of(case, np.random.default_rng(0))
                         rows.force(patch, *group.split("/"))
-                        rows.check(cupy, _small(problem))
+                        for problem in problems_of(case):
+                            rows.check(cupy, problem)
                     verdict = "agrees"
                 except NotImplementedError as refusal:
                     verdict = f"REFUSED {str(refusal).splitlines()[-1].strip()}"
@@ -103,6 +111,29 @@ def run_rows(cupy, wanted):
                     verdict, failures = f"WRONG {error}", failures + 1
             print(f"{group}: {case}: {verdict}", flush=True)
     return failures
+
+
+def problems_of(case):
+    """The small problem of a case; of a plain one of attention, not finite ones too."""
+    import numpy as np
+    import rows
+
+    yield _small(rows.problem_of(case, np.random.default_rng(0)))
+    if case.operation == "softmax" or case.kind not in ("plain", *_WIDE[:2]):
+        return
+    for form in _NOT_FINITE:
+        if case.method == "naive" and form == "seen":
+            continue  # its lse is the formula's
+        rng = np.random.default_rng(0)
+        problem = rows.problem_of(case, rng)
+        if form == "hidden":
+            # A band: the first keys and the last queries see nothing of each other.
+            problem.options |= {"causal": True, "window": (30, None)}
+            problem.options["query_offset"] = 20
+            rows.poison(problem, rng)
+        else:
+            problem.arrays["q"][..., 7, 3] = np.nan
+        yield problem
 
 
 def check_merge(xp, dtype):
@@ -274,8 +305,14 @@ def message_of(lines):
     return kept[0][:300] if kept else ""
 
 
-def run_tool(program, tool, unit):
-    """{row: what one tool finds in it}; rows of a unit with errors run again alone."""
+def run_tool(program, tool, unit, end=math.inf):
+    """{row: what one tool finds in it}; rows of a unit with errors run again alone.
+
+    Nothing is found where it has not ended at time `end`.
+    """
+    most = min(_SECONDS, end - time.monotonic())
+    if most <= 0:
+        return {}
     started = time.monotonic()
     each = ["--each-lane-arrives"] * (
         tool == "racecheck" and {*unit} <= _FOLLOWED_BY_LANES
@@ -284,15 +321,17 @@ def run_tool(program, tool, unit):
                str(Path(__file__)), *each, *unit]  # fmt: skip
     try:
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=_SECONDS
+            command, cwd=ROOT, capture_output=True, text=True, timeout=most
         )
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired:
+        if most < _SECONDS:
+            return {}
         text, code = "", f"none after {_SECONDS} s"
     errors, calls, lines = read_report(text)
     message = message_of(lines)
     if len(unit) > 1 and (errors or message or not calls or code != 0):
-        alone = [run_tool(program, tool, (group,)) for group in unit]
+        alone = [run_tool(program, tool, (group,), end) for group in unit]
         return {group: found for one in alone for group, found in one.items()}
     seconds = time.monotonic() - started
     found = {"errors": errors, "seconds": round(seconds / len(unit), 1)}
@@ -304,10 +343,14 @@ def run_tool(program, tool, unit):
     return {group: {"calls": calls_of(text, group), **found} for group in unit}
 
 
-def record(path, tools, wanted, jobs):
-    """Run the tools, write what they found; 1 if there is an error."""
+def record(path, tools, wanted, jobs, seconds=math.inf):
+    """Run the tools, write what they found; 1 if there is an error.
+
+    After so many seconds what has ended is written, and what has not is named.
+    """
     import gpu_record
 
+    end = time.monotonic() + seconds
     program = find_tool()
     if program is None:
         print("compute-sanitizer is not installed; it comes with the CUDA toolkit")
@@ -322,17 +365,21 @@ def record(path, tools, wanted, jobs):
             print("a result is wrong without any tool: see python tests/sanitize.py")
             return 1
     work = [(tool, unit) for unit in units for tool in tools]
-    found = {tool: {} for tool in tools}
+    found, left = {tool: {} for tool in tools}, []
     with ThreadPoolExecutor(jobs) as pool:
-        results = pool.map(lambda w: run_tool(program, *w), work)
-        for (tool, _), of_rows in zip(work, results, strict=True):
+        results = pool.map(lambda w: run_tool(program, *w, end), work)
+        for (tool, unit), of_rows in zip(work, results, strict=True):
             found[tool] |= of_rows
+            left += [f"{tool} {group}" for group in unit if group not in of_rows]
             for group, what in of_rows.items():
                 print(f"{tool:10} {group:28} {_told(what)}", flush=True)
     version = subprocess.run([program, "--version"], capture_output=True, text=True)
     name = (re.findall(r"Version ([\d.]+)", version.stdout) or ["unknown"])[0]
     gpu_record.put_sanitizer(path, name, found)
-    return int(not all(is_clean(what) for of in found.values() for what in of.values()))
+    if left:
+        print(f"not run within {seconds:g} s: {', '.join(left)}")
+    clean = all(is_clean(what) for of in found.values() for what in of.values())
+    return int(not clean or bool(left))
 
 
 def is_clean(what):
@@ -366,13 +413,14 @@ def main():
     )
     parser.add_argument("--tool", action="append", choices=TOOLS)
     parser.add_argument("--jobs", type=int, default=8, help="processes (default 8)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="for all tools")
     parser.add_argument("--output", type=Path, help="in place of the record")
     args = parser.parse_args()
     if args.record:
         import gpu_record
 
         path = args.output or gpu_record.RECORD
-        return record(path, args.tool or TOOLS, args.names, args.jobs)
+        return record(path, args.tool or TOOLS, args.names, args.jobs, args.seconds)
     if args.each_lane_arrives:
         let_each_lane_arrive()
     import cupy

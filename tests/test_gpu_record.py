@@ -87,6 +87,7 @@ def test_what_is_counted():
             "passed": 1,
             "skipped": 1,
             "not_run": 1,
+            "left_out": 0,
             "cases": 41,
             "seconds": 2.0,
             "failures": ["tests/gpu/test_a.py::test_y"],
@@ -95,6 +96,7 @@ def test_what_is_counted():
             "passed": 0,
             "skipped": 0,
             "not_run": 0,
+            "left_out": 0,
             "cases": 0,
             "seconds": 0.0,
             "failures": [],
@@ -269,3 +271,189 @@ def test_without_the_tool(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(sanitize, "find_tool", lambda: None)
     assert sanitize.record(tmp_path / "r.json", ("memcheck",), (), 1) == 2
     assert "not installed" in capsys.readouterr().out
+
+
+# --- what a run stands for -----------------------------------------------------------
+
+
+def sources(root, headers="common", package="cupyflash"):
+    """A checkout as far as its digest goes."""
+    texts = {
+        f"cuda_src/{headers}/a.cuh": "int a;\n",
+        "cuda_src/k.cu": f'#include "{headers}/a.cuh"\nint k;\n',
+        f"{package}/x.py": "x = 1\n",
+        "tests/test_x.py": "def test_x(): pass\n",
+        "setup.cfg": "[metadata]\n",
+    }
+    for name, text in texts.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    return root
+
+
+def test_the_digest_is_that_of_contents(tmp_path):
+    """A file that moves changes nothing; one that changes does, whatever it is."""
+    root = sources(tmp_path / "a")
+    before = gpu_record.sources_digest(root)
+    moved = sources(tmp_path / "b", headers="elsewhere", package="cupyflash/inner")
+    assert gpu_record.sources_digest(moved) == before
+    for name in ("cuda_src/common/a.cuh", "cupyflash/x.py", "tests/test_x.py",
+                 "setup.cfg"):  # fmt: skip
+        path = root / name
+        text = path.read_text("utf-8")
+        path.write_text(text.replace("\n", "\r\n"), "utf-8", newline="")
+        assert gpu_record.sources_digest(root) == before
+        path.write_text(text + "\n", "utf-8")
+        assert gpu_record.sources_digest(root) != before
+        path.write_text(text, "utf-8")
+    (root / "tests" / "gpu_record.json").write_text("{}", "utf-8")
+    assert gpu_record.sources_digest(root) == before
+
+
+def test_a_part_of_a_file_stamps_no_more_than_itself(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_record, "_test_files", lambda: ["test_a.py"])
+    digest = gpu_record.sources_digest()
+    part = {"passed": 1, "failures": ["tests/test_a.py::t"], "sources": digest}
+    whole = gpu_record._beside(found("before"), part)
+    assert whole["sources"] == "before"
+    assert whole["part"] == part
+    path = tmp_path / "record.json"
+    gpu_record._save(path, dict(FACTS), {"test_a.py": whole})
+    assert not gpu_record.check(path)
+    text = capsys.readouterr().out
+    assert "not whole" in text
+    assert "in part: test_a.py, 1 tests passed" in text
+    assert "failed: tests/test_a.py::t" in text
+    assert gpu_record._beside(None, part)["sources"] == ""
+
+
+def test_what_is_deselected_is_counted():
+    counter = gpu_record.Counter()
+    items = [
+        types.SimpleNamespace(nodeid="tests/test_a.py::t", keywords={"gpu": 1}),
+        types.SimpleNamespace(nodeid="tests/test_a.py::u", keywords={}),
+    ]
+    counter.pytest_deselected(items)
+    assert counter.result(["test_a.py"])["test_a.py"]["left_out"] == 1
+
+
+def test_parts_take_the_same_time():
+    took = {"a": 50.0, "b": 30.0, "c": 25.0, "d": 1.0}
+    files = ["a", "b", "c", "d", "new"]
+    before = {name: {"seconds": s} for name, s in took.items()}
+    parts = gpu_record.deal(files, before, 2)
+    assert sorted(name for names in parts for name in names) == sorted(files)
+    times = [sum(took.get(name, 30.0) for name in names) for names in parts]
+    assert max(times) - min(times) <= 30
+    assert gpu_record.deal(files, {}, 1) == [files]
+    assert gpu_record.part_of("2/3") == (2, 3)
+    for text in ("0/3", "4/3", "2"):
+        with pytest.raises(gpu_record.argparse.ArgumentTypeError):
+            gpu_record.part_of(text)
+
+
+VARIANTS = {
+    "aa": ("attention", "hopper", None),
+    "bb": ("attention", "hopper", None),
+    "cc": ("attention_vjp", "mma", None),
+}
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """A compile list of three kernels."""
+    import variants
+
+    monkeypatch.setattr(variants, "wanted", lambda: VARIANTS)
+
+
+def test_variants_that_were_met(listed, tmp_path, capsys):
+    first = gpu_record._with_variants(None, "x", {"aa", "other"})
+    assert first["rows"] == {"attention/hopper": [1, 2], "attention_vjp/mma": [0, 1]}
+    more = gpu_record._with_variants(first, "x", {"cc"})
+    assert more["met"].split() == ["aa", "cc", "other"]
+    # What was met on other sources counts no more.
+    assert gpu_record._with_variants(more, "y", {"bb"})["met"] == "bb"
+    assert gpu_record.check_variants(more, "x")
+    text = capsys.readouterr().out
+    assert "kernels met: 2 of 3, 66.7%" in text
+    assert "attention/hopper: 1 of 2" in text
+    assert not gpu_record.check_variants(more, "y")
+    assert not gpu_record.check_variants(None, "x")
+
+
+def test_strict(listed, tmp_path, monkeypatch, capsys):
+    """Leaves with 0 for a record that is whole, and of these sources, alone."""
+    monkeypatch.setattr(gpu_record, "_test_files", lambda: ["test_a.py"])
+    digest = gpu_record.sources_digest()
+    path = tmp_path / "record.json"
+    gpu_record._save(path, dict(FACTS), {"test_a.py": found(digest)})
+    fuzzed = {
+        "problems": 5, "passed": 5, "not_run": 0, "bad": [], "variants": {"aa": 2},
+    }  # fmt: skip
+    gpu_record.put_fuzz(path, fuzzed)
+
+    def code(*arguments):
+        argv = ["gpu_record.py", "--check", "--record", str(path), *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        return gpu_record.main()
+
+    assert code("--strict") == 0
+    assert "random problems: 5 of 5 passed" in capsys.readouterr().out
+    record = json.loads(path.read_text("utf-8"))
+    for change in (
+        {"files": {"test_a.py": found("other")}},
+        {"files": {"test_a.py": found(digest, ["tests/test_a.py::t"])}},
+        {"files": {"test_a.py": found(digest) | {"not_run": 1}}},
+        {"files": {}},
+        {"fuzz": {**fuzzed, "sources": digest, "bad": [{"line": "python"}]}},
+        {"fuzz": None},
+        {"variants": None},
+    ):
+        path.write_text(json.dumps(record | change), "utf-8")
+        assert code("--strict") == 1, change
+        assert code() == 0
+
+
+def test_launches_are_noted_once_between_two_tests():
+    import launched
+    import planned
+
+    class Launch:
+        variant = planned._kernels.Variant("a.cu", "a")
+
+        def __call__(self, x):
+            return x + 1
+
+        def enqueue(self, x):
+            return x + 2
+
+    watch = launched.Watch()
+    launch = watch.over(Launch)()
+    assert (launch(1), launch.enqueue(1)) == (2, 3)
+    assert watch.names == {planned.digest_of(Launch.variant)}
+    watch.begin()
+    assert watch.names == set()
+    launch.enqueue(1)
+    assert watch.names == {planned.digest_of(Launch.variant)}
+
+
+# --- tests/variants.py ---------------------------------------------------------------
+
+
+def test_samples_lead_to_what_is_listed():
+    pytest.importorskip("cupy")
+    import planned
+    import variants
+
+    listed, met = variants.wanted(), set()
+    assert len(listed) > 1000
+    with planned.device():
+        for operation, row in (("attention", "hopper"), ("attention_vjp", "mma")):
+            for index in range(3):
+                for call, plan in variants.reached(operation, row, index, met):
+                    assert plan.rows[-1] == f"{operation}/{row}"
+                    assert call[0] in variants.SIZES
+    assert len(met) >= 6
+    assert met <= listed.keys()

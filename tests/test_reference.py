@@ -80,7 +80,8 @@ def test_the_oracle_against_loops(rng, offset, causal):
 
 def test_attention_over_random_problems(xp):
     for number in range(150):
-        problem = fuzz.draw("attention", number, None if xp is np else 40)
+        # Few structures, whose kernels are compiled once.
+        problem = fuzz.draw("attention", number % 40, number // 40)
         if problem.arrays["q"].dtype == np.float64:
             continue
         exact, exact_lse, size = fuzz.exact_attention(problem)

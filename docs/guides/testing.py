@@ -12,10 +12,15 @@ which card, for how long, and what it found; the figures are read from
    $ make test                            # all that needs no GPU
    $ make gpu-check                       # all that needs one; writes the record
    $ make gpu-proof                       # its part in tests/gpu: what is told below
+   $ make gpu-fuzz                        # 5,000 random problems
    $ make gpu-sanitize                    # compute-sanitizer over every kernel
    $ make gpu-record                      # is the record of these sources?
 
-Parts run alone: ``python -m pytest -m gpu tests/gpu -k laws``.
+Parts run alone: ``python -m pytest -m gpu tests/gpu -k laws``. Into the record they go
+by ``PYTEST_ARGS="--part 1/4" make gpu-check``, which deals the files by the time they
+took; a run of a part of a file stands beside what the file had, and does not make it
+up to date. ``RECORD_ARGS=--strict make gpu-record`` fails unless all files, the random
+problems and the kernels that were met are of these sources, and nothing failed.
 
 What is compared with what
 --------------------------
@@ -45,16 +50,16 @@ record = json.loads(RECORD.read_text("utf-8"))
 def figures(*names):
     """A line of the record for each file of tests."""
     heads = f"{'cases':>10}{'core s':>10}{'failed':>8}{'skipped':>9}{'not run':>9}"
-    print(f"{'':24}{'tests':>8}{heads}")
+    print(f"{'':30}{'tests':>8}{heads}")
     for name in names:
         found = record["files"].get(name)
         if found is None:
-            print(f"{name:24}{'not in the record yet':>30}")
+            print(f"{name:30}{'not in the record yet':>30}")
             continue
         failed = len(found["failures"])
         tests = found["passed"] + failed
         print(
-            f"{name:24}{tests:>8}{found.get('cases', tests):>10}"
+            f"{name:30}{tests:>8}{found.get('cases', tests):>10}"
             f"{found.get('seconds', '-'):>10}{failed:>8}{found['skipped']:>9}"
             f"{found.get('not_run', 0):>9}"
         )
@@ -84,12 +89,50 @@ figures("gpu/test_rows.py", "test_softmax.py", "test_tiers.py", "test_attention.
 # Random problems
 # ---------------
 # Arguments of every kind from a seed: a test compares what is drawn with the signatures
-# of the functions, so that an option that is added has to be drawn. ``--fuzz-seconds
-# 600`` draws new ones for so long; a failure begins with the line that runs its problem
-# again, such as ``python tests/fuzz.py attention 1234 --variants 8 --xp cupy``. The
-# same numbers on NumPy need no GPU.
+# of the functions, so that an option that is added has to be drawn. Lengths go to
+# 9,000, heads to 640 columns, equal in q and v or not; groups, products of batch, heads
+# and queries, and splits of the keys are odd as well as even, parts of the keys empty
+# or beyond a window. A test counts each of these in what is drawn.
+#
+# ``make gpu-fuzz`` draws 5,000. Which row and which kernels a problem would launch is
+# asked of the package's own plans, which need no GPU; of twelve structures the one is
+# taken whose row and kernels were met least so far, and slow rows get fewer. The
+# kernels are compiled on all cores first; then the problems run in processes side by
+# side, so that one that ends its process, or hangs, is one bad problem. Every seed has
+# other structures; by default it is the time. A failure begins with the line that runs
+# its problem again, such as ``python tests/fuzz.py attention 1234 --sizes 2 --budget 20
+# --xp cupy``. ``make test`` draws other problems each day, on NumPy.
 
 figures("gpu/test_random.py", "test_fuzz.py")
+if fuzz := record.get("fuzz"):
+    print(
+        f"\nseed {fuzz['seed']}: {fuzz['passed']} of {fuzz['problems']} passed, "
+        f"{len(fuzz['bad'])} bad, {fuzz['not_run']} not run, {fuzz['kernels']} kernels"
+    )
+    for row, number in fuzz["rows"].items():
+        print(f"    {row:28}{number:6}")
+    for bad in fuzz["bad"]:
+        print(f"    bad: {bad['line']}")
+
+# %%
+# Which kernels were met
+# ----------------------
+# A row is compiled in many variants: a source, and the defines of types, tile and
+# options. Each test says which it launched; those of tests that passed and compare
+# results with the oracle count, against all that ``python -m cupyflash compile --all``
+# lists for the rows by tensor cores, forward and backward, and for what copies, sums
+# and merges beside them. ``tests/gpu/test_variants.py`` plans calls of a few sizes for
+# each sample that the list is made of, with each row forced, and runs those that launch
+# what no call before them did. ``python tests/gpu_record.py --unmet`` names the rest.
+
+if met := record.get("variants"):
+    some, all_ = (sum(row[i] for row in met["rows"].values()) for i in (0, 1))
+    print(f"{some} of {all_} kernels, {some / all_:.1%}")
+    for row, (some, all_) in met["rows"].items():
+        print(f"    {row:28}{some:6} of {all_}")
+figures(
+    "gpu/test_variants.py", "gpu/test_variants_vjp.py", "gpu/test_variants_vjp_mma.py"
+)
 
 # %%
 # Sizes
@@ -136,7 +179,9 @@ figures("test_compile.py")
 # compute-sanitizer
 # -----------------
 # Small calls of each row, of softmax in rows short and long, of attention also with one
-# query and its keys in parts, and of merging, under four tools. An error is what the
+# query and its keys in parts (in odd numbers, without a key, beyond a window), with
+# numbers that are not finite where no query looks and where one does, and of merging,
+# under four tools. An error is what the
 # tool says; where it has something to say, or cannot judge a kernel, its words stand
 # here, and ``make gpu-sanitize`` fails.
 

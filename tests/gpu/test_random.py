@@ -1,7 +1,7 @@
 """New random problems for a time: --fuzz-seconds, 20 unless said.
 
-A failure begins with the line that runs its problem again. The kernels are some of
-those of test_fuzz.py, which tries the same numbers in every run.
+A failure begins with the line that runs its problem again. tests/fuzz_gpu.py runs
+thousands, chosen so that all kernels are met.
 """
 
 import itertools
@@ -14,14 +14,8 @@ from fuzz_vjp import fuzz
 pytestmark = pytest.mark.gpu
 
 SECONDS = 20.0
-# Ways to compile, the first of those of test_fuzz.py; more where there is more time.
-VARIANTS = {"attention": 8, "attention_vjp": 4, "softmax": 16}
+OF_A_STRUCTURE = 8  # problems, which compile their kernels once
 LANES = 3  # tests that share the cores, each with numbers of its own
-
-
-def variants_of(operation, seconds):
-    """How many kernels pay in this time."""
-    return max(VARIANTS[operation], int(VARIANTS[operation] * seconds / 60))
 
 
 @pytest.mark.parametrize("lane", range(LANES))
@@ -31,12 +25,12 @@ def test_random_problems_for_a_time(cupy, operation, lane, request, record_prope
     seconds = SECONDS if seconds is None else seconds
     first = request.config.getoption("--fuzz-seed")
     first = time.time_ns() % 2**40 if first is None else first
-    variants = variants_of(operation, seconds)
     end = time.monotonic() + seconds
     for tried in itertools.count():
         if tried and time.monotonic() > end:
             break
-        number = first + LANES * tried + lane
-        fuzz.run(cupy, fuzz.draw(operation, number, variants))
+        structure, sizes = divmod(tried, OF_A_STRUCTURE)
+        seed = first + LANES * structure + lane
+        fuzz.run(cupy, fuzz.draw(operation, seed, sizes, budget=18))
     record_property("cases", tried)
     record_property("first", first)

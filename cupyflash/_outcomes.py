@@ -20,6 +20,7 @@ _HEAD = """\
 # What NVRTC said of each kernel that `make compile` compiles; it writes this file.
 # digest\tNVRTC\tregisters\tstack\tspills\tshared\twarning
 """
+_NONE = "-"
 
 # Of what another NVRTC compiled, one kernel in so many is compiled again. PyPI has one
 # every few weeks, and users have any version of it, so the file cannot speak for
@@ -118,10 +119,11 @@ class Outcomes:
                 try:
                     digest, nvrtc, *numbers, warning = text.split("\t")
                     registers, stack, spills, smem = (
-                        int(number) if number else None for number in numbers
+                        None if number == _NONE else int(number) for number in numbers
                     )
                 except ValueError:  # a comment
                     continue
+                warning = "" if warning == _NONE else warning
                 finding = Finding(registers, stack, spills, smem, warning, "")
                 self._lines[digest] = _Line(nvrtc, finding)
 
@@ -164,11 +166,12 @@ class Outcomes:
         for digest, line in sorted(self._lines.items()):
             f = line.finding
             facts = (f.registers, f.stack_bytes, f.spill_bytes, f.static_smem)
-            numbers = ["" if fact is None else str(fact) for fact in facts]
-            rows.append("\t".join([digest, line.nvrtc, *numbers, f.serialized]))
+            numbers = [_NONE if fact is None else str(fact) for fact in facts]
+            rows.append([digest, line.nvrtc, *numbers, f.serialized or _NONE])
         self._path.parent.mkdir(parents=True, exist_ok=True)
         written = self._path.with_suffix(".part")
-        written.write_text(_HEAD + "\n".join([*rows, ""]), encoding="utf-8")
+        text = "".join("\t".join(row) + "\n" for row in rows)
+        written.write_text(_HEAD + text, encoding="utf-8")
         written.replace(self._path)
 
 

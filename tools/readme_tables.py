@@ -38,7 +38,7 @@ def _has_ladder(report):
 
 
 def _has_providers(report):
-    """Whether a report is of a whole benchmark; those of single steps have other rows."""
+    """Whether a report is of a whole benchmark, not of a step of the work."""
     rows = report.get("rows")
     return bool(rows) and all("provider" in row for row in rows)
 

@@ -17,8 +17,15 @@ endif
 JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n > 8 ? 8 : n)))
 
 VENV := .venv
+FLOORS := .venv-floors
 ARCHS := sm_80 sm_86 sm_89 sm_90a sm_100 sm_120
+# What the compiler said of the kernels, by the digest of their text.
+KNOWN := --known tests/compiled.tsv $(addprefix --arch ,$(ARCHS))
 CUDA_FILES = $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
+
+# Read from setup.cfg: python3.11, numpy==2.1.2 and so on.
+FLOOR_PYTHON ?= $(shell command -v python$$(sed -n 's/^python_requires = >=//p' setup.cfg))
+FLOOR_NUMBERS = $(shell sed -n '/^install_requires/,/^$$/s/^    \([a-z]*\)>=/\1==/p' setup.cfg)
 
 # The CUDA extra of this machine, empty without a GPU.
 CUDA_EXTRA = $(shell $(PYTHON) tools/cuda_extra.py)
@@ -48,13 +55,26 @@ $(VENV)/.installed-test: EXTRAS = test,$(or $(CUDA_EXTRA),nvrtc)
 $(VENV)/.installed-lint: EXTRAS = lint
 $(VENV)/.installed-docs: EXTRAS = docs,gallery
 
+# All that .ci/run needs, in one go.
+$(VENV)/.installed-ci: EXTRAS = lint,docs,gallery,test,$(or $(CUDA_EXTRA),nvrtc)
+
 $(VENV)/.installed-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 	@echo "Installing cupyflash[$(EXTRAS)] into $(VENV)"
-	@$(PY) -m pip install --quiet -e ".[$(EXTRAS)]"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e ".[$(EXTRAS)]"
+	@touch $@ $(and $(filter ci,$*),$(addprefix $(VENV)/.installed-,lint docs test))
+
+# The oldest Python, NumPy and SciPy that setup.cfg allows, and the newest of the rest.
+$(FLOORS)/.installed: setup.cfg pyproject.toml
+	@test -n "$(FLOOR_PYTHON)" || { \
+	  echo "make floors needs Python 3.11: FLOOR_PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(FLOORS)/bin/python || $(FLOOR_PYTHON) -m venv $(FLOORS)
+	@echo "Installing cupyflash[test] with $(FLOOR_NUMBERS) into $(FLOORS)"
+	@$(FLOORS)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test]" \
+	  $(FLOOR_NUMBERS)
 	@touch $@
 
-.PHONY: help demo test lint format compile docs gpu-check gpu-proof gpu-sanitize gpu-record \
-  bench tables clean
+.PHONY: help demo test floors lint format compile docs gpu-check gpu-proof gpu-sanitize \
+  gpu-record bench tables clean ci-install
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -65,21 +85,24 @@ demo: $(call STAMP,demo)  ## Denoise a photograph exactly, and climb the ladder
 test: $(call STAMP,test)  ## All tests that this machine can run
 	$(PY) -m pytest -n $(JOBS) $(PYTEST_ARGS)
 
+floors: $(FLOORS)/.installed  ## The CPU tests with the oldest Python, NumPy and SciPy
+	$(FLOORS)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
 lint: $(call STAMP,lint)  ## ruff, clang-format, mypy
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(CLANG_FORMAT) --dry-run -Werror $(CUDA_FILES)
 	$(PY) -m mypy
 	git ls-files -z | xargs -0 -r $(PY) tools/check_text.py
+	$(PY) -m cupyflash compile --missing $(KNOWN)
 
 format: $(call STAMP,lint)  ## Format Python and CUDA in place
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	$(CLANG_FORMAT) -i $(CUDA_FILES)
 
-compile: $(call STAMP,test)  ## Compile the kernels for all architectures, without a GPU
-	$(PY) -m cupyflash compile --quiet --known build/compiled.json \
-	  $(addprefix --arch ,$(ARCHS)) $(COMPILE_ARGS)
+compile: $(call STAMP,test)  ## Compile the kernels that changed, without a GPU; FULL=1: all
+	$(PY) -m cupyflash compile --quiet --prune $(if $(FULL),--full) $(KNOWN) $(COMPILE_ARGS)
 
 docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
@@ -106,7 +129,9 @@ bench: $(call STAMP,bench)  ## Benchmark tables of this machine in bench_output/
 tables:  ## The tables of README.md, from benchmarks/results
 	@$(PYTHON) tools/readme_tables.py
 
+ci-install: $(call STAMP,ci)
+
 clean:  ## Remove .venv and everything that was built
-	rm -rf $(VENV) build dist *.egg-info demo_output bench_output docs/_build docs/generated \
+	rm -rf $(VENV) $(FLOORS) build dist *.egg-info demo_output bench_output docs/_build docs/generated \
 	  docs/reference/generated .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

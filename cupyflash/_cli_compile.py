@@ -3,12 +3,10 @@
 import json
 import re
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 
-from cupyflash import _compile_jobs, _console, _nvrtc, _threads
+from cupyflash import _compile_jobs, _console, _nvrtc, _outcomes, _source, _threads
 from cupyflash._kernels import MIN_CC, device_of_arch
 
 EXAMPLES = """
@@ -43,7 +41,27 @@ def add_arguments(parser):
         "--known",
         type=Path,
         metavar="FILE",
-        help="outcomes of earlier runs: read, and kept for the next one",
+        help="outcomes of earlier runs: read, and kept for the next one; of those of "
+        f"another NVRTC, one in {_outcomes.SAMPLE} is compiled again",
+    )
+    parser.add_argument(
+        "--full", action="store_true", help="compile also what --known has"
+    )
+    parser.add_argument(
+        "--prune",
+        action="store_true",
+        help="drop from --known what is not among the kernels of this run",
+    )
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="compile nothing: say how many kernels --known does not have",
+    )
+    parser.add_argument(
+        "--list",
+        type=Path,
+        metavar="FILE",
+        help="compile nothing: write the kernels and their sources as JSON",
     )
     parser.add_argument(
         "--nvrtc",
@@ -76,6 +94,17 @@ def run(args):
             )
             return 2
         devices.append(device_of_arch(arch))
+    if (args.full or args.prune or args.missing) and not args.known:
+        _console.complain("--full, --prune and --missing need --known FILE")
+        return 2
+    jobs = _compile_jobs.distinct(
+        job for device in devices for job in _compile_jobs.jobs_for(device, args.all)
+    )
+    known = _outcomes.Outcomes(args.known)
+    if args.missing:
+        return _tell_missing(jobs, known, args.known)
+    if args.list:
+        return _list(jobs, args.list)
     reason = _nvrtc.use(args.nvrtc) or _nvrtc.unusable()
     for device in devices:
         reason = reason or _nvrtc.unknown(device)
@@ -84,12 +113,10 @@ def run(args):
         return 2
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
-    jobs = _compile_jobs.distinct(
-        job for device in devices for job in _compile_jobs.jobs_for(device, args.all)
-    )
     start = time.perf_counter()
-    known = _nvrtc.Known(args.known)
-    outcomes = _compile_all(jobs, args.jobs, known, args.nvrtc)
+    outcomes = _compile_all(jobs, args, known)
+    if args.prune:
+        known.prune(jobs)
     known.save()
     failures = [outcome for outcome in outcomes if outcome.problem]
     (_summarize if args.quiet else _report)(outcomes)
@@ -102,32 +129,71 @@ def run(args):
     archs = ", ".join(device.name for device in devices)
     print(
         f"{len(outcomes)} kernels for {archs} by NVRTC {_nvrtc.version()} in "
-        f"{time.perf_counter() - start:.0f} s, {known.used} of them known, "
-        f"{len(failures)} with problems"
+        f"{time.perf_counter() - start:.0f} s, {known.used} of them known"
+        + (f" ({known.of_others} by another NVRTC)" if known.of_others else "")
+        + f", {len(failures)} with problems"
     )
     return int(bool(failures))
 
 
-def _compile_all(jobs, num_processes, known, nvrtc=None):
-    """Outcomes in the order of `jobs`."""
-    found = {i: known.get(job) for i, job in enumerate(jobs)}
+def _compile_all(jobs, args, known):
+    """Outcomes in the order of `jobs`; what is found is kept as it comes."""
+    nvrtc = _nvrtc.version()
+    found = (
+        {} if args.full else {i: known.get(job, nvrtc) for i, job in enumerate(jobs)}
+    )
     outcomes = {
         i: _nvrtc.outcome_of(jobs[i], finding, 0.0)
         for i, finding in found.items()
         if finding is not None
     }
-    todo = {i: job for i, job in enumerate(jobs) if i not in outcomes}
-    # A fresh interpreter for each process: CUDA libraries do not like to be forked.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(num_processes, context, _nvrtc.use, (nvrtc,)) as pool:
-        futures = {pool.submit(_nvrtc.find_of_key, job): i for i, job in todo.items()}
-        done = as_completed(futures)
-        for future in _console.progress(done, "compiling", len(todo)):
-            i = futures[future]
-            key, finding, seconds = future.result()
-            known.put(key, finding)
-            outcomes[i] = _nvrtc.outcome_of(jobs[i], finding, seconds)
+    todo = [i for i in range(len(jobs)) if i not in outcomes]
+    done = _nvrtc.in_parallel(
+        _outcomes.find, [jobs[i] for i in todo], args.jobs, args.nvrtc
+    )
+    try:
+        for place, result in _console.progress(done, "compiling", len(todo)):
+            digest, finding, seconds = result
+            known.put(digest, finding, nvrtc)
+            outcomes[todo[place]] = _nvrtc.outcome_of(
+                jobs[todo[place]], finding, seconds
+            )
+    except BaseException:
+        known.save()  # the next run goes on from here
+        raise
     return [outcomes[i] for i in range(len(jobs))]
+
+
+def _tell_missing(jobs, known, path):
+    missing, stale = known.missing(jobs)
+    print(
+        f"{path} has all of {len(jobs)} kernels"
+        if not missing and not stale
+        else f"{path} lacks {missing} of {len(jobs)} kernels and has {stale} that are "
+        "gone; make compile writes it"
+    )
+    return 0
+
+
+def _list(jobs, path):
+    """All that a compiler needs, for tools that look at other versions of it."""
+    kernels = [
+        {
+            "operation": job.operation,
+            "row": job.row,
+            "fast": job.fast,
+            "arch": job.arch,
+            "source": job.variant.source,
+            "entry": job.variant.entry,
+            "options": _nvrtc.options_of(job),
+        }
+        for job in jobs
+    ]
+    sources = {job.variant.source: _source.load(job.variant.source) for job in jobs}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    listed = {"kernels": kernels, "sources": sources}
+    path.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+    return 0
 
 
 def _report(outcomes):

@@ -1,12 +1,14 @@
 """What NVRTC, the run-time compiler, says of a kernel; with no GPU in the machine."""
 
 import ctypes
-import hashlib
-import json
 import re
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 from cupyflash import _extras, _source
 from cupyflash._compile_jobs import Job
@@ -102,80 +104,25 @@ class Finding:
     error: str
 
 
-class Known:
-    """Findings of earlier runs, by all that they depend on; those without an error.
-
-    The file keeps as many as two runs over all kernels have, the newest last.
-    """
-
-    _MOST = 10_000
-
-    def __init__(self, path: Path | None) -> None:
-        self.used = 0
-        self._path = path
-        self._found: dict[str, Finding] = {}
-        if path is not None and path.exists():
-            try:
-                rows = json.loads(path.read_text(encoding="utf-8"))
-                self._found = {key: Finding(*row) for key, row in rows.items()}
-            except (ValueError, TypeError, AttributeError):  # of another version
-                pass
-
-    def get(self, job: Job) -> Finding | None:
-        """The finding of a job, if there is one."""
-        key = key_of(job)
-        finding = self._found.pop(key, None)
-        if finding is not None:
-            self.used += 1
-            self._found[key] = finding  # the newest
-        return finding
-
-    def put(self, key: str, finding: Finding) -> None:
-        """Keep what was found of a job with this key."""
-        if not finding.error:
-            self._found[key] = finding
-
-    def save(self) -> None:
-        """Write the file, if there is to be one."""
-        if self._path is None:
-            return
-        newest = list(self._found.items())[-self._MOST :]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        written = self._path.with_suffix(".part")
-        rows = {key: list(asdict(finding).values()) for key, finding in newest}
-        written.write_text(json.dumps(rows), encoding="utf-8")
-        written.replace(self._path)
-
-
-def key_of(job: Job) -> str:
-    """A hash of all that a finding depends on: text, entry, options and compiler."""
-    from cupy_backends.cuda.libs import nvrtc
-
-    text = _source.load(job.variant.source)
-    facts = (text, job.variant.entry, options_of(job), nvrtc.getVersion())
-    return hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-
-
-def compile_one(job: Job, known: Known | None = None) -> Outcome:
-    """Compile one kernel to machine code and read the assembler's report."""
-    finding = known.get(job) if known else None
-    return outcome_of(job, finding, 0.0) if finding else outcome_of(job, *_find(job))
-
-
-def find_of_key(job: Job) -> tuple[str, Finding, float]:
-    """The finding of a job and its seconds, and its key: of the text that was read."""
-    finding, seconds = _find(job)
-    return key_of(job), finding, seconds
-
-
-def _find(job):
-    """The finding of a job and the seconds that it took."""
+def find(job: Job) -> tuple[Finding, float]:
+    """Compile a kernel; what the compiler says of it, and the seconds that it took."""
     start = time.perf_counter()
-    error, log = _compile(job)
+    text = _source.load(job.variant.source)
+    error, log, _ = compile_text(text, job.variant.source, options_of(job))
     elapsed = time.perf_counter() - start
+    return finding_in(log, job.variant.entry, error), elapsed
+
+
+def finding_in(log: str, entry: str, error: str = "") -> Finding:
+    """What a log says of an entry."""
     lines = [line.strip() for line in log.splitlines() if _SERIALIZED.search(line)]
-    facts = read_report(log, job.variant.entry)
-    return Finding(**facts, serialized="".join(lines[:1]), error=error), elapsed
+    serialized = "".join(lines[:1])
+    return Finding(**read_report(log, entry), serialized=serialized, error=error)
+
+
+def compile_one(job: Job) -> Outcome:
+    """Compile one kernel to machine code and read the assembler's report."""
+    return outcome_of(job, *find(job))
 
 
 def outcome_of(job: Job, finding: Finding, seconds: float) -> Outcome:
@@ -196,36 +143,52 @@ def outcome_of(job: Job, finding: Finding, seconds: float) -> Outcome:
 
 
 def options_of(job: Job) -> tuple[str, ...]:
-    """All options of the compiler."""
-    from cupy_backends.cuda.libs import nvrtc
-
+    """All options of the compiler, beside those of its own cache."""
     options = [*job.variant.options, *_OF_CUPY, "--ptxas-options=-v"]
     if job.variant.arch is None:
         # CuPy compiles a portable kernel for the plain architecture of the device.
         options.append(f"-arch={device_of_arch(job.arch).arch}")
-    if nvrtc.getVersion() >= _CACHES_SINCE:
-        options.append("--no-cache")
     return tuple(options)
 
 
-def _compile(job):
-    """Compile; return what went wrong (or nothing) and the compiler's log."""
+def compile_text(
+    text: str, name: str, options: Sequence[str]
+) -> tuple[str, str, bytes]:
+    """Compile; what went wrong (or nothing), the compiler's log, and the cubin."""
     import cupy  # noqa: F401  (puts the libraries of its wheels on the path)
     from cupy_backends.cuda.libs import nvrtc
 
+    if nvrtc.getVersion() >= _CACHES_SINCE:
+        options = (*options, "--no-cache")
     program = None
     try:
-        text = _source.load(job.variant.source)
-        program = nvrtc.createProgram(text, job.variant.source, (), ())
-        nvrtc.compileProgram(program, options_of(job))
-        nvrtc.getCUBIN(program)
-        return "", nvrtc.getProgramLog(program)
+        program = nvrtc.createProgram(text, name, (), ())
+        nvrtc.compileProgram(program, tuple(options))
+        return "", nvrtc.getProgramLog(program), nvrtc.getCUBIN(program)
     except Exception as error:
         log = nvrtc.getProgramLog(program) if program is not None else ""
-        return (log or f"{type(error).__name__}: {error}").strip(), log
+        return (log or f"{type(error).__name__}: {error}").strip(), log, b""
     finally:
         if program is not None:
             nvrtc.destroyProgram(program)
+
+
+def in_parallel(
+    function: Callable[[Any], Any],
+    items: Iterable[Any],
+    num_processes: int,
+    nvrtc: Path | None = None,
+) -> Iterator[tuple[int, Any]]:
+    """The place and the result of each item, as they come, by one compiler."""
+    # A fresh interpreter for each process: CUDA libraries do not like to be forked.
+    context = get_context("spawn")
+    pool = ProcessPoolExecutor(num_processes, context, use, (nvrtc,))
+    try:
+        places = {pool.submit(function, item): i for i, item in enumerate(items)}
+        for future in as_completed(places):
+            yield places[future], future.result()
+    finally:  # who stops in between does not wait for all of them
+        pool.shutdown(cancel_futures=True)
 
 
 def read_report(log: str, entry: str) -> dict[str, int | None]:

@@ -153,11 +153,34 @@ def test_the_tables_take_the_fastest_peer(script):
 def test_no_table_is_made_of_a_report_without_rows(script, tmp_path, monkeypatch):
     """Reports of single steps have names like those of a whole benchmark."""
     tables = script("readme_tables")
-    for name, rows in (("softmax_step.json", []), ("softmax_whole.json", [{"a": 1}])):
+    for name, rows in (
+        ("softmax_step.json", []),
+        ("softmax_steps.json", [{"kind": "columns", "us": 3.0}]),
+        ("softmax_whole.json", [{"provider": "cupyflash"}]),
+    ):
         report = {"machine": {"gpu": "card"}, "rows": rows}
         (tmp_path / name).write_text(json.dumps(report))
     monkeypatch.setattr(tables, "RESULTS", tmp_path)
     assert [name for name, _ in tables.reports("softmax")] == ["softmax_whole.json"]
+
+
+def test_the_tables_are_those_of_the_results(script, monkeypatch, tmp_path):
+    """What --check says, and that it sees a number that is another."""
+    tables = script("readme_tables")
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py", "--check"])
+    tables.main()
+    for name in tables._TABLES:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = (ROOT / name).read_text("utf-8")
+        table = tables._TABLE.search(text)[0]
+        (tmp_path / name).write_text(text.replace(table, table.replace("1", "7")))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match=r"README\.md is older.*make tables"):
+        tables.main()
+    monkeypatch.setattr(sys, "argv", ["readme_tables.py"])
+    tables.main()
+    for name in tables._TABLES:
+        assert (tmp_path / name).read_text("utf-8") == (ROOT / name).read_text("utf-8")
 
 
 def test_every_peer_has_a_name_in_the_tables(script):

@@ -14,6 +14,7 @@ from cupyflash import (
     _cli_bench,
     _cli_check,
     _compile_jobs,
+    _console,
     _demo,
     _nvrtc,
     _softmax_kernels,
@@ -185,10 +186,70 @@ def test_compile(tmp_path, capsys):
 
 @pytest.mark.usefixtures("one_job")
 def test_compile_knows_what_it_has_found(tmp_path, capsys):
-    known = str(tmp_path / "known.json")
-    for arch, expected in (("sm_80", 0), ("sm_80", 1), ("sm_90a", 0)):
-        assert main("compile", "--arch", arch, "--jobs", "1", "--known", known) == 0
+    known = str(tmp_path / "known.tsv")
+    for arch, option, expected in (
+        ("sm_80", "--quiet", 0),
+        ("sm_80", "--quiet", 1),
+        ("sm_80", "--full", 0),
+        ("sm_90a", "--quiet", 0),
+    ):
+        given = ("--arch", arch, option, "--jobs", "1", "--known", known)
+        assert main("compile", *given) == 0
         assert f"{expected} of them known" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_job")
+def test_compile_says_what_is_missing(tmp_path, capsys, monkeypatch):
+    """And drops what is of no kernel; without a compiler it can say so too."""
+    known = str(tmp_path / "known.tsv")
+
+    def run(arch, *options):
+        given = ("--arch", arch, "--jobs", "1", "--known", known)
+        assert main("compile", *given, *options) == 0
+        return capsys.readouterr().out
+
+    run("sm_80")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "cupy", None)
+        assert "has all of 1 kernels" in run("sm_80", "--missing")
+        said = run("sm_90a", "--missing")
+    assert "lacks 1 of 1 kernels and has 1 that are gone; make compile writes" in said
+    run("sm_90a")
+    assert "lacks 0 of 1 kernels and has 1 that are gone" in run("sm_90a", "--missing")
+    run("sm_90a", "--prune")
+    assert "has all of 1 kernels" in run("sm_90a", "--missing")
+
+
+@pytest.mark.usefixtures("one_job")
+def test_compile_keeps_what_it_found_before_it_was_stopped(tmp_path, monkeypatch):
+    known = tmp_path / "known.tsv"
+
+    def stopped(items, *args):
+        yield next(iter(items))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_console, "progress", stopped)
+    given = ("--arch", "sm_80", "--arch", "sm_90a", "--jobs", "1")
+    assert main("compile", *given, "--known", str(known)) == 130
+    lines = known.read_text("utf-8").splitlines()
+    assert sum(not line.startswith("#") for line in lines) == 1
+
+
+@pytest.mark.usefixtures("one_job")
+def test_compile_lists_kernels_and_sources(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    path = tmp_path / "folder" / "list.json"
+    assert main("compile", "--arch", "sm_80", "--list", str(path)) == 0
+    listed = json.loads(path.read_text("utf-8"))
+    (kernel,) = listed["kernels"]
+    assert "-arch=sm_80" in kernel["options"]
+    assert kernel["entry"] in listed["sources"][kernel["source"]]
+
+
+@pytest.mark.parametrize("option", ["--full", "--prune", "--missing"])
+def test_compile_of_what_is_known_needs_a_file(option, capsys):
+    assert main("compile", option) == 2
+    assert f"{option}" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_job")

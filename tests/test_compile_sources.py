@@ -1,29 +1,35 @@
 """Every kernel file compiles with NVRTC, GPU or not, in a sample of its variants.
 
-`make compile`, which CI runs beside the tests, takes each row, dtype, tile and option;
-what it has found is not compiled again.
+`make compile`, which CI runs beside the tests, takes each row, dtype, tile and option.
+What it has found, in compiled.tsv, is not compiled again, but for one variant of each
+kernel file, to see that the compiler still says the same.
 """
 
 import dataclasses
+import functools
 import hashlib
+import importlib
 import itertools
-import json
-import struct
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from cupyflash import _compile_jobs, _kernels, _nvrtc, _source
+from cupyflash import _compile_jobs, _kernels, _nvrtc, _outcomes, _source
 from cupyflash._compile_jobs import Job
 from cupyflash._kernels import Variant
-from cupyflash._nvrtc import Finding, Known, key_of
+from cupyflash._nvrtc import Finding
+from cupyflash._outcomes import Outcomes, digest_of
 
 # Of each kernel file one variant in so many.
 ARCHS = {"sm_90a": 8, "sm_80": 16, "sm_75": 11, "sm_120": 23}
 CHUNK = 8
 
-# Where `make compile` leaves its findings.
-KNOWN = Known(Path(__file__).parent.parent / "build" / "compiled.json")
+ROOT = Path(__file__).parent.parent
+
+# What `make compile` keeps.
+KNOWN = Outcomes(ROOT / "tests" / "compiled.tsv")
 
 
 def sample(arch, step):
@@ -55,13 +61,31 @@ def _compiler():
 @pytest.mark.parametrize("jobs", list(chunks()))
 def test_variants_compile(jobs):
     """To machine code; what is marked fast does not spill."""
-    outcomes = [_nvrtc.compile_one(job, KNOWN) for job in jobs]
-    problems = [
-        f"{o.operation}/{o.row} {o.arch} {o.defines}: {o.problem}"
-        for o in outcomes
-        if o.problem
-    ]
+    problems = []
+    for job in jobs:
+        finding = KNOWN.get(job, _nvrtc.version()) or _nvrtc.find(job)[0]
+        o = _nvrtc.outcome_of(job, finding, 0.0)
+        if o.problem:
+            problems.append(f"{o.operation}/{o.row} {o.arch} {o.defines}: {o.problem}")
     assert not problems, "\n".join(problems)
+
+
+@functools.cache
+def one_of_each_file():
+    """Of each kernel file the variant with the first digest, among those known."""
+    jobs = _compile_jobs.jobs_for(_kernels.device_of_arch("sm_90a"), False)
+    known = [job for job in jobs if KNOWN.get(job) is not None]
+    firsts = {job.variant.source: job for job in sorted(known, key=digest_of)[::-1]}
+    return [firsts[source] for source in sorted(firsts)]
+
+
+@pytest.mark.parametrize("job", one_of_each_file(), ids=lambda job: job.variant.source)
+def test_the_compiler_still_says_what_is_known(job):
+    """Of the same NVRTC all of it, of another that nothing is wrong."""
+    finding, _ = _nvrtc.find(job)
+    assert not _nvrtc.outcome_of(job, finding, 0.0).problem
+    if KNOWN.version_of(job) == _nvrtc.version():
+        assert finding == KNOWN.get(job)
 
 
 @pytest.mark.parametrize("operation", ["softmax", "attention"])
@@ -205,7 +229,7 @@ def _of_sm_80(arch):
     return "-arch=sm_80", "cubin"
 
 
-def text_and_code(job):
+def text_and_code(job, sections):
     """Hashes of the compiler's text, without its architecture, and of the code."""
     from cupy_backends.cuda.libs import nvrtc
 
@@ -218,7 +242,7 @@ def text_and_code(job):
         nvrtc.destroyProgram(program)
     ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
     lines = [x for x in ptx.splitlines() if not x.startswith((".target", "//"))]
-    code = section(cubin, f".text.{job.variant.entry}")
+    code = dict(sections(cubin))[f".text.{job.variant.entry}"]
     return tuple(hashlib.md5(x).hexdigest() for x in ("\n".join(lines).encode(), code))
 
 
@@ -226,26 +250,18 @@ def sides(job, arch):
     return _compile_jobs._sides(job.variant.source, arch)
 
 
-def section(elf, wanted):
-    """The bytes of a section of a 64-bit ELF file."""
-    (start,) = struct.unpack_from("<Q", elf, 0x28)
-    size, count, of_names = struct.unpack_from("<HHH", elf, 0x3A)
-    headers = [
-        struct.unpack_from("<IIQQQQ", elf, start + i * size) for i in range(count)
-    ]
-    names = headers[of_names][4]
-    for header in headers:
-        at = names + header[0]
-        if elf[at : elf.index(b"\0", at)].decode() == wanted:
-            return elf[header[4] : header[4] + header[5]]
-    raise LookupError(wanted)
+@pytest.fixture
+def sections(monkeypatch):
+    """The sections of an ELF file, as the comparison of machine code reads them."""
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    return importlib.import_module("compare_machine_code").sections
 
 
 @pytest.mark.parametrize(
     ("operation", "row"),
     [("softmax", "vjp_tiled"), ("softmax", "safe"), ("attention_vjp", "mma")],
 )
-def test_architectures_that_are_left_out_have_the_same_code(operation, row):
+def test_architectures_that_are_left_out_have_the_same_code(operation, row, sections):
     """The tables of same text and same code, on kernels of each kind."""
     device = _kernels.device_of_arch("sm_80")
     job = next(
@@ -254,7 +270,8 @@ def test_architectures_that_are_left_out_have_the_same_code(operation, row):
         if (job.operation, job.row) == (operation, row)
     )
     found = {
-        arch: text_and_code(dataclasses.replace(job, arch=arch)) for arch in ALL_ARCHS
+        arch: text_and_code(dataclasses.replace(job, arch=arch), sections)
+        for arch in ALL_ARCHS
     }
     for arch, other in _compile_jobs._SAME_TEXT.items():
         if sides(job, arch) == sides(job, other):
@@ -277,52 +294,206 @@ def text(monkeypatch):
     return texts
 
 
-def test_findings_are_kept(tmp_path, text, monkeypatch):
-    path = tmp_path / "folder" / "known.json"
+def put(known, job, finding=FINE, nvrtc="13.0"):
+    known.put(digest_of(job), finding, nvrtc)
+
+
+def test_findings_are_kept(tmp_path, text):
+    path = tmp_path / "folder" / "known.tsv"
     job, other = made_up("A=1"), made_up("A=2")
-    known = Known(path)
+    known = Outcomes(path)
     assert known.get(job) is None
-    known.put(key_of(job), FINE)
-    known.put(key_of(other), dataclasses.replace(FINE, error="k.cu(1): error"))
+    put(known, job)
+    put(known, other, dataclasses.replace(FINE, error="k.cu(1): error"))
     known.save()
-    known = Known(path)
-    assert known.get(job) == FINE
+    known = Outcomes(path)
+    assert known.get(job, "13.0") == FINE
     assert known.get(other) is None  # errors are looked for again
-    assert known.used == 1
+    assert (known.used, known.of_others) == (1, 0)
     assert known.get(dataclasses.replace(job, arch="sm_90a")) is None
-    monkeypatch.setattr(_nvrtc, "_find", None)
-    outcome = _nvrtc.compile_one(job, known)
-    assert (outcome.registers, outcome.problem) == (40, "")
     text["k.cu"] = "two"
     assert known.get(job) is None
 
 
+@pytest.mark.parametrize(
+    "finding",
+    [
+        FINE,
+        Finding(255, 16, 8, 0, "(C7510) wgmma are serialized, in the entry", ""),
+        Finding(None, None, None, None, "", ""),
+    ],
+)
+def test_the_file_gives_back_what_went_in(tmp_path, text, finding):
+    known = Outcomes(tmp_path / "known.tsv")
+    put(known, made_up(), finding)
+    known.save()
+    assert Outcomes(tmp_path / "known.tsv").get(made_up()) == finding
+
+
 def test_a_known_spill_is_still_a_problem(tmp_path, text):
-    known = Known(tmp_path / "known.json")
-    known.put(key_of(made_up()), dataclasses.replace(FINE, spill_bytes=8))
-    assert "spills 8 bytes" in _nvrtc.compile_one(made_up(), known).problem
-    assert not _nvrtc.compile_one(made_up(fast=False), known).problem
+    known = Outcomes(None)
+    put(known, made_up(), dataclasses.replace(FINE, spill_bytes=8))
+
+    def problem(job):
+        return _nvrtc.outcome_of(job, known.get(job), 0.0).problem
+
+    assert "spills 8 bytes" in problem(made_up())
+    assert not problem(made_up(fast=False))
 
 
-@pytest.mark.parametrize("content", ["nonsense", "[1]", '{"a": [1]}', '{"a": 1}'])
-def test_findings_that_cannot_be_read(tmp_path, text, content):
-    path = tmp_path / "known.json"
+@pytest.mark.parametrize(
+    "content", ["nonsense", "a\tb", "a\t13.0\tx\t\t\t\t\n", "#\n\n"]
+)
+def test_lines_that_cannot_be_read(tmp_path, text, content):
+    path = tmp_path / "known.tsv"
     path.write_text(content)
-    known = Known(path)
+    known = Outcomes(path)
     assert known.get(made_up()) is None
-    known.put(key_of(made_up()), FINE)
+    put(known, made_up())
     known.save()
-    assert Known(path).get(made_up()) == FINE
+    assert Outcomes(path).get(made_up()) == FINE
 
 
-def test_the_oldest_findings_go(tmp_path, text, monkeypatch):
-    monkeypatch.setattr(Known, "_MOST", 2)
-    known = Known(tmp_path / "known.json")
+def test_a_line_a_kernel_in_the_order_of_digests(tmp_path, text):
+    jobs = [made_up(f"A={n}") for n in range(20)]
+    files = []
+    for order in (jobs, jobs[::-1]):
+        known = Outcomes(tmp_path / "known.tsv")
+        known.prune([])
+        for job in order:
+            put(known, job)
+        known.save()
+        files.append((tmp_path / "known.tsv").read_text())
+    assert files[0] == files[1]
+    lines = [line for line in files[0].splitlines() if not line.startswith("#")]
+    assert [line.split("\t")[0] for line in lines] == sorted(map(digest_of, jobs))
+
+
+def test_what_no_kernel_has_any_more_goes(text):
+    known = Outcomes(None)
     for value in "123":
-        known.put(key_of(made_up(f"A={value}")), FINE)
-    known.get(made_up("A=1"))
-    known.save()
-    assert len(json.loads((tmp_path / "known.json").read_text())) == 2
-    known = Known(tmp_path / "known.json")
-    kept = [v for v in "123" if known.get(made_up(f"A={v}")) is not None]
-    assert kept == ["1", "3"]
+        put(known, made_up(f"A={value}"))
+    jobs = [made_up("A=1"), made_up("A=3"), made_up("A=4")]
+    assert known.missing(jobs) == (1, 1)
+    known.prune(jobs)
+    assert known.missing(jobs) == (1, 0)
+    assert [v for v in "1234" if known.get(made_up(f"A={v}"))] == ["1", "3"]
+
+
+def test_another_nvrtc_compiles_a_sample(text):
+    """Always the same one for a version, and another for the next."""
+    known = Outcomes(None)
+    jobs = [made_up(f"A={n}") for n in range(20 * _outcomes.SAMPLE)]
+    for job in jobs:
+        put(known, job, nvrtc="13.0")
+    assert all(known.get(job, "13.0") for job in jobs)
+    samples = {
+        version: [job for job in jobs if known.get(job, version) is None]
+        for version in ("13.1", "13.2")
+    }
+    assert samples["13.1"] != samples["13.2"]
+    for version, sample in samples.items():
+        assert 5 <= len(sample) <= 60
+        assert sample == [job for job in jobs if known.get(job, version) is None]
+        assert all(known.get(job) for job in sample)  # there, but to be looked at
+    before = known.of_others
+    put(known, samples["13.1"][0], nvrtc="13.1")
+    assert known.get(samples["13.1"][0], "13.1")
+    assert known.of_others == before
+
+
+# --- digests -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """write({name: text}) makes cuda_src/ of these files alone, and gives a digest."""
+
+    def write(files):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, "utf-8")
+        monkeypatch.setattr(_source, "CUDA_SRC", folder)
+        _source.load.cache_clear()
+        return digest_of(made_up(source=next(iter(files))))
+
+    yield write
+    _source.load.cache_clear()
+
+
+FILES = {
+    "a.cu": '#include "one/b.cuh"\n#include "one/z.cuh"\nint c = Z + B;\n',
+    "one/b.cuh": "#pragma once\nconstexpr int B = 2;\n",
+    "one/z.cuh": '#pragma once\n#include "one/b.cuh"\nconstexpr int Z = 2;\n',
+}
+
+
+def test_a_move_changes_no_digest(tree):
+    """Not of a header, nor of the kernel, nor includes in the order of new names."""
+    before = tree(FILES)
+    moved = {
+        "two/k.cu": '#include "a/z.cuh"\n#include "one/b.cuh"\nint c = Z + B;\n',
+        "a/z.cuh": FILES["one/z.cuh"],
+        "one/b.cuh": FILES["one/b.cuh"],
+    }
+    assert tree(moved) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "is_same"),
+    [
+        ("one/b.cuh", "constexpr", "// why\nconstexpr", True),
+        ("one/b.cuh", "int B = 2;", "int\n    B=2;  /* two */", True),
+        ("one/b.cuh", "2", "3", False),
+        ("a.cu", "Z + B", "Z - B", False),
+        ("a.cu", '#include "one/z.cuh"\n', "", False),
+        ("a.cu", "int c", "#define N 1\nint c", False),
+    ],
+)
+def test_what_changes_a_digest(tree, name, old, new, is_same):
+    before = tree(FILES)
+    assert FILES[name] != (text := FILES[name].replace(old, new))
+    assert (tree({**FILES, name: text}) == before) == is_same
+
+
+def test_a_digest_has_entry_options_and_architecture(text):
+    job = made_up("A=1", arch="sm_80")
+    entry = dataclasses.replace(
+        job, variant=dataclasses.replace(job.variant, entry="l")
+    )
+    others = [made_up("A=2"), made_up("A=1", arch="sm_86"), entry]
+    assert len({digest_of(job) for job in (job, *others)}) == 4
+    assert digest_of(dataclasses.replace(job, row="other", fast=False)) == digest_of(
+        job
+    )
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("a  b", "a\n\n b // c", True),
+        ("ab", "a b", False),
+        ("a + +b", "a ++b", False),
+        ('f("// no comment")', 'f("")', False),
+        ('f("a  b")', 'f("a b")', False),
+        ("#define A 1\nint a;", "#define A 1 int a;", False),
+        ("#define A 1 \\\n  + 2\nx", "#define A 1 + 2\nx", True),
+        (
+            "int a;\n#if B\nint c;\n#endif",
+            "int a; // x\n  #if B\nint\nc;\n#endif",
+            True,
+        ),
+        ("a /* b\n c */ d", "a d", True),
+        ("'\"' /* a */ '\"'", "'\"' '\"'", True),
+    ],
+)
+def test_tokens(one, other, is_same):
+    assert (_outcomes.tokens_of(one) == _outcomes.tokens_of(other)) == is_same
+
+
+def test_no_kernel_asks_where_it_stands():
+    """A file's name and line would be part of its code, and are not in its digest."""
+    for path in _source.CUDA_SRC.rglob("*.cu*"):
+        assert not re.search(r"__(LINE|FILE)__", path.read_text("utf-8")), path

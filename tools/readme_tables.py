@@ -28,9 +28,19 @@ def reports(kind):
         (path.name, json.loads(path.read_text(encoding="utf-8")))
         for path in sorted(RESULTS.glob(f"{kind}_*.json"))
     ]
-    key = "ladder" if kind == "demo" else "rows"
-    found = [(name, report) for name, report in found if report.get(key)]
+    has_tables = _has_ladder if kind == "demo" else _has_providers
+    found = [(name, report) for name, report in found if has_tables(report)]
     return sorted(found, key=lambda item: "gpu" not in item[1]["machine"])
+
+
+def _has_ladder(report):
+    return bool(report.get("ladder"))
+
+
+def _has_providers(report):
+    """Whether a report is of a whole benchmark, not of a step of the work."""
+    rows = report.get("rows")
+    return bool(rows) and all("provider" in row for row in rows)
 
 
 def machine_text(machine):

@@ -1,0 +1,181 @@
+"""What the compiler said of kernels, kept in a file by the digest of their text.
+
+`make compile` keeps tests/compiled.tsv, so that a clean clone compiles only what has
+changed. It has a line a kernel, in the order of the digests: what two branches add lies
+apart, and .gitattributes lets git keep the lines of both.
+"""
+
+import functools
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cupyflash import _nvrtc, _source
+from cupyflash._compile_jobs import Job
+from cupyflash._nvrtc import Finding
+
+_HEAD = """\
+# What NVRTC said of each kernel that `make compile` compiles; it writes this file.
+# digest\tNVRTC\tregisters\tstack\tspills\tshared\twarning
+"""
+_NONE = "-"
+
+# Of what another NVRTC compiled, one kernel in so many is compiled again. PyPI has one
+# every few weeks, and users have any version of it, so the file cannot speak for
+# all of them. To compile everything at each release would take half an hour where
+# nothing changed here; to trust the file would hide a compiler that spills. A sample
+# finds what is common, and `make compile FULL=1` the rest.
+SAMPLE = 16
+
+_COMMENT = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])')""", re.DOTALL
+)
+_TOKEN = re.compile(
+    r"""("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])'|\w+|[-+*/%&|^<>=!:.]+|[^\w\s])"""
+)
+_SEAM = re.compile(r'^#line \d+ "([^"]+)"$', re.MULTILINE)
+
+
+@functools.cache
+def tokens_of(text: str) -> str:
+    """C++ without comments and layout: what has the same tokens has the same code.
+
+    Directives keep their lines. Operators in a row stay as they are written.
+    """
+    text = _COMMENT.sub(lambda match: match[1] or " ", text.replace("\\\n", " "))
+    lines = [""]
+    after_directive = False
+    for line in text.split("\n"):
+        tokens = " ".join(_TOKEN.findall(line))
+        is_directive = tokens.startswith("#")
+        if is_directive or after_directive:
+            lines.append(tokens)
+        elif tokens:
+            lines[-1] += f" {tokens}"
+        after_directive = is_directive
+    return "\n".join(line.strip() for line in lines)
+
+
+def _files_in(text):
+    """(name, tokens) of the pieces of a joined text, in their order."""
+    first, *rest = _SEAM.split(text)
+    names, pieces = ["", *rest[::2]], [first, *rest[1::2]]
+    return [(name, tokens_of(p)) for name, p in zip(names, pieces, strict=True)]
+
+
+def program_of(text: str) -> str:
+    """The tokens of a joined text, without the names of its files."""
+    pieces = [tokens for _, tokens in _files_in(text)]
+    return "\n".join(filter(None, pieces))
+
+
+@functools.cache
+def _hash_of_bodies(text):
+    """A hash of the tokens of each file in a joined text, whatever their order.
+
+    A file that moves, and includes that a formatter sorts by their new names, change
+    neither. That headers give the same in any order is the rule here, and a test
+    compiles some of what is known.
+    """
+    bodies: dict[str, list[str]] = {}
+    for name, tokens in _files_in(text):
+        bodies.setdefault(name, []).append(tokens)
+    return hashlib.sha256(repr(sorted(bodies.values())).encode()).hexdigest()
+
+
+def digest_of(job: Job) -> str:
+    """A hash of all that a finding depends on beside the compiler."""
+    text = _source.load(job.variant.source)
+    facts = _hash_of_bodies(text), job.variant.entry, _nvrtc.options_of(job)
+    return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+
+
+def find(job: Job) -> tuple[str, Finding, float]:
+    """The digest of a job, of the text that is compiled; its finding; the seconds."""
+    finding, seconds = _nvrtc.find(job)
+    return digest_of(job), finding, seconds
+
+
+@dataclass(frozen=True)
+class _Line:
+    """What the file says of a kernel."""
+
+    nvrtc: str  # the version that said it
+    finding: Finding
+
+
+class Outcomes:
+    """Findings of earlier runs; those without an error."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.used = 0
+        self.of_others = 0  # of those, found by another NVRTC
+        self._path = path
+        self._lines: dict[str, _Line] = {}
+        if path is not None and path.exists():
+            for text in path.read_text(encoding="utf-8").splitlines():
+                try:
+                    digest, nvrtc, *numbers, warning = text.split("\t")
+                    registers, stack, spills, smem = (
+                        None if number == _NONE else int(number) for number in numbers
+                    )
+                except ValueError:  # a comment
+                    continue
+                warning = "" if warning == _NONE else warning
+                finding = Finding(registers, stack, spills, smem, warning, "")
+                self._lines[digest] = _Line(nvrtc, finding)
+
+    def get(self, job: Job, nvrtc: str | None = None) -> Finding | None:
+        """The finding of a job, if there is one that holds for a version of NVRTC."""
+        digest = digest_of(job)
+        line = self._lines.get(digest)
+        if line is None or (
+            nvrtc not in (None, line.nvrtc) and _is_in_sample(digest, nvrtc)
+        ):
+            return None
+        self.used += 1
+        self.of_others += nvrtc not in (None, line.nvrtc)
+        return line.finding
+
+    def version_of(self, job: Job) -> str:
+        """The NVRTC that said what is known of a job."""
+        return self._lines[digest_of(job)].nvrtc
+
+    def put(self, digest: str, finding: Finding, nvrtc: str) -> None:
+        """Keep what was found of a job with this digest."""
+        if not finding.error:
+            self._lines[digest] = _Line(nvrtc, finding)
+
+    def missing(self, jobs: Iterable[Job]) -> tuple[int, int]:
+        """How many jobs have no line, and how many lines no job."""
+        digests = {digest_of(job) for job in jobs}
+        return len(digests - self._lines.keys()), len(self._lines.keys() - digests)
+
+    def prune(self, jobs: Iterable[Job]) -> None:
+        """Drop the lines of kernels that are none of these."""
+        digests = {digest_of(job) for job in jobs}
+        self._lines = {d: line for d, line in self._lines.items() if d in digests}
+
+    def save(self) -> None:
+        """Write the file, if there is to be one."""
+        if self._path is None:
+            return
+        rows = []
+        for digest, line in sorted(self._lines.items()):
+            f = line.finding
+            facts = (f.registers, f.stack_bytes, f.spill_bytes, f.static_smem)
+            numbers = [_NONE if fact is None else str(fact) for fact in facts]
+            rows.append([digest, line.nvrtc, *numbers, f.serialized or _NONE])
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        written = self._path.with_suffix(".part")
+        text = "".join("\t".join(row) + "\n" for row in rows)
+        written.write_text(_HEAD + text, encoding="utf-8")
+        written.replace(self._path)
+
+
+def _is_in_sample(digest, nvrtc):
+    """Whether a version of NVRTC compiles this again; each version takes others."""
+    number = hashlib.sha256(f"{digest} {nvrtc}".encode()).digest()
+    return int.from_bytes(number) % SAMPLE == 0

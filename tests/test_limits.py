@@ -46,20 +46,21 @@ def card(request, monkeypatch, cupy):
 
 def forward(card, q, k, v, method="auto", **options):
     """The problem and the operands of a call of attention, launched."""
-    from cupyflash import _attention_gpu
+    from cupyflash import _attention_gpu, _attention_params
 
     call = {**_OPTIONS, **options}
     with card.allocates():
         problem, operands = _attention_problem.attention(
             q, k, v, *call.values(), True, None, method
         )
-        _attention_gpu.run(problem, operands)
+        plan = _attention_gpu.make_plan(problem, operands)
+        plan.run(operands, _attention_params.launch_offset(problem))
     return problem, operands
 
 
 def backward(card, q, k, v, deterministic=False, **options):
     """The same of a call of attention_vjp; dout, out and lse are made up."""
-    from cupyflash import _attention_vjp_gpu
+    from cupyflash import _attention_params, _attention_vjp_gpu
 
     call = {**_OPTIONS, **options}
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3])
@@ -71,7 +72,9 @@ def backward(card, q, k, v, deterministic=False, **options):
         problem, operands = _attention_vjp_problem.attention_vjp(
             out, q, k, v, out, lse, *call.values(), "auto", None, *needs, deterministic
         )
-        _attention_vjp_gpu.run(problem, operands)
+        plan = _attention_vjp_gpu.make_plan(problem, operands)
+        offset = _attention_params.launch_offset(problem.forward)
+        plan(_attention_vjp_gpu._arrays_of(operands), offset)
 
 
 # --- sections of memory between kernels ----------------------------------------------

@@ -59,7 +59,7 @@ $(VENV)/.installed-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: $(call STAMP,demo)  ## Denoise a photograph exactly, and climb the ladder
+demo: $(call STAMP,demo)  ## Fit simulations, estimate a density, compare the methods
 	@$(PY) -m cupyflash demo $(DEMO_ARGS)
 
 test: $(call STAMP,test)  ## All tests that this machine can run

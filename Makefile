@@ -53,7 +53,7 @@ $(VENV)/.installed-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 	@$(PY) -m pip install --quiet -e ".[$(EXTRAS)]"
 	@touch $@
 
-.PHONY: help demo test lint format compile docs gpu-check gpu-proof gpu-sanitize gpu-record \
+.PHONY: help demo test lint format compile docs linkcheck gpu-check gpu-proof gpu-sanitize gpu-record \
   bench tables clean
 
 help:  ## This list
@@ -84,6 +84,9 @@ compile: $(call STAMP,test)  ## Compile the kernels for all architectures, witho
 docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+linkcheck: $(call STAMP,docs)  ## Whether the links of the documentation lead somewhere
+	$(PY) -m sphinx -q -b linkcheck -D plot_gallery=0 docs docs/_build/linkcheck
 
 gpu-check: $(call STAMP,test)  ## GPU tests on all cards, none skipped; writes tests/gpu_record.json
 	$(PY) tests/gpu_record.py --write $(PYTEST_ARGS)

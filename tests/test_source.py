@@ -152,7 +152,15 @@ def _copy_of_the_tree(target):
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, target)
-    folders = ("benchmarks", "cupyflash", "cuda_src", "docs", "examples", "tests", "tools")
+    folders = (
+        "benchmarks",
+        "cupyflash",
+        "cuda_src",
+        "docs",
+        "examples",
+        "tests",
+        "tools",
+    )
     for name in folders:
         ignore = shutil.ignore_patterns("__pycache__", "_build", "generated")
         shutil.copytree(ROOT / name, target / name, ignore=ignore)

@@ -125,10 +125,10 @@ query_lengths, key_lengths, layout, precision
     >>> rng = np.random.default_rng(0)
     >>> q, k, v, dout = rng.standard_normal((4, 8, 4))
     >>> out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
-    >>> grads = cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
-    >>> step = 1e-6 * grads.dq
+    >>> dq, dk, dv, *_ = cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
+    >>> step = 1e-6 * dq
     >>> change = cupyflash.attention(q + step, k, v, causal=True) - out
-    >>> bool(np.isclose((change * dout).sum(), (step * grads.dq).sum()))
+    >>> bool(np.isclose((change * dout).sum(), (step * dq).sum()))
     True
     """
     arguments = (

@@ -75,6 +75,7 @@ _INSTEAD = {
     "whole rows, or give x.compute()",
     "xarray": "call it by xarray.apply_ufunc(f, x, ...), or give x.values",
     "pandas": "give x.to_numpy()",
+    "sparse": "give x.todense()",
     "torch": "give x.numpy(force=True)",
 }
 

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -94,7 +95,7 @@ def _commit():
     if said := os.environ.get("CUPYFLASH_COMMIT"):
         return said
     root = _source.CUDA_SRC.parent
-    if _git(root, "rev-parse", "--show-toplevel") != str(root.resolve()):
+    if Path(_git(root, "rev-parse", "--show-toplevel")) != root.resolve():
         return ""
     changed = _git(root, "status", "--porcelain", "--", "cupyflash", "cuda_src")
     return _git(root, "rev-parse", "--short=12", "HEAD") + ("+" if changed else "")

@@ -20,7 +20,7 @@ def made_by(library):
         "xarray": lambda: (module.DataArray(VALUES), "apply_ufunc"),
         "pandas": lambda: (module.DataFrame(VALUES), r"x\.to_numpy\(\)"),
         "torch": lambda: (module.asarray(VALUES), r"x\.numpy\(force=True\)"),
-        "sparse": lambda: (module.COO.from_numpy(VALUES), r"numpy\.asarray\(x\)"),
+        "sparse": lambda: (module.COO.from_numpy(VALUES), r"x\.todense\(\)"),
     }[library]()
 
 

@@ -52,7 +52,9 @@ def seconds(t):
     """A duration in the unit that suits it."""
     if t < 1e-3:
         return f"{t * 1e6:.0f} us"
-    return f"{t * 1e3:.2g} ms" if t < 0.1 else f"{t:.2g} s"
+    if t < 0.1:
+        return f"{t * 1e3:.2g} ms"
+    return f"{t:.2g} s" if t < 99.5 else f"{t:.0f} s"
 
 
 def mebibytes(n):
@@ -110,6 +112,9 @@ def demo():
         if "fit" not in report:
             continue
         fit, density = report["fit"], report["density"]
+        cores = report["machine"]["cores"]
+        on_gpu = "gpu" in report["machine"]
+        others = f"; scikit-learn and scipy on {cores} CPU cores" if on_gpu else ""
         pixels, points = fit["side"] ** 2, density["points"]
         rows = [
             (
@@ -124,7 +129,7 @@ def demo():
             (
                 f"fit of {pixels:,} pixels to {fit['simulations']:,} simulations",
                 "time",
-                "error",
+                "error of the fraction",
                 "error it states",
             ),
             rows,
@@ -143,7 +148,7 @@ def demo():
         parts.append(
             f"{machine_text(report['machine'])} "
             f"([numbers]({FILES}benchmarks/results/{name}), by `make demo`; * measured "
-            f"on a part and scaled up):\n\n{of_fit}\n{of_density}"
+            f"on a part and scaled up{others}):\n\n{of_fit}\n{of_density}"
         )
     return "\n".join(parts)
 

@@ -64,6 +64,17 @@ def adopt(x: Any) -> Any:
     return np.asarray(x)
 
 
+def is_scalar(x: Any) -> bool:
+    """Whether `x` is a Python or NumPy scalar, which goes with either kind of array."""
+    return isinstance(x, (numbers.Number, np.bool_, np.generic))
+
+
+def _describe(x):
+    if is_cupy(x):
+        return f"a CuPy array on device {x.device.id}"
+    return "a NumPy array" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
+
+
 # What marks a type of array, other than a file or an image that can be read as one.
 _ARRAY_PROTOCOLS = (
     "__array_namespace__", "__array_function__", "__array_ufunc__", "__dlpack__",
@@ -94,17 +105,6 @@ def _refuse_other_arrays(x):
                 f"a {package} {kind.__name__} would silently become a NumPy array; "
                 f"{instead}"
             )
-
-
-def is_scalar(x: Any) -> bool:
-    """Whether `x` is a Python or NumPy scalar, which goes with either kind of array."""
-    return isinstance(x, (numbers.Number, np.bool_, np.generic))
-
-
-def _describe(x):
-    if is_cupy(x):
-        return f"a CuPy array on device {x.device.id}"
-    return "a NumPy array" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
 
 
 def _adopt_as(name, x):

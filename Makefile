@@ -73,13 +73,13 @@ $(FLOORS)/.installed: setup.cfg pyproject.toml
 	  $(FLOOR_NUMBERS)
 	@touch $@
 
-.PHONY: help demo test floors lint format compile docs gpu-check gpu-proof gpu-sanitize \
-  gpu-record bench tables clean ci-install
+.PHONY: help demo test floors lint format compile docs linkcheck gpu-check gpu-proof \
+  gpu-fuzz gpu-sanitize gpu-record bench tables clean ci-install
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: $(call STAMP,demo)  ## Denoise a photograph exactly, and climb the ladder
+demo: $(call STAMP,demo)  ## Fit simulations, estimate a density, compare the methods
 	@$(PY) -m cupyflash demo $(DEMO_ARGS)
 
 test: $(call STAMP,test)  ## All tests that this machine can run
@@ -107,6 +107,9 @@ compile: $(call STAMP,test)  ## Compile the kernels that changed, without a GPU;
 docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
 	$(PY) -m sphinx -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
+
+linkcheck: $(call STAMP,docs)  ## Whether the links of the documentation lead somewhere
+	$(PY) -m sphinx -q -b linkcheck -D plot_gallery=0 docs docs/_build/linkcheck
 
 gpu-check: $(call STAMP,test)  ## GPU tests on all cards, none skipped; writes tests/gpu_record.json
 	$(PY) tests/gpu_record.py --write $(PYTEST_ARGS)

@@ -12,7 +12,7 @@ from cupyflash._softmax import (
     softmax_vjp,
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AttentionGrads",

@@ -53,6 +53,7 @@ def adopt(x: Any) -> Any:
     if lives_on_gpu(x):
         cupy = import_cupy()
         return cupy.from_dlpack(x) if _offers_dlpack_cuda(x) else cupy.asarray(x)
+    _refuse_other_arrays(x)
     return np.asarray(x)
 
 
@@ -79,12 +80,49 @@ def _describe(x):
     return "a NumPy array" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
 
 
+# What marks a type of array, other than a file or an image that can be read as one.
+_ARRAY_PROTOCOLS = (
+    "__array_namespace__", "__array_function__", "__array_ufunc__", "__dlpack__",
+)  # fmt: skip
+
+# What to write instead, by the package that the type is from.
+_INSTEAD = {
+    "dask": "call it on each block, dask.array.map_blocks(f, x), where blocks hold "
+    "whole rows, or give x.compute()",
+    "xarray": "call it by xarray.apply_ufunc(f, x, ...), or give x.values",
+    "pandas": "give x.to_numpy()",
+    "sparse": "give x.todense()",
+    "torch": "give x.numpy(force=True)",
+}
+
+
+def _refuse_other_arrays(x):
+    """Refuse arrays of other libraries in host memory: they would become NumPy's."""
+    parts = x if isinstance(x, (list, tuple)) else (x,)
+    for part in parts:
+        if isinstance(part, (np.ndarray, np.generic, numbers.Number, list, tuple)):
+            continue
+        kind = type(part)
+        if any(hasattr(kind, protocol) for protocol in _ARRAY_PROTOCOLS):
+            package = kind.__module__.partition(".")[0]
+            instead = _INSTEAD.get(package, "give numpy.asarray(x)")
+            raise TypeError(
+                f"a {package} {kind.__name__} would silently become a NumPy array; "
+                f"{instead}"
+            )
+
+
 def _adopt_as(name, x):
     """`x` adopted, or an error that names it."""
-    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+    if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost; give {name}.filled() "
             "with a value, and the mask as an argument of its own"
+        )
+    if isinstance(x, np.ndarray) and hasattr(x, "unit"):
+        raise TypeError(
+            f"{name} is a {type(x).__name__}, whose unit would be lost; give "
+            f"{name}.value or numpy.asarray({name})"
         )
     try:
         return adopt(x)

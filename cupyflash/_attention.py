@@ -1,7 +1,7 @@
 """attention and merge_attention_states."""
 
 import functools
-from typing import Any
+from typing import Literal, overload
 
 from cupyflash import _arrays, _attention_problem
 from cupyflash._typing import Array, Layout, Method, Precision, Window
@@ -28,6 +28,53 @@ def backend(problem):
     return _cpu() if problem.backend == "numpy" else _gpu()
 
 
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: Literal[False] = False,
+    out: Array | None = None,
+    method: Method = "auto",
+) -> Array: ...
+@overload
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: Literal[True],
+    out: Array | None = None,
+    method: Method = "auto",
+) -> tuple[Array, Array]: ...
+@overload
 def attention(
     q: Array,
     k: Array,
@@ -49,7 +96,29 @@ def attention(
     return_lse: bool = False,
     out: Array | None = None,
     method: Method = "auto",
-) -> Any:
+) -> Array | tuple[Array, Array]: ...
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: bool = False,
+    out: Array | None = None,
+    method: Method = "auto",
+) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention, ``softmax(scale * q k^T + bias) v``.
 
     Parameters

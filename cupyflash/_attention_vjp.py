@@ -69,7 +69,7 @@ def attention_vjp(
 query_lengths, key_lengths, layout, precision
         As in the call of `attention`.
     method : {"auto", "tiled"}, default "auto"
-        Rung of the ladder; gradients have one.
+        Gradients have one method.
     dlse : array_like, of the shape and dtype of `lse`, optional
         Gradient of the same number by `lse`, as merging parts brings it.
     need_dbias, need_dsinks : bool, default False
@@ -94,7 +94,7 @@ query_lengths, key_lengths, layout, precision
         If shapes do not agree, an option is out of range, arrays are on two devices, or
         the gradient of an absent `bias` or `sinks` is asked for.
     NotImplementedError
-        If `method` is another rung of the ladder.
+        If `method` is another one.
 
     See Also
     --------
@@ -127,10 +127,10 @@ query_lengths, key_lengths, layout, precision
     >>> rng = np.random.default_rng(0)
     >>> q, k, v, dout = rng.standard_normal((4, 8, 4))
     >>> out, lse = cupyflash.attention(q, k, v, causal=True, return_lse=True)
-    >>> grads = cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
-    >>> step = 1e-6 * grads.dq
+    >>> dq, dk, dv, *_ = cupyflash.attention_vjp(dout, q, k, v, out, lse, causal=True)
+    >>> step = 1e-6 * dq
     >>> change = cupyflash.attention(q + step, k, v, causal=True) - out
-    >>> bool(np.isclose((change * dout).sum(), (step * grads.dq).sum()))
+    >>> bool(np.isclose((change * dout).sum(), (step * dq).sum()))
     True
     """
     arguments = (

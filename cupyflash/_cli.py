@@ -19,7 +19,7 @@ from cupyflash import (
 # and one line of help. The modules import what is heavy only when they run.
 COMMANDS = {
     "info": (_cli_info, "versions, devices, and which back ends can be used"),
-    "demo": (_demo, "denoise a photograph, and climb the ladder of methods"),
+    "demo": (_demo, "fit simulations, estimate a density, compare the four methods"),
     "bench": (_cli_bench, "time softmax and attention on this machine"),
     "compile": (_cli_compile, "compile the kernels for any GPU, on any machine"),
     "check": (_cli_check, "compare the numerics of this machine with float64"),

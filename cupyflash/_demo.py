@@ -1,25 +1,54 @@
-"""python -m cupyflash demo: a photograph denoised exactly, and the ladder."""
+"""python -m cupyflash demo: a fit with error bars, a density, and the four methods."""
 
+import functools
+import importlib.util
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from cupyflash import _console, _demo_ladder, _demo_nlm, _extras, _measure
+from cupyflash import (
+    _console,
+    _demo_density,
+    _demo_fit,
+    _demo_ladder,
+    _extras,
+    _measure,
+)
 
 EXAMPLES = f"""
 examples:
   python -m cupyflash demo
-  python -m cupyflash demo --size 128          quick
-  python -m cupyflash demo --cpu --size 512    the whole photograph without a GPU
+  python -m cupyflash demo --size 32           quick
+  python -m cupyflash demo --cpu               on a machine with a GPU, too
 
-Writes nlm.png and demo.json into the output folder. Needs scikit-image and matplotlib:
-{_extras.command("demo")}.
+Writes fit.png and demo.json into the output folder. Draws with matplotlib and compares
+with scikit-learn where they are installed: {_extras.command("demo")}.
 """
 
-# Side of the image when none is asked for: N = side^2 pixels make N^2 pairs.
-_SIDE_ON_GPU, _SIDE_ON_CPU = 512, 256
+
+@dataclass(frozen=True)
+class Size:
+    """How large the problems are, by the side of the image."""
+
+    simulations: int
+    points: int  # of the density
+    sparse: int  # a slow method computes every sparse-th pixel, down and across
+
+
+SIZES = {
+    32: Size(2**12, 2_000, 4),
+    64: Size(2**14, 5_000, 4),
+    96: Size(2**16, 20_000, 6),
+    256: Size(2**18, 50_000, 8),
+    512: Size(2**20, 200_000, 16),
+}
+_SIDE_ON_GPU, _SIDE_ON_CPU = 512, 96
+
+# Of the density, another library computes as many points as make this many pairs.
+_PAIRS_OF_OTHERS = 20_000_000
 
 
 def add_arguments(parser):
@@ -27,9 +56,9 @@ def add_arguments(parser):
     parser.add_argument(
         "--size",
         type=int,
-        choices=(64, 128, 256, 512),
-        help=f"side of the image (default: {_SIDE_ON_GPU} with a GPU, else "
-        f"{_SIDE_ON_CPU})",
+        choices=tuple(SIZES),
+        help=f"side of the image; the number of simulations follows (default: "
+        f"{_SIDE_ON_GPU} with a GPU, else {_SIDE_ON_CPU})",
     )
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
     parser.add_argument(
@@ -42,15 +71,7 @@ def add_arguments(parser):
 
 
 def run(args):
-    """Both parts of the demo; 1 if a package is missing."""
-    try:
-        import matplotlib  # noqa: F401
-        import skimage  # noqa: F401
-    except ImportError as error:
-        _console.complain(
-            f"{error}; {_extras.command('demo')} brings what the demo needs"
-        )
-        return 1
+    """All parts of the demo."""
     args.output.mkdir(parents=True, exist_ok=True)
     on_gpu = not args.cpu and _measure.cuda_device_count() > 0
     xp = np
@@ -59,130 +80,321 @@ def run(args):
     machine = _measure.machine(on_gpu)
     print(f"Running on {machine['gpu' if on_gpu else 'processor']}.")
     side = args.size or (_SIDE_ON_GPU if on_gpu else _SIDE_ON_CPU)
+    for package, what in (("matplotlib", "picture"), ("sklearn", "peers from it")):
+        if not _has(package):
+            print(f"No {what}: {package} is missing; {_extras.command('demo')}.")
+    picture = args.output / "fit.png"
     report = {
         "machine": machine,
-        "photograph": _photograph(xp, on_gpu, side, args.output / "nlm.png"),
+        "fit": _fit(xp, on_gpu, side, picture),
+        "density": _density(xp, on_gpu, SIZES[side].points),
         "ladder": _ladder(xp, on_gpu),
     }
     path = args.output / "demo.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(f"\nPicture: {args.output / 'nlm.png'}\nNumbers: {path}")
+    print(f"\nNumbers: {path}" + (f"\nPicture: {picture}" if picture.exists() else ""))
     return 0
 
 
-def _photograph(xp, on_gpu, side, path):
-    """Denoise scikit-image's camera; print, draw and return what came of it."""
-    from skimage import data, metrics, restoration, transform
+def _has(package):
+    return importlib.util.find_spec(package) is not None
 
-    _console.heading("Exact global non-local means of a photograph")
-    clean = data.camera() / 255.0
-    full = clean.shape[0]
-    if side < full:
-        clean = transform.downscale_local_mean(clean, (full // side, full // side))
-        print(
-            f"The {full} x {full} photograph is reduced to {side} x {side}: pairs of "
-            f"pixels are\n{(full // side) ** 4} times fewer, so that this ends soon. "
-            f"--size {full} takes it as it is."
-        )
-    num_pixels = clean.size
+
+def _fit(xp, on_gpu, side, path):
+    """Fit every pixel to simulations; print, draw and return what came of it."""
+    size = SIZES[side]
+    num_pixels = side * side
+    _console.heading("A Bayesian fit against simulations: myelin water imaging")
     print(
-        f"{num_pixels:,} patches of {_demo_nlm.PATCH} x {_demo_nlm.PATCH} attend to "
-        f"all {num_pixels:,}: {num_pixels**2:.2e} pairs."
+        f"Each of {side} x {side} pixels has {len(_demo_fit.ECHO_TIMES)} echoes with "
+        f"noise of 1/{1 / _demo_fit.NOISE:.0f} of the first, and attends\nto "
+        f"{size.simulations:,} simulated decays: {num_pixels * size.simulations:.1e} "
+        "pairs. Prior of the simulations, and of the truth:"
     )
-    print("Denoising ...", flush=True)
-    noise = _demo_nlm.NOISE
+    for name, low, high in zip(
+        _demo_fit.PARAMETERS, _demo_fit.LOW, _demo_fit.HIGH, strict=True
+    ):
+        print(f"  {name}: uniform from {low:g} to {high:g}")
     rng = np.random.default_rng(0)
-    noisy = clean + noise * rng.standard_normal(clean.shape)
+    truth = _demo_fit.phantom(rng, side)
+    clean = _demo_fit.simulate(truth)
+    measured = clean + _demo_fit.NOISE * rng.standard_normal(clean.shape)
+    simulations = _demo_fit.Simulations(
+        _demo_fit.draw_from_prior(rng, size.simulations), xp
+    )
 
-    if on_gpu:
-        # Compiled before the clock starts; the photograph pays for arithmetic alone.
-        _demo_nlm.denoise(noisy, noise, _demo_nlm.H, xp)
-    ours = _measure.run_once(
-        lambda: _demo_nlm.denoise(noisy, noise, _demo_nlm.H, xp), on_gpu=on_gpu
-    )
-    rows = [
-        _quality("noisy", clean, noisy, metrics),
-        _quality("cupyflash, all pixels", clean, ours.result, metrics)
-        | {"seconds": ours.seconds},
-    ]
-    for name, fast, strength in (("fast mode", True, 0.6), ("slow mode", False, 0.8)):
-        start = time.perf_counter()
-        windowed = restoration.denoise_nl_means(
-            noisy,
-            patch_size=_demo_nlm.PATCH,
-            patch_distance=11,
-            h=strength * noise,
-            sigma=noise,
-            fast_mode=fast,
+    every_pixel = np.arange(num_pixels)
+    some = every_pixel.reshape(side, side)[:: size.sparse, :: size.sparse].ravel()
+    library = "CuPy" if on_gpu else "SciPy"
+    methods = {
+        "cupyflash": (simulations.posterior, every_pixel),
+        f"matmul, {library} softmax, matmul": (simulations.posterior_of_blocks, some),
+        "best match, scikit-learn": (
+            simulations.best_match,
+            some if num_pixels > 10_000 else every_pixel,
+        ),
+        "best match, matmul and argmax": (
+            simulations.best_match_of_blocks,
+            every_pixel,
+        ),
+        "least squares, scipy curve_fit": (_demo_fit.least_squares, some),
+    }
+    if not _has("sklearn"):
+        del methods["best match, scikit-learn"]
+    rows, maps = [], {}
+    for name, (method, pixels) in _console.progress(methods.items(), "fitting"):
+        y = measured[pixels]
+        if method == _demo_fit.least_squares:
+            run = _clocked(method, y)
+        else:
+            # Compilers, threads and first pages are no part of what is compared.
+            method(y if on_gpu else y[:64])
+            run = _measure.run_once(functools.partial(method, y), on_gpu=on_gpu)
+        mean, *others = run.result
+        rows.append(
+            {
+                "method": name,
+                "pixels": len(pixels),
+                "seconds": run.seconds * num_pixels / len(pixels),
+                "extra_bytes": run.extra_bytes,
+                "rmse": _rms(mean - truth[pixels]),
+                "posterior_sd": None if others[0] is None else _rms(others[0]),
+            }
         )
-        seconds = time.perf_counter() - start
-        row = _quality(
-            f"scikit-image, 23 x 23 window, {name}", clean, windowed, metrics
-        )
-        rows.append(row | {"seconds": seconds})
-    _console.table(
-        ("image", "PSNR, dB", "SSIM", "time"),
-        [
-            (
-                row["image"],
-                f"{row['psnr']:.2f}",
-                f"{row['ssim']:.3f}",
-                _console.seconds(row["seconds"]) if "seconds" in row else "",
-            )
-            for row in rows
-        ],
-    )
-    score_bytes = num_pixels**2 * 4
+        maps[name] = (pixels, mean, others)
+    extra = rows[0]["extra_bytes"]
+    _print_fit(rows, num_pixels)
+    score_bytes = 4 * num_pixels * size.simulations
     print(
-        f"Extra memory of cupyflash: {_console.size(ours.extra_bytes)}. The matrix of "
-        f"all pairs would take {_console.size(score_bytes)},\ntwice (S and P)."
+        f"Extra memory of cupyflash: {_console.size(extra)}. The matrix of all scores "
+        f"would take {_console.size(score_bytes)}."
     )
-    _draw(path, clean, noisy, ours.result, rows)
+    if _has("matplotlib"):
+        _draw(path, side, truth, maps, rows)
+    evidence = maps["cupyflash"][2][1]
     return {
         "side": side,
-        "noise": noise,
-        "h": _demo_nlm.H,
-        "pairs": num_pixels**2,
-        "images": rows,
-        "extra_bytes": ours.extra_bytes,
+        "simulations": size.simulations,
+        "echoes": len(_demo_fit.ECHO_TIMES),
+        "noise": _demo_fit.NOISE,
+        "prior": {
+            name: [low, high]
+            for name, low, high in zip(
+                _demo_fit.PARAMETERS,
+                _demo_fit.LOW.tolist(),
+                _demo_fit.HIGH.tolist(),
+                strict=True,
+            )
+        },
+        "methods": rows,
+        "mean_log_evidence": float(evidence.mean()),
         "score_bytes": score_bytes,
     }
 
 
-def _quality(name, clean, image, metrics):
-    image = np.clip(image, 0, 1)
-    return {
-        "image": name,
-        "psnr": float(metrics.peak_signal_noise_ratio(clean, image, data_range=1)),
-        "ssim": float(metrics.structural_similarity(clean, image, data_range=1)),
-    }
+def _clocked(method, *arguments):
+    """A call by the clock alone: counting its memory slows a program of Python down."""
+    start = time.perf_counter()
+    result = method(*arguments)
+    return _measure.Run(result, time.perf_counter() - start, None)
 
 
-def _draw(path, clean, noisy, denoised, rows):
-    """Three images side by side, into a file."""
+def _rms(x):
+    """Root mean square of each column, as plain numbers."""
+    return np.sqrt((x**2).mean(axis=0)).tolist()
+
+
+def _print_fit(rows, num_pixels):
+    print("\nError of each over its pixels (root mean square), and what it states:")
+    _console.table(
+        ("method", "pixels", "time for all", "fraction", "stated", "T2 myelin, other"),
+        [
+            (
+                row["method"],
+                f"{row['pixels']:,}",
+                _console.seconds(row["seconds"])
+                + ("" if row["pixels"] == num_pixels else " *"),
+                f"{row['rmse'][0]:.4f}",
+                f"{row['posterior_sd'][0]:.4f}" if row["posterior_sd"] else "-",
+                "{1:.1f}, {2:.1f} ms".format(*row["rmse"]),
+            )
+            for row in rows
+        ],
+    )
+    print(
+        "* measured on a regular grid of pixels, and scaled up to all.\n"
+        "Only the first two give error bars. The nearest simulation and the best "
+        "curve follow the noise;\nthe mean over all simulations does not. A search "
+        "takes no exponentials, so by matrix products it\ncan be faster than the "
+        "fit; what it lacks is the accuracy and the error bar."
+    )
+
+
+def _draw(path, side, truth, maps, rows):
+    """Maps of the myelin fraction, and one line through them, into a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    names = {
+        "cupyflash": "posterior mean\n(cupyflash)",
+        "best match, matmul and argmax": "best match\n(as scikit-learn)",
+        "least squares, scipy curve_fit": "least squares\n(curve_fit)",
+    }
+    errors = {row["method"]: row["rmse"][0] for row in rows}
+    figure = Figure(figsize=(12, 5.6), layout="constrained")
     FigureCanvasAgg(figure)
-    titles = (
-        "photograph",
-        f"noise added: {rows[0]['psnr']:.1f} dB",
-        f"cupyflash, mean over all pixels: {rows[1]['psnr']:.1f} dB",
-    )
-    images = (clean, noisy, denoised)
-    for axes, image, title in zip(figure.subplots(1, 3), images, titles, strict=True):
-        axes.imshow(image, cmap="gray", vmin=0, vmax=1)
-        axes.set_title(title, fontsize=10)
+    grid = figure.add_gridspec(2, 5, height_ratios=(1.25, 1))
+    panels = [figure.add_subplot(grid[0, i]) for i in range(5)]
+    scale = {"vmin": _demo_fit.LOW[0], "vmax": _demo_fit.HIGH[0], "cmap": "viridis"}
+    drawn = panels[0].imshow(truth[:, 0].reshape(side, side), **scale)
+    panels[0].set_title("truth:\nmyelin water fraction", fontsize=10)
+    for axes, (name, title) in zip(panels[1:4], names.items(), strict=True):
+        values = maps[name][1][:, 0]
+        width = round(len(values) ** 0.5)
+        axes.imshow(values.reshape(width, width), **scale)
+        axes.set_title(f"{title}, error {errors[name]:.3f}", fontsize=10)
+    figure.colorbar(drawn, ax=panels[:4], location="right", shrink=0.8, pad=0.01)
+    deviation = maps["cupyflash"][2][0][:, 0].reshape(side, side)
+    of_error = panels[4].imshow(deviation, cmap="magma")
+    panels[4].set_title("stated deviation\n(cupyflash)", fontsize=10)
+    figure.colorbar(of_error, ax=panels[4], shrink=0.8, pad=0.02)
+    for axes in panels:
         axes.set_axis_off()
-    figure.savefig(path, dpi=110)
+
+    # A row of the sparse grid, so that every method has been there.
+    every = side // round(len(maps["least squares, scipy curve_fit"][0]) ** 0.5)
+    row = (side // 2) // every * every
+    line, x = slice(row * side, (row + 1) * side), np.arange(side)
+    mean, (deviation, _) = maps["cupyflash"][1][line, 0], maps["cupyflash"][2]
+    deviation = deviation[line, 0]
+    axes = figure.add_subplot(grid[1, :])
+    axes.fill_between(
+        x,
+        mean - 2 * deviation,
+        mean + 2 * deviation,
+        color="tab:green",
+        alpha=0.25,
+        lw=0,
+        label="two deviations",
+    )
+    axes.plot(x, mean, color="tab:green", label="posterior mean")
+    match = maps["best match, matmul and argmax"][1][line, 0]
+    axes.plot(x, match, ".", color="tab:orange", markersize=4, label="best match")
+    pixels, fits, _ = maps["least squares, scipy curve_fit"]
+    on_line = (pixels >= line.start) & (pixels < line.stop)
+    axes.plot(
+        pixels[on_line] - line.start,
+        fits[on_line, 0],
+        "x",
+        color="tab:red",
+        label="least squares",
+    )
+    axes.plot(x, truth[line, 0], "k--", lw=1, label="truth")
+    axes.set(
+        title=f"myelin water fraction along row {row}", xlim=(0, side - 1), xlabel="x"
+    )
+    axes.legend(ncols=5, fontsize=8, loc="upper right")
+    figure.savefig(path, dpi=100)
+
+
+def _density(xp, on_gpu, number):
+    """Print and return log density and gradient beside other libraries."""
+    dimensions = _demo_density.DIMENSIONS
+    _console.heading("Exact kernel density and its gradient")
+    print(
+        f"{number:,} points in {dimensions} dimensions, float64, Gaussian kernel: "
+        f"{number**2:.1e} pairs."
+    )
+    data = _demo_density.sample(np.random.default_rng(1), number)
+    width = _demo_density.scott(data)
+    on_device = xp.asarray(data)
+
+    warm = on_device if on_gpu else on_device[:64]
+    _demo_density.log_density(warm, on_device, width)
+    run = _measure.run_once(
+        lambda: _demo_density.log_density(on_device, on_device, width), on_gpu=on_gpu
+    )
+    log_density, gradient = map(_to_host, run.result)
+    rows = [
+        {
+            "method": "cupyflash, with gradient",
+            "points": number,
+            "seconds": run.seconds,
+            "difference": None,
+        }
+    ]
+    some = data[: _PAIRS_OF_OTHERS // number]
+    others = {
+        "scikit-learn KernelDensity": _demo_density.by_scikit_learn,
+        "the same with rtol=1e-4": lambda *args: _demo_density.by_scikit_learn(
+            *args, rtol=1e-4
+        ),
+        "scipy gaussian_kde": _demo_density.by_scipy,
+    }
+    if not _has("sklearn"):
+        others = {"scipy gaussian_kde": _demo_density.by_scipy}
+    for name, method in _console.progress(others.items(), "densities"):
+        run = _clocked(method, some, data, width)
+        error = run.result - log_density[: len(some)]
+        rows.append(
+            {
+                "method": name,
+                "points": len(some),
+                "seconds": run.seconds * number / len(some),
+                "difference": float(np.abs(error).max()),
+            }
+        )
+    _console.table(
+        ("method", "points", "time for all", "log density differs by"),
+        [
+            (
+                row["method"],
+                f"{row['points']:,}",
+                _console.seconds(row["seconds"])
+                + ("" if row["points"] == number else " *"),
+                "-" if row["difference"] is None else f"{row['difference']:.1e}",
+            )
+            for row in rows
+        ],
+    )
+    check = _slope_error(data, width, gradient)
+    print(
+        "* measured at the first points, and scaled up to all. The others give no "
+        "gradient. Ours agrees\nwith differences of the density to "
+        f"{check:.1e}."
+    )
+    return {
+        "points": number,
+        "dimensions": dimensions,
+        "bandwidth": width,
+        "methods": rows,
+        "gradient_error": check,
+    }
+
+
+def _slope_error(data, width, gradient, step=1e-4):
+    """How far central differences along each axis are from the gradient, at most."""
+    few = data[:16]
+    moves = step * np.eye(data.shape[1])
+    slopes = [
+        np.subtract(
+            *(_demo_density.log_density(few + s * m, data, width)[0] for s in (1, -1))
+        )
+        / (2 * step)
+        for m in moves
+    ]
+    return float(np.abs(np.stack(slopes, axis=1) - gradient[:16]).max())
+
+
+def _to_host(x):
+    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def _ladder(xp, on_gpu):
     """Print and return the tables of the four methods."""
     n, d = _demo_ladder.N, _demo_ladder.HEAD_DIM
     one_matrix = _console.size(n * n * 4)
-    _console.heading(f"The ladder: N = {n}, d = {d}, float32")
+    _console.heading(f"Four methods: N = {n}, d = {d}, float32")
     print(f"S and P, the scores and their softmax, are {one_matrix} each.")
     print(f"\nsoftmax over the rows of S ({n} x {n})")
     softmax = _demo_ladder.softmax_rows(xp, on_gpu)

@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -94,7 +95,7 @@ def _commit():
     if said := os.environ.get("CUPYFLASH_COMMIT"):
         return said
     root = _source.CUDA_SRC.parent
-    if _git(root, "rev-parse", "--show-toplevel") != str(root.resolve()):
+    if Path(_git(root, "rev-parse", "--show-toplevel")) != root.resolve():
         return ""
     changed = _git(root, "status", "--porcelain", "--", "cupyflash", "cuda_src")
     return _git(root, "rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
@@ -204,7 +205,7 @@ class Run:
 
     result: Any
     seconds: float
-    extra_bytes: int
+    extra_bytes: int | None
 
 
 def run_once(call: Callable[[], Any], *, on_gpu: bool) -> Run:
@@ -221,7 +222,7 @@ def peak_memory(call: Callable[[], Any], *, on_gpu: bool) -> int:
     """The extra bytes of a call, once warm."""
     if on_gpu:
         call()  # what compiling holds is not the call's
-    return run_once(call, on_gpu=on_gpu).extra_bytes
+    return run_once(call, on_gpu=on_gpu).extra_bytes or 0
 
 
 def _run_on_cpu(call):
@@ -235,7 +236,7 @@ def _run_on_cpu(call):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    return Run(result, seconds, max(0, peak - before - _bytes_of(result)))
+    return Run(result, seconds, max(0, peak - before - _bytes_of(result, np.ndarray)))
 
 
 def _run_on_gpu(call):
@@ -249,11 +250,12 @@ def _run_on_gpu(call):
         result = call()
         device.synchronize()
         seconds = time.perf_counter() - start
-    own = 0 if isinstance(result, np.ndarray) else _bytes_of(result)
+    own = _bytes_of(result, cupy.ndarray)
     return Run(result, seconds, max(0, pool.total_bytes() - own))
 
 
-def _bytes_of(result):
+def _bytes_of(result, kind):
+    """The bytes of a result, or of its parts, that are arrays of a kind."""
     if isinstance(result, (tuple, list)):
-        return sum(map(_bytes_of, result))
-    return getattr(result, "nbytes", 0)
+        return sum(_bytes_of(part, kind) for part in result)
+    return result.nbytes if isinstance(result, kind) else 0

@@ -1,7 +1,7 @@
 """softmax, log_softmax, logsumexp and their vector-Jacobian products."""
 
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 from cupyflash import _arrays, _softmax_problem
 from cupyflash._typing import Array, Axis, Method
@@ -172,6 +172,29 @@ def log_softmax(
     return _run(check, x, axis, where, scale, dtype, out, method)
 
 
+@overload
+def logsumexp(
+    a: Array,
+    axis: Axis = None,
+    b: Array | None = None,
+    keepdims: bool = False,
+    return_sign: Literal[False] = False,
+    *,
+    where: Array | None = None,
+    out: Array | None = None,
+) -> Array: ...
+@overload
+def logsumexp(
+    a: Array,
+    axis: Axis = None,
+    b: Array | None = None,
+    keepdims: bool = False,
+    *,
+    return_sign: Literal[True],
+    where: Array | None = None,
+    out: Array | None = None,
+) -> tuple[Array, Array]: ...
+@overload
 def logsumexp(
     a: Array,
     axis: Axis = None,
@@ -181,7 +204,17 @@ def logsumexp(
     *,
     where: Array | None = None,
     out: Array | None = None,
-) -> Any:
+) -> Array | tuple[Array, Array]: ...
+def logsumexp(
+    a: Array,
+    axis: Axis = None,
+    b: Array | None = None,
+    keepdims: bool = False,
+    return_sign: bool = False,
+    *,
+    where: Array | None = None,
+    out: Array | None = None,
+) -> Array | tuple[Array, Array]:
     """Logarithm of a sum of exponentials, ``log(sum(b * exp(a)))`` along `axis`.
 
     Parameters

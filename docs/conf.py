@@ -1,5 +1,6 @@
 """Sphinx configuration."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,7 +26,9 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["_build", "lesson", "guides/GALLERY_HEADER.rst"]
+# Design notes are for those who change the code, and stay in the repository.
+exclude_patterns = ["_build", "design", "lesson", "guides/GALLERY_HEADER.rst"]
+templates_path = ["_templates"]
 
 autosummary_generate = True
 numpydoc_show_class_members = False
@@ -42,7 +45,9 @@ sphinx_gallery_conf = {
     "ignore_pattern": r"(^|[\\/])_[^\\/]*$",
     "within_subsection_order": "FileNameSortKey",
     "abort_on_example_error": True,
-    "backreferences_dir": None,
+    # Each page of the reference shows the examples that call its function.
+    "backreferences_dir": "generated/backreferences",
+    "doc_module": ("cupyflash",),
     "capture_repr": (),
     "download_all_examples": False,
     "plot_gallery": "True",
@@ -60,7 +65,42 @@ html_theme = "pydata_sphinx_theme"
 html_title = "cupyflash"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+html_theme_options = {
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "header_links_before_dropdown": 6,
+    "icon_links": [
+        {
+            "name": "Source",
+            "url": "https://github.com/cupyflash/cupyflash",
+            "icon": "fa-brands fa-github",
+        }
+    ],
+    # The list of versions is that of the newest site, for old sites too.
+    "switcher": {
+        "json_url": "https://cupyflash.readthedocs.io/en/latest/_static/switcher.json",
+        "version_match": ".".join(release.split(".")[:2]),
+    },
+    "check_switcher": False,
+    "navbar_end": ["version-switcher", "theme-switcher", "navbar-icon-links"],
+}
+
+# Pages of the repository and of the site itself, before there is a site.
+linkcheck_ignore = [
+    r"https://github\.com/cupyflash/.*",
+    r"https://cupyflash\.readthedocs\.io/.*",
+]
+
+# Names of other libraries become links where the network can be reached: a build
+# without it must not fail.
+if os.environ.get("READTHEDOCS") or os.environ.get("CUPYFLASH_INTERSPHINX"):
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "numpy": ("https://numpy.org/doc/stable", None),
+        "scipy": ("https://docs.scipy.org/doc/scipy", None),
+        "cupy": ("https://docs.cupy.dev/en/stable", None),
+    }
 
 
 def setup(app):

@@ -311,11 +311,8 @@ def test_compile_without_nvrtc_says_so(monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_a_folder_that_is_none(command, monkeypatch, tmp_path, capsys):
     """Said at once, not after the work, and without a traceback."""
-    if command == "demo":
-        pytest.importorskip("skimage")
-        pytest.importorskip("matplotlib")
     monkeypatch.setattr(_cli_bench, "measure_softmax", None)
-    monkeypatch.setattr(_demo, "_photograph", None)
+    monkeypatch.setattr(_demo, "_fit", None)
     path = tmp_path / "a file"
     path.touch()
     assert main(command, "--cpu", "--output", str(path)) == 2

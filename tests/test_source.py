@@ -128,7 +128,7 @@ def wheel(tmp_path_factory):
 
 def _built(form, target, pattern):
     """The path of what setuptools' own hook makes, as pip and build call it."""
-    pytest.importorskip("setuptools", minversion="64")
+    pytest.importorskip("setuptools", minversion="77")
     # Built in a copy: build/ and egg-info of the checkout are left alone.
     copy = _copy_of_the_tree(target / "tree")
     code = (
@@ -152,8 +152,17 @@ def _copy_of_the_tree(target):
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy(path, target)
-    for name in ("cupyflash", "cuda_src", "tests"):
-        ignore = shutil.ignore_patterns("__pycache__")
+    folders = (
+        "benchmarks",
+        "cupyflash",
+        "cuda_src",
+        "docs",
+        "examples",
+        "tests",
+        "tools",
+    )
+    for name in folders:
+        ignore = shutil.ignore_patterns("__pycache__", "_build", "generated")
         shutil.copytree(ROOT / name, target / name, ignore=ignore)
     return target
 
@@ -170,13 +179,21 @@ def test_the_wheel_holds_the_cuda_sources(wheel):
 
 
 def test_the_source_distribution_holds_what_a_wheel_is_made_of(tmp_path):
-    """And no half of the tests, which setuptools takes by their names."""
+    """And the tests with all that they read."""
     with tarfile.open(_built("sdist", tmp_path, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     expected = {f"cuda_src/{name}" for name in [*KERNELS, *HEADERS]}
     expected |= {f"cupyflash/{path.name}" for path in (ROOT / "cupyflash").glob("*.py")}
     assert expected | {"cupyflash/py.typed", "CHANGELOG.md", "LICENSE"} <= names
-    assert not any(name.startswith("tests") for name in names)
+    folders = ("tests", "docs", "examples", "benchmarks", "tools")
+    tracked = {
+        path.relative_to(ROOT).as_posix()
+        for folder in folders
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file() and path.suffix in (".py", ".md", ".rst", ".json", ".txt")
+    }
+    made = re.compile(r"docs/(_build|generated|reference/generated)/")
+    assert {name for name in tracked if not made.match(name)} <= names
 
 
 def test_the_wheel_holds_the_package(wheel):

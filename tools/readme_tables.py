@@ -1,4 +1,4 @@
-"""Write the tables of README.md and benchmarks/README.md from the JSON of runs.
+"""Write the tables of README.md and two other pages from the JSON of runs.
 
 Usage: readme_tables.py [--check]
 
@@ -18,6 +18,9 @@ from statistics import geometric_mean
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 METHODS = ("naive", "safe", "online", "tiled")
+
+# Pages leave the repository, for PyPI and for the site; their links lead back to it.
+FILES = "https://github.com/cupyflash/cupyflash/blob/main/"
 
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -59,7 +62,9 @@ def seconds(t):
     """A duration in the unit that suits it."""
     if t < 1e-3:
         return f"{t * 1e6:.0f} us"
-    return f"{t * 1e3:.2g} ms" if t < 0.1 else f"{t:.2g} s"
+    if t < 0.1:
+        return f"{t * 1e3:.2g} ms"
+    return f"{t:.2g} s" if t < 99.5 else f"{t:.0f} s"
 
 
 def mebibytes(n):
@@ -68,7 +73,7 @@ def mebibytes(n):
 
 
 def ladder():
-    """Time, memory and error of each rung, from the reports of the demo."""
+    """Time, memory and error of each method, from the reports of the demo."""
     parts = []
     for name, report in reports("demo"):
         data = report["ladder"]
@@ -93,7 +98,7 @@ def ladder():
         parts.append(
             f"{machine_text(report['machine'])}, N = {data['n']}, "
             f"d = {data['head_dim']}, one head, float32 "
-            f"([numbers](benchmarks/results/{name}), by `make demo`):\n\n"
+            f"([numbers]({FILES}benchmarks/results/{name}), by `make demo`):\n\n"
             + markdown(
                 (
                     "method",
@@ -110,10 +115,60 @@ def ladder():
     return "\n".join(parts)
 
 
+def demo():
+    """The fit and the density of the demo beside what other libraries do."""
+    parts = []
+    for name, report in reports("demo"):
+        if "fit" not in report:
+            continue
+        fit, density = report["fit"], report["density"]
+        cores = report["machine"]["cores"]
+        on_gpu = "gpu" in report["machine"]
+        others = f"; scikit-learn and scipy on {cores} CPU cores" if on_gpu else ""
+        pixels, points = fit["side"] ** 2, density["points"]
+        rows = [
+            (
+                row["method"],
+                seconds(row["seconds"]) + ("" if row["pixels"] == pixels else " *"),
+                f"{row['rmse'][0]:.4f}",
+                f"{row['posterior_sd'][0]:.4f}" if row["posterior_sd"] else "none",
+            )
+            for row in fit["methods"]
+        ]
+        of_fit = markdown(
+            (
+                f"fit of {pixels:,} pixels to {fit['simulations']:,} simulations",
+                "time",
+                "error of the fraction",
+                "error it states",
+            ),
+            rows,
+        )
+        rows = [
+            (
+                row["method"],
+                seconds(row["seconds"]) + ("" if row["points"] == points else " *"),
+            )
+            for row in density["methods"]
+        ]
+        of_density = markdown(
+            (f"log density of {points:,} points, d = {density['dimensions']}", "time"),
+            rows,
+        )
+        parts.append(
+            f"{machine_text(report['machine'])} "
+            f"([numbers]({FILES}benchmarks/results/{name}), by `make demo`; * measured "
+            f"on a part and scaled up{others}):\n\n{of_fit}\n{of_density}"
+        )
+    return "\n".join(parts)
+
+
 def speed():
     """Rates of softmax of all providers, a line a case."""
     parts = []
     for name, report in reports("softmax"):
+        if "provider" not in report["rows"][0]:  # of some kernels alone, not of a bench
+            continue
         providers = list(dict.fromkeys(r["provider"] for r in report["rows"]))
         cases = {}
         for row in report["rows"]:
@@ -127,7 +182,7 @@ def speed():
         ]
         parts.append(
             f"Softmax on {machine_text(report['machine'])}, GB/s "
-            f"([numbers](benchmarks/results/{name}), by "
+            f"([numbers]({FILES}benchmarks/results/{name}), by "
             "`benchmarks/bench_softmax.py`):\n\n"
             + markdown(("softmax", *providers), rows)
         )
@@ -186,12 +241,12 @@ def cells():
 
 def headline():
     """How attention compares with others, a line a dtype and kind of kernel."""
-    return _compared(", D =", "benchmarks/")
+    return _compared(", D =", f"{FILES}benchmarks/")
 
 
 def tensor_cores():
     """The same, a line a head dimension too."""
-    return _compared(", n =", "benchmarks/")
+    return _compared(", n =", f"{FILES}benchmarks/")
 
 
 def by_head_dim():
@@ -276,12 +331,8 @@ def one_query():
 
 
 _TABLES = {
-    "README.md": {
-        "headline": headline,
-        "ladder": ladder,
-        "speed": speed,
-        "tensor_cores": tensor_cores,
-    },
+    "README.md": {"demo": demo},
+    "docs/speed.md": {"headline": headline, "ladder": ladder, "speed": speed},
     "benchmarks/README.md": {"attention": attention, "by_head_dim": by_head_dim},
 }
 

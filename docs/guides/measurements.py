@@ -15,7 +15,8 @@ Run them on your machine:
 or the whole tables, in a clone, with ``python benchmarks/bench_attention.py`` and
 ``python benchmarks/bench_softmax.py``. Each result is checked before it is timed; times
 are medians of several turns. How time is taken is told in a
-:doc:`design note </design/0003-timing>`.
+`design note
+<https://github.com/cupyflash/cupyflash/blob/main/docs/design/0003-timing.md>`__.
 """
 
 import json
@@ -78,8 +79,8 @@ bars(rows, "GB/s", 1e-9, ("tiled", "cupyx", "torch", "copy"), "softmax")
 # %%
 # Attention beside others
 # -----------------------
-# Each kernel for tensor cores and the fastest of those it was compared with, by turns
-# in one process. A ratio above 1 says that cupyflash is faster.
+# Each kernel for tensor cores and the fastest of those it was compared with, in
+# alternation in one process. A ratio above 1 says that cupyflash is faster.
 
 print(f"{'TFLOP/s':56} cupyflash  other  ratio")
 for _, peer, label, ours, theirs in readme_tables.cells():

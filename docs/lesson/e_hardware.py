@@ -37,8 +37,10 @@ print(f"tiles and their products: {gain:.0f} times faster than key by key")
 # ----------------------------------------
 # This was measured with the portable ``tiled``, which runs on every card since Turing
 # and uses no tensor cores; where there are some, ``tiled`` takes kernels that use them
-# by now (`Design notes <../../design/index.html>`_ 7, 12 and 13). The products of
-# ``naive`` and ``safe`` are those of cuBLAS, and torch's kernels use tensor cores too.
+# by now (`design notes
+# <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__ 7, 12 and 13). The
+# products of ``naive`` and ``safe`` are those of cuBLAS, and torch's kernels use tensor
+# cores too.
 
 report = measured.result("attention_h200")
 case = "4 x 16 heads, 4096 x 4096, D=128 bfloat16"
@@ -112,8 +114,8 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
 #
 # *Asynchronous copies.* A thread that loads a number holds it in a register and waits
 # for it. Since Ampere a copy can go from memory to shared memory on its own, and since
-# Hopper one thread can ask a copy engine (TMA) for a whole tile. Then there are two or
-# more tiles of K and V in shared memory: one is computed with while the next one
+# Hopper one thread can ask a unit of its own (TMA) for a whole tile. Then there are two
+# or more tiles of K and V in shared memory: one is computed with while the next one
 # arrives. In the five steps, *stream* no longer takes time of its own.
 #
 # *Overlap of product and softmax.* Exponentials are computed by other units than
@@ -124,5 +126,6 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
 # *Fewer rescalings.* A correction is needed only when the maximum rises by much: any
 # number near it serves as well. Most tiles then go by without step 3.
 #
-# How far these ideas carry is a matter of measurement; `Design notes
-# <../../design/index.html>`_ has what was tried here and what it gave.
+# How far these ideas carry is a matter of measurement: the `design notes
+# <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__ tell what was tried
+# here and what it gave.

@@ -1,0 +1,96 @@
+"""The files round the package agree with it: version, address, versions of Python."""
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+import cupyflash
+
+ROOT = Path(cupyflash.__file__).parent.parent
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg", encoding="utf-8")
+URL = SETUP["metadata"]["url"]
+
+
+def text_of(name):
+    return (ROOT / name).read_text("utf-8")
+
+
+@pytest.mark.parametrize(
+    ("file", "pattern"),
+    [
+        ("CHANGELOG.md", r"^## (\S+) \(\d{4}-\d\d-\d\d\)$"),
+        ("CITATION.cff", r"^version: (\S+)$"),
+        ("conda-forge/recipe.yaml", r'^  version: "(\S+)"$'),
+    ],
+)
+def test_each_file_names_this_version(file, pattern):
+    """The first that it names, where it names more."""
+    assert re.search(pattern, text_of(file), re.MULTILINE)[1] == cupyflash.__version__
+
+
+def test_the_citation_is_of_the_day_of_the_changelog():
+    day = re.search(r"^date-released: (\S+)$", text_of("CITATION.cff"), re.MULTILINE)
+    assert f"## {cupyflash.__version__} ({day[1]})\n" in text_of("CHANGELOG.md")
+
+
+def test_one_address():
+    """Whoever moves the repository finds every place by the address of setup.cfg."""
+    pages = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*"), *ROOT.glob("*.cff")]
+    pages += [ROOT / "conda-forge" / "recipe.yaml", *ROOT.glob("docs/**/*.md")]
+    other = {
+        f"{page.relative_to(ROOT)}: {found}"
+        for page in pages
+        if page.is_file()
+        for found in re.findall(
+            r"https://github\.com/[\w-]*/?cupyflash[\w/-]*", page.read_text("utf-8")
+        )
+        if not found.startswith(URL)
+    }
+    assert not other
+    assert all(
+        line.split(" = ")[1].startswith((URL, "https://cupyflash.readthedocs.io"))
+        for line in SETUP["metadata"]["project_urls"].split("\n")[1:]
+    )
+
+
+def test_the_readme_renders_anywhere():
+    """On PyPI there is no repository beside it."""
+    links = re.findall(r"\]\(([^)#][^)]*)\)", text_of("README.md"))
+    assert links
+    assert all(link.startswith("https://") for link in links)
+
+
+def test_links_of_the_readme_into_the_repository_lead_somewhere():
+    paths = re.findall(
+        re.escape(URL) + r"/(?:blob|tree|raw)/main/([^)#\s\"]+)", text_of("README.md")
+    )
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_every_python_of_the_classifiers_is_tested():
+    yaml = pytest.importorskip("yaml")
+    test = yaml.safe_load(text_of(".github/workflows/test.yml"))
+    matrix = test["jobs"]["test"]["strategy"]["matrix"]
+    listed = re.findall(r"Python :: (3\.\d+)", SETUP["metadata"]["classifiers"])
+    assert matrix["python"] == listed
+    assert {name.split("-")[0] for name in matrix["os"]} == {
+        "ubuntu",
+        "macos",
+        "windows",
+    }
+
+
+@pytest.mark.parametrize(
+    "file",
+    sorted(
+        path.relative_to(ROOT).as_posix()
+        for pattern in (".github/**/*.yml", ".readthedocs.yaml", "CITATION.cff")
+        for path in ROOT.glob(pattern)
+    ),
+)
+def test_yaml_can_be_read(file):
+    assert pytest.importorskip("yaml").safe_load(text_of(file))

@@ -407,7 +407,6 @@ def test_merges_of_many_parts_are_launched(card):
         outs = card.array((parts, rows, dim), "float16")
         lses = card.array((parts, rows), "float32")
         with card.allocates():
-            problem, operands = _attention_problem.merge(outs, lses, 0, None)
-            _attention_merge_gpu.merge(problem, operands)
+            _attention_merge_gpu._merge(*_attention_problem.merge(outs, lses, 0, None))
     assert len(card.launched) == 5
     card.check_launches()

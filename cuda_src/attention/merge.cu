@@ -2,7 +2,8 @@
 // attention_merge: results over parts of the keys into the result over all of them.
 //
 // Algorithm  lse = log sum_p exp(lse_p),  out = sum_p exp(lse_p - lse) out_p.
-//            A part with lse -inf saw no key and adds nothing, not even a NaN.
+//            A part with lse -inf saw no key and adds nothing, not even a NaN. Where a
+//            sum is beyond all numbers, it is taken once more with smaller weights.
 // Grid       a warp a row of out and 32 of its columns
 // Memory     global: outs and out once, lses twice a warp; any strides
 // Numbers    all in accum_t. Kernels that work on parts tell m and l of lse = m + log l
@@ -23,7 +24,8 @@ using out_t = OUT_T;
 #else
 using out_t = elem_t;
 #endif
-// exp(lse) of a part is l exp(m).
+// exp(lse) of a part is l exp(m). It saw no key where l is 0; where all its scores are
+// NaN, so is l, beside an m of -inf.
 struct sum_t {
   accum_t m, l;
 };
@@ -32,12 +34,19 @@ using part_lse_t = sum_t;
 __device__ __forceinline__ sum_t sum_of(sum_t x) { return x; }
 #else
 using part_lse_t = lse_t;
-__device__ __forceinline__ sum_t sum_of(lse_t lse) { return {to<accum_t>(lse), 1}; }
+__device__ __forceinline__ sum_t sum_of(lse_t lse) {
+  const accum_t m = to<accum_t>(lse);
+  return {m, m == -infinity<accum_t>() ? accum_t(0) : accum_t(1)};
+}
 #endif
 constexpr int kRowDims = ROW_DIMS, kNumThreads = NUM_THREADS;
 
 // Parts whose results a lane asks for before it waits for the first.
 constexpr int kAtOnce = 8;
+
+// Weights by this have no sum above 1: parts and keys are fewer than 2^56, and a key
+// weighs up to 2^8 there. A power of 2 rounds nothing but the smallest numbers.
+constexpr accum_t kDown = accum_t(0x1p-64);
 
 enum { kOuts, kLses, kOut, kArrays };
 
@@ -79,39 +88,57 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const long long column = (warp - row * column_blocks) * kWarpSize + lane;
   const bool exists = column < params.head_dim_v;
   const elem_t* x = outs + offsets.of[kOuts] + (exists ? column : 0) * params.outs_col;
-  // Sums, and what their rounding left over: parts may be many, and all alike.
-  accum_t l = 0, sum = 0, rest_l = 0, rest_sum = 0;
   auto add = [](accum_t& total, accum_t& rest, accum_t x) {
     const pair_t<accum_t> both = exact_sum(total, x);
     total = both.high;
     rest += both.low;
   };
-  for (long long first = 0; first < params.num_parts; first += kWarpSize) {
-    const sum_t part = sum_at(first + lane);
-    const accum_t own = part.l * exp_diff(part.m, m);
-    const unsigned seen = __ballot_sync(kFullMask, part.m != -infinity<accum_t>());
-    // What is not seen is not read; the rest comes many at a time.
-    for (int begin = 0; begin < kWarpSize && seen >> begin != 0; begin += kAtOnce) {
-      elem_t values[kAtOnce];
+  // Sums of weights times `by`, and of values by them. What rounding left over is
+  // summed apart: parts may be many, and all alike.
+  auto add_up = [&](accum_t by, accum_t& l, accum_t& sum) {
+    accum_t rest_l = 0, rest_sum = 0;
+    l = 0;
+    sum = 0;
+    for (long long first = 0; first < params.num_parts; first += kWarpSize) {
+      const sum_t part = sum_at(first + lane);
+      const accum_t own = part.l * exp_diff(part.m, m) * by;
+      const unsigned seen = __ballot_sync(kFullMask, part.l != 0);
+      // What is not seen is not read; the rest comes many at a time.
+      for (int begin = 0; begin < kWarpSize && seen >> begin != 0; begin += kAtOnce) {
+        elem_t values[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const bool counts = seen >> (begin + n) & 1;
-        values[n] = counts ? x[(first + begin + n) * params.outs_part] : elem_t{};
-      }
+        for (int n = 0; n < kAtOnce; ++n) {
+          const bool counts = seen >> (begin + n) & 1;
+          values[n] = counts ? x[(first + begin + n) * params.outs_part] : elem_t{};
+        }
 #pragma unroll
-      for (int n = 0; n < kAtOnce; ++n) {
-        const accum_t weight = __shfl_sync(kFullMask, own, begin + n);
-        add(l, rest_l, weight);
-        add(sum, rest_sum, rounded_product(weight, to<accum_t>(values[n])));
+        for (int n = 0; n < kAtOnce; ++n) {
+          const accum_t weight = __shfl_sync(kFullMask, own, begin + n);
+          add(l, rest_l, weight);
+          add(sum, rest_sum, rounded_product(weight, to<accum_t>(values[n])));
+        }
       }
     }
+    // Of sums that are not finite the rest says nothing.
+    if (is_finite(l)) l += rest_l;
+    if (is_finite(sum)) sum += rest_sum;
+  };
+  accum_t l, sum;
+  add_up(1, l, sum);
+  accum_t unit = l;  // of the sum
+  // The sum of the largest numbers overflows, though their mean does not. A sum that
+  // does not become finite stays as it is.
+  if (__any_sync(kFullMask, !is_finite(sum))) {
+    accum_t small_l, small_sum;
+    add_up(kDown, small_l, small_sum);
+    if (!is_finite(sum) && is_finite(small_sum)) {
+      sum = small_sum;
+      unit = small_l;
+    }
   }
-  // Of sums that are not finite the rest says nothing.
-  if (is_finite(l)) l += rest_l;
-  if (is_finite(sum)) sum += rest_sum;
   if (exists) {
     out[offsets.of[kOut] + column * params.out_col] =
-        to<out_t>(l == 0 ? accum_t(0) : sum / l);
+        to<out_t>(l == 0 ? accum_t(0) : sum / unit);
   }
   if (lse != nullptr && column == 0) {
     lse[row] = to<lse_t>(l == 0 ? -infinity<accum_t>() : m + log_of(l));

@@ -5,7 +5,16 @@ import itertools
 import numpy as np
 import oracle
 import pytest
-from accuracy import BOUNDS, FLOATS, attention_bound, dtype_of, max_error, to_host, wide
+from accuracy import (
+    BOUNDS,
+    FLOATS,
+    assert_same_specials,
+    attention_bound,
+    dtype_of,
+    max_error,
+    to_host,
+    wide,
+)
 from placing import place
 
 import cupyflash
@@ -74,14 +83,12 @@ ODD_PARTS = {
     "an even number": ((1, 2, 2, 1, 800, 64), {}),
     "a part that sees no key": ((3, 1, 1, 1, 800, 64), {"key_lengths": (100, 0, 800)}),
     "sinks": ((1, 3, 3, 1, 800, 64), {"sinks": (0.5, -1.0, 2.0)}),
+    "wide heads": ((1, 3, 1, 7, 3000, 320), {}),
 }
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("name", ODD_PARTS)
-def test_odd_numbers_of_parts(cupy, rng, dtype, name):
-    """Parts began 8 bytes past a multiple of 16, where kernels read 16 at a time."""
+def odd_parts(rng, dtype, name):
+    """(q, k, v), options of a problem of ODD_PARTS."""
     (batch, heads, of_k, queries, keys, dim), options = ODD_PARTS[name]
     q = rng.normal(size=(batch, heads, queries, dim)).astype(dtype_of(dtype))
     k, v = (
@@ -93,20 +100,50 @@ def test_odd_numbers_of_parts(cupy, rng, dtype, name):
         else x
         for n, x in options.items()
     }
+    return (q, k, v), options
+
+
+def assert_parts_are_right(cupy, arrays, options):
+    """Out and lse beside the oracle, infinities and NaN at the same places."""
+    q, k, v = arrays
     on_card = {
         n: place(cupy, x) if isinstance(x, np.ndarray) else x
         for n, x in options.items()
     }
     out, lse = cupyflash.attention(
-        *(place(cupy, x) for x in (q, k, v)), return_lse=True, **on_card
+        *(place(cupy, x) for x in arrays), return_lse=True, **on_card
     )
     exact, exact_lse, *_ = oracle.attention(q, k, v, real=np.float64, **options)
     sizes, *_ = oracle.attention(q, k, abs(v), real=np.float64, **options)
-    bound = BOUNDS["attention"][dtype] * max(1.0, float(np.max(sizes)))
-    assert max_error(out, exact) <= 4 * bound
-    seen = np.isfinite(exact_lse)
-    np.testing.assert_array_equal(np.isneginf(to_host(lse)), ~seen)
-    assert max_error(to_host(lse)[seen], exact_lse[seen]) <= 1e-5
+    finite = assert_same_specials(out, exact)
+    bound = BOUNDS["attention"][q.dtype.name] * np.max(sizes[finite], initial=1)
+    if finite.any():
+        assert max_error(wide(out)[finite], exact[finite]) <= 4 * bound
+    seen = assert_same_specials(lse, exact_lse)
+    if seen.any():
+        assert max_error(to_host(lse)[seen], exact_lse[seen]) <= 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ODD_PARTS)
+def test_odd_numbers_of_parts(cupy, rng, dtype, name):
+    """Parts began 8 bytes past a multiple of 16, where kernels read 16 at a time."""
+    assert_parts_are_right(cupy, *odd_parts(rng, dtype, name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ODD_PARTS)
+@pytest.mark.parametrize("bad", ["NaN in q", "inf in q", "NaN in k"])
+def test_rows_that_are_nan_in_parts(cupy, rng, dtype, name, bad):
+    """A part whose scores are all NaN has no largest score, and yet saw keys."""
+    (q, k, v), options = odd_parts(rng, dtype, name)
+    if bad == "NaN in k":  # in one part alone, and not in all rows
+        k[0, 0, k.shape[-2] // 2, 5] = NAN
+    else:  # an infinity makes some score +inf
+        q[0, -1, q.shape[-2] // 2, 3] = NAN if bad == "NaN in q" else INF
+    assert_parts_are_right(cupy, (q, k, v), options)
 
 
 # --- tiles of keys that have been split, beyond 4 GiB of a head -----------------------
@@ -253,13 +290,45 @@ def test_merges_of_many_parts(xp, dtype, lse_dtype, num_parts):
     assert max_error(lse, exact_lse) <= bound * max(1, np.log(num_parts))
 
 
-def test_merges_of_the_largest_numbers(xp):
-    outs = np.full((10, 3), 1.5e308)
+@pytest.mark.parametrize(
+    ("dtype", "largest"), [("float32", 3e38), ("float64", 1.5e308)]
+)
+def test_merges_of_the_largest_numbers(xp, dtype, largest):
+    outs = np.full((10, 2, 40), largest, dtype)
+    outs[:, :, 1] *= -1
+    # Beside them in a row: a small number, and what is infinite or NaN in one part.
+    outs[:, 0, 2], outs[4, 0, 3], outs[5, 0, 4] = 1e-3, INF, NAN
     out, lse = cupyflash.merge_attention_states(
-        place(xp, outs), place(xp, np.zeros(10))
+        place(xp, outs), place(xp, np.zeros((10, 2), dtype))
     )
-    np.testing.assert_allclose(to_host(out), 1.5e308, rtol=1e-14)
-    np.testing.assert_allclose(to_host(lse), np.log(10), rtol=1e-14)
+    exact = outs.mean(axis=0, dtype=np.longdouble).astype(dtype)
+    rtol = 1e-14 if dtype == "float64" else 1e-6
+    np.testing.assert_allclose(to_host(out), exact, rtol=rtol)
+    np.testing.assert_allclose(to_host(lse), np.log(10), rtol=rtol)
+
+
+def test_a_merge_of_an_infinity_that_weighs_little(xp):
+    outs, lses = np.ones((2, 1, 2), "f4"), np.array([[0], [-70]], "f4")
+    outs[1, 0, 0] = INF
+    out, _ = cupyflash.merge_attention_states(place(xp, outs), place(xp, lses))
+    np.testing.assert_array_equal(to_host(out), [[INF, 1]])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("lse_dtype", ["float32", "float64"])
+def test_merges_of_lses_that_are_not_finite(xp, rng, dtype, lse_dtype):
+    """NaN and +inf make NaN of their row; -inf adds nothing."""
+    specials = list(itertools.product((0.5, NAN, INF, -INF), repeat=3))
+    lses = np.array(specials, lse_dtype).T
+    outs = rng.normal(size=(*lses.shape, 40)).astype(dtype_of(dtype))
+    out, lse = cupyflash.merge_attention_states(place(xp, outs), place(xp, lses))
+    is_nan = (np.isnan(lses) | np.isposinf(lses)).any(axis=0)
+    blind = np.isneginf(lses).all(axis=0)
+    np.testing.assert_array_equal(np.isnan(to_host(lse)), is_nan)
+    np.testing.assert_array_equal(np.isneginf(to_host(lse)), blind)
+    np.testing.assert_array_equal(np.isnan(wide(out)).any(axis=1), is_nan)
+    np.testing.assert_array_equal(np.isnan(wide(out)).all(axis=1), is_nan)
+    np.testing.assert_array_equal((wide(out) == 0).all(axis=1), blind)
 
 
 # --- gradients of rows that see no key ------------------------------------------------

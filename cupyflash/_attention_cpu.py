@@ -3,6 +3,7 @@
 import numpy as np
 
 from cupyflash import _arrays, _threads
+from cupyflash import _attention_cpu_entries as entries
 from cupyflash import _attention_cpu_tiled as tiled
 from cupyflash._attention_problem import MergeProblem, heads_first
 from cupyflash._attention_tasks import (
@@ -13,6 +14,8 @@ from cupyflash._attention_tasks import (
     times_values,
 )
 
+# Rows of a task of naive and safe; what calls of NumPy do at once, Ctrl-C waits for.
+_UNFUSED_ROWS = 256
 # Rows that `online` updates at a time, one key after another, and keys of a run.
 _ONLINE_ROWS = 1024
 _ONLINE_RUN = 64
@@ -29,7 +32,7 @@ def run(problem, operands):
         if heads_out is None:
             heads_out = heads_first(out, problem.layout)
         heads_lse = lse if problem.heads_axis else lse[None]
-        _METHODS.get(problem.method, tiled.run)(problem, operands, heads_out, heads_lse)
+        _method(problem)(problem, operands, heads_out, heads_lse)
     return out, lse
 
 
@@ -38,11 +41,20 @@ def describe(problem, operands):
     if isinstance(problem, MergeProblem):
         return {"kernel": "array operations of NumPy", "parts": problem.num_parts}
     name = "tiled" if problem.method == "auto" else problem.method
-    rows = {"tiled": tiled.rows_of_a_task(problem), "online": _ONLINE_ROWS}.get(name)
+    threads = _threads.with_blas(num_threads(problem))
+    if _method(problem) is entries.run:
+        size, rows = entries.shape_of_a_box(problem)
+        return {
+            "kernel": name,
+            "entries_of_a_task": size,
+            "rows_of_a_task": rows,
+            "threads": threads,
+        }
+    rows = {"tiled": tiled.rows_of_a_task(problem), "online": _ONLINE_ROWS}
     told = {
         "kernel": name,
-        "rows_of_a_task": min(problem.seqlen_q, rows or problem.seqlen_q),
-        "threads": _threads.with_blas(num_threads(problem)),
+        "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _UNFUSED_ROWS)),
+        "threads": threads,
     }
     if name == "tiled":
         told["keys_of_a_block"] = tiled.BLOCK_KEYS
@@ -89,7 +101,7 @@ def _materialized(problem, operands, out, lse, softmax, dtype):
         blind = ~seen.any(axis=1, keepdims=True)
         return times_values(p, seen, v), log_sums, blind
 
-    run_tasks(problem, operands, out, lse, problem.seqlen_q, compute)
+    run_tasks(problem, operands, out, lse, _UNFUSED_ROWS, compute)
 
 
 def _naive_softmax(s, sink, rounded):
@@ -172,6 +184,12 @@ def _absorb(m, d, o, m_j, d_j, v_j, term):
 
 
 _METHODS = {"naive": _naive, "safe": _safe, "online": _online}
+
+
+def _method(problem):
+    """What computes a problem."""
+    default = entries.run if entries.takes(problem) else tiled.run
+    return _METHODS.get(problem.method, default)
 
 
 # --- merge ---------------------------------------------------------------------------

@@ -40,8 +40,7 @@ def run(problem, operands, out, lse):
         result = _walk(part, _bounded_run if bounded else _run)
         if np.isfinite(result[0]).all():
             return result
-        # Either a row is NaN by right, or 0 * NaN came from a key that it does not see.
-        return _walk(part, _exact_run)
+        return exactly(part)
 
     run_tasks(problem, operands, out, lse, rows_of_a_task(problem), compute)
 
@@ -89,33 +88,52 @@ def _divisor(d):
     return np.where(d == 0, d.dtype.type(1), d)
 
 
-def _run(part, q, factor, blocks, exact=False):
+def exactly(part):
+    """The same where a result is not finite, in two passes: the second has P at once.
+
+    Either a row is NaN by right, or 0 * NaN came from a key that it does not see, or
+    the sum of many large values overflowed before it was divided.
+    """
+    q, factor = part.queries()
+    blocks = list(part.key_blocks(BLOCK_KEYS))
+    m, d, blind = first_state(part)
+    for start, stop in blocks:
+        s = _scores(part, q, factor, start, stop)
+        blind &= (s == -np.inf).all(axis=1, keepdims=True)
+        m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
+        base = finite_base(m_new)
+        d = d * np.exp(m - base) + np.exp(s - base).sum(axis=1, keepdims=True)
+        m = m_new
+    base, divisor = finite_base(m), _divisor(d)
+    half = np.zeros((part.num_rows, part.problem.head_dim_v))
+    for start, stop in blocks:
+        s = _scores(part, q, factor, start, stop)
+        seen = s != -np.inf
+        p = np.exp(s - base) / divisor
+        half += times_values(p, seen, part.values(start, stop) * 0.5)
+    # Probabilities may add up to a little more than 1.
+    largest = float(np.finfo(part.dtype).max) / 2
+    np.clip(half, -largest, largest, out=half, where=np.isfinite(half))
+    return half * 2, m + np.log(d), blind
+
+
+def _run(part, q, factor, blocks):
     """(m, d, acc) by the running maximum."""
     m = np.full((part.num_rows, 1), -np.inf, part.dtype)
     d = np.zeros_like(m)
     acc, term, ones = _accumulators(part)
     for start, stop in blocks:
         s = _scores(part, q, factor, start, stop)
-        seen = s != -np.inf if exact else None
         m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
         base = finite_base(m_new)
         p = np.exp(np.subtract(s, base, out=s), out=s)
         rescale = np.exp(m - base)
         d = d * rescale + p @ ones[: stop - start]
-        v = part.values(start, stop)
-        if exact:
-            term = times_values(p, seen, v)
-        else:
-            np.matmul(p, v, out=term)
+        np.matmul(p, part.values(start, stop), out=term)
         np.multiply(acc, rescale, out=acc)
         np.add(acc, term, out=acc)
         m = m_new
     return m, d, acc
-
-
-def _exact_run(part, q, factor, blocks):
-    """The same with nothing from keys that a row does not see, not even 0 * NaN."""
-    return _run(part, q, factor, blocks, exact=True)
 
 
 def _bounded_run(part, q, factor, blocks):

@@ -14,8 +14,8 @@ from cupyflash import _arrays
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("float32", "tf32")
 
-# Normal numbers: the least and the largest softcap of each compute dtype.
-_SOFTCAPS = {
+# The least and the largest normal number of each compute dtype.
+_NORMAL_NUMBERS = {
     dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max))
     for dtype in ("float32", "float64")
 }
@@ -231,13 +231,25 @@ def _check_softcap(softcap, dtype):
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
     # Scores of float16 and bfloat16 are float32, in which the cap must not become 0.
-    least, most = _SOFTCAPS["float64" if dtype == "float64" else "float32"]
+    least, most = _normal_numbers(dtype)
     if softcap and not least <= softcap <= most:
         raise ValueError(
             f"softcap must be 0 (off) or from {least:.3g} to {most:.3g} for {dtype}, "
             f"got {softcap}"
         )
     return softcap
+
+
+def _normal_numbers(dtype):
+    return _NORMAL_NUMBERS["float64" if dtype == "float64" else "float32"]
+
+
+def _check_scale(scale, head_dim, dtype):
+    """The scale, or the nearest that the dtype of the scores has: 0 times it is 0."""
+    if scale is None:
+        return head_dim**-0.5
+    _, most = _normal_numbers(dtype)
+    return max(-most, min(_arrays.finite_number("scale", scale), most))
 
 
 def _check_terms(a, scores):
@@ -332,7 +344,7 @@ def attention(
     q, k, v, batch = _check_shapes(a["q"], a["k"], a["v"], layout)
     heads, seqlen_q, head_dim = q.shape[-3:]
     seqlen_k, head_dim_v = v.shape[-2:]
-    scale = head_dim**-0.5 if scale is None else _arrays.finite_number("scale", scale)
+    scale = _check_scale(scale, head_dim, dtype)
     if query_offset is None:
         left, right = _bounds_that_hide(left, right, seqlen_q, seqlen_k)
 

@@ -14,6 +14,8 @@ from cupyflash import _threads
 
 # Multiply-adds below which a thread costs more than it saves.
 _WORTH_A_THREAD = 1_000_000
+# An offset beyond this is as good as this one; kFar in cuda_src/attention/params.cuh.
+_FAR = 1 << 61
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,16 @@ def run_tasks(problem, operands, out, lse, rows, compute):
     ]
 
     def one_task(task, scratch):
-        part = Part(problem, operands, task, scratch)
-        result = compute(part) if part.num_rows else None
-        _store(part, out[task.batch][task.head], lse[task.batch][task.head], result)
+        run_task(problem, operands, out, lse, task, scratch, compute)
 
     _threads.for_each_with_blas(one_task, tasks, num_threads(problem))
+
+
+def run_task(problem, operands, out, lse, task, scratch, compute):
+    """One task of `run_tasks`."""
+    part = Part(problem, operands, task, scratch)
+    result = compute(part) if part.num_rows else None
+    _store(part, out[task.batch][task.head], lse[task.batch][task.head], result)
 
 
 def num_threads(problem):
@@ -75,9 +82,13 @@ class Part:
         self.dtype = np.dtype(problem.compute_dtype)
         batch, head = task.batch, task.head
         self.kv_head = head // problem.group_size
-        self.offset = _offset(problem, operands, batch)
-        self.length_k = _length(operands.key_lengths, batch, problem.seqlen_k)
-        length_q = _length(operands.query_lengths, batch, problem.seqlen_q)
+        offset = offset_of(problem, operands)
+        self.offset = offset if isinstance(offset, int) else int(offset[batch])
+        self.length_k, length_q = problem.seqlen_k, problem.seqlen_q
+        if operands.key_lengths is not None:
+            self.length_k = int(operands.key_lengths[batch])
+        if operands.query_lengths is not None:
+            length_q = int(operands.query_lengths[batch])
         self.start, self.padded_stop = task.start, task.stop
         self.stop = max(task.start, min(task.stop, length_q))
         rows = slice(self.start, self.stop)
@@ -122,7 +133,7 @@ class Part:
         return self._load("v", self.v[start:stop])
 
     def _load(self, name, part):
-        if part.dtype == self.dtype and _blas_reads(part):
+        if part.dtype == self.dtype and blas_reads(part):
             return part
         buffer = self.scratch.array(name, part.shape, self.dtype)
         np.copyto(buffer, part, casting="unsafe")
@@ -205,24 +216,28 @@ class Part:
         )
 
 
-def _blas_reads(x):
-    """Whether BLAS takes the matrix `x` as it lies in memory."""
-    return x.strides[1] == x.itemsize and x.strides[0] >= x.itemsize * x.shape[1]
+def blas_reads(x):
+    """Whether BLAS takes the matrices `x` as they lie in memory."""
+    return x.strides[-1] == x.itemsize and x.strides[-2] >= x.itemsize * x.shape[-1]
 
 
-def _length(lengths, batch, size):
-    """One entry of `lengths` as an int in [0, size]."""
-    return size if lengths is None else max(0, min(int(lengths[batch]), size))
-
-
-def _offset(problem, operands, batch):
-    if problem.query_offset == "array":
-        return int(operands.query_offsets[batch])
+def offset_of(problem, operands):
+    """The query offset: an int, or int64 of each batch entry."""
     if problem.query_offset == "lengths":
-        return _length(operands.key_lengths, batch, problem.seqlen_k) - _length(
-            operands.query_lengths, batch, problem.seqlen_q
+        lengths = (
+            np.int64(size) if x is None else x.astype(np.int64)
+            for x, size in (
+                (operands.key_lengths, problem.seqlen_k),
+                (operands.query_lengths, problem.seqlen_q),
+            )
         )
-    return problem.query_offset
+        return np.subtract(*lengths)
+    if problem.query_offset == "array":
+        offsets = operands.query_offsets
+        info = np.iinfo(offsets.dtype)
+        least, most = max(-_FAR, info.min), min(_FAR, info.max)
+        return np.clip(offsets, least, most).astype(np.int64)
+    return max(-_FAR, min(problem.query_offset, _FAR))
 
 
 def times_values(p, seen, v):

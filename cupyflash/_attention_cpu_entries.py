@@ -1,0 +1,248 @@
+"""Attention on NumPy arrays where an entry has few scores: many entries in one product.
+
+An entry is one query head of one batch entry. A box is some entries, and some rows of
+each, whose scores stay near the core, all keys at once. NumPy multiplies the matrices of
+a box one by one, so that no entry depends on the others.
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+from cupyflash import _attention_cpu_tiled as tiled
+from cupyflash import _threads
+from cupyflash._attention_tasks import (
+    Task,
+    blas_reads,
+    finite_base,
+    num_threads,
+    offset_of,
+    run_task,
+)
+
+# Scores of a box, and numbers of q, k and v that it reads.
+_BOX_SCORES = 1 << 16
+_BOX_OPERANDS = 1 << 20
+# Above this many scores an entry goes by tiles, unless its keys are few.
+_MOST_SCORES = 1 << 17
+_FEW_KEYS = 128
+# Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting.
+_SMALL_FOR_BLAS = 9216
+
+
+def takes(problem):
+    """Whether the entries of a problem are small."""
+    return (
+        problem.seqlen_q * problem.seqlen_k <= _MOST_SCORES
+        or problem.seqlen_k <= _FEW_KEYS
+    )
+
+
+def shape_of_a_box(problem):
+    """(entries, rows of each); the rows do not depend on how many entries there are."""
+    keys = max(problem.seqlen_k, 1)
+    rows = min(problem.seqlen_q, max(1, _BOX_SCORES // keys))
+    read = (rows + keys) * (problem.head_dim + problem.head_dim_v)
+    most = max(1, min(_BOX_SCORES // (rows * keys), _BOX_OPERANDS // read))
+    total = math.prod(problem.batch) * problem.num_heads
+    # Some boxes for each thread, so that all end at one time.
+    return min(most, -(-total // (4 * num_threads(problem)))), rows
+
+
+def run(problem, operands, out, lse):
+    """Compute all boxes."""
+    entries = _Entries(problem, operands, out, lse)
+    size, rows = shape_of_a_box(problem)
+    boxes = [
+        (*index, slice(start, min(start + rows, problem.seqlen_q)))
+        for index in _boxes(entries.shape, size)
+        for start in range(0, problem.seqlen_q, rows)
+    ]
+    width = max(problem.head_dim, problem.head_dim_v)
+    if len(boxes) == 1 and rows * problem.seqlen_k * width < _SMALL_FOR_BLAS:
+        with np.errstate(all="ignore"):
+            entries.compute(boxes[0], _threads.Scratch())
+    else:
+        _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
+
+
+def _boxes(shape, size):
+    """Cut `shape` into boxes of at most `size` elements, as tuples of slices."""
+    sides = []
+    for n in reversed(shape):
+        side = max(1, min(n, size))
+        sides.append(side)
+        size //= side
+    ranges = [
+        [slice(start, min(start + side, n)) for start in range(0, n, side)]
+        for n, side in zip(shape, reversed(sides), strict=True)
+    ]
+    return itertools.product(*ranges)
+
+
+class _Entries:
+    """The operands with axes (*batch, kv_heads, heads of a group), then a matrix."""
+
+    def __init__(self, problem, operands, out, lse):
+        self.problem = problem
+        self._heads_first = operands, out, lse
+        self.dtype = np.dtype(problem.compute_dtype)
+        heads = (problem.num_kv_heads, problem.group_size)
+        self.shape = (*problem.batch, *heads)
+        self._num_batch = len(problem.batch)
+        self._lengths = problem.query_lengths or problem.key_lengths
+        # Rows can be without a key, so that the maximum is -inf.
+        self._hides = (
+            problem.left is not None
+            or problem.right is not None
+            or self._lengths is not None
+            or problem.mask is not None
+            or problem.bias is not None
+        )
+
+        def split(x, axis):
+            """`x` with the axis of query heads as two."""
+            return x.reshape(x.shape[:axis] + heads + x.shape[axis:][1:])
+
+        at = self._num_batch
+        self._q, self._out = split(operands.q, at), split(out, at)
+        self._k, self._v = (
+            x[(slice(None),) * (at + 1) + (None,)] for x in (operands.k, operands.v)
+        )
+        self._lse = split(lse, at) if problem.return_lse else None
+        self._bias, self._mask, self._slopes = (
+            None if x is None else split(x, at)
+            for x in (operands.bias, operands.mask, operands.alibi_slopes)
+        )
+        self._sinks = None
+        if operands.sinks is not None:
+            self._sinks = split(operands.sinks.astype(self.dtype), 0)[..., None, None]
+        self._length_k, self._length_q, self._offset = (
+            x if x is None or isinstance(x, int) else x[..., None, None, None, None]
+            for x in (
+                operands.key_lengths,
+                operands.query_lengths,
+                offset_of(problem, operands),
+            )
+        )
+
+    def compute(self, box, scratch):
+        """Store the rows of a box."""
+        *entries, rows = box
+        entries = tuple(entries)
+        here = (*entries, rows)
+        # k and v have one head for a group.
+        shared = (*entries[:-1], slice(None))
+        first, last = self._visible_keys(rows)
+        q = self._load(scratch, "q", self._q[here])
+        k = self._load(scratch, "k", self._k[(*shared, slice(first, last))])
+        s = scratch.array("s", (*q.shape[:-1], last - first), self.dtype)
+        factor = self.problem.scale
+        np.matmul(q, k.swapaxes(-1, -2), out=s)
+        if factor != 1:
+            np.multiply(s, self.dtype.type(factor), out=s)
+        self._finish(s, entries, rows, first, last, scratch)
+        base = np.maximum.reduce(s, axis=-1, keepdims=True, initial=-np.inf)
+        sink = None
+        if self._sinks is not None:
+            sink = self._sinks[entries[-2:]]
+            base = np.maximum(base, sink)
+        if self._hides or last == first:
+            base = finite_base(base)
+        p = np.exp(np.subtract(s, base, out=s), out=s)
+        d = np.add.reduce(p, axis=-1, keepdims=True)
+        if sink is not None:
+            np.add(d, np.exp(sink - base), out=d)
+        v = self._load(scratch, "v", self._v[(*shared, slice(first, last))])
+        o = scratch.array("o", (*q.shape[:-1], v.shape[-1]), self.dtype)
+        np.matmul(p, v, out=o)
+        self._store(box, o, base, d)
+        if not math.isfinite(np.add.reduce(o, axis=None)):
+            self._repair(box, o, scratch)
+
+    def _load(self, scratch, name, x):
+        """`x` in the compute dtype, and as BLAS reads it."""
+        if x.dtype == self.dtype and blas_reads(x):
+            return x
+        buffer = scratch.array(name, x.shape, self.dtype)
+        np.copyto(buffer, x, casting="unsafe")
+        return buffer
+
+    def _visible_keys(self, rows):
+        """Keys that a row may see; of rows alone, not of lengths, which differ."""
+        problem, offset = self.problem, self._offset
+        first, last = 0, problem.seqlen_k
+        if isinstance(offset, int):
+            if problem.left is not None:
+                first = min(max(0, rows.start + offset - problem.left), last)
+            if problem.right is not None:
+                last = max(first, min(last, rows.stop + offset + problem.right))
+        return first, last
+
+    def _finish(self, s, entries, rows, first, last, scratch):
+        """Softcap, bias, alibi and masks, in place."""
+        problem, dtype = self.problem, self.dtype
+        here, keys = (*entries, rows), slice(first, last)
+        batch = entries[: self._num_batch]
+        if problem.softcap:
+            cap = dtype.type(problem.softcap)
+            np.tanh(np.divide(s, cap, out=s), out=s)
+            np.multiply(s, cap, out=s)
+        if self._bias is not None:
+            np.add(s, self._bias[(*here, keys)], out=s, casting="unsafe")
+        left, right = problem.left, problem.right
+        if self._slopes is not None or left is not None or right is not None:
+            offset = self._offset
+            if not isinstance(offset, int):
+                offset = offset[batch]
+            i = np.arange(rows.start, rows.stop)[:, None] + offset
+            distance = i - np.arange(first, last)
+        if self._slopes is not None:
+            slopes = self._slopes[entries].astype(dtype)[..., None, None]
+            np.subtract(s, slopes * np.abs(distance).astype(dtype), out=s)
+        if left is not None:
+            np.copyto(s, -np.inf, where=distance > left)
+        if right is not None:
+            np.copyto(s, -np.inf, where=distance < -right)
+        if self._length_k is not None:
+            beyond = np.arange(first, last) >= self._length_k[batch]
+            np.copyto(s, -np.inf, where=beyond)
+        if self._mask is not None:
+            mask = self._mask[(*here, keys)]
+            hidden = scratch.array("hidden", mask.shape, np.bool_)
+            np.copyto(s, -np.inf, where=np.logical_not(mask, out=hidden))
+
+    def _store(self, box, o, base, d):
+        """Write the rows; one that sees no key gives 0, and the sink."""
+        *entries, rows = box
+        out, padding = self._out[box], None
+        divisor = d
+        if self._hides:
+            divisor = np.where(d == 0, d.dtype.type(1), d)
+        np.divide(o, divisor, out=o)
+        np.copyto(out, o, casting="unsafe")
+        if self._length_q is not None:
+            i = np.arange(rows.start, rows.stop)[:, None]
+            padding = i >= self._length_q[tuple(entries[: self._num_batch])]
+            np.copyto(out, 0, where=padding)
+        if self._lse is not None:
+            lse = self._lse[box]
+            # Of float32 numbers, in float64: rounded once.
+            np.add(base, np.log(d, dtype=np.float64), out=d, casting="unsafe")
+            np.copyto(lse, d[..., 0])
+            if padding is not None:
+                np.copyto(lse, -np.inf, where=padding[..., 0])
+
+    def _repair(self, box, o, scratch):
+        """Compute once more the entries whose results are not finite."""
+        *entries, rows = box
+        odd = ~np.isfinite(o).all(axis=(-2, -1))
+        starts = [axis.start for axis in entries]
+        for index in np.argwhere(odd):
+            *batch, kv_head, of_group = (
+                start + int(i) for start, i in zip(starts, index, strict=True)
+            )
+            head = kv_head * self.problem.group_size + of_group
+            task = Task(tuple(batch), head, rows.start, rows.stop)
+            run_task(self.problem, *self._heads_first, task, scratch, tiled.exactly)

@@ -13,12 +13,13 @@ import numpy as np
 from cupyflash import _attention_cpu_tiled as tiled
 from cupyflash import _threads
 from cupyflash._attention_tasks import (
+    Part,
     Task,
     blas_reads,
     finite_base,
     num_threads,
     offset_of,
-    run_task,
+    times_values,
 )
 
 # Scores of a box, and numbers of q, k and v that it reads.
@@ -44,10 +45,10 @@ def shape_of_a_box(problem):
     keys = max(problem.seqlen_k, 1)
     rows = min(problem.seqlen_q, max(1, _BOX_SCORES // keys))
     read = (rows + keys) * (problem.head_dim + problem.head_dim_v)
-    most = max(1, min(_BOX_SCORES // (rows * keys), _BOX_OPERANDS // read))
+    most = max(1, min(_BOX_SCORES // max(rows * keys, 1), _BOX_OPERANDS // read))
     total = math.prod(problem.batch) * problem.num_heads
     # Some boxes for each thread, so that all end at one time.
-    return min(most, -(-total // (4 * num_threads(problem)))), rows
+    return max(1, min(most, -(-total // (4 * num_threads(problem))))), rows
 
 
 def run(problem, operands, out, lse):
@@ -86,11 +87,13 @@ class _Entries:
 
     def __init__(self, problem, operands, out, lse):
         self.problem = problem
-        self._heads_first = operands, out, lse
+        self._operands = operands
         self.dtype = np.dtype(problem.compute_dtype)
         heads = (problem.num_kv_heads, problem.group_size)
         self.shape = (*problem.batch, *heads)
         self._num_batch = len(problem.batch)
+        self._factor = self.dtype.type(problem.scale)
+        self._power_of_two = abs(math.frexp(self._factor)[0]) == 0.5
         self._lengths = problem.query_lengths or problem.key_lengths
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (
@@ -135,13 +138,12 @@ class _Entries:
         # k and v have one head for a group.
         shared = (*entries[:-1], slice(None))
         first, last = self._visible_keys(rows)
-        q = self._load(scratch, "q", self._q[here])
         k = self._load(scratch, "k", self._k[(*shared, slice(first, last))])
+        q, factor = self._queries(scratch, self._q[here], k)
         s = scratch.array("s", (*q.shape[:-1], last - first), self.dtype)
-        factor = self.problem.scale
         np.matmul(q, k.swapaxes(-1, -2), out=s)
         if factor != 1:
-            np.multiply(s, self.dtype.type(factor), out=s)
+            np.multiply(s, factor, out=s)
         self._finish(s, entries, rows, first, last, scratch)
         base = np.maximum.reduce(s, axis=-1, keepdims=True, initial=-np.inf)
         sink = None
@@ -157,9 +159,25 @@ class _Entries:
         v = self._load(scratch, "v", self._v[(*shared, slice(first, last))])
         o = scratch.array("o", (*q.shape[:-1], v.shape[-1]), self.dtype)
         np.matmul(p, v, out=o)
-        self._store(box, o, base, d)
+        divisor = d
+        if self._hides:
+            divisor = np.where(d == 0, d.dtype.type(1), d)
+        np.divide(o, divisor, out=o)
         if not math.isfinite(np.add.reduce(o, axis=None)):
-            self._repair(box, o, scratch)
+            self._repair(box, o, p, v, divisor)
+        self._store(box, o, base, d)
+
+    def _queries(self, scratch, q, k):
+        """(q, factor of the scores); a power of two goes into q where that is less."""
+        num_rows, num_keys = q.shape[-2], k.shape[-2]
+        if self._power_of_two and num_keys > q.shape[-1]:
+            scaled = scratch.array("q", q.shape, self.dtype)
+            np.multiply(q, self._factor, out=scaled, casting="unsafe")
+            return scaled, 1
+        if num_rows == num_keys and np.may_share_memory(q, k):
+            # A matrix times its own transpose has other roundings in BLAS.
+            return q.copy(), self._factor
+        return self._load(scratch, "q", q), self._factor
 
     def _load(self, scratch, name, x):
         """`x` in the compute dtype, and as BLAS reads it."""
@@ -217,10 +235,6 @@ class _Entries:
         """Write the rows; one that sees no key gives 0, and the sink."""
         *entries, rows = box
         out, padding = self._out[box], None
-        divisor = d
-        if self._hides:
-            divisor = np.where(d == 0, d.dtype.type(1), d)
-        np.divide(o, divisor, out=o)
         np.copyto(out, o, casting="unsafe")
         if self._length_q is not None:
             i = np.arange(rows.start, rows.stop)[:, None]
@@ -234,15 +248,27 @@ class _Entries:
             if padding is not None:
                 np.copyto(lse, -np.inf, where=padding[..., 0])
 
-    def _repair(self, box, o, scratch):
-        """Compute once more the entries whose results are not finite."""
+    def _repair(self, box, o, p, v, divisor):
+        """Compute once more the entries of `o` that are not finite.
+
+        Either by right, or 0 * NaN came from a key that is not seen, or a sum of large
+        values overflowed before it was divided.
+        """
         *entries, rows = box
-        odd = ~np.isfinite(o).all(axis=(-2, -1))
+        first, last = self._visible_keys(rows)
         starts = [axis.start for axis in entries]
-        for index in np.argwhere(odd):
+        scratch = _threads.Scratch()  # p and o are in that of the box
+        for index in np.argwhere(~np.isfinite(o).all(axis=(-2, -1))):
+            at = tuple(int(i) for i in index)
             *batch, kv_head, of_group = (
-                start + int(i) for start, i in zip(starts, index, strict=True)
+                start + i for start, i in zip(starts, at, strict=True)
             )
             head = kv_head * self.problem.group_size + of_group
             task = Task(tuple(batch), head, rows.start, rows.stop)
-            run_task(self.problem, *self._heads_first, task, scratch, tiled.exactly)
+            part = Part(self.problem, self._operands, task, scratch)
+            used = slice(0, part.num_rows)  # the others are padding
+            seen = tiled.scores(part, *part.queries(), first, last) != -np.inf
+            values = times_values(p[at][used], seen, v[(*at[:-1], 0)])
+            np.divide(values, divisor[at][used], out=values)
+            tiled.repair(part, values)
+            o[at][used] = values

@@ -40,7 +40,10 @@ def run(problem, operands, out, lse):
         result = _walk(part, _bounded_run if bounded else _run)
         if np.isfinite(result[0]).all():
             return result
-        return exactly(part)
+        # Either a row is NaN by right, or 0 * NaN came from a key that it does not see.
+        result = _walk(part, _exact_run)
+        repair(part, result[0])
+        return result
 
     run_tasks(problem, operands, out, lse, rows_of_a_task(problem), compute)
 
@@ -88,18 +91,19 @@ def _divisor(d):
     return np.where(d == 0, d.dtype.type(1), d)
 
 
-def exactly(part):
-    """The same where a result is not finite, in two passes: the second has P at once.
+def repair(part, values):
+    """Compute rows of `values` that are not finite once more, in two passes.
 
-    Either a row is NaN by right, or 0 * NaN came from a key that it does not see, or
-    the sum of many large values overflowed before it was divided.
+    They may have overflowed as sums, before they were divided; here P is.
     """
+    odd = ~np.isfinite(values).all(axis=1)
+    if not odd.any():
+        return
     q, factor = part.queries()
     blocks = list(part.key_blocks(BLOCK_KEYS))
-    m, d, blind = first_state(part)
+    m, d, _ = first_state(part)
     for start, stop in blocks:
-        s = _scores(part, q, factor, start, stop)
-        blind &= (s == -np.inf).all(axis=1, keepdims=True)
+        s = scores(part, q, factor, start, stop)
         m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
         base = finite_base(m_new)
         d = d * np.exp(m - base) + np.exp(s - base).sum(axis=1, keepdims=True)
@@ -107,33 +111,43 @@ def exactly(part):
     base, divisor = finite_base(m), _divisor(d)
     half = np.zeros((part.num_rows, part.problem.head_dim_v))
     for start, stop in blocks:
-        s = _scores(part, q, factor, start, stop)
+        s = scores(part, q, factor, start, stop)
         seen = s != -np.inf
         p = np.exp(s - base) / divisor
         half += times_values(p, seen, part.values(start, stop) * 0.5)
     # Probabilities may add up to a little more than 1.
     largest = float(np.finfo(part.dtype).max) / 2
     np.clip(half, -largest, largest, out=half, where=np.isfinite(half))
-    return half * 2, m + np.log(d), blind
+    values[odd] = 2 * half[odd]
 
 
-def _run(part, q, factor, blocks):
+def _run(part, q, factor, blocks, exact=False):
     """(m, d, acc) by the running maximum."""
     m = np.full((part.num_rows, 1), -np.inf, part.dtype)
     d = np.zeros_like(m)
     acc, term, ones = _accumulators(part)
     for start, stop in blocks:
-        s = _scores(part, q, factor, start, stop)
+        s = scores(part, q, factor, start, stop)
+        seen = s != -np.inf if exact else None
         m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
         base = finite_base(m_new)
         p = np.exp(np.subtract(s, base, out=s), out=s)
         rescale = np.exp(m - base)
         d = d * rescale + p @ ones[: stop - start]
-        np.matmul(p, part.values(start, stop), out=term)
+        v = part.values(start, stop)
+        if exact:
+            term = times_values(p, seen, v)
+        else:
+            np.matmul(p, v, out=term)
         np.multiply(acc, rescale, out=acc)
         np.add(acc, term, out=acc)
         m = m_new
     return m, d, acc
+
+
+def _exact_run(part, q, factor, blocks):
+    """The same with nothing from keys that a row does not see, not even 0 * NaN."""
+    return _run(part, q, factor, blocks, exact=True)
 
 
 def _bounded_run(part, q, factor, blocks):
@@ -145,14 +159,14 @@ def _bounded_run(part, q, factor, blocks):
     d = np.zeros((part.num_rows, 1), part.dtype)
     sums = np.empty_like(d)
     for start, stop in blocks:
-        s = _scores(part, q, factor, start, stop)
+        s = scores(part, q, factor, start, stop)
         p = np.exp(s, out=s)
         np.add(d, np.matmul(p, ones[: stop - start], out=sums), out=d)
         np.add(acc, np.matmul(p, part.values(start, stop), out=term), out=acc)
     return np.where(d == 0, part.dtype.type(-np.inf), part.dtype.type(0)), d, acc
 
 
-def _scores(part, q, factor, start, stop):
+def scores(part, q, factor, start, stop):
     """Final scores of a block of keys."""
     s = part.scratch.array("s", (part.num_rows, stop - start), part.dtype)
     np.matmul(q, part.keys(start, stop).T, out=s)

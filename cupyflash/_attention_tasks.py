@@ -41,16 +41,11 @@ def run_tasks(problem, operands, out, lse, rows, compute):
     ]
 
     def one_task(task, scratch):
-        run_task(problem, operands, out, lse, task, scratch, compute)
+        part = Part(problem, operands, task, scratch)
+        result = compute(part) if part.num_rows else None
+        _store(part, out[task.batch][task.head], lse[task.batch][task.head], result)
 
     _threads.for_each_with_blas(one_task, tasks, num_threads(problem))
-
-
-def run_task(problem, operands, out, lse, task, scratch, compute):
-    """One task of `run_tasks`."""
-    part = Part(problem, operands, task, scratch)
-    result = compute(part) if part.num_rows else None
-    _store(part, out[task.batch][task.head], lse[task.batch][task.head], result)
 
 
 def num_threads(problem):

@@ -68,10 +68,24 @@ class Problem:
 
 def run(xp, problem):
     """Do the call and check the result; AssertionError with the reproducer."""
+    layout = problem.options.get("layout")
+    problem.arrays = lengths_for(xp, problem.arrays, layout)
     try:
         CHECKS[problem.operation](xp, problem)
     except Exception as error:
         raise AssertionError(f"{problem.reproducer(xp)}\n{problem}\n{error}") from error
+
+
+def lengths_for(xp, arrays, layout):
+    """`arrays` with lengths that a back end takes: NumPy's must fit their axes."""
+    arrays = dict(arrays)
+    for name, x in (("query_lengths", arrays.get("q")), ("key_lengths", arrays.get("k"))):
+        lengths = arrays.get(name)
+        if xp is np and lengths is not None:
+            size = x.shape[-3 if layout == "bshd" and x.ndim > 2 else -2]
+            most = min(size, np.iinfo(lengths.dtype).max)
+            arrays[name] = np.asarray(lengths.clip(0, most))
+    return arrays
 
 
 def draw(operation, seed, variants=None):

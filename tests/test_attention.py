@@ -53,6 +53,8 @@ def agree(xp, q, k, v, forms=None, out=None, **options):
     arrays = {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
     other = {n: x for n, x in options.items() if n not in arrays}
     other = {"method": "auto", "layout": "bhsd", "return_lse": True, **other}
+    arrays = fuzz.lengths_for(xp, {"q": q, "k": k, **arrays}, other["layout"])
+    del arrays["q"], arrays["k"]
     forms = forms or {}
     problem = fuzz.Problem(
         "attention",
@@ -799,9 +801,9 @@ def test_chunks_of_queries_are_the_whole(xp, rng):
         part = cupyflash.attention(
             *on(xp, q[:, :, start:], k, v), causal=True, query_offset=start
         )
-        np.testing.assert_allclose(
-            to_host(part), whole[:, :, start:], rtol=1e-5, atol=1e-6
-        )
+        # Each may be off by what is promised.
+        bound = 2 * BOUNDS["attention"]["float32"] * np.abs(whole).max()
+        np.testing.assert_allclose(to_host(part), whole[:, :, start:], 0, bound)
 
 
 # --- any option ----------------------------------------------------------------------

@@ -3,6 +3,8 @@
 import functools
 from typing import Any
 
+import numpy as np
+
 from cupyflash import _arrays, _attention_problem, _foreign_names
 from cupyflash._typing import Array, Layout, Method, Never, Precision, Window
 
@@ -169,7 +171,9 @@ def attention(
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method,
     )  # fmt: skip
-    if _arrays.is_cupy(q):
+    if type(q) is np.ndarray:
+        result = _cpu().attention(*arguments)
+    elif _arrays.is_cupy(q):
         result = _gpu().attention(*arguments)
     else:
         problem, operands = _attention_problem.attention(*arguments)

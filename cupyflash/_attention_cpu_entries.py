@@ -28,8 +28,9 @@ _BOX_OPERANDS = 1 << 20
 # Above this many scores an entry goes by tiles, unless its keys are few.
 _MOST_SCORES = 1 << 17
 _FEW_KEYS = 128
-# Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting.
-_SMALL_FOR_BLAS = 9216
+# Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
+# matrix times vector, and matrix times matrix (the thresholds of OpenBLAS).
+_SMALL_FOR_BLAS = 9216, 1 << 18
 
 
 def takes(problem):
@@ -47,8 +48,17 @@ def shape_of_a_box(problem):
     read = (rows + keys) * (problem.head_dim + problem.head_dim_v)
     most = max(1, min(_BOX_SCORES // max(rows * keys, 1), _BOX_OPERANDS // read))
     total = math.prod(problem.batch) * problem.num_heads
-    # Some boxes for each thread, so that all end at one time.
-    return max(1, min(most, -(-total // (4 * num_threads(problem))))), rows
+    threads = num_threads(problem)
+    if threads > 1:  # some boxes for each, so that all end at one time
+        most = min(most, -(-total // (4 * threads)))
+    return max(1, min(most, total)), rows
+
+
+def _is_small_for_blas(problem):
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    narrow = min(rows, keys, problem.head_dim, problem.head_dim_v) == 1
+    work = rows * keys * max(problem.head_dim, problem.head_dim_v)
+    return work <= _SMALL_FOR_BLAS[not narrow]
 
 
 def run(problem, operands, out, lse):
@@ -60,12 +70,106 @@ def run(problem, operands, out, lse):
         for index in _boxes(entries.shape, size)
         for start in range(0, problem.seqlen_q, rows)
     ]
-    width = max(problem.head_dim, problem.head_dim_v)
-    if len(boxes) == 1 and rows * problem.seqlen_k * width < _SMALL_FOR_BLAS:
+    if len(boxes) == 1 and _is_small_for_blas(problem):
         with np.errstate(all="ignore"):
             entries.compute(boxes[0], _threads.Scratch())
     else:
         _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
+
+
+def _is_power_of_two(factor):
+    return abs(math.frexp(factor)[0]) == 0.5
+
+
+def _is_square(q, k):
+    """Whether BLAS would take q k^T as a matrix times its own transpose.
+
+    That has other roundings than the product of two.
+    """
+    return q.shape[-2] == k.shape[-2] and np.may_share_memory(q, k)
+
+
+def _weigh(s, v, o, sink, hides):
+    """(maxima, sums, divisors) of the rows of s; s becomes P without divisors, o P v.
+
+    `hides`: there can be rows that see no key.
+    """
+    base = np.maximum.reduce(s, axis=-1, keepdims=True, initial=-np.inf)
+    if sink is not None:
+        base = np.maximum(base, sink)
+    if hides:
+        base = finite_base(base)
+    p = np.exp(np.subtract(s, base, out=s), out=s)
+    d = np.add.reduce(p, axis=-1, keepdims=True)
+    if sink is not None:
+        np.add(d, np.exp(sink - base), out=d)
+    np.matmul(p, v, out=o)
+    divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d
+    np.divide(o, divisor, out=o)
+    return base, d, divisor
+
+
+class SmallCall:
+    """A call of one small box that needs no checks, since one like it had them.
+
+    It does what `_Entries.compute` does, for contiguous arrays and few options.
+    """
+
+    @staticmethod
+    def takes(problem):
+        """Whether calls of a problem can be made this way."""
+        rows, keys = problem.seqlen_q, problem.seqlen_k
+        entries = math.prod(problem.batch) * problem.num_heads
+        return (
+            takes(problem)
+            and problem.method in ("auto", "tiled")
+            and entries * rows * keys > 0
+            and shape_of_a_box(problem) == (entries, rows)
+            and _is_small_for_blas(problem)
+            and problem.dtype == problem.compute_dtype
+            and problem.num_heads == problem.num_kv_heads
+            and problem.layout == "bhsd"
+            and problem.left is None
+            and not (problem.softcap or problem.return_lse)
+        )
+
+    def __init__(self, problem):
+        self._dtype = np.dtype(problem.dtype)
+        self._shape = problem.out_shape
+        self._scores = (*problem.out_shape[:-1], problem.seqlen_k)
+        self._factor = self._dtype.type(problem.scale)
+        self._folds = (
+            _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
+        )
+        self._hidden = None
+        if problem.right is not None:
+            last = np.arange(problem.seqlen_q) + problem.query_offset + problem.right
+            self._hidden = np.arange(problem.seqlen_k) > last[:, None]
+        self._hides = self._hidden is not None or problem.bias is not None
+
+    def __call__(self, q, k, v, bias):
+        """The result, or None where it takes the long way."""
+        flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
+        if not flags:
+            return None
+        with np.errstate(all="ignore"):
+            factor = self._factor
+            if self._folds:
+                q, factor = np.multiply(q, factor), 1
+            elif _is_square(q, k):
+                q = q.copy()
+            s = np.matmul(q, k.swapaxes(-1, -2))
+            if s.shape != self._scores:  # a batch axis of v alone
+                return None
+            if factor != 1:
+                np.multiply(s, factor, out=s)
+            if bias is not None:
+                np.add(s, bias, out=s, casting="unsafe")
+            if self._hidden is not None:
+                np.copyto(s, -np.inf, where=self._hidden)
+            out = np.empty(self._shape, self._dtype)
+            _weigh(s, v, out, None, self._hides)
+            return out if math.isfinite(np.add.reduce(out, axis=None)) else None
 
 
 def _boxes(shape, size):
@@ -93,7 +197,7 @@ class _Entries:
         self.shape = (*problem.batch, *heads)
         self._num_batch = len(problem.batch)
         self._factor = self.dtype.type(problem.scale)
-        self._power_of_two = abs(math.frexp(self._factor)[0]) == 0.5
+        self._folds = _is_power_of_two(self._factor)
         self._lengths = problem.query_lengths or problem.key_lengths
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (
@@ -145,37 +249,21 @@ class _Entries:
         if factor != 1:
             np.multiply(s, factor, out=s)
         self._finish(s, entries, rows, first, last, scratch)
-        base = np.maximum.reduce(s, axis=-1, keepdims=True, initial=-np.inf)
-        sink = None
-        if self._sinks is not None:
-            sink = self._sinks[entries[-2:]]
-            base = np.maximum(base, sink)
-        if self._hides or last == first:
-            base = finite_base(base)
-        p = np.exp(np.subtract(s, base, out=s), out=s)
-        d = np.add.reduce(p, axis=-1, keepdims=True)
-        if sink is not None:
-            np.add(d, np.exp(sink - base), out=d)
         v = self._load(scratch, "v", self._v[(*shared, slice(first, last))])
         o = scratch.array("o", (*q.shape[:-1], v.shape[-1]), self.dtype)
-        np.matmul(p, v, out=o)
-        divisor = d
-        if self._hides:
-            divisor = np.where(d == 0, d.dtype.type(1), d)
-        np.divide(o, divisor, out=o)
+        sink = None if self._sinks is None else self._sinks[entries[-2:]]
+        base, d, divisor = _weigh(s, v, o, sink, self._hides or last == first)
         if not math.isfinite(np.add.reduce(o, axis=None)):
-            self._repair(box, o, p, v, divisor)
+            self._repair(box, o, s, v, divisor)
         self._store(box, o, base, d)
 
     def _queries(self, scratch, q, k):
         """(q, factor of the scores); a power of two goes into q where that is less."""
-        num_rows, num_keys = q.shape[-2], k.shape[-2]
-        if self._power_of_two and num_keys > q.shape[-1]:
+        if self._folds and k.shape[-2] > q.shape[-1]:
             scaled = scratch.array("q", q.shape, self.dtype)
             np.multiply(q, self._factor, out=scaled, casting="unsafe")
             return scaled, 1
-        if num_rows == num_keys and np.may_share_memory(q, k):
-            # A matrix times its own transpose has other roundings in BLAS.
+        if _is_square(q, k):
             return q.copy(), self._factor
         return self._load(scratch, "q", q), self._factor
 

@@ -96,7 +96,7 @@ class _Shared:
                 libraries = _blas_libraries()
                 self._blas_threads = [(x, x.get_num_threads()) for x in libraries]
                 for library in libraries:
-                    library.set_num_threads(1)
+                    _set_num_threads(library, 1)
 
     def release_blas(self, thread):
         """What `hold_blas` has begun; any number of times."""
@@ -107,7 +107,7 @@ class _Shared:
 
     def _restore_blas(self):
         for library, num_threads in self._blas_threads or ():
-            library.set_num_threads(num_threads)
+            _set_num_threads(library, num_threads)
         self._blas_threads = None
 
     def begin_anew(self):
@@ -134,6 +134,18 @@ def _blas_libraries():
 
     controller = threadpoolctl.ThreadpoolController().select(user_api="blas")
     return controller.lib_controllers
+
+
+def _set_num_threads(library, num_threads):
+    """Set it from any thread.
+
+    threadpoolctl lets one thread alone set that of OpenBLAS, the first to do so, and
+    ignores all others; the lock of `_Shared` does what that is for.
+    """
+    give_up = getattr(library, "clear_controlling_thread", lambda **_: None)
+    give_up(force=True)
+    library.set_num_threads(num_threads)
+    give_up(force=True)
 
 
 # --- jobs ----------------------------------------------------------------------------

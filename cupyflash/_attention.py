@@ -3,8 +3,10 @@
 import functools
 from typing import Literal, overload
 
-from cupyflash import _arrays, _attention_problem
-from cupyflash._typing import Array, Layout, Method, Precision, Window
+import numpy as np
+
+from cupyflash import _arrays, _attention_problem, _foreign_names
+from cupyflash._typing import Array, Layout, Method, Never, Precision, Window
 
 
 @functools.cache
@@ -97,6 +99,7 @@ def attention(
     out: Array | None = None,
     method: Method = "auto",
 ) -> Array | tuple[Array, Array]: ...
+@_foreign_names.documented
 def attention(
     q: Array,
     k: Array,
@@ -118,6 +121,7 @@ def attention(
     return_lse: bool = False,
     out: Array | None = None,
     method: Method = "auto",
+    **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention, ``softmax(scale * q k^T + bias) v``.
 
@@ -157,9 +161,9 @@ def attention(
     alibi_slopes : array_like of float, shape (num_heads,) or (..., num_heads), optional
         Adds ``-slope * abs(i + query_offset - j)`` to the score of query i and key j.
     query_lengths, key_lengths : array_like of int, shape (...), optional
-        Lengths in use of each batch entry, at most seqlen_q and seqlen_k; read on the
-        device, never by the host. Query rows beyond give 0 (lse -inf); keys beyond take
-        no part.
+        Lengths in use of each batch entry, from 0 to seqlen_q and seqlen_k. Query rows
+        beyond give 0 (lse -inf); keys beyond take no part. Those on a GPU are read
+        there, never by the host: other lengths count as the nearest of these.
     layout : {"bhsd", "bshd"}, default "bhsd"
         "bshd" takes and returns (..., seqlen, heads, dim).
     precision : {"float32", "tf32"}, default "float32"
@@ -229,12 +233,16 @@ def attention(
     >>> cupyflash.attention(q, k, v, causal=True)[0]
     array([1., 0.])
     """
+    if unknown:
+        _foreign_names.refuse("attention", unknown)
     arguments = (
         q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method,
     )  # fmt: skip
-    if _arrays.is_cupy(q):
+    if type(q) is np.ndarray:
+        result = _cpu().attention(*arguments)
+    elif _arrays.is_cupy(q):
         result = _gpu().attention(*arguments)
     elif _arrays.lives_on_gpu(q):
         _arrays.import_cupy()

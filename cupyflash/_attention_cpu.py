@@ -2,9 +2,14 @@
 
 import numpy as np
 
-from cupyflash import _arrays, _threads
+from cupyflash import _arrays, _attention_problem, _threads
+from cupyflash import _attention_cpu_entries as entries
 from cupyflash import _attention_cpu_tiled as tiled
-from cupyflash._attention_problem import MergeProblem, heads_first
+from cupyflash._attention_problem import (
+    AttentionOperands,
+    MergeProblem,
+    heads_first,
+)
 from cupyflash._attention_tasks import (
     finite_base,
     first_state,
@@ -13,9 +18,89 @@ from cupyflash._attention_tasks import (
     times_values,
 )
 
+# Rows of a task of naive and safe; what calls of NumPy do at once, Ctrl-C waits for.
+_UNFUSED_ROWS = 256
 # Rows that `online` updates at a time, one key after another, and keys of a run.
 _ONLINE_ROWS = 1024
 _ONLINE_RUN = 64
+
+
+# What has been checked, by the shapes and options of the arguments: the problem, and
+# how to make the call at once if it is small.
+_checked: dict = {}
+_MOST_CHECKED = 1024
+
+
+def attention(
+    q,
+    k,
+    v,
+    bias,
+    mask,
+    scale,
+    causal,
+    query_offset,
+    window,
+    softcap,
+    sinks,
+    alibi_slopes,
+    query_lengths,
+    key_lengths,
+    layout,
+    precision,
+    return_lse,
+    out,
+    method,
+):
+    """attention() of NumPy arrays; one like a call before needs no checks."""
+    key = None
+    if (
+        type(q) is type(k) is type(v) is np.ndarray
+        and (bias is None or type(bias) is np.ndarray)
+        and mask is query_offset is window is sinks is alibi_slopes is out is None
+        and query_lengths is key_lengths is None
+        and return_lse is False
+        and (causal is False or causal is True)
+        and (scale is None or type(scale) is float)
+        and type(softcap) is float
+    ):
+        key = (
+            q.shape, q.dtype, k.shape, k.dtype, v.shape, v.dtype,
+            bias if bias is None else (bias.shape, bias.dtype),
+            scale, causal, softcap, layout, precision, method,
+        )  # fmt: skip
+        problem, small = _checked.get(key, (None, None))
+        if small is not None:
+            result = small(q, k, v, bias)
+            if result is not None:
+                return result, None
+        if problem is not None:
+            return run(problem, _views(problem, q, k, v, bias))
+    problem, operands = _attention_problem.attention(
+        q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
+        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
+        method,
+    )  # fmt: skip
+    if key is not None:
+        small = entries.SmallCall(problem) if entries.SmallCall.takes(problem) else None
+        if len(_checked) >= _MOST_CHECKED:
+            _checked.clear()
+        _checked[key] = problem, small
+    return run(problem, operands)
+
+
+def _views(problem, q, k, v, bias):
+    """Operands as the checks make them."""
+    q, k, v = (heads_first(x, problem.layout) for x in (q, k, v))
+    batch = problem.batch
+    q, k, v = (
+        x if x.shape[:-3] == batch else np.broadcast_to(x, batch + x.shape[-3:])
+        for x in (q, k, v)
+    )
+    if bias is not None:
+        shape = (*batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
+        bias = np.broadcast_to(bias, shape)
+    return AttentionOperands(q, k, v, bias)
 
 
 def run(problem, operands):
@@ -29,7 +114,7 @@ def run(problem, operands):
         if heads_out is None:
             heads_out = heads_first(out, problem.layout)
         heads_lse = lse if problem.heads_axis else lse[None]
-        _METHODS.get(problem.method, tiled.run)(problem, operands, heads_out, heads_lse)
+        _method(problem)(problem, operands, heads_out, heads_lse)
     return out, lse
 
 
@@ -38,11 +123,20 @@ def describe(problem, operands):
     if isinstance(problem, MergeProblem):
         return {"kernel": "array operations of NumPy", "parts": problem.num_parts}
     name = "tiled" if problem.method == "auto" else problem.method
-    rows = {"tiled": tiled.rows_of_a_task(problem), "online": _ONLINE_ROWS}.get(name)
+    threads = _threads.with_blas(num_threads(problem))
+    if _method(problem) is entries.run:
+        size, rows = entries.shape_of_a_box(problem)
+        return {
+            "kernel": name,
+            "entries_of_a_task": size,
+            "rows_of_a_task": rows,
+            "threads": threads,
+        }
+    rows = {"tiled": tiled.rows_of_a_task(problem), "online": _ONLINE_ROWS}
     told = {
         "kernel": name,
-        "rows_of_a_task": min(problem.seqlen_q, rows or problem.seqlen_q),
-        "threads": _threads.with_blas(num_threads(problem)),
+        "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _UNFUSED_ROWS)),
+        "threads": threads,
     }
     if name == "tiled":
         told["keys_of_a_block"] = tiled.BLOCK_KEYS
@@ -89,7 +183,7 @@ def _materialized(problem, operands, out, lse, softmax, dtype):
         blind = ~seen.any(axis=1, keepdims=True)
         return times_values(p, seen, v), log_sums, blind
 
-    run_tasks(problem, operands, out, lse, problem.seqlen_q, compute)
+    run_tasks(problem, operands, out, lse, _UNFUSED_ROWS, compute)
 
 
 def _naive_softmax(s, sink, rounded):
@@ -172,6 +266,12 @@ def _absorb(m, d, o, m_j, d_j, v_j, term):
 
 
 _METHODS = {"naive": _naive, "safe": _safe, "online": _online}
+
+
+def _method(problem):
+    """What computes a problem."""
+    default = entries.run if entries.takes(problem) else tiled.run
+    return _METHODS.get(problem.method, default)
 
 
 # --- merge ---------------------------------------------------------------------------

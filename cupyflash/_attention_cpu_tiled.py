@@ -41,7 +41,9 @@ def run(problem, operands, out, lse):
         if np.isfinite(result[0]).all():
             return result
         # Either a row is NaN by right, or 0 * NaN came from a key that it does not see.
-        return _walk(part, _exact_run)
+        result = _walk(part, _exact_run)
+        repair(part, result[0])
+        return result
 
     run_tasks(problem, operands, out, lse, rows_of_a_task(problem), compute)
 
@@ -89,13 +91,43 @@ def _divisor(d):
     return np.where(d == 0, d.dtype.type(1), d)
 
 
+def repair(part, values):
+    """Compute rows of `values` that are not finite once more, in two passes.
+
+    They may have overflowed as sums, before they were divided; here P is.
+    """
+    odd = ~np.isfinite(values).all(axis=1)
+    if not odd.any():
+        return
+    q, factor = part.queries()
+    blocks = list(part.key_blocks(BLOCK_KEYS))
+    m, d, _ = first_state(part)
+    for start, stop in blocks:
+        s = scores(part, q, factor, start, stop)
+        m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
+        base = finite_base(m_new)
+        d = d * np.exp(m - base) + np.exp(s - base).sum(axis=1, keepdims=True)
+        m = m_new
+    base, divisor = finite_base(m), _divisor(d)
+    half = np.zeros((part.num_rows, part.problem.head_dim_v))
+    for start, stop in blocks:
+        s = scores(part, q, factor, start, stop)
+        seen = s != -np.inf
+        p = np.exp(s - base) / divisor
+        half += times_values(p, seen, part.values(start, stop) * 0.5)
+    # Probabilities may add up to a little more than 1.
+    largest = float(np.finfo(part.dtype).max) / 2
+    np.clip(half, -largest, largest, out=half, where=np.isfinite(half))
+    values[odd] = 2 * half[odd]
+
+
 def _run(part, q, factor, blocks, exact=False):
     """(m, d, acc) by the running maximum."""
     m = np.full((part.num_rows, 1), -np.inf, part.dtype)
     d = np.zeros_like(m)
     acc, term, ones = _accumulators(part)
     for start, stop in blocks:
-        s = _scores(part, q, factor, start, stop)
+        s = scores(part, q, factor, start, stop)
         seen = s != -np.inf if exact else None
         m_new = np.maximum(m, np.max(s, axis=1, keepdims=True))
         base = finite_base(m_new)
@@ -127,14 +159,14 @@ def _bounded_run(part, q, factor, blocks):
     d = np.zeros((part.num_rows, 1), part.dtype)
     sums = np.empty_like(d)
     for start, stop in blocks:
-        s = _scores(part, q, factor, start, stop)
+        s = scores(part, q, factor, start, stop)
         p = np.exp(s, out=s)
         np.add(d, np.matmul(p, ones[: stop - start], out=sums), out=d)
         np.add(acc, np.matmul(p, part.values(start, stop), out=term), out=acc)
     return np.where(d == 0, part.dtype.type(-np.inf), part.dtype.type(0)), d, acc
 
 
-def _scores(part, q, factor, start, stop):
+def scores(part, q, factor, start, stop):
     """Final scores of a block of keys."""
     s = part.scratch.array("s", (part.num_rows, stop - start), part.dtype)
     np.matmul(q, part.keys(start, stop).T, out=s)

@@ -14,8 +14,8 @@ from cupyflash import _arrays
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("float32", "tf32")
 
-# Normal numbers: the least and the largest softcap of each compute dtype.
-_SOFTCAPS = {
+# The least and the largest normal number of each compute dtype.
+_NORMAL_NUMBERS = {
     dtype: (float(np.finfo(dtype).tiny), float(np.finfo(dtype).max))
     for dtype in ("float32", "float64")
 }
@@ -147,6 +147,7 @@ def _check_floats(arrays):
 
 def _check_shapes(q, k, v, layout):
     """Shapes of q, k and v against each other; returns the broadcast batch."""
+    shapes = {"q": q.shape, "k": k.shape, "v": v.shape}
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim < 2:
             raise ValueError(
@@ -172,6 +173,8 @@ def _check_shapes(q, k, v, layout):
         )
     heads, kv_heads = q.shape[-3], k.shape[-3]
     if (kv_heads == 0 and heads != 0) or (kv_heads and heads % kv_heads):
+        if len({len(shape) for shape in shapes.values()}) > 1:
+            _refuse_axes(shapes, layout)
         raise ValueError(
             f"the heads of k and v must divide those of q, got {kv_heads} and {heads} "
             f"(layout {layout!r})"
@@ -184,6 +187,21 @@ def _check_shapes(q, k, v, layout):
             f"{q.shape[:-3]}, {k.shape[:-3]}, {v.shape[:-3]}"
         ) from None
     return q, k, v, batch
+
+
+def _refuse_axes(shapes, layout):
+    """q, k and v of other numbers of axes, whose heads do not go together."""
+    meaning = "seqlen, dim: one head"
+    described = (
+        f"{name} has {len(shape)} axes {shape}"
+        + (f" ({meaning})" if len(shape) == 2 else "")
+        for name, shape in shapes.items()
+    )
+    axes = "heads, seqlen, dim" if layout == "bhsd" else "seqlen, heads, dim"
+    raise ValueError(
+        f"q, k and v must all have axes (..., {axes}), or all (seqlen, dim), unless k "
+        f"and v have one head: {'; '.join(described)}"
+    )
 
 
 def _bounds(causal, window):
@@ -250,7 +268,7 @@ def _check_softcap(softcap, dtype):
     if not 0 <= softcap < math.inf:
         raise ValueError(f"softcap must be finite and >= 0 (0 is off), got {softcap}")
     # Scores of float16 and bfloat16 are float32, in which the cap must not become 0.
-    least, most = _SOFTCAPS["float64" if dtype == "float64" else "float32"]
+    least, most = _normal_numbers(dtype)
     if softcap and not least <= softcap <= most:
         raise ValueError(
             f"softcap must be 0 (off) or from {least:.3g} to {most:.3g} for {dtype}, "
@@ -259,11 +277,28 @@ def _check_softcap(softcap, dtype):
     return softcap
 
 
+def _normal_numbers(dtype):
+    return _NORMAL_NUMBERS["float64" if dtype == "float64" else "float32"]
+
+
+def _check_scale(scale, head_dim, dtype):
+    """The scale, or the nearest that the dtype of the scores has: 0 times it is 0."""
+    if scale is None:
+        return head_dim**-0.5
+    _, most = _normal_numbers(dtype)
+    return max(-most, min(_arrays.finite_number("scale", scale), most))
+
+
 def _check_terms(a, scores):
     """bias, mask, sinks and alibi_slopes as views over scores of this shape."""
     *batch, heads, _, _ = scores
     meaning = "(..., num_heads, seqlen_q, seqlen_k)"
     if (bias := a["bias"]) is not None:
+        if bias.dtype == np.bool_:
+            raise TypeError(
+                "bias must be floating, got bool; a boolean mask goes into mask= "
+                "(True = attend)"
+            )
         _check_float("bias", bias)
         bias = _arrays.broadcast_view("bias", bias, scores, meaning)
     if (mask := a["mask"]) is not None:
@@ -284,9 +319,24 @@ def _check_terms(a, scores):
     return bias, mask, sinks, alibi
 
 
-def _check_integers(a, batch):
+def _check_lengths(name, lengths, axis, size):
+    """Refuse lengths beyond an axis, where the host has them."""
+    beyond = (lengths < 0) | (lengths > size)
+    if beyond.any():
+        index = tuple(int(i) for i in np.argwhere(beyond)[0])
+        place = f"{name}[{', '.join(map(str, index))}]" if index else name
+        raise ValueError(
+            f"{name} must be from 0 to {axis} = {size}, but {place} is {lengths[index]}"
+        )
+
+
+def _check_integers(a, batch, seqlen_q, seqlen_k):
     """query_offset and lengths by name, as views over the batch; None stays None."""
     views = {}
+    lengths_of = {
+        "query_lengths": ("seqlen_q", seqlen_q),
+        "key_lengths": ("seqlen_k", seqlen_k),
+    }
     for name in ("query_offset", "query_lengths", "key_lengths"):
         x = a[name]
         if x is not None:
@@ -294,7 +344,9 @@ def _check_integers(a, batch):
                 raise TypeError(
                     f"{name} must hold integers, got {_arrays.dtype_name(x)}"
                 )
-            x = _arrays.broadcast_view(name, x, batch, "the batch axes")
+            given, x = x, _arrays.broadcast_view(name, x, batch, "the batch axes")
+            if name in lengths_of and isinstance(x, np.ndarray):
+                _check_lengths(name, given, *lengths_of[name])
         views[name] = x
     return views
 
@@ -351,12 +403,12 @@ def attention(
     q, k, v, batch = _check_shapes(a["q"], a["k"], a["v"], layout)
     heads, seqlen_q, head_dim = q.shape[-3:]
     seqlen_k, head_dim_v = v.shape[-2:]
-    scale = head_dim**-0.5 if scale is None else _arrays.finite_number("scale", scale)
+    scale = _check_scale(scale, head_dim, dtype)
     if query_offset is None:
         left, right = _bounds_that_hide(left, right, seqlen_q, seqlen_k)
 
     bias, mask, sinks, alibi = _check_terms(a, (*batch, heads, seqlen_q, seqlen_k))
-    integers = _check_integers(a, batch)
+    integers = _check_integers(a, batch, seqlen_q, seqlen_k)
     rule = _offset_rule(query_offset, integers, seqlen_q, seqlen_k)
     rule, left, right = _within_reach(rule, left, right)
 

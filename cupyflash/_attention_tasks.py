@@ -76,9 +76,13 @@ class Part:
         self.dtype = np.dtype(problem.compute_dtype)
         batch, head = task.batch, task.head
         self.kv_head = head // problem.group_size
-        self.offset = _offset(problem, operands, batch)
-        self.length_k = _length(operands.key_lengths, batch, problem.seqlen_k)
-        length_q = _length(operands.query_lengths, batch, problem.seqlen_q)
+        offset = offset_of(problem, operands)
+        self.offset = offset if isinstance(offset, int) else int(offset[batch])
+        self.length_k, length_q = problem.seqlen_k, problem.seqlen_q
+        if operands.key_lengths is not None:
+            self.length_k = int(operands.key_lengths[batch])
+        if operands.query_lengths is not None:
+            length_q = int(operands.query_lengths[batch])
         self.start, self.padded_stop = task.start, task.stop
         self.stop = max(task.start, min(task.stop, length_q))
         rows = slice(self.start, self.stop)
@@ -123,7 +127,7 @@ class Part:
         return self._load("v", self.v[start:stop])
 
     def _load(self, name, part):
-        if part.dtype == self.dtype and _blas_reads(part):
+        if part.dtype == self.dtype and blas_reads(part):
             return part
         buffer = self.scratch.array(name, part.shape, self.dtype)
         np.copyto(buffer, part, casting="unsafe")
@@ -206,24 +210,28 @@ class Part:
         )
 
 
-def _blas_reads(x):
-    """Whether BLAS takes the matrix `x` as it lies in memory."""
-    return x.strides[1] == x.itemsize and x.strides[0] >= x.itemsize * x.shape[1]
+def blas_reads(x):
+    """Whether BLAS takes the matrices `x` as they lie in memory."""
+    return x.strides[-1] == x.itemsize and x.strides[-2] >= x.itemsize * x.shape[-1]
 
 
-def _length(lengths, batch, size):
-    """One entry of `lengths` as an int in [0, size]."""
-    return size if lengths is None else max(0, min(int(lengths[batch]), size))
-
-
-def _offset(problem, operands, batch):
-    if problem.query_offset == "array":
-        return max(-FAR, min(int(operands.query_offsets[batch]), FAR))
+def offset_of(problem, operands):
+    """The query offset: an int, or int64 of each batch entry."""
     if problem.query_offset == "lengths":
-        return _length(operands.key_lengths, batch, problem.seqlen_k) - _length(
-            operands.query_lengths, batch, problem.seqlen_q
+        lengths = (
+            np.int64(size) if x is None else x.astype(np.int64)
+            for x, size in (
+                (operands.key_lengths, problem.seqlen_k),
+                (operands.query_lengths, problem.seqlen_q),
+            )
         )
-    return problem.query_offset
+        return np.subtract(*lengths)
+    if problem.query_offset == "array":
+        offsets = operands.query_offsets
+        info = np.iinfo(offsets.dtype)
+        least, most = max(-FAR, info.min), min(FAR, info.max)
+        return np.clip(offsets, least, most).astype(np.int64)
+    return max(-FAR, min(problem.query_offset, FAR))
 
 
 def times_values(p, seen, v):

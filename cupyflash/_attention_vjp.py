@@ -2,9 +2,9 @@
 
 import functools
 
-from cupyflash import _arrays, _attention_vjp_problem
+from cupyflash import _arrays, _attention_vjp_problem, _foreign_names
 from cupyflash._attention_vjp_problem import AttentionGrads
-from cupyflash._typing import Array, Layout, Method, Precision, Window
+from cupyflash._typing import Array, Layout, Method, Never, Precision, Window
 
 
 @functools.cache
@@ -28,6 +28,7 @@ def backend(problem):
     return _cpu() if problem.backend == "numpy" else _gpu()
 
 
+@_foreign_names.documented
 def attention_vjp(
     dout: Array,
     q: Array,
@@ -54,6 +55,7 @@ def attention_vjp(
     need_dbias: bool = False,
     need_dsinks: bool = False,
     deterministic: bool = False,
+    **unknown: Never,
 ) -> AttentionGrads:
     """Gradients of `attention`: from that of its result to those of its inputs.
 
@@ -133,6 +135,8 @@ query_lengths, key_lengths, layout, precision
     >>> bool(np.isclose((change * dout).sum(), (step * dq).sum()))
     True
     """
+    if unknown:
+        _foreign_names.refuse("attention_vjp", unknown)
     arguments = (
         dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window,
         softcap, sinks, alibi_slopes, query_lengths, key_lengths, layout, precision,

@@ -155,44 +155,66 @@ def _num_parts(forward):
 
 
 class _Sum:
-    """Terms of a gradient, from every batch entry and part, and their sum.
+    """A gradient and what adds to it: many entries and parts, or one to each element.
 
-    `terms` is the gradient itself where each of its elements has one term.
+    Where there are many, each group of tasks has a sum of its own, in float64, to which
+    its terms go as they come; `finish` adds those up.
     """
 
-    def __init__(self, gradient, num_parts, batch, dtype):
-        self.gradient = gradient
-        own = gradient.shape[: len(batch)]
-        self.axes = tuple(a + 1 for a, n in enumerate(batch) if own[a] != n)
-        if num_parts > 1:
-            self.axes = (0, *self.axes)
-        self.terms = gradient[None]
-        if self.axes:
-            shape = (num_parts, *batch, *gradient.shape[len(batch) :])
-            self.terms = np.empty(shape, dtype)
+    def __init__(self, gradient, num_parts, batch, num_groups):
+        self._gradient, self._sums = gradient, None
+        self.is_shared = num_parts > 1 or gradient.shape[: len(batch)] != batch
+        if self.is_shared:
+            self._sums = np.zeros((num_groups, *gradient.shape))
+
+    def add(self, group, entry, rows, term):
+        """Add what a head of a batch entry gives to some rows."""
+        target = self._gradient if self._sums is None else self._sums[group]
+        entry = tuple(
+            0 if n == 1 else i for i, n in zip(entry, target.shape, strict=False)
+        )
+        target = target[entry][rows]
+        if self._sums is None:
+            np.copyto(target, term, casting="unsafe")
+        else:
+            np.add(target, term, out=target)
 
     def finish(self):
-        """Add the terms up."""
-        if self.axes:
-            total = self.terms.sum(axis=self.axes, keepdims=True)[0]
-            np.copyto(self.gradient, total, casting="unsafe")
+        """Store the sum of all groups."""
+        if self._sums is not None:
+            np.copyto(self._gradient, self._sums.sum(axis=0), casting="unsafe")
+
+
+def _groups(tasks, num_groups):
+    """Tasks in `num_groups` runs of neighbours, numbered."""
+    size = -(-len(tasks) // num_groups)
+    return [(i, tasks[i * size : (i + 1) * size]) for i in range(num_groups)]
 
 
 def _main(problem, operands, dq, dk, dv, dsinks):
     forward, dtype = problem.forward, np.dtype(problem.forward.compute_dtype)
     size, num_parts = rows_of_a_task(forward), _num_parts(forward)
     starts = range(0, forward.seqlen_q, size)
+    tasks = list(np.ndindex(*forward.batch, forward.num_kv_heads, num_parts))
+    threads = max(1, min(num_threads(forward), len(tasks)))
     sums = [
-        _Sum(aligned(x, forward), n, forward.batch, dtype)
+        _Sum(aligned(x, forward), n, forward.batch, threads)
         for x, n in ((dq, 1), (dk, num_parts), (dv, num_parts))
     ]
-    all_dq, all_dk, all_dv = (x.terms for x in sums)
+    # Which task adds to which sum, and when, must not be left to chance.
+    shared = any(x.is_shared for x in sums)
+    groups = _groups(tasks, threads if shared else max(1, len(tasks)))
+    sum_dq, sum_dk, sum_dv = sums
     sink_terms = np.zeros((len(starts), *forward.batch, forward.num_heads))
 
-    def one_head(task, scratch):
+    def one_group(group, scratch):
+        number, tasks = group
+        for task in tasks:
+            one_head(number, task, scratch)
+
+    def one_head(group, task, scratch):
         """One head of k and v, and a part of the rows of its query heads."""
         *batch, kv_head, part = task
-        at = (part, *batch, kv_head)
         dk = np.zeros((forward.seqlen_k, forward.head_dim), dtype)
         dv = np.zeros((forward.seqlen_k, forward.head_dim_v), dtype)
         factor = dtype.type(0)
@@ -206,17 +228,17 @@ def _main(problem, operands, dq, dk, dv, dsinks):
                     problem, operands, Task(tuple(batch), head, start, stop), scratch
                 )
                 factor = rows.factor
-                target = all_dq[0][(*batch, head)][start:stop]
-                _one_block_of_rows(rows, target, dk, dv)
+                dq = np.zeros((stop - start, forward.head_dim), dtype)
+                _one_block_of_rows(rows, dq, dk, dv)
+                sum_dq.add(group, (*batch, head), slice(start, stop), dq)
                 if problem.need_dsinks:
                     terms = np.exp(rows.sink - rows.lse) * rows.delta
                     sink_terms[(number, *batch, head)] = -terms.sum()
         np.multiply(dk, factor, out=dk)
-        np.copyto(all_dk[at], dk, casting="unsafe")
-        np.copyto(all_dv[at], dv, casting="unsafe")
+        sum_dk.add(group, (*batch, kv_head), slice(None), dk)
+        sum_dv.add(group, (*batch, kv_head), slice(None), dv)
 
-    tasks = np.ndindex(*forward.batch, forward.num_kv_heads, num_parts)
-    _threads.for_each_with_blas(one_head, tasks, num_threads(forward))
+    _threads.for_each_with_blas(one_group, groups, num_threads(forward))
     with np.errstate(all="ignore"):
         for x in sums:
             x.finish()
@@ -228,16 +250,14 @@ def _main(problem, operands, dq, dk, dv, dsinks):
 
 
 def _one_block_of_rows(rows, dq, dk, dv):
-    """Store dq of the rows; add to dk and dv, without the factor of the scores."""
-    total = np.zeros((rows.num_rows, rows.problem.head_dim), rows.dtype)
+    """Add to dq, dk and dv; to dk without the factor of the scores."""
+    dq = dq[: rows.num_rows]
     for start, stop in rows.key_blocks(BLOCK_KEYS) if rows.num_rows else ():
         to_dq, to_dk, to_dv = rows.gradients(start, stop)
-        np.add(total, to_dq, out=total)
+        np.add(dq, to_dq, out=dq)
         np.add(dk[start:stop], to_dk, out=dk[start:stop])
         np.add(dv[start:stop], to_dv, out=dv[start:stop])
-    np.multiply(total, rows.dtype.type(rows.problem.scale), out=total)
-    np.copyto(dq[: rows.num_rows], total, casting="unsafe")
-    dq[rows.num_rows :] = 0
+    np.multiply(dq, rows.dtype.type(rows.problem.scale), out=dq)
 
 
 # --- dbias ---------------------------------------------------------------------------

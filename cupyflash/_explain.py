@@ -11,6 +11,7 @@ from cupyflash import (
     _attention_problem,
     _attention_vjp,
     _attention_vjp_problem,
+    _foreign_names,
     _softmax,
     _softmax_problem,
 )
@@ -115,7 +116,11 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
         raise ValueError(
             f"function must be one of {', '.join(names)}, got {function!r}"
         ) from None
-    call = inspect.signature(function).bind(*args, **kwargs)
+    signature = inspect.signature(function)
+    unknown = {n: x for n, x in kwargs.items() if n not in signature.parameters}
+    if unknown:
+        _foreign_names.refuse(function.__name__, unknown)
+    call = signature.bind(*args, **kwargs)
     call.apply_defaults()
     problem, operands = check(*call.arguments.values())
     told = module.backend(problem).describe(problem, operands)

@@ -1,10 +1,12 @@
 """Tasks of the CPU back end, spread over the cores.
 
-NumPy and BLAS release the interpreter lock inside their loops, so threads suffice.
+NumPy and BLAS release the interpreter lock inside their loops, so threads suffice. All
+calls of the process share its cores: each has its own thread, and helpers join it as
+long as there are no more threads at work than cores.
 """
 
+import collections
 import functools
-import itertools
 import os
 import threading
 from collections.abc import Callable, Iterable
@@ -20,11 +22,18 @@ _RUNS_PER_THREAD = 8
 class Scratch:
     """Buffers of one thread, by name; each is made once and grows when it must."""
 
-    def __init__(self):
+    def __init__(self, job=None):
         self._buffers = {}
+        self._job = job
 
     def array(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A contiguous array of `shape`, with whatever was last in it."""
+        """A contiguous array of `shape`, with whatever was last in it.
+
+        Raises if the call has been given up: tasks ask for a buffer every few
+        milliseconds, and so none goes on for long after Ctrl-C.
+        """
+        if self._job is not None and self._job.cancelled:
+            raise _Cancelled
         size = 1
         for n in shape:
             size *= n
@@ -35,6 +44,10 @@ class Scratch:
         return buffer[:size].reshape(shape)
 
 
+class _Cancelled(BaseException):
+    """Another thread of the same call has failed or was interrupted."""
+
+
 def num_cores() -> int:
     """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -42,22 +55,173 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-@functools.cache
-def _pool(size):
-    # A thread that waits for work costs nothing; the pool lives as long as the process.
-    return ThreadPoolExecutor(size, thread_name_prefix="cupyflash")
+# --- what the calls of a process share -----------------------------------------------
 
+
+class _Shared:
+    """Threads at work, the pool of helpers, and the threads of BLAS.
+
+    Ctrl-C may raise between any two steps of the main thread. So there are no counters
+    that could be left one too high: threads are in a set by their number, and what one
+    call leaves behind the next one of that thread repairs.
+    """
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.callers = set()
+        self.helpers = set()
+        self._blas_users = set()
+        self._blas_threads = None  # [(library, its own number of threads)] while held
+        self._pool = None
+        self._pool_size = 0
+
+    def crowded(self, cores):
+        """Whether more threads are at work than there are cores."""
+        return len(self.callers) + len(self.helpers) > cores
+
+    def pool(self, size):
+        """The threads that help; a thread that waits for work costs nothing."""
+        with self.lock:
+            if self._pool_size < size:
+                # The old one ends by itself when its last job does.
+                self._pool = ThreadPoolExecutor(size, thread_name_prefix="cupyflash")
+                self._pool_size = size
+            return self._pool
+
+    def hold_blas(self, thread):
+        """Hold BLAS to one thread until no call needs that any more."""
+        self._blas_users.add(thread)
+        with self.lock:
+            if self._blas_threads is None:
+                libraries = _blas_libraries()
+                self._blas_threads = [(x, x.get_num_threads()) for x in libraries]
+                for library in libraries:
+                    _set_num_threads(library, 1)
+
+    def release_blas(self, thread):
+        """What `hold_blas` has begun; any number of times."""
+        self._blas_users.discard(thread)
+        with self.lock:
+            if not self._blas_users:
+                self._restore_blas()
+
+    def _restore_blas(self):
+        for library, num_threads in self._blas_threads or ():
+            _set_num_threads(library, num_threads)
+        self._blas_threads = None
+
+    def begin_anew(self):
+        """In the child of a fork, where no other thread is left and no pool."""
+        self._restore_blas()
+        self.__init__()
+
+
+_shared = _Shared()
 
 if hasattr(os, "register_at_fork"):
-    # The threads of a pool do not survive a fork.
-    os.register_at_fork(after_in_child=_pool.cache_clear)
+    # The lock is taken so that the child finds a state that is whole.
+    os.register_at_fork(
+        before=lambda: _shared.lock.acquire(),
+        after_in_parent=lambda: _shared.lock.release(),
+        after_in_child=lambda: _shared.begin_anew(),
+    )
 
 
-def for_each(function: Callable, tasks: Iterable[Any], num_threads: int) -> None:
+@functools.cache
+def _blas_libraries():
+    """The BLAS libraries of the process whose number of threads can be set."""
+    import threadpoolctl
+
+    controller = threadpoolctl.ThreadpoolController().select(user_api="blas")
+    return controller.lib_controllers
+
+
+def _set_num_threads(library, num_threads):
+    """Set it from any thread.
+
+    threadpoolctl lets one thread alone set that of OpenBLAS, the first to do so, and
+    ignores all others; the lock of `_Shared` does what that is for.
+    """
+    give_up = getattr(library, "clear_controlling_thread", lambda **_: None)
+    give_up(force=True)
+    library.set_num_threads(num_threads)
+    give_up(force=True)
+
+
+# --- jobs ----------------------------------------------------------------------------
+
+
+class _Job:
+    """The tasks of one call, and the threads that take them."""
+
+    def __init__(self, function, runs, cores):
+        self._function = function
+        self._remaining = collections.deque(runs)
+        self._cores = cores
+        self._condition = threading.Condition()
+        self._closed = False  # helpers that come now are too late
+        self._num_helping = 0
+        self._failure = None
+        self.cancelled = False
+
+    def work(self, goes_on=lambda: True):
+        """Take tasks until none is left."""
+        scratch = Scratch(self)
+        with np.errstate(all="ignore"):  # inf and NaN are values like others here
+            while goes_on() and not self.cancelled:
+                try:
+                    run = self._remaining.popleft()
+                except IndexError:
+                    return
+                for task in run:
+                    self._function(task, scratch)
+
+    def help(self):
+        """`work` in a thread of the pool, while there is a core for it."""
+        with self._condition:
+            if self._closed:
+                return
+            self._num_helping += 1
+        thread = threading.get_ident()
+        _shared.helpers.add(thread)
+        try:
+            self.work(lambda: not _shared.crowded(self._cores))
+        except BaseException as failure:
+            self.cancel(failure)
+        finally:
+            _shared.helpers.discard(thread)
+            with self._condition:
+                self._num_helping -= 1
+                self._condition.notify_all()
+
+    def cancel(self, failure):
+        """Have all threads stop soon; the first failure is the one that counts."""
+        with self._condition:
+            if not self.cancelled:
+                self._failure = failure
+            self.cancelled = True
+
+    def wait(self):
+        """Let no helper begin any more, and wait for those that have."""
+        with self._condition:
+            self._closed = True
+            while self._num_helping:
+                self._condition.wait()
+
+    def check(self):
+        """Raise what a thread has raised."""
+        if self._failure is not None:
+            raise self._failure
+
+
+def for_each(
+    function: Callable, tasks: Iterable[Any], num_threads: int, *, blas: bool = False
+) -> None:
     """Call ``function(task, scratch)`` for every task, on up to `num_threads` threads.
 
     The calling thread takes part. Which thread does a task is left to chance, so no
-    result may depend on it.
+    result may depend on it. With `blas`, for tasks that call BLAS, that is held to one
+    thread meanwhile. After Ctrl-C, or a failure, no thread goes on.
     """
     tasks = list(tasks)
     num_threads = min(num_threads, len(tasks))
@@ -65,85 +229,46 @@ def for_each(function: Callable, tasks: Iterable[Any], num_threads: int) -> None
     # both have the kernel clear one.
     run = max(1, len(tasks) // (_RUNS_PER_THREAD * max(1, num_threads)))
     runs = [tasks[i : i + run] for i in range(0, len(tasks), run)]
-    remaining = iter(runs)  # a list iterator may be shared between threads
-
-    def work():
-        scratch = Scratch()
-        with np.errstate(all="ignore"):  # inf and NaN are values like others here
-            for task in itertools.chain.from_iterable(remaining):
-                function(task, scratch)
-
-    if num_threads <= 1:
-        work()
-        return
-    pool = _pool(num_threads - 1)
-    others = [pool.submit(work) for _ in range(num_threads - 1)]
+    # Those of a test, perhaps, which wants more threads than there are cores.
+    cores = max(num_cores(), num_threads)
+    job = _Job(function, runs, cores)
+    caller = threading.get_ident()
     try:
-        work()
+        _shared.callers.add(caller)
+        if blas:
+            _shared.hold_blas(caller)
+        if num_threads > 1 and not _shared.crowded(cores - 1):
+            pool = _shared.pool(num_threads - 1)
+            for _ in range(num_threads - 1):
+                pool.submit(job.help)
+        job.work()
+        job.wait()
+    except BaseException as failure:
+        job.cancel(failure)
+        job.wait()
+        if not isinstance(failure, _Cancelled):
+            raise
     finally:
-        # One that has not begun by now would find nothing left to do.
-        failures = [other.exception() for other in others if not other.cancel()]
-    for failure in failures:
-        if failure is not None:
-            raise failure
-
-
-@functools.cache
-def _blas_controller():
-    """What can hold BLAS to one thread, or None."""
-    try:
-        import threadpoolctl
-    except ImportError:
-        return None
-    controller = threadpoolctl.ThreadpoolController().select(user_api="blas")
-    return controller if len(controller) else None
-
-
-class _SingleThreadedBlas:
-    """BLAS held to one thread while at least one call is inside.
-
-    The setting belongs to the process: only the first call to enter changes it and
-    only the last to leave restores it.
-    """
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._limit = None
-
-    def __enter__(self):
-        with self._lock:
-            if self._inside == 0:
-                self._limit = _blas_controller().limit(limits=1)
-            self._inside += 1
-
-    def __exit__(self, *_):
-        with self._lock:
-            self._inside -= 1
-            if self._inside == 0:
-                self._limit.restore_original_limits()
-
-
-_single_threaded_blas = _SingleThreadedBlas()
+        try:
+            _shared.callers.discard(caller)
+            _shared.release_blas(caller)
+        except KeyboardInterrupt:
+            _shared.release_blas(caller)
+            raise
+    job.check()
 
 
 def with_blas(num_threads: int) -> int:
     """How many threads may call BLAS at a time, of `num_threads` wanted.
 
     BLAS threads inside of ours would wait for each other. Where BLAS cannot be held to
-    one thread (that takes the package threadpoolctl), the tasks run one after another
-    and BLAS alone uses the cores.
+    one thread, the tasks run one after another and BLAS alone uses the cores.
     """
-    return num_threads if num_threads > 1 and _blas_controller() is not None else 1
+    return num_threads if num_threads > 1 and _blas_libraries() else 1
 
 
 def for_each_with_blas(
     function: Callable, tasks: Iterable[Any], num_threads: int
 ) -> None:
     """`for_each` for tasks that call BLAS."""
-    num_threads = with_blas(num_threads)
-    if num_threads == 1:
-        for_each(function, tasks, 1)
-    else:
-        with _single_threaded_blas:
-            for_each(function, tasks, num_threads)
+    for_each(function, tasks, with_blas(num_threads), blas=True)

@@ -1,7 +1,9 @@
 """Types of the public signatures."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, SupportsIndex, TypeAlias
+from typing import Any, Literal, Never, SupportsIndex, TypeAlias
+
+__all__ = ["Array", "Axis", "Layout", "Method", "Never", "Precision", "Window"]
 
 # A NumPy or CuPy ndarray, or what converts to one; CuPy is optional and has no types.
 Array: TypeAlias = Any

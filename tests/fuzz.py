@@ -499,6 +499,21 @@ def given(xp, problem):
     return arrays
 
 
+def lengths_for(xp, arrays, layout):
+    """`arrays` with lengths that a back end takes: NumPy's must fit their axes."""
+    arrays = dict(arrays)
+    for name, x in (
+        ("query_lengths", arrays.get("q")),
+        ("key_lengths", arrays.get("k")),
+    ):
+        lengths = arrays.get(name)
+        if xp is np and lengths is not None:
+            size = x.shape[-3 if layout == "bshd" and x.ndim > 2 else -2]
+            most = min(size, np.iinfo(lengths.dtype).max)
+            arrays[name] = np.asarray(lengths.clip(0, most))
+    return arrays
+
+
 def _as_host_takes(xp, problem, name):
     """Lengths that are on the host are checked; those on a device are clipped."""
     x = problem.arrays[name]

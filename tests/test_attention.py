@@ -54,6 +54,8 @@ def agree(xp, q, k, v, forms=None, out=None, **options):
     arrays = {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
     other = {n: x for n, x in options.items() if n not in arrays}
     other = {"method": "auto", "layout": "bhsd", "return_lse": True, **other}
+    arrays = fuzz.lengths_for(xp, {"q": q, "k": k, **arrays}, other["layout"])
+    del arrays["q"], arrays["k"]
     forms = forms or {}
     problem = fuzz.Problem(
         "attention",

@@ -1,0 +1,251 @@
+"""Attention over the whole landscape of shapes: how it stands to the fastest other.
+
+    python benchmarks/bench_landscape.py
+
+A cell is a shape (batch, queries, keys, head dimension) with a dtype and an option. Its
+ratio is the best time of the fastest other way to the best time of cupyflash, from
+calls by turns: above 1 cupyflash is faster. The numbers go to
+``results/landscape_cpu.json``, the picture beside it under its name.
+"""
+
+import datetime
+import itertools
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import scipy.special
+import timing
+from timing import RESULTS
+
+import cupyflash
+from cupyflash import _console
+
+BATCHES = (1, 16, 256, 10_000)
+QUERIES = KEYS = (1, 16, 128, 1024, 4096)
+HEAD_DIMS = (4, 64, 256)
+# (dtype, option): the first over all head dimensions, the others over one.
+KINDS = (
+    ("float32", "plain"),
+    ("float64", "plain"),
+    ("float32", "causal"),
+    ("float32", "bias"),
+)
+OTHER_HEAD_DIM = 64
+# What a cell may ask for: multiply-adds, and numbers in an array.
+MOST_WORK, MOST_NUMBERS = 1.5e9, 3e7
+# Largest difference to the other results, of float32 and float64.
+MOST_OFF = {"float32": 1e-4, "float64": 1e-11}
+NUM_WORST = 15
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape, with what is asked of it."""
+
+    batch: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: str
+    option: str
+
+    @property
+    def name(self):
+        """As it is listed."""
+        shape = f"{self.batch} x {self.queries} x {self.keys} x {self.head_dim}"
+        return f"{shape} {self.dtype} {self.option}"
+
+    @property
+    def affordable(self):
+        """Whether it is done in a second, and its scores fit in memory."""
+        scores = self.batch * self.queries * self.keys
+        rows = self.batch * max(self.queries, self.keys)
+        return (
+            2 * scores * self.head_dim <= MOST_WORK
+            and max(scores, rows * self.head_dim) <= MOST_NUMBERS
+        )
+
+
+def cells():
+    """All that are measured."""
+    shapes = itertools.product(BATCHES, QUERIES, KEYS, HEAD_DIMS)
+    every = (
+        Cell(*shape, dtype, option)
+        for shape in shapes
+        for dtype, option in KINDS
+        if (dtype, option) == KINDS[0] or shape[-1] == OTHER_HEAD_DIM
+    )
+    return [cell for cell in every if cell.affordable]
+
+
+def unfused(q, k, v, bias=None):
+    """Attention as a NumPy user writes it; a causal mask is a bias made beforehand."""
+    s = q @ k.swapaxes(-1, -2) / q.dtype.type(q.shape[-1] ** 0.5)
+    if bias is not None:
+        s += bias
+    return scipy.special.softmax(s, axis=-1) @ v
+
+
+def calls(cell, torch):
+    """The calls of a cell by provider."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal((cell.batch, 1, n, cell.head_dim)).astype(cell.dtype)
+        for n in (cell.queries, cell.keys, cell.keys)
+    )
+    options, bias = {}, None
+    if cell.option == "causal":
+        seen = np.tri(cell.queries, cell.keys, cell.keys - cell.queries, bool)
+        # A row that sees no key is NaN in the other ways: it sees the first one there.
+        bias = np.where(seen, 0, -np.inf).astype(cell.dtype)
+        bias[~seen.any(axis=1), 0] = 0
+        options = {"causal": True}
+    elif cell.option == "bias":
+        bias = rng.standard_normal((cell.queries, cell.keys)).astype(cell.dtype)
+        options = {"bias": bias}
+    found = {
+        "cupyflash": lambda: cupyflash.attention(q, k, v, **options),
+        "numpy": lambda: unfused(q, k, v, bias),
+    }
+    if torch is not None:
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        tensors = [timing.to_torch(torch, x) for x in (q, k, v)]
+        mask = None if bias is None else timing.to_torch(torch, bias)
+        found["torch"] = lambda: sdpa(*tensors, attn_mask=mask).numpy()
+    return found, max(0, cell.queries - cell.keys) if cell.option == "causal" else 0
+
+
+def best_times(calls, seconds):
+    """The least time of each call, by turns."""
+    for call in calls.values():
+        call()
+    best = dict.fromkeys(calls, float("inf"))
+    end = time.perf_counter() + seconds
+    turns = 0
+    while turns < 3 or (time.perf_counter() < end and turns < 200):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - start)
+        turns += 1
+    return best
+
+
+def ratio(best):
+    """(how many times as fast as the fastest other, which that is)."""
+    others = {name: seconds for name, seconds in best.items() if name != "cupyflash"}
+    fastest = min(others, key=others.get)
+    return others[fastest] / best["cupyflash"], fastest
+
+
+def worst(rows, provider=None, number=NUM_WORST):
+    """The cells with the least ratios, least first, also to one provider alone."""
+
+    def key(row):
+        if provider is None:
+            return row["ratio"]
+        return row["seconds"][provider] / row["seconds"]["cupyflash"]
+
+    have = [row for row in rows if provider is None or provider in row["seconds"]]
+    return [(row["cell"], key(row)) for row in sorted(have, key=key)[:number]]
+
+
+def grid(rows, head_dim, dtype, option):
+    """Ratios as {(batch, queries): {keys: ratio}} of one panel of the picture."""
+    found = {}
+    for row in rows:
+        if (row["head_dim"], row["dtype"], row["option"]) == (head_dim, dtype, option):
+            place = found.setdefault((row["batch"], row["queries"]), {})
+            place[row["keys"]] = row["ratio"]
+    return found
+
+
+def measure(cell, torch, seconds):
+    """The row of a cell; SystemExit where results differ."""
+    by_name, blind_rows = calls(cell, torch)
+    own = by_name["cupyflash"]()[..., blind_rows:, :]
+    other = by_name["numpy"]()[..., blind_rows:, :]
+    off = float(np.abs(own - other).max(initial=0))
+    if not off <= MOST_OFF[cell.dtype]:
+        raise SystemExit(f"{cell.name}: results differ by {off:.1e}")
+    best = best_times(by_name, seconds)
+    found, fastest = ratio(best)
+    return {
+        "cell": cell.name,
+        **{name: getattr(cell, name) for name in cell.__dataclass_fields__},
+        "ratio": found,
+        "fastest_other": fastest,
+        "seconds": best,
+    }
+
+
+def draw(rows, path):
+    """A panel for each head dimension and kind: (batch, queries) against keys."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    panels = sorted({(r["head_dim"], r["dtype"], r["option"]) for r in rows})
+    columns = min(3, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(4.6 * columns, 5.2 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    image = None
+    for number, panel in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, number + 1)
+        found = grid(rows, *panel)
+        places = sorted(found)
+        keys = sorted({n for row in found.values() for n in row})
+        values = np.array([[found[p].get(n, np.nan) for n in keys] for p in places])
+        image = axes.imshow(
+            np.log2(values), cmap="RdYlGn", aspect="auto",
+            norm=TwoSlopeNorm(0, vmin=-2, vmax=3),
+        )  # fmt: skip
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                axes.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=7)
+        axes.set_xticks(range(len(keys)), keys)
+        axes.set_yticks(range(len(places)), [f"{b} x {n}" for b, n in places])
+        axes.set_xlabel("keys")
+        axes.set_ylabel("batch x queries")
+        axes.set_title(f"d = {panel[0]}, {panel[1]}, {panel[2]}", fontsize=9)
+    figure.colorbar(image, ax=figure.axes, label="log2 of the ratio", shrink=0.5)
+    figure.savefig(path, dpi=100)
+    print(f"Picture: {path}")
+
+
+def main():
+    """Measure all cells, list the worst, write the report and the picture."""
+    parser = timing.arguments(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--seconds", type=float, default=0.25, help="of measuring a cell"
+    )
+    parser.set_defaults(json=RESULTS / "landscape_cpu.json", cpu=True)
+    args = parser.parse_args()
+    torch = timing.optional("torch")
+    rows = [
+        measure(cell, torch, args.seconds)
+        for cell in _console.progress(
+            [c for c in cells() if args.only in c.name], "landscape"
+        )
+    ]
+    if not rows:
+        raise SystemExit(f"no cell has {args.only!r} in its name")
+    for provider in (None, "numpy"):
+        print(f"Worst beside {provider or 'the fastest other'}:")
+        for name, found in worst(rows, provider):
+            print(f"  {found:5.2f}  {name}")
+    below = [row for row in rows if row["ratio"] < 0.95]
+    print(f"{len(below)} of {len(rows)} cells below 0.95")
+    timing.save(
+        args.json, "landscape", False,
+        date=datetime.date.today().isoformat(),
+        below_095=[row["cell"] for row in below], rows=rows,
+    )  # fmt: skip
+    if args.json is not None:
+        draw(rows, args.json.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

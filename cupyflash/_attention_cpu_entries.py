@@ -1,0 +1,362 @@
+"""Attention on NumPy arrays where an entry has few scores: many entries in one product.
+
+An entry is one query head of one batch entry. A box is some entries, and some rows of
+each, whose scores stay near the core, all keys at once. NumPy multiplies the matrices of
+a box one by one, so that no entry depends on the others.
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+from cupyflash import _attention_cpu_tiled as tiled
+from cupyflash import _threads
+from cupyflash._attention_tasks import (
+    Part,
+    Task,
+    blas_reads,
+    finite_base,
+    num_threads,
+    offset_of,
+    times_values,
+)
+
+# Scores of a box, and numbers of q, k and v that it reads.
+_BOX_SCORES = 1 << 16
+_BOX_OPERANDS = 1 << 20
+# Above this many scores an entry goes by tiles, unless its keys are few.
+_MOST_SCORES = 1 << 17
+_FEW_KEYS = 128
+# Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
+# matrix times vector, and matrix times matrix (the thresholds of OpenBLAS).
+_SMALL_FOR_BLAS = 9216, 1 << 18
+
+
+def takes(problem):
+    """Whether the entries of a problem are small."""
+    return (
+        problem.seqlen_q * problem.seqlen_k <= _MOST_SCORES
+        or problem.seqlen_k <= _FEW_KEYS
+    )
+
+
+def shape_of_a_box(problem):
+    """(entries, rows of each); the rows do not depend on how many entries there are."""
+    keys = max(problem.seqlen_k, 1)
+    rows = min(problem.seqlen_q, max(1, _BOX_SCORES // keys))
+    read = (rows + keys) * (problem.head_dim + problem.head_dim_v)
+    most = max(1, min(_BOX_SCORES // max(rows * keys, 1), _BOX_OPERANDS // read))
+    total = math.prod(problem.batch) * problem.num_heads
+    threads = num_threads(problem)
+    if threads > 1:  # some boxes for each, so that all end at one time
+        most = min(most, -(-total // (4 * threads)))
+    return max(1, min(most, total)), rows
+
+
+def _is_small_for_blas(problem):
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    narrow = min(rows, keys, problem.head_dim, problem.head_dim_v) == 1
+    work = rows * keys * max(problem.head_dim, problem.head_dim_v)
+    return work <= _SMALL_FOR_BLAS[not narrow]
+
+
+def run(problem, operands, out, lse):
+    """Compute all boxes."""
+    entries = _Entries(problem, operands, out, lse)
+    size, rows = shape_of_a_box(problem)
+    boxes = [
+        (*index, slice(start, min(start + rows, problem.seqlen_q)))
+        for index in _boxes(entries.shape, size)
+        for start in range(0, problem.seqlen_q, rows)
+    ]
+    if len(boxes) == 1 and _is_small_for_blas(problem):
+        with np.errstate(all="ignore"):
+            entries.compute(boxes[0], _threads.Scratch())
+    else:
+        _threads.for_each_with_blas(entries.compute, boxes, num_threads(problem))
+
+
+def _is_power_of_two(factor):
+    return abs(math.frexp(factor)[0]) == 0.5
+
+
+def _is_square(q, k):
+    """Whether BLAS would take q k^T as a matrix times its own transpose.
+
+    That has other roundings than the product of two.
+    """
+    return q.shape[-2] == k.shape[-2] and np.may_share_memory(q, k)
+
+
+def _weigh(s, v, o, sink, hides):
+    """(maxima, sums, divisors) of the rows of s; s becomes P without divisors, o P v.
+
+    `hides`: there can be rows that see no key.
+    """
+    base = np.maximum.reduce(s, axis=-1, keepdims=True, initial=-np.inf)
+    if sink is not None:
+        base = np.maximum(base, sink)
+    if hides:
+        base = finite_base(base)
+    p = np.exp(np.subtract(s, base, out=s), out=s)
+    d = np.add.reduce(p, axis=-1, keepdims=True)
+    if sink is not None:
+        np.add(d, np.exp(sink - base), out=d)
+    np.matmul(p, v, out=o)
+    divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d
+    np.divide(o, divisor, out=o)
+    return base, d, divisor
+
+
+class SmallCall:
+    """A call of one small box that needs no checks, since one like it had them.
+
+    It does what `_Entries.compute` does, for contiguous arrays and few options.
+    """
+
+    @staticmethod
+    def takes(problem):
+        """Whether calls of a problem can be made this way."""
+        rows, keys = problem.seqlen_q, problem.seqlen_k
+        entries = math.prod(problem.batch) * problem.num_heads
+        return (
+            takes(problem)
+            and problem.method in ("auto", "tiled")
+            and entries * rows * keys > 0
+            and shape_of_a_box(problem) == (entries, rows)
+            and _is_small_for_blas(problem)
+            and problem.dtype == problem.compute_dtype
+            and problem.num_heads == problem.num_kv_heads
+            and problem.layout == "bhsd"
+            and problem.left is None
+            and not (problem.softcap or problem.return_lse)
+        )
+
+    def __init__(self, problem):
+        self._dtype = np.dtype(problem.dtype)
+        self._shape = problem.out_shape
+        self._scores = (*problem.out_shape[:-1], problem.seqlen_k)
+        self._factor = self._dtype.type(problem.scale)
+        self._folds = (
+            _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
+        )
+        self._hidden = None
+        if problem.right is not None:
+            last = np.arange(problem.seqlen_q) + problem.query_offset + problem.right
+            self._hidden = np.arange(problem.seqlen_k) > last[:, None]
+        self._hides = self._hidden is not None or problem.bias is not None
+
+    def __call__(self, q, k, v, bias):
+        """The result, or None where it takes the long way."""
+        flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
+        if not flags:
+            return None
+        with np.errstate(all="ignore"):
+            factor = self._factor
+            if self._folds:
+                q, factor = np.multiply(q, factor), 1
+            elif _is_square(q, k):
+                q = q.copy()
+            s = np.matmul(q, k.swapaxes(-1, -2))
+            if s.shape != self._scores:  # a batch axis of v alone
+                return None
+            if factor != 1:
+                np.multiply(s, factor, out=s)
+            if bias is not None:
+                np.add(s, bias, out=s, casting="unsafe")
+            if self._hidden is not None:
+                np.copyto(s, -np.inf, where=self._hidden)
+            out = np.empty(self._shape, self._dtype)
+            _weigh(s, v, out, None, self._hides)
+            return out if math.isfinite(np.add.reduce(out, axis=None)) else None
+
+
+def _boxes(shape, size):
+    """Cut `shape` into boxes of at most `size` elements, as tuples of slices."""
+    sides = []
+    for n in reversed(shape):
+        side = max(1, min(n, size))
+        sides.append(side)
+        size //= side
+    ranges = [
+        [slice(start, min(start + side, n)) for start in range(0, n, side)]
+        for n, side in zip(shape, reversed(sides), strict=True)
+    ]
+    return itertools.product(*ranges)
+
+
+class _Entries:
+    """The operands with axes (*batch, kv_heads, heads of a group), then a matrix."""
+
+    def __init__(self, problem, operands, out, lse):
+        self.problem = problem
+        self._operands = operands
+        self.dtype = np.dtype(problem.compute_dtype)
+        heads = (problem.num_kv_heads, problem.group_size)
+        self.shape = (*problem.batch, *heads)
+        self._num_batch = len(problem.batch)
+        self._factor = self.dtype.type(problem.scale)
+        self._folds = _is_power_of_two(self._factor)
+        self._lengths = problem.query_lengths or problem.key_lengths
+        # Rows can be without a key, so that the maximum is -inf.
+        self._hides = (
+            problem.left is not None
+            or problem.right is not None
+            or self._lengths is not None
+            or problem.mask is not None
+            or problem.bias is not None
+        )
+
+        def split(x, axis):
+            """`x` with the axis of query heads as two."""
+            return x.reshape(x.shape[:axis] + heads + x.shape[axis:][1:])
+
+        at = self._num_batch
+        self._q, self._out = split(operands.q, at), split(out, at)
+        self._k, self._v = (
+            x[(slice(None),) * (at + 1) + (None,)] for x in (operands.k, operands.v)
+        )
+        self._lse = split(lse, at) if problem.return_lse else None
+        self._bias, self._mask, self._slopes = (
+            None if x is None else split(x, at)
+            for x in (operands.bias, operands.mask, operands.alibi_slopes)
+        )
+        self._sinks = None
+        if operands.sinks is not None:
+            self._sinks = split(operands.sinks.astype(self.dtype), 0)[..., None, None]
+        self._length_k, self._length_q, self._offset = (
+            x if x is None or isinstance(x, int) else x[..., None, None, None, None]
+            for x in (
+                operands.key_lengths,
+                operands.query_lengths,
+                offset_of(problem, operands),
+            )
+        )
+
+    def compute(self, box, scratch):
+        """Store the rows of a box."""
+        *entries, rows = box
+        entries = tuple(entries)
+        here = (*entries, rows)
+        # k and v have one head for a group.
+        shared = (*entries[:-1], slice(None))
+        first, last = self._visible_keys(rows)
+        k = self._load(scratch, "k", self._k[(*shared, slice(first, last))])
+        q, factor = self._queries(scratch, self._q[here], k)
+        s = scratch.array("s", (*q.shape[:-1], last - first), self.dtype)
+        np.matmul(q, k.swapaxes(-1, -2), out=s)
+        if factor != 1:
+            np.multiply(s, factor, out=s)
+        self._finish(s, entries, rows, first, last, scratch)
+        v = self._load(scratch, "v", self._v[(*shared, slice(first, last))])
+        o = scratch.array("o", (*q.shape[:-1], v.shape[-1]), self.dtype)
+        sink = None if self._sinks is None else self._sinks[entries[-2:]]
+        base, d, divisor = _weigh(s, v, o, sink, self._hides or last == first)
+        if not math.isfinite(np.add.reduce(o, axis=None)):
+            self._repair(box, o, s, v, divisor)
+        self._store(box, o, base, d)
+
+    def _queries(self, scratch, q, k):
+        """(q, factor of the scores); a power of two goes into q where that is less."""
+        if self._folds and k.shape[-2] > q.shape[-1]:
+            scaled = scratch.array("q", q.shape, self.dtype)
+            np.multiply(q, self._factor, out=scaled, casting="unsafe")
+            return scaled, 1
+        if _is_square(q, k):
+            return q.copy(), self._factor
+        return self._load(scratch, "q", q), self._factor
+
+    def _load(self, scratch, name, x):
+        """`x` in the compute dtype, and as BLAS reads it."""
+        if x.dtype == self.dtype and blas_reads(x):
+            return x
+        buffer = scratch.array(name, x.shape, self.dtype)
+        np.copyto(buffer, x, casting="unsafe")
+        return buffer
+
+    def _visible_keys(self, rows):
+        """Keys that a row may see; of rows alone, not of lengths, which differ."""
+        problem, offset = self.problem, self._offset
+        first, last = 0, problem.seqlen_k
+        if isinstance(offset, int):
+            if problem.left is not None:
+                first = min(max(0, rows.start + offset - problem.left), last)
+            if problem.right is not None:
+                last = max(first, min(last, rows.stop + offset + problem.right))
+        return first, last
+
+    def _finish(self, s, entries, rows, first, last, scratch):
+        """Softcap, bias, alibi and masks, in place."""
+        problem, dtype = self.problem, self.dtype
+        here, keys = (*entries, rows), slice(first, last)
+        batch = entries[: self._num_batch]
+        if problem.softcap:
+            cap = dtype.type(problem.softcap)
+            np.tanh(np.divide(s, cap, out=s), out=s)
+            np.multiply(s, cap, out=s)
+        if self._bias is not None:
+            np.add(s, self._bias[(*here, keys)], out=s, casting="unsafe")
+        left, right = problem.left, problem.right
+        if self._slopes is not None or left is not None or right is not None:
+            offset = self._offset
+            if not isinstance(offset, int):
+                offset = offset[batch]
+            i = np.arange(rows.start, rows.stop)[:, None] + offset
+            distance = i - np.arange(first, last)
+        if self._slopes is not None:
+            slopes = self._slopes[entries].astype(dtype)[..., None, None]
+            np.subtract(s, slopes * np.abs(distance).astype(dtype), out=s)
+        if left is not None:
+            np.copyto(s, -np.inf, where=distance > left)
+        if right is not None:
+            np.copyto(s, -np.inf, where=distance < -right)
+        if self._length_k is not None:
+            beyond = np.arange(first, last) >= self._length_k[batch]
+            np.copyto(s, -np.inf, where=beyond)
+        if self._mask is not None:
+            mask = self._mask[(*here, keys)]
+            hidden = scratch.array("hidden", mask.shape, np.bool_)
+            np.copyto(s, -np.inf, where=np.logical_not(mask, out=hidden))
+
+    def _store(self, box, o, base, d):
+        """Write the rows; one that sees no key gives 0, and the sink."""
+        *entries, rows = box
+        out, padding = self._out[box], None
+        np.copyto(out, o, casting="unsafe")
+        if self._length_q is not None:
+            i = np.arange(rows.start, rows.stop)[:, None]
+            padding = i >= self._length_q[tuple(entries[: self._num_batch])]
+            np.copyto(out, 0, where=padding)
+        if self._lse is not None:
+            lse = self._lse[box]
+            # Of float32 numbers, in float64: rounded once.
+            np.add(base, np.log(d, dtype=np.float64), out=d, casting="unsafe")
+            np.copyto(lse, d[..., 0])
+            if padding is not None:
+                np.copyto(lse, -np.inf, where=padding[..., 0])
+
+    def _repair(self, box, o, p, v, divisor):
+        """Compute once more the entries of `o` that are not finite.
+
+        Either by right, or 0 * NaN came from a key that is not seen, or a sum of large
+        values overflowed before it was divided.
+        """
+        *entries, rows = box
+        first, last = self._visible_keys(rows)
+        starts = [axis.start for axis in entries]
+        scratch = _threads.Scratch()  # p and o are in that of the box
+        for index in np.argwhere(~np.isfinite(o).all(axis=(-2, -1))):
+            at = tuple(int(i) for i in index)
+            *batch, kv_head, of_group = (
+                start + i for start, i in zip(starts, at, strict=True)
+            )
+            head = kv_head * self.problem.group_size + of_group
+            task = Task(tuple(batch), head, rows.start, rows.stop)
+            part = Part(self.problem, self._operands, task, scratch)
+            used = slice(0, part.num_rows)  # the others are padding
+            seen = tiled.scores(part, *part.queries(), first, last) != -np.inf
+            values = times_values(p[at][used], seen, v[(*at[:-1], 0)])
+            np.divide(values, divisor[at][used], out=values)
+            tiled.repair(part, values)
+            o[at][used] = values

@@ -1,0 +1,295 @@
+"""What holds of attention on NumPy arrays alone: boxes of entries, extremes, errors."""
+
+import inspect
+import itertools
+import tracemalloc
+import warnings
+
+import numpy as np
+import oracle
+import pytest
+
+import cupyflash
+from cupyflash import _attention_cpu
+from cupyflash import _attention_cpu_entries as entries
+
+SHAPES = [(1, 1, 4), (1, 100, 64), (4, 4, 8), (3, 65, 5), (64, 64, 64), (300, 20, 16)]
+
+
+def arrays(rng, batch, rows, keys, dim, dtype="float32", heads=1, kv_heads=1):
+    return tuple(
+        rng.normal(size=(batch, h, n, dim)).astype(dtype)
+        for h, n in ((heads, rows), (kv_heads, keys), (kv_heads, keys))
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_call_is_known(monkeypatch):
+    monkeypatch.setattr(_attention_cpu, "_checked", {})
+
+
+# --- boxes of entries ----------------------------------------------------------------
+
+
+def test_boxes_cover_every_entry_once():
+    for shape in itertools.product((1, 2, 5), (1, 3), (1, 4, 7)):
+        for size in (1, 2, 3, 6, 10, 1000):
+            seen = np.zeros(shape, int)
+            for box in entries._boxes(shape, size):
+                assert seen[box].size <= size
+                seen[box] += 1
+            assert (seen == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_entry_does_not_depend_on_the_others(rng, dtype, shape, causal):
+    q, k, v = arrays(rng, 300, *shape, dtype)
+    whole, lse = cupyflash.attention(q, k, v, causal=causal, return_lse=True)
+    for i in (0, 1, 149, 298, 299):
+        for n in (1, 2):
+            part = slice(i, i + n)
+            out, part_lse = cupyflash.attention(
+                q[part], k[part], v[part], causal=causal, return_lse=True
+            )
+            np.testing.assert_array_equal(out, whole[part])
+            np.testing.assert_array_equal(part_lse, lse[part])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("option", ["plain", "causal", "bias", "scale"])
+def test_a_call_like_one_before_has_the_same_bits(rng, dtype, shape, option):
+    q, k, v = arrays(rng, 2, *shape, dtype)
+    options = {
+        "plain": {},
+        "causal": {"causal": True},
+        "bias": {"bias": rng.normal(size=shape[:2]).astype(dtype)},
+        "scale": {"scale": 0.3},
+    }[option]
+    first = cupyflash.attention(q, k, v, **options)
+    assert len(_attention_cpu._checked) == 1
+    for _ in range(2):
+        np.testing.assert_array_equal(cupyflash.attention(q, k, v, **options), first)
+    # The same shapes, lying otherwise: the plan for contiguous arrays is not for them.
+    turned = [np.asfortranarray(x) for x in (q, k, v)]
+    np.testing.assert_allclose(
+        cupyflash.attention(*turned, **options), first, rtol=1e-4, atol=1e-5
+    )
+
+
+def test_a_known_call_sees_other_values(rng):
+    q, k, v = arrays(rng, 2, 3, 5, 8)
+    for _ in range(3):
+        x = rng.normal(size=q.shape).astype(np.float32)
+        exact, *_ = oracle.attention(x, k, v)
+        got = cupyflash.attention(x, k, v)
+        assert np.abs(got - exact).max() <= 2e-6 * np.abs(exact).max()
+    k[0, 0, 0, 0] = np.nan
+    assert np.isnan(cupyflash.attention(q, k, v)[0]).all()
+    assert np.isfinite(cupyflash.attention(q, k, v)[1]).all()
+
+
+def test_a_known_call_keeps_the_checks(rng):
+    q, k, v = arrays(rng, 2, 3, 5, 8)
+    cupyflash.attention(q, k, v)
+    with pytest.raises(TypeError, match="causal must be a bool"):
+        cupyflash.attention(q, k, v, causal=0)
+    with pytest.raises(TypeError, match="softcap"):
+        cupyflash.attention(q, k, v, softcap="0.0")
+    with pytest.raises(ValueError, match="method"):
+        cupyflash.attention(q, k, v, method="fast")
+    with pytest.raises(TypeError, match="one dtype"):
+        cupyflash.attention(q, k.astype(np.float64), v)
+
+
+def test_known_calls_do_not_pile_up(rng, monkeypatch):
+    monkeypatch.setattr(_attention_cpu, "_MOST_CHECKED", 5)
+    for n in range(1, 30):
+        cupyflash.attention(*arrays(rng, 1, n, 3, 2))
+        assert len(_attention_cpu._checked) <= 5
+
+
+def test_memory_of_many_entries(rng):
+    q, k, v = arrays(rng, 4000, 8, 64, 4)
+    cupyflash.attention(q, k, v)
+    tracemalloc.start()
+    out = cupyflash.attention(q, k, v)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak - out.nbytes < 4 << 20  # the scores of all are 8 MiB
+
+
+# --- values near the ends of the range -----------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["auto", "tiled", "safe", "online"])
+@pytest.mark.parametrize("rows", [1, 200])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_values_near_the_largest_number(method, rows, dtype):
+    for keys in (10, 2000):
+        q, k = np.zeros((rows, 1), dtype), np.zeros((keys, 1), dtype)
+        for part in (0.55, -0.9):
+            v = np.full((keys, 2), part * float(np.finfo(dtype).max), dtype)
+            v[:, 1] = 1
+            out = cupyflash.attention(q, k, v, method=method)
+            np.testing.assert_allclose(out, v[:rows][:1].repeat(rows, 0), rtol=2e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 200])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_largest_number_itself(rows, dtype):
+    largest = np.finfo(dtype).max
+    v = np.full((1500, 1), largest, dtype)
+    zeros = np.zeros((1500, 1), dtype)
+    out = cupyflash.attention(zeros[:rows], zeros, v)
+    assert np.isfinite(out).all()
+    np.testing.assert_allclose(out / largest, 1, rtol=1e-5)
+    v[0] = np.inf
+    assert (cupyflash.attention(zeros[:rows], zeros, v) == np.inf).all()
+
+
+@pytest.mark.parametrize("scale", [1e300, -1e300, 1e39, 5e-324, 0.0])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("method", ["auto", "online", "safe"])
+def test_any_scale_of_scores_of_zero(scale, dtype, method):
+    q, k = np.zeros((1, 4), dtype), np.ones((3, 4), dtype)
+    v = np.arange(12).reshape(3, 4).astype(dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out = cupyflash.attention(q, k, v, scale=scale, method=method)
+        grads = cupyflash.attention_vjp(
+            out, q, k, v, *cupyflash.attention(q, k, v, scale=scale, return_lse=True),
+            scale=scale,
+        )  # fmt: skip
+    np.testing.assert_allclose(out, [[4, 5, 6, 7]], rtol=1e-3)
+    assert not np.isnan(grads.dv).any()
+
+
+@pytest.mark.parametrize("softcap", [1.1754944e-38, 1.0, 3.4e38])
+@pytest.mark.parametrize("scale", [1e30, -1e30, 1e300])
+def test_softcaps_of_far_scores(softcap, scale):
+    k = np.ones((3, 4), np.float32)
+    v = np.arange(12, dtype=np.float32).reshape(3, 4)
+    out = cupyflash.attention(k, k, v, softcap=softcap, scale=scale)
+    np.testing.assert_allclose(out, [[4, 5, 6, 7]] * 3, rtol=1e-6)
+
+
+# --- gradients -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batches", "shared"),
+    [(((50, 1), (1, 1), (1, 1)), "k, v"), (((1, 1), (50, 1), (50, 1)), "q"),
+     (((7, 1), (1, 5), (1, 1)), "crosswise")],
+)  # fmt: skip
+def test_memory_of_gradients_of_shared_entries(rng, batches, shared):
+    shapes = ((4, 16), (600, 16), (600, 16))
+    q, k, v = (
+        rng.normal(size=(*b, 1, *s)) for b, s in zip(batches, shapes, strict=True)
+    )
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    dout = rng.normal(size=out.shape)
+    cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    tracemalloc.start()
+    grads = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    own = sum(x.nbytes for x in grads[:3])
+    # Threads have a sum and the gradient of an entry each; 50 terms would be 7 MiB.
+    assert peak <= 6 * own + (1 << 20)
+
+    def whole(x):
+        return np.broadcast_to(x, (*out.shape[:-3], *x.shape[-3:])).copy()
+
+    copies = [whole(x) for x in (q, k, v)]
+    expected = cupyflash.attention_vjp(dout, *copies, out, lse)
+    for got, each in zip(grads[:3], expected[:3], strict=True):
+        axes = tuple(a for a, n in enumerate(got.shape[:-3]) if n != each.shape[a])
+        total = each.sum(axis=axes, keepdims=True)
+        np.testing.assert_allclose(got, total, rtol=0, atol=1e-12 * abs(total).max())
+    again = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    for a, b in zip(grads[:3], again[:3], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# --- errors --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "lengths", "said"),
+    [("key_lengths", [5, -1], "0 to seqlen_k = 7, but key_lengths[1] is -1"),
+     ("key_lengths", [8, 9], "0 to seqlen_k = 7, but key_lengths[0] is 8"),
+     ("query_lengths", 6, "0 to seqlen_q = 5, but query_lengths is 6"),
+     ("query_lengths", np.array([[1, 2], [2**64 - 1, 6]], np.uint64),
+      f"0 to seqlen_q = 5, but query_lengths[1, 0] is {2**64 - 1}")],
+)  # fmt: skip
+@pytest.mark.parametrize("function", ["attention", "attention_vjp"])
+def test_lengths_that_do_not_fit(rng, name, lengths, said, function):
+    lengths = np.asarray(lengths)
+    batch = (2,) * max(1, lengths.ndim)
+    q, k = (rng.normal(size=(*batch, 1, n, 8)) for n in (5, 7))
+    rest = (k, k) if function == "attention" else (q, k, k, q, q[..., 0])
+    with pytest.raises(ValueError) as caught:
+        getattr(cupyflash, function)(q, *rest, **{name: lengths})
+    assert str(caught.value) == f"{name} must be from {said}"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("is_causal", "causal="), ("attn_mask", "mask="), ("softmax_scale", "scale="),
+     ("dropout_p", "no dropout"), ("window_size", "window=")],
+)  # fmt: skip
+def test_names_of_other_packages(name, ours):
+    x = np.ones((2, 3))
+    for call in (
+        lambda: cupyflash.attention(x, x, x, **{name: None}),
+        lambda: cupyflash.attention_vjp(x, x, x, x, x, x[:, 0], **{name: None}),
+        lambda: cupyflash.explain("attention", x, x, x, **{name: None}),
+    ):
+        with pytest.raises(TypeError, match=f"'{name}'; here it is .*{ours}"):
+            call()
+
+
+def test_names_that_nobody_has():
+    x = np.ones((2, 3))
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'colour'$"):
+        cupyflash.attention(x, x, x, colour=1)
+
+
+@pytest.mark.parametrize("name", ["attention", "attention_vjp"])
+def test_help_shows_our_names_alone(name):
+    kinds = {
+        p.kind for p in inspect.signature(getattr(cupyflash, name)).parameters.values()
+    }
+    assert inspect.Parameter.VAR_KEYWORD not in kinds
+
+
+def test_a_mask_given_as_bias():
+    x = np.ones((2, 3))
+    with pytest.raises(TypeError, match="a boolean mask goes into mask="):
+        cupyflash.attention(x, x, x, bias=np.ones((2, 2), bool))
+    with pytest.raises(TypeError, match="bias must be one of .* got int64"):
+        cupyflash.attention(x, x, x, bias=np.ones((2, 2), np.int64))
+
+
+def test_lists_and_integers():
+    x = [[1.0, 0.0], [0.0, 1.0]]
+    from_lists = cupyflash.attention(x, x, x, bias=x, mask=[[True, False]] * 2)
+    y = np.array(x)
+    np.testing.assert_array_equal(
+        from_lists,
+        cupyflash.attention(y, y, y, bias=y, mask=np.array([[1, 0]] * 2) > 0),
+    )
+    with pytest.raises(TypeError, match="q must be one of float16, .* got int64"):
+        cupyflash.attention([[1, 0]], y, y)
+
+
+def test_one_with_two_axes_beside_one_with_four():
+    q, k = np.ones((5, 8)), np.ones((2, 3, 7, 8))
+    with pytest.raises(ValueError) as caught:
+        cupyflash.attention(q, k, k)
+    said = str(caught.value)
+    assert "q has 2 axes (5, 8)" in said
+    assert "k has 4 axes (2, 3, 7, 8)" in said

@@ -66,11 +66,19 @@ class _Plan:
         self.merged, self.side_by_side = rows.kept + rows.reduced, rows.side_by_side
         self.matrix = problem.num_rows, problem.row_length
         self.key_factor = split_scale(problem.scale)[0]
+        # The matrix of rows is the array itself, and that of the results the result.
+        self.in_order = (
+            operands.x.flags.c_contiguous
+            and self.axes == tuple(range(operands.x.ndim))
+            and not self.side_by_side
+        )
+        self.is_result = self.in_order and self.dtype == _work_dtype(problem)
 
     def block(self, x):
         """The rows of an array."""
-        matrix = x.transpose(self.axes).reshape(self.matrix)
-        return SmallBlock(matrix, self.side_by_side, self.key_factor)
+        if not self.in_order:
+            x = x.transpose(self.axes)
+        return SmallBlock(x.reshape(self.matrix), self.side_by_side, self.key_factor)
 
 
 def problem_dtype(problem):
@@ -100,6 +108,8 @@ def _small_rows(plan, x):
     """softmax or log_softmax of a small array."""
     block = plan.block(x)
     _tiled(plan.problem, block)
+    if plan.is_result:
+        return block.result.reshape(plan.problem.shape)[()]
     out = np.empty_like(x, dtype=plan.dtype)
     # The merged axes are views of the result, as in `Rows`.
     view = out.transpose(plan.axes).reshape(plan.merged, copy=False)
@@ -215,7 +225,8 @@ def _scaled_difference(problem, x, m, block):
         return _times(d, factor), None
     d = np.subtract(x, m, out=block.buffer("d", x.shape, x.dtype))
     # TwoDiff (Knuth): low is the rounding error of d.
-    low, big = (block.buffer(name, d.shape, d.dtype) for name in ("low", "big"))
+    low = block.buffer("low", x.shape, x.dtype)
+    big = block.buffer("big", x.shape, x.dtype)
     np.subtract(d, x, out=big)
     np.subtract(d, big, out=low)
     np.subtract(x, low, out=low)
@@ -267,8 +278,8 @@ def _exp_difference(problem, x, m, block):
     if low is None:
         return d
     np.multiply(low, d, out=low)  # exp(d + low) is exp(d) (1 + low)
-    np.copyto(low, 0, where=~np.isfinite(low))  # x or m was not finite
-    return np.add(d, low, out=d)
+    # No number unless x and m are finite.
+    return np.add(d, low, out=d, where=np.isfinite(low))
 
 
 def _log_of_sum(problem, total, m, block, pieces):

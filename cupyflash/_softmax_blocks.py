@@ -7,7 +7,7 @@ any strides, and copies one back: the methods work on such matrices alone.
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -212,8 +212,8 @@ class SmallBlock:
 
     def __init__(self, x: Any, side_by_side: bool, key_factor: float):
         self._x, self._key_factor = x, key_factor
-        self._order = "F" if side_by_side else "C"
-        self.result = None
+        self._order: Literal["F", "C"] = "F" if side_by_side else "C"
+        self.result: Any = None
 
     def whole(self) -> None:
         """All columns as one piece."""

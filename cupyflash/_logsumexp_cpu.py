@@ -42,6 +42,16 @@ def run(problem, operands, threads):
     return result if sign is None else (result, sign[()])
 
 
+def small(plan, x):
+    """log sum exp(x) of a small array, by the plan of such calls."""
+    problem, block = plan.problem, plan.block(x)
+    log, _ = _finish(block, [None], [_state(block, None, np.float64)])
+    kept = log.reshape([problem.shape[a] for a in plan.kept_axes])
+    result = np.empty(problem.result_shape, plan.dtype)
+    store(result, kept.transpose(np.argsort(plan.kept_axes)).reshape(result.shape))
+    return result[()]
+
+
 def _fill(problem, operands, result, sign, threads):
     """Compute all rows, in the order of memory of x, and put them in their places."""
     rows = Rows(problem, x=operands.x, b=operands.b, where=operands.where)

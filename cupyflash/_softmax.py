@@ -3,6 +3,8 @@
 import functools
 from typing import Any, Literal, overload
 
+import numpy as np
+
 from cupyflash import _arrays, _softmax_problem
 from cupyflash._typing import Array, Axis, Method
 
@@ -34,6 +36,35 @@ def _run(check, x, *rest):
         _arrays.import_cupy()
         return _gpu().unplanned(check, x, *rest)
     return _cpu().run(*check(x, *rest))
+
+
+# The checks of each function, made once: calls on small arrays are known by them.
+_check_softmax, _check_log_softmax = (
+    functools.partial(_softmax_problem.softmax, name)
+    for name in ("softmax", "log_softmax")
+)
+
+
+def _run_family(check, x, axis, where, scale, dtype, out, method):
+    """softmax or log_softmax of what is no CuPy array."""
+    if (
+        type(x) is np.ndarray
+        and 0 < x.size <= _SMALL
+        and where is None
+        and dtype is None
+        and out is None
+        and type(axis) in _AXIS
+        and type(scale) in _SCALE
+        and type(method) is str
+    ):
+        return _cpu().run_small(check, x, axis, None, scale, None, None, method)
+    return _run(check, x, axis, where, scale, dtype, out, method)
+
+
+# Elements of an array whose calls are planned; fewer than are worth a thread.
+_SMALL = 8 * 1024
+# Types by which equal options mean the same: True is 1, but no axis.
+_AXIS, _SCALE = (int, type(None)), (float, int)
 
 
 def softmax(
@@ -118,8 +149,8 @@ def softmax(
     """
     if _arrays.is_cupy(x):
         return _gpu().softmax("softmax", x, axis, where, scale, dtype, out, method)
-    check = functools.partial(_softmax_problem.softmax, "softmax")
-    return _run(check, x, axis, where, scale, dtype, out, method)
+    check = _check_softmax
+    return _run_family(check, x, axis, where, scale, dtype, out, method)
 
 
 def log_softmax(
@@ -168,8 +199,8 @@ def log_softmax(
     """
     if _arrays.is_cupy(x):
         return _gpu().softmax("log_softmax", x, axis, where, scale, dtype, out, method)
-    check = functools.partial(_softmax_problem.softmax, "log_softmax")
-    return _run(check, x, axis, where, scale, dtype, out, method)
+    check = _check_log_softmax
+    return _run_family(check, x, axis, where, scale, dtype, out, method)
 
 
 @overload
@@ -267,6 +298,17 @@ def logsumexp(
     if _arrays.is_cupy(a):
         return _gpu().logsumexp(a, axis, b, keepdims, return_sign, where, out)
     check = _softmax_problem.logsumexp
+    if (
+        type(a) is np.ndarray
+        and 0 < a.size <= _SMALL
+        and b is None
+        and where is None
+        and out is None
+        and return_sign is False
+        and type(keepdims) is bool
+        and type(axis) in _AXIS
+    ):
+        return _cpu().run_small(check, a, axis, None, keepdims, False, None, None)
     return _run(check, a, axis, b, keepdims, return_sign, where, out)
 
 

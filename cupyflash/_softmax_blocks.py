@@ -7,7 +7,7 @@ any strides, and copies one back: the methods work on such matrices alone.
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -57,6 +57,7 @@ class Rows:
     views : the operands by name; those that are None are missing
     kept, reduced : shapes of the merged axes
     kept_axes : the axes of the problem that `kept` was merged from, in its order
+    reduced_axes : likewise of `reduced`
     length : elements of a row
     side_by_side : a matrix holds its rows as neighbours in memory, not one by one
     per_block : rows of a block
@@ -72,7 +73,7 @@ class Rows:
             return sorted(axes, key=lambda a: -abs(x.strides[a]))
 
         self.kept_axes = from_far_to_near(set(range(x.ndim)) - set(problem.axes))
-        reduced_axes = from_far_to_near(problem.axes)
+        reduced_axes = self.reduced_axes = from_far_to_near(problem.axes)
 
         def merged(axes):
             shape = [problem.shape[a] for a in axes]
@@ -186,12 +187,57 @@ class Block:
         where = self.matrix("where", piece, np.bool_)
         return None if where is None else np.logical_not(where, out=where)
 
+    def rescale(self, piece: Box, factor: Any) -> None:
+        """Multiply what was written; an absent element stays what it is."""
+        out = self._part("out", piece)
+        where = self._part("where", piece)
+        np.multiply(out, factor, out=out, where=True if where is None else where)
+
     def write(self, piece: Box, values: Any) -> None:
         """Store (rows, columns); an absent element gets the value for such."""
         if (absent := self.absent(piece)) is not None:
             np.copyto(values, self._absent, where=absent)
         out = self._part("out", piece)
         store(out, self._as_part(values, out.shape))
+
+
+class SmallBlock:
+    """All rows of a small array, without `where` and weights, as one block.
+
+    It offers what the methods take of `Block`. A buffer is a new array, which for few
+    elements costs less than to look for an old one.
+    """
+
+    has_weights = False
+
+    def __init__(self, x: Any, side_by_side: bool, key_factor: float):
+        self._x, self._key_factor = x, key_factor
+        self._order: Literal["F", "C"] = "F" if side_by_side else "C"
+        self.result: Any = None
+
+    def whole(self) -> None:
+        """All columns as one piece."""
+
+    def buffer(self, name: str, shape: tuple[int, int], dtype: Any) -> Any:
+        """A matrix (rows, columns)."""
+        return np.empty(shape, dtype, self._order)
+
+    def keys(self, piece: None, dtype: Any) -> Any:
+        """As those of `Block`."""
+        x = np.array(self._x, dtype, order=self._order)
+        return x if self._key_factor == 1 else np.multiply(x, self._key_factor, out=x)
+
+    scores = keys  # of logsumexp, which has no scale
+
+    def matrix(self, name: str, piece: None, dtype: Any) -> None:
+        """There are no other operands."""
+
+    def absent(self, piece: None) -> None:
+        """There is no `where`."""
+
+    def write(self, piece: None, values: Any) -> None:
+        """Keep the result."""
+        self.result = values
 
 
 def store(out: Any, values: Any) -> None:
@@ -215,14 +261,14 @@ def _to_odd_float32(x):
 
 def row_max(x: Any) -> Any:
     """Largest element of each row, as a column; NaN wins."""
-    return np.max(x, axis=1, keepdims=True)
+    return np.maximum.reduce(x, axis=1, keepdims=True)
 
 
 def row_sum(x: Any, dtype: Any = None) -> Any:
     """Sum of each row, as a column, of short partial sums."""
     num_terms = x.shape[1]
     if x.flags.c_contiguous or num_terms <= _TERMS:
-        return np.sum(x, axis=1, keepdims=True, dtype=dtype)
+        return np.add.reduce(x, axis=1, keepdims=True, dtype=dtype)
     columns, whole = x.T, num_terms - num_terms % _TERMS
     groups = columns[:whole].reshape(-1, _TERMS, len(x))
     total = row_sum(np.sum(groups, axis=1, dtype=dtype).T)

@@ -6,7 +6,16 @@ Each method below takes a block of rows, which stays in the cache; threads take 
 import numpy as np
 
 from cupyflash import _arrays, _logsumexp_cpu, _threads
-from cupyflash._softmax_blocks import BLOCK, Block, Rows, boxes, row_max, row_sum
+from cupyflash._softmax_blocks import (
+    BLOCK,
+    Block,
+    Rows,
+    SmallBlock,
+    boxes,
+    row_max,
+    row_sum,
+    store,
+)
 from cupyflash._softmax_problem import split_scale
 
 # Elements below which a thread costs more than it saves.
@@ -30,6 +39,82 @@ def run(problem, operands):
     if out.size:
         _run_rows(problem, operands._replace(out=out), threads)
     return out[()] if operands.out is None else out
+
+
+# Plans of calls on small arrays that are kept.
+_MOST_PLANS = 256
+_plans: dict = {}
+
+
+class _Plan:
+    """What calls on small arrays of one shape, dtype and layout have in common."""
+
+    def __init__(self, problem, operands):
+        out = None
+        if problem.function != "logsumexp":
+            out = np.empty_like(operands.x, dtype=problem_dtype(problem))
+        rows = Rows(problem, x=operands.x, out=out)
+        if problem.function == "logsumexp":
+            self.compute = _logsumexp_cpu.small if rows.fits else None
+        else:
+            self.compute = _small_rows if _method(problem, rows) is _tiled else None
+        if problem.is_complex:
+            self.compute = None
+        self.problem, self.dtype = problem, problem_dtype(problem)
+        self.kept_axes = tuple(rows.kept_axes)
+        self.axes = self.kept_axes + tuple(rows.reduced_axes)
+        self.merged, self.side_by_side = rows.kept + rows.reduced, rows.side_by_side
+        self.matrix = problem.num_rows, problem.row_length
+        self.key_factor = split_scale(problem.scale)[0]
+        # The matrix of rows is the array itself, and that of the results the result.
+        self.in_order = (
+            operands.x.flags.c_contiguous
+            and self.axes == tuple(range(operands.x.ndim))
+            and not self.side_by_side
+        )
+        self.is_result = self.in_order and self.dtype == _work_dtype(problem)
+
+    def block(self, x):
+        """The rows of an array."""
+        if not self.in_order:
+            x = x.transpose(self.axes)
+        return SmallBlock(x.reshape(self.matrix), self.side_by_side, self.key_factor)
+
+
+def problem_dtype(problem):
+    """The dtype of a result."""
+    return _arrays.to_dtype(problem.dtypes["out"])
+
+
+def run_small(check, x, *rest):
+    """`run` of a call on a small NumPy array with options that compare by value.
+
+    The arguments are checked, and the rows found, by the first call of their kind.
+    """
+    key = check, x.shape, x.strides, x.dtype, rest
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _Plan(*check(x, *rest))
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    if plan.compute is None:
+        return run(*check(x, *rest))
+    with np.errstate(all="ignore"):
+        return plan.compute(plan, x)
+
+
+def _small_rows(plan, x):
+    """softmax or log_softmax of a small array."""
+    block = plan.block(x)
+    _tiled(plan.problem, block)
+    if plan.is_result:
+        return block.result.reshape(plan.problem.shape)[()]
+    out = np.empty_like(x, dtype=plan.dtype)
+    # The merged axes are views of the result, as in `Rows`.
+    view = out.transpose(plan.axes).reshape(plan.merged, copy=False)
+    store(view, block.result.reshape(plan.merged))
+    return out[()]
 
 
 def describe(problem, operands):
@@ -61,6 +146,8 @@ def _work_dtype(problem):
     """
     if problem.is_complex:
         return np.complex128
+    if problem.compute_dtype == "float64":
+        return np.float64
     used = {
         problem.dtypes[name] for name in ("x", "dy", "out") if name in problem.dtypes
     }
@@ -138,7 +225,8 @@ def _scaled_difference(problem, x, m, block):
         return _times(d, factor), None
     d = np.subtract(x, m, out=block.buffer("d", x.shape, x.dtype))
     # TwoDiff (Knuth): low is the rounding error of d.
-    low, big = (block.buffer(name, d.shape, d.dtype) for name in ("low", "big"))
+    low = block.buffer("low", x.shape, x.dtype)
+    big = block.buffer("big", x.shape, x.dtype)
     np.subtract(d, x, out=big)
     np.subtract(d, big, out=low)
     np.subtract(x, low, out=low)
@@ -190,8 +278,8 @@ def _exp_difference(problem, x, m, block):
     if low is None:
         return d
     np.multiply(low, d, out=low)  # exp(d + low) is exp(d) (1 + low)
-    np.copyto(low, 0, where=~np.isfinite(low))  # x or m was not finite
-    return np.add(d, low, out=d)
+    # No number unless x and m are finite.
+    return np.add(d, low, out=d, where=np.isfinite(low))
 
 
 def _log_of_sum(problem, total, m, block, pieces):
@@ -327,10 +415,21 @@ def _tiled(problem, block):
         block.write(piece, np.subtract(d, last, out=d))
 
 
+# Elements of a piece of a long row: few enough that x and two buffers stay in a core's
+# second-level cache, enough that the interpreter is not what threads wait for.
+_LONG_PIECE = BLOCK // 2
+
+
 def _tiled_long_rows(problem, rows, threads):
-    """Rows too long to hold: (m, d) of every piece, their merge, the result."""
+    """Rows too long to hold: (m, d) of every piece, their merge, the result.
+
+    A result of the dtype that is computed in holds the exponentials of a softmax in
+    between, each relative to the maximum of its own piece.
+    """
     work = _work_dtype(problem)
-    row_boxes, pieces = list(boxes(rows.kept, 1)), list(boxes(rows.reduced, BLOCK))
+    keeps = problem.function == "softmax" and rows.views["out"].dtype == work
+    row_boxes = list(boxes(rows.kept, 1))
+    pieces = list(boxes(rows.reduced, _LONG_PIECE))
     shape = len(row_boxes), len(pieces)
     tasks = list(np.ndindex(shape))
     m, d = np.empty(shape), np.empty(shape)
@@ -339,9 +438,15 @@ def _tiled_long_rows(problem, rows, threads):
         r, p = task
         block = Block(rows, row_boxes[r], scratch)
         x = block.keys(pieces[p], work)
+        if keeps:
+            m[task], e = _exp_of_piece(problem, x, block)
+            d[task] = row_sum(e).item()
+            block.write(pieces[p], e)
+            return
         m[task] = row_max(x).item()
-        base = _finite_or_zero(m[task])
-        d[task] = row_sum(_exp_difference(problem, x, base, block)).item()
+        # What the difference loses is an absolute error of its exponential.
+        np.subtract(x, _finite_or_zero(m[task]), out=x)
+        d[task] = row_sum(np.exp(_times(x, _factor(problem)), out=x)).item()
 
     _threads.for_each(summarize, tasks, threads)
     with np.errstate(all="ignore"):
@@ -357,17 +462,51 @@ def _tiled_long_rows(problem, rows, threads):
 
         def take_log(r, scratch):
             block = Block(rows, row_boxes[r], scratch)
-            last[r] = _log_of_sum(problem, total[r : r + 1], base[r], block, pieces)
+            with np.errstate(all="ignore"):
+                last[r] = _log_of_sum(problem, total[r : r + 1], base[r], block, pieces)
 
         _threads.for_each(take_log, range(len(row_boxes)), threads)
+    elif keeps:
+        with np.errstate(all="ignore"):
+            block = Block(rows, row_boxes[0], _threads.Scratch())
+            factors = _exp_difference(problem, m, top, block) / total
 
     def write(task, scratch):
         r, p = task
         block = Block(rows, row_boxes[r], scratch)
+        if keeps:
+            block.rescale(pieces[p], factors[task])
+            return
         x = block.keys(pieces[p], work)
         block.write(pieces[p], _finish(problem, x, base[r], last[r], block))
 
     _threads.for_each(write, tasks, threads)
+
+
+# Units that a base is rounded to, and the size of numbers whose last digit is at most
+# that.
+_UNIT, _LAST_IS_A_UNIT = 2.0**-10, 2.0**42
+
+
+def _exp_of_piece(problem, x, block):
+    """(base, exp(scale * (x - base))) of a piece of one row.
+
+    The base is near the maximum. It is a multiple of the last digit of every x, where
+    those are not huge: then the error of the difference takes two operations, by
+    Fast2Sum (Dekker), and not five.
+    """
+    m = row_max(x).item()
+    if not (m < _LAST_IS_A_UNIT and np.min(x) > -_LAST_IS_A_UNIT):
+        return m, _exp_difference(problem, x, _finite_or_zero(m), block)
+    base = np.rint(m / _UNIT) * _UNIT
+    d = np.subtract(x, base, out=block.buffer("d", x.shape, x.dtype))
+    low = np.add(d, base, out=block.buffer("low", x.shape, x.dtype))
+    np.subtract(x, low, out=low)
+    factor = _factor(problem)
+    if factor != 1:
+        _multiply_pair(d, low, factor, block)
+    np.exp(d, out=d)
+    return base, np.add(d, np.multiply(low, d, out=low), out=d)
 
 
 _KERNELS = {

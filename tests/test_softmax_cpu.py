@@ -1,0 +1,171 @@
+"""Softmax of small and of long rows on NumPy: plans, pieces, threads."""
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import _softmax_cpu, _threads
+
+FAMILY = ("softmax", "log_softmax", "logsumexp")
+PIECE = _softmax_cpu._LONG_PIECE
+# Rows of more elements than are held as a whole.
+LONG = 9 * PIECE
+
+
+def random(size, seed=0, spread=10):
+    return spread * np.random.default_rng(seed).normal(size=size)
+
+
+def exact_softmax(x, scale=1):
+    d = np.longdouble(scale) * x.astype(np.longdouble)
+    e = np.exp(d - d.max())
+    return e / e.sum()
+
+
+@pytest.mark.parametrize("function", FAMILY)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("shape", [(LONG,), (2, LONG + 1), (300, 1000)])
+def test_threads_do_not_change_bits(function, dtype, shape, monkeypatch):
+    x = random(shape).astype(dtype)
+    found = []
+    for cores in (1, 2, 5):
+        monkeypatch.setattr(_threads, "num_cores", lambda n=cores: n)
+        found.append(getattr(cupyflash, function)(x, axis=-1))
+    assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.3, -2.5, 7.0])
+@pytest.mark.parametrize("length", [LONG - 1, LONG, LONG + 1])
+def test_edges_of_pieces(length, scale):
+    x = random(length, spread=30)
+    x[[0, PIECE - 1, PIECE, -1]] = 130, 131, 131.5, 132
+    y = cupyflash.softmax(x, scale=scale)
+    exact = exact_softmax(x, scale)
+    seen = exact > 1e-300
+    assert np.abs(y / exact - 1)[seen].max() <= 1e-15
+    assert (y[~seen] <= 1.1e-300).all()
+
+
+@pytest.mark.parametrize("far", [1e6, 1e12, 2.0**42, 1e15, 1e300])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_long_rows_far_from_zero(far, sign):
+    x = random(LONG, spread=1) + sign * far
+    y = cupyflash.softmax(x)
+    assert np.abs(y / exact_softmax(x) - 1).max() <= 1e-15
+
+
+def test_pieces_far_apart():
+    """Each piece has a maximum of its own, up to thousands below that of the row."""
+    x = random(LONG, spread=1) - np.repeat(1000.0 * np.arange(9), PIECE)
+    y = cupyflash.softmax(x)
+    exact = exact_softmax(x)
+    assert np.abs(y[:PIECE] / exact[:PIECE] - 1).max() <= 1e-15
+    assert (y[PIECE:] == 0).all()
+
+
+def test_long_rows_in_place():
+    x = random((2, LONG))
+    expected = cupyflash.softmax(x, axis=1)
+    assert cupyflash.softmax(x, axis=1, out=x) is x
+    np.testing.assert_array_equal(x, expected)
+
+
+def test_long_row_of_special_values():
+    x = random((5, LONG))
+    x[0] = -np.inf
+    x[1, 5] = np.inf
+    x[2, PIECE] = np.nan
+    x[3, : 2 * PIECE] = -np.inf
+    x[4, PIECE // 2 :] = -np.inf
+    y = cupyflash.softmax(x, axis=1)
+    assert np.isnan(y[:3]).all()
+    for row in (3, 4):
+        there = x[row] > -np.inf
+        assert (y[row][~there] == 0).all()
+        np.testing.assert_allclose(
+            y[row][there], exact_softmax(x[row][there]).astype(float), rtol=1e-15
+        )
+
+
+def test_long_row_with_where():
+    x = random((2, LONG))
+    where = np.random.default_rng(1).random(x.shape) < 0.5
+    where[0, :PIECE] = False
+    where[1] = False
+    x[0, :10] = np.nan
+    y = cupyflash.softmax(x, axis=1, where=where)
+    assert (y[~where] == 0).all()
+    np.testing.assert_allclose(
+        y[0][where[0]], exact_softmax(x[0][where[0]]).astype(float), rtol=1e-15
+    )
+
+
+def arrays():
+    """Small arrays of many layouts."""
+    for dtype in ("float16", "float32", "float64", "int32", ">f8"):
+        x = random((3, 4, 30)).astype(dtype)
+        yield from (
+            x,
+            x.T,
+            x[::-1, ::2],
+            x[..., :5],
+            x.transpose(1, 0, 2),
+            x[0, 0, 0:1],
+        )
+        yield from (np.broadcast_to(x[:1], x.shape), np.asfortranarray(x))
+
+
+@pytest.mark.parametrize("function", FAMILY)
+def test_small_arrays_have_the_same_bits(function):
+    """As with `out`, which no plan is for."""
+    call = getattr(cupyflash, function)
+    for x in arrays():
+        for axis in (None, *range(-x.ndim, x.ndim)):
+            first, second = call(x, axis), call(x, axis)
+            out = np.empty(np.shape(first), first.dtype)
+            call(x, axis, out=out)
+            np.testing.assert_array_equal(first, out)
+            np.testing.assert_array_equal(second, out)
+
+
+@pytest.mark.parametrize("function", FAMILY)
+def test_plans_of_small_arrays_keep_no_values(function):
+    call = getattr(cupyflash, function)
+    x, other = random(20), random(20, seed=1)
+    first = call(x)
+    kept = np.array(first)
+    second = call(other)
+    assert not np.shares_memory(first, second)
+    np.testing.assert_array_equal(first, kept)
+    assert not np.array_equal(first, second)
+
+
+def test_equal_options_of_other_types_are_still_refused():
+    x = random((3, 4))
+    cupyflash.softmax(x, 1)
+    cupyflash.logsumexp(x, 1, keepdims=True)
+    for axis in (True, 1.0):
+        with pytest.raises(TypeError, match="axis"):
+            cupyflash.softmax(x, axis)
+    with pytest.raises(TypeError, match="scale"):
+        cupyflash.softmax(x, 1, scale=True)
+    with pytest.raises(TypeError, match="keepdims"):
+        cupyflash.logsumexp(x, 1, keepdims=1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="scale"):
+            cupyflash.softmax(x, 1, scale=np.nan)
+        with pytest.raises(ValueError, match="method"):
+            cupyflash.softmax(x, 1, method="fast")
+
+
+def test_number_of_plans_is_bounded():
+    for n in range(1, _softmax_cpu._MOST_PLANS + 10):
+        cupyflash.softmax(np.ones(n))
+    assert len(_softmax_cpu._plans) <= _softmax_cpu._MOST_PLANS
+
+
+def test_small_arrays_warn_of_nothing():
+    with np.errstate(all="raise"):
+        for x in (np.full(5, np.nan), np.full(5, -np.inf), np.array([0, np.inf])):
+            for function in FAMILY:
+                getattr(cupyflash, function)(x)

@@ -31,8 +31,8 @@ LONG_SUM = 1 << 15
 RUN_TILES = 64
 
 
-# Columns above which a score is no longer one sum, whose roundings grow with the root of
-# their number: it is made of sums of so many columns.
+# Columns above which a score is no longer one sum, whose roundings grow with the root
+# of their number: it is made of sums of so many columns.
 MAX_ONE_SUM = 256
 COLUMNS_APART = 64
 

@@ -227,11 +227,11 @@ __device__ __forceinline__ accum_t dot(tile_t& s,
     if (!kOwnIsLoaded) load_rows<kBlockM>(smem_own, own, c0);
     odd += load_rows<kBlockN>(smem_other, other, c0);
     __syncthreads();  // the tiles are complete
-    const int num_columns = own.dim - c0 < kChunk ? own.dim - c0 : kChunk;
     if constexpr (kSumsApart) {
-      dot_chunk_apart(s, smem_own, smem_other, num_columns);
+      const int rest = own.dim - c0 < kChunk ? own.dim - c0 : kChunk;
+      dot_chunk_apart(s, smem_own, smem_other, rest);
     } else {
-      dot_chunk(s, smem_own, smem_other, num_columns);
+      dot_chunk(s, smem_own, smem_other, own.dim - c0 < kChunk ? own.dim - c0 : kChunk);
     }
   }
   return odd;

@@ -119,11 +119,8 @@ __device__ __forceinline__ int thread_row() { return threadIdx.x / kColThreads; 
 using scores_of_thread_t = accum_t[kRows][kCols];
 
 // sum += q k^T over columns [first, last)
-__device__ __forceinline__ void add_products(scores_of_thread_t& sum,
-                                             const accum_t* q,
-                                             const accum_t* k,
-                                             int first,
-                                             int last) {
+__device__ __forceinline__ void add_products(
+    scores_of_thread_t& sum, const accum_t* q, const accum_t* k, int first, int last) {
 #pragma unroll 1
   for (int d = first; d < last; d += kVec) {
     vec_t<accum_t, kVec> k_part[kCols];

@@ -6,7 +6,7 @@ import cupy
 import numpy as np
 
 from cupyflash import _arrays, _attention_params, _gpu, _graphs, _layout
-from cupyflash._attention_rows import OPTIONS
+from cupyflash._attention_rows import OPTIONS, columns_apart
 
 _NULL = _gpu.NULL
 _SUM = np.dtype("complex128")  # two float64: row_lse_t of a part (score.cuh)
@@ -190,7 +190,7 @@ class UnfusedPlan(BasePlan):
         options = [getattr(operands, name) for name in OPTIONS]
         softmax, values = self.launches
 
-        s = self._matmul(_fold_group(operands.q, problem), operands.k.swapaxes(-1, -2))
+        s = self._raw_scores(_fold_group(operands.q, problem), operands.k)
         softmax(
             s,
             _NULL if lse is None else lse,
@@ -201,6 +201,18 @@ class UnfusedPlan(BasePlan):
         o = self._matmul(s, operands.v)  # s has become P
         values(s, o, operands.v, out, self.params)
         return out, lse
+
+    def _raw_scores(self, q, k):
+        """q k^T; of wide heads a sum of products of some columns at a time."""
+        k = k.swapaxes(-1, -2)
+        # Steps of the naive method round to 16 bits, and so would each part.
+        if self.scores_dtype != self.problem.compute_dtype:
+            return self._matmul(q, k)
+        first, *others = columns_apart(q.shape[-1])
+        s = self._matmul(q[..., first], k[..., first, :])
+        for columns in others:
+            s += self._matmul(q[..., columns], k[..., columns, :])
+        return s
 
     def _matmul(self, a, b):
         """a @ b in the dtype of the scores, contiguous; sums in float32 at least."""

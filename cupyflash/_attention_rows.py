@@ -31,6 +31,22 @@ LONG_SUM = 1 << 15
 RUN_TILES = 64
 
 
+# Columns above which a score is no longer one sum, whose roundings grow with the root
+# of their number: it is made of sums of so many columns.
+MAX_ONE_SUM = 256
+COLUMNS_APART = 64
+
+
+def columns_apart(head_dim: int) -> list[slice]:
+    """The columns of a head in parts whose products are summed one by one."""
+    if head_dim <= MAX_ONE_SUM:
+        return [slice(0, head_dim)]
+    return [
+        slice(first, min(first + COLUMNS_APART, head_dim))
+        for first in range(0, head_dim, COLUMNS_APART)
+    ]
+
+
 # Kernels count in 32 bits up to here: to such a number they add tiles, blocks and the
 # like, and the sum is still an `int`.
 MOST_COUNTED = (1 << 30) - (1 << 16)

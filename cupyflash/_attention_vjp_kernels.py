@@ -105,6 +105,8 @@ class VjpKernel:
         chunk, single = self.chunk(forward)
         single = single and part != "bias"
         plain = _attention_rows.is_plain(forward)
+        if max(forward.head_dim, forward.head_dim_v) > _attention_rows.MAX_ONE_SUM:
+            more["SUMS_APART"] = 1
         defines = _attention_rows.defines(
             forward,
             batch_dims,

@@ -113,6 +113,27 @@ def test_large_head_dims(xp, rng, head_dim, method):
         agree(xp, *gentle(rng, dtype, **shapes), method=method)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", STABLE)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float32", 576), ("float32", 640), ("bfloat16", 619)]
+)
+def test_scores_of_wide_heads_round_little(cupy, rng, method, dtype, head_dim):
+    # All products of one sign: lse is all but the score of a query and its own key.
+    k = rng.normal(size=(1, 2, 300, head_dim)).astype(dtype_of(dtype))
+    q = 8 * k
+    scale = 0.1
+    _, lse = cupyflash.attention(
+        *(place(cupy, x) for x in (q, k, k)),
+        scale=scale,
+        method=method,
+        return_lse=True,
+    )
+    exact = scale * (wide(q) * wide(k)).sum(-1)
+    # A score is rounded to 2^-22 of its size, lse to 2^-23.
+    assert max_error(lse, exact) <= 2.0**-22 * 1.5 * exact.max()
+
+
 @pytest.mark.parametrize(
     ("head_dim", "head_dim_v"),
     [(1, 8), (8, 1), (64, 16), (16, 64), (40, 129), (256, 3)],

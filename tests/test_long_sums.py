@@ -10,7 +10,12 @@ import pytest
 import rows
 from accuracy import BOUNDS
 
-from cupyflash import _attention_rows, _attention_samples, _kernels
+from cupyflash import (
+    _attention_rows,
+    _attention_samples,
+    _attention_vjp_kernels,
+    _kernels,
+)
 from cupyflash._attention_rows import LONG_SUM, RUN_TILES
 
 DEVICE = _kernels.device_of_arch("sm_90a")
@@ -159,3 +164,59 @@ def test_problems_of_the_script(bench, result, kind):
     )
     _, error = bench.found(result, *asked, "auto")
     assert error < 1e-14
+
+
+# --- scores of wide heads ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head_dim", [1, 256, 257, 320, 576, 700])
+def test_every_column_is_in_one_part(head_dim):
+    parts = _attention_rows.columns_apart(head_dim)
+    found = np.concatenate([np.arange(head_dim)[part] for part in parts])
+    np.testing.assert_array_equal(found, np.arange(head_dim))
+    assert len(parts) == (1 if head_dim <= 256 else -(-head_dim // 64))
+
+
+@pytest.mark.parametrize("head_dim", [128, 256, 320, 576])
+def test_gradients_of_wide_heads_sum_scores_in_parts(head_dim):
+    made = _attention_samples.made_up("float32", head_dim)
+    row = _attention_vjp_kernels.REPAIRING
+    tile = row.fitting(made, DEVICE)[0]
+    for part in ("queries", "keys"):
+        config = row.config(part, tile, made, 1, "float32", 1)
+        assert ("SUMS_APART" in dict(config.variant.defines)) == (head_dim > 256)
+
+
+def one_sum(q, k):
+    """Sums of products in float32, one after the other, each rounded once."""
+    sums = np.zeros(len(q), np.float32)
+    for a, b in zip(q.T.astype(float), k.T.astype(float), strict=True):
+        sums = (a * b + sums).astype(np.float32)
+    return sums
+
+
+def parts_of(q, k, columns, keeps_low):
+    """The same in parts of some columns, as tiled.cu (keeps_low) and vjp_tile.cuh."""
+    sums = low = np.zeros(len(q), np.float32)
+    for first in range(0, q.shape[1], columns):
+        part = one_sum(q[:, first : first + columns], k[:, first : first + columns])
+        high = sums + part
+        was = high - part
+        low = low + ((sums - was) + (part - (high - was)))
+        sums = high
+    return sums + low if keeps_low else sums
+
+
+@pytest.mark.parametrize("head_dim", [320, 576, 640])
+def test_scores_in_parts_keep_what_is_promised(rng, head_dim):
+    # All products of one sign, which is the worst: q = 8 k.
+    k = rng.normal(size=(10_000, head_dim)).astype(np.float32)
+    exact = (8 * k.astype(float) ** 2).sum(1)
+
+    def worst(sums):
+        return (np.abs(sums - exact) / exact).max() * 2.0**22
+
+    assert worst(one_sum(8 * k, k)) > 3  # why there are parts
+    assert worst(parts_of(8 * k, k, 32, keeps_low=True)) < 0.8
+    # Gradients are allowed twice as much.
+    assert worst(parts_of(8 * k, k, 64, keeps_low=False)) < 1.5

@@ -2,13 +2,14 @@
 
 import dataclasses
 
+import fuzz_vjp
 import numpy as np
 import pytest
 import test_mma_vjp
 import vjp_laws
 from accuracy import assert_as_accurate, max_error, to_host, wide
 from placing import FORMS, place
-from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
+from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs, problem_of
 from test_mma_vjp import ARCHS, device
 
 import cupyflash
@@ -99,6 +100,43 @@ def test_a_short_problem_is_cut_into_sections():
     for part in PARTS:
         assert MMA_SPLIT_VJP.section(part, problem().forward, on, 64, 1) == 1
         assert 1 <= MMA_SPLIT_VJP.section(part, asked, on, 64, 1) <= 64
+
+
+# --- what parts leave out ------------------------------------------------------------
+
+
+def in_parts(x, axis):
+    """`x` as the kernels have it: two float16 numbers, a power of 2 a granule."""
+    largest = fuzz_vjp._largest(np.abs(x).astype(float), axis)
+    power = 2.0 ** (14 - np.floor(np.log2(largest)))
+    high = (x * power).astype(np.float16).astype(float)
+    return (high + (x * power - high).astype(np.float16)) / power
+
+
+@pytest.mark.parametrize("spread", [1, 12, 30])
+def test_the_bound_is_what_parts_leave_out(rng, spread):
+    """A model of dv: large weights meet zeros of dout, and small ones are left."""
+    q, k, v, dout = inputs(rng, q=(1, 1, 96, 8), k=(1, 1, 64, 8))
+    q = q * np.float32(spread / 2)
+    dout[..., :4] *= rng.random((96, 4)) < 1 / 32
+    problem = problem_of(q, k, v, dout, {})
+    exact, sizes, size, lse = fuzz_vjp.exact_gradients(problem)
+    bound = fuzz_vjp.gradient_bound(
+        problem, exact["dv"], sizes["dv"], size, lse, "float32"
+    )[0, 0]
+    s = q[0, 0].astype(float) @ k[0, 0].T.astype(float) / np.sqrt(8)
+    p = np.exp(s - lse[0, 0][:, None])
+    of_dout = np.repeat(np.abs(dout[0, 0]).reshape(3, 32 * 8).max(-1), 32)
+    power = 2.0 ** (14 - np.floor(np.log2(of_dout)))[:, None]
+    high = (dout[0, 0] * power).astype(np.float16).astype(float)
+    dout_parts = (high + (dout[0, 0] * power - high).astype(np.float16)) / power
+    error = np.abs(in_parts(p, 0).T @ dout_parts - exact["dv"][0, 0])
+    lost = fuzz_vjp.lost_in_parts(problem)["dv"][0, 0]
+    assert (error <= bound + lost).all()
+    if spread == 30:
+        over = error > bound  # the element's own terms do not explain it
+        assert over.any()
+        assert (error / lost)[over].max() > 1e-2  # and the bound is not far away
 
 
 # --- numbers -------------------------------------------------------------------------

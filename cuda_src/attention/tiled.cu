@@ -16,7 +16,8 @@
 //                  owns kRows rows of s and o: every kRowThreads-th
 // Memory     global: q and out once; k and v once a block, mostly from L2
 // Numbers    everything in accum_t (shared memory too). p v of a tile is summed apart
-//            before it joins o, and so are runs of tiles (runs.cuh)
+//            before it joins o, and so are runs of tiles (runs.cuh). A score of more
+//            than 256 columns is summed up from parts of 32
 // Limits     kHeadDim and kHeadDimV are rounded up by the host and filled with zeros
 #include "attention/runs.cuh"
 #include "attention/score.cuh"
@@ -115,17 +116,13 @@ struct rows_t {
 __device__ __forceinline__ int thread_col() { return threadIdx.x % kColThreads; }
 __device__ __forceinline__ int thread_row() { return threadIdx.x / kColThreads; }
 
-// s = q k^T
-__device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_t* k) {
-  q += thread_row() * kStrideQ;
-  k += thread_col() * kStrideK;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-    for (int c = 0; c < kCols; ++c) rows.s[r][c] = 0;
-  }
+using scores_of_thread_t = accum_t[kRows][kCols];
+
+// sum += q k^T over columns [first, last)
+__device__ __forceinline__ void add_products(
+    scores_of_thread_t& sum, const accum_t* q, const accum_t* k, int first, int last) {
 #pragma unroll 1
-  for (int d = 0; d < kHeadDim; d += kVec) {
+  for (int d = first; d < last; d += kVec) {
     vec_t<accum_t, kVec> k_part[kCols];
 #pragma unroll
     for (int c = 0; c < kCols; ++c)
@@ -137,8 +134,52 @@ __device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_
       for (int e = 0; e < kVec; ++e) {
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
-          rows.s[r][c] = fma_of(q_part.x[e], k_part[c].x[e], rows.s[r][c]);
+          sum[r][c] = fma_of(q_part.x[e], k_part[c].x[e], sum[r][c]);
         }
+      }
+    }
+  }
+}
+
+// The roundings of one long sum grow with the root of its columns. So wide heads sum
+// kColumnsApart at a time, and what is lost when such a sum is added is kept.
+constexpr bool kSumsApart = kHeadDim > 256;
+constexpr int kColumnsApart = 32;
+static_assert(!kSumsApart || kHeadDim % kColumnsApart == 0);
+
+// s = q k^T
+__device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_t* k) {
+  q += thread_row() * kStrideQ;
+  k += thread_col() * kStrideK;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < kCols; ++c) rows.s[r][c] = 0;
+  }
+  if constexpr (!kSumsApart) {
+    add_products(rows.s, q, k, 0, kHeadDim);
+  } else {
+    scores_of_thread_t low = {};
+#pragma unroll 1
+    for (int first = 0; first < kHeadDim; first += kColumnsApart) {
+      scores_of_thread_t sum = {};
+      add_products(sum, q, k, first, first + kColumnsApart);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+          const pair_t<accum_t> total = exact_sum(rows.s[r][c], sum[r][c]);
+          rows.s[r][c] = total.high;
+          low[r][c] += total.low;
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) {
+        // Of a sum that is not finite `low` says nothing.
+        if (is_finite(rows.s[r][c])) rows.s[r][c] += low[r][c];
       }
     }
   }

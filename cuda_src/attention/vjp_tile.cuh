@@ -10,7 +10,9 @@
 // scores (every kRowThreads-th) and kCols columns (every kColThreads-th).
 //
 // A head of up to kChunk columns is one chunk (kSingle). A longer one goes through
-// shared memory in chunks, and a block makes one chunk of columns of its gradient.
+// shared memory in chunks, and a block makes one chunk of columns of its gradient. With
+// SUMS_APART (heads above 256 columns) a score is summed up from parts of 64 columns:
+// the roundings of one long sum grow with the root of its columns.
 #pragma once
 
 #include "attention/runs.cuh"
@@ -27,6 +29,12 @@
 constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kChunk = CHUNK;
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
 constexpr bool kSingle = SINGLE;
+#ifdef SUMS_APART
+constexpr bool kSumsApart = true;
+#else
+constexpr bool kSumsApart = false;
+#endif
+constexpr int kColumnsApart = 64;
 
 // A repair follows kernels that give NaN where something that is not seen is not
 // finite. Its few blocks go through all that blocks of a whole grid would do, if they
@@ -180,6 +188,25 @@ __device__ __forceinline__ void dot_chunk(tile_t& s,
   }
 }
 
+// The same, parts of kColumnsApart columns apart.
+__device__ __forceinline__ void dot_chunk_apart(tile_t& s,
+                                                const accum_t* own,
+                                                const accum_t* other,
+                                                int num_columns) {
+#pragma unroll 1
+  for (int first = 0; first < num_columns; first += kColumnsApart) {
+    const int rest = num_columns - first;
+    tile_t sum = {};
+    dot_chunk(sum, own + first, other + first,
+              rest < kColumnsApart ? rest : kColumnsApart);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kCols; ++c) s[r][c] += sum[r][c];
+    }
+  }
+}
+
 // s = own other^T, where smem_own already holds the owned rows if kOwnIsLoaded. Returns
 // 0, or NaN if a number of `other` was not finite; the last chunk of it stays in
 // smem_other, which all threads may still be reading.
@@ -200,7 +227,12 @@ __device__ __forceinline__ accum_t dot(tile_t& s,
     if (!kOwnIsLoaded) load_rows<kBlockM>(smem_own, own, c0);
     odd += load_rows<kBlockN>(smem_other, other, c0);
     __syncthreads();  // the tiles are complete
-    dot_chunk(s, smem_own, smem_other, own.dim - c0 < kChunk ? own.dim - c0 : kChunk);
+    if constexpr (kSumsApart) {
+      const int rest = own.dim - c0 < kChunk ? own.dim - c0 : kChunk;
+      dot_chunk_apart(s, smem_own, smem_other, rest);
+    } else {
+      dot_chunk(s, smem_own, smem_other, own.dim - c0 < kChunk ? own.dim - c0 : kChunk);
+    }
   }
   return odd;
 }

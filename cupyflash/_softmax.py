@@ -3,8 +3,8 @@
 import functools
 from typing import Any, Literal, overload
 
-from cupyflash import _arrays, _softmax_problem
-from cupyflash._typing import Array, Axis, Method
+from cupyflash import _arrays, _foreign_names, _softmax_problem
+from cupyflash._typing import Array, Axis, Method, Never
 
 
 @functools.cache
@@ -36,6 +36,7 @@ def _run(check, x, *rest):
     return _cpu().run(*check(x, *rest))
 
 
+@_foreign_names.documented
 def softmax(
     x: Array,
     axis: Axis = None,
@@ -45,6 +46,7 @@ def softmax(
     dtype: Any = None,
     out: Array | None = None,
     method: Method = "auto",
+    **unknown: Never,
 ) -> Array:
     """Softmax, ``exp(scale * x) / sum(exp(scale * x))`` along `axis`.
 
@@ -116,12 +118,15 @@ def softmax(
     array([[0.5, 0.5],
            [0. , 1. ]])
     """
+    if unknown:
+        _foreign_names.refuse("softmax", unknown)
     if _arrays.is_cupy(x):
         return _gpu().softmax("softmax", x, axis, where, scale, dtype, out, method)
     check = functools.partial(_softmax_problem.softmax, "softmax")
     return _run(check, x, axis, where, scale, dtype, out, method)
 
 
+@_foreign_names.documented
 def log_softmax(
     x: Array,
     axis: Axis = None,
@@ -131,6 +136,7 @@ def log_softmax(
     dtype: Any = None,
     out: Array | None = None,
     method: Method = "auto",
+    **unknown: Never,
 ) -> Array:
     """Logarithm of the softmax, ``scale * x - logsumexp(scale * x)`` along `axis`.
 
@@ -166,6 +172,8 @@ def log_softmax(
     >>> cupyflash.log_softmax(np.array([1000.0, 0.0]))
     array([    0., -1000.])
     """
+    if unknown:
+        _foreign_names.refuse("log_softmax", unknown)
     if _arrays.is_cupy(x):
         return _gpu().softmax("log_softmax", x, axis, where, scale, dtype, out, method)
     check = functools.partial(_softmax_problem.softmax, "log_softmax")
@@ -205,6 +213,7 @@ def logsumexp(
     where: Array | None = None,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]: ...
+@_foreign_names.documented
 def logsumexp(
     a: Array,
     axis: Axis = None,
@@ -214,6 +223,7 @@ def logsumexp(
     *,
     where: Array | None = None,
     out: Array | None = None,
+    **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Logarithm of a sum of exponentials, ``log(sum(b * exp(a)))`` along `axis`.
 
@@ -264,6 +274,8 @@ def logsumexp(
     >>> float(cupyflash.logsumexp(np.array([1000.0, 1000.0])))
     1000.6931471805599
     """
+    if unknown:
+        _foreign_names.refuse("logsumexp", unknown)
     if _arrays.is_cupy(a):
         return _gpu().logsumexp(a, axis, b, keepdims, return_sign, where, out)
     check = _softmax_problem.logsumexp

@@ -1,8 +1,8 @@
 """Attention on NumPy arrays where an entry has few scores: many entries in one product.
 
 An entry is one query head of one batch entry. A box is some entries, and some rows of
-each, whose scores stay near the core, all keys at once. NumPy multiplies the matrices of
-a box one by one, so that no entry depends on the others.
+each, whose scores stay near the core, all keys at once. NumPy multiplies the matrices
+of a box one by one, so that no entry depends on the others.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from cupyflash._attention_tasks import (
     finite_base,
     num_threads,
     offset_of,
+    scale_of,
     times_values,
 )
 
@@ -137,7 +138,7 @@ class SmallCall:
         self._dtype = np.dtype(problem.dtype)
         self._shape = problem.out_shape
         self._scores = (*problem.out_shape[:-1], problem.seqlen_k)
-        self._factor = self._dtype.type(problem.scale)
+        self._factor = scale_of(problem)
         self._folds = (
             _is_power_of_two(self._factor) and problem.seqlen_k > problem.head_dim
         )
@@ -196,7 +197,7 @@ class _Entries:
         heads = (problem.num_kv_heads, problem.group_size)
         self.shape = (*problem.batch, *heads)
         self._num_batch = len(problem.batch)
-        self._factor = self.dtype.type(problem.scale)
+        self._factor = scale_of(problem)
         self._folds = _is_power_of_two(self._factor)
         self._lengths = problem.query_lengths or problem.key_lengths
         # Rows can be without a key, so that the maximum is -inf.
@@ -355,8 +356,10 @@ class _Entries:
             task = Task(tuple(batch), head, rows.start, rows.stop)
             part = Part(self.problem, self._operands, task, scratch)
             used = slice(0, part.num_rows)  # the others are padding
-            seen = tiled.scores(part, *part.queries(), first, last) != -np.inf
-            values = times_values(p[at][used], seen, v[(*at[:-1], 0)])
-            np.divide(values, divisor[at][used], out=values)
-            tiled.repair(part, values)
-            o[at][used] = values
+            seen = np.zeros(p[at].shape, bool)
+            seen[used] = tiled.scores(part, *part.queries(), first, last) != -np.inf
+            # All rows, as before: the product of fewer may round otherwise.
+            values = times_values(p[at], seen, v[(*at[:-1], 0)])
+            np.divide(values, divisor[at], out=values)
+            tiled.repair(part, values[used])
+            o[at][used] = values[used]

@@ -445,7 +445,9 @@ def cap_of(problem, in_log2=None):
     """
     if not problem.softcap:
         return {}
-    inverse = np.float32(problem.scale / problem.softcap)
+    # Beyond float32 every product but 0 is at the cap, and so it is by the largest.
+    largest = float(np.finfo(np.float32).max)
+    inverse = np.float32(max(-largest, min(problem.scale / problem.softcap, largest)))
     if in_log2 is None:
         in_log2 = _is_cap_only(problem)
     unit = problem.softcap * (math.log2(math.e) if in_log2 else 1.0)

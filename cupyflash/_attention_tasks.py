@@ -112,7 +112,7 @@ class Part:
         """
         q = self.scratch.array("q", self.q.shape, self.dtype)
         np.copyto(q, self.q, casting="unsafe")
-        factor = self.dtype.type(self.problem.scale)
+        factor = scale_of(self.problem)
         if abs(np.frexp(factor)[0]) == 0.5:
             np.multiply(q, factor, out=q)
             factor = self.dtype.type(1)
@@ -208,6 +208,16 @@ class Part:
         return np.lib.stride_tricks.as_strided(
             values[num_keys - 1 :], (self.num_rows, num_keys), (step, -step)
         )
+
+
+def scale_of(problem):
+    """The scale in the compute dtype; one beyond it is its largest number.
+
+    So a product of 0 stays 0, which inf would make NaN.
+    """
+    dtype = np.dtype(problem.compute_dtype)
+    largest = float(np.finfo(dtype).max)
+    return dtype.type(max(-largest, min(problem.scale, largest)))
 
 
 def blas_reads(x):

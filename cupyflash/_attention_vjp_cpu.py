@@ -17,6 +17,7 @@ import math
 import numpy as np
 
 from cupyflash import _arrays, _threads
+from cupyflash import _attention_cpu_entries as entries
 from cupyflash._attention_cpu_tiled import rows_of_a_task
 from cupyflash._attention_tasks import (
     Part,
@@ -27,7 +28,7 @@ from cupyflash._attention_tasks import (
 )
 from cupyflash._attention_vjp_problem import AttentionGrads, aligned, aligned_bias
 
-# Keys of a block: two of them, P and dS, stay near the core.
+# Keys of a block by tiles: two of them, P and dS, stay near the core.
 BLOCK_KEYS = 256
 
 
@@ -48,13 +49,26 @@ def run(problem, operands):
     return AttentionGrads(dq, dk, dv, dbias, dsinks)
 
 
+def _block_shape(forward):
+    """(rows, keys) of a block of scores: cut as the forward call cuts.
+
+    BLAS rounds a product otherwise when it is cut otherwise, and the errors of S and of
+    lse in exp(S - lse) cancel only where both come from the same S.
+    """
+    if entries.takes(forward):
+        _, rows = entries.shape_of_a_box(forward)
+        return max(1, rows), max(1, forward.seqlen_k)
+    return rows_of_a_task(forward), BLOCK_KEYS
+
+
 def describe(problem, operands):
     """What would run; nothing does."""
     forward = problem.forward
+    rows, keys = _block_shape(forward)
     return {
         "kernel": "tiled",
-        "rows_of_a_task": min(forward.seqlen_q, rows_of_a_task(forward)),
-        "keys_of_a_block": BLOCK_KEYS,
+        "rows_of_a_task": min(forward.seqlen_q, rows),
+        "keys_of_a_block": keys,
         "parts_of_the_queries": _num_parts(forward),
         "threads": _threads.with_blas(num_threads(forward)),
         "blocks_made_twice": "for dbias" if problem.need_dbias else "none",
@@ -150,7 +164,7 @@ class _Rows(Part):
 def _num_parts(forward):
     """Parts of the queries, each with a dk and dv of its own, to use all cores."""
     heads = math.prod(forward.batch) * forward.num_kv_heads
-    blocks = -(-forward.seqlen_q // rows_of_a_task(forward))
+    blocks = -(-forward.seqlen_q // _block_shape(forward)[0])
     return max(1, min(-(-_threads.num_cores() // max(heads, 1)), blocks))
 
 
@@ -193,7 +207,7 @@ def _groups(tasks, num_groups):
 
 def _main(problem, operands, dq, dk, dv, dsinks):
     forward, dtype = problem.forward, np.dtype(problem.forward.compute_dtype)
-    size, num_parts = rows_of_a_task(forward), _num_parts(forward)
+    (size, size_k), num_parts = _block_shape(forward), _num_parts(forward)
     starts = range(0, forward.seqlen_q, size)
     tasks = list(np.ndindex(*forward.batch, forward.num_kv_heads, num_parts))
     threads = max(1, min(num_threads(forward), len(tasks)))
@@ -229,7 +243,7 @@ def _main(problem, operands, dq, dk, dv, dsinks):
                 )
                 factor = rows.factor
                 dq = np.zeros((stop - start, forward.head_dim), dtype)
-                _one_block_of_rows(rows, dq, dk, dv)
+                _one_block_of_rows(rows, size_k, dq, dk, dv)
                 sum_dq.add(group, (*batch, head), slice(start, stop), dq)
                 if problem.need_dsinks:
                     terms = np.exp(rows.sink - rows.lse) * rows.delta
@@ -249,10 +263,10 @@ def _main(problem, operands, dq, dk, dv, dsinks):
             np.copyto(dsinks, total.reshape(dsinks.shape), casting="unsafe")
 
 
-def _one_block_of_rows(rows, dq, dk, dv):
+def _one_block_of_rows(rows, size_k, dq, dk, dv):
     """Add to dq, dk and dv; to dk without the factor of the scores."""
     dq = dq[: rows.num_rows]
-    for start, stop in rows.key_blocks(BLOCK_KEYS) if rows.num_rows else ():
+    for start, stop in rows.key_blocks(size_k) if rows.num_rows else ():
         to_dq, to_dk, to_dv = rows.gradients(start, stop)
         np.add(dq, to_dq, out=dq)
         np.add(dk[start:stop], to_dk, out=dk[start:stop])
@@ -274,12 +288,10 @@ def _bias(problem, operands, dbias):
     row_of_each, key_of_each = (
         n == m for n, m in zip(dbias.shape[-2:], (seqlen_q, seqlen_k), strict=True)
     )
-    size = rows_of_a_task(forward)
+    size, size_k = _block_shape(forward)
     row_blocks = [(a, min(a + size, seqlen_q)) for a in range(0, seqlen_q, size)]
     all_keys = [(0, seqlen_k)]
-    key_blocks = [
-        (a, min(a + BLOCK_KEYS, seqlen_k)) for a in range(0, seqlen_k, BLOCK_KEYS)
-    ]
+    key_blocks = [(a, min(a + size_k, seqlen_k)) for a in range(0, seqlen_k, size_k)]
     row_regions = [[block] for block in row_blocks] if row_of_each else [row_blocks]
     key_regions = key_blocks if key_of_each and not row_of_each else all_keys
     axes = tuple(
@@ -309,8 +321,8 @@ def _bias(problem, operands, dbias):
                 continue
             first, last = rows.visible_keys()
             first, last = max(first, first_key), min(last, last_key)
-            for a in range(first, last, BLOCK_KEYS):
-                b = min(a + BLOCK_KEYS, last)
+            for a in range(first, last, size_k):
+                b = min(a + size_k, last)
                 term = np.sum(rows.bias_gradient(a, b), axis=axes, keepdims=True)
                 where = total
                 if row_of_each:

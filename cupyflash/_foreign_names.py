@@ -26,7 +26,14 @@ _ATTENTION = {
     "dropout_p": "nothing: there is no dropout",
     "dropout_rate": "nothing: there is no dropout",
 }
-_NAMES = {"attention": _ATTENTION, "attention_vjp": _ATTENTION}
+_SOFTMAX = {"dim": "axis=", "input": "x, the first argument"}
+_NAMES = {
+    "attention": _ATTENTION,
+    "attention_vjp": _ATTENTION,
+    "softmax": _SOFTMAX,
+    "log_softmax": _SOFTMAX,
+    "logsumexp": {**_SOFTMAX, "input": "a, the first argument", "keepdim": "keepdims="},
+}
 
 
 def refuse(function: str, unknown: dict[str, Any]) -> NoReturn:
@@ -39,7 +46,7 @@ def refuse(function: str, unknown: dict[str, Any]) -> NoReturn:
 
 
 def documented(function):
-    """Decorate one that hands its ``**unknown`` to `refuse`: help() does not show it."""
+    """Hide from help() the ``**unknown`` of a function, which goes to `refuse`."""
     signature = inspect.signature(function)
     shown = [
         parameter

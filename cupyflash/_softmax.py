@@ -5,8 +5,8 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from cupyflash import _arrays, _softmax_problem
-from cupyflash._typing import Array, Axis, Method
+from cupyflash import _arrays, _foreign_names, _softmax_problem
+from cupyflash._typing import Array, Axis, Method, Never
 
 
 @functools.cache
@@ -67,6 +67,7 @@ _SMALL = 8 * 1024
 _AXIS, _SCALE = (int, type(None)), (float, int)
 
 
+@_foreign_names.documented
 def softmax(
     x: Array,
     axis: Axis = None,
@@ -76,6 +77,7 @@ def softmax(
     dtype: Any = None,
     out: Array | None = None,
     method: Method = "auto",
+    **unknown: Never,
 ) -> Array:
     """Softmax, ``exp(scale * x) / sum(exp(scale * x))`` along `axis`.
 
@@ -147,12 +149,15 @@ def softmax(
     array([[0.5, 0.5],
            [0. , 1. ]])
     """
+    if unknown:
+        _foreign_names.refuse("softmax", unknown)
     if _arrays.is_cupy(x):
         return _gpu().softmax("softmax", x, axis, where, scale, dtype, out, method)
     check = _check_softmax
     return _run_family(check, x, axis, where, scale, dtype, out, method)
 
 
+@_foreign_names.documented
 def log_softmax(
     x: Array,
     axis: Axis = None,
@@ -162,6 +167,7 @@ def log_softmax(
     dtype: Any = None,
     out: Array | None = None,
     method: Method = "auto",
+    **unknown: Never,
 ) -> Array:
     """Logarithm of the softmax, ``scale * x - logsumexp(scale * x)`` along `axis`.
 
@@ -197,6 +203,8 @@ def log_softmax(
     >>> cupyflash.log_softmax(np.array([1000.0, 0.0]))
     array([    0., -1000.])
     """
+    if unknown:
+        _foreign_names.refuse("log_softmax", unknown)
     if _arrays.is_cupy(x):
         return _gpu().softmax("log_softmax", x, axis, where, scale, dtype, out, method)
     check = _check_log_softmax
@@ -236,6 +244,7 @@ def logsumexp(
     where: Array | None = None,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]: ...
+@_foreign_names.documented
 def logsumexp(
     a: Array,
     axis: Axis = None,
@@ -245,6 +254,7 @@ def logsumexp(
     *,
     where: Array | None = None,
     out: Array | None = None,
+    **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Logarithm of a sum of exponentials, ``log(sum(b * exp(a)))`` along `axis`.
 
@@ -295,6 +305,8 @@ def logsumexp(
     >>> float(cupyflash.logsumexp(np.array([1000.0, 1000.0])))
     1000.6931471805599
     """
+    if unknown:
+        _foreign_names.refuse("logsumexp", unknown)
     if _arrays.is_cupy(a):
         return _gpu().logsumexp(a, axis, b, keepdims, return_sign, where, out)
     check = _softmax_problem.logsumexp

@@ -9,6 +9,7 @@ import collections
 import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,8 +31,11 @@ class Scratch:
         """A contiguous array of `shape`, with whatever was last in it.
 
         Raises if the call has been given up: tasks ask for a buffer every few
-        milliseconds, and so none goes on for long after Ctrl-C.
+        milliseconds, and so none goes on for long after Ctrl-C. A fork that another
+        thread wants happens here, too.
         """
+        if _shared.fork_ended is not None:
+            _shared.let_fork(threading.get_ident())
         if self._job is not None and self._job.cancelled:
             raise _Cancelled
         size = 1
@@ -70,6 +74,8 @@ class _Shared:
         self.lock = threading.Lock()
         self.callers = set()
         self.helpers = set()
+        self.at_work = set()  # threads that may be inside of BLAS
+        self.fork_ended = None  # an event, while a thread forks or waits to
         self._blas_users = set()
         self._blas_threads = None  # [(library, its own number of threads)] while held
         self._pool = None
@@ -110,6 +116,30 @@ class _Shared:
             _set_num_threads(library, num_threads)
         self._blas_threads = None
 
+    # A child of a fork finds the locks of BLAS as they were: one that another thread
+    # held stays locked for good. So no thread of ours is inside of BLAS meanwhile, nor
+    # in a change of its threads.
+
+    def before_fork(self):
+        """Wait until the other threads are between two steps of their tasks."""
+        self.lock.acquire()
+        self.fork_ended = threading.Event()
+        while self.at_work - {threading.get_ident()}:
+            time.sleep(0.0002)
+
+    def let_fork(self, thread):
+        """In a thread at work: wait while another one forks."""
+        while (ended := self.fork_ended) is not None:
+            self.at_work.discard(thread)
+            ended.wait()
+            self.at_work.add(thread)
+
+    def after_fork(self):
+        """In the parent: all go on."""
+        ended, self.fork_ended = self.fork_ended, None
+        ended.set()
+        self.lock.release()
+
     def begin_anew(self):
         """In the child of a fork, where no other thread is left and no pool."""
         self._restore_blas()
@@ -119,10 +149,9 @@ class _Shared:
 _shared = _Shared()
 
 if hasattr(os, "register_at_fork"):
-    # The lock is taken so that the child finds a state that is whole.
     os.register_at_fork(
-        before=lambda: _shared.lock.acquire(),
-        after_in_parent=lambda: _shared.lock.release(),
+        before=lambda: _shared.before_fork(),
+        after_in_parent=lambda: _shared.after_fork(),
         after_in_child=lambda: _shared.begin_anew(),
     )
 
@@ -166,15 +195,21 @@ class _Job:
 
     def work(self, goes_on=lambda: True):
         """Take tasks until none is left."""
-        scratch = Scratch(self)
-        with np.errstate(all="ignore"):  # inf and NaN are values like others here
-            while goes_on() and not self.cancelled:
-                try:
-                    run = self._remaining.popleft()
-                except IndexError:
-                    return
-                for task in run:
-                    self._function(task, scratch)
+        scratch, thread = Scratch(self), threading.get_ident()
+        try:
+            _shared.at_work.add(thread)
+            with np.errstate(all="ignore"):  # inf and NaN are values like others here
+                while goes_on() and not self.cancelled:
+                    try:
+                        run = self._remaining.popleft()
+                    except IndexError:
+                        return
+                    for task in run:
+                        if _shared.fork_ended is not None:
+                            _shared.let_fork(thread)
+                        self._function(task, scratch)
+        finally:
+            _shared.at_work.discard(thread)
 
     def help(self):
         """`work` in a thread of the pool, while there is a core for it."""
@@ -244,12 +279,14 @@ def for_each(
         job.work()
         job.wait()
     except BaseException as failure:
+        _shared.at_work.discard(caller)
         job.cancel(failure)
         job.wait()
         if not isinstance(failure, _Cancelled):
             raise
     finally:
         try:
+            _shared.at_work.discard(caller)
             _shared.callers.discard(caller)
             _shared.release_blas(caller)
         except KeyboardInterrupt:

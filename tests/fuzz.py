@@ -487,11 +487,9 @@ def _difference(actual, exact, finite):
 
 def given(xp, problem):
     """The arrays of a problem in the memory of `xp`, each as its form says."""
+    host = lengths_for(xp, problem.arrays, problem.options.get("layout", "bhsd"))
     arrays = {
-        name: place(
-            xp, _as_host_takes(xp, problem, name), problem.forms.get(name, "plain")
-        )
-        for name in problem.arrays
+        name: place(xp, x, problem.forms.get(name, "plain")) for name, x in host.items()
     }
     for name in problem.notes.get("expanded", ()):
         if name in arrays:
@@ -500,7 +498,7 @@ def given(xp, problem):
 
 
 def lengths_for(xp, arrays, layout):
-    """`arrays` with lengths that a back end takes: NumPy's must fit their axes."""
+    """`arrays` with lengths that a back end takes: NumPy's are checked, not clipped."""
     arrays = dict(arrays)
     for name, x in (
         ("query_lengths", arrays.get("q")),
@@ -512,14 +510,6 @@ def lengths_for(xp, arrays, layout):
             most = min(size, np.iinfo(lengths.dtype).max)
             arrays[name] = np.asarray(lengths.clip(0, most))
     return arrays
-
-
-def _as_host_takes(xp, problem, name):
-    """Lengths that are on the host are checked; those on a device are clipped."""
-    x = problem.arrays[name]
-    if xp is np and name in ("query_lengths", "key_lengths"):
-        return x.clip(0, problem.notes["scores"][-2 if name[0] == "q" else -1])
-    return x
 
 
 def check_attention(xp, problem):

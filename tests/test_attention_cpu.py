@@ -2,7 +2,9 @@
 
 import inspect
 import itertools
+import re
 import tracemalloc
+import types
 import warnings
 
 import numpy as np
@@ -10,7 +12,7 @@ import oracle
 import pytest
 
 import cupyflash
-from cupyflash import _attention_cpu
+from cupyflash import _attention_cpu, _attention_hopper
 from cupyflash import _attention_cpu_entries as entries
 
 SHAPES = [(1, 1, 4), (1, 100, 64), (4, 4, 8), (3, 65, 5), (64, 64, 64), (300, 20, 16)]
@@ -231,9 +233,10 @@ def test_lengths_that_do_not_fit(rng, name, lengths, said, function):
     batch = (2,) * max(1, lengths.ndim)
     q, k = (rng.normal(size=(*batch, 1, n, 8)) for n in (5, 7))
     rest = (k, k) if function == "attention" else (q, k, k, q, q[..., 0])
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(
+        ValueError, match=f"^{re.escape(f'{name} must be from {said}')}$"
+    ):
         getattr(cupyflash, function)(q, *rest, **{name: lengths})
-    assert str(caught.value) == f"{name} must be from {said}"
 
 
 @pytest.mark.parametrize(
@@ -250,6 +253,38 @@ def test_names_of_other_packages(name, ours):
     ):
         with pytest.raises(TypeError, match=f"'{name}'; here it is .*{ours}"):
             call()
+
+
+@pytest.mark.parametrize("rows", [2, 300])
+@pytest.mark.parametrize("softcap", [0.0, 30.0, 3e38])
+def test_a_scale_beyond_float32(rows, softcap):
+    """Scores are 0 and large: the largest have all the weight, with no warning."""
+    q = np.zeros((rows, 4), np.float32)
+    q[0, 0] = 1
+    k = np.eye(600, 4, dtype=np.float32)
+    v = np.random.default_rng(0).normal(size=(600, 3)).astype(np.float32)
+    out = cupyflash.attention(q, k, v, scale=1e300, softcap=softcap)
+    np.testing.assert_allclose(out[0], v[0], rtol=1e-5)
+    expected = np.broadcast_to(v.mean(axis=0), (rows - 1, 3))
+    np.testing.assert_allclose(out[1:], expected, rtol=0, atol=1e-6)
+
+
+def test_the_softcap_of_hopper_beyond_float32():
+    problem = types.SimpleNamespace(scale=1e300, softcap=3.4e38)
+    cap = _attention_hopper.cap_of(problem, in_log2=False)
+    assert cap["cap_inverse"] == np.finfo(np.float32).max
+    assert cap["cap_limit"] == 0
+    assert not cap["cap_coefficients"].any()
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
+def test_the_axis_of_other_packages(name):
+    function = getattr(cupyflash, name)
+    with pytest.raises(TypeError, match=r"argument 'dim'; here it is axis=$"):
+        function(np.ones(3), dim=0)
+    with pytest.raises(TypeError, match=r"argument 'colour'$"):
+        function(np.ones(3), colour=0)
+    assert "unknown" not in inspect.signature(function).parameters
 
 
 def test_names_that_nobody_has():
@@ -270,7 +305,7 @@ def test_a_mask_given_as_bias():
     x = np.ones((2, 3))
     with pytest.raises(TypeError, match="a boolean mask goes into mask="):
         cupyflash.attention(x, x, x, bias=np.ones((2, 2), bool))
-    with pytest.raises(TypeError, match="bias must be one of .* got int64"):
+    with pytest.raises(TypeError, match=r"bias must be one of .* got int64"):
         cupyflash.attention(x, x, x, bias=np.ones((2, 2), np.int64))
 
 
@@ -282,13 +317,13 @@ def test_lists_and_integers():
         from_lists,
         cupyflash.attention(y, y, y, bias=y, mask=np.array([[1, 0]] * 2) > 0),
     )
-    with pytest.raises(TypeError, match="q must be one of float16, .* got int64"):
+    with pytest.raises(TypeError, match=r"q must be one of float16, .* got int64"):
         cupyflash.attention([[1, 0]], y, y)
 
 
 def test_one_with_two_axes_beside_one_with_four():
     q, k = np.ones((5, 8)), np.ones((2, 3, 7, 8))
-    with pytest.raises(ValueError) as caught:
+    with pytest.raises(ValueError, match="axes") as caught:
         cupyflash.attention(q, k, k)
     said = str(caught.value)
     assert "q has 2 axes (5, 8)" in said

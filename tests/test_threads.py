@@ -27,6 +27,7 @@ def two_cores(monkeypatch):
 
 def assert_nothing_is_left(blas_before):
     assert not _threads._shared.callers
+    assert not _threads._shared.at_work
     assert not _threads._shared.helpers
     assert blas_threads() == blas_before
 
@@ -156,6 +157,41 @@ def test_a_fork_in_the_middle_of_a_call():
         stop.append(True)
         thread.join()
         assert [x["num_threads"] for x in threadpoolctl.threadpool_info()] == own
+        print("right")
+    """)
+    assert said == "right\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_until_no_thread_is_inside_of_blas():
+    said = run_python("""
+        import os, threading, time, warnings
+        from cupyflash import _threads
+        warnings.simplefilter("ignore")
+        _threads.num_cores = lambda: 2
+        inside, begun = set(), threading.Event()
+        def task(_, scratch):
+            scratch.array("x", (1,), float)
+            inside.add(threading.get_ident())
+            begun.set()
+            time.sleep(0.01)
+            inside.discard(threading.get_ident())
+        caller = threading.Thread(
+            target=_threads.for_each_with_blas, args=(task, range(100), 2)
+        )
+        caller.start()
+        for _ in range(5):
+            begun.clear()
+            assert begun.wait(10)
+            pid = os.fork()
+            if pid == 0:
+                shared = _threads._shared
+                clean = not (inside or shared.at_work or shared.callers)
+                _threads.for_each_with_blas(task, range(3), 2)
+                os._exit(0 if clean and shared.fork_ended is None else 1)
+            assert os.waitpid(pid, 0)[1] == 0
+        caller.join()
+        assert not _threads._shared.at_work
         print("right")
     """)
     assert said == "right\n"

@@ -1,0 +1,1 @@
+"""Attention on CuPy arrays."""

@@ -1,0 +1,1 @@
+"""Kernels by float64 tensor cores."""

@@ -1,0 +1,1 @@
+"""Kernels by mma.sync, for sm_80 and newer."""

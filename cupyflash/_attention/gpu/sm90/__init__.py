@@ -1,0 +1,1 @@
+"""Kernels by wgmma and TMA, for sm_90a."""

@@ -1,0 +1,1 @@
+"""python -m cupyflash, one module a sub-command."""

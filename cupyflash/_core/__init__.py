@@ -1,0 +1,1 @@
+"""Arrays, strides, dtypes, threads: what needs neither CuPy nor a kernel."""

@@ -1,0 +1,1 @@
+"""Devices, kernels, launches: what both operations share on a GPU."""

@@ -1,0 +1,1 @@
+"""Plain float64 references, and what judges the exponentials."""

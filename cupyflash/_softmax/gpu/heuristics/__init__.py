@@ -1,0 +1,1 @@
+"""How each kind of kernel is launched for a problem."""

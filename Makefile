@@ -20,7 +20,7 @@ VENV := .venv
 FLOORS := .venv-floors
 ARCHS := sm_80 sm_86 sm_89 sm_90a sm_100 sm_120
 # What the compiler said of the kernels, by the digest of their text.
-KNOWN := --known tests/compiled.tsv $(addprefix --arch ,$(ARCHS))
+KNOWN := --known tests/record/compiled.tsv $(addprefix --arch ,$(ARCHS))
 CUDA_FILES = $(shell find cuda_src -name '*.cu' -o -name '*.cuh')
 
 # Read from setup.cfg: python3.11, numpy==2.1.2 and so on.
@@ -111,20 +111,20 @@ docs: $(call STAMP,docs)  ## Documentation in docs/_build/html
 linkcheck: $(call STAMP,docs)  ## Whether the links of the documentation lead somewhere
 	$(PY) -m sphinx -q -b linkcheck -D plot_gallery=0 docs docs/_build/linkcheck
 
-gpu-check: $(call STAMP,test)  ## GPU tests on all cards, none skipped; writes tests/gpu_record.json
-	$(PY) tests/gpu_record.py --write $(PYTEST_ARGS)
+gpu-check: $(call STAMP,test)  ## GPU tests on all cards, none skipped; writes tests/record/gpu_record.json
+	$(PY) tests/record/gpu_record.py --write $(PYTEST_ARGS)
 
 gpu-proof: $(call STAMP,test)  ## The part of gpu-check in tests/gpu, from contracts to threads
-	$(PY) tests/gpu_record.py --write tests/gpu $(PYTEST_ARGS)
+	$(PY) tests/record/gpu_record.py --write tests/gpu $(PYTEST_ARGS)
 
 gpu-fuzz: $(call STAMP,test)  ## 5,000 random problems on a GPU, into the record
-	$(PY) tests/fuzz_gpu.py --record $(FUZZ_ARGS)
+	$(PY) tests/support/fuzz_gpu.py --record $(FUZZ_ARGS)
 
 gpu-sanitize: $(call STAMP,test)  ## compute-sanitizer over every kernel, into the record
-	$(PY) tests/sanitize.py --record $(SANITIZE_ARGS)
+	$(PY) tests/record/sanitize.py --record $(SANITIZE_ARGS)
 
-gpu-record:  ## Is tests/gpu_record.json of these sources, and which kernels were met
-	@$(PYTHON) tests/gpu_record.py --check $(RECORD_ARGS)
+gpu-record:  ## Is tests/record/gpu_record.json of these sources, and which kernels were met
+	@$(PYTHON) tests/record/gpu_record.py --check $(RECORD_ARGS)
 
 bench: $(call STAMP,bench)  ## Benchmark tables of this machine in bench_output/
 	$(PY) -m cupyflash bench --output bench_output $(BENCH_ARGS)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cupyflash import _bench, _kernels
-from cupyflash._bench import AttentionCase
+from cupyflash._cli import bench_cases
+from cupyflash._cli.bench_cases import AttentionCase
+from cupyflash._cuda import device
 
 # Tokens in sequences of n, heads of D columns, as many columns in all.
 TOKENS, HIDDEN = 16384, 2048
@@ -67,7 +68,7 @@ class Cell(AttentionCase):
 
     def inputs(self, xp) -> tuple[Any, Any, Any]:
         """q, k and v."""
-        q, k, v = _bench.attention_inputs(xp, self)
+        q, k, v = bench_cases.attention_inputs(xp, self)
         return q, k, v[..., : self.head_dim_v or None]
 
     def options(self, xp) -> dict[str, Any]:
@@ -78,7 +79,7 @@ class Cell(AttentionCase):
         if self.softcap:
             options["softcap"] = self.softcap
         if self.key_bias:
-            options["bias"] = _bench.random(xp, (self.seqlen_k,), "float32", 5)
+            options["bias"] = bench_cases.random(xp, (self.seqlen_k,), "float32", 5)
         if self.window:
             options["window"] = (self.window - 1, 0)
         return options
@@ -100,21 +101,21 @@ def as_card(arch: str) -> Iterator[None]:
     if not arch:
         yield
         return
-    from cupyflash import _attention_gpu, _attention_vjp_gpu, _gpu
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
+    from cupyflash._attention.gpu import forward as attention_gpu
+    from cupyflash._cuda import plan_cache, runtime
 
-    modules = (_attention_gpu, _attention_vjp_gpu)
-    device_of, plans = _gpu.device, [module._plans for module in modules]
+    modules = (attention_gpu, attention_vjp_gpu)
+    device_of, plans = runtime.device, [module._plans for module in modules]
     here = device_of(0)
-    older = replace(
-        _kernels.device_of_arch(arch), num_sms=here.num_sms, nvrtc=here.nvrtc
-    )
-    _gpu.device = lambda device_id: older
+    older = replace(device.device_of_arch(arch), num_sms=here.num_sms, nvrtc=here.nvrtc)
+    runtime.device = lambda device_id: older
     try:
         for module in modules:
-            module._plans = _gpu.PlanCache()
+            module._plans = plan_cache.PlanCache()
         yield
     finally:
-        _gpu.device = device_of
+        runtime.device = device_of
         for module, before in zip(modules, plans, strict=True):
             module._plans = before
 

@@ -14,9 +14,9 @@ import peers
 import timing
 from timing import from_torch
 
-from cupyflash import _bench, _console
-from cupyflash._attention import attention
-from cupyflash._bench import AttentionCase
+from cupyflash._attention.api import attention
+from cupyflash._cli import bench_cases, console
+from cupyflash._cli.bench_cases import AttentionCase
 
 # Batch, heads, heads of k and v, seqlen_q, seqlen_k, head_dim, dtype, causal.
 GPU_CASES = [
@@ -44,21 +44,21 @@ _ONLINE_LIMIT = {True: 1e11, False: 1e10}
 
 def measure(xp, case, on_gpu, turns, others):
     """Rows of one case."""
-    q, k, v = _bench.attention_inputs(xp, case)
+    q, k, v = bench_cases.attention_inputs(xp, case)
 
     def error_of(out):
         if type(out).__module__.startswith("torch"):
             out = from_torch(xp, out)
-        return _bench.attention_error(case, q, k, v, out)
+        return bench_cases.attention_error(case, q, k, v, out)
 
     methods = [
         method
-        for method in _bench.METHODS
+        for method in bench_cases.METHODS
         if method != "online" or case.work <= _ONLINE_LIMIT[on_gpu]
     ]
-    calls = _bench.attention_calls(xp, case, q, k, v, methods)
+    calls = bench_cases.attention_calls(xp, case, q, k, v, methods)
     calls |= others(case, q, k, v)
-    rows = _bench.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
+    rows = bench_cases.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
     if on_gpu:
         xp.get_default_memory_pool().free_all_blocks()
     return rows
@@ -86,10 +86,10 @@ def measure_cell(cupy, cell, turns, others):
         if type(out).__module__.startswith("torch"):
             out = from_torch(cupy, out)
         shown = {n: x for n, x in options.items() if n != "precision"}
-        return _bench.attention_error(cell, q, k, v, out, **shown)
+        return bench_cases.attention_error(cell, q, k, v, out, **shown)
 
     with attention_table.as_card(cell.card):
-        rows = _bench.measure(
+        rows = bench_cases.measure(
             cell, calls, error_of, on_gpu=True, turns=turns, unchecked=without
         )
     cupy.get_default_memory_pool().free_all_blocks()
@@ -114,14 +114,14 @@ def main():
     if args.part != "table":
         cases = GPU_CASES if on_gpu else CPU_CASES
         cases = [case for case in cases if args.only in case.label]
-        for case in _console.progress(cases, "attention"):
+        for case in console.progress(cases, "attention"):
             rows += measure(xp, case, on_gpu, args.turns, others)
-        _bench.report(rows, *unit)
+        bench_cases.report(rows, *unit)
     if on_gpu and args.part != "ladder":
         cells = [c for c in attention_table.FORWARD if args.only in c.label]
-        for cell in _console.progress(cells, "cells"):
+        for cell in console.progress(cells, "cells"):
             table += measure_cell(xp, cell, args.turns, others)
-        _bench.report(table, *unit)
+        bench_cases.report(table, *unit)
     timing.save(args.json, "attention", on_gpu, rows=rows, table=table)
 
 

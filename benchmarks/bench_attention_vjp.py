@@ -12,9 +12,11 @@ import timing
 from attention_table import GradientCell
 from timing import from_torch
 
-from cupyflash import _bench, _console, _reference, _reference_vjp, _softmax
-from cupyflash._attention import attention
-from cupyflash._attention_vjp import attention_vjp
+from cupyflash._attention.api import attention, attention_vjp
+from cupyflash._cli import bench_cases, console
+from cupyflash._reference import backward as reference_vjp
+from cupyflash._reference import forward as reference
+from cupyflash._softmax import api as softmax_api
 
 # Batch, heads, heads of k and v, seqlen_q, seqlen_k, head_dim, dtype, causal.
 CPU_CASES = [
@@ -31,10 +33,10 @@ def unfused(xp, case, dout, q, k, v):
     s = xp.matmul(q, k.swapaxes(-1, -2)) * scale
     if case.causal:
         s = xp.where(xp.tri(*s.shape[-2:], dtype=bool), s, s.dtype.type(-xp.inf))
-    p = _softmax.softmax(s, axis=-1)
+    p = softmax_api.softmax(s, axis=-1)
 
     def call():
-        ds = _softmax.softmax_vjp(p, xp.matmul(dout, v.swapaxes(-1, -2)), axis=-1)
+        ds = softmax_api.softmax_vjp(p, xp.matmul(dout, v.swapaxes(-1, -2)), axis=-1)
         ds *= scale
         columns = ds.swapaxes(-1, -2)
         return (
@@ -49,7 +51,7 @@ def unfused(xp, case, dout, q, k, v):
 def measure(xp, case, on_gpu, turns, others):
     """Rows of one case."""
     q, k, v = case.inputs(xp)
-    dout = _bench.random(xp, q.shape, case.dtype, 3)
+    dout = bench_cases.random(xp, q.shape, case.dtype, 3)
     out, lse = attention(q, k, v, causal=case.causal, return_lse=True)
 
     def ours(deterministic):
@@ -64,7 +66,7 @@ def measure(xp, case, on_gpu, turns, others):
     if case.dtype != "bfloat16" and case.num_heads == case.num_kv_heads:
         calls["cupy" if on_gpu else "numpy"] = unfused(xp, case, dout, q, k, v)
     calls |= others(case, dout, q, k, v)
-    exact = _reference_vjp.plain_attention_vjp(
+    exact = reference_vjp.plain_attention_vjp(
         *(x[-1, -1].astype("float64") for x in (dout, q, k, v)), causal=case.causal
     ).dq
 
@@ -72,13 +74,13 @@ def measure(xp, case, on_gpu, turns, others):
         dq = grads[0]
         if type(dq).__module__.startswith("torch"):
             dq = from_torch(xp, dq)
-        found = _reference.to_host(dq[-1, -1])
-        best = _reference.to_host(exact)
+        found = reference.to_host(dq[-1, -1])
+        best = reference.to_host(exact)
         return float(abs(found - best).max() / abs(best).max())
 
     # The last query head has the last head of k, whatever the group.
     with attention_table.as_card(case.card):
-        rows = _bench.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
+        rows = bench_cases.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
     if on_gpu:
         xp.get_default_memory_pool().free_all_blocks()
     return rows
@@ -99,9 +101,11 @@ def main():
     cases = attention_table.BACKWARD if on_gpu else CPU_CASES
     cases = [case for case in cases if args.only in case.label]
     table = []
-    for case in _console.progress(cases, "gradients"):
+    for case in console.progress(cases, "gradients"):
         table += measure(xp, case, on_gpu, args.turns, others)
-    _bench.report(table, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9)
+    bench_cases.report(
+        table, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9
+    )
     timing.save(args.json, "attention_vjp", on_gpu, table=table)
 
 

@@ -17,7 +17,9 @@ import timing
 from timing import RESULTS
 
 import cupyflash
-from cupyflash import _console, _measure, _reference
+from cupyflash._cli import console
+from cupyflash._cli import measure as _measure
+from cupyflash._reference import forward as reference
 
 # (heads, seqlen, head_dim): many, the size of the goals, few but long.
 ATTENTION_SHAPES = [(8, 1024, 64), (8, 4096, 64), (1, 16384, 64), (8, 4096, 128)]
@@ -70,7 +72,7 @@ def attention_calls(shape, torch):
         tensors = [timing.to_torch(torch, x) for x in (q, k, v)]
         sdpa = torch.nn.functional.scaled_dot_product_attention
         calls["torch"] = lambda: sdpa(*tensors)
-    exact = _reference.attention(q[..., :CHECKED_ROWS, :], k, v)
+    exact = reference.attention(q[..., :CHECKED_ROWS, :], k, v)
 
     def error_of(out):
         rows = np.asarray(out)[..., :CHECKED_ROWS, :]
@@ -92,7 +94,7 @@ def softmax_calls(case, torch):
         tensor, torchs = timing.to_torch(torch, x), getattr(torch, function)
         calls["torch"] = lambda: torchs(tensor, dim=-1)
     checked = x[:CHECKED_ROWS] if x.ndim == 2 else x
-    exact = getattr(_reference, function)(checked.astype(np.longdouble), axis=-1)
+    exact = getattr(reference, function)(checked.astype(np.longdouble), axis=-1)
 
     def error_of(y):
         y = np.asarray(y)
@@ -180,7 +182,7 @@ def main():
         goals = SOFTMAX_GOALS[shape]
         cases.append((name, softmax_calls, case, largest_error, goals, repeats))
     rows, ratios = [], []
-    for case, make, shape, largest_error, goals, repeats in _console.progress(
+    for case, make, shape, largest_error, goals, repeats in console.progress(
         [c for c in cases if args.only in c[0]], "cpu"
     ):
         calls, error_of, work = make(shape, torch)

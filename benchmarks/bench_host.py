@@ -20,7 +20,7 @@ import scipy.special
 import timing
 
 import cupyflash
-from cupyflash import _console
+from cupyflash._cli import console
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -183,7 +183,7 @@ def main():
         calls = {name: call for name, call in calls.items() if args.only in name}
         for name, (seconds, best) in host_seconds(calls, synchronize).items():
             rows.append({"what": name, "seconds": seconds, "best": best})
-    _console.table(
+    console.table(
         ("warm call", "microseconds", "best turn"),
         [
             (row["what"], f"{row['seconds'] * 1e6:.1f}", f"{row['best'] * 1e6:.1f}")
@@ -191,7 +191,7 @@ def main():
         ],
     )
     once = list(import_rows()) + (list(first_use_rows()) if on_gpu else [])
-    _console.table(
+    console.table(
         ("once", "milliseconds"),
         [(row["what"], f"{row['seconds'] * 1e3:.1f}") for row in once],
     )

@@ -19,7 +19,7 @@ import timing
 from timing import RESULTS
 
 import cupyflash
-from cupyflash import _console
+from cupyflash._cli import console
 
 BATCHES = (1, 16, 256, 10_000)
 QUERIES = KEYS = (1, 16, 128, 1024, 4096)
@@ -226,7 +226,7 @@ def main():
     torch = timing.optional("torch")
     rows = [
         measure(cell, torch, args.seconds)
-        for cell in _console.progress(
+        for cell in console.progress(
             [c for c in cells() if args.only in c.name], "landscape"
         )
     ]

@@ -14,7 +14,7 @@ import numpy as np
 import timing
 
 import cupyflash
-from cupyflash import _console
+from cupyflash._cli import console
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 _HEAD_DIMS = (64, 128, 192)
@@ -135,7 +135,7 @@ def main():
         if args.only in " ".join(map(str, case)):
             table.append(row(xp, rng, *case))
             timing.save(args.json, "long_keys", on_gpu, rows=table)
-    _console.table(
+    console.table(
         tuple(table[0]),
         [(*map(str, list(row.values())[:-1]), f"{row['error']:.2e}") for row in table],
     )

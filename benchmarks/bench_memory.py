@@ -10,7 +10,7 @@ import scipy.special
 import timing
 
 import cupyflash
-from cupyflash import _console, _measure
+from cupyflash._cli import console, measure
 
 HEAD_DIM = 64
 # Powers of two up to this N; one matrix of N x N numbers takes at most so much.
@@ -45,7 +45,7 @@ def rows(xp, on_gpu, softmax):
             names = ("unfused", "naive", "safe", *_TILED)
         for name in names:
             call = call_of(name, softmax, q, k, v)
-            extra = _measure.peak_memory(call, on_gpu=on_gpu)
+            extra = measure.peak_memory(call, on_gpu=on_gpu)
             if on_gpu:
                 xp.get_default_memory_pool().free_all_blocks()
             yield {"n": n, "method": name, "extra_bytes": extra}
@@ -61,7 +61,7 @@ def main():
     else:
         softmax = scipy.special.softmax
     found = list(rows(xp, on_gpu, softmax))
-    _console.table(
+    console.table(
         ("N", "method", "extra, MiB"),
         [
             (str(row["n"]), row["method"], f"{row['extra_bytes'] / 2**20:.2f}")

@@ -25,8 +25,9 @@ import timing
 from timing import from_torch, to_torch
 
 import cupyflash
-from cupyflash import _arrays, _bench, _console
-from cupyflash._bench import SoftmaxCase
+from cupyflash._cli import bench_cases, console
+from cupyflash._cli.bench_cases import SoftmaxCase
+from cupyflash._core import arrays as _arrays
 
 GPU_CASES = [
     SoftmaxCase(1 << 20, 64, "float32"),
@@ -72,17 +73,17 @@ def other_calls(xp, case, x, torch, quack):
 
 def measure(xp, case, on_gpu, turns, torch, quack):
     """Rows of one case, with each rate as a share of the copy's."""
-    x = _bench.softmax_inputs(xp, case)
+    x = bench_cases.softmax_inputs(xp, case)
 
     def error_of(y):
         if y is None:  # the copy
             return 0.0
         y = from_torch(xp, y) if type(y).__module__.startswith("torch") else y
-        return _bench.softmax_error(case, x, y)
+        return bench_cases.softmax_error(case, x, y)
 
-    calls = _bench.softmax_calls(xp, case, x)
+    calls = bench_cases.softmax_calls(xp, case, x)
     calls |= other_calls(xp, case, x, torch, quack)
-    rows = _bench.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
+    rows = bench_cases.measure(case, calls, error_of, on_gpu=on_gpu, turns=turns)
     copy = next(row for row in rows if row["provider"] == "copy")
     for row in rows:
         if "rate" in row:
@@ -193,7 +194,7 @@ def error_of(cupy, case, x, second, result):
         beyond = cupy.abs(exact) >= 65520
         got = cupy.where(beyond & (got == cupy.sign(exact) * np.inf), exact, got)
     # softmax: relative as far as there are normal numbers; the others cross zero.
-    floor = 2 * _bench._tiny(case.dtype) if case.function == "softmax" else 1.0
+    floor = 2 * bench_cases._tiny(case.dtype) if case.function == "softmax" else 1.0
     return float((cupy.abs(got - exact) / cupy.maximum(cupy.abs(exact), floor)).max())
 
 
@@ -244,7 +245,7 @@ def measure_table_case(cupy, case, arrays, read, turns, peers):
         row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
         del calls["cupyflash"]
     else:
-        if not row["error"] <= _bench._WRONG[case.dtype]:
+        if not row["error"] <= bench_cases._WRONG[case.dtype]:
             row["failed"] = f"error {row['error']:.2e}"
     ceiling = "read" if case.function == "logsumexp" else "copy"
     if ceiling == "read":
@@ -321,7 +322,7 @@ def measure_table(cupy, cases, turns, torch, quack, num_processes, deadline):
     limit = softmax_table.ARRAY_BYTES
     shared = Arrays(cupy, [c for c in cases if c.size * c.itemsize <= limit])
     rows = []
-    for case in _console.progress(cases, "table"):
+    for case in console.progress(cases, "table"):
         if time.monotonic() > deadline:
             break
         # The long row has buffers of its own; they go when it is done.
@@ -346,7 +347,7 @@ def report_table(rows):
         rate = rate_of.get((row["case"], provider))
         return "-" if rate is None else f"{rate / 1e9:.0f}"
 
-    _console.table(
+    console.table(
         ("GB/s", "cupyflash", "share", "wanted", "error", *peers),
         [
             (
@@ -373,7 +374,7 @@ def report_table(rows):
             (group, dtype, len(members), f"{wanted:.2f}", f"{share:.3f}",
              least["case"], verdict)
         )  # fmt: skip
-    _console.table(
+    console.table(
         ("group", "dtype", "cases", "wanted", "least share", "of", ""), summary
     )
     for row in rows:
@@ -413,11 +414,11 @@ def main():
     if "ladder" in parts:
         cases = GPU_CASES if on_gpu else CPU_CASES
         cases = [c for c in cases if args.only in c.label and c.label not in done]
-        for case in _console.progress(cases, "softmax"):
+        for case in console.progress(cases, "softmax"):
             if time.monotonic() > deadline:
                 break
             rows += measure(xp, case, on_gpu, args.turns, torch, quack)
-        _bench.report(rows, "GB/s", 1e9)
+        bench_cases.report(rows, "GB/s", 1e9)
     if on_gpu and parts != ("ladder",):
         xp.get_default_memory_pool().free_all_blocks()
         cases = [

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 import timing
 
 import cupyflash
-from cupyflash import _arrays, _attention_gpu, _gpu, _measure
-from cupyflash._attention_kernels import ATTENTION_KERNELS
+from cupyflash._attention.gpu import forward as attention_gpu
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._cli import measure as _measure
+from cupyflash._core import arrays
+from cupyflash._cuda import plan_cache
 
 _BACK_ENDS = ("flash", "cudnn", "efficient", "math")
 _SDPA = {
@@ -77,15 +80,15 @@ CELLS = (
 def without_new_row(call):
     """`call` by the rows that stood before hopper_wide, with plans of their own."""
     rows = tuple(row for row in ATTENTION_KERNELS if row.name != "hopper_wide")
-    plans = _gpu.PlanCache()
+    plans = plan_cache.PlanCache()
 
     def before():
-        kept = _attention_gpu.ATTENTION_KERNELS, _attention_gpu._plans
-        _attention_gpu.ATTENTION_KERNELS, _attention_gpu._plans = rows, plans
+        kept = attention_gpu.ATTENTION_KERNELS, attention_gpu._plans
+        attention_gpu.ATTENTION_KERNELS, attention_gpu._plans = rows, plans
         try:
             return call()
         finally:
-            _attention_gpu.ATTENTION_KERNELS, _attention_gpu._plans = kept
+            attention_gpu.ATTENTION_KERNELS, attention_gpu._plans = kept
 
     return before
 
@@ -149,7 +152,7 @@ def measure(xp, cell, turns):
     shapes = (heads, n, dim), (kv_heads, m, dim), (kv_heads, m, dim_v)
     q, k, v = (
         rng.standard_normal((cell.batch, *shape), "f4").astype(
-            _arrays.to_dtype(cell.dtype)
+            arrays.to_dtype(cell.dtype)
         )
         for shape in shapes
     )

@@ -17,7 +17,7 @@ import numpy as np
 import timing
 
 import cupyflash
-from cupyflash import _console
+from cupyflash._cli import console
 
 METHODS = ("naive", "safe", "online", "tiled")
 SOFTMAX, ATTENTION = (16384, 4096), (16384, 64)
@@ -106,7 +106,7 @@ def main():
         for name in found
         if args.only in f"{operation} {name}"
     ]
-    _console.table(
+    console.table(
         ("call", "kernels", "read, MB", "written, MB", "least, MB"),
         [
             (

@@ -1,6 +1,6 @@
 """What the scripts of this folder share: arguments, checks and the report.
 
-The clock is `cupyflash._measure`, which the command line uses too: candidates take
+The clock is `cupyflash._cli.measure`, which the command line uses too: candidates take
 turns in rotating order; on the GPU each launch stands between two CUDA events, with the
 L2 cache flushed before it, a dozen milliseconds a turn and a pause between turns; on
 the CPU a turn is one call. The median of the turns is reported.
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from cupyflash import _measure
+from cupyflash._cli import measure
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -44,7 +44,7 @@ def arguments(description):
 
 def backend(args):
     """(numpy or cupy, whether it is the GPU)."""
-    if args.cpu or _measure.cuda_device_count() == 0:
+    if args.cpu or measure.cuda_device_count() == 0:
         return np, False
     import cupy
 
@@ -90,7 +90,7 @@ def save(path, benchmark, on_gpu, **content):
     """Write the report of one benchmark, with what it depends on."""
     if path is None:
         return
-    machine = _measure.machine(on_gpu)
+    machine = measure.machine(on_gpu)
     for module, package in _PACKAGES.items():
         if module in sys.modules:
             machine[package] = _version(package)

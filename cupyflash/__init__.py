@@ -1,10 +1,9 @@
 """Softmax and attention for NumPy and CuPy arrays, from naive to fused."""
 
-from cupyflash._attention import attention, merge_attention_states
-from cupyflash._attention_vjp import attention_vjp
-from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._attention.api import attention, attention_vjp, merge_attention_states
+from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._explain import explain
-from cupyflash._softmax import (
+from cupyflash._softmax.api import (
     log_softmax,
     log_softmax_vjp,
     logsumexp,

@@ -2,7 +2,7 @@
 
 import sys
 
-from cupyflash._cli import main
+from cupyflash._cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,15 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cupyflash import (
-    _attention,
-    _attention_problem,
-    _attention_vjp,
-    _attention_vjp_problem,
-    _foreign_names,
-    _softmax,
-    _softmax_problem,
-)
+from cupyflash._attention import api as attention_api
+from cupyflash._attention import problem as attention_problem
+from cupyflash._attention import vjp_problem
+from cupyflash._core import foreign_names
+from cupyflash._softmax import api as softmax_api
+from cupyflash._softmax import problem as softmax_problem
 
 
 @dataclass(frozen=True)
@@ -62,20 +59,23 @@ class Explanation:
 # Public function -> its check, which takes the same arguments in the same order, and
 # the module that knows the back ends.
 _CHECKS: dict[Any, tuple[Callable[..., Any], Any]] = {
-    _softmax.softmax: (partial(_softmax_problem.softmax, "softmax"), _softmax),
-    _softmax.log_softmax: (partial(_softmax_problem.softmax, "log_softmax"), _softmax),
-    _softmax.logsumexp: (_softmax_problem.logsumexp, _softmax),
-    _softmax.softmax_vjp: (partial(_softmax_problem.vjp, "softmax_vjp"), _softmax),
-    _softmax.log_softmax_vjp: (
-        partial(_softmax_problem.vjp, "log_softmax_vjp"),
-        _softmax,
+    softmax_api.softmax: (partial(softmax_problem.softmax, "softmax"), softmax_api),
+    softmax_api.log_softmax: (
+        partial(softmax_problem.softmax, "log_softmax"),
+        softmax_api,
     ),
-    _attention.attention: (_attention_problem.attention, _attention),
-    _attention_vjp.attention_vjp: (
-        _attention_vjp_problem.attention_vjp,
-        _attention_vjp,
+    softmax_api.logsumexp: (softmax_problem.logsumexp, softmax_api),
+    softmax_api.softmax_vjp: (partial(softmax_problem.vjp, "softmax_vjp"), softmax_api),
+    softmax_api.log_softmax_vjp: (
+        partial(softmax_problem.vjp, "log_softmax_vjp"),
+        softmax_api,
     ),
-    _attention.merge_attention_states: (_attention_problem.merge, _attention),
+    attention_api.attention: (attention_problem.attention, attention_api),
+    attention_api.attention_vjp: (
+        vjp_problem.attention_vjp,
+        attention_api,
+    ),
+    attention_api.merge_attention_states: (attention_problem.merge, attention_api),
 }
 
 
@@ -119,7 +119,7 @@ def explain(function: Any, *args: Any, **kwargs: Any) -> Explanation:
     signature = inspect.signature(function)
     unknown = {n: x for n, x in kwargs.items() if n not in signature.parameters}
     if unknown:
-        _foreign_names.refuse(function.__name__, unknown)
+        foreign_names.refuse(function.__name__, unknown)
     call = signature.bind(*args, **kwargs)
     call.apply_defaults()
     problem, operands = check(*call.arguments.values())

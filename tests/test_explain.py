@@ -39,14 +39,14 @@ def test_softmax(xp, rng, name, method):
 
 def test_each_launch_is_told_in_one_way():
     launch = {
-        "source": "cuda_src/softmax/tiled.cu",
+        "source": "cuda_src/softmax/ladder/tiled.cu",
         "grid": (3,),
         "shared memory": 1024,
     }
     told = cupyflash.explain("softmax", np.ones(3))
     told.details["launches"] = [launch, launch]
     assert repr(told).endswith(
-        "\n  launch 2: cuda_src/softmax/tiled.cu"
+        "\n  launch 2: cuda_src/softmax/ladder/tiled.cu"
         "\n    grid: (3,)\n    shared memory: 1024"
     )
 

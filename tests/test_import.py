@@ -95,7 +95,11 @@ def test_warnings_are_errors_on_import():
     python("import cupyflash", flags=("-W", "error"))
 
 
-@pytest.mark.parametrize("module", ["_kernels", "_source", "_softmax_kernels"])
+@pytest.mark.parametrize(
+    "module", ["_cuda.kernel", "_cuda.source", "_softmax.gpu.registry"]
+)
 def test_tables_never_import_cupy(module):
     hide = HIDE.format(hidden=("cupy", "cupyx", "cupy_backends"))
-    python(hide + f"import cupyflash.{module}, cupyflash._attention_kernels")
+    python(
+        hide + f"import cupyflash.{module}, cupyflash._attention.gpu.forward_registry"
+    )

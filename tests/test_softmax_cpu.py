@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import _softmax_cpu, _threads
+from cupyflash._core import threads
+from cupyflash._softmax.cpu import softmax as softmax_cpu
 
 FAMILY = ("softmax", "log_softmax", "logsumexp")
-PIECE = _softmax_cpu._LONG_PIECE
+PIECE = softmax_cpu._LONG_PIECE
 # Rows of more elements than are held as a whole.
 LONG = 9 * PIECE
 
@@ -29,7 +30,7 @@ def test_threads_do_not_change_bits(function, dtype, shape, monkeypatch):
     x = random(shape).astype(dtype)
     found = []
     for cores in (1, 2, 5):
-        monkeypatch.setattr(_threads, "num_cores", lambda n=cores: n)
+        monkeypatch.setattr(threads, "num_cores", lambda n=cores: n)
         found.append(getattr(cupyflash, function)(x, axis=-1))
     assert found[0].tobytes() == found[1].tobytes() == found[2].tobytes()
 
@@ -159,9 +160,9 @@ def test_equal_options_of_other_types_are_still_refused():
 
 
 def test_number_of_plans_is_bounded():
-    for n in range(1, _softmax_cpu._MOST_PLANS + 10):
+    for n in range(1, softmax_cpu._MOST_PLANS + 10):
         cupyflash.softmax(np.ones(n))
-    assert len(_softmax_cpu._plans) <= _softmax_cpu._MOST_PLANS
+    assert len(softmax_cpu._plans) <= softmax_cpu._MOST_PLANS
 
 
 def test_small_arrays_warn_of_nothing():

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import cupyflash
-from cupyflash import _attention, _softmax
+from cupyflash._attention import api as attention_api
+from cupyflash._softmax import api as softmax_api
 
 ROOT = Path(cupyflash.__file__).parent.parent
 
@@ -81,7 +82,7 @@ def test_pyright(program):
 
 @pytest.mark.parametrize(
     ("function", "flag"),
-    [(_attention.attention, "return_lse"), (_softmax.logsumexp, "return_sign")],
+    [(attention_api.attention, "return_lse"), (softmax_api.logsumexp, "return_sign")],
 )
 def test_overloads_have_the_arguments_of_their_function(function, flag):
     """A new option is not forgotten in one of them."""

@@ -29,7 +29,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cupyflash import _console, _nvrtc, _outcomes, _threads  # noqa: E402
+from cupyflash._cli import console, nvrtc, outcomes  # noqa: E402
+from cupyflash._core import threads  # noqa: E402
 
 FACTS = ("registers", "spill_bytes", "stack_bytes", "static_smem", "instructions")
 INSTRUCTION_BYTES = 16  # from sm_70 on
@@ -120,20 +121,20 @@ def code_of(cubin):
 
 def compile_kernel(kernel):
     """What there is to compare of a kernel; an error of the compiler counts as code."""
-    error, log, cubin = _nvrtc.compile_text(
+    error, log, cubin = nvrtc.compile_text(
         kernel["text"], kernel["source"], kernel["options"]
     )
     if error:
         return {**dict.fromkeys(FACTS), "code": "", "error": error}
     code, instructions = code_of(cubin)
-    facts = _nvrtc.read_report(log, kernel["entry"])
+    facts = nvrtc.read_report(log, kernel["entry"])
     return {**facts, "instructions": instructions, "code": code, "error": ""}
 
 
 def digest_of(kernel, exact=False):
     """A hash of all that the machine code of a kernel depends on."""
-    text = kernel["text"] if exact else _outcomes.program_of(kernel["text"])
-    facts = text, kernel["entry"], kernel["options"], _nvrtc.version()
+    text = kernel["text"] if exact else outcomes.program_of(kernel["text"])
+    facts = text, kernel["entry"], kernel["options"], nvrtc.version()
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:24]
 
 
@@ -147,10 +148,10 @@ def compile_all(kernels, cache, num_processes):
             results[digest] = json.loads(kept)
         except (OSError, ValueError):
             todo.append(digest)
-    done = _nvrtc.in_parallel(
+    done = nvrtc.in_parallel(
         compile_kernel, [kernels[digest] for digest in todo], num_processes
     )
-    for place, result in _console.progress(done, "compiling", len(todo)):
+    for place, result in console.progress(done, "compiling", len(todo)):
         results[todo[place]] = result
         path = cache / f"{todo[place]}.json"
         written = path.with_suffix(f".{os.getpid()}")
@@ -260,7 +261,7 @@ def main(argv=None):
     parser.add_argument("before", help="a folder or a revision")
     parser.add_argument("after", help="a folder or a revision, such as .")
     parser.add_argument("--arch", default="sm_90a", help="(default sm_90a)")
-    parser.add_argument("--jobs", type=_console.count, default=_threads.num_cores())
+    parser.add_argument("--jobs", type=console.count, default=threads.num_cores())
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result")
     parser.add_argument(
         "--cache", type=Path, default=ROOT / "build" / "machine_code", metavar="FOLDER"
@@ -271,7 +272,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     versions = []
     try:
-        if reason := _nvrtc.unusable():
+        if reason := nvrtc.unusable():
             raise ComparisonError(reason)
         for version in (args.before, args.after):
             with checkout(version) as folder:
@@ -282,7 +283,7 @@ def main(argv=None):
     found = compare(*versions, args.cache, args.jobs, args.exact)
     if args.json:
         facts = {"before": args.before, "after": args.after, "arch": args.arch}
-        facts["nvrtc"] = _nvrtc.version()
+        facts["nvrtc"] = nvrtc.version()
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps({**facts, **found}, indent=1) + "\n")
     report(found)

@@ -31,9 +31,9 @@ for i, number in enumerate(plt.get_fignums()):
 
 def where():
     """One line: the card, and which versions ran on it."""
-    from cupyflash import _measure
+    from cupyflash._cli import measure
 
-    m = _measure.machine(on_gpu=True)
+    m = measure.machine(on_gpu=True)
     cuda = f"CUDA {m['driver'] // 1000}.{m['driver'] % 1000 // 10}"
     versions = f"cupyflash {m['cupyflash']} ({m['commit']}), CuPy {m['cupy']}"
     return f"{m['gpu']}, {cuda}, {versions}, {m['date']}"

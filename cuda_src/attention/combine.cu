@@ -50,7 +50,7 @@ constexpr accum_t kDown = accum_t(0x1p-64);
 
 enum { kOuts, kLses, kOut, kArrays };
 
-// Mirrored by merge_params_dtype() in _attention_kernels.py.
+// Mirrored by merge_params_dtype() in _attention/gpu/combine_config.py.
 struct merge_params_t {
   long long num_rows, num_parts, head_dim_v;
   long long outs_part, outs_col, lses_part, out_col;  // strides

@@ -13,9 +13,9 @@
 //            exponentials_of_doubles
 //
 // Parameters EXPONENTIAL   the function: of common/math.cuh, or one of those below
-//            ACC_T         float, for softmax/power_sum.cuh
+//            ACC_T         float, for softmax/detail/scaled_sum.cuh
 #include "common/math.cuh"
-#include "softmax/power_sum.cuh"
+#include "softmax/detail/scaled_sum.cuh"
 
 #ifndef EXPONENTIAL
 #error "the parameters above come from the host"

@@ -5,7 +5,7 @@
 //            column where neighbours in memory are of one column
 // Memory     global: all once
 // Limits     none
-#include "attention/gather.cuh"
+#include "copy/unaligned_load.cuh"
 #include "common/strides.cuh"
 
 #if !defined(ELEM_T) || !defined(ROW_DIMS) || !defined(NUM_THREADS)
@@ -19,7 +19,7 @@ using column_t = long long;
 using column_t = int;
 #endif
 
-// Mirrored by copy_params_dtype() in _attention_kernels.py.
+// Mirrored by copy_params_dtype() in _attention/gpu/copy_config.py.
 struct copy_params_t {
   long long num_rows, num_columns, column_stride;
   long long by_columns;  // neighbours in memory are of one column

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// PTX cp.async.bulk and cp.reduce.async.bulk (sm_90): the copy engine moves, or adds,
+// PTX cp.async.bulk and cp.reduce.async.bulk (sm_90): TMA moves, or adds,
 // bytes that lie side by side. Addresses and sizes are multiples of 16.
 #pragma once
 

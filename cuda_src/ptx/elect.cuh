@@ -5,7 +5,7 @@
 namespace ptx {
 
 // Whether this lane is the one that is chosen; all lanes take part. What only that one
-// runs has coordinates of the copy engine moved to uniform registers at once, where the
+// runs has coordinates of TMA moved to uniform registers at once, where the
 // compiler would else try all values that lanes may have.
 __device__ __forceinline__ bool elect() {
   unsigned chosen;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // PTX griddepcontrol (sm_90): a kernel starts while the one before it in the stream
-// ends, where the launch allows it (`overlaps` of Launch in _gpu.py). Elsewhere both
-// instructions do nothing.
+// ends, where the launch allows it (`overlaps` of Launch in _cuda/launch.py). Elsewhere
+// both instructions do nothing.
 #pragma once
 
 namespace ptx {

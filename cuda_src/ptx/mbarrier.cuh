@@ -15,7 +15,7 @@ __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned count) 
                : "memory");
 }
 
-// Makes initialised barriers known to the copy engine.
+// Makes initialised barriers known to TMA.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ void mbarrier_arrive_if(bool condition, unsigned barr
       : "memory");
 }
 
-// Arrives and announces `bytes` that the copy engine will bring in this phase.
+// Arrives and announces `bytes` that TMA will bring in this phase.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier,
                                                           unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),

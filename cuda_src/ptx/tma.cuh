@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: MIT
-// PTX cp.async.bulk.tensor (sm_90): the copy engine reads boxes of an array.
+// PTX cp.async.bulk.tensor (sm_90): TMA reads boxes of an array.
 #pragma once
 
 namespace ptx {
 
-// A CUtensorMap, opaque; made by _tensormap.py.
+// A CUtensorMap, opaque; made by _cuda/tensor_map.py.
 struct alignas(64) tensor_map_t {
   unsigned long long words[16];
 };
@@ -84,7 +84,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(
       : "memory");
 }
 
-// What this thread has written to shared memory is seen by the copy engine and by
+// What this thread has written to shared memory is seen by TMA and by
 // tensor cores that start later.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyflash import _arrays
+from cupyflash._core import arrays as _arrays
 
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("float32", "tf32")
@@ -59,13 +59,13 @@ class AttentionProblem:
     precision: str = "float32"
     return_lse: bool = False
     method: str = "auto"
-    # Why the copy engine of Hopper cannot read q, k and v; None if it can.
+    # Why TMA cannot read q, k and v; None if it can.
     no_tensor_map: str | None = None
     # Whether a tensor map can have query heads of a group and queries as two axes.
     heads_can_be_packed: bool = True
     # How bias and mask lie in memory: "keys" where they are the same to all queries,
-    # "unit" where keys lie side by side, else "any". For gradients "tiles" where the
-    # copy engine of Hopper can read them.
+    # "unit" where keys lie side by side, else "any". For gradients "tiles" where
+    # TMA can read them.
     terms: str = "any"
     # Where the first axis of the batch is one of parts of the keys: keys of a part.
     keys_of_part: int | None = None
@@ -219,8 +219,8 @@ def _bounds(causal, window):
     return left, right
 
 
-# How far from the keys a query may stand; kFar of cuda_src/attention/params.cuh. Sums
-# of such a number and of a bound of twice that stay within 64 bits.
+# How far from the keys a query may stand; kFar of cuda_src/attention/score/params.cuh.
+# Sums of such a number and of a bound of twice that stay within 64 bits.
 FAR = 1 << 61
 
 

@@ -6,13 +6,14 @@ All errors of the caller are raised here, before anything is allocated or launch
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cupyflash import _arrays, _attention_problem, _layout
-from cupyflash._attention_problem import (
+from cupyflash._attention import problem as attention_problem
+from cupyflash._attention.problem import (
     AttentionOperands,
     AttentionProblem,
     heads_first,
 )
-from cupyflash._kernels import ITEMSIZE
+from cupyflash._core import arrays, strides
+from cupyflash._core.dtypes import ITEMSIZE
 
 METHODS = ("auto", "tiled")
 
@@ -65,7 +66,7 @@ class AttentionVjpProblem:
 
     @property
     def method(self) -> str:
-        """Rung of the ladder, or "auto"."""
+        """The method, or "auto"."""
         return self.forward.method
 
     @property
@@ -77,7 +78,7 @@ class AttentionVjpProblem:
         """The shape in which kernels write dq, dk or dv: "q", "k" or "v"."""
         *rest, columns = getattr(self, f"{name}_shape")
         if self.whole_vectors:
-            columns = _layout.whole_vectors(columns, ITEMSIZE[self.forward.dtype])
+            columns = strides.whole_vectors(columns, ITEMSIZE[self.forward.dtype])
         return (*rest, columns)
 
 
@@ -145,10 +146,10 @@ def attention_vjp(
     ):
         if asked and given is None:
             raise ValueError(f"need_d{name}=True asks for a gradient of {name}=None")
-    _, a = _arrays.adopt_all(
+    _, a = arrays.adopt_all(
         6, q=q, k=k, v=v, dout=dout, out=out, lse=lse, bias=bias, sinks=sinks, dlse=dlse
     )
-    forward, operands = _attention_problem.attention(
+    forward, operands = attention_problem.attention(
         a["q"], a["k"], a["v"], a["bias"], mask, scale, causal, query_offset, window,
         softcap, a["sinks"], alibi_slopes, query_lengths, key_lengths, layout,
         precision, True, None, method,
@@ -187,12 +188,12 @@ def attention_vjp(
 
 def _check_flags(**flags):
     for name, value in flags.items():
-        _arrays.check_bool(name, value)
+        arrays.check_bool(name, value)
 
 
 def _check(name, x, shape, dtype):
     """Refuse an array that the forward call could not have returned."""
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {x.shape}")
-    if _arrays.dtype_name(x) != dtype:
-        raise TypeError(f"{name} must be {dtype}, got {_arrays.dtype_name(x)}")
+    if arrays.dtype_name(x) != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {arrays.dtype_name(x)}")

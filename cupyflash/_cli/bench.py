@@ -5,8 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cupyflash import _bench, _console, _extras, _measure
-from cupyflash._bench import AttentionCase, SoftmaxCase
+from cupyflash._cli import bench_cases, console, measure
+from cupyflash._cli.bench_cases import AttentionCase, SoftmaxCase
+from cupyflash._core import extras
 
 EXAMPLES = """
 examples:
@@ -41,7 +42,7 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--turns",
-        type=_console.count,
+        type=console.count,
         default=5,
         help="how often each candidate runs (default 5)",
     )
@@ -50,26 +51,26 @@ def add_arguments(parser):
 def run(args):
     """Measure, print and write; always 0."""
     args.output.mkdir(parents=True, exist_ok=True)
-    on_gpu = not args.cpu and _measure.cuda_device_count() > 0
+    on_gpu = not args.cpu and measure.cuda_device_count() > 0
     xp = np
     if on_gpu:
         import cupy as xp
-    machine = _measure.machine(on_gpu)
+    machine = measure.machine(on_gpu)
     print(f"Running on {machine['gpu' if on_gpu else 'processor']}.")
     softmax, attention = [], []
     cases = [
         *(_SOFTMAX_GPU if on_gpu else _SOFTMAX_CPU),
         *(_ATTENTION_GPU if on_gpu else _ATTENTION_CPU),
     ]
-    for case in _console.progress(cases, "measuring"):
+    for case in console.progress(cases, "measuring"):
         if isinstance(case, SoftmaxCase):
             softmax += measure_softmax(xp, case, on_gpu, args.turns)
         else:
             attention += measure_attention(xp, case, on_gpu, args.turns)
-    _console.heading("softmax")
-    _bench.report(softmax, "GB/s, one read and one write", 1e9)
-    _console.heading("attention")
-    _bench.report(
+    console.heading("softmax")
+    bench_cases.report(softmax, "GB/s, one read and one write", 1e9)
+    console.heading("attention")
+    bench_cases.report(
         attention, "TFLOP/s" if on_gpu else "GFLOP/s", 1e12 if on_gpu else 1e9
     )
     path = args.output / "bench.json"
@@ -80,17 +81,17 @@ def run(args):
         _plot(args.output / "bench.png", machine, softmax, attention)
         print(f"Plot: {args.output / 'bench.png'}")
     except ImportError:
-        print(f"No plot: {_extras.command('bench')} brings matplotlib")
+        print(f"No plot: {extras.command('bench')} brings matplotlib")
     return 0
 
 
 def measure_softmax(xp, case, on_gpu, turns):
     """Rows of one case of softmax."""
-    x = _bench.softmax_inputs(xp, case)
-    return _bench.measure(
+    x = bench_cases.softmax_inputs(xp, case)
+    return bench_cases.measure(
         case,
-        _bench.softmax_calls(xp, case, x),
-        lambda y: _bench.softmax_error(case, x, y),
+        bench_cases.softmax_calls(xp, case, x),
+        lambda y: bench_cases.softmax_error(case, x, y),
         on_gpu=on_gpu,
         turns=turns,
     )
@@ -98,11 +99,11 @@ def measure_softmax(xp, case, on_gpu, turns):
 
 def measure_attention(xp, case, on_gpu, turns):
     """Rows of one case of attention."""
-    q, k, v = _bench.attention_inputs(xp, case)
-    return _bench.measure(
+    q, k, v = bench_cases.attention_inputs(xp, case)
+    return bench_cases.measure(
         case,
-        _bench.attention_calls(xp, case, q, k, v),
-        lambda out: _bench.attention_error(case, q, k, v, out),
+        bench_cases.attention_calls(xp, case, q, k, v),
+        lambda out: bench_cases.attention_error(case, q, k, v, out),
         on_gpu=on_gpu,
         turns=turns,
     )

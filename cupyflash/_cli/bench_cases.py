@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from cupyflash import _arrays, _console, _measure, _reference
-from cupyflash._attention import attention
-from cupyflash._softmax import softmax
+from cupyflash._attention.api import attention
+from cupyflash._cli import console
+from cupyflash._cli import measure as _measure
+from cupyflash._core import arrays
+from cupyflash._reference import forward as reference
+from cupyflash._softmax.api import softmax
 
 METHODS = ("naive", "safe", "online", "tiled")
 
@@ -81,7 +84,7 @@ class AttentionCase:
 
 
 def _itemsize(dtype):
-    return _arrays.to_dtype(dtype).itemsize
+    return arrays.to_dtype(dtype).itemsize
 
 
 def _tiny(dtype):
@@ -94,7 +97,7 @@ def random(xp, shape, dtype, seed):
         x = np.random.default_rng(seed).standard_normal(shape, np.float32)
     else:
         x = xp.random.default_rng(seed).standard_normal(shape, dtype=xp.float32)
-    return x.astype(_arrays.to_dtype(dtype))
+    return x.astype(arrays.to_dtype(dtype))
 
 
 def softmax_inputs(xp, case: SoftmaxCase):
@@ -163,8 +166,8 @@ def softmax_error(case: SoftmaxCase, x, y) -> float:
     """Largest error, relative to each exact value, over the first rows."""
     first = slice(_CHECKED_ROWS)
     rows = (slice(None), first) if case.axis == 0 else (first, slice(None))
-    exact = _reference.softmax(x[rows], axis=case.axis)
-    error = np.abs(_reference.to_host(y[rows]) - exact)
+    exact = reference.softmax(x[rows], axis=case.axis)
+    error = np.abs(reference.to_host(y[rows]) - exact)
     # Below the normal numbers of the dtype there is no relative precision.
     return float((error / np.maximum(exact, 2 * _tiny(case.dtype))).max())
 
@@ -173,7 +176,7 @@ def attention_error(case: AttentionCase, q, k, v, out, **options) -> float:
     """Largest error of the last rows of one head, relative to the largest value."""
     rows = slice(-_CHECKED_ROWS, None)
     start = max(0, case.seqlen_q - _CHECKED_ROWS)
-    exact = _reference.attention(
+    exact = reference.attention(
         q[-1, -1, rows],
         k[-1, -1],
         v[-1, -1],
@@ -181,7 +184,7 @@ def attention_error(case: AttentionCase, q, k, v, out, **options) -> float:
         query_offset=case.seqlen_k - case.seqlen_q + start,
         **options,
     )
-    error = np.abs(_reference.to_host(out[-1, -1, rows]) - exact)
+    error = np.abs(reference.to_host(out[-1, -1, rows]) - exact)
     return float(error.max() / np.abs(exact).max())
 
 
@@ -229,7 +232,7 @@ def report(rows: list[dict[str, Any]], unit: str, per_unit: float) -> None:
     for row in rows:
         cell = f"{row['rate'] / per_unit:.1f}" if "rate" in row else "failed"
         cases.setdefault(row["case"], {})[row["provider"]] = cell
-    _console.table(
+    console.table(
         (unit, *providers),
         [
             (case, *(cells.get(provider, "-") for provider in providers))

@@ -11,19 +11,16 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from cupyflash import (
-    _arrays,
-    _console,
-    _explain,
-    _exponentials,
-    _extras,
-    _measure,
-    _reference,
-    _reference_vjp,
-    _softmax,
-)
-from cupyflash._attention import attention
-from cupyflash._attention_vjp import attention_vjp
+from cupyflash import _explain
+from cupyflash._attention.api import attention, attention_vjp
+from cupyflash._cli import console
+from cupyflash._cli import measure as _measure
+from cupyflash._core import arrays as _arrays
+from cupyflash._core import extras
+from cupyflash._reference import backward as reference_vjp
+from cupyflash._reference import exponentials
+from cupyflash._reference import forward as reference
+from cupyflash._softmax import api as softmax_api
 
 EXAMPLES = """
 examples:
@@ -105,7 +102,7 @@ _ATTENTION_SHAPES = {
     "few queries": (40, 333, 64, 48),
     "wide heads": (130, 200, 200, 136),
     "wider heads": (130, 600, 576, 512),
-    "odd heads": (130, 200, 65, 49),  # whose rows begin between vectors
+    "odd heads": (130, 200, 65, 49),  # whose rows are unaligned
     "copied heads": (300, 200, 65, 49),  # into such that do not, for Hopper
 }
 
@@ -182,14 +179,14 @@ def run(args):
     available = ["numpy", "cupy"] if has_gpu else ["numpy"]
     backends = list(dict.fromkeys(args.backend or available))
     if "cupy" in backends and not has_gpu:
-        _console.complain(
+        console.complain(
             "no CUDA device that CuPy can use; see python -m cupyflash info"
         )
         return 1
     has_bfloat16 = importlib.util.find_spec("ml_dtypes") is not None
     dtypes = [d for d in _arrays.FLOATS if d != "bfloat16" or has_bfloat16]
     cases = [case for backend in backends for case in _cases(backend, dtypes)]
-    found = dict(_console.progress(_verdicts(cases), "checking", len(cases)))
+    found = dict(console.progress(_verdicts(cases), "checking", len(cases)))
     rows = [(case, found[case]) for case in cases]
     for backend in backends:
         _report(backend, [row for row in rows if row[0].backend == backend])
@@ -198,7 +195,7 @@ def run(args):
             print(f"{case.function} {case.method} {case.dtype}: {verdict.problem}")
     failures = sum(not verdict.is_good for _, verdict in rows)
     if not has_bfloat16:
-        print(f"bfloat16 is not checked: {_extras.command('bf16')}")
+        print(f"bfloat16 is not checked: {extras.command('bf16')}")
     if not has_gpu:
         print("no CUDA device: the NumPy back end alone is checked")
     print(f"{len(rows) - failures} passed, {failures} failed")
@@ -258,13 +255,13 @@ def _verdicts(cases: Iterable[Case]) -> Iterator[tuple[Case, Verdict]]:
 def _run_exhaustive(has_gpu):
     """Every float through the exponentials of the kernels; 1 if one is off."""
     if not has_gpu:
-        _console.complain(
+        console.complain(
             "--exhaustive checks the kernels and needs a GPU: no CUDA device that CuPy "
             "can use; see python -m cupyflash info"
         )
         return 1
-    findings = _exponentials.measure()
-    _console.table(
+    findings = exponentials.measure()
+    console.table(
         ("exponential", "dtype", "arguments", "largest ulp", "at", "allowed", ""),
         [
             (
@@ -353,8 +350,8 @@ def _softmax_error(case, xp, rng):
     exact = e / e.sum(axis, keepdims=True)
     x = _on(xp, x, case)
     out = xp.empty(x.shape[::-1], x.dtype).T if case.kind == "turned" else None
-    row, y = _call(_softmax.softmax, x, axis=axis, method=case.method, out=out)
-    error = np.abs(_reference.to_host(y) - exact)
+    row, y = _call(softmax_api.softmax, x, axis=axis, method=case.method, out=out)
+    error = np.abs(reference.to_host(y) - exact)
     normal = exact > 2 * _tiny(case.dtype)  # smaller ones have no relative precision
     return row, float((error[normal] / exact[normal]).max()), _length(x, axis)
 
@@ -371,8 +368,8 @@ def _log_softmax_error(case, xp, rng):
     m = _wide(x).max(axis, keepdims=True)
     scores = _wide(x) - m
     exact = scores - np.log(np.exp(scores).sum(axis, keepdims=True))
-    row, y = _call(_softmax.log_softmax, _on(xp, x, case), axis=axis)
-    error = np.abs(_reference.to_host(y) - exact) / np.maximum(np.abs(exact), np.abs(m))
+    row, y = _call(softmax_api.log_softmax, _on(xp, x, case), axis=axis)
+    error = np.abs(reference.to_host(y) - exact) / np.maximum(np.abs(exact), np.abs(m))
     return row, float(error.max()), _length(x, axis)
 
 
@@ -381,8 +378,8 @@ def _logsumexp_error(case, xp, rng):
     x = _normal(rng, shape, case.dtype, 5.0)
     m = _wide(x).max(axis, keepdims=True)
     exact = (m + np.log(np.exp(_wide(x) - m).sum(axis, keepdims=True))).squeeze(axis)
-    row, y = _call(_softmax.logsumexp, _on(xp, x, case), axis=axis)
-    error = np.abs(_reference.to_host(y) - exact)
+    row, y = _call(softmax_api.logsumexp, _on(xp, x, case), axis=axis)
+    error = np.abs(reference.to_host(y) - exact)
     if ALLOWED["logsumexp"][case.dtype] < 1:
         return row, float((error / np.abs(exact)).max()), _length(x, axis)
     unit = np.spacing(np.abs(exact).astype(case.dtype)).astype(np.float64)
@@ -398,9 +395,9 @@ def _softmax_vjp_error(case, xp, rng):
     inner = (_wide(y) * _wide(dy)).sum(axis, keepdims=True)
     exact = _wide(y) * (_wide(dy) - inner)
     row, dx = _call(
-        _softmax.softmax_vjp, _on(xp, y, case), _on(xp, dy, case), axis=axis
+        softmax_api.softmax_vjp, _on(xp, y, case), _on(xp, dy, case), axis=axis
     )
-    error = np.abs(_reference.to_host(dx) - exact)
+    error = np.abs(reference.to_host(dx) - exact)
     return row, float(error.max() / np.abs(exact).max()), _length(x, axis)
 
 
@@ -423,12 +420,12 @@ def _attention_inputs(case, rng, size):
 def _attention_error(case, xp, rng):
     size = 0.5 if case.method == "naive" else 1.5
     arrays, options = _attention_inputs(case, rng, size)
-    exact = _reference.attention(*arrays, **options)
+    exact = reference.attention(*arrays, **options)
     if "bias" in options:
         options["bias"] = xp.asarray(options["bias"])
     arrays = [xp.asarray(a) for a in arrays]
     row, out = _call(attention, *arrays, **options, method=case.method)
-    error = np.abs(_reference.to_host(out) - exact)
+    error = np.abs(reference.to_host(out) - exact)
     return row, float(error.max() / np.abs(exact).max()), arrays[1].shape[2]
 
 
@@ -437,7 +434,7 @@ def _attention_vjp_error(case, xp, rng):
     arrays, options = _attention_inputs(case, rng, 1.5)
     q, _, v = arrays
     dout = _normal(rng, (*q.shape[:-1], v.shape[-1]), case.dtype)
-    exact = _reference_vjp.attention_vjp(dout, *arrays, **options)
+    exact = reference_vjp.attention_vjp(dout, *arrays, **options)
     if "bias" in options:
         options["bias"] = xp.asarray(options["bias"])
     arrays = [xp.asarray(a) for a in arrays]
@@ -447,7 +444,7 @@ def _attention_vjp_error(case, xp, rng):
         need_dbias="bias" in options,
     )  # fmt: skip
     errors = [
-        float(np.abs(_reference.to_host(got) - best).max() / np.abs(best).max())
+        float(np.abs(reference.to_host(got) - best).max() / np.abs(best).max())
         for got, best in zip(grads[:4], exact[:4], strict=True)
         if got is not None
     ]
@@ -455,8 +452,8 @@ def _attention_vjp_error(case, xp, rng):
 
 
 def _report(backend, rows):
-    _console.heading(backend)
-    _console.table(
+    console.heading(backend)
+    console.table(
         ("function", "asked", "dtype", "row", "error", "allowed", ""),
         [
             (

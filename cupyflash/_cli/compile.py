@@ -6,8 +6,12 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from cupyflash import _compile_jobs, _console, _nvrtc, _outcomes, _source, _threads
-from cupyflash._kernels import MIN_CC, device_of_arch
+from cupyflash._cli import compile_jobs, console
+from cupyflash._cli import nvrtc as _nvrtc
+from cupyflash._cli import outcomes as _outcomes
+from cupyflash._core import threads
+from cupyflash._cuda import source
+from cupyflash._cuda.device import MIN_CC, device_of_arch
 
 EXAMPLES = """
 examples:
@@ -75,8 +79,8 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--jobs",
-        type=_console.count,
-        default=_threads.num_cores(),
+        type=console.count,
+        default=threads.num_cores(),
         help="processes (default: one a core)",
     )
     parser.add_argument(
@@ -89,16 +93,16 @@ def run(args):
     devices = []
     for arch in args.arch or ["sm_90a"]:
         if not _ARCH.fullmatch(arch) or device_of_arch(arch).cc < MIN_CC:
-            _console.complain(
+            console.complain(
                 f"--arch must look like sm_80 or sm_90a, from sm_75 on, got {arch}"
             )
             return 2
         devices.append(device_of_arch(arch))
     if (args.full or args.prune or args.missing) and not args.known:
-        _console.complain("--full, --prune and --missing need --known FILE")
+        console.complain("--full, --prune and --missing need --known FILE")
         return 2
-    jobs = _compile_jobs.distinct(
-        job for device in devices for job in _compile_jobs.jobs_for(device, args.all)
+    jobs = compile_jobs.distinct(
+        job for device in devices for job in compile_jobs.jobs_for(device, args.all)
     )
     known = _outcomes.Outcomes(args.known)
     if args.missing:
@@ -109,7 +113,7 @@ def run(args):
     for device in devices:
         reason = reason or _nvrtc.unknown(device)
     if reason:
-        _console.complain(reason)
+        console.complain(reason)
         return 2
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -152,7 +156,7 @@ def _compile_all(jobs, args, known):
         _outcomes.find, [jobs[i] for i in todo], args.jobs, args.nvrtc
     )
     try:
-        for place, result in _console.progress(done, "compiling", len(todo)):
+        for place, result in console.progress(done, "compiling", len(todo)):
             digest, finding, seconds = result
             known.put(digest, finding, nvrtc)
             outcomes[todo[place]] = _nvrtc.outcome_of(
@@ -189,7 +193,7 @@ def _list(jobs, path):
         }
         for job in jobs
     ]
-    sources = {job.variant.source: _source.load(job.variant.source) for job in jobs}
+    sources = {job.variant.source: source.load(job.variant.source) for job in jobs}
     path.parent.mkdir(parents=True, exist_ok=True)
     listed = {"kernels": kernels, "sources": sources}
     path.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
@@ -197,7 +201,7 @@ def _list(jobs, path):
 
 
 def _report(outcomes):
-    _console.table(
+    console.table(
         (
             "kernel",
             "arch",
@@ -229,7 +233,7 @@ def _summarize(outcomes):
     for outcome in outcomes:
         key = f"{outcome.operation}/{outcome.row}", outcome.arch
         groups.setdefault(key, []).append(outcome)
-    _console.table(
+    console.table(
         (
             "kernel",
             "arch",

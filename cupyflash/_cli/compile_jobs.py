@@ -5,20 +5,19 @@ import re
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from cupyflash import (
-    _attention_kernels,
-    _attention_vjp_kernels,
-    _exponentials,
-    _softmax_kernels,
-    _source,
-)
-from cupyflash._kernels import Device, Variant, device_of_arch
+from cupyflash._attention.gpu import backward_coverage
+from cupyflash._attention.gpu import coverage as attention_coverage
+from cupyflash._cuda import source as _source
+from cupyflash._cuda.device import Device, device_of_arch
+from cupyflash._cuda.kernel import Variant
+from cupyflash._reference import exponentials
+from cupyflash._softmax.gpu import coverage as softmax_coverage
 
 _TABLES = {
-    "softmax": _softmax_kernels,
-    "attention": _attention_kernels,
-    "attention_vjp": _attention_vjp_kernels,
-    "check": _exponentials,
+    "softmax": softmax_coverage,
+    "attention": attention_coverage,
+    "attention_vjp": backward_coverage,
+    "check": exponentials,
 }
 
 # Switches of kernels that run where something was not finite, and else return at once.
@@ -176,5 +175,5 @@ def _fast_rows(table):
         row.name
         for rows in tuples
         for row in rows
-        if hasattr(row, "rungs") and getattr(row, "fast", False)
+        if hasattr(row, "methods") and getattr(row, "fast", False)
     }

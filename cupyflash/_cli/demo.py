@@ -9,14 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cupyflash import (
-    _console,
-    _demo_density,
-    _demo_fit,
-    _demo_ladder,
-    _extras,
-    _measure,
-)
+from cupyflash._cli import console, demo_density, demo_fit, demo_ladder, measure
+from cupyflash._core import extras
 
 EXAMPLES = f"""
 examples:
@@ -25,7 +19,7 @@ examples:
   python -m cupyflash demo --cpu               on a machine with a GPU, too
 
 Writes fit.png and demo.json into the output folder. Draws with matplotlib and compares
-with scikit-learn where they are installed: {_extras.command("demo")}.
+with scikit-learn where they are installed: {extras.command("demo")}.
 """
 
 
@@ -73,16 +67,16 @@ def add_arguments(parser):
 def run(args):
     """All parts of the demo."""
     args.output.mkdir(parents=True, exist_ok=True)
-    on_gpu = not args.cpu and _measure.cuda_device_count() > 0
+    on_gpu = not args.cpu and measure.cuda_device_count() > 0
     xp = np
     if on_gpu:
         import cupy as xp
-    machine = _measure.machine(on_gpu)
+    machine = measure.machine(on_gpu)
     print(f"Running on {machine['gpu' if on_gpu else 'processor']}.")
     side = args.size or (_SIDE_ON_GPU if on_gpu else _SIDE_ON_CPU)
     for package, what in (("matplotlib", "picture"), ("sklearn", "peers from it")):
         if not _has(package):
-            print(f"No {what}: {package} is missing; {_extras.command('demo')}.")
+            print(f"No {what}: {package} is missing; {extras.command('demo')}.")
     picture = args.output / "fit.png"
     report = {
         "machine": machine,
@@ -104,23 +98,23 @@ def _fit(xp, on_gpu, side, path):
     """Fit every pixel to simulations; print, draw and return what came of it."""
     size = SIZES[side]
     num_pixels = side * side
-    _console.heading("A Bayesian fit against simulations: myelin water imaging")
+    console.heading("A Bayesian fit against simulations: myelin water imaging")
     print(
-        f"Each of {side} x {side} pixels has {len(_demo_fit.ECHO_TIMES)} echoes with "
-        f"noise of 1/{1 / _demo_fit.NOISE:.0f} of the first, and attends\nto "
+        f"Each of {side} x {side} pixels has {len(demo_fit.ECHO_TIMES)} echoes with "
+        f"noise of 1/{1 / demo_fit.NOISE:.0f} of the first, and attends\nto "
         f"{size.simulations:,} simulated decays: {num_pixels * size.simulations:.1e} "
         "pairs. Prior of the simulations, and of the truth:"
     )
     for name, low, high in zip(
-        _demo_fit.PARAMETERS, _demo_fit.LOW, _demo_fit.HIGH, strict=True
+        demo_fit.PARAMETERS, demo_fit.LOW, demo_fit.HIGH, strict=True
     ):
         print(f"  {name}: uniform from {low:g} to {high:g}")
     rng = np.random.default_rng(0)
-    truth = _demo_fit.phantom(rng, side)
-    clean = _demo_fit.simulate(truth)
-    measured = clean + _demo_fit.NOISE * rng.standard_normal(clean.shape)
-    simulations = _demo_fit.Simulations(
-        _demo_fit.draw_from_prior(rng, size.simulations), xp
+    truth = demo_fit.phantom(rng, side)
+    clean = demo_fit.simulate(truth)
+    measured = clean + demo_fit.NOISE * rng.standard_normal(clean.shape)
+    simulations = demo_fit.Simulations(
+        demo_fit.draw_from_prior(rng, size.simulations), xp
     )
 
     every_pixel = np.arange(num_pixels)
@@ -137,19 +131,19 @@ def _fit(xp, on_gpu, side, path):
             simulations.best_match_of_blocks,
             every_pixel,
         ),
-        "least squares, scipy curve_fit": (_demo_fit.least_squares, some),
+        "least squares, scipy curve_fit": (demo_fit.least_squares, some),
     }
     if not _has("sklearn"):
         del methods["best match, scikit-learn"]
     rows, maps = [], {}
-    for name, (method, pixels) in _console.progress(methods.items(), "fitting"):
+    for name, (method, pixels) in console.progress(methods.items(), "fitting"):
         y = measured[pixels]
-        if method == _demo_fit.least_squares:
+        if method == demo_fit.least_squares:
             run = _clocked(method, y)
         else:
             # Compilers, threads and first pages are no part of what is compared.
             method(y if on_gpu else y[:64])
-            run = _measure.run_once(functools.partial(method, y), on_gpu=on_gpu)
+            run = measure.run_once(functools.partial(method, y), on_gpu=on_gpu)
         mean, *others = run.result
         rows.append(
             {
@@ -166,8 +160,8 @@ def _fit(xp, on_gpu, side, path):
     _print_fit(rows, num_pixels)
     score_bytes = 4 * num_pixels * size.simulations
     print(
-        f"Extra memory of cupyflash: {_console.size(extra)}. The matrix of all scores "
-        f"would take {_console.size(score_bytes)}."
+        f"Extra memory of cupyflash: {console.size(extra)}. The matrix of all scores "
+        f"would take {console.size(score_bytes)}."
     )
     if _has("matplotlib"):
         _draw(path, side, truth, maps, rows)
@@ -175,14 +169,14 @@ def _fit(xp, on_gpu, side, path):
     return {
         "side": side,
         "simulations": size.simulations,
-        "echoes": len(_demo_fit.ECHO_TIMES),
-        "noise": _demo_fit.NOISE,
+        "echoes": len(demo_fit.ECHO_TIMES),
+        "noise": demo_fit.NOISE,
         "prior": {
             name: [low, high]
             for name, low, high in zip(
-                _demo_fit.PARAMETERS,
-                _demo_fit.LOW.tolist(),
-                _demo_fit.HIGH.tolist(),
+                demo_fit.PARAMETERS,
+                demo_fit.LOW.tolist(),
+                demo_fit.HIGH.tolist(),
                 strict=True,
             )
         },
@@ -196,7 +190,7 @@ def _clocked(method, *arguments):
     """A call by the clock alone: counting its memory slows a program of Python down."""
     start = time.perf_counter()
     result = method(*arguments)
-    return _measure.Run(result, time.perf_counter() - start, None)
+    return measure.Run(result, time.perf_counter() - start, None)
 
 
 def _rms(x):
@@ -206,13 +200,13 @@ def _rms(x):
 
 def _print_fit(rows, num_pixels):
     print("\nError of each over its pixels (root mean square), and what it states:")
-    _console.table(
+    console.table(
         ("method", "pixels", "time for all", "fraction", "stated", "T2 myelin, other"),
         [
             (
                 row["method"],
                 f"{row['pixels']:,}",
-                _console.seconds(row["seconds"])
+                console.seconds(row["seconds"])
                 + ("" if row["pixels"] == num_pixels else " *"),
                 f"{row['rmse'][0]:.4f}",
                 f"{row['posterior_sd'][0]:.4f}" if row["posterior_sd"] else "-",
@@ -245,7 +239,7 @@ def _draw(path, side, truth, maps, rows):
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 5, height_ratios=(1.25, 1))
     panels = [figure.add_subplot(grid[0, i]) for i in range(5)]
-    scale = {"vmin": _demo_fit.LOW[0], "vmax": _demo_fit.HIGH[0], "cmap": "viridis"}
+    scale = {"vmin": demo_fit.LOW[0], "vmax": demo_fit.HIGH[0], "cmap": "viridis"}
     drawn = panels[0].imshow(truth[:, 0].reshape(side, side), **scale)
     panels[0].set_title("truth:\nmyelin water fraction", fontsize=10)
     for axes, (name, title) in zip(panels[1:4], names.items(), strict=True):
@@ -299,20 +293,20 @@ def _draw(path, side, truth, maps, rows):
 
 def _density(xp, on_gpu, number):
     """Print and return log density and gradient beside other libraries."""
-    dimensions = _demo_density.DIMENSIONS
-    _console.heading("Exact kernel density and its gradient")
+    dimensions = demo_density.DIMENSIONS
+    console.heading("Exact kernel density and its gradient")
     print(
         f"{number:,} points in {dimensions} dimensions, float64, Gaussian kernel: "
         f"{number**2:.1e} pairs."
     )
-    data = _demo_density.sample(np.random.default_rng(1), number)
-    width = _demo_density.scott(data)
+    data = demo_density.sample(np.random.default_rng(1), number)
+    width = demo_density.scott(data)
     on_device = xp.asarray(data)
 
     warm = on_device if on_gpu else on_device[:64]
-    _demo_density.log_density(warm, on_device, width)
-    run = _measure.run_once(
-        lambda: _demo_density.log_density(on_device, on_device, width), on_gpu=on_gpu
+    demo_density.log_density(warm, on_device, width)
+    run = measure.run_once(
+        lambda: demo_density.log_density(on_device, on_device, width), on_gpu=on_gpu
     )
     log_density, gradient = map(_to_host, run.result)
     rows = [
@@ -325,15 +319,15 @@ def _density(xp, on_gpu, number):
     ]
     some = data[: _PAIRS_OF_OTHERS // number]
     others = {
-        "scikit-learn KernelDensity": _demo_density.by_scikit_learn,
-        "the same with rtol=1e-4": lambda *args: _demo_density.by_scikit_learn(
+        "scikit-learn KernelDensity": demo_density.by_scikit_learn,
+        "the same with rtol=1e-4": lambda *args: demo_density.by_scikit_learn(
             *args, rtol=1e-4
         ),
-        "scipy gaussian_kde": _demo_density.by_scipy,
+        "scipy gaussian_kde": demo_density.by_scipy,
     }
     if not _has("sklearn"):
-        others = {"scipy gaussian_kde": _demo_density.by_scipy}
-    for name, method in _console.progress(others.items(), "densities"):
+        others = {"scipy gaussian_kde": demo_density.by_scipy}
+    for name, method in console.progress(others.items(), "densities"):
         run = _clocked(method, some, data, width)
         error = run.result - log_density[: len(some)]
         rows.append(
@@ -344,13 +338,13 @@ def _density(xp, on_gpu, number):
                 "difference": float(np.abs(error).max()),
             }
         )
-    _console.table(
+    console.table(
         ("method", "points", "time for all", "log density differs by"),
         [
             (
                 row["method"],
                 f"{row['points']:,}",
-                _console.seconds(row["seconds"])
+                console.seconds(row["seconds"])
                 + ("" if row["points"] == number else " *"),
                 "-" if row["difference"] is None else f"{row['difference']:.1e}",
             )
@@ -378,7 +372,7 @@ def _slope_error(data, width, gradient, step=1e-4):
     moves = step * np.eye(data.shape[1])
     slopes = [
         np.subtract(
-            *(_demo_density.log_density(few + s * m, data, width)[0] for s in (1, -1))
+            *(demo_density.log_density(few + s * m, data, width)[0] for s in (1, -1))
         )
         / (2 * step)
         for m in moves
@@ -392,19 +386,19 @@ def _to_host(x):
 
 def _ladder(xp, on_gpu):
     """Print and return the tables of the four methods."""
-    n, d = _demo_ladder.N, _demo_ladder.HEAD_DIM
-    one_matrix = _console.size(n * n * 4)
-    _console.heading(f"Four methods: N = {n}, d = {d}, float32")
+    n, d = demo_ladder.N, demo_ladder.HEAD_DIM
+    one_matrix = console.size(n * n * 4)
+    console.heading(f"Four methods: N = {n}, d = {d}, float32")
     print(f"S and P, the scores and their softmax, are {one_matrix} each.")
     print(f"\nsoftmax over the rows of S ({n} x {n})")
-    softmax = _demo_ladder.softmax_rows(xp, on_gpu)
+    softmax = demo_ladder.softmax_rows(xp, on_gpu)
     _print_methods(softmax)
     print("attention, softmax(q k^T / sqrt(d)) v")
-    attention = _demo_ladder.attention_rows(xp, on_gpu)
+    attention = demo_ladder.attention_rows(xp, on_gpu)
     _print_methods(attention)
     print("Why naive is not enough: softmax of [x, 0] in float16, which ends at 65504")
-    overflow = _demo_ladder.overflow_rows(xp)
-    _console.table(
+    overflow = demo_ladder.overflow_rows(xp)
+    console.table(
         ("x", "naive", "tiled"),
         [(row["x"], _pair(row["naive"]), _pair(row["tiled"])) for row in overflow],
     )
@@ -424,13 +418,13 @@ def _pair(values):
 
 
 def _print_methods(rows):
-    _console.table(
+    console.table(
         ("method", "time", "extra memory", "max error against float64"),
         [
             (
                 row["method"],
-                _console.seconds(row["seconds"]),
-                _console.size(row["extra_bytes"]),
+                console.seconds(row["seconds"]),
+                console.size(row["extra_bytes"]),
                 f"{row['max_error']:.1e}",
             )
             for row in rows

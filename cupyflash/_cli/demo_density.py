@@ -11,7 +11,7 @@ and the log of its denominator is log p(x) but for known terms.
 
 import numpy as np
 
-from cupyflash._attention import attention
+from cupyflash._attention.api import attention
 
 DIMENSIONS = 6
 

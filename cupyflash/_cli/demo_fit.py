@@ -22,7 +22,7 @@ log of the denominator gives the evidence.
 import numpy as np
 import scipy.special
 
-from cupyflash._attention import attention
+from cupyflash._attention.api import attention
 
 PARAMETERS = ("myelin fraction", "T2 of myelin, ms", "T2 of other water, ms")
 

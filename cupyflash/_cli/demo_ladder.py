@@ -5,9 +5,10 @@ import warnings
 import numpy as np
 import scipy.special
 
-from cupyflash import _console, _measure, _reference
-from cupyflash._attention import attention
-from cupyflash._softmax import softmax
+from cupyflash._attention.api import attention
+from cupyflash._cli import console, measure
+from cupyflash._reference import forward as reference
+from cupyflash._softmax.api import softmax
 
 N, HEAD_DIM = 4096, 64
 METHODS = ("naive", "safe", "online", "tiled")
@@ -27,7 +28,7 @@ def inputs(xp):
 def softmax_rows(xp, on_gpu):
     """A result a method for softmax over the rows of the scores."""
     *_, scores = inputs(xp)
-    exact = _reference.softmax(scores, axis=-1)
+    exact = reference.softmax(scores, axis=-1)
     calls = {m: _bind(softmax, scores, axis=-1, method=m) for m in METHODS}
     calls["SciPy" if xp is np else "CuPy"] = _bind(
         _library_softmax(xp), scores, axis=-1
@@ -38,7 +39,7 @@ def softmax_rows(xp, on_gpu):
 def attention_rows(xp, on_gpu):
     """A result a method for attention of one head."""
     q, k, v, _ = inputs(xp)
-    exact = _reference.attention(q, k, v)
+    exact = reference.attention(q, k, v)
     calls = {m: _bind(attention, q, k, v, method=m) for m in METHODS}
     plain = _library_softmax(xp)
 
@@ -58,7 +59,7 @@ def overflow_rows(xp):
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore", RuntimeWarning)
             naive, tiled = (
-                _reference.to_host(softmax(row, method=m)).tolist()
+                reference.to_host(softmax(row, method=m)).tolist()
                 for m in ("naive", "tiled")
             )
         rows.append({"x": x, "naive": naive, "tiled": tiled})
@@ -80,16 +81,16 @@ def _library_softmax(xp):
 def _measure_all(calls, exact, on_gpu, relative_to_each):
     """Error, extra memory and time of each call, as rows of plain numbers."""
     rows = {}
-    for name, call in _console.progress(calls.items(), "measuring", len(calls)):
-        error = np.abs(_reference.to_host(call()) - exact)
+    for name, call in console.progress(calls.items(), "measuring", len(calls)):
+        error = np.abs(reference.to_host(call()) - exact)
         error = error / (exact if relative_to_each else np.abs(exact).max())
-        memory = _measure.peak_memory(call, on_gpu=on_gpu)
+        memory = measure.peak_memory(call, on_gpu=on_gpu)
         rows[name] = {
             "method": name,
             "extra_bytes": memory,
             "max_error": float(error.max()),
         }
-    timings = _measure.interleaved(calls, on_gpu=on_gpu, turns=3)
+    timings = measure.interleaved(calls, on_gpu=on_gpu, turns=3)
     for name, timing in timings.items():
         rows[name]["seconds"] = timing.seconds
     return list(rows.values())

@@ -6,8 +6,10 @@ import platform
 import sys
 
 import cupyflash
-from cupyflash import _console, _extras, _source, _threads
-from cupyflash._kernels import MIN_CC
+from cupyflash._cli import console
+from cupyflash._core import extras, threads
+from cupyflash._cuda import source
+from cupyflash._cuda.device import MIN_CC
 
 EXAMPLES = """
 examples:
@@ -23,22 +25,22 @@ def add_arguments(parser):
 
 def run(args):
     """Print the facts; always 0."""
-    _console.heading(f"cupyflash {cupyflash.__version__}")
-    _console.table(("what", "found"), list(_host()))
-    _console.heading("GPU")
-    _console.table(("what", "found"), list(_gpu()))
+    console.heading(f"cupyflash {cupyflash.__version__}")
+    console.table(("what", "found"), list(_host()))
+    console.heading("GPU")
+    console.table(("what", "found"), list(_gpu()))
     return 0
 
 
 def _host():
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
-    yield "cores", _threads.num_cores()
+    yield "cores", threads.num_cores()
     yield "numpy, scipy", f"{_version('numpy')}, {_version('scipy')}"
     for name in _OPTIONAL[1:]:
         yield name, _version(name) or "not installed"
-    num_kernels = len(list(_source.CUDA_SRC.rglob("*.cu")))
-    yield "CUDA sources", f"{_source.CUDA_SRC} ({num_kernels} kernel files)"
+    num_kernels = len(list(source.CUDA_SRC.rglob("*.cu")))
+    yield "CUDA sources", f"{source.CUDA_SRC} ({num_kernels} kernel files)"
     yield "NumPy back end", "ready"
 
 
@@ -54,7 +56,7 @@ def _gpu():
         import cupy
     except Exception as error:  # absent, or its libraries do not load
         yield "CuPy", f"not usable: {_first_line(error)}"
-        yield "CuPy back end", f"needs CuPy: {_extras.CUDA}"
+        yield "CuPy back end", f"needs CuPy: {extras.CUDA}"
         return
     yield "CuPy", cupy.__version__
     yield "NVRTC", _ask(lambda: "{}.{}".format(*cupy.cuda.nvrtc.getVersion()))
@@ -87,7 +89,7 @@ def _device(cupy, device_id):
     text = (
         f"{facts['name'].decode()}, sm_{cc[0]}{cc[1]}, "
         f"{facts['multiProcessorCount']} SMs, "
-        f"{_console.size(facts['totalGlobalMem'])}"
+        f"{console.size(facts['totalGlobalMem'])}"
     )
     if cc < MIN_CC:
         return f"{text}; too old, sm_{MIN_CC[0]}{MIN_CC[1]} is the oldest", False

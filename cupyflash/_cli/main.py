@@ -6,23 +6,20 @@ import sys
 from collections.abc import Sequence
 
 import cupyflash
-from cupyflash import (
-    _cli_bench,
-    _cli_check,
-    _cli_compile,
-    _cli_info,
-    _console,
-    _demo,
-)
+from cupyflash._cli import bench as bench_command
+from cupyflash._cli import check as check_command
+from cupyflash._cli import compile as compile_command
+from cupyflash._cli import console, demo
+from cupyflash._cli import info as info_command
 
 # Name -> its module, with add_arguments(parser), run(args) -> exit code and EXAMPLES,
 # and one line of help. The modules import what is heavy only when they run.
 COMMANDS = {
-    "info": (_cli_info, "versions, devices, and which back ends can be used"),
-    "demo": (_demo, "fit simulations, estimate a density, compare the four methods"),
-    "bench": (_cli_bench, "time softmax and attention on this machine"),
-    "compile": (_cli_compile, "compile the kernels for any GPU, on any machine"),
-    "check": (_cli_check, "compare the numerics of this machine with float64"),
+    "info": (info_command, "versions, devices, and which back ends can be used"),
+    "demo": (demo, "fit simulations, estimate a density, compare the four methods"),
+    "bench": (bench_command, "time softmax and attention on this machine"),
+    "compile": (compile_command, "compile the kernels for any GPU, on any machine"),
+    "check": (check_command, "compare the numerics of this machine with float64"),
 }
 
 _EXAMPLES = """
@@ -72,5 +69,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:  # a folder that is none, a disk that is full
-        _console.complain(f"python -m cupyflash: {error}")
+        console.complain(f"python -m cupyflash: {error}")
         return 2

@@ -21,7 +21,8 @@ import numpy as np
 import scipy
 
 import cupyflash
-from cupyflash import _source, _threads
+from cupyflash._core import threads
+from cupyflash._cuda import source
 
 # One turn of a candidate on the GPU: enough to average, too short to heat the card.
 _TURN_SECONDS = 0.012
@@ -68,7 +69,7 @@ def machine(on_gpu: bool) -> dict[str, Any]:
         "numpy": np.__version__,
         "scipy": scipy.__version__,
         "processor": _processor(),
-        "cores": _threads.num_cores(),
+        "cores": threads.num_cores(),
     }
     return facts | (_gpu_facts() if on_gpu else {})
 
@@ -94,7 +95,7 @@ def _commit():
     """
     if said := os.environ.get("CUPYFLASH_COMMIT"):
         return said
-    root = _source.CUDA_SRC.parent
+    root = source.CUDA_SRC.parent
     if Path(_git(root, "rev-parse", "--show-toplevel")) != root.resolve():
         return ""
     changed = _git(root, "status", "--porcelain", "--", "cupyflash", "cuda_src")

@@ -10,9 +10,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from cupyflash import _extras, _source
-from cupyflash._compile_jobs import Job
-from cupyflash._kernels import Device, device_of_arch
+from cupyflash._cli.compile_jobs import Job
+from cupyflash._core import extras
+from cupyflash._cuda import source
+from cupyflash._cuda.device import Device, device_of_arch
 
 # What CuPy adds. Without the first, generic lambdas are host functions to NVRTC 13.0.
 _OF_CUPY = ("--device-as-default-execution-space", "-ftz=true")
@@ -73,7 +74,7 @@ def unusable() -> str:
     except Exception as error:
         return (
             f"NVRTC cannot be used ({str(error).strip().splitlines()[0]}); "
-            f"{_extras.command('nvrtc')} brings it"
+            f"{extras.command('nvrtc')} brings it"
         )
     return ""
 
@@ -107,7 +108,7 @@ class Finding:
 def find(job: Job) -> tuple[Finding, float]:
     """Compile a kernel; what the compiler says of it, and the seconds that it took."""
     start = time.perf_counter()
-    text = _source.load(job.variant.source)
+    text = source.load(job.variant.source)
     error, log, _ = compile_text(text, job.variant.source, options_of(job))
     elapsed = time.perf_counter() - start
     return finding_in(log, job.variant.entry, error), elapsed

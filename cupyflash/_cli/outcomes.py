@@ -1,8 +1,8 @@
 """What the compiler said of kernels, kept in a file by the digest of their text.
 
-`make compile` keeps tests/compiled.tsv, so that a clean clone compiles only what has
-changed. It has a line a kernel, in the order of the digests: what two branches add lies
-apart, and .gitattributes lets git keep the lines of both.
+`make compile` keeps tests/record/compiled.tsv, so that a clean clone compiles only what
+has changed. It has a line a kernel, in the order of the digests: what two branches add
+lies apart, and .gitattributes lets git keep the lines of both.
 """
 
 import functools
@@ -12,9 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupyflash import _nvrtc, _source
-from cupyflash._compile_jobs import Job
-from cupyflash._nvrtc import Finding
+from cupyflash._cli import nvrtc as _nvrtc
+from cupyflash._cli.compile_jobs import Job
+from cupyflash._cli.nvrtc import Finding
+from cupyflash._cuda import source
 
 _HEAD = """\
 # What NVRTC said of each kernel that `make compile` compiles; it writes this file.
@@ -87,7 +88,7 @@ def _hash_of_bodies(text):
 
 def digest_of(job: Job) -> str:
     """A hash of all that a finding depends on beside the compiler."""
-    text = _source.load(job.variant.source)
+    text = source.load(job.variant.source)
     facts = _hash_of_bodies(text), job.variant.entry, _nvrtc.options_of(job)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _extras
+from cupyflash._core import extras
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("auto", "naive", "safe", "online", "tiled")
@@ -64,7 +64,7 @@ def import_cupy() -> Any:
     except ImportError as error:
         raise ImportError(
             f"an array in CUDA memory takes CuPy, which cannot be imported: "
-            f"{error}; {_extras.CUDA} brings it"
+            f"{error}; {extras.CUDA} brings it"
         ) from error
     return cupy
 
@@ -245,7 +245,7 @@ def to_dtype(name: str) -> np.dtype:
             import ml_dtypes
         except ImportError:
             raise TypeError(
-                f"bfloat16 needs the package ml_dtypes: {_extras.command('bf16')}"
+                f"bfloat16 needs the package ml_dtypes: {extras.command('bf16')}"
             ) from None
         return np.dtype(ml_dtypes.bfloat16)
     return np.dtype(name)

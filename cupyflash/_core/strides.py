@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cupyflash import _arrays
+from cupyflash._core import arrays
 
 
 def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
@@ -12,7 +12,7 @@ def normalize_axes(axis, ndim: int) -> tuple[int, ...]:
     if axis is None:
         return tuple(range(ndim))
     given = axis if isinstance(axis, (tuple, list)) else (axis,)
-    axes = [_arrays.index("axis", a, "None, an int or a tuple of ints") for a in given]
+    axes = [arrays.index("axis", a, "None, an int or a tuple of ints") for a in given]
     if ndim == 0 and axes in ([0], [-1]):
         return ()  # as NumPy's reductions of a scalar, and SciPy's, have it
     # The same errors, in the same words, as NumPy's own functions.
@@ -30,7 +30,7 @@ def element_strides(x) -> tuple[int, ...]:
     steps = zip(x.shape, x.strides, strict=True)
     if any(n > 1 and s % x.itemsize for n, s in steps):
         raise ValueError(
-            f"an array of {_arrays.dtype_name(x)} has strides of {x.strides} bytes, "
+            f"an array of {arrays.dtype_name(x)} has strides of {x.strides} bytes, "
             f"which are no multiples of {x.itemsize} (a field of a structured array?); "
             "give a contiguous copy"
         )

@@ -8,8 +8,9 @@ import warnings
 
 import cupy
 
-from cupyflash import _extras, _graphs, _source
-from cupyflash._kernels import Variant
+from cupyflash._core import extras
+from cupyflash._cuda import graphs, source
+from cupyflash._cuda.kernel import Variant
 
 _lock = threading.Lock()
 
@@ -27,12 +28,12 @@ def get_kernel(variant: Variant, device_id: int):
 
 @functools.cache
 def _load(variant, device_id):
-    if _graphs.is_capturing():
+    if graphs.is_capturing():
         raise RuntimeError(
             f"{variant.source} is not compiled yet, and cannot be while a CUDA graph "
             "is captured: make the same call once before the capture, as a warm-up"
         )
-    module = cupy.RawModule(code=_source.load(variant.source), options=variant.options)
+    module = cupy.RawModule(code=source.load(variant.source), options=variant.options)
     kernel = _build(module, variant)
     if variant.smem:  # which has to be asked for from 48 KiB on, static memory included
         kernel.max_dynamic_shared_size_bytes = variant.smem
@@ -93,9 +94,9 @@ def _explain(error, variant):
     text = str(error)
     lower = text.lower()
     if "cannot open source file" in lower or "could not open source file" in lower:
-        hint = f"CUDA headers are missing: {_extras.CUDA} brings them"
+        hint = f"CUDA headers are missing: {extras.CUDA} brings them"
     elif "nvrtc" in lower and ("libnvrtc" in lower or "not found" in lower):
-        hint = f"NVRTC is missing: {_extras.CUDA} brings it"
+        hint = f"NVRTC is missing: {extras.CUDA} brings it"
     elif "unsupported_ptx" in lower or "no_binary" in lower:
         hint = (
             "the NVIDIA driver is older than the CUDA toolkit of this CuPy: update the "

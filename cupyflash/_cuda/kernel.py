@@ -1,50 +1,10 @@
-"""What a kernel table is made of: facts of a device, tiles, and the choice of a row."""
+"""What a kernel table is made of: variants, launches, the choice of a row."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-
-@dataclass(frozen=True)
-class Device:
-    """What a choice of kernel may depend on."""
-
-    name: str
-    cc: tuple[int, int]  # compute capability
-    num_sms: int
-    smem_optin: int  # bytes of shared memory that one block may ask for
-    nvrtc: tuple[int, int]  # version of the run-time compiler
-    l2_bytes: int = 0
-
-    @property
-    def arch(self) -> str:
-        return f"sm_{self.cc[0]}{self.cc[1]}"
-
-
-# Shared memory that one block may ask for, by compute capability
-# (CUDA programming guide, table "technical specifications per compute capability").
-SMEM_OPTIN = {
-    (7, 5): 65536,
-    (8, 0): 166912,
-    (8, 6): 101376,
-    (8, 7): 166912,
-    (8, 9): 101376,
-    (9, 0): 232448,
-    (10, 0): 232448,
-    (10, 3): 232448,
-    (11, 0): 232448,
-    (12, 0): 101376,
-    (12, 1): 101376,
-}
-
-MIN_CC = (7, 5)  # Turing: the oldest that CUDA 13 compiles for
-
-
-def device_of_arch(arch: str) -> Device:
-    """A made-up device of `arch`, such as "sm_90a", to choose and compile for."""
-    digits = arch.removeprefix("sm_").rstrip("af")
-    cc = int(digits[:-1]), int(digits[-1])
-    return Device(arch, cc, 132, SMEM_OPTIN.get(cc, 101376), (13, 0), 50 << 20)
+from cupyflash._cuda.device import Device
 
 
 @dataclass(frozen=True)
@@ -86,30 +46,9 @@ class Row(Protocol):
     def name(self) -> str: ...
 
     @property
-    def rungs(self) -> tuple[str, ...]: ...
+    def methods(self) -> tuple[str, ...]: ...
 
-    def refusal(self, problem: Any, device: Device) -> str | None: ...
-
-
-# The C++ type of an array element, by dtype name; half_t and bfloat16_t are ours
-# (cuda_src/common/types.cuh).
-CUDA_TYPES = {
-    "float16": "half_t",
-    "bfloat16": "bfloat16_t",
-    "float32": "float",
-    "float64": "double",
-    "bool": "bool",
-    "int8": "signed char",
-    "int16": "short",
-    "int32": "int",
-    "int64": "long long",
-    "uint8": "unsigned char",
-    "uint16": "unsigned short",
-    "uint32": "unsigned int",
-    "uint64": "unsigned long long",
-}
-
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+    def unsupported_reason(self, problem: Any, device: Device) -> str | None: ...
 
 
 def refuse_old_device(dtype: str, device: Device) -> str | None:
@@ -135,9 +74,9 @@ def select(
     for row in rows:
         if name is not None and row.name != name:
             continue
-        if name is None and problem.method not in row.rungs:
+        if name is None and problem.method not in row.methods:
             continue
-        reason = row.refusal(problem, device)
+        reason = row.unsupported_reason(problem, device)
         if reason is None:
             return row, tuple(refused)
         refused.append((row.name, reason))

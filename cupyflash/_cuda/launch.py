@@ -1,4 +1,4 @@
-"""What both operations share on the GPU: device facts, plans, launches."""
+"""Launches: a compiled kernel, its grid, and its arguments as the driver wants them."""
 
 import ctypes
 import functools
@@ -8,49 +8,12 @@ from typing import Any
 import cupy
 import numpy as np
 
-from cupyflash import _arrays, _compile, _extras
-from cupyflash._kernels import MIN_CC, Device
+from cupyflash._core import arrays
+from cupyflash._cuda import compiler
 
 # Absent pointers of a kernel's parameter list. Of all forms of 0, CuPy passes this one
 # fastest.
 NULL = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(0, 0, None, 0), 0)
-
-# Plans are small; a stream of ever new shapes must not keep them for ever.
-MAX_PLANS = 4096
-
-current_device = cupy.cuda.runtime.getDevice
-
-
-@functools.cache
-def device(device_id: int) -> Device:
-    """Facts of a device; RuntimeError for a card that the kernels cannot run on."""
-    properties = cupy.cuda.runtime.getDeviceProperties(device_id)
-    cc = properties["major"], properties["minor"]
-    name = properties["name"].decode()
-    if cc < MIN_CC:
-        raise RuntimeError(
-            f"device {device_id} ({name}) has compute capability {cc[0]}.{cc[1]}; "
-            f"cupyflash needs {MIN_CC[0]}.{MIN_CC[1]} (Turing) or newer. Move the "
-            "arrays to the CPU with cupy.asnumpy(...)"
-        )
-    return Device(
-        name=name,
-        cc=cc,
-        num_sms=properties["multiProcessorCount"],
-        smem_optin=properties["sharedMemPerBlockOptin"],
-        nvrtc=_nvrtc_version(),
-        l2_bytes=properties["l2CacheSize"],
-    )
-
-
-def _nvrtc_version():
-    try:
-        return cupy.cuda.nvrtc.getVersion()
-    except (ImportError, RuntimeError, AttributeError) as error:
-        raise RuntimeError(
-            "NVRTC, CUDA's run-time compiler, cannot be loaded "
-            f"({str(error).splitlines()[0]}); {_extras.CUDA} brings it"
-        ) from None
 
 
 _current_stream = cupy.cuda.get_current_stream
@@ -183,7 +146,7 @@ class Launch:
         self._lists.append(arguments)
 
     def _load(self):
-        self._kernel = _compile.get_kernel(self.variant, self.device_id)
+        self._kernel = compiler.get_kernel(self.variant, self.device_id)
         return self._kernel
 
     def _prepare(self):
@@ -238,43 +201,6 @@ class _ArgumentList:
         )
 
 
-class PlanCache:
-    """Plans by what they depend on: shapes, strides, dtypes and options."""
-
-    def __init__(self):
-        self._plans: dict[Any, Any] = {}
-        self.get = self._plans.get  # the dictionary's own: each call begins with it
-
-    def put(self, key, plan):
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
-
-
 def empty(shape, dtype: str):
     """Uninitialised memory from CuPy's current allocator, on the current device."""
-    return cupy.empty(shape, _arrays.to_dtype(dtype))
-
-
-# CuPy's own wrapper of such an argument, which it would otherwise make at each launch;
-# NumPy lists the fields of a struct for it, which takes up to 40 us.
-_by_value = getattr(
-    cupy.cuda.function, "CNumpyArray", lambda x: x.view(f"V{x.dtype.itemsize}")
-)
-
-
-def pack(fields: dict[str, Any], dtype: np.dtype):
-    """A struct of kernel parameters as one argument of a call, passed by value."""
-    return _by_value(_record(fields, dtype))
-
-
-def pack_bytes(fields: dict[str, Any], dtype: np.dtype) -> bytes:
-    """A struct of kernel parameters as one argument of `Launch.enqueue`."""
-    return _record(fields, dtype).tobytes()
-
-
-def _record(fields, dtype):
-    record = np.zeros(1, dtype)
-    for name, value in fields.items():
-        record[name] = value
-    return record
+    return cupy.empty(shape, arrays.to_dtype(dtype))

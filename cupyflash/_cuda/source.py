@@ -4,12 +4,12 @@ import functools
 import re
 from pathlib import Path
 
-_HERE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 
-# In a wheel the sources lie beside this file; in a checkout, one folder up.
+# In a wheel the sources lie in the package; in a checkout, beside it.
 CUDA_SRC = next(
-    (p for p in (_HERE / "cuda_src", _HERE.parent / "cuda_src") if p.is_dir()),
-    _HERE / "cuda_src",
+    (p for p in (_PACKAGE / "cuda_src", _PACKAGE.parent / "cuda_src") if p.is_dir()),
+    _PACKAGE / "cuda_src",
 )
 
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)

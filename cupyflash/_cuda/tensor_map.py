@@ -1,4 +1,4 @@
-"""Tensor maps: how Hopper's copy engine (TMA) finds a tile of q, k or v.
+"""Tensor maps: how TMA finds a tile of q, k or v.
 
 A map holds a pointer, the sizes and strides of up to five axes, and the box that one
 instruction brings. CuPy has no call for it, so the driver's own is used.
@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     strides: tuple[int, int, int, int]
 
 
-def refusal(
+def unsupported_reason(
     ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = ITEMSIZE
 ) -> str | None:
     """Why a map cannot hold (.., heads, rows, columns), strides in bytes; or None."""

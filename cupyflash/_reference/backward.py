@@ -1,4 +1,4 @@
-"""What the gradients of attention are measured against; see _reference.py.
+"""What the gradients of attention are measured against; see _reference/forward.py.
 
 `attention_vjp` takes the arguments of the public function but makes out and lse itself,
 all scores in memory, in a wider type; `plain_attention_vjp` is the same unfused in the
@@ -7,27 +7,26 @@ dtype of the input.
 
 import numpy as np
 
-from cupyflash import _arrays, _reference
-from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._core import arrays
+from cupyflash._reference import forward as reference
 
 
 def attention_vjp(dout, q, k, v, **options):
     """Float64 gradients; those of bias and sinks wherever these are given."""
     for name, value in options.items():
-        if isinstance(value, (list, np.ndarray)) or _arrays.is_cupy(value):
-            options[name] = _reference.to_host(value)
-    exact = _reference._wider(q)
-    dout, q, k, v = (_reference.to_host(x).astype(exact) for x in (dout, q, k, v))
+        if isinstance(value, (list, np.ndarray)) or arrays.is_cupy(value):
+            options[name] = reference.to_host(value)
+    exact = reference._wider(q)
+    dout, q, k, v = (reference.to_host(x).astype(exact) for x in (dout, q, k, v))
     grads = _gradients(np, dout, q, k, v, exact, exact, **options)
-    return AttentionGrads(
-        *(None if x is None else _reference._narrow(x) for x in grads)
-    )
+    return AttentionGrads(*(None if x is None else reference._narrow(x) for x in grads))
 
 
 def plain_attention_vjp(dout, q, k, v, **options):
     """Gradients by matmul and softmax, each step rounded to the dtype of `q`."""
-    work, _ = _reference._rounding(q.dtype)
-    xp = _reference._namespace(q)
+    work, _ = reference._rounding(q.dtype)
+    xp = reference._namespace(q)
     return _gradients(xp, dout, q, k, v, q.dtype, work, **options)
 
 
@@ -38,8 +37,8 @@ def _gradients(xp, dout, q, k, v, dtype, work, *, layout="bhsd", dlse=None, **op
         return x.astype(dtype, copy=False).astype(work, copy=False)
 
     shapes = (q.shape, k.shape, v.shape)
-    w = _reference._weights(xp, q, k, v, dtype, work, layout=layout, **options)
-    dout = _reference._heads_first(dout, layout).astype(work, copy=False)
+    w = reference._weights(xp, q, k, v, dtype, work, layout=layout, **options)
+    dout = reference._heads_first(dout, layout).astype(work, copy=False)
     rows_without = w.blind if w.padded is None else w.blind | w.padded
     dout = xp.where(rows_without[..., None], 0, dout)
     with np.errstate(all="ignore"):

@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash._kernels import Device, Variant
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
-_SOURCE = "softmax/exponentials.cu"
+_SOURCE = "check/exponentials.cu"
 _NUM_THREADS = 256  # kNumThreads of the source
 _NUM_BLOCKS = 4096
 
@@ -56,11 +57,12 @@ def measure() -> list[Finding]:
 def _of_all_floats(function, allowed):
     import cupy
 
-    from cupyflash import _gpu
+    from cupyflash._cuda import launch as _launch
+    from cupyflash._cuda import runtime
 
     worst = cupy.zeros(2, np.uint64)
-    launch = _gpu.Launch(
-        _variant(function), (_NUM_BLOCKS,), (_NUM_THREADS,), _gpu.current_device()
+    launch = _launch.Launch(
+        _variant(function), (_NUM_BLOCKS,), (_NUM_THREADS,), runtime.current_device()
     )
     launch(worst)
     for word, arguments in zip(worst.get(), _RANGES, strict=True):
@@ -72,15 +74,16 @@ def _of_doubles(function, allowed):
     """Against the long double of the host, where that is wider than a double."""
     import cupy
 
-    from cupyflash import _gpu
+    from cupyflash._cuda import launch as _launch
+    from cupyflash._cuda import runtime
 
     x = doubles(_SAMPLE)
     device_x, device_y = cupy.asarray(x), cupy.empty(x.shape)
-    launch = _gpu.Launch(
+    launch = _launch.Launch(
         _variant(function, "exponentials_of_doubles"),
         (-(-x.size // _NUM_THREADS),),
         (_NUM_THREADS,),
-        _gpu.current_device(),
+        runtime.current_device(),
     )
     launch(device_x, device_y, x.size)
     ulps = ulps_of_doubles(x, device_y.get())

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import scipy.special
 
-from cupyflash import _arrays
+from cupyflash._core import arrays
 
 
 def to_host(x: Any) -> Any:
@@ -26,10 +26,10 @@ def to_host(x: Any) -> Any:
         return None
     if isinstance(x, (list, tuple)):
         return np.stack([to_host(part) for part in x]) if len(x) else np.asarray(x)
-    x = _arrays.adopt(x)
-    if _arrays.is_cupy(x):
+    x = arrays.adopt(x)
+    if arrays.is_cupy(x):
         x = _bfloat16_to_host(x) if x.dtype.name == "bfloat16" else x.get()
-    if x.dtype.name in _arrays.FLOATS:
+    if x.dtype.name in arrays.FLOATS:
         return x.astype(np.float64)
     return x.astype(np.complex128) if x.dtype.kind == "c" else x
 
@@ -162,7 +162,7 @@ def _operands_of_vjp(y, dy):
 def attention(q, k, v, **options):
     """Float64 `out`, or `(out, lse)` with ``return_lse=True``."""
     for name, value in options.items():
-        if isinstance(value, (list, np.ndarray)) or _arrays.is_cupy(value):
+        if isinstance(value, (list, np.ndarray)) or arrays.is_cupy(value):
             options[name] = to_host(value) if name != "out" else None
     exact = _wider(q)
     q, k, v = (to_host(x).astype(exact) for x in (q, k, v))
@@ -353,7 +353,7 @@ def merge_attention_states(outs, lses, *, axis=0, **_ignored):
 
 
 def _namespace(x):
-    return sys.modules["cupy"] if _arrays.is_cupy(x) else np
+    return sys.modules["cupy"] if arrays.is_cupy(x) else np
 
 
 def _rounding(dtype):

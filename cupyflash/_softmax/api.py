@@ -5,24 +5,25 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from cupyflash import _arrays, _foreign_names, _softmax_problem
-from cupyflash._typing import Array, Axis, Method, Never
+from cupyflash._core import arrays, foreign_names
+from cupyflash._core.typing import Array, Axis, Method, Never
+from cupyflash._softmax import problem as softmax_problem
 
 
 @functools.cache
 def _gpu():
     """The CuPy back end, imported when the first GPU array arrives."""
-    from cupyflash import _softmax_gpu
+    from cupyflash._softmax.gpu import dispatch as softmax_gpu
 
-    return _softmax_gpu
+    return softmax_gpu
 
 
 @functools.cache
 def _cpu():
     """The NumPy back end."""
-    from cupyflash import _softmax_cpu
+    from cupyflash._softmax.cpu import softmax as softmax_cpu
 
-    return _softmax_cpu
+    return softmax_cpu
 
 
 def backend(problem):
@@ -32,15 +33,15 @@ def backend(problem):
 
 def _run(check, x, *rest):
     """A call whose first array is not CuPy's: NumPy's, or another library's."""
-    if _arrays.lives_on_gpu(x):
-        _arrays.import_cupy()
+    if arrays.lives_on_gpu(x):
+        arrays.import_cupy()
         return _gpu().unplanned(check, x, *rest)
     return _cpu().run(*check(x, *rest))
 
 
 # The checks of each function, made once: calls on small arrays are known by them.
 _check_softmax, _check_log_softmax = (
-    functools.partial(_softmax_problem.softmax, name)
+    functools.partial(softmax_problem.softmax, name)
     for name in ("softmax", "log_softmax")
 )
 
@@ -67,7 +68,7 @@ _SMALL = 8 * 1024
 _AXIS, _SCALE = (int, type(None)), (float, int)
 
 
-@_foreign_names.documented
+@foreign_names.documented
 def softmax(
     x: Array,
     axis: Axis = None,
@@ -101,7 +102,7 @@ def softmax(
         Where the result goes, of the shape of `x`; may be `x` itself, and may have any
         strides, but may not overlap `x` in another way.
     method : {"auto", "naive", "safe", "online", "tiled"}, default "auto"
-        Rung of the ladder. "naive" is the textbook formula in the dtype of `x` with no
+        The method. "naive" is the textbook formula in the dtype of `x` with no
         maximum subtracted: it overflows in float16 from 11.09, in float32 from 88.7.
         "safe" sweeps memory three times, "online" twice, "tiled" once.
 
@@ -150,14 +151,14 @@ def softmax(
            [0. , 1. ]])
     """
     if unknown:
-        _foreign_names.refuse("softmax", unknown)
-    if _arrays.is_cupy(x):
+        foreign_names.refuse("softmax", unknown)
+    if arrays.is_cupy(x):
         return _gpu().softmax("softmax", x, axis, where, scale, dtype, out, method)
     check = _check_softmax
     return _run_family(check, x, axis, where, scale, dtype, out, method)
 
 
-@_foreign_names.documented
+@foreign_names.documented
 def log_softmax(
     x: Array,
     axis: Axis = None,
@@ -204,8 +205,8 @@ def log_softmax(
     array([    0., -1000.])
     """
     if unknown:
-        _foreign_names.refuse("log_softmax", unknown)
-    if _arrays.is_cupy(x):
+        foreign_names.refuse("log_softmax", unknown)
+    if arrays.is_cupy(x):
         return _gpu().softmax("log_softmax", x, axis, where, scale, dtype, out, method)
     check = _check_log_softmax
     return _run_family(check, x, axis, where, scale, dtype, out, method)
@@ -244,7 +245,7 @@ def logsumexp(
     where: Array | None = None,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]: ...
-@_foreign_names.documented
+@foreign_names.documented
 def logsumexp(
     a: Array,
     axis: Axis = None,
@@ -306,10 +307,10 @@ def logsumexp(
     1000.6931471805599
     """
     if unknown:
-        _foreign_names.refuse("logsumexp", unknown)
-    if _arrays.is_cupy(a):
+        foreign_names.refuse("logsumexp", unknown)
+    if arrays.is_cupy(a):
         return _gpu().logsumexp(a, axis, b, keepdims, return_sign, where, out)
-    check = _softmax_problem.logsumexp
+    check = softmax_problem.logsumexp
     if (
         type(a) is np.ndarray
         and 0 < a.size <= _SMALL
@@ -420,7 +421,7 @@ def log_softmax_vjp(
 
 
 def _vjp(function, y, dy, axis, scale, out):
-    if _arrays.is_cupy(y):
+    if arrays.is_cupy(y):
         return _gpu().vjp(function, y, dy, axis, scale, out)
-    check = functools.partial(_softmax_problem.vjp, function)
+    check = functools.partial(softmax_problem.vjp, function)
     return _run(check, y, dy, axis, scale, out)

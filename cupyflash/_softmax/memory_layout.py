@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from cupyflash import _layout
+from cupyflash._core import strides as _strides
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _collapsed(shape, axes, strides):
     of the first operand: what lies together in memory becomes one axis.
     """
     axes = sorted(axes, key=lambda axis: [-abs(s[axis]) for s in strides.values()])
-    size, collapsed = _layout.collapse(
+    size, collapsed = _strides.collapse(
         [shape[axis] for axis in axes],
         [[s[axis] for axis in axes] for s in strides.values()],
     )

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyflash import _arrays, _layout
-from cupyflash._softmax_layout import Layout
+from cupyflash._core import arrays as _arrays
+from cupyflash._core import strides
+from cupyflash._softmax.memory_layout import Layout
 
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp", "softmax_vjp", "log_softmax_vjp")
 
@@ -146,7 +147,7 @@ def softmax(
     xp, a = _arrays.adopt_all(x=x, where=where, out=out)
     x, where, out = a["x"], a["where"], a["out"]
     _check_numeric("x", x)
-    axes = _layout.normalize_axes(axis, x.ndim)
+    axes = strides.normalize_axes(axis, x.ndim)
     scale = _arrays.finite_number("scale", scale)
     where = _check_where(where, x.shape)
     _arrays.check_method(method)
@@ -214,7 +215,7 @@ def logsumexp(
             ) from None
         b = _arrays.broadcast_view("b", b, shape)
         x = _arrays.broadcast_view("a", x, shape)
-    axes = _layout.normalize_axes(axis, len(shape))
+    axes = strides.normalize_axes(axis, len(shape))
     where = _check_where(where, shape)
     for name, flag in (("keepdims", keepdims), ("return_sign", return_sign)):
         _arrays.check_bool(name, flag)
@@ -250,7 +251,7 @@ def vjp(function, y, dy, axis, scale, out) -> tuple[SoftmaxProblem, SoftmaxOpera
         _check_numeric(name, x)
         if x.dtype.kind == "c":
             raise TypeError(f"{name} must be real, got {_arrays.dtype_name(x)}")
-    axes = _layout.normalize_axes(axis, y.ndim)
+    axes = strides.normalize_axes(axis, y.ndim)
     scale = _arrays.finite_number("scale", scale)
     dy = _arrays.broadcast_view("dy", dy, y.shape)
     result = _natural_dtype(y, dy)

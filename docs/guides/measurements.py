@@ -16,7 +16,7 @@ or the whole tables, in a clone, with ``python benchmarks/bench_attention.py`` a
 ``python benchmarks/bench_softmax.py``. Each result is checked before it is timed; times
 are medians of several turns. How time is taken is told in a
 `design note
-<https://github.com/cupyflash/cupyflash/blob/main/docs/design/0003-timing.md>`__.
+<https://github.com/cupyflash/cupyflash/blob/main/docs/design/decisions/timing.md>`__.
 """
 
 import json

@@ -4,7 +4,8 @@ What is tested, and how
 
 A kernel library is worth what survives its users. This page says what was tried, on
 which card, for how long, and what it found; the figures are read from
-``tests/gpu_record.json``, which the tests themselves write, when this page is built.
+``tests/record/gpu_record.json``, which the tests themselves write, when this page is
+built.
 
 .. code-block:: console
 
@@ -25,7 +26,7 @@ problems and the kernels that were met are of these sources, and nothing failed.
 What is compared with what
 --------------------------
 
-* **The exact result** comes from ``tests/oracle.py``: the formulas in extended
+* **The exact result** comes from ``tests/support/oracle.py``: the formulas in extended
   precision on the host (in float64 where results are float32 or narrower), which share
   no code with the package and are themselves compared with mpmath.
 * **The bound** is the promise of :doc:`/guides/precision`, and what the rounding of
@@ -100,8 +101,8 @@ figures("gpu/test_rows.py", "test_softmax.py", "test_tiers.py", "test_attention.
 # kernels are compiled on all cores first; then the problems run in processes side by
 # side, so that one that ends its process, or hangs, is one bad problem. Every seed has
 # other structures; by default it is the time. A failure begins with the line that runs
-# its problem again, such as ``python tests/fuzz.py attention 1234 --sizes 2 --budget 20
-# --xp cupy``. ``make test`` draws other problems each day, on NumPy.
+# its problem again, such as ``python tests/support/fuzz.py attention 1234 --sizes 2
+# --budget 20 --xp cupy``. ``make test`` draws other problems each day, on NumPy.
 
 figures("gpu/test_random.py", "test_fuzz.py")
 if fuzz := record.get("fuzz"):
@@ -123,7 +124,8 @@ if fuzz := record.get("fuzz"):
 # lists for the rows by tensor cores, forward and backward, and for what copies, sums
 # and merges beside them. ``tests/gpu/test_variants.py`` plans calls of a few sizes for
 # each sample that the list is made of, with each row forced, and runs those that launch
-# what no call before them did. ``python tests/gpu_record.py --unmet`` names the rest.
+# what no call before them did. ``python tests/record/gpu_record.py --unmet`` names the
+# rest.
 
 if met := record.get("variants"):
     some, all_ = (sum(row[i] for row in met["rows"].values()) for i in (0, 1))
@@ -170,8 +172,8 @@ figures("gpu/test_memory.py")
 # Surroundings
 # ------------
 # A cache folder that is full, read-only, damaged or a file; headers of another CUDA;
-# no NVRTC; the cache in memory. These need no GPU (``tests/test_environment.py``); a
-# few run again on one.
+# no NVRTC; the cache in memory. These need no GPU (``tests/cuda/test_environment.py``);
+# a few run again on one.
 
 figures("test_compile.py")
 

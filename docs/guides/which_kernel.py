@@ -13,13 +13,11 @@ import ml_dtypes
 import numpy as np
 
 import cupyflash
-from cupyflash import (
-    _attention_kernels,
-    _attention_vjp_kernels,
-    _kernels,
-    _softmax_kernels,
-    _softmax_layout,
-)
+from cupyflash._attention.gpu import backward_registry, forward_registry
+from cupyflash._cuda import device
+from cupyflash._cuda import kernel as _kernel
+from cupyflash._softmax import memory_layout
+from cupyflash._softmax.gpu import registry as softmax_registry
 
 x = np.ones((2, 8, 1024, 64), np.float32)
 print(cupyflash.explain("attention", x, x, x, causal=True))
@@ -42,7 +40,7 @@ ARCHS = {
 def chosen(rows, problem, arch):
     """Name of the kernel that would run."""
     try:
-        row, _ = _kernels.select(rows, problem, _kernels.device_of_arch(arch))
+        row, _ = _kernel.select(rows, problem, device.device_of_arch(arch))
     except NotImplementedError:
         return "none"
     return row.name
@@ -76,7 +74,7 @@ table(
         for dtype in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
         for head_dim in (64, 128, 256, 512, 576, 1024)
     },
-    _attention_kernels.ATTENTION_KERNELS,
+    forward_registry.ATTENTION_KERNELS,
 )
 
 # %%
@@ -102,7 +100,7 @@ table(
         for head_dim in (64, 128, 256, 512)
         for softcap in (0.0, 3.0)
     },
-    _attention_vjp_kernels.ATTENTION_VJP_KERNELS,
+    backward_registry.ATTENTION_VJP_KERNELS,
 )
 
 # %%
@@ -112,7 +110,7 @@ table(
 methods = ("auto", "naive", "safe", "online", "tiled")
 table(
     {f"method={m!r}": attention(np.float32, 64, method=m) for m in methods},
-    _attention_kernels.ATTENTION_KERNELS,
+    forward_registry.ATTENTION_KERNELS,
 )
 
 # %%
@@ -134,16 +132,16 @@ def softmax(dtype, layout):
 table(
     {
         f"{np.dtype(dtype).name}, rows of {length:,}": softmax(
-            dtype, _softmax_layout.rows(8, length, NAMES)
+            dtype, memory_layout.rows(8, length, NAMES)
         )
         for dtype in (np.float16, np.float32, np.float64)
         for length in (7, 64, 4096, 32_768, 1_048_576)
     }
     | {
         f"float32, columns of {length:,}": softmax(
-            np.float32, _softmax_layout.columns(1, length, 1024, NAMES)
+            np.float32, memory_layout.columns(1, length, 1024, NAMES)
         )
         for length in (64, 4096, 1_048_576)
     },
-    [row for row in _softmax_kernels.KERNELS if "softmax" in row.functions],
+    [row for row in softmax_registry.KERNELS if "softmax" in row.functions],
 )

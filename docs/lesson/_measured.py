@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 import cupyflash
-from cupyflash import _measure
-from cupyflash._softmax_blocks import Block
+from cupyflash._cli import measure as _measure
+from cupyflash._softmax.cpu.blocks import Block
 
 METHODS = ("naive", "safe", "online", "tiled")
 RESULTS = Path(cupyflash.__file__).parent.parent / "benchmarks" / "results"

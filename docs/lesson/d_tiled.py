@@ -16,7 +16,7 @@ import numpy as np
 from scipy.special import softmax as scipy_softmax
 
 import cupyflash
-from cupyflash import _measure
+from cupyflash._cli import measure
 
 for n in (1024, 4096, 16384, 65536):
     print(f"N = {n:5}: S takes {4 * n**2 / 1e9:8.3f} GB in float32, and P as much")
@@ -69,12 +69,12 @@ def tiled(q, k, v, block_m=64, block_n=64):
 N, D = 4096, 64
 q, k, v, _ = measured.teaching_case(N, D)
 out, lse, moved = tiled(q, k, v)
-own_out, own_lse = cupyflash.attention(q, k, v, method="tiled", return_lse=True)
+own_out, recomputed_lse = cupyflash.attention(q, k, v, method="tiled", return_lse=True)
 print(f"{(N // 64) ** 2} tiles of 64 x 64; at a time {64 * 64 * 4 // 1024} KiB of S")
 print(f"out differs by {np.abs(out - own_out).max():.0e} from cupyflash's,", end=" ")
-print(f"lse by {np.abs(lse - own_lse).max():.0e}")
+print(f"lse by {np.abs(lse - recomputed_lse).max():.0e}")
 assert np.allclose(out, own_out, atol=1e-6)
-assert np.allclose(lse, own_lse, atol=1e-5)
+assert np.allclose(lse, recomputed_lse, atol=1e-5)
 
 # %%
 # The division comes last, once a row: between the tiles o is kept without its
@@ -125,7 +125,7 @@ for n in sizes:
     arrays = measured.teaching_case(n, D)[:3]
     for method, found in extra.items():
         call = measured.by_method(cupyflash.attention, *arrays)[method]
-        found.append(_measure.peak_memory(call, on_gpu=False) / 2**20)
+        found.append(measure.peak_memory(call, on_gpu=False) / 2**20)
 
 fig, ax = plt.subplots(figsize=(7, 3.4), layout="constrained")
 for method, found in extra.items():

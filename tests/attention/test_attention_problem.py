@@ -6,7 +6,7 @@ from accuracy import FLOATS, dtype_of
 from placing import place
 
 import cupyflash
-from cupyflash import _attention_problem
+from cupyflash._attention import problem as attention_problem
 
 
 def arrays(xp, **shapes):
@@ -331,7 +331,7 @@ def check(q, k, v, **options):
         key_lengths=None, layout="bhsd", precision="float32", return_lse=False,
         out=None, method="auto",
     )  # fmt: skip
-    return _attention_problem.attention(q, k, v, **{**defaults, **options})
+    return attention_problem.attention(q, k, v, **{**defaults, **options})
 
 
 @pytest.mark.parametrize(
@@ -566,14 +566,14 @@ def test_out_of_merge_is_no_part(xp):
 def test_parts_as_a_list_or_stacked(xp, axis):
     outs = [xp.full((3, 5, 4), float(i)) for i in range(2)]
     lses = [xp.full((3, 5), float(i)) for i in range(2)]
-    listed, _ = _attention_problem.merge(outs, lses, axis, None)
+    listed, _ = attention_problem.merge(outs, lses, axis, None)
     assert listed.num_parts == 2
     assert listed.shape == (3, 5)
     assert listed.head_dim_v == 4
-    mixed, _ = _attention_problem.merge(outs, xp.stack(lses, axis), axis, None)
+    mixed, _ = attention_problem.merge(outs, xp.stack(lses, axis), axis, None)
     assert mixed == listed
     positive = axis % 3
-    stacked, operands = _attention_problem.merge(
+    stacked, operands = attention_problem.merge(
         xp.stack(outs, positive), xp.stack(lses, positive), axis, None
     )
     assert stacked == listed

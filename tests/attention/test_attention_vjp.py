@@ -17,7 +17,7 @@ from accuracy import (
 from placing import FORMS, place
 
 import cupyflash
-from cupyflash import _reference_vjp
+from cupyflash._reference import backward as reference_vjp
 
 INF, NAN = np.inf, np.nan
 SEQLENS = ((1, 1), (1, 300), (127, 129), (128, 128), (300, 1), (65, 200), (33, 31))
@@ -56,7 +56,7 @@ BIASES = {
 
 
 def problem_of(q, k, v, dout, options, forms=None):
-    """The problem of tests/fuzz.py with these arguments."""
+    """The problem of tests/support/fuzz.py with these arguments."""
     arrays = {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
     other = {n: x for n, x in options.items() if n not in arrays}
     for name in ("bias", "sinks"):
@@ -177,7 +177,7 @@ def test_the_reference_against_the_oracle(xp, rng, name):
             n: place(xp, x) if isinstance(x, np.ndarray) else x
             for n, x in options.items()
         }
-        found = _reference_vjp.attention_vjp(
+        found = reference_vjp.attention_vjp(
             *(place(xp, x) for x in (dout, q, k, v)), **placed
         )
         for field, got in zip(found._fields, found, strict=True):
@@ -330,8 +330,8 @@ def test_as_accurate_as_the_plain_computation(xp, rng, dtype, name):
     grads = gradients(
         xp, q, k, v, dout, **options, sinks=sinks, need_dbias=True, need_dsinks=True
     )
-    exact = _reference_vjp.attention_vjp(dout, q, k, v, **options, sinks=sinks)
-    plain = _reference_vjp.plain_attention_vjp(dout, q, k, v, **options, sinks=sinks)
+    exact = reference_vjp.attention_vjp(dout, q, k, v, **options, sinks=sinks)
+    plain = reference_vjp.plain_attention_vjp(dout, q, k, v, **options, sinks=sinks)
     for name_of, got, standard, best in zip(
         grads._fields, grads, plain, exact, strict=True
     ):

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash import _bench
+from cupyflash._cli import bench_cases
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def torch():
 
 
 def inputs(case):
-    q, k, v = _bench.attention_inputs(np, case)
-    return _bench.random(np, q.shape, case.dtype, 3), q, k, v
+    q, k, v = bench_cases.attention_inputs(np, case)
+    return bench_cases.random(np, q.shape, case.dtype, 3), q, k, v
 
 
 @pytest.mark.parametrize("causal", [False, True])

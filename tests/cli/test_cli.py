@@ -9,24 +9,19 @@ import pytest
 from numpy.linalg import lapack_lite
 
 import cupyflash
-from cupyflash import (
-    _cli,
-    _cli_bench,
-    _cli_check,
-    _compile_jobs,
-    _console,
-    _demo,
-    _nvrtc,
-    _softmax_kernels,
-)
-from cupyflash._attention_kernels import ATTENTION_KERNELS
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._cli import bench as bench_command
+from cupyflash._cli import check as check_command
+from cupyflash._cli import compile_jobs, console, demo, nvrtc
+from cupyflash._cli import main as cli
+from cupyflash._softmax.gpu import registry as softmax_registry
 
 ROOT = Path(cupyflash.__file__).parent.parent
 
 
 def main(*args):
-    return _cli.main(args)
+    return cli.main(args)
 
 
 def test_as_a_module():
@@ -41,10 +36,10 @@ def test_as_a_module():
 
 
 def test_the_commands():
-    assert {"info", "demo", "bench", "compile", "check"} <= set(_cli.COMMANDS)
+    assert {"info", "demo", "bench", "compile", "check"} <= set(cli.COMMANDS)
 
 
-@pytest.mark.parametrize("command", _cli.COMMANDS)
+@pytest.mark.parametrize("command", cli.COMMANDS)
 def test_help_shows_examples(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(command, "--help")
@@ -58,7 +53,7 @@ def test_help_lists_the_commands(capsys):
     with pytest.raises(SystemExit):
         main("--help")
     text = capsys.readouterr().out
-    assert all(f"    {command}" in text for command in _cli.COMMANDS)
+    assert all(f"    {command}" in text for command in cli.COMMANDS)
 
 
 @pytest.mark.parametrize("args", [(), ("paint",), ("info", "--loud")])
@@ -86,13 +81,13 @@ def test_check_on_numpy(capsys):
 
 @pytest.mark.gpu
 def test_check_on_cupy(cupy, capsys, monkeypatch):
-    reported, report = [], _cli_check._report
+    reported, report = [], check_command._report
 
     def keep(backend, found):
         reported.extend(found)
         report(backend, found)
 
-    monkeypatch.setattr(_cli_check, "_report", keep)
+    monkeypatch.setattr(check_command, "_report", keep)
     assert main("check", "--backend", "cupy") == 0
     text = capsys.readouterr().out
     assert "0 failed" in text
@@ -103,7 +98,7 @@ def test_check_on_cupy(cupy, capsys, monkeypatch):
         for case, verdict in reported
     }
     for table, function in (
-        (_softmax_kernels.KERNELS, ""),
+        (softmax_registry.KERNELS, ""),
         (ATTENTION_KERNELS, "attention"),
         (ATTENTION_VJP_KERNELS, "attention_vjp"),
     ):
@@ -119,27 +114,27 @@ def test_check_goes_on_after_an_error(monkeypatch, capsys):
     def broken(case, xp, rng):
         raise RuntimeError("no kernel today\nand more")
 
-    monkeypatch.setattr(_cli_check, "_logsumexp_error", broken)
-    monkeypatch.setattr(_cli_check, "_METHODS", ("safe",))
+    monkeypatch.setattr(check_command, "_logsumexp_error", broken)
+    monkeypatch.setattr(check_command, "_METHODS", ("safe",))
     assert main("check", "--backend", "numpy") == 1
     text = capsys.readouterr().out
     assert "logsumexp auto float32: RuntimeError: no kernel today" in text
     assert "4 failed" in text
 
 
-@pytest.mark.parametrize("function", _cli_check._KINDS)
+@pytest.mark.parametrize("function", check_command._KINDS)
 def test_every_kind_of_check_on_numpy(function):
     """What a GPU is asked is right where the answer is known to be."""
-    for kind in _cli_check._KINDS[function]:
-        verdict = _cli_check.measure(
-            _cli_check.Case("numpy", function, "auto", "float32", kind)
+    for kind in check_command._KINDS[function]:
+        verdict = check_command.measure(
+            check_command.Case("numpy", function, "auto", "float32", kind)
         )
         assert verdict.is_good, (kind, verdict)
 
 
 def test_check_fits_a_terminal(monkeypatch, capsys):
     """Of 80 columns; and a back end named twice is checked once."""
-    monkeypatch.setattr(_cli_check, "_METHODS", ("safe",))
+    monkeypatch.setattr(check_command, "_METHODS", ("safe",))
     assert main("check", "--backend", "numpy", "--backend", "numpy") == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
@@ -148,8 +143,8 @@ def test_check_fits_a_terminal(monkeypatch, capsys):
 
 
 def test_check_counts_failures(monkeypatch, capsys):
-    monkeypatch.setattr(_cli_check, "_METHODS", ("safe",))
-    monkeypatch.setitem(_cli_check.ALLOWED["softmax"], "float32", 1e-12)
+    monkeypatch.setattr(check_command, "_METHODS", ("safe",))
+    monkeypatch.setitem(check_command.ALLOWED["softmax"], "float32", 1e-12)
     assert main("check", "--backend", "numpy") == 1
     assert "FAILED" in capsys.readouterr().out
 
@@ -157,11 +152,11 @@ def test_check_counts_failures(monkeypatch, capsys):
 @pytest.fixture
 def one_job(monkeypatch):
     """Let compile do the first job of each architecture alone."""
-    if reason := _nvrtc.unusable():
+    if reason := nvrtc.unusable():
         pytest.skip(reason)
-    every = _compile_jobs.jobs_for
+    every = compile_jobs.jobs_for
     monkeypatch.setattr(
-        _compile_jobs, "jobs_for", lambda device, everything: every(device, False)[:1]
+        compile_jobs, "jobs_for", lambda device, everything: every(device, False)[:1]
     )
 
 
@@ -228,7 +223,7 @@ def test_compile_keeps_what_it_found_before_it_was_stopped(tmp_path, monkeypatch
         yield next(iter(items))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_console, "progress", stopped)
+    monkeypatch.setattr(console, "progress", stopped)
     given = ("--arch", "sm_80", "--arch", "sm_90a", "--jobs", "1")
     assert main("compile", *given, "--known", str(known)) == 130
     lines = known.read_text("utf-8").splitlines()
@@ -284,7 +279,7 @@ def test_compile_of_an_unknown_architecture(arch, capsys):
 
 def test_compile_of_an_architecture_that_nvrtc_does_not_know(capsys):
     """One sentence, not one for each kernel."""
-    if reason := _nvrtc.unusable():
+    if reason := nvrtc.unusable():
         pytest.skip(reason)
     assert main("compile", "--arch", "sm_80", "--arch", "sm_999") == 2
     said = capsys.readouterr()
@@ -311,8 +306,8 @@ def test_compile_without_nvrtc_says_so(monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_a_folder_that_is_none(command, monkeypatch, tmp_path, capsys):
     """Said at once, not after the work, and without a traceback."""
-    monkeypatch.setattr(_cli_bench, "measure_softmax", None)
-    monkeypatch.setattr(_demo, "_fit", None)
+    monkeypatch.setattr(bench_command, "measure_softmax", None)
+    monkeypatch.setattr(demo, "_fit", None)
     path = tmp_path / "a file"
     path.touch()
     assert main(command, "--cpu", "--output", str(path)) == 2
@@ -326,7 +321,7 @@ def test_output_that_nobody_reads():
     """As in `python -m cupyflash check | head -1`."""
     code = (
         "import sys\n"
-        "from cupyflash import _cli, _cli_info\n"
+        "from cupyflash._cli import main as _cli, info as _cli_info\n"
         "_cli_info.run = lambda args: print('line\\n' * 100_000)\n"
         "sys.exit(_cli.main(['info']))"
     )
@@ -360,11 +355,11 @@ def test_the_report_of_the_assembler_is_read():
         "    16 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
         "ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem\n"
     )
-    facts = _nvrtc.read_report(log, "mine")
+    facts = nvrtc.read_report(log, "mine")
     assert facts == {
         "registers": 168,
         "stack_bytes": 16,
         "spill_bytes": 16,
         "static_smem": 1024,
     }
-    assert _nvrtc.read_report(log, "none")["registers"] is None
+    assert nvrtc.read_report(log, "none")["registers"] is None

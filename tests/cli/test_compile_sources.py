@@ -16,17 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from cupyflash import _compile_jobs, _kernels, _nvrtc, _outcomes, _source
-from cupyflash._compile_jobs import Job
-from cupyflash._kernels import Variant
-from cupyflash._nvrtc import Finding
-from cupyflash._outcomes import Outcomes, digest_of
+from cupyflash._cli import compile_jobs, outcomes
+from cupyflash._cli import nvrtc as _nvrtc
+from cupyflash._cli.compile_jobs import Job
+from cupyflash._cli.nvrtc import Finding
+from cupyflash._cli.outcomes import Outcomes, digest_of
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import source as _source
+from cupyflash._cuda.kernel import Variant
 
 # Of each kernel file one variant in so many.
 ARCHS = {"sm_90a": 8, "sm_80": 16, "sm_75": 11, "sm_120": 23}
 CHUNK = 8
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # What `make compile` keeps.
 KNOWN = Outcomes(ROOT / "tests" / "compiled.tsv")
@@ -34,7 +37,7 @@ KNOWN = Outcomes(ROOT / "tests" / "compiled.tsv")
 
 def sample(arch, step):
     """Every `step`-th of the representative variants of each kernel file."""
-    jobs = _compile_jobs.jobs_for(_kernels.device_of_arch(arch), False)
+    jobs = compile_jobs.jobs_for(_device.device_of_arch(arch), False)
 
     def source(job):
         return job.variant.source
@@ -73,7 +76,7 @@ def test_variants_compile(jobs):
 @functools.cache
 def one_of_each_file():
     """Of each kernel file the variant with the first digest, among those known."""
-    jobs = _compile_jobs.jobs_for(_kernels.device_of_arch("sm_90a"), False)
+    jobs = compile_jobs.jobs_for(_device.device_of_arch("sm_90a"), False)
     known = [job for job in jobs if KNOWN.get(job) is not None]
     firsts = {job.variant.source: job for job in sorted(known, key=digest_of)[::-1]}
     return [firsts[source] for source in sorted(firsts)]
@@ -90,12 +93,18 @@ def test_the_compiler_still_says_what_is_known(job):
 
 @pytest.mark.parametrize("operation", ["softmax", "attention"])
 def test_each_kernel_file_is_compiled(operation):
-    device = _kernels.device_of_arch("sm_90a")
-    jobs = _compile_jobs.jobs_for(device, False)
+    device = _device.device_of_arch("sm_90a")
+    jobs = compile_jobs.jobs_for(device, False)
     compiled = {job.variant.source for job in jobs}
     files = {
         path.relative_to(_source.CUDA_SRC).as_posix()
-        for path in (_source.CUDA_SRC / operation).glob("*.cu")
+        for path in (_source.CUDA_SRC / operation).rglob("*.cu")
+    }
+    # Copies serve both; exponentials are there to be judged.
+    files |= {
+        path.relative_to(_source.CUDA_SRC).as_posix()
+        for folder in ("copy", "check")
+        for path in (_source.CUDA_SRC / folder).rglob("*.cu")
     }
     assert files <= compiled
 
@@ -132,8 +141,8 @@ def test_one_job_stands_for_those_that_show_no_more():
     masked = made_up("TILE=1", "MASK=1")
     capped = made_up("TILE=1", "SOFTCAP=1")
     both = made_up("TILE=1", "MASK=1", "SOFTCAP=1")
-    assert _compile_jobs.enough([plain, masked, capped, both]) == [plain, both]
-    assert _compile_jobs.enough([plain, masked, capped]) == [masked, capped]
+    assert compile_jobs.enough([plain, masked, capped, both]) == [plain, both]
+    assert compile_jobs.enough([plain, masked, capped]) == [masked, capped]
 
 
 def test_each_option_is_compiled_with_each_tile():
@@ -142,7 +151,7 @@ def test_each_option_is_compiled_with_each_tile():
         for tile in (1, 2, 3)
         for options in ((), ("MASK=1",), ("BIAS_T=float",), ("BIAS_T=double",))
     ]
-    chosen = _compile_jobs.enough(jobs)
+    chosen = compile_jobs.enough(jobs)
     shown = [(job.variant.defines[0], job.variant.defines[1:]) for job in chosen]
     for tile in (1, 2, 3):
         options = [dict(o) for t, o in shown if t == ("TILE", str(tile))]
@@ -152,15 +161,15 @@ def test_each_option_is_compiled_with_each_tile():
     types = [dict(o).get("BIAS_T") for _, o in shown]
     assert {"float", "double"} <= set(types)
     slow = [dataclasses.replace(job, fast=False) for job in jobs]
-    assert len(_compile_jobs.enough(slow)) < len(chosen)
+    assert len(compile_jobs.enough(slow)) < len(chosen)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
 def test_what_is_compiled_shows_all_that_there_is(arch, monkeypatch):
-    device = _kernels.device_of_arch(arch)
-    chosen = _compile_jobs.jobs_for(device, False)
-    monkeypatch.setattr(_compile_jobs, "enough", list)
-    every = _compile_jobs.jobs_for(device, False)
+    device = _device.device_of_arch(arch)
+    chosen = compile_jobs.jobs_for(device, False)
+    monkeypatch.setattr(compile_jobs, "enough", list)
+    every = compile_jobs.jobs_for(device, False)
     assert set(chosen) < set(every)
 
     def seen(jobs):
@@ -180,15 +189,15 @@ def test_what_is_compiled_shows_all_that_there_is(arch, monkeypatch):
 
 def test_architectures_with_the_same_code_are_compiled_once(monkeypatch):
     monkeypatch.setattr(_source, "load", lambda name: "")
-    monkeypatch.setattr(_compile_jobs, "_sides", _compile_jobs._sides.__wrapped__)
+    monkeypatch.setattr(compile_jobs, "_sides", compile_jobs._sides.__wrapped__)
     fast = [made_up("TILE=1", arch=arch) for arch in ALL_ARCHS]
     slow = [dataclasses.replace(job, fast=False) for job in fast]
-    archs = [job.arch for job in _compile_jobs.distinct(fast)]
+    archs = [job.arch for job in compile_jobs.distinct(fast)]
     assert archs == ["sm_80", "sm_86", "sm_90a", "sm_100", "sm_120"]
-    archs = [job.arch for job in _compile_jobs.distinct(slow)]
+    archs = [job.arch for job in compile_jobs.distinct(slow)]
     assert archs == ["sm_80", "sm_90a", "sm_100"]
-    assert _compile_jobs.distinct(fast[2:3]) == fast[2:3]
-    assert len(_compile_jobs.distinct(fast[:1] + slow[:1])) == 2
+    assert compile_jobs.distinct(fast[2:3]) == fast[2:3]
+    assert len(compile_jobs.distinct(fast[:1] + slow[:1])) == 2
 
 
 @pytest.mark.parametrize(
@@ -202,10 +211,10 @@ def test_architectures_with_the_same_code_are_compiled_once(monkeypatch):
 )
 def test_a_source_that_asks_is_compiled_for_each(monkeypatch, test):
     monkeypatch.setattr(_source, "load", lambda name: test)
-    monkeypatch.setattr(_compile_jobs, "_sides", _compile_jobs._sides.__wrapped__)
+    monkeypatch.setattr(compile_jobs, "_sides", compile_jobs._sides.__wrapped__)
     for fast in (False, True):
         jobs = [made_up(arch=arch, fast=fast) for arch in ("sm_86", "sm_89")]
-        assert _compile_jobs.distinct(jobs) == jobs
+        assert compile_jobs.distinct(jobs) == jobs
 
 
 def test_the_options_are_those_of_cupy(monkeypatch):
@@ -247,7 +256,7 @@ def text_and_code(job, sections):
 
 
 def sides(job, arch):
-    return _compile_jobs._sides(job.variant.source, arch)
+    return compile_jobs._sides(job.variant.source, arch)
 
 
 @pytest.fixture
@@ -263,20 +272,20 @@ def sections(monkeypatch):
 )
 def test_architectures_that_are_left_out_have_the_same_code(operation, row, sections):
     """The tables of same text and same code, on kernels of each kind."""
-    device = _kernels.device_of_arch("sm_80")
+    device = _device.device_of_arch("sm_80")
     job = next(
         job
-        for job in _compile_jobs.jobs_for(device, False)
+        for job in compile_jobs.jobs_for(device, False)
         if (job.operation, job.row) == (operation, row)
     )
     found = {
         arch: text_and_code(dataclasses.replace(job, arch=arch), sections)
         for arch in ALL_ARCHS
     }
-    for arch, other in _compile_jobs._SAME_TEXT.items():
+    for arch, other in compile_jobs._SAME_TEXT.items():
         if sides(job, arch) == sides(job, other):
             assert found[arch][0] == found[other][0]
-    for arch, other in _compile_jobs._SAME_CODE.items():
+    for arch, other in compile_jobs._SAME_CODE.items():
         assert found[arch] == found[other]
     assert found["sm_80"] != found["sm_90a"]
 
@@ -383,7 +392,7 @@ def test_what_no_kernel_has_any_more_goes(text):
 def test_another_nvrtc_compiles_a_sample(text):
     """Always the same one for a version, and another for the next."""
     known = Outcomes(None)
-    jobs = [made_up(f"A={n}") for n in range(20 * _outcomes.SAMPLE)]
+    jobs = [made_up(f"A={n}") for n in range(20 * outcomes.SAMPLE)]
     for job in jobs:
         put(known, job, nvrtc="13.0")
     assert all(known.get(job, "13.0") for job in jobs)
@@ -490,7 +499,7 @@ def test_a_digest_has_entry_options_and_architecture(text):
     ],
 )
 def test_tokens(one, other, is_same):
-    assert (_outcomes.tokens_of(one) == _outcomes.tokens_of(other)) == is_same
+    assert (outcomes.tokens_of(one) == outcomes.tokens_of(other)) == is_same
 
 
 def test_no_kernel_asks_where_it_stands():

@@ -7,17 +7,18 @@ import pytest
 import scipy.stats
 from numpy.testing import assert_allclose
 
-from cupyflash import _cli, _demo, _demo_density, _demo_fit
+from cupyflash._cli import demo, demo_density, demo_fit
+from cupyflash._cli import main as cli
 
 
 @pytest.fixture
 def fitted():
     """Pixels drawn from the prior, measured with noise, and 4,096 simulations."""
     rng = np.random.default_rng(3)
-    theta = _demo_fit.draw_from_prior(rng, 4096)
-    truth = _demo_fit.phantom(rng, 16)
-    signals = _demo_fit.simulate(truth)
-    measured = signals + _demo_fit.NOISE * rng.standard_normal(signals.shape)
+    theta = demo_fit.draw_from_prior(rng, 4096)
+    truth = demo_fit.phantom(rng, 16)
+    signals = demo_fit.simulate(truth)
+    measured = signals + demo_fit.NOISE * rng.standard_normal(signals.shape)
     return theta, truth, measured
 
 
@@ -25,15 +26,15 @@ def test_the_posterior_is_bayes_rule(fitted):
     """Mean, deviation and evidence, from likelihoods written out in float64."""
     theta, _, measured = fitted
     logs = scipy.stats.norm.logpdf(
-        measured[:, None], _demo_fit.simulate(theta), _demo_fit.NOISE
+        measured[:, None], demo_fit.simulate(theta), demo_fit.NOISE
     ).sum(axis=2)
     evidence = scipy.special.logsumexp(logs, axis=1)
     weights = np.exp(logs - evidence[:, None])
     mean = weights @ theta
     deviation = np.sqrt(weights @ theta**2 - mean**2)
 
-    found = _demo_fit.Simulations(theta).posterior(measured)
-    width = _demo_fit.HIGH - _demo_fit.LOW
+    found = demo_fit.Simulations(theta).posterior(measured)
+    width = demo_fit.HIGH - demo_fit.LOW
     assert_allclose(found[0] / width, mean / width, atol=2e-4)
     assert_allclose(found[1] / width, deviation / width, atol=2e-4)
     assert_allclose(found[2], evidence - np.log(len(theta)), atol=0.02)
@@ -41,8 +42,8 @@ def test_the_posterior_is_bayes_rule(fitted):
 
 def test_blocks_give_the_same_posterior(fitted):
     theta, _, measured = fitted
-    simulations = _demo_fit.Simulations(theta)
-    width = _demo_fit.HIGH - _demo_fit.LOW
+    simulations = demo_fit.Simulations(theta)
+    width = demo_fit.HIGH - demo_fit.LOW
     ours, theirs = (
         np.stack(found[:2]) / width
         for found in (
@@ -55,9 +56,9 @@ def test_blocks_give_the_same_posterior(fitted):
 
 def test_the_best_match_is_the_nearest_simulation(fitted):
     theta, _, measured = fitted
-    signals = _demo_fit.simulate(theta)
+    signals = demo_fit.simulate(theta)
     nearest = ((measured[:, None] - signals) ** 2).sum(axis=2).argmin(axis=1)
-    simulations = _demo_fit.Simulations(theta)
+    simulations = demo_fit.Simulations(theta)
     assert_allclose(simulations.best_match_of_blocks(measured)[0], theta[nearest])
     pytest.importorskip("sklearn")
     assert_allclose(simulations.best_match(measured)[0], theta[nearest])
@@ -65,15 +66,15 @@ def test_the_best_match_is_the_nearest_simulation(fitted):
 
 def test_the_truth_is_drawn_from_the_prior():
     """Each map spans its prior evenly, so a stated deviation can be compared."""
-    maps = _demo_fit.phantom(np.random.default_rng(0), 32)
-    for column, low, high in zip(maps.T, _demo_fit.LOW, _demo_fit.HIGH, strict=True):
+    maps = demo_fit.phantom(np.random.default_rng(0), 32)
+    for column, low, high in zip(maps.T, demo_fit.LOW, demo_fit.HIGH, strict=True):
         levels = np.sort(column - low) / (high - low)
         assert_allclose(levels, (np.arange(1024) + 0.5) / 1024)
 
 
 def test_the_posterior_beats_its_peers_and_states_its_error(fitted):
     theta, truth, measured = fitted
-    simulations = _demo_fit.Simulations(theta)
+    simulations = demo_fit.Simulations(theta)
     mean, deviation, _ = simulations.posterior(measured)
     error = np.sqrt(((mean - truth) ** 2).mean(axis=0))
     assert_allclose(np.sqrt((deviation**2).mean(axis=0)), error, rtol=0.25)
@@ -82,26 +83,26 @@ def test_the_posterior_beats_its_peers_and_states_its_error(fitted):
 
 
 def test_log_density_and_gradient():
-    data = _demo_density.sample(np.random.default_rng(2), 400)
-    assert_allclose(np.cov(data.T), np.eye(_demo_density.DIMENSIONS), atol=1e-12)
-    width = _demo_density.scott(data)
-    found, gradient = _demo_density.log_density(data, data, width)
+    data = demo_density.sample(np.random.default_rng(2), 400)
+    assert_allclose(np.cov(data.T), np.eye(demo_density.DIMENSIONS), atol=1e-12)
+    width = demo_density.scott(data)
+    found, gradient = demo_density.log_density(data, data, width)
     kde = scipy.stats.gaussian_kde(data.T)
     assert_allclose(found, kde.logpdf(data.T), rtol=1e-12)
-    assert_allclose(_demo_density.by_scipy(data, data, width), found, rtol=1e-12)
-    assert _demo._slope_error(data, width, gradient) < 1e-6
+    assert_allclose(demo_density.by_scipy(data, data, width), found, rtol=1e-12)
+    assert demo._slope_error(data, width, gradient) < 1e-6
     pytest.importorskip("sklearn")
-    assert_allclose(_demo_density.by_scikit_learn(data, data, width), found, rtol=1e-12)
+    assert_allclose(demo_density.by_scikit_learn(data, data, width), found, rtol=1e-12)
 
 
 @pytest.mark.parametrize("missing", [(), ("matplotlib", "sklearn")])
 def test_the_whole_demo(missing, monkeypatch, tmp_path, capsys):
     """All parts in small, also without the packages of the others."""
-    has = _demo._has
-    monkeypatch.setattr(_demo, "_has", lambda name: name not in missing and has(name))
-    monkeypatch.setitem(_demo.SIZES, 32, _demo.Size(256, 200, 8))
-    monkeypatch.setattr(_demo._demo_ladder, "N", 64)
-    assert _cli.main(["demo", "--cpu", "--size", "32", "--output", str(tmp_path)]) == 0
+    has = demo._has
+    monkeypatch.setattr(demo, "_has", lambda name: name not in missing and has(name))
+    monkeypatch.setitem(demo.SIZES, 32, demo.Size(256, 200, 8))
+    monkeypatch.setattr(demo._demo_ladder, "N", 64)
+    assert cli.main(["demo", "--cpu", "--size", "32", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "demo.json").read_text("utf-8"))
     assert report["fit"]["prior"]["myelin fraction"] == [0.0, 0.3]
     assert report["fit"]["methods"][0]["posterior_sd"]

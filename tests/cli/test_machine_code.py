@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cupyflash import _nvrtc
+from cupyflash._cli import nvrtc
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KERNEL = 'extern "C" __global__ void k(float* x) { x[threadIdx.x] *= FACTOR; }\n'
 OPTIONS = ("-std=c++17", "-lineinfo", "--ptxas-options=-v", "-arch=sm_80")
 
@@ -25,7 +25,7 @@ def tool(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _compiler():
-    if reason := _nvrtc.unusable():
+    if reason := nvrtc.unusable():
         pytest.skip(reason)
 
 

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from cupyflash import _measure
+from cupyflash._cli import measure
 
 
 def test_turns_rotate(monkeypatch):
     """Each candidate is once the first, once the last."""
     order = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
-    timings = _measure.interleaved(calls, on_gpu=False, turns=3)
+    timings = measure.interleaved(calls, on_gpu=False, turns=3)
     assert "".join(order) == "abc" + "abc" + "bca" + "cab"
     assert all(t.best <= t.seconds <= t.worst for t in timings.values())
 
@@ -27,6 +27,6 @@ def test_the_host_does_not_count():
         x.fill(1)
 
     calls = {"slow": slow, "fast": lambda: x.fill(1)}
-    timings = _measure.interleaved(calls, on_gpu=True, turns=3)
+    timings = measure.interleaved(calls, on_gpu=True, turns=3)
     assert timings["slow"].seconds < 1e-4
     assert timings["slow"].seconds < 2 * timings["fast"].seconds

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 import cupyflash
-from cupyflash import _measure
+from cupyflash._cli import measure
+from cupyflash._cuda import source
 
 ROOT = Path(cupyflash.__file__).parent.parent
 
@@ -48,7 +49,7 @@ builtins.open = no_proc
 
 USE = """
 import cupyflash
-from cupyflash import _measure
+from cupyflash._cli import measure as _measure
 x = np.random.default_rng(0).standard_normal((2, 300, 16))
 y = cupyflash.softmax(x, axis=-1)
 np.testing.assert_allclose(y, scipy.special.softmax(x, axis=-1))
@@ -86,7 +87,7 @@ def test_the_cpu_path(system):
 @pytest.mark.parametrize("system", ABSENT)
 def test_the_command_line(system):
     code = PLAY.format(system=system, absent=ABSENT[system], hidden=HIDDEN) + (
-        "from cupyflash import _cli\nsys.exit(_cli.main(['info']))"
+        "from cupyflash._cli import main as _cli\nsys.exit(_cli.main(['info']))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
@@ -98,10 +99,10 @@ def test_the_command_line(system):
 def test_the_commit_is_found_where_git_writes_slashes(monkeypatch):
     """Git prints C:/a/b on Windows, where a path reads C:\\a\\b."""
     monkeypatch.delenv("CUPYFLASH_COMMIT", raising=False)
-    root = _measure._source.CUDA_SRC.parent.resolve()
+    root = source.CUDA_SRC.parent.resolve()
 
     def git(folder, *words):
         return {"rev-parse": f"{root}/./", "status": ""}[words[0]].removesuffix("/")
 
-    monkeypatch.setattr(_measure, "_git", git)
-    assert _measure._commit()
+    monkeypatch.setattr(measure, "_git", git)
+    assert measure._commit()

@@ -8,7 +8,7 @@ import pytest
 from accuracy import FLOATS, dtype_of
 from placing import place
 
-from cupyflash import _arrays
+from cupyflash._core import arrays as _arrays
 
 
 class FakeCuda:

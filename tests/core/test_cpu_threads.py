@@ -13,7 +13,7 @@ import pytest
 import threadpoolctl
 
 import cupyflash
-from cupyflash import _threads
+from cupyflash._core import threads
 
 
 def blas_threads():
@@ -22,13 +22,13 @@ def blas_threads():
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    monkeypatch.setattr(_threads, "num_cores", lambda: 2)
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
 
 
 def assert_nothing_is_left(blas_before):
-    assert not _threads._shared.callers
-    assert not _threads._shared.at_work
-    assert not _threads._shared.helpers
+    assert not threads._shared.callers
+    assert not threads._shared.at_work
+    assert not threads._shared.helpers
     assert blas_threads() == blas_before
 
 
@@ -39,15 +39,15 @@ def random_sleep(task, scratch):
 
 def test_every_task_is_done_once(two_cores):
     before, done = blas_threads(), []
-    _threads.for_each_with_blas(lambda task, _: done.append(task), range(1000), 2)
+    threads.for_each_with_blas(lambda task, _: done.append(task), range(1000), 2)
     assert sorted(done) == list(range(1000))
     assert_nothing_is_left(before)
 
 
 def test_blas_has_one_thread_inside_and_its_own_afterwards(two_cores):
     before, inside = blas_threads(), []
-    _threads.for_each_with_blas(lambda *_: inside.append(blas_threads()), range(4), 2)
-    numpy_alone = _threads._blas_libraries()
+    threads.for_each_with_blas(lambda *_: inside.append(blas_threads()), range(4), 2)
+    numpy_alone = threads._blas_libraries()
     assert len(inside) == 4
     for found in inside:
         assert found.count(1) >= len(numpy_alone)
@@ -65,7 +65,7 @@ def test_a_failure_ends_the_call(two_cores, in_helper):
         done.append(task)
 
     with pytest.raises(ZeroDivisionError):
-        _threads.for_each_with_blas(work, range(2000), 2)
+        threads.for_each_with_blas(work, range(2000), 2)
     assert len(done) < 1000
     assert_nothing_is_left(before)
 
@@ -131,7 +131,7 @@ def test_a_fork_in_the_middle_of_a_call():
     said = run_python("""
         import os, threading, time, warnings
         import numpy as np, threadpoolctl, cupyflash
-        from cupyflash import _threads
+        from cupyflash._core import threads as _threads
         warnings.simplefilter("ignore")
         _threads.num_cores = lambda: 2
         own = [x["num_threads"] for x in threadpoolctl.threadpool_info()]
@@ -166,7 +166,7 @@ def test_a_fork_in_the_middle_of_a_call():
 def test_a_fork_waits_until_no_thread_is_inside_of_blas():
     said = run_python("""
         import os, threading, time, warnings
-        from cupyflash import _threads
+        from cupyflash._core import threads as _threads
         warnings.simplefilter("ignore")
         _threads.num_cores = lambda: 2
         inside, begun = set(), threading.Event()
@@ -214,7 +214,7 @@ def test_callers_side_by_side_share_the_cores(two_cores, num_callers):
 
     def call():
         begin.wait()
-        _threads.for_each_with_blas(task, range(60), 2)
+        threads.for_each_with_blas(task, range(60), 2)
 
     callers = [threading.Thread(target=call) for _ in range(num_callers)]
     for caller in callers:

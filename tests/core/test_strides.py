@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash import _layout
+from cupyflash._core import strides as _strides
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from cupyflash import _layout
     ],
 )
 def test_axes(axis, ndim, axes):
-    assert _layout.normalize_axes(axis, ndim) == axes
+    assert _strides.normalize_axes(axis, ndim) == axes
 
 
 @pytest.mark.parametrize(
@@ -33,12 +33,12 @@ def test_axes(axis, ndim, axes):
 )
 def test_axes_out_of_range(axis, ndim):
     with pytest.raises(np.exceptions.AxisError, match="out of bounds"):
-        _layout.normalize_axes(axis, ndim)
+        _strides.normalize_axes(axis, ndim)
 
 
 def test_an_axis_named_twice():
     with pytest.raises(ValueError, match="repeated axis"):
-        _layout.normalize_axes((0, -2), 2)
+        _strides.normalize_axes((0, -2), 2)
 
 
 @pytest.mark.parametrize(
@@ -46,21 +46,21 @@ def test_an_axis_named_twice():
 )
 def test_axes_of_another_type(axis):
     with pytest.raises(TypeError, match="axis must be None, an int or a tuple of ints"):
-        _layout.normalize_axes(axis, 2)
+        _strides.normalize_axes(axis, 2)
 
 
 def test_element_strides():
     x = np.zeros((4, 6), np.float32)
-    assert _layout.element_strides(x) == (6, 1)
-    assert _layout.element_strides(x[::-1, ::2]) == (-6, 2)
+    assert _strides.element_strides(x) == (6, 1)
+    assert _strides.element_strides(x[::-1, ::2]) == (-6, 2)
 
 
 def test_strides_between_elements():
     """Rounded to elements they would lead to other numbers."""
     records = np.zeros((3, 1), [("a", np.float64), ("b", np.float32)])
     with pytest.raises(ValueError, match=r"float64 has strides of \(12, 12\) bytes"):
-        _layout.element_strides(records["a"])
-    assert _layout.element_strides(records["b"]) == (3, 3)
+        _strides.element_strides(records["a"])
+    assert _strides.element_strides(records["b"]) == (3, 3)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_strides_between_elements():
     ],
 )
 def test_collapse(shape, strides, expected):
-    assert _layout.collapse(shape, strides) == expected
+    assert _strides.collapse(shape, strides) == expected
 
 
 @st.composite
@@ -108,7 +108,7 @@ def _addresses(shape, strides):
 @given(views())
 def test_collapse_keeps_every_address_in_order(view):
     shape, strides = view
-    new_shape, new_strides = _layout.collapse(shape, strides)
+    new_shape, new_strides = _strides.collapse(shape, strides)
     assert 1 not in new_shape
     assert len(new_shape) <= len(shape)
     for old, new in zip(strides, new_strides, strict=True):

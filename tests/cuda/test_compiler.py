@@ -7,8 +7,11 @@ import pytest
 
 cupy = pytest.importorskip("cupy")
 
-from cupyflash import _compile, _gpu, _source  # noqa: E402
-from cupyflash._kernels import Variant  # noqa: E402
+from cupyflash._cuda import compiler as _compiler  # noqa: E402
+from cupyflash._cuda import launch as _launch  # noqa: E402
+from cupyflash._cuda import plan_cache, runtime  # noqa: E402
+from cupyflash._cuda import source as _source  # noqa: E402
+from cupyflash._cuda.kernel import Variant  # noqa: E402
 
 KERNEL = 'extern "C" __global__ void k(int* x) { *x = 7; }\n'
 
@@ -28,7 +31,7 @@ KERNEL = 'extern "C" __global__ void k(int* x) { *x = 7; }\n'
     ],
 )
 def test_errors_are_explained(error, hint):
-    text = _compile._explain(RuntimeError(error), Variant("softmax/k.cu", "k"))
+    text = _compiler._explain(RuntimeError(error), Variant("softmax/k.cu", "k"))
     assert text.startswith("softmax/k.cu: ")
     assert hint in text
     assert error in text
@@ -43,7 +46,7 @@ def test_a_card_that_is_too_old(monkeypatch):
         cupy.cuda.runtime, "getDeviceProperties", lambda device: properties
     )
     with pytest.raises(RuntimeError, match=r"Tesla V100.*compute capability 7\.0") as e:
-        _gpu.device.__wrapped__(0)
+        runtime.device.__wrapped__(0)
     assert "needs 7.5" in str(e.value)
     assert "cupy.asnumpy" in str(e.value)
 
@@ -56,12 +59,12 @@ def test_nvrtc_that_cannot_be_loaded(monkeypatch):
     with pytest.raises(
         RuntimeError, match=r"NVRTC, CUDA's run-time compiler.*libnvrtc"
     ):
-        _gpu._nvrtc_version()
+        runtime._nvrtc_version()
 
 
 def test_plans_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr(_gpu, "MAX_PLANS", 3)
-    plans = _gpu.PlanCache()
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
+    plans = plan_cache.PlanCache()
     for number in range(10):
         plans.put(number, str(number))
         assert plans.get(number) == str(number)
@@ -84,7 +87,7 @@ def source(tmp_path, monkeypatch):
     """write(text) puts k.cu into a folder in the place of cuda_src/."""
     monkeypatch.setattr(_source, "CUDA_SRC", tmp_path)
     _source.load.cache_clear()
-    _compile._load.cache_clear()
+    _compiler._load.cache_clear()
 
     def write(text):
         (tmp_path / "k.cu").write_text(text, "utf-8")
@@ -96,7 +99,7 @@ def source(tmp_path, monkeypatch):
 
 def run(variant):
     x = cupy.zeros(1, "i4")
-    _compile.get_kernel(variant, x.data.device_id)((1,), (1,), (x,))
+    _compiler.get_kernel(variant, x.data.device_id)((1,), (1,), (x,))
     return int(x[0])
 
 
@@ -138,7 +141,7 @@ def test_a_corrupt_cache_is_compiled_anew(source, cache_folder):
     assert files
     for path in files:
         path.write_bytes(b"nonsense")
-    _compile._load.cache_clear()
+    _compiler._load.cache_clear()
     assert run(variant) == 7
 
 
@@ -168,14 +171,14 @@ extern "C" __global__ void __cluster_dims__(16, 1, 1) k(unsigned* blocks) {
 def test_arguments_arrive(source, monkeypatch, kind, has_entry):
     """Pointers, numbers and structs, also where CuPy hides the driver's launch."""
     if not has_entry:
-        monkeypatch.setattr(_gpu, "_launch_kernel", None)
+        monkeypatch.setattr(_launch, "_launch_kernel", None)
     text = "struct words_t { long long of[3]; };" + ALL_WAIT
     variant = dataclasses.replace(source(text), cooperative=kind == "cooperative")
-    device = _gpu.device(0)
+    device = runtime.device(0)
     overlaps = kind == "overlaps"
     if overlaps and device.cc < (9, 0):
         pytest.skip("kernels overlap from sm_90 on")
-    launch = _gpu.Launch(variant, (device.num_sms,), (32,), 0, overlaps)
+    launch = _launch.Launch(variant, (device.num_sms,), (32,), 0, overlaps)
     for value in (5, 6):
         count = cupy.zeros(2, "u4")
         words = np.array([1, value, 3]).tobytes()
@@ -185,12 +188,12 @@ def test_arguments_arrive(source, monkeypatch, kind, has_entry):
 
 @pytest.mark.gpu
 def test_large_clusters_are_asked_for(source):
-    if _gpu.device(0).cc < (9, 0):
+    if runtime.device(0).cc < (9, 0):
         pytest.skip("clusters came with sm_90")
     variant = source(CLUSTER)
     blocks = cupy.zeros(1, "u4")
-    with pytest.raises(_gpu.DoesNotFitError, match="INVALID_CLUSTER_SIZE"):
-        _gpu.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
+    with pytest.raises(_launch.DoesNotFitError, match="INVALID_CLUSTER_SIZE"):
+        _launch.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
     variant = dataclasses.replace(variant, cluster=16)
-    _gpu.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
+    _launch.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
     assert int(blocks[0]) == 16

@@ -15,17 +15,20 @@ import pytest
 
 cupy = pytest.importorskip("cupy")
 
-from cupyflash import _compile, _kernels, _nvrtc, _softmax_kernels  # noqa: E402
+from cupyflash._cli import nvrtc  # noqa: E402
+from cupyflash._cuda import compiler as _compiler  # noqa: E402
+from cupyflash._cuda import device  # noqa: E402
+from cupyflash._softmax.gpu import coverage as softmax_coverage  # noqa: E402
 
-ROOT = Path(_compile.__file__).resolve().parent.parent
+ROOT = Path(_compiler.__file__).resolve().parent.parent
 
-needs_nvrtc = pytest.mark.skipif(bool(_nvrtc.unusable()), reason=str(_nvrtc.unusable()))
+needs_nvrtc = pytest.mark.skipif(bool(nvrtc.unusable()), reason=str(nvrtc.unusable()))
 
 # Of a real row, and small.
 VARIANT = next(
     variant
-    for row, variant in _softmax_kernels.compile_list(
-        _kernels.device_of_arch("sm_80"), False
+    for row, variant in softmax_coverage.compile_list(
+        device.device_of_arch("sm_80"), False
     )
     if row == "safe"
 )
@@ -74,7 +77,7 @@ class Module:
 
 def build(compiler, **text):
     """The machine code, by the way that each kernel goes."""
-    return _compile._build(Module(compiler, **text), VARIANT).kernel
+    return _compiler._build(Module(compiler, **text), VARIANT).kernel
 
 
 def files_in(folder):
@@ -169,7 +172,7 @@ def test_without_nvrtc_the_error_says_what_brings_it(error, hint):
             raise error
 
     with pytest.raises(RuntimeError, match=hint) as raised:
-        _compile._build(Missing(), VARIANT)
+        _compiler._build(Missing(), VARIANT)
     assert 'pip install "cupyflash[cuda13x]"' in str(raised.value)
 
 
@@ -189,7 +192,8 @@ def test_headers_of_another_cuda(tmp_path):
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
     }
     program = (
-        "from cupyflash import _compile_jobs, _kernels, _nvrtc\n"
+        "from cupyflash._cli import compile_jobs as _compile_jobs, nvrtc as _nvrtc\n"
+        "from cupyflash._cuda import device as _kernels\n"
         "jobs = _compile_jobs.jobs_for(_kernels.device_of_arch('sm_80'), False)\n"
         "of = {job.operation: job for job in jobs}\n"
         "print([_nvrtc.compile_one(job).problem for job in of.values()])\n"

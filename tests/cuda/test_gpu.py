@@ -13,13 +13,10 @@ import cupyflash
 
 pytest.importorskip("cupy")
 
-from cupyflash import (
-    _attention_gpu,
-    _compile,
-    _gpu,
-    _softmax_gpu,
-    _softmax_kernels,
-)
+from cupyflash._attention.gpu import forward as attention_gpu
+from cupyflash._cuda import compiler, plan_cache
+from cupyflash._softmax.gpu import dispatch as softmax_gpu
+from cupyflash._softmax.gpu import registry as softmax_registry
 
 pytestmark = pytest.mark.gpu
 
@@ -216,8 +213,8 @@ def test_a_cold_call_cannot_be_captured(cupy, rng, operation):
         def call():
             cupyflash.attention(x, x, x, softcap=3.5, out=out)
 
-    _compile._load.cache_clear()
-    for plans in (_softmax_gpu._plans, _attention_gpu._plans):
+    compiler._load.cache_clear()
+    for plans in (softmax_gpu._plans, attention_gpu._plans):
         plans._plans.clear()
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
@@ -1050,7 +1047,7 @@ def test_what_the_card_cannot_hold_goes_to_the_next_kernel(
     compute = getattr(cupyflash, function)
     expected = to_host(compute(x, 1))
     chosen = cupyflash.explain(compute, x, 1).kernel
-    rows = _softmax_kernels.KERNELS
+    rows = softmax_registry.KERNELS
     (row,) = (row for row in rows if row.name == chosen)
 
     def too_many(problem, device):
@@ -1064,12 +1061,12 @@ def test_what_the_card_cannot_hold_goes_to_the_next_kernel(
 
     unfit = dataclasses.replace(row, cuts=too_many)
     monkeypatch.setattr(
-        _softmax_kernels,
+        softmax_registry,
         "KERNELS",
         tuple(unfit if other is row else other for other in rows),
     )
-    monkeypatch.setattr(_softmax_gpu, "_plans", _gpu.PlanCache())
+    monkeypatch.setattr(softmax_gpu, "_plans", plan_cache.PlanCache())
     result = to_host(compute(x, 1))
     np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
-    (plan,) = _softmax_gpu._plans._plans.values()
+    (plan,) = softmax_gpu._plans._plans.values()
     assert plan.row.name != chosen

@@ -11,7 +11,7 @@ pytest.importorskip("cupy")
 
 import cupy
 
-from cupyflash import _graphs
+from cupyflash._cuda import graphs
 
 
 class Stream(cupy.cuda.Stream):
@@ -40,24 +40,24 @@ class Foreign:
 def streams(monkeypatch):
     """The state of _graphs anew, with a current stream for each thread."""
     state = threading.local()
-    monkeypatch.setattr(_graphs, "_current_stream", lambda *_: state.current)
+    monkeypatch.setattr(graphs, "_current_stream", lambda *_: state.current)
     monkeypatch.setattr(
-        _graphs, "_is_capturing_on", lambda _: getattr(state, "captures", False)
+        graphs, "_is_capturing_on", lambda _: getattr(state, "captures", False)
     )
-    monkeypatch.setattr(_graphs, "_beside_captures", contextlib.nullcontext)
+    monkeypatch.setattr(graphs, "_beside_captures", contextlib.nullcontext)
     for name, fresh in (
         ("_held", {}),
         ("_foreign", {}),
         ("_watched", {}),
         ("_counters", {}),
         ("_kept_for_graphs", []),
-        ("_most_held", _graphs._FEW),
+        ("_most_held", graphs._FEW),
         ("_of_thread", threading.local()),
     ):
-        monkeypatch.setattr(_graphs, name, fresh)
-    _graphs.counters.cache_clear()
+        monkeypatch.setattr(graphs, name, fresh)
+    graphs.counters.cache_clear()
     yield state
-    _graphs.counters.cache_clear()
+    graphs.counters.cache_clear()
 
 
 @pytest.fixture
@@ -68,8 +68,8 @@ def counters(streams, monkeypatch):
         self.free.extend(range(8 * len(made) + 8, 8 * len(made) + 88, 8))
         made.extend([None] * 10)
 
-    monkeypatch.setattr(_graphs.Counters, "_grow", grow)
-    return _graphs.counters(0, 2)
+    monkeypatch.setattr(graphs.Counters, "_grow", grow)
+    return graphs.counters(0, 2)
 
 
 def row_on(streams, counters, stream):
@@ -91,7 +91,7 @@ def test_first_callers_share_the_counters(streams):
 
                 def first(_, numbers=numbers, barrier=barrier):
                     barrier.wait()
-                    return _graphs.counters(0, numbers)
+                    return graphs.counters(0, numbers)
 
                 assert len({id(x) for x in pool.map(first, range(8))}) == 1
     finally:
@@ -119,7 +119,7 @@ def test_a_stream_keeps_its_row(streams, counters):
     row = row_on(streams, counters, stream)
     assert row_on(streams, counters, other) != row
     assert row_on(streams, counters, stream) == row
-    more = _graphs.counters(0, 8)  # of other kernels
+    more = graphs.counters(0, 8)  # of other kernels
     assert more is not counters
     assert row_on(streams, more, stream) == row_on(streams, more, stream)
 
@@ -138,7 +138,7 @@ def test_rows_of_idle_streams_come_again(streams, counters):
     rows = {row_on(streams, counters, Stream(6)) for _ in range(20_000)}
     assert not rows & theirs
     assert len(rows) <= 64
-    assert len(_graphs._held) <= 64
+    assert len(graphs._held) <= 64
     assert {row_on(streams, counters, stream) for stream in kept} == theirs
 
 
@@ -156,18 +156,18 @@ def test_a_stream_that_is_current_somewhere_is_not_left(streams, counters):
 def test_temporaries_hold_their_stream(streams):
     """The pool knows it by its handle, which must not come again too early."""
     streams.current = Stream(5, done=False)
-    _graphs.keep_if_capturing("memory")
-    (held,) = _graphs._held.values()
+    graphs.keep_if_capturing("memory")
+    (held,) = graphs._held.values()
     assert held.stream is streams.current
     streams.current = Foreign(5)  # which is another library's to keep
-    _graphs.keep_if_capturing("memory")
-    assert len(_graphs._held) == 1
-    assert not _graphs._kept_for_graphs
+    graphs.keep_if_capturing("memory")
+    assert len(graphs._held) == 1
+    assert not graphs._kept_for_graphs
 
 
 def test_a_foreign_stream_has_the_row_of_its_number(streams, counters, monkeypatch):
     numbers = iter((41, 41, 42))
-    monkeypatch.setattr(_graphs, "_unique_number", lambda ptr: next(numbers))
+    monkeypatch.setattr(graphs, "_unique_number", lambda ptr: next(numbers))
     first, same, other = (row_on(streams, counters, Foreign(7)) for _ in range(3))
     assert first == same != other
     wrapped = Stream(7)
@@ -176,8 +176,8 @@ def test_a_foreign_stream_has_the_row_of_its_number(streams, counters, monkeypat
     for _ in range(3):  # asked for once an object
         assert row_on(streams, counters, wrapped) == other
     del wrapped
-    assert not _graphs._held
-    assert not _graphs._watched
+    assert not graphs._held
+    assert not graphs._watched
 
 
 def test_objects_of_the_default_stream_share_its_row(streams, counters):
@@ -192,7 +192,7 @@ def test_each_captured_call_has_a_row_for_ever(streams, counters):
     stream = Stream(5)
     rows = [row_on(streams, counters, stream) for _ in range(10_000)]
     assert len({*rows}) == 10_000
-    assert not _graphs._held
+    assert not graphs._held
     streams.captures = False
     assert row_on(streams, counters, stream) not in rows
 
@@ -211,7 +211,7 @@ class Event:
 
 def test_a_thread_leaves_its_row_when_its_work_is_done(streams, counters, monkeypatch):
     """Of its own default stream, which has one handle for all threads."""
-    per_thread = Foreign(_graphs._PER_THREAD)
+    per_thread = Foreign(graphs._PER_THREAD)
     monkeypatch.setattr(cupy.cuda, "Event", Event)
     for name in ("getDevice", "setDevice"):
         monkeypatch.setattr(cupy.cuda.runtime, name, lambda *_: 0)
@@ -238,7 +238,7 @@ def test_a_thread_leaves_its_row_when_its_work_is_done(streams, counters, monkey
 
 
 def test_threads_that_live_have_rows_of_their_own(streams, counters):
-    per_thread = Foreign(_graphs._PER_THREAD)
+    per_thread = Foreign(graphs._PER_THREAD)
     barrier = threading.Barrier(8)
 
     def work(_):

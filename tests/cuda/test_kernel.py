@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 import pytest
 
-from cupyflash import (
-    _attention_kernels,
-    _attention_rows,
-    _attention_vjp_kernels,
-    _kernels,
-    _softmax_kernels,
-)
-from cupyflash._kernels import Device, Variant
+from cupyflash._attention.gpu import backward_coverage
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu import coverage as attention_coverage
+from cupyflash._core import dtypes
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
+from cupyflash._softmax.gpu import coverage as softmax_coverage
 
-ARCHS = tuple(f"sm_{a}{b}" for a, b in _kernels.SMEM_OPTIN)
+ARCHS = tuple(f"sm_{a}{b}" for a, b in _device.SMEM_OPTIN)
 TABLES = {
-    "softmax": _softmax_kernels,
-    "attention": _attention_kernels,
-    "attention_vjp": _attention_vjp_kernels,
+    "softmax": softmax_coverage,
+    "attention": attention_coverage,
+    "attention_vjp": backward_coverage,
 }
 
 
@@ -32,11 +33,11 @@ class FakeProblem:
 @dataclass(frozen=True)
 class FakeRow:
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     limit: float = math.inf
     min_cc: tuple[int, int] = (0, 0)
 
-    def refusal(self, problem, device):
+    def unsupported_reason(self, problem, device):
         if device.cc < self.min_cc:
             return f"needs {self.min_cc}"
         return None if problem.size <= self.limit else f"size over {self.limit}"
@@ -47,8 +48,8 @@ ROWS = (
     FakeRow("steady", ("auto", "tiled")),
     FakeRow("naive", ("naive",), limit=5),
 )
-HOPPER = _kernels.device_of_arch("sm_90a")
-TURING = _kernels.device_of_arch("sm_75")
+HOPPER = _device.device_of_arch("sm_90a")
+TURING = _device.device_of_arch("sm_75")
 
 
 @pytest.mark.parametrize(
@@ -61,31 +62,31 @@ TURING = _kernels.device_of_arch("sm_75")
     ],
 )
 def test_the_first_row_that_does_not_refuse(problem, device, name, refused):
-    row, reasons = _kernels.select(ROWS, problem, device)
+    row, reasons = kernel.select(ROWS, problem, device)
     assert row.name == name
     assert reasons == refused
 
 
 def test_a_row_by_name_whatever_its_rung():
-    row, _ = _kernels.select(ROWS, FakeProblem("auto"), HOPPER, name="naive")
+    row, _ = kernel.select(ROWS, FakeProblem("auto"), HOPPER, name="naive")
     assert row.name == "naive"
 
 
 def test_no_row_says_why_not():
     with pytest.raises(NotImplementedError, match="no kernel for method='naive'") as e:
-        _kernels.select(ROWS, FakeProblem("naive", 6), HOPPER)
+        kernel.select(ROWS, FakeProblem("naive", 6), HOPPER)
     assert "sm_90" in str(e.value)
     assert "naive: size over 5" in str(e.value)
     with pytest.raises(NotImplementedError, match="no kernel for kernel 'fast'"):
-        _kernels.select(ROWS, FakeProblem("auto", 11), HOPPER, name="fast")
+        kernel.select(ROWS, FakeProblem("auto", 11), HOPPER, name="fast")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_devices_of_every_architecture(arch):
-    device = _kernels.device_of_arch(arch)
+    device = _device.device_of_arch(arch)
     assert device.arch == arch
-    assert device.cc >= _kernels.MIN_CC
-    assert device.smem_optin == _kernels.SMEM_OPTIN[device.cc]
+    assert device.cc >= _device.MIN_CC
+    assert device.smem_optin == _device.SMEM_OPTIN[device.cc]
 
 
 @pytest.mark.parametrize(
@@ -93,13 +94,13 @@ def test_devices_of_every_architecture(arch):
     [("sm_90a", (9, 0)), ("sm_100", (10, 0)), ("sm_120f", (12, 0)), ("sm_75", (7, 5))],
 )
 def test_architectures_are_read(arch, cc):
-    assert _kernels.device_of_arch(arch).cc == cc
+    assert _device.device_of_arch(arch).cc == cc
 
 
 def test_by_threshold():
     ladder = ((32, "warp"), (1024, "block"), (math.inf, "grid"))
     sizes = (0, 32, 33, 1024, 1025, 10**12)
-    steps = [_kernels.by_threshold(ladder, n) for n in sizes]
+    steps = [kernel.by_threshold(ladder, n) for n in sizes]
     assert steps == ["warp", "warp", "block", "block", "grid", "grid"]
 
 
@@ -120,20 +121,20 @@ def test_options_of_a_variant():
 )
 def test_a_grid_has_all_blocks(num_blocks):
     """Of kernels that count their blocks along two axes."""
-    config = _attention_rows.Config(Variant("a.cu", "a"), num_blocks, 128)
+    config = attention_config.Config(Variant("a.cu", "a"), num_blocks, 128)
     along, across = config.grid
     assert num_blocks <= along * across < num_blocks + along
     assert along < 1 << 31
 
 
 def test_bfloat16_is_refused_before_ampere():
-    assert "bfloat16 needs sm_80" in _kernels.refuse_old_device("bfloat16", TURING)
-    assert _kernels.refuse_old_device("bfloat16", HOPPER) is None
-    assert _kernels.refuse_old_device("float16", TURING) is None
+    assert "bfloat16 needs sm_80" in kernel.refuse_old_device("bfloat16", TURING)
+    assert kernel.refuse_old_device("bfloat16", HOPPER) is None
+    assert kernel.refuse_old_device("float16", TURING) is None
 
 
 def test_every_dtype_has_a_cuda_type():
-    assert set(_kernels.ITEMSIZE) <= set(_kernels.CUDA_TYPES)
+    assert set(dtypes.ITEMSIZE) <= set(dtypes.CUDA_TYPES)
 
 
 # --- the tables ----------------------------------------------------------------------
@@ -143,11 +144,12 @@ def test_every_dtype_has_a_cuda_type():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_variants_fit_the_device(operation, arch):
     """Shared memory within the limit; entries and files named by the rule."""
-    device = _kernels.device_of_arch(arch)
+    device = _device.device_of_arch(arch)
     variants = TABLES[operation].compile_list(device, False)
     assert variants
     for _, variant in variants:
-        assert variant.source.startswith(f"{operation.removesuffix('_vjp')}/")
+        own = operation.removesuffix("_vjp")
+        assert variant.source.startswith((f"{own}/", "copy/"))
         assert variant.entry.isidentifier()
         assert 0 <= variant.smem <= device.smem_optin
         if variant.arch is not None:
@@ -165,7 +167,7 @@ def test_a_device_with_little_shared_memory(operation):
 
 @pytest.mark.parametrize("operation", TABLES)
 def test_everything_holds_what_is_representative(operation):
-    device = _kernels.device_of_arch("sm_90a")
+    device = _device.device_of_arch("sm_90a")
     few = set(TABLES[operation].compile_list(device, False))
     everything = set(TABLES[operation].compile_list(device, True))
     assert few <= everything
@@ -174,7 +176,7 @@ def test_everything_holds_what_is_representative(operation):
 @pytest.mark.parametrize("operation", TABLES)
 def test_bfloat16_is_compiled_from_ampere_on(operation):
     def types(arch):
-        device = _kernels.device_of_arch(arch)
+        device = _device.device_of_arch(arch)
         variants = TABLES[operation].compile_list(device, True)
         return {value for _, variant in variants for _, value in variant.defines}
 

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from cupyflash import _source
+from cupyflash._cuda import source
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KERNELS = sorted(
-    p.relative_to(_source.CUDA_SRC).as_posix() for p in _source.CUDA_SRC.rglob("*.cu")
+    p.relative_to(source.CUDA_SRC).as_posix() for p in source.CUDA_SRC.rglob("*.cu")
 )
 HEADERS = sorted(
-    p.relative_to(_source.CUDA_SRC).as_posix() for p in _source.CUDA_SRC.rglob("*.cuh")
+    p.relative_to(source.CUDA_SRC).as_posix() for p in source.CUDA_SRC.rglob("*.cuh")
 )
 
 
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A folder in the place of cuda_src/; write(name, text) puts a file there."""
-    monkeypatch.setattr(_source, "CUDA_SRC", tmp_path)
-    _source.load.cache_clear()
+    monkeypatch.setattr(source, "CUDA_SRC", tmp_path)
+    source.load.cache_clear()
 
     def write(name, text):
         path = tmp_path / name
@@ -32,7 +32,7 @@ def tree(tmp_path, monkeypatch):
         path.write_text(text, encoding="utf-8")
 
     yield write
-    _source.load.cache_clear()
+    source.load.cache_clear()
 
 
 def origins(text):
@@ -53,7 +53,7 @@ def test_headers_are_pasted_once_and_lines_stay_true(tree):
     tree("a.cu", '// a1\n#include "h/one.cuh"\n#include "h/two.cuh"\n\n// a5\n')
     tree("h/one.cuh", '// one1\n#include "h/two.cuh"\n// one3')
     tree("h/two.cuh", "// two1\n\n// two3\n")
-    text = _source.load("a.cu")
+    text = source.load("a.cu")
     assert text.count("// two1") == 1
     assert origins(text) == {
         "// a1": ("a.cu", 1),
@@ -67,29 +67,29 @@ def test_headers_are_pasted_once_and_lines_stay_true(tree):
 
 def test_headers_of_cuda_are_left_to_the_compiler(tree):
     tree("a.cu", "#include <cuda_fp16.h>\nint x;\n")
-    assert "#include <cuda_fp16.h>" in _source.load("a.cu")
+    assert "#include <cuda_fp16.h>" in source.load("a.cu")
 
 
 def test_headers_may_include_each_other(tree):
     tree("a.cu", '#include "x.cuh"\n')
     tree("x.cuh", '#include "y.cuh"\n// x\n')
     tree("y.cuh", '#include "x.cuh"\n// y\n')
-    assert _source.load("a.cu").count("// x") == 1
+    assert source.load("a.cu").count("// x") == 1
 
 
 def test_a_changed_header_changes_the_text(tree):
     tree("a.cu", '#include "h.cuh"\n')
     tree("h.cuh", "// before\n")
-    before = _source.load("a.cu")
+    before = source.load("a.cu")
     tree("h.cuh", "// after\n")
-    _source.load.cache_clear()
-    assert _source.load("a.cu") != before
+    source.load.cache_clear()
+    assert source.load("a.cu") != before
 
 
 def test_a_missing_header_is_named(tree):
     tree("a.cu", '#include "nowhere.cuh"\n')
     with pytest.raises(FileNotFoundError, match=r"nowhere\.cuh"):
-        _source.load("a.cu")
+        source.load("a.cu")
 
 
 def test_there_are_kernels():
@@ -99,24 +99,24 @@ def test_there_are_kernels():
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernels_join_completely(name):
-    text = _source.load(name)
+    text = source.load(name)
     assert not re.search(r'^\s*#include\s+"', text, re.MULTILINE)
     # Every non-empty line of the kernel's own is reported where it stands.
-    own = (_source.CUDA_SRC / name).read_text(encoding="utf-8").split("\n")
+    own = (source.CUDA_SRC / name).read_text(encoding="utf-8").split("\n")
     for file, line in origins(text).values():
         if file == name:
             assert own[line - 1].strip()
 
 
 def test_every_header_is_used():
-    text = "".join(_source.load(name) for name in KERNELS)
+    text = "".join(source.load(name) for name in KERNELS)
     unused = [h for h in HEADERS if f'#line 1 "{h}"' not in text]
     assert not unused
 
 
 @pytest.mark.parametrize("name", [*KERNELS, *HEADERS])
 def test_sources_are_ascii_and_say_what_they_are(name):
-    text = (_source.CUDA_SRC / name).read_text(encoding="ascii")
+    text = (source.CUDA_SRC / name).read_text(encoding="ascii")
     assert text.startswith("// SPDX-License-Identifier: MIT\n// ")
 
 
@@ -143,6 +143,10 @@ def _built(form, target, pattern):
     )
     assert result.returncode == 0, result.stderr
     return next(target.glob(pattern))
+
+
+def modules_of_the_checkout():
+    return {p.relative_to(ROOT).as_posix() for p in (ROOT / "cupyflash").rglob("*.py")}
 
 
 def _copy_of_the_tree(target):
@@ -174,7 +178,7 @@ def test_the_wheel_holds_the_cuda_sources(wheel):
             for name in archive.namelist()
             if name.startswith("cupyflash/cuda_src/")
         }
-    expected = {n: (_source.CUDA_SRC / n).read_bytes() for n in [*KERNELS, *HEADERS]}
+    expected = {n: (source.CUDA_SRC / n).read_bytes() for n in [*KERNELS, *HEADERS]}
     assert {n: b for n, b in shipped.items() if n.endswith((".cu", ".cuh"))} == expected
 
 
@@ -183,7 +187,7 @@ def test_the_source_distribution_holds_what_a_wheel_is_made_of(tmp_path):
     with tarfile.open(_built("sdist", tmp_path, "*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     expected = {f"cuda_src/{name}" for name in [*KERNELS, *HEADERS]}
-    expected |= {f"cupyflash/{path.name}" for path in (ROOT / "cupyflash").glob("*.py")}
+    expected |= modules_of_the_checkout()
     assert expected | {"cupyflash/py.typed", "CHANGELOG.md", "LICENSE"} <= names
     folders = ("tests", "docs", "examples", "benchmarks", "tools")
     tracked = {
@@ -199,8 +203,7 @@ def test_the_source_distribution_holds_what_a_wheel_is_made_of(tmp_path):
 def test_the_wheel_holds_the_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-    modules = {f"cupyflash/{p.name}" for p in (ROOT / "cupyflash").glob("*.py")}
-    assert modules <= names
+    assert modules_of_the_checkout() <= names
     assert "cupyflash/py.typed" in names
     assert not any(name.startswith("tests") for name in names)
 
@@ -211,7 +214,7 @@ def test_the_wheel_works_away_from_the_checkout(wheel, tmp_path):
         archive.extractall(tmp_path)
     code = (
         "import cupyflash, numpy as np\n"
-        "from cupyflash import _source\n"
+        "from cupyflash._cuda import source as _source\n"
         f"_source.load({KERNELS[0]!r})\n"
         "print(_source.CUDA_SRC)\n"
         "print(cupyflash.softmax(np.zeros(4)).sum())\n"

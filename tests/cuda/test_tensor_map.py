@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cupyflash import _tensormap
+from cupyflash._cuda import tensor_map
 
 ALIGNED = 4096
 
@@ -30,7 +30,7 @@ def strides_of(*shape):
     ],
 )
 def test_what_a_map_can_hold(shape, strides):
-    assert _tensormap.refusal(ALIGNED, shape, strides) is None
+    assert tensor_map.unsupported_reason(ALIGNED, shape, strides) is None
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_what_a_map_can_hold(shape, strides):
     ],
 )
 def test_what_it_cannot(ptr, shape, strides, reason):
-    assert reason in _tensormap.refusal(ptr, shape, strides)
+    assert reason in tensor_map.unsupported_reason(ptr, shape, strides)
 
 
 @pytest.mark.parametrize(
@@ -70,22 +70,22 @@ def test_what_it_cannot(ptr, shape, strides, reason):
     ],
 )
 def test_layout(shape, strides, sizes, steps):
-    where = _tensormap.layout(shape, strides)
+    where = tensor_map.layout(shape, strides)
     assert where.sizes == sizes
     assert where.strides[: len(steps)] == steps
     assert set(where.strides[len(steps) :]) <= {16}
 
 
 def test_a_row_of_a_box_is_a_row_of_the_swizzle():
-    assert _tensormap.BOX_COLUMNS * _tensormap.ITEMSIZE == 128
-    assert _tensormap.MAP.itemsize == 128
+    assert tensor_map.BOX_COLUMNS * tensor_map.ITEMSIZE == 128
+    assert tensor_map.MAP.itemsize == 128
 
 
 @pytest.mark.gpu
 def test_the_driver_makes_a_map(cupy):
     x = cupy.zeros((2, 3, 40, 24), cupy.float16)
-    where = _tensormap.layout(x.shape, x.strides)
-    encode = _tensormap.Encoder("float16", where, 64)
+    where = tensor_map.layout(x.shape, x.strides)
+    encode = tensor_map.Encoder("float16", where, 64)
     first, again = encode(x.data.ptr), encode(x.data.ptr)
     assert first.shape == (1,)
     assert first.tobytes() == again.tobytes()

@@ -10,7 +10,7 @@ import pytest
 
 import cupyflash
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 LESSON = ROOT / "docs" / "lesson"
 PAGES = sorted(LESSON.glob("[a-z]_*.py"))
 
@@ -50,7 +50,7 @@ def test_the_counted_traffic_is_that_of_the_table(measured, row_length):
         with measured.counted() as count:
             y = cupyflash.softmax(x, axis=-1, method=method)
         (sweeps,) = re.findall(
-            rf"^\| `{method}\.cu` .* (\d) N \|$", table, re.MULTILINE
+            rf"^\| `ladder/{method}\.cu` .* (\d) N \|$", table, re.MULTILINE
         )
         assert count["read"] + count["written"] == int(sweeps) * x.size
         np.testing.assert_allclose(y.sum(axis=-1), 1, rtol=1e-5)

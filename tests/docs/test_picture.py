@@ -14,7 +14,7 @@ import pytest
 
 import cupyflash
 
-PAGE = Path(__file__).parent.parent / "docs" / "_static" / "steps.html"
+PAGE = Path(__file__).parents[2] / "docs" / "_static" / "steps.html"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 

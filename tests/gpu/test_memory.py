@@ -10,7 +10,7 @@ import cupyflash
 
 pytest.importorskip("cupy")
 
-from cupyflash import _graphs
+from cupyflash._cuda import graphs
 
 pytestmark = pytest.mark.gpu
 
@@ -182,7 +182,7 @@ def _pointers(x):
 def test_a_captured_call_keeps_what_it_takes(cupy, name, monkeypatch):
     """All but its results, of a call that has a plan."""
     kept = []
-    monkeypatch.setattr(_graphs, "_kept_for_graphs", kept)
+    monkeypatch.setattr(graphs, "_kept_for_graphs", kept)
     call = mixed.call(cupy, 8, name)
     cupy.cuda.Device().synchronize()
     malloc, taken = cupy.get_default_memory_pool().malloc, set()

@@ -1,7 +1,7 @@
 """New random problems for a time: --fuzz-seconds, 20 unless said.
 
-A failure begins with the line that runs its problem again. tests/fuzz_gpu.py runs
-thousands, chosen so that all kernels are met.
+A failure begins with the line that runs its problem again. tests/support/fuzz_gpu.py
+runs thousands, chosen so that all kernels are met.
 """
 
 import itertools

@@ -31,7 +31,7 @@ def forced(cupy, monkeypatch):
     """forced(case): its row alone, or a skip with the refusal of this card."""
 
     def force(case):
-        from cupyflash import _gpu
+        from cupyflash._cuda import runtime
 
         shape = (
             rows.SOFTMAX_SHAPES
@@ -42,7 +42,7 @@ def forced(cupy, monkeypatch):
         asked = rows.library_problem(
             case.operation, case.function, shape, case.dtype, case.method
         )
-        if reason := row.refusal(asked, _gpu.device(0)):
+        if reason := row.unsupported_reason(asked, runtime.device(0)):
             pytest.skip(f"{case.row}: {reason}")
         rows.force(monkeypatch, case.operation, case.row)
 
@@ -109,9 +109,9 @@ def same_bits(cupy, a, b):
 @pytest.mark.parametrize(("operation", "name"), rows.all_rows())
 def test_the_row_is_chosen_and_explain_says_so(cupy, operation, name):
     """By some call that forces nothing; nothing is launched."""
-    from cupyflash import _gpu
+    from cupyflash._cuda import runtime
 
-    device, refusals = _gpu.device(0), set()
+    device, refusals = runtime.device(0), set()
     row = rows.row_of(operation, name)
     for function, shape, dtype, method in rows.reach(operation, name):
         if operation == "softmax":
@@ -137,7 +137,7 @@ def test_the_row_is_chosen_and_explain_says_so(cupy, operation, name):
                 assert name in repr(told)
                 return
         asked = rows.library_problem(operation, function, shape, dtype, method)
-        refusals.add(row.refusal(asked, device))
+        refusals.add(row.unsupported_reason(asked, device))
     assert None not in refusals, f"no call is led to {name}"
     pytest.skip(f"{name}: {' / '.join(sorted(refusals))}")
 

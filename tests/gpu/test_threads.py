@@ -261,7 +261,7 @@ def test_the_first_call_of_a_thread(cupy, name):
 
 def test_the_very_first_calls_from_threads(cupy):
     """Of a process that has no counters yet."""
-    from cupyflash import _graphs
+    from cupyflash._cuda import graphs
 
     random = cupy.random.RandomState(0)
     q, k, v = (
@@ -280,8 +280,8 @@ def test_the_very_first_calls_from_threads(cupy):
 
     with ThreadPoolExecutor(8) as pool:
         for _ in range(40):
-            _graphs.counters.cache_clear()
-            _graphs._counters.clear()
+            graphs.counters.cache_clear()
+            graphs._counters.clear()
             barrier = threading.Barrier(8)
             assert all(pool.map(call, [barrier] * 8))
 

@@ -3,7 +3,7 @@
 The compile list is made of samples. Of each sample some sizes are planned, with each
 row forced; calls that launch a listed variant which none before them did are run and
 compared with the oracle. So a kernel that is added to a row is met here without a
-change. What no size leads to is in `python tests/gpu_record.py --unmet`.
+change. What no size leads to is in `python tests/record/gpu_record.py --unmet`.
 """
 
 import fuzz_vjp

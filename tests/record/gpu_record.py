@@ -1,14 +1,15 @@
 """The record of the GPU tests: which sources ran, on what, and how it went.
 
-    python tests/gpu_record.py --write [pytest arguments]   run them; needs a GPU
-    python tests/gpu_record.py --join FILE...               one record of several
-    python tests/gpu_record.py --write --part 2/3           a third of the files
-    python tests/gpu_record.py --check                      is the record up to date?
-    python tests/gpu_record.py --unmet                      kernels that no test met
+    python tests/record/gpu_record.py --write [pytest arguments]   run them; needs a GPU
+    python tests/record/gpu_record.py --join FILE...               one record of several
+    python tests/record/gpu_record.py --write --part 2/3           a third of the files
+    python tests/record/gpu_record.py --check                      is the record up to
+    date? python tests/record/gpu_record.py --unmet                      kernels that no
+    test met
 
 ``--write`` takes any arguments of pytest: ``tests/gpu -k laws`` runs a part of a
 folder. It uses all cores and all cards, unless ``-n`` says how many processes test.
-tests/sanitize.py adds what compute-sanitizer found.
+tests/record/sanitize.py adds what compute-sanitizer found.
 
 ``--write`` leaves with pytest's exit code; ``--check`` prints a line and leaves with 0,
 since a machine without a GPU can do nothing about it; with ``--strict`` it leaves with
@@ -23,7 +24,7 @@ ran on: of the package, its kernels, the tests and setup.cfg, wherever they lie.
 
 Each test says which variants of kernels it launched first in its process; those of
 tests that passed and compare results are in the record, and what share they are of the
-rows that are to be met whole (tests/variants.py).
+rows that are to be met whole (tests/support/variants.py).
 """
 
 import argparse
@@ -36,10 +37,12 @@ import re
 import sys
 from pathlib import Path
 
-import workers
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "tests" / "support"))
 
-ROOT = Path(__file__).resolve().parent.parent
-RECORD = ROOT / "tests" / "gpu_record.json"
+import workers  # noqa: E402
+
+RECORD = ROOT / "tests" / "record" / "gpu_record.json"
 
 
 _INCLUDE = re.compile(rb'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*\n', re.MULTILINE)
@@ -171,7 +174,7 @@ def side_by_side():
         return []
     import cupy
 
-    from cupyflash import _threads
+    from cupyflash._core import threads
 
     runtime = cupy.cuda.runtime
     cards = range(runtime.getDeviceCount())
@@ -179,7 +182,7 @@ def side_by_side():
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # of NumPy in each process
     sizes = [runtime.getDeviceProperties(card)["totalGlobalMem"] for card in cards]
     # What follows in a file shares kernels: parts of it go to a worker as they are.
-    number = workers.number_of(_threads.num_cores(), sizes)
+    number = workers.number_of(threads.num_cores(), sizes)
     return ["-n", str(number), "--dist", "worksteal"]
 
 
@@ -310,7 +313,7 @@ def unmet(path):
 
 
 def put_fuzz(path, found):
-    """Write what tests/fuzz_gpu.py found into the record."""
+    """Write what tests/support/fuzz_gpu.py found into the record."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     digest = sources_digest()
     kept = {name: x for name, x in found.items() if name != "variants"}

@@ -1,16 +1,16 @@
 """One small call of each row of every table, for compute-sanitizer.
 
-    python tests/sanitize.py --record          all tools over all rows; into the record
-    python tests/sanitize.py --record --tool memcheck attention/hopper
-    python tests/sanitize.py --record --seconds 550 --jobs 16    what ends in that time
-    compute-sanitizer --tool racecheck python tests/sanitize.py softmax
-    compute-sanitizer --tool memcheck python tests/sanitize.py --tiers softmax
+    python tests/record/sanitize.py --record          all tools over all rows; into the
+    record python tests/record/sanitize.py --record --tool memcheck attention/hopper
+    python tests/record/sanitize.py --record --seconds 550 --jobs 16    what ends in
+    that time compute-sanitizer --tool racecheck python tests/record/sanitize.py softmax
+    compute-sanitizer --tool memcheck python tests/record/sanitize.py --tiers softmax
 
 Arguments name operations, or rows as "attention/tiled"; none is all of them. With
 --tiers they name functions of the softmax family, and each of their tiers is called.
 Results are checked too, and the exit code is 1 when one is wrong. --record writes what
-the tools found into tests/gpu_record.json, with what they say where they cannot judge a
-kernel.
+the tools found into tests/record/gpu_record.json, with what they say where they cannot
+judge a kernel.
 """
 
 import argparse
@@ -23,8 +23,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 SOFTMAX_KINDS = (
@@ -105,8 +105,10 @@ def run_rows(cupy, wanted):
                         for problem in problems_of(case):
                             rows.check(cupy, problem)
                     verdict = "agrees"
-                except NotImplementedError as refusal:
-                    verdict = f"REFUSED {str(refusal).splitlines()[-1].strip()}"
+                except NotImplementedError as unsupported_reason:
+                    verdict = (
+                        f"REFUSED {str(unsupported_reason).splitlines()[-1].strip()}"
+                    )
                 except AssertionError as error:
                     verdict, failures = f"WRONG {error}", failures + 1
             print(f"{group}: {case}: {verdict}", flush=True)
@@ -192,15 +194,15 @@ _BESIDE = {_MERGE: check_merge, _TURN: check_turn, _PIECES: check_pieces}
 
 def let_each_lane_arrive():
     """Compile kernels that know of it so that racecheck follows them, from now on."""
-    from cupyflash import _source
+    from cupyflash._cuda import source
 
-    load = _source.load
+    load = source.load
 
     def load_followed(name):
         text = load(name)
         return f"#define {_EACH_LANE_ARRIVES}\n" * (_EACH_LANE_ARRIVES in text) + text
 
-    _source.load = load_followed
+    source.load = load_followed
 
 
 def _small(problem):
@@ -362,7 +364,10 @@ def record(path, tools, wanted, jobs, seconds=math.inf):
     # Compiled without a tool: the sanitizers then find the kernels in the cache.
     with ThreadPoolExecutor(jobs) as pool:
         if any(pool.map(_compile, chosen)):
-            print("a result is wrong without any tool: see python tests/sanitize.py")
+            print(
+                "a result is wrong without any tool: see "
+                "python tests/record/sanitize.py"
+            )
             return 1
     work = [(tool, unit) for unit in units for tool in tools]
     found, left = {tool: {} for tool in tools}, []

@@ -11,13 +11,13 @@ import pytest
 import sanitize
 
 import cupyflash
-from cupyflash import _threads
+from cupyflash._core import threads
 
 
 @pytest.mark.parametrize(
     ("test", "name"),
     [
-        ("tests/test_gpu.py::test_a[1]", "test_gpu.py"),
+        ("tests/cuda/test_gpu.py::test_a[1]", "cuda/test_gpu.py"),
         ("tests/gpu/test_rows.py::test_contract[x::y]", "gpu/test_rows.py"),
         ("test_gpu.py::test_a", "test_gpu.py"),
     ],
@@ -29,15 +29,15 @@ def test_files_are_named_below_tests(test, name):
 def test_the_files_of_an_argument(monkeypatch):
     monkeypatch.chdir(gpu_record.ROOT)
     files = gpu_record._test_files()
-    assert {"test_gpu.py", "gpu/test_rows.py"} <= {*files}
-    assert gpu_record._files_in("tests/test_gpu.py") == ["test_gpu.py"]
+    assert {"cuda/test_gpu.py", "gpu/test_rows.py"} <= {*files}
+    assert gpu_record._files_in("tests/cuda/test_gpu.py") == ["cuda/test_gpu.py"]
     assert gpu_record._files_in("tests/gpu/test_rows.py::test_contract") == [
         "gpu/test_rows.py"
     ]
     folder = gpu_record._files_in("tests/gpu")
     assert folder == [file for file in files if file.startswith("gpu/")]
     assert gpu_record._files_in("tests") == files
-    for other in ("-k", "laws", "60", "cupyflash", "tests/accuracy.py"):
+    for other in ("-k", "laws", "60", "cupyflash", "tests/support/accuracy.py"):
         assert gpu_record._files_in(other) == []
 
 
@@ -49,7 +49,7 @@ def test_all_cores_and_cards_test_side_by_side(monkeypatch):
     )
     cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=runtime))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(_threads, "num_cores", lambda: 16)
+    monkeypatch.setattr(threads, "num_cores", lambda: 16)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")  # and what it was comes back
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
@@ -172,7 +172,8 @@ def test_what_the_sanitizers_found(tmp_path, capsys):
     assert record["files"]["test_a.py"]["passed"] == 2
 
 
-# --- tests/sanitize.py ---------------------------------------------------------------
+# --- tests/record/sanitize.py
+# ---------------------------------------------------------------
 
 CLEAN = """\
 ========= COMPUTE-SANITIZER
@@ -439,7 +440,8 @@ def test_launches_are_noted_once_between_two_tests():
     assert watch.names == {planned.digest_of(Launch.variant)}
 
 
-# --- tests/variants.py ---------------------------------------------------------------
+# --- tests/support/variants.py
+# ---------------------------------------------------------------
 
 
 def test_samples_lead_to_what_is_listed():

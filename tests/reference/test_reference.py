@@ -10,7 +10,7 @@ import scipy.special
 from accuracy import FLOATS, dtype_of, to_host, wide
 from placing import place
 
-from cupyflash import _reference
+from cupyflash._reference import forward as _reference
 
 
 def attention_in_loops(q, k, v, o):

@@ -17,7 +17,7 @@ VERSION = tuple(int(n) for n in re.findall(r"\d+", scipy.__version__)[:2])
 def run(tmp_path, **environment):
     if importlib.util.find_spec("scipy.special.tests") is None:
         pytest.skip("this SciPy was installed without its tests")
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "scipy_suite", "-W", "ignore", "--pyargs", TESTS]

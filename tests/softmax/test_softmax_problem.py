@@ -7,7 +7,8 @@ from accuracy import FLOATS, dtype_of
 from placing import place
 
 import cupyflash
-from cupyflash import _arrays, _softmax_problem
+from cupyflash._core import arrays
+from cupyflash._softmax import problem as softmax_problem
 
 VJPS = (cupyflash.softmax_vjp, cupyflash.log_softmax_vjp)
 SOFTMAXES = (cupyflash.softmax, cupyflash.log_softmax)
@@ -332,7 +333,7 @@ def test_refusals(xp, function, args, kwargs, error, message):
     with pytest.raises(error, match=message):
         function(*args, **kwargs)
     if out is not None:
-        assert not _arrays.adopt(out).any()  # a refused call changes nothing
+        assert not arrays.adopt(out).any()  # a refused call changes nothing
 
 
 @pytest.mark.parametrize("function", [*SOFTMAXES, *LOGSUMEXP], ids=name_of)
@@ -408,7 +409,7 @@ def check(function, *args, **kwargs):
     """The problem of a call of softmax."""
     defaults = dict(axis=None, where=None, scale=1.0, dtype=None, out=None)
     options = {**defaults, "method": "auto", **kwargs}
-    return _softmax_problem.softmax(function, *args, **options)[0]
+    return softmax_problem.softmax(function, *args, **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -459,14 +460,14 @@ def test_out_decides_the_dtype(xp):
 )
 def test_dtypes_of_logsumexp(a, b, result):
     a, b = (np.ones(2).astype(dtype_of(name)) for name in (a, b))
-    problem, _ = _softmax_problem.logsumexp(a, None, b, False, False, None, None)
+    problem, _ = softmax_problem.logsumexp(a, None, b, False, False, None, None)
     assert problem.dtypes["out"] == result
 
 
 def test_shapes_of_logsumexp():
     a, b = np.ones((2, 1, 4)), np.ones((3, 1))
     for keepdims, shape in ((False, (2, 4)), (True, (2, 1, 4))):
-        problem, _ = _softmax_problem.logsumexp(a, 1, b, keepdims, False, None, None)
+        problem, _ = softmax_problem.logsumexp(a, 1, b, keepdims, False, None, None)
         assert problem.shape == (2, 3, 4)
         assert problem.result_shape == shape
         assert problem.row_length == 3
@@ -482,7 +483,7 @@ def test_the_problem_holds_no_arrays():
 
 def test_operands_are_views(xp):
     x, where = xp.ones((2, 3)), xp.ones((2, 1), bool)
-    _, operands = _softmax_problem.softmax(
+    _, operands = softmax_problem.softmax(
         "softmax", x, -1, where, 1.0, None, None, "auto"
     )
     assert operands.x is x

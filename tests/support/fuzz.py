@@ -6,10 +6,10 @@ arrays lie in memory, and whether lengths are short or long. `sizes` decides the
 within that, and all values, so that a GPU run can meet many problems with few kernels.
 A problem has at most 2^budget scores.
 
-    python tests/fuzz.py attention 1234            # one problem again, on NumPy
-    python tests/fuzz.py softmax 77 --sizes 3 --budget 20 --xp cupy
+    python tests/support/fuzz.py attention 1234            # one problem again, on NumPy
+    python tests/support/fuzz.py softmax 77 --sizes 3 --budget 20 --xp cupy
 
-tests/fuzz_gpu.py runs thousands of them on a GPU.
+tests/support/fuzz_gpu.py runs thousands of them on a GPU.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from accuracy import (
 from placing import FORMS, ROW_FORMS, empty, place
 
 # A line that runs a problem again works in a checkout that is not installed.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import cupyflash
 
@@ -62,7 +62,7 @@ class Problem:
         sizes = f" --sizes {self.sizes}" if self.sizes else ""
         budget = "" if self.budget in (None, SMALL) else f" --budget {self.budget}"
         return (
-            f"python tests/fuzz.py {self.operation} {self.seed}{sizes}{budget} "
+            f"python tests/support/fuzz.py {self.operation} {self.seed}{sizes}{budget} "
             f"--xp {xp.__name__}"
         )
 

@@ -1,9 +1,11 @@
 """Thousands of random problems on a GPU, drawn so that all kernels are met alike.
 
-    python tests/fuzz_gpu.py --problems 5000 --seconds 560 --json fuzz.json
-    python tests/fuzz_gpu.py --problems 40 --xp numpy       the same without a GPU
+    python tests/support/fuzz_gpu.py --problems 5000 --seconds 560 --json fuzz.json
+    python tests/support/fuzz_gpu.py --problems 40 --xp numpy       the same without a
+    GPU
 
-1. Structures are drawn (tests/fuzz.py). Of some candidates the one is kept whose row
+1. Structures are drawn (tests/support/fuzz.py). Of some candidates the one is kept
+whose row
    and kernels, which the package's own plans tell, were met least so far; then problems
    of other lengths and values that take the same kernels.
 2. All kernels are compiled, on all cores, into CuPy's cache folder.
@@ -11,7 +13,7 @@
    bad, as one with a wrong result is; the others go on.
 
 The same seed draws the same problems on the same kind of card. The exit code is 1 if a
-problem was bad. --record writes what was met into tests/gpu_record.json.
+problem was bad. --record writes what was met into tests/record/gpu_record.json.
 """
 
 import argparse
@@ -29,7 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import connection
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 # Shares of the problems, and of the kernels that are compiled.
@@ -200,7 +202,7 @@ def _work(pipe, xp_name):
 
     xp = __import__(xp_name)
     if xp_name == "cupy":
-        from cupyflash import _compile
+        from cupyflash._cuda import compiler
 
         workers.compile_once(f"fuzz-{os.getppid()}")
         xp.cuda.Device(0).use()
@@ -213,7 +215,7 @@ def _work(pipe, xp_name):
                 asked = task.operation, task.seed, task.sizes, task.budget
                 fuzz.run(xp, fuzz.draw(*asked))
             else:
-                _compile.get_kernel(task, 0)
+                compiler.get_kernel(task, 0)
             pipe.send(None)
         except BaseException as error:
             pipe.send(f"{type(error).__name__}: {error}"[:4000])
@@ -310,9 +312,9 @@ def fuzz_gpu(options):
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     card = None
     if options.xp == "cupy":
-        from cupyflash import _gpu
+        from cupyflash._cuda import runtime
 
-        card = _gpu.device(0)
+        card = runtime.device(0)
     drawn = draw_all(
         options.problems,
         options.seed,
@@ -379,7 +381,7 @@ def summary(found):
 
 def main():
     """Parse the command line; return the exit code."""
-    from cupyflash import _threads
+    from cupyflash._core import threads
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -391,7 +393,7 @@ def main():
     )
     parser.add_argument("--budget", type=int, default=20, help="log2 of most scores")
     parser.add_argument("--variants", type=int, default=1500, help="kernels, about")
-    parser.add_argument("--jobs", type=int, default=_threads.num_cores())
+    parser.add_argument("--jobs", type=int, default=threads.num_cores())
     parser.add_argument("--xp", choices=("cupy", "numpy"), default="cupy")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--record", action="store_true", help="and into the record")

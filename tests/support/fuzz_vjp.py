@@ -1,6 +1,6 @@
 """Random problems of attention_vjp, and the check of their gradients.
 
-python tests/fuzz.py attention_vjp 1234
+python tests/support/fuzz.py attention_vjp 1234
 """
 
 import fuzz

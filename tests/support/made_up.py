@@ -18,11 +18,12 @@ class Card:
     """Takes the place of the device in the package, for one test."""
 
     def __init__(self, monkeypatch, arch, cupy):
-        from cupyflash import _gpu, _graphs, _kernels, _tensormap
+        from cupyflash._cuda import device, graphs, runtime, tensor_map
+        from cupyflash._cuda import launch as _launch
 
         self.cupy, self.launched, self.maps, self.given = cupy, [], [], []
         self._next = _FIRST
-        self.device = _kernels.device_of_arch(arch)
+        self.device = device.device_of_arch(arch)
         card = self
 
         class Encoder:
@@ -30,7 +31,7 @@ class Card:
                 card.maps.append(where)
 
             def __call__(self, ptr):
-                return np.zeros(1, _tensormap.MAP)
+                return np.zeros(1, tensor_map.MAP)
 
         def note(launch, *args):
             card.launched.append((launch, args))
@@ -39,14 +40,14 @@ class Card:
             return contextlib.nullcontext()
 
         counters = type("Counters", (), {"of_current_stream": lambda self: 0})
-        monkeypatch.setattr(_gpu, "device", lambda device_id: self.device)
-        monkeypatch.setattr(_gpu, "current_device", lambda: 0)
-        monkeypatch.setattr(_gpu.Launch, "enqueue", note)
-        monkeypatch.setattr(_gpu.Launch, "__call__", note)
-        monkeypatch.setattr(_tensormap, "Encoder", Encoder)
-        monkeypatch.setattr(_graphs, "keep_if_capturing", lambda *args: None)
-        monkeypatch.setattr(_graphs, "_num_devices", lambda: 0)
-        monkeypatch.setattr(_graphs, "counters", lambda *args: counters())
+        monkeypatch.setattr(runtime, "device", lambda device_id: self.device)
+        monkeypatch.setattr(runtime, "current_device", lambda: 0)
+        monkeypatch.setattr(_launch.Launch, "enqueue", note)
+        monkeypatch.setattr(_launch.Launch, "__call__", note)
+        monkeypatch.setattr(tensor_map, "Encoder", Encoder)
+        monkeypatch.setattr(graphs, "keep_if_capturing", lambda *args: None)
+        monkeypatch.setattr(graphs, "_num_devices", lambda: 0)
+        monkeypatch.setattr(graphs, "counters", lambda *args: counters())
         monkeypatch.setattr(cupy.cuda, "Device", no_device)
         monkeypatch.setattr(cupy.cuda, "alloc", self._alloc_scratch)
         monkeypatch.setattr(

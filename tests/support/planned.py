@@ -1,4 +1,4 @@
-"""What a problem of tests/fuzz.py would launch, found without a GPU.
+"""What a problem of tests/support/fuzz.py would launch, found without a GPU.
 
 Arrays of CuPy are made up at addresses that are never read, in the memory that the
 problem asks for; the package's own plans then choose rows, tiles and launches.
@@ -15,7 +15,9 @@ import placing
 from accuracy import dtype_of
 
 import cupyflash
-from cupyflash import _explain, _kernels
+from cupyflash import _explain
+from cupyflash._cuda import device as cuda_device
+from cupyflash._cuda import kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Planned:
     """Rows that are the choice for the calls of a problem, and what they launch."""
 
     rows: tuple[str, ...]  # "attention/hopper", of each call
-    variants: tuple[_kernels.Variant, ...]
+    variants: tuple[kernel.Variant, ...]
     num_splits: int = 1  # of the keys
     keys_of_part: int = 0
 
@@ -44,12 +46,12 @@ def device(card=None):
     """Let the package plan for a card, by default a made-up one of sm_90a."""
     import pytest
 
-    from cupyflash import _gpu, _tensormap
+    from cupyflash._cuda import runtime, tensor_map
 
-    card = card or _kernels.device_of_arch("sm_90a")
+    card = card or cuda_device.device_of_arch("sm_90a")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_gpu, "device", lambda device_id: card)
-        patch.setattr(_tensormap, "_driver", lambda: None)
+        patch.setattr(runtime, "device", lambda device_id: card)
+        patch.setattr(tensor_map, "_driver", lambda: None)
         yield card
 
 
@@ -125,7 +127,7 @@ def _only(operation, row):
 
 
 def _plan_attention(problem, memory, arrays, row=None, **more):
-    from cupyflash import _attention_gpu
+    from cupyflash._attention.gpu import forward as attention_gpu
 
     if problem.out_form:
         shape, _ = fuzz.attention_shapes(problem)
@@ -133,10 +135,10 @@ def _plan_attention(problem, memory, arrays, row=None, **more):
         arrays = arrays | {"out": _made_up(memory, shape, dtype, problem.out_form)}
     with _only("attention", row):
         asked = _checked(cupyflash.attention, **arrays, **problem.options, **more)
-        made = _attention_gpu.make_plan(*asked)
+        made = attention_gpu.make_plan(*asked)
         if not made.launches:
             return Planned(("attention/empty",), ())
-        name = _attention_gpu._select(*asked, _device())[0].name
+        name = attention_gpu._select(*asked, _device())[0].name
     keys = problem.notes["scores"][-1]
     return Planned(
         (f"attention/{name}",),
@@ -147,15 +149,15 @@ def _plan_attention(problem, memory, arrays, row=None, **more):
 
 
 def _device():
-    from cupyflash import _gpu
+    from cupyflash._cuda import runtime
 
-    return _gpu.device(0)
+    return runtime.device(0)
 
 
 def _plan_attention_vjp(problem, memory, arrays, row=None):
     import fuzz_vjp
 
-    from cupyflash import _attention_vjp_gpu
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
 
     kept = fuzz_vjp.FORWARD + fuzz_vjp.GPU_ALONE
     options = {n: x for n, x in problem.options.items() if n in kept}
@@ -175,10 +177,10 @@ def _plan_attention_vjp(problem, memory, arrays, row=None):
         asked = _checked(
             cupyflash.attention_vjp, *first, out, lse, **given, **problem.options
         )
-        made = _attention_vjp_gpu.make_plan(*asked)
+        made = attention_vjp_gpu.make_plan(*asked)
         if not made.launches:
             return Planned((*forward.rows, "attention_vjp/empty"), forward.variants)
-        name = _attention_vjp_gpu._select(*asked, _device())[0].name
+        name = attention_vjp_gpu._select(*asked, _device())[0].name
     return Planned(
         (*forward.rows, f"attention_vjp/{name}"),
         (*forward.variants, *(launch.variant for launch in made.launches)),
@@ -188,7 +190,7 @@ def _plan_attention_vjp(problem, memory, arrays, row=None):
 
 
 def _plan_softmax(problem, memory, arrays, row=None):
-    from cupyflash import _softmax_gpu
+    from cupyflash._softmax.gpu import plan as softmax_plan
 
     function = getattr(cupyflash, problem.function)
     names = ("x", "dy", "where", "b")
@@ -201,9 +203,9 @@ def _plan_softmax(problem, memory, arrays, row=None):
         dtype = dtype_of(fuzz._result_dtype(problem))
         given["out"] = _made_up(memory, shape, dtype, problem.out_form)
     asked, operands = _checked(function, *first, **given, **problem.options)
-    inputs = _softmax_gpu._inputs(asked, operands)
+    inputs = softmax_plan._inputs(asked, operands)
     with _only("softmax", row):
-        made = _softmax_gpu._plan_of(asked, inputs, operands.out)
+        made = softmax_plan._plan_of(asked, inputs, operands.out)
     if not made.launches:
         return Planned(("softmax/empty",), ())
     variants = tuple(launch.variant for launch in made.all_launches())
@@ -219,7 +221,7 @@ def _reduced(shape, options):
 
 
 def _plan_merge(problem, memory, arrays, row=None):
-    from cupyflash import _attention_merge_gpu
+    from cupyflash._attention.gpu import combine
 
     given = dict(arrays)
     if problem.out_form:
@@ -232,5 +234,5 @@ def _plan_merge(problem, memory, arrays, row=None):
     )
     if not math.prod(asked.shape):
         return Planned(("attention/empty",), ())
-    made = _attention_merge_gpu._plan_of(asked, operands)
+    made = combine._plan_of(asked, operands)
     return Planned(("attention/merge",), (made.launch.variant,))

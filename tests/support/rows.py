@@ -15,15 +15,12 @@ import numpy as np
 from accuracy import dtype_of
 
 import cupyflash
-from cupyflash import (
-    _attention_kernels,
-    _attention_vjp_kernels,
-    _explain,
-    _kernels,
-    _layout,
-    _softmax_kernels,
-    _softmax_layout,
-)
+from cupyflash import _explain
+from cupyflash._attention.gpu import backward_registry, forward_registry
+from cupyflash._core import strides as _strides
+from cupyflash._cuda import device as _device
+from cupyflash._softmax import memory_layout
+from cupyflash._softmax.gpu import registry as softmax_registry
 
 METHODS = fuzz.METHODS
 OPERATIONS = ("softmax", "attention", "attention_vjp")
@@ -32,9 +29,9 @@ OPERATIONS = ("softmax", "attention", "attention_vjp")
 def tables():
     """{operation: its table}."""
     return {
-        "softmax": _softmax_kernels.KERNELS,
-        "attention": _attention_kernels.ATTENTION_KERNELS,
-        "attention_vjp": _attention_vjp_kernels.ATTENTION_VJP_KERNELS,
+        "softmax": softmax_registry.KERNELS,
+        "attention": forward_registry.ATTENTION_KERNELS,
+        "attention_vjp": backward_registry.ATTENTION_VJP_KERNELS,
     }
 
 
@@ -157,7 +154,7 @@ _VJP_DTYPES_OF_KIND = {
 
 
 def problem_of(case, rng, values=None):
-    """The problem of tests/fuzz.py for a case; `values` are softmax's own x."""
+    """The problem of tests/support/fuzz.py for a case; `values` are softmax's own x."""
     return {
         "softmax": _softmax_problem_of,
         "attention": _attention_problem_of,
@@ -317,24 +314,24 @@ def _library_softmax(function, x, method):
     else:
         problem = _checked(call, x, axis=1, method=method)
         names = ("x", "where", "out")
-    steps = _layout.element_strides(x)
+    steps = _strides.element_strides(x)
     strides = {n: (0,) * 3 if n in ("b", "where") else steps for n in names}
     full = [n for n in names if n in ("x", "dy", "out")]
     if function == "logsumexp":
         strides |= dict.fromkeys(("out", "sign"), (x.shape[2], 0, 1))
-    layout = _softmax_layout.of(problem.shape, problem.axes, strides, full)
+    layout = memory_layout.of(problem.shape, problem.axes, strides, full)
     return dataclasses.replace(problem, layout=layout)
 
 
 def _method_of(row):
     """A method that leads to a row."""
-    return "auto" if "auto" in row.rungs else row.rungs[0]
+    return "auto" if "auto" in row.methods else row.methods[0]
 
 
 @functools.cache
 def cases(operation, name, arch="sm_90a"):
     """The cases that a row takes, on a made-up device."""
-    row, device = row_of(operation, name), _kernels.device_of_arch(arch)
+    row, device = row_of(operation, name), _device.device_of_arch(arch)
     rng = np.random.default_rng(0)
     found = []
     if operation == "softmax":
@@ -345,7 +342,7 @@ def cases(operation, name, arch="sm_90a"):
                 function = row.functions[(i + j) % len(row.functions)]
                 case = Case(operation, name, function, kind, dtype, _method_of(row))
                 asked = library_problem(operation, function, shape, dtype, case.method)
-                if row.refusal(asked, device) is None:
+                if row.unsupported_reason(asked, device) is None:
                     found.append(case)
         return tuple(found)
     is_vjp = operation == "attention_vjp"
@@ -359,7 +356,7 @@ def cases(operation, name, arch="sm_90a"):
             )
             if _lies_between_vectors(shapes, dtype):
                 asked = _without_tensor_maps(asked)
-            if row.refusal(asked, device) is None and _is_new(row, case):
+            if row.unsupported_reason(asked, device) is None and _is_new(row, case):
                 found.append(case)
     return tuple(found)
 
@@ -402,7 +399,7 @@ def reach(operation, name):
     functions = row.functions if operation == "softmax" else (operation,)
     shapes = SOFTMAX_REACH if operation == "softmax" else ATTENTION_REACH
     return itertools.product(
-        functions, shapes.values(), ("bfloat16", "float32", "float64"), row.rungs
+        functions, shapes.values(), ("bfloat16", "float32", "float64"), row.methods
     )
 
 
@@ -411,22 +408,20 @@ def reach(operation, name):
 
 def force(monkeypatch, operation, name):
     """Let the operation have this row alone, for every method."""
-    from cupyflash import (
-        _attention_gpu,
-        _attention_vjp_gpu,
-        _gpu,
-        _softmax_gpu,
-    )
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
+    from cupyflash._attention.gpu import forward as attention_gpu
+    from cupyflash._cuda import plan_cache
+    from cupyflash._softmax.gpu import dispatch as softmax_gpu
 
     module, holder, attribute = {
-        "softmax": (_softmax_gpu, _softmax_kernels, "KERNELS"),
-        "attention": (_attention_gpu, _attention_gpu, "ATTENTION_KERNELS"),
+        "softmax": (softmax_gpu, softmax_registry, "KERNELS"),
+        "attention": (attention_gpu, attention_gpu, "ATTENTION_KERNELS"),
         "attention_vjp": (
-            _attention_vjp_gpu,
-            _attention_vjp_gpu,
+            attention_vjp_gpu,
+            attention_vjp_gpu,
             "ATTENTION_VJP_KERNELS",
         ),
     }[operation]
-    row = dataclasses.replace(row_of(operation, name), rungs=METHODS)
+    row = dataclasses.replace(row_of(operation, name), methods=METHODS)
     monkeypatch.setattr(holder, attribute, (row,))
-    monkeypatch.setattr(module, "_plans", _gpu.PlanCache())
+    monkeypatch.setattr(module, "_plans", plan_cache.PlanCache())

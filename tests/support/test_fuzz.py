@@ -82,13 +82,14 @@ def test_a_failure_begins_with_the_line_that_runs_it_again(monkeypatch, operatio
             fuzz.run(np, fuzz.draw(operation, 12, 3, 14))
     line, *_ = str(raised.value).splitlines()
     assert (
-        line == f"python tests/fuzz.py {operation} 12 --sizes 3 --budget 14 --xp numpy"
+        line == f"python tests/support/fuzz.py {operation} 12 --sizes 3 "
+        f"--budget 14 --xp numpy"
     )
     assert "out is wrong" in str(raised.value)
     env = {n: x for n, x in os.environ.items() if n != "PYTHONPATH"}
     done = subprocess.run(
         [sys.executable, *line.split()[1:]],
-        cwd=Path(fuzz.__file__).parent.parent,
+        cwd=Path(fuzz.__file__).parents[2],
         env=env,
         capture_output=True,
         text=True,
@@ -256,7 +257,8 @@ def test_steering_takes_what_was_met_least():
     assert steering.order(naive) < steering.order(hopper)
 
 
-# --- tests/fuzz_gpu.py ---------------------------------------------------------------
+# --- tests/support/fuzz_gpu.py
+# ---------------------------------------------------------------
 
 
 def options_of(**given):

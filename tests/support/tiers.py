@@ -82,9 +82,9 @@ def thresholds(xp, function, dtype, kind):
     A step is a run of lengths that one compiled kernel takes; a tier is a kernel and
     the kind of memory that it holds a row in.
     """
-    from cupyflash import _gpu
+    from cupyflash._cuda import runtime
 
-    return _thresholds(xp, function, dtype, kind, _gpu.device(0))
+    return _thresholds(xp, function, dtype, kind, runtime.device(0))
 
 
 @functools.cache

@@ -1,8 +1,9 @@
 """Small problems that launch what `python -m cupyflash compile --all` lists.
 
 The samples of the compile list say which dtypes, head sizes and options there are. Of
-each, calls of a few sizes are planned (tests/planned.py), with a row forced; those that
-launch a variant that none before them did are problems of tests/fuzz.py.
+each, calls of a few sizes are planned (tests/support/planned.py), with a row forced;
+those that launch a variant that none before them did are problems of
+tests/support/fuzz.py.
 """
 
 import functools
@@ -13,7 +14,9 @@ import numpy as np
 import planned
 from accuracy import dtype_of
 
-from cupyflash import _attention_samples, _compile_jobs, _kernels
+from cupyflash._attention.gpu import samples as _samples
+from cupyflash._cli import compile_jobs
+from cupyflash._cuda import device as _device
 
 # Rows of which every variant is to be met. There are too many of the others: each type
 # of each array of softmax, say.
@@ -55,10 +58,10 @@ SIZES = (
 @functools.cache
 def wanted(arch="sm_90a"):
     """{digest: (operation, row, variant)} of the rows that are to be met whole."""
-    device = _kernels.device_of_arch(arch)
+    device = _device.device_of_arch(arch)
     found = {}
     for operation, rows in WHOLE.items():
-        table = _compile_jobs._TABLES[operation]
+        table = compile_jobs._TABLES[operation]
         for row, variant in table.compile_list(device, True):
             if row in rows + BESIDE[operation]:
                 found.setdefault(planned.digest_of(variant), (operation, row, variant))
@@ -68,7 +71,7 @@ def wanted(arch="sm_90a"):
 @functools.cache
 def samples():
     """(problem of the compile list, axes of the batch)."""
-    return tuple(_attention_samples.everything())
+    return tuple(_samples.everything())
 
 
 def work():
@@ -93,7 +96,7 @@ WAYS = {
 
 
 def problem_of(operation, index, call, values=False):
-    """A problem of tests/fuzz.py with the options of a sample, called in a way."""
+    """A problem of the fuzz with the options of a sample, called in a way."""
     asked, axes = samples()[index]
     (batch, heads, kv_heads, seqlen_q, seqlen_k), way = call
     rng = np.random.default_rng(index) if values else fuzz.Zeros()

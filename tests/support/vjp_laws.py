@@ -17,11 +17,14 @@ def poison(cupy, shape):
 
 def copy_always(monkeypatch):
     """Let calls of any length have copies for the copy engine."""
-    from cupyflash import _attention_gpu, _attention_views, _attention_vjp_gpu, _gpu
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
+    from cupyflash._attention.gpu import copies
+    from cupyflash._attention.gpu import forward as attention_gpu
+    from cupyflash._cuda import plan_cache
 
-    monkeypatch.setattr(_attention_views, "_COPIES_FROM", 1)
-    for module in (_attention_gpu, _attention_vjp_gpu):
-        monkeypatch.setattr(module, "_plans", _gpu.PlanCache())
+    monkeypatch.setattr(copies, "_COPIES_FROM", 1)
+    for module in (attention_gpu, attention_vjp_gpu):
+        monkeypatch.setattr(module, "_plans", plan_cache.PlanCache())
 
 
 def check(

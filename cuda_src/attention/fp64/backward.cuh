@@ -11,16 +11,16 @@
 // with dS, each half of a tile (queries). So no warp holds sums of two gradients, for
 // which registers would not do, and a scheduler has always two warps.
 //
-// Shared  own       2 x kBlockM x kDim   as fragments (tiles_f64.cuh), once an entry
+// Shared  own       2 x kBlockM x kDim   as fragments (tile.cuh), once an entry
 //         other     2 x kBlockN x kDim   the rows walked over; the first half of the
 //                                        columns of a tile comes while the second half
 //                                        of the tile before is in use, and so on
 //         exchange  kBlockM x kBlockN    between the warps of a pair
 #pragma once
 
-#include "attention/runs.cuh"
-#include "attention/tiles_f64.cuh"
-#include "attention/vjp.cuh"
+#include "attention/simt/long_sums.cuh"
+#include "attention/fp64/tile.cuh"
+#include "attention/simt/gradients.cuh"
 #include "common/exp2_f64.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/hold.cuh"

@@ -10,14 +10,14 @@
 //            The first warp of a pair makes S, P and dv, the second dP, dS and dk
 // Grid       1-D, a block an entry of k and v and a tile of keys; the first tiles of
 //            all entries first, since causal ones are longest
-// Tiles      vjp_tiled_f64.cuh; k and v are owned, q and dO walked over
+// Tiles      backward.cuh; k and v are owned, q and dO walked over
 // Memory     global: k, v, dk and dv once an entry that shares k and v; q and dO once
 //            a block, mostly from L2
 // Numbers    everything in float64; a tile's products are summed apart before they join
 //            dk and dv. One order of sums: the same bits in every run. What is not seen
 //            weighs 0: where 0 * NaN shows in a gradient, `found` asks for the repair
 // Limits     head dimensions up to kDim
-#include "attention/vjp_tiled_f64.cuh"
+#include "attention/fp64/backward.cuh"
 
 struct block_t : walk_t {
   // Of the first query walked over; lse may have strides of its own.

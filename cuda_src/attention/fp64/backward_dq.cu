@@ -11,14 +11,14 @@
 //            keys that are not here, and `factor` is 1
 // Grid       1-D, a block an entry of q and a tile of queries; the last tiles of all
 //            entries first, since causal ones are longest
-// Tiles      vjp_tiled_f64.cuh; q and dO are owned, k and v walked over
+// Tiles      backward.cuh; q and dO are owned, k and v walked over
 // Memory     global: q and dO once; dq once an entry that shares q; k and v once a
 //            block, mostly from L2
 // Numbers    everything in float64; a tile's products are summed apart before they join
 //            dq. One order of sums: the same bits in every run. What is not seen weighs
 //            0: where 0 * NaN shows in a gradient, `found` asks for the repair
 // Limits     head dimensions up to kDim
-#include "attention/vjp_tiled_f64.cuh"
+#include "attention/fp64/backward.cuh"
 
 struct block_t : walk_t {
   double lse[kBlockM], delta[kBlockM];

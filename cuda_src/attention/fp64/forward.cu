@@ -10,10 +10,10 @@
 // Grid       1-D, a block a tile of queries of one head; causal ones that are longest
 //            first, the last tiles of all heads
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
-//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places by turns
-//            s, p, o  registers; a warp owns 16 rows, or two warps do: each sums q k^T
-//            over half of the columns, they exchange the sums, and each adds p v to
-//            half of the columns of o
+//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kSlots places,
+//            interleaved s, p, o  registers; a warp owns 16 rows, or two warps do: each
+//            sums q k^T over half of the columns, they exchange the sums, and each adds
+//            p v to half of the columns of o
 // Memory     global: q and out once; k and v once a block, mostly from L2. The copies
 //            run kSlots - 1 tiles ahead. With 3 places, a place is free when all warps
 //            have read it, and no barrier holds all warps of a block: while one
@@ -23,15 +23,15 @@
 //            holds (ptx/hold.cuh), and the loads and additions for others beside it, so
 //            that the next is ready when they are free
 // Numbers    everything in float64. p v of a tile is summed apart before it joins o,
-//            and so are runs of tiles (runs.cuh)
+//            and so are runs of tiles (attention/simt/long_sums.cuh)
 // Limits     the host rounds kHeadDim and kHeadDimV up; zeros fill the rest
 //
 // The sums are s = q k^T and o^T = v^T p^T: what a lane holds of s as a result is what
 // it has to hold of p as the second operand, and by 16 bytes it reads two columns of v
-// that stand side by side in the first (tiles_f64.cuh says which slots they are).
-#include "attention/runs.cuh"
-#include "attention/score.cuh"
-#include "attention/tiles_f64.cuh"
+// that stand side by side in the first (tile.cuh says which slots they are).
+#include "attention/simt/long_sums.cuh"
+#include "attention/score/score.cuh"
+#include "attention/fp64/tile.cuh"
 #include "common/exp2_f64.cuh"
 #include "common/reduce.cuh"
 #include "ptx/barrier.cuh"
@@ -335,8 +335,8 @@ class row_runs_t {
 };
 
 // Scores into weights, exp(unit (s - m)); their sums to l. With kExact they can be
-// told apart as those of weight() in score.cuh: -0 of a key that is not seen, 0 of one
-// whose weight is 0, and small numbers.
+// told apart as those of weight() in attention/score/score.cuh: -0 of a key that is not
+// seen, 0 of one whose weight is 0, and small numbers.
 template <bool kExact, int kCount>
 __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& block) {
   const exp2_t exp2(block.exp2);
@@ -514,7 +514,8 @@ __device__ __forceinline__ bool walk(block_t& block,
     while (!ptx::copy_barrier_test(&barrier, parity)) {
     }
   };
-  // Items are tiles of k and v by turns: k of the first tile, v of it, k of the second.
+  // Items are tiles of k and v, interleaved: k of the first tile, v of it, k of the
+  // second.
   const auto copy = [&](auto is_v, int item) {
     double* const to = slots + item % kSlots * kSlotSize;
     const index_t j = index_t(item / 2) * kBlockN;

@@ -9,7 +9,7 @@
 // is what it has to hold of weights as an operand.
 #pragma once
 
-#include "attention/score.cuh"
+#include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 #include "ptx/copy_fill.cuh"
 #include "ptx/mma_f64.cuh"

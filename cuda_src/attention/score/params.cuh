@@ -37,7 +37,7 @@ struct operand_t {
   }
 };
 
-// Mirrored by params_dtype() in _attention_params.py, field by field.
+// Mirrored by params_dtype() in _attention/gpu/params.py, field by field.
 struct params_t {
   index_t batch_size, num_heads, group_size, seqlen_q, seqlen_k, head_dim, head_dim_v;
   // Query i sees the keys [i + offset - left, i + offset + right].

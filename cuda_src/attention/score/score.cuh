@@ -11,7 +11,7 @@
 // With KEY_PARTS an axis of the batch is one of parts of the keys.
 #pragma once
 
-#include "attention/params.cuh"
+#include "attention/score/params.cuh"
 #include "common/math.cuh"
 
 #ifdef BIAS_T
@@ -73,7 +73,7 @@ constexpr bool kHasParts = true;
 // large, would be an error of the result.
 using maximum_t = double;
 struct row_lse_t {
-  double m, l;  // as merge.cu has them
+  double m, l;  // as attention/combine.cu has them
 };
 __device__ __forceinline__ row_lse_t lse_of(double m, accum_t l) {
   return {l == 0 ? -infinity<double>() : m, l};

@@ -7,8 +7,8 @@
 #include "ptx/math.cuh"
 #include "ptx/packed.cuh"
 
-// The softcap of a call, as the host prepares it (_attention_hopper.py); in exponents
-// of 2 where it is the only term.
+// The softcap of a call, as the host prepares it (_attention/gpu/sm90/forward.py); in
+// exponents of 2 where it is the only term.
 struct cap_t {
   float inverse;          // scale / softcap: products times this are y of tanh(y)
   float limit;            // products up to this size have |y| <= 0.4

@@ -6,11 +6,11 @@
 //            bias, and over queries (SUM_QUERIES) or keys (SUM_KEYS) where all share it
 // Grid       1-D, a block an entry of the bias and a tile of queries and of keys, less
 //            the axis that is summed
-// Tiles      vjp_tile.cuh; queries are owned, keys walked over
+// Tiles      tile.cuh; queries are owned, keys walked over
 // Memory     global: what a tile of scores needs; each element of dbias once
 // Numbers    everything in accum_t, in one order: the same bits in every run
 // Limits     none
-#include "attention/vjp_tile.cuh"
+#include "attention/simt/tile.cuh"
 
 #if !defined(SUM_QUERIES) || !defined(SUM_KEYS)
 #error "SUM_QUERIES and SUM_KEYS come from the host"

@@ -8,13 +8,13 @@
 //                dS = P (dP - delta) score'(k q^T),  dv += P dO,  dk += scale dS q
 // Grid       1-D, a block a tile of keys, a chunk of columns and an entry of k and v;
 //            first tiles first, since causal ones are longest
-// Tiles      vjp_tile.cuh; k and v are owned, q and dO walked over
+// Tiles      tile.cuh; k and v are owned, q and dO walked over
 // Memory     global: k, v, dk and dv once; q and dO once or twice a block, mostly from
 //            L2
 // Numbers    everything in accum_t; a tile's products are summed apart before they join
 //            dk and dv. One order of sums: the same bits in every run
 // Limits     none
-#include "attention/vjp_tile.cuh"
+#include "attention/simt/tile.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_keys(

@@ -7,15 +7,16 @@
 //                dS = P (dP - delta) score'(q k^T),  dq += scale dS k
 // Grid       1-D, a block a tile of queries, a chunk of columns and an entry of q; last
 //            tiles first, since causal ones are longest
-// Tiles      vjp_tile.cuh; q and dO are owned, k and v walked over
+// Tiles      tile.cuh; q and dO are owned, k and v walked over
 // Memory     global: q, dO and dq once; k and v once a block, mostly from L2
 // Numbers    everything in accum_t; a tile's dS k is summed apart before it joins dq.
 //            One order of sums: the same bits in every run
 // Limits     none
-#include "attention/vjp_tile.cuh"
+#include "attention/simt/tile.cuh"
 
-// For a kernel whose lse comes from scores of other roundings, as vjp_rows.cu has it:
-// one walk more over the keys makes it anew, for the kernel after this one, too.
+// For a kernel whose lse comes from scores of other roundings, as
+// backward_preprocess.cu has it: one walk more over the keys makes it anew, for the
+// kernel after this one, too.
 #ifdef OWN_LSE
 constexpr bool kMakesLse = true;
 #define OWN_LSE_PARAMETER accum_t* __restrict__ own_lse, /* as delta */

@@ -12,7 +12,7 @@
 // Numbers    in accum_t. Where out is 0 the product is 0: a row that sees no key has no
 //            part in any gradient, even if NaN flows into it
 // Limits     none
-#include "attention/vjp.cuh"
+#include "attention/simt/gradients.cuh"
 #include "common/reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(

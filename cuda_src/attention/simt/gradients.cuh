@@ -12,7 +12,7 @@
 // head of k, are its `summed` ones, which a block goes through in order.
 #pragma once
 
-#include "attention/score.cuh"
+#include "attention/score/score.cuh"
 
 #ifndef GRAD_T
 #error "GRAD_T comes from the host"
@@ -22,7 +22,7 @@ using grad_t = GRAD_T;  // of the gradients that a kernel writes
 // Batch axes, heads of k, query heads of a group.
 constexpr int kEntryAxes = kBatchDims + 2;
 
-// Mirrored by grads_dtype() in _attention_vjp_layout.py, field by field.
+// Mirrored by grads_dtype() in _attention/gpu/gradient_layout.py, field by field.
 struct grads_t {
   operand_t dout, lse, dlse;
   index_t num_kept, num_summed;

@@ -9,7 +9,7 @@
 // Memory     global: S read and P written in its place, twice
 // Numbers    elem_t at each step; lse in accum_t
 // Limits     none
-#include "attention/score.cuh"
+#include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_naive(

@@ -11,10 +11,10 @@
 // Memory     global: k and v once a query and column block; out and lse once
 // Numbers    all in accum_t. Runs of kRun keys join a state of their own first: o is
 //            rounded at each key, and short runs keep those roundings few. Of many keys
-//            (runs.cuh) runs of such states do so, too
+//            (long_sums.cuh) runs of such states do so, too
 // Limits     none: any head_dim, any strides
-#include "attention/runs.cuh"
-#include "attention/score.cuh"
+#include "attention/simt/long_sums.cuh"
+#include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 
 #if !defined(BLOCK_M) || !defined(BLOCK_DV)

@@ -9,7 +9,7 @@
 // Memory     global: S read three times, written twice
 // Numbers    elem_t of this kernel is float or double: S and P keep 32 bits at least
 // Limits     none
-#include "attention/score.cuh"
+#include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_safe(

@@ -15,8 +15,8 @@
 // the roundings of one long sum grow with the root of its columns.
 #pragma once
 
-#include "attention/runs.cuh"
-#include "attention/vjp.cuh"
+#include "attention/simt/long_sums.cuh"
+#include "attention/simt/gradients.cuh"
 #include "common/reduce.cuh"
 #ifdef REPAIRS
 #include "ptx/griddepcontrol.cuh"

@@ -10,17 +10,17 @@
 // Grid       1-D, a block a tile of queries of one head; last tiles first, since causal
 //            ones are longest
 // Tiles      q     kBlockM x kHeadDim                    shared, loaded once
-//            k, v  kBlockN x kHeadDim (kHeadDimV)        shared, in one place by turns
-//            p     kBlockM x kBlockN                     shared
-//            s, o  registers. The threads stand in kRowThreads rows of kColThreads; one
+//            k, v  kBlockN x kHeadDim (kHeadDimV)        shared, in one place, one
+//            after the other p     kBlockM x kBlockN                     shared s, o
+//            registers. The threads stand in kRowThreads rows of kColThreads; one
 //                  owns kRows rows of s and o: every kRowThreads-th
 // Memory     global: q and out once; k and v once a block, mostly from L2
 // Numbers    everything in accum_t (shared memory too). p v of a tile is summed apart
-//            before it joins o, and so are runs of tiles (runs.cuh). A score of more
-//            than 256 columns is summed up from parts of 32
+//            before it joins o, and so are runs of tiles (long_sums.cuh). A score of
+//            more than 256 columns is summed up from parts of 32
 // Limits     kHeadDim and kHeadDimV are rounded up by the host and filled with zeros
-#include "attention/runs.cuh"
-#include "attention/score.cuh"
+#include "attention/simt/long_sums.cuh"
+#include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \

@@ -8,7 +8,7 @@
 // Memory     global: O and out once; a row of P and a column of v for each repair
 // Numbers    sums in accum_t; P and O in elem_t, v and out in VALUE_T
 // Limits     none
-#include "attention/score.cuh"
+#include "attention/score/score.cuh"
 
 #ifndef VALUE_T
 #error "VALUE_T, the type of v and out, comes from the host"

@@ -25,14 +25,14 @@
 //            2^29 queries and keys; sm_80 or newer. Infinities and NaN in what a query
 //            does not see come through as NaN, and so does a dS too large for elem_t:
 //            found->odd says that the gradients have to be made in another way
-#include "attention/vjp_mma_careful.cuh"
-#include "attention/vjp_mma_sums.cuh"
+#include "attention/sm80/backward_rescan.cuh"
+#include "attention/sm80/backward_dq_sums.cuh"
 #include "ptx/registers.cuh"
 
 #if !defined(WARPS_M) || !defined(STAGES) || !defined(MAKES_DQ)
 #error "WARPS_M, STAGES and MAKES_DQ come from the host"
 #endif
-// Else vjp_mma_queries.cu makes dq, with the same bits in every run.
+// Else backward_dq.cu makes dq, with the same bits in every run.
 constexpr bool kMakesDq = MAKES_DQ;
 constexpr int kWarpsM = WARPS_M, kWarpsN = kNumWarps / kWarpsM;
 constexpr int kStages = STAGES;
@@ -49,7 +49,7 @@ static_assert(kKeyTiles * 16 * kWarpsN == kBlockN && kQueryTiles % 2 == 0);
 constexpr unsigned kBytesN = kBlockN * kHeadDim * 2, kBytesM = kBlockM * kHeadDim * 2;
 constexpr unsigned kBytesDs = kBlockN * kBlockM * 2, kBytesStats = 2 * kBlockM * 4;
 
-// Mirrored by items_dtype() in _attention_vjp_mma.py, field by field.
+// Mirrored by items_dtype() in _attention/gpu/sm80/backward.py, field by field.
 struct items_t {
   index_t section;           // kept entries whose q, dO and dq stay in the L2 cache
   index_t slot[kBatchDims];  // by how many slots of dq the entries of an axis differ
@@ -96,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
     const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
     const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
-    const float* __restrict__ stats,  // vjp_mma.cuh
-    float* __restrict__ sums_q,       // vjp_mma.cuh
+    const float* __restrict__ stats,  // backward.cuh
+    float* __restrict__ sums_q,       // backward.cuh
     found_t* __restrict__ found,
     const __grid_constant__ items_t items,
     grad_t* __restrict__ dk,  // as k, summed over entries

@@ -8,8 +8,8 @@
 //        A slot is a head of dq; batch entries that share q add to one
 #pragma once
 
-#include "attention/mma_tiles.cuh"
-#include "attention/vjp.cuh"
+#include "attention/sm80/tile.cuh"
+#include "attention/simt/gradients.cuh"
 
 #if !defined(HEAD_DIM) || !defined(BLOCK_M) || !defined(BLOCK_N) || !defined(MIN_BLOCKS)
 #error "HEAD_DIM, BLOCK_M, BLOCK_N and MIN_BLOCKS come from the host"
@@ -37,7 +37,7 @@ constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
 struct found_t {
   int odd;           // not 0: a gradient is not finite, or was too large for elem_t
   unsigned largest;  // dO, without sign, as the bits of a float
-  int still_odd;     // not 0: so it is without what nobody sees (vjp_mma_careful.cuh)
+  int still_odd;     // not 0: so it is without what nobody sees (backward_rescan.cuh)
   int unused;
 };
 

@@ -13,7 +13,7 @@
 //            of dbias once
 // Numbers    S, P, dP and sums in float, in one order: the same bits in every run
 // Limits     as attention_vjp_mma
-#include "attention/vjp_mma.cuh"
+#include "attention/sm80/backward.cuh"
 #include "ptx/registers.cuh"
 
 #if !defined(STAGES) || !defined(WARPS_M) || !defined(SUM_QUERIES) || !defined(SUM_KEYS)
@@ -76,7 +76,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
         const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
         const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
-        const float* __restrict__ stats,  // vjp_mma.cuh
+        const float* __restrict__ stats,  // backward.cuh
         const index_t stats_m,            // queries of a block of stats
         grad_t* __restrict__ dbias,       // as the bias, summed over entries
         SCORE_PARAMETERS,

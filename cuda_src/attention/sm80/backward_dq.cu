@@ -15,7 +15,7 @@
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_mma
-#include "attention/vjp_mma_careful.cuh"
+#include "attention/sm80/backward_rescan.cuh"
 #include "ptx/registers.cuh"
 
 #if !defined(STAGES) || !defined(STATS_M)
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
         const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
         const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
-        const float* __restrict__ stats,  // vjp_mma.cuh
+        const float* __restrict__ stats,  // backward.cuh
         found_t* __restrict__ found,
         grad_t* __restrict__ dq,  // as q, summed over entries
         SCORE_PARAMETERS,

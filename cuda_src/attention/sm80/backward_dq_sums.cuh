@@ -2,7 +2,7 @@
 // Sums of dq in the order of registers: tiles of 16 x 8, by the warp that makes them.
 #pragma once
 
-#include "attention/vjp_mma.cuh"
+#include "attention/sm80/backward.cuh"
 #include "ptx/red.cuh"
 
 #ifndef NUM_WARPS

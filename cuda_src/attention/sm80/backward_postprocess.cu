@@ -6,10 +6,10 @@
 // Memory     global: sums and dq once
 // Numbers    float, rounded once
 // Limits     none
-#include "attention/vjp_mma_sums.cuh"
+#include "attention/sm80/backward_dq_sums.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_dq(
-    const float* __restrict__ sums,  // vjp_mma.cuh
+    const float* __restrict__ sums,  // backward.cuh
     elem_t* __restrict__ dq,         // (slots / heads, heads, queries, head_dim)
     const index_t num_slots,
     const index_t batch_step,  // strides of dq

@@ -6,9 +6,9 @@
 //            with sinks the row's part of their gradient, -exp(sink - lse_i) delta_i
 // Grid       1-D; kHeadDim / 8 threads a query, kNumThreads / that many queries a block
 // Memory     global: dO and out once, sums written once; a few numbers a query
-// Numbers    in float. Where out is 0 the product is 0, as in vjp_rows.cu
-// Limits     head_dim_v up to kHeadDim
-#include "attention/vjp_mma.cuh"
+// Numbers    in float. Where out is 0 the product is 0, as in
+// attention/simt/backward_preprocess.cu Limits     head_dim_v up to kHeadDim
+#include "attention/sm80/backward.cuh"
 
 constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
 static_assert(kBlockM % kRows == 0 && kRowThreads <= kWarpSize);
@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
     const elem_t* __restrict__ dout,  // as out
     const float* __restrict__ lse,    // (batch, heads, queries)
     const float* __restrict__ dlse,   // as lse, or null
-    float* __restrict__ stats,        // vjp_mma.cuh
+    float* __restrict__ stats,        // backward.cuh
     float* __restrict__ delta,        // as lse, contiguous
     float* __restrict__ sink_terms,   // as delta, or null
     float4* __restrict__ sums,        // to be set to 0

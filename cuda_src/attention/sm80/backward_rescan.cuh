@@ -6,7 +6,7 @@
 // counts.
 #pragma once
 
-#include "attention/vjp_mma.cuh"
+#include "attention/sm80/backward.cuh"
 
 #ifdef CAREFUL
 constexpr bool kCareful = true;

@@ -6,7 +6,7 @@
 //                l = l exp(m - m') + rowsum p,  o = o exp(m - m') + p v
 //            and at the end  out = o / l,  lse = m + log l.
 //            m follows the maximum only when that has grown by 2^8. float32 is split
-//            into float16 numbers (mma_split.cuh).
+//            into float16 numbers (fp32_forward.cuh).
 // Grid       (blocks of a head, heads). A block has one tile of queries, or, where it
 //            stays (STAYS), several of one head, of which it fetches the next one while
 //            it stores; last tiles first, since causal ones are longest
@@ -15,18 +15,18 @@
 //                                                     tiles; float32 comes to a tile of
 //                                                     its own first
 //            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1)),
-//                  or two warps share twice as many (mma_sides.cuh)
+//                  or two warps share twice as many (shared_rows.cuh)
 // Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
-//            shared: see smem_bytes() in _attention_mma.py
+//            shared: see smem_bytes() in _attention/gpu/sm80/forward.py
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, or split
 // Limits     head_dim and head_dim_v up to 256, filled up with zeros; fewer than 2^29
 //            keys; sm_80 or newer. A block begins again, with care, where values of
-//            hidden keys that are not finite have reached its result (mma_hidden.cuh)
-//            or scores were too large (mma_huge.cuh).
-#include "attention/mma_hidden.cuh"
-#include "attention/mma_huge.cuh"
-#include "attention/mma_runs.cuh"
-#include "attention/mma_split.cuh"
+//            hidden keys that are not finite have reached its result
+//            (nonfinite_values.cuh) or scores were too large (large_scores.cuh).
+#include "attention/sm80/nonfinite_values.cuh"
+#include "attention/sm80/large_scores.cuh"
+#include "attention/sm80/long_sums.cuh"
+#include "attention/sm80/fp32_forward.cuh"
 #include "ptx/registers.cuh"
 
 #ifdef STAGES
@@ -95,7 +95,7 @@ constexpr unsigned kBytesFront = kOutApart                 ? kBytesTiles + kByte
 // A tensor core cuts the bits that fall off a sum: products of one sign come out
 // smaller by about 0.4 units in the last place with each step of 16 columns but the
 // first. Half of that is given back, never more than the 2 units that a score may be
-// wrong by; up to 4 steps nothing is. float32 is summed by rounding (mma_split.cuh).
+// wrong by; up to 4 steps nothing is. float32 is summed by rounding (fp32_forward.cuh).
 constexpr double kUnits = 0.2 * (kSteps + 1);
 constexpr double kGivenBack =
     kSplits || kSteps <= 4 ? 1.0 : 1 + (kUnits < 1.9 ? kUnits : 1.9) / 8388608;

@@ -2,7 +2,7 @@
 // attention_mma: sizes, tiles in shared memory, products of tiles.
 #pragma once
 
-#include "attention/parts.cuh"
+#include "attention/sm80/fp32_split.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
     !defined(BLOCK_N) || !defined(MIN_BLOCKS)

@@ -19,9 +19,9 @@
 // key that see each other with a number that is not finite.
 #pragma once
 
-#include "attention/parts.cuh"
-#include "attention/runs.cuh"
-#include "attention/vjp_mma.cuh"
+#include "attention/sm80/fp32_split.cuh"
+#include "attention/simt/long_sums.cuh"
+#include "attention/sm80/backward.cuh"
 #include "ptx/registers.cuh"
 
 #ifndef STAGES

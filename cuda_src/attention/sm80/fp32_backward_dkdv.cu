@@ -13,9 +13,9 @@
 //            q, dO    an image of each            shared, kStages of them
 //            S, dP, dk, dv  a warp has 16 kKeyTiles keys
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
-// Numbers    vjp_mma_split.cuh; one order of sums: the same bits in every run
+// Numbers    fp32_backward.cuh; one order of sums: the same bits in every run
 // Limits     as attention_vjp_mma_split_queries
-#include "attention/vjp_mma_split.cuh"
+#include "attention/sm80/fp32_backward.cuh"
 
 constexpr int kKeyTiles = kBlockN / (16 * kNumWarps), kQueryTiles = kGranule / 8;
 constexpr int kGranules = kBlockN / kGranule;
@@ -43,8 +43,8 @@ __device__ __forceinline__ int key_0() { return warp_index() * (16 * kKeyTiles);
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_split_keys(
-        const unsigned char* __restrict__ images,  // vjp_mma_split.cuh
-        const float* __restrict__ stats,           // vjp_mma_split.cuh
+        const unsigned char* __restrict__ images,  // fp32_backward.cuh
+        const float* __restrict__ stats,           // fp32_backward.cuh
         found_t* __restrict__ found,
         const index_t section,    // entries whose q and dO stay in the L2 cache
         grad_t* __restrict__ dk,  // as k, summed over entries

@@ -16,10 +16,10 @@
 //            k, v     an image of each            shared, kStages of them
 //            S, dP, dq  a warp has 16 kRowTiles queries
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
-// Numbers    vjp_mma_split.cuh; one order of sums: the same bits in every run
+// Numbers    fp32_backward.cuh; one order of sums: the same bits in every run
 // Limits     head_dim and head_dim_v up to kHeadDim, filled up with zeros; fewer than
 //            2^29 queries and keys; sm_80 or newer
-#include "attention/vjp_mma_split.cuh"
+#include "attention/sm80/fp32_backward.cuh"
 
 constexpr int kRowTiles = kBlockM / (16 * kNumWarps), kKeyTiles = kGranule / 8;
 constexpr int kGranules = kBlockM / kGranule;
@@ -104,10 +104,10 @@ __device__ __forceinline__ bool has_odd_pairs(const view_t& view,
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_split_queries(
-        const unsigned char* __restrict__ images,  // vjp_mma_split.cuh
+        const unsigned char* __restrict__ images,  // fp32_backward.cuh
         const float* __restrict__ lse,             // (batch, heads, queries)
         const float* __restrict__ delta,           // as lse, contiguous
-        float* __restrict__ stats,                 // vjp_mma_split.cuh
+        float* __restrict__ stats,                 // fp32_backward.cuh
         found_t* __restrict__ found,
         const index_t section,  // entries whose k and v stay in the L2 cache
         grad_t* __restrict__ dq,

@@ -2,13 +2,13 @@
 // attention_vjp_mma_split_prepare: float32 inputs as the images of float16 numbers that
 // the gradient kernels multiply.
 //
-// Algorithm  vjp_mma_split.cuh. Every block of those kernels would split each granule
+// Algorithm  fp32_backward.cuh. Every block of those kernels would split each granule
 //            of the other rows anew; here it is done once
 // Grid       1-D, a block a granule of q, dO, k or v
 // Memory     global: inputs and images once
 // Numbers    rows behind the lengths, and what is not finite, become zeros
 // Limits     head_dim and head_dim_v up to kHeadDim
-#include "attention/vjp_mma_split.cuh"
+#include "attention/sm80/fp32_backward.cuh"
 
 // Powers of 2 by which the largest number of a row or column may be below that of its
 // granule: what is lost of such a row is 2^-19 of it.

@@ -9,7 +9,7 @@
 // scores or values that are computed one by one instead (`whole`, `marked`).
 #pragma once
 
-#include "attention/mma_softmax.cuh"
+#include "attention/sm80/softmax.cuh"
 
 // Keys of a tile, one bit each.
 constexpr int kKeyWords = kBlockN / 32;

@@ -2,7 +2,7 @@
 // A float32 as the sum of kParts float16 numbers, for tensor cores.
 #pragma once
 
-#include "attention/mma_tiles.cuh"
+#include "attention/sm80/tile.cuh"
 
 // Two, or the high one alone (tf32).
 #ifdef PARTS

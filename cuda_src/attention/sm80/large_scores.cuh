@@ -8,7 +8,7 @@
 // still; all other rows keep every bit.
 #pragma once
 
-#include "attention/mma_sides.cuh"
+#include "attention/sm80/shared_rows.cuh"
 
 // By row of a thread, on the stack, since the loop has no registers for it.
 struct centers_t {

@@ -2,8 +2,8 @@
 // attention_mma: o of float32 over many keys, a run of tiles at a time.
 #pragma once
 
-#include "attention/mma_huge.cuh"
-#include "attention/runs.cuh"
+#include "attention/sm80/large_scores.cuh"
+#include "attention/simt/long_sums.cuh"
 
 class out_runs_t {
  public:

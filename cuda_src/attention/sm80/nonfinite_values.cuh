@@ -7,7 +7,7 @@
 // every bit. Finite data pay for a look at the result alone.
 #pragma once
 
-#include "attention/mma_softmax.cuh"
+#include "attention/sm80/softmax.cuh"
 
 // Sets numbers of a tile of v that are not finite to 0; whether this thread found any.
 __device__ __forceinline__ bool clean_values(unsigned char* tile) {

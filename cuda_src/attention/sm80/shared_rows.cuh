@@ -4,10 +4,10 @@
 // Each of them has the scores of half of the keys, and half of the columns of o. So a
 // fragment of k or v serves twice as many rows as where a warp has rows of its own.
 // Weights go through shared memory, and are computed before anybody asks for the
-// largest score (mma_softmax.cuh).
+// largest score (softmax.cuh).
 #pragma once
 
-#include "attention/mma_softmax.cuh"
+#include "attention/sm80/softmax.cuh"
 
 static_assert(kSides <= 2);
 

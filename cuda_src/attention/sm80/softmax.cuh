@@ -2,7 +2,7 @@
 // attention_mma: the softmax of a warp's scores, in registers.
 #pragma once
 
-#include "attention/mma.cuh"
+#include "attention/sm80/forward.cuh"
 
 // Weights lie below 2^(kShift + kLazyLog2): the reference of a row moves only when a
 // score passes it by so much. Any reference is exact in real arithmetic, since o, l and
@@ -25,7 +25,8 @@ struct softmax_t {
   float alpha[kRows];           // 2^(reference before - now), where raise() says so
 
   // The reference starts at a number instead of -inf, so that -inf minus it needs no
-  // guard; scores below it count as -inf, unless there are no others (mma_huge.cuh).
+  // guard; scores below it count as -inf, unless there are no others
+  // (large_scores.cuh).
   __device__ __forceinline__ softmax_t() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -2,13 +2,14 @@
 // attention_mma_prepare: float32 keys and values as the tiles of float16 numbers that
 // attention_mma multiplies.
 //
-// Algorithm  mma_split.cuh. Every block of queries would split each tile of keys anew;
+// Algorithm  fp32_forward.cuh. Every block of queries would split each tile of keys
+// anew;
 //            here it is done once.
 // Grid       1-D, a block a tile of keys of one head
 // Memory     global: k and v twice (the second time from L2), the parts once
-// Numbers    see mma_split.cuh; keys behind the key length are zeros
+// Numbers    see fp32_forward.cuh; keys behind the key length are zeros
 // Limits     those of attention_mma
-#include "attention/mma_split.cuh"
+#include "attention/sm80/fp32_forward.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_mma_prepare(
     unsigned char* __restrict__ images,  // (batch, kv heads, tiles) of kImage bytes

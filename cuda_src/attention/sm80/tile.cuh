@@ -3,8 +3,8 @@
 // and mma.sync take them.
 #pragma once
 
-#include "attention/gather.cuh"
-#include "attention/score.cuh"
+#include "copy/unaligned_load.cuh"
+#include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/mma.cuh"

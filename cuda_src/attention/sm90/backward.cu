@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_hopper: gradients by tensor cores fed by the copy engine, for sm_90a.
+// attention_vjp_hopper: gradients by tensor cores fed by TMA, for sm_90a.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), a block of queries at a
 //            time, all products transposed so that keys are rows:
@@ -10,27 +10,29 @@
 //            run, so does the softmax of the next
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter where items differ in length.
-//            Else the last ones are cut into pieces, which vjp_hopper_dq.cu adds up
-//            With kCluster = 2, two blocks have neighbouring tiles and share q and dO
+//            Else the last ones are cut into pieces, which backward_postprocess.cu adds
+//            up With kCluster = 2, two blocks have neighbouring tiles and share q and
+//            dO
 // Threads    two warpgroups, 64 keys each; with a third for the copies there would be
-//            too few registers (ptxas C7512 at 240). Threads of them ask the copy
-//            engine
+//            too few registers (ptxas C7512 at 240). Threads of them ask TMA
+//
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
 //            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
-//            L2; dq is added to sums of floats, by red, or in order by the copy engine
+//            L2; dq is added to sums of floats, by red, or in order by TMA
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. The order of sums in dq differs from run to run; without
 //            kMakesDq dk and dv alone are made, and have the same bits always
-// Limits     q, k, v and dO as a tensor map takes them (_tensormap.py), head dimensions
+// Limits     q, k, v and dO as a tensor map takes them (_cuda/tensor_map.py), head
+// dimensions
 //            up to kHeadDim; rows of gradients are whole vectors of 16 bytes, which
-//            narrow.cu makes shorter; at most kMaxSummed summed
+//            copy/trim_rows.cu makes shorter; at most kMaxSummed summed
 //            entries. Infinities and NaN in what a query does not see come through as
 //            NaN, and so does a dS too large for elem_t: found->odd says that the
 //            gradients have to be made in another way
-#include "attention/vjp_hopper_keys.cuh"
+#include "attention/sm90/backward_dkdv.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/cluster.cuh"
@@ -42,7 +44,7 @@
 #if !defined(CLUSTER) || !defined(MAKES_DQ) || !defined(ORDERED)
 #error "CLUSTER, MAKES_DQ and ORDERED come from the host"
 #endif
-// Else vjp_hopper_queries.cu makes dq, with the same bits in every run.
+// Else backward_dq.cu makes dq, with the same bits in every run.
 constexpr bool kMakesDq = MAKES_DQ;
 constexpr int kCluster = CLUSTER;
 // Tiles of keys add to a block of dq one after the other, from the last to the first:
@@ -130,11 +132,11 @@ struct outputs_t {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     __cluster_dims__(kCluster, 1, 1)
         attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
-                             const located_t* entries,         // vjp_hopper.cuh
-                             const float* __restrict__ stats,  // vjp_hopper.cuh
-                             float* __restrict__ sums_q,       // vjp_hopper.cuh
-                             int* turns,                       // vjp_hopper.cuh
-                             float* pieces,                    // vjp_hopper.cuh
+                             const located_t* entries,         // backward.cuh
+                             const float* __restrict__ stats,  // backward.cuh
+                             float* __restrict__ sums_q,       // backward.cuh
+                             int* turns,                       // backward.cuh
+                             float* pieces,                    // backward.cuh
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -212,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                              (lane / 16 * 8 + lane % 8) * 128 +
                              ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
   const unsigned lane_stats = smem_stats + lane % 4 * 8;
-  // This warp's dq on its way to the copy engine.
+  // This warp's dq on its way to TMA.
   const unsigned dq_target =
       smem_dq + (threadIdx.x / 32 * (kSumsQ / 4) * 32 + lane) * 16;
 
@@ -590,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     auto read_target = [&](unsigned q_stage) {
       return ptx::load_shared_s32(origins + 8 * q_stage + 4);
     };
-    // Where kOrdered, by lane 0 of each warp: the sums that it gave to the copy engine
+    // Where kOrdered, by lane 0 of each warp: the sums that it gave to TMA
     // have been added, and the tile behind this one may add. A fence between, which
     // takes 600 cycles, has nothing left to wait for: the engine alone reads and writes
     // sums, in the L2 cache, and says when it has.

@@ -18,8 +18,8 @@
 //        and of dk
 #pragma once
 
-#include "attention/hopper_operands.cuh"
-#include "attention/vjp.cuh"
+#include "attention/sm90/operands.cuh"
+#include "attention/simt/gradients.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/redux.cuh"
 
@@ -32,7 +32,7 @@ constexpr int kHeadDim = HEAD_DIM;
 constexpr int kBlockM = BLOCK_M;  // queries of a block
 constexpr int kPart = 64 * 64;    // numbers of dq that a warpgroup makes of a block
 
-// Mirrored by INPUTS in _attention_vjp_limits.py.
+// Mirrored by INPUTS in _attention/gpu/gradient_limits.py.
 struct alignas(64) inputs_t {
   ptx::tensor_map_t q_map, k_map, v_map, dout_map;
   int num_items;   // tiles of keys of all kept entries; those of a cluster are one

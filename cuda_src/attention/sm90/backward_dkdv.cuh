@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
 // What the kernels of sm_90a share whose blocks own keys and make all three gradients:
-// vjp_hopper.cu and vjp_hopper_fed.cu.
+// backward.cu and backward_producer.cu.
 //
 // Tiles  k, v   kBlockN x kHeadDim  shared, 64 rows a warpgroup
 //        q, dO  kBlockM x kHeadDim  shared
 //        dS     kBlockN x kBlockM   shared, columns are keys
 #pragma once
 
-#include "attention/vjp_hopper.cuh"
+#include "attention/sm90/backward.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
 #ifndef BOUNDS

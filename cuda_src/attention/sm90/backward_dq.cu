@@ -9,22 +9,22 @@
 //            attention_vjp_hopper makes dk and dv without dq beside it
 // Grid       1-D, a block a tile of queries of an entry; last tiles first, since causal
 //            ones are longest
-// Threads    two warpgroups compute 64 queries each; a thread of a third asks the copy
-//            engine
+// Threads    two warpgroups compute 64 queries each; a thread of a third asks TMA
+//
 // Tiles      q, dO    64 x kHeadDim a warpgroup   shared
 //            k, v     kBlockN x kHeadDim          shared, kStages of each
 //            S, P, dP, dS, dq  registers, as wgmma lays them out
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
-#include "attention/vjp_hopper.cuh"
+#include "attention/sm90/backward.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
 #ifndef BOUNDS
 #error "BOUNDS comes from the host"
 #endif
-constexpr int kBounds = BOUNDS;  // as in vjp_hopper.cu
+constexpr int kBounds = BOUNDS;  // as in backward.cu
 constexpr int kGroups = 2, kGroupM = 64, kTileM = kGroups * kGroupM;
 constexpr int kBlockN = 128;  // keys of a tile
 constexpr int kStages = 2;
@@ -66,7 +66,7 @@ __device__ __forceinline__ void multiply_sums(float (&dq)[kSums],
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_queries(const __grid_constant__ inputs_t inputs,
-                                 const float* __restrict__ stats,  // vjp_hopper.cuh
+                                 const float* __restrict__ stats,  // backward.cuh
                                  elem_t* __restrict__ dq,          // as q
                                  found_t* __restrict__ found,
                                  SCORE_PARAMETERS,

@@ -8,8 +8,8 @@
 //            queries of a slot
 // Memory     global: sums and gradients once
 // Numbers    float, rounded once
-// Limits     rows of gradients are whole vectors of 16 bytes (narrow.cu)
-#include "attention/vjp_hopper.cuh"
+// Limits     rows of gradients are whole vectors of 16 bytes (copy/trim_rows.cu)
+#include "attention/sm90/backward.cuh"
 
 static_assert(kNumThreads * 16 == kPart && kBlockM * kHeadDim == 2 * kPart);
 
@@ -21,7 +21,7 @@ struct cut_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_dq(
-    const float* __restrict__ sums,  // vjp_hopper.cuh
+    const float* __restrict__ sums,  // backward.cuh
     elem_t* __restrict__ dq,         // (slots / heads, heads, queries, head_dim)
     const index_t num_slots,
     const index_t batch_step,  // strides of dq

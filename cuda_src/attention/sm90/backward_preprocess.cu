@@ -5,10 +5,10 @@
 // Algorithm  delta_i = sum(dO_i * out_i) - dlse_i; for float16 also the largest |dO|
 // Grid       1-D; kHeadDim / 8 threads a query, kNumThreads / that many queries a block
 // Memory     global: dO and out once, sums written once; a few numbers a query
-// Numbers    in float. Where out is 0 the product is 0, as in vjp_rows.cu
-// Limits     head_dim_v up to kHeadDim
-#include "attention/gather.cuh"
-#include "attention/vjp_hopper.cuh"
+// Numbers    in float. Where out is 0 the product is 0, as in
+// attention/simt/backward_preprocess.cu Limits     head_dim_v up to kHeadDim
+#include "copy/unaligned_load.cuh"
+#include "attention/sm90/backward.cuh"
 
 constexpr int kRowThreads = kHeadDim / 8, kRows = kNumThreads / kRowThreads;
 
@@ -48,11 +48,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     const elem_t* __restrict__ dout,  // as out
     const float* __restrict__ lse,    // (batch, heads, queries)
     const float* __restrict__ dlse,   // as lse, or null
-    float* __restrict__ stats,        // vjp_hopper.cuh
+    float* __restrict__ stats,        // backward.cuh
     float* __restrict__ delta,        // as lse, contiguous
     float4* __restrict__ sums,        // to be set to 0
     const index_t num_vectors,        // of sums
-    located_t* __restrict__ entries,  // vjp_hopper.cuh; or null
+    located_t* __restrict__ entries,  // backward.cuh; or null
     const index_t slot_0,             // as inputs_t::slot
     const index_t slot_1,
     found_t* __restrict__ found,

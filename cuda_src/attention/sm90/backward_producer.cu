@@ -2,14 +2,14 @@
 // attention_vjp_hopper_fed: gradients by tensor cores, as attention_vjp_hopper makes
 // them, with a warpgroup for all that is not arithmetic.
 //
-// Algorithm  as vjp_hopper.cu, but that a step makes dq of the block of queries before:
+// Algorithm  as backward.cu, but that a step makes dq of the block of queries before:
 //            by then dS of both warpgroups has long been there, and each of them may be
 //            ahead of the other by half a step
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter. Where all keys are seen,
 //            items left over are cut in two, of which the one that ends last adds both
 // Threads    two warpgroups compute, 64 keys each. Of a third, the feeder, a thread
-//            asks the copy engine for all tiles, and another gives dq to it to be added
+//            asks TMA for all tiles, and another gives dq to it to be added
 //            to the sums in memory
 // Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
@@ -18,11 +18,11 @@
 //            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out; dk and dv
 //            go to memory by way of the place of dq
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from
-//            L2; dq is added to sums of floats by the copy engine
+//            L2; dq is added to sums of floats by TMA
 // Numbers    S, P, dP, dS and sums in float; P and dS rounded to elem_t before
 //            products. The order of sums in dq differs from run to run
-// Limits     as vjp_hopper.cu
-#include "attention/vjp_hopper_keys.cuh"
+// Limits     as backward.cu
+#include "attention/sm90/backward_dkdv.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/global.cuh"
 #include "ptx/opaque.cuh"
@@ -195,10 +195,10 @@ __device__ __forceinline__ bool meet(
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_fed(const __grid_constant__ inputs_t inputs,
-                             const float* __restrict__ stats,  // vjp_hopper.cuh
-                             float* __restrict__ sums_q,       // vjp_hopper.cuh
-                             int* met,                         // vjp_hopper.cuh
-                             float* parts,                     // vjp_hopper.cuh
+                             const float* __restrict__ stats,  // backward.cuh
+                             float* __restrict__ sums_q,       // backward.cuh
+                             int* met,                         // backward.cuh
+                             float* parts,                     // backward.cuh
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
@@ -413,7 +413,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (items > 0) wait(k_empty, (items - 1) & 1);
       ptx::mbarrier_arrive(k_full);
     } else if (warp == 1 && lane == 0) {
-      // --- who gives sums of dq to the copy engine
+      // --- who gives sums of dq to TMA
       bool more = blockIdx.x < inputs.num_items;
 #pragma unroll 1
       for (unsigned block = 0; more; ++block) {

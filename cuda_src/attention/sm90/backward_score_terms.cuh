@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-// The options in attention_vjp_hopper_wide_keys and _queries: the terms of score.cuh,
-// over a tile of scores at a time, as exponents of 2:
+// The options in attention_vjp_hopper_wide_keys and _queries: the terms of
+// attention/score/score.cuh, over a tile of scores at a time, as exponents of 2:
 //
 //     exponent = softcap(scale q.k) + bias - slope |i + offset - j| - lse
 //
 // Bias and mask that are the same to all queries (kTermsOfKeys) are read where they
-// lie; others come by the copy engine, a tile of 64 queries and 64 keys at a time.
+// lie; others come by TMA, a tile of 64 queries and 64 keys at a time.
 #pragma once
 
-#include "attention/softcap.cuh"
-#include "attention/vjp_hopper_wide.cuh"
+#include "attention/score/softcap.cuh"
+#include "attention/sm90/backward_wide.cuh"
 #include "ptx/shared.cuh"
 
 #ifdef TERMS_OF_KEYS
@@ -35,7 +35,7 @@ constexpr bool kAhead = (kHasTiles || kHasSoftcap || kHasAlibi) && kHeadDim <= 1
 constexpr int kBytesBias = kBiasTiles ? 64 * 64 * sizeof(bias_t) : 0;
 constexpr int kBytesMask = kMaskTiles ? 64 * 64 : 0;
 
-// Mirrored by INPUTS in _attention_vjp_wide.py.
+// Mirrored by INPUTS in _attention/gpu/sm90/backward_wide.py.
 struct with_terms_t : inputs_t {
   ptx::tensor_map_t bias_map, mask_map;  // of tiles
   cap_t cap;                             // in exponents of 2

@@ -3,7 +3,7 @@
 // tiles of 64 rows, products of a warpgroup, and how rows of a gradient leave.
 #pragma once
 
-#include "attention/vjp_hopper.cuh"
+#include "attention/sm90/backward.cuh"
 #include "ptx/elect.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma_shapes.cuh"
@@ -11,7 +11,7 @@
 #ifndef BOUNDS
 #error "BOUNDS comes from the host"
 #endif
-constexpr int kBounds = BOUNDS;  // as in vjp_hopper.cu
+constexpr int kBounds = BOUNDS;  // as in backward.cu
 constexpr int kBlockN = 64;      // keys of a tile
 static_assert(kBlockM == 64 && kHeadDim % 64 == 0 && kNumThreads == 384);
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // attention_vjp_hopper_wide_keys: dk and dv for wide heads, and for options, by tensor
-// cores fed by the copy engine, for sm_90a.
+// cores fed by TMA, for sm_90a.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
 //            keys, over blocks of queries; products transposed, so that keys are rows:
@@ -10,11 +10,11 @@
 //            has one: the first makes S, P and dv, the second dP, dS and dk. P goes
 //            from one to the other through shared memory, number by number, since the
 //            same thread of both has the same place. attention_vjp_hopper_wide_queries
-//            makes dq. Options (vjp_hopper_wide_terms.cuh) are the first's alone: with
+//            makes dq. Options (backward_score_terms.cuh) are the first's alone: with
 //            softcap it hands over P times the derivative of the score
 // Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
 //            blocks take item after item, from a counter where items differ in length
-// Threads    two warpgroups compute; a thread of a third asks the copy engine, and
+// Threads    two warpgroups compute; a thread of a third asks TMA, and
 //            finds out what the next item is
 // Tiles      k, v     64 x kHeadDim   loaded once an item, 64 columns to registers and
 //                                     the others to shared memory
@@ -28,7 +28,7 @@
 // Limits     as attention_vjp_hopper, of infinities and NaN too; entries that are
 // summed
 //            see the same keys, mask and bias aside
-#include "attention/vjp_hopper_wide_terms.cuh"
+#include "attention/sm90/backward_score_terms.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mma.cuh"
@@ -104,7 +104,7 @@ struct source_t {
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_wide_keys(const __grid_constant__ all_inputs_t inputs,
-                                   const float* __restrict__ stats,  // vjp_hopper.cuh
+                                   const float* __restrict__ stats,  // backward.cuh
                                    elem_t* __restrict__ dk,          // as k, summed
                                    elem_t* __restrict__ dv,          // as v, summed
                                    found_t* __restrict__ found,

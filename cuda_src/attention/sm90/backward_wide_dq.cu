@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // attention_vjp_hopper_wide_queries: dq for wide heads, and for options, by tensor
-// cores fed by the copy engine, for sm_90a; and dbias, if each score has a bias of its
+// cores fed by TMA, for sm_90a; and dbias, if each score has a bias of its
 // own.
 //
 // Algorithm  FlashAttention-2 backward (Dao 2023, algorithm 2), the share of a tile of
@@ -11,8 +11,8 @@
 //            attention_vjp_hopper_wide_keys makes dk and dv
 // Grid       a block a multiprocessor. An item is a tile of queries of an entry; blocks
 //            take item after item, from a counter where items differ in length
-// Threads    two warpgroups compute 64 queries each; a thread of a third asks the copy
-//            engine, and finds out what the next item is
+// Threads    two warpgroups compute 64 queries each; a thread of a third asks TMA
+//            , and finds out what the next item is
 // Tiles      q, dO    64 x kHeadDim a warpgroup   shared, loaded once an item
 //            k, v     64 x kHeadDim               shared, 2 and kStagesV stages
 //            bias, mask  64 x 64 a warpgroup, or a number a key    shared,
@@ -21,7 +21,7 @@
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
-#include "attention/vjp_hopper_wide_terms.cuh"
+#include "attention/sm90/backward_score_terms.cuh"
 
 #ifndef STAGES_V
 #error "STAGES_V comes from the host"
@@ -43,7 +43,7 @@ constexpr int kGroups = 2, kTileM = kGroups * 64;
 constexpr int kStagesK = 2, kStagesV = STAGES_V;
 // Terms of scores come by stages, too, those of keys by a warp of the third warpgroup.
 constexpr int kTerms = kHasTiles || kTermsOfKeys ? kStagesTerms : 0;
-// For racecheck, as in vjp_hopper_wide_keys.cu.
+// For racecheck, as in backward_wide_dkdv.cu.
 #ifdef EACH_LANE_ARRIVES
 constexpr int kArrivals = 32;  // of a warp at a barrier of terms
 #else
@@ -102,14 +102,13 @@ struct view_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    attention_vjp_hopper_wide_queries(
-        const __grid_constant__ all_inputs_t inputs,
-        const float* __restrict__ stats,  // vjp_hopper.cuh
-        elem_t* __restrict__ dq,          // as q
-        DBIAS_PARAMETER found_t* __restrict__ found,
-        int* __restrict__ counter,  // starts as 0
-        SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+    attention_vjp_hopper_wide_queries(const __grid_constant__ all_inputs_t inputs,
+                                      const float* __restrict__ stats,  // backward.cuh
+                                      elem_t* __restrict__ dq,          // as q
+                                      DBIAS_PARAMETER found_t* __restrict__ found,
+                                      int* __restrict__ counter,  // starts as 0
+                                      SCORE_PARAMETERS,
+                                      const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   __shared__ __align__(
       8) unsigned long long barriers[4 + 2 * kStagesK + 2 * kStagesV + 2 * kTerms];

@@ -3,7 +3,7 @@
 // a time, so that lanes store whole lines, and all stores are under way at once.
 #pragma once
 
-#include "attention/hopper_tiles.cuh"
+#include "attention/sm90/tile_scheduler.cuh"
 #include "ptx/global.cuh"
 #include "ptx/shared.cuh"
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: tensor cores fed by the copy engine, for sm_90a.
+// attention_hopper: tensor cores fed by TMA, for sm_90a.
 //
 // Algorithm  FlashAttention-3 forward (Shah et al. 2024), on tiles of keys from last to
 //            first: while o += p v of one tile runs, so does s = q k^T of the
@@ -7,7 +7,7 @@
 //            passes it by 2^8, which leaves o alone in most steps.
 // Grid       a block a multiprocessor. An item is a tile of queries of one head; blocks
 //            take item after item, from a counter where items differ in length
-// Threads    warpgroup 0 asks the copy engine for tiles (one thread); each other one
+// Threads    warpgroup 0 asks TMA for tiles (one thread); each other one
 //            computes 64 queries. With kTakeTurns they issue products one after another
 // Tiles      q     kGroupM x kHeadDim a warpgroup   shared
 //            k, v  kBlockN x kHeadDim (kHeadDimV)   shared, kStages of each
@@ -15,13 +15,14 @@
 //            out   16 x kStagedColumns a warp       shared, on their way to memory
 // Memory     global: q and out once; k and v once an item, mostly from L2
 // Numbers    s, m, l, o in float32; p is rounded to elem_t before p v
-// Limits     q, k, v as a tensor map takes them (_tensormap.py); seqlen_k >= 1; numbers
+// Limits     q, k, v as a tensor map takes them (_cuda/tensor_map.py); seqlen_k >= 1;
+// numbers
 //            of items, queries and keys in 32 bits
-#include "attention/hopper_hidden.cuh"
-#include "attention/hopper_parts.cuh"
-#include "attention/hopper_softmax.cuh"
-#include "attention/hopper_store.cuh"
-#include "attention/hopper_terms.cuh"
+#include "attention/sm90/nonfinite_values.cuh"
+#include "attention/sm90/split_kv.cuh"
+#include "attention/sm90/softmax.cuh"
+#include "attention/sm90/epilogue.cuh"
+#include "attention/sm90/score_terms.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma_shapes.cuh"
@@ -81,7 +82,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
 }
 
 // What depends on the memory of q, k and v. Mirrored by HOPPER_INPUTS in
-// _attention_hopper.py.
+// _attention/gpu/sm90/forward.py.
 struct alignas(64) inputs_t {
   ptx::tensor_map_t q_map, k_map, v_map;
   schedule_t schedule;
@@ -114,8 +115,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ __align__(
       8) unsigned long long barriers[2 * kNumGroups + 4 * kStages + 4 + kOrders +
                                      (kHasKeyRing ? 2 * kKeySlots : 0)];
-  __shared__ mail_t mailbox_memory[2];
-  volatile mail_t* const mailbox = mailbox_memory;
+  __shared__ tile_info_t tile_info_memory[2];
+  volatile tile_info_t* const tile_infos = tile_info_memory;
   __shared__ orders_t orders_memory;
   volatile orders_t& orders = orders_memory;
   __shared__ key_terms_t key_terms[kKeySlots];
@@ -191,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       orders.next = blockIdx.x;
       if constexpr (kDynamic && !kBandOfItem) {
         const band_t band = scores_t(place_t(), SCORE_ARGUMENTS).band(0, 0);
-        for (int n = 0; n < 2; ++n) mailbox[n].put(band);
+        for (int n = 0; n < 2; ++n) tile_infos[n].put(band);
       }
       while (true) {
         int item = orders.next;
@@ -209,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
             if (again >= 0) item = again | kCareful;
             orders.again[num_items % kRemembered] = -1;
           }
-          mailbox[slot].item = item;
+          tile_infos[slot].item = item;
         }
         const bool careful = item >= kCareful;
         if (careful) item -= kCareful;
@@ -219,15 +220,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const int row_block = first_row(at, schedule);
         const int row_first = max(row_block, 0);
         const int row_last = min(row_block + kBlockM, int(params.seqlen_q) * kPack);
-        // The mailbox holds what there are no registers for.
-        volatile mail_t& mail = mailbox[num_items & 1];
+        // The tile_infos holds what there are no registers for.
+        volatile tile_info_t& tile_info = tile_infos[num_items & 1];
         if constexpr (kDynamic) {
-          mail.put(at);
+          tile_info.put(at);
           if (item < schedule.num_items) {
-            if (kBandOfItem) mail.put(scores_t(at, SCORE_ARGUMENTS).band(0, 0));
-            mail.put(
-                share_of(tiles_of(mail.seen(), row_first, row_last, params.seqlen_k),
-                         item, schedule));
+            if (kBandOfItem) tile_info.put(scores_t(at, SCORE_ARGUMENTS).band(0, 0));
+            tile_info.put(share_of(
+                tiles_of(tile_info.seen(), row_first, row_last, params.seqlen_k), item,
+                schedule));
           }
           ptx::mbarrier_arrive(item_ring.full_at(num_items & 1));
         }
@@ -236,19 +237,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if (kDynamic && !careful) next = atomicAdd(&counter->next, 1);
         if (kHidesSome && orders.careful) {
           const tiles_t whole =
-              whole_tiles_of(mail.seen(), row_first, row_last, params.seqlen_k);
+              whole_tiles_of(tile_info.seen(), row_first, row_last, params.seqlen_k);
           orders.whole_first = whole.first;
           orders.whole_last = whole.last;
         }
         const tiles_t tiles =
-            kDynamic ? mail.share().tiles
+            kDynamic ? tile_info.share().tiles
                      : share_of(tiles_of({}, row_first, row_last, params.seqlen_k),
                                 item, schedule)
                            .tiles;
         const int count = tiles.last - tiles.first;
         // Coordinates of two batch axes have no registers either.
         auto place = [&] {
-          if constexpr (kDynamic && kBatchDims > 1) return mail.place();
+          if constexpr (kDynamic && kBatchDims > 1) return tile_info.place();
           return at;
         };
         for (int n = 0; n <= count; ++n) {
@@ -330,9 +331,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       [[maybe_unused]] const inverse_t inverse_scale(params.scale);
       unsigned num_tiles = 0, num_items = 0;
       wait(item_ring.full_at(0), 0);
-      while ((mailbox[num_items & 1].item & ~kCareful) < schedule.num_items) {
-        const place_t at = mailbox[num_items & 1].place();
-        const tiles_t tiles = mailbox[num_items & 1].share().tiles;
+      while ((tile_infos[num_items & 1].item & ~kCareful) < schedule.num_items) {
+        const place_t at = tile_infos[num_items & 1].place();
+        const tiles_t tiles = tile_infos[num_items & 1].share().tiles;
         const scores_t scores(at, SCORE_ARGUMENTS);
         // Other terms leave no registers to ask ahead.
         read_terms_t read;
@@ -407,7 +408,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   auto next_item = [&](int item) {
     if constexpr (!kDynamic) return static_cast<int>(item + gridDim.x);
     wait(item_ring.full_at(num_items & 1), num_items >> 1 & 1);
-    return __shfl_sync(kFullMask, mailbox[num_items & 1].item, 0);
+    return __shfl_sync(kFullMask, tile_infos[num_items & 1].item, 0);
   };
 
   // The number of a row in lse, and of one in out where that is split.
@@ -426,8 +427,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // Kept free of break and return: with them ptxas loses the registers of setmaxnreg.
   while ((item & ~kCareful) < schedule.num_items) {
     const place_t at =
-        kDynamic ? mailbox[num_items & 1].place() : place_of(item, schedule, params);
-    const band_t band = kDynamic ? mailbox[num_items & 1].seen() : band_t{};
+        kDynamic ? tile_infos[num_items & 1].place() : place_of(item, schedule, params);
+    const band_t band = kDynamic ? tile_infos[num_items & 1].seen() : band_t{};
     const scores_t scores(at, SCORE_ARGUMENTS);
     const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
     const int num_rows = seqlen_q * kPack;
@@ -438,7 +439,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     const int row_group_last = min(row_group + kGroupM, num_rows);
     const share_t share =
         kDynamic
-            ? mailbox[num_items & 1].share()
+            ? tile_infos[num_items & 1].share()
             : share_of(tiles_of(band, row_block, row_block, seqlen_k), item, schedule);
     const tiles_t tiles = share.tiles;
     const int count = tiles.last - tiles.first;
@@ -667,14 +668,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     // The place again: in the loop there are no registers for it.
     const int number = static_cast<int>(num_items) - 1;
-    const place_t here = kDynamic ? mailbox[number & 1].place() : at;
+    const place_t here = kDynamic ? tile_infos[number & 1].place() : at;
     float inverse[2];
     bool seen[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row_r = row_thread + 8 * r, i = query_of(row_r);
       const bool is_query =
-          kDynamic ? i < mailbox[number & 1].band.num_queries : i < seqlen_q;
+          kDynamic ? i < tile_infos[number & 1].band.num_queries : i < seqlen_q;
       seen[r] = is_query && row.l[r] != 0;
       inverse[r] = ptx::rcp_approx_ftz(row.l[r]);
       if (!kHasSinks && lse == nullptr) continue;
@@ -807,8 +808,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (special) {
         __syncwarp();  // what the warp has stored is there for all its lanes
         add_specials(inputs.v, out, here, row_block, w, scores_t(here, SCORE_ARGUMENTS),
-                     mailbox[number & 1].seen(), params,
-                     mailbox[number & 1].share().tiles, item & ~kCareful, row_number);
+                     tile_infos[number & 1].seen(), params,
+                     tile_infos[number & 1].share().tiles, item & ~kCareful,
+                     row_number);
       }
     }
 #ifdef MERGE

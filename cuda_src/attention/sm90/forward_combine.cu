@@ -4,11 +4,11 @@
 // Algorithm  m = max lse_p,  w_p = exp(lse_p - m),
 //            out = sum_p w_p out_p / sum_p w_p,  lse = m + log sum_p w_p
 //            A part with lse -inf saw no key and adds nothing.
-// Grid       a block a row; its warps take parts by turns, its lanes 4 columns each
+// Grid       a block a row; its warps take interleaved parts, its lanes 4 columns each
 // Memory     global: parts and out once; shared: a sum a warp
 // Numbers    lse in double, all else in float; parts are added in the same order always
 // Limits     head_dim_v is a multiple of 8
-#include "attention/params.cuh"
+#include "attention/score/params.cuh"
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 

@@ -18,15 +18,15 @@
 //            p     64 x 64                     shared
 //            s, o  registers, as wgmma lays them out
 // Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
-//            shared: see smem() in _attention_hopper_wide.py
+//            shared: see smem() in _attention/gpu/sm90/forward_wide.py
 // Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v. Of parts of the
 //            keys (KEY_PARTS) out is float32
 // Limits     kHeadDim and kHeadDimV are multiples of 64 up to 576, filled up with
 // zeros;
 //            sm_90a. A block begins again where values of hidden keys that are not
 //            finite have reached its result
-#include "attention/mma_tiles.cuh"
-#include "attention/wgmma_operands.cuh"
+#include "attention/sm80/tile.cuh"
+#include "attention/sm90/wgmma_operands.cuh"
 #include "ptx/cluster_mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/wgmma_shapes.cuh"
@@ -55,7 +55,7 @@ constexpr bool kScaleScores = false;
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
 
-// The copy engine brings k and v; else they come by cp.async.
+// TMA brings k and v; else they come by cp.async.
 #ifdef MAPPED
 constexpr bool kMapped = true;
 struct alignas(64) maps_t {
@@ -67,7 +67,7 @@ constexpr bool kMapped = false;
 #define MAPS_PARAMETER
 #endif
 
-// Parts of the keys are merged from float32 (merge.cu).
+// Parts of the keys are merged from float32 (attention/combine.cu).
 template <bool kInParts>
 struct out_of {
   using type = elem_t;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void load_panels(unsigned char* smem,
   }
 }
 
-// One place for tiles of k or v, which the copy engine fills when all have read the
+// One place for tiles of k or v, which TMA fills when all have read the
 // tile before. One thread loads and releases.
 template <int kDim>
 struct feed_t {

@@ -9,13 +9,13 @@
 // number adds nothing. Finite data pay for the look at the result alone.
 #pragma once
 
-#include "attention/hopper_softmax.cuh"
+#include "attention/sm90/softmax.cuh"
 #include "common/reduce.cuh"
 #include "ptx/barrier.cuh"
 
 // The idle warps of the producer's warpgroup look through the tiles, one after another
-// as the copy engine brings them.
-// One of them reads terms of keys (hopper_terms.cuh).
+// as TMA brings them.
+// One of them reads terms of keys (score_terms.cuh).
 constexpr int kInspectors = !kHidesSome ? 0 : kTermsOfKeys ? 64 : 96;
 // Of bar.sync; the turns have 1 to 4. Until the first order the inspectors sleep at the
 // second one: a wait for an mbarrier would take turns of the warps that compute.

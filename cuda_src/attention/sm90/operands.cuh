@@ -3,13 +3,13 @@
 // 16-bit numbers.
 #pragma once
 
-#include "attention/params.cuh"
-#include "attention/wgmma_operands.cuh"
+#include "attention/score/params.cuh"
+#include "attention/sm90/wgmma_operands.cuh"
 #include "common/reduce.cuh"
 #include "ptx/packed.cuh"
 #include "ptx/tma.cuh"
 
-// --- tiles in shared memory, as the copy engine brings them
+// --- tiles in shared memory, as TMA brings them
 
 // Asks for rows [row, row + kRows) of one matrix, a box of kBoxRows at a time; those
 // outside it arrive as zeros. kReadOnce: nobody else will read them. Of a single box
@@ -45,7 +45,8 @@ __device__ __forceinline__ void load_tile(unsigned target,
   }
 }
 
-// Blocks take `next` by turns; the last to finish sets both numbers back to 0.
+// Blocks take `next` one after the other; the last to finish sets both numbers back to
+// 0.
 struct counter_t {
   int next, finished;
 

@@ -1,15 +1,15 @@
 // SPDX-License-Identifier: MIT
-// attention_hopper: the terms of score.cuh (scale, softcap, bias, alibi, mask), over a
-// tile of scores at a time.
+// attention_hopper: the terms of attention/score/score.cuh (scale, softcap, bias,
+// alibi, mask), over a tile of scores at a time.
 //
-// score.cuh finishes one score; here each term goes over all numbers of a thread, with
-// what they share taken out: rows as pointers, columns as constants behind them. Bias
-// and mask that are the same to all queries are read once a tile by a warp of the
-// producer's, which leaves them in shared memory as float.
+// attention/score/score.cuh finishes one score; here each term goes over all numbers of
+// a thread, with what they share taken out: rows as pointers, columns as constants
+// behind them. Bias and mask that are the same to all queries are read once a tile by a
+// warp of the producer's, which leaves them in shared memory as float.
 #pragma once
 
-#include "attention/hopper_softmax.cuh"
-#include "attention/softcap.cuh"
+#include "attention/sm90/softmax.cuh"
+#include "attention/score/softcap.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"

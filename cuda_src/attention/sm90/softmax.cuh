@@ -2,7 +2,7 @@
 // attention_hopper: the softmax of a warpgroup's tile of scores, in registers.
 #pragma once
 
-#include "attention/hopper_tiles.cuh"
+#include "attention/sm90/tile_scheduler.cuh"
 #include "common/reduce.cuh"
 #include "ptx/math.cuh"
 
@@ -15,7 +15,7 @@ __device__ constexpr int column_of(int e) { return e / 4 * 8 + e % 2; }  // for 
 
 // P lies below 2^kLazyLog2, or little above: the reference m moves only when a score
 // passes it by so much. Any m is exact in real arithmetic, since o, l and p share it.
-// Mirrored by _LAZY_LOG2 in _attention_hopper.py.
+// Mirrored by _LAZY_LOG2 in _attention/gpu/sm90/forward.py.
 constexpr float kLazyLog2 = 8;
 
 constexpr int kLeastInt = -2147483647 - 1;

@@ -3,7 +3,7 @@
 // of them. The order of the sums is that of the parts, whoever merges.
 #pragma once
 
-#include "attention/hopper_tiles.cuh"
+#include "attention/sm90/tile_scheduler.cuh"
 #include "common/reduce.cuh"
 
 constexpr int kMergeBarrier = 10;  // of bar.sync, for all warpgroups that compute

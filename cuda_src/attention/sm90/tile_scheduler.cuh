@@ -2,15 +2,15 @@
 // attention_hopper: sizes, shared memory, and the order in which tiles are taken.
 #pragma once
 
-#include "attention/hopper_operands.cuh"
-#include "attention/score.cuh"
+#include "attention/sm90/operands.cuh"
+#include "attention/score/score.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_N) || \
     !defined(BOUNDS) || !defined(TAKE_TURNS) || !defined(STAGES)
 #error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, STAGES, BOUNDS and TAKE_TURNS come from the host"
 #endif
 
-// The dimensions as they are computed with; the copy engine fills up with zeros.
+// The dimensions as they are computed with; TMA fills up with zeros.
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
 constexpr int kBlockN = BLOCK_N;                   // keys of a tile
 constexpr int kNumGroups = kNumThreads / 128 - 1;  // warpgroups that compute
@@ -18,7 +18,7 @@ constexpr int kGroupM = 64;                        // queries of a warpgroup
 constexpr int kBlockM = kNumGroups * kGroupM;
 constexpr int kStages = STAGES;  // tiles of k, and of v, in shared memory
 constexpr bool kTakeTurns = TAKE_TURNS;
-// Rows of k and v that the copy engine brings at a time.
+// Rows of k and v that TMA brings at a time.
 #ifdef BOX_N
 constexpr int kBoxN = BOX_N;
 #else
@@ -39,8 +39,8 @@ __device__ __forceinline__ int query_end(int row_last) {
 }
 
 // The keys of an item are one part of several: sums in float, lse in double. The block
-// that ends the last part of a tile merges them (hopper_parts.cuh), or another kernel
-// does where there are more rows than a block should merge (hopper_merge.cu).
+// that ends the last part of a tile merges them (split_kv.cuh), or another kernel
+// does where there are more rows than a block should merge (forward_combine.cu).
 #ifdef SPLIT
 constexpr bool kSplit = true;
 using out_t = float;
@@ -251,7 +251,7 @@ __device__ __forceinline__ bool is_in(int tile, const tiles_t& tiles) {
 }
 
 // What the producer tells the others of an item. It stands until they are done.
-struct mail_t {
+struct tile_info_t {
   int item;  // or one that is none: no more
   int tile, heads, head, kv_head, batch[kBatchDims];
   band_t band;             // of all scores
@@ -293,7 +293,7 @@ struct mail_t {
   __device__ share_t share() const volatile { return {{first, last}, empty != 0}; }
 };
 
-// Barriers in shared memory, in pairs: "full" the copy engine ends, "empty" the
+// Barriers in shared memory, in pairs: "full" TMA ends, "empty" the
 // readers.
 struct ring_t {
   unsigned full, empty;  // addresses of the first of each

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
-// What wgmma and the copy engine are told of operands.
+// What wgmma and TMA are told of operands.
 #pragma once
 
-#include "attention/params.cuh"
+#include "attention/score/params.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/wgmma.cuh"
 

@@ -3,10 +3,10 @@
 // sums it so soon that the second read finds it in L2.
 //
 // Algorithm  softmax_vjp_trail_clear: nothing is told yet. softmax_vjp_trail: as
-//            softmax_trail, along a line of parts (softmax/line.cuh). Who sums the last
-//            part of a row waits for the other sums, joins them and tells c, the row's;
-//            who writes waits for that. log_softmax sums dy alone, and reads only that
-//            twice.
+//            softmax_trail, along a line of parts (softmax/detail/tile_queue.cuh). Who
+//            sums the last part of a row waits for the other sums, joins them and tells
+//            c, the row's; who writes waits for that. log_softmax sums dy alone, and
+//            reads only that twice.
 // Grid       1-D; as many blocks of kLanes threads as fit, or fewer
 // Tiles      a part of a row: kHeld vectors a thread of y and of dy, in registers
 // Memory     dy twice, of softmax y as well, the second time from L2; otherwise once;
@@ -17,14 +17,14 @@
 //            newer
 //
 // Parameters MIN_BLOCKS   blocks that a multiprocessor is to have registers for
-//            and those of softmax/vjp.cuh and softmax/line.cuh
+//            and those of softmax/detail/backward.cuh and softmax/detail/tile_queue.cuh
 #include "ptx/cache_hint.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/registers.cuh"
-#include "softmax/line.cuh"
-#include "softmax/peeled.cuh"
-#include "softmax/told.cuh"
-#include "softmax/vjp.cuh"
+#include "softmax/detail/tile_queue.cuh"
+#include "softmax/detail/aligned_span.cuh"
+#include "softmax/detail/published.cuh"
+#include "softmax/detail/backward.cuh"
 
 constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);

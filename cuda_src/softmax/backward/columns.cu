@@ -17,8 +17,8 @@
 //
 // Parameters Y_T, DY_T, OUT_T   element types of y, dy and dx
 //            LOG                1 for log_softmax
-//            and those of softmax/columns.cuh
-#include "softmax/columns.cuh"
+//            and those of softmax/detail/column_tile.cuh
+#include "softmax/detail/column_tile.cuh"
 
 #ifndef Y_T
 #error "the parameters above come from the host"

@@ -5,14 +5,15 @@
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time, or
 //            kCluster blocks take one
 // Tiles      a row; each of its kCluster * kLanes threads holds HELD elements of y and
-//            of dy in registers and PARKED in shared memory (softmax/held.cuh)
+//            of dy in registers and PARKED in shared memory
+//            (softmax/detail/row_tile.cuh)
 // Memory     y, dy and dx once; 16 bytes an access where rows are contiguous
 // Numbers    sums in double, dy - c in acc_t with c to twice its digits, one rounding
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
 //
-// Parameters as in softmax/vjp.cuh and softmax/held.cuh
-#include "softmax/held.cuh"
-#include "softmax/vjp.cuh"
+// Parameters as in softmax/detail/backward.cuh and softmax/detail/row_tile.cuh
+#include "softmax/detail/row_tile.cuh"
+#include "softmax/detail/backward.cuh"
 
 constexpr int kVector =
     16 / (kWiderInput > sizeof(out_t) ? kWiderInput : sizeof(out_t));

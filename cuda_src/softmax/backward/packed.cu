@@ -11,9 +11,9 @@
 // Limits     rows of at most kLanes * HELD elements with the next row behind the last
 //            in y, dy and dx
 //
-// Parameters as in softmax/vjp.cuh and softmax/span.cuh
-#include "softmax/span.cuh"
-#include "softmax/vjp.cuh"
+// Parameters as in softmax/detail/backward.cuh and softmax/detail/packed_rows.cuh
+#include "softmax/detail/packed_rows.cuh"
+#include "softmax/detail/backward.cuh"
 
 // 8 blocks have 64 registers a thread.
 constexpr int kMinBlocks = HELD * sizeof(acc_t) <= 32 ? 8 : 5;

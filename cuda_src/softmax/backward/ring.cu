@@ -2,7 +2,8 @@
 // softmax_vjp_stream: gradients of rows that only many multiprocessors can hold.
 //
 // Algorithm  softmax_vjp_stream_clear: nothing is told yet. softmax_vjp_stream: as
-//            softmax_vjp_split, whose two launches are one here (softmax/stream.cuh).
+//            softmax_vjp_split, whose two launches are one here
+//            (softmax/detail/row_ring.cuh).
 // Grid       (blocks of a group, groups), all at once; a group takes a row at a time
 // Tiles      a step of a row: a vector of y and one of dy a thread of the group, of 16
 //            bytes the wider; a ring of kRing steps of both in shared memory
@@ -12,9 +13,9 @@
 // Limits     rows of at most (kLag + 1) * LANES vectors a block of the group; reduced
 //            axis contiguous in y, dy and dx; sm_80 or newer
 //
-// Parameters as in softmax/vjp.cuh and softmax/stream.cuh
-#include "softmax/stream.cuh"
-#include "softmax/vjp.cuh"
+// Parameters as in softmax/detail/backward.cuh and softmax/detail/row_ring.cuh
+#include "softmax/detail/row_ring.cuh"
+#include "softmax/detail/backward.cuh"
 
 constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);

@@ -9,8 +9,8 @@
 // Numbers    sums in double, dy - c in acc_t with c to twice its digits, one rounding
 // Limits     none
 //
-// Parameters as in softmax/vjp.cuh
-#include "softmax/vjp.cuh"
+// Parameters as in softmax/detail/backward.cuh
+#include "softmax/detail/backward.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) softmax_vjp(
     const y_t* y, const dy_t* dy, out_t* dx, const __grid_constant__ layout_t layout) {

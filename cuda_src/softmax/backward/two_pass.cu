@@ -10,9 +10,9 @@
 // Numbers    as softmax_vjp
 // Limits     reduced axis contiguous in y, dy and dx
 //
-// Parameters as in softmax/vjp.cuh and softmax/parts.cuh
-#include "softmax/parts.cuh"
-#include "softmax/vjp.cuh"
+// Parameters as in softmax/detail/backward.cuh and softmax/detail/row_splits.cuh
+#include "softmax/detail/row_splits.cuh"
+#include "softmax/detail/backward.cuh"
 
 constexpr int kWidestIn = sizeof(y_t) > sizeof(dy_t) ? sizeof(y_t) : sizeof(dy_t);
 constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);

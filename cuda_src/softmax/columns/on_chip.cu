@@ -16,11 +16,11 @@
 // Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
 //            outer axis has stride 1 in x and out, and there is one reduced axis
 //
-// Parameters as in softmax/score.cuh and softmax/columns.cuh
+// Parameters as in softmax/detail/params.cuh and softmax/detail/column_tile.cuh
 #include "ptx/max.cuh"
-#include "softmax/score.cuh"
-#include "softmax/columns.cuh"
-#include "softmax/power.cuh"
+#include "softmax/detail/params.cuh"
+#include "softmax/detail/column_tile.cuh"
+#include "softmax/detail/exp2_units.cuh"
 
 using part_t = few<acc_t, kCoarse>::type;
 using total_t = decltype(total(part_t()));

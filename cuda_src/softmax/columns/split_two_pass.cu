@@ -2,11 +2,11 @@
 // softmax_split_columns: few long columns by two launches, for sums and for results.
 //
 // Algorithm  softmax_split_columns_sum: each block sums the exponentials of its piece
-//            of a tile of columns: floats in powers of two (softmax/power_sum.cuh);
-//            doubles, and columns where those do not reach, as softmax_online does.
-//            softmax_split_columns_write: each block joins the sums of its tile and
-//            writes its piece: out_i = exp(s_i - m) / l (log_softmax: (s_i - m) - log
-//            l).
+//            of a tile of columns: floats in powers of two
+//            (softmax/detail/scaled_sum.cuh); doubles, and columns where those do not
+//            reach, as softmax_online does. softmax_split_columns_write: each block
+//            joins the sums of its tile and writes its piece: out_i = exp(s_i - m) / l
+//            (log_softmax: (s_i - m) - log l).
 // Grid       (tiles, pieces of a column)
 // Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
 //            time and keeps a sum for each of its kVector columns
@@ -15,10 +15,10 @@
 // Numbers    as softmax_online
 // Limits     the last outer axis has stride 1 in x and out; one reduced axis
 //
-// Parameters as in softmax/score.cuh and softmax/columns.cuh
-#include "softmax/score.cuh"
-#include "softmax/columns.cuh"
-#include "softmax/partial.cuh"
+// Parameters as in softmax/detail/params.cuh and softmax/detail/column_tile.cuh
+#include "softmax/detail/params.cuh"
+#include "softmax/detail/column_tile.cuh"
+#include "softmax/detail/partial_sum.cuh"
 
 using tile_t = place_t<layout_t, long long>;
 static_assert(kSplits && !kInWarp && kCluster == 1, "a block a piece");

@@ -2,8 +2,8 @@
 // softmax_long_columns: columns that are too long to be held are read twice.
 //
 // Algorithm  As softmax_online, along an axis that is not the contiguous one: a first
-//            reading finds m and l of each column (softmax/running.cuh), a second one
-//            writes exp(s_i - m) / l, or (s_i - m) - log l; s = scale * x.
+//            reading finds m and l of each column (softmax/detail/online_sum.cuh), a
+//            second one writes exp(s_i - m) / l, or (s_i - m) - log l; s = scale * x.
 // Grid       1-D; a block takes a tile at a time, a cluster takes one
 // Tiles      kColumns columns of one slab; a thread reads kHeld x kVector elements at a
 //            time and keeps m and l for each of its kVector columns
@@ -14,10 +14,10 @@
 //            for results of 16 bits plain differences and the fast exponential
 // Limits     the last outer axis has stride 1 in x and out; one reduced axis
 //
-// Parameters as in softmax/score.cuh and softmax/columns.cuh
-#include "softmax/score.cuh"
-#include "softmax/columns.cuh"
-#include "softmax/running.cuh"
+// Parameters as in softmax/detail/params.cuh and softmax/detail/column_tile.cuh
+#include "softmax/detail/params.cuh"
+#include "softmax/detail/column_tile.cuh"
+#include "softmax/detail/online_sum.cuh"
 
 using tile_t = place_t<layout_t, long long>;
 using total_t = running_t<acc_t>;

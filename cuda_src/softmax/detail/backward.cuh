@@ -4,14 +4,14 @@
 // Parameters Y_T, DY_T, OUT_T   element types of y, dy and dx
 //            LOG                1 for log_softmax
 //            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
-//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/group.cuh
+//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 #pragma once
 
 #include "common/math.cuh"
 #include "common/strides.cuh"
 #include "common/types.cuh"
-#include "softmax/group.cuh"
-#include "softmax/power_sum.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/scaled_sum.cuh"
 
 #ifndef Y_T
 #error "the parameters above come from the host"
@@ -31,7 +31,7 @@ struct layout_t {
   axes_t<REDUCED_AXES, kNumArrays> reduced;
 };
 
-// One row of y, dy and dx, as row_t of softmax/row.cuh.
+// One row of y, dy and dx, as row_t of softmax/detail/row.cuh.
 struct row_t {
   const y_t* y;
   const dy_t* dy;

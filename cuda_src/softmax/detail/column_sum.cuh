@@ -5,10 +5,10 @@
 // of a column at a time: their maximum is joined once, and the unit is a number of type
 // T, from which limits follow by one instruction.
 //
-// Parameters ACC_T   as in softmax/sum.cuh
+// Parameters ACC_T   as in softmax/detail/sum.cuh
 #pragma once
 
-#include "softmax/power_sum.cuh"
+#include "softmax/detail/scaled_sum.cuh"
 
 // What a thread adds to: for results of 16 bits a float is enough.
 template <bool kIsCoarse>

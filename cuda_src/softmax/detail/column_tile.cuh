@@ -30,8 +30,8 @@
 #include "ptx/copy.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/registers.cuh"
-#include "softmax/exchange.cuh"
-#include "softmax/sum.cuh"
+#include "softmax/detail/cluster_exchange.cuh"
+#include "softmax/detail/sum.cuh"
 
 #ifndef SIDE
 #error "the parameters above come from the host"

@@ -2,7 +2,7 @@
 // Exponentials of floats in units of a power of two.
 #pragma once
 
-#include "softmax/score.cuh"
+#include "softmax/detail/params.cuh"
 
 // exp(x) = 2^k 2^r with k = round(x / ln 2). Counted in units of a power of two near
 // the largest of them, exponentials need no difference that could be rounded, and a

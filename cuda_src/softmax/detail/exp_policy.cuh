@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
 // What kernels share that hold their part of a row in registers.
 //
-// Parameters as in softmax/score.cuh
-//            PARKED   as in softmax/held.cuh, if part of a row may be parked
+// Parameters as in softmax/detail/params.cuh
+//            PARKED   as in softmax/detail/row_tile.cuh, if part of a row may be parked
 #pragma once
 
 #include "ptx/max.cuh"
-#include "softmax/score.cuh"
+#include "softmax/detail/params.cuh"
 
 template <typename A, typename B>
 constexpr bool kSame = false;

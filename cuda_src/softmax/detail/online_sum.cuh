@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/reduce.cuh"
-#include "softmax/sum.cuh"
+#include "softmax/detail/sum.cuh"
 
 // How differences of scores are taken: of scores that are numbers themselves.
 struct plain_t {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Spans of memory that hold many short rows, which lie back to back.
 //
-// Parameters LANES, ROWS_PER_BLOCK   as in softmax/group.cuh
+// Parameters LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 //            SPAN_ROWS   rows that a block has at a time
 //            HELD        elements of a row that a thread has
 //            APART       rows of a warp lie so many rows apart
@@ -9,7 +9,7 @@
 
 #include "common/vector.cuh"
 #include "ptx/copy.cuh"
-#include "softmax/group.cuh"
+#include "softmax/detail/thread_group.cuh"
 
 #ifndef HELD
 #error "the parameters above come from the host"

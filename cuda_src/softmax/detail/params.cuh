@@ -6,14 +6,14 @@
 //            HAS_WHERE      1 if a mask says which elements take part
 //            SCALED         1 if x is multiplied by a scale first
 //            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
-//            ACC_T          as in softmax/sum.cuh
+//            ACC_T          as in softmax/detail/sum.cuh
 #pragma once
 
 #include "common/math.cuh"
 #include "common/strides.cuh"
 #include "common/types.cuh"
-#include "softmax/log.cuh"
-#include "softmax/sum.cuh"
+#include "softmax/detail/log.cuh"
+#include "softmax/detail/sum.cuh"
 
 #ifndef X_T
 #error "the parameters above come from the host"
@@ -103,7 +103,7 @@ struct score_t {
   }
 };
 
-// How differences of keys are taken (softmax/running.cuh).
+// How differences of keys are taken (softmax/detail/online_sum.cuh).
 struct keys_t {
   factor_t<double, !kScaled> factor;
 

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: MIT
 // Sums of a row or column that several blocks share: what each finds, the last step.
 //
-// Parameters as in softmax/score.cuh
+// Parameters as in softmax/detail/params.cuh
 #pragma once
 
-#include "softmax/power.cuh"
-#include "softmax/power_sum.cuh"
-#include "softmax/running.cuh"
-#include "softmax/score.cuh"
+#include "softmax/detail/exp2_units.cuh"
+#include "softmax/detail/scaled_sum.cuh"
+#include "softmax/detail/online_sum.cuh"
+#include "softmax/detail/params.cuh"
 
 // What a block tells the others of its part of a row: the sum is l exp(m), for a key m.
 struct partial_t {

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
 // What the rungs of the ladder share: a row of the problem.
 //
-// Parameters as in softmax/score.cuh
-//            LANES, ROWS_PER_BLOCK   as in softmax/group.cuh
+// Parameters as in softmax/detail/params.cuh
+//            LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 #pragma once
 
-#include "softmax/group.cuh"
-#include "softmax/score.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/params.cuh"
 
 // One row of x, where and out; element i is the i-th along the reduced axes.
 struct row_t {

@@ -2,9 +2,9 @@
 // Exponentials of the scores of a row that is held on chip, and their sum.
 #pragma once
 
-#include "softmax/group.cuh"
-#include "softmax/power_sum.cuh"
-#include "softmax/terms.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/scaled_sum.cuh"
+#include "softmax/detail/exp_policy.cuh"
 
 template <exps kHow>
 struct row_exp_t {

@@ -6,15 +6,16 @@
 //            KEEPS               1 if L2 is to keep the results rather than what is
 //                                read: written among reads, they cost several times
 //                                their bytes
-//            ACC_T, LANES, ROWS_PER_BLOCK, REDUCED_AXES   as in softmax/group.cuh
+//            ACC_T, LANES, ROWS_PER_BLOCK, REDUCED_AXES   as in
+//            softmax/detail/thread_group.cuh
 #pragma once
 
 #include "common/strides.cuh"
 #include "common/types.cuh"
 #include "common/vector.cuh"
 #include "ptx/cache_hint.cuh"
-#include "softmax/group.cuh"
-#include "softmax/power_sum.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/scaled_sum.cuh"
 
 #ifndef A_T
 #error "the parameters above come from the host"

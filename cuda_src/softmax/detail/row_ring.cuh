@@ -14,14 +14,15 @@
 //
 // Parameters RING     steps that the ring has places for
 //            AHEAD    steps whose loads may be under way while another is summed
-//            LANES, ROWS_PER_BLOCK   as in softmax/group.cuh: a block of LANES threads
+//            LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh: a block of
+//            LANES threads
 // Grid       (blocks of a group, groups)
 #pragma once
 
 #include "ptx/copy.cuh"
-#include "softmax/group.cuh"
-#include "softmax/peeled.cuh"
-#include "softmax/told.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/aligned_span.cuh"
+#include "softmax/detail/published.cuh"
 
 #ifndef RING
 #error "RING and AHEAD come from the host"

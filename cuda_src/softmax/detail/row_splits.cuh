@@ -2,11 +2,12 @@
 // Few long rows: each is cut into kParts parts, and a block has one of them.
 //
 // Parameters PARTS   parts a row
-//            LANES, ROWS_PER_BLOCK   as in softmax/group.cuh: a block of LANES threads
+//            LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh: a block of
+//            LANES threads
 #pragma once
 
-#include "softmax/group.cuh"
-#include "softmax/peeled.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/aligned_span.cuh"
 
 #ifndef PARTS
 #error "PARTS comes from the host"

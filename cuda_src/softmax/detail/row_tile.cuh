@@ -8,7 +8,7 @@
 // threads hold one each. Where neighbours in the row are not neighbours in memory, the
 // elements are dealt one by one and there are no edges.
 //
-// Parameters LANES, ROWS_PER_BLOCK   as in softmax/group.cuh
+// Parameters LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 //            CLUSTER     blocks that share a row; above 1 from sm_90 on
 //            HELD        elements that a thread holds in registers
 //            PARKED      elements that it parks in shared memory besides
@@ -25,7 +25,7 @@
 #include "ptx/cluster.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/transaction.cuh"
-#include "softmax/group.cuh"
+#include "softmax/detail/thread_group.cuh"
 
 #ifndef HELD
 #error "the parameters above come from the host"

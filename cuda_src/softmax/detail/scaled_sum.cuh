@@ -5,14 +5,14 @@
 // in units of a power of two needs no maximum to be subtracted: k is a whole number, so
 // that no difference is ever rounded, and a sum moves to another unit without error.
 //
-// Parameters ACC_T   as in softmax/sum.cuh
+// Parameters ACC_T   as in softmax/detail/sum.cuh
 #pragma once
 
 #include "common/math.cuh"
 #include "common/reduce.cuh"
 #include "ptx/convert.cuh"
 #include "ptx/max.cuh"
-#include "softmax/sum.cuh"
+#include "softmax/detail/sum.cuh"
 
 namespace detail {
 

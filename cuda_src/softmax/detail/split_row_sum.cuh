@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
 // The sum of a long row that several blocks share: how the warps of a block join it.
 //
-// Parameters as in softmax/score.cuh and softmax/group.cuh
+// Parameters as in softmax/detail/params.cuh and softmax/detail/thread_group.cuh
 #pragma once
 
-#include "softmax/group.cuh"
-#include "softmax/partial.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/partial_sum.cuh"
 
 // What the warps of a block tell each other of a sum. Of two such places in turn one is
 // written while the other may still be read.

@@ -5,11 +5,11 @@
 //                             not use row_max and row_sum, a multiple of 32
 //            ROWS_PER_BLOCK   rows a block; 1 if LANES is above 32
 //            REDUCED_AXES     axes that a row runs over
-//            ACC_T            as in softmax/sum.cuh
+//            ACC_T            as in softmax/detail/sum.cuh
 #pragma once
 
 #include "common/reduce.cuh"
-#include "softmax/sum.cuh"
+#include "softmax/detail/sum.cuh"
 
 #ifndef LANES
 #error "LANES and ROWS_PER_BLOCK come from the host"

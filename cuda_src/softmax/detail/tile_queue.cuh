@@ -8,12 +8,12 @@
 //
 // Parameters HELD     vectors of a thread: a part has LANES times as many
 //            MARGIN   as above
-//            LANES    as in softmax/group.cuh
+//            LANES    as in softmax/detail/thread_group.cuh
 #pragma once
 
 #include "common/vector.cuh"
 #include "ptx/cache_hint.cuh"
-#include "softmax/group.cuh"
+#include "softmax/detail/thread_group.cuh"
 
 constexpr int kHeld = HELD, kMargin = MARGIN;
 constexpr int kWarps = kLanes / kWarpSize;

@@ -9,7 +9,7 @@
 // Memory     x twice, out once; any strides
 // Numbers    every operation rounds to the type of x (float64 if x holds integers)
 // Limits     none; wrong for large scores, on purpose
-#include "softmax/row.cuh"
+#include "softmax/detail/row.cuh"
 
 template <typename T>
 constexpr bool kIsFloating = false;

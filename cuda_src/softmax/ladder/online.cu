@@ -6,14 +6,14 @@
 //            and a second writes out_i = exp(s_i - m) / l
 //            (log_softmax: out_i = (s_i - m) - log l), s = scale * x.
 //            Lanes keep a pair (m, l) each; pairs merge in the same way. m moves in
-//            steps (softmax/running.cuh).
+//            steps (softmax/detail/online_sum.cuh).
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time
 // Memory     x twice, out once; any strides
 // Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
 //            for results of 16 bits plain differences and the fast exponential
 // Limits     none
-#include "softmax/row.cuh"
-#include "softmax/running.cuh"
+#include "softmax/detail/row.cuh"
+#include "softmax/detail/online_sum.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_online(const x_t* x,

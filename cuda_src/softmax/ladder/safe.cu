@@ -9,7 +9,7 @@
 // Numbers    exponentials in acc_t of exact differences, sums in double, one rounding;
 //            for results of 16 bits plain differences and the fast exponential
 // Limits     none
-#include "softmax/row.cuh"
+#include "softmax/detail/row.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_safe(const x_t* x,

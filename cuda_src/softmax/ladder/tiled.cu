@@ -7,17 +7,17 @@
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock rows at a time, or
 //            kCluster blocks take one
 // Tiles      a row; each of its kCluster * kLanes threads holds HELD elements in
-//            registers and PARKED in shared memory (softmax/held.cuh)
+//            registers and PARKED in shared memory (softmax/detail/row_tile.cuh)
 // Memory     x and out once; 16 bytes an access where a row is contiguous, whatever its
 //            length and start; between blocks, maxima and sums alone
 // Numbers    exponentials in acc_t of exact differences, sums in double (of doubles: to
 //            twice the digits), one rounding; for results of 16 bits plain differences
 //            and the fast exponential
 // Limits     rows of at most kCluster * kLanes * (HELD + PARKED) elements; any strides
-#include "softmax/held.cuh"
-#include "softmax/terms.cuh"
-#include "softmax/row.cuh"
-#include "softmax/row_exp.cuh"
+#include "softmax/detail/row_tile.cuh"
+#include "softmax/detail/exp_policy.cuh"
+#include "softmax/detail/row.cuh"
+#include "softmax/detail/row_exp.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // softmax_logsumexp_columns: log sum exp along columns, by one read.
 //
-// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/power_sum.cuh),  out = log of it.
-// Where
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/scaled_sum.cuh),  out = log of
+// it. Where
 //            that would lose digits (results near 0, scores beyond 2^20) the tile, and
 //            only such a tile, is read again:  out = max + log1p(sum of the others).
 // Grid       1-D; a block takes kGroupsPerBlock tiles at a time, a cluster takes one
@@ -18,9 +18,9 @@
 //
 // Parameters A_T, OUT_T    element types of a, and of out and sign
 //            HAS_WHERE     1 if there is a mask
-//            and those of softmax/columns.cuh
-#include "softmax/columns.cuh"
-#include "softmax/power_sum.cuh"
+//            and those of softmax/detail/column_tile.cuh
+#include "softmax/detail/column_tile.cuh"
+#include "softmax/detail/scaled_sum.cuh"
 
 #ifndef A_T
 #error "the parameters above come from the host"

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 // softmax_logsumexp_shares: log sum exp of many or long columns, in equal shares.
 //
-// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/column_sum.cuh),  out = log of it.
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/column_sum.cuh),  out = log of
+// it.
 //            Where that would lose digits (results near 0, scores beyond 2^20) the
 //            tile, and only such a tile, is read again:  out = max + log1p(sum of the
 //            others).
@@ -24,9 +25,9 @@
 //            HAS_WHERE     1 if there is a mask
 //            SHARES        warps that share the rows
 //            WHOLE         1 if shares are whole tiles: nothing is left to join
-//            and those of softmax/columns.cuh
-#include "softmax/columns.cuh"
-#include "softmax/column_sum.cuh"
+//            and those of softmax/detail/column_tile.cuh
+#include "softmax/detail/column_tile.cuh"
+#include "softmax/detail/column_sum.cuh"
 
 #ifndef A_T
 #error "the parameters above come from the host"

@@ -12,9 +12,9 @@
 // Limits     rows of HELD elements with the next row behind the last; no
 //            weights, no mask
 //
-// Parameters as in softmax/row_log.cuh and softmax/span.cuh
-#include "softmax/row_log.cuh"
-#include "softmax/span.cuh"
+// Parameters as in softmax/detail/row_log.cuh and softmax/detail/packed_rows.cuh
+#include "softmax/detail/row_log.cuh"
+#include "softmax/detail/packed_rows.cuh"
 
 constexpr int kLength = HELD;  // of a row
 static_assert(kLanes == 1 && OUTER_AXES == 1 && REDUCED_AXES == 1);

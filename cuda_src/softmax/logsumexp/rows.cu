@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
 // softmax_logsumexp_rows: log sum exp of rows whose elements lie side by side.
 //
-// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/power_sum.cuh),  out = log of it.
+// Algorithm  sum_i exp(a_i) = l 2^shift (softmax/detail/scaled_sum.cuh),  out = log of
+// it.
 //            Where that would lose digits (results near 0, scores beyond 2^20) the row,
 //            and only such a row, is read again:  out = max + log1p(sum of the others).
 // Grid       1-D; a block of kNumThreads takes kRowsPerBlock * kSets rows at a time,
@@ -21,8 +22,8 @@
 //
 // Parameters HELD, SETS, PARTS   as above
 //            MIN_BLOCKS          blocks that a multiprocessor is to have registers for
-//            all others as in softmax/row_log.cuh
-#include "softmax/row_log.cuh"
+//            all others as in softmax/detail/row_log.cuh
+#include "softmax/detail/row_log.cuh"
 
 #ifndef PARTS
 #error "the parameters above come from the host"

@@ -15,12 +15,12 @@
 // Parameters A_T, B_T, OUT_T   element types of a, b, and of out and sign
 //            HAS_B, HAS_WHERE  1 if there are weights, a mask
 //            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
-//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/group.cuh
+//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 #include "common/math.cuh"
 #include "common/strides.cuh"
 #include "common/types.cuh"
-#include "softmax/group.cuh"
-#include "softmax/running.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/online_sum.cuh"
 
 #ifndef A_T
 #error "the parameters above come from the host"

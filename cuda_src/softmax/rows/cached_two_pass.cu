@@ -3,8 +3,9 @@
 // that the second read finds it in L2.
 //
 // Algorithm  softmax_trail_clear: nothing is told yet. softmax_trail: along a line of
-//            parts (softmax/line.cuh). Who sums the last part of a row waits for the
-//            other sums, joins them and tells the row's; who writes waits for that.
+//            parts (softmax/detail/tile_queue.cuh). Who sums the last part of a row
+//            waits for the other sums, joins them and tells the row's; who writes waits
+//            for that.
 // Grid       1-D; as many blocks of kLanes threads as fit, or fewer
 // Tiles      a part of a row: kHeld vectors of 16 bytes a thread, in registers
 // Memory     x twice, the second time from L2; out once; 16 bytes an access, the ends
@@ -15,14 +16,14 @@
 //            sm_80 or newer
 //
 // Parameters MIN_BLOCKS   blocks that a multiprocessor is to have registers for
-//            and those of softmax/score.cuh and softmax/line.cuh
+//            and those of softmax/detail/params.cuh and softmax/detail/tile_queue.cuh
 #include "ptx/cache_hint.cuh"
 #include "ptx/opaque.cuh"
-#include "softmax/line.cuh"
-#include "softmax/partial.cuh"
-#include "softmax/peeled.cuh"
-#include "softmax/row_exp.cuh"
-#include "softmax/told.cuh"
+#include "softmax/detail/tile_queue.cuh"
+#include "softmax/detail/partial_sum.cuh"
+#include "softmax/detail/aligned_span.cuh"
+#include "softmax/detail/row_exp.cuh"
+#include "softmax/detail/published.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access

@@ -13,10 +13,10 @@
 // Limits     rows of at most kLanes * HELD elements with the next row behind the last
 //            in x and in out; no mask
 //
-// Parameters as in softmax/score.cuh and softmax/span.cuh
-#include "softmax/span.cuh"
-#include "softmax/row_exp.cuh"
-#include "softmax/terms.cuh"
+// Parameters as in softmax/detail/params.cuh and softmax/detail/packed_rows.cuh
+#include "softmax/detail/packed_rows.cuh"
+#include "softmax/detail/row_exp.cuh"
+#include "softmax/detail/exp_policy.cuh"
 
 // A scale takes registers, too.
 constexpr int kMinBlocks = HELD * sizeof(acc_t) <= (SCALED ? 48 : 64) ? 8 : 5;

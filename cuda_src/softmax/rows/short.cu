@@ -12,9 +12,9 @@
 //            in out, which are of one type and begin at whole vectors; no mask and no
 //            scale
 #include "common/vector.cuh"
-#include "softmax/group.cuh"
-#include "softmax/row_exp.cuh"
-#include "softmax/terms.cuh"
+#include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/row_exp.cuh"
+#include "softmax/detail/exp_policy.cuh"
 
 #ifndef HELD
 #error "HELD, elements of a row that a thread holds, SETS and MIN_BLOCKS: of the host"

@@ -3,19 +3,19 @@
 // results.
 //
 // Algorithm  softmax_split_sum: each block sums the exponentials of its part of a row:
-//            floats in powers of two (softmax/power_sum.cuh); doubles, and parts where
-//            those do not reach, as softmax_online does. softmax_split_write: each
-//            block joins the sums of its row and writes its part: out_i = exp(s_i - m)
-//            / l (log_softmax: (s_i - m) - log l).
+//            floats in powers of two (softmax/detail/scaled_sum.cuh); doubles, and
+//            parts where those do not reach, as softmax_online does.
+//            softmax_split_write: each block joins the sums of its row and writes its
+//            part: out_i = exp(s_i - m) / l (log_softmax: (s_i - m) - log l).
 // Grid       1-D, num_rows * kParts blocks of kLanes threads
 // Memory     x twice, the second time from L2 where it fits there; out once; 16 bytes
 //            an access, the ends of unaligned parts element by element
 // Numbers    as softmax_online
 // Limits     reduced axis contiguous in x and out
 //
-// Parameters as in softmax/score.cuh and softmax/parts.cuh
-#include "softmax/long_sum.cuh"
-#include "softmax/parts.cuh"
+// Parameters as in softmax/detail/params.cuh and softmax/detail/row_splits.cuh
+#include "softmax/detail/split_row_sum.cuh"
+#include "softmax/detail/row_splits.cuh"
 
 constexpr int kWidest = sizeof(x_t) > sizeof(out_t) ? sizeof(x_t) : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access

@@ -16,17 +16,18 @@ import math
 
 import numpy as np
 
-from cupyflash import _arrays, _threads
-from cupyflash import _attention_cpu_entries as entries
-from cupyflash._attention_cpu_tiled import rows_of_a_task
-from cupyflash._attention_tasks import (
+from cupyflash._attention.cpu import entries
+from cupyflash._attention.cpu.block import (
     Part,
     Task,
     finite_base,
     num_threads,
     times_values,
 )
-from cupyflash._attention_vjp_problem import AttentionGrads, aligned, aligned_bias
+from cupyflash._attention.cpu.tiled import rows_of_a_task
+from cupyflash._attention.vjp_problem import AttentionGrads, aligned, aligned_bias
+from cupyflash._core import arrays
+from cupyflash._core import threads as _threads
 
 # Keys of a block by tiles: two of them, P and dS, stay near the core.
 BLOCK_KEYS = 256
@@ -35,16 +36,16 @@ BLOCK_KEYS = 256
 def run(problem, operands):
     """Compute the gradients on the host."""
     forward = problem.forward
-    dtype = _arrays.to_dtype(forward.dtype)
+    dtype = arrays.to_dtype(forward.dtype)
     dq = np.empty(problem.q_shape, dtype)
     dk = np.empty(problem.k_shape, dtype)
     dv = np.empty(problem.v_shape, dtype)
     dbias = dsinks = None
     if problem.need_dsinks:
-        dsinks = np.empty(problem.sinks_shape, _arrays.to_dtype(forward.sinks))
+        dsinks = np.empty(problem.sinks_shape, arrays.to_dtype(forward.sinks))
     _main(problem, operands, dq, dk, dv, dsinks)
     if problem.need_dbias:
-        dbias = np.empty(problem.bias_shape, _arrays.to_dtype(forward.bias))
+        dbias = np.empty(problem.bias_shape, arrays.to_dtype(forward.bias))
         _bias(problem, operands, aligned_bias(dbias, forward))
     return AttentionGrads(dq, dk, dv, dbias, dsinks)
 

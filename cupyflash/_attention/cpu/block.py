@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupyflash import _threads
-from cupyflash._attention_problem import FAR
+from cupyflash._attention.problem import FAR
+from cupyflash._core import threads
 
 # Multiply-adds below which a thread costs more than it saves.
 _WORTH_A_THREAD = 1_000_000
@@ -44,13 +44,13 @@ def run_tasks(problem, operands, out, lse, rows, compute):
         result = compute(part) if part.num_rows else None
         _store(part, out[task.batch][task.head], lse[task.batch][task.head], result)
 
-    _threads.for_each_with_blas(one_task, tasks, num_threads(problem))
+    threads.for_each_with_blas(one_task, tasks, num_threads(problem))
 
 
 def num_threads(problem):
     work = problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     work *= problem.num_heads * math.prod(problem.batch)
-    return max(1, min(_threads.num_cores(), work // _WORTH_A_THREAD))
+    return max(1, min(threads.num_cores(), work // _WORTH_A_THREAD))
 
 
 def _store(part, out, lse, result):

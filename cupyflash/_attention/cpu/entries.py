@@ -10,9 +10,8 @@ import math
 
 import numpy as np
 
-from cupyflash import _attention_cpu_tiled as tiled
-from cupyflash import _threads
-from cupyflash._attention_tasks import (
+from cupyflash._attention.cpu import tiled
+from cupyflash._attention.cpu.block import (
     Part,
     Task,
     blas_reads,
@@ -22,6 +21,7 @@ from cupyflash._attention_tasks import (
     scale_of,
     times_values,
 )
+from cupyflash._core import threads as _threads
 
 # Scores of a box, and numbers of q, k and v that it reads.
 _BOX_SCORES = 1 << 16

@@ -2,21 +2,18 @@
 
 import numpy as np
 
-from cupyflash import _arrays, _attention_problem, _threads
-from cupyflash import _attention_cpu_entries as entries
-from cupyflash import _attention_cpu_tiled as tiled
-from cupyflash._attention_problem import (
-    AttentionOperands,
-    MergeProblem,
-    heads_first,
-)
-from cupyflash._attention_tasks import (
+from cupyflash._attention import problem as attention_problem
+from cupyflash._attention.cpu import entries, tiled
+from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
     num_threads,
     run_tasks,
     times_values,
 )
+from cupyflash._attention.problem import AttentionOperands, MergeProblem, heads_first
+from cupyflash._core import arrays
+from cupyflash._core import threads as _threads
 
 # Rows of a task of naive and safe; what calls of NumPy do at once, Ctrl-C waits for.
 _UNFUSED_ROWS = 256
@@ -76,7 +73,7 @@ def attention(
                 return result, None
         if problem is not None:
             return run(problem, _views(problem, q, k, v, bias))
-    problem, operands = _attention_problem.attention(
+    problem, operands = attention_problem.attention(
         q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method,
@@ -107,7 +104,7 @@ def run(problem, operands):
     """Compute attention on the host: (out, lse)."""
     out = operands.given_out
     if out is None:
-        out = np.empty(problem.out_shape, _arrays.to_dtype(problem.dtype))
+        out = np.empty(problem.out_shape, arrays.to_dtype(problem.dtype))
     lse = np.empty(problem.lse_shape, problem.compute_dtype)
     if lse.size:
         heads_out = operands.out
@@ -286,7 +283,7 @@ def merge(problem, operands):
     out = operands.out
     if out is None:
         shape = (*problem.shape, problem.head_dim_v)
-        out = np.empty(shape, _arrays.to_dtype(problem.dtype))
+        out = np.empty(shape, arrays.to_dtype(problem.dtype))
     with np.errstate(all="ignore"):
         base = finite_base(np.max(lses, axis=0, initial=-np.inf).astype(np.float64))
         totals, sums = _ExactSum(problem.shape), _ExactSum(out.shape)

@@ -5,13 +5,13 @@ Rows outside, blocks of keys inside; a block of scores a thread is all there eve
 
 import numpy as np
 
-from cupyflash import _threads
-from cupyflash._attention_tasks import (
+from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
     run_tasks,
     times_values,
 )
+from cupyflash._core import threads
 
 # Rows of a task: many, since each packs the keys for BLAS anew, but every head shall
 # have tasks for all cores.
@@ -50,7 +50,7 @@ def run(problem, operands, out, lse):
 
 def rows_of_a_task(problem):
     """Rows of a task, whatever the number of heads."""
-    rows = -(-problem.seqlen_q // (2 * _threads.num_cores()))
+    rows = -(-problem.seqlen_q // (2 * threads.num_cores()))
     return min(max(rows, _MIN_ROWS), _MAX_ROWS)
 
 
@@ -207,7 +207,7 @@ def _score_limits(problem, operands):
             norms[index] = np.maximum(norms[index], norm)  # NaN wins
             sizes[index] = np.maximum(sizes[index], size.astype(np.float64))
 
-    _threads.for_each(look, np.ndindex(shape), _threads.num_cores())
+    threads.for_each(look, np.ndindex(shape), threads.num_cores())
     return norms, sizes
 
 

@@ -5,34 +5,30 @@ from typing import Any
 
 import cupy
 
-from cupyflash import (
-    _attention_params,
-    _attention_views,
-    _attention_vjp_layout,
-    _attention_vjp_problem,
-    _gpu,
-    _graphs,
-    _kernels,
-    _tensormap,
-)
-from cupyflash._attention_arrays import unmapped
-from cupyflash._attention_rows import OPTIONS
-from cupyflash._attention_vjp_f64 import TensorFloat64VjpKernel
-from cupyflash._attention_vjp_f64_plan import TensorFloat64Plan
-from cupyflash._attention_vjp_hopper import HopperVjpKernel
-from cupyflash._attention_vjp_hopper_plan import HopperPlan
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
-from cupyflash._attention_vjp_mma import MmaVjpKernel
-from cupyflash._attention_vjp_mma_plan import MmaPlan
-from cupyflash._attention_vjp_mma_split import MmaSplitVjpKernel
-from cupyflash._attention_vjp_mma_split_plan import MmaSplitPlan
-from cupyflash._attention_vjp_plans import Plan, ZeroPlan
-from cupyflash._attention_vjp_problem import AttentionGrads
-from cupyflash._attention_vjp_view_plans import CopyingPlan, NarrowingPlan
-from cupyflash._attention_vjp_wide import HopperWideVjpKernel
-from cupyflash._attention_vjp_wide_plan import HopperWidePlan
+from cupyflash._attention import vjp_problem
+from cupyflash._attention.gpu import copies as _copies
+from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu import params as attention_params
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.config import OPTIONS
+from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
+from cupyflash._attention.gpu.fp64.backward_plan import TensorFloat64Plan
+from cupyflash._attention.gpu.gradient_copies import CopyingPlan, NarrowingPlan
+from cupyflash._attention.gpu.simt.backward_plan import Plan, ZeroPlan
+from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
+from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
+from cupyflash._attention.gpu.sm80.backward_fp32_plan import MmaSplitPlan
+from cupyflash._attention.gpu.sm80.backward_plan import MmaPlan
+from cupyflash._attention.gpu.sm90.backward import HopperVjpKernel
+from cupyflash._attention.gpu.sm90.backward_plan import HopperPlan
+from cupyflash._attention.gpu.sm90.backward_wide import HopperWideVjpKernel
+from cupyflash._attention.gpu.sm90.backward_wide_plan import HopperWidePlan
+from cupyflash._attention.gpu.sm90.operands import unmapped
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._cuda import graphs, kernel, plan_cache, runtime, tensor_map
+from cupyflash._cuda import launch as _launch
 
-_plans = _gpu.PlanCache()
+_plans = plan_cache.PlanCache()
 
 # Arguments of attention_vjp that are arrays, by their place, dlse the last.
 _ARRAYS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 20)
@@ -45,7 +41,7 @@ _PLANS = (
     (MmaSplitVjpKernel, MmaSplitPlan),
     (TensorFloat64VjpKernel, TensorFloat64Plan),
 )
-# Rows that read by the copy engine, and write whole vectors.
+# Rows that read by TMA, and write whole vectors.
 _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
 
 
@@ -66,7 +62,7 @@ def attention_vjp(*arguments) -> AttentionGrads:
     offsets = None if is_int else query_offset
     arrays = (q, k, v, out, bias, mask, sinks, alibi, offsets, query_lengths,
               key_lengths, dout, lse, dlse)  # fmt: skip
-    if _gpu.current_device() == plan.device_id:
+    if runtime.current_device() == plan.device_id:
         return plan(arrays, offset)
     with cupy.cuda.Device(plan.device_id):
         return plan(arrays, offset)
@@ -75,13 +71,13 @@ def attention_vjp(*arguments) -> AttentionGrads:
 def _key(arguments):
     """What a plan depends on; None if that is for the checks to say."""
     parts: list[Any] = []
-    far = _attention_params.FAR
+    far = attention_params.FAR
     for place, x in enumerate(arguments):
         if x is None:
             parts.append(None)
         elif type(x) is cupy.ndarray:
             data = x.data
-            # Whether the copy engine of Hopper can read it, or nobody can.
+            # Whether TMA can read it, or nobody can.
             parts.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
         elif place == _QUERY_OFFSET and type(x) is int and -far <= x <= far:
             parts.append(int)
@@ -93,17 +89,17 @@ def _key(arguments):
     return tuple(parts)
 
 
-@_graphs.keeps_memory
+@graphs.keeps_memory
 def _planned(key, *arguments) -> AttentionGrads:
     """Check a call and run it; keep its plan under `key`."""
-    problem, operands = _attention_vjp_problem.attention_vjp(*arguments)
+    problem, operands = vjp_problem.attention_vjp(*arguments)
     with cupy.cuda.Device(operands.forward.q.data.device_id):
         plan = make_plan(problem, operands)
         # Views of the same memory have the same pointer: the arrays of a call can be
         # launched as they come.
         if key is not None:
             _plans.put(key, plan)
-        offset = _attention_params.launch_offset(problem.forward)
+        offset = attention_params.launch_offset(problem.forward)
         return plan(_arrays_of(operands), offset)
 
 
@@ -127,7 +123,7 @@ def make_plan(problem, operands):
     device_id = operands.forward.q.data.device_id
     if 0 in problem.rows_shape:
         return ZeroPlan(problem, device_id)
-    device = _gpu.device(device_id)
+    device = runtime.device(device_id)
     row, _, known, fit, copies = _select(problem, operands, device)
     kind = next((plan for of, plan in _PLANS if isinstance(row, of)), Plan)
     if isinstance(row, _BY_VECTORS):
@@ -144,7 +140,7 @@ def _select(problem, operands, device):
     arrays = {name: getattr(forward, name) for name in ("q", "k", "v", "out")}
     arrays["dout"] = operands.dout
     engine = ("q", "k", "v", "dout")
-    most = _attention_views.most_copied(problem.forward)
+    most = _copies.most_copied(problem.forward)
     terms = {name: getattr(forward, name) for name in ("bias", "mask")}
     terms = {name: x for name, x in terms.items() if x is not None}
     # One number a query would become one a score.
@@ -153,16 +149,16 @@ def _select(problem, operands, device):
     if can_copy and _terms(problem.forward, forward) == "any":
         arrays |= terms
         engine += ("bias", "mask")
-    for for_copy_engine in (engine, ()):
-        if not for_copy_engine:
+    for for_tma in (engine, ()):
+        if not for_tma:
             arrays = {n: x for n, x in arrays.items() if n not in ("bias", "mask")}
-        elif not _attention_views.may_copy(problem.forward):
+        elif not _copies.may_copy(problem.forward):
             continue
-        views, copies = _attention_views.made_to_fit(arrays, for_copy_engine, most)
+        views, copies = _copies.made_to_fit(arrays, for_tma, most)
         dout = views.pop("dout", operands.dout)
         fit = operands._replace(forward=forward._replace(**views), dout=dout)
         known = _known(problem, fit)
-        row, refused = _kernels.select(ATTENTION_VJP_KERNELS, known, device)
+        row, refused = kernel.select(ATTENTION_VJP_KERNELS, known, device)
         if isinstance(row, _BY_VECTORS):
             break
     return row, refused, known, fit, copies
@@ -185,7 +181,8 @@ def _terms(forward, operands):
     if all(of_keys):
         return "keys"
     fit = (
-        _tensormap.refusal(x.data.ptr, x.shape, x.strides, x.itemsize) is None
+        tensor_map.unsupported_reason(x.data.ptr, x.shape, x.strides, x.itemsize)
+        is None
         for x in arrays
     )
     return "tiles" if not any(of_keys) and all(fit) else "any"
@@ -194,17 +191,17 @@ def _terms(forward, operands):
 def _no_tensor_map(problem, operands):
     """Why q, k, v and dout cannot be read through tensor maps, or None."""
     forward = operands.forward
-    if forward.q.itemsize != _tensormap.ITEMSIZE or problem.forward.seqlen_k == 0:
+    if forward.q.itemsize != tensor_map.ITEMSIZE or problem.forward.seqlen_k == 0:
         return None  # refused for that already
     return unmapped(
-        lambda: _attention_vjp_layout.layout(problem, operands).batch_dims,
+        lambda: gradient_layout.layout(problem, operands).batch_dims,
         q=forward.q, k=forward.k, v=forward.v, dout=operands.dout,
     )  # fmt: skip
 
 
 def describe(problem, operands) -> dict[str, Any]:
     """What a call would launch, for explain(); nothing is compiled or launched."""
-    device = _gpu.device(operands.forward.q.data.device_id)
+    device = runtime.device(operands.forward.q.data.device_id)
     row, refused, *_, copies = _select(problem, operands, device)
     plan = make_plan(problem, operands)
     return {
@@ -212,7 +209,7 @@ def describe(problem, operands) -> dict[str, Any]:
         "refused": refused,
         "device": device.name,
         **({"copied first": ", ".join(copies)} if copies else {}),
-        "launches": [_gpu.describe(launch) for launch in plan.launches],
+        "launches": [_launch.describe(launch) for launch in plan.launches],
         "bits are the same in every run": problem.deterministic
         or not isinstance(row, (HopperVjpKernel, MmaVjpKernel)),
     }

@@ -3,17 +3,14 @@
 import math
 from typing import Any
 
-from cupyflash import (
-    _arrays,
-    _attention_kernels,
-    _attention_params,
-    _attention_problem,
-    _gpu,
-    _graphs,
-    _layout,
-)
+from cupyflash._attention import problem as attention_problem
+from cupyflash._attention.gpu import combine_config
+from cupyflash._attention.gpu import params as attention_params
+from cupyflash._core import arrays, strides
+from cupyflash._cuda import graphs, plan_cache, runtime, structs
+from cupyflash._cuda import launch as _launch
 
-_plans = _gpu.PlanCache()
+_plans = plan_cache.PlanCache()
 
 
 class MergePlan:
@@ -21,11 +18,11 @@ class MergePlan:
 
     def __init__(self, problem, device_id, outs, lses, out, out_dtype=None):
         self.device_id = device_id
-        _gpu.device(self.device_id)  # refuses cards that are too old
+        runtime.device(self.device_id)  # refuses cards that are too old
         outs_part, *outs_rows, outs_col = outs
         lses_part, *lses_rows = lses
         *out_rows, out_col = out
-        shape, rows = _layout.collapse(problem.shape, [outs_rows, lses_rows, out_rows])
+        shape, rows = strides.collapse(problem.shape, [outs_rows, lses_rows, out_rows])
         shape = shape or (1,)
         fields = {
             "num_rows": math.prod(problem.shape),
@@ -39,11 +36,11 @@ class MergePlan:
             "stride": [steps or (0,) for steps in rows],
         }
         dims = len(shape)
-        self.params = _gpu.pack_bytes(
-            fields, _attention_kernels.merge_params_dtype(dims)
+        self.params = structs.pack_bytes(
+            fields, combine_config.merge_params_dtype(dims)
         )
-        config = _attention_kernels.merge_config(problem, dims, out_dtype)
-        self.launch = _gpu.Launch(
+        config = combine_config.merge_config(problem, dims, out_dtype)
+        self.launch = _launch.Launch(
             config.variant, config.grid, config.block, self.device_id
         )
 
@@ -57,20 +54,20 @@ def _plan_of(problem, operands):
     """The plan of a call of merge_attention_states."""
     outs, lses, out = operands
     steps = (
-        _attention_params.contiguous_strides(outs.shape[1:])
+        attention_params.contiguous_strides(outs.shape[1:])
         if out is None
-        else _layout.element_strides(out)
+        else strides.element_strides(out)
     )
-    of_parts = _layout.element_strides(outs), _layout.element_strides(lses)
+    of_parts = strides.element_strides(outs), strides.element_strides(lses)
     return MergePlan(problem, outs.data.device_id, *of_parts, steps)
 
 
-@_graphs.keeps_memory
+@graphs.keeps_memory
 def merge(outs, lses, axis, out) -> tuple[Any, Any]:
     """merge_attention_states of arrays on a GPU, or lists of them: (out, lse)."""
     first = outs[0] if isinstance(outs, (list, tuple)) else outs
-    with _arrays.adopt(first).device:  # a list becomes one array there
-        return _merge(*_attention_problem.merge(outs, lses, axis, out))
+    with arrays.adopt(first).device:  # a list becomes one array there
+        return _merge(*attention_problem.merge(outs, lses, axis, out))
 
 
 def _merge(problem, operands):
@@ -83,8 +80,8 @@ def _merge(problem, operands):
         plan = _plan_of(problem, operands)
         _plans.put(key, plan)
     if out is None:
-        out = _gpu.empty((*problem.shape, problem.head_dim_v), problem.dtype)
-    lse = _gpu.empty(problem.shape, problem.lse_dtype)
+        out = _launch.empty((*problem.shape, problem.head_dim_v), problem.dtype)
+    lse = _launch.empty(problem.shape, problem.lse_dtype)
     if lse.size:
         plan(outs, lses, out, lse)
     return out, lse
@@ -93,4 +90,4 @@ def _merge(problem, operands):
 def describe(problem, operands) -> dict[str, Any]:
     """What a call would launch, for explain(); nothing is compiled or launched."""
     launch = _plan_of(problem, operands).launch
-    return {"kernel": "merge", "launches": [_gpu.describe(launch)]}
+    return {"kernel": "merge", "launches": [_launch.describe(launch)]}

@@ -3,7 +3,8 @@
 import math
 from dataclasses import dataclass, replace
 
-from cupyflash._kernels import CUDA_TYPES, Variant
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda.kernel import Variant
 
 # Longest first axis of a grid that is used; the rest of the blocks stand in the second.
 _GRID_X = 1 << 30
@@ -25,8 +26,8 @@ OPTIONS = (
 MOST_KEYS = {"float16": 1 << 18, "bfloat16": 1 << 21}
 
 
-# Terms above which kernels make a sum in runs of so many tiles (runs.cuh), in types
-# that promise more than such a sum would lose.
+# Terms above which kernels make a sum in runs of so many tiles
+# (attention/simt/long_sums.cuh), in types that promise more than such a sum would lose.
 LONG_SUM = 1 << 15
 RUN_TILES = 64
 
@@ -51,7 +52,7 @@ def columns_apart(head_dim: int) -> list[slice]:
 # like, and the sum is still an `int`.
 MOST_COUNTED = (1 << 30) - (1 << 16)
 # Elements of an axis above which kernels without such a limit take 64 bits for places
-# that else have 32: LONG_AXES of score.cuh and vjp_tile.cuh.
+# that else have 32: LONG_AXES of attention/score/score.cuh and attention/simt/tile.cuh.
 LONG_AXIS = 1 << 30
 
 
@@ -85,7 +86,7 @@ class Config:
 
 
 def defines(problem, batch_dims, num_threads, elem=None, **more):
-    """The switches of score.cuh and params.cuh for a problem."""
+    """The switches of the folder score/ for a problem."""
     switches = {
         "ELEM_T": CUDA_TYPES[elem or problem.dtype],
         "ACCUM_T": CUDA_TYPES[problem.compute_dtype],

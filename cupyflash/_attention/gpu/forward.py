@@ -5,33 +5,29 @@ from typing import Any
 
 import cupy
 
-from cupyflash import (
-    _attention_merge_gpu,
-    _attention_params,
-    _attention_problem,
-    _attention_views,
-    _gpu,
-    _graphs,
-    _kernels,
-    _tensormap,
-)
-from cupyflash._attention_arrays import unmapped
-from cupyflash._attention_f64 import TensorFloat64Kernel
-from cupyflash._attention_hopper import HopperKernel
-from cupyflash._attention_hopper_plan import HopperPlan
-from cupyflash._attention_hopper_wide import HopperWideKernel
-from cupyflash._attention_hopper_wide_plan import HopperWidePlan
-from cupyflash._attention_kernels import ATTENTION_KERNELS, FusedKernel, UnfusedKernel
-from cupyflash._attention_mma import MmaKernel
-from cupyflash._attention_plans import (
-    EmptyPlan,
-    FusedPlan,
-    MmaPlan,
-    UnfusedPlan,
-)
-from cupyflash._attention_view_plans import CopyingPlan, PartsPlan
+from cupyflash._attention import problem as attention_problem
+from cupyflash._attention.gpu import combine
+from cupyflash._attention.gpu import copies as _copies
+from cupyflash._attention.gpu import params as attention_params
+from cupyflash._attention.gpu import views as _views
+from cupyflash._attention.gpu.copies import CopyingPlan
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.fp64.forward import TensorFloat64Kernel
+from cupyflash._attention.gpu.plan import EmptyPlan, FusedPlan
+from cupyflash._attention.gpu.simt.forward import FusedKernel, UnfusedKernel
+from cupyflash._attention.gpu.simt.forward_plan import UnfusedPlan
+from cupyflash._attention.gpu.sm80.forward import MmaKernel
+from cupyflash._attention.gpu.sm80.forward_plan import MmaPlan
+from cupyflash._attention.gpu.sm90.forward import HopperKernel
+from cupyflash._attention.gpu.sm90.forward_plan import HopperPlan
+from cupyflash._attention.gpu.sm90.forward_wide import HopperWideKernel
+from cupyflash._attention.gpu.sm90.forward_wide_plan import HopperWidePlan
+from cupyflash._attention.gpu.sm90.operands import unmapped
+from cupyflash._attention.gpu.split_kv import PartsPlan
+from cupyflash._cuda import graphs, kernel, plan_cache, runtime, tensor_map
+from cupyflash._cuda import launch as _launch
 
-_plans = _gpu.PlanCache()
+_plans = plan_cache.PlanCache()
 # Kinds of rows, and their plans.
 _PLANS = {
     HopperKernel: HopperPlan,
@@ -42,7 +38,7 @@ _PLANS = {
     UnfusedKernel: UnfusedPlan,
 }
 
-merge = _attention_merge_gpu.merge
+merge = combine.merge
 
 
 def attention(
@@ -67,7 +63,7 @@ def attention(
     method,
 ) -> tuple[Any, Any]:
     """attention() of CuPy arrays; a call seen before goes straight to its launch."""
-    far = _attention_params.FAR
+    far = attention_params.FAR
     # One beyond that changes the window, too: that is for the checks.
     offset_is_int = type(query_offset) is int and -far <= query_offset <= far
     offsets = None if offset_is_int else query_offset
@@ -76,7 +72,7 @@ def attention(
             q.shape, q.strides, q.dtype, q.data.device_id,
             k.shape, k.strides, k.dtype, k.data.device_id,
             v.shape, v.strides, v.dtype, v.data.device_id,
-            # Whether the copy engine of Hopper can read them, or nobody can.
+            # Whether TMA can read them, or nobody can.
             q.data.ptr % 16, k.data.ptr % 16, v.data.ptr % 16,
             scale, scale.__class__, causal, causal.__class__, softcap,
             softcap.__class__,
@@ -99,7 +95,7 @@ def attention(
         arrays = (q, k, v, out, *options)
         if out is None or not plan.may_overlap(arrays):
             offset = query_offset if offset_is_int else plan.offset
-            if _gpu.current_device() == plan.device_id:
+            if runtime.current_device() == plan.device_id:
                 return plan(arrays, offset)
             with cupy.cuda.Device(plan.device_id):
                 return plan(arrays, offset)
@@ -110,10 +106,10 @@ def attention(
     )  # fmt: skip
 
 
-@_graphs.keeps_memory
+@graphs.keeps_memory
 def _planned(key, plan, *arguments):
     """Check a call and run it; keep the plan under `key` if it is a new one."""
-    problem, operands = _attention_problem.attention(*arguments)
+    problem, operands = attention_problem.attention(*arguments)
     with cupy.cuda.Device(operands.q.data.device_id):
         if plan is None:
             plan = make_plan(problem, operands)
@@ -121,7 +117,7 @@ def _planned(key, plan, *arguments):
             # be launched as they come.
             if key is not None and plan.takes_arrays:
                 _plans.put(key, plan)
-        return plan.run(operands, _attention_params.launch_offset(problem))
+        return plan.run(operands, attention_params.launch_offset(problem))
 
 
 def unplanned(*arguments):
@@ -140,7 +136,7 @@ def make_plan(problem, operands):
     device_id = operands.q.data.device_id
     if not all((*problem.batch, problem.num_heads, problem.seqlen_q)):
         return EmptyPlan(problem, operands, device_id)
-    device = _gpu.device(device_id)
+    device = runtime.device(device_id)
     row, _, known, fit, copies = _select(problem, operands, device)
     kind, parts = _PLANS[type(row)], (1, known.seqlen_k)
     if known.seqlen_k and hasattr(row, "key_parts"):  # row hopper has its own way
@@ -156,13 +152,13 @@ def make_plan(problem, operands):
 def _select(problem, operands, device):
     """(row, what was refused, problem and operands for it, what has to be copied)."""
     arrays = {name: getattr(operands, name) for name in "qkv"}
-    most = _attention_views.most_copied(problem)
-    for for_copy_engine in (tuple(arrays), ()):
-        if for_copy_engine and not _attention_views.may_copy(problem):
+    most = _copies.most_copied(problem)
+    for for_tma in (tuple(arrays), ()):
+        if for_tma and not _copies.may_copy(problem):
             continue
-        views, copies = _attention_views.made_to_fit(arrays, for_copy_engine, most)
+        views, copies = _copies.made_to_fit(arrays, for_tma, most)
         known, fit = _known(problem, operands._replace(**views))
-        row, refused = _kernels.select(ATTENTION_KERNELS, known, device)
+        row, refused = kernel.select(ATTENTION_KERNELS, known, device)
         if isinstance(row, HopperKernel):
             break
     return row, refused, known, fit, copies
@@ -170,7 +166,7 @@ def _select(problem, operands, device):
 
 def _known(problem, operands):
     """What kernels are told, with what the Hopper kernel must know of the arrays."""
-    problem, operands = _attention_views.folded(problem, operands)
+    problem, operands = _views.pack_gqa(problem, operands)
     known = replace(
         problem,
         no_tensor_map=_no_tensor_map(problem, operands),
@@ -199,7 +195,7 @@ def _heads_can_be_packed(problem, operands):
 
 def _no_tensor_map(problem, operands):
     """Why q, k and v cannot be read through tensor maps, or None."""
-    if operands.q.itemsize != _tensormap.ITEMSIZE or problem.seqlen_k == 0:
+    if operands.q.itemsize != tensor_map.ITEMSIZE or problem.seqlen_k == 0:
         return None  # refused for that already
     q, k, v = operands.q, operands.k, operands.v
     return unmapped(lambda: _num_batch_axes(problem, operands), q=q, k=k, v=v)
@@ -207,20 +203,20 @@ def _no_tensor_map(problem, operands):
 
 def _num_batch_axes(problem, operands):
     """Axes of the batch that are left when those that can be are merged."""
-    return len(_attention_params.params_fields(problem, operands)["batch_shape"])
+    return len(attention_params.params_fields(problem, operands)["batch_shape"])
 
 
 def describe(problem, operands) -> dict[str, Any]:
     """What a call would launch, for explain(); nothing is compiled or launched."""
-    if isinstance(problem, _attention_problem.MergeProblem):
-        return _attention_merge_gpu.describe(problem, operands)
-    device = _gpu.device(operands.q.data.device_id)
+    if isinstance(problem, attention_problem.MergeProblem):
+        return combine.describe(problem, operands)
+    device = runtime.device(operands.q.data.device_id)
     row, refused, *_, copies = _select(problem, operands, device)
     told = {"kernel": row.name, "refused": refused, "device": device.name}
     if copies:
         told["copied first"] = ", ".join(copies)
     plan = make_plan(problem, operands)
-    told["launches"] = [_gpu.describe(launch) for launch in plan.launches]
+    told["launches"] = [_launch.describe(launch) for launch in plan.launches]
     if isinstance(row, UnfusedKernel) and plan.launches:
         shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
         told["scores in memory"] = f"{shape} {row.scores_dtype(problem)}"

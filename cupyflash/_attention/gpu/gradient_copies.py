@@ -10,13 +10,15 @@ import struct
 import cupy
 import numpy as np
 
-from cupyflash import _attention_vjp_kernels, _gpu, _graphs
-from cupyflash._attention_rows import OPTIONS
-from cupyflash._kernels import ITEMSIZE
+from cupyflash._attention.gpu import copy_config
+from cupyflash._attention.gpu.config import OPTIONS
+from cupyflash._core.dtypes import ITEMSIZE
+from cupyflash._cuda import graphs
+from cupyflash._cuda import launch as _launch
 
 _MATRICES = 3
 _POINTERS = struct.Struct(f"{2 * _MATRICES}Q")
-# narrow_params_t of cuda_src/attention/narrow.cu, behind its pointers.
+# narrow_params_t of cuda_src/copy/trim_rows.cu, behind its pointers.
 _NUMBERS = np.dtype(
     [
         (name, "i8", (_MATRICES,))
@@ -40,7 +42,7 @@ class CopyingPlan:
         ready = list(arrays)
         for place, copy in self.copies:
             ready[place] = copy(ready[place])
-        _graphs.keep_if_capturing(ready)
+        graphs.keep_if_capturing(ready)
         return self.plan(tuple(ready), offset)
 
 
@@ -67,7 +69,7 @@ class NarrowingPlan:
         made = self.plan(arrays, offset)
         wide = [getattr(made, name) for name, *_ in self.written]
         narrow = [cupy.ndarray(shape, wide[0].dtype) for _, shape, _ in self.written]
-        _graphs.keep_if_capturing(wide)
+        graphs.keep_if_capturing(wide)
         pointers = (
             *(x.data.ptr for x in wide),
             *self.no_pointers,
@@ -92,7 +94,7 @@ def _narrowing(written, itemsize, device_id):
         fields["columns"][0, n] = shape[-1] // per_word
         fields["pitch"][0, n] = wide[-1] // per_word
         fields["first_block"][0, n] = num_blocks
-        num_blocks += _attention_vjp_kernels.blocks_of_narrow(num_words * word)
-    config = _attention_vjp_kernels.narrow_config(word, num_blocks)
-    launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
+        num_blocks += copy_config.blocks_of_narrow(num_words * word)
+    config = copy_config.narrow_config(word, num_blocks)
+    launch = _launch.Launch(config.variant, config.grid, config.block, device_id)
     return fields.tobytes(), launch

@@ -6,14 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _attention_params, _layout
-from cupyflash._attention_params import contiguous_strides
-from cupyflash._attention_rows import OPTIONS
-from cupyflash._attention_vjp_problem import (
-    AttentionVjpProblem,
-    aligned,
-    aligned_bias,
-)
+from cupyflash._attention.gpu import params as attention_params
+from cupyflash._attention.gpu.config import OPTIONS
+from cupyflash._attention.gpu.params import contiguous_strides
+from cupyflash._attention.vjp_problem import AttentionVjpProblem, aligned, aligned_bias
+from cupyflash._core import strides as _strides
 
 # Tiles that a block may walk over before it pays to share them between blocks.
 _SHORT_WALK = 16
@@ -28,7 +25,7 @@ def _axes(num_axes, num_arrays) -> list[Any]:
 
 
 def grads_dtype(batch_dims: int) -> np.dtype:
-    """grads_t of cuda_src/attention/vjp.cuh."""
+    """grads_t of cuda_src/attention/simt/gradients.cuh."""
     operand: list[Any] = [("batch", "i8", (batch_dims,))]
     operand += [(name, "i8") for name in ("head", "row", "col")]
     axes = batch_dims + 2
@@ -46,7 +43,7 @@ def grads_dtype(batch_dims: int) -> np.dtype:
 
 
 def sum_dtype(num_axes: int) -> np.dtype:
-    """sum_t of cuda_src/attention/vjp_sum.cu."""
+    """sum_t of cuda_src/attention/simt/backward_reduce.cu."""
     return np.dtype(
         [
             ("num_sums", "i8"),
@@ -88,7 +85,7 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
     forward, batch = problem.forward, problem.forward.batch
     num_batch = len(batch)
     strides: dict[str, tuple[int, ...]] = {
-        name: _layout.element_strides(x)
+        name: _strides.element_strides(x)
         for name, x in (
             *((name, getattr(operands.forward, name)) for name in _FORWARD),
             *((name, getattr(operands, name)) for name in ("dout", "lse", "dlse")),
@@ -97,16 +94,16 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
     }
     for name, view in _gradient_views(problem).items():
         shape = (*batch, *view.shape[num_batch:])
-        strides[name] = _layout.element_strides(np.broadcast_to(view, shape))
+        strides[name] = _strides.element_strides(np.broadcast_to(view, shape))
         if name == "dbias":
             scores = (*batch, forward.num_heads, forward.seqlen_q, forward.seqlen_k)
-            strides[name] = _layout.element_strides(np.broadcast_to(view, scores))
+            strides[name] = _strides.element_strides(np.broadcast_to(view, scores))
     # sinks have no batch axes; they are the same to each entry.
     batch_strides = {
         name: steps[:num_batch] if name != "sinks" else (0,) * num_batch
         for name, steps in strides.items()
     }
-    shape, merged = _layout.collapse(batch, list(batch_strides.values()))
+    shape, merged = _strides.collapse(batch, list(batch_strides.values()))
     shape = shape or (1,)  # a kernel has one batch axis at least
     batches = dict(zip(batch_strides, (m or (0,) for m in merged), strict=True))
 
@@ -124,7 +121,7 @@ def layout(problem: AttentionVjpProblem, operands) -> Layout:
             of_head = (head, 0) if name in ("dk", "dv") else (group * head, head)
             targets[name] = Target((*batches[name], *of_head), row, col)
     params = {
-        **_attention_params.scalar_fields(forward),
+        **attention_params.scalar_fields(forward),
         "batch_shape": shape,
         **{name: operand(name) for name in _FORWARD},
     }

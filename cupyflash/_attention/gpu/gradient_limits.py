@@ -3,20 +3,15 @@
 import math
 from typing import Any
 
-from cupyflash import _tensormap
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import (
-    MOST_COUNTED,
-    OPTIONS,
-    num_heads,
-    too_many,
-)
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
-from cupyflash._kernels import Device
+from cupyflash._attention.gpu.config import MOST_COUNTED, OPTIONS, num_heads, too_many
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._cuda import tensor_map
+from cupyflash._cuda.device import Device
 
-# inputs_t of cuda_src/attention/vjp_hopper.cuh.
+# inputs_t of cuda_src/attention/sm90/backward.cuh.
 INPUTS: list[Any] = [
-    *((f"{name}_map", _tensormap.MAP) for name in ("q", "k", "v", "dout")),
+    *((f"{name}_map", tensor_map.MAP) for name in ("q", "k", "v", "dout")),
     *((name, "i4") for name in ("num_items", "num_tiles", "num_blocks", "section")),
     *((name, "i4") for name in ("num_kept", "num_summed")),
     ("slot", "i8", (2,)),
@@ -50,7 +45,7 @@ def num_summed(problem: AttentionVjpProblem) -> int:
     )
 
 
-def refusal(
+def unsupported_reason(
     problem: AttentionVjpProblem,
     device: Device,
     arch: str,
@@ -130,7 +125,7 @@ def section(num_kept: int, most: int) -> int:
 
 
 def rows_defines(forward: AttentionProblem) -> dict[str, int]:
-    """Switches of vjp_hopper_rows.cu: whether rows of out end inside a vector."""
+    """Switches of the preprocess kernel: whether rows of out end inside a vector."""
     return {"ENDS_INSIDE": 1} if forward.head_dim_v % 8 else {}
 
 

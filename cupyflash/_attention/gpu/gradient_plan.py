@@ -1,23 +1,18 @@
-"""What plans of attention_vjp are made of: kernels, sums after them, repairs."""
+"""What plans of attention_vjp are made of: kernels, and sums after them."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import cupy
 
-from cupyflash import (
-    _arrays,
-    _attention_kernels,
-    _attention_params,
-    _attention_plans,
-    _attention_vjp_kernels,
-    _attention_vjp_layout,
-    _gpu,
-    _graphs,
-)
-from cupyflash._attention_params import contiguous_strides, params_dtype
-from cupyflash._attention_vjp_layout import Target, grads_dtype, sum_dtype
+from cupyflash._attention.gpu import gradient_config, gradient_layout
+from cupyflash._attention.gpu import params as attention_params
+from cupyflash._attention.gpu import plan as attention_plan
+from cupyflash._attention.gpu.gradient_layout import Target, grads_dtype, sum_dtype
+from cupyflash._attention.gpu.params import contiguous_strides, params_dtype
+from cupyflash._core import arrays as _arrays
+from cupyflash._cuda import graphs, structs
+from cupyflash._cuda import launch as _launch
 
 FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
@@ -30,7 +25,7 @@ class BasePlan:
     def __init__(self, problem, device_id):
         forward = problem.forward
         self.device_id = device_id
-        self.offset = _attention_params.launch_offset(forward)
+        self.offset = attention_params.launch_offset(forward)
         self.rows_shape = problem.rows_shape
         dtype = _arrays.to_dtype(forward.dtype)
         # {name: (shape, dtype)}, in the order of AttentionGrads.
@@ -54,7 +49,7 @@ class BasePlan:
 
 def addresses(arrays):
     """Pointers of the arrays of a call, 0 for one that is absent."""
-    return map(_attention_plans.address, arrays)
+    return map(attention_plan.address, arrays)
 
 
 class Kernel:
@@ -90,7 +85,7 @@ class Part:
         if not self.sums:
             return [made[name] for name in self.names]
         into = [x.new_terms() for x in self.sums]
-        _graphs.keep_if_capturing(into)
+        graphs.keep_if_capturing(into)
         return into
 
     def make(self, inputs, into, rest):
@@ -123,17 +118,17 @@ class Launches:
     def __init__(self, row, forward, layout, device, device_id):
         self.row, self.forward, self.layout = row, forward, layout
         self.device, self.device_id = device, device_id
-        self.params = _gpu.pack_bytes(layout.params, params_dtype(layout.batch_dims))
+        self.params = structs.pack_bytes(layout.params, params_dtype(layout.batch_dims))
 
     def launch(self, config, overlaps=False):
         """The launch of a configuration."""
-        return _gpu.Launch(
+        return _launch.Launch(
             config.variant, config.grid, config.block, self.device_id, overlaps
         )
 
     def grads(self, **fields):
         """grads_t, with the fields of entries where it takes them."""
-        return _gpu.pack_bytes(
+        return structs.pack_bytes(
             {**self.layout.grads, **fields}, grads_dtype(self.layout.batch_dims)
         )
 
@@ -143,9 +138,7 @@ class Launches:
 
     def rows(self):
         """The kernel for delta."""
-        config = _attention_vjp_kernels.rows_config(
-            self.forward, self.layout.batch_dims
-        )
+        config = gradient_config.rows_config(self.forward, self.layout.batch_dims)
         return self.kernel(config, self.grads())
 
     def queries(self):
@@ -205,7 +198,7 @@ class Launches:
 
         An entry has `blocks` blocks; each walks over `walk` tiles.
         """
-        entries = _attention_vjp_layout.choose_entries(
+        entries = gradient_layout.choose_entries(
             self.layout.shape, targets, blocks, walk, self.device.num_sms
         )
         return self.part_of(
@@ -238,7 +231,7 @@ class Launches:
             part, tile, self.forward, self.layout.batch_dims, grad,
             blocks * entries.num_kept, **more,
         )  # fmt: skip
-        fields = _attention_vjp_layout.entries_fields(entries, into)
+        fields = gradient_layout.entries_fields(entries, into)
         return Part(tuple(targets), self.kernel(config, self.grads(**fields)), sums)
 
     def sum(self, shape, out_strides, dtype):
@@ -248,7 +241,7 @@ class Launches:
         sizes = [n if k else 1 for n, k in zip(shape, kept, strict=True)]
         summed = [1 if k else n for n, k in zip(shape, kept, strict=True)]
         accum = self.forward.compute_dtype
-        config = _attention_vjp_kernels.sum_config(
+        config = gradient_config.sum_config(
             accum, dtype, len(shape), math.prod(sizes), math.prod(summed)
         )
         fields = {
@@ -257,7 +250,7 @@ class Launches:
             "sums": (sizes, (steps, out_strides)),
             "terms": (summed, (steps,)),
         }
-        params = _gpu.pack_bytes(fields, sum_dtype(len(shape)))
+        params = structs.pack_bytes(fields, sum_dtype(len(shape)))
         return Sum(shape, accum, Kernel(self.launch(config), params))
 
     def sinks(self, problem):
@@ -272,84 +265,4 @@ class Launches:
 def all_summed(layout, names):
     """Entries that a block sums by itself, all that these gradients share."""
     targets = {name: layout.targets[name] for name in names}
-    return _attention_vjp_layout.choose_entries(layout.shape, targets, 1, 1, 0)
-
-
-class Repair:
-    """The portable kernel that makes gradients again if they are not all finite."""
-
-    def __init__(
-        self, names, forward, layout, device, device_id, overlaps=False, **more
-    ):
-        self.names = names
-        of_queries = names == ("dq",)
-        part = "queries" if of_queries else "keys"
-        # Where the kernel writes, in its order; 0 for what this one leaves alone.
-        self.targets = ("dq",) if of_queries else ("dk", "dv")
-        row = _attention_vjp_kernels.REPAIRING
-        heads = forward.num_heads if of_queries else forward.num_kv_heads
-        seqlen = forward.seqlen_q if of_queries else forward.seqlen_k
-        tile = row.tile(forward, device, math.prod(forward.batch) * heads, seqlen)
-        config = row.config(
-            part, tile, forward, layout.batch_dims, forward.dtype, device.num_sms,
-            REPAIRS=1, **more,
-        )  # fmt: skip
-        fields = _attention_vjp_layout.entries_fields(
-            all_summed(layout, names), [layout.targets[n] for n in names]
-        )
-        make = Launches(row, forward, layout, device, device_id)
-        self.kernel = make.kernel(config, make.grads(**fields), overlaps)
-
-    def __call__(self, inputs, made, found, rest):
-        """Launch, by what other kernels have noted at `found`."""
-        targets = addresses(
-            made[name] if name in self.names else None for name in self.targets
-        )
-        self.kernel.enqueue(*inputs, *targets, found, *rest)
-
-
-def repaired_together(layout):
-    """Of dk and dv, which a kernel may make again in one walk: those summed alike.
-
-    There are no terms here for what one of them shares and the other does not.
-    """
-    alone = [all_summed(layout, (name,)).kept for name in ("dk", "dv")]
-    return [("dk", "dv")] if alone[0] == alone[1] else [("dk",), ("dv",)]
-
-
-def repairs(forward, layout, device, device_id, overlaps=False):
-    """The kernels that make dq, and dk and dv, again."""
-    return [
-        Repair(names, forward, layout, device, device_id, overlaps)
-        for names in (("dq",), *repaired_together(layout))
-    ]
-
-
-class OwnLse:
-    """An lse made anew, of scores rounded as the portable gradient kernels round them.
-
-    Kernels that take it are made by `layout`, which is not that of the call: this lse
-    is contiguous, so that batch axes may merge which do not with the lse of the call.
-    """
-
-    def __init__(self, problem, operands, device):
-        self.layout = _attention_vjp_layout.with_new_lse(problem, operands)
-        forward = replace(problem.forward, return_lse=True)
-        row = next(
-            row
-            for row in _attention_kernels.ATTENTION_KERNELS
-            if row.name in ("tiled", "online") and row.refusal(forward, device) is None
-        )
-        inputs = operands.forward._replace(out=None, given_out=None)
-        self._plan = _attention_plans.FusedPlan(row, forward, inputs, device)
-        size = math.prod(self._plan.out_shape)
-        self._out_bytes = size * self._plan.out_dtype.itemsize
-        self.launches = self._plan.launches
-
-    def __call__(self, arrays, offset, made):
-        """The lse, on the way to which out overwrites a gradient if one has room."""
-        q, k, v, _, *options, _, _, _ = arrays
-        room = next((x for x in made.values() if x.nbytes >= self._out_bytes), None)
-        unused, lse = self._plan((q, k, v, room, *options), offset)
-        _graphs.keep_if_capturing((unused, lse))
-        return lse
+    return gradient_layout.choose_entries(layout.shape, targets, 1, 1, 0)

@@ -4,16 +4,16 @@ import math
 
 import numpy as np
 
-from cupyflash import _layout
-from cupyflash._attention_problem import FAR, AttentionProblem
-from cupyflash._attention_rows import OPTIONS, num_heads, num_parts
+from cupyflash._attention.gpu.config import OPTIONS, num_heads, num_parts
+from cupyflash._attention.problem import FAR, AttentionProblem
+from cupyflash._core import strides as _strides
 
 # "No bound" among positions: beyond all keys, wherever the query stands.
 _NO_BOUND = 2 * FAR
 
 
 def params_dtype(batch_dims: int) -> np.dtype:
-    """params_t of cuda_src/attention/params.cuh."""
+    """params_t of cuda_src/attention/score/params.cuh."""
     operand = [
         ("batch", "i8", (batch_dims,)),
         ("head", "i8"),
@@ -56,7 +56,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
     for name, axes in _AXES.items():
         x = getattr(operands, name)
         if x is not None:
-            steps = _layout.element_strides(x)
+            steps = _strides.element_strides(x)
             axes = axes[: len(steps)]
         elif name == "out":
             steps = new_out_strides(problem)
@@ -73,7 +73,7 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
     batch_strides["part"] = (0,) * len(problem.batch)
     if problem.keys_of_part is not None:
         batch_strides["part"] = (1, *batch_strides["part"][1:])
-    shape, merged = _layout.collapse(problem.batch, list(batch_strides.values()))
+    shape, merged = _strides.collapse(problem.batch, list(batch_strides.values()))
     # A kernel has one batch axis at least.
     shape = shape or (1,)
     merged = [steps or (0,) for steps in merged]
@@ -119,7 +119,7 @@ def new_out_strides(problem: AttentionProblem) -> tuple[int, ...]:
 
 
 # Where a section of memory between kernels begins: kernels read vectors of 16 bytes,
-# and the copy engine writes lines of 128.
+# and TMA writes lines of 128.
 SECTION_ALIGNMENT = 256
 
 

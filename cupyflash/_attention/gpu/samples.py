@@ -3,9 +3,9 @@
 import itertools
 from dataclasses import replace
 
-from cupyflash import _attention_f64
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._kernels import ITEMSIZE
+from cupyflash._attention.gpu.fp64 import forward as fp64_forward
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._core.dtypes import ITEMSIZE
 
 _SWITCHES: dict[str, dict] = {
     "plain": {},
@@ -54,14 +54,14 @@ def representative():
         in_parts = made_up(dtype, head_dim, keys_of_part=256, sinks=dtype)
         for seqlen_q in (8, 64, 512):
             yield replace(in_parts, seqlen_q=seqlen_q), 2
-    yield from _attention_f64.representative(made_up)
+    yield from fp64_forward.representative(made_up)
     yield from _bounded()
     yield from _wide()
     yield from _long()
 
 
 def _long():
-    """Kernels of long sums (runs.cuh)."""
+    """Kernels of long sums (attention/simt/long_sums.cuh)."""
     for dtype, head_dim in itertools.product(
         ("float32", "float64"), (64, 128, 256, 512)
     ):

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from cupyflash import _arrays, _layout
-from cupyflash._softmax_problem import split_scale
+from cupyflash._core import arrays
+from cupyflash._core import strides as _strides
+from cupyflash._softmax.problem import split_scale
 
 # Elements of a block: 512 KiB in float64, which stays in a core's second-level cache.
 BLOCK = 64 * 1024
@@ -78,7 +79,7 @@ class Rows:
         def merged(axes):
             shape = [problem.shape[a] for a in axes]
             strides = [[y.strides[a] for a in axes] for y in given.values()]
-            return _layout.collapse(shape, strides)[0] or (1,)
+            return _strides.collapse(shape, strides)[0] or (1,)
 
         self.kept, self.reduced = merged(self.kept_axes), merged(reduced_axes)
         # Merged axes are one axis in every operand: the views are no copies.
@@ -242,7 +243,7 @@ class SmallBlock:
 
 def store(out: Any, values: Any) -> None:
     """``out[...] = values``, rounded once."""
-    if values.dtype == np.float64 and _arrays.dtype_name(out) == "bfloat16":
+    if values.dtype == np.float64 and arrays.dtype_name(out) == "bfloat16":
         values = _to_odd_float32(values)
     np.copyto(out, values, casting="unsafe")
 

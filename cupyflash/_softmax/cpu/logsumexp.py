@@ -2,8 +2,9 @@
 
 import numpy as np
 
-from cupyflash import _arrays, _threads
-from cupyflash._softmax_blocks import (
+from cupyflash._core import arrays
+from cupyflash._core import threads as _threads
+from cupyflash._softmax.cpu.blocks import (
     BLOCK,
     Block,
     Rows,
@@ -24,7 +25,7 @@ def work_dtype(problem):
 
 def run(problem, operands, threads):
     """log |sum b exp(x)|, and with return_sign also its sign."""
-    dtype = _arrays.to_dtype(problem.dtypes["out"])
+    dtype = arrays.to_dtype(problem.dtypes["out"])
     result, sign = operands.out, None
     if problem.return_sign:
         sign = np.empty(problem.result_shape, dtype)

@@ -5,8 +5,10 @@ Each method below takes a block of rows, which stays in the cache; threads take 
 
 import numpy as np
 
-from cupyflash import _arrays, _logsumexp_cpu, _threads
-from cupyflash._softmax_blocks import (
+from cupyflash._core import arrays
+from cupyflash._core import threads as _threads
+from cupyflash._softmax.cpu import logsumexp as logsumexp_cpu
+from cupyflash._softmax.cpu.blocks import (
     BLOCK,
     Block,
     Rows,
@@ -16,7 +18,7 @@ from cupyflash._softmax_blocks import (
     row_sum,
     store,
 )
-from cupyflash._softmax_problem import split_scale
+from cupyflash._softmax.problem import split_scale
 
 # Elements below which a thread costs more than it saves.
 _WORTH_A_THREAD = 16 * 1024
@@ -32,10 +34,10 @@ def run(problem, operands):
     """Compute a problem of the softmax family on the host."""
     threads = _num_threads(problem)
     if problem.function == "logsumexp":
-        return _logsumexp_cpu.run(problem, operands, threads)
+        return logsumexp_cpu.run(problem, operands, threads)
     out = operands.out
     if out is None:  # in the order of memory of the input
-        out = np.empty_like(operands.x, dtype=_arrays.to_dtype(problem.dtypes["out"]))
+        out = np.empty_like(operands.x, dtype=arrays.to_dtype(problem.dtypes["out"]))
     if out.size:
         _run_rows(problem, operands._replace(out=out), threads)
     return out[()] if operands.out is None else out
@@ -55,7 +57,7 @@ class _Plan:
             out = np.empty_like(operands.x, dtype=problem_dtype(problem))
         rows = Rows(problem, x=operands.x, out=out)
         if problem.function == "logsumexp":
-            self.compute = _logsumexp_cpu.small if rows.fits else None
+            self.compute = logsumexp_cpu.small if rows.fits else None
         else:
             self.compute = _small_rows if _method(problem, rows) is _tiled else None
         if problem.is_complex:
@@ -83,7 +85,7 @@ class _Plan:
 
 def problem_dtype(problem):
     """The dtype of a result."""
-    return _arrays.to_dtype(problem.dtypes["out"])
+    return arrays.to_dtype(problem.dtypes["out"])
 
 
 def run_small(check, x, *rest):
@@ -196,7 +198,7 @@ def _method(problem, rows):
 def _computes_in(problem):
     """The dtype of exponentials, for explain."""
     if problem.function == "logsumexp":
-        return _logsumexp_cpu.work_dtype(problem)
+        return logsumexp_cpu.work_dtype(problem)
     return _naive_dtype(problem) if problem.method == "naive" else _work_dtype(problem)
 
 
@@ -352,8 +354,8 @@ def _naive(problem, block):
 
 def _naive_dtype(problem):
     name = problem.dtypes["x"]
-    if name in _arrays.FLOATS:
-        return _arrays.to_dtype(name)
+    if name in arrays.FLOATS:
+        return arrays.to_dtype(name)
     return np.dtype(_work_dtype(problem))
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupyflash import _kernels
+from cupyflash._core import dtypes
 
 FORWARD = ("softmax", "log_softmax")
 BACKWARD = ("softmax_vjp", "log_softmax_vjp")
@@ -17,7 +17,7 @@ MAX_BLOCKS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Cut:
+class LaunchConfig:
     """How one launch of a kernel deals a problem to blocks and threads."""
 
     num_blocks: int
@@ -42,7 +42,7 @@ def widest_of(problem):
 
 
 def itemsize_of(name):
-    return _kernels.ITEMSIZE.get(name) or np.dtype(name).itemsize
+    return dtypes.ITEMSIZE.get(name) or np.dtype(name).itemsize
 
 
 # Threads of a block that walks over a row, or over a part of one.

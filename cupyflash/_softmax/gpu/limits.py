@@ -9,8 +9,8 @@ beyond that is left to a later row. The last rows of the table count in 64 bits.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from cupyflash import _softmax_cuts as _cuts
-from cupyflash import _softmax_tiers as _tiers
+from cupyflash._softmax.gpu import config as softmax_config
+from cupyflash._softmax.gpu.heuristics import on_chip
 
 MOST = (1 << 31) - 1
 MOST_BLOCKS = MOST, 65_535  # of a grid's first and second axis
@@ -18,7 +18,9 @@ MOST_BLOCKS = MOST, 65_535  # of a grid's first and second axis
 Count = tuple[str, int]
 
 
-def refusal(name: str, problem: Any, cuts: Iterable[_cuts.Cut]) -> str | None:
+def unsupported_reason(
+    name: str, problem: Any, cuts: Iterable[softmax_config.LaunchConfig]
+) -> str | None:
     """Why the row `name` cannot count what a problem has, or None."""
     for cut in cuts:
         for what, most in counts(name, problem, cut):
@@ -27,7 +29,9 @@ def refusal(name: str, problem: Any, cuts: Iterable[_cuts.Cut]) -> str | None:
     return None
 
 
-def counts(name: str, problem: Any, cut: _cuts.Cut) -> Iterator[Count]:
+def counts(
+    name: str, problem: Any, cut: softmax_config.LaunchConfig
+) -> Iterator[Count]:
     """What a launch counts in an int, and the most that each comes to."""
     yield "blocks", cut.num_blocks
     if name in _COUNTS:
@@ -36,7 +40,7 @@ def counts(name: str, problem: Any, cut: _cuts.Cut) -> Iterator[Count]:
 
 
 def _of_columns(problem, cut, values):
-    """place_t of softmax/columns.cuh."""
+    """place_t of softmax/detail/column_tile.cuh."""
     side, deep = values["SIDE"], values["DEEP"]
     group, inner = side * deep, problem.layout.inner
     pieces = cut.num_groups if values.get("SPLITS") else values["CLUSTER"]
@@ -44,7 +48,7 @@ def _of_columns(problem, cut, values):
     # A loop goes on by a batch of rows, or two, beyond the last.
     yield "rows of a thread", -(-piece // deep) + 2 * (values["HELD"] + deep)
     tiles = problem.num_rows // inner * -(-inner // (side * values["VECTOR"]))
-    if group > _tiers.WARP or group & (group - 1):  # else they have 64 bits
+    if group > on_chip.WARP or group & (group - 1):  # else they have 64 bits
         yield "tiles", tiles + cut.num_blocks
 
 
@@ -60,12 +64,12 @@ def _of_shares(problem, cut, values):
     tiles = problem.num_rows // inner * -(-inner // (values["SIDE"] * values["VECTOR"]))
     share = -(-tiles * problem.row_length // values["SHARES"])
     rows = problem.row_length if values["WHOLE"] else min(problem.row_length, share)
-    deep = _tiers.WARP // values["SIDE"]
+    deep = on_chip.WARP // values["SIDE"]
     yield "rows of a lane", -(-rows // deep) + 2 * (values["HELD"] + deep)
 
 
 def _of_held_rows(problem, cut, values):
-    """deal_t of softmax/held.cuh: positions in a row, also of slots beyond it."""
+    """deal_t: positions in a row, also of slots beyond it."""
     slots = values["CLUSTER"] * values["LANES"] * (values["HELD"] + values["PARKED"])
     yield "elements of a row", problem.row_length + slots
 
@@ -75,20 +79,20 @@ def _of_spans(problem, cut, values):
 
 
 def _of_summed_rows(problem, cut, values):
-    """piece_t of logsumexp_rows.cu, or its rows that are held."""
+    """piece_t of softmax/logsumexp/rows.cu, or its rows that are held."""
     if values["SETS"]:
         rows = values["ROWS_PER_BLOCK"] * values["SETS"]
         yield "elements of a block", rows * problem.row_length
         return
-    vector = _tiers.VECTOR_BYTES // _cuts.itemsize_of(problem.dtypes["x"])
+    vector = on_chip.VECTOR_BYTES // softmax_config.itemsize_of(problem.dtypes["x"])
     part = -(-problem.row_length // values["PARTS"])
     together = values["HELD"] // vector * values["LANES"]
     yield "vectors of a row", -(-part // vector) + 1 + together
 
 
 def _of_line(problem, cut, values):
-    """line_t of softmax/line.cuh, and positions in a row."""
-    vector = _tiers.VECTOR_BYTES // _cuts.widest_of(problem)
+    """line_t of softmax/detail/tile_queue.cuh, and positions in a row."""
+    vector = on_chip.VECTOR_BYTES // softmax_config.widest_of(problem)
     part = values["LANES"] * values["HELD"] * vector
     parts = problem.num_rows * -(-problem.row_length // part)
     yield "parts of rows", 2 * parts + values["MARGIN"]
@@ -96,8 +100,8 @@ def _of_line(problem, cut, values):
 
 
 def _of_rings(problem, cut, values):
-    """num_steps of softmax/stream.cuh."""
-    vector = _tiers.VECTOR_BYTES // _cuts.widest_of(problem)
+    """num_steps of softmax/detail/row_ring.cuh."""
+    vector = on_chip.VECTOR_BYTES // softmax_config.widest_of(problem)
     at_once = cut.num_blocks * values["LANES"]
     yield "steps of a row", -(-problem.row_length // (vector * at_once)) + 1
 

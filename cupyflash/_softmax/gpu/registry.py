@@ -4,72 +4,101 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash import _kernels, _softmax_limits, _softmax_turn
-from cupyflash import _softmax_samples as _samples
-from cupyflash._kernels import CUDA_TYPES, Device, Step, Variant
-from cupyflash._softmax_column_cuts import (
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda import kernel
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Step, Variant
+from cupyflash._softmax.gpu import limits
+from cupyflash._softmax.gpu import samples as _samples
+from cupyflash._softmax.gpu.config import BACKWARD, FORWARD, LaunchConfig
+from cupyflash._softmax.gpu.heuristics.columns import (
     hold_columns,
     share_columns,
     split_columns,
     sum_columns,
     walk_columns,
 )
-from cupyflash._softmax_cuts import BACKWARD, FORWARD, Cut
-from cupyflash._softmax_layout import Layout
-from cupyflash._softmax_long_row_cuts import (
+from cupyflash._softmax.gpu.heuristics.logsumexp import sum_rows
+from cupyflash._softmax.gpu.heuristics.long_rows import (
     split_rows,
     stream_pairs,
     trail_pairs,
     trail_rows,
 )
-from cupyflash._softmax_row_cuts import hold_pairs, hold_rows, walk_rows
-from cupyflash._softmax_short_row_cuts import (
+from cupyflash._softmax.gpu.heuristics.rows import hold_pairs, hold_rows, walk_rows
+from cupyflash._softmax.gpu.heuristics.short_rows import (
     short_rows,
     span_pairs,
     span_rows,
     span_sums,
 )
-from cupyflash._softmax_sum_cuts import sum_rows
+from cupyflash._softmax.memory_layout import Layout
+
+# The file of each kernel, below cuda_src/.
+_SOURCES = {
+    "naive": "softmax/ladder/naive.cu",
+    "safe": "softmax/ladder/safe.cu",
+    "online": "softmax/ladder/online.cu",
+    "tiled": "softmax/ladder/tiled.cu",
+    "short": "softmax/rows/short.cu",
+    "span": "softmax/rows/packed.cu",
+    "trail": "softmax/rows/cached_two_pass.cu",
+    "split": "softmax/rows/two_pass.cu",
+    "columns": "softmax/columns/on_chip.cu",
+    "split_columns": "softmax/columns/split_two_pass.cu",
+    "long_columns": "softmax/columns/two_pass.cu",
+    "logsumexp": "softmax/logsumexp/strided.cu",
+    "logsumexp_rows": "softmax/logsumexp/rows.cu",
+    "logsumexp_span": "softmax/logsumexp/packed_rows.cu",
+    "logsumexp_columns": "softmax/logsumexp/columns.cu",
+    "logsumexp_shares": "softmax/logsumexp/columns_balanced.cu",
+    "vjp": "softmax/backward/strided.cu",
+    "vjp_span": "softmax/backward/packed.cu",
+    "vjp_tiled": "softmax/backward/on_chip.cu",
+    "vjp_stream": "softmax/backward/ring.cu",
+    "vjp_trail": "softmax/backward/cached_two_pass.cu",
+    "vjp_split": "softmax/backward/two_pass.cu",
+    "vjp_columns": "softmax/backward/columns.cu",
+}
 
 
 @dataclass(frozen=True)
 class SoftmaxKernel:
     """One kernel: what it accepts and how it cuts the problem.
 
-    The name is also the stem of ``cuda_src/softmax/<name>.cu`` and, after ``softmax_``,
-    its entry point.
+    The name is also, after ``softmax_``, the entry point of its source.
     """
 
     name: str
     functions: tuple[str, ...]
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     # The launches for a problem on a device, or why the kernel cannot take it.
-    cuts: Callable[[Any, Device], tuple[Cut, ...] | str]
+    cuts: Callable[[Any, Device], tuple[LaunchConfig, ...] | str]
     # Made-up layouts that reach every step of its ladder, for these dtypes.
     samples: Callable[..., Iterable[Layout]]
     fast: bool = False  # must not spill registers
 
     @property
     def source(self) -> str:
-        return f"softmax/{self.name}.cu"
+        return _SOURCES[self.name]
 
-    def refusal(self, problem: Any, device: Device) -> str | None:
+    def unsupported_reason(self, problem: Any, device: Device) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
-        cuts = self._cuts_or_refusal(problem, device)
+        cuts = self._configs_or_reason(problem, device)
         return cuts if isinstance(cuts, str) else None
 
-    def _cuts_or_refusal(self, problem, device):
+    def _configs_or_reason(self, problem, device):
         if problem.function not in self.functions:
             return f"{problem.function} is not one of {', '.join(self.functions)}"
         if problem.is_complex:
             return "complex numbers have no kernel; CuPy's array operations take them"
         for name in problem.dtypes.values():
-            if name and (reason := _kernels.refuse_old_device(name, device)):
+            if name and (reason := kernel.refuse_old_device(name, device)):
                 return reason
         cuts = self.cuts(problem, device)
         if isinstance(cuts, str):
             return cuts
-        return _softmax_limits.refusal(self.name, problem, cuts) or cuts
+        return limits.unsupported_reason(self.name, problem, cuts) or cuts
 
     def steps(self, problem: Any, device: Device) -> tuple[Step, ...]:
         """What is launched, one after the other, all with the same parameters."""
@@ -87,7 +116,7 @@ class SoftmaxKernel:
 
     def variants(self, problem: Any, device: Device) -> list[Variant]:
         """What is compiled for a problem; nothing if it is refused."""
-        cuts = self._cuts_or_refusal(problem, device)
+        cuts = self._configs_or_reason(problem, device)
         return [] if isinstance(cuts, str) else self._variants(problem, cuts)
 
     def _variants(self, problem, cuts):
@@ -203,15 +232,4 @@ def select(
         for row in KERNELS
         if problem.function in row.functions and row.name not in unfit
     ]
-    return _kernels.select(rows, problem, device, name=name)
-
-
-def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
-    """Names of rows and what they compile for `device`: all of it, or a sample."""
-    found: dict[tuple[str, Variant], None] = {}
-    samples_of = _samples.everything if everything else _samples.representative
-    for row in KERNELS:
-        for problem in samples_of(row):
-            for variant in row.variants(problem, device):
-                found[row.name, variant] = None
-    return [*found, *_softmax_turn.compile_list()]
+    return kernel.select(rows, problem, device, name=name)

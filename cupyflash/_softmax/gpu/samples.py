@@ -7,18 +7,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupyflash import _arrays, _softmax_layout
-from cupyflash import _softmax_cuts as _cuts
-from cupyflash import _softmax_tiers as _tiers
-from cupyflash._kernels import CUDA_TYPES
-from cupyflash._softmax_layout import Layout
-from cupyflash._softmax_row_cuts import LANES
-from cupyflash._softmax_short_row_cuts import (
+from cupyflash._core import arrays
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._softmax import memory_layout
+from cupyflash._softmax.gpu import config as softmax_config
+from cupyflash._softmax.gpu.heuristics import on_chip
+from cupyflash._softmax.gpu.heuristics.logsumexp import SUMS, WARP_SUM
+from cupyflash._softmax.gpu.heuristics.rows import LANES
+from cupyflash._softmax.gpu.heuristics.short_rows import (
     LONGEST_IN_SPAN,
     LONGEST_PAIRS_IN_SPAN,
     LONGEST_SUM_IN_SPAN,
 )
-from cupyflash._softmax_sum_cuts import SUMS, WARP_SUM
+from cupyflash._softmax.memory_layout import Layout
 
 _MANY = 1 << 20  # rows that fill any card
 _FEW = 1 << 20  # the row length that stands for a long row that is alone
@@ -30,7 +31,7 @@ def _rows_of(lengths):
     def samples(*dtypes):
         names = ("x", "dy", "b", "where", "out", "sign")
         for length in lengths(*dtypes):
-            yield _softmax_layout.rows(1 if length == _FEW else _MANY, length, names)
+            yield memory_layout.rows(1 if length == _FEW else _MANY, length, names)
 
     return samples
 
@@ -43,53 +44,55 @@ def walked(*dtypes):
 @_rows_of
 def held_rows(*dtypes):
     """A length for each tier, a short one, and one with elements beside its vectors."""
-    vector = _tiers.VECTOR_BYTES // max(
-        2, *(_cuts.itemsize_of(name) for name in dtypes)
+    vector = on_chip.VECTOR_BYTES // max(
+        2, *(softmax_config.itemsize_of(name) for name in dtypes)
     )
-    tiers = (*_tiers.FORWARD, *_tiers.FORWARD_CLUSTERS)
+    tiers = (*on_chip.FORWARD, *on_chip.FORWARD_CLUSTERS)
     return [vector, 25 * vector + 1, *(tier.vectors * vector for tier in tiers)]
 
 
 @_rows_of
 def held_pairs(*dtypes):
-    widest = max(2, *(_cuts.itemsize_of(name) for name in dtypes))
-    vector = _tiers.VECTOR_BYTES // widest
-    tiers = (*_tiers.BACKWARD, *_tiers.BACKWARD_CLUSTERS)
+    widest = max(2, *(softmax_config.itemsize_of(name) for name in dtypes))
+    vector = on_chip.VECTOR_BYTES // widest
+    tiers = (*on_chip.BACKWARD, *on_chip.BACKWARD_CLUSTERS)
     if widest == 2:
-        tiers = (*_tiers.BACKWARD_16_BITS, *_tiers.BACKWARD_16_BITS_CLUSTERS)
+        tiers = (*on_chip.BACKWARD_16_BITS, *on_chip.BACKWARD_16_BITS_CLUSTERS)
     return [vector, 25 * vector + 1, *(tier.vectors * vector for tier in tiers)]
 
 
 @_rows_of
 def spanned(*dtypes):
-    longest = LONGEST_IN_SPAN[max(2, *(_cuts.itemsize_of(name) for name in dtypes))]
+    longest = LONGEST_IN_SPAN[
+        max(2, *(softmax_config.itemsize_of(name) for name in dtypes))
+    ]
     return [n for n in (3, 4, 7, 15, 31, 33, 63, 127, 245) if n < longest]
 
 
 @_rows_of
 def spanned_pairs(*dtypes):
-    widest = max(2, *(_cuts.itemsize_of(name) for name in dtypes))
+    widest = max(2, *(softmax_config.itemsize_of(name) for name in dtypes))
     longest = LONGEST_PAIRS_IN_SPAN[widest]
     return [n for n in (1, 3, 4, 7, 15, 23, 33, 63, 99) if n < longest]
 
 
 @_rows_of
 def spanned_sums(*dtypes):
-    longest = LONGEST_SUM_IN_SPAN.get(_cuts.itemsize_of(dtypes[0]), 0)
+    longest = LONGEST_SUM_IN_SPAN.get(softmax_config.itemsize_of(dtypes[0]), 0)
     return [n for n in (2, 3, 7, 12, 15, 23, 31) if n < longest] or [3]
 
 
 @_rows_of
 def short_rows(*dtypes):
-    vector = _tiers.VECTOR_BYTES // _cuts.itemsize_of(dtypes[0])
+    vector = on_chip.VECTOR_BYTES // softmax_config.itemsize_of(dtypes[0])
     return [n * vector for n in (2, 4, 8, 12, 16, 32, 64)]
 
 
 @_rows_of
 def summed(*dtypes):
     """A length for each step of the ladder, and long rows that are few or many."""
-    size = _cuts.itemsize_of(dtypes[0])
-    vector = _tiers.VECTOR_BYTES // size
+    size = softmax_config.itemsize_of(dtypes[0])
+    vector = on_chip.VECTOR_BYTES // size
     steps = SUMS.get(size, ())
     return [*(v * vector for v, _ in steps), WARP_SUM * vector, 1 << 17, _FEW]
 
@@ -109,7 +112,7 @@ def columns(*dtypes):
     names = ("x", "dy", "b", "where", "out", "sign")
     for inner in (8, 7, 1024):
         for length in (4, 64, 256, 1000, 4096):
-            yield _softmax_layout.columns(1 << 10, length, inner, names)
+            yield memory_layout.columns(1 << 10, length, inner, names)
 
 
 def shared_columns(*dtypes):
@@ -120,14 +123,14 @@ def shared_columns(*dtypes):
         (1 << 13, 1024, 8),
         (1, 1 << 20, 96),
     ):
-        yield _softmax_layout.columns(slabs, length, inner, names)
+        yield memory_layout.columns(slabs, length, inner, names)
 
 
 def long_columns(*dtypes):
     """Few columns of many elements."""
     names = ("x", "dy", "b", "where", "out", "sign")
     for inner in (7, 128):
-        yield _softmax_layout.columns(1, 1 << 17, inner, names)
+        yield memory_layout.columns(1, 1 << 17, inner, names)
 
 
 @dataclass(frozen=True)
@@ -152,13 +155,13 @@ class _Sample:
     @property
     def compute_dtype(self) -> str:
         used = [d for name, d in self.dtypes.items() if d and name != "where"]
-        return "float32" if all(d in _arrays.FLOATS[:3] for d in used) else "float64"
+        return "float32" if all(d in arrays.FLOATS[:3] for d in used) else "float64"
 
 
 @functools.cache
 def _natural(*names):
     """The result type of NumPy's promotion, with bool and integers as float64."""
-    names = {name if name in _arrays.FLOATS else "float64" for name in names}
+    names = {name if name in arrays.FLOATS else "float64" for name in names}
     if len(names) == 1:
         return names.pop()
     return np.result_type(*(names - {"bfloat16"}), np.float32).name
@@ -171,19 +174,24 @@ def _samples(row, layout, x, out, where, scaled, function):
         for b in (None, out):
             result = _natural(x) if b is None else _natural(x, b)
             yield _Sample(function, layout, dtypes | {"b": b, "out": result})
-    elif row.functions == _cuts.BACKWARD:
+    elif row.functions == softmax_config.BACKWARD:
         dtypes |= {"dy": out, "out": _natural(x, out), "where": None}
         yield _Sample(function, layout, dtypes)
     else:
-        scale, method = 2.0 if scaled else 1.0, row.rungs[-1] if row.rungs else "auto"
+        scale, method = (
+            2.0 if scaled else 1.0,
+            row.methods[-1] if row.methods else "auto",
+        )
         yield _Sample(function, layout, dtypes | {"out": out}, scale, method)
 
 
 def everything(row) -> Iterable[_Sample]:
     """All types and switches, on up to two axes of each kind."""
-    seconds = _arrays.FLOATS if row.functions == _cuts.FORWARD else tuple(CUDA_TYPES)
-    scales = (False, True) if row.functions == _cuts.FORWARD else (False,)
-    masks = (False,) if row.functions == _cuts.BACKWARD else (False, True)
+    seconds = (
+        arrays.FLOATS if row.functions == softmax_config.FORWARD else tuple(CUDA_TYPES)
+    )
+    scales = (False, True) if row.functions == softmax_config.FORWARD else (False,)
+    masks = (False,) if row.functions == softmax_config.BACKWARD else (False, True)
     for x, second in itertools.product(CUDA_TYPES, seconds):
         # Many problems share a layout, which then finds out once what it is.
         layouts = [
@@ -201,13 +209,16 @@ def representative(row) -> Iterable[_Sample]:
     function, other = row.functions[0], row.functions[-1]
     for x in CUDA_TYPES:
         # All rows convert in the same way: one of them shows every type.
-        if row.fast or x in (*_arrays.FLOATS, "int8"):
+        if row.fast or x in (*arrays.FLOATS, "int8"):
             layout = _closest(row.samples(x, _natural(x)), 1000)
             yield from _samples(row, layout, x, _natural(x), False, False, other)
     for layout in list(row.samples("float32", "float32"))[:: 1 if row.fast else 2]:
         yield from _samples(row, layout, "float32", "float32", False, False, function)
     # All switches at once, in the types that take the most registers of each kind.
-    where, scaled = row.functions != _cuts.BACKWARD, row.functions == _cuts.FORWARD
+    where, scaled = (
+        row.functions != softmax_config.BACKWARD,
+        row.functions == softmax_config.FORWARD,
+    )
     for x, out in (("float32",) * 2, ("float64",) * 2, ("float16", "float32")):
         layout = _closest(row.samples(x, out), 4096).spread(2, 2)
         yield from _samples(row, layout, x, out, where, scaled, other)

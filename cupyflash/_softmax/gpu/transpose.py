@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _layout
-from cupyflash._kernels import Variant
+from cupyflash._core import strides as _strides
+from cupyflash._cuda.kernel import Variant
 
-_THREADS, _TILE = 256, 64  # of cuda_src/softmax/turn.cu
+_THREADS, _TILE = 256, 64  # of cuda_src/copy/transpose.cu
 # Elements from which a launch more takes less time than it saves.
 _WORTH = 1 << 16
 # Neighbours in memory, on either side, that fill enough of a tile: 33 of them 0.34
@@ -27,7 +27,7 @@ _WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
 def variant(itemsize: int, outer_axes: int) -> Variant:
     """What is compiled for elements of so many bytes."""
     defines = (("ELEM_T", _WORDS[itemsize]), ("OUTER_AXES", str(outer_axes)))
-    return Variant("softmax/turn.cu", "softmax_turn", defines)
+    return Variant("copy/transpose.cu", "softmax_turn", defines)
 
 
 class Turn:
@@ -39,7 +39,7 @@ class Turn:
     def __init__(
         self, shape: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int
     ):
-        size, steps = _layout.collapse(shape, strides)
+        size, steps = _strides.collapse(shape, strides)
         near = [steps[i].index(1) for i in range(2)]
         outer = [axis for axis in range(len(size)) if axis not in near]
         self.variant = variant(itemsize, max(1, len(outer)))
@@ -68,7 +68,7 @@ def is_worth(
     """Whether a result with strides `given` is turned, from memory as `near` has it."""
     if prod(shape) < _WORTH or itemsize not in _WORDS:
         return False
-    size, steps = _layout.collapse(shape, [near, given])
+    size, steps = _strides.collapse(shape, [near, given])
     if not all(1 in of for of in steps):
         return False
     axes = {of.index(1) for of in steps}

@@ -12,8 +12,9 @@ import oracle
 import pytest
 
 import cupyflash
-from cupyflash import _attention_cpu, _attention_hopper
-from cupyflash import _attention_cpu_entries as entries
+from cupyflash._attention.cpu import entries
+from cupyflash._attention.cpu import forward as attention_cpu
+from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 
 SHAPES = [(1, 1, 4), (1, 100, 64), (4, 4, 8), (3, 65, 5), (64, 64, 64), (300, 20, 16)]
 
@@ -27,7 +28,7 @@ def arrays(rng, batch, rows, keys, dim, dtype="float32", heads=1, kv_heads=1):
 
 @pytest.fixture(autouse=True)
 def no_call_is_known(monkeypatch):
-    monkeypatch.setattr(_attention_cpu, "_checked", {})
+    monkeypatch.setattr(attention_cpu, "_checked", {})
 
 
 # --- boxes of entries ----------------------------------------------------------------
@@ -71,7 +72,7 @@ def test_a_call_like_one_before_has_the_same_bits(rng, dtype, shape, option):
         "scale": {"scale": 0.3},
     }[option]
     first = cupyflash.attention(q, k, v, **options)
-    assert len(_attention_cpu._checked) == 1
+    assert len(attention_cpu._checked) == 1
     for _ in range(2):
         np.testing.assert_array_equal(cupyflash.attention(q, k, v, **options), first)
     # The same shapes, lying otherwise: the plan for contiguous arrays is not for them.
@@ -107,10 +108,10 @@ def test_a_known_call_keeps_the_checks(rng):
 
 
 def test_known_calls_do_not_pile_up(rng, monkeypatch):
-    monkeypatch.setattr(_attention_cpu, "_MOST_CHECKED", 5)
+    monkeypatch.setattr(attention_cpu, "_MOST_CHECKED", 5)
     for n in range(1, 30):
         cupyflash.attention(*arrays(rng, 1, n, 3, 2))
-        assert len(_attention_cpu._checked) <= 5
+        assert len(attention_cpu._checked) <= 5
 
 
 def test_memory_of_many_entries(rng):
@@ -271,7 +272,7 @@ def test_a_scale_beyond_float32(rows, softcap):
 
 def test_the_softcap_of_hopper_beyond_float32():
     problem = types.SimpleNamespace(scale=1e300, softcap=3.4e38)
-    cap = _attention_hopper.cap_of(problem, in_log2=False)
+    cap = sm90_forward.cap_of(problem, in_log2=False)
     assert cap["cap_inverse"] == np.finfo(np.float32).max
     assert cap["cap_limit"] == 0
     assert not cap["cap_coefficients"].any()

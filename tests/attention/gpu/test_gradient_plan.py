@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from cupyflash import _attention_vjp_kernels as kernels
-from cupyflash import _attention_vjp_layout, _attention_vjp_problem, _kernels
+from cupyflash._attention import vjp_problem
+from cupyflash._attention.gpu import backward_registry, gradient_layout
+from cupyflash._attention.gpu.simt import backward as simt_backward
+from cupyflash._cuda import device as _device
 
 CASES = {
     "plain": ((2, 4, 9, 8), (2, 4, 11, 8), None, None),
@@ -39,7 +41,7 @@ def offsets(axes):
 
 def make_plan(q, k, v, bias):
     """(problem, plan) on a made-up device."""
-    from cupyflash import _attention_vjp_plans
+    from cupyflash._attention.gpu.simt import backward_plan as simt_backward_plan
 
     q, k, v = (np.zeros(s, np.float16) for s in (q, k, v or k))
     bias = None if bias is None else np.zeros(bias, np.float32)
@@ -47,13 +49,13 @@ def make_plan(q, k, v, bias):
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     out = np.zeros((*batch, *q.shape[-3:-1], v.shape[-1]), np.float16)
     lse = np.zeros(out.shape[:-1], np.float32)
-    problem, operands = _attention_vjp_problem.attention_vjp(
+    problem, operands = vjp_problem.attention_vjp(
         out, q, k, v, out, lse, bias, None, None, False, None, None, 0.0, sinks, None,
         None, None, "bhsd", "float32", "auto", None, bias is not None, True, False,
     )  # fmt: skip
-    device = _kernels.device_of_arch("sm_90a")
-    row = kernels.REPAIRING
-    return problem, _attention_vjp_plans.Plan(row, problem, operands, device, 0)
+    device = _device.device_of_arch("sm_90a")
+    row = simt_backward.FALLBACK
+    return problem, simt_backward_plan.Plan(row, problem, operands, device, 0)
 
 
 def captured(monkeypatch, module):
@@ -75,16 +77,16 @@ def captured(monkeypatch, module):
 @pytest.mark.parametrize("case", CASES)
 def test_every_entry_is_summed_once(case, monkeypatch):
     pytest.importorskip("cupy")
-    from cupyflash import _gpu
+    from cupyflash._cuda import structs
 
-    packed = captured(monkeypatch, _gpu)
+    packed = captured(monkeypatch, structs)
     q, k, v, bias = CASES[case]
     problem, made = make_plan(q, k, v, bias)
     forward = problem.forward
     num_entries = math.prod(forward.batch) * forward.num_heads
     parts = iter([p for p in packed if "kept" in p.dtype.names and p["num_kept"]])
     sums = iter([p for p in packed if "num_terms" in p.dtype.names])
-    views = _attention_vjp_layout._gradient_views(problem)
+    views = gradient_layout._gradient_views(problem)
     # Sums of a part are packed before it.
     for part in made.parts:
         grads = next(parts)
@@ -122,14 +124,23 @@ def test_every_entry_is_summed_once(case, monkeypatch):
 
 def kernels_of(x):
     """All kernels in the parts of a plan."""
-    from cupyflash import _attention_vjp_parts as parts
+    from cupyflash._attention.gpu import gradient_plan
+    from cupyflash._attention.gpu.simt import repair as _repair
 
-    if isinstance(x, parts.Kernel):
+    if isinstance(x, gradient_plan.Kernel):
         yield x
     elif isinstance(x, (list, tuple)):
         for item in x:
             yield from kernels_of(item)
-    elif isinstance(x, (parts.BasePlan, parts.Part, parts.Sum, parts.Repair)):
+    elif isinstance(
+        x,
+        (
+            gradient_plan.BasePlan,
+            gradient_plan.Part,
+            gradient_plan.Sum,
+            _repair.Fallback,
+        ),
+    ):
         yield from kernels_of(list(vars(x).values()))
 
 
@@ -149,9 +160,11 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
 ):
     """Two axes of the batch, which merge unless one array stands in the way."""
     pytest.importorskip("cupy")
-    from cupyflash import _attention_plans, _attention_vjp_gpu, _attention_vjp_plans
-    from cupyflash._attention_params import params_dtype
-    from cupyflash._attention_vjp_layout import grads_dtype
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
+    from cupyflash._attention.gpu import plan as attention_plan
+    from cupyflash._attention.gpu.gradient_layout import grads_dtype
+    from cupyflash._attention.gpu.params import params_dtype
+    from cupyflash._attention.gpu.simt import backward_plan as simt_backward_plan
 
     def array(own, shape, dtype=dtype):
         wide = np.zeros((2, 4, *shape), dtype)
@@ -160,17 +173,19 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
     q, k = array("q", (2, 96, 64)), array("k", (1, 70, 64))
     out, bias = array("out", (2, 96, 64)), np.zeros(70, "f4")
     lse = array("lse", (2, 96), "f8" if dtype == "float64" else "f4")
-    problem, operands = _attention_vjp_problem.attention_vjp(
+    problem, operands = vjp_problem.attention_vjp(
         out, q, k, k, out, lse, bias, None, None, False, None, None, 0.0, None, None,
         None, None, "bhsd", "float32", "auto", None, True, False, False,
     )  # fmt: skip
     # The forward plan, by which an lse is made anew, asks arrays for their device.
     forward = SimpleNamespace(launches=(), out_shape=(), out_dtype=np.dtype(dtype))
-    monkeypatch.setattr(_attention_plans, "FusedPlan", lambda *args: forward)
-    device = _kernels.device_of_arch("sm_90a")
-    row = next(row for row in kernels.ATTENTION_VJP_KERNELS if row.name == name)
-    assert row.refusal(problem, device) is None
-    kind = dict(_attention_vjp_gpu._PLANS).get(type(row), _attention_vjp_plans.Plan)
+    monkeypatch.setattr(attention_plan, "FusedPlan", lambda *args: forward)
+    device = _device.device_of_arch("sm_90a")
+    row = next(
+        row for row in backward_registry.ATTENTION_VJP_KERNELS if row.name == name
+    )
+    assert row.unsupported_reason(problem, device) is None
+    kind = dict(attention_vjp_gpu._PLANS).get(type(row), simt_backward_plan.Plan)
     found = list(kernels_of(kind(row, problem, operands, device, 0)))
     axes = []
     for kernel in found:
@@ -193,9 +208,9 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
 def test_repairs_write_each_gradient_once(monkeypatch, dtype, name, shared):
     """No two entries that a block keeps write one place: there are no terms here."""
     pytest.importorskip("cupy")
-    from cupyflash import _attention_vjp_gpu
-    from cupyflash import _attention_vjp_parts as parts
-    from cupyflash._attention_vjp_layout import grads_dtype
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
+    from cupyflash._attention.gpu.gradient_layout import grads_dtype
+    from cupyflash._attention.gpu.simt import repair as _repair
 
     def array(operand, *shape):
         batch = 1 if operand in {"both": "kv", "none": ""}.get(shared, shared) else 3
@@ -203,21 +218,23 @@ def test_repairs_write_each_gradient_once(monkeypatch, dtype, name, shared):
 
     q, k, v = array("q", 4, 96), array("k", 2, 70), array("v", 2, 70)
     lse = np.zeros(q.shape[:-1], "f8" if dtype == "float64" else "f4")
-    problem, operands = _attention_vjp_problem.attention_vjp(
+    problem, operands = vjp_problem.attention_vjp(
         q, q, k, v, q, lse, None, None, None, False, None, None, 0.0, None, None,
         None, None, "bhsd", "float32", "auto", None, False, False, False,
     )  # fmt: skip
     made = []
-    init = parts.Repair.__init__
+    init = _repair.Fallback.__init__
 
     def noted(self, *args, **kwargs):
         init(self, *args, **kwargs)
         made.append(self)
 
-    monkeypatch.setattr(parts.Repair, "__init__", noted)
-    device = _kernels.device_of_arch("sm_90a")
-    row = next(row for row in kernels.ATTENTION_VJP_KERNELS if row.name == name)
-    dict(_attention_vjp_gpu._PLANS)[type(row)](row, problem, operands, device, 0)
+    monkeypatch.setattr(_repair.Fallback, "__init__", noted)
+    device = _device.device_of_arch("sm_90a")
+    row = next(
+        row for row in backward_registry.ATTENTION_VJP_KERNELS if row.name == name
+    )
+    dict(attention_vjp_gpu._PLANS)[type(row)](row, problem, operands, device, 0)
     apart = [("dk",), ("dv",)] if shared in "kv" else [("dk", "dv")]
     assert [repair.names for repair in made] == [("dq",), *apart]
     for repair in made:

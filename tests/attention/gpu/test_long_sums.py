@@ -10,21 +10,19 @@ import pytest
 import rows
 from accuracy import BOUNDS
 
-from cupyflash import (
-    _attention_rows,
-    _attention_samples,
-    _attention_vjp_kernels,
-    _kernels,
-)
-from cupyflash._attention_rows import LONG_SUM, RUN_TILES
+from cupyflash._attention.gpu import backward_coverage, samples
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu.config import LONG_SUM, RUN_TILES
+from cupyflash._attention.gpu.simt import backward as simt_backward
+from cupyflash._cuda import device
 
-DEVICE = _kernels.device_of_arch("sm_90a")
+DEVICE = device.device_of_arch("sm_90a")
 FORWARD = {"float32": ("mma", "tiled", "online"), "float64": ("tiled_f64", "tiled")}
 GRADIENTS = {"float32": ("mma_split", "tiled"), "float64": ("tiled_f64", "tiled")}
 
 
 def problem(dtype="float32", **options):
-    made = _attention_samples.made_up(dtype)
+    made = samples.made_up(dtype)
     return dataclasses.replace(made, **options)
 
 
@@ -63,7 +61,7 @@ def test_gradients_over_many_rows(dtype, part):
         "keys": problem(dtype, seqlen_k=1 << 16),
         "group": problem(dtype, num_kv_heads=1),
     }
-    found = [name for name, x in asked.items() if _attention_rows.runs(x, part)]
+    found = [name for name, x in asked.items() if attention_config.runs(x, part)]
     assert (
         found
         == {
@@ -86,14 +84,14 @@ def test_types_that_promise_less(asked):
     """Their kernels stay as they are."""
     long = problem(seqlen_q=1 << 20, seqlen_k=1 << 20, **asked)
     for part in ("queries", "keys", "bias"):
-        assert _attention_rows.runs(long, part) == {}
+        assert attention_config.runs(long, part) == {}
 
 
 def test_compile_lists_have_them():
-    from cupyflash import _attention_kernels, _attention_vjp_kernels
+    from cupyflash._attention.gpu import coverage as attention_coverage
 
     entries = set()
-    for table in (_attention_kernels, _attention_vjp_kernels):
+    for table in (attention_coverage, backward_coverage):
         for _, variant in table.compile_list(DEVICE, False):
             if "RUN_TILES" in dict(variant.defines):
                 entries.add(variant.entry.removeprefix("attention_"))
@@ -110,7 +108,7 @@ def test_compile_lists_have_them():
 @pytest.fixture
 def bench(monkeypatch):
     """The script whose problems these are: all terms of a sum have one sign."""
-    folder = Path(__file__).parent.parent / "benchmarks"
+    folder = Path(__file__).parents[3] / "benchmarks"
     monkeypatch.syspath_prepend(folder)
     yield importlib.import_module("bench_long_keys")
     for name in ("bench_long_keys", "timing"):
@@ -171,7 +169,7 @@ def test_problems_of_the_script(bench, result, kind):
 
 @pytest.mark.parametrize("head_dim", [1, 256, 257, 320, 576, 700])
 def test_every_column_is_in_one_part(head_dim):
-    parts = _attention_rows.columns_apart(head_dim)
+    parts = attention_config.columns_apart(head_dim)
     found = np.concatenate([np.arange(head_dim)[part] for part in parts])
     np.testing.assert_array_equal(found, np.arange(head_dim))
     assert len(parts) == (1 if head_dim <= 256 else -(-head_dim // 64))
@@ -179,8 +177,8 @@ def test_every_column_is_in_one_part(head_dim):
 
 @pytest.mark.parametrize("head_dim", [128, 256, 320, 576])
 def test_gradients_of_wide_heads_sum_scores_in_parts(head_dim):
-    made = _attention_samples.made_up("float32", head_dim)
-    row = _attention_vjp_kernels.REPAIRING
+    made = samples.made_up("float32", head_dim)
+    row = simt_backward.FALLBACK
     tile = row.fitting(made, DEVICE)[0]
     for part in ("queries", "keys"):
         config = row.config(part, tile, made, 1, "float32", 1)

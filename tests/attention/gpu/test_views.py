@@ -10,19 +10,16 @@ from accuracy import BOUNDS, assert_same_specials, dtype_of, max_error, to_host,
 from placing import place
 
 import cupyflash
-from cupyflash import (
-    _attention_kernels,
-    _attention_rows,
-    _attention_samples,
-    _kernels,
-)
-from cupyflash._attention_mma import MMA
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu import forward_registry, samples
+from cupyflash._attention.gpu.sm80.forward import MMA
+from cupyflash._cuda import device, kernel
 
-HOPPER = _kernels.device_of_arch("sm_90a")
+HOPPER = device.device_of_arch("sm_90a")
 
 
 def problem(dtype="float32", **options):
-    return dataclasses.replace(_attention_samples.made_up(dtype), **options)
+    return dataclasses.replace(samples.made_up(dtype), **options)
 
 
 @pytest.mark.parametrize(
@@ -40,7 +37,7 @@ def problem(dtype="float32", **options):
 )
 def test_parts_of_keys_where_tiles_are_few(heads, seqlen_k, parts):
     asked = problem(num_heads=heads, seqlen_q=1, seqlen_k=seqlen_k)
-    count, keys = _attention_rows.parts_of_keys(asked, HOPPER, 16)
+    count, keys = attention_config.parts_of_keys(asked, HOPPER, 16)
     assert count == parts
     assert count == 1 or keys % 256 == 0
     assert (count - 1) * keys < seqlen_k <= count * keys
@@ -67,7 +64,7 @@ def test_parts_for_tiles_of_many_queries(dtype, heads, seqlen_q, seqlen_k, head_
         dtype, num_heads=heads, num_kv_heads=heads, seqlen_q=seqlen_q,
         seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim,
     )  # fmt: skip
-    row, _ = _kernels.select(_attention_kernels.ATTENTION_KERNELS, asked, HOPPER)
+    row, _ = kernel.select(forward_registry.ATTENTION_KERNELS, asked, HOPPER)
     assert row.name == {"float32": "mma", "float64": "tiled_f64"}[dtype]
     asked = in_parts(row, asked)
     config = row.configs(asked, 2, HOPPER)[0]
@@ -108,7 +105,7 @@ def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
         num_heads=heads, num_kv_heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
     )
     is_few = seqlen_q < 32 or (seqlen_q < 64 and seqlen_k < 4096)
-    assert (MMA.refusal(asked, HOPPER) is not None) == is_few
+    assert (MMA.unsupported_reason(asked, HOPPER) is not None) == is_few
     assert MMA.key_parts(asked, HOPPER)[0] == parts
 
 
@@ -116,7 +113,7 @@ def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
 @pytest.mark.parametrize("empty", [{"batch": (0,)}, {"seqlen_q": 0}, {"seqlen_k": 0}])
 def test_rows_of_empty_calls_can_be_asked_for(dtype, empty):
     asked = problem(dtype, **{"seqlen_q": 40, "seqlen_k": 8192, **empty})
-    row, _ = _kernels.select(_attention_kernels.ATTENTION_KERNELS, asked, HOPPER)
+    row, _ = kernel.select(forward_registry.ATTENTION_KERNELS, asked, HOPPER)
     assert row.key_parts(asked, HOPPER)
 
 
@@ -136,16 +133,14 @@ def test_no_part_has_long_sums():
 
 def test_16_bits_have_no_parts_and_full_cards_need_none():
     for asked in (problem("bfloat16", num_heads=1), problem()):
-        row, _ = _kernels.select(
-            _attention_kernels.ATTENTION_KERNELS[1:], asked, HOPPER
-        )
+        row, _ = kernel.select(forward_registry.ATTENTION_KERNELS[1:], asked, HOPPER)
         assert row.name == "mma"
         assert row.key_parts(asked, HOPPER) == (1, asked.seqlen_k)
 
 
 def test_a_window_has_no_more_parts_than_it_has_keys():
     asked = problem(num_heads=1, seqlen_q=1, seqlen_k=1 << 20, left=300, right=0)
-    assert _attention_rows.parts_of_keys(asked, HOPPER, 16)[0] == 1
+    assert attention_config.parts_of_keys(asked, HOPPER, 16)[0] == 1
 
 
 # --- on a device ---------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Every tier of every softmax function, about each length where the table changes.
 
-The thresholds are asked for (tests/tiers.py), so these tests follow the table. The
-tables of other cards are tried on the one that is there: kernels without an
+The thresholds are asked for (tests/support/tiers.py), so these tests follow the table.
+The tables of other cards are tried on the one that is there: kernels without an
 architecture of their own run on any.
 """
 
@@ -40,7 +40,9 @@ import cupyflash
 
 pytest.importorskip("cupy")
 
-from cupyflash import _gpu, _kernels, _softmax_gpu, _softmax_kernels
+from cupyflash._cuda import device, plan_cache, runtime
+from cupyflash._softmax.gpu import dispatch as softmax_gpu
+from cupyflash._softmax.gpu import registry as softmax_registry
 
 pytestmark = pytest.mark.gpu
 
@@ -57,12 +59,12 @@ def card(request, cupy, monkeypatch):
     """The table as it is, and as an older card would see it."""
     if request.param == "this card":
         return
-    older, here = _kernels.device_of_arch(request.param), _gpu.device(0)
+    older, here = device.device_of_arch(request.param), runtime.device(0)
     if here.cc < older.cc:
         pytest.skip("kernels for a newer card do not run here")
     older = dataclasses.replace(older, num_sms=here.num_sms, nvrtc=here.nvrtc)
-    monkeypatch.setattr(_gpu, "device", lambda device_id: older)
-    monkeypatch.setattr(_softmax_gpu, "_plans", _gpu.PlanCache())
+    monkeypatch.setattr(runtime, "device", lambda device_id: older)
+    monkeypatch.setattr(softmax_gpu, "_plans", plan_cache.PlanCache())
 
 
 def call(function, given, **options):
@@ -312,7 +314,7 @@ def test_sums_of_rows_that_follow_each_other(cupy, rng, dtype, vectors, rows_per
     Usual rows, rows near 0, which are summed again, rows far from it and special ones.
     """
     length = vectors * 16 // dtype_of(dtype).itemsize + 3
-    rows = int(rows_per_sm * _gpu.device(0).num_sms)
+    rows = int(rows_per_sm * runtime.device(0).num_sms)
     x = inputs(rng, "logsumexp", (rows, length, 1), dtype)[0][..., 0]
     kind = np.arange(rows) % 7
     near = x[kind == 1].astype(np.float64)
@@ -557,5 +559,5 @@ def test_every_row_of_the_table_is_reached(cupy):
             x = cupy.empty((1, 4096, 1 << 13), dtype_of(dtype))
             reached.add(launch_of(function, x)[0])
     reached = {kernel_of(tier) for tier in reached}
-    expected = {row.name for row in _softmax_kernels.KERNELS if "auto" in row.rungs}
+    expected = {row.name for row in softmax_registry.KERNELS if "auto" in row.methods}
     assert expected <= reached, expected - reached

@@ -4,16 +4,17 @@ import types
 
 import pytest
 
-from cupyflash import _softmax_kernels, _softmax_layout
-from cupyflash import _softmax_tiers as tiers
-from cupyflash._kernels import device_of_arch
+from cupyflash._cuda.device import device_of_arch
+from cupyflash._softmax import memory_layout
+from cupyflash._softmax.gpu import registry as softmax_registry
+from cupyflash._softmax.gpu.heuristics import on_chip
 
 LADDERS = [
-    (tiers.FORWARD, tiers.FORWARD_CLUSTERS, 1),
-    (tiers.FORWARD_F64, tiers.FORWARD_F64_CLUSTERS, 1),
-    (tiers.FORWARD_F64, tiers.LOG_F64_CLUSTERS, 1),
-    (tiers.BACKWARD, tiers.BACKWARD_CLUSTERS, 2),
-    (tiers.BACKWARD_16_BITS, tiers.BACKWARD_16_BITS_CLUSTERS, 2),
+    (on_chip.FORWARD, on_chip.FORWARD_CLUSTERS, 1),
+    (on_chip.FORWARD_F64, on_chip.FORWARD_F64_CLUSTERS, 1),
+    (on_chip.FORWARD_F64, on_chip.LOG_F64_CLUSTERS, 1),
+    (on_chip.BACKWARD, on_chip.BACKWARD_CLUSTERS, 2),
+    (on_chip.BACKWARD_16_BITS, on_chip.BACKWARD_16_BITS_CLUSTERS, 2),
 ]
 # About each power of two, and between.
 VECTORS = sorted({
@@ -26,18 +27,18 @@ VECTORS = sorted({
 def test_a_tier_has_a_place_for_every_vector(short, clusters, arrays, arch):
     """Up to the longest row, with blocks that a multiprocessor can have."""
     device = device_of_arch(arch)
-    ladder = tiers.ladder(short, clusters, arrays, device)
+    ladder = on_chip.ladder(short, clusters, arrays, device)
     longest = max(tier.vectors for tier in ladder)
     for vectors in (n for n in VECTORS if 0 < n <= longest):
-        hold = tiers.hold(ladder, vectors)
+        hold = on_chip.hold(ladder, vectors)
         places = hold.lanes * hold.cluster * (hold.held + hold.parked)
         assert places >= vectors
         assert hold.num_threads * hold.min_blocks <= 1024
-        parked = hold.parked * hold.num_threads * tiers.VECTOR_BYTES * arrays
+        parked = hold.parked * hold.num_threads * on_chip.VECTOR_BYTES * arrays
         assert parked <= device.smem_optin - 8192
         assert hold.cluster == 1 or device.cc >= (9, 0)
         assert hold.cluster <= 16
-    assert tiers.hold(ladder, longest + 1) is None
+    assert on_chip.hold(ladder, longest + 1) is None
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
@@ -46,28 +47,28 @@ def test_a_tier_has_a_place_for_every_vector(short, clusters, arrays, arch):
 def test_rings_have_a_place_for_every_vector(arch, rows, place):
     """Of what its blocks take together, beside the loads that are under way."""
     device = device_of_arch(arch)
-    fits = [n for n in VECTORS if tiers.stream(max(n, 1), rows, place, device)]
+    fits = [n for n in VECTORS if on_chip.stream(max(n, 1), rows, place, device)]
     if device.smem_optin < 4 * 512 * place:
         assert not fits  # a few steps of all threads
         return
     for vectors in fits:
-        found = tiers.stream(max(vectors, 1), rows, place, device)
+        found = on_chip.stream(max(vectors, 1), rows, place, device)
         steps = found.ring - found.ahead
         assert found.blocks * found.threads * steps >= vectors
         assert found.blocks * found.groups <= device.num_sms
         assert found.ring * found.threads * place <= device.smem_optin - 8192
     longest = device.num_sms * found.threads * steps
-    assert tiers.stream(longest, rows, place, device).groups == 1
-    assert tiers.stream(longest + 1, rows, place, device) is None
+    assert on_chip.stream(longest, rows, place, device).groups == 1
+    assert on_chip.stream(longest + 1, rows, place, device) is None
 
 
 def test_blocks_of_a_row_are_few_and_full():
     """Lengths at which more blocks, or emptier ones, were slower."""
-    ladder = tiers.ladder(
-        tiers.FORWARD, tiers.FORWARD_CLUSTERS, 1, device_of_arch("sm_90a")
+    ladder = on_chip.ladder(
+        on_chip.FORWARD, on_chip.FORWARD_CLUSTERS, 1, device_of_arch("sm_90a")
     )
     for vectors, blocks in ((2616, 2), (8192, 4), (8238, 4), (12564, 4), (66027, 16)):
-        hold = tiers.hold(ladder, vectors)
+        hold = on_chip.hold(ladder, vectors)
         slots = hold.lanes * (hold.held + hold.parked)
         assert hold.cluster == blocks
         assert vectors > 0.93 * slots * blocks
@@ -76,7 +77,7 @@ def test_blocks_of_a_row_are_few_and_full():
 def made_up(function, num_rows, length, dtype="bfloat16"):
     """Rows back to back that no memory holds."""
     names = ("x", "dy", "out") if function.endswith("_vjp") else ("x", "out")
-    layout = _softmax_layout.rows(num_rows, length, names)
+    layout = memory_layout.rows(num_rows, length, names)
     return types.SimpleNamespace(
         function=function,
         num_rows=num_rows,
@@ -90,7 +91,7 @@ def made_up(function, num_rows, length, dtype="bfloat16"):
 @pytest.mark.parametrize("name", ["split", "trail"])
 def test_more_parts_than_32_bits_count(name):
     """Left to the next row; the same rows, fewer, are taken."""
-    (row,) = (row for row in _softmax_kernels.KERNELS if row.name == name)
+    (row,) = (row for row in softmax_registry.KERNELS if row.name == name)
     device = device_of_arch("sm_90a")
     told = row.cuts(made_up("softmax", 1 << 31, 1 << 20), device)
     assert "are too many" in told
@@ -102,19 +103,21 @@ def test_more_parts_than_32_bits_count(name):
 def test_scratch_of_a_graph_outlives_its_plan(monkeypatch, capturing):
     """A graph may be replayed when the plan that it was captured with has gone."""
     pytest.importorskip("cupy")
-    from cupyflash import _graphs, _softmax_gpu
+    from cupyflash._cuda import graphs
+    from cupyflash._softmax.gpu import dispatch as softmax_gpu
+    from cupyflash._softmax.gpu import plan as softmax_plan
 
     def enqueue(*args):
         asked.append(args[-2])
 
     asked, kept = [], []
     scratch = types.SimpleNamespace(ptr=77)
-    monkeypatch.setattr(_softmax_gpu.cupy.cuda, "alloc", lambda size: scratch)
+    monkeypatch.setattr(softmax_gpu.cupy.cuda, "alloc", lambda size: scratch)
     stream = types.SimpleNamespace(ptr=99)
-    monkeypatch.setattr(_graphs, "_current_stream", lambda: stream)
-    monkeypatch.setattr(_graphs, "_is_capturing_on", lambda ptr: capturing)
-    monkeypatch.setattr(_graphs, "_kept_for_graphs", kept)
-    plan = object.__new__(_softmax_gpu._Plan)
+    monkeypatch.setattr(graphs, "_current_stream", lambda: stream)
+    monkeypatch.setattr(graphs, "_is_capturing_on", lambda ptr: capturing)
+    monkeypatch.setattr(graphs, "_kept_for_graphs", kept)
+    plan = object.__new__(softmax_plan._Plan)
     plan._scratch_bytes, plan._layout = 256, b""
     plan.launches = (types.SimpleNamespace(enqueue=enqueue),) * 2
     plan._launch(1, 2)

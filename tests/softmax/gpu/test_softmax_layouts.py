@@ -11,12 +11,14 @@ import oracle
 import pytest
 from accuracy import FLOATS, dtype_of, to_host, wide
 from placing import empty, place
+from test_lengths import assert_accurate as is_accurate
 from test_softmax import check, real_for, vjp_error_is_small
-from test_tiers import assert_accurate as is_accurate
 
 import cupyflash
-from cupyflash import _softmax_kernels, _softmax_layout, _softmax_turn
-from cupyflash._kernels import device_of_arch
+from cupyflash._cuda.device import device_of_arch
+from cupyflash._softmax import memory_layout
+from cupyflash._softmax.gpu import registry as softmax_registry
+from cupyflash._softmax.gpu import transpose
 
 FORWARD, BACKWARD = ("softmax", "log_softmax"), ("softmax_vjp", "log_softmax_vjp")
 
@@ -33,7 +35,7 @@ def choice(function, shape, axes, dtype="float32", steps=None, aligned=True, **o
         full = ["x"]
         kept = [0 if axis in axes else 1 for axis in range(len(shape))]
         strides |= dict.fromkeys(("out", "sign"), kept)
-    layout = _softmax_layout.of(shape, axes, strides, full, is_aligned=aligned)
+    layout = memory_layout.of(shape, axes, strides, full, is_aligned=aligned)
     problem = types.SimpleNamespace(
         function=function,
         method="auto",
@@ -46,7 +48,7 @@ def choice(function, shape, axes, dtype="float32", steps=None, aligned=True, **o
         layout=layout,
     )
     device = device_of_arch(options.get("arch", "sm_90a"))
-    row, _ = _softmax_kernels.select(problem, device)
+    row, _ = softmax_registry.select(problem, device)
     return row.name, dict(row.variants(problem, device)[0].defines)
 
 
@@ -106,7 +108,7 @@ def test_rows_over_two_axes_move_in_vectors(function, dtype, length):
 
 
 def test_a_result_is_turned_where_its_neighbours_are_others():
-    is_worth = _softmax_turn.is_worth
+    is_worth = transpose.is_worth
     rows, turned = (1024, 1), (1, 700)
     assert is_worth((700, 1024), rows, turned, 4)
     assert not is_worth((700, 1024), rows, rows, 4)
@@ -130,7 +132,7 @@ def test_tiles_of_a_turn_are_all_of_an_array(itemsize, shape, order):
     steps = [s // x.itemsize for s in x.strides]
     laid = np.empty([shape[axis] for axis in order], x.dtype)
     back = laid.transpose(np.argsort(order))
-    turn = _softmax_turn.Turn(
+    turn = transpose.Turn(
         shape, (steps, [s // x.itemsize for s in back.strides]), itemsize
     )
     fields, tile, flat, written = turn.fields, 64, x.ravel(), laid.ravel()
@@ -349,7 +351,7 @@ def test_a_turned_result(cupy, rng, function, dtype, shape, order, axis):
         same_bits(out, plain)
     assert_accurate(function, out, given, axis, dtype)
     told = cupyflash.explain(function, *placed, axis, out=out)
-    assert told.details["launches"][-1]["source"].endswith("softmax/turn.cu")
+    assert told.details["launches"][-1]["source"].endswith("copy/transpose.cu")
 
 
 @pytest.mark.gpu

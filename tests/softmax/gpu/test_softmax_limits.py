@@ -9,8 +9,11 @@ from math import prod
 import numpy as np
 import pytest
 
-from cupyflash import _softmax_kernels, _softmax_layout, _softmax_limits, _source
-from cupyflash._kernels import device_of_arch
+from cupyflash._cuda import source
+from cupyflash._cuda.device import device_of_arch
+from cupyflash._softmax import memory_layout
+from cupyflash._softmax.gpu import limits
+from cupyflash._softmax.gpu import registry as softmax_registry
 
 FUNCTIONS = ("softmax", "log_softmax", "logsumexp", "softmax_vjp", "log_softmax_vjp")
 HUGE = [(1 << 31) - 4096, (1 << 31) - 1, 1 << 31, (1 << 31) + 8, (1 << 32) + 8,
@@ -39,7 +42,7 @@ def problem_of(function, dtype, shape, reduced, broadcast=(), method="auto", **o
     if is_sum:
         strides["sign"] = one_a_row
     full = [*inputs, *([] if is_sum else ["out"])]
-    layout = _softmax_layout.of(shape, reduced, strides, full)
+    layout = memory_layout.of(shape, reduced, strides, full)
     dtypes = {**dict.fromkeys((*inputs, "out"), dtype), "where": None, "b": None}
     return types.SimpleNamespace(
         function=function,
@@ -81,18 +84,18 @@ def test_every_count_fits(function, device):
     for shape, reduced, broadcast in huge_problems():
         for dtype in ("float16", "float64"):
             problem = problem_of(function, dtype, shape, reduced, broadcast)
-            chosen, _ = _softmax_kernels.select(problem, device)
+            chosen, _ = softmax_registry.select(problem, device)
             met.add(chosen.name)
-            for row in _softmax_kernels.KERNELS:
+            for row in softmax_registry.KERNELS:
                 if row.functions and function not in row.functions:
                     continue
-                if row.refusal(problem, device):
+                if row.unsupported_reason(problem, device):
                     continue
                 for step, cut in zip(
                     row.steps(problem, device), row.cuts(problem, device), strict=True
                 ):
                     assert_grid(step)
-                    for what, most in _softmax_limits.counts(row.name, problem, cut):
+                    for what, most in limits.counts(row.name, problem, cut):
                         assert 0 <= most < 1 << 31, (row.name, what, most)
     assert len(met) > 2
 
@@ -100,8 +103,8 @@ def test_every_count_fits(function, device):
 def assert_grid(step):
     """Limits of CUDA, and whole clusters."""
     x, y, z = step.grid
-    assert 1 <= x <= _softmax_limits.MOST_BLOCKS[0]
-    assert 1 <= y <= _softmax_limits.MOST_BLOCKS[1]
+    assert 1 <= x <= limits.MOST_BLOCKS[0]
+    assert 1 <= y <= limits.MOST_BLOCKS[1]
     assert z == 1
     assert 1 <= prod(step.block) <= 1024
     assert x % step.variant.cluster == 0
@@ -116,7 +119,7 @@ def test_a_problem_beyond_the_counters_is_left_to_others():
         ((1 << 44, 2), (0,), (0,), "logsumexp_columns", "rows of a thread"),
     ):
         problem = problem_of("logsumexp", "float16", shape, reduced, broadcast)
-        chosen, refused = _softmax_kernels.select(problem, device)
+        chosen, refused = softmax_registry.select(problem, device)
         assert chosen.name == "logsumexp"
         assert count in dict(refused)[row]
 
@@ -125,7 +128,7 @@ def test_a_problem_beyond_the_counters_is_left_to_others():
 
 
 def place(long, problem, cut, block, thread, array):
-    """place_t of softmax/columns.cuh: first row, rows and offset of one thread.
+    """place_t: first row, rows and offset of one thread.
 
     `long` is the type of rows and offsets; the rest are ints.
     """
@@ -153,10 +156,10 @@ def place(long, problem, cut, block, thread, array):
 @pytest.mark.parametrize("inner", [2, 8, 33])
 def test_places_in_columns(name, length, inner):
     """Those of all pieces are in 64 bits what they are without bounds."""
-    (row,) = (row for row in _softmax_kernels.KERNELS if row.name == name)
+    (row,) = (row for row in softmax_registry.KERNELS if row.name == name)
     problem = problem_of(row.functions[0], "float16", (length, inner), (0,))
     device = device_of_arch("sm_90a")
-    if reason := row.refusal(problem, device):
+    if reason := row.unsupported_reason(problem, device):
         pytest.skip(reason)
     cuts = row.cuts(problem, device)
     wrapped = 0
@@ -186,7 +189,7 @@ def test_places_in_columns(name, length, inner):
 
 def test_fields_of_the_host_have_64_bits(monkeypatch):
     pytest.importorskip("cupy")
-    from cupyflash import _softmax_gpu
+    from cupyflash._softmax.gpu import plan as softmax_plan
 
     for shape, reduced, broadcast in huge_problems():
         layout = problem_of("softmax", "float16", shape, reduced, broadcast).layout
@@ -197,7 +200,7 @@ def test_fields_of_the_host_have_64_bits(monkeypatch):
             "outer_size": layout.outer_size,
             "outer_stride": tuple(layout.outer_strides.values()),
         }
-        packed = np.zeros((), _softmax_gpu._struct(fields))
+        packed = np.zeros((), softmax_plan._struct(fields))
         for name, value in fields.items():
             packed[name] = value
             assert packed[name].tolist() == np.asarray(value, object).tolist()
@@ -210,7 +213,7 @@ def test_fields_of_the_host_have_64_bits(monkeypatch):
 # _softmax_limits, or words.
 OF_VECTOR = "fewer than a vector"
 NARROWED = {
-    "columns.cuh": {
+    "detail/column_tile.cuh": {
         "int(left)": "columns of a tile, fewer than kColumns",
         "Row(layout.row_length)": "rows of a column",
         "int((last - row + kDeep - 1) / kDeep)": "rows of a thread",
@@ -218,18 +221,18 @@ NARROWED = {
         "tile_index_t(is_power_of_two(kColumns) ? last / kColumns : "
         "divide(last, kColumns))": "tiles",
     },
-    "held.cuh": {
+    "detail/row_tile.cuh": {
         "int(length)": "elements of a row",
         "int(reinterpret_cast<unsigned long long>(out) / sizeof(T) % kVector)": (
             OF_VECTOR
         ),
         "int(start / sizeof(T) % kVector)": OF_VECTOR,
     },
-    "line.cuh": {
+    "detail/tile_queue.cuh": {
         "unsigned((row_length + elements - 1) / elements)": "parts of rows",
         "unsigned(num_rows)": "parts of rows",
     },
-    "logsumexp_rows.cu": {
+    "logsumexp/rows.cu": {
         "int(-reinterpret_cast<unsigned long long>(a) / sizeof(a_t))": OF_VECTOR,
         "int(length)": OF_VECTOR,
         "int((length - head) / kVector)": "vectors of a row",
@@ -237,44 +240,44 @@ NARROWED = {
         "int(layout.row_length)": "elements of a block",
         "int(left)": "rows of a block",
     },
-    "logsumexp_shares.cu": {
+    "logsumexp/columns_balanced.cu": {
         "int(tile * layout.row_length / share)": "a warp, one of kShares",
         "int(last / share)": "a warp, one of kShares",
         "int((layout.row_length - 1) / share)": "warps, at most kShares",
         "int((rows - own + kDeep - 1) / kDeep)": "rows of a lane",
     },
-    "logsumexp_span.cu": {"int(rows_left)": "rows of a span"},
-    "peeled.cuh": {
+    "logsumexp/packed_rows.cu": {"int(rows_left)": "rows of a span"},
+    "detail/aligned_span.cuh": {
         "int(length)": OF_VECTOR,
         "int(length - p.head - p.num_vectors * kVector)": OF_VECTOR,
         "int(-reinterpret_cast<unsigned long long>(p) / sizeof(T))": OF_VECTOR,
     },
-    "span.cu": {
+    "rows/packed.cu": {
         "int(layout.row_length)": "elements of a span",
         "int(rows_left)": "rows of a span",
     },
-    "span.cuh": {
+    "detail/packed_rows.cuh": {
         "int(reinterpret_cast<unsigned long long>(global) / sizeof(T) % kVector)": (
             OF_VECTOR
         ),
     },
-    "stream.cuh": {
+    "detail/row_ring.cuh": {
         "int((length / kVector + at_once - 1) / at_once)": "steps of a row",
     },
-    "trail.cu": {
+    "rows/cached_two_pass.cu": {
         "int(peeled.num_vectors)": "elements of a row",
         "int(part * kPart)": "elements of a row",
         "unsigned(layout.num_rows)": "parts of rows",
     },
-    "turn.cu": {
+    "copy/transpose.cu": {
         "int(min(turn.size[0] - first[0], (long long)kTile))": "elements of a tile",
         "int(min(turn.size[1] - first[1], (long long)kTile))": "elements of a tile",
     },
-    "vjp_span.cu": {
+    "backward/packed.cu": {
         "int(layout.row_length)": "elements of a span",
         "int(rows_left)": "rows of a span",
     },
-    "vjp_trail.cu": {
+    "backward/cached_two_pass.cu": {
         "int(peeled.num_vectors)": "elements of a row",
         "int(part * kPart)": "elements of a row",
         "unsigned(layout.num_rows)": "parts of rows",
@@ -301,7 +304,7 @@ def casts_of(text):
 
 def test_each_cast_to_32_bits_is_known():
     """Whoever adds one says here what bounds it."""
-    folder = _source.CUDA_SRC / "softmax"
+    folder = source.CUDA_SRC / "softmax"
     for path in sorted(folder.glob("*.cu*")):
         found = set(casts_of(path.read_text(encoding="utf-8")))
         assert found == set(NARROWED.get(path.name, {})), path.name
@@ -324,16 +327,16 @@ def test_each_bound_is_one_of_the_table():
             ((50, 20_000, 33), (1,)),
         ):
             problem = problem_of(function, "float32", shape, reduced)
-            for row in _softmax_kernels.KERNELS:
-                cuts = row._cuts_or_refusal(problem, device)
+            for row in softmax_registry.KERNELS:
+                cuts = row._configs_or_reason(problem, device)
                 if isinstance(cuts, str):
                     continue
                 for cut in cuts:
-                    counts = _softmax_limits.counts(row.name, problem, cut)
+                    counts = limits.counts(row.name, problem, cut)
                     names |= {what for what, _ in counts}
     bounds = {bound for casts in NARROWED.values() for bound in casts.values()}
     counted = {bound for bound in bounds if "," not in bound} - {
         OF_VECTOR, "rows of a block", "rows of a span", "elements of a tile",
     }  # fmt: skip
     assert counted <= names
-    assert math.log2(_softmax_limits.MOST + 1) == 31
+    assert math.log2(limits.MOST + 1) == 31

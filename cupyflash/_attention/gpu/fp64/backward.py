@@ -2,12 +2,15 @@
 
 from dataclasses import dataclass
 
-from cupyflash import _attention_rows, _kernels
-from cupyflash._attention_f64 import ARCHS, WARP_ROWS
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import Config
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
-from cupyflash._kernels import CUDA_TYPES, Device, Variant
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu.config import Config
+from cupyflash._attention.gpu.fp64.forward import ARCHS, WARP_ROWS
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda import kernel
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
 # Positions are the sum of two such numbers and a tile.
 _MOST_COUNTED = (1 << 29) - 1
@@ -39,6 +42,13 @@ class Tile:
         return 8 * (rows + self.block_m * self.block_n)
 
 
+# The file of each kernel, below cuda_src/.
+_SOURCES = {
+    "queries": "attention/fp64/backward_dq.cu",
+    "keys": "attention/fp64/backward_dkdv.cu",
+}
+
+
 @dataclass(frozen=True)
 class TensorFloat64VjpKernel:
     """float64 on tensor cores: a kernel whose blocks own queries, one that owns keys.
@@ -47,12 +57,14 @@ class TensorFloat64VjpKernel:
     """
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
     fast: bool = True  # must not spill
 
-    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> str | None:
         """Why these kernels cannot take `problem` on `device`, or None."""
         forward = problem.forward
         if forward.dtype != "float64":
@@ -64,7 +76,7 @@ class TensorFloat64VjpKernel:
                 f"head_dim {forward.head_dim} and head_dim_v {forward.head_dim_v} are "
                 f"not both up to {self.dims[-1]}"
             )
-        if reason := _attention_rows.too_many(self.counts(problem, device)):
+        if reason := attention_config.too_many(self.counts(problem, device)):
             return reason
         if not self.fitting(forward, device):
             return (
@@ -97,7 +109,7 @@ class TensorFloat64VjpKernel:
         dim = self.dim(forward)
         fitting = [
             tile
-            for tile in _kernels.by_threshold(self.tiles, dim)
+            for tile in kernel.by_threshold(self.tiles, dim)
             if tile.smem(dim) + _STATIC_SMEM <= device.smem_optin
             and device.arch not in tile.spills_on
             and not (forward.softcap and tile.spills_with_softcap)
@@ -109,7 +121,7 @@ class TensorFloat64VjpKernel:
     ) -> Tile:
         """The largest tile whose blocks fill the device: `seqlen` rows of each head."""
         tiles = self.fitting(forward, device)
-        return _attention_rows.largest_tile(
+        return attention_config.largest_tile(
             tiles, heads, seqlen, lambda tile: device.num_sms
         )
 
@@ -126,12 +138,12 @@ class TensorFloat64VjpKernel:
         grad: str,
         num_blocks: int,
     ) -> Config:
-        """The launch of ``vjp_tiled_f64_<part>.cu``."""
+        """The launch of a part."""
         dim = self.dim(forward)
         variant = Variant(
-            source=f"attention/vjp_{self.name}_{part}.cu",
+            source=_SOURCES[part],
             entry=f"attention_vjp_{self.name}_{part}",
-            defines=_attention_rows.defines(
+            defines=attention_config.defines(
                 forward,
                 batch_dims,
                 tile.num_threads,
@@ -139,7 +151,7 @@ class TensorFloat64VjpKernel:
                 DIM=dim,
                 BLOCK_N=tile.block_n,
                 MIN_BLOCKS=tile.min_blocks,
-                **_attention_rows.runs(forward, part),
+                **attention_config.runs(forward, part),
             ),
             smem=tile.smem(dim),
         )
@@ -148,7 +160,7 @@ class TensorFloat64VjpKernel:
 
 TILED_F64_VJP = TensorFloat64VjpKernel(
     name="tiled_f64",
-    rungs=("tiled", "auto"),
+    methods=("tiled", "auto"),
     dims=(32, 64, 96, 128),
     tiles=(
         (

@@ -3,19 +3,12 @@
 import cupy
 import numpy as np
 
-from cupyflash import (
-    _attention_vjp_kernels,
-    _attention_vjp_layout,
-    _graphs,
-)
-from cupyflash._attention_vjp_parts import (
-    BasePlan,
-    Launches,
-    OwnLse,
-    addresses,
-    repairs,
-)
-from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu.gradient_plan import BasePlan, Launches, addresses
+from cupyflash._attention.gpu.simt import backward as simt_backward
+from cupyflash._attention.gpu.simt.repair import RecomputedLse, repairs
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._cuda import graphs
 
 
 class TensorFloat64Plan(BasePlan):
@@ -28,7 +21,7 @@ class TensorFloat64Plan(BasePlan):
     def __init__(self, row, problem, operands, device, device_id):
         super().__init__(problem, device_id)
         forward = problem.forward
-        layout = _attention_vjp_layout.layout(problem, operands)
+        layout = gradient_layout.layout(problem, operands)
         make = Launches(row, forward, layout, device, device_id)
         self.delta = make.rows()
         self.queries, self.keys, self.sinks = make.queries(), None, None
@@ -38,15 +31,15 @@ class TensorFloat64Plan(BasePlan):
             self.repairs = repairs(forward, layout, device, device_id)
         if problem.need_dsinks:
             self.sinks = make.sinks(problem)
-        self.own_lse = self.bias = None
+        self.recomputed_lse = self.bias = None
         if problem.need_dbias and forward.seqlen_k:
             # By the portable kernel, and so with an lse of its roundings.
-            self.own_lse = OwnLse(problem, operands, device)
-            portable, own = _attention_vjp_kernels.REPAIRING, self.own_lse.layout
+            self.recomputed_lse = RecomputedLse(problem, operands, device)
+            portable, own = simt_backward.FALLBACK, self.recomputed_lse.layout
             self.bias = Launches(portable, forward, own, device, device_id).bias()
         parts = [part for part in (self.queries, self.keys, self.bias) if part]
         self.launches = (
-            *(self.own_lse.launches if self.own_lse else ()),
+            *(self.recomputed_lse.launches if self.recomputed_lse else ()),
             self.delta.launch,
             *(launch for part in parts for launch in part.launches),
             *(repair.kernel.launch for repair in self.repairs),
@@ -58,16 +51,18 @@ class TensorFloat64Plan(BasePlan):
     def __call__(self, arrays, offset):
         """Launch; `arrays` as _arrays_of() has them."""
         made = self.new_gradients(zeros=self.none_made)
-        own_lse = self.own_lse(arrays, offset, made) if self.own_lse else None
+        recomputed_lse = (
+            self.recomputed_lse(arrays, offset, made) if self.recomputed_lse else None
+        )
         q, k, v, out, *options, dout, lse, dlse = addresses(arrays)
         delta = cupy.ndarray(self.rows_shape, "float64")
         factor = cupy.ndarray(self.rows_shape, "float64")
         found = cupy.zeros(1, np.int32)
         sink_terms = self.sinks.new_terms() if self.sinks else None
         memory = delta, factor, found, sink_terms
-        _graphs.keep_if_capturing(memory)
+        graphs.keep_if_capturing(memory)
         delta_at, factor_at, found_at, terms_at = addresses(memory)
-        (own_at,) = addresses((own_lse,))
+        (own_at,) = addresses((recomputed_lse,))
         rest = (*options, offset)
         self.delta.enqueue(out, dout, lse, own_at, dlse, delta_at, 0, *rest)
         inputs = (q, k, v, dout, lse, delta_at)

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash import _attention_rows, _kernels
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import Config
-from cupyflash._kernels import Device, Variant
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu.config import Config
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._cuda import kernel
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
 # Architectures whose float64 tensor cores are as fast as their float64 units or faster.
 # Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
@@ -58,13 +60,15 @@ class TensorFloat64Kernel:
     """
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     tiles: tuple[tuple[int, tuple[Tile, ...]], ...]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
     most_alone: int  # columns of v that the registers of a warp hold sums for
     fast: bool = True  # must not spill
 
-    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionProblem, device: Device
+    ) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if problem.dtype != "float64":
             return f"takes float64, not {problem.dtype}"
@@ -75,7 +79,7 @@ class TensorFloat64Kernel:
                 f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} are "
                 f"not both up to {self.dims[-1]}"
             )
-        if reason := _attention_rows.too_many(self.counts(problem, device)):
+        if reason := attention_config.too_many(self.counts(problem, device)):
             return reason
         if not self._tiles(problem, device):
             return (
@@ -89,7 +93,7 @@ class TensorFloat64Kernel:
         self, problem: AttentionProblem, device: Device
     ) -> dict[str, tuple[int, int]]:
         """What is counted in 32 bits: how many there are, and how many there may be."""
-        return {"keys": (problem.seqlen_k, _attention_rows.MOST_COUNTED)}
+        return {"keys": (problem.seqlen_k, attention_config.MOST_COUNTED)}
 
     def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
         """head_dim and head_dim_v as they are compiled."""
@@ -104,11 +108,11 @@ class TensorFloat64Kernel:
         dims = self._dims(problem)
         tiles = [
             tile
-            for tile in _kernels.by_threshold(self.tiles, max(dims))
+            for tile in kernel.by_threshold(self.tiles, max(dims))
             if tile.smem(*dims) + _STATIC_SMEM <= device.smem_optin
             and (not tile.drifts or device.cc >= (9, 0))
             and (not tile.before_hopper or device.cc < (9, 0))
-            and not (tile.only_plain and _attention_rows.has_terms(problem))
+            and not (tile.only_plain and attention_config.has_terms(problem))
         ]
         return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
 
@@ -119,9 +123,9 @@ class TensorFloat64Kernel:
         blocks are not to be more than run at once.
         """
         share = 1 if problem.keys_of_part is None else 0.5
-        return _attention_rows.largest_tile(
+        return attention_config.largest_tile(
             self._tiles(problem, device),
-            _attention_rows.num_heads(problem),
+            attention_config.num_heads(problem),
             problem.seqlen_q,
             lambda tile: share * device.num_sms * tile.min_blocks,
         )
@@ -129,10 +133,10 @@ class TensorFloat64Kernel:
     def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
         """Parts of the keys, and keys of each."""
         tiles = self._tiles(problem, device)
-        tile = _attention_rows.largest_full(tiles, problem.seqlen_q)
+        tile = attention_config.largest_full(tiles, problem.seqlen_q)
         # Of a warp alone there are more.
         blocks = tile.min_blocks if tile != tiles[-1] else 4
-        return _attention_rows.parts_of_keys(problem, device, tile.block_m, blocks)
+        return attention_config.parts_of_keys(problem, device, tile.block_m, blocks)
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
@@ -153,25 +157,25 @@ class TensorFloat64Kernel:
             "HELD": tile.held,
             "MIN_BLOCKS": tile.min_blocks,
         }
-        if not _attention_rows.scale_is_plain(problem.scale):
+        if not attention_config.scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
-        switches |= _attention_rows.runs(problem)
+        switches |= attention_config.runs(problem)
         variant = Variant(
-            source=f"attention/{self.name}.cu",
+            source="attention/fp64/forward.cu",
             entry=f"attention_{self.name}",
-            defines=_attention_rows.defines(
+            defines=attention_config.defines(
                 problem, batch_dims, tile.num_threads, **switches
             ),
             smem=tile.smem(*dims),
         )
         return Config(
-            variant, _attention_rows.num_tiles(problem, tile.block_m), tile.num_threads
+            variant, attention_config.num_tiles(problem, tile.block_m), tile.num_threads
         )
 
 
 TILED_F64 = TensorFloat64Kernel(
     name="tiled_f64",
-    rungs=("tiled", "auto"),
+    methods=("tiled", "auto"),
     dims=(16, 32, 64, 96, 128, 192, 256),
     most_alone=128,
     # TFLOP/s on an H200 at 2 x 2048 / head_dim heads x 4096

@@ -2,17 +2,11 @@
 
 import cupy
 
-from cupyflash import (
-    _attention_vjp_layout,
-    _graphs,
-)
-from cupyflash._attention_vjp_parts import (
-    BasePlan,
-    Launches,
-    OwnLse,
-    addresses,
-)
-from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu.gradient_plan import BasePlan, Launches, addresses
+from cupyflash._attention.gpu.simt.repair import RecomputedLse
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._cuda import graphs
 
 
 class ZeroPlan(BasePlan):
@@ -29,14 +23,14 @@ class Plan(BasePlan):
     def __init__(self, row, problem, operands, device, device_id):
         super().__init__(problem, device_id)
         forward = problem.forward
-        layout = _attention_vjp_layout.layout(problem, operands)
+        layout = gradient_layout.layout(problem, operands)
         make = Launches(row, forward, layout, device, device_id)
         self.delta = make.rows()
         self.accum = forward.compute_dtype
-        self.own_lse = None
+        self.recomputed_lse = None
         if forward.dtype == forward.compute_dtype and forward.seqlen_k:
-            self.own_lse = OwnLse(problem, operands, device)
-            make = Launches(row, forward, self.own_lse.layout, device, device_id)
+            self.recomputed_lse = RecomputedLse(problem, operands, device)
+            make = Launches(row, forward, self.recomputed_lse.layout, device, device_id)
         self.parts = [make.queries()]
         if forward.seqlen_k:
             self.parts.append(make.keys())
@@ -44,7 +38,7 @@ class Plan(BasePlan):
                 self.parts.append(make.bias())
         self.sinks = make.sinks(problem) if problem.need_dsinks else None
         self.launches = (
-            *(self.own_lse.launches if self.own_lse else ()),
+            *(self.recomputed_lse.launches if self.recomputed_lse else ()),
             self.delta.launch,
             *(launch for part in self.parts for launch in part.launches),
             *((self.sinks.kernel.launch,) if self.sinks else ()),
@@ -58,12 +52,14 @@ class Plan(BasePlan):
     def __call__(self, arrays, offset):
         """Launch; `arrays` as _arrays_of() has them."""
         made = self.new_gradients(zeros=self.none_made)
-        own_lse = self.own_lse(arrays, offset, made) if self.own_lse else None
+        recomputed_lse = (
+            self.recomputed_lse(arrays, offset, made) if self.recomputed_lse else None
+        )
         q, k, v, out, *options, dout, lse, dlse = addresses(arrays)
         delta = cupy.ndarray(self.rows_shape, self.accum)
         sink_terms = self.sinks.new_terms() if self.sinks else None
-        _graphs.keep_if_capturing((delta, sink_terms))
-        delta_at, terms_at, own_at = addresses((delta, sink_terms, own_lse))
+        graphs.keep_if_capturing((delta, sink_terms))
+        delta_at, terms_at, own_at = addresses((delta, sink_terms, recomputed_lse))
         self.delta.enqueue(
             out, dout, lse, own_at, dlse, delta_at, terms_at, *options, offset
         )

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _attention_vjp_limits
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import (
+from cupyflash._attention.gpu import gradient_limits
+from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
     Config,
@@ -21,8 +20,11 @@ from cupyflash._attention_rows import (
     too_many,
     without_options,
 )
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
-from cupyflash._kernels import CUDA_TYPES, Device, Variant
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (64, 128, 256)
@@ -54,7 +56,7 @@ class MmaVjpTile:
     spills_on: tuple[str, ...] = ()  # and on these architectures
 
     def smem(self, part: str, dim: int) -> int:
-        """Bytes of shared memory of ``vjp_mma<part>.cu``."""
+        """Bytes of shared memory of a part."""
         m, n = self.block_m, self.block_n
         if part == "_bias":
             return 4 * dim * self.stages * (m + n)
@@ -78,8 +80,18 @@ _Tiles = dict[int, tuple[MmaVjpTile, ...]]
 
 
 def items_dtype(batch_dims: int) -> np.dtype:
-    """items_t of cuda_src/attention/vjp_mma.cu."""
+    """items_t of cuda_src/attention/sm80/backward.cu."""
     return np.dtype([("section", "i8"), ("slot", "i8", (batch_dims,))])
+
+
+# The file of each kernel, below cuda_src/.
+_SOURCES = {
+    "": "attention/sm80/backward.cu",
+    "_queries": "attention/sm80/backward_dq.cu",
+    "_bias": "attention/sm80/backward_dbias.cu",
+    "_rows": "attention/sm80/backward_preprocess.cu",
+    "_dq": "attention/sm80/backward_postprocess.cu",
+}
 
 
 @dataclass(frozen=True)
@@ -93,13 +105,15 @@ class MmaVjpKernel:
     """
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     tiles: dict[bool, _Tiles]
     query_tiles: dict[bool, _Tiles]
     bias_tiles: dict[bool, _Tiles]
     fast: bool = True
 
-    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> str | None:
         """Why these kernels cannot take `problem` on `device`, or None."""
         forward = problem.forward
         if device.cc < (8, 0):
@@ -169,10 +183,11 @@ class MmaVjpKernel:
         num_blocks: int,
         **more,
     ) -> Config:
-        """The launch of ``vjp_mma<part>.cu``; `grad` is the dtype that it writes.
+        """The launch of a part; `grad` is the dtype that it writes.
 
-        `tile` is that of ``vjp_mma.cu``, for ``vjp_mma_queries.cu`` and
-        ``vjp_mma_bias.cu`` their own.
+        `tile` is that of ``attention/sm80/backward.cu``, for
+        ``attention/sm80/backward_dq.cu`` and ``attention/sm80/backward_dbias.cu`` their
+        own.
         """
         threads, smem = tile.num_threads, 0
         switches: dict[str, Any] = {}
@@ -193,7 +208,7 @@ class MmaVjpKernel:
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
         variant = Variant(
-            source=f"attention/vjp_{self.name}{part}.cu",
+            source=_SOURCES[part],
             entry=f"attention_vjp_{self.name}{part}",
             defines=defines(
                 forward,
@@ -212,7 +227,7 @@ class MmaVjpKernel:
         return Config(variant, num_blocks, threads)
 
     def rows_blocks(self, forward: AttentionProblem, tile: MmaVjpTile) -> int:
-        """Blocks of ``vjp_mma_rows.cu``."""
+        """Blocks of ``attention/sm80/backward_preprocess.cu``."""
         rows = _ROW_THREADS // (self.dim(forward) // 8)
         entries = math.prod(forward.batch) * forward.num_heads
         return entries * -(-forward.seqlen_q // tile.block_m) * (tile.block_m // rows)
@@ -228,8 +243,8 @@ class MmaVjpKernel:
             return 1
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         entry_bytes = forward.seqlen_q * row * num_summed
-        in_cache = _attention_vjp_limits.in_cache(device, entry_bytes)
-        return _attention_vjp_limits.section(num_kept, in_cache)
+        in_cache = gradient_limits.in_cache(device, entry_bytes)
+        return gradient_limits.section(num_kept, in_cache)
 
     def configs(
         self,
@@ -279,7 +294,7 @@ def _has_more(forward):
 
 MMA_VJP = MmaVjpKernel(
     name="mma",
-    rungs=("tiled", "auto"),
+    methods=("tiled", "auto"),
     tiles={
         False: {
             64: (

@@ -5,9 +5,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash import _attention_vjp_limits
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import (
+from cupyflash._attention.gpu import gradient_limits
+from cupyflash._attention.gpu.config import (
     Config,
     defines,
     has_terms,
@@ -18,13 +17,17 @@ from cupyflash._attention_rows import (
     too_many,
     without_options,
 )
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
-from cupyflash._kernels import CUDA_TYPES, Device, Variant
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (64, 128)
 
-# kGranule, kLargestTile, kBytesFacts and kBytesStats of vjp_mma_split.cuh.
+# kGranule, kLargestTile, kBytesFacts and kBytesStats of
+# attention/sm80/fp32_backward.cuh.
 _GRANULE, _LARGEST_TILE, _FACTS, _STATS = 32, 128, 128, 384
 _PREPARE_THREADS = 128
 # Positions are the sum of two such numbers and a tile.
@@ -47,7 +50,7 @@ class MmaSplitVjpTile:
     spills_on: tuple[str, ...] = ()  # and on these architectures
 
     def smem(self, part: str, dim: int, parts: int) -> int:
-        """Bytes of shared memory of ``vjp_mma_split<part>.cu``."""
+        """Bytes of shared memory of a part."""
         images = 2 * self.rows // _GRANULE + 2 * self.stages
         stats = self.stages * _STATS if part == "_keys" else 0
         return images * image_bytes(dim, parts) + stats
@@ -61,17 +64,25 @@ class MmaSplitVjpTile:
 
 
 def image_bytes(dim: int, parts: int) -> int:
-    """kBytesImage of vjp_mma_split.cuh."""
+    """kBytesImage of attention/sm80/fp32_backward.cuh."""
     return parts * _GRANULE * dim * 2 + _FACTS
 
 
 def granules(num_rows: int) -> int:
-    """granules_of() of vjp_mma_split.cuh."""
+    """granules_of() of attention/sm80/fp32_backward.cuh."""
     return -(-num_rows // _LARGEST_TILE) * (_LARGEST_TILE // _GRANULE)
 
 
 # By head dimension as compiled, tiles from best to least: the first that fits is taken.
 _Tiles = dict[int, tuple[MmaSplitVjpTile, ...]]
+
+
+# The file of each kernel, below cuda_src/.
+_SOURCES = {
+    "_queries": "attention/sm80/fp32_backward_dq.cu",
+    "_keys": "attention/sm80/fp32_backward_dkdv.cu",
+    "_prepare": "attention/sm80/fp32_backward_split.cu",
+}
 
 
 @dataclass(frozen=True)
@@ -83,7 +94,7 @@ class MmaSplitVjpKernel:
     """
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     tiles: dict[tuple[str, bool], _Tiles]
     # Queries, and keys, from which float32 pays for being split.
     least: int = 64
@@ -91,7 +102,9 @@ class MmaSplitVjpKernel:
     most_images: float = 4
     fast: bool = True
 
-    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> str | None:
         """Why these kernels cannot take `problem` on `device`, or None."""
         forward = problem.forward
         if device.cc < (8, 0):
@@ -156,7 +169,7 @@ class MmaSplitVjpKernel:
         num_blocks: int,
         **more,
     ) -> Config:
-        """The launch of ``vjp_mma_split<part>.cu``; `grad` is the dtype it writes."""
+        """The launch of a part; `grad` is the dtype it writes."""
         dim, parts = self.dim(forward), self.parts(forward)
         threads, smem = _PREPARE_THREADS, 0
         switches: dict[str, Any] = {
@@ -174,7 +187,7 @@ class MmaSplitVjpKernel:
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
         variant = Variant(
-            source=f"attention/vjp_{self.name}{part}.cu",
+            source=_SOURCES[part],
             entry=f"attention_vjp_{self.name}{part}",
             defines=defines(
                 forward,
@@ -217,8 +230,8 @@ class MmaSplitVjpKernel:
         other = forward.seqlen_k if part == "_queries" else forward.seqlen_q
         image = image_bytes(self.dim(forward), self.parts(forward))
         entry_bytes = 2 * granules(other) * image * num_summed
-        in_cache = _attention_vjp_limits.in_cache(device, entry_bytes)
-        return _attention_vjp_limits.section(num_kept, in_cache)
+        in_cache = gradient_limits.in_cache(device, entry_bytes)
+        return gradient_limits.section(num_kept, in_cache)
 
     def configs(
         self,
@@ -278,7 +291,7 @@ _QUERIES: _Tiles = {
 
 MMA_SPLIT_VJP = MmaSplitVjpKernel(
     name="mma_split",
-    rungs=("tiled", "auto"),
+    methods=("tiled", "auto"),
     tiles={
         ("_queries", False): _QUERIES,
         ("_queries", True): {

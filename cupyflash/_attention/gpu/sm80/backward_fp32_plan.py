@@ -4,23 +4,23 @@ import math
 
 import cupy
 
-from cupyflash import (
-    _attention_vjp_kernels,
-    _attention_vjp_layout,
-    _graphs,
-)
-from cupyflash._attention_params import sections
-from cupyflash._attention_vjp_mma_split import made_by, makes
-from cupyflash._attention_vjp_parts import (
+from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu.gradient_plan import (
     FOUND_BYTES,
     BasePlan,
     Launches,
-    OwnLse,
-    Repair,
     addresses,
+)
+from cupyflash._attention.gpu.params import sections
+from cupyflash._attention.gpu.simt import backward as simt_backward
+from cupyflash._attention.gpu.simt.repair import (
+    Fallback,
+    RecomputedLse,
     repaired_together,
 )
-from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._attention.gpu.sm80.backward_fp32 import made_by, makes
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._cuda import graphs
 
 
 class _SplitLaunches(Launches):
@@ -38,9 +38,9 @@ class _SplitLaunches(Launches):
         blocks, walk = -(-seqlen // tile.rows), -(-other // 32)
         # A block for dq has one entry: what it finds of its rows is of that.
         entries = (
-            _attention_vjp_layout.keep_entries(layout.shape, targets)
+            gradient_layout.keep_entries(layout.shape, targets)
             if of_queries
-            else _attention_vjp_layout.choose_entries(
+            else gradient_layout.choose_entries(
                 layout.shape, targets, blocks, walk, self.device.num_sms
             )
         )
@@ -72,7 +72,7 @@ class MmaSplitPlan(BasePlan):
     def __init__(self, row, problem, operands, device, device_id):
         super().__init__(problem, device_id)
         forward = problem.forward
-        layout = _attention_vjp_layout.layout(problem, operands)
+        layout = gradient_layout.layout(problem, operands)
         make = _SplitLaunches(row, forward, layout, device, device_id)
         self.rows = make.rows()
         num_images, image_bytes = row.images(forward)
@@ -91,24 +91,22 @@ class MmaSplitPlan(BasePlan):
 
         # Scores of the portable kernels are rounded in another order, to which an lse
         # made anew belongs: that of repairs is left by the one for dq to that for dk.
-        own = _attention_vjp_layout.with_new_lse(problem, operands)
-        self.repair_queries = Repair(
+        own = gradient_layout.with_new_lse(problem, operands)
+        self.repair_queries = Fallback(
             ("dq",), forward, layout, device, device_id, OWN_LSE=1
         )
         self.repairs_of_keys = [
-            Repair(names, forward, own, device, device_id)
+            Fallback(names, forward, own, device, device_id)
             for names in repaired_together(own)
         ]
-        self.own_lse = self.bias = None
-        slow = Launches(
-            _attention_vjp_kernels.REPAIRING, forward, own, device, device_id
-        )
+        self.recomputed_lse = self.bias = None
+        slow = Launches(simt_backward.FALLBACK, forward, own, device, device_id)
         if problem.need_dbias:
-            self.own_lse = OwnLse(problem, operands, device)
+            self.recomputed_lse = RecomputedLse(problem, operands, device)
             self.bias = slow.bias()
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
         self.launches = (
-            *(self.own_lse.launches if self.own_lse else ()),
+            *(self.recomputed_lse.launches if self.recomputed_lse else ()),
             self.rows.launch,
             self.prepare.launch,
             *self.queries.launches,
@@ -122,13 +120,15 @@ class MmaSplitPlan(BasePlan):
     def __call__(self, arrays, offset):
         """Launch; `arrays` as _arrays_of() has them."""
         made = self.new_gradients()
-        own_lse = self.own_lse(arrays, offset, made) if self.own_lse else None
+        recomputed_lse = (
+            self.recomputed_lse(arrays, offset, made) if self.recomputed_lse else None
+        )
         q, k, v, out, *options, dout, lse, dlse = addresses(arrays)
         memory = cupy.cuda.alloc(self.num_bytes)
         delta = cupy.ndarray(self.rows_shape, "float32")
         sink_terms = self.sinks.new_terms() if self.sinks else None
-        _graphs.keep_if_capturing((memory, delta, sink_terms))
-        delta_at, terms_at, own_at = addresses((delta, sink_terms, own_lse))
+        graphs.keep_if_capturing((memory, delta, sink_terms))
+        delta_at, terms_at, own_at = addresses((delta, sink_terms, recomputed_lse))
         found, images, stats, repaired_lse = (memory.ptr + n for n in self.starts)
         memory.memset_async(0, FOUND_BYTES)
         rest = (*options, offset)

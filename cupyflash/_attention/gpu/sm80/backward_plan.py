@@ -5,16 +5,9 @@ import math
 import cupy
 import numpy as np
 
-from cupyflash import (
-    _attention_vjp_kernels,
-    _attention_vjp_layout,
-    _gpu,
-    _graphs,
-)
-from cupyflash._attention_params import params_dtype, sections
-from cupyflash._attention_vjp_layout import grads_dtype
-from cupyflash._attention_vjp_mma import items_dtype
-from cupyflash._attention_vjp_parts import (
+from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu.gradient_layout import grads_dtype
+from cupyflash._attention.gpu.gradient_plan import (
     FOUND_BYTES,
     BasePlan,
     Kernel,
@@ -22,9 +15,14 @@ from cupyflash._attention_vjp_parts import (
     Part,
     addresses,
     all_summed,
-    repairs,
 )
-from cupyflash._attention_vjp_problem import AttentionGrads
+from cupyflash._attention.gpu.params import params_dtype, sections
+from cupyflash._attention.gpu.simt import backward as simt_backward
+from cupyflash._attention.gpu.simt.repair import repairs
+from cupyflash._attention.gpu.sm80.backward import items_dtype
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._cuda import graphs, structs
+from cupyflash._cuda import launch as _launch
 
 _STILL_ODD = 8  # where it stands in found_t
 
@@ -66,7 +64,7 @@ class MmaLaunches(Launches):
         """A part that makes a gradient with no terms, to be made again()."""
         target = self.layout.targets[name]
         entries = all_summed(self.layout, (name,))
-        fields = _attention_vjp_layout.entries_fields(entries, [target])
+        fields = gradient_layout.entries_fields(entries, [target])
         return Part((name,), Kernel(None, self.params, self.grads(**fields)))
 
     def again(self, made, part, tile, **more):
@@ -92,9 +90,9 @@ class MmaPlan(BasePlan):
     def __init__(self, row, problem, operands, device, device_id):
         super().__init__(problem, device_id)
         forward = problem.forward
-        layout = _attention_vjp_layout.layout(problem, operands)
+        layout = gradient_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
-        self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
+        self.params = structs.pack_bytes(layout.params, params_dtype(batch_dims))
         make = MmaLaunches(row, forward, layout, device, device_id)
         self.grads = make.grads()
         tile = row.tile("", forward, device)
@@ -125,9 +123,9 @@ class MmaPlan(BasePlan):
             "section": row.section(forward, device, num_kept, num_entries // num_kept),
             "slot": tuple(step // matrix for step in dq.entries[:-2]),
         }
-        self.items = _gpu.pack_bytes(items, items_dtype(batch_dims))
+        self.items = structs.pack_bytes(items, items_dtype(batch_dims))
 
-        # Memory between the kernels, as vjp_mma.cuh has it.
+        # Memory between the kernels, as attention/sm80/backward.cuh has it.
         num_floats = num_blocks * tile.block_m
         sums = 0 if ordered else num_slots * num_floats * row.dim(forward)
         self.num_vectors = sums // 4
@@ -136,14 +134,12 @@ class MmaPlan(BasePlan):
 
         def launch(part, blocks):
             config = row.config(part, tile, forward, batch_dims, forward.dtype, blocks)
-            return _gpu.Launch(config.variant, config.grid, config.block, device_id)
+            return _launch.Launch(config.variant, config.grid, config.block, device_id)
 
         self.rows = launch("_rows", row.rows_blocks(forward, tile))
         self.dq = None if ordered else launch("_dq", num_slots * num_blocks)
         self.repairs = repairs(forward, layout, device, device_id)
-        slow = Launches(
-            _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
-        )
+        slow = Launches(simt_backward.FALLBACK, forward, layout, device, device_id)
         self.bias = make.fast_bias() if problem.need_dbias else None
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
         self.launches = (
@@ -164,7 +160,7 @@ class MmaPlan(BasePlan):
         memory = cupy.cuda.alloc(self.num_bytes)
         delta = cupy.ndarray(self.rows_shape, "float32")
         sink_terms = self.sinks.new_terms() if self.sinks else None
-        _graphs.keep_if_capturing((memory, delta, sink_terms))
+        graphs.keep_if_capturing((memory, delta, sink_terms))
         delta_at, terms_at = addresses((delta, sink_terms))
         found, sums, stats = (memory.ptr + n for n in self.starts)
         memory.memset_async(0, FOUND_BYTES)

@@ -3,9 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
-from cupyflash import _kernels
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import (
+from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
     Config,
@@ -24,7 +22,10 @@ from cupyflash._attention_rows import (
     too_many,
     without_options,
 )
-from cupyflash._kernels import Device, Variant
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._cuda import kernel
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (32, 64, 96, 128, 192, 256)
@@ -74,7 +75,7 @@ class MmaTile:
     stages: int = 1
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     only_plain: bool = False  # options would need more registers than there are
-    sides: int = 1  # warps that share rows (mma_sides.cuh)
+    sides: int = 1  # warps that share rows (attention/sm80/shared_rows.cuh)
     stays: bool = False  # a block has several tiles of queries, if scores are plain
     span: int = 1  # tiles of keys that come at once
     most_keys: float = math.inf  # for whom it is the best
@@ -84,12 +85,12 @@ class MmaTile:
 
 
 def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
-    """Bytes of a tile of k and one of v that have been split (mma_split.cuh)."""
+    """Bytes of a tile of k and one of v that have been split."""
     return parts * block_n * 2 * sum(dims) + 2 * _FACTS_OF_IMAGE
 
 
 def keeps_q(tile: MmaTile, dims: tuple[int, int]) -> bool:
-    """Whether queries lie in registers (kKeepQ of mma.cu)."""
+    """Whether queries lie in registers (kKeepQ of attention/sm80/forward.cu)."""
     row_tiles = tile.block_m * tile.sides * 2 // tile.num_threads
     return max(dims) <= 64 and row_tiles * dims[0] <= 128
 
@@ -101,7 +102,7 @@ def smem_bytes(
     staged: bool,
     stays: bool = False,
 ) -> int:
-    """Shared memory of mma.cu: 16-bit tiles, and float32 ones as they came."""
+    """Shared memory: 16-bit tiles, and float32 ones as they came."""
     stages = tile.stages * image_bytes(tile.span * tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
@@ -147,13 +148,15 @@ class MmaKernel:
     """
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     tiles: dict[tuple[str, bool], _Ladder]
     # Queries, and keys, from which float32 pays for being split.
     least: int = 64
     fast: bool = True
 
-    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionProblem, device: Device
+    ) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
@@ -325,7 +328,7 @@ class MmaKernel:
         whole = device.smem_optin + _RESERVED
         tiles = [
             tile
-            for tile in _kernels.by_threshold(ladder, max(self.dims(problem)))
+            for tile in kernel.by_threshold(ladder, max(self.dims(problem)))
             if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
             and (not tile.only_plain or is_plain(problem))
             and tile.oldest <= device.cc <= tile.newest
@@ -399,7 +402,7 @@ class MmaKernel:
             switches["SCALE_SCORES"] = 1
         switches |= runs(problem)
         variant = Variant(
-            source=f"attention/{self.name}.cu",
+            source="attention/sm80/forward.cu",
             entry=f"attention_{self.name}",
             defines=defines(problem, batch_dims, tile.num_threads, **switches),
             smem=self.smem(tile, problem),
@@ -419,7 +422,7 @@ class MmaKernel:
             "MIN_BLOCKS": 1,
         }
         variant = Variant(
-            source=f"attention/{self.name}_prepare.cu",
+            source="attention/sm80/split_fp32_kv.cu",
             entry=f"attention_{self.name}_prepare",
             defines=defines(
                 replace(without_options(problem, "key_lengths"), keys_of_part=None),
@@ -468,7 +471,7 @@ _ONE_PART: _Ladder = (
 
 MMA = MmaKernel(
     name="mma",
-    rungs=("tiled", "auto"),
+    methods=("tiled", "auto"),
     # TFLOP/s on an H200 at 4 x 2048 / head_dim heads x 4096 beside the next best, full
     # attention (benchmarks/results/mma_h200.json; above 128 columns
     # attention_mma_lengths_h200.json).

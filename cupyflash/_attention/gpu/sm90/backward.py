@@ -1,4 +1,4 @@
-"""The gradient row of attention for sm_90a: tensor cores and the copy engine."""
+"""The gradient row of attention for sm_90a: tensor cores and TMA."""
 
 import math
 from collections.abc import Iterator
@@ -7,16 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import (
-    _attention_hopper,
-    _attention_rows,
-    _attention_vjp_limits,
-    _kernels,
-)
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import Config
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
-from cupyflash._kernels import CUDA_TYPES, Device, Variant
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu import gradient_limits
+from cupyflash._attention.gpu.config import Config
+from cupyflash._attention.gpu.sm90 import forward as sm90_forward
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda import kernel
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,14 @@ class HopperVjpTile:
     turns, else by that kernel: where all tiles of a head begin at one time, they wait
     for each other. A section of heads takes `cache_share` of the L2 cache, where sums
     have no order; with a `feeder` such sums are those of a kernel with a warpgroup for
-    the copy engine.
+    TMA.
     """
 
     block_m: int
     cluster: int = 1
     cluster_alone: int = 1
     turns_from: float = math.inf
-    cache_share: float = _attention_vjp_limits.CACHE_SHARE
+    cache_share: float = gradient_limits.CACHE_SHARE
     feeder: bool = False
 
 
@@ -45,7 +45,7 @@ _Ladder = tuple[tuple[float, HopperVjpTile], ...]
 BLOCK_N = 128
 TILE_M = 128
 _THREADS = 256
-_FEEDER_THREADS = 128  # more of them, where a warpgroup is for the copy engine
+_FEEDER_THREADS = 128  # more of them, where a warpgroup is for TMA
 _STATIC_BYTES = 5120  # bytes of shared memory beside tiles
 # The fewest blocks of queries of a part of an item: two parts cost five more than one.
 _LEAST_PART = 6
@@ -58,12 +58,22 @@ _FED = "_fed"  # the part that is the main kernel with a feeder
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _MOST_SUMMED = 128
 
-INPUTS = np.dtype(_attention_vjp_limits.INPUTS)
+INPUTS = np.dtype(gradient_limits.INPUTS)
+
+
+# The file of each kernel, below cuda_src/.
+_SOURCES = {
+    "": "attention/sm90/backward.cu",
+    "_fed": "attention/sm90/backward_producer.cu",
+    "_queries": "attention/sm90/backward_dq.cu",
+    "_rows": "attention/sm90/backward_preprocess.cu",
+    "_dq": "attention/sm90/backward_postprocess.cu",
+}
 
 
 @dataclass(frozen=True)
 class HopperVjpKernel:
-    """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
+    """Tensor cores fed by TMA, of 16-bit inputs on sm_90a.
 
     `tiles` holds for a head dimension as compiled two ladders, for queries that see all
     keys and for those that see a part: upper bounds of seqlen_q, and the tile up to
@@ -71,21 +81,23 @@ class HopperVjpKernel:
     """
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     tiles: dict[int, tuple[_Ladder, _Ladder]]
     arch: str = "sm_90a"
     fast: bool = True
 
-    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
         forward = problem.forward
         largest = max(self.tiles)
-        reason = _attention_vjp_limits.refusal(
+        reason = gradient_limits.unsupported_reason(
             problem, device, self.arch, largest, _MOST_SUMMED
         )
         if reason is not None:
             return reason
-        shared_q = _attention_vjp_limits.shared_axes(problem.q_shape, forward)
+        shared_q = gradient_limits.shared_axes(problem.q_shape, forward)
         if problem.deterministic and any(shared_q):
             return "adds to a dq that entries share in an order that differs"
         if (smem := self._smem(forward) + _STATIC_BYTES) > device.smem_optin:
@@ -102,8 +114,8 @@ class HopperVjpKernel:
 
     def tile(self, forward: AttentionProblem, dq: str = MIXED) -> HopperVjpTile:
         """The tile measured best for a length."""
-        ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
-        tile = _kernels.by_threshold(ladder, forward.seqlen_q)
+        ladder = self.tiles[self.dim(forward)][sm90_forward.bounds_of(forward) > 0]
+        tile = kernel.by_threshold(ladder, forward.seqlen_q)
         if dq == TURNS:
             return HopperVjpTile(tile.block_m)
         if dq == APART:
@@ -140,7 +152,7 @@ class HopperVjpKernel:
         tile, row = self.tile(forward, dq), 2 * self.dim(forward)
         tiles = (2 * BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * BLOCK_N * 2
-        # On their way to the copy engine: dq of a block.
+        # On their way to TMA: dq of a block.
         sums = 2 * tile.block_m * row if tile.feeder or dq == TURNS else 0
         return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
@@ -152,16 +164,16 @@ class HopperVjpKernel:
         num_blocks: int,
         dq: str = MIXED,
     ) -> Config:
-        """The launch of ``vjp_hopper<part>.cu``."""
+        """The launch of a part."""
         tile = self.tile(forward, dq)
         if not part and tile.feeder:
             part = _FED
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _THREADS, 0
         if part == "_rows":
-            more |= _attention_vjp_limits.rows_defines(forward)
+            more |= gradient_limits.rows_defines(forward)
         if part in ("", _FED, "_queries"):
-            more["BOUNDS"] = _attention_hopper.bounds_of(forward)
+            more["BOUNDS"] = sm90_forward.bounds_of(forward)
         if part == "_queries":
             num_threads += _FEEDER_THREADS
             rows = 2 * TILE_M + 2 * 2 * BLOCK_N
@@ -176,7 +188,7 @@ class HopperVjpKernel:
                 "ORDERED": int(dq == TURNS),
             }
             smem = self._smem(forward, dq)
-        defines = _attention_rows.defines(
+        defines = attention_config.defines(
             forward,
             batch_dims,
             num_threads,
@@ -184,7 +196,7 @@ class HopperVjpKernel:
             **more,
         )
         variant = Variant(
-            source=f"attention/vjp_{self.name}{part}.cu",
+            source=_SOURCES[part],
             entry=f"attention_vjp_{self.name}{part}",
             defines=defines,
             arch=self.arch,
@@ -211,10 +223,10 @@ class HopperVjpKernel:
         row = 2 * (forward.head_dim + forward.head_dim_v) + 4 * self.dim(forward)
         row_bytes = forward.seqlen_q * row * num_summed
         share = self.tile(forward, dq).cache_share
-        in_cache = _attention_vjp_limits.in_cache(device, row_bytes, share)
+        in_cache = gradient_limits.in_cache(device, row_bytes, share)
         if dq == TURNS:  # measured: half of that was as fast or faster in all cells
             in_cache = -(-in_cache // 2)
-        to_log2, hidden = _attention_vjp_limits.units(forward)
+        to_log2, hidden = gradient_limits.units(forward)
         return {
             "num_items": whole + (num_items - whole) * pieces + num_split,
             "num_whole": whole,
@@ -225,7 +237,7 @@ class HopperVjpKernel:
             "num_blocks": num_blocks,
             "num_kept": num_kept,
             "num_summed": num_summed,
-            "section": _attention_vjp_limits.section(num_kept, in_cache),
+            "section": gradient_limits.section(num_kept, in_cache),
             "to_log2": to_log2,
             "hidden": hidden,
         }
@@ -243,7 +255,7 @@ class HopperVjpKernel:
         Of equal items, of `num_blocks`, those that are left over when all
         multiprocessors have had as many.
         """
-        if not self.tile(forward, dq).feeder or _attention_hopper.bounds_of(forward):
+        if not self.tile(forward, dq).feeder or sm90_forward.bounds_of(forward):
             return 0, 0
         left = num_items % device.num_sms
         # Second parts, so many for one multiprocessor, take as long as a first part.
@@ -259,7 +271,7 @@ class HopperVjpKernel:
         Those that are left when all multiprocessors have had as many as each other
         would keep few of them busy; where items have one length and no order.
         """
-        bounds = _attention_hopper.bounds_of(forward)
+        bounds = sm90_forward.bounds_of(forward)
         if dq != MIXED or bounds > 0 or self.tile(forward).block_m != 128:
             return num_items, 1
         left = num_items % device.num_sms
@@ -275,7 +287,7 @@ class HopperVjpKernel:
 
     def configs(self, forward: AttentionProblem, batch_dims: int) -> Iterator[Config]:
         """Every launch but the repairs, in lengths that bring all tiles."""
-        ladder = self.tiles[self.dim(forward)][_attention_hopper.bounds_of(forward) > 0]
+        ladder = self.tiles[self.dim(forward)][sm90_forward.bounds_of(forward) > 0]
         for bound, _ in ladder:
             longest = replace(forward, seqlen_q=int(min(bound, 1 << 14)))
             for part in ("_rows", "", "_dq"):
@@ -287,7 +299,7 @@ class HopperVjpKernel:
 
 HOPPER_VJP = HopperVjpKernel(
     name="hopper",
-    rungs=("tiled", "auto"),
+    methods=("tiled", "auto"),
     tiles={
         64: (
             ((math.inf, HopperVjpTile(128, turns_from=3)),),

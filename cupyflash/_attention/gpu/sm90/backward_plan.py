@@ -5,25 +5,23 @@ import struct
 
 import cupy
 
-from cupyflash import (
-    _attention_vjp_hopper,
-    _attention_vjp_layout,
-    _gpu,
-    _graphs,
-)
-from cupyflash._attention_arrays import encoder
-from cupyflash._attention_params import params_dtype, sections
-from cupyflash._attention_rows import OPTIONS
-from cupyflash._attention_vjp_layout import grads_dtype
-from cupyflash._attention_vjp_parts import (
+from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu.config import OPTIONS
+from cupyflash._attention.gpu.gradient_layout import grads_dtype
+from cupyflash._attention.gpu.gradient_plan import (
     FOUND_BYTES,
     BasePlan,
     addresses,
     all_summed,
-    repairs,
 )
-from cupyflash._attention_vjp_problem import AttentionGrads
-from cupyflash._tensormap import MappedInputs
+from cupyflash._attention.gpu.params import params_dtype, sections
+from cupyflash._attention.gpu.simt.repair import repairs
+from cupyflash._attention.gpu.sm90 import backward as sm90_backward
+from cupyflash._attention.gpu.sm90.operands import encoder
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._cuda import graphs, structs
+from cupyflash._cuda import launch as _launch
+from cupyflash._cuda.tensor_map import MappedInputs
 
 
 class HopperPlan(BasePlan):
@@ -34,18 +32,18 @@ class HopperPlan(BasePlan):
         forward = problem.forward
         # What _rows makes the maximum of has to be 0; the rest of found_t it sets.
         self.looks_for_largest = forward.dtype == "float16"
-        layout = _attention_vjp_layout.layout(problem, operands)
+        layout = gradient_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
-        self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
+        self.params = structs.pack_bytes(layout.params, params_dtype(batch_dims))
         dq, dk, dv = (layout.targets[name] for name in ("dq", "dk", "dv"))
         entries = all_summed(layout, ("dk", "dv"))
-        fields = _attention_vjp_layout.entries_fields(entries, [dk, dv])
+        fields = gradient_layout.entries_fields(entries, [dk, dv])
         grads_type = grads_dtype(batch_dims)
-        self.grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
+        self.grads = structs.pack_bytes({**layout.grads, **fields}, grads_type)
         num_kept, num_summed = fields["num_kept"], fields["num_summed"]
         dq_way = row.dq_way(problem, device, num_kept)
-        in_turns = dq_way == _attention_vjp_hopper.TURNS
-        apart = dq_way == _attention_vjp_hopper.APART
+        in_turns = dq_way == sm90_backward.TURNS
+        apart = dq_way == sm90_backward.APART
         self.is_fed = row.tile(forward, dq_way).feeder
 
         seqlen_q, heads = forward.seqlen_q, forward.num_heads
@@ -65,14 +63,14 @@ class HopperPlan(BasePlan):
             name: encoder(forward, {**layout.params, **layout.grads}, name, x, rows)
             for name, x, rows in (
                 ("q", operands.forward.q, block_m),
-                ("k", operands.forward.k, _attention_vjp_hopper.BLOCK_N),
-                ("v", operands.forward.v, _attention_vjp_hopper.BLOCK_N),
+                ("k", operands.forward.k, sm90_backward.BLOCK_N),
+                ("v", operands.forward.v, sm90_backward.BLOCK_N),
                 ("dout", operands.dout, block_m),
             )
         }
         self.inputs = MappedInputs(encoders, self._inputs)
 
-        # Memory between the kernels, as vjp_hopper.cuh has it.
+        # Memory between the kernels, as attention/sm90/backward.cuh has it.
         num_entries = num_kept * num_summed
         num_blocks = row.num_blocks(forward)
         # If dq has a kernel of its own, it needs none of this.
@@ -80,7 +78,7 @@ class HopperPlan(BasePlan):
         turns = num_slots * num_blocks * row.num_warps * in_turns
         num_items, num_split = (self.schedule[n] for n in ("num_items", "num_split"))
         turns += num_split * row.num_warps * 2  # parts that have ended
-        rows = num_split * _attention_vjp_hopper.BLOCK_N
+        rows = num_split * sm90_backward.BLOCK_N
         parts = rows * 2 * row.dim(forward)
         self.num_vectors = (sums + turns) // 4
         num_whole, num_tiles = self.schedule["num_whole"], self.schedule["num_tiles"]
@@ -101,14 +99,14 @@ class HopperPlan(BasePlan):
         def launch(part, blocks):
             config = row.config(part, forward, batch_dims, blocks, dq_way)
             overlaps = part != "_rows"  # which comes first
-            return _gpu.Launch(
+            return _launch.Launch(
                 config.variant, config.grid, config.block, device_id, overlaps
             )
 
         # A block of threads of _rows has a quarter of the queries of a block.
         self.rows = launch("_rows", num_entries * num_blocks * 4)
         self.main = launch("", row.grid(forward, device, num_items, dq_way))
-        tiles = -(-seqlen_q // _attention_vjp_hopper.TILE_M)
+        tiles = -(-seqlen_q // sm90_backward.TILE_M)
         self.dq = (
             launch("_queries", num_entries * tiles)
             if apart
@@ -117,18 +115,18 @@ class HopperPlan(BasePlan):
         self.cut = struct.pack(
             "4i", num_cut, self.schedule["num_pieces"], num_whole, num_tiles
         )
-        fields = _attention_vjp_layout.entries_fields(all_summed(layout, ("dq",)), [dq])
+        fields = gradient_layout.entries_fields(all_summed(layout, ("dq",)), [dq])
         self.dq_grads = None
         if apart:
-            self.dq_grads = _gpu.pack_bytes({**layout.grads, **fields}, grads_type)
+            self.dq_grads = structs.pack_bytes({**layout.grads, **fields}, grads_type)
         self.repairs = repairs(forward, layout, device, device_id, overlaps=True)
         of_repairs = (repair.kernel.launch for repair in self.repairs)
         self.launches = (self.rows, self.main, self.dq, *of_repairs)
 
     def _inputs(self, maps, pointers):
         """The parameter of the main kernel that depends on where arrays lie."""
-        inputs = _attention_vjp_hopper.INPUTS
-        return _gpu.pack_bytes({**self.schedule, **maps}, inputs)
+        inputs = sm90_backward.INPUTS
+        return structs.pack_bytes({**self.schedule, **maps}, inputs)
 
     def __call__(self, arrays, offset):
         """Launch; `arrays` as _arrays_of() has them."""
@@ -139,7 +137,7 @@ class HopperPlan(BasePlan):
         if inputs is None:
             inputs = self.inputs.make(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
-        _graphs.keep_if_capturing(memory)
+        graphs.keep_if_capturing(memory)
         found, sums, parts, stats, pieces, entries, delta = (
             memory.ptr + start for start in self.starts
         )
@@ -154,7 +152,7 @@ class HopperPlan(BasePlan):
         self.main.enqueue(
             inputs, *(() if self.is_fed else (entries,)), stats, sums, turns,
             parts if self.is_fed else pieces, dk, dv, found,
-            _graphs.counters(self.device_id).of_current_stream(),
+            graphs.counters(self.device_id).of_current_stream(),
             *_NO_OPTIONS, offset, self.params, self.grads,
         )  # fmt: skip
         if self.dq_grads is None:
@@ -174,5 +172,5 @@ class HopperPlan(BasePlan):
 
 
 _NO_OPTIONS = (0,) * len(OPTIONS)
-_ENTRY_BYTES = 80  # of located_t, vjp_hopper.cuh
-_PART_BYTES = 4 * 64 * 64  # of `pieces` in vjp_hopper.cuh
+_ENTRY_BYTES = 80  # of located_t, attention/sm90/backward.cuh
+_PART_BYTES = 4 * 64 * 64  # of `pieces` in attention/sm90/backward.cuh

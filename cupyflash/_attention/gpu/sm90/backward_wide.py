@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import (
-    _attention_hopper,
-    _attention_rows,
-    _attention_vjp_limits,
-    _tensormap,
-)
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import Config, is_plain
-from cupyflash._attention_vjp_mma import MMA_VJP, MmaVjpTile
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
-from cupyflash._kernels import CUDA_TYPES, ITEMSIZE, Device, Variant
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu import gradient_limits
+from cupyflash._attention.gpu.config import Config, is_plain
+from cupyflash._attention.gpu.sm80.backward import MMA_VJP, MmaVjpTile
+from cupyflash._attention.gpu.sm90 import forward as sm90_forward
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
+from cupyflash._cuda import tensor_map
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
 BLOCK = 64  # queries of a block, keys of a tile
 TILE_M = 128  # queries of a tile that makes dq
@@ -37,10 +37,10 @@ _STAGE_NAMES = {
 _THREADS = {"_rows": 256, "_wide_keys": 384, "_wide_queries": 384}
 
 
-# with_terms_t of cuda_src/attention/vjp_hopper_wide_terms.cuh, behind inputs_t.
+# with_terms_t of cuda_src/attention/sm90/backward_score_terms.cuh, behind inputs_t.
 _TERMS = [
-    ("bias_map", _tensormap.MAP),
-    ("mask_map", _tensormap.MAP),
+    ("bias_map", tensor_map.MAP),
+    ("mask_map", tensor_map.MAP),
     ("cap_inverse", "f4"),
     ("cap_limit", "f4"),
     ("cap", "f4"),
@@ -48,7 +48,7 @@ _TERMS = [
     ("inverse_cap", "f4"),
     ("more_padding", "V32"),
 ]
-_PLAIN = _attention_vjp_limits.INPUTS
+_PLAIN = gradient_limits.INPUTS
 INPUTS = {False: np.dtype(_PLAIN), True: np.dtype(_PLAIN + _TERMS)}
 
 
@@ -59,7 +59,7 @@ def has_terms(forward: AttentionProblem) -> bool:
 
 
 def tiles_of_terms(forward: AttentionProblem) -> tuple[str, ...]:
-    """Which of bias and mask come by the copy engine, a tile at a time."""
+    """Which of bias and mask come by TMA, a tile at a time."""
     if forward.terms == "keys":
         return ()
     return tuple(name for name in ("bias", "mask") if getattr(forward, name))
@@ -77,16 +77,24 @@ def _bytes_of_terms(forward):
     return BLOCK * BLOCK * sum(sizes)
 
 
+# The file of each kernel, below cuda_src/.
+_SOURCES = {
+    "_wide_keys": "attention/sm90/backward_wide_dkdv.cu",
+    "_wide_queries": "attention/sm90/backward_wide_dq.cu",
+    "_rows": "attention/sm90/backward_preprocess.cu",
+}
+
+
 @dataclass(frozen=True)
 class HopperWideVjpKernel:
-    """Tensor cores fed by the copy engine, for what the row `hopper` has no room for.
+    """Tensor cores fed by TMA, for what the row `hopper` has no room for.
 
     Those are head dimensions above its own, and options. Two kernels, seven products:
     one owns keys (dk, dv), one queries (dq).
     """
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     above: int  # the largest head dimension that is left to the row `hopper`
     dims: tuple[int, ...]  # as they are compiled; zeros fill up
     softcap_up_to: int  # above this head dimension a softcap spills
@@ -96,11 +104,13 @@ class HopperWideVjpKernel:
     arch: str = "sm_90a"
     fast: bool = True
 
-    def refusal(self, problem: AttentionVjpProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> str | None:
         """Why these kernels cannot take `problem` on `device`, or None."""
         forward = problem.forward
         largest = self.dims[-1]
-        reason = _attention_vjp_limits.refusal(
+        reason = gradient_limits.unsupported_reason(
             problem, device, self.arch, largest, takes_options=True
         )
         if reason is not None:
@@ -108,7 +118,7 @@ class HopperWideVjpKernel:
         widest = max(forward.head_dim, forward.head_dim_v)
         if is_plain(forward) and widest <= self.above:
             return f"takes head dimensions above {self.above}, not {widest}"
-        if any(_attention_vjp_limits.shared_axes(problem.q_shape, forward)):
+        if any(gradient_limits.shared_axes(problem.q_shape, forward)):
             return "makes dq of one entry, and entries of the batch share q"
         if reason := self._refusal_of_options(problem):
             return reason
@@ -133,11 +143,11 @@ class HopperWideVjpKernel:
             )
         if tiles := tiles_of_terms(forward):
             if forward.terms != "tiles":
-                return f"has no {', '.join(tiles)} that the copy engine cannot read"
+                return f"has no {', '.join(tiles)} that TMA cannot read"
             if forward.bias == "float64":
                 return "has no bias of a number for each score in float64"
-        if _attention_hopper.has_lengths(forward) and any(
-            _attention_vjp_limits.shared_axes(problem.k_shape, forward)
+        if sm90_forward.has_lengths(forward) and any(
+            gradient_limits.shared_axes(problem.k_shape, forward)
         ):
             return "entries of the batch share k and differ in what they see"
         return None
@@ -184,16 +194,16 @@ class HopperWideVjpKernel:
         num_blocks: int,
         makes_dbias: bool = False,
     ) -> Config:
-        """The launch of ``vjp_hopper<part>.cu``."""
+        """The launch of a part."""
         # Statistics do not depend on columns; a power of two of threads makes a row's.
         dim = self.dims[-1] if part == "_rows" else self.dim(forward)
         more: dict[str, Any] = {"HEAD_DIM": dim, "BLOCK_M": BLOCK}
         if part == "_rows":
-            more |= _attention_vjp_limits.rows_defines(forward)
+            more |= gradient_limits.rows_defines(forward)
         else:
             # What lengths hide, the device alone knows.
-            bounds = _attention_hopper.bounds_of(forward)
-            lengths = _attention_hopper.has_lengths(forward)
+            bounds = sm90_forward.bounds_of(forward)
+            lengths = sm90_forward.has_lengths(forward)
             more["BOUNDS"] = max(bounds, int(lengths))
             stages = self._stages(part, forward)
             more |= zip(_STAGE_NAMES[part], stages, strict=True)
@@ -203,7 +213,7 @@ class HopperWideVjpKernel:
                     more["TERMS_OF_KEYS"] = 1
             if makes_dbias and forward.bias:
                 more["DBIAS_T"] = CUDA_TYPES[forward.bias]
-        defines = _attention_rows.defines(
+        defines = attention_config.defines(
             forward,
             batch_dims,
             _THREADS[part],
@@ -211,7 +221,7 @@ class HopperWideVjpKernel:
             **more,
         )
         variant = Variant(
-            source=f"attention/vjp_hopper{part}.cu",
+            source=_SOURCES[part],
             entry=f"attention_vjp_hopper{part}",
             defines=defines,
             arch=self.arch,
@@ -254,16 +264,16 @@ class HopperWideVjpKernel:
         else:
             rows, tile = forward.seqlen_q, TILE_M
             entry_bytes = forward.seqlen_k * 2 * columns // forward.group_size
-        in_cache = _attention_vjp_limits.in_cache(device, entry_bytes)
+        in_cache = gradient_limits.in_cache(device, entry_bytes)
         num_tiles = -(-rows // tile)
-        to_log2, hidden = _attention_vjp_limits.units(forward)
+        to_log2, hidden = gradient_limits.units(forward)
         return {
             "num_items": num_tiles * num_kept,
             "num_tiles": num_tiles,
             "num_blocks": -(-forward.seqlen_q // BLOCK),
             "num_kept": num_kept,
             "num_summed": num_summed,
-            "section": _attention_vjp_limits.section(num_kept, in_cache),
+            "section": gradient_limits.section(num_kept, in_cache),
             "to_log2": to_log2,
             "hidden": hidden,
             **self._cap(forward),
@@ -272,13 +282,13 @@ class HopperWideVjpKernel:
     def _cap(self, forward):
         if not forward.softcap:
             return {}
-        cap = _attention_hopper.cap_of(forward, in_log2=True)
+        cap = sm90_forward.cap_of(forward, in_log2=True)
         return {**cap, "inverse_cap": 1 / np.float32(cap["cap"])}
 
 
 HOPPER_WIDE_VJP = HopperWideVjpKernel(
     name="hopper_wide",
-    rungs=("tiled", "auto"),
+    methods=("tiled", "auto"),
     above=128,
     dims=(64, 128, 192, 256),
     softcap_up_to=192,

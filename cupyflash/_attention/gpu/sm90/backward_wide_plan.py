@@ -4,30 +4,27 @@ import math
 
 import cupy
 
-from cupyflash import (
-    _attention_hopper,
-    _attention_vjp_kernels,
-    _attention_vjp_layout,
-    _attention_vjp_wide,
-    _gpu,
-    _graphs,
-)
-from cupyflash._attention_arrays import encoder
-from cupyflash._attention_params import params_dtype, sections
-from cupyflash._attention_rows import is_plain
-from cupyflash._attention_vjp_layout import grads_dtype
-from cupyflash._attention_vjp_mma import MMA_VJP
-from cupyflash._attention_vjp_mma_plan import MmaLaunches
-from cupyflash._attention_vjp_parts import (
+from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu.config import is_plain
+from cupyflash._attention.gpu.gradient_layout import grads_dtype
+from cupyflash._attention.gpu.gradient_plan import (
     FOUND_BYTES,
     BasePlan,
     Launches,
     addresses,
     all_summed,
-    repairs,
 )
-from cupyflash._attention_vjp_problem import AttentionGrads
-from cupyflash._tensormap import MappedInputs
+from cupyflash._attention.gpu.params import params_dtype, sections
+from cupyflash._attention.gpu.simt import backward as simt_backward
+from cupyflash._attention.gpu.simt.repair import repairs
+from cupyflash._attention.gpu.sm80.backward import MMA_VJP
+from cupyflash._attention.gpu.sm80.backward_plan import MmaLaunches
+from cupyflash._attention.gpu.sm90 import backward_wide
+from cupyflash._attention.gpu.sm90 import forward as sm90_forward
+from cupyflash._attention.gpu.sm90.operands import encoder
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._cuda import graphs, launch, structs
+from cupyflash._cuda.tensor_map import MappedInputs
 
 _PARTS = (("_wide_keys", ("dk", "dv")), ("_wide_queries", ("dq",)))
 _COUNTERS = 128  # where those of the kernels stand, behind found_t; zeros at first
@@ -40,10 +37,10 @@ class _Part:
         self.names = names
         # dbias is written beside dq, and does not decide what entries are kept.
         owners = tuple(n for n in names if n != "dbias")
-        fields = _attention_vjp_layout.entries_fields(
+        fields = gradient_layout.entries_fields(
             all_summed(layout, owners), [layout.targets[n] for n in names]
         )
-        self.grads = _gpu.pack_bytes(
+        self.grads = structs.pack_bytes(
             {**layout.grads, **fields}, grads_dtype(layout.batch_dims)
         )
         self.schedule = row.schedule(
@@ -52,13 +49,15 @@ class _Part:
         blocks = min(self.schedule["num_items"], device.num_sms)
         makes_dbias = "dbias" in names
         config = row.config(name, forward, layout.batch_dims, blocks, makes_dbias)
-        self.dtype = _attention_vjp_wide.INPUTS[_attention_vjp_wide.has_terms(forward)]
-        self.launch = _gpu.Launch(config.variant, config.grid, config.block, device_id)
+        self.dtype = backward_wide.INPUTS[backward_wide.has_terms(forward)]
+        self.launch = launch.Launch(
+            config.variant, config.grid, config.block, device_id
+        )
 
     def inputs(self, maps):
         """The parameter that depends on where arrays lie."""
         fields = {**self.schedule, "slot": (0, 0), **maps}
-        return _gpu.pack_bytes(fields, self.dtype)
+        return structs.pack_bytes(fields, self.dtype)
 
 
 class HopperWidePlan(BasePlan):
@@ -67,9 +66,9 @@ class HopperWidePlan(BasePlan):
     def __init__(self, row, problem, operands, device, device_id):
         super().__init__(problem, device_id)
         forward = problem.forward
-        layout = _attention_vjp_layout.layout(problem, operands)
+        layout = gradient_layout.layout(problem, operands)
         batch_dims = layout.batch_dims
-        self.params = _gpu.pack_bytes(layout.params, params_dtype(batch_dims))
+        self.params = structs.pack_bytes(layout.params, params_dtype(batch_dims))
         makes_dbias = _makes_dbias(problem, layout)
         of_queries = ("dq", "dbias") if makes_dbias else ("dq",)
         self.parts = [
@@ -85,36 +84,34 @@ class HopperWidePlan(BasePlan):
                 {**layout.params, **layout.grads},
                 name,
                 x,
-                _attention_vjp_wide.BLOCK,
+                backward_wide.BLOCK,
             )
             for name, x in (
                 *((name, getattr(operands.forward, name)) for name in "qkv"),
                 ("dout", operands.dout),
                 *(
                     (name, getattr(operands.forward, name))
-                    for name in _attention_vjp_wide.tiles_of_terms(forward)
+                    for name in backward_wide.tiles_of_terms(forward)
                 ),
             )
         }
         self.inputs = MappedInputs(encoders, self._inputs)
         self.maps_terms = len(encoders) > 4
 
-        # Memory between the kernels, as vjp_hopper.cuh has it.
+        # Memory between the kernels, as attention/sm90/backward.cuh has it.
         num_entries = math.prod(forward.batch) * forward.num_heads
-        num_blocks = -(-forward.seqlen_q // _attention_vjp_wide.BLOCK)
+        num_blocks = -(-forward.seqlen_q // backward_wide.BLOCK)
         sizes = (
             FOUND_BYTES,
-            4 * num_entries * num_blocks * _attention_vjp_wide.BLOCK * 2,
+            4 * num_entries * num_blocks * backward_wide.BLOCK * 2,
             4 * num_entries * forward.seqlen_q,
         )
         self.starts, self.num_bytes = sections(*sizes)
         self.is_plain = is_plain(forward)
         config = row.rows_config(forward, batch_dims)
-        self.rows = _gpu.Launch(config.variant, config.grid, config.block, device_id)
+        self.rows = launch.Launch(config.variant, config.grid, config.block, device_id)
         self.repairs = repairs(forward, layout, device, device_id)
-        slow = Launches(
-            _attention_vjp_kernels.REPAIRING, forward, layout, device, device_id
-        )
+        slow = Launches(simt_backward.FALLBACK, forward, layout, device, device_id)
         # What the kernel of queries cannot make; and what repairs it where it does.
         self.bias = self.repair_of_bias = None
         if makes_dbias:
@@ -124,8 +121,7 @@ class HopperWidePlan(BasePlan):
             self.bias = fast.fast_bias()
         # What nobody sees has no tile that writes zeros.
         self.clears_dbias = makes_dbias and (
-            _attention_hopper.bounds_of(forward) > 0
-            or _attention_hopper.has_lengths(forward)
+            sm90_forward.bounds_of(forward) > 0 or sm90_forward.has_lengths(forward)
         )
         self.sinks = slow.sinks(problem) if problem.need_dsinks else None
         self.launches = (
@@ -154,7 +150,7 @@ class HopperWidePlan(BasePlan):
             inputs = self.inputs.make(pointers)
         memory = cupy.cuda.alloc(self.num_bytes)
         sink_terms = self.sinks.new_terms() if self.sinks else None
-        _graphs.keep_if_capturing((memory, sink_terms))
+        graphs.keep_if_capturing((memory, sink_terms))
         found, stats, delta = (memory.ptr + start for start in self.starts)
         memory.memset_async(0, FOUND_BYTES)
         if self.clears_dbias:
@@ -180,7 +176,7 @@ class HopperWidePlan(BasePlan):
             )
         inputs, rest = (q, k, v, dout, lse, delta), (*options, offset)
         if self.bias is not None:
-            self.bias((q, k, v, dout, stats, _attention_vjp_wide.BLOCK), made, rest)
+            self.bias((q, k, v, dout, stats, backward_wide.BLOCK), made, rest)
         for repair in self.repairs:
             repair(inputs, made, found, rest)
         if self.repair_of_bias is not None:
@@ -192,7 +188,7 @@ class HopperWidePlan(BasePlan):
 
 def _makes_dbias(problem, layout):
     """Whether the kernel of queries makes dbias: each score has a bias of its own."""
-    able = _attention_vjp_wide.can_make_dbias(problem.forward)
+    able = backward_wide.can_make_dbias(problem.forward)
     if not problem.need_dbias or not able:
         return False
     target = layout.targets["dbias"]

@@ -1,4 +1,4 @@
-"""The row of the attention table for sm_90a: tensor cores and the copy engine."""
+"""The row of the attention table for sm_90a: tensor cores and TMA."""
 
 import math
 from dataclasses import dataclass
@@ -6,19 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash import _kernels, _tensormap
-from cupyflash._attention_hopper_tiles import (
-    FEW,
-    HOPPER_GROUP_ROWS,
-    NARROW,
-    NARROW_KEYS,
-    TILES,
-    HopperTile,
-    Ladder,
-)
-from cupyflash._attention_params import sections
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import (
+from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
     Config,
@@ -32,7 +20,21 @@ from cupyflash._attention_rows import (
     too_many,
     without_options,
 )
-from cupyflash._kernels import ITEMSIZE, Device, Variant
+from cupyflash._attention.gpu.params import sections
+from cupyflash._attention.gpu.sm90.forward_tiles import (
+    FEW,
+    HOPPER_GROUP_ROWS,
+    NARROW,
+    NARROW_KEYS,
+    TILES,
+    HopperTile,
+    Ladder,
+)
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._core.dtypes import ITEMSIZE
+from cupyflash._cuda import kernel, tensor_map
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
 
 # Queries, keys and columns of short sequences, and heads a multiprocessor of many.
 _SHORT, _MANY = 64, 16
@@ -50,10 +52,10 @@ _MOST_STAGED = 217 << 10
 # Bytes of keys and values that the L2 cache holds.
 _CACHED = 50 << 20
 
-# inputs_t of cuda_src/attention/hopper.cu.
+# inputs_t of cuda_src/attention/sm90/forward.cu.
 HOPPER_INPUTS = np.dtype(
     [
-        *((f"{name}_map", _tensormap.MAP) for name in "qkv"),
+        *((f"{name}_map", tensor_map.MAP) for name in "qkv"),
         *((name, "i4") for name in ("num_items", "num_blocks", "num_heads", "section")),
         *((name, "i4") for name in ("num_splits", "absent")),
         *((name, "u8") for name in "qkv"),
@@ -82,13 +84,13 @@ _TANH_COEFFICIENTS = (
 
 @dataclass(frozen=True)
 class HopperKernel:
-    """Tensor cores fed by the copy engine, of 16-bit inputs on sm_90a.
+    """Tensor cores fed by TMA, of 16-bit inputs on sm_90a.
 
     What `tiles`, `few` and `narrow` hold stands over TILES, FEW and NARROW.
     """
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     tiles: dict[tuple[int, int], tuple[Ladder, ...]]
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
     few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
@@ -96,7 +98,9 @@ class HopperKernel:
     arch: str = "sm_90a"
     fast: bool = True
 
-    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionProblem, device: Device
+    ) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if f"{device.arch}a" != self.arch:
             return f"needs {self.arch}, {device.name} is {device.arch}"
@@ -174,11 +178,11 @@ class HopperKernel:
     def tile(self, problem: AttentionProblem) -> HopperTile:
         """The tile measured best for a length and kind of mask."""
         if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
-            tiles = _kernels.by_threshold(self.few, max(self._dims(problem)))
+            tiles = kernel.by_threshold(self.few, max(self._dims(problem)))
             if _adds_terms(problem):
                 return tiles[2]
             return tiles[_bytes_of_keys(problem) > _CACHED]
-        return _kernels.by_threshold(self._ladder(problem), problem.seqlen_q)
+        return kernel.by_threshold(self._ladder(problem), problem.seqlen_q)
 
     def pack(self, problem: AttentionProblem) -> int:
         """Query heads of a group that stand side by side in the rows of a tile.
@@ -267,7 +271,7 @@ class HopperKernel:
         return tile.block_m * row_qk + kv + 1024
 
     def _staged_bytes(self, problem, columns):
-        """kStagedBytes of cuda_src/attention/hopper_store.cuh, for all warps."""
+        """kStagedBytes of cuda_src/attention/sm90/epilogue.cuh, for all warps."""
         return self.tile(problem).block_m * (2 * columns + 16) if columns else 0
 
     def _staged_columns(self, problem):
@@ -290,7 +294,7 @@ class HopperKernel:
         if self.num_splits(problem, device) == 1 or self.merges(problem, device):
             return (config,)
         merge = Variant(
-            source=f"attention/{self.name}_merge.cu",
+            source="attention/sm90/forward_combine.cu",
             entry=f"attention_{self.name}_merge",
             defines=defines(without_options(problem), batch_dims, _SPLIT_MERGE_THREADS),
         )
@@ -336,7 +340,7 @@ class HopperKernel:
             elif problem.terms == "unit":
                 switches["UNIT_COLUMNS"] = 1
         variant = Variant(
-            source=f"attention/{self.name}.cu",
+            source="attention/sm90/forward.cu",
             entry=f"attention_{self.name}",
             defines=defines(problem, batch_dims, tile.num_threads, **switches),
             arch=self.arch,
@@ -405,7 +409,7 @@ def _weight_of_terms(problem):
 
 
 def _is_cap_only(problem):
-    """kCapOnly of cuda_src/attention/hopper_terms.cuh."""
+    """kCapOnly of cuda_src/attention/sm90/score_terms.cuh."""
     arrays = (problem.bias, problem.mask, problem.alibi_slopes)
     alone = all(x is None for x in arrays) and scale_is_plain(problem.scale)
     return problem.softcap > 0 and alone
@@ -439,7 +443,7 @@ def _exponents(problem):
 
 
 def cap_of(problem, in_log2=None):
-    """cap_t of cuda_src/attention/softcap.cuh: the softcap as a polynomial.
+    """cap_t of cuda_src/attention/score/softcap.cuh: the softcap as a polynomial.
 
     Scores are exponents of 2 with `in_log2`; None: as the forward kernel has them.
     """
@@ -466,7 +470,7 @@ def cap_of(problem, in_log2=None):
 
 
 def bounds_of(problem):
-    """kBounds of cuda_src/attention/hopper_tiles.cuh."""
+    """kBounds of cuda_src/attention/sm90/tile_scheduler.cuh."""
     if problem.left is not None:
         return 2
     return 0 if problem.right is None else 1
@@ -480,7 +484,7 @@ def has_lengths(problem):
 
 HOPPER = HopperKernel(
     name="hopper",
-    rungs=("tiled", "auto"),
+    methods=("tiled", "auto"),
     dims=(64, 96, 128, 192, 256),
     few=FEW,
     narrow=NARROW,

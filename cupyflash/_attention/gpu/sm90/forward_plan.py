@@ -2,11 +2,12 @@
 
 import cupy
 
-from cupyflash import _attention_params, _gpu, _graphs
-from cupyflash._attention_arrays import encoder, q_encoder
-from cupyflash._attention_hopper import HOPPER_INPUTS
-from cupyflash._attention_plans import FusedPlan, address
-from cupyflash._tensormap import MappedInputs
+from cupyflash._attention.gpu import params as attention_params
+from cupyflash._attention.gpu.plan import FusedPlan, address
+from cupyflash._attention.gpu.sm90.forward import HOPPER_INPUTS
+from cupyflash._attention.gpu.sm90.operands import encoder, q_encoder
+from cupyflash._cuda import graphs, structs
+from cupyflash._cuda.tensor_map import MappedInputs
 
 
 class HopperPlan(FusedPlan):
@@ -14,7 +15,7 @@ class HopperPlan(FusedPlan):
 
     def __init__(self, row, problem, operands, device):
         super().__init__(row, problem, operands, device)
-        fields = _attention_params.params_fields(problem, operands)
+        fields = attention_params.params_fields(problem, operands)
         tile = row.tile(problem)
         box_n = tile.box_n or tile.block_n
         encoders = {
@@ -35,7 +36,7 @@ class HopperPlan(FusedPlan):
     def _inputs(self, maps, pointers):
         """The kernel's parameter that depends on where q, k and v lie."""
         fields = {**self.schedule, **dict(zip("qkv", pointers, strict=True)), **maps}
-        return _gpu.pack_bytes(fields, HOPPER_INPUTS)
+        return structs.pack_bytes(fields, HOPPER_INPUTS)
 
     def __call__(self, arrays, offset):
         """Launch; `arrays` as they stand in a call, out None for a new one."""
@@ -51,7 +52,7 @@ class HopperPlan(FusedPlan):
         out_at, lse_at = out.data.ptr, address(lse)
         counter = 0
         if self.counted:
-            counter = _graphs.counters(self.device_id, self.counted).of_current_stream()
+            counter = graphs.counters(self.device_id, self.counted).of_current_stream()
         if self.num_splits == 1:
             self.launch.enqueue(
                 inputs, out_at, lse_at, counter, *options, offset, self.params
@@ -59,7 +60,7 @@ class HopperPlan(FusedPlan):
             return out, lse
         memory = cupy.cuda.alloc(self.num_bytes)
         lses, parts = (memory.ptr + start for start in self.starts)
-        _graphs.keep_if_capturing(memory)
+        graphs.keep_if_capturing(memory)
         merged = (out_at, lse_at) if self.merges else ()
         self.launch.enqueue(
             inputs, parts, lses, counter, *merged, *options, offset, self.params

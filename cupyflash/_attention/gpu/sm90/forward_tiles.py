@@ -18,7 +18,7 @@ class HopperTile:
     # Whether keys that nobody else reads are the first to leave the L2 cache.
     evict_first: bool = False
     stage_out: bool = True  # whether out goes through shared memory that has room
-    box_n: int = 0  # keys that the copy engine brings at a time, or 0: the tile's
+    box_n: int = 0  # keys that TMA brings at a time, or 0: the tile's
     # Bytes of keys and values of a section, in units of the L2 cache.
     cache_share: float = 11 / 20
 

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from cupyflash._attention_problem import AttentionProblem
-from cupyflash._attention_rows import (
+from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
     Config,
@@ -15,8 +14,10 @@ from cupyflash._attention_rows import (
     scale_is_plain,
     too_many,
 )
-from cupyflash._kernels import Device, Variant
-from cupyflash._tensormap import MAX_BATCH_AXES
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.tensor_map import MAX_BATCH_AXES
 
 # Head dimensions are compiled in steps; zeros fill the rest.
 _STEP = 64
@@ -34,11 +35,13 @@ class HopperWideKernel:
     """Tensor cores of sm_90a for 16-bit heads of 257 to 576 columns, any strides."""
 
     name: str
-    rungs: tuple[str, ...]
+    methods: tuple[str, ...]
     arch: str = "sm_90a"
     fast: bool = True
 
-    def refusal(self, problem: AttentionProblem, device: Device) -> str | None:
+    def unsupported_reason(
+        self, problem: AttentionProblem, device: Device
+    ) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if f"{device.arch}a" != self.arch:
             return f"needs {self.arch}, {device.name} is {device.arch}"
@@ -78,7 +81,7 @@ class HopperWideKernel:
         return BLOCK * 2 * (2 * dim + dim_v + BLOCK) + 2 * 4 * BLOCK + _BARRIERS
 
     def is_mapped(self, problem: AttentionProblem, batch_dims: int) -> bool:
-        """Whether the copy engine brings k and v.
+        """Whether TMA brings k and v.
 
         Above 512 columns of v there are no registers for it.
         """
@@ -100,7 +103,7 @@ class HopperWideKernel:
         if self.is_mapped(problem, batch_dims):
             switches["MAPPED"] = 1
         variant = Variant(
-            source=f"attention/{self.name}.cu",
+            source="attention/sm90/forward_wide.cu",
             entry=f"attention_{self.name}",
             defines=defines(problem, batch_dims, _NUM_THREADS, **switches),
             arch=self.arch,
@@ -109,4 +112,4 @@ class HopperWideKernel:
         return (Config(variant, num_tiles(problem, BLOCK), _NUM_THREADS),)
 
 
-HOPPER_WIDE = HopperWideKernel(name="hopper_wide", rungs=("tiled", "auto"))
+HOPPER_WIDE = HopperWideKernel(name="hopper_wide", methods=("tiled", "auto"))

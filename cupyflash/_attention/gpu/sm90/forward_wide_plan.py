@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from cupyflash import _attention_params, _gpu, _tensormap
-from cupyflash._attention_arrays import encoder
-from cupyflash._attention_hopper_wide import BLOCK
-from cupyflash._attention_plans import FusedPlan, address
+from cupyflash._attention.gpu import params as attention_params
+from cupyflash._attention.gpu.plan import FusedPlan, address
+from cupyflash._attention.gpu.sm90.forward_wide import BLOCK
+from cupyflash._attention.gpu.sm90.operands import encoder
+from cupyflash._cuda import structs, tensor_map
 
-# maps_t of cuda_src/attention/hopper_wide.cu.
-_MAPS = np.dtype([("k_map", _tensormap.MAP), ("v_map", _tensormap.MAP)])
+# maps_t of cuda_src/attention/sm90/forward_wide.cu.
+_MAPS = np.dtype([("k_map", tensor_map.MAP), ("v_map", tensor_map.MAP)])
 
 
 class HopperWidePlan(FusedPlan):
@@ -18,15 +19,15 @@ class HopperWidePlan(FusedPlan):
         super().__init__(row, problem, operands, device)
         if problem.keys_of_part is not None:  # not rounded to 16 bits
             self.out_dtype = np.dtype(problem.compute_dtype)
-        fields = _attention_params.params_fields(problem, operands)
+        fields = attention_params.params_fields(problem, operands)
         self.maps = None
         if row.is_mapped(problem, len(fields["batch_shape"])):
-            self.maps = _tensormap.MappedInputs(
+            self.maps = tensor_map.MappedInputs(
                 {
                     name: encoder(problem, fields, name, getattr(operands, name), BLOCK)
                     for name in "kv"
                 },
-                lambda maps, pointers: _gpu.pack_bytes(maps, _MAPS),
+                lambda maps, pointers: structs.pack_bytes(maps, _MAPS),
             )
 
     def __call__(self, arrays, offset):

@@ -1,15 +1,15 @@
 """What GPU kernels of attention ask of arrays: contiguous rows, and tensor maps."""
 
-from cupyflash import _tensormap
-from cupyflash._attention_hopper_tiles import HOPPER_GROUP_ROWS
+from cupyflash._attention.gpu.sm90.forward_tiles import HOPPER_GROUP_ROWS
+from cupyflash._cuda import tensor_map
 
 
 def unmapped(num_batch_axes, **arrays):
     """Why these arrays cannot all be read through tensor maps, or None."""
     for name, x in arrays.items():
-        if reason := _tensormap.refusal(x.data.ptr, x.shape, x.strides):
+        if reason := tensor_map.unsupported_reason(x.data.ptr, x.shape, x.strides):
             return f"{name} {reason}"
-    if (axes := num_batch_axes()) > _tensormap.MAX_BATCH_AXES:
+    if (axes := num_batch_axes()) > tensor_map.MAX_BATCH_AXES:
         return f"the batch is {axes} axes that cannot be merged"
     return None
 
@@ -20,7 +20,7 @@ def encoder(problem, fields, name, x, rows):
     shape = (*fields["batch_shape"], *x.shape[-3:])
     strides = tuple(step * x.itemsize for step in (*batch, *steps))
     dtype = getattr(problem, name, problem.dtype)  # bias and mask have their own
-    return _tensormap.Encoder(dtype, _tensormap.layout(shape, strides), rows)
+    return tensor_map.Encoder(dtype, tensor_map.layout(shape, strides), rows)
 
 
 def q_encoder(problem, fields, q, pack):
@@ -31,7 +31,7 @@ def q_encoder(problem, fields, q, pack):
     (batch,), head, row, col = fields["q"]
     shape = (*fields["batch_shape"], problem.num_heads // pack, problem.seqlen_q, pack)
     steps = batch, head * pack, row, head, col
-    where = _tensormap.layout(
+    where = tensor_map.layout(
         (*shape, problem.head_dim), tuple(step * q.itemsize for step in steps)
     )
-    return _tensormap.Encoder(problem.dtype, where, pack, rows // pack)
+    return tensor_map.Encoder(problem.dtype, where, pack, rows // pack)

@@ -3,10 +3,10 @@
 import dataclasses
 import math
 
-from cupyflash import _arrays
-from cupyflash import _softmax_cuts as _cuts
-from cupyflash import _softmax_tiers as _tiers
-from cupyflash._softmax_cuts import Cut
+from cupyflash._core import arrays as _arrays
+from cupyflash._softmax.gpu import config as softmax_config
+from cupyflash._softmax.gpu.config import LaunchConfig
+from cupyflash._softmax.gpu.heuristics import on_chip
 
 # Registers of a thread that hold elements, and threads that a multiprocessor is to
 # hold, for short columns. A vjp holds two arrays.
@@ -42,7 +42,7 @@ def hold_columns(problem, device):
     if not layout.is_columns:
         return "rows do not lie side by side in memory"
     names = [name for name in ("x", "dy", "out") if problem.dtypes.get(name)]
-    widest = max(_cuts.itemsize_of(problem.dtypes[name]) for name in names)
+    widest = max(softmax_config.itemsize_of(problem.dtypes[name]) for name in names)
     vector = _vector(layout, 16 // widest)
     kind = "vjp" if problem.dtypes.get("dy") else "softmax"
     registers, resident = _HELD_REGISTERS[kind]
@@ -83,8 +83,8 @@ def share_columns(problem, device):
         return "there are weights"
     if x not in _arrays.FLOATS:
         return f"{x} is not one of {', '.join(_arrays.FLOATS)}"
-    size = _cuts.itemsize_of(x)
-    vector = _tiers.VECTOR_BYTES // size
+    size = softmax_config.itemsize_of(x)
+    vector = on_chip.VECTOR_BYTES // size
     if _vector(layout, vector) != vector:
         return "columns are no whole vectors of 16 bytes"
     held = _SHARE_ROWS_HELD[size] if device.smem_optin >= _SHARE_ROOM else 4
@@ -93,7 +93,7 @@ def share_columns(problem, device):
     if problem.num_rows * problem.row_length < worth:
         return f"fewer than {worth} elements are not worth a launch more"
     for width, most in _SHARE_WIDTHS:
-        side = _side(layout.inner // vector, width // _tiers.VECTOR_BYTES)
+        side = _side(layout.inner // vector, width // on_chip.VECTOR_BYTES)
         # Whole warps, though some lanes of a narrow slab be idle.
         side = 1 << (side - 1).bit_length()
         tiles = problem.num_rows // layout.inner * -(-layout.inner // (side * vector))
@@ -116,13 +116,13 @@ def share_columns(problem, device):
         return dataclasses.replace(
             cut,
             entry=entry,
-            defines=(*cut.defines, *_cuts.defines_of(values)),
-            smem=2 * held * _tiers.VECTOR_BYTES * cut.num_threads,
-            scratch=tiles * parts * side * vector * _cuts.PARTIAL_BYTES,
+            defines=(*cut.defines, *softmax_config.defines_of(values)),
+            smem=2 * held * on_chip.VECTOR_BYTES * cut.num_threads,
+            scratch=tiles * parts * side * vector * softmax_config.PARTIAL_BYTES,
         )
 
     main = dataclasses.replace(
-        cut("sum", 32), num_blocks=-(-warps * 32 // _cuts.BLOCK_THREADS)
+        cut("sum", 32), num_blocks=-(-warps * 32 // softmax_config.BLOCK_THREADS)
     )
     if whole:
         return (main,)
@@ -136,7 +136,7 @@ def sum_columns(problem, device):
         return "rows do not lie side by side in memory"
     if problem.dtypes["b"]:
         return "there are weights"
-    size = _cuts.itemsize_of(problem.dtypes["x"])
+    size = softmax_config.itemsize_of(problem.dtypes["x"])
     vector = _vector(layout, min(4, 16 // size))
     num_vectors = -(-layout.inner // vector)
     held = 8 if vector > 1 else 16
@@ -166,7 +166,9 @@ def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
     layout = problem.layout
     if not layout.is_columns:
         return "rows do not lie side by side in memory"
-    widest = max(_cuts.itemsize_of(problem.dtypes[name]) for name in ("x", "out"))
+    widest = max(
+        softmax_config.itemsize_of(problem.dtypes[name]) for name in ("x", "out")
+    )
     vector = _vector(layout, 16 // widest)
     held = rows if vector > 1 else 8
     side = _side(-(-layout.inner // vector), width // (vector * widest))
@@ -200,7 +202,7 @@ def split_columns(problem, device):
         cut,
         defines=(*cut.defines, ("SPLITS", "1")),
         num_groups=pieces,
-        scratch=cut.num_blocks * pieces * vector * side * _cuts.PARTIAL_BYTES,
+        scratch=cut.num_blocks * pieces * vector * side * softmax_config.PARTIAL_BYTES,
     )
     return tuple(dataclasses.replace(split, entry=entry) for entry in ("sum", "write"))
 
@@ -242,10 +244,10 @@ def _column_cut(problem, vector, side, deep, held, parked, cluster, resident):
         "RESIDENT": max(1, round(resident / threads)),
     }
     return (
-        Cut(
-            min(-(-tiles // groups), _cuts.MAX_BLOCKS // cluster) * cluster,
+        LaunchConfig(
+            min(-(-tiles // groups), softmax_config.MAX_BLOCKS // cluster) * cluster,
             threads,
-            _cuts.defines_of(values),
+            softmax_config.defines_of(values),
             smem=parked * threads * vector * _held_bytes(problem),
             cluster=cluster,
         ),
@@ -266,7 +268,7 @@ def _registers(problem, vector):
     for name in ("x", "dy"):
         if dtype := problem.dtypes.get(name):
             size = (
-                _cuts.itemsize_of(dtype) if dtype in _arrays.FLOATS else 8
+                softmax_config.itemsize_of(dtype) if dtype in _arrays.FLOATS else 8
             )  # as computed
             pairs = size == 2 and vector % 2 == 0
             total += vector // 2 if pairs else vector * max(1, size // 4)
@@ -278,7 +280,7 @@ def _registers(problem, vector):
 def _held_bytes(problem):
     """Bytes of an element of each input."""
     names = [problem.dtypes.get(name) for name in ("x", "dy")]
-    return sum(_cuts.itemsize_of(name) for name in names if name)
+    return sum(softmax_config.itemsize_of(name) for name in names if name)
 
 
 def _side(num_vectors, wide):

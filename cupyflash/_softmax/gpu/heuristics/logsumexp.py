@@ -2,20 +2,21 @@
 
 import dataclasses
 
-from cupyflash import _arrays, _kernels
-from cupyflash import _softmax_tiers as _tiers
-from cupyflash._softmax_cuts import (
+from cupyflash._core import arrays
+from cupyflash._cuda import kernel
+from cupyflash._softmax.gpu.config import (
     BLOCK_THREADS,
     MAX_BLOCKS,
     PARTIAL_BYTES,
     PARTS_PER_SM,
     SUM_PARTS_PER_SM,
     WALK_THREADS,
-    Cut,
+    LaunchConfig,
     defines_of,
     itemsize_of,
     num_parts,
 )
+from cupyflash._softmax.gpu.heuristics import on_chip
 
 # Vectors of 16 bytes up to -> (lanes a row, vectors in a lane, sets of rows), for sums
 # of rows that are held as a whole; by the size of an element. A lane that has fewer
@@ -81,15 +82,15 @@ def sum_rows(problem, device):
         return "neighbours along a row are not neighbours in memory"
     if dtypes["b"] or dtypes.get("where"):
         return "there are weights or a mask"
-    if dtypes["x"] not in _arrays.FLOATS:
-        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    if dtypes["x"] not in arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(arrays.FLOATS)}"
     if problem.row_length == 1:
         return "rows have one element"
     size = itemsize_of(dtypes["x"])
-    vector = _tiers.VECTOR_BYTES // size
+    vector = on_chip.VECTOR_BYTES // size
     vectors, parts = -(-problem.row_length // vector), 1
     if vectors <= SUMS[size][-1][0]:
-        lanes, held, sets = _kernels.by_threshold(SUMS[size], vectors)
+        lanes, held, sets = kernel.by_threshold(SUMS[size], vectors)
         if size == 2 and 4 < vectors <= 8 and problem.row_length % vector == 0:
             lanes, held, sets = _WHOLE_SUM
     else:
@@ -119,7 +120,9 @@ def sum_rows(problem, device):
         blocks = min(blocks, device.num_sms * min_blocks)
     blocks = min(blocks, MAX_BLOCKS)
     scratch = problem.num_rows * parts * PARTIAL_BYTES if parts > 1 else 0
-    cut = Cut(blocks * parts, lanes * rows, defines_of(values), scratch=scratch)
+    cut = LaunchConfig(
+        blocks * parts, lanes * rows, defines_of(values), scratch=scratch
+    )
     if parts == 1:
         return (cut,)
     return (

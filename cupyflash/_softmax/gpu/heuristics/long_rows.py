@@ -2,17 +2,17 @@
 
 import dataclasses
 
-from cupyflash import _arrays
-from cupyflash import _softmax_tiers as _tiers
-from cupyflash._softmax_cuts import (
+from cupyflash._core import arrays
+from cupyflash._softmax.gpu.config import (
     PARTIAL_BYTES,
     WALK_THREADS,
-    Cut,
+    LaunchConfig,
     defines_of,
     itemsize_of,
     num_parts,
     widest_of,
 )
+from cupyflash._softmax.gpu.heuristics import on_chip
 
 _TOLD_BYTES = 16  # what a block tells the others of a row
 
@@ -21,14 +21,14 @@ def split_rows(problem, device):
     """Blocks that share a row, which is read twice."""
     if not problem.layout.is_rows:
         return "neighbours along a row are not neighbours in memory"
-    vectors = problem.row_length * widest_of(problem) // _tiers.VECTOR_BYTES
+    vectors = problem.row_length * widest_of(problem) // on_chip.VECTOR_BYTES
     parts = num_parts(problem, device, vectors)
     blocks = problem.num_rows * parts
     if blocks >= 1 << 31:
         return f"{problem.num_rows} rows are too many"
     values = {"LANES": WALK_THREADS, "ROWS_PER_BLOCK": 1, "PARTS": parts}
     return tuple(
-        Cut(
+        LaunchConfig(
             blocks,
             WALK_THREADS,
             defines_of(values),
@@ -66,8 +66,8 @@ def trail_rows(problem, device):
         return f"{device.name} has not been tried"
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
-    if dtypes["x"] not in _arrays.FLOATS:
-        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    if dtypes["x"] not in arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(arrays.FLOATS)}"
     if problem.row_length * itemsize_of(dtypes["x"]) > _TRAIL_SHARE * device.l2_bytes:
         return f"a row of {problem.row_length} is more than the L2 cache can hold"
     widest = widest_of(problem)
@@ -77,8 +77,8 @@ def trail_rows(problem, device):
 
 
 def _along_line(problem, device, held, blocks_per_sm, between):
-    """The launches of blocks that take parts of rows in one line (softmax/line.cuh)."""
-    part_bytes = WALK_THREADS * held * _tiers.VECTOR_BYTES
+    """The launches of blocks that take parts of rows from one queue."""
+    part_bytes = WALK_THREADS * held * on_chip.VECTOR_BYTES
     part = part_bytes // widest_of(problem)
     parts = problem.num_rows * -(-problem.row_length // part)
     if parts >= 1 << 30:
@@ -91,7 +91,7 @@ def _along_line(problem, device, held, blocks_per_sm, between):
         "MIN_BLOCKS": blocks_per_sm,
     }
     words = 1 + problem.num_rows + parts  # of _TOLD_BYTES
-    main = Cut(
+    main = LaunchConfig(
         min(2 * parts, device.num_sms * blocks_per_sm),
         WALK_THREADS,
         defines_of(values),
@@ -123,8 +123,8 @@ def trail_pairs(problem, device):
     if device.cc[0] != 9:  # for sm_120 16 bits spill 96 bytes
         return f"{device.name} has not been tried"
     names = [dtypes[name] for name in ("x", "dy")]
-    if not {*names} <= {*_arrays.FLOATS}:
-        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
+    if not {*names} <= {*arrays.FLOATS}:
+        return f"{', '.join(names)}: not all of {', '.join(arrays.FLOATS)}"
     widest = widest_of(problem)
     row_bytes = problem.row_length * widest
     is_short = row_bytes <= _PAIRS_SHORT
@@ -143,18 +143,18 @@ def stream_pairs(problem, device):
     if device.cc < (8, 0):
         return f"{device.name} copies nothing to shared memory by itself"
     names = [problem.dtypes[name] for name in ("x", "dy")]
-    if not {*names} <= {*_arrays.FLOATS}:
-        return f"{', '.join(names)}: not all of {', '.join(_arrays.FLOATS)}"
-    vector = _tiers.VECTOR_BYTES // widest_of(problem)
+    if not {*names} <= {*arrays.FLOATS}:
+        return f"{', '.join(names)}: not all of {', '.join(arrays.FLOATS)}"
+    vector = on_chip.VECTOR_BYTES // widest_of(problem)
     place = vector * sum(map(itemsize_of, names))  # bytes of a vector of each
     vectors = -(-problem.row_length // vector)
     is_few = problem.row_length * widest_of(problem) * problem.num_rows <= _PAIRS_FEW
     if not is_few and not isinstance(trail_pairs(problem, device), str):
         return f"{problem.num_rows} rows are faster along a line through L2"
-    stream = _tiers.stream(vectors, problem.num_rows, place, device)
+    stream = on_chip.stream(vectors, problem.num_rows, place, device)
     if stream is None:
         return f"a row of {problem.row_length} is more than the card can hold"
-    main = Cut(
+    main = LaunchConfig(
         stream.blocks,
         stream.threads,
         defines_of({

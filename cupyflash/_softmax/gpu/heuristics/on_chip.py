@@ -7,7 +7,7 @@ hold it takes it; all numbers were chosen on an H200, as a share of the speed of
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cupyflash._kernels import Device
+from cupyflash._cuda.device import Device
 
 VECTOR_BYTES = 16
 WARP = 32

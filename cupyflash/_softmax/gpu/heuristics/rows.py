@@ -1,15 +1,16 @@
 """How kernels cut a problem whose rows a block walks over, or some blocks hold."""
 
-from cupyflash import _arrays, _kernels
-from cupyflash import _softmax_tiers as _tiers
-from cupyflash._softmax_cuts import (
+from cupyflash._core import arrays
+from cupyflash._cuda import kernel
+from cupyflash._softmax.gpu.config import (
     BLOCK_THREADS,
     MAX_BLOCKS,
-    Cut,
+    LaunchConfig,
     defines_of,
     itemsize_of,
     widest_of,
 )
+from cupyflash._softmax.gpu.heuristics import on_chip
 
 # Static shared memory of a block of 1024 threads at most: what its warps exchange.
 _EXCHANGE_BYTES = 8192
@@ -30,12 +31,12 @@ _FEW_ROWS = 128
 
 def walk_rows(problem, device):
     """Threads that walk over a row of any length and any strides."""
-    lanes = _kernels.by_threshold(LANES, problem.row_length)
+    lanes = kernel.by_threshold(LANES, problem.row_length)
     if lanes == LANES[-1][1] and problem.num_rows < _FEW_ROWS:
         lanes = 1024
     rows_per_block = max(1, BLOCK_THREADS // lanes)
     return (
-        Cut(
+        LaunchConfig(
             min(-(-problem.num_rows // rows_per_block), MAX_BLOCKS),
             lanes * rows_per_block,
             defines_of({"LANES": lanes, "ROWS_PER_BLOCK": rows_per_block}),
@@ -57,7 +58,7 @@ def _is_contiguous(problem):
     """Whether rows lie in one piece, or in pieces of whole vectors that are aligned."""
     if problem.layout.is_rows:
         return True
-    vector = _tiers.VECTOR_BYTES // widest_of(problem)
+    vector = on_chip.VECTOR_BYTES // widest_of(problem)
     return not _is_heavy(problem) and problem.layout.is_in_vectors(vector)
 
 
@@ -67,58 +68,58 @@ def _is_heavy(problem):
     Of gradients the scale takes none.
     """
     dtypes = problem.dtypes
-    if not {dtypes["x"], dtypes.get("dy") or dtypes["x"]} <= {*_arrays.FLOATS}:
+    if not {dtypes["x"], dtypes.get("dy") or dtypes["x"]} <= {*arrays.FLOATS}:
         return True
     return not dtypes.get("dy") and bool(dtypes.get("where") or problem.scale != 1)
 
 
 def _forward_tiers(problem, device):
     if not _is_contiguous(problem):
-        return _tiers.STRIDED
+        return on_chip.STRIDED
     if _is_heavy(problem):
-        short, clusters = _tiers.FORWARD_HEAVY, _tiers.FORWARD_HEAVY_CLUSTERS
+        short, clusters = on_chip.FORWARD_HEAVY, on_chip.FORWARD_HEAVY_CLUSTERS
     else:
-        short, clusters = _tiers.FORWARD, _tiers.FORWARD_CLUSTERS
+        short, clusters = on_chip.FORWARD, on_chip.FORWARD_CLUSTERS
         widest, is_log = widest_of(problem), problem.function == "log_softmax"
         if widest == 8:
-            short, clusters = _tiers.FORWARD_F64, _tiers.FORWARD_F64_CLUSTERS
+            short, clusters = on_chip.FORWARD_F64, on_chip.FORWARD_F64_CLUSTERS
             if is_log:
-                clusters = _tiers.LOG_F64_CLUSTERS
+                clusters = on_chip.LOG_F64_CLUSTERS
         elif not problem.layout.is_rows:
-            short = _tiers.FORWARD_OF_PIECES
-            clusters = _tiers.FORWARD_OF_PIECES_CLUSTERS
+            short = on_chip.FORWARD_OF_PIECES
+            clusters = on_chip.FORWARD_OF_PIECES_CLUSTERS
         elif widest == 2 and is_log:
-            short = _tiers.LOG_16_BITS
-    return _tiers.ladder(short, clusters, 1, device)
+            short = on_chip.LOG_16_BITS
+    return on_chip.ladder(short, clusters, 1, device)
 
 
 def _backward_tiers(problem, device):
     if not _is_contiguous(problem):
-        return _tiers.STRIDED
+        return on_chip.STRIDED
     if _is_heavy(problem):
-        return _tiers.ladder(_tiers.FORWARD_HEAVY, (), 2, device)
+        return on_chip.ladder(on_chip.FORWARD_HEAVY, (), 2, device)
     widest = widest_of(problem)
     if not problem.layout.is_rows:
-        short, clusters = _tiers.BACKWARD_OF_PIECES, _tiers.BACKWARD_16_BITS_CLUSTERS
+        short, clusters = on_chip.BACKWARD_OF_PIECES, on_chip.BACKWARD_16_BITS_CLUSTERS
     elif widest == 2:
-        short, clusters = _tiers.BACKWARD_16_BITS, _tiers.BACKWARD_16_BITS_CLUSTERS
+        short, clusters = on_chip.BACKWARD_16_BITS, on_chip.BACKWARD_16_BITS_CLUSTERS
     elif widest == 8 and problem.function == "log_softmax_vjp":
-        short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_LOG_F64_CLUSTERS
+        short, clusters = on_chip.BACKWARD, on_chip.BACKWARD_LOG_F64_CLUSTERS
     else:
-        short, clusters = _tiers.BACKWARD, _tiers.BACKWARD_CLUSTERS
-    return _tiers.ladder(short, clusters, 2, device)
+        short, clusters = on_chip.BACKWARD, on_chip.BACKWARD_CLUSTERS
+    return on_chip.ladder(short, clusters, 2, device)
 
 
 def _held_by(problem, device, tiers, names):
     """The launch that holds rows of these operands, or why there is none."""
     widest, contiguous = widest_of(problem), _is_contiguous(problem)
-    vector = _tiers.VECTOR_BYTES // widest
+    vector = on_chip.VECTOR_BYTES // widest
     # What does not fill a vector at either end of a contiguous row has a place besides.
     vectors = problem.row_length // vector
     if not contiguous:
         vectors = -(-problem.row_length // vector)
     is_whole = not contiguous or problem.row_length % vector == 0
-    hold = _tiers.hold(tiers, vectors, 0 if is_whole else 2 * vector - 2)
+    hold = on_chip.hold(tiers, vectors, 0 if is_whole else 2 * vector - 2)
     if hold is None:
         longest = tiers[-1].vectors * vector
         return (
@@ -131,12 +132,12 @@ def _held_by(problem, device, tiers, names):
         and widest == 2
         and hold.cluster == 1
         and not hold.parked
-        and problem.dtypes["x"] in _arrays.FLOATS
+        and problem.dtypes["x"] in arrays.FLOATS
         and not (problem.dtypes.get("where") or problem.scale != 1)
     )
     if shifts:
         windows = hold.held * (hold.lanes + 1) * hold.rows_per_block
-        smem = windows * _tiers.VECTOR_BYTES * sizes.count(2)
+        smem = windows * on_chip.VECTOR_BYTES * sizes.count(2)
     else:
         smem = hold.parked * vector * sum(sizes) * hold.num_threads
     if smem > device.smem_optin - _EXCHANGE_BYTES:
@@ -153,7 +154,7 @@ def _held_by(problem, device, tiers, names):
     }
     blocks = min(-(-problem.num_rows // hold.rows_per_block), MAX_BLOCKS)
     return (
-        Cut(
+        LaunchConfig(
             blocks * hold.cluster,
             hold.num_threads,
             defines_of(values),

@@ -2,16 +2,17 @@
 
 import math
 
-from cupyflash import _arrays, _kernels
-from cupyflash import _softmax_tiers as _tiers
-from cupyflash._softmax_cuts import (
+from cupyflash._core import arrays
+from cupyflash._cuda import kernel
+from cupyflash._softmax.gpu.config import (
     BLOCK_THREADS,
     MAX_BLOCKS,
-    Cut,
+    LaunchConfig,
     defines_of,
     itemsize_of,
     widest_of,
 )
+from cupyflash._softmax.gpu.heuristics import on_chip
 
 # Rows that are no whole vectors up to this length are held many at a time, by bytes of
 # the widest element. The others move in vectors, at the price of the two ends of each
@@ -55,8 +56,8 @@ def span_rows(problem, device):
         return "there is a mask"
     if not _are_back_to_back(problem, ("x", "out")):
         return "rows do not lie back to back"
-    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
-    is_narrow = problem.dtypes["x"] in _arrays.FLOATS[:3]
+    vectors, rest = divmod(length * size, on_chip.VECTOR_BYTES)
+    is_narrow = problem.dtypes["x"] in arrays.FLOATS[:3]
     if not rest and not (vectors in _ODD_VECTORS and is_narrow):
         return "rows are whole vectors of 16 bytes"
     deal = lanes, _, turns = _span_deal(length, size, widest)
@@ -73,7 +74,7 @@ def span_pairs(problem, device):
     size = itemsize_of(problem.dtypes["x"])
     if length > LONGEST_PAIRS_IN_SPAN[widest]:
         return f"a row of {length} is longer than {LONGEST_PAIRS_IN_SPAN[widest]}"
-    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    vectors, rest = divmod(length * size, on_chip.VECTOR_BYTES)
     if not rest and vectors >= _WHOLE_VECTORS:
         return f"rows are {vectors} whole vectors of 16 bytes"
     if not _are_back_to_back(problem, ("x", "dy", "out")):
@@ -98,8 +99,8 @@ def span_sums(problem, device):
     dtypes, length = problem.dtypes, problem.row_length
     if dtypes["b"] or dtypes.get("where"):
         return "there are weights or a mask"
-    if dtypes["x"] not in _arrays.FLOATS:
-        return f"{dtypes['x']} is not one of {', '.join(_arrays.FLOATS)}"
+    if dtypes["x"] not in arrays.FLOATS:
+        return f"{dtypes['x']} is not one of {', '.join(arrays.FLOATS)}"
     size = itemsize_of(dtypes["x"])
     if not 1 < length <= LONGEST_SUM_IN_SPAN[size]:
         return f"a row of {length} is not of 2 to {LONGEST_SUM_IN_SPAN[size]} elements"
@@ -109,7 +110,7 @@ def span_sums(problem, device):
     if not _is_calm(deal, size):
         return f"elements of rows of {length} lie in the same banks"
     ladder = _SUM_BLOCKS_OF_DOUBLES if size == 8 else _SUM_BLOCKS
-    blocks = _kernels.by_threshold(ladder, length * max(4, size))
+    blocks = kernel.by_threshold(ladder, length * max(4, size))
     if device.cc >= (10, 0):
         blocks = min(blocks, _BLOCKS_ELSEWHERE)
     more = {"MIN_BLOCKS": blocks, "KEEPS": 0}
@@ -135,10 +136,10 @@ def _span_cut(problem, names, deal, share, beside=0, more=None):
     # The length of the buffers, and what their phases in memory may add.
     sizes = sum(itemsize_of(problem.dtypes[name]) for name in names)
     row_bytes = lanes * held * sizes + beside
-    phases = 2 * len(names) * _tiers.VECTOR_BYTES
+    phases = 2 * len(names) * on_chip.VECTOR_BYTES
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
-        Cut(
+        LaunchConfig(
             min(-(-problem.num_rows // rows), MAX_BLOCKS),
             BLOCK_THREADS,
             defines_of(
@@ -175,13 +176,13 @@ def _span_deal(length, itemsize, widest):
     Few lanes, and rows side by side, if their elements then lie in different banks.
     """
     fewest = _fewest_lanes(length * max(4, widest))
-    is_whole = length * itemsize % _tiers.VECTOR_BYTES == 0
+    is_whole = length * itemsize % on_chip.VECTOR_BYTES == 0
     alone = _calmest_deal(length, itemsize, 1)
     if fewest == 1 and (length <= _ALONE or is_whole) and _is_calm(alone, itemsize):
         return alone
     deals = [
         _calmest_deal(length, itemsize, lanes)
-        for lanes in sorted({fewest, min(2 * fewest, _tiers.WARP)})
+        for lanes in sorted({fewest, min(2 * fewest, on_chip.WARP)})
     ]
     # Slots of lanes that hold nothing take their turns, too.
     return min(deals, key=lambda deal: -(-length // deal[0]) * deal[0] * deal[2])
@@ -193,7 +194,7 @@ def _pair_deal(length, itemsize, widest):
     deals = [
         _calmest_deal(length, itemsize, lanes)
         for lanes in (fewest, 2 * fewest, 4 * fewest)
-        if lanes <= _tiers.WARP
+        if lanes <= on_chip.WARP
     ]
     calm = [deal for deal in deals if _is_calm(deal, itemsize)]
     return calm[0] if calm else deals[-1]
@@ -231,7 +232,7 @@ def _bank_turns(step, itemsize, lanes):
     words = max(1, itemsize // 4)  # of an element
     found = {
         (lane // lanes * step + lane % lanes) * itemsize // 4 + word
-        for lane in range(_tiers.WARP // words)
+        for lane in range(on_chip.WARP // words)
         for word in range(words)
     }
     banks = [word % 32 for word in found]
@@ -256,15 +257,15 @@ def short_rows(problem, device):
     """Threads that are neighbours and hold parts of short rows of whole vectors."""
     dtypes = problem.dtypes
     length, size = problem.row_length, itemsize_of(dtypes["x"])
-    if dtypes["x"] not in _arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:
-        return f"{dtypes['x']} as {dtypes['out']} is none of {_arrays.FLOATS[:3]}"
+    if dtypes["x"] not in arrays.FLOATS[:3] or dtypes["out"] != dtypes["x"]:
+        return f"{dtypes['x']} as {dtypes['out']} is none of {arrays.FLOATS[:3]}"
     if dtypes.get("where") or problem.scale != 1:
         return "there is a mask or a scale"
     if not _are_back_to_back(problem, ("x", "out")):
         return "rows do not lie back to back"
     if not problem.layout.is_aligned:
         return "an array does not begin at a whole vector of 16 bytes"
-    vectors, rest = divmod(length * size, _tiers.VECTOR_BYTES)
+    vectors, rest = divmod(length * size, on_chip.VECTOR_BYTES)
     held, sets = (1, 2) if vectors == 2 else (2 if vectors % 3 else 3, 1)
     lanes, over = divmod(vectors, held)
     min_blocks = _SHORT_BLOCKS[problem.function].get((held, sets))
@@ -276,9 +277,9 @@ def short_rows(problem, device):
     values = {
         "LANES": lanes,
         "ROWS_PER_BLOCK": rows_at_once,
-        "HELD": held * _tiers.VECTOR_BYTES // size,
+        "HELD": held * on_chip.VECTOR_BYTES // size,
         "SETS": sets,
         "MIN_BLOCKS": min_blocks,
     }
     blocks = min(-(-problem.num_rows // (rows_at_once * sets)), MAX_BLOCKS)
-    return (Cut(blocks, BLOCK_THREADS, defines_of(values)),)
+    return (LaunchConfig(blocks, BLOCK_THREADS, defines_of(values)),)

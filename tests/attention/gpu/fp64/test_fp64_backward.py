@@ -9,13 +9,16 @@ from placing import place
 from test_attention_vjp import agree, gradients, inputs
 
 import cupyflash
-from cupyflash import _attention_samples, _kernels, _reference_vjp
-from cupyflash._attention_vjp_f64 import TILED_F64_VJP as ROW
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.fp64.backward import TILED_F64_VJP as ROW
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
+from cupyflash._reference import backward as reference_vjp
 
 ARCHS = ("sm_80", "sm_90a", "sm_100")
-HOPPER = _kernels.device_of_arch("sm_90a")
+HOPPER = _device.device_of_arch("sm_90a")
 HEAD_DIMS = (1, 16, 33, 64, 65, 96, 97, 128)
 OPTIONS = {
     "plain": {},
@@ -29,7 +32,7 @@ OPTIONS = {
 
 
 def problem(head_dim=64, **options):
-    forward = _attention_samples.made_up("float64", head_dim)
+    forward = samples.made_up("float64", head_dim)
     forward = dataclasses.replace(forward, **options)
     return AttentionVjpProblem(forward, (), (), ())
 
@@ -43,9 +46,9 @@ def problem(head_dim=64, **options):
     "options", [{}, {"bias": "float64"}, {"softcap": 30.0}, {"scale": -1.0}]
 )
 def test_takes(arch, head_dim, options):
-    device = _kernels.device_of_arch(arch)
+    device = _device.device_of_arch(arch)
     asked = problem(head_dim, **options)
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device)
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device)
     assert row is ROW
     for tile in ROW.fitting(asked.forward, device):
         config = ROW.config("keys", tile, asked.forward, 1, "float64", 1)
@@ -67,15 +70,15 @@ def test_takes(arch, head_dim, options):
     ],
 )
 def test_leaves_to_the_next_row(asked, arch, reason):
-    device = _kernels.device_of_arch(arch)
-    assert reason in ROW.refusal(asked, device)
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device)
+    device = _device.device_of_arch(arch)
+    assert reason in ROW.unsupported_reason(asked, device)
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device)
     assert row is not ROW
 
 
 def test_a_card_with_little_shared_memory():
     small = dataclasses.replace(HOPPER, smem_optin=48 * 1024)
-    assert "more shared memory" in ROW.refusal(problem(128), small)
+    assert "more shared memory" in ROW.unsupported_reason(problem(128), small)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -84,7 +87,7 @@ def test_a_card_with_little_shared_memory():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_tiles(head_dim, seqlen, heads, arch):
     """The number of other heads may change block_m, never the bits of a gradient."""
-    device = _kernels.device_of_arch(arch)
+    device = _device.device_of_arch(arch)
     forward = problem(head_dim).forward
     assert ROW.dim(forward) >= head_dim
     tile = ROW.tile(forward, device, heads, seqlen)
@@ -94,7 +97,7 @@ def test_tiles(head_dim, seqlen, heads, arch):
 
 def test_where_a_tile_spills_it_is_shorter_and_the_block_is_not():
     for arch, block_n in (("sm_80", 64), ("sm_90a", 64), ("sm_100", 32)):
-        tiles = ROW.fitting(problem(64).forward, _kernels.device_of_arch(arch))
+        tiles = ROW.fitting(problem(64).forward, _device.device_of_arch(arch))
         assert (tiles[0].block_m, tiles[0].block_n) == (64, block_n)
     tiles = ROW.fitting(problem(64, softcap=3.0).forward, HOPPER)
     assert (tiles[0].block_m, tiles[0].block_n) == (64, 32)
@@ -157,8 +160,8 @@ def test_as_accurate_as_the_plain_computation(cupy, rng, head_dim, causal):
     q, k, v, dout = inputs(rng, "float64", **shapes(200, 250, head_dim))
     q[:, ::5] *= 2
     grads = gradients(cupy, q, k, v, dout, causal=causal)
-    exact = _reference_vjp.attention_vjp(dout, q, k, v, causal=causal)
-    plain = _reference_vjp.plain_attention_vjp(dout, q, k, v, causal=causal)
+    exact = reference_vjp.attention_vjp(dout, q, k, v, causal=causal)
+    plain = reference_vjp.plain_attention_vjp(dout, q, k, v, causal=causal)
     for got, standard, best in zip(grads[:3], plain[:3], exact[:3], strict=True):
         assert_as_accurate(to_host(got), standard, best, factor=3.0)
         assert max_error(got, best) <= 1e-13 * np.abs(best).max()

@@ -9,12 +9,14 @@ from accuracy import BOUNDS, assert_same_specials, max_error, to_host
 from placing import place
 
 import cupyflash
-from cupyflash import _attention_samples, _kernels
-from cupyflash._attention_f64 import TILED_F64 as ROW
-from cupyflash._attention_kernels import ATTENTION_KERNELS
+from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.fp64.forward import TILED_F64 as ROW
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
 
 ARCHS = ("sm_80", "sm_90a", "sm_100")
-HOPPER = _kernels.device_of_arch("sm_90a")
+HOPPER = _device.device_of_arch("sm_90a")
 HEAD_DIMS = (1, 16, 17, 64, 65, 96, 128, 130, 192, 256)
 TERMS = {
     "plain": {},
@@ -26,7 +28,7 @@ TERMS = {
 
 
 def problem(head_dim=64, **options):
-    made = _attention_samples.made_up("float64", head_dim)
+    made = samples.made_up("float64", head_dim)
     return dataclasses.replace(made, **options)
 
 
@@ -37,9 +39,9 @@ def problem(head_dim=64, **options):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("terms", TERMS)
 def test_takes(arch, head_dim, terms):
-    device = _kernels.device_of_arch(arch)
+    device = _device.device_of_arch(arch)
     asked = problem(head_dim, **TERMS[terms])
-    row, _ = _kernels.select(ATTENTION_KERNELS, asked, device)
+    row, _ = kernel.select(ATTENTION_KERNELS, asked, device)
     assert row is ROW
     (config,) = ROW.configs(asked, 1, device)
     # Static memory takes up to 1 KiB more.
@@ -60,16 +62,16 @@ def test_takes(arch, head_dim, terms):
     ],
 )
 def test_leaves_to_the_next_row(asked, arch, reason):
-    device = _kernels.device_of_arch(arch)
-    assert reason in ROW.refusal(asked, device)
-    row, _ = _kernels.select(ATTENTION_KERNELS, asked, device)
+    device = _device.device_of_arch(arch)
+    assert reason in ROW.unsupported_reason(asked, device)
+    row, _ = kernel.select(ATTENTION_KERNELS, asked, device)
     next_rows = ("mma",) if asked.dtype == "float32" else ("tiled", "online")
     assert row.name in next_rows
 
 
 def test_a_card_with_little_shared_memory():
     small = dataclasses.replace(HOPPER, smem_optin=48 * 1024)
-    assert "more shared memory" in ROW.refusal(problem(128), small)
+    assert "more shared memory" in ROW.unsupported_reason(problem(128), small)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -11,24 +11,26 @@ from placing import FORMS, place
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
 
 import cupyflash
-from cupyflash import _attention_samples, _kernels
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
-from cupyflash._attention_vjp_mma import DIMS, MMA_VJP, items_dtype
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.sm80.backward import DIMS, MMA_VJP, items_dtype
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel, plan_cache
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 HALVES = ("float16", "bfloat16")
 
 
 def problem(dtype="bfloat16", head_dim=64, **options):
-    forward = _attention_samples.made_up(dtype, head_dim)
+    forward = samples.made_up(dtype, head_dim)
     forward = dataclasses.replace(forward, **options)
     shape = (*forward.batch, forward.num_kv_heads, forward.seqlen_k, head_dim)
     return AttentionVjpProblem(forward, (), shape, shape)
 
 
 def device(arch):
-    return _kernels.device_of_arch(arch)
+    return _device.device_of_arch(arch)
 
 
 # --- the row -------------------------------------------------------------------------
@@ -40,8 +42,8 @@ def device(arch):
 @pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
 def test_takes(arch, dtype, head_dim, options):
     asked = problem(dtype, head_dim, **options)
-    assert MMA_VJP.refusal(asked, device(arch)) is None
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+    assert MMA_VJP.unsupported_reason(asked, device(arch)) is None
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device(arch))
     before = dict.fromkeys((7, 64, 72, 128), "hopper")
     before |= {200: "hopper_wide", 256: "hopper_wide"}
     if "softcap" in options:
@@ -66,8 +68,8 @@ def test_takes(arch, dtype, head_dim, options):
     ],
 )
 def test_leaves_to_the_next_row(asked, arch, reason):
-    assert reason in MMA_VJP.refusal(asked, device(arch))
-    row, refused = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+    assert reason in MMA_VJP.unsupported_reason(asked, device(arch))
+    row, refused = kernel.select(ATTENTION_VJP_KERNELS, asked, device(arch))
     assert row.name != "mma"
     assert row.name == "hopper" or "mma" in dict(refused)
 
@@ -127,14 +129,14 @@ def test_the_struct_of_items():
 @pytest.fixture
 def forced(cupy, monkeypatch):
     """The row in front of the table."""
-    from cupyflash import _attention_vjp_gpu
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
 
     def force(row=MMA_VJP):
         before = ("hopper", "hopper_wide", "mma")
         rest = [x for x in ATTENTION_VJP_KERNELS if x.name not in before]
-        monkeypatch.setattr(_attention_vjp_gpu, "ATTENTION_VJP_KERNELS", (row, *rest))
-        plans = _attention_vjp_gpu._gpu.PlanCache()
-        monkeypatch.setattr(_attention_vjp_gpu, "_plans", plans)
+        monkeypatch.setattr(attention_vjp_gpu, "ATTENTION_VJP_KERNELS", (row, *rest))
+        plans = plan_cache.PlanCache()
+        monkeypatch.setattr(attention_vjp_gpu, "_plans", plans)
 
     force()
     return force
@@ -357,9 +359,9 @@ def all_tiles():
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("part", "terms", "dim", "tile"), list(all_tiles()))
 def test_each_tile(cupy, rng, forced, dtype, part, terms, dim, tile):
-    from cupyflash import _gpu
+    from cupyflash._cuda import runtime
 
-    if not tile.fits(part, dim, _gpu.device(0)):
+    if not tile.fits(part, dim, runtime.device(0)):
         pytest.skip("a tile for other cards")
     field = "query_tiles" if part else "tiles"
     one = {terms: dict.fromkeys(DIMS, (tile,)) for terms in (False, True)}

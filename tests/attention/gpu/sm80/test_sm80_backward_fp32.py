@@ -5,28 +5,29 @@ import dataclasses
 import fuzz_vjp
 import numpy as np
 import pytest
-import test_mma_vjp
+import test_sm80_backward
 import vjp_laws
 from accuracy import assert_as_accurate, max_error, to_host, wide
 from placing import FORMS, place
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs, problem_of
-from test_mma_vjp import ARCHS, device
+from test_sm80_backward import ARCHS, device
 
 import cupyflash
-from cupyflash import _kernels, _reference_vjp
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
-from cupyflash._attention_vjp_mma_split import (
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.sm80.backward_fp32 import (
     DIMS,
     MMA_SPLIT_VJP,
     granules,
     image_bytes,
 )
+from cupyflash._cuda import kernel, plan_cache
+from cupyflash._reference import backward as reference_vjp
 
 PARTS = ("_queries", "_keys")
 
 
 def problem(dtype="float32", head_dim=64, **options):
-    return test_mma_vjp.problem(dtype, head_dim, **options)
+    return test_sm80_backward.problem(dtype, head_dim, **options)
 
 
 # --- the row -------------------------------------------------------------------------
@@ -38,7 +39,7 @@ def problem(dtype="float32", head_dim=64, **options):
 @pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
 def test_takes(arch, precision, head_dim, options):
     asked = problem(head_dim=head_dim, precision=precision, **options)
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device(arch))
     assert row.name == "mma_split"
 
 
@@ -58,8 +59,8 @@ def test_takes(arch, precision, head_dim, options):
     ],
 )
 def test_leaves_to_the_next_row(asked, arch, reason):
-    assert reason in MMA_SPLIT_VJP.refusal(asked, device(arch))
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device(arch))
+    assert reason in MMA_SPLIT_VJP.unsupported_reason(asked, device(arch))
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device(arch))
     assert row.name != "mma_split"
 
 
@@ -145,14 +146,14 @@ def test_the_bound_is_what_parts_leave_out(rng, spread):
 @pytest.fixture
 def forced(cupy, monkeypatch):
     """The row in front of the table, from one query and key on."""
-    from cupyflash import _attention_vjp_gpu
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
 
     def force(row=MMA_SPLIT_VJP):
         row = dataclasses.replace(row, least=1, most_images=np.inf)
         rest = [x for x in ATTENTION_VJP_KERNELS if x.name != "mma_split"]
-        monkeypatch.setattr(_attention_vjp_gpu, "ATTENTION_VJP_KERNELS", (row, *rest))
-        plans = _attention_vjp_gpu._gpu.PlanCache()
-        monkeypatch.setattr(_attention_vjp_gpu, "_plans", plans)
+        monkeypatch.setattr(attention_vjp_gpu, "ATTENTION_VJP_KERNELS", (row, *rest))
+        plans = plan_cache.PlanCache()
+        monkeypatch.setattr(attention_vjp_gpu, "_plans", plans)
 
     force()
     return force
@@ -322,8 +323,8 @@ def test_nan_stays_where_it_is_seen(cupy, rng, forced):
 def as_accurate(cupy, q, k, v, dout, **options):
     """Compare the errors with those of the unfused computation in float32."""
     grads = gradients(cupy, q, k, v, dout, **options)
-    exact = _reference_vjp.attention_vjp(dout, q, k, v, **options)
-    plain = _reference_vjp.plain_attention_vjp(dout, q, k, v, **options)
+    exact = reference_vjp.attention_vjp(dout, q, k, v, **options)
+    plain = reference_vjp.plain_attention_vjp(dout, q, k, v, **options)
     for name in ("dq", "dk", "dv"):
         found, standard, best = (getattr(x, name) for x in (grads, plain, exact))
         assert np.isfinite(wide(found)).all()
@@ -450,7 +451,7 @@ def test_weights_of_a_part(cupy, rng, forced):
 @pytest.mark.gpu
 def test_tf32(cupy, rng, forced):
     q, k, v, dout = inputs(rng, q=(1, 2, 300, 64), k=(1, 2, 300, 64))
-    exact = _reference_vjp.attention_vjp(dout, q, k, v)
+    exact = reference_vjp.attention_vjp(dout, q, k, v)
     grads = gradients(cupy, q, k, v, dout, precision="tf32")
     for name in ("dq", "dk", "dv"):
         best = wide(getattr(exact, name))
@@ -471,9 +472,9 @@ def all_tiles():
 @pytest.mark.parametrize("precision", ["float32", "tf32"])
 @pytest.mark.parametrize(("part", "terms", "dim", "tile"), list(all_tiles()))
 def test_each_tile(cupy, rng, forced, part, terms, dim, tile, precision):
-    from cupyflash import _gpu
+    from cupyflash._cuda import runtime
 
-    if not tile.fits(part, dim, 2, _gpu.device(0)):
+    if not tile.fits(part, dim, 2, runtime.device(0)):
         pytest.skip("a tile for other cards")
     tiles = {**MMA_SPLIT_VJP.tiles}
     tiles |= {(part, x): dict.fromkeys(DIMS, (tile,)) for x in (False, True)}
@@ -485,7 +486,7 @@ def test_each_tile(cupy, rng, forced, part, terms, dim, tile, precision):
         check(cupy, rng, (dim, dim), seqlens=(300, 280), batch=(1,), **options)
         return
     arrays = inputs(rng, q=(1, 2, 300, dim), k=(1, 2, 280, dim))
-    exact = _reference_vjp.attention_vjp(arrays[3], *arrays[:3], **options)
+    exact = reference_vjp.attention_vjp(arrays[3], *arrays[:3], **options)
     found = gradients(cupy, *arrays, precision=precision, **options)
     for a, b in zip(found[:3], exact[:3], strict=True):
         assert max_error(a, b) <= 1e-2 * np.abs(wide(b)).max()

@@ -18,9 +18,12 @@ from accuracy import (
 from placing import place
 
 import cupyflash
-from cupyflash import _attention_mma, _attention_samples, _kernels
-from cupyflash._attention_kernels import ATTENTION_KERNELS
-from cupyflash._attention_mma import DIMS, MMA
+from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.sm80 import forward as sm80_forward
+from cupyflash._attention.gpu.sm80.forward import DIMS, MMA
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel, plan_cache
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
 KINDS = (
@@ -32,12 +35,12 @@ KINDS = (
 
 
 def problem(dtype="float16", head_dim=64, precision="float32", **options):
-    made = _attention_samples.made_up(dtype, head_dim)
+    made = samples.made_up(dtype, head_dim)
     return dataclasses.replace(made, precision=precision, **options)
 
 
 def device(arch):
-    return _kernels.device_of_arch(arch)
+    return _device.device_of_arch(arch)
 
 
 # --- the row -------------------------------------------------------------------------
@@ -49,17 +52,17 @@ def device(arch):
 @pytest.mark.parametrize("options", [{}, {"bias": "float32"}, {"softcap": 3.0}])
 def test_takes(arch, dtype, precision, head_dim, options):
     asked = problem(dtype, head_dim, precision, **options)
-    assert MMA.refusal(asked, device(arch)) is None
+    assert MMA.unsupported_reason(asked, device(arch)) is None
     names = [
         row.name
         for row in ATTENTION_KERNELS
-        if row.refusal(asked, device(arch)) is None
+        if row.unsupported_reason(asked, device(arch)) is None
     ]
     assert names.index("mma") < names.index("tiled")
     on_hopper = dtype != "float32" and arch == "sm_90a"
     assert names[0] == ("hopper" if on_hopper else "mma")
     unfit = dataclasses.replace(asked, no_tensor_map="q starts anywhere")
-    row, _ = _kernels.select(ATTENTION_KERNELS, unfit, device(arch))
+    row, _ = kernel.select(ATTENTION_KERNELS, unfit, device(arch))
     assert row is MMA
 
 
@@ -69,7 +72,7 @@ def test_takes(arch, dtype, precision, head_dim, options):
 @pytest.mark.parametrize("options", [{}, {"mask": "bool"}])
 def test_takes_large_head_dims_in_16_bits(arch, dtype, dims, options):
     asked = problem(dtype, dims[0], head_dim_v=dims[1], **options)
-    assert MMA.refusal(asked, device(arch)) is None
+    assert MMA.unsupported_reason(asked, device(arch)) is None
 
 
 @pytest.mark.parametrize(
@@ -89,8 +92,8 @@ def test_takes_large_head_dims_in_16_bits(arch, dtype, dims, options):
     ],
 )
 def test_leaves_to_the_next_row(asked, arch, reason):
-    assert reason in MMA.refusal(asked, device(arch))
-    row, refused = _kernels.select(ATTENTION_KERNELS, asked, device(arch))
+    assert reason in MMA.unsupported_reason(asked, device(arch))
+    row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
     assert row.name not in ("mma", "hopper")
     assert "mma" in dict(refused)
 
@@ -125,27 +128,27 @@ def test_tiles_fit_the_shared_memory(arch):
 
 
 def test_shared_memory_of_a_tile():
-    tile = _attention_mma.MmaTile(128, 64, 128, stages=2)
+    tile = sm80_forward.MmaTile(128, 64, 128, stages=2)
     of_q, of_kv = 128 * 64 * 2, 64 * (64 + 32) * 2
     few = 512 + 2 * 2 * 128
-    assert _attention_mma.smem_bytes(tile, (64, 32), 1, False) == of_q + 2 * of_kv + few
-    staged = _attention_mma.smem_bytes(tile, (64, 32), 2, True)
+    assert sm80_forward.smem_bytes(tile, (64, 32), 1, False) == of_q + 2 * of_kv + few
+    staged = sm80_forward.smem_bytes(tile, (64, 32), 2, True)
     assert staged == 2 * (of_q + 2 * of_kv) + 2 * of_kv + few
 
 
 def test_results_leave_apart_while_the_next_tiles_come():
-    one, two = (_attention_mma.MmaTile(128, 64, 128, stages=n) for n in (1, 2))
+    one, two = (sm80_forward.MmaTile(128, 64, 128, stages=n) for n in (1, 2))
     for tile, apart in ((one, 128 * 64 * 2), (two, 0)):
-        alone = _attention_mma.smem_bytes(tile, (64, 64), 1, False)
-        assert _attention_mma.smem_bytes(tile, (64, 64), 1, False, True) == (
+        alone = sm80_forward.smem_bytes(tile, (64, 64), 1, False)
+        assert sm80_forward.smem_bytes(tile, (64, 64), 1, False, True) == (
             alone + apart
         )
 
 
 def test_results_leave_by_places_that_are_there():
     alone, stays = (
-        _attention_mma.smem_bytes(
-            _attention_mma.MmaTile(128, 64, 128), (128, 128), 1, False, stays
+        sm80_forward.smem_bytes(
+            sm80_forward.MmaTile(128, 64, 128), (128, 128), 1, False, stays
         )
         for stays in (False, True)
     )
@@ -191,7 +194,7 @@ def test_blocks_of_a_head_have_all_its_tiles(seqlen_q, options):
     count, config = rounds(seqlen_q=seqlen_q, **options)
     blocks, heads, more = config.grid
     tiles = -(-seqlen_q // 128)
-    # As query_of_turn() in mma.cu.
+    # As query_of_turn() in sm80/forward.cu.
     taken = [
         turn * blocks + block if turn % 2 == 0 else (turn + 1) * blocks - 1 - block
         for block in range(blocks)
@@ -257,17 +260,17 @@ def test_keys_are_split_beforehand_where_out_is_as_large():
 @pytest.fixture
 def forced(cupy, monkeypatch):
     """The row in front of the table, for problems of any size."""
-    from cupyflash import _attention_gpu
+    from cupyflash._attention.gpu import forward as attention_gpu
 
     row = dataclasses.replace(MMA, least=1)
     rest = [x for x in ATTENTION_KERNELS if x.name not in ("hopper", "mma")]
-    monkeypatch.setattr(_attention_gpu, "ATTENTION_KERNELS", (row, *rest))
-    monkeypatch.setattr(_attention_gpu, "_plans", _attention_gpu._gpu.PlanCache())
+    monkeypatch.setattr(attention_gpu, "ATTENTION_KERNELS", (row, *rest))
+    monkeypatch.setattr(attention_gpu, "_plans", plan_cache.PlanCache())
 
     def force(tile):
         one = dict.fromkeys(MMA.tiles, ((np.inf, (tile,)),))
         only = dataclasses.replace(row, tiles=one)
-        monkeypatch.setattr(_attention_gpu, "ATTENTION_KERNELS", (only, *rest))
+        monkeypatch.setattr(attention_gpu, "ATTENTION_KERNELS", (only, *rest))
 
     return force
 
@@ -456,7 +459,7 @@ def staying(dims, arch):
 )
 def test_blocks_that_stay(cupy, rng, forced, monkeypatch, arch, dims, keys, option):
     """However many tiles of queries a block takes, the bits are the same."""
-    from cupyflash import _attention_gpu
+    from cupyflash._attention.gpu import forward as attention_gpu
 
     tile = staying(dims, arch)
     q, k, v = (2, 4, 900, dims[0]), (2, 2, keys, dims[0]), (2, 2, keys, dims[1])
@@ -465,14 +468,14 @@ def test_blocks_that_stay(cupy, rng, forced, monkeypatch, arch, dims, keys, opti
     found = []
     for count in (0, 1, 2, 3, 8):
         monkeypatch.setattr(
-            _attention_mma.MmaKernel,
+            sm80_forward.MmaKernel,
             "rounds",
             lambda self, tile, asked, num_sms, count=count: (
                 count if self.stays(tile, asked) else 1
             ),
         )
         forced(dataclasses.replace(tile, stays=count > 0))
-        _attention_gpu._plans._plans.clear()
+        attention_gpu._plans._plans.clear()
         compare(cupy, arrays, options)
         found.append(attend(cupy, arrays, "float32", **options))
     for results in found[1:]:
@@ -557,7 +560,7 @@ def test_huge_rows_leave_others_alone(
 ):
     """A row of huge scores is its value of the largest; the rest keep their bits."""
     if dtype == "float32" and head_dim > 128:
-        pytest.skip(MMA.refusal(problem(dtype, head_dim), device("sm_90a")))
+        pytest.skip(MMA.unsupported_reason(problem(dtype, head_dim), device("sm_90a")))
     q, k, v = (
         rng.normal(size=(1, 2, n, head_dim)).astype(dtype_of(dtype))
         for n in (200, 260, 260)

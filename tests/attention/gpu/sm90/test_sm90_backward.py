@@ -13,17 +13,15 @@ from test_attention_vjp import agree, gradients, inputs
 from vjp_laws import poison
 
 import cupyflash
-from cupyflash import (
-    _attention_samples,
-    _attention_vjp_hopper,
-    _attention_vjp_layout,
-    _kernels,
-)
-from cupyflash._attention_vjp_hopper import APART, MIXED, TURNS, HopperVjpKernel
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
-from cupyflash._attention_vjp_problem import AttentionVjpProblem
+from cupyflash._attention.gpu import gradient_layout, samples
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.sm90 import backward as sm90_backward
+from cupyflash._attention.gpu.sm90.backward import APART, MIXED, TURNS, HopperVjpKernel
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
 
-HOPPER = _kernels.device_of_arch("sm_90a")
+HOPPER = _device.device_of_arch("sm_90a")
 (ROW,) = (row for row in ATTENTION_VJP_KERNELS if isinstance(row, HopperVjpKernel))
 HALVES = ("float16", "bfloat16")
 SEQLENS = (
@@ -48,7 +46,7 @@ BOUNDS = {
 
 
 def problem(dtype="bfloat16", head_dim=64, more=None, **options):
-    forward = _attention_samples.made_up(dtype, head_dim)
+    forward = samples.made_up(dtype, head_dim)
     forward = dataclasses.replace(forward, **options)
     shape = (*forward.batch, forward.num_kv_heads, forward.seqlen_k, head_dim)
     return AttentionVjpProblem(forward, (), shape, shape, **more or {})
@@ -59,8 +57,8 @@ def problem(dtype="bfloat16", head_dim=64, more=None, **options):
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
 def test_takes(dtype, head_dim, bounds):
     asked = problem(dtype, head_dim, **bounds)
-    assert ROW.refusal(asked, HOPPER) is None
-    row, refused = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+    assert ROW.unsupported_reason(asked, HOPPER) is None
+    row, refused = kernel.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
     assert row is ROW
     assert refused == ()
 
@@ -75,8 +73,8 @@ def test_takes(dtype, head_dim, bounds):
         (problem(softcap=3.0), HOPPER, "has no softcap"),
         (problem(bias="float32", mask="bool"), HOPPER, "has no bias, mask"),
         (problem(scale=0.0), HOPPER, "takes scales from 1e-20"),
-        (problem(), _kernels.device_of_arch("sm_80"), "needs sm_90a"),
-        (problem(), _kernels.device_of_arch("sm_100"), "needs sm_90a"),
+        (problem(), _device.device_of_arch("sm_80"), "needs sm_90a"),
+        (problem(), _device.device_of_arch("sm_100"), "needs sm_90a"),
         (problem(), dataclasses.replace(HOPPER, nvrtc=(12, 8)), "NVRTC 12.9"),
         (problem(), dataclasses.replace(HOPPER, smem_optin=49152), "shared memory"),
         (problem(seqlen_k=0), HOPPER, "no keys"),
@@ -92,8 +90,8 @@ def test_takes(dtype, head_dim, bounds):
     ],
 )
 def test_leaves_to_the_next_row(asked, device, reason):
-    assert reason in ROW.refusal(asked, device)
-    row, refused = _kernels.select(ATTENTION_VJP_KERNELS, asked, device)
+    assert reason in ROW.unsupported_reason(asked, device)
+    row, refused = kernel.select(ATTENTION_VJP_KERNELS, asked, device)
     assert row is not ROW
     assert refused[0][0] == "hopper"
 
@@ -101,10 +99,13 @@ def test_leaves_to_the_next_row(asked, device, reason):
 def test_the_order_of_shared_queries_is_left_to_the_next_row():
     asked = problem(batch=(3,), more={"deterministic": True})
     assert (
-        ROW.refusal(dataclasses.replace(asked, q_shape=(3, 8, 9, 64)), HOPPER) is None
+        ROW.unsupported_reason(
+            dataclasses.replace(asked, q_shape=(3, 8, 9, 64)), HOPPER
+        )
+        is None
     )
     shared = dataclasses.replace(asked, q_shape=(1, 8, 9, 64))
-    assert "in an order that differs" in ROW.refusal(shared, HOPPER)
+    assert "in an order that differs" in ROW.unsupported_reason(shared, HOPPER)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -200,7 +201,7 @@ def test_turns_are_for_many_tiles(head_dim):
 
 
 def test_the_parameters_are_whole_lines():
-    assert _attention_vjp_hopper.INPUTS.itemsize % 64 == 0
+    assert sm90_backward.INPUTS.itemsize % 64 == 0
 
 
 @pytest.mark.parametrize(
@@ -221,7 +222,7 @@ def test_rows_of_gradients_are_whole_vectors(dims, columns, layout):
         assert wide.written_shape(name) == (3, 5, 7, width)
         (view,) = (
             x
-            for n, x in _attention_vjp_layout._gradient_views(wide).items()
+            for n, x in gradient_layout._gradient_views(wide).items()
             if n == f"d{name}"
         )
         inside = (7 * width, width) if layout == "bhsd" else (width, 7 * width)
@@ -233,16 +234,16 @@ def test_rows_of_gradients_are_whole_vectors(dims, columns, layout):
 def test_the_kernel_of_rows_knows_whether_they_end_inside_a_vector(head_dim):
     for less, inside in ((0, False), (8, False), (1, True), (4, True)):
         asked = problem(head_dim=head_dim, head_dim_v=head_dim - less)
-        row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+        row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
         config = row.config("_rows", asked.forward, 1, 1)
         assert ("ENDS_INSIDE" in dict(config.variant.defines)) == inside
 
 
 @pytest.mark.parametrize("dims", [(33, 33), (65, 128), (100, 65), (100, 104), (2, 7)])
 def test_narrow_rows_come_from_wide_ones(dims, monkeypatch):
-    """By the numbers of the plan, as narrow.cu walks."""
+    """By the numbers of the plan, as copy/trim_rows.cu walks."""
     pytest.importorskip("cupy")
-    from cupyflash import _attention_vjp_view_plans as plans
+    from cupyflash._attention.gpu import gradient_copies
 
     asked = problem(head_dim=dims[0], head_dim_v=dims[1])
     shapes = (2, 3, 37, dims[0]), (2, 1, 11, dims[0]), (2, 1, 11, dims[1])
@@ -255,8 +256,8 @@ def test_narrow_rows_come_from_wide_ones(dims, monkeypatch):
         for n, s in zip("qkv", shapes, strict=True)
         if s[-1] % 8
     ]
-    numbers, launch = plans._narrowing(written, 2, 0)
-    (fields,) = np.frombuffer(numbers, plans._NUMBERS)
+    numbers, launch = gradient_copies._narrowing(written, 2, 0)
+    (fields,) = np.frombuffer(numbers, gradient_copies._NUMBERS)
     word = {"short": 2, "unsigned": 4, "long": 8}[
         dict(launch.variant.defines)["WORD_T"].split()[-1]
     ]
@@ -402,10 +403,11 @@ def test_a_call_can_be_captured(cupy, rng):
 
 def sum_dq(monkeypatch, way):
     """Let sums of dq come about in this way, for every size."""
-    from cupyflash import _attention_vjp_gpu, _gpu
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
+    from cupyflash._cuda import plan_cache
 
     monkeypatch.setattr(HopperVjpKernel, "dq_way", lambda *_: way)
-    monkeypatch.setattr(_attention_vjp_gpu, "_plans", _gpu.PlanCache())
+    monkeypatch.setattr(attention_vjp_gpu, "_plans", plan_cache.PlanCache())
 
 
 @pytest.mark.gpu

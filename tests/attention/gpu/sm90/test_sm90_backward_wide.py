@@ -8,14 +8,16 @@ import vjp_laws
 from accuracy import to_host
 from placing import FORMS, place
 from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
-from test_hopper_vjp import BOUNDS, HALVES, HOPPER, SEQLENS, problem
+from test_sm90_backward import BOUNDS, HALVES, HOPPER, SEQLENS, problem
 from vjp_laws import poison
 
 import cupyflash
-from cupyflash import _attention_vjp_wide, _kernels
-from cupyflash._attention_vjp_kernels import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.sm90 import backward_wide
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
 
-ROW = _attention_vjp_wide.HOPPER_WIDE_VJP
+ROW = backward_wide.HOPPER_WIDE_VJP
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -23,8 +25,8 @@ ROW = _attention_vjp_wide.HOPPER_WIDE_VJP
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
 def test_takes(dtype, head_dim, bounds):
     asked = problem(dtype, head_dim, **bounds)
-    assert ROW.refusal(asked, HOPPER) is None
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+    assert ROW.unsupported_reason(asked, HOPPER) is None
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
     assert row is ROW
 
 
@@ -33,7 +35,7 @@ def test_takes(dtype, head_dim, bounds):
 )
 def test_takes_the_larger_of_two_head_dims(dims, compiled):
     asked = problem(head_dim=dims[0], head_dim_v=dims[1])
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
     assert row is ROW
     assert ROW.dim(asked.forward) == compiled
 
@@ -58,8 +60,8 @@ def test_takes_the_larger_of_two_head_dims(dims, compiled):
         (problem(head_dim=64, scale=0.0, softcap=3.0), HOPPER, "takes scales from"),
         (problem("float32", 64, softcap=3.0), HOPPER, "takes float16 and bfloat16"),
         (problem(head_dim=256, scale=0.0), HOPPER, "takes scales from 1e-20"),
-        (problem(head_dim=256), _kernels.device_of_arch("sm_80"), "needs sm_90a"),
-        (problem(head_dim=256), _kernels.device_of_arch("sm_100"), "needs sm_90a"),
+        (problem(head_dim=256), _device.device_of_arch("sm_80"), "needs sm_90a"),
+        (problem(head_dim=256), _device.device_of_arch("sm_100"), "needs sm_90a"),
         (
             problem(head_dim=256),
             dataclasses.replace(HOPPER, smem_optin=101376),
@@ -69,8 +71,8 @@ def test_takes_the_larger_of_two_head_dims(dims, compiled):
     ],
 )
 def test_leaves_to_the_next_row(asked, device, reason):
-    assert reason in ROW.refusal(asked, device)
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, device)
+    assert reason in ROW.unsupported_reason(asked, device)
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, device)
     assert row is not ROW
 
 
@@ -78,8 +80,8 @@ def test_a_q_that_entries_share_is_left_to_the_next_row():
     asked = problem(head_dim=256, batch=(3,))
     own = dataclasses.replace(asked, q_shape=(3, 8, 9, 256))
     shared = dataclasses.replace(asked, q_shape=(1, 8, 9, 256))
-    assert ROW.refusal(own, HOPPER) is None
-    assert "entries of the batch share q" in ROW.refusal(shared, HOPPER)
+    assert ROW.unsupported_reason(own, HOPPER) is None
+    assert "entries of the batch share q" in ROW.unsupported_reason(shared, HOPPER)
 
 
 SWITCHES = {
@@ -103,7 +105,7 @@ SWITCHES = {
 @pytest.mark.parametrize("head_dim", [8, 33, 64, 96, 100, 128, 192, 256])
 def test_takes_options(name, head_dim, dtype):
     asked = problem(dtype, head_dim, right=0, **SWITCHES[name])
-    row, _ = _kernels.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, asked, HOPPER)
     too_wide = name in ("softcap", "bias", "16-bit bias", "mask", "bias and mask")
     if head_dim <= 64:
         too_wide = name in ("sinks", "key lengths", "lengths", "offsets")
@@ -116,15 +118,15 @@ def test_entries_that_share_k_must_see_the_same():
     asked = dataclasses.replace(asked, q_shape=(3, 8, 9, 96))
     own = dataclasses.replace(asked, k_shape=(3, 8, 9, 96), v_shape=(3, 8, 9, 96))
     shared = dataclasses.replace(asked, k_shape=(1, 8, 9, 96), v_shape=(1, 8, 9, 96))
-    assert ROW.refusal(own, HOPPER) is None
-    assert "share k and differ" in ROW.refusal(shared, HOPPER)
+    assert ROW.unsupported_reason(own, HOPPER) is None
+    assert "share k and differ" in ROW.unsupported_reason(shared, HOPPER)
 
 
 @pytest.mark.parametrize("name", [None, *SWITCHES])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_stages_are_the_first_that_fit(name, head_dim):
     asked = problem(head_dim=head_dim, **SWITCHES.get(name, {}))
-    if ROW.refusal(asked, HOPPER) is not None:
+    if ROW.unsupported_reason(asked, HOPPER) is not None:
         return
     for part in ("_wide_keys", "_wide_queries"):
         variant = ROW.config(part, asked.forward, 1, 1).variant
@@ -132,13 +134,11 @@ def test_stages_are_the_first_that_fit(name, head_dim):
         stages = [int(n) for key, n in variant.defines if key.startswith("STAGES")]
         assert all(n >= 1 for n in stages)
         has_terms = "STAGES_TERMS" in dict(variant.defines)
-        assert has_terms == bool(
-            _attention_vjp_wide.tiles_of_terms(asked.forward) and name
-        )
+        assert has_terms == bool(backward_wide.tiles_of_terms(asked.forward) and name)
 
 
 def test_the_parameters_are_whole_lines():
-    for dtype in _attention_vjp_wide.INPUTS.values():
+    for dtype in backward_wide.INPUTS.values():
         assert dtype.itemsize % 64 == 0
 
 

@@ -19,16 +19,18 @@ from accuracy import (
 from placing import empty, place
 
 import cupyflash
-from cupyflash import _attention_samples, _kernels, _source
-from cupyflash._attention_hopper import HopperKernel
-from cupyflash._attention_kernels import ATTENTION_KERNELS
+from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.sm90.forward import HopperKernel
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel, source
 
-HOPPER = _kernels.device_of_arch("sm_90a")
+HOPPER = _device.device_of_arch("sm_90a")
 (ROW,) = (row for row in ATTENTION_KERNELS if isinstance(row, HopperKernel))
 
 
 def problem(dtype="bfloat16", head_dim=64, **options):
-    return _attention_samples.made_up(dtype, head_dim, **options)
+    return samples.made_up(dtype, head_dim, **options)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -36,8 +38,8 @@ def problem(dtype="bfloat16", head_dim=64, **options):
 @pytest.mark.parametrize("bounds", [{}, {"right": 0}, {"left": 5, "right": 3}])
 def test_takes(dtype, head_dim, bounds):
     asked = problem(dtype, head_dim, **bounds)
-    assert ROW.refusal(asked, HOPPER) is None
-    row, refused = _kernels.select(ATTENTION_KERNELS, asked, HOPPER)
+    assert ROW.unsupported_reason(asked, HOPPER) is None
+    row, refused = kernel.select(ATTENTION_KERNELS, asked, HOPPER)
     assert row is ROW
     assert refused == ()
 
@@ -53,8 +55,8 @@ def test_takes(dtype, head_dim, bounds):
             HOPPER,
             "too few registers",
         ),
-        (problem(), _kernels.device_of_arch("sm_80"), "needs sm_90a"),
-        (problem(), _kernels.device_of_arch("sm_100"), "needs sm_90a"),
+        (problem(), _device.device_of_arch("sm_80"), "needs sm_90a"),
+        (problem(), _device.device_of_arch("sm_100"), "needs sm_90a"),
         (problem(), dataclasses.replace(HOPPER, nvrtc=(12, 8)), "NVRTC 12.9"),
         (problem(), dataclasses.replace(HOPPER, smem_optin=49152), "shared memory"),
         (dataclasses.replace(problem(), seqlen_k=0), HOPPER, "no keys"),
@@ -67,8 +69,8 @@ def test_takes(dtype, head_dim, bounds):
     ],
 )
 def test_leaves_to_the_next_row(asked, device, reason):
-    assert reason in ROW.refusal(asked, device)
-    row, refused = _kernels.select(ATTENTION_KERNELS, asked, device)
+    assert reason in ROW.unsupported_reason(asked, device)
+    row, refused = kernel.select(ATTENTION_KERNELS, asked, device)
     assert row is not ROW
     assert refused[0][0] == "hopper"
 
@@ -152,12 +154,12 @@ def test_no_more_blocks_than_multiprocessors():
 
 
 def test_the_instructions_are_as_the_script_writes_them():
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[4]
     script = root / "tools" / "wgmma_shapes.py"
     written = subprocess.run(
         [sys.executable, str(script)], capture_output=True, text=True, check=True
     ).stdout
-    assert written == (_source.CUDA_SRC / "ptx" / "wgmma_shapes.cuh").read_text()
+    assert written == (source.CUDA_SRC / "ptx" / "wgmma_shapes.cuh").read_text()
 
 
 # --- softcap, terms of keys ----------------------------------------------------------
@@ -237,7 +239,7 @@ def test_a_bias_of_keys_takes_the_tiles_of_none(head_dim, bounds, seqlen):
         {"scale": 1e-3},
     ):
         both = dataclasses.replace(asked, **other)
-        if ROW.refusal(both, HOPPER) is None:
+        if ROW.unsupported_reason(both, HOPPER) is None:
             (config,) = ROW.configs(both, 1, HOPPER)
             assert ("KEY_BIAS", "1") not in config.variant.defines
 
@@ -330,7 +332,7 @@ def test_keys_leave_the_cache_first_where_it_holds_them_and_nobody_reads_them_ag
 def test_boxes_are_whole_parts_of_a_tile():
     tiles = [tile for _, tiles in ROW.few for tile in tiles]
     tiles += [
-        t for ladders in ROW.tiles.values() for rungs in ladders for _, t in rungs
+        t for ladders in ROW.tiles.values() for methods in ladders for _, t in methods
     ]
     for tile in tiles:
         if tile.box_n:

@@ -7,14 +7,16 @@ import oracle
 import pytest
 from accuracy import dtype_of, to_host, wide
 from placing import ROW_FORMS, place
-from test_mma import OPTIONS, attend, compare
+from test_sm80_forward import OPTIONS, attend, compare
 
 import cupyflash
-from cupyflash import _attention_samples, _kernels
-from cupyflash._attention_hopper_wide import HOPPER_WIDE
-from cupyflash._attention_kernels import ATTENTION_KERNELS
+from cupyflash._attention.gpu import samples
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.sm90.forward_wide import HOPPER_WIDE
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
 
-H200 = _kernels.device_of_arch("sm_90a")
+H200 = _device.device_of_arch("sm_90a")
 DIMS = (
     (576, 512),
     (512, 512),
@@ -27,7 +29,7 @@ DIMS = (
 
 
 def problem(dtype="bfloat16", dims=(576, 512), **options):
-    made = _attention_samples.made_up(dtype, dims[0])
+    made = samples.made_up(dtype, dims[0])
     return dataclasses.replace(made, head_dim_v=dims[1], **options)
 
 
@@ -35,9 +37,9 @@ def problem(dtype="bfloat16", dims=(576, 512), **options):
 @pytest.mark.parametrize("dims", [*DIMS, (320, 320), (384, 384), (1, 260), (300, 1)])
 @pytest.mark.parametrize("options", [{}, {"mask": "bool"}, "all"])
 def test_takes(dtype, dims, options):
-    options = _attention_samples._ALL_OPTIONS if options == "all" else options
+    options = samples._ALL_OPTIONS if options == "all" else options
     asked = problem(dtype, dims, no_tensor_map="q starts anywhere", **options)
-    row, _ = _kernels.select(ATTENTION_KERNELS, asked, H200)
+    row, _ = kernel.select(ATTENTION_KERNELS, asked, H200)
     assert row is HOPPER_WIDE
     (config,) = row.configs(asked, 2, H200)
     assert config.variant.smem <= H200.smem_optin
@@ -60,9 +62,9 @@ def test_takes(dtype, dims, options):
     ],
 )
 def test_leaves_to_other_rows(asked, arch, reason):
-    device = _kernels.device_of_arch(arch)
-    assert reason in HOPPER_WIDE.refusal(asked, device)
-    row, _ = _kernels.select(ATTENTION_KERNELS, asked, device)
+    device = _device.device_of_arch(arch)
+    assert reason in HOPPER_WIDE.unsupported_reason(asked, device)
+    row, _ = kernel.select(ATTENTION_KERNELS, asked, device)
     assert row is not HOPPER_WIDE
 
 
@@ -85,7 +87,7 @@ def test_what_the_copy_engine_brings(asked, mapped):
 
 def test_needs_a_compiler_for_it():
     old = dataclasses.replace(H200, nvrtc=(12, 8))
-    assert "needs NVRTC 12.9" in HOPPER_WIDE.refusal(problem(), old)
+    assert "needs NVRTC 12.9" in HOPPER_WIDE.unsupported_reason(problem(), old)
 
 
 @pytest.mark.parametrize(
@@ -118,9 +120,9 @@ def test_shared_memory():
 @pytest.fixture(autouse=True)
 def on_hopper(request):
     if "gpu" in request.keywords:
-        from cupyflash import _gpu
+        from cupyflash._cuda import runtime
 
-        reason = HOPPER_WIDE.refusal(problem(), _gpu.device(0))
+        reason = HOPPER_WIDE.unsupported_reason(problem(), runtime.device(0))
         if reason is not None:
             pytest.skip(reason)
 

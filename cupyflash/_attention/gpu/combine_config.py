@@ -1,0 +1,46 @@
+"""The launch that combines results over parts of the keys."""
+
+import math
+
+import numpy as np
+
+from cupyflash._attention.gpu.config import Config
+from cupyflash._attention.problem import MergeProblem
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda.kernel import Variant
+
+_MERGE_THREADS = 128
+
+
+def merge_params_dtype(row_dims: int) -> np.dtype:
+    """merge_params_t of cuda_src/attention/combine.cu."""
+    names: tuple[str, ...] = ("num_rows", "num_parts", "head_dim_v")
+    names += ("outs_part", "outs_col", "lses_part", "out_col")
+    return np.dtype(
+        [
+            *((name, "i8") for name in names),
+            ("size", "i8", (row_dims,)),
+            ("stride", "i8", (3, row_dims)),
+        ]
+    )
+
+
+def merge_config(
+    problem: MergeProblem, row_dims: int, out_dtype: str | None = None
+) -> Config:
+    """The launch of the merge kernel; `out_dtype` where that of the parts is wider."""
+    wide = problem.in_sums or "float64" in (problem.dtype, problem.lse_dtype)
+    defines = {
+        "ELEM_T": CUDA_TYPES[problem.dtype],
+        "LSE_T": CUDA_TYPES[problem.lse_dtype],
+        "ACCUM_T": "double" if wide else "float",
+        "ROW_DIMS": str(row_dims),
+        "NUM_THREADS": str(_MERGE_THREADS),
+    }
+    if problem.in_sums:
+        defines["SUMS"] = "1"
+    if out_dtype not in (None, problem.dtype):
+        defines["OUT_T"] = CUDA_TYPES[out_dtype]
+    variant = Variant("attention/combine.cu", "attention_merge", tuple(defines.items()))
+    num_warps = math.prod(problem.shape) * max(-(-problem.head_dim_v // 32), 1)
+    return Config(variant, -(-num_warps * 32 // _MERGE_THREADS), _MERGE_THREADS)

@@ -1,0 +1,52 @@
+"""Launches that copy: into rows of whole vectors, and out of them."""
+
+import numpy as np
+
+from cupyflash._attention.gpu.config import LONG_AXIS, Config
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda.kernel import Variant
+
+_COPY_THREADS = 256
+
+
+def copy_params_dtype(row_dims: int) -> np.dtype:
+    """copy_params_t of cuda_src/copy/align_rows.cu."""
+    names = ("num_rows", "num_columns", "column_stride", "by_columns")
+    return np.dtype(
+        [
+            *((name, "i8") for name in names),
+            ("size", "i8", (row_dims,)),
+            ("stride", "i8", (1, row_dims)),
+        ]
+    )
+
+
+def copy_config(
+    dtype: str, row_dims: int, num_columns: int, num_vectors: int
+) -> Config:
+    """The launch that copies a matrix into rows of whole vectors."""
+    defines = {
+        "ELEM_T": CUDA_TYPES[dtype],
+        "ROW_DIMS": str(row_dims),
+        "NUM_THREADS": str(_COPY_THREADS),
+    }
+    if num_columns > LONG_AXIS:
+        defines["LONG_AXES"] = "1"
+    variant = Variant("copy/align_rows.cu", "attention_copy", tuple(defines.items()))
+    return Config(variant, -(-num_vectors // _COPY_THREADS), _COPY_THREADS)
+
+
+_NARROW_THREADS = 256
+_WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
+
+
+def blocks_of_narrow(num_bytes: int) -> int:
+    """Blocks that take one result from rows of whole vectors."""
+    return -(-num_bytes // (16 * _NARROW_THREADS))
+
+
+def narrow_config(word: int, num_blocks: int) -> Config:
+    """The launch that takes results from such rows, by words of so many bytes."""
+    defines = {"WORD_T": _WORDS[word], "NUM_THREADS": str(_NARROW_THREADS)}
+    variant = Variant("copy/trim_rows.cu", "attention_narrow", tuple(defines.items()))
+    return Config(variant, num_blocks, _NARROW_THREADS)

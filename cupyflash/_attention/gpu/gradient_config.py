@@ -1,0 +1,45 @@
+"""Launches that all gradients share: delta, and sums of terms."""
+
+import math
+
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu.config import Config
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda.kernel import Variant
+
+_ROW_THREADS = 256
+_SUM_THREADS = 256
+
+
+def rows_config(forward: AttentionProblem, batch_dims: int) -> Config:
+    """The launch that makes delta, a warp a row."""
+    # Of the options, only these two matter to it.
+    few = attention_config.without_options(forward, "sinks", "query_lengths")
+    defines = attention_config.defines(
+        few, batch_dims, _ROW_THREADS, GRAD_T=CUDA_TYPES[forward.dtype]
+    )
+    variant = Variant(
+        "attention/simt/backward_preprocess.cu", "attention_vjp_rows", defines
+    )
+    num_rows = math.prod(forward.batch) * forward.num_heads * forward.seqlen_q
+    return Config(variant, -(-num_rows * 32 // _ROW_THREADS), _ROW_THREADS)
+
+
+def sum_config(
+    accum: str, grad: str, num_axes: int, num_sums: int, num_terms: int
+) -> Config:
+    """The launch that adds up terms."""
+    # A block a sum pays where sums are few; else neighbours share cache lines.
+    lanes = _SUM_THREADS if num_terms > num_sums else 1
+    defines = {
+        "ACCUM_T": CUDA_TYPES[accum],
+        "GRAD_T": CUDA_TYPES[grad],
+        "AXES": str(num_axes),
+        "LANES": str(lanes),
+        "NUM_THREADS": str(_SUM_THREADS),
+    }
+    variant = Variant(
+        "attention/simt/backward_reduce.cu", "attention_vjp_sum", tuple(defines.items())
+    )
+    return Config(variant, -(-num_sums * lanes // _SUM_THREADS), _SUM_THREADS)

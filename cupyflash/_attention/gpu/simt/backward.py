@@ -1,0 +1,174 @@
+"""Gradient kernels for any GPU: their tiles, and how they cut a problem."""
+
+from dataclasses import dataclass
+
+from cupyflash._attention.gpu import config as attention_config
+from cupyflash._attention.gpu.config import Config
+from cupyflash._attention.gpu.simt.forward import Tile, TileLadder, padded_dim
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
+from cupyflash._cuda import kernel
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
+
+# Widest chunk of columns that a block holds of a head.
+_MAX_CHUNK = 128
+
+
+def rows_in_shared(tile: Tile, chunk: int, itemsize: int, own_tiles: int) -> int:
+    """Bytes for the owned tiles, one of the other rows, and one of P or dS."""
+
+    def row(n):
+        return (n * itemsize // 16 | 1) * 16
+
+    rows = own_tiles * tile.block_m + tile.block_n
+    return rows * row(chunk) + tile.block_m * row(tile.block_n)
+
+
+# The file of each kernel, below cuda_src/.
+_SOURCES = {
+    "queries": "attention/simt/backward_dq.cu",
+    "keys": "attention/simt/backward_dkdv.cu",
+    "bias": "attention/simt/backward_dbias.cu",
+}
+
+
+@dataclass(frozen=True)
+class VjpKernel:
+    """Kernels that make the gradients with no scores in memory.
+
+    One for delta, then one whose blocks own queries (dq), one whose blocks own keys (dk
+    and dv), and one for dbias. `tiles` holds for each size of an accumulator the tiles
+    for chunks of columns up to a bound, from large to small.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    tiles: TileLadder
+    fast: bool = False  # must not spill
+
+    def unsupported_reason(
+        self, problem: AttentionVjpProblem, device: Device
+    ) -> str | None:
+        """Why these kernels cannot take `problem` on `device`, or None."""
+        reason = kernel.refuse_old_device(problem.forward.dtype, device)
+        if reason is None and not self.fitting(problem.forward, device):
+            reason = (
+                f"head_dim {problem.forward.head_dim} in "
+                f"{problem.forward.compute_dtype} needs more shared memory than the "
+                f"{device.smem_optin} bytes that a block may have"
+            )
+        return reason
+
+    def chunk(self, forward: AttentionProblem) -> tuple[int, bool]:
+        """Columns that a block holds at a time, and whether they are all."""
+        widest = max(forward.head_dim, forward.head_dim_v)
+        return min(padded_dim(widest), _MAX_CHUNK), widest <= _MAX_CHUNK
+
+    def fitting(self, forward: AttentionProblem, device: Device) -> tuple[Tile, ...]:
+        """The tiles that fit on `device`."""
+        itemsize = ITEMSIZE[forward.compute_dtype]
+        chunk, single = self.chunk(forward)
+        return tuple(
+            tile
+            for tile in kernel.by_threshold(self.tiles[itemsize], chunk)
+            if rows_in_shared(tile, chunk, itemsize, 1 + single) <= device.smem_optin
+        )
+
+    def tile(
+        self, forward: AttentionProblem, device: Device, heads: int, seqlen: int
+    ) -> Tile:
+        """The largest tile whose blocks fill the device: `seqlen` rows of each head."""
+        tiles = self.fitting(forward, device)
+        return attention_config.largest_tile(
+            tiles, heads, seqlen, lambda tile: 1.5 * device.num_sms
+        )
+
+    def num_chunks(self, forward: AttentionProblem, dim: int) -> int:
+        """Chunks of columns of a gradient, each made by a block of its own."""
+        return -(-dim // self.chunk(forward)[0])
+
+    def config(
+        self,
+        part: str,
+        tile: Tile,
+        forward: AttentionProblem,
+        batch_dims: int,
+        grad: str,
+        num_blocks: int,
+        **more,
+    ) -> Config:
+        """The launch of a part; `grad` is the dtype that it writes."""
+        chunk, single = self.chunk(forward)
+        single = single and part != "bias"
+        plain = attention_config.is_plain(forward)
+        if max(forward.head_dim, forward.head_dim_v) > attention_config.MAX_ONE_SUM:
+            more["SUMS_APART"] = 1
+        defines = attention_config.defines(
+            forward,
+            batch_dims,
+            tile.num_threads,
+            GRAD_T=CUDA_TYPES[grad],
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            CHUNK=chunk,
+            SINGLE=int(single),
+            # Options take registers: under the cap a kernel would spill.
+            MIN_BLOCKS=tile.min_blocks if plain else 1,
+            **attention_config.runs(forward, part),
+            **more,
+        )
+        itemsize = ITEMSIZE[forward.compute_dtype]
+        variant = Variant(
+            source=_SOURCES[part],
+            entry=f"attention_vjp_{part}",
+            defines=defines,
+            smem=rows_in_shared(tile, chunk, itemsize, 1 + single),
+        )
+        return Config(variant, num_blocks, tile.num_threads)
+
+
+TILED_VJP = VjpKernel(
+    name="tiled",
+    methods=("tiled", "auto"),
+    fast=True,
+    tiles={
+        4: (
+            (
+                64,
+                (
+                    Tile(64, 64, 256),
+                    Tile(32, 64, 128),
+                    Tile(32, 32, 128),
+                ),
+            ),
+            (
+                128,
+                (
+                    Tile(64, 64, 256),
+                    Tile(32, 64, 128),
+                    Tile(32, 32, 128),
+                    Tile(16, 32, 128),
+                ),
+            ),
+        ),
+        8: (
+            (64, (Tile(32, 32, 128), Tile(16, 32, 128), Tile(16, 16, 128))),
+            # 128 threads spill 124 bytes.
+            (
+                128,
+                (
+                    Tile(32, 32, 256),
+                    Tile(16, 32, 128),
+                    Tile(16, 16, 128),
+                    Tile(8, 16, 128),
+                ),
+            ),
+        ),
+    },
+)
+
+
+# What makes gradients again where those of a faster row are not finite.
+FALLBACK = TILED_VJP

@@ -1,0 +1,335 @@
+"""Kernels of attention for any GPU: their tiles, and how they cut a problem."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cupyflash._attention.gpu.config import (
+    Config,
+    defines,
+    is_plain,
+    largest_full,
+    largest_tile,
+    num_heads,
+    num_rows,
+    num_tiles,
+    parts_of_keys,
+    runs,
+    too_many,
+    without_options,
+)
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
+from cupyflash._cuda import kernel
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import Variant
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of q and of k that a thread block holds at a time, and columns of v."""
+
+    block_m: int
+    block_n: int
+    num_threads: int
+    block_dv: int | None = None  # None: all of them
+    min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
+    only_plain: bool = False  # options would need more registers than there are
+
+
+def padded_dim(head_dim: int) -> int:
+    """`head_dim` as the tiled kernel is compiled for it; zeros fill the rest."""
+    step = 16 if head_dim <= 16 else 32 if head_dim <= 128 else 64
+    return -(-head_dim // step) * step
+
+
+def rows_in_shared(tile: Tile, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """Bytes for a tile of q, one of k or v, and one of p, each row padded."""
+
+    def row(n):
+        return (n * itemsize // 16 | 1) * 16
+
+    kv = max(row(head_dim), row(head_dim_v))
+    tile_q, tile_p = tile.block_m * row(head_dim), tile.block_m * row(tile.block_n)
+    return tile_q + tile.block_n * kv + tile_p
+
+
+def nothing_shared(tile: Tile, head_dim: int, head_dim_v: int, itemsize: int) -> int:
+    """No shared memory."""
+    return 0
+
+
+# For the size of an accumulator: (largest head dimension, tiles from large to small).
+TileLadder = dict[int, tuple[tuple[float, tuple[Tile, ...]], ...]]
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """A kernel that holds no scores in memory.
+
+    The name is also the stem of ``cuda_src/attention/simt/<name>.cu`` and, after
+    ``attention_``, its entry point. `tiles` holds for each size of an accumulator the
+    tiles for head dimensions up to a bound, from large to small.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    tiles: TileLadder
+    smem: Callable[[Tile, int, int, int], int] = nothing_shared
+    dims_compiled: bool = False  # head_dim and head_dim_v are constants of the kernel
+    fast: bool = False  # must not spill
+
+    def _dims(self, problem: AttentionProblem) -> tuple[int, int]:
+        return padded_dim(problem.head_dim), padded_dim(problem.head_dim_v)
+
+    def _tiles(self, problem, device):
+        """The tiles that fit on `device`, all with the block_n of the first."""
+        dims = self._dims(problem)
+        itemsize = ITEMSIZE[problem.compute_dtype]
+        ladder = self.tiles[itemsize]
+        if max(dims) > ladder[-1][0]:
+            return ()
+        tiles = [
+            tile
+            for tile in kernel.by_threshold(ladder, max(dims))
+            if self.smem(tile, *dims, itemsize) <= device.smem_optin
+            and (not tile.only_plain or is_plain(problem))
+        ]
+        return tuple(tile for tile in tiles if tile.block_n == tiles[0].block_n)
+
+    def unsupported_reason(
+        self, problem: AttentionProblem, device: Device
+    ) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        reason = kernel.refuse_old_device(problem.dtype, device)
+        if reason is None and not self._tiles(problem, device):
+            reason = (
+                f"head_dim {problem.head_dim} and head_dim_v {problem.head_dim_v} in "
+                f"{problem.compute_dtype} need more shared memory than the "
+                f"{device.smem_optin} bytes that a block may have"
+            )
+        return reason
+
+    def tile(self, problem: AttentionProblem, device: Device) -> Tile:
+        """The largest tile that still gives every multiprocessor work.
+
+        Tiles of one block_n sum a row in the same order, so that its bits do not depend
+        on the choice. On an H200 (132 multiprocessors), the larger of two tiles is
+        faster with 256 blocks, the smaller with 128.
+        """
+        return largest_tile(
+            self._tiles(problem, device),
+            num_heads(problem),
+            problem.seqlen_q,
+            lambda tile: 1.5 * device.num_sms,
+        )
+
+    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
+        """Parts of the keys, and keys of each."""
+        # Results of parts would be rounded to 16 bits; and a rung shows its idea alone.
+        in_parts = problem.dtype in ("float32", "float64")
+        if not in_parts or problem.method == "online":
+            return 1, problem.seqlen_k
+        tile = largest_full(self._tiles(problem, device), problem.seqlen_q)
+        return parts_of_keys(problem, device, tile.block_m)
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The launch, in a tuple of one."""
+        return (self.config(self.tile(problem, device), problem, batch_dims),)
+
+    def config(self, tile: Tile, problem: AttentionProblem, batch_dims: int) -> Config:
+        """The launch with a given tile."""
+        shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **runs(problem)}
+        num_blocks = num_tiles(problem, tile.block_m)
+        dims = self._dims(problem)
+        if self.dims_compiled:
+            # Options take registers: under the cap a kernel would spill.
+            shape["MIN_BLOCKS"] = tile.min_blocks if is_plain(problem) else 1
+            shape |= {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
+        if tile.block_dv is not None:
+            shape["BLOCK_DV"] = tile.block_dv
+            num_blocks *= -(-problem.head_dim_v // tile.block_dv)
+        variant = Variant(
+            source=f"attention/simt/{self.name}.cu",
+            entry=f"attention_{self.name}",
+            defines=defines(problem, batch_dims, tile.num_threads, **shape),
+            smem=self.smem(tile, *dims, ITEMSIZE[problem.compute_dtype]),
+        )
+        return Config(variant, num_blocks, tile.num_threads)
+
+
+@dataclass(frozen=True)
+class UnfusedKernel:
+    """Scores in memory: matmul, a kernel over their rows, matmul, a kernel for out.
+
+    `in_input_dtype` keeps scores and P in the dtype of the input, else in that of the
+    sums.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    in_input_dtype: bool = False
+    num_threads: int = 256
+    fast: bool = False
+
+    def unsupported_reason(
+        self, problem: AttentionProblem, device: Device
+    ) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        if problem.keys_of_part is not None:
+            return "has the scores of all keys at once"
+        reason = kernel.refuse_old_device(problem.dtype, device)
+        return reason or too_many(self.counts(problem, device))
+
+    def counts(
+        self, problem: AttentionProblem, device: Device
+    ) -> dict[str, tuple[int, int]]:
+        """What is counted in 32 bits: how many there are, and how many there may be."""
+        most = (1 << 31) - 1  # of cuBLAS, by CuPy
+        heads = math.prod(problem.batch) * problem.num_kv_heads
+        return {
+            "queries of a head of k": (problem.seqlen_q * problem.group_size, most),
+            "keys": (problem.seqlen_k, most),
+            "columns": (max(problem.head_dim, problem.head_dim_v), most),
+            "heads of all batch entries": (heads, most),
+        }
+
+    def scores_dtype(self, problem: AttentionProblem) -> str:
+        """dtype of S and P."""
+        return problem.dtype if self.in_input_dtype else problem.compute_dtype
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[Config, ...]:
+        """The kernel after the first matmul and the one after the second."""
+        elem = self.scores_dtype(problem)
+        rounding = {"ROUND_STEPS": 1} if self.in_input_dtype else {}
+        plain = without_options(problem)
+        return (
+            Config(
+                Variant(
+                    source=f"attention/simt/{self.name}.cu",
+                    entry=f"attention_{self.name}",
+                    defines=defines(
+                        problem, batch_dims, self.num_threads, elem, **rounding
+                    ),
+                ),
+                num_rows(problem),
+                self.num_threads,
+            ),
+            Config(
+                Variant(
+                    source="attention/simt/values.cu",
+                    entry="attention_values",
+                    defines=defines(
+                        plain,
+                        batch_dims,
+                        self.num_threads,
+                        elem,
+                        VALUE_T=CUDA_TYPES[problem.dtype],
+                    ),
+                ),
+                -(-num_rows(problem) * problem.head_dim_v // self.num_threads),
+                self.num_threads,
+            ),
+        )
+
+
+TILED = FusedKernel(
+    name="tiled",
+    methods=("tiled", "auto"),
+    smem=rows_in_shared,
+    dims_compiled=True,
+    fast=True,
+    # TFLOP/s on an H200 at 2 x 16 heads x 2048 beside the next best.
+    tiles={
+        4: (
+            (
+                64,
+                (
+                    Tile(64, 64, 128, min_blocks=3),  # 28.1; 2 blocks 24.9
+                    Tile(32, 64, 128),
+                    Tile(16, 64, 128),
+                ),
+            ),
+            (
+                128,
+                (
+                    Tile(64, 64, 128),  # 29.6; (64, 32, 128) 25.1
+                    Tile(32, 64, 128),
+                    Tile(16, 64, 128),
+                ),
+            ),
+            (
+                256,
+                (
+                    # 24.6; (32, 32, 128) 20.8. Options spill 92 bytes on sm_80,
+                    Tile(64, 64, 256, only_plain=True),
+                    # and here 104. 23.9
+                    Tile(32, 64, 128, only_plain=True),
+                    Tile(32, 32, 128),
+                    Tile(16, 32, 128),
+                    Tile(16, 64, 128),
+                ),
+            ),
+            (
+                512,
+                (
+                    Tile(16, 32, 128),  # 15.0; (32, 16, 128) 17.0, but spills
+                    Tile(8, 16, 64),
+                ),
+            ),
+            (768, (Tile(16, 16, 128), Tile(8, 16, 64))),
+        ),
+        8: (
+            (
+                64,
+                (
+                    # 9.8; 4 blocks 10.9, but they spill; (32, 64, 128) 11.5, but
+                    # sums of 64 equal keys can miss 5e-15.
+                    Tile(32, 32, 128, min_blocks=3),
+                    Tile(16, 32, 128),
+                ),
+            ),
+            (
+                128,
+                (
+                    Tile(32, 32, 128),  # 10.0; (16, 32, 64) 8.5
+                    Tile(16, 32, 128),
+                    Tile(16, 16, 128),
+                ),
+            ),
+            (
+                256,
+                (
+                    Tile(32, 32, 256),  # 7.4; (32, 16, 256) 6.3
+                    Tile(16, 32, 128),  # 7.1
+                    Tile(16, 16, 128),
+                    Tile(8, 16, 128),
+                ),
+            ),
+            (512, (Tile(8, 16, 128),)),
+        ),
+    },
+)
+
+# Takes what no tile can hold, too.
+ONLINE = FusedKernel(
+    name="online",
+    methods=("online", "tiled", "auto"),
+    tiles=dict.fromkeys(
+        (4, 8),
+        (
+            (32, (Tile(4, 1, 128, block_dv=32),)),
+            (64, (Tile(4, 1, 128, block_dv=64),)),
+            (128, (Tile(4, 1, 128, block_dv=128),)),
+            (math.inf, (Tile(4, 1, 128, block_dv=256),)),
+        ),
+    ),
+)
+
+SAFE = UnfusedKernel(name="safe", methods=("safe",))
+
+NAIVE = UnfusedKernel(name="naive", methods=("naive",), in_input_dtype=True)

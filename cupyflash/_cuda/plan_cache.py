@@ -1,0 +1,19 @@
+"""Plans of calls that were made before."""
+
+from typing import Any
+
+# Plans are small; a stream of ever new shapes must not keep them for ever.
+MAX_PLANS = 4096
+
+
+class PlanCache:
+    """Plans by what they depend on: shapes, strides, dtypes and options."""
+
+    def __init__(self):
+        self._plans: dict[Any, Any] = {}
+        self.get = self._plans.get  # the dictionary's own: each call begins with it
+
+    def put(self, key, plan):
+        if len(self._plans) >= MAX_PLANS:
+            self._plans.clear()
+        self._plans[key] = plan

@@ -458,8 +458,8 @@ query_lengths, key_lengths, layout, precision
         method, dlse, need_dbias, need_dsinks, deterministic,
     )  # fmt: skip
     if arrays.is_cupy(q):
-        return _gpu().attention_vjp(*arguments)
+        return _gpu_vjp().attention_vjp(*arguments)
     if arrays.lives_on_gpu(q):
         arrays.import_cupy()
-        return _gpu().unplanned(*arguments)
-    return _cpu().run(*vjp_problem.attention_vjp(*arguments))
+        return _gpu_vjp().unplanned(*arguments)
+    return _cpu_vjp().run(*vjp_problem.attention_vjp(*arguments))

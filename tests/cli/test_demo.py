@@ -101,7 +101,7 @@ def test_the_whole_demo(missing, monkeypatch, tmp_path, capsys):
     has = demo._has
     monkeypatch.setattr(demo, "_has", lambda name: name not in missing and has(name))
     monkeypatch.setitem(demo.SIZES, 32, demo.Size(256, 200, 8))
-    monkeypatch.setattr(demo._demo_ladder, "N", 64)
+    monkeypatch.setattr(demo.demo_ladder, "N", 64)
     assert cli.main(["demo", "--cpu", "--size", "32", "--output", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "demo.json").read_text("utf-8"))
     assert report["fit"]["prior"]["myelin fraction"] == [0.0, 0.3]

@@ -19,9 +19,11 @@ import builtins, ctypes, multiprocessing, os, platform, subprocess, sys, tempfil
 import concurrent.futures.process, multiprocessing.reduction, threading
 import numpy as np, scipy.special  # all of these have looked at the system by now
 import threadpoolctl
-threadpoolctl.ThreadpoolController._find_libraries_on_windows = (
-    threadpoolctl.ThreadpoolController._find_libraries_with_dl_iterate_phdr
-)  # that of Windows takes its own ctypes
+found = threadpoolctl.ThreadpoolController().lib_controllers
+# Each system has its own way to find them.
+threadpoolctl.ThreadpoolController._load_libraries = (
+    lambda self: self.lib_controllers.extend(found)
+)
 
 system = {system!r}
 for name in {absent!r}:

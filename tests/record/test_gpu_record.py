@@ -422,7 +422,7 @@ def test_launches_are_noted_once_between_two_tests():
     import planned
 
     class Launch:
-        variant = planned._kernels.Variant("a.cu", "a")
+        variant = planned.kernel.Variant("a.cu", "a")
 
         def __call__(self, x):
             return x + 1

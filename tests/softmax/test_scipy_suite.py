@@ -17,14 +17,14 @@ VERSION = tuple(int(n) for n in re.findall(r"\d+", scipy.__version__)[:2])
 def run(tmp_path, **environment):
     if importlib.util.find_spec("scipy.special.tests") is None:
         pytest.skip("this SciPy was installed without its tests")
-    here = Path(__file__).parents[1]
-    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    tests = Path(__file__).parents[1]
+    paths = [tests / "support", tests.parent, os.environ.get("PYTHONPATH", "")]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "scipy_suite", "-W", "ignore", "--pyargs", TESTS]
     done = subprocess.run(
         command,
         cwd=tmp_path,  # with no settings of pytest
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | environment,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths))} | environment,
         capture_output=True,
         text=True,
     )

@@ -242,7 +242,7 @@ def test_problems_are_dealt_evenly_over_rows_and_kernels():
 
 def test_steering_takes_what_was_met_least():
     steering = fuzz_gpu.Steering(3)
-    variants = [planned._kernels.Variant("a.cu", str(i)) for i in range(3)]
+    variants = [planned.kernel.Variant("a.cu", str(i)) for i in range(3)]
     tiled = planned.Planned(("attention/tiled",), (variants[0],))
     hopper = planned.Planned(("attention/hopper",), (variants[1],))
     same_row = planned.Planned(("attention/hopper",), (variants[2],))

@@ -194,7 +194,7 @@ def one_sum(q, k):
 
 
 def parts_of(q, k, columns, keeps_low):
-    """The same in parts of some columns, as simt/tiled.cu (keeps_low) and simt/tile.cuh."""
+    """The same in parts: simt/tiled.cu (keeps_low) and simt/tile.cuh."""
     sums = low = np.zeros(len(q), np.float32)
     for first in range(0, q.shape[1], columns):
         part = one_sum(q[:, first : first + columns], k[:, first : first + columns])

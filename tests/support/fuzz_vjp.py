@@ -116,6 +116,7 @@ GRANULE = 32  # rows that float32 on tensor cores splits by one power of 2
 LOST = 2.0**-39  # of the largest number of a granule: what its parts leave out at most
 
 
+@np.errstate(all="ignore")  # of rows that see no key, and of what is hidden
 def lost_in_parts(problem):
     """What the row mma_split may lose of each element of dq, dk and dv.
 

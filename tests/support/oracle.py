@@ -172,7 +172,7 @@ class Head:
         BLAS may add all columns in one sum, whose error grows with their square root.
         """
         columns = self.q.shape[-1]
-        walk = columns**0.5 / 4 if columns > 256 else 1
+        walk = columns**0.5 / 4 if columns > 128 else 1
         size = walk * np.abs(self.scale) * (np.abs(self.q) @ np.abs(self.k).T)
         if slope is not None:
             size = size * slope + self.softcap

@@ -245,7 +245,12 @@ def test_empty_attention(cupy, shapes, dtype):
             for n, x in more.items()
         }
         got = cupyflash.attention(*on, return_lse=True, method=method, **placed)
-        want = cupyflash.attention(*host, return_lse=True, method=method, **more)
+        # Lengths beyond an axis are an error on the host.
+        fits = {
+            n: x.clip(0, shapes[n == "key_lengths"][-2]) if "lengths" in n else x
+            for n, x in more.items()
+        }
+        want = cupyflash.attention(*host, return_lse=True, method=method, **fits)
         for a, b in zip(got, want, strict=True):
             assert (a.shape, a.dtype) == (b.shape, b.dtype)
             np.testing.assert_array_equal(wide(a), wide(b))

@@ -22,6 +22,7 @@ from cupyflash._attention.cpu.block import (
     Task,
     finite_base,
     num_threads,
+    product,
     times_values,
 )
 from cupyflash._attention.cpu.tiled import rows_of_a_task
@@ -138,9 +139,9 @@ class _Rows(Part):
         p, ds, slope, _ = self.block(start, stop, exact=False)
         if slope is not None:
             np.multiply(ds, slope, out=ds)
-        dq = ds @ self.keys(start, stop)
+        dq = product(ds, self.keys(start, stop))
         if not self.odd and np.isfinite(dq).all():
-            return dq, ds.T @ self.scaled_q, p.T @ self.dout
+            return dq, product(ds.T, self.scaled_q), product(p.T, self.dout)
         # Either by right, or 0 * NaN came from a row or key that is not seen.
         p, ds, slope, visible = self.block(start, stop, exact=True)
         if slope is not None:

@@ -7,12 +7,17 @@ batch entries hold, since no task sees more than one.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from cupyflash._attention.problem import FAR
 from cupyflash._core import threads
 
+# Terms of a sum that BLAS makes. Blocks of so many are added up in float32 to a run,
+# and runs in float64; 2e-6 is what is promised at any length.
+LONGEST_SUM = 512
+BLOCKS_OF_A_RUN = 16
 # Multiply-adds below which a thread costs more than it saves.
 _WORTH_A_THREAD = 1_000_000
 
@@ -244,13 +249,36 @@ def offset_of(problem, operands):
     return max(-FAR, min(problem.query_offset, FAR))
 
 
+def product(a, b, out=None):
+    """a @ b, in blocks of terms where there are many: BLAS adds up all in one sum.
+
+    In float32 the error of such a sum grows with the number of its terms; between
+    blocks it is float64, and float64 adds up runs of blocks.
+    """
+    terms = a.shape[-1]
+    if terms <= LONGEST_SUM:
+        return np.matmul(a, b, out=out)
+    total: Any = np.float64(0)
+    step = LONGEST_SUM * BLOCKS_OF_A_RUN
+    for first in range(0, terms, step):
+        run: Any = np.float64(0)
+        for start in range(first, min(first + step, terms), LONGEST_SUM):
+            block = slice(start, min(start + LONGEST_SUM, terms))
+            run = run + np.matmul(a[..., block], b[..., block, :])
+        total = total + run
+    if out is None:
+        return total.astype(a.dtype, copy=False)
+    np.copyto(out, total, casting="same_kind")
+    return out
+
+
 def times_values(p, seen, v):
     """p @ v, where a key that a row does not see adds nothing, not even 0 * NaN."""
     finite = np.isfinite(v)
     odd_keys = np.flatnonzero(~finite.all(axis=1))
     if odd_keys.size == 0:
-        return p @ v
-    out = p @ np.where(finite, v, v.dtype.type(0))
+        return product(p, v)
+    out = product(p, np.where(finite, v, v.dtype.type(0)))
     for j in odd_keys:
         odd = ~finite[j]
         out[:, odd] += np.where(seen[:, j, None], p[:, j, None] * v[j, odd], 0)

@@ -18,6 +18,7 @@ from cupyflash._attention.cpu.block import (
     finite_base,
     num_threads,
     offset_of,
+    product,
     scale_of,
     times_values,
 )
@@ -104,7 +105,7 @@ def _weigh(s, v, o, sink, hides):
     d = np.add.reduce(p, axis=-1, keepdims=True)
     if sink is not None:
         np.add(d, np.exp(sink - base), out=d)
-    np.matmul(p, v, out=o)
+    product(p, v, o)
     divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d
     np.divide(o, divisor, out=o)
     return base, d, divisor

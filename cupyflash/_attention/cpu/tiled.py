@@ -6,6 +6,7 @@ Rows outside, blocks of keys inside; a block of scores a thread is all there eve
 import numpy as np
 
 from cupyflash._attention.cpu.block import (
+    BLOCKS_OF_A_RUN,
     finite_base,
     first_state,
     run_tasks,
@@ -20,8 +21,6 @@ _MIN_ROWS, _MAX_ROWS = 128, 1024
 # they become probabilities; a row maximum is quicker over longer rows.
 BLOCK_KEYS = 512
 BLOCK_KEYS_BOUNDED = 256
-# Blocks whose sums are added up in float32; 2e-6 is what is promised at any length.
-_BLOCKS_OF_A_RUN = 16
 # Rows below which a look at all keys, for their largest norm, is not worth it.
 _WORTH_A_BOUND = 128
 # exp(s) needs no maximum while |s| is below this: its sums with values up to
@@ -66,15 +65,15 @@ def _walk(part, run):
     blocks = list(part.key_blocks(size))
     m, d, blind = first_state(part)
     acc = None
-    for first in range(0, max(1, len(blocks)), _BLOCKS_OF_A_RUN):
-        of_run = blocks[first : first + _BLOCKS_OF_A_RUN]
+    for first in range(0, max(1, len(blocks)), BLOCKS_OF_A_RUN):
+        of_run = blocks[first : first + BLOCKS_OF_A_RUN]
         m_run, d_run, acc_run = run(part, q, factor, of_run)
         blind &= m_run == -np.inf
         m_new = np.maximum(m, m_run)
         base = finite_base(m_new)
         kept, added = np.exp(m - base), np.exp(m_run - base)
         m, d = m_new, d * kept + d_run * added
-        if len(blocks) > _BLOCKS_OF_A_RUN:
+        if len(blocks) > BLOCKS_OF_A_RUN:
             acc = 0 if acc is None else np.multiply(acc, kept, out=acc)
             acc = acc + acc_run * added
     if acc is None:  # the only run weighs exp(m_run - m), 0 far below the sink

@@ -329,3 +329,30 @@ def test_one_with_two_axes_beside_one_with_four():
     said = str(caught.value)
     assert "q has 2 axes (5, 8)" in said
     assert "k has 4 axes (2, 3, 7, 8)" in said
+
+
+@pytest.mark.parametrize("method", ["auto", "safe", "online"])
+@pytest.mark.parametrize("keys", [513, 4096, 131_072, 131_073])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 6e-6), ("float64", 8e-15)])
+def test_many_keys_alike(method, keys, dtype, bound):
+    """BLAS alone would add them up in one sum: 6e-4 in float32."""
+    q, k = np.zeros((3, 1), dtype), np.zeros((keys, 1), dtype)
+    v = np.full((keys, 2), 0.1, dtype)
+    out = cupyflash.attention(q, k, v, method=method)
+    np.testing.assert_allclose(out.astype(np.float64), float(v[0, 0]), rtol=bound)
+
+
+@pytest.mark.parametrize("queries", [4096, 65_537, 131_073])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-13)])
+def test_gradients_of_many_queries_alike(queries, dtype, bound):
+    q, k, v = (
+        np.zeros((queries, 1), dtype),
+        np.zeros((1, 1), dtype),
+        np.ones((1, 2), dtype),
+    )
+    dout = np.full((queries, 2), 0.1, dtype)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    grads = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    np.testing.assert_allclose(
+        grads.dv.astype(np.float64), queries * float(dout[0, 0]), rtol=bound
+    )

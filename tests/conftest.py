@@ -96,7 +96,7 @@ def pytest_runtest_makereport(item, call):
 def pytest_deselected(items):
     """Let the record know, which does not see what the workers of xdist leave out."""
     for item in items:
-        if "gpu" in item.keywords and hasattr(item.config, "workeroutput"):
+        if item.get_closest_marker("gpu") and hasattr(item.config, "workeroutput"):
             item.config.workeroutput.setdefault("deselected", []).append(item.nodeid)
 
 
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items):
         return
     skip = pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):
             item.add_marker(skip)
 
 

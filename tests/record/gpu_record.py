@@ -100,7 +100,9 @@ class Counter:
 
     def pytest_deselected(self, items):
         """By -k and the like; tests that need no GPU are none of this record."""
-        self.deselected |= {item.nodeid for item in items if "gpu" in item.keywords}
+        self.deselected |= {
+            item.nodeid for item in items if item.get_closest_marker("gpu")
+        }
 
     def pytest_runtest_logreport(self, report):
         name = _file(report.nodeid)

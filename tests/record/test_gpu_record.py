@@ -332,8 +332,10 @@ def test_a_part_of_a_file_stamps_no_more_than_itself(tmp_path, capsys, monkeypat
 def test_what_is_deselected_is_counted():
     counter = gpu_record.Counter()
     items = [
-        types.SimpleNamespace(nodeid="tests/test_a.py::t", keywords={"gpu": 1}),
-        types.SimpleNamespace(nodeid="tests/test_a.py::u", keywords={}),
+        types.SimpleNamespace(
+            nodeid="tests/test_a.py::t", get_closest_marker={"gpu": 1}.get
+        ),
+        types.SimpleNamespace(nodeid="tests/test_a.py::u", get_closest_marker={}.get),
     ]
     counter.pytest_deselected(items)
     assert counter.result(["test_a.py"])["test_a.py"]["left_out"] == 1

@@ -119,7 +119,7 @@ def test_shared_memory():
 
 @pytest.fixture(autouse=True)
 def on_hopper(request):
-    if "gpu" in request.keywords:
+    if request.node.get_closest_marker("gpu"):
         from cupyflash._cuda import runtime
 
         reason = HOPPER_WIDE.unsupported_reason(problem(), runtime.device(0))

@@ -104,7 +104,6 @@ def test_scratch_of_a_graph_outlives_its_plan(monkeypatch, capturing):
     """A graph may be replayed when the plan that it was captured with has gone."""
     pytest.importorskip("cupy")
     from cupyflash._cuda import graphs
-    from cupyflash._softmax.gpu import dispatch as softmax_gpu
     from cupyflash._softmax.gpu import plan as softmax_plan
 
     def enqueue(*args):
@@ -112,7 +111,7 @@ def test_scratch_of_a_graph_outlives_its_plan(monkeypatch, capturing):
 
     asked, kept = [], []
     scratch = types.SimpleNamespace(ptr=77)
-    monkeypatch.setattr(softmax_gpu.cupy.cuda, "alloc", lambda size: scratch)
+    monkeypatch.setattr(softmax_plan.cupy.cuda, "alloc", lambda size: scratch)
     stream = types.SimpleNamespace(ptr=99)
     monkeypatch.setattr(graphs, "_current_stream", lambda: stream)
     monkeypatch.setattr(graphs, "_is_capturing_on", lambda ptr: capturing)

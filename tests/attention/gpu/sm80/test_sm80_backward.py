@@ -64,7 +64,7 @@ def test_takes(arch, dtype, head_dim, options):
         (problem(seqlen_k=0), "sm_90a", "no keys"),
         (problem("float16", seqlen_q=(1 << 18) + 1), "sm_90a", "262144 terms"),
         (problem("float16", seqlen_k=(1 << 18) + 1), "sm_90a", "262144 terms"),
-        (problem(batch=(1 << 20,)), "sm_90a", "32 bits"),
+        (problem(batch=(1 << 26,)), "sm_90a", "32 bits"),
     ],
 )
 def test_leaves_to_the_next_row(asked, arch, reason):

@@ -55,7 +55,7 @@ def test_takes(arch, precision, head_dim, options):
         (problem(seqlen_q=63), "sm_90a", "from 64 queries and keys on"),
         (problem(head_dim=31), "sm_90a", "much more than out"),
         (problem(seqlen_q=64, seqlen_k=1 << 20), "sm_90a", "much more than out"),
-        (problem(batch=(1 << 20,)), "sm_90a", "32 bits"),
+        (problem(batch=(1 << 26,)), "sm_90a", "32 bits"),
     ],
 )
 def test_leaves_to_the_next_row(asked, arch, reason):

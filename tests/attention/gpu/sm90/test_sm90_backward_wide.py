@@ -50,7 +50,7 @@ def test_takes_the_larger_of_two_head_dims(dims, compiled):
         (problem(head_dim=256, no_tensor_map="q starts"), HOPPER, "q starts"),
         (problem(head_dim=256, softcap=3.0), HOPPER, "has no softcap"),
         (problem(head_dim=256, bias="float32"), HOPPER, "has no bias"),
-        (problem(head_dim=64, mask="bool"), HOPPER, "the copy engine cannot read"),
+        (problem(head_dim=64, mask="bool"), HOPPER, "TMA cannot read"),
         (
             problem(head_dim=64, bias="float64", terms="tiles"),
             HOPPER,

@@ -46,7 +46,7 @@ assert np.allclose(safe(x), cupyflash.softmax(x, method="safe"))
 # moving numbers. How many does each method move? Here the blocks of cupyflash's CPU
 # back end are watched while they copy scores in and weights out.
 
-x = np.random.default_rng(0).standard_normal((8, 1024)).astype(np.float32)
+x = np.random.default_rng(0).standard_normal((16, 1024)).astype(np.float32)
 moved = {}
 for method in measured.METHODS:
     with measured.counted() as count:

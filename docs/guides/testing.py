@@ -44,7 +44,7 @@ from pathlib import Path
 
 import cupyflash
 
-RECORD = Path(cupyflash.__file__).parent.parent / "tests" / "gpu_record.json"
+RECORD = Path(cupyflash.__file__).parent.parent / "tests/record/gpu_record.json"
 record = json.loads(RECORD.read_text("utf-8"))
 
 

@@ -32,7 +32,7 @@ CHUNK = 8
 ROOT = Path(__file__).parents[2]
 
 # What `make compile` keeps.
-KNOWN = Outcomes(ROOT / "tests" / "compiled.tsv")
+KNOWN = Outcomes(ROOT / "tests/record/compiled.tsv")
 
 
 def sample(arch, step):

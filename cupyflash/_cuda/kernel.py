@@ -1,5 +1,6 @@
 """What a kernel table is made of: variants, launches, the choice of a row."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,14 +30,33 @@ class Variant:
         return tuple(options)
 
 
+# Longest first axis of a grid that is used; the rest of the blocks stand in the second.
+_GRID_X = 1 << 30
+
+
 @dataclass(frozen=True)
-class Step:
-    """One launch of a kernel."""
+class LaunchConfig:
+    """One launch of a kernel: what is compiled, the grid and the block."""
 
     variant: Variant
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    overlaps: bool = False  # may start before the kernel in front of it ends
     scratch: int = 0  # bytes of memory that the launches of one call share
+
+    @classmethod
+    def over(cls, variant: Variant, num_blocks: int, num_threads: int, **more):
+        """A grid along two axes, for kernels that read block_index()."""
+        grid = min(num_blocks, _GRID_X), -(-num_blocks // _GRID_X)
+        return cls(variant, grid, (num_threads,), **more)
+
+    @property
+    def num_blocks(self) -> int:
+        return math.prod(self.grid)
+
+    @property
+    def num_threads(self) -> int:
+        return math.prod(self.block)
 
 
 class Row(Protocol):

@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyflash._core import arrays
 from cupyflash._cuda import compiler
+from cupyflash._cuda.kernel import LaunchConfig
 
 # Absent pointers of a kernel's parameter list. Of all forms of 0, CuPy passes this one
 # fastest.
@@ -47,7 +48,7 @@ class _LaunchAttribute(ctypes.Structure):
     )
 
 
-class _LaunchConfig(ctypes.Structure):
+class _DriverLaunchConfig(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
@@ -69,7 +70,7 @@ def _launch_kernel_ex():
     """cuLaunchKernelEx of the CUDA driver, which CuPy has no call for."""
     launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
     launch.argtypes = (
-        ctypes.POINTER(_LaunchConfig),
+        ctypes.POINTER(_DriverLaunchConfig),
         ctypes.c_void_p,
         ctypes.c_void_p,
         ctypes.c_void_p,
@@ -79,7 +80,7 @@ def _launch_kernel_ex():
 
 def _launch_overlapping(kernel, gx, gy, gz, bx, by, bz, smem, stream, arguments, extra):
     """As launchKernel, of a kernel that itself waits for the one before it."""
-    config = _LaunchConfig(
+    config = _DriverLaunchConfig(
         (gx, gy, gz), (bx, by, bz), smem, stream, ctypes.pointer(_OVERLAPS), 1
     )
     status = _launch_kernel_ex()(config, kernel, arguments, extra)
@@ -94,11 +95,11 @@ class Launch:
     it calls griddepcontrol_wait, and so does that one unless it is the first of a call.
     """
 
-    def __init__(self, variant, grid, block, device_id, overlaps=False):
-        self.variant = variant
-        self.overlaps = overlaps
-        self.grid = grid
-        self.block = block
+    def __init__(self, config: LaunchConfig, device_id: int):
+        self.variant = config.variant
+        self.overlaps = config.overlaps
+        self.grid = config.grid
+        self.block = config.block
         self.device_id = device_id
         self._kernel = None
         self._enqueue = None

@@ -7,6 +7,7 @@ instruction brings. CuPy has no call for it, so the driver's own is used.
 import ctypes
 import functools
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,6 +91,8 @@ class Encoder:
 
     def __init__(self, dtype: str, where: Layout, box_rows: int, box_heads: int = 1):
         self._encode = _driver()
+        # Kernels of one call ask for the same, one after the other.
+        self._last: tuple[int | None, Any] = None, None
         self._type = _TYPES[dtype]
         self._sizes = (ctypes.c_uint64 * 5)(*where.sizes)
         self._strides = (ctypes.c_uint64 * 4)(*where.strides)
@@ -100,6 +103,13 @@ class Encoder:
 
     def __call__(self, ptr: int) -> Any:
         """The map of the memory at `ptr`."""
+        at, found = self._last
+        if at != ptr:
+            found = self._encoded(ptr)
+            self._last = ptr, found
+        return found
+
+    def _encoded(self, ptr):
         memory = np.empty(128 + 64, np.uint8)
         start = -memory.ctypes.data % 64  # the driver wants a multiple of 64
         found = memory[start : start + 128]
@@ -137,7 +147,17 @@ class MappedInputs:
     def __init__(self, encoders: dict[str, Encoder], pack: Callable[..., Any]):
         self._encoders, self._pack = encoders, pack
         self._found: dict[tuple[int, ...], Any] = {}
-        self.get = self._found.get  # the dictionary's own: each call begins with it
+
+    def bind(self, place, device_id):
+        """As an argument of a LaunchSequence, which gives the arrays their names."""
+        pick = itemgetter(*[place(name) for name in self._encoders])
+        get, make = self._found.get, self.make
+
+        def find(values):
+            pointers = pick(values)
+            return get(pointers) or make(pointers)
+
+        return find
 
     def make(self, pointers: tuple[int, ...]) -> Any:
         """What `pack` makes of {name_map: map} and the pointers, remembered."""

@@ -7,41 +7,42 @@ import cupy
 
 from cupyflash._attention import vjp_problem
 from cupyflash._attention.gpu import copies as _copies
-from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu import gradient_copies, gradient_layout
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.config import OPTIONS
+from cupyflash._attention.gpu.config import AttentionCall
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
-from cupyflash._attention.gpu.fp64.backward_plan import TensorFloat64Plan
-from cupyflash._attention.gpu.gradient_copies import CopyingPlan, NarrowingPlan
-from cupyflash._attention.gpu.simt.backward_plan import Plan, ZeroPlan
+from cupyflash._attention.gpu.fp64.backward_plan import tensor_float64_steps
+from cupyflash._attention.gpu.gradient_plan import gradient_results
+from cupyflash._attention.gpu.plan import AttentionPlan, addresses, arrays_of
+from cupyflash._attention.gpu.simt.backward import VjpKernel
+from cupyflash._attention.gpu.simt.backward_plan import portable_steps
 from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
-from cupyflash._attention.gpu.sm80.backward_fp32_plan import MmaSplitPlan
-from cupyflash._attention.gpu.sm80.backward_plan import MmaPlan
+from cupyflash._attention.gpu.sm80.backward_fp32_plan import mma_split_steps
+from cupyflash._attention.gpu.sm80.backward_plan import mma_vjp_steps
 from cupyflash._attention.gpu.sm90.backward import HopperVjpKernel
-from cupyflash._attention.gpu.sm90.backward_plan import HopperPlan
+from cupyflash._attention.gpu.sm90.backward_plan import hopper_vjp_steps
 from cupyflash._attention.gpu.sm90.backward_wide import HopperWideVjpKernel
-from cupyflash._attention.gpu.sm90.backward_wide_plan import HopperWidePlan
+from cupyflash._attention.gpu.sm90.backward_wide_plan import hopper_wide_vjp_steps
 from cupyflash._attention.gpu.sm90.operands import unmapped
 from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._cuda import graphs, kernel, plan_cache, runtime, tensor_map
 from cupyflash._cuda import launch as _launch
+from cupyflash._cuda.launch_sequence import Steps
 
 _plans = plan_cache.PlanCache()
 
-# Arguments of attention_vjp that are arrays, by their place, dlse the last.
-_ARRAYS = (0, 1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 20)
-_QUERY_OFFSET = 10
-# Kinds of rows with a plan of their own.
-_PLANS = (
-    (HopperVjpKernel, HopperPlan),
-    (HopperWideVjpKernel, HopperWidePlan),
-    (MmaVjpKernel, MmaPlan),
-    (MmaSplitVjpKernel, MmaSplitPlan),
-    (TensorFloat64VjpKernel, TensorFloat64Plan),
-)
-# Rows that read by TMA, and write whole vectors.
+# Kinds of kernels, and what they launch.
+_STEPS = {
+    HopperVjpKernel: hopper_vjp_steps,
+    HopperWideVjpKernel: hopper_wide_vjp_steps,
+    MmaVjpKernel: mma_vjp_steps,
+    MmaSplitVjpKernel: mma_split_steps,
+    TensorFloat64VjpKernel: tensor_float64_steps,
+    VjpKernel: portable_steps,
+}
+# Those that read by TMA, and write whole vectors.
 _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
 
 
@@ -50,43 +51,46 @@ _BY_VECTORS = (HopperVjpKernel, HopperWideVjpKernel)
 
 def attention_vjp(*arguments) -> AttentionGrads:
     """attention_vjp() of CuPy arrays; a call seen before goes to its launches."""
-    key = _key(arguments)
+    (
+        dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window,
+        softcap, sinks, alibi_slopes, query_lengths, key_lengths, layout, precision,
+        method, dlse, need_dbias, need_dsinks, deterministic,
+    ) = arguments  # fmt: skip
+    far = attention_params.FAR
+    # One beyond that changes the window, too: that is for the checks.
+    is_int = type(query_offset) is int and -far <= query_offset <= far
+    offsets = None if is_int else query_offset
+    arrays = (q, k, v, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
+              key_lengths, None, dout, out, lse, dlse)  # fmt: skip
+    key = _key(arrays, (
+        is_int, scale, causal, window, softcap, layout, precision, method, need_dbias,
+        need_dsinks, deterministic,
+    ))  # fmt: skip
     plan = None if key is None else _plans.get(key)
     if plan is None:
         return _planned(key, *arguments)
-    query_offset = arguments[_QUERY_OFFSET]
-    is_int = type(query_offset) is int
-    offset = query_offset if is_int else plan.offset
-    dout, q, k, v, out, lse, bias, mask, *rest = (arguments[i] for i in _ARRAYS)
-    sinks, alibi, query_lengths, key_lengths, dlse = rest
-    offsets = None if is_int else query_offset
-    arrays = (q, k, v, out, bias, mask, sinks, alibi, offsets, query_lengths,
-              key_lengths, dout, lse, dlse)  # fmt: skip
-    if runtime.current_device() == plan.device_id:
-        return plan(arrays, offset)
-    with cupy.cuda.Device(plan.device_id):
-        return plan(arrays, offset)
+    pointers = addresses(arrays)
+    pointers[_OFFSET] = query_offset if is_int else plan.offset
+    return AttentionGrads(*plan(pointers))
 
 
-def _key(arguments):
+_OFFSET = AttentionCall._fields.index("offset")
+
+
+def _key(arrays, options):
     """What a plan depends on; None if that is for the checks to say."""
     parts: list[Any] = []
-    far = attention_params.FAR
-    for place, x in enumerate(arguments):
+    for x in arrays:
         if x is None:
             parts.append(None)
         elif type(x) is cupy.ndarray:
             data = x.data
             # Whether TMA can read it, or nobody can.
             parts.append((x.shape, x.strides, x.dtype, data.device_id, data.ptr % 16))
-        elif place == _QUERY_OFFSET and type(x) is int and -far <= x <= far:
-            parts.append(int)
-        elif place in _ARRAYS or place == _QUERY_OFFSET:
-            return None
         else:
-            # By its repr, since 1 and True are not the same argument.
-            parts.append((type(x), repr(x)))
-    return tuple(parts)
+            return None
+    # By their reprs, since 1 and True are not the same argument.
+    return (*parts, *[(type(x), repr(x)) for x in options])
 
 
 @graphs.keeps_memory
@@ -99,8 +103,16 @@ def _planned(key, *arguments) -> AttentionGrads:
         # launched as they come.
         if key is not None:
             _plans.put(key, plan)
-        offset = attention_params.launch_offset(problem.forward)
-        return plan(_arrays_of(operands), offset)
+        return run(plan, problem, operands)
+
+
+def run(plan, problem, operands) -> AttentionGrads:
+    """Launch a plan for checked operands."""
+    forward = operands.forward
+    given = (operands.dout, forward.out, operands.lse, operands.dlse)
+    pointers = AttentionCall(*addresses((*arrays_of(forward), None, *given)))
+    offset = attention_params.launch_offset(problem.forward)
+    return AttentionGrads(*plan(pointers._replace(offset=offset)))
 
 
 def unplanned(*arguments) -> AttentionGrads:
@@ -108,30 +120,28 @@ def unplanned(*arguments) -> AttentionGrads:
     return _planned(None, *arguments)
 
 
-def _arrays_of(operands):
-    """The arrays of a call in the order of plans."""
-    forward = operands.forward
-    options = (getattr(forward, name) for name in OPTIONS)
-    return (
-        *(forward.q, forward.k, forward.v, forward.out, *options),
-        *(operands.dout, operands.lse, operands.dlse),
-    )
-
-
-def make_plan(problem, operands):
+def make_plan(problem, operands) -> AttentionPlan:
     """Selection, grids and parameters of a problem."""
     device_id = operands.forward.q.data.device_id
-    if 0 in problem.rows_shape:
-        return ZeroPlan(problem, device_id)
-    device = runtime.device(device_id)
-    row, _, known, fit, copies = _select(problem, operands, device)
-    kind = next((plan for of, plan in _PLANS if isinstance(row, of)), Plan)
-    if isinstance(row, _BY_VECTORS):
-        known = replace(known, whole_vectors=True)
-    plan = kind(row, known, fit, device, device_id)
-    if any(known.written_shape(n) != getattr(known, f"{n}_shape") for n in "qkv"):
-        plan = NarrowingPlan(plan, known)
-    return CopyingPlan(plan, copies) if copies else plan
+    steps, copies = Steps([]), {}
+    if 0 not in problem.rows_shape:
+        device = runtime.device(device_id)
+        row, _, known, fit, copies = _select(problem, operands, device)
+        problem = replace(known, whole_vectors=isinstance(row, _BY_VECTORS))
+        steps = _STEPS[type(row)](row, problem, fit, device)
+    results = gradient_results(problem)
+    written = {name for _, arguments in steps.launches for name in arguments}
+    zeros = [n for n, x in results.items() if x is not None and n not in written]
+    steps = steps._replace(zeros=(*steps.zeros, *zeros))
+    steps, results = gradient_copies.trimmed(steps, problem, results)
+    plan = AttentionPlan(
+        device_id,
+        _copies.names_before(AttentionCall._fields, copies),
+        results,
+        _copies.with_copies(steps, copies),
+    )
+    plan.offset = attention_params.launch_offset(problem.forward)
+    return plan
 
 
 def _select(problem, operands, device):

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.config import Config
 from cupyflash._attention.gpu.copy_config import _WORDS, narrow_config
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.gradient_config import rows_config, sum_config
@@ -19,7 +18,7 @@ from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda import kernel, tensor_map
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
@@ -110,7 +109,7 @@ def _some(tiles, everything):
     return tiles if everything else tiles[:1]
 
 
-_CONFIGS: dict[type, Callable[..., Iterator[Config]]] = {
+_CONFIGS: dict[type, Callable[..., Iterator[LaunchConfig]]] = {
     HopperVjpKernel: _mapped_configs,
     HopperWideVjpKernel: _mapped_configs,
     MmaVjpKernel: _mma_configs,

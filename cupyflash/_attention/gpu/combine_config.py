@@ -4,10 +4,9 @@ import math
 
 import numpy as np
 
-from cupyflash._attention.gpu.config import Config
 from cupyflash._attention.problem import MergeProblem
 from cupyflash._core.dtypes import CUDA_TYPES
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 _MERGE_THREADS = 128
 
@@ -27,7 +26,7 @@ def merge_params_dtype(row_dims: int) -> np.dtype:
 
 def merge_config(
     problem: MergeProblem, row_dims: int, out_dtype: str | None = None
-) -> Config:
+) -> LaunchConfig:
     """The launch of the merge kernel; `out_dtype` where that of the parts is wider."""
     wide = problem.in_sums or "float64" in (problem.dtype, problem.lse_dtype)
     defines = {
@@ -43,4 +42,6 @@ def merge_config(
         defines["OUT_T"] = CUDA_TYPES[out_dtype]
     variant = Variant("attention/combine.cu", "attention_merge", tuple(defines.items()))
     num_warps = math.prod(problem.shape) * max(-(-problem.head_dim_v // 32), 1)
-    return Config(variant, -(-num_warps * 32 // _MERGE_THREADS), _MERGE_THREADS)
+    return LaunchConfig.over(
+        variant, -(-num_warps * 32 // _MERGE_THREADS), _MERGE_THREADS
+    )

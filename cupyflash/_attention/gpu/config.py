@@ -1,24 +1,51 @@
 """What the rows of the attention table share: configurations, switches, counts."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from cupyflash._core.dtypes import CUDA_TYPES
-from cupyflash._cuda.kernel import Variant
 
-# Longest first axis of a grid that is used; the rest of the blocks stand in the second.
-_GRID_X = 1 << 30
 
-# The arrays that a call may go without, in the order of the kernels' parameters.
-OPTIONS = (
-    "bias",
-    "mask",
-    "sinks",
-    "alibi_slopes",
-    "query_offsets",
-    "query_lengths",
-    "key_lengths",
-)
+class AttentionCall(NamedTuple):
+    """Pointers of a call's arrays, 0 where there is none: what launches are told.
+
+    Launches name them so. attention() has those before `dout`.
+    """
+
+    q: int
+    k: int
+    v: int
+    # The arrays that a call may go without, in the order of the kernels' parameters.
+    bias: int = 0
+    mask: int = 0
+    sinks: int = 0
+    alibi_slopes: int = 0
+    query_offsets: int = 0
+    query_lengths: int = 0
+    key_lengths: int = 0
+    offset: int = 0  # of queries, where the host knows it
+    dout: int = 0
+    out: int = 0
+    lse: int = 0
+    dlse: int = 0
+
+
+_FIELDS = AttentionCall._fields
+OPTIONS = _FIELDS[_FIELDS.index("bias") : _FIELDS.index("offset")]
+# What kernels end with, before params_t.
+OPTIONS_AND_OFFSET = (*OPTIONS, "offset")
+# What launches of attention() are told.
+FORWARD_CALL = _FIELDS[: _FIELDS.index("dout")]
+
+
+class SplitKV(NamedTuple):
+    """How keys are split into ranges whose results are combined."""
+
+    num_splits: int
+    keys_per_split: int
+    in_kernel: bool = False  # by the kernel itself, not as a new axis of the batch
+
 
 # Most keys that a query may see. A tensor core cuts the bits that fall off a sum, 16
 # keys at a time, so that the error of out grows by 2^-25 of its size with each step: to
@@ -65,24 +92,6 @@ def too_many(counts: dict[str, tuple[int, int]]) -> str | None:
         if number > most:
             return f"counts {name} in 32 bits, up to {most}, and there are {number}"
     return None
-
-
-@dataclass(frozen=True)
-class Config:
-    """One kernel of a plan: what is compiled, and over how many blocks it runs."""
-
-    variant: Variant
-    num_blocks: int
-    num_threads: int
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Blocks along two axes, for kernels that read block_index()."""
-        return min(self.num_blocks, _GRID_X), -(-self.num_blocks // _GRID_X)
-
-    @property
-    def block(self) -> tuple[int]:
-        return (self.num_threads,)
 
 
 def defines(problem, batch_dims, num_threads, elem=None, **more):
@@ -164,30 +173,30 @@ def most_seen(problem):
     return min(keys, problem.seqlen_k)
 
 
-# A part has so many keys at least, and a multiple of what all tiles of keys divide.
+# A split has so many keys at least, and a multiple of what all tiles of keys divide.
 _LEAST_KEYS = 256
 _STEP_OF_KEYS = 64
 _LEAST_TILE = 32  # of keys, up to 128 columns
 
 
-def parts_of_keys(problem, device, block_m, blocks_per_sm=4):
-    """(parts, keys of each) where tiles of `block_m` queries leave the device idle.
+def split_to_fill(problem, device, block_m, blocks_per_sm=4):
+    """The split of the keys where tiles of `block_m` queries leave the device idle.
 
     With that, a multiprocessor has `blocks_per_sm` blocks.
     """
     wanted = device.num_sms * blocks_per_sm // max(1, num_tiles(problem, block_m))
     if most_seen(problem) < 2 * _LEAST_KEYS or wanted < max(blocks_per_sm, 2):
-        return 1, problem.seqlen_k
+        return SplitKV(1, problem.seqlen_k)
     keys = min(max(-(-problem.seqlen_k // wanted), _LEAST_KEYS), LONG_SUM)
-    # Parts of long sums are runs, which the merge adds without loss.
+    # Splits of long sums are those of their first level, combined without loss.
     if problem.seqlen_k > LONG_SUM and _is_exact(problem):
         keys = min(keys, RUN_TILES * _LEAST_TILE)
     keys = -(-keys // _STEP_OF_KEYS) * _STEP_OF_KEYS
-    return -(-problem.seqlen_k // keys), keys
+    return SplitKV(-(-problem.seqlen_k // keys), keys)
 
 
-def num_parts(problem):
-    """Parts of the keys, which are the first axis of the batch."""
+def num_splits(problem):
+    """Splits of the keys that are the first axis of the batch."""
     return 1 if problem.keys_of_part is None else problem.batch[0]
 
 

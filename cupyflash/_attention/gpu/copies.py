@@ -1,52 +1,17 @@
-"""Copies of q, k and v before another plan, where kernels need them."""
+"""Copies of arrays before the launches of a call, where kernels need them."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
 
 from cupyflash._attention.gpu import copy_config
-from cupyflash._attention.gpu.plan import BasePlan
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core import arrays as _arrays
 from cupyflash._core import strides as _strides
-from cupyflash._cuda import graphs, launch, structs, tensor_map
-
-
-class CopyingPlan(BasePlan):
-    """Copies of q, k and v, as far as they need them, before another plan."""
-
-    def __init__(self, problem, operands, plan, fit, copies):
-        super().__init__(problem, operands, operands.q.data.device_id)
-        self.plan = plan
-        self.launches = (*(copy.launch for copy in copies.values()), *plan.launches)
-        self.num_splits = plan.num_splits
-        self.takes_arrays = plan.takes_arrays
-        self.copies = [copies.get(name) for name in "qkv"]
-        self.views = {name: getattr(fit, name) for name in copies}
-
-    def _copied(self, arrays):
-        """q, k and v, copied where that is needed."""
-        ready = tuple(
-            x if copy is None else copy(x)
-            for x, copy in zip(arrays, self.copies, strict=True)
-        )
-        graphs.keep_if_capturing(ready)
-        return ready
-
-    def __call__(self, arrays, offset):
-        """Copy and launch; `arrays` as they stand in a call."""
-        return self.plan((*self._copied(arrays[:3]), *arrays[3:]), offset)
-
-    def run(self, operands, offset):
-        """The same for checked operands."""
-        made = dict(zip("qkv", self._copied(operands[:3]), strict=True))
-        views = {
-            name: cupy.ndarray(x.shape, x.dtype, made[name].data, x.strides)
-            for name, x in self.views.items()
-        }
-        return self.plan.run(operands._replace(**views), offset)
-
+from cupyflash._cuda import launch, structs, tensor_map
+from cupyflash._cuda.launch_sequence import Result, Steps
 
 # Queries from which a copy for TMA takes less time than it saves, and bytes
 # of each such copy that are allowed a byte of out.
@@ -55,7 +20,7 @@ _MOST_COPIED = 4
 
 
 class Copy:
-    """Copies of an array that has this shape and these strides, in elements.
+    """A copy of an array that has this shape and these strides, in elements.
 
     The shape is that without axes that are broadcast; rows of the copy are whole
     vectors of 16 bytes.
@@ -64,8 +29,8 @@ class Copy:
     def __init__(self, x, shape: tuple[int, ...], strides: tuple[int, ...]):
         *rows, num_columns = shape
         *row_strides, column_stride = strides
-        self.shape = (*rows, _strides.whole_vectors(num_columns, x.itemsize))
-        self.dtype = x.dtype
+        own = (*rows, _strides.whole_vectors(num_columns, x.itemsize))
+        self.result = Result(own, x.dtype)
         size, (steps,) = _strides.collapse(rows, [row_strides])
         fields: dict[str, Any] = {
             "num_rows": math.prod(rows),
@@ -76,24 +41,37 @@ class Copy:
             "stride": [steps or (0,)],
         }
         dims = len(fields["size"])
-        dtype = copy_config.copy_params_dtype(dims)
-        self.params = structs.pack_bytes(fields, dtype)
-        config = copy_config.copy_config(
-            _arrays.dtype_name(x),
-            dims,
-            num_columns,
-            math.prod(self.shape) * x.itemsize // 16,
-        )
-        device_id = x.data.device_id
-        self.launch = launch.Launch(
-            config.variant, config.grid, config.block, device_id
+        self.params = structs.pack_bytes(fields, copy_config.copy_params_dtype(dims))
+        self.config = copy_config.copy_config(
+            _arrays.dtype_name(x), dims, num_columns, self.result.nbytes // 16
         )
 
-    def __call__(self, x):
-        """A copy of an array, which has the pointer of that one."""
-        copy = cupy.ndarray(self.shape, self.dtype)
-        self.launch.enqueue(x.data.ptr, copy.data.ptr, self.params)
-        return copy
+
+def names_before(names: Sequence[str], copies: dict[str, Copy]) -> tuple[str, ...]:
+    """Names of a call's arrays, where the copies have those of what they replace."""
+    return tuple(f"given_{name}" if name in copies else name for name in names)
+
+
+def with_copies(steps: Steps, copies: dict[str, Copy]) -> Steps:
+    """Launches, before them the copies that they read."""
+    first = [
+        (copy.config, (f"given_{name}", name, copy.params))
+        for name, copy in copies.items()
+    ]
+    memory = {name: copy.result.nbytes for name, copy in copies.items()}
+    return steps._replace(
+        launches=[*first, *steps.launches], scratch={**steps.scratch, **memory}
+    )
+
+
+def copies_alone(copies: dict[str, Copy]) -> tuple[dict[str, Result | None], Steps]:
+    """Results and launches of a sequence that returns the copies."""
+    results = {f"copied_{name}": copy.result for name, copy in copies.items()}
+    launches = [
+        (copy.config, (name, f"copied_{name}", copy.params))
+        for name, copy in copies.items()
+    ]
+    return {**results}, Steps(launches)
 
 
 def may_copy(problem: AttentionProblem) -> bool:

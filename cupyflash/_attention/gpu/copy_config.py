@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from cupyflash._attention.gpu.config import LONG_AXIS, Config
+from cupyflash._attention.gpu.config import LONG_AXIS
 from cupyflash._core.dtypes import CUDA_TYPES
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 _COPY_THREADS = 256
 
@@ -23,7 +23,7 @@ def copy_params_dtype(row_dims: int) -> np.dtype:
 
 def copy_config(
     dtype: str, row_dims: int, num_columns: int, num_vectors: int
-) -> Config:
+) -> LaunchConfig:
     """The launch that copies a matrix into rows of whole vectors."""
     defines = {
         "ELEM_T": CUDA_TYPES[dtype],
@@ -33,7 +33,7 @@ def copy_config(
     if num_columns > LONG_AXIS:
         defines["LONG_AXES"] = "1"
     variant = Variant("copy/align_rows.cu", "attention_copy", tuple(defines.items()))
-    return Config(variant, -(-num_vectors // _COPY_THREADS), _COPY_THREADS)
+    return LaunchConfig.over(variant, -(-num_vectors // _COPY_THREADS), _COPY_THREADS)
 
 
 _NARROW_THREADS = 256
@@ -45,8 +45,8 @@ def blocks_of_narrow(num_bytes: int) -> int:
     return -(-num_bytes // (16 * _NARROW_THREADS))
 
 
-def narrow_config(word: int, num_blocks: int) -> Config:
+def narrow_config(word: int, num_blocks: int) -> LaunchConfig:
     """The launch that takes results from such rows, by words of so many bytes."""
     defines = {"WORD_T": _WORDS[word], "NUM_THREADS": str(_NARROW_THREADS)}
     variant = Variant("copy/trim_rows.cu", "attention_narrow", tuple(defines.items()))
-    return Config(variant, num_blocks, _NARROW_THREADS)
+    return LaunchConfig.over(variant, num_blocks, _NARROW_THREADS)

@@ -6,74 +6,67 @@ from typing import Any
 import cupy
 
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention.gpu import combine
+from cupyflash._attention.gpu import combine, split_kv
 from cupyflash._attention.gpu import copies as _copies
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu import views as _views
-from cupyflash._attention.gpu.copies import CopyingPlan
+from cupyflash._attention.gpu.config import FORWARD_CALL, OPTIONS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.fp64.forward import TensorFloat64Kernel
-from cupyflash._attention.gpu.plan import EmptyPlan, FusedPlan
+from cupyflash._attention.gpu.plan import (
+    AttentionPlan,
+    addresses,
+    arrays_of,
+    fused_steps,
+    results_of,
+)
 from cupyflash._attention.gpu.simt.forward import FusedKernel, UnfusedKernel
 from cupyflash._attention.gpu.simt.forward_plan import UnfusedPlan
 from cupyflash._attention.gpu.sm80.forward import MmaKernel
-from cupyflash._attention.gpu.sm80.forward_plan import MmaPlan
+from cupyflash._attention.gpu.sm80.forward_plan import mma_steps
 from cupyflash._attention.gpu.sm90.forward import HopperKernel
-from cupyflash._attention.gpu.sm90.forward_plan import HopperPlan
+from cupyflash._attention.gpu.sm90.forward_plan import hopper_steps
 from cupyflash._attention.gpu.sm90.forward_wide import HopperWideKernel
-from cupyflash._attention.gpu.sm90.forward_wide_plan import HopperWidePlan
+from cupyflash._attention.gpu.sm90.forward_wide_plan import hopper_wide_steps
 from cupyflash._attention.gpu.sm90.operands import unmapped
-from cupyflash._attention.gpu.split_kv import PartsPlan
 from cupyflash._cuda import graphs, kernel, plan_cache, runtime, tensor_map
 from cupyflash._cuda import launch as _launch
+from cupyflash._cuda.launch_sequence import Steps
 
 _plans = plan_cache.PlanCache()
-# Kinds of rows, and their plans.
-_PLANS = {
-    HopperKernel: HopperPlan,
-    FusedKernel: FusedPlan,
-    MmaKernel: MmaPlan,
-    HopperWideKernel: HopperWidePlan,
-    TensorFloat64Kernel: FusedPlan,
-    UnfusedKernel: UnfusedPlan,
+# Kinds of kernels, and what they launch.
+_STEPS = {
+    HopperKernel: hopper_steps,
+    FusedKernel: fused_steps,
+    MmaKernel: mma_steps,
+    HopperWideKernel: hopper_wide_steps,
+    TensorFloat64Kernel: fused_steps,
 }
+_NO_OPTIONS = (0,) * len(OPTIONS)
 
 merge = combine.merge
 
 
-def attention(
-    q,
-    k,
-    v,
-    bias,
-    mask,
-    scale,
-    causal,
-    query_offset,
-    window,
-    softcap,
-    sinks,
-    alibi_slopes,
-    query_lengths,
-    key_lengths,
-    layout,
-    precision,
-    return_lse,
-    out,
-    method,
-) -> tuple[Any, Any]:
+def attention(*arguments) -> tuple[Any, Any]:
     """attention() of CuPy arrays; a call seen before goes straight to its launch."""
+    (
+        q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
+        alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
+        method,
+    ) = arguments  # fmt: skip
     far = attention_params.FAR
     # One beyond that changes the window, too: that is for the checks.
     offset_is_int = type(query_offset) is int and -far <= query_offset <= far
     offsets = None if offset_is_int else query_offset
     try:
+        of_q, of_k, of_v = q.data, k.data, v.data
+        at = q_at, k_at, v_at = of_q.ptr, of_k.ptr, of_v.ptr
         key: Any = (
-            q.shape, q.strides, q.dtype, q.data.device_id,
-            k.shape, k.strides, k.dtype, k.data.device_id,
-            v.shape, v.strides, v.dtype, v.data.device_id,
+            q.shape, q.strides, q.dtype, of_q.device_id,
+            k.shape, k.strides, k.dtype, of_k.device_id,
+            v.shape, v.strides, v.dtype, of_v.device_id,
             # Whether TMA can read them, or nobody can.
-            q.data.ptr % 16, k.data.ptr % 16, v.data.ptr % 16,
+            q_at % 16, k_at % 16, v_at % 16,
             scale, scale.__class__, causal, causal.__class__, softcap,
             softcap.__class__,
             # By its repr, since 1 and True are not the same argument.
@@ -81,29 +74,25 @@ def attention(
             layout, precision, return_lse, return_lse.__class__, method, offset_is_int,
             out if out is None else _facts(out),
         )  # fmt: skip
-        options = (bias, mask, sinks, alibi_slopes, offsets, query_lengths, key_lengths)
+        options = _NO_OPTIONS
         if not (
             bias is mask is sinks is alibi_slopes is offsets
             is query_lengths is key_lengths is None
         ):  # fmt: skip
-            key += tuple([x if x is None else _facts(x) for x in options])
+            given = (bias, mask, sinks, alibi_slopes, offsets, query_lengths,
+                     key_lengths)  # fmt: skip
+            key += tuple([x if x is None else _facts(x) for x in given])
+            options = [0 if x is None else x.data.ptr for x in given]
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
         # Not all CuPy arrays, or an option of a wrong type: the checks will say.
         key = plan = None
     if plan is not None:
-        arrays = (q, k, v, out, *options)
-        if out is None or not plan.may_overlap(arrays):
-            offset = query_offset if offset_is_int else plan.offset
-            if runtime.current_device() == plan.device_id:
-                return plan(arrays, offset)
-            with cupy.cuda.Device(plan.device_id):
-                return plan(arrays, offset)
-    return _planned(
-        key, plan, q, k, v, bias, mask, scale, causal, query_offset, window, softcap,
-        sinks, alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse,
-        out, method,
-    )  # fmt: skip
+        pointers = (*at, *options, query_offset if offset_is_int else plan.offset)
+        if out is None or not plan.may_overlap(out.data.ptr, pointers):
+            out, lse = plan(pointers, out)
+            return out, lse
+    return _planned(key, plan, *arguments)
 
 
 @graphs.keeps_memory
@@ -115,9 +104,19 @@ def _planned(key, plan, *arguments):
             plan = make_plan(problem, operands)
             # Views of the same memory have the same pointer: the arrays of a call can
             # be launched as they come.
-            if key is not None and plan.takes_arrays:
+            if key is not None and isinstance(plan, AttentionPlan):
                 _plans.put(key, plan)
-        return plan.run(operands, attention_params.launch_offset(problem))
+        return run(plan, problem, operands)
+
+
+def run(plan, problem, operands) -> tuple[Any, Any]:
+    """Launch a plan for checked operands."""
+    offset = attention_params.launch_offset(problem)
+    if isinstance(plan, UnfusedPlan):
+        return plan(operands, offset)
+    pointers = (*addresses(arrays_of(operands)), offset)
+    out, lse = plan(pointers, operands.given_out)
+    return out, lse
 
 
 def unplanned(*arguments):
@@ -131,22 +130,35 @@ def _facts(x):
     return x.shape, x.strides, x.dtype, data.device_id, data.ptr % 8
 
 
-def make_plan(problem, operands):
+def make_plan(problem, operands) -> AttentionPlan | UnfusedPlan:
     """Selection, grid and parameters of a problem."""
     device_id = operands.q.data.device_id
     if not all((*problem.batch, problem.num_heads, problem.seqlen_q)):
-        return EmptyPlan(problem, operands, device_id)
+        results = results_of(problem)
+        return AttentionPlan(device_id, FORWARD_CALL, results, Steps([]))
     device = runtime.device(device_id)
     row, _, known, fit, copies = _select(problem, operands, device)
-    kind, parts = _PLANS[type(row)], (1, known.seqlen_k)
-    if known.seqlen_k and hasattr(row, "key_parts"):  # row hopper has its own way
-        parts = row.key_parts(known, device)
-    if parts[0] > 1:
-        plan = PartsPlan(kind, row, known, fit, device, parts)
+    if isinstance(row, UnfusedKernel):
+        results = results_of(problem)
+        return UnfusedPlan(row, known, fit, device, device_id, results, copies)
+    steps_of, names = _STEPS[type(row)], ("out", "lse")
+    split = row.split_kv(known, device)
+    if split.num_splits > 1 and not split.in_kernel:
+        steps = split_kv.split_steps(steps_of, row, known, fit, device, split)
+        names = split_kv.RESULTS
     else:
-        plan = kind(row, known, fit, device)
-    plan.set_shapes(problem)
-    return CopyingPlan(problem, operands, plan, fit, copies) if copies else plan
+        steps = steps_of(row, known, fit, device)
+    plan = AttentionPlan(
+        device_id,
+        _copies.names_before(FORWARD_CALL, copies),
+        results_of(problem, names),
+        _copies.with_copies(steps, copies),
+        arrays_of(operands),
+        operands.out,
+    )
+    plan.num_splits = split.num_splits
+    plan.offset = attention_params.launch_offset(problem)
+    return plan
 
 
 def _select(problem, operands, device):
@@ -222,5 +234,5 @@ def describe(problem, operands) -> dict[str, Any]:
         told["scores in memory"] = f"{shape} {row.scores_dtype(problem)}"
         told["matmuls"] = "cupy.matmul before the first launch and after it"
     else:
-        told["split of the keys"] = plan.num_splits
+        told["split of the keys"] = getattr(plan, "num_splits", 1)
     return told

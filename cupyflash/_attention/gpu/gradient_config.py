@@ -3,16 +3,15 @@
 import math
 
 from cupyflash._attention.gpu import config as attention_config
-from cupyflash._attention.gpu.config import Config
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 _ROW_THREADS = 256
 _SUM_THREADS = 256
 
 
-def rows_config(forward: AttentionProblem, batch_dims: int) -> Config:
+def rows_config(forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
     """The launch that makes delta, a warp a row."""
     # Of the options, only these two matter to it.
     few = attention_config.without_options(forward, "sinks", "query_lengths")
@@ -23,12 +22,12 @@ def rows_config(forward: AttentionProblem, batch_dims: int) -> Config:
         "attention/simt/backward_preprocess.cu", "attention_vjp_rows", defines
     )
     num_rows = math.prod(forward.batch) * forward.num_heads * forward.seqlen_q
-    return Config(variant, -(-num_rows * 32 // _ROW_THREADS), _ROW_THREADS)
+    return LaunchConfig.over(variant, -(-num_rows * 32 // _ROW_THREADS), _ROW_THREADS)
 
 
 def sum_config(
     accum: str, grad: str, num_axes: int, num_sums: int, num_terms: int
-) -> Config:
+) -> LaunchConfig:
     """The launch that adds up terms."""
     # A block a sum pays where sums are few; else neighbours share cache lines.
     lanes = _SUM_THREADS if num_terms > num_sums else 1
@@ -42,4 +41,6 @@ def sum_config(
     variant = Variant(
         "attention/simt/backward_reduce.cu", "attention_vjp_sum", tuple(defines.items())
     )
-    return Config(variant, -(-num_sums * lanes // _SUM_THREADS), _SUM_THREADS)
+    return LaunchConfig.over(
+        variant, -(-num_sums * lanes // _SUM_THREADS), _SUM_THREADS
+    )

@@ -1,23 +1,18 @@
-"""Plans of attention_vjp that put copies before another plan, or behind it.
+"""Gradients without the columns that fill the last vector of a row.
 
-The kernels of sm_90a read and write rows of whole vectors of 16 bytes. Of arrays whose
-rows are no such vectors they get copies, and what they write goes to the gradients.
+The kernels of sm_90a write rows of whole vectors of 16 bytes. What belongs to the
+gradients is taken out of them.
 """
 
 import math
-import struct
 
-import cupy
 import numpy as np
 
 from cupyflash._attention.gpu import copy_config
-from cupyflash._attention.gpu.config import OPTIONS
 from cupyflash._core.dtypes import ITEMSIZE
-from cupyflash._cuda import graphs
-from cupyflash._cuda import launch as _launch
+from cupyflash._cuda.launch_sequence import PointersAndBytes, Result, Steps, num_bytes
 
 _MATRICES = 3
-_POINTERS = struct.Struct(f"{2 * _MATRICES}Q")
 # narrow_params_t of cuda_src/copy/trim_rows.cu, behind its pointers.
 _NUMBERS = np.dtype(
     [
@@ -27,61 +22,36 @@ _NUMBERS = np.dtype(
 )
 
 
-class CopyingPlan:
-    """Copies of some arrays before another plan."""
-
-    def __init__(self, plan, copies):
-        self.plan = plan
-        self.device_id, self.offset = plan.device_id, plan.offset
-        self.launches = (*(copy.launch for copy in copies.values()), *plan.launches)
-        places = ("q", "k", "v", "out", *OPTIONS, "dout")
-        self.copies = [(places.index(name), copy) for name, copy in copies.items()]
-
-    def __call__(self, arrays, offset):
-        """Copy and launch; `arrays` as _arrays_of() has them."""
-        ready = list(arrays)
-        for place, copy in self.copies:
-            ready[place] = copy(ready[place])
-        graphs.keep_if_capturing(ready)
-        return self.plan(tuple(ready), offset)
-
-
-class NarrowingPlan:
-    """Gradients without the columns that fill the last vector of a row."""
-
-    def __init__(self, plan, problem):
-        self.plan = plan
-        self.device_id, self.offset = plan.device_id, plan.offset
-        # (name, shape, shape as written)
-        written = [
-            (f"d{n}", getattr(problem, f"{n}_shape"), problem.written_shape(n))
-            for n in "qkv"
-        ]
-        self.written = [x for x in written if x[1] != x[2]]
-        self.no_pointers = (0,) * (_MATRICES - len(self.written))
-        self.numbers, self.launch = _narrowing(
-            self.written, ITEMSIZE[problem.forward.dtype], plan.device_id
-        )
-        self.launches = (*plan.launches, self.launch)
-
-    def __call__(self, arrays, offset):
-        """Launch; `arrays` as _arrays_of() has them."""
-        made = self.plan(arrays, offset)
-        wide = [getattr(made, name) for name, *_ in self.written]
-        narrow = [cupy.ndarray(shape, wide[0].dtype) for _, shape, _ in self.written]
-        graphs.keep_if_capturing(wide)
-        pointers = (
-            *(x.data.ptr for x in wide),
-            *self.no_pointers,
-            *(x.data.ptr for x in narrow),
-            *self.no_pointers,
-        )
-        self.launch.enqueue(_POINTERS.pack(*pointers) + self.numbers)
-        names = (name for name, *_ in self.written)
-        return made._replace(**dict(zip(names, narrow, strict=True)))
+def trimmed(
+    steps: Steps, problem, results: dict[str, Result | None]
+) -> tuple[Steps, dict[str, Result | None]]:
+    """The same launches and results, what was written too wide in memory between."""
+    dtype = problem.forward.dtype
+    # (name, shape, shape as written)
+    written = [
+        (f"d{n}", getattr(problem, f"{n}_shape"), problem.written_shape(n))
+        for n in "qkv"
+    ]
+    written = [x for x in written if x[1] != x[2]]
+    if not written:
+        return steps, results
+    none = ("",) * (_MATRICES - len(written))
+    wide = [name for name, *_ in written]
+    narrow = [f"trimmed_{name}" for name in wide]
+    numbers, config = _trim(written, ITEMSIZE[dtype])
+    pointers = PointersAndBytes((*wide, *none, *narrow, *none), numbers)
+    named = {f"trimmed_{n}" if n in wide else n: x for n, x in results.items()}
+    for name, shape, _ in written:
+        named[f"trimmed_{name}"] = named[f"trimmed_{name}"]._replace(shape=shape)
+    memory = {name: num_bytes(shape, results[name].dtype) for name, _, shape in written}
+    launches = [*steps.launches, (config, (pointers,))]
+    return (
+        steps._replace(launches=launches, scratch={**steps.scratch, **memory}),
+        named,
+    )
 
 
-def _narrowing(written, itemsize, device_id):
+def _trim(written, itemsize):
     """The numbers of narrow_params_t, and the launch."""
     word = math.gcd(16, *(shape[-1] * itemsize for _, shape, _ in written))
     per_word = word // itemsize
@@ -95,6 +65,4 @@ def _narrowing(written, itemsize, device_id):
         fields["pitch"][0, n] = wide[-1] // per_word
         fields["first_block"][0, n] = num_blocks
         num_blocks += copy_config.blocks_of_narrow(num_words * word)
-    config = copy_config.narrow_config(word, num_blocks)
-    launch = _launch.Launch(config.variant, config.grid, config.block, device_id)
-    return fields.tobytes(), launch
+    return fields.tobytes(), copy_config.narrow_config(word, num_blocks)

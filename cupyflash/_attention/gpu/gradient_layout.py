@@ -217,6 +217,12 @@ def choose_entries(
     return _entries(shape, targets, kept)
 
 
+def all_summed(layout: Layout, names: tuple[str, ...]) -> Entries:
+    """Entries that a block sums by itself, all that these gradients share."""
+    targets = {name: layout.targets[name] for name in names}
+    return choose_entries(layout.shape, targets, 1, 1, 0)
+
+
 def keep_entries(shape: tuple[int, ...], targets: dict[str, Target]) -> Entries:
     """All entries kept: none is summed inside the kernel."""
     return _entries(shape, targets, [True] * len(shape))

@@ -1,130 +1,68 @@
 """What plans of attention_vjp are made of: kernels, and sums after them."""
 
 import math
-from typing import Any
-
-import cupy
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 from cupyflash._attention.gpu import gradient_config, gradient_layout
-from cupyflash._attention.gpu import params as attention_params
-from cupyflash._attention.gpu import plan as attention_plan
+from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.gradient_layout import Target, grads_dtype, sum_dtype
 from cupyflash._attention.gpu.params import contiguous_strides, params_dtype
 from cupyflash._core import arrays as _arrays
-from cupyflash._cuda import graphs, structs
-from cupyflash._cuda import launch as _launch
+from cupyflash._cuda import structs
+from cupyflash._cuda.kernel import LaunchConfig
+from cupyflash._cuda.launch_sequence import Result, Step, num_bytes
 
 FOUND_BYTES = 256  # found_t, and to the next multiple of what memory is aligned to
 
 
-class BasePlan:
-    """What all plans share: the device, and the gradients that a call returns."""
-
-    launches: tuple[Any, ...] = ()
-
-    def __init__(self, problem, device_id):
-        forward = problem.forward
-        self.device_id = device_id
-        self.offset = attention_params.launch_offset(forward)
-        self.rows_shape = problem.rows_shape
-        dtype = _arrays.to_dtype(forward.dtype)
-        # {name: (shape, dtype)}, in the order of AttentionGrads.
-        self.gradients = {
-            f"d{name}": (problem.written_shape(name), dtype) for name in "qkv"
-        }
-        if problem.need_dbias:
-            dtype = _arrays.to_dtype(forward.bias)
-            self.gradients["dbias"] = (problem.bias_shape, dtype)
-        if problem.need_dsinks:
-            dtype = _arrays.to_dtype(forward.sinks)
-            self.gradients["dsinks"] = (problem.sinks_shape, dtype)
-
-    def new_gradients(self, zeros=()):
-        """Arrays for the gradients; those in `zeros`, which no kernel writes, are 0."""
-        return {
-            name: (cupy.zeros if name in zeros else cupy.ndarray)(*facts)
-            for name, facts in self.gradients.items()
-        }
+def gradient_results(problem) -> dict[str, Result | None]:
+    """What a call returns, in the order of AttentionGrads, as kernels write it."""
+    forward = problem.forward
+    dtype = _arrays.to_dtype(forward.dtype)
+    found: dict[str, Result | None] = {
+        f"d{name}": Result(problem.written_shape(name), dtype) for name in "qkv"
+    }
+    found |= dict.fromkeys(("dbias", "dsinks"))
+    if problem.need_dbias:
+        found["dbias"] = Result(problem.bias_shape, _arrays.to_dtype(forward.bias))
+    if problem.need_dsinks:
+        found["dsinks"] = Result(problem.sinks_shape, _arrays.to_dtype(forward.sinks))
+    return found
 
 
-def addresses(arrays):
-    """Pointers of the arrays of a call, 0 for one that is absent."""
-    return map(attention_plan.address, arrays)
+class Part(NamedTuple):
+    """One kernel that makes gradients, or terms of them that are then added up.
 
-
-class Kernel:
-    """A launch, and the parameters that all its calls end with.
-
-    These are made of one layout: a kernel that is told where one lse lies cannot be
-    told the batch axes that another one leaves.
+    Its parameters are made of one layout: a kernel that is told where one lse lies
+    cannot be told the batch axes that another one leaves.
     """
 
-    def __init__(self, launch, *params):
-        self.launch, self.params = launch, params
+    names: tuple[str, ...]
+    config: LaunchConfig
+    into: tuple[str | int, ...]  # gradients, their terms, or 0 for none
+    params: tuple[bytes, bytes]
+    sums: tuple[Step, ...] = ()
+    terms: Mapping[str, int] = MappingProxyType({})  # bytes by name
 
-    def enqueue(self, *args):
-        self.launch.enqueue(*args, *self.params)
+    def launch(self, inputs, *after) -> Step:
+        """The kernel alone; `after` stands behind what it writes to."""
+        rest = (*after, *OPTIONS_AND_OFFSET, *self.params)
+        return self.config, (*inputs, *self.into, *rest)
 
-
-class Part:
-    """One kernel that makes gradients, or terms of them that are then added up."""
-
-    def __init__(self, names, kernel, sums=()):
-        self.names, self.kernel = names, kernel
-        self.sums = sums  # of each gradient, or none
-        self.launches = (kernel.launch, *(x.kernel.launch for x in sums))
-
-    def __call__(self, inputs, made, rest):
-        """Launch, into the gradients that were made."""
-        into = self.targets(made)
-        self.make(inputs, into, rest)
-        self.add_up(into, made)
-
-    def targets(self, made):
-        """Where the kernel writes: gradients, or new terms of them."""
-        if not self.sums:
-            return [made[name] for name in self.names]
-        into = [x.new_terms() for x in self.sums]
-        graphs.keep_if_capturing(into)
-        return into
-
-    def make(self, inputs, into, rest):
-        """Launch the kernel."""
-        self.kernel.enqueue(*inputs, *addresses(into), *rest)
-
-    def add_up(self, into, made):
-        """Launch the sums, if there are any."""
-        for add_up, terms, name in zip(self.sums, into, self.names, strict=False):
-            add_up(terms, made[name])
+    def launches(self, inputs, *after) -> list[Step]:
+        """The kernel, and the sums of its terms."""
+        return [self.launch(inputs, *after), *self.sums]
 
 
-class Sum:
-    """The kernel that adds up terms."""
+class Kernels:
+    """Makes the parts of a plan, by the kernels of a kernel spec and one layout."""
 
-    def __init__(self, shape, dtype, kernel):
-        self.shape, self.dtype, self.kernel = shape, dtype, kernel
-
-    def new_terms(self):
-        """Memory for the terms."""
-        return cupy.ndarray(self.shape, self.dtype)
-
-    def __call__(self, terms, out):
-        self.kernel.enqueue(terms.data.ptr, out.data.ptr)
-
-
-class Launches:
-    """Makes the parts of a plan, by the kernels of a row and one layout."""
-
-    def __init__(self, row, forward, layout, device, device_id):
+    def __init__(self, row, forward, layout, device):
         self.row, self.forward, self.layout = row, forward, layout
-        self.device, self.device_id = device, device_id
+        self.device = device
         self.params = structs.pack_bytes(layout.params, params_dtype(layout.batch_dims))
-
-    def launch(self, config, overlaps=False):
-        """The launch of a configuration."""
-        return _launch.Launch(
-            config.variant, config.grid, config.block, self.device_id, overlaps
-        )
 
     def grads(self, **fields):
         """grads_t, with the fields of entries where it takes them."""
@@ -132,50 +70,54 @@ class Launches:
             {**self.layout.grads, **fields}, grads_dtype(self.layout.batch_dims)
         )
 
-    def kernel(self, config, grads, overlaps=False):
-        """A configuration with all that it is told of arrays."""
-        return Kernel(self.launch(config, overlaps), self.params, grads)
+    def grads_of(self, names, entries=None):
+        """grads_t of a kernel that writes these gradients; by default all_summed()."""
+        entries = entries or gradient_layout.all_summed(self.layout, names)
+        targets = [self.layout.targets[name] for name in names]
+        return self.grads(**gradient_layout.entries_fields(entries, targets))
 
-    def rows(self):
-        """The kernel for delta."""
+    def rows(self, lse, dsinks_terms) -> Step:
+        """The kernel for delta; `lse` is one made anew, if there is one."""
         config = gradient_config.rows_config(self.forward, self.layout.batch_dims)
-        return self.kernel(config, self.grads())
+        arguments = ("out", "dout", "lse", lse, "dlse", "delta", dsinks_terms)
+        rest = (*OPTIONS_AND_OFFSET, self.params, self.grads())
+        return config, (*arguments, *rest)
 
-    def queries(self):
-        """The launch for dq."""
+    def matrix(self, name) -> tuple[int, int]:
+        """Rows and columns of a head of dq, dk or dv."""
         forward = self.forward
-        return self._of_rows(
-            "queries", forward.num_heads, forward.seqlen_q, {"dq": forward.head_dim}
-        )
+        rows = forward.seqlen_q if name == "dq" else forward.seqlen_k
+        return rows, forward.head_dim_v if name == "dv" else forward.head_dim
 
-    def keys(self):
-        """The launch for dk and dv."""
-        forward = self.forward
-        dims = {"dk": forward.head_dim, "dv": forward.head_dim_v}
-        return self._of_rows("keys", forward.num_kv_heads, forward.seqlen_k, dims)
+    def queries(self) -> Part:
+        """The kernel for dq."""
+        return self._of_rows("queries", self.forward.num_heads, ("dq",))
 
-    def _of_rows(self, part, heads, seqlen, dims):
-        """Blocks that own tiles of `seqlen` rows of each of the heads."""
+    def keys(self) -> Part:
+        """The kernel for dk and dv."""
+        return self._of_rows("keys", self.forward.num_kv_heads, ("dk", "dv"))
+
+    def _of_rows(self, part, heads, names):
+        """Blocks that own tiles of rows of each of the heads."""
         forward = self.forward
         num_entries = math.prod(forward.batch) * heads
+        seqlen, _ = self.matrix(names[0])
         tile = self.row.tile(forward, self.device, num_entries, seqlen)
-        chunks = max(self.row.num_chunks(forward, dim) for dim in dims.values())
+        columns = [self.matrix(name)[1] for name in names]
+        chunks = max(self.row.num_chunks(forward, n) for n in columns)
         blocks = -(-seqlen // tile.block_m) * chunks
-        targets = {name: self.layout.targets[name] for name in dims}
-        matrices = {name: (seqlen, dim) for name, dim in dims.items()}
         other = forward.seqlen_k if part == "queries" else forward.seqlen_q
-        walk = -(-other // tile.block_n)
-        return self.part(part, tile, blocks, walk, targets, matrices, forward.dtype)
+        return self.part(part, tile, blocks, -(-other // tile.block_n), names)
 
-    def bias(self, **more):
-        """The launch for dbias."""
+    def bias(self, **more) -> Part:
+        """The kernel for dbias."""
         forward = self.forward
         num_entries = math.prod(forward.batch) * forward.num_heads
         tile = self.row.tile(forward, self.device, num_entries, forward.seqlen_q)
         return self.bias_by("bias", tile, **more)
 
-    def bias_by(self, part, tile, **more):
-        """The same by a kernel of the row and tiles of it."""
+    def bias_by(self, part, tile, **more) -> Part:
+        """The same by a kernel of the kernel spec and tiles of it."""
         forward, target = self.forward, self.layout.targets["dbias"]
         sum_queries = forward.seqlen_q > 1 and not target.row
         # Where all keys share it too, the second kernel sums over keys.
@@ -189,60 +131,72 @@ class Launches:
         elif sum_keys:
             walk = -(-forward.seqlen_k // tile.block_n)
         return self.part(
-            part, tile, blocks, walk, {"dbias": target}, {"dbias": (rows, cols)},
-            forward.bias, SUM_QUERIES=int(sum_queries), SUM_KEYS=int(sum_keys), **more,
+            part, tile, blocks, walk, ("dbias",), (rows, cols), forward.bias,
+            SUM_QUERIES=int(sum_queries), SUM_KEYS=int(sum_keys), **more,
         )  # fmt: skip
 
-    def part(self, part, tile, blocks, walk, targets, matrices, dtype, **more):
+    def part(
+        self, part, tile, blocks, walk, names, matrix=None, dtype=None, **more
+    ) -> Part:
         """A kernel over entries, and the sums after it.
 
         An entry has `blocks` blocks; each walks over `walk` tiles.
         """
+        targets = {name: self.layout.targets[name] for name in names}
         entries = gradient_layout.choose_entries(
             self.layout.shape, targets, blocks, walk, self.device.num_sms
         )
-        return self.part_of(
-            part, tile, blocks, entries, targets, matrices, dtype, **more
-        )
+        return self.part_of(part, tile, blocks, entries, names, matrix, dtype, **more)
 
-    def part_of(self, part, tile, blocks, entries, targets, matrices, dtype, **more):
-        """The same over given entries."""
+    def part_of(
+        self, part, tile, blocks, entries, names, matrix=None, dtype=None, **more
+    ) -> Part:
+        """The same over given entries; `matrix` is what it writes for each of them."""
+        targets = [self.layout.targets[name] for name in names]
+        matrices = [matrix or self.matrix(name) for name in names]
+        dtype = dtype or self.forward.dtype
         # An axis of the matrix that the kernel keeps though the gradient does not.
         outside = entries.has_terms or any(
             n > 1 and not step
-            for name, target in targets.items()
-            for n, step in zip(matrices[name], (target.row, target.col), strict=True)
+            for target, shape in zip(targets, matrices, strict=True)
+            for n, step in zip(shape, (target.row, target.col), strict=True)
         )
-        sums, into, grad = [], list(targets.values()), dtype
+        sums, terms, into, grad = [], {}, tuple(names), dtype
         if outside:
             grad = self.forward.compute_dtype
-            into = []
-            for name, target in targets.items():
-                rows, cols = matrices[name]
-                full = (*entries.terms_shape, rows, cols)
+            into = tuple(f"{name}_terms" for name in names)
+            kept = zip(names, targets, matrices, strict=True)
+            targets = []
+            for name, target, matrix_shape in kept:
+                full = (*entries.terms_shape, *matrix_shape)
                 *steps, row, col = (
                     0 if n == 1 else s
                     for n, s in zip(full, contiguous_strides(full), strict=True)
                 )
-                into.append(Target(tuple(steps), row, col))
+                targets.append(Target(tuple(steps), row, col))
                 steps = (*target.entries, target.row, target.col)
-                sums.append(self.sum(full, steps, dtype))
+                sums.append(self.sum(full, steps, dtype, name))
+                terms[f"{name}_terms"] = num_bytes(full, grad)
         config = self.row.config(
             part, tile, self.forward, self.layout.batch_dims, grad,
             blocks * entries.num_kept, **more,
         )  # fmt: skip
-        fields = gradient_layout.entries_fields(entries, into)
-        return Part(tuple(targets), self.kernel(config, self.grads(**fields)), sums)
+        fields = gradient_layout.entries_fields(entries, targets)
+        params = self.params, self.grads(**fields)
+        return Part(tuple(names), config, into, params, tuple(sums), terms)
 
-    def sum(self, shape, out_strides, dtype):
+    def sum(self, shape, out_strides, dtype, name) -> Step:
         """Terms of `shape`, contiguous, summed where `out_strides` is 0."""
         steps = contiguous_strides(shape)
         kept = [bool(step) for step in out_strides]
         sizes = [n if k else 1 for n, k in zip(shape, kept, strict=True)]
         summed = [1 if k else n for n, k in zip(shape, kept, strict=True)]
-        accum = self.forward.compute_dtype
         config = gradient_config.sum_config(
-            accum, dtype, len(shape), math.prod(sizes), math.prod(summed)
+            self.forward.compute_dtype,
+            dtype,
+            len(shape),
+            math.prod(sizes),
+            math.prod(summed),
         )
         fields = {
             "num_sums": math.prod(sizes),
@@ -251,18 +205,16 @@ class Launches:
             "terms": (summed, (steps,)),
         }
         params = structs.pack_bytes(fields, sum_dtype(len(shape)))
-        return Sum(shape, accum, Kernel(self.launch(config), params))
-
-    def sinks(self, problem):
-        """The sum of the rows' terms for each head."""
-        *batch, heads, seqlen_q = problem.rows_shape
-        head = int(math.prod(problem.sinks_shape) > 1)
-        return self.sum(
-            (math.prod(batch), heads, seqlen_q), (0, head, 0), self.forward.sinks
-        )
+        return config, (f"{name}_terms", name, params)
 
 
-def all_summed(layout, names):
-    """Entries that a block sums by itself, all that these gradients share."""
-    targets = {name: layout.targets[name] for name in names}
-    return gradient_layout.choose_entries(layout.shape, targets, 1, 1, 0)
+def sinks(problem, kernels: Kernels) -> tuple[list[Step], dict[str, int]]:
+    """The sum of the rows' terms for each head, and memory for the terms; or nothing."""
+    if not problem.need_dsinks:
+        return [], {}
+    *batch, heads, seqlen_q = problem.rows_shape
+    shape = (math.prod(batch), heads, seqlen_q)
+    head = int(math.prod(problem.sinks_shape) > 1)
+    forward = problem.forward
+    add = kernels.sum(shape, (0, head, 0), forward.sinks, "dsinks")
+    return [add], {"dsinks_terms": num_bytes(shape, forward.compute_dtype)}

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from cupyflash._attention.gpu.config import OPTIONS, num_heads, num_parts
+from cupyflash._attention.gpu.config import OPTIONS, num_heads, num_splits
 from cupyflash._attention.problem import FAR, AttentionProblem
 from cupyflash._core import strides as _strides
 
@@ -85,7 +85,12 @@ def params_fields(problem: AttentionProblem, operands) -> dict:
             name: (batch_strides.get(name, (0,) * len(shape)), *strides[name].values())
             for name in _AXES
         },
-        "part": (batch_strides["part"], num_heads(problem) // num_parts(problem), 0, 0),
+        "part": (
+            batch_strides["part"],
+            num_heads(problem) // num_splits(problem),
+            0,
+            0,
+        ),
     }
 
 
@@ -116,23 +121,6 @@ def new_out_strides(problem: AttentionProblem) -> tuple[int, ...]:
         row = problem.num_heads * problem.head_dim_v
         steps = (*steps[:-3], problem.head_dim_v, row, 1)
     return steps
-
-
-# Where a section of memory between kernels begins: kernels read vectors of 16 bytes,
-# and TMA writes lines of 128.
-SECTION_ALIGNMENT = 256
-
-
-def sections(*sizes: int) -> tuple[tuple[int, ...], int]:
-    """(where each begins, bytes of all) for arrays that share one allocation.
-
-    `sizes` are in bytes, whatever their number is divisible by.
-    """
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(end)
-        end += -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
-    return tuple(starts), end
 
 
 def contiguous_strides(shape) -> tuple[int, ...]:

@@ -1,87 +1,85 @@
-"""Plans over parts of the keys, whose results are combined."""
+"""Launches over splits of the keys, whose results are combined."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import cupy
+import numpy as np
 
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.gpu import combine
 from cupyflash._attention.gpu import params as attention_params
-from cupyflash._attention.gpu.plan import BasePlan, arrays_of
+from cupyflash._attention.gpu.config import SplitKV
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core import strides as _strides
-from cupyflash._cuda import graphs
+from cupyflash._cuda.launch_sequence import Steps, num_bytes
+
+# Of splits, m and l of lse = m + log l: row_lse_t of attention/score/score.cuh.
+_ROW_LSE = np.dtype("complex128")
+# What the combined results are called: out and lse are those of the splits.
+RESULTS = ("combined_out", "combined_lse")
 
 
-class PartsPlan(BasePlan):
-    """A plan of `kind` over parts of the keys, and the kernel that merges results."""
-
-    takes_arrays = True
-
-    def __init__(self, kind, row, problem, operands, device, parts):
-        super().__init__(problem, operands, operands.q.data.device_id)
-        self.num_splits = parts[0]
-        self.parts = kind(
-            row,
-            *in_parts(problem, operands, *parts),
-            device,
-        )
-        shape = (*problem.batch, problem.num_heads, problem.seqlen_q)
-        merged = attention_problem.MergeProblem(
-            problem.backend,
-            self.num_splits,
-            shape,
-            problem.head_dim_v,
-            self.parts.out_dtype.name,
-            problem.compute_dtype,
-            in_sums=True,
-        )
-        steps = attention_params.new_out_strides(problem)
-        if operands.out is not None:
-            steps = _strides.element_strides(operands.out)
-        of_parts = (
-            attention_params.contiguous_strides((self.num_splits, *shape, *more))
-            for more in ((problem.head_dim_v,), ())
-        )
-        self.merge = combine.MergePlan(
-            merged, self.device_id, *of_parts, steps, problem.dtype
-        )
-        self.launches = (*self.parts.launches, self.merge.launch)
-
-    def __call__(self, arrays, offset):
-        """Launch; `arrays` as they stand in a call, out None for a new one."""
-        out, lse = arrays[3], self.new_lse()
-        if out is None:
-            out = self.new_out()
-        outs, lses = self.parts((*arrays[:3], None, *arrays[4:]), offset)
-        graphs.keep_if_capturing((outs, lses))
-        self.merge(outs, lses, out, lse)
-        return out, lse
-
-    def run(self, operands, offset):
-        """Launch for checked operands."""
-        return self(arrays_of(operands), offset)
+def split_steps(
+    steps_of: Callable[..., Steps], row, problem, operands, device, split: SplitKV
+) -> Steps:
+    """The launches of a kernel spec over splits of the keys, and what combines them."""
+    steps = steps_of(row, *split_kv(problem, operands, split), device)
+    shape = (*problem.batch, problem.num_heads, problem.seqlen_q)
+    states = attention_problem.MergeProblem(
+        problem.backend,
+        split.num_splits,
+        shape,
+        problem.head_dim_v,
+        problem.compute_dtype,
+        problem.compute_dtype,
+        in_sums=True,
+    )
+    strides = attention_params.new_out_strides(problem)
+    if operands.out is not None:
+        strides = _strides.element_strides(operands.out)
+    outs, lses = (
+        (split.num_splits, *shape, problem.head_dim_v),
+        (split.num_splits, *shape),
+    )
+    config, params = combine.combine_launch(
+        states,
+        attention_params.contiguous_strides(outs),
+        attention_params.contiguous_strides(lses),
+        strides,
+        problem.dtype,
+    )
+    memory = {
+        "out": num_bytes(outs, problem.compute_dtype),
+        "lse": num_bytes(lses, _ROW_LSE),
+    }
+    return steps._replace(
+        launches=[*steps.launches, (config, ("out", "lse", *RESULTS, params))],
+        scratch={**steps.scratch, **memory},
+    )
 
 
-def in_parts(
-    problem: AttentionProblem, operands, num_parts: int, keys_of_part: int
+def split_kv(
+    problem: AttentionProblem, operands, split: SplitKV
 ) -> tuple[AttentionProblem, Any]:
-    """The call over parts of the keys, a new first axis of the batch, without out."""
+    """The call over splits of the keys, a new first axis of the batch, without out."""
 
     def spread(x):
         if x is None:
             return None
-        return cupy.ndarray((num_parts, *x.shape), x.dtype, x.data, (0, *x.strides))
+        return cupy.ndarray(
+            (split.num_splits, *x.shape), x.dtype, x.data, (0, *x.strides)
+        )
 
-    parts = replace(
+    splits = replace(
         problem,
-        batch=(num_parts, *problem.batch),
-        keys_of_part=keys_of_part,
+        batch=(split.num_splits, *problem.batch),
+        keys_of_part=split.keys_per_split,
         layout="bhsd",
         heads_axis=True,
         return_lse=True,
     )
     names = set(operands._fields) - {"out", "given_out", "sinks"}
     views = {name: spread(getattr(operands, name)) for name in names}
-    return parts, operands._replace(out=None, given_out=None, **views)
+    return splits, operands._replace(out=None, given_out=None, **views)

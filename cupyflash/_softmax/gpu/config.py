@@ -1,10 +1,11 @@
-"""What a cut of a problem into blocks is, and what the cuts of all kernels share."""
+"""How launches are described, and what those of all kernels share."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 
 from cupyflash._core import dtypes
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 FORWARD = ("softmax", "log_softmax")
 BACKWARD = ("softmax_vjp", "log_softmax_vjp")
@@ -16,19 +17,24 @@ BLOCK_THREADS = 128
 MAX_BLOCKS = 1 << 20
 
 
-@dataclass(frozen=True)
-class LaunchConfig:
-    """How one launch of a kernel deals a problem to blocks and threads."""
+def launch_config(
+    num_blocks, num_threads, values, *, num_groups=1, scratch=0, entry="", **more
+):
+    """A launch; its source and its types are added by the kernel spec."""
+    variant = Variant("", entry, defines_of(values), **more)
+    grid, block = (num_blocks, num_groups, 1), (num_threads, 1, 1)
+    return LaunchConfig(variant, grid, block, scratch=scratch)
 
-    num_blocks: int
-    num_threads: int
-    defines: tuple[tuple[str, str], ...] = ()
-    smem: int = 0  # bytes of dynamic shared memory
-    cluster: int = 1  # blocks that work on one row together
-    cooperative: bool = False  # all blocks run at once
-    entry: str = ""  # of the source, where that has more than one
-    scratch: int = 0  # bytes of memory that the launches share, as the last pointer
-    num_groups: int = 1  # of num_blocks each
+
+def varied(config, grid=(), scratch=None, values=(), **more):
+    """The same launch but for its grid, its scratch memory, more defines and so on."""
+    defines = (*config.variant.defines, *defines_of(dict(values)))
+    return replace(
+        config,
+        variant=replace(config.variant, defines=defines, **more),
+        grid=(*grid, *config.grid[len(grid) :]),
+        scratch=config.scratch if scratch is None else scratch,
+    )
 
 
 def defines_of(values):

@@ -13,6 +13,6 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     samples_of = _samples.everything if everything else _samples.representative
     for row in KERNELS:
         for problem in samples_of(row):
-            for variant in row.variants(problem, device):
-                found[row.name, variant] = None
+            for config in row.configs(problem, device):
+                found[row.name, config.variant] = None
     return [*found, *transpose.compile_list()]

@@ -9,7 +9,7 @@ from cupyflash._cuda import graphs, plan_cache
 from cupyflash._cuda import launch as cuda_launch
 from cupyflash._softmax import problem as softmax_problem
 from cupyflash._softmax.gpu.complex import _run_complex
-from cupyflash._softmax.gpu.plan import _VECTOR, _facts, _inputs, _plan_of
+from cupyflash._softmax.gpu.plan import VECTOR, inputs_of, layout_of, make_plan
 
 _plans = plan_cache.PlanCache()
 
@@ -25,17 +25,17 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
         onto = at if out is None else out.data.ptr
         key = (function, x.shape, x.strides, x.dtype, x.data.device_id, axis,
                axis.__class__, scale, scale.__class__, dtype, method,
-               where if where is None else _facts(where),
-               out if out is None else _facts(out),
-               (at | onto) % _VECTOR)  # fmt: skip
+               where if where is None else layout_of(where),
+               out if out is None else layout_of(out),
+               (at | onto) % VECTOR)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a CuPy array, or not hashable
         key = plan = None
     if plan is not None:
         # A mask that is absent has some address, too: it is never read.
         pointers = at, at if where is None else where.data.ptr
-        if out is None or plan.may_write(onto, pointers):
-            return plan(out, pointers)
+        if out is None or not plan.may_overlap(onto, pointers):
+            return plan(pointers, out)[0]
     return _planned(
         key, softmax_problem.softmax, function, x, axis, where, scale, dtype, out,
         method,
@@ -48,11 +48,11 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
         at = a.data.ptr
         # No element may begin within another, which the checks look at.
         key = ("logsumexp", a.shape, a.strides, a.dtype, a.data.device_id,
-               at % _VECTOR, axis, axis.__class__, keepdims, keepdims.__class__,
+               at % VECTOR, axis, axis.__class__, keepdims, keepdims.__class__,
                return_sign, return_sign.__class__,
-               b if b is None else (*_facts(b), b.data.ptr % _VECTOR),
-               where if where is None else _facts(where),
-               out if out is None else (*_facts(out), out.data.ptr % _VECTOR),
+               b if b is None else (*layout_of(b), b.data.ptr % VECTOR),
+               where if where is None else layout_of(where),
+               out if out is None else (*layout_of(out), out.data.ptr % VECTOR),
                )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
@@ -60,8 +60,8 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
     if plan is not None:
         pointers = (at, at if b is None else b.data.ptr,
                     at if where is None else where.data.ptr)  # fmt: skip
-        if out is None or plan.may_write(out.data.ptr, pointers):
-            return plan(out, pointers)
+        if out is None or not plan.may_overlap(out.data.ptr, pointers):
+            return _returned(plan(pointers, out))
     return _planned(
         key, softmax_problem.logsumexp, a, axis, b, keepdims, return_sign, where, out
     )
@@ -72,15 +72,15 @@ def vjp(function, y, dy, axis, scale, out):
     try:
         pointers = y_at, dy_at = y.data.ptr, dy.data.ptr
         onto = y_at if out is None else out.data.ptr
-        key = (function, _facts(y), _facts(dy), axis, axis.__class__, scale,
-               scale.__class__, out if out is None else _facts(out),
-               (y_at | dy_at | onto) % _VECTOR)  # fmt: skip
+        key = (function, layout_of(y), layout_of(dy), axis, axis.__class__, scale,
+               scale.__class__, out if out is None else layout_of(out),
+               (y_at | dy_at | onto) % VECTOR)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):
         key = plan = None
     if plan is not None:
-        if out is None or plan.may_write(onto, pointers):
-            return plan(out, pointers)
+        if out is None or not plan.may_overlap(onto, pointers):
+            return plan(pointers, out)[0]
     return _planned(key, softmax_problem.vjp, function, y, dy, axis, scale, out)
 
 
@@ -100,30 +100,36 @@ def _checked(key, problem, operands):
     if problem.is_complex:
         with operands.x.device:
             return _run_complex(problem, operands)
-    inputs = _inputs(problem, operands)
+    inputs = inputs_of(problem, operands)
     pointers = tuple((inputs[0] if x is None else x).data.ptr for x in inputs)
     unfit: tuple[str, ...] = ()
     while True:
-        plan = _plan_of(problem, inputs, operands.out, unfit)
+        planned = make_plan(problem, inputs, operands.out, unfit)
         try:
-            result = plan(operands.out, pointers)
+            results = planned.sequence(pointers, operands.out)
             break
         except cuda_launch.DoesNotFitError:
-            unfit += (plan.row.name,)  # the next row, then
+            unfit += (planned.row.name,)  # the next kernel, then
     if key is not None:
-        _plans.put(key, plan)
-    return result
+        _plans.put(key, planned.sequence)
+    return _returned(results)
+
+
+def _returned(results):
+    """The result, or logsumexp and its sign."""
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def describe(problem, operands):
     """What would be launched; nothing is, and nothing is compiled."""
     if problem.is_complex:
         return {"kernel": "array operations of CuPy", "reason": "complex numbers"}
-    plan = _plan_of(problem, _inputs(problem, operands), operands.out)
-    if not plan.launches:
+    inputs = inputs_of(problem, operands)
+    sequence, row, refused = make_plan(problem, inputs, operands.out)
+    if row is None:
         return {"kernel": "none", "reason": "there is nothing to compute"}
     return {
-        "kernel": plan.row.name,
-        "refused": plan.refused,
-        "launches": [cuda_launch.describe(launch) for launch in plan.all_launches()],
+        "kernel": row.name,
+        "refused": refused,
+        "launches": [cuda_launch.describe(launch) for launch in sequence.launches],
     }

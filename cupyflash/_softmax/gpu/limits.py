@@ -9,6 +9,7 @@ beyond that is left to a later row. The last rows of the table count in 64 bits.
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._softmax.gpu import config as softmax_config
 from cupyflash._softmax.gpu.heuristics import on_chip
 
@@ -19,47 +20,47 @@ Count = tuple[str, int]
 
 
 def unsupported_reason(
-    name: str, problem: Any, cuts: Iterable[softmax_config.LaunchConfig]
+    name: str, problem: Any, configs: Iterable[LaunchConfig]
 ) -> str | None:
     """Why the row `name` cannot count what a problem has, or None."""
-    for cut in cuts:
-        for what, most in counts(name, problem, cut):
+    for config in configs:
+        for what, most in counts(name, problem, config):
             if most > MOST:
                 return f"{most} {what} are more than 32 bits count"
     return None
 
 
-def counts(
-    name: str, problem: Any, cut: softmax_config.LaunchConfig
-) -> Iterator[Count]:
+def counts(name: str, problem: Any, config: LaunchConfig) -> Iterator[Count]:
     """What a launch counts in an int, and the most that each comes to."""
-    yield "blocks", cut.num_blocks
+    yield "blocks", config.grid[0]
     if name in _COUNTS:
-        values = {key: int(value) for key, value in cut.defines if value.isdigit()}
-        yield from _COUNTS[name](problem, cut, values)
+        values = {
+            key: int(value) for key, value in config.variant.defines if value.isdigit()
+        }
+        yield from _COUNTS[name](problem, config, values)
 
 
-def _of_columns(problem, cut, values):
+def _of_columns(problem, config, values):
     """place_t of softmax/detail/column_tile.cuh."""
     side, deep = values["SIDE"], values["DEEP"]
     group, inner = side * deep, problem.layout.inner
-    pieces = cut.num_groups if values.get("SPLITS") else values["CLUSTER"]
+    pieces = config.grid[1] if values.get("SPLITS") else values["CLUSTER"]
     piece = -(-problem.row_length // pieces)
     # A loop goes on by a batch of rows, or two, beyond the last.
     yield "rows of a thread", -(-piece // deep) + 2 * (values["HELD"] + deep)
     tiles = problem.num_rows // inner * -(-inner // (side * values["VECTOR"]))
     if group > on_chip.WARP or group & (group - 1):  # else they have 64 bits
-        yield "tiles", tiles + cut.num_blocks
+        yield "tiles", tiles + config.grid[0]
 
 
-def _of_held_columns(problem, cut, values):
-    yield from _of_columns(problem, cut, values)
+def _of_held_columns(problem, config, values):
+    yield from _of_columns(problem, config, values)
     yield "rows of a column", problem.row_length
 
 
-def _of_shares(problem, cut, values):
+def _of_shares(problem, config, values):
     """Warps have equal shares of all rows, and one may read a tile again."""
-    yield from _of_columns(problem, cut, values)
+    yield from _of_columns(problem, config, values)
     inner = problem.layout.inner
     tiles = problem.num_rows // inner * -(-inner // (values["SIDE"] * values["VECTOR"]))
     share = -(-tiles * problem.row_length // values["SHARES"])
@@ -68,17 +69,17 @@ def _of_shares(problem, cut, values):
     yield "rows of a lane", -(-rows // deep) + 2 * (values["HELD"] + deep)
 
 
-def _of_held_rows(problem, cut, values):
+def _of_held_rows(problem, config, values):
     """deal_t: positions in a row, also of slots beyond it."""
     slots = values["CLUSTER"] * values["LANES"] * (values["HELD"] + values["PARKED"])
     yield "elements of a row", problem.row_length + slots
 
 
-def _of_spans(problem, cut, values):
+def _of_spans(problem, config, values):
     yield "elements of a span", values["SPAN_ROWS"] * problem.row_length
 
 
-def _of_summed_rows(problem, cut, values):
+def _of_summed_rows(problem, config, values):
     """piece_t of softmax/logsumexp/rows.cu, or its rows that are held."""
     if values["SETS"]:
         rows = values["ROWS_PER_BLOCK"] * values["SETS"]
@@ -90,7 +91,7 @@ def _of_summed_rows(problem, cut, values):
     yield "vectors of a row", -(-part // vector) + 1 + together
 
 
-def _of_line(problem, cut, values):
+def _of_line(problem, config, values):
     """line_t of softmax/detail/tile_queue.cuh, and positions in a row."""
     vector = on_chip.VECTOR_BYTES // softmax_config.widest_of(problem)
     part = values["LANES"] * values["HELD"] * vector
@@ -99,10 +100,10 @@ def _of_line(problem, cut, values):
     yield "elements of a row", problem.row_length + part
 
 
-def _of_rings(problem, cut, values):
+def _of_rings(problem, config, values):
     """num_steps of softmax/detail/row_ring.cuh."""
     vector = on_chip.VECTOR_BYTES // softmax_config.widest_of(problem)
-    at_once = cut.num_blocks * values["LANES"]
+    at_once = config.grid[0] * values["LANES"]
     yield "steps of a row", -(-problem.row_length // (vector * at_once)) + 1
 
 

@@ -1,16 +1,16 @@
 """The table of softmax kernels: which takes a problem."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Step, Variant
+from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._softmax.gpu import limits
 from cupyflash._softmax.gpu import samples as _samples
-from cupyflash._softmax.gpu.config import BACKWARD, FORWARD, LaunchConfig
+from cupyflash._softmax.gpu.config import BACKWARD, FORWARD
 from cupyflash._softmax.gpu.heuristics.columns import (
     hold_columns,
     share_columns,
@@ -64,7 +64,7 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class SoftmaxKernel:
-    """One kernel: what it accepts and how it cuts the problem.
+    """One kernel: what it accepts and how it is launched.
 
     The name is also, after ``softmax_``, the entry point of its source.
     """
@@ -73,8 +73,8 @@ class SoftmaxKernel:
     functions: tuple[str, ...]
     methods: tuple[str, ...]
     # The launches for a problem on a device, or why the kernel cannot take it.
-    cuts: Callable[[Any, Device], tuple[LaunchConfig, ...] | str]
-    # Made-up layouts that reach every step of its ladder, for these dtypes.
+    heuristic: Callable[[Any, Device], tuple[LaunchConfig, ...] | str]
+    # Made-up layouts that reach every step of its thresholds, for these dtypes.
     samples: Callable[..., Iterable[Layout]]
     fast: bool = False  # must not spill registers
 
@@ -84,10 +84,16 @@ class SoftmaxKernel:
 
     def unsupported_reason(self, problem: Any, device: Device) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
-        cuts = self._configs_or_reason(problem, device)
-        return cuts if isinstance(cuts, str) else None
+        found = self._found(problem, device)
+        return found if isinstance(found, str) else None
 
-    def _configs_or_reason(self, problem, device):
+    def configs(self, problem: Any, device: Device) -> tuple[LaunchConfig, ...]:
+        """What is launched, one after the other; nothing if that is unsupported."""
+        found = self._found(problem, device)
+        return () if isinstance(found, str) else self._named(problem, found)
+
+    def _found(self, problem, device):
+        """The launches of the heuristic, or why there are none."""
         if problem.function not in self.functions:
             return f"{problem.function} is not one of {', '.join(self.functions)}"
         if problem.is_complex:
@@ -95,47 +101,29 @@ class SoftmaxKernel:
         for name in problem.dtypes.values():
             if name and (reason := kernel.refuse_old_device(name, device)):
                 return reason
-        cuts = self.cuts(problem, device)
-        if isinstance(cuts, str):
-            return cuts
-        return limits.unsupported_reason(self.name, problem, cuts) or cuts
+        found = self.heuristic(problem, device)
+        if isinstance(found, str):
+            return found
+        return limits.unsupported_reason(self.name, problem, found) or found
 
-    def steps(self, problem: Any, device: Device) -> tuple[Step, ...]:
-        """What is launched, one after the other, all with the same parameters."""
-        cuts = self.cuts(problem, device)
-        assert not isinstance(cuts, str), "the row has refused this problem"
-        return tuple(
-            Step(
-                variant,
-                (cut.num_blocks, cut.num_groups, 1),
-                (cut.num_threads, 1, 1),
-                cut.scratch,
-            )
-            for variant, cut in zip(self._variants(problem, cuts), cuts, strict=True)
-        )
-
-    def variants(self, problem: Any, device: Device) -> list[Variant]:
-        """What is compiled for a problem; nothing if it is refused."""
-        cuts = self._configs_or_reason(problem, device)
-        return [] if isinstance(cuts, str) else self._variants(problem, cuts)
-
-    def _variants(self, problem, cuts):
+    def _named(self, problem, configs):
+        """The launches with the source, the entry and the types."""
         defines = (
             *_switches(problem),
             ("OUTER_AXES", str(len(problem.layout.outer_size))),
             ("REDUCED_AXES", str(len(problem.layout.reduced_size))),
         )
-        return [
-            Variant(
-                self.source,
-                "_".join(filter(None, ("softmax", self.name, cut.entry))),
-                (*defines, *cut.defines),
-                smem=cut.smem,
-                cluster=cut.cluster,
-                cooperative=cut.cooperative,
+        named = []
+        for config in configs:
+            entry = ("softmax", self.name, config.variant.entry)
+            variant = replace(
+                config.variant,
+                source=self.source,
+                entry="_".join(filter(None, entry)),
+                defines=(*defines, *config.variant.defines),
             )
-            for cut in cuts
-        ]
+            named.append(replace(config, variant=variant))
+        return tuple(named)
 
 
 def _switches(problem):

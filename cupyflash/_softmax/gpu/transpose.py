@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from cupyflash._core import strides as _strides
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 _THREADS, _TILE = 256, 64  # of cuda_src/copy/transpose.cu
 # Elements from which a launch more takes less time than it saves.
@@ -30,42 +30,40 @@ def variant(itemsize: int, outer_axes: int) -> Variant:
     return Variant("copy/transpose.cu", "softmax_turn", defines)
 
 
-class Turn:
+def transpose_launch(
+    shape: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int
+) -> tuple[LaunchConfig, dict[str, Any], np.dtype]:
     """A copy of one shape from memory with some strides to memory with others.
 
-    Strides count elements; along one axis of each neighbours lie side by side.
+    Strides count elements; along one axis of each neighbours lie side by side. The
+    fields are those of turn_t of the source, whose dtype comes last.
     """
-
-    def __init__(
-        self, shape: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int
-    ):
-        size, steps = _strides.collapse(shape, strides)
-        near = [steps[i].index(1) for i in range(2)]
-        outer = [axis for axis in range(len(size)) if axis not in near]
-        self.variant = variant(itemsize, max(1, len(outer)))
-        outer_size = [size[axis] for axis in outer] or [1]
-        self.fields: dict[str, Any] = {
-            "size": [size[axis] for axis in near],
-            "step": [steps[0][near[1]], steps[1][near[0]]],
-            "outer_size": outer_size,
-            "outer_stride": [[of[axis] for axis in outer] or [0] for of in steps],
-        }
-        tiles = [-(-size[axis] // _TILE) for axis in near]
-        self.grid = (prod(tiles) * prod(outer_size), 1, 1)
-        self.block = (_THREADS, 1, 1)
-
-    @property
-    def dtype(self) -> np.dtype:
-        """turn_t of the source."""
-        return np.dtype(
-            [(name, np.int64, np.shape(value)) for name, value in self.fields.items()]
-        )
+    size, steps = _strides.collapse(shape, strides)
+    near = [steps[i].index(1) for i in range(2)]
+    outer = [axis for axis in range(len(size)) if axis not in near]
+    outer_size = [size[axis] for axis in outer] or [1]
+    fields: dict[str, Any] = {
+        "size": [size[axis] for axis in near],
+        "step": [steps[0][near[1]], steps[1][near[0]]],
+        "outer_size": outer_size,
+        "outer_stride": [[of[axis] for axis in outer] or [0] for of in steps],
+    }
+    tiles = [-(-size[axis] // _TILE) for axis in near]
+    config = LaunchConfig(
+        variant(itemsize, max(1, len(outer))),
+        (prod(tiles) * prod(outer_size), 1, 1),
+        (_THREADS, 1, 1),
+    )
+    dtype = np.dtype(
+        [(name, np.int64, np.shape(value)) for name, value in fields.items()]
+    )
+    return config, fields, dtype
 
 
 def is_worth(
     shape: Sequence[int], near: Sequence[int], given: Sequence[int], itemsize: int
 ) -> bool:
-    """Whether a result with strides `given` is turned, from memory as `near` has it."""
+    """Whether a result with strides `given` is transposed, from memory as `near` has it."""
     if prod(shape) < _WORTH or itemsize not in _WORDS:
         return False
     size, steps = _strides.collapse(shape, [near, given])

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu import config as attention_config
-from cupyflash._attention.gpu.config import Config
 from cupyflash._attention.gpu.fp64.forward import ARCHS, WARP_ROWS
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 # Positions are the sum of two such numbers and a tile.
 _MOST_COUNTED = (1 << 29) - 1
@@ -137,7 +136,7 @@ class TensorFloat64VjpKernel:
         batch_dims: int,
         grad: str,
         num_blocks: int,
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch of a part."""
         dim = self.dim(forward)
         variant = Variant(
@@ -155,7 +154,7 @@ class TensorFloat64VjpKernel:
             ),
             smem=tile.smem(dim),
         )
-        return Config(variant, num_blocks, tile.num_threads)
+        return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 
 
 TILED_F64_VJP = TensorFloat64VjpKernel(

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyflash._attention.gpu import config as attention_config
-from cupyflash._attention.gpu.config import Config
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 # Architectures whose float64 tensor cores are as fast as their float64 units or faster.
 # Others have few of either (sm_86, 89, 103, 120) or none (sm_75).
@@ -119,7 +118,7 @@ class TensorFloat64Kernel:
     def tile(self, problem: AttentionProblem, device: Device) -> Tile:
         """The largest tile that still gives every multiprocessor work.
 
-        Where keys are in parts it is enough that more than half of them have some:
+        Where keys are split it is enough that more than half of them have some:
         blocks are not to be more than run at once.
         """
         share = 1 if problem.keys_of_part is None else 0.5
@@ -130,21 +129,25 @@ class TensorFloat64Kernel:
             lambda tile: share * device.num_sms * tile.min_blocks,
         )
 
-    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
-        """Parts of the keys, and keys of each."""
+    def split_kv(
+        self, problem: AttentionProblem, device: Device
+    ) -> attention_config.SplitKV:
+        """The split of the keys."""
         tiles = self._tiles(problem, device)
         tile = attention_config.largest_full(tiles, problem.seqlen_q)
         # Of a warp alone there are more.
         blocks = tile.min_blocks if tile != tiles[-1] else 4
-        return attention_config.parts_of_keys(problem, device, tile.block_m, blocks)
+        return attention_config.split_to_fill(problem, device, tile.block_m, blocks)
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[Config, ...]:
+    ) -> tuple[LaunchConfig, ...]:
         """The launch, in a tuple of one."""
         return (self.config(self.tile(problem, device), problem, batch_dims),)
 
-    def config(self, tile: Tile, problem: AttentionProblem, batch_dims: int) -> Config:
+    def config(
+        self, tile: Tile, problem: AttentionProblem, batch_dims: int
+    ) -> LaunchConfig:
         """The launch with a given tile."""
         dims = self._dims(problem)
         switches: dict[str, Any] = {
@@ -168,7 +171,7 @@ class TensorFloat64Kernel:
             ),
             smem=tile.smem(*dims),
         )
-        return Config(
+        return LaunchConfig.over(
             variant, attention_config.num_tiles(problem, tile.block_m), tile.num_threads
         )
 

@@ -3,14 +3,13 @@
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu import config as attention_config
-from cupyflash._attention.gpu.config import Config
 from cupyflash._attention.gpu.simt.forward import Tile, TileLadder, padded_dim
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 # Widest chunk of columns that a block holds of a head.
 _MAX_CHUNK = 128
@@ -98,7 +97,7 @@ class VjpKernel:
         grad: str,
         num_blocks: int,
         **more,
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype that it writes."""
         chunk, single = self.chunk(forward)
         single = single and part != "bias"
@@ -126,7 +125,7 @@ class VjpKernel:
             defines=defines,
             smem=rows_in_shared(tile, chunk, itemsize, 1 + single),
         )
-        return Config(variant, num_blocks, tile.num_threads)
+        return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 
 
 TILED_VJP = VjpKernel(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cupyflash._attention.gpu.config import (
-    Config,
+    SplitKV,
     defines,
     is_plain,
     largest_full,
@@ -13,8 +13,8 @@ from cupyflash._attention.gpu.config import (
     num_heads,
     num_rows,
     num_tiles,
-    parts_of_keys,
     runs,
+    split_to_fill,
     too_many,
     without_options,
 )
@@ -22,7 +22,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 
 @dataclass(frozen=True)
@@ -124,22 +124,24 @@ class FusedKernel:
             lambda tile: 1.5 * device.num_sms,
         )
 
-    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
-        """Parts of the keys, and keys of each."""
-        # Results of parts would be rounded to 16 bits; and a rung shows its idea alone.
-        in_parts = problem.dtype in ("float32", "float64")
-        if not in_parts or problem.method == "online":
-            return 1, problem.seqlen_k
+    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
+        """The split of the keys."""
+        # Results of splits would be rounded to 16 bits; a method shows its idea alone.
+        may_split = problem.dtype in ("float32", "float64")
+        if not may_split or problem.method == "online":
+            return SplitKV(1, problem.seqlen_k)
         tile = largest_full(self._tiles(problem, device), problem.seqlen_q)
-        return parts_of_keys(problem, device, tile.block_m)
+        return split_to_fill(problem, device, tile.block_m)
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[Config, ...]:
+    ) -> tuple[LaunchConfig, ...]:
         """The launch, in a tuple of one."""
         return (self.config(self.tile(problem, device), problem, batch_dims),)
 
-    def config(self, tile: Tile, problem: AttentionProblem, batch_dims: int) -> Config:
+    def config(
+        self, tile: Tile, problem: AttentionProblem, batch_dims: int
+    ) -> LaunchConfig:
         """The launch with a given tile."""
         shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **runs(problem)}
         num_blocks = num_tiles(problem, tile.block_m)
@@ -157,7 +159,7 @@ class FusedKernel:
             defines=defines(problem, batch_dims, tile.num_threads, **shape),
             smem=self.smem(tile, *dims, ITEMSIZE[problem.compute_dtype]),
         )
-        return Config(variant, num_blocks, tile.num_threads)
+        return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 
 
 @dataclass(frozen=True)
@@ -202,13 +204,13 @@ class UnfusedKernel:
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[Config, ...]:
+    ) -> tuple[LaunchConfig, ...]:
         """The kernel after the first matmul and the one after the second."""
         elem = self.scores_dtype(problem)
         rounding = {"ROUND_STEPS": 1} if self.in_input_dtype else {}
         plain = without_options(problem)
         return (
-            Config(
+            LaunchConfig.over(
                 Variant(
                     source=f"attention/simt/{self.name}.cu",
                     entry=f"attention_{self.name}",
@@ -219,7 +221,7 @@ class UnfusedKernel:
                 num_rows(problem),
                 self.num_threads,
             ),
-            Config(
+            LaunchConfig.over(
                 Variant(
                     source="attention/simt/values.cu",
                     entry="attention_values",

@@ -1,32 +1,35 @@
-"""Plans of attention that hold the scores in memory."""
+"""The plan of attention that holds the scores in memory."""
 
 import cupy
 
-from cupyflash._attention.gpu import params as attention_params
-from cupyflash._attention.gpu.config import OPTIONS, columns_apart
-from cupyflash._attention.gpu.plan import BasePlan
+from cupyflash._attention.gpu.config import FORWARD_CALL, columns_apart
+from cupyflash._attention.gpu.copies import copies_alone
+from cupyflash._attention.gpu.plan import addresses, arrays_of, pack_params
 from cupyflash._core import arrays as _arrays
-from cupyflash._cuda import graphs, launch, structs
+from cupyflash._cuda import graphs
+from cupyflash._cuda.launch import Launch
+from cupyflash._cuda.launch_sequence import LaunchSequence
 
-_NULL = launch.NULL
 
+class UnfusedPlan:
+    """naive and safe: S and P in memory, cupy.matmul for both products.
 
-class UnfusedPlan(BasePlan):
-    """naive and safe: S and P in memory, cupy.matmul for both products."""
+    CuPy launches cuBLAS between the two kernels, so they are no LaunchSequence.
+    """
 
-    def __init__(self, row, problem, operands, device):
-        super().__init__(problem, operands, operands.q.data.device_id)
-        self.problem = problem
+    def __init__(self, row, problem, operands, device, device_id, results, copies):
+        self.problem, self.results = problem, results
         self.scores_dtype = row.scores_dtype(problem)
-        fields = attention_params.params_fields(problem, operands)
-        batch_dims = len(fields["batch_shape"])
-        self.params = structs.pack(fields, attention_params.params_dtype(batch_dims))
-        self.launches = tuple(
-            launch.Launch(config.variant, config.grid, config.block, self.device_id)
+        self.params, batch_dims, _ = pack_params(problem, operands)
+        self.copies = LaunchSequence(device_id, FORWARD_CALL, *copies_alone(copies))
+        self.views = {name: getattr(operands, name) for name in copies}
+        self.kernels = [
+            Launch(config, device_id)
             for config in row.configs(problem, batch_dims, device)
-        )
+        ]
+        self.launches = (*self.copies.launches, *self.kernels)
 
-    def run(self, operands, offset):
+    def __call__(self, operands, offset):
         """Two matmuls, each followed by a launch."""
         problem = self.problem
         if graphs.is_capturing():
@@ -35,22 +38,22 @@ class UnfusedPlan(BasePlan):
                 "allow while a CUDA graph is captured; 'auto', 'tiled' and 'online' "
                 "can be captured"
             )
-        out, lse = operands.given_out, self.new_lse()
-        if out is None:
-            out = self.new_out()
-        options = [getattr(operands, name) for name in OPTIONS]
-        softmax, values = self.launches
-
-        s = self._raw_scores(_fold_group(operands.q, problem), operands.k)
-        softmax(
-            s,
-            _NULL if lse is None else lse,
-            *[_NULL if x is None else x for x in options],
-            offset,
-            self.params,
-        )
-        o = self._matmul(s, operands.v)  # s has become P
-        values(s, o, operands.v, out, self.params)
+        pointers = (*addresses(arrays_of(operands)), offset)
+        copied = zip(self.views.items(), self.copies(pointers), strict=True)
+        q, k, v = operands._replace(
+            **{
+                name: cupy.ndarray(x.shape, x.dtype, copy.data, x.strides)
+                for (name, x), copy in copied
+            }
+        )[:3]
+        out, lse = (x if x is None else x.new() for x in self.results.values())
+        if operands.given_out is not None:
+            out = operands.given_out
+        softmax, values = self.kernels
+        s = self._raw_scores(_fold_group(q, problem), k)
+        softmax.enqueue(*addresses((s, lse)), *pointers[3:], self.params)
+        o = self._matmul(s, v)  # s has become P
+        values.enqueue(*addresses((s, o, v, out)), self.params)
         return out, lse
 
     def _raw_scores(self, q, k):

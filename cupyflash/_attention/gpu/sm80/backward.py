@@ -12,7 +12,6 @@ from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
-    Config,
     defines,
     has_terms,
     num_heads,
@@ -24,7 +23,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (64, 128, 256)
@@ -182,7 +181,7 @@ class MmaVjpKernel:
         grad: str,
         num_blocks: int,
         **more,
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype that it writes.
 
         `tile` is that of ``attention/sm80/backward.cu``, for
@@ -224,7 +223,7 @@ class MmaVjpKernel:
             ),
             smem=smem,
         )
-        return Config(variant, num_blocks, threads)
+        return LaunchConfig.over(variant, num_blocks, threads)
 
     def rows_blocks(self, forward: AttentionProblem, tile: MmaVjpTile) -> int:
         """Blocks of ``attention/sm80/backward_preprocess.cu``."""
@@ -252,7 +251,7 @@ class MmaVjpKernel:
         batch_dims: int,
         device: Device,
         everything: bool,
-    ) -> Iterator[Config]:
+    ) -> Iterator[LaunchConfig]:
         """All launches of a problem, for the list of what there is to compile."""
         tile, own = (self.tile(part, forward, device) for part in ("", "_queries"))
         if tile is None or own is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
-    Config,
     defines,
     has_terms,
     num_heads,
@@ -21,7 +20,7 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (64, 128)
@@ -168,7 +167,7 @@ class MmaSplitVjpKernel:
         grad: str,
         num_blocks: int,
         **more,
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch of a part; `grad` is the dtype it writes."""
         dim, parts = self.dim(forward), self.parts(forward)
         threads, smem = _PREPARE_THREADS, 0
@@ -202,10 +201,10 @@ class MmaSplitVjpKernel:
             ),
             smem=smem,
         )
-        return Config(variant, num_blocks, threads)
+        return LaunchConfig.over(variant, num_blocks, threads)
 
-    def images(self, forward: AttentionProblem) -> tuple[int, int]:
-        """Images of all inputs, and bytes of all of them."""
+    def split_operands(self, forward: AttentionProblem) -> tuple[int, int]:
+        """Split tiles of all inputs, and bytes of all of them."""
         heads = math.prod(forward.batch) * forward.num_heads
         heads_kv = math.prod(forward.batch) * forward.num_kv_heads
         count = 2 * heads * granules(forward.seqlen_q)
@@ -239,7 +238,7 @@ class MmaSplitVjpKernel:
         batch_dims: int,
         device: Device,
         everything: bool,
-    ) -> Iterator[Config]:
+    ) -> Iterator[LaunchConfig]:
         """All launches of a problem, for the list of what there is to compile."""
         yield self.config("_prepare", None, forward, batch_dims, "float32", 1)
         dim, parts = self.dim(forward), self.parts(forward)

@@ -1,194 +1,138 @@
-"""Plans of attention_vjp for the row by mma.sync."""
+"""The launches of attention_vjp by mma.sync."""
 
 import math
 
-import cupy
 import numpy as np
 
 from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.gradient_layout import grads_dtype
-from cupyflash._attention.gpu.gradient_plan import (
-    FOUND_BYTES,
-    BasePlan,
-    Kernel,
-    Launches,
-    Part,
-    addresses,
-    all_summed,
-)
-from cupyflash._attention.gpu.params import params_dtype, sections
+from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels, Part, sinks
 from cupyflash._attention.gpu.simt import backward as simt_backward
-from cupyflash._attention.gpu.simt.repair import repairs
+from cupyflash._attention.gpu.simt.fallback import fallbacks
 from cupyflash._attention.gpu.sm80.backward import items_dtype
-from cupyflash._attention.vjp_problem import AttentionGrads
-from cupyflash._cuda import graphs, structs
-from cupyflash._cuda import launch as _launch
+from cupyflash._cuda import structs
+from cupyflash._cuda.launch_sequence import At, Steps
 
-_STILL_ODD = 8  # where it stands in found_t
+_STILL_NONFINITE = 8  # where it stands in found_t
 
 
-class MmaLaunches(Launches):
-    """The parts that this row makes."""
+class MmaKernels(Kernels):
+    """The parts that this kernel spec makes."""
 
-    def own(self, part, tile, names, **more):
-        """The launch of this row that makes the gradients `names`."""
+    def own(self, part, tile, names, **more) -> Part:
+        """The kernel for the gradients `names`."""
         forward = self.forward
         of_queries = part == "_queries"
-        seqlen = forward.seqlen_q if of_queries else forward.seqlen_k
+        seqlen, _ = self.matrix(names[0])
         other = forward.seqlen_k if of_queries else forward.seqlen_q
         block, step = tile.block_m, tile.block_n
         if not of_queries:
             block, step = step, block
-        dims = {
-            "dq": forward.head_dim,
-            "dk": forward.head_dim,
-            "dv": forward.head_dim_v,
-        }
         return self.part(
-            part,
-            tile,
-            -(-seqlen // block),
-            -(-other // step),
-            {name: self.layout.targets[name] for name in names},
-            {name: (seqlen, dims[name]) for name in names},
-            forward.dtype,
-            **more,
+            part, tile, -(-seqlen // block), -(-other // step), names, **more
         )
 
-    def fast_bias(self):
-        """The launch for dbias."""
-        tile = self.row.tile("_bias", self.forward, self.device)
-        return self.bias_by("_bias", tile)
+    def fast_bias(self) -> Part:
+        """The kernel for dbias."""
+        return self.bias_by("_bias", self.row.tile("_bias", self.forward, self.device))
 
-    def straight(self, name):
-        """A part that makes a gradient with no terms, to be made again()."""
-        target = self.layout.targets[name]
-        entries = all_summed(self.layout, (name,))
-        fields = gradient_layout.entries_fields(entries, [target])
-        return Part((name,), Kernel(None, self.params, self.grads(**fields)))
-
-    def again(self, made, part, tile, **more):
-        """The careful launch of a part, into what that has made."""
+    def careful(self, names, part, tile, made=None, **more) -> Part:
+        """The careful kernel, into what `made` has made; else with no terms."""
         forward = self.forward
-        grad = forward.compute_dtype if made.sums else forward.dtype
+        grad = forward.compute_dtype if made and made.sums else forward.dtype
         config = self.row.config(
-            part,
-            tile,
-            forward,
-            self.layout.batch_dims,
-            grad,
-            2 * self.device.num_sms,
-            CAREFUL=1,
-            **more,
-        )
-        return Part(made.names, self.kernel(config, made.kernel.params[-1]))
+            part, tile, forward, self.layout.batch_dims, grad,
+            2 * self.device.num_sms, CAREFUL=1, **more,
+        )  # fmt: skip
+        params = made.params if made else (self.params, self.grads_of(names))
+        return Part(names, config, made.into if made else names, params)
 
 
-class MmaPlan(BasePlan):
-    """Statistics, all gradients, dq to 16 bits, and repairs if they are asked for."""
+def mma_vjp_steps(row, problem, operands, device) -> Steps:
+    """Statistics, all gradients, dq to 16 bits, and fallbacks if they are asked for."""
+    forward = problem.forward
+    layout = gradient_layout.layout(problem, operands)
+    batch_dims = layout.batch_dims
+    make = MmaKernels(row, forward, layout, device)
+    tile = row.tile("", forward, device)
+    own = row.tile("_queries", forward, device)
+    stats_m = tile.block_m
+    # In one order of sums, dq has a kernel of its own.
+    ordered = problem.deterministic
+    keys = make.own("", tile, ("dk", "dv"), MAKES_DQ=int(not ordered))
+    queries = None
+    if ordered:
+        queries = make.own("_queries", own, ("dq",), STATS_M=stats_m)
 
-    def __init__(self, row, problem, operands, device, device_id):
-        super().__init__(problem, device_id)
-        forward = problem.forward
-        layout = gradient_layout.layout(problem, operands)
-        batch_dims = layout.batch_dims
-        self.params = structs.pack_bytes(layout.params, params_dtype(batch_dims))
-        make = MmaLaunches(row, forward, layout, device, device_id)
-        self.grads = make.grads()
-        tile = row.tile("", forward, device)
-        self.stats_m = tile.block_m
-        # In one order of sums, dq has a kernel of its own.
-        ordered = problem.deterministic
-        self.keys = make.own("", tile, ("dk", "dv"), MAKES_DQ=int(not ordered))
-        num_blocks = -(-forward.seqlen_q // tile.block_m)
-        own = row.tile("_queries", forward, device)
-        self.queries = None
-        if ordered:
-            self.queries = make.own("_queries", own, ("dq",), STATS_M=tile.block_m)
-        # The same without what nobody sees, if a gradient is not finite.
-        self.careful_keys = make.again(self.keys, "", tile, MAKES_DQ=0)
-        queries = self.queries or make.straight("dq")
-        self.careful_queries = make.again(
-            queries, "_queries", own, STATS_M=tile.block_m
-        )
-
-        # Of dq, whose batch entries add to one slot where they share q.
-        dq, matrix = layout.targets["dq"], forward.seqlen_q * forward.head_dim
-        num_slots = math.prod(problem.q_shape) // matrix
-        self.dq_steps = num_slots, forward.num_heads * matrix, dq.entries[-1], dq.row
-        (grads,) = np.frombuffer(self.keys.kernel.params[-1], grads_dtype(batch_dims))
-        num_kept = int(grads["num_kept"])
-        num_entries = math.prod(forward.batch) * forward.num_heads
-        items = {
+    # Of dq, whose batch entries add to one slot where they share q.
+    dq, matrix = layout.targets["dq"], forward.seqlen_q * forward.head_dim
+    num_slots = math.prod(problem.q_shape) // matrix
+    (grads,) = np.frombuffer(keys.params[-1], grads_dtype(batch_dims))
+    num_kept = int(grads["num_kept"])
+    num_entries = math.prod(forward.batch) * forward.num_heads
+    items = structs.pack_bytes(
+        {
             "section": row.section(forward, device, num_kept, num_entries // num_kept),
             "slot": tuple(step // matrix for step in dq.entries[:-2]),
-        }
-        self.items = structs.pack_bytes(items, items_dtype(batch_dims))
+        },
+        items_dtype(batch_dims),
+    )
 
-        # Memory between the kernels, as attention/sm80/backward.cuh has it.
-        num_floats = num_blocks * tile.block_m
-        sums = 0 if ordered else num_slots * num_floats * row.dim(forward)
-        self.num_vectors = sums // 4
-        sizes = (FOUND_BYTES, 4 * sums, 4 * num_entries * num_floats * 2)
-        self.starts, self.num_bytes = sections(*sizes)
+    # Memory between the kernels, as attention/sm80/backward.cuh has it.
+    num_blocks = -(-forward.seqlen_q // stats_m)
+    num_floats = num_blocks * stats_m
+    sums = 0 if ordered else num_slots * num_floats * row.dim(forward)
+    slow = Kernels(simt_backward.FALLBACK, forward, layout, device)
+    add_sinks, sink_terms = sinks(problem, slow)
+    scratch = {
+        "found": FOUND_BYTES,
+        "sums": 4 * sums,
+        "stats": 4 * num_entries * num_floats * 2,
+        "delta": 4 * math.prod(problem.rows_shape),
+        **sink_terms,
+        **keys.terms,
+        **(queries.terms if queries else {}),
+    }
 
-        def launch(part, blocks):
-            config = row.config(part, tile, forward, batch_dims, forward.dtype, blocks)
-            return _launch.Launch(config.variant, config.grid, config.block, device_id)
+    def config(part, blocks):
+        return row.config(part, tile, forward, batch_dims, forward.dtype, blocks)
 
-        self.rows = launch("_rows", row.rows_blocks(forward, tile))
-        self.dq = None if ordered else launch("_dq", num_slots * num_blocks)
-        self.repairs = repairs(forward, layout, device, device_id)
-        slow = Launches(simt_backward.FALLBACK, forward, layout, device, device_id)
-        self.bias = make.fast_bias() if problem.need_dbias else None
-        self.sinks = slow.sinks(problem) if problem.need_dsinks else None
-        self.launches = (
-            self.rows,
-            *self.keys.launches,
-            *(self.queries.launches if self.queries else (self.dq,)),
-            *self.careful_keys.launches,
-            *self.careful_queries.launches,
-            *(repair.kernel.launch for repair in self.repairs),
-            *(self.bias.launches if self.bias else ()),
-            *((self.sinks.kernel.launch,) if self.sinks else ()),
-        )
-
-    def __call__(self, arrays, offset):
-        """Launch; `arrays` as _arrays_of() has them."""
-        made = self.new_gradients()
-        q, k, v, out, *options, dout, lse, dlse = addresses(arrays)
-        memory = cupy.cuda.alloc(self.num_bytes)
-        delta = cupy.ndarray(self.rows_shape, "float32")
-        sink_terms = self.sinks.new_terms() if self.sinks else None
-        graphs.keep_if_capturing((memory, delta, sink_terms))
-        delta_at, terms_at = addresses((delta, sink_terms))
-        found, sums, stats = (memory.ptr + n for n in self.starts)
-        memory.memset_async(0, FOUND_BYTES)
-        rest = (*options, offset)
-        self.rows.enqueue(
-            out, dout, lse, dlse, stats, delta_at, terms_at, sums, self.num_vectors,
-            found, *rest, self.params, self.grads,
-        )  # fmt: skip
-        inputs = (q, k, v, dout, stats)
-        of_keys = self.keys.targets(made)
-        of_queries = (self.queries or self.careful_queries).targets(made)
-        self.keys.make((*inputs, sums, found, self.items), of_keys, rest)
-        if self.queries is not None:
-            self.queries.make((*inputs, found), of_queries, rest)
-        else:
-            self.dq.enqueue(
-                sums, made["dq"].data.ptr, *self.dq_steps, found, self.params
+    inputs = ("q", "k", "v", "dout", "stats")
+    launches = [
+        (
+            config("_rows", row.rows_blocks(forward, tile)),
+            (
+                "out", "dout", "lse", "dlse", "stats", "delta",
+                "dsinks_terms" if add_sinks else 0, "sums", sums // 4, "found",
+                *OPTIONS_AND_OFFSET, make.params, make.grads(),
+            ),
+        ),
+        keys.launch((*inputs, "sums", "found", items)),
+    ]  # fmt: skip
+    if queries:
+        launches.append(queries.launch((*inputs, "found")))
+    else:
+        dq_steps = num_slots, forward.num_heads * matrix, dq.entries[-1], dq.row
+        launches.append(
+            (
+                config("_dq", num_slots * num_blocks),
+                ("sums", "dq", *dq_steps, "found", make.params),
             )
-        self.careful_keys.make((*inputs, 0, found, self.items), of_keys, rest)
-        self.careful_queries.make((*inputs, found), of_queries, rest)
-        self.keys.add_up(of_keys, made)
-        if self.queries is not None:
-            self.queries.add_up(of_queries, made)
-        if self.bias is not None:
-            self.bias((*inputs, self.stats_m), made, rest)
-        inputs = (q, k, v, dout, lse, delta_at)
-        for repair in self.repairs:
-            repair(inputs, made, found + _STILL_ODD, rest)
-        if self.sinks is not None:
-            self.sinks(sink_terms, made["dsinks"])
-        return AttentionGrads(**made)
+        )
+    # The same without what nobody sees, if a gradient is not finite.
+    again = make.careful(("dk", "dv"), "", tile, keys, MAKES_DQ=0)
+    launches.append(again.launch((*inputs, 0, "found", items)))
+    again = make.careful(("dq",), "_queries", own, queries, STATS_M=stats_m)
+    launches.append(again.launch((*inputs, "found")))
+    launches += [*keys.sums, *(queries.sums if queries else ())]
+    if problem.need_dbias:
+        bias = make.fast_bias()
+        launches += bias.launches((*inputs, stats_m))
+        scratch |= bias.terms
+    inputs = ("q", "k", "v", "dout", "lse", "delta")
+    launches += [
+        again.launch(inputs, At("found", _STILL_NONFINITE))
+        for again in fallbacks(forward, layout, device)
+    ]
+    return Steps([*launches, *add_sinks], scratch, FOUND_BYTES)

@@ -6,37 +6,37 @@ from dataclasses import dataclass, replace
 from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     OPTIONS,
-    Config,
+    SplitKV,
     defines,
     has_terms,
     is_plain,
     largest_tile,
     most_seen,
     num_heads,
-    num_parts,
     num_rows,
+    num_splits,
     num_tiles,
-    parts_of_keys,
     runs,
     scale_is_plain,
+    split_to_fill,
     too_many,
     without_options,
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (32, 64, 96, 128, 192, 256)
 
 # Bytes behind the tiles: what tiles of float32 say of their numbers, and what a block
 # keeps for its end.
-_FACTS = 128 + 384
+_TILE_STATS = 128 + 384
 # The same behind each tile that has been split beforehand.
-_FACTS_OF_IMAGE = 128
+_STATS_OF_SPLIT_TILE = 128
 # Bytes of such tiles, of all keys, that are allowed a byte of out.
-_MOST_IMAGES = 4
+_MOST_SPLIT = 4
 _PREPARE_THREADS = 256
 # Shared memory of a multiprocessor that the system keeps for each block.
 _RESERVED = 1024
@@ -50,15 +50,15 @@ _START, _END = 1.5, 1.5
 _MOST_TILES = 64
 # Keys from which parts of them pay, by as many parts, up to 4: below, the merge takes
 # what they save (8 heads of 64 columns: 1024 x 1024 in 2 parts 53 us, whole 45).
-_KEYS_IN_PARTS = 4096
+_LEAST_SPLIT_KEYS = 4096
 # Queries from which the row takes as many keys in parts: 48 x 65536 of 128 columns
 # 85 us, by "tiled" 138; of 32 83 and 94, of 16 80 and 80; 48 x 1024 51 and 42.
-_LEAST_IN_PARTS = 32
+_LEAST_SPLIT_QUERIES = 32
 # Queries of a group from which keys in parts are split beforehand, and bytes that may
 # take: of 128 queries it takes as long, of 512 x 65536 232 us where each block splits
 # them in 388.
 _READERS = 256
-_MOST_IMAGES_OF_PARTS = 1 << 28
+_MOST_SPLIT_BYTES = 1 << 28
 # Longest second axis of a grid that is used, and third one that there is.
 _GRID_Y, _GRID_Z = 1 << 15, (1 << 16) - 1
 # Positions are the sum of two such numbers and a tile.
@@ -84,9 +84,9 @@ class MmaTile:
     newest: tuple[int, int] = (99, 0)
 
 
-def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
+def split_tile_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
     """Bytes of a tile of k and one of v that have been split."""
-    return parts * block_n * 2 * sum(dims) + 2 * _FACTS_OF_IMAGE
+    return parts * block_n * 2 * sum(dims) + 2 * _STATS_OF_SPLIT_TILE
 
 
 def keeps_q(tile: MmaTile, dims: tuple[int, int]) -> bool:
@@ -103,7 +103,7 @@ def smem_bytes(
     stays: bool = False,
 ) -> int:
     """Shared memory: 16-bit tiles, and float32 ones as they came."""
-    stages = tile.stages * image_bytes(tile.span * tile.block_n, dims, parts)
+    stages = tile.stages * split_tile_bytes(tile.span * tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
     out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
@@ -113,28 +113,12 @@ def smem_bytes(
     # Weights, and two words a row and side.
     row = 2 * 2 * tile.block_n + 16
     shared = tile.block_m * row if tile.sides > 1 else 0
-    return max(tiles, out) + _FACTS + shared
+    return max(tiles, out) + _TILE_STATS + shared
 
 
 # Upper bound of the head dimensions, and tiles from best to least: the first that an
 # architecture's shared memory holds min_blocks times is taken.
 _Ladder = tuple[tuple[float, tuple[MmaTile, ...]], ...]
-
-
-@dataclass(frozen=True)
-class HeadsConfig(Config):
-    """Of which `num_blocks` work on each of `num_heads` heads of all batch entries."""
-
-    num_heads: int
-
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """(blocks of a head, heads), and heads once more where they are many."""
-        return (
-            self.num_blocks,
-            min(self.num_heads, _GRID_Y),
-            -(-self.num_heads // _GRID_Y),
-        )
 
 
 @dataclass(frozen=True)
@@ -168,9 +152,9 @@ class MmaKernel:
         shortest = min(problem.seqlen_q, problem.seqlen_k)
         if problem.dtype == "float32" and shortest < self.least:
             if (
-                problem.seqlen_q < _LEAST_IN_PARTS
-                or problem.seqlen_k < _KEYS_IN_PARTS
-                or self.key_parts(problem, device)[0] == 1
+                problem.seqlen_q < _LEAST_SPLIT_QUERIES
+                or problem.seqlen_k < _LEAST_SPLIT_KEYS
+                or self.split_kv(problem, device).num_splits == 1
             ):
                 return f"splits float32 from {self.least} queries and keys on"
         most = MOST_KEYS.get(problem.dtype, math.inf)
@@ -207,19 +191,19 @@ class MmaKernel:
         both = problem.dtype == "float32" and problem.precision == "float32"
         return 2 if both else 1
 
-    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
-        """Parts of the keys, and keys of each: two blocks of 64 queries for each SM.
+    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
+        """The split of the keys: two blocks of 64 queries for each SM.
 
-        16 bits have none: results of parts would be rounded.
+        16 bits have none: results of splits would be rounded.
         """
         tiles = max(1, num_tiles(problem, _SMALL.block_m))
         wanted = 2 * device.num_sms // tiles
-        least_keys = _KEYS_IN_PARTS // max(1, min(wanted, 4))
+        least_keys = _LEAST_SPLIT_KEYS // max(1, min(wanted, 4))
         if problem.precision == "tf32":  # twice as fast, with the same merge
             least_keys *= 2
         if problem.dtype != "float32" or most_seen(problem) < least_keys:
-            return 1, problem.seqlen_k
-        return parts_of_keys(problem, device, _SMALL.block_m, 2)
+            return SplitKV(1, problem.seqlen_k)
+        return split_to_fill(problem, device, _SMALL.block_m, 2)
 
     def is_prepared(self, problem: AttentionProblem) -> bool:
         """Whether another kernel splits the keys and values beforehand.
@@ -233,23 +217,23 @@ class MmaKernel:
         parts = keys * self.parts(problem) * 2 * sum(self.dims(problem))
         if problem.keys_of_part is not None:
             readers = problem.seqlen_q * problem.group_size
-            return readers >= _READERS and parts <= _MOST_IMAGES_OF_PARTS
+            return readers >= _READERS and parts <= _MOST_SPLIT_BYTES
         out = num_rows(problem) * problem.head_dim_v * 4
-        return parts <= _MOST_IMAGES * out
+        return parts <= _MOST_SPLIT * out
 
-    def images(self, problem: AttentionProblem, device: Device) -> int:
+    def split_operand_bytes(self, problem: AttentionProblem, device: Device) -> int:
         """Bytes of all split tiles."""
         block_n = self.tile(problem, device).block_n
-        return self._num_images(problem, block_n) * image_bytes(
+        return self._num_split_tiles(problem, block_n) * split_tile_bytes(
             block_n, self.dims(problem), self.parts(problem)
         )
 
-    def _num_images(self, problem, block_n):
+    def _num_split_tiles(self, problem, block_n):
         return self._num_kv_heads(problem) * -(-problem.seqlen_k // block_n)
 
     def _num_kv_heads(self, problem):
-        """Over all batch entries; parts of the keys share them."""
-        return math.prod(problem.batch) // num_parts(problem) * problem.num_kv_heads
+        """Over all batch entries; splits of the keys share them."""
+        return math.prod(problem.batch) // num_splits(problem) * problem.num_kv_heads
 
     def smem(self, tile: MmaTile, problem: AttentionProblem) -> int:
         """Bytes of shared memory of a block."""
@@ -356,7 +340,7 @@ class MmaKernel:
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[Config, ...]:
+    ) -> tuple[LaunchConfig, ...]:
         """The launch, and where keys are split beforehand the one before it."""
         tile = self.tile(problem, device)
         rounds = self.rounds(tile, problem, device.num_sms)
@@ -380,7 +364,7 @@ class MmaKernel:
         problem: AttentionProblem,
         batch_dims: int,
         rounds: int = 1,
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch with a given tile, and tiles of queries a block."""
         switches = {
             **self._switches(tile, problem),
@@ -409,11 +393,13 @@ class MmaKernel:
         )
         heads = math.prod(problem.batch) * problem.num_heads
         num_blocks = -(-problem.seqlen_q // (tile.block_m * rounds))
-        return HeadsConfig(variant, num_blocks, tile.num_threads, heads)
+        # Heads once more along the third axis where they are many.
+        grid = num_blocks, min(heads, _GRID_Y), -(-heads // _GRID_Y)
+        return LaunchConfig(variant, grid, (tile.num_threads,))
 
     def prepare_config(
         self, tile: MmaTile, problem: AttentionProblem, batch_dims: int
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch that splits keys and values; lengths alone matter to it."""
         threads = _PREPARE_THREADS
         switches = {
@@ -431,7 +417,9 @@ class MmaKernel:
                 **switches,
             ),
         )
-        return Config(variant, self._num_images(problem, tile.block_n), threads)
+        return LaunchConfig.over(
+            variant, self._num_split_tiles(problem, tile.block_n), threads
+        )
 
     def _kind(self, problem: AttentionProblem) -> str:
         """What is multiplied."""

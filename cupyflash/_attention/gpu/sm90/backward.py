@@ -9,14 +9,13 @@ import numpy as np
 
 from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu import gradient_limits
-from cupyflash._attention.gpu.config import Config
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,7 @@ class HopperVjpKernel:
         batch_dims: int,
         num_blocks: int,
         dq: str = MIXED,
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch of a part."""
         tile = self.tile(forward, dq)
         if not part and tile.feeder:
@@ -202,7 +201,7 @@ class HopperVjpKernel:
             arch=self.arch,
             smem=smem,
         )
-        return Config(variant, num_blocks, num_threads)
+        return LaunchConfig.over(variant, num_blocks, num_threads)
 
     def schedule(
         self,
@@ -285,7 +284,9 @@ class HopperVjpKernel:
         cluster = self.tile(forward, dq).cluster
         return min(num_items, device.num_sms // cluster) * cluster
 
-    def configs(self, forward: AttentionProblem, batch_dims: int) -> Iterator[Config]:
+    def configs(
+        self, forward: AttentionProblem, batch_dims: int
+    ) -> Iterator[LaunchConfig]:
         """Every launch but the repairs, in lengths that bring all tiles."""
         ladder = self.tiles[self.dim(forward)][sm90_forward.bounds_of(forward) > 0]
         for bound, _ in ladder:

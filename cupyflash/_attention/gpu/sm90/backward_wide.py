@@ -9,7 +9,7 @@ import numpy as np
 
 from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu import gradient_limits
-from cupyflash._attention.gpu.config import Config, is_plain
+from cupyflash._attention.gpu.config import is_plain
 from cupyflash._attention.gpu.sm80.backward import MMA_VJP, MmaVjpTile
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.problem import AttentionProblem
@@ -17,7 +17,7 @@ from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
 from cupyflash._cuda import tensor_map
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 BLOCK = 64  # queries of a block, keys of a tile
 TILE_M = 128  # queries of a tile that makes dq
@@ -193,7 +193,7 @@ class HopperWideVjpKernel:
         batch_dims: int,
         num_blocks: int,
         makes_dbias: bool = False,
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch of a part."""
         # Statistics do not depend on columns; a power of two of threads makes a row's.
         dim = self.dims[-1] if part == "_rows" else self.dim(forward)
@@ -227,9 +227,9 @@ class HopperWideVjpKernel:
             arch=self.arch,
             smem=self._smem(part, forward),
         )
-        return Config(variant, num_blocks, _THREADS[part])
+        return LaunchConfig.over(variant, num_blocks, _THREADS[part])
 
-    def rows_config(self, forward: AttentionProblem, batch_dims: int) -> Config:
+    def rows_config(self, forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
         """The launch that makes statistics; with options that of the row `mma`."""
         if is_plain(forward):
             # A block of threads has an eighth of the queries of a block.
@@ -240,7 +240,9 @@ class HopperWideVjpKernel:
         blocks = MMA_VJP.rows_blocks(forward, tile)
         return MMA_VJP.config("_rows", tile, forward, batch_dims, forward.dtype, blocks)
 
-    def configs(self, forward: AttentionProblem, batch_dims: int) -> Iterator[Config]:
+    def configs(
+        self, forward: AttentionProblem, batch_dims: int
+    ) -> Iterator[LaunchConfig]:
         """Every launch of a problem but the repairs."""
         yield self.rows_config(forward, batch_dims)
         for part in _STAGES:

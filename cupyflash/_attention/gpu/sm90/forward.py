@@ -9,7 +9,7 @@ import numpy as np
 from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
-    Config,
+    SplitKV,
     defines,
     has_terms,
     is_plain,
@@ -20,7 +20,6 @@ from cupyflash._attention.gpu.config import (
     too_many,
     without_options,
 )
-from cupyflash._attention.gpu.params import sections
 from cupyflash._attention.gpu.sm90.forward_tiles import (
     FEW,
     HOPPER_GROUP_ROWS,
@@ -34,17 +33,17 @@ from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda import kernel, tensor_map
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 # Queries, keys and columns of short sequences, and heads a multiprocessor of many.
 _SHORT, _MANY = 64, 16
 
-# Keys that a part has at least.
+# Keys that a split has at least.
 _KEYS_OF_SPLIT = 256
-_SPLIT_MERGE_THREADS = 128
-# Bytes of parts that the block which ends the last of them merges; of more, another
+_COMBINE_THREADS = 128
+# Bytes of splits that the block which ends the last of them combines; of more, another
 # kernel with a block a row is faster.
-_MERGED_BY_A_BLOCK = 1 << 17
+_COMBINED_BY_A_BLOCK = 1 << 17
 
 # Shared memory beside which there is room for up to 10 KB of terms and barriers.
 _MOST_STAGED = 217 << 10
@@ -199,35 +198,38 @@ class HopperKernel:
         most = min(group, HOPPER_GROUP_ROWS // problem.seqlen_q)
         return max((n for n in range(1, most + 1) if group % n == 0), default=1)
 
+    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
+        """The split of the keys, tile by tile, which the kernel makes itself."""
+        splits = self.num_splits(problem, device)
+        return SplitKV(splits, -(-problem.seqlen_k // splits), in_kernel=True)
+
     def num_splits(self, problem: AttentionProblem, device: Device) -> int:
-        """Parts of the keys, where tiles of queries alone would not fill the device."""
+        """Splits of the keys, where tiles of queries alone would not fill the device."""
         tile = self.tile(problem)
         items = self._num_tiles(problem, tile)
         most = most_seen(problem) // _KEYS_OF_SPLIT
-        if problem.sinks is not None:  # which join in a block that merges
-            most = min(most, _MERGED_BY_A_BLOCK // self._bytes_of_part(problem))
-        # Parts are written and merged by vectors of 4 columns.
+        if problem.sinks is not None:  # which join in a block that combines
+            most = min(most, _COMBINED_BY_A_BLOCK // self._bytes_of_split(problem))
+        # Splits are written and combined by vectors of 4 columns.
         if most < 2 or problem.head_dim_v % 4:
             return 1
         return max(1, min(device.num_sms // items, most))
 
-    def _bytes_of_part(self, problem):
-        """Of the results of a tile for one part of the keys."""
+    def _bytes_of_split(self, problem):
+        """Of the results of a tile for one split of the keys."""
         rows = min(self.tile(problem).block_m, problem.seqlen_q * self.pack(problem))
         return 4 * rows * problem.head_dim_v
 
-    def merges(self, problem: AttentionProblem, device: Device) -> bool:
-        """Whether the kernel itself merges the parts of the keys."""
+    def combines(self, problem: AttentionProblem, device: Device) -> bool:
+        """Whether the kernel itself combines the splits of the keys."""
         num_splits = self.num_splits(problem, device)
-        size = num_splits * self._bytes_of_part(problem)
-        return num_splits > 1 and size <= _MERGED_BY_A_BLOCK
+        size = num_splits * self._bytes_of_split(problem)
+        return num_splits > 1 and size <= _COMBINED_BY_A_BLOCK
 
-    def memory_of_parts(
-        self, problem: AttentionProblem, device: Device
-    ) -> tuple[tuple[int, ...], int]:
-        """Where lse (float64) and out (float32) of the parts begin, and all bytes."""
+    def split_bytes(self, problem: AttentionProblem, device: Device) -> dict[str, int]:
+        """Of lse (float64) and out (float32) of all splits."""
         rows = self.num_splits(problem, device) * math.prod(problem.lse_shape)
-        return sections(8 * rows, 4 * problem.head_dim_v * rows)
+        return {"split_lse": 8 * rows, "split_out": 4 * problem.head_dim_v * rows}
 
     def is_dynamic(self, problem: AttentionProblem) -> bool:
         """Whether blocks take their items from a counter: kDynamic of the kernel."""
@@ -288,17 +290,17 @@ class HopperKernel:
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[Config, ...]:
-        """The launch, and where keys are split another that merges the parts."""
+    ) -> tuple[LaunchConfig, ...]:
+        """The launch, and where keys are split another that combines the results."""
         config = self.config(self.tile(problem), problem, batch_dims, device)
-        if self.num_splits(problem, device) == 1 or self.merges(problem, device):
+        if self.num_splits(problem, device) == 1 or self.combines(problem, device):
             return (config,)
         merge = Variant(
             source="attention/sm90/forward_combine.cu",
             entry=f"attention_{self.name}_merge",
-            defines=defines(without_options(problem), batch_dims, _SPLIT_MERGE_THREADS),
+            defines=defines(without_options(problem), batch_dims, _COMBINE_THREADS),
         )
-        return config, Config(merge, num_rows(problem), _SPLIT_MERGE_THREADS)
+        return config, LaunchConfig.over(merge, num_rows(problem), _COMBINE_THREADS)
 
     def config(
         self,
@@ -306,7 +308,7 @@ class HopperKernel:
         problem: AttentionProblem,
         batch_dims: int,
         device: Device,
-    ) -> Config:
+    ) -> LaunchConfig:
         """The launch with a given tile."""
         dims = self._dims(problem)
         switches = {
@@ -330,7 +332,7 @@ class HopperKernel:
             switches["SPLIT"] = 1
         elif columns := self._staged_columns(problem):
             switches["STAGED_COLUMNS"] = columns
-        if self.merges(problem, device):
+        if self.combines(problem, device):
             switches["MERGE"] = 1
         if problem.bias is not None or problem.mask is not None:
             if problem.terms == "keys":
@@ -347,7 +349,9 @@ class HopperKernel:
             smem=self._smem(problem),
         )
         num_items = self._num_tiles(problem, tile) * num_splits
-        return Config(variant, min(num_items, device.num_sms), tile.num_threads)
+        return LaunchConfig.over(
+            variant, min(num_items, device.num_sms), tile.num_threads
+        )
 
     def schedule(self, problem: AttentionProblem, device: Device) -> dict[str, Any]:
         """How the items are cut, and the units of exponents: fields of inputs_t."""

@@ -5,18 +5,18 @@ from dataclasses import dataclass
 from cupyflash._attention.gpu.config import (
     MOST_COUNTED,
     MOST_KEYS,
-    Config,
+    SplitKV,
     defines,
     most_seen,
     num_heads,
     num_tiles,
-    parts_of_keys,
     scale_is_plain,
+    split_to_fill,
     too_many,
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.tensor_map import MAX_BATCH_AXES
 
 # Head dimensions are compiled in steps; zeros fill the rest.
@@ -88,13 +88,13 @@ class HopperWideKernel:
         has_map = problem.no_tensor_map is None and batch_dims <= MAX_BATCH_AXES
         return has_map and problem.seqlen_k > 0 and self.dims(problem)[1] <= 512
 
-    def key_parts(self, problem: AttentionProblem, device: Device) -> tuple[int, int]:
-        """Parts of the keys, and keys of each: a block has a multiprocessor."""
-        return parts_of_keys(problem, device, BLOCK, blocks_per_sm=1)
+    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
+        """The split of the keys: a block has a multiprocessor."""
+        return split_to_fill(problem, device, BLOCK, blocks_per_sm=1)
 
     def configs(
         self, problem: AttentionProblem, batch_dims: int, device: Device
-    ) -> tuple[Config, ...]:
+    ) -> tuple[LaunchConfig, ...]:
         """The launch, in a tuple of one."""
         dims = self.dims(problem)
         switches = {"HEAD_DIM": dims[0], "HEAD_DIM_V": dims[1]}
@@ -109,7 +109,7 @@ class HopperWideKernel:
             arch=self.arch,
             smem=self.smem(problem),
         )
-        return (Config(variant, num_tiles(problem, BLOCK), _NUM_THREADS),)
+        return (LaunchConfig.over(variant, num_tiles(problem, BLOCK), _NUM_THREADS),)
 
 
 HOPPER_WIDE = HopperWideKernel(name="hopper_wide", methods=("tiled", "auto"))

@@ -1,11 +1,9 @@
 """How kernels of columns, whose neighbours lie side by side, cut a problem."""
 
-import dataclasses
 import math
 
 from cupyflash._core import arrays as _arrays
 from cupyflash._softmax.gpu import config as softmax_config
-from cupyflash._softmax.gpu.config import LaunchConfig
 from cupyflash._softmax.gpu.heuristics import on_chip
 
 # Registers of a thread that hold elements, and threads that a multiprocessor is to
@@ -55,7 +53,7 @@ def hold_columns(problem, device):
         resident = _LONG_RESIDENT
     if tile is None:
         return f"a column of {problem.row_length} does not fit into a block or cluster"
-    return _column_cut(problem, vector, *tile, resident)
+    return _column_config(problem, vector, *tile, resident)
 
 
 # Sums of columns in equal shares: threads of a multiprocessor (768: 0.73 to 0.74 where
@@ -108,25 +106,24 @@ def share_columns(problem, device):
 
     values = {"SHARES": warps, "WHOLE": int(whole)}
 
-    def cut(entry, threads):
+    def config(entry, threads, grid=()):
         """The launch of groups of so many threads."""
-        (cut,) = _column_cut(
+        (config,) = _column_config(
             problem, vector, side, threads // side, held, 0, 1, _SHARE_RESIDENT
         )
-        return dataclasses.replace(
-            cut,
-            entry=entry,
-            defines=(*cut.defines, *softmax_config.defines_of(values)),
-            smem=2 * held * on_chip.VECTOR_BYTES * cut.num_threads,
+        return softmax_config.varied(
+            config,
+            grid,
             scratch=tiles * parts * side * vector * softmax_config.PARTIAL_BYTES,
+            values=values,
+            entry=entry,
+            smem=2 * held * on_chip.VECTOR_BYTES * config.num_threads,
         )
 
-    main = dataclasses.replace(
-        cut("sum", 32), num_blocks=-(-warps * 32 // softmax_config.BLOCK_THREADS)
-    )
+    main = config("sum", 32, (-(-warps * 32 // softmax_config.BLOCK_THREADS),))
     if whole:
         return (main,)
-    return main, cut("merge", 32 if parts <= _FEW_PARTS else 256)
+    return main, config("merge", 32 if parts <= _FEW_PARTS else 256)
 
 
 def sum_columns(problem, device):
@@ -146,7 +143,9 @@ def sum_columns(problem, device):
     most = 256 if length > 64 * held else 32 if length <= 16 * held else 128
     deep = max(1, most // side)
     cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
-    return _column_cut(problem, vector, side, deep, held, 0, cluster, _WALKING_THREADS)
+    return _column_config(
+        problem, vector, side, deep, held, 0, cluster, _WALKING_THREADS
+    )
 
 
 # Batches of a thread that are worth a block of their own, and the most blocks, all and
@@ -177,34 +176,38 @@ def walk_columns(problem, device, may_cluster=True, width=_WIDTH, rows=4):
     cluster = 1
     if may_cluster:
         cluster = _cluster_of(problem, side * vector, 4 * deep * held, device)
-    return _column_cut(problem, vector, side, deep, held, 0, cluster, 512)
+    return _column_config(problem, vector, side, deep, held, 0, cluster, 512)
 
 
 def split_columns(problem, device):
     """Blocks that share columns, which are read twice; columns of any length."""
     is_scaled_double = problem.scale != 1 and problem.compute_dtype == "float64"
     held = _SPLIT_ROWS_OF_SCALED_DOUBLES if is_scaled_double else _SPLIT_ROWS
-    cuts = walk_columns(problem, device, False, _SPLIT_WIDTH, held)
-    if isinstance(cuts, str):
-        return cuts
-    (cut,) = cuts
-    values = dict(cut.defines)
+    configs = walk_columns(problem, device, False, _SPLIT_WIDTH, held)
+    if isinstance(configs, str):
+        return configs
+    (config,) = configs
+    values = dict(config.variant.defines)
     vector, side = int(values["VECTOR"]), int(values["SIDE"])
     rows = int(values["DEEP"]) * int(values["HELD"]) * _BATCHES
     pieces = min(
         -(-problem.row_length // rows),
-        device.num_sms * _PIECES_PER_SM // cut.num_blocks,
+        device.num_sms * _PIECES_PER_SM // config.grid[0],
         _MOST_PIECES,
     )
     if pieces < 2:
         return "there are enough columns for all multiprocessors, or they are short"
-    split = dataclasses.replace(
-        cut,
-        defines=(*cut.defines, ("SPLITS", "1")),
-        num_groups=pieces,
-        scratch=cut.num_blocks * pieces * vector * side * softmax_config.PARTIAL_BYTES,
+    partials = config.grid[0] * pieces * vector * side
+    return tuple(
+        softmax_config.varied(
+            config,
+            (config.grid[0], pieces),
+            scratch=partials * softmax_config.PARTIAL_BYTES,
+            values={"SPLITS": 1},
+            entry=entry,
+        )
+        for entry in ("sum", "write")
     )
-    return tuple(dataclasses.replace(split, entry=entry) for entry in ("sum", "write"))
 
 
 def _cluster_of(problem, columns, rows, device):
@@ -222,7 +225,7 @@ def _cluster_of(problem, columns, rows, device):
     return cluster
 
 
-def _column_cut(problem, vector, side, deep, held, parked, cluster, resident):
+def _column_config(problem, vector, side, deep, held, parked, cluster, resident):
     """The launch for tiles of `side` vectors, with `deep` threads down each column.
 
     Each has `held` rows in registers and `parked` in shared memory.
@@ -244,10 +247,10 @@ def _column_cut(problem, vector, side, deep, held, parked, cluster, resident):
         "RESIDENT": max(1, round(resident / threads)),
     }
     return (
-        LaunchConfig(
+        softmax_config.launch_config(
             min(-(-tiles // groups), softmax_config.MAX_BLOCKS // cluster) * cluster,
             threads,
-            softmax_config.defines_of(values),
+            values,
             smem=parked * threads * vector * _held_bytes(problem),
             cluster=cluster,
         ),

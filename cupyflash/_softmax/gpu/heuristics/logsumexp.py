@@ -1,7 +1,5 @@
 """How kernels cut a problem into sums of rows, of which one number is left."""
 
-import dataclasses
-
 from cupyflash._core import arrays
 from cupyflash._cuda import kernel
 from cupyflash._softmax.gpu.config import (
@@ -11,10 +9,10 @@ from cupyflash._softmax.gpu.config import (
     PARTS_PER_SM,
     SUM_PARTS_PER_SM,
     WALK_THREADS,
-    LaunchConfig,
-    defines_of,
     itemsize_of,
+    launch_config,
     num_parts,
+    varied,
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
 
@@ -120,12 +118,7 @@ def sum_rows(problem, device):
         blocks = min(blocks, device.num_sms * min_blocks)
     blocks = min(blocks, MAX_BLOCKS)
     scratch = problem.num_rows * parts * PARTIAL_BYTES if parts > 1 else 0
-    cut = LaunchConfig(
-        blocks * parts, lanes * rows, defines_of(values), scratch=scratch
-    )
+    config = launch_config(blocks * parts, lanes * rows, values, scratch=scratch)
     if parts == 1:
-        return (cut,)
-    return (
-        dataclasses.replace(cut, entry="parts"),
-        dataclasses.replace(cut, entry="merge", num_blocks=blocks),
-    )
+        return (config,)
+    return varied(config, entry="parts"), varied(config, (blocks,), entry="merge")

@@ -1,15 +1,13 @@
 """How kernels cut a problem whose rows many blocks share."""
 
-import dataclasses
-
 from cupyflash._core import arrays
 from cupyflash._softmax.gpu.config import (
     PARTIAL_BYTES,
     WALK_THREADS,
-    LaunchConfig,
-    defines_of,
     itemsize_of,
+    launch_config,
     num_parts,
+    varied,
     widest_of,
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
@@ -28,10 +26,10 @@ def split_rows(problem, device):
         return f"{problem.num_rows} rows are too many"
     values = {"LANES": WALK_THREADS, "ROWS_PER_BLOCK": 1, "PARTS": parts}
     return tuple(
-        LaunchConfig(
+        launch_config(
             blocks,
             WALK_THREADS,
-            defines_of(values),
+            values,
             entry=entry,
             scratch=blocks * PARTIAL_BYTES,
         )
@@ -91,14 +89,14 @@ def _along_line(problem, device, held, blocks_per_sm, between):
         "MIN_BLOCKS": blocks_per_sm,
     }
     words = 1 + problem.num_rows + parts  # of _TOLD_BYTES
-    main = LaunchConfig(
+    main = launch_config(
         min(2 * parts, device.num_sms * blocks_per_sm),
         WALK_THREADS,
-        defines_of(values),
+        values,
         scratch=words * _TOLD_BYTES,
     )
     blocks = min(-(-words // WALK_THREADS), device.num_sms)
-    return dataclasses.replace(main, entry="clear", num_blocks=blocks), main
+    return varied(main, (blocks,), entry="clear"), main
 
 
 # The same for gradients, whatever the dtype: vectors of a thread, of y and of dy, and
@@ -154,22 +152,20 @@ def stream_pairs(problem, device):
     stream = on_chip.stream(vectors, problem.num_rows, place, device)
     if stream is None:
         return f"a row of {problem.row_length} is more than the card can hold"
-    main = LaunchConfig(
+    main = launch_config(
         stream.blocks,
         stream.threads,
-        defines_of({
+        {
             "LANES": stream.threads,
             "ROWS_PER_BLOCK": 1,
             "RING": stream.ring,
             "AHEAD": stream.ahead,
-        }),
+        },
         smem=stream.ring * stream.threads * place,
         cooperative=True,
         scratch=problem.num_rows * stream.blocks * _TOLD_BYTES,
         num_groups=stream.groups,
-    )  # fmt: skip
-    blocks = min(-(-problem.num_rows // main.num_threads), 64)
-    clear = dataclasses.replace(
-        main, entry="clear", smem=0, cooperative=False, num_groups=blocks
     )
-    return clear, main
+    blocks = min(-(-problem.num_rows // main.num_threads), 64)
+    grid = (main.grid[0], blocks)
+    return varied(main, grid, entry="clear", smem=0, cooperative=False), main

@@ -5,9 +5,8 @@ from cupyflash._cuda import kernel
 from cupyflash._softmax.gpu.config import (
     BLOCK_THREADS,
     MAX_BLOCKS,
-    LaunchConfig,
-    defines_of,
     itemsize_of,
+    launch_config,
     widest_of,
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
@@ -36,10 +35,10 @@ def walk_rows(problem, device):
         lanes = 1024
     rows_per_block = max(1, BLOCK_THREADS // lanes)
     return (
-        LaunchConfig(
+        launch_config(
             min(-(-problem.num_rows // rows_per_block), MAX_BLOCKS),
             lanes * rows_per_block,
-            defines_of({"LANES": lanes, "ROWS_PER_BLOCK": rows_per_block}),
+            {"LANES": lanes, "ROWS_PER_BLOCK": rows_per_block},
         ),
     )
 
@@ -154,10 +153,10 @@ def _held_by(problem, device, tiers, names):
     }
     blocks = min(-(-problem.num_rows // hold.rows_per_block), MAX_BLOCKS)
     return (
-        LaunchConfig(
+        launch_config(
             blocks * hold.cluster,
             hold.num_threads,
-            defines_of(values),
+            values,
             smem=smem,
             cluster=hold.cluster,
         ),

@@ -7,9 +7,8 @@ from cupyflash._cuda import kernel
 from cupyflash._softmax.gpu.config import (
     BLOCK_THREADS,
     MAX_BLOCKS,
-    LaunchConfig,
-    defines_of,
     itemsize_of,
+    launch_config,
     widest_of,
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
@@ -139,19 +138,17 @@ def _span_cut(problem, names, deal, share, beside=0, more=None):
     phases = 2 * len(names) * on_chip.VECTOR_BYTES
     rows = rows_at_once * max(1, (share - phases) // (row_bytes * rows_at_once))
     return (
-        LaunchConfig(
+        launch_config(
             min(-(-problem.num_rows // rows), MAX_BLOCKS),
             BLOCK_THREADS,
-            defines_of(
-                {
-                    "LANES": lanes,
-                    "ROWS_PER_BLOCK": rows_at_once,
-                    "SPAN_ROWS": rows,
-                    "HELD": held,
-                    "APART": apart,
-                }
-                | (more or {})
-            ),
+            {
+                "LANES": lanes,
+                "ROWS_PER_BLOCK": rows_at_once,
+                "SPAN_ROWS": rows,
+                "HELD": held,
+                "APART": apart,
+                **(more or {}),
+            },
             smem=rows * row_bytes + phases,
         ),
     )
@@ -282,4 +279,4 @@ def short_rows(problem, device):
         "MIN_BLOCKS": min_blocks,
     }
     blocks = min(-(-problem.num_rows // (rows_at_once * sets)), MAX_BLOCKS)
-    return (LaunchConfig(blocks, BLOCK_THREADS, defines_of(values)),)
+    return (launch_config(blocks, BLOCK_THREADS, values),)

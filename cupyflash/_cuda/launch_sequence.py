@@ -1,0 +1,259 @@
+"""All launches of a call, as data: what runs, and where each argument comes from.
+
+Arguments are named. A name is a pointer or a number of the call, an array that it
+returns, or a part of the memory that it takes for itself; what is no name is passed as
+it is. So a kernel spec says what it launches, and one class makes every call.
+"""
+
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import cupy
+import numpy as np
+
+from cupyflash._core import strides
+from cupyflash._cuda import graphs, runtime
+from cupyflash._cuda.kernel import LaunchConfig
+from cupyflash._cuda.launch import Launch
+
+
+class Result(NamedTuple):
+    """An array that a call returns, in new memory unless the caller has some."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[int, ...] | None = None  # which ones of `shape` those of the array are
+    fill: float | None = None  # of what no launch writes
+
+    @property
+    def nbytes(self) -> int:
+        return num_bytes(self.shape, self.dtype)
+
+    def new(self) -> Any:
+        """Memory for it."""
+        x = cupy.ndarray(self.shape, self.dtype)
+        return x if self.axes is None else x.transpose(self.axes)
+
+
+class Argument(Protocol):
+    """What is found at each call, from the arguments before it."""
+
+    def bind(self, place: Callable[[str], int], device_id: int) -> Callable[..., Any]:
+        """A function of the values of a call, which `place` tells the order of."""
+
+
+class Counter(NamedTuple):
+    """A row of zeros that the kernels of the current stream count in."""
+
+    numbers: int = 2  # of 4 bytes
+
+    def bind(self, place, device_id):
+        """See Argument."""
+        counters = graphs.counters(device_id, self.numbers)
+        return lambda values: counters.of_current_stream()
+
+
+class PointersAndBytes(NamedTuple):
+    """A struct that begins with pointers, the rest of which is the same in each call."""
+
+    names: tuple[str, ...]  # "" is a null pointer
+    rest: bytes
+
+    def bind(self, place, device_id):
+        """See Argument."""
+        pack = struct.Struct(f"{len(self.names)}Q").pack
+        places = [place(name) if name else None for name in self.names]
+
+        def packed(values):
+            pointers = [0 if n is None else values[n] for n in places]
+            return pack(*pointers) + self.rest
+
+        return packed
+
+
+class At(NamedTuple):
+    """A place inside memory between kernels."""
+
+    name: str
+    offset: int  # in bytes
+
+
+# A kernel, and its arguments.
+Step = tuple[LaunchConfig, tuple[Any, ...]]
+
+
+class Steps(NamedTuple):
+    """The launches of a kernel spec in their order, and the memory that they share."""
+
+    launches: list[Step]
+    scratch: Mapping[str, int] = MappingProxyType({})  # bytes by name
+    cleared: int = 0  # bytes at the start of it that are 0 first
+    zeros: tuple[str, ...] = ()  # results that are 0 first
+
+
+# Where a section of memory between kernels begins: kernels read vectors of 16 bytes,
+# and TMA writes lines of 128.
+SECTION_ALIGNMENT = 256
+
+
+def sections(*sizes: int) -> tuple[tuple[int, ...], int]:
+    """(where each begins, bytes of all) for arrays that share one allocation.
+
+    `sizes` are in bytes, whatever their number is divisible by.
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(end)
+        end += -(-size // SECTION_ALIGNMENT) * SECTION_ALIGNMENT
+    return tuple(starts), end
+
+
+def num_bytes(shape: Iterable[int], dtype: Any) -> int:
+    """Bytes of a contiguous array."""
+    size = np.dtype(dtype).itemsize
+    for n in shape:
+        size *= n
+    return size
+
+
+def fill(x, value):
+    """Fill an array, a new one of zeros without a kernel."""
+    if value == 0:
+        x.data.memset_async(0, x.nbytes)
+    else:
+        x.fill(value)
+
+
+class LaunchSequence:
+    """All of a call but its arrays: results, memory between kernels, and launches.
+
+    Parameters
+    ----------
+    device_id : int
+        Where it runs.
+    inputs : sequence of str
+        Names of the pointers and numbers that a call is made with, in their order.
+    results : dict of str to Result or None
+        What it returns, in this order; None for what is not asked for.
+    steps : Steps
+        The launches. Names are looked up in `inputs`, `results` and `steps.scratch`.
+    arrays : sequence, optional
+        The arrays of the call that is planned for, in the order of `inputs`.
+    out : array, optional
+        The one that the first result is written to.
+    in_place : bool
+        Whether `out` may be an input itself.
+    """
+
+    def __init__(
+        self, device_id: int, inputs: Sequence[str],
+        results: dict[str, Result | None], steps: Steps, arrays: Sequence[Any] = (),
+        out: Any = None, in_place: bool = False,
+    ):  # fmt: skip
+        self.device_id = device_id
+        self.results = results
+        self.steps = steps
+        self.launches = tuple(Launch(config, device_id) for config, _ in steps.launches)
+        names = [*inputs, *results, *steps.scratch]
+        places: dict[Any, int] = {name: n for n, name in enumerate(names)}
+        self._template: list[Any] = [0] * (len(names) - len(inputs))
+        self._found: list[tuple[int, Callable[..., Any]]] = []
+
+        starts, self.scratch_bytes = sections(*steps.scratch.values())
+        start_of = dict(zip(steps.scratch, starts, strict=True))
+        self._sections = [(places[name], start) for name, start in start_of.items()]
+
+        def place(x):
+            if x not in places:
+                if isinstance(x, str):
+                    raise KeyError(f"{x!r} is none of {', '.join(names)}")
+                places[x] = len(inputs) + len(self._template)
+                self._template.append(x)
+                if isinstance(x, At):
+                    self._sections.append((places[x], start_of[x.name] + x.offset))
+                elif hasattr(x, "bind"):
+                    self._found.append((places[x], x.bind(place, device_id)))
+            return places[x]
+
+        self._calls = [
+            (launch.enqueue, _picker([place(x) for x in arguments]))
+            for launch, (_, arguments) in zip(
+                self.launches, steps.launches, strict=True
+            )
+        ]
+        self._new, self._fills = [], []
+        for n, (name, result) in enumerate(results.items()):
+            if result is not None:
+                self._new.append((n, places[name], result.new))
+                if name in steps.zeros:
+                    self._fills.append((n, 0))
+                elif result.fill is not None:
+                    self._fills.append((n, result.fill))
+        self._none = [None] * len(results)
+        self._too_near = _too_near(arrays, out, in_place)
+
+    def may_overlap(self, out: int, pointers: Sequence[int]) -> bool:
+        """Whether the span of `out` meets that of an input; the checks decide then."""
+        for n, low, high, may_be_same in self._too_near:
+            distance = pointers[n] - out
+            if low < distance < high and (distance or not may_be_same):
+                return True
+        return False
+
+    def __call__(self, pointers: Sequence[Any], out: Any = None) -> list[Any]:
+        """Launch on the current stream; `pointers` in the order of `inputs`."""
+        if runtime.current_device() != self.device_id:
+            with cupy.cuda.Device(self.device_id):
+                return self(pointers, out)
+        values = [*pointers, *self._template]
+        results = self._none[:]
+        for n, place, new in self._new:
+            x = results[n] = new() if n or out is None else out
+            values[place] = x.data.ptr
+        if self.scratch_bytes:
+            memory = cupy.cuda.alloc(self.scratch_bytes)
+            graphs.keep_if_capturing(memory)
+            first = memory.ptr
+            for place, start in self._sections:
+                values[place] = first + start
+            if self.steps.cleared:
+                memory.memset_async(0, self.steps.cleared)
+        for n, value in self._fills:
+            fill(results[n], value)
+        for place, find in self._found:
+            values[place] = find(values)
+        for enqueue, pick in self._calls:
+            enqueue(*pick(values))
+        return results
+
+
+def _picker(places):
+    """The function that takes the arguments of a launch from the values of a call."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    (place,) = places
+    return lambda values: (values[place],)
+
+
+def _too_near(arrays, out, in_place):
+    """How far from the pointer of `out` that of an input makes their spans meet.
+
+    (place of the input, above, below, whether the two may be the same array)
+    """
+    if out is None:
+        return []
+    found = []
+    out_first, out_end = strides.address_range(out)
+    for n, x in enumerate(arrays):
+        if x is not None:
+            first, end = strides.address_range(x)
+            is_same = in_place and _layout_of(x) == _layout_of(out)
+            found.append((n, out_first - end, out_end - first, is_same))
+    return found
+
+
+def _layout_of(x):
+    return x.shape, x.strides, x.dtype

@@ -78,18 +78,22 @@ SOFTMAX_GPU = (
 
 # Modules that import CuPy when they are imported; all others work without it.
 WITH_CUPY = {
-    "_cuda": {"runtime", "launch", "compiler", "graphs", "structs"},
-    "_softmax.gpu": {"dispatch", "plan", "complex"},
+    "_cuda": {
+        "runtime",
+        "launch",
+        "launch_sequence",
+        "compiler",
+        "graphs",
+        "structs",
+    },
+    "_softmax.gpu": {"complex"},
     "_attention.gpu": {
         "forward",
         "backward",
         "combine",
         "copies",
-        "plan",
         "split_kv",
         "views",
-        "gradient_plan",
-        "gradient_copies",
     },
 }
 
@@ -224,7 +228,7 @@ def test_only_these_modules_import_cupy():
         if "cupy" not in imports(module)[1]:
             continue
         package, _, name = module.rpartition(".")
-        is_plan = below(module, "_attention.gpu") and name.endswith(("_plan", "repair"))
+        is_plan = below(module, "_attention.gpu") and name.endswith("_plan")
         if not is_plan and name not in WITH_CUPY.get(package, ()):
             wrong.append(module)
     assert not wrong

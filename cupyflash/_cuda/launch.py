@@ -103,7 +103,7 @@ class Launch:
         self.device_id = device_id
         self._kernel = None
         self._enqueue = None
-        self._lists = []  # argument lists that no thread is launching with
+        self._lists: list[Any] = []  # argument lists that no thread is launching with
 
     def __call__(self, *args):
         """Enqueue on the current stream of the current device; any types of CuPy's."""

@@ -57,7 +57,7 @@ class Counter(NamedTuple):
 
 
 class PointersAndBytes(NamedTuple):
-    """A struct that begins with pointers, the rest of which is the same in each call."""
+    """A struct that begins with pointers; the rest of it is the same in each call."""
 
     names: tuple[str, ...]  # "" is a null pointer
     rest: bytes
@@ -184,7 +184,8 @@ class LaunchSequence:
                 self.launches, steps.launches, strict=True
             )
         ]
-        self._new, self._fills = [], []
+        self._new: list[tuple[int, int, Callable[[], Any]]] = []
+        self._fills: list[tuple[int, float]] = []
         for n, (name, result) in enumerate(results.items()):
             if result is not None:
                 self._new.append((n, places[name], result.new))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from cupyflash._cuda.device import Device
-from cupyflash._cuda.kernel import Variant
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 _SOURCE = "check/exponentials.cu"
 _NUM_THREADS = 256  # kNumThreads of the source
@@ -61,9 +61,8 @@ def _of_all_floats(function, allowed):
     from cupyflash._cuda import runtime
 
     worst = cupy.zeros(2, np.uint64)
-    launch = _launch.Launch(
-        _variant(function), (_NUM_BLOCKS,), (_NUM_THREADS,), runtime.current_device()
-    )
+    config = LaunchConfig(_variant(function), (_NUM_BLOCKS,), (_NUM_THREADS,))
+    launch = _launch.Launch(config, runtime.current_device())
     launch(worst)
     for word, arguments in zip(worst.get(), _RANGES, strict=True):
         ulps, at = (_float_of(int(word) >> shift & 0xFFFFFFFF) for shift in (32, 0))
@@ -79,12 +78,10 @@ def _of_doubles(function, allowed):
 
     x = doubles(_SAMPLE)
     device_x, device_y = cupy.asarray(x), cupy.empty(x.shape)
-    launch = _launch.Launch(
-        _variant(function, "exponentials_of_doubles"),
-        (-(-x.size // _NUM_THREADS),),
-        (_NUM_THREADS,),
-        runtime.current_device(),
-    )
+    variant = _variant(function, "exponentials_of_doubles")
+    grid = (-(-x.size // _NUM_THREADS),)
+    config = LaunchConfig(variant, grid, (_NUM_THREADS,))
+    launch = _launch.Launch(config, runtime.current_device())
     launch(device_x, device_y, x.size)
     ulps = ulps_of_doubles(x, device_y.get())
     worst = int(ulps.argmax())

@@ -11,7 +11,7 @@ from cupyflash._cuda import compiler as _compiler  # noqa: E402
 from cupyflash._cuda import launch as _launch  # noqa: E402
 from cupyflash._cuda import plan_cache, runtime  # noqa: E402
 from cupyflash._cuda import source as _source  # noqa: E402
-from cupyflash._cuda.kernel import Variant  # noqa: E402
+from cupyflash._cuda.kernel import LaunchConfig, Variant  # noqa: E402
 
 KERNEL = 'extern "C" __global__ void k(int* x) { *x = 7; }\n'
 
@@ -178,7 +178,8 @@ def test_arguments_arrive(source, monkeypatch, kind, has_entry):
     overlaps = kind == "overlaps"
     if overlaps and device.cc < (9, 0):
         pytest.skip("kernels overlap from sm_90 on")
-    launch = _launch.Launch(variant, (device.num_sms,), (32,), 0, overlaps)
+    config = LaunchConfig(variant, (device.num_sms,), (32,), overlaps=overlaps)
+    launch = _launch.Launch(config, 0)
     for value in (5, 6):
         count = cupy.zeros(2, "u4")
         words = np.array([1, value, 3]).tobytes()
@@ -193,7 +194,7 @@ def test_large_clusters_are_asked_for(source):
     variant = source(CLUSTER)
     blocks = cupy.zeros(1, "u4")
     with pytest.raises(_launch.DoesNotFitError, match="INVALID_CLUSTER_SIZE"):
-        _launch.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
-    variant = dataclasses.replace(variant, cluster=16)
-    _launch.Launch(variant, (32,), (32,), 0).enqueue(blocks.data.ptr)
+        _launch.Launch(LaunchConfig(variant, (32,), (32,)), 0).enqueue(blocks.data.ptr)
+    config = LaunchConfig(dataclasses.replace(variant, cluster=16), (32,), (32,))
+    _launch.Launch(config, 0).enqueue(blocks.data.ptr)
     assert int(blocks[0]) == 16

@@ -15,6 +15,7 @@ pytest.importorskip("cupy")
 
 from cupyflash._attention.gpu import forward as attention_gpu
 from cupyflash._cuda import compiler, plan_cache
+from cupyflash._softmax.gpu import config as softmax_config
 from cupyflash._softmax.gpu import dispatch as softmax_gpu
 from cupyflash._softmax.gpu import registry as softmax_registry
 
@@ -1051,15 +1052,15 @@ def test_what_the_card_cannot_hold_goes_to_the_next_kernel(
     (row,) = (row for row in rows if row.name == chosen)
 
     def too_many(problem, device):
-        cuts = row.cuts(problem, device)
-        if isinstance(cuts, str):
-            return cuts
+        configs = row.heuristic(problem, device)
+        if isinstance(configs, str):
+            return configs
         return tuple(
-            dataclasses.replace(cut, cooperative=True, num_blocks=1 << 20)
-            for cut in cuts
+            softmax_config.varied(config, (1 << 20,), cooperative=True)
+            for config in configs
         )
 
-    unfit = dataclasses.replace(row, cuts=too_many)
+    unfit = dataclasses.replace(row, heuristic=too_many)
     monkeypatch.setattr(
         softmax_registry,
         "KERNELS",
@@ -1069,4 +1070,4 @@ def test_what_the_card_cannot_hold_goes_to_the_next_kernel(
     result = to_host(compute(x, 1))
     np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
     (plan,) = softmax_gpu._plans._plans.values()
-    assert plan.row.name != chosen
+    assert all(launch.variant.source != row.source for launch in plan.launches)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import pytest
 
 from cupyflash._attention.gpu import backward_coverage
-from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu import coverage as attention_coverage
 from cupyflash._core import dtypes
 from cupyflash._cuda import device as _device
@@ -121,7 +120,7 @@ def test_options_of_a_variant():
 )
 def test_a_grid_has_all_blocks(num_blocks):
     """Of kernels that count their blocks along two axes."""
-    config = attention_config.Config(Variant("a.cu", "a"), num_blocks, 128)
+    config = kernel.LaunchConfig.over(Variant("a.cu", "a"), num_blocks, 128)
     along, across = config.grid
     assert num_blocks <= along * across < num_blocks + along
     assert along < 1 << 31

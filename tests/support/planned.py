@@ -27,7 +27,7 @@ class Planned:
     rows: tuple[str, ...]  # "attention/hopper", of each call
     variants: tuple[kernel.Variant, ...]
     num_splits: int = 1  # of the keys
-    keys_of_part: int = 0
+    keys_per_split: int = 0
 
     @property
     def digests(self):
@@ -143,8 +143,8 @@ def _plan_attention(problem, memory, arrays, row=None, **more):
     return Planned(
         (f"attention/{name}",),
         tuple(launch.variant for launch in made.launches),
-        made.num_splits,
-        -(-keys // made.num_splits),
+        num_splits := getattr(made, "num_splits", 1),  # naive and safe have none
+        -(-keys // num_splits),
     )
 
 
@@ -185,7 +185,7 @@ def _plan_attention_vjp(problem, memory, arrays, row=None):
         (*forward.rows, f"attention_vjp/{name}"),
         (*forward.variants, *(launch.variant for launch in made.launches)),
         forward.num_splits,
-        forward.keys_of_part,
+        forward.keys_per_split,
     )
 
 
@@ -203,13 +203,13 @@ def _plan_softmax(problem, memory, arrays, row=None):
         dtype = dtype_of(fuzz._result_dtype(problem))
         given["out"] = _made_up(memory, shape, dtype, problem.out_form)
     asked, operands = _checked(function, *first, **given, **problem.options)
-    inputs = softmax_plan._inputs(asked, operands)
+    inputs = softmax_plan.inputs_of(asked, operands)
     with _only("softmax", row):
-        made = softmax_plan._plan_of(asked, inputs, operands.out)
-    if not made.launches:
+        made, chosen, _ = softmax_plan.make_plan(asked, inputs, operands.out)
+    if chosen is None:
         return Planned(("softmax/empty",), ())
-    variants = tuple(launch.variant for launch in made.all_launches())
-    return Planned((f"softmax/{made.row.name}",), variants)
+    variants = tuple(launch.variant for launch in made.launches)
+    return Planned((f"softmax/{chosen.name}",), variants)
 
 
 def _reduced(shape, options):
@@ -235,4 +235,6 @@ def _plan_merge(problem, memory, arrays, row=None):
     if not math.prod(asked.shape):
         return Planned(("attention/empty",), ())
     made = combine._plan_of(asked, operands)
-    return Planned(("attention/merge",), (made.launch.variant,))
+    return Planned(
+        ("attention/merge",), tuple(launch.variant for launch in made.launches)
+    )

@@ -158,7 +158,7 @@ def traits(problem, plan):
         kv_heads = of_keys[-3 if options["layout"] == "bhsd" else -2]
     rows = int(np.prod([*batch, heads, seqlen_q]))
     lengths = arrays.get("key_lengths")
-    part, is_split = plan.keys_of_part, plan.num_splits > 1
+    part, is_split = plan.keys_per_split, plan.num_splits > 1
     window = options.get("window")
     yield from (
         name

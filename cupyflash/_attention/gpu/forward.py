@@ -82,7 +82,7 @@ def attention(*arguments) -> tuple[Any, Any]:
             given = (bias, mask, sinks, alibi_slopes, offsets, query_lengths,
                      key_lengths)  # fmt: skip
             key += tuple([x if x is None else _facts(x) for x in given])
-            options = [0 if x is None else x.data.ptr for x in given]
+            options = tuple([0 if x is None else x.data.ptr for x in given])
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
         # Not all CuPy arrays, or an option of a wrong type: the checks will say.

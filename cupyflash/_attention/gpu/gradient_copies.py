@@ -5,6 +5,7 @@ gradients is taken out of them.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ _NUMBERS = np.dtype(
 
 
 def trimmed(
-    steps: Steps, problem, results: dict[str, Result | None]
+    steps: Steps, problem, results: dict[str, Any]
 ) -> tuple[Steps, dict[str, Result | None]]:
     """The same launches and results, what was written too wide in memory between."""
     dtype = problem.forward.dtype

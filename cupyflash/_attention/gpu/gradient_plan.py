@@ -174,8 +174,8 @@ class Kernels:
                     for n, s in zip(full, contiguous_strides(full), strict=True)
                 )
                 targets.append(Target(tuple(steps), row, col))
-                steps = (*target.entries, target.row, target.col)
-                sums.append(self.sum(full, steps, dtype, name))
+                out_strides = (*target.entries, target.row, target.col)
+                sums.append(self.sum(full, out_strides, dtype, name))
                 terms[f"{name}_terms"] = num_bytes(full, grad)
         config = self.row.config(
             part, tile, self.forward, self.layout.batch_dims, grad,
@@ -209,7 +209,7 @@ class Kernels:
 
 
 def sinks(problem, kernels: Kernels) -> tuple[list[Step], dict[str, int]]:
-    """The sum of the rows' terms for each head, and memory for the terms; or nothing."""
+    """The sum of the rows' terms for each head, and memory for them; or nothing."""
     if not problem.need_dsinks:
         return [], {}
     *batch, heads, seqlen_q = problem.rows_shape

@@ -128,13 +128,11 @@ def _steps(configs, problem, into) -> Steps:
         "reduced_size": layout.reduced_size,
         "reduced_stride": tuple(layout.reduced_strides.values()),
     }
-    arguments = [*INPUTS[problem.function], into]
-    if is_sum:
-        arguments.append("sign" if problem.return_sign else into)
+    sign = ("sign" if problem.return_sign else into,) if is_sum else ()
     size = max(config.scratch for config in configs)
     scratch = {"scratch": size} if size else {}
     packed = structs.pack_bytes(fields, _struct(fields))
-    arguments = (*arguments, *scratch, packed)
+    arguments = (*INPUTS[problem.function], into, *sign, *scratch, packed)
     return Steps([(config, arguments) for config in configs], scratch)
 
 

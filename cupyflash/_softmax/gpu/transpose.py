@@ -63,7 +63,7 @@ def transpose_launch(
 def is_worth(
     shape: Sequence[int], near: Sequence[int], given: Sequence[int], itemsize: int
 ) -> bool:
-    """Whether a result with strides `given` is transposed, from memory as `near` has it."""
+    """Whether a result with strides `given` is transposed, from those of `near`."""
     if prod(shape) < _WORTH or itemsize not in _WORDS:
         return False
     size, steps = _strides.collapse(shape, [near, given])

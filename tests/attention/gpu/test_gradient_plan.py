@@ -6,7 +6,6 @@ each kernel is handed as many axes as it is compiled for.
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -40,8 +39,8 @@ def offsets(axes):
 
 
 def make_plan(q, k, v, bias):
-    """(problem, plan) on a made-up device."""
-    from cupyflash._attention.gpu.simt import backward_plan as simt_backward_plan
+    """(problem, steps) on a made-up device."""
+    from cupyflash._attention.gpu.simt.backward_plan import portable_steps
 
     q, k, v = (np.zeros(s, np.float16) for s in (q, k, v or k))
     bias = None if bias is None else np.zeros(bias, np.float32)
@@ -55,7 +54,7 @@ def make_plan(q, k, v, bias):
     )  # fmt: skip
     device = _device.device_of_arch("sm_90a")
     row = simt_backward.FALLBACK
-    return problem, simt_backward_plan.Plan(row, problem, operands, device, 0)
+    return problem, portable_steps(row, problem, operands, device)
 
 
 def captured(monkeypatch, module):
@@ -74,6 +73,15 @@ def captured(monkeypatch, module):
     return packed
 
 
+def of_gradients(steps):
+    """The arguments of the kernels that make dq, dk and dv, and dbias."""
+    return [
+        arguments
+        for config, arguments in steps.launches
+        if config.variant.entry.endswith(("_queries", "_keys", "_bias"))
+    ]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_every_entry_is_summed_once(case, monkeypatch):
     pytest.importorskip("cupy")
@@ -88,21 +96,23 @@ def test_every_entry_is_summed_once(case, monkeypatch):
     sums = iter([p for p in packed if "num_terms" in p.dtype.names])
     views = gradient_layout._gradient_views(problem)
     # Sums of a part are packed before it.
-    for part in made.parts:
+    for arguments in of_gradients(made):
         grads = next(parts)
         kept, summed = offsets(grads["kept"]), offsets(grads["summed"])[:, 0]
         assert len(kept) == grads["num_kept"]
         assert len(summed) == grads["num_summed"]
         entries = kept[:, :1] + summed
         assert sorted(entries.ravel()) == list(range(num_entries))
-        for number, name in enumerate(part.names):
+        for number, target in enumerate(arguments[6:-10]):
+            name, is_terms = target.removesuffix("_terms"), target.endswith("_terms")
             places = [kept[:, 1 + number]]
-            if part.sums:
-                shape, add = part.sums[number].shape, next(sums)
+            if is_terms:
+                add = next(sums)
                 moved = offsets(add["sums"]), offsets(add["terms"])[:, 0]
                 terms = (moved[0][:, :1] + moved[1]).ravel()
-                assert sorted(terms) == list(range(math.prod(shape)))
-                to_out = np.empty(math.prod(shape), np.int64)
+                num_terms = made.scratch[target] // 4
+                assert sorted(terms) == list(range(num_terms))
+                to_out = np.empty(num_terms, np.int64)
                 to_out[terms] = np.repeat(moved[0][:, 1], len(moved[1]))
                 places = [to_out[places[0]]]
             # Where each entry's gradient begins, against NumPy's own broadcasting.
@@ -122,26 +132,19 @@ def test_every_entry_is_summed_once(case, monkeypatch):
     assert next(parts, None) is None
 
 
-def kernels_of(x):
-    """All kernels in the parts of a plan."""
-    from cupyflash._attention.gpu import gradient_plan
-    from cupyflash._attention.gpu.simt import repair as _repair
+def steps_by(row, problem, operands):
+    """What a kernel spec launches on a made-up device."""
+    from cupyflash._attention.gpu import backward as attention_vjp_gpu
 
-    if isinstance(x, gradient_plan.Kernel):
-        yield x
-    elif isinstance(x, (list, tuple)):
-        for item in x:
-            yield from kernels_of(item)
-    elif isinstance(
-        x,
-        (
-            gradient_plan.BasePlan,
-            gradient_plan.Part,
-            gradient_plan.Sum,
-            _repair.Fallback,
-        ),
-    ):
-        yield from kernels_of(list(vars(x).values()))
+    device = _device.device_of_arch("sm_90a")
+    assert row.unsupported_reason(problem, device) is None
+    return attention_vjp_gpu._STEPS[type(row)](row, problem, operands, device)
+
+
+def row_of(name):
+    return next(
+        row for row in backward_registry.ATTENTION_VJP_KERNELS if row.name == name
+    )
 
 
 @pytest.mark.parametrize("strided", ["lse", "q", "none"])
@@ -160,11 +163,8 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
 ):
     """Two axes of the batch, which merge unless one array stands in the way."""
     pytest.importorskip("cupy")
-    from cupyflash._attention.gpu import backward as attention_vjp_gpu
-    from cupyflash._attention.gpu import plan as attention_plan
     from cupyflash._attention.gpu.gradient_layout import grads_dtype
     from cupyflash._attention.gpu.params import params_dtype
-    from cupyflash._attention.gpu.simt import backward_plan as simt_backward_plan
 
     def array(own, shape, dtype=dtype):
         wide = np.zeros((2, 4, *shape), dtype)
@@ -177,23 +177,16 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
         out, q, k, k, out, lse, bias, None, None, False, None, None, 0.0, None, None,
         None, None, "bhsd", "float32", "auto", None, True, False, False,
     )  # fmt: skip
-    # The forward plan, by which an lse is made anew, asks arrays for their device.
-    forward = SimpleNamespace(launches=(), out_shape=(), out_dtype=np.dtype(dtype))
-    monkeypatch.setattr(attention_plan, "FusedPlan", lambda *args: forward)
-    device = _device.device_of_arch("sm_90a")
-    row = next(
-        row for row in backward_registry.ATTENTION_VJP_KERNELS if row.name == name
-    )
-    assert row.unsupported_reason(problem, device) is None
-    kind = dict(attention_vjp_gpu._PLANS).get(type(row), simt_backward_plan.Plan)
-    found = list(kernels_of(kind(row, problem, operands, device, 0)))
     axes = []
-    for kernel in found:
-        defines = dict(kernel.launch.variant.defines) if kernel.launch else {}
+    for config, arguments in steps_by(row_of(name), problem, operands).launches:
+        defines = dict(config.variant.defines)
         if "BATCH_DIMS" in defines:  # not a sum of terms
             axes.append(int(defines["BATCH_DIMS"]))
-            types = params_dtype(axes[-1]), grads_dtype(axes[-1])
-            assert [len(x) for x in kernel.params] == [x.itemsize for x in types]
+            types = [params_dtype(axes[-1])]
+            if "GRAD_T" in defines and not config.variant.entry.endswith("_dq"):
+                types.append(grads_dtype(axes[-1]))
+            packed = [len(x) for x in arguments if isinstance(x, bytes)]
+            assert packed[-len(types) :] == [x.itemsize for x in types]
     assert len(axes) >= 4
     expected = {"lse": {1, 2}, "q": {2}, "none": {1}}[strided]
     # float16 takes the lse of the call throughout.
@@ -205,12 +198,10 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
     ("dtype", "name"),
     [("float16", "mma"), ("float32", "mma_split"), ("float64", "tiled_f64")],
 )
-def test_repairs_write_each_gradient_once(monkeypatch, dtype, name, shared):
+def test_fallbacks_write_each_gradient_once(monkeypatch, dtype, name, shared):
     """No two entries that a block keeps write one place: there are no terms here."""
     pytest.importorskip("cupy")
-    from cupyflash._attention.gpu import backward as attention_vjp_gpu
     from cupyflash._attention.gpu.gradient_layout import grads_dtype
-    from cupyflash._attention.gpu.simt import repair as _repair
 
     def array(operand, *shape):
         batch = 1 if operand in {"both": "kv", "none": ""}.get(shared, shared) else 3
@@ -222,24 +213,20 @@ def test_repairs_write_each_gradient_once(monkeypatch, dtype, name, shared):
         q, q, k, v, q, lse, None, None, None, False, None, None, 0.0, None, None,
         None, None, "bhsd", "float32", "auto", None, False, False, False,
     )  # fmt: skip
-    made = []
-    init = _repair.Fallback.__init__
-
-    def noted(self, *args, **kwargs):
-        init(self, *args, **kwargs)
-        made.append(self)
-
-    monkeypatch.setattr(_repair.Fallback, "__init__", noted)
-    device = _device.device_of_arch("sm_90a")
-    row = next(
-        row for row in backward_registry.ATTENTION_VJP_KERNELS if row.name == name
-    )
-    dict(attention_vjp_gpu._PLANS)[type(row)](row, problem, operands, device, 0)
-    apart = [("dk",), ("dv",)] if shared in "kv" else [("dk", "dv")]
-    assert [repair.names for repair in made] == [("dq",), *apart]
-    for repair in made:
-        axes = int(dict(repair.kernel.launch.variant.defines)["BATCH_DIMS"])
-        (grads,) = np.frombuffer(repair.kernel.params[-1], grads_dtype(axes))
+    made = [
+        (config, arguments)
+        for config, arguments in steps_by(row_of(name), problem, operands).launches
+        if "REPAIRS" in dict(config.variant.defines)
+    ]
+    apart = [("dk", 0), (0, "dv")] if shared in "kv" else [("dk", "dv")]
+    targets = [
+        tuple(x for x in arguments[6:8] if x in ("dq", "dk", "dv", 0))
+        for _, arguments in made
+    ]
+    assert targets == [("dq",), *apart]
+    for config, arguments in made:
+        axes = int(dict(config.variant.defines)["BATCH_DIMS"])
+        (grads,) = np.frombuffer(arguments[-1], grads_dtype(axes))
         entries, *targets = offsets(grads["kept"]).T
         summed = offsets(grads["summed"])[:, 0]
         all_entries = (entries[:, None] + summed).ravel()

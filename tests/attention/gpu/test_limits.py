@@ -14,7 +14,6 @@ from made_up import Card, odd_shapes
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention import vjp_problem
 from cupyflash._attention.gpu import config as attention_config
-from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.sm90.forward import HOPPER
@@ -45,7 +44,6 @@ def card(request, monkeypatch, cupy):
 def forward(card, q, k, v, method="auto", **options):
     """The problem and the operands of a call of attention, launched."""
     from cupyflash._attention.gpu import forward as attention_gpu
-    from cupyflash._attention.gpu import params as attention_params
 
     call = {**_OPTIONS, **options}
     with card.allocates():
@@ -53,14 +51,13 @@ def forward(card, q, k, v, method="auto", **options):
             q, k, v, *call.values(), True, None, method
         )
         plan = attention_gpu.make_plan(problem, operands)
-        plan.run(operands, attention_params.launch_offset(problem))
+        attention_gpu.run(plan, problem, operands)
     return problem, operands
 
 
 def backward(card, q, k, v, deterministic=False, **options):
     """The same of a call of attention_vjp; dout, out and lse are made up."""
     from cupyflash._attention.gpu import backward as attention_vjp_gpu
-    from cupyflash._attention.gpu import params as attention_params
 
     call = {**_OPTIONS, **options}
     batch = np.broadcast_shapes(q.shape[:-3], k.shape[:-3])
@@ -73,16 +70,17 @@ def backward(card, q, k, v, deterministic=False, **options):
             out, q, k, v, out, lse, *call.values(), "auto", None, *needs, deterministic
         )
         plan = attention_vjp_gpu.make_plan(problem, operands)
-        offset = attention_params.launch_offset(problem.forward)
-        plan(attention_vjp_gpu._arrays_of(operands), offset)
+        attention_vjp_gpu.run(plan, problem, operands)
 
 
 # --- sections of memory between kernels ----------------------------------------------
 
 
-def test_sections_begin_at_multiples_of_what_kernels_read():
+def test_sections_begin_at_multiples_of_what_kernels_read(cupy):
+    from cupyflash._cuda import launch_sequence
+
     for sizes in itertools.product((0, 1, 8, 24, 255, 256, 257, 4 * 12345), repeat=3):
-        starts, size = attention_params.sections(*sizes)
+        starts, size = launch_sequence.sections(*sizes)
         assert all(start % 128 == 0 for start in starts)
         ends = [start + n for start, n in zip(starts, sizes, strict=True)]
         # One behind the other, and none beyond the end.

@@ -1,4 +1,4 @@
-"""Other views of the arrays of a call: groups as queries, parts of keys, copies."""
+"""Other views of the arrays of a call: groups as queries, splits of keys, copies."""
 
 import dataclasses
 import math
@@ -23,7 +23,7 @@ def problem(dtype="float32", **options):
 
 
 @pytest.mark.parametrize(
-    ("heads", "seqlen_k", "parts"),
+    ("heads", "seqlen_k", "num_splits"),
     [
         (1, 300, 1),
         (1, 512, 2),
@@ -35,17 +35,17 @@ def problem(dtype="float32", **options):
         (133, 16384, 1),
     ],
 )
-def test_parts_of_keys_where_tiles_are_few(heads, seqlen_k, parts):
+def test_keys_are_split_where_tiles_are_few(heads, seqlen_k, num_splits):
     asked = problem(num_heads=heads, seqlen_q=1, seqlen_k=seqlen_k)
-    count, keys = attention_config.parts_of_keys(asked, HOPPER, 16)
-    assert count == parts
+    count, keys, _ = attention_config.split_to_fill(asked, HOPPER, 16)
+    assert count == num_splits
     assert count == 1 or keys % 256 == 0
     assert (count - 1) * keys < seqlen_k <= count * keys
 
 
-def in_parts(row, asked):
-    """The problem as its parts are one."""
-    count, keys = row.key_parts(asked, HOPPER)
+def split(row, asked):
+    """The problem as its splits are one."""
+    count, keys, _ = row.split_kv(asked, HOPPER)
     if count == 1:
         return asked
     batch = (count, *asked.batch)
@@ -58,15 +58,15 @@ def in_parts(row, asked):
     [(1, 64, 65536), (1, 512, 65536), (8, 128, 32768), (2, 256, 16384), (1, 70, 1100)],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_parts_for_tiles_of_many_queries(dtype, heads, seqlen_q, seqlen_k, head_dim):
-    """Parts fill the card in one go, with tiles as large as the queries are many."""
+def test_splits_for_tiles_of_many_queries(dtype, heads, seqlen_q, seqlen_k, head_dim):
+    """Splits fill the card in one go, with tiles as large as the queries are many."""
     asked = problem(
         dtype, num_heads=heads, num_kv_heads=heads, seqlen_q=seqlen_q,
         seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=head_dim,
     )  # fmt: skip
     row, _ = kernel.select(forward_registry.ATTENTION_KERNELS, asked, HOPPER)
     assert row.name == {"float32": "mma", "float64": "tiled_f64"}[dtype]
-    asked = in_parts(row, asked)
+    asked = split(row, asked)
     config = row.configs(asked, 2, HOPPER)[0]
     blocks, switches = math.prod(config.grid), dict(config.variant.defines)
     assert switches["KEY_PARTS"] == "1"
@@ -77,13 +77,13 @@ def test_parts_for_tiles_of_many_queries(dtype, heads, seqlen_q, seqlen_k, head_
 
 
 def mma_configs(**options):
-    """The configurations of mma for a call over parts of the keys."""
-    asked = in_parts(MMA, problem(**options))
+    """The configurations of mma for a call over splits of the keys."""
+    asked = split(MMA, problem(**options))
     assert asked.keys_of_part is not None
     return MMA.configs(asked, 2, HOPPER)
 
 
-def test_parts_share_their_images():
+def test_splits_share_their_split_tiles():
     two = {"num_heads": 2, "num_kv_heads": 2}
     _, prepare = mma_configs(**two, seqlen_q=512, seqlen_k=16384)
     assert prepare.num_blocks == 2 * 16384 // 64
@@ -95,18 +95,18 @@ def test_parts_share_their_images():
 
 
 @pytest.mark.parametrize(
-    ("heads", "seqlen_q", "seqlen_k", "parts"),
+    ("heads", "seqlen_q", "seqlen_k", "num_splits"),
     [(1, 31, 65536, 256), (1, 32, 65536, 256), (1, 63, 4095, 16), (1, 63, 4096, 16),
      (1, 64, 1000, 1), (1, 64, 1024, 4), (128, 64, 2000, 1), (128, 64, 2048, 2),
      (133, 64, 65536, 1), (1, 64, 1 << 24, 8192)],
 )  # fmt: skip
-def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
+def test_row_mma_splits_keys_of_few_queries(heads, seqlen_q, seqlen_k, num_splits):
     asked = problem(
         num_heads=heads, num_kv_heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
     )
     is_few = seqlen_q < 32 or (seqlen_q < 64 and seqlen_k < 4096)
     assert (MMA.unsupported_reason(asked, HOPPER) is not None) == is_few
-    assert MMA.key_parts(asked, HOPPER)[0] == parts
+    assert MMA.split_kv(asked, HOPPER).num_splits == num_splits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -114,33 +114,33 @@ def test_row_mma_takes_few_queries_in_parts(heads, seqlen_q, seqlen_k, parts):
 def test_rows_of_empty_calls_can_be_asked_for(dtype, empty):
     asked = problem(dtype, **{"seqlen_q": 40, "seqlen_k": 8192, **empty})
     row, _ = kernel.select(forward_registry.ATTENTION_KERNELS, asked, HOPPER)
-    assert row.key_parts(asked, HOPPER)
+    assert row.split_kv(asked, HOPPER)
 
 
-@pytest.mark.parametrize(("precision", "parts"), [("float32", 2), ("tf32", 1)])
-def test_a_faster_kernel_wants_more_keys(precision, parts):
+@pytest.mark.parametrize(("precision", "num_splits"), [("float32", 2), ("tf32", 1)])
+def test_a_faster_kernel_wants_more_keys(precision, num_splits):
     asked = problem(precision=precision, num_heads=8, seqlen_q=1024, seqlen_k=2048)
-    assert MMA.key_parts(asked, HOPPER)[0] == parts
+    assert MMA.split_kv(asked, HOPPER).num_splits == num_splits
 
 
-def test_no_part_has_long_sums():
-    """Of more keys than LONG_SUM each part is one run."""
+def test_no_split_has_long_sums():
+    """Of more keys than LONG_SUM each split is a first level of the sum."""
     asked = problem(num_heads=66, seqlen_q=64, seqlen_k=1 << 24)
-    assert MMA.key_parts(asked, HOPPER) == (8192, 2048)  # a run of 64 tiles of 32
+    assert MMA.split_kv(asked, HOPPER)[:2] == (8192, 2048)  # 64 tiles of 32
     asked = dataclasses.replace(asked, batch=(8192, 1), keys_of_part=2048)
     assert "RUN_TILES" not in dict(MMA.configs(asked, 2, HOPPER)[0].variant.defines)
 
 
-def test_16_bits_have_no_parts_and_full_cards_need_none():
+def test_16_bits_are_not_split_and_full_cards_need_none():
     for asked in (problem("bfloat16", num_heads=1), problem()):
         row, _ = kernel.select(forward_registry.ATTENTION_KERNELS[1:], asked, HOPPER)
         assert row.name == "mma"
-        assert row.key_parts(asked, HOPPER) == (1, asked.seqlen_k)
+        assert row.split_kv(asked, HOPPER)[:2] == (1, asked.seqlen_k)
 
 
-def test_a_window_has_no_more_parts_than_it_has_keys():
+def test_a_window_has_no_more_splits_than_it_has_keys():
     asked = problem(num_heads=1, seqlen_q=1, seqlen_k=1 << 20, left=300, right=0)
-    assert attention_config.parts_of_keys(asked, HOPPER, 16)[0] == 1
+    assert attention_config.split_to_fill(asked, HOPPER, 16).num_splits == 1
 
 
 # --- on a device ---------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_one_query_of_a_group_of_any_size(cupy, rng, dtype, seqlen_k, heads, kin
     ("seqlen_q", "head_dim"), [(3, 64), (40, 64), (70, 64), (300, 64), (150, 128)]
 )
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_parts_of_keys(cupy, rng, dtype, seqlen_q, head_dim, kind):
+def test_split_keys(cupy, rng, dtype, seqlen_q, head_dim, kind):
     """Of two key lengths, one ends within a part and before others."""
     shapes = ((2, 6, seqlen_q, head_dim), *[(2, 2, 4101, head_dim)] * 2)
     arrays = [rng.normal(size=s).astype(dtype_of(dtype)) for s in shapes]

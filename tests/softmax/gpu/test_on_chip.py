@@ -93,32 +93,33 @@ def test_more_parts_than_32_bits_count(name):
     """Left to the next row; the same rows, fewer, are taken."""
     (row,) = (row for row in softmax_registry.KERNELS if row.name == name)
     device = device_of_arch("sm_90a")
-    told = row.cuts(made_up("softmax", 1 << 31, 1 << 20), device)
+    told = row.heuristic(made_up("softmax", 1 << 31, 1 << 20), device)
     assert "are too many" in told
-    taken = row.cuts(made_up("softmax", 1 << 20, 1 << 20), device)
-    assert all(cut.num_blocks < 1 << 31 for cut in taken)
+    taken = row.heuristic(made_up("softmax", 1 << 20, 1 << 20), device)
+    assert all(config.num_blocks < 1 << 31 for config in taken)
 
 
 @pytest.mark.parametrize("capturing", [True, False])
 def test_scratch_of_a_graph_outlives_its_plan(monkeypatch, capturing):
     """A graph may be replayed when the plan that it was captured with has gone."""
     pytest.importorskip("cupy")
-    from cupyflash._cuda import graphs
-    from cupyflash._softmax.gpu import plan as softmax_plan
-
-    def enqueue(*args):
-        asked.append(args[-2])
+    from cupyflash._cuda import graphs, launch_sequence
+    from cupyflash._cuda.kernel import LaunchConfig, Variant
 
     asked, kept = [], []
     scratch = types.SimpleNamespace(ptr=77)
-    monkeypatch.setattr(softmax_plan.cupy.cuda, "alloc", lambda size: scratch)
+    monkeypatch.setattr(launch_sequence.cupy.cuda, "alloc", lambda size: scratch)
+    monkeypatch.setattr(launch_sequence.runtime, "current_device", lambda: 0)
+    monkeypatch.setattr(
+        launch_sequence.Launch, "enqueue", lambda self, *args: asked.append(args)
+    )
     stream = types.SimpleNamespace(ptr=99)
     monkeypatch.setattr(graphs, "_current_stream", lambda: stream)
     monkeypatch.setattr(graphs, "_is_capturing_on", lambda ptr: capturing)
     monkeypatch.setattr(graphs, "_kept_for_graphs", kept)
-    plan = object.__new__(softmax_plan._Plan)
-    plan._scratch_bytes, plan._layout = 256, b""
-    plan.launches = (types.SimpleNamespace(enqueue=enqueue),) * 2
-    plan._launch(1, 2)
-    assert asked == [77, 77]  # the two kernels meet in it
+    step = LaunchConfig(Variant("a.cu", "a"), (1,), (1,)), ("x", "y", "scratch", b"")
+    steps = launch_sequence.Steps([step, step], {"scratch": 256})
+    plan = launch_sequence.LaunchSequence(0, ("x", "y"), {}, steps)
+    plan((1, 2))
+    assert asked == [(1, 2, 77, b"")] * 2  # the two kernels meet in it
     assert kept == ([scratch] if capturing else [])

@@ -126,16 +126,16 @@ def test_a_result_is_turned_where_its_neighbours_are_others():
     ("shape", "order"),
     [((70, 130), (1, 0)), ((3, 65, 64), (0, 2, 1)), ((5, 3, 70, 66), (3, 1, 0, 2))],
 )
-def test_tiles_of_a_turn_are_all_of_an_array(itemsize, shape, order):
+def test_tiles_of_a_transpose_are_all_of_an_array(itemsize, shape, order):
     """What the kernel does with the numbers of the host, in NumPy."""
     x = np.arange(np.prod(shape)).reshape(shape)
     steps = [s // x.itemsize for s in x.strides]
     laid = np.empty([shape[axis] for axis in order], x.dtype)
     back = laid.transpose(np.argsort(order))
-    turn = transpose.Turn(
+    config, fields, _ = transpose.transpose_launch(
         shape, (steps, [s // x.itemsize for s in back.strides]), itemsize
     )
-    fields, tile, flat, written = turn.fields, 64, x.ravel(), laid.ravel()
+    tile, flat, written = 64, x.ravel(), laid.ravel()
     written[:] = -1
     size, step = fields["size"], fields["step"]
     outer = fields["outer_size"]
@@ -149,7 +149,7 @@ def test_tiles_of_a_turn_are_all_of_an_array(itemsize, shape, order):
                 np.arange(b * tile, min(size[1], (b + 1) * tile)),
             )
             written[first[1] + i * step[1] + j] = flat[first[0] + j * step[0] + i]
-    assert blocks == turn.grid[0]
+    assert blocks == config.grid[0]
     np.testing.assert_array_equal(back, x)
 
 

@@ -91,23 +91,21 @@ def test_every_count_fits(function, device):
                     continue
                 if row.unsupported_reason(problem, device):
                     continue
-                for step, cut in zip(
-                    row.steps(problem, device), row.cuts(problem, device), strict=True
-                ):
-                    assert_grid(step)
-                    for what, most in limits.counts(row.name, problem, cut):
+                for config in row.configs(problem, device):
+                    assert_grid(config)
+                    for what, most in limits.counts(row.name, problem, config):
                         assert 0 <= most < 1 << 31, (row.name, what, most)
     assert len(met) > 2
 
 
-def assert_grid(step):
+def assert_grid(config):
     """Limits of CUDA, and whole clusters."""
-    x, y, z = step.grid
+    x, y, z = config.grid
     assert 1 <= x <= limits.MOST_BLOCKS[0]
     assert 1 <= y <= limits.MOST_BLOCKS[1]
     assert z == 1
-    assert 1 <= prod(step.block) <= 1024
-    assert x % step.variant.cluster == 0
+    assert 1 <= prod(config.block) <= 1024
+    assert x % config.variant.cluster == 0
 
 
 def test_a_problem_beyond_the_counters_is_left_to_others():
@@ -127,15 +125,17 @@ def test_a_problem_beyond_the_counters_is_left_to_others():
 # --- the arithmetic of a column's threads, in C's types and in Python's ---------------
 
 
-def place(long, problem, cut, block, thread, array):
+def place(long, problem, config, block, thread, array):
     """place_t: first row, rows and offset of one thread.
 
     `long` is the type of rows and offsets; the rest are ints.
     """
-    values = {key: int(value) for key, value in cut.defines if value.isdigit()}
+    values = {
+        key: int(value) for key, value in config.variant.defines if value.isdigit()
+    }
     side, deep, vector = (values[name] for name in ("SIDE", "DEEP", "VECTOR"))
     group = side * deep
-    pieces = cut.num_groups if values.get("SPLITS") else values["CLUSTER"]
+    pieces = config.grid[1] if values.get("SPLITS") else values["CLUSTER"]
     length = long(problem.row_length)
     piece = long(long(length + pieces - 1) // pieces)
     first_row = long(block * piece)
@@ -161,21 +161,21 @@ def test_places_in_columns(name, length, inner):
     device = device_of_arch("sm_90a")
     if reason := row.unsupported_reason(problem, device):
         pytest.skip(reason)
-    cuts = row.cuts(problem, device)
+    configs = row.configs(problem, device)
     wrapped = 0
-    for cut in cuts:
-        values = dict(cut.defines)
-        pieces = cut.num_groups if "SPLITS" in values else cut.cluster
+    for config in configs:
+        values = dict(config.variant.defines)
+        pieces = config.grid[1] if "SPLITS" in values else config.variant.cluster
         seen = 0
         for block in {0, 1, pieces // 2, pieces - 1} & set(range(pieces)):
-            for thread in (0, cut.num_threads - 1):
+            for thread in (0, config.num_threads - 1):
                 found = [
-                    place(kind, problem, cut, block, thread, "x")
+                    place(kind, problem, config, block, thread, "x")
                     for kind in (lambda n: ctypes.c_longlong(n).value, int)
                 ]
                 assert found[0] == found[1]
                 narrow = place(
-                    lambda n: ctypes.c_int(n).value, problem, cut, block, thread, "x"
+                    lambda n: ctypes.c_int(n).value, problem, config, block, thread, "x"
                 )
                 wrapped += narrow != found[1]
                 seen = max(seen, found[1][3])
@@ -328,11 +328,8 @@ def test_each_bound_is_one_of_the_table():
         ):
             problem = problem_of(function, "float32", shape, reduced)
             for row in softmax_registry.KERNELS:
-                cuts = row._configs_or_reason(problem, device)
-                if isinstance(cuts, str):
-                    continue
-                for cut in cuts:
-                    counts = limits.counts(row.name, problem, cut)
+                for config in row.configs(problem, device):
+                    counts = limits.counts(row.name, problem, config)
                     names |= {what for what, _ in counts}
     bounds = {bound for casts in NARROWED.values() for bound in casts.values()}
     counted = {bound for bound in bounds if "," not in bound} - {

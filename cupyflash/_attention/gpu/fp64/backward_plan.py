@@ -16,7 +16,8 @@ def tensor_float64_steps(row, problem, operands, device) -> Steps:
     forward = problem.forward
     layout = gradient_layout.layout(problem, operands)
     make = Kernels(row, forward, layout, device)
-    new_lse, lse, bias = Steps([]), 0, None
+    new_lse, bias = Steps([]), None
+    lse: str | int = 0
     if problem.need_dbias and forward.seqlen_k:
         # By the portable kernel, and so with an lse of its roundings.
         new_lse, lse = recomputed_lse(problem, operands, device), "recomputed_lse"

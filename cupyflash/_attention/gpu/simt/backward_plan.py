@@ -10,7 +10,8 @@ def portable_steps(row, problem, operands, device) -> Steps:
     """delta, each kind of gradient, and sums of terms."""
     forward = problem.forward
     make = Kernels(row, forward, gradient_layout.layout(problem, operands), device)
-    new_lse, lse = Steps([]), 0
+    new_lse = Steps([])
+    lse: str | int = 0
     of_rows = make
     if forward.dtype == forward.compute_dtype and forward.seqlen_k:
         new_lse, lse = recomputed_lse(problem, operands, device), "recomputed_lse"

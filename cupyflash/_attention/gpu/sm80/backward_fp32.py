@@ -52,7 +52,7 @@ class MmaSplitVjpTile:
         """Bytes of shared memory of a part."""
         images = 2 * self.rows // _GRANULE + 2 * self.stages
         stats = self.stages * _STATS if part == "_keys" else 0
-        return images * image_bytes(dim, parts) + stats
+        return images * split_tile_bytes(dim, parts) + stats
 
     def fits(self, part: str, dim: int, parts: int, device: Device) -> bool:
         """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
@@ -62,7 +62,7 @@ class MmaSplitVjpTile:
         return fits and device.cc >= self.oldest and device.arch not in self.spills_on
 
 
-def image_bytes(dim: int, parts: int) -> int:
+def split_tile_bytes(dim: int, parts: int) -> int:
     """kBytesImage of attention/sm80/fp32_backward.cuh."""
     return parts * _GRANULE * dim * 2 + _FACTS
 
@@ -98,7 +98,7 @@ class MmaSplitVjpKernel:
     # Queries, and keys, from which float32 pays for being split.
     least: int = 64
     # Bytes of images of k and v that are allowed a byte of out.
-    most_images: float = 4
+    most_split_bytes: float = 4
     fast: bool = True
 
     def unsupported_reason(
@@ -119,7 +119,7 @@ class MmaSplitVjpKernel:
             return reason
         keys = math.prod(forward.batch) * forward.num_kv_heads * forward.seqlen_k
         images = keys * self.parts(forward) * 2 * 2 * self.dim(forward)
-        if images > self.most_images * 4 * num_rows(forward) * forward.head_dim_v:
+        if images > self.most_split_bytes * 4 * num_rows(forward) * forward.head_dim_v:
             return f"keys in parts would take {images} bytes, much more than out"
         if any(self.tile(part, forward, device) is None for part in _PARTS):
             return (
@@ -209,7 +209,7 @@ class MmaSplitVjpKernel:
         heads_kv = math.prod(forward.batch) * forward.num_kv_heads
         count = 2 * heads * granules(forward.seqlen_q)
         count += 2 * heads_kv * granules(forward.seqlen_k)
-        return count, count * image_bytes(self.dim(forward), self.parts(forward))
+        return count, count * split_tile_bytes(self.dim(forward), self.parts(forward))
 
     def stats_bytes(self, forward: AttentionProblem) -> int:
         """Bytes of what the kernel of keys has to know of the queries."""
@@ -227,7 +227,7 @@ class MmaSplitVjpKernel:
         if forward.left is None and forward.right is None:
             return 1
         other = forward.seqlen_k if part == "_queries" else forward.seqlen_q
-        image = image_bytes(self.dim(forward), self.parts(forward))
+        image = split_tile_bytes(self.dim(forward), self.parts(forward))
         entry_bytes = 2 * granules(other) * image * num_summed
         in_cache = gradient_limits.in_cache(device, entry_bytes)
         return gradient_limits.section(num_kept, in_cache)

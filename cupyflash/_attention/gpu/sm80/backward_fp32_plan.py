@@ -24,7 +24,8 @@ def mma_split_steps(row, problem, operands, device) -> Steps:
     own = gradient_layout.with_new_lse(problem, operands)
     make = Kernels(row, forward, layout, device)
     slow = Kernels(simt_backward.FALLBACK, forward, own, device)
-    new_lse, lse, bias = Steps([]), 0, None
+    new_lse, bias = Steps([]), None
+    lse: str | int = 0
     if problem.need_dbias:
         new_lse, lse = recomputed_lse(problem, operands, device), "recomputed_lse"
         bias = slow.bias()

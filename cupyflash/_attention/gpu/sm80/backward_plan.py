@@ -130,9 +130,9 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
         bias = make.fast_bias()
         launches += bias.launches((*inputs, stats_m))
         scratch |= bias.terms
-    inputs = ("q", "k", "v", "dout", "lse", "delta")
+    of_fallbacks = ("q", "k", "v", "dout", "lse", "delta")
     launches += [
-        again.launch(inputs, At("found", _STILL_NONFINITE))
+        again.launch(of_fallbacks, At("found", _STILL_NONFINITE))
         for again in fallbacks(forward, layout, device)
     ]
     return Steps([*launches, *add_sinks], scratch, FOUND_BYTES)

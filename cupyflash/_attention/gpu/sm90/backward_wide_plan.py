@@ -1,6 +1,7 @@
 """The launches of attention_vjp for wide heads and options on sm_90a."""
 
 import math
+from typing import Any
 
 from cupyflash._attention.gpu import gradient_layout
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET, is_plain
@@ -50,7 +51,7 @@ def hopper_wide_vjp_steps(row, problem, operands, device) -> Steps:
         **sink_terms,
     }
     params = make.params, make.grads_of(("dk", "dv"))
-    rows = ("out", "dout", "lse", "dlse", "stats", "delta")
+    rows: tuple[Any, ...] = ("out", "dout", "lse", "dlse", "stats", "delta")
     if is_plain(forward):
         no_sums_nor_entries = 0, 0, 0, 0, 0
         rows = (*rows, *no_sums_nor_entries, "found", *params)
@@ -65,8 +66,8 @@ def hopper_wide_vjp_steps(row, problem, operands, device) -> Steps:
     ]
     if problem.need_dbias and not makes_dbias:
         bias = MmaKernels(MMA_VJP, forward, layout, device).fast_bias()
-        inputs = ("q", "k", "v", "dout", "stats", backward_wide.BLOCK)
-        launches += bias.launches(inputs)
+        of_bias = ("q", "k", "v", "dout", "stats", backward_wide.BLOCK)
+        launches += bias.launches(of_bias)
         scratch |= bias.terms
     again = fallbacks(forward, layout, device)
     if makes_dbias:

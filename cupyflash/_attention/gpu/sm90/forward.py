@@ -204,7 +204,7 @@ class HopperKernel:
         return SplitKV(splits, -(-problem.seqlen_k // splits), in_kernel=True)
 
     def num_splits(self, problem: AttentionProblem, device: Device) -> int:
-        """Splits of the keys, where tiles of queries alone would not fill the device."""
+        """Splits of the keys, where tiles of queries alone do not fill the device."""
         tile = self.tile(problem)
         items = self._num_tiles(problem, tile)
         most = most_seen(problem) // _KEYS_OF_SPLIT

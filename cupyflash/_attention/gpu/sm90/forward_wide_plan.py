@@ -16,7 +16,7 @@ _MAPS = np.dtype([("k_map", tensor_map.MAP), ("v_map", tensor_map.MAP)])
 def hopper_wide_steps(row, problem, operands, device) -> Steps:
     """The hopper_wide kernel, with tensor maps of k and v where they can be mapped."""
     params, batch_dims, fields = pack_params(problem, operands)
-    maps = ()
+    maps: tuple[tensor_map.MappedInputs, ...] = ()
     if row.is_mapped(problem, batch_dims):
         encoders = {
             name: encoder(problem, fields, name, getattr(operands, name), BLOCK)

@@ -18,7 +18,7 @@ from cupyflash._attention.gpu.sm80.backward_fp32 import (
     DIMS,
     MMA_SPLIT_VJP,
     granules,
-    image_bytes,
+    split_tile_bytes,
 )
 from cupyflash._cuda import kernel, plan_cache
 from cupyflash._reference import backward as reference_vjp
@@ -86,13 +86,13 @@ def test_every_tile_is_for_some_device(part, terms, dim):
         assert tile.rows // (tile.num_threads // 32) in (16, 32)
 
 
-def test_sizes_of_images():
+def test_sizes_of_split_tiles():
     assert [granules(n) for n in (1, 128, 129)] == [4, 4, 8]
     asked = problem(head_dim=65, seqlen_q=100, seqlen_k=200).forward
-    count, size = MMA_SPLIT_VJP.images(asked)
+    count, size = MMA_SPLIT_VJP.split_operands(asked)
     assert count == 64 * (2 * 4 + 2 * 8)
-    assert size == count * image_bytes(128, 2)
-    assert image_bytes(128, 2) == 32 * 128 * 4 + 128
+    assert size == count * split_tile_bytes(128, 2)
+    assert split_tile_bytes(128, 2) == 32 * 128 * 4 + 128
 
 
 def test_a_short_problem_is_cut_into_sections():
@@ -149,7 +149,7 @@ def forced(cupy, monkeypatch):
     from cupyflash._attention.gpu import backward as attention_vjp_gpu
 
     def force(row=MMA_SPLIT_VJP):
-        row = dataclasses.replace(row, least=1, most_images=np.inf)
+        row = dataclasses.replace(row, least=1, most_split_bytes=np.inf)
         rest = [x for x in ATTENTION_VJP_KERNELS if x.name != "mma_split"]
         monkeypatch.setattr(attention_vjp_gpu, "ATTENTION_VJP_KERNELS", (row, *rest))
         plans = plan_cache.PlanCache()

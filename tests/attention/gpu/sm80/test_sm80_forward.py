@@ -245,7 +245,7 @@ def test_keys_are_split_beforehand_where_out_is_as_large():
         assert ("PREPARED", "1") in config.variant.defines
         assert prepare.variant.entry == "attention_mma_prepare"
         out = 64 * 4096 * dims * 4
-        assert MMA.images(asked, device("sm_90a")) <= 4.1 * out
+        assert MMA.split_operand_bytes(asked, device("sm_90a")) <= 4.1 * out
     few = problem("float32", seqlen_q=512)
     assert not MMA.is_prepared(few)
     (config,) = MMA.configs(few, 1, device("sm_90a"))

@@ -256,7 +256,7 @@ def test_narrow_rows_come_from_wide_ones(dims, monkeypatch):
         for n, s in zip("qkv", shapes, strict=True)
         if s[-1] % 8
     ]
-    numbers, launch = gradient_copies._narrowing(written, 2, 0)
+    numbers, launch = gradient_copies._trim(written, 2)
     (fields,) = np.frombuffer(numbers, gradient_copies._NUMBERS)
     word = {"short": 2, "unsigned": 4, "long": 8}[
         dict(launch.variant.defines)["WORD_T"].split()[-1]

@@ -345,10 +345,10 @@ def test_boxes_are_whole_parts_of_a_tile():
 def test_keys_are_split_where_tiles_are_few():
     assert ROW.num_splits(few_queries(), HOPPER) == HOPPER.num_sms // 8
     assert ROW.num_splits(few_queries(batch=(16,)), HOPPER) == 1
-    # Sinks join where a block merges the parts.
+    # Sinks join where a block combines the splits.
     assert ROW.num_splits(few_queries(group=1, sinks="float32"), HOPPER) > 1
-    assert ROW.merges(few_queries(group=1, sinks="float32"), HOPPER)
-    for head_dim_v in (65, 127):  # parts are vectors of 4 columns
+    assert ROW.combines(few_queries(group=1, sinks="float32"), HOPPER)
+    for head_dim_v in (65, 127):  # splits are vectors of 4 columns
         odd = dataclasses.replace(few_queries(), head_dim_v=head_dim_v)
         assert ROW.num_splits(odd, HOPPER) == 1
     short = dataclasses.replace(few_queries(), seqlen_k=300)
@@ -356,7 +356,7 @@ def test_keys_are_split_where_tiles_are_few():
     (launch,) = ROW.configs(few_queries(), 1, HOPPER)
     assert launch.num_blocks <= HOPPER.num_sms
     assert {("SPLIT", "1"), ("MERGE", "1")} <= set(launch.variant.defines)
-    # Of many rows, another kernel merges the parts.
+    # Of many rows, another kernel combines the splits.
     many = dataclasses.replace(few_queries(64, 1), num_heads=2, num_kv_heads=2)
     launch, merge = ROW.configs(many, 1, HOPPER)
     assert ("SPLIT", "1") in launch.variant.defines

@@ -91,7 +91,7 @@ def test_needs_a_compiler_for_it():
 
 
 @pytest.mark.parametrize(
-    ("asked", "parts"),
+    ("asked", "split"),
     [
         (problem(), (1, 4096)),
         # 128 heads of one query that share their keys, 16 sequences: 32 tiles.
@@ -102,11 +102,11 @@ def test_needs_a_compiler_for_it():
         ({"seqlen_q": 1, "num_heads": 1, "seqlen_k": 513}, (3, 256)),
     ],
 )
-def test_parts_of_the_keys(asked, parts):
+def test_split_of_the_keys(asked, split):
     if isinstance(asked, dict):
         asked = {"num_kv_heads": asked["num_heads"], **asked}
         asked = problem(**asked)
-    assert HOPPER_WIDE.key_parts(asked, H200) == parts
+    assert HOPPER_WIDE.split_kv(asked, H200)[:2] == split
 
 
 def test_shared_memory():

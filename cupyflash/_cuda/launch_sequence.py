@@ -5,6 +5,7 @@ returns, or a part of the memory that it takes for itself; what is no name is pa
 it is. So a kernel spec says what it launches, and one class makes every call.
 """
 
+import functools
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter
@@ -32,10 +33,10 @@ class Result(NamedTuple):
     def nbytes(self) -> int:
         return num_bytes(self.shape, self.dtype)
 
-    def new(self) -> Any:
-        """Memory for it."""
-        x = cupy.ndarray(self.shape, self.dtype)
-        return x if self.axes is None else x.transpose(self.axes)
+    def maker(self) -> Callable[[], Any]:
+        """What makes it, as fast as can be."""
+        new = functools.partial(cupy.ndarray, self.shape, self.dtype)
+        return new if self.axes is None else lambda: new().transpose(self.axes)
 
 
 class Argument(Protocol):
@@ -137,7 +138,7 @@ class LaunchSequence:
     inputs : sequence of str
         Names of the pointers and numbers that a call is made with, in their order.
     results : dict of str to Result or None
-        What it returns, in this order; None for what is not asked for.
+        What it returns, in this order; None for what is not asked for, but the first.
     steps : Steps
         The launches. Names are looked up in `inputs`, `results` and `steps.scratch`.
     arrays : sequence, optional
@@ -159,7 +160,9 @@ class LaunchSequence:
         self.launches = tuple(Launch(config, device_id) for config, _ in steps.launches)
         names = [*inputs, *results, *steps.scratch]
         places: dict[Any, int] = {name: n for n, name in enumerate(names)}
-        self._template: list[Any] = [0] * (len(names) - len(inputs))
+        assert len(places) == len(names), "a name stands for two arrays"
+        # Values behind those of the inputs and the first result.
+        self._template: list[Any] = [0] * (len(names) - len(inputs) - 1)
         self._found: list[tuple[int, Callable[..., Any]]] = []
 
         starts, self.scratch_bytes = sections(*steps.scratch.values())
@@ -170,7 +173,7 @@ class LaunchSequence:
             if x not in places:
                 if isinstance(x, str):
                     raise KeyError(f"{x!r} is none of {', '.join(names)}")
-                places[x] = len(inputs) + len(self._template)
+                places[x] = len(inputs) + 1 + len(self._template)
                 self._template.append(x)
                 if isinstance(x, At):
                     self._sections.append((places[x], start_of[x.name] + x.offset))
@@ -184,16 +187,15 @@ class LaunchSequence:
                 self.launches, steps.launches, strict=True
             )
         ]
-        self._new: list[tuple[int, int, Callable[[], Any]]] = []
-        self._fills: list[tuple[int, float]] = []
-        for n, (name, result) in enumerate(results.items()):
-            if result is not None:
-                self._new.append((n, places[name], result.new))
-                if name in steps.zeros:
-                    self._fills.append((n, 0))
-                elif result.fill is not None:
-                    self._fills.append((n, result.fill))
-        self._none = [None] * len(results)
+        makers: list[Any] = [None if x is None else x.maker() for x in results.values()]
+        self._new_out, *others = makers
+        self._others = list(enumerate(others, len(inputs) + 1))
+        self._fills = [
+            (n, 0 if name in steps.zeros else x.fill)
+            for n, (name, x) in enumerate(results.items())
+            if x is not None and (name in steps.zeros or x.fill is not None)
+        ]
+        self._has_more = bool(others or steps.scratch or self._fills or self._found)
         self._too_near = _too_near(arrays, out, in_place)
 
     def may_overlap(self, out: int, pointers: Sequence[int]) -> bool:
@@ -209,11 +211,23 @@ class LaunchSequence:
         if runtime.current_device() != self.device_id:
             with cupy.cuda.Device(self.device_id):
                 return self(pointers, out)
-        values = [*pointers, *self._template]
-        results = self._none[:]
-        for n, place, new in self._new:
-            x = results[n] = new() if n or out is None else out
-            values[place] = x.data.ptr
+        if out is None:
+            out = self._new_out()
+        results = [out]
+        values = [*pointers, out.data.ptr, *self._template]
+        if self._has_more:
+            self._find_more(values, results)
+        for enqueue, pick in self._calls:
+            enqueue(*pick(values))
+        return results
+
+    def _find_more(self, values, results):
+        """The other results, memory between kernels, and what depends on them."""
+        for place, new in self._others:
+            x = None if new is None else new()
+            results.append(x)
+            if x is not None:
+                values[place] = x.data.ptr
         if self.scratch_bytes:
             memory = cupy.cuda.alloc(self.scratch_bytes)
             graphs.keep_if_capturing(memory)
@@ -226,9 +240,6 @@ class LaunchSequence:
             fill(results[n], value)
         for place, find in self._found:
             values[place] = find(values)
-        for enqueue, pick in self._calls:
-            enqueue(*pick(values))
-        return results
 
 
 def _picker(places):

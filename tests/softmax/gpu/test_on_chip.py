@@ -2,6 +2,7 @@
 
 import types
 
+import numpy as np
 import pytest
 
 from cupyflash._cuda.device import device_of_arch
@@ -117,9 +118,14 @@ def test_scratch_of_a_graph_outlives_its_plan(monkeypatch, capturing):
     monkeypatch.setattr(graphs, "_current_stream", lambda: stream)
     monkeypatch.setattr(graphs, "_is_capturing_on", lambda ptr: capturing)
     monkeypatch.setattr(graphs, "_kept_for_graphs", kept)
-    step = LaunchConfig(Variant("a.cu", "a"), (1,), (1,)), ("x", "y", "scratch", b"")
+    step = (
+        LaunchConfig(Variant("a.cu", "a"), (1,), (1,)),
+        ("x", "y", "out", "scratch", b""),
+    )
     steps = launch_sequence.Steps([step, step], {"scratch": 256})
-    plan = launch_sequence.LaunchSequence(0, ("x", "y"), {}, steps)
-    plan((1, 2))
-    assert asked == [(1, 2, 77, b"")] * 2  # the two kernels meet in it
+    result = launch_sequence.Result((4,), np.dtype("f4"))
+    plan = launch_sequence.LaunchSequence(0, ("x", "y"), {"out": result}, steps)
+    out = types.SimpleNamespace(data=types.SimpleNamespace(ptr=5))
+    assert plan((1, 2), out) == [out]
+    assert asked == [(1, 2, 5, 77, b"")] * 2  # the two kernels meet in it
     assert kept == ([scratch] if capturing else [])

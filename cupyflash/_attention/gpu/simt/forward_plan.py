@@ -21,13 +21,16 @@ class UnfusedPlan:
         self.problem, self.results = problem, results
         self.scores_dtype = row.scores_dtype(problem)
         self.params, batch_dims, _ = pack_params(problem, operands)
-        self.copies = LaunchSequence(device_id, FORWARD_CALL, *copies_alone(copies))
+        self.copies = None
+        if copies:
+            self.copies = LaunchSequence(device_id, FORWARD_CALL, *copies_alone(copies))
         self.views = {name: getattr(operands, name) for name in copies}
         self.kernels = [
             Launch(config, device_id)
             for config in row.configs(problem, batch_dims, device)
         ]
-        self.launches = (*self.copies.launches, *self.kernels)
+        before = self.copies.launches if self.copies else ()
+        self.launches = (*before, *self.kernels)
 
     def __call__(self, operands, offset):
         """Two matmuls, each followed by a launch."""
@@ -39,14 +42,15 @@ class UnfusedPlan:
                 "can be captured"
             )
         pointers = (*addresses(arrays_of(operands)), offset)
-        copied = zip(self.views.items(), self.copies(pointers), strict=True)
-        q, k, v = operands._replace(
-            **{
+        q, k, v = operands[:3]
+        if self.copies:
+            copied = zip(self.views.items(), self.copies(pointers), strict=True)
+            views = {
                 name: cupy.ndarray(x.shape, x.dtype, copy.data, x.strides)
                 for (name, x), copy in copied
             }
-        )[:3]
-        out, lse = (x if x is None else x.new() for x in self.results.values())
+            q, k, v = operands._replace(**views)[:3]
+        out, lse = (x if x is None else x.maker()() for x in self.results.values())
         if operands.given_out is not None:
             out = operands.given_out
         softmax, values = self.kernels

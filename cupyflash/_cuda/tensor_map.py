@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyflash._cuda.structs import MAP
+
 ITEMSIZE = 2  # of the types below
 # CUtensorMapDataType by dtype name.
 _TYPES = {"float16": 6, "bfloat16": 9, "float32": 7, "bool": 0}
@@ -24,9 +26,6 @@ _ALIGNMENT = 16  # bytes, of pointers and strides
 _INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 _MAX_STRIDE = 1 << 40
 MAX_BATCH_AXES = 2
-
-# A CUtensorMap as a kernel argument that is passed by value.
-MAP = np.dtype("V128")
 
 
 class Layout(NamedTuple):

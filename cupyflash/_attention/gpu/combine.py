@@ -9,7 +9,7 @@ from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.gpu import combine_config
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._core import arrays, strides
-from cupyflash._cuda import graphs, plan_cache, runtime, structs
+from cupyflash._cuda import graphs, plan_cache, runtime
 from cupyflash._cuda import launch as _launch
 from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.launch_sequence import LaunchSequence, Result, Steps
@@ -34,11 +34,10 @@ def combine_launch(
         "outs_col": outs_col,
         "lses_part": lses_split,
         "out_col": out_col,
-        "size": shape,
-        "stride": [steps or (0,) for steps in rows],
+        "rows": (shape, [steps or (0,) for steps in rows]),
     }
     dims = len(shape)
-    params = structs.pack_bytes(fields, combine_config.merge_params_dtype(dims))
+    params = combine_config.MERGE_PARAMS.pack(fields, kRowDims=dims, kArrays=3)
     return combine_config.merge_config(problem, dims, out_dtype), params
 
 

@@ -2,26 +2,23 @@
 
 import math
 
-import numpy as np
-
 from cupyflash._attention.problem import MergeProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import AXES, Struct
 
 _MERGE_THREADS = 128
 
 
-def merge_params_dtype(row_dims: int) -> np.dtype:
-    """merge_params_t of cuda_src/attention/combine.cu."""
-    names: tuple[str, ...] = ("num_rows", "num_parts", "head_dim_v")
-    names += ("outs_part", "outs_col", "lses_part", "out_col")
-    return np.dtype(
-        [
-            *((name, "i8") for name in names),
-            ("size", "i8", (row_dims,)),
-            ("stride", "i8", (3, row_dims)),
-        ]
-    )
+MERGE_PARAMS = Struct(
+    "merge_params_t",
+    "attention/combine.cu",
+    (
+        ("long long", "num_rows", "num_parts", "head_dim_v"),
+        ("long long", "outs_part", "outs_col", "lses_part", "out_col"),
+        ((AXES, "kRowDims", "kArrays"), "rows"),
+    ),
+)
 
 
 def merge_config(

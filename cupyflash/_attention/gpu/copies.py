@@ -10,7 +10,7 @@ from cupyflash._attention.gpu import copy_config
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core import arrays as _arrays
 from cupyflash._core import strides as _strides
-from cupyflash._cuda import launch, structs, tensor_map
+from cupyflash._cuda import launch, tensor_map
 from cupyflash._cuda.launch_sequence import Result, Steps
 
 # Queries from which a copy for TMA takes less time than it saves, and bytes
@@ -37,11 +37,10 @@ class Copy:
             "num_columns": num_columns,
             "column_stride": column_stride,
             "by_columns": bool(size) and column_stride != 1 and abs(steps[-1]) == 1,
-            "size": size or (1,),
-            "stride": [steps or (0,)],
+            "rows": (size or (1,), [steps or (0,)]),
         }
-        dims = len(fields["size"])
-        self.params = structs.pack_bytes(fields, copy_config.copy_params_dtype(dims))
+        dims = max(len(size), 1)
+        self.params = copy_config.COPY_PARAMS.pack(fields, ROW_DIMS=dims)
         self.config = copy_config.copy_config(
             _arrays.dtype_name(x), dims, num_columns, self.result.nbytes // 16
         )

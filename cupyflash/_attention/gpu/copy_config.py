@@ -1,24 +1,21 @@
 """Launches that copy: into rows of whole vectors, and out of them."""
 
-import numpy as np
-
 from cupyflash._attention.gpu.config import LONG_AXIS
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import AXES, Struct
 
 _COPY_THREADS = 256
 
 
-def copy_params_dtype(row_dims: int) -> np.dtype:
-    """copy_params_t of cuda_src/copy/align_rows.cu."""
-    names = ("num_rows", "num_columns", "column_stride", "by_columns")
-    return np.dtype(
-        [
-            *((name, "i8") for name in names),
-            ("size", "i8", (row_dims,)),
-            ("stride", "i8", (1, row_dims)),
-        ]
-    )
+COPY_PARAMS = Struct(
+    "copy_params_t",
+    "copy/align_rows.cu",
+    (
+        ("long long", "num_rows", "num_columns", "column_stride", "by_columns"),
+        ((AXES, "ROW_DIMS", 1), "rows"),
+    ),
+)
 
 
 def copy_config(
@@ -36,6 +33,17 @@ def copy_config(
     return LaunchConfig.over(variant, -(-num_vectors // _COPY_THREADS), _COPY_THREADS)
 
 
+MATRICES = 3  # that one launch trims
+TRIM_PARAMS = Struct(
+    "narrow_params_t",
+    "copy/trim_rows.cu",
+    (
+        ("const word_t*", "wide[kMatrices]"),
+        ("word_t*", "narrow[kMatrices]"),
+        ("long long", "num_words[kMatrices]", "columns[kMatrices]"),
+        ("long long", "pitch[kMatrices]", "first_block[kMatrices]"),
+    ),
+)
 _NARROW_THREADS = 256
 _WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
 

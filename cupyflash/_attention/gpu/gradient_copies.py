@@ -13,14 +13,7 @@ from cupyflash._attention.gpu import copy_config
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda.launch_sequence import PointersAndBytes, Result, Steps, num_bytes
 
-_MATRICES = 3
-# narrow_params_t of cuda_src/copy/trim_rows.cu, behind its pointers.
-_NUMBERS = np.dtype(
-    [
-        (name, "i8", (_MATRICES,))
-        for name in ("num_words", "columns", "pitch", "first_block")
-    ]
-)
+TRIM = copy_config.TRIM_PARAMS.dtype(kMatrices=copy_config.MATRICES)
 
 
 def trimmed(
@@ -36,7 +29,7 @@ def trimmed(
     written = [x for x in written if x[1] != x[2]]
     if not written:
         return steps, results
-    none = ("",) * (_MATRICES - len(written))
+    none = ("",) * (copy_config.MATRICES - len(written))
     wide = [name for name, *_ in written]
     narrow = [f"trimmed_{name}" for name in wide]
     numbers, config = _trim(written, ITEMSIZE[dtype])
@@ -53,17 +46,18 @@ def trimmed(
 
 
 def _trim(written, itemsize):
-    """The numbers of narrow_params_t, and the launch."""
+    """narrow_params_t behind its pointers, and the launch."""
     word = math.gcd(16, *(shape[-1] * itemsize for _, shape, _ in written))
     per_word = word // itemsize
-    fields = np.zeros(1, _NUMBERS)
+    fields = np.zeros((), TRIM)
     fields["first_block"] = 1 << 62  # of a matrix that there is not
     num_blocks = 0
     for n, (_, shape, wide) in enumerate(written):
         num_words = math.prod(shape) // per_word
-        fields["num_words"][0, n] = num_words
-        fields["columns"][0, n] = shape[-1] // per_word
-        fields["pitch"][0, n] = wide[-1] // per_word
-        fields["first_block"][0, n] = num_blocks
+        fields["num_words"][n] = num_words
+        fields["columns"][n] = shape[-1] // per_word
+        fields["pitch"][n] = wide[-1] // per_word
+        fields["first_block"][n] = num_blocks
         num_blocks += copy_config.blocks_of_narrow(num_words * word)
-    return fields.tobytes(), copy_config.narrow_config(word, num_blocks)
+    numbers = fields.tobytes()[2 * copy_config.MATRICES * 8 :]
+    return numbers, copy_config.narrow_config(word, num_blocks)

@@ -11,6 +11,7 @@ from cupyflash._attention.gpu.config import OPTIONS
 from cupyflash._attention.gpu.params import contiguous_strides
 from cupyflash._attention.vjp_problem import AttentionVjpProblem, aligned, aligned_bias
 from cupyflash._core import strides as _strides
+from cupyflash._cuda.structs import AXES, Struct
 
 # Tiles that a block may walk over before it pays to share them between blocks.
 _SHORT_WALK = 16
@@ -19,39 +20,31 @@ _SHORT_WALK = 16
 # --- parameters ----------------------------------------------------------------------
 
 
-def _axes(num_axes, num_arrays) -> list[Any]:
-    """axes_t of cuda_src/common/strides.cuh."""
-    return [("size", "i8", (num_axes,)), ("stride", "i8", (num_arrays, num_axes))]
+GRADS = Struct(
+    "grads_t",
+    "attention/simt/gradients.cuh",
+    (
+        (attention_params.OPERAND, "dout", "lse", "dlse"),
+        ("index_t", "num_kept", "num_summed"),
+        ((AXES, "kEntryAxes", 3), "kept"),
+        ((AXES, "kEntryAxes", 1), "summed"),
+        ("index_t", "row[2]", "col[2]"),
+    ),
+)
+SUM = Struct(
+    "sum_t",
+    "attention/simt/backward_reduce.cu",
+    (
+        ("long long", "num_sums", "num_terms"),
+        ((AXES, "kAxes", 2), "sums"),
+        ((AXES, "kAxes", 1), "terms"),
+    ),
+)
 
 
 def grads_dtype(batch_dims: int) -> np.dtype:
-    """grads_t of cuda_src/attention/simt/gradients.cuh."""
-    operand: list[Any] = [("batch", "i8", (batch_dims,))]
-    operand += [(name, "i8") for name in ("head", "row", "col")]
-    axes = batch_dims + 2
-    return np.dtype(
-        [
-            *((name, operand) for name in ("dout", "lse", "dlse")),
-            ("num_kept", "i8"),
-            ("num_summed", "i8"),
-            ("kept", _axes(axes, 3)),
-            ("summed", _axes(axes, 1)),
-            ("row", "i8", (2,)),
-            ("col", "i8", (2,)),
-        ]
-    )
-
-
-def sum_dtype(num_axes: int) -> np.dtype:
-    """sum_t of cuda_src/attention/simt/backward_reduce.cu."""
-    return np.dtype(
-        [
-            ("num_sums", "i8"),
-            ("num_terms", "i8"),
-            ("sums", _axes(num_axes, 2)),
-            ("terms", _axes(num_axes, 1)),
-        ]
-    )
+    """grads_t of arrays with so many batch axes."""
+    return GRADS.dtype(kBatchDims=batch_dims, kEntryAxes=batch_dims + 2)
 
 
 @dataclass(frozen=True)

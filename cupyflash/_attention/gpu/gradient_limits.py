@@ -1,25 +1,26 @@
 """What the gradient rows of sm_90a share: their parameter, and what they refuse."""
 
 import math
-from typing import Any
 
 from cupyflash._attention.gpu.config import MOST_COUNTED, OPTIONS, num_heads, too_many
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
-from cupyflash._cuda import tensor_map
 from cupyflash._cuda.device import Device
+from cupyflash._cuda.structs import Struct
 
-# inputs_t of cuda_src/attention/sm90/backward.cuh.
-INPUTS: list[Any] = [
-    *((f"{name}_map", tensor_map.MAP) for name in ("q", "k", "v", "dout")),
-    *((name, "i4") for name in ("num_items", "num_tiles", "num_blocks", "section")),
-    *((name, "i4") for name in ("num_kept", "num_summed")),
-    ("slot", "i8", (2,)),
-    ("to_log2", "f4"),
-    ("hidden", "f4"),
-    *((name, "i4") for name in ("num_split", "first_part")),
-    *((name, "i4") for name in ("num_whole", "num_pieces")),
-]
+INPUTS = Struct(
+    "inputs_t",
+    "attention/sm90/backward.cuh",
+    (
+        ("ptx::tensor_map_t", "q_map", "k_map", "v_map", "dout_map"),
+        ("int", "num_items", "num_tiles", "num_blocks", "section"),
+        ("int", "num_kept", "num_summed"),
+        ("index_t", "slot[2]"),
+        ("float", "to_log2", "hidden"),
+        ("int", "num_split", "first_part", "num_whole", "num_pieces"),
+    ),
+    alignment=64,
+)
 
 # Queries of a block and keys of a tile, at the least.
 _LEAST_BLOCK = 64

@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 from cupyflash._attention.gpu import gradient_config, gradient_layout
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
-from cupyflash._attention.gpu.gradient_layout import Target, grads_dtype, sum_dtype
-from cupyflash._attention.gpu.params import contiguous_strides, params_dtype
+from cupyflash._attention.gpu.gradient_layout import GRADS, SUM, Target
+from cupyflash._attention.gpu.params import PARAMS, contiguous_strides
 from cupyflash._core import arrays as _arrays
-from cupyflash._cuda import structs
 from cupyflash._cuda.kernel import LaunchConfig
 from cupyflash._cuda.launch_sequence import Result, Step, num_bytes
 
@@ -62,12 +61,13 @@ class Kernels:
     def __init__(self, row, forward, layout, device):
         self.row, self.forward, self.layout = row, forward, layout
         self.device = device
-        self.params = structs.pack_bytes(layout.params, params_dtype(layout.batch_dims))
+        self.params = PARAMS.pack(layout.params, kBatchDims=layout.batch_dims)
 
     def grads(self, **fields):
         """grads_t, with the fields of entries where it takes them."""
-        return structs.pack_bytes(
-            {**self.layout.grads, **fields}, grads_dtype(self.layout.batch_dims)
+        dims = self.layout.batch_dims
+        return GRADS.pack(
+            {**self.layout.grads, **fields}, kBatchDims=dims, kEntryAxes=dims + 2
         )
 
     def grads_of(self, names, entries=None):
@@ -204,7 +204,7 @@ class Kernels:
             "sums": (sizes, (steps, out_strides)),
             "terms": (summed, (steps,)),
         }
-        params = structs.pack_bytes(fields, sum_dtype(len(shape)))
+        params = SUM.pack(fields, kAxes=len(shape))
         return config, (f"{name}_terms", name, params)
 
 

@@ -2,43 +2,32 @@
 
 import math
 
-import numpy as np
-
 from cupyflash._attention.gpu.config import OPTIONS, num_heads, num_splits
 from cupyflash._attention.problem import FAR, AttentionProblem
 from cupyflash._core import strides as _strides
+from cupyflash._cuda.structs import Struct
 
 # "No bound" among positions: beyond all keys, wherever the query stands.
 _NO_BOUND = 2 * FAR
 
 
-def params_dtype(batch_dims: int) -> np.dtype:
-    """params_t of cuda_src/attention/score/params.cuh."""
-    operand = [
-        ("batch", "i8", (batch_dims,)),
-        ("head", "i8"),
-        ("row", "i8"),
-        ("col", "i8"),
-    ]
-    return np.dtype(
-        [
-            ("batch_size", "i8"),
-            ("num_heads", "i8"),
-            ("group_size", "i8"),
-            ("seqlen_q", "i8"),
-            ("seqlen_k", "i8"),
-            ("head_dim", "i8"),
-            ("head_dim_v", "i8"),
-            ("left", "i8"),
-            ("right", "i8"),
-            ("offset_from_lengths", "i8"),
-            ("keys_of_part", "i8"),
-            ("scale", "f8"),
-            ("softcap", "f8"),
-            ("batch_shape", "i8", (batch_dims,)),
-            *((name, operand) for name in ("q", "k", "v", "out", *OPTIONS, "part")),
-        ]
-    )
+OPERAND = Struct(
+    "operand_t",
+    "attention/score/params.cuh",
+    (("index_t", "batch[kBatchDims]"), ("index_t", "head", "row", "col")),
+)
+PARAMS = Struct(
+    "params_t",
+    "attention/score/params.cuh",
+    (
+        ("index_t", "batch_size", "num_heads", "group_size", "seqlen_q", "seqlen_k"),
+        ("index_t", "head_dim", "head_dim_v", "left", "right", "offset_from_lengths"),
+        ("index_t", "keys_of_part"),
+        ("double", "scale", "softcap"),
+        ("index_t", "batch_shape[kBatchDims]"),
+        (OPERAND, "q", "k", "v", "out", *OPTIONS, "part"),
+    ),
+)
 
 
 # Which axes follow the batch axes of an operand.

@@ -7,7 +7,6 @@ import numpy as np
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.config import OPTIONS, OPTIONS_AND_OFFSET
 from cupyflash._core import arrays as _arrays
-from cupyflash._cuda import structs
 from cupyflash._cuda.launch_sequence import LaunchSequence, Result, Steps
 
 
@@ -40,8 +39,8 @@ def pack_params(problem, operands) -> tuple[bytes, int, dict[str, Any]]:
     """params_t of a call, the batch axes that it has, and its fields."""
     fields = attention_params.params_fields(problem, operands)
     batch_dims = len(fields["batch_shape"])
-    dtype = attention_params.params_dtype(batch_dims)
-    return structs.pack_bytes(fields, dtype), batch_dims, fields
+    packed = attention_params.PARAMS.pack(fields, kBatchDims=batch_dims)
+    return packed, batch_dims, fields
 
 
 def fused_steps(row, problem, operands, device, out="out", lse="lse") -> Steps:

@@ -6,6 +6,7 @@ import numpy as np
 
 from cupyflash._core import dtypes
 from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import AXES, Struct
 
 FORWARD = ("softmax", "log_softmax")
 BACKWARD = ("softmax_vjp", "log_softmax_vjp")
@@ -15,6 +16,31 @@ BLOCK_THREADS = 128
 
 # Blocks of a grid; each takes more rows when there are more.
 MAX_BLOCKS = 1 << 20
+
+
+_OVER_AXES = (
+    ((AXES, "OUTER_AXES", "kNumArrays"), "outer"),
+    ((AXES, "REDUCED_AXES", "kNumArrays"), "reduced"),
+)
+_ROWS = ("long long", "num_rows", "row_length")
+# What kernels are told of the layout, by the functions that they belong to.
+_FORWARD_LAYOUT = Struct(
+    "layout_t",
+    "softmax/detail/params.cuh",
+    (_ROWS, ("double", "scale", "key_factor", "factor"), *_OVER_AXES),
+)
+_BACKWARD_LAYOUT = Struct(
+    "layout_t", "softmax/detail/backward.cuh", (_ROWS, ("double", "scale"), *_OVER_AXES)
+)
+LAYOUTS = {
+    **dict.fromkeys(FORWARD, _FORWARD_LAYOUT),
+    **dict.fromkeys(BACKWARD, _BACKWARD_LAYOUT),
+    "logsumexp": Struct(
+        "layout_t",
+        "softmax/detail/row_log.cuh",
+        (_ROWS, ("long long", "returns_sign"), *_OVER_AXES),
+    ),
+}
 
 
 def launch_config(

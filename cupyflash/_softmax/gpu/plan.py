@@ -7,10 +7,11 @@ import numpy as np
 
 from cupyflash._core import arrays as _arrays
 from cupyflash._core import strides as core_strides
-from cupyflash._cuda import runtime, structs
+from cupyflash._cuda import runtime
 from cupyflash._cuda.launch_sequence import LaunchSequence, Result, Steps
 from cupyflash._softmax import memory_layout
 from cupyflash._softmax import problem as softmax_problem
+from cupyflash._softmax.gpu import config as softmax_config
 from cupyflash._softmax.gpu import registry as softmax_registry
 from cupyflash._softmax.gpu import transpose
 from cupyflash._softmax.gpu.heuristics import on_chip
@@ -77,10 +78,10 @@ def make_plan(problem, inputs, out, unfit=()) -> Planned:
         row, refused = softmax_registry.select(problem, device, unfit=unfit)
         steps = _steps(row.configs(problem, device), problem, into)
         if into != "out":
-            config, fields, dtype = transpose.transpose_launch(
+            config, params = transpose.transpose_launch(
                 shape, (new, given), out.itemsize
             )
-            arguments = (into, "out", structs.pack_bytes(fields, dtype))
+            arguments = (into, "out", params)
             steps = Steps(
                 [*steps.launches, (config, arguments)],
                 {into: out.size * out.itemsize, **steps.scratch},
@@ -123,15 +124,18 @@ def _steps(configs, problem, into) -> Steps:
         "row_length": problem.row_length,
         **({"returns_sign": problem.return_sign} if is_sum else {}),
         **_scales(problem),
-        "outer_size": layout.outer_size,
-        "outer_stride": tuple(layout.outer_strides.values()),
-        "reduced_size": layout.reduced_size,
-        "reduced_stride": tuple(layout.reduced_strides.values()),
+        "outer": (layout.outer_size, tuple(layout.outer_strides.values())),
+        "reduced": (layout.reduced_size, tuple(layout.reduced_strides.values())),
     }
     sign = ("sign" if problem.return_sign else into,) if is_sum else ()
     size = max(config.scratch for config in configs)
     scratch = {"scratch": size} if size else {}
-    packed = structs.pack_bytes(fields, _struct(fields))
+    packed = softmax_config.LAYOUTS[problem.function].pack(
+        fields,
+        OUTER_AXES=len(layout.outer_size),
+        REDUCED_AXES=len(layout.reduced_size),
+        kNumArrays=len(layout.outer_strides),
+    )
     arguments = (*INPUTS[problem.function], into, *sign, *scratch, packed)
     return Steps([(config, arguments) for config in configs], scratch)
 
@@ -187,11 +191,3 @@ def _scales(problem):
         "key_factor": key_factor,
         "factor": min(factor, most),
     }
-
-
-def _struct(fields):
-    """The dtype of the kernels' layout_t: int64 throughout, but for the scales."""
-    return np.dtype([
-        (name, np.float64 if isinstance(value, float) else np.int64, np.shape(value))
-        for name, value in fields.items()
-    ])  # fmt: skip

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from cupyflash._core import strides as _strides
 from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import AXES, Struct
 
 _THREADS, _TILE = 256, 64  # of cuda_src/copy/transpose.cu
 # Elements from which a launch more takes less time than it saves.
@@ -30,13 +29,23 @@ def variant(itemsize: int, outer_axes: int) -> Variant:
     return Variant("copy/transpose.cu", "softmax_turn", defines)
 
 
+TURN = Struct(
+    "turn_t",
+    "copy/transpose.cu",
+    (
+        ("long long", "size[2]"),
+        ("long long", "from_step", "onto_step"),
+        ((AXES, "OUTER_AXES", "kNumArrays"), "outer"),
+    ),
+)
+
+
 def transpose_launch(
     shape: Sequence[int], strides: Sequence[Sequence[int]], itemsize: int
-) -> tuple[LaunchConfig, dict[str, Any], np.dtype]:
+) -> tuple[LaunchConfig, bytes]:
     """A copy of one shape from memory with some strides to memory with others.
 
-    Strides count elements; along one axis of each neighbours lie side by side. The
-    fields are those of turn_t of the source, whose dtype comes last.
+    Strides count elements; along one axis of each neighbours lie side by side.
     """
     size, steps = _strides.collapse(shape, strides)
     near = [steps[i].index(1) for i in range(2)]
@@ -44,9 +53,9 @@ def transpose_launch(
     outer_size = [size[axis] for axis in outer] or [1]
     fields: dict[str, Any] = {
         "size": [size[axis] for axis in near],
-        "step": [steps[0][near[1]], steps[1][near[0]]],
-        "outer_size": outer_size,
-        "outer_stride": [[of[axis] for axis in outer] or [0] for of in steps],
+        "from_step": steps[0][near[1]],
+        "onto_step": steps[1][near[0]],
+        "outer": (outer_size, [[of[axis] for axis in outer] or [0] for of in steps]),
     }
     tiles = [-(-size[axis] // _TILE) for axis in near]
     config = LaunchConfig(
@@ -54,10 +63,8 @@ def transpose_launch(
         (prod(tiles) * prod(outer_size), 1, 1),
         (_THREADS, 1, 1),
     )
-    dtype = np.dtype(
-        [(name, np.int64, np.shape(value)) for name, value in fields.items()]
-    )
-    return config, fields, dtype
+    params = TURN.pack(fields, OUTER_AXES=len(outer_size), kNumArrays=2)
+    return config, params
 
 
 def is_worth(

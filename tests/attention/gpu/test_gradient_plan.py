@@ -57,47 +57,36 @@ def make_plan(q, k, v, bias):
     return problem, portable_steps(row, problem, operands, device)
 
 
-def captured(monkeypatch, module):
-    """A list that gets every struct that is packed."""
-    packed = []
-    original = module.pack_bytes
-
-    def pack_bytes(fields, dtype):
-        result = np.zeros(1, dtype)
-        for name, value in fields.items():
-            result[name] = value
-        packed.append(result[0])
-        return original(fields, dtype)
-
-    monkeypatch.setattr(module, "pack_bytes", pack_bytes)
-    return packed
-
-
 def of_gradients(steps):
-    """The arguments of the kernels that make dq, dk and dv, and dbias."""
-    return [
-        arguments
-        for config, arguments in steps.launches
-        if config.variant.entry.endswith(("_queries", "_keys", "_bias"))
-    ]
+    """(arguments, grads_t) of the kernels that make dq, dk and dv, and dbias."""
+    for config, arguments in steps.launches:
+        if config.variant.entry.endswith(("_queries", "_keys", "_bias")):
+            axes = int(dict(config.variant.defines)["BATCH_DIMS"])
+            (grads,) = np.frombuffer(arguments[-1], gradient_layout.grads_dtype(axes))
+            yield arguments, grads
+
+
+def of_sums(steps):
+    """sum_t of the kernels that add up terms."""
+    for config, arguments in steps.launches:
+        if config.variant.entry == "attention_vjp_sum":
+            axes = int(dict(config.variant.defines)["AXES"])
+            (fields,) = np.frombuffer(
+                arguments[-1], gradient_layout.SUM.dtype(kAxes=axes)
+            )
+            yield fields
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_entry_is_summed_once(case, monkeypatch):
+def test_every_entry_is_summed_once(case):
     pytest.importorskip("cupy")
-    from cupyflash._cuda import structs
-
-    packed = captured(monkeypatch, structs)
     q, k, v, bias = CASES[case]
     problem, made = make_plan(q, k, v, bias)
     forward = problem.forward
     num_entries = math.prod(forward.batch) * forward.num_heads
-    parts = iter([p for p in packed if "kept" in p.dtype.names and p["num_kept"]])
-    sums = iter([p for p in packed if "num_terms" in p.dtype.names])
+    sums = of_sums(made)
     views = gradient_layout._gradient_views(problem)
-    # Sums of a part are packed before it.
-    for arguments in of_gradients(made):
-        grads = next(parts)
+    for arguments, grads in of_gradients(made):
         kept, summed = offsets(grads["kept"]), offsets(grads["summed"])[:, 0]
         assert len(kept) == grads["num_kept"]
         assert len(summed) == grads["num_summed"]
@@ -129,7 +118,8 @@ def test_every_entry_is_summed_once(case, monkeypatch):
             np.testing.assert_array_equal(
                 first[entries], np.broadcast_to(places[0][:, None], entries.shape)
             )
-    assert next(parts, None) is None
+    assert next(sums)["num_sums"] == math.prod(problem.sinks_shape)
+    assert next(sums, None) is None
 
 
 def steps_by(row, problem, operands):
@@ -164,7 +154,7 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
     """Two axes of the batch, which merge unless one array stands in the way."""
     pytest.importorskip("cupy")
     from cupyflash._attention.gpu.gradient_layout import grads_dtype
-    from cupyflash._attention.gpu.params import params_dtype
+    from cupyflash._attention.gpu.params import PARAMS
 
     def array(own, shape, dtype=dtype):
         wide = np.zeros((2, 4, *shape), dtype)
@@ -182,7 +172,7 @@ def test_a_kernel_gets_the_axes_that_it_is_compiled_for(
         defines = dict(config.variant.defines)
         if "BATCH_DIMS" in defines:  # not a sum of terms
             axes.append(int(defines["BATCH_DIMS"]))
-            types = [params_dtype(axes[-1])]
+            types = [PARAMS.dtype(kBatchDims=axes[-1])]
             if "GRAD_T" in defines and not config.variant.entry.endswith("_dq"):
                 types.append(grads_dtype(axes[-1]))
             packed = [len(x) for x in arguments if isinstance(x, bytes)]

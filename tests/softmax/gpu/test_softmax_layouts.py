@@ -132,16 +132,19 @@ def test_tiles_of_a_transpose_are_all_of_an_array(itemsize, shape, order):
     steps = [s // x.itemsize for s in x.strides]
     laid = np.empty([shape[axis] for axis in order], x.dtype)
     back = laid.transpose(np.argsort(order))
-    config, fields, _ = transpose.transpose_launch(
+    config, params = transpose.transpose_launch(
         shape, (steps, [s // x.itemsize for s in back.strides]), itemsize
     )
+    num_outer = int(dict(config.variant.defines)["OUTER_AXES"])
+    dtype = transpose.TURN.dtype(OUTER_AXES=num_outer, kNumArrays=2)
+    (fields,) = np.frombuffer(params, dtype)
     tile, flat, written = 64, x.ravel(), laid.ravel()
     written[:] = -1
-    size, step = fields["size"], fields["step"]
-    outer = fields["outer_size"]
+    size, step = fields["size"], (fields["from_step"], fields["onto_step"])
+    outer = fields["outer"]["size"]
     blocks = 0
     for at in np.ndindex(*outer):
-        first = [int(np.dot(at, s)) for s in fields["outer_stride"]]
+        first = [int(np.dot(at, s)) for s in fields["outer"]["stride"]]
         for b, a in np.ndindex(*(-(-n // tile) for n in size[::-1])):
             blocks += 1
             i, j = np.meshgrid(

@@ -12,6 +12,7 @@ import pytest
 from cupyflash._cuda import source
 from cupyflash._cuda.device import device_of_arch
 from cupyflash._softmax import memory_layout
+from cupyflash._softmax.gpu import config as softmax_config
 from cupyflash._softmax.gpu import limits
 from cupyflash._softmax.gpu import registry as softmax_registry
 
@@ -187,24 +188,28 @@ def test_places_in_columns(name, length, inner):
 # --- what the host packs --------------------------------------------------------------
 
 
-def test_fields_of_the_host_have_64_bits(monkeypatch):
-    pytest.importorskip("cupy")
-    from cupyflash._softmax.gpu import plan as softmax_plan
-
+def test_fields_of_the_host_have_64_bits():
     for shape, reduced, broadcast in huge_problems():
         layout = problem_of("softmax", "float16", shape, reduced, broadcast).layout
         fields = {
             "num_rows": layout.num_rows,
             "row_length": layout.row_length,
-            "scale": 1.0,
-            "outer_size": layout.outer_size,
-            "outer_stride": tuple(layout.outer_strides.values()),
+            "outer": (layout.outer_size, tuple(layout.outer_strides.values())),
+            "reduced": (layout.reduced_size, tuple(layout.reduced_strides.values())),
         }
-        packed = np.zeros((), softmax_plan._struct(fields))
-        for name, value in fields.items():
-            packed[name] = value
-            assert packed[name].tolist() == np.asarray(value, object).tolist()
-            assert packed[name].dtype.itemsize == 8
+        sizes = {
+            "OUTER_AXES": len(layout.outer_size),
+            "REDUCED_AXES": len(layout.reduced_size),
+            "kNumArrays": len(layout.outer_strides),
+        }
+        struct = softmax_config.LAYOUTS["softmax"]
+        (packed,) = np.frombuffer(struct.pack(fields, **sizes), struct.dtype(**sizes))
+        assert packed.dtype.itemsize % 8 == 0
+        for name in ("num_rows", "row_length"):
+            assert packed[name] == fields[name]
+        for name in ("outer", "reduced"):
+            for part, value in zip(("size", "stride"), fields[name], strict=True):
+                assert packed[name][part].tolist() == np.asarray(value, object).tolist()
 
 
 # --- what the device narrows ----------------------------------------------------------

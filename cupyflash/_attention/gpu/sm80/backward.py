@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import (
     MOST_KEYS,
@@ -24,6 +22,7 @@ from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import Struct
 
 # Head dimensions that are compiled; zeros fill the rest.
 DIMS = (64, 128, 256)
@@ -78,9 +77,16 @@ class MmaVjpTile:
 _Tiles = dict[int, tuple[MmaVjpTile, ...]]
 
 
-def items_dtype(batch_dims: int) -> np.dtype:
-    """items_t of cuda_src/attention/sm80/backward.cu."""
-    return np.dtype([("section", "i8"), ("slot", "i8", (batch_dims,))])
+ITEMS = Struct(
+    "items_t",
+    "attention/sm80/backward.cu",
+    (("index_t", "section"), ("index_t", "slot[kBatchDims]")),
+)
+FOUND = Struct(
+    "found_t",
+    "attention/sm80/backward.cuh",
+    (("int", "odd"), ("unsigned", "largest"), ("int", "still_odd"), ("int", "unused")),
+)
 
 
 # The file of each kernel, below cuda_src/.

@@ -10,11 +10,10 @@ from cupyflash._attention.gpu.gradient_layout import grads_dtype
 from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels, Part, sinks
 from cupyflash._attention.gpu.simt import backward as simt_backward
 from cupyflash._attention.gpu.simt.fallback import fallbacks
-from cupyflash._attention.gpu.sm80.backward import items_dtype
-from cupyflash._cuda import structs
+from cupyflash._attention.gpu.sm80.backward import FOUND, ITEMS
 from cupyflash._cuda.launch_sequence import At, Steps
 
-_STILL_NONFINITE = 8  # where it stands in found_t
+_STILL_NONFINITE = FOUND.offset("still_odd")  # where it stands
 
 
 class MmaKernels(Kernels):
@@ -71,12 +70,12 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
     (grads,) = np.frombuffer(keys.params[-1], grads_dtype(batch_dims))
     num_kept = int(grads["num_kept"])
     num_entries = math.prod(forward.batch) * forward.num_heads
-    items = structs.pack_bytes(
+    items = ITEMS.pack(
         {
             "section": row.section(forward, device, num_kept, num_entries // num_kept),
             "slot": tuple(step // matrix for step in dq.entries[:-2]),
         },
-        items_dtype(batch_dims),
+        kBatchDims=batch_dims,
     )
 
     # Memory between the kernels, as attention/sm80/backward.cuh has it.

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from cupyflash._attention.gpu import config as attention_config
 from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
@@ -16,6 +14,7 @@ from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import Struct
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,26 @@ _FED = "_fed"  # the part that is the main kernel with a feeder
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _MOST_SUMMED = 128
 
-INPUTS = np.dtype(gradient_limits.INPUTS)
+ROWS = Struct(
+    "rows_t",
+    "attention/sm90/backward.cuh",
+    (("int", "head", "batch[2]", "block"),),
+    alignment=16,
+)
+LOCATED = Struct(
+    "located_t",
+    "attention/sm90/backward.cuh",
+    ((ROWS, "q", "dout", "k", "v"), ("index_t", "dk", "dv")),
+)
+CUT = Struct(
+    "cut_t",
+    "attention/sm90/backward_postprocess.cu",
+    (
+        ("const float*", "pieces"),
+        ("elem_t*", "dk", "dv"),
+        ("int", "num_items", "num_pieces", "first_item", "num_tiles"),
+    ),
+)
 
 
 # The file of each kernel, below cuda_src/.

@@ -1,21 +1,20 @@
 """The launches of attention_vjp on sm_90a."""
 
 import math
-import struct
 from dataclasses import replace
 
-from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu import gradient_layout, gradient_limits
 from cupyflash._attention.gpu.config import OPTIONS
 from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels
 from cupyflash._attention.gpu.simt.fallback import fallbacks
 from cupyflash._attention.gpu.sm90 import backward as sm90_backward
 from cupyflash._attention.gpu.sm90.operands import encoder
-from cupyflash._cuda import structs
 from cupyflash._cuda.launch_sequence import At, Counter, PointersAndBytes, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
+_POINTERS = 3 * 8  # bytes of those that cut_t begins with
 _NO_OPTIONS = (0,) * len(OPTIONS)
-_ENTRY_BYTES = 80  # of located_t, attention/sm90/backward.cuh
+_ENTRY_BYTES = sm90_backward.LOCATED.dtype().itemsize
 _PIECE_BYTES = 4 * 64 * 64  # of `pieces` in attention/sm90/backward.cuh
 
 
@@ -57,9 +56,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     }
     inputs = MappedInputs(
         encoders,
-        lambda maps, pointers: structs.pack_bytes(
-            {**schedule, **maps}, sm90_backward.INPUTS
-        ),
+        lambda maps, pointers: gradient_limits.INPUTS.pack({**schedule, **maps}),
     )
 
     # Memory between the kernels, as attention/sm90/backward.cuh has it.
@@ -119,7 +116,14 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     else:
         cut = PointersAndBytes(
             ("pieces", "dk", "dv"),
-            struct.pack("4i", num_cut, schedule["num_pieces"], num_whole, num_tiles),
+            sm90_backward.CUT.pack(
+                {
+                    "num_items": num_cut,
+                    "num_pieces": schedule["num_pieces"],
+                    "first_item": num_whole,
+                    "num_tiles": num_tiles,
+                }
+            )[_POINTERS:],
         )
         dq_steps = num_slots, heads * head_step, dq.entries[-1], dq.row
         arguments = ("sums", "dq", *dq_steps, cut, "found", *params)

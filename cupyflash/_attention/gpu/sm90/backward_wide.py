@@ -15,9 +15,9 @@ from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
-from cupyflash._cuda import tensor_map
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import Struct
 
 BLOCK = 64  # queries of a block, keys of a tile
 TILE_M = 128  # queries of a tile that makes dq
@@ -37,19 +37,20 @@ _STAGE_NAMES = {
 _THREADS = {"_rows": 256, "_wide_keys": 384, "_wide_queries": 384}
 
 
-# with_terms_t of cuda_src/attention/sm90/backward_score_terms.cuh, behind inputs_t.
-_TERMS = [
-    ("bias_map", tensor_map.MAP),
-    ("mask_map", tensor_map.MAP),
-    ("cap_inverse", "f4"),
-    ("cap_limit", "f4"),
-    ("cap", "f4"),
-    ("cap_coefficients", "f4", (4,)),
-    ("inverse_cap", "f4"),
-    ("more_padding", "V32"),
-]
-_PLAIN = gradient_limits.INPUTS
-INPUTS = {False: np.dtype(_PLAIN), True: np.dtype(_PLAIN + _TERMS)}
+INPUTS = {
+    False: gradient_limits.INPUTS,
+    True: Struct(
+        "with_terms_t",
+        "attention/sm90/backward_score_terms.cuh",
+        (
+            ("ptx::tensor_map_t", "bias_map", "mask_map"),
+            (sm90_forward.CAP, "cap"),
+            ("float", "inverse_cap"),
+        ),
+        alignment=64,
+        base=gradient_limits.INPUTS,
+    ),
+}
 
 
 def has_terms(forward: AttentionProblem) -> bool:
@@ -285,7 +286,7 @@ class HopperWideVjpKernel:
         if not forward.softcap:
             return {}
         cap = sm90_forward.cap_of(forward, in_log2=True)
-        return {**cap, "inverse_cap": 1 / np.float32(cap["cap"])}
+        return {"cap": cap, "inverse_cap": 1 / np.float32(cap["softcap"])}
 
 
 HOPPER_WIDE_VJP = HopperWideVjpKernel(

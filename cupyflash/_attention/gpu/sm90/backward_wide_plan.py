@@ -13,7 +13,6 @@ from cupyflash._attention.gpu.sm80.backward_plan import MmaKernels
 from cupyflash._attention.gpu.sm90 import backward_wide
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
 from cupyflash._attention.gpu.sm90.operands import encoder
-from cupyflash._cuda import structs
 from cupyflash._cuda.launch_sequence import At, Step, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
@@ -95,12 +94,10 @@ def _own(make: Kernels, part, names, encoders, number) -> Step:
     schedule = row.schedule(
         part, forward, device, fields["num_kept"], fields["num_summed"]
     )
+    struct = backward_wide.INPUTS[backward_wide.has_terms(forward)]
     inputs = MappedInputs(
         encoders,
-        lambda maps, pointers: structs.pack_bytes(
-            {**schedule, "slot": (0, 0), **maps},
-            backward_wide.INPUTS[backward_wide.has_terms(forward)],
-        ),
+        lambda maps, pointers: struct.pack({**schedule, "slot": (0, 0), **maps}),
     )
     blocks = min(schedule["num_items"], device.num_sms)
     config = row.config(part, forward, layout.batch_dims, blocks, "dbias" in names)

@@ -31,9 +31,10 @@ from cupyflash._attention.gpu.sm90.forward_tiles import (
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
-from cupyflash._cuda import kernel, tensor_map
+from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import Struct
 
 # Queries, keys and columns of short sequences, and heads a multiprocessor of many.
 _SHORT, _MANY = 64, 16
@@ -51,19 +52,38 @@ _MOST_STAGED = 217 << 10
 # Bytes of keys and values that the L2 cache holds.
 _CACHED = 50 << 20
 
-# inputs_t of cuda_src/attention/sm90/forward.cu.
-HOPPER_INPUTS = np.dtype(
-    [
-        *((f"{name}_map", tensor_map.MAP) for name in "qkv"),
-        *((name, "i4") for name in ("num_items", "num_blocks", "num_heads", "section")),
-        *((name, "i4") for name in ("num_splits", "absent")),
-        *((name, "u8") for name in "qkv"),
-        ("from_log2", "f8"),
-        *((name, "f4") for name in ("to_log2", "margin")),
-        *((name, "f4") for name in ("cap_inverse", "cap_limit", "cap")),
-        ("cap_coefficients", "f4", (4,)),
-        ("padding", "V36"),  # to a multiple of 64
-    ]
+CAP = Struct(
+    "cap_t",
+    "attention/score/softcap.cuh",
+    (("float", "inverse", "limit", "softcap"), ("float", "coefficients[4]")),
+)
+SCHEDULE = Struct(
+    "schedule_t",
+    "attention/sm90/tile_scheduler.cuh",
+    (
+        (
+            "int",
+            "num_items",
+            "num_blocks",
+            "num_heads",
+            "section",
+            "num_splits",
+            "absent",
+        ),
+    ),
+)
+HOPPER_INPUTS = Struct(
+    "inputs_t",
+    "attention/sm90/forward.cu",
+    (
+        ("ptx::tensor_map_t", "q_map", "k_map", "v_map"),
+        (SCHEDULE, "schedule"),
+        ("const elem_t*", "q", "k", "v"),
+        ("double", "from_log2"),
+        ("float", "to_log2", "margin"),
+        (CAP, "cap"),
+    ),
+    alignment=64,
 )
 
 # How far a score may pass its reference, as an exponent of 2.
@@ -378,7 +398,7 @@ class HopperKernel:
             "num_splits": num_splits,
             "section": -(-num_heads // num_sections),
             **_exponents(problem),
-            **cap_of(problem),
+            "cap": cap_of(problem),
         }
 
 
@@ -466,10 +486,10 @@ def cap_of(problem, in_log2=None):
         held = np.isfinite(coefficients) & (np.abs(coefficients) >= _TINY)
         limit = _TANH_LIMITS[int(np.cumprod(held).sum())] if inverse else np.inf
         return {
-            "cap_inverse": inverse,
-            "cap_limit": np.float32(limit) / np.abs(inverse),
-            "cap": np.float32(unit),
-            "cap_coefficients": np.where(held, coefficients, 0),
+            "inverse": inverse,
+            "limit": np.float32(limit) / np.abs(inverse),
+            "softcap": np.float32(unit),
+            "coefficients": np.where(held, coefficients, 0),
         }
 
 

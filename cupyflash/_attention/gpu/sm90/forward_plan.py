@@ -4,7 +4,6 @@ from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.plan import pack_params
 from cupyflash._attention.gpu.sm90.forward import HOPPER_INPUTS
 from cupyflash._attention.gpu.sm90.operands import encoder, q_encoder
-from cupyflash._cuda import structs
 from cupyflash._cuda.launch_sequence import Counter, Steps
 from cupyflash._cuda.tensor_map import MappedInputs
 
@@ -24,7 +23,7 @@ def hopper_steps(row, problem, operands, device) -> Steps:
     def pack(maps, pointers):
         """The kernel's parameter that depends on where q, k and v lie."""
         own = {**schedule, **dict(zip("qkv", pointers, strict=True)), **maps}
-        return structs.pack_bytes(own, HOPPER_INPUTS)
+        return HOPPER_INPUTS.pack(own)
 
     inputs = MappedInputs(encoders, pack)
     combines = row.combines(problem, device)

@@ -1,16 +1,19 @@
 """The launches of attention of wide heads on sm_90a."""
 
-import numpy as np
-
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
 from cupyflash._attention.gpu.plan import pack_params
 from cupyflash._attention.gpu.sm90.forward_wide import BLOCK
 from cupyflash._attention.gpu.sm90.operands import encoder
-from cupyflash._cuda import structs, tensor_map
+from cupyflash._cuda import tensor_map
 from cupyflash._cuda.launch_sequence import Steps
+from cupyflash._cuda.structs import Struct
 
-# maps_t of cuda_src/attention/sm90/forward_wide.cu.
-_MAPS = np.dtype([("k_map", tensor_map.MAP), ("v_map", tensor_map.MAP)])
+MAPS = Struct(
+    "maps_t",
+    "attention/sm90/forward_wide.cu",
+    (("ptx::tensor_map_t", "k", "v"),),
+    alignment=64,
+)
 
 
 def hopper_wide_steps(row, problem, operands, device) -> Steps:
@@ -24,7 +27,10 @@ def hopper_wide_steps(row, problem, operands, device) -> Steps:
         }
         maps = (
             tensor_map.MappedInputs(
-                encoders, lambda maps, pointers: structs.pack_bytes(maps, _MAPS)
+                encoders,
+                lambda maps, pointers: MAPS.pack(
+                    {"k": maps["k_map"], "v": maps["v_map"]}
+                ),
             ),
         )
     (config,) = row.configs(problem, batch_dims, device)

@@ -13,9 +13,8 @@ from test_attention_vjp import agree, gradients, inputs
 from vjp_laws import poison
 
 import cupyflash
-from cupyflash._attention.gpu import gradient_layout, samples
+from cupyflash._attention.gpu import gradient_layout, gradient_limits, samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.sm90 import backward as sm90_backward
 from cupyflash._attention.gpu.sm90.backward import APART, MIXED, TURNS, HopperVjpKernel
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda import device as _device
@@ -201,7 +200,7 @@ def test_turns_are_for_many_tiles(head_dim):
 
 
 def test_the_parameters_are_whole_lines():
-    assert sm90_backward.INPUTS.itemsize % 64 == 0
+    assert gradient_limits.INPUTS.dtype().itemsize % 64 == 0
 
 
 @pytest.mark.parametrize(
@@ -257,7 +256,8 @@ def test_narrow_rows_come_from_wide_ones(dims, monkeypatch):
         if s[-1] % 8
     ]
     numbers, launch = gradient_copies._trim(written, 2)
-    (fields,) = np.frombuffer(numbers, gradient_copies._NUMBERS)
+    pointers = bytes(6 * 8)
+    (fields,) = np.frombuffer(pointers + numbers, gradient_copies.TRIM)
     word = {"short": 2, "unsigned": 4, "long": 8}[
         dict(launch.variant.defines)["WORD_T"].split()[-1]
     ]

@@ -138,8 +138,8 @@ def test_stages_are_the_first_that_fit(name, head_dim):
 
 
 def test_the_parameters_are_whole_lines():
-    for dtype in backward_wide.INPUTS.values():
-        assert dtype.itemsize % 64 == 0
+    for struct in backward_wide.INPUTS.values():
+        assert struct.dtype().itemsize % 64 == 0
 
 
 # --- numbers -------------------------------------------------------------------------

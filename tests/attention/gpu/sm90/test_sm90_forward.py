@@ -184,18 +184,18 @@ def test_the_instructions_are_as_the_script_writes_them():
 def test_small_scores_are_a_polynomial(scale, softcap, bias):
     """To the rounding of float32, up to the limit that goes with the coefficients."""
     asked = dataclasses.replace(problem(softcap=softcap, bias=bias), scale=scale)
-    cap = ROW.schedule(asked, HOPPER)
-    x = np.linspace(-1, 1, 9999) * min(float(cap["cap_limit"]), 1e9)
+    cap = ROW.schedule(asked, HOPPER)["cap"]
+    x = np.linspace(-1, 1, 9999) * min(float(cap["limit"]), 1e9)
     x = x.astype(np.float32)
-    score = cap["cap_coefficients"][3]
+    score = cap["coefficients"][3]
     for n in (2, 1, 0):
-        score = np.float32(score * (x * x) + cap["cap_coefficients"][n])
+        score = np.float32(score * (x * x) + cap["coefficients"][n])
     score = x.astype(np.float64) * score
     # Alone, a softcap leaves exponents of 2.
     unit = np.log2(np.e) if bias is None and 1e-20 <= scale else 1.0
     exact = unit * softcap * np.tanh(x.astype(np.float64) * scale / softcap)
     np.testing.assert_allclose(score, exact, rtol=3 * 2.0**-23, atol=0)
-    assert cap["cap"] == np.float32(unit * softcap)
+    assert cap["softcap"] == np.float32(unit * softcap)
 
 
 def static_smem(slots, tile, head_dim):

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from cupyflash._core import extras
+from cupyflash._core.dtypes import FLOATS
 
-FLOATS = ("float16", "bfloat16", "float32", "float64")
 METHODS = ("auto", "naive", "safe", "online", "tiled")
 
 # The DLPack device codes of CUDA memory and of CUDA managed memory.

@@ -1,21 +1,34 @@
-"""Dtypes as kernels name them, and their sizes."""
+"""The dtypes of array elements: as kernels name them, and their sizes."""
 
-# The C++ type of an array element, by dtype name; half_t and bfloat16_t are ours
-# (cuda_src/common/types.cuh).
-CUDA_TYPES = {
-    "float16": "half_t",
-    "bfloat16": "bfloat16_t",
-    "float32": "float",
-    "float64": "double",
-    "bool": "bool",
-    "int8": "signed char",
-    "int16": "short",
-    "int32": "int",
-    "int64": "long long",
-    "uint8": "unsigned char",
-    "uint16": "unsigned short",
-    "uint32": "unsigned int",
-    "uint64": "unsigned long long",
+from typing import NamedTuple
+
+
+class _Facts(NamedTuple):
+    cuda: str  # half_t and bfloat16_t are ours (cuda_src/common/types.cuh)
+    itemsize: int
+    tensor_map: int | None = None  # CUtensorMapDataType, where a map may have it
+
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+_TABLE = {
+    "float16": _Facts("half_t", 2, 6),
+    "bfloat16": _Facts("bfloat16_t", 2, 9),
+    "float32": _Facts("float", 4, 7),
+    "float64": _Facts("double", 8),
+    "bool": _Facts("bool", 1, 0),
+    "int8": _Facts("signed char", 1),
+    "int16": _Facts("short", 2),
+    "int32": _Facts("int", 4),
+    "int64": _Facts("long long", 8),
+    "uint8": _Facts("unsigned char", 1),
+    "uint16": _Facts("unsigned short", 2),
+    "uint32": _Facts("unsigned int", 4),
+    "uint64": _Facts("unsigned long long", 8),
 }
+CUDA_TYPES = {name: facts.cuda for name, facts in _TABLE.items()}
+ITEMSIZE = {name: facts.itemsize for name, facts in _TABLE.items()}
+TENSOR_MAP_TYPES = {name: facts.tensor_map for name, facts in _TABLE.items()}
 
-ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+# What elements of so many bytes are moved as.
+WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}

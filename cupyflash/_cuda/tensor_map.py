@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyflash._core.dtypes import TENSOR_MAP_TYPES
 from cupyflash._cuda.structs import MAP
 
 ITEMSIZE = 2  # of the types below
-# CUtensorMapDataType by dtype name.
-_TYPES = {"float16": 6, "bfloat16": 9, "float32": 7, "bool": 0}
 _NO_INTERLEAVE, _PROMOTE_256, _ZEROS_OUTSIDE = 0, 3, 0
 # One row of a box is one row of the swizzle: 128 bytes, of bool 64.
 BOX_COLUMNS = 64
@@ -92,7 +91,7 @@ class Encoder:
         self._encode = _driver()
         # Kernels of one call ask for the same, one after the other.
         self._last: tuple[int | None, Any] = None, None
-        self._type = _TYPES[dtype]
+        self._type = TENSOR_MAP_TYPES[dtype]
         self._sizes = (ctypes.c_uint64 * 5)(*where.sizes)
         self._strides = (ctypes.c_uint64 * 4)(*where.strides)
         columns = _COLUMNS.get(dtype, BOX_COLUMNS)

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from cupyflash._attention.gpu import backward_coverage
@@ -133,7 +134,9 @@ def test_bfloat16_is_refused_before_ampere():
 
 
 def test_every_dtype_has_a_cuda_type():
-    assert set(dtypes.ITEMSIZE) <= set(dtypes.CUDA_TYPES)
+    assert set(dtypes.FLOATS) <= set(dtypes.CUDA_TYPES)
+    for name in set(dtypes.CUDA_TYPES) - {"bfloat16"}:
+        assert np.dtype(name).itemsize == dtypes.ITEMSIZE[name]
 
 
 # --- the tables ----------------------------------------------------------------------

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.copy_config import _WORDS, narrow_config
+from cupyflash._attention.gpu.copy_config import narrow_config
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.gradient_config import rows_config, sum_config
 from cupyflash._attention.gpu.simt.backward import FALLBACK, VjpKernel
@@ -15,7 +15,7 @@ from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
 from cupyflash._attention.gpu.sm90.backward import HOPPER_VJP, HopperVjpKernel
 from cupyflash._attention.gpu.sm90.backward_wide import HopperWideVjpKernel
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
-from cupyflash._core.dtypes import ITEMSIZE
+from cupyflash._core.dtypes import FLOATS, WORDS
 from cupyflash._cuda import kernel, tensor_map
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
@@ -33,13 +33,13 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                 asked = problem.forward, batch_dims, device, everything
                 for config in of_row(row, *asked):
                     found[row.name, config.variant] = None
-    for accum, grad in itertools.product(("float32", "float64"), ITEMSIZE):
+    for accum, grad in itertools.product(("float32", "float64"), FLOATS):
         if kernel.refuse_old_device(grad, device) is None:
             for num_sums in (1, 1000):
                 config = sum_config(accum, grad, 4, num_sums, 100)
                 found["sum", config.variant] = None
     if f"{device.arch}a" == HOPPER_VJP.arch:
-        for word in _WORDS:
+        for word in WORDS:
             found["narrow", narrow_config(word, 1).variant] = None
     return list(found)
 

@@ -1,7 +1,7 @@
 """Launches that copy: into rows of whole vectors, and out of them."""
 
 from cupyflash._attention.gpu.config import LONG_AXIS
-from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._core.dtypes import CUDA_TYPES, WORDS
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import AXES, Struct
 
@@ -45,7 +45,6 @@ TRIM_PARAMS = Struct(
     ),
 )
 _NARROW_THREADS = 256
-_WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
 
 
 def blocks_of_narrow(num_bytes: int) -> int:
@@ -55,6 +54,6 @@ def blocks_of_narrow(num_bytes: int) -> int:
 
 def narrow_config(word: int, num_blocks: int) -> LaunchConfig:
     """The launch that takes results from such rows, by words of so many bytes."""
-    defines = {"WORD_T": _WORDS[word], "NUM_THREADS": str(_NARROW_THREADS)}
+    defines = {"WORD_T": WORDS[word], "NUM_THREADS": str(_NARROW_THREADS)}
     variant = Variant("copy/trim_rows.cu", "attention_narrow", tuple(defines.items()))
     return LaunchConfig.over(variant, num_blocks, _NARROW_THREADS)

@@ -2,7 +2,13 @@
 
 import math
 
-from cupyflash._attention.gpu.config import MOST_COUNTED, OPTIONS, num_heads, too_many
+from cupyflash._attention.gpu.config import (
+    MOST_COUNTED,
+    MOST_KEYS,
+    OPTIONS,
+    num_heads,
+    too_many,
+)
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda.device import Device
@@ -24,10 +30,6 @@ INPUTS = Struct(
 
 # Queries of a block and keys of a tile, at the least.
 _LEAST_BLOCK = 64
-
-# Most queries whose terms are summed into a gradient: as _HOPPER_KEYS of the forward
-# row, for the same reason.
-_TERMS = {"float16": 1 << 18, "bfloat16": 1 << 21}
 
 
 def shared_axes(shape: tuple[int, ...], forward: AttentionProblem) -> tuple[bool, ...]:
@@ -84,7 +86,8 @@ def unsupported_reason(
         return "k and v are shared by different entries of the batch"
     if (summed := num_summed(problem)) > most_summed:
         return f"sums at most {most_summed} heads into one of k, not {summed}"
-    terms, most = summed * forward.seqlen_q, _TERMS[forward.dtype]
+    # Queries whose terms are summed into a gradient, for the reason of keys into out.
+    terms, most = summed * forward.seqlen_q, MOST_KEYS[forward.dtype]
     if terms > most:
         return f"sums in {forward.dtype} are exact enough up to {most} queries"
     return too_many(counts(problem, device))

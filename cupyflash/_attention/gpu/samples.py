@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from cupyflash._attention.gpu.fp64 import forward as fp64_forward
 from cupyflash._attention.problem import AttentionProblem
-from cupyflash._core.dtypes import ITEMSIZE
+from cupyflash._core.dtypes import FLOATS
 
 _SWITCHES: dict[str, dict] = {
     "plain": {},
@@ -41,7 +41,7 @@ def made_up(dtype="float16", head_dim=64, batch=(1,), **options):
 
 def representative():
     """(problem, batch axes): each dtype, head dimension and switch at least once."""
-    for dtype in ITEMSIZE:
+    for dtype in FLOATS:
         yield made_up(dtype), 1
     for head_dim, dtype in itertools.product((128, 256, 512), ("float32", "float64")):
         yield made_up(dtype, head_dim), 1
@@ -133,7 +133,7 @@ def everything():
     """(problem, batch axes) over all dtypes, head dimensions and sets of switches."""
     head_dims = (16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)
     yield from representative()
-    for dtype, head_dim in itertools.product(ITEMSIZE, head_dims):
+    for dtype, head_dim in itertools.product(FLOATS, head_dims):
         yield made_up(dtype, head_dim), 1
     for count in range(2, len(_SWITCHES)):
         for names in itertools.combinations(list(_SWITCHES)[1:], count):

@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
-
 from cupyflash._core import dtypes
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import AXES, Struct
@@ -73,8 +71,7 @@ def widest_of(problem):
     return max(2, *(itemsize_of(name) for name in names if name))
 
 
-def itemsize_of(name):
-    return dtypes.ITEMSIZE.get(name) or np.dtype(name).itemsize
+itemsize_of = dtypes.ITEMSIZE.__getitem__
 
 
 # Threads of a block that walks over a row, or over a part of one.

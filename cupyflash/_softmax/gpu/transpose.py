@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 from cupyflash._core import strides as _strides
+from cupyflash._core.dtypes import WORDS
 from cupyflash._cuda.kernel import LaunchConfig, Variant
 from cupyflash._cuda.structs import AXES, Struct
 
@@ -20,12 +21,10 @@ _WORTH = 1 << 16
 # instead of 0.08 (16 bits), 7 of them 0.12 instead of 0.19.
 _FEWEST = 16
 
-_WORDS = {2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}
-
 
 def variant(itemsize: int, outer_axes: int) -> Variant:
     """What is compiled for elements of so many bytes."""
-    defines = (("ELEM_T", _WORDS[itemsize]), ("OUTER_AXES", str(outer_axes)))
+    defines = (("ELEM_T", WORDS[itemsize]), ("OUTER_AXES", str(outer_axes)))
     return Variant("copy/transpose.cu", "softmax_turn", defines)
 
 
@@ -71,7 +70,7 @@ def is_worth(
     shape: Sequence[int], near: Sequence[int], given: Sequence[int], itemsize: int
 ) -> bool:
     """Whether a result with strides `given` is transposed, from those of `near`."""
-    if prod(shape) < _WORTH or itemsize not in _WORDS:
+    if prod(shape) < _WORTH or itemsize not in WORDS:
         return False
     size, steps = _strides.collapse(shape, [near, given])
     if not all(1 in of for of in steps):
@@ -82,4 +81,4 @@ def is_worth(
 
 def compile_list() -> list[tuple[str, Variant]]:
     """What there is to compile."""
-    return [("turn", variant(size, axes)) for size in _WORDS for axes in (1, 2)]
+    return [("turn", variant(size, axes)) for size in WORDS for axes in (1, 2)]

@@ -1,4 +1,4 @@
-"""What a kernel table is made of: variants, launches, the choice of a row."""
+"""What a kernel table is made of: variants, launches, the choice of a kernel."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -59,8 +59,8 @@ class LaunchConfig:
         return math.prod(self.block)
 
 
-class Row(Protocol):
-    """One kernel of a table."""
+class KernelSpec(Protocol):
+    """What a kernel of a table accepts."""
 
     @property
     def name(self) -> str: ...
@@ -72,7 +72,7 @@ class Row(Protocol):
 
 
 def refuse_old_device(dtype: str, device: Device) -> str | None:
-    """The refusal that all rows share: an old card, or bfloat16 before sm_80."""
+    """The reason that all kernel specs share: an old card, or bfloat16 before sm_80."""
     if dtype == "bfloat16" and device.cc < (8, 0):
         return f"bfloat16 needs sm_80 or newer, {device.name} is {device.arch}"
     return None
@@ -84,11 +84,11 @@ def by_threshold(ladder: Sequence[tuple[float, Any]], size: float) -> Any:
 
 
 def select(
-    rows: Iterable[Row], problem: Any, device: Device, *, name: str | None = None
+    rows: Iterable[KernelSpec], problem: Any, device: Device, *, name: str | None = None
 ) -> tuple[Any, tuple[tuple[str, str], ...]]:
-    """The first row that takes `problem`, and why the rows before it did not.
+    """The first kernel spec that takes `problem`, and why those before it did not.
 
-    `name` forces one row, whatever its rung (tests and benchmarks do that).
+    `name` forces one, whatever its methods (tests and benchmarks do that).
     """
     refused: list[tuple[str, str]] = []
     for row in rows:

@@ -50,26 +50,26 @@ def _as_tiles(forward):
 
 
 def _mapped_configs(row, forward, batch_dims, device, everything):
-    """The launches of a problem by a row of sm_90a."""
+    """The launches of a problem by a kernel spec of sm_90a."""
     if batch_dims <= tensor_map.MAX_BATCH_AXES:
         yield from row.configs(forward, batch_dims)
-        yield from _repairs(forward, batch_dims, device)
+        yield from _fallbacks(forward, batch_dims, device)
 
 
 def _mma_configs(row, forward, batch_dims, device, everything):
     """The launches of a problem by mma.sync."""
     yield from row.configs(forward, batch_dims, device, everything)
-    yield from _repairs(forward, batch_dims, device)
+    yield from _fallbacks(forward, batch_dims, device)
 
 
 def _split_configs(row, forward, batch_dims, device, everything):
     """The launches of a problem of float32 by mma.sync."""
     yield from row.configs(forward, batch_dims, device, everything)
     yield rows_config(forward, batch_dims)
-    yield from _repairs(forward, batch_dims, device, OWN_LSE=1)
+    yield from _fallbacks(forward, batch_dims, device, OWN_LSE=1)
 
 
-def _repairs(forward, batch_dims, device, **of_queries):
+def _fallbacks(forward, batch_dims, device, **of_queries):
     """The kernels that make gradients again where they are not finite."""
     tile = FALLBACK.tile(forward, device, 1000, 1000)
     for part in ("queries", "keys"):
@@ -85,11 +85,11 @@ def _f64_configs(row, forward, batch_dims, device, everything):
         yield rows_config(forward, batch_dims)
         for part in ("queries", "keys"):
             yield row.config(part, tile, forward, batch_dims, "float64", 1)
-        yield from _repairs(forward, batch_dims, device)
+        yield from _fallbacks(forward, batch_dims, device)
 
 
 def _portable_configs(row, forward, batch_dims, device, everything):
-    """The launches of a problem by the portable row."""
+    """The launches of a problem by the portable kernels."""
     grads = {forward.dtype: None, forward.compute_dtype: None} if everything else ()
     for tile in _some(row.fitting(forward, device), everything):
         yield rows_config(forward, batch_dims)

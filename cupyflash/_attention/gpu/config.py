@@ -1,4 +1,4 @@
-"""What the rows of the attention table share: configurations, switches, counts."""
+"""What the kernel specs of attention share: configurations, switches, counts."""
 
 import math
 from dataclasses import replace
@@ -212,7 +212,7 @@ def has_terms(problem):
     return has_arrays or problem.softcap > 0 or not scale_is_plain(problem.scale)
 
 
-def runs(problem, part="queries"):
+def two_level_sum(problem, part="queries"):
     """The switch of a kernel whose sums are long.
 
     Sums over keys belong to "queries" (out, dq), those over queries to "keys" (dk and

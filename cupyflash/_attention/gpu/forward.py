@@ -177,7 +177,7 @@ def _select(problem, operands, device):
 
 
 def _known(problem, operands):
-    """What kernels are told, with what the Hopper kernel must know of the arrays."""
+    """What kernels are details, with what the Hopper kernel must know of the arrays."""
     problem, operands = _views.pack_gqa(problem, operands)
     known = replace(
         problem,
@@ -224,15 +224,15 @@ def describe(problem, operands) -> dict[str, Any]:
         return combine.describe(problem, operands)
     device = runtime.device(operands.q.data.device_id)
     row, refused, *_, copies = _select(problem, operands, device)
-    told = {"kernel": row.name, "refused": refused, "device": device.name}
+    details = {"kernel": row.name, "refused": refused, "device": device.name}
     if copies:
-        told["copied first"] = ", ".join(copies)
+        details["copied first"] = ", ".join(copies)
     plan = make_plan(problem, operands)
-    told["launches"] = [_launch.describe(launch) for launch in plan.launches]
+    details["launches"] = [_launch.describe(launch) for launch in plan.launches]
     if isinstance(row, UnfusedKernel) and plan.launches:
         shape = (*problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k)
-        told["scores in memory"] = f"{shape} {row.scores_dtype(problem)}"
-        told["matmuls"] = "cupy.matmul before the first launch and after it"
+        details["scores in memory"] = f"{shape} {row.scores_dtype(problem)}"
+        details["matmuls"] = "cupy.matmul before the first launch and after it"
     else:
-        told["split of the keys"] = getattr(plan, "num_splits", 1)
-    return told
+        details["split of the keys"] = getattr(plan, "num_splits", 1)
+    return details

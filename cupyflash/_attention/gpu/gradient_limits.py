@@ -1,4 +1,4 @@
-"""What the gradient rows of sm_90a share: their parameter, and what they refuse."""
+"""What the gradient kernels of sm_90a share: their parameter, and what they refuse."""
 
 import math
 

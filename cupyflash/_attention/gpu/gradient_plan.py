@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 class Kernels:
-    """Makes the parts of a plan, by the kernels of a kernel spec and one layout."""
+    """Makes the parts of a sequence, by the kernels of a kernel spec and one layout."""
 
     def __init__(self, row, forward, layout, device):
         self.row, self.forward, self.layout = row, forward, layout

@@ -1,4 +1,4 @@
-"""What every attention kernel is told of a call, as params_t has it."""
+"""What every attention kernel gets of a call, as params_t has it."""
 
 import math
 

@@ -43,22 +43,22 @@ def walked(*dtypes):
 
 @_rows_of
 def held_rows(*dtypes):
-    """A length for each tier, a short one, and one with elements beside its vectors."""
+    """A length for each, a short one, and one with elements beside its vectors."""
     vector = on_chip.VECTOR_BYTES // max(
         2, *(softmax_config.itemsize_of(name) for name in dtypes)
     )
-    tiers = (*on_chip.FORWARD, *on_chip.FORWARD_CLUSTERS)
-    return [vector, 25 * vector + 1, *(tier.vectors * vector for tier in tiers)]
+    configs = (*on_chip.FORWARD, *on_chip.FORWARD_CLUSTERS)
+    return [vector, 25 * vector + 1, *(config.vectors * vector for config in configs)]
 
 
 @_rows_of
 def held_pairs(*dtypes):
     widest = max(2, *(softmax_config.itemsize_of(name) for name in dtypes))
     vector = on_chip.VECTOR_BYTES // widest
-    tiers = (*on_chip.BACKWARD, *on_chip.BACKWARD_CLUSTERS)
+    configs = (*on_chip.BACKWARD, *on_chip.BACKWARD_CLUSTERS)
     if widest == 2:
-        tiers = (*on_chip.BACKWARD_16_BITS, *on_chip.BACKWARD_16_BITS_CLUSTERS)
-    return [vector, 25 * vector + 1, *(tier.vectors * vector for tier in tiers)]
+        configs = (*on_chip.BACKWARD_16_BITS, *on_chip.BACKWARD_16_BITS_CLUSTERS)
+    return [vector, 25 * vector + 1, *(config.vectors * vector for config in configs)]
 
 
 @_rows_of

@@ -29,14 +29,14 @@ def test_a_tier_has_a_place_for_every_vector(short, clusters, arrays, arch):
     """Up to the longest row, with blocks that a multiprocessor can have."""
     device = device_of_arch(arch)
     ladder = on_chip.ladder(short, clusters, arrays, device)
-    longest = max(tier.vectors for tier in ladder)
+    longest = max(config.vectors for config in ladder)
     for vectors in (n for n in VECTORS if 0 < n <= longest):
         hold = on_chip.hold(ladder, vectors)
-        places = hold.lanes * hold.cluster * (hold.held + hold.parked)
+        places = hold.lanes * hold.cluster * (hold.in_registers + hold.in_smem)
         assert places >= vectors
         assert hold.num_threads * hold.min_blocks <= 1024
-        parked = hold.parked * hold.num_threads * on_chip.VECTOR_BYTES * arrays
-        assert parked <= device.smem_optin - 8192
+        in_smem = hold.in_smem * hold.num_threads * on_chip.VECTOR_BYTES * arrays
+        assert in_smem <= device.smem_optin - 8192
         assert hold.cluster == 1 or device.cc >= (9, 0)
         assert hold.cluster <= 16
     assert on_chip.hold(ladder, longest + 1) is None
@@ -70,7 +70,7 @@ def test_blocks_of_a_row_are_few_and_full():
     )
     for vectors, blocks in ((2616, 2), (8192, 4), (8238, 4), (12564, 4), (66027, 16)):
         hold = on_chip.hold(ladder, vectors)
-        slots = hold.lanes * (hold.held + hold.parked)
+        slots = hold.lanes * (hold.in_registers + hold.in_smem)
         assert hold.cluster == blocks
         assert vectors > 0.93 * slots * blocks
 

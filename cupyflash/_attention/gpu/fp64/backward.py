@@ -1,4 +1,4 @@
-"""The float64 row of the gradient table: tensor cores, and how it cuts a problem."""
+"""The kernel spec of float64 gradients: tensor cores, and how it is launched."""
 
 from dataclasses import dataclass
 
@@ -150,7 +150,7 @@ class TensorFloat64VjpKernel:
                 DIM=dim,
                 BLOCK_N=tile.block_n,
                 MIN_BLOCKS=tile.min_blocks,
-                **attention_config.runs(forward, part),
+                **attention_config.two_level_sum(forward, part),
             ),
             smem=tile.smem(dim),
         )

@@ -1,4 +1,4 @@
-"""The float64 row of the attention table: tensor cores, and how it cuts a problem."""
+"""The kernel spec of float64 attention: tensor cores, and how it is launched."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -162,7 +162,7 @@ class TensorFloat64Kernel:
         }
         if not attention_config.scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
-        switches |= attention_config.runs(problem)
+        switches |= attention_config.two_level_sum(problem)
         variant = Variant(
             source="attention/fp64/forward.cu",
             entry=f"attention_{self.name}",

@@ -1,4 +1,4 @@
-"""Gradient kernels for any GPU: their tiles, and how they cut a problem."""
+"""Gradient kernels for any GPU: their tiles, and how they are launched."""
 
 from dataclasses import dataclass
 
@@ -115,7 +115,7 @@ class VjpKernel:
             SINGLE=int(single),
             # Options take registers: under the cap a kernel would spill.
             MIN_BLOCKS=tile.min_blocks if plain else 1,
-            **attention_config.runs(forward, part),
+            **attention_config.two_level_sum(forward, part),
             **more,
         )
         itemsize = ITEMSIZE[forward.compute_dtype]

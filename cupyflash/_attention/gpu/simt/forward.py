@@ -1,4 +1,4 @@
-"""Kernels of attention for any GPU: their tiles, and how they cut a problem."""
+"""Kernels of attention for any GPU: their tiles, and how they are launched."""
 
 import math
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from cupyflash._attention.gpu.config import (
     num_heads,
     num_rows,
     num_tiles,
-    runs,
     split_to_fill,
     too_many,
+    two_level_sum,
     without_options,
 )
 from cupyflash._attention.problem import AttentionProblem
@@ -143,7 +143,11 @@ class FusedKernel:
         self, tile: Tile, problem: AttentionProblem, batch_dims: int
     ) -> LaunchConfig:
         """The launch with a given tile."""
-        shape = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, **runs(problem)}
+        shape = {
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            **two_level_sum(problem),
+        }
         num_blocks = num_tiles(problem, tile.block_m)
         dims = self._dims(problem)
         if self.dims_compiled:

@@ -1,4 +1,4 @@
-"""The row of the gradient table that runs on tensor cores of sm_80 and newer."""
+"""The kernel spec of gradients on tensor cores of sm_80 and newer."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""The row of the gradient table for float32 on tensor cores of sm_80 and newer."""
+"""The kernel spec of float32 gradients on tensor cores of sm_80 and newer."""
 
 import math
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from cupyflash._attention.gpu.config import (
     has_terms,
     num_heads,
     num_rows,
-    runs,
     scale_is_plain,
     too_many,
+    two_level_sum,
     without_options,
 )
 from cupyflash._attention.problem import AttentionProblem
@@ -50,9 +50,9 @@ class MmaSplitVjpTile:
 
     def smem(self, part: str, dim: int, parts: int) -> int:
         """Bytes of shared memory of a part."""
-        images = 2 * self.rows // _GRANULE + 2 * self.stages
+        num_tiles = 2 * self.rows // _GRANULE + 2 * self.stages
         stats = self.stages * _STATS if part == "_keys" else 0
-        return images * split_tile_bytes(dim, parts) + stats
+        return num_tiles * split_tile_bytes(dim, parts) + stats
 
     def fits(self, part: str, dim: int, parts: int, device: Device) -> bool:
         """Whether a multiprocessor holds `min_blocks` blocks, and registers do."""
@@ -97,7 +97,7 @@ class MmaSplitVjpKernel:
     tiles: dict[tuple[str, bool], _Tiles]
     # Queries, and keys, from which float32 pays for being split.
     least: int = 64
-    # Bytes of images of k and v that are allowed a byte of out.
+    # Bytes of split k and v that are allowed a byte of out.
     most_split_bytes: float = 4
     fast: bool = True
 
@@ -118,9 +118,12 @@ class MmaSplitVjpKernel:
         if reason := too_many(self.counts(problem, device)):
             return reason
         keys = math.prod(forward.batch) * forward.num_kv_heads * forward.seqlen_k
-        images = keys * self.parts(forward) * 2 * 2 * self.dim(forward)
-        if images > self.most_split_bytes * 4 * num_rows(forward) * forward.head_dim_v:
-            return f"keys in parts would take {images} bytes, much more than out"
+        split_bytes = keys * self.parts(forward) * 2 * 2 * self.dim(forward)
+        if (
+            split_bytes
+            > self.most_split_bytes * 4 * num_rows(forward) * forward.head_dim_v
+        ):
+            return f"keys in parts would take {split_bytes} bytes, much more than out"
         if any(self.tile(part, forward, device) is None for part in _PARTS):
             return (
                 f"head_dim {forward.head_dim} needs more shared memory than the "
@@ -182,7 +185,7 @@ class MmaSplitVjpKernel:
         else:
             threads, smem = tile.num_threads, tile.smem(part, dim, parts)
             switches["BLOCK_M" if part == "_queries" else "BLOCK_N"] = tile.rows
-            switches |= runs(forward, part[1:])
+            switches |= two_level_sum(forward, part[1:])
         if not scale_is_plain(forward.scale):
             switches["SCALE_SCORES"] = 1
         variant = Variant(
@@ -220,15 +223,15 @@ class MmaSplitVjpKernel:
         self, part: str, forward: AttentionProblem, device: Device, num_kept: int,
         num_summed: int,
     ) -> int:  # fmt: skip
-        """Kept entries whose images of the other rows stay in the L2 cache.
+        """Kept entries whose split tiles of the other rows stay in the L2 cache.
 
         Where all tiles are alike, those of one entry follow each other.
         """
         if forward.left is None and forward.right is None:
             return 1
         other = forward.seqlen_k if part == "_queries" else forward.seqlen_q
-        image = split_tile_bytes(self.dim(forward), self.parts(forward))
-        entry_bytes = 2 * granules(other) * image * num_summed
+        tile_bytes = split_tile_bytes(self.dim(forward), self.parts(forward))
+        entry_bytes = 2 * granules(other) * tile_bytes * num_summed
         in_cache = gradient_limits.in_cache(device, entry_bytes)
         return gradient_limits.section(num_kept, in_cache)
 

@@ -1,4 +1,4 @@
-"""The row of the attention table that runs on tensor cores of sm_80 and newer."""
+"""The kernel spec of attention on tensor cores of sm_80 and newer."""
 
 import math
 from dataclasses import dataclass, replace
@@ -16,10 +16,10 @@ from cupyflash._attention.gpu.config import (
     num_rows,
     num_splits,
     num_tiles,
-    runs,
     scale_is_plain,
     split_to_fill,
     too_many,
+    two_level_sum,
     without_options,
 )
 from cupyflash._attention.problem import AttentionProblem
@@ -48,13 +48,13 @@ _START, _END = 1.5, 1.5
 # themselves at 256 columns (causal, 16384 keys: 349.5 with two tiles a block, 358.4
 # with one).
 _MOST_TILES = 64
-# Keys from which parts of them pay, by as many parts, up to 4: below, the merge takes
-# what they save (8 heads of 64 columns: 1024 x 1024 in 2 parts 53 us, whole 45).
+# Keys from which splits pay, by as many splits, up to 4: below, to combine takes what
+# they save (8 heads of 64 columns: 1024 x 1024 in 2 splits 53 us, whole 45).
 _LEAST_SPLIT_KEYS = 4096
-# Queries from which the row takes as many keys in parts: 48 x 65536 of 128 columns
+# Queries from which the row splits as many keys: 48 x 65536 of 128 columns
 # 85 us, by "tiled" 138; of 32 83 and 94, of 16 80 and 80; 48 x 1024 51 and 42.
 _LEAST_SPLIT_QUERIES = 32
-# Queries of a group from which keys in parts are split beforehand, and bytes that may
+# Queries of a group from which keys are made float16 beforehand, and bytes that may
 # take: of 128 queries it takes as long, of 512 x 65536 232 us where each block splits
 # them in 388.
 _READERS = 256
@@ -209,7 +209,7 @@ class MmaKernel:
         """Whether another kernel splits the keys and values beforehand.
 
         Their parts are extra memory, which must not be more than out is, or, where keys
-        are in parts, than a bound.
+        are split, than a bound.
         """
         if problem.dtype != "float32":
             return False
@@ -384,7 +384,7 @@ class MmaKernel:
             switches["PREPARED"] = 1
         if not scale_is_plain(problem.scale):
             switches["SCALE_SCORES"] = 1
-        switches |= runs(problem)
+        switches |= two_level_sum(problem)
         variant = Variant(
             source="attention/sm80/forward.cu",
             entry=f"attention_{self.name}",

@@ -305,7 +305,7 @@ class HopperVjpKernel:
     def configs(
         self, forward: AttentionProblem, batch_dims: int
     ) -> Iterator[LaunchConfig]:
-        """Every launch but the repairs, in lengths that bring all tiles."""
+        """Every launch but the fallbacks, in lengths that bring all tiles."""
         ladder = self.tiles[self.dim(forward)][sm90_forward.bounds_of(forward) > 0]
         for bound, _ in ladder:
             longest = replace(forward, seqlen_q=int(min(bound, 1 << 14)))

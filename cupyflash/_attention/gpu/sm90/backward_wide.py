@@ -1,4 +1,4 @@
-"""The row of the gradient table for wide heads and options on sm_90a."""
+"""The kernel spec of the gradient table for wide heads and options on sm_90a."""
 
 import math
 from collections.abc import Iterator
@@ -244,7 +244,7 @@ class HopperWideVjpKernel:
     def configs(
         self, forward: AttentionProblem, batch_dims: int
     ) -> Iterator[LaunchConfig]:
-        """Every launch of a problem but the repairs."""
+        """Every launch of a problem but the fallbacks."""
         yield self.rows_config(forward, batch_dims)
         for part in _STAGES:
             yield self.config(part, forward, batch_dims, 1)

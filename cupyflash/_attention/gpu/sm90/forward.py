@@ -1,4 +1,4 @@
-"""The row of the attention table for sm_90a: tensor cores and TMA."""
+"""The kernel spec of the attention table for sm_90a: tensor cores and TMA."""
 
 import math
 from dataclasses import dataclass

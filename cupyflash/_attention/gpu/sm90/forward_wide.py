@@ -1,4 +1,4 @@
-"""The row of the attention table for heads above 256 columns, on sm_90a."""
+"""The kernel spec of the attention table for heads above 256 columns, on sm_90a."""
 
 from dataclasses import dataclass
 

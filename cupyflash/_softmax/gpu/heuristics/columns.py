@@ -1,4 +1,4 @@
-"""How kernels of columns, whose neighbours lie side by side, cut a problem."""
+"""Launches of kernels of columns, whose neighbours lie side by side."""
 
 import math
 
@@ -225,10 +225,10 @@ def _cluster_of(problem, columns, rows, device):
     return cluster
 
 
-def _column_config(problem, vector, side, deep, held, parked, cluster, resident):
+def _column_config(problem, vector, side, deep, held, in_smem, cluster, resident):
     """The launch for tiles of `side` vectors, with `deep` threads down each column.
 
-    Each has `held` rows in registers and `parked` in shared memory.
+    Each has `held` rows in registers and `in_smem` in shared memory.
     """
     layout = problem.layout
     group = side * deep
@@ -242,7 +242,7 @@ def _column_config(problem, vector, side, deep, held, parked, cluster, resident)
         "SIDE": side,
         "DEEP": deep,
         "HELD": held,
-        "PARKED": parked,
+        "PARKED": in_smem,
         "CLUSTER": cluster,
         "RESIDENT": max(1, round(resident / threads)),
     }
@@ -251,7 +251,7 @@ def _column_config(problem, vector, side, deep, held, parked, cluster, resident)
             min(-(-tiles // groups), softmax_config.MAX_BLOCKS // cluster) * cluster,
             threads,
             values,
-            smem=parked * threads * vector * _held_bytes(problem),
+            smem=in_smem * threads * vector * _held_bytes(problem),
             cluster=cluster,
         ),
     )
@@ -307,7 +307,7 @@ def _tile(length, held, num_vectors, vector_bytes):
 
 
 def _long_tile(problem, held, vector, vector_bytes, device):
-    """The same for longer ones: also rows that are parked, and blocks a cluster."""
+    """The same for longer ones: also rows that are in_smem, and blocks a cluster."""
     num_vectors = -(-problem.layout.inner // vector)
     arrays = 2 if problem.dtypes.get("dy") else 1
     held = max(2, min(held, 16 // arrays) // 2 * 2)

@@ -1,4 +1,4 @@
-"""How kernels cut a problem into sums of rows, of which one number is left."""
+"""Launches of kernels for sums of rows, of which one number is left."""
 
 from cupyflash._core import arrays
 from cupyflash._cuda import kernel

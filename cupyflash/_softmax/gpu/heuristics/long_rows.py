@@ -1,4 +1,4 @@
-"""How kernels cut a problem whose rows many blocks share."""
+"""Launches of kernels whose rows many blocks share."""
 
 from cupyflash._core import arrays
 from cupyflash._softmax.gpu.config import (

@@ -1,6 +1,6 @@
-"""How long rows are held on chip: tiers of threads, registers and shared memory.
+"""How long rows are held on chip: configs of threads, registers and shared memory.
 
-A row is counted in vectors of 16 bytes of its widest array. The first tier that can
+A row is counted in vectors of 16 bytes of its widest array. The first config that can
 hold it takes it; all numbers were chosen on an H200, as a share of the speed of a copy.
 """
 
@@ -17,13 +17,13 @@ _BLOCK_THREADS = 128
 
 
 @dataclass(frozen=True)
-class Tier:
+class OnChipConfig:
     """A way to hold a row, and thereby the longest row that it can hold."""
 
     threads: int  # a block gives to a row, at most
-    held: int  # vectors a thread has in registers, at most
+    in_registers: int  # vectors a thread has in registers, at most
     threads_per_sm: int  # that the registers of a multiprocessor are divided among
-    parked: int = 0  # vectors a thread has in shared memory besides, at most
+    in_smem: int = 0  # vectors a thread has in shared memory besides, at most
     cluster: int = 1  # blocks that share a row, at most
     doubling: bool = False  # 1, 2, 4, ... blocks, and lanes that leave few slots empty
     fill: float = 0.0  # part of the slots that a row has to fill
@@ -31,7 +31,7 @@ class Tier:
     @property
     def slots(self) -> int:
         """Vectors of a block."""
-        return self.threads * (self.held + self.parked)
+        return self.threads * (self.in_registers + self.in_smem)
 
     @property
     def vectors(self) -> int:
@@ -54,8 +54,8 @@ class Hold:
 
     lanes: int  # threads of a block that work on one row
     rows_per_block: int
-    held: int  # vectors a thread
-    parked: int
+    in_registers: int  # vectors a thread
+    in_smem: int
     cluster: int
     min_blocks: int  # that a multiprocessor is to have registers for
 
@@ -70,143 +70,145 @@ FORWARD = (
     # Up to 4 KB 4 vectors a thread: 0.97 to 0.99 at 256 and 1024; with 8 it is 0.01
     # less, with 2 and 1 less than 0.91, with 3, of rows that are no whole vectors, 0.8.
     # Above, 8 vectors: 0.95 to 0.98; with 4 0.90 to 0.94 at 4096 and 0.83 at 8192.
-    Tier(320, 8, 1024),
+    OnChipConfig(320, 8, 1024),
     # Of blocks of 352 and 384 threads two fit, of these five: 10467 floats 0.93, 0.98.
-    Tier(192, 8, 1024, cluster=2),
-    Tier(512, 8, 1024),
+    OnChipConfig(192, 8, 1024, cluster=2),
+    OnChipConfig(512, 8, 1024),
 )
 # Exponentials of doubles take the registers of a vector more.
-FORWARD_F64 = (FORWARD[0], Tier(224, 7, 1024, cluster=2), FORWARD[-1])
+FORWARD_F64 = (FORWARD[0], OnChipConfig(224, 7, 1024, cluster=2), FORWARD[-1])
 # log_softmax of 16 bits spills 24 bytes with a vector more, and up to 148 in rows of
 # one or two vectors with more threads.
 LOG_16_BITS = (
-    Tier(1, 2, 896),
-    Tier(320, 7, 1024),
-    Tier(192, 7, 1024, cluster=2),
-    Tier(512, 7, 1024),
+    OnChipConfig(1, 2, 896),
+    OnChipConfig(320, 7, 1024),
+    OnChipConfig(192, 7, 1024, cluster=2),
+    OnChipConfig(512, 7, 1024),
 )
 # Rows that do not fill whole blocks: shared memory before more blocks. 50257 floats:
 # 0.96 in 4 blocks, 0.90 in 7 without it.
 _FULL = (
     # 4 blocks of 256 on a multiprocessor: 0.97 to 0.98 at 32768 and 65536 (float32);
-    # 2 blocks of 512 reach 0.96 and 0.90, with half of the row parked 0.94.
-    Tier(256, 8, 1024, cluster=8, doubling=True, fill=15 / 16),
+    # 2 blocks of 512 reach 0.96 and 0.90, with half of the row in_smem 0.94.
+    OnChipConfig(256, 8, 1024, cluster=8, doubling=True, fill=15 / 16),
 )
 _LONGEST = (
-    # Three blocks: 0.78 at 204691 doubles, two of the next tier 0.74.
-    Tier(256, 8, 768, parked=18, cluster=16, doubling=True),
+    # Three blocks: 0.78 at 204691 doubles, two of the next config 0.74.
+    OnChipConfig(256, 8, 768, in_smem=18, cluster=16, doubling=True),
     # 0.77 at 262144 (float64); to read the row twice reaches 0.4.
-    Tier(256, 16, 512, parked=16, cluster=16, doubling=True),
+    OnChipConfig(256, 16, 512, in_smem=16, cluster=16, doubling=True),
 )
 FORWARD_CLUSTERS = (
     *_FULL,
-    Tier(256, 6, 1024, parked=10, cluster=8, doubling=True),
-    # 275567 of 16 bits: 0.94, in 16 blocks with 3 parked 0.85; 145000 floats 0.95,
+    OnChipConfig(256, 6, 1024, in_smem=10, cluster=8, doubling=True),
+    # 275567 of 16 bits: 0.94, in 16 blocks with 3 in_smem 0.85; 145000 floats 0.95,
     # 0.93.
-    # With 13 parked 300001 of 16 bits 0.91, in 16 blocks of 160 threads 0.94.
-    Tier(256, 6, 1024, parked=12, cluster=8, doubling=True),
-    Tier(256, 6, 1024, parked=10, cluster=16, doubling=True),
+    # With 13 in_smem 300001 of 16 bits 0.91, in 16 blocks of 160 threads 0.94.
+    OnChipConfig(256, 6, 1024, in_smem=12, cluster=8, doubling=True),
+    OnChipConfig(256, 6, 1024, in_smem=10, cluster=16, doubling=True),
     # Of 14 blocks fewer fit onto the card than of 16: 264107 floats 0.86, 0.93.
-    Tier(256, 6, 1024, parked=13, cluster=16, doubling=True),
+    OnChipConfig(256, 6, 1024, in_smem=13, cluster=16, doubling=True),
     *_LONGEST,
 )
 # log_softmax of doubles has a table only where it parks: 16384 0.92, 0.89 without.
 LOG_F64_CLUSTERS = (
-    Tier(256, 5, 1024, parked=11, cluster=8, doubling=True),
-    # More parked rather than 16 blocks: 69632 0.93, 0.81; 90112 0.92, 0.86 (three
+    OnChipConfig(256, 5, 1024, in_smem=11, cluster=8, doubling=True),
+    # More in_smem rather than 16 blocks: 69632 0.93, 0.81; 90112 0.92, 0.86 (three
     # blocks a multiprocessor); but 98304 0.85, 0.88.
-    Tier(256, 5, 1024, parked=13, cluster=8, doubling=True),
-    Tier(256, 8, 768, parked=14, cluster=8, doubling=True),
-    Tier(256, 5, 1024, parked=11, cluster=16, doubling=True),
-    Tier(256, 5, 1024, parked=13, cluster=16, doubling=True),
+    OnChipConfig(256, 5, 1024, in_smem=13, cluster=8, doubling=True),
+    OnChipConfig(256, 8, 768, in_smem=14, cluster=8, doubling=True),
+    OnChipConfig(256, 5, 1024, in_smem=11, cluster=16, doubling=True),
+    OnChipConfig(256, 5, 1024, in_smem=13, cluster=16, doubling=True),
     *_LONGEST,
 )
 FORWARD_F64_CLUSTERS = (
     # 32768: 0.96, as below 0.95, of 8 vectors without shared memory 0.90; but 65536
     # 0.93 and 0.94, 20001 0.88 and 0.94.
-    Tier(256, 6, 768, parked=10, cluster=4, doubling=True, fill=15 / 16),
+    OnChipConfig(256, 6, 768, in_smem=10, cluster=4, doubling=True, fill=15 / 16),
     *LOG_F64_CLUSTERS,
 )
 # Rows over several axes: where each vector lies takes registers, too.
 FORWARD_OF_PIECES, FORWARD_OF_PIECES_CLUSTERS = LOG_16_BITS, FORWARD_CLUSTERS[1:]
 # With a mask, a scale, integers or strides, registers go elsewhere.
-FORWARD_HEAVY = (Tier(512, 4, 512),)
+FORWARD_HEAVY = (OnChipConfig(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
-    Tier(256, 4, 512, cluster=16),
-    Tier(256, 4, 512, parked=4, cluster=16),
+    OnChipConfig(256, 4, 512, cluster=16),
+    OnChipConfig(256, 4, 512, in_smem=4, cluster=16),
 )
-STRIDED = (Tier(512, 2, 512),)
+STRIDED = (OnChipConfig(512, 2, 512),)
 
 # Gradients hold as many vectors of y and of dy.
-BACKWARD = (Tier(512, 4, 1024),)
+BACKWARD = (OnChipConfig(512, 4, 1024),)
 # 16 bits: what becomes of twice as many numbers needs registers, too.
-BACKWARD_16_BITS = (Tier(256, 4, 768),)
+BACKWARD_16_BITS = (OnChipConfig(256, 4, 768),)
 # Rows over several axes: with a vector more, softmax_vjp of float16 spills 180 bytes.
-BACKWARD_OF_PIECES = (Tier(256, 3, 768),)
+BACKWARD_OF_PIECES = (OnChipConfig(256, 3, 768),)
 BACKWARD_CLUSTERS = (
-    Tier(256, 8, 512, cluster=8),
+    OnChipConfig(256, 8, 512, cluster=8),
     # 8 vectors: 1.02 at 131072 (float32); with 4 and twice the threads 0.99.
-    Tier(256, 8, 512, cluster=16, doubling=True, fill=15 / 16),
+    OnChipConfig(256, 8, 512, cluster=16, doubling=True, fill=15 / 16),
     # 50257 doubles: 1.00, in 13 blocks without shared memory 0.86.
-    Tier(256, 8, 512, parked=8, cluster=8, doubling=True),
-    Tier(256, 8, 512, parked=8, cluster=16),
+    OnChipConfig(256, 8, 512, in_smem=8, cluster=8, doubling=True),
+    OnChipConfig(256, 8, 512, in_smem=8, cluster=16),
 )
 # log_softmax of doubles: 65536 1.00, in 16 blocks without shared memory 0.86; 10000
 # 1.02, in three 0.82. softmax of doubles: 32768 1.02, without 1.03.
 BACKWARD_LOG_F64_CLUSTERS = BACKWARD_CLUSTERS[2:]
 BACKWARD_16_BITS_CLUSTERS = (
     # 4 vectors of 3 blocks of 224 threads a multiprocessor: 0.79 to 0.92.
-    Tier(256, 6, 512, parked=2, cluster=16),
-    Tier(256, 6, 512, parked=10, cluster=16),
+    OnChipConfig(256, 6, 512, in_smem=2, cluster=16),
+    OnChipConfig(256, 6, 512, in_smem=10, cluster=16),
 )
 
 
 # The assembler spills more of the same on other architectures than sm_90.
-_FORWARD_ELSEWHERE = (Tier(512, 5, 1024),)
+_FORWARD_ELSEWHERE = (OnChipConfig(512, 5, 1024),)
 _F64_ELSEWHERE = (
-    Tier(256, 6, 512, cluster=8),
-    Tier(256, 6, 512, parked=10, cluster=16),
+    OnChipConfig(256, 6, 512, cluster=8),
+    OnChipConfig(256, 6, 512, in_smem=10, cluster=16),
 )
 ELSEWHERE = {
     FORWARD: _FORWARD_ELSEWHERE,
     FORWARD_F64: _FORWARD_ELSEWHERE,
-    LOG_16_BITS: (Tier(512, 5, 512),),
-    BACKWARD: (Tier(512, 3, 1024),),
-    BACKWARD_16_BITS: (Tier(256, 3, 768),),
+    LOG_16_BITS: (OnChipConfig(512, 5, 512),),
+    BACKWARD: (OnChipConfig(512, 3, 1024),),
+    BACKWARD_16_BITS: (OnChipConfig(256, 3, 768),),
     FORWARD_CLUSTERS: (
-        Tier(256, 6, 512, cluster=8),
-        Tier(256, 6, 512, parked=10, cluster=16),
+        OnChipConfig(256, 6, 512, cluster=8),
+        OnChipConfig(256, 6, 512, in_smem=10, cluster=16),
     ),
     FORWARD_F64_CLUSTERS: _F64_ELSEWHERE,
     FORWARD_OF_PIECES_CLUSTERS: _F64_ELSEWHERE,
     LOG_F64_CLUSTERS: _F64_ELSEWHERE,
     BACKWARD_CLUSTERS: (
-        Tier(256, 6, 512, cluster=16),
-        Tier(256, 6, 512, parked=10, cluster=16),
+        OnChipConfig(256, 6, 512, cluster=16),
+        OnChipConfig(256, 6, 512, in_smem=10, cluster=16),
     ),
     BACKWARD_LOG_F64_CLUSTERS: (
-        Tier(256, 6, 512, cluster=16),
-        Tier(256, 6, 512, parked=10, cluster=16),
+        OnChipConfig(256, 6, 512, cluster=16),
+        OnChipConfig(256, 6, 512, in_smem=10, cluster=16),
     ),
-    BACKWARD_16_BITS_CLUSTERS: (Tier(256, 5, 512, parked=10, cluster=16),),
+    BACKWARD_16_BITS_CLUSTERS: (OnChipConfig(256, 5, 512, in_smem=10, cluster=16),),
 }
 
 
-def without_clusters(held: int, arrays: int, device: Device) -> tuple[Tier, ...]:
+def without_clusters(
+    held: int, arrays: int, device: Device
+) -> tuple[OnChipConfig, ...]:
     """One block with all the shared memory that it may have, for `arrays` rows."""
     threads = 512
     spare = device.smem_optin - 8192  # for the exchange between warps
-    parked = spare // (threads * VECTOR_BYTES * arrays)
-    return (Tier(threads, held, 512, parked=parked),) if parked > 0 else ()
+    in_smem = spare // (threads * VECTOR_BYTES * arrays)
+    return (OnChipConfig(threads, held, 512, in_smem=in_smem),) if in_smem > 0 else ()
 
 
 def ladder(
-    short: tuple[Tier, ...],
-    clusters: tuple[Tier, ...],
+    short: tuple[OnChipConfig, ...],
+    clusters: tuple[OnChipConfig, ...],
     arrays: int,
     device: Device,
-) -> tuple[Tier, ...]:
-    """The tiers that a device has."""
+) -> tuple[OnChipConfig, ...]:
+    """The configs that a device has."""
     if device.cc != (9, 0):
         short = ELSEWHERE.get(short, short)
         clusters = ELSEWHERE.get(clusters, clusters)
@@ -214,26 +216,26 @@ def ladder(
         return (*short, *clusters)
     if not clusters:
         return short
-    return (*short, *without_clusters(short[-1].held, arrays, device))
+    return (*short, *without_clusters(short[-1].in_registers, arrays, device))
 
 
-def hold(tiers: Sequence[Tier], vectors: int, ends: int = 0) -> Hold | None:
-    """How the first tier that can holds a row of so many vectors.
+def hold(configs: Sequence[OnChipConfig], vectors: int, ends: int = 0) -> Hold | None:
+    """How the first config that can holds a row of so many vectors.
 
     `ends` elements beside whole vectors stand at its two ends, at most.
     """
     vectors = max(1, vectors)
-    tier = next((tier for tier in tiers if tier.takes(vectors)), None)
-    if tier is None:
+    config = next((config for config in configs if config.takes(vectors)), None)
+    if config is None:
         return None
-    cluster = tier.blocks(vectors)
-    lanes = _lanes_of_short_row(vectors, tier.held, ends)
+    cluster = config.blocks(vectors)
+    lanes = _lanes_of_short_row(vectors, config.in_registers, ends)
     if lanes is None:
-        lanes = _lanes_of_long_row(-(-vectors // cluster), tier)
+        lanes = _lanes_of_long_row(-(-vectors // cluster), config)
     slots = -(-vectors // (cluster * lanes))
     rows_per_block = _BLOCK_THREADS // lanes if lanes <= WARP else 1
-    held = min(slots, tier.held)
-    threads_per_sm = tier.threads_per_sm
+    held = min(slots, config.in_registers)
+    threads_per_sm = config.threads_per_sm
     if lanes <= 4:  # the two ends of a row take registers of few threads
         threads_per_sm -= threads_per_sm // 4
     return Hold(
@@ -272,19 +274,19 @@ def _lanes_of_short_row(vectors, most, ends):
 _FEWER_LANES = 1.04
 
 
-def _lanes_of_long_row(vectors, tier):
+def _lanes_of_long_row(vectors, config):
     """Threads, whole warps, for so many vectors in a block."""
-    per_thread = tier.held + tier.parked
+    per_thread = config.in_registers + config.in_smem
     # Of more than one warp: the exchange between them is the same for all lengths.
     fewest = max(2 * WARP, -(-vectors // (per_thread * WARP)) * WARP)
-    if not tier.doubling:
+    if not config.doubling:
         return fewest
 
     def cost(lanes):
         slots = -(-vectors // lanes) * lanes
-        return slots if lanes == tier.threads else slots * _FEWER_LANES
+        return slots if lanes == config.threads else slots * _FEWER_LANES
 
-    return min(range(tier.threads, fewest - 1, -WARP), key=cost)
+    return min(range(config.threads, fewest - 1, -WARP), key=cost)
 
 
 @dataclass(frozen=True)

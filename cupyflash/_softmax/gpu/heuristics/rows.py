@@ -1,4 +1,4 @@
-"""How kernels cut a problem whose rows a block walks over, or some blocks hold."""
+"""Launches of kernels whose rows a block walks over, or some blocks hold."""
 
 from cupyflash._core import arrays
 from cupyflash._cuda import kernel
@@ -45,12 +45,12 @@ def walk_rows(problem, device):
 
 def hold_rows(problem, device):
     """Threads that hold a row on chip; any strides."""
-    return _held_by(problem, device, _forward_tiers(problem, device), ("x",))
+    return _held_by(problem, device, _forward_configs(problem, device), ("x",))
 
 
 def hold_pairs(problem, device):
     """Threads that hold a row of y and one of dy on chip; any strides."""
-    return _held_by(problem, device, _backward_tiers(problem, device), ("x", "dy"))
+    return _held_by(problem, device, _backward_configs(problem, device), ("x", "dy"))
 
 
 def _is_contiguous(problem):
@@ -72,7 +72,7 @@ def _is_heavy(problem):
     return not dtypes.get("dy") and bool(dtypes.get("where") or problem.scale != 1)
 
 
-def _forward_tiers(problem, device):
+def _forward_configs(problem, device):
     if not _is_contiguous(problem):
         return on_chip.STRIDED
     if _is_heavy(problem):
@@ -92,7 +92,7 @@ def _forward_tiers(problem, device):
     return on_chip.ladder(short, clusters, 1, device)
 
 
-def _backward_tiers(problem, device):
+def _backward_configs(problem, device):
     if not _is_contiguous(problem):
         return on_chip.STRIDED
     if _is_heavy(problem):
@@ -109,7 +109,7 @@ def _backward_tiers(problem, device):
     return on_chip.ladder(short, clusters, 2, device)
 
 
-def _held_by(problem, device, tiers, names):
+def _held_by(problem, device, configs, names):
     """The launch that holds rows of these operands, or why there is none."""
     widest, contiguous = widest_of(problem), _is_contiguous(problem)
     vector = on_chip.VECTOR_BYTES // widest
@@ -118,9 +118,9 @@ def _held_by(problem, device, tiers, names):
     if not contiguous:
         vectors = -(-problem.row_length // vector)
     is_whole = not contiguous or problem.row_length % vector == 0
-    hold = on_chip.hold(tiers, vectors, 0 if is_whole else 2 * vector - 2)
+    hold = on_chip.hold(configs, vectors, 0 if is_whole else 2 * vector - 2)
     if hold is None:
-        longest = tiers[-1].vectors * vector
+        longest = configs[-1].vectors * vector
         return (
             f"a row of {problem.row_length} does not fit on chip (at most about "
             f"{longest} elements for these options and strides)"
@@ -130,22 +130,22 @@ def _held_by(problem, device, tiers, names):
         problem.layout.is_rows
         and widest == 2
         and hold.cluster == 1
-        and not hold.parked
+        and not hold.in_smem
         and problem.dtypes["x"] in arrays.FLOATS
         and not (problem.dtypes.get("where") or problem.scale != 1)
     )
     if shifts:
-        windows = hold.held * (hold.lanes + 1) * hold.rows_per_block
+        windows = hold.in_registers * (hold.lanes + 1) * hold.rows_per_block
         smem = windows * on_chip.VECTOR_BYTES * sizes.count(2)
     else:
-        smem = hold.parked * vector * sum(sizes) * hold.num_threads
+        smem = hold.in_smem * vector * sum(sizes) * hold.num_threads
     if smem > device.smem_optin - _EXCHANGE_BYTES:
         return f"a row of {problem.row_length} needs more shared memory than there is"
     values = {
         "LANES": hold.lanes,
         "ROWS_PER_BLOCK": hold.rows_per_block,
-        "HELD": hold.held * vector,
-        "PARKED": hold.parked * vector,
+        "HELD": hold.in_registers * vector,
+        "PARKED": hold.in_smem * vector,
         "CLUSTER": hold.cluster,
         "CONTIGUOUS": int(contiguous),
         "SHIFTS": int(shifts),

@@ -1,4 +1,4 @@
-"""How kernels cut a problem whose short rows are held many at a time."""
+"""Launches of kernels whose short rows are held many at a time."""
 
 import math
 
@@ -238,14 +238,14 @@ def _bank_turns(step, itemsize, lanes):
 
 # Short rows of whole vectors: a thread has two vectors, of one row or of two, or three.
 # 16-bit rows of 16, 32, 64 and 256: 1.01; with one vector 0.95, 0.92, 0.93, 0.91, with
-# four in more sets 0.98, 0.98, 1.00, 0.99, in a tier of rows that are held 0.91, 0.90,
+# four in more sets 0.98, 0.98, 1.00, 0.99, on chip 0.91, 0.90,
 # 0.98, 0.98. Doubles are 0.9 here, 0.98 there. Vectors of a thread and its rows ->
 # blocks that a multiprocessor is to have registers for.
 _SHORT_BLOCKS = {
     "softmax": {(1, 2): 12, (2, 1): 12, (3, 1): 10},
     "log_softmax": {(1, 2): 8, (2, 1): 12},
 }
-# log_softmax of 256 floats 0.99, in a tier of rows that are held 1.00.
+# log_softmax of 256 floats 0.99, on chip 1.00.
 _SHORT_LANES = {"softmax": (2, 4, 8, 16, 32), "log_softmax": (2, 4, 8)}
 _BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
 

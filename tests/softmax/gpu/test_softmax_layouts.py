@@ -49,7 +49,7 @@ def choice(function, shape, axes, dtype="float32", steps=None, aligned=True, **o
     )
     device = device_of_arch(options.get("arch", "sm_90a"))
     row, _ = softmax_registry.select(problem, device)
-    return row.name, dict(row.variants(problem, device)[0].defines)
+    return row.name, dict(row.configs(problem, device)[0].variant.defines)
 
 
 # --- choice --------------------------------------------------------------------------

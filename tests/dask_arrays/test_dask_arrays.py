@@ -235,7 +235,7 @@ def test_errors_are_those_of_the_functions_and_come_at_once():
         cupyflash.dask.logsumexp(x, b=da.zeros(4))
     with pytest.raises(ValueError, match="one head_dim"):
         cupyflash.dask.attention(x, da.zeros((2, 4)), x)
-    with pytest.raises(TypeError, match="is_causal.*causal="):
+    with pytest.raises(TypeError, match=r"is_causal.*causal="):
         cupyflash.dask.attention(x, x, x, is_causal=True)
     with pytest.raises(ValueError, match="key_lengths must be from 0 to seqlen_k = 2"):
         cupyflash.dask.attention(x, x, x, key_lengths=np.array(3))
@@ -249,7 +249,7 @@ def test_lengths_in_dask_arrays_are_checked_when_they_are_computed():
     x = da.zeros((2, 1, 6, 3), chunks=2)
     lengths = da.from_array(np.array([6, 7]), chunks=1)
     out = cupyflash.dask.attention(x, x, x, key_lengths=lengths)
-    with pytest.raises(ValueError, match="from 0 to seqlen_k = 6, but .* is 7"):
+    with pytest.raises(ValueError, match=r"from 0 to seqlen_k = 6, but .* is 7"):
         out.compute(scheduler="sync")
 
 

@@ -58,7 +58,7 @@ class thread_t {
  public:
   __device__ __forceinline__ thread_t() : index_(threadIdx.x) {
     // What depends on it is computed anew each time, not kept in registers.
-    ptx::forget(index_);
+    ptx::launder(index_);
   }
   __device__ __forceinline__ int pair() const { return index_ / kWarpSize % kNumPairs; }
   __device__ __forceinline__ int role() const {
@@ -234,7 +234,7 @@ struct walk_t {
   int odd_own[kBlockM];    // 1: a value of the row was not finite
   int odd_other[kBlockN];  // the same of the tile of this number, if there was one
   alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
-  band_t band;  // counted from the first query and the first key of the tiles
+  mask_bounds_t bounds;  // counted from the first query and the first key of the tiles
   exp2_table_t exp2;
 
   __device__ void keep(const scores_t& scores) { new (scores_bytes) scores_t(scores); }
@@ -286,7 +286,7 @@ __device__ __forceinline__ void clean_own(walk_t& block) {
 // Whether a run ends before this tile of those from row `first` on. There is no
 // register to count rows beside tiles.
 __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
-  ptx::forget(tile);
+  ptx::launder(tile);
   return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
 }
 
@@ -354,16 +354,20 @@ __device__ __forceinline__ void walk(sums_t& sums,
 }
 
 // The same for what lies `row` queries and `col` keys further on.
-__device__ __forceinline__ band_t moved(const band_t& band, int row, int col) {
-  return {band.low - col + row, band.high - col + row, band.num_queries - row,
-          band.num_keys - col};
+__device__ __forceinline__ mask_bounds_t moved(const mask_bounds_t& bounds,
+                                               int row,
+                                               int col) {
+  return {bounds.low - col + row, bounds.high - col + row, bounds.num_queries - row,
+          bounds.num_keys - col};
 }
 
 // Whether some of the first `rows` queries may see some of the first `cols` keys.
-__device__ __forceinline__ bool sees_any(const band_t& band, int rows, int cols) {
-  rows = min(rows, band.num_queries);
-  cols = min(cols, band.num_keys);
-  return rows > 0 && cols > 0 && band.low < cols && 1 - rows < band.high;
+__device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds,
+                                         int rows,
+                                         int cols) {
+  rows = min(rows, bounds.num_queries);
+  cols = min(cols, bounds.num_keys);
+  return rows > 0 && cols > 0 && bounds.low < cols && 1 - rows < bounds.high;
 }
 
 // A raw score q.k becomes exp(s - lse), or -0 where the query does not see the key;
@@ -371,7 +375,7 @@ __device__ __forceinline__ bool sees_any(const band_t& band, int rows, int cols)
 // gradient calls the repair.
 template <bool kCheck>
 __device__ __forceinline__ double weight_of(double q_dot_k,
-                                            bool in_band,
+                                            bool in_bounds,
                                             const exp2_t& exp2,
                                             const scores_t& scores,
                                             double scale,
@@ -382,7 +386,7 @@ __device__ __forceinline__ double weight_of(double q_dot_k,
   constexpr double kLargest = 700;  // of a logarithm, below which nothing overflows
   derivative = 1;
   double x;
-  bool unseen = kCheck && !in_band;
+  bool unseen = kCheck && !in_bounds;
   if constexpr (kTerms) {
     double s = -infinity<double>();
     if (!unseen) s = scores.with_derivative(q_dot_k, i, j, derivative);
@@ -401,7 +405,7 @@ __device__ __forceinline__ double weight_of(double q_dot_k,
 // Begins an entry, before its rows come.
 __device__ __forceinline__ void begin_walks(walk_t& block, index_t summed) {
   unsigned thread = threadIdx.x;
-  ptx::forget(thread);
+  ptx::launder(thread);
   if (thread == 0) {
     block.is_exact = false;
     block.summed = summed;

@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
     __syncthreads();  // all have read what belongs to the entry before
     begin_walks(block, summed);
-    const place_t at = grads.entry(params, block.kept.of[0], summed);
+    const tile_coord_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t i0 = block.own_first;
     const range_t keys = scores.keys_of(i0, smaller(i0 + kBlockM, params.seqlen_q));
@@ -69,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.rows[1] = {at.at_kv(v, params.v) + first * params.v.row, params.v.row,
                        static_cast<int>(params.head_dim_v)};
       block.num_rows = keys.last > first ? static_cast<int>(keys.last - first) : 0;
-      block.band = scores.band(i0, first);
+      block.bounds = scores.mask_bounds(i0, first);
       block.first = first;
       if (kTerms) block.keep(scores);
     }
@@ -93,8 +93,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
     sums_t sums;
     pair_t<double> l[2];  // over the lane's own columns
-    const auto band_of = [&](int tile) {
-      return moved(block.band, thread_t().first_row(), tile * kBlockN);
+    const auto bounds_of = [&](int tile) {
+      return moved(block.bounds, thread_t().first_row(), tile * kBlockN);
     };
     const auto exchange = [&](int tile, product_t& c, weights_t<kStepsEach>& w) {
       const thread_t me;
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       const exp2_t exp2(block.exp2);
       const int start = me.role() * kBlockN / 2;
-      const band_t band = moved(band_of(tile), 0, start);
+      const mask_bounds_t bounds = moved(bounds_of(tile), 0, start);
       const index_t i = block.own_first + me.first_row(),
                     j = block.first + tile * kBlockN + start;
       double tile_l[2] = {};
@@ -142,8 +142,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             const double dp = me.role() == 0 ? theirs[n][e] : mine[n][e];
             double derivative;
             const double p = weight_of<check.value>(
-                s, band.sees(query, key), exp2, block.scores(), params.scale, i + query,
-                j + key, block.lse[me.first_row() + query], derivative);
+                s, bounds.sees(query, key), exp2, block.scores(), params.scale,
+                i + query, j + key, block.lse[me.first_row() + query], derivative);
             tile_l[e / 2] += p;
             double ds = p * (dp - block.delta[me.first_row() + query]);
             if (kHasSoftcap) ds *= derivative;
@@ -158,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           }
         }
       };
-      if (!kTerms && !block.is_exact && band.sees_all(kWarpRows, kBlockN / 2)) {
+      if (!kTerms && !block.is_exact && bounds.sees_all(kWarpRows, kBlockN / 2)) {
         make(flag_t<false>{});
       } else {
         make(flag_t<true>{});
@@ -174,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       l[0] = l[1] = {0, 0};
       walk<kStepsEach>(
           sums, block, [](int) {},
-          [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
+          [&](int tile) { return sees_any(bounds_of(tile), kWarpRows, kBlockN); },
           exchange);
     } while (walks_again(block, sums, found));
 
@@ -210,7 +210,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     const double2 l_theirs = load2(exchange_lane);
 
-    const place_t at_end = grads.entry(params, block.kept.of[0], block.summed);
+    const tile_coord_t at_end = grads.entry(params, block.kept.of[0], block.summed);
     const scores_t scores_end(at_end, SCORE_ARGUMENTS);
     const index_t row = block.own_first + me.first_row();
     const index_t item = at_end.row_of_heads * params.seqlen_q + row;

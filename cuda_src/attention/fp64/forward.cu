@@ -222,7 +222,7 @@ __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exch
 template <bool kCheck, int kCount>
 __device__ __forceinline__ void score(rows_t<kCount>& rows,
                                       const scores_t& scores,
-                                      const band_t& band,
+                                      const mask_bounds_t& bounds,
                                       index_t i0,
                                       index_t j0) {
 #pragma unroll
@@ -231,7 +231,7 @@ __device__ __forceinline__ void score(rows_t<kCount>& rows,
     for (int e = 0; e < 4; ++e) {
       const int row = lane_g() + 8 * (e / 2), col = 8 * n + 2 * lane_t() + e % 2;
       double& s = rows.s[n][e];
-      if (kCheck && !band.sees(row, col)) {
+      if (kCheck && !bounds.sees(row, col)) {
         s = -infinity<double>();
       } else if constexpr (kTerms) {
         s = scores(s, i0 + row, j0 + col);
@@ -480,7 +480,7 @@ __device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
 // Whether a run ends before this tile of those from key `first` on. There is no
 // register to count keys beside tiles.
 __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
-  ptx::forget(tile);
+  ptx::launder(tile);
   return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
 }
 
@@ -621,7 +621,7 @@ __device__ __forceinline__ bool walk(block_t& block,
       }
     } else {
       const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-      score<true>(rows, scores, scores.band(i0, j0), i0, j0);
+      score<true>(rows, scores, scores.mask_bounds(i0, j0), i0, j0);
     }
     softmax<kExact>(rows, block);
     go_on(kK, item);
@@ -719,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t turn = divide(block_index(), in_turn);
   const index_t rest = block_index() - turn * in_turn;
   if (turn * in_turn >= num_heads * num_tiles) return;
-  const place_t at(params, by_length ? rest : turn);
+  const tile_coord_t at(params, by_length ? rest : turn);
   const index_t from_last = by_length ? turn : rest;
   const scores_t scores(at, SCORE_ARGUMENTS);
   {

@@ -156,7 +156,7 @@ struct range_t {
 
 // Which queries see which keys in one tile of scores, counted from its corner: those
 // with low <= col - row < high, row < num_queries, col < num_keys.
-struct band_t {
+struct mask_bounds_t {
   int low, high, num_queries, num_keys;
 
   __device__ bool sees(int row, int col) const {
@@ -178,7 +178,7 @@ struct finished_t {
 // The scores of one head of one batch entry.
 class scores_t {
  public:
-  __device__ scores_t(const place_t& at,
+  __device__ scores_t(const tile_coord_t& at,
                       const params_t& params,
                       const bias_t* bias,
                       const bool* mask,
@@ -257,7 +257,7 @@ class scores_t {
   }
 
   // The tile of scores whose corner is query i0 and key j0; mask aside.
-  __device__ band_t band(index_t i0, index_t j0) const {
+  __device__ mask_bounds_t mask_bounds(index_t i0, index_t j0) const {
     constexpr index_t kMany = 1 << 30;  // far more than a tile has rows or columns
     const index_t diagonal = i0 + offset_ - j0;
     return {static_cast<int>(clamp(diagonal - params_.left, -kMany, kMany)),
@@ -266,7 +266,7 @@ class scores_t {
             static_cast<int>(clamp(key_length_ - j0, 0, kMany))};
   }
 
-  // The final score of query i and key j, if i may see j by keys_of() or band().
+  // The final score of query i and key j, if i may see j by keys_of() or mask_bounds().
   __device__ accum_t operator()(accum_t q_dot_k, index_t i, index_t j) const {
     accum_t unused;
     return with_derivative(q_dot_k, i, j, unused);

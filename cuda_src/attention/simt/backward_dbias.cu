@@ -35,14 +35,14 @@ __device__ __forceinline__ void add_tile(tile_t& sums,
   tile_t s, dp;
   dot<false>(dp, dout, smem_own, v, smem_other);
   dot<false>(s, q, smem_own, k, smem_other);
-  const band_t band = scores.band(i0, j0);
+  const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const index_t i = i0 + smaller(own_row(r), q.num_rows - 1);
     const accum_t lse_i = lse_rows[i * lse_stride], delta_i = delta_rows[i];
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
-      differentiate<true>(s[r][c], dp[r][c], band.sees(own_row(r), other_row(c)),
+      differentiate<true>(s[r][c], dp[r][c], bounds.sees(own_row(r), other_row(c)),
                           scores, i, j0 + other_row(c), lse_i, delta_i);
       sums[r][c] += dp[r][c];
     }
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   runs_t<accum_t, tile_t> runs;
   runs.begin();
   for (index_t summed = 0; summed < grads.num_summed; ++summed) {
-    const place_t at = grads.entry(params, kept.of[0], summed);
+    const tile_coord_t at = grads.entry(params, kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     range_t queries = {first_i, first_i + 1};
     if (kSumQueries) queries = scores.queries_of(first_j, first_j + kBlockN);

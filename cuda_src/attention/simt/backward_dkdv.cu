@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       runs_v.end(sums_v);
     };
     for (index_t summed = 0; summed < grads.num_summed; ++summed) {
-      const place_t at = grads.entry(params, kept.of[0], summed);
+      const tile_coord_t at = grads.entry(params, kept.of[0], summed);
       const scores_t scores(at, SCORE_ARGUMENTS);
       const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
                           num_keys, params.head_dim);
@@ -83,14 +83,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         tile_t s, dp;
         dot<kSingle>(s, k_rows, smem_k, q_rows, smem_other);
         const accum_t odd = dot<kSingle>(dp, v_rows, smem_v, dout_rows, smem_other);
-        const band_t band = scores.band(i0, j0);
+        const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
           const index_t i = smaller(i0 + other_row(c), params.seqlen_q - 1);
           const accum_t lse_i = lse_rows[i * grads.lse.row], delta_i = delta_rows[i];
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
-            differentiate(s[r][c], dp[r][c], band.sees(other_row(c), own_row(r)),
+            differentiate(s[r][c], dp[r][c], bounds.sees(other_row(c), own_row(r)),
                           scores, i, j0 + own_row(r), lse_i, delta_i);
           }
         }

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     runs_t<accum_t, sums_t> runs;
     runs.begin();
     for (index_t summed = 0; summed < grads.num_summed; ++summed) {
-      const place_t at = grads.entry(params, kept.of[0], summed);
+      const tile_coord_t at = grads.entry(params, kept.of[0], summed);
       const scores_t scores(at, SCORE_ARGUMENTS);
       const rows_t q_rows(at.at(q, params.q) + i0 * params.q.row, params.q.row,
                           num_rows, params.head_dim);
@@ -93,12 +93,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                               keys.last - j0, params.head_dim);
           tile_t s;
           dot<kSingle>(s, q_rows, smem_q, k_rows, smem_kv);
-          const band_t band = scores.band(i0, j0);
+          const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
 #pragma unroll
             for (int c = 0; c < kCols; ++c) {
-              if (!band.sees(own_row(r), other_row(c))) continue;
+              if (!bounds.sees(own_row(r), other_row(c))) continue;
               const accum_t score = scores(s[r][c], i0 + own_row(r), j0 + other_row(c));
               total[r] += exp_diff(score, row_lse[r]);
             }
@@ -127,12 +127,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         tile_t s, dp;
         dot<kSingle>(dp, dout_rows, smem_dout, v_rows, smem_kv);
         const accum_t odd = dot<kSingle>(s, q_rows, smem_q, k_rows, smem_kv);
-        const band_t band = scores.band(i0, j0);
+        const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
-            differentiate(s[r][c], dp[r][c], band.sees(own_row(r), other_row(c)),
+            differentiate(s[r][c], dp[r][c], bounds.sees(own_row(r), other_row(c)),
                           scores, i0 + own_row(r), j0 + other_row(c), row_lse[r],
                           row_delta[r]);
           }

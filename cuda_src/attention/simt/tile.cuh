@@ -316,15 +316,15 @@ __device__ __forceinline__ void accumulate(sums_t& sums,
 template <bool kOfBias = false>
 __device__ __forceinline__ void differentiate(accum_t& s,
                                               accum_t& dp,
-                                              bool in_band,
+                                              bool in_bounds,
                                               const scores_t& scores,
                                               index_t i,
                                               index_t j,
                                               accum_t lse,
                                               accum_t delta) {
   accum_t derivative = 1;
-  if (in_band) s = scores.with_derivative(s, i, j, derivative);
-  if (!in_band || s == -infinity<accum_t>()) {
+  if (in_bounds) s = scores.with_derivative(s, i, j, derivative);
+  if (!in_bounds || s == -infinity<accum_t>()) {
     s = dp = accum_t(-0.0);
     return;
   }

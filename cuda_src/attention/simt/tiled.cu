@@ -187,15 +187,18 @@ __device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_
 
 // Raw scores into final ones; with kCheck, -inf where a query does not see the key.
 template <bool kCheck>
-__device__ __forceinline__ void score(
-    rows_t& rows, const scores_t& scores, const band_t& band, index_t i0, index_t j0) {
+__device__ __forceinline__ void score(rows_t& rows,
+                                      const scores_t& scores,
+                                      const mask_bounds_t& bounds,
+                                      index_t i0,
+                                      index_t j0) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = r * kRowThreads + thread_row();
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
       const int col = c * kColThreads + thread_col();
-      rows.s[r][c] = !kCheck || band.sees(row, col)
+      rows.s[r][c] = !kCheck || bounds.sees(row, col)
                          ? scores(rows.s[r][c], i0 + row, j0 + col)
                          : -infinity<accum_t>();
     }
@@ -326,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   accum_t* const smem_p = smem_kv + kBlockN * kStrideKv;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_tiles);
+  const tile_coord_t at(params, block_index(), num_tiles);
   if (!at.exists) return;
   const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
   const index_t num_rows =
@@ -357,11 +360,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 
     const accum_t odd = load_rows<kBlockN, kHeadDimV, kStrideV>(
         smem_kv, v_rows + j0 * params.v.row, params.v.row, num_keys, params.head_dim_v);
-    const band_t band = scores.band(i0, j0);
-    if (band.sees_all(kBlockM, kBlockN)) {
-      score<false>(rows, scores, band, i0, j0);
+    const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
+    if (bounds.sees_all(kBlockM, kBlockN)) {
+      score<false>(rows, scores, bounds, i0, j0);
     } else {
-      score<true>(rows, scores, band, i0, j0);
+      score<true>(rows, scores, bounds, i0, j0);
     }
     softmax(rows, smem_p);
     // The tiles of v and p are complete; a vote whether v holds an infinity or NaN.

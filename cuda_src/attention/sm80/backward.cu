@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
       const int dim = static_cast<int>(params.head_dim);
       const int dim_v = static_cast<int>(params.head_dim_v);
-      const place_t at = grads.entry(params, view.entry, 0);
+      const tile_coord_t at = grads.entry(params, view.entry, 0);
       const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
       const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
       load_tile<kBlockN, kHeadDim>(smem_k, k_rows, params.k.row, num_rows, dim,
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     clear(sums_v);
 #pragma unroll 1
     for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
-      const place_t at = grads.entry(params, view.entry, summed_index);
+      const tile_coord_t at = grads.entry(params, view.entry, summed_index);
       const scores_t scores(at, SCORE_ARGUMENTS);
       __syncthreads();  // all have read the blocks of the entry before
       if (threadIdx.x == 0) {
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         view.first = static_cast<int>(queries.first) / kBlockM * kBlockM;
         view.last = static_cast<int>(queries.last);
         if (queries.first >= queries.last) view.first = view.last;
-        view.seen = seen_t(scores.band(0, j0));
+        view.seen = seen_t(scores.mask_bounds(0, j0));
         view.q = at.at(q, params.q);
         view.dout = at.at(dout, grads.dout);
         view.aligned_q = has_aligned_rows(view.q, params.q.row, params.head_dim);
@@ -245,12 +245,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 
         const int row = key_0() + lane_index() / 4;
         const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
-        const band_t band = view.seen.at(i0, 0);
+        const mask_bounds_t bounds = view.seen.at(i0, 0);
         const int first_key = kHasTerms ? view.first_key : 0;
         auto finish = [&](auto sees) {
 #pragma unroll
           for (int n = 0; n < kQueryTiles; ++n) {
-            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+            if constexpr (kHasTerms)
+              ptx::compiler_fence();  // of what columns will load
             const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
             const float2 delta_n =
                 *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
@@ -266,10 +267,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
           }
         };
-        if (kHasTwoWays && band.sees_all(kBlockM, kBlockN)) {
+        if (kHasTwoWays && bounds.sees_all(kBlockM, kBlockN)) {
           finish([](int, int) { return true; });
         } else {
-          finish([&](int i, int j) { return band.sees(i, j); });
+          finish([&](int i, int j) { return bounds.sees(i, j); });
         }
 
         if constexpr (kSharesP || kMakesDq) {

@@ -62,17 +62,18 @@ __device__ __forceinline__ float unfactor_of(float factor, float scale) {
   return scale / (factor * kFactorP);
 }
 
-// Which pairs see each other, by their numbers: as band_t for the tile of query 0.
+// Which pairs see each other, by their numbers: as mask_bounds_t for the tile of query
+// 0.
 struct seen_t {
   int low, high, num_queries, num_keys;
 
-  __device__ __forceinline__ explicit seen_t(const band_t& band)
-      : low(band.low),
-        high(band.high),
-        num_queries(band.num_queries),
-        num_keys(band.num_keys) {}
+  __device__ __forceinline__ explicit seen_t(const mask_bounds_t& bounds)
+      : low(bounds.low),
+        high(bounds.high),
+        num_queries(bounds.num_queries),
+        num_keys(bounds.num_keys) {}
   // The tile of query i0 and, counted from the same key, key j0.
-  __device__ __forceinline__ band_t at(int i0, int j0) const {
+  __device__ __forceinline__ mask_bounds_t at(int i0, int j0) const {
     return {low + i0 - j0, high + i0 - j0, num_queries - i0, num_keys - j0};
   }
 };
@@ -143,7 +144,7 @@ __device__ __forceinline__ void clear(float (&x)[kRows][kCols][4]) {
 // the addresses of all tiles would take the registers.
 __device__ __forceinline__ int thread_index() {
   unsigned index = threadIdx.x;
-  ptx::forget(index);
+  ptx::launder(index);
   return static_cast<int>(index);
 }
 __device__ __forceinline__ int lane_index() { return thread_index() % kWarpSize; }

@@ -37,7 +37,7 @@ constexpr bool kIsAlone = !kHasSoftcap && !kHasAlibi && !kHasMask;
 
 // A tile of scores that is added to that of the block.
 struct item_t {
-  place_t at;
+  tile_coord_t at;
   int i0, j0;  // its corner
 };
 // The next of them, in order; those of which no query sees a key are left out.
@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       if constexpr (kStages == 1) load(n + 1);
       const scores_t scores(item.at, SCORE_ARGUMENTS);
       const int i0 = item.i0, j0 = item.j0;
-      const band_t band = scores.band(i0, j0);
+      const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
       const bias_t* const bias_tile = scores.bias_at(i0 + row_of(0), j0 + column_of(0));
       auto add = [&](auto sees) {
 #pragma unroll
@@ -216,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
             const int m = r / 2, tile = c / 2, e = r % 2 * 2 + c % 2, j = column_of(c);
-            if constexpr (!kIsAlone) ptx::keep_order();  // of what scores will load
+            if constexpr (!kIsAlone) ptx::compiler_fence();  // of what scores will load
             if (!sees(i, j)) continue;
             float x;
             if constexpr (kIsAlone) {
@@ -233,10 +233,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           }
         }
       };
-      if (kIsAlone && band.sees_all(kBlockM, kBlockN)) {
+      if (kIsAlone && bounds.sees_all(kBlockM, kBlockN)) {
         add([](int, int) { return true; });
       } else {
-        add([&](int i, int j) { return band.sees(i, j); });
+        add([&](int i, int j) { return bounds.sees(i, j); });
       }
     }
   } while (!is_last);

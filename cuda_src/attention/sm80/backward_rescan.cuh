@@ -47,9 +47,9 @@ __device__ __forceinline__ void clear_rows(unsigned char (&bad)[kRows]) {
 }
 
 // Whether a query of the tile of query i0 and key j0 sees a bad row, or is one that
-// sees. `band` counts from that corner.
+// sees. `bounds` counts from that corner.
 __device__ __forceinline__ bool sees_bad_rows(const bad_rows_t& bad,
-                                              const band_t& band,
+                                              const mask_bounds_t& bounds,
                                               const scores_t& scores,
                                               index_t i0,
                                               index_t j0) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ bool sees_bad_rows(const bad_rows_t& bad,
 #pragma unroll 1
   for (int n = thread_index(); n < kBlockM * kBlockN; n += kNumThreads) {
     const int i = n / kBlockN, j = n % kBlockN;
-    if ((bad.queries[i] || bad.keys[j]) && band.sees(i, j)) {
+    if ((bad.queries[i] || bad.keys[j]) && bounds.sees(i, j)) {
       found |= !kHasTerms || scores(0, i0 + i, j0 + j) != -infinity<float>();
     }
   }

@@ -102,11 +102,11 @@ constexpr double kGivenBack =
 
 // Keys that the queries of a block see, by their numbers.
 struct block_t {
-  int low, high, num_keys;      // as band_t, for the tile at key 0
+  int low, high, num_keys;      // as mask_bounds_t, for the tile at key 0
   int plain_first, plain_last;  // tiles of which all queries see all keys
 
   block_t() = default;
-  __device__ __forceinline__ block_t(const band_t& head, int i0)
+  __device__ __forceinline__ block_t(const mask_bounds_t& head, int i0)
       : low(head.low + i0),
         high(head.high + i0),
         num_keys(head.num_keys),
@@ -126,12 +126,12 @@ struct item_t {
   int num_rows, first, last, i0;
 
   item_t() = default;
-  // `head` is the band of query 0 and key 0, whose numbers are so far from those of all
-  // queries and keys where they are clamped that sums stay beyond them. Rows behind the
-  // queries are zeros, and nobody stores what comes of them. Tiles of keys start at
+  // `head` is the bounds of query 0 and key 0, whose numbers are so far from those of
+  // all queries and keys where they are clamped that sums stay beyond them. Rows behind
+  // the queries are zeros, and nobody stores what comes of them. Tiles of keys start at
   // multiples of kBlockN, so that a row is summed in the same order whatever the tile
   // of queries it lies in.
-  __device__ __forceinline__ item_t(const band_t& head,
+  __device__ __forceinline__ item_t(const mask_bounds_t& head,
                                     const elem_t* q_head,
                                     index_t row_stride,
                                     int i0,
@@ -158,11 +158,11 @@ __device__ __forceinline__ int query_of_turn(int turn, int num_tiles) {
 // What only the end of the kernel or rare data need: in the loop there are no registers
 // for it.
 struct kept_t {
-  place_t at;
+  tile_coord_t at;
   double from_log2;
   const elem_t *k_rows, *v_rows;
   const elem_t* q_head;  // of tile 0
-  band_t head;
+  mask_bounds_t head;
   item_t item;
   int turn;  // of the item among those of this block
   bool aligned_q, aligned_k, aligned_v;
@@ -180,7 +180,7 @@ static_assert(4 * sizeof(facts_t) + sizeof(int) <= kFactsOfStaging);
 // that has to find out takes ten times as long.
 __device__ __forceinline__ const kept_t& read_anew(const kept_t& kept) {
   unsigned address = shared_address(&kept);
-  ptx::forget(address);
+  ptx::launder(address);
   return *static_cast<const kept_t*>(__cvta_shared_to_generic(address));
 }
 
@@ -231,7 +231,7 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
         const int column = n / 4 % kScoreTiles * 8 + n % 2;
         on_stack[n] = finish(on_stack[n], row_0 + row, column_0 + column);
       }
-      ptx::forget(on_stack);
+      ptx::launder(on_stack);
       get<kScoreTiles>(s, on_stack);
     } else {
 #pragma unroll
@@ -239,7 +239,7 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
 #pragma unroll
         for (int n = 0; n < kScoreTiles; ++n) {
           // Parts leave no registers for what other columns will load.
-          if constexpr (kParts == 2) ptx::keep_order();
+          if constexpr (kParts == 2) ptx::compiler_fence();
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& x = s[r / 2][n][r % 2 * 2 + e];
@@ -282,7 +282,7 @@ __device__ __forceinline__ void put_rows(unsigned char* tile,
                                          int round) {
   constexpr int kRowsOfRound = kRows / kOutRounds;
   unsigned thread = threadIdx.x;
-  ptx::forget(thread);  // what follows from it would take registers of the loop
+  ptx::launder(thread);  // what follows from it would take registers of the loop
   const int lane = lanes_t::lane(thread);
   float inverse[kRows];
   bool any_empty = false;
@@ -346,7 +346,7 @@ __device__ __forceinline__ void store_tile(elem_t* out,
   using rows_t = tile_t<kHeadDimV>;
   constexpr int kChunks = kOutTiles, kElems = 8;
   unsigned thread = threadIdx.x;
-  ptx::forget(thread);
+  ptx::launder(thread);
   const int lane = lanes_t::lane(thread);
   const bool as_vectors =
       ((to.row | dim) % kElems | reinterpret_cast<unsigned long long>(out) % 16) == 0 &&
@@ -419,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? 2 * kBytesP : 0));
 
   const int num_tiles = static_cast<int>((params.seqlen_q + kBlockM - 1) / kBlockM);
-  const place_t at(params, blockIdx.y + index_t(gridDim.y) * blockIdx.z);
+  const tile_coord_t at(params, blockIdx.y + index_t(gridDim.y) * blockIdx.z);
   if (!at.exists) return;
   const scores_t scores(at, SCORE_ARGUMENTS);
   const int dim = static_cast<int>(params.head_dim);
@@ -428,7 +428,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const elem_t* const q_head = at.at(q, params.q);
   const elem_t* const k_rows = at.at_kv(k, params.k);
   const elem_t* const v_rows = at.at_kv(v, params.v);
-  band_t head(scores.band(0, 0));
+  mask_bounds_t head(scores.mask_bounds(0, 0));
   int first_of_part = 0;
   if constexpr (kHasParts) {
     const range_t part = scores.part();
@@ -691,7 +691,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           return stage_of(j0) ? size : 0 - size;
         };
         auto put_at = [&](unsigned j0) {
-          ptx::forget(j0);
+          ptx::launder(j0);
           put_weights(smem_p + stage_of(j0) * kBytesP, s);
         };
         // The first tile has no reference yet.
@@ -881,10 +881,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               float o_on_stack[kRowTiles * kOutTiles * 4];
               put<kScoreTiles>(s_on_stack, s);
               put<kOutTiles>(o_on_stack, o);
-              ptx::forget(o_on_stack);
+              ptx::launder(o_on_stack);
               compute_marked_scores(s_on_stack, of_k->marked, whole, kept.item.q_rows,
                                     kept.k_rows, params, kept.item.num_rows, j0);
-              ptx::forget(o_on_stack);
+              ptx::launder(o_on_stack);
               get<kScoreTiles>(s, s_on_stack);
               get<kOutTiles>(o, o_on_stack);
             }
@@ -899,7 +899,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               multiply_qk(s, q_frags, lanes);
               weigh(rows, s, to_log2, sums);
             } else {
-              ptx::keep_order();
+              ptx::compiler_fence();
               multiply_qk(s, q_frags, lanes);
               if (!sees_all) hide_scores(s, bounds(), j0);
               if (careful) center(s, o, rows, centers, across, to_log2, j0);
@@ -963,7 +963,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
                                 kParts == 1 ? values.to_unit : 1.f, of_v->marked,
                                 values.whole, kept.v_rows, params, j0, last);
-              ptx::forget(s_on_stack);
+              ptx::launder(s_on_stack);
               get<kScoreTiles>(s, s_on_stack);
               get<kOutTiles>(o, o_on_stack);
             }
@@ -1045,7 +1045,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
     }
 
-    const place_t& here = kept.at;
+    const tile_coord_t& here = kept.at;
     const scores_t rows_of(here, SCORE_ARGUMENTS);
     elem_t* const out_rows = here.at(out, params.out);
     const bool as_pairs = params.out.col == 1 && params.out.row % 2 == 0 &&

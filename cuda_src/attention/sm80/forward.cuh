@@ -82,14 +82,14 @@ struct copy_t {
                                     bool aligned) {
     unsigned thread = threadIdx.x;
     // Kept, what follows from these would take the registers of the loop.
-    ptx::forget(thread);
-    ptx::forget(row_stride);
+    ptx::launder(thread);
+    ptx::launder(row_stride);
     const int row = thread / rows_t::kChunks, chunk = thread % rows_t::kChunks;
     from = x + static_cast<unsigned>(i0 + row) * row_stride + chunk * 8;
     to = shared_address(smem) + rows_t::offset(row, chunk);
     count = chunk * 8 < dim ? last - i0 - row : 0;
     is_ready = kInSteps && aligned;
-    ptx::forget(from);  // here it is complete
+    ptx::launder(from);  // here it is complete
   }
 
   __device__ __forceinline__ void start(index_t row_stride) const {
@@ -143,7 +143,7 @@ struct lane_of_t {
     return (base ^ (chunk & kMask) * 16) + (chunk & ~kMask) * 16 + row * rows_t::kPitch;
   }
   // What follows from it is computed anew.
-  __device__ __forceinline__ void forget() { ptx::forget(base); }
+  __device__ __forceinline__ void forget() { ptx::launder(base); }
 };
 
 // Where a lane's addresses start in the tiles of q and p (its warp's rows), k and v.

@@ -62,7 +62,7 @@ struct images_t {
 
   __device__ __forceinline__ images_t(const unsigned char* images,
                                       const params_t& params,
-                                      const place_t& at) {
+                                      const tile_coord_t& at) {
     const index_t heads = params.batch_size * params.num_heads;
     const index_t heads_kv = divide(heads, params.group_size);
     const index_t head_kv = divide(at.row_of_heads, params.group_size);

@@ -87,7 +87,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   };
 #pragma unroll 1
   for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
-    const place_t at = grads.entry(params, view.entry, summed_index);
+    const tile_coord_t at = grads.entry(params, view.entry, summed_index);
     const scores_t scores(at, SCORE_ARGUMENTS);
     __syncthreads();  // all have read the tiles of the entry before
     if (threadIdx.x == 0) {
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       view.first = static_cast<int>(queries.first) / kGranule * kGranule;
       view.last = static_cast<int>(queries.last);
       if (queries.first >= queries.last) view.first = view.last;
-      view.seen = seen_t(scores.band(0, j0));
+      view.seen = seen_t(scores.mask_bounds(0, j0));
       view.images = images_t(images, params, at);
       view.images.k += index_t(j0 / kGranule) * kBytesImage;
       view.images.v += index_t(j0 / kGranule) * kBytesImage;
@@ -153,12 +153,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             right<kHeadDim>(shared_address(image_q), 0),
             unit_q * facts_of(smem_k + image).from_parts);
         const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
-        const band_t band = view.seen.at(i0, 0);
+        const mask_bounds_t bounds = view.seen.at(i0, 0);
         const int first_key = kHasTerms ? view.j0 : 0;
         auto weigh = [&](auto sees) {
 #pragma unroll
           for (int n = 0; n < kQueryTiles; ++n) {
-            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+            if constexpr (kHasTerms)
+              ptx::compiler_fence();  // of what columns will load
             const float2 lse = of_queries(0, n), factor = of_queries(2, n);
 #pragma unroll
             for (int m = 0; m < kKeyTiles; ++m) {
@@ -175,10 +176,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             }
           }
         };
-        if (kHasTwoWays && band.sees_all(kGranule, kBlockN)) {
+        if (kHasTwoWays && bounds.sees_all(kGranule, kBlockN)) {
           weigh([](int, int) { return true; });
         } else {
-          weigh([&](int i, int j) { return band.sees(i, j); });
+          weigh([&](int i, int j) { return bounds.sees(i, j); });
         }
         from_p = as_parts(p, s);
       }

@@ -44,10 +44,11 @@ __device__ __forceinline__ int row() {
   return warp_index() * (16 * kRowTiles) + lane_index() / 4;
 }
 
-// Whether some query of a granule sees some key of another, as far as bands tell.
-__device__ __forceinline__ bool sees_any(const band_t& band) {
-  const int rows = min(band.num_queries, kGranule), cols = min(band.num_keys, kGranule);
-  return rows > 0 && cols > 0 && band.low < cols && band.high > 1 - rows;
+// Whether some query of a granule sees some key of another, as far as positions tell.
+__device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds) {
+  const int rows = min(bounds.num_queries, kGranule),
+            cols = min(bounds.num_keys, kGranule);
+  return rows > 0 && cols > 0 && bounds.low < cols && bounds.high > 1 - rows;
 }
 
 // Whether a query of the granule at i0 sees a key of that at j0 with a number that is
@@ -57,11 +58,11 @@ __device__ __forceinline__ bool sees_marked(const scores_t& scores,
                                             unsigned marked_keys,
                                             index_t i0,
                                             index_t j0) {
-  const band_t band = scores.band(i0, j0);
+  const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll 1
   for (int n = 0; n < kGranule * kGranule; ++n) {
     const int i = n / kGranule, j = n % kGranule;
-    if (((marked_queries >> i | marked_keys >> j) & 1) && band.sees(i, j) &&
+    if (((marked_queries >> i | marked_keys >> j) & 1) && bounds.sees(i, j) &&
         (!kHasTerms || scores(0, i0 + i, j0 + j) != -infinity<float>())) {
       return true;
     }
@@ -82,7 +83,7 @@ __device__ __forceinline__ bool has_odd_pairs(const view_t& view,
        n += kNumThreads) {
     const int own = n % kGranules * kGranule, i0 = view.i0 + own;
     const int j0 = view.first + n / kGranules * kGranule;
-    if (!sees_any(scores.band(i0, j0))) continue;
+    if (!sees_any(scores.mask_bounds(i0, j0))) continue;
     auto look_up = [&](const unsigned char* images, int at) {
       return facts_of(images + index_t(at / kGranule) * kBytesImage);
     };
@@ -124,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const item_t item(block_index(), section, grads.num_kept, num_tiles);
   // Other blocks may just ask for repairs: all threads see that or none.
   if (__syncthreads_or(!item.exists || found->odd != 0)) return;
-  const place_t at = grads.entry(params, locate(grads.kept, item.kept).of[0], 0);
+  const tile_coord_t at = grads.entry(params, locate(grads.kept, item.kept).of[0], 0);
   const scores_t scores(at, SCORE_ARGUMENTS);
   if (threadIdx.x == 0) {
     const int i0 = static_cast<int>(num_tiles - 1 - item.tile) * kBlockM;
@@ -139,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     view.first = static_cast<int>(keys.first) / kGranule * kGranule;
     view.last = static_cast<int>(keys.last);
     if (keys.first >= keys.last) view.first = view.last;
-    view.seen = seen_t(scores.band(i0, 0));
+    view.seen = seen_t(scores.mask_bounds(i0, 0));
   }
   __syncthreads();  // the view is complete
   copy_bytes<kGranules * kBytesImage>(smem_q, view.images.q);
@@ -205,12 +206,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         facts_of(smem_dout + image).from_parts * facts_of(image_v).from_parts);
 
     const int first_row = row(), first_column = lane_index() % 4 * 2;
-    const band_t band = view.seen.at(0, j0);
+    const mask_bounds_t bounds = view.seen.at(0, j0);
     float sum[kRows] = {};
     auto finish = [&](auto sees) {
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
-        if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+        if constexpr (kHasTerms) ptx::compiler_fence();  // of what columns will load
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -225,10 +226,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
       }
     };
-    if (kHasTwoWays && band.sees_all(kBlockM, kGranule)) {
+    if (kHasTwoWays && bounds.sees_all(kBlockM, kGranule)) {
       finish([](int, int) { return true; });
     } else {
-      finish([&](int i, int j) { return band.sees(i, j); });
+      finish([&](int i, int j) { return bounds.sees(i, j); });
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) total[r] += sum[r];

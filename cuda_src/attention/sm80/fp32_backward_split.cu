@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   if (head >= num_heads) return;
   const int i0 = static_cast<int>(number - head * granules) * kGranule;
   // Of keys, the first query head that uses them.
-  const place_t at(params, of_queries ? head : head * params.group_size, 1);
+  const tile_coord_t at(params, of_queries ? head : head * params.group_size, 1);
   const scores_t scores(at, SCORE_ARGUMENTS);
   const index_t length = of_queries ? scores.num_queries() : scores.num_keys();
   const int num_rows = static_cast<int>(clamp(length - i0, 0, kGranule));

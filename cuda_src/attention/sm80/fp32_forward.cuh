@@ -139,7 +139,7 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
   bool odd = false;
   // A second walk computes these numbers anew: there are no registers to keep them.
   unsigned thread = threadIdx.x;
-  ptx::forget(thread);
+  ptx::launder(thread);
 #pragma unroll 4
   for (int n = thread; n < kBlockM * kChunks; n += kNumThreads) {
     const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);

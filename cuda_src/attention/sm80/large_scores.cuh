@@ -18,7 +18,7 @@ struct centers_t {
   __device__ __forceinline__ centers_t() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) at[r] = nan_value<float>();
-    ptx::forget(at);
+    ptx::launder(at);
   }
   __device__ __forceinline__ bool has(int r) const { return !is_nan(at[r]); }
 };
@@ -67,7 +67,7 @@ __device__ __forceinline__ void center(scores_frag_t& s,
                                        int j0) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    ptx::forget(centers.at);  // a row at a time: there are few registers
+    ptx::launder(centers.at);  // a row at a time: there are few registers
     const float before = centers.at[r];
     float now = before;
 #pragma unroll

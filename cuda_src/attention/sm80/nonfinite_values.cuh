@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_specials(elem_t* out_rows,
                                              int first,
                                              int last) {
   unsigned lane = lanes_t::lane();
-  ptx::forget(lane);  // what follows from it would take registers of the loop
+  ptx::launder(lane);  // what follows from it would take registers of the loop
   const int dim = static_cast<int>(params.head_dim_v);
   __syncwarp();  // what the warp has stored is there for all its lanes
 #pragma unroll 1

@@ -20,7 +20,7 @@ struct across_t {
 // Of a thread; there is no register to keep what follows from it.
 __device__ __forceinline__ unsigned thread_anew() {
   unsigned thread = threadIdx.x;
-  ptx::forget(thread);
+  ptx::launder(thread);
   return thread;
 }
 

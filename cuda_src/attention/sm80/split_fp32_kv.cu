@@ -21,11 +21,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_mma_prepare(
   const index_t number = divide(block_index(), num_tiles);
   const index_t tile = block_index() - number * num_tiles;
   // The first query head that uses this head of keys.
-  const place_t at(params, number * params.group_size * num_tiles + tile, num_tiles);
+  const tile_coord_t at(params, number * params.group_size * num_tiles + tile,
+                        num_tiles);
   if (!at.exists) return;
   const index_t j0 = tile * kBlockN;
   const scores_t scores(at, SCORE_ARGUMENTS);
-  const int num_keys = static_cast<int>(clamp(scores.band(0, j0).num_keys, 0, kBlockN));
+  const int num_keys =
+      static_cast<int>(clamp(scores.mask_bounds(0, j0).num_keys, 0, kBlockN));
   const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
   const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
   const int dim = static_cast<int>(params.head_dim);

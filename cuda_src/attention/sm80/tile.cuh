@@ -42,9 +42,9 @@ struct tile_t {
   }
   // What follows from it is computed anew.
   __device__ __forceinline__ void forget() {
-    ptx::forget(base);
+    ptx::launder(base);
     unsigned word = x;
-    ptx::forget(word);
+    ptx::launder(word);
     x = word;
   }
 };
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_tile(unsigned char* smem,
                                           Place place) {
   constexpr int kElems = 16 / sizeof(elem_t), kChunks = kDim / kElems;
   // Addresses are computed anew for each tile: kept, they would take the registers.
-  ptx::forget(row_stride);
+  ptx::launder(row_stride);
   if (aligned) {
     const unsigned to = shared_address(smem);
     // Steps of 8 rows leave the exchange of chunks as it is; staging has none.

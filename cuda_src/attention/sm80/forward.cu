@@ -11,9 +11,8 @@
 //            stays (STAYS), several of one head, of which it fetches the next one while
 //            it stores; last tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
-//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each, of kSpan
-//                                                     tiles; float32 comes to a tile of
-//                                                     its own first
+//            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
+//                                                     comes to a tile of its own first
 //            s, o  registers; warp w owns rows [16 kRowTiles w, 16 kRowTiles (w + 1)),
 //                  or two warps share twice as many (shared_rows.cuh)
 // Memory     global: q and out once; k and v once a block, mostly from L2, by cp.async
@@ -47,26 +46,16 @@ constexpr bool kAligned = true;
 constexpr bool kAligned = false;
 #endif
 constexpr bool kStaged = kSplits && !kPrepared;
-static_assert(kStages == 1 || (kStages == 2 && !kStaged));
-// Where warps share rows and have two stages, k comes a tile ahead.
-constexpr bool kAhead = kSides > 1 && kStages == 2;
+static_assert(kStages == 1 || (kStages == 2 && !kStaged && kSides == 1));
 // A block has several tiles of queries.
 #ifdef STAYS
 constexpr bool kStays = true;
 #else
 constexpr bool kStays = false;
 #endif
-// Tiles of keys that come at once.
-#ifdef SPAN
-constexpr int kSpan = SPAN;
-#else
-constexpr int kSpan = 1;
-#endif
-constexpr int kSpanN = kSpan * kBlockN;
-static_assert(kSpan == 1 || (kStages == 2 && !kSplits && kSides == 1));
 // Of a stage in shared memory.
-constexpr unsigned kStageK = kSpan * kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
-constexpr unsigned kStageV = kSpan * kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
 constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
 constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
@@ -501,14 +490,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     return {read_anew(kept).v_rows, read_anew(kept).has_aligned_v(), last};
   };
   auto load_k = [&](int j0, source_t source) {
-    const int tile = j0 / kSpanN, stage = kStages == 2 ? tile % 2 : 0;
+    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageK>(smem_k + stage * kStage,
                             read_anew(kept).images + index_t(tile) * kImage);
       } else if constexpr (!kSplits) {
-        copy_tile<kSpanN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
-                                    tile * kSpanN, source.last, dim, source.aligned);
+        copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
+                                    j0, source.last, dim, source.aligned);
       } else {
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStage,
                                      source.rows + j0 * params.k.row, params.k.row,
@@ -518,14 +507,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     ptx::commit_copies();
   };
   auto load_v = [&](int j0, source_t source) {
-    const int tile = j0 / kSpanN, stage = kStages == 2 ? tile % 2 : 0;
+    const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
         load_image<kImageV>(smem_v + stage * kStage,
                             read_anew(kept).images + index_t(tile) * kImage + kImageK);
       } else if constexpr (!kSplits) {
-        copy_tile<kSpanN, kHeadDimV>(smem_v + stage * kStage, source.rows, params.v.row,
-                                     tile * kSpanN, source.last, dim_v, source.aligned);
+        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStage, source.rows, params.v.row,
+                                     j0, source.last, dim_v, source.aligned);
       } else {
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStage,
                                       source.rows + j0 * params.v.row, params.v.row,
@@ -539,17 +528,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   // while others wait there.
   auto ready_k = [&](int j0) {
     const kept_t& with = read_anew(kept);
-    const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
-    return copy_t<kSpanN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
+    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
+    return copy_t<kBlockN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
                                     j0, last, dim, with.has_aligned_k());
   };
   auto ready_v = [&](int j0) {
     const kept_t& with = read_anew(kept);
-    const int stage = kStages == 2 ? j0 / kSpanN % 2 : 0;
-    return copy_t<kSpanN, kHeadDimV>(smem_v + stage * kStage, with.v_rows, params.v.row,
+    const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
+    return copy_t<kBlockN, kHeadDimV>(smem_v + stage * kStage, with.v_rows, params.v.row,
                                      j0, last, dim_v, with.has_aligned_v());
   };
-  auto start_k = [&](const copy_t<kSpanN, kHeadDim>& copy, int j0) {
+  auto start_k = [&](const copy_t<kBlockN, kHeadDim>& copy, int j0) {
     if (!copy.is_ready) {
       load_k(j0, source_k());
       return;
@@ -557,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (j0 < last) copy.start(params.k.row);
     ptx::commit_copies();
   };
-  auto start_v = [&](const copy_t<kSpanN, kHeadDimV>& copy, int j0) {
+  auto start_v = [&](const copy_t<kBlockN, kHeadDimV>& copy, int j0) {
     if (!copy.is_ready) {
       load_v(j0, source_v());
       return;
@@ -585,24 +574,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     load_k(with.first, {k_rows, aligned_k, with.last});
     load_v(with.first, {v_rows, aligned_v, with.last});
   };
-  // Where k comes a tile ahead, also the second one of it.
-  auto go_on = [&](int first, int last, const elem_t* k_rows, bool aligned_k) {
-    if constexpr (kAhead) load_k(first + kBlockN, {k_rows, aligned_k, last});
-  };
   if constexpr (!kSplits) {
     begin(item, aligned_q, k_rows, is_aligned_k(), v_rows, is_aligned_v());
-    go_on(item.first, item.last, k_rows, is_aligned_k());
   }
   keep();
   if constexpr (kSplits) __syncthreads();  // what is kept is there
 
-  auto stage_of = [](int j0) { return j0 / kSpanN % 2; };
-  // Products begin with k of the first tile, and step on to v and weights.
+  auto stage_of = [](int j0) { return j0 / kBlockN % 2; };
+  // Weights have two stages, of which products step on to the next.
   auto move_stages = [&](int from, int to) {
-    if constexpr (kStages == 2) {
-      lanes.k.base += (to - from) * kStage;
-      lanes.v.base += ((to ^ 1) - from) * kStage;
-    }
     lanes.p.base += ((to ^ 1) - from) * kBytesP;
   };
   if constexpr (kSides > 1) move_stages(0, stage_of(first));
@@ -670,7 +650,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           const kept_t& with = read_anew(kept);
           begin(with.item, with.has_aligned_q(), with.k_rows, with.has_aligned_k(),
                 with.v_rows, with.has_aligned_v());
-          go_on(with.item.first, with.item.last, with.k_rows, with.has_aligned_k());
         }
         if constexpr (kKeepQ) {
           ptx::wait_copy_groups<1>();
@@ -700,18 +679,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
 #pragma unroll 1
         for (int j0 = read_anew(kept).item.first; j0 < last; j0 += kBlockN) {
-          const auto next_v = ready_v(kAhead ? j0 + kBlockN : j0);
+          const auto next_v = ready_v(j0);
           const auto next_k = ready_k(j0 + 2 * kBlockN);
           const bool sees_next = bounds().sees_all(j0 + kBlockN);
           if (is_first) {
-            ptx::wait_copy_groups<kAhead ? 2 : 1>();
+            ptx::wait_copy_groups<1>();
           } else {
             ptx::wait_copy_groups<0>();
           }
-          // The weights of this tile and the next tile of k are complete, of two stages
-          // this tile of v too; all have read the ones before.
+          // The weights of this tile and the next tile of k are complete; all have read
+          // the ones before.
           if (__syncthreads_or(again)) {
-            if (!kAhead && !is_first) {
+            if (!is_first) {
               load_k(j0, source_k());  // again
               ptx::wait_copy_groups<0>();
               __syncthreads();
@@ -723,42 +702,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             rescale(o, rows);
             weigh(rows, s, to_log2, sums);
             put_at(j0);
-            if constexpr (!kAhead) {
-              __syncthreads();  // all have read k
-              load_k(j0 + kBlockN, source_k());
-            }
+            __syncthreads();  // all have read k
+            load_k(j0 + kBlockN, source_k());
             ptx::wait_copy_groups<0>();
             __syncthreads();
           }
           add(rows, sums);
-          if constexpr (kAhead) {
-            start_v(next_v, j0 + kBlockN);
-            start_k(next_k, j0 + 2 * kBlockN);
-          } else if (!is_first) {
-            start_v(next_v, j0);
-          }
+          if (!is_first) start_v(next_v, j0);
           is_first = false;
           if (careful) {
-            if constexpr (!kAhead) {
-              ptx::wait_copy_groups<0>();
-              __syncthreads();  // v is complete
-            }
-            if (clean_values(smem_v + (kAhead ? stage_of(j0) : 0) * kStage)) {
-              kept.special = true;
-            }
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // v is complete
+            if (clean_values(smem_v)) kept.special = true;
             __syncthreads();  // all have cleaned their part
           }
-          if constexpr (kAhead) lanes.v.base += step(j0, kStage);
           lanes.p.base += step(j0, kBytesP);
           const int next = j0 + kBlockN;
           if (next < last) {
-            if constexpr (kAhead) lanes.k.base += step(next, kStage);
             multiply_qk(s, q_frags, lanes);
-            if constexpr (!kAhead) {
-              ptx::wait_copy_groups<0>();
-              __syncthreads();  // v is complete; all have read k
-              start_k(next_k, j0 + 2 * kBlockN);
-            }
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // v is complete; all have read k
+            start_k(next_k, j0 + 2 * kBlockN);
             if (careful) {
               multiply_pv(o, s, lanes);
               if (!sees_next) hide_scores(s, bounds(), next);
@@ -785,7 +749,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               if (!begun) ptx::commit_copies();
               ptx::wait_copy_groups<1>();
               __syncthreads();  // v is complete
-            } else if constexpr (!kAhead) {
+            } else {
               ptx::wait_copy_groups<0>();
               __syncthreads();  // v is complete
             }
@@ -801,7 +765,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         for (int j0 = start(); j0 < last; j0 += kBlockN) {
           scores_frag_t s;
           const int tile = j0 / kBlockN;
-          const int stage = kStages == 2 ? tile / kSpan % 2 : 0;
+          const int stage = kStages == 2 ? tile % 2 : 0;
           const facts_t* of_k =
               reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
           const facts_t* of_v =
@@ -845,17 +809,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               load_v(j0, source_v());
             }
           } else if constexpr (kStages == 2) {
-            if (kSpan == 1 || tile % kSpan == 0 || j0 == start()) {
-              const int next = (j0 / kSpanN + 1) * kSpanN;
-              const auto next_k = ready_k(next);
-              const auto next_v = ready_v(next);
-              ptx::wait_copy_groups<0>();
-              __syncthreads();  // this tile is complete; all have read the one before
-              start_k(next_k, next);
-              start_v(next_v, next);
-            }
-            lanes.k.base = base_k + stage * kStage + tile % kSpan * kBytesK;
-            lanes.v.base = base_v + stage * kStage + tile % kSpan * kBytesV;
+            const int next = j0 + kBlockN;
+            const auto next_k = ready_k(next);
+            const auto next_v = ready_v(next);
+            ptx::wait_copy_groups<0>();
+            __syncthreads();  // this tile is complete; all have read the one before
+            start_k(next_k, next);
+            start_v(next_v, next);
+            lanes.k.base = base_k + stage * kStage;
+            lanes.v.base = base_v + stage * kStage;
           } else {
             const auto this_v = ready_v(j0);
             ptx::wait_copy_groups<0>();
@@ -976,8 +938,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
           } else {
             if (careful) {
-              const unsigned at = stage * kStage + tile % kSpan * kBytesV;
-              if (clean_values(smem_v + at)) kept.special = true;
+              if (clean_values(smem_v + stage * kStage)) kept.special = true;
               __syncthreads();  // all have cleaned their part
             }
             if constexpr (!kWeighsAtOnce) exponentiate(rows, s, to_log2);
@@ -1148,12 +1109,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     if (next.i0 < 0) return;
     if constexpr (kStays) {
       if constexpr (kSides > 1) {
-        // Values and weights begin in the other stage.
+        // Weights begin in the other stage.
         const int by = stage_of(next.first) - stage_of(kept.item.first);
-        if constexpr (kAhead) {
-          lanes.k.base += by * kStage;
-          lanes.v.base -= by * kStage;
-        }
         lanes.p.base -= by * kBytesP;
       }
       first = next.first;
@@ -1164,7 +1121,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         ptx::commit_copies();
         ptx::wait_copy_groups<0>();
       }
-      go_on(first, last, kept.k_rows, kept.has_aligned_k());
       if (threadIdx.x == 0) {
         kept.item = next;
         kept.turn += 1;

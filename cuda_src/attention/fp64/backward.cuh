@@ -313,13 +313,13 @@ __device__ __forceinline__ void walk(sums_t& sums,
     fetch_row(tile);
     ptx::commit_copy_group();
   };
-  runs_t<double, sums_t> runs;
-  runs.begin();
+  two_level_sum_t<double, sums_t> two_level;
+  two_level.begin();
   if (block.num_rows > 0) fetch_first(0);
 #pragma unroll 1
   for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
-    if constexpr (kHasRuns) {
-      if (tile > 0 && run_ends_before(block.first, tile)) runs.end(sums);
+    if constexpr (kTwoLevelSums) {
+      if (tile > 0 && run_ends_before(block.first, tile)) two_level.end(sums);
     }
     product_t c = {};
     weights_t<kSteps> w;
@@ -349,7 +349,7 @@ __device__ __forceinline__ void walk(sums_t& sums,
     if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
     if (seen) accumulate_part(constant_t<1>{}, w);
   }
-  runs.finish(sums);
+  two_level.finish(sums);
   ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
 
@@ -415,26 +415,26 @@ __device__ __forceinline__ void begin_walks(walk_t& block, index_t summed) {
 }
 
 // Whether a sum is not finite.
-__device__ __forceinline__ bool is_odd(const sums_t& sums) {
-  bool odd = false;
+__device__ __forceinline__ bool any_nonfinite(const sums_t& sums) {
+  bool nonfinite = false;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) odd |= !is_finite(sums[c][n / 4][n % 4]);
+    for (int n = 0; n < 8; ++n) nonfinite |= !is_finite(sums[c][n / 4][n % 4]);
   }
-  return odd;
+  return nonfinite;
 }
 
 // After a walk: whether the block goes the same way again, exactly.
 __device__ __forceinline__ bool walks_again(walk_t& block,
                                             const sums_t& sums,
                                             int* found) {
-  const bool odd = is_odd(sums);
+  const bool nonfinite = any_nonfinite(sums);
   if (block.is_exact) {
-    if (odd) *found = 1;
+    if (nonfinite) *found = 1;
     return false;
   }
-  if (!__syncthreads_or(odd)) return false;
+  if (!__syncthreads_or(nonfinite)) return false;
   if (threadIdx.x == 0) block.is_exact = true;
   clean_own(block);
   __syncthreads();  // `block` is complete

@@ -61,9 +61,9 @@ struct tile_coord_t {
   bool exists;  // the grid is rounded up
 
   tile_coord_t() = default;
-  __device__ tile_coord_t(const params_t& params, index_t item, index_t num_tiles) {
-    row_of_heads = divide(item, num_tiles);
-    tile = item - row_of_heads * num_tiles;
+  __device__ tile_coord_t(const params_t& params, index_t index, index_t num_tiles) {
+    row_of_heads = divide(index, num_tiles);
+    tile = index - row_of_heads * num_tiles;
     find_head(params);
   }
   // The first tile of a head.

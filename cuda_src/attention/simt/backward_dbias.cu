@@ -79,8 +79,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const auto kept = locate(grads.kept, kept_index);
 
   tile_t sums = {};
-  runs_t<accum_t, tile_t> runs;
-  runs.begin();
+  two_level_sum_t<accum_t, tile_t> two_level;
+  two_level.begin();
   for (index_t summed = 0; summed < grads.num_summed; ++summed) {
     const tile_coord_t at = grads.entry(params, kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
@@ -107,12 +107,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         add_tile(sums, q_rows, k_rows, v_rows, dout_rows, smem_own, smem_other, scores,
                  i0, j0, at.at(lse, grads.lse), grads.lse.row,
                  delta + at.row_of_heads * params.seqlen_q);
-        if (kSumKeys && run_ends_before(j0 + kBlockN, keys.last)) runs.end(sums);
+        if (kSumKeys && run_ends_before(j0 + kBlockN, keys.last)) two_level.end(sums);
       }
-      if (kSumQueries && (i0 / kBlockM + 1) % kRunTiles == 0) runs.end(sums);
+      if (kSumQueries && (i0 / kBlockM + 1) % kRunTiles == 0) two_level.end(sums);
     }
   }
-  runs.finish(sums);
+  two_level.finish(sums);
 
   grad_t* const out = dbias + kept.of[1];
   if (!kSumQueries && !kSumKeys) {

@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
       }
       run.join(s, 1, v_row);
     }
-    if constexpr (!kHasRuns) {
+    if constexpr (!kTwoLevelSums) {
       if (run.d != 0) row.join(run.m, run.d, run.o);
       continue;
     }

@@ -126,7 +126,7 @@ __device__ __forceinline__ accum_t load_rows(accum_t* smem,
   constexpr int kElems = 16 / sizeof(elem_t);  // of a 16-byte load
   const elem_t* const x = rows.x + c0;
   const column_t dim = rows.dim - c0;
-  accum_t odd = 0;
+  accum_t nonfinite = 0;
   const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 |
                         rows.stride % kElems | dim % kElems) == 0;
   if (aligned) {
@@ -143,7 +143,7 @@ __device__ __forceinline__ accum_t load_rows(accum_t* smem,
 #pragma unroll
         for (int f = 0; f < kVec; ++f) {
           part.x[f] = to<accum_t>(from.x[e + f]);
-          odd = fma_of(part.x[f], accum_t(0), odd);
+          nonfinite = fma_of(part.x[f], accum_t(0), nonfinite);
         }
         *reinterpret_cast<vec_t<accum_t, kVec>*>(smem + row * kStride + col + e) = part;
       }
@@ -154,11 +154,11 @@ __device__ __forceinline__ accum_t load_rows(accum_t* smem,
       accum_t value = 0;
       if (row < rows.num_rows && col < dim)
         value = to<accum_t>(x[row * rows.stride + col]);
-      odd = fma_of(value, accum_t(0), odd);
+      nonfinite = fma_of(value, accum_t(0), nonfinite);
       smem[row * kStride + col] = value;
     }
   }
-  return odd;
+  return nonfinite;
 }
 
 // s += own other^T over `num_columns` columns of a chunk.
@@ -221,11 +221,11 @@ __device__ __forceinline__ accum_t dot(tile_t& s,
 #pragma unroll
     for (int c = 0; c < kCols; ++c) s[r][c] = 0;
   }
-  accum_t odd = 0;
+  accum_t nonfinite = 0;
   for (column_t c0 = 0; c0 < own.dim; c0 += kChunk) {
     __syncthreads();  // all have read what stands in shared memory
     if (!kOwnIsLoaded) load_rows<kBlockM>(smem_own, own, c0);
-    odd += load_rows<kBlockN>(smem_other, other, c0);
+    nonfinite += load_rows<kBlockN>(smem_other, other, c0);
     __syncthreads();  // the tiles are complete
     if constexpr (kSumsApart) {
       const int rest = own.dim - c0 < kChunk ? own.dim - c0 : kChunk;
@@ -234,7 +234,7 @@ __device__ __forceinline__ accum_t dot(tile_t& s,
       dot_chunk(s, smem_own, smem_other, own.dim - c0 < kChunk ? own.dim - c0 : kChunk);
     }
   }
-  return odd;
+  return nonfinite;
 }
 
 // Stores a tile of P or dS, for the threads of its rows.
@@ -289,22 +289,22 @@ __device__ __forceinline__ void accumulate_tile(sums_t& sums,
 }
 
 // sums += w other, for a chunk of columns of `other` from c0 on that smem_other holds
-// if kOtherIsLoaded. `odd` is NaN if that holds a number that is not finite.
+// if kOtherIsLoaded. `nonfinite` is NaN if that holds a number that is not finite.
 template <bool kOtherIsLoaded>
 __device__ __forceinline__ void accumulate(sums_t& sums,
                                            const accum_t* w,
                                            const rows_t& other,
                                            column_t c0,
                                            accum_t* smem_other,
-                                           accum_t odd) {
+                                           accum_t nonfinite) {
   if (!kOtherIsLoaded) {
     __syncthreads();  // all have read the tile that stands there
-    odd = c0 < other.dim ? load_rows<kBlockN>(smem_other, other, c0) : accum_t(0);
+    nonfinite = c0 < other.dim ? load_rows<kBlockN>(smem_other, other, c0) : accum_t(0);
   }
   // w and the tile are complete; a vote whether it holds an infinity or NaN.
-  const bool any_odd = __syncthreads_or(odd != 0);
+  const bool any_nonfinite = __syncthreads_or(nonfinite != 0);
   if (c0 >= other.dim) return;
-  if (any_odd) {
+  if (any_nonfinite) {
     accumulate_tile<true>(sums, w, smem_other);
   } else {
     accumulate_tile<false>(sums, w, smem_other);
@@ -336,7 +336,7 @@ __device__ __forceinline__ void differentiate(accum_t& s,
 // Whether a run of sums ends before row `next` of those walked over: the last one ends
 // behind them.
 __device__ __forceinline__ bool run_ends_before(index_t next, index_t last) {
-  return kHasRuns && (next % (kRunTiles * kBlockN) == 0 || next >= last);
+  return kTwoLevelSums && (next % (kRunTiles * kBlockN) == 0 || next >= last);
 }
 
 // Writes a gradient's chunk of columns from c0 on.

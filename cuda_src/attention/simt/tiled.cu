@@ -68,7 +68,7 @@ template <int kCount, int kDim, int kStride>
 __device__ __forceinline__ accum_t load_rows(
     accum_t* smem, const elem_t* x, index_t row_stride, index_t num_rows, index_t dim) {
   constexpr int kElems = 16 / sizeof(elem_t);  // of a 16-byte load
-  accum_t odd = 0;
+  accum_t nonfinite = 0;
   const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 |
                         row_stride % kElems | dim % kElems) == 0;
   if (aligned) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ accum_t load_rows(
 #pragma unroll
         for (int f = 0; f < kVec; ++f) {
           part.x[f] = to<accum_t>(from.x[e + f]);
-          odd = fma_of(part.x[f], accum_t(0), odd);
+          nonfinite = fma_of(part.x[f], accum_t(0), nonfinite);
         }
         *reinterpret_cast<vec_t<accum_t, kVec>*>(to_row + e) = part;
       }
@@ -95,11 +95,11 @@ __device__ __forceinline__ accum_t load_rows(
       const int row = n / kDim, col = n % kDim;
       accum_t value = 0;
       if (row < num_rows && col < dim) value = to<accum_t>(x[row * row_stride + col]);
-      odd = fma_of(value, accum_t(0), odd);
+      nonfinite = fma_of(value, accum_t(0), nonfinite);
       smem[row * kStride + col] = value;
     }
   }
-  return odd;
+  return nonfinite;
 }
 
 // What a thread owns: row r is row r * kRowThreads + thread_row of the tile.
@@ -272,7 +272,7 @@ __device__ __forceinline__ void accumulate(rows_t& rows,
 }
 
 // o and l over many keys.
-class row_runs_t {
+class two_level_rows_t {
  public:
   __device__ __forceinline__ void begin() {
     o_.begin();
@@ -281,7 +281,7 @@ class row_runs_t {
 
   // A tile has joined them, and key `next` is the first of the one behind it.
   __device__ __forceinline__ void end_tile(rows_t& rows, index_t next, index_t last) {
-    if constexpr (kHasRuns) {
+    if constexpr (kTwoLevelSums) {
       if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
       accum_t alpha[kRows];
       follow(rows, alpha);
@@ -291,7 +291,7 @@ class row_runs_t {
   }
 
   __device__ __forceinline__ void finish(rows_t& rows) {
-    if constexpr (kHasRuns) {
+    if constexpr (kTwoLevelSums) {
       if (!o_.any()) return;
       accum_t alpha[kRows];
       follow(rows, alpha);
@@ -311,9 +311,9 @@ class row_runs_t {
     }
   }
 
-  runs_t<accum_t, rows_t::o_t> o_;
-  runs_t<accum_t, rows_t::l_t> l_;
-  volatile accum_t m_[kHasRuns ? kRows : 1];  // when the last run ended
+  two_level_sum_t<accum_t, rows_t::o_t> o_;
+  two_level_sum_t<accum_t, rows_t::l_t> l_;
+  volatile accum_t m_[kTwoLevelSums ? kRows : 1];  // when the last run ended
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(
@@ -344,8 +344,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   rows_t rows = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) rows.m[r] = -infinity<accum_t>();
-  row_runs_t runs;
-  runs.begin();
+  two_level_rows_t two_level;
+  two_level.begin();
 
   const range_t keys = scores.keys_of(i0, i0 + num_rows);
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
@@ -358,7 +358,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     dot(rows, smem_q, smem_kv);
     __syncthreads();  // all have read k before v takes its place
 
-    const accum_t odd = load_rows<kBlockN, kHeadDimV, kStrideV>(
+    const accum_t nonfinite = load_rows<kBlockN, kHeadDimV, kStrideV>(
         smem_kv, v_rows + j0 * params.v.row, params.v.row, num_keys, params.head_dim_v);
     const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
     if (bounds.sees_all(kBlockM, kBlockN)) {
@@ -368,15 +368,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
     softmax(rows, smem_p);
     // The tiles of v and p are complete; a vote whether v holds an infinity or NaN.
-    if (__syncthreads_or(odd != 0)) {
+    if (__syncthreads_or(nonfinite != 0)) {
       accumulate<true>(rows, smem_p, smem_kv);
     } else {
       accumulate<false>(rows, smem_p, smem_kv);
     }
     __syncthreads();  // all have read v and p before the next tiles take their place
-    runs.end_tile(rows, j0 + kBlockN, keys.last);
+    two_level.end_tile(rows, j0 + kBlockN, keys.last);
   }
-  runs.finish(rows);
+  two_level.finish(rows);
 
   elem_t* const out_rows = at.at(out, params.out);
 #pragma unroll

@@ -24,7 +24,7 @@
 // Limits     head_dim and head_dim_v up to kHeadDim, filled up with zeros; fewer than
 //            2^29 queries and keys; sm_80 or newer. Infinities and NaN in what a query
 //            does not see come through as NaN, and so does a dS too large for elem_t:
-//            found->odd says that the gradients have to be made in another way
+//            found->nonfinite says that the gradients have to be made in another way
 #include "attention/sm80/backward_rescan.cuh"
 #include "attention/sm80/backward_dq_sums.cuh"
 #include "ptx/registers.cuh"
@@ -50,7 +50,7 @@ constexpr unsigned kBytesN = kBlockN * kHeadDim * 2, kBytesM = kBlockM * kHeadDi
 constexpr unsigned kBytesDs = kBlockN * kBlockM * 2, kBytesStats = 2 * kBlockM * 4;
 
 // Mirrored by items_dtype() in _attention/gpu/sm80/backward.py, field by field.
-struct items_t {
+struct schedule_t {
   index_t section;           // kept entries whose q, dO and dq stay in the L2 cache
   index_t slot[kBatchDims];  // by how many slots of dq the entries of an axis differ
 };
@@ -67,16 +67,16 @@ struct view_t {
   int aligned_q, aligned_dout;
   seen_t seen;
 
-  __device__ __forceinline__ void set_item(index_t number,
-                                           const grads_t& grads,
-                                           const items_t& items,
-                                           const params_t& params) {
+  __device__ __forceinline__ void set_work_tile(index_t number,
+                                                const grads_t& grads,
+                                                const schedule_t& schedule,
+                                                const params_t& params) {
     const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
-    const index_t in_section = items.section * num_tiles;
+    const index_t in_section = schedule.section * num_tiles;
     const index_t section = divide(number, in_section);
-    const index_t first = section * items.section;
+    const index_t first = section * schedule.section;
     const index_t rest = number - section * in_section;
-    const index_t width = min(items.section, grads.num_kept - first);
+    const index_t width = min(schedule.section, grads.num_kept - first);
     const index_t tile = width > 0 ? divide(rest, width) : num_tiles;
     first_key = tile < num_tiles ? static_cast<int>(tile) * kBlockN : -1;
     kept = first + rest - tile * width;
@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const float* __restrict__ stats,  // backward.cuh
     float* __restrict__ sums_q,       // backward.cuh
     found_t* __restrict__ found,
-    const __grid_constant__ items_t items,
+    const __grid_constant__ schedule_t schedule,
     grad_t* __restrict__ dk,  // as k, summed over entries
     grad_t* __restrict__ dv,  // as v, summed over entries
     SCORE_PARAMETERS,
@@ -116,12 +116,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   unsigned char* const smem_stats = smem_p + (kSharesP ? kBytesDs : 0);
 
   __shared__ bad_rows_t bad;
-  if (kCareful && found->odd == 0) return;
+  if (kCareful && found->nonfinite == 0) return;
   const differentiate_t differentiate(params, found);
   index_t number = block_index();
   do {
-    if (kCareful) __syncthreads();  // all are done with the item before
-    if (threadIdx.x == 0) view.set_item(number, grads, items, params);
+    if (kCareful) __syncthreads();  // all are done with the work tile before
+    if (threadIdx.x == 0) view.set_work_tile(number, grads, schedule, params);
     __syncthreads();  // the view is complete
     if (view.first_key < 0) return;
     if constexpr (kCareful) clear_rows(bad.keys);
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         index_t slot = at.head;
 #pragma unroll
         for (int axis = 0; axis < kBatchDims; ++axis) {
-          slot += at.batch[axis] * items.slot[axis];
+          slot += at.batch[axis] * schedule.slot[axis];
         }
         view.sums = sums_q + slot * num_blocks * (kBlockM * kHeadDim);
       }
@@ -232,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           clean_tile<kBlockM>(smem_dout + stage * kBytesM, bad.queries);
           __syncthreads();  // the tiles are clean
           if (sees_bad_rows(bad, view.seen.at(i0, 0), scores, i0, view.first_key)) {
-            found->still_odd = 1;
+            found->still_nonfinite = 1;
           }
         }
         if constexpr (kStages == 2) load_block(i0 + kBlockM);
@@ -375,12 +375,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const int dim_v = static_cast<int>(params.head_dim_v);
     const auto kept = locate(grads.kept, view.kept);
     const int column = part() * (8 * kColTiles);
-    float odd =
+    float nonfinite =
         store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
                    sums_k, unfactor, key_0(), column, num_keys, dim);
-    odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
-                      sums_v, 1 / kFactorP, key_0(), column, num_keys, dim_v);
-    if (odd != 0) (kCareful ? found->still_odd : found->odd) = 1;
+    nonfinite +=
+        store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                   sums_v, 1 / kFactorP, key_0(), column, num_keys, dim_v);
+    if (nonfinite != 0) (kCareful ? found->still_nonfinite : found->nonfinite) = 1;
     number += gridDim.x;
   } while (kCareful);
 }

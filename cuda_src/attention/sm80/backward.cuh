@@ -35,9 +35,10 @@ constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
 
 // What the kernels of one call tell those after them. Starts as zeros.
 struct found_t {
-  int odd;           // not 0: a gradient is not finite, or was too large for elem_t
-  unsigned largest;  // dO, without sign, as the bits of a float
-  int still_odd;     // not 0: so it is without what nobody sees (backward_rescan.cuh)
+  int nonfinite;        // not 0: a gradient is not finite, or was too large for elem_t
+  unsigned largest;     // dO, without sign, as the bits of a float
+  int still_nonfinite;  // not 0: so it is without what nobody sees
+                        // (backward_rescan.cuh)
   int unused;
 };
 
@@ -256,7 +257,7 @@ __device__ __forceinline__ float store_sums(grad_t* gradient,
                                             int column_0,
                                             int num_rows,
                                             int dim) {
-  float odd = 0;
+  float nonfinite = 0;
   const int lane = lane_index();
   const bool as_pairs =
       col_step == 1 && row_step % 2 == 0 &&
@@ -272,7 +273,8 @@ __device__ __forceinline__ float store_sums(grad_t* gradient,
       for (int n = 0; n < kCols; ++n) {
         const int column = column_0 + 8 * n + lane % 4 * 2;
         const float x = sums[m][n][2 * r] * factor, y = sums[m][n][2 * r + 1] * factor;
-        odd = fmaf(sums[m][n][2 * r], 0, fmaf(sums[m][n][2 * r + 1], 0, odd));
+        nonfinite =
+            fmaf(sums[m][n][2 * r], 0, fmaf(sums[m][n][2 * r + 1], 0, nonfinite));
         if (as_pairs && column + 1 < dim) {
           if constexpr (sizeof(grad_t) == 2) {
             *reinterpret_cast<unsigned*>(target + column) = pair16_t::from(x, y);
@@ -286,5 +288,5 @@ __device__ __forceinline__ float store_sums(grad_t* gradient,
       }
     }
   }
-  return odd;
+  return nonfinite;
 }

@@ -36,13 +36,13 @@ constexpr unsigned kBytes = 2 * (kBytesM + kBytesN);  // of a stage
 constexpr bool kIsAlone = !kHasSoftcap && !kHasAlibi && !kHasMask;
 
 // A tile of scores that is added to that of the block.
-struct item_t {
+struct work_tile_t {
   tile_coord_t at;
   int i0, j0;  // its corner
 };
 // The next of them, in order; those of which no query sees a key are left out.
 struct list_t {
-  item_t item[kWarpSize];
+  work_tile_t work[kWarpSize];
   int count;
   bool is_last;
 };
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int first_j = static_cast<int>(tile - row_tile * key_tiles) * kBlockN;
   const auto kept = locate(grads.kept, kept_index);
 
-  // Lists items, of which `next` is the first that was not looked at; by one warp.
+  // Lists work tiles, of which `next` is the first that was not looked at; by one warp.
   const index_t walk = kSumQueries ? all_row_tiles : kSumKeys ? all_key_tiles : 1;
   const index_t num_items = grads.num_summed * walk;
   index_t next = 0;
@@ -105,22 +105,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     unsigned those;
     do {
       const index_t number = next + threadIdx.x;
-      item_t item;
+      work_tile_t work;
       bool counts = number < num_items;
       if (counts) {
         const index_t summed = divide(number, walk);
         const int step = static_cast<int>(number - summed * walk);
-        item.at = grads.entry(params, kept.of[0], summed);
-        item.i0 = kSumQueries ? step * kBlockM : first_i;
-        item.j0 = kSumKeys ? step * kBlockN : first_j;
-        const scores_t scores(item.at, SCORE_ARGUMENTS);
-        const range_t keys = scores.keys_of(item.i0, item.i0 + kBlockM);
-        counts = keys.first < keys.last && keys.first < item.j0 + kBlockN &&
-                 item.j0 < keys.last;
+        work.at = grads.entry(params, kept.of[0], summed);
+        work.i0 = kSumQueries ? step * kBlockM : first_i;
+        work.j0 = kSumKeys ? step * kBlockN : first_j;
+        const scores_t scores(work.at, SCORE_ARGUMENTS);
+        const range_t keys = scores.keys_of(work.i0, work.i0 + kBlockM);
+        counts = keys.first < keys.last && keys.first < work.j0 + kBlockN &&
+                 work.j0 < keys.last;
       }
       those = __ballot_sync(kFullMask, counts);
       const unsigned before = those & ((1u << threadIdx.x) - 1);
-      if (counts) list.item[__popc(before)] = item;
+      if (counts) list.work[__popc(before)] = work;
       next += kWarpSize;
     } while (those == 0 && next < num_items);
     if (threadIdx.x == 0) {
@@ -128,11 +128,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       list.is_last = next >= num_items;
     }
   };
-  __shared__ float stats_of[2][2][kBlockM];  // of an item: lse and delta
+  __shared__ float stats_of[2][2][kBlockM];  // of a work tile: lse and delta
   auto stage_of = [&](int n) { return smem + (kStages == 2 ? n % 2 : 0) * kBytes; };
   auto load = [&](int n) {
     if (n < list.count) {
-      const item_t& item = list.item[n];
+      const work_tile_t& work = list.work[n];
       unsigned char* const to_q = stage_of(n);
       unsigned char* const to_k = to_q + 2 * kBytesM;
       auto load_rows = [&](auto rows, unsigned char* target, const elem_t* from,
@@ -144,11 +144,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             tile_t<kHeadDim>::offset);
       };
       for (int row = threadIdx.x; row < kBlockM; row += kNumThreads) {
-        const int i = item.i0 + row, of_block = static_cast<int>(stats_m);
+        const int i = work.i0 + row, of_block = static_cast<int>(stats_m);
         const int num_rows = static_cast<int>(params.seqlen_q);
         const index_t num_blocks = (num_rows + of_block - 1) / of_block;
         const float* const from =
-            stats + (item.at.row_of_heads * num_blocks + i / of_block) * 2 * of_block +
+            stats + (work.at.row_of_heads * num_blocks + i / of_block) * 2 * of_block +
             i % of_block;
         const bool exists = i < num_rows;
         for (int of = 0; of < 2; ++of) {
@@ -159,15 +159,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       const rows_of_t<kBlockM> queries;
       const rows_of_t<kBlockN> keys;
-      const index_t i0 = item.i0, j0 = item.j0;
-      load_rows(queries, to_q, item.at.at(q, params.q) + i0 * params.q.row,
+      const index_t i0 = work.i0, j0 = work.j0;
+      load_rows(queries, to_q, work.at.at(q, params.q) + i0 * params.q.row,
                 params.q.row, params.seqlen_q - i0, params.head_dim);
-      load_rows(keys, to_k, item.at.at_kv(k, params.k) + j0 * params.k.row,
+      load_rows(keys, to_k, work.at.at_kv(k, params.k) + j0 * params.k.row,
                 params.k.row, params.seqlen_k - j0, params.head_dim);
       load_rows(queries, to_q + kBytesM,
-                item.at.at(dout, grads.dout) + i0 * grads.dout.row, grads.dout.row,
+                work.at.at(dout, grads.dout) + i0 * grads.dout.row, grads.dout.row,
                 params.seqlen_q - i0, params.head_dim_v);
-      load_rows(keys, to_k + kBytesN, item.at.at_kv(v, params.v) + j0 * params.v.row,
+      load_rows(keys, to_k + kBytesN, work.at.at_kv(v, params.v) + j0 * params.v.row,
                 params.v.row, params.seqlen_k - j0, params.head_dim_v);
     }
     ptx::commit_copies();
@@ -192,9 +192,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     load(0);
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
-      const item_t& item = list.item[n];
+      const work_tile_t& work = list.work[n];
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this item is complete; all have read the one before
+      __syncthreads();  // this work tile is complete; all have read the one before
       if constexpr (kStages == 2) load(n + 1);
       const unsigned of_q = shared_address(stage_of(n)), of_k = of_q + 2 * kBytesM;
       frag_t<kRowTiles, kKeyTiles> s, dp;
@@ -204,8 +204,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                       right<kHeadDim>(of_k + kBytesN, warp_index() / kWarpsM * 32));
       if constexpr (kStages == 1) __syncthreads();  // all have read the tiles
       if constexpr (kStages == 1) load(n + 1);
-      const scores_t scores(item.at, SCORE_ARGUMENTS);
-      const int i0 = item.i0, j0 = item.j0;
+      const scores_t scores(work.at, SCORE_ARGUMENTS);
+      const int i0 = work.i0, j0 = work.j0;
       const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
       const bias_t* const bias_tile = scores.bias_at(i0 + row_of(0), j0 + column_of(0));
       auto add = [&](auto sees) {

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   __shared__ bad_rows_t bad;
-  if (kCareful && found->odd == 0) return;
+  if (kCareful && found->nonfinite == 0) return;
   const differentiate_t differentiate(params, found);
   index_t number = block_index();
   do {
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           clean_tile<kBlockN>(smem_v + stage * kBytesN, bad.keys);
           __syncthreads();  // the tiles are clean
           if (sees_bad_rows(bad, view.seen.at(0, j0), scores, i0, j0)) {
-            found->still_odd = 1;
+            found->still_nonfinite = 1;
           }
         }
         if constexpr (kStages == 2) load_keys(j0 + kBlockN);
@@ -193,11 +193,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const float unfactor =
         unfactor_of(differentiate.factor, static_cast<float>(params.scale));
     const int num_rows = static_cast<int>(min(params.seqlen_q - i0, index_t(kBlockM)));
-    const float odd =
+    const float nonfinite =
         store_sums(dq + locate(grads.kept, kept_index).of[1] + i0 * grads.row[0],
                    grads.row[0], grads.col[0], sums, unfactor, warp_index() * 16, 0,
                    num_rows, static_cast<int>(params.head_dim));
-    if (odd != 0) (kCareful ? found->still_odd : found->odd) = 1;
+    if (nonfinite != 0) (kCareful ? found->still_nonfinite : found->nonfinite) = 1;
     number += gridDim.x;
   } while (kCareful);
 }

@@ -2,8 +2,8 @@
 // The gradient kernels by mma.sync once more, if a gradient was not finite (kCareful):
 // numbers that are not finite become 0 in shared memory. Where no query sees them the
 // gradients are those of any other hidden numbers, to the last bit. Where one does, or
-// a gradient is still not finite, found->still_odd asks for kernels that know what
-// counts.
+// a gradient is still not finite, found->still_nonfinite asks for kernels that know
+// what counts.
 #pragma once
 
 #include "attention/sm80/backward.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ bool is_bad(elem_t x) {
   return (x.bits & kExponent) == kExponent;
 }
 
-// Sets them to 0; chunks of 16 bytes are exchanged only within a row.
+// Sets them to 0; chunks of 16 bytes are swizzled only within a row.
 template <int kRows>
 __device__ __forceinline__ void clean_tile(unsigned char* tile, unsigned char* bad) {
   constexpr int kElems = 8, kChunks = kHeadDim / kElems;

@@ -46,7 +46,7 @@ constexpr bool kAligned = true;
 constexpr bool kAligned = false;
 #endif
 constexpr bool kStaged = kSplits && !kPrepared;
-static_assert(kStages == 1 || (kStages == 2 && !kStaged && kSides == 1));
+static_assert(kStages == 1 || (kStages == 2 && !kStaged && kWarpsPerRow == 1));
 // A block has several tiles of queries.
 #ifdef STAYS
 constexpr bool kStays = true;
@@ -54,8 +54,8 @@ constexpr bool kStays = true;
 constexpr bool kStays = false;
 #endif
 // Of a stage in shared memory.
-constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kFactsBytes : 0);
-constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kFactsBytes : 0);
+constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kBytesTileStats : 0);
+constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kBytesTileStats : 0);
 constexpr unsigned kStage = kStageK + kStageV;
 constexpr unsigned kBytesOut = kBlockM * kHeadDimV * sizeof(elem_t);
 constexpr unsigned kBytesTiles = kParts * kBytesQ + kStages * kStage;
@@ -64,10 +64,10 @@ constexpr bool kKeepQ =
     !kSplits && kHeadDim <= 64 && kHeadDimV <= 64 && kRowTiles * kHeadDim <= 128;
 // Results leave by way of shared memory, while the next tiles come: from one stage,
 // from a place of their own, or as follows; else from the place of all tiles.
-constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ && kSides == 1;
+constexpr bool kOutApart = kStays && kStages == 1 && kKeepQ && kWarpsPerRow == 1;
 // Half of the rows at a time, by the place of weights: q and k of the next tile come
 // beside the last products with v.
-constexpr bool kOutByP = kStays && kStages == 1 && kSides > 1;
+constexpr bool kOutByP = kStays && kStages == 1 && kWarpsPerRow > 1;
 constexpr int kOutRounds = kOutByP ? 2 : 1;
 // By the place of q, which then comes last.
 constexpr bool kOutByQ =
@@ -158,12 +158,12 @@ struct kept_t {
   __device__ bool has_aligned_q() const { return kAligned || aligned_q; }
   __device__ bool has_aligned_k() const { return kAligned || aligned_k; }
   __device__ bool has_aligned_v() const { return kAligned || aligned_v; }
-  bool special;                 // a value of this block's keys is not finite
-  const unsigned char* images;  // of the tiles of k and v, of this head
+  bool special;                   // a value of this block's keys is not finite
+  const unsigned char* operands;  // of the tiles of k and v, of this head
 };
-constexpr unsigned kFactsOfStaging = 128, kKeptBytes = 384;
+constexpr unsigned kBytesStatsOfStaging = 128, kKeptBytes = 384;
 static_assert(sizeof(kept_t) <= kKeptBytes);
-static_assert(4 * sizeof(facts_t) + sizeof(int) <= kFactsOfStaging);
+static_assert(4 * sizeof(tile_stats_t) + sizeof(int) <= kBytesStatsOfStaging);
 
 // What is kept, to be read again; still known to lie in shared memory, since a load
 // that has to find out takes ten times as long.
@@ -294,7 +294,7 @@ __device__ __forceinline__ void put_rows(unsigned char* tile,
   }
   const tile_t<kHeadDimV> to(lane % 4 * 4,
                              lanes_t::warp_row(thread) / kOutRounds + lane / 4,
-                             lanes_t::side(thread) * 4);
+                             lanes_t::warp_of_row(thread) * 4);
 #pragma unroll
   for (int n_row = 0; n_row < kRowsOfRound; ++n_row) {
     const int r = round * kRowsOfRound + n_row;
@@ -346,7 +346,8 @@ __device__ __forceinline__ void store_tile(elem_t* out,
     constexpr int kStep = kWarpSize / kChunks;
     const int row = lanes_t::warp_row(thread) + round * kOwnRows + lane / kChunks;
     const int place = lanes_t::warp_row(thread) / kOutRounds + lane / kChunks;
-    const int chunk = lanes_t::out_tile(lane % kChunks) + lanes_t::side(thread) * 4;
+    const int chunk =
+        lanes_t::out_tile(lane % kChunks) + lanes_t::warp_of_row(thread) * 4;
     const int count = dim - chunk * kElems;
     if (count <= 0) return;
     elem_t* at = out + row * to.row + chunk * kElems * to.col;
@@ -372,7 +373,8 @@ __device__ __forceinline__ void store_tile(elem_t* out,
     for (int n = lane; n < kOwnRows * kChunks; n += kWarpSize) {
       const int row = lanes_t::warp_row(thread) + round * kOwnRows + n / kChunks;
       const int place = lanes_t::warp_row(thread) / kOutRounds + n / kChunks;
-      const int chunk = lanes_t::out_tile(n % kChunks) + lanes_t::side(thread) * 4;
+      const int chunk =
+          lanes_t::out_tile(n % kChunks) + lanes_t::warp_of_row(thread) * 4;
       if (row >= num_rows || chunk * kElems >= dim) continue;
       store_chunk(out + row * to.row + chunk * kElems * to.col,
                   tile + rows_t::offset(place, chunk), to.col, dim - chunk * kElems,
@@ -383,7 +385,7 @@ __device__ __forceinline__ void store_tile(elem_t* out,
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_mma(
     // Tiles of k and v in parts, (batch, kv heads, tiles), or null.
-    const unsigned char* __restrict__ images,
+    const unsigned char* __restrict__ operands,
     const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
     const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
     const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
@@ -399,13 +401,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   unsigned char* const behind =
       kSplits ? staging_v + (kStaged ? 2 * kBytesV : 0) : smem + kBytesFront;
   // Of float32, by parity of the tile.
-  facts_t* const facts_k = reinterpret_cast<facts_t*>(behind);
-  facts_t* const facts_v = facts_k + 2;
-  int* const largest_q = reinterpret_cast<int*>(facts_v + 2);
-  kept_t& kept = *reinterpret_cast<kept_t*>(behind + kFactsOfStaging);
-  unsigned char* const smem_p = behind + kFactsOfStaging + kKeptBytes;
-  across_t& across =
-      *reinterpret_cast<across_t*>(smem_p + (kSides > 1 ? 2 * kBytesP : 0));
+  tile_stats_t* const stats_k = reinterpret_cast<tile_stats_t*>(behind);
+  tile_stats_t* const stats_v = stats_k + 2;
+  int* const largest_q = reinterpret_cast<int*>(stats_v + 2);
+  kept_t& kept = *reinterpret_cast<kept_t*>(behind + kBytesStatsOfStaging);
+  unsigned char* const smem_p = behind + kBytesStatsOfStaging + kKeptBytes;
+  row_exchange_t& exchange =
+      *reinterpret_cast<row_exchange_t*>(smem_p + (kWarpsPerRow > 1 ? 2 * kBytesP : 0));
 
   const int num_tiles = static_cast<int>((params.seqlen_q + kBlockM - 1) / kBlockM);
   const tile_coord_t at(params, blockIdx.y + index_t(gridDim.y) * blockIdx.z);
@@ -445,11 +447,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       kept.k_rows = k_rows;
       kept.v_rows = v_rows;
       if constexpr (kPrepared) {
-        const index_t num_images = (params.seqlen_k + kBlockN - 1) / kBlockN;
+        const index_t num_operands = (params.seqlen_k + kBlockN - 1) / kBlockN;
         index_t row = at.row_of_heads;
-        // Parts all read the same images.
+        // Parts all read the same operands.
         if constexpr (kHasParts) row -= at.batch[0] * params.part.head;
-        kept.images = images + divide(row, params.group_size) * num_images * kImage;
+        kept.operands =
+            operands + divide(row, params.group_size) * num_operands * kBytesOperands;
       }
       kept.head = head;
       kept.item = item;
@@ -493,11 +496,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
-        load_image<kImageK>(smem_k + stage * kStage,
-                            read_anew(kept).images + index_t(tile) * kImage);
+        copy_operand<kBytesOperandK>(
+            smem_k + stage * kStage,
+            read_anew(kept).operands + index_t(tile) * kBytesOperands);
       } else if constexpr (!kSplits) {
         copy_tile<kBlockN, kHeadDim>(smem_k + stage * kStage, source.rows, params.k.row,
-                                    j0, source.last, dim, source.aligned);
+                                     j0, source.last, dim, source.aligned);
       } else {
         load_tile<kBlockN, kHeadDim>(kStaged ? staging_k : smem_k + stage * kStage,
                                      source.rows + j0 * params.k.row, params.k.row,
@@ -510,11 +514,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const int tile = j0 / kBlockN, stage = kStages == 2 ? tile % 2 : 0;
     if (j0 < source.last) {
       if constexpr (kPrepared) {
-        load_image<kImageV>(smem_v + stage * kStage,
-                            read_anew(kept).images + index_t(tile) * kImage + kImageK);
+        copy_operand<kBytesOperandV>(
+            smem_v + stage * kStage,
+            read_anew(kept).operands + index_t(tile) * kBytesOperands + kBytesOperandK);
       } else if constexpr (!kSplits) {
-        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStage, source.rows, params.v.row,
-                                     j0, source.last, dim_v, source.aligned);
+        copy_tile<kBlockN, kHeadDimV>(smem_v + stage * kStage, source.rows,
+                                      params.v.row, j0, source.last, dim_v,
+                                      source.aligned);
       } else {
         load_tile<kBlockN, kHeadDimV>(kStaged ? staging_v : smem_v + stage * kStage,
                                       source.rows + j0 * params.v.row, params.v.row,
@@ -530,13 +536,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const kept_t& with = read_anew(kept);
     const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
     return copy_t<kBlockN, kHeadDim>(smem_k + stage * kStage, with.k_rows, params.k.row,
-                                    j0, last, dim, with.has_aligned_k());
+                                     j0, last, dim, with.has_aligned_k());
   };
   auto ready_v = [&](int j0) {
     const kept_t& with = read_anew(kept);
     const int stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
-    return copy_t<kBlockN, kHeadDimV>(smem_v + stage * kStage, with.v_rows, params.v.row,
-                                     j0, last, dim_v, with.has_aligned_v());
+    return copy_t<kBlockN, kHeadDimV>(smem_v + stage * kStage, with.v_rows,
+                                      params.v.row, j0, last, dim_v,
+                                      with.has_aligned_v());
   };
   auto start_k = [&](const copy_t<kBlockN, kHeadDim>& copy, int j0) {
     if (!copy.is_ready) {
@@ -585,7 +592,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   auto move_stages = [&](int from, int to) {
     lanes.p.base += ((to ^ 1) - from) * kBytesP;
   };
-  if constexpr (kSides > 1) move_stages(0, stage_of(first));
+  if constexpr (kWarpsPerRow > 1) move_stages(0, stage_of(first));
 
   // There is no register for it, but where each tile asks whether it is the first.
   auto start = [&] { return kWeighsAtOnce ? first : read_anew(kept).item.first; };
@@ -595,20 +602,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       lanes.q.forget();
       lanes.k.forget();
       lanes.v.forget();
-      if constexpr (kSides > 1) lanes.p.forget();
+      if constexpr (kWarpsPerRow > 1) lanes.p.forget();
     }
     // What is kept is there; elsewhere another barrier comes before it is read.
-    if constexpr (!kSplits && kSides == 1 && !kKeepQ) __syncthreads();
+    if constexpr (!kSplits && kWarpsPerRow == 1 && !kKeepQ) __syncthreads();
     out_frag_t o;
     softmax_t rows;
     centers_t centers;
-    out_runs_t runs;
+    two_level_out_t two_level;
     bool careful = false;
     bool begun = false;  // the next tile of queries is on its way
 #pragma unroll 1
     for (;; careful = true) {
       rows = softmax_t();
-      runs.begin();
+      two_level.begin();
       if (careful) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
@@ -629,14 +636,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       if constexpr (kStaged) {
         if (threadIdx.x == 0) {
 #pragma unroll
-          for (int n = 0; n < 4; ++n) facts_k[n].clear();
+          for (int n = 0; n < 4; ++n) stats_k[n].clear();
         }
       }
       if constexpr (kSplits) {
         if (threadIdx.x == 0) *largest_q = 0;
         load_k(start(), source_k());
         if (kStaged || kStages == 2) load_v(start(), source_v());
-        __syncthreads();  // the facts are cleared
+        __syncthreads();  // the statistics are cleared
         size_q = split_q(smem_q, largest_q, read_anew(kept).item.q_rows, params.q.row,
                          read_anew(kept).item.num_rows, dim,
                          read_anew(kept).has_aligned_q(), unit_q);
@@ -660,7 +667,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         }
       }
 
-      if constexpr (kSides > 1) {
+      if constexpr (kWarpsPerRow > 1) {
         // Weights of a tile are computed beside the products of the one before with v.
         __syncthreads();  // what is kept is there
         scores_frag_t s;
@@ -697,8 +704,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             }
             multiply_qk(s, q_frags, lanes);
             if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
-            if (careful) center(s, o, rows, centers, across, to_log2, j0);
-            raise_shared(rows, s, across, to_log2, sums);
+            if (careful) center(s, o, rows, centers, exchange, to_log2, j0);
+            raise_shared(rows, s, exchange, to_log2, sums);
             rescale(o, rows);
             weigh(rows, s, to_log2, sums);
             put_at(j0);
@@ -726,7 +733,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             if (careful) {
               multiply_pv(o, s, lanes);
               if (!sees_next) hide_scores(s, bounds(), next);
-              center(s, o, rows, centers, across, to_log2, next);
+              center(s, o, rows, centers, exchange, to_log2, next);
               weigh(rows, s, to_log2, sums);
             } else {
               if (!sees_next) hide_scores(s, bounds(), next);
@@ -766,29 +773,30 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           scores_frag_t s;
           const int tile = j0 / kBlockN;
           const int stage = kStages == 2 ? tile % 2 : 0;
-          const facts_t* of_k =
-              reinterpret_cast<facts_t*>(smem_k + stage * kStage + kParts * kBytesK);
-          const facts_t* of_v =
-              reinterpret_cast<facts_t*>(smem_v + stage * kStage + kParts * kBytesV);
+          const tile_stats_t* of_k = reinterpret_cast<tile_stats_t*>(
+              smem_k + stage * kStage + kParts * kBytesK);
+          const tile_stats_t* of_v = reinterpret_cast<tile_stats_t*>(
+              smem_v + stage * kStage + kParts * kBytesV);
           // Asked before a barrier, as copies are made ready. Parts leave no register.
           const bool sees_all = !kSplits && bounds().sees_all(j0);
           if constexpr (kStaged) {
             ptx::wait_copy_groups<0>();
             const int parity = tile % 2;
-            of_k = facts_k + parity;
-            of_v = facts_v + parity;
+            of_k = stats_k + parity;
+            of_v = stats_v + parity;
             auto chunk_of_k = [&](int n) {
               return *reinterpret_cast<const float4*>(staging_k + n * 16);
             };
             auto chunk_of_v = [&](int n) {
               return *reinterpret_cast<const float4*>(staging_v + n * 16);
             };
-            inspect<kHeadDim>(facts_k[parity], chunk_of_k);
-            inspect<kHeadDimV>(facts_v[parity], chunk_of_v);
-            __syncthreads();  // the facts are complete; all have read the tiles before
+            inspect<kHeadDim>(stats_k[parity], chunk_of_k);
+            inspect<kHeadDimV>(stats_v[parity], chunk_of_v);
+            __syncthreads();  // the statistics are complete; all have read the tiles
+                              // before
             if (threadIdx.x == 0) {
-              facts_k[parity ^ 1].clear();
-              facts_v[parity ^ 1].clear();
+              stats_k[parity ^ 1].clear();
+              stats_v[parity ^ 1].clear();
             }
             split_tile<kHeadDim>(smem_k, scale_t(of_k->largest).to_parts, chunk_of_k);
             split_tile<kHeadDimV>(smem_v, values_t(*of_v).to_parts, chunk_of_v);
@@ -864,7 +872,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               ptx::compiler_fence();
               multiply_qk(s, q_frags, lanes);
               if (!sees_all) hide_scores(s, bounds(), j0);
-              if (careful) center(s, o, rows, centers, across, to_log2, j0);
+              if (careful) center(s, o, rows, centers, exchange, to_log2, j0);
               if (j0 == first) {
                 // With the reference that rows start with, all sums would be too large.
 #pragma unroll
@@ -876,7 +884,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             if (__any_sync(kFullMask, !are_small(sums))) {
               multiply_qk(s, q_frags, lanes);
               if (!bounds().sees_all(j0)) hide_scores(s, bounds(), j0);
-              if (careful) center(s, o, rows, centers, across, to_log2, j0);
+              if (careful) center(s, o, rows, centers, exchange, to_log2, j0);
               raise_where(rows, s, to_log2, sums);
               rescale(o, rows);
               weigh(rows, s, to_log2, sums);
@@ -888,12 +896,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
               hide_scores(s, bounds(), j0);
             }
             if (careful) {
-              center(s, o, rows, centers, across, to_log2, j0);
-              runs.follow(rows);
+              center(s, o, rows, centers, exchange, to_log2, j0);
+              two_level.follow(rows);
             }
             if (raise(rows, s, to_log2)) {
               rescale(o, rows);
-              runs.follow(rows);
+              two_level.follow(rows);
             }
           }
           if constexpr (!kSplits && kStages == 1) {
@@ -932,7 +940,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
             exponentiate(rows, s, to_log2);
             if constexpr (kParts == 2) {
               multiply_pv_split(o, s, lanes, values.from_parts);
-              runs.end_tile(o, j0 + kBlockN, last);
+              two_level.end_tile(o, j0 + kBlockN, last);
             } else {
               multiply_pv(o, s, lanes);
             }
@@ -948,7 +956,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       }
 
       if constexpr (kSplits && kParts == 1) multiply_by(o, unit_o);
-      runs.finish(o);
+      two_level.finish(o);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         float& l = rows.l[r];
@@ -956,7 +964,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
         l += shuffle_xor(l, 1);
         l += shuffle_xor(l, 2);
       }
-      if constexpr (kSides > 1) add_other_side(across, rows.l);
+      if constexpr (kWarpsPerRow > 1) add_other_warp(exchange, rows.l);
       if (!kOutByP || !begun) ptx::wait_copy_groups<0>();
       if (careful) {
         __syncthreads();  // all have read the tiles
@@ -970,19 +978,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
                              kept.item.i0);
       }
       // Values of keys that a row does not see may have come in as 0 * NaN.
-      float odd[4] = {};
+      float nonfinite[4] = {};
       if constexpr (!kSplits) {
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) odd[e] = fmaf(o[m][n][e], 0, odd[e]);
+            for (int e = 0; e < 4; ++e)
+              nonfinite[e] = fmaf(o[m][n][e], 0, nonfinite[e]);
           }
         }
       }
-      const bool is_odd = (odd[0] + odd[1]) + (odd[2] + odd[3]) != 0;
-      if (!__syncthreads_or(again | is_odd)) break;  // all have read the tiles
+      const bool any_nonfinite =
+          (nonfinite[0] + nonfinite[1]) + (nonfinite[2] + nonfinite[3]) != 0;
+      if (!__syncthreads_or(again | any_nonfinite)) break;  // all have read the tiles
     }
 
     // The tile of queries after this one comes while this one leaves.
@@ -1040,7 +1050,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
       const finished_t finished = rows_of.finish(i, high, l * (1 + low));
       own_inverse = finished.inverse * (1 + low);
       if (lse != nullptr && i < params.seqlen_q && lanes_t::lane() % 4 < kRows &&
-          lanes_t::side() == 0) {
+          lanes_t::warp_of_row() == 0) {
         lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
       }
     }
@@ -1108,7 +1118,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     }
     if (next.i0 < 0) return;
     if constexpr (kStays) {
-      if constexpr (kSides > 1) {
+      if constexpr (kWarpsPerRow > 1) {
         // Weights begin in the other stage.
         const int by = stage_of(next.first) - stage_of(kept.item.first);
         lanes.p.base -= by * kBytesP;

@@ -62,7 +62,7 @@ __device__ __forceinline__ void center(scores_frag_t& s,
                                        out_frag_t& o,
                                        softmax_t& rows,
                                        centers_t& centers,
-                                       across_t& across,
+                                       row_exchange_t& exchange,
                                        float to_log2,
                                        int j0) {
 #pragma unroll
@@ -77,7 +77,7 @@ __device__ __forceinline__ void center(scores_frag_t& s,
     }
     now = fmaxf(now, shuffle_xor(now, 1));
     now = fmaxf(now, shuffle_xor(now, 2));
-    if constexpr (kSides > 1) now = fmaxf(now, of_other_side(across, now, r));
+    if constexpr (kWarpsPerRow > 1) now = fmaxf(now, of_other_warp(exchange, now, r));
     const bool usual = is_nan(before);
     if constexpr (kSplits) {
       int key = -1;

@@ -74,8 +74,8 @@ __device__ __forceinline__ void add_specials(elem_t* out_rows,
           if (scores(0.f, i, j) == -infinity<float>()) continue;
         }
 #pragma unroll 1
-        for (int column = lanes_t::side() * 32 + lane; column < dim;
-             column += 32 * kSides) {
+        for (int column = lanes_t::warp_of_row() * 32 + lane; column < dim;
+             column += 32 * kWarpsPerRow) {
           const float x = to<float>(v_rows[j * params.v.row + column]);
           elem_t& sum = out_rows[i * params.out.row + column * params.out.col];
           if (!is_finite(x)) sum = to<elem_t>(to<float>(sum) + x);

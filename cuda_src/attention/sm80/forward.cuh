@@ -143,8 +143,8 @@ struct lane_of_t {
     constexpr int kMask = rows_t::kMask;
     return (base ^ (chunk & kMask) * 16) + (chunk & ~kMask) * 16 + row * rows_t::kPitch;
   }
-  // What follows from it is computed anew.
-  __device__ __forceinline__ void forget() { ptx::launder(base); }
+  // What follows from it is computed again.
+  __device__ __forceinline__ void launder() { ptx::launder(base); }
 };
 
 // Where a lane's addresses start in the tiles of q and p (its warp's rows), k and v.
@@ -159,6 +159,14 @@ struct lanes_t {
         k(smem_k, warp_key() + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2),
         v(smem_v, lane() % 16, lane() / 16 + warp_of_row() * 4),
         p(smem_p, warp_row() + lane() % 16, lane() / 16) {}
+
+  // What follows from them is computed again.
+  __device__ __forceinline__ void launder() {
+    q.launder();
+    k.launder();
+    v.launder();
+    if constexpr (kWarpsPerRow > 1) p.launder();
+  }
 
   static __device__ __forceinline__ int lane(unsigned thread = threadIdx.x) {
     return thread % kWarpSize;

@@ -40,8 +40,8 @@ struct tile_t {
   __device__ __forceinline__ unsigned at(int row, int chunk) const {
     return base + (((chunk & kMask) ^ x) + (chunk & ~kMask)) * 16 + row * kPitch;
   }
-  // What follows from it is computed anew.
-  __device__ __forceinline__ void forget() {
+  // What follows from it is computed again.
+  __device__ __forceinline__ void launder() {
     ptx::launder(base);
     unsigned word = x;
     ptx::launder(word);

@@ -88,7 +88,7 @@ def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
 
 
 def keeps_q(tile: MmaTile, dims: tuple[int, int]) -> bool:
-    """Whether queries lie in registers (kKeepQ of attention/sm80/forward.cu)."""
+    """Whether queries lie in registers (kKeepQ of attention/sm80/forward_state.cuh)."""
     row_tiles = tile.block_m * tile.sides * 2 // tile.num_threads
     return max(dims) <= 64 and row_tiles * dims[0] <= 128
 

@@ -184,7 +184,7 @@ def test_blocks_of_a_head_have_all_its_tiles(seqlen_q, options):
     count, config = rounds(seqlen_q=seqlen_q, **options)
     blocks, heads, more = config.grid
     tiles = -(-seqlen_q // 128)
-    # As query_of_turn() in sm80/forward.cu.
+    # As query_of_turn() in sm80/forward_state.cuh.
     taken = [
         turn * blocks + block if turn % 2 == 0 else (turn + 1) * blocks - 1 - block
         for block in range(blocks)

@@ -34,7 +34,7 @@ constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps reg
 constexpr int kNumPairs = kNumThreads / (2 * kWarpSize);
 constexpr int kBlockM = kNumPairs * kWarpRows;
 // Whether scores have more to them than a scale.
-constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+constexpr bool kTerms = kChangesScores;
 
 constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
 constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over

@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                   *found = 1;
                 }
                 weight_at<kStepsN>(w, n, 2 * h + e) = p;
-                product[e] = kHasSoftcap ? p * derivative : p;
+                product[e] = kHasDerivative ? p * derivative : p;
               }
               *reinterpret_cast<double2*>(exchange_lane +
                                           (2 * n + h) * 2 * kWarpSize) = {product[0],

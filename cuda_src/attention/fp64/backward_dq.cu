@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                 i + query, j + key, block.lse[me.first_row() + query], derivative);
             tile_l[e / 2] += p;
             double ds = p * (dp - block.delta[me.first_row() + query]);
-            if (kHasSoftcap) ds *= derivative;
+            if (kHasDerivative) ds *= derivative;
             if (check.value && block.is_exact && !is_unseen(p) &&
                 (block.odd_own[me.first_row() + query] ||
                  block.odd_other[start + key] == tile)) {

@@ -62,7 +62,7 @@ constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps reg
 #ifdef SCALE_SCORES
 constexpr bool kTerms = true;
 #else
-constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+constexpr bool kTerms = kChangesScores;
 #endif
 
 // Products that fragments of k come ahead of theirs. With options two would spill at

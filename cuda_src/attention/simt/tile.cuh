@@ -330,7 +330,7 @@ __device__ __forceinline__ void differentiate(accum_t& s,
   }
   s = exp_of(s - lse);
   dp = s * (dp - delta);
-  if (kHasSoftcap && !kOfBias) dp *= derivative;
+  if (kHasDerivative && !kOfBias) dp *= derivative;
 }
 
 // Whether a run of sums ends before row `next` of those walked over: the last one ends

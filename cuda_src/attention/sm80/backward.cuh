@@ -22,14 +22,8 @@ constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 static_assert(kHeadDim % 64 == 0 && kBlockM % 32 == 0 && kBlockN % 16 == 0);
 
-#ifdef SCALE_SCORES
-constexpr bool kScaleScores = true;  // not a number that exp2 can take over
-#else
-constexpr bool kScaleScores = false;
-#endif
 // Whether scores are finished one by one before the exponential; else that scales.
-constexpr bool kHasTerms =
-    kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+constexpr bool kHasTerms = kScaleScores || kChangesScores;
 // Whether tiles of which all is seen have code of their own: it takes registers.
 constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
 
@@ -117,7 +111,7 @@ struct differentiate_t {
     s = weigh(s, sees, scores, i, j, lse, derivative);
     float weight = s;
     if constexpr (kNarrow<elem_t>) weight *= factor;
-    if constexpr (kHasSoftcap) weight *= derivative;
+    if constexpr (kHasDerivative) weight *= derivative;
     dp = weight * (dp - delta);
   }
 };

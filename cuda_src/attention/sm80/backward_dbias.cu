@@ -22,7 +22,7 @@
 constexpr int kStages = STAGES;
 constexpr int kWarpsM = WARPS_M, kWarpsN = kNumWarps / kWarpsM;
 constexpr bool kSumQueries = SUM_QUERIES, kSumKeys = SUM_KEYS;
-static_assert(!(kSumQueries && kSumKeys) && kHasBias);
+static_assert(!(kSumQueries && kSumKeys));
 static_assert(kBlockM == 32 * kWarpsM && kBlockN == 32 * kWarpsN);
 static_assert(kStages == 1 || kStages == 2);
 // Tiles of 16 x 8 of a warp, and rows and columns of a lane.
@@ -31,9 +31,9 @@ constexpr int kRowTiles = 2, kKeyTiles = 4, kRows = 2 * kRowTiles,
 constexpr unsigned kBytesM = kBlockM * kHeadDim * 2, kBytesN = kBlockN * kHeadDim * 2;
 constexpr unsigned kBytes = 2 * (kBytesM + kBytesN);  // of a stage
 
-// Whether a bias is all that a score has. Tiles of which all is seen then have code of
-// their own, and addresses of the bias a base: both take registers.
-constexpr bool kIsAlone = !kHasSoftcap && !kHasAlibi && !kHasMask;
+// Where a bias is all that a score has, tiles of which all is seen have code of their
+// own, and addresses of the bias a base: with other options both take registers.
+static_assert(kHasBias);
 
 // A tile of scores that is added to that of the block.
 struct work_tile_t {
@@ -216,10 +216,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
             const int m = r / 2, tile = c / 2, e = r % 2 * 2 + c % 2, j = column_of(c);
-            if constexpr (!kIsAlone) ptx::compiler_fence();  // of what scores will load
+            if constexpr (!kAddsBiasAlone)
+              ptx::compiler_fence();  // of what scores will load
             if (!sees(i, j)) continue;
             float x;
-            if constexpr (kIsAlone) {
+            if constexpr (kAddsBiasAlone) {
               const float bias_of_score =
                   to<float>(bias_tile[8 * r * params.bias.row +
                                       (c / 2 * 8 + c % 2) * params.bias.col]);
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           }
         }
       };
-      if (kIsAlone && bounds.sees_all(kBlockM, kBlockN)) {
+      if (kAddsBiasAlone && bounds.sees_all(kBlockM, kBlockN)) {
         add([](int, int) { return true; });
       } else {
         add([&](int i, int j) { return bounds.sees(i, j); });

@@ -58,7 +58,7 @@ __device__ __forceinline__ bool sees_bad_rows(const bad_rows_t& bad,
   for (int n = thread_index(); n < kBlockM * kBlockN; n += kNumThreads) {
     const int i = n / kBlockN, j = n % kBlockN;
     if ((bad.queries[i] || bad.keys[j]) && bounds.sees(i, j)) {
-      found |= !kHasTerms || scores(0, i0 + i, j0 + j) != -infinity<float>();
+      found |= !scores.hides(i0 + i, j0 + j);
     }
   }
   return found;

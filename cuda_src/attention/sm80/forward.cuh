@@ -31,14 +31,8 @@ constexpr int kScoreTiles = kBlockN / kWarpsPerRow / 8,
 static_assert(kBlockN % (16 * kWarpsPerRow) == 0 && kBlockN % 32 == 0);
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % (32 * kWarpsPerRow) == 0);
 
-#ifdef SCALE_SCORES
-constexpr bool kScaleScores = true;  // not a number that exp2 can take over
-#else
-constexpr bool kScaleScores = false;
-#endif
 // Whether scores are finished one by one before the softmax; else the softmax scales.
-constexpr bool kHasTerms =
-    kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+constexpr bool kHasTerms = kScaleScores || kChangesScores;
 static_assert(kWarpsPerRow == 1 || (!kHasTerms && !kSplits));
 
 // Accumulators: number e of a tile stands in row e / 2 * 8 + lane / 4 and column

@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
       // P goes into its product first: dP then takes its registers.
       parts_t<kKeyTiles> p[kApart];
-      frag_t<kKeyTiles, kHasSoftcap ? kQueryTiles : 1> derivative;
+      frag_t<kKeyTiles, kHasDerivative ? kQueryTiles : 1> derivative;
       units_t<kKeyTiles> from_p;
       {
         frag_t<kKeyTiles, kQueryTiles> s;
@@ -170,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                 const float weight = differentiate.weigh(
                     s[m][n][e], sees(i, j), scores, index_t(i0 + i),
                     index_t(first_key + j), e % 2 ? lse.y : lse.x, slope);
-                if constexpr (kHasSoftcap) derivative[m][n][e] = slope;
+                if constexpr (kHasDerivative) derivative[m][n][e] = slope;
                 s[m][n][e] = weight * (e % 2 ? factor.y : factor.x);
               }
             }
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 float weight = of_parts(p, m, tile, e);
-                if constexpr (kHasSoftcap) weight *= derivative[m][tile][e];
+                if constexpr (kHasDerivative) weight *= derivative[m][tile][e];
                 ds[m][n][e] = weight * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
               }
             }

@@ -63,7 +63,7 @@ __device__ __forceinline__ bool sees_marked(const scores_t& scores,
   for (int n = 0; n < kGranule * kGranule; ++n) {
     const int i = n / kGranule, j = n % kGranule;
     if (((marked_queries >> i | marked_keys >> j) & 1) && bounds.sees(i, j) &&
-        (!kHasTerms || scores(0, i0 + i, j0 + j) != -infinity<float>())) {
+        !scores.hides(i0 + i, j0 + j)) {
       return true;
     }
   }

@@ -31,10 +31,10 @@ __device__ __forceinline__ bool is_huge(float reference) {
 // Whether query i sees some key.
 __device__ __forceinline__ bool sees_any(const scores_t& scores, index_t i) {
   const range_t seen = scores.keys_of(i, i + 1);
-  if constexpr (kHasMask || kHasBias) {
+  if constexpr (kHidesKeys) {
 #pragma unroll 1
     for (index_t j = seen.first; j < seen.last; ++j) {
-      if (scores(0.f, i, j) != -infinity<float>()) return true;
+      if (!scores.hides(i, j)) return true;
     }
     return false;
   }

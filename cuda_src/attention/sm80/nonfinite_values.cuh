@@ -70,9 +70,7 @@ __device__ __forceinline__ void add_specials(elem_t* out_rows,
       for (index_t i = i_first; i < i_last; ++i) {
         const range_t seen = scores.keys_of(i, i + 1);
         if (j < seen.first || j >= seen.last) continue;
-        if constexpr (kHasMask || kHasBias) {
-          if (scores(0.f, i, j) == -infinity<float>()) continue;
-        }
+        if (scores.hides(i, j)) continue;
 #pragma unroll 1
         for (int column = lanes_t::warp_of_row() * 32 + lane; column < dim;
              column += 32 * kWarpsPerRow) {

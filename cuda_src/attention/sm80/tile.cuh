@@ -11,6 +11,11 @@
 #include "ptx/opaque.cuh"
 #include "ptx/packed.cuh"
 
+#ifdef SCALE_SCORES
+constexpr bool kScaleScores = true;  // not a number that exp2 can take over
+#else
+constexpr bool kScaleScores = false;
+#endif
 // float32 is split into float16 numbers before it is multiplied.
 constexpr bool kSplits = sizeof(elem_t) == 4;
 

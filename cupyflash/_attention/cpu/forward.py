@@ -2,12 +2,15 @@
 
 import numpy as np
 
+from cupyflash._attention import functions
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.cpu import entries, tiled
+from cupyflash._attention.cpu import functions as block_functions
 from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
     num_threads,
+    offset_of,
     run_tasks,
     times_values,
 )
@@ -135,10 +138,25 @@ def describe(problem, operands):
         "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _UNFUSED_ROWS)),
         "threads": threads,
     }
+    told |= _describe_functions(problem, operands, told["rows_of_a_task"])
     if name == "tiled":
         told["keys_of_a_block"] = tiled.BLOCK_KEYS
         if tiled.may_be_bounded(problem):
             told["keys_of_a_block_if_scores_are_small"] = tiled.BLOCK_KEYS_BOUNDED
+    return told
+
+
+def _describe_functions(problem, operands, rows):
+    """The score and the mask function, and what the mask leaves of the scores."""
+    told = functions.describe(operands.functions)
+    if problem.mask_function:
+        told["tiles_of_the_mask"] = block_functions.tiles(
+            problem,
+            operands,
+            offset_of(problem, operands),
+            max(rows, 1),
+            tiled.BLOCK_KEYS,
+        )
     return told
 
 
@@ -222,14 +240,13 @@ def _online(problem, operands, out, lse):
         m, d, blind = first_state(part)
         o, term = np.zeros(shape), np.empty(shape)
         run_term = np.empty(shape, part.dtype)
-        first, last = part.visible_keys()
-        for start in range(first, last, _ONLINE_RUN):
+        for start, stop in part.key_blocks(_ONLINE_RUN):
             m_run, d_run, o_run = (
                 np.full(m.shape, -np.inf, part.dtype),
                 np.zeros(d.shape, part.dtype),
                 np.zeros(shape, part.dtype),
             )
-            for j in range(start, min(start + _ONLINE_RUN, last)):
+            for j in range(start, stop):
                 k_j, v_j = part.keys(j, j + 1), part.values(j, j + 1)
                 s = (q @ k_j.T) * factor
                 part.finish(s, j, j + 1)

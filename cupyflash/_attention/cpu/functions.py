@@ -1,0 +1,172 @@
+"""Score and mask functions on NumPy arrays, for a block of scores at a time."""
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyflash._expr.emit_numpy import evaluate
+from cupyflash._expr.intervals import decide
+from cupyflash._expr.nodes import is_const
+
+
+class Reads(NamedTuple):
+    """Reads of one array in a block: where, and the derivative of the score by them."""
+
+    name: str
+    index: list[np.ndarray]
+    partial: np.ndarray
+
+
+class BlockFunctions:
+    """The functions of a call as one task sees them."""
+
+    def __init__(self, part: Any, functions: Any):
+        self._part, self._score, self._mask = part, functions.score, functions.mask
+        shape = part.problem.batch
+        self._b = int(np.ravel_multi_index(part.batch, shape)) if shape else 0
+        self._tiles: dict[tuple[int, int], bool | None] = {}
+
+    @property
+    def has_score(self):
+        """Whether scores change."""
+        return self._score is not None
+
+    def score(self, s, start, stop):
+        """Scores of keys [start, stop) after the function."""
+        (value,) = self._evaluate(
+            self._score, [self._score.expression.root], s, start, stop, self._visible
+        )
+        return value
+
+    def differentiate(self, s, start, stop, names=()):
+        """(score, its derivative by s or None for 1, the reads of some arrays)."""
+        expression = self._score.expression
+        slope = expression.derivative.root
+        reads = [read for read in expression.reads if read[0] in names]
+        roots = [expression.root, slope]
+        roots += [x for _, index, partial in reads for x in (*index, partial)]
+        value, by_s, *rest = self._evaluate(
+            self._score, roots, s, start, stop, self._visible
+        )
+        values = iter(rest)
+        found = [
+            Reads(name, list(itertools.islice(values, len(index))), next(values))
+            for name, index, _ in reads
+        ]
+        return value, None if is_const(slope, 1) else by_s, found
+
+    def hide(self, s, start, stop):
+        """Put -inf where the mask function hides a key."""
+        if self._mask is not None and self._tiles.get((start, stop)) is not True:
+            np.copyto(s, -np.inf, where=~self._seen(start, stop))
+
+    def hides_all(self, start, stop):
+        """Whether no row sees a key of [start, stop), by intervals."""
+        if self._mask is None:
+            return False
+        part = self._part
+        first = part.start + part.offset
+        known = decide(
+            self._mask.expression,
+            {
+                "b": (self._b, self._b),
+                "h": (part.head, part.head),
+                "i": (first, first + part.num_rows - 1),
+                "j": (start, stop - 1),
+            },
+            self._mask.values,
+            self._mask.arrays,
+        )
+        self._tiles[start, stop] = known
+        return known is False
+
+    def _seen(self, start, stop):
+        """What the mask function gives."""
+        (seen,) = self._evaluate(
+            self._mask,
+            [self._mask.expression.root],
+            None,
+            start,
+            stop,
+            self._visible_by_options,
+        )
+        return seen
+
+    def _visible_by_options(self, start, stop):
+        """The pairs that no option hides; the functions are left out."""
+        probe = np.zeros((self._part.num_rows, stop - start), self._part.dtype)
+        self._part.hide(probe, start, stop)
+        return probe == 0
+
+    def _visible(self, start, stop):
+        """The pairs whose score counts."""
+        seen = self._visible_by_options(start, stop)
+        return seen if self._mask is None else seen & self._seen(start, stop)
+
+    def _evaluate(self, function, roots, s, start, stop, visible):
+        part = self._part
+        first = part.start + part.offset
+        variables = {
+            "s": s,
+            "b": self._b,
+            "h": part.head,
+            "i": np.arange(first, first + part.num_rows)[:, None],
+            "j": np.arange(start, stop)[None],
+        }
+        return evaluate(
+            roots,
+            variables,
+            function.values,
+            function.arrays,
+            part.dtype,
+            lambda: visible(start, stop),
+        )
+
+
+def add_reads(total, reads, gradient, visible):
+    """Add to the gradient of an array what a block of gradients of the score gives.
+
+    Terms are summed up along the axes on which the index does not depend first.
+    """
+    if not total.size:
+        return
+    term = np.where(visible, gradient * reads.partial, 0)
+    shape = np.broadcast_shapes((1, 1), *(index.shape for index in reads.index))
+    axes = tuple(axis for axis, n in enumerate(shape) if n == 1)
+    term = term.sum(axis=axes, keepdims=True, dtype=np.float64)
+    flat = np.zeros(shape, np.int64)
+    for index, size in zip(reads.index, total.shape, strict=True):
+        flat = flat * size + np.clip(index, 0, size - 1)
+    target = total.reshape(-1)
+    if target.size <= flat.size:
+        target += np.bincount(flat.ravel(), term.ravel(), minlength=target.size)
+    else:
+        np.add.at(target, flat.ravel(), term.ravel())
+
+
+def tiles(problem, operands, offsets, rows, keys):
+    """How many tiles of the scores a mask function shows whole, in part, and not."""
+    mask = operands.functions.mask
+    free = mask.expression.root.free
+    of_batch = "b" in free or not isinstance(offsets, int)
+    counts = {True: 0, None: 0, False: 0}
+    for b in range(math.prod(problem.batch) if of_batch else 1):
+        offset = offsets
+        if not isinstance(offset, int):
+            offset = int(np.broadcast_to(offsets, problem.batch).ravel()[b])
+        for h in range(problem.num_heads if "h" in free else 1):
+            for i in range(0, problem.seqlen_q, rows):
+                last = min(i + rows, problem.seqlen_q) - 1
+                for j in range(0, problem.seqlen_k, keys):
+                    ranges = {
+                        "b": (b, b),
+                        "h": (h, h),
+                        "i": (i + offset, last + offset),
+                        "j": (j, min(j + keys, problem.seqlen_k) - 1),
+                    }
+                    known = decide(mask.expression, ranges, mask.values, mask.arrays)
+                    counts[known] += 1
+    names = {"full": True, "mixed": None, "empty": False}
+    return {name: counts[known] for name, known in names.items()}

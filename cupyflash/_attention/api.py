@@ -6,9 +6,8 @@ from typing import Literal, overload
 
 import numpy as np
 
-from cupyflash._attention import functions
+from cupyflash._attention import functions, vjp_problem
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention import vjp_problem
 from cupyflash._attention.vjp_problem import AttentionGrads, AttentionVjpProblem
 from cupyflash._core import arrays, foreign_names
 from cupyflash._core.typing import (

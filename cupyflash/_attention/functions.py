@@ -79,7 +79,9 @@ def _bound(q, name, function, named):
     return BoundFunction(expression, values, arrays)
 
 
-def names_of_gradients(need_dscore: Any, functions: Functions | None) -> tuple[str, ...]:
+def names_of_gradients(
+    need_dscore: Any, functions: Functions | None
+) -> tuple[str, ...]:
     """The names of the arrays whose gradients are asked for."""
     names = (need_dscore,) if isinstance(need_dscore, str) else need_dscore
     try:
@@ -88,8 +90,7 @@ def names_of_gradients(need_dscore: Any, functions: Functions | None) -> tuple[s
         names = (None,)
     if not all(isinstance(name, str) for name in names):
         raise TypeError(
-            "need_dscore must be names of arrays in score_arrays, got "
-            f"{need_dscore!r}"
+            f"need_dscore must be names of arrays in score_arrays, got {need_dscore!r}"
         )
     score = functions.score if functions else None
     known = score.arrays if score else {}

@@ -106,8 +106,8 @@ def with_parameters(
 
     for function, copy in copies.items():  # in the order of `_own`
         code = function.__code__
-        cells = zip(copy.__closure__ or (), function.__closure__ or (), strict=True)
-        for name, (cell, old) in zip(code.co_freevars, cells, strict=True):
+        new, given = copy.__closure__ or (), function.__closure__ or ()
+        for name, cell, old in zip(code.co_freevars, new, given, strict=True):
             cell.cell_contents = stand_in(name, old.cell_contents, code)
         for name in codes[id(code)][1]:
             value = stand_in(name, function.__globals__.get(name), code)

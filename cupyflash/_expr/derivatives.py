@@ -4,11 +4,13 @@ Forward, so that where() picks a derivative as it picks a value: reverse would m
 the adjoint 0 of a branch not taken by its derivative, and 0 * inf is NaN.
 """
 
+from collections.abc import Callable
+
 from cupyflash._expr.nodes import Node, const, is_const, make, order
 
 # Of an operation: its derivatives by its arguments, from the result and the arguments.
 # Those that are not here are flat: sign, floor, comparisons.
-_PARTIALS = {
+_PARTIALS: dict[str, Callable[..., list[Node]]] = {
     "neg": lambda y, x: [const(-1.0)],
     "abs": lambda y, x: [make("sign", x)],
     "exp": lambda y, x: [y],
@@ -46,12 +48,11 @@ def derivative(root: Node, by: Node) -> Node:
             continue
         if n.op in ("where", "min", "max"):
             a, b = n.args[-2:]
-            first = {
-                "where": lambda n=n: n.args[0],
-                "min": lambda a=a, b=b: make("le", a, b),
-                "max": lambda a=a, b=b: make("le", b, a),
-            }[n.op]()
-            of[n] = make("where", first, of.get(a, zero), of.get(b, zero))
+            if n.op == "where":
+                of_first = n.args[0]
+            else:
+                of_first = make("le", a, b) if n.op == "min" else make("le", b, a)
+            of[n] = make("where", of_first, of.get(a, zero), of.get(b, zero))
         elif n.op in _PARTIALS:
             terms = [
                 _times(partial, of[a])

@@ -79,12 +79,17 @@ def _read(name, array, index, variables, visible):
 def _refuse(name, array, axis, at, wrong, variables):
     """Say which index is out of range, and for which pair."""
     first = tuple(np.argwhere(wrong)[0])
-    known = {n: np.asarray(variables[n]) for n in "bhij" if variables.get(n) is not None}
+    known = {
+        n: np.asarray(variables[n]) for n in "bhij" if variables.get(n) is not None
+    }
     shape = np.broadcast_shapes(wrong.shape, *(x.shape for x in known.values()))
     first = (0,) * (len(shape) - len(first)) + first
-    place = ", ".join(f"{n} = {np.broadcast_to(x, shape)[first]}" for n, x in known.items())
+    place = ", ".join(
+        f"{n} = {np.broadcast_to(x, shape)[first]}" for n, x in known.items()
+    )
+    index = np.broadcast_to(at, shape)[first]
     raise IndexError(
-        f"{name}, of shape {array.shape}, is read at {np.broadcast_to(at, shape)[first]} "
-        f"of axis {axis} where {place}: indices count from 0 and do not wrap; hide such "
-        f"pairs by other options, or write np.clip(index, 0, {array.shape[axis] - 1})"
+        f"{name}, of shape {array.shape}, is read at {index} of axis {axis} where "
+        f"{place}: indices count from 0 and do not wrap; hide such pairs by another "
+        f"option, or write np.clip(index, 0, {array.shape[axis] - 1})"
     )

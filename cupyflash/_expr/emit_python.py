@@ -5,7 +5,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from cupyflash._expr.nodes import LEAVES, VARIABLES, Node, order
-from cupyflash._expr.operations import ADDS, CALLS, COMPARES, OF_FLOATS, OPERATIONS, SIGNS
+from cupyflash._expr.operations import (
+    CALLS,
+    COMPARES,
+    OF_FLOATS,
+    OPERATIONS,
+)
 
 _LONGEST = 60  # characters of a line, about
 
@@ -87,5 +92,3 @@ def _literal(value):
     if not isinstance(value, float) or math.isfinite(value):
         return f"({value!r})" if value < 0 else repr(value)
     return "np.nan" if value != value else "np.inf" if value > 0 else "(-np.inf)"
-
-

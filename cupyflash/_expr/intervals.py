@@ -20,9 +20,10 @@ _FAST_ROUNDING, _ROUNDING = 2.0**-9, 2.0**-20  # of exp and the like; of others
 _EXACT = frozenset({"neg", "abs", "min", "max", "sign", "floor", "ceil", "where"})
 
 
-def _monotone(function, above=-math.inf):
+def _monotone(function, above=None):
     def interval(a):
-        return (function(a[0]), function(a[1])) if a[0] > above else None
+        known = above is None or a[0] > above
+        return (function(a[0]), function(a[1])) if known else None
 
     return interval
 
@@ -78,7 +79,7 @@ def _negated(a):
 _INTERVALS: dict[str, Callable[..., Interval | None]] = {
     "neg": lambda a: (-a[1], -a[0]),
     "abs": lambda a: (max(a[0], -a[1], 0), max(-a[0], a[1])),
-    "sign": _monotone(lambda x: (x > 0) - (x < 0), -math.inf),
+    "sign": _monotone(lambda x: (x > 0) - (x < 0)),
     "floor": _monotone(_whole(math.floor)),
     "ceil": _monotone(_whole(math.ceil)),
     "exp": _monotone(_bounded_exp(math.exp)),
@@ -96,7 +97,7 @@ _INTERVALS: dict[str, Callable[..., Interval | None]] = {
     "isnan": lambda a: (0, 0),
     "not": _negated,
     "float": lambda a: a,
-    "int": lambda a: tuple(int(max(-FARTHEST, min(FARTHEST, x))) for x in a),
+    "int": _monotone(lambda x: int(max(-FARTHEST, min(FARTHEST, x)))),
     "add": lambda a, b: (a[0] + b[0], a[1] + b[1]),
     "sub": lambda a, b: (a[0] - b[1], a[1] - b[0]),
     "mul": _corners(lambda x, y: x * y),

@@ -133,8 +133,9 @@ def _traced_twice(function, arrays, mask, values, functions):
     if first.key != second.key:
         code = function.__code__
         fail(
-            f"{function.__name__} is not the same at each call: a score or mask depends "
-            "on its arguments and on constants alone, not on random numbers or time",
+            f"{function.__name__} is not the same at each call: a score or mask "
+            "depends on its arguments and on constants alone, not on random numbers "
+            "or time",
             (code.co_filename, code.co_firstlineno),
         )
     return first, pinned
@@ -167,7 +168,9 @@ def trace(function, arrays, mask, values, functions):
         fail(f"the result is a {type(result).__name__}: return one expression", start)
     root = result.node
     if mask and root.dtype != "bool":
-        fail(f"a mask returns a boolean, got {root.dtype}: compare, as in i >= j", start)
+        fail(
+            f"a mask returns a boolean, got {root.dtype}: compare, as in i >= j", start
+        )
     if not mask and root.dtype == "bool":
         fail("a score returns a number: write np.where(seen, s, -np.inf)", start)
     dtypes = {name: dtype_name(array) for name, array in arrays.items()}
@@ -214,5 +217,3 @@ def _arguments(function, arrays, mask, state, start):
             start,
         )
     return given
-
-

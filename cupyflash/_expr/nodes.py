@@ -94,7 +94,9 @@ def make(op: str, *operands: Any) -> Node:
     if op == "where":
         args[0] = cast(args[0], "bool")
     op, common = _promoted(op, [a.dtype for a in args[op == "where" :]])
-    args = [a if op == "where" and k == 0 else cast(a, common) for k, a in enumerate(args)]
+    args = [
+        a if op == "where" and k == 0 else cast(a, common) for k, a in enumerate(args)
+    ]
     dtype = "bool" if op in COMPARISONS or op in TESTS else common
     if all(a.op == "const" for a in args):
         function = OPERATIONS[op].numpy

@@ -107,6 +107,8 @@ UFUNCS = {
     "not_equal": "ne", "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor",
     "logical_and": "and", "logical_or": "or", "logical_xor": "xor", "invert": "not",
     "logical_not": "not", "greater": "lt", "greater_equal": "le",
-} | {name: name for name in ("sign", "floor", "ceil", *sorted(OF_FLOATS - {"div"}))}  # fmt: skip
+    "sign": "sign", "floor": "floor", "ceil": "ceil",
+    **{name: name for name in OF_FLOATS - {"div"}},
+}  # fmt: skip
 TURNED = frozenset({"greater", "greater_equal"})
 LOGICAL = frozenset({"logical_and", "logical_or", "logical_xor", "logical_not"})

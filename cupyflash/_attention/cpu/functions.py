@@ -15,7 +15,7 @@ class Reads(NamedTuple):
     """Reads of one array in a block: where, and the derivative of the score by them."""
 
     name: str
-    index: list[np.ndarray]
+    places: list[np.ndarray]
     partial: np.ndarray
 
 
@@ -133,11 +133,11 @@ def add_reads(total, reads, gradient, visible):
     if not total.size:
         return
     term = np.where(visible, gradient * reads.partial, 0)
-    shape = np.broadcast_shapes((1, 1), *(index.shape for index in reads.index))
+    shape = np.broadcast_shapes((1, 1), *(index.shape for index in reads.places))
     axes = tuple(axis for axis, n in enumerate(shape) if n == 1)
     term = term.sum(axis=axes, keepdims=True, dtype=np.float64)
     flat = np.zeros(shape, np.int64)
-    for index, size in zip(reads.index, total.shape, strict=True):
+    for index, size in zip(reads.places, total.shape, strict=True):
         flat = flat * size + np.clip(index, 0, size - 1)
     target = total.reshape(-1)
     if target.size <= flat.size:

@@ -49,10 +49,10 @@ class Explanation:
         lines += [f"  not {name}: {why}" for name, why in self.refused]
         for name, value in self.details.items():
             if name != "launches":
-                text = str(value)
-                if "\n" in text:
-                    text = "\n" + textwrap.indent(text, "    ")
-                lines.append(f"  {name}: {text}")
+                if "\n" in (text := str(value)):
+                    lines += [f"  {name}:", textwrap.indent(text, "    ")]
+                else:
+                    lines.append(f"  {name}: {text}")
                 continue
             for number, launch in enumerate(value, 1):
                 lines.append(f"  launch {number}: {launch['source']}")

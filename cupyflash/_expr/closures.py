@@ -109,7 +109,7 @@ def with_parameters(
         new, given = copy.__closure__ or (), function.__closure__ or ()
         for name, cell, old in zip(code.co_freevars, new, given, strict=True):
             cell.cell_contents = stand_in(name, old.cell_contents, code)
-        for name in codes[id(code)][1]:
+        for name in global_lines(code):
             value = stand_in(name, function.__globals__.get(name), code)
             if name in function.__globals__:
                 copy.__globals__[name] = value

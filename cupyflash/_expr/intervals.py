@@ -127,7 +127,7 @@ def intervals(
     for n in order(expression.root):
         args = [known[a] for a in n.args]
         if n.op in ("const", "param"):
-            x = n.value if n.op == "const" else values[n.value]
+            x = n.value if n.op == "const" else np.asarray(values[n.value]).item()
             found = (x, x) if x == x else None
         elif n.op == "var":
             found = ranges.get(n.value)

@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from cupyflash._expr.closures import (
     PARAMETERS,
     closed_over,
@@ -149,7 +151,8 @@ def trace(function, arrays, mask, values, functions):
     copy, number_names = with_parameters(functions, state)
     given = _arguments(function, arrays, mask, state, start)
     try:
-        result = copy(**given)
+        with np.errstate(all="ignore"):  # of what it does with literals
+            result = copy(**given)
     except AtLine:
         raise
     except Exception as error:

@@ -1,18 +1,25 @@
 """Score and mask functions of a call: checked, and bound to their arrays."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cupyflash._core import arrays as _arrays
 from cupyflash._core.dtypes import CUDA_TYPES
-from cupyflash._expr.expression import Expression
-from cupyflash._expr.lookup import lookup
+
+
+@functools.cache
+def _language():
+    """What traces functions, imported when the first one arrives."""
+    from cupyflash._expr import lookup
+
+    return lookup
 
 
 class BoundFunction(NamedTuple):
     """An expression, what its function closes over, and its arrays by name."""
 
-    expression: Expression
+    expression: Any
     values: list[Any]
     arrays: dict[str, Any]
 
@@ -75,7 +82,7 @@ def _bound(q, name, function, named):
                 f"{label} must hold floats, integers or booleans, got "
                 f"{_arrays.dtype_name(array)}"
             )
-    expression, values = lookup(function, arrays, mask=name == "mask")
+    expression, values = _language().lookup(function, arrays, mask=name == "mask")
     return BoundFunction(expression, values, arrays)
 
 

@@ -13,8 +13,8 @@ numbers, and :math:`e^{\\mathrm{lse}_i} \\mathrm{out}_i` is the inner sum. The m
 of distances are never made.
 
 The first and the last frame of adenylate kinase, closed and open: the open one is
-larger, and its curve falls earlier. For small *q* the curve says how large, by
-Guinier's :math:`I(q) \\approx I(0) \\exp(-q^2 R^2 / 3)` with the radius of gyration *R*.
+larger, and its curve falls earlier. For small *q* the curve says how large, by Guinier:
+:math:`I(q) \\approx I(0) \\exp(-q^2 R^2 / 3)` with the radius of gyration *R*.
 
 Data: the trajectory ``adk_dims`` of MDAnalysisTests. Peer: SciPy. It runs on NumPy
 arrays today. Run it: ``python examples/scattering.py``

@@ -117,8 +117,8 @@ assert np.isclose(grads.dscore["slope"][0], change.sum() / 1e-6, rtol=1e-4)
 # -----------------------------------
 # A mask of positions is looked at for whole tiles first, by intervals: what is hidden
 # everywhere is skipped, what is seen everywhere needs no mask. There is nothing to
-# build or to keep. ``explain`` tells the numbers of tiles; the pictures show the masks of 64
-# queries and keys, the titles the share of tiles of 4,096 of each.
+# build or to keep. ``explain`` tells the numbers of tiles; the pictures show the masks
+# of 64 queries and keys, the titles the share of tiles of 4,096 of each.
 
 masks = {
     "sliding_window(8)": (scores.sliding_window, (8,), (512,), {}),

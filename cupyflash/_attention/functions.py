@@ -118,15 +118,3 @@ def names_of_gradients(
 def key_of(function: BoundFunction | None) -> str | None:
     """The key of a function's expression."""
     return None if function is None else function.expression.key
-
-
-def describe(functions: Functions | None, derivative: bool = False) -> dict[str, str]:
-    """The functions of a call as Python text."""
-    told = {}
-    if functions and functions.score:
-        told["score"] = repr(functions.score.expression)
-        if derivative:
-            told["score_derivative"] = repr(functions.score.expression.derivative)
-    if functions and functions.mask:
-        told["mask_function"] = repr(functions.mask.expression)
-    return told

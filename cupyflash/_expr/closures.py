@@ -15,9 +15,9 @@ from cupyflash._expr.errors import fail
 from cupyflash._expr.nodes import node
 from cupyflash._expr.tracing import Trace, Traced
 
-# Types that become parameters.
-PARAMETERS = frozenset({int, float, np.float64, np.float32, np.int64, np.int32})
-_CONSTANTS = (bool, np.bool_, str, type, tuple)
+# Types of numbers, which become parameters.
+PARAMETERS = frozenset({int, float, *(np.dtype(c).type for c in "efdbhilqBHILQ")})
+_CONSTANTS = (bool, np.bool_, str, type, type(None))
 _MODULES = ("numpy", "math", "builtins", "operator")
 
 _Function = types.FunctionType
@@ -95,7 +95,7 @@ def with_parameters(
             dtype = "int" if isinstance(value, (int, np.integer)) else "float"
             names[place] = name
             return Traced(node("param", dtype, (), place), trace)
-        if value is None or isinstance(value, _CONSTANTS):
+        if _is_constant(value):
             return value
         if isinstance(value, _Function) and value in copies:
             return copies[value]
@@ -127,6 +127,13 @@ def with_parameters(
             for name, value in (function.__kwdefaults__ or {}).items()
         }
     return copies[functions[0]], names
+
+
+def _is_constant(value):
+    """Whether a value is compared at each call; a tuple of such and numbers is, too."""
+    if type(value) is tuple:
+        return all(type(x) in PARAMETERS or _is_constant(x) for x in value)
+    return isinstance(value, _CONSTANTS)
 
 
 def _is_known(value):

@@ -7,7 +7,7 @@ import cupyflash
 from cupyflash._attention.cpu import tiled
 
 METHODS = ("naive", "safe", "online", "tiled")
-BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = (2,), 4, 2, 150, 600, 8
+BATCH, HEADS, KV_HEADS, QUERIES, KEYS, DIM = (2,), 4, 2, 120, 560, 8
 CAP, FAR = 3.0, 90
 
 
@@ -55,7 +55,7 @@ def others(rng):
         "bias": rng.normal(size=(HEADS, QUERIES, KEYS)),
         "causal": True,
         "window": (300, None),
-        "query_offset": np.array([400, 420]),
+        "query_offset": np.array([400, 430]),
         "sinks": rng.normal(size=HEADS),
         "alibi_slopes": rng.uniform(0, 0.1, HEADS),
         "query_lengths": np.array([QUERIES, 100]),

@@ -20,6 +20,7 @@ from cupyflash._expr.lookup import lookup
 SCALE = 0.37
 TABLE = np.arange(5.0)
 THREE = [1.0, 2.0, 3.0]
+HELD = (TABLE, 1)
 CUPY = types.ModuleType("cupy")
 CUPY.tanh = None
 
@@ -39,14 +40,14 @@ def masks(draw):
 
 
 @hypothesis.given(scores())
-@hypothesis.settings(max_examples=250)
+@hypothesis.settings(max_examples=200)
 def test_random_scores(text):
     """Value, derivatives and the text shown are those of the function itself."""
     expressions.check_score(text)
 
 
 @hypothesis.given(masks(), st.randoms(use_true_random=False))
-@hypothesis.settings(max_examples=150)
+@hypothesis.settings(max_examples=100)
 def test_random_masks_are_right_of_every_tile(text, r):
     expressions.check_mask(text, r.choice)
 
@@ -307,6 +308,8 @@ ERRORS = [
     (lambda s: s + np.random.rand(), TypeError, "not the same at each call"),  # noqa: NPY002
     (lambda s: s + undefined, TypeError, "undefined"),  # noqa: F821
     (lambda s: [x for x in s], TypeError, "one number"),
+    (lambda s: s + HELD[0][1], TypeError, "HELD, a tuple, is closed over"),
+    (lambda s: s + 2**70, TypeError, "64 bits"),
 ]
 
 

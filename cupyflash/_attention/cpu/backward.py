@@ -16,17 +16,16 @@ import math
 
 import numpy as np
 
-from cupyflash._attention import functions
-from cupyflash._attention.cpu import entries
+from cupyflash._attention.cpu import entries, functions
 from cupyflash._attention.cpu.block import (
     Part,
     Task,
     finite_base,
     num_threads,
+    offset_of,
     product,
     times_values,
 )
-from cupyflash._attention.cpu.functions import add_reads
 from cupyflash._attention.cpu.tiled import rows_of_a_task
 from cupyflash._attention.vjp_problem import AttentionGrads, aligned, aligned_bias
 from cupyflash._core import arrays
@@ -76,7 +75,9 @@ def describe(problem, operands):
         "parts_of_the_queries": _num_parts(forward),
         "threads": _threads.with_blas(num_threads(forward)),
         "blocks_made_twice": "for dbias" if problem.need_dbias else "none",
-        **functions.describe(operands.forward.functions, derivative=True),
+        **functions.describe(
+            forward, operands.forward, offset_of(forward, operands.forward), rows, keys
+        ),
     }
 
 
@@ -154,7 +155,7 @@ class _Rows(Part):
         """
         p, ds, slope, visible = self.block(start, stop, exact=False)
         for reads in self._reads:
-            add_reads(dscore[reads.name], reads, ds, visible)
+            functions.add_reads(dscore[reads.name], reads, ds, visible)
         if slope is not None:
             np.multiply(ds, slope, out=ds)
         dq = product(ds, self.keys(start, stop))

@@ -2,10 +2,8 @@
 
 import numpy as np
 
-from cupyflash._attention import functions
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention.cpu import entries, tiled
-from cupyflash._attention.cpu import functions as block_functions
+from cupyflash._attention.cpu import entries, functions, tiled
 from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
@@ -138,25 +136,17 @@ def describe(problem, operands):
         "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _UNFUSED_ROWS)),
         "threads": threads,
     }
-    told |= _describe_functions(problem, operands, told["rows_of_a_task"])
+    told |= functions.describe(
+        problem,
+        operands,
+        offset_of(problem, operands),
+        told["rows_of_a_task"],
+        tiled.BLOCK_KEYS,
+    )
     if name == "tiled":
         told["keys_of_a_block"] = tiled.BLOCK_KEYS
         if tiled.may_be_bounded(problem):
             told["keys_of_a_block_if_scores_are_small"] = tiled.BLOCK_KEYS_BOUNDED
-    return told
-
-
-def _describe_functions(problem, operands, rows):
-    """The score and the mask function, and what the mask leaves of the scores."""
-    told = functions.describe(operands.functions)
-    if problem.mask_function:
-        told["tiles_of_the_mask"] = block_functions.tiles(
-            problem,
-            operands,
-            offset_of(problem, operands),
-            max(rows, 1),
-            tiled.BLOCK_KEYS,
-        )
     return told
 
 

@@ -1,7 +1,6 @@
 """Score and mask functions on NumPy arrays, for a block of scores at a time."""
 
 import itertools
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,27 +145,40 @@ def add_reads(total, reads, gradient, visible):
         np.add.at(target, flat.ravel(), term.ravel())
 
 
-def tiles(problem, operands, offsets, rows, keys):
-    """How many tiles of the scores a mask function shows whole, in part, and not."""
-    mask = operands.functions.mask
+def describe(problem, operands, offsets, rows, keys):
+    """The functions of a call as Python; how many tiles a mask shows whole, and not."""
+    told = {}
+    score, mask = operands.functions or (None, None)
+    if score is not None:
+        told["score"] = repr(score.expression)
+        told["score_derivative"] = repr(score.expression.derivative)
+    if mask is not None:
+        told["mask_function"] = repr(mask.expression)
+        told["tiles_of_the_mask"] = _tiles(problem, mask, offsets, max(rows, 1), keys)
+    return told
+
+
+def _tiles(problem, mask, offsets, rows, keys):
     free = mask.expression.root.free
-    of_batch = "b" in free or not isinstance(offsets, int)
-    counts = {True: 0, None: 0, False: 0}
-    for b in range(math.prod(problem.batch) if of_batch else 1):
-        offset = offsets
-        if not isinstance(offset, int):
-            offset = int(np.broadcast_to(offsets, problem.batch).ravel()[b])
-        for h in range(problem.num_heads if "h" in free else 1):
-            for i in range(0, problem.seqlen_q, rows):
-                last = min(i + rows, problem.seqlen_q) - 1
-                for j in range(0, problem.seqlen_k, keys):
-                    ranges = {
-                        "b": (b, b),
-                        "h": (h, h),
-                        "i": (i + offset, last + offset),
-                        "j": (j, min(j + keys, problem.seqlen_k) - 1),
-                    }
-                    known = decide(mask.expression, ranges, mask.values, mask.arrays)
-                    counts[known] += 1
-    names = {"full": True, "mixed": None, "empty": False}
-    return {name: counts[known] for name, known in names.items()}
+    offsets = np.broadcast_to(offsets, problem.batch).ravel()
+    of_batch = "b" in free or (offsets != offsets[:1]).any()
+    counts = {"full": 0, "mixed": 0, "empty": 0}
+    names = {True: "full", None: "mixed", False: "empty"}
+    for b, h, i, j in itertools.product(
+        range(len(offsets) if of_batch else min(len(offsets), 1)),
+        range(problem.num_heads if "h" in free else 1),
+        range(0, problem.seqlen_q, rows),
+        range(0, problem.seqlen_k, keys),
+    ):
+        first, last = (
+            int(offsets[b]) + x for x in (i, min(i + rows, problem.seqlen_q))
+        )
+        ranges = {
+            "b": (b, b),
+            "h": (h, h),
+            "i": (first, last - 1),
+            "j": (j, min(j + keys, problem.seqlen_k) - 1),
+        }
+        known = decide(mask.expression, ranges, mask.values, mask.arrays)
+        counts[names[known]] += 1
+    return counts

@@ -1,5 +1,8 @@
 """Score and mask functions in attention and its gradients, on NumPy arrays."""
 
+import random
+
+import expressions
 import numpy as np
 import pytest
 
@@ -470,3 +473,36 @@ def test_a_number_closed_over_may_change():
         np.testing.assert_allclose(
             out, cupyflash.attention(q, k, v, softcap=cap), atol=1e-14
         )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_random_functions_in_blocks(method):
+    """Scores and masks of the grammar are what they are as a bias and a mask."""
+    rng = np.random.default_rng(0)
+    q, k = rng.normal(size=(3, 4, 40, 8)), rng.normal(size=(3, 4, 64, 8))
+    v, named = rng.normal(size=(3, 4, 64, 5)), expressions.arrays()
+    position = {
+        "b": np.arange(3)[:, None, None, None], "h": np.arange(4)[:, None, None],
+        "i": 24 + np.arange(40)[:, None], "j": np.arange(64),
+    }  # fmt: skip
+    scores = q @ k.swapaxes(-1, -2) * 8**-0.5
+    for seed in range(4 if method == "online" else 12):
+        choose = random.Random(seed).choice
+        score = expressions.function(expressions.Grammar(choose).number(seed % 4))
+        text = expressions.Grammar(choose, positions=True).boolean(seed % 4)
+        mask = expressions.function(text, "i, j")
+        with np.errstate(all="ignore"):
+            bias = np.broadcast_to(score(s=scores, **position, **named), scores.shape)
+            seen = mask(i=position["i"], j=position["j"])
+        expected = cupyflash.attention(
+            q, k, v, scale=0.0, bias=bias, mask=np.broadcast_to(seen, (40, 64)),
+            key_lengths=np.array([64, 50, 64]), query_offset=24, method="safe",
+        )  # fmt: skip
+        out = cupyflash.attention(
+            q, k, v, score=score, score_arrays=named, mask=mask,
+            key_lengths=np.array([64, 50, 64]), query_offset=24, method=method,
+        )  # fmt: skip
+        if method == "naive":  # which overflows
+            fine = np.isfinite(out).all(axis=-1, keepdims=True)
+            out, expected = np.where(fine, out, 0), np.where(fine, expected, 0)
+        np.testing.assert_allclose(out, expected, rtol=1e-9, atol=1e-9)

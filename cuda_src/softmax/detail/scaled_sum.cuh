@@ -159,11 +159,17 @@ struct roots_t<double> {
     const double power = power_of(whole);
     return fma(power, q * f, power);
   }
-  // The same of x = high + low, with rounded(high, round), to half a unit.
-  __device__ __forceinline__ double exp_of(pair_t<double> x,
-                                           double round,
-                                           double whole) const {
-    return of_rest(rest(x.high, whole - round) + x.low, whole);
+  // 2^((count + f) / kCount) to half a unit, with the count in the low bits of `rounded`
+  // and |f| about 1/2 at most.
+  __device__ __forceinline__ double exp2_of(double f, double rounded) const {
+    double q = 1.4345655584131934e-13;  // (ln(2) / kCount)^n / n!: to 2^-57
+    q = fma(q, f, 3.973709984549416e-11);
+    q = fma(q, f, 9.172562701824643e-09);
+    q = fma(q, f, 1.693850972437182e-06);
+    q = fma(q, f, 0.0002345961982022468);
+    q = fma(q, f, 0.02166084939249829);
+    const double power = power_of(rounded);
+    return fma(power, q * f, power);
   }
   // exp(x) to a unit, for |x| < 700.
   __device__ __forceinline__ double exp_of(double x) const {

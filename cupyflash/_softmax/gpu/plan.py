@@ -233,17 +233,20 @@ def _over_rows(problem, strides):
 
 
 def _scales(problem):
-    """The scale, and for a softmax its two factors, which its numbers can hold."""
+    """The scale, and for a softmax what its kernels make of it, in their numbers."""
     if problem.function == "logsumexp":
         return {}
     if problem.function.endswith("_vjp"):
         return {"scale": problem.scale}
     key_factor, factor = softmax_problem.split_scale(problem.scale)
     most = float(np.finfo(problem.compute_dtype).max)
+    unit, unit_rest = softmax_problem.exponent_unit(factor, problem.compute_dtype)
     return {
         "scale": problem.scale,
         "key_factor": key_factor,
         "factor": min(factor, most),
+        "unit": unit,
+        "unit_rest": unit_rest,
     }
 
 

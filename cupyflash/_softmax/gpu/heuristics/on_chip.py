@@ -129,7 +129,7 @@ FORWARD_F64_CLUSTERS = (
 )
 # Rows over several axes: where each vector lies takes registers, too.
 FORWARD_OF_PIECES, FORWARD_OF_PIECES_CLUSTERS = LOG_16_BITS, FORWARD_CLUSTERS[1:]
-# With a mask, a scale, integers or strides, registers go elsewhere.
+# With a mask, integers or strides, registers go elsewhere.
 FORWARD_HEAVY = (Tier(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
     Tier(256, 4, 512, cluster=16),

@@ -11,6 +11,7 @@ from cupyflash._softmax.gpu.config import (
     widest_of,
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
+from cupyflash._softmax.problem import LARGEST_FACTOR
 
 # Static shared memory of a block of 1024 threads at most: what its warps exchange.
 _EXCHANGE_BYTES = 8192
@@ -44,8 +45,17 @@ def walk_rows(problem, device):
     )
 
 
+def refuse_scale(problem):
+    """Why exponents of two cannot be counted in units of the scale, or None."""
+    if 0 < abs(problem.scale) <= LARGEST_FACTOR:
+        return None
+    return f"a scale of {problem.scale} is 0 or beyond 2^100"
+
+
 def hold_rows(problem, device):
     """Threads that hold a row on chip; any strides."""
+    if reason := refuse_scale(problem):
+        return reason
     return _held_by(problem, device, _forward_tiers(problem, device), ("x",))
 
 
@@ -63,14 +73,11 @@ def _is_contiguous(problem):
 
 
 def _is_heavy(problem):
-    """Whether there is a mask, a scale or an input of integers, which take registers.
-
-    Of gradients the scale takes none.
-    """
+    """Whether there is a mask or an input of integers, which take registers."""
     dtypes = problem.dtypes
     if not {dtypes["x"], dtypes.get("dy") or dtypes["x"]} <= {*arrays.FLOATS}:
         return True
-    return not dtypes.get("dy") and bool(dtypes.get("where") or problem.scale != 1)
+    return bool(dtypes.get("where"))
 
 
 def _forward_tiers(problem, device):
@@ -133,7 +140,7 @@ def _held_by(problem, device, tiers, names):
         and hold.cluster == 1
         and not hold.parked
         and problem.dtypes["x"] in arrays.FLOATS
-        and not (problem.dtypes.get("where") or problem.scale != 1)
+        and not problem.dtypes.get("where")
     )
     if shifts:
         windows = hold.held * (hold.lanes + 1) * hold.rows_per_block

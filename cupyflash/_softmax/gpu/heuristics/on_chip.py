@@ -129,11 +129,17 @@ FORWARD_F64_CLUSTERS = (
 )
 # Rows over several axes: where each vector lies takes registers, too.
 FORWARD_OF_PIECES, FORWARD_OF_PIECES_CLUSTERS = LOG_16_BITS, FORWARD_CLUSTERS[1:]
-# With a mask, integers or strides, registers go elsewhere.
+# With a mask, a scale, integers or strides, registers go elsewhere.
 FORWARD_HEAVY = (Tier(512, 4, 512),)
 FORWARD_HEAVY_CLUSTERS = (
     Tier(256, 4, 512, cluster=16),
     Tier(256, 4, 512, parked=4, cluster=16),
+)
+# A scale alone takes fewer: left to itself the compiler takes up to 114.
+FORWARD_SCALED = (Tier(512, 4, 1024),)
+FORWARD_SCALED_CLUSTERS = (
+    Tier(256, 4, 1024, cluster=16),
+    Tier(256, 4, 1024, parked=4, cluster=16),
 )
 STRIDED = (Tier(512, 2, 512),)
 
@@ -173,6 +179,8 @@ ELSEWHERE = {
     LOG_16_BITS: (Tier(512, 5, 512),),
     BACKWARD: (Tier(512, 3, 1024),),
     BACKWARD_16_BITS: (Tier(256, 3, 768),),
+    FORWARD_SCALED: FORWARD_HEAVY,
+    FORWARD_SCALED_CLUSTERS: FORWARD_HEAVY_CLUSTERS,
     FORWARD_CLUSTERS: (
         Tier(256, 6, 512, cluster=8),
         Tier(256, 6, 512, parked=10, cluster=16),

@@ -73,11 +73,37 @@ def _is_contiguous(problem):
 
 
 def _is_heavy(problem):
-    """Whether there is a mask or an input of integers, which take registers."""
+    """Whether there is a mask, a scale or an input of integers, which take registers.
+
+    Of gradients the scale takes none.
+    """
     dtypes = problem.dtypes
     if not {dtypes["x"], dtypes.get("dy") or dtypes["x"]} <= {*arrays.FLOATS}:
         return True
-    return bool(dtypes.get("where"))
+    if dtypes.get("dy"):
+        return False
+    return bool(dtypes.get("where")) or (
+        problem.scale != 1 and not _has_room_for_scale(problem)
+    )
+
+
+def _has_room_for_scale(problem):
+    """Whether rows are held with a scale as without: exponentials stay in their place.
+
+    Of 16 bits they are computed twice: 80 bytes would spill. log_softmax takes exact
+    differences twice: 272 bytes of doubles, 8 of floats.
+    """
+    return (
+        problem.function == "softmax"
+        and problem.layout.is_rows
+        and problem.dtypes["x"] == problem.dtypes["out"] == problem.compute_dtype
+    )
+
+
+def _is_only_scaled(problem):
+    """Whether it is a scale alone that takes registers; of doubles, they are many."""
+    floats, dtypes = arrays.FLOATS[:3], problem.dtypes
+    return not dtypes.get("where") and {dtypes["x"], dtypes["out"]} <= {*floats}
 
 
 def _forward_tiers(problem, device):
@@ -85,6 +111,8 @@ def _forward_tiers(problem, device):
         return on_chip.STRIDED
     if _is_heavy(problem):
         short, clusters = on_chip.FORWARD_HEAVY, on_chip.FORWARD_HEAVY_CLUSTERS
+        if _is_only_scaled(problem):
+            short, clusters = on_chip.FORWARD_SCALED, on_chip.FORWARD_SCALED_CLUSTERS
     else:
         short, clusters = on_chip.FORWARD, on_chip.FORWARD_CLUSTERS
         widest, is_log = widest_of(problem), problem.function == "log_softmax"
@@ -140,7 +168,7 @@ def _held_by(problem, device, tiers, names):
         and hold.cluster == 1
         and not hold.parked
         and problem.dtypes["x"] in arrays.FLOATS
-        and not problem.dtypes.get("where")
+        and not (problem.dtypes.get("where") or problem.scale != 1)
     )
     if shifts:
         windows = hold.held * (hold.lanes + 1) * hold.rows_per_block

@@ -100,16 +100,16 @@ def split_scale(scale: float) -> tuple[float, float]:
 
 
 _LOG2_E = Fraction("1.44269504088896340735992468100189213742664595415299")
-LARGEST_FACTOR = 2.0**100  # for `exponent_unit`
 
 
 @functools.lru_cache(maxsize=64)
 def exponent_unit(factor: float, dtype: str) -> tuple[float, float]:
     """factor * log2(e) as a number of `dtype`, and what that lacks, as a part of it.
 
-    Of factors above LARGEST_FACTOR, that of LARGEST_FACTOR.
+    Kernels multiply it by up to 32; what would overflow then is cut off.
     """
-    exact = Fraction(min(factor, LARGEST_FACTOR)) * _LOG2_E
+    most = float(np.finfo(dtype).max) / 64
+    exact = Fraction(min(factor, most)) * _LOG2_E
     unit = float(np.dtype(dtype).type(float(exact)))
     return unit, float(exact / Fraction(unit) - 1)
 

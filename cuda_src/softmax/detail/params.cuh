@@ -130,8 +130,10 @@ struct score_t {
 // How differences of keys are taken (softmax/detail/online_sum.cuh).
 struct keys_t {
   factor_t<double, !kScaled> factor;
+  exp_unit_t unit;
 
-  __device__ __forceinline__ explicit keys_t(const layout_t& layout) : factor(layout) {}
+  __device__ __forceinline__ explicit keys_t(const layout_t& layout)
+      : factor(layout), unit(layout) {}
   __device__ __forceinline__ double exp_diff(double x, double m) const {
     return x == -infinity<double>() ? 0 : exp_of(factor * (x - m));
   }

@@ -336,6 +336,18 @@ struct power_sum_t {
   __device__ __forceinline__ void add(Score score, Low low) {
     add_scores<kCount>(score, [&](T r, int j) { return r + low(j); });
   }
+  // The same of keys, whose scores have been seen, in a unit of exponents; coarse.
+  template <int kCount, typename Key, typename Unit>
+  __device__ __forceinline__ void add_keys(Key key, const Unit& unit) {
+    const float rest = unit.high * unit.rest;
+    float part = 0;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float x = fmaxf(key(j), -3e38f);  // times the rest, -inf might be NaN
+      part += exp2f(fmaf(x, rest, fmaf(x, unit.high, -float(shift))));
+    }
+    l += part;
+  }
   // Sees and adds scores; all lanes of a warp call it. kLanes neighbouring ones end
   // with the same shift and top, if they begin so.
   template <int kCount, int kLanes, typename Score>

@@ -11,7 +11,6 @@ from cupyflash._softmax.gpu.config import (
     widest_of,
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
-from cupyflash._softmax.problem import LARGEST_FACTOR
 
 # Static shared memory of a block of 1024 threads at most: what its warps exchange.
 _EXCHANGE_BYTES = 8192
@@ -25,6 +24,9 @@ LANES = (
     (16384, 256),
     (float("inf"), 512),
 )
+
+# Units of exponents of larger scales would overflow in float32.
+_LARGEST_SCALE = 2.0**100
 
 # Long rows that are fewer than this get all threads that a block may have.
 _FEW_ROWS = 128
@@ -47,7 +49,7 @@ def walk_rows(problem, device):
 
 def refuse_scale(problem):
     """Why exponents of two cannot be counted in units of the scale, or None."""
-    if 0 < abs(problem.scale) <= LARGEST_FACTOR:
+    if 0 < abs(problem.scale) <= _LARGEST_SCALE:
         return None
     return f"a scale of {problem.scale} is 0 or beyond 2^100"
 

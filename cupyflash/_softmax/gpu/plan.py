@@ -1,6 +1,7 @@
 """Plans of the softmax family: all of a call but its arrays."""
 
 import dataclasses
+import math
 
 import cupy
 import numpy as np
@@ -239,7 +240,11 @@ def _scales(problem):
     if problem.function.endswith("_vjp"):
         return {"scale": problem.scale}
     key_factor, factor = softmax_problem.split_scale(problem.scale)
-    most = float(np.finfo(problem.compute_dtype).max)
+    numbers = np.finfo(problem.compute_dtype)
+    least, most = float(numbers.tiny), float(numbers.max)
+    if 0 < abs(key_factor) < least:  # or -inf times it would be NaN
+        key_factor = math.copysign(least, key_factor)
+        factor = max(abs(problem.scale) / least, least)
     unit, unit_rest = softmax_problem.exponent_unit(factor, problem.compute_dtype)
     return {
         "scale": problem.scale,

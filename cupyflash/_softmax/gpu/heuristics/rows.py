@@ -25,8 +25,9 @@ LANES = (
     (float("inf"), 512),
 )
 
-# Units of exponents of larger scales would overflow in float32.
-_LARGEST_SCALE = 2.0**100
+# Of others, factors of keys or units of exponents might be 0 or infinite in float32, and
+# what lies beyond a row is infinite.
+_SCALES = 2.0**-100, 2.0**100
 
 # Long rows that are fewer than this get all threads that a block may have.
 _FEW_ROWS = 128
@@ -49,9 +50,10 @@ def walk_rows(problem, device):
 
 def refuse_scale(problem):
     """Why exponents of two cannot be counted in units of the scale, or None."""
-    if 0 < abs(problem.scale) <= _LARGEST_SCALE:
+    least, most = _SCALES
+    if least <= abs(problem.scale) <= most:
         return None
-    return f"a scale of {problem.scale} is 0 or beyond 2^100"
+    return f"a scale of {problem.scale} is not of 2^-100 to 2^100 in size"
 
 
 def hold_rows(problem, device):

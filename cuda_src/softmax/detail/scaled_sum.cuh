@@ -159,8 +159,8 @@ struct roots_t<double> {
     const double power = power_of(whole);
     return fma(power, q * f, power);
   }
-  // 2^((count + f) / kCount) to half a unit, with the count in the low bits of `rounded`
-  // and |f| about 1/2 at most.
+  // 2^((count + f) / kCount) to half a unit, with the count in the low bits of
+  // `rounded` and |f| about 1/2 at most.
   __device__ __forceinline__ double exp2_of(double f, double rounded) const {
     double q = 1.4345655584131934e-13;  // (ln(2) / kCount)^n / n!: to 2^-57
     q = fma(q, f, 3.973709984549416e-11);

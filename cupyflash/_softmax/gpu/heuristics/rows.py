@@ -25,8 +25,8 @@ LANES = (
     (float("inf"), 512),
 )
 
-# Of others, factors of keys or units of exponents might be 0 or infinite in float32, and
-# what lies beyond a row is infinite.
+# Of others, factors of keys or units of exponents might be 0 or infinite in float32,
+# and what lies beyond a row is infinite.
 _SCALES = 2.0**-100, 2.0**100
 
 # Long rows that are fewer than this get all threads that a block may have.

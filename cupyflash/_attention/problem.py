@@ -319,7 +319,7 @@ def _check_terms(a, scores):
     return bias, mask, sinks, alibi
 
 
-def _check_lengths(name, lengths, axis, size):
+def check_lengths(name, lengths, axis, size):
     """Refuse lengths beyond an axis, where the host has them."""
     beyond = (lengths < 0) | (lengths > size)
     if beyond.any():
@@ -346,7 +346,7 @@ def _check_integers(a, batch, seqlen_q, seqlen_k):
                 )
             given, x = x, _arrays.broadcast_view(name, x, batch, "the batch axes")
             if name in lengths_of and isinstance(x, np.ndarray):
-                _check_lengths(name, given, *lengths_of[name])
+                check_lengths(name, given, *lengths_of[name])
         views[name] = x
     return views
 

@@ -5,7 +5,6 @@
 #include "common/types.cuh"
 
 constexpr double kLog2e = 1.4426950408889634074;
-constexpr double kLog2eLow = 2.0355273740931033e-17;  // what the former lacks
 constexpr double kLn2 = 0.69314718055994530942;
 
 template <typename T>

@@ -70,6 +70,7 @@ struct factor_t<T, false> {
 // part of what exponents are multiplied by anyway, and costs nothing there.
 template <typename T, bool kIsOne>
 struct unit_t {
+  static constexpr double kLog2eLow = 2.0355273740931033e-17;  // what kLog2e lacks
   static constexpr T high = T(kLog2e);
   static constexpr T rest = T((kLog2e - double(high) + kLog2eLow) / double(high));
   static constexpr T lowest = T(-126.4) * T(kLn2);  // below, subnormal floats

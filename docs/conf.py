@@ -80,6 +80,8 @@ html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "header_links_before_dropdown": 6,
+    "navbar_align": "left",
+    "navbar_persistent": ["search-button"],
     "icon_links": [
         {
             "name": "Source",

@@ -1,6 +1,7 @@
 """python -m cupyflash demo: a fit with error bars, a density, and the four methods."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import time
@@ -78,6 +79,8 @@ def run(args):
         if not _has(package):
             print(f"No {what}: {package} is missing; {extras.command('demo')}.")
     picture = args.output / "fit.png"
+    if _has("sklearn"):
+        machine["scikit-learn"] = importlib.metadata.version("scikit-learn")
     report = {
         "machine": machine,
         "fit": _fit(xp, on_gpu, side, picture),

@@ -19,7 +19,7 @@ using column_t = long long;
 using column_t = int;
 #endif
 
-// Mirrored by copy_params_dtype() in _attention/gpu/copy_config.py.
+// Mirrored by COPY_PARAMS in _attention/gpu/copy_config.py.
 struct copy_params_t {
   long long num_rows, num_columns, column_stride;
   long long by_columns;  // neighbours in memory are of one column

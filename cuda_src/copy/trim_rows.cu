@@ -14,7 +14,7 @@ using word_t = WORD_T;
 constexpr int kMatrices = 3;
 constexpr int kWords = 16 / sizeof(word_t);
 
-// Mirrored by NARROW in _attention_vjp_views.py; numbers of words.
+// Mirrored by TRIM_PARAMS in _attention/gpu/copy_config.py; numbers of words.
 struct narrow_params_t {
   const word_t* wide[kMatrices];
   word_t* narrow[kMatrices];

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cupyflash._core.dtypes import TENSOR_MAP_TYPES
+from cupyflash._cuda.device import driver_library
 from cupyflash._cuda.structs import MAP
 
 ITEMSIZE = 2  # of the types below
@@ -72,7 +73,7 @@ def layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
 @functools.cache
 def _driver():
     """cuTensorMapEncodeTiled of the CUDA driver."""
-    encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    encode = ctypes.CDLL(driver_library()).cuTensorMapEncodeTiled
     encode.restype = ctypes.c_int
     return encode
 

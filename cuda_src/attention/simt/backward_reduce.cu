@@ -19,7 +19,7 @@ using accum_t = ACCUM_T;
 using grad_t = GRAD_T;
 constexpr int kAxes = AXES, kLanes = LANES, kNumThreads = NUM_THREADS;
 
-// Mirrored by sum_dtype() in _attention/gpu/gradient_layout.py, field by field.
+// Mirrored by SUM in _attention/gpu/gradient_layout.py, field by field.
 struct sum_t {
   long long num_sums, num_terms;
   axes_t<kAxes, 2> sums;   // offsets among the terms, and in out

@@ -25,7 +25,11 @@ _ROWS = ("long long", "num_rows", "row_length")
 _FORWARD_LAYOUT = Struct(
     "layout_t",
     "softmax/detail/params.cuh",
-    (_ROWS, ("double", "scale", "key_factor", "factor"), *_OVER_AXES),
+    (
+        _ROWS,
+        ("double", "scale", "key_factor", "factor", "unit", "unit_rest"),
+        *_OVER_AXES,
+    ),
 )
 _BACKWARD_LAYOUT = Struct(
     "layout_t", "softmax/detail/backward.cuh", (_ROWS, ("double", "scale"), *_OVER_AXES)

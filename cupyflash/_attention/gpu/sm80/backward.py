@@ -77,15 +77,19 @@ class MmaVjpTile:
 _Tiles = dict[int, tuple[MmaVjpTile, ...]]
 
 
-ITEMS = Struct(
-    "items_t",
+SCHEDULE = Struct(
+    "schedule_t",
     "attention/sm80/backward.cu",
     (("index_t", "section"), ("index_t", "slot[kBatchDims]")),
 )
 FOUND = Struct(
     "found_t",
     "attention/sm80/backward.cuh",
-    (("int", "odd"), ("unsigned", "largest"), ("int", "still_odd"), ("int", "unused")),
+    (
+        ("int", "nonfinite"),
+        ("unsigned", "largest"),
+        ("int", "still_nonfinite", "unused"),
+    ),
 )
 
 

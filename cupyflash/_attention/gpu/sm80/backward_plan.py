@@ -10,10 +10,10 @@ from cupyflash._attention.gpu.gradient_layout import grads_dtype
 from cupyflash._attention.gpu.gradient_plan import FOUND_BYTES, Kernels, Part, sinks
 from cupyflash._attention.gpu.simt import backward as simt_backward
 from cupyflash._attention.gpu.simt.fallback import fallbacks
-from cupyflash._attention.gpu.sm80.backward import FOUND, ITEMS
+from cupyflash._attention.gpu.sm80.backward import FOUND, SCHEDULE
 from cupyflash._cuda.launch_sequence import At, Steps
 
-_STILL_NONFINITE = FOUND.offset("still_odd")  # where it stands
+_STILL_NONFINITE = FOUND.offset("still_nonfinite")  # where it stands
 
 
 class MmaKernels(Kernels):
@@ -70,7 +70,7 @@ def mma_vjp_steps(row, problem, operands, device) -> Steps:
     (grads,) = np.frombuffer(keys.params[-1], grads_dtype(batch_dims))
     num_kept = int(grads["num_kept"])
     num_entries = math.prod(forward.batch) * forward.num_heads
-    items = ITEMS.pack(
+    items = SCHEDULE.pack(
         {
             "section": row.section(forward, device, num_kept, num_entries // num_kept),
             "slot": tuple(step // matrix for step in dq.entries[:-2]),

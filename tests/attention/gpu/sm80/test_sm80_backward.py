@@ -13,7 +13,7 @@ from test_attention_vjp import BIASES, OPTIONS, agree, gradients, inputs
 import cupyflash
 from cupyflash._attention.gpu import samples
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.sm80.backward import DIMS, ITEMS, MMA_VJP
+from cupyflash._attention.gpu.sm80.backward import DIMS, MMA_VJP, SCHEDULE
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._cuda import device as _device
 from cupyflash._cuda import kernel, plan_cache
@@ -120,7 +120,7 @@ def test_a_short_problem_is_cut_into_sections():
 
 
 def test_the_struct_of_items():
-    assert ITEMS.dtype(kBatchDims=3).itemsize == 4 * 8
+    assert SCHEDULE.dtype(kBatchDims=3).itemsize == 4 * 8
 
 
 # --- numbers -------------------------------------------------------------------------

@@ -86,7 +86,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
   const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
-  const exp_unit_t unit(layout);
   held_t<x_t, kVector> held(parking);
   for (long long at = first; at < layout.num_rows; at += step) {
     const row_t row(x, where, out, layout, at);
@@ -135,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     m = shift_by(largest);
     held.forget();
 
-    const exp_of_row_t exp_of_row(m, unit);
+    const exp_of_row_t exp_of_row(m, exp_unit_t(layout));
     part_t sum = exp_of_row.none();
     held.each<kKeepsExp, kUnrollExp, exp_of_row_t::kTogether>(
         deal, [&](acc_t element, bool is_in_row, int j) {

@@ -66,6 +66,13 @@ def test_an_output_of_the_gallery_says_what_it_is_of(page):
     assert release(found[1]) >= (major, max(0, minor - 1))
 
 
+def test_the_page_on_testing_names_files_that_are_there():
+    text = (ROOT / "docs" / "guides" / "testing.py").read_text("utf-8")
+    named = re.findall(r"\"([\w/]*test_\w+\.py)\"", text)
+    assert named
+    assert [name for name in named if not (ROOT / "tests" / name).exists()] == []
+
+
 def test_the_tables_are_those_of_the_reports():
     """What make tables writes."""
     tool = [sys.executable, str(ROOT / "tools" / "readme_tables.py"), "--check"]

@@ -56,6 +56,14 @@ constexpr int kUnrollParked = kHasWhere ? 64 : 2;
 constexpr int kUnrollTable = kNumThreads * kMinBlocks > 768 ? 1 : 2;
 constexpr int kUnrollExp = kExps == exps::kByTable ? kUnrollTable : kUnrollParked;
 
+// What is -inf as a score.
+__device__ __forceinline__ x_t pad_of(const layout_t& layout) {
+  if constexpr (kPads && kScaled) {
+    if (layout.key_factor < 0) return to<x_t>(infinity<float>());
+  }
+  return padding<x_t>();
+}
+
 // Aligned as lines of memory are: 262144 floats 0.97, 16 bytes off 0.93.
 extern __shared__ __align__(128) uint4 parking[];
 
@@ -78,10 +86,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
   const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
-  const exp_unit_t unit(layout);
-  // What is -inf as a score.
-  x_t pad = padding<x_t>();
-  if (kPads && kScaled && layout.key_factor < 0) pad = to<x_t>(infinity<float>());
   held_t<x_t, kVector> held(parking);
   for (long long at = first; at < layout.num_rows; at += step) {
     const row_t row(x, where, out, layout, at);
@@ -89,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto address = [&](int i) {
       return row.x + (kContiguous && kOneAxis ? i : row.near_offset(kX, i));
     };
-    held.load(deal, address, pad);
+    held.load(deal, address, pad_of(layout));
     marks_t marks;
     if constexpr (kHasWhere) {
 #pragma unroll
@@ -130,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     m = shift_by(largest);
     held.forget();
 
-    const exp_of_row_t exp_of_row(m, unit);
+    const exp_of_row_t exp_of_row(m, exp_unit_t(layout));
     part_t sum = exp_of_row.none();
     held.each<kKeepsExp, kUnrollExp, exp_of_row_t::kTogether>(
         deal, [&](acc_t element, bool is_in_row, int j) {

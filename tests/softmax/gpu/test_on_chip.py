@@ -1,4 +1,4 @@
-"""Tiers of rows that are held on chip, with no card in the machine."""
+"""On-chip configs of rows that are held on chip, with no card in the machine."""
 
 import types
 
@@ -95,7 +95,7 @@ def held_rows(scale, dtype="float64"):
     (row,) = (row for row in softmax_registry.KERNELS if row.name == "tiled")
     problem = made_up("softmax", 1 << 14, 4096, dtype)
     problem.scale, problem.compute_dtype = scale, dtype
-    return row.cuts(problem, device_of_arch("sm_90a"))
+    return row.heuristic(problem, device_of_arch("sm_90a"))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

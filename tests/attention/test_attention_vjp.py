@@ -333,7 +333,7 @@ def test_as_accurate_as_the_plain_computation(xp, rng, dtype, name):
     exact = reference_vjp.attention_vjp(dout, q, k, v, **options, sinks=sinks)
     plain = reference_vjp.plain_attention_vjp(dout, q, k, v, **options, sinks=sinks)
     for name_of, got, standard, best in zip(
-        grads._fields, grads, plain, exact, strict=True
+        grads._fields[:5], grads[:5], plain[:5], exact[:5], strict=True
     ):
         if name_of == "dsinks":
             size = condition_of_dsinks(dout, q, k, v, sinks, options)
@@ -428,7 +428,7 @@ def test_empty(xp, q, k):
         dout = np.ones(out_shape).astype(dtype_of(dtype))
         bias = np.ones((1, 1), np.float32)
         grads = gradients(xp, *arrays, dout, bias=bias, need_dbias=True)
-        for got, x in zip(grads, (*arrays, bias, None), strict=True):
+        for got, x in zip(grads, (*arrays, bias, None, None), strict=True):
             if x is not None:
                 assert got.shape == x.shape
                 assert got.dtype == x.dtype
@@ -487,7 +487,8 @@ def test_what_is_asked_for(xp, rng, need_dbias, need_dsinks):
         need_dsinks=need_dsinks,
     )  # fmt: skip
     assert isinstance(grads, cupyflash.AttentionGrads)
-    assert grads._fields == ("dq", "dk", "dv", "dbias", "dsinks")
+    assert grads._fields == ("dq", "dk", "dv", "dbias", "dsinks", "dscore")
+    assert grads.dscore is None
     assert (grads.dbias is not None) == need_dbias
     assert (grads.dsinks is not None) == need_dsinks
     if need_dbias:
@@ -510,7 +511,8 @@ def test_the_same_bits_in_every_run(xp, rng, dtype, deterministic):
     }  # fmt: skip
     first = gradients(xp, *arrays, **options)
     for _ in range(3):
-        for a, b in zip(first, gradients(xp, *arrays, **options), strict=True):
+        again = gradients(xp, *arrays, **options)
+        for a, b in zip(first[:5], again[:5], strict=True):
             np.testing.assert_array_equal(to_host(a), to_host(b))
 
 

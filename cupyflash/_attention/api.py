@@ -381,7 +381,8 @@ def attention_vjp(
     q, k, v : array_like
         The inputs of `attention`.
     out, lse : array_like
-        What ``attention(q, k, v, ..., return_lse=True)`` returned for them.
+        What ``attention(q, k, v, ..., return_lse=True)`` returned for them: for these
+        keys, not what was merged from them and others (for that there is `dlse`).
     bias, mask, scale, causal, query_offset, window, softcap, sinks, alibi_slopes, \
 query_lengths, key_lengths, layout, precision
         As in the call of `attention`.

@@ -8,9 +8,10 @@ that S and P are never whole. For rows i and keys j, with dO the gradient of out
     dq = scale * dS k,  dk = scale * dS^T q,  dv = P^T dO,
     dsink = -sum_i exp(sink - lse_i) delta_i.
 
-`out` and lse are rounded, hence delta and the sum of P, too; dq is wrong by what dS lacks
-of its sum times the weighted mean of the keys, which may be far larger than dq. But that
-sum is known: where the lack matters, dS gets it in proportion to P (`_Rows.balance`).
+`out` and lse are rounded, hence delta and the sum of P, too; dq is wrong by what dS
+lacks of its sum times the weighted mean of the keys, which may be far larger than dq.
+But that sum is known: where the lack matters, dS gets it in proportion to P
+(`_Rows.balance`).
 
 A task owns what it sums, and adds in one order: results are the same in every run.
 """

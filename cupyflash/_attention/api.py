@@ -127,11 +127,11 @@ def attention(
 ) -> Array | tuple[Array, Array]: ...
 
 
-@foreign_names.documented
+@foreign_names.documented("q", "k", "v")
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Array = None,
+    k: Array = None,
+    v: Array = None,
     *,
     bias: Array | None = None,
     mask: Array | None = None,
@@ -236,6 +236,10 @@ def attention(
     The order is: scale, softcap, bias and ALiBi, masks (mask, causal, window, lengths;
     they intersect), softmax in float32 (float64 for float64), product with `v`.
 
+    Scores are float32 (float64 for float64). Numbers of a float64 option below float32
+    are -inf in scores of that; those above, and `alibi_slopes` of either sign, are
+    refused on the host and infinite on a GPU, where no value is looked at.
+
     A query that sees no key, or whose scores are all -inf, gives 0 and an lse of -inf
     (with `sinks`, the sink). A score of +inf gives a row of NaN. NaN stays in its row;
     NaN or infinity in keys and values that a query does not see never reaches it.
@@ -280,8 +284,14 @@ def attention(
     return result if return_lse else result[0]
 
 
+@foreign_names.documented("outs", "lses")
 def merge_attention_states(
-    outs: Array, lses: Array, *, axis: int = 0, out: Array | None = None
+    outs: Array = None,
+    lses: Array = None,
+    *,
+    axis: int = 0,
+    out: Array | None = None,
+    **unknown: Never,
 ) -> tuple[Array, Array]:
     """Combine attention over parts of the keys into attention over all of them.
 
@@ -336,21 +346,24 @@ def merge_attention_states(
     >>> bool(np.allclose(out, cupyflash.attention(q, k, v)))
     True
     """
+    if unknown:
+        foreign_names.refuse("merge_attention_states", unknown)
     first = outs[0] if isinstance(outs, (list, tuple)) and outs else outs
     if arrays.is_cupy(first) or arrays.lives_on_gpu(first):
         arrays.import_cupy()
         return _gpu().merge(outs, lses, axis, out)
-    return _cpu().merge(*attention_problem.merge(outs, lses, axis, out))
+    merged, lse = _cpu().merge(*attention_problem.merge(outs, lses, axis, out))
+    return (merged if out is None else out), lse  # which may be of a subclass
 
 
-@foreign_names.documented
+@foreign_names.documented("dout", "q", "k", "v", "out", "lse")
 def attention_vjp(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    dout: Array = None,
+    q: Array = None,
+    k: Array = None,
+    v: Array = None,
+    out: Array = None,
+    lse: Array = None,
     *,
     bias: Array | None = None,
     mask: Array | None = None,

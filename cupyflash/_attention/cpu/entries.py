@@ -226,7 +226,9 @@ class _Entries:
         )
         self._sinks = None
         if operands.sinks is not None:
-            self._sinks = split(operands.sinks.astype(self.dtype), 0)[..., None, None]
+            with np.errstate(over="ignore"):  # far below float32 there is no sink
+                sinks = operands.sinks.astype(self.dtype)
+            self._sinks = split(sinks, 0)[..., None, None]
         self._length_k, self._length_q, self._offset = (
             x if x is None or isinstance(x, int) else x[..., None, None, None, None]
             for x in (

@@ -53,7 +53,7 @@ def attention(
     key = None
     if (
         type(q) is type(k) is type(v) is np.ndarray
-        and (bias is None or type(bias) is np.ndarray)
+        and (bias is None or type(bias) is np.ndarray and _is_narrow(bias, q))
         and mask is query_offset is window is sinks is alibi_slopes is out is None
         and query_lengths is key_lengths is None
         and return_lse is False
@@ -84,6 +84,11 @@ def attention(
             _checked.clear()
         _checked[key] = problem, small
     return run(problem, operands)
+
+
+def _is_narrow(bias, q):
+    """Whether scores have all numbers of the bias, so that no value is checked."""
+    return bias.dtype.itemsize <= max(4, q.dtype.itemsize)
 
 
 def _views(problem, q, k, v, bias):

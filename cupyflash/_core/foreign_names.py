@@ -1,7 +1,10 @@
 """Names of arguments in other packages, and what stands for them here."""
 
 import inspect
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _ATTENTION = {
     "query": "q",
@@ -105,21 +108,23 @@ def refuse(function: str, unknown: dict[str, Any]) -> NoReturn:
     raise TypeError(text)
 
 
-def documented(*needed: str):
+def documented(*needed: str) -> Callable[[F], F]:
     """Show a function that takes ``**unknown``, for `refuse`, as if it did not.
 
     The arguments `needed` have a default, too: else Python complains of those that are
     missing before a foreign name of theirs is looked at.
     """
 
-    def show(function):
+    def show(function: F) -> F:
         signature = inspect.signature(function)
         shown = [
             p.replace(default=p.empty) if p.name in needed else p
             for p in signature.parameters.values()
             if p.kind is not p.VAR_KEYWORD
         ]
-        function.__signature__ = signature.replace(parameters=shown)
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=shown
+        )
         return function
 
     return show

@@ -1,4 +1,4 @@
-"""Names of other packages: the error says ours, whether or not an argument is missing."""
+"""Names of other packages: the error says ours, also where an argument is missing."""
 
 import inspect
 

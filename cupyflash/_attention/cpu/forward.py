@@ -53,7 +53,7 @@ def attention(
     key = None
     if (
         type(q) is type(k) is type(v) is np.ndarray
-        and (bias is None or type(bias) is np.ndarray and _is_narrow(bias, q))
+        and (bias is None or (type(bias) is np.ndarray and _is_narrow(bias, q)))
         and mask is query_offset is window is sinks is alibi_slopes is out is None
         and query_lengths is key_lengths is None
         and return_lse is False

@@ -273,6 +273,8 @@ def logsumexp(
         Axes that the sum runs over. None, the default, is all of them.
     b : array_like, optional
         Factors, broadcast with `a`; may be negative. Where `b` is 0, `a` takes no part.
+        A Python number does not widen the dtype of the result; arrays of integers and
+        bool count as float64.
     keepdims : bool, default False
         Keep the reduced axes with length one.
     return_sign : bool, default False
@@ -304,6 +306,12 @@ def logsumexp(
     With weights of both signs the error is relative to ``sum(abs(b) * exp(a))``. A sum
     with infinite scores or weights is what floating point makes of ``b * exp(a)``; a
     real weight multiplies both parts of a complex number.
+
+    Results have the shape and dtype of SciPy's, with these exceptions: `keepdims` of a
+    0-d array gives a 0-d result (SciPy: shape (1,)), as NumPy's reductions do;
+    ``axis=()`` reduces nothing, and an empty array of several axes is no error; and
+    integers and bool are float64 beside narrower types, too (SciPy: a bool beside
+    float32 is float32). SciPy 1.14 lets a Python number widen the result.
 
     Examples
     --------

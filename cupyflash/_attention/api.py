@@ -205,7 +205,8 @@ def attention(
         The method. "naive" and "safe" hold all scores in memory, naive in the
         dtype of `q` and without subtracting a maximum (it overflows); "online" goes
         through the keys once for each query; "tiled" is FlashAttention. The last two
-        never hold all scores.
+        hold blocks of scores, never those of many queries and keys; on NumPy a block
+        may be a head of up to 131,072 scores, or 65,536 scores of several heads.
 
     Returns
     -------
@@ -243,6 +244,10 @@ def attention(
     A query that sees no key, or whose scores are all -inf, gives 0 and an lse of -inf
     (with `sinks`, the sink). A score of +inf gives a row of NaN. NaN stays in its row;
     NaN or infinity in keys and values that a query does not see never reaches it.
+
+    Outputs below the smallest normal number of the dtype may become 0. On a GPU, and
+    by "naive" and "safe", ``q k^T`` is multiplied by the scale after it is summed up:
+    it overflows from 3.4e38 on (1.8e308 in float64), before the scale could help.
 
     Beside the result, "tiled" holds blocks of scores; on a GPU, float32 on tensor cores
     takes up to four times the result for prepared keys and values, and few queries

@@ -142,7 +142,10 @@ class _Rows(Part):
         self.add_and_hide(p, start, stop)
         if exact:
             visible = p != -np.inf
-        np.exp(np.subtract(p, self.lse, out=p), out=p)
+        np.subtract(p, self.lse, out=p)
+        if exact:  # of huge scores the rounding alone may be beyond the exponent range
+            np.minimum(p, 0, out=p)
+        np.exp(p, out=p)
         np.matmul(self.dout, self.values(start, stop).T, out=ds)
         np.multiply(np.subtract(ds, self.delta, out=ds), p, out=ds)
         if exact:

@@ -226,9 +226,10 @@ def _online(problem, operands, out, lse):
         shape = (part.num_rows, problem.head_dim_v)
         m, d, blind = first_state(part)
         o, term = np.zeros(shape), np.empty(shape)
-        run_term = np.empty(shape, part.dtype)
         first, last = part.visible_keys()
         for start in range(first, last, _ONLINE_RUN):
+            # Who asks for a buffer hears of Ctrl-C.
+            run_term = part.scratch.array("term", shape, part.dtype)
             m_run, d_run, o_run = (
                 np.full(m.shape, -np.inf, part.dtype),
                 np.zeros(d.shape, part.dtype),

@@ -12,7 +12,7 @@ built.
    $ python -m cupyflash check            # within a minute: each kernel, its error
    $ make test                            # all that needs no GPU
    $ make gpu-check                       # all that needs one; writes the record
-   $ make gpu-proof                       # its part in tests/gpu: what is told below
+   $ make gpu-proof                       # its part in tests/gpu, described below
    $ make gpu-fuzz                        # 5,000 random problems
    $ make gpu-sanitize                    # compute-sanitizer over every kernel
    $ make gpu-record                      # is the record of these sources?
@@ -84,7 +84,12 @@ print(f"{record['passed']} passed, {record['failed']} failed")
 # denormals, the largest numbers, scores of 1e30, rows that see nothing, an ``out`` that
 # overlaps an input or itself.
 
-figures("gpu/test_rows.py", "test_softmax.py", "test_tiers.py", "test_attention.py")
+figures(
+    "gpu/test_rows.py",
+    "softmax/test_softmax.py",
+    "softmax/gpu/test_on_chip.py",
+    "attention/test_attention.py",
+)
 
 # %%
 # Random problems
@@ -104,7 +109,7 @@ figures("gpu/test_rows.py", "test_softmax.py", "test_tiers.py", "test_attention.
 # its problem again, such as ``python tests/support/fuzz.py attention 1234 --sizes 2
 # --budget 20 --xp cupy``. ``make test`` draws other problems each day, on NumPy.
 
-figures("gpu/test_random.py", "test_fuzz.py")
+figures("gpu/test_random.py", "support/test_fuzz.py")
 if fuzz := record.get("fuzz"):
     print(
         f"\nseed {fuzz['seed']}: {fuzz['passed']} of {fuzz['problems']} passed, "
@@ -144,7 +149,7 @@ figures(
 # grid has blocks along an axis, through the kernels of gradients, too; head dimensions
 # of 1 and 512; a zero in every place of a shape, without options and with all.
 
-figures("gpu/test_sizes.py", "test_gpu.py")
+figures("gpu/test_sizes.py", "cuda/test_gpu.py")
 
 # %%
 # Streams, threads, processes
@@ -175,7 +180,7 @@ figures("gpu/test_memory.py")
 # no NVRTC; the cache in memory. These need no GPU (``tests/cuda/test_environment.py``);
 # a few run again on one.
 
-figures("test_compile.py")
+figures("cuda/test_compiler.py")
 
 # %%
 # compute-sanitizer

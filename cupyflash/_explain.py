@@ -31,6 +31,7 @@ class Explanation:
         The checked problem: shapes, dtypes and options as plain numbers.
     refused : tuple of (str, str)
         Kernels that stand before it in the table, and why each cannot take the call.
+        Empty on NumPy, where a method has one way.
     details : dict
         What the back end says: the ``"launches"`` of a GPU, each with its source, grid,
         block, cluster of blocks, bytes of shared memory and defines; the split of the

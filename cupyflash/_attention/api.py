@@ -147,11 +147,11 @@ def attention(
 ) -> Array | tuple[Array, Array]: ...
 
 
-@foreign_names.documented
+@foreign_names.documented("q", "k", "v")
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
+    q: Array = None,
+    k: Array = None,
+    v: Array = None,
     *,
     bias: Array | None = None,
     mask: Array | Mask | None = None,
@@ -229,7 +229,8 @@ def attention(
         The method. "naive" and "safe" hold all scores in memory, naive in the
         dtype of `q` and without subtracting a maximum (it overflows); "online" goes
         through the keys once for each query; "tiled" is FlashAttention. The last two
-        never hold all scores.
+        hold blocks of scores, never those of many queries and keys; on NumPy a block
+        may be a head of up to 131,072 scores, or 65,536 scores of several heads.
     score : function, optional
         From a score, after the softcap and before `bias`, to the score that counts. It
         takes any of ``s, b, h, i, j`` by name (see Notes) and arrays of `score_arrays`.
@@ -279,9 +280,17 @@ def attention(
     range for a pair that no other option hides raises an IndexError. A mask of
     positions costs nothing where it hides whole blocks of keys.
 
+    Scores are float32 (float64 for float64). Numbers of a float64 option below float32
+    are -inf in scores of that; those above, and `alibi_slopes` of either sign, are
+    refused on the host and infinite on a GPU, where no value is looked at.
+
     A query that sees no key, or whose scores are all -inf, gives 0 and an lse of -inf
     (with `sinks`, the sink). A score of +inf gives a row of NaN. NaN stays in its row;
     NaN or infinity in keys and values that a query does not see never reaches it.
+
+    Outputs below the smallest normal number of the dtype may become 0. On a GPU, and
+    by "naive" and "safe", ``q k^T`` is multiplied by the scale after it is summed up:
+    it overflows from 3.4e38 on (1.8e308 in float64), before the scale could help.
 
     Beside the result, "tiled" holds blocks of scores; on a GPU, float32 on tensor cores
     takes up to four times the result for prepared keys and values, and few queries
@@ -338,8 +347,14 @@ def attention(
     return result if return_lse else result[0]
 
 
+@foreign_names.documented("outs", "lses")
 def merge_attention_states(
-    outs: Array, lses: Array, *, axis: int = 0, out: Array | None = None
+    outs: Array = None,
+    lses: Array = None,
+    *,
+    axis: int = 0,
+    out: Array | None = None,
+    **unknown: Never,
 ) -> tuple[Array, Array]:
     """Combine attention over parts of the keys into attention over all of them.
 
@@ -394,21 +409,24 @@ def merge_attention_states(
     >>> bool(np.allclose(out, cupyflash.attention(q, k, v)))
     True
     """
+    if unknown:
+        foreign_names.refuse("merge_attention_states", unknown)
     first = outs[0] if isinstance(outs, (list, tuple)) and outs else outs
     if arrays.is_cupy(first) or arrays.lives_on_gpu(first):
         arrays.import_cupy()
         return _gpu().merge(outs, lses, axis, out)
-    return _cpu().merge(*attention_problem.merge(outs, lses, axis, out))
+    merged, lse = _cpu().merge(*attention_problem.merge(outs, lses, axis, out))
+    return (merged if out is None else out), lse  # which may be of a subclass
 
 
-@foreign_names.documented
+@foreign_names.documented("dout", "q", "k", "v", "out", "lse")
 def attention_vjp(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array,
-    lse: Array,
+    dout: Array = None,
+    q: Array = None,
+    k: Array = None,
+    v: Array = None,
+    out: Array = None,
+    lse: Array = None,
     *,
     bias: Array | None = None,
     mask: Array | Mask | None = None,
@@ -443,7 +461,8 @@ def attention_vjp(
     q, k, v : array_like
         The inputs of `attention`.
     out, lse : array_like
-        What ``attention(q, k, v, ..., return_lse=True)`` returned for them.
+        What ``attention(q, k, v, ..., return_lse=True)`` returned for them: for these
+        keys, not what was merged from them and others (for that there is `dlse`).
     bias, mask, scale, causal, query_offset, window, softcap, sinks, alibi_slopes, \
 query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         As in the call of `attention`.

@@ -14,6 +14,8 @@ from cupyflash._core import arrays as _arrays
 
 LAYOUTS = ("bhsd", "bshd")
 PRECISIONS = ("float32", "tf32")
+# What NumPy's iterators go through.
+MOST_AXES = 32
 
 # The least and the largest normal number of each compute dtype.
 _NORMAL_NUMBERS = {
@@ -136,14 +138,14 @@ def heads_first(x, layout):
     return x if layout == "bhsd" else x.swapaxes(-3, -2)
 
 
-def _check_floats(arrays):
+def _check_floats(xp, arrays):
     """q, k and v of one floating dtype."""
     names = {name: _arrays.dtype_name(arrays[name]) for name in ("q", "k", "v")}
     for name, dtype in names.items():
         if dtype not in _arrays.FLOATS:
             raise TypeError(
                 f"{name} must be one of {', '.join(_arrays.FLOATS)}, got {dtype}; "
-                f"convert it with {name}.astype(...)"
+                f"convert it, as by {xp}.asarray({name}, dtype='float32')"
             )
     if len(set(names.values())) > 1:
         got = ", ".join(f"{n} {d}" for n, d in names.items())
@@ -158,6 +160,11 @@ def _check_shapes(q, k, v, layout):
         if x.ndim < 2:
             raise ValueError(
                 f"{name} must have at least 2 axes (seqlen, head_dim), got {x.shape}"
+            )
+        if x.ndim > MOST_AXES:
+            raise ValueError(
+                f"{name} may have {MOST_AXES} axes at most, got {x.ndim}; reshape it, "
+                "so that batch axes become one"
             )
         if x.shape[-1] < 1:
             raise ValueError(
@@ -295,7 +302,7 @@ def _check_scale(scale, head_dim, dtype):
     return max(-most, min(_arrays.finite_number("scale", scale), most))
 
 
-def _check_terms(a, scores):
+def _check_terms(a, given, scores, dtype):
     """bias, mask, sinks and alibi_slopes as views over scores of this shape."""
     *batch, heads, _, _ = scores
     meaning = "(..., num_heads, seqlen_q, seqlen_k)"
@@ -306,6 +313,7 @@ def _check_terms(a, scores):
                 "(True = attend)"
             )
         _check_float("bias", bias)
+        _check_reach("bias", given["bias"], bias, dtype)
         bias = _arrays.broadcast_view("bias", bias, scores, meaning)
     if (mask := a["mask"]) is not None:
         if mask.dtype != np.bool_:
@@ -316,13 +324,36 @@ def _check_terms(a, scores):
         mask = _arrays.broadcast_view("mask", mask, scores, meaning)
     if (sinks := a["sinks"]) is not None:
         _check_float("sinks", sinks)
+        _check_reach("sinks", given["sinks"], sinks, dtype)
         sinks = _arrays.broadcast_view("sinks", sinks, (heads,), "(num_heads,)")
     if (alibi := a["alibi_slopes"]) is not None:
         _check_float("alibi_slopes", alibi)
+        _check_reach("alibi_slopes", given["alibi_slopes"], alibi, dtype)
         alibi = _arrays.broadcast_view(
             "alibi_slopes", alibi, (*batch, heads), "(..., num_heads)"
         )
     return bias, mask, sinks, alibi
+
+
+def _check_reach(name, given, x, dtype):
+    """Refuse float64 numbers that scores of float32 have not, where the host has them.
+
+    Those far below are -inf there: they hide, which is what they stand for.
+    """
+    if _arrays.dtype_name(x) != "float64" or dtype == "float64":
+        return
+    if _arrays.is_scalar(given):
+        x = np.asarray(given)
+    if not isinstance(x, np.ndarray):
+        return
+    _, most = _NORMAL_NUMBERS["float32"]
+    size = np.abs(x) if name == "alibi_slopes" else x
+    beyond = np.isfinite(x) & (size > most)
+    if beyond.any():
+        raise ValueError(
+            f"{name} must be finite in float32, as scores of {dtype} inputs are: up to "
+            f"{most:.3g}, got {x[beyond].flat[0]:.6g}; only float64 inputs take more"
+        )
 
 
 def check_lengths(name, lengths, axis, size):
@@ -346,6 +377,8 @@ def _check_integers(a, batch, seqlen_q, seqlen_k):
     for name in ("query_offset", "query_lengths", "key_lengths"):
         x = a[name]
         if x is not None:
+            if isinstance(x, np.ndarray):
+                x = _host_integers(name, x)
             if x.dtype.kind not in "iu":
                 raise TypeError(
                     f"{name} must hold integers, got {_arrays.dtype_name(x)}"
@@ -355,6 +388,16 @@ def _check_integers(a, batch, seqlen_q, seqlen_k):
                 check_lengths(name, given, *lengths_of[name])
         views[name] = x
     return views
+
+
+def _host_integers(name, x):
+    """What a list of integers is meant as, that NumPy has made something else of."""
+    if x.size == 0:
+        return x.astype(np.int64)
+    if x.dtype == object and all(isinstance(n, int) for n in x.flat):
+        largest = max(x.flat, key=abs)
+        raise ValueError(f"{name} must hold integers of 64 bits, got {largest}")
+    return x
 
 
 def is_index(x) -> bool:
@@ -405,7 +448,7 @@ def attention(
         query_offset=offsets, query_lengths=query_lengths, key_lengths=key_lengths,
         out=out,
     )  # fmt: skip
-    dtype = _check_floats(a)
+    dtype = _check_floats(xp.__name__, a)
     softcap = _check_softcap(softcap, dtype)
     if precision == "tf32" and dtype != "float32":
         raise ValueError(f"precision='tf32' is for float32 inputs, got {dtype}")
@@ -417,7 +460,9 @@ def attention(
     if query_offset is None:
         left, right = _bounds_that_hide(left, right, seqlen_q, seqlen_k)
 
-    bias, mask, sinks, alibi = _check_terms(a, (*batch, heads, seqlen_q, seqlen_k))
+    given = {"bias": bias, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    scores = (*batch, heads, seqlen_q, seqlen_k)
+    bias, mask, sinks, alibi = _check_terms(a, given, scores, dtype)
     integers = _check_integers(a, batch, seqlen_q, seqlen_k)
     rule = _offset_rule(query_offset, integers, seqlen_q, seqlen_k)
     rule, left, right = _within_reach(rule, left, right)
@@ -452,7 +497,8 @@ def attention(
         score=_functions.key_of(functions.score) if functions else None,
         mask_function=_functions.key_of(functions.mask) if functions else None,
     )
-    out = a["out"]
+    # NumPy's returns the very object, which may be of a subclass.
+    given_out, out = out if isinstance(out, np.ndarray) else a["out"], a["out"]
     if out is not None:
         inputs = {name: x for name, x in a.items() if name != "out"}
         _arrays.check_out(out, problem.out_shape, (dtype,), inputs)
@@ -460,7 +506,7 @@ def attention(
     operands = AttentionOperands(
         q, k, v, bias, mask, sinks, alibi, integers["query_offset"],
         integers["query_lengths"], integers["key_lengths"],
-        None if out is None else heads_first(out, layout), out, functions,
+        None if out is None else heads_first(out, layout), given_out, functions,
     )  # fmt: skip
     return problem, operands
 

@@ -31,12 +31,18 @@ def backend(problem):
     return _cpu() if problem.backend == "numpy" else _gpu()
 
 
-def _run(check, x, *rest):
-    """A call whose first array is not CuPy's: NumPy's, or another library's."""
+def _run(check, out, x, *rest):
+    """A call whose first array is not CuPy's: NumPy's, or another library's.
+
+    `out` is among `rest`, too: it is returned as it was given, of a subclass or not.
+    """
     if arrays.lives_on_gpu(x):
         arrays.import_cupy()
         return _gpu().unplanned(check, x, *rest)
-    return _cpu().run(*check(x, *rest))
+    result = _cpu().run(*check(x, *rest))
+    if out is None:
+        return result
+    return (out, result[1]) if isinstance(result, tuple) else out
 
 
 # The checks of each function, made once: calls on small arrays are known by them.
@@ -59,7 +65,7 @@ def _run_family(check, x, axis, where, scale, dtype, out, method):
         and type(method) is str
     ):
         return _cpu().run_small(check, x, axis, None, scale, None, None, method)
-    return _run(check, x, axis, where, scale, dtype, out, method)
+    return _run(check, out, x, axis, where, scale, dtype, out, method)
 
 
 # Elements of an array whose calls are planned; fewer than are worth a thread.
@@ -68,9 +74,9 @@ _SMALL = 8 * 1024
 _AXIS, _SCALE = (int, type(None)), (float, int)
 
 
-@foreign_names.documented
+@foreign_names.documented("x")
 def softmax(
-    x: Array,
+    x: Array = None,
     axis: Axis = None,
     *,
     where: Array | None = None,
@@ -158,9 +164,9 @@ def softmax(
     return _run_family(check, x, axis, where, scale, dtype, out, method)
 
 
-@foreign_names.documented
+@foreign_names.documented("x")
 def log_softmax(
-    x: Array,
+    x: Array = None,
     axis: Axis = None,
     *,
     where: Array | None = None,
@@ -245,9 +251,9 @@ def logsumexp(
     where: Array | None = None,
     out: Array | None = None,
 ) -> Array | tuple[Array, Array]: ...
-@foreign_names.documented
+@foreign_names.documented("a")
 def logsumexp(
-    a: Array,
+    a: Array = None,
     axis: Axis = None,
     b: Array | None = None,
     keepdims: bool = False,
@@ -267,6 +273,8 @@ def logsumexp(
         Axes that the sum runs over. None, the default, is all of them.
     b : array_like, optional
         Factors, broadcast with `a`; may be negative. Where `b` is 0, `a` takes no part.
+        A Python number does not widen the dtype of the result; arrays of integers and
+        bool count as float64.
     keepdims : bool, default False
         Keep the reduced axes with length one.
     return_sign : bool, default False
@@ -299,6 +307,12 @@ def logsumexp(
     with infinite scores or weights is what floating point makes of ``b * exp(a)``; a
     real weight multiplies both parts of a complex number.
 
+    Results have the shape and dtype of SciPy's, with these exceptions: `keepdims` of a
+    0-d array gives a 0-d result (SciPy: shape (1,)), as NumPy's reductions do;
+    ``axis=()`` reduces nothing, and an empty array of several axes is no error; and
+    integers and bool are float64 beside narrower types, too (SciPy: a bool beside
+    float32 is float32). SciPy 1.14 lets a Python number widen the result.
+
     Examples
     --------
     >>> import numpy as np
@@ -322,16 +336,18 @@ def logsumexp(
         and type(axis) in _AXIS
     ):
         return _cpu().run_small(check, a, axis, None, keepdims, False, None, None)
-    return _run(check, a, axis, b, keepdims, return_sign, where, out)
+    return _run(check, out, a, axis, b, keepdims, return_sign, where, out)
 
 
+@foreign_names.documented("y", "dy")
 def softmax_vjp(
-    y: Array,
-    dy: Array,
+    y: Array = None,
+    dy: Array = None,
     axis: Axis = None,
     *,
     scale: float = 1.0,
     out: Array | None = None,
+    **unknown: Never,
 ) -> Array:
     """Gradient of `softmax`: ``scale * y * (dy - sum(y * dy))`` along `axis`.
 
@@ -371,16 +387,20 @@ def softmax_vjp(
     >>> cupyflash.softmax_vjp(y, np.array([1.0, 0.0]))
     array([ 0.25, -0.25])
     """
+    if unknown:
+        foreign_names.refuse("softmax_vjp", unknown)
     return _vjp("softmax_vjp", y, dy, axis, scale, out)
 
 
+@foreign_names.documented("y", "dy")
 def log_softmax_vjp(
-    y: Array,
-    dy: Array,
+    y: Array = None,
+    dy: Array = None,
     axis: Axis = None,
     *,
     scale: float = 1.0,
     out: Array | None = None,
+    **unknown: Never,
 ) -> Array:
     """Gradient of `log_softmax`: ``scale * (dy - exp(y) * sum(dy))`` along `axis`.
 
@@ -417,6 +437,8 @@ def log_softmax_vjp(
     >>> cupyflash.log_softmax_vjp(y, np.array([1.0, 0.0]))
     array([ 0.5, -0.5])
     """
+    if unknown:
+        foreign_names.refuse("log_softmax_vjp", unknown)
     return _vjp("log_softmax_vjp", y, dy, axis, scale, out)
 
 
@@ -424,4 +446,4 @@ def _vjp(function, y, dy, axis, scale, out):
     if arrays.is_cupy(y):
         return _gpu().vjp(function, y, dy, axis, scale, out)
     check = functools.partial(softmax_problem.vjp, function)
-    return _run(check, y, dy, axis, scale, out)
+    return _run(check, out, y, dy, axis, scale, out)

@@ -142,6 +142,13 @@ def _natural_dtype(*arrays):
     return np.result_type(*names).name
 
 
+def _with_number(x, number):
+    """The dtype of an array and a Python number, which widens to complex alone."""
+    if not isinstance(number, complex) or x.dtype.kind == "c":
+        return _arrays.dtype_name(x)
+    return "complex128" if x.dtype == np.float64 else "complex64"
+
+
 def _is_inexact(x):
     return _arrays.dtype_name(x) in _arrays.FLOATS or x.dtype.kind == "c"
 
@@ -216,6 +223,7 @@ def logsumexp(
 ) -> tuple[SoftmaxProblem, SoftmaxOperands]:
     """Check a call of logsumexp."""
     _arrays.check_out_is_array(out)
+    weak = b if type(b) in (bool, int, float, complex) else None
     xp, arrays = _arrays.adopt_all(a=a, b=b, where=where, out=out)
     x, b, where, out = (arrays[n] for n in ("a", "b", "where", "out"))
     _check_numeric("a", x)
@@ -236,6 +244,10 @@ def logsumexp(
     for name, flag in (("keepdims", keepdims), ("return_sign", return_sign)):
         _arrays.check_bool(name, flag)
     result = _natural_dtype(x) if b is None else _natural_dtype(x, b)
+    if weak is not None and _is_inexact(x):
+        result = _with_number(x, weak)
+        if xp is not np:  # whose kernels have one dtype of sums for both
+            b = b.astype(result)
     problem = SoftmaxProblem(
         function="logsumexp",
         backend=xp.__name__,

@@ -23,7 +23,7 @@ _LENGTHS = ("query_lengths", "key_lengths")
 _SPLIT_EVERY = 4  # as Dask's own reductions
 
 
-@foreign_names.documented
+@foreign_names.documented()
 def attention(
     q: Any,
     k: Any,

@@ -143,7 +143,7 @@ REFUSALS = {
     "q of integers": (
         {"q": lambda xp: xp.ones((2, 4, 3, 8), np.int32)},
         TypeError,
-        r"q must be one of float16, .*, got int32; convert it with q.astype\(...\)",
+        r"q must be one of float16, .*, got int32; .* (numpy|cupy).asarray\(q, ",
     ),
     "v of complex": (
         {"v": lambda xp: xp.ones((2, 2, 5, 6), np.complex64)},
@@ -578,3 +578,88 @@ def test_parts_as_a_list_or_stacked(xp, axis):
     )
     assert stacked == listed
     assert operands.outs.shape == (2, 3, 5, 4)
+
+
+# --- what only the host can see ------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["bias", "sinks", "alibi_slopes"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("as_array", [False, True])
+def test_numbers_beyond_the_dtype_of_the_scores(name, dtype, as_array):
+    q = np.ones((3, 4), dtype)
+    value = np.full((3, 3) if name == "bias" else 1, 1e300) if as_array else 1e300
+    for _ in range(2):  # a call like one before is checked as well
+        with pytest.raises(ValueError, match=rf"{name} must be finite in float32"):
+            cupyflash.attention(q, q, q, **{name: value})
+    wide = q.astype(np.float64)
+    assert np.isfinite(cupyflash.attention(wide, wide, wide, **{name: value})).all()
+
+
+def test_numbers_far_below_float32_hide():
+    q = np.ones((3, 4), np.float32)
+    plain, lse = cupyflash.attention(q, q, q, return_lse=True)
+    got = cupyflash.attention(q, q, q, sinks=-1e300, return_lse=True)
+    np.testing.assert_array_equal(got[0], plain)
+    np.testing.assert_array_equal(got[1], lse)
+    bias = np.array([0, 0, -1e300])
+    got = cupyflash.attention(q, q, q, bias=bias)
+    np.testing.assert_array_equal(got, cupyflash.attention(q, q[:2], q[:2]))
+
+
+@pytest.mark.parametrize("ndim", [33, 34, 40, 64])
+def test_too_many_axes(ndim):
+    x = np.ones((1,) * (ndim - 2) + (3, 4), np.float32)
+    with pytest.raises(ValueError, match=f"32 axes at most, got {ndim}; reshape"):
+        cupyflash.attention(x, x, x)
+    least = np.ones((1,) * 30 + (3, 4), np.float32)
+    assert cupyflash.attention(least, least, least).shape == least.shape
+
+
+def test_lists_of_integers():
+    with pytest.raises(TypeError, match=r"numpy.asarray\(q, dtype='float32'\)"):
+        cupyflash.attention([[1, 2]], [[1, 2]], [[1, 2]])
+
+
+@pytest.mark.parametrize("name", ["key_lengths", "query_lengths", "query_offset"])
+def test_integers_of_lists(name):
+    x = np.ones((1, 1, 3, 4), np.float32)
+    with pytest.raises(ValueError, match=r"shape \(0,\), which does not broadcast"):
+        cupyflash.attention(x[0], x[0], x[0], **{name: []})
+    with pytest.raises(ValueError, match="integers of 64 bits, got 1000000"):
+        cupyflash.attention(x, x, x, **{name: [10**30]})
+    none = x[:0]  # a batch without entries has as many lengths
+    assert cupyflash.attention(none, none, none, **{name: []}).shape == none.shape
+    for given in (["a"], [1.5], [None]):
+        with pytest.raises(TypeError, match=f"{name} must hold integers"):
+            cupyflash.attention(x, x, x, **{name: given})
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["memmap", "subclass"])
+def test_out_is_returned_as_it_was_given(kind, tmp_path):
+    x = np.random.default_rng(0).normal(size=(2, 3, 4))
+    lse = np.ones((2, 3))
+    path = tmp_path / "out"
+    calls = {
+        "softmax": (x,), "log_softmax": (x,), "softmax_vjp": (x, x),
+        "log_softmax_vjp": (x, x), "attention": (x, x, x),
+        "merge_attention_states": (x[None], lse[None]), "logsumexp": (x[..., None], -1),
+    }  # fmt: skip
+    for name, arguments in calls.items():
+        function = getattr(cupyflash, name)
+        out = np.zeros(x.shape).view(Subclass)
+        if kind == "memmap":
+            out = np.memmap(path, dtype=np.float64, mode="w+", shape=x.shape)
+        result = function(*arguments, out=out)
+        result = result[0] if name.startswith("merge") else result
+        assert result is out, name
+        expected = function(*arguments)
+        expected = expected[0] if name.startswith("merge") else expected
+        np.testing.assert_array_equal(np.asarray(out), expected)
+    found, sign = cupyflash.logsumexp(x[..., None], -1, return_sign=True, out=out)
+    assert found is out
+    assert (sign == 1).all()

@@ -335,6 +335,9 @@ def test_as_accurate_as_the_plain_computation(xp, rng, dtype, name):
     for name_of, got, standard, best in zip(
         grads._fields[:5], grads[:5], plain[:5], exact[:5], strict=True
     ):
+        if got is None:  # no function of the score has arrays here
+            assert name_of == "dscore"
+            continue
         if name_of == "dsinks":
             size = condition_of_dsinks(dout, q, k, v, sinks, options)
             error = np.abs(wide(got) - wide(best))

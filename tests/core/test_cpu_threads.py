@@ -92,7 +92,8 @@ def test_interrupts_at_any_time_leave_nothing(two_cores):
 
 
 @pytest.mark.skipif(not hasattr(signal, "raise_signal"), reason="needs signals")
-def test_an_interrupt_takes_effect_soon(two_cores):
+@pytest.mark.parametrize("method", ["auto", "online"])
+def test_an_interrupt_takes_effect_soon(two_cores, method):
     before = blas_threads()
     x = np.random.default_rng(0).normal(size=(1, 8, 4000, 64)).astype(np.float32)
     sent = []
@@ -107,7 +108,7 @@ def test_an_interrupt_takes_effect_soon(two_cores):
         try:
             timer.start()
             while True:
-                cupyflash.attention(x, x, x)
+                cupyflash.attention(x, x, x, method=method)
         except KeyboardInterrupt:
             late.append(time.perf_counter() - sent[-1])
         timer.join()

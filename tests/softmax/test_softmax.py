@@ -1,5 +1,7 @@
 """The softmax family against the oracle and SciPy, one body for NumPy and CuPy."""
 
+import itertools
+
 import numpy as np
 import oracle
 import pytest
@@ -1002,3 +1004,50 @@ def test_any_call_of_logsumexp(xp, call, keepdims, dtype):
     unit = float(finfo(dtype_of(dtype)).eps)
     actual, exact = wide(y)[finite], exact[finite]
     assert np.all(np.abs(actual - exact) <= 2 * unit * (4 + np.abs(exact)))
+
+
+@pytest.mark.parametrize("number", [2, 2.5, True, 2j])
+@pytest.mark.parametrize("dtype", [*FLOATS, "int32", "bool", "complex64", "complex128"])
+@pytest.mark.parametrize("return_sign", [False, True])
+def test_logsumexp_a_number_does_not_widen(xp, dtype, number, return_sign):
+    host = (np.arange(6.0).reshape(2, 3) / 4).astype(dtype_of(dtype))
+    x = place(xp, host, "plain")
+    result = cupyflash.logsumexp(x, 1, number, return_sign=return_sign)
+    log, sign = result if return_sign else (result, result)
+    own = "float64" if dtype in ("int32", "bool") else dtype
+    if isinstance(number, complex) and not own.startswith("complex"):
+        own = "complex128" if own == "float64" else "complex64"
+    real = {"complex64": "float32", "complex128": "float64"}.get(own, own)
+    assert sign.dtype == dtype_of(own)
+    assert log.dtype == dtype_of(real if return_sign else own)
+    exact = np.log((number * np.exp(wide(host, np.float64))).sum(1))
+    exact = exact.real if return_sign else exact
+    np.testing.assert_allclose(to_host(log).astype(exact.dtype), exact, rtol=1e-2)
+
+
+GRID = ["float16", "float32", "float64", "complex64", "complex128"]
+
+
+@pytest.mark.skipif(
+    tuple(map(int, scipy.__version__.split(".")[:2])) < (1, 17), reason="older rules"
+)
+@pytest.mark.parametrize("dtype", GRID)
+def test_logsumexp_has_the_dtypes_and_shapes_of_scipy(dtype):
+    rng = np.random.default_rng(0)
+    weights = [None, 2, 2.5, True, 2j, np.float32(2), np.float64(2)]
+    weights += [np.ones((2, 3), other) for other in (*GRID, "int64")]
+    for shape, axis, keepdims, return_sign, b in itertools.product(
+        [(2, 3), (3,)], [None, 0, -1, (0,)], [False, True], [False, True], weights
+    ):
+        a = rng.normal(size=shape).astype(dtype)
+        ours, theirs = (
+            f(a, axis, b, keepdims, return_sign)
+            for f in (cupyflash.logsumexp, scipy.special.logsumexp)
+        )
+        pairs = zip(ours, theirs, strict=True) if return_sign else [(ours, theirs)]
+        for x, y in pairs:
+            assert (x.dtype, x.shape) == (y.dtype, y.shape), (shape, axis, b)
+            np.testing.assert_allclose(x, y, rtol=2e-2 if dtype == "float16" else 1e-4)
+    # Where SciPy has its own way, and NumPy ours.
+    one = np.ones((), dtype)
+    assert cupyflash.logsumexp(one, keepdims=True).shape == one.sum(keepdims=True).shape

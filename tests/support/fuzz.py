@@ -432,7 +432,15 @@ def attention_shapes(problem):
     return (*batch, seqlen_q, heads, columns), lse
 
 
-def exact_attention(problem):
+def one_sum(xp, columns, *rows):
+    """Whether a score is summed up one column after another (docs/guides/precision.md).
+
+    BLAS may do so, and so does row `tiled` of a GPU up to 256 columns.
+    """
+    return xp is np or ("tiled" in rows and columns <= 256)
+
+
+def exact_attention(problem, in_one_sum=False):
     """(out, lse, size) by the oracle; float64 is enough below float64 inputs."""
     dtype = problem.arrays["q"].dtype
     options = {n: x for n, x in problem.arrays.items() if n not in "qkv"}
@@ -441,15 +449,15 @@ def exact_attention(problem):
             options[name] = problem.options[name]
     q, k, v = (problem.arrays[n] for n in "qkv")
     real = np.longdouble if dtype == np.float64 else np.float64
-    return oracle.attention(q, k, v, real=real, **options)
+    return oracle.attention(q, k, v, real=real, one_sum=in_one_sum, **options)
 
 
-def exact_and_mean(problem):
+def exact_and_mean(problem, in_one_sum=False):
     """(out, the same weights over abs(v), lse, size)."""
     v = problem.arrays["v"]
     both = np.concatenate((v, np.abs(v)), -1)
     asked = dataclasses.replace(problem, arrays=problem.arrays | {"v": both})
-    out, lse, size = exact_attention(asked)
+    out, lse, size = exact_attention(asked, in_one_sum)
     columns = v.shape[-1]
     return out[..., :columns], out[..., columns:], lse, size
 
@@ -514,9 +522,11 @@ def lengths_for(xp, arrays, layout):
 
 def check_attention(xp, problem):
     arrays = given(xp, problem)
-    exact, mean, lse, size = exact_and_mean(problem)
-    dtype = problem.arrays["q"].dtype
     q, k, v = (arrays.pop(n) for n in "qkv")
+    told = cupyflash.explain("attention", q, k, v, **arrays, **problem.options)
+    in_one_sum = one_sum(xp, q.shape[-1], told.kernel)
+    exact, mean, lse, size = exact_and_mean(problem, in_one_sum)
+    dtype = problem.arrays["q"].dtype
     out = None
     if problem.out_form:
         out = empty(xp, exact.shape, dtype, problem.out_form)

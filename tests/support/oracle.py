@@ -154,6 +154,7 @@ class Head:
     sink: Any  # -inf where there is none
     seen: Any
     alive: Any  # rows that are not padding, as a column
+    one_sum: bool  # a score is summed up one column after another
 
     def scores(self):
         """(scores, -inf where masks hide; the softcap's slope, or None)."""
@@ -169,10 +170,10 @@ class Head:
     def size(self, s, slope):
         """The largest sum of |terms| of a score that counts.
 
-        BLAS may add all columns in one sum, whose error grows with their square root.
+        The error of one sum over all columns grows with their square root.
         """
         columns = self.q.shape[-1]
-        walk = columns**0.5 / 4 if columns > 128 else 1
+        walk = columns**0.5 / 4 if self.one_sum and columns > 128 else 1
         size = walk * np.abs(self.scale) * (np.abs(self.q) @ np.abs(self.k).T)
         if slope is not None:
             size = size * slope + self.softcap
@@ -196,7 +197,7 @@ class Head:
 def heads_of(
     q, k, v, real, *, bias=None, mask=None, scale=None, causal=False,
     query_offset=None, window=None, softcap=0.0, sinks=None, alibi_slopes=None,
-    query_lengths=None, key_lengths=None,
+    query_lengths=None, key_lengths=None, one_sum=False,
 ):  # fmt: skip
     """(place in the batch and head, Head), one by one, of heads-first arrays."""
     q, k, v = (wide(x, real) for x in (q, k, v))
@@ -234,6 +235,7 @@ def heads_of(
                 sink=real(sinks[head]),
                 seen=seen[at],
                 alive=alive[(*entry, 0)],
+                one_sum=one_sum,
             ),
         )
 
@@ -243,7 +245,7 @@ def attention(q, k, v, *, layout="bhsd", real=np.longdouble, **options):
     """(out, lse, size): `size` is the largest sum of |terms| of a score that counts.
 
     Scores carry a rounding error in proportion to `size`, in whatever way they are
-    computed.
+    computed; with `one_sum` it is that of sums over all columns (fuzz.one_sum).
     """
     matrices = all(x.ndim == 2 for x in (q, k, v))
     q, k, v = (heads_first(x, layout) for x in (q, k, v))

@@ -8,6 +8,11 @@ that S and P are never whole. For rows i and keys j, with dO the gradient of out
     dq = scale * dS k,  dk = scale * dS^T q,  dv = P^T dO,
     dsink = -sum_i exp(sink - lse_i) delta_i.
 
+`out` and lse are rounded, hence delta and the sum of P, too; dq is wrong by what dS
+lacks of its sum times the weighted mean of the keys, which may be far larger than dq.
+But that sum is known: where the lack matters, dS gets it in proportion to P
+(`_Rows.balance`).
+
 A task owns what it sums, and adds in one order: results are the same in every run.
 """
 
@@ -33,6 +38,13 @@ from cupyflash._core import threads as _threads
 
 # Keys of a block by tiles: two of them, P and dS, stay near the core.
 BLOCK_KEYS = 256
+# Of the largest entry of dq, what it may lose to rows of dS whose sums are not right.
+_MAY_BE_LOST = {
+    "float16": 2.0**-10,
+    "bfloat16": 2.0**-7,
+    "float32": 2.0**-19,
+    "float64": 2.0**-48,
+}
 
 
 def run(problem, operands):
@@ -98,13 +110,18 @@ class _Rows(Part):
         # A row that sees no key has out = 0, whatever flows into it.
         np.copyto(terms, 0, where=out == 0)
         self.delta = np.sum(terms, axis=1, keepdims=True)
+        down = 0
         if operands.dlse is not None:
             down = operands.dlse[head][rows, None]
             # A row that sees no key has the sink for its lse: what flows there is the
             # sink's, but for what is no number.
             is_sink = operands.lse[head][rows, None] == self.sink
             is_sink &= (out == 0).all(axis=1, keepdims=True)
-            self.delta -= np.where(is_sink & ~np.isfinite(down), 0, down)
+            down = np.where(is_sink & ~np.isfinite(down), 0, down)
+            self.delta -= down
+        self.of_sink = np.exp(self.sink - self.lse)
+        # What the rows of dS have yet to add up to.
+        self.missing = down + self.of_sink * self.delta
         self.scaled_q, self.factor = self.queries()
         self.odd = not np.isfinite(self.scaled_q).all()
         self._names = problem.need_dscore
@@ -139,7 +156,10 @@ class _Rows(Part):
         self.add_and_hide(p, start, stop)
         if exact or self._reads:
             visible = p != -np.inf
-        np.exp(np.subtract(p, self.lse, out=p), out=p)
+        np.subtract(p, self.lse, out=p)
+        if exact:  # of huge scores the rounding alone may be beyond the exponent range
+            np.minimum(p, 0, out=p)
+        np.exp(p, out=p)
         np.matmul(self.dout, self.values(start, stop).T, out=ds)
         np.multiply(np.subtract(ds, self.delta, out=ds), p, out=ds)
         if exact:
@@ -154,15 +174,18 @@ class _Rows(Part):
         What they add to arrays of the score function goes to `dscore`.
         """
         p, ds, slope, visible = self.block(start, stop, exact=False)
+        of_rows = self._row_sums(ds)
         for reads in self._reads:
             functions.add_reads(dscore[reads.name], reads, ds, visible)
         if slope is not None:
             np.multiply(ds, slope, out=ds)
         dq = product(ds, self.keys(start, stop))
         if not self.odd and np.isfinite(dq).all():
+            self.missing -= of_rows
             return dq, product(ds.T, self.scaled_q), product(p.T, self.dout)
         # Either by right, or 0 * NaN came from a row or key that is not seen.
         p, ds, slope, visible = self.block(start, stop, exact=True)
+        self.missing -= self._row_sums(ds)
         if slope is not None:
             np.copyto(ds, ds * slope, where=visible)
         return (
@@ -171,12 +194,45 @@ class _Rows(Part):
             times_values(p.T, visible.T, self.dout),
         )
 
+    def _row_sums(self, x):
+        """A product with ones, the fastest sum over rows."""
+        return product(x, np.ones((x.shape[1], 1), self.dtype))
+
+    def balance(self, dq, size):
+        """Add to dq, in place, what dS lacks of its sums, where that matters."""
+        missing = self.missing
+        start, stop = self.visible_keys()
+        lost = _largest(missing) * _largest(self.k[start:stop])
+        if lost <= _MAY_BE_LOST[self.problem.dtype] * _largest(dq):
+            return
+        total, mean = np.zeros(missing.shape), np.zeros(dq.shape)
+        for start, stop in self.key_blocks(size):
+            p, _, slope, visible = self.block(start, stop, exact=True)
+            total += self._row_sums(p)
+            if slope is not None:
+                np.copyto(p, p * slope, where=visible)
+            mean += times_values(p, visible, self.keys(start, stop))
+        has_sum = np.isfinite(missing) & (total > 0)
+        share = np.where(has_sum, missing, 0) / np.where(has_sum, total, 1)
+        np.add(dq, share * mean, out=dq, casting="same_kind")
+
     def bias_gradient(self, start, stop):
         """DS of keys [start, stop), before the derivative of the softcap."""
         _, ds, _, _ = self.block(start, stop, exact=False)
         if not np.isfinite(ds).all():
             _, ds, _, _ = self.block(start, stop, exact=True)
         return ds
+
+
+def _largest(x):
+    """The largest finite size of a number, as a float64."""
+    if not x.size:
+        return 0.0
+    size = max(float(x.max()), -float(x.min()))
+    if not math.isfinite(size):
+        finite = np.isfinite(x)
+        size = max(float(np.max(np.abs(x), where=finite, initial=0)), 0.0)
+    return size
 
 
 # --- dq, dk, dv, dsinks --------------------------------------------------------------
@@ -274,7 +330,7 @@ def _main(problem, operands, dq, dk, dv, dsinks):
                 _one_block_of_rows(rows, size_k, dq, dk, dv, dscores[group])
                 sum_dq.add(group, (*batch, head), slice(start, stop), dq)
                 if problem.need_dsinks:
-                    terms = np.exp(rows.sink - rows.lse) * rows.delta
+                    terms = rows.of_sink * rows.delta
                     sink_terms[(number, *batch, head)] = -terms.sum()
         np.multiply(dk, factor, out=dk)
         sum_dk.add(group, (*batch, kv_head), slice(None), dk)
@@ -299,12 +355,15 @@ def _main(problem, operands, dq, dk, dv, dsinks):
 
 def _one_block_of_rows(rows, size_k, dq, dk, dv, dscore):
     """Add to dq, dk and dv; to dk without the factor of the scores."""
+    if not rows.num_rows:
+        return
     dq = dq[: rows.num_rows]
-    for start, stop in rows.key_blocks(size_k) if rows.num_rows else ():
+    for start, stop in rows.key_blocks(size_k):
         to_dq, to_dk, to_dv = rows.gradients(start, stop, dscore)
         np.add(dq, to_dq, out=dq)
         np.add(dk[start:stop], to_dk, out=dk[start:stop])
         np.add(dv[start:stop], to_dv, out=dv[start:stop])
+    rows.balance(dq, size_k)
     np.multiply(dq, rows.dtype.type(rows.problem.scale), out=dq)
 
 

@@ -116,15 +116,14 @@ class Part:
     def queries(self):
         """(q, factor of the scores).
 
-        A power of two goes into q, where it costs nothing and rounds nothing; another
-        scale would round every entry of q once more.
+        A power of two goes into q, where it rounds nothing: the whole scale, if it is
+        one, else what brings it to [1, 2), so that no product is larger than its score.
         """
         q = self.scratch.array("q", self.q.shape, self.dtype)
         np.copyto(q, self.q, casting="unsafe")
-        factor = scale_of(self.problem)
-        if abs(np.frexp(factor)[0]) == 0.5:
-            np.multiply(q, factor, out=q)
-            factor = self.dtype.type(1)
+        unit, factor = split_scale(self.problem)
+        if unit != 1:
+            np.multiply(q, unit, out=q)
         return q, factor
 
     def keys(self, start, stop):
@@ -234,6 +233,19 @@ def scale_of(problem):
     dtype = np.dtype(problem.compute_dtype)
     largest = float(np.finfo(dtype).max)
     return dtype.type(max(-largest, min(problem.scale, largest)))
+
+
+def split_scale(problem):
+    """(what goes into q, factor of the scores), whose product is the scale.
+
+    The first is a power of two, with the whole scale in it, or else at most 1.
+    """
+    scale = scale_of(problem)
+    fraction, exponent = np.frexp(scale)
+    if abs(fraction) == 0.5:
+        return scale, scale.dtype.type(1)
+    unit = np.ldexp(scale.dtype.type(1), min(exponent - 1, 0))
+    return unit, scale / unit
 
 
 def blas_reads(x):

@@ -20,6 +20,7 @@ from cupyflash._attention.cpu.block import (
     offset_of,
     product,
     scale_of,
+    split_scale,
     times_values,
 )
 from cupyflash._core import threads as _threads
@@ -134,6 +135,8 @@ class SmallCall:
             and problem.num_heads == problem.num_kv_heads
             and problem.layout == "bhsd"
             and problem.left is None
+            # Else products may overflow though their scores are small.
+            and (problem.scale == 0 or abs(problem.scale) >= 2.0**-16)
             and not (problem.softcap or problem.return_lse)
         )
 
@@ -200,8 +203,7 @@ class _Entries:
         heads = (problem.num_kv_heads, problem.group_size)
         self.shape = (*problem.batch, *heads)
         self._num_batch = len(problem.batch)
-        self._factor = scale_of(problem)
-        self._folds = _is_power_of_two(self._factor)
+        self._unit, self._factor = split_scale(problem)
         self._lengths = problem.query_lengths or problem.key_lengths
         # Rows can be without a key, so that the maximum is -inf.
         self._hides = (
@@ -228,7 +230,9 @@ class _Entries:
         )
         self._sinks = None
         if operands.sinks is not None:
-            self._sinks = split(operands.sinks.astype(self.dtype), 0)[..., None, None]
+            with np.errstate(over="ignore"):  # far below float32 there is no sink
+                sinks = operands.sinks.astype(self.dtype)
+            self._sinks = split(sinks, 0)[..., None, None]
         self._length_k, self._length_q, self._offset = (
             x if x is None or isinstance(x, int) else x[..., None, None, None, None]
             for x in (
@@ -262,11 +266,11 @@ class _Entries:
         self._store(box, o, base, d)
 
     def _queries(self, scratch, q, k):
-        """(q, factor of the scores); a power of two goes into q where that is less."""
-        if self._folds and k.shape[-2] > q.shape[-1]:
+        """(q, factor of the scores); a power of two goes into q."""
+        if self._unit != 1:
             scaled = scratch.array("q", q.shape, self.dtype)
-            np.multiply(q, self._factor, out=scaled, casting="unsafe")
-            return scaled, 1
+            np.multiply(q, self._unit, out=scaled, dtype=self.dtype, casting="unsafe")
+            return scaled, self._factor
         if _is_square(q, k):
             return q.copy(), self._factor
         return self._load(scratch, "q", q), self._factor

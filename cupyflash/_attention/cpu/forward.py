@@ -54,7 +54,7 @@ def attention(
     key = None
     if (
         type(q) is type(k) is type(v) is np.ndarray
-        and (bias is None or type(bias) is np.ndarray)
+        and (bias is None or (type(bias) is np.ndarray and _is_narrow(bias, q)))
         and mask is query_offset is window is sinks is alibi_slopes is out is None
         and query_lengths is key_lengths is None
         and return_lse is False
@@ -85,6 +85,11 @@ def attention(
             _checked.clear()
         _checked[key] = problem, small
     return run(problem, operands)
+
+
+def _is_narrow(bias, q):
+    """Whether scores have all numbers of the bias, so that no value is checked."""
+    return bias.dtype.itemsize <= max(4, q.dtype.itemsize)
 
 
 def _views(problem, q, k, v, bias):
@@ -229,8 +234,9 @@ def _online(problem, operands, out, lse):
         shape = (part.num_rows, problem.head_dim_v)
         m, d, blind = first_state(part)
         o, term = np.zeros(shape), np.empty(shape)
-        run_term = np.empty(shape, part.dtype)
         for start, stop in part.key_blocks(_ONLINE_RUN):
+            # Who asks for a buffer hears of Ctrl-C.
+            run_term = part.scratch.array("term", shape, part.dtype)
             m_run, d_run, o_run = (
                 np.full(m.shape, -np.inf, part.dtype),
                 np.zeros(d.shape, part.dtype),

@@ -10,6 +10,7 @@ import warnings
 import numpy as np
 import oracle
 import pytest
+from accuracy import max_error
 
 import cupyflash
 from cupyflash._attention.cpu import entries
@@ -356,3 +357,54 @@ def test_gradients_of_many_queries_alike(queries, dtype, bound):
     np.testing.assert_allclose(
         grads.dv.astype(np.float64), queries * float(dout[0, 0]), rtol=bound
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"softcap": 30.0}, {"sinks": True}, {"dlse": True}],
+    ids=str,
+)
+@pytest.mark.parametrize("queries", [40, 600])
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("float64", 1e-13)])
+def test_gradients_of_keys_and_values_far_from_zero(dtype, bound, queries, options):
+    """The sum of a row of dS is known; else what it lacks is multiplied by the keys."""
+    options = dict(options)
+    rng = np.random.default_rng(3)
+    keys, shift = 300, 5 if dtype == "float32" else 30
+    real = np.float64 if dtype == "float32" else np.longdouble
+    q, dout = rng.normal(size=(2, queries, 64)).astype(dtype)
+    k = (rng.normal(size=(keys, 64)) + 5).astype(dtype)
+    v = (rng.normal(size=(keys, 64)) + shift).astype(dtype)
+    if options.pop("sinks", False):
+        options["sinks"] = np.ones(1, dtype)
+    dlse = rng.normal(size=queries).astype(dtype) if options.pop("dlse", 0) else None
+    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
+    dq, dk, dv, *_ = cupyflash.attention_vjp(
+        dout, q, k, v, out, lse, dlse=dlse, **options
+    )
+    exact, *_ = oracle.attention_vjp(dout, q, k, v, dlse=dlse, real=real, **options)
+    for name, got in (("dq", dq), ("dk", dk), ("dv", dv)):
+        assert max_error(got, exact[name]) <= bound * np.abs(exact[name]).max(), name
+
+
+@pytest.mark.parametrize("method", ["auto", "tiled", "online"])
+@pytest.mark.parametrize("rows_keys", [(3, 5), (40, 300), (300, 600)], ids=str)
+@pytest.mark.parametrize(
+    ("scale", "size"), [(None, 6e18), (1e-40, 1e20), (-1e-39, 1e19), (0.3, 1.0)]
+)
+def test_products_beyond_float32_whose_scores_are_not(rows_keys, scale, size, method):
+    """The scale goes into q before the product, as far as it is a power of two."""
+    rng = np.random.default_rng(5)
+    rows, keys = rows_keys
+    q, k = ((rng.normal(size=(n, 8)) * size).astype(np.float32) for n in (rows, keys))
+    v = rng.normal(size=(keys, 8)).astype(np.float32)
+    out, lse = cupyflash.attention(q, k, v, scale=scale, method=method, return_lse=True)
+    exact, exact_lse = cupyflash.attention(
+        *(x.astype(np.float64) for x in (q, k, v)), scale=scale, return_lse=True
+    )
+    np.testing.assert_allclose(lse, exact_lse, rtol=2e-5)
+    np.testing.assert_allclose(out, exact, atol=1e-4)
+    if method != "online":
+        dout = np.ones_like(out)
+        grads = cupyflash.attention_vjp(dout, q, k, v, out, lse, scale=scale)
+        assert all(np.isfinite(x).all() for x in grads[:3])

@@ -11,6 +11,7 @@ from accuracy import (
     assert_same_specials,
     attention_bound,
     dtype_of,
+    finfo,
     max_error,
     to_host,
     wide,
@@ -22,13 +23,49 @@ import cupyflash
 NAN, INF = np.nan, np.inf
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_infinity_in_q_below_a_softcap(xp, rng, dtype):
+    """A product of +inf or -inf has the score +cap or -cap, as tanh has it."""
+    q, k, v = (rng.normal(size=(2, n, 16)).astype(dtype_of(dtype)) for n in (9, 40, 40))
+    q[0, 3, 1] = q[1, 8, 15] = INF
+    q[1, 2, 7] = -INF
+    q[0, 5, :2] = INF, -INF  # whose sum is NaN for some keys: a row of NaN
+    exact, exact_lse, _ = oracle.attention(q, k, v, real=np.float64, softcap=5.0)
+    sizes, *_ = oracle.attention(q, k, abs(v), real=np.float64, softcap=5.0)
+    out, lse = cupyflash.attention(
+        *(place(xp, x) for x in (q, k, v)), softcap=5.0, return_lse=True
+    )
+    finite = assert_same_specials(out, exact)
+    assert np.isnan(exact).all(-1).sum() == 1
+    assert finite.mean() > 0.9
+    bound = 4 * BOUNDS["attention"][dtype] * sizes[finite]
+    assert (np.abs(wide(out)[finite] - exact[finite]) <= bound).all()
+    finite = assert_same_specials(lse, exact_lse)
+    assert np.abs(wide(lse)[finite] - exact_lse[finite]).max() <= 1e-5
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_outputs_below_the_normal_numbers_are_right_or_zero(xp, dtype):
+    """Half of twice the least normal number, and a hundredth of it."""
+    least = float(finfo(dtype_of(dtype)).tiny)
+    v = np.array([[2.0, 0.02], [0.0, 0.0]]) * least
+    q, k = np.zeros((3, 4), dtype_of(dtype)), np.zeros((2, 4), dtype_of(dtype))
+    v = v.astype(dtype_of(dtype))
+    out = wide(cupyflash.attention(*(place(xp, x) for x in (q, k, v))))
+    exact = wide(v).mean(0)
+    np.testing.assert_allclose(out[:, 0].astype(float) / least, 1, rtol=1e-2)
+    close = np.abs(out[:, 1] - exact[1]) <= float(finfo(v.dtype).smallest_subnormal)
+    assert (close | (out[:, 1] == 0)).all()
+
+
 # --- outputs that cancel --------------------------------------------------------------
 
 
 def assert_as_promised(xp, q, k, v, method="auto", **options):
     """Each output beside the sum of the sizes that it is made of."""
     dtype = q.dtype.name
-    exact, _, size = oracle.attention(q, k, v, **options)
+    one_sum = xp is np or method == "tiled"
+    exact, _, size = oracle.attention(q, k, v, one_sum=one_sum, **options)
     sizes, *_ = oracle.attention(q, k, abs(v), **options)
     placed = (place(xp, x) for x in (q, k, v))
     out = wide(cupyflash.attention(*placed, method=method, **options))

@@ -23,7 +23,7 @@ _ONLINE_RUN = 64
 
 
 # What has been checked, by the shapes and options of the arguments: the problem, and
-# how to make the call at once if it is small.
+# how to make the call at once if one thread makes it.
 _checked: dict = {}
 _MOST_CHECKED = 1024
 
@@ -66,9 +66,9 @@ def attention(
             bias if bias is None else (bias.shape, bias.dtype),
             scale, causal, softcap, layout, precision, method,
         )  # fmt: skip
-        problem, small = _checked.get(key, (None, None))
-        if small is not None:
-            result = small(q, k, v, bias)
+        problem, direct = _checked.get(key, (None, None))
+        if direct is not None:
+            result = direct(q, k, v, bias)
             if result is not None:
                 return result, None
         if problem is not None:
@@ -79,10 +79,10 @@ def attention(
         method,
     )  # fmt: skip
     if key is not None:
-        small = entries.SmallCall(problem) if entries.SmallCall.takes(problem) else None
+        direct = entries.Direct(problem) if entries.Direct.takes(problem) else None
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
-        _checked[key] = problem, small
+        _checked[key] = problem, direct
     return run(problem, operands)
 
 

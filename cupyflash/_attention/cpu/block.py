@@ -17,15 +17,19 @@ from cupyflash._core import threads
 # and runs in float64; 2e-6 is what is promised at any length.
 LONGEST_SUM = 512
 BLOCKS_OF_A_RUN = 16
+# Numbers that a step of NumPy must have side by side to be quick.
+_WIDE = 32
 # What a call costs, in multiply-adds of float32 (a fiftieth of a nanosecond): a score
 # beside its two products, most of it the exponential; a number of q, k, v and the
-# result, which memory brings; a matrix that NumPy hands to BLAS.
+# result, which memory brings; a row, whose maximum and sum NumPy begins and ends; a
+# matrix or a vector that NumPy hands to BLAS.
 _COST_OF_A_SCORE = 100
 _COST_OF_A_NUMBER = 8
-_COST_OF_A_MATRIX = 10_000
-# What a thread must have to do to be worth waking: 0.4 ms. Threads that do less at a
+_COST_OF_A_ROW = 2_000
+_COST_OF_A_MATRIX, _COST_OF_A_VECTOR = 10_000, 1_000
+# What a thread must have to do to be worth waking: 0.5 ms. Threads that do less at a
 # time wait for the interpreter, which each step of NumPy gives away and wants back.
-WORTH_A_THREAD = 20_000_000
+WORTH_A_THREAD = 25_000_000
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,10 @@ def cost_of_an_entry(problem):
     dims = problem.head_dim + problem.head_dim_v
     read = rows * dims + keys * dims // max(problem.group_size, 1)
     cost = rows * keys * (dims + _COST_OF_A_SCORE) + read * _COST_OF_A_NUMBER
-    cost += 2 * _COST_OF_A_MATRIX
+    narrow = min(rows, keys) <= 1
+    if keys > 1:
+        cost += rows * _COST_OF_A_ROW
+    cost += 2 * (_COST_OF_A_VECTOR if narrow else _COST_OF_A_MATRIX)
     return cost * (2 if problem.compute_dtype == "float64" else 1)
 
 
@@ -273,6 +280,8 @@ def product(a, b, out=None):
     blocks it is float64, and float64 adds up runs of blocks.
     """
     terms = a.shape[-1]
+    if terms == 1 and b.shape[-1] >= _WIDE:  # BLAS takes three times as long
+        return np.multiply(a, b, out)
     if terms <= LONGEST_SUM:
         return np.matmul(a, b, out)
     num_blocks = terms // LONGEST_SUM

@@ -26,14 +26,12 @@ from cupyflash._attention.cpu.block import (
 )
 from cupyflash._core import threads as _threads
 
-# Bytes of the scores of a box, and numbers of q, k and v that it reads.
+# Bytes of the scores of a box, and numbers of q, k and v that it reads, or converts.
 _BOX_BYTES = 1 << 20
-_BOX_OPERANDS = 1 << 20
+_BOX_OPERANDS, _BOX_CONVERTED = 1 << 22, 1 << 20
 # With more keys a box has too few rows for BLAS, and an entry goes by tiles.
 _MOST_KEYS = 2048
-# Scores of a call that are made at once, in one box of the calling thread.
-_MOST_DIRECT = 1 << 17
-# A box that a thread takes has this part of what makes a thread worth waking.
+# Boxes that a thread takes, so that all end at one time.
 _BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
 # matrix times vector, and matrix times matrix (the thresholds of OpenBLAS).
@@ -59,10 +57,12 @@ def shape_of_a_box(problem):
     keys, rows = max(problem.seqlen_k, 1), _rows_of_a_box(problem)
     read = (rows + keys) * (problem.head_dim + problem.head_dim_v)
     scores = _scores_of_a_box(problem)
-    most = max(1, min(scores // max(rows * keys, 1), _BOX_OPERANDS // read))
+    converts = problem.dtype != problem.compute_dtype
+    operands = _BOX_CONVERTED if converts else _BOX_OPERANDS
+    most = max(1, min(scores // max(rows * keys, 1), operands // read))
     total = math.prod(problem.batch) * problem.num_heads
     threads = num_threads(problem)
-    if threads > 1:  # some boxes for each, so that all end at one time
+    if threads > 1:
         most = min(most, -(-total // (_BOXES_OF_A_THREAD * threads)))
     return max(1, min(most, total)), rows
 
@@ -119,7 +119,9 @@ def _weigh(s, v, o, sink, hides):
     P v is in `o`, or new without it. `hides`: there can be rows that see no key. The
     divisors are None where s has become P itself.
     """
-    base = np.maximum.reduce(s, -1, None, None, True, -np.inf)
+    # Without a first value a row of one score is its own maximum, at no cost.
+    first = () if s.shape[-1] else (-np.inf,)
+    base = np.maximum.reduce(s, -1, None, None, True, *first)
     if sink is not None:
         base = np.maximum(base, sink)
     if hides:
@@ -149,7 +151,7 @@ class Direct:
         return (
             takes(problem)
             and problem.method in ("auto", "tiled")
-            and 0 < entries * rows * keys <= _MOST_DIRECT
+            and 0 < entries * rows * keys <= _scores_of_a_box(problem)
             and _rows_of_a_box(problem) == rows
             and num_threads(problem) == 1
             and problem.dtype == problem.compute_dtype

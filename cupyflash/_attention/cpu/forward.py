@@ -136,9 +136,10 @@ def describe(problem, operands):
         "threads": threads,
     }
     if name == "tiled":
-        told["keys_of_a_block"] = tiled.BLOCK_KEYS
+        told["keys_of_a_block"] = tiled.keys_of_a_block(problem)
         if tiled.may_be_bounded(problem):
-            told["keys_of_a_block_if_scores_are_small"] = tiled.BLOCK_KEYS_BOUNDED
+            keys = tiled.keys_of_a_block(problem, bounded=True)
+            told["keys_of_a_block_if_scores_are_small"] = keys
     return told
 
 

@@ -100,10 +100,12 @@ class _Shared:
         self._blas_users.add(thread)
         with self.lock:
             if self._blas_threads is None:
-                libraries = _blas_libraries()
-                self._blas_threads = [(x, x.get_num_threads()) for x in libraries]
-                for library in libraries:
-                    library.set_num_threads(1)
+                self._blas_threads = held = []
+                for library in _blas_libraries():
+                    num_threads = library.get_num_threads()
+                    held.append((library, num_threads))
+                    if num_threads != 1:
+                        library.set_num_threads(1)
 
     def release_blas(self, thread):
         """What `hold_blas` has begun; any number of times."""
@@ -124,7 +126,8 @@ class _Shared:
 
     def _restore_blas(self):
         for library, num_threads in self._blas_threads or ():
-            library.set_num_threads(num_threads)
+            if num_threads != 1:
+                library.set_num_threads(num_threads)
         self._blas_threads = None
 
     # A child of a fork finds the locks of BLAS as they were: one that another thread
@@ -327,18 +330,17 @@ def for_each(
 def run_with_blas(function: Callable, *args: Any) -> Any:
     """``function(*args)``, which calls BLAS, in this thread alone.
 
-    What `for_each_with_blas` does for one task, without what many need.
+    What `for_each_with_blas` does for one short task, without what many need.
     """
-    thread = threading.get_ident()
+    shared, thread = _shared, threading.get_ident()
     try:
-        _shared.callers.add(thread)
-        _shared.hold_blas(thread)
-        _shared.at_work.add(thread)
-        if _shared.fork_ended is not None:
-            _shared.let_fork(thread)
+        shared.hold_blas(thread)
+        shared.at_work.add(thread)
+        if shared.fork_ended is not None:
+            shared.let_fork(thread)
         return function(*args)
     finally:
-        _shared.leave(thread)
+        shared.leave(thread)
 
 
 def with_blas(num_threads: int) -> int:

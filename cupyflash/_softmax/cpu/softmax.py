@@ -75,7 +75,8 @@ class _Plan:
             and self.axes == tuple(range(operands.x.ndim))
             and not self.side_by_side
         )
-        self.is_result = self.in_order and self.dtype == _work_dtype(problem)
+        work = self.near_dtype or _work_dtype(problem)
+        self.is_result = self.in_order and self.dtype == work
 
     def block(self, x):
         """The rows of an array."""
@@ -334,14 +335,13 @@ def _share(problem, e, total):
     return np.divide(e, total, out=e)
 
 
-# --- exponentials near a base that rounds nothing -------------------------------------
+# --- exponentials relative to a base that rounds nothing ------------------------------
 
-# By dtype: what, added and taken away, rounds a number to a multiple of 2^-4 or 2^-10;
-# below what size that is the last digit of no number, or more; how far below a base an
-# exponential is 0.
+# By dtype: the unit of a base; below what size of maxima that is a multiple of the last
+# digit of every x; how far below a base an exponential is 0.
 _NEAR = {
-    np.dtype(np.float32): (1.5 * 2.0**19, 2.0**18, 110.0),
-    np.dtype(np.float64): (1.5 * 2.0**42, 2.0**41, 800.0),
+    np.dtype(np.float32): (64.0, 2.0**28, 110.0),
+    np.dtype(np.float64): (512.0, 2.0**60, 800.0),
 }
 
 
@@ -350,17 +350,28 @@ def _is_near(m):
     return np.abs(m) < _NEAR[m.dtype][1]
 
 
-def _exp_near(x, m, block):
+def _all_near_zero(m):
+    """Whether the base of every row is 0."""
+    unit = _NEAR[m.dtype][0]
+    if m.size == 1:
+        return 0 <= m.item() < unit
+    return np.minimum.reduce(m, None) >= 0 and np.maximum.reduce(m, None) < unit
+
+
+def _exp_near(x, m, block, is_zero):
     """(base, exp(x - base)) for rows x with maxima m, to the last digits.
 
-    The base is near the maximum. It is a multiple of the last digit of every x, where
-    those are not huge: then the error of the difference takes two operations, by
-    Fast2Sum (Dekker), and not five.
+    The base is the next multiple of a unit below the maximum, so that no sum overflows
+    and no share underflows. A base of 0, if `is_zero` that of all rows, has no
+    difference to make. Others are multiples of the last digit of every x: then the
+    error of the difference takes two operations, by Fast2Sum (Dekker), and not five.
     """
-    rounder, _, depth = _NEAR[x.dtype]
-    base = np.add(m, rounder)
-    np.subtract(base, rounder, out=base)
-    d, low = (block.buffer(name, x.shape, x.dtype) for name in ("d", "low"))
+    d = block.buffer("d", x.shape, x.dtype)
+    if is_zero:
+        return np.zeros_like(m), np.exp(x, out=d)
+    unit, _, depth = _NEAR[x.dtype]
+    base = np.floor(m / unit) * unit
+    low = block.buffer("low", x.shape, x.dtype)
     # What is far below the base, -inf too, has no digits to lose.
     x = np.maximum(x, base - depth, out=block.buffer("x", x.shape, x.dtype))
     np.subtract(x, base, out=d)
@@ -374,13 +385,13 @@ def _near_softmax(problem, block, piece):
     """Softmax of whole rows by `_exp_near`; of the others in float64 and slowly."""
     x = block.keys_to_read(piece, block.near_dtype)
     m = row_max(x)
-    near, others = _is_near(m), None
-    if not near.all():
+    others = None
+    if not (is_zero := _all_near_zero(m)) and not (near := _is_near(m)).all():
         rows = ~near[:, 0]
         others = SmallBlock(x[rows], side_by_side=False, key_factor=1.0)
         _tiled(problem, others)
         m = np.where(near, m, m.dtype.type(0))
-    _, e = _exp_near(x, m, block)
+    _, e = _exp_near(x, m, block, is_zero)
     # In float64 also for float32, whose exponentials have used up what may be lost.
     total = row_sum(e, np.float64)
     if total.dtype != e.dtype:
@@ -555,7 +566,7 @@ def _write_exp(problem, block, piece):
         x = block.keys_to_read(piece, block.near_dtype)
         m = row_max(x)
         if _is_near(m).item():
-            found = _exp_near(x, m, block)
+            found = _exp_near(x, m, block, _all_near_zero(m))
     if found is None:
         x = block.keys(piece, _work_dtype(problem))
         m = row_max(x)

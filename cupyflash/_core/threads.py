@@ -195,7 +195,9 @@ def _blas(library):
     if getattr(library, "threading_layer", None) == "pthreads":
         for prefix, suffix in itertools.product(("", "scipy_"), ("", "64_", "_64")):
             get, set_ = (
-                getattr(library.dynlib, f"{prefix}openblas_{name}_num_threads{suffix}", None)
+                getattr(
+                    library.dynlib, f"{prefix}openblas_{name}_num_threads{suffix}", None
+                )
                 for name in ("get", "set")
             )
             if get is not None and set_ is not None:

@@ -346,7 +346,7 @@ _NEAR = {
 
 
 def _is_near(m):
-    """Which maxima `_exp_near` takes: those that are huge, or no number, it does not."""
+    """Which maxima `_exp_near` takes: no huge ones, and numbers alone."""
     return np.abs(m) < _NEAR[m.dtype][1]
 
 

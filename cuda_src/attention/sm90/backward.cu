@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // same in all lanes for different ones.
   auto begin_item = [&](int number, unsigned items, unsigned block) {
     // Reciprocals of what is divided by are not worth registers between items.
-    const inputs_t& inputs_now = ptx::anew(inputs);
+    const inputs_t& inputs_now = ptx::reload(inputs);
     if (number >= inputs.num_items) return;
     int piece = -1;
     if (kCuts && number >= inputs.num_whole) {
@@ -353,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     view.factor = factor_of(found);
     view.num_keys = static_cast<int>(params.seqlen_k) - row;
     if constexpr (kBounds > 0) {
-      const scores_t scores(place_t(), SCORE_ARGUMENTS);
+      const scores_t scores(tile_coord_t(), SCORE_ARGUMENTS);
       const index_t key_first = index_t(item.tile) * (kCluster * kBlockN);
       const range_t queries =
           scores.queries_of(key_first, key_first + kCluster * kBlockN);
@@ -370,7 +370,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         const bool any = next < params.seqlen_k && later.first < later.last;
         turn_first = any ? int(later.first) / kBlockM * kBlockM : kMany;
       }
-      const band_t band = scores.band(0, row);
+      const mask_bounds_t band = scores.mask_bounds(0, row);
       view.low = band.low;
       view.high = band.high;
       const bool tail = row + kBlockN > params.seqlen_k;
@@ -646,7 +646,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       } else {
         index_t start = start_of(target_block) + lane * 4;
         // One address for all; else a wide step has one made for each.
-        if constexpr (!kNarrowStep) ptx::forget(start);
+        if constexpr (!kNarrowStep) ptx::launder(start);
 #pragma unroll
         for (int e = 0; e < kSumsQ; e += 4) {
           ptx::red_global_add(sums_q + start + e * 32, dq[e], dq[e + 1], dq[e + 2],

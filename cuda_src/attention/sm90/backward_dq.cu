@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const index_t num_tiles = (params.seqlen_q + kTileM - 1) / kTileM;
   const index_t from_last = divide(block_index(), grads.num_kept);
-  const place_t at = grads.entry(
+  const tile_coord_t at = grads.entry(
       params, locate(grads.kept, block_index() - from_last * grads.num_kept).of[0], 0);
   if (from_last >= num_tiles) return;
   const int row_first = static_cast<int>(num_tiles - 1 - from_last) * kTileM;
@@ -173,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     const int key_first = tile * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
-    band_t band = {-(1 << 30), 1 << 30, 0, num_keys};
-    if constexpr (kBounds > 0) band = scores.band(row_group, key_first);
+    mask_bounds_t band = {-(1 << 30), 1 << 30, 0, num_keys};
+    if constexpr (kBounds > 0) band = scores.mask_bounds(row_group, key_first);
     if (num_keys < kBlockN || band.low > 1 - kGroupM || band.high < kBlockN) {
 #pragma unroll
       for (int e = 0; e < kScores; ++e) {

@@ -145,7 +145,7 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
         ptx::store_global(reinterpret_cast<uint4*>(out), x[n]);
       }
       out += 2 * row_step * int(sizeof(elem_t));
-      ptx::forget(out);  // one address, not one for each
+      ptx::launder(out);  // one address, not one for each
     }
   }
   __syncwarp();
@@ -275,9 +275,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       auto begin_item = [&] {
         view_t& view = views[items % kViews];
         int number = next_item;
-        const inputs_t& inputs_now = ptx::anew(inputs);
-        const params_t& params_now = ptx::anew(params);
-        const grads_t& grads_now = ptx::anew(grads);
+        const inputs_t& inputs_now = ptx::reload(inputs);
+        const params_t& params_now = ptx::reload(params);
+        const grads_t& grads_now = ptx::reload(grads);
         // The second parts of the items that are cut come last.
         const bool is_second = number >= inputs_now.num_items - inputs_now.num_split;
         if (is_second) number -= inputs_now.num_split;
@@ -465,10 +465,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   unsigned lane_stats = smem_stats + lane % 4 * 8;
   unsigned dq_target = smem_dq + threadIdx.x / 32 * (kBytesPart / 4) + lane * 16;
   // Else they are made anew in each step, from a special register that answers late.
-  ptx::forget(ds_target);
-  ptx::forget(lane_stats);
-  ptx::forget(dq_target);
-  ptx::forget(origins);
+  ptx::launder(ds_target);
+  ptx::launder(lane_stats);
+  ptx::launder(dq_target);
+  ptx::launder(origins);
 
   unsigned items = 0;  // of this block, so far
   unsigned block = 0;  // of queries, so far: gives stages and parities

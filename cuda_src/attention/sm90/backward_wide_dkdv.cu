@@ -92,7 +92,7 @@ struct view_t {
   int num_steps;   // blocks of queries, over all summed entries; < 0: no item is left
   int kept, key_first, num_keys;
   int block_first, block_last;  // of queries that see keys of the tile
-  int low, high;                // band_t, from query 0
+  int low, high;                // mask_bounds_t, from query 0
   matrix_t k, v;
 };
 
@@ -180,26 +180,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       int block_first = 0, block_last = inputs.num_blocks;
       if constexpr (kBounds > 0) {
         // Entries that are summed see the same.
-        const place_t at =
-            kBandOfEntry ? grads.entry(params, kept.of[0], 0) : place_t();
+        const tile_coord_t at =
+            kBandOfEntry ? grads.entry(params, kept.of[0], 0) : tile_coord_t();
         const scores_t scores(at, SCORE_ARGUMENTS);
         const range_t queries = scores.queries_of(key_first, key_first + kBlockN);
         block_first = static_cast<int>(queries.first) / kBlockM;
         block_last = (static_cast<int>(queries.last) + kBlockM - 1) / kBlockM;
         if (queries.first >= queries.last) block_last = block_first;
-        const band_t band = scores.band(0, key_first);
+        const mask_bounds_t band = scores.mask_bounds(0, key_first);
         view.low = band.low;
         view.high = band.high;
       }
       view.block_first = block_first;
       view.block_last = block_last;
       view.num_steps = (block_last - block_first) * inputs.num_summed;
-      const place_t at = grads.entry(params, kept.of[0], 0);
+      const tile_coord_t at = grads.entry(params, kept.of[0], 0);
       view.k = matrix_of(at, at.kv_head, params.k);
       view.v = matrix_of(at, at.kv_head, params.v);
     };
     auto find_source = [&](int kept, int summed, int key_first) {
-      const place_t at = grads.entry(params, locate(grads.kept, kept).of[0], summed);
+      const tile_coord_t at =
+          grads.entry(params, locate(grads.kept, kept).of[0], summed);
       source.q = matrix_of(at, at.head, params.q);
       source.dout = matrix_of(at, at.head, grads.dout);
       source.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
@@ -448,7 +449,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       auto keep_rest = [&](int e, float x) { rest[e] = x; };
       // With softcap P goes to p, and s becomes what dP - delta is multiplied by.
       auto softmax_of_terms = [&] {
-        const band_t band = shifted(entries[of_q.stage].band, 0, 0);
+        const mask_bounds_t band = shifted(entries[of_q.stage].band, 0, 0);
         float derivatives[kDerivatives];
         add_terms(s, derivatives, inputs, rest, find_rest);
         __syncwarp();  // all lanes have read the stage

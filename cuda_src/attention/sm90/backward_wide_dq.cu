@@ -97,7 +97,7 @@ struct view_t {
   index_t dq;                 // of the first row of the tile in the gradient
   int tile_first, tile_last;  // of keys that queries see; < 0: no item is left
   int row_first, stats;       // stats: the first block of the entry's
-  int low, high;              // band_t, from key 0
+  int low, high;              // mask_bounds_t, from key 0
   matrix_t q, dout, k, v;
 };
 
@@ -201,15 +201,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       int tile_first = 0;
       int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
       if constexpr (kBounds > 0) {
-        const place_t at =
+        const tile_coord_t at =
             kBandOfEntry ? grads.entry(params, locate(grads.kept, item.kept).of[0], 0)
-                         : place_t();
+                         : tile_coord_t();
         const scores_t scores(at, SCORE_ARGUMENTS);
         const range_t keys = scores.keys_of(row_first, row_first + kTileM);
         tile_first = static_cast<int>(keys.first) / kBlockN;
         tile_last = (static_cast<int>(keys.last) + kBlockN - 1) / kBlockN;
         if (keys.first >= keys.last) tile_last = tile_first;
-        const band_t band = scores.band(row_first, 0);
+        const mask_bounds_t band = scores.mask_bounds(row_first, 0);
         view.low = band.low;
         view.high = band.high;
       }
@@ -218,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       view.tile_last = tile_last;
       const auto kept = locate(grads.kept, item.kept);
       view.dq = kept.of[1] + row_first * grads.row[0];
-      const place_t at = grads.entry(params, kept.of[0], 0);
+      const tile_coord_t at = grads.entry(params, kept.of[0], 0);
       view.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
       view.q = matrix_of(at, at.head, params.q);
       view.dout = matrix_of(at, at.head, grads.dout);
@@ -398,7 +398,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       if (tile + 1 == tile_last) release(q_empty);
 
       if constexpr (kHasOptions) {
-        const band_t band = shifted(entries[place].band, group * 64, tile * kBlockN);
+        const mask_bounds_t band =
+            shifted(entries[place].band, group * 64, tile * kBlockN);
         float derivatives[kDerivatives];
         add_terms(s, derivatives, inputs, rest, find_rest);
         if (hides_some(band)) {

@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   unsigned first_barrier = ptx::shared_address(barriers);
   // Or else the assembler finds it anew in each step; at 128 columns it takes a
   // register that terms need.
-  if constexpr (kNumGroups > 1 && kHeadDimV != 128) ptx::forget(first_barrier);
+  if constexpr (kNumGroups > 1 && kHeadDimV != 128) ptx::launder(first_barrier);
   constexpr int kBarrier = ring_t::kBytes;
   const ring_t q_ring = {first_barrier, first_barrier + kNumGroups * kBarrier};
   const ring_t k_ring = {q_ring.empty + kNumGroups * kBarrier,
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   // The producer finds its first item while another warp makes the barriers.
-  [[maybe_unused]] place_t first_place;
+  [[maybe_unused]] tile_coord_t first_place;
   if (kFindsFirst && threadIdx.x == 0) {
     first_place = place_of(blockIdx.x, schedule, params);
   }
@@ -191,7 +191,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       unsigned num_items = 0;
       orders.next = blockIdx.x;
       if constexpr (kDynamic && !kBandOfItem) {
-        const band_t band = scores_t(place_t(), SCORE_ARGUMENTS).band(0, 0);
+        const mask_bounds_t band =
+            scores_t(tile_coord_t(), SCORE_ARGUMENTS).mask_bounds(0, 0);
         for (int n = 0; n < 2; ++n) tile_infos[n].put(band);
       }
       while (true) {
@@ -214,9 +215,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         }
         const bool careful = item >= kCareful;
         if (careful) item -= kCareful;
-        const place_t at = kFindsFirst && num_items == 0
-                               ? first_place
-                               : place_of(item, schedule, params);
+        const tile_coord_t at = kFindsFirst && num_items == 0
+                                    ? first_place
+                                    : place_of(item, schedule, params);
         const int row_block = first_row(at, schedule);
         const int row_first = max(row_block, 0);
         const int row_last = min(row_block + kBlockM, int(params.seqlen_q) * kPack);
@@ -225,7 +226,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         if constexpr (kDynamic) {
           tile_info.put(at);
           if (item < schedule.num_items) {
-            if (kBandOfItem) tile_info.put(scores_t(at, SCORE_ARGUMENTS).band(0, 0));
+            if (kBandOfItem)
+              tile_info.put(scores_t(at, SCORE_ARGUMENTS).mask_bounds(0, 0));
             tile_info.put(share_of(
                 tiles_of(tile_info.seen(), row_first, row_last, params.seqlen_k), item,
                 schedule));
@@ -256,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
           if (n < count) {
             const unsigned number = num_tiles + n, stage = stage_of(number);
             wait(k_ring.empty_at(stage), parity_of(number) ^ 1);
-            const place_t from = place();
+            const tile_coord_t from = place();
             int batch_k[2];
             batch_coordinates(batch_k, from, params.k);
             load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
@@ -265,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                 batch_k);
           }
           if (n == 0) {
-            const place_t from = place();
+            const tile_coord_t from = place();
             int batch_q[2];
             batch_coordinates(batch_q, from, params.q);
             for (int g = 0; g < kNumGroups; ++g) {
@@ -297,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
               orders.item[slot] = num_items;
               arrival = landed + slot * kBarrier;
             }
-            const place_t from = place();
+            const tile_coord_t from = place();
             int batch_v[2];
             batch_coordinates(batch_v, from, params.v);
             load_tile<kBlockN, kChunksV, kReadOnce, kBoxN>(
@@ -332,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       unsigned num_tiles = 0, num_items = 0;
       wait(item_ring.full_at(0), 0);
       while ((tile_infos[num_items & 1].item & ~kCareful) < schedule.num_items) {
-        const place_t at = tile_infos[num_items & 1].place();
+        const tile_coord_t at = tile_infos[num_items & 1].place();
         const tiles_t tiles = tile_infos[num_items & 1].share().tiles;
         const scores_t scores(at, SCORE_ARGUMENTS);
         // Other terms leave no registers to ask ahead.
@@ -412,7 +414,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   };
 
   // The number of a row in lse, and of one in out where that is split.
-  auto row_number = [&](const place_t& at, int row, int item) {
+  auto row_number = [&](const tile_coord_t& at, int row, int item) {
     index_t number = (at.row_of_heads + row % kPack) * params.seqlen_q + query_of(row);
     if constexpr (kSplit) {
       number += static_cast<index_t>(unsigned(item) % schedule.num_splits) *
@@ -426,9 +428,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   int item = kDynamic ? next_item(0) : blockIdx.x;
   // Kept free of break and return: with them ptxas loses the registers of setmaxnreg.
   while ((item & ~kCareful) < schedule.num_items) {
-    const place_t at =
+    const tile_coord_t at =
         kDynamic ? tile_infos[num_items & 1].place() : place_of(item, schedule, params);
-    const band_t band = kDynamic ? tile_infos[num_items & 1].seen() : band_t{};
+    const mask_bounds_t band =
+        kDynamic ? tile_infos[num_items & 1].seen() : mask_bounds_t{};
     const scores_t scores(at, SCORE_ARGUMENTS);
     const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
     const int num_rows = seqlen_q * kPack;
@@ -643,7 +646,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 #pragma unroll 1
     for (; left > 0; ++n) {
       --left;
-      ptx::forget(left);
+      ptx::launder(left);
       step(n, flag_t<false>());
     }
     if constexpr (kBounds == 2) {
@@ -668,7 +671,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     // The place again: in the loop there are no registers for it.
     const int number = static_cast<int>(num_items) - 1;
-    const place_t here = kDynamic ? tile_infos[number & 1].place() : at;
+    const tile_coord_t here = kDynamic ? tile_infos[number & 1].place() : at;
     float inverse[2];
     bool seen[2];
 #pragma unroll

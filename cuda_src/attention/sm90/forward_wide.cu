@@ -143,7 +143,7 @@ struct feed_t {
   __device__ __forceinline__ feed_t(const ptx::tensor_map_t& map,
                                     unsigned char* tile,
                                     unsigned long long* barriers,
-                                    const place_t& at,
+                                    const tile_coord_t& at,
                                     const operand_t& operand)
       : map(map),
         tile(shared_address(tile)),
@@ -276,7 +276,7 @@ __device__ __forceinline__ void end_pv(float (&o)[kOutputs], weights_t& p) {
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) ptx::forget(p.a[step][n]);
+    for (int n = 0; n < 4; ++n) ptx::launder(p.a[step][n]);
   }
 }
 
@@ -314,7 +314,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kScores],
                                               const scores_t& scores,
                                               index_t i0,
                                               index_t j0) {
-  const band_t band = scores.band(i0, j0);
+  const mask_bounds_t band = scores.mask_bounds(i0, j0);
   const bool sees_all = band.sees_all(kBlockM, kBlockN);
   if (!kHasTerms && sees_all) return;
   auto finish = [&](float& x, int n) {
@@ -333,7 +333,7 @@ __device__ __forceinline__ void finish_scores(float (&s)[kScores],
     for (int n = 0; n < kScores; ++n) on_stack[n] = s[n];
 #pragma unroll 1
     for (int n = 0; n < kScores; ++n) finish(on_stack[n], n);
-    ptx::forget(on_stack);
+    ptx::launder(on_stack);
 #pragma unroll
     for (int n = 0; n < kScores; ++n) s[n] = on_stack[n];
   } else {
@@ -475,7 +475,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
   auto* const barriers = reinterpret_cast<unsigned long long*>(&across + 1);
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_tiles);
+  const tile_coord_t at(params, block_index(), num_tiles);
   if (!at.exists) return;
   const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
   const scores_t scores(at, SCORE_ARGUMENTS);
@@ -635,8 +635,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
 
   // Looked up again: in the loop there are no registers for it.
   index_t block = block_index();
-  ptx::forget(block);
-  const place_t here(params, block, num_tiles);
+  ptx::launder(block);
+  const tile_coord_t here(params, block, num_tiles);
   const scores_t rows_of(here, SCORE_ARGUMENTS);
   out_t* const out_rows = here.at(out, params.out);
   const index_t i_first = (num_tiles - 1 - here.tile) * kBlockM;

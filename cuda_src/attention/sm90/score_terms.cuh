@@ -275,7 +275,7 @@ __device__ __forceinline__ void add_terms(float (&s)[kScores],
   // Multiples of a stride are not kept in registers from tile to tile.
   auto fresh = [](index_t stride) {
     if constexpr (kUnitColumns) return index_t(1);
-    ptx::forget(stride);
+    ptx::launder(stride);
     return stride;
   };
   if constexpr (kHasBias) {

@@ -27,12 +27,13 @@ constexpr int kVector = 16 / kWidest;  // elements a vector access
 constexpr bool kKeepsExp = !kLog && kSame<x_t, acc_t>;
 
 // The score of slots beyond the row is -inf, which adds nothing to it. It can be left
-// there at the load, unless a scale or a mask has to be told of it, or x knows no -inf.
-constexpr bool kPads = kHasInfinity<x_t> && !kScaled && !kHasWhere;
+// there at the load, unless a mask has to be told of it, or x knows no -inf. The host
+// takes a scale of 0 elsewhere, which would make it NaN.
+constexpr bool kPads = kHasInfinity<x_t> && !kHasWhere;
 
 // Maxima of 16-bit numbers need no conversion.
 #if __CUDA_ARCH__ >= 800
-constexpr bool kPacksMax = kPads && sizeof(x_t) == 2 && kVector % 2 == 0;
+constexpr bool kPacksMax = kPads && !kScaled && sizeof(x_t) == 2 && kVector % 2 == 0;
 #else
 constexpr bool kPacksMax = false;
 #endif
@@ -54,6 +55,14 @@ constexpr int kUnrollParked = kHasWhere ? 64 : 2;
 // With 2 the tiers of 64 registers would spill; those of more have few threads.
 constexpr int kUnrollTable = kNumThreads * kMinBlocks > 768 ? 1 : 2;
 constexpr int kUnrollExp = kExps == exps::kByTable ? kUnrollTable : kUnrollParked;
+
+// What is -inf as a score.
+__device__ __forceinline__ x_t pad_of(const layout_t& layout) {
+  if constexpr (kPads && kScaled) {
+    if (layout.key_factor < 0) return to<x_t>(infinity<float>());
+  }
+  return padding<x_t>();
+}
 
 // Aligned as lines of memory are: 262144 floats 0.97, 16 bytes off 0.93.
 extern __shared__ __align__(128) uint4 parking[];
@@ -84,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto address = [&](int i) {
       return row.x + (kContiguous && kOneAxis ? i : row.near_offset(kX, i));
     };
-    held.load(deal, address, padding<x_t>());
+    held.load(deal, address, pad_of(layout));
     marks_t marks;
     if constexpr (kHasWhere) {
 #pragma unroll
@@ -125,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     m = shift_by(largest);
     held.forget();
 
-    const exp_of_row_t exp_of_row(m);
+    const exp_of_row_t exp_of_row(m, exp_unit_t(layout));
     part_t sum = exp_of_row.none();
     held.each<kKeepsExp, kUnrollExp, exp_of_row_t::kTogether>(
         deal, [&](acc_t element, bool is_in_row, int j) {

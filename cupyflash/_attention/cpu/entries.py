@@ -173,7 +173,8 @@ class Direct:
         if problem.right is not None:
             last = np.arange(problem.seqlen_q) + problem.query_offset + problem.right
             self._hidden = np.arange(problem.seqlen_k) > last[:, None]
-        self._hides = self._hidden is not None or problem.bias is not None
+        # Rows that see no key are NaN, unless they are known, and take the long way.
+        self._hides = self._hidden is not None and bool(self._hidden.all(axis=1).any())
         self._is_small_for_blas = _is_small_for_blas(problem)
 
     def __call__(self, q, k, v, bias):

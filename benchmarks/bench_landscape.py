@@ -5,11 +5,14 @@
 A cell is a shape (batch, queries, keys, head dimension) with a dtype and an option. Its
 ratio is the best time of the fastest other way to the best time of cupyflash, from
 calls by turns: above 1 cupyflash is faster. The numbers go to
-``results/landscape_cpu.json``, the picture beside it under its name.
+``results/landscape_cpu.json``, the picture beside it under its name. `--add` keeps the
+cells of that file and measures others alone, `--limit` ends after so many seconds: so
+it can go piece by piece.
 """
 
 import datetime
 import itertools
+import json
 import time
 from dataclasses import dataclass
 
@@ -180,6 +183,14 @@ def measure(cell, torch, seconds):
     }
 
 
+def merged(old, new):
+    """Rows of two runs in the order of `cells`; the new one of a cell in both."""
+    by_name = {row["cell"]: row for row in (*old, *new)}
+    names = [cell.name for cell in cells()]
+    order = {name: number for number, name in enumerate(names)}
+    return sorted(by_name.values(), key=lambda row: order.get(row["cell"], len(order)))
+
+
 def draw(rows, path):
     """A panel for each head dimension and kind: (batch, queries) against keys."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -221,17 +232,29 @@ def main():
     parser.add_argument(
         "--seconds", type=float, default=0.25, help="of measuring a cell"
     )
+    parser.add_argument(
+        "--add", action="store_true", help="measure what the file does not have"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds of all cells"
+    )
     parser.set_defaults(json=RESULTS / "landscape_cpu.json", cpu=True)
     args = parser.parse_args()
     torch = timing.optional("torch")
-    rows = [
-        measure(cell, torch, args.seconds)
-        for cell in console.progress(
-            [c for c in cells() if args.only in c.name], "landscape"
-        )
-    ]
-    if not rows:
+    old = []
+    if args.add and args.json is not None and args.json.exists():
+        old = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    known = {row["cell"] for row in old}
+    asked = [c for c in cells() if args.only in c.name and c.name not in known]
+    if not asked and not old:
         raise SystemExit(f"no cell has {args.only!r} in its name")
+    new, end = [], time.perf_counter() + args.limit
+    for cell in console.progress(asked, "landscape"):
+        new.append(measure(cell, torch, args.seconds))
+        if time.perf_counter() > end:
+            break
+    rows = merged(old, new)
+    print(f"{len(asked) - len(new)} cells are left")
     for provider in (None, "numpy"):
         print(f"Worst beside {provider or 'the fastest other'}:")
         for name, found in worst(rows, provider):

@@ -461,8 +461,9 @@ def attention_vjp(
     q, k, v : array_like
         The inputs of `attention`.
     out, lse : array_like
-        What ``attention(q, k, v, ..., return_lse=True)`` returned for them: for these
-        keys, not what was merged from them and others (for that there is `dlse`).
+        What ``attention(q, k, v, ..., return_lse=True)`` returned for them, or what was
+        merged from them and other keys: then dk and dv are those of the whole call, and
+        dq is the part of it that these keys give.
     bias, mask, scale, causal, query_offset, window, softcap, sinks, alibi_slopes, \
 query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         As in the call of `attention`.

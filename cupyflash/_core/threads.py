@@ -7,12 +7,13 @@ long as there are no more threads at work than cores.
 
 import collections
 import functools
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -99,10 +100,12 @@ class _Shared:
         self._blas_users.add(thread)
         with self.lock:
             if self._blas_threads is None:
-                libraries = _blas_libraries()
-                self._blas_threads = [(x, x.get_num_threads()) for x in libraries]
-                for library in libraries:
-                    _set_num_threads(library, 1)
+                self._blas_threads = held = []
+                for library in _blas_libraries():
+                    num_threads = library.get_num_threads()
+                    held.append((library, num_threads))
+                    if num_threads != 1:
+                        library.set_num_threads(1)
 
     def release_blas(self, thread):
         """What `hold_blas` has begun; any number of times."""
@@ -111,9 +114,20 @@ class _Shared:
             if not self._blas_users:
                 self._restore_blas()
 
+    def leave(self, caller):
+        """End the call of a thread, whatever of it has begun."""
+        try:
+            self.at_work.discard(caller)
+            self.callers.discard(caller)
+            self.release_blas(caller)
+        except KeyboardInterrupt:
+            self.release_blas(caller)
+            raise
+
     def _restore_blas(self):
         for library, num_threads in self._blas_threads or ():
-            _set_num_threads(library, num_threads)
+            if num_threads != 1:
+                library.set_num_threads(num_threads)
         self._blas_threads = None
 
     # A child of a fork finds the locks of BLAS as they were: one that another thread
@@ -156,13 +170,39 @@ if hasattr(os, "register_at_fork"):
     )
 
 
+class _Blas(NamedTuple):
+    """How to ask and to set the number of threads of a BLAS library."""
+
+    get_num_threads: Callable
+    set_num_threads: Callable
+
+
 @functools.cache
 def _blas_libraries():
     """The BLAS libraries of the process whose number of threads can be set."""
     import threadpoolctl
 
     controller = threadpoolctl.ThreadpoolController().select(user_api="blas")
-    return controller.lib_controllers
+    return [_blas(library) for library in controller.lib_controllers]
+
+
+def _blas(library):
+    """The two functions of a library that threadpoolctl has found.
+
+    Of OpenBLAS they are its own: a call of a tenth of a millisecond would feel the
+    other way.
+    """
+    if getattr(library, "threading_layer", None) == "pthreads":
+        for prefix, suffix in itertools.product(("", "scipy_"), ("", "64_", "_64")):
+            get, set_ = (
+                getattr(
+                    library.dynlib, f"{prefix}openblas_{name}_num_threads{suffix}", None
+                )
+                for name in ("get", "set")
+            )
+            if get is not None and set_ is not None:
+                return _Blas(get, set_)
+    return _Blas(library.get_num_threads, functools.partial(_set_num_threads, library))
 
 
 def _set_num_threads(library, num_threads):
@@ -285,14 +325,24 @@ def for_each(
         if not isinstance(failure, _Cancelled):
             raise
     finally:
-        try:
-            _shared.at_work.discard(caller)
-            _shared.callers.discard(caller)
-            _shared.release_blas(caller)
-        except KeyboardInterrupt:
-            _shared.release_blas(caller)
-            raise
+        _shared.leave(caller)
     job.check()
+
+
+def run_with_blas(function: Callable, *args: Any) -> Any:
+    """``function(*args)``, which calls BLAS, in this thread alone.
+
+    What `for_each_with_blas` does for one short task, without what many need.
+    """
+    shared, thread = _shared, threading.get_ident()
+    try:
+        shared.hold_blas(thread)
+        shared.at_work.add(thread)
+        if shared.fork_ended is not None:
+            shared.let_fork(thread)
+        return function(*args)
+    finally:
+        shared.leave(thread)
 
 
 def with_blas(num_threads: int) -> int:

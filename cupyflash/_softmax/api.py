@@ -69,7 +69,7 @@ def _run_family(check, x, axis, where, scale, dtype, out, method):
 
 
 # Elements of an array whose calls are planned; fewer than are worth a thread.
-_SMALL = 8 * 1024
+_SMALL = 64 * 1024
 # Types by which equal options mean the same: True is 1, but no axis.
 _AXIS, _SCALE = (int, type(None)), (float, int)
 

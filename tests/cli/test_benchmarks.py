@@ -201,3 +201,80 @@ def test_the_short_table_has_all_cells_of_the_long_one(script):
     long = read(tables.tensor_cores())
     assert read(tables.headline()) == read(tables.by_head_dim()) == long
     assert long[0] == len(list(tables.cells()))
+
+
+# --- the landscape -------------------------------------------------------------------
+
+
+def landscape_row(cell, own, **others):
+    names = ("batch", "queries", "keys", "head_dim", "dtype", "option")
+    seconds = {"cupyflash": own, **others}
+    least = min(others.values())
+    return {
+        "cell": cell.name,
+        **{name: getattr(cell, name) for name in names},
+        "ratio": least / own,
+        "seconds": seconds,
+    }
+
+
+def test_cells_of_the_landscape_are_known_by_name(script):
+    landscape = script("bench_landscape")
+    cells = landscape.cells()
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert all(cell.affordable for cell in cells)
+    for name in ("batch", "queries", "keys"):
+        assert {getattr(cell, name) for cell in cells} >= {1, 16}
+    assert {(c.dtype, c.option) for c in cells} == set(landscape.KINDS)
+    assert not landscape.Cell(10_000, 4096, 4096, 64, "float32", "plain").affordable
+
+
+def test_a_ratio_is_to_the_fastest_other(script):
+    landscape = script("bench_landscape")
+    times = {"cupyflash": 2.0, "numpy": 3.0, "torch": 1.0}
+    assert landscape.ratio(times) == (0.5, "torch")
+
+
+def test_worst_cells_come_first_also_to_one_provider(script):
+    landscape = script("bench_landscape")
+    a, b, c = landscape.cells()[:3]
+    rows = [
+        landscape_row(a, 1.0, numpy=2.0, torch=3.0),
+        landscape_row(b, 1.0, numpy=1.5, torch=0.5),
+        landscape_row(c, 1.0, numpy=1.2),
+    ]
+    assert landscape.worst(rows, number=2) == [(b.name, 0.5), (c.name, 1.2)]
+    assert landscape.worst(rows, "numpy", 1) == [(c.name, 1.2)]
+    assert [name for name, _ in landscape.worst(rows, "torch")] == [b.name, a.name]
+
+
+def test_pieces_of_the_landscape_are_joined(script):
+    landscape = script("bench_landscape")
+    a, b, c = landscape.cells()[:3]
+    old = [landscape_row(c, 1.0, numpy=2.0), landscape_row(a, 1.0, numpy=2.0)]
+    new = [landscape_row(b, 1.0, numpy=2.0), landscape_row(a, 1.0, numpy=4.0)]
+    rows = landscape.merged(old, new)
+    assert [row["cell"] for row in rows] == [a.name, b.name, c.name]
+    assert rows[0]["ratio"] == 4.0
+
+
+@pytest.mark.parametrize("option", ["plain", "causal", "bias"])
+@pytest.mark.parametrize(("queries", "keys"), [(3, 5), (5, 3), (1, 1)])
+def test_both_ways_of_a_cell_agree(script, option, queries, keys):
+    landscape = script("bench_landscape")
+    cell = landscape.Cell(2, queries, keys, 4, "float64", option)
+    row = landscape.measure(cell, None, 0.0)
+    assert row["cell"] == cell.name
+    assert row["fastest_other"] == "numpy"
+    assert set(row["seconds"]) == {"cupyflash", "numpy"}
+
+
+def test_the_picture_has_a_place_for_every_cell(script, tmp_path):
+    pytest.importorskip("matplotlib")
+    landscape = script("bench_landscape")
+    cells = [c for c in landscape.cells() if c.batch == 1 and c.head_dim == 64]
+    rows = [landscape_row(cell, 1.0, numpy=2.0) for cell in cells]
+    grid = landscape.grid(rows, 64, "float32", "plain")
+    assert grid[(1, 16)][128] == 2.0
+    landscape.draw(rows, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000

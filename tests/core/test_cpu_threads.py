@@ -54,6 +54,30 @@ def test_blas_has_one_thread_inside_and_its_own_afterwards(two_cores):
     assert_nothing_is_left(before)
 
 
+def test_blas_has_one_thread_inside_of_a_single_call():
+    before = blas_threads()
+    inside = threads.run_with_blas(blas_threads)
+    assert inside.count(1) >= len(threads._blas_libraries())
+    assert_nothing_is_left(before)
+    with pytest.raises(ZeroDivisionError):
+        threads.run_with_blas(lambda: 1 / 0)
+    assert_nothing_is_left(before)
+
+
+def test_calls_inside_of_calls_of_other_threads_share_the_hold():
+    before, found = blas_threads(), []
+
+    def outer():
+        other = threading.Thread(target=threads.run_with_blas, args=(blas_threads,))
+        other.start()
+        other.join()
+        found.append(blas_threads())
+
+    threads.run_with_blas(outer)
+    assert found[0].count(1) >= len(threads._blas_libraries())
+    assert_nothing_is_left(before)
+
+
 @pytest.mark.parametrize("in_helper", [False, True])
 def test_a_failure_ends_the_call(two_cores, in_helper):
     before, main, done = blas_threads(), threading.get_ident(), []

@@ -10,8 +10,8 @@ that S and P are never whole. For rows i and keys j, with dO the gradient of out
 
 `out` and lse are rounded, hence delta and the sum of P, too; dq is wrong by what dS
 lacks of its sum times the weighted mean of the keys, which may be far larger than dq.
-But that sum is known: where the lack matters, dS gets it in proportion to P
-(`_Rows.balance`).
+But that sum is known, unless lse is over more keys than the call has: where the lack
+matters, dS gets it in proportion to P (`_Rows.balance`).
 
 A task owns what it sums, and adds in one order: results are the same in every run.
 """
@@ -212,7 +212,10 @@ class _Rows(Part):
             if slope is not None:
                 np.copyto(p, p * slope, where=visible)
             mean += times_values(p, visible, self.keys(start, stop))
-        has_sum = np.isfinite(missing) & (total > 0)
+        # With lse over more keys than these, the sum is not known.
+        eps = np.finfo(self.dtype).eps
+        is_whole = np.abs(total + self.of_sink - 1) <= 8 * eps * (1 + np.abs(self.lse))
+        has_sum = np.isfinite(missing) & is_whole & (total > 0)
         share = np.where(has_sum, missing, 0) / np.where(has_sum, total, 1)
         np.add(dq, share * mean, out=dq, casting="same_kind")
 

@@ -7,7 +7,6 @@ batch entries hold, since no task sees more than one.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -19,8 +18,19 @@ from cupyflash._core import threads
 # and runs in float64; 2e-6 is what is promised at any length.
 LONGEST_SUM = 512
 BLOCKS_OF_A_RUN = 16
-# Multiply-adds below which a thread costs more than it saves.
-_WORTH_A_THREAD = 1_000_000
+# Numbers that a step of NumPy must have side by side to be quick.
+_WIDE = 32
+# What a call costs, in multiply-adds of float32 (a fiftieth of a nanosecond): a score
+# beside its two products, most of it the exponential; a number of q, k, v and the
+# result, which memory brings; a row, whose maximum and sum NumPy begins and ends; a
+# matrix or a vector that NumPy hands to BLAS.
+_COST_OF_A_SCORE = 100
+_COST_OF_A_NUMBER = 8
+_COST_OF_A_ROW = 2_000
+_COST_OF_A_MATRIX, _COST_OF_A_VECTOR = 10_000, 1_000
+# What a thread must have to do to be worth waking: 0.5 ms. Threads that do less at a
+# time wait for the interpreter, which each step of NumPy gives away and wants back.
+WORTH_A_THREAD = 25_000_000
 
 
 @dataclass(frozen=True)
@@ -54,9 +64,23 @@ def run_tasks(problem, operands, out, lse, rows, compute):
 
 
 def num_threads(problem):
-    work = problem.seqlen_q * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    work *= problem.num_heads * math.prod(problem.batch)
-    return max(1, min(threads.num_cores(), work // _WORTH_A_THREAD))
+    """Threads that a call is worth."""
+    entries = math.prod(problem.batch) * problem.num_heads
+    work = entries * cost_of_an_entry(problem)
+    return max(1, min(threads.num_cores(), work // WORTH_A_THREAD))
+
+
+def cost_of_an_entry(problem):
+    """Time of one query head of a batch entry, in multiply-adds of float32."""
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    dims = problem.head_dim + problem.head_dim_v
+    read = rows * dims + keys * dims // max(problem.group_size, 1)
+    cost = rows * keys * (dims + _COST_OF_A_SCORE) + read * _COST_OF_A_NUMBER
+    narrow = min(rows, keys) <= 1
+    if keys > 1:
+        cost += rows * _COST_OF_A_ROW
+    cost += 2 * (_COST_OF_A_VECTOR if narrow else _COST_OF_A_MATRIX)
+    return cost * (2 if problem.compute_dtype == "float64" else 1)
 
 
 def _store(part, out, lse, result):
@@ -279,16 +303,23 @@ def product(a, b, out=None):
     blocks it is float64, and float64 adds up runs of blocks.
     """
     terms = a.shape[-1]
+    if terms == 1 and b.shape[-1] >= _WIDE:  # BLAS takes three times as long
+        return np.multiply(a, b, out)
     if terms <= LONGEST_SUM:
-        return np.matmul(a, b, out=out)
-    total: Any = np.float64(0)
-    step = LONGEST_SUM * BLOCKS_OF_A_RUN
-    for first in range(0, terms, step):
-        run: Any = np.float64(0)
-        for start in range(first, min(first + step, terms), LONGEST_SUM):
-            block = slice(start, min(start + LONGEST_SUM, terms))
-            run = run + np.matmul(a[..., block], b[..., block, :])
-        total = total + run
+        return np.matmul(a, b, out)
+    num_blocks = terms // LONGEST_SUM
+    whole = num_blocks * LONGEST_SUM
+    blocks_a = a[..., :whole].reshape(*a.shape[:-1], num_blocks, LONGEST_SUM)
+    blocks_b = b[..., :whole, :].reshape(
+        *b.shape[:-2], num_blocks, LONGEST_SUM, b.shape[-1]
+    )
+    parts = np.matmul(blocks_a.swapaxes(-2, -3), blocks_b)
+    if a.dtype == np.float64 and num_blocks > BLOCKS_OF_A_RUN:
+        starts = range(0, num_blocks, BLOCKS_OF_A_RUN)
+        parts = np.add.reduceat(parts, starts, axis=-3)
+    total = np.add.reduce(parts, axis=-3, dtype=np.float64)
+    if terms > whole:
+        np.add(total, np.matmul(a[..., whole:], b[..., whole:, :]), out=total)
     if out is None:
         return total.astype(a.dtype, copy=False)
     np.copyto(out, total, casting="same_kind")

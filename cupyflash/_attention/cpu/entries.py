@@ -12,9 +12,11 @@ import numpy as np
 
 from cupyflash._attention.cpu import tiled
 from cupyflash._attention.cpu.block import (
+    WORTH_A_THREAD,
     Part,
     Task,
     blas_reads,
+    cost_of_an_entry,
     finite_base,
     num_threads,
     offset_of,
@@ -25,38 +27,58 @@ from cupyflash._attention.cpu.block import (
 )
 from cupyflash._core import threads as _threads
 
-# Scores of a box, and numbers of q, k and v that it reads.
-_BOX_SCORES = 1 << 16
-_BOX_OPERANDS = 1 << 20
-# Above this many scores an entry goes by tiles, unless its keys are few.
-_MOST_SCORES = 1 << 17
-_FEW_KEYS = 128
+# Bytes of the scores of a box, and numbers of q, k and v that it reads, or converts.
+_BOX_BYTES = 1 << 20
+_BOX_OPERANDS, _BOX_CONVERTED = 1 << 22, 1 << 20
+# With more keys a box has too few rows for BLAS, and an entry goes by tiles.
+_MOST_KEYS = 2048
+# Boxes that a thread takes, so that all end at one time.
+_BOXES_OF_A_THREAD = 4
 # Multiply-adds of an entry that BLAS does in the calling thread, whatever its setting:
 # matrix times vector, and matrix times matrix (the thresholds of OpenBLAS).
 _SMALL_FOR_BLAS = 9216, 1 << 18
 
 
 def takes(problem):
-    """Whether the entries of a problem are small."""
+    """Whether the entries of a problem are small, or few scores a row.
+
+    One row, however long, is no longer than its keys.
+    """
     if problem.score or problem.mask_function:  # which are given one head at a time
         return False
-    return (
-        problem.seqlen_q * problem.seqlen_k <= _MOST_SCORES
-        or problem.seqlen_k <= _FEW_KEYS
-    )
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    few = rows * keys <= _scores_of_a_box(problem)
+    return few or keys <= _MOST_KEYS or rows == 1
+
+
+def _scores_of_a_box(problem):
+    return _BOX_BYTES // np.dtype(problem.compute_dtype).itemsize
 
 
 def shape_of_a_box(problem):
     """(entries, rows of each); the rows do not depend on how many entries there are."""
-    keys = max(problem.seqlen_k, 1)
-    rows = min(problem.seqlen_q, max(1, _BOX_SCORES // keys))
+    keys, rows = max(problem.seqlen_k, 1), _rows_of_a_box(problem)
     read = (rows + keys) * (problem.head_dim + problem.head_dim_v)
-    most = max(1, min(_BOX_SCORES // max(rows * keys, 1), _BOX_OPERANDS // read))
+    scores = _scores_of_a_box(problem)
+    converts = problem.dtype != problem.compute_dtype
+    operands = _BOX_CONVERTED if converts else _BOX_OPERANDS
+    most = max(1, min(scores // max(rows * keys, 1), operands // read))
     total = math.prod(problem.batch) * problem.num_heads
     threads = num_threads(problem)
-    if threads > 1:  # some boxes for each, so that all end at one time
-        most = min(most, -(-total // (4 * threads)))
+    if threads > 1:
+        most = min(most, -(-total // (_BOXES_OF_A_THREAD * threads)))
     return max(1, min(most, total)), rows
+
+
+def _rows_of_a_box(problem):
+    """As many as fit, in parts of one size."""
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    parts = -(-rows * keys // _scores_of_a_box(problem))
+    threads = cost_of_an_entry(problem) // WORTH_A_THREAD
+    if parts > 1 or threads > 1:  # an entry alone keeps all cores at work
+        cores = min(_threads.num_cores(), max(threads, 1))
+        parts = -(-max(parts, 1) // cores) * cores
+    return -(-rows // max(1, min(parts, rows)))
 
 
 def _is_small_for_blas(problem):
@@ -95,27 +117,31 @@ def _is_square(q, k):
 
 
 def _weigh(s, v, o, sink, hides):
-    """(maxima, sums, divisors) of the rows of s; s becomes P without divisors, o P v.
+    """(P v, maxima, sums, divisors) of the rows of s, which becomes exp(s - maximum).
 
-    `hides`: there can be rows that see no key.
+    P v is in `o`, or new without it. `hides`: there can be rows that see no key. The
+    divisors are None where s has become P itself.
     """
-    base = np.maximum.reduce(s, axis=-1, keepdims=True, initial=-np.inf)
+    # Without a first value a row of one score is its own maximum, at no cost.
+    first = () if s.shape[-1] else (-np.inf,)
+    base = np.maximum.reduce(s, -1, None, None, True, *first)
     if sink is not None:
         base = np.maximum(base, sink)
     if hides:
         base = finite_base(base)
-    p = np.exp(np.subtract(s, base, out=s), out=s)
-    d = np.add.reduce(p, axis=-1, keepdims=True)
+    p = np.exp(np.subtract(s, base, s), s)
+    d = np.add.reduce(p, -1, None, None, True)
     if sink is not None:
         np.add(d, np.exp(sink - base), out=d)
-    product(p, v, o)
     divisor = np.where(d == 0, d.dtype.type(1), d) if hides else d
-    np.divide(o, divisor, out=o)
-    return base, d, divisor
+    if p.shape[-1] < v.shape[-1]:
+        return product(np.divide(p, divisor, p), v, o), base, d, None
+    o = product(p, v, o)
+    return np.divide(o, divisor, o), base, d, divisor
 
 
-class SmallCall:
-    """A call of one small box that needs no checks, since one like it had them.
+class Direct:
+    """A call of one box in the calling thread, which needs no checks: one had them.
 
     It does what `_Entries.compute` does, for contiguous arrays and few options.
     """
@@ -128,9 +154,9 @@ class SmallCall:
         return (
             takes(problem)
             and problem.method in ("auto", "tiled")
-            and entries * rows * keys > 0
-            and shape_of_a_box(problem) == (entries, rows)
-            and _is_small_for_blas(problem)
+            and 0 < entries * rows * keys <= _scores_of_a_box(problem)
+            and _rows_of_a_box(problem) == rows
+            and num_threads(problem) == 1
             and problem.dtype == problem.compute_dtype
             and problem.num_heads == problem.num_kv_heads
             and problem.layout == "bhsd"
@@ -141,8 +167,6 @@ class SmallCall:
         )
 
     def __init__(self, problem):
-        self._dtype = np.dtype(problem.dtype)
-        self._shape = problem.out_shape
         self._scores = (*problem.out_shape[:-1], problem.seqlen_k)
         self._factor = scale_of(problem)
         self._folds = (
@@ -152,31 +176,38 @@ class SmallCall:
         if problem.right is not None:
             last = np.arange(problem.seqlen_q) + problem.query_offset + problem.right
             self._hidden = np.arange(problem.seqlen_k) > last[:, None]
-        self._hides = self._hidden is not None or problem.bias is not None
+        # Rows that see no key are NaN, unless they are known, and take the long way.
+        self._hides = self._hidden is not None and bool(self._hidden.all(axis=1).any())
+        self._is_small_for_blas = _is_small_for_blas(problem)
 
     def __call__(self, q, k, v, bias):
         """The result, or None where it takes the long way."""
         flags = q.flags.c_contiguous and k.flags.c_contiguous and v.flags.c_contiguous
         if not flags:
             return None
+        if self._is_small_for_blas:
+            return self._compute(q, k, v, bias)
+        return _threads.run_with_blas(self._compute, q, k, v, bias)
+
+    def _compute(self, q, k, v, bias):
         with np.errstate(all="ignore"):
             factor = self._factor
             if self._folds:
-                q, factor = np.multiply(q, factor), 1
+                q, factor = np.multiply(q, factor), None
             elif _is_square(q, k):
                 q = q.copy()
             s = np.matmul(q, k.swapaxes(-1, -2))
             if s.shape != self._scores:  # a batch axis of v alone
                 return None
-            if factor != 1:
+            if factor is not None:
                 np.multiply(s, factor, out=s)
             if bias is not None:
                 np.add(s, bias, out=s, casting="unsafe")
             if self._hidden is not None:
                 np.copyto(s, -np.inf, where=self._hidden)
-            out = np.empty(self._shape, self._dtype)
-            _weigh(s, v, out, None, self._hides)
-            return out if math.isfinite(np.add.reduce(out, axis=None)) else None
+            out, *_ = _weigh(s, v, None, None, self._hides)
+            # Squares do not cancel; those that overflow take the long way, too.
+            return out if math.isfinite(np.vdot(out, out)) else None
 
 
 def _boxes(shape, size):
@@ -260,7 +291,7 @@ class _Entries:
         v = self._load(scratch, "v", self._v[(*shared, slice(first, last))])
         o = scratch.array("o", (*q.shape[:-1], v.shape[-1]), self.dtype)
         sink = None if self._sinks is None else self._sinks[entries[-2:]]
-        base, d, divisor = _weigh(s, v, o, sink, self._hides or last == first)
+        _, base, d, divisor = _weigh(s, v, o, sink, self._hides or last == first)
         if not math.isfinite(np.add.reduce(o, axis=None)):
             self._repair(box, o, s, v, divisor)
         self._store(box, o, base, d)
@@ -367,6 +398,7 @@ class _Entries:
             seen[used] = tiled.scores(part, *part.queries(), first, last) != -np.inf
             # All rows, as before: the product of fewer may round otherwise.
             values = times_values(p[at], seen, v[(*at[:-1], 0)])
-            np.divide(values, divisor[at], out=values)
+            if divisor is not None:
+                np.divide(values, divisor[at], out=values)
             tiled.repair(part, values[used])
             o[at][used] = values[used]

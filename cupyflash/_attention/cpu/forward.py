@@ -24,7 +24,7 @@ _ONLINE_RUN = 64
 
 
 # What has been checked, by the shapes and options of the arguments: the problem, and
-# how to make the call at once if it is small.
+# how to make the call at once if one thread makes it.
 _checked: dict = {}
 _MOST_CHECKED = 1024
 
@@ -67,9 +67,9 @@ def attention(
             bias if bias is None else (bias.shape, bias.dtype),
             scale, causal, softcap, layout, precision, method,
         )  # fmt: skip
-        problem, small = _checked.get(key, (None, None))
-        if small is not None:
-            result = small(q, k, v, bias)
+        problem, direct = _checked.get(key, (None, None))
+        if direct is not None:
+            result = direct(q, k, v, bias)
             if result is not None:
                 return result, None
         if problem is not None:
@@ -80,10 +80,10 @@ def attention(
         method,
     )  # fmt: skip
     if key is not None:
-        small = entries.SmallCall(problem) if entries.SmallCall.takes(problem) else None
+        direct = entries.Direct(problem) if entries.Direct.takes(problem) else None
         if len(_checked) >= _MOST_CHECKED:
             _checked.clear()
-        _checked[key] = problem, small
+        _checked[key] = problem, direct
     return run(problem, operands)
 
 
@@ -146,12 +146,13 @@ def describe(problem, operands):
         operands,
         offset_of(problem, operands),
         told["rows_of_a_task"],
-        tiled.BLOCK_KEYS,
+        tiled.keys_of_a_block(problem),
     )
     if name == "tiled":
-        told["keys_of_a_block"] = tiled.BLOCK_KEYS
+        told["keys_of_a_block"] = tiled.keys_of_a_block(problem)
         if tiled.may_be_bounded(problem):
-            told["keys_of_a_block_if_scores_are_small"] = tiled.BLOCK_KEYS_BOUNDED
+            keys = tiled.keys_of_a_block(problem, bounded=True)
+            told["keys_of_a_block_if_scores_are_small"] = keys
     return told
 
 

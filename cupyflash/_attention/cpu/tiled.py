@@ -7,8 +7,12 @@ import numpy as np
 
 from cupyflash._attention.cpu.block import (
     BLOCKS_OF_A_RUN,
+    LONGEST_SUM,
+    WORTH_A_THREAD,
+    cost_of_an_entry,
     finite_base,
     first_state,
+    product,
     run_tasks,
     times_values,
 )
@@ -16,11 +20,15 @@ from cupyflash._core import threads
 
 # Rows of a task: many, since each packs the keys for BLAS anew, but every head shall
 # have tasks for all cores.
-_MIN_ROWS, _MAX_ROWS = 128, 1024
+_MIN_ROWS, _MAX_ROWS = 32, 1024
 # Keys of a block. The scores (1024 x 256 in float32 is 1 MiB) stay near the core while
 # they become probabilities; a row maximum is quicker over longer rows.
-BLOCK_KEYS = 512
-BLOCK_KEYS_BOUNDED = 256
+_BLOCK_KEYS = 512
+_BLOCK_KEYS_BOUNDED = 256
+# Scores that a block of few rows has, so that its work is more than that of Python.
+_FEWEST_SCORES = 1 << 17
+# Keys whose norms are looked at at a time.
+_LOOK_KEYS = 512
 # Rows below which a look at all keys, for their largest norm, is not worth it.
 _WORTH_A_BOUND = 128
 # exp(s) needs no maximum while |s| is below this: its sums with values up to
@@ -49,8 +57,16 @@ def run(problem, operands, out, lse):
 
 def rows_of_a_task(problem):
     """Rows of a task, whatever the number of heads."""
-    rows = -(-problem.seqlen_q // (2 * threads.num_cores()))
-    return min(max(rows, _MIN_ROWS), _MAX_ROWS)
+    worth = cost_of_an_entry(problem) // WORTH_A_THREAD
+    parts = max(1, min(worth, 2 * threads.num_cores()))
+    return min(max(-(-problem.seqlen_q // parts), _MIN_ROWS), _MAX_ROWS)
+
+
+def keys_of_a_block(problem, bounded=False):
+    """Keys of a block, more where a task has few rows."""
+    rows = max(1, min(rows_of_a_task(problem), problem.seqlen_q))
+    wide = _FEWEST_SCORES // rows // LONGEST_SUM * LONGEST_SUM
+    return max(_BLOCK_KEYS_BOUNDED if bounded else _BLOCK_KEYS, wide)
 
 
 def _walk(part, run):
@@ -61,7 +77,7 @@ def _walk(part, run):
     result would grow with the number of keys.
     """
     q, factor = part.queries()
-    size = BLOCK_KEYS_BOUNDED if run is _bounded_run else BLOCK_KEYS
+    size = keys_of_a_block(part.problem, bounded=run is _bounded_run)
     blocks = list(part.key_blocks(size))
     m, d, blind = first_state(part)
     acc = None
@@ -99,7 +115,7 @@ def repair(part, values):
     if not odd.any():
         return
     q, factor = part.queries()
-    blocks = list(part.key_blocks(BLOCK_KEYS))
+    blocks = list(part.key_blocks(keys_of_a_block(part.problem)))
     m, d, _ = first_state(part)
     for start, stop in blocks:
         s = scores(part, q, factor, start, stop)
@@ -124,7 +140,7 @@ def _run(part, q, factor, blocks, exact=False):
     """(m, d, acc) by the running maximum."""
     m = np.full((part.num_rows, 1), -np.inf, part.dtype)
     d = np.zeros_like(m)
-    acc, term, ones = _accumulators(part)
+    acc, term, ones = _accumulators(part, blocks)
     for start, stop in blocks:
         s = scores(part, q, factor, start, stop)
         seen = s != -np.inf if exact else None
@@ -132,12 +148,12 @@ def _run(part, q, factor, blocks, exact=False):
         base = finite_base(m_new)
         p = np.exp(np.subtract(s, base, out=s), out=s)
         rescale = np.exp(m - base)
-        d = d * rescale + p @ ones[: stop - start]
+        d = d * rescale + product(p, ones[: stop - start])
         v = part.values(start, stop)
         if exact:
             term = times_values(p, seen, v)
         else:
-            np.matmul(p, v, out=term)
+            product(p, v, term)
         np.multiply(acc, rescale, out=acc)
         np.add(acc, term, out=acc)
         m = m_new
@@ -154,14 +170,14 @@ def _bounded_run(part, q, factor, blocks):
 
     That saves the maximum, the difference and the rescaling, a tenth of the time.
     """
-    acc, term, ones = _accumulators(part)
+    acc, term, ones = _accumulators(part, blocks)
     d = np.zeros((part.num_rows, 1), part.dtype)
     sums = np.empty_like(d)
     for start, stop in blocks:
         s = scores(part, q, factor, start, stop)
         p = np.exp(s, out=s)
-        np.add(d, np.matmul(p, ones[: stop - start], out=sums), out=d)
-        np.add(acc, np.matmul(p, part.values(start, stop), out=term), out=acc)
+        np.add(d, product(p, ones[: stop - start], sums), out=d)
+        np.add(acc, product(p, part.values(start, stop), term), out=acc)
     return np.where(d == 0, part.dtype.type(-np.inf), part.dtype.type(0)), d, acc
 
 
@@ -175,14 +191,15 @@ def scores(part, q, factor, start, stop):
     return s
 
 
-def _accumulators(part):
+def _accumulators(part, blocks):
     """The sum of p @ v so far, a term of it, and ones that sum a row by BLAS."""
     shape = (part.num_rows, part.problem.head_dim_v)
     acc = part.scratch.array("acc", shape, part.dtype)
     acc[...] = 0
     term = part.scratch.array("term", shape, part.dtype)
+    most = max((stop - start for start, stop in blocks), default=0)
     # A matrix product with ones is the fastest sum over rows: a third of np.sum.
-    return acc, term, np.ones((BLOCK_KEYS, 1), part.dtype)
+    return acc, term, np.ones((most, 1), part.dtype)
 
 
 # --- how large a score can be --------------------------------------------------------
@@ -200,8 +217,8 @@ def _score_limits(problem, operands):
 
     def look(index, scratch):
         k, v = operands.k[index], operands.v[index]
-        for start in range(0, problem.seqlen_k, BLOCK_KEYS):
-            rows = slice(start, start + BLOCK_KEYS)
+        for start in range(0, problem.seqlen_k, _LOOK_KEYS):
+            rows = slice(start, start + _LOOK_KEYS)
             norm, size = _largest_norm(k[rows], scratch), np.max(np.abs(v[rows]))
             norms[index] = np.maximum(norms[index], norm)  # NaN wins
             sizes[index] = np.maximum(sizes[index], size.astype(np.float64))

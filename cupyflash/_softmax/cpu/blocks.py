@@ -63,6 +63,7 @@ class Rows:
     side_by_side : a matrix holds its rows as neighbours in memory, not one by one
     per_block : rows of a block
     fits : whole rows are held
+    near_dtype : the dtype of a softmax by exponentials near a base, or None
     """
 
     def __init__(self, problem: Any, **operands: Any):
@@ -100,10 +101,24 @@ class Rows:
             self.per_block = max(self.per_block, _SIDE_BY_SIDE)
             held *= 4  # such blocks gain most from one read
         self.fits = self.length * min(self.per_block, prod(self.kept)) <= held
+        self.near_dtype = _near_dtype(problem)
 
     def blocks(self) -> Iterator[Box]:
         """The rows in boxes of the kept axes."""
         return boxes(self.kept, self.per_block)
+
+
+def _near_dtype(problem):
+    """float32 or float64 where differences x - m must be exact, and are not scaled."""
+    if problem.function != "softmax" or problem.is_complex:
+        return None
+    if split_scale(problem.scale)[1] != 1:
+        return None
+    if problem.compute_dtype == "float64":
+        return np.float64
+    # 16 bits have no digits that x - m could lose.
+    is_wide = "float32" in (problem.dtypes["x"], problem.dtypes["out"])
+    return np.float32 if is_wide else None
 
 
 class Block:
@@ -115,6 +130,7 @@ class Block:
         self._scale = rows.problem.scale
         self._key_factor = split_scale(self._scale)[0]
         self._absent = 0 if rows.problem.function == "softmax" else -np.inf
+        self.near_dtype = rows.near_dtype
 
     @property
     def has_weights(self) -> bool:
@@ -178,6 +194,27 @@ class Block:
             np.multiply(x, dtype(self._key_factor), out=x)
         return self._without_absent(piece, x)
 
+    def keys_to_read(self, piece: Box, dtype: Any) -> Any:
+        """`keys` that may lie in the operand itself, and must not be changed."""
+        if self._key_factor == 1:
+            x = self._lies_ready("x", piece, dtype)
+            if x is not None:
+                return x
+        return self.keys(piece, dtype)
+
+    def target(self, piece: Box, dtype: Any) -> Any:
+        """The result as (rows, columns) to write to, or None where `write` must."""
+        return self._lies_ready("out", piece, dtype)
+
+    def _lies_ready(self, name, piece, dtype):
+        """An operand as a matrix in our order of memory without a copy, or None."""
+        if "where" in self._rows.views or self._rows.side_by_side:
+            return None
+        part = self._part(name, piece)
+        if part.dtype != dtype or not part.flags.c_contiguous:
+            return None
+        return part.reshape(self.num_rows, -1)
+
     def _without_absent(self, piece, x):
         if (absent := self.absent(piece)) is not None:
             np.copyto(x, -np.inf, where=absent)
@@ -211,8 +248,11 @@ class SmallBlock:
 
     has_weights = False
 
-    def __init__(self, x: Any, side_by_side: bool, key_factor: float):
+    def __init__(
+        self, x: Any, side_by_side: bool, key_factor: float, near_dtype: Any = None
+    ):
         self._x, self._key_factor = x, key_factor
+        self.near_dtype = near_dtype
         self._order: Literal["F", "C"] = "F" if side_by_side else "C"
         self.result: Any = None
 
@@ -229,6 +269,15 @@ class SmallBlock:
         return x if self._key_factor == 1 else np.multiply(x, self._key_factor, out=x)
 
     scores = keys  # of logsumexp, which has no scale
+
+    def keys_to_read(self, piece: None, dtype: Any) -> Any:
+        """As those of `Block`."""
+        x = self._x
+        ready = self._key_factor == 1 and x.dtype == dtype and x.flags.c_contiguous
+        return x if ready and self._order == "C" else self.keys(piece, dtype)
+
+    def target(self, piece: None, dtype: Any) -> None:
+        """The result is what `write` is given."""
 
     def matrix(self, name: str, piece: None, dtype: Any) -> None:
         """There are no other operands."""

@@ -21,7 +21,7 @@ from cupyflash._softmax.cpu.blocks import (
 from cupyflash._softmax.problem import split_scale
 
 # Elements below which a thread costs more than it saves.
-_WORTH_A_THREAD = 16 * 1024
+_WORTH_A_THREAD = 64 * 1024
 # Columns that `online` takes at a time. Each step rounds the sum, hence few of them.
 _ONLINE_COLUMNS = 1024, 16 * 1024
 _ONLINE_STEPS = 16
@@ -68,19 +68,22 @@ class _Plan:
         self.merged, self.side_by_side = rows.kept + rows.reduced, rows.side_by_side
         self.matrix = problem.num_rows, problem.row_length
         self.key_factor = split_scale(problem.scale)[0]
+        self.near_dtype = rows.near_dtype
         # The matrix of rows is the array itself, and that of the results the result.
         self.in_order = (
             operands.x.flags.c_contiguous
             and self.axes == tuple(range(operands.x.ndim))
             and not self.side_by_side
         )
-        self.is_result = self.in_order and self.dtype == _work_dtype(problem)
+        work = self.near_dtype or _work_dtype(problem)
+        self.is_result = self.in_order and self.dtype == work
 
     def block(self, x):
         """The rows of an array."""
         if not self.in_order:
             x = x.transpose(self.axes)
-        return SmallBlock(x.reshape(self.matrix), self.side_by_side, self.key_factor)
+        x = x.reshape(self.matrix)
+        return SmallBlock(x, self.side_by_side, self.key_factor, self.near_dtype)
 
 
 def problem_dtype(problem):
@@ -141,10 +144,9 @@ def _num_threads(problem):
 
 
 def _work_dtype(problem):
-    """The dtype that sums and exponentials are computed in.
+    """The dtype of sums and exponentials, where `Rows.near_dtype` is no other.
 
-    One step above float32: x - m is then exact enough at any spread of a row, which
-    costs no more time here than its correction in float32 would.
+    One step above float32: x - m is then exact enough at any spread of a row.
     """
     if problem.is_complex:
         return np.complex128
@@ -333,6 +335,75 @@ def _share(problem, e, total):
     return np.divide(e, total, out=e)
 
 
+# --- exponentials relative to a base that rounds nothing ------------------------------
+
+# By dtype: the unit of a base; below what size of maxima that is a multiple of the last
+# digit of every x; how far below a base an exponential is 0.
+_NEAR = {
+    np.dtype(np.float32): (64.0, 2.0**28, 110.0),
+    np.dtype(np.float64): (512.0, 2.0**60, 800.0),
+}
+
+
+def _is_near(m):
+    """Which maxima `_exp_near` takes: no huge ones, and numbers alone."""
+    return np.abs(m) < _NEAR[m.dtype][1]
+
+
+def _all_near_zero(m):
+    """Whether the base of every row is 0."""
+    unit = _NEAR[m.dtype][0]
+    if m.size == 1:
+        return 0 <= m.item() < unit
+    return np.minimum.reduce(m, None) >= 0 and np.maximum.reduce(m, None) < unit
+
+
+def _exp_near(x, m, block, is_zero):
+    """(base, exp(x - base)) for rows x with maxima m, to the last digits.
+
+    The base is the next multiple of a unit below the maximum, so that no sum overflows
+    and no share underflows. A base of 0, if `is_zero` that of all rows, has no
+    difference to make. Others are multiples of the last digit of every x: then the
+    error of the difference takes two operations, by Fast2Sum (Dekker), and not five.
+    """
+    d = block.buffer("d", x.shape, x.dtype)
+    if is_zero:
+        return np.zeros_like(m), np.exp(x, out=d)
+    unit, _, depth = _NEAR[x.dtype]
+    base = np.floor(m / unit) * unit
+    low = block.buffer("low", x.shape, x.dtype)
+    # What is far below the base, -inf too, has no digits to lose.
+    x = np.maximum(x, base - depth, out=block.buffer("x", x.shape, x.dtype))
+    np.subtract(x, base, out=d)
+    np.add(d, base, out=low)
+    np.subtract(x, low, out=low)
+    np.exp(d, out=d)
+    return base, np.add(d, np.multiply(low, d, out=low), out=d)
+
+
+def _near_softmax(problem, block, piece):
+    """Softmax of whole rows by `_exp_near`; of the others in float64 and slowly."""
+    x = block.keys_to_read(piece, block.near_dtype)
+    m = row_max(x)
+    others = None
+    if not (is_zero := _all_near_zero(m)) and not (near := _is_near(m)).all():
+        rows = ~near[:, 0]
+        others = SmallBlock(x[rows], side_by_side=False, key_factor=1.0)
+        _tiled(problem, others)
+        m = np.where(near, m, m.dtype.type(0))
+    _, e = _exp_near(x, m, block, is_zero)
+    # In float64 also for float32, whose exponentials have used up what may be lost.
+    total = row_sum(e, np.float64)
+    if total.dtype != e.dtype:
+        total = total.astype(e.dtype)
+    target = block.target(piece, e.dtype)
+    result = np.divide(e, total, out=e if target is None else target)
+    if others is not None:
+        result[rows] = others.result
+    if target is None:
+        block.write(piece, result)
+
+
 # --- the four methods ----------------------------------------------------------------
 
 
@@ -405,6 +476,9 @@ def _online(problem, block):
 def _tiled(problem, block):
     """One read, one write: the rows stay in the cache in between."""
     piece = block.whole()
+    if block.near_dtype is not None:
+        _near_softmax(problem, block, piece)
+        return
     x = block.keys(piece, _work_dtype(problem))
     m = _shift(problem, row_max(x))
     if problem.function == "softmax":
@@ -428,8 +502,9 @@ def _tiled_long_rows(problem, rows, threads):
     A result of the dtype that is computed in holds the exponentials of a softmax in
     between, each relative to the maximum of its own piece.
     """
-    work = _work_dtype(problem)
-    keeps = problem.function == "softmax" and rows.views["out"].dtype == work
+    work, near = _work_dtype(problem), rows.near_dtype
+    kept = rows.views["out"].dtype
+    keeps = problem.function == "softmax" and kept in (work, near)
     row_boxes = list(boxes(rows.kept, 1))
     pieces = list(boxes(rows.reduced, _LONG_PIECE))
     shape = len(row_boxes), len(pieces)
@@ -439,12 +514,10 @@ def _tiled_long_rows(problem, rows, threads):
     def summarize(task, scratch):
         r, p = task
         block = Block(rows, row_boxes[r], scratch)
-        x = block.keys(pieces[p], work)
         if keeps:
-            m[task], e = _exp_of_piece(problem, x, block)
-            d[task] = row_sum(e).item()
-            block.write(pieces[p], e)
+            m[task], d[task] = _write_exp(problem, block, pieces[p])
             return
+        x = block.keys(pieces[p], work)
         m[task] = row_max(x).item()
         # What the difference loses is an absolute error of its exponential.
         np.subtract(x, _finite_or_zero(m[task]), out=x)
@@ -472,6 +545,7 @@ def _tiled_long_rows(problem, rows, threads):
         with np.errstate(all="ignore"):
             block = Block(rows, row_boxes[0], _threads.Scratch())
             factors = _exp_difference(problem, m, top, block) / total
+            factors = factors.astype(kept, copy=False)
 
     def write(task, scratch):
         r, p = task
@@ -485,30 +559,21 @@ def _tiled_long_rows(problem, rows, threads):
     _threads.for_each(write, tasks, threads)
 
 
-# Units that a base is rounded to, and the size of numbers whose last digit is at most
-# that.
-_UNIT, _LAST_IS_A_UNIT = 2.0**-10, 2.0**42
-
-
-def _exp_of_piece(problem, x, block):
-    """(base, exp(scale * (x - base))) of a piece of one row.
-
-    The base is near the maximum. It is a multiple of the last digit of every x, where
-    those are not huge: then the error of the difference takes two operations, by
-    Fast2Sum (Dekker), and not five.
-    """
-    m = row_max(x).item()
-    if not (m < _LAST_IS_A_UNIT and np.min(x) > -_LAST_IS_A_UNIT):
-        return m, _exp_difference(problem, x, _finite_or_zero(m), block)
-    base = np.rint(m / _UNIT) * _UNIT
-    d = np.subtract(x, base, out=block.buffer("d", x.shape, x.dtype))
-    low = np.add(d, base, out=block.buffer("low", x.shape, x.dtype))
-    np.subtract(x, low, out=low)
-    factor = _factor(problem)
-    if factor != 1:
-        _multiply_pair(d, low, factor, block)
-    np.exp(d, out=d)
-    return base, np.add(d, np.multiply(low, d, out=low), out=d)
+def _write_exp(problem, block, piece):
+    """Store exp(scale * (x - base)) of a piece of one row: (base, its sum)."""
+    found = None
+    if block.near_dtype is not None:
+        x = block.keys_to_read(piece, block.near_dtype)
+        m = row_max(x)
+        if _is_near(m).item():
+            found = _exp_near(x, m, block, _all_near_zero(m))
+    if found is None:
+        x = block.keys(piece, _work_dtype(problem))
+        m = row_max(x)
+        found = m, _exp_difference(problem, x, _finite_or_zero(m), block)
+    base, e = found
+    block.write(piece, e)
+    return base.item(), row_sum(e, np.float64).item()
 
 
 _KERNELS = {

@@ -13,9 +13,11 @@ import pytest
 from accuracy import max_error
 
 import cupyflash
-from cupyflash._attention.cpu import entries
+from cupyflash._attention import problem as attention_problem
+from cupyflash._attention.cpu import block, entries, tiled
 from cupyflash._attention.cpu import forward as attention_cpu
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
+from cupyflash._core import threads
 
 SHAPES = [(1, 1, 4), (1, 100, 64), (4, 4, 8), (3, 65, 5), (64, 64, 64), (300, 20, 16)]
 
@@ -113,6 +115,112 @@ def test_known_calls_do_not_pile_up(rng, monkeypatch):
     for n in range(1, 30):
         cupyflash.attention(*arrays(rng, 1, n, 3, 2))
         assert len(attention_cpu._checked) <= 5
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """What parts of the back end the calls of a test go through."""
+    taken = []
+
+    def watch(module, name):
+        function = getattr(module, name)
+
+        def watched(*args, **kwargs):
+            taken.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, watched)
+
+    monkeypatch.setattr(threads, "num_cores", lambda: 2)
+    watch(threads, "for_each")
+    watch(threads, "run_with_blas")
+    watch(tiled, "_walk")
+    watch(threads._shared, "hold_blas")
+    return taken
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 4), (1, 1, 100, 64), (20, 8, 8, 16)])
+def test_short_calls_take_no_thread_and_leave_blas_alone(rng, ways, shape):
+    q, k, v = arrays(rng, *shape)
+    cupyflash.attention(q, k, v)
+    ways.clear()
+    cupyflash.attention(q, k, v)
+    assert ways == []
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 150, 64), (1, 300, 300, 64), (8, 1, 2000, 16), (1, 4096, 1, 64)]
+)
+def test_calls_below_a_millisecond_take_one_thread(rng, ways, shape):
+    q, k, v = arrays(rng, *shape)
+    first = cupyflash.attention(q, k, v)
+    ways.clear()
+    again = cupyflash.attention(q, k, v)
+    assert ways == ["run_with_blas", "hold_blas"]
+    assert again.tobytes() == first.tobytes()
+
+
+@pytest.mark.parametrize("keys", [131_072, 131_073, 500_000])
+@pytest.mark.parametrize("dim", [1, 8])
+def test_one_row_takes_no_tiles_however_long(rng, ways, keys, dim):
+    q, k, v = arrays(rng, 1, 1, keys, dim)
+    y = cupyflash.attention(q, k, v)
+    assert "_walk" not in ways
+    exact = oracle.attention(q, k, v)[0]
+    assert np.abs(y - exact).max() <= 2e-6 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("rows", [1, 2, 40, 130])
+def test_few_rows_of_many_keys(rng, rows, dtype):
+    q, k, v = arrays(rng, 1, rows, 20_001, 16, dtype)
+    y = cupyflash.attention(q, k, v)
+    exact = oracle.attention(q, k, v)[0]
+    bound = {"float32": 2e-6, "float64": 5e-15}[dtype]
+    assert np.abs(y - exact).max() <= bound * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 130, 150, 64), (1, 1, 3000, 64), (1, 600, 600, 8)]
+)
+@pytest.mark.parametrize("cores", [1, 2])
+def test_many_entries_have_the_bits_of_one(rng, monkeypatch, shape, cores):
+    """The first is made at once, the many in boxes by threads."""
+    monkeypatch.setattr(threads, "num_cores", lambda: cores)
+    one = arrays(rng, *shape)
+    many = [np.concatenate([x] * 40) for x in one]
+    few = [cupyflash.attention(*one) for _ in range(2)]
+    y = cupyflash.attention(*many)
+    assert few[0].tobytes() == few[1].tobytes() == y[: shape[0]].tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 511, 512, 513, 5000])
+def test_rows_of_a_box_are_of_one_size(rows):
+    x = np.zeros((1, rows, 4), np.float32)
+    k = np.zeros((1, 2000, 4), np.float32)
+    problem, _ = attention_problem.attention(
+        x, k, k, *[None] * 3, False, None, None, 0.0, *[None] * 4, "bhsd", "float32",
+        False, None, "auto",
+    )  # fmt: skip
+    _, size = entries.shape_of_a_box(problem)
+    parts = -(-rows // size)
+    assert size * 2000 <= 1 << 18
+    assert parts * size - rows < parts  # but for rounding up
+    assert parts == 1 or parts % threads.num_cores() == 0 or size == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("terms", [1, 511, 512, 513, 1024, 16 * 512 + 3, 40_000])
+@pytest.mark.parametrize("width", [1, 40])
+def test_products_of_many_terms(rng, dtype, terms, width):
+    a = rng.random((2, 3, terms)).astype(dtype)
+    b = rng.random((2, terms, width)).astype(dtype)
+    exact = a.astype(np.longdouble) @ b.astype(np.longdouble)
+    bound = 8 * np.finfo(dtype).eps * exact
+    out = np.empty(exact.shape, dtype)
+    assert block.product(a, b, out) is out
+    assert (np.abs(out - exact) <= bound).all()
+    assert block.product(a, b).tobytes() == out.tobytes()
 
 
 def test_memory_of_many_entries(rng):
@@ -277,6 +385,24 @@ def test_the_softcap_of_hopper_beyond_float32():
     assert cap["inverse"] == np.finfo(np.float32).max
     assert cap["limit"] == 0
     assert not cap["coefficients"].any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_gradients_of_parts_of_the_keys_add_up(dtype):
+    """With out and lse over all keys, as where a ring of devices holds the keys."""
+    rng = np.random.default_rng(0)
+    q, dout = rng.normal(size=(2, 3, 70, 16)).astype(dtype)
+    k, v = (rng.normal(size=(2, 3, 300, 16)) + 5).astype(dtype)
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    parts = [
+        cupyflash.attention_vjp(dout, q, k[:, a:b], v[:, a:b], out, lse)
+        for a, b in ((0, 90), (90, 91), (91, 300))
+    ]
+    bound = {"float32": 1e-4, "float64": 1e-12}[dtype]
+    dk, dv = (np.concatenate([g[n] for g in parts], axis=1) for n in (1, 2))
+    for got, want in zip((sum(g.dq for g in parts), dk, dv), whole[:3], strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=bound * np.abs(want).max())
 
 
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])

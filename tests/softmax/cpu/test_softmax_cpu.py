@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import scipy.special
 
 import cupyflash
 from cupyflash._core import threads
@@ -170,3 +171,69 @@ def test_small_arrays_warn_of_nothing():
         for x in (np.full(5, np.nan), np.full(5, -np.inf), np.array([0, np.inf])):
             for function in FAMILY:
                 getattr(cupyflash, function)(x)
+
+
+# --- a base that rounds nothing ------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 4e-7), ("float64", 1e-15)])
+@pytest.mark.parametrize("shape", [(40, 3), (40, 30), (7, 5000), (1, LONG)])
+@pytest.mark.parametrize("spread", [0.1, 3, 40])
+@pytest.mark.parametrize("far", [0, 63.9, -0.1, -3000.0, 511.0, 70_000.0])
+def test_rows_wherever_they_lie(shape, dtype, bound, spread, far):
+    x = (random(shape, spread=spread) + far).astype(dtype)
+    y = cupyflash.softmax(x, axis=-1)
+    exact = np.stack([exact_softmax(row) for row in x])
+    seen = exact > np.finfo(dtype).tiny
+    assert y.dtype == dtype
+    assert (np.abs(y - exact)[seen] <= bound * exact[seen]).all()
+    assert (np.abs(y - exact)[~seen] <= 8 * np.finfo(dtype).smallest_subnormal).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("length", [5, 300, 3000])
+def test_odd_rows_leave_the_others_their_bits(dtype, odd, length):
+    x = random((6, length), spread=3).astype(dtype)
+    expected = cupyflash.softmax(x, axis=-1)
+    x[2, 1] = odd
+    x[4] = odd
+    with np.errstate(all="ignore"):
+        theirs = scipy.special.softmax(x, axis=-1)
+    y = cupyflash.softmax(x, axis=-1)
+    for row in (0, 1, 3, 5):
+        assert y[row].tobytes() == expected[row].tobytes()
+    np.testing.assert_allclose(y, theirs, rtol=2e-5 if dtype == "float32" else 1e-13)
+
+
+def test_rows_near_zero_make_no_difference(monkeypatch):
+    """The quick way: no row has a base to subtract."""
+    made = []
+    original = softmax_cpu._exp_near
+
+    def watched(x, m, block, is_zero):
+        made.append(is_zero)
+        return original(x, m, block, is_zero)
+
+    monkeypatch.setattr(softmax_cpu, "_exp_near", watched)
+    x = np.abs(random((50, 400), spread=3)).astype(np.float32)
+    cupyflash.softmax(x, axis=-1)
+    cupyflash.softmax(x - 1000, axis=-1)
+    assert made == [True, False]
+
+
+def test_a_row_has_one_result_beside_rows_with_a_base():
+    x = np.abs(random((50, 400), spread=3)).astype(np.float32)
+    alone = cupyflash.softmax(x, axis=-1)
+    x[7] -= 1000
+    beside = cupyflash.softmax(x, axis=-1)
+    rows = np.arange(50) != 7
+    assert alone[rows].tobytes() == beside[rows].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_in_place_with_a_base(dtype):
+    x = random((30, 200)).astype(dtype) - 500
+    expected = cupyflash.softmax(x, axis=-1)
+    assert cupyflash.softmax(x, axis=-1, out=x) is x
+    np.testing.assert_array_equal(x, expected)

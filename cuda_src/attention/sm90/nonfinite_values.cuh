@@ -15,7 +15,7 @@
 
 // The idle warps of the producer's warpgroup look through the tiles, one after another
 // as TMA brings them.
-// One of them reads terms of keys (score_terms.cuh).
+// One of them reads terms of keys (score_mod.cuh).
 constexpr int kInspectors = !kHidesSome ? 0 : kTermsOfKeys ? 64 : 96;
 // Of bar.sync; the turns have 1 to 4. Until the first order the inspectors sleep at the
 // second one: a wait for an mbarrier would take turns of the warps that compute.

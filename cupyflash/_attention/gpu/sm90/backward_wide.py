@@ -37,7 +37,7 @@ _STAGE_NAMES = {
 _THREADS = {"_rows": 256, "_wide_keys": 384, "_wide_queries": 384}
 
 
-# with_terms_t of cuda_src/attention/sm90/backward_score_terms.cuh, behind inputs_t.
+# with_terms_t of cuda_src/attention/sm90/backward_score_mod.cuh, behind inputs_t.
 _TERMS = [
     ("bias_map", tensor_map.MAP),
     ("mask_map", tensor_map.MAP),

@@ -50,6 +50,7 @@ $(VENV)/bin/python:
 # With a GPU the CUDA libraries of its driver come too.
 $(VENV)/.installed-demo: EXTRAS = demo$(addprefix $(comma),$(CUDA_EXTRA))
 $(VENV)/.installed-bench: EXTRAS = bench$(addprefix $(comma),$(CUDA_EXTRA))
+$(VENV)/.installed-numbers: EXTRAS = bench,demo,gallery$(addprefix $(comma),$(CUDA_EXTRA))
 # Every kernel is compiled by the tests, GPU or not.
 $(VENV)/.installed-test: EXTRAS = test,$(or $(CUDA_EXTRA),nvrtc)
 $(VENV)/.installed-lint: EXTRAS = lint
@@ -74,7 +75,7 @@ $(FLOORS)/.installed: setup.cfg pyproject.toml
 	@touch $@
 
 .PHONY: help demo test floors lint format compile docs linkcheck gpu-check gpu-proof \
-  gpu-fuzz gpu-sanitize gpu-record bench tables clean ci-install
+  gpu-fuzz gpu-sanitize gpu-record bench numbers tables clean ci-install
 
 help:  ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -128,6 +129,9 @@ gpu-record:  ## Is tests/record/gpu_record.json of these sources, and which kern
 
 bench: $(call STAMP,bench)  ## Benchmark tables of this machine in bench_output/
 	$(PY) -m cupyflash bench --output bench_output $(BENCH_ARGS)
+
+numbers: $(call STAMP,numbers)  ## Measure on a GPU what README and docs show (25 minutes)
+	$(PY) tools/measure_all.py $(NUMBERS_ARGS)
 
 tables:  ## The tables of README.md, from benchmarks/results
 	@$(PYTHON) tools/readme_tables.py

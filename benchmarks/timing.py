@@ -94,6 +94,8 @@ def save(path, benchmark, on_gpu, **content):
     for module, package in _PACKAGES.items():
         if module in sys.modules:
             machine[package] = _version(package)
+    if "torch" in sys.modules and (cudnn := sys.modules["torch"].backends.cudnn):
+        machine["cudnn"] = cudnn.version()
     if _absent:
         machine["absent"] = dict(_absent)
     report = {"benchmark": benchmark, "machine": machine, **content}

@@ -1,5 +1,6 @@
 """Softmax and attention for NumPy and CuPy arrays, from naive to fused."""
 
+from cupyflash import scores as scores
 from cupyflash._attention.api import attention, attention_vjp, merge_attention_states
 from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._explain import explain

@@ -1,6 +1,7 @@
 """explain: which kernel would run, and why."""
 
 import inspect
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +49,10 @@ class Explanation:
         lines += [f"  not {name}: {why}" for name, why in self.refused]
         for name, value in self.details.items():
             if name != "launches":
-                lines.append(f"  {name}: {value}")
+                if "\n" in (text := str(value)):
+                    lines += [f"  {name}:", textwrap.indent(text, "    ")]
+                else:
+                    lines.append(f"  {name}: {text}")
                 continue
             for number, launch in enumerate(value, 1):
                 lines.append(f"  launch {number}: {launch['source']}")

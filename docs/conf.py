@@ -1,5 +1,6 @@
 """Sphinx configuration."""
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -26,8 +27,16 @@ extensions = [
     "sphinx_gallery.gen_gallery",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-# Design notes are for those who change the code, and stay in the repository.
-exclude_patterns = ["_build", "design", "lesson", "guides/GALLERY_HEADER.rst"]
+# Design notes and experiments are for those who change the code, and stay in the
+# repository.
+exclude_patterns = [
+    "_build",
+    "design",
+    "lab",
+    "lesson",
+    "on_a_gpu",
+    "guides/GALLERY_HEADER.rst",
+]
 templates_path = ["_templates"]
 
 autosummary_generate = True
@@ -65,10 +74,14 @@ html_theme = "pydata_sphinx_theme"
 html_title = "cupyflash"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+# Pages that stand alone have no menu of their own.
+html_sidebars = {"index": [], "which_problem": [], "speed": []}
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "header_links_before_dropdown": 6,
+    "navbar_align": "left",
+    "navbar_persistent": ["search-button"],
     "icon_links": [
         {
             "name": "Source",
@@ -107,6 +120,46 @@ def setup(app):
     """Formulae as MathML, which browsers draw themselves: no script from elsewhere."""
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.config.html_math_renderer = "mathml"
+    app.connect("source-read", add_gpu_output)
+
+
+def add_gpu_output(app, docname, source):
+    """What the example of a page of the gallery printed and drew on a GPU."""
+    folder, _, name = docname.rpartition("/")
+    output = HERE / "on_a_gpu" / f"{name}.txt"
+    if folder == "generated/gallery" and output.exists():
+        text, footer, rest = source[0].partition("\n.. _sphx_glr_download_")
+        assert footer, f"{docname} has no footer: where does its GPU output go?"
+        source[0] = text + gpu_output(name, output) + footer + rest
+
+
+def gpu_output(name, output):
+    """A section of reStructuredText with the output of one example."""
+    script = HERE.parent / "examples" / f"{name}.py"
+    _, _, digest = output.read_text("utf-8").partition("\n")[0].rpartition(", script ")
+    lines = [
+        "The same on a GPU",
+        "-----------------",
+        "",
+        "At the size for GPUs, with warm calls. The first line says on which card and",
+        "with which versions.",
+        *(
+            []
+            if digest == hashlib.sha256(script.read_bytes()).hexdigest()[:12]
+            else ["This run was of an earlier version of the script."]
+        ),
+        "",
+        f".. literalinclude:: /on_a_gpu/{name}.txt",
+        "   :language: text",
+        "",
+    ]
+    if (HERE / "on_a_gpu" / f"{name}.png").exists():
+        lines += [
+            f".. image:: /on_a_gpu/{name}.png",
+            "   :alt: The picture of the run on the GPU",
+            "",
+        ]
+    return "\n" + "\n".join(lines)
 
 
 def inline_math(self, node):

@@ -1,6 +1,8 @@
 """The files round the package agree with it: version, address, versions of Python."""
 
 import configparser
+import hashlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -34,6 +36,25 @@ def test_each_file_names_this_version(file, pattern):
 def test_the_citation_is_of_the_day_of_the_changelog():
     day = re.search(r"^date-released: (\S+)$", text_of("CITATION.cff"), re.MULTILINE)
     assert f"## {cupyflash.__version__} ({day[1]})\n" in text_of("CHANGELOG.md")
+
+
+def test_the_recipe_asks_for_what_setup_asks_for():
+    recipe = pytest.importorskip("yaml").safe_load(text_of("conda-forge/recipe.yaml"))
+    listed = {need.replace(" ", "") for need in recipe["requirements"]["run"][1:]}
+    assert listed == set(SETUP["options"]["install_requires"].split())
+
+
+def test_the_digest_of_a_release_goes_into_the_recipe(tmp_path):
+    spec = importlib.util.spec_from_file_location("r", ROOT / "tools/conda_recipe.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    recipe = text_of("conda-forge/recipe.yaml")
+    sdist = tmp_path / f"cupyflash-{cupyflash.__version__}.tar.gz"
+    sdist.write_bytes(b"abc")
+    new = tool.with_digest(recipe, sdist)
+    assert f'sha256: "{hashlib.sha256(b"abc").hexdigest()}"' in new
+    with pytest.raises(ValueError, match="give cupyflash-"):
+        tool.with_digest(recipe, tmp_path / "cupyflash-0.0.1.tar.gz")
 
 
 def test_one_address():

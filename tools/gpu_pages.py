@@ -2,10 +2,11 @@
 
     python tools/gpu_pages.py [names]       all of examples/, or some
 
-Each writes NAME.txt, the card and the versions above what was printed, and NAME.png for
-its picture. A GPU is needed, and what the examples import.
+Each writes NAME.txt, the card, the versions and the digest of the script above what was
+printed, and NAME.png for its picture. A GPU is needed, and what the examples import.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -63,7 +64,8 @@ def main():
             failed.append(script.stem)
             print(f"{script.stem}: failed\n{done.stderr}", file=sys.stderr)
             continue
-        text = f"{header}\n\n{done.stdout}"
+        digest = hashlib.sha256(script.read_bytes()).hexdigest()[:12]
+        text = f"{header}, script {digest}\n\n{done.stdout}"
         (PAGES / f"{script.stem}.txt").write_text(text, encoding="utf-8")
         print(f"{script.stem}: {len(done.stdout.splitlines())} lines")
     if failed:

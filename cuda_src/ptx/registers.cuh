@@ -5,7 +5,7 @@
 namespace ptx {
 
 // The compiler moves no access to memory across this line.
-__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
 // The assembler schedules what stands before this line and what stands behind it apart:
 // `never` is false, but it cannot know that. It would fill all registers with fragments

@@ -23,11 +23,11 @@ __device__ __forceinline__ void wgmma_wait_group() {
 
 // No instruction: what follows reads `x` after what stands before. An accumulator needs
 // it behind the wait for its product, which the compiler takes for its only writer.
-__device__ __forceinline__ void keep_order(float& x) {
+__device__ __forceinline__ void compiler_fence(float& x) {
   asm volatile("" : "+f"(x)::"memory");
 }
 
-__device__ __forceinline__ void keep_order(int& x) {
+__device__ __forceinline__ void compiler_fence(int& x) {
   asm volatile("" : "+r"(x)::"memory");
 }
 

@@ -1,15 +1,26 @@
 """attention, its gradients, and merge_attention_states."""
 
 import functools
+from collections.abc import Sequence
 from typing import Literal, overload
 
 import numpy as np
 
+from cupyflash._attention import functions, vjp_problem
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention import vjp_problem
 from cupyflash._attention.vjp_problem import AttentionGrads, AttentionVjpProblem
 from cupyflash._core import arrays, foreign_names
-from cupyflash._core.typing import Array, Layout, Method, Never, Precision, Window
+from cupyflash._core.typing import (
+    Array,
+    Layout,
+    Mask,
+    Method,
+    NamedArrays,
+    Never,
+    Precision,
+    Score,
+    Window,
+)
 
 
 @functools.cache
@@ -59,7 +70,7 @@ def attention(
     v: Array,
     *,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | Mask | None = None,
     scale: float | None = None,
     causal: bool = False,
     query_offset: int | Array | None = None,
@@ -74,6 +85,9 @@ def attention(
     return_lse: Literal[False] = False,
     out: Array | None = None,
     method: Method = "auto",
+    score: Score | None = None,
+    score_arrays: NamedArrays | None = None,
+    mask_arrays: NamedArrays | None = None,
 ) -> Array: ...
 
 
@@ -84,7 +98,7 @@ def attention(
     v: Array,
     *,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | Mask | None = None,
     scale: float | None = None,
     causal: bool = False,
     query_offset: int | Array | None = None,
@@ -99,6 +113,9 @@ def attention(
     return_lse: Literal[True],
     out: Array | None = None,
     method: Method = "auto",
+    score: Score | None = None,
+    score_arrays: NamedArrays | None = None,
+    mask_arrays: NamedArrays | None = None,
 ) -> tuple[Array, Array]: ...
 
 
@@ -109,7 +126,7 @@ def attention(
     v: Array,
     *,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | Mask | None = None,
     scale: float | None = None,
     causal: bool = False,
     query_offset: int | Array | None = None,
@@ -124,6 +141,9 @@ def attention(
     return_lse: bool = False,
     out: Array | None = None,
     method: Method = "auto",
+    score: Score | None = None,
+    score_arrays: NamedArrays | None = None,
+    mask_arrays: NamedArrays | None = None,
 ) -> Array | tuple[Array, Array]: ...
 
 
@@ -134,7 +154,7 @@ def attention(
     v: Array,
     *,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | Mask | None = None,
     scale: float | None = None,
     causal: bool = False,
     query_offset: int | Array | None = None,
@@ -149,6 +169,9 @@ def attention(
     return_lse: bool = False,
     out: Array | None = None,
     method: Method = "auto",
+    score: Score | None = None,
+    score_arrays: NamedArrays | None = None,
+    mask_arrays: NamedArrays | None = None,
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
     """Scaled dot-product attention, ``softmax(scale * q k^T + bias) v``.
@@ -169,8 +192,9 @@ def attention(
     bias : array_like of float, optional
         Added to the scores; any shape that broadcasts to
         (..., num_heads, seqlen_q, seqlen_k), read through its strides, never expanded.
-    mask : array_like of bool, optional
-        True where a query may see a key; broadcasts as `bias` does.
+    mask : array_like of bool, or function, optional
+        True where a query may see a key; an array broadcasts as `bias` does. A function
+        takes any of ``b, h, i, j`` by name (see Notes) and arrays of `mask_arrays`.
     scale : float, optional
         Factor on ``q k^T``; by default ``head_dim ** -0.5``. 0 and negative are legal.
     causal : bool, default False
@@ -206,6 +230,12 @@ def attention(
         dtype of `q` and without subtracting a maximum (it overflows); "online" goes
         through the keys once for each query; "tiled" is FlashAttention. The last two
         never hold all scores.
+    score : function, optional
+        From a score, after the softcap and before `bias`, to the score that counts. It
+        takes any of ``s, b, h, i, j`` by name (see Notes) and arrays of `score_arrays`.
+        NumPy arrays only, as `mask` as a function.
+    score_arrays, mask_arrays : dict of str to array_like, optional
+        Arrays that `score` and `mask` take by name after ``*`` and index by integers.
 
     Returns
     -------
@@ -222,8 +252,11 @@ def attention(
         If dtypes or kinds of array are mixed, or an option has the wrong type.
     ValueError
         If shapes do not agree, an option is out of range, or arrays are on two devices.
+    IndexError
+        If a function reads an array out of its range.
     NotImplementedError
-        If no kernel of the method takes the problem; never for "auto".
+        If no kernel of the method takes the problem; never for "auto". And for `score`,
+        or `mask` as a function, if `q` is on a GPU.
 
     See Also
     --------
@@ -233,8 +266,18 @@ def attention(
 
     Notes
     -----
-    The order is: scale, softcap, bias and ALiBi, masks (mask, causal, window, lengths;
-    they intersect), softmax in float32 (float64 for float64), product with `v`.
+    The order is: scale, softcap, `score`, bias and ALiBi, masks (mask, causal, window,
+    lengths; they intersect), softmax in float32 (float64 for float64), product with
+    `v`.
+
+    `score` and `mask` as functions are plain functions of NumPy operations, such as
+    ``lambda s, h, i, j, *, slope: s - slope[h] * abs(i - j)``: s is the score, b the
+    batch entry (its place in C order where there are more batch axes), h the query
+    head, i the place of the query among the keys (the query offset added), j the key.
+    They are traced once for their code: numbers that they close over may change from
+    call to call. Arrays are indexed by one integer an axis, from 0; an index out of
+    range for a pair that no other option hides raises an IndexError. A mask of
+    positions costs nothing where it hides whole blocks of keys.
 
     A query that sees no key, or whose scores are all -inf, gives 0 and an lse of -inf
     (with `sinks`, the sink). A score of +inf gives a row of NaN. NaN stays in its row;
@@ -260,6 +303,16 @@ def attention(
            [0.5, 0.5]])
     >>> cupyflash.attention(q, k, v, causal=True)[0]
     array([1., 0.])
+
+    The same mask as a function, and a score that falls with the distance:
+
+    >>> cupyflash.attention(q, k, v, mask=lambda i, j: j <= i)[0]
+    array([1., 0.])
+    >>> slope = np.log(3.0)
+    >>> near = lambda s, i, j: s - slope * abs(i - j)
+    >>> cupyflash.attention(q, k, v, scale=0.0, score=near)
+    array([[0.75, 0.25],
+           [0.25, 0.75]])
     """
     if unknown:
         foreign_names.refuse("attention", unknown)
@@ -268,7 +321,12 @@ def attention(
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method,
     )  # fmt: skip
-    if type(q) is np.ndarray:
+    if functions.given(score, score_arrays, mask, mask_arrays):
+        checked = attention_problem.attention(
+            *arguments, score, score_arrays, mask_arrays
+        )
+        result = _cpu().run(*checked)
+    elif type(q) is np.ndarray:
         result = _cpu().attention(*arguments)
     elif arrays.is_cupy(q):
         result = _gpu().attention(*arguments)
@@ -353,7 +411,7 @@ def attention_vjp(
     lse: Array,
     *,
     bias: Array | None = None,
-    mask: Array | None = None,
+    mask: Array | Mask | None = None,
     scale: float | None = None,
     causal: bool = False,
     query_offset: int | Array | None = None,
@@ -370,6 +428,10 @@ def attention_vjp(
     need_dbias: bool = False,
     need_dsinks: bool = False,
     deterministic: bool = False,
+    score: Score | None = None,
+    score_arrays: NamedArrays | None = None,
+    mask_arrays: NamedArrays | None = None,
+    need_dscore: str | Sequence[str] = (),
     **unknown: Never,
 ) -> AttentionGrads:
     """Gradients of `attention`: from that of its result to those of its inputs.
@@ -383,7 +445,7 @@ def attention_vjp(
     out, lse : array_like
         What ``attention(q, k, v, ..., return_lse=True)`` returned for them.
     bias, mask, scale, causal, query_offset, window, softcap, sinks, alibi_slopes, \
-query_lengths, key_lengths, layout, precision
+query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         As in the call of `attention`.
     method : {"auto", "tiled"}, default "auto"
         Gradients have one method.
@@ -394,14 +456,17 @@ query_lengths, key_lengths, layout, precision
     deterministic : bool, default False
         Ask for gradients that are the same in every run, bit by bit. Those of float32
         and float64 always are.
+    need_dscore : sequence of str, or str, default ()
+        Also return the gradients of these arrays of `score_arrays`, which hold floats.
 
     Returns
     -------
     AttentionGrads
-        Named tuple ``(dq, dk, dv, dbias, dsinks)``, each of the shape and dtype of what
-        it belongs to, new and contiguous: sums over broadcast batch axes, over the
-        query heads that share a head of `k`, and over the axes along which `bias` was
-        broadcast are done. `dbias` and `dsinks` are None where not asked for.
+        Named tuple ``(dq, dk, dv, dbias, dsinks, dscore)``, each of the shape and dtype
+        of what it belongs to, new and contiguous: sums over broadcast batch axes, over
+        the query heads that share a head of `k`, and over the axes along which `bias`
+        was broadcast are done. `dscore` is a dict by name. The last three are None
+        where not asked for.
 
     Raises
     ------
@@ -410,8 +475,10 @@ query_lengths, key_lengths, layout, precision
     ValueError
         If shapes do not agree, an option is out of range, arrays are on two devices, or
         the gradient of an absent `bias` or `sinks` is asked for.
+    IndexError
+        If a function reads an array out of its range.
     NotImplementedError
-        If `method` is another one.
+        If `method` is another one; if there is a function and `q` is on a GPU.
 
     See Also
     --------
@@ -430,7 +497,8 @@ query_lengths, key_lengths, layout, precision
     belongs.
 
     Only the dependence through `out` and `lse` counts: `alibi_slopes` and `scale` get
-    no gradient.
+    no gradient. A score function is differentiated symbolically; where two arguments
+    of minimum, maximum or clip are equal, the gradient is that of the first.
 
     References
     ----------
@@ -457,6 +525,11 @@ query_lengths, key_lengths, layout, precision
         softcap, sinks, alibi_slopes, query_lengths, key_lengths, layout, precision,
         method, dlse, need_dbias, need_dsinks, deterministic,
     )  # fmt: skip
+    if functions.given(score, score_arrays, mask, mask_arrays) or need_dscore:
+        checked = vjp_problem.attention_vjp(
+            *arguments, score, score_arrays, mask_arrays, need_dscore
+        )
+        return _cpu_vjp().run(*checked)
     if arrays.is_cupy(q):
         return _gpu_vjp().attention_vjp(*arguments)
     if arrays.lives_on_gpu(q):

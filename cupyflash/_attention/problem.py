@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyflash._attention import functions as _functions
 from cupyflash._core import arrays as _arrays
 
 LAYOUTS = ("bhsd", "bshd")
@@ -69,6 +70,9 @@ class AttentionProblem:
     terms: str = "any"
     # Where the first axis of the batch is one of parts of the keys: keys of a part.
     keys_of_part: int | None = None
+    # Keys of the expressions of a score and a mask function.
+    score: str | None = None
+    mask_function: str | None = None
 
     @property
     def compute_dtype(self) -> str:
@@ -107,6 +111,7 @@ class AttentionOperands(NamedTuple):
     alibi_slopes : batch + (num_heads,)
     query_offsets, query_lengths, key_lengths : batch
     given_out : `out` as the caller gave it, to be returned
+    functions : score and mask function with their arrays
     """
 
     q: Any
@@ -121,6 +126,7 @@ class AttentionOperands(NamedTuple):
     key_lengths: Any = None
     out: Any = None
     given_out: Any = None
+    functions: _functions.Functions | None = None
 
 
 def heads_first(x, layout):
@@ -319,7 +325,7 @@ def _check_terms(a, scores):
     return bias, mask, sinks, alibi
 
 
-def _check_lengths(name, lengths, axis, size):
+def check_lengths(name, lengths, axis, size):
     """Refuse lengths beyond an axis, where the host has them."""
     beyond = (lengths < 0) | (lengths > size)
     if beyond.any():
@@ -346,7 +352,7 @@ def _check_integers(a, batch, seqlen_q, seqlen_k):
                 )
             given, x = x, _arrays.broadcast_view(name, x, batch, "the batch axes")
             if name in lengths_of and isinstance(x, np.ndarray):
-                _check_lengths(name, given, *lengths_of[name])
+                check_lengths(name, given, *lengths_of[name])
         views[name] = x
     return views
 
@@ -376,8 +382,12 @@ def attention(
     return_lse,
     out,
     method,
+    score=None,
+    score_arrays=None,
+    mask_arrays=None,
 ) -> tuple[AttentionProblem, AttentionOperands]:
     """Check a call of attention."""
+    functions, mask = _functions.bind(q, score, score_arrays, mask, mask_arrays)
     _arrays.check_choice("layout", layout, LAYOUTS)
     _arrays.check_choice("precision", precision, PRECISIONS)
     _arrays.check_method(method)
@@ -439,6 +449,8 @@ def attention(
         precision=precision,
         return_lse=_arrays.check_bool("return_lse", return_lse),
         method=method,
+        score=_functions.key_of(functions.score) if functions else None,
+        mask_function=_functions.key_of(functions.mask) if functions else None,
     )
     out = a["out"]
     if out is not None:
@@ -448,7 +460,7 @@ def attention(
     operands = AttentionOperands(
         q, k, v, bias, mask, sinks, alibi, integers["query_offset"],
         integers["query_lengths"], integers["key_lengths"],
-        None if out is None else heads_first(out, layout), out,
+        None if out is None else heads_first(out, layout), out, functions,
     )  # fmt: skip
     return problem, operands
 

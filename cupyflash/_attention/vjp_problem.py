@@ -6,6 +6,7 @@ All errors of the caller are raised here, before anything is allocated or launch
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cupyflash._attention import functions
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.problem import (
     AttentionOperands,
@@ -29,6 +30,8 @@ class AttentionGrads(NamedTuple):
         Gradient of the bias, in its own shape; None unless asked for.
     dsinks : ndarray or None
         Gradient of the sinks; None unless asked for.
+    dscore : dict of str to ndarray, or None
+        Gradients of arrays of the score function, by name; None unless asked for.
     """
 
     dq: Any
@@ -36,6 +39,7 @@ class AttentionGrads(NamedTuple):
     dv: Any
     dbias: Any = None
     dsinks: Any = None
+    dscore: Any = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class AttentionVjpProblem:
     need_dbias: bool = False
     need_dsinks: bool = False
     deterministic: bool = False
+    need_dscore: tuple[str, ...] = ()
     # Kernels write dq, dk and dv into rows of whole vectors of 16 bytes, from which
     # another one takes them.
     whole_vectors: bool = False
@@ -135,6 +140,10 @@ def attention_vjp(
     need_dbias,
     need_dsinks,
     deterministic,
+    score=None,
+    score_arrays=None,
+    mask_arrays=None,
+    need_dscore=(),
 ) -> tuple[AttentionVjpProblem, AttentionVjpOperands]:
     """Check a call of attention_vjp."""
     _check_flags(
@@ -152,7 +161,7 @@ def attention_vjp(
     forward, operands = attention_problem.attention(
         a["q"], a["k"], a["v"], a["bias"], mask, scale, causal, query_offset, window,
         softcap, a["sinks"], alibi_slopes, query_lengths, key_lengths, layout,
-        precision, True, None, method,
+        precision, True, None, method, score, score_arrays, mask_arrays,
     )  # fmt: skip
     if method not in METHODS:
         raise NotImplementedError(
@@ -176,6 +185,7 @@ def attention_vjp(
         need_dbias=bool(need_dbias),
         need_dsinks=bool(need_dsinks),
         deterministic=bool(deterministic),
+        need_dscore=functions.names_of_gradients(need_dscore, operands.functions),
     )
     out, dout = (heads_first(a[name], layout) for name in ("out", "dout"))
     lse, dlse = (

@@ -1,6 +1,7 @@
 """python -m cupyflash demo: a fit with error bars, a density, and the four methods."""
 
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import time
@@ -78,6 +79,8 @@ def run(args):
         if not _has(package):
             print(f"No {what}: {package} is missing; {extras.command('demo')}.")
     picture = args.output / "fit.png"
+    if _has("sklearn"):
+        machine["scikit-learn"] = importlib.metadata.version("scikit-learn")
     report = {
         "machine": machine,
         "fit": _fit(xp, on_gpu, side, picture),
@@ -199,7 +202,7 @@ def _rms(x):
 
 
 def _print_fit(rows, num_pixels):
-    print("\nError of each over its pixels (root mean square), and what it states:")
+    print("\nRoot mean square error of each method, and the error that it states:")
     console.table(
         ("method", "pixels", "time for all", "fraction", "stated", "T2 myelin, other"),
         [
@@ -216,7 +219,7 @@ def _print_fit(rows, num_pixels):
         ],
     )
     print(
-        "* measured on a regular grid of pixels, and scaled up to all.\n"
+        "* measured on a regular grid of pixels and scaled up.\n"
         "Only the first two give error bars. The nearest simulation and the best "
         "curve follow the noise;\nthe mean over all simulations does not. A search "
         "takes no exponentials, so by matrix products it\ncan be faster than the "
@@ -353,8 +356,8 @@ def _density(xp, on_gpu, number):
     )
     check = _slope_error(data, width, gradient)
     print(
-        "* measured at the first points, and scaled up to all. The others give no "
-        "gradient. Ours agrees\nwith differences of the density to "
+        "* measured at the first points and scaled up. The others give no gradient. "
+        "Ours agrees\nwith finite differences of the density to "
         f"{check:.1e}."
     )
     return {

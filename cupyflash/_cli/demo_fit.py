@@ -52,16 +52,31 @@ def draw_from_prior(rng, number):
 
 
 def phantom(rng, side):
-    """Smooth maps of the parameters, (side**2, 3), each uniform over its prior."""
+    """Maps of the parameters, (side**2, 3), which fill the box of the prior evenly.
+
+    Each map is smooth noise whose values are replaced by their ranks, ranked among the
+    pixels that are alike in the maps before it. Ranked alone, a few blobs of two maps
+    would overlap more than chance has it, and the truth would not follow the prior.
+    """
     frequencies = np.fft.fftfreq(side)[:, None] ** 2 + np.fft.rfftfreq(side) ** 2
     width = side / 12
     blur = np.exp(-2 * (np.pi * width) ** 2 * frequencies)
-    ranks = (np.arange(side * side) + 0.5) / side**2
-    maps = np.empty((side * side, len(LOW)))
+    num_pixels = side * side
+    num_levels = round(num_pixels ** (1 / len(LOW)))
+    alike = np.zeros(num_pixels, int)  # pixels that share a number are alike
+    maps = np.empty((num_pixels, len(LOW)))
     for i, (low, high) in enumerate(zip(LOW, HIGH, strict=True)):
         white = np.fft.rfft2(rng.standard_normal((side, side)))
         smooth = np.fft.irfft2(white * blur, s=(side, side)).ravel()
-        maps[smooth.argsort(), i] = low + (high - low) * ranks
+        counts = np.bincount(alike)
+        order = np.lexsort((smooth, alike))
+        ranks = np.empty(num_pixels)
+        ranks[order] = np.arange(num_pixels) - np.repeat(
+            np.cumsum(counts) - counts, counts
+        )
+        levels = (ranks + 0.5) / counts[alike]
+        maps[:, i] = low + (high - low) * levels
+        alike = num_levels * alike + (num_levels * levels).astype(int)
     return maps
 
 

@@ -87,8 +87,8 @@ _ARRAY_PROTOCOLS = (
 
 # What to write instead, by the package that the type is from.
 _INSTEAD = {
-    "dask": "call it on each block, dask.array.map_blocks(f, x), where blocks hold "
-    "whole rows, or give x.compute()",
+    "dask": "use cupyflash.dask, which has softmax, log_softmax, logsumexp, attention "
+    "and merge_attention_states for Dask arrays, or give x.compute()",
     "xarray": "call it by xarray.apply_ufunc(f, x, ...), or give x.values",
     "pandas": "give x.to_numpy()",
     "sparse": "give x.todense()",

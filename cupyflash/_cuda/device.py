@@ -1,6 +1,12 @@
-"""What a choice of kernel may depend on in a device."""
+"""What a choice of kernel may depend on in a device, and the name of the driver."""
 
+import sys
 from dataclasses import dataclass
+
+
+def driver_library(platform: str = sys.platform) -> str:
+    """The CUDA driver, for calls of it that CuPy has no function for."""
+    return "nvcuda.dll" if platform == "win32" else "libcuda.so.1"
 
 
 @dataclass(frozen=True)

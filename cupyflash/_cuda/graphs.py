@@ -11,6 +11,8 @@ from typing import Any
 import cupy
 import numpy as np
 
+from cupyflash._cuda.device import driver_library
+
 _current_stream = cupy.cuda.get_current_stream
 _is_capturing_on = cupy.cuda.runtime.streamIsCapturing
 
@@ -274,7 +276,7 @@ def counters(device_id, numbers=2):
 
 @functools.cache
 def _driver():
-    return ctypes.CDLL("libcuda.so.1")
+    return ctypes.CDLL(driver_library())
 
 
 def _unique_number(ptr):

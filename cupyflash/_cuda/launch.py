@@ -10,6 +10,7 @@ import numpy as np
 
 from cupyflash._core import arrays
 from cupyflash._cuda import compiler
+from cupyflash._cuda.device import driver_library
 
 # Absent pointers of a kernel's parameter list. Of all forms of 0, CuPy passes this one
 # fastest.
@@ -67,7 +68,7 @@ _OVERLAPS = _LaunchAttribute(6, 0, (ctypes.c_int * 16)(1))
 @functools.cache
 def _launch_kernel_ex():
     """cuLaunchKernelEx of the CUDA driver, which CuPy has no call for."""
-    launch = ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
+    launch = ctypes.CDLL(driver_library()).cuLaunchKernelEx
     launch.argtypes = (
         ctypes.POINTER(_LaunchConfig),
         ctypes.c_void_p,

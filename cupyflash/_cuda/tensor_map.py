@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyflash._cuda.device import driver_library
+
 ITEMSIZE = 2  # of the types below
 # CUtensorMapDataType by dtype name.
 _TYPES = {"float16": 6, "bfloat16": 9, "float32": 7, "bool": 0}
@@ -73,7 +75,7 @@ def layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> Layout:
 @functools.cache
 def _driver():
     """cuTensorMapEncodeTiled of the CUDA driver."""
-    encode = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    encode = ctypes.CDLL(driver_library()).cuTensorMapEncodeTiled
     encode.restype = ctypes.c_int
     return encode
 

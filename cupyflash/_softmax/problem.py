@@ -6,6 +6,7 @@ All errors of the caller are raised here, before anything is allocated or launch
 import functools
 import math
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 from typing import Any, NamedTuple
 
@@ -96,6 +97,21 @@ def split_scale(scale: float) -> tuple[float, float]:
         return 0.0, 1.0
     unit = min(1.0, math.ldexp(1, math.frexp(scale)[1] - 1))
     return math.copysign(unit, scale), abs(scale) / unit
+
+
+_LOG2_E = Fraction("1.44269504088896340735992468100189213742664595415299")
+
+
+@functools.lru_cache(maxsize=64)
+def exponent_unit(factor: float, dtype: str) -> tuple[float, float]:
+    """factor * log2(e) as a number of `dtype`, and what that lacks, as a part of it.
+
+    Kernels multiply it by up to 32; what would overflow then is cut off.
+    """
+    most = float(np.finfo(dtype).max) / 64
+    exact = Fraction(min(factor, most)) * _LOG2_E
+    unit = float(np.dtype(dtype).type(float(exact)))
+    return unit, float(exact / Fraction(unit) - 1)
 
 
 _COMPLEX = ("complex64", "complex128")

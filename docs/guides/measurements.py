@@ -14,9 +14,9 @@ Run them on your machine:
 
 or the whole tables, in a clone, with ``python benchmarks/bench_attention.py`` and
 ``python benchmarks/bench_softmax.py``. Each result is checked before it is timed; times
-are medians of several turns. How time is taken is told in a
-`design note
-<https://github.com/cupyflash/cupyflash/blob/main/docs/design/decisions/timing.md>`__.
+are medians of several rounds. A `design note
+<https://github.com/cupyflash/cupyflash/blob/main/docs/design/decisions/timing.md>`__
+describes how time is measured.
 """
 
 import json

@@ -12,7 +12,7 @@ built.
    $ python -m cupyflash check            # within a minute: each kernel, its error
    $ make test                            # all that needs no GPU
    $ make gpu-check                       # all that needs one; writes the record
-   $ make gpu-proof                       # its part in tests/gpu: what is told below
+   $ make gpu-proof                       # its part in tests/gpu, described below
    $ make gpu-fuzz                        # 5,000 random problems
    $ make gpu-sanitize                    # compute-sanitizer over every kernel
    $ make gpu-record                      # is the record of these sources?

@@ -87,8 +87,8 @@ def gradients(dtype, head_dim, softcap):
     """The checked problem of a call."""
     q = np.ones((1, 1, 128, head_dim), dtype)
     lse = np.ones((1, 1, 128), np.float64 if dtype == np.float64 else np.float32)
-    told = cupyflash.explain("attention_vjp", q, q, q, q, q, lse, softcap=softcap)
-    return told.problem
+    explained = cupyflash.explain("attention_vjp", q, q, q, q, q, lse, softcap=softcap)
+    return explained.problem
 
 
 table(

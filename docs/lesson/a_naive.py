@@ -48,8 +48,8 @@ for dtype in (np.float16, np.float32, np.float64):
     print(f"{dtype.__name__:8} exp(x) is finite up to x = {float(limit):.4f}")
 
 # %%
-# Past that point the numerator is infinite, the sum too, and their quotient is no
-# number. The other methods have no such limit.
+# Past that point the numerator is infinite, the sum too, and their quotient is not
+# a number. The other methods have no such limit.
 
 print("softmax of [x, 0] in float16")
 for big in (10, 11, 11.08, 11.1, 12):

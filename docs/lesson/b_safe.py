@@ -87,9 +87,9 @@ ax.legend()
 # %%
 # ``tiled`` comes close to what its traffic allows. ``safe`` is faster than its 4 N, so
 # not all of its sweeps can have gone to memory: a row of 4096 scores fits in a cache.
-# ``naive`` and ``online`` are slower than their 3 N: something else than traffic holds
-# them up. On this card online softmax takes longer than safe softmax, although it asks
-# for less. Counting sweeps alone would have said the opposite.
+# ``naive`` and ``online`` are slower than their 3 N: something other than traffic
+# holds them up. On this card online softmax takes longer than safe softmax, although it
+# asks for less. Counting sweeps alone would have said the opposite.
 #
 # A GPU can tell: it counts the bytes that its memory moves. A profiler read those
 # counters while each method ran once on arrays of the same size.

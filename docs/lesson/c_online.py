@@ -76,7 +76,7 @@ bottom.legend()
 #
 # .. raw:: html
 #
-#    <iframe src="../../_static/steps.html#softmax" title="Online softmax in steps"
+#    <iframe src="../../_static/steps.html#online" title="Online softmax in steps"
 #            style="width: 100%; height: 600px; border: 1px solid #8888"></iframe>
 #
 # Parts can be merged

@@ -83,7 +83,7 @@ assert np.allclose(lse, recomputed_lse, atol=1e-5)
 #
 # .. raw:: html
 #
-#    <iframe src="../../_static/steps.html#attention" title="Tiled attention in steps"
+#    <iframe src="../../_static/steps.html#tiled" title="Tiled attention in steps"
 #            style="width: 100%; height: 690px; border: 1px solid #8888"></iframe>
 #
 # Counting the traffic

@@ -36,11 +36,10 @@ print(f"tiles and their products: {gain:.0f} times faster than key by key")
 # The four methods on a card that has them
 # ----------------------------------------
 # This was measured with the portable ``tiled``, which runs on every card since Turing
-# and uses no tensor cores; where there are some, ``tiled`` takes kernels that use them
-# by now (`design notes
-# <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__ 7, 12 and 13). The
-# products of ``naive`` and ``safe`` are those of cuBLAS, and torch's kernels use tensor
-# cores too.
+# and uses no tensor cores. (Today ``tiled`` uses them where there are some, as the
+# `design notes <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__
+# describe.) The products of ``naive`` and ``safe`` are those of cuBLAS, and torch's
+# kernels use tensor cores too.
 
 report = measured.result("attention_h200")
 case = "4 x 16 heads, 4096 x 4096, D=128 bfloat16"
@@ -123,8 +122,8 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
 # its softmax, the other one's products keep the tensor cores busy. *Rescale* and *fuse*
 # then hide behind each other.
 #
-# *Fewer rescalings.* A correction is needed only when the maximum rises by much: any
-# number near it serves as well. Most tiles then go by without step 3.
+# *Fewer rescalings.* A correction is needed only when the maximum rises by a lot, since
+# any number near it serves as well. Most tiles then skip step 3.
 #
 # How far these ideas carry is a matter of measurement: the `design notes
 # <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__ tell what was tried

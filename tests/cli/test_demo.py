@@ -65,11 +65,25 @@ def test_the_best_match_is_the_nearest_simulation(fitted):
 
 
 def test_the_truth_is_drawn_from_the_prior():
-    """Each map spans its prior evenly, so a stated deviation can be compared."""
-    maps = demo_fit.phantom(np.random.default_rng(0), 32)
-    for column, low, high in zip(maps.T, demo_fit.LOW, demo_fit.HIGH, strict=True):
-        levels = np.sort(column - low) / (high - low)
-        assert_allclose(levels, (np.arange(1024) + 0.5) / 1024)
+    """Each part of the prior's box has its share of pixels, in every phantom."""
+    for seed in range(3):
+        maps = demo_fit.phantom(np.random.default_rng(seed), 64)
+        levels = (maps - demo_fit.LOW) / (demo_fit.HIGH - demo_fit.LOW)
+        assert_allclose(np.sort(levels[:, 0]), (np.arange(64**2) + 0.5) / 64**2)
+        counts, _ = np.histogramdd(levels, 4, [(0, 1)] * 3)
+        assert_allclose(counts, 64)
+
+
+def test_the_stated_error_is_the_error():
+    """Of pixels enough for 3 percent, with simulations enough for less."""
+    rng = np.random.default_rng(0)
+    truth = demo_fit.phantom(rng, 48)
+    clean = demo_fit.simulate(truth)
+    measured = clean + demo_fit.NOISE * rng.standard_normal(clean.shape)
+    simulations = demo_fit.Simulations(demo_fit.draw_from_prior(rng, 2**14))
+    mean, deviation, _ = simulations.posterior(measured)
+    error = np.sqrt(((mean - truth) ** 2).mean(axis=0))
+    assert_allclose(np.sqrt((deviation**2).mean(axis=0)), error, rtol=0.045)
 
 
 def test_the_posterior_beats_its_peers_and_states_its_error(fitted):

@@ -8,7 +8,7 @@ import pytest
 
 import cupyflash
 from cupyflash._cli import measure
-from cupyflash._cuda import source
+from cupyflash._cuda import device, source
 
 ROOT = Path(cupyflash.__file__).parent.parent
 
@@ -96,6 +96,18 @@ def test_the_command_line(system):
     )
     assert result.returncode == 0, result.stderr
     assert cupyflash.__version__ in result.stdout
+
+
+def test_the_driver_has_its_name_on_each_system():
+    """No other module asks for it by name."""
+    assert device.driver_library("win32") == "nvcuda.dll"
+    assert device.driver_library("linux") == "libcuda.so.1"
+    named = [
+        path.name
+        for path in (ROOT / "cupyflash").rglob("*.py")
+        if "libcuda" in path.read_text("utf-8")
+    ]
+    assert named == ["device.py"]
 
 
 def test_the_commit_is_found_where_git_writes_slashes(monkeypatch):

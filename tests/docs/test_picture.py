@@ -92,6 +92,19 @@ def test_the_page_needs_nothing_from_elsewhere():
     assert not re.findall(r"https?:|src=|@import|<link", html)
 
 
+def test_no_link_to_the_page_names_a_part_of_it():
+    """In a frame that part is scrolled to, and the page around it with it."""
+    docs = PAGE.parents[1]
+    pages = [*docs.glob("*.md"), *docs.glob("guides/*"), *docs.glob("lesson/*.*")]
+    hashes = {
+        name
+        for page in pages
+        for name in re.findall(r"steps\.html#([\w-]+)", page.read_text("utf-8"))
+    }
+    assert hashes == {"online", "tiled"}
+    assert not hashes & set(re.findall(r'id="([\w-]+)"', PAGE.read_text("utf-8")))
+
+
 # --- the page in a browser -----------------------------------------------------------
 
 
@@ -134,9 +147,9 @@ def open_page(chromium):
 
 
 def test_a_reader_steps_through_online_softmax(open_page):
-    page = open_page("softmax")
-    assert page.inner_text("#where") == "1 of 17"
-    page.keyboard.press("ArrowRight")
+    page = open_page("online")
+    assert page.inner_text("#where") == "2 of 17"
+    assert "Read x0 = 1: a new maximum" in page.inner_text("#said")
     page.keyboard.press("ArrowRight")
     assert "Read x1 = 3: a new maximum" in page.inner_text("#said")
     page.keyboard.press("ArrowLeft")
@@ -153,7 +166,7 @@ def test_a_reader_steps_through_online_softmax(open_page):
 
 
 def test_a_reader_steps_through_the_tiles(open_page):
-    page = open_page("softmax")
+    page = open_page("online")
     page.click("#attention")
     said = []
     for _ in range(5):
@@ -166,16 +179,16 @@ def test_a_reader_steps_through_the_tiles(open_page):
 
 
 def test_a_reader_gives_numbers_of_their_own(open_page):
-    page = open_page("softmax")
+    page = open_page("online")
     page.click("summary")
     page.fill("#row", "0 2")
-    assert page.inner_text("#where") == "1 of 5"
+    assert page.inner_text("#where") == "2 of 5"
     page.fill("#row", "0 two")
     assert "not a number" in page.inner_text("#trouble")
-    assert page.inner_text("#where") == "1 of 5"
+    assert page.inner_text("#where") == "2 of 5"
     # Arrows that belong to the text do not turn the page.
     page.press("#row", "ArrowRight")
-    assert page.inner_text("#where") == "1 of 5"
+    assert page.inner_text("#where") == "2 of 5"
 
     page.click("#attention")
     q, k, v = np.random.default_rng(2).standard_normal((3, 5, 2)).round(2)
@@ -196,7 +209,7 @@ def test_a_reader_gives_numbers_of_their_own(open_page):
 
 
 def test_the_page_is_readable_when_narrow_and_when_dark(open_page):
-    page = open_page("attention")
+    page = open_page("tiled")
     page.set_viewport_size({"width": 360, "height": 700})
     assert page.evaluate("document.documentElement.scrollWidth") <= 360
     page.emulate_media(color_scheme="dark")

@@ -1,5 +1,7 @@
 """Arguments of the softmax family: what is refused, in which words."""
 
+from fractions import Fraction
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -472,6 +474,29 @@ def test_shapes_of_logsumexp():
         assert problem.result_shape == shape
         assert problem.row_length == 3
         assert problem.num_rows == 8
+
+
+LOG2_E = Fraction(
+    "1.442695040888963407359924681001892137426645954152985934135449406931109219"
+)
+
+
+@pytest.mark.parametrize(("dtype", "digits"), [("float32", 47), ("float64", 104)])
+@pytest.mark.parametrize("scale", [1.0, 0.3, -0.7, 1e-300, 1e30, 2.0**100])
+def test_units_of_exponents_have_twice_the_digits(dtype, digits, scale):
+    _, factor = softmax_problem.split_scale(scale)
+    unit, rest = softmax_problem.exponent_unit(factor, dtype)
+    assert np.dtype(dtype).type(unit) == unit
+    rest = float(np.dtype(dtype).type(rest))
+    exact = Fraction(factor) * LOG2_E
+    assert abs(Fraction(unit) * (1 + Fraction(rest)) / exact - 1) < 2.0**-digits
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_units_of_exponents_of_huge_scales_are_finite(dtype):
+    unit, rest = softmax_problem.exponent_unit(1.7e308, dtype)
+    assert 32 * unit <= np.finfo(dtype).max
+    assert abs(rest) < np.finfo(dtype).eps
 
 
 def test_the_problem_holds_no_arrays():

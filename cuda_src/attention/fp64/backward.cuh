@@ -34,7 +34,7 @@ constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps reg
 constexpr int kNumPairs = kNumThreads / (2 * kWarpSize);
 constexpr int kBlockM = kNumPairs * kWarpRows;
 // Whether scores have more to them than a scale.
-constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+constexpr bool kTerms = kChangesScores;
 
 constexpr int kTiles = kBlockN / 8;    // of c, 8 columns each
 constexpr int kStepsN = kBlockN / 16;  // of the sum over the rows walked over
@@ -58,7 +58,7 @@ class thread_t {
  public:
   __device__ __forceinline__ thread_t() : index_(threadIdx.x) {
     // What depends on it is computed anew each time, not kept in registers.
-    ptx::forget(index_);
+    ptx::launder(index_);
   }
   __device__ __forceinline__ int pair() const { return index_ / kWarpSize % kNumPairs; }
   __device__ __forceinline__ int role() const {
@@ -234,7 +234,7 @@ struct walk_t {
   int odd_own[kBlockM];    // 1: a value of the row was not finite
   int odd_other[kBlockN];  // the same of the tile of this number, if there was one
   alignas(16) unsigned char scores_bytes[sizeof(scores_t)];
-  band_t band;  // counted from the first query and the first key of the tiles
+  mask_bounds_t bounds;  // counted from the first query and the first key of the tiles
   exp2_table_t exp2;
 
   __device__ void keep(const scores_t& scores) { new (scores_bytes) scores_t(scores); }
@@ -286,7 +286,7 @@ __device__ __forceinline__ void clean_own(walk_t& block) {
 // Whether a run ends before this tile of those from row `first` on. There is no
 // register to count rows beside tiles.
 __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
-  ptx::forget(tile);
+  ptx::launder(tile);
   return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
 }
 
@@ -313,13 +313,13 @@ __device__ __forceinline__ void walk(sums_t& sums,
     fetch_row(tile);
     ptx::commit_copy_group();
   };
-  runs_t<double, sums_t> runs;
-  runs.begin();
+  two_level_sum_t<double, sums_t> two_level;
+  two_level.begin();
   if (block.num_rows > 0) fetch_first(0);
 #pragma unroll 1
   for (int tile = 0; tile * kBlockN < block.num_rows; ++tile) {
-    if constexpr (kHasRuns) {
-      if (tile > 0 && run_ends_before(block.first, tile)) runs.end(sums);
+    if constexpr (kTwoLevelSums) {
+      if (tile > 0 && run_ends_before(block.first, tile)) two_level.end(sums);
     }
     product_t c = {};
     weights_t<kSteps> w;
@@ -349,21 +349,25 @@ __device__ __forceinline__ void walk(sums_t& sums,
     if ((tile + 1) * kBlockN < block.num_rows) fetch_first(tile + 1);
     if (seen) accumulate_part(constant_t<1>{}, w);
   }
-  runs.finish(sums);
+  two_level.finish(sums);
   ptx::wait_copy_groups<0>();  // also of the owned rows, if there was no tile
 }
 
 // The same for what lies `row` queries and `col` keys further on.
-__device__ __forceinline__ band_t moved(const band_t& band, int row, int col) {
-  return {band.low - col + row, band.high - col + row, band.num_queries - row,
-          band.num_keys - col};
+__device__ __forceinline__ mask_bounds_t moved(const mask_bounds_t& bounds,
+                                               int row,
+                                               int col) {
+  return {bounds.low - col + row, bounds.high - col + row, bounds.num_queries - row,
+          bounds.num_keys - col};
 }
 
 // Whether some of the first `rows` queries may see some of the first `cols` keys.
-__device__ __forceinline__ bool sees_any(const band_t& band, int rows, int cols) {
-  rows = min(rows, band.num_queries);
-  cols = min(cols, band.num_keys);
-  return rows > 0 && cols > 0 && band.low < cols && 1 - rows < band.high;
+__device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds,
+                                         int rows,
+                                         int cols) {
+  rows = min(rows, bounds.num_queries);
+  cols = min(cols, bounds.num_keys);
+  return rows > 0 && cols > 0 && bounds.low < cols && 1 - rows < bounds.high;
 }
 
 // A raw score q.k becomes exp(s - lse), or -0 where the query does not see the key;
@@ -371,7 +375,7 @@ __device__ __forceinline__ bool sees_any(const band_t& band, int rows, int cols)
 // gradient calls the repair.
 template <bool kCheck>
 __device__ __forceinline__ double weight_of(double q_dot_k,
-                                            bool in_band,
+                                            bool in_bounds,
                                             const exp2_t& exp2,
                                             const scores_t& scores,
                                             double scale,
@@ -382,7 +386,7 @@ __device__ __forceinline__ double weight_of(double q_dot_k,
   constexpr double kLargest = 700;  // of a logarithm, below which nothing overflows
   derivative = 1;
   double x;
-  bool unseen = kCheck && !in_band;
+  bool unseen = kCheck && !in_bounds;
   if constexpr (kTerms) {
     double s = -infinity<double>();
     if (!unseen) s = scores.with_derivative(q_dot_k, i, j, derivative);
@@ -401,7 +405,7 @@ __device__ __forceinline__ double weight_of(double q_dot_k,
 // Begins an entry, before its rows come.
 __device__ __forceinline__ void begin_walks(walk_t& block, index_t summed) {
   unsigned thread = threadIdx.x;
-  ptx::forget(thread);
+  ptx::launder(thread);
   if (thread == 0) {
     block.is_exact = false;
     block.summed = summed;
@@ -411,26 +415,26 @@ __device__ __forceinline__ void begin_walks(walk_t& block, index_t summed) {
 }
 
 // Whether a sum is not finite.
-__device__ __forceinline__ bool is_odd(const sums_t& sums) {
-  bool odd = false;
+__device__ __forceinline__ bool any_nonfinite(const sums_t& sums) {
+  bool nonfinite = false;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) odd |= !is_finite(sums[c][n / 4][n % 4]);
+    for (int n = 0; n < 8; ++n) nonfinite |= !is_finite(sums[c][n / 4][n % 4]);
   }
-  return odd;
+  return nonfinite;
 }
 
 // After a walk: whether the block goes the same way again, exactly.
 __device__ __forceinline__ bool walks_again(walk_t& block,
                                             const sums_t& sums,
                                             int* found) {
-  const bool odd = is_odd(sums);
+  const bool nonfinite = any_nonfinite(sums);
   if (block.is_exact) {
-    if (odd) *found = 1;
+    if (nonfinite) *found = 1;
     return false;
   }
-  if (!__syncthreads_or(odd)) return false;
+  if (!__syncthreads_or(nonfinite)) return false;
   if (threadIdx.x == 0) block.is_exact = true;
   clean_own(block);
   __syncthreads();  // `block` is complete

@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
     __syncthreads();  // all have read what belongs to the entry before
     begin_walks(block, summed);
-    const place_t at = grads.entry(params, block.kept.of[0], summed);
+    const tile_coord_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t j0 = block.own_first;
     const range_t queries =
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                        static_cast<int>(params.head_dim_v)};
       block.num_rows =
           queries.last > first ? static_cast<int>(queries.last - first) : 0;
-      block.band = scores.band(first, j0);
+      block.bounds = scores.mask_bounds(first, j0);
       const index_t row = at.row_of_heads * params.seqlen_q + first;
       block.lse_rows = at.at(lse, grads.lse) + first * grads.lse.row;
       block.factor_rows = factor + row;
@@ -108,15 +108,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       copy(block.factor, block.factor_rows + i);
       copy(block.delta, block.delta_rows + i);
     };
-    const auto band_of = [&](int tile) {
-      return moved(block.band, tile * kBlockN, thread_t().first_row());
+    const auto bounds_of = [&](int tile) {
+      return moved(block.bounds, tile * kBlockN, thread_t().first_row());
     };
     const auto exchange = [&](int tile, product_t& c, weights_t<kStepsN>& w) {
       const thread_t me;
       double* const exchange_lane = exchange_of(me);
       if (me.role() == 0) {
         const exp2_t exp2(block.exp2);
-        const band_t band = band_of(tile);
+        const mask_bounds_t bounds = bounds_of(tile);
         const index_t i0 = block.first + tile * kBlockN,
                       j = block.own_first + me.first_row();
         const auto make = [&](auto check) {
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                 if (kHasSoftcap) ptx::hold(block.num_rows, 1000 + 4 * n + 2 * h + e);
                 double derivative;
                 double p = weight_of<check.value>(
-                    c[n][2 * h + e], band.sees(query, key), exp2, block.scores(),
+                    c[n][2 * h + e], bounds.sees(query, key), exp2, block.scores(),
                     params.scale, i0 + query, j + key, e == 0 ? lse_of.x : lse_of.y,
                     derivative);
                 p *= e == 0 ? factor_of.x : factor_of.y;
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                   *found = 1;
                 }
                 weight_at<kStepsN>(w, n, 2 * h + e) = p;
-                product[e] = kHasSoftcap ? p * derivative : p;
+                product[e] = kHasDerivative ? p * derivative : p;
               }
               *reinterpret_cast<double2*>(exchange_lane +
                                           (2 * n + h) * 2 * kWarpSize) = {product[0],
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             }
           }
         };
-        if (!kTerms && !block.is_exact && band.sees_all(kBlockN, kWarpRows)) {
+        if (!kTerms && !block.is_exact && bounds.sees_all(kBlockN, kWarpRows)) {
           make(flag_t<false>{});
         } else {
           make(flag_t<true>{});
@@ -180,7 +180,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       clear(sums);
       walk<kStepsN>(
           sums, block, fetch_row,
-          [&](int tile) { return sees_any(band_of(tile), kBlockN, kWarpRows); },
+          [&](int tile) { return sees_any(bounds_of(tile), kBlockN, kWarpRows); },
           exchange);
     } while (walks_again(block, sums, found));
 

@@ -24,6 +24,163 @@ struct block_t : walk_t {
   double lse[kBlockM], delta[kBlockM];
 };
 
+constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
+
+// Which keys of a tile the rows of this warp see.
+__device__ __forceinline__ mask_bounds_t bounds_of(const block_t& block, int tile) {
+  return moved(block.bounds, thread_t().first_row(), tile * kBlockN);
+}
+
+// Products of a tile become dS of half of its keys, and l the sums of P.
+__device__ __forceinline__ void weigh(block_t& block,
+                                      const params_t& params,
+                                      int* found,
+                                      int tile,
+                                      product_t& c,
+                                      weights_t<kStepsEach>& w,
+                                      pair_t<double> (&l)[2]) {
+  const thread_t me;
+  double* const exchange_lane = exchange_of(me);
+  // A warp keeps its half of the keys and gives the other.
+  double mine[kTilesEach][4], theirs[kTilesEach][4];
+#pragma unroll
+  for (int n = 0; n < kTilesEach; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      mine[n][e] = me.role() == 0 ? c[n][e] : c[n + kTilesEach][e];
+      theirs[n][e] = me.role() == 0 ? c[n + kTilesEach][e] : c[n][e];
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = 2 * (me.role() * kTilesEach + n) + h;
+      *reinterpret_cast<double2*>(exchange_lane + at * 2 * kWarpSize) = {
+          theirs[n][2 * h], theirs[n][2 * h + 1]};
+    }
+  }
+  sync_pair();  // S and dP are complete
+#pragma unroll
+  for (int n = 0; n < kTilesEach; ++n) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int at = 2 * ((1 - me.role()) * kTilesEach + n) + h;
+      const double2 x = load2(exchange_lane + at * 2 * kWarpSize);
+      theirs[n][2 * h] = x.x;
+      theirs[n][2 * h + 1] = x.y;
+    }
+  }
+  const exp2_t exp2(block.exp2);
+  const int start = me.role() * kBlockN / 2;
+  const mask_bounds_t bounds = moved(bounds_of(block, tile), 0, start);
+  const index_t i = block.own_first + me.first_row(),
+                j = block.first + tile * kBlockN + start;
+  double tile_l[2] = {};
+  const auto make = [&](auto check) {
+#pragma unroll
+    for (int n = 0; n < kTilesEach; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int query = me.g() + 8 * (e / 2), key = 8 * n + 2 * me.t() + e % 2;
+        const double s = me.role() == 0 ? mine[n][e] : theirs[n][e];
+        const double dp = me.role() == 0 ? theirs[n][e] : mine[n][e];
+        double derivative;
+        const double p = weight_of<check.value>(
+            s, bounds.sees(query, key), exp2, block.scores(), params.scale, i + query,
+            j + key, block.lse[me.first_row() + query], derivative);
+        tile_l[e / 2] += p;
+        double ds = p * (dp - block.delta[me.first_row() + query]);
+        if (kHasDerivative) ds *= derivative;
+        if (check.value && block.is_exact && !is_unseen(p) &&
+            (block.odd_own[me.first_row() + query] ||
+             block.odd_other[start + key] == tile)) {
+          *found = 1;
+        }
+        // Not 0 * NaN.
+        if ((kTerms || check.value) && is_unseen(p)) ds = -0.0;
+        weight_at<kStepsEach>(w, n, e) = ds;
+      }
+    }
+  };
+  if (!kTerms && !block.is_exact && bounds.sees_all(kWarpRows, kBlockN / 2)) {
+    make(flag_t<false>{});
+  } else {
+    make(flag_t<true>{});
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const pair_t<double> sum = exact_sum(l[r].high, tile_l[r]);
+    l[r] = {sum.high, l[r].low + sum.low};
+  }
+}
+
+// The second warp of a pair hands its sums over, in the place of its dO.
+__device__ __forceinline__ void add_second(const thread_t& me,
+                                           sums_t& sums,
+                                           const pair_t<double> (&l)[2],
+                                           double (&l_of)[2]) {
+  double* const exchange_lane = exchange_of(me);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    l_of[r] =
+        warp_reduce<4>(l[r].high + l[r].low, [](double a, double b) { return a + b; });
+  }
+  sync_pair();  // the first warp has read what the second gave it
+  double* const handed =
+      shared_tiles() + kOwnSize + me.pair() * kWarpOwnSize + me.lane() * kVec;
+  if (me.role() == 1) {
+#pragma unroll
+    for (int n = 0; n < 4 * kChunks; ++n) {
+      const double (&sum)[4] = sums[n / 4][n % 4 / 2];
+      *reinterpret_cast<double2*>(handed + n * 2 * kWarpSize) = {sum[n % 2 * 2],
+                                                                 sum[n % 2 * 2 + 1]};
+    }
+    *reinterpret_cast<double2*>(exchange_lane) = {l_of[0], l_of[1]};
+  }
+  sync_pair();  // the sums are complete
+  if (me.role() == 1) return;
+#pragma unroll
+  for (int n = 0; n < 4 * kChunks; ++n) {
+    const double2 x = load2(handed + n * 2 * kWarpSize);
+    double (&sum)[4] = sums[n / 4][n % 4 / 2];
+    sum[n % 2 * 2] += x.x;
+    sum[n % 2 * 2 + 1] += x.y;
+  }
+  const double2 theirs = load2(exchange_lane);
+  l_of[0] += theirs.x;
+  l_of[1] += theirs.y;
+}
+
+// Factors of rows, by which sums of their P are 1, and terms of dsinks.
+__device__ __forceinline__ void close_rows(const thread_t& me,
+                                           const block_t& block,
+                                           const scores_t& scores,
+                                           const params_t& params,
+                                           index_t row,
+                                           index_t entry,
+                                           const double (&l_of)[2],
+                                           double (&own_factor)[2],
+                                           accum_t* factor,
+                                           accum_t* sink_terms) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int n = me.g() + 8 * r;
+    const double lse_i = block.lse[me.first_row() + n];
+    const bool counts =
+        scores.is_query(row + n) && scores.sink() != -infinity<double>();
+    const double sink = counts ? exp_diff_exact(scores.sink(), lse_i) : 0;
+    const double total = l_of[r] + sink;
+    const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse_i));
+    // Not where both are infinite: a row that sees no key.
+    own_factor[r] = abs_of(log_of(total)) < roundings ? 1 / total : 1;
+    if (me.t() == 0 && row + n < params.seqlen_q) {
+      factor[entry + n] = own_factor[r];
+      if (kHasSinks && sink_terms != nullptr) {
+        const double delta_i = block.delta[me.first_row() + n];
+        sink_terms[entry + n] = counts ? -sink * own_factor[r] * delta_i : 0;
+      }
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_tiled_f64_queries(
         const elem_t* __restrict__ q,       // (batch, heads, queries, head_dim)
@@ -40,7 +197,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
 
-  constexpr int kTilesEach = kTiles / 2, kStepsEach = kStepsN / 2;
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t from_last = divide(block_index(), grads.num_kept);
   if (from_last >= num_tiles) return;
@@ -58,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   for (index_t summed = 0; summed < grads.num_summed; summed = block.summed + 1) {
     __syncthreads();  // all have read what belongs to the entry before
     begin_walks(block, summed);
-    const place_t at = grads.entry(params, block.kept.of[0], summed);
+    const tile_coord_t at = grads.entry(params, block.kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     const index_t i0 = block.own_first;
     const range_t keys = scores.keys_of(i0, smaller(i0 + kBlockM, params.seqlen_q));
@@ -69,7 +225,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       block.rows[1] = {at.at_kv(v, params.v) + first * params.v.row, params.v.row,
                        static_cast<int>(params.head_dim_v)};
       block.num_rows = keys.last > first ? static_cast<int>(keys.last - first) : 0;
-      block.band = scores.band(i0, first);
+      block.bounds = scores.mask_bounds(i0, first);
       block.first = first;
       if (kTerms) block.keep(scores);
     }
@@ -93,147 +249,31 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
     sums_t sums;
     pair_t<double> l[2];  // over the lane's own columns
-    const auto band_of = [&](int tile) {
-      return moved(block.band, thread_t().first_row(), tile * kBlockN);
-    };
-    const auto exchange = [&](int tile, product_t& c, weights_t<kStepsEach>& w) {
-      const thread_t me;
-      double* const exchange_lane = exchange_of(me);
-      // A warp keeps its half of the keys and gives the other.
-      double mine[kTilesEach][4], theirs[kTilesEach][4];
-#pragma unroll
-      for (int n = 0; n < kTilesEach; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          mine[n][e] = me.role() == 0 ? c[n][e] : c[n + kTilesEach][e];
-          theirs[n][e] = me.role() == 0 ? c[n + kTilesEach][e] : c[n][e];
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int at = 2 * (me.role() * kTilesEach + n) + h;
-          *reinterpret_cast<double2*>(exchange_lane + at * 2 * kWarpSize) = {
-              theirs[n][2 * h], theirs[n][2 * h + 1]};
-        }
-      }
-      sync_pair();  // S and dP are complete
-#pragma unroll
-      for (int n = 0; n < kTilesEach; ++n) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int at = 2 * ((1 - me.role()) * kTilesEach + n) + h;
-          const double2 x = load2(exchange_lane + at * 2 * kWarpSize);
-          theirs[n][2 * h] = x.x;
-          theirs[n][2 * h + 1] = x.y;
-        }
-      }
-      const exp2_t exp2(block.exp2);
-      const int start = me.role() * kBlockN / 2;
-      const band_t band = moved(band_of(tile), 0, start);
-      const index_t i = block.own_first + me.first_row(),
-                    j = block.first + tile * kBlockN + start;
-      double tile_l[2] = {};
-      const auto make = [&](auto check) {
-#pragma unroll
-        for (int n = 0; n < kTilesEach; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int query = me.g() + 8 * (e / 2), key = 8 * n + 2 * me.t() + e % 2;
-            const double s = me.role() == 0 ? mine[n][e] : theirs[n][e];
-            const double dp = me.role() == 0 ? theirs[n][e] : mine[n][e];
-            double derivative;
-            const double p = weight_of<check.value>(
-                s, band.sees(query, key), exp2, block.scores(), params.scale, i + query,
-                j + key, block.lse[me.first_row() + query], derivative);
-            tile_l[e / 2] += p;
-            double ds = p * (dp - block.delta[me.first_row() + query]);
-            if (kHasSoftcap) ds *= derivative;
-            if (check.value && block.is_exact && !is_unseen(p) &&
-                (block.odd_own[me.first_row() + query] ||
-                 block.odd_other[start + key] == tile)) {
-              *found = 1;
-            }
-            // Not 0 * NaN.
-            if ((kTerms || check.value) && is_unseen(p)) ds = -0.0;
-            weight_at<kStepsEach>(w, n, e) = ds;
-          }
-        }
-      };
-      if (!kTerms && !block.is_exact && band.sees_all(kWarpRows, kBlockN / 2)) {
-        make(flag_t<false>{});
-      } else {
-        make(flag_t<true>{});
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const pair_t<double> sum = exact_sum(l[r].high, tile_l[r]);
-        l[r] = {sum.high, l[r].low + sum.low};
-      }
-    };
     do {
       clear(sums);
       l[0] = l[1] = {0, 0};
       walk<kStepsEach>(
           sums, block, [](int) {},
-          [&](int tile) { return sees_any(band_of(tile), kWarpRows, kBlockN); },
-          exchange);
+          [&](int tile) {
+            return sees_any(bounds_of(block, tile), kWarpRows, kBlockN);
+          },
+          [&](int tile, product_t& c, weights_t<kStepsEach>& w) {
+            weigh(block, params, found, tile, c, w, l);
+          });
     } while (walks_again(block, sums, found));
 
-    // The second warp hands its sums over, in the place of its dO.
     const thread_t me;
-    double* const exchange_lane = exchange_of(me);
     double l_of[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      l_of[r] = warp_reduce<4>(l[r].high + l[r].low,
-                               [](double a, double b) { return a + b; });
-    }
-    sync_pair();  // the first warp has read what the second gave it
-    double* const handed =
-        shared_tiles() + kOwnSize + me.pair() * kWarpOwnSize + me.lane() * kVec;
-    if (me.role() == 1) {
-#pragma unroll
-      for (int n = 0; n < 4 * kChunks; ++n) {
-        const double (&sum)[4] = sums[n / 4][n % 4 / 2];
-        *reinterpret_cast<double2*>(handed + n * 2 * kWarpSize) = {sum[n % 2 * 2],
-                                                                   sum[n % 2 * 2 + 1]};
-      }
-      *reinterpret_cast<double2*>(exchange_lane) = {l_of[0], l_of[1]};
-    }
-    sync_pair();  // the sums are complete
+    add_second(me, sums, l, l_of);
     if (me.role() == 1) continue;
-#pragma unroll
-    for (int n = 0; n < 4 * kChunks; ++n) {
-      const double2 x = load2(handed + n * 2 * kWarpSize);
-      double (&sum)[4] = sums[n / 4][n % 4 / 2];
-      sum[n % 2 * 2] += x.x;
-      sum[n % 2 * 2 + 1] += x.y;
-    }
-    const double2 l_theirs = load2(exchange_lane);
 
-    const place_t at_end = grads.entry(params, block.kept.of[0], block.summed);
+    const tile_coord_t at_end = grads.entry(params, block.kept.of[0], block.summed);
     const scores_t scores_end(at_end, SCORE_ARGUMENTS);
     const index_t row = block.own_first + me.first_row();
-    const index_t item = at_end.row_of_heads * params.seqlen_q + row;
+    const index_t entry = at_end.row_of_heads * params.seqlen_q + row;
     double own_factor[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int n = me.g() + 8 * r;
-      const double lse_i = block.lse[me.first_row() + n];
-      const bool counts =
-          scores_end.is_query(row + n) && scores_end.sink() != -infinity<double>();
-      const double sink = counts ? exp_diff_exact(scores_end.sink(), lse_i) : 0;
-      const double total = l_of[r] + (r == 0 ? l_theirs.x : l_theirs.y) + sink;
-      const double roundings = 8 * 0x1p-52 * larger(1.0, abs_of(lse_i));
-      // Not where both are infinite: a row that sees no key.
-      own_factor[r] = abs_of(log_of(total)) < roundings ? 1 / total : 1;
-      if (me.t() == 0 && row + n < params.seqlen_q) {
-        factor[item + n] = own_factor[r];
-        if (kHasSinks && sink_terms != nullptr) {
-          const double delta_i = block.delta[me.first_row() + n];
-          sink_terms[item + n] = counts ? -sink * own_factor[r] * delta_i : 0;
-        }
-      }
-    }
+    close_rows(me, block, scores_end, params, row, entry, l_of, own_factor, factor,
+               sink_terms);
     // A lane has other rows of the sums.
     double factor_of[4];  // of rows 2 t + (0, 1), then + 8
 #pragma unroll

@@ -62,7 +62,7 @@ constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps reg
 #ifdef SCALE_SCORES
 constexpr bool kTerms = true;
 #else
-constexpr bool kTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
+constexpr bool kTerms = kChangesScores;
 #endif
 
 // Products that fragments of k come ahead of theirs. With options two would spill at
@@ -222,7 +222,7 @@ __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exch
 template <bool kCheck, int kCount>
 __device__ __forceinline__ void score(rows_t<kCount>& rows,
                                       const scores_t& scores,
-                                      const band_t& band,
+                                      const mask_bounds_t& bounds,
                                       index_t i0,
                                       index_t j0) {
 #pragma unroll
@@ -231,7 +231,7 @@ __device__ __forceinline__ void score(rows_t<kCount>& rows,
     for (int e = 0; e < 4; ++e) {
       const int row = lane_g() + 8 * (e / 2), col = 8 * n + 2 * lane_t() + e % 2;
       double& s = rows.s[n][e];
-      if (kCheck && !band.sees(row, col)) {
+      if (kCheck && !bounds.sees(row, col)) {
         s = -infinity<double>();
       } else if constexpr (kTerms) {
         s = scores(s, i0 + row, j0 + col);
@@ -255,14 +255,14 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     double top = -infinity<double>();
-    bool odd = false;
+    bool nonfinite = false;
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const double s = rows.s[n][2 * r + e];
         top = s > top ? s : top;
-        odd |= !(s < infinity<double>());
+        nonfinite |= !(s < infinity<double>());
       }
     }
     top = warp_reduce<4>(top, [](double a, double b) { return a > b ? a : b; });
@@ -272,7 +272,7 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
     const double power = exp2(rows.m[r] - top);
     const double alpha = is_raised ? power : 1;
     if (is_raised) rows.m[r] = top;
-    rows.l[r] = odd ? nan_value<double>() : rows.l[r] * alpha;
+    rows.l[r] = nonfinite ? nan_value<double>() : rows.l[r] * alpha;
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const double factor = of_row(alpha, e);
@@ -287,7 +287,7 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
 
 // o and l over many keys.
 template <int kCount>
-class row_runs_t {
+class two_level_rows_t {
  public:
   __device__ __forceinline__ void begin() {
     o_.begin();
@@ -314,23 +314,23 @@ class row_runs_t {
   struct factors_t {
     double of_o[4], of_l[2];
 
-    __device__ __forceinline__ factors_t(row_runs_t& runs,
+    __device__ __forceinline__ factors_t(two_level_rows_t& two_level,
                                          const rows_t<kCount>& rows,
                                          const exp2_t& exp2) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const double before = runs.m_[r];
+        const double before = two_level.m_[r];
         const double power = exp2(before - rows.m[r]);
-        of_l[r] = runs.o_.any() && before != -infinity<double>() ? power : 0;
-        runs.m_[r] = rows.m[r];
+        of_l[r] = two_level.o_.any() && before != -infinity<double>() ? power : 0;
+        two_level.m_[r] = rows.m[r];
 #pragma unroll
         for (int e = 0; e < 2; ++e) of_o[2 * r + e] = of_row(of_l[r], e);
       }
     }
   };
 
-  runs_t<double, typename rows_t<kCount>::o_t> o_;
-  runs_t<double, typename rows_t<kCount>::l_t> l_;
+  two_level_sum_t<double, typename rows_t<kCount>::o_t> o_;
+  two_level_sum_t<double, typename rows_t<kCount>::l_t> l_;
   volatile double m_[2];  // when the last run ended
 };
 
@@ -480,7 +480,7 @@ __device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
 // Whether a run ends before this tile of those from key `first` on. There is no
 // register to count keys beside tiles.
 __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
-  ptx::forget(tile);
+  ptx::launder(tile);
   return (static_cast<unsigned>(first) / kBlockN + tile) % kRunTiles == 0;
 }
 
@@ -570,8 +570,8 @@ __device__ __forceinline__ bool walk(block_t& block,
                     params.seqlen_q - block.i0 - first_row,
                     static_cast<int>(params.head_dim));
   rows_t<kCount> rows;
-  row_runs_t<kCount> runs;
-  if constexpr (kHasRuns) runs.begin();
+  two_level_rows_t<kCount> two_level;
+  if constexpr (kTwoLevelSums) two_level.begin();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     rows.m[r] = -infinity<double>();
@@ -591,9 +591,9 @@ __device__ __forceinline__ bool walk(block_t& block,
 #pragma unroll 1
   for (int item = 0; item < block.num_items; item += 2) {
     const int j = item / 2 * kBlockN;
-    if constexpr (kHasRuns) {
+    if constexpr (kTwoLevelSums) {
       if (item > 0 && run_ends_before(block.first, item / 2)) {
-        runs.end(rows, exp2_t(block.exp2));
+        two_level.end(rows, exp2_t(block.exp2));
       }
     }
     const bool some =
@@ -621,7 +621,7 @@ __device__ __forceinline__ bool walk(block_t& block,
       }
     } else {
       const index_t i0 = block.i0 + first_row, j0 = block.first + j;
-      score<true>(rows, scores, scores.band(i0, j0), i0, j0);
+      score<true>(rows, scores, scores.mask_bounds(i0, j0), i0, j0);
     }
     softmax<kExact>(rows, block);
     go_on(kK, item);
@@ -630,7 +630,7 @@ __device__ __forceinline__ bool walk(block_t& block,
     go_on(kV, item + 1);
   }
 
-  if constexpr (kHasRuns) runs.finish(rows, exp2_t(block.exp2));
+  if constexpr (kTwoLevelSums) two_level.finish(rows, exp2_t(block.exp2));
   __syncthreads();  // all have passed the last barriers
   if (kDrift && threadIdx.x == 0) {
 #pragma unroll
@@ -640,13 +640,13 @@ __device__ __forceinline__ bool walk(block_t& block,
     }
   }
   if constexpr (!kExact) {
-    bool odd = false;
+    bool nonfinite = false;
 #pragma unroll
     for (int c = 0; c < kCount; ++c) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) odd |= !is_finite(rows.o[c][n / 4][n % 4]);
+      for (int n = 0; n < 8; ++n) nonfinite |= !is_finite(rows.o[c][n / 4][n % 4]);
     }
-    if (__syncthreads_or(odd)) return false;
+    if (__syncthreads_or(nonfinite)) return false;
   }
 
 #pragma unroll
@@ -719,7 +719,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const index_t turn = divide(block_index(), in_turn);
   const index_t rest = block_index() - turn * in_turn;
   if (turn * in_turn >= num_heads * num_tiles) return;
-  const place_t at(params, by_length ? rest : turn);
+  const tile_coord_t at(params, by_length ? rest : turn);
   const index_t from_last = by_length ? turn : rest;
   const scores_t scores(at, SCORE_ARGUMENTS);
   {

@@ -72,8 +72,8 @@ __device__ __forceinline__ void copy_rows(
   constexpr int kStep = kNumThreads / kLanes;  // rows at a time
   unsigned thread = threadIdx.x;
   // Places are computed anew each time, not kept in registers.
-  ptx::forget(thread);
-  ptx::forget(stride);
+  ptx::launder(thread);
+  ptx::launder(stride);
   const int first_row = thread / kLanes, lane = thread % kLanes;
   const int num_left = static_cast<int>(clamp(num_rows, 0, kRows)) - first_row;
   const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 | stride % 2) == 0;
@@ -119,7 +119,7 @@ __device__ __forceinline__ void copy_own(
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
   constexpr int kLanes = kWarpSize * kNumOwners;
   unsigned first = threadIdx.x % kLanes;
-  ptx::forget(first);  // as above
+  ptx::launder(first);  // as above
 #pragma unroll 4
   for (int n = first; n < kWarpRows * kDim; n += kLanes) {
     const int row = n / kDim, col = n % kDim;

@@ -55,19 +55,20 @@ struct params_t {
 };
 
 // What a block works on: tile `tile` of `num_tiles` of one head of one batch entry.
-struct place_t {
+struct tile_coord_t {
   index_t tile, head, kv_head, row_of_heads;  // row_of_heads = batch entry, head as one
   index_t batch[kBatchDims];
   bool exists;  // the grid is rounded up
 
-  place_t() = default;
-  __device__ place_t(const params_t& params, index_t item, index_t num_tiles) {
-    row_of_heads = divide(item, num_tiles);
-    tile = item - row_of_heads * num_tiles;
+  tile_coord_t() = default;
+  __device__ tile_coord_t(const params_t& params, index_t index, index_t num_tiles) {
+    row_of_heads = divide(index, num_tiles);
+    tile = index - row_of_heads * num_tiles;
     find_head(params);
   }
   // The first tile of a head.
-  __device__ place_t(const params_t& params, index_t row) : tile(0), row_of_heads(row) {
+  __device__ tile_coord_t(const params_t& params, index_t row)
+      : tile(0), row_of_heads(row) {
     find_head(params);
   }
   // What row_of_heads says.

@@ -5,70 +5,20 @@
 //     s = scale * q.k,  s = softcap * tanh(s / softcap),  s += bias,
 //     s -= slope * |i + offset - j|,  s = -inf where masked
 //
-// Arrays that a call does without leave no code: the host defines BIAS_T, MASK,
-// SINKS_T, ALIBI_SLOPES_T, QUERY_OFFSETS_T, QUERY_LENGTHS_T, KEY_LENGTHS_T and SOFTCAP
-// only for those it has. ROUND_STEPS rounds each step to elem_t (the naive kernel).
-// With KEY_PARTS an axis of the batch is one of parts of the keys.
+// What a call does without leaves no code (options.cuh).
 #pragma once
 
+#include "attention/score/options.cuh"
 #include "attention/score/params.cuh"
 #include "common/math.cuh"
 
-#ifdef BIAS_T
-constexpr bool kHasBias = true;
-using bias_t = BIAS_T;
-#else
-constexpr bool kHasBias = false;
-using bias_t = char;
-#endif
-#ifdef MASK
-constexpr bool kHasMask = true;
-#else
-constexpr bool kHasMask = false;
-#endif
-#ifdef SINKS_T
-constexpr bool kHasSinks = true;
-using sink_t = SINKS_T;
-#else
-constexpr bool kHasSinks = false;
-using sink_t = char;
-#endif
-#ifdef ALIBI_SLOPES_T
-constexpr bool kHasAlibi = true;
-using slope_t = ALIBI_SLOPES_T;
-#else
-constexpr bool kHasAlibi = false;
-using slope_t = char;
-#endif
-#ifdef QUERY_OFFSETS_T
-constexpr bool kHasQueryOffsets = true;
-using query_offset_t = QUERY_OFFSETS_T;
-#else
-constexpr bool kHasQueryOffsets = false;
-using query_offset_t = char;
-#endif
-#ifdef QUERY_LENGTHS_T
-constexpr bool kHasQueryLengths = true;
-using query_length_t = QUERY_LENGTHS_T;
-#else
-constexpr bool kHasQueryLengths = false;
-using query_length_t = char;
-#endif
-#ifdef KEY_LENGTHS_T
-constexpr bool kHasKeyLengths = true;
-using key_length_t = KEY_LENGTHS_T;
-#else
-constexpr bool kHasKeyLengths = false;
-using key_length_t = char;
-#endif
 // What a thread keeps of its sinks, by where that takes fewer registers.
 #if __CUDA_ARCH__ >= 900 && !defined(LONG_AXES)
 constexpr bool kSinksOfAllHeads = true;
 #else
 constexpr bool kSinksOfAllHeads = false;
 #endif
-#ifdef KEY_PARTS
-constexpr bool kHasParts = true;
+#if KEY_PARTS
 // lse = m + log l weighs a part of the keys by exp(lse): its rounding, where it is
 // large, would be an error of the result.
 using maximum_t = double;
@@ -79,22 +29,11 @@ __device__ __forceinline__ row_lse_t lse_of(double m, accum_t l) {
   return {l == 0 ? -infinity<double>() : m, l};
 }
 #else
-constexpr bool kHasParts = false;
 using maximum_t = accum_t;
 using row_lse_t = accum_t;
 __device__ __forceinline__ row_lse_t lse_of(accum_t m, accum_t l) {
   return l == 0 ? -infinity<accum_t>() : m + log_of(l);
 }
-#endif
-#ifdef SOFTCAP
-constexpr bool kHasSoftcap = true;
-#else
-constexpr bool kHasSoftcap = false;
-#endif
-#ifdef ROUND_STEPS
-constexpr bool kRoundSteps = true;
-#else
-constexpr bool kRoundSteps = false;
 #endif
 
 // The options, as the last parameters of every kernel and as arguments of scores_t.
@@ -156,7 +95,7 @@ struct range_t {
 
 // Which queries see which keys in one tile of scores, counted from its corner: those
 // with low <= col - row < high, row < num_queries, col < num_keys.
-struct band_t {
+struct mask_bounds_t {
   int low, high, num_queries, num_keys;
 
   __device__ bool sees(int row, int col) const {
@@ -178,7 +117,7 @@ struct finished_t {
 // The scores of one head of one batch entry.
 class scores_t {
  public:
-  __device__ scores_t(const place_t& at,
+  __device__ scores_t(const tile_coord_t& at,
                       const params_t& params,
                       const bias_t* bias,
                       const bool* mask,
@@ -257,7 +196,7 @@ class scores_t {
   }
 
   // The tile of scores whose corner is query i0 and key j0; mask aside.
-  __device__ band_t band(index_t i0, index_t j0) const {
+  __device__ mask_bounds_t mask_bounds(index_t i0, index_t j0) const {
     constexpr index_t kMany = 1 << 30;  // far more than a tile has rows or columns
     const index_t diagonal = i0 + offset_ - j0;
     return {static_cast<int>(clamp(diagonal - params_.left, -kMany, kMany)),
@@ -266,36 +205,33 @@ class scores_t {
             static_cast<int>(clamp(key_length_ - j0, 0, kMany))};
   }
 
-  // The final score of query i and key j, if i may see j by keys_of() or band().
+  // Whether query i does not see key j, which mask_bounds() shows.
+  __device__ bool hides(index_t i, index_t j) const {
+    if constexpr (kHidesKeys) return (*this)(0, i, j) == -infinity<accum_t>();
+    return false;
+  }
+
+  // The final score of query i and key j, if i may see j by keys_of() or mask_bounds().
   __device__ accum_t operator()(accum_t q_dot_k, index_t i, index_t j) const {
     accum_t unused;
     return with_derivative(q_dot_k, i, j, unused);
   }
 
-  // The same, and its derivative by scale * q.k: that of the softcap, 1 - tanh^2.
+  // The same, and its derivative by scale * q.k. All that changes a score stands here,
+  // for the forward and the gradients of all kernels. A function of the score and of
+  // (batch entry, head, i, j) belongs between softcap and bias: it changes s, and
+  // `derivative` is multiplied by its own. What depends on batch entry and head alone
+  // is read where they are known, in the constructor.
   __device__ accum_t with_derivative(accum_t q_dot_k,
                                      index_t i,
                                      index_t j,
                                      accum_t& derivative) const {
     accum_t s = step(static_cast<accum_t>(params_.scale) * q_dot_k);
     derivative = 1;
-    if constexpr (kHasSoftcap) {
-      const accum_t cap = static_cast<accum_t>(params_.softcap);
-      const accum_t tanh = step(tanh_of(step(s / cap)));
-      s = step(cap * tanh);
-      derivative = fma_of(-tanh, tanh, accum_t(1));
-    }
-    if constexpr (kHasBias) {
-      s = step(s + to<accum_t>(bias_[i * params_.bias.row + j * params_.bias.col]));
-    }
-    if constexpr (kHasAlibi) {
-      const index_t distance = i + offset_ - j;
-      s = step(
-          s - step(slope_ * static_cast<accum_t>(distance < 0 ? -distance : distance)));
-    }
-    if constexpr (kHasMask) {
-      if (!mask_[i * params_.mask.row + j * params_.mask.col]) s = -infinity<accum_t>();
-    }
+    if constexpr (kHasSoftcap) s = capped(s, derivative);
+    if constexpr (kHasBias) s = step(s + to<accum_t>(*bias_at(i, j)));
+    if constexpr (kHasAlibi) s = step(s - step(slope_ * distance(i, j)));
+    if (!shows(i, j)) s = -infinity<accum_t>();
     return s;
   }
 
@@ -339,6 +275,26 @@ class scores_t {
   }
 
  private:
+  // softcap * tanh(s / softcap); its derivative is 1 - tanh^2.
+  __device__ accum_t capped(accum_t s, accum_t& derivative) const {
+    const accum_t cap = static_cast<accum_t>(params_.softcap);
+    const accum_t tanh = step(tanh_of(step(s / cap)));
+    derivative *= fma_of(-tanh, tanh, accum_t(1));
+    return step(cap * tanh);
+  }
+  // Of query i from key j, for alibi.
+  __device__ accum_t distance(index_t i, index_t j) const {
+    const index_t x = i + offset_ - j;
+    return static_cast<accum_t>(x < 0 ? -x : x);
+  }
+  // Whether the mask shows key j to query i. Other masks of positions belong here.
+  __device__ bool shows(index_t i, index_t j) const {
+    if constexpr (kHasMask) {
+      return mask_[i * params_.mask.row + j * params_.mask.col];
+    }
+    return true;
+  }
+
   const params_t& params_;
   const bias_t* bias_;
   const bool* mask_;

@@ -35,14 +35,14 @@ __device__ __forceinline__ void add_tile(tile_t& sums,
   tile_t s, dp;
   dot<false>(dp, dout, smem_own, v, smem_other);
   dot<false>(s, q, smem_own, k, smem_other);
-  const band_t band = scores.band(i0, j0);
+  const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const index_t i = i0 + smaller(own_row(r), q.num_rows - 1);
     const accum_t lse_i = lse_rows[i * lse_stride], delta_i = delta_rows[i];
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
-      differentiate<true>(s[r][c], dp[r][c], band.sees(own_row(r), other_row(c)),
+      differentiate<true>(s[r][c], dp[r][c], bounds.sees(own_row(r), other_row(c)),
                           scores, i, j0 + other_row(c), lse_i, delta_i);
       sums[r][c] += dp[r][c];
     }
@@ -79,10 +79,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const auto kept = locate(grads.kept, kept_index);
 
   tile_t sums = {};
-  runs_t<accum_t, tile_t> runs;
-  runs.begin();
+  two_level_sum_t<accum_t, tile_t> two_level;
+  two_level.begin();
   for (index_t summed = 0; summed < grads.num_summed; ++summed) {
-    const place_t at = grads.entry(params, kept.of[0], summed);
+    const tile_coord_t at = grads.entry(params, kept.of[0], summed);
     const scores_t scores(at, SCORE_ARGUMENTS);
     range_t queries = {first_i, first_i + 1};
     if (kSumQueries) queries = scores.queries_of(first_j, first_j + kBlockN);
@@ -107,12 +107,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         add_tile(sums, q_rows, k_rows, v_rows, dout_rows, smem_own, smem_other, scores,
                  i0, j0, at.at(lse, grads.lse), grads.lse.row,
                  delta + at.row_of_heads * params.seqlen_q);
-        if (kSumKeys && run_ends_before(j0 + kBlockN, keys.last)) runs.end(sums);
+        if (kSumKeys && run_ends_before(j0 + kBlockN, keys.last)) two_level.end(sums);
       }
-      if (kSumQueries && (i0 / kBlockM + 1) % kRunTiles == 0) runs.end(sums);
+      if (kSumQueries && (i0 / kBlockM + 1) % kRunTiles == 0) two_level.end(sums);
     }
   }
-  runs.finish(sums);
+  two_level.finish(sums);
 
   grad_t* const out = dbias + kept.of[1];
   if (!kSumQueries && !kSumKeys) {

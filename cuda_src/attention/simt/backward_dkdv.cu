@@ -51,15 +51,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto kept = locate(grads.kept, kept_index);
 
     sums_t sums_k = {}, sums_v = {};
-    runs_t<accum_t, sums_t> runs_k, runs_v;
-    runs_k.begin();
-    runs_v.begin();
+    two_level_sum_t<accum_t, sums_t> two_level_k, two_level_v;
+    two_level_k.begin();
+    two_level_v.begin();
     const auto end_run = [&] {
-      runs_k.end(sums_k);
-      runs_v.end(sums_v);
+      two_level_k.end(sums_k);
+      two_level_v.end(sums_v);
     };
     for (index_t summed = 0; summed < grads.num_summed; ++summed) {
-      const place_t at = grads.entry(params, kept.of[0], summed);
+      const tile_coord_t at = grads.entry(params, kept.of[0], summed);
       const scores_t scores(at, SCORE_ARGUMENTS);
       const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
                           num_keys, params.head_dim);
@@ -82,28 +82,29 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                                grads.dout.row, queries.last - i0, params.head_dim_v);
         tile_t s, dp;
         dot<kSingle>(s, k_rows, smem_k, q_rows, smem_other);
-        const accum_t odd = dot<kSingle>(dp, v_rows, smem_v, dout_rows, smem_other);
-        const band_t band = scores.band(i0, j0);
+        const accum_t nonfinite =
+            dot<kSingle>(dp, v_rows, smem_v, dout_rows, smem_other);
+        const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll
         for (int c = 0; c < kCols; ++c) {
           const index_t i = smaller(i0 + other_row(c), params.seqlen_q - 1);
           const accum_t lse_i = lse_rows[i * grads.lse.row], delta_i = delta_rows[i];
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
-            differentiate(s[r][c], dp[r][c], band.sees(other_row(c), own_row(r)),
+            differentiate(s[r][c], dp[r][c], bounds.sees(other_row(c), own_row(r)),
                           scores, i, j0 + own_row(r), lse_i, delta_i);
           }
         }
         store_tile(smem_w, s);
-        accumulate<kSingle>(sums_v, smem_w, dout_rows, c0, smem_other, odd);
+        accumulate<kSingle>(sums_v, smem_w, dout_rows, c0, smem_other, nonfinite);
         __syncthreads();  // all have read P before dS takes its place
         store_tile(smem_w, dp);
         accumulate<false>(sums_k, smem_w, q_rows, c0, smem_other, 0);
         if (run_ends_before(i0 + kBlockN, queries.last)) end_run();
       }
     }
-    runs_k.finish(sums_k);
-    runs_v.finish(sums_v);
+    two_level_k.finish(sums_k);
+    two_level_v.finish(sums_v);
     // A repair makes one alone where entries share k or v but not both.
     if (!kRepairs || dk != nullptr) {
       store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],

@@ -58,10 +58,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto kept = locate(grads.kept, kept_index);
 
     sums_t sums = {};
-    runs_t<accum_t, sums_t> runs;
-    runs.begin();
+    two_level_sum_t<accum_t, sums_t> two_level;
+    two_level.begin();
     for (index_t summed = 0; summed < grads.num_summed; ++summed) {
-      const place_t at = grads.entry(params, kept.of[0], summed);
+      const tile_coord_t at = grads.entry(params, kept.of[0], summed);
       const scores_t scores(at, SCORE_ARGUMENTS);
       const rows_t q_rows(at.at(q, params.q) + i0 * params.q.row, params.q.row,
                           num_rows, params.head_dim);
@@ -85,27 +85,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const range_t keys = scores.keys_of(i0, i0 + num_rows);
       if constexpr (kMakesLse) {
         accum_t total[kRows] = {};
-        runs_t<accum_t, accum_t[kRows]> runs_of_total;
-        runs_of_total.begin();
+        two_level_sum_t<accum_t, accum_t[kRows]> two_level_total;
+        two_level_total.begin();
         for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last;
              j0 += kBlockN) {
           const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
                               keys.last - j0, params.head_dim);
           tile_t s;
           dot<kSingle>(s, q_rows, smem_q, k_rows, smem_kv);
-          const band_t band = scores.band(i0, j0);
+          const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
 #pragma unroll
             for (int c = 0; c < kCols; ++c) {
-              if (!band.sees(own_row(r), other_row(c))) continue;
+              if (!bounds.sees(own_row(r), other_row(c))) continue;
               const accum_t score = scores(s[r][c], i0 + own_row(r), j0 + other_row(c));
               total[r] += exp_diff(score, row_lse[r]);
             }
           }
-          if (run_ends_before(j0 + kBlockN, keys.last)) runs_of_total.end(total);
+          if (run_ends_before(j0 + kBlockN, keys.last)) two_level_total.end(total);
         }
-        runs_of_total.finish(total);
+        two_level_total.finish(total);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
           const accum_t sum = warp_reduce<kColThreads>(
@@ -126,23 +126,23 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                             keys.last - j0, params.head_dim_v);
         tile_t s, dp;
         dot<kSingle>(dp, dout_rows, smem_dout, v_rows, smem_kv);
-        const accum_t odd = dot<kSingle>(s, q_rows, smem_q, k_rows, smem_kv);
-        const band_t band = scores.band(i0, j0);
+        const accum_t nonfinite = dot<kSingle>(s, q_rows, smem_q, k_rows, smem_kv);
+        const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
           for (int c = 0; c < kCols; ++c) {
-            differentiate(s[r][c], dp[r][c], band.sees(own_row(r), other_row(c)),
+            differentiate(s[r][c], dp[r][c], bounds.sees(own_row(r), other_row(c)),
                           scores, i0 + own_row(r), j0 + other_row(c), row_lse[r],
                           row_delta[r]);
           }
         }
         store_tile(smem_ds, dp);
-        accumulate<kSingle>(sums, smem_ds, k_rows, c0, smem_kv, odd);
-        if (run_ends_before(j0 + kBlockN, keys.last)) runs.end(sums);
+        accumulate<kSingle>(sums, smem_ds, k_rows, c0, smem_kv, nonfinite);
+        if (run_ends_before(j0 + kBlockN, keys.last)) two_level.end(sums);
       }
     }
-    runs.finish(sums);
+    two_level.finish(sums);
     store_sums(dq + kept.of[1] + i0 * grads.row[0], grads.row[0], grads.col[0], sums,
                static_cast<accum_t>(params.scale), num_rows, params.head_dim, c0);
     block += gridDim.x;

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
     const __grid_constant__ grads_t grads) {
   const index_t item =
       block_index() * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
-  const place_t at(params, item, params.seqlen_q);
+  const tile_coord_t at(params, item, params.seqlen_q);
   if (!at.exists) return;
   const index_t i = at.tile;
   const scores_t scores(at, SCORE_ARGUMENTS);

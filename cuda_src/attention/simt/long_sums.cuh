@@ -15,16 +15,16 @@
 #include "ptx/opaque.cuh"
 
 #ifdef RUN_TILES
-constexpr bool kHasRuns = true;
+constexpr bool kTwoLevelSums = true;
 constexpr int kRunTiles = RUN_TILES;
 #else
-constexpr bool kHasRuns = false;  // one run only
+constexpr bool kTwoLevelSums = false;  // one run only
 constexpr int kRunTiles = 1;
 #endif
 
 // The sums of a thread: an array of T, of one axis or more, with constant indices only.
-template <typename T, typename Sums, bool kExists = kHasRuns>
-class runs_t {
+template <typename T, typename Sums, bool kExists = kTwoLevelSums>
+class two_level_sum_t {
  public:
   static constexpr int kCount = sizeof(Sums) / sizeof(T);
 
@@ -99,7 +99,7 @@ class runs_t {
 };
 
 template <typename T, typename Sums>
-class runs_t<T, Sums, false> {
+class two_level_sum_t<T, Sums, false> {
  public:
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ bool any() const { return false; }

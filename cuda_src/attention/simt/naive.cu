@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_naive(
     elem_t* __restrict__ scores_to_p,  // (batch, heads, queries, keys), contiguous
     accum_t* __restrict__ lse,         // (batch, heads, queries), or null
     SCORE_PARAMETERS) {
-  const place_t at(params, block_index(), params.seqlen_q);
+  const tile_coord_t at(params, block_index(), params.seqlen_q);
   if (!at.exists) return;
   const scores_t scores(at, SCORE_ARGUMENTS);
   const index_t i = at.tile;

@@ -61,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
     SCORE_PARAMETERS) {
   const index_t column_blocks = (params.head_dim_v + kBlockDv - 1) / kBlockDv;
   const index_t row_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), row_blocks * column_blocks);
+  const tile_coord_t at(params, block_index(), row_blocks * column_blocks);
   const index_t column_block = divide(at.tile, row_blocks);
   const index_t i =
       (at.tile - column_block * row_blocks) * kBlockM + threadIdx.x / kWarpSize;
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_online(
       }
       run.join(s, 1, v_row);
     }
-    if constexpr (!kHasRuns) {
+    if constexpr (!kTwoLevelSums) {
       if (run.d != 0) row.join(run.m, run.d, run.o);
       continue;
     }

@@ -17,17 +17,15 @@
 
 #include "attention/simt/long_sums.cuh"
 #include "attention/simt/gradients.cuh"
-#include "common/reduce.cuh"
+#include "attention/simt/products.cuh"
 #ifdef REPAIRS
 #include "ptx/griddepcontrol.cuh"
 #endif
 
-#if !defined(BLOCK_M) || !defined(BLOCK_N) || !defined(CHUNK) || !defined(SINGLE) || \
-    !defined(MIN_BLOCKS)
-#error "BLOCK_M, BLOCK_N, CHUNK, SINGLE and MIN_BLOCKS come from the host"
+#if !defined(CHUNK) || !defined(SINGLE)
+#error "CHUNK and SINGLE come from the host"
 #endif
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N, kChunk = CHUNK;
-constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
+constexpr int kChunk = CHUNK;
 constexpr bool kSingle = SINGLE;
 #ifdef SUMS_APART
 constexpr bool kSumsApart = true;
@@ -53,40 +51,15 @@ constexpr bool kRepairs = false;
 #define REPAIR_IS_ASKED true
 #endif
 
-constexpr int kColThreads = 16;
-constexpr int kRowThreads = kNumThreads / kColThreads;
-constexpr int kRows = kBlockM / kRowThreads;
-constexpr int kCols = kBlockN / kColThreads;
-static_assert(kRows * kRowThreads == kBlockM && kCols * kColThreads == kBlockN);
-
-// Shared memory is read 16 bytes at a time. The stride of a row is an odd number of
-// such vectors, so that rows side by side lie in different banks.
-constexpr int kVec = 16 / sizeof(accum_t);
-__device__ constexpr int padded(int n) { return (n / kVec | 1) * kVec; }
 constexpr int kStride = padded(kChunk), kStrideW = padded(kBlockN);
 
 // A gradient's columns of a thread: kSpans times kWide side by side.
-constexpr int kWide = kChunk % (kColThreads * kVec) == 0 ? kVec
-                      : kChunk % (kColThreads * 2) == 0  ? 2
-                                                         : 1;
+constexpr int kWide = wide_of(kChunk);
 constexpr int kSpans = kChunk / (kColThreads * kWide);
 static_assert(kSpans * kColThreads * kWide == kChunk && kChunk % kVec == 0);
 
-using tile_t = accum_t[kRows][kCols];
 using sums_t = accum_t[kRows][kSpans * kWide];
 
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) vec_t {
-  T x[kCount];
-};
-
-template <int kCount, typename T>
-__device__ __forceinline__ vec_t<T, kCount> load(const T* x) {
-  return *reinterpret_cast<const vec_t<T, kCount>*>(x);
-}
-
-__device__ __forceinline__ int thread_col() { return threadIdx.x % kColThreads; }
-__device__ __forceinline__ int thread_row() { return threadIdx.x / kColThreads; }
 __device__ __forceinline__ int own_row(int r) { return r * kRowThreads + thread_row(); }
 __device__ __forceinline__ int other_row(int c) {
   return c * kColThreads + thread_col();
@@ -123,42 +96,8 @@ template <int kCount>
 __device__ __forceinline__ accum_t load_rows(accum_t* smem,
                                              const rows_t& rows,
                                              column_t c0) {
-  constexpr int kElems = 16 / sizeof(elem_t);  // of a 16-byte load
-  const elem_t* const x = rows.x + c0;
-  const column_t dim = rows.dim - c0;
-  accum_t odd = 0;
-  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 |
-                        rows.stride % kElems | dim % kElems) == 0;
-  if (aligned) {
-    constexpr int kVectors = kChunk / kElems;
-#pragma unroll 2
-    for (int n = threadIdx.x; n < kCount * kVectors; n += kNumThreads) {
-      const int row = n / kVectors, col = n % kVectors * kElems;
-      vec_t<elem_t, kElems> from = {};
-      if (row < rows.num_rows && col < dim)
-        from = load<kElems>(x + row * rows.stride + col);
-#pragma unroll
-      for (int e = 0; e < kElems; e += kVec) {
-        vec_t<accum_t, kVec> part;
-#pragma unroll
-        for (int f = 0; f < kVec; ++f) {
-          part.x[f] = to<accum_t>(from.x[e + f]);
-          odd = fma_of(part.x[f], accum_t(0), odd);
-        }
-        *reinterpret_cast<vec_t<accum_t, kVec>*>(smem + row * kStride + col + e) = part;
-      }
-    }
-  } else {
-    for (int n = threadIdx.x; n < kCount * kChunk; n += kNumThreads) {
-      const int row = n / kChunk, col = n % kChunk;
-      accum_t value = 0;
-      if (row < rows.num_rows && col < dim)
-        value = to<accum_t>(x[row * rows.stride + col]);
-      odd = fma_of(value, accum_t(0), odd);
-      smem[row * kStride + col] = value;
-    }
-  }
-  return odd;
+  return load_rows<kCount, kChunk, kStride, 2>(smem, rows.x + c0, rows.stride,
+                                               rows.num_rows, rows.dim - c0);
 }
 
 // s += own other^T over `num_columns` columns of a chunk.
@@ -166,26 +105,8 @@ __device__ __forceinline__ void dot_chunk(tile_t& s,
                                           const accum_t* own,
                                           const accum_t* other,
                                           int num_columns) {
-  own += thread_row() * kStride;
-  other += thread_col() * kStride;
-#pragma unroll 1
-  for (int d = 0; d < num_columns; d += kVec) {
-    vec_t<accum_t, kVec> other_part[kCols];
-#pragma unroll
-    for (int c = 0; c < kCols; ++c)
-      other_part[c] = load<kVec>(other + c * kColThreads * kStride + d);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const auto own_part = load<kVec>(own + r * kRowThreads * kStride + d);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-#pragma unroll
-        for (int c = 0; c < kCols; ++c) {
-          s[r][c] = fma_of(own_part.x[e], other_part[c].x[e], s[r][c]);
-        }
-      }
-    }
-  }
+  add_products<kStride>(s, own + thread_row() * kStride, other + thread_col() * kStride,
+                        0, num_columns);
 }
 
 // The same, parts of kColumnsApart columns apart.
@@ -221,11 +142,11 @@ __device__ __forceinline__ accum_t dot(tile_t& s,
 #pragma unroll
     for (int c = 0; c < kCols; ++c) s[r][c] = 0;
   }
-  accum_t odd = 0;
+  accum_t nonfinite = 0;
   for (column_t c0 = 0; c0 < own.dim; c0 += kChunk) {
     __syncthreads();  // all have read what stands in shared memory
     if (!kOwnIsLoaded) load_rows<kBlockM>(smem_own, own, c0);
-    odd += load_rows<kBlockN>(smem_other, other, c0);
+    nonfinite += load_rows<kBlockN>(smem_other, other, c0);
     __syncthreads();  // the tiles are complete
     if constexpr (kSumsApart) {
       const int rest = own.dim - c0 < kChunk ? own.dim - c0 : kChunk;
@@ -234,7 +155,7 @@ __device__ __forceinline__ accum_t dot(tile_t& s,
       dot_chunk(s, smem_own, smem_other, own.dim - c0 < kChunk ? own.dim - c0 : kChunk);
     }
   }
-  return odd;
+  return nonfinite;
 }
 
 // Stores a tile of P or dS, for the threads of its rows.
@@ -248,66 +169,26 @@ __device__ __forceinline__ void store_tile(accum_t* w, const tile_t& tile) {
   }
 }
 
-// sums += w other. kExact leaves out the pairs that do not see each other one by one,
-// for tiles that hold an infinity or NaN; elsewhere w = 0 does it.
-template <bool kExact>
-__device__ __forceinline__ void accumulate_tile(sums_t& sums,
-                                                const accum_t* w,
-                                                const accum_t* other) {
-  w += thread_row() * kStrideW;
-  other += thread_col() * kWide;
-#pragma unroll
-  for (int span = 0; span < kSpans; ++span) {
-    accum_t sum[kRows][kWide] = {};
-#pragma unroll(kExact ? 1 : 2)
-    for (int j = 0; j < kBlockN; j += kVec) {
-      vec_t<accum_t, kWide> other_part[kVec];
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        other_part[e] =
-            load<kWide>(other + (j + e) * kStride + span * kColThreads * kWide);
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const auto w_part = load<kVec>(w + r * kRowThreads * kStrideW + j);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          if (kExact && is_unseen(w_part.x[e])) continue;
-#pragma unroll
-          for (int k = 0; k < kWide; ++k) {
-            sum[r][k] = fma_of(w_part.x[e], other_part[e].x[k], sum[r][k]);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int k = 0; k < kWide; ++k) sums[r][span * kWide + k] += sum[r][k];
-    }
-  }
-}
-
 // sums += w other, for a chunk of columns of `other` from c0 on that smem_other holds
-// if kOtherIsLoaded. `odd` is NaN if that holds a number that is not finite.
+// if kOtherIsLoaded. `nonfinite` is NaN if that holds a number that is not finite.
 template <bool kOtherIsLoaded>
 __device__ __forceinline__ void accumulate(sums_t& sums,
                                            const accum_t* w,
                                            const rows_t& other,
                                            column_t c0,
                                            accum_t* smem_other,
-                                           accum_t odd) {
+                                           accum_t nonfinite) {
   if (!kOtherIsLoaded) {
     __syncthreads();  // all have read the tile that stands there
-    odd = c0 < other.dim ? load_rows<kBlockN>(smem_other, other, c0) : accum_t(0);
+    nonfinite = c0 < other.dim ? load_rows<kBlockN>(smem_other, other, c0) : accum_t(0);
   }
   // w and the tile are complete; a vote whether it holds an infinity or NaN.
-  const bool any_odd = __syncthreads_or(odd != 0);
+  const bool any_nonfinite = __syncthreads_or(nonfinite != 0);
   if (c0 >= other.dim) return;
-  if (any_odd) {
-    accumulate_tile<true>(sums, w, smem_other);
+  if (any_nonfinite) {
+    accumulate_tile<true, kStrideW, kStride, kWide>(sums, w, smem_other);
   } else {
-    accumulate_tile<false>(sums, w, smem_other);
+    accumulate_tile<false, kStrideW, kStride, kWide>(sums, w, smem_other);
   }
 }
 
@@ -316,27 +197,27 @@ __device__ __forceinline__ void accumulate(sums_t& sums,
 template <bool kOfBias = false>
 __device__ __forceinline__ void differentiate(accum_t& s,
                                               accum_t& dp,
-                                              bool in_band,
+                                              bool in_bounds,
                                               const scores_t& scores,
                                               index_t i,
                                               index_t j,
                                               accum_t lse,
                                               accum_t delta) {
   accum_t derivative = 1;
-  if (in_band) s = scores.with_derivative(s, i, j, derivative);
-  if (!in_band || s == -infinity<accum_t>()) {
+  if (in_bounds) s = scores.with_derivative(s, i, j, derivative);
+  if (!in_bounds || s == -infinity<accum_t>()) {
     s = dp = accum_t(-0.0);
     return;
   }
   s = exp_of(s - lse);
   dp = s * (dp - delta);
-  if (kHasSoftcap && !kOfBias) dp *= derivative;
+  if (kHasDerivative && !kOfBias) dp *= derivative;
 }
 
 // Whether a run of sums ends before row `next` of those walked over: the last one ends
 // behind them.
 __device__ __forceinline__ bool run_ends_before(index_t next, index_t last) {
-  return kHasRuns && (next % (kRunTiles * kBlockN) == 0 || next >= last);
+  return kTwoLevelSums && (next % (kRunTiles * kBlockN) == 0 || next >= last);
 }
 
 // Writes a gradient's chunk of columns from c0 on.

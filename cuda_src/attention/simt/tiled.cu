@@ -20,126 +20,31 @@
 //            more than 256 columns is summed up from parts of 32
 // Limits     kHeadDim and kHeadDimV are rounded up by the host and filled with zeros
 #include "attention/simt/long_sums.cuh"
-#include "attention/score/score.cuh"
-#include "common/reduce.cuh"
+#include "attention/simt/products.cuh"
 
-#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_M) || \
-    !defined(BLOCK_N) || !defined(MIN_BLOCKS)
-#error "HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_N and MIN_BLOCKS come from the host"
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V)
+#error "HEAD_DIM and HEAD_DIM_V come from the host"
 #endif
 constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
-constexpr int kBlockM = BLOCK_M, kBlockN = BLOCK_N;
-constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers
-
-constexpr int kColThreads = 16;
-constexpr int kRowThreads = kNumThreads / kColThreads;
-constexpr int kRows = kBlockM / kRowThreads;  // of s and o, a thread
-constexpr int kCols = kBlockN / kColThreads;  // of s, a thread
-static_assert(kRows * kRowThreads == kBlockM && kCols * kColThreads == kBlockN);
-
-// Shared memory is read 16 bytes at a time. The stride of a row is an odd number of
-// such vectors, so that rows side by side lie in different banks.
-constexpr int kVec = 16 / sizeof(accum_t);
-__device__ constexpr int padded(int n) { return (n / kVec | 1) * kVec; }
 constexpr int kStrideQ = padded(kHeadDim), kStrideK = kStrideQ;
 constexpr int kStrideV = padded(kHeadDimV), kStrideP = padded(kBlockN);
 constexpr int kStrideKv = kStrideK > kStrideV ? kStrideK : kStrideV;
 
 // o of a thread: kChunks times kWide columns side by side.
-constexpr int kWide = kHeadDimV % (kColThreads * kVec) == 0 ? kVec
-                      : kHeadDimV % (kColThreads * 2) == 0  ? 2
-                                                            : 1;
+constexpr int kWide = wide_of(kHeadDimV);
 constexpr int kChunks = kHeadDimV / (kColThreads * kWide);
 static_assert(kChunks * kColThreads * kWide == kHeadDimV && kHeadDim % kVec == 0);
 
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) vec_t {
-  T x[kCount];
-};
-
-template <int kCount, typename T>
-__device__ __forceinline__ vec_t<T, kCount> load(const T* x) {
-  return *reinterpret_cast<const vec_t<T, kCount>*>(x);
-}
-
-// Loads rows [0, num_rows) of a matrix (.., dim) into kCount x kDim numbers of shared
-// memory, zeros elsewhere. Returns 0, or NaN if a number was not finite.
-template <int kCount, int kDim, int kStride>
-__device__ __forceinline__ accum_t load_rows(
-    accum_t* smem, const elem_t* x, index_t row_stride, index_t num_rows, index_t dim) {
-  constexpr int kElems = 16 / sizeof(elem_t);  // of a 16-byte load
-  accum_t odd = 0;
-  const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 |
-                        row_stride % kElems | dim % kElems) == 0;
-  if (aligned) {
-    constexpr int kVectors = kDim / kElems;
-#pragma unroll 4
-    for (int n = threadIdx.x; n < kCount * kVectors; n += kNumThreads) {
-      const int row = n / kVectors, col = n % kVectors * kElems;
-      vec_t<elem_t, kElems> from = {};
-      if (row < num_rows && col < dim) from = load<kElems>(x + row * row_stride + col);
-      accum_t* to_row = smem + row * kStride + col;
-#pragma unroll
-      for (int e = 0; e < kElems; e += kVec) {
-        vec_t<accum_t, kVec> part;
-#pragma unroll
-        for (int f = 0; f < kVec; ++f) {
-          part.x[f] = to<accum_t>(from.x[e + f]);
-          odd = fma_of(part.x[f], accum_t(0), odd);
-        }
-        *reinterpret_cast<vec_t<accum_t, kVec>*>(to_row + e) = part;
-      }
-    }
-  } else {
-    for (int n = threadIdx.x; n < kCount * kDim; n += kNumThreads) {
-      const int row = n / kDim, col = n % kDim;
-      accum_t value = 0;
-      if (row < num_rows && col < dim) value = to<accum_t>(x[row * row_stride + col]);
-      odd = fma_of(value, accum_t(0), odd);
-      smem[row * kStride + col] = value;
-    }
-  }
-  return odd;
-}
-
-// What a thread owns: row r is row r * kRowThreads + thread_row of the tile.
+// What a thread owns.
 struct rows_t {
   using o_t = accum_t[kRows][kChunks * kWide];
   using l_t = accum_t[kRows];
 
-  accum_t s[kRows][kCols];  // column c is column c * kColThreads + thread_col
+  tile_t s;
   o_t o;
   accum_t m[kRows];
   l_t l;
 };
-
-__device__ __forceinline__ int thread_col() { return threadIdx.x % kColThreads; }
-__device__ __forceinline__ int thread_row() { return threadIdx.x / kColThreads; }
-
-using scores_of_thread_t = accum_t[kRows][kCols];
-
-// sum += q k^T over columns [first, last)
-__device__ __forceinline__ void add_products(
-    scores_of_thread_t& sum, const accum_t* q, const accum_t* k, int first, int last) {
-#pragma unroll 1
-  for (int d = first; d < last; d += kVec) {
-    vec_t<accum_t, kVec> k_part[kCols];
-#pragma unroll
-    for (int c = 0; c < kCols; ++c)
-      k_part[c] = load<kVec>(k + c * kColThreads * kStrideK + d);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const auto q_part = load<kVec>(q + r * kRowThreads * kStrideQ + d);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-#pragma unroll
-        for (int c = 0; c < kCols; ++c) {
-          sum[r][c] = fma_of(q_part.x[e], k_part[c].x[e], sum[r][c]);
-        }
-      }
-    }
-  }
-}
 
 // The roundings of one long sum grow with the root of its columns. So wide heads sum
 // kColumnsApart at a time, and what is lost when such a sum is added is kept.
@@ -157,13 +62,13 @@ __device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_
     for (int c = 0; c < kCols; ++c) rows.s[r][c] = 0;
   }
   if constexpr (!kSumsApart) {
-    add_products(rows.s, q, k, 0, kHeadDim);
+    add_products<kStrideQ>(rows.s, q, k, 0, kHeadDim);
   } else {
-    scores_of_thread_t low = {};
+    tile_t low = {};
 #pragma unroll 1
     for (int first = 0; first < kHeadDim; first += kColumnsApart) {
-      scores_of_thread_t sum = {};
-      add_products(sum, q, k, first, first + kColumnsApart);
+      tile_t sum = {};
+      add_products<kStrideQ>(sum, q, k, first, first + kColumnsApart);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -187,15 +92,18 @@ __device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_
 
 // Raw scores into final ones; with kCheck, -inf where a query does not see the key.
 template <bool kCheck>
-__device__ __forceinline__ void score(
-    rows_t& rows, const scores_t& scores, const band_t& band, index_t i0, index_t j0) {
+__device__ __forceinline__ void score(rows_t& rows,
+                                      const scores_t& scores,
+                                      const mask_bounds_t& bounds,
+                                      index_t i0,
+                                      index_t j0) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = r * kRowThreads + thread_row();
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
       const int col = c * kColThreads + thread_col();
-      rows.s[r][c] = !kCheck || band.sees(row, col)
+      rows.s[r][c] = !kCheck || bounds.sees(row, col)
                          ? scores(rows.s[r][c], i0 + row, j0 + col)
                          : -infinity<accum_t>();
     }
@@ -229,47 +137,8 @@ __device__ __forceinline__ void softmax(rows_t& rows, accum_t* p) {
   }
 }
 
-// o += p v. kExact leaves out the keys that a query does not see one by one,
-// for tiles of v that hold an infinity or NaN; elsewhere p = 0 does it.
-template <bool kExact>
-__device__ __forceinline__ void accumulate(rows_t& rows,
-                                           const accum_t* p,
-                                           const accum_t* v) {
-  p += thread_row() * kStrideP;
-  v += thread_col() * kWide;
-#pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk) {
-    accum_t sum[kRows][kWide] = {};
-#pragma unroll(kExact ? 1 : 2)
-    for (int j = 0; j < kBlockN; j += kVec) {
-      vec_t<accum_t, kWide> v_part[kVec];
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) {
-        v_part[e] = load<kWide>(v + (j + e) * kStrideV + chunk * kColThreads * kWide);
-      }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const auto p_part = load<kVec>(p + r * kRowThreads * kStrideP + j);
-#pragma unroll
-        for (int e = 0; e < kVec; ++e) {
-          if (kExact && is_unseen(p_part.x[e])) continue;
-#pragma unroll
-          for (int w = 0; w < kWide; ++w) {
-            sum[r][w] = fma_of(p_part.x[e], v_part[e].x[w], sum[r][w]);
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int w = 0; w < kWide; ++w) rows.o[r][chunk * kWide + w] += sum[r][w];
-    }
-  }
-}
-
 // o and l over many keys.
-class row_runs_t {
+class two_level_rows_t {
  public:
   __device__ __forceinline__ void begin() {
     o_.begin();
@@ -278,7 +147,7 @@ class row_runs_t {
 
   // A tile has joined them, and key `next` is the first of the one behind it.
   __device__ __forceinline__ void end_tile(rows_t& rows, index_t next, index_t last) {
-    if constexpr (kHasRuns) {
+    if constexpr (kTwoLevelSums) {
       if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
       accum_t alpha[kRows];
       follow(rows, alpha);
@@ -288,7 +157,7 @@ class row_runs_t {
   }
 
   __device__ __forceinline__ void finish(rows_t& rows) {
-    if constexpr (kHasRuns) {
+    if constexpr (kTwoLevelSums) {
       if (!o_.any()) return;
       accum_t alpha[kRows];
       follow(rows, alpha);
@@ -308,9 +177,9 @@ class row_runs_t {
     }
   }
 
-  runs_t<accum_t, rows_t::o_t> o_;
-  runs_t<accum_t, rows_t::l_t> l_;
-  volatile accum_t m_[kHasRuns ? kRows : 1];  // when the last run ended
+  two_level_sum_t<accum_t, rows_t::o_t> o_;
+  two_level_sum_t<accum_t, rows_t::l_t> l_;
+  volatile accum_t m_[kTwoLevelSums ? kRows : 1];  // when the last run ended
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_tiled(
@@ -326,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   accum_t* const smem_p = smem_kv + kBlockN * kStrideKv;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_tiles);
+  const tile_coord_t at(params, block_index(), num_tiles);
   if (!at.exists) return;
   const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
   const index_t num_rows =
@@ -335,45 +204,46 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   const scores_t scores(at, SCORE_ARGUMENTS);
   const elem_t* const k_rows = at.at_kv(k, params.k);
   const elem_t* const v_rows = at.at_kv(v, params.v);
-  load_rows<kBlockM, kHeadDim, kStrideQ>(smem_q, at.at(q, params.q) + i0 * params.q.row,
-                                         params.q.row, num_rows, params.head_dim);
+  load_rows<kBlockM, kHeadDim, kStrideQ, 4>(smem_q,
+                                            at.at(q, params.q) + i0 * params.q.row,
+                                            params.q.row, num_rows, params.head_dim);
 
   rows_t rows = {};
 #pragma unroll
   for (int r = 0; r < kRows; ++r) rows.m[r] = -infinity<accum_t>();
-  row_runs_t runs;
-  runs.begin();
+  two_level_rows_t two_level;
+  two_level.begin();
 
   const range_t keys = scores.keys_of(i0, i0 + num_rows);
   // Tiles start at multiples of kBlockN, so that a row is summed in the same order
   // whatever the tile of queries it lies in.
   for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last; j0 += kBlockN) {
     const index_t num_keys = keys.last - j0;
-    load_rows<kBlockN, kHeadDim, kStrideK>(smem_kv, k_rows + j0 * params.k.row,
-                                           params.k.row, num_keys, params.head_dim);
+    load_rows<kBlockN, kHeadDim, kStrideK, 4>(smem_kv, k_rows + j0 * params.k.row,
+                                              params.k.row, num_keys, params.head_dim);
     __syncthreads();  // the tiles of q and k are complete
     dot(rows, smem_q, smem_kv);
     __syncthreads();  // all have read k before v takes its place
 
-    const accum_t odd = load_rows<kBlockN, kHeadDimV, kStrideV>(
+    const accum_t nonfinite = load_rows<kBlockN, kHeadDimV, kStrideV, 4>(
         smem_kv, v_rows + j0 * params.v.row, params.v.row, num_keys, params.head_dim_v);
-    const band_t band = scores.band(i0, j0);
-    if (band.sees_all(kBlockM, kBlockN)) {
-      score<false>(rows, scores, band, i0, j0);
+    const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
+    if (bounds.sees_all(kBlockM, kBlockN)) {
+      score<false>(rows, scores, bounds, i0, j0);
     } else {
-      score<true>(rows, scores, band, i0, j0);
+      score<true>(rows, scores, bounds, i0, j0);
     }
     softmax(rows, smem_p);
     // The tiles of v and p are complete; a vote whether v holds an infinity or NaN.
-    if (__syncthreads_or(odd != 0)) {
-      accumulate<true>(rows, smem_p, smem_kv);
+    if (__syncthreads_or(nonfinite != 0)) {
+      accumulate_tile<true, kStrideP, kStrideV, kWide>(rows.o, smem_p, smem_kv);
     } else {
-      accumulate<false>(rows, smem_p, smem_kv);
+      accumulate_tile<false, kStrideP, kStrideV, kWide>(rows.o, smem_p, smem_kv);
     }
     __syncthreads();  // all have read v and p before the next tiles take their place
-    runs.end_tile(rows, j0 + kBlockN, keys.last);
+    two_level.end_tile(rows, j0 + kBlockN, keys.last);
   }
-  runs.finish(rows);
+  two_level.finish(rows);
 
   elem_t* const out_rows = at.at(out, params.out);
 #pragma unroll

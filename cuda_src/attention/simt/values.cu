@@ -37,7 +37,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_values(
   const index_t item = block_index() * kNumThreads + threadIdx.x;
   const index_t row = divide(item, params.head_dim_v);
   const index_t column = item - row * params.head_dim_v;
-  const place_t at(params, row, params.seqlen_q);
+  const tile_coord_t at(params, row, params.seqlen_q);
   if (!at.exists) return;
 
   accum_t sum = to<accum_t>(o[item]);

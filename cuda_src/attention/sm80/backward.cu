@@ -24,7 +24,7 @@
 // Limits     head_dim and head_dim_v up to kHeadDim, filled up with zeros; fewer than
 //            2^29 queries and keys; sm_80 or newer. Infinities and NaN in what a query
 //            does not see come through as NaN, and so does a dS too large for elem_t:
-//            found->odd says that the gradients have to be made in another way
+//            found->nonfinite says that the gradients have to be made in another way
 #include "attention/sm80/backward_rescan.cuh"
 #include "attention/sm80/backward_dq_sums.cuh"
 #include "ptx/registers.cuh"
@@ -50,7 +50,7 @@ constexpr unsigned kBytesN = kBlockN * kHeadDim * 2, kBytesM = kBlockM * kHeadDi
 constexpr unsigned kBytesDs = kBlockN * kBlockM * 2, kBytesStats = 2 * kBlockM * 4;
 
 // Mirrored by items_dtype() in _attention/gpu/sm80/backward.py, field by field.
-struct items_t {
+struct schedule_t {
   index_t section;           // kept entries whose q, dO and dq stay in the L2 cache
   index_t slot[kBatchDims];  // by how many slots of dq the entries of an axis differ
 };
@@ -67,16 +67,16 @@ struct view_t {
   int aligned_q, aligned_dout;
   seen_t seen;
 
-  __device__ __forceinline__ void set_item(index_t number,
-                                           const grads_t& grads,
-                                           const items_t& items,
-                                           const params_t& params) {
+  __device__ __forceinline__ void set_work_tile(index_t number,
+                                                const grads_t& grads,
+                                                const schedule_t& schedule,
+                                                const params_t& params) {
     const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
-    const index_t in_section = items.section * num_tiles;
+    const index_t in_section = schedule.section * num_tiles;
     const index_t section = divide(number, in_section);
-    const index_t first = section * items.section;
+    const index_t first = section * schedule.section;
     const index_t rest = number - section * in_section;
-    const index_t width = min(items.section, grads.num_kept - first);
+    const index_t width = min(schedule.section, grads.num_kept - first);
     const index_t tile = width > 0 ? divide(rest, width) : num_tiles;
     first_key = tile < num_tiles ? static_cast<int>(tile) * kBlockN : -1;
     kept = first + rest - tile * width;
@@ -91,6 +91,326 @@ __device__ __forceinline__ int key_0() {
 // Its part of a block of queries, or of columns.
 __device__ __forceinline__ int part() { return warp_index() % kWarpsM; }
 
+// In the order of their places.
+struct smem_t {
+  unsigned char *k, *v, *q, *dout, *ds, *p, *stats;
+
+  __device__ __forceinline__ explicit smem_t(unsigned char* smem) {
+    k = smem;
+    v = k + kBytesN;
+    q = v + kBytesN;
+    dout = q + kStages * kBytesM;
+    ds = dout + kStages * kBytesM;
+    p = ds + kBytesDs;
+    stats = p + (kSharesP ? kBytesDs : 0);
+  }
+};
+
+// A tile of keys, and the walk over blocks of queries.
+struct backward_t {
+  using scores_frag_t = frag_t<kKeyTiles, kQueryTiles>;
+  using sums_t = frag_t<kKeyTiles, kColTiles>;
+
+  const params_t& params;
+  const grads_t& grads;
+  const smem_t smem;
+  view_t& view;
+  bad_rows_t& bad;
+  found_t* found;
+  const differentiate_t differentiate;
+
+  static __device__ __forceinline__ unsigned stage_of(int i) {
+    return kStages == 2 ? i / kBlockM % 2 : 0;
+  }
+
+  // --- loads -------------------------------------------------------------------------
+
+  // The tile of keys at j0, of which the first `num_keys` of all are read.
+  __device__ __forceinline__ void load_kv(const elem_t* k,
+                                          const elem_t* v,
+                                          int j0,
+                                          index_t num_keys) const {
+    const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
+    const int dim = static_cast<int>(params.head_dim);
+    const int dim_v = static_cast<int>(params.head_dim_v);
+    const tile_coord_t at = grads.entry(params, view.entry, 0);
+    const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
+    const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
+    load_tile<kBlockN, kHeadDim>(smem.k, k_rows, params.k.row, num_rows, dim,
+                                 has_aligned_rows(k_rows, params.k.row, dim),
+                                 tile_t<kHeadDim>::offset);
+    load_tile<kBlockN, kHeadDim>(smem.v, v_rows, params.v.row, num_rows, dim_v,
+                                 has_aligned_rows(v_rows, params.v.row, dim_v),
+                                 tile_t<kHeadDim>::offset);
+  }
+
+  // One thread tells all others of an entry.
+  __device__ __forceinline__ void set_entry(const tile_coord_t& at,
+                                            const scores_t& scores,
+                                            const elem_t* q,
+                                            const elem_t* dout,
+                                            const float* stats,
+                                            float* sums_q,
+                                            const schedule_t& schedule) const {
+    const int j0 = view.first_key;
+    const range_t queries =
+        scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
+    view.first = static_cast<int>(queries.first) / kBlockM * kBlockM;
+    view.last = static_cast<int>(queries.last);
+    if (queries.first >= queries.last) view.first = view.last;
+    view.seen = seen_t(scores.mask_bounds(0, j0));
+    view.q = at.at(q, params.q);
+    view.dout = at.at(dout, grads.dout);
+    view.aligned_q = has_aligned_rows(view.q, params.q.row, params.head_dim);
+    view.aligned_dout = has_aligned_rows(view.dout, grads.dout.row, params.head_dim_v);
+    const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
+    view.stats = stats + at.row_of_heads * num_blocks * (2 * kBlockM);
+    index_t slot = at.head;
+#pragma unroll
+    for (int axis = 0; axis < kBatchDims; ++axis) {
+      slot += at.batch[axis] * schedule.slot[axis];
+    }
+    view.sums = sums_q + slot * num_blocks * (kBlockM * kHeadDim);
+  }
+
+  __device__ __forceinline__ void load_q(int i) const {
+    if (i >= view.last) return;
+    load_tile<kBlockM, kHeadDim>(smem.q + stage_of(i) * kBytesM,
+                                 view.q + i * params.q.row, params.q.row, view.last - i,
+                                 static_cast<int>(params.head_dim), view.aligned_q,
+                                 tile_t<kHeadDim>::offset);
+  }
+  __device__ __forceinline__ void load_dout(int i) const {
+    if (i >= view.last) return;
+    const unsigned stage = stage_of(i);
+    load_tile<kBlockM, kHeadDim>(smem.dout + stage * kBytesM,
+                                 view.dout + i * grads.dout.row, grads.dout.row,
+                                 view.last - i, static_cast<int>(params.head_dim_v),
+                                 view.aligned_dout, tile_t<kHeadDim>::offset);
+    const int n = thread_index() * 16;
+    if (n < kBytesStats) {
+      ptx::copy_async_or_zero(shared_address(smem.stats) + stage * kBytesStats + n,
+                              view.stats + index_t(i / kBlockM) * (2 * kBlockM) + n / 4,
+                              16);
+    }
+  }
+  __device__ __forceinline__ void load_block(int i) const {
+    load_q(i);
+    load_dout(i);
+    ptx::commit_copies();
+  }
+
+  // What is not finite becomes 0, once more with care (backward_rescan.cuh).
+  __device__ __forceinline__ void clean_block(const scores_t& scores, int i0) const {
+    const unsigned stage = stage_of(i0);
+    clear_rows(bad.queries);
+    __syncthreads();  // the rows are cleared
+    clean_tile<kBlockN>(smem.k, bad.keys);
+    clean_tile<kBlockN>(smem.v, bad.keys);
+    clean_tile<kBlockM>(smem.q + stage * kBytesM, bad.queries);
+    clean_tile<kBlockM>(smem.dout + stage * kBytesM, bad.queries);
+    __syncthreads();  // the tiles are clean
+    if (sees_bad_rows(bad, view.seen.at(i0, 0), scores, i0, view.first_key)) {
+      found->still_nonfinite = 1;
+    }
+  }
+
+  // --- scores ------------------------------------------------------------------------
+
+  // Products become P and dS.
+  __device__ __forceinline__ void weigh(scores_frag_t& s,
+                                        scores_frag_t& dp,
+                                        const scores_t& scores,
+                                        const float* lse,
+                                        int i0) const {
+    const int row = key_0() + lane_index() / 4;
+    const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
+    const mask_bounds_t bounds = view.seen.at(i0, 0);
+    const int first_key = kHasTerms ? view.first_key : 0;
+    auto finish = [&](auto sees) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) {
+        if constexpr (kHasTerms) ptx::compiler_fence();  // of what columns will load
+        const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
+        const float2 delta_n =
+            *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
+#pragma unroll
+        for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
+            differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores, index_t(i0 + i),
+                          index_t(first_key + j), e % 2 ? lse_n.y : lse_n.x,
+                          e % 2 ? delta_n.y : delta_n.x);
+          }
+        }
+      }
+    };
+    if (kHasTwoWays && bounds.sees_all(kBlockM, kBlockN)) {
+      finish([](int, int) { return true; });
+    } else {
+      finish([&](int i, int j) { return bounds.sees(i, j); });
+    }
+  }
+
+  // dS, and P where warps share it, for products of other warps.
+  __device__ __forceinline__ void share_weights(const scores_frag_t& s,
+                                                const scores_frag_t& dp) const {
+    const auto ds_rows =
+        stored<kBlockM>(lane_index() % 4 * 4, key_0(), part() * kQueryTiles);
+#pragma unroll
+    for (int m = 0; m < kKeyTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const unsigned offset = ds_rows.at(16 * m + 8 * r, n);
+          *reinterpret_cast<unsigned*>(smem.ds + offset) =
+              pair16_t::from(dp[m][n][2 * r], dp[m][n][2 * r + 1]);
+          if constexpr (kSharesP) {
+            *reinterpret_cast<unsigned*>(smem.p + offset) =
+                pair16_t::from(s[m][n][2 * r], s[m][n][2 * r + 1]);
+          }
+        }
+      }
+    }
+    __syncthreads();  // P and dS are complete
+  }
+
+  // --- gradients ---------------------------------------------------------------------
+
+  // dv += P dO, dk += dS q of the block at i0. With one stage, what comes next takes
+  // the place of what was read last, while products go on.
+  __device__ __forceinline__ void add_dk_dv(sums_t& sums_k,
+                                            sums_t& sums_v,
+                                            const scores_frag_t& s,
+                                            const scores_frag_t& dp,
+                                            int i0) const {
+    const unsigned stage_q = shared_address(smem.q) + stage_of(i0) * kBytesM;
+    const unsigned stage_dout = shared_address(smem.dout) + stage_of(i0) * kBytesM;
+    auto load_next = [&](auto load) {
+      if constexpr (kStages == 1) {
+        __syncthreads();  // all have read what was there
+        load(i0 + kBlockM);
+        ptx::commit_copies();
+      }
+    };
+    auto next_q = [&](int i) { load_q(i); };
+    auto next_dout = [&](int i) { load_dout(i); };
+    const auto dout_sums = summed<kHeadDim>(stage_dout, 0, part() * kColTiles);
+    const auto q_sums = summed<kHeadDim>(stage_q, 0, part() * kColTiles);
+    if constexpr (kSharesP) {
+      const auto p_rows = left<kBlockM>(shared_address(smem.p), key_0());
+      const auto ds_rows = left<kBlockM>(shared_address(smem.ds), key_0());
+      auto load_from = [](const tile_t<kBlockM>& rows) {
+        return [&rows](unsigned (&x)[kKeyTiles][4], int step) {
+#pragma unroll
+          for (int m = 0; m < kKeyTiles; ++m) {
+            ptx::ldmatrix_x4(x[m], rows.at(16 * m, 2 * step));
+          }
+        };
+      };
+      multiply_sums<kBlockM>(sums_v, load_from(p_rows), dout_sums);
+      load_next(next_dout);
+      multiply_sums<kBlockM>(sums_k, load_from(ds_rows), q_sums);
+    } else {
+      multiply_sums<kBlockM>(
+          sums_v,
+          [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, s, step); },
+          dout_sums);
+      load_next(next_dout);
+      multiply_sums<kBlockM>(
+          sums_k,
+          [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, dp, step); },
+          q_sums);
+    }
+    load_next(next_q);
+  }
+
+  // dq += dS^T k, as many columns at once as there are registers for.
+  __device__ __forceinline__ void add_dq(int i0) const {
+    constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
+#pragma unroll 1
+    for (int first = 0; first < kColTilesQ; first += kAtOnce) {
+      frag_t<2, kAtOnce> dq;
+      clear(dq);
+      const auto ds_columns =
+          left_trans<kBlockM>(shared_address(smem.ds), 0, warp_index() / kColWarps * 4);
+      multiply_sums<kBlockN>(
+          dq,
+          [&](unsigned (&x)[2][4], int step) {
+#pragma unroll
+            for (int m = 0; m < 2; ++m) {
+              ptx::ldmatrix_x4_trans(x[m], ds_columns.at(16 * step, 2 * m));
+            }
+          },
+          summed<kHeadDim>(shared_address(smem.k), 0,
+                           warp_index() % kColWarps * kColTilesQ + first));
+      float* const target = view.sums + index_t(i0) * kHeadDim +
+                            (warp_index() * 2 * kColTilesQ + first) * 128;
+      const int lane = lane_index();
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+#pragma unroll
+        for (int n = 0; n < kAtOnce; ++n) {
+          add_to_sums(target + (m * kColTilesQ + n) * 128, lane, dq[m][n]);
+        }
+      }
+    }
+  }
+
+  // The walk over the queries of an entry.
+  __device__ __forceinline__ void attend(sums_t& sums_k,
+                                         sums_t& sums_v,
+                                         const scores_t& scores) const {
+    int i0 = view.first;
+    load_block(i0);
+#pragma unroll 1
+    for (; i0 < view.last; i0 += kBlockM) {
+      const unsigned stage = stage_of(i0);
+      const unsigned stage_q = shared_address(smem.q) + stage * kBytesM;
+      const unsigned stage_dout = shared_address(smem.dout) + stage * kBytesM;
+      const float* const lse =
+          reinterpret_cast<const float*>(smem.stats + stage * kBytesStats);
+      ptx::wait_copy_groups<0>();
+      // This block is complete; all have read the one before, and dS.
+      __syncthreads();
+      if constexpr (kCareful) clean_block(scores, i0);
+      if constexpr (kStages == 2) load_block(i0 + kBlockM);
+      scores_frag_t s, dp;
+      multiply_scores(s, left<kHeadDim>(shared_address(smem.k), key_0()),
+                      right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)));
+      multiply_scores(dp, left<kHeadDim>(shared_address(smem.v), key_0()),
+                      right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
+      weigh(s, dp, scores, lse, i0);
+      if constexpr (kSharesP || kMakesDq) share_weights(s, dp);
+      add_dk_dv(sums_k, sums_v, s, dp, i0);
+      if constexpr (kMakesDq) add_dq(i0);
+    }
+  }
+
+  __device__ __forceinline__ void store(grad_t* dk,
+                                        grad_t* dv,
+                                        const sums_t& sums_k,
+                                        const sums_t& sums_v) const {
+    const float unfactor =
+        unfactor_of(differentiate.factor, static_cast<float>(params.scale));
+    const int j0 = view.first_key;
+    const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
+    const int dim = static_cast<int>(params.head_dim);
+    const int dim_v = static_cast<int>(params.head_dim_v);
+    const auto kept = locate(grads.kept, view.kept);
+    const int column = part() * (8 * kColTiles);
+    float nonfinite =
+        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                   sums_k, unfactor, key_0(), column, num_keys, dim);
+    nonfinite +=
+        store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
+                   sums_v, 1 / kFactorP, key_0(), column, num_keys, dim_v);
+    if (nonfinite != 0) (kCareful ? found->still_nonfinite : found->nonfinite) = 1;
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_vjp_mma(
     const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
     const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
@@ -99,7 +419,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const float* __restrict__ stats,  // backward.cuh
     float* __restrict__ sums_q,       // backward.cuh
     found_t* __restrict__ found,
-    const __grid_constant__ items_t items,
+    const __grid_constant__ schedule_t schedule,
     grad_t* __restrict__ dk,  // as k, summed over entries
     grad_t* __restrict__ dv,  // as v, summed over entries
     SCORE_PARAMETERS,
@@ -107,25 +427,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   view_t& view = reinterpret_cast<view_t&>(view_memory);
-  unsigned char* const smem_k = smem;
-  unsigned char* const smem_v = smem_k + kBytesN;
-  unsigned char* const smem_q = smem_v + kBytesN;
-  unsigned char* const smem_dout = smem_q + kStages * kBytesM;
-  unsigned char* const smem_ds = smem_dout + kStages * kBytesM;
-  unsigned char* const smem_p = smem_ds + kBytesDs;
-  unsigned char* const smem_stats = smem_p + (kSharesP ? kBytesDs : 0);
-
   __shared__ bad_rows_t bad;
-  if (kCareful && found->odd == 0) return;
-  const differentiate_t differentiate(params, found);
+  if (kCareful && found->nonfinite == 0) return;
+  const backward_t block = {
+      params, grads, smem_t(smem), view, bad, found, differentiate_t(params, found)};
   index_t number = block_index();
   do {
-    if (kCareful) __syncthreads();  // all are done with the item before
-    if (threadIdx.x == 0) view.set_item(number, grads, items, params);
+    if (kCareful) __syncthreads();  // all are done with the work tile before
+    if (threadIdx.x == 0) view.set_work_tile(number, grads, schedule, params);
     __syncthreads();  // the view is complete
     if (view.first_key < 0) return;
     if constexpr (kCareful) clear_rows(bad.keys);
-
     {
       const int j0 = view.first_key;
       // Padding behind all lengths is not even read.
@@ -137,249 +449,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
           num_keys = max(num_keys, scores.num_keys());
         }
       }
-      const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
-      const int dim = static_cast<int>(params.head_dim);
-      const int dim_v = static_cast<int>(params.head_dim_v);
-      const place_t at = grads.entry(params, view.entry, 0);
-      const elem_t* const k_rows = at.at_kv(k, params.k) + j0 * params.k.row;
-      const elem_t* const v_rows = at.at_kv(v, params.v) + j0 * params.v.row;
-      load_tile<kBlockN, kHeadDim>(smem_k, k_rows, params.k.row, num_rows, dim,
-                                   has_aligned_rows(k_rows, params.k.row, dim),
-                                   tile_t<kHeadDim>::offset);
-      load_tile<kBlockN, kHeadDim>(smem_v, v_rows, params.v.row, num_rows, dim_v,
-                                   has_aligned_rows(v_rows, params.v.row, dim_v),
-                                   tile_t<kHeadDim>::offset);
+      block.load_kv(k, v, j0, num_keys);
     }
-
-    frag_t<kKeyTiles, kColTiles> sums_k, sums_v;
+    backward_t::sums_t sums_k, sums_v;
     clear(sums_k);
     clear(sums_v);
 #pragma unroll 1
     for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
-      const place_t at = grads.entry(params, view.entry, summed_index);
+      const tile_coord_t at = grads.entry(params, view.entry, summed_index);
       const scores_t scores(at, SCORE_ARGUMENTS);
       __syncthreads();  // all have read the blocks of the entry before
       if (threadIdx.x == 0) {
-        const int j0 = view.first_key;
-        const range_t queries =
-            scores.queries_of(j0, min(index_t(j0) + kBlockN, params.seqlen_k));
-        view.first = static_cast<int>(queries.first) / kBlockM * kBlockM;
-        view.last = static_cast<int>(queries.last);
-        if (queries.first >= queries.last) view.first = view.last;
-        view.seen = seen_t(scores.band(0, j0));
-        view.q = at.at(q, params.q);
-        view.dout = at.at(dout, grads.dout);
-        view.aligned_q = has_aligned_rows(view.q, params.q.row, params.head_dim);
-        view.aligned_dout =
-            has_aligned_rows(view.dout, grads.dout.row, params.head_dim_v);
-        const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-        view.stats = stats + at.row_of_heads * num_blocks * (2 * kBlockM);
-        index_t slot = at.head;
-#pragma unroll
-        for (int axis = 0; axis < kBatchDims; ++axis) {
-          slot += at.batch[axis] * items.slot[axis];
-        }
-        view.sums = sums_q + slot * num_blocks * (kBlockM * kHeadDim);
+        block.set_entry(at, scores, q, dout, stats, sums_q, schedule);
       }
       __syncthreads();  // the view is complete
-
-      auto load_q = [&](int i) {
-        if (i >= view.last) return;
-        const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
-        load_tile<kBlockM, kHeadDim>(smem_q + stage * kBytesM,
-                                     view.q + i * params.q.row, params.q.row,
-                                     view.last - i, static_cast<int>(params.head_dim),
-                                     view.aligned_q, tile_t<kHeadDim>::offset);
-      };
-      auto load_dout = [&](int i) {
-        if (i >= view.last) return;
-        const unsigned stage = kStages == 2 ? i / kBlockM % 2 : 0;
-        load_tile<kBlockM, kHeadDim>(smem_dout + stage * kBytesM,
-                                     view.dout + i * grads.dout.row, grads.dout.row,
-                                     view.last - i, static_cast<int>(params.head_dim_v),
-                                     view.aligned_dout, tile_t<kHeadDim>::offset);
-        const int n = thread_index() * 16;
-        if (n < kBytesStats) {
-          ptx::copy_async_or_zero(
-              shared_address(smem_stats) + stage * kBytesStats + n,
-              view.stats + index_t(i / kBlockM) * (2 * kBlockM) + n / 4, 16);
-        }
-      };
-      auto load_block = [&](int i) {
-        load_q(i);
-        load_dout(i);
-        ptx::commit_copies();
-      };
-
-      int i0 = view.first;
-      load_block(i0);
-#pragma unroll 1
-      for (; i0 < view.last; i0 += kBlockM) {
-        const unsigned stage = kStages == 2 ? i0 / kBlockM % 2 : 0;
-        const unsigned stage_q = shared_address(smem_q) + stage * kBytesM;
-        const unsigned stage_dout = shared_address(smem_dout) + stage * kBytesM;
-        const float* const lse =
-            reinterpret_cast<const float*>(smem_stats + stage * kBytesStats);
-        ptx::wait_copy_groups<0>();
-        __syncthreads();  // this block is complete; all have read the one before, and
-                          // dS
-        if constexpr (kCareful) {
-          clear_rows(bad.queries);
-          __syncthreads();  // the rows are cleared
-          clean_tile<kBlockN>(smem_k, bad.keys);
-          clean_tile<kBlockN>(smem_v, bad.keys);
-          clean_tile<kBlockM>(smem_q + stage * kBytesM, bad.queries);
-          clean_tile<kBlockM>(smem_dout + stage * kBytesM, bad.queries);
-          __syncthreads();  // the tiles are clean
-          if (sees_bad_rows(bad, view.seen.at(i0, 0), scores, i0, view.first_key)) {
-            found->still_odd = 1;
-          }
-        }
-        if constexpr (kStages == 2) load_block(i0 + kBlockM);
-
-        frag_t<kKeyTiles, kQueryTiles> s, dp;
-        multiply_scores(s, left<kHeadDim>(shared_address(smem_k), key_0()),
-                        right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)));
-        multiply_scores(dp, left<kHeadDim>(shared_address(smem_v), key_0()),
-                        right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
-
-        const int row = key_0() + lane_index() / 4;
-        const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
-        const band_t band = view.seen.at(i0, 0);
-        const int first_key = kHasTerms ? view.first_key : 0;
-        auto finish = [&](auto sees) {
-#pragma unroll
-          for (int n = 0; n < kQueryTiles; ++n) {
-            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
-            const float2 lse_n = *reinterpret_cast<const float2*>(lse + column + 8 * n);
-            const float2 delta_n =
-                *reinterpret_cast<const float2*>(lse + kBlockM + column + 8 * n);
-#pragma unroll
-            for (int m = 0; m < kKeyTiles; ++m) {
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
-                differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores,
-                              index_t(i0 + i), index_t(first_key + j),
-                              e % 2 ? lse_n.y : lse_n.x, e % 2 ? delta_n.y : delta_n.x);
-              }
-            }
-          }
-        };
-        if (kHasTwoWays && band.sees_all(kBlockM, kBlockN)) {
-          finish([](int, int) { return true; });
-        } else {
-          finish([&](int i, int j) { return band.sees(i, j); });
-        }
-
-        if constexpr (kSharesP || kMakesDq) {
-          const auto ds_rows =
-              stored<kBlockM>(lane_index() % 4 * 4, key_0(), part() * kQueryTiles);
-#pragma unroll
-          for (int m = 0; m < kKeyTiles; ++m) {
-#pragma unroll
-            for (int n = 0; n < kQueryTiles; ++n) {
-#pragma unroll
-              for (int r = 0; r < 2; ++r) {
-                const unsigned offset = ds_rows.at(16 * m + 8 * r, n);
-                *reinterpret_cast<unsigned*>(smem_ds + offset) =
-                    pair16_t::from(dp[m][n][2 * r], dp[m][n][2 * r + 1]);
-                if constexpr (kSharesP) {
-                  *reinterpret_cast<unsigned*>(smem_p + offset) =
-                      pair16_t::from(s[m][n][2 * r], s[m][n][2 * r + 1]);
-                }
-              }
-            }
-          }
-          __syncthreads();  // P and dS are complete
-        }
-
-        // With one stage, what comes next takes the place of what was read last, while
-        // products go on.
-        auto load_next = [&](auto load) {
-          if constexpr (kStages == 1) {
-            __syncthreads();  // all have read what was there
-            load(i0 + kBlockM);
-            ptx::commit_copies();
-          }
-        };
-        const auto dout_sums = summed<kHeadDim>(stage_dout, 0, part() * kColTiles);
-        const auto q_sums = summed<kHeadDim>(stage_q, 0, part() * kColTiles);
-        if constexpr (kSharesP) {
-          const auto p_rows = left<kBlockM>(shared_address(smem_p), key_0());
-          const auto ds_rows = left<kBlockM>(shared_address(smem_ds), key_0());
-          auto load_from = [](const tile_t<kBlockM>& rows) {
-            return [&rows](unsigned (&x)[kKeyTiles][4], int step) {
-#pragma unroll
-              for (int m = 0; m < kKeyTiles; ++m) {
-                ptx::ldmatrix_x4(x[m], rows.at(16 * m, 2 * step));
-              }
-            };
-          };
-          multiply_sums<kBlockM>(sums_v, load_from(p_rows), dout_sums);
-          load_next(load_dout);
-          multiply_sums<kBlockM>(sums_k, load_from(ds_rows), q_sums);
-        } else {
-          multiply_sums<kBlockM>(
-              sums_v,
-              [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, s, step); },
-              dout_sums);
-          load_next(load_dout);
-          multiply_sums<kBlockM>(
-              sums_k,
-              [&](unsigned (&x)[kKeyTiles][4], int step) { as_operand(x, dp, step); },
-              q_sums);
-        }
-        load_next(load_q);
-        if constexpr (kMakesDq) {
-          // As many columns at once as there are registers for.
-          constexpr int kAtOnce = kColTilesQ < 4 ? kColTilesQ : 4;
-#pragma unroll 1
-          for (int first = 0; first < kColTilesQ; first += kAtOnce) {
-            frag_t<2, kAtOnce> dq;
-            clear(dq);
-            const auto ds_columns = left_trans<kBlockM>(shared_address(smem_ds), 0,
-                                                        warp_index() / kColWarps * 4);
-            multiply_sums<kBlockN>(
-                dq,
-                [&](unsigned (&x)[2][4], int step) {
-#pragma unroll
-                  for (int m = 0; m < 2; ++m) {
-                    ptx::ldmatrix_x4_trans(x[m], ds_columns.at(16 * step, 2 * m));
-                  }
-                },
-                summed<kHeadDim>(shared_address(smem_k), 0,
-                                 warp_index() % kColWarps * kColTilesQ + first));
-            float* const target = view.sums + index_t(i0) * kHeadDim +
-                                  (warp_index() * 2 * kColTilesQ + first) * 128;
-            const int lane = lane_index();
-#pragma unroll
-            for (int m = 0; m < 2; ++m) {
-#pragma unroll
-              for (int n = 0; n < kAtOnce; ++n) {
-                add_to_sums(target + (m * kColTilesQ + n) * 128, lane, dq[m][n]);
-              }
-            }
-          }
-        }
-      }
+      block.attend(sums_k, sums_v, scores);
     }
     ptx::wait_copy_groups<0>();  // of a tile that no query sees
-
-    const float unfactor =
-        unfactor_of(differentiate.factor, static_cast<float>(params.scale));
-    const int j0 = view.first_key;
-    const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
-    const int dim = static_cast<int>(params.head_dim);
-    const int dim_v = static_cast<int>(params.head_dim_v);
-    const auto kept = locate(grads.kept, view.kept);
-    const int column = part() * (8 * kColTiles);
-    float odd =
-        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
-                   sums_k, unfactor, key_0(), column, num_keys, dim);
-    odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
-                      sums_v, 1 / kFactorP, key_0(), column, num_keys, dim_v);
-    if (odd != 0) (kCareful ? found->still_odd : found->odd) = 1;
+    block.store(dk, dv, sums_k, sums_v);
     number += gridDim.x;
   } while (kCareful);
 }

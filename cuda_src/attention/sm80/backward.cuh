@@ -22,22 +22,17 @@ constexpr int kMinBlocks = MIN_BLOCKS;
 constexpr int kNumWarps = kNumThreads / kWarpSize;
 static_assert(kHeadDim % 64 == 0 && kBlockM % 32 == 0 && kBlockN % 16 == 0);
 
-#ifdef SCALE_SCORES
-constexpr bool kScaleScores = true;  // not a number that exp2 can take over
-#else
-constexpr bool kScaleScores = false;
-#endif
 // Whether scores are finished one by one before the exponential; else that scales.
-constexpr bool kHasTerms =
-    kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+constexpr bool kHasTerms = kScaleScores || kChangesScores;
 // Whether tiles of which all is seen have code of their own: it takes registers.
 constexpr bool kHasTwoWays = !kHasTerms && kHeadDim <= 128;
 
 // What the kernels of one call tell those after them. Starts as zeros.
 struct found_t {
-  int odd;           // not 0: a gradient is not finite, or was too large for elem_t
-  unsigned largest;  // dO, without sign, as the bits of a float
-  int still_odd;     // not 0: so it is without what nobody sees (backward_rescan.cuh)
+  int nonfinite;        // not 0: a gradient is not finite, or was too large for elem_t
+  unsigned largest;     // dO, without sign, as the bits of a float
+  int still_nonfinite;  // not 0: so it is without what nobody sees
+                        // (backward_rescan.cuh)
   int unused;
 };
 
@@ -62,17 +57,18 @@ __device__ __forceinline__ float unfactor_of(float factor, float scale) {
   return scale / (factor * kFactorP);
 }
 
-// Which pairs see each other, by their numbers: as band_t for the tile of query 0.
+// Which pairs see each other, by their numbers: as mask_bounds_t for the tile of query
+// 0.
 struct seen_t {
   int low, high, num_queries, num_keys;
 
-  __device__ __forceinline__ explicit seen_t(const band_t& band)
-      : low(band.low),
-        high(band.high),
-        num_queries(band.num_queries),
-        num_keys(band.num_keys) {}
+  __device__ __forceinline__ explicit seen_t(const mask_bounds_t& bounds)
+      : low(bounds.low),
+        high(bounds.high),
+        num_queries(bounds.num_queries),
+        num_keys(bounds.num_keys) {}
   // The tile of query i0 and, counted from the same key, key j0.
-  __device__ __forceinline__ band_t at(int i0, int j0) const {
+  __device__ __forceinline__ mask_bounds_t at(int i0, int j0) const {
     return {low + i0 - j0, high + i0 - j0, num_queries - i0, num_keys - j0};
   }
 };
@@ -115,7 +111,7 @@ struct differentiate_t {
     s = weigh(s, sees, scores, i, j, lse, derivative);
     float weight = s;
     if constexpr (kNarrow<elem_t>) weight *= factor;
-    if constexpr (kHasSoftcap) weight *= derivative;
+    if constexpr (kHasDerivative) weight *= derivative;
     dp = weight * (dp - delta);
   }
 };
@@ -143,7 +139,7 @@ __device__ __forceinline__ void clear(float (&x)[kRows][kCols][4]) {
 // the addresses of all tiles would take the registers.
 __device__ __forceinline__ int thread_index() {
   unsigned index = threadIdx.x;
-  ptx::forget(index);
+  ptx::launder(index);
   return static_cast<int>(index);
 }
 __device__ __forceinline__ int lane_index() { return thread_index() % kWarpSize; }
@@ -255,7 +251,7 @@ __device__ __forceinline__ float store_sums(grad_t* gradient,
                                             int column_0,
                                             int num_rows,
                                             int dim) {
-  float odd = 0;
+  float nonfinite = 0;
   const int lane = lane_index();
   const bool as_pairs =
       col_step == 1 && row_step % 2 == 0 &&
@@ -271,7 +267,8 @@ __device__ __forceinline__ float store_sums(grad_t* gradient,
       for (int n = 0; n < kCols; ++n) {
         const int column = column_0 + 8 * n + lane % 4 * 2;
         const float x = sums[m][n][2 * r] * factor, y = sums[m][n][2 * r + 1] * factor;
-        odd = fmaf(sums[m][n][2 * r], 0, fmaf(sums[m][n][2 * r + 1], 0, odd));
+        nonfinite =
+            fmaf(sums[m][n][2 * r], 0, fmaf(sums[m][n][2 * r + 1], 0, nonfinite));
         if (as_pairs && column + 1 < dim) {
           if constexpr (sizeof(grad_t) == 2) {
             *reinterpret_cast<unsigned*>(target + column) = pair16_t::from(x, y);
@@ -285,5 +282,5 @@ __device__ __forceinline__ float store_sums(grad_t* gradient,
       }
     }
   }
-  return odd;
+  return nonfinite;
 }

@@ -22,7 +22,7 @@
 constexpr int kStages = STAGES;
 constexpr int kWarpsM = WARPS_M, kWarpsN = kNumWarps / kWarpsM;
 constexpr bool kSumQueries = SUM_QUERIES, kSumKeys = SUM_KEYS;
-static_assert(!(kSumQueries && kSumKeys) && kHasBias);
+static_assert(!(kSumQueries && kSumKeys));
 static_assert(kBlockM == 32 * kWarpsM && kBlockN == 32 * kWarpsN);
 static_assert(kStages == 1 || kStages == 2);
 // Tiles of 16 x 8 of a warp, and rows and columns of a lane.
@@ -31,25 +31,20 @@ constexpr int kRowTiles = 2, kKeyTiles = 4, kRows = 2 * kRowTiles,
 constexpr unsigned kBytesM = kBlockM * kHeadDim * 2, kBytesN = kBlockN * kHeadDim * 2;
 constexpr unsigned kBytes = 2 * (kBytesM + kBytesN);  // of a stage
 
-// Whether a bias is all that a score has. Tiles of which all is seen then have code of
-// their own, and addresses of the bias a base: both take registers.
-constexpr bool kIsAlone = !kHasSoftcap && !kHasAlibi && !kHasMask;
+// Where a bias is all that a score has, tiles of which all is seen have code of their
+// own, and addresses of the bias a base: with other options both take registers.
+static_assert(kHasBias);
 
 // A tile of scores that is added to that of the block.
-struct item_t {
-  place_t at;
+struct work_tile_t {
+  tile_coord_t at;
   int i0, j0;  // its corner
 };
 // The next of them, in order; those of which no query sees a key are left out.
 struct list_t {
-  item_t item[kWarpSize];
+  work_tile_t work[kWarpSize];
   int count;
   bool is_last;
-};
-
-template <int kCount>
-struct rows_of_t {
-  static constexpr int value = kCount;
 };
 
 struct alignas(2 * sizeof(grad_t)) pair_of_grads_t {
@@ -69,6 +64,198 @@ __device__ __forceinline__ void store_pair(
   if (columns_left > 0) target[0] = pair.x;
   if (columns_left > 1) target[col_step] = pair.y;
 }
+
+// This lane's rows and columns of the tile.
+__device__ __forceinline__ int row_of(int r) {
+  return warp_index() % kWarpsM * 32 + lane_index() / 4 + 8 * r;
+}
+__device__ __forceinline__ int column_of(int c) {
+  return warp_index() / kWarpsM * 32 + lane_index() % 4 * 2 + c / 2 * 8 + c % 2;
+}
+
+using tile_frag_t = frag_t<kRowTiles, kKeyTiles>;
+using stats_tile_t = float[2][2][kBlockM];  // of two work tiles: lse and delta
+
+struct dbias_t {
+  const params_t& params;
+  const grads_t& grads;
+  unsigned char* const smem;
+  const list_t& list;
+  stats_tile_t& stats_of;
+
+  __device__ __forceinline__ unsigned char* stage_of(int n) const {
+    return smem + (kStages == 2 ? n % 2 : 0) * kBytes;
+  }
+
+  template <int kCount>
+  static __device__ __forceinline__ void load_rows(unsigned char* target,
+                                                   const elem_t* from,
+                                                   index_t row_step,
+                                                   index_t num_rows,
+                                                   index_t dim) {
+    load_tile<kCount, kHeadDim>(
+        target, from, row_step, static_cast<int>(min(num_rows, index_t(kCount))),
+        static_cast<int>(dim), has_aligned_rows(from, row_step, dim),
+        tile_t<kHeadDim>::offset);
+  }
+
+  // Work tile n of the list.
+  __device__ __forceinline__ void load(int n,
+                                       const elem_t* q,
+                                       const elem_t* k,
+                                       const elem_t* v,
+                                       const elem_t* dout,
+                                       const float* stats,
+                                       index_t stats_m) const {
+    if (n < list.count) {
+      const work_tile_t& work = list.work[n];
+      unsigned char* const to_q = stage_of(n);
+      unsigned char* const to_k = to_q + 2 * kBytesM;
+      for (int row = threadIdx.x; row < kBlockM; row += kNumThreads) {
+        const int i = work.i0 + row, of_block = static_cast<int>(stats_m);
+        const int num_rows = static_cast<int>(params.seqlen_q);
+        const index_t num_blocks = (num_rows + of_block - 1) / of_block;
+        const float* const from =
+            stats + (work.at.row_of_heads * num_blocks + i / of_block) * 2 * of_block +
+            i % of_block;
+        const bool exists = i < num_rows;
+        for (int of = 0; of < 2; ++of) {
+          ptx::copy_async_or_zero<4>(shared_address(&stats_of[n % 2][of][row]),
+                                     exists ? from + of * of_block : stats,
+                                     exists ? 4 : 0);
+        }
+      }
+      const index_t i0 = work.i0, j0 = work.j0;
+      load_rows<kBlockM>(to_q, work.at.at(q, params.q) + i0 * params.q.row,
+                         params.q.row, params.seqlen_q - i0, params.head_dim);
+      load_rows<kBlockN>(to_k, work.at.at_kv(k, params.k) + j0 * params.k.row,
+                         params.k.row, params.seqlen_k - j0, params.head_dim);
+      load_rows<kBlockM>(to_q + kBytesM,
+                         work.at.at(dout, grads.dout) + i0 * grads.dout.row,
+                         grads.dout.row, params.seqlen_q - i0, params.head_dim_v);
+      load_rows<kBlockN>(to_k + kBytesN, work.at.at_kv(v, params.v) + j0 * params.v.row,
+                         params.v.row, params.seqlen_k - j0, params.head_dim_v);
+    }
+    ptx::commit_copies();
+  }
+
+  // S = q k^T, dP = dO v^T.
+  __device__ __forceinline__ void multiply(tile_frag_t& s,
+                                           tile_frag_t& dp,
+                                           int n) const {
+    const unsigned of_q = shared_address(stage_of(n)), of_k = of_q + 2 * kBytesM;
+    multiply_scores(s, left<kHeadDim>(of_q, warp_index() % kWarpsM * 32),
+                    right<kHeadDim>(of_k, warp_index() / kWarpsM * 32));
+    multiply_scores(dp, left<kHeadDim>(of_q + kBytesM, warp_index() % kWarpsM * 32),
+                    right<kHeadDim>(of_k + kBytesN, warp_index() / kWarpsM * 32));
+  }
+
+  // sums += dS of work tile n.
+  __device__ __forceinline__ void add(tile_frag_t& sums,
+                                      const tile_frag_t& s,
+                                      const tile_frag_t& dp,
+                                      const scores_t& scores,
+                                      int n) const {
+    const int i0 = list.work[n].i0, j0 = list.work[n].j0;
+    const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
+    const bias_t* const bias_tile = scores.bias_at(i0 + row_of(0), j0 + column_of(0));
+    auto add_where = [&](auto sees) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int i = row_of(r);
+        const float lse = stats_of[n % 2][0][i], delta = stats_of[n % 2][1][i];
+#pragma unroll
+        for (int c = 0; c < kCols; ++c) {
+          const int m = r / 2, tile = c / 2, e = r % 2 * 2 + c % 2, j = column_of(c);
+          // Of what scores will load.
+          if constexpr (!kAddsBiasAlone) ptx::compiler_fence();
+          if (!sees(i, j)) continue;
+          float x;
+          if constexpr (kAddsBiasAlone) {
+            const float bias_of_score =
+                to<float>(bias_tile[8 * r * params.bias.row +
+                                    (c / 2 * 8 + c % 2) * params.bias.col]);
+            x = static_cast<float>(params.scale) * s[m][tile][e] + bias_of_score;
+          } else {
+            x = scores(s[m][tile][e], i0 + i, j0 + j);
+          }
+          if (x == -infinity<float>()) continue;
+          const float p = ptx::ex2_approx_ftz(fmaf(x, float(kLog2e), -lse));
+          sums[m][tile][e] = fmaf(p, dp[m][tile][e] - delta, sums[m][tile][e]);
+        }
+      }
+    };
+    if (kAddsBiasAlone && bounds.sees_all(kBlockM, kBlockN)) {
+      add_where([](int, int) { return true; });
+    } else {
+      add_where([&](int i, int j) { return bounds.sees(i, j); });
+    }
+  }
+
+  // --- stores ------------------------------------------------------------------------
+
+  static constexpr float kUnfactor = 1 / kFactorP;
+
+  // The tile as it is.
+  __device__ __forceinline__ void store_tile(grad_t* target,
+                                             const tile_frag_t& sums,
+                                             int first_i,
+                                             int first_j,
+                                             int rows_left,
+                                             int columns_left) const {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int i = row_of(r);
+      if (i >= rows_left) continue;
+#pragma unroll
+      for (int n = 0; n < kKeyTiles; ++n) {
+        const int j = column_of(2 * n);
+        const float* const x = &sums[r / 2][n][r % 2 * 2];
+        store_pair(target + (first_i + i) * grads.row[0] + (first_j + j) * grads.col[0],
+                   grads.col[0], x[0] * kUnfactor, x[1] * kUnfactor, columns_left - j);
+      }
+    }
+  }
+
+  // Of each row, or each column, the sum over the lanes that share it, then over warps.
+  __device__ __forceinline__ void store_line(grad_t* target,
+                                             const tile_frag_t& sums,
+                                             int first_i,
+                                             int first_j,
+                                             int rows_left,
+                                             int columns_left) const {
+    __syncthreads();  // all have read the tiles
+    float* const of_warps = reinterpret_cast<float*>(smem);
+    constexpr int kOwn = kSumQueries ? kBlockN : kBlockM;
+    constexpr int kOthers = kSumQueries ? kWarpsM : kWarpsN;
+    const int other = kSumQueries ? warp_index() % kWarpsM : warp_index() / kWarpsM;
+#pragma unroll
+    for (int own = 0; own < (kSumQueries ? kCols : kRows); ++own) {
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < (kSumQueries ? kRows : kCols); ++n) {
+        const int r = kSumQueries ? n : own, c = kSumQueries ? own : n;
+        sum += sums[r / 2][c / 2][r % 2 * 2 + c % 2];
+      }
+#pragma unroll
+      for (int lanes = kSumQueries ? 4 : 1; lanes < (kSumQueries ? kWarpSize : 4);
+           lanes *= 2) {
+        sum += shuffle_xor(sum, lanes);
+      }
+      of_warps[other * kOwn + (kSumQueries ? column_of(own) : row_of(own))] = sum;
+    }
+    __syncthreads();  // the sums of all warps are there
+    for (int n = threadIdx.x; n < (kSumQueries ? columns_left : rows_left);
+         n += kNumThreads) {
+      float sum = 0;
+#pragma unroll
+      for (int other = 0; other < kOthers; ++other) sum += of_warps[other * kOwn + n];
+      const index_t at =
+          kSumQueries ? (first_j + n) * grads.col[0] : (first_i + n) * grads.row[0];
+      target[at] = to<grad_t>(sum * kUnfactor);
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_bias(
@@ -97,90 +284,41 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int first_j = static_cast<int>(tile - row_tile * key_tiles) * kBlockN;
   const auto kept = locate(grads.kept, kept_index);
 
-  // Lists items, of which `next` is the first that was not looked at; by one warp.
+  // Lists work tiles, of which `next` is the first that was not looked at; by one warp.
   const index_t walk = kSumQueries ? all_row_tiles : kSumKeys ? all_key_tiles : 1;
-  const index_t num_items = grads.num_summed * walk;
+  const index_t num_tiles = grads.num_summed * walk;
   index_t next = 0;
   auto make_list = [&] {
     unsigned those;
     do {
       const index_t number = next + threadIdx.x;
-      item_t item;
-      bool counts = number < num_items;
+      work_tile_t work;
+      bool counts = number < num_tiles;
       if (counts) {
         const index_t summed = divide(number, walk);
         const int step = static_cast<int>(number - summed * walk);
-        item.at = grads.entry(params, kept.of[0], summed);
-        item.i0 = kSumQueries ? step * kBlockM : first_i;
-        item.j0 = kSumKeys ? step * kBlockN : first_j;
-        const scores_t scores(item.at, SCORE_ARGUMENTS);
-        const range_t keys = scores.keys_of(item.i0, item.i0 + kBlockM);
-        counts = keys.first < keys.last && keys.first < item.j0 + kBlockN &&
-                 item.j0 < keys.last;
+        work.at = grads.entry(params, kept.of[0], summed);
+        work.i0 = kSumQueries ? step * kBlockM : first_i;
+        work.j0 = kSumKeys ? step * kBlockN : first_j;
+        const scores_t scores(work.at, SCORE_ARGUMENTS);
+        const range_t keys = scores.keys_of(work.i0, work.i0 + kBlockM);
+        counts = keys.first < keys.last && keys.first < work.j0 + kBlockN &&
+                 work.j0 < keys.last;
       }
       those = __ballot_sync(kFullMask, counts);
       const unsigned before = those & ((1u << threadIdx.x) - 1);
-      if (counts) list.item[__popc(before)] = item;
+      if (counts) list.work[__popc(before)] = work;
       next += kWarpSize;
-    } while (those == 0 && next < num_items);
+    } while (those == 0 && next < num_tiles);
     if (threadIdx.x == 0) {
       list.count = __popc(those);
-      list.is_last = next >= num_items;
+      list.is_last = next >= num_tiles;
     }
   };
-  __shared__ float stats_of[2][2][kBlockM];  // of an item: lse and delta
-  auto stage_of = [&](int n) { return smem + (kStages == 2 ? n % 2 : 0) * kBytes; };
-  auto load = [&](int n) {
-    if (n < list.count) {
-      const item_t& item = list.item[n];
-      unsigned char* const to_q = stage_of(n);
-      unsigned char* const to_k = to_q + 2 * kBytesM;
-      auto load_rows = [&](auto rows, unsigned char* target, const elem_t* from,
-                           index_t row_step, index_t num_rows, index_t dim) {
-        constexpr int kCount = decltype(rows)::value;
-        load_tile<kCount, kHeadDim>(
-            target, from, row_step, static_cast<int>(min(num_rows, index_t(kCount))),
-            static_cast<int>(dim), has_aligned_rows(from, row_step, dim),
-            tile_t<kHeadDim>::offset);
-      };
-      for (int row = threadIdx.x; row < kBlockM; row += kNumThreads) {
-        const int i = item.i0 + row, of_block = static_cast<int>(stats_m);
-        const int num_rows = static_cast<int>(params.seqlen_q);
-        const index_t num_blocks = (num_rows + of_block - 1) / of_block;
-        const float* const from =
-            stats + (item.at.row_of_heads * num_blocks + i / of_block) * 2 * of_block +
-            i % of_block;
-        const bool exists = i < num_rows;
-        for (int of = 0; of < 2; ++of) {
-          ptx::copy_async_or_zero<4>(shared_address(&stats_of[n % 2][of][row]),
-                                     exists ? from + of * of_block : stats,
-                                     exists ? 4 : 0);
-        }
-      }
-      const rows_of_t<kBlockM> queries;
-      const rows_of_t<kBlockN> keys;
-      const index_t i0 = item.i0, j0 = item.j0;
-      load_rows(queries, to_q, item.at.at(q, params.q) + i0 * params.q.row,
-                params.q.row, params.seqlen_q - i0, params.head_dim);
-      load_rows(keys, to_k, item.at.at_kv(k, params.k) + j0 * params.k.row,
-                params.k.row, params.seqlen_k - j0, params.head_dim);
-      load_rows(queries, to_q + kBytesM,
-                item.at.at(dout, grads.dout) + i0 * grads.dout.row, grads.dout.row,
-                params.seqlen_q - i0, params.head_dim_v);
-      load_rows(keys, to_k + kBytesN, item.at.at_kv(v, params.v) + j0 * params.v.row,
-                params.v.row, params.seqlen_k - j0, params.head_dim_v);
-    }
-    ptx::commit_copies();
-  };
-
-  // This lane's rows and columns of the tile.
-  auto row_of = [](int r) {
-    return warp_index() % kWarpsM * 32 + lane_index() / 4 + 8 * r;
-  };
-  auto column_of = [](int c) {
-    return warp_index() / kWarpsM * 32 + lane_index() % 4 * 2 + c / 2 * 8 + c % 2;
-  };
-  frag_t<kRowTiles, kKeyTiles> sums;
+  __shared__ stats_tile_t stats_of;
+  const dbias_t block = {params, grads, smem, list, stats_of};
+  auto load = [&](int n) { block.load(n, q, k, v, dout, stats, stats_m); };
+  tile_frag_t sums;
   clear(sums);
   bool is_last;
   do {
@@ -192,52 +330,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     load(0);
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
-      const item_t& item = list.item[n];
       ptx::wait_copy_groups<0>();
-      __syncthreads();  // this item is complete; all have read the one before
+      __syncthreads();  // this work tile is complete; all have read the one before
       if constexpr (kStages == 2) load(n + 1);
-      const unsigned of_q = shared_address(stage_of(n)), of_k = of_q + 2 * kBytesM;
-      frag_t<kRowTiles, kKeyTiles> s, dp;
-      multiply_scores(s, left<kHeadDim>(of_q, warp_index() % kWarpsM * 32),
-                      right<kHeadDim>(of_k, warp_index() / kWarpsM * 32));
-      multiply_scores(dp, left<kHeadDim>(of_q + kBytesM, warp_index() % kWarpsM * 32),
-                      right<kHeadDim>(of_k + kBytesN, warp_index() / kWarpsM * 32));
+      tile_frag_t s, dp;
+      block.multiply(s, dp, n);
       if constexpr (kStages == 1) __syncthreads();  // all have read the tiles
       if constexpr (kStages == 1) load(n + 1);
-      const scores_t scores(item.at, SCORE_ARGUMENTS);
-      const int i0 = item.i0, j0 = item.j0;
-      const band_t band = scores.band(i0, j0);
-      const bias_t* const bias_tile = scores.bias_at(i0 + row_of(0), j0 + column_of(0));
-      auto add = [&](auto sees) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-          const int i = row_of(r);
-          const float lse = stats_of[n % 2][0][i], delta = stats_of[n % 2][1][i];
-#pragma unroll
-          for (int c = 0; c < kCols; ++c) {
-            const int m = r / 2, tile = c / 2, e = r % 2 * 2 + c % 2, j = column_of(c);
-            if constexpr (!kIsAlone) ptx::keep_order();  // of what scores will load
-            if (!sees(i, j)) continue;
-            float x;
-            if constexpr (kIsAlone) {
-              const float bias_of_score =
-                  to<float>(bias_tile[8 * r * params.bias.row +
-                                      (c / 2 * 8 + c % 2) * params.bias.col]);
-              x = static_cast<float>(params.scale) * s[m][tile][e] + bias_of_score;
-            } else {
-              x = scores(s[m][tile][e], i0 + i, j0 + j);
-            }
-            if (x == -infinity<float>()) continue;
-            const float p = ptx::ex2_approx_ftz(fmaf(x, float(kLog2e), -lse));
-            sums[m][tile][e] = fmaf(p, dp[m][tile][e] - delta, sums[m][tile][e]);
-          }
-        }
-      };
-      if (kIsAlone && band.sees_all(kBlockM, kBlockN)) {
-        add([](int, int) { return true; });
-      } else {
-        add([&](int i, int j) { return band.sees(i, j); });
-      }
+      block.add(sums, s, dp, scores_t(list.work[n].at, SCORE_ARGUMENTS), n);
     }
   } while (!is_last);
 
@@ -246,51 +346,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       static_cast<int>(min(params.seqlen_q - first_i, index_t(kBlockM)));
   const int columns_left =
       static_cast<int>(min(params.seqlen_k - first_j, index_t(kBlockN)));
-  constexpr float kUnfactor = 1 / kFactorP;
   if constexpr (!kSumQueries && !kSumKeys) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int i = row_of(r);
-      if (i >= rows_left) continue;
-#pragma unroll
-      for (int n = 0; n < kKeyTiles; ++n) {
-        const int j = column_of(2 * n);
-        const float* const x = &sums[r / 2][n][r % 2 * 2];
-        store_pair(target + (first_i + i) * grads.row[0] + (first_j + j) * grads.col[0],
-                   grads.col[0], x[0] * kUnfactor, x[1] * kUnfactor, columns_left - j);
-      }
-    }
-    return;
-  }
-  // Of each row, or each column, the sum over the lanes that share it, then over warps.
-  __syncthreads();  // all have read the tiles
-  float* const of_warps = reinterpret_cast<float*>(smem);
-  constexpr int kOwn = kSumQueries ? kBlockN : kBlockM;
-  constexpr int kOthers = kSumQueries ? kWarpsM : kWarpsN;
-  const int other = kSumQueries ? warp_index() % kWarpsM : warp_index() / kWarpsM;
-#pragma unroll
-  for (int own = 0; own < (kSumQueries ? kCols : kRows); ++own) {
-    float sum = 0;
-#pragma unroll
-    for (int n = 0; n < (kSumQueries ? kRows : kCols); ++n) {
-      const int r = kSumQueries ? n : own, c = kSumQueries ? own : n;
-      sum += sums[r / 2][c / 2][r % 2 * 2 + c % 2];
-    }
-#pragma unroll
-    for (int lanes = kSumQueries ? 4 : 1; lanes < (kSumQueries ? kWarpSize : 4);
-         lanes *= 2) {
-      sum += shuffle_xor(sum, lanes);
-    }
-    of_warps[other * kOwn + (kSumQueries ? column_of(own) : row_of(own))] = sum;
-  }
-  __syncthreads();  // the sums of all warps are there
-  for (int n = threadIdx.x; n < (kSumQueries ? columns_left : rows_left);
-       n += kNumThreads) {
-    float sum = 0;
-#pragma unroll
-    for (int other = 0; other < kOthers; ++other) sum += of_warps[other * kOwn + n];
-    const index_t at =
-        kSumQueries ? (first_j + n) * grads.col[0] : (first_i + n) * grads.row[0];
-    target[at] = to<grad_t>(sum * kUnfactor);
+    block.store_tile(target, sums, first_i, first_j, rows_left, columns_left);
+  } else {
+    block.store_line(target, sums, first_i, first_j, rows_left, columns_left);
   }
 }

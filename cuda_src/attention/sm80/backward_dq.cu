@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
   __shared__ bad_rows_t bad;
-  if (kCareful && found->odd == 0) return;
+  if (kCareful && found->nonfinite == 0) return;
   const differentiate_t differentiate(params, found);
   index_t number = block_index();
   do {
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     frag_t<1, kHeadDim / 8> sums;
     clear(sums);
     for (index_t summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
-      const place_t at = grads.entry(params, entry, summed_index);
+      const tile_coord_t at = grads.entry(params, entry, summed_index);
       const scores_t scores(at, SCORE_ARGUMENTS);
       const int num_rows =
           static_cast<int>(clamp(scores.num_queries() - i0, 0, index_t(kBlockM)));
@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         view.first = static_cast<int>(keys.first) / kBlockN * kBlockN;
         view.last = static_cast<int>(keys.last);
         if (num_rows == 0 || keys.first >= keys.last) view.first = view.last;
-        view.seen = seen_t(scores.band(i0, 0));
+        view.seen = seen_t(scores.mask_bounds(i0, 0));
         view.k = at.at_kv(k, params.k);
         view.v = at.at_kv(v, params.v);
         view.aligned_k = has_aligned_rows(view.k, params.k.row, params.head_dim);
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           clean_tile<kBlockN>(smem_v + stage * kBytesN, bad.keys);
           __syncthreads();  // the tiles are clean
           if (sees_bad_rows(bad, view.seen.at(0, j0), scores, i0, j0)) {
-            found->still_odd = 1;
+            found->still_nonfinite = 1;
           }
         }
         if constexpr (kStages == 2) load_keys(j0 + kBlockN);
@@ -161,11 +161,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                         left<kHeadDim>(shared_address(smem_dout), warp_index() * 16),
                         right<kHeadDim>(stage_v, 0));
         const int first_row = row(), first_column = lane_index() % 4 * 2;
-        const band_t band = view.seen.at(0, j0);
+        const mask_bounds_t bounds = view.seen.at(0, j0);
         auto finish = [&](auto sees) {
 #pragma unroll
           for (int n = 0; n < kKeyTiles; ++n) {
-            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+            if constexpr (kHasTerms)
+              ptx::compiler_fence();  // of what columns will load
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               const int i = first_row + e / 2 * 8, j = first_column + 8 * n + e % 2;
@@ -174,10 +175,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             }
           }
         };
-        if (kHasTwoWays && band.sees_all(kBlockM, kBlockN)) {
+        if (kHasTwoWays && bounds.sees_all(kBlockM, kBlockN)) {
           finish([](int, int) { return true; });
         } else {
-          finish([&](int i, int j) { return band.sees(i, j); });
+          finish([&](int i, int j) { return bounds.sees(i, j); });
         }
         multiply_sums<kBlockN>(
             sums, [&](unsigned (&x)[1][4], int step) { as_operand(x, dp, step); },
@@ -192,11 +193,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const float unfactor =
         unfactor_of(differentiate.factor, static_cast<float>(params.scale));
     const int num_rows = static_cast<int>(min(params.seqlen_q - i0, index_t(kBlockM)));
-    const float odd =
+    const float nonfinite =
         store_sums(dq + locate(grads.kept, kept_index).of[1] + i0 * grads.row[0],
                    grads.row[0], grads.col[0], sums, unfactor, warp_index() * 16, 0,
                    num_rows, static_cast<int>(params.head_dim));
-    if (odd != 0) (kCareful ? found->still_odd : found->odd) = 1;
+    if (nonfinite != 0) (kCareful ? found->still_nonfinite : found->nonfinite) = 1;
     number += gridDim.x;
   } while (kCareful);
 }

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_dq(
   const int num_rows = static_cast<int>(clamp(params.seqlen_q - i0, 0, kBlockM));
   const int dim = static_cast<int>(params.head_dim);
   const bool aligned = has_aligned_rows(target, row_step, dim);
-  float odd = 0;
+  float nonfinite = 0;
   // A thread takes 8 columns of rows r and r + 8 of a tile: what four lanes had.
   for (int n = threadIdx.x; n < kBlockM * kHeadDim / 16; n += kNumThreads) {
     const int tile = n / 8, r = n % 8;
@@ -42,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_dq(
       elem_t* const to_row = target + row * row_step + column;
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
-        odd = fmaf(x[half][e], 0, odd);
+        nonfinite = fmaf(x[half][e], 0, nonfinite);
         x[half][e] *= factor;
       }
       if (aligned) {
@@ -58,5 +58,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_dq(
       }
     }
   }
-  if (odd != 0) found->odd = 1;
+  if (nonfinite != 0) found->nonfinite = 1;
 }

@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
     SCORE_PARAMETERS,
     const __grid_constant__ grads_t grads) {
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_blocks * (kBlockM / kRows));
+  const tile_coord_t at(params, block_index(), num_blocks * (kBlockM / kRows));
   const int i = static_cast<int>(at.tile) * kRows + threadIdx.x / kRowThreads;
   const int column = threadIdx.x % kRowThreads * 8;
   const int dim = static_cast<int>(params.head_dim_v);

@@ -2,8 +2,8 @@
 // The gradient kernels by mma.sync once more, if a gradient was not finite (kCareful):
 // numbers that are not finite become 0 in shared memory. Where no query sees them the
 // gradients are those of any other hidden numbers, to the last bit. Where one does, or
-// a gradient is still not finite, found->still_odd asks for kernels that know what
-// counts.
+// a gradient is still not finite, found->still_nonfinite asks for kernels that know
+// what counts.
 #pragma once
 
 #include "attention/sm80/backward.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ bool is_bad(elem_t x) {
   return (x.bits & kExponent) == kExponent;
 }
 
-// Sets them to 0; chunks of 16 bytes are exchanged only within a row.
+// Sets them to 0; chunks of 16 bytes are swizzled only within a row.
 template <int kRows>
 __device__ __forceinline__ void clean_tile(unsigned char* tile, unsigned char* bad) {
   constexpr int kElems = 8, kChunks = kHeadDim / kElems;
@@ -47,9 +47,9 @@ __device__ __forceinline__ void clear_rows(unsigned char (&bad)[kRows]) {
 }
 
 // Whether a query of the tile of query i0 and key j0 sees a bad row, or is one that
-// sees. `band` counts from that corner.
+// sees. `bounds` counts from that corner.
 __device__ __forceinline__ bool sees_bad_rows(const bad_rows_t& bad,
-                                              const band_t& band,
+                                              const mask_bounds_t& bounds,
                                               const scores_t& scores,
                                               index_t i0,
                                               index_t j0) {
@@ -57,8 +57,8 @@ __device__ __forceinline__ bool sees_bad_rows(const bad_rows_t& bad,
 #pragma unroll 1
   for (int n = thread_index(); n < kBlockM * kBlockN; n += kNumThreads) {
     const int i = n / kBlockN, j = n % kBlockN;
-    if ((bad.queries[i] || bad.keys[j]) && band.sees(i, j)) {
-      found |= !kHasTerms || scores(0, i0 + i, j0 + j) != -infinity<float>();
+    if ((bad.queries[i] || bad.keys[j]) && bounds.sees(i, j)) {
+      found |= !scores.hides(i0 + i, j0 + j);
     }
   }
   return found;

@@ -15,30 +15,25 @@ constexpr int kMinBlocks = MIN_BLOCKS;
 // Warps that share rows: each has some of the keys of s and some of the columns of o,
 // and weights go from one to the other through shared memory.
 #ifdef SIDES
-constexpr int kSides = SIDES;
+constexpr int kWarpsPerRow = SIDES;
 #else
-constexpr int kSides = 1;
+constexpr int kWarpsPerRow = 1;
 #endif
 
 // Number of rows that a warp works on: 16 of an instruction, once or twice. Twice, a
 // fragment of k or v from shared memory serves two instructions.
 constexpr int kNumWarps = kNumThreads / kWarpSize;
-constexpr int kRowTiles = kBlockM * kSides / (16 * kNumWarps);
-static_assert(kRowTiles * 16 * kNumWarps == kBlockM * kSides);
+constexpr int kRowTiles = kBlockM * kWarpsPerRow / (16 * kNumWarps);
+static_assert(kRowTiles * 16 * kNumWarps == kBlockM * kWarpsPerRow);
 // Of 8 columns, of a warp.
-constexpr int kScoreTiles = kBlockN / kSides / 8, kOutTiles = kHeadDimV / kSides / 8;
-static_assert(kBlockN % (16 * kSides) == 0 && kBlockN % 32 == 0);
-static_assert(kHeadDim % 32 == 0 && kHeadDimV % (32 * kSides) == 0);
+constexpr int kScoreTiles = kBlockN / kWarpsPerRow / 8,
+              kOutTiles = kHeadDimV / kWarpsPerRow / 8;
+static_assert(kBlockN % (16 * kWarpsPerRow) == 0 && kBlockN % 32 == 0);
+static_assert(kHeadDim % 32 == 0 && kHeadDimV % (32 * kWarpsPerRow) == 0);
 
-#ifdef SCALE_SCORES
-constexpr bool kScaleScores = true;  // not a number that exp2 can take over
-#else
-constexpr bool kScaleScores = false;
-#endif
 // Whether scores are finished one by one before the softmax; else the softmax scales.
-constexpr bool kHasTerms =
-    kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
-static_assert(kSides == 1 || (!kHasTerms && !kSplits));
+constexpr bool kHasTerms = kScaleScores || kChangesScores;
+static_assert(kWarpsPerRow == 1 || (!kHasTerms && !kSplits));
 
 // Accumulators: number e of a tile stands in row e / 2 * 8 + lane / 4 and column
 // lane % 4 * 2 + e % 2. lanes_t tells where a tile stands.
@@ -47,13 +42,13 @@ using out_frag_t = float[kRowTiles][kOutTiles][4];
 
 // Starts to copy kBytes that lie in memory as in shared memory.
 template <unsigned kBytes>
-__device__ __forceinline__ void load_image(unsigned char* smem,
-                                           const unsigned char* image) {
+__device__ __forceinline__ void copy_operand(unsigned char* smem,
+                                             const unsigned char* operand) {
   static_assert(kBytes % 16 == 0);
   const unsigned to = shared_address(smem);
 #pragma unroll
   for (unsigned n = threadIdx.x * 16; n < kBytes; n += kNumThreads * 16) {
-    ptx::copy_async_or_zero(to + n, image + n, 16);
+    ptx::copy_async_or_zero(to + n, operand + n, 16);
   }
 }
 
@@ -64,7 +59,7 @@ template <int kRows, int kDim>
 struct copy_t {
   using rows_t = tile_t<kDim>;
   static constexpr int kStep = kNumThreads / rows_t::kChunks;
-  // Steps of 8 rows leave the exchange of chunks as it is.
+  // Steps of 8 rows leave the swizzle as it is.
   static constexpr bool kInSteps =
       kNumThreads % rows_t::kChunks == 0 && kStep % 8 == 0 && kRows % kStep == 0;
 
@@ -82,14 +77,14 @@ struct copy_t {
                                     bool aligned) {
     unsigned thread = threadIdx.x;
     // Kept, what follows from these would take the registers of the loop.
-    ptx::forget(thread);
-    ptx::forget(row_stride);
+    ptx::launder(thread);
+    ptx::launder(row_stride);
     const int row = thread / rows_t::kChunks, chunk = thread % rows_t::kChunks;
     from = x + static_cast<unsigned>(i0 + row) * row_stride + chunk * 8;
     to = shared_address(smem) + rows_t::offset(row, chunk);
     count = chunk * 8 < dim ? last - i0 - row : 0;
     is_ready = kInSteps && aligned;
-    ptx::forget(from);  // here it is complete
+    ptx::launder(from);  // here it is complete
   }
 
   __device__ __forceinline__ void start(index_t row_stride) const {
@@ -129,7 +124,7 @@ constexpr unsigned kBytesQ = kBlockM * kHeadDim * 2;  // of one part of a tile
 constexpr unsigned kBytesK = kBlockN * kHeadDim * 2, kBytesV = kBlockN * kHeadDimV * 2;
 constexpr unsigned kBytesP = kBlockM * kBlockN * 2;
 
-// tile_t in one register. A tile lies at a multiple of 128, so that an exchange of
+// tile_t in one register. A tile lies at a multiple of 128, so that the swizzle of
 // chunks changes bits of the address that no row does.
 template <int kDim>
 struct lane_of_t {
@@ -142,8 +137,8 @@ struct lane_of_t {
     constexpr int kMask = rows_t::kMask;
     return (base ^ (chunk & kMask) * 16) + (chunk & ~kMask) * 16 + row * rows_t::kPitch;
   }
-  // What follows from it is computed anew.
-  __device__ __forceinline__ void forget() { ptx::forget(base); }
+  // What follows from it is computed again.
+  __device__ __forceinline__ void launder() { ptx::launder(base); }
 };
 
 // Where a lane's addresses start in the tiles of q and p (its warp's rows), k and v.
@@ -156,29 +151,37 @@ struct lanes_t {
   lanes_t(unsigned smem_q, unsigned smem_k, unsigned smem_v, unsigned smem_p)
       : q(smem_q, warp_row() + lane() % 16, lane() / 16),
         k(smem_k, warp_key() + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2),
-        v(smem_v, lane() % 16, lane() / 16 + side() * 4),
+        v(smem_v, lane() % 16, lane() / 16 + warp_of_row() * 4),
         p(smem_p, warp_row() + lane() % 16, lane() / 16) {}
+
+  // What follows from them is computed again.
+  __device__ __forceinline__ void launder() {
+    q.launder();
+    k.launder();
+    v.launder();
+    if constexpr (kWarpsPerRow > 1) p.launder();
+  }
 
   static __device__ __forceinline__ int lane(unsigned thread = threadIdx.x) {
     return thread % kWarpSize;
   }
-  static __device__ __forceinline__ int side(unsigned thread = threadIdx.x) {
-    return kSides == 1 ? 0 : thread / kWarpSize % kSides;
+  static __device__ __forceinline__ int warp_of_row(unsigned thread = threadIdx.x) {
+    return kWarpsPerRow == 1 ? 0 : thread / kWarpSize % kWarpsPerRow;
   }
   static __device__ __forceinline__ int warp_row(unsigned thread = threadIdx.x) {
-    return thread / kWarpSize / kSides * 16 * kRowTiles;
+    return thread / kWarpSize / kWarpsPerRow * 16 * kRowTiles;
   }
   // The first of a warp's keys, which lie side by side.
   static __device__ __forceinline__ int warp_key() {
-    return side() * (kBlockN / kSides);
+    return warp_of_row() * (kBlockN / kWarpsPerRow);
   }
   // Tile n of a warp's columns of o: sides take turns by 4, so that tiles of v are
-  // exchanged among their 8 neighbours as for one warp.
+  // swizzled among their 8 neighbours as for one warp.
   static __device__ __forceinline__ constexpr int out_tile(int n) {
-    return n / 4 * 4 * kSides + n % 4;
+    return n / 4 * 4 * kWarpsPerRow + n % 4;
   }
   static __device__ __forceinline__ int out_column(int n) {
-    return out_tile(n) * 8 + side() * 32 + lane() % 4 * 2;
+    return out_tile(n) * 8 + warp_of_row() * 32 + lane() % 4 * 2;
   }
 };
 
@@ -248,7 +251,7 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
     unsigned a[kRowTiles][4];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      if constexpr (kSides > 1) {
+      if constexpr (kWarpsPerRow > 1) {
         ptx::ldmatrix_x4(a[m], lanes.p.at(16 * m, 2 * step));
       } else {
 #pragma unroll

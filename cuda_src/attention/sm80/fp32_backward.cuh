@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// What the gradient kernels of float32 by mma.sync share: images of the inputs, split
+// What the gradient kernels of float32 by mma.sync share: the split inputs
 // into float16 numbers, and products of such tiles.
 //
 // 32 rows of q, dO, k or v are multiplied by a power of 2 that brings their largest
@@ -8,15 +8,16 @@
 // high high + high low + low high. P and dS are split so in registers, each row of a
 // tile by a power of its own. precision="tf32" takes high alone.
 //
-// images  (tensor, entries, granules) of kBytesImage: kParts tiles of kGranule rows as
-//         they stand in shared memory, and their facts. q and dO of all heads come
+// operands  (tensor, entries, granules) of kBytesOperand: kParts tiles of kGranule rows
+// as
+//         they stand in shared memory, and their statistics. q and dO of all heads come
 //         first, then k and v of theirs. What is not finite is 0 there
 // stats   (entries, granules of queries, 3, kGranule)  float: lse in units of log2,
 //         delta, and what weights of the row are to be multiplied by
 //
-// Pairs of granules whose numbers parts cannot hold set found->odd, and all gradients
-// are made again in plain float32 by the portable kernels. So do pairs of a query and a
-// key that see each other with a number that is not finite.
+// Pairs of granules whose numbers parts cannot hold set found->nonfinite, and all
+// gradients are made again in plain float32 by the portable kernels. So do pairs of a
+// query and a key that see each other with a number that is not finite.
 #pragma once
 
 #include "attention/sm80/fp32_split.cuh"
@@ -35,8 +36,8 @@ static_assert(kStages == 1 || kStages == 2);
 // Granules of an array's rows come in as many as the largest tile of a block has.
 constexpr int kLargestTile = 128;
 constexpr unsigned kBytesPart = kGranule * kHeadDim * 2;
-constexpr unsigned kBytesFacts = 128;
-constexpr unsigned kBytesImage = kParts * kBytesPart + kBytesFacts;
+constexpr unsigned kBytesTileStats = 128;
+constexpr unsigned kBytesOperand = kParts * kBytesPart + kBytesTileStats;
 constexpr unsigned kBytesStats = 3 * kGranule * 4;
 
 __device__ __forceinline__ int granules_of(index_t num_rows) {
@@ -45,32 +46,33 @@ __device__ __forceinline__ int granules_of(index_t num_rows) {
 }
 
 // What the numbers of a granule are like.
-struct facts_t {
+struct tile_stats_t {
   float from_parts;  // the inverse of its power of 2
   float largest;     // size of a finite number
   unsigned marked;   // rows with numbers that are not finite, one bit each
   int is_uneven;     // parts lack bits of rows or columns that are small beside others
 };
 
-__device__ __forceinline__ const facts_t& facts_of(const unsigned char* image) {
-  return *reinterpret_cast<const facts_t*>(image + kParts * kBytesPart);
+__device__ __forceinline__ const tile_stats_t& tile_stats_of(
+    const unsigned char* operand) {
+  return *reinterpret_cast<const tile_stats_t*>(operand + kParts * kBytesPart);
 }
 
-// Where the images of an entry begin.
-struct images_t {
+// Where the operands of an entry begin.
+struct split_operands_t {
   const unsigned char *q, *dout, *k, *v;
 
-  __device__ __forceinline__ images_t(const unsigned char* images,
-                                      const params_t& params,
-                                      const place_t& at) {
+  __device__ __forceinline__ split_operands_t(const unsigned char* operands,
+                                              const params_t& params,
+                                              const tile_coord_t& at) {
     const index_t heads = params.batch_size * params.num_heads;
     const index_t heads_kv = divide(heads, params.group_size);
     const index_t head_kv = divide(at.row_of_heads, params.group_size);
-    const index_t of_q = granules_of(params.seqlen_q) * index_t(kBytesImage);
-    const index_t of_k = granules_of(params.seqlen_k) * index_t(kBytesImage);
-    q = images + at.row_of_heads * of_q;
+    const index_t of_q = granules_of(params.seqlen_q) * index_t(kBytesOperand);
+    const index_t of_k = granules_of(params.seqlen_k) * index_t(kBytesOperand);
+    q = operands + at.row_of_heads * of_q;
     dout = q + heads * of_q;
-    k = images + 2 * heads * of_q + head_kv * of_k;
+    k = operands + 2 * heads * of_q + head_kv * of_k;
     v = k + heads_kv * of_k;
   }
 };
@@ -78,14 +80,14 @@ struct images_t {
 // A block's tile of an entry, by the number of the block. Sections of entries whose
 // other rows stay in the L2 cache follow each other; tiles of one come in the order of
 // their length, if that differs.
-struct item_t {
+struct work_tile_t {
   index_t tile, kept;
   bool exists;  // the grid is rounded up
 
-  __device__ __forceinline__ item_t(index_t number,
-                                    index_t section,
-                                    index_t num_kept,
-                                    index_t num_tiles) {
+  __device__ __forceinline__ work_tile_t(index_t number,
+                                         index_t section,
+                                         index_t num_kept,
+                                         index_t num_tiles) {
     const index_t of_section = divide(number, section * num_tiles);
     const index_t first = of_section * section;
     const index_t rest = number - first * num_tiles;
@@ -115,7 +117,7 @@ __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from
 // Whether a run of sums ends before row `next` of those walked over: the last one ends
 // behind them.
 __device__ __forceinline__ bool run_ends_before(int next, int last) {
-  return kHasRuns && (next % (kRunTiles * kGranule) == 0 || next >= last);
+  return kTwoLevelSums && (next % (kRunTiles * kGranule) == 0 || next >= last);
 }
 
 // --- products ------------------------------------------------------------------------

@@ -9,8 +9,8 @@
 //            query
 // Grid       1-D, a block a tile of keys of a kept entry; first tiles first, since
 //            causal ones are longest
-// Tiles      k, v     kBlockN / kGranule images   shared, loaded once
-//            q, dO    an image of each            shared, kStages of them
+// Tiles      k, v     kBlockN / kGranule operands   shared, loaded once
+//            q, dO    one of each            shared, kStages of them
 //            S, dP, dk, dv  a warp has 16 kKeyTiles keys
 // Memory     global: k, v, dk and dv once; q and dO once a tile of keys, mostly from L2
 // Numbers    fp32_backward.cuh; one order of sums: the same bits in every run
@@ -31,7 +31,7 @@ static_assert(kBlockM == kGranule && kLargestTile % kBlockN == 0);
 
 // What all threads are told of a block and of an entry. They have no registers for it.
 struct view_t {
-  images_t images;
+  split_operands_t operands;
   const float* stats;
   index_t kept, entry;  // the kept entry, and its first one among all
   int j0, first, last;  // the first key; queries
@@ -43,8 +43,8 @@ __device__ __forceinline__ int key_0() { return warp_index() * (16 * kKeyTiles);
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_split_keys(
-        const unsigned char* __restrict__ images,  // fp32_backward.cuh
-        const float* __restrict__ stats,           // fp32_backward.cuh
+        const unsigned char* __restrict__ operands,  // fp32_backward.cuh
+        const float* __restrict__ stats,             // fp32_backward.cuh
         found_t* __restrict__ found,
         const index_t section,    // entries whose q and dO stay in the L2 cache
         grad_t* __restrict__ dk,  // as k, summed over entries
@@ -55,19 +55,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   view_t& view = reinterpret_cast<view_t&>(view_memory);
   unsigned char* const smem_k = smem;
-  unsigned char* const smem_v = smem_k + kGranules * kBytesImage;
-  unsigned char* const stages = smem_v + kGranules * kBytesImage;
-  constexpr unsigned kBytesStage = 2 * kBytesImage + kBytesStats;
+  unsigned char* const smem_v = smem_k + kGranules * kBytesOperand;
+  unsigned char* const stages = smem_v + kGranules * kBytesOperand;
+  constexpr unsigned kBytesStage = 2 * kBytesOperand + kBytesStats;
 
   const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
   {
-    const item_t item(block_index(), section, grads.num_kept, num_tiles);
+    const work_tile_t work(block_index(), section, grads.num_kept, num_tiles);
     // Other blocks may just ask for repairs: all threads see that or none.
-    if (__syncthreads_or(!item.exists || found->odd != 0)) return;
+    if (__syncthreads_or(!work.exists || found->nonfinite != 0)) return;
     if (threadIdx.x == 0) {
-      view.kept = item.kept;
-      view.entry = locate(grads.kept, item.kept).of[0];
-      view.j0 = static_cast<int>(item.tile) * kBlockN;
+      view.kept = work.kept;
+      view.entry = locate(grads.kept, work.kept).of[0];
+      view.j0 = static_cast<int>(work.tile) * kBlockN;
     }
     __syncthreads();  // these are there
   }
@@ -77,17 +77,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   frag_t<kKeyTiles, kMakesDv ? kHeadDim / 8 : 1> sums_v;
   clear(sums_k);
   clear(sums_v);
-  runs_t<float, decltype(sums_k), kHasRuns && kMakesDk> runs_k;
-  runs_t<float, decltype(sums_v), kHasRuns && kMakesDv> runs_v;
-  runs_k.begin();
-  runs_v.begin();
+  two_level_sum_t<float, decltype(sums_k), kTwoLevelSums && kMakesDk> two_level_k;
+  two_level_sum_t<float, decltype(sums_v), kTwoLevelSums && kMakesDv> two_level_v;
+  two_level_k.begin();
+  two_level_v.begin();
   auto end_run = [&] {
-    runs_k.end(sums_k);
-    runs_v.end(sums_v);
+    two_level_k.end(sums_k);
+    two_level_v.end(sums_v);
   };
 #pragma unroll 1
   for (unsigned summed_index = 0; summed_index < grads.num_summed; ++summed_index) {
-    const place_t at = grads.entry(params, view.entry, summed_index);
+    const tile_coord_t at = grads.entry(params, view.entry, summed_index);
     const scores_t scores(at, SCORE_ARGUMENTS);
     __syncthreads();  // all have read the tiles of the entry before
     if (threadIdx.x == 0) {
@@ -97,25 +97,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       view.first = static_cast<int>(queries.first) / kGranule * kGranule;
       view.last = static_cast<int>(queries.last);
       if (queries.first >= queries.last) view.first = view.last;
-      view.seen = seen_t(scores.band(0, j0));
-      view.images = images_t(images, params, at);
-      view.images.k += index_t(j0 / kGranule) * kBytesImage;
-      view.images.v += index_t(j0 / kGranule) * kBytesImage;
+      view.seen = seen_t(scores.mask_bounds(0, j0));
+      view.operands = split_operands_t(operands, params, at);
+      view.operands.k += index_t(j0 / kGranule) * kBytesOperand;
+      view.operands.v += index_t(j0 / kGranule) * kBytesOperand;
       view.stats =
           stats + at.row_of_heads * granules_of(params.seqlen_q) * (3 * kGranule);
     }
     __syncthreads();  // the view is complete
     // Heads and entries that share a gradient of k need not share k itself.
-    copy_bytes<kGranules * kBytesImage>(smem_k, view.images.k);
-    copy_bytes<kGranules * kBytesImage>(smem_v, view.images.v);
+    copy_bytes<kGranules * kBytesOperand>(smem_k, view.operands.k);
+    copy_bytes<kGranules * kBytesOperand>(smem_v, view.operands.v);
     auto load_queries = [&](int i0) {
       if (i0 < view.last) {
         unsigned char* const to = stages + i0 / kGranule % kStages * kBytesStage;
         const index_t granule = i0 / kGranule;
-        copy_bytes<kBytesImage>(to, view.images.q + granule * kBytesImage);
-        copy_bytes<kBytesImage>(to + kBytesImage,
-                                view.images.dout + granule * kBytesImage);
-        copy_bytes<kBytesStats>(to + 2 * kBytesImage,
+        copy_bytes<kBytesOperand>(to, view.operands.q + granule * kBytesOperand);
+        copy_bytes<kBytesOperand>(to + kBytesOperand,
+                                  view.operands.dout + granule * kBytesOperand);
+        copy_bytes<kBytesStats>(to + 2 * kBytesOperand,
                                 view.stats + granule * (3 * kGranule));
       }
       ptx::commit_copies();
@@ -127,14 +127,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this granule is complete; all have read the one before
       if constexpr (kStages == 2) load_queries(i0 + kGranule);
-      const unsigned char* const image_q =
+      const unsigned char* const operand_q =
           stages + i0 / kGranule % kStages * kBytesStage;
-      const unsigned char* const image_dout = image_q + kBytesImage;
+      const unsigned char* const operand_dout = operand_q + kBytesOperand;
       const float* const rows =
-          reinterpret_cast<const float*>(image_q + 2 * kBytesImage);
-      const unsigned image = key_0() / kGranule * kBytesImage;
-      const float unit_q = facts_of(image_q).from_parts;
-      const float unit_dout = facts_of(image_dout).from_parts;
+          reinterpret_cast<const float*>(operand_q + 2 * kBytesOperand);
+      const unsigned operand = key_0() / kGranule * kBytesOperand;
+      const float unit_q = tile_stats_of(operand_q).from_parts;
+      const float unit_dout = tile_stats_of(operand_dout).from_parts;
 
       // Numbers of this lane's queries, by tile of 8.
       auto of_queries = [&](int which, int n) {
@@ -144,21 +144,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
       // P goes into its product first: dP then takes its registers.
       parts_t<kKeyTiles> p[kApart];
-      frag_t<kKeyTiles, kHasSoftcap ? kQueryTiles : 1> derivative;
+      frag_t<kKeyTiles, kHasDerivative ? kQueryTiles : 1> derivative;
       units_t<kKeyTiles> from_p;
       {
         frag_t<kKeyTiles, kQueryTiles> s;
         multiply_scores_in_parts<true>(
-            s, left<kHeadDim>(shared_address(smem_k) + image, key_0() % kGranule),
-            right<kHeadDim>(shared_address(image_q), 0),
-            unit_q * facts_of(smem_k + image).from_parts);
+            s, left<kHeadDim>(shared_address(smem_k) + operand, key_0() % kGranule),
+            right<kHeadDim>(shared_address(operand_q), 0),
+            unit_q * tile_stats_of(smem_k + operand).from_parts);
         const int row = key_0() + lane_index() / 4, column = lane_index() % 4 * 2;
-        const band_t band = view.seen.at(i0, 0);
+        const mask_bounds_t bounds = view.seen.at(i0, 0);
         const int first_key = kHasTerms ? view.j0 : 0;
         auto weigh = [&](auto sees) {
 #pragma unroll
           for (int n = 0; n < kQueryTiles; ++n) {
-            if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+            if constexpr (kHasTerms)
+              ptx::compiler_fence();  // of what columns will load
             const float2 lse = of_queries(0, n), factor = of_queries(2, n);
 #pragma unroll
             for (int m = 0; m < kKeyTiles; ++m) {
@@ -169,21 +170,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                 const float weight = differentiate.weigh(
                     s[m][n][e], sees(i, j), scores, index_t(i0 + i),
                     index_t(first_key + j), e % 2 ? lse.y : lse.x, slope);
-                if constexpr (kHasSoftcap) derivative[m][n][e] = slope;
+                if constexpr (kHasDerivative) derivative[m][n][e] = slope;
                 s[m][n][e] = weight * (e % 2 ? factor.y : factor.x);
               }
             }
           }
         };
-        if (kHasTwoWays && band.sees_all(kGranule, kBlockN)) {
+        if (kHasTwoWays && bounds.sees_all(kGranule, kBlockN)) {
           weigh([](int, int) { return true; });
         } else {
-          weigh([&](int i, int j) { return band.sees(i, j); });
+          weigh([&](int i, int j) { return bounds.sees(i, j); });
         }
         from_p = as_parts(p, s);
       }
       if constexpr (kMakesDv) {
-        add_product_in_parts(sums_v, p, summed<kHeadDim>(shared_address(image_dout), 0),
+        add_product_in_parts(sums_v, p,
+                             summed<kHeadDim>(shared_address(operand_dout), 0),
                              from_p * kLift * unit_dout);
       }
       // Of dP and dS a half of the queries at a time, if there are no registers for
@@ -194,9 +196,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         for (int first = 0; first < kApart; first += kSteps) {
           frag_t<kKeyTiles, 2 * kSteps> ds;
           multiply_scores_in_parts<true>(
-              ds, left<kHeadDim>(shared_address(smem_v) + image, key_0() % kGranule),
-              right<kHeadDim>(shared_address(image_dout), 16 * first),
-              unit_dout * facts_of(smem_v + image).from_parts);
+              ds, left<kHeadDim>(shared_address(smem_v) + operand, key_0() % kGranule),
+              right<kHeadDim>(shared_address(operand_dout), 16 * first),
+              unit_dout * tile_stats_of(smem_v + operand).from_parts);
 #pragma unroll
           for (int n = 0; n < 2 * kSteps; ++n) {
             const int tile = 2 * first + n;
@@ -206,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 float weight = of_parts(p, m, tile, e);
-                if constexpr (kHasSoftcap) weight *= derivative[m][tile][e];
+                if constexpr (kHasDerivative) weight *= derivative[m][tile][e];
                 ds[m][n][e] = weight * (ds[m][n][e] - (e % 2 ? delta.y : delta.x));
               }
             }
@@ -214,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
           unsigned parts[kSteps][kKeyTiles][kParts][4];
           const auto from_ds = as_parts(parts, ds);
           add_product_in_parts(sums_k, parts,
-                               summed<kHeadDim>(shared_address(image_q), 16 * first),
+                               summed<kHeadDim>(shared_address(operand_q), 16 * first),
                                from_ds * kLift * from_p * unit_q);
         }
       }
@@ -227,21 +229,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     ptx::wait_copy_groups<0>();  // of a tile that no query sees
   }
 
-  runs_k.finish(sums_k);
-  runs_v.finish(sums_v);
+  two_level_k.finish(sums_k);
+  two_level_v.finish(sums_v);
   const int j0 = view.j0;
   const int num_keys = static_cast<int>(min(params.seqlen_k - j0, index_t(kBlockN)));
   const auto kept = locate(grads.kept, view.kept);
-  float odd = 0;
+  float nonfinite = 0;
   if constexpr (kMakesDk) {
-    odd += store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
-                      sums_k, static_cast<float>(params.scale) / kLift, key_0(), 0,
-                      num_keys, static_cast<int>(params.head_dim));
+    nonfinite +=
+        store_sums(dk + kept.of[1] + j0 * grads.row[0], grads.row[0], grads.col[0],
+                   sums_k, static_cast<float>(params.scale) / kLift, key_0(), 0,
+                   num_keys, static_cast<int>(params.head_dim));
   }
   if constexpr (kMakesDv) {
-    odd += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1], grads.col[1],
-                      sums_v, 1 / kLift, key_0(), 0, num_keys,
-                      static_cast<int>(params.head_dim_v));
+    nonfinite += store_sums(dv + kept.of[2] + j0 * grads.row[1], grads.row[1],
+                            grads.col[1], sums_v, 1 / kLift, key_0(), 0, num_keys,
+                            static_cast<int>(params.head_dim_v));
   }
-  if (odd != 0) found->odd = 1;
+  if (nonfinite != 0) found->nonfinite = 1;
 }

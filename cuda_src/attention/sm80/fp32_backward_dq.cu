@@ -12,8 +12,8 @@
 //            knows of keys that are not here
 // Grid       1-D, a block a tile of queries of an entry; last tiles first, since causal
 //            ones are longest
-// Tiles      q, dO    kBlockM / kGranule images   shared, loaded once
-//            k, v     an image of each            shared, kStages of them
+// Tiles      q, dO    kBlockM / kGranule operands   shared, loaded once
+//            k, v     one of each            shared, kStages of them
 //            S, dP, dq  a warp has 16 kRowTiles queries
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
 // Numbers    fp32_backward.cuh; one order of sums: the same bits in every run
@@ -33,7 +33,7 @@ constexpr float kLargestScore = 0x1p18f, kSmallestProduct = 0x1p-60f;
 
 // What all threads are told of a block. They have no registers for it.
 struct view_t {
-  images_t images;
+  split_operands_t operands;
   index_t kept, row_of_heads;  // the kept entry, and the entry among all
   int i0, first, last;         // the first query; keys
   seen_t seen;
@@ -44,10 +44,11 @@ __device__ __forceinline__ int row() {
   return warp_index() * (16 * kRowTiles) + lane_index() / 4;
 }
 
-// Whether some query of a granule sees some key of another, as far as bands tell.
-__device__ __forceinline__ bool sees_any(const band_t& band) {
-  const int rows = min(band.num_queries, kGranule), cols = min(band.num_keys, kGranule);
-  return rows > 0 && cols > 0 && band.low < cols && band.high > 1 - rows;
+// Whether some query of a granule sees some key of another, as far as positions tell.
+__device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds) {
+  const int rows = min(bounds.num_queries, kGranule),
+            cols = min(bounds.num_keys, kGranule);
+  return rows > 0 && cols > 0 && bounds.low < cols && bounds.high > 1 - rows;
 }
 
 // Whether a query of the granule at i0 sees a key of that at j0 with a number that is
@@ -57,12 +58,12 @@ __device__ __forceinline__ bool sees_marked(const scores_t& scores,
                                             unsigned marked_keys,
                                             index_t i0,
                                             index_t j0) {
-  const band_t band = scores.band(i0, j0);
+  const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll 1
   for (int n = 0; n < kGranule * kGranule; ++n) {
     const int i = n / kGranule, j = n % kGranule;
-    if (((marked_queries >> i | marked_keys >> j) & 1) && band.sees(i, j) &&
-        (!kHasTerms || scores(0, i0 + i, j0 + j) != -infinity<float>())) {
+    if (((marked_queries >> i | marked_keys >> j) & 1) && bounds.sees(i, j) &&
+        !scores.hides(i0 + i, j0 + j)) {
       return true;
     }
   }
@@ -76,38 +77,40 @@ __device__ __forceinline__ bool has_odd_pairs(const view_t& view,
   const float factor =
       fabsf(static_cast<float>(params.scale)) * static_cast<float>(params.head_dim);
   const int num_keys = view.last - view.first;
-  bool odd = false;
+  bool nonfinite = false;
 #pragma unroll 1
   for (int n = threadIdx.x; n < (num_keys + kGranule - 1) / kGranule * kGranules;
        n += kNumThreads) {
     const int own = n % kGranules * kGranule, i0 = view.i0 + own;
     const int j0 = view.first + n / kGranules * kGranule;
-    if (!sees_any(scores.band(i0, j0))) continue;
-    auto look_up = [&](const unsigned char* images, int at) {
-      return facts_of(images + index_t(at / kGranule) * kBytesImage);
+    if (!sees_any(scores.mask_bounds(i0, j0))) continue;
+    auto look_up = [&](const unsigned char* operands, int at) {
+      return tile_stats_of(operands + index_t(at / kGranule) * kBytesOperand);
     };
-    const facts_t of_q = look_up(view.images.q, own), of_k = look_up(view.images.k, j0);
-    const facts_t of_dout = look_up(view.images.dout, own),
-                  of_v = look_up(view.images.v, j0);
+    const tile_stats_t of_q = look_up(view.operands.q, own),
+                       of_k = look_up(view.operands.k, j0);
+    const tile_stats_t of_dout = look_up(view.operands.dout, own),
+                       of_v = look_up(view.operands.v, j0);
     const float score = of_q.largest * of_k.largest * factor;
     const float product = of_dout.largest * of_v.largest;
-    odd |= of_q.is_uneven || of_k.is_uneven || of_dout.is_uneven || of_v.is_uneven ||
-           score > kLargestScore || (product != 0 && product < kSmallestProduct);
+    nonfinite |= of_q.is_uneven || of_k.is_uneven || of_dout.is_uneven ||
+                 of_v.is_uneven || score > kLargestScore ||
+                 (product != 0 && product < kSmallestProduct);
     const unsigned marked_q = of_q.marked | of_dout.marked;
     const unsigned marked_k = of_k.marked | of_v.marked;
     if ((marked_q | marked_k) != 0) {
-      odd |= sees_marked(scores, marked_q, marked_k, i0, j0);
+      nonfinite |= sees_marked(scores, marked_q, marked_k, i0, j0);
     }
   }
-  return odd;
+  return nonfinite;
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     attention_vjp_mma_split_queries(
-        const unsigned char* __restrict__ images,  // fp32_backward.cuh
-        const float* __restrict__ lse,             // (batch, heads, queries)
-        const float* __restrict__ delta,           // as lse, contiguous
-        float* __restrict__ stats,                 // fp32_backward.cuh
+        const unsigned char* __restrict__ operands,  // fp32_backward.cuh
+        const float* __restrict__ lse,               // (batch, heads, queries)
+        const float* __restrict__ delta,             // as lse, contiguous
+        float* __restrict__ stats,                   // fp32_backward.cuh
         found_t* __restrict__ found,
         const index_t section,  // entries whose k and v stay in the L2 cache
         grad_t* __restrict__ dq,
@@ -117,46 +120,46 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   view_t& view = reinterpret_cast<view_t&>(view_memory);
   unsigned char* const smem_q = smem;
-  unsigned char* const smem_dout = smem_q + kGranules * kBytesImage;
-  unsigned char* const stages = smem_dout + kGranules * kBytesImage;
+  unsigned char* const smem_dout = smem_q + kGranules * kBytesOperand;
+  unsigned char* const stages = smem_dout + kGranules * kBytesOperand;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const item_t item(block_index(), section, grads.num_kept, num_tiles);
+  const work_tile_t work(block_index(), section, grads.num_kept, num_tiles);
   // Other blocks may just ask for repairs: all threads see that or none.
-  if (__syncthreads_or(!item.exists || found->odd != 0)) return;
-  const place_t at = grads.entry(params, locate(grads.kept, item.kept).of[0], 0);
+  if (__syncthreads_or(!work.exists || found->nonfinite != 0)) return;
+  const tile_coord_t at = grads.entry(params, locate(grads.kept, work.kept).of[0], 0);
   const scores_t scores(at, SCORE_ARGUMENTS);
   if (threadIdx.x == 0) {
-    const int i0 = static_cast<int>(num_tiles - 1 - item.tile) * kBlockM;
+    const int i0 = static_cast<int>(num_tiles - 1 - work.tile) * kBlockM;
     const range_t keys =
         scores.keys_of(i0, min(index_t(i0) + kBlockM, params.seqlen_q));
-    view.images = images_t(images, params, at);
-    view.images.q += index_t(i0 / kGranule) * kBytesImage;
-    view.images.dout += index_t(i0 / kGranule) * kBytesImage;
-    view.kept = item.kept;
+    view.operands = split_operands_t(operands, params, at);
+    view.operands.q += index_t(i0 / kGranule) * kBytesOperand;
+    view.operands.dout += index_t(i0 / kGranule) * kBytesOperand;
+    view.kept = work.kept;
     view.row_of_heads = at.row_of_heads;
     view.i0 = i0;
     view.first = static_cast<int>(keys.first) / kGranule * kGranule;
     view.last = static_cast<int>(keys.last);
     if (keys.first >= keys.last) view.first = view.last;
-    view.seen = seen_t(scores.band(i0, 0));
+    view.seen = seen_t(scores.mask_bounds(i0, 0));
   }
   __syncthreads();  // the view is complete
-  copy_bytes<kGranules * kBytesImage>(smem_q, view.images.q);
-  copy_bytes<kGranules * kBytesImage>(smem_dout, view.images.dout);
+  copy_bytes<kGranules * kBytesOperand>(smem_q, view.operands.q);
+  copy_bytes<kGranules * kBytesOperand>(smem_dout, view.operands.dout);
   auto load_keys = [&](int j0) {
     if (j0 < view.last) {
-      unsigned char* const to = stages + j0 / kGranule % kStages * (2 * kBytesImage);
-      const index_t from = index_t(j0 / kGranule) * kBytesImage;
-      copy_bytes<kBytesImage>(to, view.images.k + from);
-      copy_bytes<kBytesImage>(to + kBytesImage, view.images.v + from);
+      unsigned char* const to = stages + j0 / kGranule % kStages * (2 * kBytesOperand);
+      const index_t from = index_t(j0 / kGranule) * kBytesOperand;
+      copy_bytes<kBytesOperand>(to, view.operands.k + from);
+      copy_bytes<kBytesOperand>(to + kBytesOperand, view.operands.v + from);
     }
     ptx::commit_copies();
   };
   load_keys(view.first);
   if (__syncthreads_or(has_odd_pairs(view, scores, params))) {
     ptx::wait_copy_groups<0>();
-    if (threadIdx.x == 0) found->odd = 1;
+    if (threadIdx.x == 0) found->nonfinite = 1;
     return;
   }
 
@@ -178,39 +181,40 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   frag_t<kRowTiles, kHeadDim / 8> sums;
   clear(sums);
-  runs_t<float, decltype(sums)> runs;
-  runs_t<float, decltype(total)> runs_of_total;
-  runs.begin();
-  runs_of_total.begin();
+  two_level_sum_t<float, decltype(sums)> two_level;
+  two_level_sum_t<float, decltype(total)> two_level_total;
+  two_level.begin();
+  two_level_total.begin();
 #pragma unroll 1
   for (int j0 = view.first; j0 < view.last; j0 += kGranule) {
     ptx::wait_copy_groups<0>();
     __syncthreads();  // this granule is complete; all have read the one before
     if constexpr (kStages == 2) load_keys(j0 + kGranule);
-    const unsigned char* const image_k =
-        stages + j0 / kGranule % kStages * (2 * kBytesImage);
-    const unsigned char* const image_v = image_k + kBytesImage;
+    const unsigned char* const operand_k =
+        stages + j0 / kGranule % kStages * (2 * kBytesOperand);
+    const unsigned char* const operand_v = operand_k + kBytesOperand;
     const int own = warp_index() * (16 * kRowTiles);
-    const unsigned image = own / kGranule * kBytesImage;
-    const float unit_k = facts_of(image_k).from_parts;
+    const unsigned operand = own / kGranule * kBytesOperand;
+    const float unit_k = tile_stats_of(operand_k).from_parts;
 
     frag_t<kRowTiles, kKeyTiles> s, dp;
     multiply_scores_in_parts<false>(
-        s, left<kHeadDim>(shared_address(smem_q) + image, own % kGranule),
-        right<kHeadDim>(shared_address(image_k), 0),
-        facts_of(smem_q + image).from_parts * unit_k);
+        s, left<kHeadDim>(shared_address(smem_q) + operand, own % kGranule),
+        right<kHeadDim>(shared_address(operand_k), 0),
+        tile_stats_of(smem_q + operand).from_parts * unit_k);
     multiply_scores_in_parts<false>(
-        dp, left<kHeadDim>(shared_address(smem_dout) + image, own % kGranule),
-        right<kHeadDim>(shared_address(image_v), 0),
-        facts_of(smem_dout + image).from_parts * facts_of(image_v).from_parts);
+        dp, left<kHeadDim>(shared_address(smem_dout) + operand, own % kGranule),
+        right<kHeadDim>(shared_address(operand_v), 0),
+        tile_stats_of(smem_dout + operand).from_parts *
+            tile_stats_of(operand_v).from_parts);
 
     const int first_row = row(), first_column = lane_index() % 4 * 2;
-    const band_t band = view.seen.at(0, j0);
+    const mask_bounds_t bounds = view.seen.at(0, j0);
     float sum[kRows] = {};
     auto finish = [&](auto sees) {
 #pragma unroll
       for (int n = 0; n < kKeyTiles; ++n) {
-        if constexpr (kHasTerms) ptx::keep_order();  // of what columns will load
+        if constexpr (kHasTerms) ptx::compiler_fence();  // of what columns will load
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -225,29 +229,29 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
       }
     };
-    if (kHasTwoWays && band.sees_all(kBlockM, kGranule)) {
+    if (kHasTwoWays && bounds.sees_all(kBlockM, kGranule)) {
       finish([](int, int) { return true; });
     } else {
-      finish([&](int i, int j) { return band.sees(i, j); });
+      finish([&](int i, int j) { return bounds.sees(i, j); });
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) total[r] += sum[r];
     parts_t<kRowTiles> ds[kApart];
     const auto from_ds = as_parts(ds, dp);
-    add_product_in_parts(sums, ds, summed<kHeadDim>(shared_address(image_k), 0),
+    add_product_in_parts(sums, ds, summed<kHeadDim>(shared_address(operand_k), 0),
                          from_ds * kLift * unit_k);
     if constexpr (kStages == 1) {
       __syncthreads();  // all have read the granule
       load_keys(j0 + kGranule);
     }
     if (run_ends_before(j0 + kGranule, view.last)) {
-      runs.end(sums);
-      runs_of_total.end(total);
+      two_level.end(sums);
+      two_level_total.end(total);
     }
   }
   ptx::wait_copy_groups<0>();
-  runs.finish(sums);
-  runs_of_total.finish(total);
+  two_level.finish(sums);
+  two_level_total.finish(total);
 
   const int granules = granules_of(params.seqlen_q);
 #pragma unroll
@@ -280,9 +284,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   }
   const int i0 = view.i0;
   const int num_rows = static_cast<int>(min(params.seqlen_q - i0, index_t(kBlockM)));
-  const float odd = store_sums(
+  const float nonfinite = store_sums(
       dq + locate(grads.kept, view.kept).of[1] + i0 * grads.row[0], grads.row[0],
       grads.col[0], sums, static_cast<float>(params.scale) / kLift,
       warp_index() * (16 * kRowTiles), 0, num_rows, static_cast<int>(params.head_dim));
-  if (odd != 0) found->odd = 1;
+  if (nonfinite != 0) found->nonfinite = 1;
 }

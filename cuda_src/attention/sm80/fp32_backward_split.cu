@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: MIT
-// attention_vjp_mma_split_prepare: float32 inputs as the images of float16 numbers that
-// the gradient kernels multiply.
+// attention_vjp_mma_split_prepare: float32 inputs as the operands of float16 numbers
+// that the gradient kernels multiply.
 //
 // Algorithm  fp32_backward.cuh. Every block of those kernels would split each granule
 //            of the other rows anew; here it is done once
 // Grid       1-D, a block a granule of q, dO, k or v
-// Memory     global: inputs and images once
+// Memory     global: inputs and operands once
 // Numbers    rows behind the lengths, and what is not finite, become zeros
 // Limits     head_dim and head_dim_v up to kHeadDim
 #include "attention/sm80/fp32_backward.cuh"
@@ -30,7 +30,7 @@ struct gathered_t {
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
     attention_vjp_mma_split_prepare(
-        unsigned char* __restrict__ images,
+        unsigned char* __restrict__ operands,
         const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
         const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
         const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   if (head >= num_heads) return;
   const int i0 = static_cast<int>(number - head * granules) * kGranule;
   // Of keys, the first query head that uses them.
-  const place_t at(params, of_queries ? head : head * params.group_size, 1);
+  const tile_coord_t at(params, of_queries ? head : head * params.group_size, 1);
   const scores_t scores(at, SCORE_ARGUMENTS);
   const index_t length = of_queries ? scores.num_queries() : scores.num_keys();
   const int num_rows = static_cast<int>(clamp(length - i0, 0, kGranule));
@@ -115,9 +115,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   // Zeros where numbers do not fit: pairs that are not seen are multiplied, too.
   const float to_parts = fits ? __int_as_float((127 + up) << 23) : 0.f;
   const index_t first =
-      of_queries ? 0 : 2 * heads * granules_q;  // images of queries before these
-  unsigned char* const image =
-      images + (first + (has_values ? num_heads * granules : 0) + number) * kBytesImage;
+      of_queries ? 0 : 2 * heads * granules_q;  // operands of queries before these
+  unsigned char* const operand =
+      operands +
+      (first + (has_values ? num_heads * granules : 0) + number) * kBytesOperand;
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
     const int place = n * kNumThreads + threadIdx.x, row = place / kChunks;
@@ -127,17 +128,19 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     split(high, chunk[n][2] * to_parts, chunk[n][3] * to_parts);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      *reinterpret_cast<uint2*>(image + part * kBytesPart +
+      *reinterpret_cast<uint2*>(operand + part * kBytesPart +
                                 tile_t<kHeadDim>::offset(row, column / 2) +
                                 column % 2 * 8) = make_uint2(low[part], high[part]);
     }
   }
-  if (threadIdx.x < kBytesFacts / sizeof(facts_t)) {
+  if (threadIdx.x < kBytesTileStats / sizeof(tile_stats_t)) {
     const bool is_uneven =
         largest != 0 && (largest >> 23) - (gathered.smallest >> 23) > kSpread;
-    const facts_t facts = {__int_as_float((127 - up) << 23), __int_as_float(largest),
-                           gathered.marked, is_uneven || !fits};
+    const tile_stats_t tile_stats = {__int_as_float((127 - up) << 23),
+                                     __int_as_float(largest), gathered.marked,
+                                     is_uneven || !fits};
     // All of it is copied, and the first are read.
-    reinterpret_cast<facts_t*>(image + kParts * kBytesPart)[threadIdx.x] = facts;
+    reinterpret_cast<tile_stats_t*>(operand + kParts * kBytesPart)[threadIdx.x] =
+        tile_stats;
   }
 }

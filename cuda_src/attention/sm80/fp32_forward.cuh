@@ -15,7 +15,7 @@
 constexpr int kKeyWords = kBlockN / 32;
 
 // What a tile of k or v says of its numbers, gathered by all threads.
-struct facts_t {
+struct tile_stats_t {
   int largest;   // bits of the largest size of a finite number
   int smallest;  // the same of the smallest among largest sizes of 4 neighbours, not 0
   unsigned marked[kKeyWords];  // keys with numbers that are not finite
@@ -60,9 +60,9 @@ struct staging_t {
   }
 };
 
-// Gathers the facts of a tile; `load(n)` gives its chunk n.
+// Gathers the statistics of a tile; `load(n)` gives its chunk n.
 template <int kDim, typename Load>
-__device__ __forceinline__ void inspect(facts_t& facts, Load load) {
+__device__ __forceinline__ void inspect(tile_stats_t& tile_stats, Load load) {
   using staging_rows = staging_t<kDim>;
   int largest = 0, smallest = kInfinityBits;
 #pragma unroll 4
@@ -72,7 +72,7 @@ __device__ __forceinline__ void inspect(facts_t& facts, Load load) {
         max(max(size_bits(x.x), size_bits(x.y)), max(size_bits(x.z), size_bits(x.w)));
     if (top >= kInfinityBits) {
       const int row = n / staging_rows::kChunks;
-      atomicOr(facts.marked + row / 32, 1u << row % 32);
+      atomicOr(tile_stats.marked + row / 32, 1u << row % 32);
       const float numbers[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -87,8 +87,8 @@ __device__ __forceinline__ void inspect(facts_t& facts, Load load) {
   largest = __reduce_max_sync(kFullMask, largest);
   smallest = __reduce_min_sync(kFullMask, smallest);
   if (lanes_t::lane() == 0) {
-    atomicMax(&facts.largest, largest);
-    atomicMin(&facts.smallest, smallest);
+    atomicMax(&tile_stats.largest, largest);
+    atomicMin(&tile_stats.smallest, smallest);
   }
 }
 
@@ -136,10 +136,10 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
                                          float& from_parts) {
   constexpr int kChunks = kHeadDim / kElemsOfChunk;
   int largest = 0;
-  bool odd = false;
+  bool nonfinite = false;
   // A second walk computes these numbers anew: there are no registers to keep them.
   unsigned thread = threadIdx.x;
-  ptx::forget(thread);
+  ptx::launder(thread);
 #pragma unroll 4
   for (int n = thread; n < kBlockM * kChunks; n += kNumThreads) {
     const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);
@@ -147,13 +147,13 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int size = size_bits(numbers[i]);
-      odd |= size >= kInfinityBits;
+      nonfinite |= size >= kInfinityBits;
       if (size < kInfinityBits) largest = max(largest, size);
     }
   }
   largest = __reduce_max_sync(kFullMask, largest);
   if (lanes_t::lane() == 0) atomicMax(largest_of_block, largest);
-  odd = __syncthreads_or(odd);  // and largest_of_block is complete
+  nonfinite = __syncthreads_or(nonfinite);  // and largest_of_block is complete
   largest = *largest_of_block;
   const scale_t scale(largest);
   from_parts = scale.from_parts;
@@ -162,16 +162,16 @@ __device__ __forceinline__ float split_q(unsigned char* tile,
     const float4 x = load_chunk<kHeadDim>(q, row_stride, num_rows, dim, n, aligned);
     put_parts<kHeadDim>(tile, kBytesQ, n / kChunks, n % kChunks, x, scale.to_parts);
   }
-  return odd || !scale.fits ? infinity<float>() : __int_as_float(largest);
+  return nonfinite || !scale.fits ? infinity<float>() : __int_as_float(largest);
 }
 
 // A tile of k or v as it lies in memory where it has been split beforehand: the parts
-// as they stand in shared memory, and the facts.
-constexpr unsigned kFactsBytes = 128;  // tiles lie at multiples of it
-static_assert(sizeof(facts_t) <= kFactsBytes);
-constexpr unsigned kImageK = kParts * kBytesK + kFactsBytes;
-constexpr unsigned kImageV = kParts * kBytesV + kFactsBytes;
-constexpr unsigned kImage = kImageK + kImageV;
+// as they stand in shared memory, and the statistics.
+constexpr unsigned kBytesTileStats = 128;  // tiles lie at multiples of it
+static_assert(sizeof(tile_stats_t) <= kBytesTileStats);
+constexpr unsigned kBytesOperandK = kParts * kBytesK + kBytesTileStats;
+constexpr unsigned kBytesOperandV = kParts * kBytesV + kBytesTileStats;
+constexpr unsigned kBytesOperands = kBytesOperandK + kBytesOperandV;
 
 // How the values of a tile are taken.
 struct values_t {
@@ -179,21 +179,21 @@ struct values_t {
   float to_unit;               // 1 / from_parts
   bool whole;                  // one by one
 
-  __device__ __forceinline__ explicit values_t(const facts_t& facts) {
-    const scale_t scale(facts.largest);
-    whole =
-        !scale.fits ||
-        (facts.largest >> 23) - (min(facts.smallest, facts.largest) >> 23) > kSpread;
+  __device__ __forceinline__ explicit values_t(const tile_stats_t& tile_stats) {
+    const scale_t scale(tile_stats.largest);
+    whole = !scale.fits || (tile_stats.largest >>
+                            23) - (min(tile_stats.smallest, tile_stats.largest) >> 23) >
+                               kSpread;
     to_parts = whole ? 0.f : scale.to_parts;
     to_unit = whole ? 1.f : scale.to_parts;
     from_parts = whole ? 1.f : scale.from_parts;
   }
 };
 
-__device__ __forceinline__ bool any_marked(const facts_t& facts) {
+__device__ __forceinline__ bool any_marked(const tile_stats_t& tile_stats) {
   bool any = false;
 #pragma unroll
-  for (int i = 0; i < kKeyWords; ++i) any |= facts.marked[i] != 0;
+  for (int i = 0; i < kKeyWords; ++i) any |= tile_stats.marked[i] != 0;
   return any;
 }
 

@@ -18,7 +18,7 @@ struct centers_t {
   __device__ __forceinline__ centers_t() {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) at[r] = nan_value<float>();
-    ptx::forget(at);
+    ptx::launder(at);
   }
   __device__ __forceinline__ bool has(int r) const { return !is_nan(at[r]); }
 };
@@ -31,10 +31,10 @@ __device__ __forceinline__ bool is_huge(float reference) {
 // Whether query i sees some key.
 __device__ __forceinline__ bool sees_any(const scores_t& scores, index_t i) {
   const range_t seen = scores.keys_of(i, i + 1);
-  if constexpr (kHasMask || kHasBias) {
+  if constexpr (kHidesKeys) {
 #pragma unroll 1
     for (index_t j = seen.first; j < seen.last; ++j) {
-      if (scores(0.f, i, j) != -infinity<float>()) return true;
+      if (!scores.hides(i, j)) return true;
     }
     return false;
   }
@@ -62,12 +62,12 @@ __device__ __forceinline__ void center(scores_frag_t& s,
                                        out_frag_t& o,
                                        softmax_t& rows,
                                        centers_t& centers,
-                                       across_t& across,
+                                       row_exchange_t& exchange,
                                        float to_log2,
                                        int j0) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    ptx::forget(centers.at);  // a row at a time: there are few registers
+    ptx::launder(centers.at);  // a row at a time: there are few registers
     const float before = centers.at[r];
     float now = before;
 #pragma unroll
@@ -77,7 +77,7 @@ __device__ __forceinline__ void center(scores_frag_t& s,
     }
     now = fmaxf(now, shuffle_xor(now, 1));
     now = fmaxf(now, shuffle_xor(now, 2));
-    if constexpr (kSides > 1) now = fmaxf(now, of_other_side(across, now, r));
+    if constexpr (kWarpsPerRow > 1) now = fmaxf(now, of_other_warp(exchange, now, r));
     const bool usual = is_nan(before);
     if constexpr (kSplits) {
       int key = -1;

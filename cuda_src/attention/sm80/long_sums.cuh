@@ -5,13 +5,13 @@
 #include "attention/sm80/large_scores.cuh"
 #include "attention/simt/long_sums.cuh"
 
-class out_runs_t {
+class two_level_out_t {
  public:
-  __device__ __forceinline__ void begin() { runs_.begin(); }
+  __device__ __forceinline__ void begin() { sum_.begin(); }
 
   // Where o has been multiplied by rows.alpha.
   __device__ __forceinline__ void follow(const softmax_t& rows) {
-    if constexpr (kHasRuns) {
+    if constexpr (kTwoLevelSums) {
 #pragma unroll
       for (int r = 0; r < kRows; ++r) since_[r] = since_[r] * rows.alpha[r];
     }
@@ -19,19 +19,19 @@ class out_runs_t {
 
   // A tile has joined o, and key `next` is the first of the one behind it.
   __device__ __forceinline__ void end_tile(out_frag_t& o, int next, int last) {
-    if constexpr (kHasRuns) {
+    if constexpr (kTwoLevelSums) {
       if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
       const factors_t factors(since_);
-      runs_.end(o, [&](int n) { return factors.of[row_of(n)]; });
+      sum_.end(o, [&](int n) { return factors.of[row_of(n)]; });
 #pragma unroll
       for (int r = 0; r < kRows; ++r) since_[r] = 1;
     }
   }
 
   __device__ __forceinline__ void finish(out_frag_t& o) {
-    if constexpr (kHasRuns) {
+    if constexpr (kTwoLevelSums) {
       const factors_t factors(since_);
-      runs_.finish(o, [&](int n) { return factors.of[row_of(n)]; });
+      sum_.finish(o, [&](int n) { return factors.of[row_of(n)]; });
     }
   }
 
@@ -49,7 +49,7 @@ class out_runs_t {
     return n / (kOutTiles * 4) * 2 + n % 4 / 2;
   }
 
-  runs_t<float, out_frag_t> runs_;
+  two_level_sum_t<float, out_frag_t> sum_;
   // By row, how o has been multiplied since a run ended.
-  volatile float since_[kHasRuns ? kRows : 1];
+  volatile float since_[kTwoLevelSums ? kRows : 1];
 };

@@ -48,7 +48,7 @@ __device__ __forceinline__ void add_specials(elem_t* out_rows,
                                              int first,
                                              int last) {
   unsigned lane = lanes_t::lane();
-  ptx::forget(lane);  // what follows from it would take registers of the loop
+  ptx::launder(lane);  // what follows from it would take registers of the loop
   const int dim = static_cast<int>(params.head_dim_v);
   __syncwarp();  // what the warp has stored is there for all its lanes
 #pragma unroll 1
@@ -70,12 +70,10 @@ __device__ __forceinline__ void add_specials(elem_t* out_rows,
       for (index_t i = i_first; i < i_last; ++i) {
         const range_t seen = scores.keys_of(i, i + 1);
         if (j < seen.first || j >= seen.last) continue;
-        if constexpr (kHasMask || kHasBias) {
-          if (scores(0.f, i, j) == -infinity<float>()) continue;
-        }
+        if (scores.hides(i, j)) continue;
 #pragma unroll 1
-        for (int column = lanes_t::side() * 32 + lane; column < dim;
-             column += 32 * kSides) {
+        for (int column = lanes_t::warp_of_row() * 32 + lane; column < dim;
+             column += 32 * kWarpsPerRow) {
           const float x = to<float>(v_rows[j * params.v.row + column]);
           elem_t& sum = out_rows[i * params.out.row + column * params.out.col];
           if (!is_finite(x)) sum = to<elem_t>(to<float>(sum) + x);

@@ -9,18 +9,18 @@
 
 #include "attention/sm80/softmax.cuh"
 
-static_assert(kSides <= 2);
+static_assert(kWarpsPerRow <= 2);
 
 // What two warps tell each other about their rows.
-struct across_t {
+struct row_exchange_t {
   float number[2][kBlockM];
   int is_large[2][kBlockM];
 };
 
 // Of a thread; there is no register to keep what follows from it.
-__device__ __forceinline__ unsigned thread_anew() {
+__device__ __forceinline__ unsigned reload_thread() {
   unsigned thread = threadIdx.x;
-  ptx::forget(thread);
+  ptx::launder(thread);
   return thread;
 }
 
@@ -29,43 +29,46 @@ __device__ __forceinline__ int row_of_block(int r, unsigned thread) {
   return lanes_t::warp_row(thread) + lanes_t::lane(thread) / 4 + 8 * r;
 }
 
-// What the other side has for row r. All threads of the block call this.
-__device__ __forceinline__ float of_other_side(across_t& across, float x, int r) {
-  const unsigned thread = thread_anew();
-  const int row = row_of_block(r, thread), side = lanes_t::side(thread);
-  across.number[side][row] = x;
-  __syncthreads();  // both sides have written
-  const float other = across.number[side ^ 1][row];
+// What the other warp has for row r. All threads of the block call this.
+__device__ __forceinline__ float of_other_warp(row_exchange_t& exchange,
+                                               float x,
+                                               int r) {
+  const unsigned thread = reload_thread();
+  const int row = row_of_block(r, thread), own = lanes_t::warp_of_row(thread);
+  exchange.number[own][row] = x;
+  __syncthreads();  // both warps have written
+  const float other = exchange.number[own ^ 1][row];
   __syncthreads();  // and read
   return other;
 }
 
-// The same for all rows of a thread at once; the next barrier stands before `across` is
-// written again.
-__device__ __forceinline__ void add_other_side(across_t& across, float (&x)[kRows]) {
-  const unsigned thread = thread_anew();
-  const int side = lanes_t::side(thread);
+// The same for all rows of a thread at once; the next barrier stands before `exchange`
+// is written again.
+__device__ __forceinline__ void add_other_warp(row_exchange_t& exchange,
+                                               float (&x)[kRows]) {
+  const unsigned thread = reload_thread();
+  const int own = lanes_t::warp_of_row(thread);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    across.number[side][row_of_block(r, thread)] = x[r];
+    exchange.number[own][row_of_block(r, thread)] = x[r];
   }
-  __syncthreads();  // both sides have written
+  __syncthreads();  // both warps have written
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
-    x[r] += across.number[side ^ 1][row_of_block(r, thread)];
+    x[r] += exchange.number[own ^ 1][row_of_block(r, thread)];
   }
 }
 
-// Stores weights for both sides.
+// Stores weights for both warps.
 __device__ __forceinline__ void put_weights(unsigned char* smem_p,
                                             const scores_frag_t& p) {
   using rows_t = tile_t<kBlockN>;
-  const unsigned thread = thread_anew();
+  const unsigned thread = reload_thread();
   const int row = row_of_block(0, thread);
 #pragma unroll
   for (int n = 0; n < kScoreTiles; ++n) {
-    // 8 rows further chunks are exchanged in the same way.
-    const int chunk = lanes_t::side(thread) * kScoreTiles + n;
+    // 8 rows further chunks are swizzled in the same way.
+    const int chunk = lanes_t::warp_of_row(thread) * kScoreTiles + n;
     const unsigned at = rows_t::offset(row, chunk) + lanes_t::lane(thread) % 4 * 4;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -78,24 +81,24 @@ __device__ __forceinline__ void put_weights(unsigned char* smem_p,
 // raise_where() of rows that two warps share. All threads of the block call this.
 __device__ __forceinline__ void raise_shared(softmax_t& rows,
                                              const scores_frag_t& s,
-                                             across_t& across,
+                                             row_exchange_t& exchange,
                                              float to_log2,
                                              const float (&sums)[kRows]) {
-  const unsigned thread = thread_anew();
-  const int side = lanes_t::side(thread);
+  const unsigned thread = reload_thread();
+  const int own = lanes_t::warp_of_row(thread);
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float largest = largest_of(s, r);
     const bool is_large = has_large_sum(sums[r]);
-    across.number[side][row_of_block(r, thread)] = largest;
-    across.is_large[side][row_of_block(r, thread)] = is_large;
+    exchange.number[own][row_of_block(r, thread)] = largest;
+    exchange.is_large[own][row_of_block(r, thread)] = is_large;
   }
-  __syncthreads();  // both sides have written
+  __syncthreads();  // both warps have written
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const int row = row_of_block(r, thread);
-    const float largest = fmaxf(across.number[0][row], across.number[1][row]);
-    const bool is_large = across.is_large[0][row] | across.is_large[1][row];
+    const float largest = fmaxf(exchange.number[0][row], exchange.number[1][row]);
+    const bool is_large = exchange.is_large[0][row] | exchange.is_large[1][row];
     move(rows, r, largest, is_large, to_log2);
   }
   __syncthreads();  // and read

@@ -124,7 +124,7 @@ __device__ __forceinline__ void exponentiate(softmax_t& rows,
 constexpr bool kWeighsAtOnce = false;
 #else
 constexpr bool kWeighsAtOnce =
-    kSides == 1 && !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
+    kWarpsPerRow == 1 && !kSplits && !kHasTerms && kHeadDim <= 64 && kHeadDimV <= 64;
 #endif
 constexpr float kLargestSum = 4096;
 

@@ -11,12 +11,17 @@
 #include "ptx/opaque.cuh"
 #include "ptx/packed.cuh"
 
+#ifdef SCALE_SCORES
+constexpr bool kScaleScores = true;  // not a number that exp2 can take over
+#else
+constexpr bool kScaleScores = false;
+#endif
 // float32 is split into float16 numbers before it is multiplied.
 constexpr bool kSplits = sizeof(elem_t) == 4;
 
 // --- tiles in shared memory ----------------------------------------------------------
 
-// A matrix of 16-bit numbers with kDim columns. Chunks of 16 bytes are exchanged within
+// A matrix of 16-bit numbers with kDim columns. Chunks of 16 bytes are swizzled within
 // a row so that the same chunk of 8 rows side by side lies in different banks.
 template <int kDim>
 struct tile_t {
@@ -24,11 +29,11 @@ struct tile_t {
   static constexpr int kMask = kChunks % 8 == 0 ? 7 : 3;
   static_assert(kChunks % 4 == 0);
 
-  static __device__ __forceinline__ int exchange(int row) {
+  static __device__ __forceinline__ int swizzle(int row) {
     return (kMask == 7 ? row : row / 2) & kMask;
   }
   static __device__ __forceinline__ unsigned offset(int row, int chunk) {
-    return row * kPitch + (chunk ^ exchange(row)) * 16;
+    return row * kPitch + (chunk ^ swizzle(row)) * 16;
   }
 
   // Where a lane's address for a product starts. A step moves by `chunks` (even)
@@ -36,15 +41,15 @@ struct tile_t {
   unsigned base;
   int x;
   __device__ __forceinline__ tile_t(unsigned tile, int row, int chunk)
-      : base(tile + row * kPitch), x(chunk ^ exchange(row)) {}
+      : base(tile + row * kPitch), x(chunk ^ swizzle(row)) {}
   __device__ __forceinline__ unsigned at(int row, int chunk) const {
     return base + (((chunk & kMask) ^ x) + (chunk & ~kMask)) * 16 + row * kPitch;
   }
-  // What follows from it is computed anew.
-  __device__ __forceinline__ void forget() {
-    ptx::forget(base);
+  // What follows from it is computed again.
+  __device__ __forceinline__ void launder() {
+    ptx::launder(base);
     unsigned word = x;
-    ptx::forget(word);
+    ptx::launder(word);
     x = word;
   }
 };
@@ -81,10 +86,10 @@ __device__ __forceinline__ void load_tile(unsigned char* smem,
                                           Place place) {
   constexpr int kElems = 16 / sizeof(elem_t), kChunks = kDim / kElems;
   // Addresses are computed anew for each tile: kept, they would take the registers.
-  ptx::forget(row_stride);
+  ptx::launder(row_stride);
   if (aligned) {
     const unsigned to = shared_address(smem);
-    // Steps of 8 rows leave the exchange of chunks as it is; staging has none.
+    // Steps of 8 rows leave the swizzle as it is; staging has none.
     constexpr int kStep = kNumThreads % kChunks == 0 ? kNumThreads / kChunks : 1;
     if constexpr (kRows % kStep == 0 && (kStep % 8 == 0 || (kSplits && kStep > 1))) {
       const int row = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;

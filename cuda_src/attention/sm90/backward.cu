@@ -351,7 +351,7 @@ struct producer_t {
     const params_t& params = args.score.params;
     volatile tile_info_t& info = shared.tile_info;
     // Reciprocals of what is divided by are not worth registers between work tiles.
-    const inputs_t& inputs_now = ptx::anew(inputs);
+    const inputs_t& inputs_now = ptx::reload(inputs);
     if (number >= inputs.num_items) return;
     int piece = -1;
     if (kCuts && number >= inputs.num_whole) {
@@ -382,7 +382,7 @@ struct producer_t {
     info.factor = factor_of(args.found);
     info.num_keys = static_cast<int>(params.seqlen_k) - row;
     if constexpr (kBounds > 0) {
-      const scores_t scores = args.score.scores_of(place_t());
+      const scores_t scores = args.score.scores_of(tile_coord_t());
       const index_t key_first = index_t(tile.tile) * (kCluster * kBlockN);
       const range_t queries =
           scores.queries_of(key_first, key_first + kCluster * kBlockN);
@@ -399,7 +399,7 @@ struct producer_t {
         const bool any = next < params.seqlen_k && later.first < later.last;
         turn_first = any ? int(later.first) / kBlockM * kBlockM : kMany;
       }
-      const band_t band = scores.band(0, row);
+      const mask_bounds_t band = scores.mask_bounds(0, row);
       info.low = band.low;
       info.high = band.high;
       const bool tail = row + kBlockN > params.seqlen_k;
@@ -508,7 +508,7 @@ struct dq_sums_t {
     } else {
       index_t start = start_of(target_block) + lane * 4;
       // One address for all; else a wide step has one made for each.
-      if constexpr (!kNarrowStep) ptx::forget(start);
+      if constexpr (!kNarrowStep) ptx::launder(start);
 #pragma unroll
       for (int e = 0; e < kSumsQ; e += 4) {
         ptx::red_global_add(args.sums_q + start + e * 32, dq[e], dq[e + 1], dq[e + 2],
@@ -750,8 +750,8 @@ struct mainloop_t : mma_t {
     }
     if (kOrdered && lane == 0) dq_sums.acquire(this_q, shared.outputs[num_done & 1]);
     ptx::wgmma_wait_group<1>();  // all but dk
-    if constexpr (kMakesDq) keep_order(dq);
-    if constexpr (!kLast) keep_order(s);
+    if constexpr (kMakesDq) compiler_fence(dq);
+    if constexpr (!kLast) compiler_fence(s);
     if constexpr (kMakesDq) dq_sums.add(dq, target_block);
     if constexpr (!kLast) {
       start_dp((block + 1) % kStagesDout);
@@ -759,7 +759,7 @@ struct mainloop_t : mma_t {
       prefetch_delta((block + 1) % kStagesDout);
     }
     ptx::wgmma_wait_group<0>();
-    if constexpr (!kLast) keep_order(dp);
+    if constexpr (!kLast) compiler_fence(dp);
     publish_next(kLast);
   }
 
@@ -775,12 +775,12 @@ struct mainloop_t : mma_t {
     start_dv(this_dout, accumulate);
     prefetch_delta(this_dout);
     ptx::wgmma_wait_group<1>();  // dP
-    keep_order(dp);
+    compiler_fence(dp);
     make_ds_of(this_dout);
     if constexpr (!kOrdered) take_next(kLast);
     publish_ds();
     ptx::wgmma_wait_group<0>();  // dv
-    keep_order(sums_v);
+    compiler_fence(sums_v);
     // This warpgroup's dS is there, and it is done with dv of this block and dk of the
     // one before.
     ptx::bar_arrive<kNumThreads>(1 + group + block % 2 * 2);
@@ -817,13 +817,13 @@ struct mainloop_t : mma_t {
       wait_for_dout(block + 1);
       prefetch_lse((block + 1) % kStagesDout);
       ptx::wgmma_wait_group<kMakesDq ? 2 : 1>();  // S
-      keep_order(s);
+      compiler_fence(s);
       softmax((block + 1) % kStagesDout, whole);
     }
     if (kOrdered && lane == 0) dq_sums.acquire(this_q, shared.outputs[num_done & 1]);
     ptx::wgmma_wait_group<0>();
     if constexpr (kMakesDq) {
-      keep_order(dq);
+      compiler_fence(dq);
       dq_sums.add(dq, target_block);
     }
   }
@@ -853,12 +853,12 @@ struct mainloop_t : mma_t {
     if constexpr (kNarrowStep) start_dp(block % kStagesDout);
     prefetch_lse(block % kStagesDout);
     ptx::wgmma_wait_group<kNarrowStep ? 1 : 0>();
-    keep_order(s);
+    compiler_fence(s);
     softmax(block % kStagesDout, is_whole());
     if constexpr (kNarrowStep) {
       prefetch_delta(block % kStagesDout);
       ptx::wgmma_wait_group<0>();
-      keep_order(dp);
+      compiler_fence(dp);
     }
 #pragma unroll 1
     while (block != last) {
@@ -866,8 +866,8 @@ struct mainloop_t : mma_t {
       accumulate = true;
     }
     step<true>();
-    keep_order(sums_k);
-    keep_order(sums_v);
+    compiler_fence(sums_k);
+    compiler_fence(sums_v);
     // Every product of this tile is done, in both blocks, before the next one's tiles.
     if constexpr (kCluster > 1) {
       ptx::cluster_arrive();

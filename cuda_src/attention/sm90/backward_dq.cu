@@ -86,7 +86,7 @@ struct addresses_t {
 __device__ __forceinline__ void produce(const inputs_t& inputs,
                                         const params_t& params,
                                         const grads_t& grads,
-                                        const place_t& at,
+                                        const tile_coord_t& at,
                                         const addresses_t& smem,
                                         int row_first,
                                         int tile,
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const index_t num_tiles = (params.seqlen_q + kTileM - 1) / kTileM;
   const index_t from_last = divide(block_index(), grads.num_kept);
-  const place_t at = grads.entry(
+  const tile_coord_t at = grads.entry(
       params, locate(grads.kept, block_index() - from_last * grads.num_kept).of[0], 0);
   if (from_last >= num_tiles) return;
   const int row_first = static_cast<int>(num_tiles - 1 - from_last) * kTileM;
@@ -199,8 +199,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
     const int key_first = tile * kBlockN;
     const int num_keys = static_cast<int>(params.seqlen_k) - key_first;
-    band_t band = {-(1 << 30), 1 << 30, 0, num_keys};
-    if constexpr (kBounds > 0) band = scores.band(row_group, key_first);
+    mask_bounds_t band = {-(1 << 30), 1 << 30, 0, num_keys};
+    if constexpr (kBounds > 0) band = scores.mask_bounds(row_group, key_first);
     if (num_keys < kBlockN || band.low > 1 - kGroupM || band.high < kBlockN) {
 #pragma unroll
       for (int e = 0; e < kScores; ++e) {
@@ -241,10 +241,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     start_s();
     start_dp();
     ptx::wgmma_wait_group<1>();  // S
-    keep_order(s);
+    compiler_fence(s);
     softmax();
     ptx::wgmma_wait_group<0>();  // dP
-    keep_order(dp);
+    compiler_fence(dp);
   }
   auto step = [&](auto is_last) {
     constexpr bool kLast = decltype(is_last)::value;
@@ -265,21 +265,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::wgmma_commit_group();
     if constexpr (kLast) {
       ptx::wgmma_wait_group<0>();
-      keep_order(sums);
+      compiler_fence(sums);
     } else {
       ++n;
       ++tile;
       if constexpr (!kChained) ptx::wgmma_wait_group<0>();
       start_s();
       if constexpr (kChained) ptx::wgmma_wait_group<1>();  // dq
-      keep_order(sums);
+      compiler_fence(sums);
       start_dp();
       ptx::wgmma_wait_group<1>();  // S
-      keep_order(s);
+      compiler_fence(s);
       if (lane == 0) ptx::mbarrier_arrive(smem.empty + 8 * stage);
       softmax();
       ptx::wgmma_wait_group<0>();  // dP
-      keep_order(dp);
+      compiler_fence(dp);
     }
   };
 #pragma unroll 1

@@ -25,7 +25,8 @@ __device__ __forceinline__ located_t entry_of(index_t n,
                                               const grads_t& grads) {
   const index_t kept = divide(n, grads.num_summed);
   const auto offsets = locate(grads.kept, kept);
-  const place_t at = grads.entry(params, offsets.of[0], n - kept * grads.num_summed);
+  const tile_coord_t at =
+      grads.entry(params, offsets.of[0], n - kept * grads.num_summed);
   const index_t slot =
       at.head + at.batch[0] * slot_0 + at.batch[kBatchDims - 1] * slot_1;
   auto rows_of = [&](const operand_t& operand, index_t head, index_t block) {
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     const __grid_constant__ grads_t grads) {
   ptx::griddepcontrol_launch_dependents();
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_blocks * (kBlockM / kRows));
+  const tile_coord_t at(params, block_index(), num_blocks * (kBlockM / kRows));
   const int i = static_cast<int>(at.tile) * kRows + threadIdx.x / kRowThreads;
   const int column = threadIdx.x % kRowThreads * 8;
   const bool is_query = at.exists && i < params.seqlen_q;

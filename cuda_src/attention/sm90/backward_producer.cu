@@ -222,7 +222,7 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
         ptx::store_global(reinterpret_cast<uint4*>(out), x[n]);
       }
       out += 2 * row_step * int(sizeof(elem_t));
-      ptx::forget(out);  // one address, not one for each
+      ptx::launder(out);  // one address, not one for each
     }
   }
   __syncwarp();
@@ -291,9 +291,9 @@ struct producer_t {
   // Where a work tile's keys, and the queries of its summed entries lie; the first
   // query that may see a key is one of `row`.
   __device__ __forceinline__ void locate_entries(unsigned entry, int row) const {
-    const inputs_t& inputs_now = ptx::anew(args.inputs);
-    const params_t& params_now = ptx::anew(args.score.params);
-    const grads_t& grads_now = ptx::anew(args.grads);
+    const inputs_t& inputs_now = ptx::reload(args.inputs);
+    const params_t& params_now = ptx::reload(args.score.params);
+    const grads_t& grads_now = ptx::reload(args.grads);
 #pragma unroll 1
     for (int n = 0; n < args.inputs.num_summed; ++n) {
       const unsigned of_all =
@@ -333,9 +333,9 @@ struct producer_t {
   __device__ __forceinline__ void publish() {
     published_t& info = shared.published[num_done % kPublished];
     int number = next_tile();
-    const inputs_t& inputs_now = ptx::anew(args.inputs);
-    const params_t& params_now = ptx::anew(args.score.params);
-    const grads_t& grads_now = ptx::anew(args.grads);
+    const inputs_t& inputs_now = ptx::reload(args.inputs);
+    const params_t& params_now = ptx::reload(args.score.params);
+    const grads_t& grads_now = ptx::reload(args.grads);
     // The second parts of the tiles that are cut come last.
     const bool is_second = number >= inputs_now.num_items - inputs_now.num_split;
     if (is_second) number -= inputs_now.num_split;
@@ -513,10 +513,10 @@ struct mainloop_t : mma_t {
     origins = ptx::shared_address(shared.origins);
     dq_target = smem.dq + threadIdx.x / 32 * (kBytesPart / 4) + lane * 16;
     // Else they are made anew in each step, from a special register that answers late.
-    ptx::forget(ds_target);
-    ptx::forget(lane_stats);
-    ptx::forget(dq_target);
-    ptx::forget(origins);
+    ptx::launder(ds_target);
+    ptx::launder(lane_stats);
+    ptx::launder(dq_target);
+    ptx::launder(origins);
   }
 
   __device__ __forceinline__ const volatile published_t& info() const {
@@ -624,13 +624,13 @@ struct mainloop_t : mma_t {
     q_stage.advance();
     dout_stage.advance();
     ptx::wgmma_wait_group<1>();  // S
-    keep_order(s);
+    compiler_fence(s);
     if (!whole) mask(info(), args.inputs.hidden, origin());
     exponentiate_half<0>();
     start_dv_half<0>(this_dout, !kFirst);
     prefetch_delta(this_dout);
     ptx::wgmma_wait_group<1>();  // dP
-    keep_order(dp);
+    compiler_fence(dp);
     if (block == last) release(smem.v_empty);
     make_ds_half<0>(this_dout);
     exponentiate_half<1>();
@@ -641,17 +641,17 @@ struct mainloop_t : mma_t {
     if constexpr (!kFirst) start_dq_of(dq, block - 1);
     ptx::wgmma_wait_group<kFirst ? 0 : 1>();  // dv
     start_dk(this_q, !kFirst);
-    keep_order(sums_v);
+    compiler_fence(sums_v);
     release(smem.dout_empty + 8 * this_dout);
     if constexpr (!kFirst) {
       ptx::wgmma_wait_group<1>();  // dq
-      keep_order(dq);
+      compiler_fence(dq);
       release(smem.ds_empty + 8 * ((block - 1) % kStagesDs));
       store_dq(dq, block - 1);
     }
     if (block != last) wait_for_q();
     ptx::wgmma_wait_group<0>();  // dk
-    keep_order(sums_k);
+    compiler_fence(sums_k);
     release(smem.q_empty + 8 * this_q);
   }
 
@@ -721,7 +721,7 @@ struct mainloop_t : mma_t {
     publish_ds(block);
     start_dq_of(dq, block);
     ptx::wgmma_wait_group<0>();
-    keep_order(dq);
+    compiler_fence(dq);
     release(smem.k_empty);
     release(smem.ds_empty + 8 * (block % kStagesDs));
     // dv and dk go through the place of dq, when that of the block before has left.

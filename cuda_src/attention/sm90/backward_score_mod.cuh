@@ -53,7 +53,7 @@ using all_inputs_t = inputs_of<kHasTerms>::type;
 
 // What the options of an entry are to a tile, counted from its first row.
 struct entry_t {
-  band_t band;
+  mask_bounds_t band;
   index_t diagonal;
   float slope;
   const bias_t* bias;  // key 0, with kTermsOfKeys; of the mask too
@@ -61,11 +61,11 @@ struct entry_t {
   matrix_t bias_matrix, mask_matrix;
 
   __device__ __forceinline__ void set(const scores_t& scores,
-                                      const place_t& at,
+                                      const tile_coord_t& at,
                                       const params_t& params,
                                       index_t i,
                                       index_t j) {
-    band = scores.band(i, j);
+    band = scores.mask_bounds(i, j);
     if constexpr (kHasAlibi) {
       slope = scores.slope();
       diagonal = scores.diagonal(i) - j;
@@ -78,9 +78,9 @@ struct entry_t {
 };
 
 // The band of a tile that starts `rows` and `cols` further.
-__device__ __forceinline__ band_t shifted(const volatile band_t& band,
-                                          int rows,
-                                          int cols) {
+__device__ __forceinline__ mask_bounds_t shifted(const volatile mask_bounds_t& band,
+                                                 int rows,
+                                                 int cols) {
   return {band.low + rows - cols, band.high + rows - cols, band.num_queries - rows,
           band.num_keys - cols};
 }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void publish(entry_t& to, const entry_t& from, int ro
 }
 
 // Whether two of 64 queries and 64 keys may not see each other; mask aside.
-__device__ __forceinline__ bool hides_some(const band_t& band) {
+__device__ __forceinline__ bool hides_some(const mask_bounds_t& band) {
   return band.low > 1 - 64 || band.high < 64 || band.num_queries < 64 ||
          band.num_keys < 64;
 }
@@ -291,7 +291,7 @@ __device__ __forceinline__ void add_terms(const fragment_t<kKeysAreRows>& fragme
 template <bool kKeysAreRows>
 __device__ __forceinline__ void mask(const fragment_t<kKeysAreRows>& fragment,
                                      float (&s)[kScores],
-                                     const band_t& band) {
+                                     const mask_bounds_t& band) {
   if (hides_some(band)) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {

@@ -67,7 +67,7 @@ __device__ __forceinline__ int tile_after(int number, int* counter) {
 struct matrix_t {
   int head, batch[2];
 };
-__device__ __forceinline__ matrix_t matrix_of(const place_t& at,
+__device__ __forceinline__ matrix_t matrix_of(const tile_coord_t& at,
                                               index_t head,
                                               const operand_t& operand) {
   matrix_t found;

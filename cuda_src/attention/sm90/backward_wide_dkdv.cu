@@ -95,7 +95,7 @@ struct tile_info_t {
   int num_steps;   // blocks of queries, over all summed entries; < 0: no tile is left
   int kept, key_first, num_keys;
   int block_first, block_last;  // of queries that see keys of the tile
-  int low, high;                // band_t, from query 0
+  int low, high;                // mask_bounds_t, from query 0
   matrix_t k, v;
 };
 
@@ -211,21 +211,21 @@ struct producer_t {
     int block_first = 0, block_last = inputs.num_blocks;
     if constexpr (kBounds > 0) {
       // Entries that are summed see the same.
-      const place_t entry =
-          kBandOfEntry ? grads.entry(params, kept.of[0], 0) : place_t();
+      const tile_coord_t entry =
+          kBandOfEntry ? grads.entry(params, kept.of[0], 0) : tile_coord_t();
       const scores_t scores = args.score.scores_of(entry);
       const range_t queries = scores.queries_of(key_first, key_first + kBlockN);
       block_first = static_cast<int>(queries.first) / kBlockM;
       block_last = (static_cast<int>(queries.last) + kBlockM - 1) / kBlockM;
       if (queries.first >= queries.last) block_last = block_first;
-      const band_t band = scores.band(0, key_first);
+      const mask_bounds_t band = scores.mask_bounds(0, key_first);
       info.low = band.low;
       info.high = band.high;
     }
     info.block_first = block_first;
     info.block_last = block_last;
     info.num_steps = (block_last - block_first) * inputs.num_summed;
-    const place_t entry = grads.entry(params, kept.of[0], 0);
+    const tile_coord_t entry = grads.entry(params, kept.of[0], 0);
     info.k = matrix_of(entry, entry.kv_head, params.k);
     info.v = matrix_of(entry, entry.kv_head, params.v);
   }
@@ -234,7 +234,8 @@ struct producer_t {
                                               int key_first) const {
     const params_t& params = args.score.params;
     const grads_t& grads = args.grads;
-    const place_t entry = grads.entry(params, locate(grads.kept, kept).of[0], summed);
+    const tile_coord_t entry =
+        grads.entry(params, locate(grads.kept, kept).of[0], summed);
     shared.source.q = matrix_of(entry, entry.head, params.q);
     shared.source.dout = matrix_of(entry, entry.head, grads.dout);
     shared.source.stats = static_cast<int>(entry.row_of_heads) * args.inputs.num_blocks;
@@ -545,7 +546,7 @@ struct dv_consumer_t : consumer_t {
 
   // With softcap P goes to p, and s becomes what dP - delta is multiplied by.
   __device__ __forceinline__ void softmax_of_terms() {
-    const band_t band = shifted(shared.entries[at.q.stage].band, 0, 0);
+    const mask_bounds_t band = shifted(shared.entries[at.q.stage].band, 0, 0);
     float derivatives[kDerivatives];
     add_terms(fragment, s, derivatives, args.inputs, rest,
               [&](auto use) { find_rest_of(use); });
@@ -567,7 +568,7 @@ struct dv_consumer_t : consumer_t {
   __device__ __forceinline__ void softmax() {
     find_rest_ahead();
     ptx::wgmma_wait_group<0>();
-    keep_order(s);
+    compiler_fence(s);
     if constexpr (kHasOptions) {
       softmax_of_terms();
     } else {
@@ -593,7 +594,7 @@ struct dv_consumer_t : consumer_t {
     start_sums(p, dout_sums + stage * (kBytes / 16));
     if constexpr (!kLast) start_s();
     ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dv
-    keep_order(sums);
+    compiler_fence(sums);
     release(smem.dout_empty + 8 * stage);
     if constexpr (!kLast) softmax();
   }
@@ -654,7 +655,7 @@ struct dk_consumer_t : consumer_t {
   }
   __device__ __forceinline__ void wait_for_dp() {
     ptx::wgmma_wait_group<0>();
-    keep_order(s);
+    compiler_fence(s);
   }
   // One block of queries; dP of the next one.
   template <bool kLast>
@@ -670,7 +671,7 @@ struct dk_consumer_t : consumer_t {
     start_sums(ds, q_sums + stage * (kBytesQ / 16));
     if constexpr (!kLast) start_dp();
     ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dk
-    keep_order(sums);
+    compiler_fence(sums);
     release(smem.q_empty + 8 * stage);
     if constexpr (!kLast) wait_for_dp();
   }

@@ -102,7 +102,7 @@ struct tile_info_t {
   index_t dq;                 // of the first row of the tile in the gradient
   int tile_first, tile_last;  // of keys that queries see; < 0: no work tile is left
   int row_first, stats;       // stats: the first block of the entry's
-  int low, high;              // band_t, from key 0
+  int low, high;              // mask_bounds_t, from key 0
   matrix_t q, dout, k, v;
 };
 
@@ -204,15 +204,15 @@ struct producer_t {
     int tile_first = 0;
     int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
     if constexpr (kBounds > 0) {
-      const place_t entry =
+      const tile_coord_t entry =
           kBandOfEntry ? grads.entry(params, locate(grads.kept, tile.kept).of[0], 0)
-                       : place_t();
+                       : tile_coord_t();
       const scores_t scores = args.score.scores_of(entry);
       const range_t keys = scores.keys_of(row_first, row_first + kTileM);
       tile_first = static_cast<int>(keys.first) / kBlockN;
       tile_last = (static_cast<int>(keys.last) + kBlockN - 1) / kBlockN;
       if (keys.first >= keys.last) tile_last = tile_first;
-      const band_t band = scores.band(row_first, 0);
+      const mask_bounds_t band = scores.mask_bounds(row_first, 0);
       info.low = band.low;
       info.high = band.high;
     }
@@ -221,7 +221,7 @@ struct producer_t {
     info.tile_last = tile_last;
     const auto kept = locate(grads.kept, tile.kept);
     info.dq = kept.of[1] + row_first * grads.row[0];
-    const place_t entry = grads.entry(params, kept.of[0], 0);
+    const tile_coord_t entry = grads.entry(params, kept.of[0], 0);
     info.stats = static_cast<int>(entry.row_of_heads) * inputs.num_blocks;
     info.q = matrix_of(entry, entry.head, params.q);
     info.dout = matrix_of(entry, entry.head, grads.dout);
@@ -449,7 +449,7 @@ struct consumer_t {
   __device__ __forceinline__ void softmax(int tile) {
     const all_inputs_t& inputs = args.inputs;
     if constexpr (kHasOptions) {
-      const band_t band =
+      const mask_bounds_t band =
           shifted(shared.entries[at.place].band, group * 64, tile * kBlockN);
       float derivatives[kDerivatives];
       add_terms(fragment, s, derivatives, inputs, rest,
@@ -490,11 +490,11 @@ struct consumer_t {
     ptx::wgmma_commit_group();
     if constexpr (kAhead) find_rest_of(tile, [&](int e, float x) { rest[e] = x; });
     ptx::wgmma_wait_group<1>();  // S
-    keep_order(s);
+    compiler_fence(s);
     if (is_last) release(smem.q_empty);
     softmax(tile);
     ptx::wgmma_wait_group<0>();  // dP
-    keep_order(dp);
+    compiler_fence(dp);
     release(smem.v_empty + 8 * at.v.stage);
     if (is_last) release(smem.dout_empty);
     unsigned ds[4][4];
@@ -519,7 +519,7 @@ struct consumer_t {
                   args.grads.row[1]);
     }
     ptx::wgmma_wait_group<0>();
-    keep_order(sums);
+    compiler_fence(sums);
     release(smem.k_empty + 8 * at.k.stage);
     at.k.advance();
     at.v.advance();

@@ -152,7 +152,7 @@ struct addresses_t {
     unsigned first = ptx::shared_address(barriers);
     // Or else the assembler finds it anew in each step; at 128 columns it takes a
     // register that terms need.
-    if constexpr (kNumGroups > 1 && kHeadDimV != 128) ptx::forget(first);
+    if constexpr (kNumGroups > 1 && kHeadDimV != 128) ptx::launder(first);
     constexpr int kBarrier = ring_t::kBytes;
     q_ring = {first, first + kNumGroups * kBarrier};
     k_ring = {q_ring.empty + kNumGroups * kBarrier,
@@ -229,14 +229,14 @@ struct producer_t {
     shared.tile_infos[slot].item = number;
     return number;
   }
-  __device__ __forceinline__ void publish(const place_t& at,
+  __device__ __forceinline__ void publish(const tile_coord_t& at,
                                           int number,
                                           int row_first,
                                           int row_last) const {
     volatile tile_info_t& info = this->info();
     info.put(at);
     if (number < args.schedule().num_items) {
-      if (kBandOfItem) info.put(args.score.scores_of(at).band(0, 0));
+      if (kBandOfItem) info.put(args.score.scores_of(at).mask_bounds(0, 0));
       info.put(
           share_of(tiles_of(info.seen(), row_first, row_last, args.params().seqlen_k),
                    number, args.schedule()));
@@ -245,25 +245,25 @@ struct producer_t {
   }
 
   // Coordinates of two batch axes have no registers.
-  __device__ __forceinline__ place_t place(const place_t& at) const {
+  __device__ __forceinline__ tile_coord_t place(const tile_coord_t& at) const {
     if constexpr (kDynamic && kBatchDims > 1) return info().place();
     return at;
   }
   // Tile `number` of k, counted over all work tiles, from key `first` on.
-  __device__ __forceinline__ void load_k(const place_t& at,
+  __device__ __forceinline__ void load_k(const tile_coord_t& at,
                                          unsigned number,
                                          int first) const {
     const unsigned stage = stage_of(number);
     wait(smem.k_ring.empty_at(stage), parity_of(number) ^ 1);
-    const place_t from = place(at);
+    const tile_coord_t from = place(at);
     int batch[2];
     batch_coordinates(batch, from, args.params().k);
     load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
         smem.k + stage * kBytesK, args.inputs.k_map, smem.k_ring.full_at(stage), first,
         coordinate(from.kv_head, args.params().k.head), batch);
   }
-  __device__ __forceinline__ void load_q(const place_t& at, int row_block) const {
-    const place_t from = place(at);
+  __device__ __forceinline__ void load_q(const tile_coord_t& at, int row_block) const {
+    const tile_coord_t from = place(at);
     int batch[2];
     batch_coordinates(batch, from, args.params().q);
     for (int g = 0; g < kNumGroups; ++g) {
@@ -282,7 +282,7 @@ struct producer_t {
     }
   }
   // Tile `tile` of v; one that has to be scrubbed first arrives elsewhere.
-  __device__ __forceinline__ void load_v(const place_t& at,
+  __device__ __forceinline__ void load_v(const tile_coord_t& at,
                                          unsigned number,
                                          int tile) const {
     volatile orders_t& orders = shared.orders;
@@ -298,7 +298,7 @@ struct producer_t {
       orders.item[slot] = num_done;
       arrival = smem.landed + slot * ring_t::kBytes;
     }
-    const place_t from = place(at);
+    const tile_coord_t from = place(at);
     int batch[2];
     batch_coordinates(batch, from, args.params().v);
     load_tile<kBlockN, kChunksV, kReadOnce, kBoxN>(
@@ -306,13 +306,13 @@ struct producer_t {
         coordinate(from.kv_head, args.params().v.head), batch);
   }
 
-  __device__ __forceinline__ void produce(const place_t& first_place) {
+  __device__ __forceinline__ void produce(const tile_coord_t& first_place) {
     volatile orders_t& orders = shared.orders;
     const schedule_t& schedule = args.schedule();
     const params_t& params = args.params();
     orders.next = blockIdx.x;
     if constexpr (kDynamic && !kBandOfItem) {
-      const band_t band = args.score.scores_of(place_t()).band(0, 0);
+      const mask_bounds_t band = args.score.scores_of(tile_coord_t()).mask_bounds(0, 0);
       for (int n = 0; n < 2; ++n) shared.tile_infos[n].put(band);
     }
     while (true) {
@@ -320,9 +320,9 @@ struct producer_t {
       if constexpr (kDynamic) number = claim(number);
       const bool careful = number >= kCareful;
       if (careful) number -= kCareful;
-      const place_t at = kFindsFirst && num_done == 0
-                             ? first_place
-                             : place_of(number, schedule, params);
+      const tile_coord_t at = kFindsFirst && num_done == 0
+                                  ? first_place
+                                  : place_of(number, schedule, params);
       const int row_block = first_row(at, schedule);
       const int row_first = max(row_block, 0);
       const int row_last = min(row_block + kBlockM, int(params.seqlen_q) * kPack);
@@ -388,7 +388,7 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
   unsigned num_tiles = 0, num_done = 0;
   wait(smem.tile_ring.full_at(0), 0);
   while ((tile_infos[num_done & 1].item & ~kCareful) < args.schedule().num_items) {
-    const place_t at = tile_infos[num_done & 1].place();
+    const tile_coord_t at = tile_infos[num_done & 1].place();
     const tiles_t tiles = tile_infos[num_done & 1].share().tiles;
     const scores_t scores = args.score.scores_of(at);
     // Other terms leave no registers to ask ahead.
@@ -449,14 +449,14 @@ __device__ __forceinline__ void scrub(const shared_t& shared, const addresses_t&
 // The compiler keeps x, not what it is made of, while the loop over keys runs.
 __device__ __forceinline__ int opaque(int x) {
   unsigned word = x;
-  ptx::forget(word);
+  ptx::launder(word);
   return word;
 }
 
 // A work tile, as a warpgroup sees it.
 struct work_t {
-  place_t at;
-  band_t band;
+  tile_coord_t at;
+  mask_bounds_t band;
   scores_t scores;
   int i[2];  // the queries of this thread's rows
   score_rows_t rows;
@@ -476,7 +476,7 @@ struct work_t {
                                     int group,
                                     int lane)
       : at(kDynamic ? info.place() : place_of(number, args.schedule(), args.params())),
-        band(kDynamic ? info.seen() : band_t{}),
+        band(kDynamic ? info.seen() : mask_bounds_t{}),
         scores(args.score.scores_of(at)) {
     const int seqlen_q = args.params().seqlen_q, seqlen_k = args.params().seqlen_k;
     num_rows = seqlen_q * kPack;
@@ -575,7 +575,7 @@ struct consumer_t {
     return __shfl_sync(kFullMask, shared.tile_infos[num_done & 1].item, 0);
   }
   // The number of a row in lse, and of one in out where that is split.
-  __device__ __forceinline__ index_t row_number(const place_t& at,
+  __device__ __forceinline__ index_t row_number(const tile_coord_t& at,
                                                 int row,
                                                 int tile) const {
     const params_t& params = args.params();
@@ -698,7 +698,7 @@ struct consumer_t {
       for (int n = max(skipped - kLateV, 0); n < skipped; ++n) skip_v(n);
     }
     ptx::wgmma_wait_group<0>();
-    keep_order(s);
+    compiler_fence(s);
     add_key_bias();
     if (elected) {
       ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
@@ -723,7 +723,7 @@ struct consumer_t {
     pass_turn();
     load_key_bias(stage);
     ptx::wgmma_wait_group<1>();
-    keep_order(s);
+    compiler_fence(s);
     add_key_bias();
     if constexpr (kGivesBackAtOnce) {
       ptx::mbarrier_arrive_if(elected, smem.k_ring.empty_at(stage));
@@ -741,7 +741,7 @@ struct consumer_t {
     }
     // ptxas moves this wait up to the last branch, which is the one in raise().
     ptx::wgmma_wait_group<0>();
-    keep_order(o);
+    compiler_fence(o);
     if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage_v));
     if constexpr (kCapOnly && !kMasked) {
       exponentiate_capped(row, s, args.inputs.cap, !raised.passes);
@@ -768,7 +768,7 @@ struct consumer_t {
 #pragma unroll 1
     for (; left > 0; ++n) {
       --left;
-      ptx::forget(left);
+      ptx::launder(left);
       step<false>(work, row, n);
     }
     if constexpr (kBounds == 2) {
@@ -782,7 +782,7 @@ struct consumer_t {
   // 1 / l of the rows, whether they see anything, and lse.
   __device__ __forceinline__ void finalize(const work_t& work,
                                            softmax_t& row,
-                                           const place_t& here,
+                                           const tile_coord_t& here,
                                            int tile,
                                            float (&inverse)[2],
                                            bool (&seen)[2]) const {
@@ -820,7 +820,7 @@ struct consumer_t {
 
   // o / l of a part of the keys, as floats. `odd` is not 0 where one is not finite.
   __device__ __forceinline__ void store_part(const work_t& work,
-                                             const place_t& here,
+                                             const tile_coord_t& here,
                                              int tile,
                                              const float (&inverse)[2],
                                              const bool (&seen)[2],
@@ -849,7 +849,7 @@ struct consumer_t {
 
   // o / l as elem_t: by way of shared memory, in vectors, or one by one.
   __device__ __forceinline__ void store_rows(const work_t& work,
-                                             const place_t& here,
+                                             const tile_coord_t& here,
                                              const float (&inverse)[2],
                                              const bool (&seen)[2],
                                              unsigned (&odd)[2]) const {
@@ -913,7 +913,7 @@ struct consumer_t {
   // tile to be computed again, with care, or adds what was scrubbed.
   __device__ __forceinline__ void repair(const work_t& work,
                                          const softmax_t& row,
-                                         const place_t& here,
+                                         const tile_coord_t& here,
                                          int item,
                                          const unsigned (&odd)[2]) const {
     const int number = static_cast<int>(num_done) - 1;
@@ -932,7 +932,7 @@ struct consumer_t {
       add_specials(args.inputs.v, args.out, here, work.row_block, w,
                    args.score.scores_of(here), info.seen(), args.params(),
                    info.share().tiles, item & ~kCareful,
-                   [this](const place_t& at, int row, int tile) {
+                   [this](const tile_coord_t& at, int row, int tile) {
                      return row_number(at, row, tile);
                    });
     }
@@ -940,7 +940,7 @@ struct consumer_t {
 
   // The block that ends the last part of a tile combines them.
   __device__ __forceinline__ void combine(const work_t& work,
-                                          const place_t& here,
+                                          const tile_coord_t& here,
                                           int item) const {
     const params_t& params = args.params();
     const schedule_t& schedule = args.schedule();
@@ -995,12 +995,13 @@ struct consumer_t {
     }
     // The place again: in the loop there are no registers for it.
     const int number = static_cast<int>(num_done) - 1;
-    const place_t here = kDynamic ? shared.tile_infos[number & 1].place() : work.at;
+    const tile_coord_t here =
+        kDynamic ? shared.tile_infos[number & 1].place() : work.at;
     float inverse[2];
     bool seen[2];
     finalize(work, row, here, tile, inverse, seen);
     ptx::wgmma_wait_group<0>();
-    keep_order(o);
+    compiler_fence(o);
     if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(last_stage));
 
     unsigned odd[2] = {};  // not 0 where a result is not finite
@@ -1055,7 +1056,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   }
   const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
   // The producer finds its first tile while another warp makes the barriers.
-  place_t first_place;
+  tile_coord_t first_place;
   if (kFindsFirst && threadIdx.x == 0) {
     first_place = place_of(blockIdx.x, inputs.schedule, params);
   }

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge
     lse[row] = l == 0 ? -infinity<float>() : static_cast<float>(m + logf(l));
   }
 
-  const place_t at(params, row, params.seqlen_q);  // its tiles are single queries
+  const tile_coord_t at(params, row, params.seqlen_q);  // its tiles are single queries
   elem_t* const out_row = at.at(out, params.out) + at.tile * params.out.row;
   for (int vector = lane; vector < num_vectors; vector += 32) {
     float4 sum = {};

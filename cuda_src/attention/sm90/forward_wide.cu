@@ -46,11 +46,6 @@ constexpr int kOwn = (kPanelsV + 1) / 2;
 constexpr unsigned kPanel = 64 * 128;
 static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
 
-#ifdef SCALE_SCORES
-constexpr bool kScaleScores = true;  // not a number that exp2 can take over
-#else
-constexpr bool kScaleScores = false;
-#endif
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
@@ -143,7 +138,7 @@ struct feed_t {
   __device__ __forceinline__ feed_t(const ptx::tensor_map_t& map,
                                     unsigned char* tile,
                                     unsigned long long* barriers,
-                                    const place_t& at,
+                                    const tile_coord_t& at,
                                     const operand_t& operand)
       : map(map),
         tile(shared_address(tile)),
@@ -228,7 +223,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
       ptx::wgmma_wait_group<0>();
     }
     float (&part)[kScores] = parts[panel % kAtOnce];
-    keep_order(part);
+    compiler_fence(part);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] = panel == 0 ? part[e] : s[e] + part[e];
   }
@@ -272,11 +267,11 @@ __device__ __forceinline__ void start_pv(float (&o)[kOutputs],
 // Until here the weights stay in their registers, too.
 __device__ __forceinline__ void end_pv(float (&o)[kOutputs], weights_t& p) {
   ptx::wgmma_wait_group<0>();
-  keep_order(o);
+  compiler_fence(o);
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) ptx::forget(p.a[step][n]);
+    for (int n = 0; n < 4; ++n) ptx::launder(p.a[step][n]);
   }
 }
 
@@ -316,7 +311,7 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores],
                                           const scores_t& scores,
                                           index_t i0,
                                           index_t j0) {
-  const band_t band = scores.band(i0, j0);
+  const mask_bounds_t band = scores.mask_bounds(i0, j0);
   const bool sees_all = band.sees_all(kBlockM, kBlockN);
   if (!kHasTerms && sees_all) return;
   auto finish = [&](float& x, int n) {
@@ -335,7 +330,7 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores],
     for (int n = 0; n < kScores; ++n) on_stack[n] = s[n];
 #pragma unroll 1
     for (int n = 0; n < kScores; ++n) finish(on_stack[n], n);
-    ptx::forget(on_stack);
+    ptx::launder(on_stack);
 #pragma unroll
     for (int n = 0; n < kScores; ++n) s[n] = on_stack[n];
   } else {
@@ -422,7 +417,7 @@ __device__ __forceinline__ void store_pair(out_t* to, float x, float y) {
 // out and lse of this thread's rows.
 __device__ __forceinline__ void store(out_t* out_rows,
                                       row_lse_t* lse,
-                                      const place_t& at,
+                                      const tile_coord_t& at,
                                       const scores_t& scores,
                                       const params_t& params,
                                       const softmax_t& rows,
@@ -524,7 +519,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
   auto* const barriers = reinterpret_cast<unsigned long long*>(&across + 1);
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;
-  const place_t at(params, block_index(), num_tiles);
+  const tile_coord_t at(params, block_index(), num_tiles);
   if (!at.exists) return;
   const index_t i0 = (num_tiles - 1 - at.tile) * kBlockM;
   const scores_t scores(at, SCORE_ARGUMENTS);
@@ -684,8 +679,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
 
   // Looked up again: in the loop there are no registers for it.
   index_t block = block_index();
-  ptx::forget(block);
-  const place_t here(params, block, num_tiles);
+  ptx::launder(block);
+  const tile_coord_t here(params, block, num_tiles);
   const scores_t rows_of(here, SCORE_ARGUMENTS);
   out_t* const out_rows = here.at(out, params.out);
   const index_t i_first = (num_tiles - 1 - here.tile) * kBlockM;

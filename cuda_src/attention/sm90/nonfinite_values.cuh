@@ -91,11 +91,11 @@ __device__ __forceinline__ bool clean(uint4* tile, int thread) {
 template <typename RowNumber>
 __device__ __forceinline__ void add_specials(const elem_t* v,
                                              out_t* out,
-                                             const place_t& at,
+                                             const tile_coord_t& at,
                                              int row_block,
                                              int group,
                                              const scores_t& scores,
-                                             const band_t& band,
+                                             const mask_bounds_t& band,
                                              const params_t& params,
                                              const tiles_t& tiles,
                                              int item,

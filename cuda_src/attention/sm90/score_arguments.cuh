@@ -15,7 +15,7 @@ struct score_arguments_t {
   const key_length_t* key_lengths;
   index_t query_offset;
 
-  __device__ __forceinline__ scores_t scores_of(const place_t& at) const {
+  __device__ __forceinline__ scores_t scores_of(const tile_coord_t& at) const {
     return scores_t(at, SCORE_ARGUMENTS);
   }
 };

@@ -240,11 +240,11 @@ struct score_rows_t {
     for (int r = 0; r < 2; ++r) {
       if constexpr (kHasBias && !kTermsOfKeys) {
         bias[r] = scores.bias_at(i[r], 0);
-        ptx::forget(bias[r]);  // a whole address, found before the loop over keys
+        ptx::launder(bias[r]);  // a whole address, found before the loop over keys
       }
       if constexpr (kHasMask && !kTermsOfKeys) {
         mask[r] = scores.mask_at(i[r], 0);
-        ptx::forget(mask[r]);
+        ptx::launder(mask[r]);
       }
     }
   }
@@ -287,7 +287,7 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores],
   // Multiples of a stride are not kept in registers from tile to tile.
   auto fresh = [](index_t stride) {
     if constexpr (kUnitColumns) return index_t(1);
-    ptx::forget(stride);
+    ptx::launder(stride);
     return stride;
   };
   if constexpr (kHasBias) {

@@ -134,7 +134,7 @@ struct schedule_t {
 
 // The first row of a tile; it may be below 0. Where later queries see more keys, tiles
 // are counted from the last query, so that the one that is not full is a short one.
-__device__ __forceinline__ int first_row(const place_t& at,
+__device__ __forceinline__ int first_row(const tile_coord_t& at,
                                          const schedule_t& schedule) {
   constexpr bool kFromTheEnd = kBounds > 0 && kNumGroups > 1;
   return static_cast<int>(at.tile) * kBlockM - (kFromTheEnd ? schedule.absent : 0);
@@ -142,10 +142,10 @@ __device__ __forceinline__ int first_row(const place_t& at,
 
 // Tile `tile` of queries of head number `heads` over all batch entries; of packed ones,
 // the first.
-__device__ __forceinline__ place_t place_of(unsigned heads,
-                                            index_t tile,
-                                            const params_t& params) {
-  place_t at;
+__device__ __forceinline__ tile_coord_t place_of(unsigned heads,
+                                                 index_t tile,
+                                                 const params_t& params) {
+  tile_coord_t at;
   at.tile = tile;
   at.row_of_heads = heads * kPack;
   const unsigned num_heads = params.num_heads / kPack;
@@ -165,9 +165,9 @@ __device__ __forceinline__ place_t place_of(unsigned heads,
 }
 
 // Where item number `item` lies. In a section the tiles that see most keys come first.
-__device__ __forceinline__ place_t place_of(int item,
-                                            const schedule_t& schedule,
-                                            const params_t& params) {
+__device__ __forceinline__ tile_coord_t place_of(int item,
+                                                 const schedule_t& schedule,
+                                                 const params_t& params) {
   const unsigned number = kSplit ? unsigned(item) / schedule.num_splits : item;
   const unsigned num_blocks = schedule.num_blocks;
   if constexpr (kNumGroups == 1) {  // which has all queries of a head in one tile
@@ -191,7 +191,7 @@ struct tiles_t {
 
 // Keys that the queries [i_first, i_last) see by their position, as one range that may
 // be empty. `band` is that of all scores.
-__device__ __forceinline__ tiles_t keys_of(const band_t& band,
+__device__ __forceinline__ tiles_t keys_of(const mask_bounds_t& band,
                                            int i_first,
                                            int i_last) {
   i_last = min(i_last, band.num_queries);
@@ -201,7 +201,7 @@ __device__ __forceinline__ tiles_t keys_of(const band_t& band,
 }
 
 // The tiles that hold the keys which rows [row_first, row_last) see. At least one.
-__device__ __forceinline__ tiles_t tiles_of(const band_t& band,
+__device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& band,
                                             int row_first,
                                             int row_last,
                                             int seqlen_k) {
@@ -234,7 +234,7 @@ __device__ __forceinline__ share_t share_of(const tiles_t& tiles,
 }
 
 // The tiles of which each of the rows [row_first, row_last) sees every key.
-__device__ __forceinline__ tiles_t whole_tiles_of(const band_t& band,
+__device__ __forceinline__ tiles_t whole_tiles_of(const mask_bounds_t& band,
                                                   int row_first,
                                                   int row_last,
                                                   int seqlen_k) {
@@ -254,10 +254,10 @@ __device__ __forceinline__ bool is_in(int tile, const tiles_t& tiles) {
 struct tile_info_t {
   int item;  // or one that is none: no more
   int tile, heads, head, kv_head, batch[kBatchDims];
-  band_t band;             // of all scores
+  mask_bounds_t band;      // of all scores
   int first, last, empty;  // its share
 
-  __device__ void put(const place_t& at) volatile {
+  __device__ void put(const tile_coord_t& at) volatile {
     tile = at.tile;
     heads = at.row_of_heads;
     head = at.head;
@@ -265,7 +265,7 @@ struct tile_info_t {
 #pragma unroll
     for (int axis = 0; axis < kBatchDims; ++axis) batch[axis] = at.batch[axis];
   }
-  __device__ void put(const band_t& seen) volatile {
+  __device__ void put(const mask_bounds_t& seen) volatile {
     band.low = seen.low;
     band.high = seen.high;
     band.num_queries = seen.num_queries;
@@ -276,8 +276,8 @@ struct tile_info_t {
     last = share.tiles.last;
     empty = share.empty;
   }
-  __device__ place_t place() const volatile {
-    place_t at;
+  __device__ tile_coord_t place() const volatile {
+    tile_coord_t at;
     at.tile = tile;
     at.row_of_heads = heads;
     at.head = head;
@@ -287,7 +287,7 @@ struct tile_info_t {
     at.exists = true;
     return at;
   }
-  __device__ band_t seen() const volatile {
+  __device__ mask_bounds_t seen() const volatile {
     return {band.low, band.high, band.num_queries, band.num_keys};
   }
   __device__ share_t share() const volatile { return {{first, last}, empty != 0}; }

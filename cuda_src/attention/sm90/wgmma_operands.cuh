@@ -19,9 +19,9 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address,
 }
 
 template <int kCount>
-__device__ __forceinline__ void keep_order(float (&x)[kCount]) {
+__device__ __forceinline__ void compiler_fence(float (&x)[kCount]) {
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) ptx::keep_order(x[e]);
+  for (int e = 0; e < kCount; ++e) ptx::compiler_fence(x[e]);
 }
 
 // A coordinate in a tensor map, whose broadcast axes have length 1.
@@ -31,7 +31,7 @@ __device__ __forceinline__ int coordinate(index_t index, index_t stride) {
 
 // The coordinates of a batch entry, innermost first.
 __device__ __forceinline__ void batch_coordinates(int (&batch)[2],
-                                                  const place_t& at,
+                                                  const tile_coord_t& at,
                                                   const operand_t& operand) {
   batch[0] = coordinate(at.batch[kBatchDims - 1], operand.batch[kBatchDims - 1]);
   batch[1] = kBatchDims == 2 ? coordinate(at.batch[0], operand.batch[0]) : 0;

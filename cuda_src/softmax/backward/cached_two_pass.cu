@@ -144,7 +144,7 @@ struct held_t {
           }
         }
         read[k] = gathered;
-        ptx::keep_order();  // else more would be under way than there are registers
+        ptx::compiler_fence();  // else more would be under way than there are registers
       }
     }
     edge = piece.has_edge() ? p[piece.edge] : T();
@@ -154,7 +154,7 @@ struct held_t {
       for (int k = 0; k < kHeld; ++k) {
         unsigned* const words = reinterpret_cast<unsigned*>(&read[k]);
 #pragma unroll
-        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::forget(words[i]);
+        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::launder(words[i]);
       }
     }
   }

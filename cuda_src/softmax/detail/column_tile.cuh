@@ -155,7 +155,7 @@ struct slots_t<T, kRows, true> {
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) ptx::forget(pair[k][i]);
+      for (int i = 0; i < kWords; ++i) ptx::launder(pair[k][i]);
     }
   }
 };
@@ -383,7 +383,7 @@ struct place_t {
           if (k < rows && i < columns) held.set(k, j, p[i + k * step]);
         }
         // Else more of them would be under way than there are registers.
-        if (sizeof(T) < 4) ptx::keep_order();
+        if (sizeof(T) < 4) ptx::compiler_fence();
       }
     }
   }

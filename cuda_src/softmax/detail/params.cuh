@@ -34,6 +34,7 @@ struct layout_t {
   // scale * (x - m) = factor * (key_factor * x - key_factor * m): key_factor is 0 or,
   // up to its sign, a power of two that is at most 1, which rounds nothing.
   double key_factor, factor;
+  double unit, unit_rest;  // factor * log2(e) = unit (1 + unit_rest); unit as an acc_t
   axes_t<OUTER_AXES, kNumArrays> outer;      // over the rows
   axes_t<REDUCED_AXES, kNumArrays> reduced;  // over the elements of a row
 };
@@ -64,6 +65,30 @@ struct factor_t<T, false> {
     return {product, rest};
   }
 };
+
+// exp(score - m) = 2^(high (1 + rest) d) of an exact difference d of keys: the scale is
+// part of what exponents are multiplied by anyway, and costs nothing there.
+template <typename T, bool kIsOne>
+struct unit_t {
+  static constexpr double kLog2eLow = 2.0355273740931033e-17;  // what kLog2e lacks
+  static constexpr T high = T(kLog2e);
+  static constexpr T rest = T((kLog2e - double(high) + kLog2eLow) / double(high));
+  static constexpr T lowest = T(-126.4) * T(kLn2);  // below, subnormal floats
+
+  unit_t() = default;
+  __device__ __forceinline__ explicit unit_t(const layout_t&) {}
+};
+template <typename T>
+struct unit_t<T, false> {
+  T high, rest, lowest;
+
+  unit_t() = default;
+  __device__ __forceinline__ explicit unit_t(const layout_t& layout)
+      : high(T(layout.unit)),
+        rest(T(layout.unit_rest)),
+        lowest(T(__fdividef(-126.4f, float(high)))) {}
+};
+using exp_unit_t = unit_t<acc_t, !kScaled>;
 
 // A score, scale * x, as a key: the scale multiplies differences of keys, which are
 // exact. It would be the rounding of the product else that exp sees: at a score of 80
@@ -106,8 +131,10 @@ struct score_t {
 // How differences of keys are taken (softmax/detail/online_sum.cuh).
 struct keys_t {
   factor_t<double, !kScaled> factor;
+  exp_unit_t unit;
 
-  __device__ __forceinline__ explicit keys_t(const layout_t& layout) : factor(layout) {}
+  __device__ __forceinline__ explicit keys_t(const layout_t& layout)
+      : factor(layout), unit(layout) {}
   __device__ __forceinline__ double exp_diff(double x, double m) const {
     return x == -infinity<double>() ? 0 : exp_of(factor * (x - m));
   }

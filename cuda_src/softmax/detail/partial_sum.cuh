@@ -18,24 +18,25 @@ struct partial_t {
 // Sums in powers of two take fewer instructions than those of softmax_online. Doubles
 // need the last digit that they may lose.
 constexpr bool kSumsPowers = sizeof(acc_t) == 4;
-// A score that is scaled has a lower part, which coarse sums leave out.
-using powers_t = power_sum_t<acc_t, kCoarse && !kScaled>;
+using powers_t = power_sum_t<acc_t, kCoarse>;
 
 // Sees and adds some scores.
 template <int kCount>
 __device__ __forceinline__ void take_scores(powers_t& sum,
                                             const score_t (&s)[kCount],
-                                            keys_t) {
+                                            keys_t keys) {
+  const auto key = [&](int e) { return s[e].key; };
+  const acc_t largest = powers_t::template largest<kCount>(key);
   if constexpr (kScaled) {
-    pair_t<acc_t> value[kCount];
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) value[e] = s[e].value();
-    const auto high = [&](int e) { return value[e].high; };
-    sum.see(powers_t::template largest<kCount>(high));
-    sum.template add<kCount>(high, [&](int e) { return value[e].low; });
+    sum.see(rounded_product(s[0].factor.high, largest));
+    if constexpr (kCoarse) {
+      sum.template add_keys<kCount>(key, keys.unit);
+      return;
+    }
+    sum.template add<kCount>([&](int e) { return s[e].value().high; },
+                             [&](int e) { return s[e].value().low; });
   } else {
-    const auto key = [&](int e) { return s[e].key; };
-    sum.see(powers_t::template largest<kCount>(key));
+    sum.see(largest);
     sum.template add<kCount>(key);
   }
 }

@@ -11,7 +11,8 @@ struct row_exp_t {
   static constexpr bool kTogether = false;
   acc_t m;
 
-  __device__ __forceinline__ explicit row_exp_t(acc_t m) : m(m) {}
+  __device__ __forceinline__ explicit row_exp_t(acc_t m, exp_unit_t = exp_unit_t())
+      : m(m) {}
   // exp(score - m)
   __device__ __forceinline__ acc_t operator()(score_t score) const {
     return score.exp_minus(m);
@@ -26,37 +27,31 @@ struct row_exp_t {
 template <>
 struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
   using range = detail::range<float>;
-  static constexpr float kHigh = float(kLog2e);
-  // What log2(e) has beyond kHigh, as a part of it.
-  static constexpr float kRest = float((kLog2e - double(kHigh)) / double(kHigh));
-  static constexpr float kLowest = -126.4f * float(kLn2);  // below, subnormal
+  exp_unit_t unit;
 
-  using row_exp_t<exps::kOfScore>::row_exp_t;
+  __device__ __forceinline__ explicit row_exp_t(float m, exp_unit_t unit = exp_unit_t())
+      : row_exp_t<exps::kOfScore>(m), unit(unit) {}
 
   // exp(score - m), for score <= m; of NaN anything, since m knows of it
   template <typename S>
   __device__ __forceinline__ float operator()(S score) const {
     const pair_t<float> d = difference(score);
-    const float rounded = fma_of(d.high, kHigh, range::kRound);
+    const float rounded = fma_of(d.high, unit.high, range::kRound);
     const float k = rounded - range::kRound;  // also in the low bits of `rounded`
-    const float low = fma_of(d.high, kRest, d.low);
-    const float r = fma_of(low, kHigh, fma_of(d.high, kHigh, -k));
+    const float low = fma_of(d.high, unit.rest, d.low);
+    const float r = fma_of(low, unit.high, fma_of(d.high, unit.high, -k));
     const float e = range::times_power(exp2f(r), range::low_bits(rounded));
-    return d.high < kLowest ? 0.0f : e;
+    return d.high < unit.lowest ? 0.0f : e;
   }
 
  private:
-  // score - m, exactly. Two operations find what a sum has lost if it is known which of
-  // the two is larger in size: as score <= m, the smaller one of score and -m.
+  // key - m, exactly. Two operations find what a sum has lost if it is known which of
+  // the two is larger in size: as key <= m, the smaller one of key and -m.
   template <typename S>
   __device__ __forceinline__ pair_t<float> difference(S score) const {
-    if constexpr (kScaled) {
-      return score.minus(m);
-    } else {
-      const float larger = fminf(score.key, -m), smaller = fmaxf(score.key, -m);
-      const float sum = score.key - m;
-      return {sum, smaller - (sum - larger)};
-    }
+    const float larger = fminf(score.key, -m), smaller = fmaxf(score.key, -m);
+    const float sum = score.key - m;
+    return {sum, smaller - (sum - larger)};
   }
 };
 
@@ -71,14 +66,21 @@ struct row_exp_t<exps::kByTable> {
 
   roots_t<double> roots;
   double m;
+  exp_unit_t unit;
 
-  __device__ __forceinline__ explicit row_exp_t(double m) : m(m) {}
+  __device__ __forceinline__ explicit row_exp_t(double m,
+                                                exp_unit_t unit = exp_unit_t())
+      : m(m), unit(unit) {}
   // exp(score - m) 2^kRoom
   template <typename S>
   __device__ __forceinline__ double operator()(S score) const {
-    const pair_t<double> x = score.minus(m);
-    const double rounded = roots.rounded(x.high, kRound + double(kCount) * kRoom);
-    const double e = roots.exp_of(x, kRound + double(kCount) * kRoom, rounded);
+    constexpr double kZero = kRound + double(kCount) * kRoom;
+    const pair_t<double> d = exact_sum(score.key, -m);
+    const double high = kCount * unit.high;
+    const double rounded = fma(d.high, high, kZero);
+    const double f = fma(d.high, high, kZero - rounded);
+    const double low = fma(d.high, unit.rest, d.low);
+    const double e = roots.exp2_of(fma(low, high, f), rounded);
     return rounded < kRound - kCount * 1020 ? 0 : e;
   }
   // A sum that begins above all exponentials has the larger part in each addition, and

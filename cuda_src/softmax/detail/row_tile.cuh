@@ -277,7 +277,7 @@ struct held_t {
       for (int v = 0; v < deal::kHeld; ++v) {
         unsigned* const words = reinterpret_cast<unsigned*>(&slot[v]);
 #pragma unroll
-        for (int i = 0; i < kBytes / 4; ++i) ptx::forget(words[i]);
+        for (int i = 0; i < kBytes / 4; ++i) ptx::launder(words[i]);
       }
     }
   }

@@ -159,11 +159,17 @@ struct roots_t<double> {
     const double power = power_of(whole);
     return fma(power, q * f, power);
   }
-  // The same of x = high + low, with rounded(high, round), to half a unit.
-  __device__ __forceinline__ double exp_of(pair_t<double> x,
-                                           double round,
-                                           double whole) const {
-    return of_rest(rest(x.high, whole - round) + x.low, whole);
+  // 2^((count + f) / kCount) to half a unit, with the count in the low bits of
+  // `rounded` and |f| about 1/2 at most.
+  __device__ __forceinline__ double exp2_of(double f, double rounded) const {
+    double q = 1.4345655584131934e-13;  // (ln(2) / kCount)^n / n!: to 2^-57
+    q = fma(q, f, 3.973709984549416e-11);
+    q = fma(q, f, 9.172562701824643e-09);
+    q = fma(q, f, 1.693850972437182e-06);
+    q = fma(q, f, 0.0002345961982022468);
+    q = fma(q, f, 0.02166084939249829);
+    const double power = power_of(rounded);
+    return fma(power, q * f, power);
   }
   // exp(x) to a unit, for |x| < 700.
   __device__ __forceinline__ double exp_of(double x) const {
@@ -329,6 +335,18 @@ struct power_sum_t {
   template <int kCount, typename Score, typename Low>
   __device__ __forceinline__ void add(Score score, Low low) {
     add_scores<kCount>(score, [&](T r, int j) { return r + low(j); });
+  }
+  // The same of keys, whose scores have been seen, in a unit of exponents; coarse.
+  template <int kCount, typename Key, typename Unit>
+  __device__ __forceinline__ void add_keys(Key key, const Unit& unit) {
+    const float rest = unit.high * unit.rest;
+    float part = 0;
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      const float x = fmaxf(key(j), -3e38f);  // times the rest, -inf might be NaN
+      part += exp2f(fmaf(x, rest, fmaf(x, unit.high, -float(shift))));
+    }
+    l += part;
   }
   // Sees and adds scores; all lanes of a warp call it. kLanes neighbouring ones end
   // with the same shift and top, if they begin so.

@@ -27,12 +27,13 @@ constexpr int kVector = 16 / kWidest;  // elements a vector access
 constexpr bool kKeepsExp = !kLog && kSame<x_t, acc_t>;
 
 // The score of slots beyond the row is -inf, which adds nothing to it. It can be left
-// there at the load, unless a scale or a mask has to be told of it, or x knows no -inf.
-constexpr bool kPads = kHasInfinity<x_t> && !kScaled && !kHasWhere;
+// there at the load, unless a mask has to be told of it, or x knows no -inf. The host
+// takes a scale of 0 elsewhere, which would make it NaN.
+constexpr bool kPads = kHasInfinity<x_t> && !kHasWhere;
 
 // Maxima of 16-bit numbers need no conversion.
 #if __CUDA_ARCH__ >= 800
-constexpr bool kPacksMax = kPads && sizeof(x_t) == 2 && kVector % 2 == 0;
+constexpr bool kPacksMax = kPads && !kScaled && sizeof(x_t) == 2 && kVector % 2 == 0;
 #else
 constexpr bool kPacksMax = false;
 #endif
@@ -77,6 +78,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
   const long long first = (long long)(blockIdx.x / kCluster) * kRowsPerBlock;
   const long long step = (long long)(gridDim.x / kCluster) * kRowsPerBlock;
+  const exp_unit_t unit(layout);
+  // What is -inf as a score.
+  x_t pad = padding<x_t>();
+  if (kPads && kScaled && layout.key_factor < 0) pad = to<x_t>(infinity<float>());
   held_t<x_t, kVector> held(parking);
   for (long long at = first; at < layout.num_rows; at += step) {
     const row_t row(x, where, out, layout, at);
@@ -84,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     const auto address = [&](int i) {
       return row.x + (kContiguous && kOneAxis ? i : row.near_offset(kX, i));
     };
-    held.load(deal, address, padding<x_t>());
+    held.load(deal, address, pad);
     marks_t marks;
     if constexpr (kHasWhere) {
 #pragma unroll
@@ -125,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     m = shift_by(largest);
     held.forget();
 
-    const exp_of_row_t exp_of_row(m);
+    const exp_of_row_t exp_of_row(m, unit);
     part_t sum = exp_of_row.none();
     held.each<kKeepsExp, kUnrollExp, exp_of_row_t::kTogether>(
         deal, [&](acc_t element, bool is_in_row, int j) {

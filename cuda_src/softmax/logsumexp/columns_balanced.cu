@@ -276,7 +276,7 @@ struct batch_t {
   __device__ __forceinline__ void add(sums_t (&sum)[kVector]) const {
     if constexpr (kCoarse) {
       // Rows are read again rather than kept in registers.
-      ptx::keep_order();
+      ptx::compiler_fence();
       float part[kVector] = {};
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {

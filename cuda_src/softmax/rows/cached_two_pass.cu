@@ -171,7 +171,7 @@ struct held_t {
       for (int k = 0; k < kHeld; ++k) {
         unsigned* const words = reinterpret_cast<unsigned*>(&read[k]);
 #pragma unroll
-        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::forget(words[i]);
+        for (int i = 0; i < int(sizeof(vector)) / 4; ++i) ptx::launder(words[i]);
       }
     }
   }

@@ -44,7 +44,7 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
   const acc_t largest = warp_reduce<kLanes>(m, largest_t());
   m = shift_by(largest);
 
-  const exp_of_row_t exp_of_row(m);
+  const exp_of_row_t exp_of_row(m, exp_unit_t(layout));
   part_t sum = exp_of_row.none();
 #pragma unroll
   for (int j = 0; j < HELD; ++j) {

@@ -4,7 +4,7 @@ With (out, lse) of the forward call a block of P = exp(S - lse) needs no other b
 that S and P are never whole. For rows i and keys j, with dO the gradient of out,
 
     delta_i = sum(dO_i * out_i) - dlse_i,  dP = dO v^T,  dS = P * (dP - delta),
-    dbias = dS,  dS *= 1 - tanh^2 (softcap),
+    dbias = dS,  dS *= derivative of the score function,  dS *= 1 - tanh^2 (softcap),
     dq = scale * dS k,  dk = scale * dS^T q,  dv = P^T dO,
     dsink = -sum_i exp(sink - lse_i) delta_i.
 
@@ -16,12 +16,13 @@ import math
 
 import numpy as np
 
-from cupyflash._attention.cpu import entries
+from cupyflash._attention.cpu import entries, functions
 from cupyflash._attention.cpu.block import (
     Part,
     Task,
     finite_base,
     num_threads,
+    offset_of,
     product,
     times_values,
 )
@@ -44,11 +45,11 @@ def run(problem, operands):
     dbias = dsinks = None
     if problem.need_dsinks:
         dsinks = np.empty(problem.sinks_shape, arrays.to_dtype(forward.sinks))
-    _main(problem, operands, dq, dk, dv, dsinks)
+    dscore = _main(problem, operands, dq, dk, dv, dsinks)
     if problem.need_dbias:
         dbias = np.empty(problem.bias_shape, arrays.to_dtype(forward.bias))
         _bias(problem, operands, aligned_bias(dbias, forward))
-    return AttentionGrads(dq, dk, dv, dbias, dsinks)
+    return AttentionGrads(dq, dk, dv, dbias, dsinks, dscore)
 
 
 def _block_shape(forward):
@@ -74,6 +75,9 @@ def describe(problem, operands):
         "parts_of_the_queries": _num_parts(forward),
         "threads": _threads.with_blas(num_threads(forward)),
         "blocks_made_twice": "for dbias" if problem.need_dbias else "none",
+        **functions.describe(
+            forward, operands.forward, offset_of(forward, operands.forward), rows, keys
+        ),
     }
 
 
@@ -103,12 +107,15 @@ class _Rows(Part):
             self.delta -= np.where(is_sink & ~np.isfinite(down), 0, down)
         self.scaled_q, self.factor = self.queries()
         self.odd = not np.isfinite(self.scaled_q).all()
+        self._names = problem.need_dscore
+        self._reads = []
 
     def block(self, start, stop, exact):
-        """(P, dS, softcap's derivative, visible) of keys [start, stop).
+        """(P, dS, derivative of the score, visible) of keys [start, stop).
 
-        The derivative is None without a softcap; `visible` is None unless `exact`,
-        which sets what is not seen to 0 though an operand be infinite or NaN.
+        The derivative, that of the score function and the softcap, is None for 1;
+        `visible` is None unless it is needed, as for `exact`, which sets what is not
+        seen to 0 though an operand be infinite or NaN.
         """
         shape = self.num_rows, stop - start
         p, ds = (self.scratch.array(name, shape, self.dtype) for name in ("p", "ds"))
@@ -122,8 +129,15 @@ class _Rows(Part):
             np.divide(p, self.dtype.type(self.problem.softcap), out=slope)
             np.multiply(slope, slope, out=slope)
             np.subtract(1, slope, out=slope)
+        if self.functions is not None and self.functions.has_score:
+            value, of_function, self._reads = self.functions.differentiate(
+                p, start, stop, self._names
+            )
+            np.copyto(p, value)
+            if of_function is not None:
+                slope = of_function if slope is None else slope * of_function
         self.add_and_hide(p, start, stop)
-        if exact:
+        if exact or self._reads:
             visible = p != -np.inf
         np.exp(np.subtract(p, self.lse, out=p), out=p)
         np.matmul(self.dout, self.values(start, stop).T, out=ds)
@@ -134,9 +148,14 @@ class _Rows(Part):
             np.copyto(ds, 0, where=hidden)
         return p, ds, slope, visible
 
-    def gradients(self, start, stop):
-        """What keys [start, stop) add to dq, and what the rows add to dk and dv."""
-        p, ds, slope, _ = self.block(start, stop, exact=False)
+    def gradients(self, start, stop, dscore):
+        """What keys [start, stop) add to dq, and what the rows add to dk and dv.
+
+        What they add to arrays of the score function goes to `dscore`.
+        """
+        p, ds, slope, visible = self.block(start, stop, exact=False)
+        for reads in self._reads:
+            functions.add_reads(dscore[reads.name], reads, ds, visible)
         if slope is not None:
             np.multiply(ds, slope, out=ds)
         dq = product(ds, self.keys(start, stop))
@@ -218,9 +237,16 @@ def _main(problem, operands, dq, dk, dv, dsinks):
         for x, n in ((dq, 1), (dk, num_parts), (dv, num_parts))
     ]
     # Which task adds to which sum, and when, must not be left to chance.
-    shared = any(x.is_shared for x in sums)
+    shared = bool(problem.need_dscore) or any(x.is_shared for x in sums)
     groups = _groups(tasks, threads if shared else max(1, len(tasks)))
     sum_dq, sum_dk, sum_dv = sums
+    named = {
+        name: operands.forward.functions.score.arrays[name]
+        for name in problem.need_dscore
+    }
+    dscores = [
+        {name: np.zeros(array.shape) for name, array in named.items()} for _ in groups
+    ]
     sink_terms = np.zeros((len(starts), *forward.batch, forward.num_heads))
 
     def one_group(group, scratch):
@@ -245,7 +271,7 @@ def _main(problem, operands, dq, dk, dv, dsinks):
                 )
                 factor = rows.factor
                 dq = np.zeros((stop - start, forward.head_dim), dtype)
-                _one_block_of_rows(rows, size_k, dq, dk, dv)
+                _one_block_of_rows(rows, size_k, dq, dk, dv, dscores[group])
                 sum_dq.add(group, (*batch, head), slice(start, stop), dq)
                 if problem.need_dsinks:
                     terms = np.exp(rows.sink - rows.lse) * rows.delta
@@ -263,13 +289,19 @@ def _main(problem, operands, dq, dk, dv, dsinks):
             if dsinks.size != total.size:  # one sink for all heads
                 total = total.sum()
             np.copyto(dsinks, total.reshape(dsinks.shape), casting="unsafe")
+        if not named:
+            return None
+        return {
+            name: np.sum([x[name] for x in dscores], axis=0).astype(array.dtype)
+            for name, array in named.items()
+        }
 
 
-def _one_block_of_rows(rows, size_k, dq, dk, dv):
+def _one_block_of_rows(rows, size_k, dq, dk, dv, dscore):
     """Add to dq, dk and dv; to dk without the factor of the scores."""
     dq = dq[: rows.num_rows]
     for start, stop in rows.key_blocks(size_k) if rows.num_rows else ():
-        to_dq, to_dk, to_dv = rows.gradients(start, stop)
+        to_dq, to_dk, to_dv = rows.gradients(start, stop, dscore)
         np.add(dq, to_dq, out=dq)
         np.add(dk[start:stop], to_dk, out=dk[start:stop])
         np.add(dv[start:stop], to_dv, out=dv[start:stop])

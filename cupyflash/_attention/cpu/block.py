@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash._attention.cpu.functions import BlockFunctions
 from cupyflash._attention.problem import FAR
 from cupyflash._core import threads
 
@@ -103,6 +104,9 @@ class Part:
         self.sink = self.dtype.type(-np.inf)
         if operands.sinks is not None:
             self.sink = operands.sinks[head].astype(self.dtype)
+        self.functions = None
+        if operands.functions is not None:
+            self.functions = BlockFunctions(self, operands.functions)
 
     @property
     def num_rows(self):
@@ -150,14 +154,19 @@ class Part:
         """The visible keys in blocks, as (start, stop)."""
         first, last = self.visible_keys()
         for start in range(first, last, size):
-            yield start, min(start + size, last)
+            stop = min(start + size, last)
+            if self.functions is None or not self.functions.hides_all(start, stop):
+                yield start, stop
 
     # The way from s = scale * q.k of keys [start, stop) to final scores, in place.
     # `rounded` is called after every step.
 
     def finish(self, s, start, stop, rounded=lambda s: None):
-        """Softcap, bias, alibi, masks."""
+        """Softcap, score function, bias, alibi, masks."""
         self.cap(s, rounded)
+        if self.functions is not None and self.functions.has_score:
+            np.copyto(s, self.functions.score(s, start, stop))
+            rounded(s)
         self.add_and_hide(s, start, stop, rounded)
 
     def cap(self, s, rounded=lambda s: None):
@@ -179,10 +188,12 @@ class Part:
             distance = np.abs(self._diagonals(start, stop)).astype(self.dtype)
             np.subtract(s, self._spread(self._slope * distance, stop - start), out=s)
             rounded(s)
-        self._hide(s, start, stop)
+        self.hide(s, start, stop)
+        if self.functions is not None:
+            self.functions.hide(s, start, stop)
 
-    def _hide(self, s, start, stop):
-        """Put -inf where a row does not see a key."""
+    def hide(self, s, start, stop):
+        """Put -inf where an option hides a key from a row."""
         left, right = self.problem.left, self.problem.right
         first, last = self.start + self.offset, self.stop - 1 + self.offset
         too_early = left is not None and start < last - left

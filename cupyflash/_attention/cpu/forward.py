@@ -3,11 +3,12 @@
 import numpy as np
 
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention.cpu import entries, tiled
+from cupyflash._attention.cpu import entries, functions, tiled
 from cupyflash._attention.cpu.block import (
     finite_base,
     first_state,
     num_threads,
+    offset_of,
     run_tasks,
     times_values,
 )
@@ -135,6 +136,13 @@ def describe(problem, operands):
         "rows_of_a_task": min(problem.seqlen_q, rows.get(name, _UNFUSED_ROWS)),
         "threads": threads,
     }
+    told |= functions.describe(
+        problem,
+        operands,
+        offset_of(problem, operands),
+        told["rows_of_a_task"],
+        tiled.BLOCK_KEYS,
+    )
     if name == "tiled":
         told["keys_of_a_block"] = tiled.BLOCK_KEYS
         if tiled.may_be_bounded(problem):
@@ -222,14 +230,13 @@ def _online(problem, operands, out, lse):
         m, d, blind = first_state(part)
         o, term = np.zeros(shape), np.empty(shape)
         run_term = np.empty(shape, part.dtype)
-        first, last = part.visible_keys()
-        for start in range(first, last, _ONLINE_RUN):
+        for start, stop in part.key_blocks(_ONLINE_RUN):
             m_run, d_run, o_run = (
                 np.full(m.shape, -np.inf, part.dtype),
                 np.zeros(d.shape, part.dtype),
                 np.zeros(shape, part.dtype),
             )
-            for j in range(start, min(start + _ONLINE_RUN, last)):
+            for j in range(start, stop):
                 k_j, v_j = part.keys(j, j + 1), part.values(j, j + 1)
                 s = (q @ k_j.T) * factor
                 part.finish(s, j, j + 1)

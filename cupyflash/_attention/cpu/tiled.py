@@ -212,7 +212,7 @@ def _score_limits(problem, operands):
 
 def may_be_bounded(problem):
     """Whether it is worth while to ask how large the scores can be."""
-    unbounded = problem.bias or problem.alibi_slopes
+    unbounded = problem.bias or problem.alibi_slopes or problem.score
     return not unbounded and problem.seqlen_q >= _WORTH_A_BOUND
 
 

@@ -1,6 +1,7 @@
 """Plans of the softmax family: all of a call but its arrays."""
 
 import dataclasses
+import math
 
 import cupy
 import numpy as np
@@ -233,17 +234,24 @@ def _over_rows(problem, strides):
 
 
 def _scales(problem):
-    """The scale, and for a softmax its two factors, which its numbers can hold."""
+    """The scale, and for a softmax what its kernels make of it, in their numbers."""
     if problem.function == "logsumexp":
         return {}
     if problem.function.endswith("_vjp"):
         return {"scale": problem.scale}
     key_factor, factor = softmax_problem.split_scale(problem.scale)
-    most = float(np.finfo(problem.compute_dtype).max)
+    numbers = np.finfo(problem.compute_dtype)
+    least, most = float(numbers.tiny), float(numbers.max)
+    if 0 < abs(key_factor) < least:  # or -inf times it would be NaN
+        key_factor = math.copysign(least, key_factor)
+        factor = max(abs(problem.scale) / least, least)
+    unit, unit_rest = softmax_problem.exponent_unit(factor, problem.compute_dtype)
     return {
         "scale": problem.scale,
         "key_factor": key_factor,
         "factor": min(factor, most),
+        "unit": unit,
+        "unit_rest": unit_rest,
     }
 
 

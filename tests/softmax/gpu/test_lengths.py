@@ -166,6 +166,17 @@ def some_lengths(cupy, function, dtype, kind):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("function", ["softmax", "log_softmax"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
+def test_a_scale_in_each_tier(cupy, rng, function, dtype, kind):
+    for n in some_lengths(cupy, function, dtype, kind):
+        (x,) = inputs(rng, function, KINDS[kind].shape(n), dtype)
+        for scale in (0.3, -1.7):
+            y = call(function, [place(cupy, x)], scale=scale)
+            check(function, y, x, dtype, axis=1, scale=scale)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64"])
 def test_where_and_scale_in_each_tier(cupy, rng, function, dtype, kind):
     for n in some_lengths(cupy, function, dtype, kind):
         shape = KINDS[kind].shape(n)

@@ -13,6 +13,7 @@ LADDERS = [
     (on_chip.FORWARD, on_chip.FORWARD_CLUSTERS, 1),
     (on_chip.FORWARD_F64, on_chip.FORWARD_F64_CLUSTERS, 1),
     (on_chip.FORWARD_F64, on_chip.LOG_F64_CLUSTERS, 1),
+    (on_chip.FORWARD_SCALED, on_chip.FORWARD_SCALED_CLUSTERS, 1),
     (on_chip.BACKWARD, on_chip.BACKWARD_CLUSTERS, 2),
     (on_chip.BACKWARD_16_BITS, on_chip.BACKWARD_16_BITS_CLUSTERS, 2),
 ]
@@ -86,6 +87,25 @@ def made_up(function, num_rows, length, dtype="bfloat16"):
         dtypes={**dict.fromkeys(names, dtype), "where": None},
         layout=layout,
     )
+
+
+def held_rows(scale, dtype="float64"):
+    """The launches that hold rows of this scale, or why there are none."""
+    (row,) = (row for row in softmax_registry.KERNELS if row.name == "tiled")
+    problem = made_up("softmax", 1 << 14, 4096, dtype)
+    problem.scale, problem.compute_dtype = scale, dtype
+    return row.cuts(problem, device_of_arch("sm_90a"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_scale_leaves_as_many_threads_to_a_multiprocessor(dtype):
+    assert held_rows(-0.3, dtype) == held_rows(1, dtype)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**-101, -(2.0**101)])
+def test_rows_with_a_scale_that_units_cannot_hold(scale):
+    """Where -inf fills the places beyond a row, 0 would make it NaN."""
+    assert "2^-100 to 2^100" in held_rows(scale)
 
 
 @pytest.mark.parametrize("name", ["split", "trail"])

@@ -85,6 +85,28 @@ def test_a_scale_of_far_narrow_numbers(xp, rng, method, dtype, size, bound):
         assert error.max() <= bound
 
 
+@pytest.mark.parametrize("n", [1, 5, 33, 1000, 4099, 40_001])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_infinities_and_a_scale_of_any_size(xp, rng, dtype, n):
+    """What fills the places beyond a row has no part in it, whatever the scale."""
+    rows = rng.integers(-8, 9, (4, n)).astype(dtype)
+    for scale in (0.3, -0.7, -1e-3, 1e-40, -1e40, 2.0**-100, 1e200, 0.0, -0.0):
+        x = rows.copy()
+        if scale:
+            x[1, n // 2 + 1 :] = -np.copysign(INF, scale)
+            d = x.astype(float) * np.sign(scale)
+            e = np.exp(abs(scale) * (d - d.max(1, keepdims=True)))
+        else:
+            e = np.ones(x.shape)
+        x[2, n // 3], x[3, n // 3] = NAN, np.copysign(INF, scale)
+        y = to_host(cupyflash.softmax(place(xp, x), 1, scale=scale)).astype(float)
+        expected = (e / e.sum(1, keepdims=True))[:2]
+        rtol = {"float64": 2e-15, "float32": 6e-7, "float16": 1e-3}[dtype]
+        np.testing.assert_allclose(y[:2], expected, rtol=rtol, atol=1e-7)
+        assert np.isnan(y[2]).all()
+        assert np.isnan(y[3, n // 3])
+
+
 def test_a_scale_beyond_float32():
     """It is no infinity for narrow numbers, which times 0 would be NaN."""
     x = np.array([0, -1, 2.0], np.float16)

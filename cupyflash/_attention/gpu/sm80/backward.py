@@ -80,7 +80,7 @@ _Tiles = dict[int, tuple[MmaVjpTile, ...]]
 
 
 def items_dtype(batch_dims: int) -> np.dtype:
-    """items_t of cuda_src/attention/sm80/backward.cu."""
+    """schedule_t of cuda_src/attention/sm80/backward.cu."""
     return np.dtype([("section", "i8"), ("slot", "i8", (batch_dims,))])
 
 

@@ -77,8 +77,6 @@ class MmaTile:
     only_plain: bool = False  # options would need more registers than there are
     sides: int = 1  # warps that share rows (attention/sm80/shared_rows.cuh)
     stays: bool = False  # a block has several tiles of queries, if scores are plain
-    span: int = 1  # tiles of keys that come at once
-    most_keys: float = math.inf  # for whom it is the best
     # Compute capabilities between which it does not spill.
     oldest: tuple[int, int] = (0, 0)
     newest: tuple[int, int] = (99, 0)
@@ -90,7 +88,7 @@ def image_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
 
 
 def keeps_q(tile: MmaTile, dims: tuple[int, int]) -> bool:
-    """Whether queries lie in registers (kKeepQ of attention/sm80/forward.cu)."""
+    """Whether queries lie in registers (kKeepQ of attention/sm80/forward_state.cuh)."""
     row_tiles = tile.block_m * tile.sides * 2 // tile.num_threads
     return max(dims) <= 64 and row_tiles * dims[0] <= 128
 
@@ -103,7 +101,7 @@ def smem_bytes(
     stays: bool = False,
 ) -> int:
     """Shared memory: 16-bit tiles, and float32 ones as they came."""
-    stages = tile.stages * image_bytes(tile.span * tile.block_n, dims, parts)
+    stages = tile.stages * image_bytes(tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
     out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
@@ -275,7 +273,7 @@ class MmaKernel:
         if tile.stages == 1:
             room = dim >= dim_v or tile.sides > 1 or keeps_q(tile, (dim, dim_v))
         else:
-            stage = tile.span * tile.block_n * (dim + dim_v)
+            stage = tile.block_n * (dim + dim_v)
             room = max(stage, tile.block_m * dim) >= tile.block_m * dim_v
         if tile.sides == 1:
             pays = problem.left is not None or problem.right is not None
@@ -303,9 +301,7 @@ class MmaKernel:
             waves = max(waves + 0.5, 1) if rounds == 1 else math.ceil(waves)
             return waves * (min(rounds, tiles) * length + _START)
 
-        return min(
-            (1, 2, 4) if tile.sides > 1 and tile.stages > 1 else (1, 2), key=time
-        )
+        return min((1, 2), key=time)
 
     def is_aligned(self, problem: AttentionProblem) -> bool:
         """Whether rows of 16-bit inputs are known to be whole chunks of 16 bytes."""
@@ -332,7 +328,6 @@ class MmaKernel:
             if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
             and (not tile.only_plain or is_plain(problem))
             and tile.oldest <= device.cc <= tile.newest
-            and problem.seqlen_k <= tile.most_keys
             and self.dims(problem)[1] % (32 * tile.sides) == 0
         ]
         return tuple(
@@ -390,8 +385,6 @@ class MmaKernel:
         }
         if tile.sides > 1:
             switches["SIDES"] = tile.sides
-        if tile.span > 1:
-            switches["SPAN"] = tile.span
         if self.stays(tile, problem):
             switches["STAYS"] = 1
         if self.is_aligned(problem):
@@ -481,10 +474,6 @@ MMA = MmaKernel(
             (
                 64,
                 (
-                    # 292.3 and 326.7 at 512 and 1024 keys; one stage 278.9 and 322.7
-                    MmaTile(
-                        128, 64, 128, 2, 2, True, stays=True, span=2, most_keys=1024
-                    ),
                     MmaTile(128, 64, 128, 1, 2, newest=(10, 9), stays=True),
                     MmaTile(128, 64, 128, 1, 2, only_plain=True),
                     _SMALL,
@@ -510,8 +499,6 @@ MMA = MmaKernel(
             (
                 256,
                 (
-                    # 361.7
-                    MmaTile(128, 64, 256, 2, sides=2, newest=(9, 0), stays=True),
                     # 358.2
                     MmaTile(128, 64, 256, 1, sides=2, newest=(9, 0), stays=True),
                     MmaTile(64, 64, 256, 1, sides=2, newest=(9, 0)),

@@ -135,6 +135,13 @@ FORWARD_HEAVY_CLUSTERS = (
     Tier(256, 4, 512, cluster=16),
     Tier(256, 4, 512, parked=4, cluster=16),
 )
+# A scale alone takes fewer: left to itself the compiler takes up to 114.
+# log_softmax of 16 bits in rows of a vector or two would spill 208 bytes.
+FORWARD_SCALED = (Tier(1, 2, 512), Tier(512, 4, 1024))
+FORWARD_SCALED_CLUSTERS = (
+    Tier(256, 4, 1024, cluster=16),
+    Tier(256, 4, 1024, parked=4, cluster=16),
+)
 STRIDED = (Tier(512, 2, 512),)
 
 # Gradients hold as many vectors of y and of dy.
@@ -173,6 +180,8 @@ ELSEWHERE = {
     LOG_16_BITS: (Tier(512, 5, 512),),
     BACKWARD: (Tier(512, 3, 1024),),
     BACKWARD_16_BITS: (Tier(256, 3, 768),),
+    FORWARD_SCALED: FORWARD_HEAVY,
+    FORWARD_SCALED_CLUSTERS: FORWARD_HEAVY_CLUSTERS,
     FORWARD_CLUSTERS: (
         Tier(256, 6, 512, cluster=8),
         Tier(256, 6, 512, parked=10, cluster=16),

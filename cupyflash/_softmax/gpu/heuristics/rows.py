@@ -25,6 +25,10 @@ LANES = (
     (float("inf"), 512),
 )
 
+# Of others, factors of keys or units of exponents might be 0 or infinite in float32,
+# and what lies beyond a row is infinite.
+_SCALES = 2.0**-100, 2.0**100
+
 # Long rows that are fewer than this get all threads that a block may have.
 _FEW_ROWS = 128
 
@@ -44,8 +48,18 @@ def walk_rows(problem, device):
     )
 
 
+def refuse_scale(problem):
+    """Why exponents of two cannot be counted in units of the scale, or None."""
+    least, most = _SCALES
+    if least <= abs(problem.scale) <= most:
+        return None
+    return f"a scale of {problem.scale} is not of 2^-100 to 2^100 in size"
+
+
 def hold_rows(problem, device):
     """Threads that hold a row on chip; any strides."""
+    if reason := refuse_scale(problem):
+        return reason
     return _held_by(problem, device, _forward_tiers(problem, device), ("x",))
 
 
@@ -70,7 +84,30 @@ def _is_heavy(problem):
     dtypes = problem.dtypes
     if not {dtypes["x"], dtypes.get("dy") or dtypes["x"]} <= {*arrays.FLOATS}:
         return True
-    return not dtypes.get("dy") and bool(dtypes.get("where") or problem.scale != 1)
+    if dtypes.get("dy"):
+        return False
+    return bool(dtypes.get("where")) or (
+        problem.scale != 1 and not _has_room_for_scale(problem)
+    )
+
+
+def _has_room_for_scale(problem):
+    """Whether rows are held with a scale as without: exponentials stay in their place.
+
+    Of 16 bits they are computed twice: 80 bytes would spill. log_softmax takes exact
+    differences twice: 272 bytes of doubles, 8 of floats.
+    """
+    return (
+        problem.function == "softmax"
+        and problem.layout.is_rows
+        and problem.dtypes["x"] == problem.dtypes["out"] == problem.compute_dtype
+    )
+
+
+def _is_only_scaled(problem):
+    """Whether it is a scale alone that takes registers; of doubles, they are many."""
+    floats, dtypes = arrays.FLOATS[:3], problem.dtypes
+    return not dtypes.get("where") and {dtypes["x"], dtypes["out"]} <= {*floats}
 
 
 def _forward_tiers(problem, device):
@@ -78,6 +115,8 @@ def _forward_tiers(problem, device):
         return on_chip.STRIDED
     if _is_heavy(problem):
         short, clusters = on_chip.FORWARD_HEAVY, on_chip.FORWARD_HEAVY_CLUSTERS
+        if _is_only_scaled(problem):
+            short, clusters = on_chip.FORWARD_SCALED, on_chip.FORWARD_SCALED_CLUSTERS
     else:
         short, clusters = on_chip.FORWARD, on_chip.FORWARD_CLUSTERS
         widest, is_log = widest_of(problem), problem.function == "log_softmax"

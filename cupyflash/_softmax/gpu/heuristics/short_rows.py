@@ -13,6 +13,7 @@ from cupyflash._softmax.gpu.config import (
     widest_of,
 )
 from cupyflash._softmax.gpu.heuristics import on_chip
+from cupyflash._softmax.gpu.heuristics.rows import refuse_scale
 
 # Rows that are no whole vectors up to this length are held many at a time, by bytes of
 # the widest element. The others move in vectors, at the price of the two ends of each
@@ -54,6 +55,8 @@ def span_rows(problem, device):
         return f"a row of {length} is longer than {LONGEST_IN_SPAN[widest]}"
     if problem.dtypes.get("where"):
         return "there is a mask"
+    if reason := refuse_scale(problem):
+        return reason
     if not _are_back_to_back(problem, ("x", "out")):
         return "rows do not lie back to back"
     vectors, rest = divmod(length * size, on_chip.VECTOR_BYTES)

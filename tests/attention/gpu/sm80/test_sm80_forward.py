@@ -160,16 +160,6 @@ def test_results_leave_by_places_that_are_there():
     assert MMA.stays(tile, problem(head_dim=128, head_dim_v=64, right=0))
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_tiles_of_keys_come_by_two_for_few_keys(arch):
-    spans = [
-        MMA.tile(problem(seqlen_q=n, seqlen_k=n), device(arch)).span
-        for n in (512, 1024, 1025, 4096)
-    ]
-    has_room = device(arch).smem_optin > 160 << 10
-    assert spans == ([2, 2, 1, 1] if has_room else [1, 1, 1, 1])
-
-
 def test_rows_that_are_whole_chunks_are_known_to_be():
     def knows(**options):
         (config,) = MMA.configs(problem(**options), 1, device("sm_80"))
@@ -194,7 +184,7 @@ def test_blocks_of_a_head_have_all_its_tiles(seqlen_q, options):
     count, config = rounds(seqlen_q=seqlen_q, **options)
     blocks, heads, more = config.grid
     tiles = -(-seqlen_q // 128)
-    # As query_of_turn() in sm80/forward.cu.
+    # As query_of_turn() in sm80/forward_state.cuh.
     taken = [
         turn * blocks + block if turn % 2 == 0 else (turn + 1) * blocks - 1 - block
         for block in range(blocks)
@@ -416,21 +406,6 @@ def test_shared_tiles_give_the_same_bits(cupy, rng, forced):
             np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-def test_tiles_of_keys_that_come_by_two_give_the_same_bits(cupy, rng, forced, causal):
-    arrays = [place(cupy, rng.normal(size=(1, 2, 700, 64)).astype("f2")) for _ in "qkv"]
-    found = []
-    for arch in ("sm_80", "sm_86"):
-        tile = staying((64, 64), arch)
-        assert tile.span == (2 if arch == "sm_80" else 1)
-        forced(dataclasses.replace(tile, newest=(99, 0)))
-        results = cupyflash.attention(*arrays, causal=causal, return_lse=True)
-        found.append([to_host(x) for x in results])
-    for x, y in zip(*found, strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 def staying(dims, arch):
     """The tile of an architecture that takes several tiles of queries a block."""
     asked = problem("float16", dims[0], head_dim_v=dims[1], right=0, seqlen_k=512)
@@ -447,7 +422,6 @@ def staying(dims, arch):
 @pytest.mark.parametrize(
     ("arch", "dims"),
     [
-        # Tiles of keys that come by two, and one stage.
         ("sm_80", (64, 64)),
         ("sm_80", (40, 64)),
         ("sm_86", (64, 64)),

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: MIT
+// Which options a call has. The host defines those that it has, arrays by their type
+// and the others as 1; here the rest get `void` or 0, and all of them a constant.
+#pragma once
+
+#ifndef BIAS_T
+#define BIAS_T void
+#endif
+#ifndef SINKS_T
+#define SINKS_T void
+#endif
+#ifndef ALIBI_SLOPES_T
+#define ALIBI_SLOPES_T void
+#endif
+#ifndef QUERY_OFFSETS_T
+#define QUERY_OFFSETS_T void
+#endif
+#ifndef QUERY_LENGTHS_T
+#define QUERY_LENGTHS_T void
+#endif
+#ifndef KEY_LENGTHS_T
+#define KEY_LENGTHS_T void
+#endif
+#ifndef MASK
+#define MASK 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
+#endif
+#ifndef KEY_PARTS
+#define KEY_PARTS 0
+#endif
+#ifndef ROUND_STEPS
+#define ROUND_STEPS 0
+#endif
+
+template <typename T>
+struct option_t {
+  using type = T;
+  static constexpr bool kIsGiven = true;
+};
+template <>
+struct option_t<void> {
+  using type = char;  // of an array that is not there
+  static constexpr bool kIsGiven = false;
+};
+
+using bias_t = option_t<BIAS_T>::type;
+using sink_t = option_t<SINKS_T>::type;
+using slope_t = option_t<ALIBI_SLOPES_T>::type;
+using query_offset_t = option_t<QUERY_OFFSETS_T>::type;
+using query_length_t = option_t<QUERY_LENGTHS_T>::type;
+using key_length_t = option_t<KEY_LENGTHS_T>::type;
+constexpr bool kHasBias = option_t<BIAS_T>::kIsGiven;
+constexpr bool kHasSinks = option_t<SINKS_T>::kIsGiven;
+constexpr bool kHasAlibi = option_t<ALIBI_SLOPES_T>::kIsGiven;
+constexpr bool kHasQueryOffsets = option_t<QUERY_OFFSETS_T>::kIsGiven;
+constexpr bool kHasQueryLengths = option_t<QUERY_LENGTHS_T>::kIsGiven;
+constexpr bool kHasKeyLengths = option_t<KEY_LENGTHS_T>::kIsGiven;
+constexpr bool kHasMask = MASK;
+constexpr bool kHasSoftcap = SOFTCAP;
+constexpr bool kHasParts = KEY_PARTS;      // parts of the keys are an axis of the batch
+constexpr bool kRoundSteps = ROUND_STEPS;  // each step to elem_t (the naive kernel)
+
+// What kernels ask of an option that changes scores; a new one joins here, and in
+// scores_t::with_derivative().
+// A score is more than scale * q.k.
+constexpr bool kChangesScores = kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+// Its derivative by scale * q.k is not 1.
+constexpr bool kHasDerivative = kHasSoftcap;
+// A key that lies within the positions that a query sees may be hidden all the same.
+constexpr bool kHidesKeys = kHasMask || kHasBias;
+// It is scale * q.k + bias.
+constexpr bool kAddsBiasAlone = kHasBias && !kHasSoftcap && !kHasAlibi && !kHasMask;

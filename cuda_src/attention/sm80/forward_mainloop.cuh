@@ -1,0 +1,538 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: the walk of a work tile over its keys.
+#pragma once
+
+#include "attention/sm80/forward_load.cuh"
+#include "attention/sm80/forward_scores.cuh"
+#include "attention/sm80/nonfinite_values.cuh"
+
+// How q of float32 was split.
+struct split_queries_t {
+  float unit = 1, size = 0;  // from a product of parts to q k; the largest size
+};
+
+class mainloop_t : public loader_t {
+ public:
+  lanes_t lanes;
+  unsigned base_k, base_v;
+  const scores_t& scores;
+  index_t i0;     // of scores with terms, which have one work tile a block
+  float to_log2;  // scores times this are exponents of 2
+  int num_tiles;
+
+  __device__ __forceinline__ mainloop_t(const loader_t& loader,
+                                        const scores_t& scores,
+                                        int i0,
+                                        float to_log2,
+                                        int num_tiles)
+      : loader_t(loader),
+        lanes(shared_address(smem.q),
+              shared_address(smem.k),
+              shared_address(smem.v),
+              shared_address(smem.p)),
+        base_k(lanes.k.base),
+        base_v(lanes.v.base),
+        scores(scores),
+        i0(i0),
+        to_log2(to_log2),
+        num_tiles(num_tiles) {}
+
+  // The loop would compute it again for each tile.
+  __device__ __forceinline__ const block_bounds_t& bounds() const {
+    return reload_state(state).work.block;
+  }
+  // The first key. There is no register for it, but where each tile asks whether it is
+  // the first.
+  __device__ __forceinline__ int start() const {
+    return kWeighsAtOnce ? first : reload_state(state).work.first;
+  }
+  // Weights of rows that warps share have two stages, by parity of the tile.
+  static __device__ __forceinline__ int weights_of(int j0) { return j0 / kBlockN % 2; }
+  // Products step on to the stage of weights that follows.
+  __device__ __forceinline__ void move_weights(int from, int to) {
+    lanes.p.base += ((to ^ 1) - from) * kBytesP;
+  }
+
+  __device__ __forceinline__ void reset(const result_t& at) const {
+    at.rows = softmax_t();
+    at.two_level.begin();
+    if (at.careful) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (at.centers.has(r)) at.rows.reference[r] = -kShift;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) at.o[m][n][e] = 0;
+      }
+    }
+  }
+
+  // q, and the first tiles of k and v where they are not on their way.
+  __device__ __forceinline__ void load_first(queries_t<kKeepQ>& q_frags,
+                                             split_queries_t& q,
+                                             const result_t& at) {
+    if constexpr (kStaged) {
+      if (threadIdx.x == 0) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) smem.stats_k[n].clear();
+      }
+    }
+    if constexpr (kSplits) {
+      if (threadIdx.x == 0) *smem.largest_q = 0;
+      load_k(start(), source_k());
+      if (kStaged || kStages == 2) load_v(start(), source_v());
+      __syncthreads();  // the statistics are cleared
+      q.size = split_q(smem.q, smem.largest_q, reload_state(state).work.q_rows,
+                       params.q.row, reload_state(state).work.num_rows, dim,
+                       reload_state(state).has_aligned_q(), q.unit);
+    } else {
+      if (at.careful) {
+        if (kOutByP && at.begun) {  // too early
+          ptx::wait_copy_groups<0>();
+          __syncthreads();
+          at.begun = false;
+        }
+        const block_state_t& with = reload_state(state);
+        begin(with.work, with.has_aligned_q(), with.k_rows, with.has_aligned_k(),
+              with.v_rows, with.has_aligned_v());
+      }
+      if constexpr (kKeepQ) {
+        ptx::wait_copy_groups<1>();
+        __syncthreads();  // q is complete
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) {
+          ::load_q(q_frags.a[step], lanes, step);
+        }
+      }
+    }
+  }
+
+  // --- rows that warps share ---------------------------------------------------------
+
+  // Weights of a tile are computed beside the products of the one before with v.
+  __device__ __forceinline__ void attend_shared_rows(const queries_t<kKeepQ>& q_frags,
+                                                     const result_t& at) {
+    __syncthreads();  // the state is there
+    scores_frag_t s;
+    float sums[kRows];
+    // The first tile has no reference yet.
+    bool again = true, is_first = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
+#pragma unroll 1
+    for (int j0 = reload_state(state).work.first; j0 < last; j0 += kBlockN) {
+      const auto next_v = ready_v(j0);
+      const auto next_k = ready_k(j0 + 2 * kBlockN);
+      const bool sees_next = bounds().sees_all(j0 + kBlockN);
+      if (is_first) {
+        ptx::wait_copy_groups<1>();
+      } else {
+        ptx::wait_copy_groups<0>();
+      }
+      // The weights of this tile and the next tile of k are complete; all have read the
+      // ones before.
+      if (__syncthreads_or(again)) weigh_again(s, sums, q_frags, at, j0, is_first);
+      add(at.rows, sums);
+      if (!is_first) start_v(next_v, j0);
+      is_first = false;
+      if (at.careful) {
+        ptx::wait_copy_groups<0>();
+        __syncthreads();  // v is complete
+        if (clean_values(smem.v)) state.special = true;
+        __syncthreads();  // all have cleaned their part
+      }
+      lanes.p.base += weights_of(j0) ? kBytesP : 0 - kBytesP;
+      const int next = j0 + kBlockN;
+      if (next < last) {
+        multiply_qk(s, q_frags, lanes);
+        ptx::wait_copy_groups<0>();
+        __syncthreads();  // v is complete; all have read k
+        start_k(next_k, j0 + 2 * kBlockN);
+        if (at.careful) {
+          multiply_pv(at.o, s, lanes);
+          if (!sees_next) mask_scores(s, bounds(), next);
+          center(s, at.o, at.rows, at.centers, *smem.exchange, to_log2, next);
+          weigh(at.rows, s, to_log2, sums);
+        } else {
+          if (!sees_next) mask_scores(s, bounds(), next);
+          weigh_and_multiply(at.rows, s, to_log2, sums, at.o, lanes);
+        }
+        store_weights(s, next);
+      } else {
+        finish_shared_rows(s, at);
+      }
+      again = !are_small(sums);
+    }
+    const int start = reload_state(state).work.first;
+    if (start < last) move_weights(weights_of(last - 1), weights_of(start));
+  }
+
+  // The tile at j0 with a new reference. Its keys come again.
+  __device__ __forceinline__ void weigh_again(scores_frag_t& s,
+                                              float (&sums)[kRows],
+                                              const queries_t<kKeepQ>& q_frags,
+                                              const result_t& at,
+                                              int j0,
+                                              bool is_first) {
+    if (!is_first) {
+      load_k(j0, source_k());
+      ptx::wait_copy_groups<0>();
+      __syncthreads();
+    }
+    multiply_qk(s, q_frags, lanes);
+    if (!bounds().sees_all(j0)) mask_scores(s, bounds(), j0);
+    if (at.careful) {
+      center(s, at.o, at.rows, at.centers, *smem.exchange, to_log2, j0);
+    }
+    raise_shared(at.rows, s, *smem.exchange, to_log2, sums);
+    rescale(at.o, at.rows);
+    weigh(at.rows, s, to_log2, sums);
+    store_weights(s, j0);
+    __syncthreads();  // all have read k
+    load_k(j0 + kBlockN, source_k());
+    ptx::wait_copy_groups<0>();
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void store_weights(const scores_frag_t& s, unsigned j0) {
+    ptx::launder(j0);
+    put_weights(smem.p + j0 / kBlockN % 2 * kBytesP, s);
+  }
+
+  // The last products with v. Nobody asks for q and k any more: those of the next work
+  // tile come.
+  __device__ __forceinline__ void finish_shared_rows(const scores_frag_t& s,
+                                                     const result_t& at) {
+    if constexpr (kOutByP) {
+      if (!at.careful) {
+        const block_state_t& with = reload_state(state);
+        const int query = query_of_turn(with.turn + 1, num_tiles);
+        if (query >= 0) {
+          const work_tile_t work(with.head, with.q_head, params.q.row, query);
+          load_q(work, with.has_aligned_q());
+          load_k(work.first, {with.k_rows, with.has_aligned_k(), work.last});
+          at.begun = true;
+        }
+      }
+      if (!at.begun) ptx::commit_copies();
+      ptx::wait_copy_groups<1>();
+      __syncthreads();  // v is complete
+    } else {
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // v is complete
+    }
+    multiply_pv(at.o, s, lanes);
+  }
+
+  // --- rows that a warp has for itself -----------------------------------------------
+
+  __device__ __forceinline__ void attend(const queries_t<kKeepQ>& q_frags,
+                                         const split_queries_t& q,
+                                         const result_t& at) {
+    bool is_first = true;
+    float unit_o = 1;  // from a product of parts to p v
+#pragma unroll 1
+    for (int j0 = start(); j0 < last; j0 += kBlockN) {
+      scores_frag_t s;
+      const int tile = j0 / kBlockN, stage = stage_of(j0);
+      const tile_stats_t* of_k =
+          reinterpret_cast<tile_stats_t*>(smem.k + stage * kStage + kParts * kBytesK);
+      const tile_stats_t* of_v =
+          reinterpret_cast<tile_stats_t*>(smem.v + stage * kStage + kParts * kBytesV);
+      // Asked before a barrier, as copies are made ready. Parts leave no register.
+      const bool sees_all = !kSplits && bounds().sees_all(j0);
+      if constexpr (kStaged) {
+        of_k = smem.stats_k + tile % 2;
+        of_v = smem.stats_v + tile % 2;
+        split_staged(j0);
+      } else {
+        await_tile(j0, is_first);
+      }
+      is_first = false;
+
+      if constexpr (kSplits) {
+        multiply_qk_parts(s, q_frags, q, *of_k, at, j0);
+      } else if constexpr (!kWeighsAtOnce) {
+        multiply_qk(s, q_frags, lanes);
+      }
+      if constexpr (kWeighsAtOnce) {
+        weigh_at_once(s, q_frags, at, j0, sees_all);
+      } else {
+        finish_scores(s, scores, params, i0, j0);
+        if (!(kSplits ? bounds().sees_all(j0) : sees_all)) {
+          mask_scores(s, bounds(), j0);
+        }
+        if (at.careful) {
+          center(s, at.o, at.rows, at.centers, *smem.exchange, to_log2, j0);
+          at.two_level.follow(at.rows);
+        }
+        if (raise(at.rows, s, to_log2)) {
+          rescale(at.o, at.rows);
+          at.two_level.follow(at.rows);
+        }
+      }
+      await_values(j0);
+      if constexpr (kSplits) {
+        add_values_in_parts(s, *of_v, at, j0, unit_o);
+      } else {
+        if (at.careful) {
+          if (clean_values(smem.v + stage * kStage)) state.special = true;
+          __syncthreads();  // all have cleaned their part
+        }
+        if constexpr (!kWeighsAtOnce) exponentiate(at.rows, s, to_log2);
+        multiply_pv(at.o, s, lanes);
+      }
+    }
+    if constexpr (kSplits && kParts == 1) multiply_by(at.o, unit_o);
+  }
+
+  // The tile of float32 at j0 becomes parts; the next one comes.
+  __device__ __forceinline__ void split_staged(int j0) {
+    ptx::wait_copy_groups<0>();
+    const int parity = j0 / kBlockN % 2;
+    auto chunk_of_k = [&](int n) {
+      return *reinterpret_cast<const float4*>(smem.staging_k + n * 16);
+    };
+    auto chunk_of_v = [&](int n) {
+      return *reinterpret_cast<const float4*>(smem.staging_v + n * 16);
+    };
+    inspect<kHeadDim>(smem.stats_k[parity], chunk_of_k);
+    inspect<kHeadDimV>(smem.stats_v[parity], chunk_of_v);
+    __syncthreads();  // the statistics are complete; all have read the tiles before
+    if (threadIdx.x == 0) {
+      smem.stats_k[parity ^ 1].clear();
+      smem.stats_v[parity ^ 1].clear();
+    }
+    split_tile<kHeadDim>(smem.k, scale_t(smem.stats_k[parity].largest).to_parts,
+                         chunk_of_k);
+    split_tile<kHeadDimV>(smem.v, values_t(smem.stats_v[parity]).to_parts, chunk_of_v);
+    load_k(j0 + kBlockN, source_k());
+    load_v(j0 + kBlockN, source_v());
+    __syncthreads();  // the parts of k and v are complete
+  }
+
+  // The tile at j0 is complete, of one stage its k, and what may come next does.
+  __device__ __forceinline__ void await_tile(int j0, bool is_first) {
+    const unsigned stage = stage_of(j0) * kStage;
+    if constexpr (kSplits) {
+      ptx::wait_copy_groups<0>();
+      // Also all have read the one before, or of one stage its v.
+      __syncthreads();
+      if constexpr (kStages == 2) {
+        load_k(j0 + kBlockN, source_k());
+        load_v(j0 + kBlockN, source_v());
+        lanes.k.base = base_k + stage;
+        lanes.v.base = base_v + stage;
+      } else {
+        load_v(j0, source_v());
+      }
+    } else if constexpr (kStages == 2) {
+      const int next = j0 + kBlockN;
+      const auto next_k = ready_k(next);
+      const auto next_v = ready_v(next);
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // this tile is complete; all have read the one before
+      start_k(next_k, next);
+      start_v(next_v, next);
+      lanes.k.base = base_k + stage;
+      lanes.v.base = base_v + stage;
+    } else {
+      const auto this_v = ready_v(j0);
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // this tile of k is complete; all have read v before
+      if (!is_first) start_v(this_v, j0);
+    }
+  }
+
+  // Of one stage, v of the tile at j0 is complete, and k of the next one comes.
+  __device__ __forceinline__ void await_values(int j0) {
+    if constexpr (!kSplits && kStages == 1) {
+      const auto next_k = ready_k(j0 + kBlockN);
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // this tile of v is complete; all have read k
+      start_k(next_k, j0 + kBlockN);
+    } else if constexpr (!kStaged && kStages == 1) {
+      ptx::wait_copy_groups<0>();
+      __syncthreads();  // this tile of v is complete; all have read k
+      load_k(j0 + kBlockN, source_k());
+    }
+  }
+
+  // s = q k^T of parts, and one by one of what parts cannot hold.
+  __device__ __forceinline__ void multiply_qk_parts(scores_frag_t& s,
+                                                    const queries_t<kKeepQ>& q_frags,
+                                                    const split_queries_t& q,
+                                                    const tile_stats_t& of_k,
+                                                    const result_t& at,
+                                                    int j0) {
+    const scale_t scale(of_k.largest);
+    const float unit = q.unit * scale.from_parts;
+    if constexpr (kParts == 2) {
+      multiply_qk_split(s, lanes, unit);
+    } else {
+      multiply_qk(s, q_frags, lanes);
+      multiply_by(s, unit);
+    }
+    const float size = q.size * __int_as_float(of_k.largest) *
+                       fabsf(static_cast<float>(params.scale)) * kHeadDim;
+    const bool whole = !scale.fits || !(size <= kLargestScore);
+    if (whole || any_marked(of_k)) {
+      float s_on_stack[kRowTiles * kScoreTiles * 4];
+      float o_on_stack[kRowTiles * kOutTiles * 4];
+      put<kScoreTiles>(s_on_stack, s);
+      put<kOutTiles>(o_on_stack, at.o);
+      ptx::launder(o_on_stack);
+      compute_marked_scores(s_on_stack, of_k.marked, whole, state.work.q_rows,
+                            state.k_rows, params, state.work.num_rows, j0);
+      ptx::launder(o_on_stack);
+      get<kScoreTiles>(s, s_on_stack);
+      get<kOutTiles>(at.o, o_on_stack);
+    }
+  }
+
+  // o += p v of parts; of one part o has the unit of the tile.
+  __device__ __forceinline__ void add_values_in_parts(scores_frag_t& s,
+                                                      const tile_stats_t& of_v,
+                                                      const result_t& at,
+                                                      int j0,
+                                                      float& unit_o) {
+    const values_t values(of_v);
+    if constexpr (kParts == 1) {
+      if (values.from_parts != unit_o) {
+        multiply_by(at.o, unit_o * values.to_unit);
+        unit_o = values.from_parts;
+      }
+    }
+    if (values.whole || any_marked(of_v)) {
+      float o_on_stack[kRowTiles * kOutTiles * 4];
+      float s_on_stack[kRowTiles * kScoreTiles * 4], reference[kRows];
+      put<kOutTiles>(o_on_stack, at.o);
+      put<kScoreTiles>(s_on_stack, s);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) reference[r] = at.rows.reference[r];
+      add_marked_values(o_on_stack, s_on_stack, reference, to_log2,
+                        kParts == 1 ? values.to_unit : 1.f, of_v.marked, values.whole,
+                        state.v_rows, params, j0, last);
+      ptx::launder(s_on_stack);
+      get<kScoreTiles>(s, s_on_stack);
+      get<kOutTiles>(at.o, o_on_stack);
+    }
+    exponentiate(at.rows, s, to_log2);
+    if constexpr (kParts == 2) {
+      multiply_pv_split(at.o, s, lanes, values.from_parts);
+      at.two_level.end_tile(at.o, j0 + kBlockN, last);
+    } else {
+      multiply_pv(at.o, s, lanes);
+    }
+  }
+
+  // Scores and weights with the reference that rows have, and again with a new one
+  // where a weight came out too large.
+  __device__ __forceinline__ void weigh_at_once(scores_frag_t& s,
+                                                const queries_t<kKeepQ>& q_frags,
+                                                const result_t& at,
+                                                int j0,
+                                                bool sees_all) {
+    float sums[kRows];
+    // The same code twice: where nothing is hidden there is no branch, and exponentials
+    // stand among the products.
+    if (sees_all && j0 != first && !at.careful) {
+      multiply_qk(s, q_frags, lanes);
+      weigh(at.rows, s, to_log2, sums);
+    } else {
+      ptx::compiler_fence();
+      multiply_qk(s, q_frags, lanes);
+      if (!sees_all) mask_scores(s, bounds(), j0);
+      if (at.careful) {
+        center(s, at.o, at.rows, at.centers, *smem.exchange, to_log2, j0);
+      }
+      if (j0 == first) {
+        // With the reference that rows start with, all sums would be too large.
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) sums[r] = infinity<float>();
+        raise_where(at.rows, s, to_log2, sums);
+      }
+      weigh(at.rows, s, to_log2, sums);
+    }
+    if (__any_sync(kFullMask, !are_small(sums))) {
+      multiply_qk(s, q_frags, lanes);
+      if (!bounds().sees_all(j0)) mask_scores(s, bounds(), j0);
+      if (at.careful) {
+        center(s, at.o, at.rows, at.centers, *smem.exchange, to_log2, j0);
+      }
+      raise_where(at.rows, s, to_log2, sums);
+      rescale(at.o, at.rows);
+      weigh(at.rows, s, to_log2, sums);
+    }
+    add(at.rows, sums);
+  }
+
+  // --- the end of a walk -------------------------------------------------------------
+
+  // Sums of lanes, and of warps, that share rows.
+  __device__ __forceinline__ void finish_sums(const result_t& at) const {
+    at.two_level.finish(at.o);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      float& l = at.rows.l[r];
+      l += at.rows.rest[r];
+      l += shuffle_xor(l, 1);
+      l += shuffle_xor(l, 2);
+    }
+    if constexpr (kWarpsPerRow > 1) add_other_warp(*smem.exchange, at.rows.l);
+    if (!kOutByP || !at.begun) ptx::wait_copy_groups<0>();
+  }
+
+  // The work tile after this one comes while this one leaves by way of `smem_out`;
+  // i0 < 0 where there is none.
+  __device__ __forceinline__ work_tile_t begin_next(unsigned char*& smem_out,
+                                                    const result_t& at) const {
+    smem_out = smem.front;
+    work_tile_t next;
+    next.i0 = -1;
+    if constexpr (kPersistent) {
+      const int query = query_of_turn(state.turn + 1, num_tiles);
+      next = work_tile_t(state.head, state.q_head, params.q.row, query);
+      smem_out = kOutByQ     ? smem.q
+                 : kOutByP   ? smem.p
+                 : kOutApart ? smem.front + kBytesTiles
+                             : smem.k + (stage_of(next.first) ^ 1) * kStage;
+      if (next.i0 >= 0) {
+        if (kOutByP && at.begun) {
+          load_v(next.first, {state.v_rows, state.has_aligned_v(), next.last});
+        } else {
+          begin(next, state.has_aligned_q(), state.k_rows, state.has_aligned_k(),
+                state.v_rows, state.has_aligned_v(), !kOutByQ);
+        }
+      }
+    }
+    return next;
+  }
+
+  // The block goes on with `next`.
+  __device__ __forceinline__ void advance(const work_tile_t& next) {
+    if constexpr (kWarpsPerRow > 1) {
+      // Weights begin in the other stage.
+      const int by = weights_of(next.first) - weights_of(state.work.first);
+      lanes.p.base -= by * kBytesP;
+    }
+    first = next.first;
+    last = next.last;
+    __syncthreads();  // this tile of queries has left, and nobody asks for it
+    if constexpr (kOutByQ) {
+      load_q(next, state.has_aligned_q());
+      ptx::commit_copies();
+      ptx::wait_copy_groups<0>();
+    }
+    if (threadIdx.x == 0) {
+      state.work = next;
+      state.turn += 1;
+      state.special = false;
+    }
+  }
+};

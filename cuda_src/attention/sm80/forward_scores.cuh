@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: MIT
+// attention_mma: what becomes of products q k before the softmax.
+#pragma once
+
+#include "attention/sm80/forward_state.cuh"
+
+// Scores that a query does not see become -inf.
+__device__ __forceinline__ void mask_scores(scores_frag_t& s,
+                                            const block_bounds_t& block,
+                                            int j0) {
+  const int row_0 = lanes_t::warp_row() + lanes_t::lane() / 4;
+  const int column_0 = lanes_t::warp_key() + lanes_t::lane() % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const int row = row_0 + 8 * r;
+    const int first = block.low + row - j0 - column_0;
+    const int last = min(block.high + row, block.num_keys) - j0 - column_0;
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int column = 8 * n + e;
+        float& x = s[r / 2][n][r % 2 * 2 + e];
+        if (column < first || column >= last) x = -infinity<float>();
+      }
+    }
+  }
+}
+
+// Products into final scores, mask of positions aside.
+__device__ __forceinline__ void finish_scores(scores_frag_t& s,
+                                              const scores_t& scores,
+                                              const params_t& params,
+                                              index_t i0,
+                                              int j0) {
+  const int lane = lanes_t::lane();
+  const int row_0 = lanes_t::warp_row() + lane / 4, column_0 = lane % 4 * 2;
+  if constexpr (kHasTerms) {
+    auto finish = [&](float x, int row, int column) {
+      const index_t i = i0 + row, j = j0 + column;
+      return scores(x * static_cast<float>(kGivenBack), min(i, params.seqlen_q - 1),
+                    min(j, params.seqlen_k - 1));
+    };
+    if constexpr (kHeadDimV > 128) {
+      // o takes the registers: a few scores at a time, by way of the stack.
+      float on_stack[kRowTiles * kScoreTiles * 4];
+      put<kScoreTiles>(on_stack, s);
+#pragma unroll 1
+      for (int n = 0; n < kRowTiles * kScoreTiles * 4; ++n) {
+        const int row = n / (kScoreTiles * 4) * 16 + n / 2 % 2 * 8;
+        const int column = n / 4 % kScoreTiles * 8 + n % 2;
+        on_stack[n] = finish(on_stack[n], row_0 + row, column_0 + column);
+      }
+      ptx::launder(on_stack);
+      get<kScoreTiles>(s, on_stack);
+    } else {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int n = 0; n < kScoreTiles; ++n) {
+          // Parts leave no registers for what other columns will load.
+          if constexpr (kParts == 2) ptx::compiler_fence();
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[r / 2][n][r % 2 * 2 + e];
+            x = finish(x, row_0 + 8 * r, column_0 + 8 * n + e);
+          }
+        }
+      }
+    }
+  }
+}

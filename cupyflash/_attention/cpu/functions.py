@@ -1,0 +1,184 @@
+"""Score and mask functions on NumPy arrays, for a block of scores at a time."""
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyflash._expr.emit_numpy import evaluate
+from cupyflash._expr.intervals import decide
+from cupyflash._expr.nodes import is_const
+
+
+class Reads(NamedTuple):
+    """Reads of one array in a block: where, and the derivative of the score by them."""
+
+    name: str
+    places: list[np.ndarray]
+    partial: np.ndarray
+
+
+class BlockFunctions:
+    """The functions of a call as one task sees them."""
+
+    def __init__(self, part: Any, functions: Any):
+        self._part, self._score, self._mask = part, functions.score, functions.mask
+        shape = part.problem.batch
+        self._b = int(np.ravel_multi_index(part.batch, shape)) if shape else 0
+        self._tiles: dict[tuple[int, int], bool | None] = {}
+
+    @property
+    def has_score(self):
+        """Whether scores change."""
+        return self._score is not None
+
+    def score(self, s, start, stop):
+        """Scores of keys [start, stop) after the function."""
+        (value,) = self._evaluate(
+            self._score, [self._score.expression.root], s, start, stop, self._visible
+        )
+        return value
+
+    def differentiate(self, s, start, stop, names=()):
+        """(score, its derivative by s or None for 1, the reads of some arrays)."""
+        expression = self._score.expression
+        slope = expression.derivative.root
+        reads = [read for read in expression.reads if read[0] in names]
+        roots = [expression.root, slope]
+        roots += [x for _, index, partial in reads for x in (*index, partial)]
+        value, by_s, *rest = self._evaluate(
+            self._score, roots, s, start, stop, self._visible
+        )
+        values = iter(rest)
+        found = [
+            Reads(name, list(itertools.islice(values, len(index))), next(values))
+            for name, index, _ in reads
+        ]
+        return value, None if is_const(slope, 1) else by_s, found
+
+    def hide(self, s, start, stop):
+        """Put -inf where the mask function hides a key."""
+        if self._mask is not None and self._tiles.get((start, stop)) is not True:
+            np.copyto(s, -np.inf, where=~self._seen(start, stop))
+
+    def hides_all(self, start, stop):
+        """Whether no row sees a key of [start, stop), by intervals."""
+        if self._mask is None:
+            return False
+        part = self._part
+        first = part.start + part.offset
+        known = decide(
+            self._mask.expression,
+            {
+                "b": (self._b, self._b),
+                "h": (part.head, part.head),
+                "i": (first, first + part.num_rows - 1),
+                "j": (start, stop - 1),
+            },
+            self._mask.values,
+            self._mask.arrays,
+        )
+        self._tiles[start, stop] = known
+        return known is False
+
+    def _seen(self, start, stop):
+        """What the mask function gives."""
+        (seen,) = self._evaluate(
+            self._mask,
+            [self._mask.expression.root],
+            None,
+            start,
+            stop,
+            self._visible_by_options,
+        )
+        return seen
+
+    def _visible_by_options(self, start, stop):
+        """The pairs that no option hides; the functions are left out."""
+        probe = np.zeros((self._part.num_rows, stop - start), self._part.dtype)
+        self._part.hide(probe, start, stop)
+        return probe == 0
+
+    def _visible(self, start, stop):
+        """The pairs whose score counts."""
+        seen = self._visible_by_options(start, stop)
+        return seen if self._mask is None else seen & self._seen(start, stop)
+
+    def _evaluate(self, function, roots, s, start, stop, visible):
+        part = self._part
+        first = part.start + part.offset
+        variables = {
+            "s": s,
+            "b": self._b,
+            "h": part.head,
+            "i": np.arange(first, first + part.num_rows)[:, None],
+            "j": np.arange(start, stop)[None],
+        }
+        return evaluate(
+            roots,
+            variables,
+            function.values,
+            function.arrays,
+            part.dtype,
+            lambda: visible(start, stop),
+        )
+
+
+def add_reads(total, reads, gradient, visible):
+    """Add to the gradient of an array what a block of gradients of the score gives.
+
+    Terms are summed up along the axes on which the index does not depend first.
+    """
+    if not total.size:
+        return
+    term = np.where(visible, gradient * reads.partial, 0)
+    shape = np.broadcast_shapes((1, 1), *(index.shape for index in reads.places))
+    axes = tuple(axis for axis, n in enumerate(shape) if n == 1)
+    term = term.sum(axis=axes, keepdims=True, dtype=np.float64)
+    flat = np.zeros(shape, np.int64)
+    for index, size in zip(reads.places, total.shape, strict=True):
+        flat = flat * size + np.clip(index, 0, size - 1)
+    target = total.reshape(-1)
+    if target.size <= flat.size:
+        target += np.bincount(flat.ravel(), term.ravel(), minlength=target.size)
+    else:
+        np.add.at(target, flat.ravel(), term.ravel())
+
+
+def describe(problem, operands, offsets, rows, keys):
+    """The functions of a call as Python; how many tiles a mask shows whole, and not."""
+    told = {}
+    score, mask = operands.functions or (None, None)
+    if score is not None:
+        told["score"] = repr(score.expression)
+        told["score_derivative"] = repr(score.expression.derivative)
+    if mask is not None:
+        told["mask_function"] = repr(mask.expression)
+        told["tiles_of_the_mask"] = _tiles(problem, mask, offsets, max(rows, 1), keys)
+    return told
+
+
+def _tiles(problem, mask, offsets, rows, keys):
+    free = mask.expression.root.free
+    offsets = np.broadcast_to(offsets, problem.batch).ravel()
+    of_batch = "b" in free or (offsets != offsets[:1]).any()
+    counts = {"full": 0, "mixed": 0, "empty": 0}
+    names = {True: "full", None: "mixed", False: "empty"}
+    for b, h, i, j in itertools.product(
+        range(len(offsets) if of_batch else min(len(offsets), 1)),
+        range(problem.num_heads if "h" in free else 1),
+        range(0, problem.seqlen_q, rows),
+        range(0, problem.seqlen_k, keys),
+    ):
+        first, last = (
+            int(offsets[b]) + x for x in (i, min(i + rows, problem.seqlen_q))
+        )
+        ranges = {
+            "b": (b, b),
+            "h": (h, h),
+            "i": (first, last - 1),
+            "j": (j, min(j + keys, problem.seqlen_k) - 1),
+        }
+        known = decide(mask.expression, ranges, mask.values, mask.arrays)
+        counts[names[known]] += 1
+    return counts

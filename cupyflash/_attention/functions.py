@@ -1,0 +1,120 @@
+"""Score and mask functions of a call: checked, and bound to their arrays."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from cupyflash._core import arrays as _arrays
+from cupyflash._core.dtypes import CUDA_TYPES
+
+
+@functools.cache
+def _language():
+    """What traces functions, imported when the first one arrives."""
+    from cupyflash._expr import lookup
+
+    return lookup
+
+
+class BoundFunction(NamedTuple):
+    """An expression, what its function closes over, and its arrays by name."""
+
+    expression: Any
+    values: list[Any]
+    arrays: dict[str, Any]
+
+
+class Functions(NamedTuple):
+    """The functions of a call."""
+
+    score: BoundFunction | None = None
+    mask: BoundFunction | None = None
+
+
+def given(score: Any, score_arrays: Any, mask: Any, mask_arrays: Any) -> bool:
+    """Whether a call has a function, or an argument that goes with one."""
+    others = score is None and score_arrays is None and mask_arrays is None
+    return callable(mask) or not others
+
+
+def bind(
+    q: Any, score: Any, score_arrays: Any, mask: Any, mask_arrays: Any
+) -> tuple[Functions | None, Any]:
+    """The functions of a call, or None; and the mask if it is an array."""
+    if not given(score, score_arrays, mask, mask_arrays):
+        return None, mask
+    is_function = callable(mask)
+    for name, option, there in (
+        ("score", score_arrays, score is not None),
+        ("mask", mask_arrays, is_function),
+    ):
+        if option is not None and not there:
+            raise ValueError(f"{name}_arrays= goes with {name}= as a function")
+    if _arrays.lives_on_gpu(q):
+        raise NotImplementedError(
+            "score= and mask= as functions take NumPy arrays today, got q on a GPU: "
+            "give NumPy arrays (cupy.asnumpy(q)), or say it by bias=, softcap=, "
+            "alibi_slopes=, window= or a bool array as mask="
+        )
+    return (
+        Functions(
+            None if score is None else _bound(q, "score", score, score_arrays),
+            _bound(q, "mask", mask, mask_arrays) if is_function else None,
+        ),
+        None if is_function else mask,
+    )
+
+
+def _bound(q, name, function, named):
+    if named is None:
+        named = {}
+    if not isinstance(named, Mapping) or not all(isinstance(n, str) for n in named):
+        raise TypeError(
+            f"{name}_arrays must be a dict of arrays by name, got "
+            f"{type(named).__name__}"
+        )
+    labels = {f"{name}_arrays[{n!r}]": x for n, x in named.items()}
+    _, adopted = _arrays.adopt_all(1 + len(labels), q=q, **labels)
+    arrays = dict(zip(named, [adopted[label] for label in labels], strict=True))
+    for label, array in zip(labels, arrays.values(), strict=True):
+        if _arrays.dtype_name(array) not in CUDA_TYPES:
+            raise TypeError(
+                f"{label} must hold floats, integers or booleans, got "
+                f"{_arrays.dtype_name(array)}"
+            )
+    expression, values = _language().lookup(function, arrays, mask=name == "mask")
+    return BoundFunction(expression, values, arrays)
+
+
+def names_of_gradients(
+    need_dscore: Any, functions: Functions | None
+) -> tuple[str, ...]:
+    """The names of the arrays whose gradients are asked for."""
+    names = (need_dscore,) if isinstance(need_dscore, str) else need_dscore
+    try:
+        names = tuple(names)
+    except TypeError:
+        names = (None,)
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"need_dscore must be names of arrays in score_arrays, got {need_dscore!r}"
+        )
+    score = functions.score if functions else None
+    known = score.arrays if score else {}
+    for name in names:
+        if name not in known:
+            raise ValueError(
+                f"need_dscore asks for a gradient of {name!r}, but score_arrays has "
+                f"{', '.join(map(repr, known)) or 'no array'}"
+            )
+        if _arrays.dtype_name(known[name]) not in _arrays.FLOATS:
+            raise TypeError(
+                f"need_dscore asks for a gradient of {name!r}, which holds "
+                f"{_arrays.dtype_name(known[name])}; only floats have one"
+            )
+    return tuple(dict.fromkeys(names))
+
+
+def key_of(function: BoundFunction | None) -> str | None:
+    """The key of a function's expression."""
+    return None if function is None else function.expression.key

@@ -1,0 +1,1 @@
+"""Score and mask functions: traced once, differentiated, written as NumPy and CUDA."""

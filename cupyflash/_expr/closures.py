@@ -1,0 +1,163 @@
+"""What a function closes over: its numbers become parameters, without touching it.
+
+A traced function runs as a copy whose cells, globals and defaults hold symbols in place
+of numbers, so that another number needs no other kernel.
+"""
+
+import dis
+import itertools
+import types
+from typing import Any
+
+import numpy as np
+
+from cupyflash._expr.errors import fail
+from cupyflash._expr.nodes import node
+from cupyflash._expr.tracing import Trace, Traced
+
+# Types of numbers, which become parameters.
+PARAMETERS = frozenset({int, float, *(np.dtype(c).type for c in "efdbhilqBHILQ")})
+_CONSTANTS = (bool, np.bool_, str, type, type(None))
+_MODULES = ("numpy", "math", "builtins", "operator")
+
+_Function = types.FunctionType
+
+
+def global_lines(code: types.CodeType) -> dict[str, int]:
+    """The globals that a code and those within read, each with its line.
+
+    From the instructions: `co_names` has attributes, too.
+    """
+    names: dict[str, int] = {}
+    line = code.co_firstlineno
+    for step in dis.get_instructions(code):
+        # Python 3.13 has both, and the first of them as a bool.
+        line = getattr(step, "line_number", step.starts_line) or line
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.setdefault(step.argval, line)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names = global_lines(inner) | names
+    return names
+
+
+# id of a code -> (the code, which so stays alive; the globals that it reads).
+codes: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
+
+
+def _own(function):
+    """What a function closes over: cells, globals (None for a builtin), defaults."""
+    code = function.__code__
+    known = codes.get(id(code))
+    if known is None:
+        known = codes[id(code)] = (code, tuple(global_lines(code)))
+    cells = function.__closure__
+    values = [cell.cell_contents for cell in cells] if cells else []
+    if known[1]:
+        values += map(function.__globals__.get, known[1])
+    if function.__defaults__:
+        values += function.__defaults__
+    if function.__kwdefaults__:
+        values += function.__kwdefaults__.values()
+    return values
+
+
+def closed_over(function: _Function) -> tuple[list[Any], list[_Function]]:
+    """What a function and those that it calls close over; and these functions."""
+    values, functions = _own(function), [function]
+    if _Function in map(type, values):
+        values = []
+        for each in functions:  # which grows
+            own = _own(each)
+            values += own
+            called = dict.fromkeys(v for v in own if type(v) is _Function)
+            functions += [v for v in called if v not in functions]
+    return values, functions
+
+
+def with_parameters(
+    functions: list[_Function], trace: Trace
+) -> tuple[_Function, dict[int, str]]:
+    """A copy of the first function on symbols, and what each number was called."""
+    places = itertools.count()
+    names: dict[int, str] = {}
+    copies = {}
+    for function in functions:
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        scope = {"__builtins__": function.__globals__.get("__builtins__", __builtins__)}
+        copies[function] = _Function(
+            function.__code__, scope, function.__name__, None, cells or None
+        )
+
+    def stand_in(name, value, code):
+        place = next(places)
+        if type(value) in PARAMETERS:
+            dtype = "int" if isinstance(value, (int, np.integer)) else "float"
+            names[place] = name
+            return Traced(node("param", dtype, (), place), trace)
+        if _is_constant(value):
+            return value
+        if isinstance(value, _Function) and value in copies:
+            return copies[value]
+        if _is_known(value):
+            return value
+        line = global_lines(code).get(name, code.co_firstlineno)
+        fail(_instead(name, value), (code.co_filename, line))
+
+    for function, copy in copies.items():  # in the order of `_own`
+        code = function.__code__
+        new, given = copy.__closure__ or (), function.__closure__ or ()
+        for name, cell, old in zip(code.co_freevars, new, given, strict=True):
+            cell.cell_contents = stand_in(name, old.cell_contents, code)
+        for name in global_lines(code):
+            value = stand_in(name, function.__globals__.get(name), code)
+            if name in function.__globals__:
+                copy.__globals__[name] = value
+        defaults = function.__defaults__ or ()
+        of_defaults = code.co_varnames[: code.co_argcount][-len(defaults) :]
+        copy.__defaults__ = (
+            tuple(
+                stand_in(name, value, code)
+                for name, value in zip(of_defaults, defaults, strict=False)
+            )
+            or None
+        )
+        copy.__kwdefaults__ = {
+            name: stand_in(name, value, code)
+            for name, value in (function.__kwdefaults__ or {}).items()
+        }
+    return copies[functions[0]], names
+
+
+def _is_constant(value):
+    """Whether a value is compared at each call; a tuple of such and numbers is, too."""
+    if type(value) is tuple:
+        return all(type(x) in PARAMETERS or _is_constant(x) for x in value)
+    return isinstance(value, _CONSTANTS)
+
+
+def _is_known(value):
+    """Whether a value is a module, or a function of a module, that never changes."""
+    if type(value) is types.ModuleType:
+        module = value.__name__
+    elif callable(value):
+        module = getattr(value, "__module__", None) or ""
+        if isinstance(value, np.ufunc):
+            module = "numpy"
+    else:
+        return False
+    return module.split(".")[0] in _MODULES
+
+
+def _instead(name, value):
+    """What to write in place of a value that cannot be closed over."""
+    if hasattr(value, "dtype"):
+        instead = (
+            f"pass it by name: {name} after `*` in the function, and score_arrays= or "
+            f"mask_arrays={{'{name}': {name}}}"
+        )
+    elif getattr(value, "__name__", "") == "cupy":
+        instead = "use np.f(x), for CuPy arrays, too"
+    else:
+        instead = "bind the number that it holds to a name, outside of the function"
+    return f"{name}, a {type(value).__name__}, is closed over: {instead}"

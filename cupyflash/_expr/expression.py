@@ -1,0 +1,93 @@
+"""What a function computes, and what is derived from it once."""
+
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyflash._expr import derivatives
+from cupyflash._expr.emit_python import python_text
+from cupyflash._expr.nodes import Node, order, var
+
+
+class Expression:
+    """What a function computes; its repr is the function as Python.
+
+    Attributes
+    ----------
+    root : Node
+        The result.
+    name : str
+        Of the function.
+    arrays : dict of str to str
+        The dtypes of the arrays that it reads, in the order in which it does.
+    numbers : tuple of int
+        Which of the values closed over are its numbers at run time, in their order.
+    key : str
+        The same for the same computation, on whatever names, arrays and numbers.
+    """
+
+    def __init__(
+        self,
+        root: Node,
+        dtypes: Mapping[str, str],
+        name: str = "score",
+        number_names: Mapping[int, str] | None = None,
+    ):
+        self.root, self.name = root, name
+        self._dtypes, self.number_names = dtypes, number_names or {}
+        nodes = order(root)
+        loads = dict.fromkeys(n.value for n in nodes if n.op == "load")
+        self.arrays = {array: dtypes[array] for array in loads}
+        self.numbers = tuple(dict.fromkeys(n.value for n in nodes if n.op == "param"))
+        self.key = self._key(nodes)
+
+    def _key(self, nodes):
+        at = {n: place for place, n in enumerate(nodes)}
+        arrays, lines = list(self.arrays), []
+        for n in nodes:
+            value = n.value
+            if n.op == "load":
+                value = arrays.index(value), self.arrays[value]
+            elif n.op == "param":
+                value = self.numbers.index(value)
+            lines.append(f"{n.op}:{n.dtype}:{value!r}:{[at[a] for a in n.args]}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    @property
+    def is_mask(self) -> bool:
+        """Whether the result is a boolean."""
+        return self.root.dtype == "bool"
+
+    def of(self, root: Node, name: str) -> "Expression":
+        """Another result on the same arrays and numbers."""
+        return Expression(root, self._dtypes, name, self.number_names)
+
+    @functools.cached_property
+    def derivative(self) -> "Expression":
+        """Its derivative by s."""
+        root = derivatives.derivative(self.root, var("s"))
+        return self.of(root, f"{self.name}_derivative")
+
+    @functools.cached_property
+    def reads(self) -> tuple[tuple[str, tuple[Node, ...], Node], ...]:
+        """Of each read of floats (array, its index, the derivative of the result)."""
+        return tuple(
+            (n.value, n.args, derivatives.derivative(self.root, n))
+            for n in order(self.root)
+            if n.op == "load" and n.dtype == "float"
+        )
+
+    def number_values(self, closed_over: Any) -> list[Any]:
+        """The numbers of a call, in their order."""
+        return [closed_over[place] for place in self.numbers]
+
+    def __repr__(self) -> str:
+        return python_text(self.root, self.name, list(self.arrays), self.number_names)
+
+
+def dtype_name(array: Any) -> str:
+    """Of an array as it is named in a key."""
+    return np.dtype(array.dtype).name

@@ -1,0 +1,222 @@
+"""From a function to its expression: traced once, then found by its code."""
+
+import threading
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from cupyflash._expr.closures import (
+    PARAMETERS,
+    closed_over,
+    codes,
+    with_parameters,
+)
+from cupyflash._expr.errors import AtLine, fail
+from cupyflash._expr.expression import Expression, dtype_name
+from cupyflash._expr.nodes import VARIABLES, cast, const, var
+from cupyflash._expr.tracing import KINDS, NUMBERS, NamedArray, Trace, Traced
+
+_MOST_CODES = 256
+_MOST_OF_A_CODE = 16
+
+# (code, types closed over, arrays) -> plans of other constants, the last one first.
+_plans: "OrderedDict[Any, list[_Plan]]" = OrderedDict()
+_lock = threading.Lock()
+_NO_ARRAYS: dict[str, Any] = {}
+
+# (place, value) of what must be the same, the expression, and the code, whose id is
+# in the key.
+_Plan = tuple[tuple[tuple[int, Any], ...], Expression, types.CodeType]
+
+
+def lookup(
+    function: Callable[..., Any],
+    arrays: Mapping[str, Any] | None = None,
+    mask: bool = False,
+) -> tuple[Expression, list[Any]]:
+    """The expression of a function; traced where it or its constants are new.
+
+    Parameters
+    ----------
+    function : function
+        Takes any of s, b, h, i and j by name and, after ``*``, arrays by name.
+    arrays : mapping of str to array, optional
+        The named arrays; of these, dtype and ndim are looked at.
+    mask : bool, default False
+        Whether the function is a mask: without s, its result a boolean.
+
+    Returns
+    -------
+    expression : Expression
+    values : list
+        All that the function closes over; ``expression.number_values(values)`` are the
+        numbers of this call.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the function does what cannot be traced; the message names the line.
+    """
+    try:
+        values, functions = closed_over(function)  # type: ignore[arg-type]
+    except AttributeError:
+        _refuse_kind(function, mask)
+    except ValueError:  # a cell that is empty yet
+        raise ValueError(
+            f"{function.__name__} closes over a name that has no value yet"
+        ) from None
+    if arrays is None:
+        arrays = _NO_ARRAYS
+    key: tuple[Any, ...] = (id(function.__code__), mask, *map(type, values))
+    for name, array in arrays.items():
+        key += name, array.dtype, array.ndim
+    plans = _plans.get(key, ())
+    for fixed, expression, _ in plans:
+        for place, value in fixed:
+            now = values[place]
+            if now is not value and not _same(now, value):
+                break
+        else:
+            try:
+                _plans.move_to_end(key)
+            except KeyError:  # forgotten meanwhile by another thread
+                pass
+            return expression, values
+    if type(function) is not types.FunctionType:
+        _refuse_kind(function, mask)
+    expression, pinned = _traced_twice(function, arrays, mask, values, functions)
+    _keep(key, function.__code__, values, pinned, expression)
+    return expression, values
+
+
+def _refuse_kind(function, mask):
+    what = "mask" if mask else "score"
+    raise TypeError(
+        f"{what} must be a plain function (def or lambda), got "
+        f"{type(function).__name__}; call it from one"
+    )
+
+
+def _same(now, value):
+    if type(now) is types.FunctionType:  # what it closes over is among the values
+        return now.__code__ is value.__code__
+    if type(now) is tuple:
+        return type(value) is tuple and repr(now) == repr(value)
+    return (type(now) in PARAMETERS or type(now) is str) and now == value
+
+
+def _keep(key, code, values, pinned, expression):
+    """Remember a plan; the oldest codes and constants are forgotten."""
+    fixed = tuple(
+        (place, value)
+        for place, value in enumerate(values)
+        if place in pinned or type(value) not in PARAMETERS
+    )
+    with _lock:
+        known = _plans.get(key, [])
+        # A new list: another thread may be reading the old one.
+        _plans[key] = [(fixed, expression, code), *known[: _MOST_OF_A_CODE - 1]]
+        _plans.move_to_end(key)
+        while len(_plans) > _MOST_CODES:
+            _plans.popitem(last=False)
+        if len(codes) > 4 * _MOST_CODES:
+            alive = {id(plan[2]) for plans in _plans.values() for plan in plans}
+            for unused in set(codes) - alive:
+                codes.pop(unused, None)
+
+
+def _traced_twice(function, arrays, mask, values, functions):
+    """A trace that a second one confirms."""
+    first, pinned = trace(function, arrays, mask, values, functions)
+    second, _ = trace(function, arrays, mask, values, functions)
+    if first.key != second.key:
+        code = function.__code__
+        fail(
+            f"{function.__name__} is not the same at each call: a score or mask "
+            "depends on its arguments and on constants alone, not on random numbers "
+            "or time",
+            (code.co_filename, code.co_firstlineno),
+        )
+    return first, pinned
+
+
+def trace(function, arrays, mask, values, functions):
+    """(expression, places of numbers whose value was asked for)."""
+    code = function.__code__
+    start = code.co_filename, code.co_firstlineno
+    state = Trace(values)
+    copy, number_names = with_parameters(functions, state)
+    given = _arguments(function, arrays, mask, state, start)
+    try:
+        with np.errstate(all="ignore"):  # of what it does with literals
+            result = copy(**given)
+    except AtLine:
+        raise
+    except Exception as error:
+        inside = {f.__code__ for f in functions}
+        at, step = start, error.__traceback__
+        while step:
+            if step.tb_frame.f_code in inside:
+                at = step.tb_frame.f_code.co_filename, step.tb_lineno
+            step = step.tb_next
+        fail(f"{type(error).__name__}: {error}", at, cause=error)
+    if isinstance(result, NUMBERS):
+        result = Traced(const(result), state)
+    if isinstance(result, NamedArray):
+        fail(f"the result is an array: index it, as in {result.example()}", start)
+    if not isinstance(result, Traced):
+        fail(f"the result is a {type(result).__name__}: return one expression", start)
+    root = result.node
+    if mask and root.dtype != "bool":
+        fail(
+            f"a mask returns a boolean, got {root.dtype}: compare, as in i >= j", start
+        )
+    if not mask and root.dtype == "bool":
+        fail("a score returns a number: write np.where(seen, s, -np.inf)", start)
+    dtypes = {name: dtype_name(array) for name, array in arrays.items()}
+    name = function.__name__ if function.__name__.isidentifier() else ""
+    name = name or ("mask" if mask else "score")
+    root = root if mask else cast(root, "float")
+    return Expression(root, dtypes, name, number_names), state.pinned
+
+
+def _arguments(function, arrays, mask, state, start):
+    """What a function is called with."""
+    code, given = function.__code__, {}
+    count = code.co_argcount
+    variables = "b, h, i, j" if mask else "s, b, h, i, j"
+    optional = {
+        *code.co_varnames[count - len(function.__defaults__ or ()) : count],
+        *(function.__kwdefaults__ or ()),
+    }
+    for name in code.co_varnames[: count + code.co_kwonlyargcount]:
+        if name in arrays:
+            array = arrays[name]
+            if name in VARIABLES:
+                fail(f"an array cannot be called {name}: that is a position", start)
+            if array.dtype.kind not in KINDS:
+                raise TypeError(
+                    f"{name} must hold floats, integers or booleans, got {array.dtype}"
+                )
+            given[name] = NamedArray(name, array, state)
+            if array.ndim == 0:
+                given[name] = given[name][()]
+        elif name in VARIABLES and not (mask and name == "s"):
+            given[name] = Traced(var(name), state)
+        elif name not in optional:
+            option = "mask_arrays" if mask else "score_arrays"
+            fail(
+                f"{function.__name__} asks for {name}: it may ask for {variables} and "
+                f"for arrays given by name, {option}={{'{name}': ...}}",
+                start,
+            )
+    if unused := set(arrays) - set(given):
+        fail(
+            f"{function.__name__} does not take the array {', '.join(sorted(unused))}: "
+            "name it after `*`, or leave it out",
+            start,
+        )
+    return given

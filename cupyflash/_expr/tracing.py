@@ -1,0 +1,241 @@
+"""Symbols that a function computes with while it is traced."""
+
+from typing import Any
+
+import numpy as np
+
+from cupyflash._expr.emit_numpy import evaluate
+from cupyflash._expr.errors import AtLine, AtLineValueError, fail
+from cupyflash._expr.nodes import Node, cast, const, make, node, order
+from cupyflash._expr.operations import LOGICAL, TURNED, UFUNCS
+
+NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
+# Kinds of NumPy dtypes; V is bfloat16, which NumPy does not know.
+KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float", "V": "float"}
+_LARGEST_POWER = 16
+_KNOWN = ", ".join(sorted({*UFUNCS} - {"true_divide"}))
+
+
+class Trace:
+    """The numbers that a function closes over, and those whose value was asked for."""
+
+    def __init__(self, values):
+        self.values, self.pinned = values, set()
+
+    def demand(self, x: Node, what: str, instead: str) -> Any:
+        """The value of what is made of closed-over numbers alone; they are pinned."""
+        if x.free:
+            fail(f"{what} of a value that is not known yet: write {instead}")
+        self.pinned.update(n.value for n in order(x) if n.op == "param")
+        return evaluate([x], {}, self.values, {}, np.float64)[0].item()
+
+
+def _operator(name, swap=False):
+    def method(self, *other):
+        return self._apply(name, *((*other, self) if swap else (self, *other)))
+
+    return method
+
+
+class Traced:
+    """A number that is not known yet."""
+
+    __slots__ = ("_trace", "node")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, node, trace):
+        self.node, self._trace = node, trace
+
+    def _lift(self, x):
+        if isinstance(x, Traced):
+            return x.node
+        if isinstance(x, NamedArray):
+            fail(f"{x.name} is an array: index it, as in {x.example()}")
+        if isinstance(x, np.ndarray) and x.ndim == 0:
+            x = x[()]  # np.where() and np.clip() of numbers alone make these
+        if isinstance(x, NUMBERS):
+            return const(x)
+        fail(
+            f"{type(x).__name__} in a traced expression: pass arrays by name, in "
+            "score_arrays or mask_arrays, and index them"
+        )
+
+    def _apply(self, name, *operands):
+        nodes = [self._lift(x) for x in operands]
+        try:
+            if name in UFUNCS:
+                if name in LOGICAL:
+                    nodes = [cast(x, "bool") for x in nodes]
+                nodes = nodes[::-1] if name in TURNED else nodes
+                return Traced(make(UFUNCS[name], *nodes), self._trace)
+            if name in _COMPOSED:
+                return Traced(_COMPOSED[name](self._trace, *nodes), self._trace)
+        except AtLine:
+            raise
+        except TypeError as error:
+            fail(str(error))
+        fail(
+            f"np.{name} is not known here; there are {_KNOWN}, "
+            f"{', '.join(_COMPOSED)}, where and clip"
+        )
+
+    def astype(self, dtype):
+        """Cast to int (cut toward 0), float or bool."""
+        kind = KINDS.get(np.dtype(dtype).kind)
+        if kind is None:
+            fail("astype takes int, float or bool")
+        return Traced(cast(self.node, kind), self._trace)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        if method != "__call__" or kwargs:
+            fail(f"np.{ufunc.__name__}: only np.f(x) of values, with no more arguments")
+        return self._apply(ufunc.__name__, *inputs)
+
+    def __array_function__(self, func, types, args, kwargs):
+        if func is np.where and len(args) == 3 and not kwargs:
+            return Traced(make("where", *map(self._lift, args)), self._trace)
+        if func is np.clip and len(args) == 3 and not kwargs:
+            return np.minimum(np.maximum(args[0], args[1]), args[2])
+        fail(
+            f"np.{func.__name__} with these arguments is not known here: "
+            "np.where(c, x, y) and np.clip(x, low, high) are"
+        )
+
+    def __array__(self, *args, **kwargs):
+        fail("a traced value cannot become an array: it is one number, use np.f(x)")
+
+    def __iter__(self):
+        fail("a traced value is one number, with nothing to go through")
+
+    def __bool__(self):
+        return bool(
+            self._trace.demand(
+                self.node,
+                "`if`, `and`, `or`, `not`, min() or a < b < c",
+                "np.where(c, x, y), (a < b) & (b < c), ~c or np.minimum(x, y)",
+            )
+        )
+
+    def __index__(self):
+        if self.node.dtype != "int":
+            fail("an integer is needed here: write x.astype(int)")
+        return self._trace.demand(
+            self.node,
+            "range(), or an index of a list or array closed over",
+            "the array by name, in score_arrays or mask_arrays",
+        )
+
+    def __float__(self):
+        return float(self._trace.demand(self.node, "float() or math.f(x)", "np.f(x)"))
+
+    def __int__(self):
+        return int(self._trace.demand(self.node, "int()", "x.astype(int)"))
+
+
+_OPERATORS = {
+    "add": "add", "sub": "subtract", "mul": "multiply", "truediv": "divide",
+    "floordiv": "floor_divide", "mod": "remainder", "pow": "power",
+    "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor",
+    "lshift": "left_shift", "rshift": "right_shift",
+}  # fmt: skip
+_ONE_WAY = {
+    "neg": "negative", "abs": "absolute", "invert": "invert", "pos": "positive",
+    "lt": "less", "le": "less_equal", "gt": "greater", "ge": "greater_equal",
+    "eq": "equal", "ne": "not_equal",
+}  # fmt: skip
+for _name, _ufunc in _OPERATORS.items():
+    setattr(Traced, f"__{_name}__", _operator(_ufunc))
+    setattr(Traced, f"__r{_name}__", _operator(_ufunc, swap=True))
+for _name, _ufunc in _ONE_WAY.items():
+    setattr(Traced, f"__{_name}__", _operator(_ufunc))
+
+
+# --- what is made of other operations ------------------------------------------------
+
+
+def _power(trace, x, n):
+    if n.op == "const" and n.dtype == "float" and n.value == 0.5:
+        return make("sqrt", x)
+    count = trace.demand(n, "an exponent", "np.exp(y * np.log(x))")
+    if count != int(count) or abs(count) > _LARGEST_POWER:
+        fail(f"powers are whole, to {_LARGEST_POWER}: write np.exp(y * np.log(x))")
+    if count < 0 and x.dtype == "int":
+        fail("a negative power of an integer: write 1 / x**n")
+    if x.dtype == "bool":
+        fail("a power of a boolean: write x.astype(int)")
+    power = const(1)
+    for bit in bin(abs(int(count)))[2:]:
+        power = make("mul", power, power)
+        power = make("mul", power, x) if bit == "1" else power
+    power = cast(power, "float") if n.dtype == "float" else power
+    return make("div", 1, power) if count < 0 else power
+
+
+def _shift(op):
+    def shift(trace, x, n):
+        count = trace.demand(n, "a shift", "x // y or x * y")
+        if x.dtype != "int" or not isinstance(count, int) or not 0 <= count < 63:
+            fail("<< and >> are of integers, by 0 to 62")
+        return make(op, x, 1 << count)
+
+    return shift
+
+
+_COMPOSED = {
+    "power": _power,
+    "square": lambda trace, x: make("mul", x, x),
+    "reciprocal": lambda trace, x: make("div", 1, x),
+    "positive": lambda trace, x: x,
+    "left_shift": _shift("mul"),
+    "right_shift": _shift("floordiv"),
+}
+
+
+class NamedArray:
+    """An array given by name, to be indexed by one integer an axis."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, name, array, trace):
+        self.name, self.ndim, self._trace = name, array.ndim, trace
+        self._dtype = KINDS[array.dtype.kind]
+
+    def example(self):
+        """How to index it."""
+        return f"{self.name}[{', '.join(('b', 'h', 'i', 'j', '...')[: self.ndim])}]"
+
+    def _refused(self, *other):
+        fail(f"{self.name} is an array: index it, as in {self.example()}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refused
+    __truediv__ = __rtruediv__ = __floordiv__ = __mod__ = __pow__ = _refused
+    __neg__ = __abs__ = __invert__ = __and__ = __rand__ = __or__ = __ror__ = _refused
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused  # type: ignore
+    __bool__ = __len__ = __iter__ = __array__ = _refused
+    __hash__ = None  # type: ignore[assignment]
+
+    def __getitem__(self, index):
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != self.ndim:
+            fail(
+                f"{self.name} has {self.ndim} axes and is indexed by {len(index)} "
+                f"numbers: give one for each, as in {self.example()}",
+                kind=AtLineValueError,
+            )
+        nodes = []
+        for x in index:
+            known = isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+            if not (known or isinstance(x, Traced)):
+                fail(f"{self.name} is indexed by integers, not by {type(x).__name__}")
+            nodes.append(const(int(x)) if known else x.node)
+            if nodes[-1].dtype != "int":
+                fail(
+                    f"{self.name} is indexed by integers, not by a {nodes[-1].dtype}: "
+                    "write x.astype(int)"
+                )
+            if nodes[-1].op == "const" and nodes[-1].value < 0:
+                fail(
+                    f"{self.name} has no place {nodes[-1].value}: count from the front",
+                    kind=AtLineValueError,
+                )
+        return Traced(node("load", self._dtype, tuple(nodes), self.name), self._trace)

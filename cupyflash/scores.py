@@ -1,0 +1,254 @@
+"""Score and mask functions for `attention`, as they are and as models for one's own.
+
+Each is a plain function, or returns one: what `attention` takes as ``score=`` or
+``mask=``. Those of numbers close over them; another number costs nothing. Arrays are
+given by the names that stand after ``*``, in ``score_arrays=`` or ``mask_arrays=``.
+Positions are those among the keys: with `query_offset` the query i stands there.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+__all__ = [
+    "alibi",
+    "debye",
+    "dilated_window",
+    "document",
+    "neighborhood_2d",
+    "prefix_lm",
+    "sliding_window",
+    "soft_nearest_neighbor",
+    "softcap",
+    "t5_bias",
+]
+
+
+def alibi(s: Any, h: Any, i: Any, j: Any, *, slopes: Any) -> Any:
+    """Score that falls with the distance, by a slope for each head.
+
+    As ``alibi_slopes=`` does; here the slopes have a gradient [1]_.
+
+    Parameters
+    ----------
+    s, h, i, j
+        Given by `attention`.
+    slopes : array of float, shape (num_heads,)
+        In ``score_arrays=``.
+
+    References
+    ----------
+    .. [1] O. Press et al., "Train short, test long: attention with linear biases
+       enables input length extrapolation", arXiv:2108.12409, 2021.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import attention, scores
+    >>> q = k = v = np.eye(3)[None]
+    >>> slopes = np.array([0.5])
+    >>> out = attention(q, k, v, score=scores.alibi, score_arrays={"slopes": slopes})
+    >>> bool(np.allclose(out, attention(q, k, v, alibi_slopes=slopes)))
+    True
+    """
+    return s - slopes[h] * abs(i - j)
+
+
+def softcap(cap: float) -> Callable[..., Any]:
+    """Score ``cap * tanh(s / cap)``, which stays between -cap and cap.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import attention, scores
+    >>> q = k = v = np.eye(3)
+    >>> out = attention(q, k, v, score=scores.softcap(2.0))
+    >>> bool(np.allclose(out, attention(q, k, v, softcap=2.0)))
+    True
+    """
+    return lambda s: cap * np.tanh(s / cap)
+
+
+def sliding_window(left: int, right: int = 0) -> Callable[..., Any]:
+    """Mask of `left` keys before a query, its own, and `right` after, as ``window=``.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import attention, scores
+    >>> q = k = v = np.eye(3)
+    >>> out = attention(q, k, v, mask=scores.sliding_window(1))
+    >>> bool(np.allclose(out, attention(q, k, v, window=(1, 0))))
+    True
+    """
+    return lambda i, j: (i - j <= left) & (j - i <= right)
+
+
+def prefix_lm(b: Any, i: Any, j: Any, *, prefix: Any) -> Any:
+    """Mask of the keys of a prefix, which all queries see, and of those before.
+
+    Parameters
+    ----------
+    b, i, j
+        Given by `attention`.
+    prefix : array of int, shape (batch,)
+        Length of the prefix of each batch entry [1]_, in ``mask_arrays=``.
+
+    References
+    ----------
+    .. [1] C. Raffel et al., "Exploring the limits of transfer learning with a unified
+       text-to-text transformer", arXiv:1910.10683, 2019, figure 4.
+    """
+    return (j <= i) | (j < prefix[b])
+
+
+def document(b: Any, i: Any, j: Any, *, documents: Any) -> Any:
+    """Mask of the keys of the same document, where several share a sequence.
+
+    Parameters
+    ----------
+    b, i, j
+        Given by `attention`.
+    documents : array of int, shape (batch, seqlen)
+        The document of each place, in ``mask_arrays=``. Where those of a document stand
+        together, tiles of two documents are skipped.
+    """
+    return documents[b, i] == documents[b, j]
+
+
+def dilated_window(count: int, dilation: int) -> Callable[..., Any]:
+    """Mask of each `dilation`-th key before a query, `count` of them, and its own [1]_.
+
+    References
+    ----------
+    .. [1] I. Beltagy et al., "Longformer: the long-document transformer",
+       arXiv:2004.05150, 2020, section 3.1.
+    """
+
+    def mask(i, j):
+        back = i - j
+        return (back >= 0) & (back <= count * dilation) & (back % dilation == 0)
+
+    return mask
+
+
+def neighborhood_2d(height: int, width: int, kernel: int) -> Callable[..., Any]:
+    """Mask of a square of pixels round a pixel, of an image row by row [1]_.
+
+    At the border the square is moved, so that every pixel sees ``kernel**2`` of them.
+
+    Parameters
+    ----------
+    height, width : int
+        Of the image; sequences have ``height * width`` places.
+    kernel : int
+        Side of the square, odd.
+
+    References
+    ----------
+    .. [1] A. Hassani et al., "Neighborhood attention transformer", arXiv:2204.07143,
+       2022.
+    """
+    if kernel % 2 == 0 or not 0 < kernel <= min(height, width):
+        raise ValueError(
+            f"kernel must be odd and at most the height and the width, got {kernel} "
+            f"for {height} x {width}"
+        )
+    half = kernel // 2
+
+    def near(x, y, size):
+        return abs(np.clip(x, half, size - 1 - half) - y) <= half
+
+    def mask(i, j):
+        rows = near(i // width, j // width, height)
+        return rows & near(i % width, j % width, width)
+
+    return mask
+
+
+def t5_bias(
+    num_buckets: int = 32, max_distance: int = 128, bidirectional: bool = True
+) -> Callable[..., Any]:
+    """Score plus a learned number for each head and bucket of distances [1]_.
+
+    Near keys have a bucket each, far ones share buckets whose width grows with the
+    distance; from `max_distance` on there is one. The function takes ``table``, of
+    shape (num_buckets, num_heads), in ``score_arrays=``.
+
+    Parameters
+    ----------
+    num_buckets : int, default 32
+        Half of them are for keys after the query if `bidirectional`.
+    max_distance : int, default 128
+        From here on all are in one bucket.
+    bidirectional : bool, default True
+        False where queries see no keys after them.
+
+    References
+    ----------
+    .. [1] C. Raffel et al., "Exploring the limits of transfer learning with a unified
+       text-to-text transformer", arXiv:1910.10683, 2019, section 2.1.
+    """
+    count = num_buckets // 2 if bidirectional else num_buckets
+    exact = count // 2
+    growth = (count - exact) / math.log(max_distance / exact)
+
+    def score(s, h, i, j, *, table):
+        distance = abs(i - j) if bidirectional else np.maximum(i - j, 0)
+        far = np.log(np.maximum(distance, 1) / exact) * growth
+        far = np.minimum(exact + far.astype(int), count - 1)
+        bucket = np.where(distance < exact, distance, far)
+        after = np.where(j > i, count, 0) if bidirectional else 0
+        return s + table[bucket + after, h]
+
+    return score
+
+
+def soft_nearest_neighbor(temperature: float) -> Callable[..., Any]:
+    """Score ``-|q - k|**2 / temperature``, without a point's score with itself.
+
+    With ``scale=1`` and q = k = the points, the lse over all points less that over
+    those of the same label (`document` as a mask) is the soft nearest neighbour loss of
+    each point [1]_. The function takes ``squares``, the squared norms of the points, of
+    shape (batch, points), in ``score_arrays=``.
+
+    References
+    ----------
+    .. [1] N. Frosst et al., "Analyzing and improving representations with the soft
+       nearest neighbor loss", arXiv:1902.01889, 2019, equation 1.
+    """
+
+    def score(s, b, i, j, *, squares):
+        squared_distance = squares[b, i] + squares[b, j] - 2 * s
+        return np.where(i == j, -np.inf, -squared_distance / temperature)
+
+    return score
+
+
+def debye(s: Any, b: Any, h: Any, i: Any, j: Any, *, squares: Any, q: Any) -> Any:
+    """Score ``log(1 + sin(x) / x)``, x being a wave number times a distance.
+
+    With ``scale=1``, q = k = the places of atoms, and their form factors f as values,
+    ``exp(lse) * out`` is the sum over atoms j of ``f_j + f_j * sin(x) / x``. Less the
+    sum of f, times f_i and added up, that is Debye's formula for the scattering of
+    atoms in all orientations [1]_. A head stands for a wave number.
+
+    Parameters
+    ----------
+    s, b, h, i, j
+        Given by `attention`.
+    squares : array of float, shape (batch, atoms)
+        Squared distances from the origin, in ``score_arrays=``.
+    q : array of float, shape (num_heads,)
+        Wave numbers.
+
+    References
+    ----------
+    .. [1] P. Debye, "Zerstreuung von Röntgenstrahlen", Annalen der Physik 351, 1915.
+    """
+    squared = q[h] * q[h] * np.maximum(squares[b, i] + squares[b, j] - 2 * s, 0.0)
+    x = np.sqrt(squared)
+    series = 1 - squared / 6 * (1 - squared / 20)  # to the last digit for small x
+    return np.log1p(np.where(squared < 1e-4, series, np.sin(x) / x))

@@ -1,0 +1,157 @@
+"""cupyflash.scores: each against the option that is the same, or its paper."""
+
+import inspect
+import math
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import attention, scores
+
+RNG = np.random.default_rng(0)
+HEADS, LENGTH = 4, 60
+Q, K, V = RNG.normal(size=(3, 2, HEADS, LENGTH, 8))
+ROWS, COLUMNS = np.arange(LENGTH)[:, None], np.arange(LENGTH)
+
+
+def same(ours, **options):
+    np.testing.assert_allclose(ours, attention(Q, K, V, **options), atol=1e-14)
+
+
+def test_all_are_documented():
+    for name in scores.__all__:
+        assert len(inspect.getdoc(getattr(scores, name))) > 60
+    assert cupyflash.scores is scores
+
+
+def test_alibi():
+    slopes = RNG.uniform(0.1, 1, HEADS)
+    out = attention(Q, K, V, score=scores.alibi, score_arrays={"slopes": slopes})
+    same(out, alibi_slopes=slopes)
+
+
+def test_softcap():
+    same(attention(Q, K, V, score=scores.softcap(0.7)), softcap=0.7)
+
+
+def test_sliding_window():
+    same(attention(Q, K, V, mask=scores.sliding_window(7)), window=(7, 0))
+    same(attention(Q, K, V, mask=scores.sliding_window(3, 5)), window=(3, 5))
+
+
+def test_prefix_lm():
+    prefix = np.array([5, 30])
+    out = attention(Q, K, V, mask=scores.prefix_lm, mask_arrays={"prefix": prefix})
+    seen = (COLUMNS <= ROWS) | (prefix[:, None, None, None] > COLUMNS)
+    same(out, mask=seen)
+
+
+def test_document():
+    documents = np.sort(RNG.integers(0, 4, (2, LENGTH)), axis=1)
+    out = attention(Q, K, V, mask=scores.document, mask_arrays={"documents": documents})
+    for b in range(2):  # each document alone gives the same
+        for which in np.unique(documents[b]):
+            at = documents[b] == which
+            alone = attention(Q[b][:, at], K[b][:, at], V[b][:, at])
+            np.testing.assert_allclose(out[b][:, at], alone, atol=1e-14)
+
+
+def test_dilated_window():
+    out = attention(Q, K, V, mask=scores.dilated_window(4, 3))
+    seen = np.zeros((LENGTH, LENGTH), bool)
+    for i in range(LENGTH):
+        for step in range(5):
+            if i - 3 * step >= 0:
+                seen[i, i - 3 * step] = True
+    same(out, mask=seen)
+
+
+def test_neighborhood_2d():
+    height, width, kernel = 6, 10, 5
+    out = attention(Q, K, V, mask=scores.neighborhood_2d(height, width, kernel))
+    seen = np.zeros((height, width, height, width), bool)
+    for y in range(height):
+        for x in range(width):
+            top = min(max(y - kernel // 2, 0), height - kernel)
+            left = min(max(x - kernel // 2, 0), width - kernel)
+            seen[y, x, top : top + kernel, left : left + kernel] = True
+    assert (seen.sum(axis=(2, 3)) == kernel**2).all()
+    same(out, mask=seen.reshape(LENGTH, LENGTH))
+    with pytest.raises(ValueError, match="kernel must be odd"):
+        scores.neighborhood_2d(6, 10, 4)
+    with pytest.raises(ValueError, match="at most the height"):
+        scores.neighborhood_2d(6, 10, 7)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_t5_bias(bidirectional):
+    """Section 2.1 of the paper: half of the buckets for a distance each, the others
+    up to the largest distance by its logarithm."""
+    buckets, far = 16, 40
+    table = RNG.normal(size=(buckets, HEADS))
+    count = buckets // 2 if bidirectional else buckets
+    exact = count // 2
+
+    def bucket(distance):
+        first = 0
+        if bidirectional:
+            first, distance = (count if distance > 0 else 0), abs(distance)
+        else:
+            distance = max(-distance, 0)
+        if distance < exact:
+            return first + distance
+        share = math.log(distance / exact) / math.log(far / exact)
+        return first + min(exact + int(share * (count - exact)), count - 1)
+
+    bias = np.empty((HEADS, LENGTH, LENGTH))
+    for i in range(LENGTH):
+        for j in range(LENGTH):
+            bias[:, i, j] = table[bucket(j - i)]
+    out = attention(
+        Q, K, V,
+        score=scores.t5_bias(buckets, far, bidirectional),
+        score_arrays={"table": table},
+    )  # fmt: skip
+    same(out, bias=bias)
+
+
+def test_soft_nearest_neighbor():
+    """Equation 1 of the paper, point by point."""
+    points, labels = RNG.normal(size=(40, 5)), RNG.integers(0, 3, (1, 40))
+    temperature = 2.0
+    call = {
+        "score": scores.soft_nearest_neighbor(temperature),
+        "score_arrays": {"squares": (points**2).sum(axis=1)[None]},
+        "scale": 1.0,
+        "return_lse": True,
+    }
+    _, everyone = attention(points, points, points, **call)
+    _, same_label = attention(
+        points, points, points, **call,
+        mask=scores.document, mask_arrays={"documents": labels},
+    )  # fmt: skip
+    differences = points[:, None] - points
+    near = np.exp(-(differences**2).sum(axis=-1) / temperature)
+    np.fill_diagonal(near, 0)
+    of_label = labels[0][:, None] == labels[0]
+    expected = np.log(near.sum(axis=1)) - np.log((near * of_label).sum(axis=1))
+    np.testing.assert_allclose(everyone - same_label, expected, atol=1e-12)
+
+
+def test_debye():
+    """Debye's formula, with a head for each wave number."""
+    atoms, factors = RNG.normal(size=(30, 3)), RNG.uniform(1, 8, (30, 1))
+    waves = np.array([0.0, 0.3, 1.0, 5.0])
+    heads = np.broadcast_to(atoms, (len(waves), 30, 3))
+    out, lse = attention(
+        heads, atoms[None], factors[None], scale=1.0, score=scores.debye,
+        score_arrays={"squares": (atoms**2).sum(axis=1)[None], "q": waves},
+        return_lse=True,
+    )  # fmt: skip
+    sums = np.exp(lse) * out[..., 0] - factors.sum()
+    intensity = (sums * factors[:, 0]).sum(axis=1)
+    distance = np.linalg.norm(atoms[:, None] - atoms, axis=-1)
+    pairs = np.sinc(waves[:, None, None] * distance / np.pi)
+    expected = (factors * factors[:, 0] * pairs).sum(axis=(1, 2))
+    np.testing.assert_allclose(intensity, expected, rtol=1e-10)

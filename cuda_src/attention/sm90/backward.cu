@@ -8,15 +8,15 @@
 //            P and dS come out of one product in the registers that the next one reads;
 //            dS alone goes through shared memory, for dq. While products of one step
 //            run, so does the softmax of the next
-// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
-//            blocks take item after item, from a counter where items differ in length.
+// Grid       a block a multiprocessor. A work tile is a tile of keys of a kept entry;
+//            blocks take tile after tile, from a counter where tiles differ in length.
 //            Else the last ones are cut into pieces, which backward_postprocess.cu adds
 //            up With kCluster = 2, two blocks have neighbouring tiles and share q and
 //            dO
 // Threads    two warpgroups, 64 keys each; with a third for the copies there would be
 //            too few registers (ptxas C7512 at 240). Threads of them ask TMA
 //
-// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
+// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once a work tile
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
 //            S, P, dP, dS, dk, dv, dq  registers, as wgmma lays them out
@@ -51,13 +51,13 @@ constexpr int kCluster = CLUSTER;
 // Tiles of keys add to a block of dq one after the other, from the last to the first:
 // then it has the same bits in every run. Each warp has its own part of dq, and waits
 // for that warp of the tile before. No block of threads waits for one that has not
-// begun: items are taken in the order in which they add.
+// begun: tiles are taken in the order in which they add.
 constexpr bool kOrdered = ORDERED;
 // Items differ in length, or their order counts.
 constexpr bool kDynamic = kBounds > 0 || kOrdered;
-// The last items are cut into pieces, where there is no counter that shares them out.
+// The last tiles are cut into pieces, where there is no counter that shares them out.
 constexpr bool kCuts = kMakesDq && !kDynamic && kBlockM == 128;
-// The tiles of an item are asked for by four warps, those of a narrow step by one
+// The tiles of a work tile are loaded by four warps, those of a narrow step by one
 // thread.
 constexpr bool kSpread = kBlockM == 128;
 // Asking for the next block takes warp 0 a while. Without a cluster and an order it

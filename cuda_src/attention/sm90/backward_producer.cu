@@ -5,13 +5,13 @@
 // Algorithm  as backward.cu, but that a step makes dq of the block of queries before:
 //            by then dS of both warpgroups has long been there, and each of them may be
 //            ahead of the other by half a step
-// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
-//            blocks take item after item, from a counter. Where all keys are seen,
-//            items left over are cut in two, of which the one that ends last adds both
-// Threads    two warpgroups compute, 64 keys each. Of a third, the feeder, a thread
+// Grid       a block a multiprocessor. A work tile is a tile of keys of a kept entry;
+//            blocks take tile after tile, from a counter. Where all keys are seen,
+//            tiles left over are cut in two, of which the one that ends last adds both
+// Threads    two warpgroups compute, 64 keys each. Of a third, the producer, a thread
 //            asks TMA for all tiles, and another gives dq to it to be added
 //            to the sums in memory
-// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once an item
+// Tiles      k, v     kBlockN x kHeadDim   shared, loaded once a work tile
 //            q, dO    kBlockM x kHeadDim   shared, 3 and 2 stages
 //            dS       kBlockN x kBlockM    shared, twice
 //            dq       kBlockM x kHeadDim   shared, floats on their way to memory

@@ -12,11 +12,12 @@
 //            same thread of both has the same place. attention_vjp_hopper_wide_queries
 //            makes dq. Options (backward_score_mod.cuh) are the first's alone: with
 //            softcap it hands over P times the derivative of the score
-// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
-//            blocks take item after item, from a counter where items differ in length
+// Grid       a block a multiprocessor. A work tile is a tile of keys of a kept entry;
+//            blocks take tile after tile, from a counter where tiles differ in length
 // Threads    two warpgroups compute; a thread of a third asks TMA, and
-//            finds out what the next item is
-// Tiles      k, v     64 x kHeadDim   loaded once an item, 64 columns to registers and
+//            finds out what the next work tile is
+// Tiles      k, v     64 x kHeadDim   loaded once a work tile, 64 columns to registers
+// and
 //                                     the others to shared memory
 //            q, dO    64 x kHeadDim   shared, kStagesQ and kStagesDout stages
 //            bias, mask  64 x 64      shared, kStagesTerms stages, if queries differ
@@ -43,9 +44,9 @@
 constexpr int kStagesQ = STAGES_Q, kStagesDout = STAGES_DOUT;
 constexpr int kStages = kStagesQ + kStagesDout;
 constexpr int kTerms = kHasTiles ? kStagesTerms : 0;
-// Chunks of k and v that stand in registers while an item is computed: their products
-// ask for fewer bytes of shared memory, which is as busy as the tensor cores. They come
-// by a stage of q.
+// Chunks of k and v that stand in registers while a work tile is computed: their
+// products ask for fewer bytes of shared memory, which is as busy as the tensor cores.
+// They come by a stage of q.
 constexpr int kHeld = 1;
 constexpr int kBytesRest = (kChunks - kHeld) * kChunk;
 // Of a stage of q; that of 64 columns has to hold k and v, too.

@@ -9,11 +9,12 @@
 //                dq += dS k
 //            P and dS come out of one product in the registers that the next one reads.
 //            attention_vjp_hopper_wide_keys makes dk and dv
-// Grid       a block a multiprocessor. An item is a tile of queries of an entry; blocks
-//            take item after item, from a counter where items differ in length
+// Grid       a block a multiprocessor. A work tile is a tile of queries of an entry;
+// blocks
+//            take tile after tile, from a counter where tiles differ in length
 // Threads    two warpgroups compute 64 queries each; a thread of a third asks TMA
-//            , and finds out what the next item is
-// Tiles      q, dO    64 x kHeadDim a warpgroup   shared, loaded once an item
+//            , and finds out what the next work tile is
+// Tiles      q, dO    64 x kHeadDim a warpgroup   shared, loaded once a work tile
 //            k, v     64 x kHeadDim               shared, 2 and kStagesV stages
 //            bias, mask  64 x 64 a warpgroup, or a number a key    shared,
 //                                                 kStagesTerms stages

@@ -5,19 +5,20 @@
 //            first: while o += p v of one tile runs, so does s = q k^T of the
 //            next, and its softmax. The reference m of a row moves only when a score
 //            passes it by 2^8, which leaves o alone in most steps.
-// Grid       a block a multiprocessor. An item is a tile of queries of one head; blocks
-//            take item after item, from a counter where items differ in length
+// Grid       a block a multiprocessor. A work tile is a tile of queries of one head;
+// blocks
+//            take tile after tile, from a counter where tiles differ in length
 // Threads    warpgroup 0 asks TMA for tiles (one thread); each other one
 //            computes 64 queries. With kTakeTurns they issue products one after another
 // Tiles      q     kGroupM x kHeadDim a warpgroup   shared
 //            k, v  kBlockN x kHeadDim (kHeadDimV)   shared, kStages of each
 //            s, p, o  registers, as wgmma lays them out
 //            out   16 x kStagedColumns a warp       shared, on their way to memory
-// Memory     global: q and out once; k and v once an item, mostly from L2
+// Memory     global: q and out once; k and v once a work tile, mostly from L2
 // Numbers    s, m, l, o in float32; p is rounded to elem_t before p v
 // Limits     q, k, v as a tensor map takes them (_cuda/tensor_map.py); seqlen_k >= 1;
 // numbers
-//            of items, queries and keys in 32 bits
+//            of work tiles, queries and keys in 32 bits
 #include "attention/sm90/epilogue.cuh"
 #include "attention/sm90/nonfinite_values.cuh"
 #include "attention/sm90/score_arguments.cuh"
@@ -292,7 +293,7 @@ struct producer_t {
     if (kHidesSome && orders.careful &&
         !is_in(tile, {orders.whole_first, orders.whole_last})) {
       const unsigned slot = orders.count % kOrders;
-      if (orders.count == 0) ptx::barrier_arrive<kInspectors + kWarpSize>(kWakeBarrier);
+      if (orders.count == 0) ptx::barrier_arrive<kScrubbers + kWarpSize>(kWakeBarrier);
       orders.count = orders.count + 1;
       orders.stage[slot] = stage;
       orders.item[slot] = num_done;
@@ -368,7 +369,7 @@ struct producer_t {
     }
     if constexpr (kHidesSome) {
       volatile orders_t& orders = shared.orders;
-      if (orders.count == 0) ptx::barrier_arrive<kInspectors + kWarpSize>(kWakeBarrier);
+      if (orders.count == 0) ptx::barrier_arrive<kScrubbers + kWarpSize>(kWakeBarrier);
       const unsigned slot = orders.count % kOrders;
       orders.stage[slot] = -1;
       ptx::mbarrier_arrive(smem.landed + slot * ring_t::kBytes);
@@ -422,11 +423,11 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
 // The other warps scrub tiles of v, as the producer orders.
 __device__ __forceinline__ void scrub(const shared_t& shared, const addresses_t& smem) {
   volatile orders_t& orders = shared.orders;
-  const int thread = threadIdx.x - (128 - kInspectors);
+  const int thread = threadIdx.x - (128 - kScrubbers);
   unsigned char* const tiles_v =
       shared.start + (smem.v - ptx::shared_address(shared.start));
   unsigned slot = 0, parity = 0;
-  ptx::bar_sync<kInspectors + kWarpSize>(kWakeBarrier);
+  ptx::bar_sync<kScrubbers + kWarpSize>(kWakeBarrier);
   wait(smem.landed, 0);
   int stage = orders.stage[0];
   while (stage >= 0) {
@@ -435,7 +436,7 @@ __device__ __forceinline__ void scrub(const shared_t& shared, const addresses_t&
       orders.special[number & 1] = number;
       ptx::fence_proxy_async();
     }
-    ptx::bar_sync<kInspectors>(kInspectBarrier);
+    ptx::bar_sync<kScrubbers>(kScrubBarrier);
     if (thread == 0) ptx::mbarrier_arrive(smem.v_ring.full_at(stage));
     slot = (slot + 1) % kOrders;
     parity ^= slot == 0;
@@ -1069,7 +1070,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       producer_t{args, shared, smem}.produce(first_place);
     } else if (kTermsOfKeys && threadIdx.x / kWarpSize == 1) {
       read_key_terms(args, shared, smem);
-    } else if (kHidesSome && threadIdx.x >= 128 - kInspectors) {
+    } else if (kHidesSome && threadIdx.x >= 128 - kScrubbers) {
       scrub(shared, smem);
     }
     return;

@@ -43,3 +43,17 @@ struct any_size_t {
                        fmaf(copysignf(tanh, y), cap.softcap, -m));
   }
 };
+
+// All products of a tile; `near`: none is beyond the limit.
+template <int kCount>
+__device__ __forceinline__ void cap_scores(float (&s)[kCount],
+                                           const cap_t& cap,
+                                           bool near) {
+  if (near) {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] = near_t{cap}(s[e], 0.f);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) s[e] = any_size_t{cap}(s[e], 0.f);
+  }
+}

@@ -12,9 +12,9 @@
 //        64 keys, laid out as in `sums`
 // turns  (slots, blocks of queries, warps)  int: how many tiles of keys have added to
 //        this warp's part of a block of sums, where they do so in one order
-// met    (items that are cut, warps, 2)  int: how many of the two parts have ended, and
+// met    (tiles that are cut, warps, 2)  int: how many of the two parts have ended, and
 //        whether the sums of the first to end are there
-// parts  (items that are cut, warps, 2, kSums / 4, lanes, 4)  float: those sums, of dv
+// parts  (tiles that are cut, warps, 2, kSums / 4, lanes, 4)  float: those sums, of dv
 //        and of dk
 #pragma once
 

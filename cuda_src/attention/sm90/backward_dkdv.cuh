@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention/sm90/backward.cuh"
+#include "ptx/shared.cuh"
 #include "ptx/wgmma_shapes.cuh"
 
 #ifndef BOUNDS
@@ -75,15 +76,171 @@ __device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ],
   }
 }
 
+// What the producer publishes of a work tile.
+struct tile_info_t {
+  int count;     // blocks of queries, over all summed entries; may be 0: no more tiles
+  float factor;  // of dP, where dS has one
+  int num_keys;  // from its first on; may be more than the tile has
+  // Key j, counted from the first, is seen by query i if low <= j - i < high. No key is
+  // hidden from blocks whose first query lies in [whole_first, whole_last].
+  int low, high, whole_first, whole_last;
+
+  // Whether every query of the block whose first one is `origin()` sees every key.
+  template <typename Origin>
+  __device__ __forceinline__ bool is_whole(const Origin& origin) const volatile {
+    if constexpr (kBounds == 0) return num_keys >= kBlockN;
+    const int first = origin();
+    return first >= whole_first && (kBounds < 2 || first <= whole_last);
+  }
+};
+
+// What a warpgroup computes with: its sums, the scores of one block of queries, and
+// tiles as operands of wgmma. Number e of a thread's scores stands in column
+// e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8.
+struct mma_t {
+  float sums_k[kSums], sums_v[kSums], s[kScores], dp[kScores];
+  unsigned p[kBlockM / 16][4], ds[kBlockM / 16][4];
+
+  int group, warp, lane;  // warp of the warpgroup
+  // A operands: rows of this warpgroup; B operands; and operands whose rows are summed.
+  unsigned long long k_rows, v_rows, q_rows, dout_rows, q_sums, dout_sums;
+  unsigned long long ds_rows, k_sums;  // a warpgroup's part of dq
+  unsigned ds_target, lane_stats;
+
+  __device__ __forceinline__ mma_t(int group,
+                                   unsigned smem_k,
+                                   unsigned smem_v,
+                                   unsigned smem_q,
+                                   unsigned smem_dout,
+                                   unsigned smem_ds,
+                                   unsigned smem_stats)
+      : group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+    // Of dq, a warpgroup makes 64 of 128 rows, or 64 of 128 columns.
+    constexpr bool kByRows = kBlockM == 128;
+    k_rows = descriptor(smem_k + group * 8192, 16);
+    v_rows = descriptor(smem_v + group * 8192, 16);
+    q_rows = descriptor(smem_q, 16);
+    dout_rows = descriptor(smem_dout, 16);
+    q_sums = descriptor(smem_q, kChunkM);
+    dout_sums = descriptor(smem_dout, kChunkM);
+    ds_rows = descriptor(smem_ds + (kByRows ? group * 8192 : 0), 16);
+    k_sums = descriptor(smem_k + (kByRows ? 0 : group * kChunkN), kChunkN);
+    // For stmatrix a lane gives a row of a matrix: queries n and n + 8 of two groups of
+    // 8 keys. The swizzle flips bits 4 to 6 of an address by bits 7 to 9.
+    ds_target = smem_ds + group * kChunkM + (lane / 16 * 8 + lane % 8) * 128 +
+                ((32 * warp + 16 * (lane / 8 % 2)) ^ (lane % 8 * 16));
+    lane_stats = smem_stats + lane % 4 * 8;
+  }
+
+  __device__ __forceinline__ void start_s(unsigned q_stage) {
+    ptx::wgmma_fence();
+    multiply_scores(s, k_rows, q_rows + q_stage * (kBytesM / 16));
+    ptx::wgmma_commit_group();
+  }
+  __device__ __forceinline__ void start_dp(unsigned dout_stage) {
+    ptx::wgmma_fence();
+    multiply_scores(dp, v_rows, dout_rows + dout_stage * (kBytesM / 16));
+    ptx::wgmma_commit_group();
+  }
+  template <int kBegin = 0, int kEnd = kBlockM / 16>
+  __device__ __forceinline__ void start_dv(unsigned dout_stage, bool accumulate) {
+    ptx::wgmma_fence();
+    multiply_sums<kBegin, kEnd>(sums_v, p, dout_sums + dout_stage * (kBytesM / 16),
+                                accumulate);
+    ptx::wgmma_commit_group();
+  }
+  __device__ __forceinline__ void start_dk(unsigned q_stage, bool accumulate) {
+    ptx::wgmma_fence();
+    multiply_sums(sums_k, ds, q_sums + q_stage * (kBytesM / 16), accumulate);
+    ptx::wgmma_commit_group();
+  }
+  __device__ __forceinline__ void start_dq(float (&dq)[kSumsQ], unsigned ds_stage) {
+    ptx::wgmma_fence();
+    multiply_dq(dq, ds_rows + ds_stage * (kBytesDs / 16), k_sums);
+    ptx::wgmma_commit_group();
+  }
+
+  // Gives `hidden` to the scores of keys that a query does not see; `origin()` is the
+  // first query.
+  template <typename Origin>
+  __device__ __forceinline__ void mask(const volatile tile_info_t& info,
+                                       float hidden,
+                                       const Origin& origin) {
+    // A row's key is hidden from queries before `first`, and after `last`.
+    const int num_keys = info.num_keys;
+    const int row_thread = group * 64 + warp * 16 + lane / 4;
+    int first[2] = {-kMany, -kMany}, last = kMany;
+    if constexpr (kBounds > 0) {
+      const int corner = row_thread - origin() - lane % 4 * 2;
+      first[0] = corner - info.high + 1;
+      first[1] = first[0] + 8;
+      if (kBounds == 2) last = corner - info.low;
+    }
+    if (row_thread >= num_keys) first[0] = kMany;
+    if (row_thread + 8 >= num_keys) first[1] = kMany;
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      const int column = e / 4 * 8 + e % 2, row = e / 2 % 2;
+      bool hides = column < first[row];
+      if (kBounds == 2) hides |= column > last + row * 8;
+      if (hides) s[e] = hidden;
+    }
+  }
+
+  // s becomes P, and p the same as an operand; `lse(n)` is pair n of lse.
+  template <int kBegin, int kEnd, typename Lse>
+  __device__ __forceinline__ void exponentiate(float to_log2, const Lse& lse) {
+#pragma unroll
+    for (int e = kBegin; e < kEnd; e += 4) {
+      const float2 l = lse(e / 4);
+      s[e] = ptx::ex2_approx_ftz(s[e] * to_log2 - l.x);
+      s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * to_log2 - l.y);
+      s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * to_log2 - l.x);
+      s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * to_log2 - l.y);
+    }
+#pragma unroll
+    for (int e = kBegin; e < kEnd; e += 2) {
+      p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+    }
+  }
+
+  // dS from P in s and from dP; `delta(n)` is pair n of delta.
+  template <int kBegin, int kEnd, typename Delta>
+  __device__ __forceinline__ void make_ds(float factor, const Delta& delta) {
+#pragma unroll
+    for (int e = kBegin; e < kEnd; e += 4) {
+      float2 d = delta(e / 4);
+      if constexpr (kNarrow<elem_t>) {
+        d.x *= factor;
+        d.y *= factor;
+#pragma unroll
+        for (int f = e; f < e + 4; ++f) dp[f] *= factor;
+      }
+      ds[e / 8][e / 2 % 4] =
+          pair16_t::from(s[e + 1] * (dp[e + 1] - d.y), s[e] * (dp[e] - d.x));
+      ds[e / 8][e / 2 % 4 + 1] =
+          pair16_t::from(s[e + 3] * (dp[e + 3] - d.y), s[e + 2] * (dp[e + 2] - d.x));
+    }
+  }
+  // dS for dq, to shared memory; wgmma reads it behind a fence.
+  __device__ __forceinline__ void store_ds(unsigned ds_stage) {
+#pragma unroll
+    for (int m = 0; m < kBlockM / 16; ++m) {
+      ptx::stmatrix_x4_trans(ds_target + ds_stage * kBytesDs + m * 2048, ds[m][0],
+                             ds[m][1], ds[m][2], ds[m][3]);
+    }
+  }
+};
+
 // A tile of keys of a kept entry.
-struct item_t {
+struct work_tile_t {
   int tile, kept;
 };
 
 // In the order of memory, or by sections of entries: in a section the first tiles of
 // all entries come first, or the last ones.
 template <bool kBySections, bool kFromLast>
-__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
+__device__ __forceinline__ work_tile_t tile_of(int number, const inputs_t& inputs) {
   const unsigned n = number, num_tiles = inputs.num_tiles;
   if constexpr (kBySections) {
     const unsigned in_section = inputs.section * num_tiles;

@@ -64,6 +64,64 @@ __device__ __forceinline__ void multiply_sums(float (&dq)[kSums],
   }
 }
 
+// Addresses in shared memory.
+struct addresses_t {
+  unsigned q, dout, k, v, q_full, k_full, v_full, empty;
+
+  __device__ __forceinline__ addresses_t(const void* tiles,
+                                         const unsigned long long* barriers) {
+    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    q = (ptx::shared_address(tiles) + 1023) & ~1023u;
+    dout = q + kGroups * kBytesM;
+    k = dout + kGroups * kBytesM;
+    v = k + kStages * kBytesN;
+    q_full = ptx::shared_address(barriers);
+    k_full = q_full + 8;
+    v_full = k_full + 8 * kStages;
+    empty = v_full + 8 * kStages;
+  }
+};
+
+// One thread asks TMA for q and dO, and then for tiles of k and v.
+__device__ __forceinline__ void produce(const inputs_t& inputs,
+                                        const params_t& params,
+                                        const grads_t& grads,
+                                        const tile_coord_t& at,
+                                        const addresses_t& smem,
+                                        int row_first,
+                                        int tile,
+                                        int tile_end) {
+  int batch[2];
+  ptx::mbarrier_arrive_expect_tx(smem.q_full, 2 * kGroups * kBytesM);
+  // Boxes of kBlockM rows; of 128, one has the rows of both groups.
+  for (int first = 0; first < kTileM; first += kBlockM) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      const unsigned offset = first / kGroupM * kBytesM + chunk * kGroupM * 128;
+      const int row = row_first + first;
+      batch_coordinates(batch, at, params.q);
+      ptx::cp_async_bulk_tensor_5d(smem.q + offset, inputs.q_map, smem.q_full,
+                                   chunk * 64, row, coordinate(at.head, params.q.head),
+                                   batch[0], batch[1]);
+      batch_coordinates(batch, at, grads.dout);
+      ptx::cp_async_bulk_tensor_5d(
+          smem.dout + offset, inputs.dout_map, smem.q_full, chunk * 64, row,
+          coordinate(at.head, grads.dout.head), batch[0], batch[1]);
+    }
+  }
+  for (unsigned n = 0; tile < tile_end; ++tile, ++n) {
+    const unsigned stage = n % kStages;
+    wait(smem.empty + 8 * stage, (n / kStages & 1) ^ 1);
+    batch_coordinates(batch, at, params.k);
+    load_tile<kBlockN, kChunks>(smem.k + stage * kBytesN, inputs.k_map,
+                                smem.k_full + 8 * stage, tile * kBlockN,
+                                coordinate(at.kv_head, params.k.head), batch);
+    batch_coordinates(batch, at, params.v);
+    load_tile<kBlockN, kChunks>(smem.v + stage * kBytesN, inputs.v_map,
+                                smem.v_full + 8 * stage, tile * kBlockN,
+                                coordinate(at.kv_head, params.v.head), batch);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_queries(const __grid_constant__ inputs_t inputs,
                                  const float* __restrict__ stats,  // backward.cuh
@@ -71,19 +129,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                  found_t* __restrict__ found,
                                  SCORE_PARAMETERS,
                                  const __grid_constant__ grads_t grads) {
-  extern __shared__ __align__(1024) unsigned char smem[];
+  extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ __align__(8) unsigned long long barriers[1 + 4 * kStages];
 
-  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
-  const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
-  const unsigned smem_dout = smem_q + kGroups * kBytesM,
-                 smem_k = smem_dout + kGroups * kBytesM,
-                 smem_v = smem_k + kStages * kBytesN;
-  const unsigned q_full = ptx::shared_address(barriers), k_full = q_full + 8,
-                 v_full = k_full + 8 * kStages, empty = v_full + 8 * kStages;
+  const addresses_t smem(tiles, barriers);
   if (threadIdx.x == 0) {
-    for (int n = 0; n < 1 + 2 * kStages; ++n) ptx::mbarrier_init(q_full + 8 * n, 1);
-    for (int n = 0; n < kStages; ++n) ptx::mbarrier_init(empty + 8 * n, 4 * kGroups);
+    for (int n = 0; n < 1 + 2 * kStages; ++n)
+      ptx::mbarrier_init(smem.q_full + 8 * n, 1);
+    for (int n = 0; n < kStages; ++n)
+      ptx::mbarrier_init(smem.empty + 8 * n, 4 * kGroups);
     ptx::fence_mbarrier_init();
   }
   ptx::griddepcontrol_launch_dependents();
@@ -109,35 +163,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     // --- the producer
     ptx::setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x != 128 * kGroups) return;
-    int batch[2];
-    ptx::mbarrier_arrive_expect_tx(q_full, 2 * kGroups * kBytesM);
-    // Boxes of kBlockM rows; of 128, one has the rows of both groups.
-    for (int first = 0; first < kTileM; first += kBlockM) {
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const unsigned offset = first / kGroupM * kBytesM + chunk * kGroupM * 128;
-        const int row = row_first + first;
-        batch_coordinates(batch, at, params.q);
-        ptx::cp_async_bulk_tensor_5d(smem_q + offset, inputs.q_map, q_full, chunk * 64,
-                                     row, coordinate(at.head, params.q.head), batch[0],
-                                     batch[1]);
-        batch_coordinates(batch, at, grads.dout);
-        ptx::cp_async_bulk_tensor_5d(
-            smem_dout + offset, inputs.dout_map, q_full, chunk * 64, row,
-            coordinate(at.head, grads.dout.head), batch[0], batch[1]);
-      }
-    }
-    for (unsigned n = 0; tile < tile_end; ++tile, ++n) {
-      const unsigned stage = n % kStages;
-      wait(empty + 8 * stage, (n / kStages & 1) ^ 1);
-      batch_coordinates(batch, at, params.k);
-      load_tile<kBlockN, kChunks>(smem_k + stage * kBytesN, inputs.k_map,
-                                  k_full + 8 * stage, tile * kBlockN,
-                                  coordinate(at.kv_head, params.k.head), batch);
-      batch_coordinates(batch, at, params.v);
-      load_tile<kBlockN, kChunks>(smem_v + stage * kBytesN, inputs.v_map,
-                                  v_full + 8 * stage, tile * kBlockN,
-                                  coordinate(at.kv_head, params.v.head), batch);
-    }
+    produce(inputs, params, grads, at, smem, row_first, tile, tile_end);
     return;
   }
 
@@ -159,11 +185,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     log_sum[r] = exists ? from[0] : infinity<float>();
     delta[r] = exists ? from[kBlockM] * factor : 0.f;
   }
-  const unsigned long long q_rows = descriptor(smem_q + group * kBytesM, 16),
-                           dout_rows = descriptor(smem_dout + group * kBytesM, 16),
-                           k_rows = descriptor(smem_k, 16),
-                           v_rows = descriptor(smem_v, 16),
-                           k_sums = descriptor(smem_k, kBlockN * 128);
+  const unsigned long long q_rows = descriptor(smem.q + group * kBytesM, 16),
+                           dout_rows = descriptor(smem.dout + group * kBytesM, 16),
+                           k_rows = descriptor(smem.k, 16),
+                           v_rows = descriptor(smem.v, 16),
+                           k_sums = descriptor(smem.k, kBlockN * 128);
 
   float sums[kSums], s[kScores], dp[kScores];
 #pragma unroll
@@ -193,14 +219,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   unsigned n = 0;  // tiles so far: gives stage and parity
   auto start_s = [&] {
     const unsigned stage = n % kStages;
-    wait(k_full + 8 * stage, n / kStages & 1);
+    wait(smem.k_full + 8 * stage, n / kStages & 1);
     ptx::wgmma_fence();
     multiply_scores(s, q_rows, k_rows + stage * (kBytesN / 16));
     ptx::wgmma_commit_group();
   };
   auto start_dp = [&] {
     const unsigned stage = n % kStages;
-    wait(v_full + 8 * stage, n / kStages & 1);
+    wait(smem.v_full + 8 * stage, n / kStages & 1);
     ptx::wgmma_fence();
     multiply_scores(dp, dout_rows, v_rows + stage * (kBytesN / 16));
     ptx::wgmma_commit_group();
@@ -210,15 +236,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   // (C7514). Where kChained, dq of one tile, and S and dP of the next, follow one
   // another without a gap; all three at a time would be too many registers (C7512).
   const bool any = tile < tile_end;
-  wait(q_full, 0);
+  wait(smem.q_full, 0);
   if (any) {
     start_s();
     start_dp();
     ptx::wgmma_wait_group<1>();  // S
-    keep_order(s);
+    compiler_fence(s);
     softmax();
     ptx::wgmma_wait_group<0>();  // dP
-    keep_order(dp);
+    compiler_fence(dp);
   }
   auto step = [&](auto is_last) {
     constexpr bool kLast = decltype(is_last)::value;
@@ -239,21 +265,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     ptx::wgmma_commit_group();
     if constexpr (kLast) {
       ptx::wgmma_wait_group<0>();
-      keep_order(sums);
+      compiler_fence(sums);
     } else {
       ++n;
       ++tile;
       if constexpr (!kChained) ptx::wgmma_wait_group<0>();
       start_s();
       if constexpr (kChained) ptx::wgmma_wait_group<1>();  // dq
-      keep_order(sums);
+      compiler_fence(sums);
       start_dp();
       ptx::wgmma_wait_group<1>();  // S
-      keep_order(s);
-      if (lane == 0) ptx::mbarrier_arrive(empty + 8 * stage);
+      compiler_fence(s);
+      if (lane == 0) ptx::mbarrier_arrive(smem.empty + 8 * stage);
       softmax();
       ptx::wgmma_wait_group<0>();  // dP
-      keep_order(dp);
+      compiler_fence(dp);
     }
   };
 #pragma unroll 1
@@ -262,28 +288,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
 
   const float unfactor = unfactor_of(factor, static_cast<float>(params.scale));
   const auto kept = locate(grads.kept, block_index() - from_last * grads.num_kept);
-  float odd = 0;  // NaN where a sum is not finite
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int i = row_group + row + 8 * r;
-    const bool exists = i < params.seqlen_q;
-    elem_t* const target = dq + kept.of[1] + i * grads.row[0];
-#pragma unroll
-    for (int e = 0; e < kSums; e += 16) {
-      unsigned words[4];
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        const int from = e + 4 * t + 2 * r;
-        words[t] = pair16_t::from(sums[from + 1] * unfactor, sums[from] * unfactor);
-        if (exists) odd = fmaf(sums[from], 0, fmaf(sums[from + 1], 0, odd));
-      }
-      transpose(words, lane);  // 8 columns side by side
-      const int column = e * 2 + lane % 4 * 8;
-      if (exists && column < params.head_dim) {
-        *reinterpret_cast<uint4*>(target + column) =
-            make_uint4(words[0], words[1], words[2], words[3]);
-      }
-    }
-  }
+  const float odd = store_rows(
+      sums, unfactor, dq + kept.of[1] + row_group * grads.row[0], grads.row[0], row,
+      static_cast<int>(params.seqlen_q) - row_group, static_cast<int>(params.head_dim));
   if (odd != 0) found->odd = 1;
 }

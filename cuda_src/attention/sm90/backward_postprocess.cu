@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // attention_vjp_hopper_dq: dq from what the kernel before it has summed, and dk and dv
-// of items that were cut into pieces.
+// of tiles that were cut into pieces.
 //
 // Algorithm  gradient = factor * sums, from the order of registers to rows; pieces are
 //            added up in their order
@@ -13,7 +13,7 @@
 
 static_assert(kNumThreads * 16 == kPart && kBlockM * kHeadDim == 2 * kPart);
 
-// The items that were cut: those from the first on, so many tiles a kept entry.
+// The tiles that were cut: those from the first on, so many tiles a kept entry.
 struct cut_t {
   const float* pieces;
   elem_t *dk, *dv;

@@ -42,13 +42,13 @@ __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
 }
 
 // A tile of rows of a kept entry.
-struct item_t {
+struct work_tile_t {
   int tile, kept;
 };
 
-// Item `number`. Where items differ in length, the first tiles come first in each
+// Work tile `number`. Where they differ in length, the first tiles come first in each
 // section of entries.
-__device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
+__device__ __forceinline__ work_tile_t tile_of(int number, const inputs_t& inputs) {
   const unsigned n = number, num_tiles = inputs.num_tiles;
   if constexpr (kBounds == 0) return {int(n % num_tiles), int(n / num_tiles)};
   const unsigned in_section = inputs.section * num_tiles;
@@ -57,9 +57,9 @@ __device__ __forceinline__ item_t item_of(int number, const inputs_t& inputs) {
   return {int(rest / width), int(first + rest % width)};
 }
 
-// The item of this block after `number`: where items differ in length, the next one
+// The work tile of this block after `number`: where they differ in length, the next one
 // that no block has taken.
-__device__ __forceinline__ int item_after(int number, int* counter) {
+__device__ __forceinline__ int tile_after(int number, int* counter) {
   return static_cast<int>(gridDim.x) + (kBounds == 0 ? number : atomicAdd(counter, 1));
 }
 
@@ -102,6 +102,57 @@ __device__ __forceinline__ void prefetch_rows(const ptx::tensor_map_t& map,
   }
 }
 
-// What the producer tells of an item stands in one of so many places: it is written
-// while the item before is computed, and the one before that is stored.
-constexpr int kViews = 3;
+// What the producer publishes of a work tile stands in one of so many places: it is
+// written while the tile before is computed, and the one before that is stored.
+constexpr int kPublished = 3;
+__device__ __forceinline__ int place_after(int place) {
+  return place + 1 == kPublished ? 0 : place + 1;
+}
+
+// The same ring, which the compiler knows to be the same in all lanes; it loses sight
+// of that between work tiles.
+template <int kStages>
+__device__ __forceinline__ ring_t<kStages> uniform(const ring_t<kStages>& ring) {
+  return {unsigned(uniform(ring.stage)), unsigned(uniform(ring.parity))};
+}
+
+// Which scores a thread has. Number e stands in row e / 2 % 2 * 8 + row and column
+// e / 4 * 8 + e % 2 + lane % 4 * 2 of the warpgroup's tile, of which one is a query and
+// the other a key.
+template <bool kKeysAreRows>
+struct fragment_t {
+  int row, lane;
+
+  __device__ __forceinline__ int row_of(int e) const { return row + e / 2 % 2 * 8; }
+  __device__ __forceinline__ int column_of(int e) const {
+    return e / 4 * 8 + e % 2 + lane % 4 * 2;
+  }
+  __device__ __forceinline__ int query(int e) const {
+    return kKeysAreRows ? column_of(e) : row_of(e);
+  }
+  __device__ __forceinline__ int key(int e) const {
+    return kKeysAreRows ? row_of(e) : column_of(e);
+  }
+  // query(e) - key(e), but for what all numbers of the thread share.
+  static __device__ constexpr int distance_of(int e) {
+    const int row = e / 2 % 2 * 8, column = e / 4 * 8 + e % 2;
+    return kKeysAreRows ? column - row : row - column;
+  }
+  // The same share of query - key.
+  __device__ __forceinline__ int distance() const {
+    return kKeysAreRows ? lane % 4 * 2 - row : row - lane % 4 * 2;
+  }
+
+  // Without options: gives `hidden` to scores of keys that a query does not see.
+  __device__ __forceinline__ void mask(
+      float (&s)[kScores], int low, int high, int num_keys, float hidden) const {
+    if (num_keys < kBlockN || low > 1 - kBlockM || high < kBlockN) {
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) {
+        const int distance = key(e) - query(e);
+        const bool sees = low <= distance && distance < high && key(e) < num_keys;
+        if (!sees) s[e] = hidden;
+      }
+    }
+  }
+};

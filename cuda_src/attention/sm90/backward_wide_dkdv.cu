@@ -10,13 +10,14 @@
 //            has one: the first makes S, P and dv, the second dP, dS and dk. P goes
 //            from one to the other through shared memory, number by number, since the
 //            same thread of both has the same place. attention_vjp_hopper_wide_queries
-//            makes dq. Options (backward_score_terms.cuh) are the first's alone: with
+//            makes dq. Options (backward_score_mod.cuh) are the first's alone: with
 //            softcap it hands over P times the derivative of the score
-// Grid       a block a multiprocessor. An item is a tile of keys of a kept entry;
-//            blocks take item after item, from a counter where items differ in length
+// Grid       a block a multiprocessor. A work tile is a tile of keys of a kept entry;
+//            blocks take tile after tile, from a counter where tiles differ in length
 // Threads    two warpgroups compute; a thread of a third asks TMA, and
-//            finds out what the next item is
-// Tiles      k, v     64 x kHeadDim   loaded once an item, 64 columns to registers and
+//            finds out what the next work tile is
+// Tiles      k, v     64 x kHeadDim   loaded once a work tile, 64 columns to registers
+// and
 //                                     the others to shared memory
 //            q, dO    64 x kHeadDim   shared, kStagesQ and kStagesDout stages
 //            bias, mask  64 x 64      shared, kStagesTerms stages, if queries differ
@@ -28,7 +29,8 @@
 // Limits     as attention_vjp_hopper, of infinities and NaN too; entries that are
 // summed
 //            see the same keys, mask and bias aside
-#include "attention/sm90/backward_score_terms.cuh"
+#include "attention/sm90/backward_score_mod.cuh"
+#include "attention/sm90/score_arguments.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/bulk.cuh"
 #include "ptx/mma.cuh"
@@ -42,9 +44,9 @@
 constexpr int kStagesQ = STAGES_Q, kStagesDout = STAGES_DOUT;
 constexpr int kStages = kStagesQ + kStagesDout;
 constexpr int kTerms = kHasTiles ? kStagesTerms : 0;
-// Chunks of k and v that stand in registers while an item is computed: their products
-// ask for fewer bytes of shared memory, which is as busy as the tensor cores. They come
-// by a stage of q.
+// Chunks of k and v that stand in registers while a work tile is computed: their
+// products ask for fewer bytes of shared memory, which is as busy as the tensor cores.
+// They come by a stage of q.
 constexpr int kHeld = 1;
 constexpr int kBytesRest = (kChunks - kHeld) * kChunk;
 // Of a stage of q; that of 64 columns has to hold k and v, too.
@@ -86,10 +88,12 @@ __device__ __forceinline__ void multiply_held(float (&s)[kScores],
   }
 }
 
-// What the producer finds out about an item.
-struct view_t {
+// --- shared memory
+
+// What the producer publishes of a work tile.
+struct tile_info_t {
   index_t dk, dv;  // of the first row of the tile in the gradients
-  int num_steps;   // blocks of queries, over all summed entries; < 0: no item is left
+  int num_steps;   // blocks of queries, over all summed entries; < 0: no tile is left
   int kept, key_first, num_keys;
   int block_first, block_last;  // of queries that see keys of the tile
   int low, high;                // mask_bounds_t, from query 0
@@ -102,40 +106,49 @@ struct source_t {
   int stats;  // the first block of statistics
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    attention_vjp_hopper_wide_keys(const __grid_constant__ all_inputs_t inputs,
-                                   const float* __restrict__ stats,  // backward.cuh
-                                   elem_t* __restrict__ dk,          // as k, summed
-                                   elem_t* __restrict__ dv,          // as v, summed
-                                   found_t* __restrict__ found,
-                                   int* __restrict__ counter,  // starts as 0
-                                   SCORE_PARAMETERS,
-                                   const __grid_constant__ grads_t grads) {
-  extern __shared__ __align__(16) unsigned char smem[];
-  __shared__ __align__(8) unsigned long long barriers[6 + 2 * kStages + 2 * kTerms];
-  __shared__ view_t views[kViews];
-  __shared__ source_t source;
+struct shared_t {
+  tile_info_t* tile_infos;  // kPublished
+  source_t& source;
   // What options are to the keys of the tile: those of the source, and of the queries
   // in a stage of q.
-  __shared__ entry_t source_entry, entries[kHasOptions ? kStagesQ : 1];
+  entry_t &source_entry, *entries;
+};
 
-  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
-  const unsigned smem_k = (ptx::shared_address(smem) + 1023) & ~1023u;
-  const unsigned smem_v = smem_k + kBytesRest, smem_q = smem_v + kBytesRest,
-                 smem_dout = smem_q + kStagesQ * kBytesQ,
-                 smem_weights = smem_dout + kStagesDout * kBytes,
-                 smem_bias = smem_weights + kBytesWeights,
-                 smem_mask = smem_bias + kTerms * kBytesBias,
-                 smem_lse = smem_mask + kTerms * kBytesMask,
-                 smem_delta = smem_lse + kStagesQ * kBytesStats;
-  const unsigned k_full = ptx::shared_address(barriers), v_full = k_full + 8,
-                 q_full = v_full + 8, dout_full = q_full + 8 * kStagesQ,
-                 k_empty = dout_full + 8 * kStagesDout, v_empty = k_empty + 8,
-                 q_empty = v_empty + 8, dout_empty = q_empty + 8 * kStagesQ,
-                 terms_full = dout_empty + 8 * kStagesDout,
-                 terms_empty = terms_full + 8 * kTerms,
-                 p_written = terms_empty + 8 * kTerms, p_read = p_written + 8;
-  if (threadIdx.x == 0) {
+constexpr int kBarriers = 6 + 2 * kStages + 2 * kTerms;
+
+// Addresses in it.
+struct addresses_t {
+  unsigned k, v, q, dout, weights, bias, mask, lse, delta;  // tiles
+  unsigned k_full, v_full, q_full, dout_full, k_empty, v_empty, q_empty, dout_empty;
+  unsigned terms_full, terms_empty, p_written, p_read;
+
+  __device__ __forceinline__ addresses_t(const void* tiles,
+                                         const unsigned long long* barriers) {
+    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    k = (ptx::shared_address(tiles) + 1023) & ~1023u;
+    v = k + kBytesRest;
+    q = v + kBytesRest;
+    dout = q + kStagesQ * kBytesQ;
+    weights = dout + kStagesDout * kBytes;
+    bias = weights + kBytesWeights;
+    mask = bias + kTerms * kBytesBias;
+    lse = mask + kTerms * kBytesMask;
+    delta = lse + kStagesQ * kBytesStats;
+    k_full = ptx::shared_address(barriers);
+    v_full = k_full + 8;
+    q_full = v_full + 8;
+    dout_full = q_full + 8 * kStagesQ;
+    k_empty = dout_full + 8 * kStagesDout;
+    v_empty = k_empty + 8;
+    q_empty = v_empty + 8;
+    dout_empty = q_empty + 8 * kStagesQ;
+    terms_full = dout_empty + 8 * kStagesDout;
+    terms_empty = terms_full + 8 * kTerms;
+    p_written = terms_empty + 8 * kTerms;
+    p_read = p_written + 8;
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
     for (int n = 0; n < 2 + kStages; ++n) ptx::mbarrier_init(k_full + 8 * n, 1);
     // Warps that are done arrive.
     for (int n = 0; n < 2; ++n) ptx::mbarrier_init(k_empty + 8 * n, 4);
@@ -151,461 +164,575 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();  // the barriers are there before anyone uses them
+};
 
-  const int role = uniform(threadIdx.x / 128);
-  ring_t<kStagesQ> of_q;
-  ring_t<kStagesDout> of_dout;
-  ring_t<kStagesTerms> of_terms;
-  int place = 0;  // of views
-  auto next_place = [&] { place = place + 1 == kViews ? 0 : place + 1; };
+// The arguments of the kernel.
+struct arguments_t {
+  const all_inputs_t& inputs;
+  const float* stats;
+  elem_t *dk, *dv;
+  found_t* found;
+  int* counter;
+  score_arguments_t score;
+  const grads_t& grads;
+};
 
-  if (role == 2) {
-    // --- the producer
-    ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x / 32 != 8 || !ptx::elect()) return;
+// Where the kernel stands in its rings: the same in producer and consumers.
+struct pipeline_t {
+  ring_t<kStagesQ> q;
+  ring_t<kStagesDout> dout;
+  ring_t<kStagesTerms> terms;
+  int place = 0;  // of tile infos
+};
 
-    int number = static_cast<int>(blockIdx.x);
-    auto find = [&](view_t& view) {
-      view.num_steps = -1;
-      if (number >= inputs.num_items) return;
-      const item_t item = item_of(number, inputs);
-      const auto kept = locate(grads.kept, item.kept);
-      const int key_first = item.tile * kBlockN;
-      view.dk = kept.of[1] + key_first * grads.row[0];
-      view.dv = kept.of[2] + key_first * grads.row[1];
-      view.kept = item.kept;
-      view.key_first = key_first;
-      view.num_keys = static_cast<int>(params.seqlen_k) - key_first;
-      int block_first = 0, block_last = inputs.num_blocks;
-      if constexpr (kBounds > 0) {
-        // Entries that are summed see the same.
-        const tile_coord_t at =
-            kBandOfEntry ? grads.entry(params, kept.of[0], 0) : tile_coord_t();
-        const scores_t scores(at, SCORE_ARGUMENTS);
-        const range_t queries = scores.queries_of(key_first, key_first + kBlockN);
-        block_first = static_cast<int>(queries.first) / kBlockM;
-        block_last = (static_cast<int>(queries.last) + kBlockM - 1) / kBlockM;
-        if (queries.first >= queries.last) block_last = block_first;
-        const mask_bounds_t band = scores.mask_bounds(0, key_first);
-        view.low = band.low;
-        view.high = band.high;
-      }
-      view.block_first = block_first;
-      view.block_last = block_last;
-      view.num_steps = (block_last - block_first) * inputs.num_summed;
-      const tile_coord_t at = grads.entry(params, kept.of[0], 0);
-      view.k = matrix_of(at, at.kv_head, params.k);
-      view.v = matrix_of(at, at.kv_head, params.v);
-    };
-    auto find_source = [&](int kept, int summed, int key_first) {
-      const tile_coord_t at =
-          grads.entry(params, locate(grads.kept, kept).of[0], summed);
-      source.q = matrix_of(at, at.head, params.q);
-      source.dout = matrix_of(at, at.head, grads.dout);
-      source.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
-      if constexpr (kHasOptions) {
-        source_entry.set(scores_t(at, SCORE_ARGUMENTS), at, params, 0, key_first);
-      }
-    };
+// --- producer
 
-    find(views[0]);
-    for (unsigned items = 0;; ++items) {
-      const view_t& view = views[place];
-      wait(k_empty, (items & 1) ^ 1);
-      wait(v_empty, (items & 1) ^ 1);
-      if (view.num_steps < 0) {
-        ptx::mbarrier_arrive(k_full);
-        ptx::mbarrier_arrive(v_full);
-        return;
-      }
-      const int key_first = view.key_first;
-      wait(q_empty + 8 * of_q.stage, of_q.parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(q_full + 8 * of_q.stage, 2 * kHeld * kChunk);
-      const unsigned held = smem_q + of_q.stage * kBytesQ;
-      load_chunks<0, kHeld>(held, inputs.k_map, q_full + 8 * of_q.stage, key_first,
-                            view.k);
-      load_chunks<0, kHeld>(held + kHeld * kChunk, inputs.v_map,
-                            q_full + 8 * of_q.stage, key_first, view.v);
-      of_q.advance();
-      ptx::mbarrier_arrive_expect_tx(k_full, kBytesRest);
-      load_chunks<kHeld, kChunks>(smem_k, inputs.k_map, k_full, key_first, view.k);
-      ptx::mbarrier_arrive_expect_tx(v_full, kBytesRest);
-      load_chunks<kHeld, kChunks>(smem_v, inputs.v_map, v_full, key_first, view.v);
-      const int num_steps = view.num_steps;
-      find_source(view.kept, 0, key_first);
-      int block = view.block_first, summed = 0;
-      for (int step = 0; step < num_steps; ++step) {
-        const float* const rows = stats + index_t(source.stats + block) * (2 * kBlockM);
-        const unsigned q_barrier = q_full + 8 * of_q.stage,
-                       dout_barrier = dout_full + 8 * of_dout.stage;
-        wait(q_empty + 8 * of_q.stage, of_q.parity ^ 1);
-        if constexpr (kHasOptions) {
-          tell(entries[of_q.stage], source_entry, block * kBlockM);
-        }
-        ptx::mbarrier_arrive_expect_tx(q_barrier, kBytes + kBytesStats);
-        load_chunks<0, kChunks>(smem_q + of_q.stage * kBytesQ, inputs.q_map, q_barrier,
-                                block * kBlockM, source.q);
-        ptx::cp_async_bulk(smem_lse + of_q.stage * kBytesStats, rows, kBytesStats,
-                           q_barrier);
-        wait(dout_empty + 8 * of_dout.stage, of_dout.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(dout_barrier, kBytes + kBytesStats);
-        load_chunks<0, kChunks>(smem_dout + of_dout.stage * kBytes, inputs.dout_map,
-                                dout_barrier, block * kBlockM, source.dout);
-        ptx::cp_async_bulk(smem_delta + of_dout.stage * kBytesStats, rows + kBlockM,
-                           kBytesStats, dout_barrier);
-        if constexpr (kHasTiles) {
-          const unsigned full = terms_full + 8 * of_terms.stage;
-          wait(terms_empty + 8 * of_terms.stage, of_terms.parity ^ 1);
-          ptx::mbarrier_arrive_expect_tx(full, kBytesBias + kBytesMask);
-          load_terms(smem_bias + of_terms.stage * kBytesBias,
-                     smem_mask + of_terms.stage * kBytesMask, inputs, source_entry,
-                     full, block * kBlockM, view.key_first);
-          of_terms.advance();
-        }
-        of_q.advance();
-        of_dout.advance();
-        if (++block == view.block_last && step + 1 < num_steps) {
-          block = view.block_first;
-          find_source(view.kept, ++summed, view.key_first);
-        }
-      }
-      number = item_after(number, counter);
-      next_place();
-      view_t& next = views[place];
-      find(next);
-      if (next.num_steps >= 0) {
-        prefetch_rows(inputs.k_map, next.key_first, next.k);
-        prefetch_rows(inputs.v_map, next.key_first, next.v);
-      }
+struct producer_t {
+  const arguments_t& args;
+  const shared_t& shared;
+  const addresses_t& smem;
+  pipeline_t at;
+
+  // Finds out what work tile `number` is.
+  __device__ __forceinline__ void publish(int number) const {
+    const inputs_t& inputs = args.inputs;
+    const params_t& params = args.score.params;
+    const grads_t& grads = args.grads;
+    tile_info_t& info = shared.tile_infos[at.place];
+    info.num_steps = -1;
+    if (number >= inputs.num_items) return;
+    const work_tile_t tile = tile_of(number, inputs);
+    const auto kept = locate(grads.kept, tile.kept);
+    const int key_first = tile.tile * kBlockN;
+    info.dk = kept.of[1] + key_first * grads.row[0];
+    info.dv = kept.of[2] + key_first * grads.row[1];
+    info.kept = tile.kept;
+    info.key_first = key_first;
+    info.num_keys = static_cast<int>(params.seqlen_k) - key_first;
+    int block_first = 0, block_last = inputs.num_blocks;
+    if constexpr (kBounds > 0) {
+      // Entries that are summed see the same.
+      const tile_coord_t entry =
+          kBandOfEntry ? grads.entry(params, kept.of[0], 0) : tile_coord_t();
+      const scores_t scores = args.score.scores_of(entry);
+      const range_t queries = scores.queries_of(key_first, key_first + kBlockN);
+      block_first = static_cast<int>(queries.first) / kBlockM;
+      block_last = (static_cast<int>(queries.last) + kBlockM - 1) / kBlockM;
+      if (queries.first >= queries.last) block_last = block_first;
+      const mask_bounds_t band = scores.mask_bounds(0, key_first);
+      info.low = band.low;
+      info.high = band.high;
+    }
+    info.block_first = block_first;
+    info.block_last = block_last;
+    info.num_steps = (block_last - block_first) * inputs.num_summed;
+    const tile_coord_t entry = grads.entry(params, kept.of[0], 0);
+    info.k = matrix_of(entry, entry.kv_head, params.k);
+    info.v = matrix_of(entry, entry.kv_head, params.v);
+  }
+  __device__ __forceinline__ void find_source(int kept,
+                                              int summed,
+                                              int key_first) const {
+    const params_t& params = args.score.params;
+    const grads_t& grads = args.grads;
+    const tile_coord_t entry =
+        grads.entry(params, locate(grads.kept, kept).of[0], summed);
+    shared.source.q = matrix_of(entry, entry.head, params.q);
+    shared.source.dout = matrix_of(entry, entry.head, grads.dout);
+    shared.source.stats = static_cast<int>(entry.row_of_heads) * args.inputs.num_blocks;
+    if constexpr (kHasOptions) {
+      shared.source_entry.set(args.score.scores_of(entry), entry, params, 0, key_first);
     }
   }
 
-  // --- those that compute
-  ptx::setmaxnreg_inc<kConsumerRegisters>();
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const unsigned long long k_rows = descriptor(smem_k, 16),
-                           v_rows = descriptor(smem_v, 16),
-                           q_rows = descriptor(smem_q, 16),
-                           dout_rows = descriptor(smem_dout, 16),
-                           q_sums = descriptor(smem_q, kChunk),
-                           dout_sums = descriptor(smem_dout, kChunk);
-  // Number e of a thread stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, a query,
-  // and row e / 2 % 2 * 8 + row_thread, a key.
-  const int row_thread = warp * 16 + lane / 4;
-  const unsigned weights = smem_weights + threadIdx.x % 128 * 16;
+  // k and v: the first chunks in a stage of q, the others in places of their own.
+  __device__ __forceinline__ void load_keys(const tile_info_t& info) {
+    const inputs_t& inputs = args.inputs;
+    const int key_first = info.key_first;
+    const unsigned full = smem.q_full + 8 * at.q.stage;
+    wait(smem.q_empty + 8 * at.q.stage, at.q.parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, 2 * kHeld * kChunk);
+    const unsigned held = smem.q + at.q.stage * kBytesQ;
+    load_chunks<0, kHeld>(held, inputs.k_map, full, key_first, info.k);
+    load_chunks<0, kHeld>(held + kHeld * kChunk, inputs.v_map, full, key_first, info.v);
+    at.q.advance();
+    ptx::mbarrier_arrive_expect_tx(smem.k_full, kBytesRest);
+    load_chunks<kHeld, kChunks>(smem.k, inputs.k_map, smem.k_full, key_first, info.k);
+    ptx::mbarrier_arrive_expect_tx(smem.v_full, kBytesRest);
+    load_chunks<kHeld, kChunks>(smem.v, inputs.v_map, smem.v_full, key_first, info.v);
+  }
+  // A block of queries, and the terms of its scores.
+  __device__ __forceinline__ void load_queries(const tile_info_t& info, int block) {
+    const all_inputs_t& inputs = args.inputs;
+    const source_t& source = shared.source;
+    const float* const rows =
+        args.stats + index_t(source.stats + block) * (2 * kBlockM);
+    const unsigned q_barrier = smem.q_full + 8 * at.q.stage,
+                   dout_barrier = smem.dout_full + 8 * at.dout.stage;
+    wait(smem.q_empty + 8 * at.q.stage, at.q.parity ^ 1);
+    if constexpr (kHasOptions) {
+      ::publish(shared.entries[at.q.stage], shared.source_entry, block * kBlockM);
+    }
+    ptx::mbarrier_arrive_expect_tx(q_barrier, kBytes + kBytesStats);
+    load_chunks<0, kChunks>(smem.q + at.q.stage * kBytesQ, inputs.q_map, q_barrier,
+                            block * kBlockM, source.q);
+    ptx::cp_async_bulk(smem.lse + at.q.stage * kBytesStats, rows, kBytesStats,
+                       q_barrier);
+    wait(smem.dout_empty + 8 * at.dout.stage, at.dout.parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(dout_barrier, kBytes + kBytesStats);
+    load_chunks<0, kChunks>(smem.dout + at.dout.stage * kBytes, inputs.dout_map,
+                            dout_barrier, block * kBlockM, source.dout);
+    ptx::cp_async_bulk(smem.delta + at.dout.stage * kBytesStats, rows + kBlockM,
+                       kBytesStats, dout_barrier);
+    if constexpr (kHasTiles) {
+      const unsigned full = smem.terms_full + 8 * at.terms.stage;
+      wait(smem.terms_empty + 8 * at.terms.stage, at.terms.parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(full, kBytesBias + kBytesMask);
+      load_terms(smem.bias + at.terms.stage * kBytesBias,
+                 smem.mask + at.terms.stage * kBytesMask, inputs, shared.source_entry,
+                 full, block * kBlockM, info.key_first);
+      at.terms.advance();
+    }
+    at.q.advance();
+    at.dout.advance();
+  }
+
+  __device__ __forceinline__ void produce() {
+    int number = static_cast<int>(blockIdx.x);
+    publish(number);
+    for (unsigned num_done = 0;; ++num_done) {
+      const tile_info_t& info = shared.tile_infos[at.place];
+      wait(smem.k_empty, (num_done & 1) ^ 1);
+      wait(smem.v_empty, (num_done & 1) ^ 1);
+      if (info.num_steps < 0) {
+        ptx::mbarrier_arrive(smem.k_full);
+        ptx::mbarrier_arrive(smem.v_full);
+        return;
+      }
+      load_keys(info);
+      const int num_steps = info.num_steps;
+      find_source(info.kept, 0, info.key_first);
+      int block = info.block_first, summed = 0;
+      for (int step = 0; step < num_steps; ++step) {
+        load_queries(info, block);
+        if (++block == info.block_last && step + 1 < num_steps) {
+          block = info.block_first;
+          find_source(info.kept, ++summed, info.key_first);
+        }
+      }
+      number = tile_after(number, args.counter);
+      at.place = place_after(at.place);
+      publish(number);
+      const tile_info_t& next = shared.tile_infos[at.place];
+      if (next.num_steps >= 0) {
+        prefetch_rows(args.inputs.k_map, next.key_first, next.k);
+        prefetch_rows(args.inputs.v_map, next.key_first, next.v);
+      }
+    }
+  }
+};
+
+// --- consumers
+
+// What both warpgroups have: the sum of one gradient, scores, and the array whose rows
+// they hold.
+struct consumer_t {
+  const arguments_t& args;
+  const shared_t& shared;
+  const addresses_t& smem;
+  int role, warp, lane;
+  fragment_t<true> fragment;  // row: a key, and the one 8 below
+  unsigned weights;           // this thread's numbers of P
+  pipeline_t at;
+  // P on its way from one warpgroup to the other: it is there, and has been read.
+  unsigned p_parity = 0;
+  float sums[kSums], s[kScores];
+  unsigned held[4 * kHeld][4];
+
+  __device__ __forceinline__ consumer_t(const arguments_t& args,
+                                        const shared_t& shared,
+                                        const addresses_t& smem,
+                                        int role)
+      : args(args),
+        shared(shared),
+        smem(smem),
+        role(role),
+        warp(threadIdx.x / 32 % 4),
+        lane(threadIdx.x % 32),
+        fragment{warp * 16 + lane / 4, lane},
+        weights(smem.weights + threadIdx.x % 128 * 16) {}
+
   // This warp is done with a tile.
-  auto release = [&](unsigned barrier) {
+  __device__ __forceinline__ void release(unsigned barrier) const {
     if (lane == 0) ptx::mbarrier_arrive(barrier);
-  };
+  }
   // Its lanes have read one.
-  auto release_read = [&](unsigned barrier) {
+  __device__ __forceinline__ void release_read(unsigned barrier) const {
     if constexpr (kEachArrives) {
       ptx::mbarrier_arrive(barrier);
     } else {
       __syncwarp();
       release(barrier);
     }
-  };
-  // P on its way from one warpgroup to the other: it is there, and has been read.
-  unsigned p_parity = 0;
-  auto tell_p = [&](unsigned barrier, int number) {
+  }
+  __device__ __forceinline__ void publish_p(unsigned barrier, int number) const {
     if constexpr (kEachArrives) {
       ptx::mbarrier_arrive(barrier);
     } else {
       ptx::bar_arrive<256>(number);
     }
-  };
-  auto wait_for_p = [&](unsigned barrier, int number) {
+  }
+  __device__ __forceinline__ void wait_for_p(unsigned barrier, int number) {
     if constexpr (kEachArrives) {
       wait(barrier, p_parity);
       p_parity ^= 1;
     } else {
       ptx::bar_sync<256>(number);
     }
-  };
-  float sums[kSums], s[kScores];
-  unsigned held[4 * kHeld][4];
+  }
+
   // What a warpgroup holds of its array. A lane gives the address of 8 columns of a
   // row; the swizzle flips bits 4 to 6 of it by the row.
-  const unsigned held_source =
-      smem_q + role * kHeld * kChunk + (warp * 16 + lane % 16) * 128;
-  auto take_held = [&] {
-    wait(q_full + 8 * of_q.stage, of_q.parity);
+  __device__ __forceinline__ void load_held() {
+    const unsigned source =
+        smem.q + role * kHeld * kChunk + (warp * 16 + lane % 16) * 128;
+    wait(smem.q_full + 8 * at.q.stage, at.q.parity);
 #pragma unroll
     for (int step = 0; step < 4 * kHeld; ++step) {
       const unsigned inside = (step % 4 * 32 + lane / 16 * 16) ^ (lane % 8 * 16);
       ptx::ldmatrix_x4(held[step],
-                       held_source + of_q.stage * kBytesQ + step / 4 * kChunk + inside);
+                       source + at.q.stage * kBytesQ + step / 4 * kChunk + inside);
     }
     __syncwarp();
-    release(q_empty + 8 * of_q.stage);
-    of_q.advance();
-  };
-  // The rings are the same in all lanes, which the compiler loses sight of between
-  // items.
-  auto make_uniform = [&] {
-    of_q = {unsigned(uniform(of_q.stage)), unsigned(uniform(of_q.parity))};
-    of_dout = {unsigned(uniform(of_dout.stage)), unsigned(uniform(of_dout.parity))};
-    if constexpr (kHasTiles) {
-      of_terms = {unsigned(uniform(of_terms.stage)),
-                  unsigned(uniform(of_terms.parity))};
+    release(smem.q_empty + 8 * at.q.stage);
+    at.q.advance();
+  }
+  __device__ __forceinline__ void make_uniform() {
+    at.q = uniform(at.q);
+    at.dout = uniform(at.dout);
+    if constexpr (kHasTiles) at.terms = uniform(at.terms);
+  }
+
+  // s = k q^T or v dO^T of a stage that is there.
+  __device__ __forceinline__ void start_scores(unsigned long long own,
+                                               unsigned long long other) {
+    ptx::wgmma_fence();
+    multiply_held(s, held, own, other);
+    ptx::wgmma_commit_group();
+  }
+  // dv += P dO or dk += dS q.
+  __device__ __forceinline__ void start_sums(const unsigned (&p)[4][4],
+                                             unsigned long long tile) {
+    ptx::wgmma_fence();
+    multiply_sums(sums, p, tile);
+    ptx::wgmma_commit_group();
+  }
+
+  // How many blocks of queries the next work tile has; < 0: there is none.
+  __device__ __forceinline__ const volatile tile_info_t& info() const {
+    return shared.tile_infos[at.place];
+  }
+  __device__ __forceinline__ int begin_tile(unsigned full, unsigned num_done) {
+    wait(full, num_done & 1);
+    return uniform(info().num_steps);
+  }
+  __device__ __forceinline__ void begin_sums() {
+#pragma unroll
+    for (int e = 0; e < kSums; ++e) sums[e] = 0;
+    load_held();
+    make_uniform();
+  }
+  __device__ __forceinline__ void store(elem_t* target,
+                                        index_t row_step,
+                                        float factor,
+                                        int dim) const {
+    const float odd =
+        store_rows(sums, factor, target, row_step, fragment.row, info().num_keys, dim);
+    if (odd != 0) args.found->odd = 1;
+  }
+};
+
+// The first warpgroup: S, P and dv.
+struct dv_consumer_t : consumer_t {
+  unsigned long long k_rows, q_rows, dout_sums;
+  tile_terms_t<true> terms;
+  unsigned p[4][4];
+  float rest[kScores];  // with options: what is added to the exponents
+  int block;            // of queries
+
+  __device__ __forceinline__ dv_consumer_t(const consumer_t& consumer)
+      : consumer_t(consumer),
+        k_rows(descriptor(smem.k, 16)),
+        q_rows(descriptor(smem.q, 16)),
+        dout_sums(descriptor(smem.dout, kChunk)),
+        terms(fragment.row, lane) {}
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int e = 0; e < kScores; e += 2) {
+      p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
     }
-  };
+  }
+  // Of the queries in a stage of q, those that a thread has.
+  __device__ __forceinline__ unsigned lse_here() const {
+    return smem.lse + at.q.stage * kBytesStats + lane % 4 * 8;
+  }
+  __device__ __forceinline__ void release_q() {
+    __syncwarp();  // all lanes have read the stage
+    release(smem.q_empty + 8 * at.q.stage);
+    at.q.advance();
+  }
 
-  if (role == 0) {
-    // --- S, P and dv
-    unsigned p[4][4];
-    auto pack = [](unsigned (&p)[4][4], const float (&s)[kScores]) {
+  // Without options: s becomes P of a block of queries.
+  __device__ __forceinline__ void softmax_plain() {
+    const inputs_t& inputs = args.inputs;
+    const int num_keys = info().num_keys;
+    int low = -(1 << 30), high = 1 << 30;
+    if constexpr (kBounds > 0) {
+      low = info().low + block * kBlockM;
+      high = info().high + block * kBlockM;
+      if (++block == info().block_last) block = info().block_first;
+    }
+    fragment.mask(s, low, high, num_keys, inputs.hidden);
+    const unsigned lse = lse_here();
 #pragma unroll
-      for (int e = 0; e < kScores; e += 2) {
-        p[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1], s[e]);
+    for (int e = 0; e < kScores; e += 4) {
+      const float2 log_sum = ptx::load_shared_f32x2(lse + e * 8);
+      s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum.x);
+      s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - log_sum.y);
+      s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - log_sum.x);
+      s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - log_sum.y);
+    }
+    release_q();
+  }
+
+  template <typename Use>
+  __device__ __forceinline__ void find_rest_of(const Use& use) {
+    const volatile entry_t& entry = shared.entries[at.q.stage];
+    const tile_terms_t<true> tile = terms.at(smem.bias + at.terms.stage * kBytesBias,
+                                             smem.mask + at.terms.stage * kBytesMask);
+    float slope = 0, distance = 0;
+    if constexpr (kHasAlibi) {
+      slope = entry.slope * float(kLog2e);
+      distance = static_cast<float>(entry.diagonal + fragment.distance());
+    }
+    float of_keys[2] = {0, 0};
+    if constexpr (kTermsOfKeys) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        of_keys[r] = term_of_key(entry.bias, entry.mask, args.score.params,
+                                 info().key_first + fragment.row + 8 * r);
       }
-    };
-    for (unsigned items = 0;; ++items) {
-      wait(k_full, items & 1);
-      const volatile view_t& view = views[place];
-      const int num_steps = uniform(view.num_steps);
-      if (num_steps < 0) return;
-#pragma unroll
-      for (int e = 0; e < kSums; ++e) sums[e] = 0;
-      take_held();
-      make_uniform();
-
-      int block = view.block_first;
-      // s becomes P of a block of queries, whose lse is in a stage.
-      auto softmax_plain = [&] {
-        const int num_keys = view.num_keys;
-        int low = -(1 << 30), high = 1 << 30;
-        if constexpr (kBounds > 0) {
-          low = view.low + block * kBlockM;
-          high = view.high + block * kBlockM;
-          if (++block == view.block_last) block = view.block_first;
-        }
-        if (num_keys < kBlockN || low > 1 - kBlockM || high < kBlockN) {
-#pragma unroll
-          for (int e = 0; e < kScores; ++e) {
-            const int key = row_thread + e / 2 % 2 * 8;
-            const int distance = key - e / 4 * 8 - e % 2 - lane % 4 * 2;
-            const bool sees = low <= distance && distance < high && key < num_keys;
-            if (!sees) s[e] = inputs.hidden;
-          }
-        }
-        const unsigned lse = smem_lse + of_q.stage * kBytesStats + lane % 4 * 8;
-#pragma unroll
-        for (int e = 0; e < kScores; e += 4) {
-          const float2 log_sum = ptx::load_shared_f32x2(lse + e * 8);
-          s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum.x);
-          s[e + 1] = ptx::ex2_approx_ftz(s[e + 1] * inputs.to_log2 - log_sum.y);
-          s[e + 2] = ptx::ex2_approx_ftz(s[e + 2] * inputs.to_log2 - log_sum.x);
-          s[e + 3] = ptx::ex2_approx_ftz(s[e + 3] * inputs.to_log2 - log_sum.y);
-        }
-        __syncwarp();  // all lanes have read lse
-        release(q_empty + 8 * of_q.stage);
-        of_q.advance();
-      };
-      // With options: what is added to the exponents.
-      float rest[kScores];
-      auto find_rest = [&](auto use) {
-        const volatile entry_t& entry = entries[of_q.stage];
-        const unsigned lse = smem_lse + of_q.stage * kBytesStats + lane % 4 * 8;
-        const tile_terms_t<true> tile(smem_bias + of_terms.stage * kBytesBias,
-                                      smem_mask + of_terms.stage * kBytesMask,
-                                      row_thread, lane);
-        float slope = 0, distance = 0;
-        if constexpr (kHasAlibi) {
-          slope = entry.slope * float(kLog2e);
-          distance = static_cast<float>(entry.diagonal + lane % 4 * 2 - row_thread);
-        }
-        float of_keys[2] = {0, 0};
-        if constexpr (kTermsOfKeys) {
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            of_keys[r] = term_of_key(entry.bias, entry.mask, params,
-                                     view.key_first + row_thread + 8 * r);
-          }
-        }
-        if constexpr (kHasTiles) {
-          wait(terms_full + 8 * of_terms.stage, of_terms.parity);
-        }
-        float2 log_sum;
-#pragma unroll
-        for (int e = 0; e < kScores; ++e) {
+    }
+    if constexpr (kHasTiles) {
+      wait(smem.terms_full + 8 * at.terms.stage, at.terms.parity);
+    }
+    const unsigned lse = lse_here();
+    float2 log_sum;
+    find_rest(
+        tile, slope, distance,
+        [&](int e) {
           if (e % 4 == 0) log_sum = ptx::load_shared_f32x2(lse + e * 8);
-          float x = -(e % 2 ? log_sum.y : log_sum.x);
-          if constexpr (kTermsOfKeys) x += of_keys[e / 2 % 2];
-          if constexpr (kHasTiles) x += tile(e);
-          if constexpr (kHasAlibi) {
-            const int apart = e / 4 * 8 + e % 2 - e / 2 % 2 * 8;
-            x = fmaf(-slope, fabsf(distance + static_cast<float>(apart)), x);
-          }
-          use(e, x);
-        }
-        if constexpr (kHasTiles) {
-          release_read(terms_empty + 8 * of_terms.stage);
-          of_terms.advance();
-        }
-      };
-      auto keep_rest = [&](int e, float x) { rest[e] = x; };
-      // With softcap P goes to p, and s becomes what dP - delta is multiplied by.
-      auto softmax_of_terms = [&] {
-        const mask_bounds_t band = shifted(entries[of_q.stage].band, 0, 0);
-        float derivatives[kDerivatives];
-        add_terms(s, derivatives, inputs, rest, find_rest);
-        __syncwarp();  // all lanes have read the stage
-        release(q_empty + 8 * of_q.stage);
-        of_q.advance();
-        if (hides_some(band)) {
+          return e % 2 ? log_sum.y : log_sum.x;
+        },
+        [&](int e) { return of_keys[e / 2 % 2]; }, use);
+    if constexpr (kHasTiles) {
+      release_read(smem.terms_empty + 8 * at.terms.stage);
+      at.terms.advance();
+    }
+  }
+  __device__ __forceinline__ void find_rest_ahead() {
+    if constexpr (kAhead) find_rest_of([&](int e, float x) { rest[e] = x; });
+  }
+
+  // With softcap P goes to p, and s becomes what dP - delta is multiplied by.
+  __device__ __forceinline__ void softmax_of_terms() {
+    const mask_bounds_t band = shifted(shared.entries[at.q.stage].band, 0, 0);
+    float derivatives[kDerivatives];
+    add_terms(fragment, s, derivatives, args.inputs, rest,
+              [&](auto use) { find_rest_of(use); });
+    release_q();
+    ::mask(fragment, s, band);
 #pragma unroll
-          for (int e = 0; e < kScores; ++e) {
-            const int query = e / 4 * 8 + e % 2 + lane % 4 * 2;
-            if (!band.sees(query, row_thread + e / 2 % 2 * 8)) {
-              s[e] = -infinity<float>();
-            }
-          }
-        }
+    for (int e = 0; e < kScores; ++e) s[e] = ptx::ex2_approx_ftz(s[e]);
+    if constexpr (kHasSoftcap) {
+      pack();
 #pragma unroll
-        for (int e = 0; e < kScores; ++e) s[e] = ptx::ex2_approx_ftz(s[e]);
-        if constexpr (kHasSoftcap) {
-          pack(p, s);
+      for (int e = 0; e < kScores; ++e) s[e] *= derivatives[e];
+    }
+  }
+  __device__ __forceinline__ void start_s() {
+    wait(smem.q_full + 8 * at.q.stage, at.q.parity);
+    start_scores(k_rows, q_rows + at.q.stage * (kBytesQ / 16));
+  }
+  // S is on its way: waits for it, and makes P.
+  __device__ __forceinline__ void softmax() {
+    find_rest_ahead();
+    ptx::wgmma_wait_group<0>();
+    compiler_fence(s);
+    if constexpr (kHasOptions) {
+      softmax_of_terms();
+    } else {
+      softmax_plain();
+    }
+  }
+
+  // One block of queries; S and P of the next one. No product is in flight between
+  // steps: ptxas does not follow them around a loop (C7514).
+  template <bool kLast>
+  __device__ __forceinline__ void step() {
+    wait_for_p(smem.p_read, kRead);
 #pragma unroll
-          for (int e = 0; e < kScores; ++e) s[e] *= derivatives[e];
-        }
-      };
-      auto softmax = [&] {
-        if constexpr (kHasOptions) {
-          softmax_of_terms();
-        } else {
-          softmax_plain();
-        }
-      };
-      auto ask_scores = [&] {
-        wait(q_full + 8 * of_q.stage, of_q.parity);
-        ptx::wgmma_fence();
-        multiply_held(s, held, k_rows, q_rows + of_q.stage * (kBytesQ / 16));
-        ptx::wgmma_commit_group();
-      };
-      // One block of queries; S and P of the next one. No product is in flight between
-      // steps: ptxas does not follow them around a loop (C7514).
-      auto step = [&](auto is_last) {
-        constexpr bool kLast = decltype(is_last)::value;
-        wait_for_p(p_read, kRead);
-#pragma unroll
-        for (int e = 0; e < kScores; e += 4) {
-          ptx::store_shared_f32x4(weights + e / 4 * 2048, s[e], s[e + 1], s[e + 2],
-                                  s[e + 3]);
-        }
-        tell_p(p_written, kWritten);
-        if constexpr (!kHasSoftcap) pack(p, s);
-        const unsigned stage = of_dout.stage;
-        wait(dout_full + 8 * stage, of_dout.parity);
-        of_dout.advance();
-        ptx::wgmma_fence();
-        multiply_sums(sums, p, dout_sums + stage * (kBytes / 16));
-        ptx::wgmma_commit_group();
-        if constexpr (!kLast) ask_scores();
-        ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dv
-        keep_order(sums);
-        release(dout_empty + 8 * stage);
-        if constexpr (!kLast) {
-          if constexpr (kAhead) find_rest(keep_rest);
-          ptx::wgmma_wait_group<0>();
-          keep_order(s);
-          softmax();
-        }
-      };
+    for (int e = 0; e < kScores; e += 4) {
+      ptx::store_shared_f32x4(weights + e / 4 * 2048, s[e], s[e + 1], s[e + 2],
+                              s[e + 3]);
+    }
+    publish_p(smem.p_written, kWritten);
+    if constexpr (!kHasSoftcap) pack();
+    const unsigned stage = at.dout.stage;
+    wait(smem.dout_full + 8 * stage, at.dout.parity);
+    at.dout.advance();
+    start_sums(p, dout_sums + stage * (kBytes / 16));
+    if constexpr (!kLast) start_s();
+    ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dv
+    compiler_fence(sums);
+    release(smem.dout_empty + 8 * stage);
+    if constexpr (!kLast) softmax();
+  }
+
+  __device__ __forceinline__ void consume() {
+    for (unsigned num_done = 0;; ++num_done) {
+      const int num_steps = begin_tile(smem.k_full, num_done);
+      if (num_steps < 0) return;
+      begin_sums();
+      block = info().block_first;
       if (num_steps > 0) {
-        ask_scores();
-        if constexpr (kAhead) find_rest(keep_rest);
-        ptx::wgmma_wait_group<0>();
-        keep_order(s);
+        start_s();
         softmax();
 #pragma unroll 1
-        for (int n = 1; n < num_steps; ++n) step(flag_t<false>());
+        for (int n = 1; n < num_steps; ++n) step<false>();
       }
-      release(k_empty);
-      if (num_steps > 0) step(flag_t<true>());
-      const float odd =
-          store_rows(sums, 1 / kFactorP, dv + view.dv, grads.row[1], row_thread,
-                     view.num_keys, static_cast<int>(params.head_dim_v));
-      if (odd != 0) found->odd = 1;
-      next_place();
+      release(smem.k_empty);
+      if (num_steps > 0) step<true>();
+      store(args.dv + info().dv, args.grads.row[1], 1 / kFactorP,
+            static_cast<int>(args.score.params.head_dim_v));
+      at.place = place_after(at.place);
     }
-  } else {
-    // --- dP, dS and dk
-    unsigned ds[4][4];
-    const float factor = factor_of(found);
-    for (unsigned items = 0;; ++items) {
-      wait(v_full, items & 1);
-      const volatile view_t& view = views[place];
-      const int num_steps = uniform(view.num_steps);
-      if (num_steps < 0) return;
-#pragma unroll
-      for (int e = 0; e < kSums; ++e) sums[e] = 0;
-      take_held();
-      make_uniform();
+  }
+};
 
-      auto ask_scores = [&] {
-        wait(dout_full + 8 * of_dout.stage, of_dout.parity);
-        ptx::wgmma_fence();
-        multiply_held(s, held, v_rows, dout_rows + of_dout.stage * (kBytes / 16));
-        ptx::wgmma_commit_group();
-      };
-      // One block of queries; dP of the next one.
-      auto step = [&](auto is_last) {
-        constexpr bool kLast = decltype(is_last)::value;
-        make_uniform();
-        const unsigned delta = smem_delta + of_dout.stage * kBytesStats + lane % 4 * 8;
-        wait_for_p(p_written, kWritten);
+// The second warpgroup: dP, dS and dk.
+struct dk_consumer_t : consumer_t {
+  unsigned long long v_rows, dout_rows, q_sums;
+  unsigned ds[4][4];
+
+  __device__ __forceinline__ dk_consumer_t(const consumer_t& consumer)
+      : consumer_t(consumer),
+        v_rows(descriptor(smem.v, 16)),
+        dout_rows(descriptor(smem.dout, 16)),
+        q_sums(descriptor(smem.q, kChunk)) {}
+
+  __device__ __forceinline__ void make_ds(float factor) {
+    const unsigned delta = smem.delta + at.dout.stage * kBytesStats + lane % 4 * 8;
+    wait_for_p(smem.p_written, kWritten);
 #pragma unroll
-        for (int e = 0; e < kScores; e += 4) {
-          float2 d = ptx::load_shared_f32x2(delta + e * 8);
-          const float4 w = ptx::load_shared_f32x4(weights + e / 4 * 2048);
-          if constexpr (kNarrow<elem_t>) {
-            d.x *= factor;
-            d.y *= factor;
+    for (int e = 0; e < kScores; e += 4) {
+      float2 d = ptx::load_shared_f32x2(delta + e * 8);
+      const float4 w = ptx::load_shared_f32x4(weights + e / 4 * 2048);
+      if constexpr (kNarrow<elem_t>) {
+        d.x *= factor;
+        d.y *= factor;
 #pragma unroll
-            for (int f = e; f < e + 4; ++f) s[f] *= factor;
-          }
-          ds[e / 8][e / 2 % 4] =
-              pair16_t::from(w.y * (s[e + 1] - d.y), w.x * (s[e] - d.x));
-          ds[e / 8][e / 2 % 4 + 1] =
-              pair16_t::from(w.w * (s[e + 3] - d.y), w.z * (s[e + 2] - d.x));
-        }
-        if constexpr (!kLast) tell_p(p_read, kRead);
-        release_read(dout_empty + 8 * of_dout.stage);  // delta
-        of_dout.advance();
-        const unsigned stage = of_q.stage;
-        wait(q_full + 8 * stage, of_q.parity);
-        of_q.advance();
-        ptx::wgmma_fence();
-        multiply_sums(sums, ds, q_sums + stage * (kBytesQ / 16));
-        ptx::wgmma_commit_group();
-        if constexpr (!kLast) ask_scores();
-        ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dk
-        keep_order(sums);
-        release(q_empty + 8 * stage);
-        if constexpr (!kLast) {
-          ptx::wgmma_wait_group<0>();
-          keep_order(s);
-        }
-      };
-      if (num_steps > 0) {
-        tell_p(p_read, kRead);  // nothing of this item has been written yet
-        ask_scores();
-        ptx::wgmma_wait_group<0>();
-        keep_order(s);
-#pragma unroll 1
-        for (int n = 1; n < num_steps; ++n) step(flag_t<false>());
+        for (int f = e; f < e + 4; ++f) s[f] *= factor;
       }
-      release(v_empty);
-      if (num_steps > 0) step(flag_t<true>());
-      const float unfactor = unfactor_of(factor, static_cast<float>(params.scale));
-      const float odd =
-          store_rows(sums, unfactor, dk + view.dk, grads.row[0], row_thread,
-                     view.num_keys, static_cast<int>(params.head_dim));
-      if (odd != 0) found->odd = 1;
-      next_place();
+      ds[e / 8][e / 2 % 4] = pair16_t::from(w.y * (s[e + 1] - d.y), w.x * (s[e] - d.x));
+      ds[e / 8][e / 2 % 4 + 1] =
+          pair16_t::from(w.w * (s[e + 3] - d.y), w.z * (s[e + 2] - d.x));
     }
+  }
+  __device__ __forceinline__ void start_dp() {
+    wait(smem.dout_full + 8 * at.dout.stage, at.dout.parity);
+    start_scores(v_rows, dout_rows + at.dout.stage * (kBytes / 16));
+  }
+  __device__ __forceinline__ void wait_for_dp() {
+    ptx::wgmma_wait_group<0>();
+    compiler_fence(s);
+  }
+  // One block of queries; dP of the next one.
+  template <bool kLast>
+  __device__ __forceinline__ void step(float factor) {
+    make_uniform();
+    make_ds(factor);
+    if constexpr (!kLast) publish_p(smem.p_read, kRead);
+    release_read(smem.dout_empty + 8 * at.dout.stage);  // delta
+    at.dout.advance();
+    const unsigned stage = at.q.stage;
+    wait(smem.q_full + 8 * stage, at.q.parity);
+    at.q.advance();
+    start_sums(ds, q_sums + stage * (kBytesQ / 16));
+    if constexpr (!kLast) start_dp();
+    ptx::wgmma_wait_group<kLast ? 0 : 1>();  // dk
+    compiler_fence(sums);
+    release(smem.q_empty + 8 * stage);
+    if constexpr (!kLast) wait_for_dp();
+  }
+
+  __device__ __forceinline__ void consume() {
+    const float factor = factor_of(args.found);
+    for (unsigned num_done = 0;; ++num_done) {
+      const int num_steps = begin_tile(smem.v_full, num_done);
+      if (num_steps < 0) return;
+      begin_sums();
+      if (num_steps > 0) {
+        publish_p(smem.p_read, kRead);  // nothing of this tile has been written yet
+        start_dp();
+        wait_for_dp();
+#pragma unroll 1
+        for (int n = 1; n < num_steps; ++n) step<false>(factor);
+      }
+      release(smem.v_empty);
+      if (num_steps > 0) step<true>(factor);
+      store(args.dk + info().dk, args.grads.row[0],
+            unfactor_of(factor, static_cast<float>(args.score.params.scale)),
+            static_cast<int>(args.score.params.head_dim));
+      at.place = place_after(at.place);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    attention_vjp_hopper_wide_keys(const __grid_constant__ all_inputs_t inputs,
+                                   const float* __restrict__ stats,  // backward.cuh
+                                   elem_t* __restrict__ dk,          // as k, summed
+                                   elem_t* __restrict__ dv,          // as v, summed
+                                   found_t* __restrict__ found,
+                                   int* __restrict__ counter,  // starts as 0
+                                   SCORE_PARAMETERS,
+                                   const __grid_constant__ grads_t grads) {
+  extern __shared__ __align__(16) unsigned char tiles[];
+  __shared__ __align__(8) unsigned long long barriers[kBarriers];
+  __shared__ tile_info_t tile_infos[kPublished];
+  __shared__ source_t source;
+  __shared__ entry_t source_entry, entries[kHasOptions ? kStagesQ : 1];
+  const arguments_t args = {inputs, stats, dk, dv, found, counter, {SCORE_ARGUMENTS},
+                            grads};
+  const shared_t shared = {tile_infos, source, source_entry, entries};
+  const addresses_t smem(tiles, barriers);
+  if (threadIdx.x == 0) smem.init_barriers();
+  __syncthreads();  // the barriers are there before anyone uses them
+
+  const int role = uniform(threadIdx.x / 128);
+  if (role == 2) {
+    ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x / 32 != 8 || !ptx::elect()) return;
+    producer_t{args, shared, smem}.produce();
+    return;
+  }
+  ptx::setmaxnreg_inc<kConsumerRegisters>();
+  const consumer_t consumer(args, shared, smem, role);
+  if (role == 0) {
+    dv_consumer_t(consumer).consume();
+  } else {
+    dk_consumer_t(consumer).consume();
   }
 }

@@ -9,11 +9,12 @@
 //                dq += dS k
 //            P and dS come out of one product in the registers that the next one reads.
 //            attention_vjp_hopper_wide_keys makes dk and dv
-// Grid       a block a multiprocessor. An item is a tile of queries of an entry; blocks
-//            take item after item, from a counter where items differ in length
+// Grid       a block a multiprocessor. A work tile is a tile of queries of an entry;
+// blocks
+//            take tile after tile, from a counter where tiles differ in length
 // Threads    two warpgroups compute 64 queries each; a thread of a third asks TMA
-//            , and finds out what the next item is
-// Tiles      q, dO    64 x kHeadDim a warpgroup   shared, loaded once an item
+//            , and finds out what the next work tile is
+// Tiles      q, dO    64 x kHeadDim a warpgroup   shared, loaded once a work tile
 //            k, v     64 x kHeadDim               shared, 2 and kStagesV stages
 //            bias, mask  64 x 64 a warpgroup, or a number a key    shared,
 //                                                 kStagesTerms stages
@@ -21,7 +22,8 @@
 // Memory     global: q, dO and dq once; k and v once a tile of queries, mostly from L2
 // Numbers    S, P, dP, dS and sums in float; dS rounded to elem_t before its product
 // Limits     as attention_vjp_hopper; q is not shared by entries of the batch
-#include "attention/sm90/backward_score_terms.cuh"
+#include "attention/sm90/backward_score_mod.cuh"
+#include "attention/sm90/score_arguments.cuh"
 
 #ifndef STAGES_V
 #error "STAGES_V comes from the host"
@@ -31,11 +33,13 @@
 constexpr bool kMakesDbias = true;
 using dbias_t = DBIAS_T;
 #define DBIAS_PARAMETER dbias_t* __restrict__ dbias,
+#define DBIAS_ARGUMENT dbias
 static_assert(kBiasTiles && !kHasSoftcap);
 #else
 constexpr bool kMakesDbias = false;
 using dbias_t = float;
 #define DBIAS_PARAMETER
+#define DBIAS_ARGUMENT nullptr
 #endif
 constexpr int kGroups = 2, kTileM = kGroups * 64;
 // k is read for S and then for dq, v for dP alone: it is free long before the next one
@@ -92,13 +96,466 @@ __device__ __forceinline__ void store_dbias(const float (&p)[kScores],
   }
 }
 
-// What the producer finds out about an item.
-struct view_t {
+// --- shared memory
+
+// What the producer publishes of a work tile.
+struct tile_info_t {
   index_t dq;                 // of the first row of the tile in the gradient
-  int tile_first, tile_last;  // of keys that queries see; < 0: no item is left
+  int tile_first, tile_last;  // of keys that queries see; < 0: no work tile is left
   int row_first, stats;       // stats: the first block of the entry's
   int low, high;              // mask_bounds_t, from key 0
   matrix_t q, dout, k, v;
+};
+
+struct shared_t {
+  tile_info_t* tile_infos;  // kPublished of each
+  entry_t* entries;
+  dbias_t** dbias_tiles;  // of the gradient of the bias, the first row of the tile
+  float* of_keys;         // terms of keys, by stage
+};
+
+constexpr int kBarriers = 4 + 2 * kStagesK + 2 * kStagesV + 2 * kTerms;
+
+// Addresses in it.
+struct addresses_t {
+  unsigned q, dout, k, v, bias, mask;  // tiles
+  unsigned q_full, dout_full, k_full, v_full, q_empty, dout_empty, k_empty, v_empty;
+  unsigned terms_full, terms_empty;
+
+  __device__ __forceinline__ addresses_t(const void* tiles,
+                                         const unsigned long long* barriers) {
+    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    q = (ptx::shared_address(tiles) + 1023) & ~1023u;
+    dout = q + kGroups * kBytes;
+    k = dout + kGroups * kBytes;
+    v = k + kStagesK * kBytes;
+    bias = v + kStagesV * kBytes;
+    mask = bias + kTerms * kGroups * kBytesBias;
+    q_full = ptx::shared_address(barriers);
+    dout_full = q_full + 8;
+    k_full = dout_full + 8;
+    v_full = k_full + 8 * kStagesK;
+    q_empty = v_full + 8 * kStagesV;
+    dout_empty = q_empty + 8;
+    k_empty = dout_empty + 8;
+    v_empty = k_empty + 8 * kStagesK;
+    terms_full = v_empty + 8 * kStagesV;
+    terms_empty = terms_full + 8 * kTerms;
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kTiles = 2 + kStagesK + kStagesV;
+    for (int n = 0; n < kTiles; ++n) {
+      ptx::mbarrier_init(q_full + 8 * n, 1);
+      // A warp that is done arrives; with q, that which reads terms of keys.
+      const bool has_reader = kTermsOfKeys && n == 0;
+      ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups + has_reader);
+    }
+    for (int n = 0; n < kTerms; ++n) {
+      ptx::mbarrier_init(terms_full + 8 * n, kTermsOfKeys ? kArrivals : 1);
+      ptx::mbarrier_init(terms_empty + 8 * n, 4 * kGroups * kArrivals);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// The arguments of the kernel.
+struct arguments_t {
+  const all_inputs_t& inputs;
+  const float* stats;
+  elem_t* dq;
+  dbias_t* dbias;
+  found_t* found;
+  int* counter;
+  score_arguments_t score;
+  const grads_t& grads;
+};
+
+// Where the kernel stands in its rings: the same in producer and consumers.
+struct pipeline_t {
+  ring_t<kStagesK> k;
+  ring_t<kStagesV> v;
+  ring_t<kStagesTerms> terms;
+  int place = 0;  // of tile infos
+};
+
+// --- producer warpgroup
+
+struct producer_t {
+  const arguments_t& args;
+  const shared_t& shared;
+  const addresses_t& smem;
+  pipeline_t at;
+
+  __device__ __forceinline__ tile_info_t& info() const {
+    return shared.tile_infos[at.place];
+  }
+
+  // Finds out what work tile `number` is.
+  __device__ __forceinline__ void publish(int number) const {
+    const inputs_t& inputs = args.inputs;
+    const params_t& params = args.score.params;
+    const grads_t& grads = args.grads;
+    tile_info_t& info = this->info();
+    info.tile_last = -1;
+    if (number >= inputs.num_items) return;
+    const work_tile_t tile = tile_of(number, inputs);
+    // The last queries see most keys, where positions hide some.
+    const int row_first = (inputs.num_tiles - 1 - tile.tile) * kTileM;
+    int tile_first = 0;
+    int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
+    if constexpr (kBounds > 0) {
+      const tile_coord_t entry =
+          kBandOfEntry ? grads.entry(params, locate(grads.kept, tile.kept).of[0], 0)
+                       : tile_coord_t();
+      const scores_t scores = args.score.scores_of(entry);
+      const range_t keys = scores.keys_of(row_first, row_first + kTileM);
+      tile_first = static_cast<int>(keys.first) / kBlockN;
+      tile_last = (static_cast<int>(keys.last) + kBlockN - 1) / kBlockN;
+      if (keys.first >= keys.last) tile_last = tile_first;
+      const mask_bounds_t band = scores.mask_bounds(row_first, 0);
+      info.low = band.low;
+      info.high = band.high;
+    }
+    info.row_first = row_first;
+    info.tile_first = tile_first;
+    info.tile_last = tile_last;
+    const auto kept = locate(grads.kept, tile.kept);
+    info.dq = kept.of[1] + row_first * grads.row[0];
+    const tile_coord_t entry = grads.entry(params, kept.of[0], 0);
+    info.stats = static_cast<int>(entry.row_of_heads) * inputs.num_blocks;
+    info.q = matrix_of(entry, entry.head, params.q);
+    info.dout = matrix_of(entry, entry.head, grads.dout);
+    info.k = matrix_of(entry, entry.kv_head, params.k);
+    info.v = matrix_of(entry, entry.kv_head, params.v);
+    if constexpr (kHasOptions) {
+      shared.entries[at.place].set(args.score.scores_of(entry), entry, params,
+                                   row_first, 0);
+    }
+    if constexpr (kMakesDbias) {
+      shared.dbias_tiles[at.place] = args.dbias + kept.of[2] + row_first * grads.row[1];
+    }
+  }
+
+  // q or dO of the work tile.
+  __device__ __forceinline__ void load_own(unsigned target,
+                                           const ptx::tensor_map_t& map,
+                                           unsigned full,
+                                           unsigned empty,
+                                           unsigned parity,
+                                           const matrix_t& matrix) const {
+    wait(empty, parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, kGroups * kBytes);
+    for (int n = 0; n < kGroups; ++n) {
+      load_chunks<0, kChunks>(target + n * kBytes, map, full, info().row_first + n * 64,
+                              matrix);
+    }
+  }
+  __device__ __forceinline__ void load_dout(unsigned parity) const {
+    load_own(smem.dout, args.inputs.dout_map, smem.dout_full, smem.dout_empty, parity,
+             info().dout);
+  }
+  // A tile of k or v.
+  template <int kStages>
+  __device__ __forceinline__ void load_keys(ring_t<kStages>& ring,
+                                            unsigned target,
+                                            const ptx::tensor_map_t& map,
+                                            unsigned full,
+                                            unsigned empty,
+                                            int tile,
+                                            const matrix_t& matrix) {
+    const unsigned barrier = full + 8 * ring.stage;
+    wait(empty + 8 * ring.stage, ring.parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(barrier, kBytes);
+    load_chunks<0, kChunks>(target + ring.stage * kBytes, map, barrier, tile * kBlockN,
+                            matrix);
+    ring.advance();
+  }
+  __device__ __forceinline__ void load_term_tiles(int tile) {
+    const unsigned full = smem.terms_full + 8 * at.terms.stage;
+    wait(smem.terms_empty + 8 * at.terms.stage, at.terms.parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(full, kGroups * (kBytesBias + kBytesMask));
+    for (int n = 0; n < kGroups; ++n) {
+      load_terms(smem.bias + (at.terms.stage * kGroups + n) * kBytesBias,
+                 smem.mask + (at.terms.stage * kGroups + n) * kBytesMask, args.inputs,
+                 shared.entries[at.place], full, info().row_first + n * 64,
+                 tile * kBlockN);
+    }
+    at.terms.advance();
+  }
+
+  // By one thread.
+  __device__ __forceinline__ void produce() {
+    const all_inputs_t& inputs = args.inputs;
+    int number = static_cast<int>(blockIdx.x);
+    publish(number);
+    for (unsigned num_done = 0;; ++num_done) {
+      const unsigned parity = num_done & 1;
+      if (info().tile_last < 0) {
+        wait(smem.q_empty, parity ^ 1);
+        ptx::mbarrier_arrive(smem.q_full);
+        return;
+      }
+      load_own(smem.q, inputs.q_map, smem.q_full, smem.q_empty, parity, info().q);
+      for (int tile = info().tile_first; tile < info().tile_last; ++tile) {
+        load_keys(at.k, smem.k, inputs.k_map, smem.k_full, smem.k_empty, tile,
+                  info().k);
+        if constexpr (kHasTiles) load_term_tiles(tile);
+        if (tile == info().tile_first) load_dout(parity);
+        load_keys(at.v, smem.v, inputs.v_map, smem.v_full, smem.v_empty, tile,
+                  info().v);
+      }
+      if (info().tile_first >= info().tile_last) load_dout(parity);
+      number = tile_after(number, args.counter);
+      at.place = place_after(at.place);
+      publish(number);
+      if (info().tile_last >= 0) {
+        for (int n = 0; n < kGroups; ++n) {
+          const int row = info().row_first + n * 64;
+          prefetch_rows(inputs.q_map, row, info().q);
+          prefetch_rows(inputs.dout_map, row, info().dout);
+        }
+      }
+    }
+  }
+
+  // By another warp: what bias and mask are to each key, where queries share them.
+  __device__ __forceinline__ void read_key_terms() {
+    const int lane = threadIdx.x % 32;
+    for (unsigned num_done = 0;; ++num_done) {
+      wait(smem.q_full, num_done & 1);
+      const int tile_first = info().tile_first, tile_last = info().tile_last;
+      if (tile_last < 0) return;
+      const entry_t& entry = shared.entries[at.place];
+      for (int tile = tile_first; tile < tile_last; ++tile) {
+        float terms[2];
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          terms[n] = term_of_key(entry.bias, entry.mask, args.score.params,
+                                 tile * kBlockN + n * 32 + lane);
+        }
+        wait(smem.terms_empty + 8 * at.terms.stage, at.terms.parity ^ 1);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          shared.of_keys[at.terms.stage * kBlockN + n * 32 + lane] = terms[n];
+        }
+        __syncwarp();  // all lanes have written
+        if (lane < kArrivals) {
+          ptx::mbarrier_arrive(smem.terms_full + 8 * at.terms.stage);
+        }
+        at.terms.advance();
+      }
+      if (lane == 0) ptx::mbarrier_arrive(smem.q_empty);
+      at.place = place_after(at.place);
+    }
+  }
+};
+
+// --- consumer warpgroups
+
+struct consumer_t {
+  const arguments_t& args;
+  const shared_t& shared;
+  const addresses_t& smem;
+  int group, lane;
+  fragment_t<false> fragment;  // row: of the warpgroup's, and the one 8 below
+  float factor;
+  unsigned long long q_rows, dout_rows, k_rows, v_rows, k_sums;
+  pipeline_t at;
+  unsigned num_done = 0;  // work tiles so far
+  float log_sum[2], delta[2];
+  float sums[kSums], s[kScores], dp[kScores];
+  float rest[kScores];  // with options: what is added to the exponents
+
+  __device__ __forceinline__ consumer_t(const arguments_t& args,
+                                        const shared_t& shared,
+                                        const addresses_t& smem,
+                                        int group)
+      : args(args),
+        shared(shared),
+        smem(smem),
+        group(group),
+        lane(threadIdx.x % 32),
+        fragment{int(threadIdx.x / 32 % 4 * 16 + lane / 4), lane},
+        factor(factor_of(args.found)),
+        q_rows(descriptor(smem.q + group * kBytes, 16)),
+        dout_rows(descriptor(smem.dout + group * kBytes, 16)),
+        k_rows(descriptor(smem.k, 16)),
+        v_rows(descriptor(smem.v, 16)),
+        k_sums(descriptor(smem.k, kChunk)) {}
+
+  // This warp is done with a tile.
+  __device__ __forceinline__ void release(unsigned barrier) const {
+    if (lane == 0) ptx::mbarrier_arrive(barrier);
+  }
+  __device__ __forceinline__ const volatile tile_info_t& info() const {
+    return shared.tile_infos[at.place];
+  }
+
+  // Statistics of this thread's rows, and sums of 0.
+  __device__ __forceinline__ void begin_tile() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int i = info().row_first + group * 64 + fragment.row + 8 * r;
+      const float* const from = args.stats +
+                                index_t(info().stats + i / kBlockM) * (2 * kBlockM) +
+                                i % kBlockM;
+      const bool exists = i < args.score.params.seqlen_q;
+      log_sum[r] = exists ? from[0] : infinity<float>();
+      delta[r] = exists ? from[kBlockM] * factor : 0.f;
+    }
+#pragma unroll
+    for (int e = 0; e < kSums; ++e) sums[e] = 0;
+    at.k = uniform(at.k);
+    at.v = uniform(at.v);
+    if constexpr (kTerms > 0) at.terms = uniform(at.terms);
+  }
+
+  template <typename Use>
+  __device__ __forceinline__ void find_rest_of(int tile, const Use& use) {
+    const volatile entry_t& entry = shared.entries[at.place];
+    const tile_terms_t<false> terms =
+        tile_terms_t<false>(fragment.row, lane)
+            .at(smem.bias + (at.terms.stage * kGroups + group) * kBytesBias,
+                smem.mask + (at.terms.stage * kGroups + group) * kBytesMask);
+    float slope = 0, distance = 0;
+    if constexpr (kHasAlibi) {
+      slope = entry.slope * float(kLog2e);
+      distance = static_cast<float>(entry.diagonal + group * 64 + fragment.distance() -
+                                    tile * kBlockN);
+    }
+    if constexpr (kTerms > 0) {
+      wait(smem.terms_full + 8 * at.terms.stage, at.terms.parity);
+    }
+    const unsigned keys = ptx::shared_address(shared.of_keys) +
+                          at.terms.stage * (kBlockN * 4) + lane % 4 * 8;
+    float2 of_two;
+    find_rest(
+        terms, slope, distance, [&](int e) { return log_sum[e / 2 % 2]; },
+        [&](int e) {
+          if (e % 4 == 0) of_two = ptx::load_shared_f32x2(keys + e / 4 * 32);
+          return e % 2 ? of_two.y : of_two.x;
+        },
+        use);
+    if constexpr (kTerms > 0) {
+      __syncwarp();  // all lanes have read them
+      if (lane < kArrivals) {
+        ptx::mbarrier_arrive(smem.terms_empty + 8 * at.terms.stage);
+      }
+      at.terms.advance();
+    }
+  }
+
+  // s becomes P of a tile of keys; with softcap, P times the derivative of the score.
+  __device__ __forceinline__ void softmax(int tile) {
+    const all_inputs_t& inputs = args.inputs;
+    if constexpr (kHasOptions) {
+      const mask_bounds_t band =
+          shifted(shared.entries[at.place].band, group * 64, tile * kBlockN);
+      float derivatives[kDerivatives];
+      add_terms(fragment, s, derivatives, inputs, rest,
+                [&](auto use) { find_rest_of(tile, use); });
+      mask(fragment, s, band);
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) {
+        s[e] = ptx::ex2_approx_ftz(s[e]);
+        if constexpr (kHasSoftcap) s[e] *= derivatives[e];
+      }
+    } else {
+      const int num_keys =
+          static_cast<int>(args.score.params.seqlen_k) - tile * kBlockN;
+      int low = -(1 << 30), high = 1 << 30;
+      if constexpr (kBounds > 0) {
+        low = info().low + group * 64 - tile * kBlockN;
+        high = info().high + group * 64 - tile * kBlockN;
+      }
+      fragment.mask(s, low, high, num_keys, inputs.hidden);
+#pragma unroll
+      for (int e = 0; e < kScores; ++e) {
+        s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
+      }
+    }
+  }
+
+  // The share of a tile of keys in dq, and its part of dbias.
+  __device__ __forceinline__ void step(int tile, bool is_last) {
+    const params_t& params = args.score.params;
+    wait(smem.k_full + 8 * at.k.stage, at.k.parity);
+    ptx::wgmma_fence();
+    multiply_scores(s, q_rows, k_rows + at.k.stage * (kBytes / 16));
+    ptx::wgmma_commit_group();
+    wait(smem.dout_full, num_done & 1);
+    wait(smem.v_full + 8 * at.v.stage, at.v.parity);
+    ptx::wgmma_fence();
+    multiply_scores(dp, dout_rows, v_rows + at.v.stage * (kBytes / 16));
+    ptx::wgmma_commit_group();
+    if constexpr (kAhead) find_rest_of(tile, [&](int e, float x) { rest[e] = x; });
+    ptx::wgmma_wait_group<1>();  // S
+    compiler_fence(s);
+    if (is_last) release(smem.q_empty);
+    softmax(tile);
+    ptx::wgmma_wait_group<0>();  // dP
+    compiler_fence(dp);
+    release(smem.v_empty + 8 * at.v.stage);
+    if (is_last) release(smem.dout_empty);
+    unsigned ds[4][4];
+#pragma unroll
+    for (int e = 0; e < kScores; e += 2) {
+      const int r = e / 2 % 2;
+      if constexpr (kNarrow<elem_t>) {
+        dp[e] *= factor;
+        dp[e + 1] *= factor;
+      }
+      ds[e / 8][e / 2 % 4] =
+          pair16_t::from(s[e + 1] * (dp[e + 1] - delta[r]), s[e] * (dp[e] - delta[r]));
+    }
+    ptx::wgmma_fence();
+    multiply_sums(sums, ds, k_sums + at.k.stage * (kBytes / 16));
+    ptx::wgmma_commit_group();
+    if constexpr (kMakesDbias) {
+      store_dbias(s, dp, delta, shared.dbias_tiles[at.place] + tile * kBlockN,
+                  group * 64 + fragment.row, lane % 4 * 2, unfactor_of(factor, 1.f),
+                  static_cast<int>(params.seqlen_q) - info().row_first,
+                  static_cast<int>(params.seqlen_k) - tile * kBlockN,
+                  args.grads.row[1]);
+    }
+    ptx::wgmma_wait_group<0>();
+    compiler_fence(sums);
+    release(smem.k_empty + 8 * at.k.stage);
+    at.k.advance();
+    at.v.advance();
+  }
+
+  __device__ __forceinline__ void store() const {
+    const params_t& params = args.score.params;
+    const float odd =
+        store_rows(sums, unfactor_of(factor, static_cast<float>(params.scale)),
+                   args.dq + info().dq, args.grads.row[0], group * 64 + fragment.row,
+                   static_cast<int>(params.seqlen_q) - info().row_first,
+                   static_cast<int>(params.head_dim));
+    if (odd != 0) args.found->odd = 1;
+  }
+
+  __device__ __forceinline__ void consume() {
+    for (;; ++num_done) {
+      wait(smem.q_full, num_done & 1);
+      const int tile_first = uniform(info().tile_first);
+      const int tile_last = uniform(info().tile_last);
+      if (tile_last < 0) return;
+      begin_tile();
+#pragma unroll 1
+      for (int tile = tile_first; tile < tile_last; ++tile) {
+        step(tile, tile + 1 == tile_last);
+      }
+      if (tile_first >= tile_last) {  // no query of the tile sees a key
+        wait(smem.dout_full, num_done & 1);
+        release(smem.q_empty);
+        release(smem.dout_empty);
+      }
+      store();
+      at.place = place_after(at.place);
+    }
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
@@ -109,376 +566,30 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                       int* __restrict__ counter,  // starts as 0
                                       SCORE_PARAMETERS,
                                       const __grid_constant__ grads_t grads) {
-  extern __shared__ __align__(16) unsigned char smem[];
-  __shared__ __align__(
-      8) unsigned long long barriers[4 + 2 * kStagesK + 2 * kStagesV + 2 * kTerms];
-  __shared__ view_t views[kViews];
-  __shared__ entry_t entries[kHasOptions ? kViews : 1];
-  // Of the gradient of the bias, the first row of the tile.
-  __shared__ dbias_t* dbias_tiles[kMakesDbias ? kViews : 1];
+  extern __shared__ __align__(16) unsigned char tiles[];
+  __shared__ __align__(8) unsigned long long barriers[kBarriers];
+  __shared__ tile_info_t tile_infos[kPublished];
+  __shared__ entry_t entries[kHasOptions ? kPublished : 1];
+  __shared__ dbias_t* dbias_tiles[kMakesDbias ? kPublished : 1];
   __shared__ __align__(8) float of_keys[kTermsOfKeys ? kStagesTerms * kBlockN : 2];
-
-  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
-  const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
-  const unsigned smem_dout = smem_q + kGroups * kBytes,
-                 smem_k = smem_dout + kGroups * kBytes,
-                 smem_v = smem_k + kStagesK * kBytes,
-                 smem_bias = smem_v + kStagesV * kBytes,
-                 smem_mask = smem_bias + kTerms * kGroups * kBytesBias;
-  const unsigned q_full = ptx::shared_address(barriers), dout_full = q_full + 8,
-                 k_full = dout_full + 8, v_full = k_full + 8 * kStagesK,
-                 q_empty = v_full + 8 * kStagesV, dout_empty = q_empty + 8,
-                 k_empty = dout_empty + 8, v_empty = k_empty + 8 * kStagesK,
-                 terms_full = v_empty + 8 * kStagesV,
-                 terms_empty = terms_full + 8 * kTerms;
-  if (threadIdx.x == 0) {
-    constexpr int kTiles = 2 + kStagesK + kStagesV;
-    for (int n = 0; n < kTiles; ++n) {
-      ptx::mbarrier_init(q_full + 8 * n, 1);
-      // A warp that is done arrives; with q, that which reads terms of keys.
-      const bool is_told = kTermsOfKeys && n == 0;
-      ptx::mbarrier_init(q_empty + 8 * n, 4 * kGroups + is_told);
-    }
-    for (int n = 0; n < kTerms; ++n) {
-      ptx::mbarrier_init(terms_full + 8 * n, kTermsOfKeys ? kArrivals : 1);
-      ptx::mbarrier_init(terms_empty + 8 * n, 4 * kGroups * kArrivals);
-    }
-    ptx::fence_mbarrier_init();
-  }
+  const arguments_t args = {
+      inputs, stats, dq, DBIAS_ARGUMENT, found, counter, {SCORE_ARGUMENTS}, grads};
+  const shared_t shared = {tile_infos, entries, dbias_tiles, of_keys};
+  const addresses_t smem(tiles, barriers);
+  if (threadIdx.x == 0) smem.init_barriers();
   __syncthreads();  // the barriers are there before anyone uses them
 
   const int group = uniform(threadIdx.x / 128);
-  ring_t<kStagesK> of_k;
-  ring_t<kStagesV> of_v;
-  ring_t<kStagesTerms> of_terms;
-  int place = 0;  // of views
-  auto next_place = [&] { place = place + 1 == kViews ? 0 : place + 1; };
-
   if (group == kGroups) {
-    // --- the producer
     ptx::setmaxnreg_dec<kProducerRegisters>();
-    if constexpr (kTermsOfKeys) {
-      if (threadIdx.x / 32 == 4 * kGroups + 1) {
-        const int lane = threadIdx.x % 32;
-        for (unsigned items = 0;; ++items) {
-          wait(q_full, items & 1);
-          const int tile_first = views[place].tile_first;
-          const int tile_last = views[place].tile_last;
-          if (tile_last < 0) return;
-          const entry_t& entry = entries[place];
-          for (int tile = tile_first; tile < tile_last; ++tile) {
-            float terms[2];
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-              terms[n] = term_of_key(entry.bias, entry.mask, params,
-                                     tile * kBlockN + n * 32 + lane);
-            }
-            wait(terms_empty + 8 * of_terms.stage, of_terms.parity ^ 1);
-#pragma unroll
-            for (int n = 0; n < 2; ++n) {
-              of_keys[of_terms.stage * kBlockN + n * 32 + lane] = terms[n];
-            }
-            __syncwarp();  // all lanes have written
-            if (lane < kArrivals) {
-              ptx::mbarrier_arrive(terms_full + 8 * of_terms.stage);
-            }
-            of_terms.advance();
-          }
-          if (lane == 0) ptx::mbarrier_arrive(q_empty);
-          next_place();
-        }
-      }
+    producer_t producer{args, shared, smem};
+    if (kTermsOfKeys && threadIdx.x / 32 == 4 * kGroups + 1) {
+      producer.read_key_terms();
+    } else if (threadIdx.x / 32 == 4 * kGroups && ptx::elect()) {
+      producer.produce();
     }
-    if (threadIdx.x / 32 != 4 * kGroups || !ptx::elect()) return;
-
-    int number = static_cast<int>(blockIdx.x);
-    auto find = [&](view_t& view) {
-      view.tile_last = -1;
-      if (number >= inputs.num_items) return;
-      const item_t item = item_of(number, inputs);
-      // The last queries see most keys, where positions hide some.
-      const int row_first = (inputs.num_tiles - 1 - item.tile) * kTileM;
-      int tile_first = 0;
-      int tile_last = (static_cast<int>(params.seqlen_k) + kBlockN - 1) / kBlockN;
-      if constexpr (kBounds > 0) {
-        const tile_coord_t at =
-            kBandOfEntry ? grads.entry(params, locate(grads.kept, item.kept).of[0], 0)
-                         : tile_coord_t();
-        const scores_t scores(at, SCORE_ARGUMENTS);
-        const range_t keys = scores.keys_of(row_first, row_first + kTileM);
-        tile_first = static_cast<int>(keys.first) / kBlockN;
-        tile_last = (static_cast<int>(keys.last) + kBlockN - 1) / kBlockN;
-        if (keys.first >= keys.last) tile_last = tile_first;
-        const mask_bounds_t band = scores.mask_bounds(row_first, 0);
-        view.low = band.low;
-        view.high = band.high;
-      }
-      view.row_first = row_first;
-      view.tile_first = tile_first;
-      view.tile_last = tile_last;
-      const auto kept = locate(grads.kept, item.kept);
-      view.dq = kept.of[1] + row_first * grads.row[0];
-      const tile_coord_t at = grads.entry(params, kept.of[0], 0);
-      view.stats = static_cast<int>(at.row_of_heads) * inputs.num_blocks;
-      view.q = matrix_of(at, at.head, params.q);
-      view.dout = matrix_of(at, at.head, grads.dout);
-      view.k = matrix_of(at, at.kv_head, params.k);
-      view.v = matrix_of(at, at.kv_head, params.v);
-      if constexpr (kHasOptions) {
-        entries[place].set(scores_t(at, SCORE_ARGUMENTS), at, params, row_first, 0);
-      }
-#ifdef DBIAS_T
-      dbias_tiles[place] = dbias + kept.of[2] + row_first * grads.row[1];
-#endif
-    };
-    auto load_own = [&](unsigned target, const ptx::tensor_map_t& map, unsigned full,
-                        unsigned empty, unsigned parity, const matrix_t& matrix) {
-      wait(empty, parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(full, kGroups * kBytes);
-      for (int n = 0; n < kGroups; ++n) {
-        load_chunks<0, kChunks>(target + n * kBytes, map, full,
-                                views[place].row_first + n * 64, matrix);
-      }
-    };
-
-    find(views[0]);
-    for (unsigned items = 0;; ++items) {
-      const unsigned parity = items & 1;
-      if (views[place].tile_last < 0) {
-        wait(q_empty, parity ^ 1);
-        ptx::mbarrier_arrive(q_full);
-        return;
-      }
-      load_own(smem_q, inputs.q_map, q_full, q_empty, parity, views[place].q);
-      for (int tile = views[place].tile_first; tile < views[place].tile_last; ++tile) {
-        const unsigned k_barrier = k_full + 8 * of_k.stage;
-        wait(k_empty + 8 * of_k.stage, of_k.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(k_barrier, kBytes);
-        load_chunks<0, kChunks>(smem_k + of_k.stage * kBytes, inputs.k_map, k_barrier,
-                                tile * kBlockN, views[place].k);
-        if constexpr (kHasTiles) {
-          const unsigned full = terms_full + 8 * of_terms.stage;
-          wait(terms_empty + 8 * of_terms.stage, of_terms.parity ^ 1);
-          ptx::mbarrier_arrive_expect_tx(full, kGroups * (kBytesBias + kBytesMask));
-          for (int n = 0; n < kGroups; ++n) {
-            load_terms(smem_bias + (of_terms.stage * kGroups + n) * kBytesBias,
-                       smem_mask + (of_terms.stage * kGroups + n) * kBytesMask, inputs,
-                       entries[place], full, views[place].row_first + n * 64,
-                       tile * kBlockN);
-          }
-          of_terms.advance();
-        }
-        if (tile == views[place].tile_first) {
-          load_own(smem_dout, inputs.dout_map, dout_full, dout_empty, parity,
-                   views[place].dout);
-        }
-        const unsigned v_barrier = v_full + 8 * of_v.stage;
-        wait(v_empty + 8 * of_v.stage, of_v.parity ^ 1);
-        ptx::mbarrier_arrive_expect_tx(v_barrier, kBytes);
-        load_chunks<0, kChunks>(smem_v + of_v.stage * kBytes, inputs.v_map, v_barrier,
-                                tile * kBlockN, views[place].v);
-        of_k.advance();
-        of_v.advance();
-      }
-      if (views[place].tile_first >= views[place].tile_last) {
-        load_own(smem_dout, inputs.dout_map, dout_full, dout_empty, parity,
-                 views[place].dout);
-      }
-      number = item_after(number, counter);
-      next_place();
-      find(views[place]);
-      if (views[place].tile_last >= 0) {
-        for (int n = 0; n < kGroups; ++n) {
-          const int row = views[place].row_first + n * 64;
-          prefetch_rows(inputs.q_map, row, views[place].q);
-          prefetch_rows(inputs.dout_map, row, views[place].dout);
-        }
-      }
-    }
+    return;
   }
-
-  // --- those that compute
   ptx::setmaxnreg_inc<kConsumerRegisters>();
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  const int row = warp * 16 + lane / 4;  // of the warpgroup's, and the one 8 below
-  const float factor = factor_of(found);
-  const unsigned long long q_rows = descriptor(smem_q + group * kBytes, 16),
-                           dout_rows = descriptor(smem_dout + group * kBytes, 16),
-                           k_rows = descriptor(smem_k, 16),
-                           v_rows = descriptor(smem_v, 16),
-                           k_sums = descriptor(smem_k, kChunk);
-  // This warp is done with a tile.
-  auto release = [&](unsigned barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
-  };
-  float sums[kSums], s[kScores], dp[kScores];
-  for (unsigned items = 0;; ++items) {
-    wait(q_full, items & 1);
-    const volatile view_t& view = views[place];
-    const int tile_first = uniform(view.tile_first);
-    const int tile_last = uniform(view.tile_last);
-    if (tile_last < 0) return;
-    float log_sum[2], delta[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int i = view.row_first + group * 64 + row + 8 * r;
-      const float* const from =
-          stats + index_t(view.stats + i / kBlockM) * (2 * kBlockM) + i % kBlockM;
-      const bool exists = i < params.seqlen_q;
-      log_sum[r] = exists ? from[0] : infinity<float>();
-      delta[r] = exists ? from[kBlockM] * factor : 0.f;
-    }
-#pragma unroll
-    for (int e = 0; e < kSums; ++e) sums[e] = 0;
-    // The rings are the same in all lanes, which the compiler loses sight of between
-    // items.
-    of_k = {unsigned(uniform(of_k.stage)), unsigned(uniform(of_k.parity))};
-    of_v = {unsigned(uniform(of_v.stage)), unsigned(uniform(of_v.parity))};
-    if constexpr (kTerms > 0) {
-      of_terms = {unsigned(uniform(of_terms.stage)),
-                  unsigned(uniform(of_terms.parity))};
-    }
-
-#pragma unroll 1
-    for (int tile = tile_first; tile < tile_last; ++tile) {
-      wait(k_full + 8 * of_k.stage, of_k.parity);
-      ptx::wgmma_fence();
-      multiply_scores(s, q_rows, k_rows + of_k.stage * (kBytes / 16));
-      ptx::wgmma_commit_group();
-      wait(dout_full, items & 1);
-      wait(v_full + 8 * of_v.stage, of_v.parity);
-      ptx::wgmma_fence();
-      multiply_scores(dp, dout_rows, v_rows + of_v.stage * (kBytes / 16));
-      ptx::wgmma_commit_group();
-      // With options: what is added to the exponents.
-      float rest[kScores];
-      auto find_rest = [&](auto use) {
-        const volatile entry_t& entry = entries[place];
-        const tile_terms_t<false> terms(
-            smem_bias + (of_terms.stage * kGroups + group) * kBytesBias,
-            smem_mask + (of_terms.stage * kGroups + group) * kBytesMask, row, lane);
-        float slope = 0, distance = 0;
-        if constexpr (kHasAlibi) {
-          slope = entry.slope * float(kLog2e);
-          distance = static_cast<float>(entry.diagonal + group * 64 + row -
-                                        tile * kBlockN - lane % 4 * 2);
-        }
-        if constexpr (kTerms > 0) {
-          wait(terms_full + 8 * of_terms.stage, of_terms.parity);
-        }
-        const unsigned keys = ptx::shared_address(of_keys) +
-                              of_terms.stage * (kBlockN * 4) + lane % 4 * 8;
-        float2 of_two;
-#pragma unroll
-        for (int e = 0; e < kScores; ++e) {
-          float x = -log_sum[e / 2 % 2];
-          if constexpr (kTermsOfKeys) {
-            if (e % 4 == 0) of_two = ptx::load_shared_f32x2(keys + e / 4 * 32);
-            x += e % 2 ? of_two.y : of_two.x;
-          }
-          if constexpr (kHasTiles) x += terms(e);
-          if constexpr (kHasAlibi) {
-            const int apart = e / 2 % 2 * 8 - e / 4 * 8 - e % 2;
-            x = fmaf(-slope, fabsf(distance + static_cast<float>(apart)), x);
-          }
-          use(e, x);
-        }
-        if constexpr (kTerms > 0) {
-          __syncwarp();  // all lanes have read them
-          if (lane < kArrivals) {
-            ptx::mbarrier_arrive(terms_empty + 8 * of_terms.stage);
-          }
-          of_terms.advance();
-        }
-      };
-      auto keep_rest = [&](int e, float x) { rest[e] = x; };
-      if constexpr (kAhead) find_rest(keep_rest);
-      ptx::wgmma_wait_group<1>();  // S
-      keep_order(s);
-      if (tile + 1 == tile_last) release(q_empty);
-
-      if constexpr (kHasOptions) {
-        const mask_bounds_t band =
-            shifted(entries[place].band, group * 64, tile * kBlockN);
-        float derivatives[kDerivatives];
-        add_terms(s, derivatives, inputs, rest, find_rest);
-        if (hides_some(band)) {
-#pragma unroll
-          for (int e = 0; e < kScores; ++e) {
-            const int key = e / 4 * 8 + e % 2 + lane % 4 * 2;
-            if (!band.sees(row + e / 2 % 2 * 8, key)) s[e] = -infinity<float>();
-          }
-        }
-#pragma unroll
-        for (int e = 0; e < kScores; ++e) {
-          s[e] = ptx::ex2_approx_ftz(s[e]);
-          if constexpr (kHasSoftcap) s[e] *= derivatives[e];
-        }
-      } else {
-        // Number e stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2
-        // * 8.
-        const int num_keys = static_cast<int>(params.seqlen_k) - tile * kBlockN;
-        int low = -(1 << 30), high = 1 << 30;
-        if constexpr (kBounds > 0) {
-          low = view.low + group * 64 - tile * kBlockN;
-          high = view.high + group * 64 - tile * kBlockN;
-        }
-        if (num_keys < kBlockN || low > 1 - 64 || high < kBlockN) {
-#pragma unroll
-          for (int e = 0; e < kScores; ++e) {
-            const int column = e / 4 * 8 + e % 2 + lane % 4 * 2;
-            const int distance = column - row - e / 2 % 2 * 8;
-            const bool sees = low <= distance && distance < high && column < num_keys;
-            if (!sees) s[e] = inputs.hidden;
-          }
-        }
-#pragma unroll
-        for (int e = 0; e < kScores; ++e) {
-          s[e] = ptx::ex2_approx_ftz(s[e] * inputs.to_log2 - log_sum[e / 2 % 2]);
-        }
-      }
-      ptx::wgmma_wait_group<0>();  // dP
-      keep_order(dp);
-      release(v_empty + 8 * of_v.stage);
-      if (tile + 1 == tile_last) release(dout_empty);
-      unsigned ds[4][4];
-#pragma unroll
-      for (int e = 0; e < kScores; e += 2) {
-        const int r = e / 2 % 2;
-        if constexpr (kNarrow<elem_t>) {
-          dp[e] *= factor;
-          dp[e + 1] *= factor;
-        }
-        ds[e / 8][e / 2 % 4] = pair16_t::from(s[e + 1] * (dp[e + 1] - delta[r]),
-                                              s[e] * (dp[e] - delta[r]));
-      }
-      ptx::wgmma_fence();
-      multiply_sums(sums, ds, k_sums + of_k.stage * (kBytes / 16));
-      ptx::wgmma_commit_group();
-      if constexpr (kMakesDbias) {
-        store_dbias(s, dp, delta, dbias_tiles[place] + tile * kBlockN, group * 64 + row,
-                    lane % 4 * 2, unfactor_of(factor, 1.f),
-                    static_cast<int>(params.seqlen_q) - view.row_first,
-                    static_cast<int>(params.seqlen_k) - tile * kBlockN, grads.row[1]);
-      }
-      ptx::wgmma_wait_group<0>();
-      keep_order(sums);
-      release(k_empty + 8 * of_k.stage);
-      of_k.advance();
-      of_v.advance();
-    }
-    if (tile_first >= tile_last) {  // no query of the tile sees a key
-      wait(dout_full, items & 1);
-      release(q_empty);
-      release(dout_empty);
-    }
-
-    const float odd =
-        store_rows(sums, unfactor_of(factor, static_cast<float>(params.scale)),
-                   dq + view.dq, grads.row[0], group * 64 + row,
-                   static_cast<int>(params.seqlen_q) - view.row_first,
-                   static_cast<int>(params.head_dim));
-    if (odd != 0) found->odd = 1;
-    next_place();
-  }
+  consumer_t(args, shared, smem, group).consume();
 }

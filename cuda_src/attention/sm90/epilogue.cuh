@@ -65,3 +65,31 @@ __device__ __forceinline__ void store_staged(unsigned staged,
     }
   }
 }
+
+// Stores 32 columns of a row from `first` on, 8 of each lane of four: word t has
+// columns 8 t + lane % 4 * 2 and the one behind it. Vectors of 16 bytes where the row
+// is aligned.
+__device__ __forceinline__ void store_words(elem_t* out_row,
+                                            unsigned (&words)[4],
+                                            const operand_t& strides,
+                                            int first,
+                                            bool aligned,
+                                            bool exists,
+                                            index_t num_columns,
+                                            int lane) {
+  if (aligned) {
+    transpose(words, lane);  // 8 columns side by side
+    const int column = first + lane % 4 * 8;
+    if (exists && column < num_columns) {
+      *reinterpret_cast<uint4*>(out_row + column) =
+          make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  } else if (exists) {
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+      const int column = first + t / 2 * 8 + lane % 4 * 2 + t % 2;
+      const unsigned short bits = words[t / 2] >> (t % 2 * 16);
+      if (column < num_columns) out_row[column * strides.col] = elem_t{bits};
+    }
+  }
+}

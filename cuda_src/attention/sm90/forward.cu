@@ -5,24 +5,26 @@
 //            first: while o += p v of one tile runs, so does s = q k^T of the
 //            next, and its softmax. The reference m of a row moves only when a score
 //            passes it by 2^8, which leaves o alone in most steps.
-// Grid       a block a multiprocessor. An item is a tile of queries of one head; blocks
-//            take item after item, from a counter where items differ in length
+// Grid       a block a multiprocessor. A work tile is a tile of queries of one head;
+// blocks
+//            take tile after tile, from a counter where tiles differ in length
 // Threads    warpgroup 0 asks TMA for tiles (one thread); each other one
 //            computes 64 queries. With kTakeTurns they issue products one after another
 // Tiles      q     kGroupM x kHeadDim a warpgroup   shared
 //            k, v  kBlockN x kHeadDim (kHeadDimV)   shared, kStages of each
 //            s, p, o  registers, as wgmma lays them out
 //            out   16 x kStagedColumns a warp       shared, on their way to memory
-// Memory     global: q and out once; k and v once an item, mostly from L2
+// Memory     global: q and out once; k and v once a work tile, mostly from L2
 // Numbers    s, m, l, o in float32; p is rounded to elem_t before p v
 // Limits     q, k, v as a tensor map takes them (_cuda/tensor_map.py); seqlen_k >= 1;
 // numbers
-//            of items, queries and keys in 32 bits
-#include "attention/sm90/nonfinite_values.cuh"
-#include "attention/sm90/split_kv.cuh"
-#include "attention/sm90/softmax.cuh"
+//            of work tiles, queries and keys in 32 bits
 #include "attention/sm90/epilogue.cuh"
-#include "attention/sm90/score_terms.cuh"
+#include "attention/sm90/nonfinite_values.cuh"
+#include "attention/sm90/score_arguments.cuh"
+#include "attention/sm90/score_mod.cuh"
+#include "attention/sm90/softmax.cuh"
+#include "attention/sm90/split_kv.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/setmaxnreg.cuh"
 #include "ptx/wgmma_shapes.cuh"
@@ -95,66 +97,75 @@ struct alignas(64) inputs_t {
   cap_t cap;
 };
 
-// Where merged parts go.
+// Where combined parts go.
 #ifdef MERGE
 #define MERGED_PARAMETERS                                                \
   elem_t* __restrict__ merged, /* (batch, heads, queries, head_dim_v) */ \
       float* __restrict__ merged_lse,
+#define MERGED_ARGUMENTS merged, merged_lse
 #else
 #define MERGED_PARAMETERS
+#define MERGED_ARGUMENTS nullptr, nullptr
 #endif
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    attention_hopper(const __grid_constant__ inputs_t inputs,
-                     out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
-                     lse_t* __restrict__ lse,  // (batch, heads, queries), or null
-                     counter_t* __restrict__ counter,
-                     MERGED_PARAMETERS SCORE_PARAMETERS) {
-  const schedule_t& schedule = inputs.schedule;
-  extern __shared__ __align__(1024) unsigned char smem[];
-  __shared__ __align__(
-      8) unsigned long long barriers[2 * kNumGroups + 4 * kStages + 4 + kOrders +
-                                     (kHasKeyRing ? 2 * kKeySlots : 0)];
-  __shared__ tile_info_t tile_info_memory[2];
-  volatile tile_info_t* const tile_infos = tile_info_memory;
-  __shared__ orders_t orders_memory;
-  volatile orders_t& orders = orders_memory;
-  __shared__ key_terms_t key_terms[kKeySlots];
-  [[maybe_unused]] __shared__ bool is_last_part;
+// The arguments of the kernel.
+struct arguments_t {
+  const inputs_t& inputs;
+  out_t* out;
+  lse_t* lse;
+  counter_t* counter;
+  elem_t* merged;
+  float* merged_lse;
+  score_arguments_t score;
 
-  // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
-  const unsigned smem_q = (ptx::shared_address(smem) + 1023) & ~1023u;
-  const unsigned smem_k = smem_q + kNumGroups * kBytesQ;
-  const unsigned smem_v = smem_k + kStages * kBytesK;
-  [[maybe_unused]] const unsigned smem_out = smem_v + kStages * kBytesV;
-  unsigned first_barrier = ptx::shared_address(barriers);
-  // Or else the assembler finds it anew in each step; at 128 columns it takes a
-  // register that terms need.
-  if constexpr (kNumGroups > 1 && kHeadDimV != 128) ptx::launder(first_barrier);
-  constexpr int kBarrier = ring_t::kBytes;
-  const ring_t q_ring = {first_barrier, first_barrier + kNumGroups * kBarrier};
-  const ring_t k_ring = {q_ring.empty + kNumGroups * kBarrier,
-                         q_ring.empty + (kNumGroups + kStages) * kBarrier};
-  const ring_t v_ring = {k_ring.empty + kStages * kBarrier,
-                         k_ring.empty + 2 * kStages * kBarrier};
-  const ring_t item_ring = {v_ring.empty + kStages * kBarrier,
-                            v_ring.empty + (kStages + 2) * kBarrier};
-  const unsigned landed = item_ring.empty + 2 * kBarrier;  // tiles to be looked through
-  const ring_t key_ring = {landed + kOrders * kBarrier,
-                           landed + (kOrders + kKeySlots) * kBarrier};
+  __device__ __forceinline__ const schedule_t& schedule() const {
+    return inputs.schedule;
+  }
+  __device__ __forceinline__ const params_t& params() const { return score.params; }
+};
 
-  if (kNumGroups == 1 && threadIdx.x == 128) {
-    ptx::prefetch_tensormap(inputs.k_map);
-    ptx::prefetch_tensormap(inputs.q_map);
-    ptx::prefetch_tensormap(inputs.v_map);
+// --- shared memory
+
+struct shared_t {
+  volatile tile_info_t* tile_infos;  // two
+  volatile orders_t& orders;
+  key_terms_t* key_terms;  // kKeySlots
+  bool& is_last_part;
+  unsigned char* start;  // of what the host has asked for
+};
+
+constexpr int kBarriers =
+    2 * kNumGroups + 4 * kStages + 4 + kOrders + (kHasKeyRing ? 2 * kKeySlots : 0);
+
+// Addresses in it.
+struct addresses_t {
+  unsigned q, k, v, out;  // tiles
+  ring_t q_ring, k_ring, v_ring, tile_ring, key_ring;
+  unsigned landed;  // tiles to be scrubbed
+
+  __device__ __forceinline__ addresses_t(const unsigned char* start,
+                                         const unsigned long long* barriers) {
+    // The host adds 1024 bytes for this: a swizzled tile starts at a multiple.
+    q = (ptx::shared_address(start) + 1023) & ~1023u;
+    k = q + kNumGroups * kBytesQ;
+    v = k + kStages * kBytesK;
+    out = v + kStages * kBytesV;
+    unsigned first = ptx::shared_address(barriers);
+    // Or else the assembler finds it anew in each step; at 128 columns it takes a
+    // register that terms need.
+    if constexpr (kNumGroups > 1 && kHeadDimV != 128) ptx::launder(first);
+    constexpr int kBarrier = ring_t::kBytes;
+    q_ring = {first, first + kNumGroups * kBarrier};
+    k_ring = {q_ring.empty + kNumGroups * kBarrier,
+              q_ring.empty + (kNumGroups + kStages) * kBarrier};
+    v_ring = {k_ring.empty + kStages * kBarrier, k_ring.empty + 2 * kStages * kBarrier};
+    tile_ring = {v_ring.empty + kStages * kBarrier,
+                 v_ring.empty + (kStages + 2) * kBarrier};
+    landed = tile_ring.empty + 2 * kBarrier;
+    key_ring = {landed + kOrders * kBarrier, landed + (kOrders + kKeySlots) * kBarrier};
   }
-  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
-  // The producer finds its first item while another warp makes the barriers.
-  [[maybe_unused]] tile_coord_t first_place;
-  if (kFindsFirst && threadIdx.x == 0) {
-    first_place = place_of(blockIdx.x, schedule, params);
-  }
-  if (threadIdx.x == (kFindsFirst ? kWarpSize : 0)) {
+
+  __device__ __forceinline__ void init_barriers(volatile orders_t& orders) const {
     for (int n = 0; n < kNumGroups; ++n) {
       ptx::mbarrier_init(q_ring.full_at(n), 1);
       ptx::mbarrier_init(q_ring.empty_at(n), 4);
@@ -166,14 +177,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       ptx::mbarrier_init(v_ring.empty_at(n), 4 * kNumGroups);
     }
     for (int n = 0; n < 2; ++n) {
-      ptx::mbarrier_init(item_ring.full_at(n), 1);
-      ptx::mbarrier_init(item_ring.empty_at(n), 4 * kNumGroups + kTermsOfKeys);
+      ptx::mbarrier_init(tile_ring.full_at(n), 1);
+      ptx::mbarrier_init(tile_ring.empty_at(n), 4 * kNumGroups + kTermsOfKeys);
       orders.special[n] = -1;
     }
     orders.count = 0;
     orders.looked_at = 0;
     for (int n = 0; n < (kHidesSome ? kOrders : 0); ++n) {
-      ptx::mbarrier_init(landed + n * kBarrier, 1);
+      ptx::mbarrier_init(landed + n * ring_t::kBytes, 1);
     }
     for (int n = 0; n < (kHasKeyRing ? kKeySlots : 0); ++n) {
       ptx::mbarrier_init(key_ring.full_at(n), 1);
@@ -181,275 +192,306 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();  // the barriers are there before anyone uses them
+};
 
-  if (group == 0) {
-    // --- the producer: k0, q, k1, v0, k2, v1, .., since k is needed one tile before v
-    if constexpr (kNumGroups > 1) ptx::setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      unsigned num_tiles = 0;  // of k and v so far: gives stage and parity
-      unsigned num_items = 0;
-      orders.next = blockIdx.x;
-      if constexpr (kDynamic && !kBandOfItem) {
-        const mask_bounds_t band =
-            scores_t(tile_coord_t(), SCORE_ARGUMENTS).mask_bounds(0, 0);
-        for (int n = 0; n < 2; ++n) tile_infos[n].put(band);
-      }
-      while (true) {
-        int item = orders.next;
-        if constexpr (kDynamic) {
-          const unsigned slot = num_items & 1;
-          wait(item_ring.empty_at(slot), (num_items >> 1 & 1) ^ 1);
-          if constexpr (kHidesSome) {
-            unsigned done = num_items == 0 ? 0 : num_items - 1;
-            if (item >= schedule.num_items && num_items > 0) {  // no other comes
-              wait(item_ring.empty_at(slot ^ 1), done >> 1 & 1);
-              done = num_items;
-            }
-            const int again = find_again(orders, done);
-            orders.careful = again >= 0;
-            if (again >= 0) item = again | kCareful;
-            orders.again[num_items % kRemembered] = -1;
-          }
-          tile_infos[slot].item = item;
-        }
-        const bool careful = item >= kCareful;
-        if (careful) item -= kCareful;
-        const tile_coord_t at = kFindsFirst && num_items == 0
-                                    ? first_place
-                                    : place_of(item, schedule, params);
-        const int row_block = first_row(at, schedule);
-        const int row_first = max(row_block, 0);
-        const int row_last = min(row_block + kBlockM, int(params.seqlen_q) * kPack);
-        // The tile_infos holds what there are no registers for.
-        volatile tile_info_t& tile_info = tile_infos[num_items & 1];
-        if constexpr (kDynamic) {
-          tile_info.put(at);
-          if (item < schedule.num_items) {
-            if (kBandOfItem)
-              tile_info.put(scores_t(at, SCORE_ARGUMENTS).mask_bounds(0, 0));
-            tile_info.put(share_of(
-                tiles_of(tile_info.seen(), row_first, row_last, params.seqlen_k), item,
-                schedule));
-          }
-          ptx::mbarrier_arrive(item_ring.full_at(num_items & 1));
-        }
-        if (item >= schedule.num_items) break;
-        int next = item;
-        if (kDynamic && !careful) next = atomicAdd(&counter->next, 1);
-        if (kHidesSome && orders.careful) {
-          const tiles_t whole =
-              whole_tiles_of(tile_info.seen(), row_first, row_last, params.seqlen_k);
-          orders.whole_first = whole.first;
-          orders.whole_last = whole.last;
-        }
-        const tiles_t tiles =
-            kDynamic ? tile_info.share().tiles
-                     : share_of(tiles_of({}, row_first, row_last, params.seqlen_k),
-                                item, schedule)
-                           .tiles;
-        const int count = tiles.last - tiles.first;
-        // Coordinates of two batch axes have no registers either.
-        auto place = [&] {
-          if constexpr (kDynamic && kBatchDims > 1) return tile_info.place();
-          return at;
-        };
-        for (int n = 0; n <= count; ++n) {
-          if (n < count) {
-            const unsigned number = num_tiles + n, stage = stage_of(number);
-            wait(k_ring.empty_at(stage), parity_of(number) ^ 1);
-            const tile_coord_t from = place();
-            int batch_k[2];
-            batch_coordinates(batch_k, from, params.k);
-            load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
-                smem_k + stage * kBytesK, inputs.k_map, k_ring.full_at(stage),
-                (tiles.last - 1 - n) * kBlockN, coordinate(from.kv_head, params.k.head),
-                batch_k);
-          }
-          if (n == 0) {
-            const tile_coord_t from = place();
-            int batch_q[2];
-            batch_coordinates(batch_q, from, params.q);
-            for (int g = 0; g < kNumGroups; ++g) {
-              wait(q_ring.empty_at(g), (num_items & 1) ^ 1);
-              const int row = row_block + g * kGroupM;
-              if constexpr (kPack == 1) {
-                load_tile<kGroupM, kChunksQk>(
-                    smem_q + g * kBytesQ, inputs.q_map, q_ring.full_at(g), row,
-                    coordinate(from.head, params.q.head), batch_q);
-              } else {  // axes: columns, packed heads, queries, others heads, batch
-                const int others[2] = {int(from.head) / kPack, batch_q[0]};
-                load_tile<kGroupM, kChunksQk, false, kGroupM, kGroupM / kPack * kPack>(
-                    smem_q + g * kBytesQ, inputs.q_map, q_ring.full_at(g), 0,
-                    query_of(row), others);
-              }
-            }
-            if (!careful) orders.next = next + gridDim.x;  // by now it has come
-          } else {
-            const unsigned number = num_tiles + n - 1, stage = stage_of(number);
-            wait(v_ring.empty_at(stage), parity_of(number) ^ 1);
-            unsigned arrival = v_ring.full_at(stage);
-            if (kHidesSome && orders.careful &&
-                !is_in(tiles.last - n, {orders.whole_first, orders.whole_last})) {
-              const unsigned slot = orders.count % kOrders;
-              if (orders.count == 0)
-                ptx::barrier_arrive<kInspectors + kWarpSize>(kWakeBarrier);
-              orders.count = orders.count + 1;
-              orders.stage[slot] = stage;
-              orders.item[slot] = num_items;
-              arrival = landed + slot * kBarrier;
-            }
-            const tile_coord_t from = place();
-            int batch_v[2];
-            batch_coordinates(batch_v, from, params.v);
-            load_tile<kBlockN, kChunksV, kReadOnce, kBoxN>(
-                smem_v + stage * kBytesV, inputs.v_map, arrival,
-                (tiles.last - n) * kBlockN, coordinate(from.kv_head, params.v.head),
-                batch_v);
-          }
-        }
-        num_tiles += count;
-        ++num_items;
-      }
-      if constexpr (kDynamic) {
-        // All blocks have taken their last item: ready for the next launch.
-        if (atomicAdd(&counter->finished, 1) == int(gridDim.x) - 1) {
-          counter->next = 0;
-          counter->finished = 0;
-          __threadfence();
-        }
-      }
-      if constexpr (kHidesSome) {
-        if (orders.count == 0)
-          ptx::barrier_arrive<kInspectors + kWarpSize>(kWakeBarrier);
-        const unsigned slot = orders.count % kOrders;
-        orders.stage[slot] = -1;
-        ptx::mbarrier_arrive(landed + slot * kBarrier);
-      }
-    } else if (kTermsOfKeys && threadIdx.x / kWarpSize == 1) {
-      // --- the reader of terms of keys
-      const int lane = threadIdx.x % kWarpSize;
-      const ring_t& ring = kBiasBehind ? k_ring : key_ring;
-      [[maybe_unused]] const inverse_t inverse_scale(params.scale);
-      unsigned num_tiles = 0, num_items = 0;
-      wait(item_ring.full_at(0), 0);
-      while ((tile_infos[num_items & 1].item & ~kCareful) < schedule.num_items) {
-        const tile_coord_t at = tile_infos[num_items & 1].place();
-        const tiles_t tiles = tile_infos[num_items & 1].share().tiles;
-        const scores_t scores(at, SCORE_ARGUMENTS);
-        // Other terms leave no registers to ask ahead.
-        read_terms_t read;
-        if constexpr (kKeyBias) {
-          read.read(scores, (tiles.last - 1) * kBlockN, params.seqlen_k, lane);
-        }
-#pragma unroll 1
-        for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
-          const unsigned slot = num_tiles % kKeySlots;
-          wait(ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
-          if constexpr (kKeyBias) {
-            write_key_bias(key_terms[slot], read, inverse_scale, lane);
-          } else {
-            read.read(scores, tile * kBlockN, params.seqlen_k, lane);
-            write_key_terms(key_terms[slot], read, lane);
-          }
-          __syncwarp();
-          if (lane == 0) ptx::mbarrier_arrive(ring.full_at(slot));
-          if (kKeyBias && tile > tiles.first) {
-            read.read(scores, (tile - 1) * kBlockN, params.seqlen_k, lane);
-          }
-        }
-        __syncwarp();
-        if (lane == 0) ptx::mbarrier_arrive(item_ring.empty_at(num_items & 1));
-        ++num_items;
-        wait(item_ring.full_at(num_items & 1), num_items >> 1 & 1);
-      }
-    } else if (kHidesSome && threadIdx.x >= 128 - kInspectors) {
-      // --- the inspectors
-      const int thread = threadIdx.x - (128 - kInspectors);
-      unsigned char* const tiles_v = smem + (smem_v - ptx::shared_address(smem));
-      unsigned slot = 0, parity = 0;
-      ptx::bar_sync<kInspectors + kWarpSize>(kWakeBarrier);
-      wait(landed, 0);
-      int stage = orders.stage[0];
-      while (stage >= 0) {
-        if (clean(reinterpret_cast<uint4*>(tiles_v + stage * kBytesV), thread)) {
-          const int number = orders.item[slot];
-          orders.special[number & 1] = number;
-          ptx::fence_proxy_async();
-        }
-        ptx::bar_sync<kInspectors>(kInspectBarrier);
-        if (thread == 0) ptx::mbarrier_arrive(v_ring.full_at(stage));
-        slot = (slot + 1) % kOrders;
-        parity ^= slot == 0;
-        wait(landed + slot * kBarrier, parity);
-        stage = orders.stage[slot];
-      }
-    }
-    return;
+// --- producer warpgroup
+
+// One thread asks TMA for k0, q, k1, v0, k2, v1, .., since k is needed one tile before
+// v.
+struct producer_t {
+  const arguments_t& args;
+  const shared_t& shared;
+  const addresses_t& smem;
+  unsigned num_tiles = 0;  // of k and v so far: gives stage and parity
+  unsigned num_done = 0;   // work tiles so far
+
+  // What there are no registers for.
+  __device__ __forceinline__ volatile tile_info_t& info() const {
+    return shared.tile_infos[num_done & 1];
   }
 
-  // --- the consumers
-  if constexpr (kNumGroups > 1) ptx::setmaxnreg_inc<kConsumerRegisters>();
-  const int w = group - 1, lane = threadIdx.x % kWarpSize;
-  const bool elected = lane == 0;
-  const unsigned long long q_tile = descriptor(smem_q + w * kBytesQ, 16);
-  const unsigned long long k_tiles = descriptor(smem_k, 16);
-  const unsigned long long v_tiles = descriptor(smem_v, kBlockN * 128);
-  const float to_log2 = kCapOnly ? 1.f : kHasTerms ? float(kLog2e) : inputs.to_log2;
-  // Barrier 1 + w is the turn of warpgroup w.
-  if (kTakeTurns && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
-  auto take_turn = [&] {
-    if constexpr (kTakeTurns) ptx::bar_sync<256>(1 + w);
-  };
-  auto pass_turn = [&] {
-    if constexpr (kTakeTurns)
-      ptx::bar_arrive<256>(1 + (w + 1 == kNumGroups ? 0 : w + 1));
-  };
-
-  unsigned num_tiles = 0, num_items = 0;
-  auto next_item = [&](int item) {
-    if constexpr (!kDynamic) return static_cast<int>(item + gridDim.x);
-    wait(item_ring.full_at(num_items & 1), num_items >> 1 & 1);
-    return __shfl_sync(kFullMask, tile_infos[num_items & 1].item, 0);
-  };
-
-  // The number of a row in lse, and of one in out where that is split.
-  auto row_number = [&](const tile_coord_t& at, int row, int item) {
-    index_t number = (at.row_of_heads + row % kPack) * params.seqlen_q + query_of(row);
-    if constexpr (kSplit) {
-      number += static_cast<index_t>(unsigned(item) % schedule.num_splits) *
-                schedule.num_heads * kPack * params.seqlen_q;
+  // Waits until work tile `number` can be published; one that has to be computed again
+  // comes before it.
+  __device__ __forceinline__ int claim(int number) const {
+    volatile orders_t& orders = shared.orders;
+    const unsigned slot = num_done & 1;
+    wait(smem.tile_ring.empty_at(slot), (num_done >> 1 & 1) ^ 1);
+    if constexpr (kHidesSome) {
+      unsigned done = num_done == 0 ? 0 : num_done - 1;
+      if (number >= args.schedule().num_items && num_done > 0) {  // no other comes
+        wait(smem.tile_ring.empty_at(slot ^ 1), done >> 1 & 1);
+        done = num_done;
+      }
+      const int again = find_again(orders, done);
+      orders.careful = again >= 0;
+      if (again >= 0) number = again | kCareful;
+      orders.again[num_done % kRemembered] = -1;
     }
+    shared.tile_infos[slot].item = number;
     return number;
-  };
+  }
+  __device__ __forceinline__ void publish(const tile_coord_t& at,
+                                          int number,
+                                          int row_first,
+                                          int row_last) const {
+    volatile tile_info_t& info = this->info();
+    info.put(at);
+    if (number < args.schedule().num_items) {
+      if (kBandOfItem) info.put(args.score.scores_of(at).mask_bounds(0, 0));
+      info.put(
+          share_of(tiles_of(info.seen(), row_first, row_last, args.params().seqlen_k),
+                   number, args.schedule()));
+    }
+    ptx::mbarrier_arrive(smem.tile_ring.full_at(num_done & 1));
+  }
 
-  float s[kScores], o[kOutputs];
-  unsigned p[kBlockN / 16][4];
-  int item = kDynamic ? next_item(0) : blockIdx.x;
-  // Kept free of break and return: with them ptxas loses the registers of setmaxnreg.
-  while ((item & ~kCareful) < schedule.num_items) {
-    const tile_coord_t at =
-        kDynamic ? tile_infos[num_items & 1].place() : place_of(item, schedule, params);
-    const mask_bounds_t band =
-        kDynamic ? tile_infos[num_items & 1].seen() : mask_bounds_t{};
-    const scores_t scores(at, SCORE_ARGUMENTS);
-    const int seqlen_q = params.seqlen_q, seqlen_k = params.seqlen_k;
-    const int num_rows = seqlen_q * kPack;
-    const int row_block = first_row(at, schedule);
+  // Coordinates of two batch axes have no registers.
+  __device__ __forceinline__ tile_coord_t place(const tile_coord_t& at) const {
+    if constexpr (kDynamic && kBatchDims > 1) return info().place();
+    return at;
+  }
+  // Tile `number` of k, counted over all work tiles, from key `first` on.
+  __device__ __forceinline__ void load_k(const tile_coord_t& at,
+                                         unsigned number,
+                                         int first) const {
+    const unsigned stage = stage_of(number);
+    wait(smem.k_ring.empty_at(stage), parity_of(number) ^ 1);
+    const tile_coord_t from = place(at);
+    int batch[2];
+    batch_coordinates(batch, from, args.params().k);
+    load_tile<kBlockN, kChunksQk, kReadOnce, kBoxN>(
+        smem.k + stage * kBytesK, args.inputs.k_map, smem.k_ring.full_at(stage), first,
+        coordinate(from.kv_head, args.params().k.head), batch);
+  }
+  __device__ __forceinline__ void load_q(const tile_coord_t& at, int row_block) const {
+    const tile_coord_t from = place(at);
+    int batch[2];
+    batch_coordinates(batch, from, args.params().q);
+    for (int g = 0; g < kNumGroups; ++g) {
+      wait(smem.q_ring.empty_at(g), (num_done & 1) ^ 1);
+      const int row = row_block + g * kGroupM;
+      if constexpr (kPack == 1) {
+        load_tile<kGroupM, kChunksQk>(
+            smem.q + g * kBytesQ, args.inputs.q_map, smem.q_ring.full_at(g), row,
+            coordinate(from.head, args.params().q.head), batch);
+      } else {  // axes: columns, packed heads, queries, others heads, batch
+        const int others[2] = {int(from.head) / kPack, batch[0]};
+        load_tile<kGroupM, kChunksQk, false, kGroupM, kGroupM / kPack * kPack>(
+            smem.q + g * kBytesQ, args.inputs.q_map, smem.q_ring.full_at(g), 0,
+            query_of(row), others);
+      }
+    }
+  }
+  // Tile `tile` of v; one that has to be scrubbed first arrives elsewhere.
+  __device__ __forceinline__ void load_v(const tile_coord_t& at,
+                                         unsigned number,
+                                         int tile) const {
+    volatile orders_t& orders = shared.orders;
+    const unsigned stage = stage_of(number);
+    wait(smem.v_ring.empty_at(stage), parity_of(number) ^ 1);
+    unsigned arrival = smem.v_ring.full_at(stage);
+    if (kHidesSome && orders.careful &&
+        !is_in(tile, {orders.whole_first, orders.whole_last})) {
+      const unsigned slot = orders.count % kOrders;
+      if (orders.count == 0) ptx::barrier_arrive<kScrubbers + kWarpSize>(kWakeBarrier);
+      orders.count = orders.count + 1;
+      orders.stage[slot] = stage;
+      orders.item[slot] = num_done;
+      arrival = smem.landed + slot * ring_t::kBytes;
+    }
+    const tile_coord_t from = place(at);
+    int batch[2];
+    batch_coordinates(batch, from, args.params().v);
+    load_tile<kBlockN, kChunksV, kReadOnce, kBoxN>(
+        smem.v + stage * kBytesV, args.inputs.v_map, arrival, tile * kBlockN,
+        coordinate(from.kv_head, args.params().v.head), batch);
+  }
+
+  __device__ __forceinline__ void produce(const tile_coord_t& first_place) {
+    volatile orders_t& orders = shared.orders;
+    const schedule_t& schedule = args.schedule();
+    const params_t& params = args.params();
+    orders.next = blockIdx.x;
+    if constexpr (kDynamic && !kBandOfItem) {
+      const mask_bounds_t band = args.score.scores_of(tile_coord_t()).mask_bounds(0, 0);
+      for (int n = 0; n < 2; ++n) shared.tile_infos[n].put(band);
+    }
+    while (true) {
+      int number = orders.next;
+      if constexpr (kDynamic) number = claim(number);
+      const bool careful = number >= kCareful;
+      if (careful) number -= kCareful;
+      const tile_coord_t at = kFindsFirst && num_done == 0
+                                  ? first_place
+                                  : place_of(number, schedule, params);
+      const int row_block = first_row(at, schedule);
+      const int row_first = max(row_block, 0);
+      const int row_last = min(row_block + kBlockM, int(params.seqlen_q) * kPack);
+      if constexpr (kDynamic) publish(at, number, row_first, row_last);
+      if (number >= schedule.num_items) break;
+      int next = number;
+      if (kDynamic && !careful) next = atomicAdd(&args.counter->next, 1);
+      if (kHidesSome && orders.careful) {
+        const tiles_t whole =
+            whole_tiles_of(info().seen(), row_first, row_last, params.seqlen_k);
+        orders.whole_first = whole.first;
+        orders.whole_last = whole.last;
+      }
+      const tiles_t tiles =
+          kDynamic ? info().share().tiles
+                   : share_of(tiles_of({}, row_first, row_last, params.seqlen_k),
+                              number, schedule)
+                         .tiles;
+      const int count = tiles.last - tiles.first;
+      for (int n = 0; n <= count; ++n) {
+        if (n < count) load_k(at, num_tiles + n, (tiles.last - 1 - n) * kBlockN);
+        if (n == 0) {
+          load_q(at, row_block);
+          if (!careful) orders.next = next + gridDim.x;  // by now it has come
+        } else {
+          load_v(at, num_tiles + n - 1, tiles.last - n);
+        }
+      }
+      num_tiles += count;
+      ++num_done;
+    }
+    finish();
+  }
+
+  __device__ __forceinline__ void finish() const {
+    if constexpr (kDynamic) {
+      // All blocks have taken their last tile: ready for the next launch.
+      if (atomicAdd(&args.counter->finished, 1) == int(gridDim.x) - 1) {
+        args.counter->next = 0;
+        args.counter->finished = 0;
+        __threadfence();
+      }
+    }
+    if constexpr (kHidesSome) {
+      volatile orders_t& orders = shared.orders;
+      if (orders.count == 0) ptx::barrier_arrive<kScrubbers + kWarpSize>(kWakeBarrier);
+      const unsigned slot = orders.count % kOrders;
+      orders.stage[slot] = -1;
+      ptx::mbarrier_arrive(smem.landed + slot * ring_t::kBytes);
+    }
+  }
+};
+
+// One warp reads bias and mask where they are the same to all queries.
+__device__ __forceinline__ void read_key_terms(const arguments_t& args,
+                                               const shared_t& shared,
+                                               const addresses_t& smem) {
+  volatile tile_info_t* const tile_infos = shared.tile_infos;
+  const params_t& params = args.params();
+  const int lane = threadIdx.x % kWarpSize;
+  const ring_t& ring = kBiasBehind ? smem.k_ring : smem.key_ring;
+  [[maybe_unused]] const inverse_t inverse_scale(params.scale);
+  unsigned num_tiles = 0, num_done = 0;
+  wait(smem.tile_ring.full_at(0), 0);
+  while ((tile_infos[num_done & 1].item & ~kCareful) < args.schedule().num_items) {
+    const tile_coord_t at = tile_infos[num_done & 1].place();
+    const tiles_t tiles = tile_infos[num_done & 1].share().tiles;
+    const scores_t scores = args.score.scores_of(at);
+    // Other terms leave no registers to ask ahead.
+    read_terms_t read;
+    if constexpr (kKeyBias) {
+      read.read(scores, (tiles.last - 1) * kBlockN, params.seqlen_k, lane);
+    }
+#pragma unroll 1
+    for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
+      const unsigned slot = num_tiles % kKeySlots;
+      wait(ring.empty_at(slot), (num_tiles / kKeySlots & 1) ^ 1);
+      if constexpr (kKeyBias) {
+        write_key_bias(shared.key_terms[slot], read, inverse_scale, lane);
+      } else {
+        read.read(scores, tile * kBlockN, params.seqlen_k, lane);
+        write_key_terms(shared.key_terms[slot], read, lane);
+      }
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(ring.full_at(slot));
+      if (kKeyBias && tile > tiles.first) {
+        read.read(scores, (tile - 1) * kBlockN, params.seqlen_k, lane);
+      }
+    }
+    __syncwarp();
+    if (lane == 0) ptx::mbarrier_arrive(smem.tile_ring.empty_at(num_done & 1));
+    ++num_done;
+    wait(smem.tile_ring.full_at(num_done & 1), num_done >> 1 & 1);
+  }
+}
+
+// The other warps scrub tiles of v, as the producer orders.
+__device__ __forceinline__ void scrub(const shared_t& shared, const addresses_t& smem) {
+  volatile orders_t& orders = shared.orders;
+  const int thread = threadIdx.x - (128 - kScrubbers);
+  unsigned char* const tiles_v =
+      shared.start + (smem.v - ptx::shared_address(shared.start));
+  unsigned slot = 0, parity = 0;
+  ptx::bar_sync<kScrubbers + kWarpSize>(kWakeBarrier);
+  wait(smem.landed, 0);
+  int stage = orders.stage[0];
+  while (stage >= 0) {
+    if (clean(reinterpret_cast<uint4*>(tiles_v + stage * kBytesV), thread)) {
+      const int number = orders.item[slot];
+      orders.special[number & 1] = number;
+      ptx::fence_proxy_async();
+    }
+    ptx::bar_sync<kScrubbers>(kScrubBarrier);
+    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring.full_at(stage));
+    slot = (slot + 1) % kOrders;
+    parity ^= slot == 0;
+    wait(smem.landed + slot * ring_t::kBytes, parity);
+    stage = orders.stage[slot];
+  }
+}
+
+// --- consumer warpgroups
+
+// The compiler keeps x, not what it is made of, while the loop over keys runs.
+__device__ __forceinline__ int opaque(int x) {
+  unsigned word = x;
+  ptx::launder(word);
+  return word;
+}
+
+// A work tile, as a warpgroup sees it.
+struct work_t {
+  tile_coord_t at;
+  mask_bounds_t band;
+  scores_t scores;
+  int i[2];  // the queries of this thread's rows
+  score_rows_t rows;
+  share_t share;
+  tiles_t tiles;
+  int count;                            // of them
+  int num_rows, row_block, row_thread;  // row_thread: and the one 8 below
+  // Keys [first, last) that this thread's rows see, from its first column on.
+  int first[2] = {}, last[2];
+  // Of the block's tiles, n = 0 is the last one. This warpgroup skips what only others
+  // see, masks up to `masked_end`, and again from `whole_end` on.
+  int skipped = 0, masked_end = 1, whole_end;
+
+  __device__ __forceinline__ work_t(const arguments_t& args,
+                                    const volatile tile_info_t& info,
+                                    int number,
+                                    int group,
+                                    int lane)
+      : at(kDynamic ? info.place() : place_of(number, args.schedule(), args.params())),
+        band(kDynamic ? info.seen() : mask_bounds_t{}),
+        scores(args.score.scores_of(at)) {
+    const int seqlen_q = args.params().seqlen_q, seqlen_k = args.params().seqlen_k;
+    num_rows = seqlen_q * kPack;
+    row_block = first_row(at, args.schedule());
     // A warpgroup before the first query has as much to do as one behind the last.
-    const int row_own = row_block + w * kGroupM;
+    const int row_own = row_block + group * kGroupM;
     const int row_group = row_own < 0 ? num_rows : row_own;
     const int row_group_last = min(row_group + kGroupM, num_rows);
-    const share_t share =
-        kDynamic
-            ? tile_infos[num_items & 1].share()
-            : share_of(tiles_of(band, row_block, row_block, seqlen_k), item, schedule);
-    const tiles_t tiles = share.tiles;
-    const int count = tiles.last - tiles.first;
-    const int row_thread = row_group + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
-
-    // Keys [first, last) that this thread's rows see, from its first column on.
-    int first[2] = {}, last[2];
+    share = kDynamic ? info.share()
+                     : share_of(tiles_of(band, row_block, row_block, seqlen_k), number,
+                                args.schedule());
+    tiles = share.tiles;
+    count = opaque(tiles.last - tiles.first);
+    row_thread = row_group + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if constexpr (kDynamic) {
@@ -462,18 +504,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       }
       if (kSplit && share.empty) last[r] = 0;
     }
-    // Of the block's tiles, n = 0 is the last one. This warpgroup skips what only
-    // others see, masks up to `masked_end`, and again from `whole_end` on.
-    auto skip_v = [&](int n) {
-      const unsigned number = num_tiles + n, stage = stage_of(number);
-      wait(v_ring.full_at(stage), parity_of(number));
-      if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage));
-    };
-    int skipped = 0, masked_end = 1, whole_end = count;
+    i[0] = query_of(min(row_thread, num_rows - 1));
+    i[1] = query_of(min(row_thread + 8, num_rows - 1));
+    rows.set(scores, i);
+    whole_end = count;
     if constexpr (kBounds > 0) {
       const tiles_t own = tiles_of(band, row_group, row_group_last, seqlen_k);
       skipped = tiles.last - max(own.last, tiles.first + 1);
-      skipped = max(skipped, 0);
+      skipped = opaque(max(skipped, 0));
       const int i_first = query_of(row_group);
       const int whole_last = keys_of(band, i_first, i_first + 1).last / kBlockN;
       masked_end = min(count, tiles.last - whole_last);
@@ -484,185 +522,472 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
         whole_end = i_last < band.num_queries ? tiles.last - whole_first : 0;
         whole_end = min(count, whole_end);
       }
-#pragma unroll 1
-      for (int n = 0; n < skipped; ++n) {
-        const unsigned number = num_tiles + n, stage = stage_of(number);
-        wait(k_ring.full_at(stage), parity_of(number));
-        if (elected) ptx::mbarrier_arrive(k_ring.empty_at(stage));
-        // Before the turn: whoever has it may wait for a later tile in this place.
-        if (n >= kLateV) skip_v(n - kLateV);
-        take_turn();
-        pass_turn();
-        if constexpr (kHasKeyRing) {
-          wait(key_ring.full_at(number % kKeySlots), number / kKeySlots & 1);
-          if (elected) ptx::mbarrier_arrive(key_ring.empty_at(number % kKeySlots));
-        }
-      }
     }
+  }
+};
 
-    // What products are added to, for tile number n of the item; whether something is
-    // left for finish_scores() to add.
-    auto begin_scores = [&](int n) {
-      if constexpr (kPresetBias) {
-        const unsigned number = num_tiles + n, slot = number % kKeySlots;
-        wait(key_ring.full_at(slot), number / kKeySlots & 1);
-        set_terms(s, key_terms[slot].terms + lane % 4 * 2);
-        return key_terms[slot].some_late;
-      }
-      return false;
-    };
-    // A bias that comes with its tile of k.
-    [[maybe_unused]] key_bias_t key_bias;
-    auto load_key_bias = [&](unsigned stage) {
-      if constexpr (kBiasBehind) key_bias.load(key_terms[stage].terms + lane % 4 * 2);
-    };
-    auto add_key_bias = [&] {
-      if constexpr (kBiasBehind) key_bias.add_to(s);
-    };
-    // Products into final scores.
-    auto finish_scores = [&](int n, bool late, auto masked) {
-      const int j0 = (tiles.last - 1 - n) * kBlockN;
-      if constexpr (kPresetBias) {
-        const unsigned slot = (num_tiles + n) % kKeySlots;
-        if (late) add_late_terms(s, key_terms[slot].late + lane % 4 * 2);
-        __syncwarp();
-        if (elected) ptx::mbarrier_arrive(key_ring.empty_at(slot));
-      }
-      // Where nothing is masked, a softcap alone is left to exponentiate_capped().
-      if constexpr (kHasTerms && (!kCapOnly || masked.value)) {
-        const int i[2] = {query_of(min(row_thread, num_rows - 1)),
-                          query_of(min(row_thread + 8, num_rows - 1))};
-        const int j = j0 + lane % 4 * 2;
-        const unsigned number = num_tiles + n, slot = number % kKeySlots;
-        if constexpr (kTermsOfKeys) {
-          wait(key_ring.full_at(slot), number / kKeySlots & 1);
-        }
-        add_terms<masked.value>(s, scores, params, inputs.cap,
-                                key_terms[slot].terms + lane % 4 * 2, i, j,
-                                seqlen_k - j);
-        if constexpr (kTermsOfKeys) {
-          __syncwarp();
-          if (elected) ptx::mbarrier_arrive(key_ring.empty_at(slot));
-        }
-      }
-      if constexpr (masked.value) {
-        const int some = max(max(first[0], first[1]) - j0, 0);
-        if (__any_sync(kFullMask, min(last[0], last[1]) - j0 < kBlockN | some > 0)) {
-#pragma unroll
-          for (int e = 0; e < kScores; ++e) {
-            const int r = row_of(e), column = column_of(e);
-            bool seen = column < last[r] - j0;
-            if constexpr (kBounds == 2) seen &= column >= first[r] - j0;
-            if (!seen) s[e] = -infinity<float>();
-          }
-        }
-      }
-    };
+struct consumer_t {
+  const arguments_t& args;
+  const shared_t& shared;
+  const addresses_t& smem;
+  int w, lane;  // w: of the warpgroups that compute
+  bool elected;
+  unsigned long long q_tile, k_tiles, v_tiles;
+  float to_log2;
+  unsigned num_tiles = 0, num_done = 0;  // of keys, and work tiles, so far
+  float s[kScores], o[kOutputs];
+  unsigned p[kBlockN / 16][4];
+  key_bias_t key_bias;  // that comes with its tile of k
 
-    softmax_t row(to_log2);
+  __device__ __forceinline__ consumer_t(const arguments_t& args,
+                                        const shared_t& shared,
+                                        const addresses_t& smem,
+                                        int group)
+      : args(args),
+        shared(shared),
+        smem(smem),
+        w(group - 1),
+        lane(threadIdx.x % kWarpSize),
+        elected(lane == 0),
+        q_tile(descriptor(smem.q + w * kBytesQ, 16)),
+        k_tiles(descriptor(smem.k, 16)),
+        v_tiles(descriptor(smem.v, kBlockN * 128)),
+        to_log2(kCapOnly    ? 1.f
+                : kHasTerms ? float(kLog2e)
+                            : args.inputs.to_log2) {
+    // Barrier 1 + w is the turn of warpgroup w.
+    if (kTakeTurns && w == kNumGroups - 1) ptx::bar_arrive<256>(1);
+  }
 
-    // The first tile: s, softmax, p.
-    wait(q_ring.full_at(w), num_items & 1);
-    {
-      const unsigned number = num_tiles + skipped, stage = stage_of(number);
-      const bool late = begin_scores(skipped);
-      wait(k_ring.full_at(stage), parity_of(number));
-      ptx::wgmma_fence();
-      multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
-      ptx::wgmma_commit_group();
-      load_key_bias(stage);
-      if constexpr (kBounds > 0) {
-#pragma unroll 1
-        for (int n = max(skipped - kLateV, 0); n < skipped; ++n) skip_v(n);
-      }
-      ptx::wgmma_wait_group<0>();
-      keep_order(s);
-      add_key_bias();
-      if (elected) {
-        ptx::mbarrier_arrive(k_ring.empty_at(stage));
-        if (skipped == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
-      }
-      finish_scores(skipped, late, flag_t<true>());
-      raise(row, s, to_log2, inputs.margin);
-      exponentiate(row, s, to_log2);
-      round_to(p, s);
+  // --- pingpong: warpgroups start their products one after the other
+  __device__ __forceinline__ void take_turn() const {
+    if constexpr (kTakeTurns) ptx::bar_sync<256>(1 + w);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (kTakeTurns) {
+      ptx::bar_arrive<256>(1 + (w + 1 == kNumGroups ? 0 : w + 1));
     }
-    // The others: s of tile n, and o += p v of tile n - 1 beside its softmax.
-    auto step = [&](int n, auto masked) {
+  }
+
+  // --- scheduler
+  __device__ __forceinline__ int next_tile(int number) const {
+    if constexpr (!kDynamic) return static_cast<int>(number + gridDim.x);
+    wait(smem.tile_ring.full_at(num_done & 1), num_done >> 1 & 1);
+    return __shfl_sync(kFullMask, shared.tile_infos[num_done & 1].item, 0);
+  }
+  // The number of a row in lse, and of one in out where that is split.
+  __device__ __forceinline__ index_t row_number(const tile_coord_t& at,
+                                                int row,
+                                                int tile) const {
+    const params_t& params = args.params();
+    index_t number = (at.row_of_heads + row % kPack) * params.seqlen_q + query_of(row);
+    if constexpr (kSplit) {
+      number += static_cast<index_t>(unsigned(tile) % args.schedule().num_splits) *
+                args.schedule().num_heads * kPack * params.seqlen_q;
+    }
+    return number;
+  }
+
+  // --- mainloop
+
+  // Tiles of keys that other warpgroups see.
+  __device__ __forceinline__ void skip_v(int n) const {
+    const unsigned number = num_tiles + n, stage = stage_of(number);
+    wait(smem.v_ring.full_at(stage), parity_of(number));
+    if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage));
+  }
+  __device__ __forceinline__ void skip(int skipped) const {
+#pragma unroll 1
+    for (int n = 0; n < skipped; ++n) {
       const unsigned number = num_tiles + n, stage = stage_of(number);
-      const unsigned before = number - 1, stage_v = stage_of(before);
-      wait(k_ring.full_at(stage), parity_of(number));
-      const bool late = begin_scores(n);
+      wait(smem.k_ring.full_at(stage), parity_of(number));
+      if (elected) ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
+      // Before the turn: whoever has it may wait for a later tile in this place.
+      if (n >= kLateV) skip_v(n - kLateV);
       take_turn();
-      ptx::wgmma_fence();
-      multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
-      ptx::wgmma_commit_group();
-      wait(v_ring.full_at(stage_v), parity_of(before));
-      // p was written; without this fence ptxas lets each product wait for the last.
-      ptx::wgmma_fence();
-      multiply_pv(o, p, v_tiles + stage_v * (kBytesV / 16), n > skipped + 1);
-      ptx::wgmma_commit_group();
       pass_turn();
-      load_key_bias(stage);
-      ptx::wgmma_wait_group<1>();
-      keep_order(s);
-      add_key_bias();
-      if constexpr (kGivesBackAtOnce) {
-        ptx::mbarrier_arrive_if(elected, k_ring.empty_at(stage));
-        ptx::mbarrier_arrive_if(elected & (n == count - 1), q_ring.empty_at(w));
-      } else if (elected) {
-        ptx::mbarrier_arrive(k_ring.empty_at(stage));
-        if (n == count - 1) ptx::mbarrier_arrive(q_ring.empty_at(w));
+      if constexpr (kHasKeyRing) {
+        wait(smem.key_ring.full_at(number % kKeySlots), number / kKeySlots & 1);
+        if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(number % kKeySlots));
       }
-      finish_scores(n, late, masked);
-      raised_t raised;
-      if constexpr (kCapOnly && !masked.value) {
-        raised = raise(row, s, to_log2, inputs.margin, capped_t{inputs.cap});
-      } else {
-        raised = raise(row, s, to_log2, inputs.margin);
+    }
+  }
+
+  // What products are added to, for tile n of the work tile; whether something is left
+  // for finish_scores() to add.
+  __device__ __forceinline__ bool begin_scores(int n) {
+    if constexpr (kPresetBias) {
+      const unsigned number = num_tiles + n, slot = number % kKeySlots;
+      wait(smem.key_ring.full_at(slot), number / kKeySlots & 1);
+      set_terms(s, shared.key_terms[slot].terms + lane % 4 * 2);
+      return shared.key_terms[slot].some_late;
+    }
+    return false;
+  }
+  __device__ __forceinline__ void load_key_bias(unsigned stage) {
+    if constexpr (kBiasBehind) {
+      key_bias.load(shared.key_terms[stage].terms + lane % 4 * 2);
+    }
+  }
+  __device__ __forceinline__ void add_key_bias() {
+    if constexpr (kBiasBehind) key_bias.add_to(s);
+  }
+  // Products into final scores.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_scores(const work_t& work, int n, bool late) {
+    const int j0 = (work.tiles.last - 1 - n) * kBlockN;
+    if constexpr (kPresetBias) {
+      const unsigned slot = (num_tiles + n) % kKeySlots;
+      if (late) add_late_terms(s, shared.key_terms[slot].late + lane % 4 * 2);
+      __syncwarp();
+      if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
+    }
+    // Where nothing is masked, a softcap alone is left to exponentiate_capped().
+    if constexpr (kHasTerms && (!kCapOnly || kMasked)) {
+      const int j = j0 + lane % 4 * 2;
+      const unsigned number = num_tiles + n, slot = number % kKeySlots;
+      if constexpr (kTermsOfKeys) {
+        wait(smem.key_ring.full_at(slot), number / kKeySlots & 1);
       }
-      // ptxas moves this wait up to the last branch, which is the one in raise().
-      ptx::wgmma_wait_group<0>();
-      keep_order(o);
-      if (elected) ptx::mbarrier_arrive(v_ring.empty_at(stage_v));
-      if constexpr (kCapOnly && !masked.value) {
-        exponentiate_capped(row, s, inputs.cap, !raised.passes);
-      } else {
-        exponentiate(row, s, to_log2);
+      score_mod<kMasked>(s, work.scores, work.rows, args.params(), args.inputs.cap,
+                         shared.key_terms[slot].terms + lane % 4 * 2, work.i, j,
+                         static_cast<int>(args.params().seqlen_k) - j);
+      if constexpr (kTermsOfKeys) {
+        __syncwarp();
+        if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
       }
-      round_to(p, s);  // only now: a product in flight was reading p
-      if (raised.moves) {
+    }
+    if constexpr (kMasked) mask(work, j0);
+  }
+  // Hides keys from j0 on that the rows do not see by their position.
+  __device__ __forceinline__ void mask(const work_t& work, int j0) {
+    const int (&first)[2] = work.first, (&last)[2] = work.last;
+    const int some = max(max(first[0], first[1]) - j0, 0);
+    if (__any_sync(kFullMask, min(last[0], last[1]) - j0 < kBlockN | some > 0)) {
 #pragma unroll
-        for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
+      for (int e = 0; e < kScores; ++e) {
+        const int r = row_of(e), column = column_of(e);
+        bool seen = column < last[r] - j0;
+        if constexpr (kBounds == 2) seen &= column >= first[r] - j0;
+        if (!seen) s[e] = -infinity<float>();
       }
-    };
-    int n = skipped + 1;
+    }
+  }
+
+  __device__ __forceinline__ void start_qk(unsigned stage) {
+    ptx::wgmma_fence();
+    multiply_qk(s, q_tile, k_tiles + stage * (kBytesK / 16));
+    ptx::wgmma_commit_group();
+  }
+  __device__ __forceinline__ void start_pv(unsigned stage, bool accumulate) {
+    // p was written; without this fence ptxas lets each product wait for the last.
+    ptx::wgmma_fence();
+    multiply_pv(o, p, v_tiles + stage * (kBytesV / 16), accumulate);
+    ptx::wgmma_commit_group();
+  }
+
+  // The first tile: s, softmax, p.
+  __device__ __forceinline__ void first_step(const work_t& work, softmax_t& row) {
+    const int skipped = work.skipped;
+    const unsigned number = num_tiles + skipped, stage = stage_of(number);
+    const bool late = begin_scores(skipped);
+    wait(smem.k_ring.full_at(stage), parity_of(number));
+    start_qk(stage);
+    load_key_bias(stage);
     if constexpr (kBounds > 0) {
 #pragma unroll 1
-      for (; n < masked_end; ++n) step(n, flag_t<true>());
+      for (int n = max(skipped - kLateV, 0); n < skipped; ++n) skip_v(n);
+    }
+    ptx::wgmma_wait_group<0>();
+    compiler_fence(s);
+    add_key_bias();
+    if (elected) {
+      ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
+      if (skipped == work.count - 1) ptx::mbarrier_arrive(smem.q_ring.empty_at(w));
+    }
+    finish_scores<true>(work, skipped, late);
+    raise(row, s, to_log2, args.inputs.margin);
+    exponentiate(row, s, to_log2);
+    round_to(p, s);
+  }
+  // The others: s of tile n, and o += p v of tile n - 1 beside its softmax.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(const work_t& work, softmax_t& row, int n) {
+    const unsigned number = num_tiles + n, stage = stage_of(number);
+    const unsigned before = number - 1, stage_v = stage_of(before);
+    wait(smem.k_ring.full_at(stage), parity_of(number));
+    const bool late = begin_scores(n);
+    take_turn();
+    start_qk(stage);
+    wait(smem.v_ring.full_at(stage_v), parity_of(before));
+    start_pv(stage_v, n > work.skipped + 1);
+    pass_turn();
+    load_key_bias(stage);
+    ptx::wgmma_wait_group<1>();
+    compiler_fence(s);
+    add_key_bias();
+    if constexpr (kGivesBackAtOnce) {
+      ptx::mbarrier_arrive_if(elected, smem.k_ring.empty_at(stage));
+      ptx::mbarrier_arrive_if(elected & (n == work.count - 1), smem.q_ring.empty_at(w));
+    } else if (elected) {
+      ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
+      if (n == work.count - 1) ptx::mbarrier_arrive(smem.q_ring.empty_at(w));
+    }
+    finish_scores<kMasked>(work, n, late);
+    raised_t raised;
+    if constexpr (kCapOnly && !kMasked) {
+      raised = raise(row, s, to_log2, args.inputs.margin, capped_t{args.inputs.cap});
+    } else {
+      raised = raise(row, s, to_log2, args.inputs.margin);
+    }
+    // ptxas moves this wait up to the last branch, which is the one in raise().
+    ptx::wgmma_wait_group<0>();
+    compiler_fence(o);
+    if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage_v));
+    if constexpr (kCapOnly && !kMasked) {
+      exponentiate_capped(row, s, args.inputs.cap, !raised.passes);
+    } else {
+      exponentiate(row, s, to_log2);
+    }
+    round_to(p, s);  // only now: a product in flight was reading p
+    if (raised.moves) {
+#pragma unroll
+      for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
+    }
+  }
+  // All tiles of keys but for the last product with v, which has begun.
+  __device__ __forceinline__ void attend(const work_t& work, softmax_t& row) {
+    wait(smem.q_ring.full_at(w), num_done & 1);
+    first_step(work, row);
+    int n = work.skipped + 1;
+    if constexpr (kBounds > 0) {
+#pragma unroll 1
+      for (; n < work.masked_end; ++n) step<true>(work, row, n);
     }
     // Counted down apart: a comparison of n would have to leave the uniform registers.
-    unsigned left = max(whole_end - n, 0);
+    unsigned left = max(work.whole_end - n, 0);
 #pragma unroll 1
     for (; left > 0; ++n) {
       --left;
       ptx::launder(left);
-      step(n, flag_t<false>());
+      step<false>(work, row, n);
     }
     if constexpr (kBounds == 2) {
 #pragma unroll 1
-      for (; n < count; ++n) step(n, flag_t<true>());
+      for (; n < work.count; ++n) step<true>(work, row, n);
     }
+  }
 
-    // The last product.
-    const unsigned last_number = num_tiles + count - 1,
+  // --- epilogue
+
+  // 1 / l of the rows, whether they see anything, and lse.
+  __device__ __forceinline__ void finalize(const work_t& work,
+                                           softmax_t& row,
+                                           const tile_coord_t& here,
+                                           int tile,
+                                           float (&inverse)[2],
+                                           bool (&seen)[2]) const {
+    const int slot = (static_cast<int>(num_done) - 1) & 1;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row_r = work.row_thread + 8 * r, i = query_of(row_r);
+      const bool is_query = kDynamic ? i < shared.tile_infos[slot].band.num_queries
+                                     : i < static_cast<int>(args.params().seqlen_q);
+      seen[r] = is_query && row.l[r] != 0;
+      inverse[r] = ptx::rcp_approx_ftz(row.l[r]);
+      if (!kHasSinks && args.lse == nullptr) continue;
+      // lse has to know to the last bit what was subtracted; l takes what a float of it
+      // leaves over. Above a million that is less than a unit of lse.
+      const double m = rounded_product(row.m[r], to_log2) * args.inputs.from_log2;
+      const float high = static_cast<float>(m);
+      const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
+      const float l = row.l[r] * (1 + low);
+      float lse_r = seen[r] ? high + log_of(l) : -infinity<float>();
+      if constexpr (kHasSinks && !kSplit) {  // of parts, who combines them lets it join
+        const finished_t finished = work.scores.finish(i, high, l);
+        inverse[r] = finished.inverse * (1 + low);
+        lse_r = finished.lse;
+      }
+      if (args.lse != nullptr && lane % 4 == 0 && row_r < work.num_rows) {
+        const index_t number = row_number(here, row_r, tile);
+        if constexpr (kSplit) {
+          args.lse[number] = seen[r] ? m + log_of(row.l[r]) : -infinity<double>();
+        } else {
+          args.lse[number] = lse_r;
+        }
+      }
+    }
+  }
+
+  // o / l of a part of the keys, as floats. `odd` is not 0 where one is not finite.
+  __device__ __forceinline__ void store_part(const work_t& work,
+                                             const tile_coord_t& here,
+                                             int tile,
+                                             const float (&inverse)[2],
+                                             const bool (&seen)[2],
+                                             unsigned (&odd)[2]) const {
+    const params_t& params = args.params();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row_r = work.row_thread + 8 * r;
+      if (row_r < work.num_rows) {
+        float* const out_row = reinterpret_cast<float*>(args.out) +
+                               row_number(here, row_r, tile) * params.head_dim_v;
+#pragma unroll
+        for (int e = 2 * r; e < kOutputs; e += 4) {
+          const int column = column_of(e) + lane % 4 * 2;
+          const float2 pair =
+              seen[r] ? make_float2(o[e] * inverse[r], o[e + 1] * inverse[r])
+                      : make_float2(0, 0);
+          odd[r] |= !(is_finite(pair.x) & is_finite(pair.y));
+          if (column < params.head_dim_v) {
+            *reinterpret_cast<float2*>(out_row + column) = pair;
+          }
+        }
+      }
+    }
+  }
+
+  // o / l as elem_t: by way of shared memory, in vectors, or one by one.
+  __device__ __forceinline__ void store_rows(const work_t& work,
+                                             const tile_coord_t& here,
+                                             const float (&inverse)[2],
+                                             const bool (&seen)[2],
+                                             unsigned (&odd)[2]) const {
+    const params_t& params = args.params();
+    const int num_rows = work.num_rows, row_thread = work.row_thread;
+    elem_t* const out_rows = here.at(reinterpret_cast<elem_t*>(args.out), params.out);
+    const int steps = static_cast<int>(params.out.row | params.head_dim_v) |
+                      (kPack > 1 ? static_cast<int>(params.out.head) : 0);
+    const bool aligned =
+        (static_cast<int>(reinterpret_cast<unsigned long long>(out_rows)) % 16 |
+         steps % 8) == 0 &&
+        params.out.col == 1;
+    // A word: two columns of row r of this thread. Word t of a lane stands in column
+    // 8 t + lane % 4 * 2 of every 32.
+    auto word_of = [&](int e, int r) {
+      const unsigned word = pair16_t::from(o[e + 1] * inverse[r], o[e] * inverse[r]);
+      const unsigned shown = seen[r] ? word : 0;
+      if constexpr (kHidesSome) odd[r] = pair16_t::fma(shown, 0, odd[r]);
+      return shown;
+    };
+    if constexpr (kStagesOut) {
+      const int row_warp = row_thread - lane / 4;
+      const unsigned staged = smem.out + (threadIdx.x / kWarpSize - 4) * kStagedBytes;
+#pragma unroll
+      for (int first = 0; first < kHeadDimV; first += kStagedColumns) {
+        __syncwarp();  // what was staged there before has been read
+#pragma unroll
+        for (int column = 0; column < kStagedColumns; column += 16) {
+          const int e = (first + column) / 2;
+          ptx::stmatrix_x4(staged_row(staged, lane) + column * 2, word_of(e, 0),
+                           word_of(e + 2, 1), word_of(e + 4, 0), word_of(e + 6, 1));
+        }
+        __syncwarp();
+        store_staged(staged,
+                     out_rows + row_warp * params.out.row + first * params.out.col,
+                     params.out, aligned, num_rows - row_warp,
+                     int(params.head_dim_v) - first, lane);
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row_r = row_thread + 8 * r;
+        const bool exists = row_r < num_rows;
+        elem_t* const out_row = out_rows + query_of(row_r) * params.out.row +
+                                row_r % kPack * params.out.head;
+#pragma unroll
+        for (int e = 0; e < kOutputs; e += 16) {
+          unsigned words[4];
+#pragma unroll
+          for (int t = 0; t < 4; ++t) {
+            words[t] = word_of(e + 4 * t + 2 * r, r);
+          }
+          store_words(out_row, words, params.out, e * 2, aligned, exists,
+                      params.head_dim_v, lane);
+        }
+      }
+    }
+  }
+
+  // Values of keys that are not seen may have come in as 0 * NaN: asks for the work
+  // tile to be computed again, with care, or adds what was scrubbed.
+  __device__ __forceinline__ void repair(const work_t& work,
+                                         const softmax_t& row,
+                                         const tile_coord_t& here,
+                                         int item,
+                                         const unsigned (&odd)[2]) const {
+    const int number = static_cast<int>(num_done) - 1;
+    bool again = false;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) again |= odd[r] != 0 && is_finite(row.l[r]);
+    bool special = false;
+    if (item < kCareful) {
+      if (again) shared.orders.again[number % kRemembered] = item;
+    } else {
+      special = shared.orders.special[number & 1] == number;
+    }
+    if (special) {
+      __syncwarp();  // what the warp has stored is there for all its lanes
+      const volatile tile_info_t& info = shared.tile_infos[number & 1];
+      add_specials(args.inputs.v, args.out, here, work.row_block, w,
+                   args.score.scores_of(here), info.seen(), args.params(),
+                   info.share().tiles, item & ~kCareful,
+                   [this](const tile_coord_t& at, int row, int tile) {
+                     return row_number(at, row, tile);
+                   });
+    }
+  }
+
+  // The block that ends the last part of a tile combines them.
+  __device__ __forceinline__ void combine(const work_t& work,
+                                          const tile_coord_t& here,
+                                          int item) const {
+    const params_t& params = args.params();
+    const schedule_t& schedule = args.schedule();
+    const int number = static_cast<int>(num_done) - 1;
+    __threadfence();
+    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);  // the part is in memory
+    if (threadIdx.x == 128) {
+      const int number_of_tile = unsigned(item & ~kCareful) / schedule.num_splits;
+      int* const arrived = args.counter->arrived() + number_of_tile;
+      // A part that will be computed again does not count yet.
+      const bool again = kHidesSome && item < kCareful &&
+                         shared.orders.again[number % kRemembered] >= 0;
+      const bool last = !again && atomicAdd(arrived, 1) == schedule.num_splits - 1;
+      if (last) *arrived = 0;  // ready for the next launch
+      shared.is_last_part = last;
+      __threadfence();
+    }
+    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);
+    if (shared.is_last_part) {
+      const scores_t finished = args.score.scores_of(here);
+#pragma unroll 1
+      for (int row = max(work.row_block, 0) + int(threadIdx.x - 128) / kWarpSize;
+           row < min(work.row_block + kBlockM, work.num_rows); row += 4 * kNumGroups) {
+        const int i = query_of(row);
+        merge_row(reinterpret_cast<const float*>(args.out),
+                  reinterpret_cast<const double*>(args.lse),
+                  here.at(args.merged, params.out) + i * params.out.row +
+                      row % kPack * params.out.head,
+                  args.merged_lse,
+                  (here.row_of_heads + row % kPack) * params.seqlen_q + i,
+                  static_cast<index_t>(schedule.num_heads) * kPack * params.seqlen_q,
+                  schedule.num_splits,
+                  finished.is_query(i) ? finished.sink(i) : -infinity<float>(), params);
+      }
+    }
+  }
+
+  // The last product, while the sums of the rows are finished; then out and lse.
+  __device__ __forceinline__ void store(const work_t& work, softmax_t& row, int item) {
+    const int tile = item & ~kCareful;
+    const unsigned last_number = num_tiles + work.count - 1,
                    last_stage = stage_of(last_number);
-    wait(v_ring.full_at(last_stage), parity_of(last_number));
-    num_tiles += count;
-    ++num_items;
-    ptx::wgmma_fence();
-    multiply_pv(o, p, v_tiles + last_stage * (kBytesV / 16), count > skipped + 1);
-    ptx::wgmma_commit_group();
+    wait(smem.v_ring.full_at(last_stage), parity_of(last_number));
+    num_tiles += work.count;
+    ++num_done;
+    start_pv(last_stage, work.count > work.skipped + 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       row.l[r] += row.rest[r];
@@ -670,188 +995,86 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
       row.l[r] += shuffle_xor(row.l[r], 2);
     }
     // The place again: in the loop there are no registers for it.
-    const int number = static_cast<int>(num_items) - 1;
-    const tile_coord_t here = kDynamic ? tile_infos[number & 1].place() : at;
+    const int number = static_cast<int>(num_done) - 1;
+    const tile_coord_t here =
+        kDynamic ? shared.tile_infos[number & 1].place() : work.at;
     float inverse[2];
     bool seen[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row_r = row_thread + 8 * r, i = query_of(row_r);
-      const bool is_query =
-          kDynamic ? i < tile_infos[number & 1].band.num_queries : i < seqlen_q;
-      seen[r] = is_query && row.l[r] != 0;
-      inverse[r] = ptx::rcp_approx_ftz(row.l[r]);
-      if (!kHasSinks && lse == nullptr) continue;
-      // lse has to know to the last bit what was subtracted; l takes what a float of it
-      // leaves over. Above a million that is less than a unit of lse.
-      const double m = rounded_product(row.m[r], to_log2) * inputs.from_log2;
-      const float high = static_cast<float>(m);
-      const float low = fabsf(high) < 1e6f ? static_cast<float>(m - high) : 0.f;
-      const float l = row.l[r] * (1 + low);
-      float lse_r = seen[r] ? high + log_of(l) : -infinity<float>();
-      if constexpr (kHasSinks && !kSplit) {  // of parts, who merges them lets it join
-        const finished_t finished = scores.finish(i, high, l);
-        inverse[r] = finished.inverse * (1 + low);
-        lse_r = finished.lse;
-      }
-      if (lse != nullptr && lane % 4 == 0 && row_r < num_rows) {
-        const index_t number = row_number(here, row_r, item & ~kCareful);
-        if constexpr (kSplit) {
-          lse[number] = seen[r] ? m + log_of(row.l[r]) : -infinity<double>();
-        } else {
-          lse[number] = lse_r;
-        }
-      }
-    }
+    finalize(work, row, here, tile, inverse, seen);
     ptx::wgmma_wait_group<0>();
-    keep_order(o);
-    if (elected) ptx::mbarrier_arrive(v_ring.empty_at(last_stage));
+    compiler_fence(o);
+    if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(last_stage));
 
-    // o / l. A word holds two columns: word t of a lane 8 t + lane % 4 * 2 of every 32.
     unsigned odd[2] = {};  // not 0 where a result is not finite
     if constexpr (kSplit) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row_r = row_thread + 8 * r;
-        if (row_r < num_rows) {
-          float* const out_row =
-              reinterpret_cast<float*>(out) +
-              row_number(here, row_r, item & ~kCareful) * params.head_dim_v;
-#pragma unroll
-          for (int e = 2 * r; e < kOutputs; e += 4) {
-            const int column = column_of(e) + lane % 4 * 2;
-            const float2 pair =
-                seen[r] ? make_float2(o[e] * inverse[r], o[e + 1] * inverse[r])
-                        : make_float2(0, 0);
-            odd[r] |= !(is_finite(pair.x) & is_finite(pair.y));
-            if (column < params.head_dim_v) {
-              *reinterpret_cast<float2*>(out_row + column) = pair;
-            }
-          }
-        }
-      }
+      store_part(work, here, tile, inverse, seen, odd);
     } else {
-      elem_t* const out_rows = here.at(reinterpret_cast<elem_t*>(out), params.out);
-      const int steps = static_cast<int>(params.out.row | params.head_dim_v) |
-                        (kPack > 1 ? static_cast<int>(params.out.head) : 0);
-      const bool aligned =
-          (static_cast<int>(reinterpret_cast<unsigned long long>(out_rows)) % 16 |
-           steps % 8) == 0 &&
-          params.out.col == 1;
-      // A word: two columns of row r of this thread.
-      auto word_of = [&](int e, int r) {
-        const unsigned word = pair16_t::from(o[e + 1] * inverse[r], o[e] * inverse[r]);
-        const unsigned shown = seen[r] ? word : 0;
-        if constexpr (kHidesSome) odd[r] = pair16_t::fma(shown, 0, odd[r]);
-        return shown;
-      };
-      if constexpr (kStagesOut) {
-        const int row_warp = row_thread - lane / 4;
-        const unsigned staged = smem_out + (threadIdx.x / kWarpSize - 4) * kStagedBytes;
-#pragma unroll
-        for (int first = 0; first < kHeadDimV; first += kStagedColumns) {
-          __syncwarp();  // what was staged there before has been read
-#pragma unroll
-          for (int column = 0; column < kStagedColumns; column += 16) {
-            const int e = (first + column) / 2;
-            ptx::stmatrix_x4(staged_row(staged, lane) + column * 2, word_of(e, 0),
-                             word_of(e + 2, 1), word_of(e + 4, 0), word_of(e + 6, 1));
-          }
-          __syncwarp();
-          store_staged(staged,
-                       out_rows + row_warp * params.out.row + first * params.out.col,
-                       params.out, aligned, num_rows - row_warp,
-                       int(params.head_dim_v) - first, lane);
-        }
-      } else {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int row_r = row_thread + 8 * r;
-          const bool exists = row_r < num_rows;
-          elem_t* const out_row = out_rows + query_of(row_r) * params.out.row +
-                                  row_r % kPack * params.out.head;
-#pragma unroll
-          for (int e = 0; e < kOutputs; e += 16) {
-            unsigned words[4];
-#pragma unroll
-            for (int t = 0; t < 4; ++t) {
-              words[t] = word_of(e + 4 * t + 2 * r, r);
-            }
-            if (aligned) {
-              transpose(words, lane);  // 8 columns side by side
-              const int column = e * 2 + lane % 4 * 8;
-              if (exists && column < params.head_dim_v) {
-                *reinterpret_cast<uint4*>(out_row + column) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
-              }
-            } else if (exists) {
-#pragma unroll
-              for (int t = 0; t < 8; ++t) {
-                const int column = e * 2 + t / 2 * 8 + lane % 4 * 2 + t % 2;
-                const unsigned short bits = words[t / 2] >> (t % 2 * 16);
-                if (column < params.head_dim_v)
-                  out_row[column * params.out.col] = elem_t{bits};
-              }
-            }
-          }
-        }
-      }
+      store_rows(work, here, inverse, seen, odd);
     }
-    if constexpr (kHidesSome) {
-      // Values of keys that are not seen may have come in as 0 * NaN.
-      bool again = false;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) again |= odd[r] != 0 && is_finite(row.l[r]);
-      bool special = false;
-      if (item < kCareful) {
-        if (again) orders.again[number % kRemembered] = item;
-      } else {
-        special = orders.special[number & 1] == number;
-      }
-      if (special) {
-        __syncwarp();  // what the warp has stored is there for all its lanes
-        add_specials(inputs.v, out, here, row_block, w, scores_t(here, SCORE_ARGUMENTS),
-                     tile_infos[number & 1].seen(), params,
-                     tile_infos[number & 1].share().tiles, item & ~kCareful,
-                     row_number);
-      }
-    }
-#ifdef MERGE
-    __threadfence();
-    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);  // the part is in memory
-    if (threadIdx.x == 128) {
-      const int number_of_tile = unsigned(item & ~kCareful) / schedule.num_splits;
-      int* const arrived = counter->arrived() + number_of_tile;
-      // A part that will be computed again does not count yet.
-      const bool again =
-          kHidesSome && item < kCareful && orders.again[number % kRemembered] >= 0;
-      const bool last = !again && atomicAdd(arrived, 1) == schedule.num_splits - 1;
-      if (last) *arrived = 0;  // ready for the next launch
-      is_last_part = last;
-      __threadfence();
-    }
-    ptx::bar_sync<128 * kNumGroups>(kMergeBarrier);
-    if (is_last_part) {
-      const scores_t finished(here, SCORE_ARGUMENTS);
-#pragma unroll 1
-      for (int row = max(row_block, 0) + int(threadIdx.x - 128) / kWarpSize;
-           row < min(row_block + kBlockM, num_rows); row += 4 * kNumGroups) {
-        const int i = query_of(row);
-        merge_row(reinterpret_cast<const float*>(out),
-                  reinterpret_cast<const double*>(lse),
-                  here.at(merged, params.out) + i * params.out.row +
-                      row % kPack * params.out.head,
-                  merged_lse, (here.row_of_heads + row % kPack) * params.seqlen_q + i,
-                  static_cast<index_t>(schedule.num_heads) * kPack * params.seqlen_q,
-                  schedule.num_splits,
-                  finished.is_query(i) ? finished.sink(i) : -infinity<float>(), params);
-      }
-    }
-#endif
+    if constexpr (kHidesSome) repair(work, row, here, item, odd);
+    if constexpr (kMerge) combine(work, here, item);
     if constexpr (kDynamic) {
       __syncwarp();
-      if (elected) ptx::mbarrier_arrive(item_ring.empty_at(number & 1));
+      if (elected) ptx::mbarrier_arrive(smem.tile_ring.empty_at(number & 1));
     }
-    item = next_item(item);
   }
+
+  // Kept free of break and return: with them ptxas loses the registers of setmaxnreg.
+  __device__ __forceinline__ void consume() {
+    int item = kDynamic ? next_tile(0) : blockIdx.x;
+    while ((item & ~kCareful) < args.schedule().num_items) {
+      const work_t work(args, shared.tile_infos[num_done & 1], item, w, lane);
+      if constexpr (kBounds > 0) skip(work.skipped);
+      softmax_t row(to_log2);
+      attend(work, row);
+      store(work, row, item);
+      item = next_tile(item);
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    attention_hopper(const __grid_constant__ inputs_t inputs,
+                     out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
+                     lse_t* __restrict__ lse,  // (batch, heads, queries), or null
+                     counter_t* __restrict__ counter,
+                     MERGED_PARAMETERS SCORE_PARAMETERS) {
+  extern __shared__ __align__(1024) unsigned char tiles[];
+  __shared__ __align__(8) unsigned long long barriers[kBarriers];
+  __shared__ tile_info_t tile_infos[2];
+  __shared__ orders_t orders;
+  __shared__ key_terms_t key_terms[kKeySlots];
+  __shared__ bool is_last_part;
+  const arguments_t args = {inputs,           out, lse, counter, MERGED_ARGUMENTS,
+                            {SCORE_ARGUMENTS}};
+  const shared_t shared = {tile_infos, orders, key_terms, is_last_part, tiles};
+  const addresses_t smem(tiles, barriers);
+
+  if (kNumGroups == 1 && threadIdx.x == 128) {
+    ptx::prefetch_tensormap(inputs.k_map);
+    ptx::prefetch_tensormap(inputs.q_map);
+    ptx::prefetch_tensormap(inputs.v_map);
+  }
+  const int group = __shfl_sync(kFullMask, threadIdx.x / 128, 0);
+  // The producer finds its first tile while another warp makes the barriers.
+  tile_coord_t first_place;
+  if (kFindsFirst && threadIdx.x == 0) {
+    first_place = place_of(blockIdx.x, inputs.schedule, params);
+  }
+  if (threadIdx.x == (kFindsFirst ? kWarpSize : 0)) smem.init_barriers(shared.orders);
+  __syncthreads();  // the barriers are there before anyone uses them
+
+  if (group == 0) {
+    if constexpr (kNumGroups > 1) ptx::setmaxnreg_dec<kProducerRegisters>();
+    if (threadIdx.x == 0) {
+      producer_t{args, shared, smem}.produce(first_place);
+    } else if (kTermsOfKeys && threadIdx.x / kWarpSize == 1) {
+      read_key_terms(args, shared, smem);
+    } else if (kHidesSome && threadIdx.x >= 128 - kScrubbers) {
+      scrub(shared, smem);
+    }
+    return;
+  }
+  if constexpr (kNumGroups > 1) ptx::setmaxnreg_inc<kConsumerRegisters>();
+  consumer_t(args, shared, smem, group).consume();
 }

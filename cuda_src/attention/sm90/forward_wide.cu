@@ -46,11 +46,6 @@ constexpr int kOwn = (kPanelsV + 1) / 2;
 constexpr unsigned kPanel = 64 * 128;
 static_assert(kHeadDim % 64 == 0 && kHeadDimV % 64 == 0);
 
-#ifdef SCALE_SCORES
-constexpr bool kScaleScores = true;  // not a number that exp2 can take over
-#else
-constexpr bool kScaleScores = false;
-#endif
 // Whether scores are finished one by one before the softmax; else the softmax scales.
 constexpr bool kHasTerms =
     kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
@@ -228,7 +223,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
       ptx::wgmma_wait_group<0>();
     }
     float (&part)[kScores] = parts[panel % kAtOnce];
-    keep_order(part);
+    compiler_fence(part);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] = panel == 0 ? part[e] : s[e] + part[e];
   }
@@ -272,7 +267,7 @@ __device__ __forceinline__ void start_pv(float (&o)[kOutputs],
 // Until here the weights stay in their registers, too.
 __device__ __forceinline__ void end_pv(float (&o)[kOutputs], weights_t& p) {
   ptx::wgmma_wait_group<0>();
-  keep_order(o);
+  compiler_fence(o);
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
 #pragma unroll
@@ -309,11 +304,13 @@ struct softmax_t {
   }
 };
 
-// Products into final scores; -inf where a query does not see the key.
-__device__ __forceinline__ void finish_scores(float (&s)[kScores],
-                                              const scores_t& scores,
-                                              index_t i0,
-                                              index_t j0) {
+// Products of the tile of query i0 and key j0 into final scores; -inf where a query
+// does not see the key. Every score passes here, after its product and before the
+// softmax.
+__device__ __forceinline__ void score_mod(float (&s)[kScores],
+                                          const scores_t& scores,
+                                          index_t i0,
+                                          index_t j0) {
   const mask_bounds_t band = scores.mask_bounds(i0, j0);
   const bool sees_all = band.sees_all(kBlockM, kBlockN);
   if (!kHasTerms && sees_all) return;
@@ -414,6 +411,53 @@ __device__ __forceinline__ void store_pair(out_t* to, float x, float y) {
     *reinterpret_cast<float2*>(to) = make_float2(x, y);
   } else {
     *reinterpret_cast<unsigned*>(to) = pair16_t::from(x, y);
+  }
+}
+
+// out and lse of this thread's rows.
+__device__ __forceinline__ void store(out_t* out_rows,
+                                      row_lse_t* lse,
+                                      const tile_coord_t& at,
+                                      const scores_t& scores,
+                                      const params_t& params,
+                                      const softmax_t& rows,
+                                      const float (&o)[kOutputs],
+                                      index_t i_first,
+                                      double scale) {
+  const int dim_v = static_cast<int>(params.head_dim_v);
+  const bool as_pairs =
+      params.out.col == 1 && (params.out.row | dim_v) % 2 == 0 &&
+      reinterpret_cast<unsigned long long>(out_rows) % (2 * sizeof(out_t)) == 0;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    const index_t i = i_first + row() + 8 * r;
+    if (i >= params.seqlen_q) continue;
+    // lse takes the whole of the product; l takes what a float of it leaves over, which
+    // above a million is less than a unit of lse.
+    const double m = rows.m[r] * scale;
+    const maximum_t high =
+        rows.l[r] == 0 ? -infinity<float>() : static_cast<maximum_t>(m);
+    const float low =
+        !kHasParts && fabs(high) < 1e6 ? static_cast<float>(m - high) : 0.f;
+    const finished_t finished = scores.finish(i, high, rows.l[r] * (1 + low));
+    const float inverse = finished.inverse * (1 + low);
+    if (lse != nullptr && side() == 0 && lane() % 4 == 0) {
+      lse[at.row_of_heads * params.seqlen_q + i] = finished.lse;
+    }
+    out_t* const out_row = out_rows + i * params.out.row;
+#pragma unroll
+    for (int n = 2 * r; n < kOutputs; n += 4) {
+      const int j = first_panel() * 64 + n / 4 * 8 + column();
+      // Whatever the sums of a row that sees nothing are.
+      const float x = inverse == 0 ? 0.f : o[n] * inverse;
+      const float y = inverse == 0 ? 0.f : o[n + 1] * inverse;
+      if (as_pairs) {
+        if (j < dim_v) store_pair(out_row + j, x, y);
+      } else {
+        if (j < dim_v) out_row[j * params.out.col] = to<out_t>(x);
+        if (j + 1 < dim_v) out_row[(j + 1) * params.out.col] = to<out_t>(y);
+      }
+    }
   }
 }
 
@@ -594,7 +638,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
       if (careful) clean();
       start_pv(o, p, p_tile, v_tile);
       if constexpr (!kOverlaps) end_pv(o, p);
-      finish_scores(s, scores, i0, j0);
+      score_mod(s, scores, i0, j0);
       put_largest(across, s);
       __syncthreads();  // all have read k and p; the maxima of both sides are there
       release_k();
@@ -640,40 +684,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) attention_hopper_wi
   const scores_t rows_of(here, SCORE_ARGUMENTS);
   out_t* const out_rows = here.at(out, params.out);
   const index_t i_first = (num_tiles - 1 - here.tile) * kBlockM;
-  const bool as_pairs =
-      params.out.col == 1 && (params.out.row | dim_v) % 2 == 0 &&
-      reinterpret_cast<unsigned long long>(out_rows) % (2 * sizeof(out_t)) == 0;
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const index_t i = i_first + row() + 8 * r;
-    if (i >= params.seqlen_q) continue;
-    // lse takes the whole of the product; l takes what a float of it leaves over, which
-    // above a million is less than a unit of lse.
-    const double m = rows.m[r] * scale;
-    const maximum_t high =
-        rows.l[r] == 0 ? -infinity<float>() : static_cast<maximum_t>(m);
-    const float low =
-        !kHasParts && fabs(high) < 1e6 ? static_cast<float>(m - high) : 0.f;
-    const finished_t finished = rows_of.finish(i, high, rows.l[r] * (1 + low));
-    const float inverse = finished.inverse * (1 + low);
-    if (lse != nullptr && side() == 0 && lane() % 4 == 0) {
-      lse[here.row_of_heads * params.seqlen_q + i] = finished.lse;
-    }
-    out_t* const out_row = out_rows + i * params.out.row;
-#pragma unroll
-    for (int n = 2 * r; n < kOutputs; n += 4) {
-      const int j = first_panel() * 64 + n / 4 * 8 + column();
-      // Whatever the sums of a row that sees nothing are.
-      const float x = inverse == 0 ? 0.f : o[n] * inverse;
-      const float y = inverse == 0 ? 0.f : o[n + 1] * inverse;
-      if (as_pairs) {
-        if (j < dim_v) store_pair(out_row + j, x, y);
-      } else {
-        if (j < dim_v) out_row[j * params.out.col] = to<out_t>(x);
-        if (j + 1 < dim_v) out_row[(j + 1) * params.out.col] = to<out_t>(y);
-      }
-    }
-  }
+  store(out_rows, lse, here, rows_of, params, rows, o, i_first, scale);
   if (__syncthreads_or(special)) {  // and all rows are stored
     add_specials(out_rows, here.at_kv(v, params.v), rows_of, params, i_first,
                  min(i_first + kBlockM, params.seqlen_q), first, keys.last);

@@ -15,25 +15,25 @@
 
 // The idle warps of the producer's warpgroup look through the tiles, one after another
 // as TMA brings them.
-// One of them reads terms of keys (score_terms.cuh).
-constexpr int kInspectors = !kHidesSome ? 0 : kTermsOfKeys ? 64 : 96;
-// Of bar.sync; the turns have 1 to 4. Until the first order the inspectors sleep at the
+// One of them reads terms of keys (score_mod.cuh).
+constexpr int kScrubbers = !kHidesSome ? 0 : kTermsOfKeys ? 64 : 96;
+// Of bar.sync; the turns have 1 to 4. Until the first order the scrubbers sleep at the
 // second one: a wait for an mbarrier would take turns of the warps that compute.
-constexpr int kInspectBarrier = 8, kWakeBarrier = 9;
+constexpr int kScrubBarrier = 8, kWakeBarrier = 9;
 
 // Of an item that is computed with care; more than there are items.
 constexpr int kCareful = 1 << 30;
 
 constexpr int kOrders = 2 * kStages, kRemembered = 8;
 struct orders_t {
-  // A ring of orders to the inspectors: the stage of v (-1: no more), and the number of
+  // A ring of orders to the scrubbers: the stage of v (-1: no more), and the number of
   // its item in this block. At most kStages tiles of v are not yet multiplied when the
   // next one is asked for, so that twice as many slots need no other guard.
   int stage[kOrders], item[kOrders];
   // By item number % 2, the last item of whose values one was not finite. Two are
   // enough, since item n + 2 begins when n is done.
   int special[2];
-  // By item number, items to be computed again, or -1. When item n begins, n - 2 is
+  // By item number, tiles to be computed again, or -1. When item n begins, n - 2 is
   // done; with each new item at least one is looked at.
   int again[kRemembered];
   // The producer's own numbers, for which it has no registers: orders so far, items
@@ -70,7 +70,7 @@ __device__ __forceinline__ bool clean(uint4* tile, int thread) {
   constexpr int kVectors = kBytesV / 16;
   bool found = false;
 #pragma unroll 2
-  for (int n = thread; n < kVectors; n += kInspectors) {
+  for (int n = thread; n < kVectors; n += kScrubbers) {
     const uint4 x = tile[n];
     // x * 0 summed up: NaN where one is not finite, else 0 of either sign.
     unsigned sum = pair16_t::fma(x.x, 0, 0);

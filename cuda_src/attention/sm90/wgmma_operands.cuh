@@ -19,7 +19,7 @@ __device__ __forceinline__ unsigned long long descriptor(unsigned address,
 }
 
 template <int kCount>
-__device__ __forceinline__ void keep_order(float (&x)[kCount]) {
+__device__ __forceinline__ void compiler_fence(float (&x)[kCount]) {
 #pragma unroll
   for (int e = 0; e < kCount; ++e) ptx::compiler_fence(x[e]);
 }

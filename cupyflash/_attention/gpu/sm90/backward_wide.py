@@ -41,7 +41,7 @@ INPUTS = {
     False: gradient_limits.INPUTS,
     True: Struct(
         "with_terms_t",
-        "attention/sm90/backward_score_terms.cuh",
+        "attention/sm90/backward_score_mod.cuh",
         (
             ("ptx::tensor_map_t", "bias_map", "mask_map"),
             (sm90_forward.CAP, "cap"),

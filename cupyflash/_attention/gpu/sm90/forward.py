@@ -433,7 +433,7 @@ def _weight_of_terms(problem):
 
 
 def _is_cap_only(problem):
-    """kCapOnly of cuda_src/attention/sm90/score_terms.cuh."""
+    """kCapOnly of cuda_src/attention/sm90/score_mod.cuh."""
     arrays = (problem.bias, problem.mask, problem.alibi_slopes)
     alone = all(x is None for x in arrays) and scale_is_plain(problem.scale)
     return problem.softcap > 0 and alone

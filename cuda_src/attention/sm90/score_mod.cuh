@@ -39,16 +39,6 @@ __device__ __forceinline__ bool all_near(const float (&s)[kScores], const cap_t&
   return !__any_sync(kFullMask, capped_t{cap}.is_passed(extremes_t(s)));
 }
 
-__device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap) {
-  if (all_near(s, cap)) {
-#pragma unroll
-    for (int e = 0; e < kScores; ++e) s[e] = near_t{cap}(s[e], 0.f);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kScores; ++e) s[e] = any_size_t{cap}(s[e], 0.f);
-  }
-}
-
 // exponentiate() of products that have not been through the softcap; `near`: none is
 // beyond its limit.
 __device__ __forceinline__ void exponentiate_capped(softmax_t& row,
@@ -240,11 +230,33 @@ __device__ __forceinline__ void add_key_terms(float (&s)[kScores],
 
 // --- all terms
 
-// Products q.k into final scores. `i` are the two queries of this thread, `j` its first
-// key; kTail: keys from j + left on are none.
+// Where bias and mask of this thread's two queries start, at key 0.
+struct score_rows_t {
+  const bias_t* bias[2];
+  const bool* mask[2];
+
+  __device__ __forceinline__ void set(const scores_t& scores, const int (&i)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (kHasBias && !kTermsOfKeys) {
+        bias[r] = scores.bias_at(i[r], 0);
+        ptx::launder(bias[r]);  // a whole address, found before the loop over keys
+      }
+      if constexpr (kHasMask && !kTermsOfKeys) {
+        mask[r] = scores.mask_at(i[r], 0);
+        ptx::launder(mask[r]);
+      }
+    }
+  }
+};
+
+// Products q.k of a tile into final scores: every score passes here, after its product
+// and before the softmax. Number e belongs to query i[row_of(e)] and key
+// j + column_of(e). With kTail keys from j + left on are none.
 template <bool kTail>
-__device__ __forceinline__ void add_terms(float (&s)[kScores],
+__device__ __forceinline__ void score_mod(float (&s)[kScores],
                                           const scores_t& scores,
+                                          const score_rows_t& rows,
                                           const params_t& params,
                                           const cap_t& cap,
                                           const float* key_terms,
@@ -253,7 +265,7 @@ __device__ __forceinline__ void add_terms(float (&s)[kScores],
                                           int left) {
   const float scale = static_cast<float>(params.scale);
   if constexpr (kHasSoftcap) {
-    cap_scores(s, cap);
+    cap_scores(s, cap, all_near(s, cap));
   } else if constexpr (kScalesApart || !kTermsOfKeys) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] *= scale;
@@ -279,19 +291,21 @@ __device__ __forceinline__ void add_terms(float (&s)[kScores],
     return stride;
   };
   if constexpr (kHasBias) {
-    const bias_t* const rows[2] = {scores.bias_at(i[0], j), scores.bias_at(i[1], j)};
+    const index_t at_j = kUnitColumns ? j : j * params.bias.col;
+    const bias_t* const from[2] = {rows.bias[0] + at_j, rows.bias[1] + at_j};
     const index_t step = fresh(params.bias.col);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {
-      if (exists(e)) s[e] += to<float>(rows[row_of(e)][column_of(e) * step]);
+      if (exists(e)) s[e] += to<float>(from[row_of(e)][column_of(e) * step]);
     }
   }
   if constexpr (kHasMask) {
-    const bool* const rows[2] = {scores.mask_at(i[0], j), scores.mask_at(i[1], j)};
+    const index_t at_j = kUnitColumns ? j : j * params.mask.col;
+    const bool* const from[2] = {rows.mask[0] + at_j, rows.mask[1] + at_j};
     const index_t step = fresh(params.mask.col);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {
-      if (exists(e) && !rows[row_of(e)][column_of(e) * step]) s[e] = -infinity<float>();
+      if (exists(e) && !from[row_of(e)][column_of(e) * step]) s[e] = -infinity<float>();
     }
   }
 }

@@ -84,8 +84,8 @@ __device__ __forceinline__ mask_bounds_t shifted(const volatile mask_bounds_t& b
   return {band.low + rows - cols, band.high + rows - cols, band.num_queries - rows,
           band.num_keys - cols};
 }
-// What those who compute need of it, for a tile that starts `rows` queries further.
-__device__ __forceinline__ void tell(entry_t& to, const entry_t& from, int rows) {
+// What consumers need of it, for a tile that starts `rows` queries further.
+__device__ __forceinline__ void publish(entry_t& to, const entry_t& from, int rows) {
   to.band = shifted(from.band, rows, 0);
   if constexpr (kHasAlibi) {
     to.diagonal = from.diagonal + rows;
@@ -158,22 +158,26 @@ class tile_terms_t {
   static constexpr int kSize = sizeof(bias_t), kVector = 16 / kSize;
 
  public:
-  __device__ __forceinline__ tile_terms_t(unsigned bias,
-                                          unsigned mask,
-                                          int row,
-                                          int lane) {
+  __device__ __forceinline__ tile_terms_t(int row, int lane) {
     const int pair = lane % 4, column = pair * 2;
     if constexpr (kKeysAreRows) {
-      bias_ =
-          bias + row / kBiasColumns * (64 * 128) + column * 128 + row % kVector * kSize;
+      bias_ = row / kBiasColumns * (64 * 128) + column * 128 + row % kVector * kSize;
       bias_swizzle_ = ((row / kVector % 8) ^ column) * 16;
-      mask_ = mask + column * 64 + ((row / 16) ^ pair) * 16 + row % 16;
+      mask_ = column * 64 + ((row / 16) ^ pair) * 16 + row % 16;
     } else {
-      bias_ = bias + row * 128 + column % kVector * kSize;
+      bias_ = row * 128 + column % kVector * kSize;
       bias_swizzle_ = ((column / kVector) ^ (row % 8)) * 16;
-      mask_ = mask + row * 64 + column;
+      mask_ = row * 64 + column;
       mask_swizzle_ = row / 2 % 4 * 16;
     }
+  }
+
+  // Of the tiles at these addresses.
+  __device__ __forceinline__ tile_terms_t at(unsigned bias, unsigned mask) const {
+    tile_terms_t terms = *this;
+    terms.bias_ += bias;
+    terms.mask_ += mask;
+    return terms;
   }
 
   __device__ __forceinline__ float operator()(int e) const {
@@ -210,7 +214,7 @@ class tile_terms_t {
   unsigned bias_, bias_swizzle_, mask_, mask_swizzle_;
 };
 
-// --- products to weights
+// --- products to exponents of weights
 
 // Products s become scores behind the softcap, as exponents of 2. A small product has
 // the same bits by either form, so that they hang on nothing that stands beside it.
@@ -218,24 +222,43 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap
   float largest = 0;
 #pragma unroll
   for (int e = 0; e < kScores; ++e) largest = fmaxf(largest, fabsf(s[e]));
-  if (__any_sync(kFullMask, largest > cap.limit)) {
+  cap_scores(s, cap, !__any_sync(kFullMask, largest > cap.limit));
+}
+
+// What bias, mask, alibi and lse add to the exponents: `use(e, x)` is given each of
+// them. `lse(e)` and `key_term(e)` are those of number e, `tile` has the terms that
+// queries do not share, and `slope`, `distance` are of alibi.
+template <bool kKeysAreRows, typename Lse, typename KeyTerm, typename Use>
+__device__ __forceinline__ void find_rest(const tile_terms_t<kKeysAreRows>& tile,
+                                          float slope,
+                                          float distance,
+                                          const Lse& lse,
+                                          const KeyTerm& key_term,
+                                          const Use& use) {
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) s[e] = any_size_t{cap}(s[e], 0.f);
-  } else {
-#pragma unroll
-    for (int e = 0; e < kScores; ++e) s[e] = near_t{cap}(s[e], 0.f);
+  for (int e = 0; e < kScores; ++e) {
+    float x = -lse(e);
+    if constexpr (kTermsOfKeys) x += key_term(e);
+    if constexpr (kHasTiles) x += tile(e);
+    if constexpr (kHasAlibi) {
+      constexpr auto apart = fragment_t<kKeysAreRows>::distance_of;
+      x = fmaf(-slope, fabsf(distance + static_cast<float>(apart(e))), x);
+    }
+    use(e, x);
   }
 }
 
-// Number e of products s becomes the exponent of a weight, with `rest` added to it.
-// With softcap, which s has been through, `derivatives` of the scores by scale * q.k.
+// The score of query fragment.query(e) and key fragment.key(e), both counted from the
+// tile, after the softcap: every score of the backward passes here, and with softcap
+// its derivative by scale * q.k.
 constexpr int kDerivatives = kHasSoftcap ? kScores : 1;
-template <typename Inputs>
-__device__ __forceinline__ void add_term(int e,
-                                         float (&s)[kScores],
-                                         float (&derivatives)[kDerivatives],
-                                         const Inputs& inputs,
-                                         float rest) {
+template <bool kKeysAreRows, typename Inputs>
+__device__ __forceinline__ void score_mod(int e,
+                                          const fragment_t<kKeysAreRows>& fragment,
+                                          float (&s)[kScores],
+                                          float (&derivatives)[kDerivatives],
+                                          const Inputs& inputs,
+                                          float rest) {
   if constexpr (kHasSoftcap) {
     const float tanh = s[e] * inputs.inverse_cap;
     derivatives[e] = fmaf(-tanh, tanh, 1.f);
@@ -245,10 +268,11 @@ __device__ __forceinline__ void add_term(int e,
   }
 }
 
-// All of them. `find_rest` tells of each what is to be added, unless that stands in
-// `rest`.
-template <typename Inputs, typename FindRest>
-__device__ __forceinline__ void add_terms(float (&s)[kScores],
+// Products of a tile become exponents of weights, -inf where a query does not see the
+// key. What is added stands in `rest`, or `find_rest` finds it.
+template <bool kKeysAreRows, typename Inputs, typename FindRest>
+__device__ __forceinline__ void add_terms(const fragment_t<kKeysAreRows>& fragment,
+                                          float (&s)[kScores],
                                           float (&derivatives)[kDerivatives],
                                           const Inputs& inputs,
                                           const float (&rest)[kScores],
@@ -256,8 +280,22 @@ __device__ __forceinline__ void add_terms(float (&s)[kScores],
   if constexpr (kHasSoftcap) cap_scores(s, inputs.cap);
   if constexpr (kAhead) {
 #pragma unroll
-    for (int e = 0; e < kScores; ++e) add_term(e, s, derivatives, inputs, rest[e]);
+    for (int e = 0; e < kScores; ++e) {
+      score_mod(e, fragment, s, derivatives, inputs, rest[e]);
+    }
   } else {
-    find_rest([&](int e, float x) { add_term(e, s, derivatives, inputs, x); });
+    find_rest(
+        [&](int e, float x) { score_mod(e, fragment, s, derivatives, inputs, x); });
+  }
+}
+template <bool kKeysAreRows>
+__device__ __forceinline__ void mask(const fragment_t<kKeysAreRows>& fragment,
+                                     float (&s)[kScores],
+                                     const mask_bounds_t& band) {
+  if (hides_some(band)) {
+#pragma unroll
+    for (int e = 0; e < kScores; ++e) {
+      if (!band.sees(fragment.query(e), fragment.key(e))) s[e] = -infinity<float>();
+    }
   }
 }

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: MIT
+// SCORE_ARGUMENTS as one value, for functions that are given all arguments of a kernel.
+#pragma once
+
+#include "attention/score/score.cuh"
+
+struct score_arguments_t {
+  const params_t& params;
+  const bias_t* bias;
+  const bool* mask;
+  const sink_t* sinks;
+  const slope_t* alibi_slopes;
+  const query_offset_t* query_offsets;
+  const query_length_t* query_lengths;
+  const key_length_t* key_lengths;
+  index_t query_offset;
+
+  __device__ __forceinline__ scores_t scores_of(const tile_coord_t& at) const {
+    return scores_t(at, SCORE_ARGUMENTS);
+  }
+};

@@ -123,21 +123,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     if (is_finite(l)) l += rest_l;
     if (is_finite(sum)) sum += rest_sum;
   };
-  accum_t l = 0, sum = 0;
-  accum_t unit = 0;  // of the sum
-  // The sum of the largest numbers overflows, though their mean does not: a second turn
-  // takes it once more. A sum that does not become finite stays as it is.
-#pragma unroll 1
-  for (accum_t by = 1;; by = kDown) {
-    const bool is_first = by == 1;
-    accum_t new_l, new_sum;
-    add_up(by, new_l, new_sum);
-    if (is_first) l = new_l;
-    if (is_first || (!is_finite(sum) && is_finite(new_sum))) {
-      sum = new_sum;
-      unit = new_l;
+  accum_t l, sum;
+  add_up(1, l, sum);
+  accum_t unit = l;  // of the sum
+  // The sum of the largest numbers overflows, though their mean does not. A sum that
+  // does not become finite stays as it is.
+  if (__any_sync(kFullMask, !is_finite(sum))) {
+    accum_t small_l, small_sum;
+    add_up(kDown, small_l, small_sum);
+    if (!is_finite(sum) && is_finite(small_sum)) {
+      sum = small_sum;
+      unit = small_l;
     }
-    if (!is_first || !__any_sync(kFullMask, !is_finite(sum))) break;
   }
   if (exists) {
     out[offsets.of[kOut] + column * params.out_col] =

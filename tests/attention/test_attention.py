@@ -66,8 +66,8 @@ def agree(xp, q, k, v, forms=None, out=None, **options):
         forms,
         other,
     )
-    in_one_sum = fuzz.one_sum(xp, q.shape[-1], "tiled")
-    exact, mean, exact_lse, size = fuzz.exact_and_mean(problem, in_one_sum)
+    growth = fuzz.growth_of_sums(xp, q.shape[-1], "tiled")
+    exact, mean, exact_lse, size = fuzz.exact_and_mean(problem, growth)
     allowed, allowed_lse = fuzz.attention_bounds(problem, mean, exact_lse, size)
     placed = {n: place(xp, x, forms.get(n, "plain")) for n, x in problem.arrays.items()}
     result = [placed.pop(n) for n in "qkv"]

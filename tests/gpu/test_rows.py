@@ -298,8 +298,8 @@ def test_bad_values_stay_in_their_rows(cupy, rng, forced, case, bad):
         return
     # A weight that the dtype rounds to 0 makes NaN of an infinity, in its own place.
     columns = problem.arrays["q"].shape[-1]
-    in_one_sum = rows.fuzz.one_sum(cupy, columns, case.row)
-    exact, mean, lse, size = rows.fuzz.exact_and_mean(problem, in_one_sum)
+    growth = rows.fuzz.growth_of_sums(cupy, columns, case.row)
+    exact, mean, lse, size = rows.fuzz.exact_and_mean(problem, growth)
     got = wide(run(cupy, problem)[0])
     finite = np.isfinite(exact)
     np.testing.assert_array_equal(np.isfinite(got), finite)

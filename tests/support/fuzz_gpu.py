@@ -32,7 +32,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "record")]
 
 # Shares of the problems, and of the kernels that are compiled.
 OPERATIONS = {

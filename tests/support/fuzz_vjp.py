@@ -77,7 +77,7 @@ GPU_ALONE = ("precision", "method")  # and the oracle knows neither
 NOT_FORWARD = ("dout", "dlse", "out", "lse")
 
 
-def exact_gradients(problem, in_one_sum=False):
+def exact_gradients(problem, growth=1):
     """(gradients, sums of the sizes of their terms, score size, lse)."""
     arrays, options = problem.arrays, problem.options
     given = {n: options[n] for n in FORWARD if n in options}
@@ -85,7 +85,7 @@ def exact_gradients(problem, in_one_sum=False):
     q, k, v = (arrays[n] for n in "qkv")
     real = np.longdouble if q.dtype == np.float64 else np.float64
     exact, sizes, lse, size = oracle.attention_vjp(
-        arrays["dout"], q, k, v, real=real, one_sum=in_one_sum, **given
+        arrays["dout"], q, k, v, real=real, growth=growth, **given
     )
     return exact, sizes, size, lse
 
@@ -213,8 +213,8 @@ def check_attention_vjp(xp, problem):
     row = cupyflash.explain("attention_vjp", dout, q, k, v, out, lse, **call).kernel
     # Weights are exp(score - lse): of scores made twice.
     row_of_lse = cupyflash.explain("attention", q, k, v, **arrays, **forward).kernel
-    in_one_sum = fuzz.one_sum(xp, q.shape[-1], row, row_of_lse)
-    exact, sizes, size, exact_lse = exact_gradients(problem, in_one_sum)
+    growth = fuzz.growth_of_sums(xp, q.shape[-1], row, row_of_lse)
+    exact, sizes, size, exact_lse = exact_gradients(problem, growth)
     lost = {}
     if xp is not np and row == "mma_split":
         lost = lost_in_parts(problem)

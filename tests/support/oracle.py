@@ -154,7 +154,7 @@ class Head:
     sink: Any  # -inf where there is none
     seen: Any
     alive: Any  # rows that are not padding, as a column
-    one_sum: bool  # a score is summed up one column after another
+    growth: float  # of the error of a score, by how its columns are summed up
 
     def scores(self):
         """(scores, -inf where masks hide; the softcap's slope, or None)."""
@@ -168,13 +168,8 @@ class Head:
         return np.where(self.seen, s, -np.inf), slope
 
     def size(self, s, slope):
-        """The largest sum of |terms| of a score that counts.
-
-        The error of one sum over all columns grows with their square root.
-        """
-        columns = self.q.shape[-1]
-        walk = columns**0.5 / 4 if self.one_sum and columns > 128 else 1
-        size = walk * np.abs(self.scale) * (np.abs(self.q) @ np.abs(self.k).T)
+        """The largest sum of |terms| of a score that counts."""
+        size = self.growth * np.abs(self.scale) * (np.abs(self.q) @ np.abs(self.k).T)
         if slope is not None:
             size = size * slope + self.softcap
         for term in (self.bias, self.alibi):
@@ -197,7 +192,7 @@ class Head:
 def heads_of(
     q, k, v, real, *, bias=None, mask=None, scale=None, causal=False,
     query_offset=None, window=None, softcap=0.0, sinks=None, alibi_slopes=None,
-    query_lengths=None, key_lengths=None, one_sum=False,
+    query_lengths=None, key_lengths=None, growth=1,
 ):  # fmt: skip
     """(place in the batch and head, Head), one by one, of heads-first arrays."""
     q, k, v = (wide(x, real) for x in (q, k, v))
@@ -235,7 +230,7 @@ def heads_of(
                 sink=real(sinks[head]),
                 seen=seen[at],
                 alive=alive[(*entry, 0)],
-                one_sum=one_sum,
+                growth=growth,
             ),
         )
 
@@ -245,7 +240,7 @@ def attention(q, k, v, *, layout="bhsd", real=np.longdouble, **options):
     """(out, lse, size): `size` is the largest sum of |terms| of a score that counts.
 
     Scores carry a rounding error in proportion to `size`, in whatever way they are
-    computed; with `one_sum` it is that of sums over all columns (fuzz.one_sum).
+    computed; `growth` times that where many columns make one sum (fuzz.growth_of_sums).
     """
     matrices = all(x.ndim == 2 for x in (q, k, v))
     q, k, v = (heads_first(x, layout) for x in (q, k, v))

@@ -3,6 +3,8 @@
 // and the others as 1; here the rest get `void` or 0, and all of them a constant.
 #pragma once
 
+#include "common/types.cuh"
+
 #ifndef BIAS_T
 #define BIAS_T void
 #endif

@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
   const float to_parts = fits ? __int_as_float((127 + up) << 23) : 0.f;
   const index_t first =
       of_queries ? 0 : 2 * heads * granules_q;  // operands of queries before these
-  unsigned char* const operand =
+  unsigned char* const parts =
       operands +
       (first + (has_values ? num_heads * granules : 0) + number) * kBytesOperand;
 #pragma unroll
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     split(high, chunk[n][2] * to_parts, chunk[n][3] * to_parts);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      *reinterpret_cast<uint2*>(operand + part * kBytesPart +
+      *reinterpret_cast<uint2*>(parts + part * kBytesPart +
                                 tile_t<kHeadDim>::offset(row, column / 2) +
                                 column % 2 * 8) = make_uint2(low[part], high[part]);
     }
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                                      __int_as_float(largest), gathered.marked,
                                      is_uneven || !fits};
     // All of it is copied, and the first are read.
-    reinterpret_cast<tile_stats_t*>(operand + kParts * kBytesPart)[threadIdx.x] =
+    reinterpret_cast<tile_stats_t*>(parts + kParts * kBytesPart)[threadIdx.x] =
         tile_stats;
   }
 }

@@ -930,10 +930,12 @@ struct consumer_t {
     if (special) {
       __syncwarp();  // what the warp has stored is there for all its lanes
       const volatile tile_info_t& info = shared.tile_infos[number & 1];
+      // Or else what depends on these alone is computed before the loop over tiles, and
+      // kept in registers there.
+      const score_arguments_t score = args.score.reloaded();
       add_specials(args.inputs.v, args.out, here, work.row_block, w,
-                   args.score.scores_of(here), info.seen(), args.params(),
-                   info.share().tiles, item & ~kCareful,
-                   [this](const tile_coord_t& at, int row, int tile) {
+                   score.scores_of(here), info.seen(), score.params, info.share().tiles,
+                   item & ~kCareful, [this](const tile_coord_t& at, int row, int tile) {
                      return row_number(at, row, tile);
                    });
     }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/score/score.cuh"
+#include "ptx/opaque.cuh"
 
 struct score_arguments_t {
   const params_t& params;
@@ -17,5 +18,10 @@ struct score_arguments_t {
 
   __device__ __forceinline__ scores_t scores_of(const tile_coord_t& at) const {
     return scores_t(at, SCORE_ARGUMENTS);
+  }
+  // The same arguments, of which the compiler has computed nothing before.
+  __device__ __forceinline__ score_arguments_t reloaded() const {
+    return {ptx::reload(params), bias,          mask,        sinks,       alibi_slopes,
+            query_offsets,       query_lengths, key_lengths, query_offset};
   }
 };

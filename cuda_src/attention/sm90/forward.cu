@@ -463,8 +463,9 @@ struct work_t {
   score_rows_t rows;
   share_t share;
   tiles_t tiles;
-  int count;                            // of them
-  int num_rows, row_block, row_thread;  // row_thread: and the one 8 below
+  int count;  // of them
+  int num_rows, row_block, row_group;
+  int row_thread;  // and the one 8 below
   // Keys [first, last) that this thread's rows see, from its first column on.
   int first[2] = {}, last[2];
   // Of the block's tiles, n = 0 is the last one. This warpgroup skips what only others
@@ -479,19 +480,14 @@ struct work_t {
       : at(kDynamic ? info.place() : place_of(number, args.schedule(), args.params())),
         band(kDynamic ? info.seen() : mask_bounds_t{}),
         scores(args.score.scores_of(at)) {
-    const int seqlen_q = args.params().seqlen_q, seqlen_k = args.params().seqlen_k;
-    num_rows = seqlen_q * kPack;
-    row_block = first_row(at, args.schedule());
-    // A warpgroup before the first query has as much to do as one behind the last.
-    const int row_own = row_block + group * kGroupM;
-    const int row_group = row_own < 0 ? num_rows : row_own;
+    const int seqlen_k = args.params().seqlen_k;
+    find_rows(args, at, group, lane);
     const int row_group_last = min(row_group + kGroupM, num_rows);
     share = kDynamic ? info.share()
                      : share_of(tiles_of(band, row_block, row_block, seqlen_k), number,
                                 args.schedule());
     tiles = share.tiles;
     count = opaque(tiles.last - tiles.first);
-    row_thread = row_group + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if constexpr (kDynamic) {
@@ -523,6 +519,19 @@ struct work_t {
         whole_end = min(count, whole_end);
       }
     }
+  }
+
+  // The rows of the block, this warpgroup and this thread.
+  __device__ __forceinline__ void find_rows(const arguments_t& args,
+                                            const tile_coord_t& at,
+                                            int group,
+                                            int lane) {
+    num_rows = static_cast<int>(args.params().seqlen_q) * kPack;
+    row_block = first_row(at, args.schedule());
+    // A warpgroup before the first query has as much to do as one behind the last.
+    const int row_own = row_block + group * kGroupM;
+    row_group = row_own < 0 ? num_rows : row_own;
+    row_thread = row_group + threadIdx.x / kWarpSize % 4 * 16 + lane / 4;
   }
 };
 
@@ -982,7 +991,7 @@ struct consumer_t {
   }
 
   // The last product, while the sums of the rows are finished; then out and lse.
-  __device__ __forceinline__ void store(const work_t& work, softmax_t& row, int item) {
+  __device__ __forceinline__ void store(work_t& work, softmax_t& row, int item) {
     const int tile = item & ~kCareful;
     const unsigned last_number = num_tiles + work.count - 1,
                    last_stage = stage_of(last_number);
@@ -996,10 +1005,11 @@ struct consumer_t {
       row.l[r] += shuffle_xor(row.l[r], 1);
       row.l[r] += shuffle_xor(row.l[r], 2);
     }
-    // The place again: in the loop there are no registers for it.
+    // The place and its rows again: in the loop there are no registers for them.
     const int number = static_cast<int>(num_done) - 1;
     const tile_coord_t here =
         kDynamic ? shared.tile_infos[number & 1].place() : work.at;
+    if constexpr (kDynamic) work.find_rows(args, here, w, lane);
     float inverse[2];
     bool seen[2];
     finalize(work, row, here, tile, inverse, seen);
@@ -1025,7 +1035,7 @@ struct consumer_t {
   __device__ __forceinline__ void consume() {
     int item = kDynamic ? next_tile(0) : blockIdx.x;
     while ((item & ~kCareful) < args.schedule().num_items) {
-      const work_t work(args, shared.tile_infos[num_done & 1], item, w, lane);
+      work_t work(args, shared.tile_infos[num_done & 1], item, w, lane);
       if constexpr (kBounds > 0) skip(work.skipped);
       softmax_t row(to_log2);
       attend(work, row);

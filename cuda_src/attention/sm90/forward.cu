@@ -939,9 +939,9 @@ struct consumer_t {
     if (special) {
       __syncwarp();  // what the warp has stored is there for all its lanes
       const volatile tile_info_t& info = shared.tile_infos[number & 1];
-      // Or else what depends on these alone is computed before the loop over tiles, and
-      // kept in registers there.
-      const score_arguments_t score = args.score.reloaded();
+      // Or else the softcap of a product of 0 is computed before the loop over tiles,
+      // and kept in registers there.
+      const score_arguments_t score = kHasSoftcap ? args.score.reloaded() : args.score;
       add_specials(args.inputs.v, args.out, here, work.row_block, w,
                    score.scores_of(here), info.seen(), score.params, info.share().tiles,
                    item & ~kCareful, [this](const tile_coord_t& at, int row, int tile) {
@@ -1005,11 +1005,12 @@ struct consumer_t {
       row.l[r] += shuffle_xor(row.l[r], 1);
       row.l[r] += shuffle_xor(row.l[r], 2);
     }
-    // The place and its rows again: in the loop there are no registers for them.
+    // The place and its rows again: in the loop there are no registers for them. A
+    // single warpgroup has enough to keep its rows.
     const int number = static_cast<int>(num_done) - 1;
     const tile_coord_t here =
         kDynamic ? shared.tile_infos[number & 1].place() : work.at;
-    if constexpr (kDynamic) work.find_rows(args, here, w, lane);
+    if constexpr (kDynamic && kNumGroups > 1) work.find_rows(args, here, w, lane);
     float inverse[2];
     bool seen[2];
     finalize(work, row, here, tile, inverse, seen);

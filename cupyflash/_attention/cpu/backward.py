@@ -212,10 +212,11 @@ class _Rows(Part):
             if slope is not None:
                 np.copyto(p, p * slope, where=visible)
             mean += times_values(p, visible, self.keys(start, stop))
+        total += self.of_sink  # which has its share of what lacks
         # With lse over more keys than these, the sum is not known.
         eps = np.finfo(self.dtype).eps
-        is_whole = np.abs(total + self.of_sink - 1) <= 8 * eps * (1 + np.abs(self.lse))
-        has_sum = np.isfinite(missing) & is_whole & (total > 0)
+        is_whole = np.abs(total - 1) <= 8 * eps * (1 + np.abs(self.lse))
+        has_sum = np.isfinite(missing) & is_whole
         share = np.where(has_sum, missing, 0) / np.where(has_sum, total, 1)
         np.add(dq, share * mean, out=dq, casting="same_kind")
 

@@ -403,8 +403,12 @@ def test_products_of_gradient_kernels_are_ints(arch, dtype):
                     assert product(problem) <= INT, (row.name, where, problem)
 
 
-def test_merges_of_many_parts_are_launched(card):
+def test_merges_of_many_parts_are_launched(card, monkeypatch):
     from cupyflash._attention.gpu import combine
+    from cupyflash._cuda import plan_cache
+
+    # A plan that is remembered launches on the card that it was made for.
+    monkeypatch.setattr(combine, "_plans", plan_cache.PlanCache())
 
     for parts, rows, dim in (
         (BIG, 1, 1), (2, BIG, 1), (2, 2 * BIG, 8), (3, 5, BIG), (BIG + 1, 3, 64),

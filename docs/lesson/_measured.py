@@ -8,7 +8,7 @@ import numpy as np
 
 import cupyflash
 from cupyflash._cli import measure as _measure
-from cupyflash._softmax.cpu.blocks import Block
+from cupyflash._softmax.cpu.blocks import Block, SmallBlock
 
 METHODS = ("naive", "safe", "online", "tiled")
 RESULTS = Path(cupyflash.__file__).parent.parent / "benchmarks" / "results"
@@ -84,26 +84,45 @@ def _verdict(ratio, promised):
     return f"{claim} holds" if ratio <= high else f"more than {claim}"
 
 
+# How blocks of rows reach x and out.
+_COUNTED = (
+    (Block, "matrix"),
+    (Block, "_lies_ready"),
+    (Block, "write"),
+    (SmallBlock, "keys"),
+    (SmallBlock, "keys_to_read"),
+    (SmallBlock, "write"),
+)
+
+
 @contextlib.contextmanager
 def counted():
     """Count the elements that softmax on the CPU reads from x and writes to out."""
     count = {"read": 0, "written": 0}
-    matrix, write = Block.matrix, Block.write
+    before = [(kind, name, getattr(kind, name)) for kind, name in _COUNTED]
 
-    def counted_matrix(self, name, piece, dtype):
-        x = matrix(self, name, piece, dtype)
-        count["read"] += 0 if x is None else x.size
-        return x
+    def patch(kind, name, method):
+        def counted_method(self, *args):
+            x = method(self, *args)
+            if name == "write":
+                count["written"] += args[1].size
+            elif name == "_lies_ready" and x is not None:  # in the array itself
+                count["read" if args[0] == "x" else "written"] += x.size
+            elif name in ("matrix", "keys"):
+                count["read"] += 0 if x is None else x.size
+            elif name == "keys_to_read" and x is self._x:
+                count["read"] += x.size
+            return x
 
-    def counted_write(self, piece, values):
-        count["written"] += values.size
-        write(self, piece, values)
+        setattr(kind, name, counted_method)
 
-    Block.matrix, Block.write = counted_matrix, counted_write
+    for method in before:
+        patch(*method)
     try:
         yield count
     finally:
-        Block.matrix, Block.write = matrix, write
+        for kind, name, method in before:
+            setattr(kind, name, method)
 
 
 def result(name):

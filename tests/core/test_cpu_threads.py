@@ -20,6 +20,14 @@ def blas_threads():
     return [x["num_threads"] for x in threadpoolctl.threadpool_info()]
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """Ctrl-C raises, though a shell that starts a job behind it has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def two_cores(monkeypatch):
     monkeypatch.setattr(threads, "num_cores", lambda: 2)

@@ -364,10 +364,7 @@ def record(path, tools, wanted, jobs, seconds=math.inf):
     # Compiled without a tool: the sanitizers then find the kernels in the cache.
     with ThreadPoolExecutor(jobs) as pool:
         if any(pool.map(_compile, chosen)):
-            print(
-                "a result is wrong without any tool: see "
-                "python tests/record/sanitize.py"
-            )
+            print("a call fails without any tool: see above")
             return 1
     work = [(tool, unit) for unit in units for tool in tools]
     found, left = {tool: {} for tool in tools}, []
@@ -393,9 +390,12 @@ def is_clean(what):
 
 
 def _compile(group):
-    return subprocess.run(
-        [sys.executable, __file__, group], cwd=ROOT, capture_output=True
-    ).returncode
+    done = subprocess.run(
+        [sys.executable, __file__, group], cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        print(f"{group}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}", flush=True)
+    return done.returncode
 
 
 def _told(what):

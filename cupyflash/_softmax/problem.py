@@ -6,7 +6,6 @@ All errors of the caller are raised here, before anything is allocated or launch
 import functools
 import math
 from dataclasses import dataclass
-from fractions import Fraction
 from math import prod
 from typing import Any, NamedTuple
 
@@ -99,7 +98,7 @@ def split_scale(scale: float) -> tuple[float, float]:
     return math.copysign(unit, scale), abs(scale) / unit
 
 
-_LOG2_E = Fraction("1.44269504088896340735992468100189213742664595415299")
+_LOG2_E = "1.44269504088896340735992468100189213742664595415299"
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,8 +107,10 @@ def exponent_unit(factor: float, dtype: str) -> tuple[float, float]:
 
     Kernels multiply it by up to 32; what would overflow then is cut off.
     """
+    from fractions import Fraction  # takes milliseconds, and few calls need it
+
     most = float(np.finfo(dtype).max) / 64
-    exact = Fraction(min(factor, most)) * _LOG2_E
+    exact = Fraction(min(factor, most)) * Fraction(_LOG2_E)
     unit = float(np.dtype(dtype).type(float(exact)))
     return unit, float(exact / Fraction(unit) - 1)
 

@@ -358,14 +358,16 @@ def record(path, tools, wanted, jobs, seconds=math.inf):
         print("compute-sanitizer is not installed; it comes with the CUDA toolkit")
         return 2
     chosen = [g for g in groups() if not wanted or {g, g.split("/")[0]} & {*wanted}]
+    # Compiled without a tool: the sanitizers then find the kernels in the cache.
+    with ThreadPoolExecutor(jobs) as pool:
+        codes = dict(zip(chosen, pool.map(_compile, chosen), strict=True))
+    wrong = [group for group in chosen if codes[group]]
+    if wrong:
+        print(f"these fail without any tool, see above: {', '.join(wrong)}", flush=True)
+    chosen = [group for group in chosen if not codes[group]]
     # Rows of softmax are quick: what takes time is to start.
     softmax = tuple(g for g in chosen if g.startswith("softmax/"))
     units = [softmax] * bool(softmax) + [(g,) for g in chosen if g not in softmax]
-    # Compiled without a tool: the sanitizers then find the kernels in the cache.
-    with ThreadPoolExecutor(jobs) as pool:
-        if any(pool.map(_compile, chosen)):
-            print("a call fails without any tool: see above")
-            return 1
     work = [(tool, unit) for unit in units for tool in tools]
     found, left = {tool: {} for tool in tools}, []
     with ThreadPoolExecutor(jobs) as pool:
@@ -381,7 +383,7 @@ def record(path, tools, wanted, jobs, seconds=math.inf):
     if left:
         print(f"not run within {seconds:g} s: {', '.join(left)}")
     clean = all(is_clean(what) for of in found.values() for what in of.values())
-    return int(not clean or bool(left))
+    return int(not clean or bool(left) or bool(wrong))
 
 
 def is_clean(what):

@@ -215,14 +215,17 @@ class LaunchSequence:
             out = self._new_out()
         results = [out]
         values = [*pointers, out.data.ptr, *self._template]
-        if self._has_more:
-            self._find_more(values, results)
+        # Memory between kernels is given back behind the launches: before, another
+        # thread on the same stream could get it.
+        scratch = self._find_more(values, results) if self._has_more else None
         for enqueue, pick in self._calls:
             enqueue(*pick(values))
+        del scratch
         return results
 
     def _find_more(self, values, results):
-        """The other results, memory between kernels, and what depends on them."""
+        """Add the other results, and what depends on them; memory between kernels."""
+        memory = None
         for place, new in self._others:
             x = None if new is None else new()
             results.append(x)
@@ -240,6 +243,7 @@ class LaunchSequence:
             fill(results[n], value)
         for place, find in self._found:
             values[place] = find(values)
+        return memory
 
 
 def _picker(places):

@@ -32,6 +32,9 @@ class Scratch:
     def memset_async(self, value, size):
         self.events.append(("memset", value, size))
 
+    def __del__(self):
+        self.events.append(("free", self.ptr))
+
 
 @pytest.fixture
 def events(monkeypatch):
@@ -98,6 +101,9 @@ def test_launches_share_one_piece_of_memory(events):
         ("memset", 0, 100),
         ("one", START, START + 256, START + 264),
         ("two", START + 256, 777),
+        # Not before: another thread could get it from the pool, and without a pool
+        # the memory would be gone.
+        ("free", START),
     ]
     assert [launch.variant.entry for launch in plan.launches] == ["one", "two"]
 

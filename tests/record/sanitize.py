@@ -54,7 +54,10 @@ _SECONDS = 120  # that a tool may take for one row
 # that have those are compiled for it so that each lane arrives at an mbarrier, which
 # orders the same; the macro is theirs.
 _EACH_LANE_ARRIVES = "EACH_LANE_ARRIVES"
-_FOLLOWED_BY_LANES = {"attention/tiled_f64", "attention_vjp/hopper_wide"}
+_FOLLOWED_BY_LANES = {
+    "attention/tiled_f64", "attention/hopper", "attention_vjp/hopper",
+    "attention_vjp/hopper_wide", "attention_vjp/mma", "attention_vjp/tiled",
+}  # fmt: skip
 
 
 # --- calls ---------------------------------------------------------------------------

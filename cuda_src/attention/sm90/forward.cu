@@ -83,6 +83,14 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
   }
 }
 
+// Arrivals of a warp at a barrier. compute-sanitizer's racecheck does not follow one
+// lane that arrives for its warp behind __syncwarp(): for it, each lane arrives.
+#ifdef EACH_LANE_ARRIVES
+constexpr int kArrivals = kWarpSize;
+#else
+constexpr int kArrivals = 1;
+#endif
+
 // What depends on the memory of q, k and v. Mirrored by HOPPER_INPUTS in
 // _attention/gpu/sm90/forward.py.
 struct alignas(64) inputs_t {
@@ -168,17 +176,18 @@ struct addresses_t {
   __device__ __forceinline__ void init_barriers(volatile orders_t& orders) const {
     for (int n = 0; n < kNumGroups; ++n) {
       ptx::mbarrier_init(q_ring.full_at(n), 1);
-      ptx::mbarrier_init(q_ring.empty_at(n), 4);
+      ptx::mbarrier_init(q_ring.empty_at(n), 4 * kArrivals);
     }
     for (int n = 0; n < kStages; ++n) {
-      ptx::mbarrier_init(k_ring.full_at(n), 1 + kBiasBehind);
-      ptx::mbarrier_init(k_ring.empty_at(n), 4 * kNumGroups);
+      ptx::mbarrier_init(k_ring.full_at(n), 1 + kBiasBehind * kArrivals);
+      ptx::mbarrier_init(k_ring.empty_at(n), 4 * kNumGroups * kArrivals);
       ptx::mbarrier_init(v_ring.full_at(n), 1);
-      ptx::mbarrier_init(v_ring.empty_at(n), 4 * kNumGroups);
+      ptx::mbarrier_init(v_ring.empty_at(n), 4 * kNumGroups * kArrivals);
     }
     for (int n = 0; n < 2; ++n) {
       ptx::mbarrier_init(tile_ring.full_at(n), 1);
-      ptx::mbarrier_init(tile_ring.empty_at(n), 4 * kNumGroups + kTermsOfKeys);
+      ptx::mbarrier_init(tile_ring.empty_at(n),
+                         (4 * kNumGroups + kTermsOfKeys) * kArrivals);
       orders.special[n] = -1;
     }
     orders.count = 0;
@@ -187,8 +196,8 @@ struct addresses_t {
       ptx::mbarrier_init(landed + n * ring_t::kBytes, 1);
     }
     for (int n = 0; n < (kHasKeyRing ? kKeySlots : 0); ++n) {
-      ptx::mbarrier_init(key_ring.full_at(n), 1);
-      ptx::mbarrier_init(key_ring.empty_at(n), 4 * kNumGroups);
+      ptx::mbarrier_init(key_ring.full_at(n), kArrivals);
+      ptx::mbarrier_init(key_ring.empty_at(n), 4 * kNumGroups * kArrivals);
     }
     ptx::fence_mbarrier_init();
   }
@@ -384,6 +393,7 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
   volatile tile_info_t* const tile_infos = shared.tile_infos;
   const params_t& params = args.params();
   const int lane = threadIdx.x % kWarpSize;
+  const bool elected = kArrivals > 1 || lane == 0;
   const ring_t& ring = kBiasBehind ? smem.k_ring : smem.key_ring;
   [[maybe_unused]] const inverse_t inverse_scale(params.scale);
   unsigned num_tiles = 0, num_done = 0;
@@ -408,13 +418,13 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
         write_key_terms(shared.key_terms[slot], read, lane);
       }
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ring.full_at(slot));
+      if (elected) ptx::mbarrier_arrive(ring.full_at(slot));
       if (kKeyBias && tile > tiles.first) {
         read.read(scores, (tile - 1) * kBlockN, params.seqlen_k, lane);
       }
     }
     __syncwarp();
-    if (lane == 0) ptx::mbarrier_arrive(smem.tile_ring.empty_at(num_done & 1));
+    if (elected) ptx::mbarrier_arrive(smem.tile_ring.empty_at(num_done & 1));
     ++num_done;
     wait(smem.tile_ring.full_at(num_done & 1), num_done >> 1 & 1);
   }
@@ -557,7 +567,7 @@ struct consumer_t {
         smem(smem),
         w(group - 1),
         lane(threadIdx.x % kWarpSize),
-        elected(lane == 0),
+        elected(kArrivals > 1 || lane == 0),
         q_tile(descriptor(smem.q + w * kBytesQ, 16)),
         k_tiles(descriptor(smem.k, 16)),
         v_tiles(descriptor(smem.v, kBlockN * 128)),

@@ -101,9 +101,7 @@ def run(args):
     if (args.full or args.prune or args.missing) and not args.known:
         console.complain("--full, --prune and --missing need --known FILE")
         return 2
-    jobs = compile_jobs.distinct(
-        job for device in devices for job in compile_jobs.jobs_for(device, args.all)
-    )
+    jobs = compile_jobs.jobs_for(*devices, everything=args.all)
     known = _outcomes.Outcomes(args.known)
     if args.missing:
         return _tell_missing(jobs, known, args.known)

@@ -27,6 +27,7 @@ _RARE = {"CAREFUL", "REPAIRS"}
 _OPTIONS = {
     "MASK", "SOFTCAP", "BOUNDS", "TERMS_OF_KEYS", "KEY_BIAS", "UNIT_COLUMNS",
     "PREPARED", "RUN_TILES", "LOG", "SCALED", "HAS_WHERE", "HAS_B",
+    "KEY_PARTS", "ALIGNED", "REPAIRS", "CAREFUL", "OWN_LSE", "SUMS_APART",
 }  # fmt: skip
 
 # How many axes a kernel walks over: at its begin and end, not in its loop.
@@ -67,9 +68,9 @@ class Job:
     variant: Variant
 
 
-def jobs_for(device: Device, everything: bool) -> list[Job]:
-    """What the kernel tables would compile for a device."""
-    jobs = [
+def jobs_for(*devices: Device, everything: bool = False) -> list[Job]:
+    """What the kernel tables would compile for devices: all of it, or enough of it."""
+    jobs = distinct(
         Job(
             operation,
             row,
@@ -77,9 +78,10 @@ def jobs_for(device: Device, everything: bool) -> list[Job]:
             device.name,
             variant,
         )
+        for device in devices
         for operation, table in _TABLES.items()
         for row, variant in table.compile_list(device, everything)
-    ]
+    )
     return jobs if everything else enough(jobs)
 
 
@@ -138,26 +140,30 @@ def _cover(jobs):
 def traits(job: Job, names: Iterable[str]) -> set[Hashable]:
     """What compiling a job shows, in a kernel that has defines of these names.
 
-    Each define, with its value or absent. In a fast row registers hang on the tile, so
-    there it is each of them with each head dimension, and each option with each tile: a
-    tile is all defines beside options and axes. An optional array takes the same
-    registers in any type, so that its types count once a kernel.
+    Pairs: each architecture with each define, its value or absent. In a fast row
+    registers hang on the tile, so there it is also each tile with each architecture and
+    with each option, and each define with each head dimension: a tile is all defines
+    beside options and axes. An optional array takes the same registers in any type, so
+    that its types count once a kernel.
     """
     defines = dict(job.variant.defines)
     entry = job.variant.entry
+    code = _code_of(job)
     dim = defines.get("HEAD_DIM", defines.get("DIM")) if job.fast else None
-    found: set[Hashable] = set()
+    found: set[Hashable] = {(entry, code)}
     for name in names:
         value = defines.get(name)
         is_type = value is not None and name.endswith("_T") and name not in _ELEMENTS
         found.add((entry, None if is_type else dim, name, value))
+        if job.fast:
+            found.add((entry, code, name, "" if is_type else value))
     if job.fast:
         tile = tuple(
             item
             for item in defines.items()
             if not _is_option(item[0]) and item[0] not in _AXES
         )
-        found.add((entry, tile))
+        found.add((entry, code, tile))
         for name, value in defines.items():
             if _is_option(name):
                 found.add((entry, tile, name, "" if name.endswith("_T") else value))

@@ -155,9 +155,11 @@ def one_job(monkeypatch):
     if reason := nvrtc.unusable():
         pytest.skip(reason)
     every = compile_jobs.jobs_for
-    monkeypatch.setattr(
-        compile_jobs, "jobs_for", lambda device, everything: every(device, False)[:1]
-    )
+
+    def firsts(*devices, everything):
+        return [every(device)[0] for device in devices]
+
+    monkeypatch.setattr(compile_jobs, "jobs_for", firsts)
 
 
 @pytest.mark.usefixtures("one_job")

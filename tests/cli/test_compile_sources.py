@@ -35,9 +35,19 @@ ROOT = Path(__file__).parents[2]
 KNOWN = Outcomes(ROOT / "tests/record/compiled.tsv")
 
 
+# What `make compile` compiles for.
+ALL_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+
+
+@functools.cache
+def jobs_of(*archs):
+    return compile_jobs.jobs_for(*map(_device.device_of_arch, archs))
+
+
 def sample(arch, step):
     """Every `step`-th of the representative variants of each kernel file."""
-    jobs = compile_jobs.jobs_for(_device.device_of_arch(arch), False)
+    jobs = jobs_of(*(ALL_ARCHS if arch in ALL_ARCHS else (arch,)))
+    jobs = [job for job in jobs if job.arch == arch]
 
     def source(job):
         return job.variant.source
@@ -76,8 +86,7 @@ def test_variants_compile(jobs):
 @functools.cache
 def one_of_each_file():
     """Of each kernel file the variant with the first digest, among those known."""
-    jobs = compile_jobs.jobs_for(_device.device_of_arch("sm_90a"), False)
-    known = [job for job in jobs if KNOWN.get(job) is not None]
+    known = [job for job in jobs_of(*ALL_ARCHS) if KNOWN.get(job) is not None]
     firsts = {job.variant.source: job for job in sorted(known, key=digest_of)[::-1]}
     return [firsts[source] for source in sorted(firsts)]
 
@@ -94,7 +103,7 @@ def test_the_compiler_still_says_what_is_known(job):
 @pytest.mark.parametrize("operation", ["softmax", "attention"])
 def test_each_kernel_file_is_compiled(operation):
     device = _device.device_of_arch("sm_90a")
-    jobs = compile_jobs.jobs_for(device, False)
+    jobs = compile_jobs.jobs_for(device)
     compiled = {job.variant.source for job in jobs}
     files = {
         path.relative_to(_source.CUDA_SRC).as_posix()
@@ -127,8 +136,6 @@ def test_an_error_names_the_file_and_the_line(tmp_path, monkeypatch):
 
 # --- what is compiled of all that there is -------------------------------------------
 
-ALL_ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
-
 
 def made_up(*defines, fast=True, arch="sm_80", source="k.cu"):
     """A job with defines such as "TILE=1"."""
@@ -136,7 +143,17 @@ def made_up(*defines, fast=True, arch="sm_80", source="k.cu"):
     return Job("softmax", "row", fast, arch, Variant(source, "k", items))
 
 
-def test_one_job_stands_for_those_that_show_no_more():
+@pytest.fixture
+def sources(monkeypatch):
+    """sources(text) makes it the text of all kernels, which asks nothing at first."""
+
+    texts = [""]
+    monkeypatch.setattr(_source, "load", lambda name: texts[-1])
+    monkeypatch.setattr(compile_jobs, "_sides", compile_jobs._sides.__wrapped__)
+    return texts.append
+
+
+def test_one_job_stands_for_those_that_show_no_more(sources):
     plain = made_up("TILE=1")
     masked = made_up("TILE=1", "MASK=1")
     capped = made_up("TILE=1", "SOFTCAP=1")
@@ -145,7 +162,7 @@ def test_one_job_stands_for_those_that_show_no_more():
     assert compile_jobs.enough([plain, masked, capped]) == [masked, capped]
 
 
-def test_each_option_is_compiled_with_each_tile():
+def test_each_option_is_compiled_with_each_tile(sources):
     jobs = [
         made_up(f"TILE={tile}", *options)
         for tile in (1, 2, 3)
@@ -164,32 +181,48 @@ def test_each_option_is_compiled_with_each_tile():
     assert len(compile_jobs.enough(slow)) < len(chosen)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_120"])
-def test_what_is_compiled_shows_all_that_there_is(arch, monkeypatch):
-    device = _device.device_of_arch(arch)
-    chosen = compile_jobs.jobs_for(device, False)
+def test_each_architecture_meets_each_tile_and_each_option(sources):
+    """But not each of one with each of the other: that is for a tile and an option."""
+    archs, tiles, options = ("sm_80", "sm_90a", "sm_120"), range(4), range(3)
+    cells = set(itertools.product(archs, tiles, options))
+    jobs = [made_up(f"TILE={t}", f"MASK={o}", arch=arch) for arch, t, o in cells]
+    chosen = compile_jobs.enough(jobs)
+    found = {(job.arch, *job.variant.defines) for job in chosen}
+    assert len(found) < len(cells)
+    for pair in itertools.combinations(range(3), 2):
+        shown = {tuple(cell[i] for i in pair) for cell in found}
+        assert len(shown) == len({tuple(cell[i] for i in pair) for cell in cells})
+
+
+@pytest.mark.parametrize(
+    "archs", [("sm_80",), ("sm_90a",), ("sm_120",), ALL_ARCHS], ids="+".join
+)
+def test_what_is_compiled_shows_all_that_there_is(archs, monkeypatch):
+    chosen = jobs_of(*archs)
     monkeypatch.setattr(compile_jobs, "enough", list)
-    every = compile_jobs.jobs_for(device, False)
+    every = compile_jobs.jobs_for(*map(_device.device_of_arch, archs))
     assert set(chosen) < set(every)
 
     def seen(jobs):
-        """(kernel, name, value) of all defines, and for fast rows with head_dim."""
+        """Each kernel with each architecture and with each define, fast ones with
+        all three, and with each head dimension.
+        """
         found = set()
         for job in jobs:
             defines = dict(job.variant.defines)
             kernel = job.operation, job.row, job.fast, job.variant.source
+            found.add((*kernel, compile_jobs._code_of(job)))
             found |= {(kernel, item) for item in defines.items()}
             if job.fast:
                 dim = defines.get("HEAD_DIM")
                 found |= {(kernel, dim, name) for name in defines}
+                found |= {(kernel, job.arch, name) for name in defines}
         return found
 
     assert seen(chosen) == seen(every)
 
 
-def test_architectures_with_the_same_code_are_compiled_once(monkeypatch):
-    monkeypatch.setattr(_source, "load", lambda name: "")
-    monkeypatch.setattr(compile_jobs, "_sides", compile_jobs._sides.__wrapped__)
+def test_architectures_with_the_same_code_are_compiled_once(sources):
     fast = [made_up("TILE=1", arch=arch) for arch in ALL_ARCHS]
     slow = [dataclasses.replace(job, fast=False) for job in fast]
     archs = [job.arch for job in compile_jobs.distinct(fast)]
@@ -209,9 +242,8 @@ def test_architectures_with_the_same_code_are_compiled_once(monkeypatch):
         "#ifdef __CUDA_ARCH_SPECIFIC__",
     ],
 )
-def test_a_source_that_asks_is_compiled_for_each(monkeypatch, test):
-    monkeypatch.setattr(_source, "load", lambda name: test)
-    monkeypatch.setattr(compile_jobs, "_sides", compile_jobs._sides.__wrapped__)
+def test_a_source_that_asks_is_compiled_for_each(sources, test):
+    sources(test)
     for fast in (False, True):
         jobs = [made_up(arch=arch, fast=fast) for arch in ("sm_86", "sm_89")]
         assert compile_jobs.distinct(jobs) == jobs
@@ -275,7 +307,7 @@ def test_architectures_that_are_left_out_have_the_same_code(operation, row, sect
     device = _device.device_of_arch("sm_80")
     job = next(
         job
-        for job in compile_jobs.jobs_for(device, False)
+        for job in compile_jobs.jobs_for(device)
         if (job.operation, job.row) == (operation, row)
     )
     found = {

@@ -194,7 +194,7 @@ def test_headers_of_another_cuda(tmp_path):
     program = (
         "from cupyflash._cli import compile_jobs as _compile_jobs, nvrtc as _nvrtc\n"
         "from cupyflash._cuda import device as _kernels\n"
-        "jobs = _compile_jobs.jobs_for(_kernels.device_of_arch('sm_80'), False)\n"
+        "jobs = _compile_jobs.jobs_for(_kernels.device_of_arch('sm_80'))\n"
         "of = {job.operation: job for job in jobs}\n"
         "print([_nvrtc.compile_one(job).problem for job in of.values()])\n"
     )

@@ -206,6 +206,19 @@ for tool, rows in sanitizer["tools"].items():
             print(f"    {row}: {facts['errors']} errors: {said}")
 
 # %%
+# Defects that were found
+# -----------------------
+# By reading, by random problems and by the sanitizers, with the tests that hold them
+# down now (``tests/record/defects.tsv``). D: wrong results and crashes, C: promises
+# that did not hold.
+
+defects = (RECORD.parent / "defects.tsv").read_text("utf-8").splitlines()[1:]
+for name, what, tests in (line.split("\t") for line in defects):
+    print(f"{name:4}{what}")
+    for test in tests.split():
+        print(f"        {test}")
+
+# %%
 # What failed
 # -----------
 # Tests of the record that failed; none of them is hidden by a wider bound.

@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import threading
 
 import numpy as np
 import oracle
@@ -463,6 +464,39 @@ def test_memory_comes_from_the_current_allocator(cupy, calls, name):
         for _ in range(3):  # what a call took, it gave back
             call()
         assert pool.total_bytes() == size
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_without_a_pool(cupy, calls, name):
+    """Memory that is given back is gone at once, and another's."""
+    call = calls[name]
+    expected = to_host(call())
+    with cupy.cuda.using_allocator(None):
+        results = [call() for _ in range(3)]
+        for result in results:
+            np.testing.assert_array_equal(to_host(result), expected)
+        del results
+
+
+@pytest.mark.parametrize("name", ["parts of the keys", "scratch"])
+def test_threads_on_one_stream_do_not_share_memory_between_kernels(cupy, rng, name):
+    """The launches of calls from two threads interleave on the default stream."""
+    call = captured_calls(cupy, rng)[name]
+    expected = to_host(call())
+    wrong = []
+
+    def work():
+        for _ in range(200):
+            result = call()
+            if not np.array_equal(to_host(result), expected):
+                wrong.append(result)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 # --- foreign arrays ------------------------------------------------------------------

@@ -461,3 +461,19 @@ def test_samples_lead_to_what_is_listed():
                     assert call[0] in variants.SIZES
     assert len(met) >= 6
     assert met <= listed.keys()
+
+
+def test_every_defect_has_tests_that_exist():
+    """The table that the page on testing shows."""
+    folder = gpu_record.ROOT / "tests"
+    lines = (folder / "record" / "defects.tsv").read_text("utf-8").splitlines()
+    names = [line.split("\t")[0] for line in lines[1:]]
+    assert len({*names}) == len(names) >= 29
+    for line in lines[1:]:
+        _, what, tests = line.split("\t")
+        assert what
+        assert tests
+        for test in tests.split():
+            file, function = test.split("::")
+            text = (folder / file).read_text("utf-8")
+            assert f"\ndef {function}(" in text, test

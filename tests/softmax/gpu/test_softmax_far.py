@@ -137,6 +137,19 @@ def test_bfloat16_is_rounded_once(xp):
     assert float(y[0]) == 0.5 + 2.0**-8
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("method", ["auto", "online", "safe"])
+def test_the_log_of_nearly_one_on_a_gpu(cupy, dtype, method):
+    """Right to a unit of 1, as the guide says: what is nearer to 0 may be 0."""
+    for other in (-40.0, -17.0, -10.0):
+        x = cupy.asarray([0.0, other], dtype=dtype)
+        y = float(cupyflash.log_softmax(x, method=method)[0])
+        exact = -np.log1p(np.exp(other))
+        assert abs(y - exact) <= np.finfo(dtype).eps
+        assert y <= 0
+
+
 @pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp"])
 def test_axes_of_scalars_as_scipy(xp, name):
     """0 and -1 are axes of a scalar to NumPy's reductions."""

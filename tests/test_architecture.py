@@ -17,6 +17,7 @@ PACKAGES = {
     "_reference": {"_attention", "_cuda", "_core"},
     "_attention": {"_cuda", "_expr", "_core"},
     "_softmax": {"_cuda", "_core"},
+    "_points": {"_cuda", "_expr", "_core"},
     "_cuda": {"_core"},
     "_expr": {"_core"},
     "_core": set(),
@@ -96,6 +97,15 @@ WITH_CUPY = {
         "split_kv",
         "views",
     },
+}
+
+# What the public points import beside each other.
+POINTS = {
+    "_points.api",
+    "_points.gradients",
+    "_points.problem",
+    "_core.arrays",
+    "_core.typing",
 }
 
 # (module, what it imports): why it may.
@@ -218,9 +228,18 @@ def test_what_is_not_for_a_gpu_knows_none():
     """Checks and the CPU import nothing of gpu/; public functions do when called."""
     for module in in_package():
         operation, _, name = module.partition(".")
-        if operation in ("_attention", "_softmax") and name[:3] not in ("gpu", "api"):
+        operations = "_attention", "_softmax", "_points"
+        if operation in operations and name[:3] not in ("gpu", "api"):
             for imported in imports(module)[0]:
                 assert not below(imported, f"{operation}.gpu"), module
+
+
+def test_points_are_written_on_their_reductions():
+    """The public package imports its checks and the way to a back end, never one."""
+    for module in modules():
+        if below(module, "points"):
+            for imported in imports(module)[0]:
+                assert below(imported, "points") or imported in POINTS, module
 
 
 def test_only_these_modules_import_cupy():

@@ -36,6 +36,7 @@ def lookup(
     function: Callable[..., Any],
     arrays: Mapping[str, Any] | None = None,
     mask: bool = False,
+    names: tuple[str, ...] = (),
 ) -> tuple[Expression, list[Any]]:
     """The expression of a function; traced where it or its constants are new.
 
@@ -47,6 +48,8 @@ def lookup(
         The named arrays; of these, dtype and ndim are looked at.
     mask : bool, default False
         Whether the function is a mask: without s, its result a boolean.
+    names : tuple of str, optional
+        What the function may ask for in place of the positions: names of s.
 
     Returns
     -------
@@ -70,7 +73,7 @@ def lookup(
         ) from None
     if arrays is None:
         arrays = _NO_ARRAYS
-    key: tuple[Any, ...] = (id(function.__code__), mask, *map(type, values))
+    key: tuple[Any, ...] = (id(function.__code__), mask, names, *map(type, values))
     for name, array in arrays.items():
         key += name, array.dtype, array.ndim
     plans = _plans.get(key, ())
@@ -87,7 +90,9 @@ def lookup(
             return expression, values
     if type(function) is not types.FunctionType:
         _refuse_kind(function, mask)
-    expression, pinned = _traced_twice(function, arrays, mask, values, functions)
+    expression, pinned = _traced_twice(
+        function, arrays, mask, values, functions, names
+    )
     _keep(key, function.__code__, values, pinned, expression)
     return expression, values
 
@@ -128,10 +133,10 @@ def _keep(key, code, values, pinned, expression):
                 codes.pop(unused, None)
 
 
-def _traced_twice(function, arrays, mask, values, functions):
+def _traced_twice(function, arrays, mask, values, functions, names):
     """A trace that a second one confirms."""
-    first, pinned = trace(function, arrays, mask, values, functions)
-    second, _ = trace(function, arrays, mask, values, functions)
+    first, pinned = trace(function, arrays, mask, values, functions, names)
+    second, _ = trace(function, arrays, mask, values, functions, names)
     if first.key != second.key:
         code = function.__code__
         fail(
@@ -143,13 +148,13 @@ def _traced_twice(function, arrays, mask, values, functions):
     return first, pinned
 
 
-def trace(function, arrays, mask, values, functions):
+def trace(function, arrays, mask, values, functions, names=()):
     """(expression, places of numbers whose value was asked for)."""
     code = function.__code__
     start = code.co_filename, code.co_firstlineno
     state = Trace(values)
     copy, number_names = with_parameters(functions, state)
-    given = _arguments(function, arrays, mask, state, start)
+    given = _arguments(function, arrays, mask, state, start, names)
     try:
         with np.errstate(all="ignore"):  # of what it does with literals
             result = copy(**given)
@@ -183,11 +188,15 @@ def trace(function, arrays, mask, values, functions):
     return Expression(root, dtypes, name, number_names), state.pinned
 
 
-def _arguments(function, arrays, mask, state, start):
+def _arguments(function, arrays, mask, state, start, names):
     """What a function is called with."""
     code, given = function.__code__, {}
     count = code.co_argcount
-    variables = "b, h, i, j" if mask else "s, b, h, i, j"
+    if names:
+        known = dict.fromkeys(names, "s")
+    else:
+        known = {name: name for name in VARIABLES if not (mask and name == "s")}
+    variables = ", ".join(known)
     optional = {
         *code.co_varnames[count - len(function.__defaults__ or ()) : count],
         *(function.__kwdefaults__ or ()),
@@ -204,8 +213,10 @@ def _arguments(function, arrays, mask, state, start):
             given[name] = NamedArray(name, array, state)
             if array.ndim == 0:
                 given[name] = given[name][()]
-        elif name in VARIABLES and not (mask and name == "s"):
-            given[name] = Traced(var(name), state)
+        elif name in known:
+            given[name] = Traced(var(known[name]), state)
+        elif name not in optional and names:
+            fail(f"{function.__name__} asks for {name}: there is {variables}", start)
         elif name not in optional:
             option = "mask_arrays" if mask else "score_arrays"
             fail(

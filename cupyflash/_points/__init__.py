@@ -1,0 +1,1 @@
+"""Reductions over all pairs of two clouds of points."""

@@ -1,0 +1,1 @@
+"""Points on NumPy arrays."""

@@ -1,0 +1,140 @@
+"""Two clouds made ready: in float64, sorted where tiles can be skipped, and cut."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from cupyflash._points.cpu import curve
+
+# A tile of scores and one of scratch stay in a core's second cache.
+TILE_X, TILE_Y = 128, 256
+# The products of a score are taken where they cost no digit: as long as squared norms,
+# as seen from a middle near by, are below this, and the kernel is smooth.
+MOST_SQUARED_NORM = {"float32": 1e8, "float64": 150.0}
+# Fewer tiles than this are not worth a sort.
+_FEWEST_TILES = 4
+
+
+class Tile:
+    """Points of y that lie together, their weights and their columns of values."""
+
+    def __init__(self, clouds, start, stop, centre):
+        self.rows = slice(start, stop)
+        self.y = clouds.y[start:stop]
+        self.size = stop - start
+        self.log_weights = None
+        self.heaviest = 0.0
+        if clouds.log_weights is not None:
+            self.log_weights = clouds.log_weights[start:stop]
+            self.heaviest = float(self.log_weights.max())
+        self.columns = None if clouds.columns is None else clouds.columns[start:stop]
+        self.centre = self.y.mean(axis=0) if centre is None else centre
+        shifted = (self.y - self.centre) * clouds.scale
+        norms = np.einsum("jd,jd->j", shifted, shifted)
+        self.squared_norm = float(norms.max())
+        # [y - c, |y - c|^2, 1]: lifted so that one product is a whole score.
+        self.lifted = np.empty((clouds.dim + 2, self.size))
+        self.lifted[:-2] = shifted.T
+        self.lifted[-2] = norms
+        self.lifted[-1] = 1.0
+
+
+class Clouds:
+    """The clouds of one batch entry.
+
+    Attributes
+    ----------
+    x, y : ndarray of float64
+        In the order in which they are computed; `order` gives the rows of the result.
+    tiles : list of Tile
+        Of y.
+    low, high : ndarray, shape (tiles, dim)
+        Boxes round the tiles.
+    columns : ndarray or None
+        What the weights of a row are multiplied by.
+    """
+
+    def __init__(self, problem, place):
+        self.dim, self.kernel = problem.dim, problem.kernel
+        self.scale = np.array(problem.scale)
+        self.weights = self.scale * self.scale
+        self.x = problem.x[place].astype(np.float64)
+        self.y = problem.y[place].astype(np.float64)
+        log_weights = problem.log_weights
+        self.log_weights = None
+        self.columns = _columns(problem, place)
+        if log_weights is not None:
+            self.log_weights = log_weights[place].astype(np.float64)
+            there = self.log_weights != -np.inf
+            if not there.all():
+                self._keep(there)
+        self.order = None
+        smooth = self.kernel.smooth
+        self.limit = MOST_SQUARED_NORM[problem.dtype] if smooth else 0.0
+        num_tiles = -(-len(self.y) // TILE_Y)
+        finite = np.isfinite(self.x).all() and np.isfinite(self.y).all()
+        self.skips = bool(
+            self.kernel.reach is not None
+            and 0 < self.dim <= curve.MOST_AXES
+            and num_tiles >= _FEWEST_TILES
+            and len(self.x)
+            and finite
+        )
+        if self.skips:
+            self.order, order_y = curve.z_order(
+                self.x * self.scale, self.y * self.scale
+            )
+            self.x = self.x[self.order]
+            self._keep(order_y)
+        self._cut()
+
+    def _keep(self, which):
+        self.y = self.y[which]
+        if self.log_weights is not None:
+            self.log_weights = self.log_weights[which]
+        if self.columns is not None:
+            self.columns = self.columns[which]
+
+    def _cut(self):
+        # One middle for all serves best where it costs no digit.
+        centre = self.y.mean(axis=0) if len(self.y) else np.zeros(self.dim)
+        shifted_y = (self.y - centre) * self.scale
+        shifted_x = (self.x - centre) * self.scale
+        reach = _largest_norm(shifted_x) + _largest_norm(shifted_y)
+        self.farthest = 2 * reach  # |x - y|^2 <= 2 (|x|^2 + |y|^2)
+        common = centre if reach <= self.limit else None
+        cuts = range(0, len(self.y), TILE_Y)
+        self.tiles = [
+            Tile(self, start, min(start + TILE_Y, len(self.y)), common)
+            for start in cuts
+        ]
+        if self.skips:
+            boxes = [(tile.y.min(axis=0), tile.y.max(axis=0)) for tile in self.tiles]
+            self.low = np.array([low for low, _ in boxes])
+            self.high = np.array([high for _, high in boxes])
+            self.heaviest = np.array([tile.heaviest for tile in self.tiles])
+
+    def squared_gaps(self, x):
+        """Lower bounds of d2 between the box round some points and each tile."""
+        below = self.low - x.max(axis=0)
+        above = x.min(axis=0) - self.high
+        gaps = np.maximum(np.maximum(below, above), 0.0)
+        return (gaps * gaps) @ self.weights
+
+
+def _columns(problem, place):
+    """Ones, and the values; None for a log-sum."""
+    if problem.values is None:
+        return None
+    values = problem.values[place].astype(np.float64)
+    if problem.reduction == "mean":
+        return np.concatenate([np.ones((len(values), 1)), values], axis=1)
+    return values
+
+
+def _largest_norm(x: Any) -> float:
+    if not x.size:
+        return 0.0
+    norm = float(np.einsum("id,id->i", x, x).max())
+    return norm if math.isfinite(norm) else math.inf

@@ -1,0 +1,173 @@
+"""Log-sums, sums and means over all pairs of two clouds."""
+
+from typing import Any
+
+from cupyflash._core.typing import Array
+from cupyflash._points import api
+from cupyflash._points import problem as points_problem
+
+
+def logsumexp(
+    x: Array,
+    y: Array,
+    log_weights: Array = None,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+) -> Any:
+    """Logarithm of a sum of kernels, ``log sum_j w_j K(x_i, y_j)``.
+
+    Parameters
+    ----------
+    x : ndarray, shape (..., N, D)
+        Points at which the sum is taken; NumPy or CuPy.
+    y : ndarray, shape (..., M, D)
+        Points that are summed over. Leading axes broadcast.
+    log_weights : ndarray, shape (..., M), optional
+        Natural logarithms of the weights; 0 by default, -inf leaves a point out.
+    kernel : str or function, default "gaussian"
+        With d the distance of two points in bandwidths: "gaussian" ``exp(-d**2 / 2)``,
+        "laplacian" ``exp(-d)``, "cauchy" ``1 / (1 + d**2)``, "matern32"
+        ``(1 + sqrt(3) d) exp(-sqrt(3) d)``, "matern52"
+        ``(1 + sqrt(5) d + 5 d**2 / 3) exp(-sqrt(5) d)``, or "inverse_multiquadric"
+        ``1 / sqrt(1 + d**2)``. Or a function of one argument called ``d2``, the squared
+        distance in bandwidths, of NumPy functions; it must be positive.
+    bandwidth : float or array of float, shape (D,), default 1.0
+        Unit of the distances, one for all axes or one each, in host memory.
+
+    Returns
+    -------
+    ndarray, shape (..., N)
+        float64 if any array is of float64 or integers, else float32. -inf where there
+        is no point.
+
+    Raises
+    ------
+    ValueError
+        If shapes do not agree, or the bandwidth is not above 0.
+    TypeError
+        If NumPy and CuPy arrays are mixed, or an array holds no real numbers.
+
+    Notes
+    -----
+    Differences are taken before they are squared where products would lose digits, so
+    that the clouds may lie anywhere: float32 results are within 2e-6 of the exact one,
+    float64 within 1e-13. Tiles of points too far apart to matter are skipped.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import points
+    >>> x, y = np.zeros((1, 2)), np.array([[0.0, 0.0], [3.0, 4.0]])
+    >>> points.logsumexp(x, y, kernel="laplacian").round(4)
+    array([0.0067])
+    """
+    problem, _ = points_problem.points(
+        "logsumexp", x, y, log_weights, None, kernel, bandwidth
+    )
+    return api.run(problem)[1]
+
+
+def kernel_sum(
+    x: Array, y: Array, b: Array, *, kernel: Any = "gaussian", bandwidth: Any = 1.0
+) -> Any:
+    """Sum of kernels times values, ``sum_j K(x_i, y_j) b_j``.
+
+    Parameters
+    ----------
+    x : ndarray, shape (..., N, D)
+        Points at which the sum is taken; NumPy or CuPy.
+    y : ndarray, shape (..., M, D)
+        Points that are summed over. Leading axes broadcast.
+    b : ndarray, shape (..., M, V) or (M,)
+        Values of any sign.
+    kernel : str or function, default "gaussian"
+        As in `logsumexp`; also "energy", ``-d``, and functions of any sign.
+    bandwidth : float or array of float, shape (D,), default 1.0
+        Unit of the distances, one for all axes or one each, in host memory.
+
+    Returns
+    -------
+    ndarray, shape (..., N, V), or (..., N) where `b` is a vector
+        float64 if any array is of float64 or integers, else float32.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `logsumexp`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import points
+    >>> x, y = np.zeros((1, 2)), np.array([[0.0, 0.0], [3.0, 4.0]])
+    >>> points.kernel_sum(x, y, np.array([1.0, -2.0]), kernel="energy")
+    array([10.])
+    """
+    problem, is_vector = points_problem.points(
+        "kernel_sum", x, y, None, b, kernel, bandwidth, values_name="b"
+    )
+    return api.run(problem, is_vector)[0]
+
+
+def mean(
+    x: Array,
+    y: Array,
+    v: Array,
+    log_weights: Array = None,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+    return_lse: bool = False,
+) -> Any:
+    """Mean of values, weighted by kernels.
+
+    ``sum_j w_j K(x_i, y_j) v_j / sum_j w_j K(x_i, y_j)``, the estimator of Nadaraya and
+    Watson [1]_ [2]_.
+
+    Parameters
+    ----------
+    x : ndarray, shape (..., N, D)
+        Points at which the mean is taken; NumPy or CuPy.
+    y : ndarray, shape (..., M, D)
+        Points that have the values. Leading axes broadcast.
+    v : ndarray, shape (..., M, V) or (M,)
+        Values.
+    log_weights : ndarray, shape (..., M), optional
+        Natural logarithms of the weights; 0 by default, -inf leaves a point out.
+    kernel, bandwidth
+        As in `logsumexp`.
+    return_lse : bool, default False
+        Also return the logarithm of the denominator, as of `logsumexp`.
+
+    Returns
+    -------
+    out : ndarray, shape (..., N, V), or (..., N) where `v` is a vector
+        0 where there is no point.
+    lse : ndarray, shape (..., N)
+        Only with `return_lse`.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `logsumexp`.
+
+    References
+    ----------
+    .. [1] E. A. Nadaraya, "On estimating regression", Theory of Probability and its
+       Applications 9, 1964.
+    .. [2] G. S. Watson, "Smooth regression analysis", Sankhya A 26, 1964.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import points
+    >>> y = np.array([[0.0], [1.0]])
+    >>> points.mean(np.array([[0.5], [100.0]]), y, np.array([2.0, 4.0]))
+    array([3., 4.])
+    """
+    problem, is_vector = points_problem.points(
+        "mean", x, y, log_weights, v, kernel, bandwidth, return_lse
+    )
+    out, lse = api.run(problem, is_vector)
+    return (out, lse) if return_lse else out

@@ -1,9 +1,7 @@
 """The Hopper row of the attention table: what it takes, and how it cuts a problem."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
+import re
 
 import numpy as np
 import oracle
@@ -153,13 +151,23 @@ def test_no_more_blocks_than_multiprocessors():
     assert config.num_blocks == 3
 
 
-def test_the_instructions_are_as_the_script_writes_them():
-    root = Path(__file__).parents[4]
-    script = root / "tools" / "wgmma_shapes.py"
-    written = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True
-    ).stdout
-    assert written == (source.CUDA_SRC / "ptx" / "wgmma_shapes.cuh").read_text()
+def test_operands_of_an_instruction_follow_its_accumulators():
+    """Half as many accumulators as columns, then operands by their numbers."""
+    text = (source.CUDA_SRC / "ptx" / "wgmma_shapes.cuh").read_text()
+    shapes = re.findall(r"^WGMMA_SHAPE\(([\d, ]+)\)$", text, re.MULTILINE)
+    assert len(shapes) > 5
+    for shape in shapes:
+        columns, count, *operands = map(int, shape.split(", "))
+        assert count == columns // 2
+        assert operands == list(range(count, count + 6))
+    # Each list of accumulators goes on from the one before.
+    lists = re.findall(r"^#define N(\d+) ((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    known = 0
+    for count, names in lists:
+        assert names.startswith(f"N{known} " if known else '"')
+        numbers = [int(number) for number in re.findall(r"%(\d+)", names)]
+        assert numbers == list(range(known, int(count)))
+        known = int(count)
 
 
 # --- softcap, terms of keys ----------------------------------------------------------

@@ -5,6 +5,13 @@
 // no arithmetic in 16 bits can happen unseen.
 #pragma once
 
+// Whether the host defines an option, as 1: what is defined so puts a comma in front.
+#define IS_GIVEN(name) IS_GIVEN_AS(name)
+#define IS_GIVEN_AS(value) IS_GIVEN_BY(GIVEN_##value)
+#define IS_GIVEN_BY(comma) IS_GIVEN_SECOND(comma true, false, )
+#define IS_GIVEN_SECOND(first, second, ...) second
+#define GIVEN_1 ,
+
 #include "ptx/convert.cuh"
 
 struct half_t {

@@ -49,11 +49,7 @@ constexpr int kSlots = SLOTS;        // places for tiles of k and v
 constexpr bool kDrift = kSlots > 2;  // warps need not be at the same tile
 // Lanes of a warp that say that it has read a tile: for racecheck, which follows no
 // lane that arrives for its warp, all do.
-#ifdef EACH_LANE_ARRIVES
-constexpr int kArrivals = 32;
-#else
-constexpr int kArrivals = 1;
-#endif
+constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;
 constexpr int kSharers = SHARERS;       // warps that own 16 rows together: 1 or 2
 constexpr int kHeld = HELD;             // steps of q.k with q in registers, of a warp
 constexpr int kMinBlocks = MIN_BLOCKS;  // of a multiprocessor at once: caps registers

@@ -27,11 +27,7 @@
 #endif
 constexpr int kChunk = CHUNK;
 constexpr bool kSingle = SINGLE;
-#ifdef SUMS_APART
-constexpr bool kSumsApart = true;
-#else
-constexpr bool kSumsApart = false;
-#endif
+constexpr bool kSumsApart = IS_GIVEN(SUMS_APART);
 constexpr int kColumnsApart = 64;
 
 // A repair follows kernels that give NaN where something that is not seen is not

@@ -8,11 +8,7 @@
 
 #include "attention/sm80/backward.cuh"
 
-#ifdef CAREFUL
-constexpr bool kCareful = true;
-#else
-constexpr bool kCareful = false;
-#endif
+constexpr bool kCareful = IS_GIVEN(CAREFUL);
 
 // Which rows of a block's tiles held a number that is not finite.
 struct bad_rows_t {

@@ -12,25 +12,13 @@ constexpr int kStages = STAGES;
 constexpr int kStages = 1;
 #endif
 // float32 comes from tiles that attention_mma_prepare has split, or is split here.
-#ifdef PREPARED
-constexpr bool kPrepared = true;
-#else
-constexpr bool kPrepared = false;
-#endif
+constexpr bool kPrepared = IS_GIVEN(PREPARED);
 // Rows of 16-bit q, k and v are known to be whole chunks of 16 bytes.
-#ifdef ALIGNED
-constexpr bool kAligned = true;
-#else
-constexpr bool kAligned = false;
-#endif
+constexpr bool kAligned = IS_GIVEN(ALIGNED);
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged && kWarpsPerRow == 1));
 // A block has several tiles of queries.
-#ifdef STAYS
-constexpr bool kPersistent = true;
-#else
-constexpr bool kPersistent = false;
-#endif
+constexpr bool kPersistent = IS_GIVEN(STAYS);
 // Of a stage in shared memory.
 constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kBytesTileStats : 0);
 constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kBytesTileStats : 0);

@@ -11,11 +11,8 @@
 #include "ptx/opaque.cuh"
 #include "ptx/packed.cuh"
 
-#ifdef SCALE_SCORES
-constexpr bool kScaleScores = true;  // not a number that exp2 can take over
-#else
-constexpr bool kScaleScores = false;
-#endif
+constexpr bool kScaleScores =
+    IS_GIVEN(SCALE_SCORES);  // not a number that exp2 can take over
 // float32 is split into float16 numbers before it is multiplied.
 constexpr bool kSplits = sizeof(elem_t) == 4;
 

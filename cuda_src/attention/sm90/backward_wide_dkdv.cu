@@ -64,11 +64,7 @@ constexpr int kWritten = 1, kRead = 2;
 // compute-sanitizer's racecheck follows arrivals at an mbarrier, of the lane that
 // comes; bar.arrive it does not follow, nor one lane that arrives for its warp. For it
 // each lane arrives at mbarriers, which orders the same, and takes 0 to 5 % longer.
-#ifdef EACH_LANE_ARRIVES
-constexpr bool kEachArrives = true;
-#else
-constexpr bool kEachArrives = false;
-#endif
+constexpr bool kEachArrives = IS_GIVEN(EACH_LANE_ARRIVES);
 
 // s = a b^T with the first chunks of a in registers.
 __device__ __forceinline__ void multiply_held(float (&s)[kScores],

@@ -48,11 +48,8 @@ constexpr int kStagesK = 2, kStagesV = STAGES_V;
 // Terms of scores come by stages, too, those of keys by a warp of the third warpgroup.
 constexpr int kTerms = kHasTiles || kTermsOfKeys ? kStagesTerms : 0;
 // For racecheck, as in backward_wide_dkdv.cu.
-#ifdef EACH_LANE_ARRIVES
-constexpr int kArrivals = 32;  // of a warp at a barrier of terms
-#else
-constexpr int kArrivals = 1;
-#endif
+constexpr int kArrivals =
+    IS_GIVEN(EACH_LANE_ARRIVES) ? 32 : 1;  // of a warp at a barrier of terms
 // setmaxnreg moves registers inside the pool of the launch, 168 a thread. Options take
 // some of the producer's, and sums leave some over in narrow heads.
 constexpr bool kNeedsMany = kHasOptions && kHeadDim <= 192;

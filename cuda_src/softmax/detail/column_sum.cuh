@@ -29,6 +29,9 @@ struct column_sum_t {
   T unit = T(joined_t::kNothing);  // a whole number
   typename column_total<kIsCoarse>::type l = {};
 
+  __device__ __forceinline__ stored_sum_t<T> stored() const {
+    return {total(l), top, int(unit)};
+  }
   // Whether a score may be added before the unit moves; NaN may.
   __device__ __forceinline__ bool has_room(T m) const {
     return !(m > fma_of(unit, T(kLn2), T(joined_t::kSlack * kLn2)));
@@ -86,28 +89,5 @@ struct column_sum_t {
       for (int k = 0; k + step < kCount; k += 2 * step) terms[k] += terms[k + step];
     }
     return terms[0];
-  }
-};
-
-// A sum as it lies in memory.
-struct partial_sum_t {
-  double l;
-  acc_t top;
-  int shift;
-
-  partial_sum_t() = default;
-  template <bool kIsCoarse>
-  __device__ __forceinline__ explicit partial_sum_t(
-      const column_sum_t<acc_t, kIsCoarse>& sum)
-      : l(total(sum.l)), top(sum.top), shift(int(sum.unit)) {}
-  template <bool kIsCoarse>
-  __device__ __forceinline__ explicit partial_sum_t(
-      const power_sum_t<acc_t, kIsCoarse>& sum)
-      : l(sum.l.value), top(sum.top), shift(sum.shift) {}
-
-  // As a sum whose largest score is `other` or below it.
-  __device__ __forceinline__ double in_unit(int other) const {
-    const int count = shift - other;
-    return count < -1000 ? 0.0 : l * detail::times_power(1.0, count);
   }
 };

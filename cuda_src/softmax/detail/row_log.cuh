@@ -1,41 +1,19 @@
 // SPDX-License-Identifier: MIT
 // What logsumexp of rows shares: the problem, a log to the last digit, the results.
 //
-// Parameters A_T, OUT_T          element types of a, and of out and sign
-//            OUTER_AXES          how many axes the rows run over
-//            KEEPS               1 if L2 is to keep the results rather than what is
+// Parameters KEEPS               1 if L2 is to keep the results rather than what is
 //                                read: written among reads, they cost several times
 //                                their bytes
-//            ACC_T, LANES, ROWS_PER_BLOCK, REDUCED_AXES   as in
-//            softmax/detail/thread_group.cuh
+//            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
+//            and those of softmax/detail/log_params.cuh
 #pragma once
 
-#include "common/strides.cuh"
-#include "common/types.cuh"
 #include "common/vector.cuh"
 #include "ptx/cache_hint.cuh"
 #include "softmax/detail/thread_group.cuh"
-#include "softmax/detail/scaled_sum.cuh"
+#include "softmax/detail/log_params.cuh"
 
-#ifndef A_T
-#error "the parameters above come from the host"
-#endif
-using a_t = A_T;
-using out_t = OUT_T;
 constexpr bool kKeeps = KEEPS;
-
-constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
-using total_t = power_sum_t<acc_t, kCoarse>;
-
-enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
-
-// The problem, as packed by the host.
-struct layout_t {
-  long long num_rows, row_length;
-  long long returns_sign;
-  axes_t<OUTER_AXES, kNumArrays> outer;
-  axes_t<REDUCED_AXES, kNumArrays> reduced;  // a is contiguous
-};
 
 // The log of the row's sum to the last digit, whatever it is: the largest score plus
 // log1p of all the rest, which never meets the 1 that it is small against. All lanes of
@@ -85,8 +63,6 @@ __device__ __forceinline__ void store(const layout_t& layout,
   const auto at = locate(layout.outer, row);
   store_result(out + at.of[kOut], log);
   if (layout.returns_sign) {
-    const acc_t of_sum =
-        is_nan(sum.top) ? sum.top : acc_t(sum.top > -infinity<acc_t>());
-    store_result(sign + at.of[kSign], of_sum);
+    store_result(sign + at.of[kSign], sign_of(sum.top));
   }
 }

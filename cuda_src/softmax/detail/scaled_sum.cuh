@@ -280,6 +280,20 @@ struct largest_nan_t {
   }
 };
 
+// A sum as it lies in memory.
+template <typename T>
+struct stored_sum_t {
+  double l;
+  T top;
+  int shift;
+
+  // As a sum whose largest score is `other` or below it.
+  __device__ __forceinline__ double in_unit(int other) const {
+    const int count = shift - other;
+    return count < -1000 ? 0.0 : l * detail::times_power(1.0, count);
+  }
+};
+
 // The sum of exponentials over what was seen: l * 2^shift, if `top` is within
 // kLargestTop. kIsCoarse: to about 2^-21, for results of 16 bits.
 template <typename T, bool kIsCoarse>
@@ -296,6 +310,15 @@ struct power_sum_t {
   T top = -infinity<T>();  // the largest score; NaN if there was one
   int shift = kNothing;
   sum_t l;
+
+  power_sum_t() = default;
+  __device__ __forceinline__ explicit power_sum_t(const stored_sum_t<T>& sum)
+      : top(sum.top), shift(sum.shift) {
+    l.value = sum.l;
+  }
+  __device__ __forceinline__ stored_sum_t<T> stored() const {
+    return {l.value, top, shift};
+  }
 
   // The shift of a sum whose largest score is m. Where m is no number of the fast way,
   // any will do: `top` tells.

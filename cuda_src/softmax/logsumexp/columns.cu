@@ -16,50 +16,8 @@
 // reduced
 //            axis
 //
-// Parameters A_T, OUT_T    element types of a, and of out and sign
-//            HAS_WHERE     1 if there is a mask
-//            and those of softmax/detail/column_tile.cuh
-#include "softmax/detail/column_tile.cuh"
-#include "softmax/detail/scaled_sum.cuh"
-
-#ifndef A_T
-#error "the parameters above come from the host"
-#endif
-using a_t = A_T;
-using out_t = OUT_T;
-constexpr bool kHasWhere = HAS_WHERE;
-
-constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
-using total_t = power_sum_t<acc_t, kCoarse>;
-
-enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
-
-// The problem, as packed by the host.
-struct layout_t {
-  long long num_rows, row_length;
-  long long returns_sign;
-  axes_t<OUTER_AXES, kNumArrays> outer;
-  axes_t<REDUCED_AXES, kNumArrays> reduced;  // out and sign have stride 0 here
-};
-using tile_t = place_t<layout_t, long long>;
-
-// A sum as it lies in shared memory.
-struct partial_t {
-  double l;
-  acc_t top;
-  int shift;
-
-  partial_t() = default;
-  __device__ __forceinline__ explicit partial_t(const total_t& sum)
-      : l(sum.l.value), top(sum.top), shift(sum.shift) {}
-  __device__ __forceinline__ total_t total() const {
-    total_t sum;
-    sum.l.value = l;
-    sum.top = top;
-    sum.shift = shift;
-    return sum;
-  }
-};
+// Parameters as in softmax/detail/column_log.cuh
+#include "softmax/detail/column_log.cuh"
 
 struct shared_t {
   partial_t sum[kInWarp ? 1 : kPartials][kColumns];
@@ -73,9 +31,13 @@ struct shared_t {
 struct batch_t {
   slots_t<a_t> value;
   unsigned long long absent;
+  int rows;
 
-  __device__ __forceinline__ void load(
-      const a_t* a, const bool* where, const tile_t& tile, int first, int rows) {
+  __device__ __forceinline__ void load(const a_t* a,
+                                       const bool* where,
+                                       const tile_t& tile,
+                                       int first) {
+    rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
     value.fill(a_t());
     tile.load_rows(value, a, kA, first, rows);
     absent = 0;
@@ -95,14 +57,14 @@ struct batch_t {
     }
   }
   template <typename T>
-  __device__ __forceinline__ T score(int k, int j, int rows) const {
+  __device__ __forceinline__ T score(int k, int j) const {
     const bool takes_part = k < rows && !(kHasWhere && absent >> (k * kVector + j) & 1);
     return takes_part ? to<T>(value.get(k, j)) : -infinity<T>();
   }
 };
 static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch, rows) for all rows of this thread.
+// Calls take(batch) for all rows of this thread.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a,
                                              const bool* where,
@@ -111,23 +73,11 @@ __device__ __forceinline__ void read_columns(const a_t* a,
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
   for (int first = 0; first < tile.rows; first += kHeld) {
-    const int rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
     batch_t batch;
-    batch.load(a, where, tile, first, rows);
-    take(batch, rows);
+    batch.load(a, where, tile, first);
+    take(batch);
   }
 }
-
-struct larger_wide_t {
-  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
-    return {larger_finite_t()(a.high, b.high), 0};
-  }
-};
-struct plus_wide_t {
-  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
-    return plus_t()(a, b);
-  }
-};
 
 // A number of each of this thread's columns over the tile, in each thread.
 template <typename Combine>
@@ -158,51 +108,15 @@ __device__ __forceinline__ void combine_columns(shared_t& shared,
   }
 }
 
-// The logs of the columns to the last digit, whatever they are: the largest score plus
-// log1p of all the rest, which never meets the 1 that it is small against. All threads
-// of the cluster call it.
+// The logs of the columns to the last digit. All threads of the cluster call it.
 __device__ __noinline__ void read_again(const a_t* a,
                                         const bool* where,
                                         const tile_t& tile,
                                         shared_t& shared,
                                         double (&log)[kVector]) {
-  wide_sum_t m[kVector], top[kVector], rest[kVector];
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    m[j] = {-infinity<double>(), 0};
-    top[j] = rest[j] = {};
-  }
-  read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        m[j].high = larger_finite_t()(m[j].high, batch.score<double>(k, j, rows));
-      }
-    }
-  });
-  combine_columns(shared, m, larger_wide_t());
-  read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-#pragma unroll 1
-      for (int k = 0; k < kHeld; ++k) {
-        const double score = batch.score<double>(k, j, rows);
-        if (score == m[j].high) {
-          top[j].high += 1;
-        } else {
-          add_exp(rest[j], score, m[j].high);
-        }
-      }
-    }
-  });
-  combine_columns(shared, top, plus_wide_t());
-  combine_columns(shared, rest, plus_wide_t());
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    rest[j] += top[j].high - 1;
-    log[j] = log_beside(m[j].high, rest[j]);
-  }
+  careful_logs(
+      log, [&](auto take) { read_columns(a, where, tile, take); },
+      [&](auto& value, auto f) { combine_columns(shared, value, f); });
 }
 
 // The sum of each of this thread's columns over the tile, in each thread.
@@ -227,24 +141,24 @@ __device__ __forceinline__ void join_columns(shared_t& shared,
     if (kShuffles ? threadIdx.x % kWarpSize < kSide : threadIdx.x < kGroup) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        shared.sum[part][tile_t::side() * kVector + j] = partial_t(sum[j]);
+        shared.sum[part][tile_t::side() * kVector + j] = sum[j].stored();
       }
     }
     __syncthreads();
 #pragma unroll 1
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
-      total_t total = shared.sum[0][c].total();
+      total_t total = total_t(shared.sum[0][c]);
       for (int part = 1; part < kPartials; ++part)
-        total.take_next(shared.sum[part][c].total());
-      share(&shared.piece[cluster_rank()][c], partial_t(total));
+        total.take_next(total_t(shared.sum[part][c]));
+      share(&shared.piece[cluster_rank()][c], total.stored());
     }
     cluster_sync();
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
       const int c = tile_t::side() * kVector + j;
-      sum[j] = shared.piece[0][c].total();
+      sum[j] = total_t(shared.piece[0][c]);
       for (int rank = 1; rank < kCluster; ++rank) {
-        sum[j].take_next(shared.piece[rank][c].total());
+        sum[j].take_next(total_t(shared.piece[rank][c]));
       }
     }
     cluster_sync();  // all have read before the next tile is written
@@ -270,10 +184,10 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
     total_t sum[kVector];
-    read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
+    read_columns(a, where, tile, [&](const batch_t& batch) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const auto score = [&](int k) { return batch.score<acc_t>(k, j, rows); };
+        const auto score = [&](int k) { return batch.score<acc_t>(k, j); };
         sum[j].see(total_t::largest<kHeld>(score));
         sum[j].add<kHeld>(score);
       }
@@ -302,9 +216,7 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
         if (i >= tile.columns) continue;
         out[to_out + i * out_step] = to<out_t>(is_doubtful[j] ? log[j] : sum[j].log());
         if (layout.returns_sign) {
-          const acc_t top = sum[j].top;
-          const acc_t of_sum = is_nan(top) ? top : acc_t(top > -infinity<acc_t>());
-          sign[to_sign + i * sign_step] = to<out_t>(of_sum);
+          sign[to_sign + i * sign_step] = to<out_t>(sign_of(sum[j].top));
         }
       }
     }

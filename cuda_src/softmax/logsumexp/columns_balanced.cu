@@ -21,43 +21,22 @@
 // Limits     no weights; the last outer axis has stride 1 in a, and there is one
 //            reduced axis
 //
-// Parameters A_T, OUT_T    element types of a, and of out and sign
-//            HAS_WHERE     1 if there is a mask
-//            SHARES        warps that share the rows
+// Parameters SHARES        warps that share the rows
 //            WHOLE         1 if shares are whole tiles: nothing is left to join
-//            and those of softmax/detail/column_tile.cuh
-#include "softmax/detail/column_tile.cuh"
+//            and those of softmax/detail/column_log.cuh
+#include "softmax/detail/column_log.cuh"
 #include "softmax/detail/column_sum.cuh"
 
-#ifndef A_T
-#error "the parameters above come from the host"
-#endif
-using a_t = A_T;
-using out_t = OUT_T;
-constexpr bool kHasWhere = HAS_WHERE;
 constexpr int kShares = SHARES;
 constexpr bool kWhole = WHOLE;
 
-constexpr bool kCoarse = sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 using sums_t = column_sum_t<acc_t, kCoarse>;
-using total_t = power_sum_t<acc_t, kCoarse>;
 static_assert(kCluster == 1 && !kSplits && kShares > 0);
-
-enum { kA, kB, kWhere, kOut, kSign, kNumArrays };
-
-// The problem, as packed by the host.
-struct layout_t {
-  long long num_rows, row_length;
-  long long returns_sign;
-  axes_t<OUTER_AXES, kNumArrays> outer;
-  axes_t<REDUCED_AXES, kNumArrays> reduced;  // out and sign have stride 0 here
-};
-using tile_t = place_t<layout_t, long long>;
 
 // What the threads of a block exchange.
 struct shared_t {
   union {
-    partial_sum_t total[kColumns];
+    partial_t total[kColumns];
     wide_sum_t careful[kColumns];
   };
   bool is_doubtful[kColumns];
@@ -317,17 +296,6 @@ __device__ __forceinline__ void read_columns(const a_t* a,
   }
 }
 
-struct larger_wide_t {
-  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
-    return {larger_finite_t()(a.high, b.high), 0};
-  }
-};
-struct plus_wide_t {
-  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
-    return plus_t()(a, b);
-  }
-};
-
 // A number of each of this thread's columns over the tile, in each thread.
 template <typename Combine>
 __device__ __forceinline__ void combine_columns(shared_t& shared,
@@ -353,51 +321,15 @@ __device__ __forceinline__ void combine_columns(shared_t& shared,
   }
 }
 
-// The logs of the columns to the last digit, whatever they are: the largest score plus
-// log1p of all the rest, which never meets the 1 that it is small against. All threads
-// of the block call it.
+// The logs of the columns to the last digit. All threads of the block call it.
 __device__ __noinline__ void read_again(const a_t* a,
                                         const bool* where,
                                         const tile_t& tile,
                                         shared_t& shared,
                                         double (&log)[kVector]) {
-  wide_sum_t m[kVector], top[kVector], rest[kVector];
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    m[j] = {-infinity<double>(), 0};
-    top[j] = rest[j] = {};
-  }
-  read_columns(a, where, tile, [&](const batch_t& batch) {
-#pragma unroll
-    for (int k = 0; k < kHeld; ++k) {
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        m[j].high = larger_finite_t()(m[j].high, batch.score<double>(k, j));
-      }
-    }
-  });
-  combine_columns(shared, m, larger_wide_t());
-  read_columns(a, where, tile, [&](const batch_t& batch) {
-#pragma unroll
-    for (int j = 0; j < kVector; ++j) {
-#pragma unroll 1
-      for (int k = 0; k < kHeld; ++k) {
-        const double score = batch.score<double>(k, j);
-        if (score == m[j].high) {
-          top[j].high += 1;
-        } else {
-          add_exp(rest[j], score, m[j].high);
-        }
-      }
-    }
-  });
-  combine_columns(shared, top, plus_wide_t());
-  combine_columns(shared, rest, plus_wide_t());
-#pragma unroll
-  for (int j = 0; j < kVector; ++j) {
-    rest[j] += top[j].high - 1;
-    log[j] = log_beside(m[j].high, rest[j]);
-  }
+  careful_logs(
+      log, [&](auto take) { read_columns(a, where, tile, take); },
+      [&](auto& value, auto f) { combine_columns(shared, value, f); });
 }
 
 // --- the sums of many threads --------------------------------------------------------
@@ -447,7 +379,7 @@ __device__ __forceinline__ void join_in_warp(const sums_t (&sum)[kVector],
   static_assert(!kInWarp || kShuffles || kDeep == 1);
 #pragma unroll
   for (int j = 0; j < kVector; ++j) {
-    const partial_sum_t own(sum[j]);
+    const partial_t own = sum[j].stored();
     acc_t top = own.top;
 #pragma unroll
     for (int offset = kSide; offset < kGroup; offset *= 2) {
@@ -465,24 +397,6 @@ __device__ __forceinline__ void join_in_warp(const sums_t (&sum)[kVector],
 }
 
 // --- results -------------------------------------------------------------------------
-
-struct results_t {
-  const tile_t& tile;
-  out_t* out;
-  out_t* sign;
-
-  // For column i of the tile.
-  __device__ __forceinline__ void write(int i, double log) const {
-    const long long step = tile.layout.outer.stride[kOut][OUTER_AXES - 1];
-    out[tile.start(kOut) + i * step] = to<out_t>(log);
-  }
-  __device__ __forceinline__ void write_sign(int i, acc_t top) const {
-    if (!tile.layout.returns_sign) return;
-    const long long step = tile.layout.outer.stride[kSign][OUTER_AXES - 1];
-    const acc_t of_sum = is_nan(top) ? top : acc_t(top > -infinity<acc_t>());
-    sign[tile.start(kSign) + i * step] = to<out_t>(of_sum);
-  }
-};
 
 // Writes the logs of a tile of a warp from its `count` parts, part(c, i); a lane has
 // every 32nd column.
@@ -544,16 +458,13 @@ __device__ __forceinline__ void finish_block(const a_t* a,
                                              const results_t& results,
                                              shared_t& shared) {
   const tile_t& tile = results.tile;
-  join([&](int c, const total_t& sum) { shared.total[c] = partial_sum_t(sum); });
+  join([&](int c, const total_t& sum) { shared.total[c] = sum.stored(); });
   __syncthreads();
   // All logs side by side.
   bool any = false;
 #pragma unroll 1
   for (int c = threadIdx.x; c < tile.columns; c += kNumThreads) {
-    total_t sum;
-    sum.l.value = shared.total[c].l;
-    sum.top = shared.total[c].top;
-    sum.shift = shared.total[c].shift;
+    const total_t sum(shared.total[c]);
     const bool is_doubtful = sum.is_doubtful();
     shared.is_doubtful[c] = is_doubtful;
     any = any || is_doubtful;
@@ -623,7 +534,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                                  const bool* where,
                                  out_t* out,
                                  out_t* sign,
-                                 partial_sum_t* partial,
+                                 partial_t* partial,
                                  const __grid_constant__ layout_t layout) {
   if constexpr (kInWarp && kGroup == kWarpSize) {
     __shared__ shared_t shared;
@@ -651,13 +562,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
       join_in_warp(sum, joined);
       if (tile.is_first()) {
         const int part = warp - shares.first(layout, number);
-        partial_sum_t* const to = place_of(partial, number, most) + part * kColumns;
+        partial_t* const to = place_of(partial, number, most) + part * kColumns;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) to[tile.offset(j)] = partial_sum_t(joined[j]);
+        for (int j = 0; j < kVector; ++j) to[tile.offset(j)] = joined[j].stored();
       }
       if constexpr (kWhole) {
         __syncwarp();  // the sums are read by other lanes
-        const partial_sum_t* const sums = place_of(partial, number, most);
+        const partial_t* const sums = place_of(partial, number, most);
         const auto sum_of = [&](int c, int) { return sums[c]; };
         merge_in_warp(a, where, sum_of, 1, {tile, out, sign}, shared);
       }
@@ -673,7 +584,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
                                    const bool* where,
                                    out_t* out,
                                    out_t* sign,
-                                   const partial_sum_t* partial,
+                                   const partial_t* partial,
                                    const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
   const deal how = deal_of(a, layout);
@@ -683,8 +594,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
     const long long number = at + (kInWarp ? threadIdx.x / kGroup : 0);
-    const partial_sum_t* const parts =
-        place_of(partial, number < end ? number : at, most);
+    const partial_t* const parts = place_of(partial, number < end ? number : at, most);
     const int count = number < end ? shares.count(layout, number) : 0;
     const auto part = [&](int c, int i) { return parts[i * kColumns + c]; };
     const results_t results = {tile, out, sign};

@@ -36,26 +36,7 @@ constexpr bool kHolds = SETS > 0;  // a row as a whole; else its lanes walk over
 constexpr int kWarpLanes = kLanes < kWarpSize ? kLanes : kWarpSize;
 static_assert(kHeld % kVector == 0 && (kHolds ? kLanes <= 32 : kLanes >= 32));
 
-// What one block has found out about its part of a row.
-struct partial_t {
-  double l;
-  acc_t top;
-  int shift;
-
-  partial_t() = default;
-  __device__ __forceinline__ explicit partial_t(const total_t& sum)
-      : l(sum.l.value), top(sum.top), shift(sum.shift) {}
-  __device__ __forceinline__ total_t total() const {
-    total_t sum;
-    sum.l.value = l;
-    sum.top = top;
-    sum.shift = shift;
-    return sum;
-  }
-};
-
-// --- quick sums
-// --------------------------------------------------------------------------
+// --- quick sums ----------------------------------------------------------------------
 
 // A log of 4 or more has room for the error of the exponentials of the special function
 // unit, 2^-22 of each, which take two thirds of the instructions. A row whose log turns
@@ -99,8 +80,7 @@ __device__ __forceinline__ void take_in_quickly(total_t& sum, Score score) {
   }
 }
 
-// --- elements to registers
-// ------------------------------------------------------------
+// --- elements to registers -----------------------------------------------------------
 
 // What a lane holds of a row, as it was read: in whole vectors or, dealt to the lanes
 // one by one, in the same slots. A slot beyond the row holds -inf.
@@ -225,8 +205,7 @@ __device__ __forceinline__ total_t sum_of(const piece_t& piece,
   return sum;
 }
 
-// --- short rows
-// -----------------------------------------------------------------------
+// --- short rows ----------------------------------------------------------------------
 
 // Rows of one block that lie back to back: read as vectors, then put into shared memory
 // at the alignment that they have in global memory.
@@ -389,8 +368,7 @@ __device__ __forceinline__ void short_rows(const a_t* a,
   }
 }
 
-// --- long rows
-// ------------------------------------------------------------------------
+// --- long rows -----------------------------------------------------------------------
 
 // The sum over the lanes of a row, in each of them. Two calls in a row take the two
 // places in turn, so that none writes what another warp still reads.
@@ -400,9 +378,9 @@ __device__ __forceinline__ total_t join_lanes(total_t sum, int place) {
     constexpr int kWarps = kLanes > kWarpSize ? kLanes / kWarpSize : 1;
     __shared__ partial_t found[2][kWarps];
     const int warp = threadIdx.x / kWarpSize;
-    if (threadIdx.x % kWarpSize == 0) found[place][warp] = partial_t(sum);
+    if (threadIdx.x % kWarpSize == 0) found[place][warp] = sum.stored();
     __syncthreads();
-    sum = found[place][threadIdx.x % kWarps].total();
+    sum = total_t(found[place][threadIdx.x % kWarps]);
     sum.join<kWarps>();
   }
   return sum;
@@ -459,7 +437,7 @@ __device__ __forceinline__ void long_rows(
     if constexpr (kParts == 1) {
       finish_row(a, out, sign, layout, row, sum);
     } else if (lane() == 0) {
-      partial[row * kParts + part] = partial_t(sum);
+      partial[row * kParts + part] = sum.stored();
     }
     place ^= 1;
   }
@@ -518,7 +496,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
          row += row_step()) {
       total_t sum;
       for (int i = lane(); i < kParts; i += kLanes) {
-        sum.take_next(partial[row * kParts + i].total());
+        sum.take_next(total_t(partial[row * kParts + i]));
       }
       sum = join_lanes(sum, place);
       finish_row(a, out, sign, layout, row, sum);

@@ -1,0 +1,88 @@
+// SPDX-License-Identifier: MIT
+// What logsumexp of columns shares: a log to the last digit, and the results.
+//
+// Parameters HAS_WHERE   1 if there is a mask
+//            and those of softmax/detail/column_tile.cuh and log_params.cuh
+#pragma once
+
+#include "softmax/detail/column_tile.cuh"
+#include "softmax/detail/log_params.cuh"
+
+constexpr bool kHasWhere = HAS_WHERE;
+using tile_t = place_t<layout_t, long long>;
+
+struct larger_wide_t {
+  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
+    return {larger_finite_t()(a.high, b.high), 0};
+  }
+};
+struct plus_wide_t {
+  __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
+    return plus_t()(a, b);
+  }
+};
+
+// The logs of the columns to the last digit, whatever they are: the largest score plus
+// log1p of all the rest, which never meets the 1 that it is small against. read(take)
+// calls take(batch) for all rows of this thread; combine(value, f) makes of a number of
+// each of its columns that of the tile, in each thread.
+template <typename Read, typename Combine>
+__device__ __forceinline__ void careful_logs(double (&log)[kVector],
+                                             Read read,
+                                             Combine combine) {
+  wide_sum_t m[kVector], top[kVector], rest[kVector];
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    m[j] = {-infinity<double>(), 0};
+    top[j] = rest[j] = {};
+  }
+  read([&](const auto& batch) {
+#pragma unroll
+    for (int k = 0; k < kHeld; ++k) {
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        m[j].high = larger_finite_t()(m[j].high, batch.template score<double>(k, j));
+      }
+    }
+  });
+  combine(m, larger_wide_t());
+  read([&](const auto& batch) {
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) {
+#pragma unroll 1
+      for (int k = 0; k < kHeld; ++k) {
+        const double score = batch.template score<double>(k, j);
+        if (score == m[j].high) {
+          top[j].high += 1;
+        } else {
+          add_exp(rest[j], score, m[j].high);
+        }
+      }
+    }
+  });
+  combine(top, plus_wide_t());
+  combine(rest, plus_wide_t());
+#pragma unroll
+  for (int j = 0; j < kVector; ++j) {
+    rest[j] += top[j].high - 1;
+    log[j] = log_beside(m[j].high, rest[j]);
+  }
+}
+
+// Where the results of a tile go.
+struct results_t {
+  const tile_t& tile;
+  out_t* out;
+  out_t* sign;
+
+  // For column i of the tile.
+  __device__ __forceinline__ void write(int i, double log) const {
+    const long long step = tile.layout.outer.stride[kOut][OUTER_AXES - 1];
+    out[tile.start(kOut) + i * step] = to<out_t>(log);
+  }
+  __device__ __forceinline__ void write_sign(int i, acc_t top) const {
+    if (!tile.layout.returns_sign) return;
+    const long long step = tile.layout.outer.stride[kSign][OUTER_AXES - 1];
+    sign[tile.start(kSign) + i * step] = to<out_t>(sign_of(top));
+  }
+};

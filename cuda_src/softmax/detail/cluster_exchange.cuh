@@ -7,7 +7,7 @@
 #pragma once
 
 #include "ptx/cluster.cuh"
-#include "ptx/transaction.cuh"
+#include "ptx/st_async.cuh"
 
 // The blocks of a cluster may start at different times; none may write into the memory
 // of another that has not started. All threads call both, in this order.
@@ -35,24 +35,24 @@ struct meeting_t {
   __device__ __forceinline__ meeting_t(unsigned long long* place, bool sets_up)
       : barrier(ptx::shared_address(place)) {
     if (sets_up) {
-      ptx::transaction_barrier_init(barrier);
-      ptx::transaction_barrier_init_fence();
+      ptx::mbarrier_init(barrier, 1);
+      ptx::fence_mbarrier_init();
     }
   }
   // One thread says how many bytes will come to this block.
   __device__ __forceinline__ void expect(int bytes) const {
-    ptx::transaction_barrier_expect(barrier, bytes);
+    ptx::mbarrier_arrive_expect_tx(barrier, bytes);
   }
   // Where `shared` lies in this block, the values will stand in block `rank`.
   template <typename T, typename... Values>
   __device__ __forceinline__ void send(T* shared, int rank, Values... values) const {
-    ptx::store_async(ptx::map_to_rank(ptx::shared_address(shared), rank),
-                     ptx::map_to_rank(barrier, rank), values...);
+    ptx::store_async(ptx::mapa(ptx::shared_address(shared), rank),
+                     ptx::mapa(barrier, rank), values...);
   }
   // A thread that reads what has come waits for all of it. The others go on to a
   // barrier of the block, after which the next meeting may begin.
   __device__ __forceinline__ void wait(bool is_reader) {
-    while (is_reader && !ptx::transaction_barrier_try_wait(barrier, phase)) {
+    while (is_reader && !ptx::mbarrier_try_wait_parity(barrier, phase)) {
     }
     phase ^= 1;
   }

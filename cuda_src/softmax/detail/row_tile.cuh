@@ -24,7 +24,7 @@
 #include "ptx/copy.cuh"
 #include "ptx/cluster.cuh"
 #include "ptx/opaque.cuh"
-#include "ptx/transaction.cuh"
+#include "ptx/st_async.cuh"
 #include "softmax/detail/thread_group.cuh"
 
 #ifndef HELD
@@ -506,9 +506,9 @@ struct combiner_t {
     if constexpr (kCluster > 1) {
       if (threadIdx.x == 0) {
         for (int i = 0; i < kTurns; ++i) {
-          ptx::transaction_barrier_init(ptx::shared_address(&parts[i].barrier));
+          ptx::mbarrier_init(ptx::shared_address(&parts[i].barrier), 1);
         }
-        ptx::transaction_barrier_init_fence();
+        ptx::fence_mbarrier_init();
       }
     }
 #endif
@@ -541,13 +541,13 @@ struct combiner_t {
     if constexpr (kCluster > 1) {
       const unsigned barrier = ptx::shared_address(&parts.barrier);
       if (threadIdx.x == 0) {
-        ptx::transaction_barrier_expect(barrier, kPartials * sizeof(T));
+        ptx::mbarrier_arrive_expect_tx(barrier, kPartials * sizeof(T));
       }
       if (in_warp < kCluster) {
-        send(ptx::map_to_rank(ptx::shared_address(mine), in_warp),
-             ptx::map_to_rank(barrier, in_warp), value);
+        send(ptx::mapa(ptx::shared_address(mine), in_warp), ptx::mapa(barrier, in_warp),
+             value);
       }
-      while (!ptx::transaction_barrier_try_wait(barrier, uses / kTurns & 1)) {
+      while (!ptx::mbarrier_try_wait_parity(barrier, uses / kTurns & 1)) {
       }
       ++uses;
       return;

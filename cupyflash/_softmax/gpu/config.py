@@ -39,7 +39,7 @@ LAYOUTS = {
     **dict.fromkeys(BACKWARD, _BACKWARD_LAYOUT),
     "logsumexp": Struct(
         "layout_t",
-        "softmax/detail/row_log.cuh",
+        "softmax/detail/log_params.cuh",
         (_ROWS, ("long long", "returns_sign"), *_OVER_AXES),
     ),
 }

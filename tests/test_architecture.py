@@ -61,6 +61,7 @@ ATTENTION_GPU = (
     },
     {
         "config",
+        "functions",
         "params",
         "combine_config",
         "copy_config",

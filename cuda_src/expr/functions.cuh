@@ -5,6 +5,7 @@
 
 #include "common/math.cuh"
 #include "common/types.cuh"
+#include "expr/element.cuh"
 
 namespace expr {
 

@@ -330,11 +330,11 @@ def attention(
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method,
     )  # fmt: skip
-    if functions.given(score, score_arrays, mask, mask_arrays):
-        checked = attention_problem.attention(
-            *arguments, score, score_arrays, mask_arrays
-        )
-        result = _cpu().run(*checked)
+    has_functions = functions.given(score, score_arrays, mask, mask_arrays)
+    if has_functions:
+        arguments += score, score_arrays, mask_arrays
+    if has_functions and not arrays.lives_on_gpu(q):
+        result = _cpu().run(*attention_problem.attention(*arguments))
     elif type(q) is np.ndarray:
         result = _cpu().attention(*arguments)
     elif arrays.is_cupy(q):
@@ -546,10 +546,9 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         method, dlse, need_dbias, need_dsinks, deterministic,
     )  # fmt: skip
     if functions.given(score, score_arrays, mask, mask_arrays) or need_dscore:
-        checked = vjp_problem.attention_vjp(
-            *arguments, score, score_arrays, mask_arrays, need_dscore
-        )
-        return _cpu_vjp().run(*checked)
+        arguments += score, score_arrays, mask_arrays, need_dscore
+        if not arrays.lives_on_gpu(q):
+            return _cpu_vjp().run(*vjp_problem.attention_vjp(*arguments))
     if arrays.is_cupy(q):
         return _gpu_vjp().attention_vjp(*arguments)
     if arrays.lives_on_gpu(q):

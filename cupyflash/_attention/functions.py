@@ -9,7 +9,7 @@ from cupyflash._core.dtypes import CUDA_TYPES
 
 
 @functools.cache
-def _language():
+def language():
     """What traces functions, imported when the first one arrives."""
     from cupyflash._expr import lookup
 
@@ -50,12 +50,6 @@ def bind(
     ):
         if option is not None and not there:
             raise ValueError(f"{name}_arrays= goes with {name}= as a function")
-    if _arrays.lives_on_gpu(q):
-        raise NotImplementedError(
-            "score= and mask= as functions take NumPy arrays today, got q on a GPU: "
-            "give NumPy arrays (cupy.asnumpy(q)), or say it by bias=, softcap=, "
-            "alibi_slopes=, window= or a bool array as mask="
-        )
     return (
         Functions(
             None if score is None else _bound(q, "score", score, score_arrays),
@@ -82,8 +76,23 @@ def _bound(q, name, function, named):
                 f"{label} must hold floats, integers or booleans, got "
                 f"{_arrays.dtype_name(array)}"
             )
-    expression, values = _language().lookup(function, arrays, mask=name == "mask")
+        if not array.size and _arrays.is_cupy(array):
+            raise ValueError(
+                f"{label} has shape {array.shape} and no element to read; on a GPU an "
+                "index out of range takes the nearest one"
+            )
+    expression, values = language().lookup(function, arrays, mask=name == "mask")
     return BoundFunction(expression, values, arrays)
+
+
+def arrays_of(functions: Functions) -> dict[str, Any]:
+    """The arrays of all functions, by what the caller calls them."""
+    return {
+        f"{option}_arrays[{name!r}]": array
+        for option, function in functions._asdict().items()
+        if function is not None
+        for name, array in function.arrays.items()
+    }
 
 
 def names_of_gradients(
@@ -118,3 +127,51 @@ def names_of_gradients(
 def key_of(function: BoundFunction | None) -> str | None:
     """The key of a function's expression."""
     return None if function is None else function.expression.key
+
+
+# Integers that functions close over may be as large for kernels that count in 32 bits.
+MOST_OF_A_NUMBER = 1 << 20
+
+
+def are_small(expression: Any, values: list[Any]) -> bool:
+    """Whether the integers that a function closes over are small."""
+    return all(
+        -MOST_OF_A_NUMBER <= values[place] <= MOST_OF_A_NUMBER
+        for place in expression.packer.integers
+    )
+
+
+def cuda_text(
+    functions: Functions, ranges: Mapping[str, tuple[int, int] | None]
+) -> str:
+    """The functions as CUDA, with the headers that they need.
+
+    `ranges` are the first and the last of b, h, i and j in the call, None if that is
+    not known. Where all integers fit, they have 32 bits.
+    """
+    from cupyflash._expr.emit_cuda import emit_cuda, emit_cuda_tiles
+
+    text, is_short = [], True
+    for name, function in zip(("score_mod", "mask_mod"), functions, strict=True):
+        if function is None:
+            continue
+        expression, values = function.expression, function.values
+        is_short = is_short and _fits_int32(expression, values, ranges)
+        text.append(emit_cuda(expression, name))
+        if expression.is_mask:
+            text.append(emit_cuda_tiles(expression, name))
+    width = "#define EXPR_SHORT_INTEGERS\n" if is_short else ""
+    return "".join([width, '#include "expr/intervals.cuh"\n', *text])
+
+
+def _fits_int32(expression, values, ranges):
+    """Whether 32 bits do for any numbers closed over of which integers are small."""
+    from cupyflash._expr.intervals import fits_int32
+
+    numbers: dict[Any, Any] = dict.fromkeys(expression.numbers)
+    most = -MOST_OF_A_NUMBER, MOST_OF_A_NUMBER
+    numbers |= dict.fromkeys(expression.packer.integers, most)
+    found = [expression] if expression.is_mask else [expression, expression.derivative]
+    return are_small(expression, values) and all(
+        fits_int32(x, {**ranges, **numbers}, values) for x in found
+    )

@@ -4,7 +4,7 @@ All errors of the caller are raised here, before anything is allocated or launch
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,13 @@ class AttentionProblem:
     # Keys of the expressions of a score and a mask function.
     score: str | None = None
     mask_function: str | None = None
+    # Their CUDA, for arrays on a GPU.
+    generated: str = field(default="", repr=False)
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether there is a score or a mask function."""
+        return self.score is not None or self.mask_function is not None
 
     @property
     def compute_dtype(self) -> str:
@@ -497,10 +504,14 @@ def attention(
         score=_functions.key_of(functions.score) if functions else None,
         mask_function=_functions.key_of(functions.mask) if functions else None,
     )
+    if problem.backend == "cupy":
+        problem = with_cuda(problem, functions)
     # NumPy's returns the very object, which may be of a subclass.
     given_out, out = out if isinstance(out, np.ndarray) else a["out"], a["out"]
     if out is not None:
         inputs = {name: x for name, x in a.items() if name != "out"}
+        if functions:
+            inputs |= _functions.arrays_of(functions)
         _arrays.check_out(out, problem.out_shape, (dtype,), inputs)
     q, k, v = (xp.broadcast_to(x, batch + x.shape[-3:]) for x in (q, k, v))
     operands = AttentionOperands(
@@ -530,6 +541,27 @@ def _offset_rule(query_offset, integers, seqlen_q, seqlen_k):
         known = integers["query_lengths"] is None and integers["key_lengths"] is None
         return seqlen_k - seqlen_q if known else "lengths"
     return int(query_offset) if is_index(query_offset) else "array"
+
+
+def with_cuda(
+    problem: AttentionProblem, functions: _functions.Functions | None
+) -> AttentionProblem:
+    """The problem with the text of its functions for kernels."""
+    if functions is None:
+        return problem
+    num_queries, num_keys = problem.seqlen_q, problem.seqlen_k
+    first: Any = problem.query_offset
+    places: dict[str, tuple[int, int] | None] = {
+        "b": (0, math.prod(problem.batch)),
+        "h": (0, problem.num_heads),
+        "i": None,  # comes from the device
+        "j": (0, num_keys),
+    }
+    if first == "lengths":
+        places["i"] = -num_queries, num_keys + num_queries
+    elif first != "array":
+        places["i"] = first, first + num_queries
+    return replace(problem, generated=_functions.cuda_text(functions, places))
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Finding:
 def find(job: Job) -> tuple[Finding, float]:
     """Compile a kernel; what the compiler says of it, and the seconds that it took."""
     start = time.perf_counter()
-    text = source.load(job.variant.source)
+    text = source.load(job.variant.source, job.variant.generated)
     error, log, _ = compile_text(text, job.variant.source, options_of(job))
     elapsed = time.perf_counter() - start
     return finding_in(log, job.variant.entry, error), elapsed

@@ -88,7 +88,7 @@ def _hash_of_bodies(text):
 
 def digest_of(job: Job) -> str:
     """A hash of all that a finding depends on beside the compiler."""
-    text = source.load(job.variant.source)
+    text = source.load(job.variant.source, job.variant.generated)
     facts = _hash_of_bodies(text), job.variant.entry, _nvrtc.options_of(job)
     return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 

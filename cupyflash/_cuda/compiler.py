@@ -33,7 +33,8 @@ def _load(variant, device_id):
             f"{variant.source} is not compiled yet, and cannot be while a CUDA graph "
             "is captured: make the same call once before the capture, as a warm-up"
         )
-    module = cupy.RawModule(code=source.load(variant.source), options=variant.options)
+    text = source.load(variant.source, variant.generated)
+    module = cupy.RawModule(code=text, options=variant.options)
     kernel = _build(module, variant)
     if variant.smem:  # which has to be asked for from 48 KiB on, static memory included
         kernel.max_dynamic_shared_size_bytes = variant.smem

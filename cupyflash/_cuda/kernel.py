@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from cupyflash._cuda.device import Device
@@ -19,6 +19,7 @@ class Variant:
     smem: int = 0  # bytes of dynamic shared memory
     cooperative: bool = False  # all blocks run at once, to wait for one another
     cluster: int = 1  # blocks of a cluster; more than 8 has to be asked for
+    generated: str = field(default="", repr=False)  # CUDA that the source includes
 
     @property
     def options(self) -> tuple[str, ...]:

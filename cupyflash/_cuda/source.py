@@ -15,12 +15,17 @@ CUDA_SRC = next(
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 
 
+# The include that stands for text which the host makes.
+GENERATED = "generated/functions.cuh"
+
+
 @functools.cache
-def load(name: str) -> str:
+def load(name: str, generated: str = "") -> str:
     """Return the text of `name` with every quoted include pasted in once.
 
     CuPy's disk cache does not look into headers, so the text has to be whole. ``#line``
-    keeps the file and line of each message of the compiler.
+    keeps the file and line of each message of the compiler. `generated` is what stands
+    in place of the include ``generated/functions.cuh``.
     """
     seen: set[str] = set()
 
@@ -28,7 +33,10 @@ def load(name: str) -> str:
         if name in seen:
             return ""
         seen.add(name)
-        text = (CUDA_SRC / name).read_text(encoding="utf-8")
+        if name == GENERATED:
+            text = generated
+        else:
+            text = (CUDA_SRC / name).read_text(encoding="utf-8")
         parts, at = [f'#line 1 "{name}"\n'], 0
         for match in _INCLUDE.finditer(text):
             parts.append(text[at : match.start()])

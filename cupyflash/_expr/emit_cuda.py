@@ -5,6 +5,7 @@ The text goes after ``cuda_src/expr/functions.cuh``, that of tiles after
 """
 
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,63 @@ def arguments(
     for k, value in enumerate(expression.number_values(values)):
         fields[f"p{k}"] = value
     return fields
+
+
+class Packer:
+    """The bytes of `arguments_dtype` for call after call; faster than by NumPy.
+
+    Attributes
+    ----------
+    integers : tuple of int
+        Which of the values closed over are run-time integers.
+    """
+
+    def __init__(self, expression: Expression):
+        self._expression, ranks = expression, _ranks(expression)
+        kinds = _number_dtypes(expression)
+        self.integers = tuple(
+            place
+            for place, kind in zip(expression.numbers, kinds, strict=True)
+            if kind == "int"
+        )
+        pointers = "".join(f"Q{2 * rank}q" for rank in ranks)
+        self._pack = {
+            accum: struct.Struct(
+                pointers
+                + "".join(letter if kind == "float" else "q" for kind in kinds)
+                + ("" if ranks or kinds else "q")
+                + "0q"  # to a multiple of 8 bytes
+            ).pack
+            for accum, letter in (("float32", "f"), ("float64", "d"))
+        }
+
+    def __call__(
+        self, arrays: Mapping[str, Any], values: Sequence[Any], accum: str
+    ) -> bytes:
+        """The bytes for a call with arrays of CuPy.
+
+        ValueError if an integer has more than 64 bits, or where kernels cannot read
+        the elements of an array, each whole and in place.
+        """
+        expression, fields = self._expression, []
+        for name in expression.arrays:
+            array = arrays[name]
+            size, at, strides = array.itemsize, array.data.ptr, array.strides
+            if math.gcd(size, at, *strides) != size or not array.size:
+                raise ValueError(f"{name} lies in memory as kernels do not read it")
+            fields += at, *array.shape, *[n // size for n in strides]
+        fields += [values[place] for place in expression.numbers]
+        try:
+            return self._pack[accum](*fields)
+        except OverflowError:  # of float32
+            with np.errstate(over="ignore"):
+                cut = [float(np.float32(x)) if isinstance(x, float) else x
+                       for x in fields]  # fmt: skip
+            return self._pack[accum](*cut)
+        except struct.error:
+            raise ValueError(
+                f"{expression.name} closes over an integer of more than 64 bits"
+            ) from None
 
 
 def emit_cuda(
@@ -171,7 +229,7 @@ def _statements(expression, roots):
                     f"{_within(at[a], k, axis)} * args.a{k}_stride[{axis}]"
                     for axis, a in enumerate(n.args)
                 )
-                element = f"args.a{k}[{place or 0}]"
+                element = f"expr::element(args.a{k}, {place or 0})"
                 convert = {"float": "to<T>", "int": "static_cast<expr::int_t>"}
                 text = f"{convert.get(n.dtype, '')}({element})"
             else:
@@ -244,7 +302,8 @@ def emit_cuda_tiles(expression: Expression, name: str = "mask_mod") -> str:
                 f"{_within(f'{a}.low', k, axis)} * args.a{k}_stride[{axis}]"
                 for axis, a in enumerate(args)
             )
-            text = f"{test} ? expr::point(args.a{k}[{place or 0}]) : {unknown}"
+            element = f"expr::element(args.a{k}, {place or 0})"
+            text = f"{test} ? expr::point({element}) : {unknown}"
         else:
             text = f"expr::tile::op_{n.op}({', '.join(args)})"
         at[n] = f"v{len(lines)}"

@@ -72,6 +72,13 @@ class Expression:
         return self.of(root, f"{self.name}_derivative")
 
     @functools.cached_property
+    def packer(self) -> Any:
+        """What packs the arguments of its CUDA."""
+        from cupyflash._expr.emit_cuda import Packer
+
+        return Packer(self)
+
+    @functools.cached_property
     def reads(self) -> tuple[tuple[str, tuple[Node, ...], Node], ...]:
         """Of each read of floats (array, its index, the derivative of the result)."""
         return tuple(

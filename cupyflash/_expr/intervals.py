@@ -118,19 +118,22 @@ _INTERVALS: dict[str, Callable[..., Interval | None]] = {
 
 def intervals(
     expression: Expression,
-    ranges: Mapping[str, Interval],
+    ranges: Mapping[Any, Interval | None],
     values: Sequence[Any] = (),
     arrays: Mapping[str, np.ndarray] | None = None,
 ) -> dict[Node, Interval | None]:
-    """The interval of each node over a tile; the arguments are those of `decide`."""
+    """The interval of each node over a tile; the arguments are those of `decide`.
+
+    `ranges` may have numbers closed over, too, by their place; None is unknown.
+    """
     known: dict[Node, Interval | None] = {}
     for n in order(expression.root):
         args = [known[a] for a in n.args]
-        if n.op in ("const", "param"):
+        if n.op == "var" or (n.op == "param" and n.value in ranges):
+            found = ranges.get(n.value)
+        elif n.op in ("const", "param"):
             x = n.value if n.op == "const" else np.asarray(values[n.value]).item()
             found = (x, x) if x == x else None
-        elif n.op == "var":
-            found = ranges.get(n.value)
         elif n.op == "load":
             found = _elements(n, args, expression.arrays[n.value], arrays or {})
         elif n.op == "where":
@@ -231,7 +234,7 @@ def _reads_within(known, arrays):
 
 def fits_int32(
     expression: Expression,
-    ranges: Mapping[str, Interval],
+    ranges: Mapping[Any, Interval | None],
     values: Sequence[Any] = (),
 ) -> bool:
     """Whether all integers of an expression, at such positions, fit 32 bits."""

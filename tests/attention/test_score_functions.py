@@ -445,12 +445,6 @@ def test_errors_of_need_dscore(names, kind, message):
         cupyflash.attention_vjp(Q, Q, Q, Q, out, lse, need_dscore="w")
 
 
-@pytest.mark.parametrize("options", [{"score": lambda s: s}, {"mask": lambda i: i > 0}])
-def test_arrays_on_a_gpu_are_refused(options):
-    with pytest.raises(NotImplementedError, match="take NumPy arrays today"):
-        cupyflash.attention(OnGpu(), OnGpu(), OnGpu(), **options)
-
-
 def test_explain():
     arrays, functions = data()
     text = repr(cupyflash.explain("attention", **arrays, **functions))

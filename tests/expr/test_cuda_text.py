@@ -162,6 +162,9 @@ using namespace std;
 template <typename T> T infinity() { return numeric_limits<T>::infinity(); }
 template <typename T> T nan_value() { return numeric_limits<T>::quiet_NaN(); }
 template <typename T, typename From> T to(From x) { return static_cast<T>(x); }
+namespace expr {
+template <typename T> T element(const T *x, long long place) { return x[place]; }
+}
 """
 SCORE_LOOP = """
 extern "C" void run{k}(long long count, const double *s, long long b, long long h,

@@ -201,8 +201,8 @@ def let_each_lane_arrive():
 
     load = source.load
 
-    def load_followed(name):
-        text = load(name)
+    def load_followed(*names):
+        text = load(*names)
         return f"#define {_EACH_LANE_ARRIVES}\n" * (_EACH_LANE_ARRIVES in text) + text
 
     source.load = load_followed

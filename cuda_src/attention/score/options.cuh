@@ -29,6 +29,12 @@
 #ifndef SOFTCAP
 #define SOFTCAP 0
 #endif
+#ifndef SCORE_FUNCTION
+#define SCORE_FUNCTION 0
+#endif
+#ifndef MASK_FUNCTION
+#define MASK_FUNCTION 0
+#endif
 #ifndef KEY_PARTS
 #define KEY_PARTS 0
 #endif
@@ -61,16 +67,21 @@ constexpr bool kHasQueryLengths = option_t<QUERY_LENGTHS_T>::kIsGiven;
 constexpr bool kHasKeyLengths = option_t<KEY_LENGTHS_T>::kIsGiven;
 constexpr bool kHasMask = MASK;
 constexpr bool kHasSoftcap = SOFTCAP;
+constexpr bool kHasScoreFunction = SCORE_FUNCTION;  // functions.cuh has both
+constexpr bool kHasMaskFunction = MASK_FUNCTION;
 constexpr bool kHasParts = KEY_PARTS;      // parts of the keys are an axis of the batch
 constexpr bool kRoundSteps = ROUND_STEPS;  // each step to elem_t (the naive kernel)
 
 // What kernels ask of an option that changes scores; a new one joins here, and in
 // scores_t::with_derivative().
 // A score is more than scale * q.k.
-constexpr bool kChangesScores = kHasSoftcap || kHasBias || kHasAlibi || kHasMask;
+constexpr bool kChangesScores = kHasSoftcap || kHasBias || kHasAlibi || kHasMask ||
+                                kHasScoreFunction || kHasMaskFunction;
 // Its derivative by scale * q.k is not 1.
-constexpr bool kHasDerivative = kHasSoftcap;
+constexpr bool kHasDerivative = kHasSoftcap || kHasScoreFunction;
 // A key that lies within the positions that a query sees may be hidden all the same.
-constexpr bool kHidesKeys = kHasMask || kHasBias;
+constexpr bool kHidesKeys =
+    kHasMask || kHasBias || kHasScoreFunction || kHasMaskFunction;
 // It is scale * q.k + bias.
-constexpr bool kAddsBiasAlone = kHasBias && !kHasSoftcap && !kHasAlibi && !kHasMask;
+constexpr bool kAddsBiasAlone = kHasBias && !kHasSoftcap && !kHasAlibi && !kHasMask &&
+                                !kHasScoreFunction && !kHasMaskFunction;

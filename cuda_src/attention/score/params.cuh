@@ -2,6 +2,7 @@
 // What the host tells every attention kernel: types by -D, numbers in one struct.
 #pragma once
 
+#include "attention/score/functions.cuh"
 #include "common/strides.cuh"
 #include "common/types.cuh"
 
@@ -52,6 +53,9 @@ struct params_t {
   // Parts of the keys are the first axis of the batch: the offset of head 0 is the
   // number of a part, and `head` is how many heads of batch entries each has.
   operand_t part;
+#if SCORE_FUNCTION || MASK_FUNCTION
+  functions_t<accum_t> functions;  // of each call anew
+#endif
 };
 
 // What a block works on: tile `tile` of `num_tiles` of one head of one batch entry.

@@ -2,8 +2,8 @@
 // The way from q.k to a final score, the keys that a query may see, and what closes a
 // row. Every attention kernel includes this file: an option is written here, once.
 //
-//     s = scale * q.k,  s = softcap * tanh(s / softcap),  s += bias,
-//     s -= slope * |i + offset - j|,  s = -inf where masked
+//     s = scale * q.k,  s = softcap * tanh(s / softcap),  s = score function of s,
+//     s += bias,  s -= slope * |i + offset - j|,  s = -inf where masked
 //
 // What a call does without leaves no code (options.cuh).
 #pragma once
@@ -145,6 +145,14 @@ class scores_t {
       key_length_ =
           clamp(position(*at.at(key_lengths, params.key_lengths)), 0, params.seqlen_k);
     }
+    if constexpr (kHasScoreFunction || kHasMaskFunction) {
+      entry_ = divide(at.row_of_heads, params.num_heads);
+      if constexpr (kHasParts) {  // each of which has all batch entries
+        const index_t of_part = divide(params.part.head, params.num_heads);
+        entry_ -= divide(entry_, of_part) * of_part;
+      }
+      query_head_ = at.head;
+    }
     if constexpr (kHasParts) {
       part_first_ = params.part.offset(at.batch, 0) * params.keys_of_part;
     }
@@ -205,6 +213,21 @@ class scores_t {
             static_cast<int>(clamp(key_length_ - j0, 0, kMany))};
   }
 
+  // What the mask function shows of the keys [j_first, j_last) to the queries
+  // [i_first, i_last); the other masks aside.
+  __device__ shown_t shown(index_t i_first,
+                           index_t i_last,
+                           index_t j_first,
+                           index_t j_last) const {
+#if MASK_FUNCTION
+    return static_cast<shown_t>(
+        mask_mod_tile<accum_t>(expr::point(entry_), expr::point(query_head_),
+                               {i_first + offset_, i_last - 1 + offset_, true},
+                               {j_first, j_last - 1, true}, params_.functions.mask));
+#endif
+    return kShowsAll;
+  }
+
   // Whether query i does not see key j, which mask_bounds() shows.
   __device__ bool hides(index_t i, index_t j) const {
     if constexpr (kHidesKeys) return (*this)(0, i, j) == -infinity<accum_t>();
@@ -218,21 +241,50 @@ class scores_t {
   }
 
   // The same, and its derivative by scale * q.k. All that changes a score stands here,
-  // for the forward and the gradients of all kernels. A function of the score and of
-  // (batch entry, head, i, j) belongs between softcap and bias: it changes s, and
-  // `derivative` is multiplied by its own. What depends on batch entry and head alone
-  // is read where they are known, in the constructor.
-  __device__ accum_t with_derivative(accum_t q_dot_k,
-                                     index_t i,
-                                     index_t j,
-                                     accum_t& derivative) const {
+  // for the forward and the gradients of all kernels. What depends on batch entry and
+  // head alone is read where they are known, in the constructor. With kShown the mask
+  // function shows the key for sure.
+  template <bool kShown = false>
+  __device__ accum_t
+  with_derivative(accum_t q_dot_k, index_t i, index_t j, accum_t& derivative) const {
     accum_t s = step(static_cast<accum_t>(params_.scale) * q_dot_k);
     derivative = 1;
     if constexpr (kHasSoftcap) s = capped(s, derivative);
+    if constexpr (kHasScoreFunction) s = step(of_function(s, i, j, derivative));
     if constexpr (kHasBias) s = step(s + to<accum_t>(*bias_at(i, j)));
     if constexpr (kHasAlibi) s = step(s - step(slope_ * distance(i, j)));
     if (!shows(i, j)) s = -infinity<accum_t>();
+    if (kHasMaskFunction && !kShown && !shows_by_function(i, j)) {
+      s = -infinity<accum_t>();
+    }
+    // The weight 0 of a hidden key must not meet an infinite derivative.
+    if (kHasScoreFunction && s == -infinity<accum_t>()) derivative = 0;
     return s;
+  }
+  // The final score where the mask function shows the key for sure.
+  __device__ accum_t of_shown(accum_t q_dot_k, index_t i, index_t j) const {
+    accum_t unused;
+    return with_derivative<true>(q_dot_k, i, j, unused);
+  }
+  // The score function, of s; `derivative` is multiplied by its own.
+  __device__ accum_t of_function(accum_t s,
+                                 index_t i,
+                                 index_t j,
+                                 accum_t& derivative) const {
+#if SCORE_FUNCTION
+    accum_t by_s;
+    s = score_mod_with_derivative<accum_t>(s, entry_, query_head_, diagonal(i), j,
+                                           params_.functions.score, by_s);
+    derivative *= by_s;
+#endif
+    return s;
+  }
+  __device__ bool shows_by_function(index_t i, index_t j) const {
+#if MASK_FUNCTION
+    return mask_mod<accum_t>(0, entry_, query_head_, diagonal(i), j,
+                             params_.functions.mask);
+#endif
+    return true;
   }
 
   // The parts of a term, for kernels that go through it a tile at a time.
@@ -302,4 +354,5 @@ class scores_t {
   int head_;             // counted from there
   accum_t slope_;
   index_t offset_, key_length_, query_length_, part_first_;
+  index_t entry_, query_head_;  // as functions are told
 };

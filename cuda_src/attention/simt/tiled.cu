@@ -90,7 +90,8 @@ __device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_
   }
 }
 
-// Raw scores into final ones; with kCheck, -inf where a query does not see the key.
+// Raw scores into final ones; with kCheck, -inf where a query does not see the key,
+// without it all queries see all of the tile.
 template <bool kCheck>
 __device__ __forceinline__ void score(rows_t& rows,
                                       const scores_t& scores,
@@ -103,9 +104,13 @@ __device__ __forceinline__ void score(rows_t& rows,
 #pragma unroll
     for (int c = 0; c < kCols; ++c) {
       const int col = c * kColThreads + thread_col();
-      rows.s[r][c] = !kCheck || bounds.sees(row, col)
-                         ? scores(rows.s[r][c], i0 + row, j0 + col)
-                         : -infinity<accum_t>();
+      accum_t& s = rows.s[r][c];
+      if constexpr (!kCheck) {
+        s = scores.of_shown(s, i0 + row, j0 + col);
+      } else {
+        s = bounds.sees(row, col) ? scores(s, i0 + row, j0 + col)
+                                  : -infinity<accum_t>();
+      }
     }
   }
 }
@@ -219,6 +224,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   // whatever the tile of queries it lies in.
   for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last; j0 += kBlockN) {
     const index_t num_keys = keys.last - j0;
+    const shown_t shown = scores.shown(i0, i0 + num_rows, j0, j0 + kBlockN);
+    if (shown == kShowsNone) {
+      two_level.end_tile(rows, j0 + kBlockN, keys.last);
+      continue;
+    }
     load_rows<kBlockN, kHeadDim, kStrideK, 4>(smem_kv, k_rows + j0 * params.k.row,
                                               params.k.row, num_keys, params.head_dim);
     __syncthreads();  // the tiles of q and k are complete
@@ -228,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const accum_t nonfinite = load_rows<kBlockN, kHeadDimV, kStrideV, 4>(
         smem_kv, v_rows + j0 * params.v.row, params.v.row, num_keys, params.head_dim_v);
     const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
-    if (bounds.sees_all(kBlockM, kBlockN)) {
+    if (shown == kShowsAll && bounds.sees_all(kBlockM, kBlockN)) {
       score<false>(rows, scores, bounds, i0, j0);
     } else {
       score<true>(rows, scores, bounds, i0, j0);

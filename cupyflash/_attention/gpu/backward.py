@@ -7,10 +7,11 @@ import cupy
 
 from cupyflash._attention import vjp_problem
 from cupyflash._attention.gpu import copies as _copies
+from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import gradient_copies, gradient_layout
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
-from cupyflash._attention.gpu.config import AttentionCall
+from cupyflash._attention.gpu.config import FUNCTIONS, AttentionCall
 from cupyflash._attention.gpu.fp64.backward import TensorFloat64VjpKernel
 from cupyflash._attention.gpu.fp64.backward_plan import tensor_float64_steps
 from cupyflash._attention.gpu.gradient_plan import gradient_results
@@ -54,27 +55,39 @@ def attention_vjp(*arguments) -> AttentionGrads:
     (
         dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window,
         softcap, sinks, alibi_slopes, query_lengths, key_lengths, layout, precision,
-        method, dlse, need_dbias, need_dsinks, deterministic,
+        method, dlse, need_dbias, need_dsinks, deterministic, *score_and_arrays,
     ) = arguments  # fmt: skip
     far = attention_params.FAR
     # One beyond that changes the window, too: that is for the checks.
     is_int = type(query_offset) is int and -far <= query_offset <= far
     offsets = None if is_int else query_offset
+    functions, told, need_dscore = None, b"", ()
+    if score_and_arrays:
+        score, score_arrays, mask_arrays, need_dscore = score_and_arrays
+        of_mask, mask = (mask, None) if callable(mask) else (None, mask)
+        try:
+            functions, told = _functions.of_call(
+                q, score, score_arrays, of_mask, mask_arrays
+            )
+        except (AttributeError, TypeError, ValueError):
+            return _planned(None, *arguments)  # the checks will say why
     arrays = (q, k, v, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
-              key_lengths, None, dout, out, lse, dlse)  # fmt: skip
+              key_lengths, None, None, dout, out, lse, dlse)  # fmt: skip
     key = _key(arrays, (
         is_int, scale, causal, window, softcap, layout, precision, method, need_dbias,
-        need_dsinks, deterministic,
+        need_dsinks, deterministic, need_dscore, functions,
     ))  # fmt: skip
     plan = None if key is None else _plans.get(key)
     if plan is None:
         return _planned(key, *arguments)
     pointers = addresses(arrays)
     pointers[_OFFSET] = query_offset if is_int else plan.offset
+    pointers[_FUNCTIONS] = told
     return AttentionGrads(*plan(pointers))
 
 
 _OFFSET = AttentionCall._fields.index("offset")
+_FUNCTIONS = AttentionCall._fields.index(FUNCTIONS)
 
 
 def _key(arrays, options):
@@ -110,9 +123,12 @@ def run(plan, problem, operands) -> AttentionGrads:
     """Launch a plan for checked operands."""
     forward = operands.forward
     given = (operands.dout, forward.out, operands.lse, operands.dlse)
-    pointers = AttentionCall(*addresses((*arrays_of(forward), None, *given)))
-    offset = attention_params.launch_offset(problem.forward)
-    return AttentionGrads(*plan(pointers._replace(offset=offset)))
+    pointers = AttentionCall(*addresses((*arrays_of(forward), None, None, *given)))
+    pointers = pointers._replace(
+        offset=attention_params.launch_offset(problem.forward),
+        functions=_functions.packed(problem.forward, forward.functions),
+    )
+    return AttentionGrads(*plan(pointers))
 
 
 def unplanned(*arguments) -> AttentionGrads:

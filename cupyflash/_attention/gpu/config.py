@@ -25,6 +25,7 @@ class AttentionCall(NamedTuple):
     query_lengths: int = 0
     key_lengths: int = 0
     offset: int = 0  # of queries, where the host knows it
+    functions: bytes = b""  # functions_t: what score and mask function are told
     dout: int = 0
     out: int = 0
     lse: int = 0
@@ -33,6 +34,7 @@ class AttentionCall(NamedTuple):
 
 _FIELDS = AttentionCall._fields
 OPTIONS = _FIELDS[_FIELDS.index("bias") : _FIELDS.index("offset")]
+FUNCTIONS = "functions"
 # What kernels end with, before params_t.
 OPTIONS_AND_OFFSET = (*OPTIONS, "offset")
 # What launches of attention() are told.
@@ -114,6 +116,10 @@ def defines(problem, batch_dims, num_threads, elem=None, **more):
         switches["LONG_AXES"] = 1
     if problem.softcap:
         switches["SOFTCAP"] = 1
+    if problem.score is not None:
+        switches["SCORE_FUNCTION"] = 1
+    if problem.mask_function is not None:
+        switches["MASK_FUNCTION"] = 1
     if problem.keys_of_part is not None:
         switches["KEY_PARTS"] = 1
     return tuple((name, str(value)) for name, value in switches.items())
@@ -121,12 +127,15 @@ def defines(problem, batch_dims, num_threads, elem=None, **more):
 
 def is_plain(problem):
     """Whether scores are q.k and a scale, with no option that takes registers."""
-    return not problem.softcap and all(getattr(problem, n) is None for n in OPTIONS)
+    if problem.softcap or problem.has_functions:
+        return False
+    return all(getattr(problem, n) is None for n in OPTIONS)
 
 
 def without_options(problem, *kept):
     """The problem as a kernel beside the scores sees it: no option but those named."""
     absent = {name: None for name in OPTIONS if name not in kept}
+    absent |= {"score": None, "mask_function": None, "generated": ""}
     return replace(problem, softcap=0.0, scale=1.0, **absent)
 
 
@@ -209,7 +218,9 @@ def has_terms(problem):
     """Whether scores are finished one by one before the softmax."""
     arrays = (problem.bias, problem.mask, problem.alibi_slopes)
     has_arrays = any(x is not None for x in arrays)
-    return has_arrays or problem.softcap > 0 or not scale_is_plain(problem.scale)
+    if has_arrays or problem.softcap > 0 or problem.has_functions:
+        return True
+    return not scale_is_plain(problem.scale)
 
 
 def two_level_sum(problem, part="queries"):

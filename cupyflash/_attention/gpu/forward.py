@@ -8,6 +8,7 @@ import cupy
 from cupyflash._attention import problem as attention_problem
 from cupyflash._attention.gpu import combine, split_kv
 from cupyflash._attention.gpu import copies as _copies
+from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu import views as _views
 from cupyflash._attention.gpu.config import FORWARD_CALL, OPTIONS
@@ -52,7 +53,7 @@ def attention(*arguments) -> tuple[Any, Any]:
     (
         q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
-        method,
+        method, *score_and_arrays,
     ) = arguments  # fmt: skip
     far = attention_params.FAR
     # One beyond that changes the window, too: that is for the checks.
@@ -74,6 +75,13 @@ def attention(*arguments) -> tuple[Any, Any]:
             layout, precision, return_lse, return_lse.__class__, method, offset_is_int,
             out if out is None else _facts(out),
         )  # fmt: skip
+        functions, told = (), b""
+        if score_and_arrays:
+            score, score_arrays, mask_arrays = score_and_arrays
+            of_mask, mask = (mask, None) if callable(mask) else (None, mask)
+            functions = score, score_arrays, of_mask, mask_arrays
+            of_functions, told = _functions.of_call(q, *functions)
+            key += of_functions
         options = _NO_OPTIONS
         if not (
             bias is mask is sinks is alibi_slopes is offsets
@@ -88,8 +96,12 @@ def attention(*arguments) -> tuple[Any, Any]:
         # Not all CuPy arrays, or an option of a wrong type: the checks will say.
         key = plan = None
     if plan is not None:
-        pointers = (*at, *options, query_offset if offset_is_int else plan.offset)
-        if out is None or not plan.may_overlap(out.data.ptr, pointers):
+        offset = query_offset if offset_is_int else plan.offset
+        pointers = (*at, *options, offset, told)
+        if out is None or not (
+            plan.may_overlap(out.data.ptr, pointers)
+            or (functions and _functions.overlap(out, *functions[1::2]))
+        ):
             out, lse = plan(pointers, out)
             return out, lse
     return _planned(key, plan, *arguments)
@@ -114,7 +126,8 @@ def run(plan, problem, operands) -> tuple[Any, Any]:
     offset = attention_params.launch_offset(problem)
     if isinstance(plan, UnfusedPlan):
         return plan(operands, offset)
-    pointers = (*addresses(arrays_of(operands)), offset)
+    functions = _functions.packed(problem, operands.functions)
+    pointers = (*addresses(arrays_of(operands)), offset, functions)
     out, lse = plan(pointers, operands.given_out)
     return out, lse
 

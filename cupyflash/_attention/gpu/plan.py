@@ -6,6 +6,7 @@ import numpy as np
 
 from cupyflash._attention.gpu import params as attention_params
 from cupyflash._attention.gpu.config import OPTIONS, OPTIONS_AND_OFFSET
+from cupyflash._attention.gpu.functions import with_functions
 from cupyflash._core import arrays as _arrays
 from cupyflash._cuda.launch_sequence import LaunchSequence, Result, Steps
 
@@ -35,12 +36,12 @@ def results_of(problem, names=("out", "lse")) -> dict[str, Result | None]:
     return dict(zip(names, results, strict=True))
 
 
-def pack_params(problem, operands) -> tuple[bytes, int, dict[str, Any]]:
-    """params_t of a call, the batch axes that it has, and its fields."""
+def pack_params(problem, operands) -> tuple[Any, int, dict[str, Any]]:
+    """params_t of a call as an argument, the batch axes that it has, and its fields."""
     fields = attention_params.params_fields(problem, operands)
     batch_dims = len(fields["batch_shape"])
     packed = attention_params.PARAMS.pack(fields, kBatchDims=batch_dims)
-    return packed, batch_dims, fields
+    return with_functions(packed, problem), batch_dims, fields
 
 
 def fused_steps(row, problem, operands, device, out="out", lse="lse") -> Steps:

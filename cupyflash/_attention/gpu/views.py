@@ -16,7 +16,7 @@ def pack_gqa(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any
     """The same call with (heads, 1) queries as (key heads, group), or as it was.
 
     Memory stays where it is. Rows of a tile have positions of their own, so that a mask
-    by position, alibi and lengths of queries stay with heads.
+    by position, alibi, functions and lengths of queries stay with heads.
     """
     group = problem.group_size
     by_position = (problem.left, problem.right, problem.alibi_slopes)
@@ -24,6 +24,7 @@ def pack_gqa(problem: AttentionProblem, operands) -> tuple[AttentionProblem, Any
         problem.seqlen_q != 1
         or group == 1
         or problem.query_lengths is not None
+        or problem.has_functions
         or any(x is not None for x in by_position)
         or problem.method not in ("auto", "tiled")
     ):

@@ -66,6 +66,8 @@ class TensorFloat64VjpKernel:
     ) -> str | None:
         """Why these kernels cannot take `problem` on `device`, or None."""
         forward = problem.forward
+        if forward.has_functions:
+            return "takes no score or mask function"
         if forward.dtype != "float64":
             return f"takes float64, not {forward.dtype}"
         if device.arch not in ARCHS:

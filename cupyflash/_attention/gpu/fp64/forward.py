@@ -69,6 +69,8 @@ class TensorFloat64Kernel:
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
+        if problem.has_functions:
+            return "takes no score or mask function"
         if problem.dtype != "float64":
             return f"takes float64, not {problem.dtype}"
         if device.arch not in ARCHS:

@@ -51,6 +51,8 @@ class VjpKernel:
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
         """Why these kernels cannot take `problem` on `device`, or None."""
+        if problem.forward.has_functions:
+            return "takes no score or mask function"
         reason = kernel.refuse_old_device(problem.forward.dtype, device)
         if reason is None and not self.fitting(problem.forward, device):
             reason = (

@@ -162,6 +162,7 @@ class FusedKernel:
             entry=f"attention_{self.name}",
             defines=defines(problem, batch_dims, tile.num_threads, **shape),
             smem=self.smem(tile, *dims, ITEMSIZE[problem.compute_dtype]),
+            generated=problem.generated,
         )
         return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 
@@ -221,6 +222,7 @@ class UnfusedKernel:
                     defines=defines(
                         problem, batch_dims, self.num_threads, elem, **rounding
                     ),
+                    generated=problem.generated,
                 ),
                 num_rows(problem),
                 self.num_threads,

@@ -4,6 +4,7 @@ import cupy
 
 from cupyflash._attention.gpu.config import FORWARD_CALL, columns_apart
 from cupyflash._attention.gpu.copies import copies_alone
+from cupyflash._attention.gpu.functions import packed
 from cupyflash._attention.gpu.plan import addresses, arrays_of, pack_params
 from cupyflash._core import arrays as _arrays
 from cupyflash._cuda import graphs
@@ -41,7 +42,8 @@ class UnfusedPlan:
                 "allow while a CUDA graph is captured; 'auto', 'tiled' and 'online' "
                 "can be captured"
             )
-        pointers = (*addresses(arrays_of(operands)), offset)
+        functions = packed(problem, operands.functions)
+        pointers = (*addresses(arrays_of(operands)), offset, functions)
         q, k, v = operands[:3]
         if self.copies:
             copied = zip(self.views.items(), self.copies(pointers), strict=True)
@@ -55,9 +57,12 @@ class UnfusedPlan:
             out = operands.given_out
         softmax, values = self.kernels
         s = self._raw_scores(_fold_group(q, problem), k)
-        softmax.enqueue(*addresses((s, lse)), *pointers[3:], self.params)
+        params = self.params
+        if functions:
+            params = params.params + functions
+        softmax.enqueue(*addresses((s, lse)), *pointers[3:-1], params)
         o = self._matmul(s, v)  # s has become P
-        values.enqueue(*addresses((s, o, v, out)), self.params)
+        values.enqueue(*addresses((s, o, v, out)), params)
         return out, lse
 
     def _raw_scores(self, q, k):

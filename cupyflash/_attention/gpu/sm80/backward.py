@@ -127,6 +127,8 @@ class MmaVjpKernel:
         forward = problem.forward
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
+        if forward.has_functions:
+            return "takes no score or mask function"
         if forward.dtype not in ("float16", "bfloat16"):
             return f"takes float16 and bfloat16, not {forward.dtype}"
         for name in ("head_dim", "head_dim_v"):

@@ -142,6 +142,8 @@ class MmaKernel:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
+        if problem.has_functions:
+            return "takes no score or mask function"
         if problem.dtype == "float64":
             return "takes float16, bfloat16 and float32, not float64"
         for name in ("head_dim", "head_dim_v"):

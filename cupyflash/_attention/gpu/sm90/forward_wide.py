@@ -47,6 +47,8 @@ class HopperWideKernel:
             return f"needs {self.arch}, {device.name} is {device.arch}"
         if device.nvrtc < (12, 9):
             return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
+        if problem.has_functions:
+            return "takes no score or mask function"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"takes float16 and bfloat16, not {problem.dtype}"
         for name in ("head_dim", "head_dim_v"):

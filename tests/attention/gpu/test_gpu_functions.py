@@ -1,0 +1,183 @@
+"""Score and mask functions on a GPU: plans and texts of kernels, without a GPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import cupyflash
+from cupyflash import scores
+from cupyflash._attention import functions as bound_functions
+from cupyflash._attention import problem as attention_problem
+from cupyflash._attention.gpu import functions as gpu_functions
+from cupyflash._attention.gpu.config import defines, without_options
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._cli import nvrtc
+from cupyflash._cli.compile_jobs import Job
+from cupyflash._cuda import source
+from cupyflash._cuda.device import device_of_arch
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
+SLOPES = np.linspace(0.1, 0.4, 4).astype("float32")
+BEFORE_FUNCTIONS = ("bias", "mask", "scale", "causal", "query_offset", "window")
+
+
+def asked(dtype="float32", shape=(2, 4, 512, 64), method="auto", **options):
+    """(problem on a GPU, operands) of a call with these arrays in NumPy."""
+    q = np.zeros(shape, "float32" if dtype == "bfloat16" else dtype)
+    given = {
+        "bias": None, "mask": None, "scale": None, "causal": False,
+        "query_offset": None, "window": None, "softcap": 0.0, "sinks": None,
+        "alibi_slopes": None, "query_lengths": None, "key_lengths": None,
+        "layout": "bhsd", "precision": "float32", "return_lse": True, "out": None,
+        "method": method, "score": None, "score_arrays": None, "mask_arrays": None,
+    }  # fmt: skip
+    assert options.keys() <= given.keys()
+    problem, operands = attention_problem.attention(
+        q, q, q, *(given | options).values()
+    )
+    problem = replace(problem, backend="cupy", dtype=dtype)
+    return attention_problem.with_cuda(problem, operands.functions), operands
+
+
+def with_alibi(**options):
+    return asked(score=scores.alibi, score_arrays={"slopes": SLOPES}, **options)
+
+
+def row_named(name):
+    return next(row for row in ATTENTION_KERNELS if row.name == name)
+
+
+# --- the text ------------------------------------------------------------------------
+
+
+def test_the_text_is_that_of_the_structure_alone():
+    texts = {
+        asked(score=lambda s, i, j, w=w: s - w * (i - j))[0].generated
+        for w in (1, 7, 1 << 19)
+    }
+    assert len(texts) == 1
+    other = asked(score=lambda s, i, j, w=0.5: s - w * (i - j))[0].generated
+    assert other not in texts
+
+
+@pytest.mark.parametrize(
+    ("options", "is_short"),
+    [
+        ({}, True),
+        ({"query_offset": 1 << 40}, False),
+        ({"query_offset": np.array([0, 5])}, False),
+        ({"key_lengths": np.array([5, 512])}, True),
+        ({"score": lambda s, i, j: s - i * i * j}, True),
+        ({"score": lambda s, i, j: s - i * i * j * j}, False),
+        ({"score": lambda s, i, far=1 << 21: s + (i < far)}, False),
+        ({"score": lambda s, i, *, t: s + t[i], "score_arrays": {"t": SLOPES}}, True),
+    ],
+)
+def test_integers_have_32_bits_where_that_is_proved(options, is_short):
+    problem, _ = asked(**{"score": lambda s, i, j: s - abs(i - j), **options})
+    assert problem.generated.startswith("#define EXPR_SHORT_INTEGERS") == is_short
+
+
+def test_kernels_beside_the_scores_have_no_function():
+    problem, _ = with_alibi(mask=scores.sliding_window(9))
+    plain = without_options(problem)
+    assert not plain.has_functions
+    assert plain.generated == ""
+    names = dict(defines(plain, 1, 128))
+    assert not names.keys() & {"SCORE_FUNCTION", "MASK_FUNCTION"}
+
+
+def test_a_source_without_functions_has_no_text_of_them():
+    text = source.load("attention/simt/tiled.cu")
+    assert "score_mod_args<T> score;" in text  # behind a switch
+    assert "struct score_mod_args" not in text
+
+
+# --- what a launch is told -----------------------------------------------------------
+
+
+def test_arguments_are_packed_as_the_text_declares_them():
+    table = np.zeros((7, 4, 3), "float32")[::2, ::-1]
+
+    def shifted(s, h, j, *, table, slope, shift=3, gain=0.5):
+        return s * gain + table[j, h, 1] * slope[h] + shift
+
+    expression, values = bound_functions.language().lookup(
+        shifted, {"table": table, "slope": SLOPES}
+    )
+    from cupyflash._expr.emit_cuda import arguments, arguments_dtype
+
+    class OnGpu:
+        """What is asked of a CuPy array."""
+
+        def __init__(self, x):
+            self.data = type("Data", (), {"ptr": x.ctypes.data})
+            self.shape, self.strides, self.size = x.shape, x.strides, x.size
+            self.itemsize = x.itemsize
+
+    arrays = {"table": table, "slope": SLOPES}
+    for accum in ("float32", "float64"):
+        dtype = arguments_dtype(expression, accum)
+        record = np.zeros((), dtype)
+        for name, value in arguments(expression, arrays, values).items():
+            record[name] = value
+        packed = expression.packer(
+            {n: OnGpu(x) for n, x in arrays.items()}, values, accum
+        )
+        assert len(packed) % 8 == 0
+        padded = packed[: dtype.itemsize]
+        for name in dtype.names:
+            got = np.frombuffer(padded, dtype)[0][name]
+            assert np.array_equal(got, record[name]), name
+
+
+def test_numbers_beyond_a_type():
+    expression, values = bound_functions.language().lookup(
+        lambda s, big=1e300: s * big, {}
+    )
+    assert np.frombuffer(expression.packer({}, values, "float32")[:4], "f4") == np.inf
+    assert np.frombuffer(expression.packer({}, values, "float64"), "f8") == 1e300
+    expression, values = bound_functions.language().lookup(
+        lambda s, i, big=1 << 70: s * (i < big), {}
+    )
+    with pytest.raises(ValueError, match="an integer of more than 64 bits"):
+        expression.packer({}, values, "float32")
+
+
+def test_params_take_functions_at_their_end():
+    problem, _ = with_alibi()
+    params = gpu_functions.with_functions(b"12345678", problem)
+    find = params.bind({"functions": 2}.get, 0)
+    assert find([0, 0, b"abcdefgh"]) == b"12345678abcdefgh"
+    assert gpu_functions.with_functions(b"12345678", without_options(problem)) == (
+        b"12345678"
+    )
+
+
+# --- kernels -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", ["tiled", "online", "safe", "naive"])
+def test_kernels_compile_with_functions(name, arch):
+    if why := nvrtc.unusable():
+        pytest.skip(why)
+    device = device_of_arch(arch)
+    problem, _ = with_alibi(mask=scores.sliding_window(100), softcap=3.0)
+    row = row_named(name)
+    assert row.unsupported_reason(problem, device) is None
+    for config in row.configs(problem, 1, device):
+        job = Job("attention", name, row.fast, arch, config.variant)
+        finding, _ = nvrtc.find(job)
+        assert not finding.error, finding.error
+        assert not (row.fast and finding.spill_bytes)
+
+
+def test_errors_name_the_array():
+    q = np.zeros((2, 8, 4))
+    with pytest.raises(TypeError, match=r"score_arrays\['w'\] must hold floats"):
+        cupyflash.attention(
+            q, q, q, score=lambda s, i, *, w: s + w[i],
+            score_arrays={"w": np.zeros(3, complex)},
+        )  # fmt: skip

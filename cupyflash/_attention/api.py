@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -325,7 +325,7 @@ def attention(
     """
     if unknown:
         foreign_names.refuse("attention", unknown)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         q, k, v, bias, mask, scale, causal, query_offset, window, softcap, sinks,
         alibi_slopes, query_lengths, key_lengths, layout, precision, return_lse, out,
         method,
@@ -540,7 +540,7 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
     """
     if unknown:
         foreign_names.refuse("attention_vjp", unknown)
-    arguments = (
+    arguments: tuple[Any, ...] = (
         dout, q, k, v, out, lse, bias, mask, scale, causal, query_offset, window,
         softcap, sinks, alibi_slopes, query_lengths, key_lengths, layout, precision,
         method, dlse, need_dbias, need_dsinks, deterministic,

@@ -94,7 +94,8 @@ class Packer:
         ValueError if an integer has more than 64 bits, or where kernels cannot read
         the elements of an array, each whole and in place.
         """
-        expression, fields = self._expression, []
+        expression = self._expression
+        fields: list[Any] = []
         for name in expression.arrays:
             array = arrays[name]
             size, at, strides = array.itemsize, array.data.ptr, array.strides

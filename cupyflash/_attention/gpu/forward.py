@@ -75,7 +75,8 @@ def attention(*arguments) -> tuple[Any, Any]:
             layout, precision, return_lse, return_lse.__class__, method, offset_is_int,
             out if out is None else _facts(out),
         )  # fmt: skip
-        functions, told = (), b""
+        functions: tuple[Any, ...] = ()
+        told = b""
         if score_and_arrays:
             score, score_arrays, mask_arrays = score_and_arrays
             of_mask, mask = (mask, None) if callable(mask) else (None, mask)

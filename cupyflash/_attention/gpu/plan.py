@@ -18,7 +18,7 @@ class AttentionPlan(LaunchSequence):
     offset = 0  # the argument, where that of the call is not an int
 
 
-def addresses(arrays: Any) -> list[int]:
+def addresses(arrays: Any) -> list[Any]:
     """Pointers of arrays, 0 for one that is absent."""
     return [0 if x is None else x.data.ptr for x in arrays]
 

@@ -67,8 +67,8 @@ constexpr bool kHasQueryLengths = option_t<QUERY_LENGTHS_T>::kIsGiven;
 constexpr bool kHasKeyLengths = option_t<KEY_LENGTHS_T>::kIsGiven;
 constexpr bool kHasMask = MASK;
 constexpr bool kHasSoftcap = SOFTCAP;
-constexpr bool kHasScoreFunction = SCORE_FUNCTION;  // functions.cuh has both
-constexpr bool kHasMaskFunction = MASK_FUNCTION;
+// functions.cuh has them. Without storage, which would show in all kernels.
+enum : bool { kHasScoreFunction = SCORE_FUNCTION, kHasMaskFunction = MASK_FUNCTION };
 constexpr bool kHasParts = KEY_PARTS;      // parts of the keys are an axis of the batch
 constexpr bool kRoundSteps = ROUND_STEPS;  // each step to elem_t (the naive kernel)
 

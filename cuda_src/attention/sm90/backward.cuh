@@ -19,6 +19,7 @@
 #pragma once
 
 #include "attention/sm90/operands.cuh"
+#include "attention/product_factors.cuh"
 #include "attention/simt/gradients.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/redux.cuh"
@@ -81,27 +82,6 @@ struct found_t {
   int unused[2];
 };
 
-// float16 has few exponents: P and dS, rounded to it, are first multiplied by powers of
-// two. P by 2^15; dS so that 65536 stands for 2^7 times the largest dO.
-template <typename T>
-constexpr bool kNarrow = false;
-template <>
-constexpr bool kNarrow<half_t> = true;
-constexpr float kFactorP = kNarrow<elem_t> ? 32768.f : 1.f;
-constexpr float kLog2FactorP = kNarrow<elem_t> ? 15.f : 0.f;
-
-// What P times kFactorP is multiplied by to get dS times its factor.
-__device__ __forceinline__ float factor_of(const found_t* found) {
-  if constexpr (!kNarrow<elem_t>) return 1;
-  // 2^exponent is above the largest dO, and in the range of float16.
-  const int exponent = min(max(static_cast<int>(found->largest >> 23) - 126, -24), 16);
-  return __int_as_float((127 - 6 - exponent) << 23);
-}
-// What sums over dS times its factor are multiplied by.
-__device__ __forceinline__ float unfactor_of(float factor, float scale) {
-  return scale / (factor * kFactorP);
-}
-
 // A stage of several, and whether the ring was gone round an odd number of times.
 template <int kStages>
 struct ring_t {
@@ -147,4 +127,26 @@ __device__ __forceinline__ float store_rows(const float (&sums)[kSums],
     }
   }
   return odd;
+}
+
+// A tile of rows of a kept entry.
+struct work_tile_t {
+  int tile, kept;
+};
+
+// In the order of memory, or by sections of entries: in a section the first tiles of
+// all entries come first, or the last ones.
+template <bool kBySections, bool kFromLast>
+__device__ __forceinline__ work_tile_t tile_of(int number, const inputs_t& inputs) {
+  const unsigned n = number, num_tiles = inputs.num_tiles;
+  if constexpr (kBySections) {
+    const unsigned in_section = inputs.section * num_tiles;
+    const unsigned first = n / in_section * inputs.section;
+    const unsigned rest = n % in_section;
+    const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
+    const int tile = rest / width;
+    return {kFromLast ? inputs.num_tiles - 1 - tile : tile, int(first + rest % width)};
+  } else {
+    return {int(n % num_tiles), int(n / num_tiles)};
+  }
 }

@@ -231,25 +231,3 @@ struct mma_t {
     }
   }
 };
-
-// A tile of keys of a kept entry.
-struct work_tile_t {
-  int tile, kept;
-};
-
-// In the order of memory, or by sections of entries: in a section the first tiles of
-// all entries come first, or the last ones.
-template <bool kBySections, bool kFromLast>
-__device__ __forceinline__ work_tile_t tile_of(int number, const inputs_t& inputs) {
-  const unsigned n = number, num_tiles = inputs.num_tiles;
-  if constexpr (kBySections) {
-    const unsigned in_section = inputs.section * num_tiles;
-    const unsigned first = n / in_section * inputs.section;
-    const unsigned rest = n % in_section;
-    const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
-    const int tile = rest / width;
-    return {kFromLast ? inputs.num_tiles - 1 - tile : tile, int(first + rest % width)};
-  } else {
-    return {int(n % num_tiles), int(n / num_tiles)};
-  }
-}

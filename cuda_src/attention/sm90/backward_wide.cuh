@@ -41,22 +41,6 @@ __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
   }
 }
 
-// A tile of rows of a kept entry.
-struct work_tile_t {
-  int tile, kept;
-};
-
-// Work tile `number`. Where they differ in length, the first tiles come first in each
-// section of entries.
-__device__ __forceinline__ work_tile_t tile_of(int number, const inputs_t& inputs) {
-  const unsigned n = number, num_tiles = inputs.num_tiles;
-  if constexpr (kBounds == 0) return {int(n % num_tiles), int(n / num_tiles)};
-  const unsigned in_section = inputs.section * num_tiles;
-  const unsigned first = n / in_section * inputs.section, rest = n % in_section;
-  const unsigned width = min(inputs.num_kept - first, unsigned(inputs.section));
-  return {int(rest / width), int(first + rest % width)};
-}
-
 // The work tile of this block after `number`: where they differ in length, the next one
 // that no block has taken.
 __device__ __forceinline__ int tile_after(int number, int* counter) {

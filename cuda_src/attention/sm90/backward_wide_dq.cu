@@ -196,7 +196,7 @@ struct producer_t {
     tile_info_t& info = this->info();
     info.tile_last = -1;
     if (number >= inputs.num_items) return;
-    const work_tile_t tile = tile_of(number, inputs);
+    const work_tile_t tile = tile_of<(kBounds > 0), false>(number, inputs);
     // The last queries see most keys, where positions hide some.
     const int row_first = (inputs.num_tiles - 1 - tile.tile) * kTileM;
     int tile_first = 0;

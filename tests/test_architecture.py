@@ -73,8 +73,9 @@ ATTENTION_GPU = (
 SOFTMAX_GPU = (
     {"dispatch", "complex"},
     {"plan"},
-    {"registry", "coverage"},
-    {"samples"},
+    {"coverage"},
+    {"registry"},
+    {"shapes"},
     {"heuristics", "limits"},
     {"config", "transpose"},
 )

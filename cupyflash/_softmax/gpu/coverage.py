@@ -1,18 +1,126 @@
 """What there is to compile for the softmax family."""
 
+import functools
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyflash._core import arrays
+from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import Variant
-from cupyflash._softmax.gpu import samples as _samples
 from cupyflash._softmax.gpu import transpose
+from cupyflash._softmax.gpu.config import BACKWARD, FORWARD
 from cupyflash._softmax.gpu.registry import KERNELS
+from cupyflash._softmax.memory_layout import Layout
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
     """Names of rows and what they compile for `device`: all of it, or a sample."""
     found: dict[tuple[str, Variant], None] = {}
-    samples_of = _samples.everything if everything else _samples.representative
+    problems_of = _everything if everything else _representative
     for row in KERNELS:
-        for problem in samples_of(row):
+        for problem in problems_of(row):
             for config in row.configs(problem, device):
                 found[row.name, config.variant] = None
     return [*found, *transpose.compile_list()]
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A problem as far as a choice of kernel and its switches depend on it."""
+
+    function: str
+    layout: Layout
+    dtypes: dict[str, str | None]
+    scale: float = 1.0
+    method: str = "auto"
+    is_complex: bool = False
+
+    @property
+    def row_length(self) -> int:
+        return self.layout.row_length
+
+    @property
+    def num_rows(self) -> int:
+        return self.layout.num_rows
+
+    @property
+    def compute_dtype(self) -> str:
+        used = [d for name, d in self.dtypes.items() if d and name != "where"]
+        return "float32" if all(d in arrays.FLOATS[:3] for d in used) else "float64"
+
+
+@functools.cache
+def _natural(*names):
+    """The result type of NumPy's promotion, with bool and integers as float64."""
+    names = {name if name in arrays.FLOATS else "float64" for name in names}
+    if len(names) == 1:
+        return names.pop()
+    return np.result_type(*(names - {"bfloat16"}), np.float32).name
+
+
+def _problems(row, layout, x, out, where, scaled, function):
+    """One choice of types and switches; `out` is the type of a second input if any."""
+    dtypes = {"x": x, "where": where and "bool"}
+    if "logsumexp" in row.functions:
+        for b in (None, out):
+            result = _natural(x) if b is None else _natural(x, b)
+            yield _Problem(function, layout, dtypes | {"b": b, "out": result})
+    elif row.functions == BACKWARD:
+        dtypes |= {"dy": out, "out": _natural(x, out), "where": None}
+        yield _Problem(function, layout, dtypes)
+    else:
+        scale, method = (
+            2.0 if scaled else 1.0,
+            row.methods[-1] if row.methods else "auto",
+        )
+        yield _Problem(function, layout, dtypes | {"out": out}, scale, method)
+
+
+def _everything(row) -> Iterable[_Problem]:
+    """All types and switches, on up to two axes of each kind."""
+    seconds = arrays.FLOATS if row.functions == FORWARD else tuple(CUDA_TYPES)
+    scales = (False, True) if row.functions == FORWARD else (False,)
+    masks = (False,) if row.functions == BACKWARD else (False, True)
+    for x, second in itertools.product(CUDA_TYPES, seconds):
+        # Many problems share a layout, which then finds out once what it is.
+        layouts = [
+            layout.spread(*axes)
+            for layout in row.shapes(x, second)
+            for axes in ((1, 1), (2, 1), (1, 2), (2, 2))
+        ]
+        for where, scaled, function in itertools.product(masks, scales, row.functions):
+            for layout in layouts:
+                yield from _problems(row, layout, x, second, where, scaled, function)
+
+
+def _representative(row) -> Iterable[_Problem]:
+    """Each type, switch, axis count and step of the ladder once, not all together."""
+    function, other = row.functions[0], row.functions[-1]
+    for x in CUDA_TYPES:
+        # All rows convert in the same way: one of them shows every type.
+        if row.fast or x in (*arrays.FLOATS, "int8"):
+            layout = _closest(row.shapes(x, _natural(x)), 1000)
+            yield from _problems(row, layout, x, _natural(x), False, False, other)
+    for layout in list(row.shapes("float32", "float32"))[:: 1 if row.fast else 2]:
+        yield from _problems(row, layout, "float32", "float32", False, False, function)
+    # All switches at once, in the types that take the most registers of each kind.
+    where, scaled = (
+        row.functions != BACKWARD,
+        row.functions == FORWARD,
+    )
+    for x, out in (("float32",) * 2, ("float64",) * 2, ("float16", "float32")):
+        layout = _closest(row.shapes(x, out), 4096).spread(2, 2)
+        yield from _problems(row, layout, x, out, where, scaled, other)
+
+
+def _closest(layouts, length):
+    """The layout with rows nearest to `length`, seen from above."""
+    layouts = list(layouts)
+    longer = [layout for layout in layouts if layout.row_length >= length]
+    if longer:
+        return min(longer, key=lambda layout: layout.row_length)
+    return max(layouts, key=lambda layout: layout.row_length)

@@ -8,8 +8,7 @@ from cupyflash._core.dtypes import CUDA_TYPES
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig
-from cupyflash._softmax.gpu import limits
-from cupyflash._softmax.gpu import samples as _samples
+from cupyflash._softmax.gpu import limits, shapes
 from cupyflash._softmax.gpu.config import BACKWARD, FORWARD
 from cupyflash._softmax.gpu.heuristics.columns import (
     hold_columns,
@@ -71,11 +70,11 @@ class SoftmaxKernel:
 
     name: str
     functions: tuple[str, ...]
-    methods: tuple[str, ...]
     # The launches for a problem on a device, or why the kernel cannot take it.
     heuristic: Callable[[Any, Device], tuple[LaunchConfig, ...] | str]
     # Made-up layouts that reach every step of its thresholds, for these dtypes.
-    samples: Callable[..., Iterable[Layout]]
+    shapes: Callable[..., Iterable[Layout]]
+    methods: tuple[str, ...] = ("auto",)
     fast: bool = False  # must not spill registers
 
     @property
@@ -150,61 +149,35 @@ def _switches(problem):
 
 
 _ANY, _TILED = ("auto", "tiled", "online"), ("auto", "tiled")
+_SUM = ("logsumexp",)
 
 KERNELS = (  # best first
-    SoftmaxKernel("columns", FORWARD, _TILED, hold_columns, _samples.columns),
-    SoftmaxKernel(
-        "split_columns", FORWARD, _TILED, split_columns, _samples.long_columns
-    ),
-    SoftmaxKernel("long_columns", FORWARD, _TILED, walk_columns, _samples.columns),
-    SoftmaxKernel("vjp_columns", BACKWARD, ("auto",), hold_columns, _samples.columns),
-    SoftmaxKernel(
-        "logsumexp_shares",
-        ("logsumexp",),
-        ("auto",),
-        share_columns,
-        _samples.shared_columns,
-    ),
-    SoftmaxKernel(
-        "logsumexp_columns", ("logsumexp",), ("auto",), sum_columns, _samples.columns
-    ),
-    SoftmaxKernel("short", FORWARD, _TILED, short_rows, _samples.short_rows, fast=True),
-    SoftmaxKernel("span", FORWARD, _TILED, span_rows, _samples.spanned, fast=True),
-    SoftmaxKernel("tiled", FORWARD, _TILED, hold_rows, _samples.held_rows, fast=True),
-    SoftmaxKernel(
-        "vjp_span", BACKWARD, ("auto",), span_pairs, _samples.spanned_pairs, fast=True
-    ),
-    SoftmaxKernel(
-        "vjp_tiled", BACKWARD, ("auto",), hold_pairs, _samples.held_pairs, fast=True
-    ),
+    SoftmaxKernel("columns", FORWARD, hold_columns, shapes.COLUMNS, _TILED),
+    SoftmaxKernel("split_columns", FORWARD, split_columns, shapes.LONG_COLUMNS, _TILED),
+    SoftmaxKernel("long_columns", FORWARD, walk_columns, shapes.COLUMNS, _TILED),
+    SoftmaxKernel("vjp_columns", BACKWARD, hold_columns, shapes.COLUMNS),
+    SoftmaxKernel("logsumexp_shares", _SUM, share_columns, shapes.SHARED_COLUMNS),
+    SoftmaxKernel("logsumexp_columns", _SUM, sum_columns, shapes.COLUMNS),
+    SoftmaxKernel("short", FORWARD, short_rows, shapes.SHORT_ROWS, _TILED, fast=True),
+    SoftmaxKernel("span", FORWARD, span_rows, shapes.SPANNED, _TILED, fast=True),
+    SoftmaxKernel("tiled", FORWARD, hold_rows, shapes.HELD_ROWS, _TILED, fast=True),
+    SoftmaxKernel("vjp_span", BACKWARD, span_pairs, shapes.SPANNED_PAIRS, fast=True),
+    SoftmaxKernel("vjp_tiled", BACKWARD, hold_pairs, shapes.HELD_PAIRS, fast=True),
     # Few rows, and those of which all is read twice, pass through rings; else what is
     # read twice is read from L2, if it can hold that.
-    SoftmaxKernel(
-        "vjp_stream", BACKWARD, ("auto",), stream_pairs, _samples.streamed, fast=True
-    ),
-    SoftmaxKernel(
-        "vjp_trail", BACKWARD, ("auto",), trail_pairs, _samples.streamed, fast=True
-    ),
+    SoftmaxKernel("vjp_stream", BACKWARD, stream_pairs, shapes.STREAMED, fast=True),
+    SoftmaxKernel("vjp_trail", BACKWARD, trail_pairs, shapes.STREAMED, fast=True),
     # Rows that do not fit on chip are read twice, the second time from L2 if they can.
-    SoftmaxKernel("trail", FORWARD, _TILED, trail_rows, _samples.long_rows, fast=True),
-    SoftmaxKernel("split", FORWARD, _TILED, split_rows, _samples.long_rows),
-    SoftmaxKernel("vjp_split", BACKWARD, ("auto",), split_rows, _samples.long_rows),
-    SoftmaxKernel("online", FORWARD, _ANY, walk_rows, _samples.walked),
-    SoftmaxKernel("safe", FORWARD, ("safe",), walk_rows, _samples.walked),
-    SoftmaxKernel("naive", FORWARD, ("naive",), walk_rows, _samples.walked),
-    SoftmaxKernel(
-        "logsumexp_span",
-        ("logsumexp",),
-        ("auto",),
-        span_sums,
-        _samples.spanned_sums,
-        fast=True,
-    ),
-    SoftmaxKernel(
-        "logsumexp_rows", ("logsumexp",), ("auto",), sum_rows, _samples.summed
-    ),
-    SoftmaxKernel("logsumexp", ("logsumexp",), ("auto",), walk_rows, _samples.walked),
-    SoftmaxKernel("vjp", BACKWARD, ("auto",), walk_rows, _samples.walked),
+    SoftmaxKernel("trail", FORWARD, trail_rows, shapes.LONG_ROWS, _TILED, fast=True),
+    SoftmaxKernel("split", FORWARD, split_rows, shapes.LONG_ROWS, _TILED),
+    SoftmaxKernel("vjp_split", BACKWARD, split_rows, shapes.LONG_ROWS),
+    SoftmaxKernel("online", FORWARD, walk_rows, shapes.WALKED, _ANY),
+    SoftmaxKernel("safe", FORWARD, walk_rows, shapes.WALKED, ("safe",)),
+    SoftmaxKernel("naive", FORWARD, walk_rows, shapes.WALKED, ("naive",)),
+    SoftmaxKernel("logsumexp_span", _SUM, span_sums, shapes.SPANNED_SUMS, fast=True),
+    SoftmaxKernel("logsumexp_rows", _SUM, sum_rows, shapes.SUMMED),
+    SoftmaxKernel("logsumexp", _SUM, walk_rows, shapes.WALKED),
+    SoftmaxKernel("vjp", BACKWARD, walk_rows, shapes.WALKED),
 )
 
 

@@ -82,13 +82,13 @@ def kernels_of(folder, arch):
                 f"{folder}: python -m cupyflash compile --list: {done.stderr.strip()}"
             )
         listed = json.loads(path.read_text(encoding="utf-8"))
-    return {
-        (kernel["entry"], *sorted(kernel["options"])): {
-            **kernel,
-            "text": listed["sources"][kernel["source"]],
-        }
-        for kernel in listed["kernels"]
-    }
+    found = {}
+    for kernel in listed["kernels"]:
+        generated = kernel.get("generated", "")  # of functions of the caller
+        text = listed["sources"][kernel["source"] + generated]
+        name = kernel["entry"], generated, *sorted(kernel["options"])
+        found[name] = {**kernel, "text": text}
+    return found
 
 
 # --- machine code --------------------------------------------------------------------

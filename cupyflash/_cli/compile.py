@@ -188,10 +188,13 @@ def _list(jobs, path):
             "source": job.variant.source,
             "entry": job.variant.entry,
             "options": _nvrtc.options_of(job),
+            "generated": job.variant.generated,
         }
         for job in jobs
     ]
-    sources = {job.variant.source: source.load(job.variant.source) for job in jobs}
+    # By source, and what is generated for it.
+    texts = dict.fromkeys((job.variant.source, job.variant.generated) for job in jobs)
+    sources = {"".join(key): source.load(*key) for key in texts}
     path.parent.mkdir(parents=True, exist_ok=True)
     listed = {"kernels": kernels, "sources": sources}
     path.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")

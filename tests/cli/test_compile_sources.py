@@ -148,7 +148,7 @@ def sources(monkeypatch):
     """sources(text) makes it the text of all kernels, which asks nothing at first."""
 
     texts = [""]
-    monkeypatch.setattr(_source, "load", lambda name: texts[-1])
+    monkeypatch.setattr(_source, "load", lambda *_: texts[-1])
     monkeypatch.setattr(compile_jobs, "_sides", compile_jobs._sides.__wrapped__)
     return texts.append
 
@@ -274,7 +274,7 @@ def text_and_code(job, sections):
     """Hashes of the compiler's text, without its architecture, and of the code."""
     from cupy_backends.cuda.libs import nvrtc
 
-    text = _source.load(job.variant.source)
+    text = _source.load(job.variant.source, job.variant.generated)
     program = nvrtc.createProgram(text, job.variant.source, (), ())
     try:
         nvrtc.compileProgram(program, _nvrtc.options_of(job))
@@ -331,7 +331,7 @@ FINE = Finding(40, 0, 0, 16, "", "")
 def text(monkeypatch):
     """text["k.cu"] is what the kernel's file holds."""
     texts = {"k.cu": "one"}
-    monkeypatch.setattr(_source, "load", texts.__getitem__)
+    monkeypatch.setattr(_source, "load", lambda name, *_: texts[name])
     return texts
 
 

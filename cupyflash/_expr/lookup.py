@@ -90,9 +90,7 @@ def lookup(
             return expression, values
     if type(function) is not types.FunctionType:
         _refuse_kind(function, mask)
-    expression, pinned = _traced_twice(
-        function, arrays, mask, values, functions, names
-    )
+    expression, pinned = _traced_twice(function, arrays, mask, values, functions, names)
     _keep(key, function.__code__, values, pinned, expression)
     return expression, values
 

@@ -8,8 +8,8 @@
 //            m follows the maximum only when that has grown by 2^8. float32 is split
 //            into float16 numbers (fp32_forward.cuh).
 // Grid       (blocks of a head, heads). A block has one tile of queries, or, where it
-//            stays (STAYS), several of one head, of which it fetches the next one while
-//            it stores; last tiles first, since causal ones are longest
+//            is persistent (PERSISTENT), several of one head, of which it fetches the
+//            next one while it stores; last tiles first, since causal ones are longest
 // Tiles      q     kBlockM x kHeadDim                 shared, loaded once
 //            k, v  kBlockN x kHeadDim (kHeadDimV)     shared, kStages of each; float32
 //                                                     comes to a tile of its own first

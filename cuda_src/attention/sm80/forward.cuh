@@ -14,8 +14,8 @@ constexpr int kMinBlocks = MIN_BLOCKS;
 
 // Warps that share rows: each has some of the keys of s and some of the columns of o,
 // and weights go from one to the other through shared memory.
-#ifdef SIDES
-constexpr int kWarpsPerRow = SIDES;
+#ifdef WARPS_PER_ROW
+constexpr int kWarpsPerRow = WARPS_PER_ROW;
 #else
 constexpr int kWarpsPerRow = 1;
 #endif

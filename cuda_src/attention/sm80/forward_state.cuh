@@ -18,7 +18,7 @@ constexpr bool kAligned = IS_GIVEN(ALIGNED);
 constexpr bool kStaged = kSplits && !kPrepared;
 static_assert(kStages == 1 || (kStages == 2 && !kStaged && kWarpsPerRow == 1));
 // A block has several tiles of queries.
-constexpr bool kPersistent = IS_GIVEN(STAYS);
+constexpr bool kPersistent = IS_GIVEN(PERSISTENT);
 // Of a stage in shared memory.
 constexpr unsigned kStageK = kParts * kBytesK + (kPrepared ? kBytesTileStats : 0);
 constexpr unsigned kStageV = kParts * kBytesV + (kPrepared ? kBytesTileStats : 0);

@@ -2,8 +2,8 @@
 // softmax_vjp_trail: gradients of long rows in one launch; who writes a row follows who
 // sums it so soon that the second read finds it in L2.
 //
-// Algorithm  softmax_vjp_trail_clear: nothing is told yet. softmax_vjp_trail: as
-//            softmax_trail, along a line of parts (softmax/detail/tile_queue.cuh). Who
+// Algorithm  softmax_vjp_trail_clear: nothing is published yet. softmax_vjp_trail: as
+//            softmax_trail, along a queue of parts (softmax/detail/tile_queue.cuh). Who
 //            sums the last part of a row waits for the other sums, joins them and tells
 //            c, the row's; who writes waits for that. log_softmax sums dy alone, and
 //            reads only that twice.
@@ -22,7 +22,6 @@
 #include "ptx/opaque.cuh"
 #include "ptx/registers.cuh"
 #include "softmax/detail/tile_queue.cuh"
-#include "softmax/detail/aligned_span.cuh"
 #include "softmax/detail/published.cuh"
 #include "softmax/detail/backward.cuh"
 
@@ -31,16 +30,17 @@ constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
 static_assert(kLanes >= 2 * kVector, "a thread has an edge at most");
 
-__device__ __forceinline__ line_t line_of(const layout_t& layout) {
+__device__ __forceinline__ tile_queue_t queue_of(const layout_t& layout) {
   return {layout.num_rows, layout.row_length, kVector};
 }
 
-// What blocks tell each other: the next ticket; of each row, and of each part, a sum.
+// What blocks publish for each other: the next number; of each row, and of each part, a
+// sum.
 struct board_t {
   unsigned long long* words;  // 1 + num_rows + parts of all rows
   unsigned num_rows;
 
-  __device__ __forceinline__ unsigned take_ticket() const {
+  __device__ __forceinline__ unsigned take_next() const {
     return unsigned(atomicAdd(words, 1ull));
   }
   __device__ __forceinline__ unsigned long long* of_row(unsigned row) const {
@@ -49,10 +49,10 @@ struct board_t {
   __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
     return words + 1 + num_rows + part;
   }
-  // Waits until it has been told.
+  // Waits until it has been published.
   static __device__ __forceinline__ double read(const unsigned long long* at) {
     unsigned long long bits;
-    while ((bits = ptx::load_relaxed(at)) == told_t::kUntold) __nanosleep(64);
+    while ((bits = ptx::load_relaxed(at)) == published_t::kUnpublished) __nanosleep(64);
     return __longlong_as_double(bits);
   }
 };
@@ -63,54 +63,35 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                             out_t* dx,
                             unsigned long long* words,
                             const __grid_constant__ layout_t layout) {
-  const long long count = 1 + layout.num_rows + (long long)line_of(layout).all;
+  const long long count = 1 + layout.num_rows + (long long)queue_of(layout).all;
   const long long step = (long long)gridDim.x * kLanes;
   for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
-    words[i] = i == 0 ? 0 : told_t::kUntold;
+    words[i] = i == 0 ? 0 : published_t::kUnpublished;
   }
 }
 
 // A part of a row.
-struct piece_t {
-  unsigned row;
-  bool is_last;  // of its row
+struct piece_t : row_part_t<kVector> {
   // A row that L2 can hold has fewer than 2^31 elements.
   const y_t* y;  // from its first whole vector on
   const dy_t* dy;
   out_t* dx;
-  int num_vectors;
-  int first;  // vector of this thread; others lie kLanes apart
-  int edge;   // an element of this thread that is in no vector, or kNone
-  static constexpr int kNone = -kVector;
 
   __device__ __forceinline__ piece_t(const y_t* y,
                                      const dy_t* dy,
                                      out_t* dx,
                                      const layout_t& layout,
-                                     const line_t& line,
+                                     const tile_queue_t& queue,
                                      unsigned part)
-      : row(part / line.parts) {
-    part -= row * line.parts;
-    is_last = part + 1 == line.parts;
+      : row_part_t(queue, part) {
     const auto at = locate(layout.outer, row);
     this->y = y + at.of[kY];
-    const auto peeled =
-        peeled_t::of<kVector>(num_before_aligned<kVector>(this->y), layout.row_length);
-    this->y += peeled.head;
-    this->dy = dy + at.of[kDy] + peeled.head;
-    this->dx = dx + at.of[kOut] + peeled.head;
-    num_vectors = int(peeled.num_vectors);
-    first = int(part * kPart) + lane();
-    const bool has_edge = part == 0 && lane() < peeled.head + peeled.tail;
-    edge = has_edge ? int(peeled.edge<kVector>(lane())) - peeled.head : kNone;
-  }
-  __device__ __forceinline__ bool has(int k) const {
-    return first + k * kLanes < num_vectors;
-  }
-  __device__ __forceinline__ bool has_edge() const { return edge != kNone; }
-  // Of the first element of vector k of this thread.
-  __device__ __forceinline__ int position(int k) const {
-    return (first + k * kLanes) * kVector;
+    const auto aligned = aligned_span_t::of<kVector>(
+        num_before_aligned<kVector>(this->y), layout.row_length);
+    this->y += aligned.head;
+    this->dy = dy + at.of[kDy] + aligned.head;
+    this->dx = dx + at.of[kOut] + aligned.head;
+    find(part - row * queue.parts, aligned);
   }
 };
 
@@ -192,7 +173,7 @@ __device__ __forceinline__ double sum_of(const piece_t& piece) {
   return warp_reduce(total(sum), plus_t());
 }
 
-// Joins what is told of the parts of a row, by a block, and tells it.
+// Joins what is published of the parts of a row, by a block, and publishes it.
 __device__ __forceinline__ void join_parts(const board_t& board,
                                            unsigned row,
                                            unsigned parts) {
@@ -201,7 +182,7 @@ __device__ __forceinline__ void join_parts(const board_t& board,
     sum += board_t::read(board.of_part(row * parts + i));
   }
   const double c = row_sum(sum);
-  if (threadIdx.x == 0) told_t::tell(board.of_row(row), c);
+  if (threadIdx.x == 0) published_t::publish(board.of_row(row), c);
 }
 
 // What the threads of a block share. Of two places one is written while the other may
@@ -219,15 +200,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
                       unsigned long long* words,
                       const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
-  const line_t line = line_of(layout);
+  const tile_queue_t queue = queue_of(layout);
   const board_t board{words, unsigned(layout.num_rows)};
   const roots_t<acc_t> roots;
-  if (threadIdx.x == 0) shared.next[1] = board.take_ticket();
+  if (threadIdx.x == 0) shared.next[1] = board.take_next();
   __syncthreads();
-  unsigned ticket = shared.next[1], ahead;
-  for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
-    const line_t::place_t place = line.at(ticket);
-    const piece_t piece(y, dy, dx, layout, line, place.part);
+  unsigned number = shared.next[1], ahead;
+  for (int turn = 0; number < 2 * queue.all; turn ^= 1) {
+    const tile_queue_t::place_t place = queue.at(number);
+    const piece_t piece(y, dy, dx, layout, queue, place.part);
     if (place.is_written) {
       const unsigned long long policy = ptx::policy_evict_first();
       const held_t<y_t> p(piece.y, piece, policy);
@@ -236,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
         shared.c[turn] = board_t::read(board.of_row(piece.row));
       }
       __syncthreads();
-      if (threadIdx.x == 0) ahead = board.take_ticket();
+      if (threadIdx.x == 0) ahead = board.take_next();
       const gradient_t gradient(shared.c[turn], layout);
       const bool in_vectors = is_aligned<out_t, kVector>(piece.dx);
 #pragma unroll
@@ -257,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
       __syncthreads();
     } else {
       const double found = sum_of(piece);
-      if (threadIdx.x == 0) ahead = board.take_ticket();
+      if (threadIdx.x == 0) ahead = board.take_next();
       if (threadIdx.x % kWarpSize == 0) {
         shared.sums[turn][threadIdx.x / kWarpSize] = found;
       }
@@ -266,10 +247,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
       if (threadIdx.x < kWarpSize) {
         const double of_part =
             warp_reduce<kWarps>(shared.sums[turn][threadIdx.x % kWarps], plus_t());
-        if (threadIdx.x == 0) told_t::tell(board.of_part(place.part), of_part);
+        if (threadIdx.x == 0) published_t::publish(board.of_part(place.part), of_part);
       }
-      if (piece.is_last) join_parts(board, piece.row, line.parts);
+      if (piece.is_last) join_parts(board, piece.row, queue.parts);
     }
-    ticket = shared.next[turn];
+    number = shared.next[turn];
   }
 }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // softmax_vjp_stream: gradients of rows that only many multiprocessors can hold.
 //
-// Algorithm  softmax_vjp_stream_clear: nothing is told yet. softmax_vjp_stream: as
+// Algorithm  softmax_vjp_stream_clear: nothing is published yet. softmax_vjp_stream: as
 //            softmax_vjp_split, whose two launches are one here
 //            (softmax/detail/row_ring.cuh).
 // Grid       (blocks of a group, groups), all at once; a group takes a row at a time
@@ -25,9 +25,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
     softmax_vjp_stream_clear(const y_t* y,
                              const dy_t* dy,
                              out_t* dx,
-                             unsigned long long* told,
+                             unsigned long long* published,
                              const __grid_constant__ layout_t layout) {
-  board_t{told}.clear(layout.num_rows);
+  board_t{published}.clear(layout.num_rows);
 }
 
 // A row of y, dy and dx, in which a thread walks from vector to vector.
@@ -35,7 +35,7 @@ struct strip_t {
   const y_t* y;
   const dy_t* dy;
   out_t* dx;
-  peeled_t peeled;
+  aligned_span_t aligned;
   bool dy_in_vectors;
 
   __device__ __forceinline__ void enter(
@@ -45,22 +45,22 @@ struct strip_t {
     this->y = y + at.of[kY];
     this->dy = dy + at.of[kDy];
     this->dx = dx + at.of[kOut];
-    peeled =
-        peeled_t::of<kVector>(num_before_aligned<kVector>(this->y), layout.row_length);
-    dy_in_vectors = num_before_aligned<kVector>(this->dy + peeled.head) == 0;
+    aligned = aligned_span_t::of<kVector>(num_before_aligned<kVector>(this->y),
+                                          layout.row_length);
+    dy_in_vectors = num_before_aligned<kVector>(this->dy + aligned.head) == 0;
   }
   __device__ __forceinline__ bool has(long long vector) const {
-    return vector < peeled.num_vectors;
+    return vector < aligned.num_vectors;
   }
   __device__ __forceinline__ long long position(long long vector) const {
-    return peeled.head + vector * kVector;
+    return aligned.head + vector * kVector;
   }
   // f(i) for the elements of this thread that are in no whole vector.
   template <typename F>
   __device__ __forceinline__ void for_each_edge(F f) const {
     if (blockIdx.x > 0) return;
-    for (int i = lane(); i < peeled.head + peeled.tail; i += kLanes) {
-      f(peeled.edge<kVector>(i));
+    for (int i = lane(); i < aligned.head + aligned.tail; i += kLanes) {
+      f(aligned.edge<kVector>(i));
     }
   }
 };
@@ -88,12 +88,12 @@ struct stream_t {
                                       const dy_t* dy,
                                       out_t* dx,
                                       const layout_t& layout,
-                                      unsigned long long* told)
+                                      unsigned long long* published)
       : y(y),
         dy(dy),
         dx(dx),
         layout(layout),
-        board{told},
+        board{published},
         y_ring(memory),
         dy_ring(reinterpret_cast<unsigned char*>(memory) + y_ring_t::kBytes),
         steps(num_steps<kVector>(layout.row_length)),
@@ -137,13 +137,13 @@ struct stream_t {
       summed.for_each_edge(
           [&](long long i) { sum += term(summed.y[i], summed.dy[i]); });
       const double found = row_sum(sum);
-      if (threadIdx.x == 0) board.tell(summing.row, found, 0);
+      if (threadIdx.x == 0) board.publish(summing.row, found, 0);
       sum = sum_t();
     }
     if (summing.next(steps)) summed.enter(y, dy, dx, layout, summing.row);
   }
 
-  // Joins what the blocks of the group tell of the row that is to be written.
+  // Joins what the blocks of the group publish of the row that is to be written.
   __device__ __forceinline__ void hear() {
     sum_t sum;
     for (int block = lane(); block < gridDim.x; block += kLanes) {
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     softmax_vjp_stream(const y_t* y,
                        const dy_t* dy,
                        out_t* dx,
-                       unsigned long long* told,  // (num_rows, gridDim.x, 2)
+                       unsigned long long* published,  // (num_rows, gridDim.x, 2)
                        const __grid_constant__ layout_t layout) {
-  stream_t(y, dy, dx, layout, told).run();
+  stream_t(y, dy, dx, layout, published).run();
 }

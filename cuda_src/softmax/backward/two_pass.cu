@@ -24,7 +24,7 @@ struct work_t {
   const y_t* y;
   const dy_t* dy;
   out_t* dx;
-  peeled_t peeled;
+  aligned_span_t aligned;
   bool dy_in_vectors, dx_in_vectors;
 
   __device__ __forceinline__ work_t(const y_t* y,
@@ -36,9 +36,10 @@ struct work_t {
     this->y = y + at.of[kY] + part.begin;
     this->dy = dy + at.of[kDy] + part.begin;
     this->dx = dx + at.of[kOut] + part.begin;
-    peeled = peeled_t::of<kVector>(num_before_aligned<kVector>(this->y), part.length());
-    dy_in_vectors = num_before_aligned<kVector>(this->dy + peeled.head) == 0;
-    dx_in_vectors = num_before_aligned<kVector>(this->dx + peeled.head) == 0;
+    aligned = aligned_span_t::of<kVector>(num_before_aligned<kVector>(this->y),
+                                          part.length());
+    dy_in_vectors = num_before_aligned<kVector>(this->dy + aligned.head) == 0;
+    dx_in_vectors = num_before_aligned<kVector>(this->dx + aligned.head) == 0;
   }
 
   __device__ __forceinline__ vector_t<dy_t, kVector> load_dy(long long i) const {
@@ -53,26 +54,26 @@ struct work_t {
   // (element) for its elements of head and tail.
   template <typename Visit, typename VisitEdge>
   __device__ __forceinline__ void for_each(Visit visit, VisitEdge visit_edge) const {
-    for (long long first = lane(); first < peeled.num_vectors;
+    for (long long first = lane(); first < aligned.num_vectors;
          first += kTogether * kLanes) {
       vector_t<y_t, kVector> p[kTogether];
       vector_t<dy_t, kVector> g[kTogether];
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         const long long v = first + k * kLanes;
-        if (v < peeled.num_vectors) {
-          p[k] = load_vector<kVector>(y + peeled.head + v * kVector);
-          g[k] = load_dy(peeled.head + v * kVector);
+        if (v < aligned.num_vectors) {
+          p[k] = load_vector<kVector>(y + aligned.head + v * kVector);
+          g[k] = load_dy(aligned.head + v * kVector);
         }
       }
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         const long long v = first + k * kLanes;
-        if (v < peeled.num_vectors) visit(peeled.head + v * kVector, p[k], g[k]);
+        if (v < aligned.num_vectors) visit(aligned.head + v * kVector, p[k], g[k]);
       }
     }
-    for (int i = lane(); i < peeled.head + peeled.tail; i += kLanes) {
-      visit_edge(peeled.edge<kVector>(i));
+    for (int i = lane(); i < aligned.head + aligned.tail; i += kLanes) {
+      visit_edge(aligned.edge<kVector>(i));
     }
   }
 };

@@ -95,7 +95,7 @@ struct larger_seen_t {
 };
 
 // The sum of exponentials over a block's piece of a column, and its largest score: as
-// the blocks of a cluster tell each other.
+// the blocks of a cluster publish for each other.
 template <bool kIsNarrow>
 struct alignas(16) piece {
   double l, m;
@@ -242,8 +242,8 @@ struct shared_t {
 };
 
 #if CLUSTER > 1
-// One for each: a block that is ahead may tell its sums while another still waits for
-// maxima.
+// One for each: a block that is ahead may publish its sums while another still waits
+// for maxima.
 struct meetings_t {
   meeting_t of_max, of_sum;
 
@@ -253,7 +253,7 @@ struct meetings_t {
 };
 
 // Tells all blocks of the cluster about a column.
-__device__ __forceinline__ void tell(
+__device__ __forceinline__ void publish(
     const meeting_t& meeting, piece_t (&pieces)[kColumns], int c, double l, acc_t m) {
 #pragma unroll 4
   for (int rank = 0; rank < kCluster; ++rank) {
@@ -261,7 +261,7 @@ __device__ __forceinline__ void tell(
   }
 }
 
-// The last step for a column from what all blocks told of it.
+// The last step for a column from what all blocks published of it.
 __device__ __forceinline__ finish_t finish_pieces(const shared_t& shared,
                                                   int c,
                                                   [[maybe_unused]] keys_t keys) {
@@ -339,7 +339,7 @@ __device__ __forceinline__ void join_max(shared_t& shared,
       const acc_t m = combine_partials(shared.max, c, larger_seen_t());
 #if CLUSTER > 1
       if constexpr (kSharesMax) {
-        tell(meetings.of_max, shared.of_block[cluster_rank()], c, 0, m);
+        publish(meetings.of_max, shared.of_block[cluster_rank()], c, 0, m);
       }
 #endif
       shared.m[c] = m;
@@ -387,7 +387,7 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
     for (int c = threadIdx.x; c < kColumns; c += kNumThreads) {
       const double l = sum_of_partials(shared.sum, c);
 #if CLUSTER > 1
-      tell(meetings.of_sum, shared.piece[cluster_rank()], c, l, shared.m[c]);
+      publish(meetings.of_sum, shared.piece[cluster_rank()], c, l, shared.m[c]);
 #else
       shared.finish[c] = finish_column(shift_of(shared.m[c]), l, 1);
 #endif

@@ -5,14 +5,14 @@
 #include "common/vector.cuh"
 
 // A span of elements as whole vectors, and a head and a tail of fewer than a vector.
-struct peeled_t {
+struct aligned_span_t {
   int head, tail;
   long long num_vectors;
 
   // For pointers in which element `head` is aligned.
   template <int kVector>
-  static __device__ __forceinline__ peeled_t of(int head, long long length) {
-    peeled_t p;
+  static __device__ __forceinline__ aligned_span_t of(int head, long long length) {
+    aligned_span_t p;
     p.head = head < length ? head : int(length);
     p.num_vectors = (length - p.head) / kVector;
     p.tail = int(length - p.head - p.num_vectors * kVector);

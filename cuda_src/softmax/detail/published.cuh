@@ -1,25 +1,26 @@
 // SPDX-License-Identifier: MIT
-// Numbers that blocks of one launch tell each other through words of memory.
+// Numbers that blocks of one launch publish for each other through words of memory.
 //
-// Each word says by itself whether it has been told, so that nothing else has to be
-// ordered. A launch before clears them.
+// Each word says by itself whether it has been published, so that nothing else has to
+// be ordered. A launch before clears them.
 #pragma once
 
 #include "ptx/relaxed.cuh"
 
-struct told_t {
-  static constexpr unsigned long long kUntold = ~0ull;  // a NaN that is never told
+struct published_t {
+  static constexpr unsigned long long kUnpublished =
+      ~0ull;  // a NaN that is never published
 
-  static __device__ __forceinline__ void tell(unsigned long long* word, double x) {
+  static __device__ __forceinline__ void publish(unsigned long long* word, double x) {
     constexpr unsigned long long kNaN = 0x7ffull << 52 | 1ull << 51;
     ptx::store_relaxed(word, x == x ? __double_as_longlong(x) : kNaN);
   }
-  // Waits until it has been told.
+  // Waits until it has been published.
   static __device__ __forceinline__ double read(const unsigned long long* word) {
     unsigned long long bits;
     do {
       bits = ptx::load_relaxed(word);
-    } while (bits == kUntold);
+    } while (bits == kUnpublished);
     return __longlong_as_double(bits);
   }
 };

@@ -62,32 +62,32 @@ struct walk_t {
   }
 };
 
-// What the blocks of a group tell each other: two numbers a row and block.
+// What the blocks of a group publish for each other: two numbers a row and block.
 struct board_t {
   unsigned long long* words;  // (num_rows, blocks of a group, 2)
 
   __device__ __forceinline__ unsigned long long* of(long long row, int block) const {
     return words + (row * gridDim.x + block) * 2;
   }
-  // Before anything is told: by a launch of its own, of a grid of as many columns.
+  // Before anything is published: by a launch of its own, of a grid of as many columns.
   __device__ __forceinline__ void clear(long long num_rows) const {
     const long long step = (long long)gridDim.y * kLanes;
     for (long long row = (long long)blockIdx.y * kLanes + lane(); row < num_rows;
          row += step) {
-      of(row, blockIdx.x)[0] = of(row, blockIdx.x)[1] = told_t::kUntold;
+      of(row, blockIdx.x)[0] = of(row, blockIdx.x)[1] = published_t::kUnpublished;
     }
   }
   // By one thread of this block.
-  __device__ __forceinline__ void tell(long long row, double a, double b) const {
-    told_t::tell(of(row, blockIdx.x), a);
-    told_t::tell(of(row, blockIdx.x) + 1, b);
+  __device__ __forceinline__ void publish(long long row, double a, double b) const {
+    published_t::publish(of(row, blockIdx.x), a);
+    published_t::publish(of(row, blockIdx.x) + 1, b);
   }
-  // Waits until a block has told them.
+  // Waits until a block has published them.
   __device__ __forceinline__ double first_of(long long row, int block) const {
-    return told_t::read(of(row, block));
+    return published_t::read(of(row, block));
   }
   __device__ __forceinline__ double second_of(long long row, int block) const {
-    return told_t::read(of(row, block) + 1);
+    return published_t::read(of(row, block) + 1);
   }
 };
 

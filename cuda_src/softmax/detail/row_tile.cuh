@@ -467,10 +467,10 @@ __device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
   }
 }
 
-// The blocks of a cluster tell each other maxima and sums: each warp stores its part
-// into the memory of all blocks, where a barrier counts the bytes. The barrier of the
-// cluster itself would wait for all loads and stores under way: 0.68 of the speed of a
-// copy at 131072 floats instead of 0.95.
+// The blocks of a cluster publish for each other maxima and sums: each warp stores its
+// part into the memory of all blocks, where a barrier counts the bytes. The barrier of
+// the cluster itself would wait for all loads and stores under way: 0.68 of the speed
+// of a copy at 131072 floats instead of 0.95.
 constexpr int kPartials = kThreadsOfRow > kWarpSize ? kThreadsOfRow / kWarpSize : 1;
 
 // What the threads of a row combine their values to; all get the same result. Of kTurns
@@ -521,7 +521,7 @@ struct combiner_t {
     } else {
       value = warp_reduce(value, combine);
       shared_parts_t<T>& parts = all[uses % kTurns];
-      tell(parts, value);
+      publish(parts, value);
       const int in_warp = threadIdx.x % kWarpSize;
       value = in_warp < kPartials ? parts.part[in_warp] : neutral;
 #pragma unroll
@@ -534,7 +534,7 @@ struct combiner_t {
 
  private:
   // Gives the value of this warp to all threads of the row, and waits for those of all.
-  __device__ __forceinline__ void tell(shared_parts_t<T>& parts, T value) {
+  __device__ __forceinline__ void publish(shared_parts_t<T>& parts, T value) {
     const int in_warp = threadIdx.x % kWarpSize;
     T* const mine = parts.part + lane_of_row() / kWarpSize;
 #if __CUDA_ARCH__ >= 900

@@ -7,7 +7,7 @@
 #include "softmax/detail/thread_group.cuh"
 #include "softmax/detail/partial_sum.cuh"
 
-// What the warps of a block tell each other of a sum. Of two such places in turn one is
+// What the warps of a block exchange of a sum. Of two such places in turn one is
 // written while the other may still be read.
 struct shared_sum_t {
   static constexpr int kWarps = kLanes / kWarpSize;

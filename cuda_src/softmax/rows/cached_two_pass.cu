@@ -2,7 +2,8 @@
 // softmax_trail: long rows in one launch; who writes a row follows who sums it so soon
 // that the second read finds it in L2.
 //
-// Algorithm  softmax_trail_clear: nothing is told yet. softmax_trail: along a line of
+// Algorithm  softmax_trail_clear: nothing is published yet. softmax_trail: along a
+// queue of
 //            parts (softmax/detail/tile_queue.cuh). Who sums the last part of a row
 //            waits for the other sums, joins them and tells the row's; who writes waits
 //            for that.
@@ -21,7 +22,6 @@
 #include "ptx/opaque.cuh"
 #include "softmax/detail/tile_queue.cuh"
 #include "softmax/detail/partial_sum.cuh"
-#include "softmax/detail/aligned_span.cuh"
 #include "softmax/detail/row_exp.cuh"
 #include "softmax/detail/published.cuh"
 
@@ -35,19 +35,20 @@ constexpr bool kHasRoots = sizeof(acc_t) == sizeof(double);
 constexpr bool kHasPowers = finish_in_powers_t::kTakes || kCoarse;
 constexpr exps kHow = kHasRoots ? exps::kByTable : exps::kOfScore;
 
-// --- the line ------------------------------------------------------------------------
+// --- the queue
+// ------------------------------------------------------------------------
 
-__device__ __forceinline__ line_t line_of(const layout_t& layout) {
+__device__ __forceinline__ tile_queue_t queue_of(const layout_t& layout) {
   return {layout.num_rows, layout.row_length, kVector};
 }
 
-// What blocks tell each other: the next ticket; of each row, and of each part, a sum
-// l exp(m) as the two numbers.
+// What blocks publish for each other: the next number; of each row, and of each part, a
+// sum l exp(m) as the two numbers.
 struct board_t {
   unsigned long long* words;  // 2 + 2 (num_rows + parts of all rows)
   unsigned num_rows;
 
-  __device__ __forceinline__ unsigned take_ticket() const {
+  __device__ __forceinline__ unsigned take_next() const {
     return unsigned(atomicAdd(words, 1ull));
   }
   __device__ __forceinline__ unsigned long long* of_row(unsigned row) const {
@@ -56,18 +57,18 @@ struct board_t {
   __device__ __forceinline__ unsigned long long* of_part(unsigned part) const {
     return words + 2 + 2ull * (num_rows + part);
   }
-  static __device__ __forceinline__ void tell(unsigned long long* at,
-                                              const partial_t& sum) {
-    told_t::tell(at, sum.l);
-    told_t::tell(at + 1, sum.m);
+  static __device__ __forceinline__ void publish(unsigned long long* at,
+                                                 const partial_t& sum) {
+    published_t::publish(at, sum.l);
+    published_t::publish(at + 1, sum.m);
   }
-  // Waits until it has been told.
+  // Waits until it has been published.
   static __device__ __forceinline__ partial_t read(const unsigned long long* at) {
     unsigned long long l, m;
     while (true) {
       l = ptx::load_relaxed(at);
       m = ptx::load_relaxed(at + 1);
-      if (l != told_t::kUntold && m != told_t::kUntold) break;
+      if (l != published_t::kUnpublished && m != published_t::kUnpublished) break;
       __nanosleep(64);
     }
     return {__longlong_as_double(l), __longlong_as_double(m)};
@@ -80,56 +81,37 @@ extern "C" __global__ void __launch_bounds__(kNumThreads)
                         out_t* out,
                         unsigned long long* words,
                         const __grid_constant__ layout_t layout) {
-  const long long count = 2 + 2 * (layout.num_rows + (long long)line_of(layout).all);
+  const long long count = 2 + 2 * (layout.num_rows + (long long)queue_of(layout).all);
   const long long step = (long long)gridDim.x * kLanes;
   for (long long i = (long long)blockIdx.x * kLanes + lane(); i < count; i += step) {
-    words[i] = i == 0 ? 0 : told_t::kUntold;
+    words[i] = i == 0 ? 0 : published_t::kUnpublished;
   }
 }
 
 // --- a part of a row -----------------------------------------------------------------
 
-struct piece_t {
+struct piece_t : row_part_t<kVector> {
   const layout_t& layout;
-  unsigned row;
-  bool is_last;  // of its row
   // A row that L2 can hold has fewer than 2^31 elements.
   const x_t* x;  // from its first whole vector on
   out_t* out;
-  int num_vectors;
-  int first;  // vector of this thread; others lie kLanes apart
-  int edge;   // an element of this thread that is in no vector, or kNone
-  static constexpr int kNone = -kVector;
 
   __device__ __forceinline__ piece_t(const x_t* x,
                                      out_t* out,
                                      const layout_t& layout,
-                                     const line_t& line,
+                                     const tile_queue_t& queue,
                                      unsigned part)
-      : layout(layout), row(part / line.parts) {
-    part -= row * line.parts;
-    is_last = part + 1 == line.parts;
+      : row_part_t(queue, part), layout(layout) {
     const auto at = locate(layout.outer, row);
     this->x = x + at.of[kX];
-    const auto peeled =
-        peeled_t::of<kVector>(num_before_aligned<kVector>(this->x), layout.row_length);
-    this->x += peeled.head;
-    this->out = out + at.of[kOut] + peeled.head;
-    num_vectors = int(peeled.num_vectors);
-    first = int(part * kPart) + lane();
-    const bool has_edge = part == 0 && lane() < peeled.head + peeled.tail;
-    edge = has_edge ? int(peeled.edge<kVector>(lane())) - peeled.head : kNone;
+    const auto aligned = aligned_span_t::of<kVector>(
+        num_before_aligned<kVector>(this->x), layout.row_length);
+    this->x += aligned.head;
+    this->out = out + at.of[kOut] + aligned.head;
+    find(part - row * queue.parts, aligned);
   }
   __device__ __forceinline__ bool is_whole() const {
     return first - lane() + kPart <= num_vectors;
-  }
-  __device__ __forceinline__ bool has(int k) const {
-    return first + k * kLanes < num_vectors;
-  }
-  __device__ __forceinline__ bool has_edge() const { return edge != kNone; }
-  // Of the first element of vector k of this thread.
-  __device__ __forceinline__ int position(int k) const {
-    return (first + k * kLanes) * kVector;
   }
   __device__ __forceinline__ score_t score(x_t element) const {
     return score_t(to<acc_t>(element), layout);
@@ -319,21 +301,21 @@ __device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps],
   return {warp_reduce<kWarps>(scaled_to(own, m, keys), plus_t()), m};
 }
 
-// Joins what is told of the parts of a row, by a block, and tells it.
+// Joins what is published of the parts of a row, by a block, and publishes it.
 __device__ __forceinline__ void join_parts(const board_t& board,
                                            unsigned row,
                                            unsigned parts,
                                            keys_t keys) {
-  const unsigned long long* const told = board.of_part(row * parts);
+  const unsigned long long* const published = board.of_part(row * parts);
   partial_t own = {0, -infinity<double>()};
   for (unsigned i = lane(); i < parts; i += kLanes) {
-    const partial_t next = board_t::read(told + 2 * i);
+    const partial_t next = board_t::read(published + 2 * i);
     const double m = larger_finite_t()(own.m, next.m);
     own = {scaled_to(own, m, keys) + scaled_to(next, m, keys), m};
   }
   const double m = group_reduce<kLanes>(own.m, larger_finite_t());
   const double l = group_reduce<kLanes>(scaled_to(own, m, keys), plus_t());
-  if (threadIdx.x == 0) board_t::tell(board.of_row(row), {l, m});
+  if (threadIdx.x == 0) board_t::publish(board.of_row(row), {l, m});
 }
 
 // --- results -------------------------------------------------------------------------
@@ -428,19 +410,19 @@ struct block_t {
   const x_t* const x;
   out_t* const out;
   const layout_t& layout;
-  const line_t& line;
+  const tile_queue_t& queue;
   const board_t& board;
   shared_t& shared;
 
   __device__ __forceinline__ piece_t piece(unsigned part) const {
-    return piece_t(x, out, layout, line, part);
+    return piece_t(x, out, layout, queue, part);
   }
-  __device__ __forceinline__ unsigned first_ticket() const {
-    if (threadIdx.x == 0) shared.next[1] = board.take_ticket();
+  __device__ __forceinline__ unsigned take_first() const {
+    if (threadIdx.x == 0) shared.next[1] = board.take_next();
     __syncthreads();
     return shared.next[1];
   }
-  // Sums a part and tells it; takes the next ticket meanwhile.
+  // Sums a part and publishes it; takes the next number meanwhile.
   __device__ __forceinline__ void sum(held_t<x_t>& held,
                                       const piece_t& piece,
                                       unsigned part,
@@ -448,7 +430,7 @@ struct block_t {
     unsigned ahead;
     const acc_t m = largest(held, piece);
     held.forget();
-    if (threadIdx.x == 0) ahead = board.take_ticket();
+    if (threadIdx.x == 0) ahead = board.take_next();
     const partial_t found = sum_up<kHow>(held, piece, m);
     if (threadIdx.x % kWarpSize == 0) {
       shared.sums[turn][threadIdx.x / kWarpSize] = found;
@@ -457,9 +439,9 @@ struct block_t {
     __syncthreads();
     if (threadIdx.x < kWarpSize) {
       const partial_t of_part = join_warps(shared.sums[turn], keys_t(layout));
-      if (threadIdx.x == 0) board_t::tell(board.of_part(part), of_part);
+      if (threadIdx.x == 0) board_t::publish(board.of_part(part), of_part);
     }
-    if (piece.is_last) join_parts(board, piece.row, line.parts, keys_t(layout));
+    if (piece.is_last) join_parts(board, piece.row, queue.parts, keys_t(layout));
   }
   // Waits for the last step of a row.
   __device__ __forceinline__ void hear(const piece_t& piece, int turn) const {
@@ -470,12 +452,12 @@ struct block_t {
   }
 };
 
-// Along the line.
+// Along the queue.
 __device__ __forceinline__ void walk(const block_t& block) {
-  const line_t& line = block.line;
-  unsigned ticket = block.first_ticket();
-  for (int turn = 0; ticket < 2 * line.all; turn ^= 1) {
-    const line_t::place_t place = line.at(ticket);
+  const tile_queue_t& queue = block.queue;
+  unsigned number = block.take_first();
+  for (int turn = 0; number < 2 * queue.all; turn ^= 1) {
+    const tile_queue_t::place_t place = queue.at(number);
     const piece_t piece = block.piece(place.part);
     held_t<x_t> held;
     held.load(piece,
@@ -483,7 +465,7 @@ __device__ __forceinline__ void walk(const block_t& block) {
     if (place.is_written) {
       unsigned ahead;
       block.hear(piece, turn);
-      if (threadIdx.x == 0) ahead = block.board.take_ticket();
+      if (threadIdx.x == 0) ahead = block.board.take_next();
       const last_step_t step = block.shared.step[turn];
       write<kHow>(held, piece, step);
       if (threadIdx.x == 0) block.shared.next[turn] = ahead;
@@ -491,7 +473,7 @@ __device__ __forceinline__ void walk(const block_t& block) {
     } else {
       block.sum(held, piece, place.part, turn);
     }
-    ticket = block.shared.next[turn];
+    number = block.shared.next[turn];
   }
 }
 
@@ -502,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
                   unsigned long long* words,
                   const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
-  const line_t line = line_of(layout);
+  const tile_queue_t queue = queue_of(layout);
   const board_t board{words, unsigned(layout.num_rows)};
-  walk(block_t{x, out, layout, line, board, shared});
+  walk(block_t{x, out, layout, queue, board, shared});
 }

@@ -28,7 +28,7 @@ struct work_t {
   const x_t* x;
   const bool* where;
   out_t* out;
-  peeled_t peeled;
+  aligned_span_t aligned;
 
   __device__ __forceinline__ work_t(const x_t* x,
                                     const bool* where,
@@ -40,7 +40,8 @@ struct work_t {
     this->x = x + at.of[kX] + part.begin;
     this->where = where + at.of[kWhere] + part.begin * layout.reduced.stride[kWhere][0];
     this->out = out + at.of[kOut] + part.begin;
-    peeled = peeled_t::of<kVector>(num_before_aligned<kVector>(this->x), part.length());
+    aligned = aligned_span_t::of<kVector>(num_before_aligned<kVector>(this->x),
+                                          part.length());
   }
 
   __device__ __forceinline__ bool selected(long long i) const {
@@ -56,23 +57,23 @@ struct work_t {
   template <typename Visit, typename VisitEdge>
   __device__ __forceinline__ void for_each(Visit visit, VisitEdge visit_edge) const {
     constexpr int kStep = kTogether * kLanes;
-    for (long long first = lane(); first < peeled.num_vectors; first += kStep) {
+    for (long long first = lane(); first < aligned.num_vectors; first += kStep) {
       vector_t<x_t, kVector> read[kTogether];
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         const long long v = first + k * kLanes;
-        if (v < peeled.num_vectors) {
-          read[k] = load_vector<kVector>(x + peeled.head + v * kVector);
+        if (v < aligned.num_vectors) {
+          read[k] = load_vector<kVector>(x + aligned.head + v * kVector);
         }
       }
 #pragma unroll
       for (int k = 0; k < kTogether; ++k) {
         const long long v = first + k * kLanes;
-        if (v < peeled.num_vectors) visit(peeled.head + v * kVector, read[k]);
+        if (v < aligned.num_vectors) visit(aligned.head + v * kVector, read[k]);
       }
     }
-    for (int i = lane(); i < peeled.head + peeled.tail; i += kLanes) {
-      visit_edge(peeled.edge<kVector>(i));
+    for (int i = lane(); i < aligned.head + aligned.tail; i += kLanes) {
+      visit_edge(aligned.edge<kVector>(i));
     }
   }
 };
@@ -136,7 +137,8 @@ __device__ __forceinline__ void write(const work_t& work, const Finish& finish) 
     return to<out_t>(work.selected(i) ? finish(score_t(to<acc_t>(value), work.layout))
                                       : unselected());
   };
-  const bool in_vectors = num_before_aligned<kVector>(work.out + work.peeled.head) == 0;
+  const bool in_vectors =
+      num_before_aligned<kVector>(work.out + work.aligned.head) == 0;
   work.for_each(
       [&](long long i, const vector_t<x_t, kVector>& read) {
         vector_t<out_t, kVector> written;

@@ -75,8 +75,10 @@ class MmaTile:
     stages: int = 1
     min_blocks: int = 1  # of a multiprocessor at once; caps the registers of a thread
     only_plain: bool = False  # options would need more registers than there are
-    sides: int = 1  # warps that share rows (attention/sm80/shared_rows.cuh)
-    stays: bool = False  # a block has several tiles of queries, if scores are plain
+    warps_per_row: int = 1  # warps that share rows (attention/sm80/shared_rows.cuh)
+    persistent: bool = (
+        False  # a block has several tiles of queries, if scores are plain
+    )
     # Compute capabilities between which it does not spill.
     oldest: tuple[int, int] = (0, 0)
     newest: tuple[int, int] = (99, 0)
@@ -89,7 +91,7 @@ def split_tile_bytes(block_n: int, dims: tuple[int, int], parts: int) -> int:
 
 def keeps_q(tile: MmaTile, dims: tuple[int, int]) -> bool:
     """Whether queries lie in registers (kKeepQ of attention/sm80/forward_state.cuh)."""
-    row_tiles = tile.block_m * tile.sides * 2 // tile.num_threads
+    row_tiles = tile.block_m * tile.warps_per_row * 2 // tile.num_threads
     return max(dims) <= 64 and row_tiles * dims[0] <= 128
 
 
@@ -98,19 +100,19 @@ def smem_bytes(
     dims: tuple[int, int],
     parts: int,
     staged: bool,
-    stays: bool = False,
+    persistent: bool = False,
 ) -> int:
     """Shared memory: 16-bit tiles, and float32 ones as they came."""
     stages = tile.stages * split_tile_bytes(tile.block_n, dims, parts)
     staging = 4 * tile.block_n * sum(dims) if staged else 0
     tiles = parts * tile.block_m * 2 * dims[0] + stages + staging
     out = tile.block_m * 2 * dims[1]  # of 16-bit results, in place of the tiles
-    apart = tile.stages == tile.sides == 1 and keeps_q(tile, dims)
-    if stays and apart:  # they come meanwhile
+    apart = tile.stages == tile.warps_per_row == 1 and keeps_q(tile, dims)
+    if persistent and apart:  # they come meanwhile
         tiles, out = tiles + out, 0
     # Weights, and two words a row and side.
     row = 2 * 2 * tile.block_n + 16
-    shared = tile.block_m * row if tile.sides > 1 else 0
+    shared = tile.block_m * row if tile.warps_per_row > 1 else 0
     return max(tiles, out) + _TILE_STATS + shared
 
 
@@ -243,10 +245,10 @@ class MmaKernel:
             self.dims(problem),
             self.parts(problem),
             staged,
-            self.stays(tile, problem),
+            self.is_persistent(tile, problem),
         )
 
-    def stays(self, tile: MmaTile, problem: AttentionProblem) -> bool:
+    def is_persistent(self, tile: MmaTile, problem: AttentionProblem) -> bool:
         """Whether a block has several tiles of queries.
 
         That levels blocks of unlike length; alike, two blocks of a multiprocessor hide
@@ -257,23 +259,23 @@ class MmaKernel:
         """
         dim, dim_v = self.dims(problem)
         if tile.stages == 1:
-            room = dim >= dim_v or tile.sides > 1 or keeps_q(tile, (dim, dim_v))
+            room = dim >= dim_v or tile.warps_per_row > 1 or keeps_q(tile, (dim, dim_v))
         else:
             stage = tile.block_n * (dim + dim_v)
             room = max(stage, tile.block_m * dim) >= tile.block_m * dim_v
-        if tile.sides == 1:
+        if tile.warps_per_row == 1:
             pays = problem.left is not None or problem.right is not None
         else:
             pays = is_plain(problem)
-        return tile.stays and pays and room
+        return tile.persistent and pays and room
 
     def rounds(self, tile: MmaTile, problem: AttentionProblem, num_sms: int) -> int:
         """Tiles of queries that a block takes, for the least time of all."""
-        if not self.stays(tile, problem):
+        if not self.is_persistent(tile, problem):
             return 1
         heads = math.prod(problem.batch) * problem.num_heads
         tiles = -(-problem.seqlen_q // tile.block_m)
-        if tile.sides > 1 and tiles > _MOST_TILES:
+        if tile.warps_per_row > 1 and tiles > _MOST_TILES:
             return 1
         slots = num_sms * tile.min_blocks
         seen = most_seen(problem)
@@ -305,7 +307,7 @@ class MmaKernel:
         return dim, dim_v
 
     def fitting(self, problem: AttentionProblem, device: Device) -> tuple[MmaTile, ...]:
-        """The tiles that `device` holds, all with block_n and sides of the first."""
+        """The tiles that `device` holds, alike in block_n and warps_per_row."""
         ladder = self.tiles[self._kind(problem), has_terms(problem)]
         whole = device.smem_optin + _RESERVED
         tiles = [
@@ -314,18 +316,19 @@ class MmaKernel:
             if tile.min_blocks * (self.smem(tile, problem) + _RESERVED) <= whole
             and (not tile.only_plain or is_plain(problem))
             and tile.oldest <= device.cc <= tile.newest
-            and self.dims(problem)[1] % (32 * tile.sides) == 0
+            and self.dims(problem)[1] % (32 * tile.warps_per_row) == 0
         ]
         return tuple(
             tile
             for tile in tiles
-            if (tile.block_n, tile.sides) == (tiles[0].block_n, tiles[0].sides)
+            if (tile.block_n, tile.warps_per_row)
+            == (tiles[0].block_n, tiles[0].warps_per_row)
         )
 
     def tile(self, problem: AttentionProblem, device: Device) -> MmaTile:
         """The best tile that still gives every multiprocessor work.
 
-        Tiles of one block_n and sides sum a row in the same order, so that its bits do
+        Tiles alike in these sum a row in the same order, so that its bits do
         not depend on the choice.
         """
         return largest_tile(
@@ -369,10 +372,10 @@ class MmaKernel:
             "MIN_BLOCKS": tile.min_blocks,
             "STAGES": tile.stages,
         }
-        if tile.sides > 1:
-            switches["SIDES"] = tile.sides
-        if self.stays(tile, problem):
-            switches["STAYS"] = 1
+        if tile.warps_per_row > 1:
+            switches["WARPS_PER_ROW"] = tile.warps_per_row
+        if self.is_persistent(tile, problem):
+            switches["PERSISTENT"] = 1
         if self.is_aligned(problem):
             switches["ALIGNED"] = 1
         if self.is_prepared(problem):
@@ -464,7 +467,7 @@ MMA = MmaKernel(
             (
                 64,
                 (
-                    MmaTile(128, 64, 128, 1, 2, newest=(10, 9), stays=True),
+                    MmaTile(128, 64, 128, 1, 2, newest=(10, 9), persistent=True),
                     MmaTile(128, 64, 128, 1, 2, only_plain=True),
                     _SMALL,
                 ),
@@ -475,12 +478,26 @@ MMA = MmaKernel(
                 (
                     # 393.8; 32 keys 313.5
                     MmaTile(
-                        128, 64, 128, 2, 2, only_plain=True, newest=(9, 0), stays=True
+                        128,
+                        64,
+                        128,
+                        2,
+                        2,
+                        only_plain=True,
+                        newest=(9, 0),
+                        persistent=True,
                     ),
                     MmaTile(128, 64, 128, 2, 2, only_plain=True),
                     # 400.3, but spills on sm_90 and 100; one block of 256 queries 371.0
                     MmaTile(
-                        128, 64, 128, 1, 2, only_plain=True, newest=(8, 0), stays=True
+                        128,
+                        64,
+                        128,
+                        1,
+                        2,
+                        only_plain=True,
+                        newest=(8, 0),
+                        persistent=True,
                     ),
                     MmaTile(128, 64, 256),  # 264.3
                     _SMALL,
@@ -490,8 +507,10 @@ MMA = MmaKernel(
                 256,
                 (
                     # 358.2
-                    MmaTile(128, 64, 256, 1, sides=2, newest=(9, 0), stays=True),
-                    MmaTile(64, 64, 256, 1, sides=2, newest=(9, 0)),
+                    MmaTile(
+                        128, 64, 256, 1, warps_per_row=2, newest=(9, 0), persistent=True
+                    ),
+                    MmaTile(64, 64, 256, 1, warps_per_row=2, newest=(9, 0)),
                     MmaTile(128, 64, 256),  # 314.5; 32 keys 252.8
                     MmaTile(64, 64, 128, oldest=(9, 0)),  # 226.1
                     MmaTile(64, 64, 128, only_plain=True),

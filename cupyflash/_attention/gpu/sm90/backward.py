@@ -25,8 +25,8 @@ class HopperVjpTile:
     `turns_from` tiles of keys a multiprocessor or more, an order of sums is kept by
     turns, else by that kernel: where all tiles of a head begin at one time, they wait
     for each other. A section of heads takes `cache_share` of the L2 cache, where sums
-    have no order; with a `feeder` such sums are those of a kernel with a warpgroup for
-    TMA.
+    have no order; where it `has_producer` such sums are those of a kernel with a
+    warpgroup for TMA.
     """
 
     block_m: int
@@ -34,7 +34,7 @@ class HopperVjpTile:
     cluster_alone: int = 1
     turns_from: float = math.inf
     cache_share: float = gradient_limits.CACHE_SHARE
-    feeder: bool = False
+    has_producer: bool = False
 
 
 _Ladder = tuple[tuple[float, HopperVjpTile], ...]
@@ -51,7 +51,7 @@ _LEAST_PART = 6
 # How sums of dq come about: tiles of keys add to them in any order, or one after the
 # other; or a kernel of its own makes them.
 MIXED, TURNS, APART = "mixed", "turns", "apart"
-_FED = "_fed"  # the part that is the main kernel with a feeder
+_FED = "_fed"  # the part that is the main kernel with a producer warpgroup
 
 # Entries whose gradients of k and v are summed by one block: kMaxSummed.
 _MOST_SUMMED = 128
@@ -170,7 +170,7 @@ class HopperVjpKernel:
         tiles = (2 * BLOCK_N + 5 * tile.block_m) * row
         ds = 2 * tile.block_m * BLOCK_N * 2
         # On their way to TMA: dq of a block.
-        sums = 2 * tile.block_m * row if tile.feeder or dq == TURNS else 0
+        sums = 2 * tile.block_m * row if tile.has_producer or dq == TURNS else 0
         return tiles + ds + 2 * 2 * tile.block_m * 4 + sums + 1024
 
     def config(
@@ -183,7 +183,7 @@ class HopperVjpKernel:
     ) -> LaunchConfig:
         """The launch of a part."""
         tile = self.tile(forward, dq)
-        if not part and tile.feeder:
+        if not part and tile.has_producer:
             part = _FED
         more = {"HEAD_DIM": self.dim(forward), "BLOCK_M": tile.block_m}
         num_threads, smem = _THREADS, 0
@@ -272,7 +272,7 @@ class HopperVjpKernel:
         Of equal items, of `num_blocks`, those that are left over when all
         multiprocessors have had as many.
         """
-        if not self.tile(forward, dq).feeder or sm90_forward.bounds_of(forward):
+        if not self.tile(forward, dq).has_producer or sm90_forward.bounds_of(forward):
             return 0, 0
         left = num_items % device.num_sms
         # Second parts, so many for one multiprocessor, take as long as a first part.
@@ -331,10 +331,10 @@ HOPPER_VJP = HopperVjpKernel(
             (
                 (
                     math.inf,
-                    HopperVjpTile(64, cluster_alone=2, turns_from=3, feeder=True),
+                    HopperVjpTile(64, cluster_alone=2, turns_from=3, has_producer=True),
                 ),
             ),
-            ((math.inf, HopperVjpTile(64, cache_share=1 / 3, feeder=True)),),
+            ((math.inf, HopperVjpTile(64, cache_share=1 / 3, has_producer=True)),),
         ),
     },
 )

@@ -31,7 +31,7 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
     num_kept, num_summed = entries["num_kept"], entries["num_summed"]
     dq_way = row.dq_way(problem, device, num_kept)
     apart = dq_way == sm90_backward.APART
-    is_fed = row.tile(forward, dq_way).feeder
+    has_producer = row.tile(forward, dq_way).has_producer
 
     dq = layout.targets["dq"]
     seqlen_q, heads = forward.seqlen_q, forward.num_heads
@@ -93,15 +93,15 @@ def hopper_vjp_steps(row, problem, operands, device) -> Steps:
             config("_rows", num_entries * num_blocks * 4),
             (
                 "out", "dout", "lse", "dlse", "stats", "delta", "sums",
-                (sums + semaphores) // 4, 0 if is_fed else "entries", *slot, "found",
-                *params,
+                (sums + semaphores) // 4, 0 if has_producer else "entries", *slot,
+                "found", *params,
             ),
         ),
         (
             config("", row.grid(forward, device, num_items, dq_way)),
             (
-                inputs, *(() if is_fed else ("entries",)), "stats", "sums",
-                At("sums", 4 * sums), "parts" if is_fed else "pieces", "dk", "dv",
+                inputs, *(() if has_producer else ("entries",)), "stats", "sums",
+                At("sums", 4 * sums), "parts" if has_producer else "pieces", "dk", "dv",
                 "found", Counter(), *options, *params,
             ),
         ),

@@ -146,18 +146,18 @@ def test_results_leave_apart_while_the_next_tiles_come():
 
 
 def test_results_leave_by_places_that_are_there():
-    alone, stays = (
+    alone, persistent = (
         sm80_forward.smem_bytes(
-            sm80_forward.MmaTile(128, 64, 128), (128, 128), 1, False, stays
+            sm80_forward.MmaTile(128, 64, 128), (128, 128), 1, False, persistent
         )
-        for stays in (False, True)
+        for persistent in (False, True)
     )
-    assert alone == stays  # by that of q
+    assert alone == persistent  # by that of q
     tile = MMA.tile(problem(head_dim=64, head_dim_v=128, right=0), device("sm_80"))
-    assert tile.stays
+    assert tile.persistent
     # q is smaller than the results.
-    assert not MMA.stays(tile, problem(head_dim=64, head_dim_v=128, right=0))
-    assert MMA.stays(tile, problem(head_dim=128, head_dim_v=64, right=0))
+    assert not MMA.is_persistent(tile, problem(head_dim=64, head_dim_v=128, right=0))
+    assert MMA.is_persistent(tile, problem(head_dim=128, head_dim_v=64, right=0))
 
 
 def test_rows_that_are_whole_chunks_are_known_to_be():
@@ -199,15 +199,15 @@ def test_blocks_take_several_tiles_where_that_leaves_nobody_idle():
     assert few == 1
     many, config = rounds(seqlen_q=1024, right=0)
     assert many > 1
-    assert ("STAYS", "1") in config.variant.defines
+    assert ("PERSISTENT", "1") in config.variant.defines
     for options in ({}, {"bias": "float32", "right": 0}):
         one, config = rounds(seqlen_q=1024, **options)
         assert one == 1
-        assert "STAYS" not in dict(config.variant.defines)
+        assert "PERSISTENT" not in dict(config.variant.defines)
     # Warps that share rows leave a multiprocessor no second block.
     alike, config = rounds(head_dim=256, seqlen_q=1024)
     assert alike > 1
-    assert ("STAYS", "1") in config.variant.defines
+    assert ("PERSISTENT", "1") in config.variant.defines
 
 
 def test_many_heads_take_a_third_axis():
@@ -371,7 +371,10 @@ def test_each_tile(cupy, rng, forced, asked, tile):
 
 
 SHARED = [
-    tile for _, tiles in MMA.tiles["float16", False] for tile in tiles if tile.sides > 1
+    tile
+    for _, tiles in MMA.tiles["float16", False]
+    for tile in tiles
+    if tile.warps_per_row > 1
 ]
 
 
@@ -410,7 +413,7 @@ def staying(dims, arch):
     """The tile of an architecture that takes several tiles of queries a block."""
     asked = problem("float16", dims[0], head_dim_v=dims[1], right=0, seqlen_k=512)
     tile = MMA.tile(asked, device(arch))
-    assert MMA.stays(tile, asked)
+    assert MMA.is_persistent(tile, asked)
     return tile
 
 
@@ -445,10 +448,10 @@ def test_blocks_that_stay(cupy, rng, forced, monkeypatch, arch, dims, keys, opti
             sm80_forward.MmaKernel,
             "rounds",
             lambda self, tile, asked, num_sms, count=count: (
-                count if self.stays(tile, asked) else 1
+                count if self.is_persistent(tile, asked) else 1
             ),
         )
-        forced(dataclasses.replace(tile, stays=count > 0))
+        forced(dataclasses.replace(tile, persistent=count > 0))
         attention_gpu._plans._plans.clear()
         compare(cupy, arrays, options)
         found.append(attend(cupy, arrays, "float32", **options))

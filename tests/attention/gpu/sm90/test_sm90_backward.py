@@ -115,7 +115,7 @@ def test_grid_and_schedule_are_those_of_the_kernel(head_dim, right, dq):
     config = ROW.config("", forward, 1, 1, dq)
     defines = dict(config.variant.defines)
     cluster = int(defines.get("CLUSTER", 1))
-    fed = ROW.tile(forward, dq).feeder
+    fed = ROW.tile(forward, dq).has_producer
     assert fed == (head_dim == 128 and dq == MIXED)
     assert config.block == (384 if fed else 256,)
     assert config.variant.entry == "attention_vjp_hopper" + "_fed" * fed

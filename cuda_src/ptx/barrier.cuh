@@ -12,6 +12,24 @@ __device__ __forceinline__ void bar_sync(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
+// As bar_sync; whether `value` is true in any of the threads.
+template <int kThreads>
+__device__ __forceinline__ bool bar_or(int id, bool value) {
+  static_assert(kThreads % 32 == 0);
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %3, 0;\n"
+      "bar.red.or.pred p, %1, %2, p;\n"
+      "selp.b32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(any)
+      : "r"(id), "n"(kThreads), "r"(int(value))
+      : "memory");
+  return any;
+}
+
 // Comes to barrier `id` and goes on.
 template <int kThreads>
 __device__ __forceinline__ void bar_arrive(int id) {

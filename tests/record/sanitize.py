@@ -203,7 +203,8 @@ def let_each_lane_arrive():
 
     def load_followed(*names):
         text = load(*names)
-        return f"#define {_EACH_LANE_ARRIVES}\n" * (_EACH_LANE_ARRIVES in text) + text
+        given = f"#define {_EACH_LANE_ARRIVES} 1\n"  # 1, as the host gives options
+        return given * (_EACH_LANE_ARRIVES in text) + text
 
     source.load = load_followed
 

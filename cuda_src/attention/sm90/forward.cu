@@ -85,11 +85,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
 
 // Arrivals of a warp at a barrier. compute-sanitizer's racecheck does not follow one
 // lane that arrives for its warp behind __syncwarp(): for it, each lane arrives.
-#ifdef EACH_LANE_ARRIVES
-constexpr int kArrivals = kWarpSize;
-#else
-constexpr int kArrivals = 1;
-#endif
+constexpr int kArrivals = IS_GIVEN(EACH_LANE_ARRIVES) ? kWarpSize : 1;
 
 // What depends on the memory of q, k and v. Mirrored by HOPPER_INPUTS in
 // _attention/gpu/sm90/forward.py.
@@ -441,13 +437,15 @@ __device__ __forceinline__ void scrub(const shared_t& shared, const addresses_t&
   wait(smem.landed, 0);
   int stage = orders.stage[0];
   while (stage >= 0) {
-    if (clean(reinterpret_cast<uint4*>(tiles_v + stage * kBytesV), thread)) {
+    const bool changed =
+        clean(reinterpret_cast<uint4*>(tiles_v + stage * kBytesV), thread);
+    if (changed) ptx::fence_proxy_async();
+    const bool any_changed = ptx::bar_or<kScrubbers>(kScrubBarrier, changed);
+    if (thread == 0) {
       const int number = orders.item[slot];
-      orders.special[number & 1] = number;
-      ptx::fence_proxy_async();
+      if (any_changed) orders.special[number & 1] = number;
+      ptx::mbarrier_arrive(smem.v_ring.full_at(stage));
     }
-    ptx::bar_sync<kScrubbers>(kScrubBarrier);
-    if (thread == 0) ptx::mbarrier_arrive(smem.v_ring.full_at(stage));
     slot = (slot + 1) % kOrders;
     parity ^= slot == 0;
     wait(smem.landed + slot * ring_t::kBytes, parity);

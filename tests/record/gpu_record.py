@@ -70,7 +70,8 @@ def _joined(folder, path, seen):
 
     def paste(match):
         header = folder / match[1].decode()
-        if header in seen:
+        # What is generated for a call comes of the package, which is in the digest.
+        if header in seen or header.parent.name == "generated":
             return b""
         seen.add(header)
         return _joined(folder, header, seen)

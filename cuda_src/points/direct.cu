@@ -1,0 +1,417 @@
+// SPDX-License-Identifier: MIT
+// points_direct: sums over all keys by differences of coordinates, for any data.
+//
+// Algorithm  q_ij = scale sum_d (x_id - y_jd)^2,  s_ij = h_j + exponent(q_ij) - m_i,
+//            l_i += 2^s_ij factor(q_ij),  o_i += 2^s_ij factor(q_ij) b_j
+//            Sums without weights (WEIGHTS 0) have m_i = h_j = 0 and no l_i.
+// Grid       (batch x row blocks, splits of the keys, chunks of columns)
+// Tiles      threads stand 16 x 16 and own kRows rows and kKeys keys each: 16 kRows rows
+//            and kStep keys at a time, their coordinates in shared memory. Up to 8
+//            axes a tile of 256 keys is loaded whole; above, kChunk axes at a time.
+// Skipping   up to 8 axes, by the boxes of tiles (tiles.cuh)
+// Numbers    differences, distances and scores in wide_t until the reference is off;
+//            exponentials and sums in accum_t. A lane sums 16 to 32 terms, lanes join,
+//            and totals keep their rounding errors.
+// References m_i is the largest score of the first tile that a row sees. It moves where
+//            the bound of a tile says that a sum could overflow, and when a sum is tall.
+// REPAIR     only blocks that `redo` names, or sums that are too small beside the
+//            values for what the first launch skipped.
+
+#include "common/exp2_f64.cuh"
+#include "points/sums.cuh"
+#include "points/tiles.cuh"
+
+using coord_t = COORD_T;
+using wide_t = WIDE_T;
+using accum_t = ACCUM_T;
+
+constexpr int kSide = 16;
+constexpr int kThreads = kSide * kSide;
+constexpr int kRows = ROWS;
+constexpr int kKeys = 4;
+constexpr int kBlockRows = kSide * kRows;
+constexpr int kStep = kSide * kKeys;
+constexpr bool kIsWhole = kBoxDim > 0;
+constexpr int kChunk = kIsWhole ? kDim : 16;
+constexpr int kLoaded = kIsWhole ? kTileKeys : kStep;
+constexpr int kLanesOfRow = kSide / kRows;  // that own its totals
+static_assert(kBlockRows % kGroup == 0 && kTileKeys % kStep == 0);
+
+struct exponential_t {
+  __device__ __forceinline__ explicit exponential_t(const exp2_table_t& table)
+      : exp2(table) {}
+  __device__ __forceinline__ float operator()(float x) const {
+    return ptx::ex2_approx_ftz(x);
+  }
+  __device__ __forceinline__ double operator()(double x) const { return exp2(x); }
+  exp2_t exp2;
+};
+
+__device__ __forceinline__ float log2_of(float x) { return log2f(x); }
+__device__ __forceinline__ double log2_of(double x) { return log2(x); }
+__device__ __forceinline__ float power_of_2(float x) { return exp2f(x); }
+__device__ __forceinline__ double power_of_2(double x) { return exp2(x); }
+
+struct smem_t {
+  wide_t x[kChunk][kBlockRows];
+  wide_t y[kChunk][kLoaded];
+  wide_t h[kTileKeys];
+  accum_t b[kColumns > 0 ? kColumns : 1][kTileKeys];
+  exp2_table_t table;
+  float least[kThreads / kWarpSize];  // of the results of each warp, so far
+  tile_list_t<1, kThreads> list;
+};
+
+struct state_t {
+  wide_t ref[kRows];      // of the rows of this thread; -inf: no key seen
+  accum_t total[kSums], rest[kSums];  // of the row that this lane owns
+};
+
+// Where this thread stands, and the block's part of each array.
+struct block_t {
+  const coord_t *x, *y;
+  const double* h;
+  const accum_t* b;
+  const float* boxes;
+  int tx, ty;
+  double base;
+};
+
+__device__ __forceinline__ int owned_row(const block_t& block) {
+  return block.tx / kLanesOfRow;
+}
+
+__device__ __forceinline__ void load_rows(smem_t& smem,
+                                          const block_t& block,
+                                          const points_params_t& params,
+                                          int chunk) {
+  for (int n = threadIdx.x; n < kChunk * kBlockRows; n += kThreads) {
+    const int d = chunk * kChunk + n / kBlockRows, i = n % kBlockRows;
+    const long long at = static_cast<long long>(d) * params.padded_rows + i;
+    smem.x[n / kBlockRows][i] = d < kDim ? wide_t(block.x[at]) : wide_t(0);
+  }
+}
+
+__device__ __forceinline__ void load_keys(smem_t& smem,
+                                          const block_t& block,
+                                          const points_params_t& params,
+                                          int chunk,
+                                          int first) {
+  for (int n = threadIdx.x; n < kChunk * kLoaded; n += kThreads) {
+    const int d = chunk * kChunk + n / kLoaded, j = n % kLoaded;
+    const long long at = static_cast<long long>(d) * params.padded_keys + first + j;
+    smem.y[n / kLoaded][j] = d < kDim ? wide_t(block.y[at]) : wide_t(0);
+  }
+}
+
+// What a tile has beside coordinates.
+__device__ __forceinline__ void load_terms(smem_t& smem,
+                                           const block_t& block,
+                                           const points_params_t& params,
+                                           int first) {
+  const int j = threadIdx.x;
+  if constexpr (kHasWeights) smem.h[j] = wide_t(block.h[first + j] - block.base);
+#pragma unroll
+  for (int v = 0; v < kColumns; ++v) {
+    const long long at = static_cast<long long>(v) * params.padded_keys + first + j;
+    smem.b[v][j] = block.b[at];
+  }
+}
+
+// Squared distances of kStep keys, those from `start` of the tile at `first`.
+__device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys],
+                                          smem_t& smem,
+                                          const block_t& block,
+                                          const points_params_t& params,
+                                          int first,
+                                          int start) {
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+    for (int k = 0; k < kKeys; ++k) d2[r][k] = 0;
+  }
+  const auto add_chunk = [&](int from) {
+#pragma unroll
+    for (int d = 0; d < kChunk; ++d) {
+      wide_t x[kRows], y[kKeys];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) x[r] = smem.x[d][block.ty * kRows + r];
+#pragma unroll
+      for (int k = 0; k < kKeys; ++k) y[k] = smem.y[d][from + block.tx * kKeys + k];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int k = 0; k < kKeys; ++k) {
+          const wide_t e = x[r] - y[k];
+          d2[r][k] = fma_of(e, e, d2[r][k]);
+        }
+      }
+    }
+  };
+  if constexpr (kIsWhole) {
+    add_chunk(start);
+  } else {
+    for (int chunk = 0; chunk * kChunk < kDim; ++chunk) {
+      __syncthreads();  // the chunk before has been read
+      load_rows(smem, block, params, chunk);
+      load_keys(smem, block, params, chunk, first + start);
+      __syncthreads();
+      add_chunk(0);
+    }
+  }
+}
+
+// New references where a row has none or a score is far above it; totals follow.
+__device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
+                                      state_t& state,
+                                      accum_t (&sums)[kSums][kRows],
+                                      const block_t& block) {
+  const wide_t inf = infinity<wide_t>();
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    wide_t top = score[r][0];
+#pragma unroll
+    for (int k = 1; k < kKeys; ++k) top = score[r][k] > top ? score[r][k] : top;
+    top = warp_reduce<kSide>(top, [](wide_t a, wide_t b) { return a > b ? a : b; });
+    const wide_t old = state.ref[r];
+    if (!(top > old + 20 || (old == -inf && top > -inf))) continue;
+    const accum_t factor = old == -inf ? accum_t(0) : power_of_2(accum_t(old - top));
+    state.ref[r] = top;
+#pragma unroll
+    for (int c = 0; c < kSums; ++c) {
+      sums[c][r] *= factor;
+      if (owned_row(block) == r) {
+        state.total[c] *= factor;
+        state.rest[c] *= factor;
+      }
+    }
+  }
+}
+
+// kStep keys of the tile in shared memory join the sums.
+__device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows],
+                                       state_t& state,
+                                       smem_t& smem,
+                                       const block_t& block,
+                                       const points_params_t& params,
+                                       const exponential_t& exp2,
+                                       int first,
+                                       int start,
+                                       bool is_watched) {
+  wide_t d2[kRows][kKeys];
+  distances(d2, smem, block, params, first, start);
+  const wide_t scale = wide_t(params.scale);
+  if constexpr (kHasWeights) {
+    bool none_seen = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) none_seen |= state.ref[r] == -infinity<wide_t>();
+    if (is_watched || __any_sync(kFullMask, none_seen)) {
+      wide_t score[kRows][kKeys];
+#pragma unroll
+      for (int k = 0; k < kKeys; ++k) {
+        const wide_t h = smem.h[start + block.tx * kKeys + k];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) score[r][k] = score_of(d2[r][k], scale, h);
+      }
+      watch(score, state, sums, block);
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kKeys; ++k) {
+    const int j = start + block.tx * kKeys + k;
+    wide_t h = 0;
+    if constexpr (kHasWeights) h = smem.h[j];
+    accum_t b[kColumns > 0 ? kColumns : 1];
+#pragma unroll
+    for (int v = 0; v < kColumns; ++v) b[v] = smem.b[v][j];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      wide_t from = h;
+      if constexpr (kHasWeights) from -= state.ref[r] > -infinity<wide_t>() ? state.ref[r] : 0;
+      accum_t w = exp2(accum_t(score_of(d2[r][k], scale, from)));
+      if constexpr (kernel_t::kHasFactor) {
+        w *= kernel_t::factor(accum_t(scale * d2[r][k]));
+      }
+      if constexpr (kHasWeights) sums[0][r] += w;
+#pragma unroll
+      for (int v = 0; v < kColumns; ++v) {
+        sums[kHasWeights + v][r] = fma_of(w, b[v], sums[kHasWeights + v][r]);
+      }
+    }
+  }
+}
+
+// The sums of all lanes become totals; a tall one moves its reference.
+__device__ __forceinline__ void join(const accum_t (&sums)[kSums][kRows],
+                                     state_t& state,
+                                     const block_t& block) {
+#pragma unroll
+  for (int c = 0; c < kSums; ++c) {
+    const accum_t sum = scattered_sums<kSide / 2>(sums[c], block.tx);
+    add(state.total[c], state.rest[c], sum);
+  }
+  if constexpr (kHasWeights) {
+    const bool is_tall = state.total[0] > accum_t(kTall);
+    if (!__any_sync(kFullMask, is_tall)) return;
+    const wide_t up = is_tall ? ceil(wide_t(log2_of(state.total[0]))) : wide_t(0);
+    const accum_t factor = power_of_2(accum_t(-up));
+#pragma unroll
+    for (int c = 0; c < kSums; ++c) {
+      state.total[c] *= factor;
+      state.rest[c] *= factor;
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int owner = (threadIdx.x & kSide) | (r * kLanesOfRow);
+      state.ref[r] += __shfl_sync(kFullMask, up, owner);
+    }
+  }
+}
+
+__device__ __forceinline__ wide_t owned_ref(const state_t& state, const block_t& block) {
+  wide_t ref = state.ref[0];
+#pragma unroll
+  for (int r = 1; r < kRows; ++r) ref = owned_row(block) == r ? state.ref[r] : ref;
+  return ref;
+}
+
+// 256 keys join the totals.
+__device__ __forceinline__ void visit(int tile,
+                                      bool is_watched,
+                                      state_t& state,
+                                      smem_t& smem,
+                                      const block_t& block,
+                                      const points_params_t& params,
+                                      const exponential_t& exp2) {
+  const int first = tile * kTileKeys;
+  __syncthreads();  // the tile before has been read
+  if constexpr (kIsWhole) load_keys(smem, block, params, 0, first);
+  load_terms(smem, block, params, first);
+  __syncthreads();
+  accum_t sums[kSums][kRows] = {};
+#pragma unroll 1
+  for (int start = 0; start < kTileKeys; start += kStep) {
+    attend(sums, state, smem, block, params, exp2, first, start, is_watched);
+  }
+  join(sums, state, block);
+  if constexpr (kHasWeights) {
+    const float ref = static_cast<float>(owned_ref(state, block) + block.base);
+    const float low = ref + static_cast<float>(log2_of(state.total[0]));
+    const float least = -warp_reduce(state.total[0] > 0 ? -low : infinity<float>(),
+                                     [](float a, float b) { return fmaxf(a, b); });
+    if (threadIdx.x % kWarpSize == 0) {
+      smem.least[threadIdx.x / kWarpSize] = least;
+    }
+  }
+}
+
+// After a run of tiles: the lowest result of the block so far.
+__device__ __forceinline__ void raise_floor(smem_t& smem) {
+  if constexpr (!kHasWeights) return;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    float least = smem.least[0];
+    for (int w = 1; w < kThreads / kWarpSize; ++w) least = fminf(least, smem.least[w]);
+    smem.list.floor_[0] = fmaxf(smem.list.floor_[0], least - 1e-3f * fabsf(least));
+  }
+  __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct(
+    const coord_t* __restrict__ x,          // (batch, kDim, padded_rows)
+    const coord_t* __restrict__ y,          // (batch, kDim, padded_keys)
+    const double* __restrict__ h,           // (batch, padded_keys), log2
+    const accum_t* __restrict__ b,          // (batch, chunks, kColumns, padded_keys)
+    const float* __restrict__ row_boxes,    // (batch, groups, kBoxSize)
+    const float* __restrict__ key_boxes,    // (batch, num_tiles, kBoxSize)
+    const points_facts_t* __restrict__ facts,  // (batch)
+    const int* __restrict__ redo,           // (batch, groups), for REPAIR
+    double* __restrict__ refs,              // part_row
+    accum_t* __restrict__ parts,            // part_row, kSums to each part
+    points_params_t params) {
+  __shared__ __align__(16) smem_t smem;
+  const int row_blocks = params.padded_rows / kBlockRows;
+  const int entry = blockIdx.x / row_blocks, at = blockIdx.x % row_blocks;
+  const int groups = params.padded_rows / kGroup;
+  const float inf = infinity<float>();
+  constexpr int kParts = kBlockRows / kGroup;
+
+  float floor = kHasWeights ? -inf : from_ordered(facts[entry].values);
+  if constexpr (REPAIR) {
+    bool is_named = false;
+    for (int n = 0; n < kParts; ++n) is_named |= redo[entry * groups + at * kParts + n];
+    if (!kHasWeights) {
+      const float largest = __uint_as_float(facts[entry].results);
+      const float log2_largest = largest > 0 ? log2f(largest) : -inf;
+      if (!is_named && log2_largest >= floor - kSmallSum) return;
+      floor = log2_largest;
+    } else if (!is_named) {
+      return;
+    }
+  }
+
+  const long long entry_key = static_cast<long long>(entry) * params.padded_keys;
+  const long long entry_row = static_cast<long long>(entry) * params.padded_rows;
+  const int stored_columns = gridDim.z * kColumns;
+  block_t block;
+  block.x = x + entry_row * kDim + at * kBlockRows;
+  block.y = y + entry_key * kDim;
+  block.h = h + entry_key;
+  block.b = b + entry_key * stored_columns +
+            static_cast<long long>(blockIdx.z) * kColumns * params.padded_keys;
+  block.boxes = key_boxes + static_cast<long long>(entry) * params.num_tiles * kBoxSize;
+  block.tx = threadIdx.x % kSide;
+  block.ty = threadIdx.x / kSide;
+  block.base = 0;
+
+  if (threadIdx.x < kWarpSize) smem.table.fill(1);
+  if (threadIdx.x < kThreads / kWarpSize) smem.least[threadIdx.x] = -inf;
+  smem.list.template load<kParts>(
+      row_boxes + (static_cast<long long>(entry) * groups + at * kParts) * kBoxSize,
+      floor);
+  const exponential_t exp2(smem.table);
+  if constexpr (kIsWhole) load_rows(smem, block, params, 0);
+
+  state_t state = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) state.ref[r] = kHasWeights ? -infinity<wide_t>() : wide_t(0);
+
+  const int first = blockIdx.y * params.tiles_per_split;
+  const int last = min(first + params.tiles_per_split, params.num_tiles);
+  int start = -1;
+  if constexpr (kHasWeights && kIsWhole && kernel_t::kHasExponent) {
+    float score;
+    start = smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
+    if (is_finite(score)) block.base = score;
+    if (start >= 0) {
+      visit(start, true, state, smem, block, params, exp2);
+      raise_floor(smem);
+      if (start < first || start >= last) {  // another split has its sum
+#pragma unroll
+        for (int c = 0; c < kSums; ++c) state.total[c] = state.rest[c] = 0;
+      }
+    }
+  }
+  for (int run = first; run < last; run += kThreads) {
+    const int count = smem.list.list(block.boxes, run, last, start, params, 0.f, -1.f, false);
+    for (int n = 0; n < count; ++n) {
+      const listed_tile_t listed = smem.list.tiles[n];
+      visit(listed.tile, listed.watched_by, state, smem, block, params, exp2);
+    }
+    raise_floor(smem);
+  }
+
+  if (block.tx % kLanesOfRow == 0) {
+    const int row = at * kBlockRows + block.ty * kRows + owned_row(block);
+    const int part = params.first_part + blockIdx.y;
+    const long long place = part_row(params, blockIdx.z, entry, part, row);
+    const wide_t ref = owned_ref(state, block);
+    refs[place] = ref > -infinity<wide_t>() ? block.base + ref : 0;
+    const long long of_part = place - row;
+#pragma unroll
+    for (int c = 0; c < kSums; ++c) {
+      parts[of_part * kSums + static_cast<long long>(c) * params.padded_rows + row] =
+          state.total[c];
+    }
+  }
+}

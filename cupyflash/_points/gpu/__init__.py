@@ -1,0 +1,1 @@
+"""The reductions of points on CuPy arrays."""

@@ -1,0 +1,215 @@
+"""What the launches of points share: numbers of a call, structs, kernels' defines."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cupyflash._core.dtypes import CUDA_TYPES
+from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._cuda.structs import Struct
+
+LOG2E = math.log2(math.e)
+
+# As in cuda_src/points/params.cuh.
+GROUP = 64
+TILE_KEYS = 256
+MAX_BOX_DIM = 8
+
+# Rows are padded to a multiple of what any kernel takes at a time.
+_ROW_PADDING = 512
+_THREADS = 256
+
+PARAMS = Struct(
+    "points_params_t",
+    "points/params.cuh",
+    (
+        ("double", "scale"),
+        ("int", "batch", "num_rows", "num_keys"),
+        ("int", "padded_rows", "padded_keys"),
+        ("int", "num_tiles", "tiles_per_split"),
+        ("int", "first_part", "num_parts"),
+        ("int", "num_columns"),
+        ("float", "drop"),
+        ("float", "limit"),
+    ),
+)
+FACTS_BYTES = 20
+TALLY_BYTES = 20
+
+
+class GpuKernel(NamedTuple):
+    """How a kernel K(d2) is computed: a struct of kernels.cuh, and q over d2."""
+
+    struct: str
+    factor: float
+    has_exponent: bool = True  # far pairs vanish
+
+
+# By the names of cupyflash._points.kernels.
+KERNELS = {
+    "gaussian": GpuKernel("gaussian", LOG2E / 2),
+    "laplacian": GpuKernel("exponential", LOG2E**2),
+    "matern32": GpuKernel("matern32", 3 * LOG2E**2),
+    "matern52": GpuKernel("matern52", 5 * LOG2E**2),
+    "cauchy": GpuKernel("cauchy", 1.0, has_exponent=False),
+    "inverse_multiquadric": GpuKernel("inverse_multiquadric", 1.0, has_exponent=False),
+    "energy": GpuKernel("energy", 1.0, has_exponent=False),
+    "laplacian_slope": GpuKernel("laplacian_slope", LOG2E**2),
+    "cauchy_slope": GpuKernel("cauchy_slope", 1.0, has_exponent=False),
+    "matern12_root3": GpuKernel("exponential", 3 * LOG2E**2),
+    "matern32_root5": GpuKernel("matern32", 5 * LOG2E**2),
+    "inverse_multiquadric_slope": GpuKernel(
+        "inverse_multiquadric_slope", 1.0, has_exponent=False
+    ),
+    "energy_slope": GpuKernel("energy_slope", 1.0, has_exponent=False),
+}
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """A call as numbers: all that its launches depend on, but for pointers."""
+
+    reduction: str  # "logsumexp", "kernel_sum" or "mean"
+    batch: int
+    num_rows: int
+    num_keys: int
+    dim: int
+    num_columns: int  # of values
+    dtype: str
+    kernel: str  # of KERNELS
+    scale: float  # 1 / bandwidth; 1 where the coordinates have been scaled
+    coord_dtype: str  # of the coordinates: float64 where they have been scaled
+    has_log_weights: bool = False
+    return_lse: bool = False
+    is_sorted: bool = False  # both clouds, along a curve
+    method: str = "auto"
+
+    @property
+    def has_sums_of_weights(self) -> bool:
+        return self.reduction != "kernel_sum"
+
+    @property
+    def gpu_kernel(self) -> GpuKernel:
+        return KERNELS[self.kernel]
+
+    @property
+    def q_scale(self) -> float:
+        """q of kernels.cuh over the squared distance of the coordinates."""
+        return self.gpu_kernel.factor * self.scale * self.scale
+
+    @property
+    def columns_of_chunk(self) -> int:
+        """Columns of values that one launch sums at a time."""
+        return min(self.num_columns, 4)
+
+    @property
+    def num_chunks(self) -> int:
+        return -(-self.num_columns // self.columns_of_chunk) if self.num_columns else 1
+
+    @property
+    def num_sums(self) -> int:
+        """Sums of a row in one chunk."""
+        return self.columns_of_chunk + self.has_sums_of_weights
+
+    @property
+    def padded_rows(self) -> int:
+        return -(-self.num_rows // _ROW_PADDING) * _ROW_PADDING
+
+    @property
+    def padded_keys(self) -> int:
+        return -(-self.num_keys // TILE_KEYS) * TILE_KEYS
+
+    @property
+    def num_tiles(self) -> int:
+        return self.padded_keys // TILE_KEYS
+
+    @property
+    def num_groups(self) -> int:
+        return self.padded_rows // GROUP
+
+    @property
+    def box_floats(self) -> int:
+        """Numbers of a box."""
+        return 2 * (self.dim if self.dim <= MAX_BOX_DIM else 0) + 3
+
+    @property
+    def drop(self) -> float:
+        """Bits below a row's result from which on all keys together do not count.
+
+        Sums are measured by the largest value, which they may be 2^-16 of.
+        """
+        digits = {"float32": 26, "float64": 56}[self.dtype]
+        if not self.has_sums_of_weights:
+            digits += 16
+        return digits + math.log2(self.num_keys)
+
+
+def defines(pairs: Pairs, **more: Any) -> tuple[tuple[str, str], ...]:
+    """Switches that all kernels have, and those of one."""
+    found = {
+        "COORD_T": CUDA_TYPES[pairs.coord_dtype],
+        "ACCUM_T": CUDA_TYPES[pairs.dtype],
+        "DIM": pairs.dim,
+        "COLUMNS": pairs.columns_of_chunk,
+        "WEIGHTS": int(pairs.has_sums_of_weights),
+        **more,
+    }
+    return tuple((name, str(value)) for name, value in found.items())
+
+
+def pack(pairs: Pairs, **fields: Any) -> bytes:
+    """points_params_t of a launch."""
+    known = {
+        "scale": pairs.q_scale,
+        "batch": pairs.batch,
+        "num_rows": pairs.num_rows,
+        "num_keys": pairs.num_keys,
+        "padded_rows": pairs.padded_rows,
+        "padded_keys": pairs.padded_keys,
+        "num_tiles": pairs.num_tiles,
+        "num_columns": pairs.num_columns,
+        "drop": pairs.drop,
+        "limit": -1.0,
+    }
+    return PARAMS.pack({**known, **fields})
+
+
+def curve_config(dtype: str, dim: int, num_points: int, batch: int) -> LaunchConfig:
+    """The launch that places points on a Hilbert curve."""
+    switches = (("COORD_T", CUDA_TYPES[dtype]), ("DIM", str(dim)))
+    variant = Variant("points/curve.cu", "points_curve", switches)
+    return LaunchConfig(variant, (-(-num_points // _THREADS), batch), (_THREADS,))
+
+
+def arrange_config(pairs: Pairs, padded: int) -> LaunchConfig:
+    """The launch that brings a cloud into its order."""
+    variant = Variant(
+        "points/arrange.cu", "points_arrange", defines(pairs, BOX_POINTS=GROUP)
+    )
+    return LaunchConfig(variant, (-(-padded // _THREADS), pairs.batch), (_THREADS,))
+
+
+def boxes_config(pairs: Pairs, padded: int, box_points: int) -> LaunchConfig:
+    """The launch that finds the boxes of a cloud's tiles."""
+    variant = Variant(
+        "points/arrange.cu",
+        "points_arrange_boxes",
+        defines(pairs, BOX_POINTS=box_points),
+    )
+    return LaunchConfig(variant, (padded // box_points, pairs.batch), (32,))
+
+
+def combine_config(pairs: Pairs, repair: bool) -> LaunchConfig:
+    """The launch that makes results of parts."""
+    variant = Variant(
+        "points/combine.cu", "points_combine", defines(pairs, REPAIR=int(repair))
+    )
+    blocks = -(-pairs.batch * pairs.padded_rows // _THREADS)
+    return LaunchConfig(variant, (blocks, pairs.num_chunks), (_THREADS,))
+
+
+def splits(pairs: Pairs, num_blocks: int, wanted: int, least: int = 4):
+    """(number of splits of the keys, tiles of each), of `least` tiles where it can."""
+    num = max(1, min(-(-pairs.num_tiles // least), -(-wanted // max(num_blocks, 1))))
+    tiles = -(-pairs.num_tiles // num)
+    return -(-pairs.num_tiles // tiles), tiles

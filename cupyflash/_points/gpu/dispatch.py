@@ -1,0 +1,127 @@
+"""The CuPy back end of points: a checked problem becomes a plan, and is launched."""
+
+import math
+from typing import Any
+
+import cupy
+import numpy as np
+
+from cupyflash._core import arrays as _arrays
+from cupyflash._cuda import graphs, plan_cache, runtime
+from cupyflash._cuda import launch as _launch
+from cupyflash._points.gpu import clouds, config, registry
+from cupyflash._points.gpu.config import Pairs
+from cupyflash._points.gpu.plan import PointsPlan
+
+_plans = plan_cache.PlanCache()
+
+
+@graphs.keeps_memory
+def compute(problem) -> tuple[Any, Any]:
+    """(out, lse) of a problem on CuPy arrays; None where there is none."""
+    with cupy.cuda.Device(problem.x.data.device_id):
+        return _compute(problem)
+
+
+def _compute(problem):
+    has_out, has_lse = problem.reduction != "logsumexp", _has_lse(problem)
+    dtype = _arrays.to_dtype(problem.dtype)
+    if not (math.prod(problem.batch) and problem.num_x and problem.num_y):
+        # The sum of nothing.
+        out = cupy.zeros(problem.out_shape, dtype) if has_out else None
+        lse = cupy.full(problem.lse_shape, -np.inf, dtype) if has_lse else None
+        return out, lse
+    if has_out and not problem.num_values:
+        lse = None
+        if has_lse:
+            parts = problem.of(reduction="logsumexp", values=None)
+            _, lse = _compute(parts)
+        return cupy.zeros(problem.out_shape, dtype), lse
+    pairs = pairs_of(problem)
+    x, y = _coordinates(problem, pairs)
+    weights = _flat(problem.log_weights, pairs, pairs.num_keys)
+    values = _flat(problem.values, pairs, pairs.num_keys, pairs.num_columns)
+    x_order = y_order = None
+    if pairs.is_sorted:
+        x_order, y_order = clouds.order(x), clouds.order(y)
+    device_id = x.data.device_id
+    key = pairs, device_id
+    plan = _plans.get(key)
+    if plan is None:
+        plan = PointsPlan(pairs, device_id)
+        _plans.put(key, plan)
+    operands = x, y, weights, values, x_order, y_order
+    results = plan([0 if a is None else a.data.ptr for a in operands])
+    for a in operands:
+        graphs.keep_if_capturing(a)
+    found = dict(zip(plan.results, results, strict=True))
+    out, lse = found.get("out"), found.get("lse")
+    return (
+        None if out is None else out.reshape(problem.out_shape),
+        None if lse is None else lse.reshape(problem.lse_shape),
+    )
+
+
+def _has_lse(problem):
+    return problem.reduction == "logsumexp" or (
+        problem.reduction == "mean" and problem.return_lse
+    )
+
+
+def pairs_of(problem) -> Pairs:
+    """The numbers of a problem; NotImplementedError for what no kernel takes."""
+    name = problem.kernel.name
+    if name not in config.KERNELS:
+        raise NotImplementedError(
+            f"on a GPU kernel= must be one of {', '.join(config.KERNELS)}, got the "
+            f"function {name}: NumPy arrays take functions too"
+        )
+    scaled = problem.dim > 0 and not problem.isotropic
+    pairs = Pairs(
+        reduction=problem.reduction,
+        batch=math.prod(problem.batch),
+        num_rows=problem.num_x,
+        num_keys=problem.num_y,
+        dim=max(problem.dim, 1),
+        num_columns=problem.num_values,
+        dtype=problem.dtype,
+        kernel=name,
+        scale=1.0 if scaled or not problem.dim else problem.scale[0],
+        coord_dtype="float64" if scaled else problem.dtype,
+        has_log_weights=problem.log_weights is not None,
+        return_lse=_has_lse(problem),
+    )
+    return clouds.sorted_where_worth(pairs)
+
+
+def _coordinates(problem, pairs):
+    """Both clouds, (batch, points, axes) and contiguous."""
+    found = []
+    for x in (problem.x, problem.y):
+        if not problem.dim:
+            x = cupy.zeros((*x.shape[:-1], 1), x.dtype)
+        elif pairs.coord_dtype != problem.dtype or not problem.isotropic:
+            x = x.astype(np.float64) * cupy.asarray(problem.scale)
+        found.append(_flat(x, pairs, x.shape[-2], pairs.dim))
+    return found
+
+
+def _flat(x, pairs, *shape):
+    """An array with one axis for the batch, contiguous; None stays so."""
+    if x is None:
+        return None
+    return cupy.ascontiguousarray(x).reshape(pairs.batch, *shape)
+
+
+def describe(problem) -> dict[str, Any]:
+    """What a call would launch, for explain(); nothing is compiled or launched."""
+    pairs = pairs_of(problem)
+    device_id = problem.x.data.device_id
+    row, refused = registry.select(pairs, runtime.device(device_id))
+    plan = PointsPlan(pairs, device_id)
+    return {
+        "kernel": row.name,
+        "refused": refused,
+        "sorted along a curve": pairs.is_sorted,
+        "launches": [_launch.describe(launch) for launch in plan.launches],
+    }

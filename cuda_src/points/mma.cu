@@ -34,6 +34,7 @@ constexpr int kPolynomials = POLY;          // of 16 exponentials
 constexpr unsigned short kOne = 0x3c00;     // float16
 constexpr float kNoWeight = -60000.f;       // the score of a key without weight
 constexpr float kFarthest = -30000.f;       // scores below it have no weight
+constexpr float kLowestRef = -16000.f;      // such keys have none beside this either
 static_assert(kThreads == kTileKeys);
 
 struct smem_t {
@@ -333,7 +334,8 @@ __device__ __forceinline__ void store_part(const state_t& state,
     const long long place = part_row(params, blockIdx.z, entry, part, row);
     const long long of_part = place - row;
     refs[place] = block.base + double(state.ref[half]) - double(state.squared[half]);
-    bool is_odd = has_start && !(state.total[0][half] > 0);
+    bool is_odd = state.ref[half] < kLowestRef;
+    is_odd |= has_start && !(state.total[0][half] > 0);
 #pragma unroll
     for (int c = 0; c < kSums; ++c) {
       const float total = state.total[c][half];

@@ -68,8 +68,9 @@ struct tile_list_t {
   // By all threads: boxes of the groups, each of kParts boxes of the array.
   template <int kParts>
   __device__ __forceinline__ void load(const float* boxes, float floor) {
+    constexpr int kCorners = kBoxDim > 0 ? 2 * kBoxDim : 1;
     for (int i = threadIdx.x; i < kGroups * 2 * kBoxDim; i += kThreads) {
-      const int group = i / (2 * kBoxDim), n = i % (2 * kBoxDim);
+      const int group = i / kCorners, n = i % kCorners;
       float corner = boxes[(group * kParts) * kBoxSize + n];
       for (int part = 1; part < kParts; ++part) {
         const float other = boxes[(group * kParts + part) * kBoxSize + n];
@@ -150,8 +151,9 @@ struct tile_list_t {
       const bool is_spread = keys[kTop] - keys[kBottom] > kHighest;
       for (int group = 0; group < kGroups; ++group) {
         const float score = best_score(rows[group], keys, float(params.scale));
-        bool counts = score > -infinity<float>();
-        if (kernel_t::kHasExponent) counts &= score >= floor_[group] - params.drop;
+        // A bound that is not a number leaves nothing out.
+        bool counts = keys[kTop] > -infinity<float>();
+        if (kernel_t::kHasExponent) counts &= !(score < floor_[group] - params.drop);
         if (is_ours && counts) needed_by |= 1u << group;
         if (!(score <= floor_[group] + kHighest) || is_spread) {
           watched_by |= 1u << group;

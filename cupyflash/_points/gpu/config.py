@@ -184,17 +184,20 @@ def curve_config(dtype: str, dim: int, num_points: int, batch: int) -> LaunchCon
 def arrange_config(pairs: Pairs, padded: int) -> LaunchConfig:
     """The launch that brings a cloud into its order."""
     variant = Variant(
-        "points/arrange.cu", "points_arrange", defines(pairs, BOX_POINTS=GROUP)
+        "points/arrange.cu",
+        "points_arrange",
+        defines(pairs, COLUMNS=0, WEIGHTS=1, BOX_POINTS=GROUP),
     )
     return LaunchConfig(variant, (-(-padded // _THREADS), pairs.batch), (_THREADS,))
 
 
 def boxes_config(pairs: Pairs, padded: int, box_points: int) -> LaunchConfig:
     """The launch that finds the boxes of a cloud's tiles."""
+    weights = pairs.has_sums_of_weights or box_points == GROUP
     variant = Variant(
         "points/arrange.cu",
         "points_arrange_boxes",
-        defines(pairs, BOX_POINTS=box_points),
+        defines(pairs, COLUMNS=0, WEIGHTS=int(weights), BOX_POINTS=box_points),
     )
     return LaunchConfig(variant, (padded // box_points, pairs.batch), (32,))
 
@@ -202,7 +205,10 @@ def boxes_config(pairs: Pairs, padded: int, box_points: int) -> LaunchConfig:
 def combine_config(pairs: Pairs, repair: bool) -> LaunchConfig:
     """The launch that makes results of parts."""
     variant = Variant(
-        "points/combine.cu", "points_combine", defines(pairs, REPAIR=int(repair))
+        "points/combine.cu",
+        "points_combine",
+        # Whatever the coordinates are.
+        defines(pairs, COORD_T=CUDA_TYPES[pairs.dtype], DIM=1, REPAIR=int(repair)),
     )
     blocks = -(-pairs.batch * pairs.padded_rows // _THREADS)
     return LaunchConfig(variant, (blocks, pairs.num_chunks), (_THREADS,))

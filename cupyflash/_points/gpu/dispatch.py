@@ -76,7 +76,7 @@ def pairs_of(problem) -> Pairs:
             f"on a GPU kernel= must be one of {', '.join(config.KERNELS)}, got the "
             f"function {name}: NumPy arrays take functions too"
         )
-    scaled = problem.dim > 0 and not problem.isotropic
+    scaled = problem.dim > 0 and not _is_plain(problem)
     pairs = Pairs(
         reduction=problem.reduction,
         batch=math.prod(problem.batch),
@@ -94,13 +94,18 @@ def pairs_of(problem) -> Pairs:
     return clouds.sorted_where_worth(pairs)
 
 
+def _is_plain(problem):
+    """Whether one factor of d2, of a size that float32 squares, is all the scale."""
+    return problem.isotropic and 1e-15 < problem.scale[0] < 1e15
+
+
 def _coordinates(problem, pairs):
     """Both clouds, (batch, points, axes) and contiguous."""
     found = []
     for x in (problem.x, problem.y):
         if not problem.dim:
             x = cupy.zeros((*x.shape[:-1], 1), x.dtype)
-        elif pairs.coord_dtype != problem.dtype or not problem.isotropic:
+        elif not _is_plain(problem):
             x = x.astype(np.float64) * cupy.asarray(problem.scale)
         found.append(_flat(x, pairs, x.shape[-2], pairs.dim))
     return found

@@ -43,6 +43,10 @@ class DirectKernel:
     ) -> LaunchConfig:
         """The launch over so many splits of the keys."""
         rows = 4 if wide else 8
+        # Two blocks of a multiprocessor at once, where registers are left for that.
+        is_small = pairs.num_sums == 1 and pairs.kernel == "gaussian"
+        of_axes = pairs.dim <= 4 or pairs.dim > config.MAX_BOX_DIM
+        is_small &= of_axes and not wide
         variant = Variant(
             "points/direct.cu",
             "points_direct",
@@ -50,7 +54,7 @@ class DirectKernel:
                 pairs,
                 WIDE_T="double" if wide else "float",
                 ROWS=rows,
-                MIN_BLOCKS=2 if not wide and pairs.num_sums == 1 else 1,
+                MIN_BLOCKS=2 if is_small else 1,
                 REPAIR=int(repair),
                 KERNEL=pairs.gpu_kernel.struct,
             ),

@@ -1,0 +1,81 @@
+"""What there is to compile for points."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import LaunchConfig, Variant
+from cupyflash._points.gpu import config, registry
+from cupyflash._points.gpu.config import Pairs
+from cupyflash._points.gpu.registry import DIRECT, KERNELS, MMA
+
+_COLUMNS = {"logsumexp": (0,), "kernel_sum": (1, 2, 3, 4), "mean": (1, 2, 3, 4)}
+_FEW_COLUMNS = {"logsumexp": (0,), "kernel_sum": (1, 4), "mean": (3,)}
+_SIZE = 1 << 20
+
+
+def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
+    """(row, variant) of what `device` would compile: a selection, or all there is."""
+    found: dict[tuple[str, Variant], None] = {}
+    for pairs in _everything() if everything else _representative():
+        for name, launch in _launches(pairs, device):
+            found[name, launch.variant] = None
+    return list(found)
+
+
+def _launches(pairs: Pairs, device: Device) -> Iterator[tuple[str, LaunchConfig]]:
+    yield "arrange", config.arrange_config(pairs, pairs.padded_keys)
+    yield "arrange", config.boxes_config(pairs, pairs.padded_keys, config.TILE_KEYS)
+    yield "arrange", config.boxes_config(pairs, pairs.padded_rows, config.GROUP)
+    if pairs.is_sorted:
+        size = pairs.num_rows, pairs.batch
+        yield "curve", config.curve_config(pairs.coord_dtype, pairs.dim, *size)
+    yield "combine", config.combine_config(pairs, repair=False)
+    if DIRECT.needs_repair(pairs):
+        yield "combine", config.combine_config(pairs, repair=True)
+    for row in KERNELS:
+        if row.unsupported_reason(pairs, device) is None:
+            launches, *_ = row.launches(pairs, device, ())
+            for launch, _ in launches:
+                yield row.name, launch
+    if DIRECT.needs_repair(pairs):
+        launch, _ = DIRECT.repair(pairs, 1, ())
+        yield DIRECT.name, launch
+
+
+def _pairs(reduction, columns, dim, dtype="float32", kernel="gaussian", **more):
+    pairs = Pairs(
+        reduction, 1, _SIZE, _SIZE, dim, columns, dtype, kernel, 1.0, dtype, **more
+    )
+    is_sorted = dim <= config.MAX_BOX_DIM and pairs.gpu_kernel.has_exponent
+    return replace(pairs, is_sorted=is_sorted)
+
+
+def _representative() -> Iterator[Pairs]:
+    """Problems whose kernels differ."""
+    for reduction, columns in _FEW_COLUMNS.items():
+        for n, dim, dtype in itertools.product(
+            columns, (2, 3, 7, 64), ("float32", "float64")
+        ):
+            yield _pairs(reduction, n, dim, dtype)
+    for kernel in config.KERNELS:
+        yield _pairs("kernel_sum", 1, 3, kernel=kernel)
+    scaled = _pairs("logsumexp", 0, 3)
+    yield replace(scaled, coord_dtype="float64")
+    yield replace(scaled, num_rows=256, num_keys=256, is_sorted=False)
+
+
+def _everything() -> Iterator[Pairs]:
+    """All that a call of few dimensions can lead to, and some of many."""
+    for (reduction, columns), dim, dtype, kernel in itertools.product(
+        _COLUMNS.items(), (*range(1, 9), 64), ("float32", "float64"), config.KERNELS
+    ):
+        if kernel == "energy" and reduction != "kernel_sum":
+            continue
+        for n in columns:
+            yield _pairs(reduction, n, dim, dtype, kernel)
+    yield from _representative()
+
+
+__all__ = ["MMA", "compile_list", "registry"]

@@ -13,7 +13,7 @@ PACKAGE = Path(cupyflash.__file__).parent
 # Package -> what it may import, itself left out. __init__.py, __main__.py and
 # _explain.py, which stand above, may import all but CuPy; scores.py imports nothing.
 PACKAGES = {
-    "_cli": {"", "_attention", "_softmax", "_reference", "_cuda", "_core"},
+    "_cli": {"", "_attention", "_softmax", "_points", "_reference", "_cuda", "_core"},
     "_reference": {"_attention", "_cuda", "_core"},
     "_attention": {"_cuda", "_expr", "_core"},
     "_softmax": {"_cuda", "_core"},
@@ -32,6 +32,7 @@ SEEN = {
         "_attention.gpu.coverage",
         "_attention.gpu.backward_coverage",
         "_softmax.gpu.coverage",
+        "_points.gpu.coverage",
     },
     "_reference": {"_attention.vjp_problem"},
 }
@@ -79,6 +80,13 @@ SOFTMAX_GPU = (
     {"heuristics", "limits"},
     {"config", "transpose"},
 )
+POINTS_GPU = (
+    {"dispatch"},
+    {"plan", "clouds"},
+    {"coverage"},
+    {"registry"},
+    {"config", "series"},
+)
 
 # Modules that import CuPy when they are imported; all others work without it.
 WITH_CUPY = {
@@ -91,6 +99,7 @@ WITH_CUPY = {
         "structs",
     },
     "_softmax.gpu": {"complex"},
+    "_points.gpu": {"dispatch", "clouds"},
     "_attention.gpu": {
         "forward",
         "backward",
@@ -193,8 +202,12 @@ def test_packages_import_those_below(package):
 
 @pytest.mark.parametrize(
     ("package", "lines"),
-    [("_attention.gpu", ATTENTION_GPU), ("_softmax.gpu", SOFTMAX_GPU)],
-    ids=["attention", "softmax"],
+    [
+        ("_attention.gpu", ATTENTION_GPU),
+        ("_softmax.gpu", SOFTMAX_GPU),
+        ("_points.gpu", POINTS_GPU),
+    ],
+    ids=["attention", "softmax", "points"],
 )
 def test_kernels_import_those_below(package, lines):
     def line_of(module):

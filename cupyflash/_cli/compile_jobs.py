@@ -10,6 +10,7 @@ from cupyflash._attention.gpu import coverage as attention_coverage
 from cupyflash._cuda import source as _source
 from cupyflash._cuda.device import Device, device_of_arch
 from cupyflash._cuda.kernel import Variant
+from cupyflash._points.gpu import coverage as points_coverage
 from cupyflash._reference import exponentials
 from cupyflash._softmax.gpu import coverage as softmax_coverage
 
@@ -17,6 +18,7 @@ _TABLES = {
     "softmax": softmax_coverage,
     "attention": attention_coverage,
     "attention_vjp": backward_coverage,
+    "points": points_coverage,
     "check": exponentials,
 }
 

@@ -26,7 +26,7 @@ def all_structs():
                 add(value)
 
     for module in pkgutil.walk_packages(cupyflash.__path__, "cupyflash."):
-        if re.search(r"\._(attention|softmax)\.gpu\b|\._cuda\b", module.name):
+        if re.search(r"\._(attention|softmax|points)\.gpu\b|\._cuda\b", module.name):
             for value in vars(importlib.import_module(module.name)).values():
                 add(value)
     return found

@@ -33,6 +33,9 @@ PARAMS = Struct(
         ("float", "limit"),
     ),
 )
+# What kernels read of clouds in order.
+ARRAYS = ("rows", "keys", "key_weights", "key_values", "row_boxes", "key_boxes")
+
 FACTS_BYTES = 20
 TALLY_BYTES = 20
 

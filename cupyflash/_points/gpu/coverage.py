@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from cupyflash._cuda.device import Device
 from cupyflash._cuda.kernel import LaunchConfig, Variant
-from cupyflash._points.gpu import config, registry
+from cupyflash._points.gpu import config
 from cupyflash._points.gpu.config import Pairs
-from cupyflash._points.gpu.registry import DIRECT, KERNELS, MMA
+from cupyflash._points.gpu.registry import DIRECT, KERNELS
 
 _COLUMNS = {"logsumexp": (0,), "kernel_sum": (1, 2, 3, 4), "mean": (1, 2, 3, 4)}
-_FEW_COLUMNS = {"logsumexp": (0,), "kernel_sum": (1, 4), "mean": (3,)}
 _SIZE = 1 << 20
 
 
@@ -36,11 +35,11 @@ def _launches(pairs: Pairs, device: Device) -> Iterator[tuple[str, LaunchConfig]
         yield "combine", config.combine_config(pairs, repair=True)
     for row in KERNELS:
         if row.unsupported_reason(pairs, device) is None:
-            launches, *_ = row.launches(pairs, device, ())
+            launches, *_ = row.launches(pairs, device)
             for launch, _ in launches:
                 yield row.name, launch
     if DIRECT.needs_repair(pairs):
-        launch, _ = DIRECT.repair(pairs, 1, ())
+        launch, _ = DIRECT.repair(pairs, 1)
         yield DIRECT.name, launch
 
 
@@ -54,11 +53,13 @@ def _pairs(reduction, columns, dim, dtype="float32", kernel="gaussian", **more):
 
 def _representative() -> Iterator[Pairs]:
     """Problems whose kernels differ."""
-    for reduction, columns in _FEW_COLUMNS.items():
-        for n, dim, dtype in itertools.product(
-            columns, (2, 3, 7, 64), ("float32", "float64")
-        ):
-            yield _pairs(reduction, n, dim, dtype)
+    for reduction, columns in (("logsumexp", 0), ("kernel_sum", 1), ("mean", 4)):
+        for dim in (3, 7):
+            yield _pairs(reduction, columns, dim)
+        yield _pairs(reduction, columns, 3, "float64")
+    yield _pairs("mean", 3, 2)
+    yield _pairs("mean", 2, 64)
+    yield _pairs("kernel_sum", 4, 64, "float64")
     for kernel in config.KERNELS:
         yield _pairs("kernel_sum", 1, 3, kernel=kernel)
     scaled = _pairs("logsumexp", 0, 3)
@@ -77,5 +78,3 @@ def _everything() -> Iterator[Pairs]:
             yield _pairs(reduction, n, dim, dtype, kernel)
     yield from _representative()
 
-
-__all__ = ["MMA", "compile_list", "registry"]

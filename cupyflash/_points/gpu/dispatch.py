@@ -50,7 +50,8 @@ def _compute(problem):
     if plan is None:
         plan = PointsPlan(pairs, device_id)
         _plans.put(key, plan)
-    operands = x, y, weights, values, x_order, y_order
+    centre = y.mean(axis=1, dtype=np.float64) if plan.needs_centre else None
+    operands = x, y, weights, values, x_order, y_order, centre
     results = plan([0 if a is None else a.data.ptr for a in operands])
     for a in operands:
         graphs.keep_if_capturing(a)

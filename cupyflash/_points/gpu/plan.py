@@ -7,7 +7,7 @@ from cupyflash._cuda.launch_sequence import LaunchSequence, Result, Steps, num_b
 from cupyflash._points.gpu import config, registry
 from cupyflash._points.gpu.config import Pairs
 
-INPUTS = ("x", "y", "weights", "values", "x_order", "y_order")
+INPUTS = ("x", "y", "weights", "values", "x_order", "y_order", "centre")
 
 
 def _arranged(pairs: Pairs) -> tuple[list, dict[str, int]]:
@@ -54,7 +54,6 @@ def steps(pairs: Pairs, device) -> Steps:
     """All launches of a call."""
     row, _ = registry.select(pairs, device)
     launches, memory = _arranged(pairs)
-    arrays = ("rows", "keys", "key_weights", "key_values", "row_boxes", "key_boxes")
     order = "x_order" if pairs.is_sorted else 0
     out = "out" if pairs.num_columns else 0
     lse = "lse" if pairs.reduction == "logsumexp" or pairs.return_lse else 0
@@ -64,11 +63,11 @@ def steps(pairs: Pairs, device) -> Steps:
         params = config.pack(pairs, num_parts=num_parts, first_part=without_series)
         return config.combine_config(pairs, repair), (*arguments, params)
 
-    main, num_parts, without_series = row.launches(pairs, device, arrays)
+    main, num_parts, without_series = row.launches(pairs, device)
     launches += main
     launches.append(combined(False))
     if row.needs_repair(pairs):
-        launches.append(registry.DIRECT.repair(pairs, num_parts, arrays))
+        launches.append(registry.DIRECT.repair(pairs, num_parts))
         launches.append(combined(True))
     num_rows = pairs.num_chunks * pairs.batch * num_parts * pairs.padded_rows
     scratch = {
@@ -77,7 +76,7 @@ def steps(pairs: Pairs, device) -> Steps:
         "redo": 4 * pairs.batch * pairs.num_groups,
     }
     _, cleared = sections(*scratch.values())
-    scratch |= memory
+    scratch |= memory | row.memory(pairs)
     scratch["refs"] = 8 * num_rows
     scratch["parts"] = np.dtype(pairs.dtype).itemsize * pairs.num_sums * num_rows
     return Steps(launches, scratch, cleared)
@@ -94,5 +93,8 @@ class PointsPlan(LaunchSequence):
             results["out"] = Result(shape, dtype)
         if pairs.reduction == "logsumexp" or pairs.return_lse:
             results["lse"] = Result((pairs.batch, pairs.num_rows), dtype)
-        launches = steps(pairs, runtime.device(device_id))
+        device = runtime.device(device_id)
+        launches = steps(pairs, device)
+        # The middle of the keys, which products are taken about.
+        self.needs_centre = registry.select(pairs, device)[0] is registry.PRODUCTS
         super().__init__(device_id, INPUTS, results, launches)

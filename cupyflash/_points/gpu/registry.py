@@ -1,6 +1,9 @@
 """Kernel specs of points: which take a call, and their launches. Best first."""
 
+import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
@@ -29,7 +32,7 @@ class DirectKernel:
         Where nothing is skipped and no block is large, that is as fast as a look at
         which rows need it.
         """
-        few = pairs.num_rows * pairs.num_keys < 1 << 22
+        few = pairs.num_rows * pairs.num_keys < _FEW_PAIRS
         return "float64" in (pairs.dtype, pairs.coord_dtype) or few
 
     def split_keys(self, pairs: Pairs, device: Device) -> tuple[int, int]:
@@ -64,20 +67,24 @@ class DirectKernel:
             variant, (blocks, num_splits, pairs.num_chunks), (_THREADS,)
         )
 
-    def launches(self, pairs: Pairs, device: Device, arrays: tuple):
+    def memory(self, pairs: Pairs) -> dict[str, int]:
+        """Bytes of what its launches pass on."""
+        return {}
+
+    def launches(self, pairs: Pairs, device: Device):
         """([(launch, arguments)], parts of each row, of these without a series)."""
         num_splits, tiles = self.split_keys(pairs, device)
         fields = {"tiles_per_split": tiles, "num_parts": num_splits}
         launch = self.config(pairs, num_splits, self.is_wide(pairs), repair=False)
-        arguments = (*arrays, "facts", "redo", "refs", "parts")
+        arguments = (*config.ARRAYS, "facts", "redo", "refs", "parts")
         return [(launch, (*arguments, config.pack(pairs, **fields)))], num_splits, num_splits
 
-    def repair(self, pairs: Pairs, num_parts: int, arrays: tuple):
+    def repair(self, pairs: Pairs, num_parts: int):
         """The launch that makes rows once more whose digits are not certain."""
         tiles = -(-pairs.num_tiles // num_parts)
         fields = {"tiles_per_split": tiles, "num_parts": num_parts}
         launch = self.config(pairs, num_parts, wide=True, repair=True)
-        arguments = (*arrays, "facts", "redo", "refs", "parts")
+        arguments = (*config.ARRAYS, "facts", "redo", "refs", "parts")
         return launch, (*arguments, config.pack(pairs, **fields))
 
     def needs_repair(self, pairs: Pairs) -> bool:
@@ -177,7 +184,11 @@ class MmaKernel:
             return ()
         return series.DEGREES
 
-    def launches(self, pairs: Pairs, device: Device, arrays: tuple):
+    def memory(self, pairs: Pairs) -> dict[str, int]:
+        """Bytes of what its launches pass on."""
+        return {}
+
+    def launches(self, pairs: Pairs, device: Device):
         """([(launch, arguments)], parts of each row, of these without a series)."""
         blocks = self._blocks(pairs) * pairs.num_chunks
         num_splits, tiles = config.splits(pairs, blocks, 12 * device.num_sms)
@@ -196,7 +207,7 @@ class MmaKernel:
             params = config.pack(pairs, **common)
             found.append((self.choose_config(pairs), (*boxes, params, cuts)))
         params = config.pack(pairs, tiles_per_split=tiles, **common)
-        arguments = (*arrays, "facts", "redo", *results, params)
+        arguments = (*config.ARRAYS, "facts", "redo", *results, params)
         found.append((self.config(pairs, num_splits), arguments))
         for degree in degrees:
             params = config.pack(
@@ -206,7 +217,7 @@ class MmaKernel:
                 **common,
             )
             coefficients = series.pack_coefficients(degree, pairs.dim)
-            arguments = (*arrays, "facts", *results, params, coefficients)
+            arguments = (*config.ARRAYS, "facts", *results, params, coefficients)
             found.append((self.series_config(pairs, degree, more), arguments))
         return found, num_splits + more, num_splits
 
@@ -215,13 +226,117 @@ class MmaKernel:
         return True
 
 
+@dataclass(frozen=True)
+class ProductsKernel:
+    """Gaussian scores of many dimensions by products of float16 parts."""
+
+    name: str = "products"
+    methods: tuple[str, ...] = ("auto",)
+    fast: bool = True
+    min_dim: int = config.MAX_BOX_DIM + 1
+    # Squared norm of a row from the middle, in bits: beyond it products lose digits.
+    limit: float = 24.0
+    block_rows: int = 128
+
+    def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
+        """Why this kernel cannot take a call, or None."""
+        if pairs.kernel != "gaussian":
+            return f"takes the gaussian kernel, not {pairs.kernel}"
+        if pairs.dtype != "float32":
+            return f"takes float32, not {pairs.dtype}"
+        if pairs.dim < self.min_dim:
+            return f"takes {self.min_dim} dimensions or more, not {pairs.dim}"
+        if device.cc < (8, 0):
+            return f"needs sm_80 or newer, {device.name} is {device.arch}"
+        if pairs.num_rows * pairs.num_keys < _FEW_PAIRS:
+            return "there are too few pairs"
+        return None
+
+    def needs_repair(self, pairs: Pairs) -> bool:
+        """Whether rows may have to be made once more."""
+        return True
+
+    def _chunks(self, pairs):
+        return -(-pairs.dim // _CHUNK_AXES)
+
+    def memory(self, pairs: Pairs) -> dict[str, int]:
+        """Bytes of what its launches pass on."""
+        of_point = 128 * self._chunks(pairs)
+        return {
+            "row_parts": of_point * pairs.batch * pairs.padded_rows,
+            "key_parts": of_point * pairs.batch * pairs.padded_keys,
+            "norms": 8 * pairs.batch * pairs.padded_rows,
+            "terms": 8 * pairs.batch * pairs.padded_keys,
+        }
+
+    def parts_config(self, pairs: Pairs, is_row: bool) -> LaunchConfig:
+        """The launch that cuts the coordinates of a cloud in parts."""
+        switches = config.defines(pairs, IS_ROW=int(is_row))
+        used = ("COORD_T", "ACCUM_T", "DIM", "IS_ROW")
+        variant = Variant(
+            "points/parts.cu",
+            "points_parts",
+            tuple(item for item in switches if item[0] in used),
+        )
+        padded = pairs.padded_rows if is_row else pairs.padded_keys
+        return LaunchConfig(variant, (-(-padded // 128), pairs.batch), (128,))
+
+    def config(self, pairs: Pairs, num_splits: int, device: Device) -> LaunchConfig:
+        """The launch over so many splits of the keys."""
+        chunks = self._chunks(pairs)
+        others = 2 * 16384 + 1024 + 512 * max(pairs.columns_of_chunk, 1)
+        is_resident = chunks <= 4 and chunks * 16384 + others <= device.smem_optin
+        variant = Variant(
+            "points/products.cu",
+            "points_products",
+            config.defines(
+                pairs,
+                RESIDENT=int(is_resident),
+                MIN_BLOCKS=2 if pairs.num_sums == 1 else 1,
+            ),
+            smem=16384 * (chunks if is_resident else 2) + others,
+        )
+        blocks = pairs.batch * (pairs.padded_rows // self.block_rows)
+        grid = blocks, num_splits, pairs.num_chunks
+        return LaunchConfig(variant, grid, (_THREADS,))
+
+    def launches(self, pairs: Pairs, device: Device):
+        """([(launch, arguments)], parts of each row, of these without a series)."""
+        blocks = pairs.batch * pairs.num_chunks * pairs.padded_rows // self.block_rows
+        num_splits, tiles = config.splits(pairs, blocks, 8 * device.num_sms)
+        num_parts = 2 * num_splits  # of halves of each tile
+        params = config.pack(
+            pairs, tiles_per_split=tiles, num_parts=num_parts, limit=self.limit
+        )
+        root = np.float64(math.sqrt(pairs.q_scale)).tobytes()
+        rows = ("row_parts", "norms", 0, pairs.num_rows, pairs.padded_rows, root)
+        keys = ("key_parts", 0, "terms", pairs.num_keys, pairs.padded_keys, root)
+        weights = "weights" if pairs.has_sums_of_weights else 0
+        cut = ("row_parts", "key_parts", "norms", "terms", "key_values")
+        results = ("redo", "refs", "parts", params)
+        return (
+            [
+                (self.parts_config(pairs, True), ("x", 0, "centre", *rows)),
+                (self.parts_config(pairs, False), ("y", weights, "centre", *keys)),
+                (self.config(pairs, num_splits, device), (*cut, *results)),
+            ],
+            num_parts,
+            num_parts,
+        )
+
+
+# Axes of a chunk of products.cu.
+_CHUNK_AXES = 32
+# Pairs below which blocks of direct.cu in float64 are as fast as anything.
+_FEW_PAIRS = 1 << 22
 # Pairs from which on a choice between series pays; row blocks that it looks at.
 _SERIES_PAIRS = 1 << 31
 _SAMPLED_BLOCKS = 32
 
 MMA = MmaKernel()
 DIRECT = DirectKernel()
-KERNELS = (MMA, DIRECT)
+PRODUCTS = ProductsKernel()
+KERNELS = (MMA, PRODUCTS, DIRECT)
 
 
 def select(pairs: Pairs, device: Device):

@@ -1,0 +1,281 @@
+// SPDX-License-Identifier: MIT
+// points_products: sums over all keys whose gaussian scores are products, for many
+// dimensions.
+//
+// Algorithm  s_ij = (h_j - |y_j|^2) + 2 x_i . y_j - |x_i|^2 - m_i with points seen from
+//            a common middle, in units of the scale; |x_i|^2 is left to the end. The
+//            product is made of float16 parts (parts.cu): high high, high low, low high.
+//            A row's reference m_i follows the largest score of a tile.
+// Grid       (batch x row blocks, splits of the keys, chunks of columns)
+// Tiles      128 rows by 128 keys; of 8 warps each has 32 rows and 64 keys, and makes a
+//            part of its own. Parts of points come in chunks of 32 axes, keys in two
+//            turns; rows stay where shared memory holds them (RESIDENT).
+// Numbers    products summed in float32, the small ones first; h - |y|^2 in two floats
+// Limits     sm_80. Rows whose squared norm is above `limit` would lose digits: their
+//            groups are named in `redo`.
+
+#include "points/params.cuh"
+#include "points/sums.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/mma.cuh"
+
+constexpr int kThreads = 256;
+constexpr int kBlockRows = 128, kBlockKeys = 128;
+constexpr int kWarpRows = 32, kWarpKeys = 64;
+constexpr int kRowTiles = kWarpRows / 16, kKeyTiles = kWarpKeys / 8;
+constexpr int kRows = 2 * kRowTiles;  // of a lane
+constexpr int kChunks = (kDim + 31) / 32;
+constexpr bool kIsResident = RESIDENT;
+constexpr int kRowBuffers = kIsResident ? kChunks : 2;
+constexpr int kUnits = 8;  // of 16 bytes, in a chunk of a point
+
+struct smem_t {
+  uint4 x[kRowBuffers][kBlockRows][kUnits];
+  uint4 y[2][kBlockKeys][kUnits];
+  float2 terms[kBlockKeys];
+  float b[kColumns > 0 ? kColumns : 1][kBlockKeys];
+};
+
+struct block_t {
+  const uint4 *x, *y;
+  const float2* terms;
+  const float* b;
+  int keys;  // padded
+  int lane, first_row, first_key;
+};
+
+struct state_t {
+  float ref[kRows];                  // -inf: no key seen
+  float total[kSums], rest[kSums];  // of row `lane % 4` of the four
+};
+
+// Units of a row stand where ldmatrix meets no bank twice.
+__device__ __forceinline__ int swizzled(int row, int unit) { return unit ^ (row & 7); }
+
+__device__ __forceinline__ void copy_points(uint4 (&to)[128][kUnits],
+                                            const uint4* points,
+                                            int chunk) {
+#pragma unroll
+  for (int n = threadIdx.x; n < 128 * kUnits; n += kThreads) {
+    const int row = n / kUnits, unit = n % kUnits;
+    const uint4* from = points + (static_cast<long long>(row) * kChunks + chunk) * kUnits;
+    ptx::copy_async<16>(&to[row][swizzled(row, unit)], from + unit);
+  }
+}
+
+__device__ __forceinline__ unsigned address_of(const uint4* p) {
+  return unsigned(__cvta_generic_to_shared(p));
+}
+
+// 16 axes of 32 axes join the products of the warp: d += x y.
+__device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
+                                         const uint4 (&x)[kBlockRows][kUnits],
+                                         const uint4 (&y)[kBlockKeys][kUnits],
+                                         const block_t& block,
+                                         int step) {
+  const int lane = block.lane;
+  unsigned a[2][kRowTiles][4];  // high and low parts
+#pragma unroll
+  for (int part = 0; part < 2; ++part) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const int row = block.first_row + 16 * m + lane % 16;
+      const int unit = 4 * part + 2 * step + lane / 16;
+      ptx::ldmatrix_x4(a[part][m], address_of(&x[row][swizzled(row, unit)]));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; n += 2) {
+    unsigned b[2][4];
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const int key = block.first_key + 8 * n + lane % 8 + lane / 16 * 8;
+      const int unit = 4 * part + 2 * step + lane / 8 % 2;
+      ptx::ldmatrix_x4(b[part], address_of(&y[key][swizzled(key, unit)]));
+    }
+#pragma unroll
+    for (int term = 0; term < 3; ++term) {
+      const int of_x = term == 1, of_y = term == 0;  // the small products first
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          ptx::mma_m16n8k16_f16(d[m][n + k], a[of_x][m], b[of_y][2 * k], b[of_y][2 * k + 1]);
+        }
+      }
+    }
+  }
+}
+
+// The largest score of each row moves its reference if it is far above it.
+__device__ __forceinline__ void follow(const float (&s)[kRowTiles][kKeyTiles][4],
+                                       state_t& state,
+                                       int lane) {
+  const float inf = infinity<float>();
+  float top[kRows];
+  bool moves = false;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    top[r] = -inf;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+      top[r] = fmaxf(top[r], fmaxf(s[r / 2][n][r % 2 * 2], s[r / 2][n][r % 2 * 2 + 1]));
+    }
+    moves |= state.ref[r] == -inf ? top[r] > -inf : top[r] > state.ref[r] + 20;
+  }
+  if (!__any_sync(kFullMask, moves)) return;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) {
+    top[r] = warp_reduce<4>(top[r], [](float a, float b) { return fmaxf(a, b); });
+    const float old = state.ref[r];
+    if (!(old == -inf ? top[r] > -inf : top[r] > old + 20)) continue;
+    state.ref[r] = top[r];
+    if (lane % 4 != r) continue;
+    const float factor = old == -inf ? 0.f : ptx::ex2_approx_ftz(old - top[r]);
+#pragma unroll
+    for (int c = 0; c < kSums; ++c) state.total[c] *= factor, state.rest[c] *= factor;
+  }
+}
+
+// The scores of a tile, without references, join the totals.
+__device__ __forceinline__ void attend(float (&s)[kRowTiles][kKeyTiles][4],
+                                       state_t& state,
+                                       const smem_t& smem,
+                                       const block_t& block) {
+  const float inf = infinity<float>();
+  const int first = block.first_key + 2 * (block.lane % 4);
+  if constexpr (kHasWeights) {
+    float whole[kRowTiles][kKeyTiles][4];
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+      const float2 even = smem.terms[first + 8 * n], odd = smem.terms[first + 8 * n + 1];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) whole[m][n][e] = s[m][n][e] + (e % 2 ? odd.x : even.x);
+      }
+    }
+    follow(whole, state, block.lane);
+  }
+  float sums[kSums][kRows] = {};
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; ++n) {
+    const float2 terms[2] = {smem.terms[first + 8 * n], smem.terms[first + 8 * n + 1]};
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int r = 2 * m + e / 2;
+        float from = terms[e % 2].x;
+        if constexpr (kHasWeights) from -= state.ref[r] > -inf ? state.ref[r] : 0.f;
+        const float w = ptx::ex2_approx_ftz(s[m][n][e] + (from + terms[e % 2].y));
+        if constexpr (kHasWeights) sums[0][r] += w;
+#pragma unroll
+        for (int v = 0; v < kColumns; ++v) {
+          float& sum = sums[kHasWeights + v][r];
+          sum = fmaf(w, smem.b[v][first + 8 * n + e % 2], sum);
+        }
+      }
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kSums; ++c) {
+    add(state.total[c], state.rest[c], scattered_sums<2>(sums[c], block.lane));
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_products(
+    const uint4* __restrict__ x,          // (batch, padded_rows, kChunks, kUnits)
+    const uint4* __restrict__ y,          // (batch, padded_keys, kChunks, kUnits)
+    const double* __restrict__ norms,     // (batch, padded_rows)
+    const float2* __restrict__ terms,     // (batch, padded_keys)
+    const float* __restrict__ b,          // (batch, chunks, kColumns, padded_keys)
+    int* __restrict__ redo,               // (batch, groups)
+    double* __restrict__ refs,            // part_row
+    float* __restrict__ parts,            // part_row, kSums to each part
+    points_params_t params) {
+  extern __shared__ __align__(128) char memory[];
+  smem_t& smem = *reinterpret_cast<smem_t*>(memory);
+  const int row_blocks = params.padded_rows / kBlockRows;
+  const int entry = blockIdx.x / row_blocks;
+  const int first_row = blockIdx.x % row_blocks * kBlockRows;
+  const long long entry_row = static_cast<long long>(entry) * params.padded_rows;
+  const long long entry_key = static_cast<long long>(entry) * params.padded_keys;
+  const int warp = threadIdx.x / kWarpSize;
+  block_t block;
+  block.x = x + (entry_row + first_row) * kChunks * kUnits;
+  block.y = y + entry_key * kChunks * kUnits;
+  block.terms = terms + entry_key;
+  block.b = b + (entry_key * gridDim.z + static_cast<long long>(blockIdx.z) *
+                 params.padded_keys) * kColumns;
+  block.keys = params.padded_keys;
+  block.lane = threadIdx.x % kWarpSize;
+  block.first_row = warp % 4 * kWarpRows;
+  block.first_key = warp / 4 * kWarpKeys;
+
+  state_t state = {};
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) state.ref[r] = kHasWeights ? -infinity<float>() : 0.f;
+  constexpr int kTilesOfTile = kTileKeys / kBlockKeys;
+  const int first = blockIdx.y * params.tiles_per_split * kTilesOfTile;
+  const int last = min(first + params.tiles_per_split * kTilesOfTile,
+                       params.num_tiles * kTilesOfTile);
+  const auto copy_chunk = [&](int turn) {
+    const int tile = first + turn / kChunks, chunk = turn % kChunks;
+    if (tile < last) {
+      const long long key = static_cast<long long>(tile) * kBlockKeys;
+      copy_points(smem.y[turn & 1], block.y + key * kChunks * kUnits, chunk);
+      if (!kIsResident) copy_points(smem.x[turn & 1], block.x, chunk);
+    }
+    ptx::commit_copies();
+  };
+  if constexpr (kIsResident) {
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      copy_points(smem.x[chunk], block.x, chunk);
+    }
+  }
+  copy_chunk(0);
+  for (int tile = first, turn = 0; tile < last; ++tile) {
+    float s[kRowTiles][kKeyTiles][4] = {};
+#pragma unroll 1
+    for (int chunk = 0; chunk < kChunks; ++chunk, ++turn) {
+      ptx::wait_copies();
+      __syncthreads();  // the chunk is there, and the one before it has been read
+      copy_chunk(turn + 1);
+      if (chunk == 0 && threadIdx.x < kBlockKeys) {
+        const int key = tile * kBlockKeys + threadIdx.x;
+        smem.terms[threadIdx.x] = block.terms[key];
+#pragma unroll
+        for (int v = 0; v < kColumns; ++v) {
+          const long long at = static_cast<long long>(v) * block.keys + key;
+          smem.b[v][threadIdx.x] = block.b[at];
+        }
+      }
+#pragma unroll
+      for (int step = 0; step < 2; ++step) {
+        multiply(s, smem.x[kIsResident ? chunk : turn & 1], smem.y[turn & 1], block, step);
+      }
+    }
+    __syncthreads();  // the terms are there
+    attend(s, state, smem, block);
+  }
+  ptx::wait_copies();
+
+  const int part = params.first_part + 2 * blockIdx.y + warp / 4;
+  const int r = block.lane % 4;
+  float ref = state.ref[0];
+#pragma unroll
+  for (int n = 1; n < kRows; ++n) ref = r == n ? state.ref[n] : ref;
+  const int row = first_row + block.first_row + r / 2 * 16 + r % 2 * 8 + block.lane / 4;
+  const long long place = part_row(params, blockIdx.z, entry, part, row);
+  const double norm = norms[entry_row + row];
+  refs[place] = ref > -infinity<float>() ? double(ref) - norm : 0;
+  bool is_odd = !(norm <= params.limit);
+#pragma unroll
+  for (int c = 0; c < kSums; ++c) {
+    const long long at = (place - row) * kSums + static_cast<long long>(c) * params.padded_rows;
+    parts[at + row] = state.total[c];
+    is_odd |= !is_finite(state.total[c]);
+  }
+  if (is_odd) redo[(entry_row + row) / kGroup] = 1;
+}

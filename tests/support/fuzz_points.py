@@ -1,0 +1,196 @@
+"""Random problems of points, any back end, beside float64 sums of the same inputs.
+
+    python -m tests.support.fuzz_points --problems 1000 --seed 0 --xp cupy
+
+Sizes, dimensions, bandwidths, offsets, weights, values, batches and kernels are drawn
+together; what is checked is what is promised. The seed of each bad problem is printed.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+
+import numpy as np
+
+from cupyflash import points
+from tests.support import pairs
+
+REDUCTIONS = ("logsumexp", "kernel_sum", "mean")
+MOST_PAIRS = 1 << 26
+ROWS = 96  # of a result that are compared
+
+
+def draw(seed):
+    """A problem as NumPy arrays and options."""
+    rng = np.random.default_rng(seed)
+    reduction = REDUCTIONS[rng.integers(3)]
+    kernels = list(pairs.KERNELS if reduction == "kernel_sum" else pairs.POSITIVE)
+    kernel = "gaussian" if rng.random() < 0.5 else kernels[rng.integers(len(kernels))]
+    dtype = np.dtype("float32" if rng.random() < 0.75 else "float64")
+    dim = int(rng.choice([1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9, 20, 64, 130]))
+    num_x, num_y = (int(2 ** rng.uniform(0, 14.5)) for _ in range(2))
+    if rng.random() < 0.1:
+        num_x = int(2 ** rng.uniform(14, 17))
+    num_y = max(1, min(num_y, MOST_PAIRS // num_x // max(1, dim // 8)))
+    batch = (int(rng.integers(1, 4)),) if rng.random() < 0.2 and num_x < 4096 else ()
+    bandwidth = float(10 ** rng.uniform(-2.5, 1))
+    if rng.random() < 0.15:
+        bandwidth = tuple((bandwidth * 2 ** rng.uniform(-1, 1, dim)).tolist())
+    offset = float(rng.choice([0, 0, 1e3, 1e6])) * np.asarray(bandwidth)
+    x = _cloud(rng, (*batch, num_x, dim))
+    y = _cloud(rng, (*batch, num_y, dim))
+    if rng.random() < 0.3:  # points of y stand among those of x
+        n = min(num_x, num_y) // 2
+        y[..., :n, :] = x[..., :n, :]
+    if rng.random() < 0.1:
+        y = y + rng.uniform(0, 20) * np.asarray(bandwidth)
+    weights = None
+    if reduction != "kernel_sum" and rng.random() < 0.7:
+        weights = rng.standard_normal((*batch, num_y)) * rng.choice([1, 1, 10, 300])
+        if rng.random() < 0.3:
+            weights[rng.random(weights.shape) < rng.random()] = -np.inf
+    columns = int(rng.choice([1, 1, 2, 3, 4, 5, 9]))
+    values = rng.standard_normal((*batch, num_y, columns)) * 10 ** rng.uniform(-6, 6)
+    if rng.random() < 0.3:
+        values = np.abs(values)
+    return {
+        "reduction": reduction,
+        "x": (x + offset).astype(dtype),
+        "y": (y + offset).astype(dtype),
+        "weights": None if weights is None else weights.astype(dtype),
+        "values": None if reduction == "logsumexp" else values.astype(dtype),
+        "kernel": kernel,
+        "bandwidth": bandwidth,
+    }
+
+
+def _cloud(rng, shape):
+    """Uniform, normal, in clusters, on a line, or few points many times."""
+    kind = rng.integers(5)
+    if kind == 0:
+        return rng.random(shape)
+    if kind == 1:
+        return rng.standard_normal(shape)
+    if kind == 2:
+        middles = 5 * rng.random((20, shape[-1]))
+        which = rng.integers(20, size=shape[:-1])
+        return middles[which] + 0.02 * rng.standard_normal(shape)
+    if kind == 3:
+        return rng.random((*shape[:-1], 1)) * rng.standard_normal(shape[-1])
+    few = rng.random((max(1, shape[-2] // 50), shape[-1]))
+    return few[rng.integers(len(few), size=shape[:-1])]
+
+
+def exact(problem, rows, xp):
+    """The result of some rows in float64 (NumPy: long double), row by row."""
+    wide = np.longdouble if xp is np else np.float64
+    reduction, kernel = problem["reduction"], problem["kernel"]
+    x, y = (xp.asarray(problem[name]).astype(wide) for name in "xy")
+    x = x[..., rows, :]
+    widths = np.broadcast_to(np.asarray(problem["bandwidth"], np.float64), y.shape[-1])
+    d2 = xp.zeros((*x.shape[:-1], y.shape[-2]), wide)
+    for axis, width in enumerate(widths.tolist()):
+        gap = (x[..., :, None, axis] - y[..., None, :, axis]) / width
+        d2 += gap * gap
+    distance = xp.sqrt(d2)
+    values = problem["values"]
+    values = None if values is None else xp.asarray(values).astype(wide)
+    if reduction == "kernel_sum":
+        return pairs.KERNELS[kernel](distance) @ values
+    scores = pairs.LOGS[kernel](distance)
+    if problem["weights"] is not None:
+        scores += xp.asarray(problem["weights"]).astype(wide)[..., None, :]
+    largest = scores.max(axis=-1, keepdims=True)
+    largest = xp.where(xp.isfinite(largest), largest, 0.0)
+    weights = xp.exp(scores - largest)
+    total = weights.sum(axis=-1, keepdims=True)
+    if reduction == "mean":
+        return weights @ values / xp.where(total == 0, 1.0, total)
+    with np.errstate(divide="ignore"):
+        return (largest + xp.log(total))[..., 0]
+
+
+def run(problem, xp):
+    """The whole result."""
+    x, y = xp.asarray(problem["x"]), xp.asarray(problem["y"])
+    options = {"kernel": problem["kernel"], "bandwidth": problem["bandwidth"]}
+    weights, values = (
+        None if problem[name] is None else xp.asarray(problem[name])
+        for name in ("weights", "values")
+    )
+    if problem["reduction"] == "kernel_sum":
+        return points.kernel_sum(x, y, values, **options)
+    if problem["reduction"] == "mean":
+        return points.mean(x, y, values, weights, **options)
+    return points.logsumexp(x, y, weights, **options)
+
+
+def share_of_promise(problem, xp):
+    """The largest error over what is promised; infinite where finiteness differs."""
+    num_x = problem["x"].shape[-2]
+    rows = np.unique(np.linspace(0, num_x - 1, min(num_x, ROWS)).astype(int))
+    is_lse = problem["reduction"] == "logsumexp"
+    found = run(problem, xp)
+    found = found[..., rows] if is_lse else found[..., rows, :]
+    dtype = found.dtype
+    want = exact(problem, rows, xp)
+    found, want = (np.asarray(a.get() if hasattr(a, "get") else a) for a in (found, want))
+    finite = np.isfinite(want)
+    if not (np.isfinite(found) == finite).all():
+        return math.inf
+    if not finite.any():
+        return 0.0
+    error = np.abs(found[finite].astype(np.float64) - want[finite].astype(np.float64))
+    promise = pairs.PROMISED[dtype.name]
+    if is_lse:
+        ulp = np.spacing(np.abs(want[finite]).astype(dtype)).astype(np.float64)
+        return float((error / (promise + 2 * ulp)).max())
+    largest = float(np.abs(want[finite]).max())
+    # Sums below the smallest normal numbers have fewer digits.
+    floor = 2 * float(np.finfo(dtype).tiny)
+    return float(error.max() / max(promise * largest, floor, 1e-300))
+
+
+def summary(problem):
+    """A problem in a line."""
+    shapes = {
+        name: None if problem[name] is None else problem[name].shape
+        for name in ("x", "y", "weights", "values")
+    }
+    names = ("reduction", "kernel", "bandwidth")
+    options = {name: problem[name] for name in names}
+    return f"{problem['x'].dtype} {options} {shapes}"
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--problems", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf)
+    parser.add_argument("--xp", default="cupy")
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    xp = np if args.xp == "numpy" else __import__(args.xp)
+    start, bad, worst, n = time.perf_counter(), [], 0.0, 0
+    for n in range(args.problems):
+        if time.perf_counter() - start > args.seconds:
+            break
+        problem = draw(args.seed + n)
+        share = share_of_promise(problem, xp)
+        if not share <= 1:
+            bad.append({"seed": args.seed + n, "share": share})
+            print(f"seed {args.seed + n}: {share:.2f} of the promise, "
+                  f"{summary(problem)}", flush=True)  # fmt: skip
+        else:
+            worst = max(worst, share)
+    print(f"{n + 1} problems, {len(bad)} bad; the others up to {worst:.2f}")
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"problems": n + 1, "bad": bad, "worst": worst}, file)
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

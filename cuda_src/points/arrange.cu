@@ -14,13 +14,13 @@ using coord_t = COORD_T;
 using value_t = ACCUM_T;
 
 extern "C" __global__ void points_arrange(
-    const coord_t* __restrict__ x,         // (batch, num_points, kDim)
-    const value_t* __restrict__ weights,   // (batch, num_points), natural log, or null
-    const value_t* __restrict__ values,    // (batch, num_points, num_columns), or null
-    const long long* __restrict__ order,   // (batch, num_points), or null
-    coord_t* __restrict__ sorted,          // (batch, kDim, padded)
-    double* __restrict__ sorted_weights,   // (batch, padded), log2, or null
-    value_t* __restrict__ sorted_values,   // (batch, chunks kColumns, padded), or null
+    const coord_t* __restrict__ x,        // (batch, num_points, kDim)
+    const value_t* __restrict__ weights,  // (batch, num_points), natural log, or null
+    const value_t* __restrict__ values,   // (batch, num_points, num_columns), or null
+    const long long* __restrict__ order,  // (batch, num_points), or null
+    coord_t* __restrict__ sorted,         // (batch, kDim, padded)
+    double* __restrict__ sorted_weights,  // (batch, padded), log2, or null
+    value_t* __restrict__ sorted_values,  // (batch, chunks kColumns, padded), or null
     long long num_points,
     long long padded,
     long long num_columns,
@@ -30,8 +30,8 @@ extern "C" __global__ void points_arrange(
   const long long entry = blockIdx.y;
   const bool exists = j < num_points;
   const long long at = exists ? j : num_points - 1;
-  const long long i = entry * num_points +
-                      (order != nullptr ? order[entry * num_points + at] : at);
+  const long long i =
+      entry * num_points + (order != nullptr ? order[entry * num_points + at] : at);
   for (int d = 0; d < kDim; ++d) {
     sorted[(entry * kDim + d) * padded + j] = x[i * kDim + d];
   }
@@ -107,8 +107,8 @@ extern "C" __global__ void points_arrange_boxes(
     if (weight > -infinity<double>()) bottom = fminf(bottom, __double2float_rd(weight));
     is_odd |= !(weight < infinity<double>());
     for (long long v = 0; v < stored_columns; ++v) {
-      const value_t b = sorted_values[(entry * stored_columns + v) * padded +
-                                      tile * BOX_POINTS + j];
+      const value_t b =
+          sorted_values[(entry * stored_columns + v) * padded + tile * BOX_POINTS + j];
       largest = abs_of(b) > largest ? abs_of(b) : largest;
       is_odd |= !is_finite(b);
     }

@@ -35,12 +35,14 @@ extern "C" __global__ void points_choose(
   __shared__ int counts[1 + kDegrees];
   const int entry = blockIdx.y;
   const int row_blocks = params.padded_rows / (kGroups * kGroup);
-  const int block = static_cast<int>(static_cast<long long>(blockIdx.x) * row_blocks /
-                                     gridDim.x);
-  const float* boxes = key_boxes + static_cast<long long>(entry) * params.num_tiles * kBoxSize;
+  const int block =
+      static_cast<int>(static_cast<long long>(blockIdx.x) * row_blocks / gridDim.x);
+  const float* boxes =
+      key_boxes + static_cast<long long>(entry) * params.num_tiles * kBoxSize;
   const float scale = float(params.scale);
   if (threadIdx.x < 1 + kDegrees) counts[threadIdx.x] = 0;
-  list.load<1>(row_boxes + (static_cast<long long>(entry) * row_blocks + block) * kGroups * kBoxSize,
+  list.load<1>(row_boxes + (static_cast<long long>(entry) * row_blocks + block) *
+                               kGroups * kBoxSize,
                from_ordered(facts[entry].values));
   float mid[kBoxDim + 1];
   const float reach = list.middle(mid);
@@ -49,7 +51,8 @@ extern "C" __global__ void points_choose(
     float score;
     const int best = list.find_best(boxes, params.num_tiles, scale, score);
     if (threadIdx.x < kGroups) {
-      const float* keys = boxes + static_cast<long long>(best < 0 ? 0 : best) * kBoxSize;
+      const float* keys =
+          boxes + static_cast<long long>(best < 0 ? 0 : best) * kBoxSize;
       list.floor_[threadIdx.x] = least_score(list.rows[threadIdx.x], keys, scale);
     }
     __syncthreads();
@@ -58,7 +61,8 @@ extern "C" __global__ void points_choose(
   int num_pairs = 0, num_smooth[kDegrees] = {};
   const int looked_at = min(params.num_tiles, kMostTiles);
   for (int n = threadIdx.x; n < looked_at; n += kThreads) {
-    const int tile = static_cast<int>(static_cast<long long>(n) * params.num_tiles / looked_at);
+    const int tile =
+        static_cast<int>(static_cast<long long>(n) * params.num_tiles / looked_at);
     const float* keys = boxes + static_cast<long long>(tile) * kBoxSize;
     for (int group = 0; group < kGroups; ++group) {
       const float score = best_score(list.rows[group], keys, scale);

@@ -3,8 +3,9 @@
 //
 // A row whose digits the launches before cannot promise is named in `redo`, and with
 // REPAIR only rows so named are written (or all, where sums were too small to skip by).
-// The promise of float32: an error of a score is 2^-24 of what it is made of, at most
-// `top - lse` where the heaviest keys are nearest, and a log-sum may be 2 ulp off.
+// An error of a score is some 2^-24 of what it is made of: at most `top - lse`, since
+// the heaviest keys may be the nearest. A log-sum may be 2 ulp off, so that a large one
+// may have larger scores: by `slack`, which hangs on the kernel that made the parts.
 
 #include "common/math.cuh"
 #include "points/params.cuh"
@@ -45,8 +46,10 @@ extern "C" __global__ void points_combine(
   const double inf = infinity<double>();
   const long long first = part_row(params, chunk, entry, 0, row);
   const auto sum_at = [&](int part, int c) {
-    const long long of_part = first - row + static_cast<long long>(part) * params.padded_rows;
-    return parts[of_part * kSums + static_cast<long long>(c) * params.padded_rows + row];
+    const long long of_part =
+        first - row + static_cast<long long>(part) * params.padded_rows;
+    return parts[of_part * kSums + static_cast<long long>(c) * params.padded_rows +
+                 row];
   };
   const auto ref_at = [&](int part) {
     return refs[first + static_cast<long long>(part) * params.padded_rows];
@@ -71,7 +74,8 @@ extern "C" __global__ void points_combine(
   }
 
   const long long place =
-      order != nullptr ? order[static_cast<long long>(entry) * params.num_rows + row] : row;
+      order != nullptr ? order[static_cast<long long>(entry) * params.num_rows + row]
+                       : row;
   const long long at = static_cast<long long>(entry) * params.num_rows + place;
   bool is_good = true;
   double inverse = 1;
@@ -83,8 +87,10 @@ extern "C" __global__ void points_combine(
     }
     inverse = sums[0] != 0 ? 1 / sums[0] : 0;
     const double largest = from_ordered(facts[entry].top);
-    const double promised = kLargeScore + (kColumns > 0 ? 0 : 2 * fabs(log2_sum));
-    is_good = largest == -inf || (is_finite(log2_sum) && largest - log2_sum <= promised);
+    const double promised =
+        kLargeScore + (kColumns > 0 ? 0 : params.slack * fabs(log2_sum));
+    is_good =
+        largest == -inf || (is_finite(log2_sum) && largest - log2_sum <= promised);
   }
   float greatest = 0;
 #pragma unroll

@@ -5,7 +5,8 @@
 //            l_i += 2^s_ij factor(q_ij),  o_i += 2^s_ij factor(q_ij) b_j
 //            Sums without weights (WEIGHTS 0) have m_i = h_j = 0 and no l_i.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
-// Tiles      threads stand 16 x 16 and own kRows rows and kKeys keys each: 16 kRows rows
+// Tiles      threads stand 16 x 16 and own kRows rows and kKeys keys each: 16 kRows
+// rows
 //            and kStep keys at a time, their coordinates in shared memory. Up to 8
 //            axes a tile of 256 keys is loaded whole; above, kChunk axes at a time.
 // Skipping   up to 8 axes, by the boxes of tiles (tiles.cuh)
@@ -13,7 +14,8 @@
 //            exponentials and sums in accum_t. A lane sums 16 to 32 terms, lanes join,
 //            and totals keep their rounding errors.
 // References m_i is the largest score of the first tile that a row sees. It moves where
-//            the bound of a tile says that a sum could overflow, and when a sum is tall.
+//            the bound of a tile says that a sum could overflow, and when a sum is
+//            tall.
 // REPAIR     only blocks that `redo` names, or sums that are too small beside the
 //            values for what the first launch skipped.
 
@@ -63,7 +65,7 @@ struct smem_t {
 };
 
 struct state_t {
-  wide_t ref[kRows];      // of the rows of this thread; -inf: no key seen
+  wide_t ref[kRows];                  // of the rows of this thread; -inf: no key seen
   accum_t total[kSums], rest[kSums];  // of the row that this lane owns
 };
 
@@ -227,7 +229,8 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows],
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       wide_t from = h;
-      if constexpr (kHasWeights) from -= state.ref[r] > -infinity<wide_t>() ? state.ref[r] : 0;
+      if constexpr (kHasWeights)
+        from -= state.ref[r] > -infinity<wide_t>() ? state.ref[r] : 0;
       accum_t w = exp2(accum_t(score_of(d2[r][k], scale, from)));
       if constexpr (kernel_t::kHasFactor) {
         w *= kernel_t::factor(accum_t(scale * d2[r][k]));
@@ -268,7 +271,8 @@ __device__ __forceinline__ void join(const accum_t (&sums)[kSums][kRows],
   }
 }
 
-__device__ __forceinline__ wide_t owned_ref(const state_t& state, const block_t& block) {
+__device__ __forceinline__ wide_t owned_ref(const state_t& state,
+                                            const block_t& block) {
   wide_t ref = state.ref[0];
 #pragma unroll
   for (int r = 1; r < kRows; ++r) ref = owned_row(block) == r ? state.ref[r] : ref;
@@ -318,16 +322,16 @@ __device__ __forceinline__ void raise_floor(smem_t& smem) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct(
-    const coord_t* __restrict__ x,          // (batch, kDim, padded_rows)
-    const coord_t* __restrict__ y,          // (batch, kDim, padded_keys)
-    const double* __restrict__ h,           // (batch, padded_keys), log2
-    const accum_t* __restrict__ b,          // (batch, chunks, kColumns, padded_keys)
-    const float* __restrict__ row_boxes,    // (batch, groups, kBoxSize)
-    const float* __restrict__ key_boxes,    // (batch, num_tiles, kBoxSize)
+    const coord_t* __restrict__ x,             // (batch, kDim, padded_rows)
+    const coord_t* __restrict__ y,             // (batch, kDim, padded_keys)
+    const double* __restrict__ h,              // (batch, padded_keys), log2
+    const accum_t* __restrict__ b,             // (batch, chunks, kColumns, padded_keys)
+    const float* __restrict__ row_boxes,       // (batch, groups, kBoxSize)
+    const float* __restrict__ key_boxes,       // (batch, num_tiles, kBoxSize)
     const points_facts_t* __restrict__ facts,  // (batch)
-    const int* __restrict__ redo,           // (batch, groups), for REPAIR
-    double* __restrict__ refs,              // part_row
-    accum_t* __restrict__ parts,            // part_row, kSums to each part
+    const int* __restrict__ redo,              // (batch, groups), for REPAIR
+    double* __restrict__ refs,                 // part_row
+    accum_t* __restrict__ parts,               // part_row, kSums to each part
     points_params_t params) {
   __shared__ __align__(16) smem_t smem;
   const int row_blocks = params.padded_rows / kBlockRows;
@@ -374,14 +378,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
 
   state_t state = {};
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) state.ref[r] = kHasWeights ? -infinity<wide_t>() : wide_t(0);
+  for (int r = 0; r < kRows; ++r)
+    state.ref[r] = kHasWeights ? -infinity<wide_t>() : wide_t(0);
 
   const int first = blockIdx.y * params.tiles_per_split;
   const int last = min(first + params.tiles_per_split, params.num_tiles);
   int start = -1;
   if constexpr (kHasWeights && kIsWhole && kernel_t::kHasExponent) {
     float score;
-    start = smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
+    start =
+        smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
     if (is_finite(score)) block.base = score;
     if (start >= 0) {
       visit(start, true, state, smem, block, params, exp2);
@@ -393,7 +399,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
     }
   }
   for (int run = first; run < last; run += kThreads) {
-    const int count = smem.list.list(block.boxes, run, last, start, params, 0.f, -1.f, false);
+    const int count =
+        smem.list.list(block.boxes, run, last, start, params, 0.f, -1.f, false);
     for (int n = 0; n < count; ++n) {
       const listed_tile_t listed = smem.list.tiles[n];
       visit(listed.tile, listed.watched_by, state, smem, block, params, exp2);

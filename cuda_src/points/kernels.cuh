@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The kernels of points: K = 2^exponent(q) factor(q) of q = scale d^2. The scale is such
-// that the exponent needs no constant; the host's table has it for each kernel.
+// The kernels of points: K = 2^exponent(q) factor(q) of q = scale d^2. The scale is
+// such that the exponent needs no constant; the host's table has it for each kernel.
 //   gaussian, exponential  2^-q, 2^-sqrt(q)
 //   matern32, matern52     Matern of smoothness 3/2 and 5/2, the exponent as above
 //   cauchy, inverse_multiquadric, energy   1 / (1 + q), 1 / sqrt(1 + q), -sqrt(q)

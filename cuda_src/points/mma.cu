@@ -28,13 +28,13 @@ using coord_t = COORD_T;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlockRows = kWarps * kGroup;
-constexpr int kRowTiles = 4;                // of 16 rows, in a warp
-constexpr int kSteps = (kDim + 4) / 4;      // products of 16 columns
-constexpr int kPolynomials = POLY;          // of 16 exponentials
-constexpr unsigned short kOne = 0x3c00;     // float16
-constexpr float kNoWeight = -60000.f;       // the score of a key without weight
-constexpr float kFarthest = -30000.f;       // scores below it have no weight
-constexpr float kLowestRef = -16000.f;      // such keys have none beside this either
+constexpr int kRowTiles = 4;             // of 16 rows, in a warp
+constexpr int kSteps = (kDim + 4) / 4;   // products of 16 columns
+constexpr int kPolynomials = POLY;       // of 16 exponentials
+constexpr unsigned short kOne = 0x3c00;  // float16
+constexpr float kNoWeight = -60000.f;    // the score of a key without weight
+constexpr float kFarthest = -30000.f;    // scores below it have no weight
+constexpr float kLowestRef = -16000.f;   // such keys have none beside this either
 static_assert(kThreads == kTileKeys);
 
 struct smem_t {
@@ -90,7 +90,8 @@ __device__ __forceinline__ void load_rows(state_t& state, const block_t& block) 
         const int row = block.warp * kGroup + m * 16 + block.g + 8 * half;
         unsigned parts = 0;
         if (d < kDim) {
-          const coord_t from = block.x[static_cast<long long>(d) * block.rows + row] - middle;
+          const coord_t from =
+              block.x[static_cast<long long>(d) * block.rows + row] - middle;
           parts = split(2 * float(from * coord_t(block.root)));
         }
         const unsigned short high = parts & 0xffff, low = parts >> 16;
@@ -105,7 +106,8 @@ __device__ __forceinline__ void load_rows(state_t& state, const block_t& block) 
     double squared = 0;
 #pragma unroll
     for (int d = 0; d < kDim; ++d) {
-      const long long at = static_cast<long long>(d) * block.rows + owned_row(block, half);
+      const long long at =
+          static_cast<long long>(d) * block.rows + owned_row(block, half);
       const double z = float((block.x[at] - block.mid[d]) * coord_t(block.root));
       squared = fma(z, z, squared);
     }
@@ -123,7 +125,8 @@ struct key_t {
 __device__ __forceinline__ void load_key(key_t& key, const block_t& block, int tile) {
   const int j = tile * kTileKeys + threadIdx.x;
 #pragma unroll
-  for (int d = 0; d < kDim; ++d) key.y[d] = block.y[static_cast<long long>(d) * block.keys + j];
+  for (int d = 0; d < kDim; ++d)
+    key.y[d] = block.y[static_cast<long long>(d) * block.keys + j];
   if constexpr (kHasWeights) key.h = block.h[j];
 #pragma unroll
   for (int v = 0; v < kColumns; ++v) {
@@ -175,16 +178,15 @@ __device__ __forceinline__ void scores_of(float (&s)[kRowTiles][4],
                                           int buffer,
                                           int n) {
 #pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) s[m][e] = 0;
-  }
-#pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     const uint2 b = smem.columns[buffer][k][n * 8 + block.g][block.t];
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      ptx::mma_m16n8k16_f16(s[m], state.a[m][k], b.x, b.y);
+      if (k == 0) {
+        ptx::mma_m16n8k16_f16_from_zero(s[m], state.a[m][k], b.x, b.y);
+      } else {
+        ptx::mma_m16n8k16_f16(s[m], state.a[m][k], b.x, b.y);
+      }
     }
   }
 }
@@ -235,7 +237,8 @@ __device__ __forceinline__ void watch(state_t& state,
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) top[2 * m + e / 2] = fmaxf(top[2 * m + e / 2], s[m][e]);
+      for (int e = 0; e < 4; ++e)
+        top[2 * m + e / 2] = fmaxf(top[2 * m + e / 2], s[m][e]);
     }
   }
   float to[2] = {};
@@ -270,7 +273,8 @@ __device__ __forceinline__ void attend(state_t& state,
       const int m = i / 4, e = i % 4, q = 2 * m + e / 2;
       // The polynomials are spread evenly among the sixteen.
       const bool by_polynomial = i * kPolynomials / 16 != (i + 1) * kPolynomials / 16;
-      const float w = by_polynomial ? exp2_polynomial(s[m][e]) : ptx::ex2_approx_ftz(s[m][e]);
+      const float w =
+          by_polynomial ? exp2_polynomial(s[m][e]) : ptx::ex2_approx_ftz(s[m][e]);
       if constexpr (kHasWeights) sums[0][q] += w;
 #pragma unroll
       for (int v = 0; v < kColumns; ++v) {
@@ -285,7 +289,8 @@ __device__ __forceinline__ void attend(state_t& state,
     // Lane t of four is left with rows g and g + 8 of tile t.
     float even[kRowTiles], odd[kRowTiles];
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) even[m] = sums[c][2 * m], odd[m] = sums[c][2 * m + 1];
+    for (int m = 0; m < kRowTiles; ++m)
+      even[m] = sums[c][2 * m], odd[m] = sums[c][2 * m + 1];
     add(state.total[c][0], state.rest[c][0], scattered_sums<2>(even, block.lane));
     add(state.total[c][1], state.rest[c][1], scattered_sums<2>(odd, block.lane));
     if (c == 0) is_tall = state.total[0][0] > kTall || state.total[0][1] > kTall;
@@ -346,31 +351,33 @@ __device__ __forceinline__ void store_part(const state_t& state,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_mma(
-    const coord_t* __restrict__ x,        // (batch, kDim, padded_rows)
-    const coord_t* __restrict__ y,        // (batch, kDim, padded_keys)
-    const double* __restrict__ h,         // (batch, padded_keys), log2
-    const float* __restrict__ b,          // (batch, chunks, kColumns, padded_keys)
-    const float* __restrict__ row_boxes,  // (batch, groups, kBoxSize)
-    const float* __restrict__ key_boxes,  // (batch, num_tiles, kBoxSize)
-    const points_facts_t* __restrict__ facts,  // (batch)
-    int* __restrict__ redo,               // (batch, groups)
-    double* __restrict__ refs,            // part_row
-    float* __restrict__ parts,            // part_row, kSums to each part
-    points_params_t params) {
+extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
+    points_mma(const coord_t* __restrict__ x,  // (batch, kDim, padded_rows)
+               const coord_t* __restrict__ y,  // (batch, kDim, padded_keys)
+               const double* __restrict__ h,   // (batch, padded_keys), log2
+               const float* __restrict__ b,    // (batch, chunks, kColumns, padded_keys)
+               const float* __restrict__ row_boxes,  // (batch, groups, kBoxSize)
+               const float* __restrict__ key_boxes,  // (batch, num_tiles, kBoxSize)
+               const points_facts_t* __restrict__ facts,  // (batch)
+               int* __restrict__ redo,                    // (batch, groups)
+               double* __restrict__ refs,                 // part_row
+               float* __restrict__ parts,  // part_row, kSums to each part
+               points_params_t params) {
   __shared__ __align__(16) smem_t smem;
   const int row_blocks = params.padded_rows / kBlockRows;
   const int entry = blockIdx.x / row_blocks;
   const int first_row = blockIdx.x % row_blocks * kBlockRows;
   const long long entry_row = static_cast<long long>(entry) * params.padded_rows;
   const long long entry_key = static_cast<long long>(entry) * params.padded_keys;
-  const float* boxes = key_boxes + static_cast<long long>(entry) * params.num_tiles * kBoxSize;
+  const float* boxes =
+      key_boxes + static_cast<long long>(entry) * params.num_tiles * kBoxSize;
   const int group = static_cast<int>((entry_row + first_row) / kGroup);
   const float inf = infinity<float>();
 
   const float floor = kHasWeights ? -inf : from_ordered(facts[entry].values);
   const float cut = facts[entry].cut;
-  smem.list.template load<1>(row_boxes + static_cast<long long>(group) * kBoxSize, floor);
+  smem.list.template load<1>(row_boxes + static_cast<long long>(group) * kBoxSize,
+                             floor);
   float mid[kBoxDim + 1];
   const float reach = smem.list.middle(mid);
   if (!(rounded_product(reach, float(params.scale)) <= params.limit)) {
@@ -382,8 +389,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_mma(
   block.x = x + entry_row * kDim + first_row;
   block.y = y + entry_key * kDim;
   block.h = h + entry_key;
-  block.b = b + (entry_key * gridDim.z + static_cast<long long>(blockIdx.z) *
-                 params.padded_keys) * kColumns;
+  block.b = b + (entry_key * gridDim.z +
+                 static_cast<long long>(blockIdx.z) * params.padded_keys) *
+                    kColumns;
   block.rows = params.padded_rows;
   block.keys = params.padded_keys;
   block.lane = threadIdx.x % kWarpSize;
@@ -419,7 +427,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_mma(
   }
   for (int run = first; run < last; run += kThreads) {
     __syncthreads();
-    const int count = smem.list.list(boxes, run, last, start, params, reach, cut, false);
+    const int count =
+        smem.list.list(boxes, run, last, start, params, reach, cut, false);
     if (count > 0) {
       load_key(key, block, smem.list.tiles[0].tile);
       store_key(smem, 0, key, block);

@@ -11,13 +11,13 @@
 #include "common/types.cuh"
 
 constexpr int kDim = DIM;
-constexpr int kColumns = COLUMNS;  // of values, in one chunk
+constexpr int kColumns = COLUMNS;      // of values, in one chunk
 constexpr bool kHasWeights = WEIGHTS;  // the sum of the weights stands before them
 constexpr int kSums = kColumns + kHasWeights;
 
-constexpr int kGroup = 64;     // rows that share a box and a flag
+constexpr int kGroup = 64;      // rows that share a box and a flag
 constexpr int kTileKeys = 256;  // keys that share a box
-constexpr int kMaxBoxDim = 8;  // above it boxes have no corners
+constexpr int kMaxBoxDim = 8;   // above it boxes have no corners
 constexpr int kBoxDim = kDim <= kMaxBoxDim ? kDim : 0;
 // low corner, high corner, largest log weight, lowest finite one, squared reach
 constexpr int kBoxSize = 2 * kBoxDim + 3;
@@ -34,6 +34,7 @@ struct points_params_t {
   int first_part, num_parts;  // of this launch (to combine: of the series); of all
   int num_columns;            // of values, in all chunks
   float drop;   // a tile whose best score is so many bits below a row's is skipped
+  float slack;  // share of its own size that a log-sum may be made of beside 16 bits
   float limit;  // scale times squared reach up to which rows may be centred together
 };
 
@@ -59,11 +60,8 @@ __device__ __forceinline__ float from_ordered(unsigned x) {
 
 // Where a row of a part lies: parts are (chunk, batch, part, row), and of the sums
 // (chunk, batch, part, sum, row).
-__device__ __forceinline__ long long part_row(const points_params_t& params,
-                                              int chunk,
-                                              int batch,
-                                              int part,
-                                              int row) {
+__device__ __forceinline__ long long part_row(
+    const points_params_t& params, int chunk, int batch, int part, int row) {
   const long long entry = static_cast<long long>(chunk) * params.batch + batch;
   return (entry * params.num_parts + part) * params.padded_rows + row;
 }

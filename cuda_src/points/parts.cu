@@ -51,8 +51,10 @@ extern "C" __global__ void points_parts(
       const double held = double(ptx::f32_from_f16(h)) + double(ptx::f32_from_f16(l));
       norm = fma(held, held, norm);
       // Doubling is exact but for parts that are subnormal, which it makes better.
-      const unsigned short h2 = kIsRow ? ptx::f16_from_f32(2 * ptx::f32_from_f16(h)) : h;
-      const unsigned short l2 = kIsRow ? ptx::f16_from_f32(2 * ptx::f32_from_f16(l)) : l;
+      const unsigned short h2 =
+          kIsRow ? ptx::f16_from_f32(2 * ptx::f32_from_f16(h)) : h;
+      const unsigned short l2 =
+          kIsRow ? ptx::f16_from_f32(2 * ptx::f32_from_f16(l)) : l;
       high[n / 2] = n % 2 ? high[n / 2] | unsigned(h2) << 16 : h2;
       low[n / 2] = n % 2 ? low[n / 2] | unsigned(l2) << 16 : l2;
     }

@@ -4,8 +4,8 @@
 //
 // Algorithm  s_ij = (h_j - |y_j|^2) + 2 x_i . y_j - |x_i|^2 - m_i with points seen from
 //            a common middle, in units of the scale; |x_i|^2 is left to the end. The
-//            product is made of float16 parts (parts.cu): high high, high low, low high.
-//            A row's reference m_i follows the largest score of a tile.
+//            product is made of float16 parts (parts.cu): high high, high low, low
+//            high. A row's reference m_i follows the largest score of a tile.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
 // Tiles      128 rows by 128 keys; of 8 warps each has 32 rows and 64 keys, and makes a
 //            part of its own. Parts of points come in chunks of 32 axes, keys in two
@@ -45,7 +45,7 @@ struct block_t {
 };
 
 struct state_t {
-  float ref[kRows];                  // -inf: no key seen
+  float ref[kRows];                 // -inf: no key seen
   float total[kSums], rest[kSums];  // of row `lane % 4` of the four
 };
 
@@ -58,7 +58,8 @@ __device__ __forceinline__ void copy_points(uint4 (&to)[128][kUnits],
 #pragma unroll
   for (int n = threadIdx.x; n < 128 * kUnits; n += kThreads) {
     const int row = n / kUnits, unit = n % kUnits;
-    const uint4* from = points + (static_cast<long long>(row) * kChunks + chunk) * kUnits;
+    const uint4* from =
+        points + (static_cast<long long>(row) * kChunks + chunk) * kUnits;
     ptx::copy_async<16>(&to[row][swizzled(row, unit)], from + unit);
   }
 }
@@ -100,7 +101,8 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
-          ptx::mma_m16n8k16_f16(d[m][n + k], a[of_x][m], b[of_y][2 * k], b[of_y][2 * k + 1]);
+          ptx::mma_m16n8k16_f16(d[m][n + k], a[of_x][m], b[of_y][2 * k],
+                                b[of_y][2 * k + 1]);
         }
       }
     }
@@ -148,11 +150,13 @@ __device__ __forceinline__ void attend(float (&s)[kRowTiles][kKeyTiles][4],
     float whole[kRowTiles][kKeyTiles][4];
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
-      const float2 even = smem.terms[first + 8 * n], odd = smem.terms[first + 8 * n + 1];
+      const float2 even = smem.terms[first + 8 * n],
+                   odd = smem.terms[first + 8 * n + 1];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) whole[m][n][e] = s[m][n][e] + (e % 2 ? odd.x : even.x);
+        for (int e = 0; e < 4; ++e)
+          whole[m][n][e] = s[m][n][e] + (e % 2 ? odd.x : even.x);
       }
     }
     follow(whole, state, block.lane);
@@ -185,14 +189,14 @@ __device__ __forceinline__ void attend(float (&s)[kRowTiles][kKeyTiles][4],
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_products(
-    const uint4* __restrict__ x,          // (batch, padded_rows, kChunks, kUnits)
-    const uint4* __restrict__ y,          // (batch, padded_keys, kChunks, kUnits)
-    const double* __restrict__ norms,     // (batch, padded_rows)
-    const float2* __restrict__ terms,     // (batch, padded_keys)
-    const float* __restrict__ b,          // (batch, chunks, kColumns, padded_keys)
-    int* __restrict__ redo,               // (batch, groups)
-    double* __restrict__ refs,            // part_row
-    float* __restrict__ parts,            // part_row, kSums to each part
+    const uint4* __restrict__ x,       // (batch, padded_rows, kChunks, kUnits)
+    const uint4* __restrict__ y,       // (batch, padded_keys, kChunks, kUnits)
+    const double* __restrict__ norms,  // (batch, padded_rows)
+    const float2* __restrict__ terms,  // (batch, padded_keys)
+    const float* __restrict__ b,       // (batch, chunks, kColumns, padded_keys)
+    int* __restrict__ redo,            // (batch, groups)
+    double* __restrict__ refs,         // part_row
+    float* __restrict__ parts,         // part_row, kSums to each part
     points_params_t params) {
   extern __shared__ __align__(128) char memory[];
   smem_t& smem = *reinterpret_cast<smem_t*>(memory);
@@ -206,8 +210,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
   block.x = x + (entry_row + first_row) * kChunks * kUnits;
   block.y = y + entry_key * kChunks * kUnits;
   block.terms = terms + entry_key;
-  block.b = b + (entry_key * gridDim.z + static_cast<long long>(blockIdx.z) *
-                 params.padded_keys) * kColumns;
+  block.b = b + (entry_key * gridDim.z +
+                 static_cast<long long>(blockIdx.z) * params.padded_keys) *
+                    kColumns;
   block.keys = params.padded_keys;
   block.lane = threadIdx.x % kWarpSize;
   block.first_row = warp % 4 * kWarpRows;
@@ -253,7 +258,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
       }
 #pragma unroll
       for (int step = 0; step < 2; ++step) {
-        multiply(s, smem.x[kIsResident ? chunk : turn & 1], smem.y[turn & 1], block, step);
+        multiply(s, smem.x[kIsResident ? chunk : turn & 1], smem.y[turn & 1], block,
+                 step);
       }
     }
     __syncthreads();  // the terms are there
@@ -273,7 +279,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_produc
   bool is_odd = !(norm <= params.limit);
 #pragma unroll
   for (int c = 0; c < kSums; ++c) {
-    const long long at = (place - row) * kSums + static_cast<long long>(c) * params.padded_rows;
+    const long long at =
+        (place - row) * kSums + static_cast<long long>(c) * params.padded_rows;
     parts[at + row] = state.total[c];
     is_odd |= !is_finite(state.total[c]);
   }

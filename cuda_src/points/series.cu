@@ -11,7 +11,8 @@
 // Choice     points_choose samples pairs of tiles and sets `cut` and the degree of an
 //            entry where this is faster than every pair by tensor cores.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
-// Numbers    |Y - G|^2 in float64, moments and polynomials in float32, totals with their
+// Numbers    |Y - G|^2 in float64, moments and polynomials in float32, totals with
+// their
 //            rounding errors. Rows and limits are those of mma.cu, which adds the tiles
 //            that are not smooth as parts of their own.
 
@@ -24,7 +25,7 @@ constexpr int kDegree = SERIES;
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarpSize;
 constexpr int kBlockRows = kWarps * kGroup;
-constexpr int kRows = kGroup / kWarpSize;              // of a lane
+constexpr int kRows = kGroup / kWarpSize;  // of a lane
 constexpr int kKeysOfLane = kTileKeys / kWarpSize;
 constexpr int kDegreeY = kDim > 1 ? kDegree : 0;
 constexpr int kDegreeZ = kDim > 2 ? kDegree : 0;
@@ -77,7 +78,8 @@ struct state_t {
   float total[kSums][kRows], rest[kSums][kRows];
 };
 
-// As scattered_sums over a warp, by bits: a conditional makes the compiler index memory.
+// As scattered_sums over a warp, by bits: a conditional makes the compiler index
+// memory.
 template <int kOffset = 16, int kCount>
 __device__ __forceinline__ float warp_sums(const float (&values)[kCount], int lane) {
   if constexpr (kOffset == 0) {
@@ -123,26 +125,39 @@ __device__ __forceinline__ void add_monomials(float (&moments)[kTerms],
   }
 }
 
-// The polynomial with these coefficients at a row, by Horner's rule.
-__device__ __forceinline__ float evaluate(const float (&moments)[kPadded],
-                                          const float (&x)[kDim]) {
-  float a = 0;
+// The polynomial with these coefficients at the rows, by Horner's rule.
+__device__ __forceinline__ void evaluate(float (&values)[kRows],
+                                         const float (&moments)[kPadded],
+                                         const float (&x)[kRows][kDim]) {
+  float a[kRows] = {};
+  float4 four = {};
   int at = 0;
 #pragma unroll
   for (int i = kDegree; i >= 0; --i) {
-    float b = 0;
+    float b[kRows] = {};
 #pragma unroll
     for (int j = least(kDegreeY, kDegree - i); j >= 0; --j) {
-      float c = 0;
+      float c[kRows] = {};
 #pragma unroll
       for (int l = least(kDegreeZ, kDegree - i - j); l >= 0; --l) {
-        c = fmaf(c, x[kDim > 2 ? 2 : 0], moments[at++]);
+        if (at % 4 == 0) four = *reinterpret_cast<const float4*>(&moments[at]);
+        const float moment = at % 4 == 0   ? four.x
+                             : at % 4 == 1 ? four.y
+                             : at % 4 == 2 ? four.z
+                                           : four.w;
+        ++at;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+          c[r] = fmaf(c[r], x[r][kDim > 2 ? 2 : 0], moment);
       }
-      b = fmaf(b, x[kDim > 1 ? 1 : 0], c);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) b[r] = fmaf(b[r], x[r][kDim > 1 ? 1 : 0], c[r]);
     }
-    a = fmaf(a, x[0], b);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) a[r] = fmaf(a[r], x[r][0], b[r]);
   }
-  return a;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) values[r] = a[r];
 }
 
 // Moments, summed over the warp and times their coefficients, go to shared memory.
@@ -204,7 +219,8 @@ __device__ __forceinline__ void make_moments(smem_t& smem,
     }
   }
 #pragma unroll
-  for (int q = 0; q < kKeysOfLane; ++q) weight[q] = ptx::ex2_approx_ftz(weight[q] - top);
+  for (int q = 0; q < kKeysOfLane; ++q)
+    weight[q] = ptx::ex2_approx_ftz(weight[q] - top);
 #pragma unroll 1
   for (int c = 0; c < kSums; ++c) {
     float moments[kTerms] = {};
@@ -242,30 +258,25 @@ __device__ __forceinline__ void attend(state_t& state, const smem_t& smem, int s
   }
 #pragma unroll
   for (int c = 0; c < kSums; ++c) {
-    float moments[kPadded];
-#pragma unroll
-    for (int k = 0; k < kPadded; k += 4) {
-      const float4 four = *reinterpret_cast<const float4*>(&smem.moments[slot][c][k]);
-      moments[k] = four.x, moments[k + 1] = four.y;
-      moments[k + 2] = four.z, moments[k + 3] = four.w;
-    }
+    float values[kRows];
+    evaluate(values, smem.moments[slot][c], state.x);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      add(state.total[c][r], state.rest[c][r], factor[r] * evaluate(moments, state.x[r]));
+      add(state.total[c][r], state.rest[c][r], factor[r] * values[r]);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series(
-    const coord_t* __restrict__ x,        // (batch, kDim, padded_rows)
-    const coord_t* __restrict__ y,        // (batch, kDim, padded_keys)
-    const double* __restrict__ h,         // (batch, padded_keys), log2
-    const float* __restrict__ b,          // (batch, chunks, kColumns, padded_keys)
-    const float* __restrict__ row_boxes,  // (batch, groups, kBoxSize)
-    const float* __restrict__ key_boxes,  // (batch, num_tiles, kBoxSize)
+    const coord_t* __restrict__ x,             // (batch, kDim, padded_rows)
+    const coord_t* __restrict__ y,             // (batch, kDim, padded_keys)
+    const double* __restrict__ h,              // (batch, padded_keys), log2
+    const float* __restrict__ b,               // (batch, chunks, kColumns, padded_keys)
+    const float* __restrict__ row_boxes,       // (batch, groups, kBoxSize)
+    const float* __restrict__ key_boxes,       // (batch, num_tiles, kBoxSize)
     const points_facts_t* __restrict__ facts,  // (batch)
-    double* __restrict__ refs,            // part_row
-    float* __restrict__ parts,            // part_row, kSums to each part
+    double* __restrict__ refs,                 // part_row
+    float* __restrict__ parts,                 // part_row, kSums to each part
     points_params_t params,
     series_t series) {
   __shared__ __align__(16) smem_t smem;
@@ -278,9 +289,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
   const long long entry_key = static_cast<long long>(entry) * params.padded_keys;
   const long long group = (entry_row + first_row) / kGroup;
 
-  smem.list.template load<1>(row_boxes + group * kBoxSize,
-                             kHasWeights ? -infinity<float>()
-                                         : from_ordered(facts[entry].values));
+  smem.list.template load<1>(
+      row_boxes + group * kBoxSize,
+      kHasWeights ? -infinity<float>() : from_ordered(facts[entry].values));
   float mid[kBoxDim + 1];
   const float reach = smem.list.middle(mid);
   // Then mma.cu has named the block.
@@ -289,8 +300,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
   block_t block;
   block.y = y + entry_key * kDim;
   block.h = h + entry_key;
-  block.b = b + (entry_key * gridDim.z + static_cast<long long>(blockIdx.z) *
-                 params.padded_keys) * kColumns;
+  block.b = b + (entry_key * gridDim.z +
+                 static_cast<long long>(blockIdx.z) * params.padded_keys) *
+                    kColumns;
   block.boxes = key_boxes + static_cast<long long>(entry) * params.num_tiles * kBoxSize;
   block.keys = params.padded_keys;
   block.lane = threadIdx.x % kWarpSize;
@@ -333,7 +345,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
   const int last = min(first + params.tiles_per_split, params.num_tiles);
   for (int run = first; run < last; run += kThreads) {
     __syncthreads();
-    const int count = smem.list.list(block.boxes, run, last, -1, params, reach, cut, true);
+    const int count =
+        smem.list.list(block.boxes, run, last, -1, params, reach, cut, true);
     for (int n = 0; n < count; n += kWarps) {
       if (n + block.warp < count) {
         make_moments(smem, block, series, smem.list.tiles[n + block.warp].tile);
@@ -367,7 +380,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
 #pragma unroll
     for (int c = 0; c < kSums; ++c) {
       const long long sums = (place - row) * kSums;
-      parts[sums + static_cast<long long>(c) * params.padded_rows + row] = state.total[c][r];
+      parts[sums + static_cast<long long>(c) * params.padded_rows + row] =
+          state.total[c][r];
     }
   }
 }

@@ -11,8 +11,8 @@
 #include "points/kernels.cuh"
 #include "points/params.cuh"
 
-constexpr float kHighest = 60;       // bits above the reference that need no watch
-constexpr float kTall = 0x1p40f;     // a sum above it moves its reference
+constexpr float kHighest = 60;    // bits above the reference that need no watch
+constexpr float kTall = 0x1p40f;  // a sum above it moves its reference
 
 __device__ __forceinline__ float best_score(const float* rows,
                                             const float* keys,
@@ -101,7 +101,8 @@ struct tile_list_t {
 
   // By a thread: a result of its group is at least `low`.
   __device__ __forceinline__ void raise(int group, float low) {
-    const float least = -warp_reduce(-low, [](float a, float b) { return fmaxf(a, b); });
+    const float least =
+        -warp_reduce(-low, [](float a, float b) { return fmaxf(a, b); });
     if (threadIdx.x % kWarpSize == 0) floor_[group] = fmaxf(floor_[group], least);
   }
 

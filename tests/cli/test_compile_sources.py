@@ -100,7 +100,7 @@ def test_the_compiler_still_says_what_is_known(job):
         assert finding == KNOWN.get(job)
 
 
-@pytest.mark.parametrize("operation", ["softmax", "attention"])
+@pytest.mark.parametrize("operation", ["softmax", "attention", "points"])
 def test_each_kernel_file_is_compiled(operation):
     device = _device.device_of_arch("sm_90a")
     jobs = compile_jobs.jobs_for(device)

@@ -136,7 +136,9 @@ def share_of_promise(problem, xp):
     found = found[..., rows] if is_lse else found[..., rows, :]
     dtype = found.dtype
     want = exact(problem, rows, xp)
-    found, want = (np.asarray(a.get() if hasattr(a, "get") else a) for a in (found, want))
+    found, want = (
+        np.asarray(a.get() if hasattr(a, "get") else a) for a in (found, want)
+    )
     finite = np.isfinite(want)
     if not (np.isfinite(found) == finite).all():
         return math.inf

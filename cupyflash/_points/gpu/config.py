@@ -30,6 +30,7 @@ PARAMS = Struct(
         ("int", "first_part", "num_parts"),
         ("int", "num_columns"),
         ("float", "drop"),
+        ("float", "slack"),
         ("float", "limit"),
     ),
 )
@@ -172,6 +173,7 @@ def pack(pairs: Pairs, **fields: Any) -> bytes:
         "num_tiles": pairs.num_tiles,
         "num_columns": pairs.num_columns,
         "drop": pairs.drop,
+        "slack": 2.0,
         "limit": -1.0,
     }
     return PARAMS.pack({**known, **fields})

@@ -77,4 +77,3 @@ def _everything() -> Iterator[Pairs]:
         for n in columns:
             yield _pairs(reduction, n, dim, dtype, kernel)
     yield from _representative()
-

@@ -3,7 +3,13 @@
 import numpy as np
 
 from cupyflash._cuda import runtime
-from cupyflash._cuda.launch_sequence import LaunchSequence, Result, Steps, num_bytes, sections
+from cupyflash._cuda.launch_sequence import (
+    LaunchSequence,
+    Result,
+    Steps,
+    num_bytes,
+    sections,
+)
 from cupyflash._points.gpu import config, registry
 from cupyflash._points.gpu.config import Pairs
 
@@ -35,8 +41,19 @@ def _arranged(pairs: Pairs) -> tuple[list, dict[str, int]]:
         ),
         (
             config.arrange_config(pairs, keys),
-            ("y", "weights", "values", y_order, "keys", key_weights, key_values)
-            + (pairs.num_keys, keys, pairs.num_columns, columns),
+            (
+                "y",
+                "weights",
+                "values",
+                y_order,
+                "keys",
+                key_weights,
+                key_values,
+                pairs.num_keys,
+                keys,
+                pairs.num_columns,
+                columns,
+            ),
         ),
         (
             config.boxes_config(pairs, rows, config.GROUP),
@@ -60,7 +77,9 @@ def steps(pairs: Pairs, device) -> Steps:
 
     def combined(repair):
         arguments = ("refs", "parts", order, "facts", "redo", out, lse)
-        params = config.pack(pairs, num_parts=num_parts, first_part=without_series)
+        params = config.pack(
+            pairs, num_parts=num_parts, first_part=without_series, slack=row.slack
+        )
         return config.combine_config(pairs, repair), (*arguments, params)
 
     main, num_parts, without_series = row.launches(pairs, device)

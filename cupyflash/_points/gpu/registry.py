@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -13,14 +14,21 @@ from cupyflash._points.gpu.config import Pairs
 
 _THREADS = 256
 
+# A launch, and its arguments.
+Step = tuple[LaunchConfig, tuple[Any, ...]]
+
 
 @dataclass(frozen=True)
 class DirectKernel:
-    """Differences of coordinates: any data, any kernel, any number of dimensions."""
+    """Differences of coordinates: any data, any kernel, any number of dimensions.
+
+    `slack` is that of points_params_t, as for the kernels below.
+    """
 
     name: str = "direct"
     methods: tuple[str, ...] = ("auto",)
     fast: bool = True  # must not spill
+    slack: float = 2.0
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
         """Why this kernel cannot take a call, or None."""
@@ -77,7 +85,11 @@ class DirectKernel:
         fields = {"tiles_per_split": tiles, "num_parts": num_splits}
         launch = self.config(pairs, num_splits, self.is_wide(pairs), repair=False)
         arguments = (*config.ARRAYS, "facts", "redo", "refs", "parts")
-        return [(launch, (*arguments, config.pack(pairs, **fields)))], num_splits, num_splits
+        return (
+            [(launch, (*arguments, config.pack(pairs, **fields)))],
+            num_splits,
+            num_splits,
+        )
 
     def repair(self, pairs: Pairs, num_parts: int):
         """The launch that makes rows once more whose digits are not certain."""
@@ -105,6 +117,7 @@ class MmaKernel:
     max_dim: int = 7
     # Squared reach of a block's rows, in bits: beyond it float16 parts lose digits.
     limit: float = 24.0
+    slack: float = 0.75
     block_rows: int = 512
     polynomials: int = 4  # of 16 exponentials
 
@@ -200,7 +213,7 @@ class MmaKernel:
             )
         common = {"num_parts": num_splits + more, "limit": self.limit}
         results = ("refs", "parts")
-        found = []
+        found: list[Step] = []
         if degrees:
             boxes = ("row_boxes", "key_boxes", "facts", "tallies")
             cuts = series.pack_degrees(degrees, pairs.dim, pairs.q_scale)
@@ -217,8 +230,9 @@ class MmaKernel:
                 **common,
             )
             coefficients = series.pack_coefficients(degree, pairs.dim)
-            arguments = (*config.ARRAYS, "facts", *results, params, coefficients)
-            found.append((self.series_config(pairs, degree, more), arguments))
+            more_arguments = ("facts", *results, params, coefficients)
+            launch = self.series_config(pairs, degree, more)
+            found.append((launch, (*config.ARRAYS, *more_arguments)))
         return found, num_splits + more, num_splits
 
     def needs_repair(self, pairs: Pairs) -> bool:
@@ -236,6 +250,7 @@ class ProductsKernel:
     min_dim: int = config.MAX_BOX_DIM + 1
     # Squared norm of a row from the middle, in bits: beyond it products lose digits.
     limit: float = 24.0
+    slack: float = 0.75
     block_rows: int = 128
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:

@@ -1,0 +1,150 @@
+"""Kernels of points on a card beside float64 of the same inputs."""
+
+import math
+
+import numpy as np
+import pytest
+
+from cupyflash import points
+from tests.support import fuzz_points
+
+pytestmark = pytest.mark.gpu
+
+SIZE = 20_011  # tiles that are not whole
+
+
+def problem(reduction, dim=3, c=12.5, size=SIZE, offset=0.0, weights="normal", **more):
+    """A problem of fuzz_points in the unit cube, with K = exp(-c d^2) if gaussian."""
+    rng = np.random.default_rng(dim)
+    dtype = np.dtype(more.get("dtype", "float32"))
+    x, y = (rng.random((size, dim)) for _ in range(2))
+    h = None
+    if weights is not None and reduction != "kernel_sum":
+        h = rng.standard_normal(size)
+        h *= 200 if weights == "wild" else 1
+        if weights == "gaps":
+            h[rng.random(size) < 0.3] = -np.inf
+        if weights == "none":
+            h[:] = -np.inf
+        if weights == "potential":
+            h += 0.7 * c * (y * y).sum(axis=1)
+    columns = more.get("columns", 3)
+    values = None if reduction == "logsumexp" else rng.standard_normal((size, columns))
+    bandwidth = more.get("bandwidth", math.sqrt(0.5 / c))
+    found = {"x": x + offset, "y": y + offset + more.get("apart", 0.0), "weights": h}
+    found["values"] = values
+    found = {name: a if a is None else a.astype(dtype) for name, a in found.items()}
+    if more.get("twins"):
+        found["y"] = np.repeat(found["y"][: size // 50 + 1], 50, axis=0)[:size]
+        found["x"][: size // 2] = found["y"][: size // 2]
+    kernel = more.get("kernel", "gaussian")
+    return {**found, "reduction": reduction, "kernel": kernel, "bandwidth": bandwidth}
+
+
+def check(given):
+    cupy = pytest.importorskip("cupy")
+    # Memory that is not NaN by chance would hide what nobody writes.
+    poison = cupy.full(1 << 24, np.nan, np.float32)
+    del poison
+    share = fuzz_points.share_of_promise(given, cupy)
+    assert share <= 1, fuzz_points.summary(given)
+
+
+@pytest.mark.parametrize("reduction", fuzz_points.REDUCTIONS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"c": 200.0},
+        {"c": 0.5},
+        {"c": 1e6},
+        {"c": 1e10},
+        {"c": 1e-6},
+        {"c": 50.0, "offset": 1e2},
+        {"c": 50.0, "offset": 1e5},
+        {"c": 1e4, "twins": True},
+        {"c": 100.0, "apart": 3.0},
+        {"c": 50.0, "weights": "wild"},
+        {"c": 50.0, "weights": "gaps"},
+        {"c": 50.0, "weights": "none"},
+        {"c": 1000.0, "weights": "potential"},
+        {"weights": None},
+        {"size": 1},
+        {"size": 777},
+        {"size": 100_000, "c": 2.0},
+        {"size": 100_000, "c": 50.0},
+        {"columns": 1},
+        {"columns": 4},
+        {"columns": 7},
+        {"bandwidth": (0.2, 0.1, 0.7)},
+        *({"dim": dim, "c": 3.0} for dim in (1, 2, 4, 5, 6, 7, 8, 9, 33, 64, 150, 300)),
+        *({"dim": dim, "c": 100.0} for dim in (2, 8, 64)),
+        {"dim": 64, "c": 1.0, "size": 500},
+        {"dtype": "float64"},
+        {"dtype": "float64", "offset": 1e5},
+        {"dtype": "float64", "c": 1e6},
+        {"dtype": "float64", "dim": 20, "size": 2000},
+    ],
+    ids=str,
+)
+def test_gaussian(reduction, change):
+    check(problem(reduction, **change))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("size", [1500, 9000])
+@pytest.mark.parametrize(
+    "kernel",
+    ["laplacian", "cauchy", "matern32", "matern52", "inverse_multiquadric", "energy"],
+)
+def test_other_kernels(kernel, size, dtype):
+    for reduction in fuzz_points.REDUCTIONS:
+        if kernel == "energy" and reduction != "kernel_sum":
+            continue
+        for dim in (3, 20):
+            given = problem(reduction, dim, size=size, dtype=dtype, kernel=kernel)
+            check(given)
+
+
+def test_a_batch_is_its_entries():
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(0)
+    x = cupy.asarray(rng.random((2, 3, 700, 3), np.float32))
+    y = cupy.asarray(rng.random((3, 9000, 3), np.float32))
+    v = cupy.asarray(rng.random((9000, 2), np.float32))
+    out, lse = points.mean(x, y, v, bandwidth=0.1, return_lse=True)
+    assert out.shape == (2, 3, 700, 2)
+    for i, j in np.ndindex(2, 3):
+        one, of_one = points.mean(x[i, j], y[j], v, bandwidth=0.1, return_lse=True)
+        cupy.testing.assert_allclose(out[i, j], one, rtol=3e-6, atol=1e-6)
+        cupy.testing.assert_allclose(lse[i, j], of_one, rtol=3e-6)
+
+
+def test_the_bits_stay_from_run_to_run():
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(0)
+    x = cupy.asarray(rng.random((100_000, 3), np.float32))
+    first = points.logsumexp(x, x, bandwidth=0.5)
+    for _ in range(3):
+        assert (points.logsumexp(x, x, bandwidth=0.5) == first).all()
+
+
+def test_what_is_not_finite_shows():
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(0)
+    x, y = (cupy.asarray(rng.random((9000, 3), np.float32)) for _ in range(2))
+    x[5, 1] = np.nan
+    lse = points.logsumexp(x, y, bandwidth=0.1)
+    assert cupy.isnan(lse[5])
+    assert int(cupy.isnan(lse).sum()) == 1
+    x[5, 1], y[7, 2] = 0.5, np.inf
+    assert bool(cupy.isfinite(points.logsumexp(x, y, bandwidth=0.1)).all())
+
+
+@pytest.mark.parametrize("seed", range(0, 100, 5))
+def test_random_problems(seed):
+    cupy = pytest.importorskip("cupy")
+    for n in range(seed, seed + 5):
+        given = fuzz_points.draw(n)
+        share = fuzz_points.share_of_promise(given, cupy)
+        assert share <= 1, (n, fuzz_points.summary(given))

@@ -1,0 +1,150 @@
+"""Plans of points on a card that is not there: launches, memory, polynomials."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cupy")
+
+from cupyflash._cuda import device
+from cupyflash._points import kernels
+from cupyflash._points.gpu import (
+    clouds,
+    config,
+    coverage,
+    plan,
+    registry,
+    series,
+)
+
+HOPPER = device.device_of_arch("sm_90a")
+
+
+def pairs_of(reduction="logsumexp", columns=0, dim=3, size=1 << 20, **more):
+    pairs = config.Pairs(
+        reduction=reduction,
+        batch=1,
+        num_rows=size,
+        num_keys=size,
+        dim=dim,
+        num_columns=columns,
+        dtype="float32",
+        kernel="gaussian",
+        scale=1.0,
+        coord_dtype="float32",
+    )
+    return clouds.sorted_where_worth(replace(pairs, **more))
+
+
+def entries(pairs, card=HOPPER):
+    return [c.variant.entry for c, _ in plan.steps(pairs, card).launches]
+
+
+def test_every_kernel_has_a_row():
+    """The names of kernels that the checks let through, and slopes of them."""
+    assert set(config.KERNELS) == set(kernels.KERNELS)
+
+
+@pytest.mark.parametrize("name", sorted(config.KERNELS))
+def test_only_vanishing_kernels_are_skipped(name):
+    """Kernels with an exponent fall below any bound within reach."""
+    vanishes = abs(kernels.KERNELS[name].value(np.float64(1e4))) < 1e-20
+    assert config.KERNELS[name].has_exponent == vanishes
+
+
+@pytest.mark.parametrize(
+    ("change", "row"),
+    [
+        ({}, "mma"),
+        ({"size": 1000}, "direct"),
+        ({"dim": 8}, "direct"),
+        ({"dim": 9}, "products"),
+        ({"dim": 9, "size": 100}, "direct"),
+        ({"kernel": "cauchy"}, "direct"),
+        ({"dtype": "float64", "coord_dtype": "float64"}, "direct"),
+        ({"coord_dtype": "float64"}, "mma"),
+    ],
+    ids=str,
+)
+def test_the_row_of_a_call(change, row):
+    found, _ = registry.select(pairs_of(**change), HOPPER)
+    assert found.name == row
+
+
+def test_old_cards_take_differences():
+    turing = device.device_of_arch("sm_75")
+    for dim in (3, 20):
+        row, refused = registry.select(pairs_of(dim=dim), turing)
+        assert row.name == "direct"
+        assert any("sm_80" in why for _, why in refused)
+
+
+def test_series_are_for_many_pairs_of_few_axes():
+    assert entries(pairs_of()).count("points_series") == len(series.DEGREES)
+    assert "points_series" not in entries(pairs_of(dim=4))
+    assert "points_series" not in entries(pairs_of(size=10_000))
+
+
+def test_float32_is_looked_over():
+    """Every float32 plan but the one in float64 throughout ends with a repair."""
+    assert entries(pairs_of())[-2:] == ["points_direct", "points_combine"]
+    assert entries(pairs_of(size=100)).count("points_direct") == 1
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90a", "sm_120"])
+def test_arguments_have_names_and_memory_is_enough(arch):
+    """What any plan launches is found by LaunchSequence, and parts fit their memory."""
+    card = device.device_of_arch(arch)
+    for pairs in coverage._representative():
+        steps = plan.steps(pairs, card)
+        names = {*plan.INPUTS, "out", "lse", *steps.scratch}
+        for launch, arguments in steps.launches:
+            texts = {x for x in arguments if isinstance(x, str)}
+            assert texts <= names, launch.variant.entry
+            assert launch.variant.smem <= card.smem_optin
+            assert launch.grid[1] < 1 << 16
+        size = np.dtype(pairs.dtype).itemsize
+        assert steps.scratch["parts"] * 8 == steps.scratch["refs"] * size * (
+            pairs.num_sums
+        )
+        assert steps.cleared >= steps.scratch["facts"] + steps.scratch["redo"]
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3])
+@pytest.mark.parametrize("degree", series.DEGREES)
+def test_a_series_is_the_exponential(degree, dim):
+    """The sum of monomials is 2^(2 x.y) to the exponential unit's digits."""
+    rng = np.random.default_rng(degree)
+    x, y = rng.normal(size=(2, 500, dim))
+    largest = series.reach(degree) / (2 * math.log(2))
+    x *= rng.random((500, 1)) * largest / np.linalg.norm(x, axis=1, keepdims=True)
+    y /= np.linalg.norm(y, axis=1, keepdims=True)
+    total = np.zeros(500)
+    terms = zip(
+        series._exponents(degree, dim), series.coefficients(degree, dim), strict=True
+    )
+    for powers, coefficient in terms:
+        monomial = np.ones(500)
+        for axis in range(dim):
+            monomial *= (x[:, axis] * y[:, axis]) ** powers[axis]
+        total += coefficient * monomial
+    exact = 2.0 ** (2 * (x * y).sum(axis=1))
+    assert np.abs(total / exact - 1).max() < 2e-7
+    assert len(series.coefficients(degree, dim)) == math.comb(degree + dim, dim)
+
+
+@pytest.mark.parametrize("degree", series.DEGREES)
+def test_a_cut_keeps_a_pair_of_tiles_within_reach(degree):
+    for scale in (1e-3, 1.0, 700.0):
+        product = math.sqrt(series.cut(degree, scale))  # of two reaches
+        assert math.isclose(2 * math.log(2) * scale * product, series.reach(degree))
+
+
+def test_splits_cover_the_keys():
+    for size, blocks, wanted in itertools.product((1, 300, 99_999), (1, 50), (1, 500)):
+        pairs = pairs_of(size=size)
+        num, tiles = config.splits(pairs, blocks, wanted)
+        assert num * tiles >= pairs.num_tiles > (num - 1) * tiles

@@ -1,17 +1,15 @@
 """Two clouds made ready: in float64, sorted where tiles can be skipped, and cut."""
 
+import functools
 import math
 from typing import Any
 
 import numpy as np
 
-from cupyflash._points.cpu import curve
+from cupyflash._points.cpu import curve, distances
 
 # A tile of scores and one of scratch stay in a core's second cache.
 TILE_X, TILE_Y = 128, 256
-# The products of a score are taken where they cost no digit: as long as squared norms,
-# as seen from a middle near by, are below this, and the kernel is smooth.
-MOST_SQUARED_NORM = {"float32": 1e8, "float64": 150.0}
 # Fewer tiles than this are not worth a sort.
 _FEWEST_TILES = 4
 
@@ -20,7 +18,6 @@ class Tile:
     """Points of y that lie together, their weights and their columns of values."""
 
     def __init__(self, clouds, start, stop, centre):
-        self.rows = slice(start, stop)
         self.y = clouds.y[start:stop]
         self.size = stop - start
         self.log_weights = None
@@ -30,14 +27,38 @@ class Tile:
             self.heaviest = float(self.log_weights.max())
         self.columns = None if clouds.columns is None else clouds.columns[start:stop]
         self.centre = self.y.mean(axis=0) if centre is None else centre
-        shifted = (self.y - self.centre) * clouds.scale
-        norms = np.einsum("jd,jd->j", shifted, shifted)
-        self.squared_norm = float(norms.max())
-        # [y - c, |y - c|^2, 1]: lifted so that one product is a whole score.
-        self.lifted = np.empty((clouds.dim + 2, self.size))
-        self.lifted[:-2] = shifted.T
-        self.lifted[-2] = norms
-        self.lifted[-1] = 1.0
+        self.shifted = distances.Shifted(self.y, self.centre, clouds.scale)
+        self._parts = None, None
+
+    @functools.cached_property
+    def lifted(self):
+        """[y, |y|^2, 1], one column a point."""
+        shifted = self.shifted
+        ones = np.ones((1, self.size))
+        return np.concatenate([shifted.high.T, shifted.norms[None], ones])
+
+    @functools.cached_property
+    def lifted_scores(self):
+        """[y, log_weights - |y|^2 / 2, 1]: a product with it is a Gaussian's score."""
+        lifted = self.lifted.copy()
+        lifted[-2] *= -0.5
+        if self.log_weights is not None:
+            lifted[-2] += self.log_weights
+        return lifted
+
+    def parts(self, quantum):
+        """The lifted first parts of coordinates, and what lifts the rest."""
+        known, lifted = self._parts
+        if known != quantum:
+            first, rest, added = self.shifted.parts(quantum)
+            norms = np.einsum("jd,jd->j", first, first)
+            ones = np.ones((1, self.size))
+            lifted = (
+                np.concatenate([first.T, norms[None], ones]),
+                np.concatenate([rest.T, first.T, added[None], ones]),
+            )
+            self._parts = quantum, lifted
+        return lifted
 
 
 class Clouds:
@@ -70,8 +91,9 @@ class Clouds:
             if not there.all():
                 self._keep(there)
         self.order = None
-        smooth = self.kernel.smooth
-        self.limit = MOST_SQUARED_NORM[problem.dtype] if smooth else 0.0
+        self.passes, self.passes_cusp = distances.passes(
+            problem.dtype, self.kernel.smooth
+        )
         num_tiles = -(-len(self.y) // TILE_Y)
         finite = np.isfinite(self.x).all() and np.isfinite(self.y).all()
         self.skips = bool(
@@ -99,11 +121,11 @@ class Clouds:
     def _cut(self):
         # One middle for all serves best where it costs no digit.
         centre = self.y.mean(axis=0) if len(self.y) else np.zeros(self.dim)
-        shifted_y = (self.y - centre) * self.scale
-        shifted_x = (self.x - centre) * self.scale
-        reach = _largest_norm(shifted_x) + _largest_norm(shifted_y)
+        reach = sum(
+            _largest_norm((cloud - centre) * self.scale) for cloud in (self.x, self.y)
+        )
         self.farthest = 2 * reach  # |x - y|^2 <= 2 (|x|^2 + |y|^2)
-        common = centre if reach <= self.limit else None
+        common = centre if distances.one_product(reach, self.passes) else None
         cuts = range(0, len(self.y), TILE_Y)
         self.tiles = [
             Tile(self, start, min(start + TILE_Y, len(self.y)), common)

@@ -1,14 +1,82 @@
-"""Squared distances of a tile, to the last digits wherever the points lie."""
+"""Squared distances of a tile, to the last digits wherever the points lie.
+
+A point is lifted so that one matrix product is ``|x|^2 + |y|^2 - 2 x.y``. That costs
+digits where the norms, as seen from a middle near by, are large beside the distance
+that counts. There the coordinates are cut into two parts: the products of the first
+parts have few enough bits to be exact, sums included [1]_, and what the second parts
+add is small.
+
+.. [1] K. Ozaki et al., "Error-free transformations of matrix multiplication by using
+   fast routines of matrix multiplication and its applications", Numerical Algorithms
+   59, 2012.
+"""
 
 import math
 
 import numpy as np
 from scipy.spatial.distance import cdist
 
-# From here on a product and the repair of near pairs cost less than all differences.
-_MANY_AXES = 10**6
-_NEAR = 1 / 16
+_UNIT = 2.0**-53
+# Errors of d2 that are let pass: a digit of a score beside what is promised.
+_PASSES = {"float32": 2e-8, "float64": 3e-14}
+# Relative errors of a distance itself, where a kernel has a cusp at 0.
+_PASSES_CUSP = {"float32": 1e-8, "float64": 1e-15}
 _REPAIRED = 4096  # pairs at once
+
+
+class Shifted:
+    """Points less a middle, in bandwidths: ``high + low`` to twice the digits.
+
+    Attributes
+    ----------
+    high, low : ndarray, shape (points, dim)
+    norms : ndarray, shape (points,)
+        Squared norms of `high`.
+    largest : float
+        The largest of them.
+    """
+
+    def __init__(self, points, centre, scale):
+        moved, lost = _difference(points, centre)
+        self.high, self.low = _product(moved, scale)
+        self.low += lost * scale
+        self.norms = np.einsum("id,id->i", self.high, self.high)
+        self.largest = float(self.norms.max())
+
+    def parts(self, quantum):
+        """Multiples of `quantum`, what is left, and what that adds to the norm."""
+        first = np.rint(self.high / quantum) * quantum
+        rest = (self.high - first) + self.low
+        added = np.einsum("id,id->i", 2 * first + rest, rest)
+        return first, rest, added
+
+
+def _difference(a, b):
+    """a - b and its rounding error (D. E. Knuth)."""
+    c = a - b
+    z = c - a
+    return c, (a - (c - z)) - (b + z)
+
+
+_SPLITTER = 2.0**27 + 1
+
+
+def _product(a, b):
+    """a * b and its rounding error (T. J. Dekker)."""
+    c = a * b
+    (a1, a2), (b1, b2) = _halves(a), _halves(b)
+    return c, ((a1 * b1 - c) + a1 * b2 + a2 * b1) + a2 * b2
+
+
+def _halves(a):
+    t = _SPLITTER * a
+    first = t - (t - a)
+    return first, a - first
+
+
+def one_product(squared_norm, passes):
+    """Whether one product of lifted points costs no digit that counts."""
+    return squared_norm * _UNIT <= passes
 
 
 class Block:
@@ -17,44 +85,95 @@ class Block:
     def __init__(self, clouds, start, stop, scratch):
         self.clouds, self.scratch = clouds, scratch
         self.x = clouds.x[start:stop]
-        self._centre = None
+        self.centre = None
 
-    def _lift(self, centre):
-        """[-2 (x - c), 1, |x - c|^2], made once for one middle."""
-        if self._centre is centre:
-            return
-        self._centre = centre
-        shifted = (self.x - centre) * self.clouds.scale
-        norms = np.einsum("id,id->i", shifted, shifted)
-        self.squared_norm = float(norms.max())
-        self.lifted = np.empty((len(self.x), self.clouds.dim + 2))
-        np.multiply(shifted, -2.0, out=self.lifted[:, :-2])
-        self.lifted[:, -2] = 1.0
-        self.lifted[:, -1] = norms
+    def _shift(self, centre):
+        """The points less a middle, made once for tiles that share it."""
+        if self.centre is not centre:
+            self.centre = centre
+            self.shifted = Shifted(self.x, centre, self.clouds.scale)
+            self.lifted = None
+            self.reference = self
+            self.parts = None, None
 
-    def by_product(self, tile):
-        """Whether products of coordinates about the tile's middle cost no digit."""
-        self._lift(tile.centre)
-        norm = self.squared_norm + tile.squared_norm
-        return norm <= self.clouds.limit or (
-            self.clouds.dim >= _MANY_AXES and math.isfinite(norm)
-        )
+    def squared_norm(self, tile):
+        """The largest squared norms of both sides, added up."""
+        self._shift(tile.centre)
+        return self.shifted.largest + tile.shifted.largest
+
+    def scores(self, tile, reference):
+        """-d2 / 2 + log_weights - reference by one product, or None."""
+        norm = self.squared_norm(tile)
+        if not one_product(norm, self.clouds.passes):
+            return None
+        if self.reference is not reference:
+            self.reference = reference
+            shifted = self.shifted
+            lifted = np.empty((len(self.x), self.clouds.dim + 2))
+            lifted[:, :-2] = shifted.high
+            lifted[:, -2] = 1.0
+            lifted[:, -1] = -0.5 * shifted.norms
+            if reference is not None:
+                lifted[:, -1] -= reference
+            self.lifted_scores = lifted
+        out = self.scratch.array("scores", (len(self.x), tile.size), np.float64)
+        return np.matmul(self.lifted_scores, tile.lifted_scores, out=out)
 
     def squared(self, tile):
         """d2 of all pairs, in a buffer of the thread."""
-        shape = len(self.x), tile.size
-        d2 = self.scratch.array("scores", shape, np.float64)
-        if not self.by_product(tile):
+        norm = self.squared_norm(tile)
+        d2 = self.scratch.array("scores", (len(self.x), tile.size), np.float64)
+        error = norm * _UNIT
+        if not math.isfinite(norm):
             return _differences(self.x, tile.y, self.clouds.weights, d2)
-        np.matmul(self.lifted, tile.lifted, out=d2)
+        if one_product(norm, self.clouds.passes):
+            self._product(tile, d2)
+        else:
+            bits = self._split_product(tile, d2, norm)
+            error *= 2.0**-bits
+            if error > self.clouds.passes and d2.min() < 1e-5 * norm:
+                return _differences(self.x, tile.y, self.clouds.weights, d2)
         np.maximum(d2, 0.0, out=d2)
-        norm = self.squared_norm + tile.squared_norm
-        if norm > self.clouds.limit:
-            self._repair(tile, d2, _NEAR * norm)
+        if not self.clouds.kernel.smooth:
+            self._repair(tile, d2, (error / self.clouds.passes_cusp) ** 2)
         return d2
 
+    def _product(self, tile, d2):
+        if self.lifted is None:
+            shifted = self.shifted
+            self.lifted = np.empty((len(self.x), self.clouds.dim + 2))
+            np.multiply(shifted.high, -2.0, out=self.lifted[:, :-2])
+            self.lifted[:, -2] = 1.0
+            self.lifted[:, -1] = shifted.norms
+        np.matmul(self.lifted, tile.lifted, out=d2)
+
+    def _split_product(self, tile, d2, norm):
+        """An exact product of first parts, and one of the rest; bits of the first."""
+        dim = self.clouds.dim
+        bits = (52 - math.ceil(math.log2(8 * (dim + 2)))) // 2
+        quantum = 2.0 ** (math.frexp(math.sqrt(norm))[1] - bits)
+        if self.parts[0] != quantum:
+            first, rest, added = self.shifted.parts(quantum)
+            exact = np.empty((len(self.x), dim + 2))
+            np.multiply(first, -2.0, out=exact[:, :dim])
+            exact[:, dim] = 1.0
+            exact[:, dim + 1] = np.einsum("id,id->i", first, first)
+            small = np.empty((len(self.x), 2 * dim + 2))
+            np.multiply(first + rest, -2.0, out=small[:, :dim])
+            np.multiply(rest, -2.0, out=small[:, dim:-2])
+            small[:, -2] = 1.0
+            small[:, -1] = added
+            self.parts = quantum, (exact, small)
+        exact, small = self.parts[1]
+        exact_y, small_y = tile.parts(quantum)
+        rest = self.scratch.array("rest", d2.shape, np.float64)
+        np.matmul(exact, exact_y, out=d2)
+        np.matmul(small, small_y, out=rest)
+        d2 += rest
+        return bits
+
     def _repair(self, tile, d2, near):
-        """Differences for the pairs whose distance is small beside their norms."""
+        """Plain differences for pairs so near that a cusp shows an error."""
         i, j = np.nonzero(d2 < near)
         for start in range(0, len(i), _REPAIRED):
             a, b = i[start : start + _REPAIRED], j[start : start + _REPAIRED]
@@ -67,3 +186,11 @@ def _differences(x, y, weights, d2):
         d2[...] = 0.0
         return d2
     return cdist(x, y, "sqeuclidean", out=d2, w=weights)
+
+
+def passes(dtype, smooth):
+    """Errors of d2, and of a distance at a cusp, that results of a dtype do not show."""
+    single = _PASSES[dtype]
+    if not smooth and dtype == "float64":
+        single = 0.0  # a cusp makes errors of d2 their root
+    return single, _PASSES_CUSP[dtype]

@@ -65,6 +65,7 @@ class _LogSum:
     def __init__(self, problem, clouds, block):
         self.problem, self.clouds, self.block = problem, clouds, block
         self.log = problem.kernel.log
+        self.gaussian = problem.kernel.name == "gaussian"
         self.reference = None
         columns = clouds.columns
         count = 1 if columns is None else columns.shape[1]
@@ -83,16 +84,13 @@ class _LogSum:
     def add(self, tile):
         """Add a tile."""
         scores = self.scores(tile)
-        largest = None
         if self.reference is None:
             largest = scores.max(axis=1)
             self.reference = np.where(np.isfinite(largest), largest, 0.0)
             scores -= self.reference[:, None]
-        else:
-            scores -= self.reference[:, None]
-            if not scores.max() <= _ROOM:
-                self.move(scores)
-        if self.clouds.farthest > 2 * -_LEAST or self.problem.kernel.name != "gaussian":
+        elif not scores.max() <= _ROOM:
+            self.move(scores)
+        if self.clouds.farthest > -_LEAST or not self.gaussian:
             np.maximum(scores, _LEAST, out=scores)
         weights = np.exp(scores, out=scores)
         if tile.columns is None:
@@ -105,14 +103,20 @@ class _LogSum:
         largest = scores.max(axis=1)
         step = np.where((largest > _ROOM) & np.isfinite(largest), largest, 0.0)
         scores -= step[:, None]
-        self.reference += step
+        self.reference = self.reference + step
         self.sums *= np.exp(-step)[:, None]
 
     def scores(self, tile):
-        """log K + log_weights of all pairs."""
+        """log K + log_weights - reference of all pairs."""
+        if self.gaussian:
+            scores = self.block.scores(tile, self.reference)
+            if scores is not None:
+                return scores
         scores = self.log(self.block.squared(tile))
         if tile.log_weights is not None:
-            scores = np.add(scores, tile.log_weights)
+            scores += tile.log_weights
+        if self.reference is not None:
+            scores -= self.reference[:, None]
         return scores
 
     def store(self, rows, out, lse):

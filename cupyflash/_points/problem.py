@@ -6,7 +6,7 @@ All errors of the caller are raised here, before anything is allocated or launch
 import math
 import numbers
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -201,3 +201,57 @@ def points(
         return_lse=_arrays.check_bool("return_lse", return_lse),
     )
     return problem, is_vector
+
+
+class Given(NamedTuple):
+    """Shapes of what the caller gave, which gradients are summed up to."""
+
+    x: tuple[int, ...]
+    y: tuple[int, ...]
+    values: tuple[int, ...] | None
+    log_weights: tuple[int, ...] | None
+    bandwidth: tuple[int, ...]
+
+
+def _shape(x):
+    return None if x is None else tuple(np.shape(x))
+
+
+def gradients(
+    reduction: str,
+    x: Any,
+    y: Any,
+    log_weights: Any,
+    values: Any,
+    kernel: Any,
+    bandwidth: Any,
+    values_name: str = "v",
+    **results: Any,
+) -> tuple[PointsProblem, Given, dict[str, Any]]:
+    """A checked problem, the shapes of its gradients, and what is known of its results.
+
+    `results` are out, lse and their gradients by name; the first must be there.
+    """
+    problem, is_vector = points(
+        reduction, x, y, log_weights, values, kernel, bandwidth, False, values_name
+    )
+    given = Given(*map(_shape, (x, y, values, log_weights, bandwidth)))
+    first = next(iter(results))
+    if results[first] is None:
+        raise TypeError(f"{first} must be an array, got None")
+    _, arrays = _arrays.adopt_all(1, x=x, **results)
+    found = {}
+    for name in results:
+        array = arrays[name]
+        if array is None:
+            found[name] = None
+            continue
+        _floats(name, array)
+        of_lse = name.endswith("lse")
+        shape = problem.lse_shape if of_lse or is_vector else problem.out_shape
+        if array.shape != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+        if is_vector and not of_lse:
+            array = array[..., None]
+        found[name] = array.astype(problem.dtype, copy=False)
+    return problem, given, found

@@ -4,10 +4,22 @@ Sums and log-sums of kernels, weighted means, kernel density, optimal transport:
 matrix of all pairs is never stored. For NumPy and CuPy arrays.
 """
 
-from cupyflash.points._reductions import kernel_sum, logsumexp, mean
+from cupyflash._points.gradients import PointsGrads
+from cupyflash.points._reductions import (
+    kernel_sum,
+    kernel_sum_vjp,
+    logsumexp,
+    logsumexp_vjp,
+    mean,
+    mean_vjp,
+)
 
 __all__ = [
+    "PointsGrads",
     "kernel_sum",
+    "kernel_sum_vjp",
     "logsumexp",
+    "logsumexp_vjp",
     "mean",
+    "mean_vjp",
 ]

@@ -3,8 +3,9 @@
 from typing import Any
 
 from cupyflash._core.typing import Array
-from cupyflash._points import api
+from cupyflash._points import api, gradients
 from cupyflash._points import problem as points_problem
+from cupyflash._points.gradients import PointsGrads
 
 
 def logsumexp(
@@ -171,3 +172,134 @@ def mean(
     )
     out, lse = api.run(problem, is_vector)
     return (out, lse) if return_lse else out
+
+
+def logsumexp_vjp(
+    dlse: Array,
+    x: Array,
+    y: Array,
+    log_weights: Array = None,
+    *,
+    lse: Array = None,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+) -> PointsGrads:
+    """Gradients of `logsumexp`.
+
+    Parameters
+    ----------
+    dlse : ndarray, shape (..., N)
+        Gradient that flows into the result.
+    x, y, log_weights, kernel, bandwidth
+        As given to `logsumexp`.
+    lse : ndarray, shape (..., N), optional
+        Its result; computed once more without.
+
+    Returns
+    -------
+    PointsGrads
+        Named tuple of dx, dy, dvalues (None), dlog_weights and dbandwidth, each of the
+        shape of what it belongs to.
+
+    Notes
+    -----
+    Where a kernel has a cusp, two points that coincide have no gradient by each other.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import points
+    >>> x, y = np.zeros((1, 1)), np.array([[1.0]])
+    >>> points.logsumexp_vjp(np.ones(1), x, y).dx
+    array([[1.]])
+    """
+    problem, given, results = points_problem.gradients(
+        "logsumexp", x, y, log_weights, None, kernel, bandwidth, dlse=dlse, lse=lse
+    )
+    return gradients.backward(problem, given, **results)
+
+
+def kernel_sum_vjp(
+    dout: Array,
+    x: Array,
+    y: Array,
+    b: Array,
+    *,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+) -> PointsGrads:
+    """Gradients of `kernel_sum`.
+
+    Parameters
+    ----------
+    dout : ndarray, of the shape of the result
+        Gradient that flows into it.
+    x, y, b, kernel, bandwidth
+        As given to `kernel_sum`.
+
+    Returns
+    -------
+    PointsGrads
+        Named tuple of dx, dy, dvalues (by `b`), dlog_weights (None) and dbandwidth, each
+        of the shape of what it belongs to.
+
+    Notes
+    -----
+    Where a kernel has a cusp, two points that coincide have no gradient by each other.
+    """
+    problem, given, results = points_problem.gradients(
+        "kernel_sum", x, y, None, b, kernel, bandwidth, values_name="b", dout=dout
+    )
+    return gradients.backward(problem, given, **results)
+
+
+def mean_vjp(
+    dout: Array,
+    x: Array,
+    y: Array,
+    v: Array,
+    log_weights: Array = None,
+    *,
+    out: Array = None,
+    lse: Array = None,
+    dlse: Array = None,
+    kernel: Any = "gaussian",
+    bandwidth: Any = 1.0,
+) -> PointsGrads:
+    """Gradients of `mean`.
+
+    Parameters
+    ----------
+    dout : ndarray, of the shape of the result
+        Gradient that flows into it.
+    x, y, v, log_weights, kernel, bandwidth
+        As given to `mean`.
+    out, lse : ndarray, optional
+        What `mean` returned with `return_lse`; computed once more without.
+    dlse : ndarray, shape (..., N), optional
+        Gradient that flows into lse.
+
+    Returns
+    -------
+    PointsGrads
+        Named tuple of dx, dy, dvalues (by `v`), dlog_weights and dbandwidth, each of the
+        shape of what it belongs to.
+
+    Notes
+    -----
+    Where a kernel has a cusp, two points that coincide have no gradient by each other.
+    """
+    problem, given, results = points_problem.gradients(
+        "mean",
+        x,
+        y,
+        log_weights,
+        v,
+        kernel,
+        bandwidth,
+        dout=dout,
+        dlse=dlse,
+        out=out,
+        lse=lse,
+    )
+    return gradients.backward(problem, given, **results)

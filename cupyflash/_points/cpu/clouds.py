@@ -25,7 +25,7 @@ class Tile:
         if clouds.log_weights is not None:
             self.log_weights = clouds.log_weights[start:stop]
             self.heaviest = float(self.log_weights.max())
-        self.columns = None if clouds.columns is None else clouds.columns[start:stop]
+        self.columns = clouds.columns[start:stop]
         self.centre = self.y.mean(axis=0) if centre is None else centre
         self.shifted = distances.Shifted(self.y, self.centre, clouds.scale)
         self._parts = None, None
@@ -45,6 +45,11 @@ class Tile:
         if self.log_weights is not None:
             lifted[-2] += self.log_weights
         return lifted
+
+    @functools.cached_property
+    def absolute(self):
+        """Of each point the sum of its columns' absolute values."""
+        return np.abs(self.columns).sum(axis=1)
 
     def parts(self, quantum):
         """The lifted first parts of coordinates, and what lifts the rest."""
@@ -72,8 +77,10 @@ class Clouds:
         Of y.
     low, high : ndarray, shape (tiles, dim)
         Boxes round the tiles.
-    columns : ndarray or None
+    columns : ndarray
         What the weights of a row are multiplied by.
+    lowest_score : float
+        A lower bound of a Gaussian's scores below the row's largest.
     """
 
     def __init__(self, problem, place):
@@ -109,22 +116,27 @@ class Clouds:
             )
             self.x = self.x[self.order]
             self._keep(order_y)
-        self._cut()
+        weights = self.log_weights
+        self.weight_spread = 0.0
+        if weights is not None and len(weights):
+            self.weight_spread = float(weights.max() - weights.min())
+        self.cut()
 
     def _keep(self, which):
         self.y = self.y[which]
         if self.log_weights is not None:
             self.log_weights = self.log_weights[which]
-        if self.columns is not None:
-            self.columns = self.columns[which]
+        self.columns = self.columns[which]
 
-    def _cut(self):
+    def cut(self):
+        """Make the tiles."""
         # One middle for all serves best where it costs no digit.
         centre = self.y.mean(axis=0) if len(self.y) else np.zeros(self.dim)
         reach = sum(
             _largest_norm((cloud - centre) * self.scale) for cloud in (self.x, self.y)
         )
-        self.farthest = 2 * reach  # |x - y|^2 <= 2 (|x|^2 + |y|^2)
+        # |x - y|^2 <= 2 (|x|^2 + |y|^2)
+        self.lowest_score = -reach - self.weight_spread
         common = centre if distances.one_product(reach, self.passes) else None
         cuts = range(0, len(self.y), TILE_Y)
         self.tiles = [
@@ -136,6 +148,12 @@ class Clouds:
             self.low = np.array([low for low, _ in boxes])
             self.high = np.array([high for _, high in boxes])
             self.heaviest = np.array([tile.heaviest for tile in self.tiles])
+            absolute = np.array([tile.absolute.sum() for tile in self.tiles])
+            self.log_absolute = np.log(absolute)
+
+    def rows(self, start, stop):
+        """Where the results of some points of x belong."""
+        return slice(start, stop) if self.order is None else self.order[start:stop]
 
     def squared_gaps(self, x):
         """Lower bounds of d2 between the box round some points and each tile."""
@@ -146,9 +164,9 @@ class Clouds:
 
 
 def _columns(problem, place):
-    """Ones, and the values; None for a log-sum."""
+    """What the weights of a row are multiplied by: ones, but for a sum, and values."""
     if problem.values is None:
-        return None
+        return np.ones((problem.num_y, 1))
     values = problem.values[place].astype(np.float64)
     if problem.reduction == "mean":
         return np.concatenate([np.ones((len(values), 1)), values], axis=1)

@@ -18,7 +18,7 @@ from scipy.spatial.distance import cdist
 
 _UNIT = 2.0**-53
 # Errors of d2 that are let pass: a digit of a score beside what is promised.
-_PASSES = {"float32": 2e-8, "float64": 3e-14}
+_PASSES = {"float32": 2e-8, "float64": 1e-13}
 # Relative errors of a distance itself, where a kernel has a cusp at 0.
 _PASSES_CUSP = {"float32": 1e-8, "float64": 1e-15}
 _REPAIRED = 4096  # pairs at once
@@ -189,7 +189,7 @@ def _differences(x, y, weights, d2):
 
 
 def passes(dtype, smooth):
-    """Errors of d2, and of a distance at a cusp, that results of a dtype do not show."""
+    """Errors of d2, and of a distance at a cusp, that a dtype does not show."""
     single = _PASSES[dtype]
     if not smooth and dtype == "float64":
         single = 0.0  # a cusp makes errors of d2 their root

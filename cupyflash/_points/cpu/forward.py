@@ -4,59 +4,52 @@ import math
 
 import numpy as np
 
+from cupyflash._core import arrays as _arrays
 from cupyflash._core import threads
+from cupyflash._points.cpu import symmetric
 from cupyflash._points.cpu.clouds import TILE_X, Clouds
 from cupyflash._points.cpu.distances import Block
+from cupyflash._points.cpu.weights import LEAST, kernel_values
 
 # Sums may grow by exp(_ROOM) over the row's reference before that is moved.
 _ROOM = 300.0
-# exp() of less is 0 here: it takes many times as long below the normal numbers.
-_LEAST = -700.0
-# What is left out is below exp(-_DIGITS) of a row's result.
-_DIGITS = {"float32": 20.0, "float64": 38.0}
+# What is left out is below exp(-DIGITS) of a row's result.
+DIGITS = {"float32": 20.0, "float64": 38.0}
 
 
 def compute(problem):
     """(out, lse) of a problem on NumPy arrays; None where there is none."""
     sums = problem.reduction == "kernel_sum"
-    dtype = problem.dtype
-    out = None
+    out = lse = None
     if problem.reduction != "logsumexp":
-        out = np.zeros(problem.out_shape, dtype)
-    lse = None if sums else np.full(problem.lse_shape, -np.inf, dtype)
+        out = np.zeros(problem.out_shape, problem.dtype)
+    if not sums:
+        lse = np.full(problem.lse_shape, -np.inf, problem.dtype)
     if problem.num_x == 0 or problem.num_y == 0:
         return out, lse
     for place in np.ndindex(problem.batch):
+        results = (
+            None if out is None else out[place],
+            None if lse is None else lse[place],
+        )
         with np.errstate(all="ignore"):
+            same = _arrays.same_view(problem.x[place], problem.y[place])
             clouds = Clouds(problem, place)
-        if not clouds.tiles:
-            continue
-        task = _Sum if sums else _LogSum
-
-        def run(start, scratch, clouds=clouds, place=place, task=task):
-            stop = min(start + TILE_X, problem.num_x)
-            rows = slice(start, stop)
-            if clouds.order is not None:
-                rows = clouds.order[rows]
-            result = task(problem, clouds, Block(clouds, start, stop, scratch))
-            result.store(
-                rows,
-                None if out is None else out[place],
-                None if lse is None else lse[place],
-            )
-
-        blocks = range(0, problem.num_x, TILE_X)
-        threads.for_each_with_blas(run, blocks, threads.num_cores())
+            if same and symmetric.pays(problem, clouds):
+                symmetric.compute(problem, clouds, results, DIGITS[problem.dtype])
+            elif clouds.tiles:
+                _compute(problem, clouds, _Sum if sums else _LogSum, results)
     return out, lse
 
 
-def _bounds(clouds, block, log):
-    """(upper bound of the log of what a pair of a tile adds, tile), the best first."""
-    if not clouds.skips:
-        return [(math.inf, tile) for tile in clouds.tiles]
-    bounds = log(clouds.squared_gaps(block.x)) + clouds.heaviest
-    order = np.argsort(-bounds, kind="stable")
-    return [(float(bounds[place]), clouds.tiles[place]) for place in order]
+def _compute(problem, clouds, task, results):
+    def run(start, scratch):
+        stop = min(start + TILE_X, problem.num_x)
+        rows = clouds.rows(start, stop)
+        task(problem, clouds, Block(clouds, start, stop, scratch)).store(rows, *results)
+
+    blocks = range(0, problem.num_x, TILE_X)
+    threads.for_each_with_blas(run, blocks, threads.num_cores())
 
 
 class _LogSum:
@@ -67,19 +60,25 @@ class _LogSum:
         self.log = problem.kernel.log
         self.gaussian = problem.kernel.name == "gaussian"
         self.reference = None
-        columns = clouds.columns
-        count = 1 if columns is None else columns.shape[1]
-        self.sums = np.zeros((len(block.x), count))
-        digits = _DIGITS[problem.dtype] + math.log(len(clouds.y))
-        for bound, tile in _bounds(clouds, block, self.log):
+        self.sums = np.zeros((len(block.x), clouds.columns.shape[1]))
+        digits = DIGITS[problem.dtype] + math.log(len(clouds.y))
+        for bound, tile in self.order():
             if self.reference is not None and bound < self.least() - digits:
                 break
             self.add(tile)
 
+    def order(self):
+        """(upper bound of the largest score of a tile, tile), the best first."""
+        clouds = self.clouds
+        if not clouds.skips:
+            return [(math.inf, tile) for tile in clouds.tiles]
+        bounds = self.log(clouds.squared_gaps(self.block.x)) + clouds.heaviest
+        order = np.argsort(-bounds, kind="stable")
+        return [(float(bounds[place]), clouds.tiles[place]) for place in order]
+
     def least(self):
         """The smallest log-sum of a row so far."""
-        with np.errstate(all="ignore"):
-            return float((self.reference + np.log(self.sums[:, 0])).min())
+        return float((self.reference + np.log(self.sums[:, 0])).min())
 
     def add(self, tile):
         """Add a tile."""
@@ -87,16 +86,18 @@ class _LogSum:
         if self.reference is None:
             largest = scores.max(axis=1)
             self.reference = np.where(np.isfinite(largest), largest, 0.0)
+            self.lowest = self.reference.min()
             scores -= self.reference[:, None]
-        elif not scores.max() <= _ROOM:
+        elif not self.bounded(tile) and not scores.max() <= _ROOM:
             self.move(scores)
-        if self.clouds.farthest > -_LEAST or not self.gaussian:
-            np.maximum(scores, _LEAST, out=scores)
-        weights = np.exp(scores, out=scores)
-        if tile.columns is None:
-            self.sums[:, 0] += weights.sum(axis=1)
-        else:
-            self.sums += weights @ tile.columns
+        if self.clouds.lowest_score < LEAST or not self.gaussian:
+            np.maximum(scores, LEAST, out=scores)
+        self.sums += np.exp(scores, out=scores) @ tile.columns
+
+    def bounded(self, tile):
+        """Whether no score of a tile can be far above its row's reference."""
+        known = self.problem.kernel.expression is None and self.problem.kernel.smooth
+        return known and tile.heaviest - self.lowest <= _ROOM
 
     def move(self, scores):
         """Raise the references of rows whose sums would grow too large."""
@@ -104,6 +105,7 @@ class _LogSum:
         step = np.where((largest > _ROOM) & np.isfinite(largest), largest, 0.0)
         scores -= step[:, None]
         self.reference = self.reference + step
+        self.lowest = self.reference.min()
         self.sums *= np.exp(-step)[:, None]
 
     def scores(self, tile):
@@ -120,11 +122,11 @@ class _LogSum:
         return scores
 
     def store(self, rows, out, lse):
-        with np.errstate(all="ignore"):
-            total = self.sums[:, :1]
-            lse[rows] = self.reference + np.log(total[:, 0])
-            if out is not None:
-                out[rows] = np.where(total == 0, 0.0, self.sums[:, 1:] / total)
+        """Write the rows' results."""
+        total = self.sums[:, :1]
+        lse[rows] = self.reference + np.log(total[:, 0])
+        if out is not None:
+            out[rows] = np.where(total == 0, 0.0, self.sums[:, 1:] / total)
 
 
 class _Sum:
@@ -134,34 +136,29 @@ class _Sum:
         self.problem, self.clouds, self.block = problem, clouds, block
         self.sums = np.zeros((len(block.x), problem.num_values))
         if clouds.skips:
-            self._skipping()
+            self.skip()
         else:
             for tile in clouds.tiles:
                 self.add(tile)
 
-    def _skipping(self):
-        """The tiles that can matter beside a sum of the same kernels and |b|."""
+    def skip(self):
+        """Add the tiles that can matter beside a sum of the same kernels and |b|."""
         clouds, log = self.clouds, self.problem.kernel.log
-        digits = _DIGITS[self.problem.dtype]
-        absolute = np.array([np.abs(tile.columns).sum() for tile in clouds.tiles])
+        digits = DIGITS[self.problem.dtype] + math.log(len(clouds.tiles))
         mass = np.zeros(len(self.block.x))
-        bounds = log(clouds.squared_gaps(self.block.x))
-        with np.errstate(all="ignore"):
-            bounds = bounds + np.log(absolute)
-            for place in np.argsort(-bounds, kind="stable"):
-                tile = clouds.tiles[place]
-                if bounds[place] + math.log(len(clouds.tiles)) < (
-                    np.log(mass.min()) - digits
-                ):
-                    break
-                weights = self.add(tile)
-                mass += weights @ np.abs(tile.columns).sum(axis=1)
+        bounds = log(clouds.squared_gaps(self.block.x)) + clouds.log_absolute
+        for place in np.argsort(-bounds, kind="stable"):
+            if bounds[place] < np.log(mass.min()) - digits:
+                break
+            tile = clouds.tiles[place]
+            mass += self.add(tile) @ tile.absolute
 
     def add(self, tile):
         """Add a tile; its kernels."""
-        weights = self.problem.kernel.value(self.block.squared(tile))
+        weights = kernel_values(self.problem.kernel, self.block, tile)
         self.sums += weights @ tile.columns
         return weights
 
     def store(self, rows, out, lse):
+        """Write the rows' results."""
         out[rows] = self.sums

@@ -1,0 +1,238 @@
+"""Gradients of the reductions, as reductions of the same kind.
+
+With C_ij the gradient by d2_ij, which is a sum of kernels -dK/d(d2) times values,
+
+    dx_i = 2 s^2 (x_i sum_j C_ij - sum_j C_ij y_j)
+    dy_j = 2 s^2 (y_j sum_i C_ij - sum_i C_ij x_i)
+    dh   = -2 s^3 sum_ij C_ij (x_i - y_j)^2
+
+s being 1 / h, the bandwidth of an axis. Sums over i are reductions with x and y
+exchanged.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cupyflash._core import arrays as _arrays
+from cupyflash._points import api, kernels
+from cupyflash._points.problem import PointsProblem
+
+
+class PointsGrads(NamedTuple):
+    """Gradients of the shapes of what they belong to; None for what was not given.
+
+    Attributes
+    ----------
+    dx, dy : ndarray
+        By the points.
+    dvalues : ndarray
+        By `b` or `v`.
+    dlog_weights : ndarray
+        By the logarithms of the weights.
+    dbandwidth : ndarray
+        By the bandwidth, a number or one an axis.
+    """
+
+    dx: Any
+    dy: Any
+    dvalues: Any
+    dlog_weights: Any
+    dbandwidth: Any
+
+
+def backward(problem, given, dout=None, dlse=None, out=None, lse=None):
+    """The gradients of a problem, and of its results as far as they are known."""
+    xp = np if problem.backend == "numpy" else _cupy()
+    dtype = problem.dtype
+    if xp is np:
+        # Of a gradient more is lost to cancellation than of a sum.
+        problem, dout, dlse, out, lse = _widened(problem, dout, dlse, out, lse)
+    problem = _centred(problem)
+    if problem.reduction == "kernel_sum":
+        grads = _of_sum(xp, problem, dout)
+    else:
+        grads = _of_mean(xp, problem, dout, dlse, out, lse)
+    rows, columns, dvalues, dlog_weights = grads
+    s2 = xp.asarray(np.array(problem.scale) ** 2, dtype=problem.dtype)
+    of_x, x_y, y_y = rows
+    of_y, y_x = columns
+    squares = (
+        (of_x * problem.x**2).sum(axis=-2) - 2 * (problem.x * x_y).sum(axis=-2)
+    ) + y_y.sum(axis=-2)
+    dbandwidth = -2 * s2 * xp.asarray(problem.scale, dtype=problem.dtype) * squares
+    dbandwidth = dbandwidth.reshape(-1, problem.dim).sum(axis=0)
+    if not given.bandwidth:
+        dbandwidth = dbandwidth.sum()
+    found = PointsGrads(
+        _summed(2 * s2 * (problem.x * of_x - x_y), given.x),
+        _summed(2 * s2 * (problem.y * of_y - y_x), given.y),
+        None if given.values is None else _of_values(dvalues, given.values),
+        None
+        if given.log_weights is None
+        else _summed(dlog_weights, given.log_weights),
+        dbandwidth,
+    )
+    return PointsGrads(
+        *(x if x is None else xp.asarray(x).astype(dtype, copy=False) for x in found)
+    )
+
+
+def _cupy():
+    return _arrays.import_cupy()
+
+
+def _widened(problem, *arrays):
+    def widen(x):
+        return None if x is None else np.asarray(x, np.float64)
+
+    names = ("x", "y", "values", "log_weights")
+    operands = {name: widen(getattr(problem, name)) for name in names}
+    return problem.of(dtype="float64", **operands), *map(widen, arrays)
+
+
+def _centred(problem):
+    """The same problem with the clouds round the origin."""
+    if problem.num_y == 0:
+        return problem
+    centre = problem.y.mean(axis=-2, keepdims=True)
+    return problem.of(x=problem.x - centre, y=problem.y - centre)
+
+
+def _summed(gradient, shape):
+    """A gradient of the batch's shape, summed over the axes that were broadcast."""
+    extra = gradient.ndim - len(shape)
+    if extra > 0:
+        gradient = gradient.sum(axis=tuple(range(extra)))
+    axes = tuple(
+        axis
+        for axis, (n, m) in enumerate(zip(gradient.shape, shape, strict=True))
+        if n != m
+    )
+    return gradient.sum(axis=axes, keepdims=True) if axes else gradient
+
+
+def _of_values(gradient, shape):
+    """The same for columns of values, or a vector of one."""
+    if len(shape) > 1:
+        return _summed(gradient, shape)
+    return _summed(gradient[..., 0], shape)
+
+
+def _outer(xp, a, b):
+    """Of each point all products of a column of `a` and one of `b`, side by side."""
+    products = a[..., :, None] * b[..., None, :]
+    return products.reshape(*products.shape[:-2], a.shape[-1] * b.shape[-1])
+
+
+def _kernel_sum(problem, kernel, x, y, values):
+    return api.run(
+        problem.of(
+            reduction="kernel_sum",
+            kernel=kernel,
+            x=x,
+            y=y,
+            num_x=x.shape[-2],
+            num_y=y.shape[-2],
+            num_values=values.shape[-1],
+            values=values,
+            log_weights=None,
+        )
+    )[0]
+
+
+# --- sums -----------------------------------------------------------------------------
+
+
+def _of_sum(xp, problem: PointsProblem, dout):
+    x, y, b = problem.x, problem.y, problem.values
+    slope, factor = kernels.slope_of(problem.kernel)
+    width = problem.dim
+
+    def moments(to, of, values, weights, others):
+        """-sum of C, and of C times the columns of `others`."""
+        ones = xp.ones((*of.shape[:-1], 1), of.dtype)
+        terms = _outer(xp, values, xp.concatenate([ones, *others], axis=-1))
+        sums = _kernel_sum(problem, slope, to, of, terms)
+        sums = sums.reshape(*to.shape[:-1], values.shape[-1], -1)
+        return -factor * (weights[..., :, None] * sums).sum(axis=-2)
+
+    of_rows = moments(x, y, b, dout, (y, y * y))
+    of_columns = moments(y, x, dout, b, (x,))
+    rows = of_rows[..., :1], of_rows[..., 1 : 1 + width], of_rows[..., 1 + width :]
+    columns = of_columns[..., :1], of_columns[..., 1:]
+    return rows, columns, _kernel_sum(problem, problem.kernel, y, x, dout), None
+
+
+# --- means and log-sums ---------------------------------------------------------------
+
+
+def _of_mean(xp, problem: PointsProblem, dout, dlse, out, lse):
+    """A log-sum is a mean of no columns, with a gradient of its lse alone."""
+    x, y, v, width = problem.x, problem.y, problem.values, problem.dim
+    if lse is None or (out is None and v is not None):
+        out, lse = api.run(problem.of(return_lse=True))
+    if v is None:
+        v, out, dout = y[..., :0], x[..., :0], x[..., :0]
+    through = xp.zeros(lse.shape, problem.dtype) if dlse is None else dlse
+    through = (through - (dout * out).sum(axis=-1))[..., None]
+    weights = problem.log_weights
+    if weights is None:
+        weights = xp.zeros(y.shape[:-1], problem.dtype)
+    # A row that sees no point has no gradient.
+    inverse = xp.where(lse > -np.inf, -lse, -np.inf)
+    slope, factor = kernels.slope_of(problem.kernel)
+
+    def weighted(kernel, to, of, log_of, log_to, values):
+        """Sum of exp(log_of + log_to) K times values."""
+        return _weighted(xp, problem, kernel, to, of, log_of, log_to, values)
+
+    ones = xp.ones((*y.shape[:-1], 1), y.dtype)
+    terms = xp.concatenate([ones, y, y * y], axis=-1)
+    count = terms.shape[-1]
+    sums = weighted(
+        slope, x, y, weights, inverse, xp.concatenate([terms, _outer(xp, v, terms)], -1)
+    )
+    sums = sums.reshape(*sums.shape[:-1], 1 + v.shape[-1], count)
+    by = xp.concatenate([through, dout], axis=-1)[..., :, None]
+    of_rows = -factor * (by * sums).sum(axis=-2)
+
+    ones = xp.ones((*x.shape[:-1], 1), x.dtype)
+    terms = xp.concatenate([ones, x], axis=-1)
+    gradients = xp.concatenate([through, dout], axis=-1)
+    by = xp.concatenate([xp.ones_like(y[..., :1]), v], axis=-1)
+    sums = weighted(slope, y, x, inverse, weights, _outer(xp, gradients, terms))
+    sums = sums.reshape(*sums.shape[:-1], gradients.shape[-1], width + 1)
+    of_columns = -factor * (by[..., :, None] * sums).sum(axis=-2)
+
+    of_weights = weighted(problem.kernel, y, x, inverse, weights, gradients)
+    rows = of_rows[..., :1], of_rows[..., 1 : 1 + width], of_rows[..., 1 + width :]
+    columns = of_columns[..., :1], of_columns[..., 1:]
+    return rows, columns, of_weights[..., 1:], (by * of_weights).sum(axis=-1)
+
+
+def _weighted(xp, problem, kernel, to, of, log_of, log_to, values):
+    """Sum over `of` of exp(log_of + log_to) K times values, for each of `to`."""
+    if kernel.log is not None and kernel.expression is None:
+        means, lse = api.run(
+            problem.of(
+                reduction="mean",
+                kernel=kernel,
+                x=to,
+                y=of,
+                num_x=to.shape[-2],
+                num_y=of.shape[-2],
+                num_values=values.shape[-1],
+                values=values,
+                log_weights=log_of,
+                return_lse=True,
+            )
+        )
+        return xp.exp(lse + log_to)[..., None] * means
+    # The derivative of a function may have either sign.
+    top = log_of.max(axis=-1, keepdims=True)
+    top = xp.where(xp.isfinite(top), top, 0.0)
+    scaled = xp.exp(log_of - top)[..., None] * values
+    return xp.exp(top + log_to)[..., None] * _kernel_sum(
+        problem, kernel, to, of, scaled
+    )

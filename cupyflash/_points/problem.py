@@ -126,6 +126,17 @@ def _check_points(name, x):
         )
 
 
+def check_clouds(x: Any, y: Any) -> None:
+    """Refuse what are no two clouds of as many dimensions."""
+    _check_points("x", x)
+    _check_points("y", y)
+    if x.shape[-1] != y.shape[-1]:
+        raise ValueError(
+            f"x and y must have as many dimensions (last axis), got {x.shape} and "
+            f"{y.shape}"
+        )
+
+
 def _broadcast(**shapes):
     """The common leading axes; a ValueError that names the arguments."""
     try:
@@ -152,13 +163,7 @@ def points(
         given[values_name] = values
     xp, arrays = adopt(len(given), **given, log_weights=log_weights)
     x, y = arrays["x"], arrays["y"]
-    _check_points("x", x)
-    _check_points("y", y)
-    if x.shape[-1] != y.shape[-1]:
-        raise ValueError(
-            f"x and y must have as many dimensions (last axis), got {x.shape} and "
-            f"{y.shape}"
-        )
+    check_clouds(x, y)
     num_x, (num_y, dim) = x.shape[-2], y.shape[-2:]
     shapes = {"x": x.shape[:-2], "y": y.shape[:-2]}
     weights, values = arrays.get("log_weights"), arrays.get(values_name)

@@ -13,13 +13,17 @@ from cupyflash.points._reductions import (
     mean,
     mean_vjp,
 )
+from cupyflash.points._sinkhorn import Plan, Transport, sinkhorn
 
 __all__ = [
+    "Plan",
     "PointsGrads",
+    "Transport",
     "kernel_sum",
     "kernel_sum_vjp",
     "logsumexp",
     "logsumexp_vjp",
     "mean",
     "mean_vjp",
+    "sinkhorn",
 ]

@@ -68,9 +68,7 @@ def backward(problem, given, dout=None, dlse=None, out=None, lse=None):
         _summed(2 * s2 * (problem.x * of_x - x_y), given.x),
         _summed(2 * s2 * (problem.y * of_y - y_x), given.y),
         None if given.values is None else _of_values(dvalues, given.values),
-        None
-        if given.log_weights is None
-        else _summed(dlog_weights, given.log_weights),
+        None if given.log_weights is None else _summed(dlog_weights, given.log_weights),
         dbandwidth,
     )
     return PointsGrads(

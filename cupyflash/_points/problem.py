@@ -245,7 +245,7 @@ def gradients(
     if results[first] is None:
         raise TypeError(f"{first} must be an array, got None")
     _, arrays = _arrays.adopt_all(1, x=x, **results)
-    found = {}
+    found: dict[str, Any] = {}
     for name in results:
         array = arrays[name]
         if array is None:

@@ -198,8 +198,8 @@ def logsumexp_vjp(
     Returns
     -------
     PointsGrads
-        Named tuple of dx, dy, dvalues (None), dlog_weights and dbandwidth, each of the
-        shape of what it belongs to.
+        Named tuple of dx, dy, dvalues (None), dlog_weights and dbandwidth, each of
+        the shape of what it belongs to.
 
     Notes
     -----
@@ -240,8 +240,8 @@ def kernel_sum_vjp(
     Returns
     -------
     PointsGrads
-        Named tuple of dx, dy, dvalues (by `b`), dlog_weights (None) and dbandwidth, each
-        of the shape of what it belongs to.
+        Named tuple of dx, dy, dvalues (by `b`), dlog_weights (None) and dbandwidth,
+        each of the shape of what it belongs to.
 
     Notes
     -----
@@ -282,8 +282,8 @@ def mean_vjp(
     Returns
     -------
     PointsGrads
-        Named tuple of dx, dy, dvalues (by `v`), dlog_weights and dbandwidth, each of the
-        shape of what it belongs to.
+        Named tuple of dx, dy, dvalues (by `v`), dlog_weights and dbandwidth, each of
+        the shape of what it belongs to.
 
     Notes
     -----

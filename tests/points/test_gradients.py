@@ -101,7 +101,9 @@ def test_wherever_the_clouds_lie(dtype):
     far = points.mean_vjp(dout, x + 1e5, y + 1e5, v, weights)
     for one, other in zip(near, far, strict=True):
         assert one.dtype == dtype
-        np.testing.assert_allclose(one, other, atol=1e-6 if dtype == "float32" else 1e-9)
+        np.testing.assert_allclose(
+            one, other, atol=1e-6 if dtype == "float32" else 1e-9
+        )
 
 
 def test_points_without_weight_and_rows_without_points():
@@ -118,7 +120,9 @@ def test_points_without_weight_and_rows_without_points():
 def test_coinciding_points_of_a_cusp():
     x = np.zeros((3, 2))
     for kernel in ("laplacian", "energy"):
-        found = points.kernel_sum_vjp(np.ones((3, 1)), x, x, np.ones((3, 1)), kernel=kernel)
+        found = points.kernel_sum_vjp(
+            np.ones((3, 1)), x, x, np.ones((3, 1)), kernel=kernel
+        )
         assert (found.dx == 0).all()
 
 

@@ -10,6 +10,7 @@ from cupyflash._points.cpu import symmetric
 from cupyflash._points.cpu.clouds import TILE_X, Clouds
 from cupyflash._points.cpu.distances import Block
 from cupyflash._points.cpu.weights import LEAST, kernel_values
+from cupyflash._points.kernels import NAMES
 
 # Sums may grow by exp(_ROOM) over the row's reference before that is moved.
 _ROOM = 300.0
@@ -59,6 +60,8 @@ class _LogSum:
         self.problem, self.clouds, self.block = problem, clouds, block
         self.log = problem.kernel.log
         self.gaussian = problem.kernel.name == "gaussian"
+        # Elsewhere a kernel may be 0, and a row's sum, too.
+        self.positive = problem.kernel.name in NAMES
         self.reference = None
         self.sums = np.zeros((len(block.x), clouds.columns.shape[1]))
         digits = DIGITS[problem.dtype] + math.log(len(clouds.y))
@@ -84,15 +87,30 @@ class _LogSum:
         """Add a tile."""
         scores = self.scores(tile)
         if self.reference is None:
-            largest = scores.max(axis=1)
-            self.reference = np.where(np.isfinite(largest), largest, 0.0)
-            self.lowest = self.reference.min()
-            scores -= self.reference[:, None]
+            self.reference = np.zeros(len(scores))
+            self.unset = np.ones(len(scores), bool)
+        if self.unset.any():
+            self.set_references(scores)
         elif not self.bounded(tile) and not scores.max() <= _ROOM:
             self.move(scores)
+        vanish = None
         if self.clouds.lowest_score < LEAST or not self.gaussian:
+            vanish = None if self.positive else scores < LEAST
             np.maximum(scores, LEAST, out=scores)
-        self.sums += np.exp(scores, out=scores) @ tile.columns
+        weights = np.exp(scores, out=scores)
+        if vanish is not None:
+            weights[vanish] = 0.0
+        self.sums += weights @ tile.columns
+
+    def set_references(self, scores):
+        """Give a row its reference, the largest score that it meets first."""
+        largest = scores.max(axis=1)
+        fresh = self.unset & (largest > -np.inf)
+        step = np.where(fresh & np.isfinite(largest), largest, 0.0)
+        scores -= step[:, None]
+        self.reference = self.reference + step
+        self.unset &= ~fresh
+        self.lowest = self.reference.min()
 
     def bounded(self, tile):
         """Whether no score of a tile can be far above its row's reference."""

@@ -9,7 +9,7 @@ from cupyflash._points.cpu.clouds import TILE_Y
 from cupyflash._points.cpu.distances import Block
 from cupyflash._points.cpu.weights import kernel_values
 
-# Sums of their own, whatever the number of threads, so that results do not depend on it.
+# Sums of their own, so that results do not depend on the number of threads.
 _STRIPS = 8
 _MOST_COLUMNS = 16
 # exp() of weights that are farther apart would leave the range of float64.
@@ -35,6 +35,7 @@ def compute(problem, clouds, results, digits):
     if clouds.log_weights is not None:
         heaviest = clouds.log_weights.max()
         clouds.columns *= np.exp(clouds.log_weights - heaviest)[:, None]
+        clouds.log_weights = None
         clouds.cut()
     sums = _sums(problem.kernel, clouds, digits)
     rows = clouds.rows(0, len(clouds.x))

@@ -1,0 +1,197 @@
+"""Kernel matrices as linear operators."""
+
+from typing import Any
+
+import numpy as np
+from scipy.sparse.linalg import LinearOperator
+
+from cupyflash._core import arrays as _arrays
+from cupyflash._core.typing import Array
+from cupyflash._points import problem as points_problem
+from cupyflash.points._reductions import kernel_sum
+
+
+class _Products:
+    """The products of a kernel matrix; a base of the operators of both libraries."""
+
+    def _describe(self, xp, x, y, kernel, bandwidth, diagonal):
+        self._xp, self.x, self.y = xp, x, y
+        self.kernel, self.bandwidth, self.diagonal = kernel, bandwidth, diagonal
+
+    def _product(self, x, y, v):
+        v = self._xp.asarray(v)
+        out = kernel_sum(
+            x, y, v.astype(x.dtype), kernel=self.kernel, bandwidth=self.bandwidth
+        )
+        return out + self.diagonal * v if self.diagonal else out
+
+    def _matvec(self, v):
+        return self._product(self.x, self.y, v.reshape(-1))
+
+    def _matmat(self, v):
+        return self._product(self.x, self.y, v)
+
+    def _rmatvec(self, v):
+        return self._product(self.y, self.x, v.reshape(-1))
+
+    def _rmatmat(self, v):
+        return self._product(self.y, self.x, v)
+
+    def _adjoint(self):
+        return KernelOperator(
+            self.y,
+            self.x,
+            kernel=self.kernel,
+            bandwidth=self.bandwidth,
+            diagonal=self.diagonal,
+        )
+
+    _transpose = _adjoint
+
+    def preconditioner(self, rank: int = 100, rng: Any = None) -> Any:
+        """Inverse of ``C W^-1 C^T + diagonal``, for ``M=`` of `cg`.
+
+        C has the kernels of all points and `rank` of them, drawn at random, W those of
+        these: Nyström's approximation [1]_.
+
+        Parameters
+        ----------
+        rank : int, default 100
+            Columns that are stored, N numbers each.
+        rng : int or numpy.random.Generator, optional
+            Draws the points.
+
+        Returns
+        -------
+        LinearOperator
+
+        Raises
+        ------
+        ValueError
+            If there is no `diagonal`, or x and y are not one array.
+
+        References
+        ----------
+        .. [1] Z. Frangella, J. A. Tropp and M. Udell, "Randomized Nyström
+           preconditioning", SIAM Journal on Matrix Analysis and Applications 44, 2023.
+        """
+        if self.x is not self.y or not self.diagonal > 0:
+            raise ValueError(
+                "a preconditioner is for a matrix of one cloud, KernelOperator(x, x), "
+                f"with diagonal above 0, got diagonal {self.diagonal}"
+            )
+        xp, count = self._xp, len(self.x)
+        rank = min(_arrays.index("rank", rank, "an int"), count)
+        chosen = np.sort(np.random.default_rng(rng).permutation(count)[:rank])
+        landmarks = self.x[xp.asarray(chosen)]
+        unit = xp.eye(rank, dtype=self.x.dtype)
+        options = {"kernel": self.kernel, "bandwidth": self.bandwidth}
+        columns = kernel_sum(self.x, landmarks, unit, **options).astype(np.float64)
+        small = kernel_sum(landmarks, landmarks, unit, **options).astype(np.float64)
+        # Woodbury's identity, in a basis where W is diagonal.
+        values, vectors = xp.linalg.eigh(small)
+        floor = values[-1] * rank * float(np.finfo(self.x.dtype).eps)
+        values = xp.maximum(values, floor)
+        factor = columns @ (vectors / xp.sqrt(values))
+        inner = factor.T @ factor + self.diagonal * xp.eye(rank)
+        diagonal, dtype = self.diagonal, self.x.dtype
+
+        def apply(v):
+            v = v.astype(np.float64)
+            inside = factor.T @ v
+            return ((v - factor @ xp.linalg.solve(inner, inside)) / diagonal).astype(
+                dtype
+            )
+
+        operator = LinearOperator if xp is np else _cupyx().LinearOperator
+        return operator(
+            (count, count), matvec=apply, rmatvec=apply, matmat=apply, dtype=dtype
+        )
+
+
+class KernelOperator(_Products, LinearOperator):
+    """Matrix of kernels of two clouds as a linear operator, never stored.
+
+    ``A @ v`` is ``kernel_sum(x, y, v) + diagonal * v``. Of NumPy arrays it is a
+    `scipy.sparse.linalg.LinearOperator`, of CuPy arrays one of `cupyx.scipy`, which the
+    solvers of the same library take.
+
+    Parameters
+    ----------
+    x, y : ndarray, shapes (N, D) and (M, D)
+        The clouds; NumPy or CuPy.
+    kernel, bandwidth
+        As in `kernel_sum`.
+    diagonal : float, default 0.0
+        Added to the diagonal, for N = M: the noise of a Gaussian process, the strength
+        of a ridge.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `kernel_sum`.
+
+    Examples
+    --------
+    A Gaussian process through four points:
+
+    >>> import numpy as np
+    >>> from scipy.sparse.linalg import cg
+    >>> from cupyflash import points
+    >>> x = np.arange(4.0)[:, None]
+    >>> A = points.KernelOperator(x, x, diagonal=1e-3)
+    >>> weights, info = cg(A, np.sin(x[:, 0]), M=A.preconditioner(4))
+    >>> (A @ weights - np.sin(x[:, 0])).round(4) + 0.0
+    array([0., 0., 0., 0.])
+    """
+
+    def __new__(cls, x: Array, *args: Any, **kwargs: Any) -> Any:
+        """An operator of the library that the arrays are of."""
+        if cls is KernelOperator and _arrays.lives_on_gpu(x):
+            return _on_gpu()(x, *args, **kwargs)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        x: Array,
+        y: Array,
+        *,
+        kernel: Any = "gaussian",
+        bandwidth: Any = 1.0,
+        diagonal: float = 0.0,
+    ):
+        _initialise(self, LinearOperator, x, y, kernel, bandwidth, diagonal)
+
+
+def _initialise(self, base, x, y, kernel, bandwidth, diagonal):
+    same = x is y
+    xp, given = points_problem.adopt(2, x=x, y=y)
+    x, y = given["x"], given["x"] if same else given["y"]
+    problem, _ = points_problem.points(
+        "kernel_sum", x, y, None, y[:, :1], kernel, bandwidth, values_name="b"
+    )
+    if problem.batch:
+        raise ValueError(f"x and y must have two axes, got {x.shape} and {y.shape}")
+    diagonal = _arrays.finite_number("diagonal", diagonal)
+    if diagonal and len(x) != len(y):
+        raise ValueError(
+            f"diagonal goes with as many points in x as in y, got {len(x)} and {len(y)}"
+        )
+    self._describe(xp, x, y, kernel, bandwidth, diagonal)
+    base.__init__(self, x.dtype, (len(x), len(y)))
+
+
+def _cupyx():
+    from cupyx.scipy.sparse import linalg
+
+    return linalg
+
+
+def _on_gpu():
+    """The same operator on CuPy's base."""
+    base = _cupyx().LinearOperator
+
+    def __init__(self, x, y, *, kernel="gaussian", bandwidth=1.0, diagonal=0.0):
+        _initialise(self, base, x, y, kernel, bandwidth, diagonal)
+
+    return type("KernelOperator", (_Products, base), {"__init__": __init__})

@@ -1,0 +1,187 @@
+"""Optimal transport beside plain iterations on the matrix of costs."""
+
+import numpy as np
+import pytest
+
+from cupyflash import points
+from tests.points.test_gradients import differences
+
+
+def costs(x, y):
+    gaps = x[:, None] - y[None]
+    return (gaps * gaps).sum(axis=-1)
+
+
+def logsumexp(a, axis):
+    top = a.max(axis=axis, keepdims=True)
+    return np.log(np.exp(a - top).sum(axis=axis)) + np.squeeze(top, axis)
+
+
+def plain(x, y, a, b, epsilon, strength=None, steps=5000):
+    """(plan, f, g) by plain iterations."""
+    c = costs(x, y)
+    f, g = np.zeros(len(x)), np.zeros(len(y))
+    damping = 1.0 if strength is None else strength / (strength + epsilon)
+    for _ in range(steps):
+        f = -damping * epsilon * logsumexp((g - c) / epsilon + np.log(b), 1)
+        g = (
+            -damping
+            * epsilon
+            * logsumexp((f[:, None] - c) / epsilon + np.log(a)[:, None], 0)
+        )
+    plan = a[:, None] * b * np.exp((f[:, None] + g - c) / epsilon)
+    return plan, f, g
+
+
+def problem(num_x=30, num_y=40):
+    rng = np.random.default_rng(0)
+    a, b = rng.random(num_x) + 0.1, rng.random(num_y) + 0.1
+    x, y = rng.normal(size=(num_x, 2)), rng.normal(size=(num_y, 2)) + 1
+    return x, y, a / a.sum(), b / b.sum()
+
+
+def divergence(p, q):
+    return (p * np.log(p / q) - p + q).sum()
+
+
+@pytest.mark.parametrize("epsilon", [1.0, 0.1])
+def test_balanced(epsilon):
+    x, y, a, b = problem()
+    plan, f, _ = plain(x, y, a, b, epsilon)
+    found = points.sinkhorn(x, y, a, b, epsilon=epsilon, tol=1e-12, max_iter=5000)
+    assert found.converged
+    shift = (f - found.f).mean()
+    np.testing.assert_allclose(found.f + shift, f, atol=1e-9)
+    dense = found.plan @ np.eye(len(y))
+    np.testing.assert_allclose(dense, plan, atol=1e-11)
+    np.testing.assert_allclose(found.plan.T @ np.eye(len(x)), plan.T, atol=1e-11)
+    np.testing.assert_allclose(found.plan.marginal(), a, atol=1e-11)
+    np.testing.assert_allclose(found.plan.T.marginal(), b, atol=1e-11)
+    assert found.plan.shape == (30, 40)
+    value = (plan * costs(x, y)).sum() + epsilon * divergence(plan, a[:, None] * b)
+    assert found.value == pytest.approx(value, abs=1e-10)
+    np.testing.assert_allclose(
+        found.barycenters(), plan @ y / plan.sum(axis=1, keepdims=True), atol=1e-9
+    )
+    np.testing.assert_allclose(found.plan @ y[:, 0], plan @ y[:, 0], atol=1e-11)
+
+
+def test_small_epsilon_finds_the_assignment():
+    from scipy.optimize import linear_sum_assignment
+
+    rng = np.random.default_rng(1)
+    x, y = rng.random((50, 2)), rng.random((50, 2))
+    found = points.sinkhorn(x, y, epsilon=1e-3, tol=1e-4)
+    assert found.converged
+    rows, columns = linear_sum_assignment(costs(x, y))
+    exact = costs(x, y)[rows, columns].mean()
+    assert found.value == pytest.approx(exact, abs=5e-3)
+
+
+def test_unbalanced():
+    x, y, a, b = problem()
+    b = 2 * b
+    plan, f, _ = plain(x, y, a, b, 0.3, strength=1.5**2)
+    found = points.sinkhorn(x, y, a, b, epsilon=0.3, reach=1.5, tol=1e-11)
+    assert found.converged
+    np.testing.assert_allclose(found.f, f, atol=1e-9)
+    np.testing.assert_allclose(found.plan @ np.eye(40), plan, atol=1e-10)
+    value = (plan * costs(x, y)).sum() + 0.3 * divergence(plan, a[:, None] * b)
+    value += 2.25 * (divergence(plan.sum(1), a) + divergence(plan.sum(0), b))
+    assert found.value == pytest.approx(value, abs=1e-9)
+
+
+def test_symmetric():
+    x, _, a, _ = problem()
+    one = points.sinkhorn(x, x, a, a, epsilon=0.5, tol=1e-11)
+    two = points.sinkhorn(x, x.copy(), a, a.copy(), epsilon=0.5, tol=1e-11)
+    assert one.f is one.g
+    assert one.converged
+    assert one.value == pytest.approx(two.value, abs=1e-9)
+    assert one.iterations <= two.iterations
+
+
+def test_gradients():
+    x, y, a, b = problem(6, 7)
+
+    def value(x, y):
+        found = points.sinkhorn(x, y, a, b, epsilon=0.5, tol=1e-13, max_iter=3000)
+        return found.value
+
+    found = points.sinkhorn(x, y, a, b, epsilon=0.5, tol=1e-13, max_iter=3000)
+    for place, gradient in enumerate(found.gradient()):
+        exact = differences(value, [x, y], place, step=1e-4)
+        np.testing.assert_allclose(gradient, exact, atol=1e-6)
+
+
+def test_divergence():
+    x, y, a, b = problem(6, 7)
+    options = {"epsilon": 0.5, "tol": 1e-12, "max_iter": 3000}
+    same = points.sinkhorn_divergence(x, x, a, a, **options)
+    assert same.value == pytest.approx(0, abs=1e-10)
+    found = points.sinkhorn_divergence(x, y, a, b, **options)
+    assert found.value > 0
+
+    def value(x, y):
+        return points.sinkhorn_divergence(x, y, a, b, **options).value
+
+    for place, gradient in enumerate(found.gradient()):
+        exact = differences(value, [x, y], place, step=1e-4)
+        np.testing.assert_allclose(gradient, exact, atol=1e-5)
+    unbalanced = points.sinkhorn_divergence(x, x, a, a, reach=1.0, **options)
+    assert unbalanced.value == pytest.approx(0, abs=1e-10)
+
+
+def test_points_without_weight_take_no_part():
+    x, y, a, b = problem()
+    b[3] = 0
+    b /= b.sum()
+    keep = b > 0
+    whole = points.sinkhorn(x, y, a, b, epsilon=0.5, tol=1e-10)
+    part = points.sinkhorn(x, y[keep], a, b[keep], epsilon=0.5, tol=1e-10)
+    assert whole.value == pytest.approx(part.value, abs=1e-9)
+    assert ((whole.plan.T @ np.ones(30))[3]) == 0
+
+
+def test_batches():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(3, 20, 2)), rng.normal(size=(25, 2))
+    found = points.sinkhorn(x, y, epsilon=0.7, tol=1e-10)
+    assert found.value.shape == (3,)
+    assert found.plan.shape == (3, 20, 25)
+    for place in range(3):
+        one = points.sinkhorn(x[place], y, epsilon=0.7, tol=1e-10)
+        assert found.value[place] == pytest.approx(one.value, abs=1e-8)
+
+
+def test_float32():
+    x, y, a, b = (z.astype(np.float32) for z in problem())
+    found = points.sinkhorn(x, y, a, b, epsilon=0.2)
+    assert found.converged
+    assert found.f.dtype == np.float32
+    exact = points.sinkhorn(*problem(), epsilon=0.2)
+    assert float(found.value) == pytest.approx(float(exact.value), rel=1e-4)
+
+
+def test_progress_is_told():
+    told = []
+    x, y, a, b = problem()
+    found = points.sinkhorn(
+        x, y, a, b, epsilon=0.1, progress=lambda *now: told.append(now)
+    )
+    assert told[-1] == (found.iterations, found.error)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epsilon": 0}, "epsilon must be above 0"),
+        ({"epsilon": 1, "reach": -1}, "reach must be above 0"),
+        ({"epsilon": 1, "a": np.ones(3)}, r"a must have shape \(\.\.\., 4\)"),
+        ({"epsilon": 1, "b": -np.ones(5)}, "b must hold finite weights from 0 on"),
+        ({"epsilon": 1, "a": np.ones(4)}, "a and b must have one sum"),
+    ],
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        points.sinkhorn(np.zeros((4, 2)), np.ones((5, 2)), **options)

@@ -1,0 +1,114 @@
+"""What a transport does: arrays to one rank and from another, and short messages."""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from cupyflash._core.typing import Array
+
+TIMEOUT = 600.0
+
+
+class Comm(abc.ABC):
+    """The ranks of one job, and how arrays get from one to another.
+
+    `connect` makes one. Another transport is a subclass with `exchange`, `all_gather`
+    and, where they matter, `finish`, `abort` and `close`; every rank calls the same
+    methods in the same order.
+
+    Attributes
+    ----------
+    rank, size : int
+        This process among all, from 0, and how many there are.
+    local_rank : int
+        This process among those of its machine; the number of its GPU.
+    timeout : float
+        Seconds that a rank waits for another.
+    """
+
+    def __init__(
+        self, rank: int, size: int, *, timeout: float = TIMEOUT, local_rank: int = 0
+    ):
+        self.rank, self.size = rank, size
+        self.timeout, self.local_rank = timeout, local_rank
+        # Calls that all ranks have agreed on, by what each was given.
+        self.plans: dict[Any, Any] = {}
+        self._on_gpus: dict[int, Comm] = {}
+
+    @abc.abstractmethod
+    def exchange(
+        self,
+        sent: Sequence[Array],
+        target: int | None,
+        received: Sequence[Array],
+        source: int | None,
+    ) -> Callable[[], None]:
+        """Post the arrays `sent` to a rank and the filling of others by another rank.
+
+        Parameters
+        ----------
+        sent, received : sequence of ndarray
+            Contiguous arrays, kept and not written (nor `received` read) by the caller
+            before the wait.
+        target, source : int or None
+            The ranks; None where there is nothing to send, or to receive.
+
+        Returns
+        -------
+        callable
+            Waits until `received` may be read and `sent` be written; on a GPU by work
+            that is put on the current stream from then on.
+        """
+
+    @abc.abstractmethod
+    def all_gather(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, in their order."""
+
+    def finish(self) -> None:
+        """Return when all that was posted has arrived, or raise."""
+
+    def for_arrays(self, like: Array) -> "Comm":
+        """The transport for arrays of the kind, and on the device, of `like`."""
+        if isinstance(like, np.ndarray):
+            return self
+        device = like.device.id
+        if device not in self._on_gpus:
+            from cupyflash.distributed._nccl import NcclComm
+
+            self._on_gpus[device] = NcclComm(self, device)
+        return self._on_gpus[device]
+
+    def check(self) -> None:
+        """Raise if another rank is known to have ended; does not wait."""
+
+    def abort(self, reason: str) -> None:
+        """Tell the others why this rank ends; nothing can be sent afterwards."""
+        self.close()
+
+    def close(self) -> None:
+        """Give back connections; every rank does so after its last call."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(f"{kind.__name__}: {error}")
+
+
+def nothing() -> None:
+    """The wait for an exchange of nothing."""
+
+
+def bytes_of(x: np.ndarray) -> memoryview:
+    """The memory of a contiguous array."""
+    return memoryview(x.reshape(-1).view(np.uint8)) if x.size else memoryview(b"")
+
+
+def shifted(comm: Comm, shift: int) -> tuple[int, int]:
+    """(target, source): the ranks that many places after and before this one."""
+    return (comm.rank + shift) % comm.size, (comm.rank - shift) % comm.size

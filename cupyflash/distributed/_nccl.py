@@ -1,0 +1,130 @@
+"""Ranks joined by NCCL: CuPy arrays, one GPU a process."""
+
+import time
+
+from cupyflash._core import extras
+from cupyflash.distributed._comm import Comm
+
+_PAUSE = 2e-5  # seconds between two looks
+
+
+def _modules():
+    """CuPy and its binding of NCCL."""
+    import cupy
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise ImportError(
+            "CuPy finds no NCCL, which carries arrays between GPUs; "
+            f"{extras.command('distributed')} brings it on Linux"
+        )
+    return cupy, nccl
+
+
+class NcclComm(Comm):
+    """GPUs of the ranks of another comm, which goes on carrying messages.
+
+    Parameters
+    ----------
+    host : Comm
+        Ranks that send each other short messages.
+    device : int
+        Number of the GPU; that of no other rank.
+
+    Notes
+    -----
+    Transfers run on a stream of their own: after what the current stream has been
+    given before them, beside what it is given then, up to the wait.
+    """
+
+    def __init__(self, host: Comm, device: int):
+        super().__init__(
+            host.rank, host.size, timeout=host.timeout, local_rank=host.local_rank
+        )
+        self._host, self._device = host, device
+        self._last = None
+        self._closed = ""
+        key = self._agree()
+        with self._cupy.cuda.Device(device):
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+            self._ranks = self._nccl.NcclCommunicator(self.size, key, self.rank)
+
+    def _agree(self):
+        """The name of this communicator, or what keeps some rank from taking part."""
+        try:
+            self._cupy, self._nccl = _modules()
+            key = b"+" + (self._nccl.get_unique_id() if self.rank == 0 else b"")
+        except Exception as error:
+            failure, key = error, f"-{error}".encode()
+        keys = self._host.all_gather(key)
+        for rank, found in enumerate(keys):
+            if found[:1] == b"-":
+                if rank == self.rank:
+                    raise failure
+                raise ImportError(f"rank {rank} has no NCCL: {found[1:].decode()}")
+        return keys[0][1:]
+
+    def exchange(self, sent, target, received, source):
+        if self._closed:
+            raise ConnectionError(self._closed)
+        cuda = self._cupy.cuda
+        with cuda.Device(self._device):
+            self._stream.wait_event(cuda.get_current_stream().record())
+            try:
+                self._nccl.groupStart()
+                for rank, arrays, post in (
+                    (target, sent, self._ranks.send),
+                    (source, received, self._ranks.recv),
+                ):
+                    for x in arrays if rank is not None else ():
+                        post(
+                            x.data.ptr,
+                            x.nbytes,
+                            self._nccl.NCCL_UINT8,
+                            rank,
+                            self._stream.ptr,
+                        )
+                self._nccl.groupEnd()
+            except self._nccl.NcclError as error:
+                self.abort(str(error))
+                raise ConnectionError(f"NCCL has failed: {error}") from None
+            done = self._last = self._stream.record()
+        return lambda: cuda.get_current_stream().wait_event(done)
+
+    def finish(self):
+        """Wait on the host: a rank that has died leaves a kernel that never ends."""
+        deadline = time.monotonic() + self.timeout
+        try:
+            while self._last is not None and not self._last.done:
+                self._host.check()
+                self._ranks.check_async_error()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"arrays of another rank did not come within {self.timeout:g} "
+                        "s (timeout= of connect); a rank hangs, or computes for longer"
+                    )
+                time.sleep(_PAUSE)
+        except self._nccl.NcclError as error:
+            self.abort(str(error))
+            raise ConnectionError(f"NCCL has failed: {error}") from None
+        except (ConnectionError, TimeoutError) as error:
+            self.abort(str(error))
+            raise
+        self._last = None
+
+    def all_gather(self, message):
+        return self._host.all_gather(message)
+
+    def check(self):
+        self._host.check()
+
+    def abort(self, reason):
+        if not self._closed:
+            self._closed = f"rank {self.rank} has ended, after {reason}"
+            self._ranks.abort()  # its kernels end, too
+        self._host.abort(reason)
+
+    def close(self):
+        if not self._closed:
+            self._closed = "this comm is closed"
+            self._ranks.destroy()

@@ -1,0 +1,601 @@
+"""attention and its gradients over a ring of ranks."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+import cupyflash
+from cupyflash._attention import problem as attention_problem
+from cupyflash._attention import vjp_problem
+from cupyflash._attention.problem import heads_first
+from cupyflash._attention.vjp_problem import AttentionGrads
+from cupyflash._core import arrays, foreign_names
+from cupyflash._core.typing import Array, Layout, Method, Never, Precision, Window
+from cupyflash.distributed import _environment, _plan
+from cupyflash.distributed._comm import Comm, shifted
+
+_LENGTHS = {"query_lengths": "seqlen_q", "key_lengths": "seqlen_k"}
+
+
+@foreign_names.documented("q", "k", "v")
+def attention(
+    q: Array = None,
+    k: Array = None,
+    v: Array = None,
+    comm: Comm | None = None,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    return_lse: bool = False,
+    method: Method = "auto",
+    zigzag: bool | None = None,
+    **unknown: Never,
+) -> Array | tuple[Array, Array]:
+    """Attention of a sequence of which each rank has a part.
+
+    Every rank calls it, with its part of `q`, `k` and `v` and equal options.
+
+    Parameters
+    ----------
+    q, k, v : array_like
+        This rank's part of the queries, keys and values, as `shard` deals them; else as
+        in `cupyflash.attention`. NumPy, or CuPy with one GPU a rank.
+    comm : Comm, optional
+        The ranks, from `connect`; by default one connection of the process.
+    bias, mask : array_like, optional
+        As in `cupyflash.attention`, for the queries of this rank and all keys, these in
+        the order of the whole sequence.
+    scale, causal, window, softcap, sinks, alibi_slopes, layout, precision, method
+        As in `cupyflash.attention`.
+    query_offset, query_lengths, key_lengths : int or array_like of int, optional
+        As in `cupyflash.attention`, of the whole sequence; equal on all ranks.
+    return_lse : bool, default False
+        Also return the logarithm of the softmax denominator.
+    zigzag : bool, optional
+        How the sequence was dealt: ``shard(..., causal=zigzag)``. By default as
+        `causal`. Without a zigzag the parts may have any lengths.
+
+    Returns
+    -------
+    out : ndarray
+        The result for this rank's queries, as of `cupyflash.attention`.
+    lse : ndarray
+        Only with `return_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As of `cupyflash.attention`. ValueError also on every rank where arguments of
+        one are refused, or are not those of the others.
+    ConnectionError, TimeoutError
+        If another rank has ended, or does not answer; this comm is then of no more use.
+
+    See Also
+    --------
+    cupyflash.attention : The function on one device.
+    attention_vjp : Gradients.
+
+    Notes
+    -----
+    At step t a rank computes with the keys of the t-th rank before it, while those of
+    the next step are on their way [1]_; results are joined by
+    `cupyflash.merge_attention_states` in float32 (float64 for float64), rounded to the
+    dtype once before and once after. In a zigzag the ranks have equal work under a
+    causal mask [2]_. Keys that no query of a rank sees are not sent to it. A rank holds
+    its own keys and those of two others; results are the same in every run.
+
+    That the ranks make the same call is checked once for each shape and set of options.
+    On GPUs a call returns when the keys have arrived, while their last part is still
+    being computed.
+
+    References
+    ----------
+    .. [1] H. Liu, M. Zaharia, P. Abbeel, "Ring attention with blockwise transformers
+       for near-infinite context", arXiv:2310.01889, 2023.
+    .. [2] W. Brandon et al., "Striped attention: faster ring attention for causal
+       transformers", arXiv:2311.09431, 2023.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import cupyflash
+    >>> from cupyflash import distributed
+    >>> q = np.random.default_rng(0).normal(size=(1, 16, 4))
+    >>> with distributed.connect() as comm:
+    ...     part = distributed.shard(q, comm, causal=True)
+    ...     part = distributed.attention(part, part, part, comm, causal=True)
+    ...     out = distributed.unshard(part, comm, causal=True)
+    >>> bool(np.allclose(out, cupyflash.attention(q, q, q, causal=True)))
+    True
+    """
+    if unknown:
+        foreign_names.refuse("attention", unknown)
+    given = {
+        "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks,
+        "alibi_slopes": alibi_slopes, "query_offset": query_offset,
+        "query_lengths": query_lengths, "key_lengths": key_lengths,
+    }  # fmt: skip
+    options = {
+        "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+        "layout": layout, "precision": precision, "method": method,
+    }  # fmt: skip
+    call = _Call("attention", comm, given, options, zigzag)
+    out, lse = call.run(_forward)
+    return (out, lse) if arrays.check_bool("return_lse", return_lse) else out
+
+
+@foreign_names.documented("dout", "q", "k", "v", "out", "lse")
+def attention_vjp(
+    dout: Array = None,
+    q: Array = None,
+    k: Array = None,
+    v: Array = None,
+    out: Array = None,
+    lse: Array = None,
+    comm: Comm | None = None,
+    *,
+    bias: Array | None = None,
+    mask: Array | None = None,
+    scale: float | None = None,
+    causal: bool = False,
+    query_offset: int | Array | None = None,
+    window: Window = None,
+    softcap: float = 0.0,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    query_lengths: Array | None = None,
+    key_lengths: Array | None = None,
+    layout: Layout = "bhsd",
+    precision: Precision = "float32",
+    method: Method = "auto",
+    dlse: Array | None = None,
+    deterministic: bool = False,
+    zigzag: bool | None = None,
+    **unknown: Never,
+) -> AttentionGrads:
+    """Gradients of `attention` of a sequence of which each rank has a part.
+
+    Parameters
+    ----------
+    dout : array_like, of the shape and dtype of `out`
+        Gradient of a number by this rank's part of the result.
+    q, k, v, out, lse : array_like
+        This rank's parts of the inputs and results of `attention`.
+    comm : Comm, optional
+        The ranks, from `connect`; by default one connection of the process.
+    bias, mask, scale, causal, query_offset, window, softcap, sinks, alibi_slopes, \
+query_lengths, key_lengths, layout, precision, zigzag
+        As in the call of `attention`.
+    method : {"auto", "tiled"}, default "auto"
+        Gradients have one method.
+    dlse : array_like, of the shape and dtype of `lse`, optional
+        Gradient of the same number by `lse`.
+    deterministic : bool, default False
+        Ask for gradients that are the same in every run, bit by bit. Those of float32
+        and float64 always are.
+
+    Returns
+    -------
+    AttentionGrads
+        ``(dq, dk, dv, None, None, None)`` of this rank's queries, keys and values:
+        gradients of bias and sinks are not made over ranks.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As of `cupyflash.attention_vjp`. ValueError also on every rank where arguments
+        of one are refused, or are not those of the others.
+    ConnectionError, TimeoutError
+        If another rank has ended, or does not answer; this comm is then of no more use.
+
+    See Also
+    --------
+    attention : The forward call.
+
+    Notes
+    -----
+    Keys and values travel as in `attention`. What the queries of a rank give to dk and
+    dv of another is sent home in the dtype of `k` while the next step is computed, and
+    summed there in float32 (float64 for float64), in the order of the steps.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import distributed
+    >>> q, k, v, dout = np.random.default_rng(0).normal(size=(4, 1, 16, 4))
+    >>> with distributed.connect() as comm:
+    ...     q, k, v, dout = (distributed.shard(x, comm) for x in (q, k, v, dout))
+    ...     out, lse = distributed.attention(q, k, v, comm, return_lse=True)
+    ...     grads = distributed.attention_vjp(dout, q, k, v, out, lse, comm)
+    >>> grads.dk.shape
+    (1, 16, 4)
+    """
+    if unknown:
+        foreign_names.refuse("attention_vjp", unknown)
+    given = {
+        "q": q, "k": k, "v": v, "bias": bias, "mask": mask, "sinks": sinks,
+        "alibi_slopes": alibi_slopes, "query_offset": query_offset,
+        "query_lengths": query_lengths, "key_lengths": key_lengths,
+        "dout": dout, "out": out, "lse": lse, "dlse": dlse,
+    }  # fmt: skip
+    options = {
+        "scale": scale, "causal": causal, "window": window, "softcap": softcap,
+        "layout": layout, "precision": precision, "method": method,
+        "deterministic": deterministic,
+    }  # fmt: skip
+    return _Call("attention_vjp", comm, given, options, zigzag).run(_backward)
+
+
+class _Call:
+    """Arguments of one call, checked with the other ranks, and views of them."""
+
+    def __init__(self, name, comm, given, options, zigzag):
+        if comm is None:
+            comm = _environment.default()
+        if not isinstance(comm, Comm):
+            raise TypeError(
+                f"comm must come from cupyflash.distributed.connect(), got "
+                f"{type(comm).__name__}; communicators of mpi4py are given to connect()"
+            )
+        self.comm, self.given, self.options = comm, given, options
+        self._separate_offset()
+        refused, plan = None, None
+        try:
+            zigzag = arrays.check_bool(
+                "zigzag", options["causal"] if zigzag is None else zigzag
+            )
+            self._adopt()
+            self._check()
+            key = _plan.key_of(name, given, options, zigzag)
+            plan = comm.plans.get(key)
+        except Exception as error:
+            refused = error
+        if plan is None:
+            plan = _plan.agree(comm, name, given, options, zigzag, refused)
+            comm.plans[key] = plan
+        self.plan = plan
+        self.xp = arrays.import_cupy() if arrays.is_cupy(given["q"]) else np
+        self.transport = comm.for_arrays(given["q"]) if comm.size > 1 else comm
+
+    def _separate_offset(self):
+        """A number is an option, an array is not."""
+        offset = self.given["query_offset"]
+        self.options["query_offset"] = None
+        if attention_problem.is_index(offset):
+            self.options["query_offset"] = int(offset)
+            self.given["query_offset"] = None
+
+    def _adopt(self):
+        """Lists and foreign arrays as arrays of one kind."""
+        needed = [n for n in ("q", "k", "v", "dout", "out", "lse") if n in self.given]
+        order = {n: self.given[n] for n in needed} | self.given
+        if callable(order["mask"]):
+            raise TypeError(
+                "mask must be an array here: functions of positions are not taken over "
+                "ranks; causal, window and lengths are"
+            )
+        self.given.update(arrays.adopt_all(len(needed), **order)[1])
+
+    def _check(self):
+        """Refuse what is wrong with the arrays of this rank, whatever others have."""
+        a, options = self.given, self.options
+        plain = (
+            options["scale"], options["causal"],
+            a["query_offset"] if options["query_offset"] is None
+            else options["query_offset"],
+            options["window"], options["softcap"], a["sinks"], a["alibi_slopes"],
+            None, None, options["layout"], options["precision"],
+        )  # fmt: skip
+        if "dout" in a:
+            vjp_problem.attention_vjp(
+                a["dout"], a["q"], a["k"], a["v"], a["out"], a["lse"], None, None,
+                *plain, options["method"], a["dlse"], False, False,
+                options["deterministic"],
+            )  # fmt: skip
+        else:
+            attention_problem.attention(
+                a["q"], a["k"], a["v"], None, None, *plain, True, None,
+                options["method"],
+            )  # fmt: skip
+        seqlen_q = a["q"].shape[_plan.sequence_axis(a["q"], options["layout"])]
+        for name in ("bias", "mask"):
+            x = a[name]
+            if x is not None and x.ndim > 1 and x.shape[-2] not in (1, seqlen_q):
+                raise ValueError(
+                    f"{name} must have 1 or {seqlen_q} rows, one for each query of "
+                    f"this rank, got shape {x.shape}"
+                )
+
+    def run(self, function):
+        """Its result; an error ends the call on all ranks."""
+        if self.xp is np:
+            return self._run(function)
+        with self.given["q"].device:
+            return self._run(function)
+
+    def _run(self, function):
+        try:
+            problem = self.plan.problem
+            for name, axis in _LENGTHS.items():
+                if isinstance(self.given[name], np.ndarray):
+                    attention_problem.check_lengths(
+                        name, self.given[name], axis, getattr(problem, axis)
+                    )
+            result = function(self)
+            self.transport.finish()
+            return result
+        except BaseException as error:
+            if self.comm.size > 1:
+                self.transport.abort(f"{type(error).__name__}: {error}")
+            raise
+
+    # --- views
+
+    def view(self, name):
+        """An argument with its heads first."""
+        x = self.given[name]
+        if x is None:
+            return None
+        if name in ("lse", "dlse"):
+            return x if self.plan.problem.heads_axis else x[None]
+        return heads_first(x, self.options["layout"])
+
+    def as_given(self, x, ndim, dtype):
+        """A result with heads first as the caller has them, contiguous."""
+        if ndim == 2:
+            x = x[0]
+        elif self.options["layout"] == "bshd":
+            x = x.swapaxes(-3, -2)
+        return self.xp.ascontiguousarray(x.astype(dtype, copy=False))
+
+    def compute_dtype(self):
+        return arrays.to_dtype(self.plan.problem.compute_dtype)
+
+    def options_of(self, call):
+        """Options of the plain functions for one call of the plan."""
+        given, problem = self.given, self.plan.problem
+        found = {n: self.options[n] for n in ("softcap", "precision", "method")}
+        found["scale"] = problem.scale
+        if not call.masked:
+            return found
+        rule = problem.query_offset
+        counts = {
+            "query_lengths": (call.first_row, call.rows, problem.seqlen_q),
+            "key_lengths": (call.first_key, call.keys, problem.seqlen_k),
+        }
+        whole = {}
+        for name, (first, part, seqlen) in counts.items():
+            lengths = given[name]
+            whole[name] = seqlen
+            if lengths is not None:
+                whole[name] = lengths = lengths.astype(np.int64)
+                found[name] = (lengths - first).clip(0, part.stop - part.start)
+        if rule == "lengths":
+            rule = whole["key_lengths"] - whole["query_lengths"]
+        elif rule == "array":
+            rule = given["query_offset"].astype(np.int64)
+        for name in ("bias", "mask"):
+            if given[name] is not None:
+                found[name] = _part_of_scores(given[name], call)
+        return found | {
+            "causal": self.options["causal"],
+            "window": self.options["window"],
+            "alibi_slopes": given["alibi_slopes"],
+            "query_offset": rule + call.shift,
+        }
+
+
+def _part_of_scores(x, call):
+    """What an array that broadcasts to the scores has for one call."""
+    count = call.keys.stop - call.keys.start
+    if x.ndim and x.shape[-1] != 1:
+        x = x[..., call.first_key : call.first_key + count]
+    if x.ndim > 1 and x.shape[-2] != 1:
+        x = x[..., call.rows, :]
+    return x
+
+
+def _travel(call, k, v):
+    """(shift, source, first, k, v): the keys of each rank from `first` on, own first.
+
+    Those of the next rank are on their way meanwhile. Empty where this rank sees none.
+    """
+    plan, comm, xp = call.plan, call.transport, call.xp
+    packed: dict[tuple[int, int], Any] = {}
+
+    def post(shift):
+        target, source = shifted(comm, shift)
+        first, end = plan.needed(target, comm.rank)
+        if (first, end) not in packed:
+            packed[first, end] = [
+                xp.ascontiguousarray(x[..., first:end, :]) for x in (k, v)
+            ]
+        begin, stop = plan.needed(comm.rank, source)
+        received = [
+            xp.empty((*x.shape[:-2], stop - begin, x.shape[-1]), x.dtype)
+            for x in (k, v)
+        ]
+        wait = comm.exchange(
+            packed[first, end],
+            target if end > first else None,
+            received,
+            source if stop > begin else None,
+        )
+        return source, begin, received, wait
+
+    coming = post(1) if comm.size > 1 else None
+    yield 0, comm.rank, 0, k, v
+    for shift in range(1, comm.size):
+        source, begin, received, wait = coming
+        wait()
+        if shift + 1 < comm.size:
+            coming = post(shift + 1)
+        yield shift, source, begin, *received
+
+
+def _forward(call):
+    q, k, v = (call.view(name) for name in ("q", "k", "v"))
+    state = _State(call, q.shape[-2])
+    for _, source, first, keys, values in _travel(call, k, v):
+        for c in call.plan.calls(call.comm.rank, source):
+            part = slice(c.keys.start - first, c.keys.stop - first)
+            state.add(
+                c.rows,
+                *cupyflash.attention(
+                    q[..., c.rows, :],
+                    keys[..., part, :],
+                    values[..., part, :],
+                    return_lse=True,
+                    **call.options_of(c),
+                ),
+            )
+    problem = call.plan.problem
+    ndim = 3 if problem.heads_axis else 2
+    out = call.as_given(state.out, ndim, arrays.to_dtype(problem.dtype))
+    return out, state.lse if problem.heads_axis else state.lse[0]
+
+
+class _State:
+    """out and lse of this rank's queries over the keys seen so far."""
+
+    def __init__(self, call, seqlen_q):
+        problem, xp = call.plan.problem, call.xp
+        rows = (*problem.batch, problem.num_heads, seqlen_q)
+        dtype = call.compute_dtype()
+        self._all = slice(0, seqlen_q)
+        self._dtype = dtype
+        self._is_new = call.given["sinks"] is None
+        # Of no keys yet: a sink is all that there is.
+        self.out = xp.zeros((*rows, problem.head_dim_v), dtype)
+        self.lse = xp.full(rows, -np.inf, dtype)
+        if not self._is_new:
+            self.lse[...] = call.given["sinks"][..., None]
+
+    def add(self, rows, out, lse):
+        """Join the result over other keys to that of some rows."""
+        if self._is_new and rows == self._all:
+            self.out, self.lse = out, lse
+        else:
+            self.out = self.out.astype(self._dtype, copy=False)
+            merged = cupyflash.merge_attention_states(
+                [self.out[..., rows, :], out.astype(self._dtype)],
+                [self.lse[..., rows], lse],
+            )
+            self.out[..., rows, :], self.lse[..., rows] = merged
+        self._is_new = False
+
+
+def _backward(call):
+    names = ("dout", "q", "k", "v", "out", "lse", "dlse")
+    dout, q, k, v, out, lse, dlse = (call.view(name) for name in names)
+    dtype, rank = call.compute_dtype(), call.comm.rank
+    dq = _Sum(q, dtype, call.xp)
+    home = _Home(call, k, v, dtype)
+    for shift, source, first, keys, values in _travel(call, k, v):
+        dk, dv = (_Sum(x, dtype, call.xp) for x in (keys, values))
+        for c in call.plan.calls(rank, source):
+            part = slice(c.keys.start - first, c.keys.stop - first)
+            grads = cupyflash.attention_vjp(
+                dout[..., c.rows, :],
+                q[..., c.rows, :],
+                keys[..., part, :],
+                values[..., part, :],
+                out[..., c.rows, :],
+                lse[..., c.rows],
+                dlse=None if dlse is None else dlse[..., c.rows],
+                deterministic=call.options["deterministic"],
+                **call.options_of(c),
+            )
+            dq.add(c.rows, grads.dq)
+            dk.add(part, grads.dk)
+            dv.add(part, grads.dv)
+        home.send(shift, dk.sum, dv.sum)
+    dk, dv = home.sums()
+    return AttentionGrads(
+        *(
+            call.as_given(x, call.given[name].ndim, call.given[name].dtype)
+            for name, x in (("q", dq.sum), ("k", dk), ("v", dv))
+        )
+    )
+
+
+class _Sum:
+    """A gradient of the shape of `like`, made of those of parts of its rows."""
+
+    def __init__(self, like, dtype, xp):
+        self.sum = xp.zeros(like.shape, dtype)
+        self._dtype, self._is_new = dtype, True
+
+    def add(self, rows, part):
+        if self._is_new and part.shape == self.sum.shape:
+            self.sum = part
+        else:
+            self.sum = self.sum.astype(self._dtype, copy=False)
+            self.sum[..., rows, :] += part.astype(self._dtype)
+        self._is_new = False
+
+
+class _Home:
+    """Gradients of keys and values on the way to the rank whose keys they are."""
+
+    def __init__(self, call, k, v, dtype):
+        self._call, self._like, self._dtype = call, (k, v), dtype
+        self._sums = [_Sum(x, dtype, call.xp) for x in (k, v)]
+        self._coming = None
+        self._sent = []
+
+    def send(self, shift, dk, dv):
+        """Post what this rank has for the one that is `shift` places before it."""
+        call, comm = self._call, self._call.transport
+        whole = slice(0, self._like[0].shape[-2])
+        if shift == 0:
+            for total, part in zip(self._sums, (dk, dv), strict=True):
+                total.add(whole, part)
+            return
+        source, target = shifted(comm, shift)
+        xp = call.xp
+        sent = [
+            xp.ascontiguousarray(part.astype(x.dtype, copy=False))
+            for part, x in zip((dk, dv), self._like, strict=True)
+        ]
+        first, end = call.plan.needed(source, comm.rank)
+        received = [
+            xp.empty((*x.shape[:-2], end - first, x.shape[-1]), x.dtype)
+            for x in self._like
+        ]
+        wait = comm.exchange(
+            sent,
+            target if sent[0].shape[-2] else None,
+            received,
+            source if end > first else None,
+        )
+        self._take()
+        self._coming = slice(first, end), received, wait
+        self._sent = sent
+
+    def sums(self):
+        self._take()
+        return [total.sum for total in self._sums]
+
+    def _take(self):
+        """Add what has been posted before."""
+        if self._coming is None:
+            return
+        rows, received, wait = self._coming
+        wait()
+        if rows.stop > rows.start:
+            for total, part in zip(self._sums, received, strict=True):
+                total.add(rows, part)
+        self._coming = None

@@ -1,0 +1,215 @@
+"""Which part of a sequence each rank has."""
+
+import itertools
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+from cupyflash._core import arrays
+from cupyflash._core.typing import Array
+from cupyflash.distributed._comm import Comm, shifted
+
+
+class Chunk(NamedTuple):
+    """Neighbours in a sequence: where they are in a rank's part, and in the whole."""
+
+    at: int
+    first: int
+    count: int
+
+
+def even_chunks(seqlen: int, size: int, zigzag: bool) -> list[list[Chunk]]:
+    """The chunks of each rank.
+
+    Of 2 * size pieces in a zigzag, rank r has the r-th from each end: under a causal
+    mask every rank then has equal work.
+    """
+    if not zigzag:
+        edges = [seqlen * i // size for i in range(size + 1)]
+        return [_joined([pair]) for pair in itertools.pairwise(edges)]
+    edges = [seqlen * i // (2 * size) for i in range(2 * size + 1)]
+    pieces = list(itertools.pairwise(edges))
+    return [_joined([pieces[r], pieces[-1 - r]]) for r in range(size)]
+
+
+def given_chunks(lengths: list[int]) -> list[list[Chunk]]:
+    """One chunk a rank, one after another, of these lengths."""
+    edges = [0, *itertools.accumulate(lengths)]
+    return [_joined([pair]) for pair in itertools.pairwise(edges)]
+
+
+def _joined(pieces):
+    """Chunks of (first, end) pairs in order; those that touch are one."""
+    found: list[Chunk] = []
+    at = 0
+    for first, end in pieces:
+        if found and found[-1].first + found[-1].count == first:
+            last = found.pop()
+            found.append(last._replace(count=last.count + end - first))
+        else:
+            found.append(Chunk(at, first, end - first))
+        at += end - first
+    return found
+
+
+def shard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Array:
+    """The part of a whole array that belongs to this rank.
+
+    Parameters
+    ----------
+    x : array_like
+        The whole, the same on every rank; NumPy or CuPy.
+    comm : Comm
+        The ranks.
+    axis : int, default -2
+        The axis of the sequence: -3 for layout "bshd", -1 for lse.
+    causal : bool, default False
+        Deal the sequence in a zigzag: of ``2 * comm.size`` pieces rank r gets the r-th
+        from each end, so that ranks have equal work under a causal mask. Otherwise the
+        ranks get one piece each, in their order.
+
+    Returns
+    -------
+    ndarray
+        A contiguous copy; lengths differ by 1 (zigzag: 2) at most where they do not
+        divide.
+
+    Raises
+    ------
+    TypeError
+        If an argument has the wrong type.
+    numpy.exceptions.AxisError
+        If `axis` is out of bounds.
+
+    See Also
+    --------
+    unshard : The whole again.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import distributed
+    >>> with distributed.connect() as comm:  # of one rank, which has all
+    ...     distributed.shard(np.arange(4.0), comm, axis=0)
+    array([0., 1., 2., 3.])
+    """
+    zigzag = arrays.check_bool("causal", causal)
+    x = arrays.adopt(x)
+    xp = arrays.import_cupy() if arrays.is_cupy(x) else np
+    axis = np.lib.array_utils.normalize_axis_index(
+        arrays.index("axis", axis, "an int"), x.ndim, "axis"
+    )
+    chunks = even_chunks(x.shape[axis], comm.size, zigzag)[comm.rank]
+    return xp.concatenate([_rows(x, axis, c.first, c.count) for c in chunks], axis=axis)
+
+
+def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Array:
+    """The whole array, on every rank, of which each rank has a part.
+
+    Parameters
+    ----------
+    x : array_like
+        This rank's part, as of `shard` or of `attention`; NumPy or CuPy.
+    comm : Comm
+        The ranks; each calls this.
+    axis : int, default -2
+        The axis of the sequence.
+    causal : bool, default False
+        Whether the parts are those of a zigzag, as `shard` deals with ``causal=True``.
+
+    Returns
+    -------
+    ndarray
+        New and contiguous.
+
+    Raises
+    ------
+    TypeError
+        If an argument has the wrong type.
+    ValueError
+        If the parts do not belong together, on every rank.
+    numpy.exceptions.AxisError
+        If `axis` is out of bounds.
+    ConnectionError, TimeoutError
+        If another rank has ended, or does not answer.
+
+    See Also
+    --------
+    shard : A rank's part.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash import distributed
+    >>> with distributed.connect() as comm:
+    ...     distributed.unshard(np.arange(4.0), comm, axis=0)
+    array([0., 1., 2., 3.])
+    """
+    zigzag = arrays.check_bool("causal", causal)
+    x = arrays.adopt(x)
+    xp = arrays.import_cupy() if arrays.is_cupy(x) else np
+    axis = np.lib.array_utils.normalize_axis_index(
+        arrays.index("axis", axis, "an int"), x.ndim, "axis"
+    )
+    comm = comm.for_arrays(x)
+    shapes = _agree_on_parts(comm, x, axis)
+    lengths = [shape[axis] for shape in shapes]
+    chunks = chunks_of(comm, "x", lengths, zigzag)
+    whole = list(x.shape)
+    whole[axis] = sum(lengths)
+    found = xp.empty(whole, x.dtype)
+    own = xp.ascontiguousarray(x)
+    _deal(found, axis, own, chunks[comm.rank])
+    for shift in range(1, comm.size):
+        target, source = shifted(comm, shift)
+        part = xp.empty(shapes[source], x.dtype)
+        comm.exchange([own], target, [part], source)()
+        _deal(found, axis, part, chunks[source])
+    comm.finish()
+    return found
+
+
+def chunks_of(
+    comm: Comm, name: str, lengths: list[int], zigzag: bool
+) -> list[list[Chunk]]:
+    """The chunks of each rank, whose parts have these lengths."""
+    if not zigzag:
+        return given_chunks(lengths)
+    chunks = even_chunks(sum(lengths), comm.size, True)
+    for rank, (length, dealt) in enumerate(zip(lengths, chunks, strict=True)):
+        expected = sum(chunk.count for chunk in dealt)
+        if length != expected:
+            raise ValueError(
+                f"{name} has {length} places of the sequence on rank {rank}; a zigzag "
+                f"of {sum(lengths)} over {comm.size} ranks has {expected} there: deal "
+                "it by cupyflash.distributed.shard(..., causal=True), or say "
+                "zigzag=False if ranks have one piece each"
+            )
+    return chunks
+
+
+def _agree_on_parts(comm, x, axis):
+    """Shapes of the parts, which may differ along `axis` alone."""
+    message = json.dumps([list(x.shape), x.dtype.name, axis]).encode()
+    given = [json.loads(found) for found in comm.all_gather(message)]
+    rests = [(shape[:axis] + shape[axis + 1 :], *rest) for shape, *rest in given]
+    for rank, rest in enumerate(rests):
+        if rest != rests[0]:
+            raise ValueError(
+                "parts of one array differ along its sequence alone, but x has shape "
+                f"{tuple(given[rank][0])} ({given[rank][1]}, axis {given[rank][2]}) on "
+                f"rank {rank}, {tuple(given[0][0])} ({given[0][1]}, axis "
+                f"{given[0][2]}) on rank 0"
+            )
+    return [tuple(shape) for shape, *_ in given]
+
+
+def _deal(whole, axis, part, chunks):
+    """Write a rank's part where it belongs."""
+    for c in chunks:
+        _rows(whole, axis, c.first, c.count)[...] = _rows(part, axis, c.at, c.count)
+
+
+def _rows(x, axis, first, count):
+    return x[(slice(None),) * axis + (slice(first, first + count),)]

@@ -1,0 +1,348 @@
+"""Ranks joined by TCP: arrays in host memory, and short messages."""
+
+import contextlib
+import ipaddress
+import queue
+import socket
+import struct
+import threading
+import time
+
+from cupyflash.distributed._comm import TIMEOUT, Comm, bytes_of, nothing, shifted
+
+_HELLO = b"cupyflash ranks 1"
+_FRAME = struct.Struct("!cQ")  # what it is, and its bytes
+_ARRAYS, _MESSAGE, _FAILURE = b"a", b"m", b"f"
+_AT_ONCE = 1 << 20  # bytes between two looks at the clock
+_LONGEST_TEXT = 1 << 16
+
+
+class SocketComm(Comm):
+    """Ranks on one machine or several, each connected with each.
+
+    Parameters
+    ----------
+    rank, size : int
+        This process, and how many there are.
+    host, port : str, int
+        Where rank 0 listens for the others.
+    timeout : float
+        Seconds to wait for the others when connecting, and for each message.
+
+    Notes
+    -----
+    Only numbers and text are sent, never Python objects. The sockets are neither
+    encrypted nor authenticated: for networks that you trust.
+    """
+
+    def __init__(self, rank, size, host, port, *, timeout=TIMEOUT, local_rank=0):
+        super().__init__(rank, size, timeout=timeout, local_rank=local_rank)
+        self._failure = None
+        self._lock = threading.Condition()
+        self._peers = _connect_all(rank, size, host, port, timeout)
+        # One thread sends and one receives, each in the order of the posts: all ranks
+        # post in one order, with one target and one source a post.
+        self._to_send, self._to_receive = queue.SimpleQueue(), queue.SimpleQueue()
+        for jobs in (self._to_send, self._to_receive):
+            threading.Thread(target=self._work, args=(jobs,), daemon=True).start()
+
+    def exchange(self, sent, target, received, source):
+        jobs = []
+        if target is not None:
+            parts = [bytes_of(x) for x in sent]
+            jobs.append(self._post(self._to_send, self._send, target, _ARRAYS, parts))
+        if source is not None:
+            parts = [bytes_of(x) for x in received]
+            jobs.append(self._post(self._to_receive, self._receive, source, parts))
+        return (lambda: self._wait(jobs)) if jobs else nothing
+
+    def all_gather(self, message):
+        found = [message] * self.size
+        for shift in range(1, self.size):
+            target, source = shifted(self, shift)
+            jobs = [
+                self._post(self._to_send, self._send, target, _MESSAGE, [memoryview(message)]),
+                self._post(self._to_receive, self._receive_message, source),
+            ]
+            _, found[source] = self._wait(jobs)
+        return found
+
+    def check(self):
+        for rank, peer in self._peers.items():
+            with self._lock:
+                if self._failure is not None:
+                    raise _again(self._failure)
+            peer.settimeout(0)
+            try:
+                head = peer.recv(_FRAME.size, socket.MSG_PEEK)
+            except (BlockingIOError, TimeoutError):
+                continue
+            except OSError as error:
+                raise _lost(rank, error) from None
+            finally:
+                with contextlib.suppress(OSError):
+                    peer.settimeout(self.timeout)
+            if not head:
+                raise _lost(rank)
+            if head[:1] == _FAILURE:
+                self._read_head(rank)
+
+    def abort(self, reason):
+        with self._lock:
+            if self._failure is None:
+                self._failure = ConnectionError(
+                    f"rank {self.rank} has ended, after {reason}; connect() again"
+                )
+        text = reason.encode()[:_LONGEST_TEXT]
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.settimeout(0)  # a peer that does not read gets no reason
+                peer.sendall(_FRAME.pack(_FAILURE, len(text)) + text)
+        self._hang_up(socket.SHUT_RDWR)
+
+    def close(self):
+        with self._lock:
+            if self._failure is None:
+                self._failure = ConnectionError("this comm is closed")
+        self._hang_up(socket.SHUT_WR)
+
+    def _hang_up(self, ways):
+        for peer in self._peers.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(ways)  # what was sent still arrives
+        for jobs in (self._to_send, self._to_receive):
+            jobs.put(None)
+
+    # --- jobs of the two threads
+
+    def _post(self, jobs, function, *arguments):
+        job = _Job(function, arguments)
+        with self._lock:
+            if self._failure is not None:
+                raise _again(self._failure)
+        jobs.put(job)
+        return job
+
+    def _wait(self, jobs):
+        """Results of jobs; the first error ends this rank's connections."""
+        with self._lock:
+            self._lock.wait_for(
+                lambda: all(job.done for job in jobs) or any(job.error for job in jobs)
+            )
+        for job in jobs:
+            if job.error is not None:
+                self.abort(str(job.error))
+                raise _again(job.error)
+        return [job.result for job in jobs]
+
+    def _work(self, jobs):
+        while (job := jobs.get()) is not None:
+            try:
+                job.result = job.function(*job.arguments)
+            except Exception as error:
+                job.error = error
+            with self._lock:
+                job.done = True
+                self._lock.notify_all()
+
+    def _send(self, target, kind, parts):
+        size = sum(part.nbytes for part in parts)
+        for part in (_FRAME.pack(kind, size), *parts):
+            part = memoryview(part)
+            while part.nbytes:
+                with self._naming(target, "take"):
+                    count = self._peers[target].send(part[:_AT_ONCE])
+                part = part[count:]
+
+    def _receive(self, source, parts):
+        kind, size = self._read_head(source)
+        expected = sum(part.nbytes for part in parts)
+        if (kind, size) != (_ARRAYS, expected):
+            raise _out_of_step(self, source)
+        for part in parts:
+            self._fill(source, part)
+
+    def _receive_message(self, source):
+        kind, size = self._read_head(source)
+        if kind != _MESSAGE:
+            raise _out_of_step(self, source)
+        return self._read(source, size)
+
+    def _read_head(self, source):
+        kind, size = _FRAME.unpack(self._read(source, _FRAME.size))
+        if kind == _FAILURE:
+            text = self._read(source, min(size, _LONGEST_TEXT))
+            raise ConnectionError(f"rank {source} has ended: {text.decode(errors='replace')}")
+        return kind, size
+
+    def _read(self, source, size):
+        found = bytearray(size)
+        self._fill(source, memoryview(found))
+        return bytes(found)
+
+    def _fill(self, source, part):
+        while part.nbytes:
+            with self._naming(source, "send"):
+                count = self._peers[source].recv_into(part[:_AT_ONCE])
+            if not count:
+                raise _lost(source)
+            part = part[count:]
+
+    @contextlib.contextmanager
+    def _naming(self, rank, verb):
+        """Errors of a socket as errors about a rank."""
+        try:
+            yield
+        except TimeoutError:
+            raise TimeoutError(
+                f"rank {rank} did not {verb} what it should within {self.timeout:g} s "
+                "(timeout= of connect); it hangs, or it computes for longer than that"
+            ) from None
+        except OSError as error:
+            raise _lost(rank, error) from None
+
+
+class _Job:
+    """A call that a thread makes, and what became of it."""
+
+    def __init__(self, function, arguments):
+        self.function, self.arguments = function, arguments
+        self.done, self.result, self.error = False, None, None
+
+
+def _lost(rank, error=None):
+    return ConnectionError(
+        f"the connection with rank {rank} has ended{f': {error}' if error else ''}; "
+        "that process died or left before the others were done: its own error, if it "
+        "printed one, says why"
+    )
+
+
+def _again(error):
+    """An error as a new one, so that each raise has its own traceback."""
+    return type(error)(*error.args)
+
+
+def _out_of_step(comm, source):
+    return ConnectionError(
+        f"ranks {comm.rank} and {source} are not in the same call: every rank must "
+        "make the same calls in the same order"
+    )
+
+
+# --- the start
+
+
+def _connect_all(rank, size, host, port, timeout):
+    """{rank: socket} of all others; rank 0 tells each where the others listen."""
+    if size == 1:
+        return {}
+    deadline = time.monotonic() + timeout
+    peers = {}
+    own = _own_address(host)
+    # From other machines rank 0 may have another address than its own.
+    everywhere = rank == 0 and not ipaddress.ip_address(own).is_loopback
+    with _listen("" if everywhere else own, 0 if rank else port) as listener:
+        if rank == 0:
+            places = [""] * size
+            while len(peers) < size - 1:
+                peer, found, place = _accept(listener, size, deadline, peers)
+                peers[found], places[found] = peer, place
+            table = "\n".join(places).encode()
+            for peer in peers.values():
+                peer.sendall(struct.pack("!I", len(table)) + table)
+        else:
+            place = f"{own} {listener.getsockname()[1]}"
+            peers[0] = _call(host, port, rank, size, place, deadline)
+            (length,) = struct.unpack("!I", _exactly(peers[0], 4))
+            places = _exactly(peers[0], length).decode().split("\n")
+            for other in range(1, rank):
+                address, _, number = places[other].rpartition(" ")
+                peers[other] = _call(address, int(number), rank, size, "", deadline)
+            while len(peers) < size - 1:
+                peer, found, _ = _accept(listener, size, deadline, peers)
+                peers[found] = peer
+    for peer in peers.values():
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.settimeout(timeout)
+    return peers
+
+
+def _own_address(host):
+    """The address of this machine, as seen from there."""
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return probe.getsockname()[0]
+
+
+def _listen(host, port):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=256)
+    except OSError as error:
+        raise ConnectionError(
+            f"rank 0 cannot listen on port {port}: {error}; set CUPYFLASH_PORT to a "
+            "free port, the same on all ranks"
+        ) from None
+
+
+def _accept(listener, size, deadline, known):
+    """(socket, rank, where it listens) of the next rank that calls."""
+    while True:
+        try:
+            listener.settimeout(_left(deadline))
+            peer, _ = listener.accept()
+            peer.settimeout(_left(deadline))
+            if _exactly(peer, len(_HELLO)) == _HELLO:
+                rank, of, length = struct.unpack("!III", _exactly(peer, 12))
+                place = _exactly(peer, length).decode()
+                break
+            peer.close()  # a stranger
+        except TimeoutError:
+            raise TimeoutError(
+                f"{size - 1 - len(known)} of {size} ranks did not connect in time "
+                f"(there: {sorted(known)}); they were not started, or not with "
+                "this address (MASTER_ADDR, MASTER_PORT)"
+            ) from None
+        except ConnectionError:
+            continue
+    if of != size or rank in known or not 0 <= rank < size:
+        raise ConnectionError(
+            f"a process called as rank {rank} of {of}, where {size} ranks are "
+            f"expected and {sorted(known)} are there; do two jobs use one port?"
+        )
+    return peer, rank, place
+
+
+def _call(host, port, rank, size, place, deadline):
+    """A connection to a rank that listens, or will soon."""
+    while True:
+        try:
+            peer = socket.create_connection((host, port), timeout=_left(deadline))
+            break
+        except OSError as error:
+            if time.monotonic() > deadline - 0.1:
+                raise TimeoutError(
+                    f"rank {rank} could not reach {host}:{port} in time: {error}; is "
+                    "rank 0 running, with this MASTER_ADDR and MASTER_PORT?"
+                ) from None
+            time.sleep(0.05)
+    peer.settimeout(_left(deadline))
+    place = place.encode()
+    peer.sendall(_HELLO + struct.pack("!III", rank, size, len(place)) + place)
+    return peer
+
+
+def _exactly(peer, count):
+    found = b""
+    while len(found) < count:
+        more = peer.recv(count - len(found))
+        if not more:
+            raise ConnectionError("a rank left before all were connected")
+        found += more
+    return found
+
+
+def _left(deadline):
+    return max(deadline - time.monotonic(), 0.01)

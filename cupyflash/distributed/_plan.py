@@ -203,14 +203,15 @@ def _record(name, given, options, zigzag):
         if n in ("q", "k"):
             axis = sequence_axis(x, layout)
             lengths[n] = x.shape[axis]
-        elif n in _ALONG_QUERIES and x.ndim > 1 and shape[-2] != 1:
+        elif n in _ALONG_QUERIES and x.ndim > 1:
             axis = -2
+            lengths[n] = shape[-2]
         elif n in ("v", "out", "dout"):
             axis = sequence_axis(x, layout)
         elif n in ("lse", "dlse"):
             axis = -1
         if axis is not None:
-            shape[axis] = "its part of the sequence"
+            shape[axis] = "its part"
         alike[n] = [x.dtype.name, shape]
     alike.update((n, repr(x)) for n, x in options.items())
     return {"alike": alike, "lengths": lengths}
@@ -244,9 +245,19 @@ def _said(x):
 
 
 def _make(comm, given, options, zigzag, records):
-    lengths = {n: [record["lengths"][n] for record in records] for n in ("q", "k")}
-    chunks = {n: _shards.chunks_of(comm, n, of, zigzag) for n, of in lengths.items()}
+    lengths = {
+        n: [record["lengths"][n] for record in records] for n in records[0]["lengths"]
+    }
+    chunks = {n: _shards.chunks_of(comm, n, lengths[n], zigzag) for n in ("q", "k")}
     totals = {n: sum(of) for n, of in lengths.items()}
+    for n in _ALONG_QUERIES:
+        if n in lengths and set(lengths[n]) <= {1}:
+            totals[n] = 1  # the same for all queries
+        elif n in lengths and lengths[n] != lengths["q"]:
+            raise ValueError(
+                f"{n} must have a row for each query of its rank, or one row on all: "
+                f"the ranks have {lengths[n]} rows and {lengths['q']} queries"
+            )
     whole = {
         n: _stand_in(n, x, totals, options["layout"])
         for n, x in given.items()
@@ -273,6 +284,6 @@ def _stand_in(name, x, totals, layout):
     shape = list(x.shape)
     if name in ("q", "k", "v"):
         shape[sequence_axis(x, layout)] = totals["q" if name == "q" else "k"]
-    elif name in _ALONG_QUERIES and x.ndim > 1 and shape[-2] != 1:
-        shape[-2] = totals["q"]
+    elif name in _ALONG_QUERIES and x.ndim > 1:
+        shape[-2] = totals[name]
     return np.broadcast_to(np.zeros((), x.dtype), shape)

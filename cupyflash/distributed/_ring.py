@@ -370,22 +370,23 @@ class _Call:
         found["scale"] = problem.scale
         if not call.masked:
             return found
+        for name, *part in (
+            ("query_lengths", call.first_row, call.rows),
+            ("key_lengths", call.first_key, call.keys),
+        ):
+            found[name] = self.part_of_lengths(name, *part)
         rule = problem.query_offset
-        counts = {
-            "query_lengths": (call.first_row, call.rows, problem.seqlen_q),
-            "key_lengths": (call.first_key, call.keys, problem.seqlen_k),
-        }
-        whole = {}
-        for name, (first, part, seqlen) in counts.items():
-            lengths = given[name]
-            whole[name] = seqlen
-            if lengths is not None:
-                whole[name] = lengths = lengths.astype(np.int64)
-                found[name] = (lengths - first).clip(0, part.stop - part.start)
         if rule == "lengths":
-            rule = whole["key_lengths"] - whole["query_lengths"]
+            of_keys, of_queries = (
+                getattr(problem, axis) if given[name] is None else self._signed(name)
+                for name, axis in (
+                    ("key_lengths", "seqlen_k"),
+                    ("query_lengths", "seqlen_q"),
+                )
+            )
+            rule = of_keys - of_queries
         elif rule == "array":
-            rule = given["query_offset"].astype(np.int64)
+            rule = self._signed("query_offset")
         for name in ("bias", "mask"):
             if given[name] is not None:
                 found[name] = _part_of_scores(given[name], call)
@@ -395,6 +396,15 @@ class _Call:
             "alibi_slopes": given["alibi_slopes"],
             "query_offset": rule + call.shift,
         }
+
+    def part_of_lengths(self, name, first, part):
+        """How much of a part of the sequence lengths leave, which counts from first."""
+        if self.given[name] is None:
+            return None
+        return (self._signed(name) - first).clip(0, part.stop - part.start)
+
+    def _signed(self, name):
+        return self.given[name].astype(np.int64)
 
 
 def _part_of_scores(x, call):
@@ -448,6 +458,8 @@ def _travel(call, k, v):
 def _forward(call):
     q, k, v = (call.view(name) for name in ("q", "k", "v"))
     state = _State(call, q.shape[-2])
+    if call.given["sinks"] is not None:
+        state.lse = _of_no_keys(call, q, k, v)
     for _, source, first, keys, values in _travel(call, k, v):
         for c in call.plan.calls(call.comm.rank, source):
             part = slice(c.keys.start - first, c.keys.stop - first)
@@ -467,6 +479,23 @@ def _forward(call):
     return out, state.lse if problem.heads_axis else state.lse[0]
 
 
+def _of_no_keys(call, q, k, v):
+    """The lse of sinks alone, which join each row once."""
+    parts = []
+    for chunk in call.plan.queries[call.comm.rank]:
+        rows = slice(chunk.at, chunk.at + chunk.count)
+        _, lse = cupyflash.attention(
+            q[..., rows, :],
+            k[..., :0, :],
+            v[..., :0, :],
+            sinks=call.given["sinks"],
+            query_lengths=call.part_of_lengths("query_lengths", chunk.first, rows),
+            return_lse=True,
+        )
+        parts.append(lse)
+    return call.xp.concatenate(parts, axis=-1)
+
+
 class _State:
     """out and lse of this rank's queries over the keys seen so far."""
 
@@ -477,11 +506,8 @@ class _State:
         self._all = slice(0, seqlen_q)
         self._dtype = dtype
         self._is_new = call.given["sinks"] is None
-        # Of no keys yet: a sink is all that there is.
         self.out = xp.zeros((*rows, problem.head_dim_v), dtype)
         self.lse = xp.full(rows, -np.inf, dtype)
-        if not self._is_new:
-            self.lse[...] = call.given["sinks"][..., None]
 
     def add(self, rows, out, lse):
         """Join the result over other keys to that of some rows."""

@@ -1,7 +1,8 @@
 """What a transport does: arrays to one rank and from another, and short messages."""
 
 import abc
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -89,6 +90,11 @@ class Comm(abc.ABC):
 
     def close(self) -> None:
         """Give back connections; every rank does so after its last call."""
+        self._close_gpus()
+
+    def _close_gpus(self):
+        for comm in self._on_gpus.values():
+            comm.close()
 
     def __enter__(self) -> Self:
         return self
@@ -98,6 +104,17 @@ class Comm(abc.ABC):
             self.close()
         else:
             self.abort(f"{kind.__name__}: {error}")
+
+
+@contextlib.contextmanager
+def ending_all(comm: Comm) -> Iterator[None]:
+    """An error within ends the call on the other ranks, too."""
+    try:
+        yield
+    except BaseException as error:
+        if comm.size > 1:
+            comm.abort(f"{type(error).__name__}: {error}")
+        raise
 
 
 def nothing() -> None:

@@ -85,6 +85,7 @@ class MpiComm(Comm):
                 self._mpi.Isend(reason.encode(), rank, _FAILURE).Free()
 
     def close(self):
+        self._close_gpus()
         if not self._closed:
             self._closed = "this comm is closed"
             self._mpi.Free()
@@ -129,4 +130,4 @@ class MpiComm(Comm):
 def _parts(whole):
     return [
         whole[first : first + _AT_ONCE] for first in range(0, len(whole), _AT_ONCE)
-    ] or [whole]
+    ]

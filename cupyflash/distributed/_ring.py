@@ -1,6 +1,5 @@
 """attention and its gradients over a ring of ranks."""
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._core import arrays, foreign_names
 from cupyflash._core.typing import Array, Layout, Method, Never, Precision, Window
 from cupyflash.distributed import _environment, _plan
-from cupyflash.distributed._comm import Comm, shifted
+from cupyflash.distributed._comm import Comm, ending_all, shifted
 
 _LENGTHS = {"query_lengths": "seqlen_q", "key_lengths": "seqlen_k"}
 
@@ -326,7 +325,7 @@ class _Call:
             return self._run(function)
 
     def _run(self, function):
-        try:
+        with ending_all(self.transport):
             problem = self.plan.problem
             for name, axis in _LENGTHS.items():
                 if isinstance(self.given[name], np.ndarray):
@@ -336,10 +335,6 @@ class _Call:
             result = function(self)
             self.transport.finish()
             return result
-        except BaseException as error:
-            if self.comm.size > 1:
-                self.transport.abort(f"{type(error).__name__}: {error}")
-            raise
 
     # --- views
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from cupyflash._core import arrays
 from cupyflash._core.typing import Array
-from cupyflash.distributed._comm import Comm, shifted
+from cupyflash.distributed._comm import Comm, ending_all, shifted
 
 
 class Chunk(NamedTuple):
@@ -152,21 +152,23 @@ def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Ar
     axis = np.lib.array_utils.normalize_axis_index(
         arrays.index("axis", axis, "an int"), x.ndim, "axis"
     )
-    comm = comm.for_arrays(x)
+    if comm.size > 1:
+        comm = comm.for_arrays(x)
     shapes = _agree_on_parts(comm, x, axis)
     lengths = [shape[axis] for shape in shapes]
     chunks = chunks_of(comm, "x", lengths, zigzag)
     whole = list(x.shape)
     whole[axis] = sum(lengths)
-    found = xp.empty(whole, x.dtype)
-    own = xp.ascontiguousarray(x)
-    _deal(found, axis, own, chunks[comm.rank])
-    for shift in range(1, comm.size):
-        target, source = shifted(comm, shift)
-        part = xp.empty(shapes[source], x.dtype)
-        comm.exchange([own], target, [part], source)()
-        _deal(found, axis, part, chunks[source])
-    comm.finish()
+    with ending_all(comm):
+        found = xp.empty(whole, x.dtype)
+        own = xp.ascontiguousarray(x)
+        _deal(found, axis, own, chunks[comm.rank])
+        for shift in range(1, comm.size):
+            target, source = shifted(comm, shift)
+            part = xp.empty(shapes[source], x.dtype)
+            comm.exchange([own], target, [part], source)()
+            _deal(found, axis, part, chunks[source])
+        comm.finish()
     return found
 
 

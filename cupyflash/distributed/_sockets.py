@@ -3,6 +3,7 @@
 import contextlib
 import ipaddress
 import queue
+import select
 import socket
 import struct
 import threading
@@ -14,7 +15,8 @@ _HELLO = b"cupyflash ranks 1"
 _FRAME = struct.Struct("!cQ")  # what it is, and its bytes
 _ARRAYS, _MESSAGE, _FAILURE = b"a", b"m", b"f"
 _AT_ONCE = 1 << 20  # bytes between two looks at the clock
-_LONGEST_TEXT = 1 << 16
+_LONGEST_TEXT = 1 << 12
+_A_MOMENT = 5.0  # seconds in which a thread sees that its connections are gone
 
 
 class SocketComm(Comm):
@@ -43,8 +45,12 @@ class SocketComm(Comm):
         # One thread sends and one receives, each in the order of the posts: all ranks
         # post in one order, with one target and one source a post.
         self._to_send, self._to_receive = queue.SimpleQueue(), queue.SimpleQueue()
-        for jobs in (self._to_send, self._to_receive):
-            threading.Thread(target=self._work, args=(jobs,), daemon=True).start()
+        self._threads = {
+            jobs: threading.Thread(target=self._work, args=(jobs,), daemon=True)
+            for jobs in (self._to_send, self._to_receive)
+        }
+        for thread in self._threads.values():
+            thread.start()
 
     def exchange(self, sent, target, received, source):
         jobs = []
@@ -68,24 +74,18 @@ class SocketComm(Comm):
         return found
 
     def check(self):
+        with self._lock:
+            if self._failure is not None:
+                raise _again(self._failure)
+        readable, _, _ = select.select(list(self._peers.values()), [], [], 0)
         for rank, peer in self._peers.items():
-            with self._lock:
-                if self._failure is not None:
-                    raise _again(self._failure)
-            peer.settimeout(0)
-            try:
-                head = peer.recv(_FRAME.size, socket.MSG_PEEK)
-            except (BlockingIOError, TimeoutError):
-                continue
-            except OSError as error:
-                raise _lost(rank, error) from None
-            finally:
-                with contextlib.suppress(OSError):
-                    peer.settimeout(self.timeout)
-            if not head:
-                raise _lost(rank)
-            if head[:1] == _FAILURE:
-                self._read_head(rank)
+            if peer in readable:
+                with self._naming(rank, "send"):
+                    head = peer.recv(1, socket.MSG_PEEK)
+                if not head:
+                    raise _lost(rank)
+                if head == _FAILURE:
+                    raise self._last_words(rank)
 
     def abort(self, reason):
         with self._lock:
@@ -98,20 +98,24 @@ class SocketComm(Comm):
             with contextlib.suppress(OSError):
                 peer.settimeout(0)  # a peer that does not read gets no reason
                 peer.sendall(_FRAME.pack(_FAILURE, len(text)) + text)
-        self._hang_up(socket.SHUT_RDWR)
+        self._hang_up()
 
     def close(self):
+        self._close_gpus()
         with self._lock:
             if self._failure is None:
                 self._failure = ConnectionError("this comm is closed")
-        self._hang_up(socket.SHUT_WR)
+        self._hang_up()
 
-    def _hang_up(self, ways):
+    def _hang_up(self):
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
-                peer.shutdown(ways)  # what was sent still arrives
-        for jobs in (self._to_send, self._to_receive):
+                peer.shutdown(socket.SHUT_RDWR)  # what was sent still arrives
+        for jobs, thread in self._threads.items():
             jobs.put(None)
+            thread.join(_A_MOMENT)
+        for peer in self._peers.values():
+            peer.close()
 
     # --- jobs of the two threads
 
@@ -171,8 +175,7 @@ class SocketComm(Comm):
     def _read_head(self, source):
         kind, size = _FRAME.unpack(self._read(source, _FRAME.size))
         if kind == _FAILURE:
-            text = self._read(source, min(size, _LONGEST_TEXT))
-            raise ConnectionError(f"rank {source} has ended: {text.decode(errors='replace')}")
+            raise _ended(source, self._read(source, min(size, _LONGEST_TEXT)))
         return kind, size
 
     def _read(self, source, size):
@@ -199,7 +202,16 @@ class SocketComm(Comm):
                 "(timeout= of connect); it hangs, or it computes for longer than that"
             ) from None
         except OSError as error:
-            raise _lost(rank, error) from None
+            raise self._last_words(rank) or _lost(rank, error) from None
+
+    def _last_words(self, rank):
+        """Why a rank has ended, if that is what it sent last; leaves it to be read."""
+        size = _FRAME.size
+        with contextlib.suppress(OSError):
+            found = self._peers[rank].recv(size + _LONGEST_TEXT, socket.MSG_PEEK)
+            if found[:1] == _FAILURE:
+                return _ended(rank, found[size:])
+        return None
 
 
 class _Job:
@@ -208,6 +220,10 @@ class _Job:
     def __init__(self, function, arguments):
         self.function, self.arguments = function, arguments
         self.done, self.result, self.error = False, None, None
+
+
+def _ended(rank, text):
+    return ConnectionError(f"rank {rank} has ended: {text.decode(errors='replace')}")
 
 
 def _lost(rank, error=None):
@@ -238,6 +254,17 @@ def _connect_all(rank, size, host, port, timeout):
     if size == 1:
         return {}
     deadline = time.monotonic() + timeout
+    with contextlib.ExitStack() as stack:
+        peers = _call_each_other(rank, size, host, port, deadline, stack)
+        stack.pop_all()
+    for peer in peers.values():
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peer.settimeout(timeout)
+    return peers
+
+
+def _call_each_other(rank, size, host, port, deadline, stack):
+    """The sockets, which `stack` closes if not all are there in the end."""
     peers = {}
     own = _own_address(host)
     # From other machines rank 0 may have another address than its own.
@@ -247,24 +274,23 @@ def _connect_all(rank, size, host, port, timeout):
             places = [""] * size
             while len(peers) < size - 1:
                 peer, found, place = _accept(listener, size, deadline, peers)
-                peers[found], places[found] = peer, place
+                peers[found], places[found] = stack.enter_context(peer), place
             table = "\n".join(places).encode()
             for peer in peers.values():
                 peer.sendall(struct.pack("!I", len(table)) + table)
         else:
             place = f"{own} {listener.getsockname()[1]}"
-            peers[0] = _call(host, port, rank, size, place, deadline)
+            peers[0] = _call(host, port, rank, size, place, deadline, stack)
             (length,) = struct.unpack("!I", _exactly(peers[0], 4))
             places = _exactly(peers[0], length).decode().split("\n")
             for other in range(1, rank):
                 address, _, number = places[other].rpartition(" ")
-                peers[other] = _call(address, int(number), rank, size, "", deadline)
+                peers[other] = _call(
+                    address, int(number), rank, size, "", deadline, stack
+                )
             while len(peers) < size - 1:
                 peer, found, _ = _accept(listener, size, deadline, peers)
-                peers[found] = peer
-    for peer in peers.values():
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.settimeout(timeout)
+                peers[found] = stack.enter_context(peer)
     return peers
 
 
@@ -293,12 +319,14 @@ def _accept(listener, size, deadline, known):
         try:
             listener.settimeout(_left(deadline))
             peer, _ = listener.accept()
-            peer.settimeout(_left(deadline))
-            if _exactly(peer, len(_HELLO)) == _HELLO:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(peer).settimeout(_left(deadline))
+                if _exactly(peer, len(_HELLO)) != _HELLO:
+                    continue  # a stranger
                 rank, of, length = struct.unpack("!III", _exactly(peer, 12))
                 place = _exactly(peer, length).decode()
-                break
-            peer.close()  # a stranger
+                stack.pop_all()
+            break
         except TimeoutError:
             raise TimeoutError(
                 f"{size - 1 - len(known)} of {size} ranks did not connect in time "
@@ -308,6 +336,7 @@ def _accept(listener, size, deadline, known):
         except ConnectionError:
             continue
     if of != size or rank in known or not 0 <= rank < size:
+        peer.close()
         raise ConnectionError(
             f"a process called as rank {rank} of {of}, where {size} ranks are "
             f"expected and {sorted(known)} are there; do two jobs use one port?"
@@ -315,7 +344,7 @@ def _accept(listener, size, deadline, known):
     return peer, rank, place
 
 
-def _call(host, port, rank, size, place, deadline):
+def _call(host, port, rank, size, place, deadline, stack):
     """A connection to a rank that listens, or will soon."""
     while True:
         try:
@@ -328,7 +357,7 @@ def _call(host, port, rank, size, place, deadline):
                     "rank 0 running, with this MASTER_ADDR and MASTER_PORT?"
                 ) from None
             time.sleep(0.05)
-    peer.settimeout(_left(deadline))
+    stack.enter_context(peer).settimeout(_left(deadline))
     place = place.encode()
     peer.sendall(_HELLO + struct.pack("!III", rank, size, len(place)) + place)
     return peer

@@ -1,0 +1,235 @@
+"""The NCCL transport: its logic beside a stand-in, itself where there is a GPU."""
+
+import ctypes
+import threading
+import types
+
+import numpy as np
+import pytest
+import ranks as support
+
+from cupyflash.distributed import _nccl
+from cupyflash.distributed._sockets import SocketComm
+
+
+class FakeEvent:
+    done = True
+
+
+class FakeStream:
+    """Notes what it is given; `current` is the one of the computation."""
+
+    def __init__(self, name, log):
+        self.ptr, self.log = name, log
+
+    def record(self):
+        self.log.append(("record", self.ptr))
+        event = FakeEvent()
+        event.stream = self.ptr
+        return event
+
+    def wait_event(self, event):
+        self.log.append((self.ptr, "waits for", event.stream))
+
+
+class FakeDevice:
+    def __init__(self, number):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+
+class FakeNccl(types.SimpleNamespace):
+    """What goes from a rank to another lies in a box until that one takes it."""
+
+    NCCL_UINT8 = 1
+
+    class NcclError(RuntimeError):
+        pass
+
+    def __init__(self, boxes, log):
+        super().__init__(boxes=boxes, log=log, posted=None)
+        outer = self
+
+        class NcclCommunicator:
+            def __init__(self, size, key, rank):
+                assert key == b"the name"
+                self.rank = rank
+
+            def send(self, pointer, count, dtype, peer, stream):
+                data = ctypes.string_at(pointer, count)
+                outer.posted.append(("send", self.rank, peer, data, stream))
+
+            def recv(self, pointer, count, dtype, peer, stream):
+                outer.posted.append(("recv", peer, self.rank, (pointer, count), stream))
+
+            def check_async_error(self):
+                outer.log.append("checked")
+
+            def abort(self):
+                outer.log.append("aborted")
+
+            def destroy(self):
+                outer.log.append("destroyed")
+
+        self.NcclCommunicator = NcclCommunicator
+
+    def get_unique_id(self):
+        return b"the name"
+
+    def groupStart(self):  # noqa: N802
+        assert self.posted is None
+        self.posted = []
+
+    def groupEnd(self):  # noqa: N802
+        posted, self.posted = self.posted, None
+        assert {stream for *_, stream in posted} <= {"transfers"}
+        for kind, source, target, data, _ in posted:
+            if kind == "send":
+                self.boxes[source, target].put(data)
+        for kind, source, target, place, _ in posted:
+            if kind == "recv":
+                data = self.boxes[source, target].get(timeout=20)
+                pointer, count = place
+                assert len(data) == count
+                ctypes.memmove(pointer, data, count)
+
+
+def on_pointer(x):
+    """A NumPy array with its address where CuPy's have theirs."""
+    fake = types.SimpleNamespace(nbytes=x.nbytes, array=x)
+    fake.data = types.SimpleNamespace(ptr=x.ctypes.data)
+    return fake
+
+
+def fake_modules(boxes, log):
+    current = FakeStream("current", log)
+    cuda = types.SimpleNamespace(
+        Device=FakeDevice,
+        Stream=lambda non_blocking: FakeStream("transfers", log),
+        get_current_stream=lambda: current,
+    )
+    return types.SimpleNamespace(cuda=cuda), FakeNccl(boxes, log)
+
+
+def on_threads(size, function, monkeypatch, broken=()):
+    """function(comm, log) on ranks that are threads; what each returned or raised."""
+    import queue
+
+    boxes = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+    port, results, by_thread = support.free_port(), [None] * size, {}
+
+    def modules():
+        rank, log = by_thread[threading.get_ident()]
+        if rank in broken:
+            raise ImportError("no libnccl here")
+        return fake_modules(boxes, log)
+
+    monkeypatch.setattr(_nccl, "_modules", modules)
+
+    def work(rank):
+        log = []
+        by_thread[threading.get_ident()] = rank, log
+        host = SocketComm(rank, size, "127.0.0.1", port, timeout=20)
+        try:
+            results[rank] = function(_nccl.NcclComm(host, 0), log)
+        except Exception as error:
+            results[rank] = error
+        finally:
+            host.close()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_arrays_go_round_on_a_stream_of_their_own(monkeypatch):
+    def round_trip(comm, log):
+        mine, other = np.full(5, comm.rank), np.empty(5, int)
+        target, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        wait = comm.exchange([on_pointer(mine)], target, [on_pointer(other)], source)
+        posted = list(log)
+        wait()
+        comm.finish()
+        comm.close()
+        assert (other == source).all()
+        return posted, log
+
+    for posted, log in on_threads(3, round_trip, monkeypatch):
+        # After what was computed before, and before what follows the wait.
+        assert posted == [
+            ("record", "current"),
+            ("transfers", "waits for", "current"),
+            ("record", "transfers"),
+        ]
+        assert log[3:] == [("current", "waits for", "transfers"), "destroyed"]
+
+
+def test_a_rank_without_nccl_ends_all(monkeypatch):
+    found = on_threads(2, lambda comm, log: None, monkeypatch, broken={1})
+    assert all(isinstance(x, ImportError) for x in found)
+    assert str(found[0]) == "rank 1 has no NCCL: no libnccl here"
+
+
+def test_a_transfer_that_never_ends(monkeypatch):
+    monkeypatch.setattr(FakeEvent, "done", False)
+
+    def stuck(comm, log):
+        comm.timeout = 0.2 if comm.rank else 20.0
+        x = on_pointer(np.zeros(2))
+        comm.exchange([x], 1 - comm.rank, [on_pointer(np.zeros(2))], 1 - comm.rank)
+        try:
+            comm.finish()
+        except (ConnectionError, TimeoutError) as error:
+            text = str(error)
+        with pytest.raises(ConnectionError, match=f"rank {comm.rank} has ended"):
+            comm.exchange([x], 1 - comm.rank, [], None)
+        return text, log
+
+    (text, log), (own, _) = on_threads(2, stuck, monkeypatch)
+    assert "did not come within 0.2 s" in own
+    assert text.startswith("rank 1 has ended")  # told, not waited for
+    assert "aborted" in log
+    assert "checked" in log
+
+
+def test_an_error_of_nccl(monkeypatch):
+    def fail(comm, log):
+        def broken():
+            raise comm._nccl.NcclError("unhandled system error")
+
+        comm._nccl.groupEnd = broken
+        with pytest.raises(ConnectionError, match="NCCL has failed: unhandled"):
+            comm.exchange([on_pointer(np.zeros(2))], 1, [], None)
+        return log
+
+    for log in on_threads(2, fail, monkeypatch):
+        assert "aborted" in log
+
+
+@pytest.mark.gpu
+def test_nccl_on_one_gpu():
+    """A rank that sends to itself, through NCCL, on the stream of transfers."""
+    import cupy
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        pytest.skip("CuPy finds no NCCL")
+    host = SocketComm(0, 1, "127.0.0.1", 0)
+    comm = host.for_arrays(cupy.zeros(1))
+    x = cupy.arange(1 << 20, dtype="float32")
+    y = cupy.zeros_like(x)
+    x += 1  # the transfer comes after it
+    wait = comm.exchange([x], 0, [y], 0)
+    wait()
+    z = y * 2
+    comm.finish()
+    cupy.testing.assert_array_equal(z, 2 * x)
+    host.close()

@@ -1,0 +1,230 @@
+"""cupyflash.distributed over real processes, against the plain functions."""
+
+import os
+import re
+import time
+
+import fuzz_ranks
+import numpy as np
+import pytest
+import ranks as support
+
+import cupyflash
+from cupyflash import distributed
+
+
+@pytest.mark.parametrize("first", range(0, 40, 8))
+def test_random_problems(ranks, first):
+    for seed in range(first, first + 8):
+        found = ranks.all(fuzz_ranks.draw(seed)[0], fuzz_ranks.solve, seed)
+        assert found == [None] * len(found), f"problem {seed}"
+
+
+def of_rank(comm, seqlen):
+    q = np.random.default_rng(0).normal(size=(2, seqlen, 4))
+    part = distributed.shard(q, comm, causal=True)
+    return distributed.attention(part, part, part, comm, causal=True)
+
+
+@pytest.mark.parametrize("size", support.SIZES)
+def test_zigzag(ranks, size):
+    q = np.random.default_rng(0).normal(size=(2, 96, 4))
+    want = cupyflash.attention(q, q, q, causal=True)
+    pieces = np.split(want, 2 * size, axis=1)
+    for rank, got in enumerate(ranks.all(size, of_rank, 96)):
+        np.testing.assert_allclose(
+            got, np.concatenate([pieces[rank], pieces[-1 - rank]], axis=1), atol=1e-14
+        )
+
+
+def test_one_rank_gives_what_the_plain_functions_give():
+    rng = np.random.default_rng(0)
+    q, dout = rng.normal(size=(2, 2, 4, 9, 3))
+    k, v = rng.normal(size=(2, 2, 2, 9, 3))
+    with distributed.connect() as comm:
+        got = distributed.attention(q, k, v, comm, causal=True, return_lse=True)
+        grads = distributed.attention_vjp(dout, q, k, v, *got, comm, causal=True)
+    want = cupyflash.attention(q, k, v, causal=True, return_lse=True)
+    theirs = cupyflash.attention_vjp(dout, q, k, v, *want, causal=True)
+    for one, other in zip((*got, *grads[:3]), (*want, *theirs[:3]), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert grads[3:] == (None, None, None)
+
+
+def with_nan(comm):
+    """NaN in the last key, which no other query sees."""
+    q = np.ones((1, 12, 2))
+    q[0, -1] = np.nan
+    part = distributed.shard(q, comm, causal=True)
+    out = distributed.attention(part, part, part, comm, causal=True)
+    return distributed.unshard(out, comm, causal=True)
+
+
+def test_what_is_not_seen_does_not_reach_the_result(ranks):
+    for out in ranks.all(3, with_nan):
+        assert np.isnan(out[0, -1]).all()
+        np.testing.assert_array_equal(out[0, :-1], 1)
+
+
+def default_comm(comm):
+    from cupyflash.distributed import _environment
+
+    _environment.default.cache_clear()
+    x = np.ones((4, 2))
+    return distributed.attention(x, x, x)
+
+
+def test_without_a_comm_there_is_one_a_process(ranks):
+    np.testing.assert_array_equal(ranks.all(2, default_comm)[0], np.ones((4, 2)))
+
+
+# --- what goes wrong
+
+
+def mismatched(comm, name):
+    # Of a length of its own: what all have agreed on once is not asked again.
+    shape = (1, 100 + sum(name.encode()), 2)
+    x = np.ones(shape)
+    options = {}
+    if comm.rank == 1:
+        options = {
+            "option": {"softcap": 3.0},
+            "array": {"sinks": np.zeros(1)},
+            "refused": {"scale": "large"},
+        }.get(name, {})
+        x = {"dtype": x.astype("float32"), "shape": np.ones((*shape[:2], 3))}.get(name, x)
+    try:
+        distributed.attention(x, x, x, comm, **options)
+    except (TypeError, ValueError) as error:
+        text = str(error)
+    # All have raised, so all can go on.
+    x = np.ones(shape)
+    np.testing.assert_array_equal(distributed.attention(x, x, x, comm), x)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("option", "softcap is 3.0 on rank 1 and 0.0 on rank 0"),
+        ("array", r"sinks is float64 \(1\) on rank 1 and absent on rank 0"),
+        ("dtype", r"q is float32 \(1, its part, 2\) on rank 1 and float64"),
+        ("shape", r"q is float64 \(1, its part, 3\) on rank 1"),
+        ("refused", "rank 1 refused its arguments: TypeError: scale must be a real"),
+    ],
+)
+def test_a_mismatch_ends_the_call_on_every_rank(ranks, name, words):
+    found = ranks.all(3, mismatched, name)
+    for rank in (0, 2) if name == "refused" else (0, 1, 2):
+        assert re.search(words, found[rank]), found[rank]
+    if name == "refused":
+        assert found[1] == "scale must be a real number, got a str"
+
+
+def one_rank_fails(comm):
+    if comm.rank == 1:
+        comm.abort("MemoryError: too much")
+        raise MemoryError("too much")
+    x = np.ones((1, 6, 2))
+    return distributed.attention(x, x, x, comm)
+
+
+def hang(comm, seconds):
+    comm.timeout = seconds
+    for peer in comm._peers.values():
+        peer.settimeout(seconds)
+    if comm.rank == 1:
+        time.sleep(4 * seconds)
+        return None
+    x = np.ones((1, 6, 2))
+    return distributed.attention(x, x, x, comm)
+
+
+def out_of_step(comm):
+    x = np.ones((1, 6, 2))
+    distributed.attention(x, x, x, comm)
+    y = x if comm.rank else np.ones((1, 8, 2))
+    return distributed.attention(y, y, y, comm)
+
+
+def die(comm):
+    if comm.rank == 1:
+        os._exit(3)
+    x = np.ones((1, 6, 2))
+    return distributed.attention(x, x, x, comm)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "words"),
+    [
+        (one_rank_fails, (), "MemoryError: too much"),
+        (hang, (0.5,), "did not send what it should within 0.5 s"),
+        (out_of_step, (), "not in the same call"),
+    ],
+)
+def test_no_rank_waits_for_one_that_has_ended(function, arguments, words):
+    with support.Ranks((3,)) as pool:
+        found = pool.run(3, function, *arguments, within=20)
+    others = [found[0], found[2]]
+    assert all(isinstance(x, support.Failed) for x in others), found
+    assert any(words in x.text for x in others), [x.text for x in others]
+    assert {x.kind for x in others} <= {"ConnectionError", "TimeoutError"}
+
+
+def test_a_rank_that_dies_ends_the_others():
+    with support.Ranks((3,)) as pool:
+        for pipe in pool._pipes:
+            pipe.send((3, die, ()))
+        for rank in (0, 2):
+            assert pool._pipes[rank].poll(20), "a rank waits for a dead one"
+            result = pool._pipes[rank].recv()
+            assert result.kind == "ConnectionError"
+            assert "rank 1" in result.text
+
+
+def after_the_end(comm):
+    comm.close()
+    x = np.ones((1, 6, 2))
+    return distributed.attention(x, x, x, comm)
+
+
+def test_a_closed_comm_says_so():
+    with support.Ranks((2,)) as pool:
+        for result in pool.run(2, after_the_end):
+            assert result.text == "this comm is closed"
+
+
+def test_errors_in_words():
+    x = np.ones((4, 2))
+    with pytest.raises(TypeError, match=r"communicators of mpi4py are given to connect"):
+        distributed.attention(x, x, x, "world")
+    with distributed.connect() as comm:
+        with pytest.raises(TypeError, match=r"is_causal.*causal="):
+            distributed.attention(x, x, x, comm, is_causal=True)
+        with pytest.raises(TypeError, match="functions of positions are not taken"):
+            distributed.attention(x, x, x, comm, mask=lambda i, j: i == j)
+        with pytest.raises(ValueError, match="bias must have 1 or 4 rows"):
+            distributed.attention(x, x, x, comm, bias=np.ones((3, 4)))
+        with pytest.raises(ValueError, match="one head_dim"):
+            distributed.attention(x, np.ones((4, 3)), x, comm)
+        with pytest.raises(TypeError, match="zigzag must be a bool"):
+            distributed.attention(x, x, x, comm, zigzag=1)
+        with pytest.raises(ValueError, match="key_lengths must be from 0 to"):
+            distributed.attention(x, x, x, comm, key_lengths=np.array(5))
+        with pytest.raises(TypeError, match="k must be an array, got None"):
+            distributed.attention(x, comm=comm)
+
+
+def not_a_zigzag(comm):
+    x = np.ones((1, 4 + 2 * comm.rank, 2))
+    try:
+        distributed.attention(x, x, x, comm, causal=True)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_parts_that_are_no_zigzag(ranks):
+    for text in ranks.all(2, not_a_zigzag):
+        assert "q has 4 places of the sequence on rank 0" in text
+        assert "zigzag=False" in text

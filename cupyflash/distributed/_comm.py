@@ -67,7 +67,7 @@ class Comm(abc.ABC):
     def all_gather(self, message: bytes) -> list[bytes]:
         """The messages of all ranks, in their order."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027
         """Return when all that was posted has arrived, or raise."""
 
     def for_arrays(self, like: Array) -> "Comm":
@@ -81,7 +81,7 @@ class Comm(abc.ABC):
             self._on_gpus[device] = NcclComm(self, device)
         return self._on_gpus[device]
 
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027
         """Raise if another rank is known to have ended; does not wait."""
 
     def abort(self, reason: str) -> None:
@@ -123,7 +123,7 @@ def nothing() -> None:
 
 def bytes_of(x: np.ndarray) -> memoryview:
     """The memory of a contiguous array."""
-    return memoryview(x.reshape(-1).view(np.uint8)) if x.size else memoryview(b"")
+    return x.reshape(-1).view(np.uint8).data if x.size else memoryview(b"")
 
 
 def shifted(comm: Comm, shift: int) -> tuple[int, int]:

@@ -1,7 +1,6 @@
 """A comm from what mpirun, torchrun or srun has told this process."""
 
 import functools
-import importlib.util
 import os
 from typing import Any
 
@@ -77,10 +76,9 @@ def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
         if not 0 <= rank < size:
             raise ValueError(f"{names[0]}={rank} is no rank of {names[1]}={size}")
     if size > 1 and "MASTER_ADDR" not in os.environ and names is not _LAUNCHERS[0]:
-        if importlib.util.find_spec("mpi4py"):
-            from mpi4py import MPI
-
-            return _over_mpi(MPI.COMM_WORLD, timeout)
+        world = _mpi_world(size)
+        if world is not None:
+            return _over_mpi(world, timeout)
         if local_rank != rank:
             raise ImportError(
                 "ranks on several machines need mpi4py, or MASTER_ADDR and MASTER_PORT "
@@ -96,6 +94,15 @@ def connect(mpi: Any = None, *, timeout: float = TIMEOUT) -> Comm:
 def default() -> Comm:
     """The comm of calls that are given none."""
     return connect()
+
+
+def _mpi_world(size):
+    """All ranks by mpi4py, if it is there and was started by this launcher."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # without the package, or a library of MPI
+        return None
+    return MPI.COMM_WORLD if MPI.COMM_WORLD.Get_size() == size else None
 
 
 def _over_mpi(mpi, timeout):

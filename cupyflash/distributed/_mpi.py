@@ -128,6 +128,4 @@ class MpiComm(Comm):
 
 
 def _parts(whole):
-    return [
-        whole[first : first + _AT_ONCE] for first in range(0, len(whole), _AT_ONCE)
-    ]
+    return [whole[first : first + _AT_ONCE] for first in range(0, len(whole), _AT_ONCE)]

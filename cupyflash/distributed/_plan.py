@@ -69,7 +69,7 @@ def calls(
     pairs = [
         (q, k)
         for q, k in itertools.product(queries, keys)
-        if q.count and k.count and _sees(problem, q, k)
+        if q.length and k.length and _sees(problem, q, k)
     ]
     if not pairs:
         return []
@@ -86,8 +86,8 @@ def calls(
     joined = None if depends_on_positions else _joined(problem, pairs)
     return joined or [
         Call(
-            slice(q.at, q.at + q.count),
-            slice(k.at, k.at + k.count),
+            slice(q.at, q.at + q.length),
+            slice(k.at, k.at + k.length),
             q.first - k.first,
             True,
             q.first,
@@ -104,7 +104,8 @@ def _sees(problem, q, k):
     left, right = (math.inf if x is None else x for x in (problem.left, problem.right))
     first = q.first + problem.query_offset
     return (
-        k.first <= first + q.count - 1 + right and k.first + k.count - 1 >= first - left
+        k.first <= first + q.length - 1 + right
+        and k.first + k.length - 1 >= first - left
     )
 
 
@@ -113,26 +114,26 @@ def _joined(problem, pairs):
     rows, keys = (
         slice(
             min(c.at for c in chunks),
-            max(c.at + c.count for c in chunks),
+            max(c.at + c.length for c in chunks),
         )
         for chunks in zip(*pairs, strict=True)
     )
     if (rows.stop - rows.start) * (keys.stop - keys.start) != sum(
-        q.count * k.count for q, k in _rectangle(pairs)
+        q.length * k.length for q, k in _rectangle(pairs)
     ):
         return None  # something lies between these chunks
     right = problem.right
 
     def reach(q, k, bound):
         """How many keys beyond the first the first query sees, as far as it matters."""
-        return max(-q.count, min(bound, k.count - 1))
+        return max(-q.length, min(bound, k.length - 1))
 
     def due(q, k):
         offset = math.inf if right is None else problem.query_offset + right
         return reach(q, k, q.first - k.first + offset)
 
     rectangle = _rectangle(pairs)
-    if all(due(q, k) == k.count - 1 for q, k in rectangle):
+    if all(due(q, k) == k.length - 1 for q, k in rectangle):
         return [Call(rows, keys, 0, False)]
     for one, other in rectangle:
         bound = due(one, other) + other.at - one.at  # of row and key 0 of the parts
@@ -263,17 +264,12 @@ def _make(comm, given, options, zigzag, records):
         for n, x in given.items()
         if n not in ("dout", "out", "lse", "dlse")
     }
-    offset = options["query_offset"]
+    if options["query_offset"] is not None:
+        whole["query_offset"] = options["query_offset"]
+    names = "scale", "causal", "window", "softcap", "layout", "precision", "method"
     problem, _ = attention_problem.attention(
-        **{**whole, "query_offset": whole["query_offset"] if offset is None else offset},
-        **{
-            n: options[n]
-            for n in ("scale", "causal", "window", "softcap", "layout", "precision",
-                      "method")
-        },
-        return_lse=True,
-        out=None,
-    )  # fmt: skip
+        **whole, **{n: options[n] for n in names}, return_lse=True, out=None
+    )
     return Plan(problem, comm.rank, chunks["q"], chunks["k"])
 
 

@@ -478,7 +478,7 @@ def _of_no_keys(call, q, k, v):
     """The lse of sinks alone, which join each row once."""
     parts = []
     for chunk in call.plan.queries[call.comm.rank]:
-        rows = slice(chunk.at, chunk.at + chunk.count)
+        rows = slice(chunk.at, chunk.at + chunk.length)
         _, lse = cupyflash.attention(
             q[..., rows, :],
             k[..., :0, :],

@@ -16,7 +16,7 @@ class Chunk(NamedTuple):
 
     at: int
     first: int
-    count: int
+    length: int
 
 
 def even_chunks(seqlen: int, size: int, zigzag: bool) -> list[list[Chunk]]:
@@ -44,9 +44,9 @@ def _joined(pieces):
     found: list[Chunk] = []
     at = 0
     for first, end in pieces:
-        if found and found[-1].first + found[-1].count == first:
+        if found and found[-1].first + found[-1].length == first:
             last = found.pop()
-            found.append(last._replace(count=last.count + end - first))
+            found.append(last._replace(length=last.length + end - first))
         else:
             found.append(Chunk(at, first, end - first))
         at += end - first
@@ -101,7 +101,9 @@ def shard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Arra
         arrays.index("axis", axis, "an int"), x.ndim, "axis"
     )
     chunks = even_chunks(x.shape[axis], comm.size, zigzag)[comm.rank]
-    return xp.concatenate([_rows(x, axis, c.first, c.count) for c in chunks], axis=axis)
+    return xp.concatenate(
+        [_rows(x, axis, c.first, c.length) for c in chunks], axis=axis
+    )
 
 
 def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Array:
@@ -180,7 +182,7 @@ def chunks_of(
         return given_chunks(lengths)
     chunks = even_chunks(sum(lengths), comm.size, True)
     for rank, (length, dealt) in enumerate(zip(lengths, chunks, strict=True)):
-        expected = sum(chunk.count for chunk in dealt)
+        expected = sum(chunk.length for chunk in dealt)
         if length != expected:
             raise ValueError(
                 f"{name} has {length} places of the sequence on rank {rank}; a zigzag "
@@ -210,7 +212,7 @@ def _agree_on_parts(comm, x, axis):
 def _deal(whole, axis, part, chunks):
     """Write a rank's part where it belongs."""
     for c in chunks:
-        _rows(whole, axis, c.first, c.count)[...] = _rows(part, axis, c.at, c.count)
+        _rows(whole, axis, c.first, c.length)[...] = _rows(part, axis, c.at, c.length)
 
 
 def _rows(x, axis, first, count):

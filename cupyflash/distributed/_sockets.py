@@ -67,7 +67,9 @@ class SocketComm(Comm):
         for shift in range(1, self.size):
             target, source = shifted(self, shift)
             jobs = [
-                self._post(self._to_send, self._send, target, _MESSAGE, [memoryview(message)]),
+                self._post(
+                    self._to_send, self._send, target, _MESSAGE, [memoryview(message)]
+                ),
                 self._post(self._to_receive, self._receive_message, source),
             ]
             _, found[source] = self._wait(jobs)

@@ -44,7 +44,7 @@ def asked(monkeypatch):
     monkeypatch.setattr(
         _sockets, "SocketComm", lambda *args, **more: found.append((*args, more))
     )
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(_environment, "_mpi_world", lambda size: None)
     return found
 
 
@@ -83,7 +83,7 @@ def test_where_rank_0_listens(asked, monkeypatch):
 def test_errors_in_words(monkeypatch):
     with pytest.raises(ValueError, match="seconds above 0, got 0"):
         distributed.connect(timeout=0)
-    with pytest.raises(TypeError, match="communicator of mpi4py, got a? ?str|got str"):
+    with pytest.raises(TypeError, match="communicator of mpi4py, got str"):
         distributed.connect("world")
     monkeypatch.setenv("RANK", "two")
     with pytest.raises(ValueError, match="RANK must be an integer, got 'two'"):

@@ -81,11 +81,11 @@ class FakeNccl(types.SimpleNamespace):
     def get_unique_id(self):
         return b"the name"
 
-    def groupStart(self):  # noqa: N802
+    def groupStart(self):
         assert self.posted is None
         self.posted = []
 
-    def groupEnd(self):  # noqa: N802
+    def groupEnd(self):
         posted, self.posted = self.posted, None
         assert {stream for *_, stream in posted} <= {"transfers"}
         for kind, source, target, data, _ in posted:

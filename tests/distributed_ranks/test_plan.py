@@ -19,15 +19,13 @@ def plan_of(size, seqlen_q, seqlen_k=None, zigzag=True, **options):
     given |= {"precision": "float32", "method": "auto"}
     q, k = (np.zeros((1, n, 1)) for n in (seqlen_q, seqlen_k))
     problem, _ = attention_problem.attention(q, k, k, **(given | options))
-    queries, keys = (
-        _shards.even_chunks(n, size, zigzag) for n in (seqlen_q, seqlen_k)
-    )
+    queries, keys = (_shards.even_chunks(n, size, zigzag) for n in (seqlen_q, seqlen_k))
     return _plan.Plan(problem, 0, queries, keys)
 
 
 def places(chunks):
     """The place in the whole of each row of a part."""
-    return np.concatenate([np.arange(c.first, c.first + c.count) for c in chunks])
+    return np.concatenate([np.arange(c.first, c.first + c.length) for c in chunks])
 
 
 def seen(plan, rank, source):
@@ -118,9 +116,9 @@ def test_chunks_are_a_partition(seqlen, zigzag):
         chunks = _shards.even_chunks(seqlen, size, zigzag)
         rows = np.concatenate([places(part) for part in chunks])
         np.testing.assert_array_equal(np.sort(rows), np.arange(seqlen))
-        counts = [sum(c.count for c in part) for part in chunks]
+        counts = [sum(c.length for c in part) for part in chunks]
         assert max(counts) - min(counts) <= 1 + zigzag
         for part in chunks:
             assert [c.at for c in part] == [
-                sum(c.count for c in part[:n]) for n in range(len(part))
+                sum(c.length for c in part[:n]) for n in range(len(part))
             ]

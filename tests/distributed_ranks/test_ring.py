@@ -92,7 +92,9 @@ def mismatched(comm, name):
             "array": {"sinks": np.zeros(1)},
             "refused": {"scale": "large"},
         }.get(name, {})
-        x = {"dtype": x.astype("float32"), "shape": np.ones((*shape[:2], 3))}.get(name, x)
+        x = {"dtype": x.astype("float32"), "shape": np.ones((*shape[:2], 3))}.get(
+            name, x
+        )
     try:
         distributed.attention(x, x, x, comm, **options)
     except (TypeError, ValueError) as error:
@@ -196,7 +198,9 @@ def test_a_closed_comm_says_so():
 
 def test_errors_in_words():
     x = np.ones((4, 2))
-    with pytest.raises(TypeError, match=r"communicators of mpi4py are given to connect"):
+    with pytest.raises(
+        TypeError, match=r"communicators of mpi4py are given to connect"
+    ):
         distributed.attention(x, x, x, "world")
     with distributed.connect() as comm:
         with pytest.raises(TypeError, match=r"is_causal.*causal="):

@@ -1,7 +1,7 @@
 """Random problems of cupyflash.distributed, beside the plain functions.
 
-    python tests/support/fuzz_ranks.py 500            # problems 0 to 499
-    python tests/support/fuzz_ranks.py 1 --first 77   # one of them again
+python tests/support/fuzz_ranks.py 500            # problems 0 to 499
+python tests/support/fuzz_ranks.py 1 --first 77   # one of them again
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Ranks as real processes that are started once and then given function after function.
 
-    with Ranks() as ranks:
-        results = ranks.run(3, function, argument)  # function(comm, argument) on each
+with Ranks() as ranks:
+    results = ranks.run(3, function, argument)  # function(comm, argument) on each
 """
 
 import contextlib

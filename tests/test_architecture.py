@@ -110,13 +110,33 @@ WITH_CUPY = {
     },
 }
 
-# What the public points import beside each other.
-POINTS = {
-    "_points.api",
-    "_points.gradients",
-    "_points.problem",
-    "_core.arrays",
-    "_core.typing",
+# What public packages import beside their own modules: never a back end.
+PUBLIC = {
+    "points": {
+        "_points.api",
+        "_points.gradients",
+        "_points.problem",
+        "_core.arrays",
+        "_core.typing",
+    },
+    "dask": {
+        "",
+        "_attention.problem",
+        "_softmax.problem",
+        "_core.arrays",
+        "_core.extras",
+        "_core.foreign_names",
+        "_core.typing",
+    },
+    "distributed": {
+        "",
+        "_attention.problem",
+        "_attention.vjp_problem",
+        "_core.arrays",
+        "_core.extras",
+        "_core.foreign_names",
+        "_core.typing",
+    },
 }
 
 # (module, what it imports): why it may.
@@ -249,12 +269,13 @@ def test_what_is_not_for_a_gpu_knows_none():
                 assert not below(imported, f"{operation}.gpu"), module
 
 
-def test_points_are_written_on_their_reductions():
-    """The public package imports its checks and the way to a back end, never one."""
+@pytest.mark.parametrize("package", PUBLIC)
+def test_public_packages_import_checks_and_functions(package):
+    """What they need to check and to call, never a back end."""
     for module in modules():
-        if below(module, "points"):
+        if below(module, package):
             for imported in imports(module)[0]:
-                assert below(imported, "points") or imported in POINTS, module
+                assert below(imported, package) or imported in PUBLIC[package], module
 
 
 def test_only_these_modules_import_cupy():

@@ -19,10 +19,20 @@ METHODS = ("auto", "naive", "safe", "online", "tiled")
 _DLPACK_CUDA = (2, 13)
 
 
+# Classes of CuPy arrays that were seen: each call on a GPU begins with this question.
+_CUPY_CLASSES: set[type] = set()
+
+
 def is_cupy(x: Any) -> bool:
     """Whether `x` is a CuPy array; who has one has imported CuPy."""
+    kind = type(x)
+    if kind in _CUPY_CLASSES:
+        return True
     cupy = sys.modules.get("cupy")
-    return cupy is not None and isinstance(x, cupy.ndarray)
+    if cupy is None or not isinstance(x, cupy.ndarray):
+        return False
+    _CUPY_CLASSES.add(kind)
+    return True
 
 
 def lives_on_gpu(x: Any) -> bool:

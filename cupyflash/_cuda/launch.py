@@ -104,7 +104,8 @@ class Launch:
         self.device_id = device_id
         self._kernel = None
         self._enqueue = None
-        self._lists: list[Any] = []  # argument lists that no thread is launching with
+        # Argument lists that no thread is launching with.
+        self._lists: list[Any] = []
 
     def __call__(self, *args):
         """Enqueue on the current stream of the current device; any types of CuPy's."""
@@ -125,18 +126,45 @@ class Launch:
         Integers are pointers as well as numbers, and bytes are structs that are passed
         by value. Their kinds and sizes are the same in each call.
         """
+        if self._enqueue is None and not self._prepare():
+            self(*[np.frombuffer(x, f"V{len(x)}") if isinstance(x, bytes) else x
+                   for x in args])  # fmt: skip
+            return
         try:
             arguments = self._lists.pop()
         except IndexError:
-            if self._enqueue is None and not self._prepare():
-                self(*[np.frombuffer(x, f"V{len(x)}") if isinstance(x, bytes) else x
-                       for x in args])  # fmt: skip
-                return
-            arguments = _ArgumentList(args)
-        arguments.write(*args)
-        stream = _current_stream(self.device_id).ptr
+            arguments = _argument_list(args)
+        write, address = arguments
+        write(*args)
+        self._enqueue_at(address)
+        self._lists.append(arguments)
+
+    def before(self, rest):
+        """`enqueue` of arguments that end with `rest`, which is written but once."""
+        lists: list[Any] = []
+
+        def enqueue(*first):
+            try:
+                arguments = lists.pop()
+            except IndexError:
+                if self._enqueue is None:  # the first call
+                    self.enqueue(*first, *rest)
+                    return
+                arguments = _argument_list(first, rest)
+            write, address = arguments
+            write(*first)
+            try:
+                self._enqueue(_current_stream(self.device_id).ptr, address, 0)
+            except _driver.CUDADriverError:
+                self._enqueue_at(address)
+            lists.append(arguments)
+
+        return enqueue
+
+    def _enqueue_at(self, address):
+        """Launch with the arguments whose addresses begin at `address`."""
         try:
-            self._enqueue(stream, arguments.address, 0)
+            self._enqueue(_current_stream(self.device_id).ptr, address, 0)
         except _driver.CUDADriverError as error:
             if error.status in _DOES_NOT_FIT:
                 raise DoesNotFitError(f"{self.variant.source}: {error}") from None
@@ -144,8 +172,7 @@ class Launch:
                 raise
             # The first use of the device by this thread.
             cupy.cuda.runtime.setDevice(self.device_id)
-            self._enqueue(stream, arguments.address, 0)
-        self._lists.append(arguments)
+            self._enqueue(_current_stream(self.device_id).ptr, address, 0)
 
     def _load(self):
         self._kernel = compiler.get_kernel(self.variant, self.device_id)
@@ -183,24 +210,28 @@ def describe(launch: Launch) -> dict[str, Any]:
     }
 
 
-class _ArgumentList:
-    """Arguments in memory, after the addresses of each, as the driver wants them.
+def _argument_list(first, rest=()):
+    """Memory for arguments, after the addresses of each, as the driver wants them.
 
-    For one launch at a time: other threads run while the driver reads it.
+    (what writes arguments like `first`, where the addresses begin); `rest` is written.
+    It is for one launch at a time: other threads run while the driver reads it.
     """
+    args = (*first, *rest)
+    words = [-(-len(x) // 8) if isinstance(x, bytes) else 1 for x in args]
+    formats = [f"{8 * n}s" if isinstance(x, bytes) else "q"
+               for x, n in zip(args, words, strict=True)]  # fmt: skip
+    count, num_first = len(args), len(first)
+    memory = np.zeros(count + sum(words), np.int64)
+    address = memory.ctypes.data
+    starts = count + np.cumsum([0, *words])
+    memory[:count] = address + 8 * starts[:-1]
 
-    def __init__(self, args):
-        words = [-(-len(x) // 8) if isinstance(x, bytes) else 1 for x in args]
-        form = "".join(f"{8 * n}s" if isinstance(x, bytes) else "q"
-                       for x, n in zip(args, words, strict=True))  # fmt: skip
-        count = len(args)
-        self._memory = np.zeros(count + sum(words), np.int64)
-        self.address = self._memory.ctypes.data
-        starts = count + np.cumsum([0, *words[:-1]])
-        self._memory[:count] = self.address + 8 * starts
-        self.write = functools.partial(
-            struct.Struct(form).pack_into, self._memory, 8 * count
-        )
+    def writer(formats, at):  # which holds the memory
+        form = struct.Struct("".join(formats))
+        return functools.partial(form.pack_into, memory, 8 * int(at))
+
+    writer(formats[num_first:], starts[num_first])(*rest)
+    return writer(formats[:num_first], count), address
 
 
 def empty(shape, dtype: str):

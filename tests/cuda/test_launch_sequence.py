@@ -170,3 +170,83 @@ def test_spans_that_meet_the_output(events, in_place):
     assert plan.may_overlap(at, (at - 36, at - 40))
     assert plan.may_overlap(at, (at + 40, at + 4))
     assert plan.may_overlap(at, (at + 40, at)) == (not in_place)
+
+
+def test_what_is_the_same_in_each_call_is_written_once(monkeypatch):
+    """Each thread launches with memory of its own, in which only the first change."""
+    import ctypes
+
+    from cupyflash._cuda import launch
+
+    seen = []
+
+    def go(stream, address, extra):
+        at = (ctypes.c_int64 * 4).from_address(address)
+        numbers = [ctypes.c_int64.from_address(at[n]).value for n in (0, 1, 3)]
+        seen.append((address, *numbers, ctypes.string_at(at[2], 5)))
+
+    stream = SimpleNamespace(ptr=0)
+    monkeypatch.setattr(launch, "_current_stream", lambda device_id: stream)
+    one = launch.Launch(config("one"), 0)
+    enqueue = one.before((b"fixed", 7))
+    noted = []
+    monkeypatch.setattr(
+        launch.Launch, "enqueue", lambda self, *args: noted.append(args)
+    )
+    enqueue(1, -2)  # not compiled yet
+    assert noted == [(1, -2, b"fixed", 7)]
+    assert not seen
+    one._enqueue = go
+    enqueue(1, -2)
+    enqueue(3, 1 << 40)
+    addresses = {address for address, *_ in seen}
+    assert [told for _, *told in seen] == [
+        [1, -2, 7, b"fixed"],
+        [3, 1 << 40, 7, b"fixed"],
+    ]
+    assert len(addresses) == 1
+    # A launch within a launch, as of another thread, has other memory.
+    one._enqueue = lambda *args: (
+        go(*args),
+        setattr(one, "_enqueue", go),
+        enqueue(5, 6),
+    )
+    enqueue(8, 9)
+    assert [told for _, *told in seen[2:]] == [[8, 9, 7, b"fixed"], [5, 6, 7, b"fixed"]]
+    assert seen[2][0] != seen[3][0]
+
+
+@pytest.mark.parametrize("dtype", ["f4", "f2", "f8", "c8", "bfloat16"])
+def test_new_arrays_are_those_of_cupy(monkeypatch, dtype):
+    """Made without the constructor's checks: nothing may differ but the time."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 40, 4096, None, 0), 0)
+    asked = []
+
+    def alloc(size):
+        asked.append(size)
+        return memory
+
+    assert launch_sequence._constructor() is not None
+    with cupy.cuda.using_allocator(alloc):
+        for shape in ((3, 5), (), (4,), (2, 0, 3), (1, 2, 3, 4, 5)):
+            found = launch_sequence._new(shape, np.dtype(dtype))()
+            expected = cupy.ndarray(shape, np.dtype(dtype))
+            assert type(found) is cupy.ndarray
+            for name in ("shape", "strides", "dtype", "size", "base"):
+                assert getattr(found, name) == getattr(expected, name)
+            assert found.dtype.type is expected.dtype.type
+            assert found.data.ptr == expected.data.ptr
+            assert str(found.flags) == str(expected.flags)
+            assert asked[-1] == asked[-2]
+
+
+def test_without_the_parts_of_the_constructor(monkeypatch):
+    monkeypatch.setattr(launch_sequence, "_constructor", lambda: None)
+    assert launch_sequence._new((3,), F4).func is cupy.ndarray
+
+
+def test_keys_look_at_what_cupy_has():
+    """Without it each call would pass all checks again."""
+    assert hasattr(cupy.ndarray, "_c_contiguous")

@@ -432,6 +432,9 @@ def test_launches_are_noted_once_between_two_tests():
         def enqueue(self, x):
             return x + 2
 
+        def before(self, rest):
+            return lambda x: (x, *rest)
+
     watch = launched.Watch()
     launch = watch.over(Launch)()
     assert (launch(1), launch.enqueue(1)) == (2, 3)
@@ -439,6 +442,11 @@ def test_launches_are_noted_once_between_two_tests():
     watch.begin()
     assert watch.names == set()
     launch.enqueue(1)
+    assert watch.names == {planned.digest_of(Launch.variant)}
+    enqueue = launch.before((2, 3))
+    watch.begin()
+    assert watch.names == set()
+    assert enqueue(1) == (1, 2, 3)
     assert watch.names == {planned.digest_of(Launch.variant)}
 
 

@@ -19,15 +19,31 @@ class Watch:
         """A class of launches like `launch`, with its calls noted here."""
         watch = self
 
+        def note(launch):
+            if launch.__dict__.get("_turn") != watch._turn:
+                launch._turn = watch._turn
+                watch.names.add(planned.digest_of(launch.variant))
+
         def noting(method):
             def noted(self, *args):
-                if self.__dict__.get("_turn") != watch._turn:
-                    self._turn = watch._turn
-                    watch.names.add(planned.digest_of(self.variant))
+                note(self)
                 return method(self, *args)
+
+            return noted
+
+        def noting_later(method):
+            def noted(self, *args):
+                enqueue = method(self, *args)
+
+                def noted_enqueue(*args):
+                    note(self)
+                    return enqueue(*args)
+
+                return noted_enqueue
 
             return noted
 
         for name in ("__call__", "enqueue"):
             setattr(launch, name, noting(getattr(launch, name)))
+        launch.before = noting_later(launch.before)
         return launch

@@ -63,11 +63,11 @@ def attention(*arguments) -> tuple[Any, Any]:
         of_q, of_k, of_v = q.data, k.data, v.data
         at = q_at, k_at, v_at = of_q.ptr, of_k.ptr, of_v.ptr
         key: Any = (
-            q.shape, q.strides, q.dtype, of_q.device_id,
-            k.shape, k.strides, k.dtype, of_k.device_id,
-            v.shape, v.strides, v.dtype, of_v.device_id,
+            q.shape, q._c_contiguous or q.strides, q.dtype, of_q.device_id,
+            k.shape, k._c_contiguous or k.strides, k.dtype, of_k.device_id,
+            v.shape, v._c_contiguous or v.strides, v.dtype, of_v.device_id,
             # Whether TMA can read them, or nobody can.
-            q_at % 16, k_at % 16, v_at % 16,
+            (q_at | k_at | v_at) % 16 and (q_at % 16, k_at % 16, v_at % 16),
             scale, scale.__class__, causal, causal.__class__, softcap,
             softcap.__class__,
             # By its repr, since 1 and True are not the same argument.
@@ -88,10 +88,10 @@ def attention(*arguments) -> tuple[Any, Any]:
             bias is mask is sinks is alibi_slopes is offsets
             is query_lengths is key_lengths is None
         ):  # fmt: skip
-            given = (bias, mask, sinks, alibi_slopes, offsets, query_lengths,
-                     key_lengths)  # fmt: skip
-            key += tuple([x if x is None else _facts(x) for x in given])
-            options = tuple([0 if x is None else x.data.ptr for x in given])
+            key, options = _with_options(
+                key, bias, mask, sinks, alibi_slopes, offsets, query_lengths,
+                key_lengths,
+            )  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError, ValueError):
         # Not all CuPy arrays, or an option of a wrong type: the checks will say.
@@ -106,6 +106,19 @@ def attention(*arguments) -> tuple[Any, Any]:
             out, lse = plan(pointers, out)
             return out, lse
     return _planned(key, plan, *arguments)
+
+
+def _with_options(key, *given):
+    """What a plan depends on with these arrays, and their pointers."""
+    facts, pointers = [key], []
+    for x in given:
+        if x is None:
+            facts.append(None)
+            pointers.append(0)
+        else:
+            facts.append(_facts(x))
+            pointers.append(x.data.ptr)
+    return tuple(facts), pointers
 
 
 @graphs.keeps_memory
@@ -141,7 +154,8 @@ def unplanned(*arguments):
 def _facts(x):
     """What a plan depends on in an array; AttributeError if it is not CuPy's."""
     data = x.data
-    return x.shape, x.strides, x.dtype, data.device_id, data.ptr % 8
+    strides = x._c_contiguous or x.strides
+    return x.shape, strides, x.dtype, data.device_id, data.ptr % 8
 
 
 def make_plan(problem, operands) -> AttentionPlan | UnfusedPlan:

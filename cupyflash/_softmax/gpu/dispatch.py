@@ -20,12 +20,14 @@ _plans = plan_cache.PlanCache()
 def softmax(function, x, axis, where, scale, dtype, out, method):
     """softmax or log_softmax of a CuPy array."""
     try:
+        data = x.data
+        at = onto = data.ptr
+        if out is not None:
+            onto = out.data.ptr
         # The classes tell True from 1, which the checks do as well.
-        at = x.data.ptr
-        onto = at if out is None else out.data.ptr
-        key = (function, x.shape, x.strides, x.dtype, x.data.device_id, axis,
-               axis.__class__, scale, scale.__class__, dtype, method,
-               where if where is None else layout_of(where),
+        key = (function, x.shape, x._c_contiguous or x.strides, x.dtype,
+               data.device_id, axis, axis.__class__, scale, scale.__class__, dtype,
+               method, where if where is None else layout_of(where),
                out if out is None else layout_of(out),
                (at | onto) % VECTOR)  # fmt: skip
         plan = _plans.get(key)
@@ -47,9 +49,8 @@ def logsumexp(a, axis, b, keepdims, return_sign, where, out):
     try:
         at = a.data.ptr
         # No element may begin within another, which the checks look at.
-        key = ("logsumexp", a.shape, a.strides, a.dtype, a.data.device_id,
-               at % VECTOR, axis, axis.__class__, keepdims, keepdims.__class__,
-               return_sign, return_sign.__class__,
+        key = ("logsumexp", *layout_of(a), at % VECTOR, axis, axis.__class__,
+               keepdims, keepdims.__class__, return_sign, return_sign.__class__,
                b if b is None else (*layout_of(b), b.data.ptr % VECTOR),
                where if where is None else layout_of(where),
                out if out is None else (*layout_of(out), out.data.ptr % VECTOR),

@@ -22,7 +22,7 @@ VECTOR = on_chip.VECTOR_BYTES
 
 def layout_of(x):
     """What a plan depends on; an AttributeError for what is not a CuPy array."""
-    return x.shape, x.strides, x.dtype, x.data.device_id
+    return x.shape, x._c_contiguous or x.strides, x.dtype, x.data.device_id
 
 
 # The arrays that a kernel reads, in the order of its parameters.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 
@@ -21,6 +22,7 @@ import timing
 
 import cupyflash
 from cupyflash._cli import console
+from cupyflash._core import threads
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,16 +40,33 @@ _TURNS, _CALLS = 25, 100
 _FIRST_USE = """
 import time, cupy, numpy
 import cupyflash
-x = cupy.asarray(numpy.ones({shape}, numpy.float32))
+x = cupy.asarray(numpy.ones({shape}, numpy.{dtype}))
+lse = cupy.zeros({shape}[:-1], numpy.float64 if x.dtype == "f8" else numpy.float32)
 cupy.cuda.Device().synchronize()
 start = time.perf_counter()
 {call}
 cupy.cuda.Device().synchronize()
 print(time.perf_counter() - start)
 """
+_FIRST_VJP = "cupyflash.attention_vjp(x, x, x, x, x, lse)"
 _FIRST_CALLS = {
-    "softmax": ("(32, 128)", "cupyflash.softmax(x, axis=-1)"),
-    "attention": ("(1, 2, 64, 64)", "cupyflash.attention(x, x, x)"),
+    "softmax": ("(32, 128)", "float32", "cupyflash.softmax(x, axis=-1)"),
+    "attention": ("(1, 2, 64, 64)", "float32", "cupyflash.attention(x, x, x)"),
+    **{
+        f"{name}, {dtype}": (shape, dtype, call)
+        for name, shape, call in (
+            ("softmax of rows of 4096", "(64, 4096)", "cupyflash.softmax(x, -1)"),
+            ("softmax of rows of 2^20", "(2, 2**20)", "cupyflash.softmax(x, -1)"),
+            ("softmax of columns of 1024", "(1024, 512)", "cupyflash.softmax(x, 0)"),
+            ("logsumexp", "(64, 4096)", "cupyflash.logsumexp(x, -1)"),
+            ("softmax_vjp", "(64, 4096)", "cupyflash.softmax_vjp(x, x, -1)"),
+            ("attention, d 64", "(1, 2, 512, 64)", "cupyflash.attention(x, x, x)"),
+            ("attention, d 128", "(1, 2, 512, 128)", "cupyflash.attention(x, x, x)"),
+            ("attention_vjp, d 64", "(1, 2, 512, 64)", _FIRST_VJP),
+            ("attention_vjp, d 128", "(1, 2, 512, 128)", _FIRST_VJP),
+        )
+        for dtype in ("float16", "float32", "float64")
+    },
 }
 
 
@@ -82,7 +101,29 @@ def cupy_calls(cupy):
         cupy.cuda.driver.launchKernel,
         *(kernel.kernel.ptr, 16, 1, 1, 256, 1, 1, 0, 0, addresses.ctypes.data, 0),
     )
+    scores = (1, 2, 64, 64)
+    bias = cupy.asarray(rng.standard_normal(scores).astype(np.float16))
+    mask = cupy.asarray(rng.random(scores) < 0.8)
+    lengths = cupy.asarray([40], np.int32)
+    slopes = cupy.asarray([0.5, 0.25], np.float32)
+    where = cupy.asarray(rng.random(x.shape) < 0.8)
+    out_lse = cupyflash.attention(q, q, q, return_lse=True)
+    options = {
+        f"attention, {name}": functools.partial(cupyflash.attention, q, q, q, **given)
+        for name, given in {
+            "bias=": {"bias": bias},
+            "mask=": {"mask": mask},
+            "key_lengths=": {"key_lengths": lengths},
+            "window=": {"window": (16, 0)},
+            "softcap=": {"softcap": 20.0},
+            "alibi_slopes=": {"alibi_slopes": slopes},
+            "return_lse=": {"return_lse": True},
+        }.items()
+    }
     calls = {
+        "softmax, where=": lambda: cupyflash.softmax(x, axis=-1, where=where),
+        "softmax, scale=": lambda: cupyflash.softmax(x, axis=-1, scale=0.5),
+        "attention_vjp": lambda: cupyflash.attention_vjp(q, q, q, q, *out_lse),
         "softmax": lambda: cupyflash.softmax(x, axis=-1),
         "softmax, out=": lambda: cupyflash.softmax(x, axis=-1, out=out),
         "log_softmax": lambda: cupyflash.log_softmax(x, axis=-1),
@@ -91,6 +132,7 @@ def cupy_calls(cupy):
         "attention": lambda: cupyflash.attention(q, q, q),
         "attention, causal": lambda: cupyflash.attention(q, q, q, causal=True),
         "attention, out=": lambda: cupyflash.attention(q, q, q, out=attention_out),
+        **options,
         "cupyx softmax": lambda: cupyx.scipy.special.softmax(x, axis=-1),
         "RawKernel launch": lambda: kernel((16,), (256,), (x, out, size)),
         "driver launch, all ready": lambda: (ready(), words, addresses),
@@ -101,8 +143,14 @@ def cupy_calls(cupy):
     if torch is not None:
         t, tq = timing.to_torch(torch, x), timing.to_torch(torch, q)
         sdpa = torch.nn.functional.scaled_dot_product_attention
+        t_out, t_mask = torch.empty_like(t), timing.to_torch(torch, mask)
+        t_bias = timing.to_torch(torch, bias)
         calls["torch.softmax"] = lambda: torch.softmax(t, dim=-1)
+        calls["torch.softmax, out="] = lambda: torch.softmax(t, dim=-1, out=t_out)
         calls["torch SDPA"] = lambda: sdpa(tq, tq, tq)
+        calls["torch SDPA, causal"] = lambda: sdpa(tq, tq, tq, is_causal=True)
+        calls["torch SDPA, bias"] = lambda: sdpa(tq, tq, tq, attn_mask=t_bias)
+        calls["torch SDPA, mask"] = lambda: sdpa(tq, tq, tq, attn_mask=t_mask)
     return calls
 
 
@@ -163,12 +211,23 @@ def import_rows():
 
 def first_use_rows():
     """Seconds of the first call, with an empty and a filled kernel cache."""
-    for name, (shape, call) in _FIRST_CALLS.items():
-        code = _FIRST_USE.format(shape=shape, call=call)
-        with tempfile.TemporaryDirectory() as folder:
-            for state in ("cold", "from the disk cache"):
-                seconds = in_process(code, CUPY_CACHE_DIR=folder)
-                yield {"what": f"first {name}, {state}", "seconds": seconds}
+    with ThreadPoolExecutor(max(1, threads.num_cores() // 4)) as pool:
+        for found in pool.map(_first_use, _FIRST_CALLS):
+            yield from found
+
+
+def _first_use(name):
+    """The two rows of a call, each in a process of its own."""
+    shape, dtype, call = _FIRST_CALLS[name]
+    code = _FIRST_USE.format(shape=shape, dtype=dtype, call=call)
+    with tempfile.TemporaryDirectory() as folder:
+        return [
+            {
+                "what": f"first {name}, {state}",
+                "seconds": in_process(code, CUPY_CACHE_DIR=folder),
+            }
+            for state in ("cold", "from the disk cache")
+        ]
 
 
 def main():

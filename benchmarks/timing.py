@@ -25,6 +25,7 @@ RESULTS = Path(__file__).resolve().parent / "results"
 _PACKAGES = {
     "torch": "torch",
     "quack": "quack-kernels",
+    "triton": "triton",
     "flash_attn.cute.interface": "flash-attn-4",
 }
 _absent = {}  # packages that were asked for in vain, and why

@@ -5,14 +5,17 @@ import functools
 import os
 import threading
 import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 
 import cupy
 
-from cupyflash._core import extras
+from cupyflash._core import extras, threads
 from cupyflash._cuda import graphs, source
 from cupyflash._cuda.kernel import Variant
 
-_lock = threading.Lock()
+# One for each kernel: those of one call are compiled side by side.
+_locks: dict[tuple[Variant, int], threading.Lock] = {}
 
 # Clusters of up to 8 blocks run on any device that has clusters; a kernel with larger
 # ones has to say so: CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED.
@@ -22,8 +25,27 @@ _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 
 def get_kernel(variant: Variant, device_id: int):
     """The loaded kernel of `variant` on a device, which must be the current one."""
-    with _lock:  # one compilation for many threads that ask at once
+    # One compilation for many threads that ask at once.
+    with _locks.setdefault((variant, device_id), threading.Lock()):
         return _load(variant, device_id)
+
+
+def get_kernels(variants: Iterable[Variant], device_id: int) -> None:
+    """Load several at once, each in a thread: the compiler holds no lock of Python's.
+
+    So the first call of a sequence takes as long as its slowest kernel, not as all.
+    """
+    new = [v for v in dict.fromkeys(variants) if (v, device_id) not in _locks]
+    if len(new) < 2 or graphs.is_capturing():
+        return  # whoever launches them loads them, or says why not
+
+    def load(variant):
+        with cupy.cuda.Device(device_id):
+            get_kernel(variant, device_id)
+
+    with ThreadPoolExecutor(min(len(new), threads.num_cores())) as pool:
+        for found in [pool.submit(load, variant) for variant in new]:
+            found.result()
 
 
 @functools.cache

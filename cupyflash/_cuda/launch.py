@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import cupy
@@ -11,7 +12,7 @@ import numpy as np
 from cupyflash._core import arrays
 from cupyflash._cuda import compiler
 from cupyflash._cuda.device import driver_library
-from cupyflash._cuda.kernel import LaunchConfig
+from cupyflash._cuda.kernel import LaunchConfig, Variant
 
 # Absent pointers of a kernel's parameter list. Of all forms of 0, CuPy passes this one
 # fastest.
@@ -94,10 +95,14 @@ class Launch:
 
     One that `overlaps` may start before the kernel in front of it in the stream ends;
     it calls griddepcontrol_wait, and so does that one unless it is the first of a call.
+    The first launch of a call loads the kernels `of_call`, all at once.
     """
 
-    def __init__(self, config: LaunchConfig, device_id: int):
+    def __init__(
+        self, config: LaunchConfig, device_id: int, of_call: Sequence[Variant] = ()
+    ):
         self.variant = config.variant
+        self.of_call = of_call
         self.overlaps = config.overlaps
         self.grid = config.grid
         self.block = config.block
@@ -175,6 +180,7 @@ class Launch:
             self._enqueue(_current_stream(self.device_id).ptr, address, 0)
 
     def _load(self):
+        compiler.get_kernels(self.of_call, self.device_id)
         self._kernel = compiler.get_kernel(self.variant, self.device_id)
         return self._kernel
 

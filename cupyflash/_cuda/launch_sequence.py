@@ -192,7 +192,10 @@ class LaunchSequence:
         self.device_id = device_id
         self.results = results
         self.steps = steps
-        self.launches = tuple(Launch(config, device_id) for config, _ in steps.launches)
+        variants = [config.variant for config, _ in steps.launches]
+        self.launches = tuple(
+            Launch(config, device_id, variants) for config, _ in steps.launches
+        )
         names = [*inputs, *results, *steps.scratch]
         places: dict[Any, int] = {name: n for n, name in enumerate(names)}
         assert len(places) == len(names), "a name stands for two arrays"

@@ -1,6 +1,7 @@
 """Compiling and loading: what goes wrong is said in one sentence."""
 
 import dataclasses
+import threading
 
 import numpy as np
 import pytest
@@ -198,3 +199,86 @@ def test_large_clusters_are_asked_for(source):
     config = LaunchConfig(dataclasses.replace(variant, cluster=16), (32,), (32,))
     _launch.Launch(config, 0).enqueue(blocks.data.ptr)
     assert int(blocks[0]) == 16
+
+
+# --- several at once -----------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Loading takes until as many load as the test says; what was loaded, and where."""
+    import contextlib
+
+    loaded, used = [], []
+
+    @contextlib.contextmanager
+    def use(device_id):
+        used.append(device_id)
+        yield
+
+    monkeypatch.setattr(_compiler, "_locks", {})
+    monkeypatch.setattr(_compiler.graphs, "is_capturing", lambda: False)
+    monkeypatch.setattr(_compiler.threads, "num_cores", lambda: 4)
+    monkeypatch.setattr(cupy.cuda, "Device", use)
+
+    def together(count):
+        barrier = threading.Barrier(count)
+
+        def load(variant, device_id):
+            barrier.wait(timeout=20)
+            loaded.append((variant.entry, device_id))
+
+        monkeypatch.setattr(_compiler, "_load", load)
+        return loaded, used
+
+    return together
+
+
+def test_kernels_of_a_call_are_loaded_side_by_side(slow):
+    loaded, used = slow(3)
+    variants = [Variant("k.cu", name) for name in ("a", "b", "c", "a")]
+    _compiler.get_kernels(variants, 2)
+    assert sorted(loaded) == [("a", 2), ("b", 2), ("c", 2)]
+    assert used == [2, 2, 2]
+    _compiler.get_kernels(variants, 2)  # which are there
+    _compiler.get_kernels(
+        [*variants, Variant("k.cu", "d")], 2
+    )  # one is nothing to part
+    assert len(loaded) == 3
+
+
+def test_kernels_are_not_loaded_ahead_in_a_capture(slow, monkeypatch):
+    loaded, _ = slow(2)
+    monkeypatch.setattr(_compiler.graphs, "is_capturing", lambda: True)
+    _compiler.get_kernels([Variant("k.cu", "a"), Variant("k.cu", "b")], 0)
+    assert loaded == []
+
+
+def test_what_goes_wrong_in_a_thread_is_raised(slow, monkeypatch):
+    slow(2)
+
+    def fail(variant, device_id):
+        raise RuntimeError(f"{variant.entry} did not compile")
+
+    monkeypatch.setattr(_compiler, "_load", fail)
+    with pytest.raises(RuntimeError, match="a did not compile"):
+        _compiler.get_kernels([Variant("k.cu", "a"), Variant("k.cu", "b")], 0)
+
+
+def test_the_first_launch_loads_all_of_its_call(monkeypatch):
+    from cupyflash._cuda import launch_sequence
+
+    asked = []
+    monkeypatch.setattr(
+        _compiler, "get_kernels", lambda variants, n: asked.append([*variants])
+    )
+    monkeypatch.setattr(_compiler, "get_kernel", lambda variant, n: variant.entry)
+    variants = [Variant("k.cu", name) for name in "ab"]
+    steps = [(LaunchConfig(variant, (1,), (32,)), ("x",)) for variant in variants]
+    results = {"out": launch_sequence.Result((1,), np.dtype("f4"))}
+    plan = launch_sequence.LaunchSequence(
+        0, ("x",), results, launch_sequence.Steps(steps)
+    )
+    assert asked == []
+    assert plan.launches[0]._load() == "a"
+    assert asked == [variants]

@@ -1,0 +1,366 @@
+"""Attention and softmax on a GPU over the whole landscape of shapes.
+
+    python benchmarks/bench_landscape_gpu.py
+    python benchmarks/bench_landscape_gpu.py --draw     # the picture alone, of the file
+
+A cell is a shape with a dtype and an option. Its ratio is the time of torch
+(``scaled_dot_product_attention``, ``softmax``) to that of cupyflash: above 1 cupyflash
+is faster. For softmax the time of a copy of the same bytes stands beside it, which is
+the limit of memory. A turn is some calls one after the other and a wait for the last,
+so that what the host needs counts wherever it is more than what the device needs.
+`--add` keeps the cells of the file and measures others alone, `--limit` ends after so
+many seconds: so it can go piece by piece.
+"""
+
+import contextlib
+import datetime
+import itertools
+import json
+import math
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+
+import bench_landscape
+import numpy as np
+import timing
+
+import cupyflash
+from cupyflash._cli import console
+
+REPORT = timing.RESULTS / "landscape_h200.json"
+# What a cell may ask for: multiply-adds of a dtype, and numbers in an array.
+_MOST_WORK = {"float16": 2e12, "float32": 2e11}
+_MOST_NUMBERS = 3e8
+_TURN_SECONDS = 2e-3
+# Largest difference to torch's results, of numbers about 1.
+_MOST_OFF = {"float16": 1e-2, "float32": 1e-2, "float64": 1e-11}
+NUM_WORST = 20
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One shape of (batch, 1, rows, columns), with what is asked of it."""
+
+    batch: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: str
+    option: str
+
+    @property
+    def name(self):
+        """As it is listed."""
+        shape = f"{self.batch} x {self.queries} x {self.keys} x {self.head_dim}"
+        return f"attention {shape} {self.dtype} {self.option}"
+
+    @property
+    def panel(self):
+        """The part of the picture that it belongs to, its line and its column there."""
+        title = f"attention, d = {self.head_dim}, {self.dtype}, {self.option}"
+        return title, f"{self.batch} x {self.queries}", self.keys
+
+    @property
+    def affordable(self):
+        """Whether it is done soon, and its scores fit in memory."""
+        scores = self.batch * self.queries * self.keys
+        rows = self.batch * max(self.queries, self.keys)
+        return (
+            2 * scores * self.head_dim <= _MOST_WORK[self.dtype]
+            and (self.option == "plain" or scores <= _MOST_NUMBERS)
+            and rows * self.head_dim <= _MOST_NUMBERS
+        )
+
+    def arrays(self, cupy, fill=True):
+        """q, k, v and the bias."""
+        shapes = [
+            (self.batch, 1, n, self.head_dim)
+            for n in (self.queries, self.keys, self.keys)
+        ]
+        if self.option == "bias":
+            shapes.append((self.batch, 1, self.queries, self.keys))
+        return [_array(cupy, shape, self.dtype, fill) for shape in shapes]
+
+    def own(self, arrays):
+        """The call of cupyflash."""
+        q, k, v, *bias = arrays
+        options = {"bias": bias[0]} if bias else {}
+        causal = self.option == "causal"
+        return lambda: cupyflash.attention(q, k, v, causal=causal, **options)
+
+    def others(self, torch, cupy, arrays):
+        """Those of others by name, and what of the results is compared."""
+        q, k, v, *bias = (timing.to_torch(torch, x) for x in arrays)
+        options = {"attn_mask": bias[0]} if bias else {}
+        if self.option == "causal":
+            if self.queries == self.keys:
+                options = {"is_causal": True}  # torch's begins at the first key
+            else:
+                seen = torch.ones(self.queries, self.keys, device="cuda").bool()
+                options = {"attn_mask": seen.tril(self.keys - self.queries)}
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        # Rows that see no key: zeros here, NaN there.
+        blind = max(0, self.queries - self.keys) if self.option == "causal" else 0
+        compared = np.s_[:8, :, blind:]
+        return {"torch": lambda: sdpa(q, k, v, **options)}, compared
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Softmax of a matrix along an axis."""
+
+    rows: int
+    columns: int
+    axis: int
+    dtype: str
+
+    @property
+    def name(self):
+        """As it is listed."""
+        along = "rows" if self.axis else "columns"
+        return f"softmax of {along} {self.rows} x {self.columns} {self.dtype}"
+
+    @property
+    def panel(self):
+        """As of attention."""
+        along = "rows" if self.axis else "columns"
+        return f"softmax of {along}, {self.dtype}", self.rows, self.columns
+
+    @property
+    def affordable(self):
+        """Whether it fits."""
+        return self.rows * self.columns <= _MOST_NUMBERS
+
+    def arrays(self, cupy, fill=True):
+        """The matrix."""
+        return [_array(cupy, (self.rows, self.columns), self.dtype, fill)]
+
+    def own(self, arrays):
+        """The call of cupyflash."""
+        (x,) = arrays
+        return lambda: cupyflash.softmax(x, self.axis)
+
+    def others(self, torch, cupy, arrays):
+        """torch's, and a copy; all of the result is compared."""
+        (x,) = arrays
+        t = timing.to_torch(torch, x)
+        into = cupy.empty_like(x)
+        copy = cupy.cuda.runtime.memcpyAsync
+        return {
+            "torch": lambda: torch.softmax(t, self.axis),
+            "copy": lambda: copy(into.data.ptr, x.data.ptr, x.nbytes, 3, 0),
+        }, np.s_[:]
+
+
+def cells():
+    """All that are measured."""
+    kinds = (
+        *((d, "float16", "plain") for d in (32, 64, 128, 256)),
+        (64, "float32", "plain"),
+        (64, "float16", "causal"),
+        (64, "float16", "bias"),
+    )
+    sizes = (1, 32, 512, 4096)
+    shapes = itertools.product((1, 32, 1024), sizes, sizes)
+    found = [
+        Attention(*shape, *kind) for shape, kind in itertools.product(shapes, kinds)
+    ]
+    found += [
+        Softmax(rows, columns, axis, dtype)
+        for rows in (1, 32, 1024, 8192, 1 << 18)
+        for columns in (16, 128, 1000, 8192, 1 << 17, 1 << 20)
+        for axis in (1, 0)
+        for dtype in ("float16", "float32", "float64")
+    ]
+    return [cell for cell in found if cell.affordable]
+
+
+def _array(cupy, shape, dtype, fill):
+    """Random numbers, or memory as it comes."""
+    if not fill:
+        return cupy.empty(shape, dtype)
+    wide = dtype if dtype == "float64" else "float32"
+    return cupy.random.standard_normal(shape, dtype=wide).astype(dtype, copy=False)
+
+
+def compile_ahead(asked, num_processes):
+    """Fill CuPy's cache by processes, as a compilation takes longer than a cell."""
+    chunks = [asked[n::num_processes] for n in range(num_processes)]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, spawn) as pool:
+        list(pool.map(_call_each, [chunk for chunk in chunks if chunk]))
+
+
+def _call_each(asked):
+    import cupy
+
+    for cell in asked:
+        with contextlib.suppress(Exception):  # which measuring will report
+            cell.own(cell.arrays(cupy, fill=False))()
+            cupy.get_default_memory_pool().free_all_blocks()
+
+
+def best_times(calls, synchronize, seconds):
+    """The least time of each call, by turns of some calls."""
+    counts = {}
+    for name, call in calls.items():
+        call()
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        once = time.perf_counter() - start
+        counts[name] = max(1, min(100, math.ceil(_TURN_SECONDS / once)))
+    best = dict.fromkeys(calls, float("inf"))
+    end = time.perf_counter() + seconds
+    turns = 0
+    while turns < 3 or (time.perf_counter() < end and turns < 20):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(counts[name]):
+                call()
+            synchronize()
+            took = (time.perf_counter() - start) / counts[name]
+            best[name] = min(best[name], took)
+        turns += 1
+    return best
+
+
+def measure(cupy, torch, cell, seconds):
+    """The row of a cell; ValueError where results differ."""
+    arrays = cell.arrays(cupy)
+    own = cell.own(arrays)
+    others, compared = cell.others(torch, cupy, arrays)
+    expected = others["torch"]()
+    found = timing.to_torch(torch, own())
+    if found[compared].numel():
+        apart = found[compared].double() - expected[compared].double()
+        off = apart.abs().max().item()
+        if not off <= _MOST_OFF[cell.dtype]:
+            raise ValueError(f"results differ by {off:.1e}")
+    del expected, found
+    best = best_times(
+        {"cupyflash": own, **others}, cupy.cuda.Device().synchronize, seconds
+    )
+    facts = {**asdict(cell), "ratio": best["torch"] / best["cupyflash"]}
+    if "copy" in best:
+        facts["share_of_copy"] = best["copy"] / best["cupyflash"]
+    torch.cuda.empty_cache()
+    cupy.get_default_memory_pool().free_all_blocks()
+    return {"cell": cell.name, **facts, "seconds": best}
+
+
+def merged(old, new):
+    """Rows of two runs in the order of `cells`; the new one of a cell in both."""
+    by_name = {row["cell"]: row for row in (*old, *new)}
+    order = {cell.name: number for number, cell in enumerate(cells())}
+    return sorted(by_name.values(), key=lambda row: order.get(row["cell"], len(order)))
+
+
+def panels(rows):
+    """{title: {line: {column: ratio}}} of the picture."""
+    of_name = {cell.name: cell for cell in cells()}
+    found = {}
+    for row in rows:
+        if cell := of_name.get(row["cell"]):
+            title, line, column = cell.panel
+            found.setdefault(title, {}).setdefault(line, {})[column] = row["ratio"]
+    return found
+
+
+def draw(rows, path):
+    """A panel for each kind: (batch, queries) against keys, or rows against columns."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import TwoSlopeNorm
+    from matplotlib.figure import Figure
+
+    found = panels(rows)
+    columns = min(4, len(found))
+    lines = -(-len(found) // columns)
+    figure = Figure(figsize=(4.4 * columns, 3.8 * lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    image = None
+    for number, (title, panel) in enumerate(found.items()):
+        axes = figure.add_subplot(lines, columns, number + 1)
+        across = sorted({n for line in panel.values() for n in line})
+        values = np.array(
+            [[line.get(n, np.nan) for n in across] for line in panel.values()]
+        )
+        image = axes.imshow(
+            np.log2(values), cmap="RdYlGn", aspect="auto",
+            norm=TwoSlopeNorm(0, vmin=-2, vmax=3),
+        )  # fmt: skip
+        for (i, j), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                axes.text(j, i, f"{value:.2g}", ha="center", va="center", fontsize=7)
+        is_softmax = title.startswith("softmax")
+        axes.set_xticks(range(len(across)), across)
+        axes.set_yticks(range(len(panel)), panel)
+        axes.set_xlabel("columns" if is_softmax else "keys")
+        axes.set_ylabel("rows" if is_softmax else "batch x queries")
+        axes.set_title(title, fontsize=9)
+    figure.colorbar(image, ax=figure.axes, label="log2 of the ratio", shrink=0.5)
+    figure.savefig(path, dpi=90)
+    print(f"Picture: {path}")
+
+
+def main():
+    """Measure all cells, list the worst, write the report and the picture."""
+    parser = timing.arguments(__doc__.splitlines()[0])
+    parser.add_argument(
+        "--seconds", type=float, default=0.03, help="of measuring a cell, at least"
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="measure what the file does not have"
+    )
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds of all cells"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=12, help="processes that compile ahead (0: none)"
+    )
+    parser.add_argument(
+        "--draw", action="store_true", help="draw what the file has, and nothing else"
+    )
+    parser.set_defaults(json=REPORT)
+    args = parser.parse_args()
+    old = []
+    if (args.add or args.draw) and args.json.exists():
+        old = json.loads(args.json.read_text(encoding="utf-8"))["rows"]
+    if args.draw:
+        draw(old, args.json.with_suffix(".png"))
+        return
+    import cupy
+    import torch
+
+    end = time.perf_counter() + args.limit
+    known = {row["cell"] for row in old}
+    asked = [c for c in cells() if args.only in c.name and c.name not in known]
+    if args.jobs:
+        compile_ahead(asked, args.jobs)
+    new, failed = [], []
+    for cell in console.progress(asked, "landscape"):
+        if time.perf_counter() > end:
+            break
+        try:
+            new.append(measure(cupy, torch, cell, args.seconds))
+        except (ValueError, RuntimeError, MemoryError) as error:
+            failed.append(f"{cell.name}: {str(error).splitlines()[0]}")
+    rows = merged(old, new)
+    print(f"{len(asked) - len(new) - len(failed)} cells are left")
+    for name, found in bench_landscape.worst(rows, number=NUM_WORST):
+        print(f"  {found:5.2f}  {name}")
+    below = [row["cell"] for row in rows if row["ratio"] < 0.95]
+    print(f"{len(below)} of {len(rows)} cells below 0.95")
+    timing.save(
+        args.json, "landscape", True,
+        date=datetime.date.today().isoformat(), below_095=below, rows=rows,
+    )  # fmt: skip
+    if failed:
+        raise SystemExit("\n".join(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -93,7 +93,7 @@ MARGINS = (4, 6, 8, 12)  # MB between what is read first and what is written
 _ROWS_BYTES = 1 << 29
 
 
-def walks(shape, itemsize, nbytes):
+def walks(shape, itemsize):
     """(name, lag, parts of a tile, width, stride) of all orders, in vectors."""
     is_rows = len(shape) == 1
     row = shape[-1] * itemsize // 16
@@ -122,7 +122,7 @@ def addresses_are_right(kernel, blocks):
     """Whether each order copies all of a small array."""
     for shape, nbytes in (((256, 2048), 1 << 21), ((1 << 18,), 1 << 23)):
         x = cupy.random.randint(0, 255, nbytes, dtype=np.uint8)
-        for name, *numbers in walks(shape, nbytes // np.prod(shape), nbytes):
+        for name, *numbers in walks(shape, nbytes // np.prod(shape)):
             y = cupy.zeros_like(x)
             launch(kernel, blocks, x, y, cupy.zeros(1, "u4"), *numbers)
             if not (x == y).all():
@@ -172,7 +172,7 @@ def main():
                     x, axis, out=y
                 ),
             }
-            for order, *numbers in walks(shape, itemsize, x.nbytes):
+            for order, *numbers in walks(shape, itemsize):
                 calls[order] = lambda x=x, y=y, n=numbers: launch(
                     kernel, blocks, x, y, ticket, *n
                 )

@@ -278,3 +278,82 @@ def test_the_picture_has_a_place_for_every_cell(script, tmp_path):
     assert grid[(1, 16)][128] == 2.0
     landscape.draw(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+# --- the landscape on a GPU ----------------------------------------------------------
+
+
+def test_cells_of_the_gpu_are_known_by_name(script):
+    landscape = script("bench_landscape_gpu")
+    cells = landscape.cells()
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert {type(cell) for cell in cells} == {landscape.Attention, landscape.Softmax}
+    assert not landscape.Attention(1024, 4096, 4096, 64, "float32", "plain").affordable
+    assert not landscape.Softmax(1 << 18, 1 << 20, 0, "float16").affordable
+
+
+def test_cells_of_the_gpu_call_what_they_say(script):
+    """On NumPy arrays, whose calls have the same arguments."""
+    landscape = script("bench_landscape_gpu")
+    rng = np.random.default_rng(0)
+    for option in ("plain", "causal", "bias"):
+        cell = landscape.Attention(2, 3, 5, 8, "float32", option)
+        shapes = [x.shape for x in cell.arrays(np, fill=False)]
+        assert shapes[:3] == [(2, 1, 3, 8), (2, 1, 5, 8), (2, 1, 5, 8)]
+        arrays = [rng.standard_normal(shape, dtype="f4") for shape in shapes]
+        options = {"causal": option == "causal"}
+        if option == "bias":
+            options["bias"] = arrays[3]
+        expected = cupyflash.attention(*arrays[:3], **options)
+        np.testing.assert_array_equal(cell.own(arrays)(), expected)
+    for axis in (0, 1):
+        x = rng.standard_normal((4, 6))
+        cell = landscape.Softmax(4, 6, axis, "float64")
+        expected = cupyflash.softmax(x, axis)
+        np.testing.assert_array_equal(cell.own([x])(), expected)
+
+
+def test_the_picture_of_the_gpu_has_every_cell(script):
+    landscape = script("bench_landscape_gpu")
+    cells = landscape.cells()
+    old = [{"cell": cell.name, "ratio": 1.0} for cell in cells[::-1]]
+    rows = landscape.merged(old, [{"cell": cells[3].name, "ratio": 2.0}])
+    assert [row["cell"] for row in rows] == [cell.name for cell in cells]
+    assert [row["ratio"] for row in rows].count(2.0) == 1
+    panels = landscape.panels([*rows, {"cell": "of another version", "ratio": 1.0}])
+    shown = [x for panel in panels.values() for line in panel.values() for x in line]
+    assert len(shown) == len(cells)
+
+
+def test_turns_keep_the_least_time(script):
+    landscape = script("bench_landscape_gpu")
+    called = []
+    best = landscape.best_times(
+        {"a": lambda: called.append("a"), "b": lambda: called.append("b")},
+        lambda: None,
+        0.0,
+    )
+    assert set(best) == {"a", "b"}
+    assert all(0 < seconds < 1 for seconds in best.values())
+    assert min(called.count(name) for name in "ab") >= 3
+
+
+# --- walls ---------------------------------------------------------------------------
+
+
+def test_the_walks_of_the_walls_cover_their_arrays(script, monkeypatch):
+    """The parts of every order lie side by side, and fill what they are told."""
+    pytest.importorskip("cupy")
+    monkeypatch.setitem(sys.modules, "rates", types.ModuleType("rates"))
+    walls = script("bench_walls")
+    for _, shape, _, _ in walls.CALLS:
+        for itemsize in (2, 4, 8):
+            row = shape[-1] * itemsize // 16
+            for _, lag, parts, width, stride in walls.walks(shape, itemsize):
+                if len(shape) == 2:
+                    assert stride == row
+                    assert parts * walls._PART == shape[0] * width
+                    assert row % width == 0
+                else:
+                    assert parts * walls._PART == row
+                assert lag == 0 or lag > parts

@@ -94,13 +94,16 @@ _ROWS_BYTES = 1 << 29
 
 
 def walks(shape, itemsize):
-    """(name, lag, parts of a tile, width, stride) of all orders, in vectors."""
+    """(name, lag, parts of a tile, width, stride) of all orders, in vectors.
+
+    Rows are tiles of one part, side by side.
+    """
     is_rows = len(shape) == 1
     row = shape[-1] * itemsize // 16
     if is_rows:
         tile = row // _PART
         return [
-            (f"twice, {margin} MB behind", tile + margin * _MB // (_PART * 16), tile,
+            (f"twice, {margin} MB behind", tile + margin * _MB // (_PART * 16), 1,
              _PART, _PART)
             for margin in MARGINS
         ]  # fmt: skip
@@ -122,7 +125,7 @@ def addresses_are_right(kernel, blocks):
     """Whether each order copies all of a small array."""
     for shape, nbytes in (((256, 2048), 1 << 21), ((1 << 18,), 1 << 23)):
         x = cupy.random.randint(0, 255, nbytes, dtype=np.uint8)
-        for name, *numbers in walks(shape, nbytes // np.prod(shape)):
+        for name, *numbers in walks(shape, 4):
             y = cupy.zeros_like(x)
             launch(kernel, blocks, x, y, cupy.zeros(1, "u4"), *numbers)
             if not (x == y).all():

@@ -240,6 +240,10 @@ class LaunchSequence:
         is_plain = not self._has_more and arguments == [[*range(len(places))]]
         self._only = self._calls[0][0] if is_plain else None
         self._too_near = _too_near(arrays, out, in_place)
+        # Pointers so far apart belong to arrays that do not meet.
+        self.reach = max(
+            (max(-low, high) for _, low, high, _ in self._too_near), default=0
+        )
 
     def _with_fixed_written(self, arguments, num_given):
         """(launch, picker of what differs from call to call) by places of arguments."""

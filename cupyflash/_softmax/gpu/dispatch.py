@@ -22,19 +22,22 @@ def softmax(function, x, axis, where, scale, dtype, out, method):
     try:
         data = x.data
         at = onto = data.ptr
+        of_out = None
         if out is not None:
+            of_out = layout_of(out)
             onto = out.data.ptr
         # The classes tell True from 1, which the checks do as well.
         key = (function, x.shape, x._c_contiguous or x.strides, x.dtype,
                data.device_id, axis, axis.__class__, scale, scale.__class__, dtype,
-               method, where if where is None else layout_of(where),
-               out if out is None else layout_of(out),
+               method, where if where is None else layout_of(where), of_out,
                (at | onto) % VECTOR)  # fmt: skip
         plan = _plans.get(key)
     except (AttributeError, TypeError):  # not a CuPy array, or not hashable
         key = plan = None
     if plan is not None:
         # A mask that is absent has some address, too: it is never read.
+        if where is None and (out is None or abs(at - onto) >= plan.reach):
+            return plan((at, at), out)[0]
         pointers = at, at if where is None else where.data.ptr
         if out is None or not plan.may_overlap(onto, pointers):
             return plan(pointers, out)[0]

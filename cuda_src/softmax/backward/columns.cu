@@ -15,33 +15,16 @@
 // Limits     columns of at most kCluster * kDeep * (kHeld + kParked) elements; the last
 //            outer axis has stride 1 in y, dy and dx, and there is one reduced axis
 //
-// Parameters Y_T, DY_T, OUT_T   element types of y, dy and dx
-//            LOG                1 for log_softmax
-//            and those of softmax/detail/column_tile.cuh
+// Parameters as in softmax/detail/backward_params.cuh and
+// softmax/detail/column_tile.cuh
 #include "softmax/detail/column_tile.cuh"
-
-#ifndef Y_T
-#error "the parameters above come from the host"
-#endif
-using y_t = Y_T;
-using dy_t = DY_T;
-using out_t = OUT_T;
-constexpr bool kLog = LOG;
+#include "softmax/detail/backward_params.cuh"
 
 // Products of 16 bits are exact in float, and few of them are added before double.
 constexpr bool kCoarse =
     sizeof(y_t) == 2 && sizeof(dy_t) == 2 && sizeof(out_t) == 2 && sizeof(acc_t) == 4;
 using part_t = part<kCoarse>::type;
 
-enum { kY, kDy, kOut, kNumArrays };
-
-// The problem, as packed by the host.
-struct layout_t {
-  long long num_rows, row_length;
-  double scale;
-  axes_t<OUTER_AXES, kNumArrays> outer;
-  axes_t<REDUCED_AXES, kNumArrays> reduced;
-};
 using tile_t = place_t<layout_t, int>;
 
 struct shared_t {

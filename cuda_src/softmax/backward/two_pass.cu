@@ -119,17 +119,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
   work.for_each(
       [&](long long i, const vector_t<y_t, kVector>& p,
           const vector_t<dy_t, kVector>& g) {
-        vector_t<out_t, kVector> written;
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          written.element[e] = result(p.element[e], g.element[e]);
-        }
-        if (work.dx_in_vectors) {
-          store_vector<kVector>(work.dx + i, written);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kVector; ++e) work.dx[i + e] = written.element[e];
-        }
+        store_results<kVector>(work.dx + i, work.dx_in_vectors, [&](int e) {
+          return result(p.element[e], g.element[e]);
+        });
       },
       [&](long long i) { work.dx[i] = result(work.y[i], work.dy[i]); });
 }

@@ -1,35 +1,14 @@
 // SPDX-License-Identifier: MIT
-// What the gradients share: the parameters, a row of the problem, the last step.
+// What the gradients share: a row of the problem, the last step.
 //
-// Parameters Y_T, DY_T, OUT_T   element types of y, dy and dx
-//            LOG                1 for log_softmax
-//            OUTER_AXES, REDUCED_AXES   how many axes are left of each kind
+// Parameters as in softmax/detail/backward_params.cuh
 //            ACC_T, LANES, ROWS_PER_BLOCK   as in softmax/detail/thread_group.cuh
 #pragma once
 
 #include "common/math.cuh"
-#include "common/strides.cuh"
-#include "common/types.cuh"
 #include "softmax/detail/thread_group.cuh"
+#include "softmax/detail/backward_params.cuh"
 #include "softmax/detail/scaled_sum.cuh"
-
-#ifndef Y_T
-#error "the parameters above come from the host"
-#endif
-using y_t = Y_T;
-using dy_t = DY_T;
-using out_t = OUT_T;
-constexpr bool kLog = LOG;
-
-enum { kY, kDy, kOut, kNumArrays };
-
-// The problem, as packed by the host.
-struct layout_t {
-  long long num_rows, row_length;
-  double scale;
-  axes_t<OUTER_AXES, kNumArrays> outer;
-  axes_t<REDUCED_AXES, kNumArrays> reduced;
-};
 
 // One row of y, dy and dx, as row_t of softmax/detail/row.cuh.
 struct row_t {

@@ -6,6 +6,7 @@
 //            LANES threads
 #pragma once
 
+#include "common/vector.cuh"
 #include "softmax/detail/thread_group.cuh"
 #include "softmax/detail/aligned_span.cuh"
 
@@ -30,3 +31,17 @@ struct part_t {
   }
   __device__ __forceinline__ long long length() const { return end - begin; }
 };
+
+// result(0), ..., result(kVector - 1) to memory: as a vector, or one by one.
+template <int kVector, typename T, typename Result>
+__device__ __forceinline__ void store_results(T* to, bool in_vectors, Result result) {
+  vector_t<T, kVector> written;
+#pragma unroll
+  for (int e = 0; e < kVector; ++e) written.element[e] = result(e);
+  if (in_vectors) {
+    store_vector<kVector>(to, written);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kVector; ++e) to[e] = written.element[e];
+  }
+}

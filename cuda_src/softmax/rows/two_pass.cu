@@ -141,17 +141,8 @@ __device__ __forceinline__ void write(const work_t& work, const Finish& finish) 
       num_before_aligned<kVector>(work.out + work.aligned.head) == 0;
   work.for_each(
       [&](long long i, const vector_t<x_t, kVector>& read) {
-        vector_t<out_t, kVector> written;
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-          written.element[e] = result(read.element[e], i + e);
-        }
-        if (in_vectors) {
-          store_vector<kVector>(work.out + i, written);
-        } else {
-#pragma unroll
-          for (int e = 0; e < kVector; ++e) work.out[i + e] = written.element[e];
-        }
+        store_results<kVector>(work.out + i, in_vectors,
+                               [&](int e) { return result(read.element[e], i + e); });
       },
       [&](long long i) { work.out[i] = result(work.x[i], i); });
 }

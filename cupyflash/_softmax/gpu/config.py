@@ -32,7 +32,9 @@ _FORWARD_LAYOUT = Struct(
     ),
 )
 _BACKWARD_LAYOUT = Struct(
-    "layout_t", "softmax/detail/backward.cuh", (_ROWS, ("double", "scale"), *_OVER_AXES)
+    "layout_t",
+    "softmax/detail/backward_params.cuh",
+    (_ROWS, ("double", "scale"), *_OVER_AXES),
 )
 LAYOUTS = {
     **dict.fromkeys(FORWARD, _FORWARD_LAYOUT),

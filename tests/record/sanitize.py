@@ -301,14 +301,17 @@ def calls_of(text, group):
 
 
 def message_of(lines):
-    """What a tool says beside its summary, in one line."""
-    usual = ("COMPUTE-SANITIZER", "Host Frame", "in ", "    ")
+    """What a tool says first beside its summary, in one line."""
+    usual = ("COMPUTE-SANITIZER", "Host Frame", "in ")
     kept = [
         line.strip()
         for line in lines
         if line.strip() and "SUMMARY" not in line and not line.startswith(usual)
     ]
-    return kept[0][:300] if kept else ""
+    # A race is told in two lines: between Read access at .., and Write access at ..
+    while len(kept) > 1 and kept[1].startswith("and "):
+        kept[:2] = [f"{kept[0]} {kept[1]}"]
+    return kept[0][:400] if kept else ""
 
 
 def run_tool(program, tool, unit, end=math.inf):

@@ -198,7 +198,9 @@ def test_reports_of_the_tools_are_read():
     assert sanitize.calls_of(CLEAN, "softmax/tiled") == 2
     errors, calls, lines = sanitize.read_report(HAZARDS)
     assert (errors, calls) == (2, 1)
-    assert sanitize.message_of(lines).startswith("Error: Race reported between Write")
+    message = sanitize.message_of(lines)
+    assert message.startswith("Error: Race reported between Write")
+    assert " and Read access at " in message
     assert sanitize.read_report("Traceback\n")[0] is None
 
 

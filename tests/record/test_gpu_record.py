@@ -186,6 +186,7 @@ softmax/tiled_more: tiled-log_softmax: agrees
 HAZARDS = """\
 ========= COMPUTE-SANITIZER
 ========= Error: Race reported between Write access at k+0x10 in a.cu:3
+=========     and Read access at k+0x20 in a.cu:5 [2 hazards]
 =========     Host Frame: main
 attention/x: plain: agrees
 ========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)

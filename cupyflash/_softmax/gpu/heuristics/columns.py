@@ -21,12 +21,8 @@ _COLUMN_THREADS, _MOST_BLOCKS_A_COLUMN = 128, 8
 _LONG_THREADS, _LONG_RESIDENT = 256, 768
 _LONG_REGISTERS = {"softmax": 24, "vjp": 32}
 _LONG_PARKED = 160
-# Bytes of neighbouring columns, best first, and blocks that may share a column then. A
-# mere copy through tiles of 1024 floats reaches 0.93 of a plain one at 256 bytes, 0.87
-# at 128 and 0.67 at 64; but wide tiles need more blocks a column, and those exchange
-# more. Columns of 1024: floats 0.91 at 256 bytes, 0.87 at 128; 16 bits 0.86 and 0.88;
-# gradients 0.87 and 0.97. Of 2048 and 4096 floats: 0.88, 0.80 at 256 bytes, in 8 and 16
-# blocks, 0.84, 0.78 at 128.
+# Bytes of neighbouring columns, best first, and blocks that may share a column then.
+# Wide tiles need more blocks a column, and those exchange more.
 _LONG_WIDTHS = {
     "floats": ((256, 16), (128, 16), (64, 16)),
     "others": ((256, 1), (128, 16), (64, 16)),
@@ -56,19 +52,18 @@ def hold_columns(problem, device):
     return _column_config(problem, vector, *tile, resident)
 
 
-# Sums of columns in equal shares: threads of a multiprocessor (768: 0.73 to 0.74 where
-# 512 reach 0.81 to 0.83, floats), bytes of neighbouring columns in a tile, and the most
-# parts of such a tile; a warp merges up to so many, a block more. Shared memory of a
-# block that has room for batches of twice the rows, batches of a lane that are worth a
-# launch more, and rows of a lane that are worth a tile of its own.
+# Sums of columns in equal shares: threads of a multiprocessor, bytes of neighbouring
+# columns in a tile, and the most parts of such a tile; a warp merges up to so many, a
+# block more. Shared memory of a block that has room for batches of twice the rows,
+# batches of a lane that are worth a launch more, and rows of a lane that are worth a
+# tile of its own.
 _SHARE_RESIDENT, _FEW_PARTS = 512, 8
 _SHARE_WIDTHS = ((256, _FEW_PARTS), (128, math.inf))
 _SHARE_ROOM, _SHARE_BATCHES, _SHARE_ROWS = 160 << 10, 4, 64
 # Where whole tiles leave so few warps idle each warp has whole ones, and nothing is
-# left to join: floats 0.89 instead of 0.83, but doubles 0.76 instead of 0.80.
+# left to join.
 _SHARE_BUSY = 0.96
-# Rows that a lane works on at a time, by the size of an element: doubles 0.83 with 4,
-# 0.81 with 8, 0.66 with 2; bfloat16 0.87, 0.85, 0.77; floats 0.88 with 4 and 8.
+# Rows that a lane works on at a time, by the size of an element.
 _SHARE_ROWS_HELD = {2: 4, 4: 8, 8: 4}
 
 
@@ -151,8 +146,7 @@ def sum_columns(problem, device):
 # Batches of a thread that are worth a block of their own, and the most blocks, all and
 # those of a column, that share long columns.
 _BATCHES, _PIECES_PER_SM, _MOST_PIECES = 4, 2, 1024
-# Bytes of neighbouring columns in a tile, and rows of a thread at a time. 65536 x 2048
-# floats: 0.58; 128 bytes 0.53, and 4 rows 0.52.
+# Bytes of neighbouring columns in a tile, and rows of a thread at a time.
 _SPLIT_WIDTH, _SPLIT_ROWS = 256, 8
 _SPLIT_ROWS_OF_SCALED_DOUBLES = 4  # with more they spill
 

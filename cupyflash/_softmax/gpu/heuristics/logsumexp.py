@@ -19,8 +19,7 @@ from cupyflash._softmax.gpu.heuristics import on_chip
 # Vectors of 16 bytes up to -> (lanes a row, vectors in a lane, sets of rows), for sums
 # of rows that are held as a whole; by the size of an element. A lane that has fewer
 # than eight vectors, or four of 16-bit elements, has those of several rows. One lane
-# alone takes each log once: 8, 16, 24 and 32 of 16 bits 0.60, 0.77, 0.80, 0.86, in
-# several lanes 0.29, 0.45, 0.41, 0.49; 8 and 16 floats 0.66, 0.75 (0.36, 0.37).
+# alone takes each log once.
 _ALONE = ((1, (1, 1, 2)), (2, (1, 2, 1)), (3, (1, 3, 2)), (4, (1, 4, 1)))
 SUMS = {
     2: (
@@ -36,14 +35,13 @@ SUMS = {
     ),
 }
 SUMS[8] = SUMS[4]
-# The same for 5 to 8 whole vectors of 16-bit elements: 0.96 at 64, with 4 lanes 0.92.
+# The same for 5 to 8 whole vectors of 16-bit elements.
 _WHOLE_SUM = (2, 4, 2)
 
 # A warp walks over rows of up to so many vectors, a block over longer ones.
 WARP_SUM = 4096
 # Vectors that a lane asks for together, by the size of an element. All blocks run at
-# once, and go on to their next row with its loads under way: 8192 floats 0.97, where
-# 4 vectors and a block a row reach 0.91. Of 16 bits 4 are 0.94, 8 as well or 0.91.
+# once, and go on to their next row with its loads under way.
 _DEEP = 8
 _WALKS = {2: 4, 4: _DEEP, 8: _DEEP}
 
@@ -62,8 +60,7 @@ def _sum_threads(lanes, held, sets, device):
     return 512 if sets or is_deep else 768
 
 
-# Of the L2 cache, for results that are written among reads: 64 floats a row 0.95, where
-# they give way to what is read 0.89.
+# Of the L2 cache, for results that are written among reads.
 _RESULTS_SHARE = 0.25
 
 

@@ -38,11 +38,9 @@ def split_rows(problem, device):
 
 
 # Long rows in one launch, by bytes of the widest element: vectors of a thread, blocks a
-# multiprocessor (2^20 floats: 0.79, with 8 vectors in 3 blocks 0.77; more of doubles
-# spill), and what lies between the last part that is summed of a row and the first
-# that is written: so many bytes less those of the row, in such steps, but at least so
-# many. Rows of 4 MB: 10 MB between 0.76, 12 MB 0.78, 14 MB 0.79; of 8 MB: 10 MB 0.77,
-# 14 MB 0.74; of 16 MB: 6 MB 0.72, 10 MB 0.70. Doubles of 8 MB: 9 MB 0.57, 12 MB 0.62.
+# multiprocessor, and what lies between the last part that is summed of a row and the
+# first that is written: so many bytes less those of the row, in such steps, but at
+# least so many.
 _MB = 1 << 20
 _TRAIL = {
     2: (16, 2, 18 * _MB, 6 * _MB),
@@ -50,8 +48,7 @@ _TRAIL = {
     8: (12, 2, 0, 12 * _MB),
 }
 _TRAIL_STEP = 2 * _MB
-# Of the L2 cache, for a row: 0.67 at 2^23 floats, more than half of it; two launches
-# reach 0.61.
+# Of the L2 cache, for a row.
 _TRAIL_SHARE = 0.55
 
 
@@ -102,10 +99,7 @@ def _along_line(problem, device, held, blocks_per_sm, between):
 # The same for gradients, whatever the dtype: vectors of a thread, of y and of dy, and
 # blocks a multiprocessor; the bytes of a row up to which it is short, those between for
 # short rows and for longer ones, and the longest that has been tried. log_softmax_vjp
-# reads only dy twice: 2^20 floats 0.88 (3 MB between 0.86, 12 MB 0.87), through rings
-# 0.81; rows of 16 MB 0.84 (8 MB between 0.80); doubles, rows of 8 MB 0.86, by rings
-# 0.73. softmax_vjp of 2^20 floats 0.81, through rings 0.86; of 16 bits 0.82, through
-# rings 0.78, rows of 6, 8 and 16 MB 0.78, 0.79, 0.63, by others 0.73, 0.79, 0.58.
+# reads only dy twice.
 _PAIRS_HELD, _PAIRS_BLOCKS = 8, 2
 _PAIRS_SHORT, _PAIRS_BETWEEN, _PAIRS_LONGEST = 4 * _MB, (8 * _MB, 4 * _MB), 16 * _MB
 # Bytes of all rows up to which rings are faster: 4 rows of 2 MB 12.5 us, in a line

@@ -67,11 +67,9 @@ class Hold:
 # softmax and log_softmax of floats. 32 registers a thread for the row (8 vectors), 64
 # in all: the loads of 1024 threads cover the latency of memory.
 FORWARD = (
-    # Up to 4 KB 4 vectors a thread: 0.97 to 0.99 at 256 and 1024; with 8 it is 0.01
-    # less, with 2 and 1 less than 0.91, with 3, of rows that are no whole vectors, 0.8.
-    # Above, 8 vectors: 0.95 to 0.98; with 4 0.90 to 0.94 at 4096 and 0.83 at 8192.
+    # Up to 4 KB 4 vectors a thread. Above, 8 vectors.
     OnChipConfig(320, 8, 1024),
-    # Of blocks of 352 and 384 threads two fit, of these five: 10467 floats 0.93, 0.98.
+    # Of blocks of 352 and 384 threads two fit, of these five.
     OnChipConfig(192, 8, 1024, cluster=2),
     OnChipConfig(512, 8, 1024),
 )
@@ -85,36 +83,27 @@ LOG_16_BITS = (
     OnChipConfig(192, 7, 1024, cluster=2),
     OnChipConfig(512, 7, 1024),
 )
-# Rows that do not fill whole blocks: shared memory before more blocks. 50257 floats:
-# 0.96 in 4 blocks, 0.90 in 7 without it.
+# Rows that do not fill whole blocks: shared memory before more blocks.
 _FULL = (
-    # 4 blocks of 256 on a multiprocessor: 0.97 to 0.98 at 32768 and 65536 (float32);
-    # 2 blocks of 512 reach 0.96 and 0.90, with half of the row in_smem 0.94.
     OnChipConfig(256, 8, 1024, cluster=8, doubling=True, fill=15 / 16),
 )
 _LONGEST = (
-    # Three blocks: 0.78 at 204691 doubles, two of the next config 0.74.
     OnChipConfig(256, 8, 768, in_smem=18, cluster=16, doubling=True),
-    # 0.77 at 262144 (float64); to read the row twice reaches 0.4.
     OnChipConfig(256, 16, 512, in_smem=16, cluster=16, doubling=True),
 )
 FORWARD_CLUSTERS = (
     *_FULL,
     OnChipConfig(256, 6, 1024, in_smem=10, cluster=8, doubling=True),
-    # 275567 of 16 bits: 0.94, in 16 blocks with 3 in_smem 0.85; 145000 floats 0.95,
-    # 0.93.
-    # With 13 in_smem 300001 of 16 bits 0.91, in 16 blocks of 160 threads 0.94.
     OnChipConfig(256, 6, 1024, in_smem=12, cluster=8, doubling=True),
     OnChipConfig(256, 6, 1024, in_smem=10, cluster=16, doubling=True),
-    # Of 14 blocks fewer fit onto the card than of 16: 264107 floats 0.86, 0.93.
+    # Of 14 blocks fewer fit onto the card than of 16.
     OnChipConfig(256, 6, 1024, in_smem=13, cluster=16, doubling=True),
     *_LONGEST,
 )
-# log_softmax of doubles has a table only where it parks: 16384 0.92, 0.89 without.
+# log_softmax of doubles has a table only where it parks.
 LOG_F64_CLUSTERS = (
     OnChipConfig(256, 5, 1024, in_smem=11, cluster=8, doubling=True),
-    # More in_smem rather than 16 blocks: 69632 0.93, 0.81; 90112 0.92, 0.86 (three
-    # blocks a multiprocessor); but 98304 0.85, 0.88.
+    # More in_smem rather than 16 blocks.
     OnChipConfig(256, 5, 1024, in_smem=13, cluster=8, doubling=True),
     OnChipConfig(256, 8, 768, in_smem=14, cluster=8, doubling=True),
     OnChipConfig(256, 5, 1024, in_smem=11, cluster=16, doubling=True),
@@ -122,8 +111,6 @@ LOG_F64_CLUSTERS = (
     *_LONGEST,
 )
 FORWARD_F64_CLUSTERS = (
-    # 32768: 0.96, as below 0.95, of 8 vectors without shared memory 0.90; but 65536
-    # 0.93 and 0.94, 20001 0.88 and 0.94.
     OnChipConfig(256, 6, 768, in_smem=10, cluster=4, doubling=True, fill=15 / 16),
     *LOG_F64_CLUSTERS,
 )
@@ -152,17 +139,13 @@ BACKWARD_16_BITS = (OnChipConfig(256, 4, 768),)
 BACKWARD_OF_PIECES = (OnChipConfig(256, 3, 768),)
 BACKWARD_CLUSTERS = (
     OnChipConfig(256, 8, 512, cluster=8),
-    # 8 vectors: 1.02 at 131072 (float32); with 4 and twice the threads 0.99.
     OnChipConfig(256, 8, 512, cluster=16, doubling=True, fill=15 / 16),
-    # 50257 doubles: 1.00, in 13 blocks without shared memory 0.86.
     OnChipConfig(256, 8, 512, in_smem=8, cluster=8, doubling=True),
     OnChipConfig(256, 8, 512, in_smem=8, cluster=16),
 )
-# log_softmax of doubles: 65536 1.00, in 16 blocks without shared memory 0.86; 10000
-# 1.02, in three 0.82. softmax of doubles: 32768 1.02, without 1.03.
 BACKWARD_LOG_F64_CLUSTERS = BACKWARD_CLUSTERS[2:]
 BACKWARD_16_BITS_CLUSTERS = (
-    # 4 vectors of 3 blocks of 224 threads a multiprocessor: 0.79 to 0.92.
+    # 4 vectors of 3 blocks of 224 threads a multiprocessor.
     OnChipConfig(256, 6, 512, in_smem=2, cluster=16),
     OnChipConfig(256, 6, 512, in_smem=10, cluster=16),
 )
@@ -278,8 +261,7 @@ def _lanes_of_short_row(vectors, most, ends):
     return few if vectors <= few * most and few <= WARP else None
 
 
-# Fewer lanes than all are worth it if they leave so much less of the slots empty: with
-# 160 lanes instead of 256, 32952 floats 0.98 and 0.96, but 20000 doubles 0.93 and 0.95.
+# Fewer lanes than all are worth it if they leave so much less of the slots empty.
 _FEWER_LANES = 1.04
 
 
@@ -309,11 +291,9 @@ class Stream:
     groups: int
 
 
-# Gradients of rows of 2^20 floats: 0.87, with 256 threads 0.69, with 1024 0.85. Two
-# launches that read twice reach 0.60.
 _STREAM_THREADS = 512
-# Bytes of loads under way on a multiprocessor (64 KB: 0.72), and of the steps that are
-# to hide how long blocks take to hear of each other.
+# Bytes of loads under way on a multiprocessor, and of the steps that are to hide how
+# long blocks take to hear of each other.
 _STREAM_AHEAD = 40 << 10
 _STREAM_HIDDEN = 40 << 10
 

@@ -16,30 +16,20 @@ from cupyflash._softmax.gpu.heuristics.rows import refuse_scale
 
 # Rows that are no whole vectors up to this length are held many at a time, by bytes of
 # the widest element. The others move in vectors, at the price of the two ends of each
-# row: of 16 bits 0.65 to 0.87 at 98 to 210, where a span reaches 0.85 to 0.98.
+# row.
 LONGEST_IN_SPAN = {2: 256, 4: 128, 8: 128}
-# The same for gradients. Held row by row 16 bits of 4, 10 and 33 elements 0.07, 0.14
-# and 0.44 of 4256 GB/s, here 0.93, 0.92, 0.90; floats of 4, 10, 33, 77 0.72, 0.61,
-# 0.85, 0.93 and 0.94, 0.96, 0.95, 0.95, but 127 0.96 and 0.92; doubles of 3, 7, 17
-# 0.88, 0.95, 0.93 and 0.97, 0.97, 0.96, but 33 0.95 and 0.945.
+# The same for gradients.
 LONGEST_PAIRS_IN_SPAN = {2: 100, 4: 100, 8: 24}
-# Whole vectors from here on move as such: gradients of 16, 64 floats 0.97, 0.98, here
-# 0.93, 0.91; of 4, 8, 12 0.72, 0.83, 0.86, here 0.94, 0.94, 0.89.
+# Whole vectors from here on move as such.
 _WHOLE_VECTORS = 4
-# Rows of one or three vectors, which two threads do not share evenly: softmax of 4, 12
-# floats 0.65, 0.66, here 0.83, 0.84; of 8, 24 of 16 bits 0.46, 0.54, here 0.55, 0.79.
+# Rows of one or three vectors, which two threads do not share evenly.
 _ODD_VECTORS = (1, 3)
-# Elements of a row of softmax up to which one thread has it rather than two: 2, 6, 10,
-# 14 floats 0.66, 0.88, 0.88, 0.85, in two threads 0.38, 0.74, 0.84, 0.85; 4, 12, 20 of
-# 16 bits 0.64, 0.83, 0.78 and 0.38, 0.71, 0.80.
+# Elements of a row of softmax up to which one thread has it rather than two.
 _ALONE = 12
 # Bytes of a row in one thread; more would leave too few threads on a multiprocessor.
 _SPAN_BYTES = 128
 # Bytes that a thread holds up to which a multiprocessor has registers for 8 blocks, and
-# how many it has them for beyond. Spans in all of its shared memory: rows of 86 and 170
-# elements of 16 bits 0.99, 0.97; of 11 KB a block, which leave half of it empty, 0.87,
-# 0.84. Rows of 7 0.95; of 32 KB, for 7 blocks, 0.90. But 101 doubles, in 16 threads,
-# 0.92 with 8 blocks, 0.98 with these 32 KB.
+# how many it has them for beyond. Spans in all of its shared memory.
 _SPAN_FEW_BYTES, _SPAN_BLOCKS = 64, 5
 _SPAN_OF_LANES = 32768 + 64
 _LIST_BYTES = 2  # for a row that may be put on a list
@@ -89,9 +79,8 @@ def span_pairs(problem, device):
 
 # Sums of rows of at most so many elements, by the size of one, in a thread each.
 LONGEST_SUM_IN_SPAN = {2: 32, 4: 32, 8: 16}
-# Bytes of a row in a thread up to -> blocks that a multiprocessor is to hold: 4, 10,
-# 17, 22 of 16 bits 0.35, 0.55, 0.62, 0.64, with 8 and 5 blocks 0.33, 0.52, 0.50, 0.54.
-# Doubles, and more bytes, would spill.
+# Bytes of a row in a thread up to -> blocks that a multiprocessor is to hold. Doubles,
+# and more bytes, would spill.
 _SUM_BLOCKS = ((40, 16), (96, 10), (math.inf, 5))
 _SUM_BLOCKS_OF_DOUBLES = ((64, 8), (math.inf, 5))
 
@@ -240,15 +229,12 @@ def _bank_turns(step, itemsize, lanes):
 
 
 # Short rows of whole vectors: a thread has two vectors, of one row or of two, or three.
-# 16-bit rows of 16, 32, 64 and 256: 1.01; with one vector 0.95, 0.92, 0.93, 0.91, with
-# four in more sets 0.98, 0.98, 1.00, 0.99, on chip 0.91, 0.90,
-# 0.98, 0.98. Doubles are 0.9 here, 0.98 there. Vectors of a thread and its rows ->
-# blocks that a multiprocessor is to have registers for.
+# Vectors of a thread and its rows -> blocks that a multiprocessor is to have registers
+# for.
 _SHORT_BLOCKS = {
     "softmax": {(1, 2): 12, (2, 1): 12, (3, 1): 10},
     "log_softmax": {(1, 2): 8, (2, 1): 12},
 }
-# log_softmax of 256 floats 0.99, on chip 1.00.
 _SHORT_LANES = {"softmax": (2, 4, 8, 16, 32), "log_softmax": (2, 4, 8)}
 _BLOCKS_ELSEWHERE = 8  # at most: ptxas 13.5 spills more from sm_100 on
 

@@ -84,9 +84,7 @@ LOG_16_BITS = (
     OnChipConfig(512, 7, 1024),
 )
 # Rows that do not fill whole blocks: shared memory before more blocks.
-_FULL = (
-    OnChipConfig(256, 8, 1024, cluster=8, doubling=True, fill=15 / 16),
-)
+_FULL = (OnChipConfig(256, 8, 1024, cluster=8, doubling=True, fill=15 / 16),)
 _LONGEST = (
     OnChipConfig(256, 8, 768, in_smem=18, cluster=16, doubling=True),
     OnChipConfig(256, 16, 512, in_smem=16, cluster=16, doubling=True),

@@ -54,8 +54,6 @@ def _nonzero(d2):
     return np.where(d2 > 0, d2, 1.0)
 
 
-_ROOT3, _ROOT5 = math.sqrt(3.0), math.sqrt(5.0)
-
 # The first seven are public. Those below are what gradients of the others sum up.
 _ROWS = (
     Kernel(
@@ -83,18 +81,16 @@ _ROWS = (
     ),
     Kernel(
         "matern32",
-        lambda d2: (1 + _ROOT3 * np.sqrt(d2)) * np.exp(-_ROOT3 * np.sqrt(d2)),
-        lambda d2: np.log1p(_ROOT3 * np.sqrt(d2)) - _ROOT3 * np.sqrt(d2),
+        lambda d2: (1 + np.sqrt(3 * d2)) * np.exp(-np.sqrt(3 * d2)),
+        lambda d2: np.log1p(np.sqrt(3 * d2)) - np.sqrt(3 * d2),
         slope="matern12_root3",
         slope_factor=1.5,
         reach=lambda t: (t + 2 * math.log1p(t)) ** 2 / 3,
     ),
     Kernel(
         "matern52",
-        lambda d2: (
-            (1 + _ROOT5 * np.sqrt(d2) + (5 / 3) * d2) * np.exp(-_ROOT5 * np.sqrt(d2))
-        ),
-        lambda d2: np.log1p(_ROOT5 * np.sqrt(d2) + (5 / 3) * d2) - _ROOT5 * np.sqrt(d2),
+        lambda d2: (1 + np.sqrt(5 * d2) + (5 / 3) * d2) * np.exp(-np.sqrt(5 * d2)),
+        lambda d2: np.log1p(np.sqrt(5 * d2) + (5 / 3) * d2) - np.sqrt(5 * d2),
         slope="matern32_root5",
         slope_factor=5 / 6,
         reach=lambda t: (t + 4 * math.log1p(t)) ** 2 / 5,
@@ -126,14 +122,14 @@ _ROWS = (
     ),
     Kernel(
         "matern12_root3",
-        lambda d2: np.exp(-_ROOT3 * np.sqrt(d2)),
-        lambda d2: -_ROOT3 * np.sqrt(d2),
+        lambda d2: np.exp(-np.sqrt(3 * d2)),
+        lambda d2: -np.sqrt(3 * d2),
         smooth=False,
     ),
     Kernel(
         "matern32_root5",
-        lambda d2: (1 + _ROOT5 * np.sqrt(d2)) * np.exp(-_ROOT5 * np.sqrt(d2)),
-        lambda d2: np.log1p(_ROOT5 * np.sqrt(d2)) - _ROOT5 * np.sqrt(d2),
+        lambda d2: (1 + np.sqrt(5 * d2)) * np.exp(-np.sqrt(5 * d2)),
+        lambda d2: np.log1p(np.sqrt(5 * d2)) - np.sqrt(5 * d2),
     ),
     Kernel(
         "inverse_multiquadric_slope",

@@ -99,7 +99,7 @@ class Clouds:
                 self._keep(there)
         self.order = None
         self.passes, self.passes_cusp = distances.passes(
-            problem.dtype, self.kernel.smooth
+            problem.dtype, self.kernel, self.dim
         )
         num_tiles = -(-len(self.y) // TILE_Y)
         finite = np.isfinite(self.x).all() and np.isfinite(self.y).all()

@@ -17,8 +17,8 @@ import numpy as np
 from scipy.spatial.distance import cdist
 
 _UNIT = 2.0**-53
-# Errors of d2 that are let pass: a digit of a score beside what is promised.
-_PASSES = {"float32": 2e-8, "float64": 1e-13}
+# Errors of a score that are let pass: a digit beside what is promised.
+_PASSES = {"float32": 1e-8, "float64": 2.5e-14}
 # Relative errors of a distance itself, where a kernel has a cusp at 0.
 _PASSES_CUSP = {"float32": 1e-8, "float64": 1e-15}
 _REPAIRED = 4096  # pairs at once
@@ -85,7 +85,7 @@ class Block:
     def __init__(self, clouds, start, stop, scratch):
         self.clouds, self.scratch = clouds, scratch
         self.x = clouds.x[start:stop]
-        self.centre = None
+        self.centre = self.less = None
 
     def _shift(self, centre):
         """The points less a middle, made once for tiles that share it."""
@@ -102,10 +102,15 @@ class Block:
         return self.shifted.largest + tile.shifted.largest
 
     def scores(self, tile, reference):
-        """-d2 / 2 + log_weights - reference by one product, or None."""
+        """-d2 / 2 + log_weights - reference, in a buffer of the thread."""
         norm = self.squared_norm(tile)
         if not one_product(norm, self.clouds.passes):
-            return None
+            less = None if reference is None else -2 * reference
+            scores = self.squared(tile, less)
+            scores *= -0.5
+            if tile.log_weights is not None:
+                scores += tile.log_weights
+            return scores
         if self.reference is not reference:
             self.reference = reference
             shifted = self.shifted
@@ -119,20 +124,25 @@ class Block:
         out = self.scratch.array("scores", (len(self.x), tile.size), np.float64)
         return np.matmul(self.lifted_scores, tile.lifted_scores, out=out)
 
-    def squared(self, tile):
-        """d2 of all pairs, in a buffer of the thread."""
+    def squared(self, tile, less=None):
+        """d2 of all pairs, in a buffer of the thread.
+
+        Less a number for each row, of few bits, before anything is rounded.
+        """
         norm = self.squared_norm(tile)
         d2 = self.scratch.array("scores", (len(self.x), tile.size), np.float64)
         error = norm * _UNIT
         if not math.isfinite(norm):
-            return _differences(self.x, tile.y, self.clouds.weights, d2)
+            return self._differences(tile, d2, less)
         if one_product(norm, self.clouds.passes):
             self._product(tile, d2)
         else:
-            bits = self._split_product(tile, d2, norm)
+            bits = self._split_product(tile, d2, norm, less)
             error *= 2.0**-bits
-            if error > self.clouds.passes and d2.min() < 1e-5 * norm:
-                return _differences(self.x, tile.y, self.clouds.weights, d2)
+            if error > self.clouds.passes and _least(d2, less) < 1e-5 * norm:
+                return self._differences(tile, d2, less)
+        if less is not None:
+            return d2
         np.maximum(d2, 0.0, out=d2)
         if not self.clouds.kernel.smooth:
             self._repair(tile, d2, (error / self.clouds.passes_cusp) ** 2)
@@ -147,17 +157,20 @@ class Block:
             self.lifted[:, -1] = shifted.norms
         np.matmul(self.lifted, tile.lifted, out=d2)
 
-    def _split_product(self, tile, d2, norm):
+    def _split_product(self, tile, d2, norm, less):
         """An exact product of first parts, and one of the rest; bits of the first."""
         dim = self.clouds.dim
         bits = (52 - math.ceil(math.log2(8 * (dim + 2)))) // 2
         quantum = 2.0 ** (math.frexp(math.sqrt(norm))[1] - bits)
-        if self.parts[0] != quantum:
+        if self.parts[0] != quantum or self.less is not less:
+            self.less = less
             first, rest, added = self.shifted.parts(quantum)
             exact = np.empty((len(self.x), dim + 2))
             np.multiply(first, -2.0, out=exact[:, :dim])
             exact[:, dim] = 1.0
             exact[:, dim + 1] = np.einsum("id,id->i", first, first)
+            if less is not None:
+                exact[:, dim + 1] -= less
             small = np.empty((len(self.x), 2 * dim + 2))
             np.multiply(first + rest, -2.0, out=small[:, :dim])
             np.multiply(rest, -2.0, out=small[:, dim:-2])
@@ -172,6 +185,15 @@ class Block:
         d2 += rest
         return bits
 
+    def _differences(self, tile, d2, less):
+        if self.clouds.dim == 0:
+            d2[...] = 0.0
+        else:
+            cdist(self.x, tile.y, "sqeuclidean", out=d2, w=self.clouds.weights)
+        if less is not None:
+            d2 -= less[:, None]
+        return d2
+
     def _repair(self, tile, d2, near):
         """Plain differences for pairs so near that a cusp shows an error."""
         i, j = np.nonzero(d2 < near)
@@ -181,16 +203,15 @@ class Block:
             d2[a, b] = np.einsum("pd,pd->p", gap, gap)
 
 
-def _differences(x, y, weights, d2):
-    if x.shape[1] == 0:
-        d2[...] = 0.0
-        return d2
-    return cdist(x, y, "sqeuclidean", out=d2, w=weights)
+def _least(d2, less):
+    """The smallest of all d2."""
+    return float((d2.min(axis=1) + (0.0 if less is None else less)).min())
 
 
-def passes(dtype, smooth):
+def passes(dtype, kernel, dim):
     """Errors of d2, and of a distance at a cusp, that a dtype does not show."""
-    single = _PASSES[dtype]
-    if not smooth and dtype == "float64":
-        single = 0.0  # a cusp makes errors of d2 their root
-    return single, _PASSES_CUSP[dtype]
+    if not kernel.smooth and dtype == "float64":
+        return 0.0, _PASSES_CUSP[dtype]  # a cusp makes errors of d2 their root
+    steepest = 2.0 if kernel.slope is None else kernel.slope_factor
+    rounded = max(1.0, math.sqrt(dim) / 3)  # by the additions of a product
+    return _PASSES[dtype] / (steepest * rounded), _PASSES_CUSP[dtype]

@@ -12,8 +12,10 @@ from cupyflash._points.cpu.distances import Block
 from cupyflash._points.cpu.weights import LEAST, kernel_values
 from cupyflash._points.kernels import NAMES
 
+# A rounding of a score this large shows in a mean.
+_LARGE = 16.0
 # Sums may grow by exp(_ROOM) over the row's reference before that is moved.
-_ROOM = 300.0
+_ROOM = 100.0
 # What is left out is below exp(-DIGITS) of a row's result.
 DIGITS = {"float32": 20.0, "float64": 38.0}
 
@@ -51,6 +53,12 @@ def _compute(problem, clouds, task, results):
 
     blocks = range(0, problem.num_x, TILE_X)
     threads.for_each_with_blas(run, blocks, threads.num_cores())
+
+
+def _few_bits(x):
+    """Numbers rounded to 20 bits, so that sums with them are exact."""
+    part, exponent = np.frexp(x)
+    return np.ldexp(np.rint(np.ldexp(part, 20)), exponent - 20)
 
 
 class _LogSum:
@@ -91,8 +99,11 @@ class _LogSum:
             self.unset = np.ones(len(scores), bool)
         if self.unset.any():
             self.set_references(scores)
-        elif not self.bounded(tile) and not scores.max() <= _ROOM:
-            self.move(scores)
+            if self.gaussian and self.lowest < -_LARGE:
+                # Once more, less the reference before a large score is rounded.
+                scores = self.scores(tile)
+        if not self.bounded(tile) and not scores.max() <= _ROOM:
+            scores = self.move(tile, scores)
         vanish = None
         if self.clouds.lowest_score < LEAST or not self.gaussian:
             vanish = None if self.positive else scores < LEAST
@@ -106,7 +117,7 @@ class _LogSum:
         """Give a row its reference, the largest score that it meets first."""
         largest = scores.max(axis=1)
         fresh = self.unset & (largest > -np.inf)
-        step = np.where(fresh & np.isfinite(largest), largest, 0.0)
+        step = _few_bits(np.where(fresh & np.isfinite(largest), largest, 0.0))
         scores -= step[:, None]
         self.reference = self.reference + step
         self.unset &= ~fresh
@@ -117,21 +128,21 @@ class _LogSum:
         known = self.problem.kernel.expression is None and self.problem.kernel.smooth
         return known and tile.heaviest - self.lowest <= _ROOM
 
-    def move(self, scores):
-        """Raise the references of rows whose sums would grow too large."""
+    def move(self, tile, scores):
+        """Raise the references of rows whose sums would grow too large; the scores."""
         largest = scores.max(axis=1)
         step = np.where((largest > _ROOM) & np.isfinite(largest), largest, 0.0)
-        scores -= step[:, None]
+        step = _few_bits(step)
         self.reference = self.reference + step
         self.lowest = self.reference.min()
         self.sums *= np.exp(-step)[:, None]
+        # Anew: beside the old reference they were rounded as large numbers.
+        return self.scores(tile)
 
     def scores(self, tile):
         """log K + log_weights - reference of all pairs."""
         if self.gaussian:
-            scores = self.block.scores(tile, self.reference)
-            if scores is not None:
-                return scores
+            return self.block.scores(tile, self.reference)
         scores = self.log(self.block.squared(tile))
         if tile.log_weights is not None:
             scores += tile.log_weights

@@ -11,9 +11,6 @@ def kernel_values(kernel, block, tile):
     if kernel.name != "gaussian":
         return kernel.value(block.squared(tile))
     scores = block.scores(tile, None)
-    if scores is None:
-        scores = block.squared(tile)
-        scores *= -0.5
     if block.clouds.lowest_score < LEAST:
         vanish = scores < LEAST
         np.maximum(scores, LEAST, out=scores)

@@ -418,7 +418,8 @@ class _Solver:
         parts = side.weights * xp.abs(xp.expm1(excess))
         parts = xp.where(side.weights > 0, parts, 0.0).sum(axis=-1)
         total = side.weights.sum(axis=-1)
-        return (parts / xp.where(total > 0, total, 1)).max(initial=0.0)
+        parts = parts / xp.where(total > 0, total, 1)
+        return parts.max() if parts.size else 0.0
 
     def anneal(self, epsilon):
         """A few steps at each epsilon from the clouds' squared diameter down."""

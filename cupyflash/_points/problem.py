@@ -38,6 +38,7 @@ class PointsProblem:
     log_weights: Any = None  # batch + (num_y,)
     values: Any = None  # batch + (num_y, num_values): b of a sum, v of a mean
     return_lse: bool = False  # of a mean
+    bandwidth: tuple[float, ...] = ()  # of each axis, of which scale is rounded
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -91,8 +92,8 @@ def adopt(num_needed: int, **given: Any) -> tuple[Any, dict[str, Any]]:
     }
 
 
-def bandwidth_scale(bandwidth: Any, dim: int) -> tuple[float, ...]:
-    """1 / bandwidth for each axis; ValueError, TypeError."""
+def bandwidths(bandwidth: Any, dim: int) -> tuple[tuple[float, ...], ...]:
+    """The bandwidth of each axis, and 1 over it; ValueError, TypeError."""
     if _arrays.lives_on_gpu(bandwidth):
         raise TypeError(
             "bandwidth must be a number or numbers in host memory, one an axis, got a "
@@ -115,7 +116,7 @@ def bandwidth_scale(bandwidth: Any, dim: int) -> tuple[float, ...]:
     scale = tuple((1.0 / widths).tolist())
     if not all(map(math.isfinite, scale)):
         raise ValueError(f"bandwidth is too small for float64, got {bandwidth!r}")
-    return scale
+    return tuple(widths.tolist()), scale
 
 
 def _check_points(name, x):
@@ -184,6 +185,7 @@ def points(
             )
         shapes["log_weights"] = weights.shape[:-1]
     batch = _broadcast(**shapes)
+    widths, scale = bandwidths(bandwidth, dim)
     problem = PointsProblem(
         reduction=reduction,
         backend="numpy" if xp is np else "cupy",
@@ -194,7 +196,7 @@ def points(
         num_values=0 if values is None else values.shape[-1],
         dtype=x.dtype.name,
         kernel=kernels.find(kernel, reduction),
-        scale=bandwidth_scale(bandwidth, dim),
+        scale=scale,
         x=xp.broadcast_to(x, (*batch, num_x, dim)),
         y=xp.broadcast_to(y, (*batch, num_y, dim)),
         log_weights=None
@@ -204,6 +206,7 @@ def points(
         if values is None
         else xp.broadcast_to(values, (*batch, *values.shape[-2:])),
         return_lse=_arrays.check_bool("return_lse", return_lse),
+        bandwidth=widths,
     )
     return problem, is_vector
 

@@ -27,7 +27,9 @@ class Tile:
             self.heaviest = float(self.log_weights.max())
         self.columns = clouds.columns[start:stop]
         self.centre = self.y.mean(axis=0) if centre is None else centre
-        self.shifted = distances.Shifted(self.y, self.centre, clouds.scale)
+        self.shifted = distances.Shifted(
+            self.y, self.centre, clouds.scale, clouds.scale_low
+        )
         self._parts = None, None
 
     @functools.cached_property
@@ -86,6 +88,9 @@ class Clouds:
     def __init__(self, problem, place):
         self.dim, self.kernel = problem.dim, problem.kernel
         self.scale = np.array(problem.scale)
+        self.scale_low = distances.lost_by_division(
+            self.scale, np.array(problem.bandwidth)
+        )
         self.weights = self.scale * self.scale
         self.x = problem.x[place].astype(np.float64)
         self.y = problem.y[place].astype(np.float64)
@@ -99,7 +104,7 @@ class Clouds:
                 self._keep(there)
         self.order = None
         self.passes, self.passes_cusp = distances.passes(
-            problem.dtype, self.kernel, self.dim
+            problem.dtype, self.kernel, self.dim, problem.num_y
         )
         num_tiles = -(-len(self.y) // TILE_Y)
         finite = np.isfinite(self.x).all() and np.isfinite(self.y).all()

@@ -21,6 +21,7 @@ _UNIT = 2.0**-53
 _PASSES = {"float32": 1e-8, "float64": 2.5e-14}
 # Relative errors of a distance itself, where a kernel has a cusp at 0.
 _PASSES_CUSP = {"float32": 1e-8, "float64": 1e-15}
+_MANY = 4096
 _REPAIRED = 4096  # pairs at once
 
 
@@ -36,10 +37,10 @@ class Shifted:
         The largest of them.
     """
 
-    def __init__(self, points, centre, scale):
+    def __init__(self, points, centre, scale, scale_low):
         moved, lost = _difference(points, centre)
         self.high, self.low = _product(moved, scale)
-        self.low += lost * scale
+        self.low += lost * scale + moved * scale_low
         self.norms = np.einsum("id,id->i", self.high, self.high)
         self.largest = float(self.norms.max())
 
@@ -79,6 +80,12 @@ def one_product(squared_norm, passes):
     return squared_norm * _UNIT <= passes
 
 
+def lost_by_division(scale, bandwidth):
+    """What ``scale``, 1 / bandwidth rounded, lacks of it."""
+    product, lost = _product(scale, bandwidth)
+    return ((1.0 - product) - lost) * scale
+
+
 class Block:
     """Points of x beside one tile after another."""
 
@@ -91,7 +98,9 @@ class Block:
         """The points less a middle, made once for tiles that share it."""
         if self.centre is not centre:
             self.centre = centre
-            self.shifted = Shifted(self.x, centre, self.clouds.scale)
+            self.shifted = Shifted(
+                self.x, centre, self.clouds.scale, self.clouds.scale_low
+            )
             self.lifted = None
             self.reference = self
             self.parts = None, None
@@ -208,10 +217,12 @@ def _least(d2, less):
     return float((d2.min(axis=1) + (0.0 if less is None else less)).min())
 
 
-def passes(dtype, kernel, dim):
+def passes(dtype, kernel, dim, num_y):
     """Errors of d2, and of a distance at a cusp, that a dtype does not show."""
     if not kernel.smooth and dtype == "float64":
         return 0.0, _PASSES_CUSP[dtype]  # a cusp makes errors of d2 their root
     steepest = 2.0 if kernel.slope is None else kernel.slope_factor
     rounded = max(1.0, math.sqrt(dim) / 3)  # by the additions of a product
+    if num_y < _MANY:  # too few for roundings to cancel
+        rounded *= 2
     return _PASSES[dtype] / (steepest * rounded), _PASSES_CUSP[dtype]

@@ -56,9 +56,9 @@ def _compute(problem, clouds, task, results):
 
 
 def _few_bits(x):
-    """Numbers rounded to 20 bits, so that sums with them are exact."""
-    part, exponent = np.frexp(x)
-    return np.ldexp(np.rint(np.ldexp(part, 20)), exponent - 20)
+    """Numbers cut to 20 bits, or to whole ones, so that sums with them are exact."""
+    unit = np.exp2(np.minimum(np.frexp(x)[1] - 20, 0))
+    return np.rint(x / unit) * unit
 
 
 class _LogSum:

@@ -55,8 +55,10 @@ def _load(variant, device_id):
             f"{variant.source} is not compiled yet, and cannot be while a CUDA graph "
             "is captured: make the same call once before the capture, as a warm-up"
         )
-    text = source.load(variant.source, variant.generated)
-    module = cupy.RawModule(code=text, options=variant.options)
+    # For each set of options that it has not seen, CuPy compiles an empty file first,
+    # which takes as long as a kernel from the cache: switches are part of the text.
+    text = variant.prelude + source.load(variant.source, variant.generated)
+    module = cupy.RawModule(code=text, options=variant.flags)
     kernel = _build(module, variant)
     if variant.smem:  # which has to be asked for from 48 KiB on, static memory included
         kernel.max_dynamic_shared_size_bytes = variant.smem

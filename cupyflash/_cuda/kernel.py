@@ -24,11 +24,20 @@ class Variant:
     @property
     def options(self) -> tuple[str, ...]:
         """Options of NVRTC, beside those that CuPy adds itself."""
-        options = ["-std=c++17", "-lineinfo"]
-        options += [f"-D{name}={value}" for name, value in self.defines]
-        if self.arch is not None:
-            options.append(f"-arch={self.arch}")
-        return tuple(options)
+        language, lines, *arch = self.flags
+        defines = [f"-D{name}={value}" for name, value in self.defines]
+        return (language, lines, *defines, *arch)
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """The same without the switches, which `prelude` says, too."""
+        flags = ("-std=c++17", "-lineinfo")
+        return flags if self.arch is None else (*flags, f"-arch={self.arch}")
+
+    @property
+    def prelude(self) -> str:
+        """The switches as lines in front of the source."""
+        return "".join(f"#define {name} {value}\n" for name, value in self.defines)
 
 
 # Longest first axis of a grid that is used; the rest of the blocks stand in the second.

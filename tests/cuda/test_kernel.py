@@ -114,6 +114,38 @@ def test_options_of_a_variant():
         "-arch=sm_90a",
     )
     assert "-arch" not in "".join(dataclasses.replace(variant, arch=None).options)
+    # The switches as text, so that all kernels have the same options.
+    assert variant.flags == ("-std=c++17", "-lineinfo", "-arch=sm_90a")
+    assert variant.prelude == "#define HEAD_DIM 64\n#define T half_t\n"
+
+
+def test_switches_in_the_text_are_those_of_the_options():
+    """The same machine code, line information included."""
+    pytest.importorskip("cupy")
+    from cupyflash._cli import nvrtc
+    from cupyflash._cuda import source
+    from cupyflash._softmax.gpu import registry
+
+    if reason := nvrtc.unusable():
+        pytest.skip(reason)
+    variant = Variant(
+        registry._SOURCES["online"],
+        "softmax_online",
+        (
+            *(("X_T", "float"), ("OUT_T", "float"), ("ACC_T", "float")),
+            *((name, "0") for name in ("HAS_WHERE", "SCALED", "LOG")),
+            *((name, "1") for name in ("OUTER_AXES", "REDUCED_AXES")),
+            *(("LANES", "32"), ("ROWS_PER_BLOCK", "4")),
+        ),
+    )
+    text = source.load(variant.source, variant.generated)
+    forms = ((text, variant.options), (variant.prelude + text, variant.flags))
+    found = [
+        nvrtc.compile_text(text, "k.cu", (*options, *nvrtc._OF_CUPY, "-arch=sm_80"))
+        for text, options in forms
+    ]
+    assert [error for error, _, _ in found] == ["", ""]
+    assert found[0][2] == found[1][2]
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,23 @@ _WIDTH = 128
 _NARROW = 16
 _COLUMN_THREADS, _MOST_BLOCKS_A_COLUMN = 128, 8
 
-# Longer columns: blocks of 256 threads, three on a multiprocessor. A thread has so many
-# registers of elements, and bytes of more in shared memory.
-_LONG_THREADS, _LONG_RESIDENT = 256, 768
+# Longer columns, whose blocks have 256 threads, three of them on a multiprocessor, or
+# 512, two of them. A thread has so many registers of elements, and bytes of more in
+# shared memory.
+_LONG_RESIDENT = {256: 768, 512: 1024}
 _LONG_REGISTERS = {"softmax": 24, "vjp": 32}
 _LONG_PARKED = 160
-# Bytes of neighbouring columns, best first, and blocks that may share a column then.
-# Wide tiles need more blocks a column, and those exchange more.
-_LONG_WIDTHS = {
-    "floats": ((256, 16), (128, 16), (64, 16)),
-    "others": ((256, 1), (128, 16), (64, 16)),
+# Threads, bytes of neighbouring columns, best first, and blocks that may share a column
+# then. Wide tiles need more blocks a column, and those exchange more; doubles gain by
+# them where rows of a slab lie far apart.
+_LONG_TILES = {
+    "16 bits": ((256, 256, 1), (256, 128, 8), (512, 128, 8), (256, 128, 16)),
+    "floats": ((256, 256, 16), (256, 128, 16)),
+    "wide doubles": ((256, 256, 16), (256, 128, 16)),
+    "others": ((256, 256, 1), (256, 128, 16)),
 }
+_NARROWEST = (256, 64, 16)
+_WIDE_SLAB = 64 << 10  # bytes of a row
 _COLUMN_EXCHANGE_BYTES = 32768  # static shared memory of a block, at most
 
 
@@ -45,8 +51,7 @@ def hold_columns(problem, device):
     tile = _tile(problem.row_length, held, num_vectors, vector * widest)
     if tile is None:
         held = _LONG_REGISTERS[kind] // _registers(problem, vector)
-        tile = _long_tile(problem, held, vector, vector * widest, device)
-        resident = _LONG_RESIDENT
+        resident, tile = _long_tile(problem, held, vector, vector * widest, device)
     if tile is None:
         return f"a column of {problem.row_length} does not fit into a block or cluster"
     return _column_config(problem, vector, *tile, resident)
@@ -301,7 +306,10 @@ def _tile(length, held, num_vectors, vector_bytes):
 
 
 def _long_tile(problem, held, vector, vector_bytes, device):
-    """The same for longer ones: also rows that are in_smem, and blocks a cluster."""
+    """The same for longer ones: also rows that are in_smem, and blocks a cluster.
+
+    Before it, the threads that a multiprocessor is to hold.
+    """
     num_vectors = -(-problem.layout.inner // vector)
     arrays = 2 if problem.dtypes.get("dy") else 1
     held = max(2, min(held, 16 // arrays) // 2 * 2)
@@ -309,26 +317,46 @@ def _long_tile(problem, held, vector, vector_bytes, device):
     most = held + _LONG_PARKED // row_bytes // 2 * 2
     if problem.dtypes.get("where"):
         most = min(most, 64 // vector)  # a bit an element
-    is_floats = vector_bytes == 4 * vector and arrays == 1
-    widths = _LONG_WIDTHS["floats" if is_floats else "others"]
+    tiles = (*_LONG_TILES[_kind(problem, vector_bytes // vector)], _NARROWEST)
     if device.cc < (9, 0):
         # No clusters, but all of the shared memory for one block.
-        widths = (*((width, 1) for width, _ in widths), (64, 0), (32, 0))
-    for width, blocks in widths:
+        tiles = (
+            *((256, width, 1) for _, width, _ in tiles),
+            (256, 64, 0),
+            (256, 32, 0),
+        )
+    # Large blocks take more than all of a small shared memory, and masks more registers
+    # than their threads have.
+    may_be_large = device.smem_optin >= _SHARE_ROOM and not problem.dtypes.get("where")
+    for threads, width, blocks in tiles:
         side = _side(num_vectors, width // vector_bytes)
-        if side > _LONG_THREADS:
+        if side > threads or (threads > 256 and not may_be_large):
             continue
-        deep, rows = _LONG_THREADS // side, most
+        deep, rows = threads // side, most
         if not blocks and not problem.dtypes.get("where"):
             spare = device.smem_optin - _COLUMN_EXCHANGE_BYTES
-            rows = held + spare // (_LONG_THREADS * row_bytes) // 2 * 2
+            rows = held + spare // (threads * row_bytes) // 2 * 2
         need = -(-problem.row_length // deep)
         cluster = -(-need // rows)
         if cluster <= max(1, blocks):
             slots = -(-need // cluster)
             slots += slots % 2
-            return side, deep, min(held, slots), max(0, slots - held), cluster
-    return None
+            in_registers, in_smem = min(held, slots), max(0, slots - held)
+            return _LONG_RESIDENT[threads], (side, deep, in_registers, in_smem, cluster)
+    return 0, None
+
+
+def _kind(problem, widest):
+    """Which of _LONG_TILES; `widest` are the bytes of the widest element."""
+    dtypes = problem.dtypes
+    if dtypes.get("dy"):
+        return "others"
+    if widest == 4:
+        return "floats"
+    if widest == 2:
+        return "16 bits"
+    is_wide = problem.layout.inner * widest >= _WIDE_SLAB
+    return "wide doubles" if is_wide and dtypes["x"] == "float64" else "others"
 
 
 def _deep(side, need):

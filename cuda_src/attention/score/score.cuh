@@ -145,14 +145,14 @@ class scores_t {
       key_length_ =
           clamp(position(*at.at(key_lengths, params.key_lengths)), 0, params.seqlen_k);
     }
-    if constexpr (kHasScoreFunction || kHasMaskFunction) {
-      entry_ = divide(at.row_of_heads, params.num_heads);
-      if constexpr (kHasParts) {  // each of which has all batch entries
-        const index_t of_part = divide(params.part.head, params.num_heads);
-        entry_ -= divide(entry_, of_part) * of_part;
-      }
-      query_head_ = at.head;
+#if SCORE_FUNCTION || MASK_FUNCTION
+    entry_ = divide(at.row_of_heads, params.num_heads);
+    if constexpr (kHasParts) {  // each of which has all batch entries
+      const index_t of_part = divide(params.part.head, params.num_heads);
+      entry_ -= divide(entry_, of_part) * of_part;
     }
+    query_head_ = at.head;
+#endif
     if constexpr (kHasParts) {
       part_first_ = params.part.offset(at.batch, 0) * params.keys_of_part;
     }
@@ -228,8 +228,12 @@ class scores_t {
     return kShowsAll;
   }
 
-  // Whether query i does not see key j, which mask_bounds() shows.
+  // Whether query i does not see key j, which mask_bounds() shows. A score function
+  // hides it if it does so whatever the score; here, two of them.
   __device__ bool hides(index_t i, index_t j) const {
+    if constexpr (kHasScoreFunction) {
+      if ((*this)(1, i, j) != -infinity<accum_t>()) return false;
+    }
     if constexpr (kHidesKeys) return (*this)(0, i, j) == -infinity<accum_t>();
     return false;
   }
@@ -354,5 +358,7 @@ class scores_t {
   int head_;             // counted from there
   accum_t slope_;
   index_t offset_, key_length_, query_length_, part_first_;
+#if SCORE_FUNCTION || MASK_FUNCTION
   index_t entry_, query_head_;  // as functions are told
+#endif
 };

@@ -76,6 +76,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       const range_t queries = scores.queries_of(j0, j0 + num_keys);
       for (index_t i0 = queries.first / kBlockN * kBlockN; i0 < queries.last;
            i0 += kBlockN) {
+        if (scores.shown(i0, i0 + kBlockN, j0, j0 + num_keys) == kShowsNone) {
+          if (run_ends_before(i0 + kBlockN, queries.last)) end_run();
+          continue;
+        }
         const rows_t q_rows(at.at(q, params.q) + i0 * params.q.row, params.q.row,
                             queries.last - i0, params.head_dim);
         const rows_t dout_rows(at.at(dout, grads.dout) + i0 * grads.dout.row,

@@ -89,6 +89,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         two_level_total.begin();
         for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last;
              j0 += kBlockN) {
+          if (scores.shown(i0, i0 + num_rows, j0, j0 + kBlockN) == kShowsNone) continue;
           const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
                               keys.last - j0, params.head_dim);
           tile_t s;
@@ -120,6 +121,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
       }
       for (index_t j0 = keys.first / kBlockN * kBlockN; j0 < keys.last; j0 += kBlockN) {
+        if (scores.shown(i0, i0 + num_rows, j0, j0 + kBlockN) == kShowsNone) {
+          if (run_ends_before(j0 + kBlockN, keys.last)) two_level.end(sums);
+          continue;
+        }
         const rows_t k_rows(at.at_kv(k, params.k) + j0 * params.k.row, params.k.row,
                             keys.last - j0, params.head_dim);
         const rows_t v_rows(at.at_kv(v, params.v) + j0 * params.v.row, params.v.row,

@@ -71,8 +71,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     first_of_part = static_cast<int>(part.first);
     head.num_keys = static_cast<int>(part.last);
   }
-  const work_tile_t work(head, q_head, params.q.row, query_of_turn(0, num_tiles),
-                         first_of_part);
+  work_tile_t work(head, q_head, params.q.row, query_of_turn(0, num_tiles),
+                   first_of_part);
+  shown_tiles_t<kBlockN> tiles;
+  work.first = tiles.next(work.first, work.last, shown_to(scores, params, work.i0));
   const bool aligned_q = kAligned || has_aligned_rows(q_head, params.q.row, dim);
   const bool aligned_k = kAligned || has_aligned_rows(k_rows, params.k.row, dim);
   const bool aligned_v = kAligned || has_aligned_rows(v_rows, params.v.row, dim_v);
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
 
   mainloop_t loop({params, smem, state, k_rows, v_rows, aligned_k, aligned_v, dim,
                    dim_v, work.first, work.last},
-                  scores, work.i0, to_log2, num_tiles);
+                  scores, work.i0, to_log2, num_tiles, tiles);
   // Copies are on their way before anything else is computed.
   if constexpr (!kSplits) {
     loop.begin(work, aligned_q, k_rows, aligned_k, v_rows, aligned_v);

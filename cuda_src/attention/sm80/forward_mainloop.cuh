@@ -19,12 +19,14 @@ class mainloop_t : public loader_t {
   index_t i0;     // of scores with terms, which have one work tile a block
   float to_log2;  // scores times this are exponents of 2
   int num_tiles;
+  shown_tiles_t<kBlockN> tiles;
 
   __device__ __forceinline__ mainloop_t(const loader_t& loader,
                                         const scores_t& scores,
                                         int i0,
                                         float to_log2,
-                                        int num_tiles)
+                                        int num_tiles,
+                                        const shown_tiles_t<kBlockN>& tiles)
       : loader_t(loader),
         lanes(shared_address(smem.q),
               shared_address(smem.k),
@@ -35,7 +37,8 @@ class mainloop_t : public loader_t {
         scores(scores),
         i0(i0),
         to_log2(to_log2),
-        num_tiles(num_tiles) {}
+        num_tiles(num_tiles),
+        tiles(tiles) {}
 
   // The loop would compute it again for each tile.
   __device__ __forceinline__ const block_bounds_t& bounds() const {
@@ -45,6 +48,14 @@ class mainloop_t : public loader_t {
   // the first.
   __device__ __forceinline__ int start() const {
     return kWeighsAtOnce ? first : reload_state(state).work.first;
+  }
+  // The tile that is visited after that at j0. Where tiles take stages in turn, an odd
+  // number of them later: at times one that is hidden.
+  __device__ __forceinline__ int following(int j0) {
+    const int next = tiles.next(j0 + kBlockN, last, shown_to(scores, params, i0));
+    constexpr bool kInTurn = kHasMaskFunction && (kStages == 2 || kStaged);
+    if (kInTurn && (next - j0) / kBlockN % 2 == 0) return next - kBlockN;
+    return next;
   }
   // Weights of rows that warps share have two stages, by parity of the tile.
   static __device__ __forceinline__ int weights_of(int j0) { return j0 / kBlockN % 2; }
@@ -237,8 +248,10 @@ class mainloop_t : public loader_t {
     bool is_first = true;
     float unit_o = 1;  // from a product of parts to p v
 #pragma unroll 1
-    for (int j0 = start(); j0 < last; j0 += kBlockN) {
+    for (int j0 = start(), next; j0 < last; j0 = next) {
       scores_frag_t s;
+      const bool is_shown = tiles.is_whole(j0);
+      next = following(j0);
       const int tile = j0 / kBlockN, stage = stage_of(j0);
       const tile_stats_t* of_k =
           reinterpret_cast<tile_stats_t*>(smem.k + stage * kStage + kParts * kBytesK);
@@ -249,9 +262,9 @@ class mainloop_t : public loader_t {
       if constexpr (kStaged) {
         of_k = smem.stats_k + tile % 2;
         of_v = smem.stats_v + tile % 2;
-        split_staged(j0);
+        split_staged(j0, next);
       } else {
-        await_tile(j0, is_first);
+        await_tile(j0, next, is_first);
       }
       is_first = false;
 
@@ -263,7 +276,11 @@ class mainloop_t : public loader_t {
       if constexpr (kWeighsAtOnce) {
         weigh_at_once(s, q_frags, at, j0, sees_all);
       } else {
-        finish_scores(s, scores, params, i0, j0);
+        if (kHasMaskFunction && is_shown) {
+          finish_scores<true>(s, scores, params, i0, j0);
+        } else {
+          finish_scores<false>(s, scores, params, i0, j0);
+        }
         if (!(kSplits ? bounds().sees_all(j0) : sees_all)) {
           mask_scores(s, bounds(), j0);
         }
@@ -276,9 +293,9 @@ class mainloop_t : public loader_t {
           at.two_level.follow(at.rows);
         }
       }
-      await_values(j0);
+      await_values(next);
       if constexpr (kSplits) {
-        add_values_in_parts(s, *of_v, at, j0, unit_o);
+        add_values_in_parts(s, *of_v, at, j0, next, unit_o);
       } else {
         if (at.careful) {
           if (clean_values(smem.v + stage * kStage)) state.special = true;
@@ -292,7 +309,7 @@ class mainloop_t : public loader_t {
   }
 
   // The tile of float32 at j0 becomes parts; the next one comes.
-  __device__ __forceinline__ void split_staged(int j0) {
+  __device__ __forceinline__ void split_staged(int j0, int next) {
     ptx::wait_copy_groups<0>();
     const int parity = j0 / kBlockN % 2;
     auto chunk_of_k = [&](int n) {
@@ -311,28 +328,27 @@ class mainloop_t : public loader_t {
     split_tile<kHeadDim>(smem.k, scale_t(smem.stats_k[parity].largest).to_parts,
                          chunk_of_k);
     split_tile<kHeadDimV>(smem.v, values_t(smem.stats_v[parity]).to_parts, chunk_of_v);
-    load_k(j0 + kBlockN, source_k());
-    load_v(j0 + kBlockN, source_v());
+    load_k(next, source_k());
+    load_v(next, source_v());
     __syncthreads();  // the parts of k and v are complete
   }
 
   // The tile at j0 is complete, of one stage its k, and what may come next does.
-  __device__ __forceinline__ void await_tile(int j0, bool is_first) {
+  __device__ __forceinline__ void await_tile(int j0, int next, bool is_first) {
     const unsigned stage = stage_of(j0) * kStage;
     if constexpr (kSplits) {
       ptx::wait_copy_groups<0>();
       // Also all have read the one before, or of one stage its v.
       __syncthreads();
       if constexpr (kStages == 2) {
-        load_k(j0 + kBlockN, source_k());
-        load_v(j0 + kBlockN, source_v());
+        load_k(next, source_k());
+        load_v(next, source_v());
         lanes.k.base = base_k + stage;
         lanes.v.base = base_v + stage;
       } else {
         load_v(j0, source_v());
       }
     } else if constexpr (kStages == 2) {
-      const int next = j0 + kBlockN;
       const auto next_k = ready_k(next);
       const auto next_v = ready_v(next);
       ptx::wait_copy_groups<0>();
@@ -349,17 +365,17 @@ class mainloop_t : public loader_t {
     }
   }
 
-  // Of one stage, v of the tile at j0 is complete, and k of the next one comes.
-  __device__ __forceinline__ void await_values(int j0) {
+  // Of one stage, v of this tile is complete, and k of the next one comes.
+  __device__ __forceinline__ void await_values(int next) {
     if constexpr (!kSplits && kStages == 1) {
-      const auto next_k = ready_k(j0 + kBlockN);
+      const auto next_k = ready_k(next);
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this tile of v is complete; all have read k
-      start_k(next_k, j0 + kBlockN);
+      start_k(next_k, next);
     } else if constexpr (!kStaged && kStages == 1) {
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this tile of v is complete; all have read k
-      load_k(j0 + kBlockN, source_k());
+      load_k(next, source_k());
     }
   }
 
@@ -400,6 +416,7 @@ class mainloop_t : public loader_t {
                                                       const tile_stats_t& of_v,
                                                       const result_t& at,
                                                       int j0,
+                                                      int next,
                                                       float& unit_o) {
     const values_t values(of_v);
     if constexpr (kParts == 1) {
@@ -425,7 +442,7 @@ class mainloop_t : public loader_t {
     exponentiate(at.rows, s, to_log2);
     if constexpr (kParts == 2) {
       multiply_pv_split(at.o, s, lanes, values.from_parts);
-      at.two_level.end_tile(at.o, j0 + kBlockN, last);
+      at.two_level.end_tile(at.o, j0, next, last);
     } else {
       multiply_pv(at.o, s, lanes);
     }

@@ -2,7 +2,13 @@
 // attention_mma: what becomes of products q k before the softmax.
 #pragma once
 
+#include "attention/score/shown_tiles.cuh"
 #include "attention/sm80/forward_state.cuh"
+
+// Whether behind the last query or key there could be nothing to read. Functions find
+// the nearest element by themselves.
+constexpr bool kReadsScores =
+    kHasBias || kHasMask || !(kHasScoreFunction || kHasMaskFunction);
 
 // Scores that a query does not see become -inf.
 __device__ __forceinline__ void mask_scores(scores_frag_t& s,
@@ -27,7 +33,18 @@ __device__ __forceinline__ void mask_scores(scores_frag_t& s,
   }
 }
 
-// Products into final scores, mask of positions aside.
+// What a mask function shows of tiles of keys to the queries of the block.
+__device__ __forceinline__ auto shown_to(const scores_t& scores,
+                                         const params_t& params,
+                                         index_t i0) {
+  return [&scores, &params, i0](int j0) {
+    return scores.shown(i0, min(i0 + kBlockM, params.seqlen_q), j0, j0 + kBlockN);
+  };
+}
+
+// Products into final scores, mask of positions aside. With kShown the mask function
+// shows the whole tile.
+template <bool kShown>
 __device__ __forceinline__ void finish_scores(scores_frag_t& s,
                                               const scores_t& scores,
                                               const params_t& params,
@@ -37,9 +54,13 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
   const int row_0 = lanes_t::warp_row() + lane / 4, column_0 = lane % 4 * 2;
   if constexpr (kHasTerms) {
     auto finish = [&](float x, int row, int column) {
-      const index_t i = i0 + row, j = j0 + column;
-      return scores(x * static_cast<float>(kGivenBack), min(i, params.seqlen_q - 1),
-                    min(j, params.seqlen_k - 1));
+      index_t i = i0 + row, j = j0 + column;
+      if constexpr (kReadsScores) {
+        i = min(i, params.seqlen_q - 1);
+        j = min(j, params.seqlen_k - 1);
+      }
+      x *= static_cast<float>(kGivenBack);
+      return kShown ? scores.of_shown(x, i, j) : scores(x, i, j);
     };
     if constexpr (kHeadDimV > 128) {
       // o takes the registers: a few scores at a time, by way of the stack.

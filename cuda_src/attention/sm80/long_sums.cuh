@@ -17,10 +17,13 @@ class two_level_out_t {
     }
   }
 
-  // A tile has joined o, and key `next` is the first of the one behind it.
-  __device__ __forceinline__ void end_tile(out_frag_t& o, int next, int last) {
+  // The tile at key j0 has joined o, and that at `next` is the next one.
+  __device__ __forceinline__ void end_tile(out_frag_t& o, int j0, int next, int last) {
     if constexpr (kTwoLevelSums) {
-      if (next % (kRunTiles * kBlockN) != 0 || next >= last) return;
+      constexpr int kRun = kRunTiles * kBlockN;
+      const bool goes_on =
+          kHasMaskFunction ? next / kRun == j0 / kRun : next % kRun != 0;
+      if (goes_on || next >= last) return;
       const factors_t factors(since_);
       sum_.end(o, [&](int n) { return factors.of[row_of(n)]; });
 #pragma unroll

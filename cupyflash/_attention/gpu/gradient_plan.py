@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cupyflash._attention.gpu import gradient_config, gradient_layout
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
+from cupyflash._attention.gpu.functions import with_functions
 from cupyflash._attention.gpu.gradient_layout import GRADS, SUM, Target
 from cupyflash._attention.gpu.params import PARAMS, contiguous_strides
 from cupyflash._core import arrays as _arrays
@@ -41,7 +42,7 @@ class Part(NamedTuple):
     names: tuple[str, ...]
     config: LaunchConfig
     into: tuple[str | int, ...]  # gradients, their terms, or 0 for none
-    params: tuple[bytes, bytes]
+    params: tuple[Any, bytes]
     sums: tuple[Step, ...] = ()
     terms: Mapping[str, int] = MappingProxyType({})  # bytes by name
 
@@ -61,7 +62,8 @@ class Kernels:
     def __init__(self, row, forward, layout, device):
         self.row, self.forward, self.layout = row, forward, layout
         self.device = device
-        self.params = PARAMS.pack(layout.params, kBatchDims=layout.batch_dims)
+        params = PARAMS.pack(layout.params, kBatchDims=layout.batch_dims)
+        self.params = with_functions(params, forward)
 
     def grads(self, **fields):
         """grads_t, with the fields of entries where it takes them."""

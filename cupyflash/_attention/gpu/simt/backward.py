@@ -51,8 +51,6 @@ class VjpKernel:
         self, problem: AttentionVjpProblem, device: Device
     ) -> str | None:
         """Why these kernels cannot take `problem` on `device`, or None."""
-        if problem.forward.has_functions:
-            return "takes no score or mask function"
         reason = kernel.refuse_old_device(problem.forward.dtype, device)
         if reason is None and not self.fitting(problem.forward, device):
             reason = (
@@ -126,6 +124,7 @@ class VjpKernel:
             entry=f"attention_vjp_{part}",
             defines=defines,
             smem=rows_in_shared(tile, chunk, itemsize, 1 + single),
+            generated=forward.generated,
         )
         return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 

@@ -144,8 +144,6 @@ class MmaKernel:
         """Why this kernel cannot take `problem` on `device`, or None."""
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
-        if problem.has_functions:
-            return "takes no score or mask function"
         if problem.dtype == "float64":
             return "takes float16, bfloat16 and float32, not float64"
         for name in ("head_dim", "head_dim_v"):
@@ -185,7 +183,8 @@ class MmaKernel:
     def _has_too_many(self, problem):
         """Whether the options take more registers than wide accumulators leave."""
         arrays = [getattr(problem, name) is not None for name in OPTIONS]
-        count = sum(arrays) + (problem.softcap > 0)
+        functions = (problem.score is not None) + (problem.mask_function is not None)
+        count = sum(arrays) + (problem.softcap > 0) + functions
         return max(self.dims(problem)) > 192 and count > 4
 
     def parts(self, problem: AttentionProblem) -> int:
@@ -388,6 +387,7 @@ class MmaKernel:
             entry=f"attention_{self.name}",
             defines=defines(problem, batch_dims, tile.num_threads, **switches),
             smem=self.smem(tile, problem),
+            generated=problem.generated,
         )
         heads = math.prod(problem.batch) * problem.num_heads
         num_blocks = -(-problem.seqlen_q // (tile.block_m * rounds))

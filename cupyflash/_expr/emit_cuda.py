@@ -103,6 +103,8 @@ class Packer:
                 raise ValueError(f"{name} lies in memory as kernels do not read it")
             fields += at, *array.shape, *[n // size for n in strides]
         fields += [values[place] for place in expression.numbers]
+        if not fields:  # a struct has a member at least
+            fields = [0]
         try:
             return self._pack[accum](*fields)
         except OverflowError:  # of float32

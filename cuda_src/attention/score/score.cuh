@@ -239,15 +239,19 @@ class scores_t {
   }
 
   // The final score of query i and key j, if i may see j by keys_of() or mask_bounds().
-  __device__ accum_t operator()(accum_t q_dot_k, index_t i, index_t j) const {
+  // With kShown the mask function shows the key for sure.
+  template <bool kShown>
+  __device__ accum_t of(accum_t q_dot_k, index_t i, index_t j) const {
     accum_t unused;
-    return with_derivative(q_dot_k, i, j, unused);
+    return with_derivative<kShown>(q_dot_k, i, j, unused);
+  }
+  __device__ accum_t operator()(accum_t q_dot_k, index_t i, index_t j) const {
+    return of<false>(q_dot_k, i, j);
   }
 
   // The same, and its derivative by scale * q.k. All that changes a score stands here,
   // for the forward and the gradients of all kernels. What depends on batch entry and
-  // head alone is read where they are known, in the constructor. With kShown the mask
-  // function shows the key for sure.
+  // head alone is read where they are known, in the constructor.
   template <bool kShown = false>
   __device__ accum_t
   with_derivative(accum_t q_dot_k, index_t i, index_t j, accum_t& derivative) const {
@@ -264,11 +268,6 @@ class scores_t {
     // The weight 0 of a hidden key must not meet an infinite derivative.
     if (kHasScoreFunction && s == -infinity<accum_t>()) derivative = 0;
     return s;
-  }
-  // The final score where the mask function shows the key for sure.
-  __device__ accum_t of_shown(accum_t q_dot_k, index_t i, index_t j) const {
-    accum_t unused;
-    return with_derivative<true>(q_dot_k, i, j, unused);
   }
   // The score function, of s; `derivative` is multiplied by its own.
   __device__ accum_t of_function(accum_t s,

@@ -6,17 +6,24 @@
 #include "attention/score/score.cuh"
 #include "common/reduce.cuh"
 
+// A constant as an argument.
+template <bool kIt>
+struct constant_t {
+  static constexpr bool kValue = kIt;
+};
+
 // What a warp knows of 32 tiles, each of kTile keys or queries. All its lanes call all
 // functions, with the same arguments, of which `shown(first)` tells about the tile that
 // begins there.
-template <int kTile>
+template <int kTile, bool kExists = kHasMaskFunction>
 class shown_tiles_t {
  public:
+  using tile_after_t = int;
+
   // The first tile from that at `first` on that may be shown, or one that begins at
   // `last` or behind it.
   template <typename Shown>
   __device__ __forceinline__ int next(int first, int last, Shown shown) {
-    if constexpr (!kHasMaskFunction) return first;
     while (first < last) {
       if (place(first) >= kWarpSize) look(first, shown);
       if (const unsigned left = some_ >> place(first)) {
@@ -26,9 +33,15 @@ class shown_tiles_t {
     }
     return first;
   }
+  // The tile that is visited after that at `first`. Where tiles take two stages in
+  // turn, it is an odd number of tiles later: at times one that is hidden.
+  template <bool kInTurn, typename Shown>
+  __device__ __forceinline__ int after(int first, int last, Shown shown) {
+    const int found = next(first + kTile, last, shown);
+    return kInTurn && (found - first) / kTile % 2 == 0 ? found - kTile : found;
+  }
   // Whether it is known that all of the tile at `first` is shown.
   __device__ __forceinline__ bool is_whole(int first) const {
-    if constexpr (!kHasMaskFunction) return true;
     return place(first) < kWarpSize && (all_ >> place(first) & 1);
   }
 
@@ -47,4 +60,23 @@ class shown_tiles_t {
 
   int first_ = -kWarpSize * kTile;  // of the tiles that are known
   unsigned some_ = 0, all_ = 0;     // a bit a tile
+};
+
+// Without a mask function there is nothing to know: one tile after the other.
+template <int kTile>
+class shown_tiles_t<kTile, false> {
+ public:
+  struct tile_after_t {  // computed where it is asked for
+    int first;
+    __device__ __forceinline__ operator int() const { return first + kTile; }
+  };
+  template <typename Shown>
+  __device__ __forceinline__ int next(int first, int, Shown) {
+    return first;
+  }
+  template <bool kInTurn, typename Shown>
+  __device__ __forceinline__ tile_after_t after(int first, int, Shown) {
+    return {first};
+  }
+  __device__ __forceinline__ bool is_whole(int) const { return false; }
 };

@@ -106,7 +106,7 @@ __device__ __forceinline__ void score(rows_t& rows,
       const int col = c * kColThreads + thread_col();
       accum_t& s = rows.s[r][c];
       if constexpr (!kCheck) {
-        s = scores.of_shown(s, i0 + row, j0 + col);
+        s = scores.of<true>(s, i0 + row, j0 + col);
       } else {
         s = bounds.sees(row, col) ? scores(s, i0 + row, j0 + col)
                                   : -infinity<accum_t>();

@@ -222,12 +222,13 @@ struct backward_t {
                                         scores_frag_t& dp,
                                         const scores_t& scores,
                                         const float* lse,
-                                        int i0) const {
+                                        int i0,
+                                        bool is_shown) const {
     const int row = key_0() + lane_index() / 4;
     const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
     const mask_bounds_t bounds = view.seen.at(i0, 0);
     const int first_key = kHasTerms ? view.first_key : 0;
-    auto finish = [&](auto sees) {
+    auto finish = [&](auto sees, auto is_shown) {
 #pragma unroll
       for (int n = 0; n < kQueryTiles; ++n) {
         if constexpr (kHasTerms) ptx::compiler_fence();  // of what columns will load
@@ -239,17 +240,20 @@ struct backward_t {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             const int i = column + 8 * n + e % 2, j = row + 16 * m + e / 2 * 8;
-            differentiate(s[m][n][e], dp[m][n][e], sees(i, j), scores, index_t(i0 + i),
-                          index_t(first_key + j), e % 2 ? lse_n.y : lse_n.x,
-                          e % 2 ? delta_n.y : delta_n.x);
+            differentiate.operator()<decltype(is_shown)::kValue>(
+                s[m][n][e], dp[m][n][e], sees(i, j), scores, index_t(i0 + i),
+                index_t(first_key + j), e % 2 ? lse_n.y : lse_n.x,
+                e % 2 ? delta_n.y : delta_n.x);
           }
         }
       }
     };
     if (kHasTwoWays && bounds.sees_all(kBlockM, kBlockN)) {
-      finish([](int, int) { return true; });
+      finish([](int, int) { return true; }, constant_t<false>());
+    } else if (kHasMaskFunction && is_shown) {
+      finish([&](int i, int j) { return bounds.sees(i, j); }, constant_t<true>());
     } else {
-      finish([&](int i, int j) { return bounds.sees(i, j); });
+      finish([&](int i, int j) { return bounds.sees(i, j); }, constant_t<false>());
     }
   }
 
@@ -285,13 +289,14 @@ struct backward_t {
                                             sums_t& sums_v,
                                             const scores_frag_t& s,
                                             const scores_frag_t& dp,
-                                            int i0) const {
+                                            int i0,
+                                            int next) const {
     const unsigned stage_q = shared_address(smem.q) + stage_of(i0) * kBytesM;
     const unsigned stage_dout = shared_address(smem.dout) + stage_of(i0) * kBytesM;
     auto load_next = [&](auto load) {
       if constexpr (kStages == 1) {
         __syncthreads();  // all have read what was there
-        load(i0 + kBlockM);
+        load(next);
         ptx::commit_copies();
       }
     };
@@ -363,10 +368,17 @@ struct backward_t {
   __device__ __forceinline__ void attend(sums_t& sums_k,
                                          sums_t& sums_v,
                                          const scores_t& scores) const {
-    int i0 = view.first;
+    auto shown = [&](int i) {
+      return scores.shown(i, min(index_t(i + kBlockM), params.seqlen_q), view.first_key,
+                          min(index_t(view.first_key + kBlockN), params.seqlen_k));
+    };
+    shown_tiles_t<kBlockM> tiles;
+    int i0 = tiles.next(view.first, view.last, shown), next;
     load_block(i0);
 #pragma unroll 1
-    for (; i0 < view.last; i0 += kBlockM) {
+    for (; i0 < view.last; i0 = next) {
+      const bool is_shown = tiles.is_whole(i0);
+      next = tiles.after<kStages == 2>(i0, view.last, shown);
       const unsigned stage = stage_of(i0);
       const unsigned stage_q = shared_address(smem.q) + stage * kBytesM;
       const unsigned stage_dout = shared_address(smem.dout) + stage * kBytesM;
@@ -376,15 +388,15 @@ struct backward_t {
       // This block is complete; all have read the one before, and dS.
       __syncthreads();
       if constexpr (kCareful) clean_block(scores, i0);
-      if constexpr (kStages == 2) load_block(i0 + kBlockM);
+      if constexpr (kStages == 2) load_block(next);
       scores_frag_t s, dp;
       multiply_scores(s, left<kHeadDim>(shared_address(smem.k), key_0()),
                       right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)));
       multiply_scores(dp, left<kHeadDim>(shared_address(smem.v), key_0()),
                       right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
-      weigh(s, dp, scores, lse, i0);
+      weigh(s, dp, scores, lse, i0, is_shown);
       if constexpr (kSharesP || kMakesDq) share_weights(s, dp);
-      add_dk_dv(sums_k, sums_v, s, dp, i0);
+      add_dk_dv(sums_k, sums_v, s, dp, i0, next);
       if constexpr (kMakesDq) add_dq(i0);
     }
   }

@@ -8,6 +8,8 @@
 //        A slot is a head of dq; batch entries that share q add to one
 #pragma once
 
+#include "attention/score/shown_tiles.cuh"
+
 #include "attention/sm80/tile.cuh"
 #include "attention/product_factors.cuh"
 #include "attention/simt/gradients.cuh"
@@ -63,7 +65,9 @@ struct differentiate_t {
       : to_log2(static_cast<float>((kHasTerms ? 1.0 : params.scale) * kLog2e)),
         factor(factor_of(found)) {}
 
-  // P, and the derivative of the score by scale * q.k.
+  // P, and the derivative of the score by scale * q.k. With kShown the mask function
+  // shows the key for sure.
+  template <bool kShown = false>
   __device__ __forceinline__ float weigh(float s,
                                          bool sees,
                                          const scores_t& scores,
@@ -72,13 +76,14 @@ struct differentiate_t {
                                          float lse,
                                          float& derivative) const {
     if constexpr (kHasTerms) {
-      if (sees) s = scores.with_derivative(s, i, j, derivative);
+      if (sees) s = scores.with_derivative<kShown>(s, i, j, derivative);
       sees = sees && s != -infinity<float>();
     }
     const float exponent = fmaf(s, to_log2, -lse);
     return ptx::ex2_approx_ftz(sees ? exponent : -infinity<float>());
   }
 
+  template <bool kShown = false>
   __device__ __forceinline__ void operator()(float& s,
                                              float& dp,
                                              bool sees,
@@ -88,7 +93,7 @@ struct differentiate_t {
                                              float lse,
                                              float delta) const {
     accum_t derivative = 1;
-    s = weigh(s, sees, scores, i, j, lse, derivative);
+    s = weigh<kShown>(s, sees, scores, i, j, lse, derivative);
     float weight = s;
     if constexpr (kNarrow<elem_t>) weight *= factor;
     if constexpr (kHasDerivative) weight *= derivative;

@@ -131,16 +131,24 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         }
         ptx::commit_copies();
       };
+      auto shown = [&](int j) {
+        return scores.shown(i0, i0 + num_rows, j, j + kBlockN);
+      };
+      shown_tiles_t<kBlockN> tiles;
+      j0 = tiles.next(j0, view.last, shown);
       load_keys(j0);
+      bool is_first = true;
 #pragma unroll 1
-      for (; j0 < view.last; j0 += kBlockN) {
+      for (int next; j0 < view.last; j0 = next) {
+        next = tiles.after<kStages == 2>(j0, view.last, shown);
         const unsigned stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
         const unsigned stage_k = shared_address(smem_k) + stage * kBytesN;
         const unsigned stage_v = shared_address(smem_v) + stage * kBytesN;
         ptx::wait_copy_groups<0>();
         __syncthreads();  // this tile is complete; all have read the one before
         if constexpr (kCareful) {
-          if (j0 == view.first) clear_rows(bad.queries);
+          if (is_first) clear_rows(bad.queries);
+          is_first = false;
           clear_rows(bad.keys);
           __syncthreads();  // the rows are cleared
           clean_tile<kBlockM>(smem_q, bad.queries);
@@ -152,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             found->still_nonfinite = 1;
           }
         }
-        if constexpr (kStages == 2) load_keys(j0 + kBlockN);
+        if constexpr (kStages == 2) load_keys(next);
 
         frag_t<1, kKeyTiles> s, dp;
         multiply_scores(s, left<kHeadDim>(shared_address(smem_q), warp_index() * 16),
@@ -185,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             summed<kHeadDim>(stage_k, 0));
         if constexpr (kStages == 1) {
           __syncthreads();  // all have read the tile
-          load_keys(j0 + kBlockN);
+          load_keys(next);
         }
       }
     }

@@ -74,7 +74,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
   work_tile_t work(head, q_head, params.q.row, query_of_turn(0, num_tiles),
                    first_of_part);
   shown_tiles_t<kBlockN> tiles;
-  work.first = tiles.next(work.first, work.last, shown_to(scores, params, work.i0));
+  if constexpr (kHasMaskFunction) {
+    work.first = tiles.next(work.first, work.last, shown_to(scores, params, work.i0));
+  }
   const bool aligned_q = kAligned || has_aligned_rows(q_head, params.q.row, dim);
   const bool aligned_k = kAligned || has_aligned_rows(k_rows, params.k.row, dim);
   const bool aligned_v = kAligned || has_aligned_rows(v_rows, params.v.row, dim_v);

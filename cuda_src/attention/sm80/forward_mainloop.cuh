@@ -13,6 +13,10 @@ struct split_queries_t {
 
 class mainloop_t : public loader_t {
  public:
+  // Where the next tile begins.
+  using tile_after_t = shown_tiles_t<kBlockN>::tile_after_t;
+  static constexpr bool kInTurn = kStages == 2 || kStaged;
+
   lanes_t lanes;
   unsigned base_k, base_v;
   const scores_t& scores;
@@ -48,14 +52,6 @@ class mainloop_t : public loader_t {
   // the first.
   __device__ __forceinline__ int start() const {
     return kWeighsAtOnce ? first : reload_state(state).work.first;
-  }
-  // The tile that is visited after that at j0. Where tiles take stages in turn, an odd
-  // number of them later: at times one that is hidden.
-  __device__ __forceinline__ int following(int j0) {
-    const int next = tiles.next(j0 + kBlockN, last, shown_to(scores, params, i0));
-    constexpr bool kInTurn = kHasMaskFunction && (kStages == 2 || kStaged);
-    if (kInTurn && (next - j0) / kBlockN % 2 == 0) return next - kBlockN;
-    return next;
   }
   // Weights of rows that warps share have two stages, by parity of the tile.
   static __device__ __forceinline__ int weights_of(int j0) { return j0 / kBlockN % 2; }
@@ -248,10 +244,11 @@ class mainloop_t : public loader_t {
     bool is_first = true;
     float unit_o = 1;  // from a product of parts to p v
 #pragma unroll 1
-    for (int j0 = start(), next; j0 < last; j0 = next) {
+    for (int j0 = start(); j0 < last;) {
       scores_frag_t s;
       const bool is_shown = tiles.is_whole(j0);
-      next = following(j0);
+      const tile_after_t next =
+          tiles.after<kInTurn>(j0, last, shown_to(scores, params, i0));
       const int tile = j0 / kBlockN, stage = stage_of(j0);
       const tile_stats_t* of_k =
           reinterpret_cast<tile_stats_t*>(smem.k + stage * kStage + kParts * kBytesK);
@@ -304,12 +301,13 @@ class mainloop_t : public loader_t {
         if constexpr (!kWeighsAtOnce) exponentiate(at.rows, s, to_log2);
         multiply_pv(at.o, s, lanes);
       }
+      j0 = next;
     }
     if constexpr (kSplits && kParts == 1) multiply_by(at.o, unit_o);
   }
 
   // The tile of float32 at j0 becomes parts; the next one comes.
-  __device__ __forceinline__ void split_staged(int j0, int next) {
+  __device__ __forceinline__ void split_staged(int j0, tile_after_t next) {
     ptx::wait_copy_groups<0>();
     const int parity = j0 / kBlockN % 2;
     auto chunk_of_k = [&](int n) {
@@ -334,7 +332,7 @@ class mainloop_t : public loader_t {
   }
 
   // The tile at j0 is complete, of one stage its k, and what may come next does.
-  __device__ __forceinline__ void await_tile(int j0, int next, bool is_first) {
+  __device__ __forceinline__ void await_tile(int j0, tile_after_t next, bool is_first) {
     const unsigned stage = stage_of(j0) * kStage;
     if constexpr (kSplits) {
       ptx::wait_copy_groups<0>();
@@ -366,7 +364,7 @@ class mainloop_t : public loader_t {
   }
 
   // Of one stage, v of this tile is complete, and k of the next one comes.
-  __device__ __forceinline__ void await_values(int next) {
+  __device__ __forceinline__ void await_values(tile_after_t next) {
     if constexpr (!kSplits && kStages == 1) {
       const auto next_k = ready_k(next);
       ptx::wait_copy_groups<0>();
@@ -416,7 +414,7 @@ class mainloop_t : public loader_t {
                                                       const tile_stats_t& of_v,
                                                       const result_t& at,
                                                       int j0,
-                                                      int next,
+                                                      tile_after_t next,
                                                       float& unit_o) {
     const values_t values(of_v);
     if constexpr (kParts == 1) {

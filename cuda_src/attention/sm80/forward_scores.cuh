@@ -5,11 +5,6 @@
 #include "attention/score/shown_tiles.cuh"
 #include "attention/sm80/forward_state.cuh"
 
-// Whether behind the last query or key there could be nothing to read. Functions find
-// the nearest element by themselves.
-constexpr bool kReadsScores =
-    kHasBias || kHasMask || !(kHasScoreFunction || kHasMaskFunction);
-
 // Scores that a query does not see become -inf.
 __device__ __forceinline__ void mask_scores(scores_frag_t& s,
                                             const block_bounds_t& block,
@@ -54,13 +49,15 @@ __device__ __forceinline__ void finish_scores(scores_frag_t& s,
   const int row_0 = lanes_t::warp_row() + lane / 4, column_0 = lane % 4 * 2;
   if constexpr (kHasTerms) {
     auto finish = [&](float x, int row, int column) {
-      index_t i = i0 + row, j = j0 + column;
-      if constexpr (kReadsScores) {
-        i = min(i, params.seqlen_q - 1);
-        j = min(j, params.seqlen_k - 1);
+      const index_t i = i0 + row, j = j0 + column;
+      // Behind the last query or key there may be nothing to read; functions find the
+      // nearest element by themselves.
+      if constexpr (kHasBias || kHasMask || !(kHasScoreFunction || kHasMaskFunction)) {
+        return scores.of<kShown>(x * static_cast<float>(kGivenBack),
+                                 min(i, params.seqlen_q - 1),
+                                 min(j, params.seqlen_k - 1));
       }
-      x *= static_cast<float>(kGivenBack);
-      return kShown ? scores.of_shown(x, i, j) : scores(x, i, j);
+      return scores.of<kShown>(x * static_cast<float>(kGivenBack), i, j);
     };
     if constexpr (kHeadDimV > 128) {
       // o takes the registers: a few scores at a time, by way of the stack.

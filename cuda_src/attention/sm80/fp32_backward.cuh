@@ -114,10 +114,12 @@ __device__ __forceinline__ void copy_bytes(unsigned char* smem, const void* from
   }
 }
 
-// Whether a run of sums ends before row `next` of those walked over: the last one ends
-// behind them.
-__device__ __forceinline__ bool run_ends_before(int next, int last) {
-  return kTwoLevelSums && (next % (kRunTiles * kGranule) == 0 || next >= last);
+// Whether a run of sums ends between rows `first` and `next` of those walked over: the
+// last one ends behind them.
+__device__ __forceinline__ bool run_ends_between(int first, int next, int last) {
+  constexpr int kRun = kRunTiles * kGranule;
+  const bool ends = kHasMaskFunction ? next / kRun != first / kRun : next % kRun == 0;
+  return kTwoLevelSums && (ends || next >= last);
 }
 
 // --- products ------------------------------------------------------------------------

@@ -120,13 +120,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       ptx::commit_copies();
     };
-    load_queries(view.first);
+    auto shown = [&](int i) {
+      return scores.shown(i, min(index_t(i + kGranule), params.seqlen_q), view.j0,
+                          min(index_t(view.j0 + kBlockN), params.seqlen_k));
+    };
+    shown_tiles_t<kGranule> tiles;
+    int i0 = tiles.next(view.first, view.last, shown);
+    load_queries(i0);
 
 #pragma unroll 1
-    for (int i0 = view.first; i0 < view.last; i0 += kGranule) {
+    for (int next; i0 < view.last; i0 = next) {
+      next = tiles.after<kStages == 2>(i0, view.last, shown);
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this granule is complete; all have read the one before
-      if constexpr (kStages == 2) load_queries(i0 + kGranule);
+      if constexpr (kStages == 2) load_queries(next);
       const unsigned char* const operand_q =
           stages + i0 / kGranule % kStages * kBytesStage;
       const unsigned char* const operand_dout = operand_q + kBytesOperand;
@@ -222,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       if constexpr (kStages == 1) {
         __syncthreads();  // all have read the granule
-        load_queries(i0 + kGranule);
+        load_queries(next);
       }
-      if (run_ends_before(i0 + kGranule, view.last)) end_run();
+      if (run_ends_between(i0, next, view.last)) end_run();
     }
     ptx::wait_copy_groups<0>();  // of a tile that no query sees
   }

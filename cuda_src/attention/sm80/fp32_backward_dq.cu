@@ -156,7 +156,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     }
     ptx::commit_copies();
   };
-  load_keys(view.first);
+  auto shown = [&](int j) {
+    return scores.shown(view.i0, min(index_t(view.i0 + kBlockM), params.seqlen_q), j,
+                        j + kGranule);
+  };
+  shown_tiles_t<kGranule> tiles;
+  int j0 = tiles.next(view.first, view.last, shown);
+  load_keys(j0);
   if (__syncthreads_or(has_odd_pairs(view, scores, params))) {
     ptx::wait_copy_groups<0>();
     if (threadIdx.x == 0) found->nonfinite = 1;
@@ -186,10 +192,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   two_level.begin();
   two_level_total.begin();
 #pragma unroll 1
-  for (int j0 = view.first; j0 < view.last; j0 += kGranule) {
+  for (int next; j0 < view.last; j0 = next) {
+    next = tiles.after<kStages == 2>(j0, view.last, shown);
     ptx::wait_copy_groups<0>();
     __syncthreads();  // this granule is complete; all have read the one before
-    if constexpr (kStages == 2) load_keys(j0 + kGranule);
+    if constexpr (kStages == 2) load_keys(next);
     const unsigned char* const operand_k =
         stages + j0 / kGranule % kStages * (2 * kBytesOperand);
     const unsigned char* const operand_v = operand_k + kBytesOperand;
@@ -242,9 +249,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                          from_ds * kLift * unit_k);
     if constexpr (kStages == 1) {
       __syncthreads();  // all have read the granule
-      load_keys(j0 + kGranule);
+      load_keys(next);
     }
-    if (run_ends_before(j0 + kGranule, view.last)) {
+    if (run_ends_between(j0, next, view.last)) {
       two_level.end(sums);
       two_level_total.end(total);
     }

@@ -127,8 +127,6 @@ class MmaVjpKernel:
         forward = problem.forward
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
-        if forward.has_functions:
-            return "takes no score or mask function"
         if forward.dtype not in ("float16", "bfloat16"):
             return f"takes float16 and bfloat16, not {forward.dtype}"
         for name in ("head_dim", "head_dim_v"):
@@ -234,6 +232,7 @@ class MmaVjpKernel:
                 **more,
             ),
             smem=smem,
+            generated=forward.generated,
         )
         return LaunchConfig.over(variant, num_blocks, threads)
 
@@ -296,7 +295,7 @@ class MmaVjpKernel:
 
 def _has_more(forward):
     """Whether scores have options beside a bias that take registers."""
-    return bool(forward.softcap) or any(
+    return bool(forward.softcap) or forward.has_functions or any(
         getattr(forward, name) is not None
         for name in OPTIONS
         if name not in ("bias", "sinks")

@@ -108,8 +108,6 @@ class MmaSplitVjpKernel:
         forward = problem.forward
         if device.cc < (8, 0):
             return f"needs sm_80 or newer, {device.name} is {device.arch}"
-        if forward.has_functions:
-            return "takes no score or mask function"
         if forward.dtype != "float32":
             return f"takes float32, not {forward.dtype}"
         for name in ("head_dim", "head_dim_v"):
@@ -205,6 +203,7 @@ class MmaSplitVjpKernel:
                 **more,
             ),
             smem=smem,
+            generated=forward.generated,
         )
         return LaunchConfig.over(variant, num_blocks, threads)
 

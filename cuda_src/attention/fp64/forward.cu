@@ -593,7 +593,9 @@ __device__ __forceinline__ bool walk(block_t& block,
       }
     }
     const bool some =
-        j < block.last_key[team()] && j + kBlockN > block.first_key[team()];
+        j < block.last_key[team()] && j + kBlockN > block.first_key[team()] &&
+        scores.shown(block.i0 + first_row, block.i0 + first_row + kWarpRows,
+                     block.first + j, block.first + j + kBlockN) != kShowsNone;
     constexpr flag_t<false> kK;
     constexpr flag_t<true> kV;
     if (!some) {
@@ -609,9 +611,9 @@ __device__ __forceinline__ bool walk(block_t& block,
         block);
     release(item);
     if constexpr (kSharers == 2) exchange_sums(rows, exchange);
-    // A softcap is in line once only: each tanh is long to compile.
-    if (!kExact && !kHasSoftcap && j >= block.first_common[team()] &&
-        j + kBlockN <= block.last_common[team()]) {
+    // A softcap is in line once only, as a function is: each tanh is long to compile.
+    if (!kExact && !kHasSoftcap && !kHasScoreFunction &&
+        j >= block.first_common[team()] && j + kBlockN <= block.last_common[team()]) {
       if constexpr (kTerms) {
         score<false>(rows, scores, {}, block.i0 + first_row, block.first + j);
       }
@@ -764,7 +766,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       // Rows past the end are not stored; only terms must not be read there.
       const index_t i_last = last_query(params, i0 + kWarpRows);
       const bool whole = scores.is_query(i_last - 1) &&
-                         (kTerms ? i_last == i0 + kWarpRows : i_last > i0) && !kHasMask;
+                         (kTerms ? i_last == i0 + kWarpRows : i_last > i0) &&
+                         !kHasMask && !kHasScoreFunction && !kHasMaskFunction;
       block.first_common[own] =
           whole ? static_cast<int>(scores.keys_of(i_last - 1, i_last).first - first)
                 : 0;

@@ -18,7 +18,7 @@ struct constant_t {
 template <int kTile, bool kExists = kHasMaskFunction>
 class shown_tiles_t {
  public:
-  using tile_after_t = int;
+  int distance = kTile;  // from the tile that is visited to the next one
 
   // The first tile from that at `first` on that may be shown, or one that begins at
   // `last` or behind it.
@@ -33,12 +33,12 @@ class shown_tiles_t {
     }
     return first;
   }
-  // The tile that is visited after that at `first`. Where tiles take two stages in
-  // turn, it is an odd number of tiles later: at times one that is hidden.
+  // Finds the tile that is visited after that at `first`. Where tiles take two stages
+  // in turn, it is an odd number of tiles later: at times one that is hidden.
   template <bool kInTurn, typename Shown>
-  __device__ __forceinline__ int after(int first, int last, Shown shown) {
-    const int found = next(first + kTile, last, shown);
-    return kInTurn && (found - first) / kTile % 2 == 0 ? found - kTile : found;
+  __device__ __forceinline__ void step(int first, int last, Shown shown) {
+    distance = next(first + kTile, last, shown) - first;
+    if (kInTurn && distance / kTile % 2 == 0) distance -= kTile;
   }
   // Whether it is known that all of the tile at `first` is shown.
   __device__ __forceinline__ bool is_whole(int first) const {
@@ -66,17 +66,13 @@ class shown_tiles_t {
 template <int kTile>
 class shown_tiles_t<kTile, false> {
  public:
-  struct tile_after_t {  // computed where it is asked for
-    int first;
-    __device__ __forceinline__ operator int() const { return first + kTile; }
-  };
+  static constexpr int distance = kTile;
+
   template <typename Shown>
   __device__ __forceinline__ int next(int first, int, Shown) {
     return first;
   }
   template <bool kInTurn, typename Shown>
-  __device__ __forceinline__ tile_after_t after(int first, int, Shown) {
-    return {first};
-  }
+  __device__ __forceinline__ void step(int, int, Shown) {}
   __device__ __forceinline__ bool is_whole(int) const { return false; }
 };

@@ -110,6 +110,7 @@ struct smem_t {
 struct backward_t {
   using scores_frag_t = frag_t<kKeyTiles, kQueryTiles>;
   using sums_t = frag_t<kKeyTiles, kColTiles>;
+  using tiles_t = shown_tiles_t<kBlockM>;
 
   const params_t& params;
   const grads_t& grads;
@@ -290,13 +291,13 @@ struct backward_t {
                                             const scores_frag_t& s,
                                             const scores_frag_t& dp,
                                             int i0,
-                                            int next) const {
+                                            const tiles_t& tiles) const {
     const unsigned stage_q = shared_address(smem.q) + stage_of(i0) * kBytesM;
     const unsigned stage_dout = shared_address(smem.dout) + stage_of(i0) * kBytesM;
     auto load_next = [&](auto load) {
       if constexpr (kStages == 1) {
         __syncthreads();  // all have read what was there
-        load(next);
+        load(i0 + tiles.distance);
         ptx::commit_copies();
       }
     };
@@ -372,13 +373,13 @@ struct backward_t {
       return scores.shown(i, min(index_t(i + kBlockM), params.seqlen_q), view.first_key,
                           min(index_t(view.first_key + kBlockN), params.seqlen_k));
     };
-    shown_tiles_t<kBlockM> tiles;
-    int i0 = tiles.next(view.first, view.last, shown), next;
+    tiles_t tiles;
+    int i0 = tiles.next(view.first, view.last, shown);
     load_block(i0);
 #pragma unroll 1
-    for (; i0 < view.last; i0 = next) {
+    for (; i0 < view.last; i0 += tiles.distance) {
       const bool is_shown = tiles.is_whole(i0);
-      next = tiles.after<kStages == 2>(i0, view.last, shown);
+      tiles.step<kStages == 2>(i0, view.last, shown);
       const unsigned stage = stage_of(i0);
       const unsigned stage_q = shared_address(smem.q) + stage * kBytesM;
       const unsigned stage_dout = shared_address(smem.dout) + stage * kBytesM;
@@ -388,7 +389,7 @@ struct backward_t {
       // This block is complete; all have read the one before, and dS.
       __syncthreads();
       if constexpr (kCareful) clean_block(scores, i0);
-      if constexpr (kStages == 2) load_block(next);
+      if constexpr (kStages == 2) load_block(i0 + tiles.distance);
       scores_frag_t s, dp;
       multiply_scores(s, left<kHeadDim>(shared_address(smem.k), key_0()),
                       right<kHeadDim>(stage_q, part() * (8 * kQueryTiles)));
@@ -396,7 +397,7 @@ struct backward_t {
                       right<kHeadDim>(stage_dout, part() * (8 * kQueryTiles)));
       weigh(s, dp, scores, lse, i0, is_shown);
       if constexpr (kSharesP || kMakesDq) share_weights(s, dp);
-      add_dk_dv(sums_k, sums_v, s, dp, i0, next);
+      add_dk_dv(sums_k, sums_v, s, dp, i0, tiles);
       if constexpr (kMakesDq) add_dq(i0);
     }
   }

@@ -137,18 +137,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       shown_tiles_t<kBlockN> tiles;
       j0 = tiles.next(j0, view.last, shown);
       load_keys(j0);
-      bool is_first = true;
+      const int first = j0;
 #pragma unroll 1
-      for (int next; j0 < view.last; j0 = next) {
-        next = tiles.after<kStages == 2>(j0, view.last, shown);
+      for (; j0 < view.last; j0 += tiles.distance) {
+        tiles.step<kStages == 2>(j0, view.last, shown);
         const unsigned stage = kStages == 2 ? j0 / kBlockN % 2 : 0;
         const unsigned stage_k = shared_address(smem_k) + stage * kBytesN;
         const unsigned stage_v = shared_address(smem_v) + stage * kBytesN;
         ptx::wait_copy_groups<0>();
         __syncthreads();  // this tile is complete; all have read the one before
         if constexpr (kCareful) {
-          if (is_first) clear_rows(bad.queries);
-          is_first = false;
+          if (j0 == (kHasMaskFunction ? first : view.first)) clear_rows(bad.queries);
           clear_rows(bad.keys);
           __syncthreads();  // the rows are cleared
           clean_tile<kBlockM>(smem_q, bad.queries);
@@ -160,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             found->still_nonfinite = 1;
           }
         }
-        if constexpr (kStages == 2) load_keys(next);
+        if constexpr (kStages == 2) load_keys(j0 + tiles.distance);
 
         frag_t<1, kKeyTiles> s, dp;
         multiply_scores(s, left<kHeadDim>(shared_address(smem_q), warp_index() * 16),
@@ -193,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
             summed<kHeadDim>(stage_k, 0));
         if constexpr (kStages == 1) {
           __syncthreads();  // all have read the tile
-          load_keys(next);
+          load_keys(j0 + tiles.distance);
         }
       }
     }

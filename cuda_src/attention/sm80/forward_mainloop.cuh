@@ -13,10 +13,6 @@ struct split_queries_t {
 
 class mainloop_t : public loader_t {
  public:
-  // Where the next tile begins.
-  using tile_after_t = shown_tiles_t<kBlockN>::tile_after_t;
-  static constexpr bool kInTurn = kStages == 2 || kStaged;
-
   lanes_t lanes;
   unsigned base_k, base_v;
   const scores_t& scores;
@@ -244,11 +240,9 @@ class mainloop_t : public loader_t {
     bool is_first = true;
     float unit_o = 1;  // from a product of parts to p v
 #pragma unroll 1
-    for (int j0 = start(); j0 < last;) {
+    for (int j0 = start(); j0 < last; j0 += tiles.distance) {
       scores_frag_t s;
-      const bool is_shown = tiles.is_whole(j0);
-      const tile_after_t next =
-          tiles.after<kInTurn>(j0, last, shown_to(scores, params, i0));
+      const bool is_shown = find_following(j0);
       const int tile = j0 / kBlockN, stage = stage_of(j0);
       const tile_stats_t* of_k =
           reinterpret_cast<tile_stats_t*>(smem.k + stage * kStage + kParts * kBytesK);
@@ -259,9 +253,9 @@ class mainloop_t : public loader_t {
       if constexpr (kStaged) {
         of_k = smem.stats_k + tile % 2;
         of_v = smem.stats_v + tile % 2;
-        split_staged(j0, next);
+        split_staged(j0);
       } else {
-        await_tile(j0, next, is_first);
+        await_tile(j0, is_first);
       }
       is_first = false;
 
@@ -290,9 +284,9 @@ class mainloop_t : public loader_t {
           at.two_level.follow(at.rows);
         }
       }
-      await_values(next);
+      await_values(j0);
       if constexpr (kSplits) {
-        add_values_in_parts(s, *of_v, at, j0, next, unit_o);
+        add_values_in_parts(s, *of_v, at, j0, unit_o);
       } else {
         if (at.careful) {
           if (clean_values(smem.v + stage * kStage)) state.special = true;
@@ -301,13 +295,24 @@ class mainloop_t : public loader_t {
         if constexpr (!kWeighsAtOnce) exponentiate(at.rows, s, to_log2);
         multiply_pv(at.o, s, lanes);
       }
-      j0 = next;
     }
     if constexpr (kSplits && kParts == 1) multiply_by(at.o, unit_o);
   }
 
+  // Which tile a mask function lets come after that at j0; whether it shows all of this
+  // one.
+  __device__ __forceinline__ bool find_following(int j0) {
+    if constexpr (kHasMaskFunction) {
+      const bool is_shown = tiles.is_whole(j0);
+      constexpr bool kInTurn = kStages == 2 || kStaged;
+      tiles.step<kInTurn>(j0, last, shown_to(scores, params, i0));
+      return is_shown;
+    }
+    return false;
+  }
+
   // The tile of float32 at j0 becomes parts; the next one comes.
-  __device__ __forceinline__ void split_staged(int j0, tile_after_t next) {
+  __device__ __forceinline__ void split_staged(int j0) {
     ptx::wait_copy_groups<0>();
     const int parity = j0 / kBlockN % 2;
     auto chunk_of_k = [&](int n) {
@@ -326,27 +331,28 @@ class mainloop_t : public loader_t {
     split_tile<kHeadDim>(smem.k, scale_t(smem.stats_k[parity].largest).to_parts,
                          chunk_of_k);
     split_tile<kHeadDimV>(smem.v, values_t(smem.stats_v[parity]).to_parts, chunk_of_v);
-    load_k(next, source_k());
-    load_v(next, source_v());
+    load_k(j0 + tiles.distance, source_k());
+    load_v(j0 + tiles.distance, source_v());
     __syncthreads();  // the parts of k and v are complete
   }
 
   // The tile at j0 is complete, of one stage its k, and what may come next does.
-  __device__ __forceinline__ void await_tile(int j0, tile_after_t next, bool is_first) {
+  __device__ __forceinline__ void await_tile(int j0, bool is_first) {
     const unsigned stage = stage_of(j0) * kStage;
     if constexpr (kSplits) {
       ptx::wait_copy_groups<0>();
       // Also all have read the one before, or of one stage its v.
       __syncthreads();
       if constexpr (kStages == 2) {
-        load_k(next, source_k());
-        load_v(next, source_v());
+        load_k(j0 + tiles.distance, source_k());
+        load_v(j0 + tiles.distance, source_v());
         lanes.k.base = base_k + stage;
         lanes.v.base = base_v + stage;
       } else {
         load_v(j0, source_v());
       }
     } else if constexpr (kStages == 2) {
+      const int next = j0 + tiles.distance;
       const auto next_k = ready_k(next);
       const auto next_v = ready_v(next);
       ptx::wait_copy_groups<0>();
@@ -363,17 +369,17 @@ class mainloop_t : public loader_t {
     }
   }
 
-  // Of one stage, v of this tile is complete, and k of the next one comes.
-  __device__ __forceinline__ void await_values(tile_after_t next) {
+  // Of one stage, v of the tile at j0 is complete, and k of the next one comes.
+  __device__ __forceinline__ void await_values(int j0) {
     if constexpr (!kSplits && kStages == 1) {
-      const auto next_k = ready_k(next);
+      const auto next_k = ready_k(j0 + tiles.distance);
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this tile of v is complete; all have read k
-      start_k(next_k, next);
+      start_k(next_k, j0 + tiles.distance);
     } else if constexpr (!kStaged && kStages == 1) {
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this tile of v is complete; all have read k
-      load_k(next, source_k());
+      load_k(j0 + tiles.distance, source_k());
     }
   }
 
@@ -414,7 +420,6 @@ class mainloop_t : public loader_t {
                                                       const tile_stats_t& of_v,
                                                       const result_t& at,
                                                       int j0,
-                                                      tile_after_t next,
                                                       float& unit_o) {
     const values_t values(of_v);
     if constexpr (kParts == 1) {
@@ -440,7 +445,7 @@ class mainloop_t : public loader_t {
     exponentiate(at.rows, s, to_log2);
     if constexpr (kParts == 2) {
       multiply_pv_split(at.o, s, lanes, values.from_parts);
-      at.two_level.end_tile(at.o, j0, next, last);
+      at.two_level.end_tile(at.o, j0, j0 + tiles.distance, last);
     } else {
       multiply_pv(at.o, s, lanes);
     }

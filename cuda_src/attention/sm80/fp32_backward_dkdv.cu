@@ -129,11 +129,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     load_queries(i0);
 
 #pragma unroll 1
-    for (int next; i0 < view.last; i0 = next) {
-      next = tiles.after<kStages == 2>(i0, view.last, shown);
+    for (; i0 < view.last; i0 += tiles.distance) {
+      tiles.step<kStages == 2>(i0, view.last, shown);
       ptx::wait_copy_groups<0>();
       __syncthreads();  // this granule is complete; all have read the one before
-      if constexpr (kStages == 2) load_queries(next);
+      if constexpr (kStages == 2) load_queries(i0 + tiles.distance);
       const unsigned char* const operand_q =
           stages + i0 / kGranule % kStages * kBytesStage;
       const unsigned char* const operand_dout = operand_q + kBytesOperand;
@@ -229,9 +229,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       }
       if constexpr (kStages == 1) {
         __syncthreads();  // all have read the granule
-        load_queries(next);
+        load_queries(i0 + tiles.distance);
       }
-      if (run_ends_between(i0, next, view.last)) end_run();
+      if (run_ends_between(i0, i0 + tiles.distance, view.last)) end_run();
     }
     ptx::wait_copy_groups<0>();  // of a tile that no query sees
   }

@@ -192,11 +192,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   two_level.begin();
   two_level_total.begin();
 #pragma unroll 1
-  for (int next; j0 < view.last; j0 = next) {
-    next = tiles.after<kStages == 2>(j0, view.last, shown);
+  for (; j0 < view.last; j0 += tiles.distance) {
+    tiles.step<kStages == 2>(j0, view.last, shown);
     ptx::wait_copy_groups<0>();
     __syncthreads();  // this granule is complete; all have read the one before
-    if constexpr (kStages == 2) load_keys(next);
+    if constexpr (kStages == 2) load_keys(j0 + tiles.distance);
     const unsigned char* const operand_k =
         stages + j0 / kGranule % kStages * (2 * kBytesOperand);
     const unsigned char* const operand_v = operand_k + kBytesOperand;
@@ -249,9 +249,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
                          from_ds * kLift * unit_k);
     if constexpr (kStages == 1) {
       __syncthreads();  // all have read the granule
-      load_keys(next);
+      load_keys(j0 + tiles.distance);
     }
-    if (run_ends_between(j0, next, view.last)) {
+    if (run_ends_between(j0, j0 + tiles.distance, view.last)) {
       two_level.end(sums);
       two_level_total.end(total);
     }

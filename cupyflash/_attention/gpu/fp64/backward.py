@@ -66,8 +66,6 @@ class TensorFloat64VjpKernel:
     ) -> str | None:
         """Why these kernels cannot take `problem` on `device`, or None."""
         forward = problem.forward
-        if forward.has_functions:
-            return "takes no score or mask function"
         if forward.dtype != "float64":
             return f"takes float64, not {forward.dtype}"
         if device.arch not in ARCHS:
@@ -155,6 +153,7 @@ class TensorFloat64VjpKernel:
                 **attention_config.two_level_sum(forward, part),
             ),
             smem=tile.smem(dim),
+            generated=forward.generated,
         )
         return LaunchConfig.over(variant, num_blocks, tile.num_threads)
 

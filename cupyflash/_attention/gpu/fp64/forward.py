@@ -69,8 +69,6 @@ class TensorFloat64Kernel:
         self, problem: AttentionProblem, device: Device
     ) -> str | None:
         """Why this kernel cannot take `problem` on `device`, or None."""
-        if problem.has_functions:
-            return "takes no score or mask function"
         if problem.dtype != "float64":
             return f"takes float64, not {problem.dtype}"
         if device.arch not in ARCHS:
@@ -172,6 +170,7 @@ class TensorFloat64Kernel:
                 problem, batch_dims, tile.num_threads, **switches
             ),
             smem=tile.smem(*dims),
+            generated=problem.generated,
         )
         return LaunchConfig.over(
             variant, attention_config.num_tiles(problem, tile.block_m), tile.num_threads

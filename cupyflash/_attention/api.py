@@ -234,7 +234,6 @@ def attention(
     score : function, optional
         From a score, after the softcap and before `bias`, to the score that counts. It
         takes any of ``s, b, h, i, j`` by name (see Notes) and arrays of `score_arrays`.
-        NumPy arrays only, as `mask` as a function.
     score_arrays, mask_arrays : dict of str to array_like, optional
         Arrays that `score` and `mask` take by name after ``*`` and index by integers.
 
@@ -254,10 +253,10 @@ def attention(
     ValueError
         If shapes do not agree, an option is out of range, or arrays are on two devices.
     IndexError
-        If a function reads an array out of its range.
+        If a function reads an array out of its range; on a GPU it gets the nearest
+        element.
     NotImplementedError
-        If no kernel of the method takes the problem; never for "auto". And for `score`,
-        or `mask` as a function, if `q` is on a GPU.
+        If no kernel of the method takes the problem; never for "auto".
 
     See Also
     --------
@@ -277,8 +276,9 @@ def attention(
     head, i the place of the query among the keys (the query offset added), j the key.
     They are traced once for their code: numbers that they close over may change from
     call to call. Arrays are indexed by one integer an axis, from 0; an index out of
-    range for a pair that no other option hides raises an IndexError. A mask of
-    positions costs nothing where it hides whole blocks of keys.
+    range for a pair that no other option hides raises an IndexError, and on a GPU takes
+    the nearest element. A mask of positions costs nothing where it hides whole blocks
+    of keys.
 
     Scores are float32 (float64 for float64). Numbers of a float64 option below float32
     are -inf in scores of that; those above, and `alibi_slopes` of either sign, are
@@ -496,9 +496,10 @@ query_lengths, key_lengths, layout, precision, score, score_arrays, mask_arrays
         If shapes do not agree, an option is out of range, arrays are on two devices, or
         the gradient of an absent `bias` or `sinks` is asked for.
     IndexError
-        If a function reads an array out of its range.
+        If a function reads an array out of its range; on a GPU it gets the nearest
+        element.
     NotImplementedError
-        If `method` is another one; if there is a function and `q` is on a GPU.
+        If `method` is another one; for `need_dscore`, if `q` is on a GPU.
 
     See Also
     --------

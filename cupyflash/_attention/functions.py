@@ -81,7 +81,14 @@ def _bound(q, name, function, named):
                 f"{label} has shape {array.shape} and no element to read; on a GPU an "
                 "index out of range takes the nearest one"
             )
-    expression, values = language().lookup(function, arrays, mask=name == "mask")
+    return bound(function, arrays, is_mask=name == "mask")
+
+
+def bound(
+    function: Any, arrays: dict[str, Any], is_mask: bool = False
+) -> BoundFunction:
+    """A function and its arrays, which have been checked."""
+    expression, values = language().lookup(function, arrays, mask=is_mask)
     return BoundFunction(expression, values, arrays)
 
 
@@ -127,6 +134,18 @@ def names_of_gradients(
 def key_of(function: BoundFunction | None) -> str | None:
     """The key of a function's expression."""
     return None if function is None else function.expression.key
+
+
+def described(functions: Functions | None) -> dict[str, str]:
+    """The functions of a call as Python, for explain()."""
+    told = {}
+    score, mask = functions or (None, None)
+    if score is not None:
+        told["score"] = repr(score.expression)
+        told["score_derivative"] = repr(score.expression.derivative)
+    if mask is not None:
+        told["mask_function"] = repr(mask.expression)
+    return told
 
 
 # Integers that functions close over may be as large for kernels that count in 32 bits.

@@ -5,7 +5,8 @@ Score and mask functions
 A score between a query and a key may be anything that a plain Python function says:
 ``score=`` takes the score to another, ``mask=`` tells which keys a query sees. The
 function is traced once, differentiated symbolically, and evaluated for blocks of
-scores, so that the matrix of all scores is never stored. It runs on NumPy arrays today.
+scores, so that the matrix of all scores is never stored. On NumPy arrays that is done
+by NumPy; for CuPy arrays what the function says becomes a part of the kernel.
 
 A function asks by name for what it needs:
 

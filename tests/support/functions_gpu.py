@@ -99,7 +99,9 @@ def calls(rng):
         }),
         "nothing seen": (1, 2, 2, 70, 90, 32, 32, {"mask": lambda i, j: i > j + 60}),
         "hidden by the score": (1, 2, 2, 70, 200, 64, 64, {
-            "score": lambda s, i, j: np.where(j <= i, np.log(abs(i - j) + s * s), -np.inf),
+            "score": lambda s, i, j: np.where(
+                j <= i, np.log(abs(i - j) + s * s), -np.inf
+            ),
         }),
     }  # fmt: skip
 
@@ -245,11 +247,9 @@ def main(argv=None):
                         errors, is_bad = repr(error)[:300], True
                     bad += is_bad
                     found[key] = errors
-                    seconds = time.perf_counter() - start
-                    print(
-                        f"{'BAD ' if is_bad else 'good'} {key} {errors} {seconds:.1f} s",
-                        flush=True,
-                    )
+                    took = f"{time.perf_counter() - start:.1f} s"
+                    word = "BAD " if is_bad else "good"
+                    print(word, key, errors, took, flush=True)
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
     print(f"{len(found)} calls, {bad} bad")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from cupyflash._attention.functions import described
 from cupyflash._expr.emit_numpy import evaluate
 from cupyflash._expr.intervals import decide
 from cupyflash._expr.nodes import is_const
@@ -147,13 +148,9 @@ def add_reads(total, reads, gradient, visible):
 
 def describe(problem, operands, offsets, rows, keys):
     """The functions of a call as Python; how many tiles a mask shows whole, and not."""
-    told = {}
-    score, mask = operands.functions or (None, None)
-    if score is not None:
-        told["score"] = repr(score.expression)
-        told["score_derivative"] = repr(score.expression.derivative)
+    told = described(operands.functions)
+    _, mask = operands.functions or (None, None)
     if mask is not None:
-        told["mask_function"] = repr(mask.expression)
         told["tiles_of_the_mask"] = _tiles(problem, mask, offsets, max(rows, 1), keys)
     return told
 

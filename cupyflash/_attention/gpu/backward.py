@@ -6,6 +6,7 @@ from typing import Any
 import cupy
 
 from cupyflash._attention import vjp_problem
+from cupyflash._attention.functions import described
 from cupyflash._attention.gpu import copies as _copies
 from cupyflash._attention.gpu import functions as _functions
 from cupyflash._attention.gpu import gradient_copies, gradient_layout
@@ -238,4 +239,5 @@ def describe(problem, operands) -> dict[str, Any]:
         "launches": [_launch.describe(launch) for launch in plan.launches],
         "bits are the same in every run": problem.deterministic
         or not isinstance(row, (HopperVjpKernel, MmaVjpKernel)),
+        **described(operands.forward.functions),
     }

@@ -6,6 +6,7 @@ from typing import Any
 import cupy
 
 from cupyflash._attention import problem as attention_problem
+from cupyflash._attention.functions import described
 from cupyflash._attention.gpu import combine, split_kv
 from cupyflash._attention.gpu import copies as _copies
 from cupyflash._attention.gpu import functions as _functions
@@ -263,4 +264,4 @@ def describe(problem, operands) -> dict[str, Any]:
         details["matmuls"] = "cupy.matmul before the first launch and after it"
     else:
         details["split of the keys"] = getattr(plan, "num_splits", 1)
-    return details
+    return details | described(operands.functions)

@@ -3,8 +3,11 @@
 import itertools
 from dataclasses import replace
 
+import numpy as np
+
+from cupyflash._attention import functions
 from cupyflash._attention.gpu.fp64 import forward as fp64_forward
-from cupyflash._attention.problem import AttentionProblem
+from cupyflash._attention.problem import AttentionProblem, with_cuda
 from cupyflash._core.dtypes import FLOATS
 
 _SWITCHES: dict[str, dict] = {
@@ -39,6 +42,26 @@ def made_up(dtype="float16", head_dim=64, batch=(1,), **options):
     )
 
 
+def with_functions(problem):
+    """The problem with a score and a mask function that read an array each."""
+
+    def alibi(s, h, i, j, *, slopes):
+        return s - slopes[h] * abs(i - j)
+
+    def within(b, i, j, *, document, far=1024):
+        return (document[b, j] == document[b, i]) & (i - j <= far)
+
+    slopes, document = np.ones(1, np.float32), np.ones((1, 1), np.int32)
+    score = functions.bound(alibi, {"slopes": slopes})
+    mask = functions.bound(within, {"document": document}, is_mask=True)
+    problem = replace(
+        problem,
+        score=score.expression.key,
+        mask_function=mask.expression.key,
+    )
+    return with_cuda(problem, functions.Functions(score, mask))
+
+
 def representative():
     """(problem, batch axes): each dtype, head dimension and switch at least once."""
     for dtype in FLOATS:
@@ -54,6 +77,9 @@ def representative():
         in_parts = made_up(dtype, head_dim, keys_of_part=256, sinks=dtype)
         for seqlen_q in (8, 64, 512):
             yield replace(in_parts, seqlen_q=seqlen_q), 2
+    for dtype in ("bfloat16", "float32", "float64"):
+        yield with_functions(made_up(dtype)), 1
+        yield with_functions(made_up(dtype, 128, softcap=30.0)), 1
     yield from fp64_forward.representative(made_up)
     yield from _bounded()
     yield from _wide()

@@ -295,10 +295,14 @@ class MmaVjpKernel:
 
 def _has_more(forward):
     """Whether scores have options beside a bias that take registers."""
-    return bool(forward.softcap) or forward.has_functions or any(
-        getattr(forward, name) is not None
-        for name in OPTIONS
-        if name not in ("bias", "sinks")
+    return (
+        bool(forward.softcap)
+        or forward.has_functions
+        or any(
+            getattr(forward, name) is not None
+            for name in OPTIONS
+            if name not in ("bias", "sinks")
+        )
     )
 
 

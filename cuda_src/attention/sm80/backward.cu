@@ -251,7 +251,7 @@ struct backward_t {
     };
     if (kHasTwoWays && bounds.sees_all(kBlockM, kBlockN)) {
       finish([](int, int) { return true; }, constant_t<false>());
-    } else if (kHasMaskFunction && is_shown) {
+    } else if (kHasMaskFunction && !kCareful && is_shown) {
       finish([&](int i, int j) { return bounds.sees(i, j); }, constant_t<true>());
     } else {
       finish([&](int i, int j) { return bounds.sees(i, j); }, constant_t<false>());

@@ -24,8 +24,8 @@ struct plus_wide_t {
 
 // The logs of the columns to the last digit, whatever they are: the largest score plus
 // log1p of all the rest, which never meets the 1 that it is small against. read(take)
-// calls take(batch) for all rows of this thread; combine(value, f) makes of a number of
-// each of its columns that of the tile, in each thread.
+// calls take(score) for all rows of this thread, kHeld at a time; combine(value, f)
+// makes of a number of each of its columns that of the tile, in each thread.
 template <typename Read, typename Combine>
 __device__ __forceinline__ void careful_logs(double (&log)[kVector],
                                              Read read,
@@ -36,22 +36,22 @@ __device__ __forceinline__ void careful_logs(double (&log)[kVector],
     m[j] = {-infinity<double>(), 0};
     top[j] = rest[j] = {};
   }
-  read([&](const auto& batch) {
+  read([&](auto score_of) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        m[j].high = larger_finite_t()(m[j].high, batch.template score<double>(k, j));
+        m[j].high = larger_finite_t()(m[j].high, score_of(k, j));
       }
     }
   });
   combine(m, larger_wide_t());
-  read([&](const auto& batch) {
+  read([&](auto score_of) {
 #pragma unroll
     for (int j = 0; j < kVector; ++j) {
 #pragma unroll 1
       for (int k = 0; k < kHeld; ++k) {
-        const double score = batch.template score<double>(k, j);
+        const double score = score_of(k, j);
         if (score == m[j].high) {
           top[j].high += 1;
         } else {

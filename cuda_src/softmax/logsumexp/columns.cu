@@ -31,13 +31,9 @@ struct shared_t {
 struct batch_t {
   slots_t<a_t> value;
   unsigned long long absent;
-  int rows;
 
-  __device__ __forceinline__ void load(const a_t* a,
-                                       const bool* where,
-                                       const tile_t& tile,
-                                       int first) {
-    rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
+  __device__ __forceinline__ void load(
+      const a_t* a, const bool* where, const tile_t& tile, int first, int rows) {
     value.fill(a_t());
     tile.load_rows(value, a, kA, first, rows);
     absent = 0;
@@ -57,14 +53,14 @@ struct batch_t {
     }
   }
   template <typename T>
-  __device__ __forceinline__ T score(int k, int j) const {
+  __device__ __forceinline__ T score(int k, int j, int rows) const {
     const bool takes_part = k < rows && !(kHasWhere && absent >> (k * kVector + j) & 1);
     return takes_part ? to<T>(value.get(k, j)) : -infinity<T>();
   }
 };
 static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
 
-// Calls take(batch) for all rows of this thread.
+// Calls take(batch, rows) for all rows of this thread.
 template <typename Take>
 __device__ __forceinline__ void read_columns(const a_t* a,
                                              const bool* where,
@@ -73,9 +69,10 @@ __device__ __forceinline__ void read_columns(const a_t* a,
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
   for (int first = 0; first < tile.rows; first += kHeld) {
+    const int rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
     batch_t batch;
-    batch.load(a, where, tile, first);
-    take(batch);
+    batch.load(a, where, tile, first, rows);
+    take(batch, rows);
   }
 }
 
@@ -114,9 +111,13 @@ __device__ __noinline__ void read_again(const a_t* a,
                                         const tile_t& tile,
                                         shared_t& shared,
                                         double (&log)[kVector]) {
-  careful_logs(
-      log, [&](auto take) { read_columns(a, where, tile, take); },
-      [&](auto& value, auto f) { combine_columns(shared, value, f); });
+  const auto read = [&](auto take) {
+    read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
+      take([&](int k, int j) { return batch.score<double>(k, j, rows); });
+    });
+  };
+  careful_logs(log, read,
+               [&](auto& value, auto f) { combine_columns(shared, value, f); });
 }
 
 // The sum of each of this thread's columns over the tile, in each thread.
@@ -184,10 +185,10 @@ extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT
   for (tile_index_t at = first_tile(); at < end; at += tile_step()) {
     const tile_t tile(layout, how, at);
     total_t sum[kVector];
-    read_columns(a, where, tile, [&](const batch_t& batch) {
+    read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        const auto score = [&](int k) { return batch.score<acc_t>(k, j); };
+        const auto score = [&](int k) { return batch.score<acc_t>(k, j, rows); };
         sum[j].see(total_t::largest<kHeld>(score));
         sum[j].add<kHeld>(score);
       }

@@ -327,9 +327,13 @@ __device__ __noinline__ void read_again(const a_t* a,
                                         const tile_t& tile,
                                         shared_t& shared,
                                         double (&log)[kVector]) {
-  careful_logs(
-      log, [&](auto take) { read_columns(a, where, tile, take); },
-      [&](auto& value, auto f) { combine_columns(shared, value, f); });
+  const auto read = [&](auto take) {
+    read_columns(a, where, tile, [&](const batch_t& batch) {
+      take([&](int k, int j) { return batch.score<double>(k, j); });
+    });
+  };
+  careful_logs(log, read,
+               [&](auto& value, auto f) { combine_columns(shared, value, f); });
 }
 
 // --- the sums of many threads --------------------------------------------------------

@@ -15,6 +15,8 @@ from cupyflash.distributed import _environment, _plan
 from cupyflash.distributed._comm import Comm, ending_all, shifted
 
 _LENGTHS = {"query_lengths": "seqlen_q", "key_lengths": "seqlen_k"}
+# Results over parts of the keys that are held before they are joined.
+_JOINED_AT_ONCE = 8
 
 
 @foreign_names.documented("q", "k", "v")
@@ -90,10 +92,11 @@ def attention(
     -----
     At step t a rank computes with the keys of the t-th rank before it, while those of
     the next step are on their way [1]_; results are joined by
-    `cupyflash.merge_attention_states` in float32 (float64 for float64), rounded to the
-    dtype once before and once after. In a zigzag the ranks have equal work under a
-    causal mask [2]_. Keys that no query of a rank sees are not sent to it. A rank holds
-    its own keys and those of two others; results are the same in every run.
+    `cupyflash.merge_attention_states` in float32 (float64 for float64), up to eight at
+    once: each part is rounded to the dtype, and what eight of them give again. In a
+    zigzag the ranks have equal work under a causal mask [2]_. Keys that no query of a
+    rank sees are not sent to it. A rank holds its own keys, those of two others, and up
+    to eight results; these are the same in every run.
 
     That the ranks make the same call is checked once for each shape and set of options.
     On GPUs a call returns when the keys have arrived, while their last part is still
@@ -452,26 +455,30 @@ def _travel(call, k, v):
 
 def _forward(call):
     q, k, v = (call.view(name) for name in ("q", "k", "v"))
-    state = _State(call, q.shape[-2])
-    if call.given["sinks"] is not None:
-        state.lse = _of_no_keys(call, q, k, v)
+    plan, rank = call.plan, call.comm.rank
+    has_sinks = call.given["sinks"] is not None
+    count = sum(len(plan.calls(rank, source)) for source in range(call.comm.size))
+    parts = _Parts(call, q.shape[-2], count + has_sinks)
+    if has_sinks:
+        out, lse = parts.room()
+        out[...], lse[...] = 0, _of_no_keys(call, q, k, v)
     for _, source, first, keys, values in _travel(call, k, v):
-        for c in call.plan.calls(call.comm.rank, source):
-            part = slice(c.keys.start - first, c.keys.stop - first)
-            state.add(
-                c.rows,
-                *cupyflash.attention(
-                    q[..., c.rows, :],
-                    keys[..., part, :],
-                    values[..., part, :],
-                    return_lse=True,
-                    **call.options_of(c),
-                ),
+        for c in plan.calls(rank, source):
+            here = slice(c.keys.start - first, c.keys.stop - first)
+            out, lse = parts.room()
+            _, lse[..., c.rows] = cupyflash.attention(
+                q[..., c.rows, :],
+                keys[..., here, :],
+                values[..., here, :],
+                out=out[..., c.rows, :],
+                return_lse=True,
+                **call.options_of(c),
             )
-    problem = call.plan.problem
+    out, lse = parts.joined()
+    problem = plan.problem
     ndim = 3 if problem.heads_axis else 2
-    out = call.as_given(state.out, ndim, arrays.to_dtype(problem.dtype))
-    return out, state.lse if problem.heads_axis else state.lse[0]
+    out = call.as_given(out, ndim, arrays.to_dtype(problem.dtype))
+    return out, lse if problem.heads_axis else lse[0]
 
 
 def _of_no_keys(call, q, k, v):
@@ -491,31 +498,49 @@ def _of_no_keys(call, q, k, v):
     return call.xp.concatenate(parts, axis=-1)
 
 
-class _State:
-    """out and lse of this rank's queries over the keys seen so far."""
+class _Parts:
+    """Results over parts of the keys, a few of them joined at a time, along a tree.
 
-    def __init__(self, call, seqlen_q):
+    Joining sums in float32, and rounds to the dtype of the results: once a level.
+    """
+
+    def __init__(self, call, seqlen_q, count):
         problem, xp = call.plan.problem, call.xp
-        rows = (*problem.batch, problem.num_heads, seqlen_q)
-        dtype = call.compute_dtype()
-        self._all = slice(0, seqlen_q)
-        self._dtype = dtype
-        self._is_new = call.given["sinks"] is None
-        self.out = xp.zeros((*rows, problem.head_dim_v), dtype)
-        self.lse = xp.full(rows, -np.inf, dtype)
+        slots = max(1, min(count, _JOINED_AT_ONCE))
+        rows = (slots, *problem.batch, problem.num_heads, seqlen_q)
+        dtype = arrays.to_dtype(problem.dtype)
+        # Rows that a part has not are as those that saw no key, which add nothing.
+        make = xp.zeros if slots == 1 else xp.empty
+        self._outs = make((*rows, problem.head_dim_v), dtype)
+        self._lses = xp.full(rows, -np.inf, arrays.to_dtype(problem.compute_dtype))
+        self._used = 0
+        above = -(-count // slots)
+        self._above = _Parts(call, seqlen_q, above) if above > 1 else None
 
-    def add(self, rows, out, lse):
-        """Join the result over other keys to that of some rows."""
-        if self._is_new and rows == self._all:
-            self.out, self.lse = out, lse
-        else:
-            self.out = self.out.astype(self._dtype, copy=False)
-            merged = cupyflash.merge_attention_states(
-                [self.out[..., rows, :], out.astype(self._dtype)],
-                [self.lse[..., rows], lse],
-            )
-            self.out[..., rows, :], self.lse[..., rows] = merged
-        self._is_new = False
+    def room(self):
+        """Arrays for out and lse of the next part, to be written where it has rows."""
+        if self._used == len(self._outs):
+            self._move_up()
+        self._used += 1
+        return self._outs[self._used - 1], self._lses[self._used - 1]
+
+    def joined(self):
+        """out and lse over all parts."""
+        if self._above is not None:
+            self._move_up()
+            return self._above.joined()
+        if len(self._outs) == 1:
+            return self._outs[0], self._lses[0]
+        return cupyflash.merge_attention_states(
+            self._outs[: self._used], self._lses[: self._used]
+        )
+
+    def _move_up(self):
+        out, lse = self._above.room()
+        _, lse[...] = cupyflash.merge_attention_states(
+            self._outs[: self._used], self._lses[: self._used], out=out
+        )
+        self._lses[...], self._used = -np.inf, 0
 
 
 def _backward(call):
@@ -564,7 +589,7 @@ class _Sum:
             self.sum = part
         else:
             self.sum = self.sum.astype(self._dtype, copy=False)
-            self.sum[..., rows, :] += part.astype(self._dtype)
+            self.sum[..., rows, :] += part
         self._is_new = False
 
 

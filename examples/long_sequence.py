@@ -1,0 +1,124 @@
+"""
+A sequence over several processes
+=================================
+
+Attention over a sequence of which each process has a part. Started by hand, the script
+starts two processes on this machine, which compute with NumPy. With ``--gpu`` each
+takes a GPU, and NCCL carries keys and values; under ``torchrun`` or ``mpirun`` it is
+one of their ranks.
+
+Run it: ``python examples/long_sequence.py``, with ``--ranks 4``, or with
+``--gpu --tokens 1000000`` on two GPUs.
+"""
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+from _support import choose, to_numpy
+
+import cupyflash
+from cupyflash import distributed
+
+HEADS, KV_HEADS, DIM = 4, 2, 64
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--ranks", type=int, default=2)
+parser.add_argument("--gpu", action="store_true", help="one GPU a rank")
+parser.add_argument("--tokens", type=int, help="length of the sequence")
+options = parser.parse_args()
+tokens = options.tokens or choose(tiny=500, cpu=3_000, gpu=3_000)
+
+# %%
+# What each rank does
+# -------------------
+# It makes its own part of the sequence: two pieces, one from the front and one from the
+# back, so that all have equal work under a causal mask. Every token here is a function
+# of its place, so that no rank needs the whole.
+
+
+def tokens_at(places, heads, seed):
+    """Numbers that depend on the place in the sequence alone."""
+    phases = np.random.default_rng(seed).uniform(0, 2 * np.pi, (heads, 1, DIM))
+    waves = np.random.default_rng(seed + 1).uniform(0, 1, (heads, 1, DIM))
+    return (2 * np.sin(places[None, :, None] * waves + phases)).astype(np.float32)
+
+
+def rank_of_many():
+    """One rank: attention and its gradients of this rank's part."""
+    xp = np
+    with distributed.connect(timeout=120) as comm:
+        if options.gpu:
+            import cupy as xp
+
+            xp.cuda.Device(comm.local_rank).use()
+        places = distributed.shard(np.arange(tokens), comm, axis=0, causal=True)
+        q = xp.asarray(tokens_at(places, HEADS, 0))
+        k, v = (xp.asarray(tokens_at(places, KV_HEADS, seed)) for seed in (2, 4))
+
+        start = time.perf_counter()
+        out, lse = distributed.attention(q, k, v, comm, causal=True, return_lse=True)
+        grads = distributed.attention_vjp(
+            out, q, k, v, out, lse, comm, causal=True, deterministic=True
+        )
+        norm = float(abs(grads.dk).sum())  # waits for the GPU
+        seconds = time.perf_counter() - start
+        print(
+            f"rank {comm.rank} of {comm.size}: {len(places):,} of {tokens:,} tokens, "
+            f"{seconds:.2f} s, |dk| {norm:.4g}",
+            flush=True,
+        )
+        check(places, to_numpy(out))
+
+
+def check(places, out):
+    """Some queries again, in one process: they see all keys before them."""
+    k, v = (tokens_at(np.arange(tokens), KV_HEADS, seed) for seed in (2, 4))
+    for n in (0, len(places) // 2, len(places) - 1):
+        place = int(places[n])
+        q = tokens_at(places[n : n + 1], HEADS, 0)
+        alone = cupyflash.attention(q, k, v, causal=True, query_offset=place)
+        np.testing.assert_allclose(out[:, n], alone[:, 0], atol=1e-5)
+
+
+# %%
+# Starting them
+# -------------
+# A launcher tells each process its rank in environment variables. So does this, for
+# processes on this machine.
+
+
+def start_ranks():
+    """Start this script once a rank, and wait."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, *sys.argv[1:]],
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(options.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(options.ranks)
+    ]
+    for process in ranks:
+        print(process.communicate()[0], end="")
+    assert not any(process.returncode for process in ranks)
+
+
+LAUNCHERS = "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"
+if any(name in os.environ for name in LAUNCHERS):
+    rank_of_many()
+else:
+    start_ranks()

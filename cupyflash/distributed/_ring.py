@@ -11,7 +11,7 @@ from cupyflash._attention.problem import heads_first
 from cupyflash._attention.vjp_problem import AttentionGrads
 from cupyflash._core import arrays, foreign_names
 from cupyflash._core.typing import Array, Layout, Method, Never, Precision, Window
-from cupyflash.distributed import _environment, _plan
+from cupyflash.distributed import _bits, _environment, _plan
 from cupyflash.distributed._comm import Comm, ending_all, shifted
 
 _LENGTHS = {"query_lengths": "seqlen_q", "key_lengths": "seqlen_k"}
@@ -356,7 +356,7 @@ class _Call:
             x = x[0]
         elif self.options["layout"] == "bshd":
             x = x.swapaxes(-3, -2)
-        return self.xp.ascontiguousarray(x.astype(dtype, copy=False))
+        return _bits.contiguous(self.xp, _bits.cast(self.xp, x, dtype))
 
     def compute_dtype(self):
         return arrays.to_dtype(self.plan.problem.compute_dtype)
@@ -428,7 +428,7 @@ def _travel(call, k, v):
         first, end = plan.needed(target, comm.rank)
         if (first, end) not in packed:
             packed[first, end] = [
-                xp.ascontiguousarray(x[..., first:end, :]) for x in (k, v)
+                _bits.contiguous(xp, x[..., first:end, :]) for x in (k, v)
             ]
         begin, stop = plan.needed(comm.rank, source)
         received = [
@@ -461,7 +461,8 @@ def _forward(call):
     parts = _Parts(call, q.shape[-2], count + has_sinks)
     if has_sinks:
         out, lse = parts.room()
-        out[...], lse[...] = 0, _of_no_keys(call, q, k, v)
+        _bits.bits(out)[...] = 0
+        lse[...] = _of_no_keys(call, q, k, v)
     for _, source, first, keys, values in _travel(call, k, v):
         for c in plan.calls(rank, source):
             here = slice(c.keys.start - first, c.keys.stop - first)
@@ -567,12 +568,12 @@ def _backward(call):
             dq.add(c.rows, grads.dq)
             dk.add(part, grads.dk)
             dv.add(part, grads.dv)
-        home.send(shift, dk.sum, dv.sum)
+        home.send(shift, dk.total(), dv.total())
     dk, dv = home.sums()
     return AttentionGrads(
         *(
             call.as_given(x, call.given[name].ndim, call.given[name].dtype)
-            for name, x in (("q", dq.sum), ("k", dk), ("v", dv))
+            for name, x in (("q", dq.total()), ("k", dk), ("v", dv))
         )
     )
 
@@ -581,16 +582,27 @@ class _Sum:
     """A gradient of the shape of `like`, made of those of parts of its rows."""
 
     def __init__(self, like, dtype, xp):
-        self.sum = xp.zeros(like.shape, dtype)
-        self._dtype, self._is_new = dtype, True
+        self._shape, self._dtype, self._xp = like.shape, dtype, xp
+        self._first, self.sum = None, None
 
     def add(self, rows, part):
-        if self._is_new and part.shape == self.sum.shape:
-            self.sum = part
-        else:
-            self.sum = self.sum.astype(self._dtype, copy=False)
-            self.sum[..., rows, :] += part
-        self._is_new = False
+        if self._first is None and self.sum is None and part.shape == self._shape:
+            self._first = part  # of which the only one needs no sum
+            return
+        if self.sum is None:
+            self.sum = self._xp.zeros(self._shape, self._dtype)
+        if self._first is not None:
+            _bits.add(self.sum, self._first)
+            self._first = None
+        _bits.add(self.sum[..., rows, :], part)
+
+    def total(self):
+        """The sum, in the dtype of its only part or of sums."""
+        if self._first is not None:
+            return self._first
+        return (
+            self._xp.zeros(self._shape, self._dtype) if self.sum is None else self.sum
+        )
 
 
 class _Home:
@@ -613,7 +625,7 @@ class _Home:
         source, target = shifted(comm, shift)
         xp = call.xp
         sent = [
-            xp.ascontiguousarray(part.astype(x.dtype, copy=False))
+            _bits.contiguous(xp, _bits.cast(xp, part, x.dtype))
             for part, x in zip((dk, dv), self._like, strict=True)
         ]
         first, end = call.plan.needed(source, comm.rank)
@@ -633,7 +645,7 @@ class _Home:
 
     def sums(self):
         self._take()
-        return [total.sum for total in self._sums]
+        return [total.total() for total in self._sums]
 
     def _take(self):
         """Add what has been posted before."""

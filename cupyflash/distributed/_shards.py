@@ -8,6 +8,7 @@ import numpy as np
 
 from cupyflash._core import arrays
 from cupyflash._core.typing import Array
+from cupyflash.distributed import _bits
 from cupyflash.distributed._comm import Comm, ending_all, shifted
 
 
@@ -101,8 +102,8 @@ def shard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Arra
         arrays.index("axis", axis, "an int"), x.ndim, "axis"
     )
     chunks = even_chunks(x.shape[axis], comm.size, zigzag)[comm.rank]
-    return xp.concatenate(
-        [_rows(x, axis, c.first, c.length) for c in chunks], axis=axis
+    return _bits.joined(
+        xp, [_rows(x, axis, c.first, c.length) for c in chunks], axis=axis
     )
 
 
@@ -163,7 +164,7 @@ def unshard(x: Array, comm: Comm, axis: int = -2, *, causal: bool = False) -> Ar
     whole[axis] = sum(lengths)
     with ending_all(comm):
         found = xp.empty(whole, x.dtype)
-        own = xp.ascontiguousarray(x)
+        own = _bits.contiguous(xp, x)
         _deal(found, axis, own, chunks[comm.rank])
         for shift in range(1, comm.size):
             target, source = shifted(comm, shift)
@@ -211,6 +212,7 @@ def _agree_on_parts(comm, x, axis):
 
 def _deal(whole, axis, part, chunks):
     """Write a rank's part where it belongs."""
+    whole, part = _bits.bits(whole), _bits.bits(part)
     for c in chunks:
         _rows(whole, axis, c.first, c.length)[...] = _rows(part, axis, c.at, c.length)
 

@@ -3,7 +3,7 @@
 import queue
 import threading
 
-from cupyflash.distributed import Comm
+from cupyflash.distributed import Comm, _bits
 from cupyflash.distributed._comm import shifted
 
 
@@ -25,7 +25,7 @@ class ThreadComm(Comm):
             events, arrays = self._boxes[source, self.rank].get(timeout=self.timeout)
             for event, mine, other in zip(events, received, arrays, strict=True):
                 _wait_for(event)
-                mine[...] = other
+                _bits.bits(mine)[...] = _bits.bits(other)
             self._kept += arrays  # until the copies are done
 
         return wait

@@ -1,0 +1,57 @@
+"""Moves and casts by bits are those of ml_dtypes."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupyflash.distributed import _bits
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def every_bfloat16():
+    return np.arange(1 << 16, dtype=np.uint16).view(BFLOAT16)
+
+
+def test_bfloat16_is_added_as_float32():
+    x = every_bfloat16()[:0x7F80]  # finite, not negative
+    total = np.ones(x.shape, np.float32)
+    _bits.add(total, x)
+    np.testing.assert_array_equal(total, 1 + x.astype(np.float32))
+
+
+def test_casts_round_to_nearest_even():
+    rng = np.random.default_rng(0)
+    words = rng.integers(0, 1 << 32, 200_000, dtype=np.uint32)
+    halves = (np.arange(1 << 16, dtype=np.uint32) << 16) + 0x8000
+    x = np.concatenate([words, halves, halves + 1, halves - 1]).view(np.float32)
+    got = _bits.cast(np, x, BFLOAT16)
+    with np.errstate(invalid="ignore"):
+        want = x.astype(BFLOAT16)
+    np.testing.assert_array_equal(np.isnan(x), np.isnan(got.astype(np.float32)))
+    here = ~np.isnan(x)
+    np.testing.assert_array_equal(got.view("u2")[here], want.view("u2")[here])
+
+
+def test_other_dtypes_are_cast_as_ever():
+    x = np.array([1.0, 1e-9, 70000.0], np.float32)
+    with np.errstate(over="ignore"):
+        got = _bits.cast(np, x, np.dtype("float16"))
+        np.testing.assert_array_equal(got, x.astype("float16"))
+    assert _bits.cast(np, x, np.dtype("float32")) is x
+    y = every_bfloat16()
+    assert _bits.cast(np, y, BFLOAT16) is y
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype("float32")])
+def test_moves(dtype):
+    x = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    turned = x.swapaxes(0, 2)
+    got = _bits.contiguous(np, turned)
+    assert got.flags.c_contiguous
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, turned)
+    assert _bits.contiguous(np, x) is x
+    joined = _bits.joined(np, [x, turned.swapaxes(0, 2)], axis=1)
+    assert joined.dtype == dtype
+    np.testing.assert_array_equal(joined, np.concatenate([x, x], axis=1))

@@ -19,7 +19,7 @@ extern "C" __global__ void points_arrange(
     const value_t* __restrict__ values,   // (batch, num_points, num_columns), or null
     const long long* __restrict__ order,  // (batch, num_points), or null
     coord_t* __restrict__ sorted,         // (batch, kDim, padded)
-    double* __restrict__ sorted_weights,  // (batch, padded), log2, or null
+    double* __restrict__ sorted_weights,  // (batch, padded), or null
     value_t* __restrict__ sorted_values,  // (batch, chunks kColumns, padded), or null
     long long num_points,
     long long padded,
@@ -36,7 +36,7 @@ extern "C" __global__ void points_arrange(
     sorted[(entry * kDim + d) * padded + j] = x[i * kDim + d];
   }
   if (sorted_weights != nullptr) {
-    double weight = weights != nullptr ? kLog2e * static_cast<double>(weights[i]) : 0;
+    double weight = weights != nullptr ? static_cast<double>(weights[i]) : 0;
     if (!exists) weight = -infinity<double>();
     sorted_weights[entry * padded + j] = weight;
   }
@@ -102,7 +102,7 @@ extern "C" __global__ void points_arrange_boxes(
   value_t largest = 0;
   for (int j = lane; j < BOX_POINTS; j += kWarpSize) {
     const long long at = entry * padded + tile * BOX_POINTS + j;
-    const double weight = sorted_weights != nullptr ? sorted_weights[at] : 0;
+    const double weight = sorted_weights != nullptr ? kLog2e * sorted_weights[at] : 0;
     top = fmaxf(top, __double2float_ru(weight));
     if (weight > -infinity<double>()) bottom = fminf(bottom, __double2float_rd(weight));
     is_odd |= !(weight < infinity<double>());

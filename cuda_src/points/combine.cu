@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // points_combine: the parts of each row become its result, at the row's own place.
 //
-// A row whose digits the launches before cannot promise is named in `redo`, and with
-// REPAIR only rows so named are written (or all, where sums were too small to skip by).
+// A row whose digits the launches before cannot promise is named in `redo`, and in a
+// repair only rows so named are written (or all, where sums were too small to skip by).
 // An error of a score is some 2^-24 of what it is made of: at most `top - lse`, since
 // the heaviest keys may be the nearest. A log-sum may be 2 ulp off, so that a large one
 // may have larger scores: by `slack`, which hangs on the kernel that made the parts.
@@ -29,7 +29,7 @@ extern "C" __global__ void points_combine(
   const int row = static_cast<int>(n % params.padded_rows), chunk = blockIdx.y;
   if (entry >= params.batch || row >= params.num_rows) return;
   int& flag = redo[entry * (params.padded_rows / kGroup) + row / kGroup];
-  if constexpr (REPAIR) {
+  if (params.repair) {
     bool is_named = flag != 0;
     if (!kHasWeights) {
       const float largest = __uint_as_float(facts[entry].results);
@@ -42,7 +42,7 @@ extern "C" __global__ void points_combine(
   }
 
   const int num_parts =
-      REPAIR || facts[entry].degree > 0 ? params.num_parts : params.first_part;
+      params.repair || facts[entry].degree > 0 ? params.num_parts : params.first_part;
   const double inf = infinity<double>();
   const long long first = part_row(params, chunk, entry, 0, row);
   const auto sum_at = [&](int part, int c) {
@@ -103,7 +103,7 @@ extern "C" __global__ void points_combine(
       greatest = fmaxf(greatest, fabsf(static_cast<float>(value)));
     }
   }
-  if constexpr (!REPAIR) {
+  if (!params.repair) {
     if (!is_good) flag = 1;
     if (!kHasWeights && greatest > 0) {
       atomicMax(&facts[entry].results, __float_as_uint(greatest));

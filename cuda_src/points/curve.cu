@@ -6,33 +6,61 @@
 // Grid       (ceil(num_points / block), batch)
 // Limits     kDim kBits <= 63; points that are not finite get any place
 
-#include "common/types.cuh"
+#include "common/reduce.cuh"
+#include "points/ordered.cuh"
 
 using coord_t = COORD_T;
 constexpr int kDim = DIM;
 constexpr int kBits = kDim == 1 ? 31 : (63 / kDim > 20 ? 20 : 63 / kDim);
 
+// The box of a cloud: of each axis the largest -x and x, as ordered(); 0 before.
+extern "C" __global__ void points_curve_bounds(
+    const coord_t* __restrict__ x,  // (batch, num_points, kDim)
+    unsigned* __restrict__ bounds,  // (batch, 2, kDim)
+    long long num_points) {
+  const long long entry = blockIdx.y;
+  const long long first = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
+  unsigned most[2 * kDim] = {};
+  for (long long i = first; i < num_points;
+       i += static_cast<long long>(gridDim.x) * blockDim.x) {
+#pragma unroll
+    for (int d = 0; d < kDim; ++d) {
+      const float a = static_cast<float>(x[(entry * num_points + i) * kDim + d]);
+      if (!(a - a == 0)) continue;
+      most[d] = max(most[d], ordered(-a));
+      most[kDim + d] = max(most[kDim + d], ordered(a));
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2 * kDim; ++n) {
+    const unsigned of_warp =
+        warp_reduce(most[n], [](unsigned a, unsigned b) { return a > b ? a : b; });
+    if (threadIdx.x % kWarpSize == 0) atomicMax(&bounds[entry * 2 * kDim + n], of_warp);
+  }
+}
+
 extern "C" __global__ void points_curve(
-    const coord_t* __restrict__ x,     // (batch, num_points, kDim)
-    const coord_t* __restrict__ low,   // (batch, kDim): corners of the cloud's box
-    const coord_t* __restrict__ high,  // (batch, kDim)
+    const coord_t* __restrict__ x,           // (batch, num_points, kDim)
+    const unsigned* __restrict__ bounds,     // (batch, 2, kDim), of points_curve_bounds
     unsigned long long* __restrict__ codes,  // (batch, num_points)
     long long num_points) {
   const long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= num_points) return;
   const long long entry = blockIdx.y;
-  double side = 0;
+  const unsigned* of_entry = bounds + entry * 2 * kDim;
+  double low[kDim], side = 0;
+#pragma unroll
   for (int d = 0; d < kDim; ++d) {
-    const double length = static_cast<double>(high[entry * kDim + d]) -
-                          static_cast<double>(low[entry * kDim + d]);
+    low[d] = -from_ordered(of_entry[d]);
+    const double length = from_ordered(of_entry[kDim + d]) - low[d];
     side = length > side ? length : side;
   }
   const double steps = side > 0 ? static_cast<double>(1u << kBits) / side : 0;
   unsigned a[kDim];
 #pragma unroll
   for (int d = 0; d < kDim; ++d) {
-    const double from = static_cast<double>(x[(entry * num_points + i) * kDim + d]) -
-                        static_cast<double>(low[entry * kDim + d]);
+    const double from =
+        static_cast<double>(x[(entry * num_points + i) * kDim + d]) - low[d];
     a[d] = min(__double2uint_rz(from * steps), (1u << kBits) - 1);
   }
 #pragma unroll 1

@@ -16,7 +16,7 @@
 // References m_i is the largest score of the first tile that a row sees. It moves where
 //            the bound of a tile says that a sum could overflow, and when a sum is
 //            tall.
-// REPAIR     only blocks that `redo` names, or sums that are too small beside the
+// Repair     only blocks that `redo` names, or sums that are too small beside the
 //            values for what the first launch skipped.
 
 #include "common/exp2_f64.cuh"
@@ -76,7 +76,7 @@ struct block_t {
   const accum_t* b;
   const float* boxes;
   int tx, ty;
-  double base;
+  double base;  // natural, taken off log weights before they are rounded
 };
 
 __device__ __forceinline__ int owned_row(const block_t& block) {
@@ -112,7 +112,8 @@ __device__ __forceinline__ void load_terms(smem_t& smem,
                                            const points_params_t& params,
                                            int first) {
   const int j = threadIdx.x;
-  if constexpr (kHasWeights) smem.h[j] = wide_t(block.h[first + j] - block.base);
+  if constexpr (kHasWeights)
+    smem.h[j] = wide_t((block.h[first + j] - block.base) * kLog2e);
 #pragma unroll
   for (int v = 0; v < kColumns; ++v) {
     const long long at = static_cast<long long>(v) * params.padded_keys + first + j;
@@ -299,7 +300,7 @@ __device__ __forceinline__ void visit(int tile,
   }
   join(sums, state, block);
   if constexpr (kHasWeights) {
-    const float ref = static_cast<float>(owned_ref(state, block) + block.base);
+    const float ref = static_cast<float>(owned_ref(state, block) + block.base * kLog2e);
     const float low = ref + static_cast<float>(log2_of(state.total[0]));
     const float least = -warp_reduce(state.total[0] > 0 ? -low : infinity<float>(),
                                      [](float a, float b) { return fmaxf(a, b); });
@@ -324,12 +325,12 @@ __device__ __forceinline__ void raise_floor(smem_t& smem) {
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct(
     const coord_t* __restrict__ x,             // (batch, kDim, padded_rows)
     const coord_t* __restrict__ y,             // (batch, kDim, padded_keys)
-    const double* __restrict__ h,              // (batch, padded_keys), log2
+    const double* __restrict__ h,              // (batch, padded_keys), natural
     const accum_t* __restrict__ b,             // (batch, chunks, kColumns, padded_keys)
     const float* __restrict__ row_boxes,       // (batch, groups, kBoxSize)
     const float* __restrict__ key_boxes,       // (batch, num_tiles, kBoxSize)
     const points_facts_t* __restrict__ facts,  // (batch)
-    const int* __restrict__ redo,              // (batch, groups), for REPAIR
+    const int* __restrict__ redo,              // (batch, groups), of a repair
     double* __restrict__ refs,                 // part_row
     accum_t* __restrict__ parts,               // part_row, kSums to each part
     points_params_t params) {
@@ -341,7 +342,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
   constexpr int kParts = kBlockRows / kGroup;
 
   float floor = kHasWeights ? -inf : from_ordered(facts[entry].values);
-  if constexpr (REPAIR) {
+  if (params.repair) {
     bool is_named = false;
     for (int n = 0; n < kParts; ++n) is_named |= redo[entry * groups + at * kParts + n];
     if (!kHasWeights) {
@@ -366,7 +367,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
   block.boxes = key_boxes + static_cast<long long>(entry) * params.num_tiles * kBoxSize;
   block.tx = threadIdx.x % kSide;
   block.ty = threadIdx.x / kSide;
-  block.base = 0;
+  const float top = from_ordered(facts[entry].top);
+  block.base = kHasWeights && is_finite(top) ? top * kLn2 : 0;
 
   if (threadIdx.x < kWarpSize) smem.table.fill(1);
   if (threadIdx.x < kThreads / kWarpSize) smem.least[threadIdx.x] = -inf;
@@ -388,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
     float score;
     start =
         smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
-    if (is_finite(score)) block.base = score;
+    if (is_finite(score)) block.base = score * kLn2;
     if (start >= 0) {
       visit(start, true, state, smem, block, params, exp2);
       raise_floor(smem);
@@ -413,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
     const int part = params.first_part + blockIdx.y;
     const long long place = part_row(params, blockIdx.z, entry, part, row);
     const wide_t ref = owned_ref(state, block);
-    refs[place] = ref > -infinity<wide_t>() ? block.base + ref : 0;
+    refs[place] = ref > -infinity<wide_t>() ? block.base * kLog2e + ref : 0;
     const long long of_part = place - row;
 #pragma unroll
     for (int c = 0; c < kSums; ++c) {

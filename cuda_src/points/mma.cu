@@ -31,6 +31,7 @@ constexpr int kBlockRows = kWarps * kGroup;
 constexpr int kRowTiles = 4;             // of 16 rows, in a warp
 constexpr int kSteps = (kDim + 4) / 4;   // products of 16 columns
 constexpr int kPolynomials = POLY;       // of 16 exponentials
+constexpr int kUnroll = UNROLL;          // products of 8 keys in flight
 constexpr unsigned short kOne = 0x3c00;  // float16
 constexpr float kNoWeight = -60000.f;    // the score of a key without weight
 constexpr float kFarthest = -30000.f;    // scores below it have no weight
@@ -51,7 +52,7 @@ struct block_t {
   int lane, warp, g, t;
   coord_t mid[kDim];
   double root;  // of the scale
-  double base;
+  double base;  // natural, taken off log weights before they are rounded
 };
 
 // A lane's rows: of the fragments, rows g and g + 8 of each tile; of totals, rows g and
@@ -138,7 +139,7 @@ __device__ __forceinline__ void store_key(smem_t& smem,
                                           int buffer,
                                           const key_t& key,
                                           const block_t& block) {
-  double term = kHasWeights ? key.h - block.base : 0;
+  double term = kHasWeights ? (key.h - block.base) * kLog2e : 0;
   float z[kDim];
 #pragma unroll
   for (int d = 0; d < kDim; ++d) {
@@ -259,7 +260,7 @@ __device__ __forceinline__ void attend(state_t& state,
                                        const block_t& block,
                                        int buffer) {
   float sums[kSums][2 * kRowTiles] = {};
-#pragma unroll 1
+#pragma unroll kUnroll
   for (int n = 0; n < kTileKeys / 8; ++n) {
     float s[kRowTiles][4];
     scores_of(s, state, smem, block, buffer, n);
@@ -319,7 +320,7 @@ __device__ __forceinline__ void raise_floor(smem_t& smem,
     const float above = total > 0 ? __log2f(total) : -1e-3f * fabsf(state.ref[half]);
     low = fminf(low, state.ref[half] - state.squared[half] + above);
   }
-  low += float(block.base);
+  low += float(block.base * kLog2e);
   smem.list.raise(block.warp, low - 1e-3f * fabsf(low));
 }
 
@@ -338,7 +339,8 @@ __device__ __forceinline__ void store_part(const state_t& state,
     const int row = first_row + owned_row(block, half);
     const long long place = part_row(params, blockIdx.z, entry, part, row);
     const long long of_part = place - row;
-    refs[place] = block.base + double(state.ref[half]) - double(state.squared[half]);
+    refs[place] =
+        block.base * kLog2e + double(state.ref[half]) - double(state.squared[half]);
     bool is_odd = state.ref[half] < kLowestRef;
     is_odd |= has_start && !(state.total[0][half] > 0);
 #pragma unroll
@@ -354,7 +356,7 @@ __device__ __forceinline__ void store_part(const state_t& state,
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
     points_mma(const coord_t* __restrict__ x,  // (batch, kDim, padded_rows)
                const coord_t* __restrict__ y,  // (batch, kDim, padded_keys)
-               const double* __restrict__ h,   // (batch, padded_keys), log2
+               const double* __restrict__ h,   // (batch, padded_keys), natural
                const float* __restrict__ b,    // (batch, chunks, kColumns, padded_keys)
                const float* __restrict__ row_boxes,  // (batch, groups, kBoxSize)
                const float* __restrict__ key_boxes,  // (batch, num_tiles, kBoxSize)
@@ -413,7 +415,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS)
   if constexpr (kHasWeights) {
     float score;
     start = smem.list.find_best(boxes, params.num_tiles, float(params.scale), score);
-    if (is_finite(score)) block.base = score;
+    if (is_finite(score)) block.base = score * kLn2;
     if (start >= 0) {
       load_key(key, block, start);
       store_key(smem, 0, key, block);

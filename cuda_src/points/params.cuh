@@ -9,6 +9,7 @@
 #pragma once
 
 #include "common/types.cuh"
+#include "points/ordered.cuh"
 
 constexpr int kDim = DIM;
 constexpr int kColumns = COLUMNS;      // of values, in one chunk
@@ -33,6 +34,7 @@ struct points_params_t {
   int num_tiles, tiles_per_split;
   int first_part, num_parts;  // of this launch (to combine: of the series); of all
   int num_columns;            // of values, in all chunks
+  int repair;                 // only what the launches before could not promise
   float drop;   // a tile whose best score is so many bits below a row's is skipped
   float slack;  // share of its own size that a log-sum may be made of beside 16 bits
   float limit;  // scale times squared reach up to which rows may be centred together
@@ -47,16 +49,6 @@ struct points_facts_t {
   float cut;         // product of squared reaches below which a pair is smooth; 0: none
   int degree;        // of the series that takes smooth pairs; 0: none
 };
-
-// Floats as unsigned numbers in the same order; 0 is below all of them.
-__device__ __forceinline__ unsigned ordered(float x) {
-  const unsigned bits = __float_as_uint(x);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ float from_ordered(unsigned x) {
-  if (x == 0) return -__int_as_float(0x7f800000);
-  return __uint_as_float(x >> 31 ? x & 0x7fffffffu : ~x);
-}
 
 // Where a row of a part lies: parts are (chunk, batch, part, row), and of the sums
 // (chunk, batch, part, sum, row).

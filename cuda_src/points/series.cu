@@ -70,7 +70,7 @@ struct block_t {
   int lane, warp;
   float mid[kDim];
   double root;
-  double base;
+  double base;  // natural
 };
 
 struct state_t {
@@ -197,7 +197,7 @@ __device__ __forceinline__ void make_moments(smem_t& smem,
 #pragma unroll
   for (int q = 0; q < kKeysOfLane; ++q) {
     const int j = tile * kTileKeys + q * kWarpSize + block.lane;
-    double score = kHasWeights ? block.h[j] - block.base : 0;
+    double score = kHasWeights ? (block.h[j] - block.base) * kLog2e : 0;
 #pragma unroll
     for (int d = 0; d < kDim; ++d) {
       const coord_t a = block.y[static_cast<long long>(d) * block.keys + j];
@@ -270,7 +270,7 @@ __device__ __forceinline__ void attend(state_t& state, const smem_t& smem, int s
 extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series(
     const coord_t* __restrict__ x,             // (batch, kDim, padded_rows)
     const coord_t* __restrict__ y,             // (batch, kDim, padded_keys)
-    const double* __restrict__ h,              // (batch, padded_keys), log2
+    const double* __restrict__ h,              // (batch, padded_keys), natural
     const float* __restrict__ b,               // (batch, chunks, kColumns, padded_keys)
     const float* __restrict__ row_boxes,       // (batch, groups, kBoxSize)
     const float* __restrict__ key_boxes,       // (batch, num_tiles, kBoxSize)
@@ -316,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
     float score;
     const int start =
         smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
-    if (is_finite(score)) block.base = score;
+    if (is_finite(score)) block.base = score * kLn2;
     if (start >= 0 && threadIdx.x < kWarps) {
       const float* keys = block.boxes + static_cast<long long>(start) * kBoxSize;
       smem.list.floor_[threadIdx.x] =
@@ -366,7 +366,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
       for (int r = 0; r < kRows; ++r) {
         low = fminf(low, __log2f(state.total[0][r]) + state.ref[r] - state.squared[r]);
       }
-      low += float(block.base);
+      low += float(block.base * kLog2e);
       smem.list.raise(block.warp, low - 1e-3f * fabsf(low));
     }
   }
@@ -376,7 +376,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
     const int part = params.first_part + blockIdx.y;
     const long long place = part_row(params, blockIdx.z, entry, part, row);
     const bool has_ref = state.ref[r] > -infinity<float>();
-    refs[place] = has_ref ? block.base + state.ref[r] - state.squared[r] : 0;
+    refs[place] = has_ref ? block.base * kLog2e + state.ref[r] - state.squared[r] : 0;
 #pragma unroll
     for (int c = 0; c < kSums; ++c) {
       const long long sums = (place - row) * kSums;

@@ -29,14 +29,16 @@ def draw(seed):
     kernels = list(pairs.KERNELS if reduction == "kernel_sum" else pairs.POSITIVE)
     kernel = "gaussian" if rng.random() < 0.5 else kernels[rng.integers(len(kernels))]
     dtype = np.dtype("float32" if rng.random() < 0.75 else "float64")
-    dim = int(rng.choice([1, 2, 3, 3, 3, 4, 5, 6, 7, 8, 9, 20, 64, 130]))
+    # Each dimension has kernels of its own, which have to be compiled.
+    dims = [1, 2, 3, 3, 3, 5, 8, 20, 64] if kernel == "gaussian" else [3, 20]
+    dim = int(rng.choice(dims))
     num_x, num_y = (int(2 ** rng.uniform(0, 14.5)) for _ in range(2))
     if rng.random() < 0.1:
         num_x = int(2 ** rng.uniform(14, 17))
     num_y = max(1, min(num_y, MOST_PAIRS // num_x // max(1, dim // 8)))
     batch = (int(rng.integers(1, 4)),) if rng.random() < 0.2 and num_x < 4096 else ()
     bandwidth = float(10 ** rng.uniform(-2.5, 1))
-    if rng.random() < 0.15:
+    if rng.random() < 0.15 and dim in (3, 20):
         bandwidth = tuple((bandwidth * 2 ** rng.uniform(-1, 1, dim)).tolist())
     offset = float(rng.choice([0, 0, 1e3, 1e6])) * np.asarray(bandwidth)
     x = _cloud(rng, (*batch, num_x, dim))
@@ -51,7 +53,7 @@ def draw(seed):
         weights = rng.standard_normal((*batch, num_y)) * rng.choice([1, 1, 10, 300])
         if rng.random() < 0.3:
             weights[rng.random(weights.shape) < rng.random()] = -np.inf
-    columns = int(rng.choice([1, 1, 2, 3, 4, 5, 9]))
+    columns = int(rng.choice([1, 1, 3, 4, 9]))
     values = rng.standard_normal((*batch, num_y, columns)) * 10 ** rng.uniform(-6, 6)
     if rng.random() < 0.3:
         values = np.abs(values)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import cupy
 import numpy as np
 
+from cupyflash._cuda import plan_cache
 from cupyflash._cuda.launch import Launch
 from cupyflash._points.gpu import config
 from cupyflash._points.gpu.config import Pairs
@@ -27,20 +28,18 @@ def sorted_where_worth(pairs: Pairs) -> Pairs:
 def order(x):
     """The order of points (batch, points, axes) along a curve, (batch, points)."""
     batch, num_points, dim = x.shape
-    low, high = x.min(axis=1), x.max(axis=1)
+    bounds = cupy.zeros((batch, 2, dim), np.uint32)
     codes = cupy.empty((batch, num_points), np.uint64)
-    launch = _launch(x.dtype.name, dim, num_points, batch, x.data.device_id)
-    launch.enqueue(x.data.ptr, low.data.ptr, high.data.ptr, codes.data.ptr, num_points)
+    key = x.dtype.name, dim, num_points, batch, x.data.device_id
+    launches = _launches.get(key)
+    if launches is None:
+        configs = config.curve_configs(*key[:-1])
+        launches = [Launch(one, x.data.device_id) for one in configs]
+        _launches.put(key, launches)
+    find_bounds, place = launches
+    find_bounds.enqueue(x.data.ptr, bounds.data.ptr, num_points)
+    place.enqueue(x.data.ptr, bounds.data.ptr, codes.data.ptr, num_points)
     return cupy.argsort(codes, axis=-1)
 
 
-def _launch(dtype, dim, num_points, batch, device_id):
-    key = dtype, dim, num_points, batch, device_id
-    found = _launches.get(key)
-    if found is None:
-        launch = Launch(config.curve_config(dtype, dim, num_points, batch), device_id)
-        found = _launches.setdefault(key, launch)
-    return found
-
-
-_launches: dict[tuple, Launch] = {}
+_launches = plan_cache.PlanCache()

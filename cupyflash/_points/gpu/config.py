@@ -18,6 +18,7 @@ MAX_BOX_DIM = 8
 # Rows are padded to a multiple of what any kernel takes at a time.
 _ROW_PADDING = 512
 _THREADS = 256
+_BOUNDS_BLOCKS = 256
 
 PARAMS = Struct(
     "points_params_t",
@@ -29,6 +30,7 @@ PARAMS = Struct(
         ("int", "num_tiles", "tiles_per_split"),
         ("int", "first_part", "num_parts"),
         ("int", "num_columns"),
+        ("int", "repair"),
         ("float", "drop"),
         ("float", "slack"),
         ("float", "limit"),
@@ -179,11 +181,21 @@ def pack(pairs: Pairs, **fields: Any) -> bytes:
     return PARAMS.pack({**known, **fields})
 
 
-def curve_config(dtype: str, dim: int, num_points: int, batch: int) -> LaunchConfig:
-    """The launch that places points on a Hilbert curve."""
+def curve_configs(
+    dtype: str, dim: int, num_points: int, batch: int
+) -> tuple[LaunchConfig, LaunchConfig]:
+    """The launches that find a cloud's bounds, and its points' places on a curve."""
     switches = (("COORD_T", CUDA_TYPES[dtype]), ("DIM", str(dim)))
-    variant = Variant("points/curve.cu", "points_curve", switches)
-    return LaunchConfig(variant, (-(-num_points // _THREADS), batch), (_THREADS,))
+    bounds, curve = (
+        Variant("points/curve.cu", entry, switches)
+        for entry in ("points_curve_bounds", "points_curve")
+    )
+    blocks = -(-num_points // _THREADS)
+    few = min(blocks, _BOUNDS_BLOCKS), batch
+    return (
+        LaunchConfig(bounds, few, (_THREADS,)),
+        LaunchConfig(curve, (blocks, batch), (_THREADS,)),
+    )
 
 
 def arrange_config(pairs: Pairs, padded: int) -> LaunchConfig:
@@ -207,13 +219,13 @@ def boxes_config(pairs: Pairs, padded: int, box_points: int) -> LaunchConfig:
     return LaunchConfig(variant, (padded // box_points, pairs.batch), (32,))
 
 
-def combine_config(pairs: Pairs, repair: bool) -> LaunchConfig:
+def combine_config(pairs: Pairs) -> LaunchConfig:
     """The launch that makes results of parts."""
     variant = Variant(
         "points/combine.cu",
         "points_combine",
         # Whatever the coordinates are.
-        defines(pairs, COORD_T=CUDA_TYPES[pairs.dtype], DIM=1, REPAIR=int(repair)),
+        defines(pairs, COORD_T=CUDA_TYPES[pairs.dtype], DIM=1),
     )
     blocks = -(-pairs.batch * pairs.padded_rows // _THREADS)
     return LaunchConfig(variant, (blocks, pairs.num_chunks), (_THREADS,))

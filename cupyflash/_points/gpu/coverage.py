@@ -29,10 +29,9 @@ def _launches(pairs: Pairs, device: Device) -> Iterator[tuple[str, LaunchConfig]
     yield "arrange", config.boxes_config(pairs, pairs.padded_rows, config.GROUP)
     if pairs.is_sorted:
         size = pairs.num_rows, pairs.batch
-        yield "curve", config.curve_config(pairs.coord_dtype, pairs.dim, *size)
-    yield "combine", config.combine_config(pairs, repair=False)
-    if DIRECT.needs_repair(pairs):
-        yield "combine", config.combine_config(pairs, repair=True)
+        for launch in config.curve_configs(pairs.coord_dtype, pairs.dim, *size):
+            yield "curve", launch
+    yield "combine", config.combine_config(pairs)
     for row in KERNELS:
         if row.unsupported_reason(pairs, device) is None:
             launches, *_ = row.launches(pairs, device)

@@ -78,9 +78,13 @@ def steps(pairs: Pairs, device) -> Steps:
     def combined(repair):
         arguments = ("refs", "parts", order, "facts", "redo", out, lse)
         params = config.pack(
-            pairs, num_parts=num_parts, first_part=without_series, slack=row.slack
+            pairs,
+            num_parts=num_parts,
+            first_part=without_series,
+            slack=row.slack,
+            repair=repair,
         )
-        return config.combine_config(pairs, repair), (*arguments, params)
+        return config.combine_config(pairs), (*arguments, params)
 
     main, num_parts, without_series = row.launches(pairs, device)
     launches += main

@@ -49,9 +49,7 @@ class DirectKernel:
         blocks = pairs.batch * pairs.num_chunks * (pairs.padded_rows // rows)
         return config.splits(pairs, blocks, 8 * device.num_sms)
 
-    def config(
-        self, pairs: Pairs, num_splits: int, wide: bool, repair: bool
-    ) -> LaunchConfig:
+    def config(self, pairs: Pairs, num_splits: int, wide: bool) -> LaunchConfig:
         """The launch over so many splits of the keys."""
         rows = 4 if wide else 8
         # Two blocks of a multiprocessor at once, where registers are left for that.
@@ -66,7 +64,6 @@ class DirectKernel:
                 WIDE_T="double" if wide else "float",
                 ROWS=rows,
                 MIN_BLOCKS=2 if is_small else 1,
-                REPAIR=int(repair),
                 KERNEL=pairs.gpu_kernel.struct,
             ),
         )
@@ -83,7 +80,7 @@ class DirectKernel:
         """([(launch, arguments)], parts of each row, of these without a series)."""
         num_splits, tiles = self.split_keys(pairs, device)
         fields = {"tiles_per_split": tiles, "num_parts": num_splits}
-        launch = self.config(pairs, num_splits, self.is_wide(pairs), repair=False)
+        launch = self.config(pairs, num_splits, self.is_wide(pairs))
         arguments = (*config.ARRAYS, "facts", "redo", "refs", "parts")
         return (
             [(launch, (*arguments, config.pack(pairs, **fields)))],
@@ -94,8 +91,8 @@ class DirectKernel:
     def repair(self, pairs: Pairs, num_parts: int):
         """The launch that makes rows once more whose digits are not certain."""
         tiles = -(-pairs.num_tiles // num_parts)
-        fields = {"tiles_per_split": tiles, "num_parts": num_parts}
-        launch = self.config(pairs, num_parts, wide=True, repair=True)
+        fields = {"tiles_per_split": tiles, "num_parts": num_parts, "repair": 1}
+        launch = self.config(pairs, num_parts, wide=True)
         arguments = (*config.ARRAYS, "facts", "redo", "refs", "parts")
         return launch, (*arguments, config.pack(pairs, **fields))
 
@@ -120,6 +117,8 @@ class MmaKernel:
     slack: float = 0.75
     block_rows: int = 512
     polynomials: int = 4  # of 16 exponentials
+    unrolled: int = 1  # products of 8 keys in flight
+    blocks_of_sm: int = 24  # that there are at least, in all splits of the keys
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
         """Why this kernel cannot take a call, or None."""
@@ -147,7 +146,7 @@ class MmaKernel:
         grid = self._blocks(pairs), num_splits, pairs.num_chunks
         return LaunchConfig(variant, grid, (_THREADS,))
 
-    def config(self, pairs: Pairs, num_splits: int) -> LaunchConfig:
+    def config(self, pairs: Pairs, num_splits: int, device: Device) -> LaunchConfig:
         """The launch that takes tiles pair by pair."""
         return self._launch(
             pairs,
@@ -155,15 +154,19 @@ class MmaKernel:
             "points_mma",
             num_splits,
             POLY=self.polynomials,
-            MIN_BLOCKS=self._min_blocks(pairs),
+            UNROLL=self.unrolled,
+            MIN_BLOCKS=self._min_blocks(pairs, device),
         )
 
-    def _min_blocks(self, pairs):
+    def _min_blocks(self, pairs, device):
         """Blocks of a multiprocessor at once: as many as registers allow."""
         if pairs.dim <= 3:
-            by_sums = (3, 2, 2, 2, 1)
-        else:
+            # Newer compilers' schedules need more than 80 registers.
+            by_sums = (3 if device.cc < (10, 0) else 2, 2, 2, 2, 1)
+        elif pairs.dim <= 5:
             by_sums = (2, 2, 1, 1, 1)
+        else:
+            by_sums = (1, 1, 1, 1, 1)
         if pairs.coord_dtype == "float64":
             by_sums = (2, 1, 1, 1, 1)
         return by_sums[pairs.num_sums - 1]
@@ -204,7 +207,9 @@ class MmaKernel:
     def launches(self, pairs: Pairs, device: Device):
         """([(launch, arguments)], parts of each row, of these without a series)."""
         blocks = self._blocks(pairs) * pairs.num_chunks
-        num_splits, tiles = config.splits(pairs, blocks, 12 * device.num_sms)
+        num_splits, tiles = config.splits(
+            pairs, blocks, self.blocks_of_sm * device.num_sms
+        )
         degrees = self.degrees(pairs)
         more, tiles_of_series = 0, 0
         if degrees:
@@ -221,7 +226,7 @@ class MmaKernel:
             found.append((self.choose_config(pairs), (*boxes, params, cuts)))
         params = config.pack(pairs, tiles_per_split=tiles, **common)
         arguments = (*config.ARRAYS, "facts", "redo", *results, params)
-        found.append((self.config(pairs, num_splits), arguments))
+        found.append((self.config(pairs, num_splits, device), arguments))
         for degree in degrees:
             params = config.pack(
                 pairs,

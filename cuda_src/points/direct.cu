@@ -3,7 +3,7 @@
 //
 // Algorithm  q_ij = scale sum_d (x_id - y_jd)^2,  s_ij = h_j + exponent(q_ij) - m_i,
 //            l_i += 2^s_ij factor(q_ij),  o_i += 2^s_ij factor(q_ij) b_j
-//            Sums without weights (WEIGHTS 0) have m_i = h_j = 0 and no l_i.
+//            Sums without weights (WEIGHTS 0) have h_j = 0, one m for all and no l_i.
 // Grid       (batch x row blocks, splits of the keys, chunks of columns)
 // Tiles      threads stand 16 x 16 and own kRows rows and kKeys keys each: 16 kRows
 // rows
@@ -27,6 +27,7 @@ using coord_t = COORD_T;
 using wide_t = WIDE_T;
 using accum_t = ACCUM_T;
 
+constexpr float kLowestRef = -100;  // of sums: a near key must not overflow
 constexpr int kSide = 16;
 constexpr int kThreads = kSide * kSide;
 constexpr int kRows = ROWS;
@@ -230,8 +231,7 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows],
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       wide_t from = h;
-      if constexpr (kHasWeights)
-        from -= state.ref[r] > -infinity<wide_t>() ? state.ref[r] : 0;
+      from -= state.ref[r] > -infinity<wide_t>() ? state.ref[r] : 0;
       accum_t w = exp2(accum_t(score_of(d2[r][k], scale, from)));
       if constexpr (kernel_t::kHasFactor) {
         w *= kernel_t::factor(accum_t(scale * d2[r][k]));
@@ -397,6 +397,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_direct
       if (start < first || start >= last) {  // another split has its sum
 #pragma unroll
         for (int c = 0; c < kSums; ++c) state.total[c] = state.rest[c] = 0;
+      }
+    }
+  }
+  if constexpr (!kHasWeights && kIsWhole && kernel_t::kHasExponent) {
+    if (params.repair) {  // weights below the normal numbers, times large values
+      float score;
+      smem.list.find_best(block.boxes, params.num_tiles, float(params.scale), score);
+      const float ref = score - from_ordered(facts[entry].values);
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        state.ref[r] = is_finite(ref) ? fmaxf(fminf(ref, 0.f), kLowestRef) : 0.f;
       }
     }
   }

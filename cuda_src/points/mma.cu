@@ -73,6 +73,12 @@ __device__ __forceinline__ unsigned split(float x) {
   return pair_of(high, ptx::f16_from_f32(x - ptx::f32_from_f16(high)));
 }
 
+// What the parts hold: squared norms are made of this, so that a point is at no
+// distance from itself.
+__device__ __forceinline__ float whole(unsigned parts) {
+  return ptx::f32_from_f16(parts & 0xffff) + ptx::f32_from_f16(parts >> 16);
+}
+
 __device__ __forceinline__ int owned_row(const block_t& block, int half) {
   return block.warp * kGroup + block.t * 16 + block.g + 8 * half;
 }
@@ -109,7 +115,8 @@ __device__ __forceinline__ void load_rows(state_t& state, const block_t& block) 
     for (int d = 0; d < kDim; ++d) {
       const long long at =
           static_cast<long long>(d) * block.rows + owned_row(block, half);
-      const double z = float((block.x[at] - block.mid[d]) * coord_t(block.root));
+      const coord_t from = block.x[at] - block.mid[d];
+      const double z = 0.5 * whole(split(2 * float(from * coord_t(block.root))));
       squared = fma(z, z, squared);
     }
     state.squared[half] = float(squared);
@@ -140,11 +147,12 @@ __device__ __forceinline__ void store_key(smem_t& smem,
                                           const key_t& key,
                                           const block_t& block) {
   double term = kHasWeights ? (key.h - block.base) * kLog2e : 0;
-  float z[kDim];
+  unsigned split_y[kDim];
 #pragma unroll
   for (int d = 0; d < kDim; ++d) {
-    z[d] = float((key.y[d] - block.mid[d]) * coord_t(block.root));
-    term = fma(-double(z[d]), double(z[d]), term);
+    split_y[d] = split(float((key.y[d] - block.mid[d]) * coord_t(block.root)));
+    const double z = whole(split_y[d]);
+    term = fma(-z, z, term);
   }
   float p = float(term);
   const bool is_far = !(p > kFarthest);
@@ -159,7 +167,7 @@ __device__ __forceinline__ void store_key(smem_t& smem,
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       const int d = k * 4 + t;
-      const unsigned parts = d < kDim && !is_far ? split(z[d < kDim ? d : 0]) : 0;
+      const unsigned parts = d < kDim && !is_far ? split_y[d < kDim ? d : 0] : 0;
       columns[t] = make_uint2(parts, parts);
       if (d == kDim) columns[t] = make_uint2(pair_of(p1, p2), pair_of(p3, kOne));
     }

@@ -357,7 +357,7 @@ __device__ __forceinline__ void store_part(const state_t& state,
       parts[of_part * kSums + static_cast<long long>(c) * block.rows + row] = total;
       is_odd |= !is_finite(total);
     }
-    if (is_odd) redo[(entry * block.rows + row) / kGroup] = 1;
+    if (is_odd) redo[(static_cast<long long>(entry) * block.rows + row) / kGroup] = 1;
   }
 }
 

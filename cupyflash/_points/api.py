@@ -13,13 +13,8 @@ def _cpu():
 @functools.cache
 def _gpu():
     """The CuPy back end, imported when the first GPU array arrives."""
-    try:
-        from cupyflash._points.gpu import dispatch
-    except ImportError as error:
-        raise NotImplementedError(
-            "cupyflash.points takes NumPy arrays today, got x on a GPU: give "
-            "cupy.asnumpy(x)"
-        ) from error
+    from cupyflash._points.gpu import dispatch
+
     return dispatch
 
 

@@ -10,13 +10,17 @@ from cupyflash._cuda.structs import Struct
 
 LOG2E = math.log2(math.e)
 
+# Batch entries of one plan: the longest second axis of a grid, with room.
+MOST_ENTRIES = 1 << 15
+
 # As in cuda_src/points/params.cuh.
 GROUP = 64
 TILE_KEYS = 256
 MAX_BOX_DIM = 8
 
-# Rows are padded to a multiple of what any kernel takes at a time.
-_ROW_PADDING = 512
+# Rows are padded to a multiple of what a kernel takes at a time, those for clouds that
+# are sorted more than others.
+_SORTED_PADDING, _PADDING = 512, 128
 _THREADS = 256
 _BOUNDS_BLOCKS = 256
 
@@ -119,7 +123,8 @@ class Pairs:
 
     @property
     def padded_rows(self) -> int:
-        return -(-self.num_rows // _ROW_PADDING) * _ROW_PADDING
+        block = _SORTED_PADDING if self.is_sorted else _PADDING
+        return -(-self.num_rows // block) * block
 
     @property
     def padded_keys(self) -> int:
@@ -175,7 +180,7 @@ def pack(pairs: Pairs, **fields: Any) -> bytes:
         "num_tiles": pairs.num_tiles,
         "num_columns": pairs.num_columns,
         "drop": pairs.drop,
-        "slack": 2.0,
+        "slack": 0.0,
         "limit": -1.0,
     }
     return PARAMS.pack({**known, **fields})

@@ -37,6 +37,8 @@ def _compute(problem):
             parts = problem.of(reduction="logsumexp", values=None)
             _, lse = _compute(parts)
         return cupy.zeros(problem.out_shape, dtype), lse
+    if math.prod(problem.batch) > config.MOST_ENTRIES:
+        return _in_slabs(problem)
     pairs = pairs_of(problem)
     x, y = _coordinates(problem, pairs)
     weights = _flat(problem.log_weights, pairs, pairs.num_keys)
@@ -61,6 +63,27 @@ def _compute(problem):
         None if out is None else out.reshape(problem.out_shape),
         None if lse is None else lse.reshape(problem.lse_shape),
     )
+
+
+def _in_slabs(problem):
+    """A long batch, so many entries at a time."""
+    batch = math.prod(problem.batch)
+    arrays = {}
+    for name, axes in (("x", 2), ("y", 2), ("log_weights", 1), ("values", 2)):
+        a = getattr(problem, name)
+        arrays[name] = a if a is None else a.reshape(batch, *a.shape[a.ndim - axes :])
+    outs, lses = [], []
+    for first in range(0, batch, config.MOST_ENTRIES):
+        some = slice(first, first + config.MOST_ENTRIES)
+        part = {n: a if a is None else a[some] for n, a in arrays.items()}
+        out, lse = _compute(problem.of(batch=part["x"].shape[:1], **part))
+        outs.append(out)
+        lses.append(lse)
+
+    def joined(parts, shape):
+        return None if parts[0] is None else cupy.concatenate(parts).reshape(shape)
+
+    return joined(outs, problem.out_shape), joined(lses, problem.lse_shape)
 
 
 def _has_lse(problem):

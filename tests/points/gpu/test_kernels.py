@@ -120,6 +120,31 @@ def test_a_batch_is_its_entries():
         cupy.testing.assert_allclose(lse[i, j], of_one, rtol=3e-6)
 
 
+def test_a_batch_of_more_entries_than_a_grid_has():
+    cupy = pytest.importorskip("cupy")
+    rng = np.random.default_rng(0)
+    x = cupy.asarray(rng.random((70_000, 2, 1), np.float32))
+    y = cupy.asarray(rng.random((3, 1), np.float32))
+    lse = points.logsumexp(x, y, bandwidth=0.5)
+    assert lse.shape == (70_000, 2)
+    flat = points.logsumexp(x.reshape(-1, 1), y, bandwidth=0.5)
+    cupy.testing.assert_allclose(lse.ravel(), flat, rtol=2e-6, atol=2e-6)
+
+
+def test_the_curve_steps_from_cell_to_cell():
+    """Cells of a full grid, in the order of the curve, are neighbours."""
+    cupy = pytest.importorskip("cupy")
+    from cupyflash._points.gpu import clouds
+
+    for dim, side in ((1, 256), (2, 32), (3, 8)):
+        axes = np.meshgrid(*[np.arange(side)] * dim, indexing="ij")
+        cells = np.stack(axes, axis=-1).reshape(1, -1, dim).astype(np.float32)
+        cells = np.random.default_rng(0).permutation(cells, axis=1)
+        order = clouds.order(cupy.asarray(cells)).get()[0]
+        steps = np.abs(np.diff(cells[0, order], axis=0)).sum(axis=1)
+        assert (steps == 1).all(), dim
+
+
 def test_the_bits_stay_from_run_to_run():
     cupy = pytest.importorskip("cupy")
     rng = np.random.default_rng(0)

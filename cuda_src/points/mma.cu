@@ -31,7 +31,6 @@ constexpr int kBlockRows = kWarps * kGroup;
 constexpr int kRowTiles = 4;             // of 16 rows, in a warp
 constexpr int kSteps = (kDim + 4) / 4;   // products of 16 columns
 constexpr int kPolynomials = POLY;       // of 16 exponentials
-constexpr int kUnroll = UNROLL;          // products of 8 keys in flight
 constexpr unsigned short kOne = 0x3c00;  // float16
 constexpr float kNoWeight = -60000.f;    // the score of a key without weight
 constexpr float kFarthest = -30000.f;    // scores below it have no weight
@@ -268,7 +267,7 @@ __device__ __forceinline__ void attend(state_t& state,
                                        const block_t& block,
                                        int buffer) {
   float sums[kSums][2 * kRowTiles] = {};
-#pragma unroll kUnroll
+#pragma unroll 1
   for (int n = 0; n < kTileKeys / 8; ++n) {
     float s[kRowTiles][4];
     scores_of(s, state, smem, block, buffer, n);

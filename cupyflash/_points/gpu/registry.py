@@ -116,12 +116,10 @@ class MmaKernel:
     limit: float = 24.0
     slack: float = 0.75
     block_rows: int = 512
-    # By the number of sums, up to 3 axes: exponentials of 16 by polynomial, and
-    # products of 8 keys in flight. ms of 1e6 x 1e6 on an H200: a log-sum 244 (4 and 1:
-    # 246), a mean of 3 columns 373 (4 and 1: 455).
-    schedules: tuple[tuple[int, int], ...] = ((3, 1), (2, 2), (2, 2), (2, 2), (2, 1))
-    schedule_of_sum: tuple[int, int] = (3, 2)  # of one column: 259 (4 and 1: 268)
-    schedule_of_axes: tuple[int, int] = (4, 1)  # of more than 3
+    # Of 16 exponentials those by polynomial, by the number of sums. ms of 1e6 x 1e6 on
+    # an H200: a log-sum 244 (4: 246), a sum of one column 263 (4: 268), a mean of three
+    # 383 (4: 455).
+    polynomials: tuple[int, ...] = (3, 2, 2, 2, 2)
     blocks_of_sm: int = 24  # that there are at least, in all splits of the keys
 
     def unsupported_reason(self, pairs: Pairs, device: Device) -> str | None:
@@ -152,23 +150,14 @@ class MmaKernel:
 
     def config(self, pairs: Pairs, num_splits: int, device: Device) -> LaunchConfig:
         """The launch that takes tiles pair by pair."""
-        polynomials, unrolled = self._schedule(pairs)
         return self._launch(
             pairs,
             "points/mma.cu",
             "points_mma",
             num_splits,
-            POLY=polynomials,
-            UNROLL=unrolled,
+            POLY=self.polynomials[pairs.num_sums - 1],
             MIN_BLOCKS=self._min_blocks(pairs, device),
         )
-
-    def _schedule(self, pairs):
-        if pairs.dim > 3:
-            return self.schedule_of_axes
-        if pairs.reduction == "kernel_sum" and pairs.num_sums == 1:
-            return self.schedule_of_sum
-        return self.schedules[pairs.num_sums - 1]
 
     def _min_blocks(self, pairs, device):
         """Blocks of a multiprocessor at once: as many as registers allow."""

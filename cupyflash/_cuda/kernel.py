@@ -94,22 +94,26 @@ def by_threshold(ladder: Sequence[tuple[float, Any]], size: float) -> Any:
 
 
 def select(
-    rows: Iterable[KernelSpec], problem: Any, device: Device, *, name: str | None = None
+    specs: Iterable[KernelSpec],
+    problem: Any,
+    device: Device,
+    *,
+    name: str | None = None,
 ) -> tuple[Any, tuple[tuple[str, str], ...]]:
     """The first kernel spec that takes `problem`, and why those before it did not.
 
     `name` forces one, whatever its methods (tests and benchmarks do that).
     """
     refused: list[tuple[str, str]] = []
-    for row in rows:
-        if name is not None and row.name != name:
+    for spec in specs:
+        if name is not None and spec.name != name:
             continue
-        if name is None and problem.method not in row.methods:
+        if name is None and problem.method not in spec.methods:
             continue
-        reason = row.unsupported_reason(problem, device)
+        reason = spec.unsupported_reason(problem, device)
         if reason is None:
-            return row, tuple(refused)
-        refused.append((row.name, reason))
+            return spec, tuple(refused)
+        refused.append((spec.name, reason))
     asked = f"method={problem.method!r}" if name is None else f"kernel {name!r}"
     raise NotImplementedError(
         f"no kernel for {asked} takes this problem on {device.name} ({device.arch}):\n"

@@ -18,13 +18,13 @@ from cupyflash._softmax.memory_layout import Layout
 
 
 def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
-    """Names of rows and what they compile for `device`: all of it, or a sample."""
+    """(spec, variant) of what `device` would compile: all of it, or a sample."""
     found: dict[tuple[str, Variant], None] = {}
     problems_of = _everything if everything else _representative
-    for row in KERNELS:
-        for problem in problems_of(row):
-            for config in row.configs(problem, device):
-                found[row.name, config.variant] = None
+    for spec in KERNELS:
+        for problem in problems_of(spec):
+            for config in spec.configs(problem, device):
+                found[spec.name, config.variant] = None
     return [*found, *transpose.compile_list()]
 
 
@@ -62,59 +62,59 @@ def _natural(*names):
     return np.result_type(*(names - {"bfloat16"}), np.float32).name
 
 
-def _problems(row, layout, x, out, where, scaled, function):
+def _problems(spec, layout, x, out, where, scaled, function):
     """One choice of types and switches; `out` is the type of a second input if any."""
     dtypes = {"x": x, "where": where and "bool"}
-    if "logsumexp" in row.functions:
+    if "logsumexp" in spec.functions:
         for b in (None, out):
             result = _natural(x) if b is None else _natural(x, b)
             yield _Problem(function, layout, dtypes | {"b": b, "out": result})
-    elif row.functions == BACKWARD:
+    elif spec.functions == BACKWARD:
         dtypes |= {"dy": out, "out": _natural(x, out), "where": None}
         yield _Problem(function, layout, dtypes)
     else:
         scale, method = (
             2.0 if scaled else 1.0,
-            row.methods[-1] if row.methods else "auto",
+            spec.methods[-1] if spec.methods else "auto",
         )
         yield _Problem(function, layout, dtypes | {"out": out}, scale, method)
 
 
-def _everything(row) -> Iterable[_Problem]:
+def _everything(spec) -> Iterable[_Problem]:
     """All types and switches, on up to two axes of each kind."""
-    seconds = arrays.FLOATS if row.functions == FORWARD else tuple(CUDA_TYPES)
-    scales = (False, True) if row.functions == FORWARD else (False,)
-    masks = (False,) if row.functions == BACKWARD else (False, True)
+    seconds = arrays.FLOATS if spec.functions == FORWARD else tuple(CUDA_TYPES)
+    scales = (False, True) if spec.functions == FORWARD else (False,)
+    masks = (False,) if spec.functions == BACKWARD else (False, True)
     for x, second in itertools.product(CUDA_TYPES, seconds):
         # Many problems share a layout, which then finds out once what it is.
         layouts = [
             layout.spread(*axes)
-            for layout in row.shapes(x, second)
+            for layout in spec.shapes(x, second)
             for axes in ((1, 1), (2, 1), (1, 2), (2, 2))
         ]
-        for where, scaled, function in itertools.product(masks, scales, row.functions):
+        for where, scaled, function in itertools.product(masks, scales, spec.functions):
             for layout in layouts:
-                yield from _problems(row, layout, x, second, where, scaled, function)
+                yield from _problems(spec, layout, x, second, where, scaled, function)
 
 
-def _representative(row) -> Iterable[_Problem]:
+def _representative(spec) -> Iterable[_Problem]:
     """Each type, switch, axis count and step of the ladder once, not all together."""
-    function, other = row.functions[0], row.functions[-1]
+    function, other = spec.functions[0], spec.functions[-1]
     for x in CUDA_TYPES:
-        # All rows convert in the same way: one of them shows every type.
-        if row.fast or x in (*arrays.FLOATS, "int8"):
-            layout = _closest(row.shapes(x, _natural(x)), 1000)
-            yield from _problems(row, layout, x, _natural(x), False, False, other)
-    for layout in list(row.shapes("float32", "float32"))[:: 1 if row.fast else 2]:
-        yield from _problems(row, layout, "float32", "float32", False, False, function)
+        # All kernels convert in the same way: one of them shows every type.
+        if spec.fast or x in (*arrays.FLOATS, "int8"):
+            layout = _closest(spec.shapes(x, _natural(x)), 1000)
+            yield from _problems(spec, layout, x, _natural(x), False, False, other)
+    for layout in list(spec.shapes("float32", "float32"))[:: 1 if spec.fast else 2]:
+        yield from _problems(spec, layout, "float32", "float32", False, False, function)
     # All switches at once, in the types that take the most registers of each kind.
     where, scaled = (
-        row.functions != BACKWARD,
-        row.functions == FORWARD,
+        spec.functions != BACKWARD,
+        spec.functions == FORWARD,
     )
     for x, out in (("float32",) * 2, ("float64",) * 2, ("float16", "float32")):
-        layout = _closest(row.shapes(x, out), 4096).spread(2, 2)
-        yield from _problems(row, layout, x, out, where, scaled, other)
+        layout = _closest(spec.shapes(x, out), 4096).spread(2, 2)
+        yield from _problems(spec, layout, x, out, where, scaled, other)
 
 
 def _closest(layouts, length):

@@ -184,13 +184,13 @@ KERNELS = (  # best first
 def select(
     problem: Any, device: Device, *, name: str | None = None, unfit: Iterable[str] = ()
 ):
-    """The row for a problem, and why rows before it refused.
+    """The kernel spec for a problem, and why those before it refused.
 
-    Rows named in `unfit` are passed over: the card could not hold their launch.
+    Specs named in `unfit` are passed over: the card could not hold their launch.
     """
-    rows = [
-        row
-        for row in KERNELS
-        if problem.function in row.functions and row.name not in unfit
+    specs = [
+        spec
+        for spec in KERNELS
+        if problem.function in spec.functions and spec.name not in unfit
     ]
-    return kernel.select(rows, problem, device, name=name)
+    return kernel.select(specs, problem, device, name=name)

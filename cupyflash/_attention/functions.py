@@ -131,6 +131,28 @@ def names_of_gradients(
     return tuple(dict.fromkeys(names))
 
 
+def as_option(expression: Any, values: list[Any]) -> Any:
+    """(left, right) of a mask that is a window, or the softcap that a score is."""
+    return None if expression.option is None else expression.option.of(values)
+
+
+def with_options(
+    functions: Functions, left: int | None, right: int | None, softcap: float
+) -> tuple[Functions | None, int | None, int | None, float]:
+    """The functions that no option says, and bounds and softcap with what one does."""
+    score, mask = functions
+    if mask is not None and (window := as_option(mask.expression, mask.values)):
+        mask = None
+        bounds = zip((left, right), window, strict=True)
+        left, right = (min((x for x in of if x is not None), default=None)
+                       for of in bounds)  # fmt: skip
+    if score is not None and not softcap:
+        if cap := as_option(score.expression, score.values):
+            score, softcap = None, cap
+    rest = Functions(score, mask)
+    return (rest if any(rest) else None), left, right, softcap
+
+
 def key_of(function: BoundFunction | None) -> str | None:
     """The key of a function's expression."""
     return None if function is None else function.expression.key
@@ -161,16 +183,21 @@ def are_small(expression: Any, values: list[Any]) -> bool:
 
 
 def cuda_text(
-    functions: Functions, ranges: Mapping[str, tuple[int, int] | None]
+    functions: Functions,
+    ranges: Mapping[str, tuple[int, int] | None],
+    in_stages: bool = False,
 ) -> str:
     """The functions as CUDA, with the headers that they need.
 
     `ranges` are the first and the last of b, h, i and j in the call, None if that is
-    not known. Where all integers fit, they have 32 bits.
+    not known. Where all integers fit, they have 32 bits. With `in_stages` kernels find
+    them taken apart by `emit_stages`, too.
     """
     from cupyflash._expr.emit_cuda import emit_cuda, emit_cuda_tiles
+    from cupyflash._expr.emit_stages import emit_bounds, emit_stages
 
     text, is_short = [], True
+    near = all(_is_near(ranges[name]) for name in "ij")
     for name, function in zip(("score_mod", "mask_mod"), functions, strict=True):
         if function is None:
             continue
@@ -179,8 +206,17 @@ def cuda_text(
         text.append(emit_cuda(expression, name))
         if expression.is_mask:
             text.append(emit_cuda_tiles(expression, name))
+        if in_stages:
+            text.append(emit_stages(expression, name, small_positions=near))
+            if expression.is_mask:
+                text.append(emit_bounds(expression, name))
     width = "#define EXPR_SHORT_INTEGERS\n" if is_short else ""
     return "".join([width, '#include "expr/intervals.cuh"\n', *text])
+
+
+def _is_near(positions):
+    """Whether positions are small as `emit_stages` has it."""
+    return positions is not None and max(map(abs, positions)) < 1 << 23
 
 
 def _fits_int32(expression, values, ranges):

@@ -77,6 +77,8 @@ class AttentionProblem:
     mask_function: str | None = None
     # Their CUDA, for arrays on a GPU.
     generated: str = field(default="", repr=False)
+    # Of b and h, those that the mask function depends on.
+    mask_varies_by: str = ""
 
     @property
     def has_functions(self) -> bool:
@@ -459,6 +461,10 @@ def attention(
     softcap = _check_softcap(softcap, dtype)
     if precision == "tf32" and dtype != "float32":
         raise ValueError(f"precision='tf32' is for float32 inputs, got {dtype}")
+    if functions and xp.__name__ == "cupy":
+        functions, left, right, softcap = _functions.with_options(
+            functions, left, right, softcap
+        )
     heads_axis = any(a[name].ndim > 2 for name in ("q", "k", "v"))
     q, k, v, batch = _check_shapes(a["q"], a["k"], a["v"], layout)
     heads, seqlen_q, head_dim = q.shape[-3:]
@@ -561,7 +567,14 @@ def with_cuda(
         places["i"] = -num_queries, num_keys + num_queries
     elif first != "array":
         places["i"] = first, first + num_queries
-    return replace(problem, generated=_functions.cuda_text(functions, places))
+    in_stages = problem.dtype in ("float16", "bfloat16")
+    mask = functions.mask
+    free = mask.expression.root.free if mask else ()
+    return replace(
+        problem,
+        generated=_functions.cuda_text(functions, places, in_stages),
+        mask_varies_by="".join(name for name in "bh" if name in free),
+    )
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from cupyflash._expr.operations import OPERATIONS
 
 _TYPES = {"float": "T", "int": "expr::int_t", "bool": "bool"}
 # What intervals.cuh has, for integers and booleans.
-_OF_TILES = frozenset(
+OF_TILES = frozenset(
     "neg not int min max abs sign add sub mul floordiv mod lt le eq ne and or xor "
     "where".split()
 )
@@ -214,32 +214,49 @@ def _function(expression, title, more, roots, finish, result="float", args=None)
 
 def _statements(expression, roots):
     """({node: its text}, statements)."""
-    arrays, numbers = list(expression.arrays), expression.numbers
     at: dict[Node, str] = {}
     lines: list[str] = []
     for n in order(*roots):
-        if n.op == "const":
-            at[n] = _literal(n.value)
-        elif n.op == "var":
-            at[n] = n.value
-        elif n.op == "param":
-            number = f"args.p{numbers.index(n.value)}"
-            at[n] = f"expr::int_t({number})" if n.dtype == "int" else number
+        if n.op in LEAVES:
+            at[n] = leaf(expression, n)
         else:
             if n.op == "load":
-                k = arrays.index(n.value)
-                place = " + ".join(
-                    f"{_within(at[a], k, axis)} * args.a{k}_stride[{axis}]"
+                places = [
+                    place(expression, n.value, axis, at[a])
                     for axis, a in enumerate(n.args)
-                )
-                element = f"expr::element(args.a{k}, {place or 0})"
-                convert = {"float": "to<T>", "int": "static_cast<expr::int_t>"}
-                text = f"{convert.get(n.dtype, '')}({element})"
+                ]
+                text = element(expression, n.value, n.dtype, places)
             else:
                 text = OPERATIONS[n.op].cuda.format(*(at[a] for a in n.args))
             at[n] = f"v{len(lines)}"
             lines.append(f"const {_TYPES[n.dtype]} {at[n]} = {text};")
     return at, lines
+
+
+def leaf(expression: Expression, n: Node) -> str:
+    """A constant, a variable or a number of the call."""
+    if n.op == "const":
+        return _literal(n.value)
+    if n.op == "var":
+        return n.value
+    number = f"args.p{expression.numbers.index(n.value)}"
+    return f"expr::int_t({number})" if n.dtype == "int" else number
+
+
+def place(expression: Expression, array: str, axis: int, index: str) -> str:
+    """How far an index along an axis leads into an array."""
+    k = list(expression.arrays).index(array)
+    return f"{_within(index, k, axis)} * args.a{k}_stride[{axis}]"
+
+
+def element(
+    expression: Expression, array: str, dtype: str, places: Sequence[str]
+) -> str:
+    """An element of an array, as a float, an integer or a boolean."""
+    k = list(expression.arrays).index(array)
+    convert = {"float": "to<T>", "int": "static_cast<expr::int_t>"}
+    found = f"expr::element(args.a{k}, {' + '.join(places) or 0})"
+    return f"{convert.get(dtype, '')}({found})"
 
 
 def _within(index, k, axis):
@@ -290,7 +307,7 @@ def emit_cuda_tiles(expression: Expression, name: str = "mask_mod") -> str:
             else ("expr::unknown()")
         )
         bitwise = n.dtype == "int" and n.op in ("and", "or", "xor")
-        if n.dtype == "float" or bitwise or n.op not in {*LEAVES, "load", *_OF_TILES}:
+        if n.dtype == "float" or bitwise or n.op not in {*LEAVES, "load", *OF_TILES}:
             text = unknown
         elif n.op == "var":
             text = n.value

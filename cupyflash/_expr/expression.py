@@ -72,6 +72,14 @@ class Expression:
         return self.of(root, f"{self.name}_derivative")
 
     @functools.cached_property
+    def option(self) -> Any:
+        """The window, or the softcap, that it is; None if it is neither."""
+        from cupyflash._expr import recognized
+
+        found = recognized.band if self.is_mask else recognized.softcap
+        return found(self.root)
+
+    @functools.cached_property
     def packer(self) -> Any:
         """What packs the arguments of its CUDA."""
         from cupyflash._expr.emit_cuda import Packer

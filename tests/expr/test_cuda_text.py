@@ -189,11 +189,11 @@ extern "C" int run{k}(long long b, long long h, long long i0, long long i1,
 
 @pytest.fixture
 def built(tmp_path):
-    """built(cases): a library of the text as C++, in double."""
+    """built(cases, more): a library of the text as C++, in double."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
 
-    def build(cases):
+    def build(cases, more=""):
         text = [HOST]
         for name in ("functions", "intervals"):
             header = (source.CUDA_SRC / "expr" / f"{name}.cuh").read_text("utf-8")
@@ -212,6 +212,7 @@ def built(tmp_path):
                     f" places[n * {n} + m] = at[m]; }}"
                 )
             text.append(SCORE_LOOP.format(k=k, gradients=gradients))
+        text.append(more)
         (tmp_path / "a.cpp").write_text("\n".join(text), "utf-8")
         command = ["g++", "-std=c++17", "-O0", "-w", "-ffp-contract=off", "-shared"]
         subprocess.run(

@@ -298,6 +298,14 @@ class scores_t {
     return mask_ + (i * params_.mask.row + j * params_.mask.col);
   }
   __device__ accum_t slope() const { return slope_; }
+  // Batch entry and head as functions are told.
+#if SCORE_FUNCTION || MASK_FUNCTION
+  __device__ index_t entry() const { return entry_; }
+  __device__ index_t query_head() const { return query_head_; }
+#else
+  __device__ index_t entry() const { return 0; }
+  __device__ index_t query_head() const { return 0; }
+#endif
   __device__ index_t diagonal(index_t i) const { return i + offset_; }
 
   // The sink as one more score of row i, or of every row; -inf is none.

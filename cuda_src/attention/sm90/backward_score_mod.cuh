@@ -9,7 +9,9 @@
 #pragma once
 
 #include "attention/score/softcap.cuh"
+#include "attention/score/tile_lists.cuh"
 #include "attention/sm90/backward_wide.cuh"
+#include "attention/sm90/score_arguments.cuh"
 #include "ptx/shared.cuh"
 
 #ifdef TERMS_OF_KEYS
@@ -25,7 +27,12 @@ constexpr int kStagesTerms = kTermsOfKeys ? 4 : 1;
 constexpr bool kHasTerms = kHasBias || kHasMask || kHasAlibi || kHasSoftcap;
 // Whether what queries see differs between entries of the batch.
 constexpr bool kBandOfEntry = kHasQueryOffsets || kHasQueryLengths || kHasKeyLengths;
-constexpr bool kHasOptions = kHasTerms || kBandOfEntry;
+enum : bool { kHasFunctions = kHasScoreFunction || kHasMaskFunction };
+constexpr bool kHasOptions = kHasTerms || kBandOfEntry || kHasFunctions;
+// Whether the derivative of a score by scale * q.k is other than 1.
+enum : bool { kHasChain = kHasSoftcap || kScoreHasDerivative };
+// Tiles are those of a list: a mask function hides some of them.
+enum : bool { kListsTiles = kHasMaskFunction };
 constexpr bool kBiasTiles = kHasBias && !kTermsOfKeys;
 constexpr bool kMaskTiles = kHasMask && !kTermsOfKeys;
 constexpr bool kHasTiles = kBiasTiles || kMaskTiles;
@@ -50,6 +57,42 @@ struct inputs_of<true> {
   using type = with_terms_t;
 };
 using all_inputs_t = inputs_of<kHasTerms>::type;
+
+// Which tiles a mask function shows (score/tile_lists.cu).
+#if MASK_FUNCTION
+#define LISTS_PARAMETER const __grid_constant__ tile_lists_t tile_lists,
+#define LISTS_ARGUMENT tile_lists
+#else
+#define LISTS_PARAMETER
+#define LISTS_ARGUMENT \
+  tile_lists_t {}
+#endif
+// How many tiles of a list are seen.
+__device__ __forceinline__ int num_seen(const unsigned* list) {
+  const int count = num_listed(list);
+  return count == 1 && listed_tile(list, 0).word == 0 ? 0 : count;
+}
+
+// Where functions are called: batch entry and head, and the first query, by its place
+// among the keys, and key; and whether the mask function hides some of the tile.
+struct function_place_t {
+  int b, h, i, j;
+  bool is_mixed;
+
+  __device__ __forceinline__ void set(const scores_t& scores,
+                                      index_t row,
+                                      index_t col) {
+    b = static_cast<int>(scores.entry());
+    h = static_cast<int>(scores.query_head());
+    i = static_cast<int>(scores.diagonal(row));
+    j = static_cast<int>(col);
+  }
+  // The same place for a tile that starts `rows` and `cols` further.
+  __device__ __forceinline__ function_place_t shifted(int rows, int cols) const
+      volatile {
+    return {b, h, i + rows, j + cols, is_mixed};
+  }
+};
 
 // What the options of an entry are to a tile, counted from its first row.
 struct entry_t {
@@ -248,10 +291,116 @@ __device__ __forceinline__ void find_rest(const tile_terms_t<kKeysAreRows>& tile
   }
 }
 
+// --- functions
+
+// What they are to the head and to the two rows of a thread, queries or keys.
+template <bool kKeysAreRows, bool kScore, bool kMask>
+struct function_rows_t {
+  function_place_t place;
+  function_head_t head;
+  function_query_t queries[kKeysAreRows ? 1 : 2];
+  function_key_t keys[kKeysAreRows ? 2 : 1];
+
+  __device__ __forceinline__ void set(const score_function_t& function,
+                                      const function_place_t& at,
+                                      const fragment_t<kKeysAreRows>& fragment) {
+    place = at;
+    head = function.of_head<kScore, kMask>(place.b, place.h);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = fragment.row + 8 * r;
+      if constexpr (kKeysAreRows) {
+        keys[r] = function.of_key<kScore, kMask>(head, place.j + row);
+      } else {
+        queries[r] = function.of_query<kScore, kMask>(head, place.i + row);
+      }
+    }
+  }
+
+  // f(e, query, key, diagonal) for all numbers. The second row stands on the diagonals
+  // that the first had 8 columns before.
+  template <typename Function>
+  __device__ __forceinline__ void for_pairs(const score_function_t& function,
+                                            const fragment_t<kKeysAreRows>& fragment,
+                                            const Function& f) {
+    const int apart = place.i - place.j + fragment.distance();
+    const float apart_float = static_cast<float>(apart);
+    auto diagonal_of = [&](int further) {
+      return function.of_diagonal<kScore, kMask>(
+          head, apart + further, apart_float + static_cast<float>(further));
+    };
+    constexpr auto distance = fragment_t<kKeysAreRows>::distance_of;
+    function_diagonal_t before[2] = {diagonal_of(distance(2)),
+                                     diagonal_of(distance(3))};
+#pragma unroll
+    for (int e = 0; e < kScores; e += e % 4 == 0 ? 1 : 3) {  // the columns
+      const int column = fragment.column_of(e);
+      if constexpr (kKeysAreRows) {
+        queries[0] = function.of_query<kScore, kMask>(head, place.i + column);
+      } else {
+        keys[0] = function.of_key<kScore, kMask>(head, place.j + column);
+      }
+      const function_diagonal_t now = diagonal_of(distance(e));
+      f(e, queries[0], keys[0], now);
+      f(e + 2, queries[kKeysAreRows ? 0 : 1], keys[kKeysAreRows ? 1 : 0],
+        before[e % 4]);
+      before[e % 4] = now;
+    }
+  }
+};
+
+constexpr int kDerivatives = kHasChain ? kScores : 1;
+
+// Products, or what the softcap has made of them, become scores of the function; and
+// its derivative joins that of the softcap.
+template <bool kKeysAreRows, typename Inputs>
+__device__ __forceinline__ void call_score(
+    function_rows_t<kKeysAreRows, true, false>& rows,
+    const fragment_t<kKeysAreRows>& fragment,
+    float (&s)[kScores],
+    float (&derivatives)[kDerivatives],
+    const Inputs& inputs,
+    const params_t& params) {
+  const score_function_t function(params);
+  const float scale = kHasSoftcap ? float(kLn2) : static_cast<float>(params.scale);
+  rows.for_pairs(function, fragment,
+                 [&](int e, const function_query_t& query, const function_key_t& key,
+                     const function_diagonal_t& diagonal) {
+                   float by_s = 1, before = 1;
+                   if constexpr (kHasSoftcap) {
+                     const float tanh = s[e] * inputs.inverse_cap;
+                     before = fmaf(-tanh, tanh, 1.f);
+                   }
+                   s[e] = function.score(s[e] * scale, rows.head, query, key, diagonal,
+                                         by_s);
+                   if constexpr (kHasChain) {
+                     // The weight 0 of a hidden key must not meet an infinite
+                     // derivative.
+                     derivatives[e] = s[e] == -infinity<float>() ? 0.f : before * by_s;
+                   }
+                 });
+}
+// Exponents of keys that the mask function hides become -inf.
+template <bool kKeysAreRows>
+__device__ __forceinline__ void hide_keys(const fragment_t<kKeysAreRows>& fragment,
+                                          float (&s)[kScores],
+                                          const function_place_t& place,
+                                          const params_t& params) {
+  const score_function_t function(params);
+  function_rows_t<kKeysAreRows, false, true> rows;
+  rows.set(function, place, fragment);
+  rows.for_pairs(function, fragment,
+                 [&](int e, const function_query_t& query, const function_key_t& key,
+                     const function_diagonal_t& diagonal) {
+                   if (!function.shows(rows.head, query, key, diagonal)) {
+                     s[e] = -infinity<float>();
+                   }
+                 });
+}
+
 // The score of query fragment.query(e) and key fragment.key(e), both counted from the
 // tile, after the softcap: every score of the backward passes here, and with softcap
 // its derivative by scale * q.k.
-constexpr int kDerivatives = kHasSoftcap ? kScores : 1;
 template <bool kKeysAreRows, typename Inputs>
 __device__ __forceinline__ void score_mod(int e,
                                           const fragment_t<kKeysAreRows>& fragment,
@@ -259,7 +408,9 @@ __device__ __forceinline__ void score_mod(int e,
                                           float (&derivatives)[kDerivatives],
                                           const Inputs& inputs,
                                           float rest) {
-  if constexpr (kHasSoftcap) {
+  if constexpr (kHasScoreFunction) {
+    s[e] = fmaf(s[e], float(kLog2e), rest);
+  } else if constexpr (kHasSoftcap) {
     const float tanh = s[e] * inputs.inverse_cap;
     derivatives[e] = fmaf(-tanh, tanh, 1.f);
     s[e] += rest;
@@ -271,13 +422,19 @@ __device__ __forceinline__ void score_mod(int e,
 // Products of a tile become exponents of weights, -inf where a query does not see the
 // key. What is added stands in `rest`, or `find_rest` finds it.
 template <bool kKeysAreRows, typename Inputs, typename FindRest>
-__device__ __forceinline__ void add_terms(const fragment_t<kKeysAreRows>& fragment,
-                                          float (&s)[kScores],
-                                          float (&derivatives)[kDerivatives],
-                                          const Inputs& inputs,
-                                          const float (&rest)[kScores],
-                                          const FindRest& find_rest) {
+__device__ __forceinline__ void add_terms(
+    const fragment_t<kKeysAreRows>& fragment,
+    float (&s)[kScores],
+    float (&derivatives)[kDerivatives],
+    const Inputs& inputs,
+    const params_t& params,
+    function_rows_t<kKeysAreRows, true, false>& rows,
+    const float (&rest)[kScores],
+    const FindRest& find_rest) {
   if constexpr (kHasSoftcap) cap_scores(s, inputs.cap);
+  if constexpr (kHasScoreFunction) {
+    call_score(rows, fragment, s, derivatives, inputs, params);
+  }
   if constexpr (kAhead) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {

@@ -108,6 +108,7 @@ struct shared_t {
   // What options are to the keys of the tile: those of the source, and of the queries
   // in a stage of q.
   entry_t &source_entry, *entries;
+  function_place_t &source_place, *places;  // the same of functions
 };
 
 constexpr int kBarriers = 6 + 2 * kStages + 2 * kTerms;
@@ -169,6 +170,7 @@ struct arguments_t {
   elem_t *dk, *dv;
   found_t* found;
   int* counter;
+  tile_lists_t tile_lists;
   score_arguments_t score;
   const grads_t& grads;
 };
@@ -222,9 +224,24 @@ struct producer_t {
     info.block_first = block_first;
     info.block_last = block_last;
     info.num_steps = (block_last - block_first) * inputs.num_summed;
+    if constexpr (kListsTiles) {
+      info.num_steps = 0;
+      for (int summed = 0; summed < inputs.num_summed; ++summed) {
+        info.num_steps += num_seen(list_of(info, summed));
+      }
+    }
     const tile_coord_t entry = grads.entry(params, kept.of[0], 0);
     info.k = matrix_of(entry, entry.kv_head, params.k);
     info.v = matrix_of(entry, entry.kv_head, params.v);
+  }
+  // The blocks of queries of a summed entry that the mask function shows to the tile.
+  __device__ __forceinline__ const unsigned* list_of(const tile_info_t& info,
+                                                     int summed) const {
+    const params_t& params = args.score.params;
+    tile_coord_t at =
+        args.grads.entry(params, locate(args.grads.kept, info.kept).of[0], summed);
+    at.tile = info.key_first / kBlockN;
+    return args.tile_lists.of(at, static_cast<int>(params.num_heads));
   }
   __device__ __forceinline__ void find_source(int kept,
                                               int summed,
@@ -237,7 +254,9 @@ struct producer_t {
     shared.source.dout = matrix_of(entry, entry.head, grads.dout);
     shared.source.stats = static_cast<int>(entry.row_of_heads) * args.inputs.num_blocks;
     if constexpr (kHasOptions) {
-      shared.source_entry.set(args.score.scores_of(entry), entry, params, 0, key_first);
+      const scores_t scores = args.score.scores_of(entry);
+      shared.source_entry.set(scores, entry, params, 0, key_first);
+      if constexpr (kHasFunctions) shared.source_place.set(scores, 0, key_first);
     }
   }
 
@@ -258,7 +277,9 @@ struct producer_t {
     load_chunks<kHeld, kChunks>(smem.v, inputs.v_map, smem.v_full, key_first, info.v);
   }
   // A block of queries, and the terms of its scores.
-  __device__ __forceinline__ void load_queries(const tile_info_t& info, int block) {
+  __device__ __forceinline__ void load_queries(const tile_info_t& info,
+                                               int block,
+                                               bool is_mixed = false) {
     const all_inputs_t& inputs = args.inputs;
     const source_t& source = shared.source;
     const float* const rows =
@@ -268,6 +289,11 @@ struct producer_t {
     wait(smem.q_empty + 8 * at.q.stage, at.q.parity ^ 1);
     if constexpr (kHasOptions) {
       ::publish(shared.entries[at.q.stage], shared.source_entry, block * kBlockM);
+      if constexpr (kHasFunctions) {
+        function_place_t place = shared.source_place.shifted(block * kBlockM, 0);
+        place.is_mixed = is_mixed;
+        shared.places[at.q.stage] = place;
+      }
     }
     ptx::mbarrier_arrive_expect_tx(q_barrier, kBytes + kBytesStats);
     load_chunks<0, kChunks>(smem.q + at.q.stage * kBytesQ, inputs.q_map, q_barrier,
@@ -293,6 +319,21 @@ struct producer_t {
     at.dout.advance();
   }
 
+  // The blocks of the lists of all summed entries.
+  __device__ __forceinline__ void load_listed(const tile_info_t& info) {
+    for (int summed = 0; summed < args.inputs.num_summed; ++summed) {
+      const unsigned* const list = list_of(info, summed);
+      const int count = num_seen(list);
+      if (count > 0) find_source(info.kept, summed, info.key_first);
+      listed_tile_t now = listed_tile(list, 0);
+      for (int n = 0; n < count; ++n) {
+        const listed_tile_t next = listed_tile(list, min(n + 1, count - 1));
+        load_queries(info, now.tile(), now.is_mixed(0));
+        now = next;
+      }
+    }
+  }
+
   __device__ __forceinline__ void produce() {
     int number = static_cast<int>(blockIdx.x);
     publish(number);
@@ -307,13 +348,17 @@ struct producer_t {
       }
       load_keys(info);
       const int num_steps = info.num_steps;
-      find_source(info.kept, 0, info.key_first);
-      int block = info.block_first, summed = 0;
-      for (int step = 0; step < num_steps; ++step) {
-        load_queries(info, block);
-        if (++block == info.block_last && step + 1 < num_steps) {
-          block = info.block_first;
-          find_source(info.kept, ++summed, info.key_first);
+      if constexpr (kListsTiles) {
+        load_listed(info);
+      } else {
+        find_source(info.kept, 0, info.key_first);
+        int block = info.block_first, summed = 0;
+        for (int step = 0; step < num_steps; ++step) {
+          load_queries(info, block);
+          if (++block == info.block_last && step + 1 < num_steps) {
+            block = info.block_first;
+            find_source(info.kept, ++summed, info.key_first);
+          }
         }
       }
       number = tile_after(number, args.counter);
@@ -452,6 +497,7 @@ struct consumer_t {
 struct dv_consumer_t : consumer_t {
   unsigned long long k_rows, q_rows, dout_sums;
   tile_terms_t<true> terms;
+  function_rows_t<true, true, false> functions;
   unsigned p[4][4];
   float rest[kScores];  // with options: what is added to the exponents
   int block;            // of queries
@@ -541,17 +587,28 @@ struct dv_consumer_t : consumer_t {
     if constexpr (kAhead) find_rest_of([&](int e, float x) { rest[e] = x; });
   }
 
-  // With softcap P goes to p, and s becomes what dP - delta is multiplied by.
+  // Where the functions are called.
+  __device__ __forceinline__ function_place_t place_here() const {
+    const volatile function_place_t& place = shared.places[at.q.stage];
+    return place.shifted(0, 0);
+  }
+
+  // With a derivative P goes to p, and s becomes what dP - delta is multiplied by.
   __device__ __forceinline__ void softmax_of_terms() {
     const mask_bounds_t band = shifted(shared.entries[at.q.stage].band, 0, 0);
     float derivatives[kDerivatives];
-    add_terms(fragment, s, derivatives, args.inputs, rest,
+    const params_t& params = args.score.params;
+    add_terms(fragment, s, derivatives, args.inputs, params, functions, rest,
               [&](auto use) { find_rest_of(use); });
+    if constexpr (kHasMaskFunction) {
+      const function_place_t place = place_here();
+      if (place.is_mixed) hide_keys(fragment, s, place, params);
+    }
     release_q();
     ::mask(fragment, s, band);
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] = ptx::ex2_approx_ftz(s[e]);
-    if constexpr (kHasSoftcap) {
+    if constexpr (kHasChain) {
       pack();
 #pragma unroll
       for (int e = 0; e < kScores; ++e) s[e] *= derivatives[e];
@@ -564,6 +621,9 @@ struct dv_consumer_t : consumer_t {
   // S is on its way: waits for it, and makes P.
   __device__ __forceinline__ void softmax() {
     find_rest_ahead();
+    if constexpr (kHasScoreFunction) {
+      functions.set(args.score.function(), place_here(), fragment);
+    }
     ptx::wgmma_wait_group<0>();
     compiler_fence(s);
     if constexpr (kHasOptions) {
@@ -584,7 +644,7 @@ struct dv_consumer_t : consumer_t {
                               s[e + 3]);
     }
     publish_p(smem.p_written, kWritten);
-    if constexpr (!kHasSoftcap) pack();
+    if constexpr (!kHasChain) pack();
     const unsigned stage = at.dout.stage;
     wait(smem.dout_full + 8 * stage, at.dout.parity);
     at.dout.advance();
@@ -703,16 +763,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                    elem_t* __restrict__ dv,          // as v, summed
                                    found_t* __restrict__ found,
                                    int* __restrict__ counter,  // starts as 0
-                                   SCORE_PARAMETERS,
+                                   LISTS_PARAMETER SCORE_PARAMETERS,
                                    const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char tiles[];
   __shared__ __align__(8) unsigned long long barriers[kBarriers];
   __shared__ tile_info_t tile_infos[kPublished];
   __shared__ source_t source;
   __shared__ entry_t source_entry, entries[kHasOptions ? kStagesQ : 1];
-  const arguments_t args = {inputs, stats, dk, dv, found, counter, {SCORE_ARGUMENTS},
-                            grads};
-  const shared_t shared = {tile_infos, source, source_entry, entries};
+  __shared__ function_place_t source_place, places[kStagesQ];
+  const arguments_t args = {
+      inputs, stats, dk, dv, found, counter, LISTS_ARGUMENT, {SCORE_ARGUMENTS}, grads};
+  const shared_t shared = {tile_infos, source,       source_entry,
+                           entries,    source_place, places};
   const addresses_t smem(tiles, barriers);
   if (threadIdx.x == 0) smem.init_barriers();
   __syncthreads();  // the barriers are there before anyone uses them

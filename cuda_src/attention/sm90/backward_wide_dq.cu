@@ -34,7 +34,7 @@ constexpr bool kMakesDbias = true;
 using dbias_t = DBIAS_T;
 #define DBIAS_PARAMETER dbias_t* __restrict__ dbias,
 #define DBIAS_ARGUMENT dbias
-static_assert(kBiasTiles && !kHasSoftcap);
+static_assert(kBiasTiles && !kHasChain);
 #else
 constexpr bool kMakesDbias = false;
 using dbias_t = float;
@@ -107,8 +107,11 @@ struct tile_info_t {
 struct shared_t {
   tile_info_t* tile_infos;  // kPublished of each
   entry_t* entries;
-  dbias_t** dbias_tiles;  // of the gradient of the bias, the first row of the tile
-  float* of_keys;         // terms of keys, by stage
+  function_place_t* places;
+  const unsigned** lists;     // of a mask function: tiles are then places in one
+  dbias_t** dbias_tiles;      // of the gradient of the bias, the first row of the tile
+  float* of_keys;             // terms of keys, by stage
+  volatile unsigned* listed;  // what the list says of the tiles of k, by stage
 };
 
 constexpr int kBarriers = 4 + 2 * kStagesK + 2 * kStagesV + 2 * kTerms;
@@ -164,6 +167,7 @@ struct arguments_t {
   dbias_t* dbias;
   found_t* found;
   int* counter;
+  tile_lists_t tile_lists;
   score_arguments_t score;
   const grads_t& grads;
 };
@@ -226,8 +230,18 @@ struct producer_t {
     info.k = matrix_of(entry, entry.kv_head, params.k);
     info.v = matrix_of(entry, entry.kv_head, params.v);
     if constexpr (kHasOptions) {
-      shared.entries[at.place].set(args.score.scores_of(entry), entry, params,
-                                   row_first, 0);
+      const scores_t scores = args.score.scores_of(entry);
+      shared.entries[at.place].set(scores, entry, params, row_first, 0);
+      if constexpr (kHasFunctions) shared.places[at.place].set(scores, row_first, 0);
+    }
+    if constexpr (kListsTiles) {
+      tile_coord_t own = entry;
+      own.tile = row_first / kTileM;
+      const unsigned* const list =
+          args.tile_lists.of(own, static_cast<int>(params.num_heads));
+      shared.lists[at.place] = list;
+      info.tile_first = 0;
+      info.tile_last = num_seen(list);
     }
     if constexpr (kMakesDbias) {
       shared.dbias_tiles[at.place] = args.dbias + kept.of[2] + row_first * grads.row[1];
@@ -247,6 +261,11 @@ struct producer_t {
       load_chunks<0, kChunks>(target + n * kBytes, map, full, info().row_first + n * 64,
                               matrix);
     }
+  }
+  // What the list says of tile number n of the work tile, or that tile.
+  __device__ __forceinline__ listed_tile_t listed(int n) const {
+    if constexpr (kListsTiles) return listed_tile(shared.lists[at.place], n);
+    return {static_cast<unsigned>(n) << 8};
   }
   __device__ __forceinline__ void load_dout(unsigned parity) const {
     load_own(smem.dout, args.inputs.dout_map, smem.dout_full, smem.dout_empty, parity,
@@ -294,11 +313,18 @@ struct producer_t {
         return;
       }
       load_own(smem.q, inputs.q_map, smem.q_full, smem.q_empty, parity, info().q);
-      for (int tile = info().tile_first; tile < info().tile_last; ++tile) {
+      for (int n = info().tile_first; n < info().tile_last; ++n) {
+        int tile = n;
+        if constexpr (kListsTiles) {
+          const listed_tile_t listed = this->listed(n);
+          tile = listed.tile();
+          wait(smem.k_empty + 8 * at.k.stage, at.k.parity ^ 1);
+          shared.listed[at.k.stage] = listed.word;
+        }
         load_keys(at.k, smem.k, inputs.k_map, smem.k_full, smem.k_empty, tile,
                   info().k);
         if constexpr (kHasTiles) load_term_tiles(tile);
-        if (tile == info().tile_first) load_dout(parity);
+        if (n == info().tile_first) load_dout(parity);
         load_keys(at.v, smem.v, inputs.v_map, smem.v_full, smem.v_empty, tile,
                   info().v);
       }
@@ -324,7 +350,8 @@ struct producer_t {
       const int tile_first = info().tile_first, tile_last = info().tile_last;
       if (tile_last < 0) return;
       const entry_t& entry = shared.entries[at.place];
-      for (int tile = tile_first; tile < tile_last; ++tile) {
+      for (int place = tile_first; place < tile_last; ++place) {
+        const int tile = kListsTiles ? listed(place).tile() : place;
         float terms[2];
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
@@ -363,6 +390,7 @@ struct consumer_t {
   float log_sum[2], delta[2];
   float sums[kSums], s[kScores], dp[kScores];
   float rest[kScores];  // with options: what is added to the exponents
+  function_rows_t<false, true, false> functions;
 
   __device__ __forceinline__ consumer_t(const arguments_t& args,
                                         const shared_t& shared,
@@ -443,20 +471,31 @@ struct consumer_t {
     }
   }
 
-  // s becomes P of a tile of keys; with softcap, P times the derivative of the score.
-  __device__ __forceinline__ void softmax(int tile) {
+  // Where the functions are called.
+  __device__ __forceinline__ function_place_t place_of(int tile) const {
+    const volatile function_place_t& place = shared.places[at.place];
+    return place.shifted(group * 64, tile * kBlockN);
+  }
+
+  // s becomes P of a tile of keys; times the derivative of the score, if it has one.
+  // `is_mixed`: a mask function hides some of the tile.
+  __device__ __forceinline__ void softmax(int tile, bool is_mixed) {
     const all_inputs_t& inputs = args.inputs;
     if constexpr (kHasOptions) {
       const mask_bounds_t band =
           shifted(shared.entries[at.place].band, group * 64, tile * kBlockN);
       float derivatives[kDerivatives];
-      add_terms(fragment, s, derivatives, inputs, rest,
+      const params_t& params = args.score.params;
+      add_terms(fragment, s, derivatives, inputs, params, functions, rest,
                 [&](auto use) { find_rest_of(tile, use); });
+      if constexpr (kHasMaskFunction) {
+        if (is_mixed) hide_keys(fragment, s, place_of(tile), params);
+      }
       mask(fragment, s, band);
 #pragma unroll
       for (int e = 0; e < kScores; ++e) {
         s[e] = ptx::ex2_approx_ftz(s[e]);
-        if constexpr (kHasSoftcap) s[e] *= derivatives[e];
+        if constexpr (kHasChain) s[e] *= derivatives[e];
       }
     } else {
       const int num_keys =
@@ -475,9 +514,18 @@ struct consumer_t {
   }
 
   // The share of a tile of keys in dq, and its part of dbias.
-  __device__ __forceinline__ void step(int tile, bool is_last) {
+  __device__ __forceinline__ void step(int number, bool is_last) {
     const params_t& params = args.score.params;
     wait(smem.k_full + 8 * at.k.stage, at.k.parity);
+    int tile = number;
+    bool is_mixed = false;
+    if constexpr (kListsTiles) {
+      const listed_tile_t listed = {
+          __shfl_sync(kFullMask, shared.listed[at.k.stage], 0)};
+      tile = listed.tile();
+      // What this warpgroup sees nothing of is masked as well.
+      is_mixed = listed.is_mixed(group) || !listed.is_seen(group);
+    }
     ptx::wgmma_fence();
     multiply_scores(s, q_rows, k_rows + at.k.stage * (kBytes / 16));
     ptx::wgmma_commit_group();
@@ -487,10 +535,13 @@ struct consumer_t {
     multiply_scores(dp, dout_rows, v_rows + at.v.stage * (kBytes / 16));
     ptx::wgmma_commit_group();
     if constexpr (kAhead) find_rest_of(tile, [&](int e, float x) { rest[e] = x; });
+    if constexpr (kHasScoreFunction) {
+      functions.set(args.score.function(), place_of(tile), fragment);
+    }
     ptx::wgmma_wait_group<1>();  // S
     compiler_fence(s);
     if (is_last) release(smem.q_empty);
-    softmax(tile);
+    softmax(tile, is_mixed);
     ptx::wgmma_wait_group<0>();  // dP
     compiler_fence(dp);
     release(smem.v_empty + 8 * at.v.stage);
@@ -561,7 +612,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                                       elem_t* __restrict__ dq,          // as q
                                       DBIAS_PARAMETER found_t* __restrict__ found,
                                       int* __restrict__ counter,  // starts as 0
-                                      SCORE_PARAMETERS,
+                                      LISTS_PARAMETER SCORE_PARAMETERS,
                                       const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char tiles[];
   __shared__ __align__(8) unsigned long long barriers[kBarriers];
@@ -569,9 +620,20 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   __shared__ entry_t entries[kHasOptions ? kPublished : 1];
   __shared__ dbias_t* dbias_tiles[kMakesDbias ? kPublished : 1];
   __shared__ __align__(8) float of_keys[kTermsOfKeys ? kStagesTerms * kBlockN : 2];
-  const arguments_t args = {
-      inputs, stats, dq, DBIAS_ARGUMENT, found, counter, {SCORE_ARGUMENTS}, grads};
-  const shared_t shared = {tile_infos, entries, dbias_tiles, of_keys};
+  __shared__ unsigned listed[kListsTiles ? kStagesK : 1];
+  const arguments_t args = {inputs,
+                            stats,
+                            dq,
+                            DBIAS_ARGUMENT,
+                            found,
+                            counter,
+                            LISTS_ARGUMENT,
+                            {SCORE_ARGUMENTS},
+                            grads};
+  __shared__ function_place_t places[kPublished];
+  __shared__ const unsigned* lists[kPublished];
+  const shared_t shared = {tile_infos,  entries, places, lists,
+                           dbias_tiles, of_keys, listed};
   const addresses_t smem(tiles, barriers);
   if (threadIdx.x == 0) smem.init_barriers();
   __syncthreads();  // the barriers are there before anyone uses them

@@ -111,6 +111,15 @@ struct alignas(64) inputs_t {
 #define MERGED_PARAMETERS
 #define MERGED_ARGUMENTS nullptr, nullptr
 #endif
+// Which tiles of keys a mask function shows (score/tile_lists.cu).
+#if MASK_FUNCTION
+#define LISTS_PARAMETER const __grid_constant__ tile_lists_t tile_lists,
+#define LISTS_ARGUMENT tile_lists
+#else
+#define LISTS_PARAMETER
+#define LISTS_ARGUMENT \
+  tile_lists_t {}
+#endif
 
 // The arguments of the kernel.
 struct arguments_t {
@@ -120,12 +129,25 @@ struct arguments_t {
   counter_t* counter;
   elem_t* merged;
   float* merged_lse;
+  tile_lists_t tile_lists;
   score_arguments_t score;
 
   __device__ __forceinline__ const schedule_t& schedule() const {
     return inputs.schedule;
   }
   __device__ __forceinline__ const params_t& params() const { return score.params; }
+  // The tiles of keys of a work tile: those that its queries see by their position, or
+  // places in its list.
+  __device__ __forceinline__ tiles_t tiles_of(const tile_coord_t& at,
+                                              const mask_bounds_t& band,
+                                              int row_first,
+                                              int row_last) const {
+    if constexpr (kListsTiles) return {0, num_listed(list_of(at))};
+    return ::tiles_of(band, row_first, row_last, params().seqlen_k);
+  }
+  __device__ __forceinline__ const unsigned* list_of(const tile_coord_t& at) const {
+    return tile_lists.of(at, params().num_heads);
+  }
 };
 
 // --- shared memory
@@ -133,7 +155,8 @@ struct arguments_t {
 struct shared_t {
   volatile tile_info_t* tile_infos;  // two
   volatile orders_t& orders;
-  key_terms_t* key_terms;  // kKeySlots
+  key_terms_t* key_terms;     // kKeySlots
+  volatile unsigned* listed;  // what the list says of the tiles of k, by stage
   bool& is_last_part;
   unsigned char* start;  // of what the host has asked for
 };
@@ -243,9 +266,8 @@ struct producer_t {
     info.put(at);
     if (number < args.schedule().num_items) {
       if (kBandOfItem) info.put(args.score.scores_of(at).mask_bounds(0, 0));
-      info.put(
-          share_of(tiles_of(info.seen(), row_first, row_last, args.params().seqlen_k),
-                   number, args.schedule()));
+      info.put(share_of(args.tiles_of(at, info.seen(), row_first, row_last), number,
+                        args.schedule()));
     }
     ptx::mbarrier_arrive(smem.tile_ring.full_at(num_done & 1));
   }
@@ -312,6 +334,33 @@ struct producer_t {
         coordinate(from.kv_head, args.params().v.head), batch);
   }
 
+  // The tiles of a list, places [first, last) of it, from the last one down. Each is
+  // asked for before the one before it is, since the list lies in memory.
+  __device__ __forceinline__ void load_listed(const tile_coord_t& at,
+                                              const tiles_t& places,
+                                              int row_block) const {
+    const unsigned* const list = args.list_of(place(at));
+    listed_tile_t now = listed_tile(list, places.last - 1), before = now;
+    const int count = places.last - places.first;
+    for (int n = 0; n <= count; ++n) {
+      const listed_tile_t next =
+          listed_tile(list, max(places.last - 2 - n, places.first));
+      if (n < count) {
+        const unsigned number = num_tiles + n, stage = stage_of(number);
+        wait(smem.k_ring.empty_at(stage), parity_of(number) ^ 1);
+        shared.listed[stage] = now.word;
+        load_k(at, number, now.tile() * kBlockN);
+      }
+      if (n == 0) {
+        load_q(at, row_block);
+      } else {
+        load_v(at, num_tiles + n - 1, before.tile());
+      }
+      before = now;
+      now = next;
+    }
+  }
+
   __device__ __forceinline__ void produce(const tile_coord_t& first_place) {
     volatile orders_t& orders = shared.orders;
     const schedule_t& schedule = args.schedule();
@@ -348,13 +397,18 @@ struct producer_t {
                               number, schedule)
                          .tiles;
       const int count = tiles.last - tiles.first;
-      for (int n = 0; n <= count; ++n) {
-        if (n < count) load_k(at, num_tiles + n, (tiles.last - 1 - n) * kBlockN);
-        if (n == 0) {
-          load_q(at, row_block);
-          if (!careful) orders.next = next + gridDim.x;  // by now it has come
-        } else {
-          load_v(at, num_tiles + n - 1, tiles.last - n);
+      if constexpr (kListsTiles) {
+        load_listed(at, tiles, row_block);
+        if (!careful) orders.next = next + gridDim.x;
+      } else {
+        for (int n = 0; n <= count; ++n) {
+          if (n < count) load_k(at, num_tiles + n, (tiles.last - 1 - n) * kBlockN);
+          if (n == 0) {
+            load_q(at, row_block);
+            if (!careful) orders.next = next + gridDim.x;  // by now it has come
+          } else {
+            load_v(at, num_tiles + n - 1, tiles.last - n);
+          }
         }
       }
       num_tiles += count;
@@ -398,10 +452,14 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
     const tile_coord_t at = tile_infos[num_done & 1].place();
     const tiles_t tiles = tile_infos[num_done & 1].share().tiles;
     const scores_t scores = args.score.scores_of(at);
+    auto first_key = [&](int tile) {
+      if constexpr (kListsTiles) tile = listed_tile(args.list_of(at), tile).tile();
+      return tile * kBlockN;
+    };
     // Other terms leave no registers to ask ahead.
     read_terms_t read;
     if constexpr (kKeyBias) {
-      read.read(scores, (tiles.last - 1) * kBlockN, params.seqlen_k, lane);
+      read.read(scores, first_key(tiles.last - 1), params.seqlen_k, lane);
     }
 #pragma unroll 1
     for (int tile = tiles.last - 1; tile >= tiles.first; --tile, ++num_tiles) {
@@ -410,13 +468,13 @@ __device__ __forceinline__ void read_key_terms(const arguments_t& args,
       if constexpr (kKeyBias) {
         write_key_bias(shared.key_terms[slot], read, inverse_scale, lane);
       } else {
-        read.read(scores, tile * kBlockN, params.seqlen_k, lane);
+        read.read(scores, first_key(tile), params.seqlen_k, lane);
         write_key_terms(shared.key_terms[slot], read, lane);
       }
       __syncwarp();
       if (elected) ptx::mbarrier_arrive(ring.full_at(slot));
       if (kKeyBias && tile > tiles.first) {
-        read.read(scores, (tile - 1) * kBlockN, params.seqlen_k, lane);
+        read.read(scores, first_key(tile - 1), params.seqlen_k, lane);
       }
     }
     __syncwarp();
@@ -469,6 +527,7 @@ struct work_t {
   scores_t scores;
   int i[2];  // the queries of this thread's rows
   score_rows_t rows;
+  function_rows_t functions;
   share_t share;
   tiles_t tiles;
   int count;  // of them
@@ -511,8 +570,9 @@ struct work_t {
     i[0] = query_of(min(row_thread, num_rows - 1));
     i[1] = query_of(min(row_thread + 8, num_rows - 1));
     rows.set(scores, i);
+    functions.set<true, false>(args.score, scores, i);
     whole_end = count;
-    if constexpr (kBounds > 0) {
+    if constexpr (kBounds > 0 && !kListsTiles) {
       const tiles_t own = tiles_of(band, row_group, row_group_last, seqlen_k);
       skipped = tiles.last - max(own.last, tiles.first + 1);
       skipped = opaque(max(skipped, 0));
@@ -652,7 +712,12 @@ struct consumer_t {
   // Products into final scores.
   template <bool kMasked>
   __device__ __forceinline__ void finish_scores(const work_t& work, int n, bool late) {
-    const int j0 = (work.tiles.last - 1 - n) * kBlockN;
+    finish_scores<kMasked>(work, n, late, (work.tiles.last - 1 - n) * kBlockN, kMasked);
+  }
+  // With a mask function it is known now whether some are masked.
+  template <bool kMasked>
+  __device__ __forceinline__ void finish_scores(
+      const work_t& work, int n, bool late, int j0, bool is_masked) {
     if constexpr (kPresetBias) {
       const unsigned slot = (num_tiles + n) % kKeySlots;
       if (late) add_late_terms(s, shared.key_terms[slot].late + lane % 4 * 2);
@@ -668,13 +733,14 @@ struct consumer_t {
       }
       score_mod<kMasked>(s, work.scores, work.rows, args.params(), args.inputs.cap,
                          shared.key_terms[slot].terms + lane % 4 * 2, work.i, j,
-                         static_cast<int>(args.params().seqlen_k) - j);
+                         static_cast<int>(args.params().seqlen_k) - j, args.score,
+                         work.functions);
       if constexpr (kTermsOfKeys) {
         __syncwarp();
         if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
       }
     }
-    if constexpr (kMasked) mask(work, j0);
+    if (kMasked && is_masked) mask(work, j0);
   }
   // Hides keys from j0 on that the rows do not see by their position.
   __device__ __forceinline__ void mask(const work_t& work, int j0) {
@@ -688,6 +754,10 @@ struct consumer_t {
         if constexpr (kBounds == 2) seen &= column >= first[r] - j0;
         if (!seen) s[e] = -infinity<float>();
       }
+    }
+    if constexpr (kHasMaskFunction) {
+      const tile_coord_t at = shared.tile_infos[num_done & 1].place();
+      hide_keys(s, args.score, at, work.i, j0 + lane % 4 * 2);
     }
   }
 
@@ -772,6 +842,125 @@ struct consumer_t {
       for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
     }
   }
+  // --- mainloop over the tiles of a list
+
+  // Each step n ends what tile n - 1 has left: o += p v of it, or its v alone where
+  // this warpgroup saw nothing of it.
+  __device__ __forceinline__ void release_k(const work_t& work, int n) const {
+    const unsigned stage = stage_of(num_tiles + n);
+    if (elected) {
+      ptx::mbarrier_arrive(smem.k_ring.empty_at(stage));
+      if (n == work.count - 1) ptx::mbarrier_arrive(smem.q_ring.empty_at(w));
+    }
+  }
+  __device__ __forceinline__ void end_before(int n, bool is_pending) {
+    if (n < 0) return;
+    const unsigned number = num_tiles + n, stage = stage_of(number);
+    wait(smem.v_ring.full_at(stage), parity_of(number));
+    if (is_pending) {
+      start_pv(stage, true);
+      ptx::wgmma_wait_group<0>();
+      compiler_fence(o);
+    }
+    if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage));
+  }
+  __device__ __forceinline__ void scale_sums(const softmax_t& row, bool moves) {
+    if (moves) {
+#pragma unroll
+      for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
+    }
+  }
+  __device__ __forceinline__ void skip_listed(const work_t& work,
+                                              int n,
+                                              bool is_pending) {
+    if constexpr (kHasKeyRing) {
+      const unsigned number = num_tiles + n, slot = number % kKeySlots;
+      wait(smem.key_ring.full_at(slot), number / kKeySlots & 1);
+      __syncwarp();
+      if (elected) ptx::mbarrier_arrive(smem.key_ring.empty_at(slot));
+    }
+    __syncwarp();  // all lanes have read what the list says
+    release_k(work, n);
+    if (n > 0) {
+      take_turn();
+      pass_turn();
+    }
+    end_before(n - 1, is_pending);
+  }
+  // A tile behind one of which nothing was seen.
+  __device__ __forceinline__ void step_alone(const work_t& work,
+                                             softmax_t& row,
+                                             int n,
+                                             listed_tile_t listed) {
+    const unsigned stage = stage_of(num_tiles + n);
+    const bool late = begin_scores(n);
+    if (n > 0) take_turn();
+    start_qk(stage);
+    if (n > 0) pass_turn();
+    load_key_bias(stage);
+    ptx::wgmma_wait_group<0>();
+    compiler_fence(s);
+    add_key_bias();
+    __syncwarp();  // all lanes have read what the list says
+    release_k(work, n);
+    end_before(n - 1, false);
+    finish_scores<true>(work, n, late, listed.tile() * kBlockN, listed.is_mixed(w));
+    const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
+    exponentiate(row, s, to_log2);
+    round_to(p, s);
+    scale_sums(row, raised.moves);
+  }
+  // A tile, and o += p v of the one before beside its softmax.
+  __device__ __forceinline__ void step_listed(const work_t& work,
+                                              softmax_t& row,
+                                              int n,
+                                              listed_tile_t listed) {
+    const unsigned number = num_tiles + n, stage = stage_of(number);
+    const unsigned before = number - 1, stage_v = stage_of(before);
+    const bool late = begin_scores(n);
+    take_turn();
+    start_qk(stage);
+    wait(smem.v_ring.full_at(stage_v), parity_of(before));
+    start_pv(stage_v, true);
+    pass_turn();
+    load_key_bias(stage);
+    ptx::wgmma_wait_group<1>();
+    compiler_fence(s);
+    add_key_bias();
+    __syncwarp();  // all lanes have read what the list says
+    release_k(work, n);
+    finish_scores<true>(work, n, late, listed.tile() * kBlockN, listed.is_mixed(w));
+    const raised_t raised = raise(row, s, to_log2, args.inputs.margin);
+    ptx::wgmma_wait_group<0>();
+    compiler_fence(o);
+    if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(stage_v));
+    exponentiate(row, s, to_log2);
+    round_to(p, s);  // only now: a product in flight was reading p
+    scale_sums(row, raised.moves);
+  }
+  __device__ __forceinline__ void attend_listed(const work_t& work, softmax_t& row) {
+    wait(smem.q_ring.full_at(w), num_done & 1);
+#pragma unroll
+    for (int e = 0; e < kOutputs; ++e) o[e] = 0;
+    bool is_pending = false;
+#pragma unroll 1
+    for (int n = 0; n < work.count; ++n) {
+      const unsigned number = num_tiles + n, stage = stage_of(number);
+      wait(smem.k_ring.full_at(stage), parity_of(number));
+      const listed_tile_t listed = {__shfl_sync(kFullMask, shared.listed[stage], 0)};
+      if (!listed.is_seen(w)) {
+        skip_listed(work, n, is_pending);
+        is_pending = false;
+      } else if (is_pending) {
+        step_listed(work, row, n, listed);
+      } else {
+        step_alone(work, row, n, listed);
+        is_pending = true;
+      }
+    }
+    end_before(work.count - 1, is_pending);
+  }
+
   // All tiles of keys but for the last product with v, which has begun.
   __device__ __forceinline__ void attend(const work_t& work, softmax_t& row) {
     wait(smem.q_ring.full_at(w), num_done & 1);
@@ -952,7 +1141,8 @@ struct consumer_t {
       const score_arguments_t score = kHasSoftcap ? args.score.reloaded() : args.score;
       add_specials(args.inputs.v, args.out, here, work.row_block, w,
                    score.scores_of(here), info.seen(), score.params, info.share().tiles,
-                   item & ~kCareful, [this](const tile_coord_t& at, int row, int tile) {
+                   kListsTiles ? args.list_of(here) : nullptr, item & ~kCareful,
+                   [this](const tile_coord_t& at, int row, int tile) {
                      return row_number(at, row, tile);
                    });
     }
@@ -1003,10 +1193,12 @@ struct consumer_t {
     const int tile = item & ~kCareful;
     const unsigned last_number = num_tiles + work.count - 1,
                    last_stage = stage_of(last_number);
-    wait(smem.v_ring.full_at(last_stage), parity_of(last_number));
+    if constexpr (!kListsTiles) {
+      wait(smem.v_ring.full_at(last_stage), parity_of(last_number));
+    }
     num_tiles += work.count;
     ++num_done;
-    start_pv(last_stage, work.count > work.skipped + 1);
+    if constexpr (!kListsTiles) start_pv(last_stage, work.count > work.skipped + 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       row.l[r] += row.rest[r];
@@ -1022,9 +1214,11 @@ struct consumer_t {
     float inverse[2];
     bool seen[2];
     finalize(work, row, here, tile, inverse, seen);
-    ptx::wgmma_wait_group<0>();
-    compiler_fence(o);
-    if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(last_stage));
+    if constexpr (!kListsTiles) {
+      ptx::wgmma_wait_group<0>();
+      compiler_fence(o);
+      if (elected) ptx::mbarrier_arrive(smem.v_ring.empty_at(last_stage));
+    }
 
     unsigned odd[2] = {};  // not 0 where a result is not finite
     if constexpr (kSplit) {
@@ -1045,9 +1239,13 @@ struct consumer_t {
     int item = kDynamic ? next_tile(0) : blockIdx.x;
     while ((item & ~kCareful) < args.schedule().num_items) {
       work_t work(args, shared.tile_infos[num_done & 1], item, w, lane);
-      if constexpr (kBounds > 0) skip(work.skipped);
+      if constexpr (kBounds > 0 && !kListsTiles) skip(work.skipped);
       softmax_t row(to_log2);
-      attend(work, row);
+      if constexpr (kListsTiles) {
+        attend_listed(work, row);
+      } else {
+        attend(work, row);
+      }
       store(work, row, item);
       item = next_tile(item);
     }
@@ -1059,16 +1257,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                      out_t* __restrict__ out,  // (batch, heads, queries, head_dim_v)
                      lse_t* __restrict__ lse,  // (batch, heads, queries), or null
                      counter_t* __restrict__ counter,
-                     MERGED_PARAMETERS SCORE_PARAMETERS) {
+                     MERGED_PARAMETERS LISTS_PARAMETER SCORE_PARAMETERS) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ __align__(8) unsigned long long barriers[kBarriers];
   __shared__ tile_info_t tile_infos[2];
   __shared__ orders_t orders;
   __shared__ key_terms_t key_terms[kKeySlots];
+  __shared__ unsigned listed[kListsTiles ? kStages : 1];
   __shared__ bool is_last_part;
-  const arguments_t args = {inputs,           out, lse, counter, MERGED_ARGUMENTS,
-                            {SCORE_ARGUMENTS}};
-  const shared_t shared = {tile_infos, orders, key_terms, is_last_part, tiles};
+  const arguments_t args = {
+      inputs, out, lse, counter, MERGED_ARGUMENTS, LISTS_ARGUMENT, {SCORE_ARGUMENTS}};
+  const shared_t shared = {tile_infos, orders, key_terms, listed, is_last_part, tiles};
   const addresses_t smem(tiles, barriers);
 
   if (kNumGroups == 1 && threadIdx.x == 128) {

@@ -98,6 +98,7 @@ __device__ __forceinline__ void add_specials(const elem_t* v,
                                              const mask_bounds_t& band,
                                              const params_t& params,
                                              const tiles_t& tiles,
+                                             const unsigned* list,
                                              int item,
                                              const RowNumber& row_number) {
   const int lane = threadIdx.x % kWarpSize;
@@ -111,7 +112,8 @@ __device__ __forceinline__ void add_specials(const elem_t* v,
   if (row_first < 0 || row_first >= row_last) return;
   const tiles_t keys = keys_of(band, query_of(row_first), query_end(row_last));
 #pragma unroll 1
-  for (int tile = tiles.first; tile < tiles.last; ++tile) {
+  for (int place = tiles.first; place < tiles.last; ++place) {
+    const int tile = kListsTiles ? listed_tile(list, place).tile() : place;
     if (is_in(tile, whole)) continue;
     const int j_first = max(tile * kBlockN, keys.first);
     const int j_last = min((tile + 1) * kBlockN, keys.last);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/score/score.cuh"
+#include "attention/sm90/score_function.cuh"
 #include "ptx/opaque.cuh"
 
 struct score_arguments_t {
@@ -18,6 +19,9 @@ struct score_arguments_t {
 
   __device__ __forceinline__ scores_t scores_of(const tile_coord_t& at) const {
     return scores_t(at, SCORE_ARGUMENTS);
+  }
+  __device__ __forceinline__ score_function_t function() const {
+    return score_function_t(params);
   }
   // The same arguments, of which the compiler has computed nothing before.
   __device__ __forceinline__ score_arguments_t reloaded() const {

@@ -8,8 +8,10 @@
 // warp of the producer's, which leaves them in shared memory as float.
 #pragma once
 
-#include "attention/sm90/softmax.cuh"
 #include "attention/score/softcap.cuh"
+#include "attention/sm90/score_arguments.cuh"
+#include "attention/sm90/score_function.cuh"
+#include "attention/sm90/softmax.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/opaque.cuh"
 #include "ptx/shared.cuh"
@@ -211,7 +213,7 @@ __device__ __forceinline__ void add_late_terms(float (&s)[kScores], const float*
 }
 
 // Whether something stands between the scale and the terms of keys.
-constexpr bool kScalesApart = kHasSoftcap || kHasAlibi;
+constexpr bool kScalesApart = kHasSoftcap || kHasAlibi || kHasScoreFunction;
 
 __device__ __forceinline__ void add_key_terms(float (&s)[kScores],
                                               const float* terms,
@@ -250,6 +252,84 @@ struct score_rows_t {
   }
 };
 
+// What functions are to a head and to this thread's rows.
+struct function_rows_t {
+  function_head_t head;
+  function_query_t queries[2];
+
+  template <bool kScore, bool kMask>
+  __device__ __forceinline__ void set(const score_arguments_t& score,
+                                      const scores_t& scores,
+                                      const int (&i)[2]) {
+    if constexpr ((kScore && kHasScoreFunction) || (kMask && kHasMaskFunction)) {
+      const score_function_t function = score.function();
+      head = function.of_head<kScore, kMask>(scores.entry(), scores.query_head());
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        queries[r] = function.of_query<kScore, kMask>(head, scores.diagonal(i[r]));
+      }
+    }
+  }
+};
+
+// f(number, query, key, diagonal) for all numbers of a thread, whose first column is
+// key j. The second row stands 8 below the first, on the diagonals that the first had 8
+// columns before.
+template <bool kScore, bool kMask, typename Function>
+__device__ __forceinline__ void for_pairs(float (&s)[kScores],
+                                          const score_function_t& function,
+                                          const function_rows_t& rows,
+                                          int j,
+                                          const Function& f) {
+  const int apart = static_cast<int>(rows.queries[0].i) - j;
+  const float apart_float = static_cast<float>(apart);
+  auto diagonal_of = [&](int further) {
+    return function.of_diagonal<kScore, kMask>(
+        rows.head, apart + further, apart_float + static_cast<float>(further));
+  };
+  function_diagonal_t before[2] = {diagonal_of(8), diagonal_of(7)};
+#pragma unroll
+  for (int e = 0; e < kScores; e += e % 4 == 0 ? 1 : 3) {  // the columns
+    const int column = column_of(e);
+    const function_key_t key = function.of_key<kScore, kMask>(rows.head, j + column);
+    const function_diagonal_t now = diagonal_of(-column);
+    f(s[e], rows.queries[0], key, now);
+    f(s[e + 2], rows.queries[1], key, before[e % 4]);
+    before[e % 4] = now;
+  }
+}
+__device__ __forceinline__ void call_score(float (&s)[kScores],
+                                           const score_arguments_t& score,
+                                           const function_rows_t& rows,
+                                           int j) {
+  const score_function_t function = score.function();
+  for_pairs<true, false>(
+      s, function, rows, j,
+      [&](float& x, const function_query_t& query, const function_key_t& key,
+          const function_diagonal_t& diagonal) {
+        x = function.score(x, rows.head, query, key, diagonal);
+      });
+}
+// Scores of keys that the mask function hides. Few tiles come here, so that what
+// belongs to rows is found anew for each.
+__device__ __forceinline__ void hide_keys(float (&s)[kScores],
+                                          const score_arguments_t& score,
+                                          const tile_coord_t& at,
+                                          const int (&i)[2],
+                                          int j) {
+  const score_function_t function = score.function();
+  function_rows_t rows;
+  rows.set<false, true>(score, score.scores_of(at), i);
+  for_pairs<false, true>(
+      s, function, rows, j,
+      [&](float& x, const function_query_t& query, const function_key_t& key,
+          const function_diagonal_t& diagonal) {
+        if (!function.shows(rows.head, query, key, diagonal)) {
+          x = -infinity<float>();
+        }
+      });
+}
+
 // Products q.k of a tile into final scores: every score passes here, after its product
 // and before the softmax. Number e belongs to query i[row_of(e)] and key
 // j + column_of(e). With kTail keys from j + left on are none.
@@ -262,7 +342,9 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores],
                                           const float* key_terms,
                                           const int (&i)[2],
                                           int j,
-                                          int left) {
+                                          int left,
+                                          const score_arguments_t& score,
+                                          const function_rows_t& functions) {
   const float scale = static_cast<float>(params.scale);
   if constexpr (kHasSoftcap) {
     cap_scores(s, cap, all_near(s, cap));
@@ -270,6 +352,7 @@ __device__ __forceinline__ void score_mod(float (&s)[kScores],
 #pragma unroll
     for (int e = 0; e < kScores; ++e) s[e] *= scale;
   }
+  if constexpr (kHasScoreFunction) call_score(s, score, functions, j);
   if constexpr (kHasAlibi) {
     // Distances are exact up to 2^24, and rounded twice above.
     const float distance[2] = {static_cast<float>(scores.diagonal(i[0]) - j),

@@ -4,6 +4,7 @@
 
 #include "attention/sm90/operands.cuh"
 #include "attention/score/score.cuh"
+#include "attention/score/tile_lists.cuh"
 
 #if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_N) || \
     !defined(BOUNDS) || !defined(TAKE_TURNS) || !defined(STAGES)
@@ -99,17 +100,20 @@ constexpr bool kKeyBias = false;
 constexpr bool kPresetBias = kKeyBias && kHeadDimV <= 128;
 constexpr bool kBiasBehind = kKeyBias && !kPresetBias;
 // Whether scores are finished one by one before the softmax; else the softmax scales.
-constexpr bool kHasTerms =
-    !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias || kHasAlibi || kHasMask);
+constexpr bool kHasTerms = !kKeyBias && (kScaleScores || kHasSoftcap || kHasBias ||
+                                         kHasAlibi || kHasMask || kHasScoreFunction);
 // A softcap and nothing else: the way is one from product to weight, and what leaves
 // the softcap are exponents of 2.
-constexpr bool kCapOnly =
-    kHasSoftcap && !kHasBias && !kHasAlibi && !kHasMask && !kScaleScores;
+constexpr bool kCapOnly = kHasSoftcap && !kHasBias && !kHasAlibi && !kHasMask &&
+                          !kScaleScores && !kHasScoreFunction && !kHasMaskFunction;
 
 // Where a key may be hidden from a query: anywhere, or in tiles that not all queries of
 // a block see whole.
-constexpr bool kHidesAnywhere = kHasMask || kHasBias;
+constexpr bool kHidesAnywhere =
+    kHasMask || kHasBias || kHasScoreFunction || kHasMaskFunction;
 constexpr bool kHidesSome = kHidesAnywhere || kBounds > 0 || kHasKeyLengths;
+// Tiles of keys of an item are those of a list: a mask function hides some of them.
+enum : bool { kListsTiles = kHasMaskFunction };
 // Items differ in length, so that blocks take them from a counter.
 constexpr bool kDynamic = kHidesSome || kHasLengths;
 

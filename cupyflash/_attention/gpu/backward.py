@@ -68,7 +68,7 @@ def attention_vjp(*arguments) -> AttentionGrads:
         of_mask, mask = (mask, None) if callable(mask) else (None, mask)
         try:
             functions, told = _functions.of_call(
-                q, score, score_arrays, of_mask, mask_arrays
+                q, score, score_arrays, of_mask, mask_arrays, softcap
             )
         except (AttributeError, TypeError, ValueError):
             return _planned(None, *arguments)  # the checks will say why

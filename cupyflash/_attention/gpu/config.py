@@ -135,7 +135,12 @@ def is_plain(problem):
 def without_options(problem, *kept):
     """The problem as a kernel beside the scores sees it: no option but those named."""
     absent = {name: None for name in OPTIONS if name not in kept}
-    absent |= {"score": None, "mask_function": None, "generated": ""}
+    absent |= {
+        "score": None,
+        "mask_function": None,
+        "generated": "",
+        "mask_varies_by": "",
+    }
     return replace(problem, softcap=0.0, scale=1.0, **absent)
 
 

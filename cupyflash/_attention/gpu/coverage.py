@@ -8,6 +8,7 @@ from cupyflash._attention.gpu.combine_config import merge_config
 from cupyflash._attention.gpu.copy_config import copy_config
 from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
 from cupyflash._attention.gpu.simt.forward import FusedKernel
+from cupyflash._attention.gpu.sm90.forward import HopperKernel
 from cupyflash._core.dtypes import FLOATS
 from cupyflash._cuda import kernel
 from cupyflash._cuda.device import Device
@@ -33,6 +34,9 @@ def compile_list(device: Device, everything: bool) -> list[tuple[str, Variant]]:
                 configs = row.configs(problem, batch_dims, device)
             for config in configs:
                 found[row.name, config.variant] = None
+            if isinstance(row, HopperKernel) and problem.mask_function is not None:
+                lists = row.tile_lists(problem).config(problem, batch_dims)
+                found[row.name, lists.variant] = None
     for dtype, lse_dtype in itertools.product(FLOATS, ("float32", "float64")):
         merge = attention_problem.MergeProblem("cupy", 2, (64,), 64, dtype, lse_dtype)
         if kernel.refuse_old_device(dtype, device) is None:

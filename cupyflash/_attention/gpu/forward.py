@@ -82,7 +82,7 @@ def attention(*arguments) -> tuple[Any, Any]:
             score, score_arrays, mask_arrays = score_and_arrays
             of_mask, mask = (mask, None) if callable(mask) else (None, mask)
             functions = score, score_arrays, of_mask, mask_arrays
-            of_functions, told = _functions.of_call(q, *functions)
+            of_functions, told = _functions.of_call(q, *functions, softcap)
             key += of_functions
         options = _NO_OPTIONS
         if not (

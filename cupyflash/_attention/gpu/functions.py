@@ -23,6 +23,11 @@ def with_functions(params: bytes, problem) -> Any:
     return WithFunctions(params) if problem.has_functions else params
 
 
+def without_functions(params: Any) -> bytes:
+    """params_t for a kernel beside the scores, of a call with functions or without."""
+    return params.params if isinstance(params, WithFunctions) else params
+
+
 def packed(problem, functions) -> bytes:
     """functions_t of attention/score/functions.cuh for checked operands."""
     return b"".join(
@@ -34,7 +39,7 @@ def packed(problem, functions) -> bytes:
     )
 
 
-def of_call(q, score, score_arrays, mask, mask_arrays) -> tuple[Any, bytes]:
+def of_call(q, score, score_arrays, mask, mask_arrays, softcap) -> tuple[Any, bytes]:
     """(what a plan depends on, functions_t) of a call whose functions are known.
 
     TypeError, ValueError or AttributeError for what is for the checks to say.
@@ -52,6 +57,11 @@ def of_call(q, score, score_arrays, mask, mask_arrays) -> tuple[Any, bytes]:
             key += (None,)
             continue
         expression, values = _functions.language().lookup(function, arrays, is_mask)
+        if expression.option is not None and (is_mask or not softcap):
+            option = _functions.as_option(expression, values)
+            if option is not None:
+                key += (option,)
+                continue
         packer = expression.packer
         if arrays:
             for array in arrays.values():

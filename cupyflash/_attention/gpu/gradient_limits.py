@@ -61,7 +61,7 @@ def unsupported_reason(
     `most_summed` is the number of entries that it can sum into one head of dk.
     """
     forward = problem.forward
-    if forward.has_functions:
+    if forward.has_functions and not takes_options:
         return "takes no score or mask function"
     if f"{device.arch}a" != arch:
         return f"needs {arch}, {device.name} is {device.arch}"

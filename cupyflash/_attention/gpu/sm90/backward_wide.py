@@ -12,6 +12,7 @@ from cupyflash._attention.gpu import gradient_limits
 from cupyflash._attention.gpu.config import is_plain
 from cupyflash._attention.gpu.sm80.backward import MMA_VJP, MmaVjpTile
 from cupyflash._attention.gpu.sm90 import forward as sm90_forward
+from cupyflash._attention.gpu.tile_lists import TileLists
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
 from cupyflash._core.dtypes import CUDA_TYPES, ITEMSIZE
@@ -68,7 +69,8 @@ def tiles_of_terms(forward: AttentionProblem) -> tuple[str, ...]:
 
 def can_make_dbias(forward: AttentionProblem) -> bool:
     """Whether the kernel of queries can write dbias, if each score has its own bias."""
-    return "bias" in tiles_of_terms(forward) and not forward.softcap
+    has_derivative = forward.softcap or forward.score is not None
+    return "bias" in tiles_of_terms(forward) and not has_derivative
 
 
 def _bytes_of_terms(forward):
@@ -136,8 +138,11 @@ class HopperWideVjpKernel:
         forward = problem.forward
         if forward.softcap and self.dim(forward) > self.softcap_up_to:
             return f"has no softcap for head dimensions above {self.softcap_up_to}"
+        if forward.softcap and forward.score is not None and self.dim(forward) > 64:
+            return "has too few registers for a softcap and a score function"
         widest = max(forward.head_dim, forward.head_dim_v)
-        if widest <= self.terms_alone_up_to and not has_terms(forward):
+        changes_scores = has_terms(forward) or forward.has_functions
+        if widest <= self.terms_alone_up_to and not changes_scores:
             return (
                 "takes lengths, offsets and sinks without other options for head "
                 f"dimensions above {self.terms_alone_up_to}, not {widest}"
@@ -205,7 +210,8 @@ class HopperWideVjpKernel:
             # What lengths hide, the device alone knows.
             bounds = sm90_forward.bounds_of(forward)
             lengths = sm90_forward.has_lengths(forward)
-            more["BOUNDS"] = max(bounds, int(lengths))
+            varies = lengths or forward.mask_function is not None
+            more["BOUNDS"] = max(bounds, int(varies))
             stages = self._stages(part, forward)
             more |= zip(_STAGE_NAMES[part], stages, strict=True)
             if not tiles_of_terms(forward):
@@ -227,8 +233,15 @@ class HopperWideVjpKernel:
             defines=defines,
             arch=self.arch,
             smem=self._smem(part, forward),
+            generated=forward.generated,
         )
         return LaunchConfig.over(variant, num_blocks, _THREADS[part])
+
+    def tile_lists(self, part: str) -> TileLists:
+        """Of what a mask function shows to the tiles that a kernel owns."""
+        if part == "_wide_keys":
+            return TileLists(BLOCK, 1, BLOCK, transposed=True, name="key_tile_lists")
+        return TileLists(BLOCK, TILE_M // BLOCK, BLOCK, name="query_tile_lists")
 
     def rows_config(self, forward: AttentionProblem, batch_dims: int) -> LaunchConfig:
         """The launch that makes statistics; with options that of the row `mma`."""
@@ -248,6 +261,8 @@ class HopperWideVjpKernel:
         yield self.rows_config(forward, batch_dims)
         for part in _STAGES:
             yield self.config(part, forward, batch_dims, 1)
+            if forward.mask_function is not None:
+                yield self.tile_lists(part).config(forward, batch_dims)
         if can_make_dbias(forward):
             yield self.config("_wide_queries", forward, batch_dims, 1, makes_dbias=True)
 

@@ -58,8 +58,14 @@ def hopper_wide_vjp_steps(row, problem, operands, device) -> Steps:
         of_sinks = "dsinks_terms" if add_sinks else 0
         rows = (*rows, of_sinks, 0, 0, "found", *OPTIONS_AND_OFFSET, *params)
     of_queries = ("dq", "dbias") if makes_dbias else ("dq",)
+    lists = []
+    if forward.mask_function is not None:
+        lists = [row.tile_lists(part) for part in ("_wide_keys", "_wide_queries")]
+    for own in lists:
+        scratch[own.name] = own.num_bytes(forward)
     launches = [
         (row.rows_config(forward, layout.batch_dims), rows),
+        *(own.step(forward, layout.batch_dims, make.params) for own in lists),
         _own(make, "_wide_keys", ("dk", "dv"), encoders, 0),
         _own(make, "_wide_queries", of_queries, encoders, 1),
     ]
@@ -77,7 +83,9 @@ def hopper_wide_vjp_steps(row, problem, operands, device) -> Steps:
         scratch |= part.terms
     # What nobody sees has no tile that writes zeros.
     clears_dbias = makes_dbias and (
-        sm90_forward.bounds_of(forward) > 0 or sm90_forward.has_lengths(forward)
+        sm90_forward.bounds_of(forward) > 0
+        or sm90_forward.has_lengths(forward)
+        or forward.mask_function is not None
     )
     zeros = ("dbias",) if clears_dbias else ()
     return Steps([*launches, *add_sinks], scratch, FOUND_BYTES, zeros)
@@ -104,7 +112,10 @@ def _own(make: Kernels, part, names, encoders, number) -> Step:
     counter = At("found", _COUNTERS + 4 * number)
     params = make.params, make.grads(**fields)
     arguments = (inputs, "stats", *names, "found", counter)
-    return config, (*arguments, *OPTIONS_AND_OFFSET, *params)
+    lists: tuple[Any, ...] = ()
+    if forward.mask_function is not None:
+        lists = (row.tile_lists(part).argument(forward),)
+    return config, (*arguments, *lists, *OPTIONS_AND_OFFSET, *params)
 
 
 def _makes_dbias(problem, layout):

@@ -11,7 +11,6 @@ from cupyflash._attention.gpu.config import (
     MOST_KEYS,
     SplitKV,
     defines,
-    has_terms,
     is_plain,
     most_seen,
     num_heads,
@@ -23,12 +22,14 @@ from cupyflash._attention.gpu.config import (
 from cupyflash._attention.gpu.sm90.forward_tiles import (
     FEW,
     HOPPER_GROUP_ROWS,
+    LISTED,
     NARROW,
     NARROW_KEYS,
     TILES,
     HopperTile,
     Ladder,
 )
+from cupyflash._attention.gpu.tile_lists import TileLists
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._core.dtypes import ITEMSIZE
 from cupyflash._cuda import kernel
@@ -105,7 +106,8 @@ _TANH_COEFFICIENTS = (
 class HopperKernel:
     """Tensor cores fed by TMA, of 16-bit inputs on sm_90a.
 
-    What `tiles`, `few` and `narrow` hold stands over TILES, FEW and NARROW.
+    What `tiles`, `few`, `narrow` and `listed` hold stands over TILES, FEW, NARROW and
+    LISTED.
     """
 
     name: str
@@ -114,6 +116,7 @@ class HopperKernel:
     dims: tuple[int, ...]  # head dimensions that are compiled; zeros fill the rest
     few: tuple[tuple[float, tuple[HopperTile, HopperTile, HopperTile]], ...]
     narrow: dict[tuple[int, int], HopperTile]
+    listed: dict[tuple[int, int], HopperTile]
     arch: str = "sm_90a"
     fast: bool = True
 
@@ -125,8 +128,6 @@ class HopperKernel:
             return f"needs {self.arch}, {device.name} is {device.arch}"
         if device.nvrtc < (12, 9):
             return f"needs NVRTC 12.9 for {self.arch}, this is {device.nvrtc}"
-        if problem.has_functions:
-            return "takes no score or mask function"
         if problem.dtype not in ("float16", "bfloat16"):
             return f"takes float16 and bfloat16, not {problem.dtype}"
         for name in ("head_dim", "head_dim_v"):
@@ -200,7 +201,7 @@ class HopperKernel:
         """The tile measured best for a length and kind of mask."""
         if problem.seqlen_q * self.pack(problem) <= HOPPER_GROUP_ROWS:
             tiles = kernel.by_threshold(self.few, max(self._dims(problem)))
-            if _adds_terms(problem):
+            if _adds_terms(problem) or problem.has_functions:
                 return tiles[2]
             return tiles[_bytes_of_keys(problem) > _CACHED]
         return kernel.by_threshold(self._ladder(problem), problem.seqlen_q)
@@ -213,8 +214,10 @@ class HopperKernel:
         """
         group = problem.group_size
         of_heads = ("bias", "mask", "sinks", "alibi_slopes")
-        if not problem.heads_can_be_packed or any(
-            getattr(problem, name) is not None for name in of_heads
+        if (
+            not problem.heads_can_be_packed
+            or problem.has_functions
+            or any(getattr(problem, name) is not None for name in of_heads)
         ):
             return 1
         most = min(group, HOPPER_GROUP_ROWS // problem.seqlen_q)
@@ -261,7 +264,9 @@ class HopperKernel:
             problem.query_lengths,
             problem.key_lengths,
         )
-        return bounds_of(problem) > 0 or any(x is not None for x in arrays)
+        if bounds_of(problem) > 0 or problem.has_functions:
+            return True
+        return any(x is not None for x in arrays)
 
     def _num_tiles(self, problem, tile):
         """Tiles of queries, over all heads and batch entries."""
@@ -273,7 +278,10 @@ class HopperKernel:
         """Tiles for a problem's head dimensions and kind; may be empty."""
         dims = self._dims(problem)
         ladders = self.tiles.get(dims) or self.tiles[(max(dims),) * 2]
-        if _adds_terms(problem):
+        if problem.mask_function is not None and _weight_of_terms(problem) == 0:
+            if dims in self.listed:
+                return ((math.inf, self.listed[dims]),)
+        if _adds_terms(problem) or problem.has_functions:
             return ladders[3 + _weight_of_terms(problem)]
         if has_lengths(problem):
             return ladders[2]
@@ -303,6 +311,8 @@ class HopperKernel:
         tile = self.tile(problem)
         if tile.num_groups == 1 or not tile.stage_out:
             return 0  # of few rows, keys take all shared memory
+        if problem.has_functions:
+            return 0
         if _adds_terms(problem) and not _is_cap_only(problem):
             return 0  # terms of scores leave no registers for it
         head_dim_v = self._dims(problem)[1]
@@ -369,11 +379,25 @@ class HopperKernel:
             defines=defines(problem, batch_dims, tile.num_threads, **switches),
             arch=self.arch,
             smem=self._smem(problem),
+            generated=problem.generated,
         )
         num_items = self._num_tiles(problem, tile) * num_splits
         return LaunchConfig.over(
             variant, min(num_items, device.num_sms), tile.num_threads
         )
+
+    def tile_lists(self, problem: AttentionProblem) -> TileLists:
+        """Of what a mask function shows to tiles of queries."""
+        tile = self.tile(problem)
+        first = 0
+        if bounds_of(problem) > 0 and tile.num_groups > 1:  # counted from the last
+            first = -self._absent(problem, tile)
+        return TileLists(HOPPER_GROUP_ROWS, tile.num_groups, tile.block_n, False, first)
+
+    def _absent(self, problem, tile):
+        """Rows that a head's last tile of queries lacks, in whole warpgroups."""
+        spare = -problem.seqlen_q * self.pack(problem) % tile.block_m
+        return spare // HOPPER_GROUP_ROWS * HOPPER_GROUP_ROWS
 
     def schedule(self, problem: AttentionProblem, device: Device) -> dict[str, Any]:
         """How the items are cut, and the units of exponents: fields of inputs_t."""
@@ -381,21 +405,20 @@ class HopperKernel:
         pack, num_splits = self.pack(problem), self.num_splits(problem, device)
         num_heads = math.prod(problem.batch) * problem.num_heads // pack
         num_blocks = -(-problem.seqlen_q * pack // tile.block_m)
-        spare = num_blocks * tile.block_m - problem.seqlen_q * pack
         bytes_of_head = _bytes_of_keys(problem) // _num_kv_heads(problem)
         # Keys and values of a section stay in the L2 cache; sections are equal, since a
         # small one at the end would not fill the device.
         cache_bytes = int(device.l2_bytes * tile.cache_share)
         in_cache = cache_bytes // bytes_of_head * problem.group_size
         in_cache //= pack
-        if bounds_of(problem) == 0 and not has_lengths(problem):
+        bounds = bounds_of(problem)
+        if bounds == 0 and not has_lengths(problem) and not problem.mask_function:
             in_cache = 1  # blocks walk through a head side by side
         num_sections = -(-num_heads // max(1, in_cache))
         return {
             "num_items": self._num_tiles(problem, tile) * num_splits,
             "num_blocks": num_blocks,
-            # In whole warpgroups, which then have nothing to do.
-            "absent": spare // HOPPER_GROUP_ROWS * HOPPER_GROUP_ROWS,
+            "absent": self._absent(problem, tile),  # these have nothing to do
             "num_heads": num_heads,
             "num_splits": num_splits,
             "section": -(-num_heads // num_sections),
@@ -424,6 +447,8 @@ def _weight_of_terms(problem):
         if lie_apart and problem.terms == "any":
             return 3
     has_alibi = problem.alibi_slopes is not None
+    if problem.has_functions and (lie_apart or has_alibi or problem.softcap):
+        return 3
     if problem.softcap:
         if lie_apart or has_alibi or has_lengths(problem):
             return 3
@@ -438,12 +463,13 @@ def _is_cap_only(problem):
     """kCapOnly of cuda_src/attention/sm90/score_mod.cuh."""
     arrays = (problem.bias, problem.mask, problem.alibi_slopes)
     alone = all(x is None for x in arrays) and scale_is_plain(problem.scale)
-    return problem.softcap > 0 and alone
+    return problem.softcap > 0 and alone and not problem.has_functions
 
 
 def _is_key_bias(problem):
     """Whether a bias of keys is added to the products: kKeyBias of the kernel."""
-    has_others = problem.mask is not None or problem.alibi_slopes is not None
+    others = (problem.mask, problem.alibi_slopes, problem.score, problem.mask_function)
+    has_others = any(x is not None for x in others)
     # Where float32 holds the sizes of a bias in units of the products, too.
     is_plain = not problem.softcap and 1e-2 <= problem.scale <= 1e2
     alone = problem.terms == "keys" and not has_others and is_plain
@@ -452,7 +478,10 @@ def _is_key_bias(problem):
 
 def _adds_terms(problem):
     """Whether scores are finished before the softmax: kHasTerms of the kernel."""
-    return has_terms(problem) and not _is_key_bias(problem)
+    arrays = (problem.bias, problem.mask, problem.alibi_slopes, problem.score)
+    has_terms = any(x is not None for x in arrays) or problem.softcap > 0
+    is_plain = scale_is_plain(problem.scale) and not has_terms
+    return not is_plain and not _is_key_bias(problem)
 
 
 def _exponents(problem):
@@ -514,5 +543,6 @@ HOPPER = HopperKernel(
     dims=(64, 96, 128, 192, 256),
     few=FEW,
     narrow=NARROW,
+    listed=LISTED,
     tiles=TILES,
 )

@@ -1,6 +1,9 @@
 """The launches of attention on sm_90a."""
 
+from typing import Any
+
 from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
+from cupyflash._attention.gpu.functions import without_functions
 from cupyflash._attention.gpu.plan import pack_params
 from cupyflash._attention.gpu.sm90.forward import HOPPER_INPUTS
 from cupyflash._attention.gpu.sm90.operands import encoder, q_encoder
@@ -33,18 +36,27 @@ def hopper_steps(row, problem, operands, device) -> Steps:
     elif row.is_dynamic(problem):
         counter = Counter()
     main, *combine = row.configs(problem, batch_dims, device)
-    rest = (*OPTIONS_AND_OFFSET, params)
+    rest: tuple[Any, ...] = (*OPTIONS_AND_OFFSET, params)
+    before, scratch = [], {}
+    if problem.mask_function is not None:
+        lists = row.tile_lists(problem)
+        before.append(lists.step(problem, batch_dims, params))
+        scratch[lists.name] = lists.num_bytes(problem)
+        rest = lists.argument(problem), *rest
     num_splits = schedule["num_splits"]
     if num_splits == 1:
-        return Steps([(main, (inputs, "out", "lse", counter, *rest))])
+        main_step = main, (inputs, "out", "lse", counter, *rest)
+        return Steps([*before, main_step], scratch)
     results = ("out", "lse") if combines else ()
+    plain = without_functions(params)
     return Steps(
         [
+            *before,
             (main, (inputs, "split_out", "split_lse", counter, *results, *rest)),
             *(
-                (config, ("split_out", "split_lse", "out", "lse", num_splits, params))
+                (config, ("split_out", "split_lse", "out", "lse", num_splits, plain))
                 for config in combine
             ),
         ],
-        row.split_bytes(problem, device),
+        {**scratch, **row.split_bytes(problem, device)},
     )

@@ -70,6 +70,9 @@ NARROW = {
     (128, 128): HopperTile(3, 64, False, 4),
 }
 
+# For mask functions, where the tile of a term of scores leaves too few registers.
+LISTED = {(128, 128): HopperTile(2, 112, False)}
+
 # For (head_dim, head_dim_v) as compiled seven ladders: for queries that see all keys;
 # for those that see a part by position; for lengths on the device; for scores with a
 # term of their own (bias, mask, alibi); with a softcap; with a softcap and terms of

@@ -1,0 +1,222 @@
+// SPDX-License-Identifier: MIT
+// attention_tile_lists: which tiles of scores a mask function shows, as lists that
+// kernels of tiles walk along.
+//
+// Algorithm  What the mask brings along of a query or key alone is computed for all of
+//            a tile, as its least and largest number; the rest follows by intervals.
+//            With TRANSPOSED lists belong to tiles of keys, else to tiles of queries
+// Grid       a block a list: tile of the owner, head, batch entry
+// Threads    a warp takes one tile of the other side after another; where that brings
+//            nothing of its own, a thread does
+// Memory     global: lists once, (1 + tiles of the other side) words of 4 bytes each:
+//            their number, then of those that some part sees, from low to high, the
+//            number of the tile << 8 | for each part of the owner's tile 2 bits: 0 it
+//            sees nothing, 1 some, 2 all. At least one tile is listed
+// Numbers    integers of 64 bits; what depends on floats counts as mixed
+// Limits     other masks of positions are counted in, arrays are not
+#include "attention/score/score.cuh"
+#include "common/reduce.cuh"
+
+#if !defined(PART_ROWS) || !defined(PARTS) || !defined(OTHER_ROWS) || \
+    !defined(TRANSPOSED)
+#error "PART_ROWS, PARTS, OTHER_ROWS and TRANSPOSED come from the host"
+#endif
+
+// Rows of a part of the owner's tile, parts of it, rows of the other side's tile.
+constexpr int kPartRows = PART_ROWS, kParts = PARTS, kOtherRows = OTHER_ROWS;
+constexpr bool kTransposed = TRANSPOSED;  // the owner's rows are keys
+constexpr int kNumWarps = kNumThreads / kWarpSize;
+
+using interval_t = expr::interval_t;
+using head_t = mask_mod_exact_head<accum_t>;
+constexpr int kOfQuery = mask_mod_exact_row_count, kOfKey = mask_mod_exact_col_count;
+constexpr int kOfOwner = kTransposed ? kOfKey : kOfQuery;
+constexpr int kOfOther = kTransposed ? kOfQuery : kOfKey;
+constexpr int kMost = kOfQuery > kOfKey ? kOfQuery : kOfKey;
+
+struct list_params_t {
+  int own_first;                // row of the first tile; it may be below 0
+  int num_own, num_other;       // tiles
+  int batch_lists, head_lists;  // 0 where entries, or heads, share lists
+  int stride;                   // of a list, in words
+};
+
+// What is the same in a block.
+struct function_mask_t {
+  const scores_t& scores;
+  const params_t& params;
+  head_t head;
+
+  // What query or key `row` brings along.
+  template <bool kKeys>
+  __device__ __forceinline__ void numbers_of(
+      index_t row, long long (&x)[kMost > 0 ? kMost : 1]) const {
+    const auto& args = params.functions.mask;
+    const expr::int_t b = scores.entry(), h = scores.query_head();
+    if constexpr (kKeys) {
+      long long of_key[kOfKey > 0 ? kOfKey : 1];
+      mask_mod_exact_col_numbers(mask_mod_exact_of_col<accum_t>(head, b, h, row, args),
+                                 of_key);
+      for (int n = 0; n < kOfKey; ++n) x[n] = of_key[n];
+    } else {
+      long long of_query[kOfQuery > 0 ? kOfQuery : 1];
+      const expr::int_t i = scores.diagonal(row);
+      mask_mod_exact_row_numbers(mask_mod_exact_of_row<accum_t>(head, b, h, i, args),
+                                 of_query);
+      for (int n = 0; n < kOfQuery; ++n) x[n] = of_query[n];
+    }
+  }
+
+  // The least and the largest of rows [first, last), by a warp.
+  template <bool kKeys>
+  __device__ __forceinline__ void bounds_of(
+      int first, int last, interval_t (&bounds)[kMost > 0 ? kMost : 1]) const {
+    constexpr int kCount = kKeys ? kOfKey : kOfQuery;
+    constexpr long long kLargest = 0x7fffffffffffffffll;
+    for (int n = 0; n < kCount; ++n) bounds[n] = {kLargest, -kLargest, true};
+    for (int row = first + int(threadIdx.x % kWarpSize); row < last; row += kWarpSize) {
+      long long x[kMost > 0 ? kMost : 1];
+      numbers_of<kKeys>(row, x);
+      for (int n = 0; n < kCount; ++n) {
+        bounds[n].low = expr::minimum(bounds[n].low, x[n]);
+        bounds[n].high = expr::maximum(bounds[n].high, x[n]);
+      }
+    }
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (int step = kWarpSize / 2; step > 0; step /= 2) {
+        bounds[n].low = expr::minimum(bounds[n].low,
+                                      __shfl_xor_sync(kFullMask, bounds[n].low, step));
+        bounds[n].high = expr::maximum(
+            bounds[n].high, __shfl_xor_sync(kFullMask, bounds[n].high, step));
+      }
+    }
+  }
+
+  // 0: nothing of queries [i_first, i_last) and keys [j_first, j_last) is seen, 2: all
+  // is, 1: else.
+  __device__ __forceinline__ unsigned seen(int i_first,
+                                           int i_last,
+                                           int j_first,
+                                           int j_last,
+                                           const interval_t* queries,
+                                           const interval_t* keys) const {
+    const int num_queries = static_cast<int>(scores.num_queries());
+    const int num_keys = static_cast<int>(scores.num_keys());
+    const bool is_whole = i_last <= num_queries && j_last <= num_keys;
+    i_first = max(i_first, 0);
+    i_last = min(i_last, num_queries);
+    j_last = min(j_last, num_keys);
+    if (i_first >= i_last || j_first >= j_last) return 0;
+    const mask_bounds_t band = scores.mask_bounds(i_first, j_first);
+    const int rows = i_last - i_first, cols = j_last - j_first;
+    // By position: col - row runs from 1 - rows to cols - 1.
+    if (cols - 1 < band.low || 1 - rows >= band.high) return 0;
+    const bool by_position = band.low <= 1 - rows && cols <= band.high;
+    const interval_t i = {scores.diagonal(i_first), scores.diagonal(i_last - 1), true};
+    const interval_t j = {j_first, j_last - 1, true};
+    const interval_t d = {i.low - j.high, i.high - j.low, true};
+    const int found = mask_mod_exact_bounds<accum_t>(
+        i, j, d, expr::point(scores.entry()), expr::point(scores.query_head()), head,
+        queries, keys, params.functions.mask);
+    if (found == 0) return 0;
+    return found == 1 && by_position && is_whole ? 2 : 1;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
+    attention_tile_lists(unsigned* __restrict__ lists,  // as above
+                         SCORE_PARAMETERS,
+                         const __grid_constant__ list_params_t list) {
+  __shared__ interval_t owners[kParts][kMost > 0 ? kMost : 1];
+  __shared__ unsigned char found[kNumThreads];
+  __shared__ int counts[kNumWarps];
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+
+  // The list of this block, and a head that it belongs to.
+  const int own_tile = static_cast<int>(block_index() % list.num_own);
+  const int of_head = static_cast<int>(block_index() / list.num_own);
+  const int num_heads = list.head_lists > 0 ? static_cast<int>(params.num_heads) : 1;
+  const index_t head = of_head % num_heads, entry = of_head / num_heads;
+  const tile_coord_t at(params, entry * params.num_heads + head);
+  if (!at.exists) return;
+  unsigned* const words =
+      lists +
+      (entry * list.batch_lists + head * list.head_lists + own_tile) * list.stride;
+  const scores_t scores(at, SCORE_ARGUMENTS);
+  const function_mask_t function = {
+      scores, params,
+      mask_mod_exact_of_head<accum_t>(static_cast<expr::int_t>(scores.entry()),
+                                      static_cast<expr::int_t>(scores.query_head()),
+                                      params.functions.mask)};
+  const int own_first = list.own_first + own_tile * (kParts * kPartRows);
+  const int own_rows =
+      static_cast<int>(kTransposed ? params.seqlen_k : params.seqlen_q);
+  const int other_rows =
+      static_cast<int>(kTransposed ? params.seqlen_q : params.seqlen_k);
+
+  if (kOfOwner > 0 && warp < kParts) {
+    interval_t bounds[kMost > 0 ? kMost : 1];
+    const int first = own_first + warp * kPartRows;
+    function.bounds_of<kTransposed>(max(first, 0), min(first + kPartRows, own_rows),
+                                    bounds);
+    if (lane == 0) {
+      for (int n = 0; n < kOfOwner; ++n) owners[warp][n] = bounds[n];
+    }
+  }
+  __syncthreads();  // of all parts
+
+  auto parts_of = [&](int tile, int part, const interval_t* others) {
+    const int own = own_first + part * kPartRows, other = tile * kOtherRows;
+    return kTransposed ? function.seen(other, other + kOtherRows, own, own + kPartRows,
+                                       others, owners[part])
+                       : function.seen(own, own + kPartRows, other, other + kOtherRows,
+                                       owners[part], others);
+  };
+  int num_listed = 0;
+  for (int first = 0; first < list.num_other; first += kNumThreads) {
+    const int last = min(list.num_other, first + kNumThreads);
+    if constexpr (kOfOther > 0) {
+      for (int tile = first + warp; tile < last; tile += kNumWarps) {
+        interval_t others[kMost > 0 ? kMost : 1];
+        function.bounds_of<!kTransposed>(
+            tile * kOtherRows, min((tile + 1) * kOtherRows, other_rows), others);
+        unsigned seen = lane < kParts ? parts_of(tile, lane, others) << 2 * lane : 0;
+        seen |= __shfl_xor_sync(kFullMask, seen, 1);
+        seen |= __shfl_xor_sync(kFullMask, seen, 2);
+        if (lane == 0) found[tile - first] = seen;
+      }
+      __syncthreads();  // all tiles of this round have been looked at
+    }
+    // Tiles that some part sees move up.
+    const int tile = first + static_cast<int>(threadIdx.x);
+    unsigned seen = 0;
+    if (tile < last) {
+      if constexpr (kOfOther > 0) {
+        seen = found[threadIdx.x];
+      } else {
+        for (int part = 0; part < kParts; ++part) {
+          seen |= parts_of(tile, part, nullptr) << 2 * part;
+        }
+      }
+    }
+    const unsigned ballot = __ballot_sync(kFullMask, seen != 0);
+    if (lane == 0) counts[warp] = __popc(ballot);
+    __syncthreads();  // of all warps
+    int before = 0, all = 0;
+    for (int w = 0; w < kNumWarps; ++w) {
+      before += w < warp ? counts[w] : 0;
+      all += counts[w];
+    }
+    if (seen != 0) {
+      const int place = num_listed + before + __popc(ballot & ((1u << lane) - 1));
+      words[1 + place] = static_cast<unsigned>(tile) << 8 | seen;
+    }
+    num_listed += all;
+    __syncthreads();  // counts and what was found have been read
+  }
+  if (threadIdx.x == 0) {
+    words[0] = max(num_listed, 1);
+    if (num_listed == 0) words[1] = 0;  // a tile of which nothing is seen
+  }
+}

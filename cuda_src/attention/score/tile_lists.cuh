@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: MIT
+// Lists of the tiles that a mask function shows, as tile_lists.cu writes them.
+#pragma once
+
+#include "attention/score/params.cuh"
+
+// A tile of the other side, as a list has it.
+struct listed_tile_t {
+  unsigned word;
+
+  __device__ int tile() const { return word >> 8; }
+  // Whether part `part` of the owner's tile sees some of it, and whether not all.
+  __device__ bool is_seen(int part) const { return (word >> 2 * part & 3) != 0; }
+  __device__ bool is_mixed(int part) const { return word >> 2 * part & 1; }
+};
+
+struct tile_lists_t {
+  const unsigned* words;
+  int stride;                   // of a list, in words
+  int batch_lists, head_lists;  // from one entry, or head, to the next; 0: they share
+
+  // Of a tile of a head: its number of tiles, at least one, and then these.
+  __device__ __forceinline__ const unsigned* of(const tile_coord_t& at,
+                                                int num_heads) const {
+    const int entry = static_cast<unsigned>(at.row_of_heads) / num_heads;
+    const index_t list = index_t(entry) * batch_lists +
+                         static_cast<int>(at.head) * head_lists +
+                         static_cast<int>(at.tile);
+    return words + list * stride;
+  }
+};
+__device__ __forceinline__ int num_listed(const unsigned* list) {
+  return static_cast<int>(__ldg(list));
+}
+__device__ __forceinline__ listed_tile_t listed_tile(const unsigned* list, int n) {
+  return {__ldg(list + 1 + n)};
+}

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// PTX mma.sync and ldmatrix (sm_80 or newer): products of 16-bit matrices by one warp.
+// PTX mma.sync and ldmatrix (sm_80 or newer): products of matrices of 16-bit numbers,
+// or of tf32, by one warp.
 //
 // None is volatile with a clobber of memory: a barrier of the block stands between a
 // tile's last write and the first ldmatrix.
@@ -52,6 +53,26 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4],
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// d += a b of tf32, with a 16 x 8, b 8 x 8 and d 16 x 8. Lane n has of a the columns
+// n % 4 and n % 4 + 4 of rows n / 4 and n / 4 + 8, of b the same rows of column n / 4,
+// and of d what it has above (PTX ISA, "matrix fragments for mma.m16n8k8").
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4],
+                                                 const unsigned (&a)[4],
+                                                 unsigned b0,
+                                                 unsigned b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The number of tf32 next to x: the 11 highest bits of its significand.
+__device__ __forceinline__ unsigned tf32_from_f32(float x) {
+  unsigned word;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(word) : "f"(x));
+  return word;
 }
 
 }  // namespace ptx

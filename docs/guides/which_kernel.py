@@ -104,6 +104,35 @@ table(
 )
 
 # %%
+# Many short entries
+# ------------------
+# Where every multiprocessor has a head, and the keys of a head fit on the chip.
+
+
+def short(dtype, queries, keys, head_dim, entries):
+    """The checked problem of a call."""
+    q = np.ones((entries, 1, queries, head_dim), dtype)
+    k = np.ones((entries, 1, keys, head_dim), dtype)
+    return cupyflash.explain("attention", q, k, k).problem
+
+
+table(
+    {
+        f"{entries} x {queries} x {keys} x {dim}, {np.dtype(dtype).name}": short(
+            dtype, queries, keys, dim, entries
+        )
+        for dtype in (np.float16, np.float32)
+        for entries, queries, keys, dim in (
+            (500, 40, 40, 64),
+            (500, 1, 100, 64),
+            (500, 65, 40, 64),
+            (8, 40, 40, 64),
+        )
+    },
+    forward_registry.ATTENTION_KERNELS,
+)
+
+# %%
 # With a method
 # -------------
 

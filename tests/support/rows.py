@@ -119,6 +119,10 @@ ATTENTION_SHAPES = {
     # Entries of the batch that share some of the three alone.
     "one k": ((3, 4, 130, 64), (1, 2, 200, 64), (3, 2, 200, 64)),
     "one q and v": ((1, 4, 130, 64), (3, 2, 200, 64), (1, 2, 200, 64)),
+    # Few queries and keys, of more heads than there are multiprocessors.
+    "short": ((35, 4, 40, 64), (35, 4, 40, 64), (35, 4, 40, 64)),
+    "short options": ((35, 8, 21, 64), (35, 4, 60, 64), (35, 4, 60, 64)),
+    "short odd": ((140, 2, 33, 33), (140, 1, 17, 33), (140, 1, 17, 90)),
 }
 ATTENTION_REACH = ATTENTION_SHAPES | {
     "few": ((1, 2, 5, 64), (1, 2, 9, 64), (1, 2, 9, 64)),
@@ -138,6 +142,9 @@ _DTYPES_OF_KIND = {
     "odd heads": ("bfloat16",),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),
+    "short": ("float16", "bfloat16", "float32", "tf32"),
+    "short options": ("bfloat16", "float32"),
+    "short odd": ("float16", "float32"),
 }
 _VJP_DTYPES_OF_KIND = {
     "plain": ("float16", "bfloat16", "float32", "float64"),
@@ -147,6 +154,9 @@ _VJP_DTYPES_OF_KIND = {
     "odd heads": ("bfloat16",),
     "one k": ("bfloat16", "float32", "float64"),
     "one q and v": ("bfloat16", "float32", "float64"),
+    "short": ("float16", "bfloat16", "float32"),
+    "short options": ("bfloat16", "float32"),
+    "short odd": ("float16", "float32"),
 }
 
 
@@ -194,8 +204,8 @@ def options_of(kind, shapes, rng, dtype, naive=False):
     if kind == "empty parts":
         lengths = np.array([0, 70, shapes[1][-2]], np.int32)
         return {"key_lengths": lengths}, {"window": (300, 5)}
-    if kind not in ("options", "wider options"):
-        return {}, {"causal": True} if kind == "odd" else {}
+    if kind not in ("options", "wider options", "short options"):
+        return {}, {"causal": True} if kind in ("odd", "short odd") else {}
     (batch, heads, seqlen_q, _), (_, _, seqlen_k, _), _ = shapes
     size = 0.3 if naive else 1.0
     bias = rng.normal(size=(heads, seqlen_q, seqlen_k)) * size
@@ -206,9 +216,19 @@ def options_of(kind, shapes, rng, dtype, naive=False):
         "mask": rng.random((batch, 1, seqlen_q, seqlen_k)) < 0.8,
         "sinks": rng.normal(size=heads).astype(dtype),
         "alibi_slopes": slopes.astype(dtype),
-        "query_lengths": np.array([seqlen_q, seqlen_q - 40][:batch], np.int32),
-        "key_lengths": np.array([seqlen_k - 33, seqlen_k][:batch], np.int32),
+        "query_lengths": _lengths(batch, (seqlen_q, max(seqlen_q - 40, 1))),
+        "key_lengths": _lengths(batch, (seqlen_k - 33, seqlen_k)),
     }, {"causal": True, "softcap": 9.0}
+
+
+def makes_gradients(kind):
+    """Whether gradients of options are asked for, which not all rows make."""
+    return kind != "short options"
+
+
+def _lengths(batch, lengths):
+    """These lengths in turn, one an entry of the batch."""
+    return np.resize(np.array(lengths, np.int32), batch)
 
 
 def _attention_problem_of(case, rng, values=None):
@@ -243,7 +263,7 @@ def _attention_vjp_problem_of(case, rng, values=None):
     for name in ("method", "return_lse"):
         options.pop(name)
     for name in ("bias", "sinks"):
-        options[f"need_d{name}"] = name in problem.arrays
+        options[f"need_d{name}"] = name in problem.arrays and makes_gradients(case.kind)
     options["deterministic"] = True
     *rows, _ = problem.notes["scores"]
     dout = rng.normal(size=(*rows, problem.arrays["v"].shape[-1]))
@@ -289,7 +309,9 @@ def library_problem(operation, function, shape, dtype, method, options=None):
     rows = (*batch_of(*shape), *q.shape[-3:-1])
     out = np.empty((*rows, v.shape[-1]), made)
     lse = np.empty(rows, made if made == np.float64 else np.float32)
-    need = {f"need_d{n}": n in arguments for n in ("bias", "sinks")}
+    kind = next((n for n, s in ATTENTION_SHAPES.items() if s == shape), "")
+    asked = makes_gradients(kind)
+    need = {f"need_d{n}": asked and n in arguments for n in ("bias", "sinks")}
     return _checked(
         cupyflash.attention_vjp, out, q, k, v, out, lse, deterministic=True, **need,
         **arguments,
@@ -390,7 +412,7 @@ def one_of_each_dtype(cases, dtypes=("bfloat16", "float32", "tf32", "float64")):
 
 def _is_new(row, case):
     """Whether "tf32" is another kernel than "float32"."""
-    return case.dtype != "tf32" or row.name == "mma"
+    return case.dtype != "tf32" or row.name in ("mma", "mma_short")
 
 
 def reach(operation, name):

@@ -23,6 +23,8 @@ from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32_plan import mma_split_steps
 from cupyflash._attention.gpu.sm80.backward_plan import mma_vjp_steps
+from cupyflash._attention.gpu.sm80.short_backward import MmaShortVjpKernel
+from cupyflash._attention.gpu.sm80.short_backward_plan import short_vjp_steps
 from cupyflash._attention.gpu.sm90.backward import HopperVjpKernel
 from cupyflash._attention.gpu.sm90.backward_plan import hopper_vjp_steps
 from cupyflash._attention.gpu.sm90.backward_wide import HopperWideVjpKernel
@@ -40,6 +42,7 @@ _STEPS = {
     HopperVjpKernel: hopper_vjp_steps,
     HopperWideVjpKernel: hopper_wide_vjp_steps,
     MmaVjpKernel: mma_vjp_steps,
+    MmaShortVjpKernel: short_vjp_steps,
     MmaSplitVjpKernel: mma_split_steps,
     TensorFloat64VjpKernel: tensor_float64_steps,
     VjpKernel: portable_steps,

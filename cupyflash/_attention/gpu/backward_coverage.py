@@ -12,6 +12,7 @@ from cupyflash._attention.gpu.gradient_config import rows_config, sum_config
 from cupyflash._attention.gpu.simt.backward import FALLBACK, VjpKernel
 from cupyflash._attention.gpu.sm80.backward import MmaVjpKernel
 from cupyflash._attention.gpu.sm80.backward_fp32 import MmaSplitVjpKernel
+from cupyflash._attention.gpu.sm80.short_backward import MmaShortVjpKernel
 from cupyflash._attention.gpu.sm90.backward import HOPPER_VJP, HopperVjpKernel
 from cupyflash._attention.gpu.sm90.backward_wide import HopperWideVjpKernel
 from cupyflash._attention.vjp_problem import AttentionVjpProblem
@@ -54,6 +55,12 @@ def _mapped_configs(row, forward, batch_dims, device, everything):
     if batch_dims <= tensor_map.MAX_BATCH_AXES:
         yield from row.configs(forward, batch_dims)
         yield from _fallbacks(forward, batch_dims, device)
+
+
+def _short_configs(row, forward, batch_dims, device, everything):
+    """The launches of a problem of short entries."""
+    yield row.config(forward, batch_dims, device)
+    yield from _fallbacks(forward, batch_dims, device)
 
 
 def _mma_configs(row, forward, batch_dims, device, everything):
@@ -113,6 +120,7 @@ _CONFIGS: dict[type, Callable[..., Iterator[LaunchConfig]]] = {
     HopperVjpKernel: _mapped_configs,
     HopperWideVjpKernel: _mapped_configs,
     MmaVjpKernel: _mma_configs,
+    MmaShortVjpKernel: _short_configs,
     MmaSplitVjpKernel: _split_configs,
     TensorFloat64VjpKernel: _f64_configs,
     VjpKernel: _portable_configs,

@@ -4,10 +4,12 @@ from cupyflash._attention.gpu.fp64.backward import TILED_F64_VJP
 from cupyflash._attention.gpu.simt.backward import TILED_VJP
 from cupyflash._attention.gpu.sm80.backward import MMA_VJP
 from cupyflash._attention.gpu.sm80.backward_fp32 import MMA_SPLIT_VJP
+from cupyflash._attention.gpu.sm80.short_backward import MMA_SHORT_VJP
 from cupyflash._attention.gpu.sm90.backward import HOPPER_VJP
 from cupyflash._attention.gpu.sm90.backward_wide import HOPPER_WIDE_VJP
 
 ATTENTION_VJP_KERNELS = (  # best first
+    MMA_SHORT_VJP,
     HOPPER_VJP,
     HOPPER_WIDE_VJP,
     MMA_VJP,

@@ -26,6 +26,7 @@ from cupyflash._attention.gpu.simt.forward import FusedKernel, UnfusedKernel
 from cupyflash._attention.gpu.simt.forward_plan import UnfusedPlan
 from cupyflash._attention.gpu.sm80.forward import MmaKernel
 from cupyflash._attention.gpu.sm80.forward_plan import mma_steps
+from cupyflash._attention.gpu.sm80.short_forward import MmaShortKernel
 from cupyflash._attention.gpu.sm90.forward import HopperKernel
 from cupyflash._attention.gpu.sm90.forward_plan import hopper_steps
 from cupyflash._attention.gpu.sm90.forward_wide import HopperWideKernel
@@ -41,6 +42,7 @@ _STEPS = {
     HopperKernel: hopper_steps,
     FusedKernel: fused_steps,
     MmaKernel: mma_steps,
+    MmaShortKernel: fused_steps,
     HopperWideKernel: hopper_wide_steps,
     TensorFloat64Kernel: fused_steps,
 }

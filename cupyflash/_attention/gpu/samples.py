@@ -82,6 +82,7 @@ def representative():
         yield with_functions(made_up(dtype, 128, softcap=30.0)), 1
     yield from fp64_forward.representative(made_up)
     yield from _bounded()
+    yield from _short()
     yield from _wide()
     yield from _long()
 
@@ -95,6 +96,23 @@ def _long():
             replace(made_up(dtype, head_dim), seqlen_q=1 << 16, seqlen_k=1 << 16),
             1,
         )
+
+
+def _short():
+    """Entries with few queries and keys, and enough of them."""
+    for dtype, (queries, keys, head_dim) in itertools.product(
+        ("float16", "bfloat16", "float32"),
+        ((40, 40, 64), (16, 16, 32), (4, 4, 8), (1, 100, 64), (64, 64, 128)),
+    ):
+        few = {"num_heads": 512, "num_kv_heads": 512}
+        few |= {"seqlen_q": queries, "seqlen_k": keys}
+        yield replace(made_up(dtype, head_dim), **few), 1
+        if (queries, dtype) in ((40, "bfloat16"), (40, "float32")):
+            yield replace(made_up(dtype, head_dim), **few, **_ALL_OPTIONS), 2
+            yield replace(made_up(dtype, head_dim, right=0), **few), 1
+            yield replace(made_up(dtype, head_dim), **{**few, "num_heads": 2048}), 1
+    tf32 = {"precision": "tf32", "num_heads": 512, "num_kv_heads": 512}
+    yield replace(made_up("float32"), seqlen_q=40, seqlen_k=40, **tf32), 1
 
 
 def _wide():

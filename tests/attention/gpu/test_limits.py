@@ -239,6 +239,11 @@ def test_rows_take_what_is_just_below_a_limit_and_no_more(cupy):
 # For each row what kernels multiply, or add up, in 32 bits: where, the expression, and
 # its largest value for a problem that the row takes.
 FORWARD_PRODUCTS = {
+    "mma_short": (
+        ("sm80/short_forward.cu: group * tiles",
+         lambda p, d: p.group_size * -(-p.seqlen_q // 16) + 4),
+        ("sm80/short.cuh: bounds.high + row", lambda p, d: (1 << 30) + p.seqlen_q + 16),
+    ),
     "hopper": (
         ("sm90/tile_scheduler.cuh: number in section * num_blocks",
          lambda p, d: _hopper(p, d)["section"] * _hopper(p, d)["num_blocks"]),
@@ -289,6 +294,9 @@ def _hopper(problem, device):
 
 
 VJP_PRODUCTS = {
+    "mma_short": (
+        ("sm80/short.cuh: bounds.high + row", lambda p: (1 << 30) + p.seqlen_q + 16),
+    ),
     "hopper": (
         ("sm90/backward_preprocess.cu: block * num_blocks", lambda p: _blocks(p, 64)),
         ("sm90/backward.cu: item + gridDim.x", lambda p: _tiles(p, 64) + 4 * 132 * 132),

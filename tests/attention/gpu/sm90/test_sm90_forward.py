@@ -39,7 +39,7 @@ def test_takes(dtype, head_dim, bounds):
     assert ROW.unsupported_reason(asked, HOPPER) is None
     row, refused = kernel.select(ATTENTION_KERNELS, asked, HOPPER)
     assert row is ROW
-    assert refused == ()
+    assert [name for name, _ in refused] == ["mma_short"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_leaves_to_the_next_row(asked, device, reason):
     assert reason in ROW.unsupported_reason(asked, device)
     row, refused = kernel.select(ATTENTION_KERNELS, asked, device)
     assert row is not ROW
-    assert refused[0][0] == "hopper"
+    assert "hopper" in dict(refused)
 
 
 @pytest.mark.parametrize("num_heads", [1, 7, 64, 1000])

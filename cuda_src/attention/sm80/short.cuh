@@ -1,0 +1,457 @@
+// SPDX-License-Identifier: MIT
+// What the kernels for short entries share: a block has a head of k and v with all its
+// keys on chip at once, and its warps go through the queries of its heads.
+//
+// An operand of mma.sync is two words a lane and 32 bytes of a row deep: 16 numbers of
+// 16 bits, or 8 of float32. A float32 is the sum of two numbers of tf32, x = high +
+// low, which leaves out at most 2^-23 of x at any size; a product then takes three,
+// high high + high low + low high. precision="tf32" takes high alone.
+//
+// Rows in shared memory are 16 bytes longer than their numbers, so that 8 of them begin
+// in different banks.
+#pragma once
+
+#include "attention/sm80/tile.cuh"
+
+#if !defined(HEAD_DIM) || !defined(HEAD_DIM_V) || !defined(BLOCK_N) || \
+    !defined(WARPS) || !defined(MIN_BLOCKS)
+#error "HEAD_DIM, HEAD_DIM_V, BLOCK_N, WARPS and MIN_BLOCKS come from the host"
+#endif
+constexpr int kHeadDim = HEAD_DIM, kHeadDimV = HEAD_DIM_V;
+constexpr int kBlockN = BLOCK_N;  // keys, and zeros up to a multiple of 16
+constexpr int kWarps = WARPS;
+constexpr int kMinBlocks = MIN_BLOCKS;
+static_assert(kWarpSize * kWarps == kNumThreads);
+static_assert(kHeadDim % 16 == 0 && kHeadDimV % 16 == 0 && kBlockN % 16 == 0);
+
+#ifdef PARTS
+constexpr int kParts = PARTS;  // numbers of tf32 for one of float32
+#else
+constexpr int kParts = 1;
+#endif
+static_assert(kParts == 1 || (kParts == 2 && kSplits));
+
+// Columns of a result that a warp makes at a time: a few even steps.
+constexpr int kMostColumns = kSplits ? 32 : 64;
+template <int kDim>
+constexpr int kChunk = kDim / ((kDim + kMostColumns - 1) / kMostColumns);
+constexpr int kRows = 16;                   // queries of a warp, or keys
+constexpr int kStep = 32 / sizeof(elem_t);  // how deep an operand is
+constexpr int kKeyTiles = kBlockN / 8;      // accumulators over the keys
+constexpr int kColTiles = kHeadDim / 8;     // over the columns of q and k
+constexpr int kColTilesV = kHeadDimV / 8;   // over those of v and out
+
+template <int kTiles>
+using sums_t = float[kTiles][4];
+
+__device__ __forceinline__ int lane_index() { return threadIdx.x % kWarpSize; }
+__device__ __forceinline__ int warp_index() { return threadIdx.x / kWarpSize; }
+
+// All warps have come here.
+__device__ __forceinline__ void sync_warps() {
+  if constexpr (kWarps == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// --- matrices in shared memory -------------------------------------------------------
+
+// Rows of kCols numbers.
+template <int kCols>
+struct matrix_t {
+  static constexpr unsigned kPitch = kCols * sizeof(elem_t) + 16;
+  static constexpr int kNextRow = kPitch / sizeof(elem_t);
+  static constexpr int kChunks = kCols * sizeof(elem_t) / 16;
+
+  unsigned char* rows;
+
+  static __host__ __device__ constexpr unsigned bytes(int num_rows) {
+    return num_rows * kPitch;
+  }
+  __device__ __forceinline__ unsigned address() const { return shared_address(rows); }
+  __device__ __forceinline__ elem_t* at(int row, int col) const {
+    return reinterpret_cast<elem_t*>(rows + row * kPitch) + col;
+  }
+
+  // Starts to copy rows [0, num_rows) of x (.., dim), and zeros up to kCount rows;
+  // `thread` is the number of this one of kThreads.
+  template <int kCount, int kThreads>
+  __device__ __forceinline__ void load(
+      const elem_t* x, index_t row_stride, int num_rows, int dim, int thread) const {
+    constexpr int kElems = 16 / sizeof(elem_t);
+    const bool aligned = has_aligned_rows(x, row_stride, dim);
+    const unsigned to = address();
+#pragma unroll
+    for (int first = 0; first < kCount * kChunks; first += kThreads) {
+      const int n = first + thread, row = n / kChunks, col = n % kChunks * kElems;
+      if (kCount * kChunks % kThreads != 0 && n >= kCount * kChunks) break;
+      const unsigned offset = row * kPitch + n % kChunks * 16;
+      const bool exists = row < num_rows && col < dim;
+      if (aligned) {
+        ptx::copy_async_or_zero(to + offset, exists ? x + row * row_stride + col : x,
+                                exists ? 16 : 0);
+      } else {
+        uint4 word = make_uint4(0, 0, 0, 0);
+        if (exists) word = gather(x + row * row_stride, col, dim);
+        *reinterpret_cast<uint4*>(rows + offset) = word;
+      }
+    }
+  }
+};
+
+// --- operands ------------------------------------------------------------------------
+
+// 16 rows by kStep, and kStep by 8 columns, as mma.sync takes them.
+struct left_t {
+  unsigned parts[kParts][4];
+};
+struct right_t {
+  unsigned parts[kParts][2];
+};
+
+// A word as it lies in memory, as kParts operands.
+__device__ __forceinline__ void split_word(unsigned word, unsigned (&parts)[kParts]) {
+  if constexpr (!kSplits) {
+    parts[0] = word;
+  } else {
+    parts[0] = ptx::tf32_from_f32(__uint_as_float(word));
+    if constexpr (kParts == 2) {
+      parts[1] = ptx::tf32_from_f32(__uint_as_float(word) - __uint_as_float(parts[0]));
+    }
+  }
+}
+template <int kWords>
+__device__ __forceinline__ void split_words(const unsigned (&words)[kWords],
+                                            unsigned (&parts)[kParts][kWords]) {
+#pragma unroll
+  for (int n = 0; n < kWords; ++n) {
+    unsigned of_word[kParts];
+    split_word(words[n], of_word);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) parts[part][n] = of_word[part];
+  }
+}
+// Four words are two operands of 8 columns.
+__device__ __forceinline__ void split_pair(const unsigned (&words)[4],
+                                           right_t (&pair)[2]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const unsigned half[2] = {words[2 * n], words[2 * n + 1]};
+    split_words(half, pair[n].parts);
+  }
+}
+
+// Rows [row, row + 16) of x as the left operand of x y.
+template <int kCols>
+__device__ __forceinline__ left_t left(const matrix_t<kCols>& x, int row, int step) {
+  const int lane = lane_index();
+  unsigned words[4];
+  ptx::ldmatrix_x4(words, x.address() + (row + lane % 16) * matrix_t<kCols>::kPitch +
+                              (2 * step + lane / 16) * 16);
+  left_t operand;
+  split_words(words, operand.parts);
+  return operand;
+}
+
+// Columns [col, col + 16) of x as the left operand of x^T y.
+template <int kCols>
+__device__ __forceinline__ left_t left_trans(const matrix_t<kCols>& x,
+                                             int col,
+                                             int step) {
+  const int lane = lane_index();
+  unsigned words[4];
+  if constexpr (kSplits) {
+    // Places 0 to 3 of an operand are even rows here, places 4 to 7 odd ones; so they
+    // are in right_trans() and left_of().
+    const elem_t* const from = x.at(kStep * step + lane % 4 * 2, col + lane / 4);
+    constexpr int kNext = matrix_t<kCols>::kNextRow;
+    words[0] = __float_as_uint(to<float>(from[0]));
+    words[1] = __float_as_uint(to<float>(from[8]));
+    words[2] = __float_as_uint(to<float>(from[kNext]));
+    words[3] = __float_as_uint(to<float>(from[kNext + 8]));
+  } else {
+    const int row = kStep * step + lane / 16 * 8 + lane % 8;
+    ptx::ldmatrix_x4_trans(words, x.address() + row * matrix_t<kCols>::kPitch +
+                                      (col / 8 + lane / 8 % 2) * 16);
+  }
+  left_t operand;
+  split_words(words, operand.parts);
+  return operand;
+}
+
+// Rows [8 tile, 8 tile + 16) of y as two right operands of x y^T.
+template <int kCols>
+__device__ __forceinline__ void right(const matrix_t<kCols>& y,
+                                      int tile,
+                                      int step,
+                                      right_t (&pair)[2]) {
+  const int lane = lane_index();
+  const int row = 8 * tile + lane / 16 * 8 + lane % 8;
+  unsigned words[4];
+  ptx::ldmatrix_x4(words, y.address() + row * matrix_t<kCols>::kPitch +
+                              (2 * step + lane / 8 % 2) * 16);
+  split_pair(words, pair);
+}
+
+// Columns [8 tile, 8 tile + 16) of y as two right operands of x y.
+template <int kCols>
+__device__ __forceinline__ void right_trans(const matrix_t<kCols>& y,
+                                            int tile,
+                                            int step,
+                                            right_t (&pair)[2]) {
+  const int lane = lane_index();
+  unsigned words[4];
+  if constexpr (kSplits) {
+    const elem_t* const from = y.at(kStep * step + lane % 4 * 2, 8 * tile + lane / 4);
+    constexpr int kNext = matrix_t<kCols>::kNextRow;
+    words[0] = __float_as_uint(to<float>(from[0]));
+    words[1] = __float_as_uint(to<float>(from[kNext]));
+    words[2] = __float_as_uint(to<float>(from[8]));
+    words[3] = __float_as_uint(to<float>(from[kNext + 8]));
+  } else {
+    ptx::ldmatrix_x4_trans(
+        words, y.address() + (kStep * step + lane % 16) * matrix_t<kCols>::kPitch +
+                   (tile + lane / 16) * 16);
+  }
+  split_pair(words, pair);
+}
+
+// Accumulators, 16 rows by the keys, as the left operand of the next product.
+template <int kTiles>
+__device__ __forceinline__ left_t left_of(const sums_t<kTiles>& x, int step) {
+  unsigned words[4];
+  if constexpr (kSplits) {
+    words[0] = __float_as_uint(x[step][0]);
+    words[1] = __float_as_uint(x[step][2]);
+    words[2] = __float_as_uint(x[step][1]);
+    words[3] = __float_as_uint(x[step][3]);
+  } else {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+      const float (&tile)[4] = x[2 * step + n / 2];
+      words[n] = pair16_t::from(tile[n % 2 * 2], tile[n % 2 * 2 + 1]);
+    }
+  }
+  left_t operand;
+  split_words(words, operand.parts);
+  return operand;
+}
+
+// --- products ------------------------------------------------------------------------
+
+// sum += a b, small parts first.
+__device__ __forceinline__ void multiply(float (&sum)[4],
+                                         const left_t& a,
+                                         const right_t& b) {
+  if constexpr (kSplits) {
+    auto add = [&](int of_a, int of_b) {
+      ptx::mma_m16n8k8_tf32(sum, a.parts[of_a], b.parts[of_b][0], b.parts[of_b][1]);
+    };
+    if constexpr (kParts == 2) {
+      add(1, 0);
+      add(0, 1);
+    }
+    add(0, 0);
+  } else {
+    pair16_t::mma(sum, a.parts[0], b.parts[0][0], b.parts[0][1]);
+  }
+}
+
+// A tensor core cuts the bits that fall off: of float32 it sums so many steps, and
+// their sums are added by rounding.
+constexpr int kApart = kSplits ? 2 : 1;
+
+// sums += x y over kSteps steps; `left(step)` and `right(tile, step, pair)` are their
+// operands. float32 has no registers for steps side by side, if they need not be.
+template <int kSteps, bool kInLoop, int kTiles, typename Left, typename Right>
+__device__ __forceinline__ void add_products(float (&sums)[kTiles][4],
+                                             Left left,
+                                             Right right) {
+  static_assert(kSteps % kApart == 0 && kTiles % 2 == 0);
+#pragma unroll(kInLoop&& kSplits ? 1 : kSteps)
+  for (int first = 0; first < kSteps; first += kApart) {
+    left_t a[kApart];
+#pragma unroll
+    for (int step = 0; step < kApart; ++step) a[step] = left(first + step);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; tile += 2) {
+      float sum[2][4] = {};
+#pragma unroll
+      for (int step = 0; step < kApart; ++step) {
+        right_t b[2];
+        right(tile, first + step, b);
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          multiply(kSplits ? sum[n] : sums[tile + n], a[step], b[n]);
+        }
+      }
+      if constexpr (kSplits) {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) sums[tile + e / 4][e % 4] += sum[e / 4][e % 4];
+      }
+    }
+  }
+}
+
+// s = x y^T of rows [row, row + 16) of x and all of y.
+template <int kCols>
+__device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
+                                              const matrix_t<kCols>& x,
+                                              int row,
+                                              const matrix_t<kCols>& y) {
+#pragma unroll
+  for (int e = 0; e < 4 * kKeyTiles; ++e) s[e / 4][e % 4] = 0;
+  add_products<kCols / kStep, true>(
+      s, [&](int step) { return left(x, row, step); },
+      [&](int tile, int step, right_t(&pair)[2]) { right(y, tile, step, pair); });
+  // Where a part is infinite the other is NaN, and so is a product that is not.
+  if constexpr (kParts == 2) {
+#pragma unroll
+    for (int e = 0; e < 4 * kKeyTiles; ++e) {
+      float& sum = s[e / 4][e % 4];
+      if (is_finite(sum)) continue;
+      const elem_t* const a = x.at(row + lane_index() / 4 + e % 4 / 2 * 8, 0);
+      const elem_t* const b = y.at(e / 4 * 8 + lane_index() % 4 * 2 + e % 2, 0);
+      sum = 0;
+#pragma unroll 1
+      for (int d = 0; d < kCols; ++d) sum = fmaf(to<float>(a[d]), to<float>(b[d]), sum);
+    }
+  }
+}
+
+// --- rows of scores ------------------------------------------------------------------
+
+// Number e of an accumulator stands in row lane / 4 + e / 2 * 8 and column
+// lane % 4 * 2 + e % 2: a lane has two rows, which three others share.
+
+// The keys that this lane's rows see, mask and bias aside.
+struct seen_t {
+  int first[2], last[2];
+
+  __device__ __forceinline__ seen_t(const mask_bounds_t& bounds) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane_index() / 4 + 8 * r;
+      first[r] = bounds.low + row;
+      last[r] = row < bounds.num_queries ? min(bounds.high + row, bounds.num_keys) : 0;
+    }
+  }
+  __device__ __forceinline__ bool operator()(int r, int key) const {
+    return first[r] <= key && key < last[r];
+  }
+};
+
+template <typename Combine>
+__device__ __forceinline__ float over_row(float x, Combine combine) {
+  return warp_reduce<4>(x, combine);
+}
+
+// exp(s - m) as weight() has it; results of 16 bits need fewer of its digits.
+__device__ __forceinline__ float weight_of(float s, float m) {
+  if constexpr (kSplits) return weight(s, m);
+  return s == -infinity<float>() ? -0.f : exp_fast(s - m);
+}
+
+// Scores become weights of a maximum of 1; m and l are those of the two rows.
+__device__ __forceinline__ void weigh(sums_t<kKeyTiles>& s,
+                                      float (&m)[2],
+                                      float (&l)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    m[r] = -infinity<float>();
+    l[r] = 0;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+      m[r] = larger(m[r], larger(s[n][2 * r], s[n][2 * r + 1]));
+    }
+    m[r] = over_row(m[r], [](float a, float b) { return larger(a, b); });
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; ++e) {
+        s[n][e] = weight_of(s[n][e], m[r]);
+        l[r] += s[n][e];
+      }
+    }
+    l[r] = over_row(l[r], [](float a, float b) { return a + b; });
+  }
+}
+
+// --- stores --------------------------------------------------------------------------
+
+// Where rows of a result go.
+struct target_t {
+  elem_t* x;
+  index_t row, col;  // strides
+  int num_rows, dim;
+
+  // Columns from `first` on.
+  __device__ __forceinline__ target_t from(int first) const {
+    return {x + first * col, row, col, num_rows, dim - first};
+  }
+};
+
+// Writes 16 rows of sums, each times its factor.
+template <int kTiles>
+__device__ __forceinline__ void store_rows(const target_t& to_rows,
+                                           const float (&sums)[kTiles][4],
+                                           const float (&factor)[2]) {
+  const int lane = lane_index();
+  constexpr int kElems = 8 / sizeof(elem_t);  // of 8 bytes
+  const bool as_vectors =
+      to_rows.col == 1 && (reinterpret_cast<unsigned long long>(to_rows.x) % 8 |
+                           to_rows.row % kElems | to_rows.dim % kElems) == 0;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = lane / 4 + 8 * r;
+    const bool exists = row < to_rows.num_rows;
+    elem_t* const x = to_rows.x + row * to_rows.row;
+    if (!as_vectors) {
+#pragma unroll
+      for (int e = 0; e < 2 * kTiles; ++e) {
+        const int column = e / 2 * 8 + lane % 4 * 2 + e % 2;
+        if (exists && column < to_rows.dim) {
+          x[column * to_rows.col] = to<elem_t>(sums[e / 2][2 * r + e % 2] * factor[r]);
+        }
+      }
+      continue;
+    }
+#pragma unroll
+    for (int n = 0; n < kTiles; n += 2) {
+      uint2 words[2];
+      int column[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float low = sums[n + i][2 * r] * factor[r];
+        const float high = sums[n + i][2 * r + 1] * factor[r];
+        column[i] = 8 * (n + i) + lane % 4 * 2;
+        if constexpr (kSplits) {
+          words[i] = make_uint2(__float_as_uint(low), __float_as_uint(high));
+        } else {
+          words[i].x = pair16_t::from(low, high);
+        }
+      }
+      if constexpr (kSplits) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (exists && column[i] < to_rows.dim) {
+            *reinterpret_cast<uint2*>(x + column[i]) = words[i];
+          }
+        }
+      } else {
+        // Even lanes take the first tile and odd ones the second, 4 columns each.
+        const bool odd = lane % 2;
+        const unsigned own = odd ? words[1].x : words[0].x;
+        const unsigned other =
+            __shfl_xor_sync(kFullMask, odd ? words[0].x : words[1].x, 1);
+        const int first = odd ? column[1] - 2 : column[0];
+        if (exists && first < to_rows.dim) {
+          *reinterpret_cast<uint2*>(x + first) =
+              odd ? make_uint2(other, own) : make_uint2(own, other);
+        }
+      }
+    }
+  }
+}

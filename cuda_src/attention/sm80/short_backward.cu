@@ -1,0 +1,373 @@
+// SPDX-License-Identifier: MIT
+// attention_vjp_mma_short: the gradients of thousands of entries with few queries and
+// keys each, in one launch.
+//
+// Algorithm  All queries and keys of a head are on chip. A warp makes 16 rows of
+//                S = score(q k^T),  P = exp(S - lse),  dP = dO v^T
+//                delta = rowsum P dP - dlse,  dS = P (dP - delta) score'(q k^T)
+//                dq = scale dS k
+//            and, when P and dS of all rows are there, 16 keys of
+//                dv = P^T dO,  dk = scale dS^T q
+// Grid       1-D, a block of kWarps warps a head of k and v; they go through
+//            the query heads of a group one by one, and sum dk and dv
+// Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once a head
+//            q, dO  kBlockM x kHeadDim (kHeadDimV)  shared, once a query head
+//            P, dS  kBlockM x kBlockN               shared, as elem_t
+//            dk, dv of a group                      shared, in float32
+//            S, dP, dq, dk, dv                      registers, as short.cuh has them
+// Memory     global: each array once, but for out: rows read it for delta where lse
+//            knows of keys that are not here
+// Numbers    S, P, dP, dS and sums in float32; P and dS rounded to 16 bits before
+//            products, float32 split into numbers of tf32. lse comes again from these
+//            scores, and is taken where it is the given one but for roundings: P then
+//            sums to 1. The same bits in every run
+// Limits     kBlockM queries and kBlockN keys; head_dim and head_dim_v up to kHeadDim
+//            and kHeadDimV, filled up with zeros; sm_80 or newer. Infinities and NaN in
+//            what a query does not see come through as NaN, and so does a dS too large
+//            for elem_t: *nonfinite says that the gradients have to be made in another
+//            way, for which delta is kept
+#include "attention/sm80/short.cuh"
+
+#if !defined(BLOCK_M) || !defined(GROUPED)
+#error "BLOCK_M and GROUPED come from the host"
+#endif
+constexpr int kBlockM = BLOCK_M;
+constexpr bool kGrouped = GROUPED;  // several query heads share one of k and v
+static_assert(kBlockM <= 16 * kWarps && kBlockN <= 16 * kWarps);
+
+// Mirrored by SHORT_GRADS in _attention/gpu/sm80/short_backward.py, field by field.
+struct short_grads_t {
+  operand_t dout, lse, dlse, dq, dk, dv;
+};
+
+using matrix_q = matrix_t<kHeadDim>;
+using matrix_v = matrix_t<kHeadDimV>;
+using matrix_p = matrix_t<kBlockN>;
+
+// What the warps of a head share, in the order of its place.
+struct smem_t {
+  matrix_q q, k;
+  matrix_v dout, v;
+  matrix_p p, ds;
+  unsigned* largest;  // of dO by warp, as the bits of a float
+  float4* kept;       // dk and dv of the query heads before, accumulators of threads
+
+  __device__ __forceinline__ explicit smem_t(unsigned char* bytes) {
+    q.rows = bytes;
+    k.rows = q.rows + matrix_q::bytes(kBlockM);
+    dout.rows = k.rows + matrix_q::bytes(kBlockN);
+    v.rows = dout.rows + matrix_v::bytes(kBlockM);
+    p.rows = v.rows + matrix_v::bytes(kBlockN);
+    ds.rows = p.rows + matrix_p::bytes(kBlockM);
+    largest = reinterpret_cast<unsigned*>(ds.rows + matrix_p::bytes(kBlockM));
+    kept = reinterpret_cast<float4*>(largest + 4 * kWarps);
+  }
+};
+
+// float16 has few exponents: P and dS, rounded to it, are first multiplied by powers of
+// two. P by 2^15; dS so that 65536 stands for 2^7 times the largest dO of the head.
+constexpr bool kNarrow = sizeof(elem_t) == 2 && !pair16_t::kIsBfloat16;
+constexpr float kFactorP = kNarrow ? 32768.f : 1.f;
+
+// The largest number of 16 rows of dO, without its sign, as the bits of a float.
+__device__ __forceinline__ unsigned largest_of_rows(const matrix_v& dout, int row) {
+  unsigned largest = 0;
+#pragma unroll
+  for (int n = lane_index(); n < kRows * matrix_v::kChunks; n += kWarpSize) {
+    const uint4 chunk = *reinterpret_cast<const uint4*>(
+        dout.rows + (row + n / matrix_v::kChunks) * matrix_v::kPitch +
+        n % matrix_v::kChunks * 16);
+    const unsigned words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      largest = max(largest, max(words[i] & 0x7fff, words[i] >> 16 & 0x7fff));
+    }
+  }
+  largest = __reduce_max_sync(kFullMask, largest);
+  return __float_as_uint(to<float>(half_t{static_cast<unsigned short>(largest)}));
+}
+__device__ __forceinline__ float factor_of_ds(const unsigned* largest_of_warps) {
+  if constexpr (!kNarrow) return 1;
+  unsigned largest = 0;
+#pragma unroll
+  for (int n = 0; n < kBlockM / kRows; ++n) {
+    largest = max(largest, largest_of_warps[n]);
+  }
+  const int exponent = min(max(static_cast<int>(largest >> 23) - 126, -24), 16);
+  return __int_as_float((127 + 9 - exponent) << 23);
+}
+
+// Whether an lse made anew is the given one but for the roundings of two kernels.
+__device__ __forceinline__ bool is_same_lse(float own, float given) {
+  constexpr float kUnits = kParts == 2 ? 0x1p-22f : kSplits ? 0x1p-11f : 0x1p-16f;
+  return fabsf(own - given) <= kUnits * fmaxf(1.f, fabsf(given));
+}
+
+// sum(dO_i * out_i), by a warp; 0 where out is 0, even if NaN flows into it.
+__device__ __forceinline__ float dot_out(const elem_t* out,
+                                         index_t col_stride,
+                                         const elem_t* dout,
+                                         int dim) {
+  float sum = 0;
+#pragma unroll 1
+  for (int d = lane_index(); d < dim; d += kWarpSize) {
+    const float o = to<float>(out[d * col_stride]);
+    if (o != 0) sum = fmaf(o, to<float>(dout[d]), sum);
+  }
+  return warp_reduce(sum, [](float a, float b) { return a + b; });
+}
+
+// Accumulators as 16 rows of P or dS, times `factor`.
+__device__ __forceinline__ void store_weights(const matrix_p& matrix,
+                                              int row,
+                                              const sums_t<kKeyTiles>& x,
+                                              float factor) {
+#pragma unroll
+  for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float low = x[n][2 * r] * factor, high = x[n][2 * r + 1] * factor;
+      elem_t* const to_pair =
+          matrix.at(row + lane_index() / 4 + 8 * r, 8 * n + lane_index() % 4 * 2);
+      if constexpr (kSplits) {
+        *reinterpret_cast<float2*>(to_pair) = make_float2(low, high);
+      } else {
+        *reinterpret_cast<unsigned*>(to_pair) = pair16_t::from(low, high);
+      }
+    }
+  }
+}
+
+template <int kTiles>
+__device__ __forceinline__ bool any_nonfinite(const float (&x)[kTiles][4]) {
+  float nonfinite = 0;
+#pragma unroll
+  for (int e = 0; e < 4 * kTiles; ++e) nonfinite = fmaf(x[e / 4][e % 4], 0, nonfinite);
+  return nonfinite != 0;
+}
+
+// What one query head has in global memory, from the queries of this warp on.
+struct rows_t {
+  const elem_t* out;
+  const float *lse, *dlse;
+  float* delta;
+  int i0, num_rows;
+};
+
+// Products q k^T and dO v^T of 16 queries become P and dS.
+__device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
+                                              sums_t<kKeyTiles>& dp,
+                                              const scores_t& scores,
+                                              const rows_t& rows,
+                                              const smem_t& smem,
+                                              const params_t& params,
+                                              const short_grads_t& grads) {
+  const int lane = lane_index();
+  const seen_t sees(scores.mask_bounds(rows.i0, 0));
+  float derivatives[kHasDerivative ? kKeyTiles : 1][4];
+#pragma unroll
+  for (int e = 0; e < 4 * kKeyTiles; ++e) {
+    const int row = lane / 4 + e % 4 / 2 * 8, key = e / 4 * 8 + lane % 4 * 2 + e % 2;
+    float& score = s[e / 4][e % 4];
+    float derivative = 1;
+    score = sees(e % 4 / 2, key) ? scores.with_derivative(score, index_t(rows.i0 + row),
+                                                          index_t(key), derivative)
+                                 : -infinity<float>();
+    if constexpr (kHasDerivative) derivatives[e / 4][e % 4] = derivative;
+  }
+  float m[2], l[2], factor[2], delta[2];
+  bool is_given[2];  // whether lse knows of other keys
+  weigh(s, m, l);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = min(lane / 4 + 8 * r, rows.num_rows - 1);
+    const float given = rows.lse[row * grads.lse.row];
+    const finished_t own = scores.finish(rows.i0 + row, m[r], l[r]);
+    is_given[r] = l[r] != 0 && !is_same_lse(own.lse, given);
+    factor[r] = is_given[r] ? exp_of(m[r] - given) : own.inverse;
+    delta[r] = 0;
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; ++e) {
+        s[n][e] *= factor[r];
+        delta[r] += is_unseen(s[n][e]) ? 0.f : s[n][e] * dp[n][e];
+      }
+    }
+    delta[r] = over_row(delta[r], [](float a, float b) { return a + b; });
+  }
+  if (__any_sync(kFullMask, is_given[0] || is_given[1])) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+#pragma unroll 1
+      for (int n = 0; n < 8; ++n) {
+        const int row = min(n + 8 * r, rows.num_rows - 1);
+        const float sum = dot_out(rows.out + row * params.out.row, params.out.col,
+                                  smem.dout.at(rows.i0 + row, 0),
+                                  static_cast<int>(params.head_dim_v));
+        if (lane / 4 == n && is_given[r]) delta[r] = sum;
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int row = lane / 4 + 8 * r;
+    if (row < rows.num_rows) {
+      if (rows.dlse != nullptr) delta[r] -= rows.dlse[row * grads.dlse.row];
+      if (!scores.is_query(rows.i0 + row)) delta[r] = 0;
+      if (lane % 4 == 0) rows.delta[row] = delta[r];
+    }
+#pragma unroll
+    for (int n = 0; n < kKeyTiles; ++n) {
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; ++e) {
+        dp[n][e] = s[n][e] * (dp[n][e] - delta[r]);
+        if constexpr (kHasDerivative) dp[n][e] *= derivatives[n][e];
+      }
+    }
+  }
+}
+
+// Gradients of 16 keys from `key` on, weights^T rows times `unit`, which go to
+// `target`; those of several query heads are first summed up in `kept`, this thread's
+// own place. Returns whether one is not finite.
+template <int kCols>
+__device__ __forceinline__ bool add_weighted(const matrix_p& weights,
+                                             int key,
+                                             const matrix_t<kCols>& rows,
+                                             const target_t& target,
+                                             float unit,
+                                             float4* kept,
+                                             bool is_first,
+                                             bool is_last) {
+  constexpr int kTiles = kChunk<kCols> / 8;
+  bool found = false;
+#pragma unroll 1
+  for (int col = 0; col < kCols; col += kChunk<kCols>) {
+    sums_t<kTiles> sums = {};
+    add_products<kBlockM / kStep, true>(
+        sums, [&](int step) { return left_trans(weights, key, step); },
+        [&](int tile, int step, right_t(&pair)[2]) {
+          right_trans(rows, col / 8 + tile, step, pair);
+        });
+    if constexpr (kGrouped) {
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        float4& place = kept[(col / 8 + n) * kNumThreads];
+        const float4 before = is_first ? make_float4(0, 0, 0, 0) : place;
+        sums[n][0] = fmaf(sums[n][0], unit, before.x);
+        sums[n][1] = fmaf(sums[n][1], unit, before.y);
+        sums[n][2] = fmaf(sums[n][2], unit, before.z);
+        sums[n][3] = fmaf(sums[n][3], unit, before.w);
+        if (!is_last)
+          place = make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+      }
+    }
+    if (kGrouped && !is_last) continue;
+    found |= any_nonfinite(sums);
+    const float factor = kGrouped ? 1.f : unit;
+    store_rows(target.from(col), sums, {factor, factor});
+  }
+  return found;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_vjp_mma_short(
+        const elem_t* __restrict__ q,     // (batch, heads, queries, head_dim)
+        const elem_t* __restrict__ k,     // (batch, kv heads, keys, head_dim)
+        const elem_t* __restrict__ v,     // (batch, kv heads, keys, head_dim_v)
+        const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
+        const elem_t* __restrict__ out,   // as dout
+        const float* __restrict__ lse,    // (batch, heads, queries)
+        const float* __restrict__ dlse,   // as lse, or null
+        float* __restrict__ delta,        // as lse, contiguous
+        elem_t* __restrict__ dq,          // as q
+        elem_t* __restrict__ dk,          // as k
+        elem_t* __restrict__ dv,          // as v
+        int* __restrict__ nonfinite,      // becomes 1 if a gradient is not finite
+        SCORE_PARAMETERS,
+        const __grid_constant__ short_grads_t grads) {
+  extern __shared__ __align__(128) unsigned char bytes[];
+  const smem_t smem(bytes);
+  const int group = kGrouped ? static_cast<int>(params.group_size) : 1;
+  const int seqlen_q = static_cast<int>(params.seqlen_q);
+  const int seqlen_k = static_cast<int>(params.seqlen_k);
+  const int dim = static_cast<int>(params.head_dim);
+  const int dim_v = static_cast<int>(params.head_dim_v);
+  const float scale = static_cast<float>(params.scale);
+  tile_coord_t at(params, block_index() * group);
+  if (!at.exists) return;
+  const int thread = threadIdx.x, first = warp_index() * kRows;
+  smem.k.load<kBlockN, kNumThreads>(at.at_kv(k, params.k), params.k.row, seqlen_k, dim,
+                                    thread);
+  smem.v.load<kBlockN, kNumThreads>(at.at_kv(v, params.v), params.v.row, seqlen_k,
+                                    dim_v, thread);
+
+  bool found = false;
+  for (int head = 0; head < group; ++head, ++at.head, ++at.row_of_heads) {
+    if (head > 0) sync_warps();  // all have read what stood there
+    smem.q.load<kBlockM, kNumThreads>(at.at(q, params.q), params.q.row, seqlen_q, dim,
+                                      thread);
+    smem.dout.load<kBlockM, kNumThreads>(at.at(dout, grads.dout), grads.dout.row,
+                                         seqlen_q, dim_v, thread);
+    ptx::wait_copies();
+    sync_warps();  // q, k, v and dO are complete
+
+    const bool has_queries = first < kBlockM;
+    sums_t<kKeyTiles> s, dp;
+    if (has_queries) {
+      if constexpr (kNarrow) {
+        smem.largest[warp_index()] = largest_of_rows(smem.dout, first);
+      }
+      multiply_rows(s, smem.q, first, smem.k);
+      multiply_rows(dp, smem.dout, first, smem.v);
+      const scores_t scores(at, SCORE_ARGUMENTS);
+      const rows_t rows = {
+          at.at(out, params.out) + first * params.out.row,
+          at.at(lse, grads.lse) + first * grads.lse.row,
+          dlse == nullptr ? nullptr : at.at(dlse, grads.dlse) + first * grads.dlse.row,
+          delta + at.row_of_heads * seqlen_q + first,
+          first,
+          min(seqlen_q - first, kRows)};
+      differentiate(s, dp, scores, rows, smem, params, grads);
+    }
+    if constexpr (kNarrow) sync_warps();  // the largest numbers are there
+    const float factor = factor_of_ds(smem.largest);
+    if (has_queries) {
+      if constexpr (kNarrow) {
+#pragma unroll
+        for (int e = 0; e < 4 * kKeyTiles; ++e) dp[e / 4][e % 4] *= factor;
+      }
+      store_weights(smem.p, first, s, kFactorP);
+      store_weights(smem.ds, first, dp, 1);
+      const target_t target = {at.at(dq, grads.dq) + first * grads.dq.row, grads.dq.row,
+                               grads.dq.col, min(seqlen_q - first, kRows), dim};
+#pragma unroll 1
+      for (int col = 0; col < kHeadDim; col += kChunk<kHeadDim>) {
+        sums_t<kChunk<kHeadDim> / 8> sums_q = {};
+        add_products<kBlockN / kStep, false>(
+            sums_q, [&](int step) { return left_of<kKeyTiles>(dp, step); },
+            [&](int tile, int step, right_t(&pair)[2]) {
+              right_trans(smem.k, col / 8 + tile, step, pair);
+            });
+        found |= any_nonfinite(sums_q);
+        store_rows(target.from(col), sums_q, {scale / factor, scale / factor});
+      }
+    }
+    sync_warps();  // P and dS are complete
+    if (first < kBlockN) {
+      const int num_keys = min(seqlen_k - first, kRows);
+      const bool is_first = head == 0, is_last = head == group - 1;
+      const target_t of_v = {at.at_kv(dv, grads.dv) + first * grads.dv.row,
+                             grads.dv.row, grads.dv.col, num_keys, dim_v};
+      found |= add_weighted(smem.p, first, smem.dout, of_v, 1 / kFactorP,
+                            smem.kept + thread, is_first, is_last);
+      const target_t of_k = {at.at_kv(dk, grads.dk) + first * grads.dk.row,
+                             grads.dk.row, grads.dk.col, num_keys, dim};
+      found |= add_weighted(smem.ds, first, smem.q, of_k, scale / factor,
+                            smem.kept + kColTilesV * kNumThreads + thread, is_first,
+                            is_last);
+    }
+  }
+  if (found) *nonfinite = 1;
+}

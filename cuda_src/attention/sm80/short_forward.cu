@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: MIT
+// attention_mma_short: thousands of entries with few queries and keys each.
+//
+// Algorithm  All keys of a head are on chip, and so a row of scores is whole at once:
+//                s = score(q k^T),  m = rowmax s,  p = exp(s - m),  l = rowsum p
+//                out = p v / l,  lse = m + log l
+// Grid       1-D, a block of kWarps warps a head of k and v. A warp has 16
+//            queries of one query head at a time
+// Tiles      k, v   kBlockN x kHeadDim (kHeadDimV)  shared, once a head
+//            q      16 x kHeadDim                   shared, one a warp
+//            s, o   registers, as short.cuh has them
+// Memory     global: each array once
+// Numbers    s, m, l, o in float32; p is rounded to 16 bits before p v, float32 split
+//            into numbers of tf32
+// Limits     kBlockN keys; head_dim and head_dim_v up to kHeadDim and kHeadDimV, filled
+//            up with zeros; sm_80 or newer. Where o is not finite it is made again key
+//            by key: values of keys that a row does not see may have come in as 0 * NaN
+#include "attention/sm80/short.cuh"
+
+constexpr int kOutTiles = kChunk<kHeadDimV> / 8;
+
+// o = p v one key after the other, without those that a row does not see; columns of v
+// from `col` on.
+__device__ __forceinline__ void add_seen_values(sums_t<kOutTiles>& o,
+                                                const sums_t<kKeyTiles>& p,
+                                                const matrix_t<kHeadDimV>& v,
+                                                int col) {
+  const int lane = lane_index();
+#pragma unroll
+  for (int e = 0; e < 4 * kOutTiles; ++e) o[e / 4][e % 4] = 0;
+#pragma unroll
+  for (int n = 0; n < 2 * kKeyTiles; ++n) {
+#pragma unroll 1
+    for (int owner = 0; owner < 4; ++owner) {
+      const int from = (lane & ~3) | owner;
+      const elem_t* const values =
+          v.at(n / 2 * 8 + owner * 2 + n % 2, col + lane % 4 * 2);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float weight = __shfl_sync(kFullMask, p[n / 2][2 * r + n % 2], from);
+        if (is_unseen(weight)) continue;
+#pragma unroll
+        for (int e = 0; e < 2 * kOutTiles; ++e) {
+          float& sum = o[e / 2][2 * r + e % 2];
+          sum = fmaf(weight, to<float>(values[e / 2 * 8 + e % 2]), sum);
+        }
+      }
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    attention_mma_short(
+        const elem_t* __restrict__ q,  // (batch, heads, queries, head_dim)
+        const elem_t* __restrict__ k,  // (batch, kv heads, keys, head_dim)
+        const elem_t* __restrict__ v,  // (batch, kv heads, keys, head_dim_v)
+        elem_t* __restrict__ out,      // (batch, heads, queries, head_dim_v)
+        row_lse_t* __restrict__ lse,   // (batch, heads, queries), or null
+        SCORE_PARAMETERS) {
+  using matrix_q = matrix_t<kHeadDim>;
+  using matrix_v = matrix_t<kHeadDimV>;
+  extern __shared__ __align__(128) unsigned char bytes[];
+  const matrix_q smem_k = {bytes};
+  const matrix_q smem_q = {smem_k.rows +
+                           matrix_q::bytes(kBlockN + warp_index() * kRows)};
+  const matrix_v smem_v = {smem_k.rows + matrix_q::bytes(kBlockN + kWarps * kRows)};
+
+  const int group = static_cast<int>(params.group_size);
+  const int seqlen_q = static_cast<int>(params.seqlen_q);
+  const int seqlen_k = static_cast<int>(params.seqlen_k);
+  const int dim = static_cast<int>(params.head_dim);
+  const int dim_v = static_cast<int>(params.head_dim_v);
+  const tile_coord_t first_head(params, block_index() * group);
+  if (!first_head.exists) return;
+  smem_k.template load<kBlockN, kNumThreads>(first_head.at_kv(k, params.k),
+                                             params.k.row, seqlen_k, dim, threadIdx.x);
+  smem_v.template load<kBlockN, kNumThreads>(
+      first_head.at_kv(v, params.v), params.v.row, seqlen_k, dim_v, threadIdx.x);
+
+  // Tiles of 16 queries of all heads of the group.
+  const int tiles = (seqlen_q + kRows - 1) / kRows;
+  bool is_first = true;
+  for (int unit = warp_index(); unit < max(group * tiles, kWarps); unit += kWarps) {
+    tile_coord_t at = first_head;
+    const int head = unit / tiles, i0 = (unit - head * tiles) * kRows;
+    at.head += head;
+    at.row_of_heads += head;
+    const int num_rows = head < group ? min(seqlen_q - i0, kRows) : 0;
+    if (num_rows > 0) {
+      smem_q.template load<kRows, kWarpSize>(at.at(q, params.q) + i0 * params.q.row,
+                                             params.q.row, num_rows, dim, lane_index());
+    }
+    ptx::wait_copies();
+    if (is_first) sync_warps();  // k and v are complete
+    is_first = false;
+    if (num_rows == 0) return;
+    __syncwarp();  // the tile of q is complete
+
+    const scores_t scores(at, SCORE_ARGUMENTS);
+    sums_t<kKeyTiles> s;
+    multiply_rows(s, smem_q, 0, smem_k);
+    const seen_t sees(scores.mask_bounds(i0, 0));
+#pragma unroll
+    for (int e = 0; e < 4 * kKeyTiles; ++e) {
+      const int row = lane_index() / 4 + e % 4 / 2 * 8;
+      const int key = e / 4 * 8 + lane_index() % 4 * 2 + e % 2;
+      float& score = s[e / 4][e % 4];
+      score = sees(e % 4 / 2, key) ? scores(score, index_t(i0 + row), index_t(key))
+                                   : -infinity<float>();
+    }
+    float m[2], l[2];
+    weigh(s, m, l);
+
+    float inverse[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane_index() / 4 + 8 * r;
+      const finished_t finished = scores.finish(i0 + row, m[r], l[r]);
+      inverse[r] = finished.inverse;
+      if (lse != nullptr && lane_index() % 4 == 0 && row < num_rows) {
+        lse[at.row_of_heads * seqlen_q + i0 + row] = finished.lse;
+      }
+    }
+    const target_t target = {at.at(out, params.out) + i0 * params.out.row,
+                             params.out.row, params.out.col, num_rows, dim_v};
+#pragma unroll 1
+    for (int col = 0; col < kHeadDimV; col += kChunk<kHeadDimV>) {
+      sums_t<kOutTiles> o = {};
+      add_products<kBlockN / kStep, false>(
+          o, [&](int step) { return left_of<kKeyTiles>(s, step); },
+          [&](int tile, int step, right_t(&pair)[2]) {
+            right_trans(smem_v, col / 8 + tile, step, pair);
+          });
+      float nonfinite = 0;
+#pragma unroll
+      for (int e = 0; e < 4 * kOutTiles; ++e) {
+        nonfinite = fmaf(o[e / 4][e % 4], 0, nonfinite);
+      }
+      if (__any_sync(kFullMask, nonfinite != 0)) add_seen_values(o, s, smem_v, col);
+      store_rows(target.from(col), o, inverse);
+    }
+    __syncwarp();  // all have read the tile of q before the next one takes its place
+  }
+}

@@ -1,0 +1,40 @@
+"""The launches of the gradients of short entries."""
+
+from cupyflash._attention.gpu import gradient_layout
+from cupyflash._attention.gpu.config import OPTIONS_AND_OFFSET
+from cupyflash._attention.gpu.params import PARAMS
+from cupyflash._attention.gpu.simt.fallback import fallbacks
+from cupyflash._attention.gpu.sm80.short_backward import SHORT_GRADS
+from cupyflash._cuda.launch_sequence import Steps, num_bytes
+
+
+def short_vjp_steps(row, problem, operands, device) -> Steps:
+    """dq, dk and dv in one launch.
+
+    A gradient that is not finite may come from what is not seen, as 0 * NaN: then the
+    portable kernels make all of them again.
+    """
+    forward = problem.forward
+    layout = gradient_layout.layout(problem, operands)
+
+    def operand(name):
+        """Strides of a gradient as operand_t has them."""
+        target = layout.targets[name]
+        *batch, kv_head, in_group = target.entries
+        head = in_group if name == "dq" else kv_head
+        return (tuple(batch), head, target.row, target.col)
+
+    dims = layout.batch_dims
+    fields = {**layout.grads, **{n: operand(n) for n in ("dq", "dk", "dv")}}
+    arguments = (
+        "q", "k", "v", "dout", "out", "lse", "dlse", "delta", "dq", "dk", "dv", "found",
+        *OPTIONS_AND_OFFSET,
+        PARAMS.pack(layout.params, kBatchDims=dims),
+        SHORT_GRADS.pack(fields, kBatchDims=dims),
+    )  # fmt: skip
+    launches = [(row.config(forward, dims, device), arguments)]
+    inputs = ("q", "k", "v", "dout", "lse", "delta")
+    for again in fallbacks(forward, layout, device, overlaps=device.cc >= (9, 0)):
+        launches += again.launches(inputs, "found")
+    scratch = {"found": 4, "delta": num_bytes(problem.rows_shape, "float32")}
+    return Steps(launches, scratch, cleared=4)

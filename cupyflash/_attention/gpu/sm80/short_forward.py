@@ -1,0 +1,204 @@
+"""The kernel spec of attention with few queries and keys an entry."""
+
+import math
+from dataclasses import dataclass
+
+from cupyflash._attention.gpu.config import SplitKV, defines, is_plain
+from cupyflash._attention.problem import AttentionProblem
+from cupyflash._core.dtypes import ITEMSIZE
+from cupyflash._cuda.device import Device
+from cupyflash._cuda.kernel import LaunchConfig, Variant, by_threshold
+
+# Head dimensions that are compiled; zeros fill the rest.
+DIMS = (16, 32, 64, 96, 128)
+# kRows of attention/sm80/short.cuh: queries of a warp, or keys.
+ROWS = 16
+# Registers of a multiprocessor, and of a thread at most.
+_REGISTERS, MOST_REGISTERS = 1 << 16, 255
+# Queries of an entry.
+MOST_QUERIES = 64
+_NARROW = 64
+# Warps that share a head at most.
+_MOST_WARPS = 4
+
+
+def in_tiles(rows: int) -> int:
+    """Rows as they are compiled: whole tiles of 16."""
+    return -(-rows // ROWS) * ROWS
+
+
+def dims(problem: AttentionProblem) -> tuple[int, int]:
+    """head_dim and head_dim_v as they are compiled."""
+    asked = problem.head_dim, problem.head_dim_v
+    dim, dim_v = (next(n for n in DIMS if n >= wanted) for wanted in asked)
+    return dim, dim_v
+
+
+def matrix_bytes(rows: int, columns: int, itemsize: int) -> int:
+    """matrix_t of attention/sm80/short.cuh."""
+    return rows * (columns * itemsize + 16)
+
+
+def num_kv_heads(problem: AttentionProblem) -> int:
+    """Heads of k and v over all batch entries."""
+    return math.prod(problem.batch) * problem.num_kv_heads
+
+
+def unsupported_reason(
+    problem: AttentionProblem, device: Device, most_keys: int
+) -> str | None:
+    """Why no kernel for short entries can take `problem`, or None."""
+    if device.cc < (8, 0):
+        return f"needs sm_80 or newer, {device.name} is {device.arch}"
+    if problem.dtype == "float64":
+        return "takes float16, bfloat16 and float32, not float64"
+    if problem.has_functions:
+        return "takes no score or mask function"
+    if problem.keys_of_part is not None:
+        return "has all keys of a head at once"
+    for name, most in (("seqlen_q", MOST_QUERIES), ("seqlen_k", most_keys)):
+        if not 1 <= (n := getattr(problem, name)) <= most:
+            return f"takes entries with 1 to {most} {_ROWS_OF[name]}, not {n}"
+    for name in ("head_dim", "head_dim_v"):
+        if (n := getattr(problem, name)) > DIMS[-1]:
+            return f"{name} {n} is above {DIMS[-1]}"
+    if (heads := num_kv_heads(problem)) < device.num_sms:
+        return f"takes a head of k for each of {device.num_sms} blocks, not {heads}"
+    return None
+
+
+_ROWS_OF = {"seqlen_q": "queries", "seqlen_k": "keys"}
+
+
+def most_registers(
+    ladders: dict[int, tuple[tuple[float, int], ...]],
+    largest: int,
+    problem: AttentionProblem,
+    device: Device,
+) -> int:
+    """Registers of a thread, few where that lets more blocks run at once.
+
+    `ladders` hold for the size of an element what is enough on sm_90 without options,
+    by the largest side of the matrices.
+    """
+    if device.cc[0] != 9 or not is_plain(problem):
+        return MOST_REGISTERS
+    return by_threshold(ladders[ITEMSIZE[problem.dtype]], largest)
+
+
+def config(
+    source: str,
+    entry: str,
+    problem: AttentionProblem,
+    batch_dims: int,
+    warps: int,
+    head_bytes: int,
+    registers: int,
+    **more,
+) -> LaunchConfig:
+    """A launch of a block of `warps` for each head of k, which share `head_bytes`.
+
+    `registers` are those of a thread that no option takes more of.
+    """
+    num_threads = 32 * warps
+    dim, dim_v = dims(problem)
+    if problem.dtype == "float32":
+        more["PARTS"] = 2 if problem.precision == "float32" else 1
+    shape = {
+        "HEAD_DIM": dim,
+        "HEAD_DIM_V": dim_v,
+        "BLOCK_N": in_tiles(problem.seqlen_k),
+        "WARPS": warps,
+        "MIN_BLOCKS": max(1, _REGISTERS // (num_threads * registers)),
+        **more,
+    }
+    variant = Variant(
+        source,
+        entry,
+        defines(problem, batch_dims, num_threads, **shape),
+        smem=head_bytes,
+    )
+    return LaunchConfig.over(variant, num_kv_heads(problem), num_threads)
+
+
+@dataclass(frozen=True)
+class MmaShortKernel:
+    """Attention by mma.sync where all keys of a head are on chip at once.
+
+    `most_keys` holds for the size of an element how many keys pay up to so many
+    queries, and `registers` are those of most_registers(), by the keys.
+    """
+
+    name: str
+    methods: tuple[str, ...]
+    registers: dict[int, tuple[tuple[float, int], ...]]
+    most_keys: dict[int, tuple[tuple[int, int], ...]]
+    fast: bool = True
+
+    def unsupported_reason(
+        self, problem: AttentionProblem, device: Device
+    ) -> str | None:
+        """Why this kernel cannot take `problem` on `device`, or None."""
+        ladder = self.most_keys.get(ITEMSIZE[problem.dtype], ((MOST_QUERIES, 0),))
+        queries = min(problem.seqlen_q, MOST_QUERIES)
+        reason = unsupported_reason(problem, device, by_threshold(ladder, queries))
+        if reason is None and self.head_bytes(problem) > device.smem_optin:
+            reason = (
+                f"{problem.seqlen_k} keys of {problem.head_dim} columns need more "
+                f"shared memory than the {device.smem_optin} bytes that a block may "
+                "have"
+            )
+        return reason
+
+    def warps(self, problem: AttentionProblem) -> int:
+        """Warps that share a head of k and v: one for each 16 queries, up to 4."""
+        tiles = problem.group_size * in_tiles(problem.seqlen_q) // ROWS
+        return min(tiles, _MOST_WARPS)
+
+    def head_bytes(self, problem: AttentionProblem) -> int:
+        """Shared memory of a head of k and v, and of the queries of its warps."""
+        itemsize = ITEMSIZE[problem.dtype]
+        dim, dim_v = dims(problem)
+        keys, queries = in_tiles(problem.seqlen_k), ROWS * self.warps(problem)
+        return matrix_bytes(keys + queries, dim, itemsize) + matrix_bytes(
+            keys, dim_v, itemsize
+        )
+
+    def split_kv(self, problem: AttentionProblem, device: Device) -> SplitKV:
+        """The split of the keys: none."""
+        return SplitKV(1, problem.seqlen_k)
+
+    def configs(
+        self, problem: AttentionProblem, batch_dims: int, device: Device
+    ) -> tuple[LaunchConfig, ...]:
+        """The launch, in a tuple of one."""
+        keys = in_tiles(problem.seqlen_k)
+        if max(dims(problem)) > _NARROW:  # which takes what more keys take
+            keys = max(keys, _NARROW)
+        return (
+            config(
+                "attention/sm80/short_forward.cu",
+                "attention_mma_short",
+                problem,
+                batch_dims,
+                self.warps(problem),
+                self.head_bytes(problem),
+                most_registers(self.registers, keys, problem, device),
+            ),
+        )
+
+
+MMA_SHORT = MmaShortKernel(
+    name="mma_short",
+    methods=("tiled", "auto"),
+    registers={
+        2: ((48, 104), (64, 128), (math.inf, 224)),
+        4: ((48, 168), (math.inf, 255)),
+    },
+    # benchmarks/results/short_h200.json. Of 64 x 64 keys in 16 bits `hopper` is as
+    # fast, of more faster; of one query and 100 keys in float32 `tiled` is.
+    most_keys={
+        2: ((16, 112), (48, 64), (64, 48)),
+        4: ((16, 32), (64, 64)),
+    },
+)

@@ -1,0 +1,333 @@
+"""The row of short entries in both tables: what it takes, and its numbers."""
+
+import dataclasses
+
+import fuzz
+import numpy as np
+import pytest
+import vjp_laws
+from accuracy import dtype_of, to_host, wide
+from placing import FORMS, place
+from test_attention_vjp import OPTIONS, agree, gradients, inputs
+
+import cupyflash
+from cupyflash._attention.gpu import gradient_layout, samples
+from cupyflash._attention.gpu.backward_registry import ATTENTION_VJP_KERNELS
+from cupyflash._attention.gpu.forward_registry import ATTENTION_KERNELS
+from cupyflash._attention.gpu.sm80.short_backward import MMA_SHORT_VJP
+from cupyflash._attention.gpu.sm80.short_forward import MMA_SHORT
+from cupyflash._attention.vjp_problem import AttentionVjpProblem
+from cupyflash._cuda import device as _device
+from cupyflash._cuda import kernel
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120")
+DTYPES = ("float16", "bfloat16", "float32")
+# (queries, keys, head_dim, head_dim_v) round tiles of 16.
+SIZES = (
+    (40, 40, 64, 64),
+    (16, 16, 32, 32),
+    (17, 33, 64, 64),
+    (1, 1, 1, 1),
+    (4, 4, 8, 8),
+    (1, 100, 64, 64),
+    (64, 64, 128, 128),
+    (33, 15, 33, 17),
+    (64, 20, 16, 96),
+)
+
+
+def problem(dtype="float16", head_dim=64, queries=40, keys=40, **options):
+    made = samples.made_up(dtype, head_dim)
+    short = {"num_heads": 512, "num_kv_heads": 512, "seqlen_q": queries}
+    return dataclasses.replace(made, **{**short, "seqlen_k": keys, **options})
+
+
+def gradient(forward, **options):
+    return AttentionVjpProblem(forward, (), (), (), **options)
+
+
+def device(arch="sm_90a"):
+    return _device.device_of_arch(arch)
+
+
+# --- the row -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "keys", "dim"), [(1, 1, 1), (40, 40, 64)])
+def test_takes(arch, dtype, queries, keys, dim):
+    asked = problem(dtype, dim, queries, keys)
+    row, refused = kernel.select(ATTENTION_KERNELS, asked, device(arch))
+    assert (row, refused) == (MMA_SHORT, ())
+    row, _ = kernel.select(ATTENTION_VJP_KERNELS, gradient(asked), device(arch))
+    assert row is MMA_SHORT_VJP
+
+
+REFUSED = [
+    (problem("float64"), "sm_90a", "not float64"),
+    (problem(), "sm_75", "needs sm_80"),
+    (problem(queries=65), "sm_90a", "1 to 64 queries, not 65"),
+    (problem(queries=0), "sm_90a", "1 to 64 queries, not 0"),
+    (problem(keys=129), "sm_90a", "keys, not 129"),
+    (problem(keys=0), "sm_90a", "keys, not 0"),
+    (problem(head_dim=129), "sm_90a", "head_dim 129 is above 128"),
+    (problem(head_dim_v=160), "sm_90a", "head_dim_v 160 is above 128"),
+    (problem(num_heads=131, num_kv_heads=131), "sm_90a", "132 blocks, not 131"),
+    (problem(keys_of_part=256), "sm_90a", "all keys of a head"),
+    (problem(score="s * 2"), "sm_90a", "no score or mask function"),
+]
+
+
+@pytest.mark.parametrize(("asked", "arch", "reason"), REFUSED)
+def test_leaves_to_the_next_row(asked, arch, reason):
+    for row, x in ((MMA_SHORT, asked), (MMA_SHORT_VJP, gradient(asked))):
+        assert reason in row.unsupported_reason(x, device(arch))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "keys"),
+    [
+        ("float16", 64, 48),
+        ("float16", 48, 64),
+        ("bfloat16", 16, 112),
+        ("float32", 64, 64),
+        ("float32", 16, 32),
+    ],
+)
+def test_takes_as_many_keys_as_pay(dtype, queries, keys):
+    asked = problem(dtype, 64, queries, keys)
+    assert MMA_SHORT.unsupported_reason(asked, device()) is None
+    more = dataclasses.replace(asked, seqlen_k=keys + 1)
+    assert f"1 to {keys} keys" in MMA_SHORT.unsupported_reason(more, device())
+
+
+@pytest.mark.parametrize(
+    ("asked", "arch", "reason"),
+    [
+        (gradient(problem(), need_dbias=True), "sm_90a", "does not make dbias"),
+        (gradient(problem(), need_dsinks=True), "sm_90a", "does not make dsinks"),
+        (gradient(problem(keys=113)), "sm_90a", "1 to 112 keys, not 113"),
+        (gradient(problem(keys=80, softcap=3.0)), "sm_90a", "registers"),
+        (gradient(problem("float32", 96, softcap=3.0)), "sm_90a", "registers"),
+        (gradient(problem("float32", 128, 64, 64)), "sm_86", "shared memory"),
+        (
+            AttentionVjpProblem(problem(batch=(3,)), (512, 40, 64), (), ()),
+            "sm_90a",
+            "q is shared by entries of the batch",
+        ),
+    ],
+)
+def test_gradients_are_left_to_the_next_row(asked, arch, reason):
+    assert reason in MMA_SHORT_VJP.unsupported_reason(asked, device(arch))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "keys", "dim", "dim_v"), SIZES)
+def test_blocks_hold_all_heads(dtype, queries, keys, dim, dim_v):
+    """A block for each head of k, whole tiles, no more than the limit."""
+    asked = problem(dtype, dim, queries, keys, head_dim_v=dim_v, num_heads=2048)
+    configs = [*MMA_SHORT.configs(asked, 1, device())]
+    if MMA_SHORT_VJP.unsupported_reason(gradient(asked), device()) is None:
+        configs.append(MMA_SHORT_VJP.config(asked, 1, device()))
+    for config in configs:
+        defines = {n: x for n, x in config.variant.defines if x.isdigit()}
+        sizes = {n: int(x) for n, x in defines.items()}
+        assert sizes["NUM_THREADS"] == 32 * sizes["WARPS"]
+        assert config.num_blocks == 512
+        assert sizes["BLOCK_N"] % 16 == 0
+        assert keys <= sizes["BLOCK_N"] < keys + 16
+        assert sizes["HEAD_DIM"] >= dim
+        assert sizes["HEAD_DIM_V"] >= dim_v
+        assert config.variant.smem <= device().smem_optin
+        if "BLOCK_M" in sizes:
+            assert max(sizes["BLOCK_M"], sizes["BLOCK_N"]) <= 16 * sizes["WARPS"]
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_gradients_go_where_their_arrays_have_them(layout):
+    """Strides of dq, dk and dv, against those of NumPy."""
+    pytest.importorskip("cupy")
+    from cupyflash._attention import vjp_problem
+    from cupyflash._attention.gpu.sm80.short_backward import SHORT_GRADS
+    from cupyflash._attention.gpu.sm80.short_backward_plan import short_vjp_steps
+
+    def array(heads, rows, columns, dtype="float16"):
+        x = np.zeros((7, 20, heads, rows, columns), dtype)
+        return x if layout == "bhsd" else np.ascontiguousarray(x.swapaxes(-2, -3))
+
+    q, k, v = array(4, 40, 64), array(2, 30, 64), array(2, 30, 48)
+    out, lse = array(4, 40, 48), np.zeros((7, 20, 4, 40), "float32")
+    asked, operands = vjp_problem.attention_vjp(
+        out, q, k, v, out, lse, None, None, None, False, None, None, 0.0, None, None,
+        None, None, layout, "float32", "auto", None, False, False, False,
+    )  # fmt: skip
+    assert MMA_SHORT_VJP.unsupported_reason(asked, device()) is None
+    steps = short_vjp_steps(MMA_SHORT_VJP, asked, operands, device())
+    (config, arguments), *again = steps.launches
+    assert [c.variant.entry for c, _ in again] == [
+        "attention_vjp_queries",
+        "attention_vjp_keys",
+    ]
+    dims = gradient_layout.layout(asked, operands).batch_dims
+    (fields,) = np.frombuffer(arguments[-1], SHORT_GRADS.dtype(kBatchDims=dims))
+    axes = (-3, -2) if layout == "bhsd" else (-2, -3)
+    for name, x in {"dq": q, "dk": k, "dv": v}.items():
+        entry = x.strides[1] // x.itemsize
+        assert fields[name]["batch"][-1] == entry
+        of_head, of_row = (x.strides[axis] // x.itemsize for axis in axes)
+        assert (fields[name]["head"], fields[name]["row"]) == (of_head, of_row)
+        assert fields[name]["col"] == 1
+    assert dict(config.variant.defines)["GROUPED"] == "1"
+
+
+# Of these the gradients alone are of this row.
+OTHER_FORWARD = (
+    ("float32", (1, 100, 64, 64)),
+    ("float16", (64, 64, 128, 128)),
+    ("bfloat16", (64, 64, 128, 128)),
+)
+
+
+# --- numbers -------------------------------------------------------------------------
+
+
+def check_both(cupy, rng, dtype, size, **options):
+    """The forward and the gradients of a problem that leads to this row."""
+    queries, keys, dim, dim_v = size
+    heads = options.pop("heads", (2, 2))
+    batch = (num_sms(cupy) // heads[1] + 1,)
+    shapes = ((*batch, heads[0], queries, dim), (*batch, heads[1], keys, dim))
+    q, k, v, _ = inputs(rng, dtype, *shapes, dim_v)
+    arrays = {"q": q, "k": k, "v": v}
+    arrays |= {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
+    more = {n: x for n, x in options.items() if n not in arrays}
+    more |= {"method": "auto", "layout": "bhsd", "return_lse": True}
+    forms = dict.fromkeys(arrays, "plain")
+    asked = fuzz.Problem("attention", 0, None, "attention", arrays, forms, more)
+    asked.notes |= {"expanded": [], "scores": (*batch, heads[0], queries, keys)}
+    placed = {n: place(cupy, x) for n, x in arrays.items()}
+    vjp_laws.poison(cupy, q.shape)
+    fuzz.CHECKS["attention"](cupy, asked)
+    told = cupyflash.explain("attention", **placed, **more)
+    assert (told.kernel == "mma_short") == ((dtype, size) not in OTHER_FORWARD)
+    vjp_laws.check(
+        "mma_short", cupy, rng, dtype, dims=(dim, dim_v), heads=heads, batch=batch,
+        seqlens=(queries, keys), **options,
+    )  # fmt: skip
+
+
+def num_sms(cupy):
+    """Multiprocessors of the device: heads that the row asks for."""
+    return cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_size(cupy, rng, dtype, size):
+    check_both(cupy, rng, dtype, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 2), (16, 1)])
+@pytest.mark.parametrize("size", [(20, 40, 64, 64), (1, 30, 33, 64)])
+def test_query_heads_of_a_group(cupy, rng, dtype, heads, size):
+    check_both(cupy, rng, dtype, size, heads=heads)
+
+
+SINGLE = (
+    "causal", "causal from the top", "offset", "window", "left window", "softcap",
+    "scale", "zero scale",
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", SINGLE)
+def test_options(cupy, rng, dtype, name):
+    check_both(cupy, rng, dtype, (21, 37, 64, 64), **OPTIONS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_lse_and_what_flows_into_it(cupy, rng, dtype):
+    """Of other keys besides: out and lse of a merge, each part by its own gradients."""
+    shape = (num_sms(cupy), 2, 24, 64)
+    q, k, v, dout = inputs(rng, dtype, shape, shape)
+    dlse = rng.normal(size=shape[:-1]).astype(np.float32)
+    agree(cupy, q, k, v, dout, dlse=dlse)
+    on = [place(cupy, x) for x in (q, k, v, dout)]
+    q, k, v, dout = on
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    whole = cupyflash.attention_vjp(dout, q, k, v, out, lse)
+    size = {n: float(np.abs(wide(getattr(whole, n))).max()) for n in ("dq", "dk", "dv")}
+    unit = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 2e-5}[dtype]
+    dq = 0
+    for part in (slice(0, 11), slice(11, 24)):
+        keys, values = (cupy.ascontiguousarray(x[..., part, :]) for x in (k, v))
+        got = cupyflash.attention_vjp(dout, q, keys, values, out, lse)
+        dq = dq + wide(got.dq)
+        for name in ("dk", "dv"):
+            expected = wide(getattr(whole, name))[..., part, :]
+            error = np.abs(wide(getattr(got, name)) - expected).max()
+            assert error <= unit * size[name], name
+    assert np.abs(dq - wide(whole.dq)).max() <= unit * size["dq"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("form", FORMS)
+def test_strides(cupy, rng, dtype, form):
+    shape = (num_sms(cupy), 2, 18, 24)
+    forms = dict.fromkeys((*"qkv", "dout", "out", "lse"), form)
+    agree(cupy, *inputs(rng, dtype, shape, shape), forms=forms, causal=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_entries_do_not_know_of_each_other(cupy, rng, dtype):
+    """Nor do heads; and the bits are the same in every run."""
+    shape = (num_sms(cupy) + 5, 2, 40, 64)
+    q, k, v, dout = inputs(rng, dtype, shape, shape)
+    first = gradients(cupy, q, k, v, dout)
+    for x in (q, k, v, dout):
+        x[1:], x[0, 1] = x[1:][::-1].copy() * dtype_of(dtype).type(2), 0.5
+    again = gradients(cupy, q, k, v, dout)
+    for a, b in zip(first[:3], again[:3], strict=True):
+        np.testing.assert_array_equal(to_host(a)[0, 0], to_host(b)[0, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2.0**-20, 1.0, 2.0**12])
+def test_gradients_of_any_size_in_float16(cupy, rng, size):
+    """dS keeps its digits where dO is small, and has room where it is large."""
+    shape = (num_sms(cupy), 1, 32, 32)
+    q, k, v, dout = inputs(rng, "float16", shape, shape)
+    agree(cupy, q, k, v, (dout.astype(np.float64) * size).astype(np.float16))
+
+
+@pytest.mark.gpu
+def test_values_that_are_infinite_in_float32(cupy, rng):
+    """Scores of parts whose products are not numbers, though the scores are."""
+    shape = (num_sms(cupy), 1, 20, 16)
+    q, k, v, _ = inputs(rng, "float32", shape, shape)
+    q[0, 0, 3] = 0
+    q[0, 0, 3, 2], k[0, 0, :, 2] = -np.inf, np.abs(k[0, 0, :, 2]) + 1
+    k[0, 0, 5, 2] = 3.4e38  # rounds to infinity in 11 bits
+    q[0, 0, 4:] = 0
+    q[0, 0, 4:, 2] = 2e-38
+    out, lse = (
+        to_host(x)
+        for x in cupyflash.attention(
+            *(place(cupy, x) for x in (q, k, v)), return_lse=True
+        )
+    )
+    s = (q[0, 0, 4:].astype(np.float64) @ k[0, 0].T.astype(np.float64)) / 4
+    weights = np.exp(s - s.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(out[0, 0, 4:], weights @ v[0, 0], rtol=1e-5, atol=1e-5)
+    # All scores of row 3 are -inf.
+    assert not out[0, 0, 3].any()
+    assert np.isneginf(lse[0, 0, 3])

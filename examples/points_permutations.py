@@ -7,7 +7,8 @@ large it gets by chance is found by exchanging labels. Each permutation is a col
 weights, so that the distances of all pairs are computed once for 64 of them, and never
 stored.
 
-Data: handwritten digits of scikit-learn. Peer: the matrix of distances with SciPy. Run it: ``python examples/points_permutations.py``
+Data: handwritten digits of scikit-learn. Peer: the matrix of distances with SciPy.
+Run it: ``python examples/points_permutations.py``
 """
 
 import matplotlib.pyplot as plt

@@ -317,4 +317,6 @@ class GaussianKDE(stats.gaussian_kde):
                 f"Dimensions {dims[wrong]} are invalid for a distribution in {self.d} "
                 "dimensions"
             )
-        return GaussianKDE(self.dataset[kept.tolist()], self.covariance_factor(), self.weights)
+        return GaussianKDE(
+            self.dataset[kept.tolist()], self.covariance_factor(), self.weights
+        )

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import expressions_gpu
+import functions_gpu
 import numpy as np
 import pytest
 
@@ -19,7 +21,6 @@ from cupyflash._cuda.device import device_of_arch
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100")
 SLOPES = np.linspace(0.1, 0.4, 4).astype("float32")
-BEFORE_FUNCTIONS = ("bias", "mask", "scale", "causal", "query_offset", "window")
 
 
 def asked(dtype="float32", shape=(2, 4, 512, 64), method="auto", **options):
@@ -181,3 +182,133 @@ def test_errors_name_the_array():
             q, q, q, score=lambda s, i, *, w: s + w[i],
             score_arrays={"w": np.zeros(3, complex)},
         )  # fmt: skip
+
+
+# --- on a card -----------------------------------------------------------------------
+
+CALLS = functions_gpu.calls(np.random.default_rng(1))
+# The driver has all calls of each row; these meet all that a kernel does.
+OF_A_ROW = {
+    ("attention", "naive"): ("both",),
+    ("attention", "safe"): ("both",),
+    ("attention", "online"): ("both", "hidden by the score"),
+    ("attention", "tiled"): ("both", "decode", "nothing seen"),
+    ("attention", "mma"): ("both", "odd", "hidden by the score"),
+    ("attention", "tiled_f64"): ("both", "odd", "hidden by the score"),
+    ("attention_vjp", "tiled"): ("both", "bias"),
+    ("attention_vjp", "mma"): ("both", "odd"),
+    ("attention_vjp", "mma_split"): ("odd", "square"),
+    ("attention_vjp", "tiled_f64"): ("both", "odd"),
+}
+ON_CARD = [
+    (*row, dtype, name)
+    for row, names in OF_A_ROW.items()
+    for dtype in functions_gpu.DTYPES[row[0]][row[1]]
+    for name in names
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("operation", "row", "dtype", "name"), ON_CARD)
+def test_functions_on_each_row(operation, row, dtype, name):
+    """Within twice the error of NumPy in the same dtype, and some roundings."""
+    errors = functions_gpu.check(operation, row, dtype, name, CALLS[name])
+    assert max(errors) <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(12))
+def test_random_functions(seed):
+    """`python tests/support/expressions_gpu.py` runs more."""
+    assert not expressions_gpu.check(seed, "cupy")
+
+
+@pytest.mark.gpu
+def test_another_number_or_array_compiles_nothing():
+    import cupy
+
+    from cupyflash._cuda import compiler
+
+    x = cupy.random.default_rng(0).standard_normal((1, 2, 70, 32), "float32")
+
+    def call(cap, slopes):
+        return cupyflash.attention(
+            x, x, x, score=lambda s, h, i, j, *, w: cap * np.tanh(s / cap) - w[h] * j,
+            score_arrays={"w": slopes},
+        )  # fmt: skip
+
+    first = call(2.0, cupy.zeros(2, "float32"))
+    count = compiler._load.cache_info().misses
+    second = call(3.0, cupy.ones((9, 4), "float32")[::4, 0])
+    assert compiler._load.cache_info().misses == count
+    assert not cupy.allclose(first, second)
+
+
+@pytest.mark.gpu
+def test_out_and_a_graph():
+    """A function's results go into `out`, and are replayed with new numbers."""
+    import cupy
+
+    x = cupy.random.default_rng(0).standard_normal((1, 2, 70, 32), "float32")
+    w = cupy.asarray([0.1, 0.2], "float32")
+    given = {
+        "score": lambda s, h, i, j, *, w: s - w[h] * abs(i - j),
+        "score_arrays": {"w": w},
+        "mask": lambda i, j: i - j < 40,
+    }
+    out = cupy.empty_like(x)
+    expected = cupyflash.attention(x, x, x, **given)
+    assert cupyflash.attention(x, x, x, out=out, **given) is out
+    assert (out == expected).all()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cupyflash.attention(x, x, x, out=out, **given)
+        graph = stream.end_capture()
+        w[:] = 0
+        graph.launch(stream)
+    stream.synchronize()
+    assert cupy.allclose(out, cupyflash.attention(x, x, x, mask=given["mask"]))
+
+
+@pytest.mark.gpu
+def test_arrays_of_functions_are_checked():
+    import cupy
+
+    x = cupy.zeros((1, 2, 8, 16), "float32")
+
+    def score(s, i, *, w):
+        return s + w[i]
+
+    with pytest.raises(TypeError, match="give both as CuPy arrays"):
+        cupyflash.attention(x, x, x, score=score, score_arrays={"w": np.ones(8)})
+    with pytest.raises(ValueError, match="no element to read"):
+        cupyflash.attention(x, x, x, score=score, score_arrays={"w": cupy.ones(0)})
+    w = x.reshape(-1)[:8]
+    with pytest.raises(ValueError, match=r"out .* score_arrays\['w'\]"):
+        cupyflash.attention(x, x, x, score=score, score_arrays={"w": w}, out=x)
+
+
+@pytest.mark.gpu
+def test_gradients_of_arrays_are_refused():
+    import cupy
+
+    x = cupy.zeros((1, 2, 8, 16), "float32")
+    out, lse = cupyflash.attention(x, x, x, return_lse=True)
+    with pytest.raises(NotImplementedError, match="need_dscore takes NumPy arrays"):
+        cupyflash.attention_vjp(
+            x, x, x, x, out, lse, score=lambda s, i, *, w: s + w[i],
+            score_arrays={"w": cupy.ones(8)}, need_dscore="w",
+        )  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_explain_shows_the_functions():
+    import cupy
+
+    x = cupy.zeros((1, 2, 8, 16), "float32")
+    text = repr(
+        cupyflash.explain("attention", x, x, x, score=lambda s, i, j: s - abs(i - j))
+    )
+    assert "score:" in text
+    assert "SCORE_FUNCTION=1" in text

@@ -125,6 +125,24 @@ for case in dict.fromkeys(r["case"] for r in report["rows"]):
 # *Fewer rescalings.* A correction is needed only when the maximum rises by a lot, since
 # any number near it serves as well. Most tiles then skip step 3.
 #
+# The same in Triton
+# ------------------
+# Most such kernels are written today in Triton, where a program handles blocks of
+# numbers, and a compiler gives them to threads. `benchmarks/triton_kernels.py
+# <https://github.com/cupyflash/cupyflash/tree/main/benchmarks/triton_kernels.py>`__ has
+# the online softmax of a row and this page's attention in a hundred lines, and
+# ``benchmarks/bench_triton.py`` times them beside ours. Read them first: the loop over
+# the keys is nearly the mathematics of the last page.
+#
+# *What Triton shows* is the algorithm: which block is where, what the running maximum
+# and sum are corrected by, and where a block ends.
+#
+# *What it hides* is this page. ``tl.dot`` becomes instructions of tensor cores, loads
+# become asynchronous copies some blocks ahead (``num_stages``), and who holds which
+# number is the compiler's choice. What a program cannot say, it cannot ask for: the
+# roles of warps, whose turn it is, which blocks share a row and how they meet. A kernel
+# in CUDA says all of that, and is many times as long.
+#
 # How far these ideas carry is a matter of measurement: the `design notes
 # <https://github.com/cupyflash/cupyflash/tree/main/docs/design>`__ tell what was tried
 # here and what it gave.

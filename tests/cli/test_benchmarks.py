@@ -3,6 +3,8 @@
 import argparse
 import importlib
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -358,3 +360,52 @@ def test_the_walks_of_the_walls_cover_their_arrays(script, monkeypatch):
                     assert (parts, width, stride) == (1, walls._PART, walls._PART)
                     assert row % walls._PART == 0
                 assert lag == 0 or lag * walls._PART > row * (len(shape) == 1)
+
+
+# --- Triton --------------------------------------------------------------------------
+
+# Interpreted, on the CPU; the decorator asks for it when it is imported.
+IN_TRITON = """
+import sys
+import torch
+import triton
+sys.path.insert(0, sys.argv[1])
+import triton_kernels
+
+torch.manual_seed(0)
+for n in (1, 7, 128, 1000, 9000):
+    for dtype, most in ((torch.float32, 1e-5), (torch.float64, 1e-13)):
+        x = 5 * torch.randn(3, n, dtype=dtype)
+        x[0, n // 2 + 1 :] = float("-inf")
+        expected = torch.softmax(x.double(), -1)
+        torch.testing.assert_close(
+            triton_kernels.softmax(x).double(), expected, rtol=most, atol=1e-30
+        )
+CASES = ((64, 64, 0), (70, 100, 0), (70, 100, 1), (64, 64, 1), (100, 70, 1))
+for n, m, causal in CASES:
+    q, k, v = (torch.randn(1, 2, rows, 32) for rows in (n, m, m))
+    out, lse = torch.empty_like(q), torch.empty(1, 2, n)
+    triton_kernels._attention.fn[(triton.cdiv(n, 32), 2)](
+        q, k, v, out, lse, 32**-0.5, n, m, D=32, CAUSAL=bool(causal), BLOCK_M=32,
+        BLOCK_N=32,
+    )
+    s = q.double() @ k.double().transpose(-1, -2) / 32**0.5
+    if causal:
+        s.masked_fill_(~torch.ones(n, m).tril(m - n).bool(), float("-inf"))
+    expected = torch.softmax(s, -1).nan_to_num() @ v.double()
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    logs = torch.logsumexp(s, -1).float()
+    torch.testing.assert_close(lse, logs, rtol=0, atol=1e-5)
+"""
+
+
+def test_the_kernels_in_triton_compute_what_they_say():
+    for name in ("torch", "triton"):
+        pytest.importorskip(name)
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TRITON, str(ROOT / "benchmarks")],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

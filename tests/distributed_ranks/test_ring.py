@@ -8,9 +8,13 @@ import fuzz_ranks
 import numpy as np
 import pytest
 import ranks as support
+import thread_ranks
 
 import cupyflash
 from cupyflash import distributed
+from cupyflash.distributed import _ring
+
+PARTS = _ring._Parts
 
 
 @pytest.mark.parametrize("first", range(0, 40, 8))
@@ -232,3 +236,28 @@ def test_parts_that_are_no_zigzag(ranks):
     for text in ranks.all(2, not_a_zigzag):
         assert "q has 4 places of the sequence on rank 0" in text
         assert "zigzag=False" in text
+
+
+def in_float16(comm, options):
+    q = np.random.default_rng(0).normal(size=(2, 40, 4)).astype(np.float16)
+    part = distributed.shard(q, comm, causal=True)
+    out, lse = distributed.attention(
+        part, part, part, comm, causal=True, return_lse=True, **options
+    )
+    return distributed.unshard(out, comm, causal=True), lse
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": np.ones(2, np.float16)}], ids=str)
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_parts_are_joined_along_a_tree(monkeypatch, at_once, options):
+    """Of more levels than one, as ranks beyond eight have them."""
+    whole = thread_ranks.run(5, in_float16, options)
+    monkeypatch.setattr(_ring, "_JOINED_AT_ONCE", at_once)
+    made = []
+    monkeypatch.setattr(_ring, "_Parts", lambda *a: made.append(0) or PARTS(*a))
+    for (out, lse), (want, its) in zip(
+        thread_ranks.run(5, in_float16, options), whole, strict=True
+    ):
+        np.testing.assert_allclose(out, want, rtol=4e-3, atol=1e-3)
+        np.testing.assert_allclose(lse, its, rtol=1e-6)
+    assert len(made) >= 5 * 2

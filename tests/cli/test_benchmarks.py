@@ -21,12 +21,14 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def script(monkeypatch):
     """script(name) is a module of the folders of scripts."""
-    for folder in ("benchmarks", "tools"):
-        monkeypatch.syspath_prepend(ROOT / folder)
+    folders = [ROOT / folder for folder in ("benchmarks", "tools")]
+    for folder in folders:
+        monkeypatch.syspath_prepend(folder)
     before = set(sys.modules)
     yield importlib.import_module
     for name in set(sys.modules) - before:
-        if str(ROOT) in (getattr(sys.modules[name], "__file__", None) or ""):
+        # Not so modules of the package, which others hold by now.
+        if Path(getattr(sys.modules[name], "__file__", None) or "").parent in folders:
             del sys.modules[name]
 
 

@@ -5,10 +5,8 @@
 
 #include "attention/score/score.cuh"
 
-template <typename T>
-constexpr bool kNarrow = false;
-template <>
-constexpr bool kNarrow<half_t> = true;
+template <typename T> constexpr bool kNarrow = false;
+template <> constexpr bool kNarrow<half_t> = true;
 constexpr float kFactorP = kNarrow<elem_t> ? 32768.f : 1.f;
 constexpr float kLog2FactorP = kNarrow<elem_t> ? 15.f : 0.f;
 

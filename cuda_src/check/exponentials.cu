@@ -26,8 +26,7 @@ constexpr int kNumThreads = 256;
 constexpr double kOverflow = 0x1p128, kSmall = 0x1p-125;
 
 // The exponential within a sum of one term, l * 2^shift, before any rounding to float.
-template <bool kIsCoarse>
-__device__ __forceinline__ double sum_of_one(float x) {
+template <bool kIsCoarse> __device__ __forceinline__ double sum_of_one(float x) {
   using sum_t = power_sum_t<float, kIsCoarse>;
   if (!(abs_of(x) <= sum_t::kLargestTop)) return exp_of(x);  // not by way of this
   sum_t sum;

@@ -7,35 +7,26 @@
 constexpr double kLog2e = 1.4426950408889634074;
 constexpr double kLn2 = 0.69314718055994530942;
 
-template <typename T>
-__device__ __forceinline__ T infinity();
-template <>
-__device__ __forceinline__ float infinity<float>() {
+template <typename T> __device__ __forceinline__ T infinity();
+template <> __device__ __forceinline__ float infinity<float>() {
   return __int_as_float(0x7f800000);
 }
-template <>
-__device__ __forceinline__ double infinity<double>() {
+template <> __device__ __forceinline__ double infinity<double>() {
   return __longlong_as_double(0x7ff0000000000000);
 }
 
-template <typename T>
-__device__ __forceinline__ T nan_value() {
+template <typename T> __device__ __forceinline__ T nan_value() {
   return infinity<T>() - infinity<T>();
 }
 
-template <typename T>
-__device__ __forceinline__ bool is_nan(T x) {
-  return x != x;
-}
+template <typename T> __device__ __forceinline__ bool is_nan(T x) { return x != x; }
 
-template <typename T>
-__device__ __forceinline__ bool is_finite(T x) {
+template <typename T> __device__ __forceinline__ bool is_finite(T x) {
   return x - x == T(0);
 }
 
 // The larger of two; NaN when either is NaN (fmax would drop it).
-template <typename T>
-__device__ __forceinline__ T max_nan(T a, T b) {
+template <typename T> __device__ __forceinline__ T max_nan(T a, T b) {
   return (a > b || is_nan(a)) ? a : b;
 }
 
@@ -75,16 +66,14 @@ __device__ __forceinline__ double rounded_sum(double x, double y) {
 
 // The number high + low, with |low| at most half a unit in the last place of high.
 // Where high is not finite, low is NaN and says nothing.
-template <typename T>
-struct pair_t {
+template <typename T> struct pair_t {
   T high, low;
 };
 
 // x + y without any rounding (Knuth's TwoSum). If x is a product, it is one that has
 // been rounded: merged with the sums, its rounding would be in the result, and a second
 // time where the caller adds it.
-template <typename T>
-__device__ __forceinline__ pair_t<T> exact_sum(T x, T y) {
+template <typename T> __device__ __forceinline__ pair_t<T> exact_sum(T x, T y) {
   const T sum = rounded_sum(x, y);
   const T x_part = rounded_sum(sum, -y);
   const T y_part = rounded_sum(sum, -x_part);
@@ -92,8 +81,7 @@ __device__ __forceinline__ pair_t<T> exact_sum(T x, T y) {
 }
 
 // exp(high + low) to first order in low: exp(high) (1 + low).
-template <typename T>
-__device__ __forceinline__ T exp_of(pair_t<T> x) {
+template <typename T> __device__ __forceinline__ T exp_of(pair_t<T> x) {
   const T y = exp_of(x.high);
   const T corrected = fma_of(y, x.low, y);
   return is_nan(corrected) ? y : corrected;  // y is inf, or high was not finite
@@ -101,14 +89,12 @@ __device__ __forceinline__ T exp_of(pair_t<T> x) {
 
 // exp(x - m), with 0 where both are -inf: the weight of what has not been seen yet. The
 // one home of this guard: exp(-inf - -inf) would be NaN.
-template <typename T>
-__device__ __forceinline__ T exp_diff(T x, T m) {
+template <typename T> __device__ __forceinline__ T exp_diff(T x, T m) {
   return x == -infinity<T>() ? T(0) : exp_of(x - m);
 }
 
 // exp(x - m) for any spread of the numbers: the rounding error of the difference, up to
 // half a unit in its last place, would be the relative error of the exponential.
-template <typename T>
-__device__ __forceinline__ T exp_diff_exact(T x, T m) {
+template <typename T> __device__ __forceinline__ T exp_diff_exact(T x, T m) {
   return exp_of(exact_sum(x, -m));
 }

@@ -7,8 +7,7 @@ constexpr unsigned kFullMask = 0xffffffffu;
 
 // The value of the lane whose number differs in the bits of `mask`. A type of more than
 // one word brings an overload of its own.
-template <typename T>
-__device__ __forceinline__ T shuffle_xor(T value, int mask) {
+template <typename T> __device__ __forceinline__ T shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(kFullMask, value, mask);
 }
 

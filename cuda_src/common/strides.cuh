@@ -4,16 +4,14 @@
 
 // Axes that kArrays arrays of one shape share. Strides count elements; they are 0 where
 // an array is broadcast and may be negative. The host packs this struct (int64 fields).
-template <int kAxes, int kArrays>
-struct axes_t {
+template <int kAxes, int kArrays> struct axes_t {
   static_assert(kAxes >= 1 && kArrays >= 1);
   long long size[kAxes];
   long long stride[kArrays][kAxes];
 };
 
 // One offset an array, in elements.
-template <int kArrays>
-struct offsets_t {
+template <int kArrays> struct offsets_t {
   long long of[kArrays];
 };
 
@@ -45,8 +43,7 @@ __device__ __forceinline__ offsets_t<kArrays> locate(const axes_t<kAxes, kArrays
 // 2^31: that of a row which is held on chip.
 template <int kAxes, int kArrays>
 __device__ __forceinline__ long long locate_in_row(const axes_t<kAxes, kArrays>& axes,
-                                                   int array,
-                                                   int index) {
+                                                   int array, int index) {
   long long at = 0;
 #pragma unroll
   for (int axis = kAxes - 1; axis >= 0; --axis) {

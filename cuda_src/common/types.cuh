@@ -24,10 +24,8 @@ struct bfloat16_t {
 
 namespace detail {
 
-template <typename To>
-struct convert {
-  template <typename From>
-  static __device__ __forceinline__ To from(From x) {
+template <typename To> struct convert {
+  template <typename From> static __device__ __forceinline__ To from(From x) {
     return static_cast<To>(x);
   }
   static __device__ __forceinline__ To from(half_t x) {
@@ -38,8 +36,7 @@ struct convert {
   }
 };
 
-template <>
-struct convert<half_t> {
+template <> struct convert<half_t> {
   static __device__ __forceinline__ half_t from(half_t x) { return x; }
   static __device__ __forceinline__ half_t from(float x) {
     return {ptx::f16_from_f32(x)};
@@ -50,8 +47,7 @@ struct convert<half_t> {
 };
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
-template <>
-struct convert<bfloat16_t> {
+template <> struct convert<bfloat16_t> {
   static __device__ __forceinline__ bfloat16_t from(bfloat16_t x) { return x; }
   static __device__ __forceinline__ bfloat16_t from(float x) {
     return {ptx::bf16_from_f32(x)};
@@ -71,7 +67,6 @@ struct convert<bfloat16_t> {
 }  // namespace detail
 
 // Rounds once, to nearest even, when To is narrower.
-template <typename To, typename From>
-__device__ __forceinline__ To to(From x) {
+template <typename To, typename From> __device__ __forceinline__ To to(From x) {
   return detail::convert<To>::from(x);
 }

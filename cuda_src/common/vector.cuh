@@ -8,34 +8,27 @@
 
 namespace detail {
 
-template <int kBytes>
-struct word;
-template <>
-struct word<1> {
+template <int kBytes> struct word;
+template <> struct word<1> {
   using type = unsigned char;
 };
-template <>
-struct word<2> {
+template <> struct word<2> {
   using type = unsigned short;
 };
-template <>
-struct word<4> {
+template <> struct word<4> {
   using type = unsigned int;
 };
-template <>
-struct word<8> {
+template <> struct word<8> {
   using type = uint2;
 };
-template <>
-struct word<16> {
+template <> struct word<16> {
   using type = uint4;
 };
 
 }  // namespace detail
 
 // kCount elements of T that lie side by side, aligned to their common size.
-template <typename T, int kCount>
-union vector_t {
+template <typename T, int kCount> union vector_t {
   using word_t = typename detail::word<sizeof(T) * kCount>::type;
   word_t word;
   T element[kCount];
@@ -69,8 +62,7 @@ __device__ __forceinline__ To element_as(const vector_t<T, kCount>& v, int i) {
   return to<To>(v.element[i]);
 }
 // kCount numbers, rounded to T once.
-template <typename T, int kCount>
-struct to_vector {
+template <typename T, int kCount> struct to_vector {
   template <typename From>
   static __device__ __forceinline__ vector_t<T, kCount> of(
       const From (&values)[kCount]) {
@@ -83,8 +75,7 @@ struct to_vector {
 
 #if __CUDA_ARCH__ >= 800
 // Floats to 16 bits two at a time; doubles one by one, as anything else.
-template <>
-struct to_vector<half_t, 8> {
+template <> struct to_vector<half_t, 8> {
   template <typename From>
   static __device__ __forceinline__ vector_t<half_t, 8> of(const From (&values)[8]) {
     vector_t<half_t, 8> v;
@@ -101,8 +92,7 @@ struct to_vector<half_t, 8> {
     return v;
   }
 };
-template <>
-struct to_vector<bfloat16_t, 8> {
+template <> struct to_vector<bfloat16_t, 8> {
   template <typename From>
   static __device__ __forceinline__ vector_t<bfloat16_t, 8> of(
       const From (&values)[8]) {

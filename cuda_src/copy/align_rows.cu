@@ -27,8 +27,7 @@ struct copy_params_t {
 };
 
 extern "C" __global__ void __launch_bounds__(NUM_THREADS)
-    attention_copy(const elem_t* __restrict__ x,
-                   uint4* __restrict__ copy,
+    attention_copy(const elem_t* __restrict__ x, uint4* __restrict__ copy,
                    const __grid_constant__ copy_params_t params) {
   constexpr int kElems = 16 / sizeof(elem_t);
   const column_t num_columns = params.num_columns;

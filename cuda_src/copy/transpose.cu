@@ -28,8 +28,7 @@ struct turn_t {
 };
 
 // f(a, b) for all of a tile, the b of a warp side by side.
-template <typename F>
-__device__ __forceinline__ void each(F f) {
+template <typename F> __device__ __forceinline__ void each(F f) {
   const int lane = threadIdx.x % kLanes, warp = threadIdx.x / kLanes;
 #pragma unroll
   for (int a = 0; a < kTile; a += kWarps) {
@@ -39,8 +38,7 @@ __device__ __forceinline__ void each(F f) {
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_turn(const elem_t* __restrict__ from,
-                 elem_t* __restrict__ onto,
+    softmax_turn(const elem_t* __restrict__ from, elem_t* __restrict__ onto,
                  const __grid_constant__ turn_t turn) {
   __shared__ elem_t tile[kTile][kTile + kPad];
   const long long tiles[2] = {(turn.size[0] + kTile - 1) / kTile,

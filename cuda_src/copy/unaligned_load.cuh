@@ -6,8 +6,7 @@
 
 // Elements [first, first + 16 bytes) of a row, zeros from `dim` on.
 template <typename elem_t, typename column_t>
-__device__ __forceinline__ uint4 gather(const elem_t* row,
-                                        column_t first,
+__device__ __forceinline__ uint4 gather(const elem_t* row, column_t first,
                                         column_t dim) {
   constexpr int kElems = 16 / sizeof(elem_t);
   if (sizeof(elem_t) == 2 && first + kElems <= dim) {
@@ -33,8 +32,7 @@ __device__ __forceinline__ uint4 gather(const elem_t* row,
 }
 
 // A vector of 16 bytes, and its elements.
-template <typename elem_t>
-union vector_t {
+template <typename elem_t> union vector_t {
   uint4 word;
   elem_t x[16 / sizeof(elem_t)];
 };
@@ -42,8 +40,7 @@ union vector_t {
 // The elements of a row from `first` on, a multiple of as many as 16 bytes have; zeros
 // from `dim` on.
 template <typename elem_t>
-__device__ __forceinline__ vector_t<elem_t> load_vector(const elem_t* row,
-                                                        int first,
+__device__ __forceinline__ vector_t<elem_t> load_vector(const elem_t* row, int first,
                                                         int dim) {
   constexpr int kElems = 16 / sizeof(elem_t);
   vector_t<elem_t> v;

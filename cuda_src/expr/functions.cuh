@@ -18,51 +18,40 @@ using int_t = long long;
 // A float that becomes an integer stops here.
 constexpr int kFarthest = 2147483647;
 
-template <typename T>
-__device__ __forceinline__ T absolute(T x) {
+template <typename T> __device__ __forceinline__ T absolute(T x) {
   return x < 0 ? -x : (x == 0 ? T(0) : x);
 }
 
-template <typename T>
-__device__ __forceinline__ T sign(T x) {
+template <typename T> __device__ __forceinline__ T sign(T x) {
   return x > 0 ? T(1) : (x < 0 ? T(-1) : x);
 }
 
 // The less of two, and the larger; NaN if either is, which fmin and fmax would drop.
-template <typename T>
-__device__ __forceinline__ T minimum(T a, T b) {
+template <typename T> __device__ __forceinline__ T minimum(T a, T b) {
   return a < b || a != a ? a : b;
 }
-template <typename T>
-__device__ __forceinline__ T maximum(T a, T b) {
+template <typename T> __device__ __forceinline__ T maximum(T a, T b) {
   return a > b || a != a ? a : b;
 }
 
-template <typename T>
-__device__ __forceinline__ bool is_nan(T x) {
-  return x != x;
-}
-template <typename T>
-__device__ __forceinline__ bool is_finite(T x) {
+template <typename T> __device__ __forceinline__ bool is_nan(T x) { return x != x; }
+template <typename T> __device__ __forceinline__ bool is_finite(T x) {
   return x - x == 0;
 }
 
 // Rounded down, with a remainder of the sign of b, as in Python; 0 if b is 0.
-template <typename Int>
-__device__ __forceinline__ Int floor_div(Int a, Int b) {
+template <typename Int> __device__ __forceinline__ Int floor_div(Int a, Int b) {
   if (b == 0) return 0;
   const Int quotient = a / b;
   return quotient - (quotient * b != a && (a < 0) != (b < 0));
 }
-template <typename Int>
-__device__ __forceinline__ Int floor_mod(Int a, Int b) {
+template <typename Int> __device__ __forceinline__ Int floor_mod(Int a, Int b) {
   return b == 0 ? 0 : a - floor_div(a, b) * b;
 }
 
 // Cut toward 0; NaN becomes 0.
 __device__ __forceinline__ int_t to_int(bool x) { return x; }
-template <typename T>
-__device__ __forceinline__ int_t to_int(T x) {
+template <typename T> __device__ __forceinline__ int_t to_int(T x) {
   if (x != x) return 0;
   if (x <= T(-kFarthest)) return -kFarthest;
   return x >= T(kFarthest) ? kFarthest : static_cast<int_t>(x);

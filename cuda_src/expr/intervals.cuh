@@ -50,8 +50,8 @@ __device__ __forceinline__ interval_t op_add(interval_t a, interval_t b) {
 __device__ __forceinline__ interval_t op_sub(interval_t a, interval_t b) {
   return op_add(a, op_neg(b));
 }
-__device__ __forceinline__ interval_t
-corners(long long p, long long q, long long r, long long s, bool known) {
+__device__ __forceinline__ interval_t corners(long long p, long long q, long long r,
+                                              long long s, bool known) {
   return {minimum(minimum(p, q), minimum(r, s)), maximum(maximum(p, q), maximum(r, s)),
           known};
 }
@@ -94,8 +94,7 @@ __device__ __forceinline__ interval_t op_or(interval_t a, interval_t b) {
 __device__ __forceinline__ interval_t op_xor(interval_t a, interval_t b) {
   return op_ne(a, b);
 }
-__device__ __forceinline__ interval_t op_where(interval_t test,
-                                               interval_t a,
+__device__ __forceinline__ interval_t op_where(interval_t test, interval_t a,
                                                interval_t b) {
   if (is_point(test)) return test.low ? a : b;
   return {minimum(a.low, b.low), maximum(a.high, b.high), a.known && b.known};

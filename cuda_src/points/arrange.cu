@@ -21,9 +21,7 @@ extern "C" __global__ void points_arrange(
     coord_t* __restrict__ sorted,         // (batch, kDim, padded)
     double* __restrict__ sorted_weights,  // (batch, padded), or null
     value_t* __restrict__ sorted_values,  // (batch, chunks kColumns, padded), or null
-    long long num_points,
-    long long padded,
-    long long num_columns,
+    long long num_points, long long padded, long long num_columns,
     long long stored_columns) {
   const long long j = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (j >= padded) return;
@@ -66,8 +64,7 @@ extern "C" __global__ void points_arrange_boxes(
     const value_t* __restrict__ sorted_values,  // or null
     float* __restrict__ boxes,                  // (batch, tiles, kBoxSize)
     points_facts_t* __restrict__ facts,         // (batch), or null
-    long long padded,
-    long long stored_columns) {
+    long long padded, long long stored_columns) {
   const long long entry = blockIdx.y, tile = blockIdx.x;
   const int lane = threadIdx.x;
   const float inf = infinity<float>();

@@ -29,8 +29,7 @@ extern "C" __global__ void points_choose(
     const float* __restrict__ key_boxes,  // (batch, num_tiles, kBoxSize)
     points_facts_t* __restrict__ facts,   // (batch)
     tally_t* __restrict__ tallies,        // (batch)
-    points_params_t params,
-    degrees_t degrees) {
+    points_params_t params, degrees_t degrees) {
   __shared__ tile_list_t<kGroups, kThreads> list;
   __shared__ int counts[1 + kDegrees];
   const int entry = blockIdx.y;

@@ -84,10 +84,8 @@ __device__ __forceinline__ int owned_row(const block_t& block) {
   return block.tx / kLanesOfRow;
 }
 
-__device__ __forceinline__ void load_rows(smem_t& smem,
-                                          const block_t& block,
-                                          const points_params_t& params,
-                                          int chunk) {
+__device__ __forceinline__ void load_rows(smem_t& smem, const block_t& block,
+                                          const points_params_t& params, int chunk) {
   for (int n = threadIdx.x; n < kChunk * kBlockRows; n += kThreads) {
     const int d = chunk * kChunk + n / kBlockRows, i = n % kBlockRows;
     const long long at = static_cast<long long>(d) * params.padded_rows + i;
@@ -95,10 +93,8 @@ __device__ __forceinline__ void load_rows(smem_t& smem,
   }
 }
 
-__device__ __forceinline__ void load_keys(smem_t& smem,
-                                          const block_t& block,
-                                          const points_params_t& params,
-                                          int chunk,
+__device__ __forceinline__ void load_keys(smem_t& smem, const block_t& block,
+                                          const points_params_t& params, int chunk,
                                           int first) {
   for (int n = threadIdx.x; n < kChunk * kLoaded; n += kThreads) {
     const int d = chunk * kChunk + n / kLoaded, j = n % kLoaded;
@@ -108,10 +104,8 @@ __device__ __forceinline__ void load_keys(smem_t& smem,
 }
 
 // What a tile has beside coordinates.
-__device__ __forceinline__ void load_terms(smem_t& smem,
-                                           const block_t& block,
-                                           const points_params_t& params,
-                                           int first) {
+__device__ __forceinline__ void load_terms(smem_t& smem, const block_t& block,
+                                           const points_params_t& params, int first) {
   const int j = threadIdx.x;
   if constexpr (kHasWeights)
     smem.h[j] = wide_t((block.h[first + j] - block.base) * kLog2e);
@@ -123,11 +117,9 @@ __device__ __forceinline__ void load_terms(smem_t& smem,
 }
 
 // Squared distances of kStep keys, those from `start` of the tile at `first`.
-__device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys],
-                                          smem_t& smem,
+__device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys], smem_t& smem,
                                           const block_t& block,
-                                          const points_params_t& params,
-                                          int first,
+                                          const points_params_t& params, int first,
                                           int start) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -167,8 +159,7 @@ __device__ __forceinline__ void distances(wide_t (&d2)[kRows][kKeys],
 
 // New references where a row has none or a score is far above it; totals follow.
 __device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
-                                      state_t& state,
-                                      accum_t (&sums)[kSums][kRows],
+                                      state_t& state, accum_t (&sums)[kSums][kRows],
                                       const block_t& block) {
   const wide_t inf = infinity<wide_t>();
 #pragma unroll
@@ -193,14 +184,10 @@ __device__ __forceinline__ void watch(const wide_t (&score)[kRows][kKeys],
 }
 
 // kStep keys of the tile in shared memory join the sums.
-__device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows],
-                                       state_t& state,
-                                       smem_t& smem,
-                                       const block_t& block,
+__device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows], state_t& state,
+                                       smem_t& smem, const block_t& block,
                                        const points_params_t& params,
-                                       const exponential_t& exp2,
-                                       int first,
-                                       int start,
+                                       const exponential_t& exp2, int first, int start,
                                        bool is_watched) {
   wide_t d2[kRows][kKeys];
   distances(d2, smem, block, params, first, start);
@@ -247,8 +234,7 @@ __device__ __forceinline__ void attend(accum_t (&sums)[kSums][kRows],
 
 // The sums of all lanes become totals; a tall one moves its reference.
 __device__ __forceinline__ void join(const accum_t (&sums)[kSums][kRows],
-                                     state_t& state,
-                                     const block_t& block) {
+                                     state_t& state, const block_t& block) {
 #pragma unroll
   for (int c = 0; c < kSums; ++c) {
     const accum_t sum = scattered_sums<kSide / 2>(sums[c], block.tx);
@@ -281,11 +267,8 @@ __device__ __forceinline__ wide_t owned_ref(const state_t& state,
 }
 
 // 256 keys join the totals.
-__device__ __forceinline__ void visit(int tile,
-                                      bool is_watched,
-                                      state_t& state,
-                                      smem_t& smem,
-                                      const block_t& block,
+__device__ __forceinline__ void visit(int tile, bool is_watched, state_t& state,
+                                      smem_t& smem, const block_t& block,
                                       const points_params_t& params,
                                       const exponential_t& exp2) {
   const int first = tile * kTileKeys;

@@ -26,26 +26,19 @@ __device__ __forceinline__ double inverse_root(double q) {
 struct gaussian {
   static constexpr bool kHasExponent = true, kIsRoot = false;
   static constexpr bool kHasFactor = false, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T) {
-    return 1;
-  }
+  template <typename T> static __device__ __forceinline__ T factor(T) { return 1; }
 };
 
 struct exponential {
   static constexpr bool kHasExponent = true, kIsRoot = true;
   static constexpr bool kHasFactor = false, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T) {
-    return 1;
-  }
+  template <typename T> static __device__ __forceinline__ T factor(T) { return 1; }
 };
 
 struct matern32 {
   static constexpr bool kHasExponent = true, kIsRoot = true;
   static constexpr bool kHasFactor = true, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     return 1 + T(kLn2) * root(q);
   }
 };
@@ -53,8 +46,7 @@ struct matern32 {
 struct matern52 {
   static constexpr bool kHasExponent = true, kIsRoot = true;
   static constexpr bool kHasFactor = true, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     const T a = T(kLn2) * root(q);
     return 1 + a + a * a * T(1. / 3);
   }
@@ -63,8 +55,7 @@ struct matern52 {
 struct cauchy {
   static constexpr bool kHasExponent = false, kIsRoot = false;
   static constexpr bool kHasFactor = true, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     return 1 / (1 + q);
   }
 };
@@ -72,8 +63,7 @@ struct cauchy {
 struct inverse_multiquadric {
   static constexpr bool kHasExponent = false, kIsRoot = false;
   static constexpr bool kHasFactor = true, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     return 1 / root(1 + q);
   }
 };
@@ -81,8 +71,7 @@ struct inverse_multiquadric {
 struct energy {
   static constexpr bool kHasExponent = false, kIsRoot = false;
   static constexpr bool kHasFactor = true, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     return -root(q);
   }
 };
@@ -90,8 +79,7 @@ struct energy {
 struct laplacian_slope {
   static constexpr bool kHasExponent = true, kIsRoot = true;
   static constexpr bool kHasFactor = true, kIsSingular = true;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     return T(kLog2e) * inverse_root(q);
   }
 };
@@ -99,8 +87,7 @@ struct laplacian_slope {
 struct cauchy_slope {
   static constexpr bool kHasExponent = false, kIsRoot = false;
   static constexpr bool kHasFactor = true, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     return 1 / ((1 + q) * (1 + q));
   }
 };
@@ -108,8 +95,7 @@ struct cauchy_slope {
 struct inverse_multiquadric_slope {
   static constexpr bool kHasExponent = false, kIsRoot = false;
   static constexpr bool kHasFactor = true, kIsSingular = false;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     return 1 / ((1 + q) * root(1 + q));
   }
 };
@@ -117,8 +103,7 @@ struct inverse_multiquadric_slope {
 struct energy_slope {
   static constexpr bool kHasExponent = false, kIsRoot = false;
   static constexpr bool kHasFactor = true, kIsSingular = true;
-  template <typename T>
-  static __device__ __forceinline__ T factor(T q) {
+  template <typename T> static __device__ __forceinline__ T factor(T q) {
     return inverse_root(q);
   }
 };
@@ -128,8 +113,7 @@ struct energy_slope {
 using kernel_t = kernels::KERNEL;
 
 // rest + exponent(scale d2)
-template <typename T>
-__device__ __forceinline__ T score_of(T d2, T scale, T rest) {
+template <typename T> __device__ __forceinline__ T score_of(T d2, T scale, T rest) {
   if constexpr (!kernel_t::kHasExponent) return rest;
   if constexpr (kernel_t::kIsRoot) return rest - kernels::root(scale * d2);
   return fma_of(-scale, d2, rest);

@@ -141,9 +141,7 @@ __device__ __forceinline__ void load_key(key_t& key, const block_t& block, int t
   }
 }
 
-__device__ __forceinline__ void store_key(smem_t& smem,
-                                          int buffer,
-                                          const key_t& key,
+__device__ __forceinline__ void store_key(smem_t& smem, int buffer, const key_t& key,
                                           const block_t& block) {
   double term = kHasWeights ? (key.h - block.base) * kLog2e : 0;
   unsigned split_y[kDim];
@@ -180,11 +178,8 @@ __device__ __forceinline__ void store_key(smem_t& smem,
 
 // Scores of the warp's rows with keys 8 n .. 8 n + 7 of the tile.
 __device__ __forceinline__ void scores_of(float (&s)[kRowTiles][4],
-                                          const state_t& state,
-                                          const smem_t& smem,
-                                          const block_t& block,
-                                          int buffer,
-                                          int n) {
+                                          const state_t& state, const smem_t& smem,
+                                          const block_t& block, int buffer, int n) {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     const uint2 b = smem.columns[buffer][k][n * 8 + block.g][block.t];
@@ -200,8 +195,7 @@ __device__ __forceinline__ void scores_of(float (&s)[kRowTiles][4],
 }
 
 // New references, as float16: totals and fragments follow.
-__device__ __forceinline__ void move(state_t& state,
-                                     const block_t& block,
+__device__ __forceinline__ void move(state_t& state, const block_t& block,
                                      const float (&to)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -230,11 +224,8 @@ __device__ __forceinline__ void move(state_t& state,
 
 // The largest score of each row with the tile becomes its reference if it is larger
 // than that, or the first.
-__device__ __forceinline__ void watch(state_t& state,
-                                      const smem_t& smem,
-                                      const block_t& block,
-                                      int buffer,
-                                      bool is_first) {
+__device__ __forceinline__ void watch(state_t& state, const smem_t& smem,
+                                      const block_t& block, int buffer, bool is_first) {
   float top[2 * kRowTiles];
 #pragma unroll
   for (int q = 0; q < 2 * kRowTiles; ++q) top[q] = -infinity<float>();
@@ -262,10 +253,8 @@ __device__ __forceinline__ void watch(state_t& state,
 }
 
 // The tile joins the totals.
-__device__ __forceinline__ void attend(state_t& state,
-                                       const smem_t& smem,
-                                       const block_t& block,
-                                       int buffer) {
+__device__ __forceinline__ void attend(state_t& state, const smem_t& smem,
+                                       const block_t& block, int buffer) {
   float sums[kSums][2 * kRowTiles] = {};
 #pragma unroll 1
   for (int n = 0; n < kTileKeys / 8; ++n) {
@@ -315,8 +304,7 @@ __device__ __forceinline__ void attend(state_t& state,
 }
 
 // The smallest result of the warp so far is at least this.
-__device__ __forceinline__ void raise_floor(smem_t& smem,
-                                            const state_t& state,
+__device__ __forceinline__ void raise_floor(smem_t& smem, const state_t& state,
                                             const block_t& block) {
   if constexpr (!kHasWeights) return;
   float low = infinity<float>();
@@ -331,15 +319,10 @@ __device__ __forceinline__ void raise_floor(smem_t& smem,
   smem.list.raise(block.warp, low - 1e-3f * fabsf(low));
 }
 
-__device__ __forceinline__ void store_part(const state_t& state,
-                                           const block_t& block,
-                                           const points_params_t& params,
-                                           int entry,
-                                           int first_row,
-                                           double* refs,
-                                           float* parts,
-                                           int* redo,
-                                           bool has_start) {
+__device__ __forceinline__ void store_part(const state_t& state, const block_t& block,
+                                           const points_params_t& params, int entry,
+                                           int first_row, double* refs, float* parts,
+                                           int* redo, bool has_start) {
   const int part = params.first_part + blockIdx.y;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -52,8 +52,8 @@ struct points_facts_t {
 
 // Where a row of a part lies: parts are (chunk, batch, part, row), and of the sums
 // (chunk, batch, part, sum, row).
-__device__ __forceinline__ long long part_row(
-    const points_params_t& params, int chunk, int batch, int part, int row) {
+__device__ __forceinline__ long long part_row(const points_params_t& params, int chunk,
+                                              int batch, int part, int row) {
   const long long entry = static_cast<long long>(chunk) * params.batch + batch;
   return (entry * params.num_parts + part) * params.padded_rows + row;
 }

@@ -26,9 +26,7 @@ extern "C" __global__ void points_parts(
     uint4* __restrict__ parts,            // (batch, padded, kChunks, 8)
     double* __restrict__ norms,           // of rows: (batch, padded)
     float2* __restrict__ terms,           // of keys: (batch, padded)
-    long long num_points,
-    long long padded,
-    double root) {
+    long long num_points, long long padded, double root) {
   const long long j = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (j >= padded) return;
   const long long entry = blockIdx.y;

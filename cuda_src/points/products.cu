@@ -53,8 +53,7 @@ struct state_t {
 __device__ __forceinline__ int swizzled(int row, int unit) { return unit ^ (row & 7); }
 
 __device__ __forceinline__ void copy_points(uint4 (&to)[128][kUnits],
-                                            const uint4* points,
-                                            int chunk) {
+                                            const uint4* points, int chunk) {
 #pragma unroll
   for (int n = threadIdx.x; n < 128 * kUnits; n += kThreads) {
     const int row = n / kUnits, unit = n % kUnits;
@@ -72,8 +71,7 @@ __device__ __forceinline__ unsigned address_of(const uint4* p) {
 __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
                                          const uint4 (&x)[kBlockRows][kUnits],
                                          const uint4 (&y)[kBlockKeys][kUnits],
-                                         const block_t& block,
-                                         int step) {
+                                         const block_t& block, int step) {
   const int lane = block.lane;
   unsigned a[2][kRowTiles][4];  // high and low parts
 #pragma unroll
@@ -111,8 +109,7 @@ __device__ __forceinline__ void multiply(float (&d)[kRowTiles][kKeyTiles][4],
 
 // The largest score of each row moves its reference if it is far above it.
 __device__ __forceinline__ void follow(const float (&s)[kRowTiles][kKeyTiles][4],
-                                       state_t& state,
-                                       int lane) {
+                                       state_t& state, int lane) {
   const float inf = infinity<float>();
   float top[kRows];
   bool moves = false;
@@ -141,8 +138,7 @@ __device__ __forceinline__ void follow(const float (&s)[kRowTiles][kKeyTiles][4]
 
 // The scores of a tile, without references, join the totals.
 __device__ __forceinline__ void attend(float (&s)[kRowTiles][kKeyTiles][4],
-                                       state_t& state,
-                                       const smem_t& smem,
+                                       state_t& state, const smem_t& smem,
                                        const block_t& block) {
   const float inf = infinity<float>();
   const int first = block.first_key + 2 * (block.lane % 4);

@@ -103,8 +103,7 @@ __device__ __forceinline__ float warp_sums(const float (&values)[kCount], int la
 }
 
 // The monomials of a key times its weight join the moments, the last term first.
-__device__ __forceinline__ void add_monomials(float (&moments)[kTerms],
-                                              float weight,
+__device__ __forceinline__ void add_monomials(float (&moments)[kTerms], float weight,
                                               const float (&y)[kDim]) {
   int at = kTerms;
   float a = weight;
@@ -163,8 +162,7 @@ __device__ __forceinline__ void evaluate(float (&values)[kRows],
 // Moments, summed over the warp and times their coefficients, go to shared memory.
 __device__ __forceinline__ void store_moments(float (&to)[kPadded],
                                               const float (&moments)[kTerms],
-                                              const series_t& series,
-                                              int lane) {
+                                              const series_t& series, int lane) {
   constexpr int kWhole = kTerms / 32 * 32, kLeft = kTerms - kWhole;
 #pragma unroll
   for (int first = 0; first < kWhole; first += 32) {
@@ -185,10 +183,8 @@ __device__ __forceinline__ void store_moments(float (&to)[kPadded],
 }
 
 // One warp makes the moments of one tile.
-__device__ __forceinline__ void make_moments(smem_t& smem,
-                                             const block_t& block,
-                                             const series_t& series,
-                                             int tile) {
+__device__ __forceinline__ void make_moments(smem_t& smem, const block_t& block,
+                                             const series_t& series, int tile) {
   const float* box = block.boxes + static_cast<long long>(tile) * kBoxSize;
   float middle[kDim], y[kKeysOfLane][kDim], weight[kKeysOfLane];
 #pragma unroll
@@ -277,8 +273,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, MIN_BLOCKS) points_series
     const points_facts_t* __restrict__ facts,  // (batch)
     double* __restrict__ refs,                 // part_row
     float* __restrict__ parts,                 // part_row, kSums to each part
-    points_params_t params,
-    series_t series) {
+    points_params_t params, series_t series) {
   __shared__ __align__(16) smem_t smem;
   const int row_blocks = params.padded_rows / kBlockRows;
   const int entry = blockIdx.x / row_blocks;

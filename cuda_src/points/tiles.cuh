@@ -14,8 +14,7 @@
 constexpr float kHighest = 60;    // bits above the reference that need no watch
 constexpr float kTall = 0x1p40f;  // a sum above it moves its reference
 
-__device__ __forceinline__ float best_score(const float* rows,
-                                            const float* keys,
+__device__ __forceinline__ float best_score(const float* rows, const float* keys,
                                             float scale) {
   float d2 = 0;
 #pragma unroll
@@ -28,8 +27,7 @@ __device__ __forceinline__ float best_score(const float* rows,
 }
 
 // The lowest score that the heaviest key of a tile can have with a group of rows.
-__device__ __forceinline__ float least_score(const float* rows,
-                                             const float* keys,
+__device__ __forceinline__ float least_score(const float* rows, const float* keys,
                                              float scale) {
   float d2 = 0;
 #pragma unroll
@@ -43,8 +41,7 @@ __device__ __forceinline__ float least_score(const float* rows,
 
 // Whether series.cu takes a pair of tiles. All kernels must agree, so that no compiler
 // may merge the product with anything.
-__device__ __forceinline__ bool is_smooth(float row_reach,
-                                          const float* keys,
+__device__ __forceinline__ bool is_smooth(float row_reach, const float* keys,
                                           float cut) {
   return rounded_product(row_reach, keys[kReach]) < cut;
 }
@@ -55,8 +52,7 @@ struct listed_tile_t {
 };
 
 // A block's groups of rows, and the tiles that they need of the next kThreads ones.
-template <int kGroups, int kThreads>
-struct tile_list_t {
+template <int kGroups, int kThreads> struct tile_list_t {
   static constexpr int kWarps = kThreads / kWarpSize;
 
   float rows[kGroups][2 * kBoxDim + 1];
@@ -108,10 +104,8 @@ struct tile_list_t {
 
   // The tile with the best possible score, -1 if there is none; all threads take part.
   // Every split begins with it, to know early what is too small to count.
-  __device__ __forceinline__ int find_best(const float* boxes,
-                                           int num_tiles,
-                                           float scale,
-                                           float& score) {
+  __device__ __forceinline__ int find_best(const float* boxes, int num_tiles,
+                                           float scale, float& score) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     float top = -infinity<float>();
     int at = -1;
@@ -135,14 +129,9 @@ struct tile_list_t {
 
   // List what of tiles first .. first + kThreads - 1 is needed; their number. `smooth`
   // says which kind of pairs this kernel takes; `taken` has been visited before.
-  __device__ __forceinline__ int list(const float* boxes,
-                                      int first,
-                                      int last,
-                                      int taken,
-                                      const points_params_t& params,
-                                      float row_reach,
-                                      float cut,
-                                      bool smooth) {
+  __device__ __forceinline__ int list(const float* boxes, int first, int last,
+                                      int taken, const points_params_t& params,
+                                      float row_reach, float cut, bool smooth) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const int tile = first + threadIdx.x;
     unsigned needed_by = 0, watched_by = 0;

@@ -6,15 +6,13 @@
 namespace ptx {
 
 // Waits until kThreads threads have come to barrier `id`, this warp's among them.
-template <int kThreads>
-__device__ __forceinline__ void bar_sync(int id) {
+template <int kThreads> __device__ __forceinline__ void bar_sync(int id) {
   static_assert(kThreads % 32 == 0);
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
 // As bar_sync; whether `value` is true in any of the threads.
-template <int kThreads>
-__device__ __forceinline__ bool bar_or(int id, bool value) {
+template <int kThreads> __device__ __forceinline__ bool bar_or(int id, bool value) {
   static_assert(kThreads % 32 == 0);
   int any;
   asm volatile(
@@ -31,15 +29,13 @@ __device__ __forceinline__ bool bar_or(int id, bool value) {
 }
 
 // Comes to barrier `id` and goes on.
-template <int kThreads>
-__device__ __forceinline__ void bar_arrive(int id) {
+template <int kThreads> __device__ __forceinline__ void bar_arrive(int id) {
   static_assert(kThreads % 32 == 0);
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
 // The same of a single thread, which counts as its warp.
-template <int kThreads>
-__device__ __forceinline__ void barrier_arrive(int id) {
+template <int kThreads> __device__ __forceinline__ void barrier_arrive(int id) {
   static_assert(kThreads % 32 == 0);
   asm volatile("barrier.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }

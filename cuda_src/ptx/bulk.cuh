@@ -6,10 +6,8 @@
 namespace ptx {
 
 // Brings `bytes` from global memory to shared memory at `target`, counted on `barrier`.
-__device__ __forceinline__ void cp_async_bulk(unsigned target,
-                                              const void* source,
-                                              unsigned bytes,
-                                              unsigned barrier) {
+__device__ __forceinline__ void cp_async_bulk(unsigned target, const void* source,
+                                              unsigned bytes, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
       " [%0], [%1], %2, [%3];" ::"r"(target),
@@ -20,8 +18,7 @@ __device__ __forceinline__ void cp_async_bulk(unsigned target,
 // Adds floats of shared memory to those of global memory, each sum by itself. Before:
 // fence_proxy_async() by the threads that wrote them. Belongs to the thread's open
 // group.
-__device__ __forceinline__ void cp_reduce_async_bulk_add(float* target,
-                                                         unsigned source,
+__device__ __forceinline__ void cp_reduce_async_bulk_add(float* target, unsigned source,
                                                          unsigned bytes) {
   asm volatile(
       "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::
@@ -48,8 +45,8 @@ __device__ __forceinline__ void cp_async_bulk_wait_group() {
 }
 
 // Adds four floats that lie side by side, each sum by itself.
-__device__ __forceinline__ void red_global_add(
-    float* target, float a, float b, float c, float d) {
+__device__ __forceinline__ void red_global_add(float* target, float a, float b, float c,
+                                               float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(target), "f"(a),
                "f"(b), "f"(c), "f"(d)
                : "memory");

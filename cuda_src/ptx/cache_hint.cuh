@@ -47,29 +47,25 @@ __device__ __forceinline__ uint4 load_global(const uint4* p,
   return v;
 }
 
-__device__ __forceinline__ void store_global(unsigned short* p,
-                                             unsigned short v,
+__device__ __forceinline__ void store_global(unsigned short* p, unsigned short v,
                                              unsigned long long policy) {
   asm volatile("st.global.L2::cache_hint.b16 [%0], %1, %2;" ::"l"(p), "h"(v),
                "l"(policy)
                : "memory");
 }
-__device__ __forceinline__ void store_global(unsigned* p,
-                                             unsigned v,
+__device__ __forceinline__ void store_global(unsigned* p, unsigned v,
                                              unsigned long long policy) {
   asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(p), "r"(v),
                "l"(policy)
                : "memory");
 }
-__device__ __forceinline__ void store_global(uint2* p,
-                                             uint2 v,
+__device__ __forceinline__ void store_global(uint2* p, uint2 v,
                                              unsigned long long policy) {
   asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(p), "r"(v.x),
                "r"(v.y), "l"(policy)
                : "memory");
 }
-__device__ __forceinline__ void store_global(uint4* p,
-                                             uint4 v,
+__device__ __forceinline__ void store_global(uint4* p, uint4 v,
                                              unsigned long long policy) {
   asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p),
                "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "l"(policy)

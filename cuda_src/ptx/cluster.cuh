@@ -33,8 +33,7 @@ __device__ __forceinline__ void cluster_wait() {
 }
 
 // Where `shared`, a variable in shared memory, lies in the block `rank` of the cluster.
-template <typename T>
-__device__ __forceinline__ T* in_block(T* shared, unsigned rank) {
+template <typename T> __device__ __forceinline__ T* in_block(T* shared, unsigned rank) {
   unsigned long long address;
   asm volatile("mapa.u64 %0, %1, %2;" : "=l"(address) : "l"(shared), "r"(rank));
   return reinterpret_cast<T*>(address);

@@ -22,8 +22,7 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global) {
 
 // kBytes (4 or 16), of which the first `num_bytes` are copied and the others become 0.
 template <int kBytes = 16>
-__device__ __forceinline__ void copy_async_or_zero(unsigned shared,
-                                                   const void* global,
+__device__ __forceinline__ void copy_async_or_zero(unsigned shared, const void* global,
                                                    unsigned num_bytes) {
   static_assert(kBytes == 4 || kBytes == 16);
   if constexpr (kBytes == 16) {
@@ -43,8 +42,7 @@ __device__ __forceinline__ void commit_copies() {
 }
 
 // Waits until at most the last kPending groups of this thread are under way.
-template <int kPending>
-__device__ __forceinline__ void wait_copy_groups() {
+template <int kPending> __device__ __forceinline__ void wait_copy_groups() {
   static_assert(kPending >= 0);
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }

@@ -7,8 +7,7 @@ namespace ptx {
 // Copies the first `bytes` of kBytes (8 or 16) to an address of shared memory and
 // fills the rest with zeros. Both addresses are multiples of kBytes.
 template <int kBytes>
-__device__ __forceinline__ void copy_or_fill(unsigned shared,
-                                             const void* global,
+__device__ __forceinline__ void copy_or_fill(unsigned shared, const void* global,
                                              int bytes) {
   static_assert(kBytes == 8 || kBytes == 16);
   if constexpr (kBytes == 16) {
@@ -28,8 +27,7 @@ __device__ __forceinline__ void commit_copy_group() {
 }
 
 // Waits until at most kPending groups of this thread are in flight.
-template <int kPending>
-__device__ __forceinline__ void wait_copy_groups() {
+template <int kPending> __device__ __forceinline__ void wait_copy_groups() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 

@@ -24,8 +24,7 @@ __device__ __forceinline__ void griddepcontrol_wait() {
 
 // The same, for what is read through this pointer: the compiler may move loads from
 // const __restrict__ memory in front of the other.
-template <typename T>
-__device__ __forceinline__ T* griddepcontrol_wait(T* memory) {
+template <typename T> __device__ __forceinline__ T* griddepcontrol_wait(T* memory) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" : "+l"(memory) : : "memory");
 #endif

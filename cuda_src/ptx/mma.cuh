@@ -26,10 +26,8 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&x)[4], unsigned add
 // d += a b with a 16 x 16, b 16 x 8 and d 16 x 8. Lane n has of d the columns
 // 2 (n % 4) and one more, of rows n / 4 and n / 4 + 8 (PTX ISA, "matrix fragments for
 // mma.m16n8k16").
-__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4],
-                                                 const unsigned (&a)[4],
-                                                 unsigned b0,
-                                                 unsigned b1) {
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4],
+                                                 unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -38,17 +36,14 @@ __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4],
 // d = a b
 __device__ __forceinline__ void mma_m16n8k16_f16_from_zero(float (&d)[4],
                                                            const unsigned (&a)[4],
-                                                           unsigned b0,
-                                                           unsigned b1) {
+                                                           unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
       : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.f));
 }
-__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4],
-                                                  const unsigned (&a)[4],
-                                                  unsigned b0,
-                                                  unsigned b1) {
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4],
+                                                  unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -58,10 +53,8 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4],
 // d += a b of tf32, with a 16 x 8, b 8 x 8 and d 16 x 8. Lane n has of a the columns
 // n % 4 and n % 4 + 4 of rows n / 4 and n / 4 + 8, of b the same rows of column n / 4,
 // and of d what it has above (PTX ISA, "matrix fragments for mma.m16n8k8").
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4],
-                                                 const unsigned (&a)[4],
-                                                 unsigned b0,
-                                                 unsigned b1) {
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const unsigned (&a)[4],
+                                                 unsigned b0, unsigned b1) {
   asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])

@@ -18,8 +18,7 @@ __device__ __forceinline__ void mma_m8n8k4(double& c0, double& c1, double a, dou
 }
 
 // 16 rows, 8 columns, 16 slots (sm_90 or newer).
-__device__ __forceinline__ void mma_m16n8k16(double (&c)[4],
-                                             const double (&a)[8],
+__device__ __forceinline__ void mma_m16n8k16(double (&c)[4], const double (&a)[8],
                                              const double (&b)[4]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"

@@ -13,8 +13,7 @@ __device__ __forceinline__ void launder(long long& word) {
   asm volatile("" : "+l"(word));
 }
 
-template <typename T>
-__device__ __forceinline__ void launder(const T*& pointer) {
+template <typename T> __device__ __forceinline__ void launder(const T*& pointer) {
   asm volatile("" : "+l"(pointer));
 }
 
@@ -30,8 +29,7 @@ __device__ __forceinline__ void keep_in_memory(volatile T* place) {
 }
 
 // The same object, of which the compiler has computed nothing before.
-template <typename T>
-__device__ __forceinline__ const T& reload(const T& x) {
+template <typename T> __device__ __forceinline__ const T& reload(const T& x) {
   const T* p = &x;
   asm volatile("" : "+l"(p));
   return *p;

@@ -81,8 +81,8 @@ __device__ __forceinline__ void store_shared_s32x2(unsigned address, int x, int 
                : "memory");
 }
 
-__device__ __forceinline__ void store_shared_f32x4(
-    unsigned address, float a, float b, float c, float d) {
+__device__ __forceinline__ void store_shared_f32x4(unsigned address, float a, float b,
+                                                   float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a),
                "f"(b), "f"(c), "f"(d)
                : "memory");
@@ -90,8 +90,8 @@ __device__ __forceinline__ void store_shared_f32x4(
 
 // Stores four matrices of 8 x 8 16-bit numbers: lane l gives the address of row l % 8
 // of matrix l / 8, word n of all lanes is matrix n, as wgmma and mma lay them out.
-__device__ __forceinline__ void stmatrix_x4(
-    unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+__device__ __forceinline__ void stmatrix_x4(unsigned address, unsigned a, unsigned b,
+                                            unsigned c, unsigned d) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
       "r"(a), "r"(b), "r"(c), "r"(d)
@@ -99,8 +99,8 @@ __device__ __forceinline__ void stmatrix_x4(
 }
 
 // The same of transposed matrices.
-__device__ __forceinline__ void stmatrix_x4_trans(
-    unsigned address, unsigned a, unsigned b, unsigned c, unsigned d) {
+__device__ __forceinline__ void stmatrix_x4_trans(unsigned address, unsigned a,
+                                                  unsigned b, unsigned c, unsigned d) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
           address),

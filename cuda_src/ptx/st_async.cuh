@@ -9,8 +9,7 @@
 namespace ptx {
 
 // Stores into the memory of another block; `barrier` of that block counts the bytes.
-__device__ __forceinline__ void store_async(unsigned address,
-                                            unsigned barrier,
+__device__ __forceinline__ void store_async(unsigned address, unsigned barrier,
                                             float value) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
@@ -19,8 +18,7 @@ __device__ __forceinline__ void store_async(unsigned address,
       : "memory");
 }
 
-__device__ __forceinline__ void store_async(unsigned address,
-                                            unsigned barrier,
+__device__ __forceinline__ void store_async(unsigned address, unsigned barrier,
                                             double value) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];" ::"r"(
@@ -30,10 +28,8 @@ __device__ __forceinline__ void store_async(unsigned address,
 }
 
 // Two numbers side by side, at a multiple of their common size.
-__device__ __forceinline__ void store_async(unsigned address,
-                                            unsigned barrier,
-                                            float first,
-                                            float second) {
+__device__ __forceinline__ void store_async(unsigned address, unsigned barrier,
+                                            float first, float second) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, "
       "[%3];" ::"r"(address),
@@ -41,10 +37,8 @@ __device__ __forceinline__ void store_async(unsigned address,
       : "memory");
 }
 
-__device__ __forceinline__ void store_async(unsigned address,
-                                            unsigned barrier,
-                                            double first,
-                                            double second) {
+__device__ __forceinline__ void store_async(unsigned address, unsigned barrier,
+                                            double first, double second) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 [%0], {%1, %2}, "
       "[%3];" ::"r"(address),

@@ -13,11 +13,8 @@ struct alignas(64) tensor_map_t {
 // counts its bytes on `barrier`. What lies outside the array is zero and counts too.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
                                                         const tensor_map_t& map,
-                                                        unsigned barrier,
-                                                        int c0,
-                                                        int c1,
-                                                        int c2,
-                                                        int c3,
+                                                        unsigned barrier, int c0,
+                                                        int c1, int c2, int c3,
                                                         int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -27,8 +24,9 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
 }
 
 // Asks for the box to be in the L2 cache when it will be needed.
-__device__ __forceinline__ void prefetch_bulk_tensor_5d(
-    const tensor_map_t& map, int c0, int c1, int c2, int c3, int c4) {
+__device__ __forceinline__ void prefetch_bulk_tensor_5d(const tensor_map_t& map, int c0,
+                                                        int c1, int c2, int c3,
+                                                        int c4) {
   asm volatile(
       "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::
           "l"(&map),
@@ -46,12 +44,8 @@ __device__ __forceinline__ unsigned long long createpolicy_evict_first() {
 // A box, which the L2 cache treats by `policy`.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(unsigned target,
                                                         const tensor_map_t& map,
-                                                        unsigned barrier,
-                                                        int c0,
-                                                        int c1,
-                                                        int c2,
-                                                        int c3,
-                                                        int c4,
+                                                        unsigned barrier, int c0,
+                                                        int c1, int c2, int c3, int c4,
                                                         unsigned long long policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
@@ -68,15 +62,8 @@ __device__ __forceinline__ void prefetch_tensormap(const tensor_map_t& map) {
 // A box to the same place in each block of the cluster that has its bit in
 // `blocks`; the barrier of each counts the bytes that arrive there.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d_multicast(
-    unsigned target,
-    const tensor_map_t& map,
-    unsigned barrier,
-    unsigned short blocks,
-    int c0,
-    int c1,
-    int c2,
-    int c3,
-    int c4) {
+    unsigned target, const tensor_map_t& map, unsigned barrier, unsigned short blocks,
+    int c0, int c1, int c2, int c3, int c4) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
       ".multicast::cluster [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),

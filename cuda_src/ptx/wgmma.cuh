@@ -15,8 +15,7 @@ __device__ __forceinline__ void wgmma_commit_group() {
 }
 
 // Waits until at most kPending groups of this warpgroup are in flight.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait_group() {
+template <int kPending> __device__ __forceinline__ void wgmma_wait_group() {
   static_assert(0 <= kPending && kPending <= 7);
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }

@@ -13,8 +13,7 @@
 
 namespace ptx {
 
-template <typename T, int kColumns>
-struct wgmma_t;
+template <typename T, int kColumns> struct wgmma_t;
 
 // clang-format off
 

@@ -93,8 +93,7 @@ __device__ __forceinline__ void sync_pair() {
   ptx::bar_sync<2 * kWarpSize>(1 + thread_t().pair());
 }
 
-template <int kValue>
-struct constant_t {
+template <int kValue> struct constant_t {
   static constexpr int value = kValue;
 };
 
@@ -113,8 +112,7 @@ __device__ __forceinline__ double& weight_at(weights_t<kSteps>& w, int n, int e)
 
 // c += own other^T over half kPart of the columns. Each product stands between two
 // holds, with the loads for the next ones beside it; `count` is any number from 0 on.
-template <int kPart>
-__device__ __forceinline__ void dot(product_t& c, int count) {
+template <int kPart> __device__ __forceinline__ void dot(product_t& c, int count) {
   const thread_t me;
   const double* const own =
       own_of(me) + kPart * kPartChunks * kStepSize + me.lane() * kVec;
@@ -159,10 +157,8 @@ __device__ __forceinline__ void dot(product_t& c, int count) {
 // sums += w other in half kPart of the columns, for 16 kSteps rows from place `other`
 // of shared memory on. The products of a tile are summed apart before they join.
 template <int kPart, int kSteps>
-__device__ __forceinline__ void accumulate(sums_t& sums,
-                                           const weights_t<kSteps>& w,
-                                           int other,
-                                           int count) {
+__device__ __forceinline__ void accumulate(sums_t& sums, const weights_t<kSteps>& w,
+                                           int other, int count) {
   const thread_t me;
   const double* other_lane[2];
 #pragma unroll
@@ -258,8 +254,7 @@ __device__ __forceinline__ void fetch(const walk_t& block, int first) {
 }
 
 // Makes values of a tile that are not finite 0, and notes their rows.
-template <int kPart>
-__device__ __forceinline__ void clean(walk_t& block, int tile) {
+template <int kPart> __device__ __forceinline__ void clean(walk_t& block, int tile) {
 #pragma unroll 1
   for (int n = threadIdx.x; n < 2 * kBlockN * kHalf; n += kNumThreads) {
     const int row = n / kHalf % kBlockN;
@@ -295,11 +290,8 @@ __device__ __forceinline__ bool run_ends_before(index_t first, unsigned tile) {
 //   is_seen(tile)         whether the pair takes part in it
 //   exchange(tile, c, w)  makes the weights
 template <int kSteps, typename FetchRow, typename IsSeen, typename Exchange>
-__device__ __forceinline__ void walk(sums_t& sums,
-                                     walk_t& block,
-                                     FetchRow fetch_row,
-                                     IsSeen is_seen,
-                                     Exchange exchange) {
+__device__ __forceinline__ void walk(sums_t& sums, walk_t& block, FetchRow fetch_row,
+                                     IsSeen is_seen, Exchange exchange) {
   const auto accumulate_part = [&](auto part, const weights_t<kSteps>& w) {
     // P multiplies dO, dS multiplies q; or dS of half a tile multiplies k.
     constexpr bool kWhole = kSteps == kStepsN;
@@ -354,16 +346,14 @@ __device__ __forceinline__ void walk(sums_t& sums,
 }
 
 // The same for what lies `row` queries and `col` keys further on.
-__device__ __forceinline__ mask_bounds_t moved(const mask_bounds_t& bounds,
-                                               int row,
+__device__ __forceinline__ mask_bounds_t moved(const mask_bounds_t& bounds, int row,
                                                int col) {
   return {bounds.low - col + row, bounds.high - col + row, bounds.num_queries - row,
           bounds.num_keys - col};
 }
 
 // Whether some of the first `rows` queries may see some of the first `cols` keys.
-__device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds,
-                                         int rows,
+__device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds, int rows,
                                          int cols) {
   rows = min(rows, bounds.num_queries);
   cols = min(cols, bounds.num_keys);
@@ -374,15 +364,10 @@ __device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds,
 // `derivative` that of the score. It is NaN for what is far from any weight; NaN in a
 // gradient calls the repair.
 template <bool kCheck>
-__device__ __forceinline__ double weight_of(double q_dot_k,
-                                            bool in_bounds,
-                                            const exp2_t& exp2,
-                                            const scores_t& scores,
-                                            double scale,
-                                            index_t i,
-                                            index_t j,
-                                            double lse,
-                                            double& derivative) {
+__device__ __forceinline__ double weight_of(double q_dot_k, bool in_bounds,
+                                            const exp2_t& exp2, const scores_t& scores,
+                                            double scale, index_t i, index_t j,
+                                            double lse, double& derivative) {
   constexpr double kLargest = 700;  // of a logarithm, below which nothing overflows
   derivative = 1;
   double x;
@@ -426,8 +411,7 @@ __device__ __forceinline__ bool any_nonfinite(const sums_t& sums) {
 }
 
 // After a walk: whether the block goes the same way again, exactly.
-__device__ __forceinline__ bool walks_again(walk_t& block,
-                                            const sums_t& sums,
+__device__ __forceinline__ bool walks_again(walk_t& block, const sums_t& sums,
                                             int* found) {
   const bool nonfinite = any_nonfinite(sums);
   if (block.is_exact) {

@@ -38,8 +38,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         grad_t* dk,                          // as k, summed over entries
         grad_t* dv,                          // as v, summed over entries
         int* __restrict__ found,             // 1: something is not finite
-        SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_k + kBlockM - 1) / kBlockM;

@@ -32,11 +32,8 @@ __device__ __forceinline__ mask_bounds_t bounds_of(const block_t& block, int til
 }
 
 // Products of a tile become dS of half of its keys, and l the sums of P.
-__device__ __forceinline__ void weigh(block_t& block,
-                                      const params_t& params,
-                                      int* found,
-                                      int tile,
-                                      product_t& c,
+__device__ __forceinline__ void weigh(block_t& block, const params_t& params,
+                                      int* found, int tile, product_t& c,
                                       weights_t<kStepsEach>& w,
                                       pair_t<double> (&l)[2]) {
   const thread_t me;
@@ -113,8 +110,7 @@ __device__ __forceinline__ void weigh(block_t& block,
 }
 
 // The second warp of a pair hands its sums over, in the place of its dO.
-__device__ __forceinline__ void add_second(const thread_t& me,
-                                           sums_t& sums,
+__device__ __forceinline__ void add_second(const thread_t& me, sums_t& sums,
                                            const pair_t<double> (&l)[2],
                                            double (&l_of)[2]) {
   double* const exchange_lane = exchange_of(me);
@@ -150,15 +146,11 @@ __device__ __forceinline__ void add_second(const thread_t& me,
 }
 
 // Factors of rows, by which sums of their P are 1, and terms of dsinks.
-__device__ __forceinline__ void close_rows(const thread_t& me,
-                                           const block_t& block,
+__device__ __forceinline__ void close_rows(const thread_t& me, const block_t& block,
                                            const scores_t& scores,
-                                           const params_t& params,
-                                           index_t row,
-                                           index_t entry,
-                                           const double (&l_of)[2],
-                                           double (&own_factor)[2],
-                                           accum_t* factor,
+                                           const params_t& params, index_t row,
+                                           index_t entry, const double (&l_of)[2],
+                                           double (&own_factor)[2], accum_t* factor,
                                            accum_t* sink_terms) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -193,8 +185,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         accum_t* __restrict__ sink_terms,   // as delta, or null
         grad_t* dq,                         // as q, summed over entries
         int* __restrict__ found,            // 1: something is not finite
-        SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   __shared__ block_t block;
 
   const index_t num_tiles = (params.seqlen_q + kBlockM - 1) / kBlockM;

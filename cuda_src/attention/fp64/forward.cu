@@ -109,8 +109,7 @@ struct block_t {
 };
 
 // What a lane owns: rows g and g + 8 of its warp, numbered 0 and 1.
-template <int kCount>
-struct rows_t {
+template <int kCount> struct rows_t {
   double s[kTiles][4];      // scores; fragments c
   double p[kStepsN][2][4];  // weights, of row g and of g + 8; fragments b
   // Of rows 2 t + (0, 1, 0, 1) and of those + 8, columns 2 g + (0, 0, 1, 1) of a chunk;
@@ -139,10 +138,8 @@ struct held_t {
 
 // s = q k^T, of this warp's share of the columns.
 template <int kCount>
-__device__ __forceinline__ void dot(rows_t<kCount>& rows,
-                                    const held_t& held,
-                                    const double* q,
-                                    const double* k,
+__device__ __forceinline__ void dot(rows_t<kCount>& rows, const held_t& held,
+                                    const double* q, const double* k,
                                     const block_t& block) {
   q += sharer() * kStepsInShared * kStepSize + threadIdx.x % kWarpSize * kVec;
   k += sharer() * kStepsD * 16;
@@ -216,10 +213,8 @@ __device__ __forceinline__ void exchange_sums(rows_t<kCount>& rows, double* exch
 
 // Raw scores into final ones; with kCheck, -inf where a query does not see the key.
 template <bool kCheck, int kCount>
-__device__ __forceinline__ void score(rows_t<kCount>& rows,
-                                      const scores_t& scores,
-                                      const mask_bounds_t& bounds,
-                                      index_t i0,
+__device__ __forceinline__ void score(rows_t<kCount>& rows, const scores_t& scores,
+                                      const mask_bounds_t& bounds, index_t i0,
                                       index_t j0) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n) {
@@ -244,10 +239,8 @@ __device__ __forceinline__ double of_row(double x, int e) {
 // Where a score is far above m, m becomes the largest of the tile. A row with a NaN or
 // +inf has the sum NaN from then on.
 template <int kCount>
-__device__ __forceinline__ void raise(rows_t<kCount>& rows,
-                                      const exp2_t& exp2,
-                                      const block_t& block,
-                                      const float (&limit)[2]) {
+__device__ __forceinline__ void raise(rows_t<kCount>& rows, const exp2_t& exp2,
+                                      const block_t& block, const float (&limit)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     double top = -infinity<double>();
@@ -282,8 +275,7 @@ __device__ __forceinline__ void raise(rows_t<kCount>& rows,
 }
 
 // o and l over many keys.
-template <int kCount>
-class two_level_rows_t {
+template <int kCount> class two_level_rows_t {
  public:
   __device__ __forceinline__ void begin() {
     o_.begin();
@@ -381,10 +373,8 @@ __device__ __forceinline__ void softmax(rows_t<kCount>& rows, const block_t& blo
 
 // o += join(p value(v)), where the product is a tile's.
 template <int kCount, typename Value, typename Join>
-__device__ __forceinline__ void add_values(rows_t<kCount>& rows,
-                                           const double* v,
-                                           const block_t& block,
-                                           Value value,
+__device__ __forceinline__ void add_values(rows_t<kCount>& rows, const double* v,
+                                           const block_t& block, Value value,
                                            Join join) {
   const double* v_lane[2];
 #pragma unroll
@@ -452,8 +442,7 @@ constexpr double kDown = 0x1p-64, kUp = 0x1p64;
 // o += p v. With kExact a key that is not seen adds nothing, not even 0 * NaN: the
 // finite values are summed, the others counted.
 template <bool kExact, int kCount>
-__device__ __forceinline__ void accumulate(rows_t<kCount>& rows,
-                                           const double* v,
+__device__ __forceinline__ void accumulate(rows_t<kCount>& rows, const double* v,
                                            const block_t& block) {
   const auto same = [](double x) { return x; };
   if constexpr (kExact) {
@@ -488,12 +477,9 @@ __device__ __forceinline__ index_t last_query(const params_t& params, index_t i_
 // The whole walk over the keys, and the results for kCount chunks of columns. Returns
 // whether all of them are finite, without which kExact = false stores nothing.
 template <bool kExact, int kCount>
-__device__ __forceinline__ bool walk(block_t& block,
-                                     const scores_t& scores,
-                                     const params_t& params,
-                                     const double* smem_q,
-                                     double* slots,
-                                     int first_chunk) {
+__device__ __forceinline__ bool walk(block_t& block, const scores_t& scores,
+                                     const params_t& params, const double* smem_q,
+                                     double* slots, int first_chunk) {
   const int first_row = team() * kWarpRows;
   double* const exchange = slots + kSlots * kSlotSize;
 
@@ -680,10 +666,8 @@ __device__ __forceinline__ bool walk(block_t& block,
 
 // The same with all that infinities and NaN among the values ask for. A function of its
 // own, so that its registers are none of the other's.
-__device__ __noinline__ void walk_exactly(block_t& block,
-                                          const scores_t& scores,
-                                          const params_t& params,
-                                          const double* smem_q,
+__device__ __noinline__ void walk_exactly(block_t& block, const scores_t& scores,
+                                          const params_t& params, const double* smem_q,
                                           double* slots) {
   // Few columns at a time, since counts need registers too.
   constexpr int kCount = kChunks % 2 == 0 ? 2 : 1;

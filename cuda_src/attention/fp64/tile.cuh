@@ -23,8 +23,7 @@ constexpr int kWarpRows = 16;  // that a warp owns
 constexpr int kVec = 2;  // numbers of a vector
 __device__ __forceinline__ int swizzle(int row) { return (row & 6) ^ (row & 1) << 2; }
 
-template <int kDim>
-__device__ __forceinline__ int place(int row, int vector) {
+template <int kDim> __device__ __forceinline__ int place(int row, int vector) {
   return row * kDim + (vector ^ swizzle(row)) * kVec;
 }
 
@@ -33,8 +32,7 @@ __device__ __forceinline__ int lane_g() { return threadIdx.x % kWarpSize / 4; }
 __device__ __forceinline__ int lane_t() { return threadIdx.x % 4; }
 
 // c += a b of 16 rows, 8 columns and 16 slots.
-__device__ __forceinline__ void add_product(double (&c)[4],
-                                            const double (&a)[8],
+__device__ __forceinline__ void add_product(double (&c)[4], const double (&a)[8],
                                             const double (&b)[4]) {
 #if __CUDA_ARCH__ >= 900
   ptx::mma_m16n8k16(c, a, b);
@@ -53,16 +51,15 @@ __device__ __forceinline__ double2 load2(const double* x) {
   return *reinterpret_cast<const double2*>(x);
 }
 
-template <bool kValue>
-struct flag_t {
+template <bool kValue> struct flag_t {
   static constexpr bool value = kValue;
 };
 
 // Starts copies of the first kCols columns of kRows rows to shared memory, where rows
 // are kDim long; rows from `num_rows` and columns from `dim` on are zeros.
 template <int kRows, int kDim, int kCols = kDim>
-__device__ __forceinline__ void copy_rows(
-    double* smem, const double* x, index_t stride, index_t num_rows, int dim) {
+__device__ __forceinline__ void copy_rows(double* smem, const double* x, index_t stride,
+                                          index_t num_rows, int dim) {
   constexpr int kVectors = kCols / kVec;
   // Rows at a time are a multiple of 8 where they can be: their swizzle is the same.
   constexpr int kMost = kNumThreads / 8 > 8 ? kNumThreads / 8 : 8;
@@ -114,8 +111,8 @@ __device__ __forceinline__ void copy_rows(
 constexpr int kStepSize = kWarpRows * 16;
 
 template <int kDim, int kNumOwners = 1>
-__device__ __forceinline__ void copy_own(
-    double* smem, const double* x, index_t stride, int num_rows, int dim) {
+__device__ __forceinline__ void copy_own(double* smem, const double* x, index_t stride,
+                                         int num_rows, int dim) {
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(smem));
   constexpr int kLanes = kWarpSize * kNumOwners;
   unsigned first = threadIdx.x % kLanes;
@@ -131,8 +128,7 @@ __device__ __forceinline__ void copy_own(
   }
 }
 
-__device__ __forceinline__ void load_own(double (&a)[8],
-                                         const double* own_lane,
+__device__ __forceinline__ void load_own(double (&a)[8], const double* own_lane,
                                          int step) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

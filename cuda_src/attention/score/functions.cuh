@@ -11,8 +11,7 @@ enum shown_t { kShowsNone = 0, kShowsAll = 1, kShowsSome = 2 };  // or it is not
 
 #if SCORE_FUNCTION || MASK_FUNCTION
 // Their arguments at run time. Packed by _attention/gpu/functions.py.
-template <typename T>
-struct alignas(8) functions_t {
+template <typename T> struct alignas(8) functions_t {
 #if SCORE_FUNCTION
   score_mod_args<T> score;
 #endif

@@ -42,13 +42,11 @@
 #define ROUND_STEPS 0
 #endif
 
-template <typename T>
-struct option_t {
+template <typename T> struct option_t {
   using type = T;
   static constexpr bool kIsGiven = true;
 };
-template <>
-struct option_t<void> {
+template <> struct option_t<void> {
   using type = char;  // of an array that is not there
   static constexpr bool kIsGiven = false;
 };

@@ -91,13 +91,11 @@ struct tile_coord_t {
   }
 
   // Element (batch entry, head, 0, 0) of an array of queries.
-  template <typename T>
-  __device__ T* at(T* x, const operand_t& operand) const {
+  template <typename T> __device__ T* at(T* x, const operand_t& operand) const {
     return x + operand.offset(batch, head);
   }
   // The same of an array of keys or values.
-  template <typename T>
-  __device__ T* at_kv(T* x, const operand_t& operand) const {
+  template <typename T> __device__ T* at_kv(T* x, const operand_t& operand) const {
     return x + operand.offset(batch, kv_head);
   }
 };

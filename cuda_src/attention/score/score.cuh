@@ -61,8 +61,7 @@ __device__ __forceinline__ index_t clamp(index_t x, index_t low, index_t high) {
 }
 
 // An integer of any type as a position.
-template <typename T>
-__device__ __forceinline__ index_t position(T x) {
+template <typename T> __device__ __forceinline__ index_t position(T x) {
   return clamp(static_cast<index_t>(x), -kFar, kFar);
 }
 __device__ __forceinline__ index_t position(unsigned long long x) {
@@ -117,16 +116,11 @@ struct finished_t {
 // The scores of one head of one batch entry.
 class scores_t {
  public:
-  __device__ scores_t(const tile_coord_t& at,
-                      const params_t& params,
-                      const bias_t* bias,
-                      const bool* mask,
-                      const sink_t* sinks,
-                      const slope_t* alibi_slopes,
-                      const query_offset_t* query_offsets,
+  __device__ scores_t(const tile_coord_t& at, const params_t& params,
+                      const bias_t* bias, const bool* mask, const sink_t* sinks,
+                      const slope_t* alibi_slopes, const query_offset_t* query_offsets,
                       const query_length_t* query_lengths,
-                      const key_length_t* key_lengths,
-                      index_t query_offset)
+                      const key_length_t* key_lengths, index_t query_offset)
       : params_(params), key_length_(params.seqlen_k), query_length_(params.seqlen_q) {
     if constexpr (kHasBias) bias_ = at.at(bias, params.bias);
     if constexpr (kHasMask) mask_ = at.at(mask, params.mask);
@@ -215,9 +209,7 @@ class scores_t {
 
   // What the mask function shows of the keys [j_first, j_last) to the queries
   // [i_first, i_last); the other masks aside.
-  __device__ shown_t shown(index_t i_first,
-                           index_t i_last,
-                           index_t j_first,
+  __device__ shown_t shown(index_t i_first, index_t i_last, index_t j_first,
                            index_t j_last) const {
 #if MASK_FUNCTION
     return static_cast<shown_t>(
@@ -253,8 +245,8 @@ class scores_t {
   // for the forward and the gradients of all kernels. What depends on batch entry and
   // head alone is read where they are known, in the constructor.
   template <bool kShown = false>
-  __device__ accum_t
-  with_derivative(accum_t q_dot_k, index_t i, index_t j, accum_t& derivative) const {
+  __device__ accum_t with_derivative(accum_t q_dot_k, index_t i, index_t j,
+                                     accum_t& derivative) const {
     accum_t s = step(static_cast<accum_t>(params_.scale) * q_dot_k);
     derivative = 1;
     if constexpr (kHasSoftcap) s = capped(s, derivative);
@@ -270,9 +262,7 @@ class scores_t {
     return s;
   }
   // The score function, of s; `derivative` is multiplied by its own.
-  __device__ accum_t of_function(accum_t s,
-                                 index_t i,
-                                 index_t j,
+  __device__ accum_t of_function(accum_t s, index_t i, index_t j,
                                  accum_t& derivative) const {
 #if SCORE_FUNCTION
     accum_t by_s;

@@ -7,16 +7,14 @@
 #include "common/reduce.cuh"
 
 // A constant as an argument.
-template <bool kIt>
-struct constant_t {
+template <bool kIt> struct constant_t {
   static constexpr bool kValue = kIt;
 };
 
 // What a warp knows of 32 tiles, each of kTile keys or queries. All its lanes call all
 // functions, with the same arguments, of which `shown(first)` tells about the tile that
 // begins there.
-template <int kTile, bool kExists = kHasMaskFunction>
-class shown_tiles_t {
+template <int kTile, bool kExists = kHasMaskFunction> class shown_tiles_t {
  public:
   int distance = kTile;  // from the tile that is visited to the next one
 
@@ -63,13 +61,11 @@ class shown_tiles_t {
 };
 
 // Without a mask function there is nothing to know: one tile after the other.
-template <int kTile>
-class shown_tiles_t<kTile, false> {
+template <int kTile> class shown_tiles_t<kTile, false> {
  public:
   static constexpr int distance = kTile;
 
-  template <typename Shown>
-  __device__ __forceinline__ int next(int first, int, Shown) {
+  template <typename Shown> __device__ __forceinline__ int next(int first, int, Shown) {
     return first;
   }
   template <bool kInTurn, typename Shown>

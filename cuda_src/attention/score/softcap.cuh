@@ -46,8 +46,7 @@ struct any_size_t {
 
 // All products of a tile; `near`: none is beyond the limit.
 template <int kCount>
-__device__ __forceinline__ void cap_scores(float (&s)[kCount],
-                                           const cap_t& cap,
+__device__ __forceinline__ void cap_scores(float (&s)[kCount], const cap_t& cap,
                                            bool near) {
   if (near) {
 #pragma unroll

@@ -95,11 +95,8 @@ struct function_mask_t {
 
   // 0: nothing of queries [i_first, i_last) and keys [j_first, j_last) is seen, 2: all
   // is, 1: else.
-  __device__ __forceinline__ unsigned seen(int i_first,
-                                           int i_last,
-                                           int j_first,
-                                           int j_last,
-                                           const interval_t* queries,
+  __device__ __forceinline__ unsigned seen(int i_first, int i_last, int j_first,
+                                           int j_last, const interval_t* queries,
                                            const interval_t* keys) const {
     const int num_queries = static_cast<int>(scores.num_queries());
     const int num_keys = static_cast<int>(scores.num_keys());
@@ -126,8 +123,7 @@ struct function_mask_t {
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
     attention_tile_lists(unsigned* __restrict__ lists,  // as above
-                         SCORE_PARAMETERS,
-                         const __grid_constant__ list_params_t list) {
+                         SCORE_PARAMETERS, const __grid_constant__ list_params_t list) {
   __shared__ interval_t owners[kParts][kMost > 0 ? kMost : 1];
   __shared__ unsigned char found[kNumThreads];
   __shared__ int counts[kNumWarps];

@@ -19,18 +19,11 @@ constexpr bool kSumQueries = SUM_QUERIES, kSumKeys = SUM_KEYS;
 static_assert(!(kSumQueries && kSumKeys) && !kSingle);
 
 // Adds the tile of dS whose corner is (i0, j0).
-__device__ __forceinline__ void add_tile(tile_t& sums,
-                                         const rows_t& q,
-                                         const rows_t& k,
-                                         const rows_t& v,
-                                         const rows_t& dout,
-                                         accum_t* smem_own,
-                                         accum_t* smem_other,
-                                         const scores_t& scores,
-                                         index_t i0,
-                                         index_t j0,
-                                         const accum_t* lse_rows,
-                                         index_t lse_stride,
+__device__ __forceinline__ void add_tile(tile_t& sums, const rows_t& q, const rows_t& k,
+                                         const rows_t& v, const rows_t& dout,
+                                         accum_t* smem_own, accum_t* smem_other,
+                                         const scores_t& scores, index_t i0, index_t j0,
+                                         const accum_t* lse_rows, index_t lse_stride,
                                          const accum_t* delta_rows) {
   tile_t s, dp;
   dot<false>(dp, dout, smem_own, v, smem_other);
@@ -58,8 +51,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const accum_t* __restrict__ lse,    // (batch, heads, queries)
         const accum_t* __restrict__ delta,  // as lse, contiguous
         grad_t* __restrict__ dbias,         // as the bias, summed over entries
-        REPAIR_PARAMETERS SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+        REPAIR_PARAMETERS SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_own = reinterpret_cast<accum_t*>(smem);
   accum_t* const smem_other = smem_own + kBlockM * kStride;

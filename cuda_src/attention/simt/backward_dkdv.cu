@@ -26,8 +26,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const accum_t* __restrict__ delta,  // as lse, contiguous
         grad_t* __restrict__ dk,            // as k, summed over entries
         grad_t* __restrict__ dv,            // as v, summed over entries
-        REPAIR_PARAMETERS SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+        REPAIR_PARAMETERS SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(16) unsigned char smem[];
   accum_t* const smem_k = reinterpret_cast<accum_t*>(smem);
   accum_t* const smem_v = smem_k + (kSingle ? kBlockM * kStride : 0);

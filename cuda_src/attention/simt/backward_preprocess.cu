@@ -23,8 +23,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_rows(
     const accum_t* __restrict__ dlse,  // as lse, or null
     accum_t* __restrict__ delta,       // as lse, contiguous
     accum_t* __restrict__ sink_terms,  // as delta, or null
-    SCORE_PARAMETERS,
-    const __grid_constant__ grads_t grads) {
+    SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   const index_t item =
       block_index() * (kNumThreads / kWarpSize) + threadIdx.x / kWarpSize;
   const tile_coord_t at(params, item, params.seqlen_q);

@@ -27,8 +27,7 @@ struct sum_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    attention_vjp_sum(const accum_t* __restrict__ terms,
-                      grad_t* __restrict__ out,
+    attention_vjp_sum(const accum_t* __restrict__ terms, grad_t* __restrict__ out,
                       const __grid_constant__ sum_t sum) {
   const long long block = blockIdx.x + (long long)gridDim.x * blockIdx.y;
   const long long index = (block * kNumThreads + threadIdx.x) / kLanes;

@@ -32,8 +32,7 @@ struct grads_t {
   index_t row[2], col[2];        // strides of the gradients
 
   // The place of summed entry `summed_index` of a kept one.
-  __device__ tile_coord_t entry(const params_t& params,
-                                index_t kept_entry,
+  __device__ tile_coord_t entry(const params_t& params, index_t kept_entry,
                                 index_t summed_index) const {
     return tile_coord_t(params, kept_entry + locate(summed, summed_index).of[0], 1);
   }

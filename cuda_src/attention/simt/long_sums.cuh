@@ -98,13 +98,11 @@ class two_level_sum_t {
   volatile int any_;
 };
 
-template <typename T, typename Sums>
-class two_level_sum_t<T, Sums, false> {
+template <typename T, typename Sums> class two_level_sum_t<T, Sums, false> {
  public:
   __device__ __forceinline__ void begin() {}
   __device__ __forceinline__ bool any() const { return false; }
-  template <typename... Factor>
-  __device__ __forceinline__ void end(Sums&, Factor...) {}
+  template <typename... Factor> __device__ __forceinline__ void end(Sums&, Factor...) {}
   template <typename... Factor>
   __device__ __forceinline__ void finish(Sums&, Factor...) {}
 };

@@ -42,8 +42,7 @@ struct state_t {
   }
 };
 
-__device__ __forceinline__ accum_t dot(const elem_t* q,
-                                       const elem_t* k,
+__device__ __forceinline__ accum_t dot(const elem_t* q, const elem_t* k,
                                        index_t head_dim) {
   accum_t sum = 0;
   for (index_t d = threadIdx.x % kWarpSize; d < head_dim; d += kWarpSize) {

@@ -31,8 +31,7 @@ __device__ constexpr int wide_of(int dim) {
 // Row r is row r * kRowThreads + thread_row, column c is c * kColThreads + thread_col.
 using tile_t = accum_t[kRows][kCols];
 
-template <typename T, int kCount>
-struct alignas(sizeof(T) * kCount) vec_t {
+template <typename T, int kCount> struct alignas(sizeof(T) * kCount) vec_t {
   T x[kCount];
 };
 
@@ -48,8 +47,9 @@ __device__ __forceinline__ int thread_row() { return threadIdx.x / kColThreads; 
 // memory, zeros elsewhere; kUnroll loads at a time. Returns 0, or NaN if a number was
 // not finite.
 template <int kCount, int kDim, int kStride, int kUnroll, typename Row, typename Column>
-__device__ __forceinline__ accum_t load_rows(
-    accum_t* smem, const elem_t* x, index_t row_stride, Row num_rows, Column dim) {
+__device__ __forceinline__ accum_t load_rows(accum_t* smem, const elem_t* x,
+                                             index_t row_stride, Row num_rows,
+                                             Column dim) {
   constexpr int kElems = 16 / sizeof(elem_t);  // of a 16-byte load
   accum_t nonfinite = 0;
   const bool aligned = (reinterpret_cast<unsigned long long>(x) % 16 |
@@ -87,8 +87,9 @@ __device__ __forceinline__ accum_t load_rows(
 
 // sum += own other^T over columns [first, last), from the thread's first rows on.
 template <int kStride>
-__device__ __forceinline__ void add_products(
-    tile_t& sum, const accum_t* own, const accum_t* other, int first, int last) {
+__device__ __forceinline__ void add_products(tile_t& sum, const accum_t* own,
+                                             const accum_t* other, int first,
+                                             int last) {
 #pragma unroll 1
   for (int d = first; d < last; d += kVec) {
     vec_t<accum_t, kVec> other_part[kCols];

@@ -89,27 +89,22 @@ __device__ __forceinline__ index_t smaller(index_t a, index_t b) {
 // Loads kCount rows of the chunk of columns that starts at c0, zeros where there is
 // nothing. Returns 0, or NaN if a number was not finite.
 template <int kCount>
-__device__ __forceinline__ accum_t load_rows(accum_t* smem,
-                                             const rows_t& rows,
+__device__ __forceinline__ accum_t load_rows(accum_t* smem, const rows_t& rows,
                                              column_t c0) {
   return load_rows<kCount, kChunk, kStride, 2>(smem, rows.x + c0, rows.stride,
                                                rows.num_rows, rows.dim - c0);
 }
 
 // s += own other^T over `num_columns` columns of a chunk.
-__device__ __forceinline__ void dot_chunk(tile_t& s,
-                                          const accum_t* own,
-                                          const accum_t* other,
-                                          int num_columns) {
+__device__ __forceinline__ void dot_chunk(tile_t& s, const accum_t* own,
+                                          const accum_t* other, int num_columns) {
   add_products<kStride>(s, own + thread_row() * kStride, other + thread_col() * kStride,
                         0, num_columns);
 }
 
 // The same, parts of kColumnsApart columns apart.
-__device__ __forceinline__ void dot_chunk_apart(tile_t& s,
-                                                const accum_t* own,
-                                                const accum_t* other,
-                                                int num_columns) {
+__device__ __forceinline__ void dot_chunk_apart(tile_t& s, const accum_t* own,
+                                                const accum_t* other, int num_columns) {
 #pragma unroll 1
   for (int first = 0; first < num_columns; first += kColumnsApart) {
     const int rest = num_columns - first;
@@ -128,11 +123,8 @@ __device__ __forceinline__ void dot_chunk_apart(tile_t& s,
 // 0, or NaN if a number of `other` was not finite; the last chunk of it stays in
 // smem_other, which all threads may still be reading.
 template <bool kOwnIsLoaded>
-__device__ __forceinline__ accum_t dot(tile_t& s,
-                                       const rows_t& own,
-                                       accum_t* smem_own,
-                                       const rows_t& other,
-                                       accum_t* smem_other) {
+__device__ __forceinline__ accum_t dot(tile_t& s, const rows_t& own, accum_t* smem_own,
+                                       const rows_t& other, accum_t* smem_other) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -168,12 +160,9 @@ __device__ __forceinline__ void store_tile(accum_t* w, const tile_t& tile) {
 // sums += w other, for a chunk of columns of `other` from c0 on that smem_other holds
 // if kOtherIsLoaded. `nonfinite` is NaN if that holds a number that is not finite.
 template <bool kOtherIsLoaded>
-__device__ __forceinline__ void accumulate(sums_t& sums,
-                                           const accum_t* w,
-                                           const rows_t& other,
-                                           column_t c0,
-                                           accum_t* smem_other,
-                                           accum_t nonfinite) {
+__device__ __forceinline__ void accumulate(sums_t& sums, const accum_t* w,
+                                           const rows_t& other, column_t c0,
+                                           accum_t* smem_other, accum_t nonfinite) {
   if (!kOtherIsLoaded) {
     __syncthreads();  // all have read the tile that stands there
     nonfinite = c0 < other.dim ? load_rows<kBlockN>(smem_other, other, c0) : accum_t(0);
@@ -191,14 +180,9 @@ __device__ __forceinline__ void accumulate(sums_t& sums,
 // A raw score q.k and dP become P and dS, both -0 where the query does not see the key.
 // With kOfBias dS is not yet multiplied by the derivative of the score.
 template <bool kOfBias = false>
-__device__ __forceinline__ void differentiate(accum_t& s,
-                                              accum_t& dp,
-                                              bool in_bounds,
-                                              const scores_t& scores,
-                                              index_t i,
-                                              index_t j,
-                                              accum_t lse,
-                                              accum_t delta) {
+__device__ __forceinline__ void differentiate(accum_t& s, accum_t& dp, bool in_bounds,
+                                              const scores_t& scores, index_t i,
+                                              index_t j, accum_t lse, accum_t delta) {
   accum_t derivative = 1;
   if (in_bounds) s = scores.with_derivative(s, i, j, derivative);
   if (!in_bounds || s == -infinity<accum_t>()) {
@@ -217,14 +201,10 @@ __device__ __forceinline__ bool run_ends_before(index_t next, index_t last) {
 }
 
 // Writes a gradient's chunk of columns from c0 on.
-__device__ __forceinline__ void store_sums(grad_t* gradient,
-                                           index_t row_stride,
-                                           index_t col_stride,
-                                           const sums_t& sums,
-                                           accum_t factor,
-                                           index_t num_rows,
-                                           index_t dim,
-                                           index_t c0) {
+__device__ __forceinline__ void store_sums(grad_t* gradient, index_t row_stride,
+                                           index_t col_stride, const sums_t& sums,
+                                           accum_t factor, index_t num_rows,
+                                           index_t dim, index_t c0) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (own_row(r) >= num_rows) continue;

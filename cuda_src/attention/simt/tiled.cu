@@ -93,10 +93,8 @@ __device__ __forceinline__ void dot(rows_t& rows, const accum_t* q, const accum_
 // Raw scores into final ones; with kCheck, -inf where a query does not see the key,
 // without it all queries see all of the tile.
 template <bool kCheck>
-__device__ __forceinline__ void score(rows_t& rows,
-                                      const scores_t& scores,
-                                      const mask_bounds_t& bounds,
-                                      index_t i0,
+__device__ __forceinline__ void score(rows_t& rows, const scores_t& scores,
+                                      const mask_bounds_t& bounds, index_t i0,
                                       index_t j0) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {

@@ -15,8 +15,7 @@
 #endif
 using value_t = VALUE_T;
 
-__device__ __forceinline__ accum_t product_of_seen(const elem_t* p,
-                                                   const value_t* v,
+__device__ __forceinline__ accum_t product_of_seen(const elem_t* p, const value_t* v,
                                                    index_t row_stride,
                                                    index_t seqlen_k) {
   accum_t sum = 0;

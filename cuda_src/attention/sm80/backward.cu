@@ -67,8 +67,7 @@ struct view_t {
   int aligned_q, aligned_dout;
   seen_t seen;
 
-  __device__ __forceinline__ void set_work_tile(index_t number,
-                                                const grads_t& grads,
+  __device__ __forceinline__ void set_work_tile(index_t number, const grads_t& grads,
                                                 const schedule_t& schedule,
                                                 const params_t& params) {
     const index_t num_tiles = (params.seqlen_k + kBlockN - 1) / kBlockN;
@@ -127,9 +126,7 @@ struct backward_t {
   // --- loads -------------------------------------------------------------------------
 
   // The tile of keys at j0, of which the first `num_keys` of all are read.
-  __device__ __forceinline__ void load_kv(const elem_t* k,
-                                          const elem_t* v,
-                                          int j0,
+  __device__ __forceinline__ void load_kv(const elem_t* k, const elem_t* v, int j0,
                                           index_t num_keys) const {
     const int num_rows = static_cast<int>(clamp(num_keys - j0, 0, kBlockN));
     const int dim = static_cast<int>(params.head_dim);
@@ -147,10 +144,8 @@ struct backward_t {
 
   // One thread tells all others of an entry.
   __device__ __forceinline__ void set_entry(const tile_coord_t& at,
-                                            const scores_t& scores,
-                                            const elem_t* q,
-                                            const elem_t* dout,
-                                            const float* stats,
+                                            const scores_t& scores, const elem_t* q,
+                                            const elem_t* dout, const float* stats,
                                             float* sums_q,
                                             const schedule_t& schedule) const {
     const int j0 = view.first_key;
@@ -219,12 +214,9 @@ struct backward_t {
   // --- scores ------------------------------------------------------------------------
 
   // Products become P and dS.
-  __device__ __forceinline__ void weigh(scores_frag_t& s,
-                                        scores_frag_t& dp,
-                                        const scores_t& scores,
-                                        const float* lse,
-                                        int i0,
-                                        bool is_shown) const {
+  __device__ __forceinline__ void weigh(scores_frag_t& s, scores_frag_t& dp,
+                                        const scores_t& scores, const float* lse,
+                                        int i0, bool is_shown) const {
     const int row = key_0() + lane_index() / 4;
     const int column = part() * (8 * kQueryTiles) + lane_index() % 4 * 2;
     const mask_bounds_t bounds = view.seen.at(i0, 0);
@@ -286,11 +278,9 @@ struct backward_t {
 
   // dv += P dO, dk += dS q of the block at i0. With one stage, what comes next takes
   // the place of what was read last, while products go on.
-  __device__ __forceinline__ void add_dk_dv(sums_t& sums_k,
-                                            sums_t& sums_v,
+  __device__ __forceinline__ void add_dk_dv(sums_t& sums_k, sums_t& sums_v,
                                             const scores_frag_t& s,
-                                            const scores_frag_t& dp,
-                                            int i0,
+                                            const scores_frag_t& dp, int i0,
                                             const tiles_t& tiles) const {
     const unsigned stage_q = shared_address(smem.q) + stage_of(i0) * kBytesM;
     const unsigned stage_dout = shared_address(smem.dout) + stage_of(i0) * kBytesM;
@@ -366,8 +356,7 @@ struct backward_t {
   }
 
   // The walk over the queries of an entry.
-  __device__ __forceinline__ void attend(sums_t& sums_k,
-                                         sums_t& sums_v,
+  __device__ __forceinline__ void attend(sums_t& sums_k, sums_t& sums_v,
                                          const scores_t& scores) const {
     auto shown = [&](int i) {
       return scores.shown(i, min(index_t(i + kBlockM), params.seqlen_q), view.first_key,
@@ -402,9 +391,7 @@ struct backward_t {
     }
   }
 
-  __device__ __forceinline__ void store(grad_t* dk,
-                                        grad_t* dv,
-                                        const sums_t& sums_k,
+  __device__ __forceinline__ void store(grad_t* dk, grad_t* dv, const sums_t& sums_k,
                                         const sums_t& sums_v) const {
     const float unfactor =
         unfactor_of(differentiate.factor, static_cast<float>(params.scale));
@@ -431,12 +418,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) attention_
     const elem_t* __restrict__ dout,  // (batch, heads, queries, head_dim_v)
     const float* __restrict__ stats,  // backward.cuh
     float* __restrict__ sums_q,       // backward.cuh
-    found_t* __restrict__ found,
-    const __grid_constant__ schedule_t schedule,
+    found_t* __restrict__ found, const __grid_constant__ schedule_t schedule,
     grad_t* __restrict__ dk,  // as k, summed over entries
     grad_t* __restrict__ dv,  // as v, summed over entries
-    SCORE_PARAMETERS,
-    const __grid_constant__ grads_t grads) {
+    SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   view_t& view = reinterpret_cast<view_t&>(view_memory);

@@ -68,12 +68,8 @@ struct differentiate_t {
   // P, and the derivative of the score by scale * q.k. With kShown the mask function
   // shows the key for sure.
   template <bool kShown = false>
-  __device__ __forceinline__ float weigh(float s,
-                                         bool sees,
-                                         const scores_t& scores,
-                                         index_t i,
-                                         index_t j,
-                                         float lse,
+  __device__ __forceinline__ float weigh(float s, bool sees, const scores_t& scores,
+                                         index_t i, index_t j, float lse,
                                          float& derivative) const {
     if constexpr (kHasTerms) {
       if (sees) s = scores.with_derivative<kShown>(s, i, j, derivative);
@@ -84,14 +80,9 @@ struct differentiate_t {
   }
 
   template <bool kShown = false>
-  __device__ __forceinline__ void operator()(float& s,
-                                             float& dp,
-                                             bool sees,
-                                             const scores_t& scores,
-                                             index_t i,
-                                             index_t j,
-                                             float lse,
-                                             float delta) const {
+  __device__ __forceinline__ void operator()(float& s, float& dp, bool sees,
+                                             const scores_t& scores, index_t i,
+                                             index_t j, float lse, float delta) const {
     accum_t derivative = 1;
     s = weigh<kShown>(s, sees, scores, i, j, lse, derivative);
     float weight = s;
@@ -105,8 +96,7 @@ struct differentiate_t {
 
 // kRows x kCols accumulators of 16 x 8. Number e of one stands in row
 // e / 2 * 8 + lane / 4 and column lane % 4 * 2 + e % 2.
-template <int kRows, int kCols>
-using frag_t = float[kRows][kCols][4];
+template <int kRows, int kCols> using frag_t = float[kRows][kCols][4];
 
 template <int kRows, int kCols>
 __device__ __forceinline__ void clear(float (&x)[kRows][kCols][4]) {
@@ -149,8 +139,7 @@ __device__ __forceinline__ tile_t<kDim> summed(unsigned tile, int row, int chunk
   return left<kDim>(tile, row, chunk);
 }
 template <int kDim>
-__device__ __forceinline__ tile_t<kDim> left_trans(unsigned tile,
-                                                   int row,
+__device__ __forceinline__ tile_t<kDim> left_trans(unsigned tile, int row,
                                                    int chunk = 0) {
   return right<kDim>(tile, row, chunk);
 }
@@ -188,8 +177,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kRows][kCols][4],
 // sums += a b over kSummed rows of b; `load_a(x, step)` loads 16 columns of a.
 template <int kSummed, int kDim, int kRows, int kCols, typename LoadA>
 __device__ __forceinline__ void multiply_sums(float (&sums)[kRows][kCols][4],
-                                              LoadA load_a,
-                                              const tile_t<kDim>& b) {
+                                              LoadA load_a, const tile_t<kDim>& b) {
   static_assert(kCols % 2 == 0);
 #pragma unroll
   for (int step = 0; step < kSummed / 16; ++step) {
@@ -227,15 +215,11 @@ __device__ __forceinline__ void as_operand(unsigned (&x)[kRows][4],
 // `row_0` and `column_0` are this warp's. Returns NaN if one was not finite, or is not
 // in 16 bits, else 0.
 template <int kRows, int kCols>
-__device__ __forceinline__ float store_sums(grad_t* gradient,
-                                            index_t row_step,
+__device__ __forceinline__ float store_sums(grad_t* gradient, index_t row_step,
                                             index_t col_step,
                                             const float (&sums)[kRows][kCols][4],
-                                            float factor,
-                                            int row_0,
-                                            int column_0,
-                                            int num_rows,
-                                            int dim) {
+                                            float factor, int row_0, int column_0,
+                                            int num_rows, int dim) {
   float nonfinite = 0;
   const int lane = lane_index();
   const bool as_pairs =

@@ -52,8 +52,8 @@ struct alignas(2 * sizeof(grad_t)) pair_of_grads_t {
 };
 
 // Writes two sums side by side.
-__device__ __forceinline__ void store_pair(
-    grad_t* target, index_t col_step, float x, float y, int columns_left) {
+__device__ __forceinline__ void store_pair(grad_t* target, index_t col_step, float x,
+                                           float y, int columns_left) {
   const pair_of_grads_t pair = {to<grad_t>(x), to<grad_t>(y)};
   const bool is_aligned =
       reinterpret_cast<unsigned long long>(target) % sizeof(pair) == 0;
@@ -89,10 +89,8 @@ struct dbias_t {
 
   template <int kCount>
   static __device__ __forceinline__ void load_rows(unsigned char* target,
-                                                   const elem_t* from,
-                                                   index_t row_step,
-                                                   index_t num_rows,
-                                                   index_t dim) {
+                                                   const elem_t* from, index_t row_step,
+                                                   index_t num_rows, index_t dim) {
     load_tile<kCount, kHeadDim>(
         target, from, row_step, static_cast<int>(min(num_rows, index_t(kCount))),
         static_cast<int>(dim), has_aligned_rows(from, row_step, dim),
@@ -100,13 +98,9 @@ struct dbias_t {
   }
 
   // Work tile n of the list.
-  __device__ __forceinline__ void load(int n,
-                                       const elem_t* q,
-                                       const elem_t* k,
-                                       const elem_t* v,
-                                       const elem_t* dout,
-                                       const float* stats,
-                                       index_t stats_m) const {
+  __device__ __forceinline__ void load(int n, const elem_t* q, const elem_t* k,
+                                       const elem_t* v, const elem_t* dout,
+                                       const float* stats, index_t stats_m) const {
     if (n < list.count) {
       const work_tile_t& work = list.work[n];
       unsigned char* const to_q = stage_of(n);
@@ -140,8 +134,7 @@ struct dbias_t {
   }
 
   // S = q k^T, dP = dO v^T.
-  __device__ __forceinline__ void multiply(tile_frag_t& s,
-                                           tile_frag_t& dp,
+  __device__ __forceinline__ void multiply(tile_frag_t& s, tile_frag_t& dp,
                                            int n) const {
     const unsigned of_q = shared_address(stage_of(n)), of_k = of_q + 2 * kBytesM;
     multiply_scores(s, left<kHeadDim>(of_q, warp_index() % kWarpsM * 32),
@@ -151,10 +144,8 @@ struct dbias_t {
   }
 
   // sums += dS of work tile n.
-  __device__ __forceinline__ void add(tile_frag_t& sums,
-                                      const tile_frag_t& s,
-                                      const tile_frag_t& dp,
-                                      const scores_t& scores,
+  __device__ __forceinline__ void add(tile_frag_t& sums, const tile_frag_t& s,
+                                      const tile_frag_t& dp, const scores_t& scores,
                                       int n) const {
     const int i0 = list.work[n].i0, j0 = list.work[n].j0;
     const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
@@ -197,11 +188,8 @@ struct dbias_t {
   static constexpr float kUnfactor = 1 / kFactorP;
 
   // The tile as it is.
-  __device__ __forceinline__ void store_tile(grad_t* target,
-                                             const tile_frag_t& sums,
-                                             int first_i,
-                                             int first_j,
-                                             int rows_left,
+  __device__ __forceinline__ void store_tile(grad_t* target, const tile_frag_t& sums,
+                                             int first_i, int first_j, int rows_left,
                                              int columns_left) const {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -218,11 +206,8 @@ struct dbias_t {
   }
 
   // Of each row, or each column, the sum over the lanes that share it, then over warps.
-  __device__ __forceinline__ void store_line(grad_t* target,
-                                             const tile_frag_t& sums,
-                                             int first_i,
-                                             int first_j,
-                                             int rows_left,
+  __device__ __forceinline__ void store_line(grad_t* target, const tile_frag_t& sums,
+                                             int first_i, int first_j, int rows_left,
                                              int columns_left) const {
     __syncthreads();  // all have read the tiles
     float* const of_warps = reinterpret_cast<float*>(smem);
@@ -266,8 +251,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const float* __restrict__ stats,  // backward.cuh
         const index_t stats_m,            // queries of a block of stats
         grad_t* __restrict__ dbias,       // as the bias, summed over entries
-        SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char list_memory[sizeof(list_t)];
   list_t& list = reinterpret_cast<list_t&>(list_memory);

@@ -47,8 +47,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const float* __restrict__ stats,  // backward.cuh
         found_t* __restrict__ found,
         grad_t* __restrict__ dq,  // as q, summed over entries
-        SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   view_t& view = reinterpret_cast<view_t&>(view_memory);

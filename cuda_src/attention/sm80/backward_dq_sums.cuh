@@ -33,8 +33,7 @@ constexpr bool kByFour = false;
 #endif
 
 // Adds a lane's numbers to a tile.
-__device__ __forceinline__ void add_to_sums(float* tile,
-                                            int lane,
+__device__ __forceinline__ void add_to_sums(float* tile, int lane,
                                             const float (&x)[4]) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
   ptx::red_add_f32x4(tile + lane * 4, x);
@@ -45,8 +44,7 @@ __device__ __forceinline__ void add_to_sums(float* tile,
 }
 
 // Rows r and r + 8 of a tile.
-__device__ __forceinline__ void load_rows_of_sums(float (&x)[2][8],
-                                                  const float* tile,
+__device__ __forceinline__ void load_rows_of_sums(float (&x)[2][8], const float* tile,
                                                   int r) {
   const float4* const from = reinterpret_cast<const float4*>(tile);
 #pragma unroll

@@ -13,9 +13,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_dq(
     elem_t* __restrict__ dq,         // (slots / heads, heads, queries, head_dim)
     const index_t num_slots,
     const index_t batch_step,  // strides of dq
-    const index_t head_step,
-    const index_t row_step,
-    found_t* __restrict__ found,
+    const index_t head_step, const index_t row_step, found_t* __restrict__ found,
     const __grid_constant__ params_t params) {
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const index_t slot = divide(block_index(), num_blocks);

@@ -23,8 +23,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_mma_rows
     float* __restrict__ sink_terms,   // as delta, or null
     float4* __restrict__ sums,        // to be set to 0
     const index_t num_vectors,        // of sums
-    found_t* __restrict__ found,
-    SCORE_PARAMETERS,
+    found_t* __restrict__ found, SCORE_PARAMETERS,
     const __grid_constant__ grads_t grads) {
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const tile_coord_t at(params, block_index(), num_blocks * (kBlockM / kRows));

@@ -46,8 +46,7 @@ __device__ __forceinline__ void clear_rows(unsigned char (&bad)[kRows]) {
 // sees. `bounds` counts from that corner.
 __device__ __forceinline__ bool sees_bad_rows(const bad_rows_t& bad,
                                               const mask_bounds_t& bounds,
-                                              const scores_t& scores,
-                                              index_t i0,
+                                              const scores_t& scores, index_t i0,
                                               index_t j0) {
   bool found = false;
 #pragma unroll 1

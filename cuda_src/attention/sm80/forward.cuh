@@ -55,8 +55,7 @@ __device__ __forceinline__ void copy_operand(unsigned char* smem,
 // A copy of rows [i0, i0 + kRows) of a matrix (last, dim) of 16-bit numbers, by 16
 // bytes at a time; zeros fill up kRows x kDim. As load_tile() does, in half as many
 // instructions, most of which can run before the barrier that the copies wait for.
-template <int kRows, int kDim>
-struct copy_t {
+template <int kRows, int kDim> struct copy_t {
   using rows_t = tile_t<kDim>;
   static constexpr int kStep = kNumThreads / rows_t::kChunks;
   // Steps of 8 rows leave the swizzle as it is.
@@ -68,12 +67,8 @@ struct copy_t {
   int count;  // rows from this thread's first on that there are
   bool is_ready;
 
-  __device__ __forceinline__ copy_t(unsigned char* smem,
-                                    const elem_t* x,
-                                    index_t row_stride,
-                                    int i0,
-                                    int last,
-                                    int dim,
+  __device__ __forceinline__ copy_t(unsigned char* smem, const elem_t* x,
+                                    index_t row_stride, int i0, int last, int dim,
                                     bool aligned) {
     unsigned thread = threadIdx.x;
     // Kept, what follows from these would take the registers of the loop.
@@ -101,12 +96,8 @@ struct copy_t {
 
 // The same at once, whether or not rows are aligned.
 template <int kRows, int kDim>
-__device__ __forceinline__ void copy_tile(unsigned char* smem,
-                                          const elem_t* x,
-                                          index_t row_stride,
-                                          int i0,
-                                          int last,
-                                          int dim,
+__device__ __forceinline__ void copy_tile(unsigned char* smem, const elem_t* x,
+                                          index_t row_stride, int i0, int last, int dim,
                                           bool aligned) {
   auto place = [](int row, int chunk) { return tile_t<kDim>::offset(row, chunk); };
   const copy_t<kRows, kDim> copy(smem, x, row_stride, i0, last, dim, aligned);
@@ -126,8 +117,7 @@ constexpr unsigned kBytesP = kBlockM * kBlockN * 2;
 
 // tile_t in one register. A tile lies at a multiple of 128, so that the swizzle of
 // chunks changes bits of the address that no row does.
-template <int kDim>
-struct lane_of_t {
+template <int kDim> struct lane_of_t {
   using rows_t = tile_t<kDim>;
 
   unsigned base;
@@ -147,8 +137,8 @@ struct lanes_t {
   lane_of_t<kHeadDimV> v;
   lane_of_t<kBlockN> p;  // weights, if warps share rows
 
-  __device__ __forceinline__
-  lanes_t(unsigned smem_q, unsigned smem_k, unsigned smem_v, unsigned smem_p)
+  __device__ __forceinline__ lanes_t(unsigned smem_q, unsigned smem_k, unsigned smem_v,
+                                     unsigned smem_p)
       : q(smem_q, warp_row() + lane() % 16, lane() / 16),
         k(smem_k, warp_key() + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2),
         v(smem_v, lane() % 16, lane() / 16 + warp_of_row() * 4),
@@ -187,9 +177,7 @@ struct lanes_t {
 
 // A 16-column step of q, of this warp's rows.
 __device__ __forceinline__ void load_q(unsigned (&a)[kRowTiles][4],
-                                       const lanes_t& lanes,
-                                       int step,
-                                       int part = 0) {
+                                       const lanes_t& lanes, int step, int part = 0) {
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
     ptx::ldmatrix_x4(a[m], lanes.q.at(16 * m, 2 * step) + part * kBytesQ);
@@ -199,8 +187,7 @@ __device__ __forceinline__ void load_q(unsigned (&a)[kRowTiles][4],
 // 16-bit numbers are multiplied at once, into accumulators that go on.
 constexpr int kSteps = kHeadDim / 16;
 
-template <bool kInRegisters>
-struct queries_t {
+template <bool kInRegisters> struct queries_t {
   unsigned a[kInRegisters ? kSteps : 1][kRowTiles][4];
 };
 
@@ -240,10 +227,8 @@ __device__ __forceinline__ void multiply_qk(scores_frag_t& s,
 
 // o += p v; `beside(step)` is computed among the products.
 template <typename Beside>
-__device__ __forceinline__ void multiply_pv(out_frag_t& o,
-                                            const scores_frag_t& p,
-                                            const lanes_t& lanes,
-                                            Beside beside) {
+__device__ __forceinline__ void multiply_pv(out_frag_t& o, const scores_frag_t& p,
+                                            const lanes_t& lanes, Beside beside) {
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
     beside(step);
@@ -274,8 +259,7 @@ __device__ __forceinline__ void multiply_pv(out_frag_t& o,
   }
 }
 
-__device__ __forceinline__ void multiply_pv(out_frag_t& o,
-                                            const scores_frag_t& p,
+__device__ __forceinline__ void multiply_pv(out_frag_t& o, const scores_frag_t& p,
                                             const lanes_t& lanes) {
   multiply_pv(o, p, lanes, [](int) {});
 }

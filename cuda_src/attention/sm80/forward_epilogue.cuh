@@ -7,11 +7,8 @@
 
 // Stores what this thread has of a row of float32. One branch a row: code that runs
 // once a block has to be fetched, and jumps over rare code make that slow.
-__device__ __forceinline__ void store_row(elem_t* row,
-                                          const float (&x)[2 * kOutTiles],
-                                          int dim,
-                                          index_t step,
-                                          bool as_pairs) {
+__device__ __forceinline__ void store_row(elem_t* row, const float (&x)[2 * kOutTiles],
+                                          int dim, index_t step, bool as_pairs) {
   if (as_pairs) {
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
@@ -30,10 +27,8 @@ __device__ __forceinline__ void store_row(elem_t* row,
 }
 
 // Rows of o times `inverse`, that of row lane % kRows, go to shared memory as 16 bits.
-__device__ __forceinline__ void put_rows(unsigned char* tile,
-                                         out_frag_t& o,
-                                         float own_inverse,
-                                         int round) {
+__device__ __forceinline__ void put_rows(unsigned char* tile, out_frag_t& o,
+                                         float own_inverse, int round) {
   constexpr int kRowsOfRound = kRows / kOutRounds;
   unsigned thread = threadIdx.x;
   ptx::launder(thread);  // what follows from it would take registers of the loop
@@ -73,8 +68,8 @@ __device__ __forceinline__ void put_rows(unsigned char* tile,
 }
 
 // Stores a chunk of 8 elements that lies in shared memory.
-__device__ __forceinline__ void store_chunk(
-    elem_t* to, const unsigned char* from, index_t step, int count, bool as_vector) {
+__device__ __forceinline__ void store_chunk(elem_t* to, const unsigned char* from,
+                                            index_t step, int count, bool as_vector) {
   const uint4 word = *reinterpret_cast<const uint4*>(from);
   if (as_vector) {
     *reinterpret_cast<uint4*>(to) = word;
@@ -90,11 +85,8 @@ __device__ __forceinline__ void store_chunk(
 
 // Stores what this warp has of out, which lies in shared memory by 16-bit rows: whole
 // chunks of 16 bytes, since a warp's pairs would take four times as many instructions.
-__device__ __forceinline__ void store_tile(elem_t* out,
-                                           const unsigned char* tile,
-                                           int num_rows,
-                                           int dim,
-                                           const operand_t& to,
+__device__ __forceinline__ void store_tile(elem_t* out, const unsigned char* tile,
+                                           int num_rows, int dim, const operand_t& to,
                                            int round) {
   constexpr int kOwnRows = 16 * kRowTiles / kOutRounds;
   using rows_t = tile_t<kHeadDimV>;
@@ -160,8 +152,7 @@ __device__ __forceinline__ index_t query_of(const block_state_t& state, int r) {
 __device__ __forceinline__ float close_rows(const result_t& at,
                                             const block_state_t& state,
                                             const scores_t& scores,
-                                            const params_t& params,
-                                            row_lse_t* lse,
+                                            const params_t& params, row_lse_t* lse,
                                             double scale) {
   static_assert(kRows <= 4);
   const int own = lanes_t::lane() % kRows;
@@ -190,13 +181,11 @@ __device__ __forceinline__ float close_rows(const result_t& at,
 }
 
 // Stores rows of float32.
-__device__ __forceinline__ void store_fp32(elem_t* out_rows,
-                                           const result_t& at,
+__device__ __forceinline__ void store_fp32(elem_t* out_rows, const result_t& at,
                                            float own_inverse,
                                            const block_state_t& state,
                                            const scores_t& scores,
-                                           const params_t& params,
-                                           bool as_pairs) {
+                                           const params_t& params, bool as_pairs) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     const float inverse =
@@ -244,13 +233,9 @@ __device__ __forceinline__ void store_fp32(elem_t* out_rows,
 }
 
 // Stores rows of 16 bits by way of shared memory.
-__device__ __forceinline__ void store_16bit(elem_t* out_rows,
-                                            const result_t& at,
-                                            float own_inverse,
-                                            const block_state_t& state,
-                                            const scores_t& scores,
-                                            const params_t& params,
-                                            unsigned char* smem_out) {
+__device__ __forceinline__ void store_16bit(
+    elem_t* out_rows, const result_t& at, float own_inverse, const block_state_t& state,
+    const scores_t& scores, const params_t& params, unsigned char* smem_out) {
 #pragma unroll
   for (int round = 0; round < kOutRounds; ++round) {
     if (round > 0) __syncwarp();  // the rows before have left

@@ -82,12 +82,9 @@ class loader_t {
   }
 
   // What a walk of 16-bit tiles begins with.
-  __device__ __forceinline__ void begin(const work_tile_t& work,
-                                        bool aligned_q,
-                                        const elem_t* k_rows,
-                                        bool aligned_k,
-                                        const elem_t* v_rows,
-                                        bool aligned_v,
+  __device__ __forceinline__ void begin(const work_tile_t& work, bool aligned_q,
+                                        const elem_t* k_rows, bool aligned_k,
+                                        const elem_t* v_rows, bool aligned_v,
                                         bool with_q = true) const {
     if (with_q) load_q(work, aligned_q);
     load_k(work.first, {k_rows, aligned_k, work.last});

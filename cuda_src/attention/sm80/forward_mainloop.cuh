@@ -21,16 +21,11 @@ class mainloop_t : public loader_t {
   int num_tiles;
   shown_tiles_t<kBlockN> tiles;
 
-  __device__ __forceinline__ mainloop_t(const loader_t& loader,
-                                        const scores_t& scores,
-                                        int i0,
-                                        float to_log2,
-                                        int num_tiles,
+  __device__ __forceinline__ mainloop_t(const loader_t& loader, const scores_t& scores,
+                                        int i0, float to_log2, int num_tiles,
                                         const shown_tiles_t<kBlockN>& tiles)
       : loader_t(loader),
-        lanes(shared_address(smem.q),
-              shared_address(smem.k),
-              shared_address(smem.v),
+        lanes(shared_address(smem.q), shared_address(smem.k), shared_address(smem.v),
               shared_address(smem.p)),
         base_k(lanes.k.base),
         base_v(lanes.v.base),
@@ -77,8 +72,7 @@ class mainloop_t : public loader_t {
 
   // q, and the first tiles of k and v where they are not on their way.
   __device__ __forceinline__ void load_first(queries_t<kKeepQ>& q_frags,
-                                             split_queries_t& q,
-                                             const result_t& at) {
+                                             split_queries_t& q, const result_t& at) {
     if constexpr (kStaged) {
       if (threadIdx.x == 0) {
 #pragma unroll
@@ -176,11 +170,9 @@ class mainloop_t : public loader_t {
   }
 
   // The tile at j0 with a new reference. Its keys come again.
-  __device__ __forceinline__ void weigh_again(scores_frag_t& s,
-                                              float (&sums)[kRows],
+  __device__ __forceinline__ void weigh_again(scores_frag_t& s, float (&sums)[kRows],
                                               const queries_t<kKeepQ>& q_frags,
-                                              const result_t& at,
-                                              int j0,
+                                              const result_t& at, int j0,
                                               bool is_first) {
     if (!is_first) {
       load_k(j0, source_k());
@@ -235,8 +227,7 @@ class mainloop_t : public loader_t {
   // --- rows that a warp has for itself -----------------------------------------------
 
   __device__ __forceinline__ void attend(const queries_t<kKeepQ>& q_frags,
-                                         const split_queries_t& q,
-                                         const result_t& at) {
+                                         const split_queries_t& q, const result_t& at) {
     bool is_first = true;
     float unit_o = 1;  // from a product of parts to p v
 #pragma unroll 1
@@ -388,8 +379,7 @@ class mainloop_t : public loader_t {
                                                     const queries_t<kKeepQ>& q_frags,
                                                     const split_queries_t& q,
                                                     const tile_stats_t& of_k,
-                                                    const result_t& at,
-                                                    int j0) {
+                                                    const result_t& at, int j0) {
     const scale_t scale(of_k.largest);
     const float unit = q.unit * scale.from_parts;
     if constexpr (kParts == 2) {
@@ -418,8 +408,7 @@ class mainloop_t : public loader_t {
   // o += p v of parts; of one part o has the unit of the tile.
   __device__ __forceinline__ void add_values_in_parts(scores_frag_t& s,
                                                       const tile_stats_t& of_v,
-                                                      const result_t& at,
-                                                      int j0,
+                                                      const result_t& at, int j0,
                                                       float& unit_o) {
     const values_t values(of_v);
     if constexpr (kParts == 1) {
@@ -455,8 +444,7 @@ class mainloop_t : public loader_t {
   // where a weight came out too large.
   __device__ __forceinline__ void weigh_at_once(scores_frag_t& s,
                                                 const queries_t<kKeepQ>& q_frags,
-                                                const result_t& at,
-                                                int j0,
+                                                const result_t& at, int j0,
                                                 bool sees_all) {
     float sums[kRows];
     // The same code twice: where nothing is hidden there is no branch, and exponentials

@@ -7,8 +7,7 @@
 
 // Scores that a query does not see become -inf.
 __device__ __forceinline__ void mask_scores(scores_frag_t& s,
-                                            const block_bounds_t& block,
-                                            int j0) {
+                                            const block_bounds_t& block, int j0) {
   const int row_0 = lanes_t::warp_row() + lanes_t::lane() / 4;
   const int column_0 = lanes_t::warp_key() + lanes_t::lane() % 4 * 2;
 #pragma unroll
@@ -29,8 +28,7 @@ __device__ __forceinline__ void mask_scores(scores_frag_t& s,
 }
 
 // What a mask function shows of tiles of keys to the queries of the block.
-__device__ __forceinline__ auto shown_to(const scores_t& scores,
-                                         const params_t& params,
+__device__ __forceinline__ auto shown_to(const scores_t& scores, const params_t& params,
                                          index_t i0) {
   return [&scores, &params, i0](int j0) {
     return scores.shown(i0, min(i0 + kBlockM, params.seqlen_q), j0, j0 + kBlockN);
@@ -40,10 +38,8 @@ __device__ __forceinline__ auto shown_to(const scores_t& scores,
 // Products into final scores, mask of positions aside. With kShown the mask function
 // shows the whole tile.
 template <bool kShown>
-__device__ __forceinline__ void finish_scores(scores_frag_t& s,
-                                              const scores_t& scores,
-                                              const params_t& params,
-                                              index_t i0,
+__device__ __forceinline__ void finish_scores(scores_frag_t& s, const scores_t& scores,
+                                              const params_t& params, index_t i0,
                                               int j0) {
   const int lane = lanes_t::lane();
   const int row_0 = lanes_t::warp_row() + lane / 4, column_0 = lane % 4 * 2;

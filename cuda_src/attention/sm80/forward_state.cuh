@@ -87,10 +87,8 @@ struct work_tile_t {
   // multiples of kBlockN, so that a row is summed in the same order whatever the tile
   // of queries it lies in.
   __device__ __forceinline__ work_tile_t(const mask_bounds_t& head,
-                                         const elem_t* q_head,
-                                         index_t row_stride,
-                                         int i0,
-                                         int first_of_part = 0)
+                                         const elem_t* q_head, index_t row_stride,
+                                         int i0, int first_of_part = 0)
       : q_rows(q_head + i0 * row_stride), block(head, i0), i0(i0) {
     num_rows = max(0, min(head.num_queries - i0, kBlockM));
     const bool any = num_rows > 0;

@@ -84,10 +84,8 @@ struct work_tile_t {
   index_t tile, kept;
   bool exists;  // the grid is rounded up
 
-  __device__ __forceinline__ work_tile_t(index_t number,
-                                         index_t section,
-                                         index_t num_kept,
-                                         index_t num_tiles) {
+  __device__ __forceinline__ work_tile_t(index_t number, index_t section,
+                                         index_t num_kept, index_t num_tiles) {
     const index_t of_section = divide(number, section * num_tiles);
     const index_t first = of_section * section;
     const index_t rest = number - first * num_tiles;
@@ -161,8 +159,7 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[kRows][2 * kPairs][4
 }
 
 // Numbers of this lane's rows of kRows tiles of 16.
-template <int kRows>
-struct units_t {
+template <int kRows> struct units_t {
   float of[kRows][2];
 
   __device__ __forceinline__ units_t operator*(float x) const {
@@ -185,8 +182,7 @@ struct units_t {
 template <int kRows, int kCols, int kTiles, typename Unit>
 __device__ __forceinline__ void add_times(float (&to)[kRows][kCols][4],
                                           const float (&sum)[kRows][kTiles][4],
-                                          int first,
-                                          Unit unit) {
+                                          int first, Unit unit) {
 #pragma unroll
   for (int m = 0; m < kRows; ++m) {
 #pragma unroll
@@ -246,10 +242,8 @@ __device__ __forceinline__ void multiply_scores_in_parts(float (&s)[kRows][kCols
 // sums += a b times the units of rows, over 16 kSummed rows of a granule b.
 template <int kSummed, int kRows, int kCols>
 __device__ __forceinline__ void add_product_in_parts(
-    float (&sums)[kRows][kCols][4],
-    const unsigned (&a)[kSummed][kRows][kParts][4],
-    const tile_t<kHeadDim>& b,
-    const units_t<kRows>& unit) {
+    float (&sums)[kRows][kCols][4], const unsigned (&a)[kSummed][kRows][kParts][4],
+    const tile_t<kHeadDim>& b, const units_t<kRows>& unit) {
   static_assert(kCols % (2 * kPairs) == 0);
 #pragma unroll
   for (int n = 0; n < kCols; n += 2 * kPairs) {

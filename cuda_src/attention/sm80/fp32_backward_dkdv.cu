@@ -49,8 +49,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         const index_t section,    // entries whose q and dO stay in the L2 cache
         grad_t* __restrict__ dk,  // as k, summed over entries
         grad_t* __restrict__ dv,  // as v, summed over entries
-        SCORE_PARAMETERS,
-        const __grid_constant__ grads_t grads) {
+        SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];
   view_t& view = reinterpret_cast<view_t&>(view_memory);

@@ -55,8 +55,7 @@ __device__ __forceinline__ bool sees_any(const mask_bounds_t& bounds) {
 // not finite.
 __device__ __forceinline__ bool sees_marked(const scores_t& scores,
                                             unsigned marked_queries,
-                                            unsigned marked_keys,
-                                            index_t i0,
+                                            unsigned marked_keys, index_t i0,
                                             index_t j0) {
   const mask_bounds_t bounds = scores.mask_bounds(i0, j0);
 #pragma unroll 1
@@ -113,8 +112,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         float* __restrict__ stats,                   // fp32_backward.cuh
         found_t* __restrict__ found,
         const index_t section,  // entries whose k and v stay in the L2 cache
-        grad_t* __restrict__ dq,
-        SCORE_PARAMETERS,
+        grad_t* __restrict__ dq, SCORE_PARAMETERS,
         const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(128) unsigned char smem[];
   __shared__ __align__(16) unsigned char view_memory[sizeof(view_t)];

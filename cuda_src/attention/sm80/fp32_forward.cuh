@@ -52,8 +52,7 @@ constexpr float kLargestScore = kParts == 2 ? 16384.f : 16777216.f;
 // A value may be so many powers of 2 below the largest of its tile.
 constexpr int kSpread = kParts == 2 ? 16 : 28;
 
-template <int kDim>
-struct staging_t {
+template <int kDim> struct staging_t {
   static constexpr int kChunks = kDim / kElemsOfChunk;
   static __device__ __forceinline__ unsigned offset(int row, int chunk) {
     return (row * kChunks + chunk) * 16;
@@ -94,8 +93,8 @@ __device__ __forceinline__ void inspect(tile_stats_t& tile_stats, Load load) {
 
 // 4 numbers of a row as kParts tiles of float16; what is not finite becomes 0.
 template <int kDim>
-__device__ __forceinline__ void put_parts(
-    unsigned char* tile, unsigned bytes, int row, int chunk, float4 x, float to_parts) {
+__device__ __forceinline__ void put_parts(unsigned char* tile, unsigned bytes, int row,
+                                          int chunk, float4 x, float to_parts) {
   float numbers[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -114,8 +113,7 @@ __device__ __forceinline__ void put_parts(
 
 // The chunks of a tile become parts.
 template <int kDim, typename Load>
-__device__ __forceinline__ void split_tile(unsigned char* tile,
-                                           float to_parts,
+__device__ __forceinline__ void split_tile(unsigned char* tile, float to_parts,
                                            Load load) {
   using staging_rows = staging_t<kDim>;
 #pragma unroll 4
@@ -126,13 +124,9 @@ __device__ __forceinline__ void split_tile(unsigned char* tile,
 }
 
 // Splits rows of q; returns the largest size, an infinity where one is not finite.
-__device__ __forceinline__ float split_q(unsigned char* tile,
-                                         int* largest_of_block,
-                                         const elem_t* q,
-                                         index_t row_stride,
-                                         int num_rows,
-                                         int dim,
-                                         bool aligned,
+__device__ __forceinline__ float split_q(unsigned char* tile, int* largest_of_block,
+                                         const elem_t* q, index_t row_stride,
+                                         int num_rows, int dim, bool aligned,
                                          float& from_parts) {
   constexpr int kChunks = kHeadDim / kElemsOfChunk;
   int largest = 0;
@@ -233,8 +227,7 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[2][4],
 
 // s = q k^T, times `unit`
 __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
-                                                  const lanes_t& lanes,
-                                                  float unit) {
+                                                  const lanes_t& lanes, float unit) {
   clear<kScoreTiles>(s);
 #pragma unroll
   for (int first = 0; first < kSteps; first += kApart) {
@@ -285,10 +278,8 @@ __device__ __forceinline__ void multiply_qk_split(scores_frag_t& s,
 }
 
 // o += p v, times `unit`
-__device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
-                                                  const scores_frag_t& p,
-                                                  const lanes_t& lanes,
-                                                  float unit) {
+__device__ __forceinline__ void multiply_pv_split(out_frag_t& o, const scores_frag_t& p,
+                                                  const lanes_t& lanes, float unit) {
   unsigned a[kBlockN / 16][kRowTiles][kParts][4];
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
@@ -342,14 +333,11 @@ __device__ __forceinline__ void multiply_pv_split(out_frag_t& o,
 // around need no registers for what happens here.
 
 // The scores with marked keys, or with `whole` all, one by one in float32.
-__device__ __forceinline__ void compute_marked_scores(float* s,
-                                                      const unsigned* marked,
-                                                      bool whole,
-                                                      const elem_t* q_rows,
+__device__ __forceinline__ void compute_marked_scores(float* s, const unsigned* marked,
+                                                      bool whole, const elem_t* q_rows,
                                                       const elem_t* k_rows,
                                                       const params_t& params,
-                                                      int num_rows,
-                                                      int j0) {
+                                                      int num_rows, int j0) {
   const int lane = lanes_t::lane();
 #pragma unroll 1
   for (int number = 0; number < kRowTiles * kScoreTiles * 4; ++number) {
@@ -375,16 +363,11 @@ __device__ __forceinline__ void compute_marked_scores(float* s,
 // not finite; or with `whole` of all keys and values. In shared memory they have been
 // replaced by 0. A product cannot leave out a key: its weight is 0, and 0 times NaN is
 // NaN. o is in units of 1 / to_unit.
-__device__ __forceinline__ void add_marked_values(float* o,
-                                                  const float* s,
-                                                  const float* reference,
-                                                  float to_log2,
-                                                  float to_unit,
-                                                  const unsigned* marked,
-                                                  bool whole,
-                                                  const elem_t* v_rows,
-                                                  const params_t& params,
-                                                  int j0,
+__device__ __forceinline__ void add_marked_values(float* o, const float* s,
+                                                  const float* reference, float to_log2,
+                                                  float to_unit, const unsigned* marked,
+                                                  bool whole, const elem_t* v_rows,
+                                                  const params_t& params, int j0,
                                                   int last) {
   const int lane = lanes_t::lane(), dim = static_cast<int>(params.head_dim_v);
 #pragma unroll 1

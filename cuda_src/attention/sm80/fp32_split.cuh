@@ -34,8 +34,9 @@ constexpr int kElemsOfChunk = 4;
 
 // Chunk n of a matrix (num_rows, dim), zeros beyond it.
 template <int kDim>
-__device__ __forceinline__ float4 load_chunk(
-    const elem_t* x, index_t row_stride, int num_rows, int dim, int n, bool aligned) {
+__device__ __forceinline__ float4 load_chunk(const elem_t* x, index_t row_stride,
+                                             int num_rows, int dim, int n,
+                                             bool aligned) {
   constexpr int kChunks = kDim / kElemsOfChunk;
   const int row = n / kChunks, column = n % kChunks * kElemsOfChunk;
   uint4 word = make_uint4(0, 0, 0, 0);

@@ -43,10 +43,8 @@ __device__ __forceinline__ bool sees_any(const scores_t& scores, index_t i) {
 
 // At the end of a first walk: which rows want a second one; whether some row here sees
 // a key, so that there has to be one.
-__device__ __forceinline__ bool take_centers(centers_t& centers,
-                                             const softmax_t& rows,
-                                             const scores_t& scores,
-                                             index_t i0) {
+__device__ __forceinline__ bool take_centers(centers_t& centers, const softmax_t& rows,
+                                             const scores_t& scores, index_t i0) {
   bool any = false;
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -58,13 +56,9 @@ __device__ __forceinline__ bool take_centers(centers_t& centers,
 }
 
 // Scores of huge rows become differences to the largest so far, which l and o follow.
-__device__ __forceinline__ void center(scores_frag_t& s,
-                                       out_frag_t& o,
-                                       softmax_t& rows,
-                                       centers_t& centers,
-                                       row_exchange_t& exchange,
-                                       float to_log2,
-                                       int j0) {
+__device__ __forceinline__ void center(scores_frag_t& s, out_frag_t& o, softmax_t& rows,
+                                       centers_t& centers, row_exchange_t& exchange,
+                                       float to_log2, int j0) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     ptx::launder(centers.at);  // a row at a time: there are few registers

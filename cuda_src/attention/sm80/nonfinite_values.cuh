@@ -39,14 +39,10 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile) {
 
 // Adds to the stored rows [i_first, i_last) what they see of values of keys [first,
 // last) that are not finite. The rows, and their columns, are those of this warp.
-__device__ __forceinline__ void add_specials(elem_t* out_rows,
-                                             const elem_t* v_rows,
+__device__ __forceinline__ void add_specials(elem_t* out_rows, const elem_t* v_rows,
                                              const scores_t& scores,
-                                             const params_t& params,
-                                             index_t i_first,
-                                             index_t i_last,
-                                             int first,
-                                             int last) {
+                                             const params_t& params, index_t i_first,
+                                             index_t i_last, int first, int last) {
   unsigned lane = lanes_t::lane();
   ptx::launder(lane);  // what follows from it would take registers of the loop
   const int dim = static_cast<int>(params.head_dim_v);

@@ -30,8 +30,7 @@ __device__ __forceinline__ int row_of_block(int r, unsigned thread) {
 }
 
 // What the other warp has for row r. All threads of the block call this.
-__device__ __forceinline__ float of_other_warp(row_exchange_t& exchange,
-                                               float x,
+__device__ __forceinline__ float of_other_warp(row_exchange_t& exchange, float x,
                                                int r) {
   const unsigned thread = reload_thread();
   const int row = row_of_block(r, thread), own = lanes_t::warp_of_row(thread);
@@ -79,10 +78,8 @@ __device__ __forceinline__ void put_weights(unsigned char* smem_p,
 }
 
 // raise_where() of rows that two warps share. All threads of the block call this.
-__device__ __forceinline__ void raise_shared(softmax_t& rows,
-                                             const scores_frag_t& s,
-                                             row_exchange_t& exchange,
-                                             float to_log2,
+__device__ __forceinline__ void raise_shared(softmax_t& rows, const scores_frag_t& s,
+                                             row_exchange_t& exchange, float to_log2,
                                              const float (&sums)[kRows]) {
   const unsigned thread = reload_thread();
   const int own = lanes_t::warp_of_row(thread);
@@ -106,10 +103,8 @@ __device__ __forceinline__ void raise_shared(softmax_t& rows,
 
 // weigh() of the scores of one tile beside o += p v of the tile before it.
 __device__ __forceinline__ void weigh_and_multiply(const softmax_t& rows,
-                                                   scores_frag_t& s,
-                                                   float to_log2,
-                                                   float (&sums)[kRows],
-                                                   out_frag_t& o,
+                                                   scores_frag_t& s, float to_log2,
+                                                   float (&sums)[kRows], out_frag_t& o,
                                                    const lanes_t& lanes) {
   constexpr int kSteps = kBlockN / 16, kEach = kScoreTiles / kSteps;
   static_assert(kEach * kSteps == kScoreTiles);

@@ -41,8 +41,7 @@ constexpr int kKeyTiles = kBlockN / 8;      // accumulators over the keys
 constexpr int kColTiles = kHeadDim / 8;     // over the columns of q and k
 constexpr int kColTilesV = kHeadDimV / 8;   // over those of v and out
 
-template <int kTiles>
-using sums_t = float[kTiles][4];
+template <int kTiles> using sums_t = float[kTiles][4];
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % kWarpSize; }
 __device__ __forceinline__ int warp_index() { return threadIdx.x / kWarpSize; }
@@ -59,8 +58,7 @@ __device__ __forceinline__ void sync_warps() {
 // --- matrices in shared memory -------------------------------------------------------
 
 // Rows of kCols numbers.
-template <int kCols>
-struct matrix_t {
+template <int kCols> struct matrix_t {
   static constexpr unsigned kPitch = kCols * sizeof(elem_t) + 16;
   static constexpr int kNextRow = kPitch / sizeof(elem_t);
   static constexpr int kChunks = kCols * sizeof(elem_t) / 16;
@@ -78,8 +76,8 @@ struct matrix_t {
   // Starts to copy rows [0, num_rows) of x (.., dim), and zeros up to kCount rows;
   // `thread` is the number of this one of kThreads.
   template <int kCount, int kThreads>
-  __device__ __forceinline__ void load(
-      const elem_t* x, index_t row_stride, int num_rows, int dim, int thread) const {
+  __device__ __forceinline__ void load(const elem_t* x, index_t row_stride,
+                                       int num_rows, int dim, int thread) const {
     constexpr int kElems = 16 / sizeof(elem_t);
     const bool aligned = has_aligned_rows(x, row_stride, dim);
     const unsigned to = address();
@@ -157,8 +155,7 @@ __device__ __forceinline__ left_t left(const matrix_t<kCols>& x, int row, int st
 
 // Columns [col, col + 16) of x as the left operand of x^T y.
 template <int kCols>
-__device__ __forceinline__ left_t left_trans(const matrix_t<kCols>& x,
-                                             int col,
+__device__ __forceinline__ left_t left_trans(const matrix_t<kCols>& x, int col,
                                              int step) {
   const int lane = lane_index();
   unsigned words[4];
@@ -183,9 +180,7 @@ __device__ __forceinline__ left_t left_trans(const matrix_t<kCols>& x,
 
 // Rows [8 tile, 8 tile + 16) of y as two right operands of x y^T.
 template <int kCols>
-__device__ __forceinline__ void right(const matrix_t<kCols>& y,
-                                      int tile,
-                                      int step,
+__device__ __forceinline__ void right(const matrix_t<kCols>& y, int tile, int step,
                                       right_t (&pair)[2]) {
   const int lane = lane_index();
   const int row = 8 * tile + lane / 16 * 8 + lane % 8;
@@ -197,10 +192,8 @@ __device__ __forceinline__ void right(const matrix_t<kCols>& y,
 
 // Columns [8 tile, 8 tile + 16) of y as two right operands of x y.
 template <int kCols>
-__device__ __forceinline__ void right_trans(const matrix_t<kCols>& y,
-                                            int tile,
-                                            int step,
-                                            right_t (&pair)[2]) {
+__device__ __forceinline__ void right_trans(const matrix_t<kCols>& y, int tile,
+                                            int step, right_t (&pair)[2]) {
   const int lane = lane_index();
   unsigned words[4];
   if constexpr (kSplits) {
@@ -242,8 +235,7 @@ __device__ __forceinline__ left_t left_of(const sums_t<kTiles>& x, int step) {
 // --- products ------------------------------------------------------------------------
 
 // sum += a b, small parts first.
-__device__ __forceinline__ void multiply(float (&sum)[4],
-                                         const left_t& a,
+__device__ __forceinline__ void multiply(float (&sum)[4], const left_t& a,
                                          const right_t& b) {
   if constexpr (kSplits) {
     auto add = [&](int of_a, int of_b) {
@@ -266,8 +258,7 @@ constexpr int kApart = kSplits ? 2 : 1;
 // sums += x y over kSteps steps; `left(step)` and `right(tile, step, pair)` are their
 // operands. float32 has no registers for steps side by side, if they need not be.
 template <int kSteps, bool kInLoop, int kTiles, typename Left, typename Right>
-__device__ __forceinline__ void add_products(float (&sums)[kTiles][4],
-                                             Left left,
+__device__ __forceinline__ void add_products(float (&sums)[kTiles][4], Left left,
                                              Right right) {
   static_assert(kSteps % kApart == 0 && kTiles % 2 == 0);
 #pragma unroll(kInLoop&& kSplits ? 1 : kSteps)
@@ -298,8 +289,7 @@ __device__ __forceinline__ void add_products(float (&sums)[kTiles][4],
 // s = x y^T of rows [row, row + 16) of x and all of y.
 template <int kCols>
 __device__ __forceinline__ void multiply_rows(sums_t<kKeyTiles>& s,
-                                              const matrix_t<kCols>& x,
-                                              int row,
+                                              const matrix_t<kCols>& x, int row,
                                               const matrix_t<kCols>& y) {
 #pragma unroll
   for (int e = 0; e < 4 * kKeyTiles; ++e) s[e / 4][e % 4] = 0;
@@ -355,8 +345,7 @@ __device__ __forceinline__ float weight_of(float s, float m) {
 }
 
 // Scores become weights of a maximum of 1; m and l are those of the two rows.
-__device__ __forceinline__ void weigh(sums_t<kKeyTiles>& s,
-                                      float (&m)[2],
+__device__ __forceinline__ void weigh(sums_t<kKeyTiles>& s, float (&m)[2],
                                       float (&l)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

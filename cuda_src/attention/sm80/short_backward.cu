@@ -104,10 +104,8 @@ __device__ __forceinline__ bool is_same_lse(float own, float given) {
 }
 
 // sum(dO_i * out_i), by a warp; 0 where out is 0, even if NaN flows into it.
-__device__ __forceinline__ float dot_out(const elem_t* out,
-                                         index_t col_stride,
-                                         const elem_t* dout,
-                                         int dim) {
+__device__ __forceinline__ float dot_out(const elem_t* out, index_t col_stride,
+                                         const elem_t* dout, int dim) {
   float sum = 0;
 #pragma unroll 1
   for (int d = lane_index(); d < dim; d += kWarpSize) {
@@ -118,8 +116,7 @@ __device__ __forceinline__ float dot_out(const elem_t* out,
 }
 
 // Accumulators as 16 rows of P or dS, times `factor`.
-__device__ __forceinline__ void store_weights(const matrix_p& matrix,
-                                              int row,
+__device__ __forceinline__ void store_weights(const matrix_p& matrix, int row,
                                               const sums_t<kKeyTiles>& x,
                                               float factor) {
 #pragma unroll
@@ -158,8 +155,7 @@ struct rows_t {
 __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
                                               sums_t<kKeyTiles>& dp,
                                               const scores_t& scores,
-                                              const rows_t& rows,
-                                              const smem_t& smem,
+                                              const rows_t& rows, const smem_t& smem,
                                               const params_t& params,
                                               const short_grads_t& grads) {
   const int lane = lane_index();
@@ -232,13 +228,10 @@ __device__ __forceinline__ void differentiate(sums_t<kKeyTiles>& s,
 // `target`; those of several query heads are first summed up in `kept`, this thread's
 // own place. Returns whether one is not finite.
 template <int kCols>
-__device__ __forceinline__ bool add_weighted(const matrix_p& weights,
-                                             int key,
+__device__ __forceinline__ bool add_weighted(const matrix_p& weights, int key,
                                              const matrix_t<kCols>& rows,
-                                             const target_t& target,
-                                             float unit,
-                                             float4* kept,
-                                             bool is_first,
+                                             const target_t& target, float unit,
+                                             float4* kept, bool is_first,
                                              bool is_last) {
   constexpr int kTiles = kChunk<kCols> / 8;
   bool found = false;
@@ -285,8 +278,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
         elem_t* __restrict__ dk,          // as k
         elem_t* __restrict__ dv,          // as v
         int* __restrict__ nonfinite,      // becomes 1 if a gradient is not finite
-        SCORE_PARAMETERS,
-        const __grid_constant__ short_grads_t grads) {
+        SCORE_PARAMETERS, const __grid_constant__ short_grads_t grads) {
   extern __shared__ __align__(128) unsigned char bytes[];
   const smem_t smem(bytes);
   const int group = kGrouped ? static_cast<int>(params.group_size) : 1;

@@ -23,8 +23,7 @@ constexpr int kOutTiles = kChunk<kHeadDimV> / 8;
 // from `col` on.
 __device__ __forceinline__ void add_seen_values(sums_t<kOutTiles>& o,
                                                 const sums_t<kKeyTiles>& p,
-                                                const matrix_t<kHeadDimV>& v,
-                                                int col) {
+                                                const matrix_t<kHeadDimV>& v, int col) {
   const int lane = lane_index();
 #pragma unroll
   for (int e = 0; e < 4 * kOutTiles; ++e) o[e / 4][e % 4] = 0;

@@ -44,8 +44,7 @@ __device__ __forceinline__ float exponent(float s, float to_log2, float referenc
 
 // Where needed, moves the reference and brings l on it; then o must follow by alpha,
 // which all lanes of the warp are told.
-__device__ __forceinline__ bool raise(softmax_t& rows,
-                                      const scores_frag_t& s,
+__device__ __forceinline__ bool raise(softmax_t& rows, const scores_frag_t& s,
                                       float to_log2) {
   float largest[kRows];
   bool passes = false;
@@ -94,8 +93,7 @@ __device__ __forceinline__ void rescale(out_frag_t& o, const softmax_t& rows) {
 
 // s becomes p = exp(s - reference), and its sum over this thread's columns joins l. A
 // tile is summed apart and added without loss (Kahan).
-__device__ __forceinline__ void exponentiate(softmax_t& rows,
-                                             scores_frag_t& s,
+__device__ __forceinline__ void exponentiate(softmax_t& rows, scores_frag_t& s,
                                              float to_log2) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -130,12 +128,9 @@ constexpr float kLargestSum = 4096;
 
 // s becomes p = exp(s - reference), in tiles [first, last) of 8 columns; sums of this
 // thread's columns, with the rest of those before.
-__device__ __forceinline__ void weigh(const softmax_t& rows,
-                                      scores_frag_t& s,
-                                      float to_log2,
-                                      float (&sums)[kRows],
-                                      int first = 0,
-                                      int last = kScoreTiles) {
+__device__ __forceinline__ void weigh(const softmax_t& rows, scores_frag_t& s,
+                                      float to_log2, float (&sums)[kRows],
+                                      int first = 0, int last = kScoreTiles) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     if (first == 0) sums[r] = rows.rest[r];
@@ -187,8 +182,8 @@ __device__ __forceinline__ bool has_large_sum(float sum) {
 }
 
 // Moves the reference of row r to its largest score, if it may and has to.
-__device__ __forceinline__ void move(
-    softmax_t& rows, int r, float largest, bool may, float to_log2) {
+__device__ __forceinline__ void move(softmax_t& rows, int r, float largest, bool may,
+                                     float to_log2) {
   // A row moves by its own scores: its bits depend on no other row of the warp.
   const bool own = may && exponent(largest, to_log2, rows.reference[r]) > kLazyLog2;
   const float next = own ? rounded_product(largest, to_log2) : rows.reference[r];
@@ -200,10 +195,8 @@ __device__ __forceinline__ void move(
 }
 
 // Moves the reference of each row with a sum that is not small, as raise() does.
-__device__ __forceinline__ void raise_where(softmax_t& rows,
-                                            const scores_frag_t& s,
-                                            float to_log2,
-                                            const float (&sums)[kRows]) {
+__device__ __forceinline__ void raise_where(softmax_t& rows, const scores_frag_t& s,
+                                            float to_log2, const float (&sums)[kRows]) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
     move(rows, r, largest_of(s, r), has_large_sum(sums[r]), to_log2);

@@ -20,8 +20,7 @@ constexpr bool kSplits = sizeof(elem_t) == 4;
 
 // A matrix of 16-bit numbers with kDim columns. Chunks of 16 bytes are swizzled within
 // a row so that the same chunk of 8 rows side by side lies in different banks.
-template <int kDim>
-struct tile_t {
+template <int kDim> struct tile_t {
   static constexpr int kPitch = kDim * 2, kChunks = kDim / 8;
   static constexpr int kMask = kChunks % 8 == 0 ? 7 : 3;
   static_assert(kChunks % 4 == 0);
@@ -56,8 +55,7 @@ __device__ __forceinline__ unsigned shared_address(const void* p) {
 }
 
 // Whether rows can be copied 16 bytes at a time.
-__device__ __forceinline__ bool has_aligned_rows(const elem_t* x,
-                                                 index_t row_stride,
+__device__ __forceinline__ bool has_aligned_rows(const elem_t* x, index_t row_stride,
                                                  index_t dim) {
   constexpr int kElems = 16 / sizeof(elem_t);
   return (reinterpret_cast<unsigned long long>(x) % 16 | row_stride % kElems |
@@ -74,13 +72,9 @@ __device__ __forceinline__ bool has_words(const elem_t* x, index_t row_stride) {
 // `place(row, chunk)` tells the offset in shared memory of a chunk of 16 bytes. A
 // thread gets the same chunks in each call.
 template <int kRows, int kDim, typename Place>
-__device__ __forceinline__ void load_tile(unsigned char* smem,
-                                          const elem_t* x,
-                                          index_t row_stride,
-                                          int num_rows,
-                                          int dim,
-                                          bool aligned,
-                                          Place place) {
+__device__ __forceinline__ void load_tile(unsigned char* smem, const elem_t* x,
+                                          index_t row_stride, int num_rows, int dim,
+                                          bool aligned, Place place) {
   constexpr int kElems = 16 / sizeof(elem_t), kChunks = kDim / kElems;
   // Addresses are computed anew for each tile: kept, they would take the registers.
   ptx::launder(row_stride);
@@ -138,34 +132,26 @@ __device__ __forceinline__ void load_tile(unsigned char* smem,
 
 // --- pairs of 16-bit numbers ---------------------------------------------------------
 
-template <typename T>
-struct pair16_of;
-template <>
-struct pair16_of<half_t> {
+template <typename T> struct pair16_of;
+template <> struct pair16_of<half_t> {
   static constexpr bool kIsBfloat16 = false;
   static __device__ __forceinline__ unsigned from(float low, float high) {
     return ptx::f16x2_from_f32(high, low);
   }
-  static __device__ __forceinline__ void mma(float (&d)[4],
-                                             const unsigned (&a)[4],
-                                             unsigned b0,
-                                             unsigned b1) {
+  static __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4],
+                                             unsigned b0, unsigned b1) {
     ptx::mma_m16n8k16_f16(d, a, b0, b1);
   }
 };
-template <>
-struct pair16_of<bfloat16_t> {
+template <> struct pair16_of<bfloat16_t> {
   static constexpr bool kIsBfloat16 = true;
   static __device__ __forceinline__ unsigned from(float low, float high) {
     return ptx::bf16x2_from_f32(high, low);
   }
-  static __device__ __forceinline__ void mma(float (&d)[4],
-                                             const unsigned (&a)[4],
-                                             unsigned b0,
-                                             unsigned b1) {
+  static __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4],
+                                             unsigned b0, unsigned b1) {
     ptx::mma_m16n8k16_bf16(d, a, b0, b1);
   }
 };
-template <>
-struct pair16_of<float> : pair16_of<half_t> {};
+template <> struct pair16_of<float> : pair16_of<half_t> {};
 using pair16_t = pair16_of<elem_t>;

@@ -232,9 +232,7 @@ struct producer_t {
   // A box of kBlockM rows and 64 columns; each block of a cluster loads its share.
   __device__ __forceinline__ void load_box(unsigned target,
                                            const ptx::tensor_map_t& map,
-                                           unsigned barrier,
-                                           int chunk,
-                                           int block,
+                                           unsigned barrier, int chunk, int block,
                                            const int4& from) const {
     target += chunk * kChunkM;
     const int column = chunk * 64, row = block * kBlockM;
@@ -297,8 +295,7 @@ struct producer_t {
     load_queries<kPartsAll>(read_all(), q_stage, dout_stage);
   }
   // By the first thread of each of three warps.
-  __device__ __forceinline__ void load_parts(const request_t& request,
-                                             unsigned q_stage,
+  __device__ __forceinline__ void load_parts(const request_t& request, unsigned q_stage,
                                              unsigned dout_stage) const {
     if (threadIdx.x == 0) {
       load_queries<kPartQ>(request, q_stage, dout_stage);
@@ -310,8 +307,7 @@ struct producer_t {
   }
 
   __device__ __forceinline__ void load_keys(unsigned target,
-                                            const ptx::tensor_map_t& map,
-                                            unsigned full,
+                                            const ptx::tensor_map_t& map, unsigned full,
                                             unsigned place) const {
     const int4 from = ptx::load_shared_s32x4(place);
     const int batch[2] = {from.z, from.w};
@@ -325,8 +321,7 @@ struct producer_t {
   }
   // By the first warpgroup: v of the work tile that thread 0 has published, and its
   // first two blocks of queries.
-  __device__ __forceinline__ void load(int number,
-                                       unsigned q_stage,
+  __device__ __forceinline__ void load(int number, unsigned q_stage,
                                        unsigned block) const {
     if (number >= args.inputs.num_items || lane != 0) return;
     if (warp == kLoaders) {
@@ -343,9 +338,7 @@ struct producer_t {
   // of queries is `block`. Of a narrow step it loads its tiles and first two blocks,
   // too; else load() and load_k() do. With a warp-wide instruction in here, the
   // compiler would take numbers that are the same in all lanes for different ones.
-  __device__ __forceinline__ void publish(int number,
-                                          unsigned nth,
-                                          unsigned q_stage,
+  __device__ __forceinline__ void publish(int number, unsigned nth, unsigned q_stage,
                                           unsigned block) const {
     const inputs_t& inputs = args.inputs;
     const params_t& params = args.score.params;
@@ -540,10 +533,8 @@ struct mainloop_t : mma_t {
   // none.
   float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
 
-  __device__ __forceinline__ mainloop_t(int group,
-                                        const arguments_t& args,
-                                        shared_t& shared,
-                                        const addresses_t& smem)
+  __device__ __forceinline__ mainloop_t(int group, const arguments_t& args,
+                                        shared_t& shared, const addresses_t& smem)
       : mma_t(group, smem.k, smem.v, smem.q, smem.dout, smem.ds, smem.stats),
         args(args),
         shared(shared),
@@ -621,8 +612,7 @@ struct mainloop_t : mma_t {
   // --- statistics of queries
 
   // Pair n of a thread's lse, or of its delta, of the queries in a stage.
-  __device__ __forceinline__ float2 load_pair(unsigned dout_stage,
-                                              int n,
+  __device__ __forceinline__ float2 load_pair(unsigned dout_stage, int n,
                                               int delta_at) const {
     // Of a wide step, pairs n and n + 1 lie side by side.
     const unsigned place = kNarrowStep ? n * 32 : lane % 4 * 8 + n / 2 * 64 + n % 2 * 8;
@@ -636,9 +626,7 @@ struct mainloop_t : mma_t {
     return load_pair(dout_stage, n, 4 * kBlockM);
   }
   // Of a wide step, pairs n and n + 1; `delta_at` is 0 for lse.
-  __device__ __forceinline__ void load_two(float2 (&to)[2],
-                                           unsigned dout_stage,
-                                           int n,
+  __device__ __forceinline__ void load_two(float2 (&to)[2], unsigned dout_stage, int n,
                                            int delta_at) const {
     const float4 x = ptx::load_shared_f32x4(
         smem.stats + lane % 4 * 16 + dout_stage * kBytesStats + delta_at + n * 32);
@@ -765,8 +753,7 @@ struct mainloop_t : mma_t {
 
   // Here dP is asked for first. dv runs beside the making of dS, dk and dq beside the
   // softmax. A warpgroup waits for the other's dS behind dk only: half a step of slack.
-  template <bool kLast>
-  __device__ __forceinline__ void wide_step() {
+  template <bool kLast> __device__ __forceinline__ void wide_step() {
     const unsigned this_q = q_stage, this_dout = block % kStagesDout;
     q_stage = stage_after(q_stage);
     q_parity ^= q_stage == 0;
@@ -828,8 +815,7 @@ struct mainloop_t : mma_t {
     }
   }
 
-  template <bool kLast>
-  __device__ __forceinline__ void step() {
+  template <bool kLast> __device__ __forceinline__ void step() {
     if constexpr (kNarrowStep) {
       narrow_step<kLast>(dp);  // whose registers are free for dq
     } else {
@@ -911,20 +897,18 @@ struct mainloop_t : mma_t {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    __cluster_dims__(kCluster, 1, 1)
-        attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
-                             const located_t* entries,         // backward.cuh
-                             const float* __restrict__ stats,  // backward.cuh
-                             float* __restrict__ sums_q,       // backward.cuh
-                             int* dq_semaphores,               // backward.cuh
-                             float* pieces,                    // backward.cuh
-                             elem_t* __restrict__ dk,  // as k, summed over entries
-                             elem_t* __restrict__ dv,  // as v, summed over entries
-                             found_t* __restrict__ found,
-                             counter_t* __restrict__ counter,
-                             SCORE_PARAMETERS,
-                             const __grid_constant__ grads_t grads) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) __cluster_dims__(kCluster,
+                                                                              1, 1)
+    attention_vjp_hopper(const __grid_constant__ inputs_t inputs,
+                         const located_t* entries,         // backward.cuh
+                         const float* __restrict__ stats,  // backward.cuh
+                         float* __restrict__ sums_q,       // backward.cuh
+                         int* dq_semaphores,               // backward.cuh
+                         float* pieces,                    // backward.cuh
+                         elem_t* __restrict__ dk,          // as k, summed over entries
+                         elem_t* __restrict__ dv,          // as v, summed over entries
+                         found_t* __restrict__ found, counter_t* __restrict__ counter,
+                         SCORE_PARAMETERS, const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ shared_t shared;
   const arguments_t args = {inputs, entries, stats, sums_q,  dq_semaphores,     pieces,

@@ -83,8 +83,7 @@ struct found_t {
 };
 
 // A stage of several, and whether the ring was gone round an odd number of times.
-template <int kStages>
-struct ring_t {
+template <int kStages> struct ring_t {
   unsigned stage = 0, parity = 0;
   __device__ __forceinline__ void advance() {
     stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -96,14 +95,9 @@ struct ring_t {
 // thread stands in column e / 4 * 8 + lane % 4 * 2 + e % 2, row e / 2 % 2 * 8 + `row`.
 // Returns `odd`, or NaN if one is not finite.
 template <int kSums>
-__device__ __forceinline__ float store_rows(const float (&sums)[kSums],
-                                            float factor,
-                                            elem_t* target,
-                                            index_t row_step,
-                                            int row,
-                                            int num_rows,
-                                            int dim,
-                                            float odd = 0) {
+__device__ __forceinline__ float store_rows(const float (&sums)[kSums], float factor,
+                                            elem_t* target, index_t row_step, int row,
+                                            int num_rows, int dim, float odd = 0) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -33,8 +33,7 @@ constexpr int kSums = kHeadDim / 2;   // of dk and dv
 constexpr int kSumsQ = kPart / 128;   // of dq
 
 // A number that the compiler knows, as an argument.
-template <int kNumber>
-struct number_t {
+template <int kNumber> struct number_t {
   static constexpr int value = kNumber;
 };
 
@@ -55,8 +54,7 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores],
 template <int kBegin = 0, int kEnd = kBlockM / 16>
 __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
                                               const unsigned (&p)[kBlockM / 16][4],
-                                              unsigned long long qd,
-                                              bool accumulate) {
+                                              unsigned long long qd, bool accumulate) {
 #pragma unroll
   for (int step = kBegin; step < kEnd; ++step) {
     ptx::wgmma_t<elem_t, kHeadDim>::rs(sums, p[step], qd + step * (16 * 128 / 16),
@@ -65,8 +63,7 @@ __device__ __forceinline__ void multiply_sums(float (&sums)[kSums],
 }
 
 // This warpgroup's part of dq = dS^T k. A step is 16 keys.
-__device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ],
-                                            unsigned long long ds,
+__device__ __forceinline__ void multiply_dq(float (&dq)[kSumsQ], unsigned long long ds,
                                             unsigned long long k) {
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
@@ -107,13 +104,9 @@ struct mma_t {
   unsigned long long ds_rows, k_sums;  // a warpgroup's part of dq
   unsigned ds_target, lane_stats;
 
-  __device__ __forceinline__ mma_t(int group,
-                                   unsigned smem_k,
-                                   unsigned smem_v,
-                                   unsigned smem_q,
-                                   unsigned smem_dout,
-                                   unsigned smem_ds,
-                                   unsigned smem_stats)
+  __device__ __forceinline__ mma_t(int group, unsigned smem_k, unsigned smem_v,
+                                   unsigned smem_q, unsigned smem_dout,
+                                   unsigned smem_ds, unsigned smem_stats)
       : group(group), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
     // Of dq, a warpgroup makes 64 of 128 rows, or 64 of 128 columns.
     constexpr bool kByRows = kBlockM == 128;
@@ -163,8 +156,7 @@ struct mma_t {
   // Gives `hidden` to the scores of keys that a query does not see; `origin()` is the
   // first query.
   template <typename Origin>
-  __device__ __forceinline__ void mask(const volatile tile_info_t& info,
-                                       float hidden,
+  __device__ __forceinline__ void mask(const volatile tile_info_t& info, float hidden,
                                        const Origin& origin) {
     // A row's key is hidden from queries before `first`, and after `last`.
     const int num_keys = info.num_keys;

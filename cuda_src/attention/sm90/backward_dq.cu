@@ -83,14 +83,10 @@ struct addresses_t {
 };
 
 // One thread asks TMA for q and dO, and then for tiles of k and v.
-__device__ __forceinline__ void produce(const inputs_t& inputs,
-                                        const params_t& params,
-                                        const grads_t& grads,
-                                        const tile_coord_t& at,
-                                        const addresses_t& smem,
-                                        int row_first,
-                                        int tile,
-                                        int tile_end) {
+__device__ __forceinline__ void produce(const inputs_t& inputs, const params_t& params,
+                                        const grads_t& grads, const tile_coord_t& at,
+                                        const addresses_t& smem, int row_first,
+                                        int tile, int tile_end) {
   int batch[2];
   ptx::mbarrier_arrive_expect_tx(smem.q_full, 2 * kGroups * kBytesM);
   // Boxes of kBlockM rows; of 128, one has the rows of both groups.
@@ -126,8 +122,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     attention_vjp_hopper_queries(const __grid_constant__ inputs_t inputs,
                                  const float* __restrict__ stats,  // backward.cuh
                                  elem_t* __restrict__ dq,          // as q
-                                 found_t* __restrict__ found,
-                                 SCORE_PARAMETERS,
+                                 found_t* __restrict__ found, SCORE_PARAMETERS,
                                  const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ __align__(8) unsigned long long barriers[1 + 4 * kStages];

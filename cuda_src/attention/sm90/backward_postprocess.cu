@@ -25,11 +25,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_d
     elem_t* __restrict__ dq,         // (slots / heads, heads, queries, head_dim)
     const index_t num_slots,
     const index_t batch_step,  // strides of dq
-    const index_t head_step,
-    const index_t row_step,
-    const __grid_constant__ cut_t cut,
-    found_t* __restrict__ found,
-    const __grid_constant__ params_t params,
+    const index_t head_step, const index_t row_step, const __grid_constant__ cut_t cut,
+    found_t* __restrict__ found, const __grid_constant__ params_t params,
     const __grid_constant__ grads_t grads) {
   ptx::griddepcontrol_launch_dependents();
   sums = ptx::griddepcontrol_wait(sums);

@@ -17,10 +17,8 @@ struct alignas(16) eight_t {
 };
 
 // Entry n, where those that are summed stand side by side.
-__device__ __forceinline__ located_t entry_of(index_t n,
-                                              index_t num_blocks,
-                                              index_t slot_0,
-                                              index_t slot_1,
+__device__ __forceinline__ located_t entry_of(index_t n, index_t num_blocks,
+                                              index_t slot_0, index_t slot_1,
                                               const params_t& params,
                                               const grads_t& grads) {
   const index_t kept = divide(n, grads.num_summed);
@@ -55,10 +53,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_vjp_hopper_r
     const index_t num_vectors,        // of sums
     located_t* __restrict__ entries,  // backward.cuh; or null
     const index_t slot_0,             // as inputs_t::slot
-    const index_t slot_1,
-    found_t* __restrict__ found,
-    const __grid_constant__ params_t params,
-    const __grid_constant__ grads_t grads) {
+    const index_t slot_1, found_t* __restrict__ found,
+    const __grid_constant__ params_t params, const __grid_constant__ grads_t grads) {
   ptx::griddepcontrol_launch_dependents();
   const index_t num_blocks = (params.seqlen_q + kBlockM - 1) / kBlockM;
   const tile_coord_t at(params, block_index(), num_blocks * (kBlockM / kRows));

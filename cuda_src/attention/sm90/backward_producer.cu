@@ -164,8 +164,7 @@ struct arguments_t {
 // Of one array, the offset of element `index`. Entries are few enough for 32 bits.
 template <int kAxes, int kArrays>
 __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
-                                             unsigned index,
-                                             int array) {
+                                             unsigned index, int array) {
   index_t sum = 0;
 #pragma unroll
   for (int axis = kAxes - 1; axis >= 0; --axis) {
@@ -180,12 +179,9 @@ __device__ __forceinline__ index_t offset_of(const axes_t<kAxes, kArrays>& axes,
 // bytes of shared memory, so that lanes store whole lines. Numbers stand as in
 // store_rows. Returns bits that are not 0 if one is not finite.
 __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
-                                                 unsigned staged,
-                                                 float factor,
-                                                 elem_t* target,
-                                                 index_t row_step,
-                                                 int num_rows,
-                                                 int dim) {
+                                                 unsigned staged, float factor,
+                                                 elem_t* target, index_t row_step,
+                                                 int num_rows, int dim) {
   const int lane = threadIdx.x % 32;
   // In a row, bits of the number of 16 bytes are flipped by those of the row: then
   // neither rows nor columns share banks.
@@ -232,8 +228,8 @@ __device__ __forceinline__ unsigned store_staged(const float (&sums)[kSums],
 // Of the two parts of an item that is cut, the first to end leaves its sums in memory,
 // and the second adds them to its own: bits do not depend on which is which. True if
 // the sums of this warp are whole then.
-__device__ __forceinline__ bool meet(
-    float (&sums_k)[kSums], float (&sums_v)[kSums], int slot, int* met, float* parts) {
+__device__ __forceinline__ bool meet(float (&sums_k)[kSums], float (&sums_v)[kSums],
+                                     int slot, int* met, float* parts) {
   slot = uniform(slot);
   if (slot < 0) return true;
   const int lane = threadIdx.x % 32, at = slot * (kConsumers / 32) + threadIdx.x / 32;
@@ -408,10 +404,8 @@ struct producer_t {
                                 block * kBlockM, from.y, dout_batch);
   }
   __device__ __forceinline__ void load_keys(unsigned target,
-                                            const ptx::tensor_map_t& map,
-                                            unsigned full,
-                                            unsigned empty,
-                                            const int4& place) const {
+                                            const ptx::tensor_map_t& map, unsigned full,
+                                            unsigned empty, const int4& place) const {
     if (num_done > 0) wait(empty, (num_done - 1) & 1);
     const int4 from = ptx::load_shared_s32x4(ptx::shared_address(&place));
     const int batch[2] = {from.z, from.w};
@@ -452,8 +446,7 @@ struct producer_t {
 };
 
 // Another thread gives dq to TMA, which adds it to the sums in memory.
-__device__ __forceinline__ void add_dq(const arguments_t& args,
-                                       const shared_t& shared,
+__device__ __forceinline__ void add_dq(const arguments_t& args, const shared_t& shared,
                                        const addresses_t& smem) {
   const unsigned origins = ptx::shared_address(shared.origins);
   bool more = blockIdx.x < args.inputs.num_items;
@@ -502,10 +495,8 @@ struct mainloop_t : mma_t {
   // The pairs of statistics that are loaded ahead.
   float2 early_lse[kEarlyLse + 1], early_delta[kEarlyDelta + 1];
 
-  __device__ __forceinline__ mainloop_t(int group,
-                                        const arguments_t& args,
-                                        shared_t& shared,
-                                        const addresses_t& smem)
+  __device__ __forceinline__ mainloop_t(int group, const arguments_t& args,
+                                        shared_t& shared, const addresses_t& smem)
       : mma_t(group, smem.k, smem.v, smem.q, smem.dout, smem.ds, smem.stats),
         args(args),
         shared(shared),
@@ -561,13 +552,11 @@ struct mainloop_t : mma_t {
 
   // Halves of the queries: P, dS, and what dv has of them.
   static constexpr int kHalf = kScores / 2, kSteps = kBlockM / 32;
-  template <int kNth>
-  __device__ __forceinline__ void exponentiate_half() {
+  template <int kNth> __device__ __forceinline__ void exponentiate_half() {
     exponentiate<kNth * kHalf, (kNth + 1) * kHalf>(args.inputs.to_log2,
                                                    [&](int n) { return early_lse[n]; });
   }
-  template <int kNth>
-  __device__ __forceinline__ void make_ds_half(unsigned stage) {
+  template <int kNth> __device__ __forceinline__ void make_ds_half(unsigned stage) {
     make_ds<kNth * kHalf, (kNth + 1) * kHalf>(
         kNarrow<elem_t> ? info().factor : 1.f,
         [&](int n) { return n < kEarlyDelta ? early_delta[n] : load_delta(stage, n); });
@@ -611,8 +600,7 @@ struct mainloop_t : mma_t {
   // The softmax runs beside dP, the making of dS beside a part of dv, and dq of the
   // block before leaves beside dk: by then the other warpgroup's dS has long been
   // there, and each may be ahead of the other by half a step.
-  template <bool kFirst>
-  __device__ __forceinline__ void step() {
+  template <bool kFirst> __device__ __forceinline__ void step() {
     auto& dq = dp;  // whose registers are free
     const unsigned this_q = q_stage.stage, this_dout = dout_stage.stage;
     start_s(this_q);
@@ -744,8 +732,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
                              elem_t* __restrict__ dk,  // as k, summed over entries
                              elem_t* __restrict__ dv,  // as v, summed over entries
                              found_t* __restrict__ found,
-                             counter_t* __restrict__ counter,
-                             SCORE_PARAMETERS,
+                             counter_t* __restrict__ counter, SCORE_PARAMETERS,
                              const __grid_constant__ grads_t grads) {
   extern __shared__ __align__(1024) unsigned char tiles[];
   __shared__ shared_t shared;

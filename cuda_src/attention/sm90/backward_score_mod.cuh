@@ -48,12 +48,10 @@ struct with_terms_t : inputs_t {
   cap_t cap;                             // in exponents of 2
   float inverse_cap;                     // 1 / cap.softcap
 };
-template <bool>
-struct inputs_of {
+template <bool> struct inputs_of {
   using type = inputs_t;
 };
-template <>
-struct inputs_of<true> {
+template <> struct inputs_of<true> {
   using type = with_terms_t;
 };
 using all_inputs_t = inputs_of<kHasTerms>::type;
@@ -79,8 +77,7 @@ struct function_place_t {
   int b, h, i, j;
   bool is_mixed;
 
-  __device__ __forceinline__ void set(const scores_t& scores,
-                                      index_t row,
+  __device__ __forceinline__ void set(const scores_t& scores, index_t row,
                                       index_t col) {
     b = static_cast<int>(scores.entry());
     h = static_cast<int>(scores.query_head());
@@ -103,11 +100,8 @@ struct entry_t {
   const bool* mask;
   matrix_t bias_matrix, mask_matrix;
 
-  __device__ __forceinline__ void set(const scores_t& scores,
-                                      const tile_coord_t& at,
-                                      const params_t& params,
-                                      index_t i,
-                                      index_t j) {
+  __device__ __forceinline__ void set(const scores_t& scores, const tile_coord_t& at,
+                                      const params_t& params, index_t i, index_t j) {
     band = scores.mask_bounds(i, j);
     if constexpr (kHasAlibi) {
       slope = scores.slope();
@@ -122,8 +116,7 @@ struct entry_t {
 
 // The band of a tile that starts `rows` and `cols` further.
 __device__ __forceinline__ mask_bounds_t shifted(const volatile mask_bounds_t& band,
-                                                 int rows,
-                                                 int cols) {
+                                                 int rows, int cols) {
   return {band.low + rows - cols, band.high + rows - cols, band.num_queries - rows,
           band.num_keys - cols};
 }
@@ -146,10 +139,8 @@ __device__ __forceinline__ bool hides_some(const mask_bounds_t& band) {
 
 // --- terms of keys: bias log2(e), or -inf where the mask hides a key
 
-__device__ __forceinline__ float term_of_key(const bias_t* bias,
-                                             const bool* mask,
-                                             const params_t& params,
-                                             int j) {
+__device__ __forceinline__ float term_of_key(const bias_t* bias, const bool* mask,
+                                             const params_t& params, int j) {
   // Keys that are none are hidden by their number.
   const index_t key = min(j, static_cast<int>(params.seqlen_k) - 1);
   float term = 0;
@@ -169,13 +160,9 @@ constexpr int kBiasColumns = 128 / sizeof(bias_t);  // of a chunk
 
 // Asks for the tile of query i and key j, whose bytes have been announced.
 template <typename Inputs>
-__device__ __forceinline__ void load_terms(unsigned bias,
-                                           unsigned mask,
-                                           const Inputs& inputs,
-                                           const entry_t& entry,
-                                           unsigned barrier,
-                                           int i,
-                                           int j) {
+__device__ __forceinline__ void load_terms(unsigned bias, unsigned mask,
+                                           const Inputs& inputs, const entry_t& entry,
+                                           unsigned barrier, int i, int j) {
   if constexpr (kBiasTiles) {
     const matrix_t& at = entry.bias_matrix;
 #pragma unroll
@@ -196,8 +183,7 @@ __device__ __forceinline__ void load_terms(unsigned bias,
 // row + e / 2 % 2 * 8 and query e / 4 * 8 + lane % 4 * 2 + e % 2, else the other way.
 // Of each address a part hangs on the thread, a part on e, and a part on both, which
 // the swizzle joins by exclusive or.
-template <bool kKeysAreRows>
-class tile_terms_t {
+template <bool kKeysAreRows> class tile_terms_t {
   static constexpr int kSize = sizeof(bias_t), kVector = 16 / kSize;
 
  public:
@@ -273,11 +259,8 @@ __device__ __forceinline__ void cap_scores(float (&s)[kScores], const cap_t& cap
 // queries do not share, and `slope`, `distance` are of alibi.
 template <bool kKeysAreRows, typename Lse, typename KeyTerm, typename Use>
 __device__ __forceinline__ void find_rest(const tile_terms_t<kKeysAreRows>& tile,
-                                          float slope,
-                                          float distance,
-                                          const Lse& lse,
-                                          const KeyTerm& key_term,
-                                          const Use& use) {
+                                          float slope, float distance, const Lse& lse,
+                                          const KeyTerm& key_term, const Use& use) {
 #pragma unroll
   for (int e = 0; e < kScores; ++e) {
     float x = -lse(e);
@@ -294,8 +277,7 @@ __device__ __forceinline__ void find_rest(const tile_terms_t<kKeysAreRows>& tile
 // --- functions
 
 // What they are to the head and to the two rows of a thread, queries or keys.
-template <bool kKeysAreRows, bool kScore, bool kMask>
-struct function_rows_t {
+template <bool kKeysAreRows, bool kScore, bool kMask> struct function_rows_t {
   function_place_t place;
   function_head_t head;
   function_query_t queries[kKeysAreRows ? 1 : 2];
@@ -356,11 +338,8 @@ constexpr int kDerivatives = kHasChain ? kScores : 1;
 template <bool kKeysAreRows, typename Inputs>
 __device__ __forceinline__ void call_score(
     function_rows_t<kKeysAreRows, true, false>& rows,
-    const fragment_t<kKeysAreRows>& fragment,
-    float (&s)[kScores],
-    float (&derivatives)[kDerivatives],
-    const Inputs& inputs,
-    const params_t& params) {
+    const fragment_t<kKeysAreRows>& fragment, float (&s)[kScores],
+    float (&derivatives)[kDerivatives], const Inputs& inputs, const params_t& params) {
   const score_function_t function(params);
   const float scale = kHasSoftcap ? float(kLn2) : static_cast<float>(params.scale);
   rows.for_pairs(function, fragment,
@@ -406,8 +385,7 @@ __device__ __forceinline__ void score_mod(int e,
                                           const fragment_t<kKeysAreRows>& fragment,
                                           float (&s)[kScores],
                                           float (&derivatives)[kDerivatives],
-                                          const Inputs& inputs,
-                                          float rest) {
+                                          const Inputs& inputs, float rest) {
   if constexpr (kHasScoreFunction) {
     s[e] = fmaf(s[e], float(kLog2e), rest);
   } else if constexpr (kHasSoftcap) {
@@ -423,13 +401,9 @@ __device__ __forceinline__ void score_mod(int e,
 // key. What is added stands in `rest`, or `find_rest` finds it.
 template <bool kKeysAreRows, typename Inputs, typename FindRest>
 __device__ __forceinline__ void add_terms(
-    const fragment_t<kKeysAreRows>& fragment,
-    float (&s)[kScores],
-    float (&derivatives)[kDerivatives],
-    const Inputs& inputs,
-    const params_t& params,
-    function_rows_t<kKeysAreRows, true, false>& rows,
-    const float (&rest)[kScores],
+    const fragment_t<kKeysAreRows>& fragment, float (&s)[kScores],
+    float (&derivatives)[kDerivatives], const Inputs& inputs, const params_t& params,
+    function_rows_t<kKeysAreRows, true, false>& rows, const float (&rest)[kScores],
     const FindRest& find_rest) {
   if constexpr (kHasSoftcap) cap_scores(s, inputs.cap);
   if constexpr (kHasScoreFunction) {
@@ -447,8 +421,7 @@ __device__ __forceinline__ void add_terms(
 }
 template <bool kKeysAreRows>
 __device__ __forceinline__ void mask(const fragment_t<kKeysAreRows>& fragment,
-                                     float (&s)[kScores],
-                                     const mask_bounds_t& band) {
+                                     float (&s)[kScores], const mask_bounds_t& band) {
   if (hides_some(band)) {
 #pragma unroll
     for (int e = 0; e < kScores; ++e) {

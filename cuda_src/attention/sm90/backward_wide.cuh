@@ -51,8 +51,7 @@ __device__ __forceinline__ int tile_after(int number, int* counter) {
 struct matrix_t {
   int head, batch[2];
 };
-__device__ __forceinline__ matrix_t matrix_of(const tile_coord_t& at,
-                                              index_t head,
+__device__ __forceinline__ matrix_t matrix_of(const tile_coord_t& at, index_t head,
                                               const operand_t& operand) {
   matrix_t found;
   found.head = coordinate(head, operand.head);
@@ -64,8 +63,7 @@ __device__ __forceinline__ matrix_t matrix_of(const tile_coord_t& at,
 template <int kFirst, int kLast>
 __device__ __forceinline__ void load_chunks(unsigned target,
                                             const ptx::tensor_map_t& map,
-                                            unsigned barrier,
-                                            int row,
+                                            unsigned barrier, int row,
                                             const matrix_t& matrix) {
   const int head = matrix.head, batch[2] = {matrix.batch[0], matrix.batch[1]};
 #pragma unroll
@@ -76,8 +74,7 @@ __device__ __forceinline__ void load_chunks(unsigned target,
 }
 
 // Asks for them to be in the L2 cache.
-__device__ __forceinline__ void prefetch_rows(const ptx::tensor_map_t& map,
-                                              int row,
+__device__ __forceinline__ void prefetch_rows(const ptx::tensor_map_t& map, int row,
                                               const matrix_t& matrix) {
 #pragma unroll 1
   for (int chunk = 0; chunk < kChunks; ++chunk) {
@@ -103,8 +100,7 @@ __device__ __forceinline__ ring_t<kStages> uniform(const ring_t<kStages>& ring) 
 // Which scores a thread has. Number e stands in row e / 2 % 2 * 8 + row and column
 // e / 4 * 8 + e % 2 + lane % 4 * 2 of the warpgroup's tile, of which one is a query and
 // the other a key.
-template <bool kKeysAreRows>
-struct fragment_t {
+template <bool kKeysAreRows> struct fragment_t {
   int row, lane;
 
   __device__ __forceinline__ int row_of(int e) const { return row + e / 2 % 2 * 8; }
@@ -128,8 +124,8 @@ struct fragment_t {
   }
 
   // Without options: gives `hidden` to scores of keys that a query does not see.
-  __device__ __forceinline__ void mask(
-      float (&s)[kScores], int low, int high, int num_keys, float hidden) const {
+  __device__ __forceinline__ void mask(float (&s)[kScores], int low, int high,
+                                       int num_keys, float hidden) const {
     if (num_keys < kBlockN || low > 1 - kBlockM || high < kBlockN) {
 #pragma unroll
       for (int e = 0; e < kScores; ++e) {

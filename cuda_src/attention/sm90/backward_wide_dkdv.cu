@@ -243,8 +243,7 @@ struct producer_t {
     at.tile = info.key_first / kBlockN;
     return args.tile_lists.of(at, static_cast<int>(params.num_heads));
   }
-  __device__ __forceinline__ void find_source(int kept,
-                                              int summed,
+  __device__ __forceinline__ void find_source(int kept, int summed,
                                               int key_first) const {
     const params_t& params = args.score.params;
     const grads_t& grads = args.grads;
@@ -277,8 +276,7 @@ struct producer_t {
     load_chunks<kHeld, kChunks>(smem.v, inputs.v_map, smem.v_full, key_first, info.v);
   }
   // A block of queries, and the terms of its scores.
-  __device__ __forceinline__ void load_queries(const tile_info_t& info,
-                                               int block,
+  __device__ __forceinline__ void load_queries(const tile_info_t& info, int block,
                                                bool is_mixed = false) {
     const all_inputs_t& inputs = args.inputs;
     const source_t& source = shared.source;
@@ -390,10 +388,8 @@ struct consumer_t {
   float sums[kSums], s[kScores];
   unsigned held[4 * kHeld][4];
 
-  __device__ __forceinline__ consumer_t(const arguments_t& args,
-                                        const shared_t& shared,
-                                        const addresses_t& smem,
-                                        int role)
+  __device__ __forceinline__ consumer_t(const arguments_t& args, const shared_t& shared,
+                                        const addresses_t& smem, int role)
       : args(args),
         shared(shared),
         smem(smem),
@@ -483,9 +479,7 @@ struct consumer_t {
     load_held();
     make_uniform();
   }
-  __device__ __forceinline__ void store(elem_t* target,
-                                        index_t row_step,
-                                        float factor,
+  __device__ __forceinline__ void store(elem_t* target, index_t row_step, float factor,
                                         int dim) const {
     const float odd =
         store_rows(sums, factor, target, row_step, fragment.row, info().num_keys, dim);
@@ -548,8 +542,7 @@ struct dv_consumer_t : consumer_t {
     release_q();
   }
 
-  template <typename Use>
-  __device__ __forceinline__ void find_rest_of(const Use& use) {
+  template <typename Use> __device__ __forceinline__ void find_rest_of(const Use& use) {
     const volatile entry_t& entry = shared.entries[at.q.stage];
     const tile_terms_t<true> tile = terms.at(smem.bias + at.terms.stage * kBytesBias,
                                              smem.mask + at.terms.stage * kBytesMask);
@@ -635,8 +628,7 @@ struct dv_consumer_t : consumer_t {
 
   // One block of queries; S and P of the next one. No product is in flight between
   // steps: ptxas does not follow them around a loop (C7514).
-  template <bool kLast>
-  __device__ __forceinline__ void step() {
+  template <bool kLast> __device__ __forceinline__ void step() {
     wait_for_p(smem.p_read, kRead);
 #pragma unroll
     for (int e = 0; e < kScores; e += 4) {
@@ -715,8 +707,7 @@ struct dk_consumer_t : consumer_t {
     compiler_fence(s);
   }
   // One block of queries; dP of the next one.
-  template <bool kLast>
-  __device__ __forceinline__ void step(float factor) {
+  template <bool kLast> __device__ __forceinline__ void step(float factor) {
     make_uniform();
     make_ds(factor);
     if constexpr (!kLast) publish_p(smem.p_read, kRead);

@@ -60,14 +60,9 @@ constexpr int kConsumerRegisters = kNeedsMany ? 216 : 232;
 template <typename T>
 __device__ __forceinline__ void store_dbias(const float (&p)[kScores],
                                             const float (&dp)[kScores],
-                                            const float (&delta)[2],
-                                            T* target,
-                                            int row,
-                                            int column,
-                                            float factor,
-                                            int num_rows,
-                                            int num_columns,
-                                            index_t row_step) {
+                                            const float (&delta)[2], T* target, int row,
+                                            int column, float factor, int num_rows,
+                                            int num_columns, index_t row_step) {
   // Rows of a number of columns that is even start at whole pairs.
   const bool as_pairs = row_step % 2 == 0;
 #pragma unroll
@@ -250,10 +245,8 @@ struct producer_t {
 
   // q or dO of the work tile.
   __device__ __forceinline__ void load_own(unsigned target,
-                                           const ptx::tensor_map_t& map,
-                                           unsigned full,
-                                           unsigned empty,
-                                           unsigned parity,
+                                           const ptx::tensor_map_t& map, unsigned full,
+                                           unsigned empty, unsigned parity,
                                            const matrix_t& matrix) const {
     wait(empty, parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(full, kGroups * kBytes);
@@ -273,12 +266,9 @@ struct producer_t {
   }
   // A tile of k or v.
   template <int kStages>
-  __device__ __forceinline__ void load_keys(ring_t<kStages>& ring,
-                                            unsigned target,
-                                            const ptx::tensor_map_t& map,
-                                            unsigned full,
-                                            unsigned empty,
-                                            int tile,
+  __device__ __forceinline__ void load_keys(ring_t<kStages>& ring, unsigned target,
+                                            const ptx::tensor_map_t& map, unsigned full,
+                                            unsigned empty, int tile,
                                             const matrix_t& matrix) {
     const unsigned barrier = full + 8 * ring.stage;
     wait(empty + 8 * ring.stage, ring.parity ^ 1);
@@ -392,10 +382,8 @@ struct consumer_t {
   float rest[kScores];  // with options: what is added to the exponents
   function_rows_t<false, true, false> functions;
 
-  __device__ __forceinline__ consumer_t(const arguments_t& args,
-                                        const shared_t& shared,
-                                        const addresses_t& smem,
-                                        int group)
+  __device__ __forceinline__ consumer_t(const arguments_t& args, const shared_t& shared,
+                                        const addresses_t& smem, int group)
       : args(args),
         shared(shared),
         smem(smem),

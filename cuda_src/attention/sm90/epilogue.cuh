@@ -28,13 +28,9 @@ __device__ __forceinline__ unsigned staged_row(unsigned staged, int lane) {
 
 // Stores what the warp has staged: rows below `num_rows` to `out`, which is that of the
 // first one, and columns below `num_columns`.
-__device__ __forceinline__ void store_staged(unsigned staged,
-                                             elem_t* out,
-                                             const operand_t& strides,
-                                             bool aligned,
-                                             int num_rows,
-                                             int num_columns,
-                                             int lane) {
+__device__ __forceinline__ void store_staged(unsigned staged, elem_t* out,
+                                             const operand_t& strides, bool aligned,
+                                             int num_rows, int num_columns, int lane) {
   if (aligned) {
     constexpr int kVectors = kStagedColumns / 8;  // of 16 bytes, in a row
     constexpr int kRows = kWarpSize / kVectors;   // that the warp stores at a time
@@ -69,14 +65,10 @@ __device__ __forceinline__ void store_staged(unsigned staged,
 // Stores 32 columns of a row from `first` on, 8 of each lane of four: word t has
 // columns 8 t + lane % 4 * 2 and the one behind it. Vectors of 16 bytes where the row
 // is aligned.
-__device__ __forceinline__ void store_words(elem_t* out_row,
-                                            unsigned (&words)[4],
-                                            const operand_t& strides,
-                                            int first,
-                                            bool aligned,
-                                            bool exists,
-                                            index_t num_columns,
-                                            int lane) {
+__device__ __forceinline__ void store_words(elem_t* out_row, unsigned (&words)[4],
+                                            const operand_t& strides, int first,
+                                            bool aligned, bool exists,
+                                            index_t num_columns, int lane) {
   if (aligned) {
     transpose(words, lane);  // 8 columns side by side
     const int column = first + lane % 4 * 8;

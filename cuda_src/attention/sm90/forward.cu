@@ -59,8 +59,7 @@ constexpr bool kGivesBackAtOnce = kNumGroups > 1 && kStages == 2 && !kHasKeyRing
 
 // s = q k^T, or s += q k^T with kPresetBias. A step is 16 columns: 32 bytes of a row of
 // 128.
-__device__ __forceinline__ void multiply_qk(float (&s)[kScores],
-                                            unsigned long long q,
+__device__ __forceinline__ void multiply_qk(float (&s)[kScores], unsigned long long q,
                                             unsigned long long k) {
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -74,8 +73,7 @@ __device__ __forceinline__ void multiply_qk(float (&s)[kScores],
 // o += p v, or o = p v. A step is 16 rows of v, of 128 bytes.
 __device__ __forceinline__ void multiply_pv(float (&o)[kOutputs],
                                             const unsigned (&p)[kBlockN / 16][4],
-                                            unsigned long long v,
-                                            bool accumulate) {
+                                            unsigned long long v, bool accumulate) {
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
     ptx::wgmma_t<elem_t, kHeadDimV>::rs(o, p[step], v + step * (16 * 128 / 16),
@@ -139,8 +137,7 @@ struct arguments_t {
   // The tiles of keys of a work tile: those that its queries see by their position, or
   // places in its list.
   __device__ __forceinline__ tiles_t tiles_of(const tile_coord_t& at,
-                                              const mask_bounds_t& band,
-                                              int row_first,
+                                              const mask_bounds_t& band, int row_first,
                                               int row_last) const {
     if constexpr (kListsTiles) return {0, num_listed(list_of(at))};
     return ::tiles_of(band, row_first, row_last, params().seqlen_k);
@@ -258,10 +255,8 @@ struct producer_t {
     shared.tile_infos[slot].item = number;
     return number;
   }
-  __device__ __forceinline__ void publish(const tile_coord_t& at,
-                                          int number,
-                                          int row_first,
-                                          int row_last) const {
+  __device__ __forceinline__ void publish(const tile_coord_t& at, int number,
+                                          int row_first, int row_last) const {
     volatile tile_info_t& info = this->info();
     info.put(at);
     if (number < args.schedule().num_items) {
@@ -278,8 +273,7 @@ struct producer_t {
     return at;
   }
   // Tile `number` of k, counted over all work tiles, from key `first` on.
-  __device__ __forceinline__ void load_k(const tile_coord_t& at,
-                                         unsigned number,
+  __device__ __forceinline__ void load_k(const tile_coord_t& at, unsigned number,
                                          int first) const {
     const unsigned stage = stage_of(number);
     wait(smem.k_ring.empty_at(stage), parity_of(number) ^ 1);
@@ -310,8 +304,7 @@ struct producer_t {
     }
   }
   // Tile `tile` of v; one that has to be scrubbed first arrives elsewhere.
-  __device__ __forceinline__ void load_v(const tile_coord_t& at,
-                                         unsigned number,
+  __device__ __forceinline__ void load_v(const tile_coord_t& at, unsigned number,
                                          int tile) const {
     volatile orders_t& orders = shared.orders;
     const unsigned stage = stage_of(number);
@@ -540,10 +533,8 @@ struct work_t {
   int skipped = 0, masked_end = 1, whole_end;
 
   __device__ __forceinline__ work_t(const arguments_t& args,
-                                    const volatile tile_info_t& info,
-                                    int number,
-                                    int group,
-                                    int lane)
+                                    const volatile tile_info_t& info, int number,
+                                    int group, int lane)
       : at(kDynamic ? info.place() : place_of(number, args.schedule(), args.params())),
         band(kDynamic ? info.seen() : mask_bounds_t{}),
         scores(args.score.scores_of(at)) {
@@ -591,8 +582,7 @@ struct work_t {
 
   // The rows of the block, this warpgroup and this thread.
   __device__ __forceinline__ void find_rows(const arguments_t& args,
-                                            const tile_coord_t& at,
-                                            int group,
+                                            const tile_coord_t& at, int group,
                                             int lane) {
     num_rows = static_cast<int>(args.params().seqlen_q) * kPack;
     row_block = first_row(at, args.schedule());
@@ -616,10 +606,8 @@ struct consumer_t {
   unsigned p[kBlockN / 16][4];
   key_bias_t key_bias;  // that comes with its tile of k
 
-  __device__ __forceinline__ consumer_t(const arguments_t& args,
-                                        const shared_t& shared,
-                                        const addresses_t& smem,
-                                        int group)
+  __device__ __forceinline__ consumer_t(const arguments_t& args, const shared_t& shared,
+                                        const addresses_t& smem, int group)
       : args(args),
         shared(shared),
         smem(smem),
@@ -653,8 +641,7 @@ struct consumer_t {
     return __shfl_sync(kFullMask, shared.tile_infos[num_done & 1].item, 0);
   }
   // The number of a row in lse, and of one in out where that is split.
-  __device__ __forceinline__ index_t row_number(const tile_coord_t& at,
-                                                int row,
+  __device__ __forceinline__ index_t row_number(const tile_coord_t& at, int row,
                                                 int tile) const {
     const params_t& params = args.params();
     index_t number = (at.row_of_heads + row % kPack) * params.seqlen_q + query_of(row);
@@ -716,8 +703,8 @@ struct consumer_t {
   }
   // With a mask function it is known now whether some are masked.
   template <bool kMasked>
-  __device__ __forceinline__ void finish_scores(
-      const work_t& work, int n, bool late, int j0, bool is_masked) {
+  __device__ __forceinline__ void finish_scores(const work_t& work, int n, bool late,
+                                                int j0, bool is_masked) {
     if constexpr (kPresetBias) {
       const unsigned slot = (num_tiles + n) % kKeySlots;
       if (late) add_late_terms(s, shared.key_terms[slot].late + lane % 4 * 2);
@@ -870,8 +857,7 @@ struct consumer_t {
       for (int e = 0; e < kOutputs; ++e) o[e] *= row.alpha[row_of(e)];
     }
   }
-  __device__ __forceinline__ void skip_listed(const work_t& work,
-                                              int n,
+  __device__ __forceinline__ void skip_listed(const work_t& work, int n,
                                               bool is_pending) {
     if constexpr (kHasKeyRing) {
       const unsigned number = num_tiles + n, slot = number % kKeySlots;
@@ -888,9 +874,7 @@ struct consumer_t {
     end_before(n - 1, is_pending);
   }
   // A tile behind one of which nothing was seen.
-  __device__ __forceinline__ void step_alone(const work_t& work,
-                                             softmax_t& row,
-                                             int n,
+  __device__ __forceinline__ void step_alone(const work_t& work, softmax_t& row, int n,
                                              listed_tile_t listed) {
     const unsigned stage = stage_of(num_tiles + n);
     const bool late = begin_scores(n);
@@ -911,9 +895,7 @@ struct consumer_t {
     scale_sums(row, raised.moves);
   }
   // A tile, and o += p v of the one before beside its softmax.
-  __device__ __forceinline__ void step_listed(const work_t& work,
-                                              softmax_t& row,
-                                              int n,
+  __device__ __forceinline__ void step_listed(const work_t& work, softmax_t& row, int n,
                                               listed_tile_t listed) {
     const unsigned number = num_tiles + n, stage = stage_of(number);
     const unsigned before = number - 1, stage_v = stage_of(before);
@@ -987,12 +969,9 @@ struct consumer_t {
   // --- epilogue
 
   // 1 / l of the rows, whether they see anything, and lse.
-  __device__ __forceinline__ void finalize(const work_t& work,
-                                           softmax_t& row,
-                                           const tile_coord_t& here,
-                                           int tile,
-                                           float (&inverse)[2],
-                                           bool (&seen)[2]) const {
+  __device__ __forceinline__ void finalize(const work_t& work, softmax_t& row,
+                                           const tile_coord_t& here, int tile,
+                                           float (&inverse)[2], bool (&seen)[2]) const {
     const int slot = (static_cast<int>(num_done) - 1) & 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -1027,8 +1006,7 @@ struct consumer_t {
 
   // o / l of a part of the keys, as floats. `odd` is not 0 where one is not finite.
   __device__ __forceinline__ void store_part(const work_t& work,
-                                             const tile_coord_t& here,
-                                             int tile,
+                                             const tile_coord_t& here, int tile,
                                              const float (&inverse)[2],
                                              const bool (&seen)[2],
                                              unsigned (&odd)[2]) const {
@@ -1118,10 +1096,8 @@ struct consumer_t {
 
   // Values of keys that are not seen may have come in as 0 * NaN: asks for the work
   // tile to be computed again, with care, or adds what was scrubbed.
-  __device__ __forceinline__ void repair(const work_t& work,
-                                         const softmax_t& row,
-                                         const tile_coord_t& here,
-                                         int item,
+  __device__ __forceinline__ void repair(const work_t& work, const softmax_t& row,
+                                         const tile_coord_t& here, int item,
                                          const unsigned (&odd)[2]) const {
     const int number = static_cast<int>(num_done) - 1;
     bool again = false;
@@ -1149,8 +1125,7 @@ struct consumer_t {
   }
 
   // The block that ends the last part of a tile combines them.
-  __device__ __forceinline__ void combine(const work_t& work,
-                                          const tile_coord_t& here,
+  __device__ __forceinline__ void combine(const work_t& work, const tile_coord_t& here,
                                           int item) const {
     const params_t& params = args.params();
     const schedule_t& schedule = args.schedule();

@@ -19,8 +19,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) attention_hopper_merge
     const double* __restrict__ lses,  // (parts, rows)
     elem_t* __restrict__ out,         // (batch, heads, queries, head_dim_v)
     float* __restrict__ lse,          // (batch, heads, queries), or null
-    const long long num_parts,
-    const __grid_constant__ params_t params) {
+    const long long num_parts, const __grid_constant__ params_t params) {
   __shared__ float4 sums[kNumWarps][kMaxColumns / 4];
   const index_t row = block_index();
   const index_t num_rows = params.batch_size * params.num_heads * params.seqlen_q;

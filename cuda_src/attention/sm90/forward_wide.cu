@@ -63,12 +63,10 @@ constexpr bool kMapped = false;
 #endif
 
 // Parts of the keys are merged from float32 (attention/combine.cu).
-template <bool kInParts>
-struct out_of {
+template <bool kInParts> struct out_of {
   using type = elem_t;
 };
-template <>
-struct out_of<true> {
+template <> struct out_of<true> {
   using type = float;
 };
 using out_t = out_of<kHasParts>::type;
@@ -94,11 +92,8 @@ __device__ __forceinline__ int first_panel() {
 // Starts to copy rows [0, num_rows) of a matrix (.., dim) into panels; zeros fill up
 // 64 x kDim.
 template <int kDim>
-__device__ __forceinline__ void load_panels(unsigned char* smem,
-                                            const elem_t* x,
-                                            index_t row_stride,
-                                            int num_rows,
-                                            int dim,
+__device__ __forceinline__ void load_panels(unsigned char* smem, const elem_t* x,
+                                            index_t row_stride, int num_rows, int dim,
                                             bool aligned) {
   auto place = [](int row, int chunk) {
     return chunk / 8 * kPanel + row * 128 + (chunk % 8 ^ row % 8) * 16;
@@ -128,18 +123,15 @@ __device__ __forceinline__ void load_panels(unsigned char* smem,
 
 // One place for tiles of k or v, which TMA fills when all have read the
 // tile before. One thread loads and releases.
-template <int kDim>
-struct feed_t {
+template <int kDim> struct feed_t {
   const ptx::tensor_map_t& map;
   unsigned tile, full, empty;  // in shared memory
   int head, batch[2];
   int waits, releases;  // so far
 
-  __device__ __forceinline__ feed_t(const ptx::tensor_map_t& map,
-                                    unsigned char* tile,
+  __device__ __forceinline__ feed_t(const ptx::tensor_map_t& map, unsigned char* tile,
                                     unsigned long long* barriers,
-                                    const tile_coord_t& at,
-                                    const operand_t& operand)
+                                    const tile_coord_t& at, const operand_t& operand)
       : map(map),
         tile(shared_address(tile)),
         full(shared_address(barriers)),
@@ -169,8 +161,7 @@ struct feed_t {
   }
 };
 
-template <unsigned kBytes>
-__device__ __forceinline__ void clear(unsigned char* smem) {
+template <unsigned kBytes> __device__ __forceinline__ void clear(unsigned char* smem) {
 #pragma unroll 1
   for (unsigned n = threadIdx.x * 16; n < kBytes; n += kNumThreads * 16) {
     *reinterpret_cast<uint4*>(smem + n) = make_uint4(0, 0, 0, 0);
@@ -198,8 +189,7 @@ __device__ __forceinline__ bool clean_values(unsigned char* tile) {
 
 // s = q k^T of this side's keys. A tensor core cuts what falls off a sum, so that 64
 // columns are summed apart and added by rounding.
-__device__ __forceinline__ void multiply_qk(float (&s)[kScores],
-                                            unsigned long long q,
+__device__ __forceinline__ void multiply_qk(float (&s)[kScores], unsigned long long q,
                                             unsigned long long k) {
   constexpr int kAtOnce = kOverlaps ? 2 : 1;  // sums, as registers allow
   float parts[kAtOnce][kScores];
@@ -243,8 +233,7 @@ __device__ __forceinline__ void multiply_panels(float (&o)[kOutputs],
 struct weights_t {
   unsigned a[kBlockN / 16][4];
 };
-__device__ __forceinline__ void start_pv(float (&o)[kOutputs],
-                                         weights_t& p,
+__device__ __forceinline__ void start_pv(float (&o)[kOutputs], weights_t& p,
                                          const tile_t<kBlockN>& tile,
                                          unsigned long long v) {
   constexpr int kMost = 4;  // panels of an instruction
@@ -307,10 +296,8 @@ struct softmax_t {
 // Products of the tile of query i0 and key j0 into final scores; -inf where a query
 // does not see the key. Every score passes here, after its product and before the
 // softmax.
-__device__ __forceinline__ void score_mod(float (&s)[kScores],
-                                          const scores_t& scores,
-                                          index_t i0,
-                                          index_t j0) {
+__device__ __forceinline__ void score_mod(float (&s)[kScores], const scores_t& scores,
+                                          index_t i0, index_t j0) {
   const mask_bounds_t band = scores.mask_bounds(i0, j0);
   const bool sees_all = band.sees_all(kBlockM, kBlockN);
   if (!kHasTerms && sees_all) return;
@@ -356,10 +343,8 @@ __device__ __forceinline__ void put_largest(across_t& across,
 // The new maximum, which l follows at once and o by alpha; s becomes p = exp(s - m),
 // and joins l without loss (Kahan). Differences of scores come before any product, so
 // that any size of them is weighed alike.
-__device__ __forceinline__ void weigh(softmax_t& rows,
-                                      float (&s)[kScores],
-                                      float (&alpha)[kRows],
-                                      const across_t& across,
+__device__ __forceinline__ void weigh(softmax_t& rows, float (&s)[kScores],
+                                      float (&alpha)[kRows], const across_t& across,
                                       float to_log2) {
 #pragma unroll
   for (int r = 0; r < kRows; ++r) {
@@ -415,14 +400,10 @@ __device__ __forceinline__ void store_pair(out_t* to, float x, float y) {
 }
 
 // out and lse of this thread's rows.
-__device__ __forceinline__ void store(out_t* out_rows,
-                                      row_lse_t* lse,
-                                      const tile_coord_t& at,
-                                      const scores_t& scores,
-                                      const params_t& params,
-                                      const softmax_t& rows,
-                                      const float (&o)[kOutputs],
-                                      index_t i_first,
+__device__ __forceinline__ void store(out_t* out_rows, row_lse_t* lse,
+                                      const tile_coord_t& at, const scores_t& scores,
+                                      const params_t& params, const softmax_t& rows,
+                                      const float (&o)[kOutputs], index_t i_first,
                                       double scale) {
   const int dim_v = static_cast<int>(params.head_dim_v);
   const bool as_pairs =
@@ -463,13 +444,10 @@ __device__ __forceinline__ void store(out_t* out_rows,
 
 // Adds to the stored rows [i0, i_last) what they see of values of keys [first, last)
 // that are not finite. A number of out belongs to one thread.
-__device__ __forceinline__ void add_specials(out_t* out_rows,
-                                             const elem_t* v_rows,
+__device__ __forceinline__ void add_specials(out_t* out_rows, const elem_t* v_rows,
                                              const scores_t& scores,
-                                             const params_t& params,
-                                             index_t i0,
-                                             index_t i_last,
-                                             index_t first,
+                                             const params_t& params, index_t i0,
+                                             index_t i_last, index_t first,
                                              index_t last) {
   const index_t dim = params.head_dim_v;
 #pragma unroll 1

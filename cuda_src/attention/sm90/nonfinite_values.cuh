@@ -89,18 +89,10 @@ __device__ __forceinline__ bool clean(uint4* tile, int thread) {
 // Adds the infinities and NaN that the rows of this warp, in warpgroup `group` of those
 // that compute the rows from `row_block` on, see in the tiles that have been cleaned.
 template <typename RowNumber>
-__device__ __forceinline__ void add_specials(const elem_t* v,
-                                             out_t* out,
-                                             const tile_coord_t& at,
-                                             int row_block,
-                                             int group,
-                                             const scores_t& scores,
-                                             const mask_bounds_t& band,
-                                             const params_t& params,
-                                             const tiles_t& tiles,
-                                             const unsigned* list,
-                                             int item,
-                                             const RowNumber& row_number) {
+__device__ __forceinline__ void add_specials(
+    const elem_t* v, out_t* out, const tile_coord_t& at, int row_block, int group,
+    const scores_t& scores, const mask_bounds_t& band, const params_t& params,
+    const tiles_t& tiles, const unsigned* list, int item, const RowNumber& row_number) {
   const int lane = threadIdx.x % kWarpSize;
   const int num_rows = int(params.seqlen_q) * kPack, head_dim_v = params.head_dim_v;
   v = at.at_kv(v, params.v);

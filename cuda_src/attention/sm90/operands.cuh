@@ -14,16 +14,10 @@
 // Asks for rows [row, row + kRows) of one matrix, a box of kBoxRows at a time; those
 // outside it arrive as zeros. kReadOnce: nobody else will read them. Of a single box
 // the last rows may be missing.
-template <int kRows,
-          int kChunks,
-          bool kReadOnce = false,
-          int kBoxRows = kRows,
+template <int kRows, int kChunks, bool kReadOnce = false, int kBoxRows = kRows,
           int kFilledRows = kRows>
-__device__ __forceinline__ void load_tile(unsigned target,
-                                          const ptx::tensor_map_t& map,
-                                          unsigned barrier,
-                                          int row,
-                                          int head,
+__device__ __forceinline__ void load_tile(unsigned target, const ptx::tensor_map_t& map,
+                                          unsigned barrier, int row, int head,
                                           const int (&batch)[2]) {
   static_assert(kRows % kBoxRows == 0 && kBoxRows % 8 == 0);
   static_assert(kFilledRows == kRows || kBoxRows == kRows);
@@ -58,10 +52,8 @@ struct counter_t {
 // --- pairs of 16-bit numbers
 
 // Two numbers as elem_t in one word, and arithmetic on such words.
-template <typename T>
-struct pair_of;
-template <>
-struct pair_of<half_t> {
+template <typename T> struct pair_of;
+template <> struct pair_of<half_t> {
   static constexpr unsigned kExponent = 0x7c00;
   static __device__ __forceinline__ unsigned from(float high, float low) {
     return ptx::f16x2_from_f32(high, low);
@@ -70,8 +62,7 @@ struct pair_of<half_t> {
     return ptx::fma_f16x2(a, b, c);
   }
 };
-template <>
-struct pair_of<bfloat16_t> {
+template <> struct pair_of<bfloat16_t> {
   static constexpr unsigned kExponent = 0x7f80;
   static __device__ __forceinline__ unsigned from(float high, float low) {
     return ptx::bf16x2_from_f32(high, low);

@@ -146,8 +146,7 @@ class score_function_t {
   }
 
   // The score of a pair.
-  __device__ __forceinline__ float score(float s,
-                                         const function_head_t& head,
+  __device__ __forceinline__ float score(float s, const function_head_t& head,
                                          const function_query_t& query,
                                          const function_key_t& key,
                                          const function_diagonal_t& diagonal) const {
@@ -160,8 +159,7 @@ class score_function_t {
 #endif
   }
   // The same, and its derivative by s.
-  __device__ __forceinline__ float score(float s,
-                                         const function_head_t& head,
+  __device__ __forceinline__ float score(float s, const function_head_t& head,
                                          const function_query_t& query,
                                          const function_key_t& key,
                                          const function_diagonal_t& diagonal,

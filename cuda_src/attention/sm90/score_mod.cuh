@@ -43,10 +43,8 @@ __device__ __forceinline__ bool all_near(const float (&s)[kScores], const cap_t&
 
 // exponentiate() of products that have not been through the softcap; `near`: none is
 // beyond its limit.
-__device__ __forceinline__ void exponentiate_capped(softmax_t& row,
-                                                    float (&s)[kScores],
-                                                    const cap_t& cap,
-                                                    bool near) {
+__device__ __forceinline__ void exponentiate_capped(softmax_t& row, float (&s)[kScores],
+                                                    const cap_t& cap, bool near) {
   if (near) {
     exponentiate(row, s, near_t{cap});
   } else {
@@ -82,9 +80,7 @@ struct read_terms_t {
   float bias[kTermsOfLane];
   bool visible[kTermsOfLane];
 
-  __device__ __forceinline__ void read(const scores_t& scores,
-                                       int j0,
-                                       int seqlen_k,
+  __device__ __forceinline__ void read(const scores_t& scores, int j0, int seqlen_k,
                                        int lane) {
 #pragma unroll
     for (int n = 0; n < kTermsOfLane; ++n) {
@@ -105,8 +101,7 @@ __device__ __forceinline__ bool is_in_tile(int n, int lane) {
 }
 
 __device__ __forceinline__ void write_key_terms(volatile key_terms_t& slot,
-                                                const read_terms_t& read,
-                                                int lane) {
+                                                const read_terms_t& read, int lane) {
 #pragma unroll
   for (int n = 0; n < kTermsOfLane; ++n) {
     float term = read.bias[n];
@@ -193,8 +188,7 @@ struct key_bias_t {
 
 // f(number, term of its key) for all numbers of a thread.
 template <typename Function>
-__device__ __forceinline__ void for_keys(float (&s)[kScores],
-                                         const float* terms,
+__device__ __forceinline__ void for_keys(float (&s)[kScores], const float* terms,
                                          const Function& f) {
 #pragma unroll
   for (int e = 0; e < kScores; e += 4) {  // two rows of two columns
@@ -215,8 +209,7 @@ __device__ __forceinline__ void add_late_terms(float (&s)[kScores], const float*
 // Whether something stands between the scale and the terms of keys.
 constexpr bool kScalesApart = kHasSoftcap || kHasAlibi || kHasScoreFunction;
 
-__device__ __forceinline__ void add_key_terms(float (&s)[kScores],
-                                              const float* terms,
+__device__ __forceinline__ void add_key_terms(float (&s)[kScores], const float* terms,
                                               float scale) {
   for_keys(s, terms, [=](float& x, float term) {
     if constexpr (kHasBias) {
@@ -259,8 +252,7 @@ struct function_rows_t {
 
   template <bool kScore, bool kMask>
   __device__ __forceinline__ void set(const score_arguments_t& score,
-                                      const scores_t& scores,
-                                      const int (&i)[2]) {
+                                      const scores_t& scores, const int (&i)[2]) {
     if constexpr ((kScore && kHasScoreFunction) || (kMask && kHasMaskFunction)) {
       const score_function_t function = score.function();
       head = function.of_head<kScore, kMask>(scores.entry(), scores.query_head());
@@ -278,8 +270,7 @@ struct function_rows_t {
 template <bool kScore, bool kMask, typename Function>
 __device__ __forceinline__ void for_pairs(float (&s)[kScores],
                                           const score_function_t& function,
-                                          const function_rows_t& rows,
-                                          int j,
+                                          const function_rows_t& rows, int j,
                                           const Function& f) {
   const int apart = static_cast<int>(rows.queries[0].i) - j;
   const float apart_float = static_cast<float>(apart);
@@ -300,8 +291,7 @@ __device__ __forceinline__ void for_pairs(float (&s)[kScores],
 }
 __device__ __forceinline__ void call_score(float (&s)[kScores],
                                            const score_arguments_t& score,
-                                           const function_rows_t& rows,
-                                           int j) {
+                                           const function_rows_t& rows, int j) {
   const score_function_t function = score.function();
   for_pairs<true, false>(
       s, function, rows, j,
@@ -314,8 +304,7 @@ __device__ __forceinline__ void call_score(float (&s)[kScores],
 // belongs to rows is found anew for each.
 __device__ __forceinline__ void hide_keys(float (&s)[kScores],
                                           const score_arguments_t& score,
-                                          const tile_coord_t& at,
-                                          const int (&i)[2],
+                                          const tile_coord_t& at, const int (&i)[2],
                                           int j) {
   const score_function_t function = score.function();
   function_rows_t rows;
@@ -334,17 +323,10 @@ __device__ __forceinline__ void hide_keys(float (&s)[kScores],
 // and before the softmax. Number e belongs to query i[row_of(e)] and key
 // j + column_of(e). With kTail keys from j + left on are none.
 template <bool kTail>
-__device__ __forceinline__ void score_mod(float (&s)[kScores],
-                                          const scores_t& scores,
-                                          const score_rows_t& rows,
-                                          const params_t& params,
-                                          const cap_t& cap,
-                                          const float* key_terms,
-                                          const int (&i)[2],
-                                          int j,
-                                          int left,
-                                          const score_arguments_t& score,
-                                          const function_rows_t& functions) {
+__device__ __forceinline__ void score_mod(
+    float (&s)[kScores], const scores_t& scores, const score_rows_t& rows,
+    const params_t& params, const cap_t& cap, const float* key_terms, const int (&i)[2],
+    int j, int left, const score_arguments_t& score, const function_rows_t& functions) {
   const float scale = static_cast<float>(params.scale);
   if constexpr (kHasSoftcap) {
     cap_scores(s, cap, all_near(s, cap));

@@ -91,10 +91,8 @@ struct raised_t {
 // relative to m, which costs an instruction a score. `score` makes scores of numbers in
 // s; it keeps their order and signs.
 template <typename Score = identity_t>
-__device__ __forceinline__ raised_t raise(softmax_t& row,
-                                          float (&s)[kScores],
-                                          float to_log2,
-                                          float margin,
+__device__ __forceinline__ raised_t raise(softmax_t& row, float (&s)[kScores],
+                                          float to_log2, float margin,
                                           const Score& score = Score()) {
   const extremes_t extremes(s);
   const int (&top)[2] = extremes.top;
@@ -163,8 +161,7 @@ __device__ __forceinline__ raised_t raise(softmax_t& row,
 // tile is summed apart and added without loss (Kahan): a sum of millions does not stand
 // still.
 template <typename Exponent>
-__device__ __forceinline__ void exponentiate(softmax_t& row,
-                                             float (&s)[kScores],
+__device__ __forceinline__ void exponentiate(softmax_t& row, float (&s)[kScores],
                                              const Exponent& exponent) {
   float tile[2] = {row.rest[0], row.rest[1]};
 #pragma unroll
@@ -179,8 +176,7 @@ __device__ __forceinline__ void exponentiate(softmax_t& row,
     row.l[r] = sum;
   }
 }
-__device__ __forceinline__ void exponentiate(softmax_t& row,
-                                             float (&s)[kScores],
+__device__ __forceinline__ void exponentiate(softmax_t& row, float (&s)[kScores],
                                              float to_log2) {
   exponentiate(row, s, [=](float x, float m_log2) { return x * to_log2 - m_log2; });
 }

@@ -10,14 +10,9 @@ constexpr int kMergeBarrier = 10;  // of bar.sync, for all warpgroups that compu
 
 // out and lse of one row, by one warp. `row` is that of the first part, and `stride`
 // leads to the same row of the next. `sink` is one more score, or -inf.
-__device__ __forceinline__ void merge_row(const float* parts,
-                                          const double* lses,
-                                          elem_t* out,
-                                          float* lse,
-                                          index_t row,
-                                          index_t stride,
-                                          int num_parts,
-                                          float sink,
+__device__ __forceinline__ void merge_row(const float* parts, const double* lses,
+                                          elem_t* out, float* lse, index_t row,
+                                          index_t stride, int num_parts, float sink,
                                           const params_t& params) {
   // Parts that are asked for before their weights are known, as registers allow.
   constexpr int kAhead = kNumGroups == 1 && kHeadDimV <= 128 ? 16 : 4;

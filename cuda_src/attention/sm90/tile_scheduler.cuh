@@ -146,8 +146,7 @@ __device__ __forceinline__ int first_row(const tile_coord_t& at,
 
 // Tile `tile` of queries of head number `heads` over all batch entries; of packed ones,
 // the first.
-__device__ __forceinline__ tile_coord_t place_of(unsigned heads,
-                                                 index_t tile,
+__device__ __forceinline__ tile_coord_t place_of(unsigned heads, index_t tile,
                                                  const params_t& params) {
   tile_coord_t at;
   at.tile = tile;
@@ -169,8 +168,7 @@ __device__ __forceinline__ tile_coord_t place_of(unsigned heads,
 }
 
 // Where item number `item` lies. In a section the tiles that see most keys come first.
-__device__ __forceinline__ tile_coord_t place_of(int item,
-                                                 const schedule_t& schedule,
+__device__ __forceinline__ tile_coord_t place_of(int item, const schedule_t& schedule,
                                                  const params_t& params) {
   const unsigned number = kSplit ? unsigned(item) / schedule.num_splits : item;
   const unsigned num_blocks = schedule.num_blocks;
@@ -195,8 +193,7 @@ struct tiles_t {
 
 // Keys that the queries [i_first, i_last) see by their position, as one range that may
 // be empty. `band` is that of all scores.
-__device__ __forceinline__ tiles_t keys_of(const mask_bounds_t& band,
-                                           int i_first,
+__device__ __forceinline__ tiles_t keys_of(const mask_bounds_t& band, int i_first,
                                            int i_last) {
   i_last = min(i_last, band.num_queries);
   if (i_first >= i_last) return {0, 0};
@@ -205,10 +202,8 @@ __device__ __forceinline__ tiles_t keys_of(const mask_bounds_t& band,
 }
 
 // The tiles that hold the keys which rows [row_first, row_last) see. At least one.
-__device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& band,
-                                            int row_first,
-                                            int row_last,
-                                            int seqlen_k) {
+__device__ __forceinline__ tiles_t tiles_of(const mask_bounds_t& band, int row_first,
+                                            int row_last, int seqlen_k) {
   if constexpr (!kDynamic) {
     return {0, (seqlen_k + kBlockN - 1) / kBlockN};
   } else {
@@ -225,8 +220,7 @@ struct share_t {
   tiles_t tiles;
   bool empty;
 };
-__device__ __forceinline__ share_t share_of(const tiles_t& tiles,
-                                            int item,
+__device__ __forceinline__ share_t share_of(const tiles_t& tiles, int item,
                                             const schedule_t& schedule) {
   if constexpr (!kSplit) return {tiles, false};
   const unsigned num_splits = schedule.num_splits;
@@ -239,8 +233,7 @@ __device__ __forceinline__ share_t share_of(const tiles_t& tiles,
 
 // The tiles of which each of the rows [row_first, row_last) sees every key.
 __device__ __forceinline__ tiles_t whole_tiles_of(const mask_bounds_t& band,
-                                                  int row_first,
-                                                  int row_last,
+                                                  int row_first, int row_last,
                                                   int seqlen_k) {
   if constexpr (kHidesAnywhere) return {0, 0};
   const int i_first = query_of(row_first);

@@ -44,7 +44,6 @@ __device__ __forceinline__ void wait(unsigned barrier, unsigned parity) {
 }
 
 // A compile-time bool as an argument.
-template <bool kValue>
-struct flag_t {
+template <bool kValue> struct flag_t {
   static constexpr bool value = kValue;
 };

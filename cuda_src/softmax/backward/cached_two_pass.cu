@@ -58,9 +58,7 @@ struct board_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_vjp_trail_clear(const y_t* y,
-                            const dy_t* dy,
-                            out_t* dx,
+    softmax_vjp_trail_clear(const y_t* y, const dy_t* dy, out_t* dx,
                             unsigned long long* words,
                             const __grid_constant__ layout_t layout) {
   const long long count = 1 + layout.num_rows + (long long)queue_of(layout).all;
@@ -77,11 +75,8 @@ struct piece_t : row_part_t<kVector> {
   const dy_t* dy;
   out_t* dx;
 
-  __device__ __forceinline__ piece_t(const y_t* y,
-                                     const dy_t* dy,
-                                     out_t* dx,
-                                     const layout_t& layout,
-                                     const tile_queue_t& queue,
+  __device__ __forceinline__ piece_t(const y_t* y, const dy_t* dy, out_t* dx,
+                                     const layout_t& layout, const tile_queue_t& queue,
                                      unsigned part)
       : row_part_t(queue, part) {
     const auto at = locate(layout.outer, row);
@@ -96,14 +91,12 @@ struct piece_t : row_part_t<kVector> {
 };
 
 // What a thread has of a part of y or dy, in registers; 0 beyond the row.
-template <typename T>
-struct held_t {
+template <typename T> struct held_t {
   using vector = vector_t<T, kVector>;
   vector read[kHeld];
   T edge;
 
-  __device__ __forceinline__ held_t(const T* p,
-                                    const piece_t& piece,
+  __device__ __forceinline__ held_t(const T* p, const piece_t& piece,
                                     unsigned long long policy) {
     if (is_aligned<T, kVector>(p)) {
 #pragma unroll
@@ -174,8 +167,7 @@ __device__ __forceinline__ double sum_of(const piece_t& piece) {
 }
 
 // Joins what is published of the parts of a row, by a block, and publishes it.
-__device__ __forceinline__ void join_parts(const board_t& board,
-                                           unsigned row,
+__device__ __forceinline__ void join_parts(const board_t& board, unsigned row,
                                            unsigned parts) {
   sum_t sum;
   for (unsigned i = lane(); i < parts; i += kLanes) {
@@ -194,9 +186,7 @@ struct shared_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
-    softmax_vjp_trail(const y_t* y,
-                      const dy_t* dy,
-                      out_t* dx,
+    softmax_vjp_trail(const y_t* y, const dy_t* dy, out_t* dx,
                       unsigned long long* words,
                       const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;

@@ -76,8 +76,7 @@ __device__ __forceinline__ void join_blocks(shared_t&, meetings_t&) {}
 #endif
 
 // The sum of each of this thread's columns, from its own part of them.
-__device__ __forceinline__ void sum_columns(shared_t& shared,
-                                            meetings_t& meetings,
+__device__ __forceinline__ void sum_columns(shared_t& shared, meetings_t& meetings,
                                             part_t (&part)[kVector],
                                             double (&sum)[kVector]) {
   if constexpr (kInWarp) {
@@ -100,12 +99,9 @@ __device__ __forceinline__ void sum_columns(shared_t& shared,
   }
 }
 
-__device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y,
-                                            rows_t<dy_t>& held_dy,
-                                            out_t* dx,
-                                            const tile_t& tile,
-                                            shared_t& shared,
-                                            meetings_t& meetings) {
+__device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y, rows_t<dy_t>& held_dy,
+                                            out_t* dx, const tile_t& tile,
+                                            shared_t& shared, meetings_t& meetings) {
   part_t part[kVector];
 #pragma unroll
   for (int j = 0; j < kVector; ++j) part[j] = 0;
@@ -152,9 +148,7 @@ __device__ __forceinline__ void softmax_vjp(rows_t<y_t>& held_y,
 extern __shared__ uint4 parking[];
 
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_vjp_columns(const y_t* y,
-                        const dy_t* dy,
-                        out_t* dx,
+    softmax_vjp_columns(const y_t* y, const dy_t* dy, out_t* dx,
                         const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
   meetings_t meetings(shared);

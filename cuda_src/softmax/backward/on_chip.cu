@@ -27,9 +27,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
 #else
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #endif
-        softmax_vjp_tiled(const y_t* y,
-                          const dy_t* dy,
-                          out_t* dx,
+        softmax_vjp_tiled(const y_t* y, const dy_t* dy, out_t* dx,
                           const __grid_constant__ layout_t layout) {
   // Rows take turns at the two: what one reads, the next does not write.
   __shared__ shared_parts_t<double> sums[2];

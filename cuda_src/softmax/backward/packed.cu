@@ -23,8 +23,8 @@ extern __shared__ uint4 memory[];
 
 // One row from shared memory to shared memory, from a lane's first element on, with so
 // many left.
-__device__ __forceinline__ void vjp_row(
-    const y_t* y, const dy_t* dy, out_t* dx, int left, const layout_t& layout) {
+__device__ __forceinline__ void vjp_row(const y_t* y, const dy_t* dy, out_t* dx,
+                                        int left, const layout_t& layout) {
   acc_t p[HELD], g[HELD];
   sum_t sum;
 #pragma unroll
@@ -43,8 +43,9 @@ __device__ __forceinline__ void vjp_row(
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_vjp_span(
-    const y_t* y, const dy_t* dy, out_t* dx, const __grid_constant__ layout_t layout) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    softmax_vjp_span(const y_t* y, const dy_t* dy, out_t* dx,
+                     const __grid_constant__ layout_t layout) {
   const int length = int(layout.row_length);
   const long long step = (long long)gridDim.x * kSpanRows;
   void* const second = memory + kSpanBytes<y_t> / 16;

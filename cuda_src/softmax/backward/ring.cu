@@ -22,9 +22,7 @@ constexpr int kWidest = kWidestIn > sizeof(out_t) ? kWidestIn : sizeof(out_t);
 constexpr int kVector = 16 / kWidest;  // elements a vector access
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_vjp_stream_clear(const y_t* y,
-                             const dy_t* dy,
-                             out_t* dx,
+    softmax_vjp_stream_clear(const y_t* y, const dy_t* dy, out_t* dx,
                              unsigned long long* published,
                              const __grid_constant__ layout_t layout) {
   board_t{published}.clear(layout.num_rows);
@@ -38,8 +36,8 @@ struct strip_t {
   aligned_span_t aligned;
   bool dy_in_vectors;
 
-  __device__ __forceinline__ void enter(
-      const y_t* y, const dy_t* dy, out_t* dx, const layout_t& layout, long long row) {
+  __device__ __forceinline__ void enter(const y_t* y, const dy_t* dy, out_t* dx,
+                                        const layout_t& layout, long long row) {
     if (row >= layout.num_rows) return;
     const auto at = locate(layout.outer, row);
     this->y = y + at.of[kY];
@@ -56,8 +54,7 @@ struct strip_t {
     return aligned.head + vector * kVector;
   }
   // f(i) for the elements of this thread that are in no whole vector.
-  template <typename F>
-  __device__ __forceinline__ void for_each_edge(F f) const {
+  template <typename F> __device__ __forceinline__ void for_each_edge(F f) const {
     if (blockIdx.x > 0) return;
     for (int i = lane(); i < aligned.head + aligned.tail; i += kLanes) {
       f(aligned.edge<kVector>(i));
@@ -84,9 +81,7 @@ struct stream_t {
   sum_t sum;
   gradient_t gradient;
 
-  __device__ __forceinline__ stream_t(const y_t* y,
-                                      const dy_t* dy,
-                                      out_t* dx,
+  __device__ __forceinline__ stream_t(const y_t* y, const dy_t* dy, out_t* dx,
                                       const layout_t& layout,
                                       unsigned long long* published)
       : y(y),
@@ -195,9 +190,7 @@ struct stream_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    softmax_vjp_stream(const y_t* y,
-                       const dy_t* dy,
-                       out_t* dx,
+    softmax_vjp_stream(const y_t* y, const dy_t* dy, out_t* dx,
                        unsigned long long* published,  // (num_rows, gridDim.x, 2)
                        const __grid_constant__ layout_t layout) {
   stream_t(y, dy, dx, layout, published).run();

@@ -12,8 +12,9 @@
 // Parameters as in softmax/detail/backward.cuh
 #include "softmax/detail/backward.cuh"
 
-extern "C" __global__ void __launch_bounds__(kNumThreads) softmax_vjp(
-    const y_t* y, const dy_t* dy, out_t* dx, const __grid_constant__ layout_t layout) {
+extern "C" __global__ void __launch_bounds__(kNumThreads)
+    softmax_vjp(const y_t* y, const dy_t* dy, out_t* dx,
+                const __grid_constant__ layout_t layout) {
   for (long long at = first_row(); at < layout.num_rows; at += row_step()) {
     const row_t row(y, dy, dx, layout, at);
 

@@ -27,11 +27,8 @@ struct work_t {
   aligned_span_t aligned;
   bool dy_in_vectors, dx_in_vectors;
 
-  __device__ __forceinline__ work_t(const y_t* y,
-                                    const dy_t* dy,
-                                    out_t* dx,
-                                    const layout_t& layout,
-                                    const part_t& part) {
+  __device__ __forceinline__ work_t(const y_t* y, const dy_t* dy, out_t* dx,
+                                    const layout_t& layout, const part_t& part) {
     const auto at = locate(layout.outer, part.row);
     this->y = y + at.of[kY] + part.begin;
     this->dy = dy + at.of[kDy] + part.begin;
@@ -79,9 +76,7 @@ struct work_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
-    softmax_vjp_split_sum(const y_t* y,
-                          const dy_t* dy,
-                          out_t* dx,
+    softmax_vjp_split_sum(const y_t* y, const dy_t* dy, out_t* dx,
                           double* partial,  // (num_rows, kParts)
                           const __grid_constant__ layout_t layout) {
   const part_t part(blockIdx.x, layout.row_length);
@@ -102,9 +97,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
-    softmax_vjp_split_write(const y_t* y,
-                            const dy_t* dy,
-                            out_t* dx,
+    softmax_vjp_split_write(const y_t* y, const dy_t* dy, out_t* dx,
                             const double* partial,
                             const __grid_constant__ layout_t layout) {
   // From the last part to the first: what was read last is still in L2.

@@ -25,10 +25,8 @@
 using part_t = few<acc_t, kCoarse>::type;
 using total_t = decltype(total(part_t()));
 
-template <typename A, typename B>
-constexpr bool kSame = false;
-template <typename A>
-constexpr bool kSame<A, A> = true;
+template <typename A, typename B> constexpr bool kSame = false;
+template <typename A> constexpr bool kSame<A, A> = true;
 
 // Exponentials take the place of x where they fit; else they are computed again.
 constexpr bool kKeepsExp = kSame<x_t, acc_t> && !kLog;
@@ -36,19 +34,13 @@ constexpr bool kKeepsExp = kSame<x_t, acc_t> && !kLog;
 template <typename T>
 constexpr bool kIsFloat =
     kSame<T, half_t> || kSame<T, bfloat16_t> || kSame<T, float> || kSame<T, double>;
-template <bool kFloat>
-struct absent {
-  template <typename T>
-  static __device__ __forceinline__ T of() {
+template <bool kFloat> struct absent {
+  template <typename T> static __device__ __forceinline__ T of() {
     return to<T>(-infinity<acc_t>());
   }
 };
-template <>
-struct absent<false> {
-  template <typename T>
-  static __device__ __forceinline__ T of() {
-    return T(0);
-  }
+template <> struct absent<false> {
+  template <typename T> static __device__ __forceinline__ T of() { return T(0); }
 };
 
 // A float that is not there is -inf, which adds nothing. For the rest the slots have to
@@ -96,12 +88,10 @@ struct larger_seen_t {
 
 // The sum of exponentials over a block's piece of a column, and its largest score: as
 // the blocks of a cluster publish for each other.
-template <bool kIsNarrow>
-struct alignas(16) piece {
+template <bool kIsNarrow> struct alignas(16) piece {
   double l, m;
 };
-template <>
-struct alignas(8) piece<true> {
+template <> struct alignas(8) piece<true> {
   float l, m;
 };
 using piece_t = piece<kCoarse>;
@@ -110,8 +100,7 @@ using piece_t = piece<kCoarse>;
     kCluster * kColumns * int(sizeof(piece_t));
 
 // The last step for a column with sum l exp(shift), and exponentials of another shift.
-__device__ __forceinline__ finish_t finish_column(double shift,
-                                                  double l,
+__device__ __forceinline__ finish_t finish_column(double shift, double l,
                                                   double weight) {
   return finish_t(acc_t(shift), l, weight);
 }
@@ -133,8 +122,7 @@ struct held_t {
 
   __device__ __forceinline__ explicit held_t(void* memory) : value(memory) {}
 
-  __device__ __forceinline__ void load(const x_t* x,
-                                       const bool* where,
+  __device__ __forceinline__ void load(const x_t* x, const bool* where,
                                        const tile_t& tile) {
     tile.load(value, x, kX, absent<kIsFloat<x_t>>::template of<x_t>());
     load_mask(where, tile);
@@ -158,16 +146,15 @@ struct held_t {
     }
   }
 
-  __device__ __forceinline__ bool is_selected(const tile_t& tile,
-                                              int row,
+  __device__ __forceinline__ bool is_selected(const tile_t& tile, int row,
                                               int j) const {
     if (kHasWhere) return selected >> (row * kVector + j) & 1;
     return !kTracksRows || row < tile.rows;
   }
   // Of element j of slot k of some slots, which is in this row of the thread.
   template <typename Slots>
-  __device__ __forceinline__ score_t
-  score(const tile_t& tile, const Slots& slots, int k, int row, int j) const {
+  __device__ __forceinline__ score_t score(const tile_t& tile, const Slots& slots,
+                                           int k, int row, int j) const {
     if (!is_selected(tile, row, j)) return score_t::absent(tile.layout);
     return score_t(to<acc_t>(slots.get(k, j)), tile.layout);
   }
@@ -198,8 +185,7 @@ struct held_t {
   // Sums the exponentials of each of this thread's columns, exp_of_column(j, score),
   // and keeps them if they fit.
   template <typename Exp>
-  __device__ __forceinline__ void sum(const tile_t& tile,
-                                      Exp exp_of_column,
+  __device__ __forceinline__ void sum(const tile_t& tile, Exp exp_of_column,
                                       total_t (&sums)[kVector]) {
     constexpr bool kPairs = sizeof(acc_t) == 4;  // half of the conversions to double
     part_t sum[kVector] = {};
@@ -253,8 +239,9 @@ struct meetings_t {
 };
 
 // Tells all blocks of the cluster about a column.
-__device__ __forceinline__ void publish(
-    const meeting_t& meeting, piece_t (&pieces)[kColumns], int c, double l, acc_t m) {
+__device__ __forceinline__ void publish(const meeting_t& meeting,
+                                        piece_t (&pieces)[kColumns], int c, double l,
+                                        acc_t m) {
 #pragma unroll 4
   for (int rank = 0; rank < kCluster; ++rank) {
     meeting.send(&pieces[c], rank, decltype(piece_t::l)(l), decltype(piece_t::m)(m));
@@ -262,8 +249,7 @@ __device__ __forceinline__ void publish(
 }
 
 // The last step for a column from what all blocks published of it.
-__device__ __forceinline__ finish_t finish_pieces(const shared_t& shared,
-                                                  int c,
+__device__ __forceinline__ finish_t finish_pieces(const shared_t& shared, int c,
                                                   [[maybe_unused]] keys_t keys) {
   const auto piece = [&](int rank) { return shared.piece[rank][c]; };
   const acc_t own = acc_t(piece(cluster_rank()).m);
@@ -407,11 +393,8 @@ __device__ __forceinline__ void finish_columns(shared_t& shared,
   }
 }
 
-__device__ __forceinline__ void softmax(held_t& held,
-                                        out_t* out,
-                                        const tile_t& tile,
-                                        shared_t& shared,
-                                        meetings_t& meetings) {
+__device__ __forceinline__ void softmax(held_t& held, out_t* out, const tile_t& tile,
+                                        shared_t& shared, meetings_t& meetings) {
   acc_t m[kVector];
   held.largest(tile, m);
   join_max(shared, meetings, m);
@@ -464,9 +447,7 @@ __device__ __forceinline__ void softmax(held_t& held,
 extern __shared__ __align__(128) uint4 parking[];
 
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_columns(const x_t* x,
-                    const bool* where,
-                    out_t* out,
+    softmax_columns(const x_t* x, const bool* where, out_t* out,
                     const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
   meetings_t meetings(shared);

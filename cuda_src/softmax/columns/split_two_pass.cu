@@ -30,8 +30,8 @@ struct batch_t {
   unsigned long long selected = 0;  // a bit a slot, where there is a mask
   int rows, columns;                // of this thread
 
-  __device__ __forceinline__
-  batch_t(const x_t* x, const bool* where, const tile_t& tile, int first, int rows)
+  __device__ __forceinline__ batch_t(const x_t* x, const bool* where,
+                                     const tile_t& tile, int first, int rows)
       : rows(rows) {
     value.fill(x_t());
     tile.load_rows(value, x, kX, first, rows);
@@ -60,10 +60,8 @@ struct batch_t {
 
 // Adds all of this thread's rows to the sums of its columns.
 template <typename Sum>
-__device__ __forceinline__ void add_all(Sum (&sum)[kVector],
-                                        const x_t* x,
-                                        const bool* where,
-                                        const tile_t& tile) {
+__device__ __forceinline__ void add_all(Sum (&sum)[kVector], const x_t* x,
+                                        const bool* where, const tile_t& tile) {
 #pragma unroll 1
   for (int first = 0; first < tile.rows; first += kHeld) {
     const int rows = tile.rows - first < kHeld ? tile.rows - first : kHeld;
@@ -81,8 +79,7 @@ __device__ __forceinline__ void add_all(Sum (&sum)[kVector],
 // What this thread finds of its columns in powers of two; whether that reaches, a bit a
 // column. Of no scores but -inf the sum is one of nothing.
 __device__ __forceinline__ unsigned find_in_powers(partial_t (&found)[kVector],
-                                                   const x_t* x,
-                                                   const bool* where,
+                                                   const x_t* x, const bool* where,
                                                    const tile_t& tile) {
   powers_t sum[kVector];
   add_all(sum, x, where, tile);
@@ -100,10 +97,8 @@ __device__ __forceinline__ unsigned find_in_powers(partial_t (&found)[kVector],
 // As softmax_online does, whatever the scores are; of columns that are not `known`:
 // what becomes of one must not depend on its neighbours.
 __device__ __forceinline__ void find_running(partial_t (&found)[kVector],
-                                             unsigned known,
-                                             const x_t* x,
-                                             const bool* where,
-                                             const tile_t& tile) {
+                                             unsigned known, const x_t* x,
+                                             const bool* where, const tile_t& tile) {
   running_t<acc_t> sum[kVector];
   add_all(sum, x, where, tile);
 #pragma unroll
@@ -118,9 +113,7 @@ __device__ __forceinline__ partial_t* place_of(partial_t* partial, long long at)
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_split_columns_sum(const x_t* x,
-                              const bool* where,
-                              out_t* out,
+    softmax_split_columns_sum(const x_t* x, const bool* where, out_t* out,
                               partial_t* partial,  // (tiles, pieces, kColumns)
                               const __grid_constant__ layout_t layout) {
   __shared__ partial_t shared[kDeep][kColumns];
@@ -166,10 +159,8 @@ struct either_t {
 
 // Writes finish[j](score) for the columns of this thread.
 template <typename Finish>
-__device__ __forceinline__ void write(const Finish (&finish)[kVector],
-                                      const x_t* x,
-                                      const bool* where,
-                                      out_t* out,
+__device__ __forceinline__ void write(const Finish (&finish)[kVector], const x_t* x,
+                                      const bool* where, out_t* out,
                                       const tile_t& tile) {
   // The last rows first: they are the likeliest to be in the cache still.
 #pragma unroll 1
@@ -186,9 +177,7 @@ __device__ __forceinline__ void write(const Finish (&finish)[kVector],
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_split_columns_write(const x_t* x,
-                                const bool* where,
-                                out_t* out,
+    softmax_split_columns_write(const x_t* x, const bool* where, out_t* out,
                                 partial_t* partial,
                                 const __grid_constant__ layout_t layout) {
   __shared__ partial_t shared[kNumThreads];

@@ -47,8 +47,8 @@ struct batch_t {
   slots_t<x_t> value;
   unsigned long long selected;  // a bit a slot
 
-  __device__ __forceinline__
-  batch_t(const x_t* x, const bool* where, const tile_t& tile, int first, int rows) {
+  __device__ __forceinline__ batch_t(const x_t* x, const bool* where,
+                                     const tile_t& tile, int first, int rows) {
     value.fill(x_t());
     tile.load_rows(value, x, kX, first, rows);
     selected = 0;
@@ -78,8 +78,7 @@ static_assert(kHeld * kVector <= 64, "a bit an element");
 static_assert(!kInWarp, "a long column has its own block");
 
 // m and l of each of this thread's columns over the tile, in each thread.
-__device__ __forceinline__ void join_columns(shared_t& shared,
-                                             total_t (&sum)[kVector],
+__device__ __forceinline__ void join_columns(shared_t& shared, total_t (&sum)[kVector],
                                              keys_t keys) {
   combine_in_warp(sum, merge_t(keys));
   const int part = threadIdx.x / (kShuffles ? kWarpSize : kSide);
@@ -111,9 +110,7 @@ __device__ __forceinline__ void join_columns(shared_t& shared,
 }
 
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_long_columns(const x_t* x,
-                         const bool* where,
-                         out_t* out,
+    softmax_long_columns(const x_t* x, const bool* where, out_t* out,
                          const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
   const keys_t keys(layout);

@@ -19,8 +19,7 @@ struct aligned_span_t {
     return p;
   }
   // Position of the i-th element of head and tail together.
-  template <int kVector>
-  __device__ __forceinline__ long long edge(int i) const {
+  template <int kVector> __device__ __forceinline__ long long edge(int i) const {
     return i < head ? i : i + num_vectors * kVector;
   }
 };

@@ -18,11 +18,8 @@ struct row_t {
   const layout_t& layout;
   long long length;
 
-  __device__ __forceinline__ row_t(const y_t* y,
-                                   const dy_t* dy,
-                                   out_t* dx,
-                                   const layout_t& layout,
-                                   long long block_row)
+  __device__ __forceinline__ row_t(const y_t* y, const dy_t* dy, out_t* dx,
+                                   const layout_t& layout, long long block_row)
       : layout(layout) {
     const long long row = row_of_lane(block_row);
     const auto at = locate(layout.outer, row);
@@ -79,8 +76,7 @@ struct gradient_t {
     return scale * (p * ((g - c_high) - c_low));
   }
   // The same by a warp together: exponentials of doubles by a table in its lanes.
-  __device__ __forceinline__ acc_t operator()(acc_t p,
-                                              acc_t g,
+  __device__ __forceinline__ acc_t operator()(acc_t p, acc_t g,
                                               const roots_t<acc_t>& roots) const {
     if constexpr (kLog) return of_exp(exp_of_log(p, roots), p, g);
     return (*this)(p, g);

@@ -11,14 +11,12 @@
 
 // The blocks of a cluster may start at different times; none may write into the memory
 // of another that has not started. All threads call both, in this order.
-template <int kCluster>
-__device__ __forceinline__ void announce_block() {
+template <int kCluster> __device__ __forceinline__ void announce_block() {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster > 1) ptx::cluster_arrive_relaxed();
 #endif
 }
-template <int kCluster>
-__device__ __forceinline__ void await_blocks() {
+template <int kCluster> __device__ __forceinline__ void await_blocks() {
 #if __CUDA_ARCH__ >= 900
   if constexpr (kCluster > 1) ptx::cluster_wait();
 #endif

@@ -27,8 +27,7 @@ struct plus_wide_t {
 // calls take(score) for all rows of this thread, kHeld at a time; combine(value, f)
 // makes of a number of each of its columns that of the tile, in each thread.
 template <typename Read, typename Combine>
-__device__ __forceinline__ void careful_logs(double (&log)[kVector],
-                                             Read read,
+__device__ __forceinline__ void careful_logs(double (&log)[kVector], Read read,
                                              Combine combine) {
   wide_sum_t m[kVector], top[kVector], rest[kVector];
 #pragma unroll

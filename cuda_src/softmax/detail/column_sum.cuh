@@ -11,17 +11,14 @@
 #include "softmax/detail/scaled_sum.cuh"
 
 // What a thread adds to: for results of 16 bits a float is enough.
-template <bool kIsCoarse>
-struct column_total {
+template <bool kIsCoarse> struct column_total {
   using type = sum_t;
 };
-template <>
-struct column_total<true> {
+template <> struct column_total<true> {
   using type = float;
 };
 
-template <typename T, bool kIsCoarse>
-struct column_sum_t {
+template <typename T, bool kIsCoarse> struct column_sum_t {
   using joined_t = power_sum_t<T, kIsCoarse>;
   using range = detail::range<T>;
 

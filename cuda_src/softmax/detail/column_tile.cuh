@@ -72,8 +72,7 @@ __device__ __forceinline__ void cluster_sync() {
   ptx::cluster_wait();
 }
 // Writes a number of this block where each block of the cluster looks for it.
-template <typename T>
-__device__ __forceinline__ void share(T* shared, T value) {
+template <typename T> __device__ __forceinline__ void share(T* shared, T value) {
 #pragma unroll
   for (int rank = 0; rank < kCluster; ++rank) *ptx::in_block(shared, rank) = value;
 }
@@ -81,8 +80,7 @@ __device__ __forceinline__ void share(T* shared, T value) {
 #define CLUSTER_SHAPE
 __device__ __forceinline__ int cluster_rank() { return 0; }
 __device__ __forceinline__ void cluster_sync() { __syncthreads(); }
-template <typename T>
-__device__ __forceinline__ void share(T* shared, T value) {
+template <typename T> __device__ __forceinline__ void share(T* shared, T value) {
   *shared = value;
 }
 #endif
@@ -93,8 +91,7 @@ enum class deal { kVectors, kSingles };
 
 // The elements that a thread holds of one array. Pairs of 16 bits stay together in the
 // registers that they were read into: twice as many fit, and are taken apart when used.
-template <typename T,
-          int kRows = kHeld,
+template <typename T, int kRows = kHeld,
           bool kPairs = sizeof(T) == 2 && kVector % 2 == 0>
 struct slots_t {
   vector_t<T, kVector> value[kRows];
@@ -113,8 +110,7 @@ struct slots_t {
   __device__ __forceinline__ void forget() {}
 };
 
-template <typename T, int kRows>
-struct slots_t<T, kRows, true> {
+template <typename T, int kRows> struct slots_t<T, kRows, true> {
   static constexpr int kWords = (kVector + 1) / 2;
   using words_t = vector_t<unsigned, kWords>;
   unsigned pair[kRows][kWords];
@@ -161,8 +157,7 @@ struct slots_t<T, kRows, true> {
 };
 
 // All rows of a thread: the first kHeld in registers, the others parked.
-template <typename T>
-struct rows_t {
+template <typename T> struct rows_t {
   slots_t<T> held;
   vector_t<T, kVector>* parked;  // row kHeld + k at parked[k * kNumThreads]
 
@@ -175,8 +170,7 @@ struct rows_t {
   // f(slots, k, row) for each row of this thread: slots has it at k. Rows that are
   // neighbours, the first of them even, have neighbouring k. If kWrites, what f leaves
   // in the slots stays there.
-  template <bool kWrites, typename F>
-  __device__ __forceinline__ void each(F f) {
+  template <bool kWrites, typename F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (int k = 0; k < kHeld; ++k) f(held, k, k);
 #pragma unroll 1
@@ -228,12 +222,10 @@ __device__ __forceinline__ void wait_for_copies() {
 }
 
 // Tiles of a block are counted in an int, which the host sees to.
-template <bool kIsShort>
-struct tile_index {
+template <bool kIsShort> struct tile_index {
   using type = int;
 };
-template <>
-struct tile_index<true> {
+template <> struct tile_index<true> {
   using type = long long;
 };
 using tile_index_t = tile_index<kInWarp>::type;
@@ -275,8 +267,7 @@ __device__ __forceinline__ tile_index_t tile_step() {
 // What one thread holds of a tile; the type of the problem's layout is a parameter,
 // since the kernels differ in their arrays. Row counts the rows of a column: an int
 // where all of them are on chip, else a long long.
-template <typename Layout, typename Row>
-struct place_t {
+template <typename Layout, typename Row> struct place_t {
   const Layout& layout;
   deal how;
   tile_index_t slab;
@@ -338,9 +329,7 @@ struct place_t {
 
   // Starts to load all rows of this thread; slots without one become `absent`.
   template <typename T>
-  __device__ __forceinline__ void load(rows_t<T>& to,
-                                       const T* p,
-                                       int array,
+  __device__ __forceinline__ void load(rows_t<T>& to, const T* p, int array,
                                        T absent) const {
     p += start(array);
     if (how == deal::kVectors && rows >= kSlots && offset(0) < columns) {
@@ -364,8 +353,8 @@ struct place_t {
 
   // `rows` rows, from the one with number `first` of this thread; p is at its start.
   template <typename T>
-  __device__ __forceinline__ void load_rows(
-      slots_t<T>& held, const T* p, int array, int first, int rows) const {
+  __device__ __forceinline__ void load_rows(slots_t<T>& held, const T* p, int array,
+                                            int first, int rows) const {
     const long long step = this->step(array);
     p += first * step;
     if (how == deal::kVectors) {
@@ -399,8 +388,8 @@ struct place_t {
   // Writes value(k, j) into `rows` rows, from the one with number `first` of this
   // thread; p is at its start.
   template <typename T, typename Value>
-  __device__ __forceinline__ void store_rows(
-      T* p, int array, int first, int rows, Value value) const {
+  __device__ __forceinline__ void store_rows(T* p, int array, int first, int rows,
+                                             Value value) const {
     store_from(p + first * step(array), array, rows, [&](auto write) {
 #pragma unroll
       for (int k = 0; k < kHeld; ++k) {
@@ -412,9 +401,7 @@ struct place_t {
  private:
   // Rows [0, rows), as store_each.
   template <typename T, typename Visit>
-  __device__ __forceinline__ void store_from(T* p,
-                                             int array,
-                                             int rows,
+  __device__ __forceinline__ void store_from(T* p, int array, int rows,
                                              Visit visit) const {
     const long long step = this->step(array);
     const int before = how == deal::kVectors ? side() * kVector : side();
@@ -440,9 +427,7 @@ struct place_t {
 
   // The rows after the first kHeld; p is at the first.
   template <typename T>
-  __device__ __forceinline__ void park(rows_t<T>& to,
-                                       const T* p,
-                                       int array,
+  __device__ __forceinline__ void park(rows_t<T>& to, const T* p, int array,
                                        T absent) const {
     const long long step = this->step(array);
 #pragma unroll 1
@@ -464,8 +449,7 @@ struct place_t {
 
 // Whether an array can be read and written in vectors of neighbouring columns.
 template <typename T, typename Layout>
-__device__ __forceinline__ bool takes_vectors(const T* p,
-                                              const Layout& layout,
+__device__ __forceinline__ bool takes_vectors(const T* p, const Layout& layout,
                                               int array) {
   constexpr int kLast = OUTER_AXES - 1;
   long long steps = layout.reduced.stride[array][0] | layout.outer.size[kLast];
@@ -478,8 +462,7 @@ __device__ __forceinline__ bool takes_vectors(const T* p,
 // --- numbers of a column -------------------------------------------------------------
 
 // One number for each column of the tile from each part of the block.
-template <typename T>
-using partials_t = T[kPartials][kColumns];
+template <typename T> using partials_t = T[kPartials][kColumns];
 
 // Combines over the lanes of this warp that hold the same columns.
 template <typename T, typename Combine>
@@ -500,8 +483,7 @@ __device__ __forceinline__ void combine_in_warp(T (&value)[kVector], Combine com
 // of a warp two lanes share their columns among them, as long as they have several.
 template <typename T, typename Combine>
 __device__ __forceinline__ void write_partials(partials_t<T>& partials,
-                                               T (&value)[kVector],
-                                               Combine combine) {
+                                               T (&value)[kVector], Combine combine) {
   const int side = threadIdx.x % kSide;
   if constexpr (kShuffles) {
     const int lane = threadIdx.x % kWarpSize;
@@ -538,8 +520,7 @@ __device__ __forceinline__ void write_partials(partials_t<T>& partials,
 
 // Combines the partial numbers of one column.
 template <typename T, typename Combine>
-__device__ __forceinline__ T combine_partials(const partials_t<T>& partials,
-                                              int column,
+__device__ __forceinline__ T combine_partials(const partials_t<T>& partials, int column,
                                               Combine combine) {
   T value = partials[0][column];
 #pragma unroll
@@ -558,18 +539,15 @@ __device__ __forceinline__ double sum_of_partials(const partials_t<T>& partials,
   return total(sum);
 }
 template <typename T>
-__device__ __forceinline__ T combine_partials(const partials_t<T>& partials,
-                                              int column,
+__device__ __forceinline__ T combine_partials(const partials_t<T>& partials, int column,
                                               plus_t) {
   return sum_of_partials(partials, column);
 }
 
 // A thread sums few terms here: double is enough for double, and float for 16 bits.
-template <bool kIsCoarse>
-struct part {
+template <bool kIsCoarse> struct part {
   using type = double;
 };
-template <>
-struct part<true> {
+template <> struct part<true> {
   using type = float;
 };

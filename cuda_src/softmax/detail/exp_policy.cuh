@@ -8,10 +8,8 @@
 #include "ptx/max.cuh"
 #include "softmax/detail/params.cuh"
 
-template <typename A, typename B>
-constexpr bool kSame = false;
-template <typename A>
-constexpr bool kSame<A, A> = true;
+template <typename A, typename B> constexpr bool kSame = false;
+template <typename A> constexpr bool kSame<A, A> = true;
 
 #ifdef PARKED
 constexpr bool kParks = PARKED > 0;
@@ -37,8 +35,7 @@ constexpr bool kHasInfinity =
 
 // What slots beyond the row are filled with: a score of -inf adds nothing to it. A type
 // without infinities takes 0, and has to be told apart.
-template <typename T>
-__device__ __forceinline__ T padding() {
+template <typename T> __device__ __forceinline__ T padding() {
   if constexpr (kHasInfinity<T>) {
     return to<T>(-infinity<float>());
   } else {

@@ -23,8 +23,7 @@ __device__ __forceinline__ int power_of(double l, double& f) {
 // log(l) as k log(2) + log(f), wrong by no more than log(f), which is less than 0.35 in
 // size. Half a unit of a log of 8 is four units of 1; with the roundings that follow,
 // it would be more than a result of log_softmax may be wrong by.
-template <typename T>
-__device__ __forceinline__ pair_t<T> log_in_parts(T l) {
+template <typename T> __device__ __forceinline__ pair_t<T> log_in_parts(T l) {
   // The first digits of log(2), so few that their product with k is exact.
   constexpr T kHigh = sizeof(T) == 4 ? T(0x1.62ep-1) : T(0x1.62e42feep-1);
   constexpr T kLow = T(sizeof(T) == 4 ? kLn2 - double(kHigh) : 1.9082149292705877e-10);

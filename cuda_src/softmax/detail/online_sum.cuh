@@ -22,8 +22,7 @@ struct plain_t {
 // score in steps: it moves only when a score is more than kSlack above it. Each move
 // rounds l, and in a row of rising scores the moves of the plain recurrence would add
 // up to more than all other errors.
-template <typename T>
-struct running_t {
+template <typename T> struct running_t {
   static constexpr double kSlack = 8;  // exp(8) = 2981: no danger to any sum
 
   T m = -infinity<T>();
@@ -61,8 +60,7 @@ struct running_t {
 
 // The sum over what either has seen. The one with the larger m is not scaled, so that
 // the result is the same bits whichever comes first.
-template <typename Keys = plain_t>
-struct merge_t {
+template <typename Keys = plain_t> struct merge_t {
   Keys keys;
 
   __device__ __forceinline__ explicit merge_t(Keys keys = Keys()) : keys(keys) {}

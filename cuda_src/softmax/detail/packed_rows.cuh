@@ -26,8 +26,7 @@ constexpr int kSpanBytes = kSpanRows * kLanes * HELD * int(sizeof(T)) / 16 * 16 
 
 // A span of T's in shared memory, at the phase that it has in global memory: aligned
 // vectors there are aligned vectors here.
-template <typename T>
-struct span_t {
+template <typename T> struct span_t {
   static constexpr int kVector = 16 / sizeof(T);
   T* global;
   int length, phase;

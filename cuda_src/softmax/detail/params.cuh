@@ -40,8 +40,7 @@ struct layout_t {
 };
 
 // What differences of keys are multiplied by, to twice the digits of T.
-template <typename T, bool kIsOne>
-struct factor_t {
+template <typename T, bool kIsOne> struct factor_t {
   static constexpr T high = 1;
 
   factor_t() = default;
@@ -49,8 +48,7 @@ struct factor_t {
   __device__ __forceinline__ T operator*(T d) const { return d; }
   __device__ __forceinline__ pair_t<T> operator*(pair_t<T> d) const { return d; }
 };
-template <typename T>
-struct factor_t<T, false> {
+template <typename T> struct factor_t<T, false> {
   T high, low;
 
   factor_t() = default;
@@ -68,8 +66,7 @@ struct factor_t<T, false> {
 
 // exp(score - m) = 2^(high (1 + rest) d) of an exact difference d of keys: the scale is
 // part of what exponents are multiplied by anyway, and costs nothing there.
-template <typename T, bool kIsOne>
-struct unit_t {
+template <typename T, bool kIsOne> struct unit_t {
   static constexpr double kLog2eLow = 2.0355273740931033e-17;  // what kLog2e lacks
   static constexpr T high = T(kLog2e);
   static constexpr T rest = T((kLog2e - double(high) + kLog2eLow) / double(high));
@@ -78,8 +75,7 @@ struct unit_t {
   unit_t() = default;
   __device__ __forceinline__ explicit unit_t(const layout_t&) {}
 };
-template <typename T>
-struct unit_t<T, false> {
+template <typename T> struct unit_t<T, false> {
   T high, rest, lowest;
 
   unit_t() = default;

@@ -22,8 +22,7 @@ using powers_t = power_sum_t<acc_t, kCoarse>;
 
 // Sees and adds some scores.
 template <int kCount>
-__device__ __forceinline__ void take_scores(powers_t& sum,
-                                            const score_t (&s)[kCount],
+__device__ __forceinline__ void take_scores(powers_t& sum, const score_t (&s)[kCount],
                                             keys_t keys) {
   const auto key = [&](int e) { return s[e].key; };
   const acc_t largest = powers_t::template largest<kCount>(key);
@@ -42,8 +41,7 @@ __device__ __forceinline__ void take_scores(powers_t& sum,
 }
 template <int kCount>
 __device__ __forceinline__ void take_scores(running_t<acc_t>& sum,
-                                            const score_t (&s)[kCount],
-                                            keys_t keys) {
+                                            const score_t (&s)[kCount], keys_t keys) {
   acc_t m = -infinity<acc_t>();
 #pragma unroll
   for (int e = 0; e < kCount; ++e) m = larger_finite_t()(m, s[e].key);
@@ -53,8 +51,7 @@ __device__ __forceinline__ void take_scores(running_t<acc_t>& sum,
 }
 
 // As a sum l exp(m), where m is at least that of the sum.
-__device__ __forceinline__ double scaled_to(const partial_t& sum,
-                                            double m,
+__device__ __forceinline__ double scaled_to(const partial_t& sum, double m,
                                             keys_t keys) {
   if (sum.m == m || !is_finite(sum.l)) return sum.l;
   return sum.m == -infinity<double>() ? 0 : sum.l * keys.exp_diff_exact(sum.m, m);

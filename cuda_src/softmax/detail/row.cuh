@@ -18,11 +18,8 @@ struct row_t {
 
   // The row of this thread's group when the block is at row `block_row`. Past the last
   // row it has no elements: its threads still take part in the reductions.
-  __device__ __forceinline__ row_t(const x_t* x,
-                                   const bool* where,
-                                   out_t* out,
-                                   const layout_t& layout,
-                                   long long block_row)
+  __device__ __forceinline__ row_t(const x_t* x, const bool* where, out_t* out,
+                                   const layout_t& layout, long long block_row)
       : layout(layout) {
     const long long row = row_of_lane(block_row);
     const auto at = locate(layout.outer, row);

@@ -6,8 +6,7 @@
 #include "softmax/detail/scaled_sum.cuh"
 #include "softmax/detail/exp_policy.cuh"
 
-template <exps kHow>
-struct row_exp_t {
+template <exps kHow> struct row_exp_t {
   static constexpr bool kTogether = false;
   acc_t m;
 
@@ -24,8 +23,7 @@ struct row_exp_t {
   static __device__ __forceinline__ part_t sum_of(part_t sum) { return sum; }
 };
 
-template <>
-struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
+template <> struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
   using range = detail::range<float>;
   exp_unit_t unit;
 
@@ -33,8 +31,7 @@ struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
       : row_exp_t<exps::kOfScore>(m), unit(unit) {}
 
   // exp(score - m), for score <= m; of NaN anything, since m knows of it
-  template <typename S>
-  __device__ __forceinline__ float operator()(S score) const {
+  template <typename S> __device__ __forceinline__ float operator()(S score) const {
     const pair_t<float> d = difference(score);
     const float rounded = fma_of(d.high, unit.high, range::kRound);
     const float k = rounded - range::kRound;  // also in the low bits of `rounded`
@@ -55,8 +52,7 @@ struct row_exp_t<exps::kOfFloats> : row_exp_t<exps::kOfScore> {
   }
 };
 
-template <>
-struct row_exp_t<exps::kByTable> {
+template <> struct row_exp_t<exps::kByTable> {
   static constexpr bool kTogether = true;
   // The largest exponential is 2^kRoom, so that all whose quotient is not 0 are normal
   // numbers. As results are quotients, it falls out of them.
@@ -72,8 +68,7 @@ struct row_exp_t<exps::kByTable> {
                                                 exp_unit_t unit = exp_unit_t())
       : m(m), unit(unit) {}
   // exp(score - m) 2^kRoom
-  template <typename S>
-  __device__ __forceinline__ double operator()(S score) const {
+  template <typename S> __device__ __forceinline__ double operator()(S score) const {
     constexpr double kZero = kRound + double(kCount) * kRoom;
     const pair_t<double> d = exact_sum(score.key, -m);
     const double high = kCount * unit.high;

@@ -39,8 +39,7 @@ __device__ __noinline__ double careful_log(const a_t* a, long long length) {
   return log_beside(m, rest);
 }
 
-template <typename T>
-__device__ __forceinline__ void store_result(out_t* place, T x) {
+template <typename T> __device__ __forceinline__ void store_result(out_t* place, T x) {
   const out_t result = to<out_t>(x);
 #if __CUDA_ARCH__ >= 800
   if constexpr (kKeeps) {
@@ -54,11 +53,8 @@ __device__ __forceinline__ void store_result(out_t* place, T x) {
   *place = result;
 }
 
-__device__ __forceinline__ void store(const layout_t& layout,
-                                      long long row,
-                                      const total_t& sum,
-                                      double log,
-                                      out_t* out,
+__device__ __forceinline__ void store(const layout_t& layout, long long row,
+                                      const total_t& sum, double log, out_t* out,
                                       out_t* sign) {
   const auto at = locate(layout.outer, row);
   store_result(out + at.of[kOut], log);

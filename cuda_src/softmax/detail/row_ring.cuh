@@ -32,8 +32,7 @@ constexpr int kLag = kRing - 1 - kAhead;
 static_assert(kAhead >= 1 && kLag >= 1, "a step is loaded before it is summed");
 
 // Steps that a row of so many elements takes, whatever its start: at most kLag + 1.
-template <int kVector>
-__device__ __forceinline__ int num_steps(long long length) {
+template <int kVector> __device__ __forceinline__ int num_steps(long long length) {
   const long long at_once = (long long)gridDim.x * kLanes;
   return int((length / kVector + at_once - 1) / at_once) + (length < kVector);
 }
@@ -92,8 +91,7 @@ struct board_t {
 };
 
 // The places of this thread in a ring of vectors of T's.
-template <typename T, int kVector>
-struct ring_t {
+template <typename T, int kVector> struct ring_t {
   using vector = vector_t<T, kVector>;
   vector* mine;
 

@@ -49,8 +49,7 @@ __device__ __forceinline__ int lane_of_row() {
 }
 
 // Which elements of its row a thread has, at kVector a vector.
-template <int kVector>
-struct deal_t {
+template <int kVector> struct deal_t {
   static constexpr int kHeld = HELD / kVector, kParked = PARKED / kVector;
   static constexpr int kSlots = kHeld + kParked;
   static_assert(HELD % kVector == 0 && PARKED % kVector == 0, "whole vectors");
@@ -106,8 +105,7 @@ struct deal_t {
 };
 
 template <int kVector, typename Out, typename Address>
-__device__ __forceinline__ void store_slot(const deal_t<kVector>& d,
-                                           Address address,
+__device__ __forceinline__ void store_slot(const deal_t<kVector>& d, Address address,
                                            int v,
                                            const vector_t<Out, kVector>& written) {
   if (kContiguous) {
@@ -160,8 +158,7 @@ constexpr int kSharedBytes =
                         : PARKED * int(sizeof(T)) * kNumThreads;
 
 // The part of a row of T's that one thread holds.
-template <typename T, int kVector>
-struct held_t {
+template <typename T, int kVector> struct held_t {
   using deal = deal_t<kVector>;
   using vector = vector_t<T, kVector>;
   static constexpr int kBytes = sizeof(T) * kVector;
@@ -307,8 +304,8 @@ struct held_t {
 
  private:
   template <typename Out, typename Address, typename F>
-  static __device__ __forceinline__ void write(
-      const deal& d, Address address, F f, int v, const vector& from) {
+  static __device__ __forceinline__ void write(const deal& d, Address address, F f,
+                                               int v, const vector& from) {
     acc_t result[kVector];
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
@@ -318,9 +315,7 @@ struct held_t {
   }
 
   template <typename Address>
-  __device__ __forceinline__ void park_vector(const deal& d,
-                                              Address address,
-                                              T pad,
+  __device__ __forceinline__ void park_vector(const deal& d, Address address, T pad,
                                               int v) {
     vector& home = parked[(v - deal::kHeld) * kNumThreads];
     if (d.has(v, 0)) {
@@ -372,10 +367,8 @@ struct held_t {
 
   // The kVector elements from `first` on, as far as the row has them.
   template <typename Address>
-  static __device__ __forceinline__ void bring(const deal& d,
-                                               Address address,
-                                               int first,
-                                               vector* home) {
+  static __device__ __forceinline__ void bring(const deal& d, Address address,
+                                               int first, vector* home) {
     if (first >= 0 && first + kVector <= d.length) {
       copy_vector(home, address(first));
     } else if (first < d.length) {
@@ -388,8 +381,8 @@ struct held_t {
 
   // Vector v from an address that is not aligned to it.
   template <typename Address>
-  static __device__ __forceinline__ vector
-  gather(const deal& d, Address address, T pad, int v) {
+  static __device__ __forceinline__ vector gather(const deal& d, Address address, T pad,
+                                                  int v) {
     vector read;
 #pragma unroll
     for (int k = 0; k < kVector; ++k) {
@@ -402,8 +395,7 @@ struct held_t {
 // f(a, b) for the elements of two rows that are dealt alike.
 template <int kVector, typename A, typename B, typename F>
 __device__ __forceinline__ void each_pair(const deal_t<kVector>& d,
-                                          held_t<A, kVector>& a,
-                                          held_t<B, kVector>& b,
+                                          held_t<A, kVector>& a, held_t<B, kVector>& b,
                                           F f) {
   using deal = deal_t<kVector>;
 #pragma unroll
@@ -428,17 +420,11 @@ __device__ __forceinline__ void each_pair(const deal_t<kVector>& d,
 }
 
 // Writes f(a, b) for the elements of two rows.
-template <typename Out,
-          int kVector,
-          typename A,
-          typename B,
-          typename Address,
+template <typename Out, int kVector, typename A, typename B, typename Address,
           typename F>
 __device__ __forceinline__ void store_pair(const deal_t<kVector>& d,
-                                           held_t<A, kVector>& a,
-                                           held_t<B, kVector>& b,
-                                           Address address,
-                                           F f) {
+                                           held_t<A, kVector>& a, held_t<B, kVector>& b,
+                                           Address address, F f) {
   using deal = deal_t<kVector>;
   const auto write = [&](int v, const vector_t<A, kVector>& x,
                          const vector_t<B, kVector>& y) {
@@ -476,8 +462,7 @@ constexpr int kPartials = kThreadsOfRow > kWarpSize ? kThreadsOfRow / kWarpSize 
 // What the threads of a row combine their values to; all get the same result. Of kTurns
 // sets of memory one may be written anew when all threads have read it, that is, when
 // they have met over another: a second turn, or another object.
-template <typename T>
-struct shared_parts_t {
+template <typename T> struct shared_parts_t {
   T part[kPartials];
   unsigned long long barrier;  // of a cluster
 };
@@ -487,16 +472,14 @@ template <typename T>
 __device__ __forceinline__ void send(unsigned address, unsigned barrier, T value) {
   ptx::store_async(address, barrier, value);
 }
-__device__ __forceinline__ void send(unsigned address,
-                                     unsigned barrier,
+__device__ __forceinline__ void send(unsigned address, unsigned barrier,
                                      wide_sum_t value) {
   ptx::store_async(address, barrier, value.high);
   ptx::store_async(address + sizeof(double), barrier, value.low);
 }
 #endif
 
-template <typename T, int kTurns = 1>
-struct combiner_t {
+template <typename T, int kTurns = 1> struct combiner_t {
   shared_parts_t<T>* const all;
   int uses = 0;
 

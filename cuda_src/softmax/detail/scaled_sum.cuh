@@ -64,10 +64,8 @@ __device__ __forceinline__ double expm1_reduced(double r) {
 
 // Adding and subtracting this rounds to a whole number, which then stands in the low
 // bits of the sum; and ln 2 in two parts.
-template <typename T>
-struct range;
-template <>
-struct range<float> {
+template <typename T> struct range;
+template <> struct range<float> {
   static constexpr float kRound = 12582912.0f;  // 1.5 * 2^23
   static constexpr float kLn2High = 0.693147182464599609375f;
   static constexpr float kLn2Low = -1.9046542e-9f;
@@ -77,8 +75,7 @@ struct range<float> {
     return __int_as_float(__float_as_int(x) + (count << 23));
   }
 };
-template <>
-struct range<double> {
+template <> struct range<double> {
   static constexpr double kRound = 6755399441055744.0;  // 1.5 * 2^52
   static constexpr double kLn2High = kLn2, kLn2Low = 2.3190468138462996e-17;
   static constexpr int kReach = 1000;
@@ -132,10 +129,8 @@ __device__ const double kRoots[32] = {
 // What a warp needs to compute exponentials of doubles together: lane j has 2^(j / 32),
 // and the others ask it. A polynomial does the rest, up to 2^(1 / 64): half of one that
 // goes up to 2^(1 / 2).
-template <typename T>
-struct roots_t {};
-template <>
-struct roots_t<double> {
+template <typename T> struct roots_t {};
+template <> struct roots_t<double> {
   static constexpr int kCount = 32;
   int high;  // the upper half of it, less what the number of the root adds to it below
   int low;
@@ -250,8 +245,7 @@ __device__ __forceinline__ double log_beside(double m, wide_sum_t terms) {
 
 // exp(x + low) / 2^shift to half a unit of T, for scores up to kReach above the shift;
 // what is so far below becomes 0.
-template <typename T>
-struct scaled_exp_t {
+template <typename T> struct scaled_exp_t {
   using range = detail::range<T>;
   T lowest, round;
 
@@ -274,15 +268,13 @@ struct scaled_exp_t {
 };
 
 struct largest_nan_t {
-  template <typename T>
-  __device__ __forceinline__ T operator()(T a, T b) const {
+  template <typename T> __device__ __forceinline__ T operator()(T a, T b) const {
     return detail::largest_nan(a, b);
   }
 };
 
 // A sum as it lies in memory.
-template <typename T>
-struct stored_sum_t {
+template <typename T> struct stored_sum_t {
   double l;
   T top;
   int shift;
@@ -296,8 +288,7 @@ struct stored_sum_t {
 
 // The sum of exponentials over what was seen: l * 2^shift, if `top` is within
 // kLargestTop. kIsCoarse: to about 2^-21, for results of 16 bits.
-template <typename T, bool kIsCoarse>
-struct power_sum_t {
+template <typename T, bool kIsCoarse> struct power_sum_t {
   using range = detail::range<T>;
 
   // Larger scores are too far apart for k to be found in this way.
@@ -424,8 +415,7 @@ struct power_sum_t {
 
   // The sum over kLanes neighbouring lanes, in each of them; all lanes of a warp call
   // it.
-  template <int kLanes>
-  __device__ __forceinline__ void join() {
+  template <int kLanes> __device__ __forceinline__ void join() {
     top = warp_reduce<kLanes>(top, largest_nan_t());
     move_to(shift_of(top));
     l.value = warp_reduce<kLanes>(l.value, plus_t());

@@ -50,23 +50,17 @@ __device__ __forceinline__ double total(sum_t l) { return l.value; }
 __device__ __forceinline__ double total(wide_sum_t l) {
   return is_finite(l.high) ? l.high + l.low : l.high;
 }
-template <typename T>
-__device__ __forceinline__ T total(T l) {
-  return l;
-}
+template <typename T> __device__ __forceinline__ T total(T l) { return l; }
 
 // The sum of the terms of type T that one thread holds: a double is enough for floats,
 // and, for columns, a float where the result has 16 bits.
-template <typename T, bool kIsCoarse = false>
-struct few {
+template <typename T, bool kIsCoarse = false> struct few {
   using type = double;
 };
-template <>
-struct few<float, true> {
+template <> struct few<float, true> {
   using type = float;
 };
-template <>
-struct few<double, false> {
+template <> struct few<double, false> {
   using type = wide_sum_t;
 };
 
@@ -89,15 +83,13 @@ struct larger_t {
 };
 
 struct larger_finite_t {
-  template <typename T>
-  __device__ __forceinline__ T operator()(T a, T b) const {
+  template <typename T> __device__ __forceinline__ T operator()(T a, T b) const {
     return b > a && b < infinity<T>() ? b : a;
   }
 };
 
 struct plus_t {
-  template <typename T>
-  __device__ __forceinline__ T operator()(T a, T b) const {
+  template <typename T> __device__ __forceinline__ T operator()(T a, T b) const {
     return a + b;
   }
   __device__ __forceinline__ wide_sum_t operator()(wide_sum_t a, wide_sum_t b) const {
@@ -111,7 +103,6 @@ struct plus_t {
 
 // What is subtracted from the scores of a row with maximum m. An infinite one is not:
 // the sum then comes out as 0 (all -inf), inf or NaN, which tells the cases apart.
-template <typename T>
-__device__ __forceinline__ T shift_by(T m) {
+template <typename T> __device__ __forceinline__ T shift_by(T m) {
   return is_finite(m) ? m : T(0);
 }

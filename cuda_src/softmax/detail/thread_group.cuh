@@ -41,11 +41,9 @@ __device__ __forceinline__ long long row_of_lane(long long block_row) {
 }
 
 // Maximum and sum over the lanes of a row.
-template <typename T>
-__device__ __forceinline__ T row_max(T m) {
+template <typename T> __device__ __forceinline__ T row_max(T m) {
   return group_reduce<kLanes>(m, larger_t());
 }
-template <typename T>
-__device__ __forceinline__ auto row_sum(T l) {
+template <typename T> __device__ __forceinline__ auto row_sum(T l) {
   return group_reduce<kLanes>(total(l), plus_t());
 }

@@ -25,8 +25,7 @@ struct tile_queue_t {
   unsigned all, lag;
 
   // Of rows of so many elements, kVector a vector.
-  __device__ __forceinline__ tile_queue_t(long long num_rows,
-                                          long long row_length,
+  __device__ __forceinline__ tile_queue_t(long long num_rows, long long row_length,
                                           int vector) {
     const int elements = kPart * vector;
     parts = unsigned((row_length + elements - 1) / elements);
@@ -49,8 +48,7 @@ struct tile_queue_t {
 
 // A part of a row, as vectors of kVector elements, and the elements at the ends of the
 // row that are in none.
-template <int kVector>
-struct row_part_t {
+template <int kVector> struct row_part_t {
   unsigned row;
   bool is_last;     // of its row
   int num_vectors;  // of the row
@@ -82,8 +80,7 @@ struct row_part_t {
 // A vector of a result to memory; element by element where it does not begin at
 // a multiple of its size.
 template <typename T, int kCount>
-__device__ __forceinline__ void store_vector(T* to,
-                                             const vector_t<T, kCount>& x,
+__device__ __forceinline__ void store_vector(T* to, const vector_t<T, kCount>& x,
                                              bool in_vectors,
                                              unsigned long long policy) {
   if (in_vectors) {

@@ -11,14 +11,10 @@
 // Limits     none; wrong for large scores, on purpose
 #include "softmax/detail/row.cuh"
 
-template <typename T>
-constexpr bool kIsFloating = false;
-template <>
-constexpr bool kIsFloating<half_t> = true;
-template <>
-constexpr bool kIsFloating<bfloat16_t> = true;
-template <>
-constexpr bool kIsFloating<float> = true;
+template <typename T> constexpr bool kIsFloating = false;
+template <> constexpr bool kIsFloating<half_t> = true;
+template <> constexpr bool kIsFloating<bfloat16_t> = true;
+template <> constexpr bool kIsFloating<float> = true;
 
 // The result of a step: it goes through the type of x, where that is a narrow one.
 __device__ __forceinline__ acc_t rounded(acc_t value) {
@@ -33,9 +29,7 @@ struct rounded_plus_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_naive(const x_t* x,
-                  const bool* where,
-                  out_t* out,
+    softmax_naive(const x_t* x, const bool* where, out_t* out,
                   const __grid_constant__ layout_t layout) {
   const acc_t scale = rounded(acc_t(layout.scale));
   for (long long at = first_row(); at < layout.num_rows; at += row_step()) {

@@ -16,9 +16,7 @@
 #include "softmax/detail/online_sum.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_online(const x_t* x,
-                   const bool* where,
-                   out_t* out,
+    softmax_online(const x_t* x, const bool* where, out_t* out,
                    const __grid_constant__ layout_t layout) {
   const keys_t keys(layout);
   for (long long at = first_row(); at < layout.num_rows; at += row_step()) {

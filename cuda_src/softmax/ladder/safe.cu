@@ -12,9 +12,7 @@
 #include "softmax/detail/row.cuh"
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_safe(const x_t* x,
-                 const bool* where,
-                 out_t* out,
+    softmax_safe(const x_t* x, const bool* where, out_t* out,
                  const __grid_constant__ layout_t layout) {
   for (long long at = first_row(); at < layout.num_rows; at += row_step()) {
     const row_t row(x, where, out, layout, at);

@@ -73,9 +73,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1)
 #else
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 #endif
-        softmax_tiled(const x_t* x,
-                      const bool* where,
-                      out_t* out,
+        softmax_tiled(const x_t* x, const bool* where, out_t* out,
                       const __grid_constant__ layout_t layout) {
   __shared__ shared_parts_t<acc_t> maxima[1];
   __shared__ shared_parts_t<part_t> sums[1];

@@ -32,8 +32,8 @@ struct batch_t {
   slots_t<a_t> value;
   unsigned long long absent;
 
-  __device__ __forceinline__ void load(
-      const a_t* a, const bool* where, const tile_t& tile, int first, int rows) {
+  __device__ __forceinline__ void load(const a_t* a, const bool* where,
+                                       const tile_t& tile, int first, int rows) {
     value.fill(a_t());
     tile.load_rows(value, a, kA, first, rows);
     absent = 0;
@@ -62,10 +62,8 @@ static_assert(!kHasWhere || kHeld * kVector <= 64, "a bit an element");
 
 // Calls take(batch, rows) for all rows of this thread.
 template <typename Take>
-__device__ __forceinline__ void read_columns(const a_t* a,
-                                             const bool* where,
-                                             const tile_t& tile,
-                                             Take take) {
+__device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
+                                             const tile_t& tile, Take take) {
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
   for (int first = 0; first < tile.rows; first += kHeld) {
@@ -106,10 +104,8 @@ __device__ __forceinline__ void combine_columns(shared_t& shared,
 }
 
 // The logs of the columns to the last digit. All threads of the cluster call it.
-__device__ __noinline__ void read_again(const a_t* a,
-                                        const bool* where,
-                                        const tile_t& tile,
-                                        shared_t& shared,
+__device__ __noinline__ void read_again(const a_t* a, const bool* where,
+                                        const tile_t& tile, shared_t& shared,
                                         double (&log)[kVector]) {
   const auto read = [&](auto take) {
     read_columns(a, where, tile, [&](const batch_t& batch, int rows) {
@@ -174,8 +170,7 @@ __device__ __forceinline__ bool any_of_tile(bool is_true) {
 extern "C" __global__ void CLUSTER_SHAPE __launch_bounds__(kNumThreads, RESIDENT)
     softmax_logsumexp_columns(const a_t* a,
                               const a_t* b,  // not read
-                              const bool* where,
-                              out_t* out,
+                              const bool* where, out_t* out,
                               out_t* sign,  // written if layout.returns_sign
                               const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;

@@ -47,18 +47,15 @@ using numbers_t = partials_t<wide_sum_t>;
 
 extern __shared__ uint4 memory[];
 
-template <typename A, typename B>
-constexpr bool kSame = false;
-template <typename A>
-constexpr bool kSame<A, A> = true;
+template <typename A, typename B> constexpr bool kSame = false;
+template <typename A> constexpr bool kSame<A, A> = true;
 
 // A float that takes no part is -inf. Other types have no such number.
 constexpr bool kHasInfinity = kSame<a_t, half_t> || kSame<a_t, bfloat16_t> ||
                               kSame<a_t, float> || kSame<a_t, double>;
 constexpr bool kTracks = kHasWhere || !kHasInfinity;
 
-template <typename T>
-__device__ __forceinline__ T nothing() {
+template <typename T> __device__ __forceinline__ T nothing() {
   if constexpr (kHasInfinity) return to<T>(-infinity<acc_t>());
   return T();
 }
@@ -96,8 +93,8 @@ struct ring_t {
   }
   // Starts to load rows from number `first` of this thread on, of which `rows` are
   // left; `a` is at its start.
-  __device__ __forceinline__ void load(
-      int half, const a_t* a, const tile_t& tile, int first, int rows) const {
+  __device__ __forceinline__ void load(int half, const a_t* a, const tile_t& tile,
+                                       int first, int rows) const {
     const long long step = tile.step(kA);
     a += first * step + tile.offset(0);
     const bool takes_vector =
@@ -143,10 +140,8 @@ struct batch_t {
   unsigned long long selected = 0;  // a bit an element, if kTracks
 
   // Which of the rows of this thread from number `first` on take part; `rows` are left.
-  __device__ __forceinline__ void select(const bool* where,
-                                         const tile_t& tile,
-                                         int first,
-                                         int rows) {
+  __device__ __forceinline__ void select(const bool* where, const tile_t& tile,
+                                         int first, int rows) {
     if constexpr (kTracks) {
       const long long side_step = tile.layout.outer.stride[kWhere][OUTER_AXES - 1];
 #pragma unroll
@@ -162,8 +157,7 @@ struct batch_t {
       }
     }
   }
-  template <typename T>
-  __device__ __forceinline__ T score(int k, int j) const {
+  template <typename T> __device__ __forceinline__ T score(int k, int j) const {
     const bool takes_part = !kTracks || selected >> (k * kVector + j) & 1;
     return takes_part ? to<T>(ring.at(half, k).element[j]) : -infinity<T>();
   }
@@ -277,10 +271,8 @@ static_assert(!kTracks || kHeld * kVector <= 64, "a bit an element");
 // Calls take(batch) for all rows of this thread. The next batch is on the way while one
 // is worked on.
 template <typename Take>
-__device__ __forceinline__ void read_columns(const a_t* a,
-                                             const bool* where,
-                                             const tile_t& tile,
-                                             Take take) {
+__device__ __forceinline__ void read_columns(const a_t* a, const bool* where,
+                                             const tile_t& tile, Take take) {
   const ring_t ring;
   a += tile.start(kA);
   if (kHasWhere) where += tile.start(kWhere);
@@ -322,10 +314,8 @@ __device__ __forceinline__ void combine_columns(shared_t& shared,
 }
 
 // The logs of the columns to the last digit. All threads of the block call it.
-__device__ __noinline__ void read_again(const a_t* a,
-                                        const bool* where,
-                                        const tile_t& tile,
-                                        shared_t& shared,
+__device__ __noinline__ void read_again(const a_t* a, const bool* where,
+                                        const tile_t& tile, shared_t& shared,
                                         double (&log)[kVector]) {
   const auto read = [&](auto take) {
     read_columns(a, where, tile, [&](const batch_t& batch) {
@@ -405,10 +395,8 @@ __device__ __forceinline__ void join_in_warp(const sums_t (&sum)[kVector],
 // Writes the logs of a tile of a warp from its `count` parts, part(c, i); a lane has
 // every 32nd column.
 template <typename Part>
-__device__ __forceinline__ void merge_in_warp(const a_t* a,
-                                              const bool* where,
-                                              Part part,
-                                              int count,
+__device__ __forceinline__ void merge_in_warp(const a_t* a, const bool* where,
+                                              Part part, int count,
                                               const results_t& results,
                                               shared_t& shared) {
   const tile_t& tile = results.tile;
@@ -456,9 +444,7 @@ __device__ __forceinline__ void merge_in_warp(const a_t* a,
 // Writes the logs of a tile of the block from its `count` parts, as join_columns. All
 // threads of the block call it.
 template <typename Join>
-__device__ __forceinline__ void finish_block(const a_t* a,
-                                             const bool* where,
-                                             Join join,
+__device__ __forceinline__ void finish_block(const a_t* a, const bool* where, Join join,
                                              const results_t& results,
                                              shared_t& shared) {
   const tile_t& tile = results.tile;
@@ -486,8 +472,7 @@ __device__ __forceinline__ void finish_block(const a_t* a,
   }
 }
 
-__device__ __forceinline__ void sum_columns(const a_t* a,
-                                            const bool* where,
+__device__ __forceinline__ void sum_columns(const a_t* a, const bool* where,
                                             const tile_t& tile,
                                             sums_t (&sum)[kVector]) {
   read_columns(a, where, tile, [&](const batch_t& batch) { batch.add_to(sum); });
@@ -526,19 +511,14 @@ struct shares_t {
 
 // What there is of a tile: (most parts, kColumns)
 template <typename Partial>
-__device__ __forceinline__ Partial* place_of(Partial* partial,
-                                             long long tile,
+__device__ __forceinline__ Partial* place_of(Partial* partial, long long tile,
                                              int most) {
   return partial + tile * most * kColumns;
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_logsumexp_shares_sum(const a_t* a,
-                                 const a_t*,
-                                 const bool* where,
-                                 out_t* out,
-                                 out_t* sign,
-                                 partial_t* partial,
+    softmax_logsumexp_shares_sum(const a_t* a, const a_t*, const bool* where,
+                                 out_t* out, out_t* sign, partial_t* partial,
                                  const __grid_constant__ layout_t layout) {
   if constexpr (kInWarp && kGroup == kWarpSize) {
     __shared__ shared_t shared;
@@ -583,12 +563,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
 
 // A warp joins a tile of few parts, a block one of many.
 extern "C" __global__ void __launch_bounds__(kNumThreads, RESIDENT)
-    softmax_logsumexp_shares_merge(const a_t* a,
-                                   const a_t*,
-                                   const bool* where,
-                                   out_t* out,
-                                   out_t* sign,
-                                   const partial_t* partial,
+    softmax_logsumexp_shares_merge(const a_t* a, const a_t*, const bool* where,
+                                   out_t* out, out_t* sign, const partial_t* partial,
                                    const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
   const deal how = deal_of(a, layout);

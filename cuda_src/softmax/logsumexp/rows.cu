@@ -52,8 +52,7 @@ __device__ __forceinline__ bool is_too_quick(const total_t& sum) {
   return is_finite(sum.top) && exponent >= -6 && exponent < 6;
 }
 
-template <bool kValue>
-struct constant_t {
+template <bool kValue> struct constant_t {
   static constexpr bool value = kValue;
 };
 
@@ -179,10 +178,8 @@ struct ahead_t {
 // The sum of a piece that has begun; `next` begins while the last vectors are worked
 // on. All lanes of a warp call it, for the same piece.
 template <bool kQuickly>
-__device__ __forceinline__ total_t sum_of(const piece_t& piece,
-                                          const piece_t& next,
-                                          ahead_t& ahead,
-                                          const roots_t<acc_t>& roots) {
+__device__ __forceinline__ total_t sum_of(const piece_t& piece, const piece_t& next,
+                                          ahead_t& ahead, const roots_t<acc_t>& roots) {
   constexpr int kTogether = kNumVectors * kLanes;
   const acc_t edge[1] = {ahead.edge};
   const a_t* at = piece.a + piece.head;
@@ -269,9 +266,7 @@ __device__ __forceinline__ long long row_of_set(long long block_row, int set) {
 enum class path { kVectors, kStaged, kSingles };
 
 template <path kPath>
-__device__ __forceinline__ void short_rows(const a_t* a,
-                                           out_t* out,
-                                           out_t* sign,
+__device__ __forceinline__ void short_rows(const a_t* a, out_t* out, out_t* sign,
                                            const layout_t& layout) {
   const int length = int(layout.row_length);
   constexpr int kRows = kRowsPerBlock * kSets;
@@ -387,11 +382,8 @@ __device__ __forceinline__ total_t join_lanes(total_t sum, int place) {
 }
 
 // All lanes of the row have `sum`.
-__device__ __forceinline__ void finish_row(const a_t* a,
-                                           out_t* out,
-                                           out_t* sign,
-                                           const layout_t& layout,
-                                           long long row,
+__device__ __forceinline__ void finish_row(const a_t* a, out_t* out, out_t* sign,
+                                           const layout_t& layout, long long row,
                                            const total_t& sum) {
   double log = 0;
   if (sum.is_doubtful()) {
@@ -402,8 +394,8 @@ __device__ __forceinline__ void finish_row(const a_t* a,
   if (lane() == 0) store(layout, row, sum, log, out, sign);
 }
 
-__device__ __forceinline__ void long_rows(
-    const a_t* a, out_t* out, out_t* sign, partial_t* partial, const layout_t& layout) {
+__device__ __forceinline__ void long_rows(const a_t* a, out_t* out, out_t* sign,
+                                          partial_t* partial, const layout_t& layout) {
   const long long length = layout.row_length;
   // Whole vectors a part: all parts of a row have its alignment.
   long long size = (length + kParts - 1) / kParts;
@@ -472,10 +464,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    softmax_logsumexp_rows_parts(const a_t* a,
-                                 const void*,
-                                 const void*,
-                                 out_t* out,
+    softmax_logsumexp_rows_parts(const a_t* a, const void*, const void*, out_t* out,
                                  out_t* sign,
                                  partial_t* partial,  // (num_rows, kParts)
                                  const __grid_constant__ layout_t layout) {
@@ -483,12 +472,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_logsumexp_rows_merge(const a_t* a,
-                                 const void*,
-                                 const void*,
-                                 out_t* out,
-                                 out_t* sign,
-                                 const partial_t* partial,
+    softmax_logsumexp_rows_merge(const a_t* a, const void*, const void*, out_t* out,
+                                 out_t* sign, const partial_t* partial,
                                  const __grid_constant__ layout_t layout) {
   if constexpr (!kHolds && kParts > 1) {
     int place = 0;

@@ -49,8 +49,7 @@ __device__ __forceinline__ double shifted_log(double m, double l) {
 }
 
 // An element of a row; one that takes no part has weight 0 and score -inf.
-template <typename T>
-struct term_t {
+template <typename T> struct term_t {
   T score;
   double weight;
 };
@@ -62,8 +61,7 @@ struct row_t {
   const layout_t& layout;
   long long length;
 
-  template <typename T>
-  __device__ __forceinline__ term_t<T> term(long long i) const {
+  template <typename T> __device__ __forceinline__ term_t<T> term(long long i) const {
     const auto at = locate(layout.reduced, i);
     bool is_selected = i < length;
     if (kHasWhere && is_selected) is_selected = where[at.of[kWhere]];
@@ -107,10 +105,7 @@ struct row_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_logsumexp(const a_t* a,
-                      const b_t* b,
-                      const bool* where,
-                      out_t* out,
+    softmax_logsumexp(const a_t* a, const b_t* b, const bool* where, out_t* out,
                       out_t* sign,  // written if layout.returns_sign
                       const __grid_constant__ layout_t layout) {
   for (long long at = first_row(); at < layout.num_rows; at += row_step()) {

@@ -76,9 +76,7 @@ struct board_t {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads)
-    softmax_trail_clear(const x_t* x,
-                        const bool*,
-                        out_t* out,
+    softmax_trail_clear(const x_t* x, const bool*, out_t* out,
                         unsigned long long* words,
                         const __grid_constant__ layout_t layout) {
   const long long count = 2 + 2 * (layout.num_rows + (long long)queue_of(layout).all);
@@ -96,11 +94,8 @@ struct piece_t : row_part_t<kVector> {
   const x_t* x;  // from its first whole vector on
   out_t* out;
 
-  __device__ __forceinline__ piece_t(const x_t* x,
-                                     out_t* out,
-                                     const layout_t& layout,
-                                     const tile_queue_t& queue,
-                                     unsigned part)
+  __device__ __forceinline__ piece_t(const x_t* x, out_t* out, const layout_t& layout,
+                                     const tile_queue_t& queue, unsigned part)
       : row_part_t(queue, part), layout(layout) {
     const auto at = locate(layout.outer, row);
     this->x = x + at.of[kX];
@@ -119,8 +114,7 @@ struct piece_t : row_part_t<kVector> {
 };
 
 // What a thread has of a part, in registers. Places beyond the row hold -inf.
-template <typename T>
-struct held_t {
+template <typename T> struct held_t {
   using vector = vector_t<T, kVector>;
   vector read[kHeld];
   T edge;
@@ -159,8 +153,7 @@ struct held_t {
   }
 
  private:
-  __device__ __forceinline__ void load(const piece_t& piece,
-                                       int k,
+  __device__ __forceinline__ void load(const piece_t& piece, int k,
                                        unsigned long long policy) {
     using word_t = typename vector::word_t;
     read[k].word = ptx::load_global(
@@ -170,8 +163,7 @@ struct held_t {
 
 // visit(score) for all elements.
 template <typename Visit>
-__device__ __forceinline__ void each(const held_t<x_t>& held,
-                                     const piece_t& piece,
+__device__ __forceinline__ void each(const held_t<x_t>& held, const piece_t& piece,
                                      Visit visit) {
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
@@ -222,16 +214,14 @@ __device__ __forceinline__ partial_t careful_sum(const piece_t& piece) {
 // The sum of a warp; one that is not finite is none.
 template <exps kHow>
 __device__ __forceinline__ partial_t sum_of_roots(const held_t<x_t>& held,
-                                                  const piece_t& piece,
-                                                  acc_t m) {
+                                                  const piece_t& piece, acc_t m) {
   const row_exp_t<kHow> exp_of_row(shift_by(m));
   auto sum = exp_of_row.none();
   each(held, piece, [&](score_t s) { exp_of_row.add(sum, exp_of_row(s)); });
   return {total(warp_reduce(exp_of_row.sum_of(sum), plus_t())), double(m)};
 }
 __device__ __forceinline__ partial_t sum_of_powers(const held_t<x_t>& held,
-                                                   const piece_t& piece,
-                                                   acc_t m) {
+                                                   const piece_t& piece, acc_t m) {
   if (m == -infinity<acc_t>()) return {0, double(m)};
   if (!power_t::takes(m)) return {infinity<double>(), 0};
   const power_t power(m);
@@ -273,8 +263,7 @@ __device__ __forceinline__ partial_t sum_of_pairs(const held_t<x_t>& held,
 // The sum of a warp; `m` is the largest of its scores.
 template <exps kHow>
 __device__ __forceinline__ partial_t sum_up(const held_t<x_t>& held,
-                                            const piece_t& piece,
-                                            acc_t m) {
+                                            const piece_t& piece, acc_t m) {
   partial_t sum;
   if constexpr (kHasRoots) {
     sum = sum_of_roots<kHow>(held, piece, m);
@@ -302,10 +291,8 @@ __device__ __forceinline__ partial_t join_warps(const partial_t (&sums)[kWarps],
 }
 
 // Joins what is published of the parts of a row, by a block, and publishes it.
-__device__ __forceinline__ void join_parts(const board_t& board,
-                                           unsigned row,
-                                           unsigned parts,
-                                           keys_t keys) {
+__device__ __forceinline__ void join_parts(const board_t& board, unsigned row,
+                                           unsigned parts, keys_t keys) {
   const unsigned long long* const published = board.of_part(row * parts);
   partial_t own = {0, -infinity<double>()};
   for (unsigned i = lane(); i < parts; i += kLanes) {
@@ -342,8 +329,7 @@ struct last_step_t {
 };
 
 template <typename Finish>
-__device__ __forceinline__ void write(const held_t<x_t>& held,
-                                      const piece_t& piece,
+__device__ __forceinline__ void write(const held_t<x_t>& held, const piece_t& piece,
                                       const Finish& finish) {
   const unsigned long long policy = ptx::policy_evict_first();
   const bool in_vectors = is_aligned<out_t, kVector>(piece.out);
@@ -377,8 +363,7 @@ __device__ __forceinline__ void write_carefully(const piece_t& piece,
 }
 
 template <exps kHow>
-__device__ __forceinline__ void write(const held_t<x_t>& held,
-                                      const piece_t& piece,
+__device__ __forceinline__ void write(const held_t<x_t>& held, const piece_t& piece,
                                       const last_step_t& step) {
   if constexpr (finish_in_powers_t::kTakes) {
     if (step.takes_powers) {
@@ -423,10 +408,8 @@ struct block_t {
     return shared.next[1];
   }
   // Sums a part and publishes it; takes the next number meanwhile.
-  __device__ __forceinline__ void sum(held_t<x_t>& held,
-                                      const piece_t& piece,
-                                      unsigned part,
-                                      int turn) const {
+  __device__ __forceinline__ void sum(held_t<x_t>& held, const piece_t& piece,
+                                      unsigned part, int turn) const {
     unsigned ahead;
     const acc_t m = largest(held, piece);
     held.forget();
@@ -480,8 +463,7 @@ __device__ __forceinline__ void walk(const block_t& block) {
 extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
     softmax_trail(const x_t* x,
                   const bool*,  // no mask
-                  out_t* out,
-                  unsigned long long* words,
+                  out_t* out, unsigned long long* words,
                   const __grid_constant__ layout_t layout) {
   __shared__ shared_t shared;
   const tile_queue_t queue = queue_of(layout);

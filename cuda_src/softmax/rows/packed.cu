@@ -26,9 +26,7 @@ extern __shared__ uint4 memory[];
 
 // One row from shared memory to shared memory, from a lane's first element on, with so
 // many left.
-__device__ __forceinline__ void softmax_row(const x_t* x,
-                                            out_t* out,
-                                            int left,
+__device__ __forceinline__ void softmax_row(const x_t* x, out_t* out, int left,
                                             const layout_t& layout) {
   acc_t value[HELD];
   acc_t m = -infinity<acc_t>();
@@ -66,8 +64,9 @@ __device__ __forceinline__ void softmax_row(const x_t* x,
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks) softmax_span(
-    const x_t* x, const bool*, out_t* out, const __grid_constant__ layout_t layout) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    softmax_span(const x_t* x, const bool*, out_t* out,
+                 const __grid_constant__ layout_t layout) {
   const int length = int(layout.row_length);
   const long long step = (long long)gridDim.x * kSpanRows;
   void* const second = memory + kSpanBytes<x_t> / 16;

@@ -82,8 +82,9 @@ __device__ __forceinline__ void softmax_row(vector_t<x_t, kVector> (&part)[kHeld
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS) softmax_short(
-    const x_t* x, const bool*, out_t* out, const __grid_constant__ layout_t layout) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, MIN_BLOCKS)
+    softmax_short(const x_t* x, const bool*, out_t* out,
+                  const __grid_constant__ layout_t layout) {
   constexpr int kRows = kSets * kRowsPerBlock;  // that the block has at a time
   const int of_block = threadIdx.x / kLanes;
   for (long long at = (long long)blockIdx.x * kRows; at < layout.num_rows;

@@ -30,11 +30,8 @@ struct work_t {
   out_t* out;
   aligned_span_t aligned;
 
-  __device__ __forceinline__ work_t(const x_t* x,
-                                    const bool* where,
-                                    out_t* out,
-                                    const layout_t& layout,
-                                    const part_t& part)
+  __device__ __forceinline__ work_t(const x_t* x, const bool* where, out_t* out,
+                                    const layout_t& layout, const part_t& part)
       : layout(layout) {
     const auto at = locate(layout.outer, part.row);
     this->x = x + at.of[kX] + part.begin;
@@ -111,9 +108,7 @@ __device__ __forceinline__ powers_t sum_of_powers(const work_t& work) {
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
-    softmax_split_sum(const x_t* x,
-                      const bool* where,
-                      out_t* out,
+    softmax_split_sum(const x_t* x, const bool* where, out_t* out,
                       partial_t* partial,  // (num_rows, kParts)
                       const __grid_constant__ layout_t layout) {
   const part_t part(blockIdx.x, layout.row_length);
@@ -148,9 +143,7 @@ __device__ __forceinline__ void write(const work_t& work, const Finish& finish) 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 2)
-    softmax_split_write(const x_t* x,
-                        const bool* where,
-                        out_t* out,
+    softmax_split_write(const x_t* x, const bool* where, out_t* out,
                         const partial_t* partial,
                         const __grid_constant__ layout_t layout) {
   // From the last part to the first: what was read last is still in L2.

@@ -1,6 +1,5 @@
 """python -m cupyflash compile: NVRTC over all kernels, with no GPU in the machine."""
 
-import hashlib
 import json
 import re
 import time
@@ -186,7 +185,7 @@ def _list(jobs, path):
             "row": job.row,
             "fast": job.fast,
             "arch": job.arch,
-            "source": _name_of(job.variant),
+            "source": job.variant.source,
             "entry": job.variant.entry,
             "options": _nvrtc.options_of(job),
             "generated": job.variant.generated,
@@ -200,13 +199,6 @@ def _list(jobs, path):
     listed = {"kernels": kernels, "sources": sources}
     path.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
     return 0
-
-
-def _name_of(variant):
-    """Of a source; one with text of a function has a name of its own."""
-    text = variant.generated.encode()
-    own = f"#{hashlib.sha256(text).hexdigest()[:8]}" if text else ""
-    return variant.source + own
 
 
 def _report(outcomes):

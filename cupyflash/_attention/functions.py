@@ -1,8 +1,11 @@
 """Score and mask functions of a call: checked, and bound to their arrays."""
 
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from cupyflash._core import arrays as _arrays
 from cupyflash._core.dtypes import CUDA_TYPES
@@ -168,6 +171,40 @@ def described(functions: Functions | None) -> dict[str, str]:
     if mask is not None:
         told["mask_function"] = repr(mask.expression)
     return told
+
+
+def tiles_of_mask(
+    problem: Any, mask: BoundFunction, offsets: Any, rows: int, keys: int
+) -> dict[str, int]:
+    """How many tiles of `rows` queries and `keys` keys a mask shows whole, and not."""
+    from cupyflash._expr.intervals import decide
+
+    arrays = {
+        name: x.get() if _arrays.is_cupy(x) else x for name, x in mask.arrays.items()
+    }
+    free = mask.expression.root.free
+    offsets = np.broadcast_to(offsets, problem.batch).ravel()
+    of_batch = "b" in free or (offsets != offsets[:1]).any()
+    counts = {"full": 0, "mixed": 0, "empty": 0}
+    names = {True: "full", None: "mixed", False: "empty"}
+    for b, h, i, j in itertools.product(
+        range(len(offsets) if of_batch else min(len(offsets), 1)),
+        range(problem.num_heads if "h" in free else 1),
+        range(0, problem.seqlen_q, rows),
+        range(0, problem.seqlen_k, keys),
+    ):
+        first, last = (
+            int(offsets[b]) + x for x in (i, min(i + rows, problem.seqlen_q))
+        )
+        ranges = {
+            "b": (b, b),
+            "h": (h, h),
+            "i": (first, last - 1),
+            "j": (j, min(j + keys, problem.seqlen_k) - 1),
+        }
+        known = decide(mask.expression, ranges, mask.values, arrays)
+        counts[names[known]] += 1
+    return counts
 
 
 # Integers that functions close over may be as large for kernels that count in 32 bits.

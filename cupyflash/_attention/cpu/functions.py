@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cupyflash._attention.functions import described
+from cupyflash._attention.functions import described, tiles_of_mask
 from cupyflash._expr.emit_numpy import evaluate
 from cupyflash._expr.intervals import decide
 from cupyflash._expr.nodes import is_const
@@ -151,31 +151,7 @@ def describe(problem, operands, offsets, rows, keys):
     told = described(operands.functions)
     _, mask = operands.functions or (None, None)
     if mask is not None:
-        told["tiles_of_the_mask"] = _tiles(problem, mask, offsets, max(rows, 1), keys)
-    return told
-
-
-def _tiles(problem, mask, offsets, rows, keys):
-    free = mask.expression.root.free
-    offsets = np.broadcast_to(offsets, problem.batch).ravel()
-    of_batch = "b" in free or (offsets != offsets[:1]).any()
-    counts = {"full": 0, "mixed": 0, "empty": 0}
-    names = {True: "full", None: "mixed", False: "empty"}
-    for b, h, i, j in itertools.product(
-        range(len(offsets) if of_batch else min(len(offsets), 1)),
-        range(problem.num_heads if "h" in free else 1),
-        range(0, problem.seqlen_q, rows),
-        range(0, problem.seqlen_k, keys),
-    ):
-        first, last = (
-            int(offsets[b]) + x for x in (i, min(i + rows, problem.seqlen_q))
+        told["tiles_of_the_mask"] = tiles_of_mask(
+            problem, mask, offsets, max(rows, 1), keys
         )
-        ranges = {
-            "b": (b, b),
-            "h": (h, h),
-            "i": (first, last - 1),
-            "j": (j, min(j + keys, problem.seqlen_k) - 1),
-        }
-        known = decide(mask.expression, ranges, mask.values, mask.arrays)
-        counts[names[known]] += 1
-    return counts
+    return told

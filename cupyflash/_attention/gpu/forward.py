@@ -1,12 +1,13 @@
 """The CuPy back end of attention: plans of kernels and matmuls, launched."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import cupy
 
 from cupyflash._attention import problem as attention_problem
-from cupyflash._attention.functions import described
+from cupyflash._attention.functions import described, tiles_of_mask
 from cupyflash._attention.gpu import combine, split_kv
 from cupyflash._attention.gpu import copies as _copies
 from cupyflash._attention.gpu import functions as _functions
@@ -47,6 +48,9 @@ _STEPS = {
     TensorFloat64Kernel: fused_steps,
 }
 _NO_OPTIONS = (0,) * len(OPTIONS)
+# What explain() counts of a mask: queries and keys of a tile at least, and tiles of a
+# side at most.
+_TILE, _MOST_TILES = 128, 64
 
 merge = combine.merge
 
@@ -266,4 +270,14 @@ def describe(problem, operands) -> dict[str, Any]:
         details["matmuls"] = "cupy.matmul before the first launch and after it"
     else:
         details["split of the keys"] = getattr(plan, "num_splits", 1)
-    return details | described(operands.functions)
+    details |= described(operands.functions)
+    mask = operands.functions.mask if operands.functions else None
+    if mask is not None and isinstance(problem.query_offset, int):
+        lists = math.prod(problem.batch) if "b" in problem.mask_varies_by else 1
+        lists *= problem.num_heads if "h" in problem.mask_varies_by else 1
+        tiles = max(8, int(_MOST_TILES / math.sqrt(lists)))
+        side = max(_TILE, -(-max(problem.seqlen_q, problem.seqlen_k) // tiles))
+        details["tiles_of_the_mask"] = tiles_of_mask(
+            problem, mask, problem.query_offset, side, side
+        )
+    return details

@@ -186,7 +186,8 @@ def test_keys_are_split_where_few_queries_see_a_list():
     q, k, v = inputs((1, 4, 7, 128), (1, 1, 20_000, 128), (1, 1, 20_000, 128))
     options = {"mask": lambda i, j: (j // 512) % 3 == 0, "query_offset": 19_000}
     given = list(map(cupy.asarray, (q, k, v)))
-    assert cupyflash.explain("attention", *given, **options)["split of the keys"] > 1
+    told = cupyflash.explain("attention", *given, **options)
+    assert told.details["split of the keys"] > 1
     out = cupyflash.attention(*given, **options)
     wanted = cupyflash.attention(*(x.astype("f8") for x in (q, k, v)), **options)
     assert largest_error(out, wanted) < 2e-3
@@ -202,3 +203,13 @@ def test_values_behind_a_mask_may_be_nan():
     wanted = cupyflash.attention(*(x.astype("f8") for x in (q, k, v)), **options)
     assert np.isnan(out[:, :, 991:]).all()
     assert abs(out[:, :, :991] - wanted[:, :, :991]).max() < 2e-3
+
+
+@pytest.mark.gpu
+def test_explain_counts_the_tiles_of_a_mask():
+    cupy = pytest.importorskip("cupy")
+    q = cupy.zeros((2, 4, 1024, 64), "float16")
+    documents = cupy.asarray(np.arange(1024)[None].repeat(2, 0) // 256)
+    mask = {"mask": scores.document, "mask_arrays": {"documents": documents}}
+    told = cupyflash.explain("attention", q, q, q, **mask)
+    assert told.details["tiles_of_the_mask"] == {"full": 32, "mixed": 0, "empty": 96}

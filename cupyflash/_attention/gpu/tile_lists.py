@@ -1,7 +1,7 @@
 """Lists of the tiles that a mask function shows, for kernels that walk along them."""
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cupyflash._attention.gpu.config import (
     OPTIONS_AND_OFFSET,
@@ -9,8 +9,10 @@ from cupyflash._attention.gpu.config import (
 )
 from cupyflash._attention.problem import AttentionProblem
 from cupyflash._cuda.kernel import LaunchConfig, Variant
-from cupyflash._cuda.launch_sequence import PointersAndBytes, Step
 from cupyflash._cuda.structs import Struct
+
+if TYPE_CHECKING:  # it imports CuPy, and who chooses a kernel does without
+    from cupyflash._cuda.launch_sequence import PointersAndBytes, Step
 
 _THREADS = 256
 _WORD = 4  # bytes
@@ -101,7 +103,7 @@ class TileLists(NamedTuple):
         num_own, num_other, heads, entries = self._counts(problem)
         return _WORD * num_own * (1 + num_other) * max(heads, 1) * max(entries, 1)
 
-    def step(self, problem: AttentionProblem, batch_dims: int, params: Any) -> Step:
+    def step(self, problem: AttentionProblem, batch_dims: int, params: Any) -> "Step":
         """The launch that makes them, and its arguments."""
         num_own, num_other, heads, entries = self._counts(problem)
         own = {"own_first": self.own_first, "num_own": num_own, "num_other": num_other}
@@ -110,7 +112,9 @@ class TileLists(NamedTuple):
         config = self.config(problem, batch_dims, blocks)
         return config, (self.name, *OPTIONS_AND_OFFSET, params, packed)
 
-    def argument(self, problem: AttentionProblem) -> PointersAndBytes:
+    def argument(self, problem: AttentionProblem) -> "PointersAndBytes":
         """tile_lists_t of the kernel that walks along them."""
         packed = TILE_LISTS.pack(self._strides(problem))
+        from cupyflash._cuda.launch_sequence import PointersAndBytes
+
         return PointersAndBytes((self.name,), packed[8:])

@@ -45,7 +45,10 @@ _PLAIN = (
 _NOT_FINITE = ("hidden", "seen")
 # Of rows that take no plain ones.
 _WIDE = ("wide heads", "wider heads", "wider options", "wider, many keys")
-_KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE)
+_SHORT = ("short", "short options", "short odd")
+_KINDS = (*SOFTMAX_KINDS, *_PLAIN, *_WIDE, *_SHORT)
+# What stands in for the plain calls of a row: the first of these that it takes.
+_FIRST_KINDS = (_PLAIN[:1], _WIDE[:2], _SHORT[:1])
 # Kernels beside the tables, and rows whose pieces lie apart.
 _MERGE, _TURN, _PIECES = "attention/merge", "softmax/turn", "softmax/pieces"
 _SECONDS = 120  # that a tool may take for one row
@@ -81,9 +84,11 @@ def cases_of(group):
     if operation == "softmax":  # each tier of memory
         one_of_each = {case.kind: case for case in reversed(found)}
         return list(one_of_each.values())[::-1]
-    plain = [case for case in found if case.kind == "plain"]
-    kinds = _PLAIN[1:] if plain else (*_PLAIN[1:], *_WIDE[2:])
-    plain = plain or [case for case in found if case.kind in _WIDE[:2]]
+    by_kind = ([case for case in found if case.kind in kinds] for kinds in _FIRST_KINDS)
+    plain = next((cases for cases in by_kind if cases), [])
+    kinds = _PLAIN[1:]
+    if plain and plain[0].kind != "plain":
+        kinds = (*kinds, *_WIDE[2:], *_SHORT[1:])
     kept = [c for c in plain if c.dtype in ("bfloat16", "float32", "float64")]
     more = [next((c for c in found if c.kind == k), None) for k in kinds]
     return (kept or plain)[:2] + [case for case in more if case]
@@ -124,7 +129,7 @@ def problems_of(case):
     import rows
 
     yield _small(rows.problem_of(case, np.random.default_rng(0)))
-    if case.operation == "softmax" or case.kind not in ("plain", *_WIDE[:2]):
+    if case.operation == "softmax" or case.kind not in sum(_FIRST_KINDS, ()):
         return
     for form in _NOT_FINITE:
         if case.method == "naive" and form == "seen":

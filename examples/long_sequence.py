@@ -98,7 +98,7 @@ def start_ranks():
         port = probe.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, *sys.argv[1:]],
+            [sys.executable, *sys.argv],
             env={
                 **os.environ,
                 "RANK": str(rank),
